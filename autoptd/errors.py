@@ -1,0 +1,38 @@
+"""What AutoPTD says when it stops: every error names the site, the fact and the remedy.
+
+`TraceError`     the model cannot be captured faithfully.
+`PlanError`      the request cannot be met (sizes, keywords, operators, batch).
+`RuntimeFault`   a rank failed or waited too long while a step ran.
+`InternalError`  a promise of AutoPTD itself is broken: please report it.
+
+    raise PlanError("transformer.h.3.attn", "12 heads do not divide over t=8", "t in {1, 2, 3, 4, 6, 12}")
+"""
+
+from __future__ import annotations
+
+
+class AutoptdError(Exception):
+    """Base of all errors: `site` (where), `fact` (what is wrong), `remedy` (what to do)."""
+
+    def __init__(self, site: str, fact: str, remedy: str) -> None:
+        super().__init__(f"{site}: {fact}. Remedy: {remedy}.")
+        self.site, self.fact, self.remedy = site, fact, remedy
+
+
+class TraceError(AutoptdError):
+    """The model cannot be captured as a graph that computes what the model computes."""
+
+
+class PlanError(AutoptdError):
+    """The request cannot be met; raised before any rank starts."""
+
+
+class RuntimeFault(AutoptdError):
+    """A rank failed, or waited longer than the timeout, while a step ran."""
+
+
+class InternalError(AutoptdError):
+    """A check on AutoPTD's own work failed: the program is not run."""
+
+    def __init__(self, site: str, fact: str) -> None:
+        super().__init__(site, fact, "this is a defect of AutoPTD, please report it with this message")

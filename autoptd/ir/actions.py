@@ -1,0 +1,73 @@
+"""The words of a schedule: what one pipeline rank does, in order.
+
+    F2.1          forward of stage 2 on microbatch 1
+    B2.1          its backward
+    SEND_F2.1>3   send stage 2's outputs for stage 3;      RECV_F3.1<2   post the receive of it, on stage 3's rank
+    SEND_B3.1>2   send the gradients of those values back; RECV_B2.1<3   post the receive of it, on stage 2's rank
+    REDUCE2       stage 2's parameter gradients are complete on this rank: reduce them
+
+Every action prints as its text and parses back: `parse("F2.1") == Action(Kind.F, 2, 1)`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Kind(Enum):
+    F = "F"
+    B = "B"
+    SEND_F = "SEND_F"
+    RECV_F = "RECV_F"
+    SEND_B = "SEND_B"
+    RECV_B = "RECV_B"
+    REDUCE = "REDUCE"
+
+
+SENDS = (Kind.SEND_F, Kind.SEND_B)
+RECVS = (Kind.RECV_F, Kind.RECV_B)
+COMPUTES = (Kind.F, Kind.B)
+_TEXT = re.compile(r"(SEND_F|SEND_B|RECV_F|RECV_B|REDUCE|F|B)(\d+)(?:\.(\d+))?(?:[<>](\d+))?")
+
+
+@dataclass(frozen=True)
+class Action:
+    """One entry of a schedule: `stage` does `kind` for `microbatch`; `peer` is the other stage of a transfer."""
+
+    kind: Kind
+    stage: int
+    microbatch: int = -1
+    peer: int = -1
+
+    def __str__(self) -> str:
+        microbatch = "" if self.microbatch < 0 else f".{self.microbatch}"
+        arrow = ">" if self.kind in SENDS else "<"
+        return f"{self.kind.value}{self.stage}{microbatch}" + ("" if self.peer < 0 else f"{arrow}{self.peer}")
+
+
+def parse(text: str) -> Action:
+    """Return the action that `text` spells; ValueError when it spells none."""
+    match = _TEXT.fullmatch(text)
+    action = match and Action(
+        Kind(match[1]), int(match[2]), int(match[3]) if match[3] else -1, int(match[4]) if match[4] else -1
+    )
+    if not action or str(action) != text:
+        raise ValueError(f"{text!r} is not an action")
+    return action
+
+
+Orders = list[list[Action]]  # one list per pipeline rank
+
+
+def format_orders(orders: Sequence[Sequence[Action]]) -> str:
+    """One line per pipeline rank, actions separated by spaces."""
+    return "".join(" ".join(map(str, order)) + "\n" for order in orders)
+
+
+def parse_orders(text: str) -> Orders:
+    """Inverse of `format_orders`; empty lines and lines that start with # are skipped."""
+    lines = [line.strip() for line in text.splitlines()]
+    return [[parse(word) for word in line.split()] for line in lines if line and not line.startswith("#")]

@@ -1,0 +1,97 @@
+"""The four value types over a mesh axis, and the table of conversions between them.
+
+| type | value on the ranks | cotangent on the ranks |
+|------|--------------------|------------------------|
+| `I`  invariant          | equal       | equal       |
+| `R`  replicated         | equal       | partial sum |
+| `P`  partial            | partial sum | equal       |
+| `S(dim, atom)` sharded  | sharded     | sharded     |
+
+A tensor dim is an ordered product of *atoms* (`heads x head_dim`); `S(2, 1)` says that atom 1 of dim 2 is split over the
+ranks. Megatron's f (Shoeybi et al. 2019, section 3) is I -> R, its g is P -> I.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+Dims = tuple[tuple[int, ...], ...]  # the atom sizes of every dim of a tensor; a dim of size 1 has no atoms
+
+
+@dataclass(frozen=True)
+class ValueType:
+    """One of I, R, P, S; `dim` and `atom` say what an S splits."""
+
+    kind: str
+    dim: int = -1
+    atom: int = -1
+
+    def __str__(self) -> str:
+        return f"S({self.dim}, {self.atom})" if self.kind == "S" else self.kind
+
+    @property
+    def is_whole(self) -> bool:
+        return self.kind in "IR"
+
+
+I = ValueType("I")  # noqa: E741 - the name of the type in DESIGN and papers
+R = ValueType("R")
+P = ValueType("P")
+
+
+def S(dim: int, atom: int) -> ValueType:
+    return ValueType("S", dim, atom)
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What it takes to turn a value of one type into another: `name` is also the runtime function's."""
+
+    name: str
+    forward: str
+    backward: str
+
+
+CONVERSIONS: dict[tuple[str, str], Conversion] = {
+    ("I", "R"): Conversion("i_to_r", "none", "all-reduce"),
+    ("P", "I"): Conversion("p_to_i", "all-reduce", "none"),
+    ("P", "R"): Conversion("p_to_r", "all-reduce", "all-reduce"),
+    ("P", "S"): Conversion("p_to_s", "reduce-scatter", "all-gather"),
+    ("I", "P"): Conversion("i_to_p", "one rank keeps it", "none"),
+    ("R", "I"): Conversion("r_to_i", "none", "one rank keeps it"),
+    ("R", "P"): Conversion("r_to_p", "one rank keeps it", "one rank keeps it"),
+    ("S", "R"): Conversion("s_to_r", "all-gather", "reduce-scatter"),
+    ("S", "I"): Conversion("s_to_i", "all-gather", "slice"),
+    ("I", "S"): Conversion("i_to_s", "slice", "all-gather"),
+    ("R", "S"): Conversion("r_to_s", "slice", "zero-pad"),
+    ("S", "P"): Conversion("s_to_p", "zero-pad", "slice"),
+    ("S", "S"): Conversion("s_to_s", "all-to-all", "all-to-all"),
+}
+
+
+def outer_size(dims: Dims, at: ValueType) -> int:
+    """Elements of the dim that lie before the sharded atom: a shard is one contiguous chunk of each of so many blocks."""
+    size = 1
+    for atom in dims[at.dim][: at.atom]:
+        size *= atom
+    return size
+
+
+def type_text(kind: ValueType, dims: Dims, axis: str) -> str:
+    """Text for people: `I`, `R`, `P`, or `S(tp, dim 0: 3 x [12] x 64)` with the sharded atom in brackets."""
+    if kind.kind != "S":
+        return kind.kind
+    atoms = [f"[{size}]" if i == kind.atom else str(size) for i, size in enumerate(dims[kind.dim])]
+    return f"S({axis}, dim {kind.dim}: {' x '.join(atoms)})"
+
+
+def local_shape(dims: Sequence[Sequence[int]], kind: ValueType, degree: int) -> tuple[int, ...]:
+    """Shape of one rank's part of a tensor with these dims and type over an axis of `degree` ranks."""
+    shape = []
+    for i, atoms in enumerate(dims):
+        size = 1
+        for j, atom in enumerate(atoms):
+            size *= atom // degree if kind == S(i, j) else atom
+        shape.append(size)
+    return tuple(shape)
