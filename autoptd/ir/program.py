@@ -1,0 +1,227 @@
+"""The result of a compilation: everything that the runtime needs to train, as plain data.
+
+A `Program` holds one readable source file per stage, the records below, the schedule, and the values of buffers. It can be
+written to a folder and read back without tracing:
+
+    program.save("out/")            # stage_0.py ... program.json, schedule.txt, constants.pt
+    program = Program.load("out/")
+
+Calling convention of a stage: `Stage.forward` takes, by keyword, the crossings it reads and the batch inputs it reads, each
+one microbatch; it returns a tuple of the crossings it writes, in the order of `StageSpec.outputs`. The loss stage returns its
+loss last. Loss values add up: the sum over all microbatches and data-parallel replicas is the loss of the global batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from autoptd.ir.actions import Action, Orders, format_orders, parse_orders
+from autoptd.ir.mesh import Mesh
+from autoptd.ir.types import Dims, ValueType, local_shape, outer_size, type_text
+
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class InputSpec:
+    """One tensor of the batch: leaf number `leaf` of the flattened `(args, kwargs)` of `step`.
+
+    `shape` is that of one microbatch; `batched` says that dim 0 carries the batch axis.
+    """
+
+    name: str
+    leaf: int
+    batched: bool
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """One parameter of the model, once, however many names (`aliases`, `name` first) it is tied under.
+
+    `type` is its type over tp (I, R or S), `shape` and `dims` are global, `stages` are the stages that use it.
+    """
+
+    name: str
+    aliases: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    requires_grad: bool
+    stages: tuple[int, ...]
+    type: ValueType
+    dims: Dims
+    why: str = ""
+
+    @property
+    def outer(self) -> int:
+        """A rank owns one contiguous chunk of each of `outer` blocks of dim `type.dim` (S only)."""
+        return outer_size(self.dims, self.type)
+
+    def local_shape(self, t: int) -> tuple[int, ...]:
+        return local_shape(self.dims, self.type, t) if self.type.kind == "S" else self.shape
+
+    def type_text(self) -> str:
+        return type_text(self.type, self.dims, "tp")
+
+
+@dataclass(frozen=True)
+class CrossingSpec:
+    """A value made by stage `source` and read by the stages `targets`; `shape` is local, of one microbatch."""
+
+    name: str
+    source: int
+    targets: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    has_grad: bool
+
+
+@dataclass(frozen=True)
+class StageSpec:
+    """What stage `index` reads and writes; `crossings` and `inputs` are keywords of its forward."""
+
+    index: int
+    crossings: tuple[str, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    params: tuple[str, ...]
+    buffers: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective of one microbatch (or, with `scope="step"`, of one step), as the compiler inserted it."""
+
+    site: str
+    stage: int
+    conversion: str
+    axis: str
+    forward: str
+    backward: str
+    payload_bytes: int
+    group_size: int
+    why: str
+    scope: str = "microbatch"
+
+
+@dataclass(frozen=True)
+class Program:
+    """A compiled model: see the module's docstring."""
+
+    mesh: Mesh
+    v: int
+    num_microbatches: int
+    schedule_name: str
+    tree: str  # structure of the (args, kwargs) that `step` takes
+    constants: tuple[tuple[int, Any], ...]  # leaves of the call that are no tensors: baked in, compared at every step
+    inputs: tuple[InputSpec, ...]
+    params: tuple[ParamSpec, ...]
+    crossings: tuple[CrossingSpec, ...]
+    stages: tuple[StageSpec, ...]
+    orders: Orders
+    sources: dict[str, str]  # file name -> text
+    collectives: tuple[Collective, ...] = ()
+    unknown_ops: tuple[tuple[str, str], ...] = ()  # (operator, module) computed whole over tp
+    weighted: bool = False  # the loss stage has `count(...)`: labels to count before the first forward
+    plan: dict[str, Any] = field(default_factory=dict)
+    costs: dict[str, Any] = field(default_factory=dict)
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict, repr=False, compare=False)
+    graphs: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def loss_stage(self) -> int:
+        return len(self.stages) - 1
+
+    @property
+    def schedule(self) -> str:
+        return format_orders(self.orders)
+
+    def rank_of_stage(self, stage: int) -> int:
+        """Pipeline rank that holds `stage`: chunk c of rank r is stage c*p + r."""
+        return stage % self.mesh.p
+
+    def param(self, name: str) -> ParamSpec:
+        return next(spec for spec in self.params if name in spec.aliases)
+
+    def fingerprint(self) -> str:
+        """Hash of everything that ranks must agree on before the first step."""
+        text = json.dumps(self._record(), sort_keys=True) + json.dumps(self.sources, sort_keys=True) + self.schedule
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def save(self, folder: str | Path) -> None:
+        """Write the program to `folder`; `load` reads it back without tracing."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in self.sources.items():
+            (folder / name).write_text(text)
+        (folder / "program.json").write_text(json.dumps(self._record(), indent=1) + "\n")
+        (folder / "plan.json").write_text(json.dumps(self.plan, indent=1) + "\n")
+        (folder / "schedule.txt").write_text(self.schedule)
+        torch.save(self.buffers, folder / "constants.pt")
+
+    @staticmethod
+    def load(folder: str | Path) -> Program:
+        """Read a program that `save` wrote; the graphs stay behind."""
+        folder = Path(folder)
+        record = json.loads((folder / "program.json").read_text())
+        if record.pop("version") != VERSION:
+            raise ValueError(f"{folder}/program.json was written by another version of AutoPTD")
+        sources = {name: (folder / name).read_text() for name in record.pop("files")}
+        return Program(
+            mesh=Mesh(**record.pop("mesh")),
+            constants=tuple((leaf, value) for leaf, value in record.pop("constants")),
+            inputs=tuple(InputSpec(**_tupled(one)) for one in record.pop("inputs")),
+            params=tuple(_param(one) for one in record.pop("params")),
+            crossings=tuple(CrossingSpec(**_tupled(one)) for one in record.pop("crossings")),
+            stages=tuple(StageSpec(**_tupled(one)) for one in record.pop("stages")),
+            collectives=tuple(Collective(**one) for one in record.pop("collectives")),
+            unknown_ops=tuple((op, site) for op, site in record.pop("unknown_ops")),
+            orders=parse_orders((folder / "schedule.txt").read_text()),
+            sources=sources,
+            plan=json.loads((folder / "plan.json").read_text()),
+            buffers=torch.load(folder / "constants.pt", weights_only=True),
+            **record,
+        )
+
+    def _record(self) -> dict[str, Any]:
+        skipped = ("orders", "sources", "plan", "buffers", "graphs")
+        fields = [item.name for item in dataclasses.fields(self) if item.name not in skipped]
+        record = {name: _plain(getattr(self, name)) for name in fields}
+        return {"version": VERSION, "files": sorted(self.sources), **record}
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {item.name: _plain(getattr(value, item.name)) for item in dataclasses.fields(value)}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return {key: _plain(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+def _tupled(record: dict[str, Any]) -> dict[str, Any]:
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in record.items()}
+
+
+def _param(record: dict[str, Any]) -> ParamSpec:
+    record = _tupled(record)
+    dims = tuple(tuple(atoms) for atoms in record.pop("dims"))
+    return ParamSpec(**{**record, "type": ValueType(**record["type"]), "dims": dims})
+
+
+__all__ = [
+    "Action",
+    "Collective",
+    "CrossingSpec",
+    "InputSpec",
+    "ParamSpec",
+    "Program",
+    "StageSpec",
+]

@@ -1,0 +1,104 @@
+"""What a user may ask for, checked once: the one place where defaults live.
+
+    Options(t=2, p=2, d=2, v=2).mesh.size == 8
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from autoptd.errors import PlanError
+from autoptd.ir.mesh import Mesh
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved")
+NOT_YET = {
+    "c": "context parallelism",
+    "zero": "optimizer sharding",
+    "precision": "mixed precision",
+    "recompute": "activation recomputation",
+    "sequence_parallel": "sequence parallelism",
+    "fuse": "fused-op substitution",
+    "plan": "a plan fed back",
+}
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "c": (1,),
+    "sequence_parallel": (False,),
+    "fuse": (False,),
+    "plan": (None,),
+    "zero": (0, None),
+    "precision": (None,),
+    "recompute": (None, False),
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """One request: t, p, d degrees, v model chunks per pipeline rank, and how to run.
+
+    `num_microbatches` counts per replica and step; None takes the largest divisor of the replica's rows that is at most 4p,
+    a multiple of p preferred. `schedule` is "gpipe", "1f1b" or "interleaved"; None takes 1f1b for v=1, else interleaved.
+    `timeout` is in seconds. `nan="ignore"` lets a NaN loss pass.
+    """
+
+    t: int = 1
+    p: int = 1
+    d: int = 1
+    v: int = 1
+    loss_fn: Callable[..., Any] | None = None
+    num_microbatches: int | None = None
+    schedule: str | None = None
+    seed: int = 0
+    device: str | None = None
+    backend: str | None = None
+    timeout: float = 300.0
+    nan: str = "raise"
+
+    def __post_init__(self) -> None:
+        for name in ("t", "p", "d", "v"):
+            _check_degree(name, getattr(self, name))
+        if self.num_microbatches is not None:
+            _check_degree("num_microbatches", self.num_microbatches)
+        if self.schedule is None:
+            object.__setattr__(self, "schedule", "interleaved" if self.v > 1 else "1f1b")
+        if self.schedule not in SCHEDULES:
+            raise PlanError(f"schedule={self.schedule!r}", "no such schedule", f"one of {', '.join(SCHEDULES)}")
+        if self.v > 1 and (self.p == 1 or self.schedule != "interleaved"):
+            raise PlanError(
+                f"v={self.v}",
+                f"several model chunks per rank need p > 1 and the interleaved schedule (p={self.p}, {self.schedule})",
+                "v=1, or p >= 2 with schedule='interleaved'",
+            )
+        if self.backend not in (None, "local", "gloo", "nccl"):
+            raise PlanError(f"backend={self.backend!r}", "no such backend", "'local', 'gloo', 'nccl' or None")
+        if self.nan not in ("raise", "ignore"):
+            raise PlanError(f"nan={self.nan!r}", "no such choice", "'raise' or 'ignore'")
+        if not self.timeout > 0:
+            raise PlanError(f"timeout={self.timeout}", "no positive number of seconds", "for example timeout=300")
+
+    @property
+    def mesh(self) -> Mesh:
+        return Mesh(self.t, self.p, self.d)
+
+    @property
+    def num_stages(self) -> int:
+        return self.p * self.v
+
+
+def make_options(**keywords: Any) -> Options:
+    """Return Options from the keywords of `parallelize`, `compile` or `verify`; refuse what does not exist yet."""
+    for name, feature in NOT_YET.items():
+        value = keywords.pop(name, NEUTRAL[name][0])
+        if value not in NEUTRAL[name]:
+            raise PlanError(f"{name}={value!r}", f"{feature} is not there yet", f"leave the keyword {name} out")
+    known = set(Options.__dataclass_fields__)
+    for name in keywords:
+        if name not in known:
+            raise PlanError(f"{name}=", "no such keyword", f"one of {', '.join(sorted(known))}")
+    return Options(**keywords)
+
+
+def _check_degree(name: str, value: Any) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise PlanError(f"{name}={value!r}", "a degree is a whole number of at least 1", f"for example {name}=1")
