@@ -1,0 +1,125 @@
+"""What AutoPTD knows about one node of the graph: the record in `node.meta["autoptd"]`, read and written here only.
+
+    note(node).module == "transformer.h.0.attn"        # the user's module that made the node
+    str(note(node).tp) == "S(2, 1)"                    # its type over tp, once annotated
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from autoptd.ir.types import Dims, I, ValueType
+
+KEY = "autoptd"
+
+
+@dataclass
+class Note:
+    """Facts of one node; each stage of the compiler fills its own.
+
+    trace:       `kind` ("param", "buffer", "input", "op", "output"), `name` of a placeholder in the model or call,
+                 `module` path, `source` line, `of_params` (depends on a parameter), `needs_grad` (carries a gradient)
+    annotate:    `dims`, `batch` (type over microbatches and replicas), `tp` (type over tensor ranks), `form` (how a split
+                 contraction is computed locally), `why`
+    communicate: `conversion` (name of the conversion a node performs)
+    cut:         `stages` that hold the node, ascending
+    """
+
+    kind: str = "op"
+    name: str = ""
+    module: str = ""
+    source: str = ""
+    of_params: bool = False
+    needs_grad: bool = False
+    dims: Dims = ()
+    batch: ValueType = I
+    tp: ValueType = I
+    batch_form: str = ""
+    form: str = ""
+    conversion: str = ""
+    why: str = ""
+    stages: tuple[int, ...] = ()
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+def note(node: Node) -> Note:
+    """Return the record of `node`."""
+    return node.meta[KEY]
+
+
+def set_note(node: Node, record: Note) -> Note:
+    node.meta[KEY] = record
+    return record
+
+
+def value(node: Node) -> Any:
+    """The fake value of a node: a tensor, a tuple of tensors, or None."""
+    return node.meta.get("val")
+
+
+def tensor(node: Node) -> torch.Tensor:
+    """The fake tensor of a node; of the first piece where the node yields several (split, chunk)."""
+    found = node.meta["val"]
+    return found[0] if isinstance(found, (tuple, list)) else found
+
+
+def is_tensor(node: Node) -> bool:
+    return isinstance(value(node), torch.Tensor)
+
+
+def shape(node: Node) -> tuple[int, ...]:
+    return tuple(int(size) for size in tensor(node).shape)
+
+
+def payload(node: Node) -> int:
+    """Bytes of the value of a node, all pieces together."""
+    found = value(node)
+    pieces = found if isinstance(found, (tuple, list)) else [found]
+    return sum(one.numel() * one.element_size() for one in pieces if isinstance(one, torch.Tensor))
+
+
+def op_name(node: Node) -> str:
+    """`aten.linear` for torch.ops.aten.linear.default; the function's own name for Python functions."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target._schema.name).replace("::", ".")
+    return getattr(target, "__name__", str(target))
+
+
+def site(node: Node) -> str:
+    """Where a node comes from, for messages: module, operator, source line."""
+    record = note(node)
+    where = f" ({record.source})" if record.source else ""
+    name = record.name if node.op == "placeholder" else op_name(node)
+    return f"{record.module or 'model'}: {name}{where}"
+
+
+def placeholders(graph: Graph, kind: str) -> Iterator[Node]:
+    return (node for node in graph.nodes if node.op == "placeholder" and note(node).kind == kind)
+
+
+def ops(graph: Graph) -> Iterator[Node]:
+    return (node for node in graph.nodes if node.op == "call_function")
+
+
+def output(graph: Graph) -> Node:
+    return next(iter(reversed(graph.nodes)))
+
+
+def copy_graph(graph: Graph) -> Graph:
+    """A copy whose records can be changed without touching the original's."""
+    new = Graph()
+    mapping: dict[Node, Node] = {}
+    for node in graph.nodes:
+        made = new.node_copy(node, lambda old: mapping[old])
+        made.meta = dict(node.meta)
+        if KEY in made.meta:
+            made.meta[KEY] = copy.copy(made.meta[KEY])
+        mapping[node] = made
+    return new

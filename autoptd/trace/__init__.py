@@ -1,0 +1,6 @@
+"""nn.Module -> TRACED graph: capture the model's loss faithfully, or say why not."""
+
+from autoptd.trace.capture import Captured, capture
+from autoptd.trace.faithful import compare
+
+__all__ = ["Captured", "capture", "compare"]

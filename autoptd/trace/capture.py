@@ -1,0 +1,218 @@
+"""Capture an unmodified model and its loss as one FX graph of aten operators (form TRACED).
+
+In: a module, the call `(args, kwargs)` of one microbatch (at least two rows), where the loss is. Out: `Captured`, whose graph
+has placeholders for parameters (each tied group once), buffers and batch inputs, operators with module path and source line,
+and the loss as its only output.
+
+    captured = capture(model, (ids, targets), {}, loss_fn=None)
+
+torch.export does the tracing; what it would lose silently is refused here or repaired in `normalize.py`.
+"""
+
+from __future__ import annotations
+
+import operator
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import Graph, Node
+
+from autoptd.compat import tree_flatten, tree_unflatten
+from autoptd.errors import AutoptdError, TraceError
+from autoptd.ir.notes import Note, note, set_note
+from autoptd.trace.faithful import check_model, watch_tracing
+from autoptd.trace.loss import WithLoss
+from autoptd.trace.normalize import normalize
+
+
+@dataclass
+class Captured:
+    """The TRACED graph of a model, and what its placeholders stand for.
+
+    `aliases` maps the first name of every parameter to all its names; `inputs` are (placeholder name, leaf index) pairs of
+    the flattened call; `constants` are the leaves that are no tensors; `buffers` hold values of buffers and constants.
+    """
+
+    graph: Graph
+    aliases: dict[str, tuple[str, ...]]
+    parameters: dict[str, nn.Parameter]
+    buffers: dict[str, torch.Tensor]
+    persistent: frozenset[str]
+    inputs: tuple[tuple[str, int], ...]
+    constants: tuple[tuple[int, Any], ...]
+    tree: str
+
+
+def capture(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], loss_fn: Callable[..., Any] | None
+) -> Captured:
+    """Trace `model(*args, **kwargs)` down to its scalar loss; TraceError names the user's own source line."""
+    check_model(model)
+    leaves, tree = tree_flatten((args, kwargs))
+    fresh = [leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    call_args, call_kwargs = tree_unflatten(fresh, tree)
+    wrapper = WithLoss(model, loss_fn)
+    exported = _export(wrapper, call_args, call_kwargs)
+    aliases = tied_names(model)
+    first_name = {name: names[0] for names in aliases.values() for name in names}
+    graph, inputs, buffers = _read(exported, wrapper, first_name, leaves)
+    normalize(graph)
+    _mark_dependence(graph, dict(model.named_parameters()))
+    persistent = frozenset(model.state_dict(keep_vars=True)) - set(first_name)
+    constants = tuple((i, leaf) for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor))
+    parameters = {name: dict(model.named_parameters(remove_duplicate=False))[name] for name in aliases}
+    return Captured(graph, aliases, parameters, buffers, persistent, inputs, constants, str(tree))
+
+
+def tied_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """First name of every parameter -> all its names: tied weights are one parameter (grouped by identity)."""
+    groups: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        groups.setdefault(id(parameter), []).append(name)
+    return {names[0]: tuple(names) for names in groups.values()}
+
+
+def _export(wrapper: WithLoss, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.export.ExportedProgram:
+    device = next((p.device.type for p in wrapper.parameters()), "cpu")
+    try:
+        with watch_tracing(), torch.autocast(device if device != "meta" else "cpu", enabled=False), torch.enable_grad():
+            return torch.export.export(wrapper, args, kwargs, strict=False)
+    except AutoptdError:
+        raise
+    except Exception as error:
+        line = _user_line(error)
+        fact = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        remedy = "make the forward free of branches and sizes that depend on tensor values"
+        if "data-dependent" not in fact:
+            remedy = "the model must run on these example inputs; torch.export must be able to trace it"
+        raise TraceError(line, f"cannot be traced: {type(error).__name__}: {fact}", remedy) from error
+
+
+def _user_line(error: BaseException) -> str:
+    """`file:line  code` of the innermost frame that is neither torch's nor AutoPTD's."""
+    own = ("/torch/", "/autoptd/trace/", "/contextlib.py", "<string>", "<eval_with_key>")
+    frames = traceback.extract_tb(error.__traceback__)
+    mine = [frame for frame in frames if not any(part in frame.filename for part in own)]
+    mine = [frame for frame in mine if "/autoptd/" not in frame.filename] or mine
+    return f"{mine[-1].filename}:{mine[-1].lineno}  {mine[-1].line}" if mine else "model"
+
+
+def _read(
+    exported: torch.export.ExportedProgram, wrapper: WithLoss, first_name: dict[str, str], leaves: list[Any]
+) -> tuple[Graph, tuple[tuple[str, int], ...], dict[str, torch.Tensor]]:
+    """Copy the exported graph with one placeholder per parameter, buffer and input, and a Note on every node."""
+    signature = exported.graph_signature
+    constants = {**signature.inputs_to_buffers, **signature.inputs_to_lifted_tensor_constants}
+    stored = {**dict(wrapper.named_buffers(remove_duplicate=False)), **exported.constants}
+    graph, mapping = Graph(), dict[Node, Node]()
+    user = set(signature.user_inputs)
+    tensors = iter(range(len(leaves)))
+    inputs: list[tuple[str, int]] = []
+    buffers: dict[str, torch.Tensor] = {}
+    seen: dict[str, Node] = {}
+    for node in exported.graph.nodes:
+        if node in mapping:  # a reader of a region that was inlined
+            continue
+        if node.op == "placeholder" and node.name in signature.inputs_to_parameters:
+            name = first_name[signature.inputs_to_parameters[node.name].removeprefix("model.")]
+            mapping[node] = seen[name] = seen.get(name) or _placeholder(graph, node, "param", name)
+        elif node.op == "placeholder" and node.name in constants:
+            name = constants[node.name].removeprefix("model.")
+            mapping[node] = seen[name] = seen.get(name) or _placeholder(graph, node, "buffer", name)
+            buffers[name] = stored[constants[node.name]].detach()
+        elif node.op == "placeholder" and node.name in user:
+            leaf = next(tensors)
+            if isinstance(leaves[leaf], torch.Tensor):
+                mapping[node] = _placeholder(graph, node, "input", node.name)
+                inputs.append((node.name, leaf))
+        elif node.op == "output":
+            mapping[node] = graph.output(mapping[node.args[0][0]])
+            set_note(mapping[node], Note(kind="output"))
+        elif node.op == "get_attr":
+            continue
+        else:
+            _copy(graph, node, mapping, exported.graph_module)
+    return graph, tuple(inputs), buffers
+
+
+def _placeholder(graph: Graph, node: Node, kind: str, name: str) -> Node:
+    made = graph.placeholder(node.name)
+    made.meta["val"] = node.meta.get("val")
+    set_note(made, Note(kind=kind, name=name))
+    return made
+
+
+def _copy(graph: Graph, node: Node, mapping: dict[Node, Node], root: nn.Module, detached: bool = False) -> None:
+    """Copy one operator; a no_grad region is inlined with its results detached."""
+    name = str(node.target)
+    if name == "wrap_with_set_grad_enabled":
+        _inline(graph, node, mapping, root, detached=detached or not node.args[0])
+        return
+    if name.startswith("wrap_with_autocast"):
+        raise TraceError(source_line(node), "autocast inside the model is not traced", "cast explicitly with .to(dtype)")
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        raise TraceError(source_line(node), f"{name} cannot be partitioned", "write this part with plain operators")
+    made = graph.node_copy(node, lambda old: mapping[old])
+    made.meta = {"val": node.meta.get("val")}
+    set_note(made, Note(module=module_path(node), source=source_line(node)))
+    mapping[node] = made
+
+
+def _inline(graph: Graph, node: Node, mapping: dict[Node, Node], root: nn.Module, detached: bool) -> None:
+    region = getattr(root, node.args[1].target)
+    inner = dict(zip(region.graph.find_nodes(op="placeholder"), (mapping[arg] for arg in node.args[2:]), strict=True))
+    for step in region.graph.nodes:
+        if step.op == "call_function":
+            _copy(graph, step, inner, region, detached)
+    results = next(iter(reversed(region.graph.nodes))).args[0]
+    results = results if isinstance(results, (tuple, list)) else (results,)
+    # The region's value is a tuple: its readers are getitem nodes, which are answered from here.
+    pieces = []
+    for result in results:
+        piece = inner[result]
+        if detached and isinstance(piece.meta.get("val"), torch.Tensor) and piece.meta["val"].is_floating_point():
+            inside = piece
+            piece = graph.call_function(torch.ops.aten.detach.default, (inside,))
+            piece.meta["val"] = inside.meta["val"].detach()
+            set_note(piece, Note(module=note(inside).module, source=note(inside).source))
+        pieces.append(piece)
+    for reader in list(node.users):
+        if reader.target is operator.getitem:
+            mapping[reader] = pieces[reader.args[1]]
+
+
+def module_path(node: Node) -> str:
+    """The user's module that ran the node: its dotted path, "" for the model itself."""
+    stack = node.meta.get("nn_module_stack") or {}
+    path = list(stack.values())[-1][0] if stack else ""
+    return path.removeprefix("model").removeprefix(".")
+
+
+def source_line(node: Node) -> str:
+    """`file.py:41` of the user's innermost line that made the node."""
+    lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines()]
+    frames = [line for line in lines if line.startswith("File ") and "/torch/" not in line and "/autoptd/" not in line]
+    if not frames:
+        return ""
+    _, file, rest = frames[-1].split('"')
+    return f"{file.rsplit('/', 1)[-1]}:{rest.split('line ')[1].split(',')[0]}"
+
+
+def _mark_dependence(graph: Graph, parameters: dict[str, nn.Parameter]) -> None:
+    """Fill `of_params` and `needs_grad`: which values depend on parameters, and which of them carry a gradient."""
+    for node in graph.nodes:
+        record = note(node)
+        if record.kind == "param":
+            record.of_params, record.needs_grad = True, parameters[record.name].requires_grad
+        elif node.op in ("call_function", "output"):
+            read = [note(arg) for arg in node.all_input_nodes]
+            record.of_params = any(one.of_params for one in read)
+            found = node.meta.get("val")
+            pieces = found if isinstance(found, (tuple, list)) else [found]
+            is_float = any(isinstance(one, torch.Tensor) and one.is_floating_point() for one in pieces)
+            cuts = node.target in (torch.ops.aten.detach.default,)
+            record.needs_grad = is_float and not cuts and any(one.needs_grad for one in read)

@@ -1,0 +1,122 @@
+"""Guard the promise that the traced graph computes what the model computes, gradients included.
+
+torch.export drops tensor hooks, backward hooks and the backward of custom autograd functions without a word. They are
+refused: on the model before tracing (`check_model`), in the forward while tracing (`watch_tracing`), and whatever is left is
+caught by running both once (`compare`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from autoptd.compat import tree_leaves
+from autoptd.errors import TraceError
+from autoptd.ir.notes import note, output
+from autoptd.trace.loss import WithLoss
+
+HOOK_REMEDY = "remove the hook: change the gradient after pm.step, or the model's forward"
+
+
+def check_model(model: nn.Module) -> None:
+    """Refuse what tracing would lose: backward hooks on modules, gradient hooks on parameters, an ambient autocast."""
+    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+        raise TraceError("autocast", "it is on around parallelize, and is not traced", "leave autocast off; cast the model")
+    for name, module in model.named_modules():
+        if module._backward_hooks or module._backward_pre_hooks:
+            raise TraceError(name or "model", "has a backward hook, which is not traced", HOOK_REMEDY)
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise TraceError(name, "has a gradient hook, which is not traced", HOOK_REMEDY)
+
+
+@contextmanager
+def watch_tracing() -> Iterator[None]:
+    """While the model is traced, refuse custom autograd functions and tensor hooks with the line that calls them."""
+
+    def refuse_function(cls: type, *args: Any, **kwargs: Any) -> Any:
+        raise TraceError(
+            f"autograd.Function {cls.__name__}",
+            "its backward is not traced, so gradients would be wrong",
+            "write it with differentiable torch operators",
+        )
+
+    def refuse_hook(self: torch.Tensor, hook: Callable[..., Any]) -> Any:
+        raise TraceError("Tensor.register_hook", "a hook in the forward is not traced", HOOK_REMEDY)
+
+    apply, hook = torch.autograd.Function.__dict__["apply"], torch.Tensor.register_hook
+    torch.autograd.Function.apply = classmethod(refuse_function)  # type: ignore[assignment, method-assign]
+    torch.Tensor.register_hook = refuse_hook  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = apply  # type: ignore[method-assign]
+        torch.Tensor.register_hook = hook  # type: ignore[method-assign]
+
+
+def compare(
+    model: nn.Module,
+    loss_fn: Callable[..., Any] | None,
+    graph: Graph,
+    buffers: dict[str, torch.Tensor],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    """Run model and graph once on the same call: TraceError when the loss or a gradient differs.
+
+    The tolerance is 1e-3 of each tensor's largest entry (the two run the same operators in the same order; a lost backward
+    or region shows at the order of the gradient itself).
+    """
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    wanted_loss = WithLoss(model, loss_fn)(*args, **kwargs)
+    wanted = dict(zip(parameters, torch.autograd.grad(wanted_loss, list(parameters.values()), allow_unused=True), strict=True))
+    with torch.enable_grad():
+        found_loss, leaves = run_graph(graph, dict(model.named_parameters()), buffers, tree_leaves((args, kwargs)))
+    used = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
+    found = dict(zip(used, torch.autograd.grad(found_loss, list(used.values()), allow_unused=True), strict=True))
+    _same("loss", found_loss.detach(), wanted_loss.detach())
+    largest = max((float(g.abs().max()) for g in wanted.values() if g is not None), default=0.0)
+    for name, gradient in wanted.items():
+        other = found.get(name)
+        if gradient is None and other is None:
+            continue
+        zero = torch.zeros_like(parameters[name])
+        _same(f"gradient of {name}", other if other is not None else zero, gradient if gradient is not None else zero, largest)
+
+
+def run_graph(
+    graph: Graph, parameters: dict[str, torch.Tensor], buffers: dict[str, torch.Tensor], leaves: list[Any]
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Interpret a TRACED graph; returns the loss and the parameter leaves that it was computed from."""
+    tensors = iter([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
+    env: dict[Node, Any] = {}
+    used: dict[str, torch.Tensor] = {}
+    for node in graph.nodes:
+        record = note(node)
+        if record.kind == "param":
+            parameter = parameters[record.name]
+            env[node] = used[record.name] = parameter.detach().requires_grad_(parameter.requires_grad)
+        elif record.kind == "buffer":
+            env[node] = buffers[record.name]
+        elif record.kind == "input":
+            env[node] = next(tensors)
+        elif node.op == "call_function":
+            env[node] = node.target(*map_arg(node.args, env.__getitem__), **map_arg(node.kwargs, env.__getitem__))
+    return env[output(graph).args[0]], used
+
+
+def _same(what: str, found: torch.Tensor, wanted: torch.Tensor, largest: float = 0.0) -> None:
+    scale = max(float(wanted.abs().max()), 1e-3 * largest, 1e-30)
+    difference = float((found.double() - wanted.double()).abs().max())
+    if not difference <= 1e-3 * scale and not (wanted.isnan().any() and found.isnan().any()):
+        raise TraceError(
+            what,
+            f"the traced graph gives another value than the model (largest difference {difference:.2e})",
+            "look for Python state, custom backward code or hooks in the forward",
+        )
