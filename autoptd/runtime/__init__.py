@@ -1,0 +1,44 @@
+"""What emitted stage files import (`from autoptd import runtime as rt`), and what runs them."""
+
+from autoptd.runtime.conversions import (
+    i_to_p,
+    i_to_r,
+    i_to_s,
+    p_to_i,
+    p_to_r,
+    p_to_s,
+    r_to_i,
+    r_to_p,
+    r_to_s,
+    s_to_i,
+    s_to_p,
+    s_to_r,
+    s_to_s,
+)
+from autoptd.runtime.shards import join_shards, pad_shard, take_shard
+from autoptd.runtime.vocab import vocab_parallel_cross_entropy, vocab_parallel_embedding
+from autoptd.runtime.world import Group, Needs, World
+
+__all__ = [
+    "Group",
+    "Needs",
+    "World",
+    "i_to_p",
+    "i_to_r",
+    "i_to_s",
+    "join_shards",
+    "p_to_i",
+    "p_to_r",
+    "p_to_s",
+    "pad_shard",
+    "r_to_i",
+    "r_to_p",
+    "r_to_s",
+    "s_to_i",
+    "s_to_p",
+    "s_to_r",
+    "s_to_s",
+    "take_shard",
+    "vocab_parallel_cross_entropy",
+    "vocab_parallel_embedding",
+]

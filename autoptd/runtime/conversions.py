@@ -1,0 +1,173 @@
+"""The conversions between value types, one differentiable function per row of `ir.types.CONVERSIONS`.
+
+In: this rank's tensor and the group of ranks of one mesh axis. Out: this rank's tensor of the new type. An S value is
+the local shard (`shards.py` says what `dim` and `outer` mean). `site` names the emitted line in errors.
+
+    y = p_to_i(F.linear(x, w), tp, site="h.0.mlp.c_proj")     # Megatron's g
+
+Over a group of one rank every conversion is the identity. The comments f, g name the operators of Shoeybi et al. 2019,
+section 3; g bar and its conjugate are those of Korthikanti et al. 2022, section 4.2.2. Cotangents from autograd may be
+strided or expanded; every path below makes what it sends contiguous.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from autoptd.runtime.shards import join_shards, pad_shard, take_shard
+from autoptd.runtime.world import Group
+
+Tensor = torch.Tensor
+
+
+def i_to_r(x: Tensor, group: Group, *, site: str = "") -> Tensor:
+    """Forward: none. Backward: all-reduce. Megatron's f."""
+    return _convert(x, group, _keep, _sum, site)
+
+
+def p_to_i(x: Tensor, group: Group, *, site: str = "") -> Tensor:
+    """Forward: all-reduce. Backward: none. Megatron's g."""
+    return _convert(x, group, _sum, _keep, site)
+
+
+def p_to_r(x: Tensor, group: Group, *, site: str = "") -> Tensor:
+    """Forward: all-reduce. Backward: all-reduce. g, then f."""
+    return _convert(x, group, _sum, _sum, site)
+
+
+def p_to_s(x: Tensor, group: Group, dim: int, outer: int, *, site: str = "") -> Tensor:
+    """Forward: reduce-scatter. Backward: all-gather. The sequence-parallel g bar."""
+    return _convert(x, group, _scatter(dim, outer), _gather(dim, outer), site)
+
+
+def i_to_p(x: Tensor, group: Group, *, site: str = "") -> Tensor:
+    """Forward: one rank keeps it, the others hold zeros. Backward: none. A bias that must be added once."""
+    return _convert(x, group, _one_rank, _keep, site)
+
+
+def r_to_i(x: Tensor, group: Group, *, site: str = "") -> Tensor:
+    """Forward: none. Backward: one rank keeps the cotangent (equal on all), so that its partial sum is right."""
+    return _convert(x, group, _keep, _one_rank, site)
+
+
+def r_to_p(x: Tensor, group: Group, *, site: str = "") -> Tensor:
+    """Forward: one rank keeps it. Backward: one rank keeps it."""
+    return _convert(x, group, _one_rank, _one_rank, site)
+
+
+def s_to_r(x: Tensor, group: Group, dim: int, outer: int, *, site: str = "") -> Tensor:
+    """Forward: all-gather. Backward: reduce-scatter. The sequence-parallel g, the conjugate of g bar."""
+    return _convert(x, group, _gather(dim, outer), _scatter(dim, outer), site)
+
+
+def s_to_i(x: Tensor, group: Group, dim: int, outer: int, *, site: str = "") -> Tensor:
+    """Forward: all-gather. Backward: slice. The scatter/gather optimisation's gather (SC'21, section 4.1)."""
+    return _convert(x, group, _gather(dim, outer), _slice(dim, outer), site)
+
+
+def i_to_s(x: Tensor, group: Group, dim: int, outer: int, *, site: str = "") -> Tensor:
+    """Forward: slice. Backward: all-gather. The scatter/gather optimisation's scatter (SC'21, section 4.1)."""
+    return _convert(x, group, _slice(dim, outer), _gather(dim, outer), site)
+
+
+def r_to_s(x: Tensor, group: Group, dim: int, outer: int, *, site: str = "") -> Tensor:
+    """Forward: slice. Backward: zero-pad."""
+    return _convert(x, group, _slice(dim, outer), _pad(dim, outer), site)
+
+
+def s_to_p(x: Tensor, group: Group, dim: int, outer: int, *, site: str = "") -> Tensor:
+    """Forward: zero-pad. Backward: slice."""
+    return _convert(x, group, _pad(dim, outer), _slice(dim, outer), site)
+
+
+def s_to_s(x: Tensor, group: Group, dim: int, outer: int, to_dim: int, to_outer: int, *, site: str = "") -> Tensor:
+    """Forward: all-to-all, from sharded by (`dim`, `outer`) to by (`to_dim`, `to_outer`). Backward: the reverse.
+
+    Within one dim (only `outer` differs) each direction is an all-gather and a slice.
+    """
+    dim, to_dim = dim % x.ndim, to_dim % x.ndim
+    forward = _Exchange(dim, outer, to_dim, to_outer)
+    backward = _Exchange(to_dim, to_outer, dim, outer)
+    return _convert(x, group, forward, backward, site)
+
+
+# What a direction of a conversion does: a function of (tensor, group, site).
+
+
+def _keep(x: Tensor, group: Group, site: str) -> Tensor:
+    return x
+
+
+def _sum(x: Tensor, group: Group, site: str) -> Tensor:
+    return group.all_reduce(x.contiguous(), site)
+
+
+def _one_rank(x: Tensor, group: Group, site: str) -> Tensor:
+    return x if group.index == 0 else torch.zeros_like(x)
+
+
+class _Sharding:
+    """Base of the directions that know where a shard sits."""
+
+    def __init__(self, dim: int, outer: int) -> None:
+        self.dim, self.outer = dim, outer
+
+
+class _gather(_Sharding):
+    def __call__(self, x: Tensor, group: Group, site: str) -> Tensor:
+        return join_shards(group.all_gather(x.contiguous(), site), self.dim, self.outer)
+
+
+class _scatter(_Sharding):
+    def __call__(self, x: Tensor, group: Group, site: str) -> Tensor:
+        parts = [take_shard(x, self.dim, self.outer, index, group.size) for index in range(group.size)]
+        return group.reduce_scatter(parts, site)
+
+
+class _slice(_Sharding):
+    def __call__(self, x: Tensor, group: Group, site: str) -> Tensor:
+        return take_shard(x, self.dim, self.outer, group.index, group.size)
+
+
+class _pad(_Sharding):
+    def __call__(self, x: Tensor, group: Group, site: str) -> Tensor:
+        return pad_shard(x, self.dim, self.outer, group.index, group.size)
+
+
+class _Exchange(_Sharding):
+    """From shards of (dim, outer) to shards of (to_dim, to_outer)."""
+
+    def __init__(self, dim: int, outer: int, to_dim: int, to_outer: int) -> None:
+        super().__init__(dim, outer)
+        self.to_dim, self.to_outer = to_dim, to_outer
+
+    def __call__(self, x: Tensor, group: Group, site: str) -> Tensor:
+        if self.dim == self.to_dim:
+            if self.outer == self.to_outer:
+                return x
+            whole = join_shards(group.all_gather(x.contiguous(), site), self.dim, self.outer)
+            return take_shard(whole, self.to_dim, self.to_outer, group.index, group.size)
+        parts = [take_shard(x, self.to_dim, self.to_outer, index, group.size) for index in range(group.size)]
+        return join_shards(group.all_to_all(parts, site), self.dim, self.outer)
+
+
+class _Converted(torch.autograd.Function):
+    """Runs one direction forward and another backward. A direction that keeps its input hands autograd a view of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, forward: Any, backward: Any, site: str) -> Tensor:
+        ctx.group, ctx.direction, ctx.site = group, backward, site
+        y = forward(x, group, site)
+        return x.view_as(x) if y is x else y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return ctx.direction(grad, ctx.group, f"{ctx.site} backward"), None, None, None, None
+
+
+def _convert(x: Tensor, group: Group, forward: Any, backward: Any, site: str) -> Tensor:
+    if group.size == 1:
+        return x
+    return _Converted.apply(x, group, forward, backward, site)  # type: ignore[no-any-return, no-untyped-call]

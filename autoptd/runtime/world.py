@@ -1,0 +1,218 @@
+"""What a rank sees of the others: groups for collectives, channels for point-to-point, and faults.
+
+A `World` is one rank's view; `threads.py` and `distributed.py` each implement it. What is needed is said up front
+(`Needs`), so that every rank creates the same communicators in the same order.
+
+    whole = world.group(("tp",)).all_reduce(partial, "h.0.mlp")
+    sent = world.outgoing(peer).send([x], "SEND_F2.1>3")
+    (x,) = world.incoming(peer).receive([((4, 8), torch.float32)], "RECV_F3.1<2").wait()
+
+Terms: the *site* of a call says what it is for (an emitted line, an action) and shows up in errors; `world.at` is the
+action that the rank is executing. Calls of one group are made in the same order by all its ranks.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from autoptd.errors import InternalError
+from autoptd.ir.mesh import Coordinate, Mesh
+
+Like = tuple[Sequence[int], torch.dtype]  # shape and dtype of a tensor to come
+
+
+@dataclass(frozen=True)
+class Needs:
+    """The communicators a program uses: mesh axes reduced over together, owner sets, and links of the pipeline.
+
+    `owners` are sets of pipeline ranks that hold copies of one parameter; `links` are (source, target) pipeline ranks.
+    """
+
+    axes: tuple[tuple[str, ...], ...] = ()
+    owners: tuple[tuple[int, ...], ...] = ()
+    links: tuple[tuple[int, int], ...] = ()
+
+    def groups(self, mesh: Mesh) -> list[tuple[int, ...]]:
+        """Rank sets of all groups of two ranks or more, everyone first, each once, in the same order on every rank."""
+        found = [tuple(range(mesh.size))]
+        for axes in self.axes:
+            found += mesh.groups(axes)
+        for pp_ranks in self.owners:
+            found += sorted({owner_ranks(mesh, rank, pp_ranks) for rank in range(mesh.size)})
+        return [ranks for ranks in dict.fromkeys(found) if len(ranks) > 1]
+
+    def channels(self, mesh: Mesh) -> list[tuple[int, int]]:
+        """(source rank, target rank) of all channels, in the same order on every rank."""
+        found = []
+        for source, target in dict.fromkeys(self.links):
+            for rank in mesh.group(0, ("dp", "tp")):
+                sender, receiver = owner_ranks(mesh, rank, (source,)), owner_ranks(mesh, rank, (target,))
+                found.append((sender[0], receiver[0]))
+        return found
+
+
+def owner_ranks(mesh: Mesh, rank: int, pp_ranks: Sequence[int]) -> tuple[int, ...]:
+    """Ranks with the (dp, tp) coordinate of `rank` on each of `pp_ranks`, ascending."""
+    at = mesh.coordinate(rank)
+    return tuple(mesh.rank(Coordinate(pp, at.dp, at.tp)) for pp in sorted(set(pp_ranks)))
+
+
+class Pending(ABC):
+    """Something started: `wait()` finishes it and returns its result (None for a send)."""
+
+    @abstractmethod
+    def wait(self) -> Any: ...
+
+    @abstractmethod
+    def is_done(self) -> bool:
+        """Return whether `wait()` would return at once."""
+
+
+class Done(Pending):
+    """A Pending that had nothing to wait for."""
+
+    def __init__(self, result: Any = None) -> None:
+        self.result = result
+
+    def wait(self) -> Any:
+        return self.result
+
+    def is_done(self) -> bool:
+        return True
+
+
+class Group(ABC):
+    """One rank's handle on a set of ranks that communicate; `index` is this rank's position in `ranks`.
+
+    Results never share memory with another rank's tensors. Nothing here is differentiable: see `conversions.py`.
+    """
+
+    def __init__(self, ranks: tuple[int, ...], index: int) -> None:
+        self.ranks, self.index, self.size = ranks, index, len(ranks)
+
+    @abstractmethod
+    def all_reduce(self, x: torch.Tensor, site: str, op: str = "sum") -> torch.Tensor:
+        """Return the sum (`op="max"`: the maximum) of `x` over the ranks: the same bits on all, a new tensor."""
+
+    @abstractmethod
+    def all_gather(self, x: torch.Tensor, site: str) -> list[torch.Tensor]:
+        """Return every rank's `x`, in group order; shapes are equal."""
+
+    @abstractmethod
+    def reduce_scatter(self, parts: Sequence[torch.Tensor], site: str) -> torch.Tensor:
+        """Return the sum over the ranks of their `parts[index]`; parts have one shape."""
+
+    @abstractmethod
+    def all_to_all(self, parts: Sequence[torch.Tensor], site: str) -> list[torch.Tensor]:
+        """Send `parts[i]` to rank i of the group; return what the others sent here, in group order."""
+
+    @abstractmethod
+    def broadcast(self, x: torch.Tensor, source_index: int, site: str) -> torch.Tensor:
+        """Return the `x` of one rank as a new tensor; the `x` of the others only says shape and dtype."""
+
+    @abstractmethod
+    def all_reduce_start(self, flat: torch.Tensor, site: str) -> Pending:
+        """Start summing `flat` (contiguous) in place; it must not be touched before `wait()`, which returns it."""
+
+    @abstractmethod
+    def gather_objects(self, obj: Any, site: str) -> list[Any]:
+        """Return every rank's object, in group order."""
+
+
+class SoloGroup(Group):
+    """The group of one rank: hands everything back as it came, at no cost."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__((rank,), 0)
+
+    def all_reduce(self, x: torch.Tensor, site: str, op: str = "sum") -> torch.Tensor:
+        return x
+
+    def all_gather(self, x: torch.Tensor, site: str) -> list[torch.Tensor]:
+        return [x]
+
+    def reduce_scatter(self, parts: Sequence[torch.Tensor], site: str) -> torch.Tensor:
+        return parts[0]
+
+    def all_to_all(self, parts: Sequence[torch.Tensor], site: str) -> list[torch.Tensor]:
+        return list(parts)
+
+    def broadcast(self, x: torch.Tensor, source_index: int, site: str) -> torch.Tensor:
+        return x
+
+    def all_reduce_start(self, flat: torch.Tensor, site: str) -> Pending:
+        return Done(flat)
+
+    def gather_objects(self, obj: Any, site: str) -> list[Any]:
+        return [obj]
+
+
+class Channel(ABC):
+    """Messages from one rank to another, in order; each end uses its own method only."""
+
+    @abstractmethod
+    def send(self, tensors: Sequence[torch.Tensor], site: str) -> Pending:
+        """Start sending; never blocks. The tensors must stay unchanged until `wait()`; the Pending keeps them alive."""
+
+    @abstractmethod
+    def receive(self, like: Sequence[Like], site: str) -> Pending:
+        """Allocate buffers and post a receive; `wait()` returns the list of tensors."""
+
+
+class World(ABC):
+    """One rank's view of all ranks; `at` is the text of the action being executed, set by the executor."""
+
+    def __init__(self, rank: int, mesh: Mesh, device: torch.device, timeout: float) -> None:
+        self.rank, self.mesh, self.device, self.timeout = rank, mesh, device, timeout
+        self.coordinate = mesh.coordinate(rank)
+        self.at = "start"
+        self._solo = SoloGroup(rank)
+        self._groups: dict[tuple[int, ...], Group] = {}
+        self._outgoing: dict[int, Channel] = {}
+        self._incoming: dict[int, Channel] = {}
+
+    def group(self, axes: tuple[str, ...]) -> Group:
+        """Return the group of the ranks that differ from this one along `axes` only."""
+        return self._group_of(self.mesh.group(self.rank, axes))
+
+    def owners(self, pp_ranks: Sequence[int]) -> Group:
+        """Return the group of the ranks with this rank's (dp, tp) coordinate on `pp_ranks` (this rank's among them)."""
+        return self._group_of(owner_ranks(self.mesh, self.rank, pp_ranks))
+
+    def everyone(self) -> Group:
+        return self._group_of(tuple(range(self.mesh.size)))
+
+    def outgoing(self, peer_rank: int) -> Channel:
+        """Return the channel from this rank to global rank `peer_rank`."""
+        return self._find(self._outgoing, peer_rank, f"channel {self.rank} -> {peer_rank}")
+
+    def incoming(self, peer_rank: int) -> Channel:
+        """Return the channel from global rank `peer_rank` to this rank."""
+        return self._find(self._incoming, peer_rank, f"channel {peer_rank} -> {self.rank}")
+
+    @abstractmethod
+    def report_fault(self, exc: BaseException) -> None:
+        """Tell the other ranks that this one failed with `exc`, so that they show it instead of its consequences."""
+
+    def close(self) -> None:  # noqa: B027 - most worlds hold nothing
+        """Give back what the world holds; no call may follow."""
+
+    def _group_of(self, ranks: tuple[int, ...]) -> Group:
+        if ranks == (self.rank,):
+            return self._solo
+        return self._find(self._groups, ranks, f"group of ranks {ranks}")
+
+    def _find(self, table: dict[Any, Any], key: Any, what: str) -> Any:
+        if key not in table:
+            raise InternalError(f"rank {self.rank} at {self.at}", f"the {what} was not announced in Needs")
+        return table[key]
+
+
+def fault_site(rank: int, at: str) -> str:
+    """The site of a RuntimeFault: which rank, and what it was executing."""
+    return f"rank {rank} at {at}"

@@ -1,0 +1,116 @@
+"""Every conversion alone, on threads, against the definition of the value types.
+
+A whole value and a whole cotangent are drawn, spread over the ranks as the source and the target type say, and the
+results are put together again by the same definitions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+
+from autoptd import runtime as rt
+from autoptd.ir.mesh import Mesh
+from autoptd.ir.types import CONVERSIONS
+from autoptd.runtime.threads import ThreadWorld, run_ranks
+from autoptd.runtime.world import Needs, World
+
+Tensor = torch.Tensor
+SHAPE = (12, 2, 24)
+SPLITS = {"dim 0": (0, 1), "dim 0, outer 3": (0, 3), "last dim, outer 2": (-1, 2)}
+COTANGENT = {"I": "equal", "R": "partial", "P": "equal", "S": "sharded"}
+VALUE = {"I": "equal", "R": "equal", "P": "partial", "S": "sharded"}
+
+
+def draw(seed: int) -> Tensor:
+    return torch.randn(SHAPE, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def spread(whole: Tensor, how: str, split: tuple[int, int], t: int) -> list[Tensor]:
+    if how == "equal":
+        return [whole.clone() for _ in range(t)]
+    if how == "sharded":
+        return [rt.take_shard(whole, *split, index, t) for index in range(t)]
+    parts = [draw(100 + index) for index in range(t - 1)]
+    return [*parts, whole - sum(parts)]
+
+
+def assemble(parts: Sequence[Tensor], how: str, split: tuple[int, int]) -> Tensor:
+    if how == "partial":
+        return torch.stack(list(parts)).sum(0)
+    if how == "sharded":
+        return rt.join_shards(parts, *split)
+    assert all(torch.equal(part, parts[0]) for part in parts)
+    return parts[0]
+
+
+def convert(t: int, x: list[Tensor], grads: list[Tensor], fn: Callable[..., Tensor], args: tuple[int, ...]) -> tuple:
+    """Return every rank's output and input gradient."""
+
+    def body(world: World) -> tuple[Tensor, Tensor]:
+        leaf = x[world.rank].requires_grad_()
+        y = fn(leaf * 1.0, world.group(("tp",)), *args, site="test")
+        strided = grads[world.rank].movedim(0, -1).contiguous().movedim(-1, 0)  # cotangents need not be contiguous
+        y.backward(strided)
+        assert leaf.grad is not None
+        return y.detach(), leaf.grad
+
+    results = run_ranks(ThreadWorld(Mesh(t=t), Needs(axes=(("tp",),)), timeout=20.0), body)
+    return [y for y, _ in results], [grad for _, grad in results]
+
+
+@pytest.mark.parametrize("t", [2, 3, 4])
+@pytest.mark.parametrize("split", SPLITS.values(), ids=SPLITS)
+@pytest.mark.parametrize(("source", "target"), [pair for pair in CONVERSIONS if pair != ("S", "S")])
+def test_conversion_is_its_definition(source: str, target: str, split: tuple[int, int], t: int) -> None:
+    if t == 3 and split == SPLITS["dim 0, outer 3"]:
+        split = (0, 2)
+    value, cotangent = draw(1), draw(2)
+    args = split if "S" in (source, target) else ()
+    x = spread(value, VALUE[source], split, t)
+    grads = spread(cotangent, COTANGENT[target], split, t)
+    ys, dxs = convert(t, x, grads, getattr(rt, CONVERSIONS[source, target].name), args)
+    torch.testing.assert_close(assemble(ys, VALUE[target], split), value, rtol=0, atol=1e-12)
+    torch.testing.assert_close(assemble(dxs, COTANGENT[source], split), cotangent, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("t", [2, 4])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [((0, 1), (2, 1)), ((0, 3), (2, 2)), ((2, 3), (-3, 1)), ((-1, 1), (2, 3)), ((0, 1), (-3, 1))],
+)
+def test_s_to_s(before: tuple[int, int], after: tuple[int, int], t: int) -> None:
+    value, cotangent = draw(1), draw(2)
+    x, grads = spread(value, "sharded", before, t), spread(cotangent, "sharded", after, t)
+    ys, dxs = convert(t, x, grads, rt.s_to_s, (*before, *after))
+    torch.testing.assert_close(rt.join_shards(ys, *after), value, rtol=0, atol=0)
+    torch.testing.assert_close(rt.join_shards(dxs, *before), cotangent, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("split", SPLITS.values(), ids=SPLITS)
+def test_i_to_s_round_trip(split: tuple[int, int]) -> None:
+    """I -> S -> I, the scatter/gather at a boundary, changes neither value nor gradient."""
+    value, cotangent = draw(1), draw(2)
+    there_and_back = lambda x, group, site: rt.s_to_i(rt.i_to_s(x, group, *split, site=site), group, *split, site=site)  # noqa: E731
+    ys, dxs = convert(4, spread(value, "equal", split, 4), spread(cotangent, "equal", split, 4), there_and_back, ())
+    assert all(torch.equal(y, value) for y in ys)
+    assert all(torch.equal(dx, cotangent) for dx in dxs)
+
+
+@pytest.mark.parametrize(("pair", "row"), CONVERSIONS.items(), ids=lambda item: str(item))
+def test_group_of_one_is_the_identity(pair: tuple[str, str], row: object) -> None:
+    group = ThreadWorld(Mesh()).worlds[0].group(("tp",))
+    x = draw(1)
+    args = {("S", "S"): (0, 1, 2, 1)}.get(pair, (0, 1) if "S" in pair else ())
+    assert getattr(rt, CONVERSIONS[pair].name)(x, group, *args) is x
+
+
+def test_shards_of_fused_rows() -> None:
+    x = torch.arange(12)
+    shards = [rt.take_shard(x, 0, 3, index, 2) for index in range(2)]
+    assert shards[0].tolist() == [0, 1, 4, 5, 8, 9] and shards[1].tolist() == [2, 3, 6, 7, 10, 11]
+    assert torch.equal(rt.join_shards(shards, 0, 3), x)
+    padded = [rt.pad_shard(shard, 0, 3, index, 2) for index, shard in enumerate(shards)]
+    assert torch.equal(padded[0] + padded[1], x) and padded[1].tolist()[:4] == [0, 0, 2, 3]

@@ -1,0 +1,145 @@
+"""Vocabulary-parallel embedding and cross-entropy against torch's own, in float64, on threads."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from autoptd import runtime as rt
+from autoptd.errors import PlanError, RuntimeFault
+from autoptd.ir.mesh import Mesh
+from autoptd.runtime.threads import ThreadWorld, run_ranks
+from autoptd.runtime.world import Needs, World
+
+Tensor = torch.Tensor
+V, N, H = 24, 10, 3
+TARGETS = {
+    "all valid": list(range(0, 20, 2)),
+    "some ignored": [-100, 3, 23, -100, 0, 11, 12, 5, -100, 6],
+    "all ignored": [-100] * N,
+}
+
+
+def tensors(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def world_of(t: int) -> ThreadWorld:
+    return ThreadWorld(Mesh(t=t), Needs(axes=(("tp",),)), timeout=20.0)
+
+
+def check_cross_entropy(t: int, logits: Tensor, targets: Tensor, weight: Tensor | None, **options: object) -> None:
+    whole = logits.clone().requires_grad_()
+    expected = F.cross_entropy(whole, targets, weight, **options)  # type: ignore[arg-type]
+    cotangent = tensors(*expected.shape, seed=5)
+    expected.backward(cotangent)
+
+    def body(world: World) -> tuple[Tensor, Tensor]:
+        x = rt.take_shard(logits, 1, 1, world.rank, t).detach().requires_grad_()
+        w = None if weight is None else rt.take_shard(weight, 0, 1, world.rank, t)
+        loss = rt.vocab_parallel_cross_entropy(x, targets, world.group(("tp",)), weight=w, **options, site="loss")  # type: ignore[arg-type]
+        loss.backward(cotangent)
+        assert x.grad is not None
+        return loss.detach(), x.grad
+
+    results = run_ranks(world_of(t), body)
+    for loss, _ in results:
+        torch.testing.assert_close(loss, expected.detach(), rtol=0, atol=1e-12, equal_nan=True)
+        assert torch.equal(loss.nan_to_num(), results[0][0].nan_to_num())
+    torch.testing.assert_close(torch.cat([grad for _, grad in results], 1), whole.grad, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("t", [1, 2, 4])
+@pytest.mark.parametrize("labels", TARGETS.values(), ids=TARGETS)
+def test_cross_entropy_options(labels: list[int], t: int) -> None:
+    for reduction, smoothing, weighted in product(("mean", "sum", "none"), (0.0, 0.1), (False, True)):
+        weight = tensors(V, seed=3).abs() if weighted else None
+        logits = 5 * tensors(N, V)
+        check_cross_entropy(t, logits, torch.tensor(labels), weight, reduction=reduction, label_smoothing=smoothing)
+
+
+def test_cross_entropy_other_ignore_index() -> None:
+    check_cross_entropy(2, tensors(N, V), torch.tensor([13, 3] * 5), None, ignore_index=13)
+
+
+def test_cross_entropy_more_dims() -> None:
+    targets = torch.arange(30).reshape(5, 3, 2) % V
+    check_cross_entropy(2, tensors(5, V, 3, 2), targets, None, reduction="none")
+    check_cross_entropy(4, tensors(5, V, 3, 2), targets, tensors(V).abs(), label_smoothing=0.2)
+
+
+def test_cross_entropy_large_and_masked_logits() -> None:
+    """Logits of 1e4 do not overflow, and columns of -inf (a padded vocabulary) change nothing."""
+    logits = 1e4 * tensors(N, V)
+    logits[:, 18:] = -torch.inf  # the last rank of four sees nothing else
+    check_cross_entropy(4, logits, torch.tensor(TARGETS["all valid"]) % 18, None)
+
+
+def test_cross_entropy_bfloat16_is_computed_in_float32() -> None:
+    logits, targets = tensors(N, V).bfloat16(), torch.arange(N)
+    results = run_ranks(
+        world_of(2),
+        lambda world: rt.vocab_parallel_cross_entropy(
+            rt.take_shard(logits, 1, 1, world.rank, 2), targets, world.group(("tp",))
+        ),
+    )
+    expected = F.cross_entropy(logits.float(), targets)
+    assert all(loss.dtype == torch.bfloat16 and loss == expected.bfloat16() for loss in results)
+
+
+def test_cross_entropy_sends_numbers_per_row_only() -> None:
+    """What is reduced is N numbers a quantity, never anything of the size of the vocabulary."""
+    shared, seen = world_of(2), []
+
+    def body(world: World) -> None:
+        group = world.group(("tp",))
+        reduce = group.all_reduce
+        group.all_reduce = lambda x, *args, **kw: (seen.append(x.numel()), reduce(x, *args, **kw))[1]  # type: ignore
+        rt.vocab_parallel_cross_entropy(tensors(N, V // 2).requires_grad_(), torch.arange(N), group).backward()
+
+    run_ranks(shared, body)
+    assert sorted(seen) == [N, N, 2 * N, 2 * N]
+
+
+def test_target_out_of_range_fails() -> None:
+    logits, targets = tensors(N, V), torch.full((N,), V)
+    with pytest.raises(RuntimeFault, match="out of bounds"):
+        run_ranks(
+            world_of(2),
+            lambda world: rt.vocab_parallel_cross_entropy(logits[:, : V // 2], targets, world.group(("tp",))),
+        )
+    with pytest.raises(PlanError, match="probabilities"):
+        group = world_of(1).worlds[0].group(("tp",))
+        rt.vocab_parallel_cross_entropy(logits, logits.softmax(1), group)
+
+
+@pytest.mark.parametrize("t", [1, 2, 4])
+@pytest.mark.parametrize("padding_idx", [-1, 0, 7, 23])
+def test_embedding(padding_idx: int, t: int) -> None:
+    ids = torch.tensor([[0, 7, 23, 7], [5, 6, 12, 0]])
+    whole, cotangent = tensors(V, H).requires_grad_(), tensors(2, 4, H, seed=2)
+    expected = F.embedding(ids, whole, padding_idx=None if padding_idx < 0 else padding_idx)
+    expected.backward(cotangent)
+
+    def body(world: World) -> tuple[Tensor, Tensor]:
+        weight = rt.take_shard(whole.detach(), 0, 1, world.rank, t).clone().requires_grad_()
+        x = rt.vocab_parallel_embedding(ids, weight, world.group(("tp",)), padding_idx)
+        x.backward(cotangent)
+        assert weight.grad is not None
+        return x.detach(), weight.grad
+
+    results = run_ranks(world_of(t), body)
+    assert torch.equal(torch.stack([x for x, _ in results]).sum(0), expected.detach())
+    assert torch.equal(torch.cat([grad for _, grad in results]), whole.grad)
+
+
+@pytest.mark.parametrize("bad", [-1, V])
+def test_embedding_id_out_of_range_fails(bad: int) -> None:
+    with pytest.raises(RuntimeFault, match="out of range"):
+        run_ranks(
+            world_of(2),
+            lambda world: rt.vocab_parallel_embedding(torch.tensor([0, bad]), tensors(V // 2, H), world.group(("tp",))),
+        )

@@ -1,0 +1,202 @@
+"""Groups, channels and faults, on threads and (at the end) between real processes; `exercise` checks both alike."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+
+from autoptd.errors import InternalError, PlanError, RuntimeFault
+from autoptd.ir.mesh import Mesh
+from autoptd.runtime.threads import Ranks, ThreadWorld, run_ranks
+from autoptd.runtime.world import Group, Needs, World
+
+NEEDS = Needs(axes=(("tp",), ("dp", "tp")), owners=((0, 1),), links=((0, 1), (1, 0)))
+
+
+def exercise(world: World) -> None:
+    """Use every method of Group and Channel and check its result; the mesh is t=2 p=2, or t=2 p=1."""
+    for group in (world.group(("tp",)), world.everyone(), world.owners(range(world.mesh.p))):
+        exercise_group(group)
+    if world.mesh.p == 2:
+        exercise_channels(world)
+
+
+def exercise_group(group: Group) -> None:
+    me, size = group.index, group.size
+    x = torch.arange(3.0) + 10 * me
+    total = group.all_reduce(x, "sum")
+    assert total.tolist() == [sum(i + 10 * k for k in range(size)) for i in range(3)]
+    assert group.all_reduce(-x, "max", op="max").tolist() == [0, -1, -2]
+    gathered = group.all_gather(x, "gather")
+    assert [part.tolist() for part in gathered] == [[10 * k, 10 * k + 1, 10 * k + 2] for k in range(size)]
+    parts = [torch.tensor([me, k]) for k in range(size)]
+    assert group.reduce_scatter(parts, "scatter").tolist() == [sum(range(size)), size * me]
+    assert [part.tolist() for part in group.all_to_all(parts, "exchange")] == [[k, me] for k in range(size)]
+    assert group.broadcast(x, size - 1, "broadcast").tolist() == [10 * (size - 1) + i for i in range(3)]
+    flat, second = torch.ones(4), torch.full((2,), float(me))
+    pending = [group.all_reduce_start(flat, "first"), group.all_reduce_start(second, "second")]
+    assert pending[1].wait() is second and pending[0].wait() is flat and all(one.is_done() for one in pending)
+    assert flat.tolist() == [size] * 4 and second.tolist() == [sum(range(size))] * 2
+    assert group.gather_objects({"rank": me}, "objects") == [{"rank": k} for k in range(size)]
+    flags = group.broadcast(torch.tensor([me == 0]), 0, "flags")
+    assert flags.dtype == torch.bool and flags.item()
+    for result in (total, *gathered):
+        result.fill_(-7.0 - me)  # must reach nobody else
+    assert group.all_reduce(x, "again").tolist() == [sum(i + 10 * k for k in range(size)) for i in range(3)]
+
+
+def exercise_channels(world: World) -> None:
+    peer = (world.rank + 2) % 4
+    matrix = torch.arange(6.0).reshape(2, 3).t() + world.rank  # not contiguous
+    ids, scalar = torch.tensor([world.rank, 7]), torch.tensor(2.5, dtype=torch.float64)
+    likes = [((3, 2), torch.float32), ((2,), torch.int64), ((), torch.float64)]
+    received = [world.incoming(peer).receive(like, "receive") for like in (likes, likes[1:], [])]
+    sent = [world.outgoing(peer).send(message, "send") for message in ([matrix, ids, scalar], [ids + 1, scalar], [])]
+    first, second, nothing = (one.wait() for one in received)
+    for one in sent:
+        one.wait()
+    assert all(one.is_done() for one in (*sent, *received)) and nothing == []
+    assert first[0].tolist() == (torch.arange(6.0).reshape(2, 3).t() + peer).tolist()
+    assert first[1].tolist() == [peer, 7] and second[0].tolist() == [peer + 1, 8] and second[1].item() == 2.5
+
+
+def test_everything_on_threads() -> None:
+    run_ranks(ThreadWorld(Mesh(t=2, p=2), NEEDS, timeout=20.0), exercise)
+
+
+def test_group_of_one_is_free() -> None:
+    world = ThreadWorld(Mesh()).worlds[0]
+    x = torch.ones(2)
+    for group in (world.everyone(), world.group(("dp", "tp")), world.owners((0,))):
+        assert group.size == 1 and group.all_reduce(x, "") is x and group.all_reduce_start(x, "").wait() is x
+        exercise_group(group) if group is not world.everyone() else None
+
+
+def test_groups_and_channels_in_one_order() -> None:
+    mesh = Mesh(t=2, p=2, d=2)
+    needs = Needs(axes=(("tp",), ("dp", "tp"), ("pp",)), owners=((0, 1),), links=((0, 1),))
+    assert needs.groups(mesh) == [
+        (0, 1, 2, 3, 4, 5, 6, 7),
+        *[(0, 1), (2, 3), (4, 5), (6, 7)],
+        *[(0, 1, 2, 3), (4, 5, 6, 7)],
+        *[(0, 4), (1, 5), (2, 6), (3, 7)],
+    ]
+    assert needs.channels(mesh) == [(0, 4), (1, 5), (2, 6), (3, 7)]
+    world = ThreadWorld(mesh, needs).worlds[5]
+    assert world.group(("tp",)).ranks == (4, 5) and world.owners((0, 1)).index == 1
+    with pytest.raises(InternalError, match="not announced"):
+        world.group(("dp",))
+
+
+def test_sums_are_the_same_bits_on_all_ranks() -> None:
+    def body(world: World) -> torch.Tensor:
+        x = torch.randn(1000, generator=torch.Generator().manual_seed(world.rank))
+        return world.everyone().all_reduce(x, "sum")
+
+    sums = run_ranks(ThreadWorld(Mesh(t=4), timeout=20.0), body)
+    assert all(torch.equal(x, sums[0]) for x in sums)
+
+
+def test_a_sent_tensor_may_change_afterwards() -> None:
+    def body(world: World) -> float:
+        if world.rank == 1:
+            return world.incoming(0).receive([((1,), torch.float32)], "r").wait()[0].item()
+        x = torch.ones(1)
+        world.outgoing(1).send([x], "s").wait()
+        return x.fill_(5.0).item()
+
+    assert run_ranks(ThreadWorld(Mesh(p=2), NEEDS, timeout=20.0), body) == [5.0, 1.0]
+
+
+def test_mismatch_names_both_calls() -> None:
+    def body(world: World) -> None:
+        world.at = f"F0.{world.rank}"
+        if world.rank == 0:
+            world.everyone().all_reduce(torch.ones(2), "h.0.mlp")
+        else:
+            world.everyone().all_gather(torch.ones(3), "h.0.attn")
+
+    with pytest.raises(RuntimeFault) as caught:
+        run_ranks(ThreadWorld(Mesh(t=2), timeout=20.0), body)
+    for words in ("rank 0 at F0.0", "rank 1 at F0.1", "all_reduce sum 'h.0.mlp' of [2] float32", "'h.0.attn' of [3]"):
+        assert words in str(caught.value)
+
+
+def test_timeout_names_who_waits_and_who_is_missing() -> None:
+    leave = threading.Event()
+
+    def body(world: World) -> None:
+        world.at = "F1.0" if world.rank == 0 else "B1.3"
+        world.everyone().all_reduce(torch.ones(1), "h.1")
+        if world.rank == 0:
+            world.everyone().all_reduce(torch.ones(1), "h.2")
+        leave.wait(20)
+
+    ranks = Ranks(ThreadWorld(Mesh(t=2), timeout=0.3))
+    with pytest.raises(RuntimeFault) as caught:
+        ranks.run(body)
+    for words in ("rank 0 at F1.0", "all_reduce sum 'h.2'", "rank 1 at B1.3", "last call: all_reduce sum 'h.1'"):
+        assert words in str(caught.value)
+    with pytest.raises(RuntimeFault, match="still hang"):
+        ranks.run(lambda world: None)
+    leave.set()
+
+
+def test_receive_times_out_and_checks_what_arrives() -> None:
+    def silent(world: World) -> None:
+        if world.rank == 1:
+            world.incoming(0).receive([((1,), torch.float32)], "RECV_F1.0<0").wait()
+
+    with pytest.raises(RuntimeFault, match=r"RECV_F1.0<0' from rank 0; not arrived: rank 0"):
+        run_ranks(ThreadWorld(Mesh(p=2), NEEDS, timeout=0.2), silent)
+
+    def other_shape(world: World) -> None:
+        if world.rank == 1:
+            world.incoming(0).receive([((1,), torch.float32)], "RECV_F1.0<0").wait()
+        else:
+            world.outgoing(1).send([torch.ones(2)], "SEND_F0.0>1")
+
+    with pytest.raises(RuntimeFault, match=r"rank 0 sent 'SEND_F0.0>1' as"):
+        run_ranks(ThreadWorld(Mesh(p=2), NEEDS, timeout=20.0), other_shape)
+
+
+def test_first_fault_is_raised_and_ranks_can_run_again() -> None:
+    ranks = Ranks(ThreadWorld(Mesh(t=2, p=2), NEEDS, timeout=20.0))
+
+    def body(world: World) -> None:
+        world.at = "F0.1"
+        if world.rank == 3:
+            raise PlanError("here", "no", "yes")
+        world.everyone().all_reduce(torch.ones(1), "never complete")
+
+    with pytest.raises(PlanError, match="here: no"):
+        ranks.run(body)
+
+    def divide(world: World) -> None:
+        world.at = "B0.1"
+        if world.rank == 1:
+            raise ZeroDivisionError("one over zero")
+        world.incoming((world.rank + 2) % 4).receive([((), torch.float32)], "never sent").wait()
+
+    with pytest.raises(RuntimeFault, match=r"rank 1 at B0.1: ZeroDivisionError: one over zero") as caught:
+        ranks.run(divide)
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    for _ in range(3):
+        ranks.run(exercise)
+    ranks.close()
+
+
+def test_threads_end() -> None:
+    before = threading.active_count()
+    ranks = Ranks(ThreadWorld(Mesh(t=4)))
+    assert ranks.run(lambda world: world.rank) == [0, 1, 2, 3]
+    assert threading.active_count() == before + 4
+    del ranks  # closes as well
+    for _ in range(200):
+        if threading.active_count() == before:
+            return
+        time.sleep(0.01)
+    pytest.fail("rank threads did not end")
