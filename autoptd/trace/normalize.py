@@ -41,6 +41,9 @@ def _normalize_one(graph: Graph, node: Node) -> None:
         graph.erase_node(node)
     elif name in IDENTITIES:
         _replace(graph, node, node.args[0])
+    elif name == "aten.narrow":
+        x, dim, start, length = node.args
+        node.target, node.args = aten.slice.Tensor, (x, dim, start, start + length)
     elif name in CASTS:
         _normalize_cast(graph, node)
     elif name in DROPOUTS:

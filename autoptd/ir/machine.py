@@ -1,0 +1,22 @@
+"""What a rank can do, in round numbers: the units in which the solver weighs compute, memory and communication."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Per rank: `flops` per second, `memory_bandwidth` and `link_bandwidth` in bytes per second, `latency` in seconds.
+
+    `per_parameter_byte` and `per_saved_byte` are the prices, in seconds per microbatch, of a byte that a rank keeps (parameter,
+    gradient and optimizer state follow it) and of a byte saved for backward. They are never zero: on time alone an
+    all-gather followed by redundant GEMMs beats an all-reduce.
+    """
+
+    flops: float = 300e12
+    memory_bandwidth: float = 1.5e12
+    link_bandwidth: float = 200e9
+    latency: float = 1e-8
+    per_parameter_byte: float = 4 / 200e9
+    per_saved_byte: float = 0.2 / 200e9

@@ -1,0 +1,51 @@
+"""Operators that exist in AutoPTD's graphs only; codegen writes each as a call of the runtime.
+
+They stand for communication and for the local forms of split operators. They are never run as they are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from autoptd.errors import InternalError
+
+
+def convert(x: Any, name: str, dim: int = 0, outer: int = 1, to_dim: int = 0, to_outer: int = 1) -> Any:
+    """Turn a value of one type over tp into another: `name` is a row of `ir.types.CONVERSIONS`.
+
+    `dim` and `outer` place the shards (see `ir.types.outer_size`); `to_dim` and `to_outer` those of an S -> S.
+    """
+    raise InternalError("convert", "a marker was executed")
+
+
+def share(x: Any, pieces: int) -> Any:
+    """One of `pieces` equal parts of a whole value that is added to a sum over the batch."""
+    raise InternalError("share", "a marker was executed")
+
+
+def vocab_embedding(ids: Any, weight: Any, padding_idx: int = -1) -> Any:
+    """Embedding from this rank's rows: the partial sum over tp."""
+    raise InternalError("vocab_embedding", "a marker was executed")
+
+
+def cross_entropy(
+    logits: Any,
+    targets: Any,
+    weight: Any,
+    *,
+    reduction: str,
+    ignore_index: int,
+    label_smoothing: float,
+    vocab: bool,
+    total: int,
+) -> Any:
+    """Cross-entropy of one microbatch; `vocab`: over logits split by vocabulary; `total` >= 0: divided by that global count."""
+    raise InternalError("cross_entropy", "a marker was executed")
+
+
+def mean(x: Any, dims: list[int], keepdim: bool, count: int) -> Any:
+    """Sum over `dims` divided by the global `count` of entries."""
+    raise InternalError("mean", "a marker was executed")
+
+
+MARKERS = (convert, share, vocab_embedding, cross_entropy, mean)

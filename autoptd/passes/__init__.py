@@ -1,0 +1,1 @@
+"""Graph to graph, one file a pass: annotate, communicate, cut, localize; and the axis table (`rules.py`)."""

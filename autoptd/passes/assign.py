@@ -1,0 +1,224 @@
+"""Assign the tensor axis: for every value a type over tp, for every operator the letter it is split by.
+
+One variable per operator that depends on parameters (its strategies), one table per edge (the conversions it takes), one hub
+per fan-out (a materialised type is paid for once, so q, k and v share a gather). Minimised exactly: see `eliminate.py`. Values
+that depend on no parameter (ids, masks, tables of sines) are computed whole and sliced where an operator wants them split.
+Ties: every list below has a fixed order, whole strategies first, and the lower index wins.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+from torch.fx import Graph, Node
+
+from autoptd.ir.machine import Machine
+from autoptd.ir.notes import note, op_name, output, payload
+from autoptd.ir.types import I, P, R, S, ValueType
+from autoptd.passes.axes import Axes, Letter
+from autoptd.passes.costs import compute_seconds, conversion_seconds, flops
+from autoptd.passes.eliminate import Factor, minimize
+from autoptd.passes.rules import GEMMS, linear_groups, operands
+
+SAVED_FOR_BACKWARD = {*GEMMS, "aten.layer_norm", "aten.rms_norm", "aten.softmax", "aten.scaled_dot_product_attention"}
+SAVED_FOR_BACKWARD |= {f"aten.{name}" for name in "gelu relu silu tanh sigmoid mul div pow cross_entropy_loss".split()}
+NO_COLLECTIVE_FORMS = ("vocab_cross_entropy",)  # local forms that reduce inside: their result is I
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """One way to run an operator: the type of each operand (I for values without parameters), of the result, its cost."""
+
+    needs: dict[Node, ValueType]
+    gives: ValueType
+    seconds: float
+    why: str
+    form: str = ""
+
+
+@dataclass
+class Assignment:
+    """The solver's answer: a strategy per node, and per fan-out node the extra type that is materialised once."""
+
+    strategies: dict[Node, Strategy]
+    hubs: dict[Node, ValueType]
+    cost: Callable[[Node, ValueType, ValueType], float]
+
+    def needs(self, reader: Node, operand: Node) -> ValueType:
+        """The type that `reader` wants `operand` in; values without parameters are I and stay so unless it says otherwise."""
+        return I if reader.op == "output" or reader not in self.strategies else self.strategies[reader].needs[operand]
+
+    def route(self, operand: Node, target: ValueType) -> list[ValueType]:
+        """The types to convert `operand` to, one after the other, to reach `target`: directly or through its hub."""
+        source, hub = note(operand).tp, self.hubs.get(operand)
+        if hub in (None, source, target) or self.cost(operand, source, target) <= self.cost(operand, hub, target):
+            return [target] if target != source else []
+        assert hub is not None
+        return [hub, target]
+
+
+class Splitter:
+    """What tp may split: letters of atoms that t divides, but neither the batch nor the token axis."""
+
+    def __init__(self, graph: Graph, axes: Axes, t: int, batched: set[str], machine: Machine) -> None:
+        self.axes, self.t, self.machine = axes, t, machine
+        self.tokens = {
+            id(axis)
+            for node in graph.nodes
+            if note(node).kind == "input" and note(node).name in batched
+            for dim in range(len(note(node).dims))
+            for axis in axes.atoms(node, dim)
+        }
+
+    def may_split(self, letter: Letter) -> bool:
+        if letter.size % self.t:
+            return False
+        places = [(node, place) for node, place in letter.places.items()]
+        return not any(id(self.axes.atoms(node, dim)[atom]) in self.tokens for node, (dim, atom) in places)
+
+    def letters(self, node: Node) -> list[Letter]:
+        found = [letter for letter in self.axes.letters(node) if self.may_split(letter)]
+        return [one for one in found if one.out is None or self._out_is_free(node, one)]
+
+    def _out_is_free(self, node: Node, letter: Letter) -> bool:
+        assert letter.out is not None
+        dim, atom = letter.out
+        return id(self.axes.atoms(node, dim)[atom]) not in self.tokens
+
+
+def assign_tensor(graph: Graph, axes: Axes, t: int, batched: set[str], machine: Machine) -> Assignment:
+    """Solve the assignment over tp and fill `tp`, `form` and `why` of every node that depends on parameters."""
+    splitter = Splitter(graph, axes, t, batched, machine)
+    solved = [node for node in graph.nodes if note(node).of_params and node.op != "output"]
+    strategies = {node: _strategies(node, splitter) for node in solved}
+    variable = {node: i for i, node in enumerate(solved)}
+    choices = [len(strategies[node]) for node in solved]
+    factors: list[Factor] = [
+        ((variable[node],), np.array([one.seconds for one in strategies[node]])) for node in solved
+    ]
+    hubs: dict[Node, tuple[int, list[ValueType]]] = {}
+    for node in solved:
+        readers = [user for user in node.users if user in variable or user.op == "output"]
+        if len(readers) > 1:
+            kinds = list(dict.fromkeys([s.gives for s in strategies[node]] + _wanted(node, readers, strategies)))
+            hubs[node] = (len(choices), kinds)
+            choices.append(len(kinds))
+        factors += _edge_factors(node, readers, strategies, variable, hubs.get(node), splitter)
+    answer = minimize(choices, factors)
+    chosen = {node: strategies[node][answer[variable[node]]] for node in solved}
+    for node, strategy in chosen.items():
+        record = note(node)
+        record.tp, record.form, record.why = strategy.gives, strategy.form, strategy.why
+    materialised = {node: kinds[answer[i]] for node, (i, kinds) in hubs.items()}
+    return Assignment(chosen, materialised, partial(_edge_cost, splitter))
+
+
+def _strategies(node: Node, splitter: Splitter) -> list[Strategy]:
+    if note(node).kind == "param":
+        return _parameter_strategies(node, splitter)
+    machine, t = splitter.machine, splitter.t
+    read = list(dict.fromkeys(operands(node)))
+    seconds = compute_seconds(node, machine)
+    # Only matrix products are credited for a split: for the rest, splitting must not cost a collective but earns nothing
+    # (sharding the residual stream to save on its adds would trade every all-reduce for two collectives).
+    split_seconds = seconds / t if flops(node) else seconds
+
+    def kept(needs: dict[Node, ValueType]) -> float:
+        """The price of what backward will need of the operands."""
+        if op_name(node) not in SAVED_FOR_BACKWARD or not note(node).needs_grad:
+            return 0.0
+        saved = [one for one in read if note(one).of_params and note(one).kind != "param"]
+        sizes = [payload(one) / (t if needs[one].kind == "S" else 1) for one in saved]
+        return sum(sizes) * machine.per_saved_byte
+
+    def whole(one: Node, kind: ValueType = R) -> ValueType:
+        return kind if note(one).of_params else I
+
+    made = []
+    for kind in (I, R):
+        needs = {one: whole(one, kind) for one in read}
+        made.append(Strategy(needs, kind, seconds + kept(needs), "whole on every rank"))
+    for letter in splitter.letters(node):
+        needs = {one: S(*letter.places[one]) if one in letter.places else whole(one) for one in read}
+        if letter.form in NO_COLLECTIVE_FORMS:
+            gives, seconds_here = I, split_seconds + 3 * machine.latency
+        else:
+            gives, seconds_here = (S(*letter.out) if letter.out is not None else P), split_seconds
+        if letter.out is None and not letter.form:
+            for group in linear_groups(node):  # a bias that is added to a partial sum is kept by one rank
+                needs |= {one: P for one in group if one in needs and one not in letter.places}
+        why = _split_why(node, letter, t)
+        form = letter.form if letter.out is None else ""
+        made.append(Strategy(needs, gives, seconds_here + kept(needs), why, form))
+    for group in linear_groups(node):
+        if any(note(one).of_params for one in group):
+            needs = {one: P if one in group else whole(one) for one in read}
+            made.append(Strategy(needs, P, seconds + kept(needs), "linear in a pending sum"))
+    return made
+
+
+def _split_why(node: Node, letter: Letter, t: int) -> str:
+    each = f"{letter.size} = {t} x {letter.size // t}"
+    if op_name(node) == "aten.linear" and letter.name in ("o", "i"):
+        return f"column: {each}" if letter.name == "o" else f"row: its input arrives sharded, {each}"
+    return f"split by {letter.name}: {each}"
+
+
+def _parameter_strategies(node: Node, splitter: Splitter) -> list[Strategy]:
+    """Stored whole with a whole gradient (I), whole with a gradient summed once per step (R), or sharded."""
+    machine, t, nbytes = splitter.machine, splitter.t, payload(node)
+    keep = nbytes * machine.per_parameter_byte
+    sum_once = conversion_seconds(I, R, nbytes, t, machine) / 8  # once per step, shared by its microbatches
+    made = [Strategy({}, I, keep, "replicated"), Strategy({}, R, keep + sum_once, "replicated, gradient summed over tp")]
+    for dim, sizes in enumerate(note(node).dims):
+        for atom, size in enumerate(sizes):
+            if size % t == 0:
+                made.append(Strategy({}, S(dim, atom), keep / t, f"sharded: {size} = {t} x {size // t}"))
+    return made
+
+
+def _wanted(node: Node, readers: list[Node], strategies: dict[Node, list[Strategy]]) -> list[ValueType]:
+    found: list[ValueType] = []
+    for reader in readers:
+        found += [I] if reader.op == "output" else [one.needs[node] for one in strategies[reader]]
+    return found
+
+
+def _edge_factors(
+    node: Node,
+    readers: list[Node],
+    strategies: dict[Node, list[Strategy]],
+    variable: dict[Node, int],
+    hub: tuple[int, list[ValueType]] | None,
+    splitter: Splitter,
+) -> list[Factor]:
+    """The cost of bringing the value of `node` to each reader, directly or through its hub."""
+
+    cost = partial(_edge_cost, splitter, node)
+    gives = [one.gives for one in strategies[node]]
+    made: list[Factor] = []
+    if hub is not None:
+        made.append(((variable[node], hub[0]), np.array([[cost(a, h) for h in hub[1]] for a in gives])))
+    for reader in readers:
+        needs = [I] if reader.op == "output" else [one.needs[node] for one in strategies[reader]]
+        if hub is None:
+            table = np.array([[cost(a, b) for b in needs] for a in gives])
+            made.append(((variable[node], variable[reader]), table) if reader in variable else ((variable[node],), table[:, 0]))
+        else:
+            cube = np.array([[[min(cost(a, b), cost(h, b)) for b in needs] for h in hub[1]] for a in gives])
+            where = (variable[node], hub[0], variable[reader]) if reader in variable else (variable[node], hub[0])
+            made.append((where, cube if reader in variable else cube[:, :, 0]))
+    return made
+
+
+def _edge_cost(splitter: Splitter, node: Node, source: ValueType, target: ValueType) -> float:
+    if note(node).kind == "param" and source != target and (source.kind, target.kind) not in PARAMETER_USES:
+        return math.inf
+    return conversion_seconds(source, target, payload(node), splitter.t, splitter.machine)
+
+
+PARAMETER_USES = {("I", "P"), ("I", "R"), ("I", "S"), ("R", "S")}

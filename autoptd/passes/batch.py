@@ -1,0 +1,160 @@
+"""Assign the batch: which values carry it, which are partial sums over it, and what would mix samples.
+
+Microbatches and data-parallel replicas are one axis here: every value gets a type over it. Batch inputs are `S` at their
+first dim, values of parameters alone `R`, constants `I`, and a loss that contracts the batch `P`: the pieces of all
+microbatches and replicas add up to the loss of the global batch. An operator that has no rule keeping the batch letter is
+refused, with operator, module and remedy: samples must not be mixed.
+
+A second trace with twice the rows (`check_literals`) proves that no Python number in the graph depends on the batch size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from autoptd.errors import PlanError
+from autoptd.ir.notes import note, op_name, output, shape, site, tensor, value
+from autoptd.ir.types import I, P, R, S, ValueType
+from autoptd.passes.axes import Axes, Letter, Place
+from autoptd.passes.rules import linear_groups, operands
+
+RULE_REMEDY = "keep samples apart (loss_fn with a mean or sum over samples), or run with d=1 and num_microbatches=1"
+SIZES = {"aten.view", "aten.reshape", "aten._unsafe_view", "aten.expand", "aten.full", "aten.zeros", "aten.ones"}
+SIZES |= {"aten.new_zeros", "aten.new_ones", "aten.new_full", "aten.unflatten", "aten.split", "aten.slice"}
+
+
+def assign_batch(graph: Graph, axes: Axes, batched: set[str], pieces: int) -> None:
+    """Fill `note(node).batch` of every node; `pieces` = microbatches x replicas (one piece is the whole batch: no split)."""
+    if pieces == 1:
+        return
+    for node in graph.nodes:
+        record = note(node)
+        if record.kind == "param":
+            record.batch = R
+        elif record.kind == "input" and record.name in batched:
+            if len(record.dims[0]) != 1 and shape(node)[0] != 1:
+                raise PlanError(record.name, f"the model folds the batch dim into {record.dims[0]}", RULE_REMEDY)
+            record.batch = S(0, 0)
+        elif node.op == "call_function":
+            record.batch = _type_of(node, axes)
+    loss = output(graph).args[0]
+    assert isinstance(loss, Node)
+    kind = note(loss).batch
+    if kind.kind != "P":
+        raise PlanError(site(loss), "the loss does not contract the batch: it is no sum or mean over samples", RULE_REMEDY)
+
+
+def _type_of(node: Node, axes: Axes) -> ValueType:
+    read = list(dict.fromkeys(operands(node)))
+    types = {one: note(one).batch for one in read}
+    split = {one: kind for one, kind in types.items() if kind.kind == "S"}
+    partial = [one for one, kind in types.items() if kind.kind == "P"]
+    if not split and not partial:
+        return R if R in types.values() else I
+    if partial:
+        return _keep_partial(node, partial, bool(split))
+    letter = _common_letter(node, axes, split)
+    if letter is None:
+        raise PlanError(site(node), _mixing_fact(node, axes, split), RULE_REMEDY)
+    for one, place in letter.places.items():
+        if one not in split:
+            _demand(one, place, axes, node)
+    note(node).batch_form = letter.form if letter.out is None else ""
+    return S(*letter.out) if letter.out is not None else P
+
+
+def _common_letter(node: Node, axes: Axes, split: dict[Node, ValueType]) -> Letter | None:
+    for letter in axes.letters(node):
+        if all(letter.places.get(one) == (kind.dim, kind.atom) for one, kind in split.items()):
+            return letter
+    return None
+
+
+def _keep_partial(node: Node, partial: list[Node], split: bool) -> ValueType:
+    """A pending sum stays pending through linear operators only; a whole addend is shared among the pieces."""
+    for group in linear_groups(node):
+        if not split and set(partial) <= set(group):
+            return P
+    fact = f"{op_name(node)} of a sum over samples is not a sum over samples"
+    raise PlanError(site(node), fact, "let the loss be a sum or mean over samples, scaled and added to others only")
+
+
+def _mixing_fact(node: Node, axes: Axes, split: dict[Node, ValueType]) -> str:
+    if not axes.is_known(node):
+        return f"no rule knows {op_name(node)}, and its operand carries the batch"
+    one, kind = next(iter(split.items()))
+    return f"{op_name(node)} mixes the samples of the batch ({axes.whole_because(node, one, (kind.dim, kind.atom))})"
+
+
+def _demand(node: Node, place: Place, axes: Axes, reader: Node) -> None:
+    """Make a constant that meets the batch elementwise (zeros, an expanded table) carry the batch itself."""
+    record = note(node)
+    wanted = S(*place)
+    if record.batch == wanted:
+        return
+    fact = f"{site(node)} has one entry per row of the batch but does not come from the batch"
+    letters = [one for one in axes.letters(node) if one.out == place] if node.op == "call_function" else []
+    if record.batch.kind == "S" or not letters:
+        raise PlanError(site(reader), fact, "pass it to the model as an input")
+    for one, inner in letters[0].places.items():
+        _demand(one, inner, axes, node)
+    record.batch = wanted
+    for user in node.users:
+        if user is not reader and user.op == "call_function" and note(user).batch.kind != "S" and _is_before(user, reader):
+            raise PlanError(site(reader), fact, "pass it to the model as an input")
+
+
+def _is_before(node: Node, other: Node) -> bool:
+    return node < other
+
+
+def check_literals(graph: Graph, doubled: Graph) -> None:
+    """Compare traces of T and 2T rows: sizes may differ where the batch is, any other number may not.
+
+    A literal that follows the batch size (`loss / x.shape[0]`) would be wrong in every microbatch.
+    """
+    ours, theirs = list(graph.nodes), list(doubled.nodes)
+    if [(n.op, str(n.target)) for n in ours] != [(n.op, str(n.target)) for n in theirs]:
+        raise PlanError("model", "its operators depend on the number of rows in the batch", RULE_REMEDY)
+    for node, other in zip(ours, theirs, strict=True):
+        if node.op != "call_function":
+            continue
+        _check_growth(node, other)
+        if op_name(node) not in SIZES and _literals(node) != _literals(other):
+            raise PlanError(
+                site(node),
+                f"a number in {op_name(node)} is computed from the number of rows ({_literals(node)})",
+                "use mean or sum reductions instead of dividing by the batch size",
+            )
+
+
+def _check_growth(node: Node, other: Node) -> None:
+    """A value's size must double exactly along the dim where it carries the batch."""
+    kind = note(node).batch
+    if value(node) is None or not isinstance(tensor(node), torch.Tensor):
+        return
+    wanted = list(shape(node))
+    if kind.kind == "S":
+        wanted[kind.dim] *= 2
+    if kind.kind != "P" and tuple(wanted) != shape(other):
+        raise PlanError(site(node), f"its shape {shape(node)} depends on the batch size in a way no rule explains", RULE_REMEDY)
+
+
+def _literals(node: Node) -> list[Any]:
+    found: list[Any] = []
+
+    def visit(arg: Any) -> None:
+        if isinstance(arg, (list, tuple)):
+            for one in arg:
+                visit(one)
+        elif isinstance(arg, dict):
+            visit(list(arg.values()))
+        elif not isinstance(arg, Node):
+            found.append(arg)
+
+    visit(node.args)
+    visit(node.kwargs)
+    return found

@@ -1,0 +1,155 @@
+"""Insert a conversion on every edge whose producer and reader disagree on type (ANNOTATED -> CONNECTED).
+
+A conversion out of P is placed right behind its producer, all others right before their first reader, and two readers that
+want the same type share one. `check_connected` then holds every operator against the table of types, independently of how
+the assignment was found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch.fx import Graph, Node
+
+from autoptd.errors import InternalError
+from autoptd.ir import markers
+from autoptd.ir.notes import Note, note, op_name, ops, set_note, site
+from autoptd.ir.types import CONVERSIONS, I, P, R, S, ValueType, outer_size
+from autoptd.passes.assign import NO_COLLECTIVE_FORMS, Assignment
+from autoptd.passes.axes import Axes
+from autoptd.passes.rules import linear_groups, operands
+
+
+def communicate(graph: Graph, assignment: Assignment, pieces: int) -> None:
+    """Insert conversions over tp, and shares of whole addends in sums over the batch."""
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    for node in list(graph.nodes):
+        wanted: dict[ValueType, list[Node]] = {}
+        for reader in sorted(node.users, key=order.__getitem__):
+            wanted.setdefault(assignment.needs(reader, node), []).append(reader)
+        made: dict[ValueType, Node] = {note(node).tp: node}
+        for target, readers in wanted.items():
+            found = node
+            for kind in assignment.route(node, target):
+                found = made[kind] = made.get(kind) or _insert(graph, found, kind, readers[0])
+            for reader in readers if found is not node else ():
+                reader.replace_input_with(node, found)
+    for node in list(ops(graph)):
+        if note(node).batch == P:
+            _share_addends(graph, node, pieces)
+
+
+def _insert(graph: Graph, source: Node, kind: ValueType, reader: Node) -> Node:
+    """A conversion node that gives `source` as `kind`."""
+    record = note(source)
+    row = CONVERSIONS[record.tp.kind, kind.kind]
+    args = (source, row.name, *_placement(source, record.tp, kind))
+    with graph.inserting_after(source) if record.tp == P else graph.inserting_before(reader):
+        made = graph.call_function(markers.convert, args)
+    made.meta["val"] = source.meta["val"]
+    near = note(source if record.tp == P and record.kind == "op" else reader)
+    fresh = Note(
+        module=near.module,
+        source=near.source,
+        of_params=record.of_params,
+        needs_grad=record.needs_grad,
+        dims=record.dims,
+        batch=record.batch,
+        tp=kind,
+        conversion=row.name,
+        why=_why(source, kind, reader),
+    )
+    set_note(made, fresh)
+    return made
+
+
+def _placement(source: Node, kind: ValueType, target: ValueType) -> tuple[int, ...]:
+    dims = note(source).dims
+    at = [(one.dim, outer_size(dims, one)) for one in (kind, target) if one.kind == "S"]
+    return tuple(number for place in at for number in place)
+
+
+def _why(source: Node, kind: ValueType, reader: Node) -> str:
+    who = op_name(reader) if reader.op == "call_function" else "the loss"
+    where = f"{note(reader).module}: " if note(reader).module else ""
+    need = {"I": "a whole value", "R": "a whole input whose gradient is summed", "P": "a partial sum", "S": "a shard"}
+    return f"{where}{who.removeprefix('aten.')} needs {need[kind.kind]}"
+
+
+def _share_addends(graph: Graph, node: Node, pieces: int) -> None:
+    """`sum over the batch + whole value`: each of the pieces adds its equal part of the whole value."""
+    for group in linear_groups(node):
+        whole = [one for one in group if note(one).batch != P]
+        if len(whole) == len(group):
+            continue
+        for one in whole:
+            with graph.inserting_before(node):
+                made = graph.call_function(markers.share, (one, pieces))
+            made.meta["val"] = one.meta["val"]
+            record = note(one)
+            fresh = Note(module=note(node).module, source=note(node).source, of_params=record.of_params)
+            fresh.needs_grad, fresh.dims, fresh.tp, fresh.batch = record.needs_grad, record.dims, record.tp, P
+            set_note(made, fresh)
+            node.replace_input_with(one, made)
+        return
+
+
+def check_connected(graph: Graph, axes: Axes) -> None:
+    """Every operator's operand and result types must be a row of the table; InternalError lists all that are not."""
+    findings = [text for node in ops(graph) for text in _findings(node, axes)]
+    if findings:
+        raise InternalError("CONNECTED", "; ".join(findings))
+
+
+def _findings(node: Node, axes: Axes) -> Iterator[str]:
+    record = note(node)
+    if node.target is markers.convert:
+        source = operands(node)[0]
+        row = CONVERSIONS.get((note(source).tp.kind, record.tp.kind))
+        if row is None or row.name != record.conversion:
+            yield f"{site(node)} converts {note(source).tp} to {record.tp}"
+        return
+    if node.target in markers.MARKERS:
+        return
+    read = [_origin(one) for one in operands(node)]
+    types = dict(zip(read, (note(one).tp for one in operands(node)), strict=True))
+    if not _is_row(node, types, axes):
+        shown = ", ".join(f"{one.name}: {kind}" for one, kind in types.items())
+        yield f"{site(node)} maps ({shown}) to {record.tp}, which no rule allows"
+
+
+def _is_row(node: Node, types: dict[Node, ValueType], axes: Axes) -> bool:
+    gives = note(node).tp
+
+    def rest_is_whole(taken: set[Node], kinds: tuple[ValueType, ...]) -> bool:
+        """Operands outside of `taken` are whole; one without a gradient may be I wherever R is asked for."""
+        rest = [(one, kind) for one, kind in types.items() if one not in taken]
+        return all(kind in kinds or (kind == I and not note(one).of_params) for one, kind in rest)
+
+    if gives in (I, R) and rest_is_whole(set(), (gives,)):
+        return True
+    for group in linear_groups_of(node, types):
+        if gives == P and all(types[one] == P for one in group) and rest_is_whole(set(group), (R,)):
+            return True
+    for letter in axes.letters(node):
+        carried = all(types.get(one) == S(*place) for one, place in letter.places.items())
+        expected = S(*letter.out) if letter.out is not None else I if letter.form in NO_COLLECTIVE_FORMS else P
+        taken = set(letter.places)
+        if letter.out is None and not letter.form:
+            for group in linear_groups_of(node, types):
+                taken |= {one for one in group if types[one] == P}
+                carried &= all(types[one] == P for one in group if one not in letter.places)
+        if carried and gives == expected and rest_is_whole(taken, (R,)):
+            return True
+    return False
+
+
+def linear_groups_of(node: Node, types: dict[Node, ValueType]) -> list[tuple[Node, ...]]:
+    """Linear groups in terms of the values before conversion, which the letters speak of."""
+    return [tuple(dict.fromkeys(_origin(one) for one in group)) for group in linear_groups(node)]
+
+
+def _origin(node: Node) -> Node:
+    while node.target in (markers.convert, markers.share):
+        node = node.args[0]  # type: ignore[assignment]
+    return node

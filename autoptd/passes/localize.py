@@ -1,0 +1,183 @@
+"""Give every value its local shape and rewrite what depends on sizes (CUT -> LOCAL).
+
+Literal sizes are regenerated from the atoms of the result, never patched. Contractions over a split dim get their local form:
+a mean becomes a sum over the global count, a cross-entropy a sum over the global number of valid labels, an embedding or a
+cross-entropy over a split vocabulary the runtime's vocabulary-parallel one. `check_local` re-runs every node on fake
+tensors and compares shapes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from autoptd.compat import FakeTensorMode
+from autoptd.errors import InternalError
+from autoptd.ir import markers
+from autoptd.ir.notes import note, op_name, ops, shape, site, tensor, value
+from autoptd.passes.rules import argument, operands
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """`t` tensor ranks; the trace saw `traced_rows` rows, a microbatch has `rows`, a step `pieces` microbatches in all."""
+
+    t: int
+    traced_rows: int
+    rows: int
+    pieces: int
+
+    @property
+    def rows_divisor(self) -> int:
+        return self.traced_rows // self.rows
+
+    @property
+    def global_rows(self) -> int:
+        return self.rows * self.pieces
+
+
+def local_shapes(node: Node, sizes: Sizes) -> list[tuple[int, ...]]:
+    """Local shape of each piece of a node's value (one, for a tensor)."""
+    found = value(node)
+    pieces = found if isinstance(found, (tuple, list)) else [found]
+    return [tuple(_local_size(node, dim, int(size), sizes) for dim, size in enumerate(one.shape)) for one in pieces]
+
+
+def _local_size(node: Node, dim: int, size: int, sizes: Sizes) -> int:
+    record = note(node)
+    if record.batch.kind == "S" and record.batch.dim == dim:
+        size //= sizes.rows_divisor
+    return size // sizes.t if record.tp.kind == "S" and record.tp.dim == dim else size
+
+
+def localize(graph: Graph, sizes: Sizes) -> int:
+    """Rewrite `graph` in place for local shapes; returns how many global counts the loss stage must know."""
+    totals = 0
+    for node in list(ops(graph)):
+        record, name = note(node), op_name(node)
+        if record.form == "vocab_embedding":
+            weight, ids = node.args[0], node.args[1]
+            node.target, node.args, node.kwargs = markers.vocab_embedding, (ids, weight, argument(node, 2, "padding_idx", -1)), {}
+        elif name == "aten.cross_entropy_loss" and (record.form or record.batch_form):
+            totals = _local_cross_entropy(node, totals)
+        elif name == "aten.mean" and "mean" in (record.form, record.batch_form):
+            _local_mean(node, sizes)
+        elif name in SIZE_ARGUMENTS:
+            SIZE_ARGUMENTS[name](node, sizes)
+    for node in graph.nodes:
+        if value(node) is not None and node.op != "output":
+            record = note(node)
+            record.extra["global_shape"] = shape(node)
+            record.extra["local_shapes"] = local_shapes(node, sizes)
+    check_local(graph)
+    return totals
+
+
+def _local_cross_entropy(node: Node, totals: int) -> int:
+    record, read = note(node), operands(node)
+    reduction = ("none", "mean", "sum")[argument(node, 3, "reduction", 1)]
+    total = -1
+    if reduction == "mean" and record.batch_form == "token_loss":
+        reduction, total, totals = "sum", totals, totals + 1
+    keywords = {
+        "reduction": reduction,
+        "ignore_index": argument(node, 4, "ignore_index", -100),
+        "label_smoothing": argument(node, 5, "label_smoothing", 0.0),
+        "vocab": record.form == "vocab_cross_entropy",
+        "total": total,
+    }
+    node.target, node.args, node.kwargs = markers.cross_entropy, (*read[:2], read[2] if len(read) > 2 else None), keywords
+    return totals
+
+
+def _local_mean(node: Node, sizes: Sizes) -> None:
+    x = operands(node)[0]
+    dims = argument(node, 1, "dim")
+    dims = [d % tensor(x).dim() for d in dims] if dims else list(range(tensor(x).dim()))
+    count = math.prod(shape(x)[d] for d in dims)
+    if note(x).batch.kind == "S" and note(x).batch.dim in dims:
+        count = count // sizes.traced_rows * sizes.global_rows
+    node.target, node.args, node.kwargs = markers.mean, (x, dims, bool(argument(node, 2, "keepdim", False)), count), {}
+
+
+def _result_sizes(position: int) -> Callable[[Node, Sizes], None]:
+    def rewrite(node: Node, sizes: Sizes) -> None:
+        _set(node, position, list(local_shapes(node, sizes)[0]))
+
+    return rewrite
+
+
+def _split_size(node: Node, sizes: Sizes) -> None:
+    dim = argument(node, 2, "dim", 0) % tensor(node).dim()
+    pieces = [piece[dim] for piece in local_shapes(node, sizes)]
+    _set(node, 1, pieces[0] if isinstance(node.args[1], int) else pieces)
+
+
+def _unflatten_sizes(node: Node, sizes: Sizes) -> None:
+    x = operands(node)[0]
+    dim = argument(node, 1, "dim") % tensor(x).dim()
+    count = tensor(node).dim() - tensor(x).dim() + 1
+    _set(node, 2, list(local_shapes(node, sizes)[0][dim : dim + count]))
+
+
+def _slice_bounds(node: Node, sizes: Sizes) -> None:
+    """Bounds of a dim that is split scale with it; a split dim is only ever sliced into equal pieces."""
+    x = operands(node)[0]
+    dim = argument(node, 1, "dim", 0) % tensor(x).dim()
+    full, local = shape(x)[dim], local_shapes(x, sizes)[0][dim]
+    if local != full:
+        bounds = [argument(node, 2, "start", 0), argument(node, 3, "end", full)]
+        start, end = (min(max(b + full, 0) if b < 0 else b, full) if b is not None else full for b in bounds)
+        node.args = (x, dim, start * local // full, end * local // full)
+        node.kwargs = {}
+
+
+def _set(node: Node, position: int, new: Any) -> None:
+    node.args = (*node.args[:position], new, *node.args[position + 1 :])
+
+
+SIZE_ARGUMENTS: dict[str, Callable[[Node, Sizes], None]] = {
+    **{f"aten.{name}": _result_sizes(1) for name in "view reshape _unsafe_view expand new_zeros new_ones new_full".split()},
+    **{f"aten.{name}": _result_sizes(0) for name in "full zeros ones".split()},
+    "aten.split": _split_size,
+    "aten.split_with_sizes": _split_size,
+    "aten.unflatten": _unflatten_sizes,
+    "aten.slice": _slice_bounds,
+}
+
+
+def check_local(graph: Graph) -> None:
+    """Run every operator on fake tensors of local shapes and compare; InternalError lists all that differ."""
+    findings: list[str] = []
+    env: dict[Node, Any] = {}
+    with FakeTensorMode():
+        for node in graph.nodes:
+            if node.op == "output" or value(node) is None:
+                continue
+            expected = note(node).extra["local_shapes"]
+            fresh = [torch.empty(one, dtype=tensor(node).dtype) for one in expected]
+            env[node] = fresh if isinstance(value(node), (tuple, list)) else fresh[0]
+            if node.op == "call_function" and node.target not in markers.MARKERS:
+                findings += _compare(node, expected, env)
+    if findings:
+        raise InternalError("LOCAL", "; ".join(findings))
+
+
+def _compare(node: Node, expected: list[tuple[int, ...]], env: dict[Node, Any]) -> list[str]:
+    args, kwargs = map_arg((node.args, node.kwargs), env.__getitem__)
+    try:
+        made = node.target(*args, **kwargs)  # type: ignore[operator]
+    except Exception as error:  # any failure of an operator on its local shapes is the finding
+        return [f"{site(node)} fails on local shapes: {str(error).splitlines()[0]}"]
+    pieces = made if isinstance(made, (tuple, list)) else [made]
+    found = [tuple(one.shape) for one in pieces]
+    return [] if found == expected else [f"{site(node)} gives {found} where {expected} is planned"]
+
+
+__all__ = ["Sizes", "check_local", "local_shapes", "localize"]

@@ -1,0 +1,454 @@
+"""The axis table: how the dims of every operator's operands and result correspond.
+
+Most operators are one line of letters, read like einsum and aligned from the right, `...` standing for any leading dims:
+
+    Rule("aten.linear", "... i, o i, o -> ... o")     a letter missing on the right is contracted: split by it, the result is P
+    Rule("aten.layer_norm", ...)                      a starred letter (h*) must stay whole
+
+Views, slices, splits and the like are computed from shapes. Pointwise operators are known by torch's tag. In: a node. Out:
+its `Link`s, each a set of dims of operands and result that run together. What no rule knows has no links: it takes whole
+operands (right, reported), and is refused on values that carry the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from autoptd.ir.notes import op_name, shape, value
+
+
+@dataclass(frozen=True)
+class Member:
+    """The dims of one tensor that take part in a link, in order.
+
+    `lead` and `tail` are factors of those dims that lie outside of the link (a piece of a split: lead = number of pieces).
+    """
+
+    dims: tuple[int, ...]
+    lead: int = 1
+    tail: int = 1
+
+
+@dataclass(frozen=True)
+class Link:
+    """Dims that run together through one operator: operand number -> Member, and where they stand in the result.
+
+    `out` is None when the operator contracts them. `whole` says why the operator cannot be split along them ("" if it can).
+    `form` names how a contraction over a split dim is computed locally ("" : the same operator gives the partial sum).
+    """
+
+    name: str
+    operands: dict[int, Member]
+    out: Member | None
+    whole: str = ""
+    form: str = ""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One row: operator, its letters or the function that computes its links, and which operands it is linear in.
+
+    `linear` lists groups of operand numbers: the result is P when all operands of one group are P and the others whole.
+    `forms` maps a contracted letter to its local form.
+    """
+
+    op: str
+    letters: str = ""
+    links: Callable[[Node], list[Link]] | None = None
+    linear: tuple[tuple[int, ...], ...] = ()
+    forms: dict[str, str] = field(default_factory=dict)
+
+
+def operands(node: Node) -> list[Node]:
+    """The tensor arguments of a node in schema order, lists flattened; an absent optional tensor takes no place."""
+    found: list[Node] = []
+
+    def visit(arg: Any) -> None:
+        if isinstance(arg, Node):
+            found.append(arg)
+        elif isinstance(arg, (list, tuple)):
+            for one in arg:
+                visit(one)
+
+    for arg in (*node.args, *node.kwargs.values()):
+        visit(arg)
+    return found
+
+
+def argument(node: Node, position: int, name: str, default: Any = None) -> Any:
+    """A non-tensor argument by position or name."""
+    return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
+
+
+def links(node: Node) -> list[Link] | None:
+    """The links of `node`, or None when no rule knows its operator."""
+    rule = find_rule(node)
+    if rule is None:
+        return None
+    return rule.links(node) if rule.links else letter_links(node, rule)
+
+
+def find_rule(node: Node) -> Rule | None:
+    name = op_name(node)
+    if name in TABLE:
+        return TABLE[name]
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags:
+        return POINTWISE
+    return None
+
+
+def linear_groups(node: Node) -> list[tuple[Node, ...]]:
+    """Groups of operands in which `node` is jointly linear: it maps their partial sums to a partial sum."""
+    rule, read = find_rule(node), operands(node)
+    if rule is None or node.kwargs.get("rounding_mode") is not None:
+        return []
+    if op_name(node) in ("aten.add", "aten.sub") and len(read) < 2:
+        return []  # a literal would be added once per rank
+    return [tuple(dict.fromkeys(read[i] for i in group if i < len(read))) for group in rule.linear if group[0] < len(read)]
+
+
+def letter_links(node: Node, rule: Rule) -> list[Link]:
+    """Links of a row of letters, for this node's shapes."""
+    left, right = rule.letters.split("->")
+    patterns = [pattern.split() for pattern in left.split(",")]
+    sizes = [shape(one) for one in operands(node)]
+    lead = max((len(size) - len(p) + 1 for size, p in zip(sizes, patterns, strict=False) if "..." in p), default=0)
+    spell = [_spell(p, len(size), lead) for size, p in zip(sizes, patterns, strict=False)]
+    result = _spell(right.split(), len(shape(node)), lead)
+    names = dict.fromkeys(name for word in [*spell, result] for name in word)
+    out_shape = shape(node)
+    made = []
+    for name in names:
+        members = {i: Member((word.index(name),)) for i, word in enumerate(spell) if name in word}
+        members = {i: one for i, one in members.items() if sizes[i][one.dims[0]] != 1}
+        out = Member((result.index(name),)) if name in result else None
+        if out is not None and out_shape[out.dims[0]] == 1:
+            continue
+        plain = name.rstrip("*")
+        whole = f"{plain} must stay whole" if name.endswith("*") else ""
+        if members or out is not None:
+            made.append(Link(plain, members, out, whole, rule.forms.get(plain, "")))
+    return made
+
+
+def _spell(pattern: list[str], ndim: int, lead: int) -> list[str]:
+    """One letter for every dim: `...` becomes numbered letters, and a tensor of fewer dims keeps the rightmost ones."""
+    if "..." in pattern:
+        at = pattern.index("...")
+        dots = ndim - len(pattern) + 1
+        pattern = [*pattern[:at], *(f".{lead - dots + i}" for i in range(dots)), *pattern[at + 1 :]]
+    return pattern[len(pattern) - ndim :]
+
+
+def pointwise_links(node: Node) -> list[Link]:
+    """One link for every dim of the result; operands that are broadcast along it do not carry it."""
+    out = shape(node)
+    made = []
+    for dim, size in enumerate(out):
+        if size != 1:
+            back = dim - len(out)
+            members = {
+                i: Member((len(shape(one)) + back,))
+                for i, one in enumerate(operands(node))
+                if len(shape(one)) + back >= 0 and shape(one)[back] == size
+            }
+            made.append(Link(f"d{dim}", members, Member((dim,))))
+    return made
+
+
+def along(position: int, name: str = "dim", default: Any = -1) -> Callable[[Node], list[Link]]:
+    """Operators that keep the shape and need the dims given by one argument whole (softmax, cumsum)."""
+
+    def make(node: Node) -> list[Link]:
+        ndim = len(shape(node))
+        starred = _dims(argument(node, position, name, default), ndim)
+        return [_same_dim(d, f"{op_name(node)} needs it whole" if d in starred else "") for d in range(ndim)]
+
+    return make
+
+
+def last_dims_whole(node: Node) -> list[Link]:
+    """layer_norm and rms_norm: the normalised dims stay whole; weight and bias are those dims."""
+    ndim, normalized = len(shape(node)), len(node.args[1])  # type: ignore[arg-type]
+    made = [_same_dim(d) for d in range(ndim - normalized)]
+    for i in range(normalized):
+        members = {0: Member((ndim - normalized + i,))}
+        members |= {k: Member((i,)) for k in range(1, len(operands(node)))}
+        made.append(Link(f"h{i}", members, Member((ndim - normalized + i,)), "the norm needs its whole dim"))
+    return made
+
+
+def reduction(whole: str, form: str = "", dim_at: int = 1) -> Callable[[Node], list[Link]]:
+    """Operators that reduce the dims given by argument `dim_at` (all, if absent); `whole` says why those cannot be split."""
+
+    def make(node: Node) -> list[Link]:
+        size = shape(operands(node)[0])
+        dims = argument(node, dim_at, "dim")
+        dims = range(len(size)) if dims is None or dims == [] else _dims(dims, len(size))
+        keep = bool(argument(node, dim_at + 1, "keepdim", False))
+        made, at = [], 0
+        for d in range(len(size)):
+            if d in dims:
+                made.append(Link(f"d{d}", {0: Member((d,))}, None, whole, form))
+                at += keep
+            else:
+                made.append(Link(f"d{d}", {0: Member((d,))}, Member((at,))))
+                at += 1
+        return [link for link in made if size[link.operands[0].dims[0]] != 1]
+
+    return make
+
+
+def reshape_links(node: Node) -> list[Link]:
+    """A view: the smallest groups of dims with equal products correspond."""
+    before, after = shape(operands(node)[0]), shape(node)
+    made, i, j = [], 0, 0
+    while i < len(before) and j < len(after):
+        left, right = [i], [j]
+        product_in, product_out = before[i], after[j]
+        while product_in != product_out:
+            if product_in < product_out:
+                i += 1
+                left.append(i)
+                product_in *= before[i]
+            else:
+                j += 1
+                right.append(j)
+                product_out *= after[j]
+        made.append(Link(f"d{left[0]}", {0: Member(tuple(left))}, Member(tuple(right))))
+        i, j = i + 1, j + 1
+    return made
+
+
+def permute_links(node: Node) -> list[Link]:
+    """transpose, t, permute: the dims in another order."""
+    ndim, name = len(shape(node)), op_name(node)
+    order = list(range(ndim))
+    if name == "aten.permute":
+        order = [d % ndim for d in node.args[1]]  # type: ignore[operator, union-attr]
+    elif name == "aten.t":
+        order = order[::-1]
+    else:
+        a, b = node.args[1] % ndim, node.args[2] % ndim  # type: ignore[operator]
+        order[a], order[b] = order[b], order[a]
+    return [Link(f"d{source}", {0: Member((source,))}, Member((d,))) for d, source in enumerate(order)]
+
+
+def expand_links(node: Node) -> list[Link]:
+    """expand: kept dims correspond, new ones are free in the result."""
+    before, after = shape(operands(node)[0]), shape(node)
+    made = []
+    for d, size in enumerate(after):
+        source = d - len(after) + len(before)
+        same = source >= 0 and before[source] == size
+        if size != 1:
+            made.append(Link(f"d{d}", {0: Member((source,))} if same else {}, Member((d,))))
+    return made
+
+
+def free_links(node: Node) -> list[Link]:
+    """full, zeros, ones: every dim of the result is free, whatever the operands are."""
+    return [Link(f"d{d}", {}, Member((d,))) for d, size in enumerate(shape(node)) if size != 1]
+
+
+def no_links(node: Node) -> list[Link]:
+    """arange and the like: computed whole."""
+    return []
+
+
+def slice_links(node: Node) -> list[Link]:
+    """slice: one of several equal pieces of a dim; any other slice needs its dim whole."""
+    x = shape(operands(node)[0])
+    dim = argument(node, 1, "dim", 0) % len(x)
+    full, size = x[dim], shape(node)[dim]
+    start = argument(node, 2, "start", 0) or 0
+    start = max(start + full, 0) if start < 0 else min(start, full)
+    made = [_same_dim(d) for d in range(len(x)) if d != dim]
+    if size == full:
+        made.append(_same_dim(dim))
+    elif size > 1 and full % size == 0 and start % size == 0 and argument(node, 4, "step", 1) == 1:
+        made.append(Link(f"d{dim}", {0: Member((dim,), lead=full // size)}, Member((dim,))))
+    else:
+        made.append(Link(f"d{dim}", {0: Member((dim,))}, None, "an uneven slice needs it whole"))
+    return made
+
+
+def split_links(node: Node) -> list[Link]:
+    """split and chunk: equal pieces correspond; unequal ones need the dim whole. The result stands for every piece."""
+    x, pieces = shape(operands(node)[0]), value(node)
+    dim = argument(node, 2, "dim", 0) % len(x)
+    made = [_same_dim(d) for d in range(len(x)) if d != dim]
+    sizes = {int(piece.shape[dim]) for piece in pieces}
+    if len(sizes) == 1:
+        made.append(Link(f"d{dim}", {0: Member((dim,), lead=len(pieces))}, Member((dim,))))
+    else:
+        made.append(Link(f"d{dim}", {0: Member((dim,))}, None, "unequal pieces need it whole"))
+    return made
+
+
+def drop_dim_links(node: Node) -> list[Link]:
+    """select and unbind: one dim disappears and must be whole, the others stay."""
+    x = shape(operands(node)[0])
+    dim = argument(node, 1, "dim", 0) % len(x)
+    kept = [d for d in range(len(x)) if d != dim]
+    made = [Link(f"d{d}", {0: Member((d,))}, Member((i,))) for i, d in enumerate(kept)]
+    return [*made, Link(f"d{dim}", {0: Member((dim,))}, None, "a single index needs it whole")]
+
+
+def stack_links(node: Node) -> list[Link]:
+    """stack: a new dim appears, the others stay."""
+    ndim, count = len(shape(node)), len(operands(node))
+    new = argument(node, 1, "dim", 0) % ndim
+    kept = [d for d in range(ndim) if d != new]
+    return [Link(f"d{d}", {k: Member((i,)) for k in range(count)}, Member((d,))) for i, d in enumerate(kept)]
+
+
+def cat_links(node: Node) -> list[Link]:
+    """cat: equal pieces become a leading factor of the joined dim; unequal ones need it whole."""
+    parts, ndim = operands(node), len(shape(node))
+    dim = argument(node, 1, "dim", 0) % ndim
+    made = [Link(f"d{d}", {k: Member((d,)) for k in range(len(parts))}, Member((d,))) for d in range(ndim) if d != dim]
+    sizes = {shape(part)[dim] for part in parts}
+    piece = {k: Member((dim,)) for k in range(len(parts))}
+    if len(sizes) == 1:
+        return [*made, Link(f"d{dim}", piece, Member((dim,), lead=len(parts)))]
+    singles = [Link(f"d{dim}", {k: one}, None, "unequal pieces need it whole") for k, one in piece.items()]
+    return [*made, *singles]
+
+
+def pad_links(node: Node) -> list[Link]:
+    """pad: padded dims must be whole, the others stay."""
+    before, after = shape(operands(node)[0]), shape(node)
+    pads = node.args[1]
+    padded = {len(after) - 1 - i // 2 for i, amount in enumerate(pads) if amount}  # type: ignore[arg-type]
+    whole = [Link(f"d{d}", {0: Member((d,))}, None, "padding needs it whole") for d in sorted(padded)]
+    return whole + [_same_dim(d) for d in range(len(before)) if d not in padded]
+
+
+def attention_links(node: Node) -> list[Link]:
+    """scaled_dot_product_attention: heads and batch dims and the value's head_dim may be split; sequences stay whole.
+
+    Softmax couples all keys, and `is_causal` counts positions from the first one. With `enable_gqa` the query heads are
+    KV heads x repeat: the KV heads run through all three operands, the repeat through the query only.
+    """
+    q, k, v = (shape(one) for one in operands(node)[:3])
+    ndim, masks = len(q), {3: shape(operands(node)[3])} if len(operands(node)) > 3 else {}
+    made = []
+    for d in range(ndim - 2):
+        members = {0: Member((d,))}
+        if q[d] == k[d]:
+            members |= {1: Member((d,)), 2: Member((d,))}
+            members |= {i: Member((d - ndim + len(m),)) for i, m in masks.items() if _carries(m, d - ndim, q[d])}
+            made.append(Link(f"b{d}", members, Member((d,))))
+        else:
+            repeat = q[d] // k[d]
+            if masks and any(_carries(m, d - ndim, q[d]) for m in masks.values()):
+                made.append(Link(f"b{d}", members, None, "grouped heads under a mask per head"))
+                continue
+            grouped = {0: Member((d,), tail=repeat), 1: Member((d,)), 2: Member((d,))}
+            made.append(Link("kv", grouped, Member((d,), tail=repeat)))
+            made.append(Link("repeat", {0: Member((d,), lead=k[d])}, Member((d,), lead=k[d])))
+    scores = {i: m for i, m in masks.items()}
+    query = {0: Member((ndim - 2,))} | {i: Member((len(m) - 2,)) for i, m in scores.items() if _carries(m, -2, q[-2])}
+    keys = {1: Member((ndim - 2,)), 2: Member((ndim - 2,))}
+    keys |= {i: Member((len(m) - 1,)) for i, m in scores.items() if _carries(m, -1, k[-2])}
+    made.append(Link("l", query, Member((ndim - 2,)), "attention positions are counted from the first query"))
+    made.append(Link("m", keys, None, "softmax runs over all keys"))
+    made.append(Link("k", {0: Member((ndim - 1,)), 1: Member((ndim - 1,))}, None, "scores need the whole head"))
+    made.append(Link("e", {2: Member((ndim - 1,))}, Member((ndim - 1,))))
+    return made
+
+
+def cross_entropy_links(node: Node) -> list[Link]:
+    """cross_entropy_loss(logits, targets, weight?): the vocabulary and the tokens may be split, each with its local form."""
+    logits, targets = shape(operands(node)[0]), shape(operands(node)[1])
+    if len(targets) == len(logits) or len(logits) < 2:  # class probabilities, or one unbatched sample
+        return []
+    reduced = argument(node, 3, "reduction", 1) != 0
+    vocabulary = {0: Member((1,))} | ({2: Member((0,))} if len(operands(node)) > 2 else {})
+    made = [Link("vocabulary", vocabulary, None, form="vocab_cross_entropy")]
+    for d in range(len(targets)):
+        members = {0: Member((d + (d > 0),)), 1: Member((d,))}
+        made.append(Link(f"n{d}", members, None if reduced else Member((d,)), form="token_loss" if reduced else ""))
+    return made
+
+
+def embedding_links(node: Node) -> list[Link]:
+    """embedding(weight, ids): a split of the vocabulary gives partial sums of rows."""
+    ids = len(shape(operands(node)[1]))
+    made = [Link("vocabulary", {0: Member((0,))}, None, form="vocab_embedding"), Link("h", {0: Member((1,))}, Member((ids,)))]
+    if argument(node, 3, "scale_grad_by_freq", False) or argument(node, 4, "sparse", False):
+        made[0] = Link("vocabulary", {0: Member((0,))}, None, "gradients by frequency and sparse gradients need all rows")
+    return made + [Link(f"n{d}", {1: Member((d,))}, Member((d,))) for d in range(ids)]
+
+
+def _same_dim(dim: int, whole: str = "") -> Link:
+    return Link(f"d{dim}", {0: Member((dim,))}, Member((dim,)), whole)
+
+
+def _carries(size: Sequence[int], back: int, wanted: int) -> bool:
+    return len(size) >= -back and size[back] == wanted and wanted != 1
+
+
+def _dims(dims: Any, ndim: int) -> list[int]:
+    return [d % ndim for d in (dims if isinstance(dims, (list, tuple)) else [dims])] if ndim else []
+
+
+FIRST = ((0,),)
+LINEAR_UNARY = "contiguous clone neg detach".split()
+VIEWS = "view reshape _unsafe_view flatten unflatten squeeze unsqueeze".split()
+NORMAL = "needs all values at once"
+
+TABLE: dict[str, Rule] = {
+    rule.op: rule
+    for rule in [
+        Rule("aten.linear", "... i, o i, o -> ... o", linear=((0, 2),)),
+        Rule("aten.addmm", "m n, m k, k n -> m n", linear=((0, 1),)),
+        Rule("aten.matmul", "... m k, ... k n -> ... m n", linear=((0,), (1,))),
+        Rule("aten.mm", "m k, k n -> m n", linear=((0,), (1,))),
+        Rule("aten.bmm", "b m k, b k n -> b m n", linear=((0,), (1,))),
+        Rule("aten.baddbmm", "b m n, b m k, b k n -> b m n", linear=((0, 1), (0, 2))),
+        Rule("aten.embedding", links=embedding_links, linear=FIRST),
+        Rule("aten.layer_norm", links=last_dims_whole),
+        Rule("aten.rms_norm", links=last_dims_whole),
+        Rule("aten.scaled_dot_product_attention", links=attention_links, linear=((2,),)),
+        Rule("aten.cross_entropy_loss", links=cross_entropy_links),
+        Rule("aten.softmax", links=along(1)),
+        Rule("aten._softmax", links=along(1)),
+        Rule("aten.log_softmax", links=along(1)),
+        Rule("aten.cumsum", links=along(1), linear=FIRST),
+        Rule("aten.flip", links=along(1, "dims"), linear=FIRST),
+        Rule("aten.roll", links=along(2, "dims"), linear=FIRST),
+        Rule("aten.triu", links=along(-9, "none", (-2, -1)), linear=FIRST),
+        Rule("aten.tril", links=along(-9, "none", (-2, -1)), linear=FIRST),
+        Rule("aten.sum", links=reduction("", dim_at=1), linear=FIRST),
+        Rule("aten.mean", links=reduction("", form="mean", dim_at=1), linear=FIRST),
+        *(Rule(f"aten.{name}", links=reduction(NORMAL)) for name in "amax amin argmax argmin logsumexp any all".split()),
+        *(Rule(f"aten.{name}", links=pointwise_links, linear=FIRST) for name in LINEAR_UNARY),
+        *(Rule(f"aten.{name}", links=pointwise_links, linear=((0, 1),)) for name in ("add", "sub")),
+        Rule("aten.mul", links=pointwise_links, linear=((0,), (1,))),
+        Rule("aten.div", links=pointwise_links, linear=FIRST),
+        Rule("aten.to", links=pointwise_links),
+        *(Rule(f"aten.{name}", links=reshape_links, linear=FIRST) for name in VIEWS),
+        *(Rule(f"aten.{name}", links=permute_links, linear=FIRST) for name in "transpose t permute".split()),
+        *(Rule(f"aten.{name}", links=expand_links, linear=FIRST) for name in ("expand", "expand_as")),
+        Rule("aten.slice", links=slice_links, linear=FIRST),
+        *(Rule(f"aten.{name}", links=split_links, linear=FIRST) for name in "split split_with_sizes chunk".split()),
+        *(Rule(f"aten.{name}", links=drop_dim_links, linear=FIRST) for name in ("select", "unbind")),
+        Rule("getitem", links=lambda node: [_same_dim(d) for d in range(len(shape(node)))], linear=FIRST),
+        Rule("aten.cat", links=cat_links),
+        Rule("aten.stack", links=stack_links),
+        *(Rule(f"aten.{name}", links=pad_links) for name in ("pad", "constant_pad_nd")),
+        *(Rule(f"aten.{name}", links=free_links) for name in "full zeros ones new_zeros new_ones new_full".split()),
+        *(Rule(f"aten.{name}", links=pointwise_links) for name in "zeros_like ones_like full_like".split()),
+        *(Rule(f"aten.{name}", links=no_links) for name in "arange scalar_tensor eye".split()),
+    ]
+}
+POINTWISE = Rule("pointwise", links=pointwise_links)
+GEMMS = ("aten.linear", "aten.addmm", "aten.matmul", "aten.mm", "aten.bmm", "aten.baddbmm")
