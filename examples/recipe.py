@@ -1,0 +1,89 @@
+"""What single.py and train.py have in common, so that both train the same model on the same batches.
+
+In: the command line. Out: the arguments, the model, the batches; and a log that shows progress and writes the losses.
+
+    args = add_arguments(ArgumentParser()).parse_args()
+    model = make_model(args)
+    with Log(args, "single.json") as log:
+        for x, y in make_batches(args):
+            ...
+            log.add(loss)
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from gpt import GPT, GPTConfig
+from text import VOCAB_SIZE, batches, load_tokens
+from torch import Tensor
+from tqdm import tqdm
+
+MAX_GRAD_NORM = 1.0
+
+
+def add_arguments(parser: ArgumentParser) -> ArgumentParser:
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--batch", type=int, default=32, help="rows of the global batch (default %(default)s)")
+    parser.add_argument("--length", type=int, default=64, help="tokens of a row (default %(default)s)")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--hidden", type=int, default=64)
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--data", type=Path, help="text file (default: Python's help topics)")
+    parser.add_argument("--out", type=Path, default=Path("out"), help="folder for results (default %(default)s)")
+    return parser
+
+
+def make_model(args: Namespace) -> GPT:
+    torch.manual_seed(args.seed)
+    return GPT(GPTConfig(VOCAB_SIZE, args.length, args.layers, args.heads, args.hidden))
+
+
+def make_batches(args: Namespace) -> Iterator[tuple[Tensor, Tensor]]:
+    return batches(load_tokens(args.data), args.batch, args.length, args.steps, args.seed)
+
+
+class Log:
+    """A progress bar (loss, tokens/s) while the steps run, and `<out>/<name>` with all losses when they are done."""
+
+    def __init__(self, args: Namespace, name: str, quiet: bool = False) -> None:
+        self.args, self.path, self.quiet = args, args.out / name, quiet
+        self.losses: list[float] = []
+        self.times: list[float] = []  # at the start, and at the end of every step
+        every = 0.2 if sys.stderr.isatty() else 10.0  # seconds; a log file takes a whole line each time
+        self.bar = tqdm(total=args.steps, desc=self.path.stem, unit="step", disable=quiet, mininterval=every, ncols=100)
+
+    def __enter__(self) -> Log:
+        self.times.append(time.perf_counter())
+        return self
+
+    def add(self, loss: Tensor) -> None:
+        self.losses.append(loss.item())
+        self.times.append(time.perf_counter())
+        self.bar.set_postfix_str(f"loss {self.losses[-1]:.3f}, {self.tokens_per_second():,.0f} tokens/s", refresh=False)
+        self.bar.update()
+
+    def tokens_per_second(self) -> float:
+        """Tokens of the global batch over the median time of a step: the first one, which warms up, does not count."""
+        seconds = [end - start for start, end in zip(self.times, self.times[1:], strict=False)]
+        return self.args.batch * self.args.length / statistics.median(seconds[1:] or seconds)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.bar.close()
+        if kind is None and self.losses and not self.quiet:
+            result = {
+                "settings": vars(self.args),
+                "tokens_per_second": self.tokens_per_second(),
+                "losses": self.losses,
+            }
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.write_text(json.dumps(result, indent=1, default=str) + "\n")
