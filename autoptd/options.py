@@ -1,6 +1,6 @@
 """What a user may ask for, checked once: the one place where defaults live.
 
-    Options(t=2, p=2, d=2, v=2).mesh.size == 8
+Options(t=2, p=2, d=2, v=2).mesh.size == 8
 """
 
 from __future__ import annotations

@@ -17,6 +17,6 @@ class Machine:
     flops: float = 300e12
     memory_bandwidth: float = 1.5e12
     link_bandwidth: float = 200e9
-    latency: float = 1e-8
+    latency: float = 1e-9
     per_parameter_byte: float = 4 / 200e9
     per_saved_byte: float = 0.2 / 200e9

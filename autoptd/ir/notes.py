@@ -1,7 +1,7 @@
 """What AutoPTD knows about one node of the graph: the record in `node.meta["autoptd"]`, read and written here only.
 
-    note(node).module == "transformer.h.0.attn"        # the user's module that made the node
-    str(note(node).tp) == "S(2, 1)"                    # its type over tp, once annotated
+note(node).module == "transformer.h.0.attn"        # the user's module that made the node
+str(note(node).tp) == "S(2, 1)"                    # its type over tp, once annotated
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Note:
     """Facts of one node; each stage of the compiler fills its own.
 
     trace:       `kind` ("param", "buffer", "input", "op", "output"), `name` of a placeholder in the model or call,
-                 `module` path, `source` line, `of_params` (depends on a parameter), `needs_grad` (carries a gradient)
+                 `module` path, `source` line and its `code`, `of_params` (depends on a parameter), `needs_grad` (carries a gradient)
     annotate:    `dims`, `batch` (type over microbatches and replicas), `tp` (type over tensor ranks), `form` (how a split
                  contraction is computed locally), `why`
     communicate: `conversion` (name of the conversion a node performs)
@@ -35,6 +35,7 @@ class Note:
     name: str = ""
     module: str = ""
     source: str = ""
+    code: str = ""
     of_params: bool = False
     needs_grad: bool = False
     dims: Dims = ()

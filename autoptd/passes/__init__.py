@@ -1,1 +1,19 @@
 """Graph to graph, one file a pass: annotate, communicate, cut, localize; and the axis table (`rules.py`)."""
+
+from autoptd.passes.annotate import annotate, describe, redundant_flops, unknown_ops
+from autoptd.passes.communicate import check_connected, communicate, conversion_row
+from autoptd.passes.cut import cut
+from autoptd.passes.localize import Sizes, localize
+
+__all__ = [
+    "Sizes",
+    "annotate",
+    "check_connected",
+    "communicate",
+    "conversion_row",
+    "cut",
+    "describe",
+    "localize",
+    "redundant_flops",
+    "unknown_ops",
+]

@@ -173,7 +173,10 @@ def _parameter_strategies(node: Node, splitter: Splitter) -> list[Strategy]:
     machine, t, nbytes = splitter.machine, splitter.t, payload(node)
     keep = nbytes * machine.per_parameter_byte
     sum_once = conversion_seconds(I, R, nbytes, t, machine) / 8  # once per step, shared by its microbatches
-    made = [Strategy({}, I, keep, "replicated"), Strategy({}, R, keep + sum_once, "replicated, gradient summed over tp")]
+    made = [
+        Strategy({}, I, keep, "replicated"),
+        Strategy({}, R, keep + sum_once, "replicated, gradient summed over tp"),
+    ]
     for dim, sizes in enumerate(note(node).dims):
         for atom, size in enumerate(sizes):
             if size % t == 0:
@@ -207,7 +210,9 @@ def _edge_factors(
         needs = [I] if reader.op == "output" else [one.needs[node] for one in strategies[reader]]
         if hub is None:
             table = np.array([[cost(a, b) for b in needs] for a in gives])
-            made.append(((variable[node], variable[reader]), table) if reader in variable else ((variable[node],), table[:, 0]))
+            made.append(
+                ((variable[node], variable[reader]), table) if reader in variable else ((variable[node],), table[:, 0])
+            )
         else:
             cube = np.array([[[min(cost(a, b), cost(h, b)) for b in needs] for h in hub[1]] for a in gives])
             where = (variable[node], hub[0], variable[reader]) if reader in variable else (variable[node], hub[0])

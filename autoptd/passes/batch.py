@@ -44,7 +44,9 @@ def assign_batch(graph: Graph, axes: Axes, batched: set[str], pieces: int) -> No
     assert isinstance(loss, Node)
     kind = note(loss).batch
     if kind.kind != "P":
-        raise PlanError(site(loss), "the loss does not contract the batch: it is no sum or mean over samples", RULE_REMEDY)
+        raise PlanError(
+            site(loss), "the loss does not contract the batch: it is no sum or mean over samples", RULE_REMEDY
+        )
 
 
 def _type_of(node: Node, axes: Axes) -> ValueType:
@@ -103,7 +105,12 @@ def _demand(node: Node, place: Place, axes: Axes, reader: Node) -> None:
         _demand(one, inner, axes, node)
     record.batch = wanted
     for user in node.users:
-        if user is not reader and user.op == "call_function" and note(user).batch.kind != "S" and _is_before(user, reader):
+        if (
+            user is not reader
+            and user.op == "call_function"
+            and note(user).batch.kind != "S"
+            and _is_before(user, reader)
+        ):
             raise PlanError(site(reader), fact, "pass it to the model as an input")
 
 
@@ -140,7 +147,9 @@ def _check_growth(node: Node, other: Node) -> None:
     if kind.kind == "S":
         wanted[kind.dim] *= 2
     if kind.kind != "P" and tuple(wanted) != shape(other):
-        raise PlanError(site(node), f"its shape {shape(node)} depends on the batch size in a way no rule explains", RULE_REMEDY)
+        raise PlanError(
+            site(node), f"its shape {shape(node)} depends on the batch size in a way no rule explains", RULE_REMEDY
+        )
 
 
 def _literals(node: Node) -> list[Any]:

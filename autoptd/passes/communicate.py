@@ -14,7 +14,7 @@ from torch.fx import Graph, Node
 from autoptd.errors import InternalError
 from autoptd.ir import markers
 from autoptd.ir.notes import Note, note, op_name, ops, set_note, site
-from autoptd.ir.types import CONVERSIONS, I, P, R, S, ValueType, outer_size
+from autoptd.ir.types import CONVERSIONS, Conversion, I, P, R, S, ValueType, outer_size
 from autoptd.passes.assign import NO_COLLECTIVE_FORMS, Assignment
 from autoptd.passes.axes import Axes
 from autoptd.passes.rules import linear_groups, operands
@@ -61,6 +61,11 @@ def _insert(graph: Graph, source: Node, kind: ValueType, reader: Node) -> Node:
     )
     set_note(made, fresh)
     return made
+
+
+def conversion_row(name: str) -> Conversion:
+    """The row of the conversion table that is called `name`."""
+    return next(row for row in CONVERSIONS.values() if row.name == name)
 
 
 def _placement(source: Node, kind: ValueType, target: ValueType) -> tuple[int, ...]:

@@ -4,25 +4,25 @@ Values that depend on parameters and inputs (the *backbone*) are placed exactly 
 constants alone (position ids, masks) or on parameters alone is cheap and is computed on every stage that needs it; batch inputs
 go to their stages directly. A parameter lives on every stage that reads it: its owner set.
 
-Cut points are the positions in backbone order with GEMMs on both sides where the fewest bytes cross; positions between layers
+Cut points are the positions in backbone order with GEMMs on both sides where the fewest values cross; positions between layers
 are preferred to positions inside of one as long as there are enough of them.
 """
 
 from __future__ import annotations
 
-import math
+from typing import Any
 
 from torch.fx import Graph, Node
 
 from autoptd.errors import InternalError, PlanError
-from autoptd.ir.notes import is_tensor, note, output, payload
+from autoptd.ir.notes import is_tensor, note, output
 from autoptd.passes.costs import flops
 
 
-def cut(graph: Graph, num_stages: int, t: int) -> dict[str, object]:
+def cut(graph: Graph, num_stages: int) -> dict[str, Any]:
     """Fill `note(node).stages`; returns what to write into the plan: FLOPs per stage and the modules where it was cut."""
     backbone = find_backbone(graph)
-    points = _cut_points(backbone, t, num_stages) if num_stages > 1 else []
+    points = _cut_points(backbone, num_stages) if num_stages > 1 else []
     work = [flops(node) for node in backbone]
     chosen = _balance(work, points, num_stages)
     stage = 0
@@ -49,20 +49,21 @@ def find_backbone(graph: Graph) -> list[Node]:
     return found
 
 
-def _cut_points(backbone: list[Node], t: int, num_stages: int) -> list[int]:
+def _cut_points(backbone: list[Node], num_stages: int) -> list[int]:
     """Positions i such that backbone[:i+1] and the rest can be different stages."""
     order = {node: i for i, node in enumerate(backbone)}
-    last_use = [max((order.get(user, len(backbone)) for user in node.users), default=i) for i, node in enumerate(backbone)]
+    last_use = [
+        max((order.get(user, len(backbone)) for user in node.users), default=i) for i, node in enumerate(backbone)
+    ]
     gemms = [i for i, node in enumerate(backbone) if flops(node)]
-    width: dict[int, float] = {}
+    width: dict[int, int] = {}  # how many values cross
     alive: list[int] = []
     for i in range(len(backbone) - 1):
         alive = [j for j in [*alive, i] if last_use[j] > i]
-        if gemms and gemms[0] <= i < gemms[-1]:
-            crossing = [backbone[j] for j in alive]
-            width[i] = sum(_sent_bytes(one, t) for one in crossing) if all(map(is_tensor, crossing)) else math.inf
-    thinnest = min(width.values(), default=math.inf)
-    points = [i for i, nbytes in width.items() if nbytes == thinnest < math.inf]
+        if gemms and gemms[0] <= i < gemms[-1] and all(is_tensor(backbone[j]) for j in alive):
+            width[i] = len(alive)
+    thinnest = min(width.values(), default=0)
+    points = [i for i, count in width.items() if count == thinnest]
     between_layers = [i for i in points if layer_of(backbone[i]) != layer_of(backbone[i + 1])]
     # Several positions in a row can have the same work before them: keep the first, right behind the layer.
     for candidates in (between_layers, points):
@@ -74,10 +75,6 @@ def _cut_points(backbone: list[Node], t: int, num_stages: int) -> list[int]:
         f"more stages than the model can be cut into: {len(distinct) + 1} at most",
         f"p*v <= {len(distinct) + 1}, or a deeper model",
     )
-
-
-def _sent_bytes(node: Node, t: int) -> float:
-    return payload(node) / (t if note(node).tp.kind == "S" else 1)
 
 
 def layer_of(node: Node) -> str:

@@ -63,7 +63,11 @@ def localize(graph: Graph, sizes: Sizes) -> int:
         record, name = note(node), op_name(node)
         if record.form == "vocab_embedding":
             weight, ids = node.args[0], node.args[1]
-            node.target, node.args, node.kwargs = markers.vocab_embedding, (ids, weight, argument(node, 2, "padding_idx", -1)), {}
+            node.target, node.args, node.kwargs = (
+                markers.vocab_embedding,
+                (ids, weight, argument(node, 2, "padding_idx", -1)),
+                {},
+            )
         elif name == "aten.cross_entropy_loss" and (record.form or record.batch_form):
             totals = _local_cross_entropy(node, totals)
         elif name == "aten.mean" and "mean" in (record.form, record.batch_form):
@@ -92,7 +96,11 @@ def _local_cross_entropy(node: Node, totals: int) -> int:
         "vocab": record.form == "vocab_cross_entropy",
         "total": total,
     }
-    node.target, node.args, node.kwargs = markers.cross_entropy, (*read[:2], read[2] if len(read) > 2 else None), keywords
+    node.target, node.args, node.kwargs = (
+        markers.cross_entropy,
+        (*read[:2], read[2] if len(read) > 2 else None),
+        keywords,
+    )
     return totals
 
 
@@ -143,7 +151,10 @@ def _set(node: Node, position: int, new: Any) -> None:
 
 
 SIZE_ARGUMENTS: dict[str, Callable[[Node, Sizes], None]] = {
-    **{f"aten.{name}": _result_sizes(1) for name in "view reshape _unsafe_view expand new_zeros new_ones new_full".split()},
+    **{
+        f"aten.{name}": _result_sizes(1)
+        for name in "view reshape _unsafe_view expand new_zeros new_ones new_full".split()
+    },
     **{f"aten.{name}": _result_sizes(0) for name in "full zeros ones".split()},
     "aten.split": _split_size,
     "aten.split_with_sizes": _split_size,

@@ -110,7 +110,9 @@ def linear_groups(node: Node) -> list[tuple[Node, ...]]:
         return []
     if op_name(node) in ("aten.add", "aten.sub") and len(read) < 2:
         return []  # a literal would be added once per rank
-    return [tuple(dict.fromkeys(read[i] for i in group if i < len(read))) for group in rule.linear if group[0] < len(read)]
+    return [
+        tuple(dict.fromkeys(read[i] for i in group if i < len(read))) for group in rule.linear if group[0] < len(read)
+    ]
 
 
 def letter_links(node: Node, rule: Rule) -> list[Link]:
@@ -382,9 +384,14 @@ def cross_entropy_links(node: Node) -> list[Link]:
 def embedding_links(node: Node) -> list[Link]:
     """embedding(weight, ids): a split of the vocabulary gives partial sums of rows."""
     ids = len(shape(operands(node)[1]))
-    made = [Link("vocabulary", {0: Member((0,))}, None, form="vocab_embedding"), Link("h", {0: Member((1,))}, Member((ids,)))]
+    made = [
+        Link("vocabulary", {0: Member((0,))}, None, form="vocab_embedding"),
+        Link("h", {0: Member((1,))}, Member((ids,))),
+    ]
     if argument(node, 3, "scale_grad_by_freq", False) or argument(node, 4, "sparse", False):
-        made[0] = Link("vocabulary", {0: Member((0,))}, None, "gradients by frequency and sparse gradients need all rows")
+        made[0] = Link(
+            "vocabulary", {0: Member((0,))}, None, "gradients by frequency and sparse gradients need all rows"
+        )
     return made + [Link(f"n{d}", {1: Member((d,))}, Member((d,))) for d in range(ids)]
 
 
@@ -429,7 +436,10 @@ TABLE: dict[str, Rule] = {
         Rule("aten.tril", links=along(-9, "none", (-2, -1)), linear=FIRST),
         Rule("aten.sum", links=reduction("", dim_at=1), linear=FIRST),
         Rule("aten.mean", links=reduction("", form="mean", dim_at=1), linear=FIRST),
-        *(Rule(f"aten.{name}", links=reduction(NORMAL)) for name in "amax amin argmax argmin logsumexp any all".split()),
+        *(
+            Rule(f"aten.{name}", links=reduction(NORMAL))
+            for name in "amax amin argmax argmin logsumexp any all".split()
+        ),
         *(Rule(f"aten.{name}", links=pointwise_links, linear=FIRST) for name in LINEAR_UNARY),
         *(Rule(f"aten.{name}", links=pointwise_links, linear=((0, 1),)) for name in ("add", "sub")),
         Rule("aten.mul", links=pointwise_links, linear=((0,), (1,))),

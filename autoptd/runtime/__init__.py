@@ -15,6 +15,7 @@ from autoptd.runtime.conversions import (
     s_to_r,
     s_to_s,
 )
+from autoptd.runtime.losses import count_labels
 from autoptd.runtime.shards import join_shards, pad_shard, take_shard
 from autoptd.runtime.vocab import vocab_parallel_cross_entropy, vocab_parallel_embedding
 from autoptd.runtime.world import Group, Needs, World
@@ -23,6 +24,7 @@ __all__ = [
     "Group",
     "Needs",
     "World",
+    "count_labels",
     "i_to_p",
     "i_to_r",
     "i_to_s",

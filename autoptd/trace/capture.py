@@ -11,6 +11,7 @@ torch.export does the tracing; what it would lose silently is refused here or re
 
 from __future__ import annotations
 
+import inspect
 import operator
 import traceback
 from collections.abc import Callable
@@ -59,7 +60,7 @@ def capture(
     exported = _export(wrapper, call_args, call_kwargs)
     aliases = tied_names(model)
     first_name = {name: names[0] for names in aliases.values() for name in names}
-    graph, inputs, buffers = _read(exported, wrapper, first_name, leaves)
+    graph, inputs, buffers = _read(exported, wrapper, first_name, leaves, input_names(model, args, kwargs))
     normalize(graph)
     _mark_dependence(graph, dict(model.named_parameters()))
     persistent = frozenset(model.state_dict(keep_vars=True)) - set(first_name)
@@ -74,6 +75,25 @@ def tied_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         groups.setdefault(id(parameter), []).append(name)
     return {names[0]: tuple(names) for names in groups.values()}
+
+
+def input_names(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
+    """A name for every leaf of the call: the parameter of the model's forward that it is passed as."""
+    try:
+        bound = list(inspect.signature(model.forward).parameters)
+    except (TypeError, ValueError):
+        bound = []
+    names: list[str] = []
+    for i, arg in enumerate(args):
+        names += _leaf_names(bound[i] if i < len(bound) else f"input_{i}", arg)
+    for key, arg in kwargs.items():
+        names += _leaf_names(key, arg)
+    return names
+
+
+def _leaf_names(name: str, arg: Any) -> list[str]:
+    leaves = tree_flatten(arg)[0]
+    return [name] if len(leaves) == 1 else [f"{name}_{i}" for i in range(len(leaves))]
 
 
 def _export(wrapper: WithLoss, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.export.ExportedProgram:
@@ -102,7 +122,11 @@ def _user_line(error: BaseException) -> str:
 
 
 def _read(
-    exported: torch.export.ExportedProgram, wrapper: WithLoss, first_name: dict[str, str], leaves: list[Any]
+    exported: torch.export.ExportedProgram,
+    wrapper: WithLoss,
+    first_name: dict[str, str],
+    leaves: list[Any],
+    names: list[str],
 ) -> tuple[Graph, tuple[tuple[str, int], ...], dict[str, torch.Tensor]]:
     """Copy the exported graph with one placeholder per parameter, buffer and input, and a Note on every node."""
     signature = exported.graph_signature
@@ -127,8 +151,8 @@ def _read(
         elif node.op == "placeholder" and node.name in user:
             leaf = next(tensors)
             if isinstance(leaves[leaf], torch.Tensor):
-                mapping[node] = _placeholder(graph, node, "input", node.name)
-                inputs.append((node.name, leaf))
+                mapping[node] = _placeholder(graph, node, "input", names[leaf])
+                inputs.append((names[leaf], leaf))
         elif node.op == "output":
             mapping[node] = graph.output(mapping[node.args[0][0]])
             set_note(mapping[node], Note(kind="output"))
@@ -153,12 +177,15 @@ def _copy(graph: Graph, node: Node, mapping: dict[Node, Node], root: nn.Module, 
         _inline(graph, node, mapping, root, detached=detached or not node.args[0])
         return
     if name.startswith("wrap_with_autocast"):
-        raise TraceError(source_line(node), "autocast inside the model is not traced", "cast explicitly with .to(dtype)")
+        raise TraceError(
+            source_line(node)[0], "autocast inside the model is not traced", "cast explicitly with .to(dtype)"
+        )
     if isinstance(node.target, torch._ops.HigherOrderOperator):
-        raise TraceError(source_line(node), f"{name} cannot be partitioned", "write this part with plain operators")
+        raise TraceError(source_line(node)[0], f"{name} cannot be partitioned", "write this part with plain operators")
     made = graph.node_copy(node, lambda old: mapping[old])
     made.meta = {"val": node.meta.get("val")}
-    set_note(made, Note(module=module_path(node), source=source_line(node)))
+    source, code = source_line(node)
+    set_note(made, Note(module=module_path(node), source=source, code=code))
     mapping[node] = made
 
 
@@ -192,14 +219,19 @@ def module_path(node: Node) -> str:
     return path.removeprefix("model").removeprefix(".")
 
 
-def source_line(node: Node) -> str:
-    """`file.py:41` of the user's innermost line that made the node."""
+def source_line(node: Node) -> tuple[str, str]:
+    """(`file.py:41`, code) of the user's innermost line that made the node."""
     lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines()]
-    frames = [line for line in lines if line.startswith("File ") and "/torch/" not in line and "/autoptd/" not in line]
+    frames = [i for i, line in enumerate(lines) if line.startswith("File ") and not _is_library(line)]
     if not frames:
-        return ""
-    _, file, rest = frames[-1].split('"')
-    return f"{file.rsplit('/', 1)[-1]}:{rest.split('line ')[1].split(',')[0]}"
+        return "", ""
+    _, file, rest = lines[frames[-1]].split('"')
+    code = lines[frames[-1] + 1] if frames[-1] + 1 < len(lines) else ""
+    return f"{file.rsplit('/', 1)[-1]}:{rest.split('line ')[1].split(',')[0]}", code
+
+
+def _is_library(frame: str) -> bool:
+    return "/torch/" in frame or "/autoptd/trace/" in frame
 
 
 def _mark_dependence(graph: Graph, parameters: dict[str, nn.Parameter]) -> None:

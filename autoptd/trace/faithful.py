@@ -27,7 +27,9 @@ HOOK_REMEDY = "remove the hook: change the gradient after pm.step, or the model'
 def check_model(model: nn.Module) -> None:
     """Refuse what tracing would lose: backward hooks on modules, gradient hooks on parameters, an ambient autocast."""
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
-        raise TraceError("autocast", "it is on around parallelize, and is not traced", "leave autocast off; cast the model")
+        raise TraceError(
+            "autocast", "it is on around parallelize, and is not traced", "leave autocast off; cast the model"
+        )
     for name, module in model.named_modules():
         if module._backward_hooks or module._backward_pre_hooks:
             raise TraceError(name or "model", "has a backward hook, which is not traced", HOOK_REMEDY)
@@ -75,7 +77,9 @@ def compare(
     """
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     wanted_loss = WithLoss(model, loss_fn)(*args, **kwargs)
-    wanted = dict(zip(parameters, torch.autograd.grad(wanted_loss, list(parameters.values()), allow_unused=True), strict=True))
+    wanted = dict(
+        zip(parameters, torch.autograd.grad(wanted_loss, list(parameters.values()), allow_unused=True), strict=True)
+    )
     with torch.enable_grad():
         found_loss, leaves = run_graph(graph, dict(model.named_parameters()), buffers, tree_leaves((args, kwargs)))
     used = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
@@ -87,7 +91,12 @@ def compare(
         if gradient is None and other is None:
             continue
         zero = torch.zeros_like(parameters[name])
-        _same(f"gradient of {name}", other if other is not None else zero, gradient if gradient is not None else zero, largest)
+        _same(
+            f"gradient of {name}",
+            other if other is not None else zero,
+            gradient if gradient is not None else zero,
+            largest,
+        )
 
 
 def run_graph(

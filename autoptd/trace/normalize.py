@@ -52,7 +52,9 @@ def _normalize_one(graph: Graph, node: Node) -> None:
             raise PlanError(site(node), f"dropout of {rate} in training is not there yet", "p=0.0, or model.eval()")
         _replace(graph, node, node.args[0])
     elif _is_random(node):
-        raise PlanError(site(node), "a random operator would draw other numbers on every layout", "remove it, or use p=0")
+        raise PlanError(
+            site(node), "a random operator would draw other numbers on every layout", "remove it, or use p=0"
+        )
     node.kwargs = {key: arg for key, arg in node.kwargs.items() if key not in ("device", "pin_memory", "layout")}
 
 
@@ -116,14 +118,20 @@ def _writes(node: Node) -> bool:
 def _check_fresh(node: Node, target: Node, position: dict[Node, int]) -> None:
     record = note(target)
     if record.kind == "buffer":
-        raise PlanError(site(node), f"buffer {record.name} is changed by the forward", "keep buffers constant in forward")
+        raise PlanError(
+            site(node), f"buffer {record.name} is changed by the forward", "keep buffers constant in forward"
+        )
     if record.kind == "param":
-        raise TraceError(site(node), f"parameter {record.name} is changed in place", "do not write to parameters in forward")
+        raise TraceError(
+            site(node), f"parameter {record.name} is changed in place", "do not write to parameters in forward"
+        )
     if record.kind == "input":
         raise TraceError(site(node), "an argument of the model is changed in place", "write out of place: x = x + y")
     later = [user for user in target.users if _is_view(user) and any(position[u] > position[node] for u in user.users)]
     if _is_view(target) or later:
-        raise TraceError(site(node), "an in-place write goes through a view", "write out of place: torch.where, torch.cat")
+        raise TraceError(
+            site(node), "an in-place write goes through a view", "write out of place: torch.where, torch.cat"
+        )
 
 
 def _is_view(node: Node) -> bool:
@@ -152,5 +160,7 @@ def _insert(graph: Graph, node: Node, pure: torch._ops.OpOverload) -> Node:
         made.meta["val"] = pure(*fakes[0], **fakes[1])
     set_note(made, note(node))
     if is_tensor(node) and value(made).dtype != value(node).dtype:
-        raise TraceError(site(node), "an in-place operator keeps its target's dtype here", "cast explicitly with .to(dtype)")
+        raise TraceError(
+            site(node), "an in-place operator keeps its target's dtype here", "cast explicitly with .to(dtype)"
+        )
     return made

@@ -1,0 +1,111 @@
+"""Choose the variable of every value in an emitted function: the user's own names, as far as they are known.
+
+The last operator of a source line `q, k, v = ...` gives its variables their names; an operator that is all there is of a
+module is called like the module; others are called by their operator. A name is taken again as soon as its value is dead.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import keyword
+import operator
+
+from torch.fx import Node
+
+from autoptd.ir import markers
+from autoptd.ir.notes import note, op_name
+
+RESERVED = {"self", "w", "b", "tp", "i", "F", "torch", "rt", *keyword.kwlist, *dir(builtins)}
+IN_PLACE_NAMES = {"view", "reshape", "_unsafe_view", "transpose", "permute", "contiguous", "to", "unsqueeze", "expand"}
+SHORT = {
+    "scaled_dot_product_attention": "attention",
+    "_to_copy": "x",
+    "add": "x",
+    "sub": "x",
+    "cross_entropy_loss": "loss",
+}
+SHORT |= {"_unsafe_view": "view", "vocab_embedding": "rows", "cross_entropy": "loss"}
+
+
+def choose_names(
+    body: list[Node],
+    given: dict[Node, str],
+    results: list[Node],
+    inside: dict[Node, int] | None = None,
+    same: dict[Node, Node] | None = None,
+) -> dict[Node, str]:
+    """Name the value of every node of `body`, run in this order; `given` are the arguments, `results` live to the end.
+
+    `inside` are readers that run inside of a loop, with the index in `body` of that loop's results; `same` says which of those
+    results carries which value on, and should keep its name.
+    """
+    position = {node: i for i, node in enumerate(body)} | (inside or {})
+    last_use = {node: max((position.get(user, -1) for user in node.users), default=-1) for node in [*given, *body]}
+    for node in results:
+        last_use[node] = len(body)
+    holder = {name: node for node, name in given.items()}
+    names = dict(given)
+    for i, node in enumerate(body):
+        wanted = names[same[node]] if same and node in same else _wanted(node, body, i, names)
+        free = wanted
+        count = 1
+        while free in holder and last_use[holder[free]] > i:
+            count += 1
+            free = f"{wanted}_{count}"
+        names[node] = free
+        holder[free] = node
+    return names
+
+
+def _wanted(node: Node, body: list[Node], i: int, names: dict[Node, str]) -> str:
+    assigned = _assigned(node, body, i)
+    if assigned:
+        return assigned
+    name = op_name(node).removeprefix("aten.")
+    source = node.args[0] if node.args and isinstance(node.args[0], Node) else None
+    if (node.target in (markers.convert, markers.share) or name in IN_PLACE_NAMES) and source in names:
+        return _base(names[source], source)
+    leaf = note(node).module.split(".")[-1]
+    alone = (
+        sum(1 for one in body if note(one).module == note(node).module and one.target not in markers.MARKERS[:2]) == 1
+    )
+    if alone and leaf.isidentifier() and leaf not in RESERVED:
+        return leaf
+    short = SHORT.get(name, name)
+    return short if short.isidentifier() and short not in RESERVED else f"{short}_"
+
+
+def _base(name: str, source: Node) -> str:
+    """A conversion keeps its operand's name; of a parameter, its last two words."""
+    if note(source).kind in ("param", "buffer"):
+        return "_".join(word for word in note(source).name.split(".")[-2:] if word.isidentifier()) or "x"
+    return name
+
+
+def _assigned(node: Node, body: list[Node], i: int) -> str:
+    """The variable that the user's source line assigns, if this node is the last one of that line."""
+    if node.target is operator.getitem:
+        targets = _targets(note(node.args[0]).code)  # type: ignore[arg-type]
+        return targets[node.args[1]] if len(targets) > node.args[1] else ""  # type: ignore[index, operator]
+    here = (note(node).source, note(node).module)
+    after = body[i + 1] if i + 1 < len(body) else None
+    if after is not None and (note(after).source, note(after).module) == here and note(node).code:
+        return ""
+    targets = _targets(note(node).code)
+    return targets[0] if len(targets) == 1 else ""
+
+
+def _targets(code: str) -> list[str]:
+    """Names on the left of an assignment; [] when the line is anything else."""
+    try:
+        parsed = ast.parse(code.strip()).body
+    except SyntaxError:
+        return []
+    if len(parsed) != 1 or not isinstance(parsed[0], (ast.Assign, ast.AugAssign)):
+        return []
+    target = parsed[0].target if isinstance(parsed[0], ast.AugAssign) else parsed[0].targets[0]
+    elements = target.elts if isinstance(target, ast.Tuple) else [target]
+    names = [one.id for one in elements if isinstance(one, ast.Name)]
+    fine = len(names) == len(elements) and not set(names) & RESERVED
+    return names if fine else []
