@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from torch._subclasses.fake_tensor import FakeTensorMode
 from datetime import timedelta
 
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 __all__ = ["FakeTensorMode", "default_store", "env_store", "tree_flatten", "tree_leaves", "tree_map", "tree_unflatten"]

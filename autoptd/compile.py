@@ -206,7 +206,7 @@ def about(options: Options, batch: Batch, stage: int) -> list[str]:
         f"Stage {stage} of {options.num_stages}: model chunk {stage // options.p} of pipeline rank {stage % options.p}.",
         "Written by AutoPTD. It reads top to bottom, can be stepped through, and is the same for all tensor and data ranks.",
         f"plan: {options.mesh}, v={options.v}, {m} microbatches of {b} rows per replica, schedule {options.schedule}.",
-        "Shapes in comments are this rank's, of one microbatch. `w` holds parameters, `b` buffers, `tp` the tensor-parallel group.",
+        "Shapes in comments are a rank's, of one microbatch. `w`: parameters, `b`: buffers, `tp`: the tensor-parallel group.",
         "Types over tp: I invariant, R replicated with a partial gradient, P partial sum, S sharded; rt.p_to_i turns P into I.",
     ]
 

@@ -18,7 +18,9 @@ from autoptd.ir.notes import note, shape
 
 @dataclass(frozen=True)
 class Repeat:
-    """`count` periods of `length` operators (`period`: the first), from index `start`; parameters are `{prefix}.{first + k}.{suffix}`.
+    """`count` periods of `length` operators (`period`: the first), from index `start`.
+
+    The parameters of period k are called `{prefix}.{first + k}.{suffix}`.
 
     `carried` are (value before the loop, index in a period that replaces it) pairs; `outer` are values that every period
     reads; `returned` are the indices in a period that are carried or read after the loop.

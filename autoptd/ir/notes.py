@@ -24,7 +24,7 @@ class Note:
     """Facts of one node; each stage of the compiler fills its own.
 
     trace:       `kind` ("param", "buffer", "input", "op", "output"), `name` of a placeholder in the model or call,
-                 `module` path, `source` line and its `code`, `of_params` (depends on a parameter), `needs_grad` (carries a gradient)
+                 `module` path, `source` line and its `code`, `of_params` (depends on a parameter), `needs_grad`
     annotate:    `dims`, `batch` (type over microbatches and replicas), `tp` (type over tensor ranks), `form` (how a split
                  contraction is computed locally), `why`
     communicate: `conversion` (name of the conversion a node performs)

@@ -17,7 +17,7 @@ import numpy as np
 from torch.fx import Graph, Node
 
 from autoptd.ir.machine import Machine
-from autoptd.ir.notes import note, op_name, output, payload
+from autoptd.ir.notes import note, op_name, payload
 from autoptd.ir.types import I, P, R, S, ValueType
 from autoptd.passes.axes import Axes, Letter
 from autoptd.passes.costs import compute_seconds, conversion_seconds, flops

@@ -10,6 +10,7 @@ are preferred to positions inside of one as long as there are enough of them.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 from torch.fx import Graph, Node
@@ -33,7 +34,7 @@ def cut(graph: Graph, num_stages: int) -> dict[str, Any]:
     _place_the_rest(graph, set(backbone))
     check_cut(graph, num_stages)
     bounds = [-1, *chosen, len(backbone) - 1]
-    shares = [sum(work[a + 1 : b + 1]) for a, b in zip(bounds, bounds[1:], strict=False)]
+    shares = [sum(work[a + 1 : b + 1]) for a, b in pairwise(bounds)]
     return {"after": [note(backbone[i]).module for i in chosen], "flops": shares}
 
 

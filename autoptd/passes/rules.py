@@ -339,7 +339,7 @@ def attention_links(node: Node) -> list[Link]:
     Softmax couples all keys, and `is_causal` counts positions from the first one. With `enable_gqa` the query heads are
     KV heads x repeat: the KV heads run through all three operands, the repeat through the query only.
     """
-    q, k, v = (shape(one) for one in operands(node)[:3])
+    q, k = (shape(one) for one in operands(node)[:2])
     ndim, masks = len(q), {3: shape(operands(node)[3])} if len(operands(node)) > 3 else {}
     made = []
     for d in range(ndim - 2):
@@ -356,10 +356,9 @@ def attention_links(node: Node) -> list[Link]:
             grouped = {0: Member((d,), tail=repeat), 1: Member((d,)), 2: Member((d,))}
             made.append(Link("kv", grouped, Member((d,), tail=repeat)))
             made.append(Link("repeat", {0: Member((d,), lead=k[d])}, Member((d,), lead=k[d])))
-    scores = {i: m for i, m in masks.items()}
-    query = {0: Member((ndim - 2,))} | {i: Member((len(m) - 2,)) for i, m in scores.items() if _carries(m, -2, q[-2])}
+    query = {0: Member((ndim - 2,))} | {i: Member((len(m) - 2,)) for i, m in masks.items() if _carries(m, -2, q[-2])}
     keys = {1: Member((ndim - 2,)), 2: Member((ndim - 2,))}
-    keys |= {i: Member((len(m) - 1,)) for i, m in scores.items() if _carries(m, -1, k[-2])}
+    keys |= {i: Member((len(m) - 1,)) for i, m in masks.items() if _carries(m, -1, k[-2])}
     made.append(Link("l", query, Member((ndim - 2,)), "attention positions are counted from the first query"))
     made.append(Link("m", keys, None, "softmax runs over all keys"))
     made.append(Link("k", {0: Member((ndim - 1,)), 1: Member((ndim - 1,))}, None, "scores need the whole head"))
