@@ -1,0 +1,25 @@
+"""Schedules as data: integers in, lists of `Action` per pipeline rank out. Nothing here imports torch.
+
+`orders` says in which order a rank computes, `transfers` adds what it sends and receives, `simulate` proves that the
+run ends and measures it, with `check` finding what is wrong in an order that somebody wrote.
+
+    orders = add_transfers(build_orders("1f1b", p=2, v=1, m=4), p=2, links=[(0, 1, True)])
+    simulate(orders, p=2).bubble == 1 / 4
+"""
+
+from autoptd.schedule.orders import build_orders, gpipe, interleaved, one_f_one_b
+from autoptd.schedule.simulate import Simulation, Span, simulate
+from autoptd.schedule.transfers import Link, add_transfers, links_between_ranks
+
+__all__ = [
+    "Link",
+    "Simulation",
+    "Span",
+    "add_transfers",
+    "build_orders",
+    "gpipe",
+    "interleaved",
+    "links_between_ranks",
+    "one_f_one_b",
+    "simulate",
+]

@@ -1,0 +1,161 @@
+"""What is wrong in an order, seen without running it: `simulate` calls this first, as an order may be a user's own.
+
+In: orders, with or without transfers, and the links they serve. Out: sentences, one per fault, none when all is well.
+
+What is checked: every stage does every microbatch's F and B exactly once, on its own rank, in that sequence; a value
+is sent after it is made and its receive posted before it is used; every message that a link needs is sent once and
+received once; on each channel the receives are posted in the order of the sends; a stage is reduced after its last
+backward.
+
+    find_faults(parse_orders("B0.0 F0.0"), p=1, links=[])
+    # ["rank 0: B0.0 stands before F0.0"]
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+from autoptd.ir.actions import COMPUTES, RECVS, SENDS, Action, Kind
+from autoptd.schedule.transfers import Link, Wiring, partner
+
+Place = tuple[int, int]  # rank, index in its order
+Places = dict[Action, Place]
+COMPUTE_OF = {Kind.SEND_F: Kind.F, Kind.RECV_F: Kind.F, Kind.SEND_B: Kind.B, Kind.RECV_B: Kind.B}
+
+
+def find_faults(orders: Sequence[Sequence[Action]], p: int, links: Sequence[Link]) -> list[str]:
+    """Return every fault of `orders` as a sentence."""
+    if len(orders) != p:
+        return [f"there are orders for {len(orders)} ranks, not {p}"]
+    places: Places = {}
+    faults = list(_place(orders, p, places)) + list(_check_grid(places, p))
+    if not faults:  # what follows would only repeat them
+        faults += _check_sequence(places)
+        if has_transfers(orders):
+            faults += _check_messages(places, Wiring(links, p))
+            faults += _check_channels(orders, p)
+        faults += _check_reduces(places)
+    return faults
+
+
+def has_transfers(orders: Sequence[Sequence[Action]]) -> bool:
+    """Tell whether the orders say what is sent; if not, values are taken to move by themselves."""
+    return any(action.kind in SENDS or action.kind in RECVS for order in orders for action in order)
+
+
+def guess_links(orders: Sequence[Sequence[Action]]) -> list[Link]:
+    """Return the links that the orders speak of: those of their transfers, else the chain 0 -> 1 -> 2 ..."""
+    if not has_transfers(orders):
+        stages = sorted({action.stage for order in orders for action in order})
+        return [(stage, stage + 1, True) for stage in stages[:-1]]
+    grads: dict[tuple[int, int], bool] = {}
+    for order in orders:
+        for action in order:
+            if action.kind in COMPUTE_OF:
+                ends = (min(action.stage, action.peer), max(action.stage, action.peer))
+                grads[ends] = grads.get(ends, False) or COMPUTE_OF[action.kind] is Kind.B
+    return [(source, target, grad) for (source, target), grad in sorted(grads.items()) if 0 <= source < target]
+
+
+def _place(orders: Sequence[Sequence[Action]], p: int, places: Places) -> Iterator[str]:
+    """Fill `places`; yield actions that are incomplete, doubled or on the wrong rank."""
+    for rank, order in enumerate(orders):
+        for index, action in enumerate(order):
+            if (action.microbatch < 0) != (action.kind is Kind.REDUCE):
+                yield f"rank {rank}: {action} has {'no' if action.microbatch < 0 else 'a'} microbatch"
+            if (action.peer < 0) != (action.kind not in COMPUTE_OF):
+                yield f"rank {rank}: {action} has {'no' if action.peer < 0 else 'a'} second stage"
+            if action.stage % p != rank:
+                yield f"rank {rank}: {action} belongs to rank {action.stage % p}"
+            if action in places:
+                yield f"{action} stands twice: on rank {places[action][0]} and on rank {rank}"
+            places[action] = (rank, index)
+
+
+def _check_grid(places: Places, p: int) -> Iterator[str]:
+    """Yield what is missing for stages 0 .. p*v-1 and microbatches 0 .. m-1 to have their F and B each."""
+    computes = [action for action in places if action.kind in COMPUTES]
+    stages = sorted({action.stage for action in computes})
+    microbatches = sorted({action.microbatch for action in computes})
+    if not stages or len(stages) % p or stages[-1] != len(stages) - 1:
+        yield f"the stages are {_brief(stages)}, not 0 .. {p}*v-1"
+    if microbatches != list(range(len(microbatches))):
+        yield f"the microbatches are {_brief(microbatches)}, not 0 .. m-1"
+    for stage in stages:
+        for microbatch in microbatches:
+            for kind in COMPUTES:
+                action = Action(kind, stage, microbatch)
+                if action not in places:
+                    yield f"rank {stage % p}: {action} is missing"
+
+
+def _check_sequence(places: Places) -> Iterator[str]:
+    """Yield pairs of one rank that stand in the wrong sequence, and transfers of computations that do not exist."""
+    for action in places:
+        if action.kind is Kind.B:
+            yield from _after(action, Action(Kind.F, action.stage, action.microbatch), places)
+        elif action.kind in COMPUTE_OF:
+            compute = Action(COMPUTE_OF[action.kind], action.stage, action.microbatch)
+            early, late = (compute, action) if action.kind in SENDS else (action, compute)
+            yield from _after(late, early, places)
+
+
+def _after(late: Action, early: Action, places: Places) -> Iterator[str]:
+    if early not in places:
+        yield f"{late} is there without {early}"
+    elif late not in places:
+        yield f"{early} is there without {late}"
+    elif places[early][1] > places[late][1]:
+        yield f"rank {places[late][0]}: {late} stands before {early}"
+
+
+def _check_messages(places: Places, wiring: Wiring) -> Iterator[str]:
+    """Yield messages that are needed and do not travel, travel halfway, or travel unneeded."""
+    needed: set[Action] = set()
+    for action, (rank, _) in places.items():
+        if action.kind in COMPUTES:
+            receives = [need for need in wiring.needs(action) if need.kind in RECVS]
+            needed.update(receives)
+            for receive in receives:
+                if receive not in places:
+                    yield f"rank {rank}: {action} needs {receive}, which is never posted"
+                if partner(receive) not in places:
+                    yield f"rank {receive.peer % wiring.p}: {partner(receive)} is missing, which {action} needs"
+    for action, (rank, _) in places.items():
+        if action.kind in COMPUTE_OF and (action if action.kind in RECVS else partner(action)) not in needed:
+            yield f"rank {rank}: {action} serves no link between ranks"
+
+
+def _check_channels(orders: Sequence[Sequence[Action]], p: int) -> Iterator[str]:
+    """Yield the first place of each channel where the receives are not posted in the order of the sends."""
+    sends: dict[Place, list[Action]] = defaultdict(list)
+    posts: dict[Place, list[Action]] = defaultdict(list)
+    for rank, order in enumerate(orders):
+        for action in order:
+            if action.kind in SENDS:
+                sends[rank, action.peer % p].append(partner(action))
+            elif action.kind in RECVS:
+                posts[action.peer % p, rank].append(action)
+    for source, target in sorted(sends):
+        for sent, posted in zip(sends[source, target], posts[source, target], strict=False):
+            if sent != posted:
+                yield f"rank {source} sends {partner(sent)} where rank {target} posts {posted}: one order per channel"
+                break
+
+
+def _check_reduces(places: Places) -> Iterator[str]:
+    """Yield stages that are reduced before their last backward, or not at all while others are."""
+    reduced = {action.stage for action in places if action.kind is Kind.REDUCE}
+    last: dict[int, Action] = {}
+    for action, (_, index) in places.items():
+        if action.kind is Kind.B and (action.stage not in last or index > places[last[action.stage]][1]):
+            last[action.stage] = action
+    yield from (f"{Action(Kind.REDUCE, stage)} names no stage" for stage in sorted(reduced - set(last)))
+    if reduced:
+        for stage in sorted(last):
+            yield from _after(Action(Kind.REDUCE, stage), last[stage], places)
+
+
+def _brief(numbers: Sequence[int]) -> str:
+    return (", ".join(map(str, numbers[:8])) or "none") + (", ..." if len(numbers) > 8 else "")

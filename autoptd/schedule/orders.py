@@ -1,0 +1,82 @@
+"""In which order each pipeline rank runs its forwards and backwards: pure functions of integers.
+
+Terms: p pipeline ranks, v model chunks per rank, m microbatches. Stages are numbered 0 .. p*v-1 in model order; stage
+s is on pipeline rank s % p and is that rank's chunk s // p. All three schedules have one shape (Narayanan et al.,
+SC'21, section 2.2): some forwards to warm up, then one forward and one backward in turn, then the backwards that are
+left. They differ in the length of the warm-up and in which (stage, microbatch) is the k-th.
+
+    one_f_one_b(p=2, m=2)
+    # rank 0: F0.0 F0.1 B0.0 B0.1
+    # rank 1: F1.0 B1.0 F1.1 B1.1
+"""
+
+from __future__ import annotations
+
+from autoptd.errors import PlanError
+from autoptd.ir.actions import Action, Kind, Orders
+
+
+def gpipe(p: int, m: int) -> Orders:
+    """All forwards, then all backwards (SC'21, section 2.2.1, figure 3): bubble (p-1)/m, m microbatches live."""
+    return [_alternate(_one_stage(Kind.F, rank, m), _one_stage(Kind.B, rank, m), warmup=m) for rank in range(p)]
+
+
+def one_f_one_b(p: int, m: int) -> Orders:
+    """One forward, one backward (PipeDream-Flush; SC'21, section 2.2.1, figure 4 top).
+
+    The bubble is GPipe's, (p-1)/m, but rank r keeps only min(m, p-r) microbatches live: it warms up with as many
+    forwards as there are ranks behind it.
+    """
+    return [
+        _alternate(_one_stage(Kind.F, rank, m), _one_stage(Kind.B, rank, m), warmup=min(m, p - 1 - rank))
+        for rank in range(p)
+    ]
+
+
+def interleaved(p: int, v: int, m: int) -> Orders:
+    """One forward, one backward over v chunks per rank (SC'21, section 2.2.2, figure 4 bottom): bubble (p-1)/(v*m).
+
+    Microbatches advance in groups of p: a rank takes p of them through its first chunk, the same p through its second,
+    and so on; backward takes the chunks in reverse. PlanError unless m is a multiple of p.
+    """
+    if m % p:
+        below, above = m - m % p, m - m % p + p
+        works = f"{below} or {above}" if below else str(above)
+        remedy = f"num_microbatches={works}" + ("" if v > 1 else ", or schedule='1f1b'")
+        raise PlanError(f"num_microbatches={m}", f"the interleaved schedule needs a multiple of p={p}", remedy)
+    return [_interleaved_rank(rank, p, v, m) for rank in range(p)]
+
+
+def build_orders(name: str, p: int, v: int, m: int) -> Orders:
+    """Return the orders of the schedule called `name` ("gpipe", "1f1b" or "interleaved"); F and B only."""
+    if name == "interleaved":
+        return interleaved(p, v, m)
+    if v != 1:
+        raise PlanError(f"v={v}", f"the {name} schedule runs one model chunk per rank", "v=1 or schedule='interleaved'")
+    if name == "gpipe":
+        return gpipe(p, m)
+    if name == "1f1b":
+        return one_f_one_b(p, m)
+    raise PlanError(f"schedule={name!r}", "no such schedule", "one of gpipe, 1f1b, interleaved")
+
+
+def _interleaved_rank(rank: int, p: int, v: int, m: int) -> list[Action]:
+    forwards, backwards = [], []
+    for k in range(m * v):
+        chunk = k // p % v
+        microbatch = k // (p * v) * p + k % p
+        forwards.append(Action(Kind.F, chunk * p + rank, microbatch))
+        backwards.append(Action(Kind.B, (v - 1 - chunk) * p + rank, microbatch))
+    return _alternate(forwards, backwards, warmup=min(m * v, 2 * (p - 1 - rank) + (v - 1) * p))
+
+
+def _one_stage(kind: Kind, stage: int, m: int) -> list[Action]:
+    return [Action(kind, stage, microbatch) for microbatch in range(m)]
+
+
+def _alternate(forwards: list[Action], backwards: list[Action], warmup: int) -> list[Action]:
+    """`warmup` forwards, then forward and backward in turn, then the backwards that are left."""
+    order = forwards[:warmup]
+    for forward, backward in zip(forwards[warmup:], backwards, strict=False):
+        order += [forward, backward]
+    return order + backwards[len(forwards) - warmup :]

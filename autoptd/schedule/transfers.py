@@ -1,0 +1,136 @@
+"""What each pipeline rank sends and receives, added to an order of forwards and backwards.
+
+In: orders of F and B, and the links between stages. Out: the same with SEND_F, RECV_F, SEND_B, RECV_B and REDUCE.
+
+Terms. A *link* (source, target, has_grad) says that stage `target` reads values of the earlier stage `source` (not
+always its neighbour), and that gradients flow back. One message carries all of that for one microbatch. A *channel* is
+the directed pair of pipeline ranks that a message travels on; it delivers in order and knows no tags, as NCCL's
+communicators. A RECV *posts* a receive and does not wait: the F or B that needs the message waits. A SEND never waits.
+
+    add_transfers(one_f_one_b(p=2, m=1), p=2, links=[(0, 1, True)])
+    # rank 0: RECV_B0.0<1 F0.0 SEND_F0.0>1 B0.0 REDUCE0
+    # rank 1: RECV_F1.0<0 F1.0 B1.0 SEND_B1.0>0 REDUCE1
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Sequence
+
+from autoptd.errors import InternalError
+from autoptd.ir.actions import COMPUTES, RECVS, Action, Kind, Orders
+
+Link = tuple[int, int, bool]  # source stage, target stage, has_grad
+PARTNER = {
+    Kind.SEND_F: Kind.RECV_F,
+    Kind.RECV_F: Kind.SEND_F,
+    Kind.SEND_B: Kind.RECV_B,
+    Kind.RECV_B: Kind.SEND_B,
+}
+
+
+def add_transfers(orders: Sequence[Sequence[Action]], p: int, links: Sequence[Link]) -> Orders:
+    """Return the orders with every transfer that `links` ask for, and with the REDUCE of every stage.
+
+    Sends follow the computation that makes their value. Receives are posted one computation ahead of the one that
+    waits for them, and on each channel in exactly the order in which its sender sends: a receiver that needs a message
+    posts all earlier ones of that channel first. Links within a rank need no transfer.
+    """
+    wiring = Wiring(links, p)
+    computes = [[action for action in order if action.kind in COMPUTES] for order in orders]
+    channels: dict[tuple[int, int], deque[Action]] = defaultdict(deque)  # receives in the order of their sends
+    for rank, order in enumerate(computes):
+        for action in order:
+            for send in wiring.sends_after(action):
+                channels[rank, send.peer % p].append(partner(send))
+    return [
+        _weave(order, wiring, {source: channels[source, rank] for source in range(p)})
+        for rank, order in enumerate(computes)
+    ]
+
+
+def links_between_ranks(links: Sequence[Link], p: int) -> tuple[tuple[int, int], ...]:
+    """Return the channels that `links` use, (source rank, target rank) each, gradients' ones included, sorted."""
+    ahead = {(source % p, target % p) for source, target, _ in links if source % p != target % p}
+    back = {(target % p, source % p) for source, target, has_grad in links if has_grad and source % p != target % p}
+    return tuple(sorted(ahead | back))
+
+
+def partner(transfer: Action) -> Action:
+    """Return the receive of a send, and the send of a receive."""
+    return Action(PARTNER[transfer.kind], transfer.peer, transfer.microbatch, transfer.stage)
+
+
+class Wiring:
+    """The links, looked up by stage; links that are named twice are one (with gradient if one of them has it)."""
+
+    def __init__(self, links: Sequence[Link], p: int) -> None:
+        self.p = p
+        self.sources: dict[int, list[int]] = defaultdict(list)  # stage -> stages whose values it reads
+        self.targets: dict[int, list[int]] = defaultdict(list)  # stage -> stages that read its values
+        self.grad_sources: dict[int, list[int]] = defaultdict(list)  # stage -> stages it gives gradients to
+        self.grad_targets: dict[int, list[int]] = defaultdict(list)  # stage -> stages it gets gradients from
+        for source, target in sorted({(source, target) for source, target, _ in links}):
+            if not 0 <= source < target:
+                raise InternalError(f"link from stage {source} to stage {target}", "values flow to later stages only")
+            self.sources[target].append(source)
+            self.targets[source].append(target)
+        for source, target in sorted({(source, target) for source, target, has_grad in links if has_grad}):
+            self.grad_sources[target].append(source)
+            self.grad_targets[source].append(target)
+
+    def sends_after(self, action: Action) -> list[Action]:
+        """Return the sends of what the computation `action` made."""
+        kind, peers = (
+            (Kind.SEND_F, self.targets[action.stage])
+            if action.kind is Kind.F
+            else (Kind.SEND_B, self.grad_sources[action.stage])
+        )
+        return [
+            Action(kind, action.stage, action.microbatch, peer)
+            for peer in peers
+            if peer % self.p != action.stage % self.p
+        ]
+
+    def needs(self, action: Action) -> list[Action]:
+        """Return what the computation `action` waits for: receives, or computations of the same rank."""
+        forward = action.kind is Kind.F
+        peers = self.sources[action.stage] if forward else self.grad_targets[action.stage]
+        receive = Kind.RECV_F if forward else Kind.RECV_B
+        return [
+            Action(receive, action.stage, action.microbatch, peer)
+            if peer % self.p != action.stage % self.p
+            else Action(action.kind, peer, action.microbatch)
+            for peer in peers
+        ]
+
+
+def _weave(computes: list[Action], wiring: Wiring, incoming: dict[int, deque[Action]]) -> list[Action]:
+    """Return one rank's full order; `incoming` holds per sending rank the receives in the order of their sends."""
+    posts: list[list[Action]] = [[] for _ in computes]
+    posted: set[Action] = set()
+    last_backward: dict[int, int] = {}
+    for index, action in enumerate(computes):
+        for need in wiring.needs(action):
+            if need.kind in RECVS and need not in posted:
+                one_ahead = max(index - 1, 0)
+                posts[one_ahead] += _take_up_to(need, incoming[need.peer % wiring.p])
+                posted.update(posts[one_ahead])
+        if action.kind is Kind.B:
+            last_backward[action.stage] = index
+    order: list[Action] = []
+    for index, action in enumerate(computes):
+        order += [*posts[index], action, *wiring.sends_after(action)]
+        if last_backward.get(action.stage) == index:
+            order.append(Action(Kind.REDUCE, action.stage))
+    return order
+
+
+def _take_up_to(need: Action, queue: deque[Action]) -> list[Action]:
+    """Remove and return the receives up to `need`; a message that nobody sends is kept for the simulation to report."""
+    if need not in queue:
+        return [need]
+    taken = [queue.popleft()]
+    while taken[-1] != need:
+        taken.append(queue.popleft())
+    return taken
