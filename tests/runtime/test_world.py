@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import signal
+import socket
 import threading
 import time
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from autoptd.errors import InternalError, PlanError, RuntimeFault
 from autoptd.ir.mesh import Mesh
+from autoptd.runtime.distributed import DistributedWorld
 from autoptd.runtime.threads import Ranks, ThreadWorld, run_ranks
 from autoptd.runtime.world import Group, Needs, World
 
@@ -200,3 +208,123 @@ def test_threads_end() -> None:
             return
         time.sleep(0.01)
     pytest.fail("rank threads did not end")
+
+
+# Real processes over gloo. They are forked from a server that has imported torch once.
+
+
+def _process(
+    rank: int, size: int, port: int, body: Callable[[World], None], mesh: Mesh, timeout: float, out: Any
+) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
+    world = DistributedWorld(mesh, NEEDS if mesh.p == 2 else Needs(axes=(("tp",),)), timeout=timeout, device="cpu")
+    try:
+        body(world)
+        out.put((rank, "done"))
+    except Exception as exc:
+        world.report_fault(exc)
+        out.put((rank, f"{type(exc).__name__}: {exc}"))
+        return
+    world.close()
+
+
+def run_processes(mesh: Mesh, body: Callable[[World], None], timeout: float = 20.0) -> dict[int, str]:
+    """Run `body` on one process per rank; return what each said before it ended."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["autoptd.runtime.distributed"])
+    out = context.Queue()
+    arguments = [(rank, mesh.size, port, body, mesh, timeout, out) for rank in range(mesh.size)]
+    processes = [context.Process(target=_process, args=one) for one in arguments]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+        if process.is_alive():
+            process.kill()
+            pytest.fail("a rank hung")
+    said = {}
+    while not out.empty():
+        rank, text = out.get()
+        said[rank] = text
+    return said
+
+
+def kill_one(world: World) -> None:
+    world.at = f"F0.{world.rank}"
+    world.everyone().all_reduce(torch.ones(1), "first")
+    time.sleep(1.2)  # a beat
+    if world.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    world.everyone().all_reduce(torch.ones(1), "second")
+
+
+def raise_on_first(world: World) -> None:
+    world.at = "B1.0"
+    if world.rank == 0:
+        raise ZeroDivisionError("one over zero")
+    world.everyone().all_reduce(torch.ones(1), "sum")
+
+
+def hang_one(world: World) -> None:
+    world.at = "F1.2" if world.rank == 1 else "F0.2"
+    if world.rank == 1:
+        time.sleep(6)
+    else:
+        world.everyone().all_reduce(torch.ones(1), "sum")
+
+
+@pytest.mark.processes
+def test_everything_between_processes() -> None:
+    said = run_processes(Mesh(t=2, p=2), exercise)
+    assert said == dict.fromkeys(range(4), "done")
+
+
+@pytest.mark.processes
+def test_killed_rank_is_named_by_the_others() -> None:
+    said = run_processes(Mesh(t=3), kill_one)
+    assert set(said) == {0, 2}
+    for text in said.values():
+        assert "RuntimeFault" in text and "rank 1 is gone: it was last known at F0.1" in text
+
+
+@pytest.mark.processes
+def test_exception_of_a_peer_is_shown() -> None:
+    """Rank 0, which hosts the store, ends first: the others still show its exception."""
+    said = run_processes(Mesh(t=3), raise_on_first)
+    assert said[0] == "ZeroDivisionError: one over zero"
+    for rank in (1, 2):
+        assert said[rank].startswith("RuntimeFault: rank 0 at B1.0: ZeroDivisionError: one over zero")
+
+
+@pytest.mark.processes
+def test_hung_rank_is_named_after_the_timeout() -> None:
+    said = run_processes(Mesh(t=2), hang_one, timeout=2.0)
+    assert "rank 1 is hung or slow: it was last known at F1.2" in said[0] and "all_reduce 'sum'" in said[0]
+
+
+@pytest.mark.processes
+def test_world_size_must_be_that_of_the_mesh() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    store = dist.TCPStore("127.0.0.1", port, 1, True)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        with pytest.raises(PlanError, match="world size 1"):
+            DistributedWorld(Mesh(t=2), NEEDS, device="cpu")
+        world = DistributedWorld(Mesh(), Needs(), device="cpu")  # uses the group that exists
+        assert world.everyone().size == 1
+        world.close()
+        assert dist.is_initialized()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_without_torchrun_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    with pytest.raises(PlanError, match=r"MASTER_ADDR.*torchrun"):
+        DistributedWorld(Mesh(), Needs(), device="cpu")

@@ -1,0 +1,239 @@
+"""Ranks as processes on torch.distributed: NCCL on CUDA, gloo on CPU.
+
+In: the mesh, the `Needs` of a program, and a default process group, or the environment that torchrun sets. Out: this
+process's `World`. Every group, and each direction of a link between two ranks, is a communicator of its own: NCCL runs
+the operations of one communicator in order, so two directions must not share one. All ranks create them in one order.
+
+    world = DistributedWorld(Mesh(t=2, p=2), needs, timeout=300.0)
+    world.group(("tp",)).all_reduce(x, "h.0.mlp")
+
+No wait is longer than `timeout` on gloo. On NCCL a wait blocks the stream, not the process: there the timeout is that
+of NCCL's watchdog, which ends the process.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autoptd.compat import default_store, env_store
+from autoptd.errors import PlanError
+from autoptd.ir.mesh import Mesh
+from autoptd.runtime.faults import FaultBoard
+from autoptd.runtime.world import Channel, Done, Group, Like, Needs, Pending, World
+
+Tensor = torch.Tensor
+OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+
+
+class DistributedWorld(World):
+    """This process's view of all ranks. Creating it is a collective of all processes."""
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        needs: Needs,
+        device: str | None = None,
+        timeout: float = 300.0,
+        backend: str | None = None,
+    ) -> None:
+        target = torch.device(device) if device else _default_device(backend)
+        self.backend = backend or ("nccl" if target.type == "cuda" else "gloo")
+        if target.type == "cuda":
+            torch.cuda.set_device(target)
+        self._owns_default = not dist.is_initialized()
+        if self._owns_default:
+            _init_from_env(self.backend, timeout)
+        if dist.get_world_size() != mesh.size:
+            raise PlanError(
+                f"world size {dist.get_world_size()}",
+                f"the mesh {mesh} has {mesh.size} ranks",
+                f"start {mesh.size} processes (torchrun --nproc-per-node), or change t, p, d",
+            )
+        super().__init__(dist.get_rank(), mesh, target, timeout)
+        everyone = self._communicator(tuple(range(mesh.size)))
+        self.board = FaultBoard(dist.PrefixStore(f"autoptd {everyone.group_name}", default_store()), self)
+        with self.call("the creation of groups", "start"):
+            self._connect(needs, everyone)
+
+    def report_fault(self, exc: BaseException) -> None:
+        self.board.report(exc)
+
+    def close(self) -> None:
+        """End the default process group if this world made it; the ranks should have finished together."""
+        self.board.close()
+        if self._owns_default and dist.is_initialized():
+            dist.destroy_process_group()
+
+    @contextmanager
+    def call(self, kind: str, site: str) -> Iterator[None]:
+        """Run a call that others take part in; when it fails, raise the first fault instead."""
+        self.board.waiting = f"{kind} {site!r}"
+        try:
+            yield
+        except RuntimeError as exc:  # what torch.distributed raises for timeouts and lost connections
+            raise self.board.fault_of_call(self.board.waiting, exc) from exc
+        self.board.waiting = ""
+
+    def _connect(self, needs: Needs, everyone: dist.ProcessGroup) -> None:
+        """Create all groups and channels in the order of `needs`; this rank only those that it is in."""
+        warm = torch.ones(1, device=self.device)
+        for ranks in needs.groups(self.mesh):
+            if self.rank in ranks:
+                handle = everyone if len(ranks) == self.mesh.size else self._communicator(ranks)
+                self._groups[ranks] = DistributedGroup(self, handle, ranks)
+                dist.all_reduce(warm, group=handle)  # NCCL connects at the first use: let it be here, in one order
+        for source, target in needs.channels(self.mesh):
+            if self.rank not in (source, target):
+                continue
+            channel = DistributedChannel(self, self._communicator((source, target)), source, target)
+            if self.rank == source:
+                self._outgoing[target] = channel
+                dist.send(warm, target, group=channel.handle)
+            else:
+                self._incoming[source] = channel
+                dist.recv(warm, source, group=channel.handle)
+
+    def _communicator(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        return dist.new_group(
+            sorted(ranks),
+            timeout=timedelta(seconds=self.timeout),
+            backend=self.backend,
+            use_local_synchronization=True,
+        )
+
+
+class DistributedGroup(Group):
+    """A group over one communicator of torch.distributed."""
+
+    def __init__(self, world: DistributedWorld, handle: dist.ProcessGroup, ranks: tuple[int, ...]) -> None:
+        super().__init__(ranks, ranks.index(world.rank))
+        self._world, self._handle = world, handle
+
+    def all_reduce(self, x: Tensor, site: str, op: str = "sum") -> Tensor:
+        y = _fresh(x)
+        with self._call("all_reduce", site):
+            dist.all_reduce(y, OPS[op], group=self._handle)
+        return y
+
+    def all_gather(self, x: Tensor, site: str) -> list[Tensor]:
+        x = x.detach().contiguous()
+        parts = [torch.empty_like(x) for _ in self.ranks]
+        with self._call("all_gather", site):
+            dist.all_gather(parts, x, group=self._handle)
+        return parts
+
+    def reduce_scatter(self, parts: Sequence[Tensor], site: str) -> Tensor:
+        if self._world.backend == "gloo":  # has no reduce-scatter of its own: all-reduce everything, keep a part
+            return self.all_reduce(torch.stack([part.detach() for part in parts]), site)[self.index].clone()
+        mine = torch.empty_like(parts[0], memory_format=torch.contiguous_format)
+        with self._call("reduce_scatter", site):
+            dist.reduce_scatter(mine, [part.detach().contiguous() for part in parts], group=self._handle)
+        return mine
+
+    def all_to_all(self, parts: Sequence[Tensor], site: str) -> list[Tensor]:
+        sent = torch.stack([part.detach() for part in parts])
+        received = torch.empty_like(sent)
+        with self._call("all_to_all", site):
+            dist.all_to_all_single(received, sent, group=self._handle)
+        return list(received)
+
+    def broadcast(self, x: Tensor, source_index: int, site: str) -> Tensor:
+        y = _fresh(x)
+        with self._call("broadcast", site):
+            dist.broadcast(y, self.ranks[source_index], group=self._handle)
+        return y
+
+    def all_reduce_start(self, flat: Tensor, site: str) -> Pending:
+        with self._call("all_reduce_start", site):
+            work = dist.all_reduce(flat.detach(), group=self._handle, async_op=True)
+        return _Works(self._world, [work], flat, "all_reduce_start", site)
+
+    def gather_objects(self, obj: Any, site: str) -> list[Any]:
+        objects: list[Any] = [None] * self.size
+        with self._call("gather_objects", site):
+            dist.all_gather_object(objects, obj, group=self._handle)
+        return objects
+
+    def _call(self, kind: str, site: str) -> Any:
+        return self._world.call(kind, site)
+
+
+class DistributedChannel(Channel):
+    """One direction between two ranks, over its own communicator."""
+
+    def __init__(self, world: DistributedWorld, handle: dist.ProcessGroup, source: int, target: int) -> None:
+        self._world, self.handle, self._source, self._target = world, handle, source, target
+
+    def send(self, tensors: Sequence[Tensor], site: str) -> Pending:
+        kept = [x.detach().contiguous() for x in tensors]
+        return self._start("send", site, lambda x: dist.isend(x, self._target, group=self.handle), kept, None)
+
+    def receive(self, like: Sequence[Like], site: str) -> Pending:
+        buffers = [torch.empty(tuple(shape), dtype=dtype, device=self._world.device) for shape, dtype in like]
+        return self._start("receive", site, lambda x: dist.irecv(x, self._source, group=self.handle), buffers, buffers)
+
+    def _start(
+        self, kind: str, site: str, start: Callable[[Tensor], Any], tensors: list[Tensor], result: Any
+    ) -> Pending:
+        if not tensors:
+            return Done(result)
+        with self._world.call(kind, site):
+            works = [start(x) for x in tensors]
+        return _Works(self._world, works, result, kind, site, kept=tensors)
+
+
+class _Works(Pending):
+    """Operations of torch.distributed under way; `kept` are the tensors they read, alive until the end."""
+
+    def __init__(
+        self,
+        world: DistributedWorld,
+        works: Sequence[Any],
+        result: Any,
+        kind: str,
+        site: str,
+        kept: Sequence[Tensor] = (),
+    ) -> None:
+        self._world, self._works, self._result, self._kept = world, list(works), result, list(kept)
+        self._kind, self._site = kind, site
+
+    def wait(self) -> Any:
+        if self._works:
+            with self._world.call(self._kind, self._site):
+                for work in self._works:
+                    work.wait()
+            self._works, self._kept = [], []
+        return self._result
+
+    def is_done(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+
+def _fresh(x: Tensor) -> Tensor:
+    return x.detach().clone(memory_format=torch.contiguous_format)
+
+
+def _default_device(backend: str | None) -> torch.device:
+    if backend != "gloo" and torch.cuda.is_available():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    return torch.device("cpu")
+
+
+def _init_from_env(backend: str, timeout: float) -> None:
+    """Make the default process group; torchrun's restarts share one store, so each attempt takes its own prefix."""
+    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise PlanError(
+            "torch.distributed", f"{', '.join(missing)} not set", "start with torchrun, or use backend='local'"
+        )
+    limit = timedelta(seconds=timeout)
+    store, rank, size = env_store(limit)
+    store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
