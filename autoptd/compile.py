@@ -22,6 +22,7 @@ from autoptd import codegen, passes, schedule
 from autoptd import trace as tracing
 from autoptd.compat import tree_flatten, tree_unflatten
 from autoptd.errors import PlanError
+from autoptd.ir.actions import Orders
 from autoptd.ir.machine import Machine
 from autoptd.ir.notes import copy_graph, note, op_name, ops, placeholders, tensor
 from autoptd.ir.program import Collective, CrossingSpec, InputSpec, ParamSpec, Program, StageSpec
@@ -187,15 +188,16 @@ def resize(
     return tree_unflatten(leaves, tree)  # type: ignore[return-value]
 
 
-def make_orders(options: Options, m: int, crossing: list[codegen.Crossing]) -> Any:
+def make_orders(options: Options, m: int, crossing: list[codegen.Crossing]) -> Orders:
     """The schedule with its transfers, simulated to the end before anything runs."""
-    links = Counter((one.source, target, note(one.node).needs_grad) for one in crossing for target in one.targets)
-    merged = {(source, target): False for source, target, _ in links}
-    for source, target, has_grad in links:
-        merged[source, target] |= has_grad
+    merged: dict[tuple[int, int], bool] = {}
+    for one in crossing:
+        for target in one.targets:
+            merged[one.source, target] = merged.get((one.source, target), False) or note(one.node).needs_grad
+    links = [(*pair, has_grad) for pair, has_grad in sorted(merged.items())]
     orders = schedule.build_orders(str(options.schedule), options.p, options.v, m)
-    orders = schedule.add_transfers(orders, options.p, [(*pair, has_grad) for pair, has_grad in sorted(merged.items())])
-    schedule.simulate(orders, options.p)
+    orders = schedule.add_transfers(orders, options.p, links)
+    schedule.simulate(orders, options.p, links=links)
     return orders
 
 

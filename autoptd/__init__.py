@@ -1,0 +1,16 @@
+"""Write the model for one device; AutoPTD trains it on any (t, p, d).
+
+pm = autoptd.parallelize(model, t=2, p=2, d=2, example_inputs=(x, y))
+opt = pm.optimizer(torch.optim.AdamW, lr=3e-4)
+loss = pm.step(*pm.local_batch(x, y)); opt.step(); opt.zero_grad()
+"""
+
+from autoptd.errors import AutoptdError, InternalError, PlanError, RuntimeFault, TraceError
+
+__all__ = [
+    "AutoptdError",
+    "InternalError",
+    "PlanError",
+    "RuntimeFault",
+    "TraceError",
+]
