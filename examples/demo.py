@@ -44,7 +44,7 @@ def main() -> None:
     for name in ("single.json", "parallel.json"):  # an old result must not pass for a new one
         (args.out / name).unlink(missing_ok=True)
     run("One device, a plain torch loop", [sys.executable, here / "single.py", *sys.argv[1:]])
-    # "--": without it torchrun (Python 3.11) takes the script's --d for an abbreviation of its own options
+    # "--": without it torchrun takes the script's --d for an abbreviation of its --duplicate-... options and stops
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS), "--"]
     run(f"{RANKS} ranks: {' '.join(MESH)}", [*torchrun, here / "train.py", *MESH, *sys.argv[1:]])
 

@@ -1,6 +1,8 @@
 """Train the GPT on one device with a plain torch loop: the reference that the parallel run is compared with.
 
-python examples/single.py --steps 60                     # writes out/single.json
+In: the command line. Out: `<out>/single.json` with the losses.
+
+    python examples/single.py --steps 60
 """
 
 from __future__ import annotations

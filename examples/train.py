@@ -1,7 +1,11 @@
 """Train the same GPT on t x p x d ranks: gpt.py as it is, and the loop of single.py with `pm` for the model.
 
-torchrun --nproc-per-node 8 examples/train.py --t 2 --p 2 --d 2 --v 2         # writes out/parallel.json
-python examples/train.py --t 2 --p 2 --d 2 --v 2 --backend local              # the same, ranks are threads
+In: the command line. Out: `<out>/parallel.json` with the losses, and everything that `pm.show` writes.
+
+    torchrun --nproc-per-node 8 -- examples/train.py --t 2 --p 2 --d 2 --v 2
+    python examples/train.py --t 2 --p 2 --d 2 --v 2 --backend local              # the same, ranks are threads
+
+The `--` is for torchrun: without it, it takes the script's `--d` for one of its own options, abbreviated, and stops.
 """
 
 from __future__ import annotations
