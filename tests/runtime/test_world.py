@@ -195,6 +195,8 @@ def test_first_fault_is_raised_and_ranks_can_run_again() -> None:
     for _ in range(3):
         ranks.run(exercise)
     ranks.close()
+    with pytest.raises(RuntimeFault, match="were closed"):
+        ranks.run(exercise)
 
 
 def test_threads_end() -> None:
