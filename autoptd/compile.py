@@ -85,7 +85,7 @@ def compile_program(
     dump("traced", graph)
 
     batched = {name for name, leaf in captured.inputs if leaf in batch.batched} if batch.pieces > 1 else set()
-    axes, assignment = passes.annotate(graph, doubled, batched, batch.pieces, options.t, Machine())
+    axes, assignment = passes.annotate(graph, doubled, captured.buffers, batched, batch.pieces, options.t, Machine())
     graphs["ANNOTATED"] = copy_graph(graph)
     dump("annotated", graph)
 

@@ -14,7 +14,7 @@ import torch
 from torch.fx import Node
 
 from autoptd.ir import markers
-from autoptd.ir.notes import op_name, tensor
+from autoptd.ir.notes import note, op_name, tensor
 
 Text = Callable[[Node], str]
 CREATORS = {"aten.arange", "aten.full", "aten.zeros", "aten.ones", "aten.eye", "aten.scalar_tensor"}
@@ -117,6 +117,9 @@ def _vocab_embedding(node: Node, text: Text) -> str:
 
 MARKER_TEXTS: dict[str, Callable[[Node, Text], str]] = {
     "convert": _convert,
+    "first_rows": lambda node, text: (
+        f"{text(node.args[0])}.narrow({node.args[1]}, 0, {note(node).extra['local_shapes'][0][node.args[1]]})"
+    ),
     "share": lambda node, text: f"{text(node.args[0])} / {node.args[1]}",  # type: ignore[arg-type]
     "cross_entropy": _cross_entropy,
     "mean": _mean,

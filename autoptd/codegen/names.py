@@ -64,11 +64,13 @@ def _wanted(node: Node, body: list[Node], i: int, names: dict[Node, str]) -> str
         return assigned
     name = op_name(node).removeprefix("aten.")
     source = node.args[0] if node.args and isinstance(node.args[0], Node) else None
-    if (node.target in (markers.convert, markers.share) or name in IN_PLACE_NAMES) and source in names:
+    if (
+        node.target in (markers.convert, markers.share, markers.first_rows) or name in IN_PLACE_NAMES
+    ) and source in names:
         return _base(names[source], source)
     leaf = note(node).module.split(".")[-1]
     alone = (
-        sum(1 for one in body if note(one).module == note(node).module and one.target not in markers.MARKERS[:2]) == 1
+        sum(1 for one in body if note(one).module == note(node).module and one.target not in markers.MARKERS[:3]) == 1
     )
     if alone and leaf.isidentifier() and leaf not in RESERVED:
         return leaf

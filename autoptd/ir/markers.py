@@ -23,6 +23,11 @@ def share(x: Any, pieces: int) -> Any:
     raise InternalError("share", "a marker was executed")
 
 
+def first_rows(x: Any, dim: int) -> Any:
+    """As many rows of a constant as a microbatch has; all its rows are equal."""
+    raise InternalError("first_rows", "a marker was executed")
+
+
 def vocab_embedding(ids: Any, weight: Any, padding_idx: int = -1) -> Any:
     """Embedding from this rank's rows: the partial sum over tp."""
     raise InternalError("vocab_embedding", "a marker was executed")
@@ -48,4 +53,4 @@ def mean(x: Any, dims: list[int], keepdim: bool, count: int) -> Any:
     raise InternalError("mean", "a marker was executed")
 
 
-MARKERS = (convert, share, vocab_embedding, cross_entropy, mean)
+MARKERS = (convert, share, first_rows, vocab_embedding, cross_entropy, mean)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import torch
 from torch.fx import Graph, Node
 
 from autoptd.errors import PlanError
@@ -12,17 +13,24 @@ from autoptd.ir.notes import note, op_name, ops, payload, shape, site
 from autoptd.passes.assign import Assignment, Splitter, assign_tensor
 from autoptd.passes.axes import Axes
 from autoptd.passes.batch import assign_batch, check_literals
+from autoptd.passes.constants import Constants
 from autoptd.passes.costs import flops
 
 
 def annotate(
-    graph: Graph, doubled: Graph | None, batched: set[str], pieces: int, t: int, machine: Machine
+    graph: Graph,
+    doubled: Graph | None,
+    buffers: dict[str, torch.Tensor],
+    batched: set[str],
+    pieces: int,
+    t: int,
+    machine: Machine,
 ) -> tuple[Axes, Assignment]:
     """Fill the types of every node; `doubled` is a second trace with twice the rows (None when the batch is not split)."""
-    axes = Axes(graph)
-    assign_batch(graph, axes, batched, pieces)
+    axes, constants = Axes(graph), Constants(buffers)
+    assign_batch(graph, axes, batched, pieces, constants)
     if doubled is not None:
-        check_literals(graph, doubled)
+        check_literals(graph, doubled, constants)
     if t == 1:
         return axes, Assignment({}, {}, lambda node, source, target: 0.0)
     _check_divisible(graph, axes, t, batched, machine)

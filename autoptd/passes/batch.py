@@ -19,14 +19,16 @@ from autoptd.errors import PlanError
 from autoptd.ir.notes import note, op_name, output, shape, site, tensor, value
 from autoptd.ir.types import I, P, R, S, ValueType
 from autoptd.passes.axes import Axes, Letter, Place
+from autoptd.passes.constants import Constants
 from autoptd.passes.rules import linear_groups, operands
 
 RULE_REMEDY = "keep samples apart (loss_fn with a mean or sum over samples), or run with d=1 and num_microbatches=1"
+FIRST_ROWS = "first_rows"  # key of Note.extra: operands whose rows are all equal -> the place where they meet the batch
 SIZES = {"aten.view", "aten.reshape", "aten._unsafe_view", "aten.expand", "aten.full", "aten.zeros", "aten.ones"}
 SIZES |= {"aten.new_zeros", "aten.new_ones", "aten.new_full", "aten.unflatten", "aten.split", "aten.slice"}
 
 
-def assign_batch(graph: Graph, axes: Axes, batched: set[str], pieces: int) -> None:
+def assign_batch(graph: Graph, axes: Axes, batched: set[str], pieces: int, constants: Constants) -> None:
     """Fill `note(node).batch` of every node; `pieces` = microbatches x replicas (one piece is the whole batch: no split)."""
     if pieces == 1:
         return
@@ -39,7 +41,7 @@ def assign_batch(graph: Graph, axes: Axes, batched: set[str], pieces: int) -> No
                 raise PlanError(record.name, f"the model folds the batch dim into {record.dims[0]}", RULE_REMEDY)
             record.batch = S(0, 0)
         elif node.op == "call_function":
-            record.batch = _type_of(node, axes)
+            record.batch = _type_of(node, axes, constants)
     loss = output(graph).args[0]
     assert isinstance(loss, Node)
     kind = note(loss).batch
@@ -49,7 +51,7 @@ def assign_batch(graph: Graph, axes: Axes, batched: set[str], pieces: int) -> No
         )
 
 
-def _type_of(node: Node, axes: Axes) -> ValueType:
+def _type_of(node: Node, axes: Axes, constants: Constants) -> ValueType:
     read = list(dict.fromkeys(operands(node)))
     types = {one: note(one).batch for one in read}
     split = {one: kind for one, kind in types.items() if kind.kind == "S"}
@@ -62,7 +64,11 @@ def _type_of(node: Node, axes: Axes) -> ValueType:
     if letter is None:
         raise PlanError(site(node), _mixing_fact(node, axes, split), RULE_REMEDY)
     for one, place in letter.places.items():
-        if one not in split:
+        if one in split:
+            continue
+        if constants.has_equal_rows(one, place[0]):
+            note(node).extra.setdefault(FIRST_ROWS, {})[one] = place
+        else:
             _demand(one, place, axes, node)
     note(node).batch_form = letter.form if letter.out is None else ""
     return S(*letter.out) if letter.out is not None else P
@@ -118,16 +124,20 @@ def _is_before(node: Node, other: Node) -> bool:
     return node < other
 
 
-def check_literals(graph: Graph, doubled: Graph) -> None:
+def check_literals(graph: Graph, doubled: Graph, constants: Constants) -> None:
     """Compare traces of T and 2T rows: sizes may differ where the batch is, any other number may not.
 
-    A literal that follows the batch size (`loss / x.shape[0]`) would be wrong in every microbatch.
+    A literal that follows the batch size (`loss / x.shape[0]`) would be wrong in every microbatch. Constants may be computed
+    from it as long as what the rest of the model reads of them is the same in both traces.
     """
     ours, theirs = list(graph.nodes), list(doubled.nodes)
     if [(n.op, str(n.target)) for n in ours] != [(n.op, str(n.target)) for n in theirs]:
         raise PlanError("model", "its operators depend on the number of rows in the batch", RULE_REMEDY)
     for node, other in zip(ours, theirs, strict=True):
         if node.op != "call_function":
+            continue
+        if constants.is_constant(node):
+            _check_constant(node, other, constants)
             continue
         _check_growth(node, other)
         if op_name(node) not in SIZES and _literals(node) != _literals(other):
@@ -136,6 +146,20 @@ def check_literals(graph: Graph, doubled: Graph) -> None:
                 f"a number in {op_name(node)} is computed from the number of rows ({_literals(node)})",
                 "use mean or sum reductions instead of dividing by the batch size",
             )
+
+
+def _check_constant(node: Node, other: Node, constants: Constants) -> None:
+    """What a constant hands to the rest of the model must not depend on the number of rows."""
+    readers = [user for user in node.users if not constants.is_constant(user) and user.op != "output"]
+    places = [note(user).extra.get(FIRST_ROWS, {}).get(node) for user in readers]
+    if note(node).batch.kind == "S" or not readers or not constants.follows_rows(node, other):
+        return
+    ours, theirs = constants.evaluate(node), constants.evaluate(other)
+    for place in places:
+        dims = [place[0]] if place is not None else []
+        pair = [one.narrow(dim, 0, 1) for dim in dims for one in (ours, theirs)] or [ours, theirs]
+        if pair[0].shape != pair[1].shape or not torch.equal(pair[0], pair[1]):
+            raise PlanError(site(node), "a constant is computed from the number of rows in the batch", RULE_REMEDY)
 
 
 def _check_growth(node: Node, other: Node) -> None:

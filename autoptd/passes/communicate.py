@@ -16,7 +16,8 @@ from autoptd.ir import markers
 from autoptd.ir.notes import Note, note, op_name, ops, set_note, site
 from autoptd.ir.types import CONVERSIONS, Conversion, I, P, R, S, ValueType, outer_size
 from autoptd.passes.assign import NO_COLLECTIVE_FORMS, Assignment
-from autoptd.passes.axes import Axes
+from autoptd.passes.axes import Axes, Place
+from autoptd.passes.batch import FIRST_ROWS
 from autoptd.passes.rules import linear_groups, operands
 
 
@@ -37,6 +38,8 @@ def communicate(graph: Graph, assignment: Assignment, pieces: int) -> None:
     for node in list(ops(graph)):
         if note(node).batch == P:
             _share_addends(graph, node, pieces)
+        for operand, place in note(node).extra.get(FIRST_ROWS, {}).items():
+            _take_first_rows(graph, node, operand, place)
 
 
 def _insert(graph: Graph, source: Node, kind: ValueType, reader: Node) -> Node:
@@ -79,6 +82,20 @@ def _why(source: Node, kind: ValueType, reader: Node) -> str:
     where = f"{note(reader).module}: " if note(reader).module else ""
     need = {"I": "a whole value", "R": "a whole input whose gradient is summed", "P": "a partial sum", "S": "a shard"}
     return f"{where}{who.removeprefix('aten.')} needs {need[kind.kind]}"
+
+
+def _take_first_rows(graph: Graph, reader: Node, constant: Node, place: Place) -> None:
+    """A constant whose rows are all equal meets a microbatch: as many of its rows as the microbatch has."""
+    for arg in reader.all_input_nodes:
+        if _origin(arg) is constant:
+            with graph.inserting_before(reader):
+                made = graph.call_function(markers.first_rows, (arg, place[0]))
+            made.meta["val"] = arg.meta["val"]
+            record = note(arg)
+            fresh = Note(module=note(reader).module, source=note(reader).source, dims=record.dims, tp=record.tp)
+            fresh.batch = S(*place)
+            set_note(made, fresh)
+            reader.replace_input_with(arg, made)
 
 
 def _share_addends(graph: Graph, node: Node, pieces: int) -> None:
@@ -155,6 +172,6 @@ def linear_groups_of(node: Node, types: dict[Node, ValueType]) -> list[tuple[Nod
 
 
 def _origin(node: Node) -> Node:
-    while node.target in (markers.convert, markers.share):
+    while node.target in (markers.convert, markers.share, markers.first_rows):
         node = node.args[0]  # type: ignore[assignment]
     return node

@@ -443,7 +443,7 @@ TABLE: dict[str, Rule] = {
         *(Rule(f"aten.{name}", links=pointwise_links, linear=((0, 1),)) for name in ("add", "sub")),
         Rule("aten.mul", links=pointwise_links, linear=((0,), (1,))),
         Rule("aten.div", links=pointwise_links, linear=FIRST),
-        Rule("aten.to", links=pointwise_links),
+        *(Rule(f"aten.{name}", links=pointwise_links) for name in "to __and__ __or__ __xor__".split()),
         *(Rule(f"aten.{name}", links=reshape_links, linear=FIRST) for name in VIEWS),
         *(Rule(f"aten.{name}", links=permute_links, linear=FIRST) for name in "transpose t permute".split()),
         *(Rule(f"aten.{name}", links=expand_links, linear=FIRST) for name in ("expand", "expand_as")),

@@ -1,0 +1,77 @@
+"""Constants of a traced graph: values that depend on neither inputs nor parameters (position ids, causal masks).
+
+They can be computed while compiling, and so be asked what they are: whether all their rows along the batch are equal, and
+whether they change with the number of rows of the trace.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Node
+from torch.fx.node import map_arg
+
+from autoptd.ir.notes import note, shape, value
+
+LARGEST = 1 << 26  # entries; a larger constant is not evaluated
+
+
+class Constants:
+    """Evaluates constants of the graphs of one model; `buffers` are the model's values by name."""
+
+    def __init__(self, buffers: dict[str, torch.Tensor]) -> None:
+        self._buffers = buffers
+        self._device = next((one.device for one in buffers.values() if not one.is_meta), torch.device("cpu"))
+        self._constant: dict[Node, bool] = {}
+        self._values: dict[Node, torch.Tensor] = {}
+
+    def is_constant(self, node: Node) -> bool:
+        """True for buffers and for operators that read nothing but constants."""
+        if node not in self._constant:
+            is_op = node.op == "call_function" and all(self.is_constant(arg) for arg in node.all_input_nodes)
+            self._constant[node] = is_op or note(node).kind == "buffer"
+        return self._constant[node]
+
+    def has_equal_rows(self, node: Node, dim: int) -> bool:
+        """True when `node` is a constant operator whose entries along `dim` are all the same."""
+        if node.op != "call_function" or not self.is_constant(node) or not self._can_evaluate(node):
+            return False
+        found = self.evaluate(node)
+        first = found.narrow(dim, 0, 1)
+        return torch.equal(found, first.expand_as(found))
+
+    def follows_rows(self, node: Node, other: Node) -> bool:
+        """True when anything that `node` is computed from differs in size or number from the other trace."""
+        pairs, seen = [(node, other)], set()
+        while pairs:
+            ours, theirs = pairs.pop()
+            if ours in seen:
+                continue
+            seen.add(ours)
+            if value(ours) is not None and shape(ours) != shape(theirs):
+                return True
+            if _literals(ours) != _literals(theirs):
+                return True
+            pairs += list(zip(ours.all_input_nodes, theirs.all_input_nodes, strict=True))
+        return False
+
+    def evaluate(self, node: Node) -> torch.Tensor:
+        """The value of a constant, computed once."""
+        if node not in self._values:
+            if node.op == "placeholder":
+                self._values[node] = self._buffers[note(node).name]
+            else:
+                args, kwargs = map_arg((node.args, node.kwargs), self.evaluate)
+                with torch.device(self._device):
+                    self._values[node] = node.target(*args, **kwargs)
+        return self._values[node]
+
+    def _can_evaluate(self, node: Node) -> bool:
+        """False where a buffer has no value (meta) or a table is too large to make just to look at it."""
+        if node.op == "placeholder":
+            return not self._buffers[note(node).name].is_meta
+        small = value(node) is None or sum(shape(node)) < LARGEST
+        return small and all(self._can_evaluate(arg) for arg in node.all_input_nodes)
+
+
+def _literals(node: Node) -> str:
+    return str(map_arg((node.args, node.kwargs), lambda arg: None))
