@@ -87,7 +87,7 @@ def _local_cross_entropy(node: Node, totals: int) -> int:
     record, read = note(node), operands(node)
     reduction = ("none", "mean", "sum")[argument(node, 3, "reduction", 1)]
     total = -1
-    if reduction == "mean" and record.batch_form == "token_loss":
+    if reduction == "mean" and "token_loss" in (record.form, record.batch_form):
         reduction, total, totals = "sum", totals, totals + 1
     keywords = {
         "reduction": reduction,

@@ -110,9 +110,10 @@ def linear_groups(node: Node) -> list[tuple[Node, ...]]:
         return []
     if op_name(node) in ("aten.add", "aten.sub") and len(read) < 2:
         return []  # a literal would be added once per rank
-    return [
-        tuple(dict.fromkeys(read[i] for i in group if i < len(read))) for group in rule.linear if group[0] < len(read)
-    ]
+    groups = [[i for i in group if i < len(read)] for group in rule.linear if group[0] < len(read)]
+    # x * x is linear in each factor but not in x: a tensor that is read outside of the group as well does not count
+    found = [(group, list(dict.fromkeys(read[i] for i in group))) for group in groups]
+    return [tuple(ones) for group, ones in found if sum(map(read.count, ones)) == len(group)]
 
 
 def letter_links(node: Node, rule: Rule) -> list[Link]:
@@ -137,6 +138,13 @@ def letter_links(node: Node, rule: Rule) -> list[Link]:
         if members or out is not None:
             made.append(Link(plain, members, out, whole, rule.forms.get(plain, "")))
     return made
+
+
+def matmul_links(node: Node) -> list[Link]:
+    """matmul: a vector on either side has no dim of its own in the result."""
+    left, right = (len(shape(one)) for one in operands(node))
+    letters = "... m k, ... k n -> ... m n" if right > 1 else "... k, k -> ..."
+    return letter_links(node, Rule("", letters if left > 1 or right == 1 else "k, ... k n -> ... n"))
 
 
 def _spell(pattern: list[str], ndim: int, lead: int) -> list[str]:
@@ -173,6 +181,17 @@ def along(position: int, name: str = "dim", default: Any = -1) -> Callable[[Node
         return [_same_dim(d, f"{op_name(node)} needs it whole" if d in starred else "") for d in range(ndim)]
 
     return make
+
+
+def last_two_whole(node: Node) -> list[Link]:
+    """triu and tril: which entries stay depends on the place in the last two dims."""
+    ndim = len(shape(node))
+    return [_same_dim(d, f"{op_name(node)} needs it whole" if d >= ndim - 2 else "") for d in range(ndim)]
+
+
+def roll_links(node: Node) -> list[Link]:
+    """roll: the dims that are rolled stay whole; without dims the tensor is rolled as one vector."""
+    return along(2, "dims")(node) if argument(node, 2, "dims") else []
 
 
 def last_dims_whole(node: Node) -> list[Link]:
@@ -294,6 +313,16 @@ def split_links(node: Node) -> list[Link]:
     return made
 
 
+def getitem_links(node: Node) -> list[Link]:
+    """One piece of a split: dims in which the pieces are equal correspond."""
+    sizes = [tuple(piece.shape) for piece in value(operands(node)[0])]
+    equal = [d for d in range(len(sizes[0])) if len({size[d] for size in sizes}) == 1]
+    return [
+        _same_dim(d) if d in equal else Link(f"d{d}", {0: Member((d,))}, None, "unequal pieces need it whole")
+        for d in range(len(sizes[0]))
+    ]
+
+
 def drop_dim_links(node: Node) -> list[Link]:
     """select and unbind: one dim disappears and must be whole, the others stay."""
     x = shape(operands(node)[0])
@@ -339,20 +368,21 @@ def attention_links(node: Node) -> list[Link]:
     Softmax couples all keys, and `is_causal` counts positions from the first one. With `enable_gqa` the query heads are
     KV heads x repeat: the KV heads run through all three operands, the repeat through the query only.
     """
-    q, k = (shape(one) for one in operands(node)[:2])
-    ndim, masks = len(q), {3: shape(operands(node)[3])} if len(operands(node)) > 3 else {}
+    q, k, v = (shape(one) for one in operands(node)[:3])
+    out, ndim = shape(node), len(q)
+    masks = {3: shape(operands(node)[3])} if len(operands(node)) > 3 else {}
+    if len(k) != ndim or len(v) != ndim:
+        return []
     made = []
     for d in range(ndim - 2):
-        members = {0: Member((d,))}
-        if q[d] == k[d]:
-            members |= {1: Member((d,)), 2: Member((d,))}
-            members |= {i: Member((d - ndim + len(m),)) for i, m in masks.items() if _carries(m, d - ndim, q[d])}
+        members = {i: Member((d,)) for i, size in enumerate((q, k, v)) if size[d] == out[d]}
+        members |= {i: Member((d - ndim + len(m),)) for i, m in masks.items() if _carries(m, d - ndim, out[d])}
+        if k[d] in (1, out[d]):
             made.append(Link(f"b{d}", members, Member((d,))))
+        elif any(i in members for i in masks):
+            made.append(Link(f"b{d}", members, None, "grouped heads under a mask per head"))
         else:
             repeat = q[d] // k[d]
-            if masks and any(_carries(m, d - ndim, q[d]) for m in masks.values()):
-                made.append(Link(f"b{d}", members, None, "grouped heads under a mask per head"))
-                continue
             grouped = {0: Member((d,), tail=repeat), 1: Member((d,)), 2: Member((d,))}
             made.append(Link("kv", grouped, Member((d,), tail=repeat)))
             made.append(Link("repeat", {0: Member((d,), lead=k[d])}, Member((d,), lead=k[d])))
@@ -416,7 +446,7 @@ TABLE: dict[str, Rule] = {
     for rule in [
         Rule("aten.linear", "... i, o i, o -> ... o", linear=((0, 2),)),
         Rule("aten.addmm", "m n, m k, k n -> m n", linear=((0, 1),)),
-        Rule("aten.matmul", "... m k, ... k n -> ... m n", linear=((0,), (1,))),
+        Rule("aten.matmul", links=matmul_links, linear=((0,), (1,))),
         Rule("aten.mm", "m k, k n -> m n", linear=((0,), (1,))),
         Rule("aten.bmm", "b m k, b k n -> b m n", linear=((0,), (1,))),
         Rule("aten.baddbmm", "b m n, b m k, b k n -> b m n", linear=((0, 1), (0, 2))),
@@ -430,9 +460,9 @@ TABLE: dict[str, Rule] = {
         Rule("aten.log_softmax", links=along(1)),
         Rule("aten.cumsum", links=along(1), linear=FIRST),
         Rule("aten.flip", links=along(1, "dims"), linear=FIRST),
-        Rule("aten.roll", links=along(2, "dims"), linear=FIRST),
-        Rule("aten.triu", links=along(-9, "none", (-2, -1)), linear=FIRST),
-        Rule("aten.tril", links=along(-9, "none", (-2, -1)), linear=FIRST),
+        Rule("aten.roll", links=roll_links, linear=FIRST),
+        Rule("aten.triu", links=last_two_whole, linear=FIRST),
+        Rule("aten.tril", links=last_two_whole, linear=FIRST),
         Rule("aten.sum", links=reduction("", dim_at=1), linear=FIRST),
         Rule("aten.mean", links=reduction("", form="mean", dim_at=1), linear=FIRST),
         *(
@@ -446,11 +476,11 @@ TABLE: dict[str, Rule] = {
         *(Rule(f"aten.{name}", links=pointwise_links) for name in "to __and__ __or__ __xor__".split()),
         *(Rule(f"aten.{name}", links=reshape_links, linear=FIRST) for name in VIEWS),
         *(Rule(f"aten.{name}", links=permute_links, linear=FIRST) for name in "transpose t permute".split()),
-        *(Rule(f"aten.{name}", links=expand_links, linear=FIRST) for name in ("expand", "expand_as")),
+        Rule("aten.expand", links=expand_links, linear=FIRST),
         Rule("aten.slice", links=slice_links, linear=FIRST),
         *(Rule(f"aten.{name}", links=split_links, linear=FIRST) for name in "split split_with_sizes chunk".split()),
         *(Rule(f"aten.{name}", links=drop_dim_links, linear=FIRST) for name in ("select", "unbind")),
-        Rule("getitem", links=lambda node: [_same_dim(d) for d in range(len(shape(node)))], linear=FIRST),
+        Rule("getitem", links=getitem_links, linear=FIRST),
         Rule("aten.cat", links=cat_links),
         Rule("aten.stack", links=stack_links),
         *(Rule(f"aten.{name}", links=pad_links) for name in ("pad", "constant_pad_nd")),

@@ -13,11 +13,13 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from autoptd.errors import PlanError, TraceError
-from autoptd.ir.notes import is_tensor, note, op_name, ops, set_note, site, value
+from autoptd.ir.notes import is_tensor, note, op_name, ops, set_note, shape, site, value
 
 aten = torch.ops.aten
 IDENTITIES = {"aten.alias", "aten.lift_fresh", "aten.lift_fresh_copy", "aten.detach_"}
 CASTS = {"aten.to", "aten._to_copy", "aten.type_as"}
+SIZES_OF_ANOTHER = {"aten.expand_as": aten.expand.default, "aten.view_as": aten.view.default}
+SIZES_OF_ANOTHER |= {"aten.reshape_as": aten.reshape.default}
 DROPOUTS = {"aten.dropout", "aten.feature_dropout", "aten.alpha_dropout"}
 MAY_ALIAS = {"aten.reshape", "aten.contiguous", "aten.to", "aten.flatten", "aten.expand_as", "aten.dropout"}
 
@@ -44,6 +46,8 @@ def _normalize_one(graph: Graph, node: Node) -> None:
     elif name == "aten.narrow":
         x, dim, start, length = node.args
         node.target, node.args = aten.slice.Tensor, (x, dim, start, start + length)
+    elif name in SIZES_OF_ANOTHER:  # the other tensor gives its shape only
+        node.target, node.args = SIZES_OF_ANOTHER[name], (node.args[0], list(shape(node)))
     elif name in CASTS:
         _normalize_cast(graph, node)
     elif name in DROPOUTS:

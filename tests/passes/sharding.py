@@ -1,0 +1,275 @@
+"""Split one operator for real and compare: the oracle that holds every row of the axis table.
+
+In: a node of a traced graph, the values of a run, a letter (or a linear group) that a row claims, a degree. The operator is run
+once whole and once per rank on slices, with the local form that `localize` gives it; values and gradients are put together as
+the four types of DESIGN.md 2 say, and compared in float64. Out: texts of what differs, [] when the claim is true.
+
+    check_letter(node, env, letter, 2, "tp") == []
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from autoptd import runtime as rt
+from autoptd import trace
+from autoptd.ir import markers
+from autoptd.ir.mesh import Mesh
+from autoptd.ir.notes import note, op_name, set_note
+from autoptd.ir.types import Dims, I, P, R, S, ValueType
+from autoptd.passes.assign import NO_COLLECTIVE_FORMS
+from autoptd.passes.axes import Letter
+from autoptd.passes.localize import Sizes, localize
+from autoptd.passes.rules import linear_groups, operands
+from autoptd.runtime.threads import ThreadWorld, run_ranks
+from autoptd.runtime.world import Group, Needs, World
+
+Tensor = torch.Tensor
+Env = dict[Node, Any]
+Answer = tuple[list[Tensor], dict[Node, Tensor]]  # pieces of the result, gradient of every float operand
+
+
+class Call(nn.Module):
+    """A function of tensors as a model whose loss is the sum of everything it returns."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *tensors: Tensor) -> Tensor:
+        out = self.function(*tensors)
+        pieces = out if isinstance(out, (tuple, list)) else [out]
+        return sum(piece.double().sum() for piece in pieces)  # type: ignore[return-value]
+
+
+def trace_call(function: Callable[..., Any], tensors: list[Tensor]) -> tuple[Graph, Env]:
+    """The TRACED graph of a function, and the values of all nodes on these tensors."""
+    captured = trace.capture(Call(function), tuple(tensors), {}, None)
+    return captured.graph, run_whole(captured.graph, tensors, captured.buffers)
+
+
+def run_whole(graph: Graph, tensors: list[Tensor], buffers: dict[str, Tensor]) -> Env:
+    left, env = iter(tensors), Env()
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            env[node] = buffers[note(node).name] if note(node).kind == "buffer" else next(left)
+        elif node.op == "call_function":
+            env[node] = run_node(node, env)
+    return env
+
+
+def run_node(node: Node, env: Env) -> Any:
+    return node.target(*map_arg(node.args, env.__getitem__), **map_arg(node.kwargs, env.__getitem__))  # type: ignore
+
+
+def check_letter(node: Node, env: Env, letter: Letter, t: int, axis: str) -> list[str]:
+    """Hold one letter: `axis` "tp" splits it over tensor ranks, "batch" over microbatches."""
+    gives = I if letter.form in NO_COLLECTIVE_FORMS else P if letter.out is None else S(*letter.out)
+    takes = {one: S(*letter.places[one]) if one in letter.places else R for one in operands(node)}
+    if letter.out is None and not letter.form:
+        for group in linear_groups(node):
+            takes |= {one: P for one in group if one not in letter.places}
+    return _check(node, env, takes, gives, letter.form if letter.out is None else "", t, axis)
+
+
+def check_linear(node: Node, env: Env, group: tuple[Node, ...], t: int) -> list[str]:
+    """Hold one linear group: partial sums of these operands give partial sums of the result."""
+    takes = {one: P if one in group else R for one in operands(node)}
+    return _check(node, env, takes, P, "", t, "tp")
+
+
+def _check(
+    node: Node, env: Env, takes: dict[Node, ValueType], gives: ValueType, form: str, t: int, axis: str
+) -> list[str]:
+    read = list(takes)
+    whole, cotangents = _whole_answer(node, env, read)
+    local = _local_node(node, takes, gives, form, t, axis)
+    parts = {one: _parts(env[one], takes[one], note(one).dims, t) for one in read}
+
+    def body(rank: int, group: Group | None) -> Answer:
+        inputs = {one: parts[one][rank] for one in read}
+        mine = [_parts(one, gives, note(node).dims, t)[rank] if gives.kind == "S" else one for one in cotangents]
+        return _answer(lambda leaves: _run_local(local, leaves, env, group), inputs, mine, _class_weight(node))
+
+    if form in ("vocab_embedding", "vocab_cross_entropy"):
+        world = ThreadWorld(Mesh(t=t), Needs(axes=(("tp",),)), timeout=20.0)
+
+        def on_rank(one: World) -> Answer:
+            return body(one.rank, one.group(("tp",)))
+
+        answers = run_ranks(world, on_rank)
+    else:
+        answers = [body(rank, None) for rank in range(t)]
+    return _compare(node, whole, answers, takes, gives)
+
+
+def _whole_answer(node: Node, env: Env, read: list[Node]) -> tuple[Answer, list[Tensor]]:
+    made = run_node(node, env)
+    cotangents = [torch.randn_like(one) if _is_float(one) else one for one in _pieces(made)]
+    inputs = {one: env[one] for one in read}
+    return _answer(lambda leaves: run_node(node, env | leaves), inputs, cotangents, _class_weight(node)), cotangents
+
+
+def _class_weight(node: Node) -> Node | None:
+    read = operands(node)
+    return read[2] if op_name(node) == "aten.cross_entropy_loss" and len(read) > 2 else None
+
+
+def _local_node(node: Node, takes: dict[Node, ValueType], gives: ValueType, form: str, t: int, axis: str) -> Node:
+    """The node as `localize` rewrites it, alone in a graph whose placeholders are its operands."""
+    graph = Graph()
+    mapping: dict[Node, Node] = {}
+    kept: dict[str, Node] = {}
+    for one in node.all_input_nodes:
+        mapping[one] = graph.placeholder(one.name)
+        kept[mapping[one].name] = one
+    made = graph.node_copy(node, mapping.__getitem__)
+    for old, new in [*mapping.items(), (node, made)]:
+        kind = gives if old is node else takes[old]
+        new.meta = {"val": old.meta["val"]}
+        record = set_note(new, type(note(old))(**vars(note(old)) | {"extra": {}}))
+        if axis == "tp":
+            record.tp, record.form = kind, form if old is node else ""
+        else:
+            record.batch, record.batch_form = kind, form if old is node else ""
+    sizes = Sizes(t, 1, 1, 1) if axis == "tp" else Sizes(1, t, 1, t)
+    localize(graph, sizes)
+    made.meta["operands"] = kept
+    return made
+
+
+def _run_local(node: Node, leaves: Env, env: Env, group: Group | None) -> Any:
+    """Run a localized node; its markers as the emitted file would."""
+    kept = node.meta["operands"]
+
+    def look(arg: Node) -> Any:
+        return leaves[kept[arg.name]]
+
+    args, kwargs = map_arg(node.args, look), dict(map_arg(node.kwargs, look))
+    if node.target is markers.mean:
+        x, dims, keepdim, count = args
+        return x.sum(dims, keepdim) / count
+    if node.target is markers.vocab_embedding:
+        assert group is not None
+        return rt.vocab_parallel_embedding(args[0], args[1], group, padding_idx=args[2])
+    if node.target is markers.cross_entropy:
+        vocab, total = kwargs.pop("vocab"), kwargs.pop("total")
+        logits, targets, weight = args
+        if vocab:
+            assert group is not None
+            return rt.vocab_parallel_cross_entropy(logits, targets, group, weight=weight, **kwargs)
+        loss = torch.nn.functional.cross_entropy(logits, targets, weight, **kwargs)
+        if total < 0:
+            return loss
+        whole_targets = env[kept[node.args[1].name]]  # type: ignore[union-attr]
+        return loss / rt.count_labels(whole_targets, ignore_index=kwargs["ignore_index"], weight=weight)
+    return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def _answer(run: Callable[[Env], Any], inputs: Env, cotangents: list[Tensor], class_weight: Node | None) -> Answer:
+    leaves = {node: _map(value, _leaf) for node, value in inputs.items()}
+    if class_weight is not None:  # torch gives it no gradient
+        leaves[class_weight] = leaves[class_weight].detach()
+    made = _pieces(run(leaves))
+    flat = [(node, leaf) for node, value in leaves.items() for leaf in _pieces(value) if leaf.requires_grad]
+    pairs = [(one, cotangent) for one, cotangent in zip(made, cotangents, strict=True) if one.requires_grad]
+    gradients: dict[Node, Tensor] = {}
+    if flat and pairs:
+        found = torch.autograd.grad(
+            [one for one, _ in pairs],
+            [leaf for _, leaf in flat],
+            [cotangent for _, cotangent in pairs],
+            allow_unused=True,
+        )
+        for (node, leaf), gradient in zip(flat, found, strict=True):
+            if not isinstance(leaves[node], (tuple, list)):  # getitem of a split: its value says it all
+                gradients[node] = torch.zeros_like(leaf) if gradient is None else gradient
+    return [one.detach() for one in made], gradients
+
+
+def _compare(
+    node: Node, whole: Answer, answers: list[Answer], takes: dict[Node, ValueType], gives: ValueType
+) -> list[str]:
+    findings = []
+    for i, wanted in enumerate(whole[0]):
+        found = _combine([values[i] for values, _ in answers], gives, note(node).dims)
+        findings += _differs(f"value {i} as {gives}", found, wanted)
+    for one, gradient in whole[1].items():
+        cotangent = {"R": P, "P": R}.get(takes[one].kind, takes[one])  # the type of the cotangent of an operand
+        pieces = [gradients.get(one, torch.zeros(())) for _, gradients in answers]
+        if cotangent == R:
+            findings += [text for piece in pieces for text in _differs(f"gradient of {one.name}", piece, gradient)]
+        else:
+            found = _combine(pieces, cotangent, note(one).dims)
+            findings += _differs(f"gradient of {one.name}, {takes[one]}", found, gradient)
+    return findings
+
+
+def _combine(pieces: list[Tensor], kind: ValueType, dims: Dims) -> Tensor:
+    if kind == P:
+        return torch.stack(torch.broadcast_tensors(*pieces)).sum(0)
+    return join(pieces, dims, kind) if kind.kind == "S" else pieces[0]
+
+
+def _differs(what: str, found: Tensor, wanted: Tensor) -> list[str]:
+    if found.shape != wanted.shape:
+        return [f"{what}: shape {tuple(found.shape)} for {tuple(wanted.shape)}"]
+    if not _is_float(wanted):
+        return [] if torch.equal(found, wanted) else [f"{what}: other values"]
+    finite = wanted.nan_to_num(posinf=1e300, neginf=-1e300)
+    error = (found.nan_to_num(posinf=1e300, neginf=-1e300) - finite).abs().max() if wanted.numel() else 0.0
+    return [] if error <= 1e-9 * max(1.0, float(finite.abs().max())) else [f"{what}: off by {float(error):.1e}"]
+
+
+def _parts(value: Any, kind: ValueType, dims: Dims, t: int) -> list[Any]:
+    """What each of t ranks holds of a value."""
+    if isinstance(value, (tuple, list)):
+        return [list(piece) for piece in zip(*(_parts(one, kind, dims, t) for one in value), strict=True)]
+    if kind.kind == "S":
+        return [take(value, dims, kind, rank, t) for rank in range(t)]
+    if kind == P:
+        shares = [torch.randn_like(value) for _ in range(t - 1)]
+        return [*shares, value - sum(shares)]
+    return [value] * t
+
+
+def take(x: Tensor, dims: Dims, kind: ValueType, rank: int, t: int) -> Tensor:
+    """The slice of one rank, by atoms."""
+    inner = _atoms(x, dims, kind).chunk(t, kind.dim + kind.atom)[rank]
+    return inner.reshape([*x.shape[: kind.dim], x.shape[kind.dim] // t, *x.shape[kind.dim + 1 :]])
+
+
+def join(pieces: list[Tensor], dims: Dims, kind: ValueType) -> Tensor:
+    """Put the slices of all ranks together again."""
+    local = [list(atoms) for atoms in dims]
+    local[kind.dim][kind.atom] //= len(pieces)
+    folded = [_atoms(piece, tuple(map(tuple, local)), kind) for piece in pieces]
+    first = pieces[0].shape
+    size = first[kind.dim] * len(pieces)
+    return torch.cat(folded, kind.dim + kind.atom).reshape([*first[: kind.dim], size, *first[kind.dim + 1 :]])
+
+
+def _atoms(x: Tensor, dims: Dims, kind: ValueType) -> Tensor:
+    return x.reshape([*x.shape[: kind.dim], *dims[kind.dim], *x.shape[kind.dim + 1 :]])
+
+
+def _pieces(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, (tuple, list)) else [value]
+
+
+def _map(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    return [change(one) for one in value] if isinstance(value, (tuple, list)) else change(value)
+
+
+def _leaf(x: Tensor) -> Tensor:
+    return x.detach().clone().requires_grad_(_is_float(x))
+
+
+def _is_float(x: Tensor) -> bool:
+    return x.is_floating_point()
