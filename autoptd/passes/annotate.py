@@ -33,14 +33,14 @@ def annotate(
         check_literals(graph, doubled, constants)
     if t == 1:
         return axes, Assignment({}, {}, lambda node, source, target: 0.0)
-    _check_divisible(graph, axes, t, batched, machine)
-    return axes, assign_tensor(graph, axes, t, batched, machine)
+    _check_divisible(graph, axes, t, machine)
+    return axes, assign_tensor(graph, axes, t, machine)
 
 
-def _check_divisible(graph: Graph, axes: Axes, t: int, batched: set[str], machine: Machine) -> None:
+def _check_divisible(graph: Graph, axes: Axes, t: int, machine: Machine) -> None:
     """Every matrix product that depends on parameters must have something that t divides; all that have not are named."""
-    splitter = Splitter(graph, axes, t, batched, machine)
-    every = Splitter(graph, axes, 1, batched, machine)
+    splitter = Splitter(graph, axes, t, machine)
+    every = Splitter(graph, axes, 1, machine)
     bad: dict[str, tuple[Node, set[int]]] = {}
     for node in ops(graph):
         if not flops(node) or not note(node).of_params:

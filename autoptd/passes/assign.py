@@ -17,7 +17,7 @@ import numpy as np
 from torch.fx import Graph, Node
 
 from autoptd.ir.machine import Machine
-from autoptd.ir.notes import note, op_name, payload
+from autoptd.ir.notes import note, op_name, payload, value
 from autoptd.ir.types import I, P, R, S, ValueType
 from autoptd.passes.axes import Axes, Letter
 from autoptd.passes.costs import compute_seconds, conversion_seconds, flops
@@ -62,14 +62,14 @@ class Assignment:
 
 
 class Splitter:
-    """What tp may split: letters of atoms that t divides, but neither the batch nor the token axis."""
+    """What tp may split: letters of atoms that t divides, but no axis of an input: neither the batch nor the tokens."""
 
-    def __init__(self, graph: Graph, axes: Axes, t: int, batched: set[str], machine: Machine) -> None:
+    def __init__(self, graph: Graph, axes: Axes, t: int, machine: Machine) -> None:
         self.axes, self.t, self.machine = axes, t, machine
         self.tokens = {
             id(axis)
             for node in graph.nodes
-            if note(node).kind == "input" and note(node).name in batched
+            if note(node).kind == "input"
             for dim in range(len(note(node).dims))
             for axis in axes.atoms(node, dim)
         }
@@ -90,9 +90,9 @@ class Splitter:
         return id(self.axes.atoms(node, dim)[atom]) not in self.tokens
 
 
-def assign_tensor(graph: Graph, axes: Axes, t: int, batched: set[str], machine: Machine) -> Assignment:
+def assign_tensor(graph: Graph, axes: Axes, t: int, machine: Machine) -> Assignment:
     """Solve the assignment over tp and fill `tp`, `form` and `why` of every node that depends on parameters."""
-    splitter = Splitter(graph, axes, t, batched, machine)
+    splitter = Splitter(graph, axes, t, machine)
     solved = [node for node in graph.nodes if note(node).of_params and node.op != "output"]
     strategies = {node: _strategies(node, splitter) for node in solved}
     variable = {node: i for i, node in enumerate(solved)}
@@ -221,6 +221,8 @@ def _edge_factors(
 
 
 def _edge_cost(splitter: Splitter, node: Node, source: ValueType, target: ValueType) -> float:
+    if source != target and isinstance(value(node), (tuple, list)):
+        return math.inf  # the pieces of a split are converted one by one, behind their getitem
     if note(node).kind == "param" and source != target and (source.kind, target.kind) not in PARAMETER_USES:
         return math.inf
     return conversion_seconds(source, target, payload(node), splitter.t, splitter.machine)
