@@ -17,12 +17,14 @@ from autoptd.runtime.conversions import (
 )
 from autoptd.runtime.losses import count_labels
 from autoptd.runtime.shards import join_shards, pad_shard, take_shard
+from autoptd.runtime.stage import Stage
 from autoptd.runtime.vocab import vocab_parallel_cross_entropy, vocab_parallel_embedding
 from autoptd.runtime.world import Group, Needs, World
 
 __all__ = [
     "Group",
     "Needs",
+    "Stage",
     "World",
     "count_labels",
     "i_to_p",

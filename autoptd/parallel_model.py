@@ -1,0 +1,274 @@
+"""What `parallelize` returns: the user's model, running on t*p*d ranks.
+
+In: a program (or a way to compile one from the first step's arguments), options, and the model's state dict. Out: an object
+with the training loop's verbs, under the model's own parameter names. Calls marked *collective* are made by all ranks.
+
+    pm = ParallelModel(program, options, model.state_dict())
+    opt = pm.optimizer(torch.optim.AdamW, lr=3e-4)
+    loss = pm.step(*pm.local_batch(x, y)); pm.clip_grad_norm_(1.0); opt.step(); opt.zero_grad()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from autoptd.errors import PlanError
+from autoptd.ir.mesh import Coordinate
+from autoptd.ir.program import Program
+from autoptd.options import Options
+from autoptd.runtime.batch import check_call, cut, take_rows
+from autoptd.runtime.gradients import clip_gradients
+from autoptd.runtime.launch import LocalRanks, ProcessRank, Rank, RunningRanks, is_launched, own_rank
+from autoptd.runtime.optimizer import make_optimizer
+from autoptd.runtime.parameters import check_loaded, gather_gradients, gather_parameters, load_parameters
+
+Compile = Callable[[tuple[Any, ...], dict[str, Any], bool], Program]  # args, kwargs, compare trace and model once?
+Draw = Callable[[Program, Path], None]
+
+
+def is_local(options: Options) -> bool:
+    """Whether all ranks run in this process, so that `step` takes the global batch; PlanError for a world that cannot be."""
+    return not is_launched(options.mesh, options.backend)
+
+
+class LoadResult(NamedTuple):
+    """Names that a state dict lacked, and names that it had too many; both empty when strict."""
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+
+class ParallelModel:
+    """A model on t*p*d ranks. With `backend="local"` they are threads of this process, else this process is one of them.
+
+    `program` is the compiled model, or None: see `lazy`. `state` is the model's state dict: its parameters, and persistent
+    buffers. `compile_eval` compiles in eval mode at the first `eval_step`; without it, evaluation runs the training program's
+    forward. `draw` adds pictures to `show`. Collective.
+    """
+
+    def __init__(
+        self,
+        program: Program | None,
+        options: Options,
+        state: Mapping[str, torch.Tensor],
+        *,
+        compile: Compile | None = None,
+        compile_eval: Compile | None = None,
+        draw: Draw | None = None,
+    ) -> None:
+        self.options = options
+        self._is_process = not is_local(options)
+        self._state = {name: x.detach() for name, x in state.items()}
+        self._names = list(self._state)
+        self._compile, self._compile_eval, self._draw = compile, compile_eval, draw
+        self._program: Program | None = None
+        self._eval_program: Program | None = None
+        self._ranks: RunningRanks | None = None
+        self._others: dict[str, torch.Tensor] = {}  # what the state dict holds besides parameters: persistent buffers
+        if program is not None:
+            self._start(program)
+
+    @classmethod
+    def lazy(
+        cls, compile: Compile, options: Options, state: Mapping[str, torch.Tensor], **keywords: Any
+    ) -> ParallelModel:
+        """Return a model that is compiled by `compile_now`, else at the first step, for the arguments given there."""
+        return cls(None, options, state, compile=compile, **keywords)
+
+    def compile_now(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Compile for what `step` will take, and start the ranks. Collective."""
+        if self._compile is None:
+            raise PlanError("compile_now", "there is nothing to compile", "use ParallelModel.lazy")
+        self._start(self._compile(args, kwargs, True))
+
+    # training
+
+    def step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Run all microbatches forward and backward; return the detached loss of the global batch (0-d). Collective.
+
+        Takes what `example_inputs` holds: the global batch with `backend="local"`, this replica's rows under torchrun.
+        Gradients are added to `parameter.grad` until `zero_grad`. A NaN loss raises RuntimeFault on all ranks, and adds none.
+        """
+        program, ranks = self._running(args, kwargs)
+        check_call(program, args, kwargs, ranks.replicas)
+
+        def step(rank: Rank) -> torch.Tensor:
+            names, replica = rank.executor.inputs, ranks.replica_of(rank)
+            batch = cut(program, args, kwargs, names, replica, rank.world.device)
+            return rank.executor.step(batch, self.options.nan)
+
+        return ranks.run("step", step)
+
+    def eval_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Return the loss of the global batch without gradients, the model in eval mode. Collective."""
+        trained, ranks = self._running(args, kwargs)
+        if self._eval_program is None and self._compile_eval is not None:
+            self._eval_program = self._compile_eval(args, kwargs, False)
+            ranks.attach_evaluator(self._eval_program)
+        program = self._eval_program or trained
+        check_call(program, args, kwargs, ranks.replicas)
+
+        def evaluate(rank: Rank) -> torch.Tensor:
+            names, replica = rank.evaluator.inputs, ranks.replica_of(rank)
+            return rank.evaluator.evaluate(cut(program, args, kwargs, names, replica, rank.world.device))
+
+        return ranks.run("eval_step", evaluate)
+
+    def local_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """Cut a global batch to the rows that `step` takes here: this replica's under torchrun, all of them in local.
+
+        Returns the positional arguments as a tuple, or keyword arguments as a dict; given both, the pair of the two:
+        `pm.step(*pm.local_batch(x, y))`, `pm.step(**pm.local_batch(ids=x))`.
+        """
+        if self._is_process:
+            args, kwargs = take_rows(self._program, args, kwargs, self.options.d, self.coordinate)
+        if args and kwargs:
+            return args, kwargs
+        return kwargs or args
+
+    def optimizer(
+        self, cls: type[torch.optim.Optimizer], params: Iterable[Any] | None = None, **keywords: Any
+    ) -> torch.optim.Optimizer:
+        """Return a real `cls` over the local parameters: learning-rate schedulers work on it. Collective.
+
+        `params` takes names, globs, tensors and (name, tensor) pairs, or group dicts of such; None is all. Elementwise classes
+        only. Its `state_dict` speaks original names and full tensors, and is collective. In local it steps all ranks at once.
+        """
+        ranks = self._started("optimizer")
+
+        def run(fn: Callable[[Any], Any]) -> Any:
+            return ranks.run("optimizer", lambda rank: fn(rank.params))
+
+        return make_optimizer(cls, [rank.params for rank in ranks.here], run, params, **keywords)
+
+    def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Return `optimizer.state_dict()`: full tensors by original names on rank 0, {} elsewhere. Collective."""
+        return optimizer.state_dict()
+
+    def load_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
+        """Load what `optimizer_state_dict` returned; every rank passes all of it."""
+        optimizer.load_state_dict(dict(state_dict))
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Clip the global 2-norm of all gradients, each parameter counted once; return the norm before. Collective."""
+        ranks = self._started("clip_grad_norm_")
+        return ranks.run("clip_grad_norm_", lambda rank: clip_gradients(rank.params, max_norm, norm_type))
+
+    # parameters and state
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield (first original name, local tensor) of the parameters of this rank, number of dims kept.
+
+        In local: every parameter once, its first owner's shard of tensor rank 0 and replica 0; `rank_parameters` has the rest.
+        """
+        ranks = self._started("named_parameters")
+        seen: set[str] = set()
+        for rank in ranks.here:
+            for name, parameter in rank.params.local.items():
+                if name not in seen:
+                    seen.add(name)
+                    yield name, parameter
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Yield the tensors of `named_parameters`."""
+        return (parameter for _, parameter in self.named_parameters())
+
+    def rank_parameters(self, rank: int) -> dict[str, nn.Parameter]:
+        """Return the local parameters of one rank of this process, by first original name."""
+        found = [one for one in self._started("rank_parameters").here if one.world.rank == rank]
+        if not found:
+            raise PlanError("rank_parameters", f"rank {rank} is not in this process", "a rank of this process")
+        return dict(found[0].params.local)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return full CPU tensors under all original names, persistent buffers too, on rank 0 ({} elsewhere). Collective."""
+        ranks = self._started("state_dict")
+        found = ranks.run("state_dict", lambda rank: gather_parameters(rank.params))
+        if not ranks.has_rank_0:
+            return {}
+        found |= {name: x.to("cpu", copy=True) for name, x in self._others.items()}
+        return {name: found[name] for name in dict.fromkeys([*self._names, *found])}  # in the model's order
+
+    def load_state_dict(self, state_dict: Mapping[str, torch.Tensor], strict: bool = True) -> LoadResult:
+        """Load full tensors by original names: those of `state_dict` or of the unmodified model. Every rank passes all."""
+        ranks = self._started("load_state_dict")
+        missing, unexpected = check_loaded(self.program, self._others, state_dict)
+        if strict and (missing or unexpected):
+            fact = f"missing {missing or 'nothing'}, unexpected {unexpected or 'nothing'}"
+            raise PlanError("load_state_dict", fact, "a state dict of this model, or strict=False")
+        buffers = {name: x for name, x in state_dict.items() if name in self._others}
+        for name, x in buffers.items():
+            self._others[name] = x.detach().clone()
+
+        def load(rank: Rank) -> None:
+            load_parameters(rank.params, state_dict)
+            for executor in {rank.executor, rank.evaluator}:
+                for name in buffers.keys() & executor.buffers.keys():
+                    executor.buffers[name].copy_(buffers[name])
+
+        ranks.run("load_state_dict", load)
+        return LoadResult(missing, unexpected)
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Return full CPU gradients under all original names on rank 0 ({} elsewhere); absent where none. Collective."""
+        return self._started("gradients").run("gradients", lambda rank: gather_gradients(rank.params))
+
+    # the rest
+
+    @property
+    def program(self) -> Program:
+        """The compiled program."""
+        self._started("program")
+        assert self._program is not None
+        return self._program
+
+    @property
+    def coordinate(self) -> Coordinate:
+        """This rank's place on the mesh; rank 0's in local."""
+        return self.options.mesh.coordinate(own_rank() if self._is_process else 0)
+
+    def show(self, folder: str | Path) -> None:
+        """Write the program and its pictures to `folder`; rank 0 only."""
+        program = self.program
+        if self.coordinate == Coordinate(0, 0, 0):
+            program.save(folder)
+            if self._draw is not None:
+                self._draw(program, Path(folder))
+
+    def close(self) -> None:
+        """Stop the ranks (threads, or the process group if it was made here); no call may follow."""
+        if self._ranks is not None:
+            self._ranks.close()
+
+    def _running(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Program, RunningRanks]:
+        """The program and its ranks; compiles for this call if there is no program yet."""
+        if self._program is None:
+            self.compile_now(args, kwargs)
+        assert self._program is not None and self._ranks is not None
+        return self._program, self._ranks
+
+    def _start(self, program: Program) -> None:
+        options = self.options
+        if self._is_process:
+            start: Callable[..., RunningRanks] = partial(ProcessRank, backend=options.backend)
+            device = options.device
+        else:
+            start = LocalRanks
+            device = options.device or str(next((x.device for x in self._state.values() if not x.is_meta), "cpu"))
+        self._ranks = start(program, self._state, device=device, timeout=options.timeout)
+        self._program = program
+        parameters = {name for spec in program.params for name in (spec.name, *spec.aliases)}
+        self._others = {name: x.clone() for name, x in self._state.items() if name not in parameters}
+        self._state = {}  # the model's own tensors are not needed any more
+
+    def _started(self, what: str) -> RunningRanks:
+        if self._ranks is None:
+            fact = "the model is compiled at the first step, there are no ranks yet"
+            raise PlanError(f"pm.{what}", fact, "pass example_inputs= to parallelize")
+        return self._ranks

@@ -1,0 +1,101 @@
+"""Cut the arguments of `step` into microbatches, after comparing them with what was compiled.
+
+In: the (args, kwargs) of one call. Out: per microbatch a dict of batch inputs by name. Row order: replica r's microbatch j owns
+the global rows from r*B/d + j*b onward (b rows per microbatch, B per step).
+
+    check_call(program, args, kwargs, replicas=1)
+    microbatches = cut(program, args, kwargs, names={"ids"}, replica=0, device=torch.device("cpu"))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+
+from autoptd.compat import tree_flatten, tree_unflatten
+from autoptd.errors import PlanError
+from autoptd.ir.mesh import Coordinate
+from autoptd.ir.program import InputSpec, Program
+from autoptd.runtime.parameters import dtype_of
+
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
+
+def expected_shape(program: Program, spec: InputSpec, replicas: int) -> tuple[int, ...]:
+    """Shape of an argument that holds the rows of `replicas` replicas."""
+    if not spec.batched:
+        return spec.shape
+    return (spec.shape[0] * program.num_microbatches * replicas, *spec.shape[1:])
+
+
+def check_call(program: Program, args: Args, kwargs: Kwargs, replicas: int) -> None:
+    """Compare a call with the compiled one: PlanError with all differences in structure, shapes, dtypes and constants."""
+    leaves, tree = tree_flatten((args, kwargs))
+    if str(tree) != program.tree:
+        raise PlanError(
+            "step", f"its arguments are nested as {tree}, compiled was {program.tree}", "pass what example_inputs holds"
+        )
+    findings = []
+    for spec in program.inputs:
+        leaf, shape, dtype = leaves[spec.leaf], expected_shape(program, spec, replicas), dtype_of(spec.dtype)
+        if not isinstance(leaf, torch.Tensor):
+            findings.append(f"{spec.name} is {leaf!r}, a tensor {list(shape)} was compiled")
+        elif tuple(leaf.shape) != shape or leaf.dtype != dtype:
+            findings.append(f"{spec.name} is {_text(leaf.shape, leaf.dtype)}, {_text(shape, dtype)} was compiled")
+    for number, value in program.constants:
+        if type(leaves[number]) is not type(value) or leaves[number] != value:
+            findings.append(f"argument {number} is {leaves[number]!r}, {value!r} was compiled")
+    if findings:
+        remedy = "every step takes the sizes of example_inputs: drop a smaller last batch (DataLoader(..., drop_last=True)), "
+        raise PlanError("step", "; ".join(findings), remedy + "or parallelize again for other sizes")
+
+
+def cut(
+    program: Program, args: Args, kwargs: Kwargs, names: Collection[str], replica: int, device: torch.device
+) -> list[dict[str, torch.Tensor]]:
+    """Return the microbatches of one of the replicas whose rows the call holds, with the inputs called `names`."""
+    leaves = tree_flatten((args, kwargs))[0]
+    count = program.num_microbatches
+    microbatches: list[dict[str, torch.Tensor]] = [{} for _ in range(count)]
+    for spec in program.inputs:
+        if spec.name not in names:
+            continue
+        x = leaves[spec.leaf].detach()
+        if spec.batched:
+            x = x.narrow(0, replica * spec.shape[0] * count, spec.shape[0] * count)
+        x = x.to(device)
+        pieces = x.split(spec.shape[0]) if spec.batched else [x] * count
+        for microbatch, piece in zip(microbatches, pieces, strict=True):
+            microbatch[spec.name] = piece
+    return microbatches
+
+
+def take_rows(
+    program: Program | None, args: Args, kwargs: Kwargs, replicas: int, at: Coordinate
+) -> tuple[Args, Kwargs]:
+    """Return the call with the rows of one of `replicas` replicas, of a call with the rows of all.
+
+    Batched arguments are the program's; before there is one, those whose dim 0 is as long as the first tensor's.
+    """
+    leaves, tree = tree_flatten((args, kwargs))
+    tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.dim()]
+    if not tensors:
+        return args, kwargs
+    batched = [i for i in tensors if leaves[i].shape[0] == leaves[tensors[0]].shape[0]]
+    if program is not None:
+        check_call(program, args, kwargs, replicas)
+        batched = [spec.leaf for spec in program.inputs if spec.batched]
+    for i in batched:
+        rows, rest = divmod(leaves[i].shape[0], replicas)
+        if rest:
+            fact = f"{leaves[i].shape[0]} rows do not divide over d={replicas}"
+            raise PlanError("local_batch", fact, "a batch that d divides: DataLoader(..., drop_last=True)")
+        leaves[i] = leaves[i].narrow(0, at.dp * rows, rows)
+    return tree_unflatten(leaves, tree)  # type: ignore[return-value]
+
+
+def _text(shape: Collection[int], dtype: torch.dtype) -> str:
+    return f"{list(shape)} {str(dtype).removeprefix('torch.')}"

@@ -1,0 +1,314 @@
+"""Run one pipeline rank's actions: a step (all microbatches forward and backward, gradients summed) or an evaluation.
+
+In: a program, this rank's world and parameters, and the microbatches of its replica, a dict of batch inputs each. Out: the
+global loss, equal on every rank, and `parameter.grad`.
+
+A *message* is the list of the crossings that one stage makes for another, of one microbatch, or their gradients on the way
+back. It travels over a channel, or is handed over where both stages are on this rank. An F keeps what its B needs: the
+arrived tensors, whose `.grad` is sent back, and the *gradient edges* of its outputs. The outputs themselves are let go, once
+sent, unless autograd saved them.
+
+    executor = Executor(program, world, params)
+    loss = executor.step([{"ids": x, "targets": y} for x, y in microbatches])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from autoptd.errors import InternalError, RuntimeFault
+from autoptd.ir.actions import Action, Kind
+from autoptd.ir.mesh import Coordinate
+from autoptd.ir.program import CrossingSpec, Program
+from autoptd.runtime.gradients import Gradients
+from autoptd.runtime.parameters import RankParameters, dtype_of, from_rank_0, owners
+from autoptd.runtime.stage import Stage, load_stage
+from autoptd.runtime.world import Done, Needs, Pending, World
+
+Microbatch = Mapping[str, torch.Tensor]
+FORWARD = (Kind.F, Kind.SEND_F, Kind.RECV_F)
+
+
+def needs_of(program: Program) -> Needs:
+    """Return the communicators that running `program` takes."""
+    shared = {owners(program, spec) for spec in program.params}
+    links = set()
+    for one in program.crossings:
+        source = program.rank_of_stage(one.source)
+        for target in map(program.rank_of_stage, one.targets):
+            links |= {(source, target), (target, source)} if one.has_grad else {(source, target)}
+    return Needs(
+        axes=(("tp",), ("dp",), ("pp",), ("dp", "tp")),
+        owners=tuple(sorted(ranks for ranks in shared if len(ranks) > 1)),
+        links=tuple(sorted((source, target) for source, target in links if source != target)),
+    )
+
+
+class Wires:
+    """Which crossings go between which stages: `values[source, target]` forward, `gradients[source, target]` come back.
+
+    The other tables list, per stage, the stages at the other ends, ascending.
+    """
+
+    def __init__(self, program: Program) -> None:
+        spec_of = {one.name: one for one in program.crossings}
+        self.outputs = {stage.index: [spec_of[name] for name in stage.outputs] for stage in program.stages}
+        self.values: dict[tuple[int, int], list[CrossingSpec]] = {}
+        for source, outputs in self.outputs.items():
+            for one in outputs:
+                for target in one.targets:
+                    self.values.setdefault((source, target), []).append(one)
+        carry = {pair: [one for one in specs if one.has_grad] for pair, specs in self.values.items()}
+        self.gradients = {pair: specs for pair, specs in carry.items() if specs}
+        stages = range(len(program.stages))
+        self.sources = {stage: sorted(a for a, b in self.values if b == stage) for stage in stages}
+        self.targets = {stage: sorted(b for a, b in self.values if a == stage) for stage in stages}
+        self.grad_sources = {stage: sorted(a for a, b in self.gradients if b == stage) for stage in stages}
+        self.grad_targets = {stage: sorted(b for a, b in self.gradients if a == stage) for stage in stages}
+
+
+@dataclass
+class Kept:
+    """What the backward of one (stage, microbatch) needs: arrived tensors, and edges of outputs, by crossing."""
+
+    inputs: dict[str, torch.Tensor]
+    edges: dict[str, GradientEdge]
+    loss: torch.Tensor | None
+
+
+class Executor:
+    """Runs the stages of one rank. Creating it is a collective: buffers are rank 0's.
+
+    After an exception it can be used again if all ranks stopped.
+    """
+
+    def __init__(self, program: Program, world: World, params: RankParameters) -> None:
+        self.program, self.world, self.params = program, world, params
+        self.steps = 0
+        self._order = program.orders[world.coordinate.pp]
+        self._wires = Wires(program)
+        # Copies: never the user's own storage.
+        self.buffers = {name: from_rank_0(world, name, x).clone() for name, x in sorted(program.buffers.items())}
+        self._stages = {
+            spec.index: self._load(spec.index)
+            for spec in program.stages
+            if program.rank_of_stage(spec.index) == world.coordinate.pp
+        }
+        self._seen_dtype: torch.dtype | None = (
+            None  # of the loss, on its stage's ranks; all ranks agree at the first step
+        )
+        self._loss_dtype: torch.dtype | None = None
+        self._do = {
+            Kind.F: self._forward,
+            Kind.B: self._backward,
+            Kind.SEND_F: self._send,
+            Kind.SEND_B: self._send,
+            Kind.RECV_F: self._receive,
+            Kind.RECV_B: self._receive,
+            Kind.REDUCE: lambda action: self.gradients.reduce(action.stage),
+        }
+        self._begin(())
+
+    @cached_property
+    def gradients(self) -> Gradients:
+        """Made at the first step: an executor that only evaluates has none."""
+        return Gradients(self.program, self.world, self.params)
+
+    @property
+    def inputs(self) -> set[str]:
+        """Names of the batch inputs that this rank's stages read."""
+        return {name for spec in self.program.stages if spec.index in self._stages for name in spec.inputs}
+
+    def step(self, microbatches: Sequence[Microbatch], nan: str = "raise") -> torch.Tensor:
+        """Run one step; return the detached loss of the global batch, the same on every rank.
+
+        `microbatches` are this replica's, with at least this rank's `inputs`. A NaN loss raises on all ranks and adds no
+        gradient (`nan="ignore"` lets it pass).
+        """
+        self.steps += 1
+        with self._guard(), torch.enable_grad():
+            self.gradients.begin()
+            self._run(microbatches, self._order)
+            self.world.at = "gradients"
+            self.gradients.finish()
+            loss = self._global_loss()
+            is_bad = nan == "raise" and bool(loss.isnan())
+            bad_ranks = self._ranks_with_nan() if is_bad else []
+        # Every rank has come here, and takes the same way on: nobody is left waiting.
+        if is_bad:
+            self.gradients.drop()
+            raise RuntimeFault(
+                f"step {self.steps}",
+                f"the loss is NaN on rank {', '.join(map(str, bad_ranks))} (last stage); its gradients were dropped",
+                "look at this batch and the learning rate, or pass nan='ignore'",
+            )
+        self.gradients.commit()
+        self.world.at = "between steps"
+        return loss
+
+    @torch.no_grad()
+    def evaluate(self, microbatches: Sequence[Microbatch]) -> torch.Tensor:
+        """Return the loss of the global batch, without gradients."""
+        with self._guard():
+            self._run(microbatches, [action for action in self._order if action.kind in FORWARD])
+            loss = self._global_loss()
+        self.world.at = "between steps"
+        return loss
+
+    def _load(self, index: int) -> Stage:
+        name = f"stage_{index}.py"
+        spec = self.program.stages[index]
+        made = load_stage(self.program.sources[name], f"<{name} of program {self.program.fingerprint()}>")
+        return made(
+            tp=self.world.group(("tp",)),
+            weights=self.params.weights_of_stage(index),
+            buffers={buffer: self.buffers[buffer] for buffer in spec.buffers},
+            device=self.world.device,
+        )
+
+    @contextmanager
+    def _guard(self) -> Iterator[None]:
+        """Whatever goes wrong inside: tell the other ranks, and keep nothing of the step."""
+        try:
+            yield
+        except BaseException as exc:
+            self.world.report_fault(exc)
+            raise
+        finally:
+            self._begin(())
+
+    def _begin(self, microbatches: Sequence[Microbatch]) -> None:
+        self._microbatches = microbatches
+        self._kept: dict[tuple[int, int], Kept] = {}
+        self._arriving: dict[Action, Pending] = {}  # by the RECV that it answers, handed over or received
+        self._leaving: dict[Action, list[torch.Tensor]] = {}  # by the SEND that will take it
+        self._sent: list[Pending] = []
+
+    def _run(self, microbatches: Sequence[Microbatch], order: Sequence[Action]) -> None:
+        self.params.check_storage()
+        self._begin(microbatches)
+        self._loss = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        self._set_totals()
+        for action in order:
+            self.world.at = str(action)
+            self._do[action.kind](action)
+        self.world.at = "end of the pipeline"
+        for pending in self._sent:
+            pending.wait()
+
+    def _set_totals(self) -> None:
+        """Sum the counts that weighted-mean losses divide by over microbatches and replicas."""
+        stage = self._stages.get(self.program.loss_stage)
+        if stage is None or not self.program.weighted:
+            return
+        self.world.at = "count of labels"
+        names = self.program.stages[self.program.loss_stage].inputs
+        counts = [stage.count(**{name: one[name] for name in names}) for one in self._microbatches]
+        sums = torch.stack([torch.stack(list(same)).sum().double() for same in zip(*counts, strict=True)])
+        sums = self.world.group(("dp",)).all_reduce(sums, "count of labels")
+        stage.totals = tuple(x.to(one.dtype) for x, one in zip(sums, counts[0], strict=True))
+
+    def _forward(self, action: Action) -> None:
+        stage, number = action.stage, action.microbatch
+        arrived: dict[str, torch.Tensor] = {}
+        for source in self._wires.sources[stage]:
+            message = self._take(Action(Kind.RECV_F, stage, number, source))
+            for spec, x in zip(self._wires.values[source, stage], message, strict=True):
+                arrived[spec.name] = x.requires_grad_(spec.has_grad and torch.is_grad_enabled())
+        batch = {name: self._microbatches[number][name] for name in self.program.stages[stage].inputs}
+        results = list(self._stages[stage].forward(**arrived, **batch))
+        loss = None
+        if stage == self.program.loss_stage:
+            loss = results.pop()
+            self._loss += loss.detach()
+            self._seen_dtype = loss.dtype
+        outputs = {spec.name: x for spec, x in zip(self._wires.outputs[stage], results, strict=True)}
+        for target in self._wires.targets[stage]:
+            message = [outputs[spec.name].detach() for spec in self._wires.values[stage, target]]
+            self._pass_on(Action(Kind.SEND_F, stage, number, target), Kind.RECV_F, message)
+        if torch.is_grad_enabled():
+            edges = {
+                spec.name: get_gradient_edge(outputs[spec.name])
+                for spec in self._wires.outputs[stage]
+                if spec.has_grad and outputs[spec.name].requires_grad
+            }
+            inputs = {name: x for name, x in arrived.items() if x.requires_grad}
+            self._kept[stage, number] = Kept(inputs, edges, loss)
+
+    def _backward(self, action: Action) -> None:
+        stage, number = action.stage, action.microbatch
+        kept = self._kept.pop((stage, number))
+        sums: dict[str, torch.Tensor] = {}
+        for target in self._wires.grad_targets[stage]:
+            message = self._take(Action(Kind.RECV_B, stage, number, target))
+            for spec, grad in zip(self._wires.gradients[stage, target], message, strict=True):
+                sums[spec.name] = sums[spec.name] + grad if spec.name in sums else grad
+        roots: list[GradientEdge | torch.Tensor] = [edge for name, edge in kept.edges.items() if name in sums]
+        grads: list[torch.Tensor | None] = [sums[name] for name in kept.edges if name in sums]
+        if kept.loss is not None and kept.loss.requires_grad:
+            roots.append(kept.loss)
+            grads.append(torch.ones_like(kept.loss))
+        if roots:
+            torch.autograd.backward(roots, grads)  # type: ignore[arg-type]
+        for source in self._wires.grad_sources[stage]:
+            back = [_gradient_of(kept.inputs[spec.name]) for spec in self._wires.gradients[source, stage]]
+            self._pass_on(Action(Kind.SEND_B, stage, number, source), Kind.RECV_B, back)
+
+    def _pass_on(self, send: Action, receive: Kind, message: list[torch.Tensor]) -> None:
+        """Leave a message for its SEND, or hand it over to the other stage if that is on this rank."""
+        if send.peer in self._stages:
+            self._arriving[Action(receive, send.peer, send.microbatch, send.stage)] = Done(message)
+        else:
+            self._leaving[send] = message
+
+    def _take(self, receive: Action) -> list[torch.Tensor]:
+        if receive not in self._arriving:
+            raise InternalError(self.world.at, f"needs {receive}, which was not posted")
+        return self._arriving.pop(receive).wait()  # type: ignore[no-any-return]
+
+    def _send(self, action: Action) -> None:
+        if action not in self._leaving:
+            raise InternalError(str(action), "has nothing to send")
+        for pending in self._sent:
+            if pending.is_done():
+                pending.wait()  # at once; raises what went wrong
+        self._sent = [pending for pending in self._sent if not pending.is_done()]
+        channel = self.world.outgoing(self._peer_rank(action))
+        self._sent.append(channel.send(self._leaving.pop(action), str(action)))
+
+    def _receive(self, action: Action) -> None:
+        is_forward = action.kind is Kind.RECV_F
+        table = self._wires.values if is_forward else self._wires.gradients
+        specs = table[(action.peer, action.stage) if is_forward else (action.stage, action.peer)]
+        like = [(spec.shape, dtype_of(spec.dtype)) for spec in specs]
+        channel = self.world.incoming(self._peer_rank(action))
+        self._arriving[action] = channel.receive(like, str(action))
+
+    def _peer_rank(self, action: Action) -> int:
+        at = self.world.coordinate
+        return self.world.mesh.rank(Coordinate(self.program.rank_of_stage(action.peer), at.dp, at.tp))
+
+    def _global_loss(self) -> torch.Tensor:
+        """Sum the loss over replicas and give it to all ranks, in the dtype that the loss stage computes."""
+        self.world.at = "loss"
+        everyone = self.world.everyone()
+        counts = self.program.loss_stage in self._stages and self.world.coordinate.tp == 0
+        total = everyone.all_reduce(self._loss if counts else torch.zeros_like(self._loss), "loss")
+        if self._loss_dtype is None:
+            seen = everyone.gather_objects(self._seen_dtype, "dtype of the loss")
+            self._loss_dtype = next(dtype for dtype in seen if dtype is not None)
+        return total.to(self._loss_dtype)
+
+    def _ranks_with_nan(self) -> list[int]:
+        ranks = self.world.everyone().gather_objects(bool(self._loss.isnan()), "which loss is NaN")
+        return [rank for rank, is_nan in enumerate(ranks) if is_nan]
+
+
+def _gradient_of(x: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(x) if x.grad is None else x.grad

@@ -1,0 +1,242 @@
+"""Gradients of one step: gathered over microbatches, summed once over the ranks that hold parts, then handed to parameters.
+
+In: a rank's leaves, whose `.grad` autograd fills. Out: `parameter.grad`, of the loss of the global batch.
+
+| type over tp | summed over | because |
+|---|---|---|
+| I, S | dp     | every replica saw other rows (data parallelism is I -> R of the parameters over dp) |
+| R    | dp, tp | each tensor rank holds a partial sum |
+
+and, for a tied parameter with several owners, over the owner set after that. Sums run on *buckets*: flat buffers of about
+25 MB. A bucket starts once its last gradient is complete, which hooks on the leaves notice, and REDUCE actions make sure
+of. All ranks of a group hold the same buckets and start them in the same order, each after the one before it.
+
+    gradients.begin(); ...; gradients.reduce(stage=2); ...; gradients.finish(); gradients.commit()
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+
+import torch
+
+from autoptd.errors import InternalError, PlanError
+from autoptd.ir.actions import Kind
+from autoptd.ir.program import ParamSpec, Program
+from autoptd.runtime.parameters import RankParameters, owners
+from autoptd.runtime.world import Group, Pending, World
+
+BUCKET_BYTES = 25 * 2**20
+
+
+def reduction_axes(spec: ParamSpec) -> tuple[str, ...]:
+    """Mesh axes over which the gradient of a parameter is a partial sum (the table above)."""
+    return ("dp", "tp") if spec.type.kind == "R" else ("dp",)
+
+
+class Bucket:
+    """Parameters of one dtype that are summed together, over `group` and then over `owners`."""
+
+    def __init__(self, number: int, specs: Sequence[ParamSpec], group: Group, owners: Group) -> None:
+        self.number, self.specs, self.group, self.owners = number, tuple(specs), group, owners
+        self.site = f"gradients {specs[0].name}" + (f" to {specs[-1].name}" if len(specs) > 1 else "")
+        self.begin()
+
+    def begin(self) -> None:
+        self.left = {spec.name for spec in self.specs}  # whose gradient is not complete
+        self.present: set[str] = set()
+        self.pending: Pending | None = None
+
+    @property
+    def is_alone(self) -> bool:
+        return self.group.size == 1 and self.owners.size == 1
+
+    def start(self, leaves: dict[str, torch.Tensor]) -> None:
+        """Start the sum over `group`; the leaves give their gradients up. A missing one counts as zeros."""
+        mine = [leaves[spec.name] for spec in self.specs]
+        tied = self.owners.size > 1  # then another owner's stage may have the gradient that is missing here
+        self.present = {spec.name for spec in self.specs if tied or leaves[spec.name].grad is not None}
+        flat = torch.cat([_gradient(leaf).reshape(-1) for leaf in mine])
+        for leaf in mine:
+            leaf.grad = None
+        self.pending = self.group.all_reduce_start(flat, self.site)
+
+    def result(self, leaves: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Wait; return the summed gradients by name. Blocks on the sum over owners."""
+        if self.pending is None:
+            return {spec.name: grad for spec in self.specs if (grad := leaves[spec.name].grad) is not None}
+        flat = self.owners.all_reduce(self.pending.wait(), f"tied {self.site}")
+        pieces = flat.split([leaves[spec.name].numel() for spec in self.specs])
+        named = zip(self.specs, pieces, strict=True)
+        return {spec.name: x.view(leaves[spec.name].shape) for spec, x in named if spec.name in self.present}
+
+
+class Gradients:
+    """The gradients of one rank; `begin`, `reduce`, `finish` and `commit` are called by the executor, in this order."""
+
+    def __init__(
+        self, program: Program, world: World, params: RankParameters, bucket_bytes: int = BUCKET_BYTES
+    ) -> None:
+        self.params, self.world = params, world
+        trained = [spec for spec in program.params if spec.requires_grad and spec.name in params.local]
+        here = {spec.name: self._stages_here(program, spec) for spec in trained}
+        self.buckets = make_buckets(program, world, params, trained, bucket_bytes)
+        self._bucket_of = {spec.name: bucket for bucket in self.buckets for spec in bucket.specs}
+        self._stages = {name: set(stages) for name, stages in here.items()}
+        self._expected = {name: len(stages) * program.num_microbatches for name, stages in here.items()}
+        self._results: dict[str, torch.Tensor] = {}
+        for name in here:
+            params.leaves[name].register_post_accumulate_grad_hook(_counting_hook(weakref.ref(self), name))
+        self.begin()
+
+    def _stages_here(self, program: Program, spec: ParamSpec) -> list[int]:
+        return [stage for stage in spec.stages if program.rank_of_stage(stage) == self.world.coordinate.pp]
+
+    def begin(self) -> None:
+        """Forget what an earlier, perhaps failed, step left."""
+        for leaf in self.params.leaves.values():
+            leaf.grad = None
+        for bucket in self.buckets:
+            bucket.begin()
+        self._counts = dict.fromkeys(self._expected, 0)
+        self._open_stages = {name: set(stages) for name, stages in self._stages.items()}
+        self._next, self._results = 0, {}
+
+    def count(self, name: str) -> None:
+        """One more backward reached the leaf `name`."""
+        self._counts[name] += 1
+        if self._counts[name] > self._expected[name]:
+            raise InternalError(f"gradient of {name}", f"a backward too many: {self._expected[name]} were expected")
+        if self._counts[name] == self._expected[name]:
+            self._complete(name)
+
+    def reduce(self, stage: int) -> None:
+        """The backwards of `stage` are over on this rank: what no other stage here uses is complete, whatever hooks saw."""
+        for name, stages in self._open_stages.items():
+            if stage in stages:
+                stages.discard(stage)
+                if not stages:
+                    self._complete(name)
+
+    def finish(self) -> None:
+        """Start what has not started, then wait for everything; `commit` or `drop` follows."""
+        for bucket in self.buckets:
+            bucket.left.clear()
+        self._start_complete()
+        # Sums over owners block: all ranks take them in the order of the program, so that no two wait for each other.
+        for bucket in sorted(self.buckets, key=lambda one: one.number):
+            self._results |= bucket.result(self.params.leaves)
+
+    @torch.no_grad()
+    def commit(self) -> None:
+        """Add the step's gradients to `parameter.grad`."""
+        for name, grad in self._results.items():
+            parameter = self.params.local[name]
+            if parameter.grad is None:
+                parameter.grad = grad
+            else:
+                parameter.grad.add_(grad)
+        self.drop()
+
+    def drop(self) -> None:
+        """Let go of the step's gradients."""
+        self._results = {}
+        for leaf in self.params.leaves.values():
+            leaf.grad = None
+
+    def _complete(self, name: str) -> None:
+        self._bucket_of[name].left.discard(name)
+        self._start_complete()
+
+    def _start_complete(self) -> None:
+        while self._next < len(self.buckets) and not self.buckets[self._next].left:
+            bucket = self.buckets[self._next]
+            if not bucket.is_alone:
+                bucket.start(self.params.leaves)
+            self._next += 1
+
+
+def make_buckets(
+    program: Program, world: World, params: RankParameters, trained: Sequence[ParamSpec], bucket_bytes: int
+) -> list[Bucket]:
+    """Return this rank's buckets in the order in which their gradients become complete.
+
+    A bucket's parameters share dtype, group and owner set and follow the program's order, so that all owners of a tied
+    parameter make the same bucket of it. `number` is the place of its first parameter in the program.
+    """
+    position = {spec.name: i for i, spec in enumerate(program.params)}
+    last_backward = {
+        action.stage: i for i, action in enumerate(program.orders[world.coordinate.pp]) if action.kind is Kind.B
+    }
+
+    def closes(spec: ParamSpec) -> int:
+        return max(last_backward.get(stage, -1) for stage in spec.stages)
+
+    runs: dict[tuple[object, ...], list[list[ParamSpec]]] = {}
+    for spec in trained:
+        shared = owners(program, spec)
+        # Tied ones are not grouped by `closes`, which differs from owner to owner.
+        key = (world.group(reduction_axes(spec)).ranks, shared, spec.dtype, closes(spec) if len(shared) == 1 else -1)
+        lists = runs.setdefault(key, [[]])
+        if sum(_bytes(params, one) for one in lists[-1]) + _bytes(params, spec) > bucket_bytes and lists[-1]:
+            lists.append([])
+        lists[-1].append(spec)
+    buckets = [
+        Bucket(position[run[0].name], run, world.group(reduction_axes(run[0])), world.owners(owners(program, run[0])))
+        for lists in runs.values()
+        for run in lists
+    ]
+    # Backward goes from the last parameters of a stage to its first.
+    return sorted(buckets, key=lambda one: (max(map(closes, one.specs)), -one.number))
+
+
+def grad_norm(params: RankParameters) -> torch.Tensor:
+    """Return the 2-norm of all gradients of the model, every parameter counted once, on every rank (float64, 0-d).
+
+    Of type S every tensor rank counts its shard, of types I and R the first one counts; of a tied parameter the first owner.
+    Replicas hold equal gradients and are not summed over.
+    """
+    world = params.world
+    total = torch.zeros((), dtype=torch.float64, device=world.device)
+    for spec in params.specs:
+        parameter = params.local.get(spec.name)
+        counts = params.is_first_owner(spec) and (spec.type.kind == "S" or world.coordinate.tp == 0)
+        if counts and parameter is not None and parameter.grad is not None:
+            total += torch.linalg.vector_norm(parameter.grad, dtype=torch.float64) ** 2
+    for axis in ("tp", "pp"):
+        total = world.group((axis,)).all_reduce(total, "gradient norm")
+    return total.sqrt()
+
+
+@torch.no_grad()
+def clip_gradients(params: RankParameters, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+    """Scale all gradients so that their global norm is at most `max_norm`; return the norm before.
+
+    The factor is that of `torch.nn.utils.clip_grad_norm_`: min(1, max_norm / (norm + 1e-6)).
+    """
+    if norm_type != 2:
+        raise PlanError(f"norm_type={norm_type}", "only the 2-norm is there", "norm_type=2")
+    norm = grad_norm(params)
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for parameter in params.local.values():
+        if parameter.grad is not None:
+            parameter.grad.mul_(factor.to(parameter.grad.dtype))
+    return norm
+
+
+def _counting_hook(gradients: weakref.ref[Gradients], name: str) -> Callable[[torch.Tensor], None]:
+    # A weak reference: the garbage collector does not see cycles through a tensor's hooks.
+    def hook(_: torch.Tensor) -> None:
+        if (alive := gradients()) is not None:
+            alive.count(name)
+
+    return hook
+
+
+def _gradient(leaf: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+
+
+def _bytes(params: RankParameters, spec: ParamSpec) -> int:
+    return params.local[spec.name].numel() * params.local[spec.name].element_size()

@@ -1,0 +1,184 @@
+"""The ranks that this process runs: all of them as threads, or one as a process among others.
+
+In: a program and full tensors by name. Out: `LocalRanks` or `ProcessRank`, with one interface: `run(what, fn)` calls `fn` on
+every rank and returns the result of the first rank of this process.
+
+    ranks = LocalRanks(program, state, timeout=60.0)
+    ranks.run("step", lambda rank: rank.executor.step(microbatches_of[rank.world.rank]))
+"""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from autoptd.errors import InternalError, PlanError, RuntimeFault
+from autoptd.ir.mesh import Mesh
+from autoptd.ir.program import Program
+from autoptd.runtime.distributed import DistributedWorld
+from autoptd.runtime.executor import Executor, needs_of
+from autoptd.runtime.parameters import RankParameters
+from autoptd.runtime.threads import Ranks, ThreadWorld
+from autoptd.runtime.world import World
+
+Result = TypeVar("Result")
+
+
+@dataclass
+class Rank:
+    """One rank: its world, its parameters, and what runs the program; `evaluator` may run another program."""
+
+    world: World
+    params: RankParameters
+    executor: Executor
+    evaluator: Executor
+
+
+class RunningRanks(ABC):
+    """The ranks of this process; `replicas` is the number of replicas whose rows one call of `step` holds."""
+
+    here: list[Rank]
+    replicas: int
+
+    @abstractmethod
+    def run(self, what: str, fn: Callable[[Rank], Result]) -> Result:
+        """Call `fn` on every rank of this process; `what` says in errors what the ranks are doing."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Stop the ranks; no call may follow."""
+
+    def replica_of(self, rank: Rank) -> int:
+        """Which of the replicas in a call of `step` is that of `rank`."""
+        return rank.world.coordinate.dp if self.replicas > 1 else 0
+
+    @property
+    def has_rank_0(self) -> bool:
+        return self.here[0].world.rank == 0
+
+    def attach_evaluator(self, program: Program) -> None:
+        """Let evaluations run `program`: the same model compiled in eval mode; a collective."""
+
+        def attach(rank: Rank) -> None:
+            check_same_program(program, rank.world)
+            check_same_layout(rank.params.program, program)
+            rank.evaluator = Executor(program, rank.world, rank.params)
+
+        self.run("eval_step", attach)
+
+
+class LocalRanks(RunningRanks):
+    """All ranks as threads of this process."""
+
+    def __init__(
+        self, program: Program, full: Mapping[str, torch.Tensor], device: str = "cpu", timeout: float = 300.0
+    ) -> None:
+        shared = ThreadWorld(program.mesh, needs_of(program), device, timeout)
+        self._pool = Ranks(shared)
+        self.replicas = program.mesh.d
+        try:
+            self.here = self._pool.run(lambda world: make_rank(program, world, full))
+        except BaseException:
+            self._pool.close()
+            raise
+
+    def run(self, what: str, fn: Callable[[Rank], Result]) -> Result:
+        def task(world: World) -> Result:
+            world.at = what
+            return fn(self.here[world.rank])
+
+        return self._pool.run(task)[0]
+
+    def close(self) -> None:
+        self._pool.close()
+
+
+class ProcessRank(RunningRanks):
+    """This process is one rank; creating it is a collective of all."""
+
+    def __init__(
+        self,
+        program: Program,
+        full: Mapping[str, torch.Tensor],
+        device: str | None = None,
+        timeout: float = 300.0,
+        backend: str | None = None,
+    ) -> None:
+        self._world = DistributedWorld(program.mesh, needs_of(program), device, timeout, backend)
+        self.replicas = 1
+        self.here = [make_rank(program, self._world, full)]
+
+    def run(self, what: str, fn: Callable[[Rank], Result]) -> Result:
+        self._world.at = what
+        return fn(self.here[0])
+
+    def close(self) -> None:
+        self._world.close()
+
+
+def make_rank(program: Program, world: World, full: Mapping[str, torch.Tensor]) -> Rank:
+    """Return one rank, ready to step; a collective of all ranks."""
+    check_same_program(program, world)
+    params = RankParameters(program, world, full)
+    executor = Executor(program, world, params)
+    return Rank(world, params, executor, executor)
+
+
+def is_launched(mesh: Mesh, backend: str | None) -> bool:
+    """Whether ranks are processes (torchrun, or an initialised process group) rather than threads of this one.
+
+    PlanError when the number of processes is not that of the mesh, or when there are none and threads were not asked for.
+    """
+    if backend == "local":
+        return False
+    in_environment = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    if dist.is_available() and dist.is_initialized():
+        size = dist.get_world_size()
+    elif in_environment:
+        size = int(os.environ["WORLD_SIZE"])
+    elif mesh.size > 1 or backend is not None:
+        raise PlanError(
+            f"{mesh}",
+            f"{mesh.size} ranks are asked for, and this process was not started by torchrun",
+            f"torchrun --nproc-per-node {mesh.size} ..., or backend='local' for ranks as threads",
+        )
+    else:
+        return False
+    if size != mesh.size:
+        raise PlanError(
+            f"world size {size}",
+            f"t*p*d is {mesh.size} ({mesh})",
+            f"torchrun --nproc-per-node {mesh.size} ..., or t, p, d whose product is {size}",
+        )
+    return True
+
+
+def own_rank() -> int:
+    """This process's rank, before or after there is a process group."""
+    return dist.get_rank() if dist.is_initialized() else int(os.environ["RANK"])
+
+
+def check_same_program(program: Program, world: World) -> None:
+    """RuntimeFault on all ranks unless all compiled the same; a collective."""
+    prints = world.everyone().gather_objects(program.fingerprint(), "fingerprint of the program")
+    others = [rank for rank, text in enumerate(prints) if text != prints[0]]
+    if others:
+        raise RuntimeFault(
+            f"rank {world.rank}",
+            f"rank {', '.join(map(str, others))} compiled another program than rank 0",
+            "run the same code with the same model, options and example_inputs sizes on every rank",
+        )
+
+
+def check_same_layout(trained: Program, evaluated: Program) -> None:
+    """InternalError unless every parameter of `evaluated` lies where `trained` has it."""
+    for spec in evaluated.params:
+        home = trained.param(spec.name)
+        if spec.type != home.type or spec.dims != home.dims or not set(spec.stages) <= set(home.stages):
+            raise InternalError(f"eval_step: {spec.name}", "is laid out differently than in training")

@@ -1,0 +1,227 @@
+"""Real torch optimizers over local parameters, which speak the model's own names.
+
+In: an optimizer class, groups by names, globs or tensors, and the parameters of the ranks of this process (all ranks as
+threads, or one). Out: an instance of the class over those local tensors, so that learning-rate schedulers work, whose
+`state_dict` is a collective that gives full tensors by original names on rank 0:
+
+    {"state": {"lm_head.weight": {"step": ..., "exp_avg": <full>}}, "param_groups": [{"lr": ..., "params": ["lm_head.weight"]}]}
+
+Only elementwise optimizers are allowed: their update of a shard is the shard of the update.
+
+    opt = make_optimizer(torch.optim.AdamW, ranks, run, params=[{"params": ["*.weight"], "weight_decay": 0.1}], lr=3e-4)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, TypeVar
+
+import torch
+from torch import optim
+
+from autoptd.errors import PlanError
+from autoptd.ir.program import ParamSpec
+from autoptd.runtime.parameters import RankParameters, gather_full, shard_of
+
+Result = TypeVar("Result")
+Run = Callable[
+    [Callable[[RankParameters], Result]], Result
+]  # a collective on all ranks; rank 0's (or this rank's) result
+State = dict[str, dict[str, Any]]  # parameter name -> the optimizer's record of it
+ELEMENTWISE = (
+    optim.SGD,
+    optim.Adam,
+    optim.AdamW,
+    optim.NAdam,
+    optim.RAdam,
+    optim.Adagrad,
+    optim.RMSprop,
+    optim.Adamax,
+    optim.Adadelta,
+    optim.ASGD,
+)
+
+
+@dataclass(frozen=True)
+class Binding:
+    """What an optimizer knows of the ranks: their parameters, how to run a collective, and the names in each group."""
+
+    ranks: tuple[RankParameters, ...]
+    run: Run[Any]
+    groups: tuple[tuple[str, ...], ...]
+
+
+class NamedOptimizer(optim.Optimizer):
+    """Mixed in before the user's class: its state dict has full tensors under original names."""
+
+    binding: Binding
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the full state on rank 0 and for ranks as threads, {} elsewhere; a collective."""
+        state = self.binding.run(lambda params: gather_state(params, self.state))
+        if not any(params.world.rank == 0 for params in self.binding.ranks):
+            return {}
+        return {"state": state, "param_groups": self._named_groups()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take a state dict of full tensors, the same on every rank."""
+        found = [sorted(group["params"]) for group in state_dict["param_groups"]]
+        if found != [sorted(names) for names in self.binding.groups]:
+            fact = f"its groups hold {[len(names) for names in found]} parameters, this optimizer's "
+            fact += f"{[len(names) for names in self.binding.groups]}, or others"
+            raise PlanError("optimizer.load_state_dict", fact, "make the optimizer with the groups that were saved")
+        own = super().state_dict()["param_groups"]  # torch's format: parameters are numbers
+        groups = [
+            {**group, "params": numbers["params"]}
+            for group, numbers in zip(state_dict["param_groups"], own, strict=True)
+        ]
+        holders = {id(x): (params, spec) for params in self.binding.ranks for spec, x in _local(params)}
+        state = {}
+        for group, numbers in zip(self.param_groups, own, strict=True):
+            for parameter, number in zip(group["params"], numbers["params"], strict=True):
+                params, spec = holders[id(parameter)]
+                if spec.name in state_dict["state"]:
+                    state[number] = _local_record(params, spec, state_dict["state"][spec.name])
+        super().load_state_dict({"state": state, "param_groups": groups})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if hasattr(self, "binding"):
+            raise PlanError(
+                "optimizer.add_param_group", "groups are fixed", "give all groups to pm.optimizer(params=...)"
+            )
+        super().add_param_group(param_group)
+
+    def _named_groups(self) -> list[dict[str, Any]]:
+        pairs = zip(self.param_groups, self.binding.groups, strict=True)
+        return [{**group, "params": list(names)} for group, names in pairs]
+
+
+def make_optimizer(
+    cls: type[optim.Optimizer],
+    ranks: Sequence[RankParameters],
+    run: Run[Any],
+    params: Iterable[Any] | None = None,
+    **keywords: Any,
+) -> optim.Optimizer:
+    """Return an instance of (a subclass of) `cls` over the local parameters of `ranks`; a collective.
+
+    `params` is None (all), or names, globs, tensors and (name, tensor) pairs, or group dicts whose "params" holds such.
+    """
+    if cls not in ELEMENTWISE and not getattr(cls, "elementwise", False):
+        raise PlanError(
+            f"optimizer {cls.__name__}",
+            "is not known to update every element by itself, so shards would be updated differently from the whole",
+            f"one of {', '.join(one.__name__ for one in ELEMENTWISE)}; or set elementwise = True on the class if it is",
+        )
+    mine = resolve_groups(ranks, params)
+    names = [names for names, _ in mine]
+    groups = _agree(run, names, [spec.name for spec in ranks[0].specs])
+    local = [
+        {**options, "params": [one.local[name] for name in names for one in ranks if name in one.local]}
+        for names, (_, options) in zip(groups, mine, strict=True)
+    ]
+    made = type(cls.__name__, (NamedOptimizer, cls), {"__doc__": cls.__doc__})(local, **keywords)
+    made.binding = Binding(tuple(ranks), run, groups)
+    return made
+
+
+def resolve_groups(
+    ranks: Sequence[RankParameters], params: Iterable[Any] | None
+) -> list[tuple[list[str], dict[str, Any]]]:
+    """Return (names, options) per group; PlanError for what names no parameter, or two groups for one."""
+    specs = ranks[0].specs
+    if params is None:
+        return [([spec.name for spec in specs], {})]
+    items: list[Any] = [params] if isinstance(params, (str, torch.Tensor)) else list(params)
+    if not any(isinstance(item, Mapping) for item in items):
+        items = [{"params": items}]
+    name_of = {id(x): spec.name for one in ranks for spec, x in _local(one)}
+    groups, seen = [], set[str]()
+    for group in items:
+        wanted = group["params"]
+        wanted = [wanted] if isinstance(wanted, (str, torch.Tensor)) else wanted
+        names = list(dict.fromkeys(name for item in wanted for name in _names(item, specs, name_of)))
+        twice = sorted(seen.intersection(names))
+        if twice:
+            raise PlanError("optimizer groups", f"{', '.join(twice)} are in two groups", "name each parameter once")
+        seen.update(names)
+        groups.append((names, {key: value for key, value in group.items() if key != "params"}))
+    return groups
+
+
+def gather_state(params: RankParameters, state: Mapping[torch.Tensor, Mapping[str, Any]]) -> State:
+    """Return the optimizer's state with full CPU tensors by name on rank 0, {} elsewhere; a collective of all ranks."""
+    at = params.world.coordinate
+    mine = {}
+    if at.dp == at.tp == 0:
+        owned = [(spec, x) for spec, x in _local(params) if params.is_first_owner(spec) and x in state]
+        mine = {spec.name: {key: _described(value, x) for key, value in state[x].items()} for spec, x in owned}
+    everywhere = params.world.everyone().gather_objects(mine, "optimizer state")
+    described = {name: record for part in everywhere for name, record in part.items()}
+    found: State = {}
+    for spec in params.specs:
+        x = params.local.get(spec.name)
+        for key, value in described.get(spec.name, {}).items():
+            if isinstance(value, Whole):
+                value = gather_full(params, spec, None if x is None else state[x][key], value.dtype)
+            found.setdefault(spec.name, {})[key] = value
+    return found if params.world.rank == 0 else {}
+
+
+@dataclass(frozen=True)
+class Whole:
+    """Stands for a tensor that is laid out as its parameter, and is gathered as such."""
+
+    dtype: torch.dtype
+
+
+def _described(value: Any, parameter: torch.Tensor) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    is_like_parameter = value.dim() > 0 and value.shape == parameter.shape
+    return Whole(value.dtype) if is_like_parameter else value.detach().to("cpu", copy=True)
+
+
+def _local_record(params: RankParameters, spec: ParamSpec, record: Mapping[str, Any]) -> dict[str, Any]:
+    """This rank's part of one parameter's state, in tensors of its own."""
+    found = {}
+    for key, value in record.items():
+        if isinstance(value, torch.Tensor):
+            is_like_parameter = value.dim() > 0 and tuple(value.shape) == spec.shape
+            value = (shard_of(spec, value, params.world) if is_like_parameter else value).clone()
+        found[key] = value
+    return found
+
+
+def _local(params: RankParameters) -> list[tuple[ParamSpec, torch.Tensor]]:
+    return [(spec, params.local[spec.name]) for spec in params.specs if spec.name in params.local]
+
+
+def _names(item: Any, specs: Sequence[ParamSpec], name_of: Mapping[int, str]) -> list[str]:
+    """First names of what one entry of a group means."""
+    if isinstance(item, tuple):
+        item = item[0]
+    if isinstance(item, torch.Tensor):
+        if id(item) not in name_of:
+            fact = f"a tensor of shape {tuple(item.shape)} is no local parameter"
+            raise PlanError("optimizer groups", fact, "take tensors from pm.named_parameters(), or give names")
+        return [name_of[id(item)]]
+    found = [spec.name for spec in specs if any(fnmatchcase(name, item) for name in (spec.name, *spec.aliases))]
+    if not found:
+        raise PlanError(
+            "optimizer groups", f"{item!r} names no parameter", "the model's own names, or globs such as '*.bias'"
+        )
+    return found
+
+
+def _agree(run: Run[Any], mine: list[list[str]], order: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+    """Names per group over all ranks: groups of tensors name only what is local."""
+    everywhere = run(lambda params: params.world.everyone().gather_objects(mine, "optimizer groups"))
+    if len({len(groups) for groups in everywhere}) > 1:
+        sizes = [len(groups) for groups in everywhere]
+        raise PlanError("optimizer groups", f"ranks have {sizes} groups", "make the same groups on every rank")
+    return tuple(
+        tuple(name for name in order if any(name in groups[i] for groups in everywhere)) for i in range(len(mine))
+    )

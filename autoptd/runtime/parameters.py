@@ -1,0 +1,162 @@
+"""A rank's parameters, and the way between shards and the full tensors of the user's model.
+
+In: a program's `ParamSpec`s and full tensors by name. Out: per rank one `nn.Parameter` for every parameter that a stage of its
+pipeline rank uses: the local shard, shared by those stages. An *owner* of a parameter is a pipeline rank with such a stage.
+
+    params = RankParameters(program, world, dict(model.named_parameters()))
+    params.local["lm_head.weight"]           # what the optimizer steps: ndim kept, the rows of this tensor rank
+    full = gather_full(params, spec, params.local.get(spec.name))       # on rank 0; a collective
+
+Stages compute with *leaves*: detached tensors that share the parameter's storage, so that a step's gradients gather in
+`leaf.grad` and reach `parameter.grad` only when they are complete and the loss is good.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoptd.errors import PlanError
+from autoptd.ir.program import ParamSpec, Program
+from autoptd.runtime.shards import join_shards, take_shard
+from autoptd.runtime.world import World
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """`torch.float32` for "float32"."""
+    return getattr(torch, name.removeprefix("torch."))  # type: ignore[no-any-return]
+
+
+def owners(program: Program, spec: ParamSpec) -> tuple[int, ...]:
+    """Pipeline ranks that hold a copy of the parameter, ascending."""
+    return tuple(sorted({program.rank_of_stage(stage) for stage in spec.stages}))
+
+
+class RankParameters:
+    """The parameters of one rank. Creating it is a collective: rank 0's values are taken, as DDP does.
+
+    `specs` are those of the whole program, `local` and `leaves` hold this rank's by the parameter's (first) name.
+    """
+
+    def __init__(self, program: Program, world: World, full: Mapping[str, torch.Tensor]) -> None:
+        self.program, self.world = program, world
+        self.specs = program.params
+        self.local: dict[str, nn.Parameter] = {}
+        self.leaves: dict[str, torch.Tensor] = {}
+        for spec in self.specs:
+            whole = from_rank_0(world, spec.name, full[spec.name], dtype_of(spec.dtype))
+            if self.is_owner(spec):
+                shard = shard_of(spec, whole, world).clone()  # never the user's own storage
+                self.local[spec.name] = nn.Parameter(shard, requires_grad=spec.requires_grad)
+                self.leaves[spec.name] = self.local[spec.name].detach().requires_grad_(spec.requires_grad)
+
+    def is_owner(self, spec: ParamSpec) -> bool:
+        return self.world.coordinate.pp in owners(self.program, spec)
+
+    def is_first_owner(self, spec: ParamSpec) -> bool:
+        """Whether this rank's pipeline rank is the one that counts, where several hold copies."""
+        return self.world.coordinate.pp == owners(self.program, spec)[0]
+
+    def weights_of_stage(self, stage: int) -> dict[str, torch.Tensor]:
+        """Leaves of the parameters that `stage` uses, under all their names."""
+        used = [spec for spec in self.specs if stage in spec.stages]
+        return {name: self.leaves[spec.name] for spec in used for name in (spec.name, *spec.aliases)}
+
+    def check_storage(self) -> None:
+        """Refuse a parameter that was given another storage: stages would go on with the old one."""
+        for name, parameter in self.local.items():
+            if parameter.data_ptr() != self.leaves[name].data_ptr():
+                raise PlanError(name, "its .data was replaced", "change values in place: parameter.data.copy_(...)")
+
+
+def from_rank_0(world: World, name: str, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return rank 0's `x` on this rank's device; a collective."""
+    if x.is_meta:
+        raise PlanError(name, "is on the meta device and has no values", "model.to_empty(...) and initialise it")
+    return world.everyone().broadcast(x.detach().to(world.device, dtype), 0, f"start: {name}")
+
+
+def shard_of(spec: ParamSpec, full: torch.Tensor, world: World) -> torch.Tensor:
+    """Return this rank's part of a full tensor that is laid out as the parameter; may share its storage."""
+    if spec.type.kind != "S":
+        return full
+    return take_shard(full, spec.type.dim, spec.outer, world.coordinate.tp, world.mesh.t)
+
+
+def gather_full(
+    params: RankParameters, spec: ParamSpec, local: torch.Tensor | None, dtype: torch.dtype | None = None
+) -> torch.Tensor | None:
+    """Return the full CPU tensor of which `local` is this rank's part, on rank 0; None elsewhere.
+
+    A collective of all ranks: owners pass their part (laid out as the parameter), others None. `dtype` is the parameter's
+    unless said otherwise.
+    """
+    world, at = params.world, params.world.coordinate
+    if at.dp != 0:
+        return None
+    site = f"gather {spec.name}"
+    if params.is_first_owner(spec):
+        assert local is not None
+        full = local.detach()
+        if spec.type.kind == "S":
+            parts = world.group(("tp",)).all_gather(full.contiguous(), site)
+            full = join_shards(parts, spec.type.dim, spec.outer)
+    else:
+        full = torch.empty(spec.shape, dtype=dtype or dtype_of(spec.dtype), device=world.device)
+    if at.tp != 0:
+        return None
+    full = world.group(("pp",)).broadcast(full, owners(params.program, spec)[0], site)
+    return full.to("cpu", copy=True) if world.rank == 0 else None
+
+
+def gather_parameters(params: RankParameters) -> dict[str, torch.Tensor]:
+    """Return all parameters as full CPU tensors under all their names on rank 0, {} elsewhere; a collective."""
+    found: dict[str, torch.Tensor] = {}
+    for spec in params.specs:
+        full = gather_full(params, spec, params.local.get(spec.name))
+        if full is not None:
+            found |= dict.fromkeys((spec.name, *spec.aliases), full)
+    return found
+
+
+def gather_gradients(params: RankParameters) -> dict[str, torch.Tensor]:
+    """Return all gradients as `gather_parameters` returns values; a parameter without one is absent."""
+    mine = [name for name, parameter in params.local.items() if parameter.grad is not None]
+    everywhere = params.world.everyone().gather_objects(mine, "which gradients exist")
+    present = set().union(*everywhere)
+    found: dict[str, torch.Tensor] = {}
+    for spec in params.specs:
+        if spec.name in present:
+            parameter = params.local.get(spec.name)
+            full = gather_full(params, spec, None if parameter is None else parameter.grad)
+            if full is not None:
+                found |= dict.fromkeys((spec.name, *spec.aliases), full)
+    return found
+
+
+@torch.no_grad()
+def load_parameters(params: RankParameters, full: Mapping[str, torch.Tensor]) -> None:
+    """Copy this rank's parts of full tensors, by first or any other name, into its parameters; absent ones stay."""
+    for spec in params.specs:
+        names = [name for name in (spec.name, *spec.aliases) if name in full]
+        if names and spec.name in params.local:
+            params.local[spec.name].copy_(shard_of(spec, full[names[-1]], params.world))
+
+
+def check_loaded(
+    program: Program, others: Mapping[str, torch.Tensor], full: Mapping[str, Any]
+) -> tuple[list[str], list[str]]:
+    """Return (missing, unexpected) names of a state dict; a wrong shape is a PlanError that lists all of them."""
+    shapes = {name: spec.shape for spec in program.params for name in (spec.name, *spec.aliases)}
+    shapes |= {name: tuple(x.shape) for name, x in others.items()}
+    wrong = [
+        f"{name} has shape {tuple(full[name].shape)}, not {shape}"
+        for name, shape in shapes.items()
+        if name in full and tuple(full[name].shape) != tuple(shape)
+    ]
+    if wrong:
+        raise PlanError("load_state_dict", "; ".join(wrong), "load the state dict of a model with the same sizes")
+    return [name for name in shapes if name not in full], [name for name in full if name not in shapes]
