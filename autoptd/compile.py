@@ -278,11 +278,10 @@ def collectives(
                 )
             elif op_name(node) == "cross_entropy" and node.kwargs["vocab"]:
                 tokens = node.args[1].meta["autoptd"].extra["local_shapes"][0]  # type: ignore[union-attr]
-                nbytes = int(torch.Size(tokens).numel()) * tensor(node).element_size()
-                why = "maximum, sum of exponentials and picked logit of every token"
-                found.append(
-                    Collective(site, stage, "3 all-reduces", "tp", "all-reduce", "none", nbytes, options.t, why)
-                )
+                nbytes = 3 * torch.Size(tokens).numel() * tensor(node).element_size()
+                why = "maximum, then sum of exponentials and picked logit, of every token"
+                name = "vocab_parallel_cross_entropy"
+                found.append(Collective(site, stage, name, "tp", "all-reduce", "none", nbytes, options.t, why))
     for one in crossing:
         nbytes = torch.Size(note(one.node).extra["local_shapes"][0]).numel() * tensor(one.node).element_size()
         for target in one.targets:

@@ -125,7 +125,7 @@ def compare_program(
     """Train `model` and `program` from the same float64 weights on the same batches, and measure their differences."""
     reference = copy.deepcopy(model)
     optimizer = torch.optim.AdamW(reference.parameters(), lr=lr)
-    pm = ParallelModel(program, options, dict(model.named_parameters()))
+    pm = ParallelModel(program, options, model.state_dict())
     found: list[Difference] = []
     try:
         ours = pm.optimizer(torch.optim.AdamW, lr=lr)

@@ -1,0 +1,81 @@
+"""The calls that users make: `parallelize`, `compile`, `verify`.
+
+    pm = autoptd.parallelize(model, t=2, p=2, d=2, example_inputs=(x, y))
+    opt = pm.optimizer(torch.optim.AdamW, lr=3e-4)
+    for x, y in loader:
+        loss = pm.step(*pm.local_batch(x, y))
+        opt.step(); opt.zero_grad()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from autoptd import schedule
+from autoptd.compile import compile, compile_program, split_call
+from autoptd.errors import PlanError
+from autoptd.ir.program import Program
+from autoptd.options import make_options
+from autoptd.parallel_model import ParallelModel, is_local
+from autoptd.verify import verify
+
+
+def parallelize(
+    model: nn.Module, t: int = 1, p: int = 1, d: int = 1, *, example_inputs: Any = None, **keywords: Any
+) -> ParallelModel:
+    """Return `model` running on t*p*d ranks: t tensor, p pipeline, d data parallel (Narayanan et al., SC'21).
+
+    The model is not changed; its weights are copied. `example_inputs` is exactly what `step` takes: a tuple of positional or
+    a dict of keyword arguments; this replica's share of the batch under torchrun, the global batch with backend="local"
+    (ranks as threads of this process). Without it, the model is compiled at the first `step`.
+
+    Keywords: `v` model chunks per pipeline rank; `loss_fn(output, targets)`; `num_microbatches` per replica and step;
+    `schedule` ("gpipe", "1f1b", "interleaved"); `seed`; `device`; `backend` ("local", "gloo", "nccl"); `timeout` in seconds;
+    `nan="ignore"`. Raises TraceError when the model cannot be captured faithfully and PlanError when the request cannot be
+    met, before any rank starts.
+    """
+    options = make_options(t=t, p=p, d=d, **keywords)
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise PlanError("model", "its weights are on meta: there is nothing to train", "build it on a real device")
+    replicas = options.d if is_local(options) else 1
+
+    def compile_for(args: tuple[Any, ...], kwargs: dict[str, Any], check: bool) -> Program:
+        return compile_program(model, options, args, kwargs, replicas=replicas, check=check)
+
+    def compile_eval(args: tuple[Any, ...], kwargs: dict[str, Any], check: bool) -> Program:
+        with in_eval_mode(model):
+            return compile_for(args, kwargs, check)
+
+    state = model.state_dict()
+    pm = ParallelModel.lazy(compile_for, options, state, compile_eval=compile_eval, draw=draw_program)
+    if example_inputs is not None:
+        args, kwargs = split_call(example_inputs)
+        pm.compile_now(args, kwargs)
+    return pm
+
+
+@contextmanager
+def in_eval_mode(model: nn.Module) -> Iterator[None]:
+    """Every module in eval mode for a while; each gets its own mode back."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def draw_program(program: Program, folder: Path) -> None:
+    """The pictures of `pm.show`: graph, schedule, collectives."""
+    from autoptd.viz.draw import draw
+
+    draw(program, folder, schedule.simulate(program.orders, program.mesh.p).spans)
+
+
+__all__ = ["ParallelModel", "Program", "compile", "parallelize", "verify"]

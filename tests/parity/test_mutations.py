@@ -1,0 +1,87 @@
+"""Proof of the proof: take one thing away from a right program, and `verify` must fail."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import autoptd
+from autoptd.ir.program import Program
+from autoptd.runtime import gradients
+from autoptd.runtime.threads import ThreadRank
+from autoptd.runtime.world import Done
+from tests.parity.models import batch, gpt, separate, uneven
+
+verify_module = importlib.import_module("autoptd.verify")
+
+
+def edit_source(monkeypatch: pytest.MonkeyPatch, old: str, new: str) -> list[str]:
+    """Make `verify` run a program in which the first `old` of its stage files is `new`; returns what was edited."""
+    edited: list[str] = []
+    right = verify_module.compile_program
+
+    def wrong(*args: object, **kwargs: object) -> Program:
+        program = right(*args, **kwargs)
+        for name, text in program.sources.items():
+            if old in text and not edited:
+                edited.append(name)
+                sources = {**program.sources, name: text.replace(old, new, 1)}
+                return dataclasses.replace(program, sources=sources)
+        return program
+
+    monkeypatch.setattr(verify_module, "compile_program", wrong)
+    return edited
+
+
+EDITS = {
+    "one f, in the backward of a column-split GEMM": ("= rt.i_to_r(ln_2, tp)", "= ln_2"),
+    "one g, behind a row-split GEMM": ("= rt.p_to_i(c_proj, tp)", "= c_proj"),
+    "a row bias is added by every rank": ("= rt.i_to_p(w.attn.c_proj.bias, tp)", "= w.attn.c_proj.bias"),
+}
+
+
+@pytest.mark.parametrize(("old", "new"), EDITS.values(), ids=EDITS)
+def test_one_conversion_less_is_found(monkeypatch: pytest.MonkeyPatch, old: str, new: str) -> None:
+    edited = edit_source(monkeypatch, old, new)
+    with pytest.raises(autoptd.InternalError, match="differs"):
+        autoptd.verify(gpt(), t=2, d=2, example_inputs=batch(), steps=1)
+    assert edited
+
+
+def test_one_loss_weight_less_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mean of microbatch means instead of the global mean."""
+    ids, targets = batch()
+    model, mesh = separate(), {"p": 2, "d": 2, "num_microbatches": 4}
+    autoptd.verify(model, **mesh, example_inputs=(ids, uneven(targets)), steps=1)
+    edited = edit_source(monkeypatch, "/ self.totals[0]", "/ (8 * (labels != -100).sum().clamp(min=1))")
+    with pytest.raises(autoptd.InternalError, match="differs"):
+        autoptd.verify(model, **mesh, example_inputs=(ids, uneven(targets)), steps=1)
+    assert edited
+
+
+def test_one_tied_sum_less_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ThreadRank, "owners", lambda self, pp_ranks: self._solo)
+    with pytest.raises(autoptd.InternalError, match=r"gradient .* at transformer\.wte\.weight"):
+        autoptd.verify(gpt(), p=2, example_inputs=batch(), steps=1)
+
+
+def skip_bucket(wanted: Callable[[gradients.Bucket], bool]) -> Callable[..., None]:
+    start = gradients.Bucket.start
+
+    def changed(self: gradients.Bucket, leaves: dict[str, torch.Tensor]) -> None:
+        start(self, leaves)
+        if wanted(self):
+            flat = self.pending.wait() / self.group.size
+            self.pending = Done(flat)
+
+    return changed
+
+
+def test_one_gradient_bucket_less_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gradients.Bucket, "start", skip_bucket(lambda bucket: bucket.number == 0))
+    with pytest.raises(autoptd.InternalError, match="differs"):
+        autoptd.verify(gpt(), d=2, example_inputs=batch(), steps=1)

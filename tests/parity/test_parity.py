@@ -1,0 +1,100 @@
+"""Whole models: loss, every gradient and every updated parameter equal those of the model on one device, in float64.
+
+`verify` runs five AdamW steps on both and raises when anything differs by more than DESIGN.md 1 allows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import autoptd
+from tests.parity.models import VOCAB, batch, gpt, separate, skipping, uneven
+
+MESHES = [(1, 1, 1, 1), (2, 1, 1, 1), (4, 1, 1, 1), (1, 2, 1, 1), (1, 4, 1, 1), (1, 2, 1, 2), (1, 1, 2, 1)]
+MESHES += [(2, 2, 1, 1), (2, 2, 2, 1), (2, 2, 2, 2), (4, 2, 1, 2)]
+
+
+def schedules(p: int, v: int) -> list[str]:
+    """The schedules that apply to a mesh."""
+    if p == 1:
+        return ["1f1b"]
+    return ["interleaved"] if v > 1 else ["gpipe", "1f1b", "interleaved"]
+
+
+CASES = [(*mesh, schedule) for mesh in MESHES for schedule in schedules(mesh[1], mesh[3])]
+
+
+@pytest.mark.parametrize(("t", "p", "d", "v", "schedule"), CASES)
+def test_gpt_with_tied_embeddings(t: int, p: int, d: int, v: int, schedule: str) -> None:
+    report = autoptd.verify(gpt(), t=t, p=p, d=d, v=v, schedule=schedule, example_inputs=batch())
+    assert len(report.differences) > 5 * len(list(gpt().parameters()))
+
+
+@pytest.mark.parametrize(("t", "p", "d", "v"), [(2, 1, 1, 1), (1, 2, 1, 1), (2, 2, 2, 1), (1, 2, 2, 2)])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_separate_projections_and_ignored_labels(t: int, p: int, d: int, v: int, reduction: str) -> None:
+    ids, targets = batch()
+    autoptd.verify(separate(reduction=reduction), t=t, p=p, d=d, v=v, example_inputs={"ids": ids, "labels": uneven(targets)})
+
+
+@pytest.mark.parametrize(("t", "p", "v", "layers"), [(1, 4, 1, 7), (1, 2, 2, 7), (2, 2, 2, 5), (1, 2, 1, 3)])
+def test_any_number_of_layers(t: int, p: int, v: int, layers: int) -> None:
+    autoptd.verify(gpt(layers), t=t, p=p, v=v, example_inputs=batch())
+
+
+@pytest.mark.parametrize(("p", "v", "schedule", "m"), [(2, 1, "1f1b", 1), (2, 1, "1f1b", 3), (4, 1, "gpipe", 3), (2, 2, "interleaved", 6)])
+def test_any_number_of_microbatches(p: int, v: int, schedule: str, m: int) -> None:
+    autoptd.verify(gpt(), p=p, v=v, schedule=schedule, num_microbatches=m, example_inputs=batch(6))
+
+
+@pytest.mark.parametrize("mesh", [{"p": 2}, {"p": 3, "d": 2}, {"t": 2, "p": 2, "v": 3}])
+def test_skips_and_inputs_of_later_stages(mesh: dict[str, int]) -> None:
+    ids, targets = batch(12)
+    autoptd.verify(skipping(), **mesh, example_inputs=(ids, targets))
+
+
+def test_loss_function_beside_the_model() -> None:
+    ids, targets = batch()
+    model = nn.Sequential(nn.Embedding(VOCAB, 16), nn.Linear(16, 32), nn.GELU(), nn.Linear(32, VOCAB))
+
+    def loss_fn(logits: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(logits.flatten(0, 1), wanted.flatten(), label_smoothing=0.1)
+
+    call: dict[str, Any] = {"input": ids, "targets": targets}
+    autoptd.verify(model, t=2, p=2, d=2, loss_fn=loss_fn, example_inputs=call)
+
+
+def test_one_row_per_microbatch() -> None:
+    autoptd.verify(gpt(2), d=2, num_microbatches=4, example_inputs=batch(8))
+
+
+def test_vocabulary_parallel_loss_is_chosen_and_right() -> None:
+    model = gpt(2, width=16, vocab=VOCAB)
+    program = autoptd.compile(model, t=2, example_inputs=batch())
+    assert "rt.vocab_parallel_cross_entropy" in program.sources["stage_0.py"]
+    ids, targets = batch()
+    autoptd.verify(model, t=2, d=2, example_inputs=(ids, uneven(targets)))
+
+
+@pytest.mark.parametrize("width", [32, 64])
+def test_float32_within_1e_5(width: int) -> None:
+    """The model's own precision: one step of the partitioned model against the model."""
+    model, (ids, targets) = gpt(width=width), batch()
+    loss = model(ids, targets)[1]
+    loss.backward()
+    pm = autoptd.parallelize(model, t=2, p=2, d=2, v=2, backend="local", example_inputs=(ids, targets))
+    try:
+        assert torch.allclose(pm.step(ids, targets), loss.detach(), rtol=1e-5, atol=0)
+        largest = max(float(p.grad.abs().max()) for p in model.parameters() if p.grad is not None)
+        for name, gradient in pm.gradients().items():
+            wanted = model.get_parameter(name).grad
+            assert wanted is not None
+            scale = max(float(wanted.abs().max()), 1e-3 * largest)
+            assert float((gradient - wanted).abs().max()) <= 1e-5 * scale, name
+    finally:
+        pm.close()

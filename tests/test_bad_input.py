@@ -1,0 +1,168 @@
+"""What a user gets wrong: each mistake is one clear error, with site, fact and remedy, before anything runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import autoptd
+from tests.parity.models import VOCAB, batch, gpt
+
+
+def compile_gpt(**keywords: Any) -> autoptd.Program:
+    return autoptd.compile(gpt(2), example_inputs=keywords.pop("example_inputs", batch()), **keywords)
+
+
+def test_t_that_does_not_divide_the_heads() -> None:
+    with pytest.raises(autoptd.PlanError, match=r"transformer\.h\.0\.attn.*4 heads do not divide over t=3") as caught:
+        autoptd.compile(gpt(2, heads=4, width=36), t=3, example_inputs=batch())
+    assert "{1, 2, 4}" in caught.value.remedy
+
+
+def test_more_stages_than_cut_points() -> None:
+    with pytest.raises(autoptd.PlanError, match="more stages than the model can be cut into"):
+        compile_gpt(p=8)
+
+
+def test_batch_that_does_not_divide() -> None:
+    with pytest.raises(autoptd.PlanError, match="7 rows do not divide over d=2"):
+        compile_gpt(d=2, example_inputs=batch(7))
+    with pytest.raises(autoptd.PlanError, match=r"do not divide into 3 microbatches.*\{1, 2, 4, 8\}"):
+        compile_gpt(num_microbatches=3)
+
+
+def test_microbatches_that_interleaving_cannot_use() -> None:
+    with pytest.raises(autoptd.PlanError, match="num_microbatches"):
+        autoptd.compile(gpt(4), p=2, v=2, num_microbatches=1, example_inputs=batch())
+
+
+def test_another_shape_later() -> None:
+    pm = autoptd.parallelize(gpt(2), p=2, backend="local", example_inputs=batch())
+    try:
+        with pytest.raises(autoptd.PlanError, match="drop_last=True"):
+            pm.step(*batch(6))
+        pm.step(*batch())  # the mistake left nothing behind
+    finally:
+        pm.close()
+
+
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCAB, 8), nn.Linear(8, VOCAB)
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        logits = self.head(self.embed(ids))
+        if logits.sum() > 0:  # the branch
+            logits = 2 * logits
+        return F.cross_entropy(logits.view(-1, VOCAB), targets.view(-1))
+
+
+def test_control_flow_on_data_names_the_line() -> None:
+    with pytest.raises(autoptd.TraceError, match=r"test_bad_input\.py:\d+  if logits\.sum\(\) > 0"):
+        autoptd.compile(Branching(), example_inputs=batch())
+
+
+def test_no_loss() -> None:
+    ids, _ = batch()
+    with pytest.raises(autoptd.TraceError, match="no loss found"):
+        autoptd.compile(gpt(2), example_inputs=(ids,))
+
+
+class Mixing(nn.Module):
+    """An in-batch loss: every sample is compared with all others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, 8)
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        a, b = self.embed(ids).mean(1), self.embed(targets).mean(1)
+        return F.cross_entropy(a @ b.T, torch.arange(len(ids)))
+
+
+def test_an_operator_that_mixes_samples() -> None:
+    with pytest.raises(autoptd.PlanError, match="mixes the samples"):
+        autoptd.compile(Mixing(), example_inputs=batch(), num_microbatches=2)
+    autoptd.verify(Mixing(), example_inputs=batch(), num_microbatches=1, t=2, steps=1)
+
+
+def test_example_inputs_on_another_device() -> None:
+    ids, targets = batch()
+    with pytest.raises(autoptd.PlanError, match="is on meta, the model on cpu"):
+        autoptd.compile(gpt(2), example_inputs=(ids, targets.to("meta")))
+
+
+@pytest.mark.parametrize("mesh", [{}, {"t": 2, "p": 2, "d": 2}])
+def test_nan_loss_raises_on_all_ranks(mesh: dict[str, int]) -> None:
+    model = gpt(2)
+    with torch.no_grad():
+        model.lm_head.weight[3] = float("nan")
+    pm = autoptd.parallelize(model, **mesh, backend="local", example_inputs=batch())
+    try:
+        with pytest.raises(autoptd.RuntimeFault, match=r"step 1: the loss is NaN on rank"):
+            pm.step(*batch())
+        assert not pm.gradients()
+    finally:
+        pm.close()
+
+
+def test_nan_loss_may_pass() -> None:
+    model = gpt(2)
+    with torch.no_grad():
+        model.lm_head.weight[3] = float("nan")
+    pm = autoptd.parallelize(model, p=2, backend="local", nan="ignore", example_inputs=batch())
+    try:
+        assert pm.step(*batch()).isnan()
+    finally:
+        pm.close()
+
+
+FUTURE = {"c": 2, "zero": 1, "precision": "bf16", "recompute": True, "sequence_parallel": True, "fuse": "triton", "plan": {}}
+
+
+@pytest.mark.parametrize("name", FUTURE)
+def test_a_feature_that_is_not_there_yet(name: str) -> None:
+    with pytest.raises(autoptd.PlanError, match=f"{name}=.*is not there yet"):
+        compile_gpt(**{name: FUTURE[name]})
+
+
+def test_a_keyword_that_does_not_exist() -> None:
+    with pytest.raises(autoptd.PlanError, match="tensor_parallel=: no such keyword"):
+        compile_gpt(tensor_parallel=2)
+
+
+@pytest.mark.parametrize("wrong", [{"t": 0}, {"p": 1.5}, {"d": "2"}, {"schedule": "zigzag"}, {"v": 2}, {"timeout": 0}])
+def test_values_that_make_no_sense(wrong: dict[str, Any]) -> None:
+    with pytest.raises(autoptd.PlanError):
+        compile_gpt(**wrong)
+
+
+def test_dropout_is_refused_in_training_only() -> None:
+    from examples.gpt import GPT, GPTConfig
+
+    model = GPT(GPTConfig(vocab_size=VOCAB, block_size=8, n_layer=1, dropout=0.1))
+    with pytest.raises(autoptd.PlanError, match=r"dropout of 0\.1"):
+        autoptd.compile(model, example_inputs=batch())
+    autoptd.compile(model.eval(), example_inputs=batch())
+
+
+def test_weights_on_meta_compile_but_do_not_run() -> None:
+    with torch.device("meta"):
+        model = gpt(2)
+    meta = tuple(one.to("meta") for one in batch())
+    assert autoptd.compile(model, t=2, p=2, example_inputs=meta).sources
+    with pytest.raises(autoptd.PlanError, match="meta"):
+        autoptd.parallelize(model, t=2, backend="local", example_inputs=meta)
+    with pytest.raises(autoptd.PlanError, match="meta"):
+        autoptd.verify(model, t=2, example_inputs=meta)
+
+
+def test_state_before_the_first_step_needs_example_inputs() -> None:
+    pm = autoptd.parallelize(gpt(2), p=2, backend="local")
+    with pytest.raises(autoptd.PlanError, match="example_inputs="):
+        pm.state_dict()
