@@ -25,7 +25,7 @@ def test_t_that_does_not_divide_the_heads() -> None:
 
 def test_more_stages_than_cut_points() -> None:
     with pytest.raises(autoptd.PlanError, match="more stages than the model can be cut into"):
-        compile_gpt(p=8)
+        compile_gpt(p=16, num_microbatches=8)
 
 
 def test_batch_that_does_not_divide() -> None:

@@ -5,7 +5,7 @@ constants alone (position ids, masks) or on parameters alone is cheap and is com
 go to their stages directly. A parameter lives on every stage that reads it: its owner set.
 
 Cut points are the positions in backbone order with GEMMs on both sides where the fewest values cross; positions between layers
-are preferred to positions inside of one as long as there are enough of them.
+are preferred to positions inside of one, and thin crossings to thicker ones, as long as there are enough of them.
 """
 
 from __future__ import annotations
@@ -63,14 +63,17 @@ def _cut_points(backbone: list[Node], num_stages: int) -> list[int]:
         alive = [j for j in [*alive, i] if last_use[j] > i]
         if gemms and gemms[0] <= i < gemms[-1] and all(is_tensor(backbone[j]) for j in alive):
             width[i] = len(alive)
-    thinnest = min(width.values(), default=0)
-    points = [i for i, count in width.items() if count == thinnest]
-    between_layers = [i for i in points if layer_of(backbone[i]) != layer_of(backbone[i + 1])]
-    # Several positions in a row can have the same work before them: keep the first, right behind the layer.
-    for candidates in (between_layers, points):
-        distinct = list({sum(1 for g in gemms if g <= i): i for i in reversed(candidates)}.values())[::-1]
-        if len(distinct) >= num_stages - 1:
-            return distinct
+    before = {i: sum(1 for g in gemms if g <= i) for i in width}
+    distinct: list[int] = []
+    for thin in sorted(set(width.values())):
+        points = [i for i, count in width.items() if count <= thin]
+        between_layers = [i for i in points if layer_of(backbone[i]) != layer_of(backbone[i + 1])]
+        for candidates in (between_layers, points):
+            # Several positions can have the same work before them: keep the thinnest, of those the first.
+            ranked = sorted(candidates, key=lambda i: (-width[i], -i))
+            distinct = sorted({before[i]: i for i in ranked}.values())
+            if len(distinct) >= num_stages - 1:
+                return distinct
     raise PlanError(
         f"p*v={num_stages}",
         f"more stages than the model can be cut into: {len(distinct) + 1} at most",

@@ -253,8 +253,10 @@ def permute_links(node: Node) -> list[Link]:
     order = list(range(ndim))
     if name == "aten.permute":
         order = [d % ndim for d in node.args[1]]  # type: ignore[operator, union-attr]
-    elif name == "aten.t":
+    elif name in ("aten.t", "aten.numpy_T"):
         order = order[::-1]
+    elif name == "aten.mT":
+        order[-2:] = order[:-3:-1]
     else:
         a, b = node.args[1] % ndim, node.args[2] % ndim  # type: ignore[operator]
         order[a], order[b] = order[b], order[a]
@@ -475,7 +477,7 @@ TABLE: dict[str, Rule] = {
         Rule("aten.div", links=pointwise_links, linear=FIRST),
         *(Rule(f"aten.{name}", links=pointwise_links) for name in "to __and__ __or__ __xor__".split()),
         *(Rule(f"aten.{name}", links=reshape_links, linear=FIRST) for name in VIEWS),
-        *(Rule(f"aten.{name}", links=permute_links, linear=FIRST) for name in "transpose t permute".split()),
+        *(Rule(f"aten.{name}", links=permute_links, linear=FIRST) for name in "transpose t numpy_T mT permute".split()),
         Rule("aten.expand", links=expand_links, linear=FIRST),
         Rule("aten.slice", links=slice_links, linear=FIRST),
         *(Rule(f"aten.{name}", links=split_links, linear=FIRST) for name in "split split_with_sizes chunk".split()),

@@ -212,7 +212,7 @@ class Executor:
         counts = [stage.count(**{name: one[name] for name in names}) for one in self._microbatches]
         sums = torch.stack([torch.stack(list(same)).sum().double() for same in zip(*counts, strict=True)])
         sums = self.world.group(("dp",)).all_reduce(sums, "count of labels")
-        stage.totals = tuple(x.to(one.dtype) for x, one in zip(sums, counts[0], strict=True))
+        stage.totals = tuple(sums.tolist())  # numbers, so that a loss divided by them keeps its dtype
 
     def _forward(self, action: Action) -> None:
         stage, number = action.stage, action.microbatch

@@ -79,7 +79,7 @@ class Stage:
         self.weights: Any = make_namespace(weights)
         self.buffers: Any = make_namespace(buffers)
         self.device = device
-        self.totals: tuple[torch.Tensor, ...] = ()
+        self.totals: tuple[float, ...] = ()
 
     def forward(self, **values: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Run one microbatch: see the calling convention in `ir/program.py`."""
