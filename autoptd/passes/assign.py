@@ -22,7 +22,7 @@ from autoptd.ir.types import I, P, R, S, ValueType
 from autoptd.passes.axes import Axes, Letter
 from autoptd.passes.costs import compute_seconds, conversion_seconds, flops
 from autoptd.passes.eliminate import Factor, minimize
-from autoptd.passes.rules import GEMMS, linear_groups, operands
+from autoptd.passes.rules import GEMMS, addends, linear_groups, operands
 
 SAVED_FOR_BACKWARD = {*GEMMS, "aten.layer_norm", "aten.rms_norm", "aten.softmax", "aten.scaled_dot_product_attention"}
 SAVED_FOR_BACKWARD |= {f"aten.{name}" for name in "gelu relu silu tanh sigmoid mul div pow cross_entropy_loss".split()}
@@ -149,8 +149,7 @@ def _strategies(node: Node, splitter: Splitter) -> list[Strategy]:
         else:
             gives, seconds_here = (S(*letter.out) if letter.out is not None else P), split_seconds
         if letter.out is None and not letter.form:
-            for group in linear_groups(node):  # a bias that is added to a partial sum is kept by one rank
-                needs |= {one: P for one in group if one in needs and one not in letter.places}
+            needs |= dict.fromkeys(addends(node, set(letter.places)), P)  # one rank keeps the bias
         why = _split_why(node, letter, t)
         form = letter.form if letter.out is None else ""
         made.append(Strategy(needs, gives, seconds_here + kept(needs), why, form))

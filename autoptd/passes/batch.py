@@ -134,6 +134,7 @@ def check_literals(graph: Graph, doubled: Graph, constants: Constants) -> None:
     if [(n.op, str(n.target)) for n in ours] != [(n.op, str(n.target)) for n in theirs]:
         raise PlanError("model", "its operators depend on the number of rows in the batch", RULE_REMEDY)
     for node, other in zip(ours, theirs, strict=True):
+        _check_made(node, other)
         if node.op != "call_function":
             continue
         if constants.is_constant(node):
@@ -146,6 +147,14 @@ def check_literals(graph: Graph, doubled: Graph, constants: Constants) -> None:
                 f"a number in {op_name(node)} is computed from the number of rows ({_literals(node)})",
                 "use mean or sum reductions instead of dividing by the batch size",
             )
+
+
+def _check_made(node: Node, other: Node) -> None:
+    """A constant made in forward (`torch.tensor(x.shape[0])`) must be the same in both traces."""
+    ours, theirs = (note(one).extra.get("constant") if note(one).kind == "buffer" else None for one in (node, other))
+    if ours is not None and theirs is not None and not (ours.shape == theirs.shape and torch.equal(ours, theirs)):
+        reader = next(iter(node.users))
+        raise PlanError(site(reader), "a constant is computed from the number of rows in the batch", RULE_REMEDY)
 
 
 def _check_constant(node: Node, other: Node, constants: Constants) -> None:

@@ -100,9 +100,10 @@ def _take_first_rows(graph: Graph, reader: Node, constant: Node, place: Place) -
 
 def _share_addends(graph: Graph, node: Node, pieces: int) -> None:
     """`sum over the batch + whole value`: each of the pieces adds its equal part of the whole value."""
+    pending = {one for one in operands(node) if note(one).batch == P}
     for group in linear_groups(node):
-        whole = [one for one in group if note(one).batch != P]
-        if len(whole) == len(group):
+        whole = [one for one in group if note(one).batch.is_whole]
+        if len(whole) == len(group) or not pending <= set(group):
             continue
         for one in whole:
             with graph.inserting_before(node):
@@ -159,8 +160,9 @@ def _is_row(node: Node, types: dict[Node, ValueType], axes: Axes) -> bool:
         taken = set(letter.places)
         if letter.out is None and not letter.form:
             for group in linear_groups_of(node, types):
-                taken |= {one for one in group if types[one] == P}
-                carried &= all(types[one] == P for one in group if one not in letter.places)
+                if taken & set(group):
+                    taken |= set(group)
+                    carried &= all(types[one] == P for one in group if one not in letter.places)
         if carried and gives == expected and rest_is_whole(taken, (R,)):
             return True
     return False

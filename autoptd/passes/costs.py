@@ -24,6 +24,14 @@ def flops(node: Node) -> int:
     if name in GEMMS:
         x = operands(node)[1 if name in ("aten.addmm", "aten.baddbmm") else 0]
         return 2 * math.prod(shape(node)) * shape(x)[-1]
+    if name == "aten.einsum":
+        terms = str(node.args[0]).replace(" ", "").split("->")[0].split(",")
+        sizes = {
+            letter: n
+            for term, one in zip(terms, operands(node), strict=True)
+            for letter, n in zip(term, shape(one), strict=False)
+        }
+        return 2 * math.prod(sizes.values()) if len(terms) > 1 and "." not in "".join(terms) else 0
     if name == "aten.scaled_dot_product_attention":
         query, key, value = (shape(one) for one in operands(node)[:3])
         return 2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])

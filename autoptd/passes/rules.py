@@ -116,6 +116,12 @@ def linear_groups(node: Node) -> list[tuple[Node, ...]]:
     return [tuple(ones) for group, ones in found if sum(map(read.count, ones)) == len(group)]
 
 
+def addends(node: Node, split: set[Node]) -> set[Node]:
+    """Operands that are added to a contraction over the `split` ones (a bias): they must be partial sums like it."""
+    joint = [group for group in linear_groups(node) if split & set(group)]
+    return {one for group in joint for one in group} - split
+
+
 def letter_links(node: Node, rule: Rule) -> list[Link]:
     """Links of a row of letters, for this node's shapes."""
     left, right = rule.letters.split("->")
@@ -212,7 +218,7 @@ def reduction(whole: str, form: str = "", dim_at: int = 1) -> Callable[[Node], l
         size = shape(operands(node)[0])
         dims = argument(node, dim_at, "dim")
         dims = range(len(size)) if dims is None or dims == [] else _dims(dims, len(size))
-        keep = bool(argument(node, dim_at + 1, "keepdim", False))
+        keep = len(shape(node)) == len(size)
         made, at = [], 0
         for d in range(len(size)):
             if d in dims:
@@ -273,6 +279,27 @@ def expand_links(node: Node) -> list[Link]:
         if size != 1:
             made.append(Link(f"d{d}", {0: Member((source,))} if same else {}, Member((d,))))
     return made
+
+
+def repeat_links(node: Node) -> list[Link]:
+    """repeat_interleave(x, n, dim): n is a minor factor of the dim."""
+    repeat, dim = node.args[1], argument(node, 2, "dim")
+    if dim is None:
+        return []
+    ndim = len(shape(node))
+    grown = dim % ndim
+    made = [_same_dim(d) for d in range(ndim) if d != grown]
+    return [*made, Link(f"d{grown}", {0: Member((grown,))}, Member((grown,), tail=repeat))]  # type: ignore[arg-type]
+
+
+def einsum_links(node: Node) -> list[Link]:
+    """einsum: its equation is a row, where it has an arrow and no letter twice in one term."""
+    equation = str(node.args[0]).replace(" ", "")
+    terms = equation.replace("->", ",").split(",")
+    if "->" not in equation or any(len(set(term.replace("...", ""))) < len(term.replace("...", "")) for term in terms):
+        return []
+    left, right = (" ".join(part.replace("...", ".")) for part in equation.split("->"))
+    return letter_links(node, Rule("", f"{left} -> {right}".replace(" , ", ", ").replace(".", "...")))
 
 
 def free_links(node: Node) -> list[Link]:
@@ -441,6 +468,10 @@ def _dims(dims: Any, ndim: int) -> list[int]:
 FIRST = ((0,),)
 LINEAR_UNARY = "contiguous clone neg detach".split()
 VIEWS = "view reshape _unsafe_view flatten unflatten squeeze unsqueeze".split()
+TRANSPOSES = "transpose t numpy_T mT permute swapaxes swapdims".split()
+LOSSES = "mse_loss l1_loss smooth_l1_loss huber_loss kl_div soft_margin_loss".split()  # their reductions are split off
+LOSSES += "binary_cross_entropy binary_cross_entropy_with_logits".split()
+UNTAGGED = ("hardswish", "log_sigmoid")  # pointwise, and not tagged so by torch
 NORMAL = "needs all values at once"
 
 TABLE: dict[str, Rule] = {
@@ -452,6 +483,8 @@ TABLE: dict[str, Rule] = {
         Rule("aten.mm", "m k, k n -> m n", linear=((0,), (1,))),
         Rule("aten.bmm", "b m k, b k n -> b m n", linear=((0,), (1,))),
         Rule("aten.baddbmm", "b m n, b m k, b k n -> b m n", linear=((0, 1), (0, 2))),
+        Rule("aten.einsum", links=einsum_links, linear=((0,), (1,), (2,))),
+        Rule("aten.repeat_interleave", links=repeat_links, linear=FIRST),
         Rule("aten.embedding", links=embedding_links, linear=FIRST),
         Rule("aten.layer_norm", links=last_dims_whole),
         Rule("aten.rms_norm", links=last_dims_whole),
@@ -471,13 +504,16 @@ TABLE: dict[str, Rule] = {
             Rule(f"aten.{name}", links=reduction(NORMAL))
             for name in "amax amin argmax argmin logsumexp any all".split()
         ),
+        *(Rule(f"aten.{name}", links=reduction(NORMAL)) for name in "var std prod".split()),
+        Rule("aten.linalg_vector_norm", links=reduction(NORMAL, dim_at=2)),
         *(Rule(f"aten.{name}", links=pointwise_links, linear=FIRST) for name in LINEAR_UNARY),
         *(Rule(f"aten.{name}", links=pointwise_links, linear=((0, 1),)) for name in ("add", "sub")),
         Rule("aten.mul", links=pointwise_links, linear=((0,), (1,))),
         Rule("aten.div", links=pointwise_links, linear=FIRST),
+        *(Rule(f"aten.{name}", links=pointwise_links) for name in [*LOSSES, *UNTAGGED]),
         *(Rule(f"aten.{name}", links=pointwise_links) for name in "to __and__ __or__ __xor__".split()),
         *(Rule(f"aten.{name}", links=reshape_links, linear=FIRST) for name in VIEWS),
-        *(Rule(f"aten.{name}", links=permute_links, linear=FIRST) for name in "transpose t numpy_T mT permute".split()),
+        *(Rule(f"aten.{name}", links=permute_links, linear=FIRST) for name in TRANSPOSES),
         Rule("aten.expand", links=expand_links, linear=FIRST),
         Rule("aten.slice", links=slice_links, linear=FIRST),
         *(Rule(f"aten.{name}", links=split_links, linear=FIRST) for name in "split split_with_sizes chunk".split()),

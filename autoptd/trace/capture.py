@@ -148,6 +148,10 @@ def _read(
             name = constants[node.name].removeprefix("model.")
             mapping[node] = seen[name] = seen.get(name) or _placeholder(graph, node, "buffer", name)
             buffers[name] = stored[constants[node.name]].detach()
+            if node.name in signature.inputs_to_lifted_tensor_constants:
+                note(mapping[node]).extra["constant"] = buffers[
+                    name
+                ]  # made in forward: may follow the size of the batch
         elif node.op == "placeholder" and node.name in user:
             leaf = next(tensors)
             if isinstance(leaves[leaf], torch.Tensor):

@@ -1,12 +1,14 @@
 """Bring an exported graph into the few forms that the passes know, without changing what it computes.
 
 Removed: asserts, aliases, casts to the same dtype, dropout that drops nothing, literal devices, dead code. In-place operators
-on fresh values become their functional forms; every other write, and every random operator, is refused by name.
+on fresh values become their functional forms; the reduction of a pointwise loss becomes an operator of its own; every other
+write, and every random operator, is refused by name.
 """
 
 from __future__ import annotations
 
 import operator
+from copy import copy
 
 import torch
 from torch.fx import Graph, Node
@@ -20,6 +22,8 @@ IDENTITIES = {"aten.alias", "aten.lift_fresh", "aten.lift_fresh_copy", "aten.det
 CASTS = {"aten.to", "aten._to_copy", "aten.type_as"}
 SIZES_OF_ANOTHER = {"aten.expand_as": aten.expand.default, "aten.view_as": aten.view.default}
 SIZES_OF_ANOTHER |= {"aten.reshape_as": aten.reshape.default}
+LOSSES = {"aten.mse_loss", "aten.l1_loss", "aten.smooth_l1_loss", "aten.huber_loss", "aten.kl_div"}
+LOSSES |= {"aten.soft_margin_loss", "aten.binary_cross_entropy", "aten.binary_cross_entropy_with_logits"}
 DROPOUTS = {"aten.dropout", "aten.feature_dropout", "aten.alpha_dropout"}
 MAY_ALIAS = {"aten.reshape", "aten.contiguous", "aten.to", "aten.flatten", "aten.expand_as", "aten.dropout"}
 
@@ -48,6 +52,12 @@ def _normalize_one(graph: Graph, node: Node) -> None:
         node.target, node.args = aten.slice.Tensor, (x, dim, start, start + length)
     elif name in SIZES_OF_ANOTHER:  # the other tensor gives its shape only
         node.target, node.args = SIZES_OF_ANOTHER[name], (node.args[0], list(shape(node)))
+    elif name == "aten.broadcast_tensors":
+        _normalize_broadcast(graph, node)
+    elif _adds_nothing(node):
+        _replace(graph, node, node.args[0])
+    elif name in LOSSES:
+        _split_reduction(graph, node)
     elif name in CASTS:
         _normalize_cast(graph, node)
     elif name in DROPOUTS:
@@ -60,6 +70,40 @@ def _normalize_one(graph: Graph, node: Node) -> None:
             site(node), "a random operator would draw other numbers on every layout", "remove it, or use p=0"
         )
     node.kwargs = {key: arg for key, arg in node.kwargs.items() if key not in ("device", "pin_memory", "layout")}
+
+
+def _adds_nothing(node: Node) -> bool:
+    """`sum(losses)` begins with 0 + loss."""
+    if op_name(node) != "aten.add" or isinstance(node.args[1], Node) or node.args[1] != 0:
+        return False
+    return value(node.args[0]).dtype == value(node).dtype  # type: ignore[arg-type]
+
+
+def _normalize_broadcast(graph: Graph, node: Node) -> None:
+    """The tensors that a loss is called with: expanded where their shapes differ."""
+    for piece in list(node.users):
+        x = node.args[0][piece.args[1]]  # type: ignore[index]
+        if shape(x) == shape(piece):
+            _replace(graph, piece, x)
+        else:
+            piece.target, piece.args = aten.expand.default, (x, list(shape(piece)))
+
+
+def _split_reduction(graph: Graph, node: Node) -> None:
+    """A pointwise loss with a reduction becomes the pointwise loss, then the mean or the sum."""
+    names = [one.name for one in node.target._schema.arguments]  # type: ignore[union-attr]
+    at = names.index("reduction")
+    reduction = node.args[at] if len(node.args) > at else node.kwargs.get("reduction", 1)
+    kwargs = dict(zip(names, node.args, strict=False)) | node.kwargs | {"reduction": 0}
+    node.args, node.kwargs = tuple(kwargs.pop(name) for name in names[:2]), kwargs
+    if reduction:
+        with graph.inserting_after(node):
+            made = graph.call_function((aten.mean.default, aten.sum.default)[reduction - 1])  # type: ignore[operator]
+        node.replace_all_uses_with(made)
+        made.args, made.meta = (node,), {"val": value(node)}
+        set_note(made, copy(note(node)))
+        first, second = (value(one) for one in node.args)  # type: ignore[arg-type]
+        node.meta["val"] = first + second.to(first.dtype)
 
 
 def _normalize_cast(graph: Graph, node: Node) -> None:

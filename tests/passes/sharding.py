@@ -23,15 +23,18 @@ from autoptd.ir import markers
 from autoptd.ir.mesh import Mesh
 from autoptd.ir.notes import note, op_name, set_note
 from autoptd.ir.types import Dims, I, P, R, S, ValueType
+from autoptd.passes import rules
 from autoptd.passes.assign import NO_COLLECTIVE_FORMS
 from autoptd.passes.axes import Letter
 from autoptd.passes.localize import Sizes, localize
-from autoptd.passes.rules import linear_groups, operands
+from autoptd.passes.rules import operands
 from autoptd.runtime.threads import ThreadWorld, run_ranks
 from autoptd.runtime.world import Group, Needs, World
 
 Tensor = torch.Tensor
 Env = dict[Node, Any]
+WITHOUT_GRADIENT = {"aten.cross_entropy_loss": 1, "aten.soft_margin_loss": 1}
+WITHOUT_GRADIENT["aten.binary_cross_entropy_with_logits"] = 2
 Answer = tuple[list[Tensor], dict[Node, Tensor]]  # pieces of the result, gradient of every float operand
 
 
@@ -73,8 +76,7 @@ def check_letter(node: Node, env: Env, letter: Letter, t: int, axis: str) -> lis
     gives = I if letter.form in NO_COLLECTIVE_FORMS else P if letter.out is None else S(*letter.out)
     takes = {one: S(*letter.places[one]) if one in letter.places else R for one in operands(node)}
     if letter.out is None and not letter.form:
-        for group in linear_groups(node):
-            takes |= {one: P for one in group if one not in letter.places}
+        takes |= dict.fromkeys(rules.addends(node, set(letter.places)), P)
     return _check(node, env, takes, gives, letter.form if letter.out is None else "", t, axis)
 
 
@@ -95,7 +97,7 @@ def _check(
     def body(rank: int, group: Group | None) -> Answer:
         inputs = {one: parts[one][rank] for one in read}
         mine = [_parts(one, gives, note(node).dims, t)[rank] if gives.kind == "S" else one for one in cotangents]
-        return _answer(lambda leaves: _run_local(local, leaves, env, group), inputs, mine, _class_weight(node))
+        return _answer(lambda leaves: _run_local(local, leaves, env, group), inputs, mine, _without_gradient(node))
 
     if form in ("vocab_embedding", "vocab_cross_entropy"):
         world = ThreadWorld(Mesh(t=t), Needs(axes=(("tp",),)), timeout=20.0)
@@ -113,12 +115,12 @@ def _whole_answer(node: Node, env: Env, read: list[Node]) -> tuple[Answer, list[
     made = run_node(node, env)
     cotangents = [torch.randn_like(one) if _is_float(one) else one for one in _pieces(made)]
     inputs = {one: env[one] for one in read}
-    return _answer(lambda leaves: run_node(node, env | leaves), inputs, cotangents, _class_weight(node)), cotangents
+    return _answer(lambda leaves: run_node(node, env | leaves), inputs, cotangents, _without_gradient(node)), cotangents
 
 
-def _class_weight(node: Node) -> Node | None:
-    read = operands(node)
-    return read[2] if op_name(node) == "aten.cross_entropy_loss" and len(read) > 2 else None
+def _without_gradient(node: Node) -> list[Node]:
+    """Operands that torch does not differentiate: targets and class weights of losses."""
+    return operands(node)[WITHOUT_GRADIENT.get(op_name(node), 9) :]
 
 
 def _local_node(node: Node, takes: dict[Node, ValueType], gives: ValueType, form: str, t: int, axis: str) -> Node:
@@ -172,10 +174,10 @@ def _run_local(node: Node, leaves: Env, env: Env, group: Group | None) -> Any:
     return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
-def _answer(run: Callable[[Env], Any], inputs: Env, cotangents: list[Tensor], class_weight: Node | None) -> Answer:
+def _answer(run: Callable[[Env], Any], inputs: Env, cotangents: list[Tensor], constant: list[Node]) -> Answer:
     leaves = {node: _map(value, _leaf) for node, value in inputs.items()}
-    if class_weight is not None:  # torch gives it no gradient
-        leaves[class_weight] = leaves[class_weight].detach()
+    for one in constant:
+        leaves[one] = leaves[one].detach()
     made = _pieces(run(leaves))
     flat = [(node, leaf) for node, value in leaves.items() for leaf in _pieces(value) if leaf.requires_grad]
     pairs = [(one, cotangent) for one, cotangent in zip(made, cotangents, strict=True) if one.requires_grad]

@@ -1,0 +1,78 @@
+"""The exact solver against trying every choice."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from autoptd.errors import InternalError
+from autoptd.passes.eliminate import Factor, minimize
+
+
+def cost(answer: tuple[int, ...], factors: list[Factor]) -> float:
+    return sum(float(table[tuple(answer[one] for one in variables)]) for variables, table in factors)
+
+
+def random_problem(seed: int) -> tuple[list[int], list[Factor]]:
+    """Up to seven variables; small whole costs, so that ties are common, and some choices that are forbidden."""
+    draw = np.random.default_rng(seed)
+    choices = [int(one) for one in draw.integers(1, 4, draw.integers(1, 8))]
+    factors: list[Factor] = []
+    for _ in range(draw.integers(1, 12)):
+        arity = int(draw.integers(1, min(3, len(choices)) + 1))
+        variables = tuple(int(one) for one in draw.permutation(len(choices))[:arity])
+        table = draw.integers(0, 5, [choices[one] for one in variables]).astype(float)
+        table[draw.random(table.shape) < 0.05] = math.inf
+        factors.append((variables, table))
+    return choices, factors
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_equal_to_brute_force(seed: int) -> None:
+    choices, factors = random_problem(seed)
+    answer = tuple(minimize(choices, factors))
+    assert all(0 <= one < count for one, count in zip(answer, choices, strict=True))
+    best = min(cost(one, factors) for one in itertools.product(*map(range, choices)))
+    assert cost(answer, factors) == best
+
+
+def test_ties_go_to_the_lower_choice() -> None:
+    flat = np.zeros((3, 3))
+    assert minimize([3, 3, 3], [((0, 1), flat), ((1, 2), flat)]) == [0, 0, 0]
+    agree = 1.0 - np.eye(3)
+    assert minimize([3, 3, 3], [((0, 1), agree), ((1, 2), agree)]) == [0, 0, 0]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_order_of_factors_does_not_change_the_cost(seed: int) -> None:
+    choices, factors = random_problem(seed)
+    there, back = minimize(choices, factors), minimize(choices, factors[::-1])
+    assert cost(tuple(there), factors) == cost(tuple(back), factors)
+    assert there == minimize(choices, list(factors))
+
+
+def test_axes_of_a_table_follow_the_factor() -> None:
+    table = np.array([[9.0, 9.0, 0.0], [9.0, 9.0, 9.0]])
+    assert minimize([2, 3], [((0, 1), table)]) == [0, 2]
+    assert minimize([3, 2], [((1, 0), table)]) == [2, 0]
+
+
+def test_a_long_chain_is_exact() -> None:
+    """400 variables: the least cost is that of dynamic programming."""
+    draw = np.random.default_rng(0)
+    tables = [draw.random((5, 5)) for _ in range(399)]
+    best = np.zeros(5)
+    for table in tables:
+        best = (best[:, None] + table).min(0)
+    factors: list[Factor] = [((i, i + 1), table) for i, table in enumerate(tables)]
+    answer = minimize([5] * 400, factors)
+    assert cost(tuple(answer), factors) == pytest.approx(best.min(), abs=1e-9)
+
+
+def test_a_table_that_is_too_large_is_refused() -> None:
+    pairs = itertools.combinations(range(14), 2)
+    with pytest.raises(InternalError, match="solver"):
+        minimize([4] * 14, [(pair, np.ones((4, 4))) for pair in pairs])
