@@ -1,0 +1,160 @@
+"""Gradient buckets, their order and overlap, the global norm; each removal must show."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from autoptd.errors import PlanError
+from autoptd.runtime import executor as executor_module
+from autoptd.runtime.gradients import Bucket, Gradients, clip_gradients, grad_norm
+from autoptd.runtime.launch import Rank
+from autoptd.runtime.parameters import gather_gradients
+from tests.runtime.test_executor import running, step
+from tests.runtime.tied_model import Case, make_batch, make_model, make_program
+
+FULL = Case(t=2, p=2, d=2, v=2, m=2, schedule="interleaved")
+
+
+def small_buckets(monkeypatch: pytest.MonkeyPatch, size: int = 1) -> None:
+    """One bucket per parameter."""
+    monkeypatch.setattr(
+        executor_module, "Gradients", lambda program, world, params: Gradients(program, world, params, size)
+    )
+
+
+def reference(case: Case) -> dict[str, Tensor]:
+    model = make_model(case.layers)
+    model(*make_batch(case.rows)).backward()
+    return {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
+
+
+def worst(case: Case) -> float:
+    """Largest difference of any gradient after one step."""
+    model, expected = make_model(case.layers), reference(case)
+    program = make_program(case, model)
+    with running(program, model) as ranks:
+        step(ranks, program, make_batch(case.rows))
+        found = ranks.run("gradients", lambda rank: gather_gradients(rank.params))
+        again = ranks.here[-1].params.local  # a rank whose copies are not what is gathered
+        for name, parameter in again.items():
+            assert (parameter.grad is None) == (not parameter.requires_grad), name
+    return max((found[name] - expected[name]).abs().max().item() for name in expected)
+
+
+@pytest.mark.parametrize("size", [1, 500, 10**9])
+def test_gradients_do_not_depend_on_bucket_size(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    small_buckets(monkeypatch, size)
+    assert worst(FULL) < 1e-14
+
+
+def test_gradients_do_not_depend_on_the_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Gradients, "count", lambda self, name: None)
+    assert worst(FULL) < 1e-14
+
+
+def test_gradients_do_not_depend_on_reduce_actions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Gradients, "reduce", lambda self, stage: None)
+    assert worst(FULL) < 1e-14
+
+
+def test_buckets_start_while_the_last_backward_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By name, the action in which each bucket starts; later parameters first, and the same on every rank of a group."""
+    small_buckets(monkeypatch)
+    starts: dict[int, list[tuple[str, str]]] = {}
+    model, case = make_model(), Case(d=2, p=2)
+    program = make_program(case, model)
+    start = Bucket.start
+    with running(program, model) as ranks:
+
+        def noted(self: Bucket, leaves: dict[str, Tensor]) -> None:
+            rank = next(one for one in ranks.here if self in one.executor.gradients.buckets)
+            starts.setdefault(rank.world.rank, []).append((self.specs[0].name, rank.world.at))
+            start(self, leaves)
+
+        monkeypatch.setattr(Bucket, "start", noted)
+        step(ranks, program, make_batch())
+    assert starts[0] == starts[1] and starts[2] == starts[3]
+    assert [at for _, at in starts[2]] == ["B1.1"] * len(starts[2])
+    names = [name for name, _ in starts[2]]
+    assert names.index("layers.3.down.bias") < names.index("layers.3.scale") < names.index("layers.2.scale")
+
+
+def test_owners_of_a_tied_parameter_make_the_same_buckets() -> None:
+    model = make_model()
+    program = make_program(Case(p=2, d=2), model)
+    with running(program, model) as ranks:
+        tied = [
+            [
+                (one.number, [spec.name for spec in one.specs])
+                for one in rank.executor.gradients.buckets
+                if one.owners.size > 1
+            ]
+            for rank in ranks.here
+        ]
+    assert tied == [[(0, ["wte.weight"])]] * 4
+
+
+REMOVALS: dict[str, tuple[str, Any]] = {
+    "the sum over dp": (
+        "autoptd.runtime.gradients.reduction_axes",
+        lambda spec: ("tp",) if spec.type.kind == "R" else (),
+    ),
+    "the sum over tp of R parameters": ("autoptd.runtime.gradients.reduction_axes", lambda spec: ("dp",)),
+    "the tied sum": ("autoptd.runtime.exchange.ThreadRank.owners", lambda self, pp_ranks: self._solo),
+}
+
+
+@pytest.mark.parametrize("name", REMOVALS)
+def test_a_removed_sum_shows(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(*REMOVALS[name])
+    assert worst(FULL) > 1e-3
+
+
+def test_gradients_are_added_to_those_that_are_there() -> None:
+    model, expected = make_model(), reference(FULL)
+    program = make_program(FULL, model)
+    with running(program, model) as ranks:
+        for rank in ranks.here:
+            for parameter in rank.params.local.values():
+                parameter.grad = torch.ones_like(parameter) if parameter.requires_grad else None
+        step(ranks, program, make_batch())
+        found = ranks.run("gradients", lambda rank: gather_gradients(rank.params))
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient + 1, rtol=1e-12, atol=1e-13)
+
+
+def on_all(ranks: Any, fn: Callable[[Rank], Tensor]) -> list[Tensor]:
+    results: dict[int, Tensor] = {}
+    ranks.run("test", lambda rank: results.update({rank.world.rank: fn(rank)}))
+    return [results[rank] for rank in sorted(results)]
+
+
+@pytest.mark.parametrize("case", [Case(), Case(t=2), Case(p=2), FULL], ids=str)
+@pytest.mark.parametrize("max_norm", [1e-2, 1e3])
+def test_norm_counts_every_parameter_once(case: Case, max_norm: float) -> None:
+    model = make_model()
+    model(*make_batch()).backward()
+    expected = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    program = make_program(case, model)
+    with running(program, model) as ranks:
+        step(ranks, program, make_batch())
+        for norm in on_all(ranks, lambda rank: clip_gradients(rank.params, max_norm)):
+            torch.testing.assert_close(norm, expected, rtol=1e-13, atol=0)
+        found = ranks.run("gradients", lambda rank: gather_gradients(rank.params))
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                torch.testing.assert_close(found[name], parameter.grad, rtol=1e-12, atol=1e-15)
+        with pytest.raises(PlanError, match="norm_type"):
+            ranks.run("clip", lambda rank: clip_gradients(rank.params, 1.0, norm_type=1.0))
+
+
+def test_norm_without_gradients_is_zero() -> None:
+    model = make_model()
+    program = make_program(Case(t=2, p=2), model)
+    with running(program, model) as ranks:
+        assert [norm.item() for norm in on_all(ranks, lambda rank: grad_norm(rank.params))] == [0.0] * 4
