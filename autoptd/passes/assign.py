@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 from torch.fx import Graph, Node
@@ -97,9 +98,7 @@ def assign_tensor(graph: Graph, axes: Axes, t: int, machine: Machine) -> Assignm
     strategies = {node: _strategies(node, splitter) for node in solved}
     variable = {node: i for i, node in enumerate(solved)}
     choices = [len(strategies[node]) for node in solved]
-    factors: list[Factor] = [
-        ((variable[node],), np.array([one.seconds for one in strategies[node]])) for node in solved
-    ]
+    factors: list[Factor] = [((variable[node],), _table([one.seconds for one in strategies[node]])) for node in solved]
     hubs: dict[Node, tuple[int, list[ValueType]]] = {}
     for node in solved:
         readers = [user for user in node.users if user in variable or user.op == "output"]
@@ -204,19 +203,24 @@ def _edge_factors(
     gives = [one.gives for one in strategies[node]]
     made: list[Factor] = []
     if hub is not None:
-        made.append(((variable[node], hub[0]), np.array([[cost(a, h) for h in hub[1]] for a in gives])))
+        made.append(((variable[node], hub[0]), _table([[cost(a, h) for h in hub[1]] for a in gives])))
     for reader in readers:
         needs = [I] if reader.op == "output" else [one.needs[node] for one in strategies[reader]]
         if hub is None:
-            table = np.array([[cost(a, b) for b in needs] for a in gives])
+            table = _table([[cost(a, b) for b in needs] for a in gives])
             made.append(
                 ((variable[node], variable[reader]), table) if reader in variable else ((variable[node],), table[:, 0])
             )
         else:
-            cube = np.array([[[min(cost(a, b), cost(h, b)) for b in needs] for h in hub[1]] for a in gives])
+            cube = _table([[[min(cost(a, b), cost(h, b)) for b in needs] for h in hub[1]] for a in gives])
             where = (variable[node], hub[0], variable[reader]) if reader in variable else (variable[node], hub[0])
             made.append((where, cube if reader in variable else cube[:, :, 0]))
     return made
+
+
+def _table(seconds: list[Any]) -> np.ndarray:
+    """In whole picoseconds, so that sums are exact and equal layers tie equally."""
+    return np.round(1e12 * np.array(seconds))
 
 
 def _edge_cost(splitter: Splitter, node: Node, source: ValueType, target: ValueType) -> float:

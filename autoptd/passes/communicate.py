@@ -13,7 +13,7 @@ from torch.fx import Graph, Node
 
 from autoptd.errors import InternalError
 from autoptd.ir import markers
-from autoptd.ir.notes import Note, note, op_name, ops, set_note, site
+from autoptd.ir.notes import Note, note, op_name, ops, output, set_note, site
 from autoptd.ir.types import CONVERSIONS, Conversion, I, P, R, S, ValueType, outer_size
 from autoptd.passes.assign import NO_COLLECTIVE_FORMS, Assignment
 from autoptd.passes.axes import Axes, Place
@@ -120,6 +120,9 @@ def _share_addends(graph: Graph, node: Node, pieces: int) -> None:
 def check_connected(graph: Graph, axes: Axes) -> None:
     """Every operator's operand and result types must be a row of the table; InternalError lists all that are not."""
     findings = [text for node in ops(graph) for text in _findings(node, axes)]
+    loss = output(graph).args[0]
+    if isinstance(loss, Node) and note(loss).tp != I:
+        findings.append(f"the loss is {note(loss).tp}, not whole")
     if findings:
         raise InternalError("CONNECTED", "; ".join(findings))
 
@@ -130,7 +133,9 @@ def _findings(node: Node, axes: Axes) -> Iterator[str]:
         source = operands(node)[0]
         row = CONVERSIONS.get((note(source).tp.kind, record.tp.kind))
         if row is None or row.name != record.conversion:
-            yield f"{site(node)} converts {note(source).tp} to {record.tp}"
+            yield f"{site(node)} converts {note(source).tp} to {record.tp} by {record.conversion}"
+        elif node.args[1:] != (row.name, *_placement(source, note(source).tp, record.tp)):
+            yield f"{site(node)} converts {note(source).tp} to {record.tp} with arguments {node.args[1:]}"
         return
     if node.target in markers.MARKERS:
         return

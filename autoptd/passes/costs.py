@@ -15,6 +15,7 @@ from autoptd.ir.notes import op_name, payload, shape
 from autoptd.ir.types import CONVERSIONS, ValueType
 from autoptd.passes.rules import GEMMS, operands
 
+LOCAL_WORK = ("one rank keeps it", "slice", "zero-pad")
 RING_PASSES = {"all-reduce": 2.0, "all-gather": 1.0, "reduce-scatter": 1.0, "all-to-all": 1.0}
 
 
@@ -55,7 +56,9 @@ def conversion_seconds(source: ValueType, target: ValueType, nbytes: int, degree
     total = 0.0
     for collective in (row.forward, row.backward):
         passes = RING_PASSES.get(collective, 0.0)
-        if collective == "all-to-all":
+        if collective in LOCAL_WORK:
+            total += nbytes / machine.memory_bandwidth
+        elif collective == "all-to-all":
             total += share / degree + machine.latency
         elif passes:
             total += passes * share + machine.latency

@@ -1,0 +1,223 @@
+"""Megatron's plan falls out of the solver, and the verifier of the CONNECTED graph finds every conversion that is missing."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from functools import cache
+
+import pytest
+import torch
+from torch.fx import Graph, Node
+
+from autoptd.errors import InternalError, PlanError
+from autoptd.ir import markers
+from autoptd.ir.notes import copy_graph, note, op_name, ops, placeholders
+from autoptd.ir.types import CONVERSIONS, I, P, R, S
+from autoptd.passes import check_connected, conversion_row, redundant_flops
+from autoptd.passes.axes import Axes
+from examples.gpt import GPT, GPTConfig
+from tests.passes.graphs import Net, connect, find
+
+Tensor = torch.Tensor
+LAYERS = 3
+
+
+@cache
+def gpt(t: int) -> tuple[Graph, Axes]:
+    """A GPT of real width (on meta), connected for t ranks."""
+    with torch.device("meta"):
+        model = GPT(GPTConfig(vocab_size=32768, block_size=512, n_layer=LAYERS, n_head=16, n_embd=1024))
+        ids = torch.zeros(2, 512, dtype=torch.long)
+    return connect(model, ids, ids.clone(), t=t)
+
+
+def collectives(graph: Graph, module: str) -> Counter[str]:
+    """`all-reduce forward`: how often, in modules that match."""
+    found: Counter[str] = Counter()
+    for node in ops(graph):
+        if note(node).conversion and re.match(module, note(node).module):
+            row = conversion_row(note(node).conversion)
+            found.update(f"{what} {when}" for what, when in ((row.forward, "forward"), (row.backward, "backward")))
+    return Counter({what: count for what, count in found.items() if "all-" in what or "scatter" in what})
+
+
+@pytest.mark.parametrize("t", [2, 4, 8])
+def test_two_all_reduces_forward_and_two_backward_per_layer(t: int) -> None:
+    graph, axes = gpt(t)
+    check_connected(graph, axes)
+    for layer in range(LAYERS):
+        found = collectives(graph, rf"transformer\.h\.{layer}(\.|$)")
+        boundary = 1 if layer == LAYERS - 1 else 0
+        assert found["all-reduce forward"] == 2, boundary
+        assert found == {"all-reduce forward": 2, "all-reduce backward": 2}
+    ends = collectives(graph, r"transformer$|transformer\.(wte|wpe|ln_f)|lm_head|$")
+    assert ends == {"all-reduce forward": 1, "all-reduce backward": 1}
+    assert redundant_flops(graph) == 0
+
+
+def test_layers_are_all_split_alike() -> None:
+    graph, _ = gpt(4)
+    layers = [
+        [
+            (op_name(n), n.meta["autoptd"].tp)
+            for n in ops(graph)
+            if f"{note(n).module}.".startswith(f"transformer.h.{i}.")
+        ]
+        for i in range(LAYERS)
+    ]
+    assert layers[0] == layers[1] == layers[2]
+
+
+def test_parameters_are_split_as_megatron_splits_them() -> None:
+    graph, _ = gpt(4)
+    found = {note(node).name: note(node).tp for node in placeholders(graph, "param")}
+    layer = "transformer.h.1."
+    assert {name.removeprefix(layer): str(kind) for name, kind in found.items() if name.startswith(layer)} == {
+        "ln_1.weight": "I",
+        "ln_1.bias": "I",
+        "attn.c_attn.weight": "S(0, 1)",  # q | k | v, each split by heads
+        "attn.c_attn.bias": "S(0, 1)",
+        "attn.c_proj.weight": "S(1, 0)",
+        "attn.c_proj.bias": "I",
+        "ln_2.weight": "I",
+        "ln_2.bias": "I",
+        "mlp.c_fc.weight": "S(0, 0)",
+        "mlp.c_fc.bias": "S(0, 0)",
+        "mlp.c_proj.weight": "S(1, 0)",
+        "mlp.c_proj.bias": "I",
+    }
+    assert note(find(graph, f"{layer}attn.c_attn.weight")).dims[0] == (3, 16, 64)
+    assert found["transformer.wte.weight"] == S(0, 0)
+
+
+def test_embedding_and_loss_are_split_by_vocabulary() -> None:
+    graph, _ = gpt(4)
+    assert note(find(graph, "embedding")).form == "vocab_embedding" and note(find(graph, "embedding")).tp == P
+    loss = find(graph, "cross_entropy_loss")
+    assert note(loss).form == "vocab_cross_entropy" and note(loss).tp == I
+    logits = find(graph, "linear", -1)
+    assert note(logits).tp == S(2, 0)
+
+
+def test_a_row_split_bias_is_kept_by_one_rank() -> None:
+    graph, _ = gpt(4)
+    kept = [node for node in ops(graph) if note(node).conversion == "i_to_p"]
+    names = {note(node.args[0]).name.split(".", 3)[-1] for node in kept}  # type: ignore[arg-type]
+    assert len(kept) == 2 * LAYERS and names == {"attn.c_proj.bias", "mlp.c_proj.bias"}
+
+
+def test_every_reason_is_written() -> None:
+    graph, _ = gpt(4)
+    assert not [node for node in ops(graph) if note(node).of_params and not note(node).why]
+
+
+def test_q_k_and_v_share_one_conversion() -> None:
+    def forward(self: Net, x: Tensor) -> Tensor:
+        h = (x @ self.first).tanh()
+        q, k, v = ((h @ w).view(2, 8, 4, 64).transpose(1, 2) for w in (self.q, self.k, self.v))
+        y = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+        return (y.transpose(1, 2).reshape(2, 8, 256) @ self.out + h).square().mean()
+
+    sizes = dict.fromkeys(("first", "q", "k", "v", "out"), (256, 256))
+    graph, axes = connect(Net(forward, **sizes), torch.randn(2, 8, 256), t=2)
+    check_connected(graph, axes)
+    products = [node for node in ops(graph) if op_name(node) == "aten.matmul"][1:4]
+    assert len({node.args[0] for node in products}) == 1
+
+
+# Mutations of the CONNECTED graph: each must be found.
+
+
+@pytest.fixture
+def small() -> tuple[Graph, Axes]:
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(vocab_size=64, block_size=16, n_layer=1, n_head=4, n_embd=64))
+    ids = torch.zeros(2, 16, dtype=torch.long)
+    return connect(model, ids, ids.clone(), t=2)
+
+
+def conversions(graph: Graph) -> Iterator[Node]:
+    return (node for node in ops(graph) if node.target is markers.convert)
+
+
+def count_conversions() -> int:
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(vocab_size=64, block_size=16, n_layer=1, n_head=4, n_embd=64))
+    ids = torch.zeros(2, 16, dtype=torch.long)
+    return len(list(conversions(connect(model, ids, ids.clone(), t=2)[0])))
+
+
+def test_each_removed_conversion_is_found(small: tuple[Graph, Axes]) -> None:
+    graph, axes = small
+    check_connected(graph, axes)
+    every = list(conversions(graph))
+    assert len(every) > 4
+    for node in every:
+        readers = list(node.users)
+        node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+        with pytest.raises(InternalError, match="CONNECTED"):
+            check_connected(graph, axes)
+        for reader in readers:
+            reader.replace_input_with(node.args[0], node)  # type: ignore[arg-type]
+        check_connected(graph, axes)
+
+
+def test_each_conversion_of_another_kind_is_found(small: tuple[Graph, Axes]) -> None:
+    graph, axes = small
+    for node in list(conversions(graph)):
+        record = note(node)
+        kept = record.tp, record.conversion, node.args
+        source = note(node.args[0]).tp  # type: ignore[arg-type]
+        for kind in (I, R, P):
+            row = CONVERSIONS.get((source.kind, kind.kind))
+            if row is None or kind == kept[0]:
+                continue
+            record.tp, record.conversion = kind, row.name
+            node.args = (node.args[0], row.name, *node.args[2:])
+            with pytest.raises(InternalError, match="CONNECTED"):
+                check_connected(graph, axes)
+        record.tp, record.conversion, node.args = kept
+    check_connected(graph, axes)
+
+
+def test_a_conversion_whose_name_does_not_fit_is_found(small: tuple[Graph, Axes]) -> None:
+    graph, axes = small
+    node = next(node for node in conversions(graph) if note(node).conversion == "p_to_i")
+    node.args = (node.args[0], "p_to_r", *node.args[2:])
+    with pytest.raises(InternalError, match="converts"):
+        check_connected(graph, axes)
+
+
+def test_an_operator_of_the_wrong_type_is_found(small: tuple[Graph, Axes]) -> None:
+    graph, axes = small
+    node = find(graph, "gelu")
+    note(node).tp = P
+    with pytest.raises(InternalError, match="gelu"):
+        check_connected(graph, axes)
+
+
+def test_the_loss_must_be_whole(small: tuple[Graph, Axes]) -> None:
+    graph, axes = small
+    last = next(iter(reversed(graph.nodes)))
+    partial = find(graph, "linear", 1)
+    last.args = (partial,)
+    with pytest.raises(InternalError, match="loss"):
+        check_connected(graph, axes)
+
+
+def test_heads_that_do_not_divide_are_named_with_the_remedy() -> None:
+    model = GPT(GPTConfig(vocab_size=64, block_size=16, n_layer=2, n_head=6, n_embd=48))
+    ids = torch.zeros(2, 16, dtype=torch.long)
+    with pytest.raises(PlanError, match="6 heads do not divide over t=4") as caught:
+        connect(model, ids, ids.clone(), t=4)
+    assert caught.value.remedy == "t in {1, 2, 3, 6}"
+
+
+def test_t_1_has_no_conversions() -> None:
+    model = GPT(GPTConfig(vocab_size=64, block_size=16, n_layer=1, n_head=4, n_embd=64))
+    ids = torch.zeros(2, 16, dtype=torch.long)
+    graph, axes = connect(model, ids, ids.clone(), t=1)
+    check_connected(graph, axes)
+    assert not list(conversions(graph)) and len(list(copy_graph(graph).nodes)) == len(list(graph.nodes))
