@@ -1,32 +1,50 @@
 """The calls that users make: `parallelize`, `compile`, `verify`.
 
-    pm = autoptd.parallelize(model, t=2, p=2, d=2, example_inputs=(x, y))
-    opt = pm.optimizer(torch.optim.AdamW, lr=3e-4)
-    for x, y in loader:
-        loss = pm.step(*pm.local_batch(x, y))
-        opt.step(); opt.zero_grad()
+pm = autoptd.parallelize(model, t=2, p=2, d=2, example_inputs=(x, y))
+opt = pm.optimizer(torch.optim.AdamW, lr=3e-4)
+for x, y in loader:
+    loss = pm.step(*pm.local_batch(x, y))
+    opt.step(); opt.zero_grad()
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from autoptd import schedule
+from autoptd import schedule as schedules
 from autoptd.compile import compile, compile_program, split_call
+from autoptd.dump import write_forms
 from autoptd.errors import PlanError
 from autoptd.ir.program import Program
 from autoptd.options import make_options
 from autoptd.parallel_model import ParallelModel, is_local
 from autoptd.verify import verify
+from autoptd.viz.draw import draw
 
 
 def parallelize(
-    model: nn.Module, t: int = 1, p: int = 1, d: int = 1, *, example_inputs: Any = None, **keywords: Any
+    model: nn.Module,
+    t: int = 1,
+    p: int = 1,
+    d: int = 1,
+    *,
+    v: int = 1,
+    example_inputs: Any = None,
+    loss_fn: Callable[..., Any] | None = None,
+    num_microbatches: int | None = None,
+    schedule: str | None = None,
+    seed: int = 0,
+    device: str | None = None,
+    backend: str | None = None,
+    timeout: float = 300.0,
+    nan: str = "raise",
+    **later: Any,
 ) -> ParallelModel:
     """Return `model` running on t*p*d ranks: t tensor, p pipeline, d data parallel (Narayanan et al., SC'21).
 
@@ -34,18 +52,35 @@ def parallelize(
     a dict of keyword arguments; this replica's share of the batch under torchrun, the global batch with backend="local"
     (ranks as threads of this process). Without it, the model is compiled at the first `step`.
 
-    Keywords: `v` model chunks per pipeline rank; `loss_fn(output, targets)`; `num_microbatches` per replica and step;
-    `schedule` ("gpipe", "1f1b", "interleaved"); `seed`; `device`; `backend` ("local", "gloo", "nccl"); `timeout` in seconds;
-    `nan="ignore"`. Raises TraceError when the model cannot be captured faithfully and PlanError when the request cannot be
-    met, before any rank starts.
+    `v` model chunks per pipeline rank; `loss_fn(output, targets)` where the model returns no loss; `num_microbatches` per
+    replica and step (default: the largest divisor of the replica's rows that is <= 4p, a multiple of p preferred);
+    `schedule` "gpipe", "1f1b" or "interleaved"; `backend` "local", "gloo" or "nccl"; `timeout` in seconds; `nan="ignore"` lets
+    a NaN loss pass. `later` catches keywords of features that do not exist yet.
+
+    Raises TraceError when the model cannot be captured faithfully and PlanError when the request cannot be met, before any
+    rank starts.
     """
-    options = make_options(t=t, p=p, d=d, **keywords)
+    options = make_options(
+        t=t,
+        p=p,
+        d=d,
+        v=v,
+        loss_fn=loss_fn,
+        num_microbatches=num_microbatches,
+        schedule=schedule,
+        seed=seed,
+        device=device,
+        backend=backend,
+        timeout=timeout,
+        nan=nan,
+        **later,
+    )
     if any(parameter.is_meta for parameter in model.parameters()):
         raise PlanError("model", "its weights are on meta: there is nothing to train", "build it on a real device")
     replicas = options.d if is_local(options) else 1
 
     def compile_for(args: tuple[Any, ...], kwargs: dict[str, Any], check: bool) -> Program:
-        return compile_program(model, options, args, kwargs, replicas=replicas, check=check)
+        return compile_program(model, options, args, kwargs, replicas=replicas, check=check and is_first_process())
 
     def compile_eval(args: tuple[Any, ...], kwargs: dict[str, Any], check: bool) -> Program:
         with in_eval_mode(model):
@@ -71,11 +106,15 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-def draw_program(program: Program, folder: Path) -> None:
-    """The pictures of `pm.show`: graph, schedule, collectives."""
-    from autoptd.viz.draw import draw
+def is_first_process() -> bool:
+    """Model and trace are compared by one process of a torchrun world: the answer is the same in all."""
+    return os.environ.get("RANK", "0") == "0"
 
-    draw(program, folder, schedule.simulate(program.orders, program.mesh.p).spans)
+
+def draw_program(program: Program, folder: Path) -> None:
+    """What `pm.show` adds to the program: pictures of graph and schedule, the collectives, the graph in all its forms."""
+    write_forms(program.graphs, folder)
+    draw(program, folder, schedules.simulate(program.orders, program.mesh.p).spans)
 
 
 __all__ = ["ParallelModel", "Program", "compile", "parallelize", "verify"]

@@ -164,7 +164,9 @@ def _write_forward(
     writer: Writer, body: list[Node], given: dict[Node, str], results: list[Node], repeat: Repeat | None, t: int
 ) -> None:
     writer.add(1, f"def forward(self, {', '.join(given.values())}):")
-    writer.add(2, "tp, w, b = self.tp, self.weights, self.buffers")
+    writer.add(2, "tp, w = self.tp, self.weights")
+    if any(note(arg).kind == "buffer" for node in body for arg in node.all_input_nodes):
+        writer.add(2, "b = self.buffers")
     if repeat is None:
         names = choose_names(body, given, results)
         _write_body(writer, body, names, t)
@@ -259,9 +261,7 @@ def comment_of(node: Node, t: int, layer: str = "") -> str:
         work = [
             f"{what} {when}" for what, when in ((row.forward, "forward"), (row.backward, "backward")) if what != "none"
         ]
-        return (
-            f"{', '.join(work) or 'no communication'}, {collective_bytes(node, t):,} B: {_without(layer, record.why)}"
-        )
+        return f"{', '.join(work) or 'no communication'}, {collective_bytes(node, t):,} B: {_brief(node, layer)}"
     said = []
     first = next((arg for arg in node.args if isinstance(arg, Node)), None)
     literal = op_name(node) in ("aten.view", "aten.reshape", "aten.expand", "aten._unsafe_view")
@@ -272,9 +272,12 @@ def comment_of(node: Node, t: int, layer: str = "") -> str:
     return "  ".join(said)
 
 
-def _without(layer: str, why: str) -> str:
-    """Reasons inside of a repeated layer do not name the first one."""
-    return why.removeprefix(layer).removeprefix(f"{layer.removesuffix('.')}: ") if layer else why
+def _brief(node: Node, layer: str) -> str:
+    """The reason of a conversion, without the path that the section above it shows already."""
+    why = note(node).why
+    for known in (f"{note(node).module}: ", layer, f"{layer.removesuffix('.')}: "):
+        why = why.removeprefix(known) if known not in ("", ": ") else why
+    return why
 
 
 def collective_bytes(node: Node, t: int) -> int:
@@ -308,7 +311,8 @@ def _write_count(writer: Writer, body: list[Node], counted: list[Node], given: d
     writer.gap()
     writer.add(1, f"def count(self, {', '.join(inputs.values())}):")
     writer.add(2, '"""Number (or class weight) of the valid labels of one microbatch."""')
-    writer.add(2, "b = self.buffers")
+    if any(note(arg).kind == "buffer" for node in [*needed, *counted] for arg in node.all_input_nodes):
+        writer.add(2, "b = self.buffers")
     for node in needed:
         writer.add(2, f"{names[node]} = {expression(node, text)}")
     calls = []

@@ -162,8 +162,8 @@ class Program:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in self.sources.items():
             (folder / name).write_text(text)
-        (folder / "program.json").write_text(json.dumps(self._record(), indent=1) + "\n")
-        (folder / "plan.json").write_text(json.dumps(self.plan, indent=1) + "\n")
+        (folder / "program.json").write_text(_json(self._record()))
+        (folder / "plan.json").write_text(_json(self.plan))
         (folder / "schedule.txt").write_text(self.schedule)
         torch.save(self.buffers, folder / "constants.pt")
 
@@ -196,6 +196,18 @@ class Program:
         fields = [item.name for item in dataclasses.fields(self) if item.name not in skipped]
         record = {name: _plain(getattr(self, name)) for name in fields}
         return {"version": VERSION, "files": sorted(self.sources), **record}
+
+
+def _json(record: dict[str, Any]) -> str:
+    """JSON with one line per entry of a list, so that people can read it and a diff shows what changed."""
+    parts = []
+    for key, value in record.items():
+        if isinstance(value, list) and value and isinstance(value[0], (dict, list)):
+            lines = ",\n".join(f"  {json.dumps(one)}" for one in value)
+            parts.append(f" {json.dumps(key)}: [\n{lines}\n ]")
+        else:
+            parts.append(f" {json.dumps(key)}: {json.dumps(value)}")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
 def _plain(value: Any) -> Any:
