@@ -1,0 +1,47 @@
+"""Words and numbers that pictures and tables share.
+
+bytes_text(16384)             # "16 KiB"
+letter("i_to_r")              # "f": Megatron's name of I -> R
+"""
+
+from __future__ import annotations
+
+import re
+
+LETTERS = {"i_to_r": "f", "p_to_i": "g"}  # Shoeybi et al. 2019, section 3
+
+
+def letter(conversion: str) -> str:
+    """Megatron's name of a conversion, "" where it has none."""
+    return LETTERS.get(conversion, "")
+
+
+def bytes_text(count: float) -> str:
+    """Bytes with a binary unit and at most three significant digits: `512 B`, `16 KiB`, `1.52 MiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1000:
+            return f"{_three(count)} {unit}"
+        count /= 1024
+    return f"{_three(count)} TiB"
+
+
+def count_text(count: float) -> str:
+    """A number with a unit: `640`, `14.7 M`, `1.2 T`."""
+    for unit in ("", " k", " M", " G"):
+        if count < 1000:
+            return f"{_three(count)}{unit}"
+        count /= 1000
+    return f"{_three(count)} T"
+
+
+def _three(value: float) -> str:
+    text = f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def star(text: str) -> str:
+    """`transformer.h.*.attn` for `transformer.h.3.attn`: numbers in module paths become stars."""
+    return re.sub(r"(?<=\.)\d+(?=[.: ]|$)|\b\d+(?=\.[a-z_])", "*", text)
+
+
+__all__ = ["LETTERS", "bytes_text", "count_text", "letter", "star"]

@@ -1,0 +1,120 @@
+"""The table of collectives: numbers by hand, layers folded, local changes apart."""
+
+import re
+from typing import Any
+
+import pytest
+
+from autoptd.ir.mesh import Mesh
+from autoptd.ir.program import Collective, CrossingSpec, ParamSpec, Program
+from autoptd.ir.types import I
+from autoptd.viz.collectives import collectives_markdown, wire_bytes
+from autoptd.viz.words import bytes_text, count_text, star
+
+
+def on_tp(module: str, stage: int, conversion: str, forward: str, backward: str, size: int = 1024) -> Collective:
+    return Collective(f"{module} (m.py:7)", stage, conversion, "tp", forward, backward, size, 4, f"{module}: a reason")
+
+
+def program(collectives: tuple[Collective, ...], **fields: Any) -> Program:
+    tied = ParamSpec("wte", ("wte", "head"), (8, 8), "float32", True, (0, 1), I, ((8,), (8,)))
+    base = {"constants": (), "inputs": (), "params": (tied,), "stages": (), "orders": [], "sources": {}, "tree": ""}
+    base |= {"crossings": (CrossingSpec("x_from_0", 0, (1,), (2, 8), "bfloat16", True),)}
+    return Program(
+        mesh=Mesh(4, 2, 2), v=1, num_microbatches=3, schedule_name="1f1b", collectives=collectives, **(base | fields)
+    )
+
+
+def rows(text: str, section: str) -> list[list[str]]:
+    """The cells of the rows of a section's table, without its heading."""
+    body = re.search(rf"## {section}\n(.*?)(?=\n## |\Z)", text, re.S)
+    lines = [line for line in body[1].splitlines() if line.startswith("|")] if body else []
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+LAYERS = tuple(on_tp(f"h.{k}.attn", k // 2, "i_to_r", "none", "all-reduce") for k in range(4))
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [("all-reduce", 1536.0), ("all-gather", 768.0), ("reduce-scatter", 768.0), ("all-to-all", 192.0), ("send", 1024.0)],
+)
+def test_wire_bytes_of_a_ring_of_four(kind: str, expected: float) -> None:
+    assert wire_bytes(kind, 1024, 4) == expected
+
+
+@pytest.mark.parametrize("kind", ["none", "slice", "zero-pad", "one rank keeps it"])
+def test_local_conversions_send_nothing(kind: str) -> None:
+    assert wire_bytes(kind, 1024, 4) == 0
+
+
+def test_totals_count_microbatches_calls_and_both_directions() -> None:
+    gradients = Collective("stage 0", 0, "gradient sum", "dp", "none", "all-reduce", 4096, 2, "gradients", "step")
+    tied = Collective("wte", 0, "tied sum", "pp", "none", "all-reduce", 256, 2, "tied", "step")
+    gather = on_tp("h.0.mlp", 0, "s_to_r", "all-gather", "reduce-scatter")
+    told = rows(collectives_markdown(program((*LAYERS, gather, gradients, tied))), "Per rank and step")
+    assert told == [
+        ["tp", "all-gather", "forward", "3", "3 KiB", "2.25 KiB", "pipeline rank 0", "0 B"],
+        ["tp", "all-reduce", "backward", "6", "6 KiB", "9 KiB", "pipeline rank 0", "the same"],
+        ["tp", "reduce-scatter", "backward", "3", "3 KiB", "2.25 KiB", "pipeline rank 0", "0 B"],
+        ["dp", "all-reduce", "once a step", "1", "4 KiB", "4 KiB", "pipeline rank 0", "0 B"],
+        ["pp", "send", "backward", "3", "96 B", "96 B", "pipeline rank 1", "0 B"],
+        ["pp", "send", "forward", "3", "96 B", "96 B", "pipeline rank 0", "0 B"],
+        ["pp", "all-reduce", "once a step", "1", "256 B", "256 B", "pipeline rank 0", "the same"],
+    ]
+
+
+def test_layers_are_folded_and_single_sites_keep_their_name() -> None:
+    other = on_tp("h.3.mlp", 1, "p_to_i", "all-reduce", "none", size=2048)
+    told = rows(collectives_markdown(program((*LAYERS, other))), "Over tp, in every microbatch")
+    assert told == [
+        ["h.*.attn (m.py:7)", "4", "0, 1", "f: i_to_r", "none", "all-reduce", "1 KiB", "4", "1.5 KiB", "a reason"],
+        ["h.3.mlp (m.py:7)", "1", "1", "g: p_to_i", "all-reduce", "none", "2 KiB", "4", "3 KiB", "a reason"],
+    ]
+
+
+def test_local_changes_of_type_stand_apart() -> None:
+    keeps = on_tp("h.0.mlp", 0, "i_to_p", "one rank keeps it", "none")
+    text = collectives_markdown(program((*LAYERS, keeps)))
+    (row,) = rows(text, "Changes of type without communication")
+    assert row[:4] == ["h.0.mlp (m.py:7)", "1", "0", "i_to_p"]
+    assert len(rows(text, "Over tp, in every microbatch")) == 1
+
+
+def test_a_skip_to_a_stage_of_the_same_rank_is_not_sent() -> None:
+    skip = (CrossingSpec("x", 0, (2,), (2, 8), "float32", False),)
+    text = collectives_markdown(program((), crossings=skip))
+    assert "without communication" in text.splitlines()[8]
+
+
+def test_what_is_computed_in_full_is_told() -> None:
+    costs = {"redundant_gemm_flops": 2_000_000, "total_flops": 8_000_000}
+    unknown = (("my.op", "h.0.mlp"), ("my.op", "h.1.mlp"))
+    text = collectives_markdown(program((), costs=costs, unknown_ops=unknown))
+    assert "- Matrix products: 2 M FLOPs forward (25.0 % of all)." in text
+    assert "- my.op in h.*.mlp x 2: no rule" in text
+
+
+def test_tables_are_well_formed() -> None:
+    text = collectives_markdown(program(LAYERS))
+    for table in re.findall(r"(?:^\|.*\n)+", text, re.M):
+        assert len({line.count("|") for line in table.splitlines()}) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "starred"),
+    [
+        ("transformer.h.12.attn (gpt.py:46)", "transformer.h.*.attn (gpt.py:46)"),
+        ("h.3", "h.*"),
+        ("0.linear", "*.linear"),
+        ("transformer.ln_1: add", "transformer.ln_1: add"),
+        ("stage 3", "stage 3"),
+    ],
+)
+def test_star(text: str, starred: str) -> None:
+    assert star(text) == starred
+
+
+def test_units() -> None:
+    assert [bytes_text(n) for n in (512, 16384, 1_590_000)] == ["512 B", "16 KiB", "1.52 MiB"]
+    assert [count_text(n) for n in (640, 14_680_064, 10**12)] == ["640", "14.7 M", "1 T"]
