@@ -40,6 +40,7 @@ def train(args: Namespace) -> None:
             opt.zero_grad()
             log.add(loss)
     pm.show(args.out)
+    pm.close()
 
 
 def example_inputs(args: Namespace) -> tuple[torch.Tensor, ...]:
@@ -62,5 +63,3 @@ def parse_arguments() -> Namespace:
 
 if __name__ == "__main__":
     train(parse_arguments())
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()

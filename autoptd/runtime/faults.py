@@ -11,6 +11,7 @@ those that wait in no call (hung). The first answer is kept in the store, so tha
 
 from __future__ import annotations
 
+import atexit
 import json
 import threading
 import time
@@ -40,8 +41,11 @@ class FaultBoard:
         own = store.clone()  # type: ignore[attr-defined]  # a connection that no blocking call of this rank holds
         self._thread = threading.Thread(target=self._beat, args=(own,), name="beat", daemon=True)
         self._thread.start()
+        # A thread that is inside the store's C++ code when the interpreter ends aborts the process.
+        atexit.register(self.close)
 
     def close(self) -> None:
+        atexit.unregister(self.close)
         self._stop.set()
         self._thread.join(timeout=2 * BEAT)
 
