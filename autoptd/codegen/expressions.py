@@ -18,7 +18,6 @@ from autoptd.ir.notes import note, op_name, tensor
 
 Text = Callable[[Node], str]
 CREATORS = {"aten.arange", "aten.full", "aten.zeros", "aten.ones", "aten.eye", "aten.scalar_tensor"}
-CREATORS |= {"aten.new_zeros", "aten.new_ones", "aten.new_full"}
 INFIX = {"aten.add": "+", "aten.sub": "-", "aten.mul": "*", "aten.div": "/", "aten.bitwise_and": "&", "aten.pow": "**"}
 INFIX |= {"aten.eq": "==", "aten.ne": "!=", "aten.lt": "<", "aten.le": "<=", "aten.gt": ">", "aten.ge": ">="}
 INFIX |= {"aten.matmul": "@", "aten.logical_and": "&", "aten.bitwise_or": "|"}
@@ -42,8 +41,6 @@ def expression(node: Node, text: Text) -> str:
     keywords = {key: literal(arg, text) for key, arg in node.kwargs.items() if key not in DROPPED}
     if name in CREATORS:
         keywords |= {"dtype": str(tensor(node).dtype), "device": "self.device"}
-        if name.startswith("aten.new_"):
-            args, name = args[1:], "aten." + name.removeprefix("aten.new_")
         return f"torch.{name.removeprefix('aten.')}({_join(args, keywords)})"
     if name in INFIX and len(args) == 2 and not keywords:
         return f"{args[0]} {INFIX[name]} {args[1]}"

@@ -25,7 +25,7 @@ from autoptd.passes.rules import linear_groups, operands
 RULE_REMEDY = "keep samples apart (loss_fn with a mean or sum over samples), or run with d=1 and num_microbatches=1"
 FIRST_ROWS = "first_rows"  # key of Note.extra: operands whose rows are all equal -> the place where they meet the batch
 SIZES = {"aten.view", "aten.reshape", "aten._unsafe_view", "aten.expand", "aten.full", "aten.zeros", "aten.ones"}
-SIZES |= {"aten.new_zeros", "aten.new_ones", "aten.new_full", "aten.unflatten", "aten.split", "aten.slice"}
+SIZES |= {"aten.unflatten", "aten.split", "aten.slice"}
 
 
 def assign_batch(graph: Graph, axes: Axes, batched: set[str], pieces: int, constants: Constants) -> None:

@@ -124,16 +124,16 @@ def _place_the_rest(graph: Graph, backbone: set[Node]) -> None:
 
 
 def check_cut(graph: Graph, num_stages: int) -> None:
-    """Every backbone node is in exactly one stage, no value flows backwards, the loss is in the last stage."""
-    findings = []
-    for node in find_backbone(graph):
-        if len(note(node).stages) != 1:
-            findings.append(f"{node.name} is in stages {note(node).stages}")
-        findings += [
-            f"{arg.name} of stage {note(arg).stages} is read by {node.name} of stage {note(node).stages}"
-            for arg in node.all_input_nodes
-            if note(node).stages and min(note(arg).stages, default=num_stages) > note(node).stages[0]
-        ]
+    """Every backbone node is in exactly one stage and read there or later; all else is wherever it is read; no stage is empty."""
+    backbone = set(find_backbone(graph))
+    findings = [f"{one.name} is in stages {note(one).stages}" for one in backbone if len(note(one).stages) != 1]
+    for node in graph.nodes:
+        for arg in node.all_input_nodes:
+            first = min(note(arg).stages, default=num_stages)
+            far = [k for k in note(node).stages if k not in note(arg).stages and (arg not in backbone or k < first)]
+            if far:
+                where = f"{arg.name} of stages {note(arg).stages}"
+                findings.append(f"{where} is read by {node.name} of stages {note(node).stages}")
     if note(output(graph)).stages != (num_stages - 1,):
         findings.append(f"the loss is in stages {note(output(graph)).stages}")
     empty = set(range(num_stages)) - {stage for node in find_backbone(graph) for stage in note(node).stages}

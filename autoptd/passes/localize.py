@@ -151,10 +151,7 @@ def _set(node: Node, position: int, new: Any) -> None:
 
 
 SIZE_ARGUMENTS: dict[str, Callable[[Node, Sizes], None]] = {
-    **{
-        f"aten.{name}": _result_sizes(1)
-        for name in ["view", "reshape", "_unsafe_view", "expand", "new_zeros", "new_ones", "new_full"]
-    },
+    **{f"aten.{name}": _result_sizes(1) for name in ["view", "reshape", "_unsafe_view", "expand"]},
     **{f"aten.{name}": _result_sizes(0) for name in ["full", "zeros", "ones"]},
     "aten.split": _split_size,
     "aten.split_with_sizes": _split_size,

@@ -522,7 +522,7 @@ TABLE: dict[str, Rule] = {
         Rule("aten.cat", links=cat_links),
         Rule("aten.stack", links=stack_links),
         *(Rule(f"aten.{name}", links=pad_links) for name in ("pad", "constant_pad_nd")),
-        *(Rule(f"aten.{name}", links=free_links) for name in "full zeros ones new_zeros new_ones new_full".split()),
+        *(Rule(f"aten.{name}", links=free_links) for name in "full zeros ones".split()),
         *(Rule(f"aten.{name}", links=pointwise_links) for name in "zeros_like ones_like full_like".split()),
         *(Rule(f"aten.{name}", links=no_links) for name in "arange scalar_tensor eye".split()),
     ]

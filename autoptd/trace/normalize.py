@@ -22,6 +22,7 @@ IDENTITIES = {"aten.alias", "aten.lift_fresh", "aten.lift_fresh_copy", "aten.det
 CASTS = {"aten.to", "aten._to_copy", "aten.type_as"}
 SIZES_OF_ANOTHER = {"aten.expand_as": aten.expand.default, "aten.view_as": aten.view.default}
 SIZES_OF_ANOTHER |= {"aten.reshape_as": aten.reshape.default}
+NEW = {"aten.new_zeros": aten.zeros.default, "aten.new_ones": aten.ones.default, "aten.new_full": aten.full.default}
 LOSSES = {"aten.mse_loss", "aten.l1_loss", "aten.smooth_l1_loss", "aten.huber_loss", "aten.kl_div"}
 LOSSES |= {"aten.soft_margin_loss", "aten.binary_cross_entropy", "aten.binary_cross_entropy_with_logits"}
 DROPOUTS = {"aten.dropout", "aten.feature_dropout", "aten.alpha_dropout"}
@@ -52,6 +53,8 @@ def _normalize_one(graph: Graph, node: Node) -> None:
         node.target, node.args = aten.slice.Tensor, (x, dim, start, start + length)
     elif name in SIZES_OF_ANOTHER:  # the other tensor gives its shape only
         node.target, node.args = SIZES_OF_ANOTHER[name], (node.args[0], list(shape(node)))
+    elif name in NEW:  # the tensor gives its dtype only
+        node.target, node.args, node.kwargs = NEW[name], node.args[1:], {"dtype": value(node).dtype}
     elif name == "aten.broadcast_tensors":
         _normalize_broadcast(graph, node)
     elif _adds_nothing(node):

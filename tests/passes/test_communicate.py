@@ -13,7 +13,7 @@ from torch.fx import Graph, Node
 
 from autoptd.errors import InternalError, PlanError
 from autoptd.ir import markers
-from autoptd.ir.notes import copy_graph, note, op_name, ops, placeholders
+from autoptd.ir.notes import note, op_name, ops, placeholders
 from autoptd.ir.types import CONVERSIONS, I, P, R, S
 from autoptd.passes import check_connected, conversion_row, redundant_flops
 from autoptd.passes.axes import Axes
@@ -49,8 +49,6 @@ def test_two_all_reduces_forward_and_two_backward_per_layer(t: int) -> None:
     check_connected(graph, axes)
     for layer in range(LAYERS):
         found = collectives(graph, rf"transformer\.h\.{layer}(\.|$)")
-        boundary = 1 if layer == LAYERS - 1 else 0
-        assert found["all-reduce forward"] == 2, boundary
         assert found == {"all-reduce forward": 2, "all-reduce backward": 2}
     ends = collectives(graph, r"transformer$|transformer\.(wte|wpe|ln_f)|lm_head|$")
     assert ends == {"all-reduce forward": 1, "all-reduce backward": 1}
@@ -142,13 +140,6 @@ def conversions(graph: Graph) -> Iterator[Node]:
     return (node for node in ops(graph) if node.target is markers.convert)
 
 
-def count_conversions() -> int:
-    torch.manual_seed(0)
-    model = GPT(GPTConfig(vocab_size=64, block_size=16, n_layer=1, n_head=4, n_embd=64))
-    ids = torch.zeros(2, 16, dtype=torch.long)
-    return len(list(conversions(connect(model, ids, ids.clone(), t=2)[0])))
-
-
 def test_each_removed_conversion_is_found(small: tuple[Graph, Axes]) -> None:
     graph, axes = small
     check_connected(graph, axes)
@@ -190,6 +181,14 @@ def test_a_conversion_whose_name_does_not_fit_is_found(small: tuple[Graph, Axes]
         check_connected(graph, axes)
 
 
+def test_a_shard_of_another_place_is_found(small: tuple[Graph, Axes]) -> None:
+    graph, axes = small
+    node = next(conversions(graph))
+    node.args = (*node.args[:2], 1, 7)
+    with pytest.raises(InternalError, match="with arguments"):
+        check_connected(graph, axes)
+
+
 def test_an_operator_of_the_wrong_type_is_found(small: tuple[Graph, Axes]) -> None:
     graph, axes = small
     node = find(graph, "gelu")
@@ -220,4 +219,4 @@ def test_t_1_has_no_conversions() -> None:
     ids = torch.zeros(2, 16, dtype=torch.long)
     graph, axes = connect(model, ids, ids.clone(), t=1)
     check_connected(graph, axes)
-    assert not list(conversions(graph)) and len(list(copy_graph(graph).nodes)) == len(list(graph.nodes))
+    assert not list(conversions(graph))
