@@ -124,7 +124,7 @@ def _place_the_rest(graph: Graph, backbone: set[Node]) -> None:
 
 
 def check_cut(graph: Graph, num_stages: int) -> None:
-    """Every backbone node is in exactly one stage and read there or later; all else is wherever it is read; no stage is empty."""
+    """Backbone nodes are in one stage and read there or later; all else is wherever it is read; no stage is empty."""
     backbone = set(find_backbone(graph))
     findings = [f"{one.name} is in stages {note(one).stages}" for one in backbone if len(note(one).stages) != 1]
     for node in graph.nodes:
