@@ -114,7 +114,8 @@ def is_first_process() -> bool:
 def draw_program(program: Program, folder: Path) -> None:
     """What `pm.show` adds to the program: pictures of graph and schedule, the collectives, the graph in all its forms."""
     write_forms(program.graphs, folder)
-    draw(program, folder, schedules.simulate(program.orders, program.mesh.p).spans)
+    run = schedules.simulate(program.orders, program.mesh.p)
+    draw(program, folder, run.spans, bubble=run.bubble, peak_live=run.peak_live)
 
 
 __all__ = ["ParallelModel", "Program", "compile", "parallelize", "verify"]

@@ -47,7 +47,7 @@ def draw(single: list[float], parallel: list[float], entropy: float) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}">',
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
         line([place(0, entropy), place(last, entropy)], 'stroke="gray" stroke-dasharray="4"'),
-        text(WIDTH - 220, MARGIN + 40, f"unigram entropy of the text: {entropy:.4f}"),
+        text(WIDTH - 340, MARGIN + 40, f"unigram entropy of the text: {entropy:.4f}"),
         text(WIDTH / 2 - 90, HEIGHT - 16, f"loss in nats, steps 0 to {last}"),
         *(text(8, place(0, loss)[1], f"{loss:.2f}") for loss in (low, high)),
     ]
@@ -55,5 +55,5 @@ def draw(single: list[float], parallel: list[float], entropy: float) -> str:
     for row, ((name, curve), (color, thick)) in enumerate(zip(runs, STROKES, strict=True)):
         points = [place(step, loss) for step, loss in enumerate(curve) if math.isfinite(loss)]
         parts.append(line(points, f'stroke="{color}" stroke-width="{thick}"'))
-        parts.append(text(WIDTH - 220, MARGIN + 20 * row, f"{name}: {curve[-1]:.4f}", color))
+        parts.append(text(WIDTH - 340, MARGIN + 20 * row, f"{name}: {curve[-1]:.4f}", color))
     return "\n".join([*parts, "</svg>"]) + "\n"
