@@ -178,14 +178,20 @@ def _copy(graph: Graph, node: Node, mapping: dict[Node, Node], root: nn.Module, 
     """Copy one operator; a no_grad region is inlined with its results detached."""
     name = str(node.target)
     if name == "wrap_with_set_grad_enabled":
-        _inline(graph, node, mapping, root, detached=detached or not node.args[0])
+        enabled, region, *read = node.args
+        _inline(graph, node, getattr(root, region.target), read, mapping, detached or not enabled)
         return
-    if name.startswith("wrap_with_autocast"):
-        raise TraceError(
-            source_line(node)[0], "autocast inside the model is not traced", "cast explicitly with .to(dtype)"
-        )
+    if name == "wrap_with_autocast":
+        _, _, enabled, _, region, *read = node.args
+        body = getattr(root, region.target)
+        if enabled:
+            line = next((line for line, _ in map(source_line, body.graph.nodes) if line), "model")
+            raise TraceError(line, "autocast inside the model is not traced", "cast explicitly with .to(dtype)")
+        _inline(graph, node, body, read, mapping, detached)
+        return
     if isinstance(node.target, torch._ops.HigherOrderOperator):
         raise TraceError(source_line(node)[0], f"{name} cannot be partitioned", "write this part with plain operators")
+    _check_sizes(node)
     made = graph.node_copy(node, lambda old: mapping[old])
     made.meta = {"val": node.meta.get("val")}
     source, code = source_line(node)
@@ -193,9 +199,8 @@ def _copy(graph: Graph, node: Node, mapping: dict[Node, Node], root: nn.Module, 
     mapping[node] = made
 
 
-def _inline(graph: Graph, node: Node, mapping: dict[Node, Node], root: nn.Module, detached: bool) -> None:
-    region = getattr(root, node.args[1].target)
-    inner = dict(zip(region.graph.find_nodes(op="placeholder"), (mapping[arg] for arg in node.args[2:]), strict=True))
+def _inline(graph: Graph, node: Node, region: Any, read: list[Any], mapping: dict[Node, Node], detached: bool) -> None:
+    inner = dict(zip(region.graph.find_nodes(op="placeholder"), (mapping[arg] for arg in read), strict=True))
     for step in region.graph.nodes:
         if step.op == "call_function":
             _copy(graph, step, inner, region, detached)
@@ -214,6 +219,14 @@ def _inline(graph: Graph, node: Node, mapping: dict[Node, Node], root: nn.Module
     for reader in list(node.users):
         if reader.target is operator.getitem:
             mapping[reader] = pieces[reader.args[1]]
+
+
+def _check_sizes(node: Node) -> None:
+    pieces = node.meta.get("val")
+    for one in pieces if isinstance(pieces, (tuple, list)) else [pieces]:
+        if isinstance(one, torch.Tensor) and not all(isinstance(size, int) for size in one.shape):
+            fact = f"the size of {node.target}'s result depends on the values of a tensor"
+            raise TraceError("  ".join(source_line(node)), fact, "use torch.where or a mask of fixed size")
 
 
 def module_path(node: Node) -> str:

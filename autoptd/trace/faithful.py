@@ -76,7 +76,9 @@ def compare(
     or region shows at the order of the gradient itself).
     """
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    before = {name: one.detach().clone() for name, one in model.named_buffers()}
     wanted_loss = WithLoss(model, loss_fn)(*args, **kwargs)
+    _check_buffers(model, before)
     wanted = dict(
         zip(parameters, torch.autograd.grad(wanted_loss, list(parameters.values()), allow_unused=True), strict=True)
     )
@@ -99,11 +101,27 @@ def compare(
         )
 
 
+def _check_buffers(model: nn.Module, before: dict[str, torch.Tensor]) -> None:
+    """Restore and refuse buffers that the forward has changed."""
+    after = dict(model.named_buffers())
+    changed = [name for name, one in before.items() if name in after and not _equal(one, after[name])]
+    for name in changed:
+        after[name].detach().copy_(before[name])
+    if changed:
+        fact = "changed by the forward, which the traced graph would not do"
+        raise TraceError(f"buffer {', '.join(changed)}", fact, "keep buffers constant in forward, or model.eval()")
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(one.nan_to_num(), other.nan_to_num()) if one.is_floating_point() else torch.equal(one, other)
+
+
 def run_graph(
     graph: Graph, parameters: dict[str, torch.Tensor], buffers: dict[str, torch.Tensor], leaves: list[Any]
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Interpret a TRACED graph; returns the loss and the parameter leaves that it was computed from."""
     tensors = iter([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
+    device = next((one.device for one in parameters.values()), None)
     env: dict[Node, Any] = {}
     used: dict[str, torch.Tensor] = {}
     for node in graph.nodes:
@@ -116,8 +134,16 @@ def run_graph(
         elif record.kind == "input":
             env[node] = next(tensors)
         elif node.op == "call_function":
-            env[node] = node.target(*map_arg(node.args, env.__getitem__), **map_arg(node.kwargs, env.__getitem__))
+            made_here = {} if node.all_input_nodes or device is None else _device_keyword(node, device)
+            kwargs = map_arg(node.kwargs, env.__getitem__) | made_here
+            env[node] = node.target(*map_arg(node.args, env.__getitem__), **kwargs)
     return env[output(graph).args[0]], used
+
+
+def _device_keyword(node: Node, device: torch.device) -> dict[str, Any]:
+    """Operators that make a tensor from nothing (arange) make it where the parameters are."""
+    schema = getattr(node.target, "_schema", None)
+    return {"device": device} if schema and any(one.name == "device" for one in schema.arguments) else {}
 
 
 def _same(what: str, found: torch.Tensor, wanted: torch.Tensor, largest: float = 0.0) -> None:

@@ -68,6 +68,9 @@ def _normalize_one(graph: Graph, node: Node) -> None:
         if training and rate:
             raise PlanError(site(node), f"dropout of {rate} in training is not there yet", "p=0.0, or model.eval()")
         _replace(graph, node, node.args[0])
+    elif name in ("aten.batch_norm", "aten.instance_norm") and node.args[5] and node.args[3] is not None:
+        fact = f"its running statistics (buffer {note(node.args[3]).name}) are changed by the forward"  # type: ignore[arg-type]
+        raise PlanError(site(node), fact, "a norm without running statistics, or model.eval()")
     elif _is_random(node):
         raise PlanError(
             site(node), "a random operator would draw other numbers on every layout", "remove it, or use p=0"

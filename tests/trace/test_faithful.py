@@ -1,0 +1,426 @@
+"""What torch.export would lose without a word is kept, or refused with the site and a remedy."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from autoptd import trace
+from autoptd.errors import AutoptdError, PlanError, TraceError
+from autoptd.ir.notes import note, op_name, ops
+from tests.trace.test_capture import Net, captured, names
+
+Tensor = torch.Tensor
+X = torch.randn(4, 6)
+
+
+def gradients_of(forward: Callable[..., Any]) -> None:
+    """Capture, then compare loss and gradients exactly."""
+    torch.manual_seed(0)
+    captured(Net(forward), X)
+
+
+# Gradients that stop where the user says.
+
+
+def under_no_grad(self: Net, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        scale = self.first(x).abs().mean(-1, keepdim=True)
+    return (self.second(x) * scale).mean()
+
+
+def nested_grad_modes(self: Net, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        outside = self.first(x)
+        with torch.enable_grad():
+            inside = self.second(x)
+        both = outside * inside
+    return (both + inside).mean()
+
+
+def two_results_of_no_grad(self: Net, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        h = self.first(x)
+        low, high = h.amin(-1, keepdim=True), h.amax(-1, keepdim=True)
+    return ((self.first(x) - low) / (high - low)).mean()
+
+
+def detached(self: Net, x: Tensor) -> Tensor:
+    h = self.first(x)
+    return (h.detach() * self.second(h)).mean()
+
+
+@torch.no_grad()
+def rotary(positions: int) -> Tensor:
+    return torch.outer(torch.arange(positions), 1.0 / 10 ** torch.arange(0, 1, 1 / 6)).cos()[None, 1]
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        under_no_grad,
+        nested_grad_modes,
+        two_results_of_no_grad,
+        detached,
+        lambda self, x: (self.first(x) * rotary(4)).mean(),
+        lambda self, x: self.first(x).mean() + self.second(x).mean().detach(),
+    ],
+)
+def test_gradients_stop_where_they_stop(forward: Callable[..., Any]) -> None:
+    gradients_of(forward)
+
+
+def test_a_lost_no_grad_region_would_be_found() -> None:
+    """`compare` is the last guard: without the detach it must complain."""
+    model = Net(under_no_grad)
+    found = trace.capture(model, (X,), {}, None)
+    cut = next(node for node in ops(found.graph) if op_name(node) == "aten.detach")
+    cut.replace_all_uses_with(cut.args[0])  # type: ignore[arg-type]
+    with pytest.raises(TraceError, match="gradient of first"):
+        trace.compare(model, None, found.graph, found.buffers, (X,), {})
+
+
+def test_a_wrong_loss_would_be_found() -> None:
+    model = Net(lambda self, x: self.first(x).square().mean())
+    found = trace.capture(model, (X,), {}, None)
+    node = next(node for node in ops(found.graph) if op_name(node) == "aten.square")
+    node.target = torch.ops.aten.abs.default
+    with pytest.raises(TraceError, match="loss"):
+        trace.compare(model, None, found.graph, found.buffers, (X,), {})
+
+
+# In-place operators.
+
+
+def adds_in_place(self: Net, x: Tensor) -> Tensor:
+    h = self.first(x)
+    h += self.second(x)
+    h.mul_(2.0).clamp_(min=-1.0)
+    return h.mean()
+
+
+def fills_in_place(self: Net, x: Tensor) -> Tensor:
+    scores = self.first(x) * 1.0
+    scores.masked_fill_(x > 0, 0.0)
+    other = scores + 1
+    scores.add_(other)
+    return (scores * other).mean()
+
+
+def relu_in_place(self: Net, x: Tensor) -> Tensor:
+    return F.relu(self.first(x), inplace=True).mean()
+
+
+def grown_zeros(self: Net, x: Tensor) -> Tensor:
+    total = torch.zeros(4, 6)
+    for layer in (self.first, self.second):
+        total += layer(x)
+    return total.square().mean()
+
+
+@pytest.mark.parametrize("forward", [adds_in_place, fills_in_place, relu_in_place, grown_zeros])
+def test_in_place_operators_become_functional(forward: Callable[..., Any]) -> None:
+    torch.manual_seed(0)
+    found = captured(Net(forward), X)
+    assert not [name for name in names(found.graph) if name.endswith("_")]
+
+
+def writes_a_row(self: Net, x: Tensor) -> Tensor:
+    h = self.first(x)
+    h[0] = 0.0
+    return h.mean()
+
+
+def writes_through_a_view(self: Net, x: Tensor) -> Tensor:
+    h = self.first(x)
+    h.view(-1).mul_(2.0)
+    return h.mean()
+
+
+def writes_under_a_view(self: Net, x: Tensor) -> Tensor:
+    h = self.first(x)
+    row = h[0]
+    h.mul_(2.0)
+    return (row * h).mean()
+
+
+def writes_an_argument(self: Net, x: Tensor) -> Tensor:
+    x.mul_(2.0)
+    return self.first(x).mean()
+
+
+def writes_a_parameter(self: Net, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        self.first.weight.mul_(0.9)
+    return self.first(x).mean()
+
+
+def writes_a_buffer(self: Net, x: Tensor) -> Tensor:
+    self.count.add_(1)
+    return self.first(x).mean()
+
+
+@pytest.mark.parametrize(
+    ("forward", "fact"),
+    [
+        (writes_a_row, "through a view"),
+        (writes_through_a_view, "through a view"),
+        (writes_under_a_view, "through a view"),
+        (writes_an_argument, "argument of the model is changed in place"),
+        (writes_a_parameter, "first.weight is changed in place"),
+        (writes_a_buffer, "buffer count is changed"),
+    ],
+)
+def test_other_writes_are_refused(forward: Callable[..., Any], fact: str) -> None:
+    model = Net(forward)
+    model.register_buffer("count", torch.zeros(()))
+    with pytest.raises(AutoptdError, match=fact) as caught:
+        trace.capture(model, (X,), {}, None)
+    assert caught.value.remedy and ".py:" in caught.value.site
+
+
+class WritesARow(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x)
+        h[0] = 0.0
+        return h.mean()
+
+
+def test_the_site_of_a_write_is_its_line() -> None:
+    with pytest.raises(TraceError) as caught:
+        trace.capture(WritesARow(), (X,), {}, None)
+    line = WritesARow.forward.__code__.co_firstlineno + 2
+    assert f"test_faithful.py:{line}" in caught.value.site
+
+
+class ReassignsABuffer(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        self.count.copy_(x.detach().mean()) if not torch.compiler.is_exporting() else None
+        return self.first(x).mean()
+
+
+def test_a_change_that_tracing_does_not_see_is_found_and_undone() -> None:
+    model = ReassignsABuffer()
+    model.register_buffer("count", torch.zeros(()))
+    with pytest.raises(TraceError, match="buffer count: changed by the forward"):
+        captured(model, X)
+    assert model.count == 0
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d(6), nn.InstanceNorm1d(6, track_running_stats=True)])
+def test_running_statistics_are_refused_in_training(norm: nn.Module) -> None:
+    model = Net(lambda self, x: self.norm(self.first(x)[:, :, None].expand(4, 6, 3)).square().mean())
+    model.norm = norm
+    with pytest.raises(AutoptdError, match=r"buffer|statistics"):
+        trace.capture(model, (X,), {}, None)
+
+
+def test_statistics_by_function_are_refused_too() -> None:
+    """Without a counter that is written: torch.export shows no trace of the change."""
+    model = Net(lambda self, x: F.batch_norm(self.first(x), self.mean, self.var, training=True).square().mean())
+    model.register_buffer("mean", torch.zeros(6))
+    model.register_buffer("var", torch.ones(6))
+    with pytest.raises(PlanError, match=r"buffer|statistics"):
+        trace.capture(model, (X,), {}, None)
+    frozen = Net(lambda self, x: F.batch_norm(self.first(x), self.mean, self.var).square().mean())
+    frozen.register_buffer("mean", torch.zeros(6))
+    frozen.register_buffer("var", torch.ones(6))
+    captured(frozen, X)
+
+
+# Autocast.
+
+
+def test_autocast_around_is_refused() -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(TraceError, match="autocast"):
+        trace.capture(Net(lambda self, x: self.first(x).mean()), (X,), {}, None)
+
+
+def autocast_inside(self: Net, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        h = self.first(x)
+    return h.float().mean()
+
+
+def test_autocast_inside_is_refused() -> None:
+    with pytest.raises(TraceError, match="autocast"):
+        trace.capture(Net(autocast_inside), (X,), {}, None)
+
+
+def autocast_off_inside(self: Net, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", enabled=False):
+        h = self.first(x)
+    return h.mean()
+
+
+def test_autocast_that_is_off_does_nothing() -> None:
+    captured(Net(autocast_off_inside), X)
+
+
+# Custom backwards and hooks.
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return 2 * grad
+
+
+def test_a_custom_backward_is_refused() -> None:
+    with pytest.raises(TraceError, match=r"autograd\.Function Doubled"):
+        trace.capture(Net(lambda self, x: Doubled.apply(self.first(x)).mean()), (X,), {}, None)
+    x = torch.ones(1, requires_grad=True)
+    Doubled.apply(x).backward()  # tracing leaves torch as it was
+    assert x.grad == 2.0
+
+
+def hooked(self: Net, x: Tensor) -> Tensor:
+    h = self.first(x)
+    h.register_hook(lambda grad: 2 * grad)
+    return h.mean()
+
+
+def test_a_tensor_hook_is_refused() -> None:
+    with pytest.raises(TraceError, match="hook"):
+        trace.capture(Net(hooked), (X,), {}, None)
+    torch.ones(1, requires_grad=True).register_hook(lambda grad: grad)
+
+
+HOOKS: dict[str, Callable[[Net], Any]] = {
+    "module backward": lambda net: net.first.register_full_backward_hook(lambda *_: None),
+    "module backward pre": lambda net: net.first.register_full_backward_pre_hook(lambda *_: None),
+    "model backward": lambda net: net.register_full_backward_hook(lambda *_: None),
+    "parameter": lambda net: net.first.weight.register_hook(lambda grad: 2 * grad),
+    "post accumulate": lambda net: net.first.weight.register_post_accumulate_grad_hook(lambda _: None),
+}
+
+
+@pytest.mark.parametrize("kind", HOOKS)
+def test_hooks_are_refused(kind: str) -> None:
+    model = Net(lambda self, x: self.first(x).mean())
+    HOOKS[kind](model)
+    with pytest.raises(TraceError, match="hook") as caught:
+        trace.capture(model, (X,), {}, None)
+    assert "remove the hook" in caught.value.remedy
+
+
+def test_forward_hooks_are_traced() -> None:
+    model = Net(lambda self, x: self.first(x).mean())
+    model.first.register_forward_hook(lambda module, args, out: out * 3)
+    assert names(captured(model, X).graph) == ["linear", "mul", "mean"]
+
+
+def checkpointed(self: Net, x: Tensor) -> Tensor:
+    from torch.utils.checkpoint import checkpoint
+
+    return checkpoint(lambda h: self.second(self.first(h).tanh()), x, use_reentrant=False).square().mean()
+
+
+def test_activation_checkpointing_is_traced_through_or_refused() -> None:
+    """Never silently different: the same gradients, or a TraceError."""
+    with warnings.catch_warnings(), contextlib.suppress(TraceError):
+        warnings.simplefilter("ignore")
+        captured(Net(checkpointed), X)
+
+
+# Randomness.
+
+
+def test_dropout_is_refused_in_training_with_its_module() -> None:
+    model = Net(lambda self, x: self.drop(self.first(x)).mean())
+    model.drop = nn.Dropout(0.1)
+    with pytest.raises(PlanError, match=r"dropout of 0\.1") as caught:
+        trace.capture(model, (X,), {}, None)
+    assert caught.value.site.startswith("drop")
+    captured(model.eval(), X)
+    model.train().drop.p = 0.0
+    captured(model, X)
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda self, x: (self.first(x) + torch.randn(4, 6)).mean(),
+        lambda self, x: (self.first(x) * torch.rand_like(x)).mean(),
+        lambda self, x: (self.first(x) * torch.bernoulli(x.sigmoid())).mean(),
+        lambda self, x: F.scaled_dot_product_attention(*[self.first(x)[None]] * 3, dropout_p=0.2).mean(),
+        lambda self, x: (self.first(x)[torch.randperm(4)]).mean(),
+        lambda self, x: torch.empty(4, 6).uniform_().mul(self.first(x)).mean(),
+    ],
+)
+def test_random_operators_are_refused(forward: Callable[..., Any]) -> None:
+    with pytest.raises(AutoptdError, match="random"):
+        trace.capture(Net(forward), (X,), {}, None)
+
+
+# What cannot be traced names the user's line.
+
+
+def branches_on_data(self: Net, x: Tensor) -> Tensor:
+    h = self.first(x)
+    if h.sum() > 0:
+        h = -h
+    return h.mean()
+
+
+def reads_an_item(self: Net, x: Tensor) -> Tensor:
+    return self.first(x).mean() * int(x.abs().sum().item())
+
+
+def wrong_shapes(self: Net, x: Tensor) -> Tensor:
+    return (self.first(x) @ self.second(x)).mean()
+
+
+@pytest.mark.parametrize(
+    ("forward", "line"),
+    [
+        (branches_on_data, "if h.sum() > 0:"),
+        (reads_an_item, "int(x.abs().sum().item())"),
+        (wrong_shapes, "self.first(x) @ self.second(x)"),
+    ],
+)
+def test_the_line_that_cannot_be_traced(forward: Callable[..., Any], line: str) -> None:
+    with pytest.raises(TraceError) as caught:
+        trace.capture(Net(forward), (X,), {}, None)
+    assert __file__ in caught.value.site and line in caught.value.site
+    number = int(caught.value.site.split(":")[1].split()[0])
+    first = forward.__code__.co_firstlineno
+    assert first < number < first + 5
+
+
+class ShapeFromData(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.first(x)[x > 0].reshape(2, -1).mean()
+
+
+def test_a_size_that_depends_on_values_is_refused() -> None:
+    with pytest.raises(TraceError, match="depends on the values") as caught:
+        trace.capture(ShapeFromData(), (X,), {}, None)
+    assert "test_faithful.py:" in caught.value.site and "self.first(x)[x > 0]" in caught.value.site
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def test_every_operator_of_a_region_has_a_site() -> None:
+    found = captured(Net(under_no_grad), X)
+    assert all(note(node).source for node in ops(found.graph))
