@@ -1,0 +1,103 @@
+"""Imports point one way (DESIGN.md, section 3), checked on the source of every file."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1] / "autoptd"
+EVERYWHERE = {"ir", "errors", "options", "compat"}
+ALLOWED: dict[str, set[str]] = {  # package -> what it may import besides itself
+    "ir": {"errors"},
+    "errors": set(),
+    "options": {"errors", "ir"},
+    "compat": set(),
+    "trace": EVERYWHERE,
+    "passes": EVERYWHERE,
+    "codegen": EVERYWHERE,
+    "viz": EVERYWHERE,
+    "schedule": EVERYWHERE,
+    "planner": EVERYWHERE | {"schedule"},
+    "kernels": EVERYWHERE,
+    "runtime": EVERYWHERE | {"kernels"},
+}
+FACE = "face"  # the driver and the public face: every other file directly in autoptd/ sees all, and no package sees it
+FILES = sorted(ROOT.rglob("*.py"))
+
+
+def package_of(file: Path) -> str:
+    name = file.relative_to(ROOT).with_suffix("").parts[0]
+    return FACE if file.parent == ROOT and name not in ALLOWED else name
+
+
+def imported(source: str) -> set[str]:
+    """Dotted names of everything that a source imports, inside of functions too."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {one.name for one in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            module = node.module or ""
+            found |= {f"{module}.{one.name}" for one in node.names}
+    return found
+
+
+def wrong_imports(package: str, source: str) -> set[str]:
+    """Imports of a file of `package` that point the wrong way."""
+    if package == FACE:
+        return set()
+    own = {name.split(".")[1] for name in imported(source) if name.startswith("autoptd.")}
+    wrong = own - ALLOWED[package] - {package}
+    if package == "schedule":
+        wrong |= {name for name in imported(source) if name.split(".")[0] == "torch"}
+    return wrong
+
+
+@pytest.mark.parametrize("file", FILES, ids=[str(file.relative_to(ROOT)) for file in FILES])
+def test_imports_point_one_way(file: Path) -> None:
+    package = package_of(file)
+    assert package == FACE or package in ALLOWED, f"say in this test what {package} may import"
+    assert wrong_imports(package, file.read_text()) == set()
+
+
+@pytest.mark.parametrize(
+    ("package", "source", "wrong"),
+    [
+        ("passes", "from autoptd.codegen import write_stage", {"codegen"}),
+        ("runtime", "def f():\n    from autoptd.passes.rules import TABLE", {"passes"}),
+        ("runtime", "import autoptd.compile", {"compile"}),
+        ("trace", "from autoptd import passes", {"passes"}),
+        ("schedule", "from torch import nn", {"torch.nn"}),
+        ("ir", "from autoptd.options import Options", {"options"}),
+        (FACE, "from autoptd import passes, trace, codegen", set()),
+        ("viz", "from autoptd.ir.notes import note\nimport torch", set()),
+    ],
+)
+def test_the_rule_can_fail(package: str, source: str, wrong: set[str]) -> None:
+    assert wrong_imports(package, source) == wrong
+
+
+def test_private_imports_of_torch_live_in_compat() -> None:
+    private = {
+        f"{file.relative_to(ROOT)}: {name}"
+        for file in FILES
+        if file.name != "compat.py"
+        for name in imported(file.read_text())
+        if name.startswith("torch.") and any(part.startswith("_") for part in name.split("."))
+    }
+    assert private == set()
+
+
+def test_no_environment_is_read_at_import() -> None:
+    """`os.environ` inside of functions only."""
+    reads = []
+    for file in FILES:
+        tree = ast.parse(file.read_text())
+        inside = {id(node) for one in ast.walk(tree) if isinstance(one, ast.FunctionDef) for node in ast.walk(one)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv") and id(node) not in inside:
+                reads.append(str(file.relative_to(ROOT)))
+    assert reads == []
