@@ -70,7 +70,9 @@ def measure(width: int, pairs: int) -> dict[str, float]:
 
 def picture(rows: list[dict[str, float]]) -> str:
     """The ratios as horizontal bars, the line at 1 being the unmodified model."""
-    lines = [f'<svg xmlns="http://www.w3.org/2000/svg" width="560" height="{60 + 30 * len(rows)}" font-family="sans-serif">']
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="560" height="{60 + 30 * len(rows)}" font-family="sans-serif">'
+    ]
     lines.append('<rect width="100%" height="100%" fill="white"/>')
     lines.append('<text x="10" y="24" font-size="14">model time / program time, median and middle half</text>')
     for i, row in enumerate(rows):
@@ -78,9 +80,13 @@ def picture(rows: list[dict[str, float]]) -> str:
         lines.append(f'<text x="10" y="{y + 14}" font-size="13">h={row["width"]}</text>')
         lines.append(f'<rect x="80" y="{y}" width="{300 * row["ratio"]:.1f}" height="18" fill="#7aa6d6"/>')
         low, high = 80 + 300 * row["low"], 80 + 300 * row["high"]
-        lines.append(f'<line x1="{low:.1f}" y1="{y + 9}" x2="{high:.1f}" y2="{y + 9}" stroke="#203a5c" stroke-width="3"/>')
+        lines.append(
+            f'<line x1="{low:.1f}" y1="{y + 9}" x2="{high:.1f}" y2="{y + 9}" stroke="#203a5c" stroke-width="3"/>'
+        )
         lines.append(f'<text x="{high + 12:.1f}" y="{y + 14}" font-size="13">{row["ratio"]:.2f}</text>')
-    lines.append(f'<line x1="380" y1="36" x2="380" y2="{50 + 30 * len(rows)}" stroke="#b00020" stroke-dasharray="4"/></svg>')
+    lines.append(
+        f'<line x1="380" y1="36" x2="380" y2="{50 + 30 * len(rows)}" stroke="#b00020" stroke-dasharray="4"/></svg>'
+    )
     return "\n".join(lines) + "\n"
 
 
@@ -98,7 +104,10 @@ def main() -> None:
         row = measure(width, args.pairs)
         rows.append(row)
         half = f"{row['low']:.2f} to {row['high']:.2f}"
-        print(f"{width:>6} {row['model_ms']:>10.2f} {row['program_ms']:>11.2f} {row['ratio']:>7.2f} {half:>14}", flush=True)
+        print(
+            f"{width:>6} {row['model_ms']:>10.2f} {row['program_ms']:>11.2f} {row['ratio']:>7.2f} {half:>14}",
+            flush=True,
+        )
     record = {"machine": platform.processor() or platform.machine(), "torch": torch.__version__, "rows": rows}
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "step.json").write_text(json.dumps(record, indent=1) + "\n")

@@ -6,9 +6,8 @@ str(note(node).tp) == "S(2, 1)"                    # its type over tp, once anno
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -121,6 +120,6 @@ def copy_graph(graph: Graph) -> Graph:
         made = new.node_copy(node, lambda old: mapping[old])
         made.meta = dict(node.meta)
         if KEY in made.meta:
-            made.meta[KEY] = copy.copy(made.meta[KEY])
+            made.meta[KEY] = replace(made.meta[KEY], extra=dict(made.meta[KEY].extra))
         mapping[node] = made
     return new

@@ -10,6 +10,7 @@ from torch.fx import Graph, Node
 from autoptd.errors import PlanError
 from autoptd.ir.machine import Machine
 from autoptd.ir.notes import note, op_name, ops, payload, shape, site
+from autoptd.ir.types import type_text
 from autoptd.passes.assign import Assignment, Splitter, assign_tensor
 from autoptd.passes.axes import Axes
 from autoptd.passes.batch import assign_batch, check_literals
@@ -81,7 +82,8 @@ def describe(graph: Graph) -> str:
         name = record.name or record.module
         size = str(list(record.extra.get("local_shapes", [shape(node)])[0]))
         stages = ",".join(map(str, record.stages))
-        kinds = f"tp {record.tp!s:8} batch {record.batch!s:8}"
-        lines.append(f"{name:36} {label:24} {size:20} {kinds} {stages:6} {record.why}".rstrip())
+        batch = {"S": "per row", "P": "sum over rows"}.get(record.batch.kind, "")
+        kind = type_text(record.tp, record.dims, "tp") if record.dims or record.tp.kind != "S" else ""
+        lines.append(f"{name:36} {label:24} {size:18} {kind:30} {batch:14} {stages:4} {record.why}".rstrip())
     total = sum(payload(node) for node in graph.nodes if note(node).kind == "param")
     return "\n".join([*lines, "", f"{len(lines)} nodes, {total:,} bytes of parameters", ""])
