@@ -1,0 +1,56 @@
+"""A compiled program on disk: it is read back whole, and runs without the model being traced again."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import autoptd
+from autoptd.options import Options
+from tests.parity.models import batch, gpt, separate, uneven
+
+FILES = ["stage_0.py", "stage_3.py", "program.json", "plan.json", "schedule.txt", "schedule.svg", "graph.dot", "graph.svg"]
+
+
+def test_runs_from_disk_without_tracing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids, targets = batch()
+    targets = uneven(targets)
+    model = separate().double()
+    wanted = model(ids, targets)["loss"]
+    wanted.backward()
+    program = autoptd.compile(model, t=2, p=2, d=2, example_inputs=(ids, targets))
+    program.save(tmp_path)
+    monkeypatch.setattr(torch.export, "export", lambda *args, **kwargs: pytest.fail("traced"))
+    loaded = autoptd.Program.load(tmp_path)
+    assert loaded == program and loaded.fingerprint() == program.fingerprint()
+    pm = autoptd.ParallelModel(loaded, Options(t=2, p=2, d=2, backend="local"), model.state_dict())
+    try:
+        torch.testing.assert_close(pm.step(ids, targets), wanted.detach(), rtol=1e-12, atol=0)
+        for name, gradient in pm.gradients().items():
+            torch.testing.assert_close(gradient, model.get_parameter(name).grad, rtol=1e-9, atol=1e-14)
+    finally:
+        pm.close()
+
+
+def test_show_leaves_everything_that_the_readme_names(tmp_path: Path) -> None:
+    pm = autoptd.parallelize(gpt(), p=2, v=2, backend="local", example_inputs=batch())
+    pm.show(tmp_path)
+    pm.close()
+    missing = [name for name in [*FILES, "collectives.md", "passes/04_local.txt"] if not (tmp_path / name).exists()]
+    assert not missing
+
+
+def test_compiling_again_in_another_process_gives_the_same_bytes(tmp_path: Path) -> None:
+    script = (
+        "import sys, autoptd; from tests.parity.models import batch, gpt;"
+        "autoptd.compile(gpt(), t=2, p=2, v=2, example_inputs=batch()).save(sys.argv[1])"
+    )
+    for name in ("a", "b"):
+        subprocess.run([sys.executable, "-c", script, str(tmp_path / name)], check=True, cwd=Path(__file__).parent.parent)
+    for file in sorted((tmp_path / "a").glob("*.*")):
+        if file.suffix != ".pt":
+            assert file.read_bytes() == (tmp_path / "b" / file.name).read_bytes(), file.name
