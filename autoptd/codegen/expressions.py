@@ -20,12 +20,17 @@ Text = Callable[[Node], str]
 CREATORS = {"aten.arange", "aten.full", "aten.zeros", "aten.ones", "aten.eye", "aten.scalar_tensor"}
 INFIX = {"aten.add": "+", "aten.sub": "-", "aten.mul": "*", "aten.div": "/", "aten.bitwise_and": "&", "aten.pow": "**"}
 INFIX |= {"aten.eq": "==", "aten.ne": "!=", "aten.lt": "<", "aten.le": "<=", "aten.gt": ">", "aten.ge": ">="}
-INFIX |= {"aten.matmul": "@", "aten.logical_and": "&", "aten.bitwise_or": "|"}
-FUNCTIONAL = {f"aten.{name}": f"F.{name}" for name in "linear layer_norm gelu silu relu softmax rms_norm".split()}
+INFIX |= {"aten.matmul": "@", "aten.bitwise_or": "|", "aten.__and__": "&", "aten.__or__": "|", "aten.__xor__": "^"}
+FUNCTIONAL = {f"aten.{name}": f"F.{name}" for name in "linear layer_norm gelu silu relu rms_norm pad".split()}
+TORCH = (
+    "addmm mm bmm baddbmm einsum cumsum diff flip roll triu tril maximum minimum cat stack chunk split where".split()
+)
+TORCH += "logical_and logical_or logical_not repeat_interleave index_select gather argmax argmin".split()
 METHODS = {
     f"aten.{name}": name for name in "transpose permute contiguous clone detach t tanh sigmoid rsqrt neg".split()
 }
 METHODS |= {f"aten.{name}": name for name in "unsqueeze squeeze sum cos sin exp log expand masked_fill select".split()}
+METHODS |= {f"aten.{name}": name for name in "mean amax amin abs square sqrt softmax log_softmax unbind clamp".split()}
 METHODS |= {"aten.view": "reshape", "aten.reshape": "reshape", "aten._unsafe_view": "reshape", "aten.to": "to"}
 DROPPED = {"memory_format"}
 
@@ -44,7 +49,14 @@ def expression(node: Node, text: Text) -> str:
         return f"torch.{name.removeprefix('aten.')}({_join(args, keywords)})"
     if name in INFIX and len(args) == 2 and not keywords:
         return f"{args[0]} {INFIX[name]} {args[1]}"
-    if name == "aten.embedding":
+    if name == "aten.slice":
+        return _slice(node, args)
+    if name == "aten.index":
+        taken = [":" if one is None else text(one) for one in node.args[1]]  # type: ignore[union-attr]
+        return f"{args[0]}[{', '.join(taken)}]"
+    if name == "aten.cross_entropy_loss":
+        return _whole_cross_entropy(node, args)
+    if name == "aten.embedding" and "True" not in args[3:]:
         padding = {"padding_idx": args[2]} if len(args) > 2 and args[2] != "-1" else {}
         return f"F.embedding({_join([args[1], args[0]], padding)})"
     if name == "aten.layer_norm":
@@ -58,8 +70,9 @@ def expression(node: Node, text: Text) -> str:
     if name in METHODS:
         sizes = [args[1][1:-1]] if METHODS[name] in ("reshape", "expand", "permute") and len(args) == 2 else args[1:]
         return f"{args[0]}.{METHODS[name]}({_join(sizes, keywords)})"
-    if name in ("aten.split", "aten.split_with_sizes", "aten.cat", "aten.stack", "aten.chunk", "aten.where"):
-        return f"torch.{name.removeprefix('aten.').removesuffix('_with_sizes')}({_join(args, keywords)})"
+    function = name.removeprefix("aten.").removesuffix("_with_sizes")
+    if function in TORCH:
+        return f"torch.{function}({_join(args, keywords)})"
     return f"torch.ops.{node.target}({_join(args, keywords)})"
 
 
@@ -79,6 +92,27 @@ def literal(value: Any, text: Text) -> str:
 
 def _join(args: list[str], keywords: dict[str, str]) -> str:
     return ", ".join([*args, *(f"{key}={value}" for key, value in keywords.items())])
+
+
+def _slice(node: Node, args: list[str]) -> str:
+    """`x[..., 8:]`; a last dim is counted from the end."""
+    size = tensor(node.args[0]).shape  # type: ignore[arg-type]
+    dim, start, end, step = (*node.args[1:], *(0, None, None, 1)[len(node.args) - 1 :])
+    dim, start = dim % len(size), start or 0  # type: ignore[operator]
+    open_ended = end is None or end >= size[dim] > 0  # type: ignore[operator]
+    bounds = f"{start or ''}:{'' if open_ended else end}" + (f":{step}" if step != 1 else "")
+    before = ["..."] if 0 < dim == len(size) - 1 > 1 else [":"] * dim  # type: ignore[operator]
+    return f"{args[0]}[{', '.join([*before, bounds])}]"
+
+
+def _whole_cross_entropy(node: Node, args: list[str]) -> str:
+    names = ["weight", "reduction", "ignore_index", "label_smoothing"]
+    given = dict(zip(names, args[2:], strict=False)) | {key: str(value) for key, value in node.kwargs.items()}
+    if "reduction" in given:
+        given["reduction"] = ('"none"', '"mean"', '"sum"')[int(given["reduction"])]
+    usual = {"weight": "None", "reduction": '"mean"', "ignore_index": "-100", "label_smoothing": "0.0"}
+    shown = {key: value for key, value in given.items() if usual[key] != value}
+    return f"F.cross_entropy({_join(args[:2], shown)})"
 
 
 def _convert(node: Node, text: Text) -> str:

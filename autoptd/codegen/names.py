@@ -25,7 +25,11 @@ SHORT = {
     "sub": "x",
     "cross_entropy_loss": "loss",
 }
+SHORT |= {"__and__": "mask", "__or__": "mask", "slice": "part", "pow": "power"}
 SHORT |= {"_unsafe_view": "view", "vocab_embedding": "rows", "cross_entropy": "loss"}
+
+
+NEAR = 5  # operators of one source line lie this near to each other
 
 
 def choose_names(
@@ -65,9 +69,11 @@ def _wanted(node: Node, body: list[Node], i: int, names: dict[Node, str]) -> str
     name = op_name(node).removeprefix("aten.")
     source = node.args[0] if node.args and isinstance(node.args[0], Node) else None
     if (
-        node.target in (markers.convert, markers.share, markers.first_rows) or name in IN_PLACE_NAMES
-    ) and source in names:
-        return _base(names[source], source)
+        (node.target in (markers.convert, markers.share, markers.first_rows) or name in IN_PLACE_NAMES)
+        and source is not None
+        and (source in names or note(source).kind in ("param", "buffer"))
+    ):
+        return _base(names.get(source, ""), source)
     leaf = note(node).module.split(".")[-1]
     alone = (
         sum(1 for one in body if note(one).module == note(node).module and one.target not in markers.MARKERS[:3]) == 1
@@ -86,16 +92,27 @@ def _base(name: str, source: Node) -> str:
 
 
 def _assigned(node: Node, body: list[Node], i: int) -> str:
-    """The variable that the user's source line assigns, if this node is the last one of that line."""
+    """The variable that the user's source line assigns, if no operator of that line follows."""
     if node.target is operator.getitem:
         targets = _targets(note(node.args[0]).code)  # type: ignore[arg-type]
         return targets[node.args[1]] if len(targets) > node.args[1] else ""  # type: ignore[index, operator]
-    here = (note(node).source, note(node).module)
-    after = body[i + 1] if i + 1 < len(body) else None
-    if after is not None and (note(after).source, note(after).module) == here and note(node).code:
+    line, module = note(node).source, note(node).module
+    later = [(k, note(after).module) for k, after in enumerate(body[i + 1 :]) if note(after).source == line]
+    if any(_owns(owner, module) or (k < NEAR and _is_near(owner, module)) for k, owner in later):
         return ""
     targets = _targets(note(node).code)
     return targets[0] if len(targets) == 1 else ""
+
+
+def _owns(owner: str, module: str) -> bool:
+    """A line of `owner` may have called `module`."""
+    return owner != module and (not owner or module.startswith(f"{owner}."))
+
+
+def _is_near(other: str, module: str) -> bool:
+    """The same module, or another one that the same line may have called; layers are not called by one line."""
+    parent, _, leaf = module.rpartition(".")
+    return other == module or (not leaf.isdigit() and other.startswith(f"{parent}." if parent else ""))
 
 
 def _targets(code: str) -> list[str]:

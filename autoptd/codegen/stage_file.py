@@ -87,9 +87,10 @@ def write_stage(graph: Graph, stage: int, t: int, crossing: list[Crossing], abou
     writer = Writer()
     _write_header(writer, stage, about)
     repeat = find_repeat(body, set(results))
+    names = forward_names(body, given, results, repeat)  # type: ignore[arg-type]
     if repeat is not None:
-        _write_block(writer, body, repeat, t)
-    _write_forward(writer, body, given, results, repeat, t)  # type: ignore[arg-type]
+        _write_block(writer, body, repeat, names, t)
+    _write_forward(writer, body, list(given.values()), results, repeat, names, t)  # type: ignore[arg-type]
     counted = [node for node in body if node.target is markers.cross_entropy and node.kwargs["total"] != -1]
     if counted:
         _write_count(writer, body, counted, given)
@@ -123,15 +124,34 @@ def _write_header(writer: Writer, stage: int, about: list[str]) -> None:
     writer.add(0, f"class Stage{stage}(rt.Stage):")
 
 
-def _write_block(writer: Writer, body: list[Node], repeat: Repeat, t: int) -> None:
+def forward_names(
+    body: list[Node], given: dict[Node, str], results: list[Node], repeat: Repeat | None
+) -> dict[Node, str]:
+    """The variables of forward; of a repeat only what comes out of it."""
+    if repeat is None:
+        return choose_names(body, given, results)
+    before, loop, after = body[: repeat.start], body[repeat.start : repeat.stop], body[repeat.stop :]
+    finals = finals_of(loop, repeat)
+    inside = {node: len(before) for node in loop if node not in finals}
+    carried = [node for node, _ in repeat.carried]
+    same = dict(zip(finals, carried, strict=True))
+    return choose_names([*before, *finals, *after], given, results, inside, same)
+
+
+def finals_of(loop: list[Node], repeat: Repeat) -> list[Node]:
+    """What the last period returns."""
+    return [loop[repeat.length * (repeat.count - 1) + j] for j in repeat.returned]
+
+
+def _write_block(writer: Writer, body: list[Node], repeat: Repeat, outside: dict[Node, str], t: int) -> None:
     """The repeated layer as a method: `w` (and `b`) are the parameters (and buffers) of one layer."""
     period = body[repeat.start : repeat.start + repeat.length]
     carried = {node: f"x_{i}" if i else "x" for i, (node, _) in enumerate(repeat.carried)}
-    outer = {
-        node: note(node).name.replace(".", "_") or node.name
-        for node in repeat.outer
-        if note(node).kind not in ("param", "buffer")
-    }
+    outer: dict[Node, str] = {}
+    for node in repeat.outer:
+        if note(node).kind not in ("param", "buffer"):
+            taken = {*carried.values(), *outer.values()}
+            outer[node] = f"{outside[node]}_given" if outside[node] in taken else outside[node]
     given = carried | outer
     finals = [period[j] for j in repeat.returned]
     names = choose_names(period, given, finals)
@@ -161,22 +181,23 @@ def _reads_buffers(period: list[Node], layer: str) -> bool:
 
 
 def _write_forward(
-    writer: Writer, body: list[Node], given: dict[Node, str], results: list[Node], repeat: Repeat | None, t: int
+    writer: Writer,
+    body: list[Node],
+    arguments: list[str],
+    results: list[Node],
+    repeat: Repeat | None,
+    names: dict[Node, str],
+    t: int,
 ) -> None:
-    writer.add(1, f"def forward(self, {', '.join(given.values())}):")
+    writer.add(1, f"def forward(self, {', '.join(arguments)}):")
     writer.add(2, "tp, w = self.tp, self.weights")
     if any(note(arg).kind == "buffer" for node in body for arg in node.all_input_nodes):
         writer.add(2, "b = self.buffers")
     if repeat is None:
-        names = choose_names(body, given, results)
         _write_body(writer, body, names, t)
     else:
         before, loop, after = body[: repeat.start], body[repeat.start : repeat.stop], body[repeat.stop :]
-        finals = [loop[repeat.length * (repeat.count - 1) + j] for j in repeat.returned]
-        inside = {node: len(before) for node in loop if node not in finals}
-        carried = [node for node, _ in repeat.carried]
-        flat = [*before, *finals, *after]
-        names = choose_names(flat, given, results, inside, dict(zip(finals, carried, strict=True)))
+        finals, carried = finals_of(loop, repeat), [node for node, _ in repeat.carried]
         _write_body(writer, before, names, t)
         _write_loop(writer, repeat, names, carried, finals)
         _write_body(writer, after, names, t)

@@ -63,6 +63,8 @@ def capture(
     graph, inputs, buffers = _read(exported, wrapper, first_name, leaves, input_names(model, args, kwargs))
     normalize(graph)
     _mark_dependence(graph, dict(model.named_parameters()))
+    _drop_idle_detaches(graph)
+    _forget_lost_gradients(graph)
     persistent = frozenset(model.state_dict(keep_vars=True)) - set(first_name)
     constants = tuple((i, leaf) for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor))
     parameters = {name: dict(model.named_parameters(remove_duplicate=False))[name] for name in aliases}
@@ -251,6 +253,25 @@ def _is_library(frame: str) -> bool:
     return "/torch/" in frame or "/autoptd/trace/" in frame
 
 
+def _drop_idle_detaches(graph: Graph) -> None:
+    """A value that carries no gradient (a table of sines under no_grad) needs no detach."""
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.detach.default):
+        source = node.args[0]
+        if isinstance(source, Node) and not note(source).needs_grad:
+            node.replace_all_uses_with(source)
+            graph.erase_node(node)
+
+
+def _forget_lost_gradients(graph: Graph) -> None:
+    """No gradient reaches a value that the loss reads through detach alone; its parameters are not trained, as in the model."""
+    live = {output(graph)}
+    for node in reversed(graph.nodes):
+        if node not in live:
+            note(node).needs_grad = False
+        elif note(node).needs_grad:
+            live.update(node.all_input_nodes)
+
+
 def _mark_dependence(graph: Graph, parameters: dict[str, nn.Parameter]) -> None:
     """Fill `of_params` and `needs_grad`: which values depend on parameters, and which of them carry a gradient."""
     for node in graph.nodes:
@@ -262,6 +283,6 @@ def _mark_dependence(graph: Graph, parameters: dict[str, nn.Parameter]) -> None:
             record.of_params = any(one.of_params for one in read)
             found = node.meta.get("val")
             pieces = found if isinstance(found, (tuple, list)) else [found]
-            is_float = any(isinstance(one, torch.Tensor) and one.is_floating_point() for one in pieces)
+            is_float = any(isinstance(one, torch.Tensor) and one.dtype.is_floating_point | one.is_complex() for one in pieces)
             cuts = node.target in (torch.ops.aten.detach.default,)
             record.needs_grad = is_float and not cuts and any(one.needs_grad for one in read)

@@ -8,7 +8,7 @@ write, and every random operator, is refused by name.
 from __future__ import annotations
 
 import operator
-from copy import copy
+from dataclasses import replace
 
 import torch
 from torch.fx import Graph, Node
@@ -107,7 +107,7 @@ def _split_reduction(graph: Graph, node: Node) -> None:
             made = graph.call_function((aten.mean.default, aten.sum.default)[reduction - 1])  # type: ignore[operator]
         node.replace_all_uses_with(made)
         made.args, made.meta = (node,), {"val": value(node)}
-        set_note(made, copy(note(node)))
+        set_note(made, replace(note(node), extra={}))
         first, second = (value(one) for one in node.args)  # type: ignore[arg-type]
         node.meta["val"] = first + second.to(first.dtype)
 
