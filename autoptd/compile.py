@@ -71,14 +71,14 @@ def compile_program(
     captured = tracing.capture(model, *call, options.loss_fn)
     if check and not any(p.is_meta for p in model.parameters()):
         tracing.compare(model, options.loss_fn, captured.graph, captured.buffers, *call)
-    doubled = None
+    whole = None
     if batch.pieces > 1:
-        doubled = tracing.capture(model, *resize(args, kwargs, batch, 2 * batch.traced_rows), options.loss_fn).graph
+        whole = tracing.capture(model, *resize(args, kwargs, batch, batch.whole_rows), options.loss_fn).graph
     graph = captured.graph
     forms.add("TRACED", graph)
 
     batched = {name for name, leaf in captured.inputs if leaf in batch.batched} if batch.pieces > 1 else set()
-    axes, assignment = passes.annotate(graph, doubled, captured.buffers, batched, batch.pieces, options.t, Machine())
+    axes, assignment = passes.annotate(graph, whole, captured.buffers, batched, batch.pieces, options.t, Machine())
     forms.add("ANNOTATED", graph)
 
     unknown = passes.unknown_ops(graph, axes)

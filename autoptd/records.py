@@ -31,6 +31,11 @@ class Batch:
     pieces: int
     traced_rows: int
 
+    @property
+    def whole_rows(self) -> int:
+        """Rows of the second trace: a multiple of the first one's, and not less than the rows of a step."""
+        return self.traced_rows * max(2, -(-self.rows * self.pieces // self.traced_rows))
+
 
 def about(options: Options, batch: Batch, stage: int) -> list[str]:
     """The header of a stage file."""
@@ -57,7 +62,7 @@ def param_specs(graph: Graph, captured: tracing.Captured) -> tuple[ParamSpec, ..
                 aliases=captured.aliases[name],
                 shape=tuple(parameter.shape),
                 dtype=str(parameter.dtype).removeprefix("torch."),
-                requires_grad=parameter.requires_grad and record is not None,
+                requires_grad=record is not None and record.needs_grad,
                 stages=record.stages if record else (0,),
                 type=record.tp if record else I,
                 dims=record.dims if record else tuple((size,) for size in parameter.shape),

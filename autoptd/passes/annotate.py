@@ -20,18 +20,18 @@ from autoptd.passes.costs import flops
 
 def annotate(
     graph: Graph,
-    doubled: Graph | None,
+    whole: Graph | None,
     buffers: dict[str, torch.Tensor],
     batched: set[str],
     pieces: int,
     t: int,
     machine: Machine,
 ) -> tuple[Axes, Assignment]:
-    """Fill the types of every node; `doubled` is a second trace with twice the rows (None when the batch is not split)."""
+    """Fill the types of every node; `whole` is a second trace, with all rows of the batch (None when it is not split)."""
     axes, constants = Axes(graph), Constants(buffers)
     assign_batch(graph, axes, batched, pieces, constants)
-    if doubled is not None:
-        check_literals(graph, doubled, constants)
+    if whole is not None:
+        check_literals(graph, whole, constants)
     if t == 1:
         return axes, Assignment({}, {}, lambda node, source, target: 0.0)
     _check_divisible(graph, axes, t, machine)

@@ -5,7 +5,8 @@ first dim, values of parameters alone `R`, constants `I`, and a loss that contra
 microbatches and replicas add up to the loss of the global batch. An operator that has no rule keeping the batch letter is
 refused, with operator, module and remedy: samples must not be mixed.
 
-A second trace with twice the rows (`check_literals`) proves that no Python number in the graph depends on the batch size.
+A second trace with the rows of the whole batch (`check_literals`) proves that no Python number in the graph depends on the
+batch size, and that constants which follow it are the same for every microbatch.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from autoptd.ir.notes import note, op_name, output, shape, site, tensor, value
 from autoptd.ir.types import I, P, R, S, ValueType
 from autoptd.passes.axes import Axes, Letter, Place
 from autoptd.passes.constants import Constants
-from autoptd.passes.rules import linear_groups, operands
+from autoptd.passes.rules import argument, linear_groups, operands
 
 RULE_REMEDY = "keep samples apart (loss_fn with a mean or sum over samples), or run with d=1 and num_microbatches=1"
 FIRST_ROWS = "first_rows"  # key of Note.extra: operands whose rows are all equal -> the place where they meet the batch
@@ -71,7 +72,19 @@ def _type_of(node: Node, axes: Axes, constants: Constants) -> ValueType:
         else:
             _demand(one, place, axes, node)
     note(node).batch_form = letter.form if letter.out is None else ""
+    if note(node).batch_form == "token_loss" and argument(node, 3, "reduction", 1) == 1:
+        _check_countable(node)
     return S(*letter.out) if letter.out is not None else P
+
+
+def _check_countable(node: Node) -> None:
+    """What a weighted mean divides by is counted before the first forward: from inputs and constants."""
+    for one in operands(node)[1:]:
+        if note(one).of_params:
+            fact = "its labels or class weights are computed from parameters, so their number is not known before the forward"
+            raise PlanError(
+                site(node), fact, "F.cross_entropy(..., reduction='none').mean(), and class weights in a buffer"
+            )
 
 
 def _common_letter(node: Node, axes: Axes, split: dict[Node, ValueType]) -> Letter | None:
@@ -124,15 +137,16 @@ def _is_before(node: Node, other: Node) -> bool:
     return node < other
 
 
-def check_literals(graph: Graph, doubled: Graph, constants: Constants) -> None:
-    """Compare traces of T and 2T rows: sizes may differ where the batch is, any other number may not.
+def check_literals(graph: Graph, whole: Graph, constants: Constants) -> None:
+    """Compare traces of T rows and of the whole batch: sizes may differ where the batch is, any other number may not.
 
     A literal that follows the batch size (`loss / x.shape[0]`) would be wrong in every microbatch. Constants may be computed
     from it as long as what the rest of the model reads of them is the same in both traces.
     """
-    ours, theirs = list(graph.nodes), list(doubled.nodes)
+    ours, theirs = list(graph.nodes), list(whole.nodes)
     if [(n.op, str(n.target)) for n in ours] != [(n.op, str(n.target)) for n in theirs]:
         raise PlanError("model", "its operators depend on the number of rows in the batch", RULE_REMEDY)
+    growth = max((shape(b)[0] // shape(a)[0] for a, b in zip(ours, theirs, strict=True) if _is_batch(a)), default=1)
     for node, other in zip(ours, theirs, strict=True):
         _check_made(node, other)
         if node.op != "call_function":
@@ -140,13 +154,21 @@ def check_literals(graph: Graph, doubled: Graph, constants: Constants) -> None:
         if constants.is_constant(node):
             _check_constant(node, other, constants)
             continue
-        _check_growth(node, other)
-        if op_name(node) not in SIZES and _literals(node) != _literals(other):
+        _check_growth(node, other, growth)
+        if (op_name(node) not in SIZES or _is_slice_elsewhere(node)) and _literals(node) != _literals(other):
             raise PlanError(
                 site(node),
                 f"a number in {op_name(node)} is computed from the number of rows ({_literals(node)})",
                 "use mean or sum reductions instead of dividing by the batch size",
             )
+
+
+def _is_slice_elsewhere(node: Node) -> bool:
+    """A slice of another dim than the batch: its bounds may not follow the batch size, even where its length does not."""
+    if op_name(node) != "aten.slice":
+        return False
+    x = operands(node)[0]
+    return note(x).batch.kind != "S" or note(x).batch.dim != argument(node, 1, "dim", 0) % tensor(x).dim()
 
 
 def _check_made(node: Node, other: Node) -> None:
@@ -163,22 +185,32 @@ def _check_constant(node: Node, other: Node, constants: Constants) -> None:
     places = [note(user).extra.get(FIRST_ROWS, {}).get(node) for user in readers]
     if note(node).batch.kind == "S" or not readers or not constants.follows_rows(node, other):
         return
+    if not constants.is_small(other):
+        fact = f"a constant of shape {shape(other)} follows the number of rows, and is too large to be looked at"
+        raise PlanError(site(node), fact, "make it without the batch dim (it is broadcast), or pass it as an input")
     ours, theirs = constants.evaluate(node), constants.evaluate(other)
     for place in places:
+        if place is not None and not constants.has_equal_rows(other, place[0]):
+            fact = f"{site(node)} differs from row to row of the batch but does not come from the batch"
+            raise PlanError(site(readers[0]), fact, "pass it to the model as an input")
         dims = [place[0]] if place is not None else []
         pair = [one.narrow(dim, 0, 1) for dim in dims for one in (ours, theirs)] or [ours, theirs]
         if pair[0].shape != pair[1].shape or not torch.equal(pair[0], pair[1]):
             raise PlanError(site(node), "a constant is computed from the number of rows in the batch", RULE_REMEDY)
 
 
-def _check_growth(node: Node, other: Node) -> None:
-    """A value's size must double exactly along the dim where it carries the batch."""
+def _is_batch(node: Node) -> bool:
+    return note(node).kind == "input" and note(node).batch.kind == "S"
+
+
+def _check_growth(node: Node, other: Node, growth: int) -> None:
+    """A value must be `growth` times as long in the dim where it carries the batch, and as long in all others."""
     kind = note(node).batch
     if value(node) is None or not isinstance(tensor(node), torch.Tensor):
         return
     wanted = list(shape(node))
     if kind.kind == "S":
-        wanted[kind.dim] *= 2
+        wanted[kind.dim] *= growth
     if kind.kind != "P" and tuple(wanted) != shape(other):
         raise PlanError(
             site(node), f"its shape {shape(node)} depends on the batch size in a way no rule explains", RULE_REMEDY

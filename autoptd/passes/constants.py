@@ -6,13 +6,15 @@ whether they change with the number of rows of the trace.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
 from autoptd.ir.notes import note, shape, value
 
-LARGEST = 1 << 26  # entries; a larger constant is not evaluated
+LARGEST = 1 << 28  # entries; a larger constant is not evaluated
 
 
 class Constants:
@@ -65,12 +67,14 @@ class Constants:
                     self._values[node] = node.target(*args, **kwargs)
         return self._values[node]
 
+    def is_small(self, node: Node) -> bool:
+        return value(node) is None or math.prod(shape(node)) <= LARGEST
+
     def _can_evaluate(self, node: Node) -> bool:
         """False where a buffer has no value (meta) or a table is too large to make just to look at it."""
         if node.op == "placeholder":
             return not self._buffers[note(node).name].is_meta
-        small = value(node) is None or sum(shape(node)) < LARGEST
-        return small and all(self._can_evaluate(arg) for arg in node.all_input_nodes)
+        return self.is_small(node) and all(self._can_evaluate(arg) for arg in node.all_input_nodes)
 
 
 def _literals(node: Node) -> str:

@@ -9,6 +9,7 @@ tensors and compares shapes.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,7 @@ from autoptd.compat import FakeTensorMode
 from autoptd.errors import InternalError
 from autoptd.ir import markers
 from autoptd.ir.notes import note, op_name, ops, shape, site, tensor, value
+from autoptd.ir.types import outer_size
 from autoptd.passes.rules import argument, operands
 
 
@@ -57,8 +59,8 @@ def _local_size(node: Node, dim: int, size: int, sizes: Sizes) -> int:
 
 
 def localize(graph: Graph, sizes: Sizes) -> int:
-    """Rewrite `graph` in place for local shapes; returns how many global counts the loss stage must know."""
-    totals = 0
+    """Rewrite `graph` in place for local shapes; returns how many global counts the losses divide by."""
+    totals: Counter[int] = Counter()  # per stage: a loss of an early exit need not be in the last one
     for node in list(ops(graph)):
         record, name = note(node), op_name(node)
         if record.form == "vocab_embedding":
@@ -69,9 +71,11 @@ def localize(graph: Graph, sizes: Sizes) -> int:
                 {},
             )
         elif name == "aten.cross_entropy_loss" and (record.form or record.batch_form):
-            totals = _local_cross_entropy(node, totals)
+            _local_cross_entropy(node, totals)
         elif name == "aten.mean" and "mean" in (record.form, record.batch_form):
             _local_mean(node, sizes)
+        elif node.target is markers.convert:
+            _local_placement(node, sizes)
         elif name in SIZE_ARGUMENTS:
             SIZE_ARGUMENTS[name](node, sizes)
     for node in graph.nodes:
@@ -80,15 +84,17 @@ def localize(graph: Graph, sizes: Sizes) -> int:
             record.extra["global_shape"] = shape(node)
             record.extra["local_shapes"] = local_shapes(node, sizes)
     check_local(graph)
-    return totals
+    return totals.total()
 
 
-def _local_cross_entropy(node: Node, totals: int) -> int:
+def _local_cross_entropy(node: Node, totals: Counter[int]) -> None:
     record, read = note(node), operands(node)
     reduction = ("none", "mean", "sum")[argument(node, 3, "reduction", 1)]
     total = -1
     if reduction == "mean" and "token_loss" in (record.form, record.batch_form):
-        reduction, total, totals = "sum", totals, totals + 1
+        stage = min(record.stages, default=0)
+        reduction, total = "sum", totals[stage]
+        totals[stage] += 1
     keywords = {
         "reduction": reduction,
         "ignore_index": argument(node, 4, "ignore_index", -100),
@@ -101,7 +107,6 @@ def _local_cross_entropy(node: Node, totals: int) -> int:
         (*read[:2], read[2] if len(read) > 2 else None),
         keywords,
     )
-    return totals
 
 
 def _local_mean(node: Node, sizes: Sizes) -> None:
@@ -112,6 +117,19 @@ def _local_mean(node: Node, sizes: Sizes) -> None:
     if note(x).batch.kind == "S" and note(x).batch.dim in dims:
         count = count // sizes.traced_rows * sizes.global_rows
     node.target, node.args, node.kwargs = markers.mean, (x, dims, bool(argument(node, 2, "keepdim", False)), count), {}
+
+
+def _local_placement(node: Node, sizes: Sizes) -> None:
+    """Where shards lie in a dim that carries the batch before them: a microbatch may have fewer rows than the trace."""
+    record, batch = note(node), note(node).batch
+    if batch.kind != "S" or sizes.rows_divisor == 1:
+        return
+    dims = [list(atoms) for atoms in record.dims]
+    if dims[batch.dim]:
+        dims[batch.dim][batch.atom] //= sizes.rows_divisor
+    source, name = node.args[:2]
+    kinds = [kind for kind in (note(source).tp, record.tp) if kind.kind == "S"]  # type: ignore[arg-type]
+    node.args = (source, name, *(number for kind in kinds for number in (kind.dim, outer_size(dims, kind))))
 
 
 def _result_sizes(position: int) -> Callable[[Node, Sizes], None]:

@@ -204,15 +204,15 @@ class Executor:
 
     def _set_totals(self) -> None:
         """Sum the counts that weighted-mean losses divide by over microbatches and replicas."""
-        stage = self._stages.get(self.program.loss_stage)
-        if stage is None or not self.program.weighted:
-            return
         self.world.at = "count of labels"
-        names = self.program.stages[self.program.loss_stage].inputs
-        counts = [stage.count(**{name: one[name] for name in names}) for one in self._microbatches]
-        sums = torch.stack([torch.stack(list(same)).sum().double() for same in zip(*counts, strict=True)])
-        sums = self.world.group(("dp",)).all_reduce(sums, "count of labels")
-        stage.totals = tuple(sums.tolist())  # numbers, so that a loss divided by them keeps its dtype
+        for index, stage in sorted(self._stages.items()):
+            if not stage.counts:
+                continue
+            names = self.program.stages[index].inputs
+            counts = [stage.count(**{name: one[name] for name in names}) for one in self._microbatches]
+            sums = torch.stack([torch.stack(list(same)).sum().double() for same in zip(*counts, strict=True)])
+            sums = self.world.group(("dp",)).all_reduce(sums, "count of labels")
+            stage.totals = tuple(sums.tolist())  # numbers, so that a loss divided by them keeps its dtype
 
     def _forward(self, action: Action) -> None:
         stage, number = action.stage, action.microbatch

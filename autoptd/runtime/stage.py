@@ -81,6 +81,11 @@ class Stage:
         self.device = device
         self.totals: tuple[float, ...] = ()
 
+    @property
+    def counts(self) -> bool:
+        """Whether a loss of this stage divides by counts: then its file has a `count` of its own."""
+        return type(self).count is not Stage.count
+
     def forward(self, **values: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Run one microbatch: see the calling convention in `ir/program.py`."""
         raise NotImplementedError

@@ -24,7 +24,7 @@ from torch.fx import Graph, Node
 
 from autoptd.compat import tree_flatten, tree_unflatten
 from autoptd.errors import AutoptdError, TraceError
-from autoptd.ir.notes import Note, note, set_note
+from autoptd.ir.notes import Note, note, output, set_note
 from autoptd.trace.faithful import check_model, watch_tracing
 from autoptd.trace.loss import WithLoss
 from autoptd.trace.normalize import normalize
@@ -264,10 +264,10 @@ def _drop_idle_detaches(graph: Graph) -> None:
 
 def _forget_lost_gradients(graph: Graph) -> None:
     """No gradient reaches a value that the loss reads through detach alone; its parameters are not trained, as in the model."""
-    live = {output(graph)}
+    live = set(output(graph).all_input_nodes)
     for node in reversed(graph.nodes):
         if node not in live:
-            note(node).needs_grad = False
+            note(node).needs_grad = False  # the output itself as well: it has no value of its own
         elif note(node).needs_grad:
             live.update(node.all_input_nodes)
 
@@ -283,6 +283,8 @@ def _mark_dependence(graph: Graph, parameters: dict[str, nn.Parameter]) -> None:
             record.of_params = any(one.of_params for one in read)
             found = node.meta.get("val")
             pieces = found if isinstance(found, (tuple, list)) else [found]
-            is_float = any(isinstance(one, torch.Tensor) and one.dtype.is_floating_point | one.is_complex() for one in pieces)
+            is_float = any(
+                isinstance(one, torch.Tensor) and one.dtype.is_floating_point | one.is_complex() for one in pieces
+            )
             cuts = node.target in (torch.ops.aten.detach.default,)
             record.needs_grad = is_float and not cuts and any(one.needs_grad for one in read)
