@@ -57,6 +57,8 @@ def _normalize_one(graph: Graph, node: Node) -> None:
         node.target, node.args, node.kwargs = NEW[name], node.args[1:], {"dtype": value(node).dtype}
     elif name == "aten.broadcast_tensors":
         _normalize_broadcast(graph, node)
+    elif name == "aten.cat":
+        _normalize_cat(graph, node)
     elif _adds_nothing(node):
         _replace(graph, node, node.args[0])
     elif name in LOSSES:
@@ -83,6 +85,15 @@ def _adds_nothing(node: Node) -> bool:
     if op_name(node) != "aten.add" or isinstance(node.args[1], Node) or node.args[1] != 0:
         return False
     return value(node.args[0]).dtype == value(node).dtype  # type: ignore[arg-type]
+
+
+def _normalize_cat(graph: Graph, node: Node) -> None:
+    """torch ignores empty vectors here: what a key-value cache is before its first use."""
+    parts = [part for part in node.args[0] if shape(part) != (0,)]  # type: ignore[union-attr, arg-type]
+    if len(parts) == 1 and value(parts[0]).dtype == value(node).dtype:  # type: ignore[arg-type]
+        _replace(graph, node, parts[0])
+    else:
+        node.args = (parts, *node.args[1:])
 
 
 def _normalize_broadcast(graph: Graph, node: Node) -> None:

@@ -57,11 +57,18 @@ def trace_call(function: Callable[..., Any], tensors: list[Tensor]) -> tuple[Gra
     return captured.graph, run_whole(captured.graph, tensors, captured.buffers)
 
 
-def run_whole(graph: Graph, tensors: list[Tensor], buffers: dict[str, Tensor]) -> Env:
+def trace_model(model: nn.Module, tensors: list[Tensor]) -> tuple[Graph, Env]:
+    """The same for a model with parameters."""
+    captured = trace.capture(model, tuple(tensors), {}, None)
+    parameters = {name: one.detach() for name, one in captured.parameters.items()}
+    return captured.graph, run_whole(captured.graph, tensors, captured.buffers | parameters)
+
+
+def run_whole(graph: Graph, tensors: list[Tensor], stored: dict[str, Tensor]) -> Env:
     left, env = iter(tensors), Env()
     for node in graph.nodes:
         if node.op == "placeholder":
-            env[node] = buffers[note(node).name] if note(node).kind == "buffer" else next(left)
+            env[node] = next(left) if note(node).kind == "input" else stored[note(node).name]
         elif node.op == "call_function":
             env[node] = run_node(node, env)
     return env
