@@ -156,7 +156,9 @@ def _strategies(node: Node, splitter: Splitter) -> list[Strategy]:
         if any(note(one).of_params for one in group):
             needs = {one: P if one in group else whole(one) for one in read}
             # A sum stays pending only where that saves something: half a latency decides against it where nothing is saved.
-            pending = seconds + kept(needs) + (machine.latency / 2 if op_name(node) in ("aten.add", "aten.sub") else 0.0)
+            pending = (
+                seconds + kept(needs) + (machine.latency / 2 if op_name(node) in ("aten.add", "aten.sub") else 0.0)
+            )
             made.append(Strategy(needs, P, pending, "linear in a pending sum"))
     return made
 
