@@ -7,17 +7,20 @@ layer is written once; every collective has its own line with its bytes and its 
 
 from __future__ import annotations
 
+import json
+import keyword
 import operator
+import re
 import textwrap
 from dataclasses import dataclass, field
 
 from torch.fx import Graph, Node
 
 from autoptd.codegen.expressions import expression
-from autoptd.codegen.names import choose_names
+from autoptd.codegen.names import RESERVED, choose_names
 from autoptd.codegen.repeats import Repeat, find_repeat, local_shape_text
 from autoptd.ir import markers
-from autoptd.ir.notes import note, op_name, ops, output, tensor
+from autoptd.ir.notes import note, op_name, ops, output, placeholders, tensor
 from autoptd.ir.types import CONVERSIONS
 
 
@@ -62,13 +65,15 @@ def crossings(graph: Graph) -> list[Crossing]:
     """All values that cross from one stage to later ones, in order."""
     found: list[Crossing] = []
     taken: set[str] = set()
+    inputs = {note(node).name for node in placeholders(graph, "input")}
     for node in ops(graph):
         home = note(node).stages
         targets = sorted({stage for user in node.users for stage in note(user).stages} - set(home))
         if len(home) == 1 and targets:
             name = base = f"x_from_{home[0]}"
-            while name in taken:
-                name = f"{base}_{len(taken)}"
+            number = len(taken)
+            while name in taken | inputs:
+                name, number = f"{base}_{number}", number + 1
             taken.add(name)
             found.append(Crossing(node, name, home[0], tuple(targets)))
     return found
@@ -152,15 +157,15 @@ def _write_block(writer: Writer, body: list[Node], repeat: Repeat, outside: dict
         if note(node).kind not in ("param", "buffer"):
             taken = {*carried.values(), *outer.values()}
             outer[node] = f"{outside[node]}_given" if outside[node] in taken else outside[node]
-    given = carried | outer
+    shared: dict[Node, str] = {}
+    for node in repeat.outer:
+        if note(node).kind in ("param", "buffer"):
+            shared[node] = _argument_name(node, {*carried.values(), *outer.values(), *shared.values()})
     finals = [period[j] for j in repeat.returned]
-    names = choose_names(period, given, finals)
+    names = choose_names(period, carried | outer | shared, finals)
     layer = f"{repeat.prefix}.{repeat.first}." if repeat.prefix else f"{repeat.first}."
     buffers = ["b"] if _reads_buffers(period, layer) else []
-    shared = [_argument_name(node) for node in repeat.outer if note(node).kind in ("param", "buffer")]
-    given |= {node: _argument_name(node) for node in repeat.outer if note(node).kind in ("param", "buffer")}
-    names |= given
-    arguments = ["self", "w", *buffers, *carried.values(), *outer.values(), *shared]
+    arguments = ["self", "w", *buffers, *carried.values(), *outer.values(), *shared.values()]
     last = repeat.first + repeat.count - 1
     writer.add(1, f"def layer({', '.join(arguments)}):")
     writer.add(2, f'"""One of {repeat.prefix}.{repeat.first} to {repeat.prefix}.{last}: `w` holds its parameters."""')
@@ -170,8 +175,11 @@ def _write_block(writer: Writer, body: list[Node], repeat: Repeat, outside: dict
     writer.gap()
 
 
-def _argument_name(node: Node) -> str:
-    return note(node).name.replace(".", "_")
+def _argument_name(node: Node, taken: set[str]) -> str:
+    name = re.sub(r"\W", "_", note(node).name)
+    while name in taken or name in RESERVED or not name.isidentifier():
+        name = f"{name}_" if name[:1].isalpha() else f"p_{name}"
+    return name
 
 
 def _reads_buffers(period: list[Node], layer: str) -> bool:
@@ -324,6 +332,8 @@ def _write_count(writer: Writer, body: list[Node], counted: list[Node], given: d
         for arg in node.args[1:]:
             if isinstance(arg, Node):
                 visit(_whole(arg))
+    read = [arg for node in needed for arg in node.all_input_nodes]
+    read += [_whole(arg) for node in counted for arg in node.args[1:] if isinstance(arg, Node)]
     names = choose_names(needed, inputs, needed)
 
     def text(node: Node) -> str:
@@ -332,7 +342,7 @@ def _write_count(writer: Writer, body: list[Node], counted: list[Node], given: d
     writer.gap()
     writer.add(1, f"def count(self, {', '.join(inputs.values())}):")
     writer.add(2, '"""Number (or class weight) of the valid labels of one microbatch."""')
-    if any(note(arg).kind == "buffer" for node in [*needed, *counted] for arg in node.all_input_nodes):
+    if any(note(arg).kind == "buffer" for arg in read):
         writer.add(2, "b = self.buffers")
     for node in needed:
         writer.add(2, f"{names[node]} = {expression(node, text)}")
@@ -350,10 +360,17 @@ def _whole(node: Node) -> Node:
 
 
 def weight_text(root: str, name: str) -> str:
-    """`w.transformer.h[0].ln_1.weight` for "transformer.h.0.ln_1.weight"."""
+    """`w.transformer.h[0].ln_1.weight` for "transformer.h.0.ln_1.weight"; what is no name in Python: `w["my-emb"].weight`."""
     text = root
     for part in name.split("."):
-        text += f"[{part}]" if part.isdigit() else f".{part}"
+        is_name = part.isidentifier() and not keyword.iskeyword(part) and not part.startswith("_")
+        text += (
+            f".{part}"
+            if is_name
+            else f"[{part}]"
+            if part.isdecimal() and str(int(part)) == part
+            else f"[{json.dumps(part)}]"
+        )
     return text
 
 

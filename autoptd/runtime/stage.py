@@ -23,7 +23,10 @@ from autoptd.runtime.world import Group
 
 
 class Namespace:
-    """Tensors by dotted name: `h.0.bias` is `.h[0].bias`. Built once; reading is plain attribute access."""
+    """Tensors by dotted name: `h.0.bias` is `.h[0].bias`. Built once; reading is plain attribute access.
+
+    Names with a leading underscore and names that Python cannot spell are read as items: `["my-emb"].weight`.
+    """
 
     def __init__(self) -> None:
         self._items: dict[int | str, Any] = {}
@@ -31,7 +34,7 @@ class Namespace:
     def __getitem__(self, key: int | str) -> Any:
         return self._items[key]
 
-    def put(self, name: str, value: torch.Tensor) -> None:
+    def _put(self, name: str, value: torch.Tensor) -> None:
         """File `value` under a dotted name."""
         *path, last = name.split(".")
         here = self
@@ -44,19 +47,19 @@ class Namespace:
 
     def _set(self, part: str, value: Any) -> None:
         self._items[_key(part)] = value
-        if not part.isdigit():
+        if not part.isdecimal() and not part.startswith("_"):
             setattr(self, part, value)
 
 
 def _key(part: str) -> int | str:
-    return int(part) if part.isdigit() else part
+    return int(part) if part.isdecimal() and str(int(part)) == part else part
 
 
 def make_namespace(tensors: Mapping[str, torch.Tensor]) -> Namespace:
     """Return the tensors of a flat mapping as a tree."""
     root = Namespace()
     for name, tensor in tensors.items():
-        root.put(name, tensor)
+        root._put(name, tensor)
     return root
 
 

@@ -12,7 +12,9 @@ torch.export does the tracing; what it would lose silently is refused here or re
 from __future__ import annotations
 
 import inspect
+import keyword
 import operator
+import re
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,6 +30,8 @@ from autoptd.ir.notes import Note, note, output, set_note
 from autoptd.trace.faithful import check_model, watch_tracing
 from autoptd.trace.loss import WithLoss
 from autoptd.trace.normalize import normalize
+
+RESERVED = {"self", "w", "b", "tp", "i", "F", "torch", "rt"}  # what emitted functions call by these names
 
 
 @dataclass
@@ -90,7 +94,18 @@ def input_names(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
         names += _leaf_names(bound[i] if i < len(bound) else f"input_{i}", arg)
     for key, arg in kwargs.items():
         names += _leaf_names(key, arg)
-    return names
+    return distinct_names(names)
+
+
+def distinct_names(names: list[str]) -> list[str]:
+    """Names that an emitted function can take as its arguments: Python's, different, and not those that it uses itself."""
+    made: list[str] = []
+    for name in names:
+        free = re.sub(r"\W", "_", name)
+        while free in made or free in RESERVED or keyword.iskeyword(free) or not free.isidentifier():
+            free = f"{free}_" if free.isidentifier() else f"input_{free}"
+        made.append(free)
+    return made
 
 
 def _leaf_names(name: str, arg: Any) -> list[str]:
