@@ -122,7 +122,15 @@ def test_nan_loss_may_pass() -> None:
         pm.close()
 
 
-FUTURE = {"c": 2, "zero": 1, "precision": "bf16", "recompute": True, "sequence_parallel": True, "fuse": "triton", "plan": {}}
+FUTURE = {
+    "c": 2,
+    "zero": 1,
+    "precision": "bf16",
+    "recompute": True,
+    "sequence_parallel": True,
+    "fuse": "triton",
+    "plan": {},
+}
 
 
 @pytest.mark.parametrize("name", FUTURE)

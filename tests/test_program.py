@@ -13,7 +13,16 @@ import autoptd
 from autoptd.options import Options
 from tests.parity.models import batch, gpt, separate, uneven
 
-FILES = ["stage_0.py", "stage_3.py", "program.json", "plan.json", "schedule.txt", "schedule.svg", "graph.dot", "graph.svg"]
+FILES = [
+    "stage_0.py",
+    "stage_3.py",
+    "program.json",
+    "plan.json",
+    "schedule.txt",
+    "schedule.svg",
+    "graph.dot",
+    "graph.svg",
+]
 
 
 def test_runs_from_disk_without_tracing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,7 +59,9 @@ def test_compiling_again_in_another_process_gives_the_same_bytes(tmp_path: Path)
         "autoptd.compile(gpt(), t=2, p=2, v=2, example_inputs=batch()).save(sys.argv[1])"
     )
     for name in ("a", "b"):
-        subprocess.run([sys.executable, "-c", script, str(tmp_path / name)], check=True, cwd=Path(__file__).parent.parent)
+        subprocess.run(
+            [sys.executable, "-c", script, str(tmp_path / name)], check=True, cwd=Path(__file__).parent.parent
+        )
     for file in sorted((tmp_path / "a").glob("*.*")):
         if file.suffix != ".pt":
             assert file.read_bytes() == (tmp_path / "b" / file.name).read_bytes(), file.name

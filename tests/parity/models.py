@@ -87,7 +87,10 @@ class Separate(nn.Module):
         for layer in self.layers:
             x = layer(x)
         logits = self.head(self.norm(x))
-        return {"logits": logits, "loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction=self.reduction)}
+        return {
+            "logits": logits,
+            "loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction=self.reduction),
+        }
 
 
 def separate(layers: int = 4, reduction: str = "mean") -> Separate:
@@ -101,7 +104,9 @@ class Skipping(nn.Module):
     def __init__(self, width: int = 16, layers: int = 6) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCAB, width)
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(width, 32), nn.Tanh(), nn.Linear(32, width)) for _ in range(layers))
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 32), nn.Tanh(), nn.Linear(32, width)) for _ in range(layers)
+        )
         self.head = nn.Linear(width, VOCAB)
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:

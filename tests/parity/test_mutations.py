@@ -48,7 +48,9 @@ EDITS = {
 def test_one_conversion_less_is_found(monkeypatch: pytest.MonkeyPatch, old: str, new: str) -> None:
     edited = edit_source(monkeypatch, old, new)
     with pytest.raises(autoptd.InternalError, match="differs"):
-        autoptd.verify(gpt(), t=2, d=2, example_inputs=batch(), steps=2)  # biases start at zero: one step shows no difference
+        autoptd.verify(
+            gpt(), t=2, d=2, example_inputs=batch(), steps=2
+        )  # biases start at zero: one step shows no difference
     assert edited
 
 

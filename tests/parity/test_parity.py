@@ -39,7 +39,9 @@ def test_gpt_with_tied_embeddings(t: int, p: int, d: int, v: int, schedule: str)
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_separate_projections_and_ignored_labels(t: int, p: int, d: int, v: int, reduction: str) -> None:
     ids, targets = batch()
-    autoptd.verify(separate(reduction=reduction), t=t, p=p, d=d, v=v, example_inputs={"ids": ids, "labels": uneven(targets)})
+    autoptd.verify(
+        separate(reduction=reduction), t=t, p=p, d=d, v=v, example_inputs={"ids": ids, "labels": uneven(targets)}
+    )
 
 
 @pytest.mark.parametrize(("t", "p", "v", "layers"), [(1, 4, 1, 7), (1, 2, 2, 7), (2, 2, 2, 5), (1, 2, 1, 3)])
@@ -47,7 +49,10 @@ def test_any_number_of_layers(t: int, p: int, v: int, layers: int) -> None:
     autoptd.verify(gpt(layers), t=t, p=p, v=v, example_inputs=batch())
 
 
-@pytest.mark.parametrize(("p", "v", "schedule", "m"), [(2, 1, "1f1b", 1), (2, 1, "1f1b", 3), (4, 1, "gpipe", 3), (2, 2, "interleaved", 6)])
+ODD_COUNTS = [(2, 1, "1f1b", 1), (2, 1, "1f1b", 3), (4, 1, "gpipe", 3), (2, 2, "interleaved", 6)]
+
+
+@pytest.mark.parametrize(("p", "v", "schedule", "m"), ODD_COUNTS)
 def test_any_number_of_microbatches(p: int, v: int, schedule: str, m: int) -> None:
     autoptd.verify(gpt(), p=p, v=v, schedule=schedule, num_microbatches=m, example_inputs=batch(6))
 

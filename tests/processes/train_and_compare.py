@@ -75,7 +75,9 @@ def save_and_load(
     return {"identical": first[0] == first[1], "eval_equals_step": float(evaluated) == first[0][0]}
 
 
-def two_steps(pm: autoptd.ParallelModel, optimizer: torch.optim.Optimizer, share: tuple[torch.Tensor, ...]) -> list[float]:
+def two_steps(
+    pm: autoptd.ParallelModel, optimizer: torch.optim.Optimizer, share: tuple[torch.Tensor, ...]
+) -> list[float]:
     losses = []
     for _ in range(2):
         losses.append(float(pm.step(*share)))
