@@ -98,16 +98,16 @@ def test_collectives_of_the_record_are_those_of_the_files() -> None:
 
 @pytest.mark.parametrize("t", [1, 2])
 def test_a_deeper_model_has_no_longer_file(t: int) -> None:
-    small, large = (gpt(layers=layers, t=t).sources["stage_0.py"] for layers in (4, 12))
+    small, large = (gpt(layers=layers, t=t).sources["stage_0.py"] for layers in (4, 8))
     assert len(large.splitlines()) == len(small.splitlines())
-    assert "for i in range(0, 12):  # transformer.h.0 to transformer.h.11" in large
+    assert "for i in range(0, 8):  # transformer.h.0 to transformer.h.7" in large
     assert large.count("def layer(") == 1 and large.count("F.scaled_dot_product_attention") == 1
 
 
 def test_every_stage_loops_over_its_own_layers() -> None:
-    loops = [re.findall(r"range\((\d+), (\d+)\)", text) for text in sources(layers=12, p=2, v=2)]
+    loops = [re.findall(r"range\((\d+), (\d+)\)", text) for text in sources(layers=8, p=2, v=2)]
     bounds = [tuple(map(int, pair)) for found in loops for pair in found]
-    assert bounds[0][0] == 0 and bounds[-1][1] == 12
+    assert bounds[0][0] == 0 and bounds[-1][1] == 8
     assert all(one[1] == other[0] for one, other in pairwise(bounds))
 
 
