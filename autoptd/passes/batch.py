@@ -26,7 +26,7 @@ from autoptd.passes.rules import argument, linear_groups, operands
 RULE_REMEDY = "keep samples apart (loss_fn with a mean or sum over samples), or run with d=1 and num_microbatches=1"
 FIRST_ROWS = "first_rows"  # key of Note.extra: operands whose rows are all equal -> the place where they meet the batch
 SIZES = {"aten.view", "aten.reshape", "aten._unsafe_view", "aten.expand", "aten.full", "aten.zeros", "aten.ones"}
-SIZES |= {"aten.unflatten", "aten.split", "aten.slice"}
+SIZES |= {"aten.unflatten", "aten.split", "aten.slice", "aten.repeat"}
 
 
 def assign_batch(graph: Graph, axes: Axes, batched: set[str], pieces: int, constants: Constants) -> None:
@@ -100,7 +100,10 @@ def _keep_partial(node: Node, partial: list[Node], split: bool) -> ValueType:
         if not split and set(partial) <= set(group):
             return P
     fact = f"{op_name(node)} of a sum over samples is not a sum over samples"
-    raise PlanError(site(node), fact, "let the loss be a sum or mean over samples, scaled and added to others only")
+    remedy = "let the loss be a sum or mean over samples, scaled and added to others only"
+    if op_name(node) == "aten.div" and len(operands(node)) > 1:
+        remedy += "; for a mean over some tokens, give the others the label -100 in F.cross_entropy"
+    raise PlanError(site(node), fact, remedy)
 
 
 def _mixing_fact(node: Node, axes: Axes, split: dict[Node, ValueType]) -> str:

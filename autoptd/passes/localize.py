@@ -139,6 +139,11 @@ def _result_sizes(position: int) -> Callable[[Node, Sizes], None]:
     return rewrite
 
 
+def _repeats(node: Node, sizes: Sizes) -> None:
+    x, out = local_shapes(operands(node)[0], sizes)[0], local_shapes(node, sizes)[0]
+    _set(node, 1, [b // a for a, b in zip((1,) * (len(out) - len(x)) + x, out, strict=True)])
+
+
 def _split_size(node: Node, sizes: Sizes) -> None:
     dim = argument(node, 2, "dim", 0) % tensor(node).dim()
     pieces = [piece[dim] for piece in local_shapes(node, sizes)]
@@ -171,6 +176,7 @@ def _set(node: Node, position: int, new: Any) -> None:
 SIZE_ARGUMENTS: dict[str, Callable[[Node, Sizes], None]] = {
     **{f"aten.{name}": _result_sizes(1) for name in ["view", "reshape", "_unsafe_view", "expand"]},
     **{f"aten.{name}": _result_sizes(0) for name in ["full", "zeros", "ones"]},
+    "aten.repeat": _repeats,
     "aten.split": _split_size,
     "aten.split_with_sizes": _split_size,
     "aten.unflatten": _unflatten_sizes,

@@ -110,7 +110,8 @@ def linear_groups(node: Node) -> list[tuple[Node, ...]]:
         return []
     if op_name(node) in ("aten.add", "aten.sub") and len(read) < 2:
         return []  # a literal would be added once per rank
-    groups = [[i for i in group if i < len(read)] for group in rule.linear if group[0] < len(read)]
+    wanted = [tuple(range(len(read)))] if rule.linear == EVERY else rule.linear
+    groups = [[i for i in group if i < len(read)] for group in wanted if group[0] < len(read)]
     # x * x is linear in each factor but not in x: a tensor that is read outside of the group as well does not count
     found = [(group, list(dict.fromkeys(read[i] for i in group))) for group in groups]
     return [tuple(ones) for group, ones in found if sum(map(read.count, ones)) == len(group)]
@@ -302,6 +303,84 @@ def einsum_links(node: Node) -> list[Link]:
     return letter_links(node, Rule("", f"{left} -> {right}".replace(" , ", ", ").replace(".", "...")))
 
 
+def tile_links(node: Node) -> list[Link]:
+    """repeat: how often a dim is repeated becomes its leading factor."""
+    before, after = shape(operands(node)[0]), shape(node)
+    new = len(after) - len(before)
+    made = []
+    for d, size in enumerate(after):
+        old = before[d - new] if d >= new else 1
+        if old > 1:
+            made.append(Link(f"d{d}", {0: Member((d - new,))}, Member((d,), lead=size // old)))
+        if size > old:
+            made.append(Link(f"times{d}", {}, Member((d,), tail=old)))
+    return made
+
+
+def glu_links(node: Node) -> list[Link]:
+    """glu: both halves of a dim give one."""
+    ndim = len(shape(node))
+    halved = argument(node, 1, "dim", -1) % ndim
+    made = [_same_dim(d) for d in range(ndim) if d != halved]
+    return [*made, Link("half", {0: Member((halved,), lead=2)}, Member((halved,)))]
+
+
+def gather_links(node: Node) -> list[Link]:
+    """gather(x, dim, index): the dims beside `dim` run together where they are equally long; `dim` of x is looked up."""
+    x, index = (shape(one) for one in operands(node))
+    dim = argument(node, 1, "dim") % len(x) if x else 0
+    made = [Link("looked up", {0: Member((dim,))}, None, "any entry may be looked up")] if x else []
+    for d in range(len(index)):
+        if d == dim:
+            made.append(Link(f"d{d}", {1: Member((d,))}, Member((d,))))
+        elif x[d] == index[d]:
+            made.append(Link(f"d{d}", {0: Member((d,)), 1: Member((d,))}, Member((d,))))
+        else:
+            made.append(Link(f"d{d}", {0: Member((d,))}, None, "an uneven slice needs it whole"))
+    return made
+
+
+def index_links(node: Node) -> list[Link]:
+    """x[:, ids] and index_select: one tensor of positions in one dim; that dim is looked up, as in an embedding."""
+    read = operands(node)
+    if op_name(node) == "aten.index_select":
+        dim = argument(node, 1, "dim") % max(1, len(shape(read[0])))
+    else:
+        places = [i for i, one in enumerate(node.args[1]) if one is not None]  # type: ignore[arg-type, union-attr]
+        if len(places) != 1 or value(read[1]).dtype in (torch.bool, torch.uint8):
+            return []  # several index tensors meet elementwise; a mask gives sizes that depend on its values
+        dim = places[0]
+    x, ids = (shape(one) for one in read)
+    made = [Link("looked up", {0: Member((dim,))}, None, "any entry may be looked up")] if x else []
+    made += [
+        Link(f"d{d}", {0: Member((d,))}, Member((d if d < dim else d - 1 + len(ids),)))
+        for d in range(len(x))
+        if d != dim
+    ]
+    return made + [Link(f"n{d}", {1: Member((d,))}, Member((dim + d,))) for d in range(len(ids))]
+
+
+def one_hot_links(node: Node) -> list[Link]:
+    """one_hot(ids): a new last dim, in which each id has its place."""
+    return [_same_dim(d) for d in range(len(shape(node)) - 1)]
+
+
+def extreme_links(node: Node) -> list[Link]:
+    """max and min: of two tensors, over all dims, or over one."""
+    return pointwise_links(node) if len(operands(node)) > 1 else reduction(NORMAL)(node)
+
+
+def complex_links(node: Node) -> list[Link]:
+    """view_as_complex and view_as_real: the last real dim holds the two parts."""
+    return [_same_dim(d) for d in range(min(len(shape(node)), len(shape(operands(node)[0]))))]
+
+
+def sample_links(node: Node) -> list[Link]:
+    """Convolutions and group norm: samples are apart, all else is whole."""
+    has_samples = len(shape(node)) > {"aten.conv1d": 2, "aten.conv2d": 3}.get(op_name(node), 1)
+    return [_same_dim(0)] if has_samples else []
+
+
 def free_links(node: Node) -> list[Link]:
     """full, zeros, ones: every dim of the result is free, whatever the operands are."""
     return [Link(f"d{d}", {}, Member((d,))) for d, size in enumerate(shape(node)) if size != 1]
@@ -471,7 +550,10 @@ VIEWS = "view reshape _unsafe_view flatten unflatten squeeze unsqueeze".split()
 TRANSPOSES = "transpose t numpy_T mT permute swapaxes swapdims".split()
 LOSSES = "mse_loss l1_loss smooth_l1_loss huber_loss kl_div soft_margin_loss".split()  # their reductions are split off
 LOSSES += "binary_cross_entropy binary_cross_entropy_with_logits".split()
-UNTAGGED = ("hardswish", "log_sigmoid")  # pointwise, and not tagged so by torch
+UNTAGGED = (
+    "hardswish log_sigmoid where masked_fill floor_divide isfinite isnan isinf".split()
+)  # pointwise, torch has no tag
+EVERY = ((-1,),)  # linear in all operands together
 NORMAL = "needs all values at once"
 
 TABLE: dict[str, Rule] = {
@@ -519,8 +601,18 @@ TABLE: dict[str, Rule] = {
         *(Rule(f"aten.{name}", links=split_links, linear=FIRST) for name in "split split_with_sizes chunk".split()),
         *(Rule(f"aten.{name}", links=drop_dim_links, linear=FIRST) for name in ("select", "unbind")),
         Rule("getitem", links=getitem_links, linear=FIRST),
-        Rule("aten.cat", links=cat_links),
-        Rule("aten.stack", links=stack_links),
+        Rule("aten.cat", links=cat_links, linear=EVERY),
+        Rule("aten.stack", links=stack_links, linear=EVERY),
+        Rule("aten.repeat", links=tile_links, linear=FIRST),
+        Rule("aten.glu", links=glu_links),
+        Rule("aten.gather", links=gather_links, linear=FIRST),
+        Rule("aten.index", links=index_links, linear=FIRST),
+        Rule("aten.index_select", links=index_links, linear=FIRST),
+        Rule("aten.one_hot", links=one_hot_links),
+        *(Rule(f"aten.{name}", links=extreme_links) for name in ("max", "min")),
+        *(Rule(f"aten.{name}", links=along(at)) for name, at in (("topk", 2), ("sort", 1))),
+        *(Rule(f"aten.{name}", links=complex_links) for name in ("view_as_complex", "view_as_real")),
+        *(Rule(f"aten.{name}", links=sample_links) for name in ("conv1d", "conv2d", "group_norm")),
         *(Rule(f"aten.{name}", links=pad_links) for name in ("pad", "constant_pad_nd")),
         *(Rule(f"aten.{name}", links=free_links) for name in "full zeros ones".split()),
         *(Rule(f"aten.{name}", links=pointwise_links) for name in "zeros_like ones_like full_like".split()),

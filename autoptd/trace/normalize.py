@@ -51,6 +51,21 @@ def _normalize_one(graph: Graph, node: Node) -> None:
     elif name == "aten.narrow":
         x, dim, start, length = node.args
         node.target, node.args = aten.slice.Tensor, (x, dim, start, start + length)
+    elif name == "aten.squeeze":  # of the dims that are 1 here; a rank's part may have more of them
+        _normalize_squeeze(graph, node)
+    elif name == "aten.movedim":
+        _normalize_movedim(node)
+    elif name == "aten.tensor_split":
+        dim = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)
+        sizes = [int(piece.shape[dim]) for piece in value(node)]  # type: ignore[index]
+        node.target, node.args, node.kwargs = aten.split_with_sizes.default, (node.args[0], sizes, dim), {}
+    elif name == "aten.take_along_dim" and _is_gather(node):
+        node.target, node.args = aten.gather.default, (node.args[0], node.args[2], node.args[1])
+    elif name == "aten.nll_loss_nd":
+        _normalize_nll(node)
+    elif name == "aten.embedding" and True in node.args[3:]:
+        fact = "embedding with scale_grad_by_freq or sparse gradients: they depend on how the batch is divided"
+        raise PlanError(site(node), fact, "an embedding without scale_grad_by_freq and sparse")
     elif name in SIZES_OF_ANOTHER:  # the other tensor gives its shape only
         node.target, node.args = SIZES_OF_ANOTHER[name], (node.args[0], list(shape(node)))
     elif name in NEW:  # the tensor gives its dtype only
@@ -94,6 +109,45 @@ def _normalize_cat(graph: Graph, node: Node) -> None:
         _replace(graph, node, parts[0])
     else:
         node.args = (parts, *node.args[1:])
+
+
+def _normalize_squeeze(graph: Graph, node: Node) -> None:
+    x = node.args[0]
+    size = shape(x)  # type: ignore[arg-type]
+    asked = node.args[1] if len(node.args) > 1 else list(range(len(size)))
+    dims = [dim % len(size) for dim in (asked if isinstance(asked, (list, tuple)) else [asked])] if size else []  # type: ignore[operator]
+    dims = [dim for dim in dims if size[dim] == 1]
+    if dims:
+        node.target, node.args, node.kwargs = aten.squeeze.dims, (x, dims), {}
+    else:
+        _replace(graph, node, x)
+
+
+def _normalize_movedim(node: Node) -> None:
+    x, sources, targets = node.args
+    count = len(shape(x))  # type: ignore[arg-type]
+    pairs = zip(*(one if isinstance(one, (list, tuple)) else [one] for one in (sources, targets)), strict=True)
+    moved = {to % count: source % count for source, to in pairs}  # type: ignore[operator]
+    rest = iter(dim for dim in range(count) if dim not in moved.values())
+    node.target, node.args = aten.permute.default, (x, [moved[d] if d in moved else next(rest) for d in range(count)])
+
+
+def _is_gather(node: Node) -> bool:
+    """take_along_dim whose tensors are not broadcast."""
+    if len(node.args) < 3 or node.args[2] is None:
+        return False
+    x, index = shape(node.args[0]), shape(node.args[1])  # type: ignore[arg-type]
+    dim = node.args[2] % len(x)  # type: ignore[operator]
+    return len(x) == len(index) and all(d == dim or x[d] == index[d] for d in range(len(x)))
+
+
+def _normalize_nll(node: Node) -> None:
+    """nll_loss of log-probabilities is cross_entropy of them: their log_softmax is they themselves."""
+    x = node.args[0]
+    while isinstance(x, Node) and op_name(x) in ("aten.view", "aten.flatten", "aten.reshape", "aten.transpose"):
+        x = x.args[0]
+    if isinstance(x, Node) and op_name(x) == "aten.log_softmax":
+        node.target = aten.cross_entropy_loss.default
 
 
 def _normalize_broadcast(graph: Graph, node: Node) -> None:

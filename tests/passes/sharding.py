@@ -243,7 +243,8 @@ def _parts(value: Any, kind: ValueType, dims: Dims, t: int) -> list[Any]:
     if kind.kind == "S":
         return [take(value, dims, kind, rank, t) for rank in range(t)]
     if kind == P:
-        shares = [torch.randn_like(value) for _ in range(t - 1)]
+        random = torch.randn_like if value.is_floating_point() else torch.zeros_like  # positions of a topk
+        shares = [random(value) for _ in range(t - 1)]
         return [*shares, value - sum(shares)]
     return [value] * t
 
