@@ -9,7 +9,8 @@ Ties: every list below has a fixed order, whole strategies first, and the lower 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,8 +23,9 @@ from autoptd.ir.notes import note, op_name, payload, value
 from autoptd.ir.types import I, P, R, S, ValueType
 from autoptd.passes.axes import Axes, Letter
 from autoptd.passes.costs import compute_seconds, conversion_seconds, flops
-from autoptd.passes.eliminate import Factor, minimize
-from autoptd.passes.rules import GEMMS, addends, linear_groups, operands
+from autoptd.passes.eliminate import Factor, TableTooLarge, minimize
+from autoptd.passes.links import operands
+from autoptd.passes.rules import GEMMS, addends, linear_groups
 
 SAVED_FOR_BACKWARD = {*GEMMS, "aten.layer_norm", "aten.rms_norm", "aten.softmax", "aten.scaled_dot_product_attention"}
 SAVED_FOR_BACKWARD |= {f"aten.{name}" for name in "gelu relu silu tanh sigmoid mul div pow cross_entropy_loss".split()}
@@ -96,24 +98,63 @@ def assign_tensor(graph: Graph, axes: Axes, t: int, machine: Machine) -> Assignm
     splitter = Splitter(graph, axes, t, machine)
     solved = [node for node in graph.nodes if note(node).of_params and node.op != "output"]
     strategies = {node: _strategies(node, splitter) for node in solved}
+    try:
+        chosen, hubs = _solve(solved, strategies, splitter)
+    except TableTooLarge:
+        # Parameters that many layers share tie these all to each other. Their types are voted on by their readers, then fixed.
+        shared = {node for node in solved if note(node).kind == "param" and len(node.users) > 1}
+        votes = {node: Counter[int]() for node in shared}
+        _solve(solved, strategies, splitter, apart=shared, votes=votes)
+        for node in shared:
+            winner = max(votes[node], key=lambda i: (votes[node][i], -i))
+            strategies[node] = [strategies[node][winner]]
+        chosen, hubs = _solve(solved, strategies, splitter, without_hub=shared)
+    for node, strategy in chosen.items():
+        record = note(node)
+        record.tp, record.form, record.why = strategy.gives, strategy.form, strategy.why
+    return Assignment(chosen, hubs, partial(_edge_cost, splitter))
+
+
+def _solve(
+    solved: list[Node],
+    strategies: dict[Node, list[Strategy]],
+    splitter: Splitter,
+    *,
+    apart: Collection[Node] = (),
+    votes: dict[Node, Counter[int]] | None = None,
+    without_hub: Collection[Node] = (),
+) -> tuple[dict[Node, Strategy], dict[Node, ValueType]]:
+    """Return the strategies of least cost, and the types of the hubs.
+
+    A parameter in `apart` is chosen for every reader by itself; how often each of its strategies was is added to `votes`.
+    """
     variable = {node: i for i, node in enumerate(solved)}
     choices = [len(strategies[node]) for node in solved]
     factors: list[Factor] = [((variable[node],), _table([one.seconds for one in strategies[node]])) for node in solved]
     hubs: dict[Node, tuple[int, list[ValueType]]] = {}
+    copies: list[tuple[Node, int]] = []
     for node in solved:
         readers = [user for user in node.users if user in variable or user.op == "output"]
-        if len(readers) > 1:
+        if node in apart:
+            for reader in readers:
+                copies.append((node, len(choices)))
+                own = variable | {node: len(choices)}
+                seconds = [one.seconds / len(readers) for one in strategies[node]]
+                factors.append(((len(choices),), _table(seconds)))
+                choices.append(len(seconds))
+                factors += _edge_factors(node, [reader], strategies, own, None, splitter)
+            continue
+        if len(readers) > 1 and node not in without_hub:
             kinds = list(dict.fromkeys([s.gives for s in strategies[node]] + _wanted(node, readers, strategies)))
             hubs[node] = (len(choices), kinds)
             choices.append(len(kinds))
         factors += _edge_factors(node, readers, strategies, variable, hubs.get(node), splitter)
     answer = minimize(choices, factors)
+    for node, i in copies:
+        assert votes is not None
+        votes[node][answer[i]] += 1
     chosen = {node: strategies[node][answer[variable[node]]] for node in solved}
-    for node, strategy in chosen.items():
-        record = note(node)
-        record.tp, record.form, record.why = strategy.gives, strategy.form, strategy.why
-    materialised = {node: kinds[answer[i]] for node, (i, kinds) in hubs.items()}
-    return Assignment(chosen, materialised, partial(_edge_cost, splitter))
+    return chosen, {node: kinds[answer[i]] for node, (i, kinds) in hubs.items()}
 
 
 def _strategies(node: Node, splitter: Splitter) -> list[Strategy]:

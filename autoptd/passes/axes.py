@@ -19,7 +19,8 @@ import torch
 from torch.fx import Graph, Node
 
 from autoptd.ir.notes import note, shape, value
-from autoptd.passes.rules import Link, Member, links, operands
+from autoptd.passes.links import Link, Member, operands
+from autoptd.passes.rules import links
 
 Place = tuple[int, int]  # (dim, atom)
 

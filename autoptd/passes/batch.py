@@ -21,7 +21,8 @@ from autoptd.ir.notes import note, op_name, output, shape, site, tensor, value
 from autoptd.ir.types import I, P, R, S, ValueType
 from autoptd.passes.axes import Axes, Letter, Place
 from autoptd.passes.constants import Constants
-from autoptd.passes.rules import argument, linear_groups, operands
+from autoptd.passes.links import argument, operands
+from autoptd.passes.rules import linear_groups
 
 RULE_REMEDY = "keep samples apart (loss_fn with a mean or sum over samples), or run with d=1 and num_microbatches=1"
 FIRST_ROWS = "first_rows"  # key of Note.extra: operands whose rows are all equal -> the place where they meet the batch

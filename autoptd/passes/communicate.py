@@ -18,7 +18,8 @@ from autoptd.ir.types import CONVERSIONS, Conversion, I, P, R, S, ValueType, out
 from autoptd.passes.assign import NO_COLLECTIVE_FORMS, Assignment
 from autoptd.passes.axes import Axes, Place
 from autoptd.passes.batch import FIRST_ROWS
-from autoptd.passes.rules import linear_groups, operands
+from autoptd.passes.links import operands
+from autoptd.passes.rules import linear_groups
 
 
 def communicate(graph: Graph, assignment: Assignment, pieces: int) -> None:

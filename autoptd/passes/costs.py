@@ -13,7 +13,8 @@ from torch.fx import Node
 from autoptd.ir.machine import Machine
 from autoptd.ir.notes import op_name, payload, shape
 from autoptd.ir.types import CONVERSIONS, ValueType
-from autoptd.passes.rules import GEMMS, operands
+from autoptd.passes.links import operands
+from autoptd.passes.rules import GEMMS
 
 LOCAL_WORK = ("one rank keeps it", "slice", "zero-pad")
 RING_PASSES = {"all-reduce": 2.0, "all-gather": 1.0, "reduce-scatter": 1.0, "all-to-all": 1.0}

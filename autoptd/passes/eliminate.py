@@ -17,7 +17,11 @@ import numpy as np
 from autoptd.errors import InternalError
 
 Factor = tuple[tuple[int, ...], np.ndarray]
-LARGEST_TABLE = 40_000_000
+LARGEST_TABLE = 4_000_000
+
+
+class TableTooLarge(InternalError):
+    """The factors hang together too closely to be minimised exactly."""
 
 
 def minimize(choices: list[int], factors: list[Factor]) -> list[int]:
@@ -45,7 +49,7 @@ def minimize(choices: list[int], factors: list[Factor]) -> list[int]:
             heapq.heappush(heap, (now, variable))
             continue
         if now > LARGEST_TABLE:
-            raise InternalError("solver", f"a table of {now} entries is needed")
+            raise TableTooLarge("solver", f"a table of {now} entries is needed")
         done.add(variable)
         near, best, arg = _eliminate(variable, choices, [pool[i] for i in sorted(touching[variable])])
         order.append((variable, near, arg))

@@ -23,7 +23,7 @@ from autoptd.errors import InternalError
 from autoptd.ir import markers
 from autoptd.ir.notes import note, op_name, ops, shape, site, tensor, value
 from autoptd.ir.types import outer_size
-from autoptd.passes.rules import argument, operands
+from autoptd.passes.links import argument, operands
 
 
 @dataclass(frozen=True)

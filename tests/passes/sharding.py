@@ -26,8 +26,8 @@ from autoptd.ir.types import Dims, I, P, R, S, ValueType
 from autoptd.passes import rules
 from autoptd.passes.assign import NO_COLLECTIVE_FORMS
 from autoptd.passes.axes import Letter
+from autoptd.passes.links import operands
 from autoptd.passes.localize import Sizes, localize
-from autoptd.passes.rules import operands
 from autoptd.runtime.threads import ThreadWorld, run_ranks
 from autoptd.runtime.world import Group, Needs, World
 

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from autoptd.ir.notes import op_name, ops
-from autoptd.passes import rules
+from autoptd.passes import links, rules
 from autoptd.passes.axes import Axes
 from autoptd.passes.rules import TABLE, Rule, linear_groups
 from examples.gpt import GPT, GPTConfig
@@ -386,14 +386,14 @@ def test_letters_that_are_found(name: str, op: str) -> None:
 
 
 WRONG = {
-    "softmax split along its dim": ("softmax", Rule("aten.softmax", links=rules.pointwise_links)),
-    "cumsum split along its dim": ("cumsum", Rule("aten.cumsum", links=rules.pointwise_links)),
-    "the maximum as a sum": ("amax", Rule("aten.amax", links=rules.reduction(""))),
-    "a local mean as a sum": ("mean dims", Rule("aten.mean", links=rules.reduction(""))),
+    "softmax split along its dim": ("softmax", Rule("aten.softmax", links=links.pointwise_links)),
+    "cumsum split along its dim": ("cumsum", Rule("aten.cumsum", links=links.pointwise_links)),
+    "the maximum as a sum": ("amax", Rule("aten.amax", links=links.reduction(""))),
+    "a local mean as a sum": ("mean dims", Rule("aten.mean", links=links.reduction(""))),
     "softmax linear": ("softmax", dataclasses.replace(TABLE["aten.softmax"], linear=rules.FIRST)),
     "linear by a factor that is not split": (
         "einsum outer",
-        Rule("aten.einsum", links=rules.einsum_links, linear=((0, 1, 2),)),
+        Rule("aten.einsum", links=links.einsum_links, linear=((0, 1, 2),)),
     ),
     "linear, but for its bias": ("linear", dataclasses.replace(TABLE["aten.linear"], linear=((0,),))),
     "linear in input and weight": ("linear", dataclasses.replace(TABLE["aten.linear"], linear=((0, 1),))),
@@ -403,7 +403,7 @@ WRONG = {
         Rule("aten.scaled_dot_product_attention", "b h l k, b h m k, b h m e -> b h l e"),
     ),
     "norm of a slice": ("layer_norm", Rule("aten.layer_norm", "... h, h, h -> ... h")),
-    "flip of a slice": ("flip", Rule("aten.flip", links=rules.pointwise_links)),
+    "flip of a slice": ("flip", Rule("aten.flip", links=links.pointwise_links)),
 }
 
 
