@@ -55,7 +55,8 @@ def find_repeat(body: list[Node], results: set[Node]) -> Repeat | None:
 
 
 def _signature(node: Node) -> Any:
-    literals = map_aggregate((node.args, node.kwargs), lambda arg: "node" if isinstance(arg, Node) else arg)
+    place = {arg: f"node {i}" for i, arg in enumerate(node.all_input_nodes)}  # f(x, x, y) is not f(x, y, y)
+    literals = map_aggregate((node.args, node.kwargs), lambda arg: place[arg] if isinstance(arg, Node) else arg)
     return repr((str(node.target), str(literals), note(node).extra.get("local_shapes")))
 
 

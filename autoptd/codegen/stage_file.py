@@ -164,8 +164,8 @@ def _write_block(writer: Writer, body: list[Node], repeat: Repeat, outside: dict
     finals = [period[j] for j in repeat.returned]
     names = choose_names(period, carried | outer | shared, finals)
     layer = f"{repeat.prefix}.{repeat.first}." if repeat.prefix else f"{repeat.first}."
-    buffers = ["b"] if _reads_buffers(period, layer) else []
-    arguments = ["self", "w", *buffers, *carried.values(), *outer.values(), *shared.values()]
+    own = [name for name, kind in (("w", "param"), ("b", "buffer")) if _reads(period, layer, kind)]
+    arguments = ["self", *own, *carried.values(), *outer.values(), *shared.values()]
     last = repeat.first + repeat.count - 1
     writer.add(1, f"def layer({', '.join(arguments)}):")
     writer.add(2, f'"""One of {repeat.prefix}.{repeat.first} to {repeat.prefix}.{last}: `w` holds its parameters."""')
@@ -182,10 +182,13 @@ def _argument_name(node: Node, taken: set[str]) -> str:
     return name
 
 
-def _reads_buffers(period: list[Node], layer: str) -> bool:
-    return any(
-        note(a).kind == "buffer" and note(a).name.startswith(layer) for node in period for a in node.all_input_nodes
-    )
+def _is_stored(node: Node) -> bool:
+    return note(node).kind in ("param", "buffer")
+
+
+def _reads(period: list[Node], layer: str, kind: str) -> bool:
+    """Whether a layer reads parameters, or buffers, of its own."""
+    return any(note(a).kind == kind and note(a).name.startswith(layer) for node in period for a in node.all_input_nodes)
 
 
 def _write_forward(
@@ -224,11 +227,15 @@ def _write_loop(
     results = ", ".join(names[node] for node in finals)
     outer = [
         names.get(node) or weight_text("w" if note(node).kind == "param" else "b", note(node).name)
-        for node in repeat.outer
+        for node in sorted(repeat.outer, key=_is_stored)  # as the arguments of the layer: values, then parameters
     ]
     layer = f"{repeat.prefix}.{repeat.first}." if repeat.prefix else f"{repeat.first}."
-    buffers = [f"b{path[1:]}[i]"] if _reads_buffers(list(repeat.period), layer) else []
-    arguments = [f"{path}[i]", *buffers, *(names[node] for node in finals), *outer]
+    own = [
+        f"{name}{path[1:]}[i]"
+        for name, kind in (("w", "param"), ("b", "buffer"))
+        if _reads(list(repeat.period), layer, kind)
+    ]
+    arguments = [*own, *(names[node] for node in finals), *outer]
     last = repeat.first + repeat.count
     writer.add(
         2, f"for i in range({repeat.first}, {last}):", f"{repeat.prefix}.{repeat.first} to {repeat.prefix}.{last - 1}"
