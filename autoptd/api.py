@@ -18,7 +18,7 @@ from typing import Any
 from torch import nn
 
 from autoptd import schedule as schedules
-from autoptd.compile import compile, compile_program, split_call
+from autoptd.compile import check_module, compile, compile_program, split_call
 from autoptd.dump import write_forms
 from autoptd.errors import PlanError
 from autoptd.ir.program import Program
@@ -75,6 +75,7 @@ def parallelize(
         nan=nan,
         **later,
     )
+    check_module(model)
     if any(parameter.is_meta for parameter in model.parameters()):
         raise PlanError("model", "its weights are on meta: there is nothing to train", "build it on a real device")
     replicas = options.d if is_local(options) else 1

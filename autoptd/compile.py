@@ -17,7 +17,7 @@ from autoptd import codegen, passes, schedule
 from autoptd import trace as tracing
 from autoptd.compat import tree_flatten, tree_unflatten
 from autoptd.dump import Forms
-from autoptd.errors import PlanError
+from autoptd.errors import PlanError, TraceError
 from autoptd.ir.actions import Orders
 from autoptd.ir.machine import Machine
 from autoptd.ir.notes import note
@@ -63,12 +63,13 @@ def compile_program(
     check: bool = True,
 ) -> Program:
     """Compile for the batch in `(args, kwargs)`, which holds the rows of `replicas` replicas (1 under torchrun, else d)."""
+    check_module(model)
     check_device(model, args, kwargs)
     batch = plan_batch(options, args, kwargs, replicas)
     forms = Forms()
 
     call = resize(args, kwargs, batch, batch.traced_rows)
-    captured = tracing.capture(model, *call, options.loss_fn)
+    captured = capture_rows(model, options, args, kwargs, batch)
     if check and not any(p.is_meta for p in model.parameters()):
         tracing.compare(model, options.loss_fn, captured.graph, captured.buffers, *call)
     whole = None
@@ -122,6 +123,38 @@ def compile_program(
         buffers={name: value.detach() for name, value in captured.buffers.items()},
         graphs=forms.graphs,
     )
+
+
+def check_module(model: nn.Module) -> None:
+    """The model must be a plain module."""
+    if not isinstance(model, nn.Module):
+        raise PlanError("model", f"is a {type(model).__name__}, not a torch.nn.Module", "pass the module itself")
+    if hasattr(model, "_orig_mod"):
+        raise PlanError("model", "is wrapped by torch.compile", "pass the module that it wraps: model._orig_mod")
+
+
+def capture_rows(
+    model: nn.Module, options: Options, args: tuple[Any, ...], kwargs: dict[str, Any], batch: Batch
+) -> tracing.Captured:
+    """Trace with the rows of a microbatch; an argument that is as long as the batch by chance is the usual failure."""
+    try:
+        return tracing.capture(model, *resize(args, kwargs, batch, batch.traced_rows), options.loss_fn)
+    except TraceError as error:
+        rows = tree_flatten((args, kwargs))[0][batch.batched[0]].shape[0]
+        if batch.traced_rows == rows or not _can_trace(model, options, args, kwargs):
+            raise
+        divided = ", ".join(map(str, batch.batched))
+        remedy = f"the first tensor of the call gives the batch; tensors {divided} of it have {rows} rows and are divided alike: "
+        remedy += "pass the batch first, and give what is no batch a leading dim of 1"
+        raise TraceError(error.site, f"with {batch.traced_rows} of {rows} rows it {error.fact}", remedy) from error
+
+
+def _can_trace(model: nn.Module, options: Options, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    try:
+        tracing.capture(model, args, kwargs, options.loss_fn)
+    except TraceError:
+        return False
+    return True
 
 
 def check_device(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -95,6 +95,10 @@ class ParallelModel:
         Takes what `example_inputs` holds: the global batch with `backend="local"`, this replica's rows under torchrun.
         Gradients are added to `parameter.grad` until `zero_grad`. A NaN loss raises RuntimeFault on all ranks, and adds none.
         """
+        if torch.is_inference_mode_enabled():
+            raise PlanError(
+                "pm.step", "inference_mode is on around it: there would be no gradients", "leave it off here"
+            )
         program, ranks = self._running(args, kwargs)
         check_call(program, args, kwargs, ranks.replicas)
 
@@ -248,9 +252,13 @@ class ParallelModel:
 
     def _running(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Program, RunningRanks]:
         """The program and its ranks; compiles for this call if there is no program yet."""
+        if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+            fact = "autocast is on around it, and the compiled model does not follow it"
+            raise PlanError("pm.step", fact, "leave autocast off; cast the model before parallelize")
         if self._program is None:
             self.compile_now(args, kwargs)
         assert self._program is not None and self._ranks is not None
+        self._ranks.check_equal_copies()
         return self._program, self._ranks
 
     def _start(self, program: Program) -> None:

@@ -21,7 +21,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from autoptd.compat import tree_map
-from autoptd.compile import compile_program, split_call
+from autoptd.compile import check_module, compile_program, split_call
 from autoptd.errors import InternalError, PlanError
 from autoptd.ir.program import Program
 from autoptd.options import Options, make_options
@@ -73,6 +73,8 @@ class Widen(TorchFunctionMode):
     """Requests for float32 become float64: a model's own upcasts must not truncate a float64 check."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.empty_strided:  # the tracer's own: it rebuilds a constant of the model in its very dtype
+            return func(*args, **(kwargs or {}))
         if func is torch.Tensor.float:
             return args[0].double() if args[0].is_floating_point() else func(*args, **(kwargs or {}))
         wide = [torch.float64 if arg is torch.float32 else arg for arg in args]
@@ -88,6 +90,7 @@ def verify(model: nn.Module, *, example_inputs: Any, steps: int = 5, lr: float =
     """
     options = make_options(**{**keywords, "backend": "local"})
     args, kwargs = split_call(example_inputs)
+    check_module(model)
     if any(p.is_meta for p in model.parameters()):
         raise PlanError("verify", "the model is on meta: there are no weights to compare", "build it on a real device")
     wide_model, (args, kwargs) = widen_model(model), widen_inputs((args, kwargs))
@@ -102,7 +105,11 @@ def verify(model: nn.Module, *, example_inputs: Any, steps: int = 5, lr: float =
 
 def widen_model(model: nn.Module) -> nn.Module:
     """A float64 copy; tied weights stay tied."""
-    return copy.deepcopy(model).double()
+    try:
+        return copy.deepcopy(model).double()
+    except RuntimeError as error:  # a module that keeps a tensor with a history, as the old weight_norm does
+        fact = f"it cannot be copied: {str(error).splitlines()[0]}"
+        raise PlanError("verify", fact, "keep only parameters and buffers on modules") from error
 
 
 def widen_inputs(call: Any) -> Any:

@@ -174,3 +174,30 @@ def test_state_before_the_first_step_needs_example_inputs() -> None:
     pm = autoptd.parallelize(gpt(2), p=2, backend="local")
     with pytest.raises(autoptd.PlanError, match="example_inputs="):
         pm.state_dict()
+
+
+def test_autocast_around_a_step() -> None:
+    pm = autoptd.parallelize(gpt(2), p=2, backend="local", example_inputs=batch())
+    try:
+        with torch.autocast("cpu", torch.bfloat16), pytest.raises(autoptd.PlanError, match="autocast is on"):
+            pm.step(*batch())
+        with torch.inference_mode(), pytest.raises(autoptd.PlanError, match="inference_mode"):
+            pm.step(*batch())
+    finally:
+        pm.close()
+
+
+def test_a_parameter_changed_on_one_rank_only() -> None:
+    pm = autoptd.parallelize(gpt(2), d=2, backend="local", example_inputs=batch())
+    try:
+        with torch.no_grad():
+            next(pm.parameters()).mul_(2)
+        with pytest.raises(autoptd.PlanError, match="changed on some ranks only"):
+            pm.step(*batch())
+    finally:
+        pm.close()
+
+
+def test_a_model_that_torch_compile_wraps() -> None:
+    with pytest.raises(autoptd.PlanError, match=r"wrapped by torch\.compile"):
+        autoptd.compile(torch.compile(gpt(2)), example_inputs=batch())

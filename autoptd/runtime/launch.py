@@ -54,6 +54,17 @@ class RunningRanks(ABC):
     def close(self) -> None:
         """Stop the ranks; no call may follow."""
 
+    def check_equal_copies(self) -> None:
+        """Refuse parameters of which this process's ranks were not all changed alike."""
+        for spec in self.here[0].params.specs:
+            copies = [rank.params.local[spec.name] for rank in self.here if spec.name in rank.params.local]
+            if len({one._version for one in copies}) > 1:
+                fact = "was changed on some ranks only: each of the ranks in this process has its own tensor"
+                remedy = (
+                    "step pm.optimizer(...), not one made of pm.parameters(); set values by pm.load_state_dict(...)"
+                )
+                raise PlanError(spec.name, fact, remedy)
+
     def replica_of(self, rank: Rank) -> int:
         """Which of the replicas in a call of `step` is that of `rank`."""
         return rank.world.coordinate.dp if self.replicas > 1 else 0

@@ -70,6 +70,9 @@ class RankParameters:
         for name, parameter in self.local.items():
             if parameter.data_ptr() != self.leaves[name].data_ptr():
                 raise PlanError(name, "its .data was replaced", "change values in place: parameter.data.copy_(...)")
+            if parameter.requires_grad != self.leaves[name].requires_grad:
+                fact = "its requires_grad was changed, which the compiled program does not follow"
+                raise PlanError(name, fact, "set requires_grad on the model before parallelize")
 
 
 def from_rank_0(world: World, name: str, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
