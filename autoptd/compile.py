@@ -144,7 +144,9 @@ def capture_rows(
         if batch.traced_rows == rows or not _can_trace(model, options, args, kwargs):
             raise
         divided = ", ".join(map(str, batch.batched))
-        remedy = f"the first tensor of the call gives the batch; tensors {divided} of it have {rows} rows and are divided alike: "
+        remedy = (
+            f"the first tensor of the call gives the batch; tensors {divided} have {rows} rows and are divided alike: "
+        )
         remedy += "pass the batch first, and give what is no batch a leading dim of 1"
         raise TraceError(error.site, f"with {batch.traced_rows} of {rows} rows it {error.fact}", remedy) from error
 
