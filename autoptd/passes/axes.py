@@ -172,6 +172,8 @@ class Axes:
             for (one, _), word in zip(members, spelled, strict=True):
                 assert word is not None
                 clash |= places.setdefault(one, word[i][1]) != word[i][1]
+            # Ranks own consecutive ids: of a vocabulary in several pieces only the first factor may be split.
+            clash |= link.form.startswith("vocab_") and any(atom for _, atom in places.values())
             used_whole = any(read.count(one) > _count(link, read, one) for one in places)
             if not clash and not used_whole:
                 made.append(Letter(link.name, axis.size, places, out[i][1] if out is not None else None, link.form))

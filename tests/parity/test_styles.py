@@ -190,6 +190,14 @@ class Shared(nn.Module):
         return loss_of(x @ self.embed.weight.t(), labels)
 
 
+class VocabularyInPieces(Decoder):
+    """The logits are joined from pieces of the tied embedding: a rank's ids must still be consecutive."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.body(ids)
+        return loss_of(torch.cat([x @ piece.t() for piece in self.embed.weight.chunk(4)], -1), labels)
+
+
 class Weighted(Decoder):
     """Class weights in a buffer, label smoothing, a second pointwise loss, and one over the weights."""
 
@@ -245,6 +253,7 @@ STYLES: dict[str, tuple[Callable[[], Model], dict[str, Any]]] = {
     ),
     "shared weight": (with_labels(Shared), {"t": 2, "d": 2}),
     "one block for all layers": (with_labels(albert), {"t": 2, "p": 2, "num_microbatches": 2}),
+    "vocabulary in pieces": (with_labels(lambda: VocabularyInPieces(1)), {"t": 2, "num_microbatches": 2}),
     "weighted losses": (with_labels(Weighted), {"t": 2, "d": 2, "num_microbatches": 2}),
     "losses by hand": (
         lambda: (ByHand(), (IDS, torch.arange(LENGTH).expand(8, -1).clone(), LABELS)),
