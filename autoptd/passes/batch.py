@@ -25,6 +25,7 @@ from autoptd.passes.links import argument, operands
 from autoptd.passes.rules import linear_groups
 
 RULE_REMEDY = "keep samples apart (loss_fn with a mean or sum over samples), or run with d=1 and num_microbatches=1"
+UNKNOWN_REMEDY = "write it with plain operators (sums, products, views, gather), or run with d=1 and num_microbatches=1"
 FIRST_ROWS = "first_rows"  # key of Note.extra: operands whose rows are all equal -> the place where they meet the batch
 SIZES = {"aten.view", "aten.reshape", "aten._unsafe_view", "aten.expand", "aten.full", "aten.zeros", "aten.ones"}
 SIZES |= {"aten.unflatten", "aten.split", "aten.slice", "aten.repeat"}
@@ -64,7 +65,8 @@ def _type_of(node: Node, axes: Axes, constants: Constants) -> ValueType:
         return _keep_partial(node, partial, bool(split))
     letter = _common_letter(node, axes, split)
     if letter is None:
-        raise PlanError(site(node), _mixing_fact(node, axes, split), RULE_REMEDY)
+        remedy = RULE_REMEDY if axes.is_known(node) else UNKNOWN_REMEDY
+        raise PlanError(site(node), _mixing_fact(node, axes, split), remedy)
     for one, place in letter.places.items():
         if one in split:
             continue
