@@ -2,6 +2,7 @@
 
     F2.1          forward of stage 2 on microbatch 1
     B2.1          its backward
+    W2.1          its weight gradients, where B2.1 left them for later
     SEND_F2.1>3   send stage 2's outputs for stage 3;      RECV_F3.1<2   post the receive of it, on stage 3's rank
     SEND_B3.1>2   send the gradients of those values back; RECV_B2.1<3   post the receive of it, on stage 2's rank
     REDUCE2       stage 2's parameter gradients are complete on this rank: reduce them
@@ -20,6 +21,7 @@ from enum import Enum
 class Kind(Enum):
     F = "F"
     B = "B"
+    W = "W"
     SEND_F = "SEND_F"
     RECV_F = "RECV_F"
     SEND_B = "SEND_B"
@@ -29,8 +31,8 @@ class Kind(Enum):
 
 SENDS = (Kind.SEND_F, Kind.SEND_B)
 RECVS = (Kind.RECV_F, Kind.RECV_B)
-COMPUTES = (Kind.F, Kind.B)
-_TEXT = re.compile(r"(SEND_F|SEND_B|RECV_F|RECV_B|REDUCE|F|B)(\d+)(?:\.(\d+))?(?:[<>](\d+))?")
+COMPUTES = (Kind.F, Kind.B, Kind.W)
+_TEXT = re.compile(r"(SEND_F|SEND_B|RECV_F|RECV_B|REDUCE|F|B|W)(\d+)(?:\.(\d+))?(?:[<>](\d+))?")
 
 
 @dataclass(frozen=True)

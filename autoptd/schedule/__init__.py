@@ -1,7 +1,8 @@
 """Schedules as data: integers in, lists of `Action` per pipeline rank out. Nothing here imports torch.
 
-`orders` says in which order a rank computes, `transfers` adds what it sends and receives, `simulate` proves that the
-run ends and measures it, with `check` finding what is wrong in an order that somebody wrote.
+`orders` says in which order a rank computes, `weight_gradients` may split its backwards, `transfers` adds what it sends
+and receives, `simulate` proves that the run ends and measures it, with `check` finding what is wrong in an order that
+somebody wrote.
 
     orders = add_transfers(build_orders("1f1b", p=2, v=1, m=4), p=2, links=[(0, 1, True)])
     simulate(orders, p=2).bubble == 1 / 4
@@ -10,13 +11,16 @@ run ends and measures it, with `check` finding what is wrong in an order that so
 from autoptd.schedule.orders import build_orders, gpipe, interleaved, one_f_one_b
 from autoptd.schedule.simulate import Simulation, Span, simulate
 from autoptd.schedule.transfers import Link, add_transfers, links_between_ranks
+from autoptd.schedule.weight_gradients import PLACEMENTS, delay_weight_gradients
 
 __all__ = [
+    "PLACEMENTS",
     "Link",
     "Simulation",
     "Span",
     "add_transfers",
     "build_orders",
+    "delay_weight_gradients",
     "gpipe",
     "interleaved",
     "links_between_ranks",

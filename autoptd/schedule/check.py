@@ -2,10 +2,11 @@
 
 In: orders, with or without transfers, and the links they serve. Out: sentences, one per fault, none when all is well.
 
-What is checked: every stage does every microbatch's F and B exactly once, on its own rank, in that sequence; a value
+What is checked: every stage does every microbatch's F and B (and W, if there is any W) exactly once, on its own rank, in
+that sequence; a value
 is sent after it is made and its receive posted before it is used; every message that a link needs is sent once and
 received once; on each channel the receives are posted in the order of the sends; a stage is reduced after its last
-backward.
+backward and its last W.
 
     find_faults(parse_orders("B0.0 F0.0"), p=1, links=[])
     # ["rank 0: B0.0 stands before F0.0"]
@@ -74,7 +75,7 @@ def _place(orders: Sequence[Sequence[Action]], p: int, places: Places) -> Iterat
 
 
 def _check_grid(places: Places, p: int) -> Iterator[str]:
-    """Yield what is missing for stages 0 .. p*v-1 and microbatches 0 .. m-1 to have their F and B each."""
+    """Yield what is missing for stages 0 .. p*v-1 and microbatches 0 .. m-1 to have their F, B (and W) each."""
     computes = [action for action in places if action.kind in COMPUTES]
     stages = sorted({action.stage for action in computes})
     microbatches = sorted({action.microbatch for action in computes})
@@ -82,9 +83,10 @@ def _check_grid(places: Places, p: int) -> Iterator[str]:
         yield f"the stages are {_brief(stages)}, not 0 .. {p}*v-1"
     if microbatches != list(range(len(microbatches))):
         yield f"the microbatches are {_brief(microbatches)}, not 0 .. m-1"
+    kinds = COMPUTES if any(action.kind is Kind.W for action in computes) else (Kind.F, Kind.B)
     for stage in stages:
         for microbatch in microbatches:
-            for kind in COMPUTES:
+            for kind in kinds:
                 action = Action(kind, stage, microbatch)
                 if action not in places:
                     yield f"rank {stage % p}: {action} is missing"
@@ -95,6 +97,8 @@ def _check_sequence(places: Places) -> Iterator[str]:
     for action in places:
         if action.kind is Kind.B:
             yield from _after(action, Action(Kind.F, action.stage, action.microbatch), places)
+        elif action.kind is Kind.W:
+            yield from _after(action, Action(Kind.B, action.stage, action.microbatch), places)
         elif action.kind in COMPUTE_OF:
             compute = Action(COMPUTE_OF[action.kind], action.stage, action.microbatch)
             early, late = (compute, action) if action.kind in SENDS else (action, compute)
@@ -145,11 +149,11 @@ def _check_channels(orders: Sequence[Sequence[Action]], p: int) -> Iterator[str]
 
 
 def _check_reduces(places: Places) -> Iterator[str]:
-    """Yield stages that are reduced before their last backward, or not at all while others are."""
+    """Yield stages that are reduced before their gradients are complete, or not at all while others are."""
     reduced = {action.stage for action in places if action.kind is Kind.REDUCE}
     last: dict[int, Action] = {}
     for action, (_, index) in places.items():
-        if action.kind is Kind.B and (action.stage not in last or index > places[last[action.stage]][1]):
+        if action.kind in (Kind.B, Kind.W) and (action.stage not in last or index > places[last[action.stage]][1]):
             last[action.stage] = action
     yield from (f"{Action(Kind.REDUCE, stage)} names no stage" for stage in sorted(reduced - set(last)))
     if reduced:

@@ -37,8 +37,8 @@ class Simulation:
 
     `finish` is the time when the last rank is done, `spans` the computations of each rank. `bubble` is finish / ideal
     - 1, where ideal is the busiest rank's own work: the idle share over ideal time of SC'21, section 2.2. `peak_live`
-    is, per rank, the largest number of (stage, microbatch) pairs whose forward has begun and whose backward has not
-    ended.
+    is, per rank, the largest number of (stage, microbatch) pairs whose forward has begun and whose backward (or W, where
+    there is one) has not ended.
     """
 
     finish: float
@@ -53,14 +53,16 @@ def simulate(
     *,
     forward: float | Sequence[float] = 1.0,
     backward: float | Sequence[float] = 2.0,
+    weight_gradient: float | Sequence[float] = 1.0,
     link: float = 0.0,
     links: Sequence[Link] | None = None,
 ) -> Simulation:
     """Run `orders` on p pipeline ranks; raise PlanError if they are faulty or do not end.
 
-    `forward` and `backward` are durations, one for all stages or one per stage; `link` is that of a message between
-    ranks. `links` are the links that the orders must serve. Left out, they are those of the transfers in the orders,
-    or the chain 0 -> 1 -> 2 ... where there are none (values then move by themselves as soon as they are made).
+    `forward` and `backward` are durations, one for all stages or one per stage; where W actions split the backward, each
+    takes `weight_gradient` of it and B the rest. `link` is the duration of a message between ranks. `links` are the links
+    that the orders must serve. Left out, they are those of the transfers in the orders, or the chain 0 -> 1 -> 2 ... where
+    there are none (values then move by themselves as soon as they are made).
     """
     wanted = guess_links(orders) if links is None else links
     faults = find_faults(orders, p, wanted)
@@ -69,6 +71,10 @@ def simulate(
         _refuse("; ".join(faults[:SHOWN] + more))
     num_stages = 1 + max(action.stage for order in orders for action in order)
     durations = {Kind.F: _per_stage(forward, num_stages), Kind.B: _per_stage(backward, num_stages)}
+    if any(action.kind is Kind.W for order in orders for action in order):
+        durations[Kind.W] = _per_stage(weight_gradient, num_stages)
+        rest = [whole - part for whole, part in zip(durations[Kind.B], durations[Kind.W], strict=True)]
+        durations[Kind.B] = _per_stage(rest, num_stages)
     run = _Run(orders, Wiring(wanted, p), durations, link, has_transfers(orders))
     run.to_the_end()
     return _measure(run.spans)
@@ -191,8 +197,9 @@ def _measure(spans: list[list[Span]]) -> Simulation:
 
 def _peak_live(row: list[Span]) -> int:
     live = peak = 0
+    last = Kind.W if any(action.kind is Kind.W for action, _, _ in row) else Kind.B
     for action, _, _ in row:
-        live += 1 if action.kind is Kind.F else -1
+        live += (action.kind is Kind.F) - (action.kind is last)
         peak = max(peak, live)
     return peak
 

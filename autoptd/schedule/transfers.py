@@ -1,6 +1,6 @@
 """What each pipeline rank sends and receives, added to an order of forwards and backwards.
 
-In: orders of F and B, and the links between stages. Out: the same with SEND_F, RECV_F, SEND_B, RECV_B and REDUCE.
+In: orders of F, B and W, and the links between stages. Out: the same with SEND_F, RECV_F, SEND_B, RECV_B and REDUCE.
 
 Terms. A *link* (source, target, has_grad) says that stage `target` reads values of the earlier stage `source` (not
 always its neighbour), and that gradients flow back. One message carries all of that for one microbatch. A *channel* is
@@ -80,7 +80,9 @@ class Wiring:
             self.grad_targets[source].append(target)
 
     def sends_after(self, action: Action) -> list[Action]:
-        """Return the sends of what the computation `action` made."""
+        """Return the sends of what the computation `action` made; a W makes nothing that others need."""
+        if action.kind is Kind.W:
+            return []
         kind, peers = (
             (Kind.SEND_F, self.targets[action.stage])
             if action.kind is Kind.F
@@ -94,6 +96,8 @@ class Wiring:
 
     def needs(self, action: Action) -> list[Action]:
         """Return what the computation `action` waits for: receives, or computations of the same rank."""
+        if action.kind is Kind.W:
+            return [Action(Kind.B, action.stage, action.microbatch)]
         forward = action.kind is Kind.F
         peers = self.sources[action.stage] if forward else self.grad_targets[action.stage]
         receive = Kind.RECV_F if forward else Kind.RECV_B
@@ -109,19 +113,19 @@ def _weave(computes: list[Action], wiring: Wiring, incoming: dict[int, deque[Act
     """Return one rank's full order; `incoming` holds per sending rank the receives in the order of their sends."""
     posts: list[list[Action]] = [[] for _ in computes]
     posted: set[Action] = set()
-    last_backward: dict[int, int] = {}
+    last: dict[int, int] = {}  # stage -> where its gradients are complete
     for index, action in enumerate(computes):
         for need in wiring.needs(action):
             if need.kind in RECVS and need not in posted:
                 one_ahead = max(index - 1, 0)
                 posts[one_ahead] += _take_up_to(need, incoming[need.peer % wiring.p])
                 posted.update(posts[one_ahead])
-        if action.kind is Kind.B:
-            last_backward[action.stage] = index
+        if action.kind in (Kind.B, Kind.W):
+            last[action.stage] = index
     order: list[Action] = []
     for index, action in enumerate(computes):
         order += [*posts[index], action, *wiring.sends_after(action)]
-        if last_backward.get(action.stage) == index:
+        if last.get(action.stage) == index:
             order.append(Action(Kind.REDUCE, action.stage))
     return order
 

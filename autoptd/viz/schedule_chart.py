@@ -1,9 +1,9 @@
-"""Draw a pipeline schedule as a chart in SVG: one row per pipeline rank, one box per forward and backward.
+"""Draw a pipeline schedule as a chart in SVG: one row per pipeline rank, one box per forward, backward and W.
 
 In: per rank the computations with start and end, as a simulation or a measured run gives them. Out: the text of an SVG
-file, the same bytes for the same input. Boxes carry the microbatch; forwards are blue, backwards green, and the shade
-is the model chunk, dark for the first and light for the last (Narayanan et al., SC'21, figure 4). Grey is idle time:
-the bubble.
+file, the same bytes for the same input. Boxes carry the microbatch; forwards are blue, backwards green, weight gradients
+that run on their own (W) orange, and the shade is the model chunk, dark for the first and light for the last (Narayanan
+et al., SC'21, figure 4). Grey is idle time: the bubble.
 
     result = simulate(interleaved(p=2, v=2, m=8), p=2)
     text = schedule_svg(result.spans, title="interleaved, p=2 v=2 m=8", bubble=result.bubble)
@@ -24,9 +24,9 @@ Spans = Sequence[Sequence[tuple[Action, float, float]]]  # per rank: what, start
 LEFT, RIGHT, TOP, ROW, GAP, BELOW = 76, 78, 66, 30, 6, 52  # margins and row height, in pixels
 BOX_WIDTH = 24  # wanted for the shortest box ...
 MIN_WIDTH, MAX_WIDTH = 560, 2600  # ... unless the chart gets narrower or wider than this
-DARK = {Kind.F: (31, 83, 160), Kind.B: (28, 112, 62)}
-LIGHT = {Kind.F: (176, 208, 246), Kind.B: (176, 226, 190)}
-NAMES = {Kind.F: "forward", Kind.B: "backward"}
+DARK = {Kind.F: (31, 83, 160), Kind.B: (28, 112, 62), Kind.W: (163, 84, 18)}
+LIGHT = {Kind.F: (176, 208, 246), Kind.B: (176, 226, 190), Kind.W: (247, 210, 168)}
+NAMES = {Kind.F: "forward", Kind.B: "backward", Kind.W: "weight gradient"}
 STYLE = """
   text { font-family: Helvetica, Arial, sans-serif; font-size: 12px; fill: #333 }
   .title { font-size: 16px; font-weight: bold }
@@ -56,7 +56,7 @@ def schedule_svg(
     scale = _scale(spans)
     heading = title + ("" if bubble is None else f"{', ' if title else ''}bubble {_number(100 * bubble)} %")
     body = [f'<text class="title" x="12" y="26">{escape(heading)}</text>']
-    body += _legend(scale)
+    body += _legend(scale, {action.kind for row in spans for action, _, _ in row})
     body += _live_column(scale, peak_live) if peak_live else []
     for rank, row in enumerate(spans):
         body += _row(rank, row, scale)
@@ -129,17 +129,17 @@ def _label(text: str, x: float, y: float, width: float, is_dark: bool) -> str:
     return f'<text{css} x="{_number(x)}" y="{_number(y)}"{small}>{text}</text>'
 
 
-def _legend(scale: _Scale) -> list[str]:
-    """Return a swatch per kind and chunk: the first four chunks and the last."""
+def _legend(scale: _Scale, kinds: set[Kind]) -> list[str]:
+    """Return a swatch per kind and chunk: the first four chunks and the last. W is told where there is one."""
     chunks = [chunk for chunk in range(scale.chunks) if chunk < 4 or chunk == scale.chunks - 1]
     lines, x = [], 12
-    for kind in (Kind.F, Kind.B):
+    for kind in (Kind.F, Kind.B, *({Kind.W} & kinds)):
         for chunk in chunks:
             lines.append(f'<rect x="{x}" y="38" width="14" height="14" fill="{_shade(kind, chunk, scale.chunks)[0]}"/>')
             x += 16
         of_chunks = f" (chunks 0 to {scale.chunks - 1})" if scale.chunks > 1 else ""
         lines.append(f'<text x="{x + 4}" y="50">{NAMES[kind]}{of_chunks}</text>')
-        x += 80 + 6 * len(of_chunks)
+        x += 26 + 7 * len(NAMES[kind]) + 6 * len(of_chunks)
     lines.append(f'<rect class="idle" x="{x}" y="38" width="14" height="14"/>')
     lines.append(f'<text x="{x + 20}" y="50">idle; numbers are microbatches</text>')
     return lines

@@ -7,6 +7,7 @@ from autoptd.ir.actions import COMPUTES, RECVS, SENDS, Action, Kind, format_orde
 TEXTS = {
     "F2.1": Action(Kind.F, 2, 1),
     "B10.32": Action(Kind.B, 10, 32),
+    "W0.7": Action(Kind.W, 0, 7),
     "SEND_F2.1>3": Action(Kind.SEND_F, 2, 1, 3),
     "RECV_F3.1<2": Action(Kind.RECV_F, 3, 1, 2),
     "SEND_B3.0>2": Action(Kind.SEND_B, 3, 0, 2),

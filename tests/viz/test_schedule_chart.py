@@ -86,3 +86,11 @@ def test_the_axis_has_a_few_round_ticks(scale: float):
 
 def test_nothing_to_draw_is_still_a_picture():
     assert ET.fromstring(schedule_svg([[], []])).tag == f"{SVG}svg"
+
+
+def test_weight_gradients_have_a_colour_and_a_word_of_their_own():
+    row = [(parse("F0.0"), 0.0, 1.0), (parse("B0.0"), 1.0, 2.0), (parse("W0.0"), 2.0, 3.0)]
+    text = schedule_svg([row])
+    assert len({box["fill"] for box, _ in boxes(text).values()}) == 3
+    assert "weight gradient" in text
+    assert "weight gradient" not in schedule_svg(ONE_F_ONE_B)

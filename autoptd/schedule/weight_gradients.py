@@ -1,0 +1,40 @@
+"""Where the weight gradients run that a backward leaves for later: a W for every B of an order.
+
+In: orders of F and B. Out: the same with W actions. The backward of a stage is then B, which gives what earlier stages
+wait for, and W, which nobody waits for but the stage's REDUCE (Qi et al. 2023, "Zero Bubble Pipeline Parallelism").
+
+    delay_weight_gradients(gpipe(p=1, m=2), "after_b")        # F0.0 F0.1 B0.0 W0.0 B0.1 W0.1
+    delay_weight_gradients(gpipe(p=1, m=2), "before_reduce")  # F0.0 F0.1 B0.0 B0.1 W0.0 W0.1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autoptd.ir.actions import Action, Kind, Orders
+
+PLACEMENTS = ("after_b", "before_reduce")
+
+
+def delay_weight_gradients(orders: Sequence[Sequence[Action]], placement: str) -> Orders:
+    """Return `orders` with a W for every B: right behind it, or all of a stage's behind its last B ("before_reduce").
+
+    Waiting for the last B keeps the inputs and output gradients of every GEMM alive for all microbatches.
+    """
+    if placement not in PLACEMENTS:
+        raise ValueError(f"placement {placement!r}: one of {', '.join(PLACEMENTS)} is needed")
+    return [_delay(order, placement == "after_b") for order in orders]
+
+
+def _delay(order: Sequence[Action], at_once: bool) -> list[Action]:
+    last = {action.stage: index for index, action in enumerate(order) if action.kind is Kind.B}
+    waiting: dict[int, list[Action]] = {stage: [] for stage in last}
+    found: list[Action] = []
+    for index, action in enumerate(order):
+        found.append(action)
+        if action.kind is Kind.B:
+            waiting[action.stage].append(Action(Kind.W, action.stage, action.microbatch))
+            if at_once or last[action.stage] == index:
+                found += waiting[action.stage]
+                waiting[action.stage] = []
+    return found
