@@ -93,7 +93,7 @@ def compile_program(
 
     sizes = passes.Sizes(options.t, batch.traced_rows, batch.rows, batch.pieces)
     passes.localize(graph, sizes)
-    forms.add("LOCAL", graph)
+    forms.end("LOCAL", graph)
 
     crossing = codegen.crossings(graph)
     orders = make_orders(options, batch.num_microbatches, crossing)

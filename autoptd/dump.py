@@ -29,7 +29,15 @@ class Forms:
         self._folder = os.environ.get("AUTOPTD_DUMP")
 
     def add(self, form: str, graph: Graph) -> None:
-        self.graphs[form] = copy_graph(graph)
+        """Keep a copy of `graph`, which later passes change."""
+        self._keep(form, copy_graph(graph))
+
+    def end(self, form: str, graph: Graph) -> None:
+        """Keep `graph` itself: no pass follows."""
+        self._keep(form, graph)
+
+    def _keep(self, form: str, graph: Graph) -> None:
+        self.graphs[form] = graph
         if self._folder:
             write_forms(self.graphs, self._folder)
 

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 
 class Kind(Enum):
@@ -28,6 +28,8 @@ class Kind(Enum):
     RECV_B = "RECV_B"
     REDUCE = "REDUCE"
 
+    __hash__ = object.__hash__  # a schedule has a million actions, looked up by hash: Enum's own is Python code
+
 
 SENDS = (Kind.SEND_F, Kind.SEND_B)
 RECVS = (Kind.RECV_F, Kind.RECV_B)
@@ -35,8 +37,7 @@ COMPUTES = (Kind.F, Kind.B, Kind.W)
 _TEXT = re.compile(r"(SEND_F|SEND_B|RECV_F|RECV_B|REDUCE|F|B|W)(\d+)(?:\.(\d+))?(?:[<>](\d+))?")
 
 
-@dataclass(frozen=True)
-class Action:
+class Action(NamedTuple):
     """One entry of a schedule: `stage` does `kind` for `microbatch`; `peer` is the other stage of a transfer."""
 
     kind: Kind

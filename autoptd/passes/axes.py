@@ -51,7 +51,10 @@ class Letter:
 
 
 def resolve(axis: Axis) -> Axis:
+    """The axis that `axis` was merged into; paths are halved on the way, or those along a residual stream would grow."""
     while axis.parent is not None:
+        if axis.parent.parent is not None:
+            axis.parent = axis.parent.parent
         axis = axis.parent
     return axis
 
@@ -103,6 +106,7 @@ class Axes:
         self._dims: dict[Node, list[list[Axis]]] = {}
         self._links: dict[Node, list[Link] | None] = {}
         self._read: dict[Node, list[Node]] = {}  # operands as traced: later passes put conversions in between
+        self._letters: dict[Node, list[Letter]] = {}
         for node in graph.nodes:
             if node.op != "output" and _has_tensor(node):
                 self._dims[node] = [[Axis(size)] for size in shape(node)]
@@ -124,11 +128,10 @@ class Axes:
 
     def letters(self, node: Node) -> list[Letter]:
         """All ways to split `node`, in a fixed order."""
-        found: list[Letter] = []
-        for link in self._links.get(node) or ():
-            if not link.whole:
-                found += self._link_letters(node, link)
-        return found
+        if node not in self._letters:
+            links = [link for link in self._links.get(node) or () if not link.whole]
+            self._letters[node] = [letter for link in links for letter in self._link_letters(node, link)]
+        return self._letters[node]
 
     def whole_because(self, node: Node, operand: Node, place: Place) -> str:
         """Why `node` cannot be split along an atom of one of its operands."""

@@ -185,31 +185,51 @@ SIZE_ARGUMENTS: dict[str, Callable[[Node, Sizes], None]] = {
 
 
 def check_local(graph: Graph) -> None:
-    """Run every operator on fake tensors of local shapes and compare; InternalError lists all that differ."""
+    """Run every operator on fake tensors of local shapes and compare; InternalError lists all that differ.
+
+    Equal layers run equal operators: each (operator, literals, operands' local shapes and dtypes) is run once.
+    """
     findings: list[str] = []
-    env: dict[Node, Any] = {}
+    made: dict[str, list[tuple[int, ...]] | str] = {}
     with FakeTensorMode():
-        for node in graph.nodes:
-            if node.op == "output" or value(node) is None:
+        for node in ops(graph):
+            if value(node) is None or node.target in markers.MARKERS:
                 continue
-            expected = note(node).extra["local_shapes"]
-            fresh = [torch.empty(one, dtype=tensor(node).dtype) for one in expected]
-            env[node] = fresh if isinstance(value(node), (tuple, list)) else fresh[0]
-            if node.op == "call_function" and node.target not in markers.MARKERS:
-                findings += _compare(node, expected, env)
+            call = repr((str(node.target), *map_arg((node.args, node.kwargs), _LocalValue)))
+            if call not in made:
+                made[call] = _local_result(node)
+            found, expected = made[call], note(node).extra["local_shapes"]
+            if isinstance(found, str):
+                findings.append(f"{site(node)} fails on local shapes: {found}")
+            elif found != expected:
+                findings.append(f"{site(node)} gives {found} where {expected} is planned")
     if findings:
         raise InternalError("LOCAL", "; ".join(findings))
 
 
-def _compare(node: Node, expected: list[tuple[int, ...]], env: dict[Node, Any]) -> list[str]:
-    args, kwargs = map_arg((node.args, node.kwargs), env.__getitem__)
+class _LocalValue:
+    """What an operator gets of an operand: prints as the local shapes and the dtype."""
+
+    def __init__(self, node: Node) -> None:
+        self.shapes, self.dtype = note(node).extra["local_shapes"], tensor(node).dtype
+        self.is_tuple = isinstance(value(node), (tuple, list))
+
+    def __repr__(self) -> str:
+        return f"{self.dtype}{self.shapes}{self.is_tuple}"
+
+    def make(self) -> Any:
+        made = [torch.empty(one, dtype=self.dtype) for one in self.shapes]
+        return made if self.is_tuple else made[0]
+
+
+def _local_result(node: Node) -> list[tuple[int, ...]] | str:
+    """The shapes that `node` gives for its operands' local shapes, or why it cannot run on them."""
+    args, kwargs = map_arg((node.args, node.kwargs), lambda one: _LocalValue(one).make())
     try:
         made = node.target(*args, **kwargs)  # type: ignore[operator]
     except Exception as error:  # any failure of an operator on its local shapes is the finding
-        return [f"{site(node)} fails on local shapes: {str(error).splitlines()[0]}"]
-    pieces = made if isinstance(made, (tuple, list)) else [made]
-    found = [tuple(one.shape) for one in pieces]
-    return [] if found == expected else [f"{site(node)} gives {found} where {expected} is planned"]
+        return str(error).splitlines()[0]
+    return [tuple(one.shape) for one in (made if isinstance(made, (tuple, list)) else [made])]
 
 
 __all__ = ["Sizes", "check_local", "local_shapes", "localize"]

@@ -71,7 +71,8 @@ def capture(
     _forget_lost_gradients(graph)
     persistent = frozenset(model.state_dict(keep_vars=True)) - set(first_name)
     constants = tuple((i, leaf) for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor))
-    parameters = {name: dict(model.named_parameters(remove_duplicate=False))[name] for name in aliases}
+    every = dict(model.named_parameters(remove_duplicate=False))
+    parameters = {name: every[name] for name in aliases}
     return Captured(graph, aliases, parameters, buffers, persistent, inputs, constants, str(tree))
 
 
@@ -147,7 +148,11 @@ def _read(
 ) -> tuple[Graph, tuple[tuple[str, int], ...], dict[str, torch.Tensor]]:
     """Copy the exported graph with one placeholder per parameter, buffer and input, and a Note on every node."""
     signature = exported.graph_signature
-    constants = {**signature.inputs_to_buffers, **signature.inputs_to_lifted_tensor_constants}
+    parameters = dict(
+        signature.inputs_to_parameters
+    )  # properties of the signature: each access builds the mapping anew
+    lifted = dict(signature.inputs_to_lifted_tensor_constants)
+    constants = {**signature.inputs_to_buffers, **lifted}
     stored = {**dict(wrapper.named_buffers(remove_duplicate=False)), **exported.constants}
     graph, mapping = Graph(), dict[Node, Node]()
     user = set(signature.user_inputs)
@@ -158,14 +163,14 @@ def _read(
     for node in exported.graph.nodes:
         if node in mapping:  # a reader of a region that was inlined
             continue
-        if node.op == "placeholder" and node.name in signature.inputs_to_parameters:
-            name = first_name[signature.inputs_to_parameters[node.name].removeprefix("model.")]
+        if node.op == "placeholder" and node.name in parameters:
+            name = first_name[parameters[node.name].removeprefix("model.")]
             mapping[node] = seen[name] = seen.get(name) or _placeholder(graph, node, "param", name)
         elif node.op == "placeholder" and node.name in constants:
             name = constants[node.name].removeprefix("model.")
             mapping[node] = seen[name] = seen.get(name) or _placeholder(graph, node, "buffer", name)
             buffers[name] = stored[constants[node.name]].detach()
-            if node.name in signature.inputs_to_lifted_tensor_constants:
+            if node.name in lifted:
                 note(mapping[node]).extra["constant"] = buffers[
                     name
                 ]  # made in forward: may follow the size of the batch
