@@ -115,7 +115,7 @@ def compile_program(
         stages=tuple(stage_spec(k, file) for k, file in enumerate(files)),
         orders=orders,
         sources={f"stage_{k}.py": file.text for k, file in enumerate(files)},
-        collectives=tuple(collectives(graph, options, crossing, params)),
+        collectives=tuple(collectives(graph, options, crossing, params, orders)),
         unknown_ops=tuple(unknown),
         weighted=any(file.counts for file in files),
         plan=plan_record(options, batch, cut, params),

@@ -11,6 +11,7 @@ with the training loop's verbs, under the model's own parameter names. Calls mar
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +28,7 @@ from autoptd.runtime.gradients import clip_gradients
 from autoptd.runtime.launch import LocalRanks, ProcessRank, Rank, RunningRanks, is_launched, own_rank
 from autoptd.runtime.optimizer import make_optimizer
 from autoptd.runtime.parameters import check_loaded, gather_gradients, gather_parameters, load_parameters
+from autoptd.runtime.record import Record, recording
 
 Compile = Callable[[tuple[Any, ...], dict[str, Any], bool], Program]  # args, kwargs, compare trace and model once?
 Draw = Callable[[Program, Path], None]
@@ -231,6 +233,20 @@ class ParallelModel:
         self._started("program")
         assert self._program is not None
         return self._program
+
+    @contextmanager
+    def record(self) -> Iterator[Record]:
+        """Record what the ranks of this process do in a `with` block: `record.collectives`.
+
+        Every collective and send as it is executed: kind, mesh axis, payload bytes, group size, phase, site and reason.
+        """
+        ranks = self._started("record")
+        with recording(ranks) as (recorded, record):
+            self._ranks = recorded
+            try:
+                yield record
+            finally:
+                self._ranks = ranks
 
     @property
     def coordinate(self) -> Coordinate:

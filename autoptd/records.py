@@ -11,10 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.fx import Graph
+from torch.fx import Graph, Node
 
-from autoptd import codegen, passes
+from autoptd import codegen
 from autoptd import trace as tracing
+from autoptd.ir.actions import Orders
+from autoptd.ir.buckets import BucketPlan, plan_buckets
+from autoptd.ir.calls import axis_text
 from autoptd.ir.notes import note, op_name, ops, placeholders, tensor
 from autoptd.ir.program import Collective, CrossingSpec, InputSpec, ParamSpec, StageSpec
 from autoptd.ir.types import I, ValueType
@@ -96,67 +99,127 @@ def stage_spec(index: int, file: codegen.StageFile) -> StageSpec:
 
 
 def collectives(
-    graph: Graph, options: Options, crossing: list[codegen.Crossing], params: tuple[ParamSpec, ...]
+    graph: Graph, options: Options, crossing: list[codegen.Crossing], params: tuple[ParamSpec, ...], orders: Orders
 ) -> list[Collective]:
     """Everything that is communicated, per microbatch and per step, with payload bytes and the reason."""
     found = []
     for node in ops(graph):
-        record = note(node)
-        for stage in record.stages:
-            site = f"{record.module} ({record.source})"
-            if record.conversion:
-                row = passes.conversion_row(record.conversion)
-                nbytes = codegen.collective_bytes(node, options.t)
-                found.append(
-                    Collective(
-                        site, stage, record.conversion, "tp", row.forward, row.backward, nbytes, options.t, record.why
-                    )
-                )
+        for stage in note(node).stages:
+            if note(node).conversion:
+                found.append(_conversion(node, stage, options))
             elif op_name(node) == "cross_entropy" and node.kwargs["vocab"]:
-                tokens = node.args[1].meta["autoptd"].extra["local_shapes"][0]  # type: ignore[union-attr]
-                nbytes = 3 * torch.Size(tokens).numel() * tensor(node).element_size()
-                why = "maximum, then sum of exponentials and picked logit, of every token"
-                name = "vocab_parallel_cross_entropy"
-                found.append(Collective(site, stage, name, "tp", "all-reduce", "none", nbytes, options.t, why))
+                found += _vocabulary_sums(node, stage, options)
     for one in crossing:
-        nbytes = torch.Size(note(one.node).extra["local_shapes"][0]).numel() * tensor(one.node).element_size()
-        for target in one.targets:
-            back = "send" if note(one.node).needs_grad else "none"
-            why = f"{one.name} is read by stage {target}"
-            site = f"stage {one.source} to {target}"
-            found.append(Collective(site, one.source, "send/receive", "pp", "send", back, nbytes, 2, why))
-    return found + _step_collectives(options, params)
+        found += _sends(one, options)
+    return found + _step_collectives(graph, options, params, orders)
 
 
-def _step_collectives(options: Options, params: tuple[ParamSpec, ...]) -> list[Collective]:
+def _conversion(node: Node, stage: int, options: Options) -> Collective:
+    record, (forward, backward) = note(node), codegen.conversion_work(node)
+    site = f"{record.module} ({record.source})"
+    nbytes, ranks = codegen.collective_bytes(node, options.t), (stage % options.p,)
+    return Collective(
+        site, stage, record.conversion, "tp", forward, backward, nbytes, options.t, record.why, pp_ranks=ranks
+    )
+
+
+def _vocabulary_sums(node: Node, stage: int, options: Options) -> list[Collective]:
+    """The reductions inside a vocabulary-parallel cross-entropy: a number per token each, the sums in one call."""
+    record, size = note(node), torch.Size(note(node.args[1]).extra["local_shapes"][0]).numel()  # type: ignore[arg-type]
+    each = size * max(tensor(node).element_size(), 4)  # narrower logits are computed in float32
+    sums = ["sum of exponentials", "picked logit"]
+    sums += ["class weight"] if node.args[2] is not None else []
+    sums += ["sum of logits", "sum of weights"] if node.kwargs["label_smoothing"] else []
+    calls = [
+        ("maximum", each, "maximum of every token"),
+        ("sums", each * len(sums), f"{', '.join(sums)} of every token"),
+    ]
+    return [
+        Collective(
+            site=f"{record.module or 'model'} {name} ({record.source})",
+            stage=stage,
+            conversion="vocab_parallel_cross_entropy",
+            axis="tp",
+            forward="all-reduce",
+            backward="none",
+            payload_bytes=nbytes,
+            group_size=options.t,
+            why=why,
+            pp_ranks=(stage % options.p,),
+        )
+        for name, nbytes, why in calls
+    ]
+
+
+def _sends(one: codegen.Crossing, options: Options) -> list[Collective]:
+    """A crossing to every stage of another rank that reads it, and its gradient's way back."""
+    nbytes = torch.Size(note(one.node).extra["local_shapes"][0]).numel() * tensor(one.node).element_size()
     found = []
-    for stage in range(options.num_stages):
-        for kind, group in (("I", options.d), ("S", options.d), ("R", options.d * options.t)):
-            mine = [one for one in params if min(one.stages) == stage and one.type.kind == kind and one.requires_grad]
-            nbytes = sum(_bytes(one, options.t) for one in mine)
-            axis = "dp x tp" if kind == "R" else "dp"
-            if nbytes and group > 1:
-                why = f"gradients of {len(mine)} parameters of type {kind}"
-                found.append(
-                    Collective(
-                        f"stage {stage}", stage, "gradient sum", axis, "none", "all-reduce", nbytes, group, why, "step"
-                    )
-                )
-    for one in params:
-        owners = sorted({stage % options.p for stage in one.stages})
-        if len(owners) > 1:
-            why = f"{one.name} is used by stages {', '.join(map(str, one.stages))}"
-            nbytes = _bytes(one, options.t)
-            found.append(
-                Collective(
-                    one.name, one.stages[0], "tied sum", "pp", "none", "all-reduce", nbytes, len(owners), why, "step"
-                )
-            )
+    for target in one.targets:
+        ends, why = (one.source, target), f"{one.name} is read by stage {target}"
+        if one.source % options.p == target % options.p:
+            continue
+        for (a, b), forward, backward in ((ends, "send", "none"), (ends[::-1], "none", "send")):
+            if forward == "send" or note(one.node).needs_grad:
+                site, ranks = f"stage {a} to {b}", (a % options.p,)
+                found.append(Collective(site, a, "send", "pp", forward, backward, nbytes, 2, why, pp_ranks=ranks))
+                why = f"gradient of {one.name}"
     return found
 
 
-def _bytes(spec: ParamSpec, t: int) -> int:
-    return torch.Size(spec.local_shape(t)).numel() * getattr(torch, spec.dtype).itemsize
+def _step_collectives(
+    graph: Graph, options: Options, params: tuple[ParamSpec, ...], orders: Orders
+) -> list[Collective]:
+    mesh = options.mesh
+    everyone = Collective(
+        site="loss",
+        stage=options.num_stages - 1,
+        conversion="loss sum",
+        axis=axis_text(mesh, range(mesh.size)),
+        forward="all-reduce",
+        backward="none",
+        payload_bytes=8,
+        group_size=mesh.size,
+        why="every rank returns the loss of the global batch, summed in float64",
+        scope="step",
+        pp_ranks=tuple(range(mesh.p)),
+    )
+    found = [one for stage in range(options.num_stages) for one in _label_count(graph, stage, options)]
+    for pp in range(mesh.p):
+        for plan in plan_buckets(params, orders, mesh, pp):
+            found += _bucket_sums(plan, pp, options)
+    return [one for one in [*found, everyone] if one.group_size > 1]
+
+
+def _label_count(graph: Graph, stage: int, options: Options) -> list[Collective]:
+    """What weighted means divide by, counted before the first forward."""
+    losses = [node for node in ops(graph) if op_name(node) == "cross_entropy" and node.kwargs["total"] >= 0]  # type: ignore[operator]
+    count = sum(1 for node in losses if stage in note(node).stages)
+    why, ranks = "valid labels of the global batch, which the mean divides by", (stage % options.p,)
+    made = Collective(
+        "count of labels", stage, "label count", "dp", "all-reduce", "none", 8 * count, options.d, why, "step", ranks
+    )
+    return [made] if count else []
+
+
+def _bucket_sums(plan: BucketPlan, pp: int, options: Options) -> list[Collective]:
+    mesh, count, nbytes = options.mesh, len(plan.params), plan.nbytes(options.t)
+    here = [stage for spec in plan.params for stage in spec.stages if stage % mesh.p == pp]
+    group = mesh.group(0, plan.axes)
+    kinds = "/".join(sorted({spec.type.kind for spec in plan.params}))
+    why, tied = f"gradients of {count} parameters of type {kinds}", f"used by stages {_listed(plan)}"
+
+    def made(site: str, what: str, axis: str, size: int, why: str, ranks: tuple[int, ...]) -> Collective:
+        return Collective(site, max(here), what, axis, "none", "all-reduce", nbytes, size, why, "step", ranks)
+
+    found = [made(plan.site, "gradient sum", axis_text(mesh, group), len(group), why, (pp,))]
+    if pp == plan.owners[0]:
+        found.append(made(plan.tied_site, "tied sum", "pp", len(plan.owners), tied, plan.owners))
+    return found
+
+
+def _listed(plan: BucketPlan) -> str:
+    return ", ".join(map(str, sorted({stage for spec in plan.params for stage in spec.stages})))
 
 
 def plan_record(options: Options, batch: Batch, cut: dict[str, Any], params: tuple[ParamSpec, ...]) -> dict[str, Any]:

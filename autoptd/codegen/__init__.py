@@ -1,5 +1,5 @@
 """LOCAL graph -> source text: one readable Python file per stage, built by a small writer."""
 
-from autoptd.codegen.stage_file import Crossing, StageFile, collective_bytes, crossings, write_stage
+from autoptd.codegen.stage_file import Crossing, StageFile, collective_bytes, conversion_work, crossings, write_stage
 
-__all__ = ["Crossing", "StageFile", "collective_bytes", "crossings", "write_stage"]
+__all__ = ["Crossing", "StageFile", "collective_bytes", "conversion_work", "crossings", "write_stage"]

@@ -6,6 +6,7 @@ printed as the call of their aten overload, which means the same.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,9 @@ import torch
 from torch.fx import Node
 
 from autoptd.ir import markers
+from autoptd.ir.calls import LOCAL_KINDS
 from autoptd.ir.notes import note, op_name, tensor
+from autoptd.ir.types import CONVERSIONS
 
 Text = Callable[[Node], str]
 CREATORS = {"aten.arange", "aten.full", "aten.zeros", "aten.ones", "aten.eye", "aten.scalar_tensor"}
@@ -33,13 +36,14 @@ METHODS |= {f"aten.{name}": name for name in "unsqueeze squeeze sum cos sin exp 
 METHODS |= {f"aten.{name}": name for name in "mean amax amin abs square sqrt softmax log_softmax unbind clamp".split()}
 METHODS |= {"aten.view": "reshape", "aten.reshape": "reshape", "aten._unsafe_view": "reshape", "aten.to": "to"}
 DROPPED = {"memory_format"}
+SILENT = {row.name for row in CONVERSIONS.values() if row.forward in LOCAL_KINDS and row.backward in LOCAL_KINDS}
 
 
-def expression(node: Node, text: Text) -> str:
-    """The expression of `node`; `text` gives the text of each operand."""
+def expression(node: Node, text: Text, site: str = "") -> str:
+    """The expression of `node`; `text` gives the text of each operand, `site` is what its collectives call themselves."""
     name = op_name(node)
     if node.target in markers.MARKERS:
-        return MARKER_TEXTS[name](node, text)
+        return MARKER_TEXTS[name](node, text, site)
     if name == "getitem":
         return f"{text(node.args[0])}[{node.args[1]}]"  # type: ignore[arg-type]
     args = [literal(arg, text) for arg in node.args]
@@ -115,43 +119,48 @@ def _whole_cross_entropy(node: Node, args: list[str]) -> str:
     return f"F.cross_entropy({_join(args[:2], shown)})"
 
 
-def _convert(node: Node, text: Text) -> str:
+def _convert(node: Node, text: Text, site: str) -> str:
     source, name, *places = node.args
     labels = {"s_to_s": ["dim", "outer", "to_dim", "to_outer"]}.get(str(name), ["dim", "outer"])
     keywords = {label: str(number) for label, number in zip(labels, places, strict=False)}
+    if name not in SILENT:
+        keywords["site"] = json.dumps(site)
     return f"rt.{name}({_join([text(source), 'tp'], keywords)})"  # type: ignore[arg-type]
 
 
-def _cross_entropy(node: Node, text: Text) -> str:
+def _cross_entropy(node: Node, text: Text, site: str) -> str:
     keywords = dict(node.kwargs)
     vocab, total = keywords.pop("vocab"), keywords.pop("total")
     logits, targets, weight = (literal(arg, text) for arg in node.args)
-    shown = {key: literal(value, text) for key, value in keywords.items() if (key, value) != ("label_smoothing", 0.0)}
+    usual = {"label_smoothing": 0.0, "ignore_index": -100}
+    shown = {key: literal(value, text) for key, value in keywords.items() if usual.get(key) != value}
     if weight != "None":
         shown["weight"] = weight
+    if vocab:
+        shown["site"] = json.dumps(site)
     function = "rt.vocab_parallel_cross_entropy" if vocab else "F.cross_entropy"
     call = f"{function}({_join([logits, targets, *(['tp'] if vocab else [])], shown)})"
     return f"{call} / self.totals[{total}]" if total >= 0 else call  # type: ignore[operator]
 
 
-def _mean(node: Node, text: Text) -> str:
+def _mean(node: Node, text: Text, site: str) -> str:
     x, dims, keepdim, count = node.args
     keywords = {"keepdim": "True"} if keepdim else {}
     return f"{text(x)}.sum({_join([literal(dims, text)], keywords)}) / {count}"  # type: ignore[arg-type]
 
 
-def _vocab_embedding(node: Node, text: Text) -> str:
+def _vocab_embedding(node: Node, text: Text, site: str) -> str:
     ids, weight, padding = node.args
     keywords = {} if padding == -1 else {"padding_idx": str(padding)}
     return f"rt.vocab_parallel_embedding({_join([text(ids), text(weight), 'tp'], keywords)})"  # type: ignore[arg-type]
 
 
-MARKER_TEXTS: dict[str, Callable[[Node, Text], str]] = {
+MARKER_TEXTS: dict[str, Callable[[Node, Text, str], str]] = {
     "convert": _convert,
-    "first_rows": lambda node, text: (
+    "first_rows": lambda node, text, site: (
         f"{text(node.args[0])}.narrow({node.args[1]}, 0, {note(node).extra['local_shapes'][0][node.args[1]]})"
     ),
-    "share": lambda node, text: f"{text(node.args[0])} / {node.args[1]}",  # type: ignore[arg-type]
+    "share": lambda node, text, site: f"{text(node.args[0])} / {node.args[1]}",  # type: ignore[arg-type]
     "cross_entropy": _cross_entropy,
     "mean": _mean,
     "vocab_embedding": _vocab_embedding,

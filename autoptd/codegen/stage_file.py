@@ -266,7 +266,16 @@ def _write_body(writer: Writer, body: list[Node], names: dict[Node, str], t: int
         if _is_unpacked(node, body):
             pieces = {user.args[1]: names[user] for user in node.users}
             target = ", ".join(pieces.get(i, "_") for i in range(len(node.meta["val"])))
-        writer.add(2, f"{target} = {expression(node, text)}", comment_of(node, t, layer))
+        writer.add(2, f"{target} = {expression(node, text, call_site(node, layer))}", comment_of(node, t, layer))
+
+
+def call_site(node: Node, layer: str) -> str:
+    """What a collective calls itself in errors and records: its module, the number of a repeated layer as a star."""
+    path = note(node).module or "model"
+    if not layer or not f"{path}.".startswith(layer):
+        return path
+    inside = f"{path}.".removeprefix(layer)
+    return ".".join([*layer.split(".")[:-2], "*", inside]).rstrip(".")
 
 
 def _is_unpacked(node: Node, body: list[Node]) -> bool:
@@ -293,10 +302,8 @@ def comment_of(node: Node, t: int, layer: str = "") -> str:
     """Local shape where it changes; for a conversion its collectives, bytes and reason; for a split GEMM its reason."""
     record = note(node)
     if node.target is markers.convert:
-        row = next(row for row in CONVERSIONS.values() if row.name == record.conversion)
-        work = [
-            f"{what} {when}" for what, when in ((row.forward, "forward"), (row.backward, "backward")) if what != "none"
-        ]
+        both = zip(conversion_work(node), ("forward", "backward"), strict=True)
+        work = [f"{what} {when}" for what, when in both if what != "none"]
         return f"{', '.join(work) or 'no communication'}, {collective_bytes(node, t):,} B: {_brief(node, layer)}"
     said = []
     first = next((arg for arg in node.args if isinstance(arg, Node)), None)
@@ -314,6 +321,15 @@ def _brief(node: Node, layer: str) -> str:
     for known in (f"{note(node).module}: ", layer, f"{layer.removesuffix('.')}: "):
         why = why.removeprefix(known) if known not in ("", ": ") else why
     return why
+
+
+def conversion_work(node: Node) -> tuple[str, str]:
+    """What a conversion does forward and backward: its row of the table, less what this node does not need."""
+    row = next(row for row in CONVERSIONS.values() if row.name == note(node).conversion)
+    forward, backward = row.forward, row.backward
+    if row.name == "s_to_s" and node.args[2] == node.args[4]:  # within one dim: see the runtime's s_to_s
+        forward = backward = "none" if node.args[3] == node.args[5] else "all-gather"
+    return forward, backward if note(node).needs_grad else "none"
 
 
 def collective_bytes(node: Node, t: int) -> int:
@@ -381,4 +397,4 @@ def weight_text(root: str, name: str) -> str:
     return text
 
 
-__all__ = ["Crossing", "StageFile", "collective_bytes", "crossings", "op_name", "write_stage"]
+__all__ = ["Crossing", "StageFile", "collective_bytes", "conversion_work", "crossings", "op_name", "write_stage"]

@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,14 @@ class ParamSpec:
         """A rank owns one contiguous chunk of each of `outer` blocks of dim `type.dim` (S only)."""
         return outer_size(self.dims, self.type)
 
+    def owners(self, p: int) -> tuple[int, ...]:
+        """Pipeline ranks of `p` that hold a copy, ascending."""
+        return tuple(sorted({stage % p for stage in self.stages}))
+
+    def local_bytes(self, t: int) -> int:
+        """Bytes of one rank's part."""
+        return math.prod(self.local_shape(t)) * int(getattr(torch, self.dtype).itemsize)
+
     def local_shape(self, t: int) -> tuple[int, ...]:
         return local_shape(self.dims, self.type, t) if self.type.kind == "S" else self.shape
 
@@ -98,7 +107,11 @@ class StageSpec:
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective of one microbatch (or, with `scope="step"`, of one step), as the compiler inserted it."""
+    """One collective or send of one microbatch (or, with `scope="step"`, of one step), as the compiler inserted it.
+
+    `forward` and `backward` are what it does in the two directions; every tensor and data rank of the pipeline ranks `pp_ranks`
+    takes part. `payload_bytes` and `axis` are those of `ir.calls.Call`.
+    """
 
     site: str
     stage: int
@@ -110,6 +123,7 @@ class Collective:
     group_size: int
     why: str
     scope: str = "microbatch"
+    pp_ranks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -182,7 +196,7 @@ class Program:
             params=tuple(_param(one) for one in record.pop("params")),
             crossings=tuple(CrossingSpec(**_tupled(one)) for one in record.pop("crossings")),
             stages=tuple(StageSpec(**_tupled(one)) for one in record.pop("stages")),
-            collectives=tuple(Collective(**one) for one in record.pop("collectives")),
+            collectives=tuple(Collective(**_tupled(one)) for one in record.pop("collectives")),
             unknown_ops=tuple((op, site) for op, site in record.pop("unknown_ops")),
             orders=parse_orders((folder / "schedule.txt").read_text()),
             sources=sources,

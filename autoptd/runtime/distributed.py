@@ -117,6 +117,9 @@ class DistributedGroup(Group):
         self._world, self._handle = world, handle
 
     def all_reduce(self, x: Tensor, site: str, op: str = "sum") -> Tensor:
+        return self._all_reduce(x, site, op)
+
+    def _all_reduce(self, x: Tensor, site: str, op: str = "sum") -> Tensor:
         y = _fresh(x)
         with self._call("all_reduce", site):
             dist.all_reduce(y, OPS[op], group=self._handle)
@@ -131,7 +134,7 @@ class DistributedGroup(Group):
 
     def reduce_scatter(self, parts: Sequence[Tensor], site: str) -> Tensor:
         if self._world.backend == "gloo":  # has no reduce-scatter of its own: all-reduce everything, keep a part
-            return self.all_reduce(torch.stack([part.detach() for part in parts]), site)[self.index].clone()
+            return self._all_reduce(torch.stack([part.detach() for part in parts]), site)[self.index].clone()
         mine = torch.empty_like(parts[0], memory_format=torch.contiguous_format)
         with self._call("reduce_scatter", site):
             dist.reduce_scatter(mine, [part.detach().contiguous() for part in parts], group=self._handle)

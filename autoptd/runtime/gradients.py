@@ -2,14 +2,9 @@
 
 In: a rank's leaves, whose `.grad` autograd fills. Out: `parameter.grad`, of the loss of the global batch.
 
-| type over tp | summed over | because |
-|---|---|---|
-| I, S | dp     | every replica saw other rows (data parallelism is I -> R of the parameters over dp) |
-| R    | dp, tp | each tensor rank holds a partial sum |
-
-and, for a tied parameter with several owners, over the owner set after that. Sums run on *buckets*: flat buffers of about
-25 MB. A bucket starts once its last gradient is complete, which hooks on the leaves notice, and REDUCE actions make sure
-of. All ranks of a group hold the same buckets and start them in the same order, each after the one before it.
+Sums run on *buckets*: flat buffers of about 25 MB, over the ranks that `ir/buckets.py` says. A bucket starts once its last
+gradient is complete, which hooks on the leaves notice, and REDUCE actions make sure of. All ranks of a group hold the same
+buckets and start them in the same order, each after the one before it.
 
     gradients.begin(); ...; gradients.reduce(stage=2); ...; gradients.finish(); gradients.commit()
 """
@@ -17,30 +12,23 @@ of. All ranks of a group hold the same buckets and start them in the same order,
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
 from autoptd.errors import InternalError, PlanError
-from autoptd.ir.actions import Kind
+from autoptd.ir.buckets import BUCKET_BYTES, BucketPlan, plan_buckets
 from autoptd.ir.program import ParamSpec, Program
-from autoptd.runtime.parameters import RankParameters, owners
-from autoptd.runtime.world import Group, Pending, World
-
-BUCKET_BYTES = 25 * 2**20
-
-
-def reduction_axes(spec: ParamSpec) -> tuple[str, ...]:
-    """Mesh axes over which the gradient of a parameter is a partial sum (the table above)."""
-    return ("dp", "tp") if spec.type.kind == "R" else ("dp",)
+from autoptd.runtime.parameters import RankParameters
+from autoptd.runtime.world import Pending, World
 
 
 class Bucket:
-    """Parameters of one dtype that are summed together, over `group` and then over `owners`."""
+    """The gradients of a planned bucket, on one rank."""
 
-    def __init__(self, number: int, specs: Sequence[ParamSpec], group: Group, owners: Group) -> None:
-        self.number, self.specs, self.group, self.owners = number, tuple(specs), group, owners
-        self.site = f"gradients {specs[0].name}" + (f" to {specs[-1].name}" if len(specs) > 1 else "")
+    def __init__(self, plan: BucketPlan, world: World) -> None:
+        self.number, self.specs, self.site, self.tied_site = plan.number, plan.params, plan.site, plan.tied_site
+        self.group, self.owners = world.group(plan.axes), world.owners(plan.owners)
         self.begin()
 
     def begin(self) -> None:
@@ -66,7 +54,7 @@ class Bucket:
         """Wait; return the summed gradients by name. Blocks on the sum over owners."""
         if self.pending is None:
             return {spec.name: grad for spec in self.specs if (grad := leaves[spec.name].grad) is not None}
-        flat = self.owners.all_reduce(self.pending.wait(), f"tied {self.site}")
+        flat = self.owners.all_reduce(self.pending.wait(), self.tied_site)
         pieces = flat.split([leaves[spec.name].numel() for spec in self.specs])
         named = zip(self.specs, pieces, strict=True)
         return {spec.name: x.view(leaves[spec.name].shape) for spec, x in named if spec.name in self.present}
@@ -81,7 +69,8 @@ class Gradients:
         self.params, self.world = params, world
         trained = [spec for spec in program.params if spec.requires_grad and spec.name in params.local]
         here = {spec.name: self._stages_here(program, spec) for spec in trained}
-        self.buckets = make_buckets(program, world, params, trained, bucket_bytes)
+        plans = plan_buckets(program.params, program.orders, world.mesh, world.coordinate.pp, bucket_bytes)
+        self.buckets = [Bucket(plan, world) for plan in plans]
         self._bucket_of = {spec.name: bucket for bucket in self.buckets for spec in bucket.specs}
         self._stages = {name: set(stages) for name, stages in here.items()}
         self._expected = {name: len(stages) * program.num_microbatches for name, stages in here.items()}
@@ -157,40 +146,6 @@ class Gradients:
             self._next += 1
 
 
-def make_buckets(
-    program: Program, world: World, params: RankParameters, trained: Sequence[ParamSpec], bucket_bytes: int
-) -> list[Bucket]:
-    """Return this rank's buckets in the order in which their gradients become complete.
-
-    A bucket's parameters share dtype, group and owner set and follow the program's order, so that all owners of a tied
-    parameter make the same bucket of it. `number` is the place of its first parameter in the program.
-    """
-    position = {spec.name: i for i, spec in enumerate(program.params)}
-    last_backward = {
-        action.stage: i for i, action in enumerate(program.orders[world.coordinate.pp]) if action.kind is Kind.B
-    }
-
-    def closes(spec: ParamSpec) -> int:
-        return max(last_backward.get(stage, -1) for stage in spec.stages)
-
-    runs: dict[tuple[object, ...], list[list[ParamSpec]]] = {}
-    for spec in trained:
-        shared = owners(program, spec)
-        # Tied ones are not grouped by `closes`, which differs from owner to owner.
-        key = (world.group(reduction_axes(spec)).ranks, shared, spec.dtype, closes(spec) if len(shared) == 1 else -1)
-        lists = runs.setdefault(key, [[]])
-        if sum(_bytes(params, one) for one in lists[-1]) + _bytes(params, spec) > bucket_bytes and lists[-1]:
-            lists.append([])
-        lists[-1].append(spec)
-    buckets = [
-        Bucket(position[run[0].name], run, world.group(reduction_axes(run[0])), world.owners(owners(program, run[0])))
-        for lists in runs.values()
-        for run in lists
-    ]
-    # Backward goes from the last parameters of a stage to its first.
-    return sorted(buckets, key=lambda one: (max(map(closes, one.specs)), -one.number))
-
-
 def grad_norm(params: RankParameters) -> torch.Tensor:
     """Return the 2-norm of all gradients of the model, every parameter counted once, on every rank (float64, 0-d).
 
@@ -236,7 +191,3 @@ def _counting_hook(gradients: weakref.ref[Gradients], name: str) -> Callable[[to
 
 def _gradient(leaf: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-
-
-def _bytes(params: RankParameters, spec: ParamSpec) -> int:
-    return params.local[spec.name].numel() * params.local[spec.name].element_size()

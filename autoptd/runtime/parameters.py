@@ -32,7 +32,7 @@ def dtype_of(name: str) -> torch.dtype:
 
 def owners(program: Program, spec: ParamSpec) -> tuple[int, ...]:
     """Pipeline ranks that hold a copy of the parameter, ascending."""
-    return tuple(sorted({program.rank_of_stage(stage) for stage in spec.stages}))
+    return spec.owners(program.mesh.p)
 
 
 class RankParameters:

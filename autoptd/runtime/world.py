@@ -202,6 +202,10 @@ class World(ABC):
     def close(self) -> None:  # noqa: B027 - most worlds hold nothing
         """Give back what the world holds; no call may follow."""
 
+    def communicators(self) -> tuple[list[Group], dict[int, Channel]]:
+        """Return this rank's groups of two ranks or more, and the channels that it sends over, by peer."""
+        return list(self._groups.values()), dict(self._outgoing)
+
     def _group_of(self, ranks: tuple[int, ...]) -> Group:
         if ranks == (self.rank,):
             return self._solo

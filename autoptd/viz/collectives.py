@@ -1,8 +1,7 @@
 """Tell in text what a program communicates: totals first, then every kind of site, then what needs no communication.
 
-In: a `Program` (its graphs are not needed). Out: Markdown, the same bytes for the same program. Payload is the whole
-value that a collective works on. Wire bytes are what one rank of n sends over a ring: all-reduce 2(n-1)/n of the payload,
-all-gather and reduce-scatter (n-1)/n, all-to-all (n-1)/n of the rank's own n-th, send all of it.
+In: a `Program` (its graphs are not needed). Out: Markdown, the same bytes for the same program. Calls, their payload and their
+wire bytes are those of `ir/calls.py`: what `pm.record()` finds executed.
 
     text = collectives_markdown(program)
     Path("collectives.md").write_text(text)
@@ -14,26 +13,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 
 import torch
 
+from autoptd.ir.calls import LOCAL_KINDS, Call, expected_calls, star, wire_bytes
+from autoptd.ir.mesh import Coordinate
 from autoptd.ir.program import Collective, CrossingSpec, Program
-from autoptd.viz.words import bytes_text, count_text, letter, star
-
-WIRE = {"all-reduce": 2.0, "all-gather": 1.0, "reduce-scatter": 1.0}  # passes over the ring
-CALLS = {"vocab_parallel_cross_entropy": 2}  # the maximum, then all sums together; others are one call
-LOCAL_KINDS = ("none", "slice", "zero-pad", "one rank keeps it")
-
-
-def wire_bytes(kind: str, payload: int, group_size: int) -> float:
-    """Bytes that one rank sends for one collective over a ring of `group_size` ranks; 0 for what is local."""
-    if kind in LOCAL_KINDS:
-        return 0.0
-    if kind == "send":
-        return float(payload)
-    others = (group_size - 1) / group_size
-    return payload * others / group_size if kind == "all-to-all" else WIRE[kind] * payload * others
+from autoptd.viz.words import bytes_text, count_text, letter
 
 
 def collectives_markdown(program: Program) -> str:
@@ -45,7 +31,7 @@ def collectives_markdown(program: Program) -> str:
         f"schedule {program.schedule_name}.",
         "Payload: the whole value. Sent: what one rank sends for it over a ring "
         "(all-reduce 2(n-1)/n, all-gather and reduce-scatter (n-1)/n of the payload).",
-        "Not counted: the loss value and the gradient norm, a few bytes once a step.",
+        "Not counted: the gradient norm, a few bytes where it is asked for.",
         "",
         *_totals(program),
         *_per_microbatch(program),
@@ -57,66 +43,28 @@ def collectives_markdown(program: Program) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-@dataclass(frozen=True)
-class _Call:
-    """`calls` times per step, pipeline rank `rank` takes part in a collective."""
-
-    rank: int
-    axis: str
-    kind: str
-    direction: str
-    calls: int
-    payload: int
-    wire: float
-
-
-def _calls(program: Program) -> Iterator[_Call]:
-    """What each pipeline rank does in one step; every tensor and data rank of it does the same."""
-    m = program.num_microbatches
-    for one in program.collectives:
-        if one.axis == "pp" and one.scope == "microbatch":
-            continue  # sends: the crossings say which rank sends in which direction
-        times = m if one.scope == "microbatch" else 1
-        for direction, kind in (("forward", one.forward), ("backward", one.backward)):
-            if kind not in LOCAL_KINDS:
-                wire = wire_bytes(kind, one.payload_bytes, one.group_size)
-                for rank in _ranks(program, one):
-                    when = direction if one.scope == "microbatch" else "once a step"
-                    calls = times * CALLS.get(one.conversion, 1)
-                    yield _Call(rank, one.axis, kind, when, calls, times * one.payload_bytes, times * wire)
-    for crossing in program.crossings:
-        size = _crossing_bytes(crossing)
-        for target in crossing.targets:
-            ends = program.rank_of_stage(crossing.source), program.rank_of_stage(target)
-            if ends[0] != ends[1]:
-                yield _Call(ends[0], "pp", "send", "forward", m, m * size, m * size)
-                if crossing.has_grad:
-                    yield _Call(ends[1], "pp", "send", "backward", m, m * size, m * size)
-
-
-def _ranks(program: Program, one: Collective) -> list[int]:
-    stages = program.param(one.site).stages if one.conversion == "tied sum" else (one.stage,)
-    return sorted({program.rank_of_stage(stage) for stage in stages})
-
-
 def _totals(program: Program) -> Iterator[str]:
     yield "## Per rank and step"
     yield ""
-    rows: dict[tuple[str, str, str], dict[int, list[_Call]]] = {}
-    for call in _calls(program):
-        rows.setdefault((call.axis, call.kind, call.direction), {}).setdefault(call.rank, []).append(call)
+    p = program.mesh.p
+    rows: dict[tuple[str, str, str], dict[int, list[tuple[Call, int]]]] = {}
+    for rank in range(p):  # every tensor and data rank of a pipeline rank does the same
+        for call, times in expected_calls(program, program.mesh.rank(Coordinate(rank, 0, 0))).items():
+            when = "once a step" if call.phase == "step" else call.phase
+            rows.setdefault((call.axis, call.kind, when), {}).setdefault(rank, []).append((call, times))
     if not rows:
         yield from ("Nothing: this program runs without communication.", "")
         return
     yield from _header("over", "what", "when", "calls", "payload", "sent", "by a rank of", "others send")
     order = {"tp": 0, "dp": 1, "dp x tp": 2, "pp": 3}
     for key in sorted(rows, key=lambda key: (order.get(key[0], 9), key[2] == "once a step", key[1], key[2])):
-        sent = {rank: sum(call.wire for call in rows[key].get(rank, ())) for rank in range(program.mesh.p)}
+        sent = {rank: sum(times * call.wire_bytes for call, times in rows[key].get(rank, ())) for rank in range(p)}
         most = max(sent, key=lambda rank: (sent[rank], -rank))
         calls = rows[key][most]
-        numbers = str(sum(call.calls for call in calls)), bytes_text(sum(call.payload for call in calls))
+        payload = sum(times * call.payload_bytes for call, times in calls)
+        numbers = str(sum(times for _, times in calls)), bytes_text(payload)
         others = sorted({bytes_text(size) for rank, size in sent.items() if rank != most and size != sent[most]})
-        told = "less" if len(others) > 2 else ", ".join(others) if others else "the same" if program.mesh.p > 1 else ""
+        told = "less" if len(others) > 2 else ", ".join(others) if others else "the same" if p > 1 else ""
         yield _row(*key, *numbers, bytes_text(sent[most]), f"pipeline rank {most}", told)
     yield ""
 
@@ -164,9 +112,10 @@ def _per_step(program: Program) -> Iterator[str]:
     yield ""
     yield from _header("what", "of", "over", "collective", "payload", "ranks", "sent", "reason")
     for one in found:
-        sent = bytes_text(wire_bytes(one.backward, one.payload_bytes, one.group_size))
+        kind = one.forward if one.backward in LOCAL_KINDS else one.backward
+        sent = bytes_text(wire_bytes(kind, one.payload_bytes, one.group_size))
         numbers = bytes_text(one.payload_bytes), str(one.group_size), sent
-        yield _row(one.conversion, one.site, one.axis, one.backward, *numbers, one.why)
+        yield _row(one.conversion, one.site, one.axis, kind, *numbers, one.why)
     yield ""
 
 

@@ -258,9 +258,10 @@ def _edge(program: Program, edge: Edge) -> str:
 def _tie(program: Program, tie: Tie) -> str:
     name = note(tie.param).name
     label = f"one parameter:{NEWLINE}{name}"
-    for one in program.collectives:
-        if one.conversion == "tied sum" and one.site == name:
-            label += f"{NEWLINE}gradients summed over pp,{NEWLINE}{bytes_text(one.payload_bytes)} once a step"
+    spec = program.param(name)
+    if len(spec.owners(program.mesh.p)) > 1 and spec.requires_grad:
+        size = bytes_text(spec.local_bytes(program.mesh.t))
+        label += f"{NEWLINE}gradients summed over pp,{NEWLINE}{size} once a step"
     style = {"label": label, "dir": "none", "style": "dashed", "constraint": "false", "penwidth": "2"}
     return f"  {tie.first} -> {tie.second} [{_attributes(**style, color=TIED, fontcolor=TIED)}]"
 

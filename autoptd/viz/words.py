@@ -6,8 +6,6 @@ letter("i_to_r")              # "f": Megatron's name of I -> R
 
 from __future__ import annotations
 
-import re
-
 LETTERS = {"i_to_r": "f", "p_to_i": "g"}  # Shoeybi et al. 2019, section 3
 
 
@@ -39,9 +37,4 @@ def _three(value: float) -> str:
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
-def star(text: str) -> str:
-    """`transformer.h.*.attn` for `transformer.h.3.attn`: numbers in module paths become stars."""
-    return re.sub(r"(?<=\.)\d+(?=[.: ]|$)|\b\d+(?=\.[a-z_])", "*", text)
-
-
-__all__ = ["LETTERS", "bytes_text", "count_text", "letter", "star"]
+__all__ = ["LETTERS", "bytes_text", "count_text", "letter"]

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 
 import torch
 
 import autoptd
+from autoptd.ir.calls import expected_calls
 from tests.parity.models import batch, gpt, uneven
 
 MESH = {"t": 2, "p": 2, "d": 2, "v": 2}
@@ -51,6 +53,11 @@ def main(folder: Path) -> None:
         for name, p in reference.named_parameters() if state else ():
             scale = max(float(p.abs().max()), 1e-3)
             worst["parameter"] = max(worst["parameter"], float((state[name] - p).abs().max()) / scale)
+    with pm.record() as record:
+        pm.step(*share)
+    if Counter(record.collectives) != expected_calls(pm.program, torch.distributed.get_rank()):
+        raise RuntimeError(f"executed were {record.collectives}")
+    ours.zero_grad()
     again = save_and_load(pm, ours, share, folder)
     rank = torch.distributed.get_rank()
     pm.close()

@@ -101,10 +101,10 @@ def test_owners_of_a_tied_parameter_make_the_same_buckets() -> None:
 
 REMOVALS: dict[str, tuple[str, Any]] = {
     "the sum over dp": (
-        "autoptd.runtime.gradients.reduction_axes",
+        "autoptd.ir.buckets.reduction_axes",
         lambda spec: ("tp",) if spec.type.kind == "R" else (),
     ),
-    "the sum over tp of R parameters": ("autoptd.runtime.gradients.reduction_axes", lambda spec: ("dp",)),
+    "the sum over tp of R parameters": ("autoptd.ir.buckets.reduction_axes", lambda spec: ("dp",)),
     "the tied sum": ("autoptd.runtime.exchange.ThreadRank.owners", lambda self, pp_ranks: self._solo),
 }
 

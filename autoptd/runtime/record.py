@@ -1,0 +1,166 @@
+"""Record what ranks do while a model runs: every collective and every send, as it is made.
+
+In: the running ranks of this process. Out: a `Record` of `Call`s, in the words in which the compiler says what to expect
+(`ir/calls.py`). Nothing is paid when nothing is recorded: for the time of a record the methods of groups and channels are
+covered by ones that note the call first.
+
+    with recording(ranks) as (recorded_ranks, record):
+        recorded_ranks.run("step", step)
+    Counter(record.of(rank=0)) == expected_calls(program, 0)
+
+Receives are the other ends of sends and are not recorded. Objects that ranks show each other (a dtype, once) count no bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+
+from autoptd.ir.actions import SENDS, Kind, parse
+from autoptd.ir.buckets import GRADIENTS, TIED
+from autoptd.ir.calls import Call, axis_text, expected_calls, star
+from autoptd.runtime.launch import Rank, RunningRanks
+from autoptd.runtime.world import Channel, Group, World
+
+Result = TypeVar("Result")
+Tensor = torch.Tensor
+Note = Callable[[str, Sequence[int], int, str], None]  # kind, ranks of the group, bytes of the payload, site
+
+
+class RankRecord:
+    """What one rank did, in order."""
+
+    def __init__(self, rank: Rank) -> None:
+        self.rank = rank
+        self.calls: list[Call] = []
+
+    def reasons(self) -> dict[Call, str]:
+        """What the compiled programs say about the calls that they expect."""
+        found: dict[Call, list[str]] = {}
+        for executor in dict.fromkeys((self.rank.executor, self.rank.evaluator)):
+            for call in expected_calls(executor.program, self.rank.world.rank):
+                found.setdefault(call, []).append(call.why)
+        return {call: "; ".join(dict.fromkeys(why)) for call, why in found.items()}
+
+    def note(self, kind: str, group_ranks: Sequence[int], payload: int, site: str) -> None:
+        """One call, made now."""
+        world = self.rank.world
+        phase, stage, name = _place(world.at, site)
+        axis = axis_text(world.mesh, group_ranks)
+        self.calls.append(Call(world.rank, kind, axis, payload, len(group_ranks), phase, stage, name))
+
+
+class Record:
+    """What the ranks of this process did: all of them as threads, the own one under torchrun."""
+
+    def __init__(self, ranks: Sequence[Rank]) -> None:
+        self._ranks = {rank.world.rank: RankRecord(rank) for rank in ranks}
+
+    @property
+    def collectives(self) -> tuple[Call, ...]:
+        """All collectives and sends with their reasons: ranks ascending, each rank's in the order of execution."""
+        return tuple(call for rank in self._ranks for call in self.of(rank))
+
+    def of(self, rank: int) -> list[Call]:
+        """The collectives and sends of one rank, in order."""
+        reasons = self._ranks[rank].reasons()
+        return [replace(call, why=reasons.get(call, "")) for call in self._ranks[rank].calls]
+
+
+class RecordingRanks(RunningRanks):
+    """Running ranks under record."""
+
+    def __init__(self, ranks: RunningRanks, record: Record) -> None:
+        self._ranks, self._record = ranks, record
+        self.here, self.replicas = ranks.here, ranks.replicas
+
+    def run(self, what: str, fn: Callable[[Rank], Result]) -> Result:
+        return self._ranks.run(what, fn)
+
+    def close(self) -> None:
+        self._ranks.close()
+
+
+@contextmanager
+def recording(ranks: RunningRanks) -> Iterator[tuple[RecordingRanks, Record]]:
+    """Record what `ranks` do when run as the ranks that are handed out; no rank may be running at either end."""
+    record = Record(ranks.here)
+    covered = [cover(one.rank.world, one.note) for one in record._ranks.values()]
+    try:
+        yield RecordingRanks(ranks, record), record
+    finally:
+        for uncover in covered:
+            uncover()
+
+
+def cover(world: World, note: Note) -> Callable[[], None]:
+    """Hand every call of a rank's communicators to `note` before it is made; returns what ends it."""
+    groups, channels = world.communicators()
+    covered: list[tuple[Group | Channel, str]] = []
+    for group in groups:
+        for name, (kind, payload) in GROUP_METHODS.items():
+            setattr(group, name, _noted(getattr(group, name), note, kind, group, payload))
+            covered.append((group, name))
+    for peer, channel in channels.items():
+        channel.send = _noted_send(channel.send, note, (world.rank, peer))  # type: ignore[method-assign]
+        covered.append((channel, "send"))
+
+    def uncover() -> None:
+        for one, name in covered:
+            delattr(one, name)  # the class's own method is seen again
+
+    return uncover
+
+
+def _noted(
+    method: Callable[..., Any], note: Note, kind: str, group: Group, payload: Callable[[Any, int], int]
+) -> Callable[..., Any]:
+    def call(data: Any, *args: Any, **kwargs: Any) -> Any:
+        site = kwargs["site"] if "site" in kwargs else next(one for one in args if isinstance(one, str))
+        note(kind, group.ranks, payload(data, group.size), site)
+        return method(data, *args, **kwargs)
+
+    return call
+
+
+def _noted_send(method: Callable[..., Any], note: Note, ends: tuple[int, int]) -> Callable[..., Any]:
+    def call(tensors: Sequence[Tensor], site: str) -> Any:
+        for x in tensors:
+            note("send", ends, _nbytes(x), site)
+        return method(tensors, site)
+
+    return call
+
+
+def _place(at: str, site: str) -> tuple[str, int, str]:
+    """(phase, stage, site) of a call that was made during the action `at` under the name `site`."""
+    name = star(site.removesuffix(" backward"))
+    try:
+        action = parse(at)
+    except ValueError:  # between actions
+        return "step", -1, name
+    if site.startswith((GRADIENTS, TIED)) or action.kind is Kind.REDUCE:
+        return "step", -1, name
+    if action.kind in SENDS:
+        name = f"stage {action.stage} to {action.peer}"
+    return "forward" if action.kind in (Kind.F, Kind.SEND_F) else "backward", action.stage, name
+
+
+def _nbytes(x: Tensor) -> int:
+    return x.numel() * x.element_size()
+
+
+# Method of `Group`, what it is called in a record, and the bytes of its payload, given what one rank hands in.
+GROUP_METHODS: dict[str, tuple[str, Callable[[Any, int], int]]] = {
+    "all_reduce": ("all-reduce", lambda x, size: _nbytes(x)),
+    "all_reduce_start": ("all-reduce", lambda x, size: _nbytes(x)),
+    "all_gather": ("all-gather", lambda x, size: size * _nbytes(x)),
+    "reduce_scatter": ("reduce-scatter", lambda parts, size: sum(map(_nbytes, parts))),
+    "all_to_all": ("all-to-all", lambda parts, size: size * sum(map(_nbytes, parts))),
+    "broadcast": ("broadcast", lambda x, size: _nbytes(x)),
+    "gather_objects": ("objects", lambda obj, size: 0),
+}

@@ -1,0 +1,183 @@
+"""What is communicated: executed calls equal the compiled list, and for a GPT the closed formulas, exactly."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import autoptd
+from autoptd.ir.calls import Call, expected_calls
+from tests.parity.models import LENGTH, VOCAB, batch, gpt, separate, skipping, uneven
+
+CONTROL = "dtype of the loss"  # ranks tell each other once, in the first step
+
+
+class Smoothed(nn.Module):
+    """Everything that a vocabulary-parallel loss can sum: class weights, label smoothing, ignored labels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCAB, 16), nn.Linear(16, VOCAB)
+        self.mlp = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+        self.register_buffer("class_weight", torch.rand(VOCAB))
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        logits = self.head(self.mlp(self.embed(ids))).flatten(0, 1)
+        return F.cross_entropy(logits, labels.flatten(), weight=self.class_weight, label_smoothing=0.1)  # type: ignore[arg-type]
+
+
+class Frozen(nn.Module):
+    """A frozen table in front: the first f has nothing to send back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCAB, 16), nn.Linear(16, VOCAB, bias=False)
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+        self.embed.weight.requires_grad_(False)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(ids)
+        return F.cross_entropy(self.head(x + self.down(F.relu(self.up(x)))).flatten(0, 1), labels.flatten())
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
+    "gpt t2": (gpt, {"t": 2}),
+    "gpt t4 m4": (gpt, {"t": 4, "num_microbatches": 4}),
+    "gpt p2 v2": (gpt, {"p": 2, "v": 2, "num_microbatches": 4}),
+    "gpt d2": (gpt, {"d": 2}),
+    "gpt t2 p2 d2": (gpt, {"t": 2, "p": 2, "d": 2}),
+    "gpt gpipe p4": (gpt, {"p": 4, "schedule": "gpipe"}),
+    "separate t2 p2 d2 v2": (separate, {"t": 2, "p": 2, "d": 2, "v": 2, "num_microbatches": 2}),
+    "separate summed t4": (lambda: separate(reduction="sum"), {"t": 4, "d": 2}),
+    "skipping t2 p3": (skipping, {"t": 2, "p": 3}),
+    "smoothed t2 d2": (Smoothed, {"t": 2, "d": 2}),
+    "frozen t2 p2": (Frozen, {"t": 2, "p": 2}),
+}
+
+
+@pytest.mark.parametrize(("make", "mesh"), CASES.values(), ids=CASES)
+def test_executed_calls_are_those_of_the_program(make: Callable[[], nn.Module], mesh: dict[str, Any]) -> None:
+    ids, targets = batch()
+    targets = targets if make is skipping else uneven(targets)  # it looks its labels up
+    pm = autoptd.parallelize(make(), **mesh, backend="local", example_inputs=(ids, targets))
+    for step in range(2):
+        with pm.record() as record:
+            pm.step(ids, targets)
+        for rank in range(pm.program.mesh.size):
+            executed = Counter(call for call in record.of(rank) if call.site != CONTROL)
+            assert executed == expected_calls(pm.program, rank)
+            assert all(call.why for call in executed)
+        control = [call for call in record.collectives if call.site == CONTROL]
+        assert len(control) == (pm.program.mesh.size if step == 0 else 0)
+    with pm.record() as record:
+        pm.eval_step(ids, targets)
+    evaluated = pm._eval_program
+    assert evaluated is not None
+    for rank in range(pm.program.mesh.size):
+        found = Counter(call for call in record.of(rank) if call.phase != "step" or call.site in ("loss", LABELS))
+        assert found == expected_calls(evaluated, rank, training=False)
+    pm.close()
+
+
+LABELS = "count of labels"
+GPTS: list[dict[str, Any]] = [
+    {"t": 2, "p": 1, "d": 1, "v": 1, "m": 1},
+    {"t": 2, "p": 2, "d": 2, "v": 1, "m": 2},
+    {"t": 4, "p": 1, "d": 2, "v": 1, "m": 2},
+    {"t": 2, "p": 2, "d": 1, "v": 2, "m": 4},
+    {"t": 1, "p": 4, "d": 2, "v": 1, "m": 4},
+    {"t": 1, "p": 2, "d": 1, "v": 2, "m": 2},
+]
+ROWS, WIDTH, LAYERS, ITEM = 8, 32, 4, 4  # float32
+
+
+@pytest.mark.parametrize("size", GPTS, ids=lambda size: "".join(f"{k}{n}" for k, n in size.items()))
+def test_a_gpt_communicates_what_the_formulas_say(size: dict[str, int]) -> None:
+    """SC'21, section 3: per layer and microbatch 2 + 2 all-reduces of b s h, and nothing that is not named here."""
+    t, p, d, v, m = size.values()
+    ids, targets = batch(ROWS)
+    model = gpt(LAYERS, width=WIDTH)
+    pm = autoptd.parallelize(model, t, p, d, v=v, num_microbatches=m, backend="local", example_inputs=(ids, targets))
+    pm.step(ids, targets)
+    with pm.record() as record:
+        pm.step(ids, targets)
+    for rank in range(t * p * d):
+        assert tally(record.of(rank)) == formulas(model, size, pm.program.mesh.coordinate(rank).pp), f"rank {rank}"
+    pm.close()
+
+
+Tally = Counter[tuple[str, str, str, int]]  # (kind, axis, phase, payload bytes)
+
+
+def tally(calls: list[Call]) -> Tally:
+    return Counter((call.kind, call.axis, call.phase, call.payload_bytes) for call in calls)
+
+
+def formulas(model: nn.Module, size: dict[str, int], pp: int) -> Tally:
+    """What one rank of pipeline rank `pp` does; layers are dealt out to stages evenly."""
+    t, p, d, v, m = size.values()
+    tokens = ROWS // (d * m) * LENGTH  # b s
+    hidden, stages = tokens * WIDTH * ITEM, p * v
+    found: Tally = Counter()
+    mine = [stage for stage in range(stages) if stage % p == pp]
+    if t > 1:
+        found["all-reduce", "tp", "forward", hidden] += 2 * m * len(mine) * LAYERS // stages  # g: attention, MLP
+        found["all-reduce", "tp", "backward", hidden] += 2 * m * len(mine) * LAYERS // stages  # f: attention, MLP
+    if t > 1 and 0 in mine:
+        found["all-reduce", "tp", "forward", hidden] += m  # embedding of tokens and positions, one sum
+    if t > 1 and stages - 1 in mine:
+        found["all-reduce", "tp", "backward", hidden] += m  # input of the head
+        # Cross-entropy: three reductions of b s numbers, the two sums among them in one call.
+        found["all-reduce", "tp", "forward", tokens * ITEM] += m
+        found["all-reduce", "tp", "forward", 2 * tokens * ITEM] += m
+    if p > 1:
+        sent = sum(1 for stage in mine if stage < stages - 1)
+        back = sum(1 for stage in mine if stage > 0)
+        found["send", "pp", "forward", hidden] += m * sent
+        found["send", "pp", "backward", hidden] += m * back
+    tied = VOCAB * WIDTH * ITEM // t
+    layer = sum(parameter_bytes(name, x, t) for name, x in model.named_parameters() if ".h.0." in name)
+    if d > 1:
+        for stage in mine:  # one bucket (less than 25 MiB) a stage; a tied weight has its own
+            owned = layer * LAYERS // stages
+            owned += LENGTH * WIDTH * ITEM // t if stage == 0 else 0  # positions
+            owned += 2 * WIDTH * ITEM if stage == stages - 1 else 0  # last norm
+            owned += tied if p == 1 else 0
+            found["all-reduce", "dp", "step", owned] += 1
+        if p > 1 and {0, stages - 1} & set(mine):
+            found["all-reduce", "dp", "step", tied] += 1
+    if p > 1 and {0, stages - 1} & set(mine):
+        found["all-reduce", "pp", "step", tied] += 1  # over the owners of the tied weight
+    if d > 1 and stages - 1 in mine:
+        found["all-reduce", "dp", "step", 8] += 1  # number of labels of the global batch
+    everyone = " x ".join(axis for axis, degree in (("pp", p), ("dp", d), ("tp", t)) if degree > 1)
+    found["all-reduce", everyone, "step", 8] += 1  # the loss
+    return +found
+
+
+def parameter_bytes(name: str, x: Tensor, t: int) -> int:
+    """Column weights and biases and row weights are sharded; norms and row biases are not."""
+    whole = "ln_" in name or name.endswith("c_proj.bias")
+    return x.numel() * ITEM // (1 if whole else t)
+
+
+@pytest.mark.parametrize("p", [2, 4])
+def test_interleaving_sends_v_times_as_much(p: int) -> None:
+    """SC'21, section 2.2.2: boundaries, and bytes over them, are p v - 1 instead of p - 1."""
+    totals = []
+    ids, targets = batch(ROWS)
+    for v in (1, 2):
+        model = gpt(8)
+        pm = autoptd.parallelize(model, p=p, v=v, num_microbatches=4, backend="local", example_inputs=(ids, targets))
+        with pm.record() as record:
+            pm.step(ids, targets)
+        totals.append(sum(call.payload_bytes for call in record.collectives if call.kind == "send"))
+        pm.close()
+    assert totals[1] * (p - 1) == totals[0] * (2 * p - 1)
+    assert totals[0] == 2 * 4 * (p - 1) * (ROWS // 4) * LENGTH * WIDTH * ITEM
