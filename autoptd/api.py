@@ -85,7 +85,11 @@ def parallelize(
 
     def compile_eval(args: tuple[Any, ...], kwargs: dict[str, Any], check: bool) -> Program:
         with in_eval_mode(model):
-            return compile_for(args, kwargs, check)
+            program = compile_for(args, kwargs, check)
+        for one in program.dropouts:
+            fact = f"dropout of {one.rate} is drawn in eval mode as well"
+            raise PlanError(one.module or "model", fact, "F.dropout(x, p, training=self.training)")
+        return program
 
     state = model.state_dict()
     pm = ParallelModel.lazy(compile_for, options, state, compile_eval=compile_eval, draw=draw_program)

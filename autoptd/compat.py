@@ -6,9 +6,11 @@ from datetime import timedelta
 
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-__all__ = ["FakeTensorMode", "default_store", "env_store", "tree_flatten", "tree_leaves", "tree_map", "tree_unflatten"]
+__all__ = ["FakeTensorMode", "TorchDispatchMode", "default_store", "env_store"]
+__all__ += ["tree_flatten", "tree_leaves", "tree_map", "tree_unflatten"]
 
 
 def env_store(timeout: timedelta) -> tuple[dist.Store, int, int]:

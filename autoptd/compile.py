@@ -28,6 +28,7 @@ from autoptd.records import (
     about,
     collectives,
     crossing_spec,
+    dropout_specs,
     input_specs,
     param_specs,
     plan_record,
@@ -78,7 +79,7 @@ def compile_program(
     graph = captured.graph
     forms.add("TRACED", graph)
 
-    batched = {name for name, leaf in captured.inputs if leaf in batch.batched} if batch.pieces > 1 else set()
+    batched = {name for name, leaf in captured.inputs if leaf in batch.batched}
     axes, assignment = passes.annotate(graph, whole, captured.buffers, batched, batch.pieces, options.t, Machine())
     forms.add("ANNOTATED", graph)
 
@@ -117,6 +118,8 @@ def compile_program(
         sources={f"stage_{k}.py": file.text for k, file in enumerate(files)},
         collectives=tuple(collectives(graph, options, crossing, params, orders)),
         unknown_ops=tuple(unknown),
+        seed=options.seed,
+        dropouts=dropout_specs(graph),
         weighted=any(file.counts for file in files),
         plan=plan_record(options, batch, cut, params),
         costs=costs,

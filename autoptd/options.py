@@ -20,6 +20,7 @@ NOT_YET = {
     "recompute": "activation recomputation",
     "sequence_parallel": "sequence parallelism",
     "fuse": "fused-op substitution",
+    "dropout_exact": "fused attention with random numbers of its own",
     "plan": "a plan fed back",
 }
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -30,6 +31,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "zero": (0, None),
     "precision": (None,),
     "recompute": (None, False),
+    "dropout_exact": (True,),
 }
 
 

@@ -111,6 +111,16 @@ class ParallelModel:
 
         return ranks.run("step", step)
 
+    @property
+    def steps(self) -> int:
+        """How often `step` was called: its number draws the dropout masks. Set it, on all ranks, when a run is resumed."""
+        return self._started("steps").here[0].executor.steps
+
+    @steps.setter
+    def steps(self, count: int) -> None:
+        for rank in self._started("steps").here:
+            rank.executor.steps = count
+
     def eval_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return the loss of the global batch without gradients, the model in eval mode. Collective."""
         trained, ranks = self._running(args, kwargs)

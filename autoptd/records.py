@@ -15,12 +15,13 @@ from torch.fx import Graph, Node
 
 from autoptd import codegen
 from autoptd import trace as tracing
+from autoptd.ir import markers
 from autoptd.ir.actions import Orders
 from autoptd.ir.buckets import BucketPlan, plan_buckets
 from autoptd.ir.calls import axis_text
 from autoptd.ir.notes import note, op_name, ops, placeholders, tensor
-from autoptd.ir.program import Collective, CrossingSpec, InputSpec, ParamSpec, StageSpec
-from autoptd.ir.types import I, ValueType
+from autoptd.ir.program import Collective, CrossingSpec, DropoutSpec, InputSpec, ParamSpec, StageSpec
+from autoptd.ir.types import I, ValueType, outer_size
 from autoptd.options import Options
 
 
@@ -96,6 +97,18 @@ def crossing_spec(one: codegen.Crossing) -> CrossingSpec:
 
 def stage_spec(index: int, file: codegen.StageFile) -> StageSpec:
     return StageSpec(index, file.crossings, file.inputs, file.outputs, file.params, file.buffers)
+
+
+def dropout_specs(graph: Graph) -> tuple[DropoutSpec, ...]:
+    """Every dropout of the model, in the order of its calls."""
+    specs = []
+    for node in ops(graph):
+        if node.target is markers.dropout:
+            record = note(node)
+            rows, why = record.extra["rows"], record.extra.get("reason", "")
+            batch = (rows.dim, outer_size(record.dims, rows)) if rows.kind == "S" else None
+            specs.append(DropoutSpec(record.extra["site"], record.module, node.args[1], batch, why))  # type: ignore[arg-type]
+    return tuple(sorted(specs, key=lambda one: one.site))
 
 
 def collectives(

@@ -7,12 +7,14 @@ Both programs run in float64 for some optimizer steps, the partitioned one with 
 as max|x - ref| / max(max|ref|, 1e-3 * largest gradient, or the learning rate for parameters): a gradient that is
 mathematically zero (a key bias) is noise and must not be divided by itself. Casts to float32 inside the model (Hugging Face's
 norms and losses) would hide errors under 1e-7, so they are widened to float64 in both programs, and the widened reference
-is held against the untouched model at 1e-6.
+is held against the untouched model at 1e-6. Where the model drops out, the reference draws the same masks, of the whole batch.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +28,8 @@ from autoptd.errors import InternalError, PlanError
 from autoptd.ir.program import Program
 from autoptd.options import Options, make_options
 from autoptd.parallel_model import ParallelModel
+from autoptd.runtime.dropout import Draw, dropout
+from autoptd.trace import given_masks
 from autoptd.trace.loss import WithLoss
 
 TOLERANCE = 1e-9
@@ -96,7 +100,7 @@ def verify(model: nn.Module, *, example_inputs: Any, steps: int = 5, lr: float =
     wide_model, (args, kwargs) = widen_model(model), widen_inputs((args, kwargs))
     with Widen():
         program = compile_program(wide_model, options, args, kwargs, replicas=options.d)
-    check_widening(wide_model, options, args, kwargs)
+    check_widening(wide_model, program, options, args, kwargs)
     report = compare_program(wide_model, program, options, args, kwargs, steps=steps, lr=lr)
     if not report.passed:
         raise InternalError("verify", f"the partitioned model differs from the model\n{report}\n")
@@ -139,7 +143,8 @@ def compare_program(
         for step in range(steps):
             call = _roll(program, args, kwargs, step)
             with Widen():
-                loss = WithLoss(reference, options.loss_fn)(*call[0], **call[1])
+                with masks_of(program, pm.steps + 1):
+                    loss = WithLoss(reference, options.loss_fn)(*call[0], **call[1])
                 loss.backward()
             our_loss = pm.step(*call[0], **call[1])
             found.append(Difference("loss", "loss", step, _relative(our_loss, loss.detach(), 0.0)))
@@ -154,6 +159,26 @@ def compare_program(
     finally:
         pm.close()
     return Report(tuple(found), TOLERANCE, f"{options.mesh} v={options.v} m={program.num_microbatches}")
+
+
+@contextmanager
+def masks_of(program: Program, step: int) -> Iterator[None]:
+    """While it lasts, the unmodified model, called with the global batch, draws the dropout masks of a step of `program`."""
+    if not program.dropouts:
+        yield
+        return
+    spec_of = {one.site: one for one in program.dropouts}
+    rows = program.rows * program.num_microbatches * program.mesh.d
+
+    def mask_of(site: int, x: torch.Tensor, keep: float) -> torch.Tensor:
+        whole = torch.ones(x.shape, device=x.device)
+        if site not in spec_of:  # its result is not read
+            return whole.bool()
+        spec = spec_of[site]
+        return dropout(whole, spec.rate, Draw(program.seed, step, site, 0, rows), spec.batch) != 0
+
+    with given_masks(mask_of):
+        yield
 
 
 def _gradient_differences(pm: ParallelModel, reference: nn.Module, step: int) -> list[Difference]:
@@ -186,15 +211,19 @@ def _roll(
     return tree_map(roll, (args, kwargs))
 
 
-def check_widening(model: nn.Module, options: Options, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def check_widening(
+    model: nn.Module, program: Program, options: Options, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
     """Widening float32 casts must not change what the model computes by more than float32's own error."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not parameters:
         raise PlanError("verify", "the model has no parameter that requires a gradient", "nothing is trained here")
-    plain = WithLoss(model, options.loss_fn)(*args, **kwargs)
+    with masks_of(program, 1):
+        plain = WithLoss(model, options.loss_fn)(*args, **kwargs)
     narrow = torch.autograd.grad(plain, parameters, allow_unused=True)
     with Widen():
-        loss = WithLoss(model, options.loss_fn)(*args, **kwargs)
+        with masks_of(program, 1):
+            loss = WithLoss(model, options.loss_fn)(*args, **kwargs)
         wide = torch.autograd.grad(loss, parameters, allow_unused=True)
     largest = max(float(one.abs().max()) for one in wide if one is not None)
     pairs = [(a, b) for a, b in zip(narrow, wide, strict=True) if a is not None and b is not None]

@@ -150,13 +150,20 @@ def test_values_that_make_no_sense(wrong: dict[str, Any]) -> None:
         compile_gpt(**wrong)
 
 
-def test_dropout_is_refused_in_training_only() -> None:
-    from examples.gpt import GPT, GPTConfig
+def test_dropout_that_evaluations_draw_as_well() -> None:
+    class Always(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
 
-    model = GPT(GPTConfig(vocab_size=VOCAB, block_size=8, n_layer=1, dropout=0.1))
-    with pytest.raises(autoptd.PlanError, match=r"dropout of 0\.1"):
-        autoptd.compile(model, example_inputs=batch())
-    autoptd.compile(model.eval(), example_inputs=batch())
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.dropout(self.inner(x), 0.5).mean()  # what forgets training=self.training
+
+    pm = autoptd.parallelize(Always(), backend="local", example_inputs=(torch.ones(4, 4),))
+    pm.step(torch.ones(4, 4))
+    with pytest.raises(autoptd.PlanError, match=r"dropout of 0\.5 is drawn in eval mode"):
+        pm.eval_step(torch.ones(4, 4))
+    pm.close()
 
 
 def test_weights_on_meta_compile_but_do_not_run() -> None:

@@ -155,6 +155,15 @@ def _vocab_embedding(node: Node, text: Text, site: str) -> str:
     return f"rt.vocab_parallel_embedding({_join([text(ids), text(weight), 'tp'], keywords)})"  # type: ignore[arg-type]
 
 
+def _dropout(node: Node, text: Text, site: str) -> str:
+    x, rate, number, batch, shard = (literal(arg, text) for arg in node.args)
+    keywords = (
+        {} if batch == "None" else {"batch": str(node.args[3][0]) if node.args[3][1] == 1 else f"({batch[1:-1]})"}
+    )
+    keywords |= {} if shard == "None" else {"shard": f"({shard[1:-1]})", "tp": "tp"}
+    return f"rt.dropout({_join([x, rate, f'self.draw(site={number})'], keywords)})"
+
+
 MARKER_TEXTS: dict[str, Callable[[Node, Text, str], str]] = {
     "convert": _convert,
     "first_rows": lambda node, text, site: (
@@ -162,6 +171,7 @@ MARKER_TEXTS: dict[str, Callable[[Node, Text, str], str]] = {
     ),
     "share": lambda node, text, site: f"{text(node.args[0])} / {node.args[1]}",  # type: ignore[arg-type]
     "cross_entropy": _cross_entropy,
+    "dropout": _dropout,
     "mean": _mean,
     "vocab_embedding": _vocab_embedding,
 }

@@ -312,6 +312,8 @@ def comment_of(node: Node, t: int, layer: str = "") -> str:
         said.append(local_shape_text(node))
     if record.why.startswith(("column", "row")) or record.form:
         said.append(record.why)
+    if "reason" in record.extra:
+        said.append(record.extra["reason"])
     return "  ".join(said)
 
 

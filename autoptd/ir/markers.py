@@ -53,4 +53,9 @@ def mean(x: Any, dims: list[int], keepdim: bool, count: int) -> Any:
     raise InternalError("mean", "a marker was executed")
 
 
-MARKERS = (convert, share, first_rows, vocab_embedding, cross_entropy, mean)
+def dropout(x: Any, rate: float, site: int, batch: tuple[int, int] | None, shard: tuple[int, int] | None) -> Any:
+    """Dropout at call site number `site`; `batch` and `shard`: (dim, elements of it before) of the rows and of the shards."""
+    raise InternalError("dropout", "a marker was executed")
+
+
+MARKERS = (convert, share, first_rows, vocab_embedding, cross_entropy, mean, dropout)

@@ -106,6 +106,20 @@ class StageSpec:
 
 
 @dataclass(frozen=True)
+class DropoutSpec:
+    """One dropout of the model, number `site` in the order of calls: a share `rate` is dropped.
+
+    `batch` is where the value carries the rows of the batch: (dim, elements of that dim before them); None: nowhere.
+    """
+
+    site: int
+    module: str
+    rate: float
+    batch: tuple[int, int] | None
+    why: str = ""
+
+
+@dataclass(frozen=True)
 class Collective:
     """One collective or send of one microbatch (or, with `scope="step"`, of one step), as the compiler inserted it.
 
@@ -144,6 +158,8 @@ class Program:
     sources: dict[str, str]  # file name -> text
     collectives: tuple[Collective, ...] = ()
     unknown_ops: tuple[tuple[str, str], ...] = ()  # (operator, module) computed whole over tp
+    seed: int = 0  # of the dropout masks
+    dropouts: tuple[DropoutSpec, ...] = ()
     weighted: bool = False  # the loss stage has `count(...)`: labels to count before the first forward
     plan: dict[str, Any] = field(default_factory=dict)
     costs: dict[str, Any] = field(default_factory=dict)
@@ -153,6 +169,11 @@ class Program:
     @property
     def loss_stage(self) -> int:
         return len(self.stages) - 1
+
+    @property
+    def rows(self) -> int:
+        """Rows of the batch in a microbatch."""
+        return next((spec.shape[0] for spec in self.inputs if spec.batched), 1)
 
     @property
     def schedule(self) -> str:
@@ -197,6 +218,7 @@ class Program:
             crossings=tuple(CrossingSpec(**_tupled(one)) for one in record.pop("crossings")),
             stages=tuple(StageSpec(**_tupled(one)) for one in record.pop("stages")),
             collectives=tuple(Collective(**_tupled(one)) for one in record.pop("collectives")),
+            dropouts=tuple(DropoutSpec(**_tupled(one)) for one in record.pop("dropouts")),
             unknown_ops=tuple((op, site) for op, site in record.pop("unknown_ops")),
             orders=parse_orders((folder / "schedule.txt").read_text()),
             sources=sources,
@@ -246,6 +268,7 @@ __all__ = [
     "Action",
     "Collective",
     "CrossingSpec",
+    "DropoutSpec",
     "InputSpec",
     "ParamSpec",
     "Program",

@@ -16,6 +16,7 @@ from autoptd.passes.axes import Axes
 from autoptd.passes.batch import assign_batch, check_literals
 from autoptd.passes.constants import Constants
 from autoptd.passes.costs import flops
+from autoptd.passes.rows import place_rows
 
 
 def annotate(
@@ -30,6 +31,7 @@ def annotate(
     """Fill the types of every node; `whole` is a second trace, with all rows of the batch (None when it is not split)."""
     axes, constants = Axes(graph), Constants(buffers)
     assign_batch(graph, axes, batched, pieces, constants)
+    place_rows(graph, batched, pieces, buffers)
     if whole is not None:
         check_literals(graph, whole, constants)
     if t == 1:
@@ -84,6 +86,7 @@ def describe(graph: Graph) -> str:
         stages = ",".join(map(str, record.stages))
         batch = {"S": "per row", "P": "sum over rows"}.get(record.batch.kind, "")
         kind = type_text(record.tp, record.dims, "tp") if record.dims or record.tp.kind != "S" else ""
-        lines.append(f"{name:36} {label:24} {size:18} {kind:30} {batch:14} {stages:4} {record.why}".rstrip())
+        why = "; ".join(part for part in (record.why, record.extra.get("reason", "")) if part)
+        lines.append(f"{name:36} {label:24} {size:18} {kind:30} {batch:14} {stages:4} {why}".rstrip())
     total = sum(payload(node) for node in graph.nodes if note(node).kind == "param")
     return "\n".join([*lines, "", f"{len(lines)} nodes, {total:,} bytes of parameters", ""])

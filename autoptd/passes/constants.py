@@ -12,7 +12,7 @@ import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from autoptd.ir.notes import note, shape, value
+from autoptd.ir.notes import note, op_name, shape, value
 
 LARGEST = 1 << 28  # entries; a larger constant is not evaluated
 
@@ -29,8 +29,9 @@ class Constants:
     def is_constant(self, node: Node) -> bool:
         """True for buffers and for operators that read nothing but constants."""
         if node not in self._constant:
-            is_op = node.op == "call_function" and all(self.is_constant(arg) for arg in node.all_input_nodes)
-            self._constant[node] = is_op or note(node).kind == "buffer"
+            is_op = node.op == "call_function" and op_name(node) != "aten.dropout"  # which differs from step to step
+            reads = is_op and all(self.is_constant(arg) for arg in node.all_input_nodes)
+            self._constant[node] = reads or note(node).kind == "buffer"
         return self._constant[node]
 
     def has_equal_rows(self, node: Node, dim: int) -> bool:

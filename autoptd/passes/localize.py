@@ -2,8 +2,8 @@
 
 Literal sizes are regenerated from the atoms of the result, never patched. Contractions over a split dim get their local form:
 a mean becomes a sum over the global count, a cross-entropy a sum over the global number of valid labels, an embedding or a
-cross-entropy over a split vocabulary the runtime's vocabulary-parallel one. `check_local` re-runs every node on fake
-tensors and compares shapes.
+cross-entropy over a split vocabulary the runtime's vocabulary-parallel one, a dropout the part of its global mask.
+`check_local` re-runs every node on fake tensors and compares shapes.
 """
 
 from __future__ import annotations
@@ -74,6 +74,8 @@ def localize(graph: Graph, sizes: Sizes) -> int:
             _local_cross_entropy(node, totals)
         elif name == "aten.mean" and "mean" in (record.form, record.batch_form):
             _local_mean(node, sizes)
+        elif name == "aten.dropout":
+            _local_dropout(node, sizes)
         elif node.target is markers.convert:
             _local_placement(node, sizes)
         elif name in SIZE_ARGUMENTS:
@@ -117,6 +119,17 @@ def _local_mean(node: Node, sizes: Sizes) -> None:
     if note(x).batch.kind == "S" and note(x).batch.dim in dims:
         count = count // sizes.traced_rows * sizes.global_rows
     node.target, node.args, node.kwargs = markers.mean, (x, dims, bool(argument(node, 2, "keepdim", False)), count), {}
+
+
+def _local_dropout(node: Node, sizes: Sizes) -> None:
+    """The mask is numbered in the global value: say where in the local one the rows of the batch and the shards lie."""
+    record = note(node)
+    rows, dims = record.extra["rows"], [list(atoms) for atoms in record.dims]
+    for kind, divisor in ((record.batch, sizes.rows_divisor), (record.tp, sizes.t)):
+        if kind.kind == "S" and dims[kind.dim]:
+            dims[kind.dim][kind.atom] //= divisor
+    batch, shard = ((one.dim, outer_size(dims, one)) if one.kind == "S" else None for one in (rows, record.tp))
+    node.target, node.args = markers.dropout, (node.args[0], node.args[1], record.extra["site"], batch, shard)
 
 
 def _local_placement(node: Node, sizes: Sizes) -> None:

@@ -136,6 +136,8 @@ TABLE: dict[str, Rule] = {
         Rule("aten.rms_norm", links=last_dims_whole),
         Rule("aten.scaled_dot_product_attention", links=attention_links, linear=((2,),)),
         Rule("aten.cross_entropy_loss", links=cross_entropy_links),
+        Rule("aten.dropout", links=pointwise_links, linear=FIRST),  # by a mask that all addends share
+        Rule("aten._safe_softmax", links=along(1)),
         Rule("aten.softmax", links=along(1)),
         Rule("aten._softmax", links=along(1)),
         Rule("aten.log_softmax", links=along(1)),

@@ -15,6 +15,7 @@ from autoptd.runtime.conversions import (
     s_to_r,
     s_to_s,
 )
+from autoptd.runtime.dropout import dropout
 from autoptd.runtime.losses import count_labels
 from autoptd.runtime.shards import join_shards, pad_shard, take_shard
 from autoptd.runtime.stage import Stage
@@ -27,6 +28,7 @@ __all__ = [
     "Stage",
     "World",
     "count_labels",
+    "dropout",
     "i_to_p",
     "i_to_r",
     "i_to_s",

@@ -26,6 +26,7 @@ from autoptd.errors import InternalError, RuntimeFault
 from autoptd.ir.actions import Action, Kind
 from autoptd.ir.mesh import Coordinate
 from autoptd.ir.program import CrossingSpec, Program
+from autoptd.runtime.dropout import Drawing
 from autoptd.runtime.gradients import Gradients
 from autoptd.runtime.parameters import RankParameters, dtype_of, from_rank_0, owners
 from autoptd.runtime.stage import Stage, load_stage
@@ -222,6 +223,7 @@ class Executor:
             for spec, x in zip(self._wires.values[source, stage], message, strict=True):
                 arrived[spec.name] = x.requires_grad_(spec.has_grad and torch.is_grad_enabled())
         batch = {name: self._microbatches[number][name] for name in self.program.stages[stage].inputs}
+        self._stages[stage].drawing = self._drawing(number)
         results = list(self._stages[stage].forward(**arrived, **batch))
         loss = None
         if stage == self.program.loss_stage:
@@ -240,6 +242,14 @@ class Executor:
             }
             inputs = {name: x for name, x in arrived.items() if x.requires_grad}
             self._kept[stage, number] = Kept(inputs, edges, loss)
+
+    def _drawing(self, number: int) -> Drawing | None:
+        """The dropout masks of a microbatch, which owns its rows of the global batch; an evaluation has none."""
+        if not torch.is_grad_enabled():
+            return None
+        rows = self.program.rows
+        first = (self.world.coordinate.dp * self.program.num_microbatches + number) * rows
+        return Drawing(self.program.seed, self.steps, first, rows)
 
     def _backward(self, action: Action) -> None:
         stage, number = action.stage, action.microbatch

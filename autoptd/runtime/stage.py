@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from autoptd.errors import InternalError
+from autoptd.runtime.dropout import Draw, Drawing
 from autoptd.runtime.world import Group
 
 
@@ -67,7 +68,7 @@ class Stage:
     """One stage on one rank: what an emitted `forward` finds on `self`.
 
     `totals` are the global counts that weighted-mean losses divide by: sums over all microbatches and replicas, set before the
-    first forward of every step.
+    first forward of every step. `drawing` says which dropout masks the next forward draws; None: no dropout.
     """
 
     def __init__(
@@ -83,6 +84,11 @@ class Stage:
         self.buffers: Any = make_namespace(buffers)
         self.device = device
         self.totals: tuple[float, ...] = ()
+        self.drawing: Drawing | None = None
+
+    def draw(self, site: int) -> Draw | None:
+        """The masks of one dropout of the model, by the number of its call."""
+        return None if self.drawing is None else self.drawing.draw(site)
 
     @property
     def counts(self) -> bool:

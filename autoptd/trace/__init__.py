@@ -2,5 +2,6 @@
 
 from autoptd.trace.capture import Captured, capture
 from autoptd.trace.faithful import compare
+from autoptd.trace.masks import given_masks
 
-__all__ = ["Captured", "capture", "compare"]
+__all__ = ["Captured", "capture", "compare", "given_masks"]

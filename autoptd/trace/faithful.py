@@ -8,7 +8,7 @@ caught by running both once (`compare`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -19,7 +19,9 @@ from torch.fx.node import map_arg
 from autoptd.compat import tree_leaves
 from autoptd.errors import TraceError
 from autoptd.ir.notes import note, output
+from autoptd.trace.dropouts import dropouts
 from autoptd.trace.loss import WithLoss
+from autoptd.trace.masks import any_mask, given_masks
 
 HOOK_REMEDY = "remove the hook: change the gradient after pm.step, or the model's forward"
 
@@ -77,12 +79,14 @@ def compare(
     """
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     before = {name: one.detach().clone() for name, one in model.named_buffers()}
-    wanted_loss = WithLoss(model, loss_fn)(*args, **kwargs)
+    sites = [note(node).extra["site"] for node in dropouts(graph)]
+    with given_masks(any_mask) if sites else nullcontext():
+        wanted_loss = WithLoss(model, loss_fn)(*args, **kwargs)
     _check_buffers(model, before)
     wanted = dict(
         zip(parameters, torch.autograd.grad(wanted_loss, list(parameters.values()), allow_unused=True), strict=True)
     )
-    with torch.enable_grad():
+    with torch.enable_grad(), given_masks(any_mask, sites) if sites else nullcontext():
         found_loss, leaves = run_graph(graph, dict(model.named_parameters()), buffers, tree_leaves((args, kwargs)))
     used = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
     found = dict(zip(used, torch.autograd.grad(found_loss, list(used.values()), allow_unused=True), strict=True))

@@ -2,7 +2,7 @@
 
 Removed: asserts, aliases, casts to the same dtype, dropout that drops nothing, literal devices, dead code. In-place operators
 on fresh values become their functional forms; the reduction of a pointwise loss becomes an operator of its own; every other
-write, and every random operator, is refused by name.
+write, and every random operator but dropout (see `dropouts.py`), is refused by name.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch.fx.node import map_arg
 
 from autoptd.errors import PlanError, TraceError
 from autoptd.ir.notes import is_tensor, note, op_name, ops, set_note, shape, site, value
+from autoptd.trace import dropouts
 
 aten = torch.ops.aten
 IDENTITIES = {"aten.alias", "aten.lift_fresh", "aten.lift_fresh_copy", "aten.detach_"}
@@ -25,17 +26,17 @@ SIZES_OF_ANOTHER |= {"aten.reshape_as": aten.reshape.default}
 NEW = {"aten.new_zeros": aten.zeros.default, "aten.new_ones": aten.ones.default, "aten.new_full": aten.full.default}
 LOSSES = {"aten.mse_loss", "aten.l1_loss", "aten.smooth_l1_loss", "aten.huber_loss", "aten.kl_div"}
 LOSSES |= {"aten.soft_margin_loss", "aten.binary_cross_entropy", "aten.binary_cross_entropy_with_logits"}
-DROPOUTS = {"aten.dropout", "aten.feature_dropout", "aten.alpha_dropout"}
-MAY_ALIAS = {"aten.reshape", "aten.contiguous", "aten.to", "aten.flatten", "aten.expand_as", "aten.dropout"}
+MAY_ALIAS = {"aten.reshape", "aten.contiguous", "aten.to", "aten.flatten", "aten.expand_as"}
 
 
 def normalize(graph: Graph) -> None:
     """Rewrite `graph` in place; raises TraceError or PlanError with the source line of what cannot be kept."""
     _functionalize(graph)
+    dropouts.rewrite_dropouts(graph)
     for node in list(graph.nodes):
         if node.op == "call_function":
             _normalize_one(graph, node)
-    graph.eliminate_dead_code()
+    graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output"))  # dead dropouts as well
     for node in list(graph.nodes):
         if node.op == "placeholder" and not node.users and note(node).kind != "input":
             graph.erase_node(node)
@@ -80,18 +81,12 @@ def _normalize_one(graph: Graph, node: Node) -> None:
         _split_reduction(graph, node)
     elif name in CASTS:
         _normalize_cast(graph, node)
-    elif name in DROPOUTS:
-        rate, training = node.args[1], node.args[2]
-        if training and rate:
-            raise PlanError(site(node), f"dropout of {rate} in training is not there yet", "p=0.0, or model.eval()")
-        _replace(graph, node, node.args[0])
     elif name in ("aten.batch_norm", "aten.instance_norm") and node.args[5] and node.args[3] is not None:
         fact = f"its running statistics (buffer {note(node.args[3]).name}) are changed by the forward"  # type: ignore[arg-type]
         raise PlanError(site(node), fact, "a norm without running statistics, or model.eval()")
     elif _is_random(node):
-        raise PlanError(
-            site(node), "a random operator would draw other numbers on every layout", "remove it, or use p=0"
-        )
+        fact = "a random operator would draw other numbers on every layout"
+        raise PlanError(site(node), fact, "pass the numbers to the model as an input; nn.Dropout is drawn exactly")
     node.kwargs = {key: arg for key, arg in node.kwargs.items() if key not in ("device", "pin_memory", "layout")}
 
 
@@ -187,16 +182,9 @@ def _normalize_cast(graph: Graph, node: Node) -> None:
 
 
 def _is_random(node: Node) -> bool:
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if op_name(node) in (dropouts.NAME, dropouts.ATTENTION) or not isinstance(node.target, torch._ops.OpOverload):
         return False
-    if op_name(node) == "aten.scaled_dot_product_attention":
-        return _argument(node, 4, "dropout_p", 0.0) != 0.0
     return torch.Tag.nondeterministic_seeded in node.target.tags
-
-
-def _argument(node: Node, position: int, name: str, default: float) -> float:
-    found = node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
-    return found  # type: ignore[return-value]
 
 
 def _replace(graph: Graph, node: Node, by: object) -> None:
@@ -256,6 +244,8 @@ def _check_fresh(node: Node, target: Node, position: dict[Node, int]) -> None:
 def _is_view(node: Node) -> bool:
     if node.target is operator.getitem or op_name(node) in MAY_ALIAS:
         return True
+    if op_name(node) == dropouts.NAME:
+        return not dropouts.drops(node)
     if not isinstance(node.target, torch._ops.OpOverload) or _writes(node):
         return False
     return any(result.alias_info is not None for result in node.target._schema.returns)

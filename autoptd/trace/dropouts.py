@@ -1,0 +1,110 @@
+"""Dropout in a traced graph: what is kept, what fused attention with dropout becomes, and the number of every call site.
+
+Kept is `aten.dropout(x, rate, True)` with 0 < rate < 1. Its mask is drawn at run time from the number of its site: 0, 1, 2 ...
+in the order in which the model calls dropout. Attention that drops probabilities inside of a fused kernel is written out,
+because the kernel's own random numbers would depend on the layout: scores, mask, softmax, dropout, values.
+
+    rewrite_dropouts(graph);  [note(node).extra["site"] for node in dropouts(graph)]     # [0, 1, 2, ...]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from autoptd.errors import PlanError
+from autoptd.ir.notes import Note, note, op_name, ops, set_note, shape, site, value
+
+aten = torch.ops.aten
+NAME = "aten.dropout"
+OTHERS = ("aten.feature_dropout", "aten.alpha_dropout", "aten.feature_alpha_dropout")
+ATTENTION = "aten.scaled_dot_product_attention"
+UNFUSED = "unfused: exact dropout"
+
+
+def dropouts(graph: Graph) -> Iterator[Node]:
+    """The dropouts of a normalised graph, in order."""
+    return (node for node in ops(graph) if op_name(node) == NAME)
+
+
+def rewrite_dropouts(graph: Graph) -> None:
+    """Drop the ones that drop nothing, write attention with dropout out, number the sites; PlanError for other kinds."""
+    futures: dict[tuple[int, int], Node] = {}
+    for node in list(ops(graph)):
+        if op_name(node) in OTHERS and drops(node):
+            fact = f"{op_name(node)} draws other masks than one number per element"
+            raise PlanError(site(node), fact, "nn.Dropout, or p=0")
+        if op_name(node) in (NAME, *OTHERS):
+            _rewrite_dropout(graph, node)
+        elif op_name(node) == ATTENTION and _attention_rate(node):
+            _unfuse(graph, node, futures)
+    for number, node in enumerate(dropouts(graph)):
+        note(node).extra["site"] = number
+
+
+def drops(node: Node) -> bool:
+    """Whether a dropout of any kind changes its operand."""
+    return bool(node.args[1]) and bool(node.args[2])
+
+
+def _attention_rate(node: Node) -> float:
+    return node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
+
+
+def _rewrite_dropout(graph: Graph, node: Node) -> None:
+    if not drops(node):
+        node.replace_all_uses_with(node.args[0])
+        graph.erase_node(node)
+    elif node.args[1] == 1:  # nothing is drawn
+        node.target, node.args = aten.mul.Tensor, (node.args[0], 0.0)
+
+
+def _unfuse(graph: Graph, node: Node, futures: dict[tuple[int, int], Node]) -> None:
+    """softmax(scale * q k^T, masked) with dropout, times v; `futures` are causal masks by size, made once for the graph."""
+    q, k, v, *rest = node.args
+    given = dict(zip(("attn_mask", "dropout_p", "is_causal"), rest, strict=False)) | node.kwargs
+    mask, scale = given.get("attn_mask"), given.get("scale")
+    size = (shape(q)[-2], shape(k)[-2])
+    if given.get("is_causal") and size not in futures:
+        with graph.inserting_before(next(ops(graph))):
+            ones = _call(graph, Note(), aten.ones.default, list(size), dtype=torch.bool, like=q)
+            futures[size] = _call(graph, Note(), aten.triu.default, ones, 1)
+    with graph.inserting_before(node):
+
+        def call(target: Any, *args: Any) -> Node:
+            return _call(graph, note(node), target, *args)
+
+        if given.get("enable_gqa") and shape(q)[-3] != shape(k)[-3]:
+            times = shape(q)[-3] // shape(k)[-3]
+            k, v = (call(aten.repeat_interleave.self_int, one, times, -3) for one in (k, v))
+        scaled = call(aten.mul.Tensor, q, scale if scale is not None else shape(q)[-1] ** -0.5)
+        scores = call(aten.matmul.default, scaled, call(aten.transpose.int, k, -2, -1))
+        if given.get("is_causal"):
+            scores = call(aten.masked_fill.Scalar, scores, futures[size], float("-inf"))
+        elif mask is not None and value(mask).dtype == torch.bool:
+            scores = call(aten.masked_fill.Scalar, scores, call(aten.logical_not.default, mask), float("-inf"))
+        elif mask is not None:
+            scores = call(aten.add.Tensor, scores, mask)
+        # Under a mask a row may have no key at all: its probabilities are zeros, not NaN, as in the fused operator.
+        softmax = aten._safe_softmax.default if mask is not None else aten.softmax.int
+        dropped = call(aten.dropout.default, call(softmax, scores, -1), given["dropout_p"], True)
+        note(dropped).extra["reason"] = UNFUSED
+        _rewrite_dropout(graph, dropped)
+        result = call(aten.matmul.default, dropped, v)
+    node.replace_all_uses_with(result)
+    graph.erase_node(node)
+
+
+def _call(graph: Graph, record: Note, target: Any, *args: Any, like: Node | None = None, **kwargs: Any) -> Node:
+    """A new operator with the record of another; `like` gives the kind of fake tensor to one without operands."""
+    made = graph.call_function(target, args, kwargs)
+    fakes, named = map_arg((args, kwargs), value)
+    with torch.no_grad():
+        made.meta["val"] = value(like).new_ones(*fakes, **named) if like is not None else target(*fakes, **named)
+    set_note(made, replace(record, extra={}))
+    return made

@@ -1,0 +1,52 @@
+"""Run a model with dropout masks of one's choice, whatever way it calls dropout.
+
+Every dropout of torch, the one inside of attention included, asks for its random numbers by one of two operators. Those are
+answered here, in the order of the calls: the numbers of the sites in a traced graph.
+
+    with given_masks(lambda site, x, keep: torch.rand(x.shape) < keep):
+        loss = model(ids, targets)
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from autoptd.compat import TorchDispatchMode
+
+aten = torch.ops.aten
+MaskOf = Callable[[int, torch.Tensor, float], torch.Tensor]  # (site, a tensor of the size, share that is kept) -> bool
+
+
+@contextmanager
+def given_masks(mask_of: MaskOf, sites: Iterable[int] | None = None) -> Iterator[None]:
+    """While it lasts, dropouts take the masks of `mask_of`; `sites` are the numbers of the calls (default 0, 1, 2 ...)."""
+    with sdpa_kernel(SDPBackend.MATH), _Masks(mask_of, iter(sites if sites is not None else itertools.count())):
+        yield
+
+
+def any_mask(site: int, x: torch.Tensor, keep: float) -> torch.Tensor:
+    """A mask of a site that is the same on every call."""
+    generator = torch.Generator(x.device).manual_seed(site)
+    return torch.rand(x.shape, generator=generator, device=x.device) < keep
+
+
+class _Masks(TorchDispatchMode):
+    def __init__(self, mask_of: MaskOf, sites: Iterator[int]) -> None:
+        super().__init__()
+        self._mask_of, self._sites = mask_of, sites
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is aten.bernoulli_.float:
+            x, keep = args[0], args[1] if len(args) > 1 else 0.5  # a default is not passed on
+            return x.copy_(self._mask_of(next(self._sites), x, keep))
+        if func is aten.native_dropout.default:
+            x, rate = args[:2]
+            kept = self._mask_of(next(self._sites), x, 1.0 - rate)
+            return x * kept / (1.0 - rate), kept
+        return func(*args, **(kwargs or {}))
