@@ -92,11 +92,10 @@ def sequence_first(self: Styles, x: Tensor) -> Tensor:
 
 
 def heads_before_batch(self: Styles, x: Tensor) -> Tensor:
-    """[heads * batch, s, k] and [s, heads, batch]: the batch is the minor factor of a split dim, or the last one."""
+    """[heads * batch, s, k] and [s, heads, k, batch]: the batch is the minor factor of a split dim, or the last one."""
     q, k, v = (y.transpose(0, 1).reshape(-1, LENGTH, y.shape[-1]) for y in self.heads_of(x))
-    v = self.drop(v.unflatten(0, (self.heads, -1))[..., 0].permute(2, 0, 1)).permute(1, 2, 0)[..., None] + self.drop(
-        v
-    ).unflatten(0, (self.heads, -1))
+    last = self.drop(v.unflatten(0, (self.heads, -1)).permute(2, 0, 3, 1))
+    v = last.permute(1, 3, 0, 2) + self.drop(v).unflatten(0, (self.heads, -1))
     probabilities = self.drop(torch.bmm(q, k.transpose(1, 2)).softmax(-1)).unflatten(0, (self.heads, -1))
     return self.join((probabilities @ v).transpose(0, 1))
 
@@ -110,7 +109,7 @@ def grouped(self: Styles, x: Tensor) -> Tensor:
 def in_place(self: Styles, x: Tensor) -> Tensor:
     hidden = self.up(x)
     F.dropout(hidden, 0.3, True, inplace=True)
-    hidden = self.in_place(hidden.relu())
+    hidden = self.in_place(F.gelu(hidden))
     hidden += 1
     return self.down(hidden)
 
@@ -138,8 +137,8 @@ def masked(kind: str) -> Callable[[Styles, Tensor], Tensor]:
     def style(self: Styles, x: Tensor) -> Tensor:
         causal = torch.ones(LENGTH, LENGTH).tril().bool()
         if kind == "bool":
-            causal[3] = False  # a query without any key
-            return attend(self, x, attn_mask=causal)
+            some = causal & (torch.arange(LENGTH) != 3)[:, None]  # the fourth query has no key at all
+            return attend(self, x, attn_mask=some)
         return attend(
             self, x, attn_mask=self.bias.masked_fill(~causal, float("-inf")) if kind == "bias" else self.bias[0]
         )
