@@ -10,6 +10,7 @@ the four types of DESIGN.md 2 say, and compared in float64. Out: texts of what d
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from autoptd.passes.assign import NO_COLLECTIVE_FORMS
 from autoptd.passes.axes import Letter
 from autoptd.passes.links import operands
 from autoptd.passes.localize import Sizes, localize
+from autoptd.runtime.dropout import Draw
 from autoptd.runtime.threads import ThreadWorld, run_ranks
 from autoptd.runtime.world import Group, Needs, World
 
@@ -74,7 +76,12 @@ def run_whole(graph: Graph, tensors: list[Tensor], stored: dict[str, Tensor]) ->
     return env
 
 
-def run_node(node: Node, env: Env) -> Any:
+def run_node(node: Node, env: Env, rows: ValueType = I) -> Any:
+    """Run a whole operator; `rows` is where a dropout's mask has its rows."""
+    if op_name(node) == "aten.dropout":
+        count = env[node.args[0]].shape[rows.dim] if rows.kind == "S" else 1  # type: ignore[index]
+        draw = Draw(0, 1, 0, 0, count)
+        return rt.dropout(env[node.args[0]], node.args[1], draw, rows.dim if rows.kind == "S" else None)  # type: ignore
     return node.target(*map_arg(node.args, env.__getitem__), **map_arg(node.kwargs, env.__getitem__))  # type: ignore
 
 
@@ -97,14 +104,15 @@ def _check(
     node: Node, env: Env, takes: dict[Node, ValueType], gives: ValueType, form: str, t: int, axis: str
 ) -> list[str]:
     read = list(takes)
-    whole, cotangents = _whole_answer(node, env, read)
+    whole, cotangents = _whole_answer(node, env, read, gives if axis == "batch" else I)
     local = _local_node(node, takes, gives, form, t, axis)
     parts = {one: _parts(env[one], takes[one], note(one).dims, t) for one in read}
 
     def body(rank: int, group: Group | None) -> Answer:
         inputs = {one: parts[one][rank] for one in read}
         mine = [_parts(one, gives, note(node).dims, t)[rank] if gives.kind == "S" else one for one in cotangents]
-        return _answer(lambda leaves: _run_local(local, leaves, env, group), inputs, mine, _without_gradient(node))
+        place = group or SimpleNamespace(index=rank, size=t)
+        return _answer(lambda leaves: _run_local(local, leaves, env, place), inputs, mine, _without_gradient(node))
 
     if form in ("vocab_embedding", "vocab_cross_entropy"):
         world = ThreadWorld(Mesh(t=t), Needs(axes=(("tp",),)), timeout=20.0)
@@ -118,11 +126,13 @@ def _check(
     return _compare(node, whole, answers, takes, gives)
 
 
-def _whole_answer(node: Node, env: Env, read: list[Node]) -> tuple[Answer, list[Tensor]]:
-    made = run_node(node, env)
+def _whole_answer(node: Node, env: Env, read: list[Node], rows: ValueType) -> tuple[Answer, list[Tensor]]:
+    made = run_node(node, env, rows)
     cotangents = [torch.randn_like(one) if _is_float(one) else one for one in _pieces(made)]
     inputs = {one: env[one] for one in read}
-    return _answer(lambda leaves: run_node(node, env | leaves), inputs, cotangents, _without_gradient(node)), cotangents
+    return _answer(
+        lambda leaves: run_node(node, env | leaves, rows), inputs, cotangents, _without_gradient(node)
+    ), cotangents
 
 
 def _without_gradient(node: Node) -> list[Node]:
@@ -147,13 +157,14 @@ def _local_node(node: Node, takes: dict[Node, ValueType], gives: ValueType, form
             record.tp, record.form = kind, form if old is node else ""
         else:
             record.batch, record.batch_form = kind, form if old is node else ""
+    note(made).extra |= {"site": 0, "rows": note(made).batch if gives.kind == "S" else I}  # of a dropout
     sizes = Sizes(t, 1, 1, 1) if axis == "tp" else Sizes(1, t, 1, t)
     localize(graph, sizes)
     made.meta["operands"] = kept
     return made
 
 
-def _run_local(node: Node, leaves: Env, env: Env, group: Group | None) -> Any:
+def _run_local(node: Node, leaves: Env, env: Env, group: Any) -> Any:
     """Run a localized node; its markers as the emitted file would."""
     kept = node.meta["operands"]
 
@@ -161,17 +172,19 @@ def _run_local(node: Node, leaves: Env, env: Env, group: Group | None) -> Any:
         return leaves[kept[arg.name]]
 
     args, kwargs = map_arg(node.args, look), dict(map_arg(node.kwargs, look))
+    if node.target is markers.dropout:
+        x, rate, _, batch, shard = args
+        rows = x.shape[batch[0]] // batch[1] if batch is not None else 1
+        return rt.dropout(x, rate, Draw(0, 1, 0, group.index * rows, rows), batch, shard, group)
     if node.target is markers.mean:
         x, dims, keepdim, count = args
         return x.sum(dims, keepdim) / count
     if node.target is markers.vocab_embedding:
-        assert group is not None
         return rt.vocab_parallel_embedding(args[0], args[1], group, padding_idx=args[2])
     if node.target is markers.cross_entropy:
         vocab, total = kwargs.pop("vocab"), kwargs.pop("total")
         logits, targets, weight = args
         if vocab:
-            assert group is not None
             return rt.vocab_parallel_cross_entropy(logits, targets, group, weight=weight, **kwargs)
         loss = torch.nn.functional.cross_entropy(logits, targets, weight, **kwargs)
         if total < 0:
