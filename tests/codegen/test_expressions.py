@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from autoptd.codegen.expressions import expression
+from autoptd.ir import markers
 from autoptd.ir.notes import op_name, ops
 from tests.passes.sharding import trace_call
 from tests.passes.test_rules import EXAMPLES, r, traced
@@ -54,11 +55,27 @@ def evaluate(node: Node, env: dict[Node, Any]) -> Any:
 def test_text_means_the_operator(name: str) -> None:
     graph, env = traced(name)[:2] if name in EXAMPLES else trace_call(*MORE[name])
     for node in ops(graph):
+        if op_name(node) == "aten.dropout":
+            continue  # written in its local form only: below
         found, wanted = evaluate(node, env), env[node]
         pairs = zip(found, wanted, strict=True) if isinstance(wanted, (tuple, list)) else [(found, wanted)]
         for one, other in pairs:
             assert one.dtype == other.dtype and one.shape == other.shape, op_name(node)
             assert torch.equal(one.nan_to_num(), other.nan_to_num()), op_name(node)
+
+
+@pytest.mark.parametrize(
+    ("batch", "shard", "text"),
+    [
+        (None, None, "rt.dropout(x, 0.1, self.draw(site=7))"),
+        ((0, 1), None, "rt.dropout(x, 0.1, self.draw(site=7), batch=0)"),
+        ((1, 6), (0, 3), "rt.dropout(x, 0.1, self.draw(site=7), batch=(1, 6), shard=(0, 3), tp=tp)"),
+    ],
+)
+def test_text_of_a_dropout(batch: Any, shard: Any, text: str) -> None:
+    graph = Graph()
+    node = graph.call_function(markers.dropout, (graph.placeholder("x"), 0.1, 7, batch, shard))
+    assert expression(node, str) == text
 
 
 READ = {
