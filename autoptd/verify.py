@@ -228,5 +228,13 @@ def check_widening(
     largest = max(float(one.abs().max()) for one in wide if one is not None)
     pairs = [(a, b) for a, b in zip(narrow, wide, strict=True) if a is not None and b is not None]
     worst = max([_relative(plain.detach(), loss.detach(), 0.0), *(_relative(a, b, largest) for a, b in pairs)])
+    if not all(one.isfinite().all() for one in (plain, loss, *narrow, *wide) if one is not None):
+        fact = "the model's own loss or gradients are not finite on this batch: there is nothing to compare"
+        raise PlanError("verify", fact, "a batch and weights for which they are")
     if not worst <= WIDENED_TOLERANCE:
-        raise InternalError("verify", f"the model in float64 and its widened form differ by {worst:.1e}")
+        fact = (
+            f"its casts to float32 change loss or gradients by {worst:.1e}, so a check in float64 says nothing about it"
+        )
+        raise PlanError(
+            "verify", fact, "leave them out for the check, or take a batch and weights that amplify them less"
+        )

@@ -208,3 +208,21 @@ def test_a_parameter_changed_on_one_rank_only() -> None:
 def test_a_model_that_torch_compile_wraps() -> None:
     with pytest.raises(autoptd.PlanError, match=r"wrapped by torch\.compile"):
         autoptd.compile(torch.compile(gpt(2)), example_inputs=batch())
+
+
+def test_verify_refuses_a_model_whose_own_loss_is_not_finite() -> None:
+    ids = torch.zeros(4, 2, dtype=torch.long)
+    with pytest.raises(autoptd.PlanError, match="not finite"):
+        autoptd.verify(
+            nn.Embedding(4, 4), loss_fn=lambda x, y: (x - x).log().sum(), example_inputs={"input": ids, "targets": ids}
+        )
+
+
+def test_verify_refuses_a_model_that_amplifies_its_own_rounding() -> None:
+    ids = torch.tensor([[0, 1], [2, 3]])
+
+    def loss_fn(x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return ((x.float() - x.detach().float() * (1 + 1e-7)) * 1e7).square().sum()
+
+    with pytest.raises(autoptd.PlanError, match="casts to float32 change"):
+        autoptd.verify(nn.Embedding(4, 4), loss_fn=loss_fn, example_inputs={"input": ids, "targets": ids})

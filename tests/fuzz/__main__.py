@@ -1,0 +1,25 @@
+"""`python -m tests.fuzz --cases 5000 --minutes 60 --seed 1`: prints findings as runnable scripts, then the tally."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from tests.fuzz.search import search
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description="Random decoders on random meshes.")
+    parser.add_argument("--cases", type=int, default=5000, help="stop after so many")
+    parser.add_argument("--minutes", type=float, default=10.0, help="stop after so long")
+    parser.add_argument("--seed", type=int, default=0, help="the same seed draws the same cases")
+    parser.add_argument("--folder", type=Path, default=Path("out/fuzz"), help="where findings are written")
+    args = parser.parse_args()
+    tally = search(args.cases, args.minutes, args.seed, args.folder)
+    print(tally.report())
+    return 1 if tally.findings else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,184 @@
+"""What a random decoder can look like: one line of choices per feature, the simplest first, as that is where shrinking goes.
+
+A `Case` is one pick per feature. Picks are independent, so that every pair of them occurs and each shrinks alone; where two do
+not go together (three equal parts of a fused weight, but fewer key heads), the properties of `Case` settle it.
+
+    case = draw(cases());  case.heads, case.kv_heads      # 4, 2
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from hypothesis import strategies as st
+
+MESHES = [
+    (1, 1, 1, 1),
+    (2, 1, 1, 1),
+    (1, 2, 1, 1),
+    (1, 1, 2, 1),
+    (4, 1, 1, 1),
+    (3, 1, 1, 1),
+    (1, 3, 1, 1),
+    (1, 4, 1, 1),
+]
+MESHES += [
+    (1, 2, 1, 2),
+    (1, 1, 3, 1),
+    (2, 2, 1, 1),
+    (2, 1, 2, 1),
+    (1, 2, 2, 1),
+    (4, 2, 1, 1),
+    (2, 2, 2, 1),
+    (2, 2, 1, 2),
+]
+MESHES += [
+    (2, 2, 2, 2),
+    (3, 2, 1, 1),
+    (2, 3, 1, 1),
+    (2, 1, 3, 1),
+    (4, 1, 2, 1),
+    (2, 4, 1, 1),
+    (2, 2, 1, 3),
+    (4, 2, 2, 1),
+]
+
+CHOICES: dict[str, list[Any]] = {
+    "mesh": MESHES,  # t, p, d, v
+    "schedule": ["1f1b", "gpipe", "interleaved"],
+    "microbatches": [1, 2, 4, 3],  # times p where the schedule is interleaved
+    "rows": [2, 1, 3],  # of a microbatch
+    "layers": [1, 2, 3, 2, 1, 3, 2, 5, 4],  # tracing is most of the time
+    "length": [4, 6, 8, 1],
+    "vocab": [16, 24, 13, 61, 5],
+    "heads per rank": [1, 2, 3],  # times t
+    "head size": [4, 2, 6],
+    "queries per key": [1, 2, 0],  # 0: one key for all
+    "wide": [False, True],  # the residual is wider than all heads
+    "norm": ["layer", "none", "layer without bias", "layer without weight", "rms", "rms by hand", "rms plus one"],
+    "norm place": ["before", "after", "both"],
+    "final norm": [True, False],
+    "bias": [True, False],
+    "qkv": [
+        *("separate", "three", "pieces", "slices", "per head", "grouped", "grouped split", "transposed"),
+        *("keys and values", "keys and values per head", "einsum"),
+    ],
+    "query norm": ["none", "per head", "all heads"],
+    "attention": ["fused", "fused with mask", "fused with bias", "softmax", "where", "additive"],
+    "more heads": ["repeat", "expand", "native"],
+    "attention cap": [False, True],
+    "mask": ["forward", "buffer"],
+    "window": [False, True],  # every second layer sees two tokens only
+    "padding": [False, True],  # a third input: which tokens may be seen
+    "positions": ["none", "learned", "sliced", "sines", "rotary halves", "rotary pairs", "rotary complex", "slopes"],
+    "activation": ["gelu", "relu", "silu", "squared relu", "quick gelu", "gelu tanh"],
+    "gate": ["none", "separate", "fused", "glu", "paired"],
+    "mlp per rank": [4, 2, 3],  # times t
+    "residual": ["serial", "parallel"],
+    "residual scale": ["none", "number", "vector", "scalar"],
+    "stream": ["bsh", "sbh", "folded"],
+    "stack": ["list", "shared", "sequential"],
+    "embedding scale": [False, True],
+    "head": ["own", "assigned", "functional", "matmul"],
+    "head bias": [False, True],
+    "logit cap": [False, True],
+    "frozen": ["nothing", "embedding", "first layer"],
+    "loss": ["flat", "classes", "gathered", "log-softmax"],
+    "reduction": ["mean", "sum", "none"],
+    "ignored": ["nothing", "default", "zero"],
+    "smoothing": [0.0, 0.1],
+    "class weights": [False, True],
+    "shift": ["outside", "slices", "padded"],
+    "second loss": ["none", "z", "decay"],
+    "result": ["loss", "tuple", "dict", "loss_fn"],
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One pick per feature, by the feature's name; the sizes that follow from them."""
+
+    picks: dict[str, Any]
+
+    def __getitem__(self, feature: str) -> Any:
+        return self.picks[feature]
+
+    @property
+    def t(self) -> int:
+        return self["mesh"][0]
+
+    @property
+    def schedule(self) -> str:
+        _, p, _, v = self["mesh"]
+        return "interleaved" if v > 1 else "1f1b" if p == 1 else self["schedule"]
+
+    @property
+    def num_microbatches(self) -> int:
+        count, p = self["microbatches"], self["mesh"][1]
+        return p * (count % 2 + 1) if self.schedule == "interleaved" else count
+
+    @property
+    def batch(self) -> int:
+        """Rows of a step."""
+        return self["rows"] * self.num_microbatches * self["mesh"][2]
+
+    @property
+    def queries_per_key(self) -> int:
+        asked = self["queries per key"] or self.heads
+        equal = self["qkv"] in ("three", "per head")
+        return asked if self.heads % asked == 0 and not equal else 1
+
+    @property
+    def heads(self) -> int:
+        return self.t * self["heads per rank"]
+
+    @property
+    def kv_heads(self) -> int:
+        return self.heads // self.queries_per_key
+
+    @property
+    def width(self) -> int:
+        return self.heads * self["head size"] + (4 * self.t if self["wide"] else 0)
+
+    @property
+    def mlp_width(self) -> int:
+        return self.t * self["mlp per rank"]
+
+    @property
+    def attention(self) -> str:
+        """A fused attention with a bias where scores are changed or masked in a way of their own."""
+        asked: str = self["attention"]
+        if asked == "fused" and (self["window"] or self["padding"]):
+            return "fused with mask"
+        if asked.startswith("fused") and self["positions"] == "slopes":
+            return "fused with bias"
+        return asked
+
+    @property
+    def shift(self) -> str:
+        return self["shift"] if self["length"] > 1 else "outside"
+
+    @property
+    def stack(self) -> str:
+        """Layers in a Sequential take one argument and are all alike."""
+        more = self["padding"] or self["positions"] == "rotary halves"
+        return "list" if self["stack"] == "sequential" and more else self["stack"]
+
+    @property
+    def features(self) -> list[str]:
+        """What is in this case, for the tally."""
+        settled = {
+            "schedule": self.schedule if self["mesh"][1] > 1 else "none",
+            "microbatches": self.num_microbatches,
+            "attention": self.attention,
+            "shift": self.shift,
+            "stack": self.stack,
+            "queries per key": self.queries_per_key,
+        }
+        return [f"{name}: {settled.get(name, pick)}" for name, pick in self.picks.items()]
+
+
+def cases() -> st.SearchStrategy[Case]:
+    """All cases."""
+    return st.fixed_dictionaries({name: st.sampled_from(choices) for name, choices in CHOICES.items()}).map(Case)

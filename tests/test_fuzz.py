@@ -1,0 +1,74 @@
+"""Random decoders: a few dozen in every run of the tests, and proof that the search finds, shrinks and prints what is wrong."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autoptd.errors import PlanError
+from tests.fuzz.features import CHOICES, Case
+from tests.fuzz.script import script
+from tests.fuzz.search import SIMPLEST, Tally, run_case, run_round, search
+
+COUNT = 30
+
+
+def covering(count: int) -> list[Case]:
+    """Cases in which every choice of every feature occurs, combined at random, the same in every run."""
+    generator = random.Random(0)
+    columns: dict[str, list[Any]] = {}
+    for name, choices in CHOICES.items():
+        repeated = choices * -(-count // len(choices))
+        columns[name] = generator.sample(repeated[:count], count)
+    return [Case({name: column[i] for name, column in columns.items()}) for i in range(count)]
+
+
+CASES = covering(COUNT)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case["mesh"])))
+def test_case(case: Case) -> None:
+    try:
+        run_case(case)
+    except Exception:
+        print(script(case))  # the reproducer
+        raise
+
+
+def test_every_choice_is_tested() -> None:
+    assert len(CHOICES["mesh"]) <= COUNT
+    for name, choices in CHOICES.items():
+        assert {repr(case[name]) for case in CASES} == {repr(one) for one in choices}
+
+
+def fails_on_two_features(case: Case) -> None:
+    if case["gate"] == "fused" and case["layers"] > 2:
+        raise ValueError(f"wrong by {case['length']}.5e-3")
+
+
+def test_search_shrinks_to_what_matters(tmp_path: Path) -> None:
+    """A failure of two features together: all others go back to the simplest; one script, found once."""
+    shown: list[str] = []
+    tally = search(60, 5.0, 0, tmp_path, fails_on_two_features, shown.append)
+    assert list(tally.findings) == ["ValueError: wrong by N"]
+    text = (tmp_path / "finding_0.py").read_text()
+    smallest = Case(SIMPLEST.picks | {"gate": "fused", "layers": 3})
+    assert text.endswith(script(smallest))
+    assert "ValueError: wrong by 4.5e-3" in text and any(text in one for one in shown)
+    assert tally.outcomes["failed"] >= 1 and tally.outcomes["passed"] > tally.outcomes["failed"]
+    assert "FOUND ValueError: wrong by N" in tally.report() and "gate" in tally.report()
+    compile(text, "finding_0.py", "exec")
+
+
+def test_search_counts_refusals() -> None:
+    def refuse(case: Case) -> None:
+        if case["bias"]:
+            raise PlanError("somewhere", f"{case['layers']} layers are too many", "none")
+
+    tally = Tally()
+    assert run_round(10, 0, tally, refuse) is None
+    assert list(tally.refusals) == ["PlanError: N layers are too many"]
+    assert tally.outcomes["refused"] == tally.refusals.total() and tally.ran == 10
