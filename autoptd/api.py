@@ -44,6 +44,9 @@ def parallelize(
     backend: str | None = None,
     timeout: float = 300.0,
     nan: str = "raise",
+    async_tensor_model_parallel_allreduce: bool = False,
+    accumulate_allreduce_grads_in_fp32: bool = False,
+    delay_wgrad_compute: str | None = None,
     **later: Any,
 ) -> ParallelModel:
     """Return `model` running on t*p*d ranks: t tensor, p pipeline, d data parallel (Narayanan et al., SC'21).
@@ -55,7 +58,8 @@ def parallelize(
     `v` model chunks per pipeline rank; `loss_fn(output, targets)` where the model returns no loss; `num_microbatches` per
     replica and step (default: the largest divisor of the replica's rows that is <= 4p, a multiple of p preferred);
     `schedule` "gpipe", "1f1b" or "interleaved"; `backend` "local", "gloo" or "nccl"; `timeout` in seconds; `nan="ignore"` lets
-    a NaN loss pass. `later` catches keywords of features that do not exist yet.
+    a NaN loss pass; the last three are hooks on the backward of linear layers, see `Options`. `later` catches keywords of
+    features that do not exist yet.
 
     Raises TraceError when the model cannot be captured faithfully and PlanError when the request cannot be met, before any
     rank starts.
@@ -73,6 +77,9 @@ def parallelize(
         backend=backend,
         timeout=timeout,
         nan=nan,
+        async_tensor_model_parallel_allreduce=async_tensor_model_parallel_allreduce,
+        accumulate_allreduce_grads_in_fp32=accumulate_allreduce_grads_in_fp32,
+        delay_wgrad_compute=delay_wgrad_compute,
         **later,
     )
     check_module(model)

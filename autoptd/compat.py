@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-__all__ = ["FakeTensorMode", "TorchDispatchMode", "default_store", "env_store"]
+__all__ = ["FakeTensorMode", "TorchDispatchMode", "default_store", "env_store", "mm_as", "set_grad_dtype"]
 __all__ += ["tree_flatten", "tree_leaves", "tree_map", "tree_unflatten"]
 
 
@@ -25,3 +26,18 @@ def default_store() -> dist.Store:
     from torch.distributed.distributed_c10d import _get_default_store
 
     return _get_default_store()
+
+
+def set_grad_dtype(leaf: torch.Tensor, dtype: torch.dtype) -> None:
+    """Let autograd add up `leaf.grad` in `dtype`; before the leaf is used, and without a gradient."""
+    if leaf.grad_dtype != dtype:
+        leaf.grad_dtype = dtype
+
+
+def mm_as(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a @ b in `dtype`, rounded once: the GEMM itself adds up in at least that."""
+    if a.dtype == dtype:
+        return a @ b
+    if a.is_cuda:
+        return torch.mm(a, b, out_dtype=dtype)
+    return a.to(dtype) @ b.to(dtype)  # the CPU has no GEMM with another dtype for its result

@@ -96,13 +96,15 @@ def compile_program(
     passes.localize(graph, sizes)
     forms.end("LOCAL", graph)
 
+    passes.hook_gemms(graph, overlap=options.async_tensor_model_parallel_allreduce, wgrad=options.wgrad)
+
     crossing = codegen.crossings(graph)
     orders = make_orders(options, batch.num_microbatches, crossing)
     files = [
         codegen.write_stage(graph, k, options.t, crossing, about(options, batch, k)) for k in range(options.num_stages)
     ]
     costs = {"flops_per_stage": cut["flops"], "redundant_gemm_flops": redundant, "total_flops": sum(cut["flops"])}
-    params = param_specs(graph, captured)
+    params = param_specs(graph, captured, options)
     return Program(
         mesh=options.mesh,
         v=options.v,
@@ -223,6 +225,8 @@ def make_orders(options: Options, m: int, crossing: list[codegen.Crossing]) -> O
             merged[one.source, target] = merged.get((one.source, target), False) or note(one.node).needs_grad
     links = [(*pair, has_grad) for pair, has_grad in sorted(merged.items())]
     orders = schedule.build_orders(str(options.schedule), options.p, options.v, m)
+    if options.delay_wgrad_compute is not None:
+        orders = schedule.delay_weight_gradients(orders, options.delay_wgrad_compute)
     orders = schedule.add_transfers(orders, options.p, links)
     schedule.simulate(orders, options.p, links=links)
     return orders

@@ -13,6 +13,12 @@ from autoptd.errors import PlanError
 from autoptd.ir.mesh import Mesh
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved")
+DELAYS = ("after_b", "before_reduce")
+GEMM_HOOKS = (
+    "async_tensor_model_parallel_allreduce",
+    "accumulate_allreduce_grads_in_fp32",
+    "delay_wgrad_compute",
+)
 NOT_YET = {
     "c": "context parallelism",
     "zero": "optimizer sharding",
@@ -42,6 +48,20 @@ class Options:
     `num_microbatches` counts per replica and step; None takes the largest divisor of the replica's rows that is at most 4p,
     a multiple of p preferred. `schedule` is "gpipe", "1f1b" or "interleaved"; None takes 1f1b for v=1, else interleaved.
     `timeout` is in seconds. `nan="ignore"` lets a NaN loss pass.
+
+    The rest, all off by default, are hooks on the backward of linear layers (runtime/linear.py), under Megatron's names. A
+    layer with a hook is a Python autograd function: up to a third slower at h=64, nothing that can be measured from h=256.
+
+    - `async_tensor_model_parallel_allreduce`: the all-reduce of the input's gradient of a column-split layer runs beside the
+      GEMM of the weight's gradient. Gains up to the shorter of the two per layer, where communication needs no compute.
+      An input that several layers share (separate q, k, v) keeps its own all-reduce, in the open.
+    - `accumulate_allreduce_grads_in_fp32`: gradients add up over microbatches, and over ranks, in float32 (float64 for
+      float64), whatever the parameters' dtype: `parameter.main_grad`. `parameter.grad` is its copy in the parameter's
+      dtype. Costs 4 bytes a parameter and twice the reduced bytes where that dtype is bf16. Linear layers add to the sum
+      from within the GEMM (Megatron's gradient_accumulation_fusion), with float32 parameters too.
+    - `delay_wgrad_compute`: B leaves the GEMMs of the weights' gradients to actions W, so that an earlier stage need not
+      wait for them: "after_b" runs W right behind its B; "before_reduce" all W of a stage before its gradients are reduced,
+      which keeps every microbatch's inputs and output gradients of these layers until then.
     """
 
     t: int = 1
@@ -56,6 +76,9 @@ class Options:
     backend: str | None = None
     timeout: float = 300.0
     nan: str = "raise"
+    async_tensor_model_parallel_allreduce: bool = False
+    accumulate_allreduce_grads_in_fp32: bool = False
+    delay_wgrad_compute: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("t", "p", "d", "v"):
@@ -78,10 +101,23 @@ class Options:
             raise PlanError(f"nan={self.nan!r}", "no such choice", "'raise' or 'ignore'")
         if not self.timeout > 0:
             raise PlanError(f"timeout={self.timeout}", "no positive number of seconds", "for example timeout=300")
+        for name in GEMM_HOOKS[:2]:
+            if not isinstance(getattr(self, name), bool):
+                raise PlanError(f"{name}={getattr(self, name)!r}", "is on or off", f"{name}=True")
+        if self.delay_wgrad_compute not in (None, *DELAYS):
+            remedy = f"{', '.join(map(repr, DELAYS))} or None"
+            raise PlanError(f"delay_wgrad_compute={self.delay_wgrad_compute!r}", "no such place for W", remedy)
 
     @property
     def mesh(self) -> Mesh:
         return Mesh(self.t, self.p, self.d)
+
+    @property
+    def wgrad(self) -> str:
+        """The attribute of a stage that takes the gradients of linear layers' weights; "" for autograd."""
+        if self.delay_wgrad_compute is not None:
+            return "deferred"
+        return "main_grads" if self.accumulate_allreduce_grads_in_fp32 else ""
 
     @property
     def num_stages(self) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from autoptd import codegen
+from autoptd import codegen, passes
 from autoptd import trace as tracing
 from autoptd.ir import markers
 from autoptd.ir.actions import Orders
@@ -22,7 +22,7 @@ from autoptd.ir.calls import axis_text
 from autoptd.ir.notes import note, op_name, ops, placeholders, tensor
 from autoptd.ir.program import Collective, CrossingSpec, DropoutSpec, InputSpec, ParamSpec, StageSpec
 from autoptd.ir.types import I, ValueType, outer_size
-from autoptd.options import Options
+from autoptd.options import GEMM_HOOKS, Options
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,26 @@ def about(options: Options, batch: Batch, stage: int) -> list[str]:
         f"plan: {options.mesh}, v={options.v}, {m} microbatches of {b} rows per replica, schedule {options.schedule}.",
         "Shapes in comments are a rank's, of one microbatch. `w`: parameters, `b`: buffers, `tp`: the tensor-parallel group.",
         "Types over tp: I invariant, R replicated with a partial gradient, P partial sum, S sharded; rt.p_to_i turns P into I.",
+        *_about_hooks(options),
     ]
 
 
-def param_specs(graph: Graph, captured: tracing.Captured) -> tuple[ParamSpec, ...]:
+def _about_hooks(options: Options) -> list[str]:
+    """What an `rt.linear` in the file means, where there are any."""
+    said = []
+    if options.async_tensor_model_parallel_allreduce:
+        said.append("overlap=tp all-reduces the gradient of the input while the weight's is computed")
+    if options.wgrad == "main_grads":
+        said.append("wgrad=self.main_grads adds the weight's gradient to the sum from within the GEMM")
+    if options.wgrad == "deferred":
+        said.append("wgrad=self.deferred leaves the weight's gradient to action W")
+    lines = [f"rt.linear is F.linear with hooks on its backward: {'; '.join(said)}."] if said else []
+    if options.accumulate_allreduce_grads_in_fp32:
+        lines.append("All gradients add up in float32 (float64 for float64): parameter.main_grad.")
+    return lines
+
+
+def param_specs(graph: Graph, captured: tracing.Captured, options: Options) -> tuple[ParamSpec, ...]:
     """Every parameter of the model once; those that the loss does not use live on stage 0, whole."""
     used = {note(node).name: node for node in placeholders(graph, "param")}
     specs = []
@@ -71,9 +87,15 @@ def param_specs(graph: Graph, captured: tracing.Captured) -> tuple[ParamSpec, ..
                 type=record.tp if record else I,
                 dims=record.dims if record else tuple((size,) for size in parameter.shape),
                 why=record.why if record else "not used by the loss",
+                grad_dtype=_grad_dtype(parameter.dtype) if options.accumulate_allreduce_grads_in_fp32 else "",
+                adds=tuple(passes.adds_to_gradient(node, stage) for stage in record.stages) if node and record else (),
             )
         )
     return tuple(specs)
+
+
+def _grad_dtype(dtype: torch.dtype) -> str:
+    return "float64" if dtype == torch.float64 else "float32"
 
 
 def input_specs(graph: Graph, captured: tracing.Captured, batch: Batch) -> tuple[InputSpec, ...]:
@@ -120,6 +142,8 @@ def collectives(
         for stage in note(node).stages:
             if note(node).conversion:
                 found.append(_conversion(node, stage, options))
+            elif "swallowed" in note(node).extra:
+                found.append(_swallowed(node, stage, options))
             elif op_name(node) == "cross_entropy" and node.kwargs["vocab"]:
                 found += _vocabulary_sums(node, stage, options)
     for one in crossing:
@@ -133,6 +157,15 @@ def _conversion(node: Node, stage: int, options: Options) -> Collective:
     nbytes, ranks = codegen.collective_bytes(node, options.t), (stage % options.p,)
     return Collective(
         site, stage, record.conversion, "tp", forward, backward, nbytes, options.t, record.why, pp_ranks=ranks
+    )
+
+
+def _swallowed(node: Node, stage: int, options: Options) -> Collective:
+    """An f that is part of a linear layer: see passes/hooks.py."""
+    record, f = note(node), note(node).extra["swallowed"]
+    site, ranks = f"{record.module} ({record.source})", (stage % options.p,)
+    return Collective(
+        site, stage, f.conversion, "tp", "none", "all-reduce", f.payload_bytes, options.t, f.why, pp_ranks=ranks
     )
 
 
@@ -250,7 +283,7 @@ def plan_record(options: Options, batch: Batch, cut: dict[str, Any], params: tup
         "mesh": {"t": options.t, "p": options.p, "d": options.d, "v": options.v},
         "num_microbatches": batch.num_microbatches,
         "schedule": options.schedule,
-        "options": {"seed": options.seed},
+        "options": {"seed": options.seed} | {name: getattr(options, name) for name in GEMM_HOOKS},
         "cut": cut["after"],
         "shard": list(shard.values()),
     }

@@ -164,6 +164,16 @@ def _dropout(node: Node, text: Text, site: str) -> str:
     return f"rt.dropout({_join([x, rate, f'self.draw(site={number})'], keywords)})"
 
 
+def _linear(node: Node, text: Text, site: str) -> str:
+    x, weight, bias = node.args
+    keywords = {"overlap": "tp"} if node.kwargs["overlap"] else {}
+    keywords |= {"wgrad": f"self.{node.kwargs['wgrad']}"} if node.kwargs["wgrad"] else {}
+    keywords |= {"transposed": "True"} if node.kwargs["transposed"] else {}
+    keywords |= {"site": json.dumps(site)} if node.kwargs["overlap"] else {}
+    operands = [text(one) for one in (x, weight, bias) if one is not None]  # type: ignore[arg-type]
+    return f"rt.linear({_join(operands, keywords)})"
+
+
 MARKER_TEXTS: dict[str, Callable[[Node, Text, str], str]] = {
     "convert": _convert,
     "first_rows": lambda node, text, site: (
@@ -173,5 +183,6 @@ MARKER_TEXTS: dict[str, Callable[[Node, Text, str], str]] = {
     "cross_entropy": _cross_entropy,
     "dropout": _dropout,
     "mean": _mean,
+    "linear": _linear,
     "vocab_embedding": _vocab_embedding,
 }

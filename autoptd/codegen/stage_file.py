@@ -266,6 +266,8 @@ def _write_body(writer: Writer, body: list[Node], names: dict[Node, str], t: int
         if _is_unpacked(node, body):
             pieces = {user.args[1]: names[user] for user in node.users}
             target = ", ".join(pieces.get(i, "_") for i in range(len(node.meta["val"])))
+        if (f := note(node).extra.get("swallowed")) is not None:
+            writer.add(2, f"# overlap: all-reduce backward, {f.payload_bytes:,} B: {_brief(node, layer, f.why)}")
         writer.add(2, f"{target} = {expression(node, text, call_site(node, layer))}", comment_of(node, t, layer))
 
 
@@ -304,7 +306,7 @@ def comment_of(node: Node, t: int, layer: str = "") -> str:
     if node.target is markers.convert:
         both = zip(conversion_work(node), ("forward", "backward"), strict=True)
         work = [f"{what} {when}" for what, when in both if what != "none"]
-        return f"{', '.join(work) or 'no communication'}, {collective_bytes(node, t):,} B: {_brief(node, layer)}"
+        return f"{', '.join(work) or 'no communication'}, {collective_bytes(node, t):,} B: {_brief(node, layer, record.why)}"
     said = []
     first = next((arg for arg in node.args if isinstance(arg, Node)), None)
     literal = op_name(node) in ("aten.view", "aten.reshape", "aten.expand", "aten._unsafe_view")
@@ -317,9 +319,8 @@ def comment_of(node: Node, t: int, layer: str = "") -> str:
     return "  ".join(said)
 
 
-def _brief(node: Node, layer: str) -> str:
+def _brief(node: Node, layer: str, why: str) -> str:
     """The reason of a conversion, without the path that the section above it shows already."""
-    why = note(node).why
     for known in (f"{note(node).module}: ", layer, f"{layer.removesuffix('.')}: "):
         why = why.removeprefix(known) if known not in ("", ": ") else why
     return why

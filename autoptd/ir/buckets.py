@@ -29,9 +29,8 @@ GRADIENTS, TIED = "gradients ", "tied gradients "  # what the sites of these sum
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """Parameters of one dtype that are summed together, over the mesh axes `axes` and then over the pipeline ranks `owners`.
-
-    `number` is the place of the first one in the program.
+    """Parameters whose gradients have one dtype and are summed together, over the mesh axes `axes` and then over the pipeline
+    ranks `owners`. `number` is the place of the first one in the program.
     """
 
     number: int
@@ -51,7 +50,7 @@ class BucketPlan:
         return self.site.replace(GRADIENTS, TIED, 1)
 
     def nbytes(self, t: int) -> int:
-        return sum(spec.local_bytes(t) for spec in self.params)
+        return sum(spec.grad_bytes(t) for spec in self.params)
 
 
 def reduction_axes(spec: ParamSpec) -> tuple[str, ...]:
@@ -64,11 +63,11 @@ def plan_buckets(
 ) -> list[BucketPlan]:
     """Return the buckets of pipeline rank `pp` in the order in which their gradients become complete.
 
-    A bucket's parameters share dtype, group and owner set and follow the program's order, so that all owners of a tied
-    parameter make the same bucket of it.
+    A bucket's parameters share the dtype of their gradients, group and owner set and follow the program's order, so that all
+    owners of a tied parameter make the same bucket of it.
     """
     position = {spec.name: i for i, spec in enumerate(params)}
-    last_backward = {action.stage: i for i, action in enumerate(orders[pp]) if action.kind is Kind.B}
+    last_backward = {action.stage: i for i, action in enumerate(orders[pp]) if action.kind in (Kind.B, Kind.W)}
 
     def closes(spec: ParamSpec) -> int:
         return max(last_backward.get(stage, -1) for stage in spec.stages)
@@ -80,9 +79,9 @@ def plan_buckets(
             continue
         # Tied ones are not grouped by `closes`, which differs from owner to owner.
         axes = tuple(axis for axis in reduction_axes(spec) if mesh.degree(axis) > 1)
-        key = (axes, owners, spec.dtype, closes(spec) if len(owners) == 1 else -1)
+        key = (axes, owners, spec.sum_dtype, closes(spec) if len(owners) == 1 else -1)
         lists = runs.setdefault(key, [[]])
-        if lists[-1] and sum(one.local_bytes(mesh.t) for one in [*lists[-1], spec]) > bucket_bytes:
+        if lists[-1] and sum(one.grad_bytes(mesh.t) for one in [*lists[-1], spec]) > bucket_bytes:
             lists.append([])
         lists[-1].append(spec)
     plans = [

@@ -48,6 +48,15 @@ class Note:
     extra: dict[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Swallowed:
+    """A conversion that became part of an operator: `note(node).extra["swallowed"]`."""
+
+    conversion: str
+    payload_bytes: int
+    why: str
+
+
 def note(node: Node) -> Note:
     """Return the record of `node`."""
     return node.meta[KEY]

@@ -48,7 +48,9 @@ class InputSpec:
 class ParamSpec:
     """One parameter of the model, once, however many names (`aliases`, `name` first) it is tied under.
 
-    `type` is its type over tp (I, R or S), `shape` and `dims` are global, `stages` are the stages that use it.
+    `type` is its type over tp (I, R or S), `shape` and `dims` are global, `stages` are the stages that use it. `adds` tells,
+    for each of them, how often the backward (and W) of one microbatch adds to the gradient; empty for once each. `grad_dtype`
+    is the dtype in which gradients add up, where that was asked for: then the parameter has a `main_grad`.
     """
 
     name: str
@@ -60,6 +62,20 @@ class ParamSpec:
     type: ValueType
     dims: Dims
     why: str = ""
+    adds: tuple[int, ...] = ()
+    grad_dtype: str = ""
+
+    @property
+    def sum_dtype(self) -> str:
+        """The dtype in which gradients add up, over microbatches and over ranks."""
+        return self.grad_dtype or self.dtype
+
+    def grad_bytes(self, t: int) -> int:
+        """Bytes of a rank's part of the gradient, as it is summed."""
+        return math.prod(self.local_shape(t)) * int(getattr(torch, self.sum_dtype).itemsize)
+
+    def adds_in(self, stage: int) -> int:
+        return self.adds[self.stages.index(stage)] if self.adds else 1
 
     @property
     def outer(self) -> int:

@@ -1,18 +1,21 @@
-"""Graph to graph, one file a pass: annotate, communicate, cut, localize; and the axis table (`rules.py`)."""
+"""Graph to graph, one file a pass: annotate, communicate, cut, localize, hooks; and the axis table (`rules.py`)."""
 
 from autoptd.passes.annotate import annotate, describe, redundant_flops, unknown_ops
 from autoptd.passes.communicate import check_connected, communicate, conversion_row
 from autoptd.passes.cut import cut
+from autoptd.passes.hooks import adds_to_gradient, hook_gemms
 from autoptd.passes.localize import Sizes, localize
 
 __all__ = [
     "Sizes",
+    "adds_to_gradient",
     "annotate",
     "check_connected",
     "communicate",
     "conversion_row",
     "cut",
     "describe",
+    "hook_gemms",
     "localize",
     "redundant_flops",
     "unknown_ops",

@@ -16,6 +16,7 @@ from autoptd.runtime.conversions import (
     s_to_s,
 )
 from autoptd.runtime.dropout import dropout
+from autoptd.runtime.linear import linear
 from autoptd.runtime.losses import count_labels
 from autoptd.runtime.shards import join_shards, pad_shard, take_shard
 from autoptd.runtime.stage import Stage
@@ -33,6 +34,7 @@ __all__ = [
     "i_to_r",
     "i_to_s",
     "join_shards",
+    "linear",
     "p_to_i",
     "p_to_r",
     "p_to_s",

@@ -28,6 +28,7 @@ from autoptd.ir.mesh import Coordinate
 from autoptd.ir.program import CrossingSpec, Program
 from autoptd.runtime.dropout import Drawing
 from autoptd.runtime.gradients import Gradients
+from autoptd.runtime.linear import WeightGemm
 from autoptd.runtime.parameters import RankParameters, dtype_of, from_rank_0, owners
 from autoptd.runtime.stage import Stage, load_stage
 from autoptd.runtime.world import Done, Needs, Pending, World
@@ -108,6 +109,7 @@ class Executor:
         self._do = {
             Kind.F: self._forward,
             Kind.B: self._backward,
+            Kind.W: self._weight_gradients,
             Kind.SEND_F: self._send,
             Kind.SEND_B: self._send,
             Kind.RECV_F: self._receive,
@@ -119,7 +121,10 @@ class Executor:
     @cached_property
     def gradients(self) -> Gradients:
         """Made at the first step: an executor that only evaluates has none."""
-        return Gradients(self.program, self.world, self.params)
+        gradients = Gradients(self.program, self.world, self.params)
+        for stage in self._stages.values():
+            stage.main_grads = gradients.add
+        return gradients
 
     @property
     def inputs(self) -> set[str]:
@@ -190,6 +195,9 @@ class Executor:
         self._arriving: dict[Action, Pending] = {}  # by the RECV that it answers, handed over or received
         self._leaving: dict[Action, list[torch.Tensor]] = {}  # by the SEND that will take it
         self._sent: list[Pending] = []
+        self._late: dict[tuple[int, int], list[WeightGemm]] = {}  # what a B left for its W
+        for stage in self._stages.values():
+            stage.deferred.take()
 
     def _run(self, microbatches: Sequence[Microbatch], order: Sequence[Action]) -> None:
         self.params.check_storage()
@@ -202,6 +210,9 @@ class Executor:
         self.world.at = "end of the pipeline"
         for pending in self._sent:
             pending.wait()
+        if any(self._late.values()):
+            left = [f"B{stage}.{number}" for (stage, number), gemms in sorted(self._late.items()) if gemms]
+            raise InternalError(self.world.at, f"no W came for the weight gradients of {', '.join(left)}")
 
     def _set_totals(self) -> None:
         """Sum the counts that weighted-mean losses divide by over microbatches and replicas."""
@@ -266,9 +277,15 @@ class Executor:
             grads.append(torch.ones_like(kept.loss))
         if roots:
             torch.autograd.backward(roots, grads)  # type: ignore[arg-type]
+        self._late[stage, number] = self._stages[stage].deferred.take()
         for source in self._wires.grad_sources[stage]:
             back = [_gradient_of(kept.inputs[spec.name]) for spec in self._wires.gradients[source, stage]]
             self._pass_on(Action(Kind.SEND_B, stage, number, source), Kind.RECV_B, back)
+
+    def _weight_gradients(self, action: Action) -> None:
+        gemms = self._late.pop((action.stage, action.microbatch))
+        for gemm in gemms:
+            self.gradients.add(gemm)
 
     def _pass_on(self, send: Action, receive: Kind, message: list[torch.Tensor]) -> None:
         """Leave a message for its SEND, or hand it over to the other stage if that is on this rank."""

@@ -1,6 +1,8 @@
 """Gradients of one step: gathered over microbatches, summed once over the ranks that hold parts, then handed to parameters.
 
-In: a rank's leaves, whose `.grad` autograd fills. Out: `parameter.grad`, of the loss of the global batch.
+In: a rank's leaves, whose `.grad` autograd fills, or `add` where a GEMM brings its weight's gradient itself. Out:
+`parameter.grad`, of the loss of the global batch. A leaf's `.grad` has the dtype of `ParamSpec.sum_dtype`,
+and all sums run in that.
 
 Sums run on *buckets*: flat buffers of about 25 MB, over the ranks that `ir/buckets.py` says. A bucket starts once its last
 gradient is complete, which hooks on the leaves notice, and REDUCE actions make sure of. All ranks of a group hold the same
@@ -16,10 +18,12 @@ from collections.abc import Callable
 
 import torch
 
+from autoptd.compat import mm_as, set_grad_dtype
 from autoptd.errors import InternalError, PlanError
 from autoptd.ir.buckets import BUCKET_BYTES, BucketPlan, plan_buckets
 from autoptd.ir.program import ParamSpec, Program
-from autoptd.runtime.parameters import RankParameters
+from autoptd.runtime.linear import WeightGemm
+from autoptd.runtime.parameters import RankParameters, dtype_of
 from autoptd.runtime.world import Pending, World
 
 
@@ -69,11 +73,16 @@ class Gradients:
         self.params, self.world = params, world
         trained = [spec for spec in program.params if spec.requires_grad and spec.name in params.local]
         here = {spec.name: self._stages_here(program, spec) for spec in trained}
+        for spec in trained:
+            set_grad_dtype(params.leaves[spec.name], dtype_of(spec.sum_dtype))
         plans = plan_buckets(program.params, program.orders, world.mesh, world.coordinate.pp, bucket_bytes)
         self.buckets = [Bucket(plan, world) for plan in plans]
         self._bucket_of = {spec.name: bucket for bucket in self.buckets for spec in bucket.specs}
         self._stages = {name: set(stages) for name, stages in here.items()}
-        self._expected = {name: len(stages) * program.num_microbatches for name, stages in here.items()}
+        self._expected = {
+            spec.name: sum(map(spec.adds_in, here[spec.name])) * program.num_microbatches for spec in trained
+        }
+        self._name_of = {id(params.leaves[name]): name for name in here}
         self._results: dict[str, torch.Tensor] = {}
         for name in here:
             params.leaves[name].register_post_accumulate_grad_hook(_counting_hook(weakref.ref(self), name))
@@ -92,8 +101,21 @@ class Gradients:
         self._open_stages = {name: set(stages) for name, stages in self._stages.items()}
         self._next, self._results = 0, {}
 
+    @torch.no_grad()
+    def add(self, gemm: WeightGemm) -> None:
+        """Run the GEMM and add its result to the gradient of its weight, which is a leaf."""
+        leaf, (a, b) = gemm.weight, gemm.factors()
+        if leaf.grad is not None and leaf.grad.dtype == a.dtype:
+            leaf.grad.addmm_(a, b)
+        else:
+            product = mm_as(a, b, leaf.grad_dtype or leaf.dtype)
+            leaf.grad = product if leaf.grad is None else leaf.grad.add_(product)
+        self.count(self._name_of[id(leaf)])
+
     def count(self, name: str) -> None:
-        """One more backward reached the leaf `name`."""
+        """The gradient of the leaf `name` grew once more."""
+        if self._bucket_of[name].pending is not None:
+            raise InternalError(f"gradient of {name}", "grew after its reduction had started")
         self._counts[name] += 1
         if self._counts[name] > self._expected[name]:
             raise InternalError(f"gradient of {name}", f"a backward too many: {self._expected[name]} were expected")
@@ -119,13 +141,10 @@ class Gradients:
 
     @torch.no_grad()
     def commit(self) -> None:
-        """Add the step's gradients to `parameter.grad`."""
+        """Add the step's gradients to `parameter.grad` (and `parameter.main_grad`)."""
         for name, grad in self._results.items():
-            parameter = self.params.local[name]
-            if parameter.grad is None:
-                parameter.grad = grad
-            else:
-                parameter.grad.add_(grad)
+            present = self.params.gradient(name)
+            self.params.set_gradient(name, grad if present is None else present.to(grad.dtype).add_(grad))
         self.drop()
 
     def drop(self) -> None:
@@ -155,10 +174,10 @@ def grad_norm(params: RankParameters) -> torch.Tensor:
     world = params.world
     total = torch.zeros((), dtype=torch.float64, device=world.device)
     for spec in params.specs:
-        parameter = params.local.get(spec.name)
         counts = params.is_first_owner(spec) and (spec.type.kind == "S" or world.coordinate.tp == 0)
-        if counts and parameter is not None and parameter.grad is not None:
-            total += torch.linalg.vector_norm(parameter.grad, dtype=torch.float64) ** 2
+        gradient = params.gradient(spec.name) if counts else None
+        if gradient is not None:
+            total += torch.linalg.vector_norm(gradient, dtype=torch.float64) ** 2
     for axis in ("tp", "pp"):
         total = world.group((axis,)).all_reduce(total, "gradient norm")
     return total.sqrt()
@@ -174,9 +193,9 @@ def clip_gradients(params: RankParameters, max_norm: float, norm_type: float = 2
         raise PlanError(f"norm_type={norm_type}", "only the 2-norm is there", "norm_type=2")
     norm = grad_norm(params)
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for parameter in params.local.values():
-        if parameter.grad is not None:
-            parameter.grad.mul_(factor.to(parameter.grad.dtype))
+    for name in params.local:
+        if (gradient := params.gradient(name)) is not None:
+            params.set_gradient(name, gradient.mul_(factor.to(gradient.dtype)))
     return norm
 
 
@@ -190,4 +209,4 @@ def _counting_hook(gradients: weakref.ref[Gradients], name: str) -> Callable[[to
 
 
 def _gradient(leaf: torch.Tensor) -> torch.Tensor:
-    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+    return torch.zeros_like(leaf, dtype=leaf.grad_dtype) if leaf.grad is None else leaf.grad

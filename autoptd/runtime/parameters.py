@@ -14,6 +14,7 @@ Stages compute with *leaves*: detached tensors that share the parameter's storag
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,6 +36,18 @@ def owners(program: Program, spec: ParamSpec) -> tuple[int, ...]:
     return spec.owners(program.mesh.p)
 
 
+@dataclass(frozen=True)
+class MainGrad:
+    """A gradient in `ParamSpec.sum_dtype`, and the copy of it in the parameter's dtype, which is `parameter.grad`.
+
+    `version` tells whether the copy was changed since: then the copy counts.
+    """
+
+    main: torch.Tensor
+    copy: torch.Tensor
+    version: int
+
+
 class RankParameters:
     """The parameters of one rank. Creating it is a collective: rank 0's values are taken, as DDP does.
 
@@ -46,6 +59,8 @@ class RankParameters:
         self.specs = program.params
         self.local: dict[str, nn.Parameter] = {}
         self.leaves: dict[str, torch.Tensor] = {}
+        self._main: dict[str, MainGrad] = {}
+        self._grad_dtypes = {spec.name: dtype_of(spec.grad_dtype) if spec.grad_dtype else None for spec in self.specs}
         for spec in self.specs:
             whole = from_rank_0(world, spec.name, full[spec.name], dtype_of(spec.dtype))
             if self.is_owner(spec):
@@ -64,6 +79,27 @@ class RankParameters:
         """Leaves of the parameters that `stage` uses, under all their names."""
         used = [spec for spec in self.specs if stage in spec.stages]
         return {name: self.leaves[spec.name] for spec in used for name in (spec.name, *spec.aliases)}
+
+    def gradient(self, name: str) -> torch.Tensor | None:
+        """The gradient of a parameter of this rank, if it has one: `main_grad`, unless `.grad` was changed by others."""
+        parameter, known = self.local.get(name), self._main.get(name)
+        if parameter is None:
+            return None
+        if known is not None and parameter.grad is known.copy and known.copy._version == known.version:
+            return known.main
+        return parameter.grad
+
+    def set_gradient(self, name: str, grad: torch.Tensor) -> None:
+        """Make `grad` the gradient of a parameter: its `.main_grad` if it is to have one; `.grad` is the rounded copy."""
+        parameter, dtype = self.local[name], self._grad_dtypes[name]
+        if dtype is None:
+            parameter.grad = grad
+            return
+        main = grad.to(dtype)
+        parameter.main_grad = main  # type: ignore[attr-defined]
+        parameter.grad = main.to(parameter.dtype)
+        if parameter.grad is not main:
+            self._main[name] = MainGrad(main, parameter.grad, parameter.grad._version)
 
     def check_storage(self) -> None:
         """Refuse a parameter that was given another storage: stages would go on with the old one."""
@@ -127,14 +163,14 @@ def gather_parameters(params: RankParameters) -> dict[str, torch.Tensor]:
 
 def gather_gradients(params: RankParameters) -> dict[str, torch.Tensor]:
     """Return all gradients as `gather_parameters` returns values; a parameter without one is absent."""
-    mine = [name for name, parameter in params.local.items() if parameter.grad is not None]
+    mine = [name for name in params.local if params.gradient(name) is not None]
     everywhere = params.world.everyone().gather_objects(mine, "which gradients exist")
     present = set().union(*everywhere)
     found: dict[str, torch.Tensor] = {}
     for spec in params.specs:
         if spec.name in present:
-            parameter = params.local.get(spec.name)
-            full = gather_full(params, spec, None if parameter is None else parameter.grad)
+            dtype, mine_of = dtype_of(spec.sum_dtype), params.gradient(spec.name)
+            full = gather_full(params, spec, None if mine_of is None else mine_of.to(dtype), dtype)
             if full is not None:
                 found |= dict.fromkeys((spec.name, *spec.aliases), full)
     return found

@@ -20,6 +20,7 @@ import torch
 
 from autoptd.errors import InternalError
 from autoptd.runtime.dropout import Draw, Drawing
+from autoptd.runtime.linear import Deferred, WeightGradient
 from autoptd.runtime.world import Group
 
 
@@ -69,6 +70,7 @@ class Stage:
 
     `totals` are the global counts that weighted-mean losses divide by: sums over all microbatches and replicas, set before the
     first forward of every step. `drawing` says which dropout masks the next forward draws; None: no dropout.
+    `main_grads` and `deferred` are what an emitted `rt.linear` names as its `wgrad`.
     """
 
     def __init__(
@@ -85,6 +87,8 @@ class Stage:
         self.device = device
         self.totals: tuple[float, ...] = ()
         self.drawing: Drawing | None = None
+        self.main_grads: WeightGradient | None = None  # set before the first forward that needs gradients
+        self.deferred = Deferred()
 
     def draw(self, site: int) -> Draw | None:
         """The masks of one dropout of the model, by the number of its call."""

@@ -1,0 +1,86 @@
+"""Hang the hooks that were asked for on the GEMMs of a LOCAL graph (LOCAL -> what codegen writes).
+
+In: LOCAL, and which hooks. Out: `markers.linear` in the place of a `linear` or `addmm` that has one: the runtime's own autograd
+function. All other GEMMs stay what they were.
+
+- *overlap*: where an f (I -> R) has this GEMM as its only reader, with nothing but views between, f becomes part of the GEMM,
+  so that the input's gradient is summed while the weight's is computed. An f that several GEMMs read (separate q, k, v) stays
+  on a line of its own: their input gradients are added up first and summed over the ranks once.
+- *wgrad*: where the weight is a parameter itself, its gradient does not go through autograd: "main_grads" or "deferred", the
+  attribute of the stage that takes it (see runtime/linear.py).
+
+    hook_gemms(graph, overlap=True, wgrad="deferred")
+"""
+
+from __future__ import annotations
+
+import math
+
+from torch.fx import Graph, Node
+
+from autoptd.ir import markers
+from autoptd.ir.notes import Swallowed, note, op_name, ops, tensor
+
+VIEWS = ("aten.view", "aten.reshape", "aten._unsafe_view", "aten.transpose", "aten.permute", "aten.contiguous")
+PLAIN_KWARGS: dict[str, object] = {"alpha": 1, "beta": 1}
+
+
+def hook_gemms(graph: Graph, *, overlap: bool, wgrad: str) -> None:
+    """Replace every GEMM that one of the hooks applies to."""
+    for node in list(ops(graph)):
+        operands = _operands(node)
+        if operands is None or not note(operands[1]).needs_grad:
+            continue
+        x, weight, bias = operands
+        f = _f_in_front(x, node) if overlap else None
+        where = wgrad if weight.op == "placeholder" and note(weight).kind == "param" else ""
+        if f is None and not where:
+            continue
+        is_transposed = op_name(node) == "aten.addmm"
+        node.target, node.args = markers.linear, (x, weight, bias)
+        node.kwargs = {"overlap": f is not None, "wgrad": where, "transposed": is_transposed}
+        if f is not None:
+            record = note(f)
+            note(node).extra["swallowed"] = Swallowed(record.conversion, _payload(f), record.why)
+            f.replace_all_uses_with(f.args[0])  # type: ignore[arg-type]
+            graph.erase_node(f)
+
+
+def adds_to_gradient(weight: Node, stage: int) -> int:
+    """How often the backward of one microbatch adds to the gradient of a parameter in `stage`.
+
+    Autograd adds once, whatever the number of readers; every GEMM that brings its weight's gradient itself adds once more.
+    """
+    readers = [user for user in weight.users if stage in note(user).stages]
+    own = [
+        user for user in readers if user.target is markers.linear and user.kwargs["wgrad"] and user.args[1] is weight
+    ]
+    is_input_too = any(weight in (user.args[0], user.args[2]) for user in own)
+    return len(own) + (is_input_too or len(own) < len(readers))
+
+
+def _operands(node: Node) -> tuple[Node, Node, Node | None] | None:
+    """(input, weight, bias) of a linear, or of an addmm that is one."""
+    if op_name(node) == "aten.linear":
+        x, weight, *rest = node.args
+        return x, weight, (rest[0] if rest else None)  # type: ignore[return-value]
+    is_plain = all(PLAIN_KWARGS.get(key) == given for key, given in node.kwargs.items())
+    if op_name(node) == "aten.addmm" and is_plain:
+        bias, x, weight = node.args
+        return (x, weight, bias) if tensor(bias).dim() == 1 else None  # type: ignore[return-value, arg-type]
+    return None
+
+
+def _f_in_front(x: Node, reader: Node) -> Node | None:
+    """The f that `x` is or comes from, if nobody but `reader` reads it."""
+    while len(x.users) == 1 and note(x).stages == note(reader).stages and x.op == "call_function":
+        if x.target is markers.convert:
+            return x if note(x).conversion == "i_to_r" and note(x).needs_grad else None
+        if op_name(x) not in VIEWS:
+            return None
+        x = x.args[0]  # type: ignore[assignment]
+    return None
+
+
+def _payload(f: Node) -> int:
+    return math.prod(note(f).extra["local_shapes"][0]) * tensor(f).element_size()

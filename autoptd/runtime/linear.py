@@ -1,0 +1,127 @@
+"""`F.linear` as an autograd function of the runtime's own: what the compiler emits where a hook on its backward is wanted.
+
+In: what `F.linear` takes, and the hooks. Out: the same values and the same gradients. The hooks, each of use without the other:
+
+- `overlap=tp`: the input is of type I, and f (I -> R) is part of this function: the input's gradient is all-reduced while
+  the weight's is computed (Narayanan et al., SC'21, section 4; Megatron's asynchronous all-reduce).
+- `wgrad=self.main_grads`: backward adds the weight's gradient itself to the sum over microbatches, in the dtype of that sum.
+- `wgrad=self.deferred`: backward leaves the GEMM of the weight's gradient in a list, which action W runs.
+
+    c_fc = rt.linear(ln_2, w.c_fc.weight, w.c_fc.bias, overlap=tp, wgrad=self.main_grads)
+
+With a `wgrad`, autograd does not see the weight at all, so that nothing counts, hooks or adds up its gradient a second time;
+the weight must then be a leaf. Sequence parallelism's S -> R fits the first hook: all-gather forward, and a reduce-scatter in
+the place of the all-reduce.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from autoptd.runtime.world import Group
+
+Tensor = torch.Tensor
+
+
+class WeightGemm(NamedTuple):
+    """The GEMM of a weight's gradient: `output_grad^T input`, or its transpose for a weight stored as [in, out].
+
+    Holds the tensors as autograd gave them: with a view of the gradient only, autograd could think it free for reuse.
+    """
+
+    weight: Tensor
+    input: Tensor
+    output_grad: Tensor
+    is_transposed: bool
+
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """(a, b), two-dimensional, with the gradient a @ b."""
+        rows, grads = _rows(self.input), _rows(self.output_grad)
+        return (rows.t(), grads) if self.is_transposed else (grads.t(), rows)
+
+
+WeightGradient = Callable[[WeightGemm], None]
+
+
+class Deferred:
+    """Takes the GEMMs of one backward; the executor takes them from here, and runs them at W."""
+
+    def __init__(self) -> None:
+        self.gemms: list[WeightGemm] = []
+
+    def __call__(self, gemm: WeightGemm) -> None:
+        self.gemms.append(gemm)
+
+    def take(self) -> list[WeightGemm]:
+        """Return what has come since the last call, and forget it."""
+        gemms, self.gemms = self.gemms, []
+        return gemms
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    overlap: Group | None = None,
+    wgrad: WeightGradient | None = None,
+    transposed: bool = False,
+    site: str = "",
+) -> Tensor:
+    """Return `F.linear(x, weight, bias)`; `transposed` for a weight stored as [in, out]. See the module for the hooks."""
+    if not torch.is_grad_enabled():
+        return F.linear(x, weight.t() if transposed else weight, bias)
+    held = weight if wgrad is not None and weight.requires_grad else None
+    wants_input_grad = x.requires_grad
+    if held is not None and not wants_input_grad:
+        x = x.detach().requires_grad_()  # so that backward comes here, even if nothing else needs a gradient
+    hooks = _Hooks(held, wants_input_grad, overlap, wgrad, transposed, site)
+    return _Linear.apply(x, None if held is not None else weight, bias, hooks)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Hooks(NamedTuple):
+    held: Tensor | None  # the weight, where it is kept from autograd
+    wants_input_grad: bool
+    overlap: Group | None
+    wgrad: WeightGradient | None
+    is_transposed: bool
+    site: str
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, hooks: _Hooks) -> Tensor:
+        ctx.hooks, ctx.shape = hooks, x.shape
+        ctx.wants_weight_grad = hooks.held is not None or ctx.needs_input_grad[1]
+        used: Tensor = hooks.held if weight is None else weight  # type: ignore[assignment]
+        ctx.save_for_backward(x if ctx.wants_weight_grad else None, used)
+        return F.linear(x, used.t() if hooks.is_transposed else used, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        hooks: _Hooks = ctx.hooks
+        x, weight = ctx.saved_tensors
+        input_grad = weight_grad = bias_grad = pending = None
+        if hooks.wants_input_grad:
+            input_grad = (_rows(grad) @ (weight.t() if hooks.is_transposed else weight)).view(ctx.shape)
+            if hooks.overlap is not None:
+                pending = hooks.overlap.all_reduce_start(input_grad, f"{hooks.site} backward")
+        if ctx.wants_weight_grad:
+            gemm = WeightGemm(weight, x, grad, hooks.is_transposed)
+            if hooks.held is None:
+                weight_grad = torch.mm(*gemm.factors())
+            else:
+                hooks.wgrad(gemm)  # type: ignore[misc]
+        if ctx.needs_input_grad[2]:
+            bias_grad = _rows(grad).sum(0)
+        if pending is not None:
+            input_grad = pending.wait()
+        return input_grad, weight_grad, bias_grad, None
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
