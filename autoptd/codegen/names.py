@@ -10,6 +10,7 @@ import ast
 import builtins
 import keyword
 import operator
+from collections.abc import Collection
 
 from torch.fx import Node
 
@@ -38,23 +39,28 @@ def choose_names(
     results: list[Node],
     inside: dict[Node, int] | None = None,
     same: dict[Node, Node] | None = None,
+    held: dict[Node, int] | None = None,
+    reserved: Collection[str] = (),
 ) -> dict[Node, str]:
     """Name the value of every node of `body`, run in this order; `given` are the arguments, `results` live to the end.
 
     `inside` are readers that run inside of a loop, with the index in `body` of that loop's results; `same` says which of those
-    results carries which value on, and should keep its name.
+    results carries which value on, and should keep its name; `held` until which index a value must be kept beyond its
+    last reader. `reserved` names are never taken.
     """
     position = {node: i for i, node in enumerate(body)} | (inside or {})
     last_use = {node: max((position.get(user, -1) for user in node.users), default=-1) for node in [*given, *body]}
+    for node, until in (held or {}).items():
+        last_use[node] = max(last_use.get(node, -1), until)
     for node in results:
         last_use[node] = len(body)
     holder = {name: node for node, name in given.items()}
     names = dict(given)
     for i, node in enumerate(body):
-        wanted = names[same[node]] if same and node in same else _wanted(node, body, i, names)
+        wanted = names.get(same[node], "x") if same and node in same else _wanted(node, body, i, names)
         free = wanted
         count = 1
-        while free in holder and last_use[holder[free]] > i:
+        while free in reserved or (free in holder and last_use[holder[free]] > i):
             count += 1
             free = f"{wanted}_{count}"
         names[node] = free

@@ -1,185 +1,255 @@
-"""Find the repeated layer in a stage: a run of operators that comes again and again with other parameters.
+"""The repeated layers of a stage, as the loops that will be written: what a layer is given, and how that is spelled by `i`.
 
-No module name is looked at to find it; names only choose where a period starts, and must tell its parameters apart
-(`h.0.ln.weight`, `h.1.ln.weight`) so that the emitted loop can index them. In: the operators of a stage. Out: a `Repeat`.
+In: the operators of a stage. Out: `Repeat`s. Layers are found by what they do (`ir/periods.py`); names of parameters only say
+how to index them: those of `h.0.ln.weight`, `h.1.ln.weight`, ... become `w.h[i].ln.weight`. What else differs from layer to
+layer is spelled by `i`, too: numbers in arithmetic progression (`3 * i + 1`), what alternates (`(local, full)[i % 2]`), and any
+other list of values (`scales[i]`).
 """
 
 from __future__ import annotations
 
+import re
 from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 from torch.fx import Node
 from torch.fx.node import map_aggregate
 
-from autoptd.ir.notes import note, shape
+from autoptd.codegen.expressions import expression
+from autoptd.ir.notes import note, value
+from autoptd.ir.periods import Period, find_periods
+
+Path = tuple[int | str, ...]  # where a number stands in the arguments of an operator: ("dim",) or (1, 0)
+FEW = 3  # parameters of one layer that all periods share and that are passed one by one
+FEWEST = 10  # operators of a repeat that has no parameters of its own
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What a layer has under one path: that of period k is `{prefix}.{first + k * step}` (step 0: all share one layer's)."""
+
+    kind: str
+    prefix: str
+    first: int
+    step: int
+
+    def path(self, k: int) -> str:
+        number = str(self.first + k * self.step)
+        return f"{self.prefix}.{number}" if self.prefix else number
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The loop's `i`: `first`, `first + step`, ... for period 0, 1, ..."""
+
+    first: int
+    step: int
+
+    def spell(self, values: Sequence[int | float]) -> str:
+        """One number per period, as an expression of `i`."""
+        if not all(isinstance(one, int) for one in values) or len({b - a for a, b in pairwise(values)}) > 1:
+            return self.choose([repr(one) for one in values])
+        slope = int(values[1] - values[0])
+        if slope % self.step:
+            return _times(slope, self.count, int(values[0]))
+        return _times(slope // self.step, "i", int(values[0]) - slope // self.step * self.first)
+
+    @property
+    def count(self) -> str:
+        """The number of the period, 0, 1, ..."""
+        text = _times(1, "i", -self.first)
+        return text if self.step == 1 else f"({text}) // {self.step}" if self.first else f"i // {self.step}"
+
+    def choose(self, texts: Sequence[str]) -> str:
+        """One of `texts` per period; a list that alternates is written once."""
+        for every in range(1, len(texts) // 2 + 1):
+            if all(text == texts[k % every] for k, text in enumerate(texts)):
+                turned = [texts[(k - self.first) % every] for k in range(every)] if self.step == 1 else texts[:every]
+                number = "i" if self.step == 1 else f"({self.count})"
+                return f"({', '.join(turned)})[{number} % {every}]" if every > 1 else texts[0]
+        return f"({', '.join(texts)})[{self.count}]"
 
 
 @dataclass(frozen=True)
 class Repeat:
-    """`count` periods of `length` operators (`period`: the first), from index `start`.
+    """One loop: `operators` are those of its second period (in the first, a carried value and an outer one can be the same)."""
 
-    The parameters of period k are called `{prefix}.{first + k}.{suffix}`.
+    at: Period
+    operators: tuple[Node, ...]
+    finals: tuple[Node, ...]  # what comes out of the last period, in the order of `carried`
+    weights: tuple[Weights, ...]
+    numbers: dict[tuple[int, Path], tuple[int | float, ...]]  # (operator, where) -> one per period
 
-    `carried` are (value before the loop, index in a period that replaces it) pairs; `outer` are values that every period
-    reads; `returned` are the indices in a period that are carried or read after the loop.
-    """
-
-    period: tuple[Node, ...]
-    start: int
-    length: int
-    count: int
-    prefix: str
-    first: int
-    carried: tuple[tuple[Node, int], ...]
-    outer: tuple[Node, ...]
-    returned: tuple[int, ...]
+    @cached_property
+    def steps(self) -> Steps:
+        return next((Steps(one.first, one.step) for one in self.weights if one.step), Steps(0, 1))
 
     @property
-    def stop(self) -> int:
-        return self.start + self.length * self.count
+    def carried(self) -> list[tuple[int, Node]]:
+        """(index in a period, value before the loop) of what goes from period to period."""
+        return sorted(self.at.carried.items())
+
+    def own(self, nodes: Sequence[Node]) -> tuple[Weights, str] | None:
+        """Which of `weights` the nodes of an operand belong to, and the name below it."""
+        found = _numbered(nodes)
+        return next(((one, rest) for one, rest in found if one in self.weights), None)
 
 
-def find_repeat(body: list[Node], results: set[Node]) -> Repeat | None:
-    """The repeat that covers most operators, or None."""
-    signature = [_signature(node) for node in body]
-    best: Repeat | None = None
-    for length in _periods(signature):
-        for low, high in _runs(signature, length):
-            for start in _starts(body, low, min(low + length, high)):
-                found = _build(body, start, length, (high + length - start) // length, results)
-                if found and (best is None or found.length * found.count > best.length * best.count):
-                    best = found
-    return best
+def find_repeats(body: list[Node], results: set[Node]) -> list[Repeat]:
+    """The repeats of a stage, in order."""
+    found = find_periods(body, [_signature(node) for node in body], results, _is_alike, _rank)
+    return [_repeat(body, one) for one in found]
 
 
-def _signature(node: Node) -> Any:
+def _repeat(body: list[Node], at: Period) -> Repeat:
+    low, last = at.start + at.length, at.stop - at.length
+    operators = tuple(body[low : low + at.length])
+    numbers = {}
+    for j in range(at.length):
+        every = [_numbers(body[at.start + k * at.length + j]) for k in range(at.count)]
+        for path in every[0]:
+            if len({repr(one[path]) for one in every}) > 1:
+                numbers[j, path] = tuple(one[path] for one in every)
+    return Repeat(at, operators, tuple(body[last + j] for j in sorted(at.carried)), weights_of(at), numbers)
+
+
+def _signature(node: Node) -> tuple[str, ...]:
+    """What two operators must have in common to be one line: all but the numbers among their arguments."""
     place = {arg: f"node {i}" for i, arg in enumerate(node.all_input_nodes)}  # f(x, x, y) is not f(x, y, y)
-    literals = map_aggregate((node.args, node.kwargs), lambda arg: place[arg] if isinstance(arg, Node) else arg)
-    return repr((str(node.target), str(literals), note(node).extra.get("local_shapes")))
-
-
-def _periods(signature: list[Any]) -> list[int]:
-    """Distances between equal operators, the commonest first."""
-    last: dict[Any, int] = {}
-    distances: Counter[int] = Counter()
-    for i, one in enumerate(signature):
-        if one in last:
-            distances[i - last[one]] += 1
-        last[one] = i
-    return [length for length, times in distances.most_common(12) if length > 2 and 4 * times >= length]
-
-
-def _runs(signature: list[Any], length: int) -> list[tuple[int, int]]:
-    """Ranges [low, high) in which every operator equals the one a period later."""
-    runs, low = [], None
-    for i in range(len(signature) - length + 1):
-        same = i + length < len(signature) and signature[i] == signature[i + length]
-        if same and low is None:
-            low = i
-        if not same and low is not None:
-            if i - low >= length // 2:
-                runs.append((low, i))
-            low = None
-    return runs
-
-
-def _starts(body: list[Node], low: int, high: int) -> list[int]:
-    """Where a period may begin: at a change of layer."""
-    layers = [_layer(node) for node in body]
-    return [i for i in range(low, high + 1) if i < len(body) and layers[i] and (i == 0 or layers[i] != layers[i - 1])]
-
-
-def _layer(node: Node) -> str:
-    parts = note(node).module.split(".")
-    return next((".".join(parts[: i + 1]) for i, part in enumerate(parts) if part.isdigit()), "")
-
-
-def _build(body: list[Node], start: int, length: int, count: int, results: set[Node]) -> Repeat | None:
-    """The repeat with as many periods as agree, at least two."""
-    if count < 2 or start + length > len(body):
-        return None
-    layer = _layer(body[start])
-    if not layer.rpartition(".")[2].isdigit():
-        return None
-    prefix, _, first = layer.rpartition(".")
-    position = {node: i for i, node in enumerate(body)}
-    base = _describe(
-        body, position, start, length, 1, f"{prefix}.{int(first) + 1}." if prefix else f"{int(first) + 1}."
+    literals = map_aggregate(
+        (node.args, node.kwargs), lambda arg: place[arg] if isinstance(arg, Node) else "#" if _is_number(arg) else arg
     )
-    agreed = 1
-    for k in range(1, count):
-        if start + (k + 1) * length > len(body):
-            break
-        name = f"{prefix}.{int(first) + k}." if prefix else f"{int(first) + k}."
-        if base is None or _describe(body, position, start, length, k, name) != base:
-            break
-        agreed += 1
-    zero = _describe(body, position, start, length, 0, f"{layer}.")
-    if agreed < 2 or base is None or zero is None:
-        return None
-    carried: dict[int, Node] = {}
-    for ours, theirs in zip(zero, base, strict=True):
-        for mine, other in zip(ours, theirs, strict=True):
-            if mine == other:
-                continue
-            if mine[0] != "outer" or other[0] != "before" or carried.setdefault(other[1], mine[1]) is not mine[1]:
-                return None
-    outer = dict.fromkeys(slot[1] for slots in base for slot in slots if slot[0] == "outer")
-    stop = start + length * agreed
-    inside = set(body[start:stop])
-    final = body[stop - length : stop]
-    read_after = {
-        node
-        for node in inside
-        if node in results or any(user not in inside and position.get(user, -1) >= stop for user in node.users)
-    }
-    if not read_after <= set(final) or any(note(one).kind == "op" and one in inside for one in outer):
-        return None
-    returned = sorted({*carried, *(final.index(node) for node in read_after)})
-    pairs = tuple((carried[j], j) for j in sorted(carried))
-    if set(carried) != set(returned):
-        return None
-    return Repeat(
-        tuple(body[start : start + length]),
-        start,
-        length,
-        agreed,
-        prefix,
-        int(first),
-        pairs,
-        tuple(outer),
-        tuple(returned),
-    )
+    made = value(node)
+    dtypes = [one.dtype for one in (made if isinstance(made, (tuple, list)) else [made])]
+    shapes = note(node).extra.get("local_shapes")
+    return str(node.target), str(literals), str(shapes), str(dtypes), str([_shape(arg) for arg in node.all_input_nodes])
 
 
-def _describe(
-    body: list[Node], position: dict[Node, int], start: int, length: int, k: int, prefix: str
-) -> list[list[tuple[str, Any]]] | None:
-    """What each operand of period k is: inside the period, made by the period before, a parameter of the layer, or outer."""
-    low = start + k * length
-    told: list[list[tuple[str, Any]]] = []
-    for node in body[low : low + length]:
-        slots: list[tuple[str, Any]] = []
-        for arg in node.all_input_nodes:
-            at = position.get(arg, -1)
-            if note(arg).kind in ("param", "buffer"):
-                own = note(arg).name.startswith(prefix)
-                slots.append((note(arg).kind, note(arg).name.removeprefix(prefix)) if own else ("outer", arg))
-            elif at >= low:
-                slots.append(("inside", at - low))
-            elif at >= low - length and at >= start:
-                slots.append(("before", at - low + length))
-            elif at >= start:
-                return None  # reaches back further than one period
-            else:
-                slots.append(("outer", arg))
-        told.append(slots)
-    return told
+def _shape(node: Node) -> Any:
+    return note(node).extra.get("local_shapes")
 
 
-def local_shape_text(node: Node) -> str:
-    """`[2, 64, 96]`: the local shape of a node's (first) value."""
-    shapes = note(node).extra.get("local_shapes") or [shape(node)]
-    return str(list(shapes[0]))
+def _is_number(arg: Any) -> bool:
+    return isinstance(arg, (int, float)) and not isinstance(arg, bool)
+
+
+def _numbers(node: Node) -> dict[Path, int | float]:
+    """All numbers among the arguments, by where they stand."""
+    found: dict[Path, int | float] = {}
+
+    def visit(arg: Any, path: Path) -> None:
+        if isinstance(arg, (list, tuple)):
+            for i, one in enumerate(arg):
+                visit(one, (*path, i))
+        elif _is_number(arg):
+            found[path] = arg
+
+    for i, arg in enumerate(node.args):
+        visit(arg, (i,))
+    for key, arg in node.kwargs.items():
+        visit(arg, (key,))
+    return found
+
+
+def _is_alike(one: Node, other: Node) -> bool:
+    """Whether the two are one line of code: the same text, but for numbers that may come from outside."""
+    mine, theirs = _numbers(one), _numbers(other)
+    different = {path: str(theirs[path]) for path in mine if repr(mine[path]) != repr(theirs[path])}
+    if not different:
+        return True
+    texts = [{arg: f"x{i}" for i, arg in enumerate(node.all_input_nodes)}.__getitem__ for node in (one, other)]
+    return spelled(one, different, texts[0]) == expression(other, texts[1])
+
+
+class _WrittenInt(int):
+    """A number that prints as a text."""
+
+    text: str
+
+    def __repr__(self) -> str:
+        return self.text
+
+    __str__ = __repr__
+
+    def __format__(self, spec: str) -> str:
+        return self.text
+
+
+class _WrittenFloat(float):
+    """A number that prints as a text."""
+
+    text: str
+    __repr__ = __str__ = _WrittenInt.__repr__  # type: ignore[assignment]
+    __format__ = _WrittenInt.__format__  # type: ignore[assignment]
+
+
+def spelled(node: Node, numbers: dict[Path, str], text: Callable[[Node], str], site: str = "") -> str:
+    """The expression of `node` with other texts for some of its numbers."""
+
+    def put(arg: Any, path: Path) -> Any:
+        if path in numbers:
+            made = _WrittenInt(arg) if isinstance(arg, int) else _WrittenFloat(arg)
+            made.text = numbers[path]
+            return made
+        if isinstance(arg, (list, tuple)):
+            return type(arg)(put(one, (*path, i)) for i, one in enumerate(arg))
+        return arg
+
+    args = tuple(put(arg, (i,)) for i, arg in enumerate(node.args))
+    kwargs = {key: put(arg, (key,)) for key, arg in node.kwargs.items()}
+    line: Any = SimpleNamespace(op=node.op, target=node.target, args=args, kwargs=kwargs, meta=node.meta)
+    return expression(line, text, site)
+
+
+def weights_of(at: Period) -> tuple[Weights, ...]:
+    """What the parameters and buffers of the periods are numbered by: as few paths as hold all, in order of first use."""
+    slots = [one.nodes for operands in at.operands for one in operands if one.kind == "outer"]
+    candidates = [found[0][0] for found in map(_numbered, dict.fromkeys(slots)) if found]
+    often = Counter(candidates)
+    return tuple(one for one in dict.fromkeys(candidates) if one.step or often[one] > FEW)
+
+
+def _numbered(nodes: Sequence[Node]) -> list[tuple[Weights, str]]:
+    """The ways to see parameters or buffers as numbered: `h.0.ln.weight`, `h.1.ln.weight` are (h, from 0 by 1), ln.weight."""
+    kinds = {note(node).kind for node in nodes}
+    if len(kinds) > 1 or not kinds <= {"param", "buffer"}:
+        return []
+    names = [note(node).name.split(".") for node in nodes]
+    found = []
+    for at, part in enumerate(names[0]):
+        if not part.isdecimal() or any(len(name) <= at or not name[at].isdecimal() for name in names):
+            continue
+        numbers = [int(name[at]) for name in names]
+        step = numbers[1] - numbers[0]
+        rest = {(".".join(name[:at]), ".".join(name[at + 1 :])) for name in names}
+        if len(rest) == 1 and numbers == [numbers[0] + k * step for k in range(len(numbers))]:
+            prefix, suffix = next(iter(rest))
+            found.append((Weights(next(iter(kinds)), prefix, numbers[0], step), suffix))
+    return found
+
+
+def _rank(at: Period) -> tuple[int, ...] | None:
+    """Fewest sets of weights first: a period begins where a layer begins."""
+    weights = weights_of(at)
+    if not any(one.step for one in weights) and (at.length < FEWEST or not _has_weights(at)):
+        return None  # three alike lines are easier to read than a loop
+    return (len(weights),)
+
+
+def _has_weights(at: Period) -> bool:
+    slots = [one.nodes for operands in at.operands for one in operands if one.kind == "outer"]
+    return any(note(nodes[0]).kind == "param" for nodes in slots)
+
+
+def _times(slope: int, variable: str, offset: int) -> str:
+    """`3 * i + 1`, in the shortest form."""
+    text = variable if slope == 1 else f"{slope} * {variable}" if re.fullmatch(r"\w+", variable) else ""
+    text = text or f"{slope} * ({variable})"
+    if slope == 0:
+        return str(offset)
+    return text if not offset else f"{text} + {offset}" if offset > 0 else f"{text} - {-offset}"

@@ -1,0 +1,58 @@
+"""Write `count` of a loss stage: what a weighted mean divides by, summed over all microbatches before the first forward."""
+
+from __future__ import annotations
+
+from torch.fx import Node
+
+from autoptd.codegen.expressions import expression
+from autoptd.codegen.names import choose_names
+from autoptd.codegen.writer import Writer, weight_text
+from autoptd.ir import markers
+from autoptd.ir.notes import note
+
+
+def counted_losses(body: list[Node]) -> list[Node]:
+    """The losses of a stage that divide by a count."""
+    return [node for node in body if node.target is markers.cross_entropy and node.kwargs["total"] != -1]
+
+
+def write_count(writer: Writer, counted: list[Node], given: dict[Node, str]) -> None:
+    """The method, from the labels of one microbatch to the tuple of its counts; `given` are the inputs."""
+    needed: list[Node] = []
+
+    def visit(node: Node) -> None:
+        if node.op == "call_function" and node not in needed:
+            for arg in node.all_input_nodes:
+                visit(arg)
+            needed.append(node)
+
+    inputs = {node: name for node, name in given.items() if node.op == "placeholder"}
+    for node in counted:
+        for arg in node.args[1:]:
+            if isinstance(arg, Node):
+                visit(_whole(arg))
+    read = [arg for node in needed for arg in node.all_input_nodes]
+    read += [_whole(arg) for node in counted for arg in node.args[1:] if isinstance(arg, Node)]
+    names = choose_names(needed, inputs, needed)
+
+    def text(node: Node) -> str:
+        return names.get(node) or weight_text("w" if note(node).kind == "param" else "b", note(node).name)
+
+    writer.gap()
+    writer.add(1, f"def count(self, {', '.join(inputs.values())}):")
+    writer.add(2, '"""Number (or class weight) of the valid labels of one microbatch."""')
+    if any(note(arg).kind == "buffer" for arg in read):
+        writer.add(2, "b = self.buffers")
+    for node in needed:
+        writer.add(2, f"{names[node]} = {expression(node, text)}")
+    calls = []
+    for node in counted:
+        targets, weight = node.args[1], node.args[2]
+        keywords = f"ignore_index={node.kwargs['ignore_index']}"
+        keywords += f", weight={text(_whole(weight))}" if isinstance(weight, Node) else ""
+        calls.append(f"rt.count_labels({text(_whole(targets))}, {keywords})")  # type: ignore[arg-type]
+    writer.add(2, f"return ({', '.join(calls)},)")
+
+
+def _whole(node: Node) -> Node:
+    return node.args[0] if node.target is markers.convert else node  # type: ignore[return-value]

@@ -1,0 +1,38 @@
+"""Lines of source with their indentation, and the few texts that every part of a stage file is made of."""
+
+from __future__ import annotations
+
+import json
+import keyword
+from dataclasses import dataclass, field
+
+WIDTH = 118
+
+
+@dataclass
+class Writer:
+    """Lines of source; comments of neighbouring lines are set below each other by no one."""
+
+    lines: list[str] = field(default_factory=list)
+
+    def add(self, indent: int, text: str, comment: str = "") -> None:
+        self.lines.append(" " * (4 * indent) + text + (f"  # {comment}" if comment else ""))
+
+    def gap(self) -> None:
+        if self.lines and self.lines[-1] and not self.lines[-1].endswith(":"):
+            self.lines.append("")
+
+
+def weight_text(root: str, name: str) -> str:
+    """`w.transformer.h[0].ln_1.weight` for "transformer.h.0.ln_1.weight"; what is no name in Python: `w["my-emb"].weight`."""
+    text = root
+    for part in name.split("."):
+        is_name = part.isidentifier() and not keyword.iskeyword(part) and not part.startswith("_")
+        text += (
+            f".{part}"
+            if is_name
+            else f"[{part}]"
+            if part.isdecimal() and str(int(part)) == part
+            else f"[{json.dumps(part)}]"
+        )
+    return text
