@@ -26,7 +26,7 @@ class TableTooLarge(InternalError):
 
 def minimize(choices: list[int], factors: list[Factor]) -> list[int]:
     """Return the choices of least total cost; every factor's table has one axis per variable, in the order it names them."""
-    pool: dict[int, Factor] = dict(enumerate(factors))
+    pool: dict[int, Factor] = {i: _without_decided(factor, choices) for i, factor in enumerate(factors)}
     touching: dict[int, set[int]] = defaultdict(set)
     for i, (variables, _) in pool.items():
         for variable in variables:
@@ -66,6 +66,13 @@ def minimize(choices: list[int], factors: list[Factor]) -> list[int]:
     for variable, near, arg in reversed(order):
         answer[variable] = int(arg[tuple(answer[other] for other in near)])
     return answer
+
+
+def _without_decided(factor: Factor, choices: list[int]) -> Factor:
+    """A variable with one choice ties nobody together: many layers may read it."""
+    variables, table = factor
+    open_ones = tuple(one for one in variables if choices[one] > 1)
+    return open_ones, table.reshape([choices[one] for one in open_ones])
 
 
 def _eliminate(variable: int, choices: list[int], factors: list[Factor]) -> tuple[list[int], np.ndarray, np.ndarray]:

@@ -72,6 +72,18 @@ def test_a_long_chain_is_exact() -> None:
     assert cost(tuple(answer), factors) == pytest.approx(best.min(), abs=1e-9)
 
 
+def test_a_decided_variable_does_not_tie_its_readers_together() -> None:
+    """Variables of one choice, each read by three chains: a parameter that layers share, once its type is fixed."""
+    draw = np.random.default_rng(0)
+    count, chains = 8, [range(8 * k, 8 * k + 8) for k in range(3)]
+    factors: list[Factor] = [
+        (tuple(chain[i : i + 4]), draw.random((5,) * 4)) for chain in chains for i in range(count - 3)
+    ]
+    tied: list[Factor] = [((24 + i, chain[i]), draw.random((1, 5))) for i in range(count) for chain in chains]
+    alone: list[Factor] = [((one,), table[0]) for (_, one), table in tied]
+    assert minimize([5] * 24 + [1] * count, factors + tied)[:24] == minimize([5] * 24, factors + alone)
+
+
 def test_a_table_that_is_too_large_is_refused() -> None:
     pairs = itertools.combinations(range(14), 2)
     with pytest.raises(InternalError, match="solver"):
