@@ -77,6 +77,12 @@ CHOICES: dict[str, list[Any]] = {
     "mlp per rank": [4, 2, 3],  # times t
     "residual": ["serial", "parallel"],
     "residual scale": ["none", "number", "vector", "scalar"],
+    "dropout": [0.0, 0.0, 0.1, 0.4],  # at the places of the next five lines
+    "dropout of embedding": [False, True],
+    "dropout of attention": [False, True],
+    "dropout of branches": [False, True],
+    "dropout in mlp": [False, True],
+    "dropout by": ["module", "function", "in place"],
     "stream": ["bsh", "sbh", "folded"],
     "stack": ["list", "shared", "sequential"],
     "embedding scale": [False, True],
@@ -103,6 +109,18 @@ class Case:
 
     def __getitem__(self, feature: str) -> Any:
         return self.picks[feature]
+
+    def drops(self, place: str) -> bool:
+        """Whether there is dropout at a place: "of embedding", "of attention", "of branches", "in mlp"."""
+        return bool(self["dropout"] and self[f"dropout {place}"])
+
+    def drops_in_place(self, place: str) -> bool:
+        """Only values that are no views, and that no backward needs (as those of softmax and relu do), can be written to."""
+        if self["dropout by"] != "in place" or place == "of attention":
+            return False
+        if place == "of branches":
+            return self["stream"] == "bsh" and self["qkv"] != "transposed"
+        return place == "of embedding" or self["gate"] != "none" or self["activation"] != "relu"
 
     @property
     def t(self) -> int:

@@ -37,6 +37,20 @@ def linear(case: Case, inputs: int, outputs: int) -> str:
     return f"nn.Linear({inputs}, {outputs}{'' if case['bias'] else ', bias=False'})"
 
 
+def drop(case: Case, place: str, init: list[str], value: str) -> str:
+    """`value` with dropout, if there is any at this place; a module that does it is added to `init`."""
+    if not case.drops(place):
+        return value
+    if case["dropout by"] == "function":
+        return f"F.dropout({value}, {case['dropout']}, self.training)"
+    in_place = case.drops_in_place(place)
+    name, more = ("drop_", ", inplace=True") if in_place else ("drop", "")
+    line = f"self.{name} = nn.Dropout({case['dropout']}{more})"
+    if line not in init:
+        init.append(line)
+    return f"self.{name}({value})"
+
+
 def helpers(case: Case) -> list[str]:
     """Functions beside the classes."""
     lines: list[str] = []
@@ -124,7 +138,18 @@ def attention_class(case: Case) -> list[str]:
         "sbh": (["x = x.transpose(0, 1)"], ["y = y.transpose(0, 1)"]),
         "folded": ([f"x = x.view(-1, {case['length']}, {case.width})"], [f"y = y.reshape(-1, {case.width})"]),
     }[case["stream"]]
-    forward = [*before, "b, s, _ = x.shape", *project, *turn, *repeat, *masks, *_scores(case), *out, *after, "return y"]
+    forward = [
+        *before,
+        "b, s, _ = x.shape",
+        *project,
+        *turn,
+        *repeat,
+        *masks,
+        *_scores(case, init),
+        *out,
+        *after,
+        "return y",
+    ]
     takes = "self, local" if case["window"] else "self"
     return module("Attention", init + more_init, signature(case), forward, takes)
 
@@ -246,12 +271,13 @@ def _masks(case: Case) -> tuple[list[str], list[str]]:
     return init, lines
 
 
-def _scores(case: Case) -> list[str]:
+def _scores(case: Case, init: list[str]) -> list[str]:
     """Attention itself: y of `[b, heads, s, size]`."""
     kind, scale = case.attention, case["head size"] ** -0.5
     native = case.queries_per_key > 1 and case["more heads"] == "native"
     if kind.startswith("fused"):
         more = ", enable_gqa=True" if native else ""
+        more += f", dropout_p={case['dropout']} if self.training else 0.0" if case.drops("of attention") else ""
         if kind == "fused":
             return [f"y = F.scaled_dot_product_attention(q, k, v, is_causal=True{more})"]
         if kind == "fused with mask":
@@ -272,6 +298,8 @@ def _scores(case: Case) -> list[str]:
     else:
         lines += ["hidden = torch.zeros(mask.shape, dtype=scores.dtype).masked_fill(~mask, -1e9)"]
         lines += ["weights = (scores + hidden).softmax(-1)"]
+    if case.drops("of attention"):
+        lines += [f"weights = {drop(case, 'of attention', init, 'weights')}"]
     if native:
         unfold = f"weights.reshape(b, {kv}, {case.queries_per_key}, s, s)"
         return [*lines, f"y = ({unfold} @ v).reshape(b, {case.heads}, s, {size})"]
@@ -282,15 +310,18 @@ def mlp_class(case: Case) -> list[str]:
     """The MLP over the last dim."""
     width, inner, gate = case.width, case.mlp_width, case["gate"]
     act = ACTIVATIONS[case["activation"]]
-    down = f"self.down = {linear(case, inner, width)}"
-    up = f"self.up = {linear(case, width, inner if gate in ('none', 'separate') else 2 * inner)}"
+    init = [f"self.gate = {linear(case, width, inner)}"] if gate == "separate" else []
+    init += [f"self.up = {linear(case, width, inner if gate in ('none', 'separate') else 2 * inner)}"]
+    init += [f"self.down = {linear(case, inner, width)}"]
+    forward: list[str] = []
     if gate == "none":
-        return module("MLP", [up, down], "x", [f"return self.down({act.format('self.up(x)')})"])
-    if gate == "separate":
-        init = [f"self.gate = {linear(case, width, inner)}", up, down]
-        return module("MLP", init, "x", [f"return self.down({act.format('self.gate(x)')} * self.up(x))"])
-    if gate == "glu":
-        return module("MLP", [up, down], "x", ["return self.down(F.glu(self.up(x), dim=-1))"])
-    pieces = "chunk(2, dim=-1)" if gate == "fused" else f"unflatten(-1, ({inner}, 2)).unbind(-1)"
-    forward = [f"gate, up = self.up(x).{pieces}", f"return self.down({act.format('gate')} * up)"]
-    return module("MLP", [up, down], "x", forward)
+        y = act.format("self.up(x)")
+    elif gate == "separate":
+        y = f"{act.format('self.gate(x)')} * self.up(x)"
+    elif gate == "glu":
+        y = "F.glu(self.up(x), dim=-1)"
+    else:
+        pieces = "chunk(2, dim=-1)" if gate == "fused" else f"unflatten(-1, ({inner}, 2)).unbind(-1)"
+        forward = [f"gate, up = self.up(x).{pieces}"]
+        y = f"{act.format('gate')} * up"
+    return module("MLP", init, "x", [*forward, f"return self.down({drop(case, 'in mlp', init, y)})"])

@@ -5,10 +5,8 @@ text = script(case)          # what the search runs is what the reproducer shows
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from tests.fuzz.features import Case
-from tests.fuzz.parts import attention_class, helpers, indent, mlp_class, module, norm, norm_class, signature
+from tests.fuzz.parts import attention_class, drop, helpers, indent, mlp_class, module, norm, norm_class, signature
 
 HEADER = ["import torch", "import torch.nn.functional as F", "from torch import nn", "", "import autoptd"]
 
@@ -36,22 +34,22 @@ def _block_class(case: Case) -> list[str]:
     ]
     more = signature(case).removeprefix("x")
     if parallel:
-        forward = _residual(case, "norm_1", lambda x: f"self.attention({x}{more}) + self.mlp({x})", scale)
+        forward = _residual(case, "norm_1", f"self.attention(y{more}) + self.mlp(y)", scale, init)
     else:
-        forward = _residual(case, "norm_1", lambda x: f"self.attention({x}{more})", scale)
-        forward += _residual(case, "norm_2", lambda x: f"self.mlp({x})", scale)
+        forward = _residual(case, "norm_1", f"self.attention(y{more})", scale, init)
+        forward += _residual(case, "norm_2", "self.mlp(y)", scale, init)
     takes = "self, local" if case["window"] else "self"
     return module("Block", init, signature(case), [*forward, "return x"], takes)
 
 
-def _residual(case: Case, name: str, branch: Callable[[str], str], scale: str) -> list[str]:
-    """x + branch(x), with its norms."""
+def _residual(case: Case, name: str, value: str, scale: str, init: list[str]) -> list[str]:
+    """x + value(y), with its norms."""
     place = case["norm place"] if case["norm"] != "none" else "none"
     lines = [f"y = self.{name}(x)" if place in ("before", "both") else "y = x"]
-    value = branch("y")
+    value = drop(case, "of branches", init, value)
     if place == "both":
         value = f"self.{name}_after({value})"
-    elif "+" in value and scale:
+    elif value.endswith("+ self.mlp(y)") and scale:
         value = f"({value})"
     total = f"x + {scale}{value}"
     return [*lines, f"x = self.{name}({total})" if place == "after" else f"x = {total}"]
@@ -77,6 +75,7 @@ def _model_class(case: Case) -> list[str]:
         init += ["self.register_buffer('frequencies', frequencies, persistent=False)"]
         body += ["angles = torch.outer(torch.arange(s).to(x.dtype), self.frequencies).repeat(1, 2)"]
         body += ["cos, sin = angles.cos(), angles.sin()"]
+    body += [f"x = {drop(case, 'of embedding', init, 'x')}"] if case.drops("of embedding") else []
     init += _layers(case)
     body += {"sbh": ["x = x.transpose(0, 1)"], "folded": [f"x = x.view(-1, {width})"]}.get(case["stream"], [])
     body += _run_layers(case)
