@@ -81,11 +81,14 @@ def run_case(case: Case) -> None:
 def search(
     cases: int, minutes: float, seed: int, folder: Path, run: Run = run_case, show: Callable[[str], None] = print
 ) -> Tally:
-    """Run up to `cases` random cases for up to `minutes`; write each kind of finding, shrunk, to `folder`."""
+    """Run up to `cases` random cases for up to `minutes` or Ctrl-C; write each kind of finding, shrunk, to `folder`."""
     tally, start, round_number = Tally(), time.monotonic(), 0
     while tally.ran < cases and time.monotonic() - start < 60 * minutes:
         fresh = min(ROUND, cases - tally.ran + 1)  # the first is the simplest
-        failure = run_round(fresh, seed * 100_003 + round_number, tally, run)
+        try:
+            failure = run_round(fresh, seed * 100_003 + round_number, tally, run)
+        except KeyboardInterrupt:
+            break
         round_number += 1
         tally.seconds = time.monotonic() - start
         if failure is not None:
