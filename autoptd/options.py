@@ -50,7 +50,7 @@ class Options:
     `timeout` is in seconds. `nan="ignore"` lets a NaN loss pass.
 
     The rest, all off by default, are hooks on the backward of linear layers (runtime/linear.py), under Megatron's names. A
-    layer with a hook is a Python autograd function: up to a third slower at h=64, nothing that can be measured from h=256.
+    layer with a hook is a Python autograd function: about 10% slower at h=64, nothing from h=256 (benchmarks).
 
     - `async_tensor_model_parallel_allreduce`: the all-reduce of the input's gradient of a column-split layer runs beside the
       GEMM of the weight's gradient. Gains up to the shorter of the two per layer, where communication needs no compute.

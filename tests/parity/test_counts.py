@@ -46,6 +46,11 @@ class Frozen(nn.Module):
         return F.cross_entropy(self.head(x + self.down(F.relu(self.up(x)))).flatten(0, 1), labels.flatten())
 
 
+HOOKS = {
+    "async_tensor_model_parallel_allreduce": True,
+    "accumulate_allreduce_grads_in_fp32": True,
+    "delay_wgrad_compute": "before_reduce",
+}
 CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "gpt t2": (gpt, {"t": 2}),
     "gpt t4 m4": (gpt, {"t": 4, "num_microbatches": 4}),
@@ -58,6 +63,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "skipping t2 p3": (skipping, {"t": 2, "p": 3}),
     "smoothed t2 d2": (Smoothed, {"t": 2, "d": 2}),
     "frozen t2 p2": (Frozen, {"t": 2, "p": 2}),
+    "hooked gpt t2 p2 d2": (gpt, {"t": 2, "p": 2, "d": 2, "num_microbatches": 2, **HOOKS}),
+    "hooked bf16 t2 d2": (lambda: gpt(2).bfloat16(), {"t": 2, "d": 2, **HOOKS}),
 }
 
 
