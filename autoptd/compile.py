@@ -85,8 +85,8 @@ def compile_program(
 
     unknown = passes.unknown_ops(graph, axes)
     redundant = passes.redundant_flops(graph)
-    passes.communicate(graph, assignment, batch.pieces)
-    passes.check_connected(graph, axes)
+    passes.communicate(graph, assignment, batch.pieces, options.t)
+    passes.check_connected(graph, axes, options.t)
     forms.add("CONNECTED", graph)
 
     cut = passes.cut(graph, options.num_stages)

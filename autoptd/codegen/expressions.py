@@ -123,6 +123,7 @@ def _convert(node: Node, text: Text, site: str) -> str:
     source, name, *places = node.args
     labels = {"s_to_s": ["dim", "outer", "to_dim", "to_outer"]}.get(str(name), ["dim", "outer"])
     keywords = {label: str(number) for label, number in zip(labels, places, strict=False)}
+    keywords |= {key: str(number) for key, number in node.kwargs.items()}
     if name not in SILENT:
         keywords["site"] = json.dumps(site)
     return f"rt.{name}({_join([text(source), 'tp'], keywords)})"  # type: ignore[arg-type]
@@ -130,12 +131,14 @@ def _convert(node: Node, text: Text, site: str) -> str:
 
 def _cross_entropy(node: Node, text: Text, site: str) -> str:
     keywords = dict(node.kwargs)
-    vocab, total = keywords.pop("vocab"), keywords.pop("total")
+    vocab, size, total = (keywords.pop(key) for key in ("vocab", "size", "total"))
     logits, targets, weight = (literal(arg, text) for arg in node.args)
     usual = {"label_smoothing": 0.0, "ignore_index": -100}
     shown = {key: literal(value, text) for key, value in keywords.items() if usual.get(key) != value}
     if weight != "None":
         shown["weight"] = weight
+    if size:
+        shown["size"] = str(size)
     if vocab:
         shown["site"] = json.dumps(site)
     function = "rt.vocab_parallel_cross_entropy" if vocab else "F.cross_entropy"
@@ -152,6 +155,7 @@ def _mean(node: Node, text: Text, site: str) -> str:
 def _vocab_embedding(node: Node, text: Text, site: str) -> str:
     ids, weight, padding = node.args
     keywords = {} if padding == -1 else {"padding_idx": str(padding)}
+    keywords |= {"size": str(size)} if (size := node.kwargs["size"]) else {}
     return f"rt.vocab_parallel_embedding({_join([text(ids), text(weight), 'tp'], keywords)})"  # type: ignore[arg-type]
 
 

@@ -10,10 +10,13 @@ from typing import Any
 from autoptd.errors import InternalError
 
 
-def convert(x: Any, name: str, dim: int = 0, outer: int = 1, to_dim: int = 0, to_outer: int = 1) -> Any:
+def convert(
+    x: Any, name: str, dim: int = 0, outer: int = 1, to_dim: int = 0, to_outer: int = 1, *, size: int = 0
+) -> Any:
     """Turn a value of one type over tp into another: `name` is a row of `ir.types.CONVERSIONS`.
 
-    `dim` and `outer` place the shards (see `ir.types.outer_size`); `to_dim` and `to_outer` those of an S -> S.
+    `dim` and `outer` place the shards (see `ir.types.outer_size`); `to_dim` and `to_outer` those of an S -> S. `size` is
+    that of a padded dim (see `ir.types.padded_size`).
     """
     raise InternalError("convert", "a marker was executed")
 
@@ -28,8 +31,8 @@ def first_rows(x: Any, dim: int) -> Any:
     raise InternalError("first_rows", "a marker was executed")
 
 
-def vocab_embedding(ids: Any, weight: Any, padding_idx: int = -1) -> Any:
-    """Embedding from this rank's rows: the partial sum over tp."""
+def vocab_embedding(ids: Any, weight: Any, padding_idx: int = -1, *, size: int = 0) -> Any:
+    """Embedding from this rank's rows: the partial sum over tp; `size`: rows of a padded vocabulary in all."""
     raise InternalError("vocab_embedding", "a marker was executed")
 
 
@@ -42,9 +45,13 @@ def cross_entropy(
     ignore_index: int,
     label_smoothing: float,
     vocab: bool,
+    size: int,
     total: int,
 ) -> Any:
-    """Cross-entropy of one microbatch; `vocab`: over logits split by vocabulary; `total` >= 0: divided by that global count."""
+    """Cross-entropy of one microbatch; `vocab`: over logits split by vocabulary, of `size` where it is padded (else 0).
+
+    `total` >= 0: divided by that global count.
+    """
     raise InternalError("cross_entropy", "a marker was executed")
 
 

@@ -25,7 +25,7 @@ import torch
 
 from autoptd.ir.actions import Action, Orders, format_orders, parse_orders
 from autoptd.ir.mesh import Mesh
-from autoptd.ir.types import Dims, ValueType, local_shape, outer_size, type_text
+from autoptd.ir.types import Dims, ValueType, local_shape, outer_size, padded_size, type_text
 
 VERSION = 1
 
@@ -89,6 +89,10 @@ class ParamSpec:
     def local_bytes(self, t: int) -> int:
         """Bytes of one rank's part."""
         return math.prod(self.local_shape(t)) * int(getattr(torch, self.dtype).itemsize)
+
+    def padded_size(self, t: int) -> int:
+        """Rows of a dim that t does not divide, of which the last ranks hold zeros instead; 0 where nothing is padded."""
+        return padded_size(self.dims, self.type, t)
 
     def local_shape(self, t: int) -> tuple[int, ...]:
         return local_shape(self.dims, self.type, t) if self.type.kind == "S" else self.shape

@@ -9,6 +9,9 @@
 
 A tensor dim is an ordered product of *atoms* (`heads x head_dim`); `S(2, 1)` says that atom 1 of dim 2 is split over the
 ranks. Megatron's f (Shoeybi et al. 2019, section 3) is I -> R, its g is P -> I.
+
+Ranks hold equal shards. A vocabulary that the number of ranks does not divide is *padded*: 61 rows over 4 ranks are shards
+of 16, the last 3 rows of the last one are zeros (which operators may hold such shards: `passes/padding.py`).
 """
 
 from __future__ import annotations
@@ -86,12 +89,30 @@ def type_text(kind: ValueType, dims: Dims, axis: str) -> str:
     return f"S({axis}, dim {kind.dim}: {' x '.join(atoms)})"
 
 
+def shard_size(size: int, degree: int) -> int:
+    """Entries of one shard of `size` entries: of a padded dim the last ranks' shards are filled up with zeros."""
+    return -(-size // degree)
+
+
+def padded_size(dims: Dims, kind: ValueType, degree: int) -> int:
+    """Size of the dim that `kind` pads to make `degree` equal shards; 0 where it divides, or nothing is sharded."""
+    size = dims[kind.dim][kind.atom] if kind.kind == "S" else 0
+    return size if size % degree else 0
+
+
+def division_text(size: int, degree: int) -> str:
+    """`256 = 2 x 128`; of a padded dim `61 = 4 x 16 - 3`."""
+    each = shard_size(size, degree)
+    padding = each * degree - size
+    return f"{size} = {degree} x {each}" + (f" - {padding}" if padding else "")
+
+
 def local_shape(dims: Sequence[Sequence[int]], kind: ValueType, degree: int) -> tuple[int, ...]:
     """Shape of one rank's part of a tensor with these dims and type over an axis of `degree` ranks."""
     shape = []
     for i, atoms in enumerate(dims):
         size = 1
         for j, atom in enumerate(atoms):
-            size *= atom // degree if kind == S(i, j) else atom
+            size *= shard_size(atom, degree) if kind == S(i, j) else atom
         shape.append(size)
     return tuple(shape)

@@ -20,11 +20,12 @@ from torch.fx import Graph, Node
 
 from autoptd.ir.machine import Machine
 from autoptd.ir.notes import note, op_name, payload, value
-from autoptd.ir.types import I, P, R, S, ValueType
+from autoptd.ir.types import I, P, R, S, ValueType, division_text, padded_size, shard_size
 from autoptd.passes.axes import Axes, Letter
 from autoptd.passes.costs import compute_seconds, conversion_seconds, flops
 from autoptd.passes.eliminate import Factor, TableTooLarge, minimize
 from autoptd.passes.links import operands
+from autoptd.passes.padding import Padding
 from autoptd.passes.rules import GEMMS, addends, linear_groups
 
 SAVED_FOR_BACKWARD = {*GEMMS, "aten.layer_norm", "aten.rms_norm", "aten.softmax", "aten.scaled_dot_product_attention"}
@@ -65,10 +66,11 @@ class Assignment:
 
 
 class Splitter:
-    """What tp may split: letters of atoms that t divides, but no axis of an input: neither the batch nor the tokens."""
+    """What tp may split: letters that t divides, and vocabularies; but no axis of an input: neither batch nor tokens."""
 
     def __init__(self, graph: Graph, axes: Axes, t: int, machine: Machine) -> None:
         self.axes, self.t, self.machine = axes, t, machine
+        self.padding = Padding(graph, axes, t)
         self.tokens = {
             id(axis)
             for node in graph.nodes
@@ -77,14 +79,14 @@ class Splitter:
             for axis in axes.atoms(node, dim)
         }
 
-    def may_split(self, letter: Letter) -> bool:
-        if letter.size % self.t:
+    def may_split(self, node: Node, letter: Letter) -> bool:
+        if not self.padding.divides(node, letter):
             return False
-        places = [(node, place) for node, place in letter.places.items()]
-        return not any(id(self.axes.atoms(node, dim)[atom]) in self.tokens for node, (dim, atom) in places)
+        places = [(one, place) for one, place in letter.places.items()]
+        return not any(id(self.axes.atoms(one, dim)[atom]) in self.tokens for one, (dim, atom) in places)
 
     def letters(self, node: Node) -> list[Letter]:
-        found = [letter for letter in self.axes.letters(node) if self.may_split(letter)]
+        found = [letter for letter in self.axes.letters(node) if self.may_split(node, letter)]
         return [one for one in found if one.out is None or self._out_is_free(node, one)]
 
     def _out_is_free(self, node: Node, letter: Letter) -> bool:
@@ -205,7 +207,7 @@ def _strategies(node: Node, splitter: Splitter) -> list[Strategy]:
 
 
 def _split_why(node: Node, letter: Letter, t: int) -> str:
-    each = f"{letter.size} = {t} x {letter.size // t}"
+    each = ("padded, " if letter.size % t else "") + division_text(letter.size, t)
     if op_name(node) == "aten.linear" and letter.name in ("o", "i"):
         return f"column: {each}" if letter.name == "o" else f"row: its input arrives sharded, {each}"
     return f"split by {letter.name}: {each}"
@@ -222,8 +224,11 @@ def _parameter_strategies(node: Node, splitter: Splitter) -> list[Strategy]:
     ]
     for dim, sizes in enumerate(note(node).dims):
         for atom, size in enumerate(sizes):
-            if size % t == 0:
-                made.append(Strategy({}, S(dim, atom), keep / t, f"sharded: {size} = {t} x {size // t}"))
+            if splitter.padding.divides_place(node, (dim, atom)):
+                stored = keep / size * shard_size(size, t)
+                padded = ", padded" if size % t else ""
+                why = f"sharded{padded}: {division_text(size, t)}"
+                made.append(Strategy({}, S(dim, atom), stored, why))
     return made
 
 
@@ -271,6 +276,12 @@ def _table(seconds: list[Any]) -> np.ndarray:
 def _edge_cost(splitter: Splitter, node: Node, source: ValueType, target: ValueType) -> float:
     if source != target and isinstance(value(node), (tuple, list)):
         return math.inf  # the pieces of a split are converted one by one, behind their getitem
+    if (
+        source != target
+        and source.kind == target.kind == "S"
+        and any(padded_size(note(node).dims, kind, splitter.t) for kind in (source, target))
+    ):
+        return math.inf  # an all-to-all of padded shards does not exist
     if note(node).kind == "param" and source != target and (source.kind, target.kind) not in PARAMETER_USES:
         return math.inf
     return conversion_seconds(source, target, payload(node), splitter.t, splitter.machine)

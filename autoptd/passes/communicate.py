@@ -13,17 +13,18 @@ from torch.fx import Graph, Node
 
 from autoptd.errors import InternalError
 from autoptd.ir import markers
-from autoptd.ir.notes import Note, note, op_name, ops, output, set_note, site
-from autoptd.ir.types import CONVERSIONS, Conversion, I, P, R, S, ValueType, outer_size
+from autoptd.ir.notes import Note, note, op_name, ops, output, placeholders, set_note, site
+from autoptd.ir.types import CONVERSIONS, Conversion, I, P, R, S, ValueType, outer_size, padded_size
 from autoptd.passes.assign import NO_COLLECTIVE_FORMS, Assignment
 from autoptd.passes.axes import Axes, Place
 from autoptd.passes.batch import FIRST_ROWS
 from autoptd.passes.links import operands
+from autoptd.passes.padding import Padding
 from autoptd.passes.rules import linear_groups
 
 
-def communicate(graph: Graph, assignment: Assignment, pieces: int) -> None:
-    """Insert conversions over tp, and shares of whole addends in sums over the batch."""
+def communicate(graph: Graph, assignment: Assignment, pieces: int, t: int) -> None:
+    """Insert conversions over the t ranks of tp, and shares of whole addends in sums over the batch."""
     order = {node: i for i, node in enumerate(graph.nodes)}
     for node in list(graph.nodes):
         wanted: dict[ValueType, list[Node]] = {}
@@ -33,7 +34,7 @@ def communicate(graph: Graph, assignment: Assignment, pieces: int) -> None:
         for target, readers in wanted.items():
             found = node
             for kind in assignment.route(node, target):
-                found = made[kind] = made.get(kind) or _insert(graph, found, kind, readers[0])
+                found = made[kind] = made.get(kind) or _insert(graph, found, kind, readers[0], t)
             for reader in readers if found is not node else ():
                 reader.replace_input_with(node, found)
     for node in list(ops(graph)):
@@ -43,13 +44,14 @@ def communicate(graph: Graph, assignment: Assignment, pieces: int) -> None:
             _take_first_rows(graph, node, operand, place)
 
 
-def _insert(graph: Graph, source: Node, kind: ValueType, reader: Node) -> Node:
+def _insert(graph: Graph, source: Node, kind: ValueType, reader: Node, t: int) -> Node:
     """A conversion node that gives `source` as `kind`."""
     record = note(source)
     row = CONVERSIONS[record.tp.kind, kind.kind]
     args = (source, row.name, *_placement(source, record.tp, kind))
+    size = _padded_size(source, record.tp, kind, t)
     with graph.inserting_after(source) if record.tp == P else graph.inserting_before(reader):
-        made = graph.call_function(markers.convert, args)
+        made = graph.call_function(markers.convert, args, {"size": size} if size else {})
     made.meta["val"] = source.meta["val"]
     near = note(source if record.tp == P and record.kind == "op" else reader)
     fresh = Note(
@@ -76,6 +78,11 @@ def _placement(source: Node, kind: ValueType, target: ValueType) -> tuple[int, .
     dims = note(source).dims
     at = [(one.dim, outer_size(dims, one)) for one in (kind, target) if one.kind == "S"]
     return tuple(number for place in at for number in place)
+
+
+def _padded_size(source: Node, kind: ValueType, target: ValueType, t: int) -> int:
+    """Size of the padded dim that a conversion makes or undoes; 0 where t divides."""
+    return max(padded_size(note(source).dims, one, t) for one in (kind, target))
 
 
 def _why(source: Node, kind: ValueType, reader: Node) -> str:
@@ -118,9 +125,14 @@ def _share_addends(graph: Graph, node: Node, pieces: int) -> None:
         return
 
 
-def check_connected(graph: Graph, axes: Axes) -> None:
-    """Every operator's operand and result types must be a row of the table; InternalError lists all that are not."""
-    findings = [text for node in ops(graph) for text in _findings(node, axes)]
+def check_connected(graph: Graph, axes: Axes, t: int) -> None:
+    """Every operator's operand and result types must be a row of the table; InternalError lists all that are not.
+
+    No atom is split that t does not divide, but a padded vocabulary.
+    """
+    padding = Padding(graph, axes, t)
+    findings = [text for node in ops(graph) for text in _findings(node, axes, padding)]
+    findings += [text for node in placeholders(graph, "param") for text in _odd_shards(node, padding)]
     loss = output(graph).args[0]
     if isinstance(loss, Node) and note(loss).tp != I:
         findings.append(f"the loss is {note(loss).tp}, not whole")
@@ -128,8 +140,17 @@ def check_connected(graph: Graph, axes: Axes) -> None:
         raise InternalError("CONNECTED", "; ".join(findings))
 
 
-def _findings(node: Node, axes: Axes) -> Iterator[str]:
+def _odd_shards(node: Node, padding: Padding) -> Iterator[str]:
+    """Shards of a dim that is no vocabulary and does not divide."""
+    kind = note(node).tp
+    origin = _origin(node)
+    if kind.kind == "S" and not padding.divides_place(origin, (kind.dim, kind.atom)):
+        yield f"{site(node)} is {kind} of {note(node).dims[kind.dim]}, which {padding.t} ranks do not divide"
+
+
+def _findings(node: Node, axes: Axes, padding: Padding) -> Iterator[str]:
     record = note(node)
+    yield from _odd_shards(node, padding)
     if node.target is markers.convert:
         source = operands(node)[0]
         row = CONVERSIONS.get((note(source).tp.kind, record.tp.kind))
@@ -137,17 +158,20 @@ def _findings(node: Node, axes: Axes) -> Iterator[str]:
             yield f"{site(node)} converts {note(source).tp} to {record.tp} by {record.conversion}"
         elif node.args[1:] != (row.name, *_placement(source, note(source).tp, record.tp)):
             yield f"{site(node)} converts {note(source).tp} to {record.tp} with arguments {node.args[1:]}"
+        size = _padded_size(source, note(source).tp, record.tp, padding.t)
+        if node.kwargs.get("size", 0) != size or (size and row is not None and row.name == "s_to_s"):
+            yield f"{site(node)} converts a dim of {size} that is padded with size {node.kwargs.get('size', 0)}"
         return
     if node.target in markers.MARKERS:
         return
     read = [_origin(one) for one in operands(node)]
     types = dict(zip(read, (note(one).tp for one in operands(node)), strict=True))
-    if not _is_row(node, types, axes):
+    if not _is_row(node, types, axes, padding):
         shown = ", ".join(f"{one.name}: {kind}" for one, kind in types.items())
         yield f"{site(node)} maps ({shown}) to {record.tp}, which no rule allows"
 
 
-def _is_row(node: Node, types: dict[Node, ValueType], axes: Axes) -> bool:
+def _is_row(node: Node, types: dict[Node, ValueType], axes: Axes, padding: Padding) -> bool:
     gives = note(node).tp
 
     def rest_is_whole(taken: set[Node], kinds: tuple[ValueType, ...]) -> bool:
@@ -161,6 +185,8 @@ def _is_row(node: Node, types: dict[Node, ValueType], axes: Axes) -> bool:
         if gives == P and all(types[one] == P for one in group) and rest_is_whole(set(group), (R,)):
             return True
     for letter in axes.letters(node):
+        if not padding.divides(node, letter):
+            continue
         carried = all(types.get(one) == S(*place) for one, place in letter.places.items())
         expected = S(*letter.out) if letter.out is not None else I if letter.form in NO_COLLECTIVE_FORMS else P
         taken = set(letter.places)

@@ -22,7 +22,7 @@ from autoptd.compat import FakeTensorMode
 from autoptd.errors import InternalError
 from autoptd.ir import markers
 from autoptd.ir.notes import note, op_name, ops, shape, site, tensor, value
-from autoptd.ir.types import outer_size
+from autoptd.ir.types import S, outer_size, padded_size, shard_size
 from autoptd.passes.links import argument, operands
 
 
@@ -55,7 +55,7 @@ def _local_size(node: Node, dim: int, size: int, sizes: Sizes) -> int:
     record = note(node)
     if record.batch.kind == "S" and record.batch.dim == dim:
         size //= sizes.rows_divisor
-    return size // sizes.t if record.tp.kind == "S" and record.tp.dim == dim else size
+    return shard_size(size, sizes.t) if record.tp.kind == "S" and record.tp.dim == dim else size
 
 
 def localize(graph: Graph, sizes: Sizes) -> int:
@@ -68,10 +68,10 @@ def localize(graph: Graph, sizes: Sizes) -> int:
             node.target, node.args, node.kwargs = (
                 markers.vocab_embedding,
                 (ids, weight, argument(node, 2, "padding_idx", -1)),
-                {},
+                {"size": padded_size(note(weight).dims, S(0, 0), sizes.t)},
             )
         elif name == "aten.cross_entropy_loss" and (record.form or record.batch_form):
-            _local_cross_entropy(node, totals)
+            _local_cross_entropy(node, totals, sizes)
         elif name == "aten.mean" and "mean" in (record.form, record.batch_form):
             _local_mean(node, sizes)
         elif name == "aten.dropout":
@@ -89,7 +89,7 @@ def localize(graph: Graph, sizes: Sizes) -> int:
     return totals.total()
 
 
-def _local_cross_entropy(node: Node, totals: Counter[int]) -> None:
+def _local_cross_entropy(node: Node, totals: Counter[int], sizes: Sizes) -> None:
     record, read = note(node), operands(node)
     reduction = ("none", "mean", "sum")[argument(node, 3, "reduction", 1)]
     total = -1
@@ -102,6 +102,7 @@ def _local_cross_entropy(node: Node, totals: Counter[int]) -> None:
         "ignore_index": argument(node, 4, "ignore_index", -100),
         "label_smoothing": argument(node, 5, "label_smoothing", 0.0),
         "vocab": record.form == "vocab_cross_entropy",
+        "size": padded_size(note(read[0]).dims, note(read[0]).tp, sizes.t) if record.form else 0,
         "total": total,
     }
     node.target, node.args, node.kwargs = (
@@ -178,7 +179,7 @@ def _slice_bounds(node: Node, sizes: Sizes) -> None:
     if local != full:
         bounds = [argument(node, 2, "start", 0), argument(node, 3, "end", full)]
         start, end = (min(max(b + full, 0) if b < 0 else b, full) if b is not None else full for b in bounds)
-        node.args = (x, dim, start * local // full, end * local // full)
+        node.args = (x, dim, start * local // full, end * local // full)  # of a padded dim: all of it
         node.kwargs = {}
 
 

@@ -1,7 +1,8 @@
 """The conversions between value types, one differentiable function per row of `ir.types.CONVERSIONS`.
 
 In: this rank's tensor and the group of ranks of one mesh axis. Out: this rank's tensor of the new type. An S value is
-the local shard (`shards.py` says what `dim` and `outer` mean). `site` names the emitted line in errors.
+the local shard (`shards.py` says what `dim`, `outer` and the `size` of a padded dim mean). `site` names the emitted line in
+errors.
 
     y = p_to_i(F.linear(x, w), tp, site="h.0.mlp.c_proj")     # Megatron's g
 
@@ -37,9 +38,9 @@ def p_to_r(x: Tensor, group: Group, *, site: str = "") -> Tensor:
     return _convert(x, group, _sum, _sum, site)
 
 
-def p_to_s(x: Tensor, group: Group, dim: int, outer: int, *, site: str = "") -> Tensor:
+def p_to_s(x: Tensor, group: Group, dim: int, outer: int, *, size: int = 0, site: str = "") -> Tensor:
     """Forward: reduce-scatter. Backward: all-gather. The sequence-parallel g bar."""
-    return _convert(x, group, _scatter(dim, outer), _gather(dim, outer), site)
+    return _convert(x, group, _scatter(dim, outer, size), _gather(dim, outer, size), site)
 
 
 def i_to_p(x: Tensor, group: Group, *, site: str = "") -> Tensor:
@@ -57,29 +58,29 @@ def r_to_p(x: Tensor, group: Group, *, site: str = "") -> Tensor:
     return _convert(x, group, _one_rank, _one_rank, site)
 
 
-def s_to_r(x: Tensor, group: Group, dim: int, outer: int, *, site: str = "") -> Tensor:
+def s_to_r(x: Tensor, group: Group, dim: int, outer: int, *, size: int = 0, site: str = "") -> Tensor:
     """Forward: all-gather. Backward: reduce-scatter. The sequence-parallel g, the conjugate of g bar."""
-    return _convert(x, group, _gather(dim, outer), _scatter(dim, outer), site)
+    return _convert(x, group, _gather(dim, outer, size), _scatter(dim, outer, size), site)
 
 
-def s_to_i(x: Tensor, group: Group, dim: int, outer: int, *, site: str = "") -> Tensor:
+def s_to_i(x: Tensor, group: Group, dim: int, outer: int, *, size: int = 0, site: str = "") -> Tensor:
     """Forward: all-gather. Backward: slice. The scatter/gather optimisation's gather (SC'21, section 4.1)."""
-    return _convert(x, group, _gather(dim, outer), _slice(dim, outer), site)
+    return _convert(x, group, _gather(dim, outer, size), _slice(dim, outer, size), site)
 
 
-def i_to_s(x: Tensor, group: Group, dim: int, outer: int, *, site: str = "") -> Tensor:
+def i_to_s(x: Tensor, group: Group, dim: int, outer: int, *, size: int = 0, site: str = "") -> Tensor:
     """Forward: slice. Backward: all-gather. The scatter/gather optimisation's scatter (SC'21, section 4.1)."""
-    return _convert(x, group, _slice(dim, outer), _gather(dim, outer), site)
+    return _convert(x, group, _slice(dim, outer, size), _gather(dim, outer, size), site)
 
 
-def r_to_s(x: Tensor, group: Group, dim: int, outer: int, *, site: str = "") -> Tensor:
+def r_to_s(x: Tensor, group: Group, dim: int, outer: int, *, size: int = 0, site: str = "") -> Tensor:
     """Forward: slice. Backward: zero-pad."""
-    return _convert(x, group, _slice(dim, outer), _pad(dim, outer), site)
+    return _convert(x, group, _slice(dim, outer, size), _pad(dim, outer, size), site)
 
 
-def s_to_p(x: Tensor, group: Group, dim: int, outer: int, *, site: str = "") -> Tensor:
+def s_to_p(x: Tensor, group: Group, dim: int, outer: int, *, size: int = 0, site: str = "") -> Tensor:
     """Forward: zero-pad. Backward: slice."""
-    return _convert(x, group, _pad(dim, outer), _slice(dim, outer), site)
+    return _convert(x, group, _pad(dim, outer, size), _slice(dim, outer, size), site)
 
 
 def s_to_s(x: Tensor, group: Group, dim: int, outer: int, to_dim: int, to_outer: int, *, site: str = "") -> Tensor:
@@ -111,36 +112,36 @@ def _one_rank(x: Tensor, group: Group, site: str) -> Tensor:
 class _Sharding:
     """Base of the directions that know where a shard sits."""
 
-    def __init__(self, dim: int, outer: int) -> None:
-        self.dim, self.outer = dim, outer
+    def __init__(self, dim: int, outer: int, size: int) -> None:
+        self.dim, self.outer, self.size = dim, outer, size
 
 
 class _gather(_Sharding):
     def __call__(self, x: Tensor, group: Group, site: str) -> Tensor:
-        return join_shards(group.all_gather(x.contiguous(), site), self.dim, self.outer)
+        return join_shards(group.all_gather(x.contiguous(), site), self.dim, self.outer, self.size)
 
 
 class _scatter(_Sharding):
     def __call__(self, x: Tensor, group: Group, site: str) -> Tensor:
-        parts = [take_shard(x, self.dim, self.outer, index, group.size) for index in range(group.size)]
+        parts = [take_shard(x, self.dim, self.outer, index, group.size, self.size) for index in range(group.size)]
         return group.reduce_scatter(parts, site)
 
 
 class _slice(_Sharding):
     def __call__(self, x: Tensor, group: Group, site: str) -> Tensor:
-        return take_shard(x, self.dim, self.outer, group.index, group.size)
+        return take_shard(x, self.dim, self.outer, group.index, group.size, self.size)
 
 
 class _pad(_Sharding):
     def __call__(self, x: Tensor, group: Group, site: str) -> Tensor:
-        return pad_shard(x, self.dim, self.outer, group.index, group.size)
+        return pad_shard(x, self.dim, self.outer, group.index, group.size, self.size)
 
 
 class _Exchange(_Sharding):
     """From shards of (dim, outer) to shards of (to_dim, to_outer)."""
 
     def __init__(self, dim: int, outer: int, to_dim: int, to_outer: int) -> None:
-        super().__init__(dim, outer)
+        super().__init__(dim, outer, 0)
         self.to_dim, self.to_outer = to_dim, to_outer
 
     def __call__(self, x: Tensor, group: Group, site: str) -> Tensor:

@@ -122,7 +122,8 @@ def shard_of(spec: ParamSpec, full: torch.Tensor, world: World) -> torch.Tensor:
     """Return this rank's part of a full tensor that is laid out as the parameter; may share its storage."""
     if spec.type.kind != "S":
         return full
-    return take_shard(full, spec.type.dim, spec.outer, world.coordinate.tp, world.mesh.t)
+    t = world.mesh.t
+    return take_shard(full, spec.type.dim, spec.outer, world.coordinate.tp, t, spec.padded_size(t))
 
 
 def gather_full(
@@ -142,7 +143,7 @@ def gather_full(
         full = local.detach()
         if spec.type.kind == "S":
             parts = world.group(("tp",)).all_gather(full.contiguous(), site)
-            full = join_shards(parts, spec.type.dim, spec.outer)
+            full = join_shards(parts, spec.type.dim, spec.outer, spec.padded_size(world.mesh.t))
     else:
         full = torch.empty(spec.shape, dtype=dtype or dtype_of(spec.dtype), device=world.device)
     if at.tp != 0:

@@ -6,6 +6,11 @@ heads x k, h]` split by heads has outer = 3, so that a shard is three row blocks
 
     take_shard(torch.arange(6), dim=0, outer=3, index=1, degree=2).tolist() == [1, 3, 5]
     join_shards([take_shard(x, 0, 3, i, 2) for i in range(2)], 0, 3)  # is x
+
+A dim of `size` elements that the ranks do not divide (a vocabulary) is *padded*: shards are equally long, and zeros fill up
+the last ones. Whoever handles such a dim says its `size`, everyone else is held to dims that divide:
+
+    take_shard(torch.arange(1, 6), 0, 1, index=2, degree=3, size=5).tolist() == [5, 0]
 """
 
 from __future__ import annotations
@@ -17,38 +22,69 @@ import torch
 from autoptd.errors import InternalError
 
 
-def take_shard(x: torch.Tensor, dim: int, outer: int, index: int, degree: int) -> torch.Tensor:
+def take_shard(x: torch.Tensor, dim: int, outer: int, index: int, degree: int, size: int = 0) -> torch.Tensor:
     """Return shard `index` of `degree`, contiguous; it shares no memory with `x` unless it is all of it."""
     if degree == 1:
         return x
     dim = dim % x.ndim
+    if size:
+        return _take_padded(x, dim, index, _padded_width(size, outer, degree), size)
     blocks = x.unflatten(dim, (outer, _chunk(x.shape[dim], outer * degree) * degree))
     width = blocks.shape[dim + 1] // degree
     part = blocks.narrow(dim + 1, index * width, width)
     return part.clone(memory_format=torch.contiguous_format).flatten(dim, dim + 1)
 
 
-def join_shards(parts: Sequence[torch.Tensor], dim: int, outer: int) -> torch.Tensor:
+def join_shards(parts: Sequence[torch.Tensor], dim: int, outer: int, size: int = 0) -> torch.Tensor:
     """Return the whole of which `parts` are the shards, in order of index: the inverse of `take_shard`."""
     if len(parts) == 1:
         return parts[0]
     dim = dim % parts[0].ndim
+    if size:
+        width = _padded_width(size, outer, len(parts))
+        return torch.cat([part.narrow(dim, 0, real_rows(size, width, i)) for i, part in enumerate(parts)], dim)
     if outer == 1:
         return torch.cat(list(parts), dim)
     width = _chunk(parts[0].shape[dim], outer)
     return torch.cat([part.unflatten(dim, (outer, width)) for part in parts], dim + 1).flatten(dim, dim + 1)
 
 
-def pad_shard(x: torch.Tensor, dim: int, outer: int, index: int, degree: int) -> torch.Tensor:
+def pad_shard(x: torch.Tensor, dim: int, outer: int, index: int, degree: int, size: int = 0) -> torch.Tensor:
     """Return a tensor of the whole's size that holds shard `x` in its place and zeros elsewhere."""
     if degree == 1:
         return x
     dim = dim % x.ndim
+    if size:
+        width = _padded_width(size, outer, degree)
+        real = real_rows(size, width, index)
+        whole = x.new_zeros([*x.shape[:dim], size, *x.shape[dim + 1 :]])
+        whole.narrow(dim, min(index * width, size), real).copy_(x.narrow(dim, 0, real))
+        return whole
     width = _chunk(x.shape[dim], outer)
     shape = [*x.shape[:dim], outer, degree * width, *x.shape[dim + 1 :]]
     whole = x.new_zeros(shape)
     whole.narrow(dim + 1, index * width, width).copy_(x.unflatten(dim, (outer, width)))
     return whole.flatten(dim, dim + 1)
+
+
+def real_rows(size: int, width: int, index: int) -> int:
+    """How many of the `width` entries of shard `index` are no padding, of a dim of `size` (0: t divides it) in all."""
+    return min(max(size - index * width, 0), width) if size else width
+
+
+def _take_padded(x: torch.Tensor, dim: int, index: int, width: int, size: int) -> torch.Tensor:
+    if x.shape[dim] != size:
+        raise InternalError(f"a padded dim of {size}", f"has {x.shape[dim]} entries")
+    real = real_rows(size, width, index)
+    part = x.new_zeros([*x.shape[:dim], width, *x.shape[dim + 1 :]])
+    part.narrow(dim, 0, real).copy_(x.narrow(dim, min(index * width, size), real))
+    return part
+
+
+def _padded_width(size: int, outer: int, degree: int) -> int:
+    if outer != 1:
+        raise InternalError(f"a padded dim of {size}", f"has {outer} blocks, where one is planned")
+    return -(-size // degree)
 
 
 def _chunk(size: int, parts: int) -> int:

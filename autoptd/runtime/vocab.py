@@ -1,7 +1,8 @@
 """The two operators that read or write the vocabulary, with the vocabulary split over a group of ranks.
 
-In: this rank's rows of the embedding, or its columns of the logits: rank i of t owns [i * n, (i + 1) * n) of V = t *
-n. Out: `vocab_parallel_embedding` gives a P value (sum it over the group), `vocab_parallel_cross_entropy` an I value.
+In: this rank's rows of the embedding, or its columns of the logits: rank i of t owns [i * n, (i + 1) * n) of V = t * n.
+A vocabulary that t does not divide is *padded*: `size` is V, and what lies beyond V is neither looked up nor in the softmax,
+nor gets a gradient. Out: `vocab_parallel_embedding` gives a P value (sum it over the group), the cross-entropy an I value.
 
     x = p_to_i(vocab_parallel_embedding(ids, w, tp), tp, site="wte")
     loss = vocab_parallel_cross_entropy(logits, targets, tp, site="loss")
@@ -19,18 +20,21 @@ import torch
 import torch.nn.functional as F
 
 from autoptd.errors import PlanError
+from autoptd.runtime.shards import real_rows
 from autoptd.runtime.world import Group
 
 Tensor = torch.Tensor
 
 
-def vocab_parallel_embedding(ids: Tensor, weight: Tensor, group: Group, padding_idx: int = -1) -> Tensor:
+def vocab_parallel_embedding(
+    ids: Tensor, weight: Tensor, group: Group, padding_idx: int = -1, *, size: int = 0
+) -> Tensor:
     """Return this rank's part of `F.embedding`: zeros where another rank owns the id.
 
     Row `padding_idx` (none by default) gets no gradient.
     """
     rows = weight.shape[0]
-    local, elsewhere = _localize(ids, rows, group)
+    local, elsewhere = _localize(ids, rows, group, size)
     padding = padding_idx - group.index * rows
     x = F.embedding(local, weight, padding_idx=padding if padding_idx >= 0 and 0 <= padding < rows else None)
     return x if group.size == 1 else x.masked_fill(elsewhere.unsqueeze(-1), 0.0)
@@ -45,6 +49,7 @@ def vocab_parallel_cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
     weight: Tensor | None = None,
+    size: int = 0,
     site: str = "",
 ) -> Tensor:
     """Return `F.cross_entropy` of the whole logits, the same on every rank; the gradient of `logits` is local.
@@ -64,7 +69,7 @@ def vocab_parallel_cross_entropy(
         rows = rows.float()
     if weight is not None:
         weight = weight.to(rows.dtype)
-    loss, share = _RowLoss.apply(rows, targets.reshape(-1), weight, group, ignore_index, label_smoothing, site)  # type: ignore[no-untyped-call]
+    loss, share = _RowLoss.apply(rows, targets.reshape(-1), weight, group, ignore_index, label_smoothing, size, site)  # type: ignore[no-untyped-call]
     if reduction == "none":
         loss = loss.reshape(targets.shape)
     else:
@@ -72,14 +77,17 @@ def vocab_parallel_cross_entropy(
     return loss.to(logits.dtype)  # type: ignore[no-any-return]
 
 
-def _localize(ids: Tensor, size: int, group: Group) -> tuple[Tensor, Tensor]:
-    """Return (ids within this rank's `size`, mask of the ids that other ranks own, which became 0).
+def _localize(ids: Tensor, rows: int, group: Group, size: int) -> tuple[Tensor, Tensor]:
+    """Return (ids within this rank's `rows`, mask of the ids that other ranks own, which became 0).
 
     An id that no rank owns stays out of range, so that the lookup fails on every rank.
     """
-    lo = group.index * size
-    elsewhere = (ids >= 0) & (ids < size * group.size) & ((ids < lo) | (ids >= lo + size))
-    return (ids - lo).masked_fill(elsewhere, 0), elsewhere
+    lo, vocabulary = group.index * rows, size or rows * group.size
+    elsewhere = (ids >= 0) & (ids < vocabulary) & ((ids < lo) | (ids >= lo + rows))
+    local = (ids - lo).masked_fill(elsewhere, 0)
+    if real_rows(size, rows, group.index) < rows:  # an id in the padding is nobody's
+        local = local.masked_fill(ids >= vocabulary, rows)
+    return local, elsewhere
 
 
 class _RowLoss(torch.autograd.Function):
@@ -98,10 +106,15 @@ class _RowLoss(torch.autograd.Function):
         group: Group,
         ignore_index: int,
         smoothing: float,
+        size: int,
         site: str,
     ) -> tuple[Tensor, Tensor]:
         ignored = targets == ignore_index
-        local, elsewhere = _localize(targets.masked_fill(ignored, group.index * x.shape[1]), x.shape[1], group)
+        local, elsewhere = _localize(targets.masked_fill(ignored, 0), x.shape[1], group, size)
+        real = real_rows(size, x.shape[1], group.index)  # the rest of the columns is padding
+        if real < x.shape[1]:
+            x = x.clone()
+            x[:, real:] = -torch.inf
         local, elsewhere = local.unsqueeze(1), elsewhere | ignored
         x = x - group.all_reduce(x.amax(1), f"{site} maximum", op="max").unsqueeze(1)
         picked = x.gather(1, local).squeeze(1).masked_fill(elsewhere, 0.0)
@@ -110,20 +123,20 @@ class _RowLoss(torch.autograd.Function):
         if weight is not None:
             sums.append(weight[local.squeeze(1)].masked_fill(elsewhere, 0.0))
         if smoothing:
-            sums.append(x.sum(1) if weight is None else x @ weight)
-            sums.append((p.new_tensor(x.shape[1]) if weight is None else weight.sum()).expand(len(x)))
+            sums.append(x[:, :real].sum(1) if weight is None else x[:, :real] @ weight[:real])
+            sums.append((p.new_tensor(real) if weight is None else weight[:real].sum()).expand(len(x)))
         totals = list(group.all_reduce(torch.stack(sums), f"{site} sums"))
         total, picked = totals[:2]
         share = (~ignored).to(x.dtype) if weight is None else totals[2]
         loss = (1.0 - smoothing) * share * (total.log() - picked)
-        k = smoothing / (x.shape[1] * group.size)
+        k = smoothing / (size or x.shape[1] * group.size)
         weights_sum = 0.0
         if smoothing:
             weights_sum = totals[-1]
             loss = loss + k * (weights_sum * total.log() - totals[-2])
         loss = loss.masked_fill(ignored, 0.0)
         ctx.save_for_backward(p.div_(total.unsqueeze(1)), local, elsewhere, ignored, share, weight)
-        ctx.smoothing, ctx.k, ctx.weights_sum = smoothing, k, weights_sum
+        ctx.smoothing, ctx.k, ctx.weights_sum, ctx.real = smoothing, k, weights_sum, real
         ctx.mark_non_differentiable(share)
         return loss, share
 
@@ -136,5 +149,5 @@ class _RowLoss(torch.autograd.Function):
         dx = p * (hard + soft * ctx.weights_sum).unsqueeze(1)
         dx.scatter_add_(1, local, -hard.masked_fill(elsewhere, 0.0).unsqueeze(1))
         if ctx.smoothing:
-            dx -= soft.unsqueeze(1) if weight is None else soft.unsqueeze(1) * weight
-        return dx, None, None, None, None, None, None
+            dx[:, : ctx.real] -= soft.unsqueeze(1) if weight is None else soft.unsqueeze(1) * weight[: ctx.real]
+        return dx, None, None, None, None, None, None, None

@@ -57,7 +57,7 @@ def connect(
     model: nn.Module, *inputs: Tensor, t: int = 1, pieces: int = 1, machine: Machine | None = None
 ) -> tuple[Graph, Axes]:
     graph, axes, assignment = annotate(model, *inputs, t=t, pieces=pieces, machine=machine)
-    passes.communicate(graph, assignment, pieces)
+    passes.communicate(graph, assignment, pieces, t)
     return graph, axes
 
 

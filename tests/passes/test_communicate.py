@@ -46,7 +46,7 @@ def collectives(graph: Graph, module: str) -> Counter[str]:
 @pytest.mark.parametrize("t", [2, 4, 8])
 def test_two_all_reduces_forward_and_two_backward_per_layer(t: int) -> None:
     graph, axes = gpt(t)
-    check_connected(graph, axes)
+    check_connected(graph, axes, t)
     for layer in range(LAYERS):
         found = collectives(graph, rf"transformer\.h\.{layer}(\.|$)")
         assert found == {"all-reduce forward": 2, "all-reduce backward": 2}
@@ -120,7 +120,7 @@ def test_q_k_and_v_share_one_conversion() -> None:
 
     sizes = dict.fromkeys(("first", "q", "k", "v", "out"), (256, 256))
     graph, axes = connect(Net(forward, **sizes), torch.randn(2, 8, 256), t=2)
-    check_connected(graph, axes)
+    check_connected(graph, axes, 2)
     products = [node for node in ops(graph) if op_name(node) == "aten.matmul"][1:4]
     assert len({node.args[0] for node in products}) == 1
 
@@ -142,17 +142,17 @@ def conversions(graph: Graph) -> Iterator[Node]:
 
 def test_each_removed_conversion_is_found(small: tuple[Graph, Axes]) -> None:
     graph, axes = small
-    check_connected(graph, axes)
+    check_connected(graph, axes, 2)
     every = list(conversions(graph))
     assert len(every) > 4
     for node in every:
         readers = list(node.users)
         node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
         with pytest.raises(InternalError, match="CONNECTED"):
-            check_connected(graph, axes)
+            check_connected(graph, axes, 2)
         for reader in readers:
             reader.replace_input_with(node.args[0], node)  # type: ignore[arg-type]
-        check_connected(graph, axes)
+        check_connected(graph, axes, 2)
 
 
 def test_each_conversion_of_another_kind_is_found(small: tuple[Graph, Axes]) -> None:
@@ -168,9 +168,9 @@ def test_each_conversion_of_another_kind_is_found(small: tuple[Graph, Axes]) -> 
             record.tp, record.conversion = kind, row.name
             node.args = (node.args[0], row.name, *node.args[2:])
             with pytest.raises(InternalError, match="CONNECTED"):
-                check_connected(graph, axes)
+                check_connected(graph, axes, 2)
         record.tp, record.conversion, node.args = kept
-    check_connected(graph, axes)
+    check_connected(graph, axes, 2)
 
 
 def test_a_conversion_whose_name_does_not_fit_is_found(small: tuple[Graph, Axes]) -> None:
@@ -178,7 +178,7 @@ def test_a_conversion_whose_name_does_not_fit_is_found(small: tuple[Graph, Axes]
     node = next(node for node in conversions(graph) if note(node).conversion == "p_to_i")
     node.args = (node.args[0], "p_to_r", *node.args[2:])
     with pytest.raises(InternalError, match="converts"):
-        check_connected(graph, axes)
+        check_connected(graph, axes, 2)
 
 
 def test_a_shard_of_another_place_is_found(small: tuple[Graph, Axes]) -> None:
@@ -186,7 +186,7 @@ def test_a_shard_of_another_place_is_found(small: tuple[Graph, Axes]) -> None:
     node = next(conversions(graph))
     node.args = (*node.args[:2], 1, 7)
     with pytest.raises(InternalError, match="with arguments"):
-        check_connected(graph, axes)
+        check_connected(graph, axes, 2)
 
 
 def test_an_operator_of_the_wrong_type_is_found(small: tuple[Graph, Axes]) -> None:
@@ -194,7 +194,7 @@ def test_an_operator_of_the_wrong_type_is_found(small: tuple[Graph, Axes]) -> No
     node = find(graph, "gelu")
     note(node).tp = P
     with pytest.raises(InternalError, match="gelu"):
-        check_connected(graph, axes)
+        check_connected(graph, axes, 2)
 
 
 def test_the_loss_must_be_whole(small: tuple[Graph, Axes]) -> None:
@@ -203,7 +203,7 @@ def test_the_loss_must_be_whole(small: tuple[Graph, Axes]) -> None:
     partial = find(graph, "linear", 1)
     last.args = (partial,)
     with pytest.raises(InternalError, match="loss"):
-        check_connected(graph, axes)
+        check_connected(graph, axes, 2)
 
 
 def test_heads_that_do_not_divide_are_named_with_the_remedy() -> None:
@@ -218,5 +218,5 @@ def test_t_1_has_no_conversions() -> None:
     model = GPT(GPTConfig(vocab_size=64, block_size=16, n_layer=1, n_head=4, n_embd=64))
     ids = torch.zeros(2, 16, dtype=torch.long)
     graph, axes = connect(model, ids, ids.clone(), t=1)
-    check_connected(graph, axes)
+    check_connected(graph, axes, 1)
     assert not list(conversions(graph))
