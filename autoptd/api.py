@@ -24,6 +24,7 @@ from autoptd.errors import PlanError
 from autoptd.ir.program import Program
 from autoptd.options import make_options
 from autoptd.parallel_model import ParallelModel, is_local
+from autoptd.records import warn_of_fallbacks
 from autoptd.verify import verify
 from autoptd.viz.draw import draw
 
@@ -88,7 +89,10 @@ def parallelize(
     replicas = options.d if is_local(options) else 1
 
     def compile_for(args: tuple[Any, ...], kwargs: dict[str, Any], check: bool) -> Program:
-        return compile_program(model, options, args, kwargs, replicas=replicas, check=check and is_first_process())
+        program = compile_program(model, options, args, kwargs, replicas=replicas, check=check and is_first_process())
+        if check and is_first_process():
+            warn_of_fallbacks(program)
+        return program
 
     def compile_eval(args: tuple[Any, ...], kwargs: dict[str, Any], check: bool) -> Program:
         with in_eval_mode(model):

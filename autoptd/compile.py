@@ -33,6 +33,7 @@ from autoptd.records import (
     param_specs,
     plan_record,
     stage_spec,
+    warn_of_fallbacks,
 )
 
 
@@ -40,11 +41,13 @@ def compile(model: nn.Module, *, example_inputs: Any, **keywords: Any) -> Progra
     """Compile `model` for t*p*d ranks; keywords are those of `parallelize`.
 
     `example_inputs` is the global batch: a tuple of positional or a dict of keyword arguments of the model. Raises TraceError
-    or PlanError, naming site, fact and remedy.
+    or PlanError, naming site, fact and remedy. Warns when tensor ranks repeat each other's work because t does not divide.
     """
     options = make_options(**keywords)
     args, kwargs = split_call(example_inputs)
-    return compile_program(model, options, args, kwargs, replicas=options.d)
+    program = compile_program(model, options, args, kwargs, replicas=options.d)
+    warn_of_fallbacks(program)
+    return program
 
 
 def split_call(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -83,7 +86,7 @@ def compile_program(
     axes, assignment = passes.annotate(graph, whole, captured.buffers, batched, batch.pieces, options.t, Machine())
     forms.add("ANNOTATED", graph)
 
-    unknown = passes.unknown_ops(graph, axes)
+    fallbacks = passes.fallbacks(graph)
     redundant = passes.redundant_flops(graph)
     passes.communicate(graph, assignment, batch.pieces, options.t)
     passes.check_connected(graph, axes, options.t)
@@ -119,11 +122,11 @@ def compile_program(
         orders=orders,
         sources={f"stage_{k}.py": file.text for k, file in enumerate(files)},
         collectives=tuple(collectives(graph, options, crossing, params, orders)),
-        unknown_ops=tuple(unknown),
         seed=options.seed,
         dropouts=dropout_specs(graph),
+        fallbacks=tuple(fallbacks),
         weighted=any(file.counts for file in files),
-        plan=plan_record(options, batch, cut, params),
+        plan=plan_record(options, batch, cut, params, fallbacks),
         costs=costs,
         buffers={name: value.detach() for name, value in captured.buffers.items()},
         graphs=forms.graphs,

@@ -5,7 +5,7 @@
 `RuntimeFault`   a rank failed or waited too long while a step ran.
 `InternalError`  a promise of AutoPTD itself is broken: please report it.
 
-    raise PlanError("transformer.h.3.attn", "12 heads do not divide over t=8", "t in {1, 2, 3, 4, 6, 12}")
+    raise PlanError("example_inputs", "7 rows do not divide over d=2", "a multiple of 2 rows")
 """
 
 from __future__ import annotations

@@ -6,7 +6,10 @@ collectives with bytes and reasons, the plan, and the header of a stage file.
 
 from __future__ import annotations
 
+import dataclasses
 import re
+import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,9 +23,11 @@ from autoptd.ir.actions import Orders
 from autoptd.ir.buckets import BucketPlan, plan_buckets
 from autoptd.ir.calls import axis_text
 from autoptd.ir.notes import note, op_name, ops, placeholders, tensor
-from autoptd.ir.program import Collective, CrossingSpec, DropoutSpec, InputSpec, ParamSpec, StageSpec
+from autoptd.ir.program import Collective, CrossingSpec, DropoutSpec, Fallback, InputSpec, ParamSpec, Program, StageSpec
 from autoptd.ir.types import I, ValueType, outer_size
 from autoptd.options import GEMM_HOOKS, Options
+
+WORTH_A_WARNING = 0.01
 
 
 @dataclass(frozen=True)
@@ -268,7 +273,9 @@ def _listed(plan: BucketPlan) -> str:
     return ", ".join(map(str, sorted({stage for spec in plan.params for stage in spec.stages})))
 
 
-def plan_record(options: Options, batch: Batch, cut: dict[str, Any], params: tuple[ParamSpec, ...]) -> dict[str, Any]:
+def plan_record(
+    options: Options, batch: Batch, cut: dict[str, Any], params: tuple[ParamSpec, ...], fallbacks: list[Fallback]
+) -> dict[str, Any]:
     """What `plan.json` says: the decisions, by the model's own names."""
     layers: dict[str, set[ValueType]] = {}
     for one in params:
@@ -286,7 +293,32 @@ def plan_record(options: Options, batch: Batch, cut: dict[str, Any], params: tup
         "options": {"seed": options.seed} | {name: getattr(options, name) for name in GEMM_HOOKS},
         "cut": cut["after"],
         "shard": list(shard.values()),
+        "fallbacks": merged_fallbacks(fallbacks),
     }
+
+
+def merged_fallbacks(fallbacks: Sequence[Fallback]) -> list[dict[str, Any]]:
+    """One record for all layers that have the same operator and the same fact, with the sum of their FLOPs."""
+    merged: dict[Fallback, int] = {}
+    for one in fallbacks:
+        key = dataclasses.replace(one, site=_any_layer(one.site), flops=0)
+        merged[key] = merged.get(key, 0) + one.flops
+    return [{**dataclasses.asdict(one), "flops": flops} for one, flops in merged.items()]
+
+
+def warn_of_fallbacks(program: Program) -> None:
+    """Warn once if tensor ranks repeat each other's work to more than a hundredth of all FLOPs of matrix products."""
+    found = [one for one in merged_fallbacks(program.fallbacks) if one["flops"]]
+    share = sum(one["flops"] for one in found) / max(1, program.costs.get("total_flops", 0))
+    if share > WORTH_A_WARNING:
+        reasons: dict[tuple[str, str], list[str]] = {}
+        for one in found:
+            reasons.setdefault((one["fact"], one["remedy"]), []).append(one["site"] or "the model")
+        told = "; ".join(
+            f"{', '.join(dict.fromkeys(sites))}: {fact} ({remedy})" for (fact, remedy), sites in reasons.items()
+        )
+        message = f"{100 * share:.0f} % of the FLOPs of matrix products are done by every tensor rank in full. {told}. "
+        warnings.warn(message + "See program.fallbacks", stacklevel=3)
 
 
 def _any_layer(name: str) -> str:

@@ -17,12 +17,6 @@ def compile_gpt(**keywords: Any) -> autoptd.Program:
     return autoptd.compile(gpt(2), example_inputs=keywords.pop("example_inputs", batch()), **keywords)
 
 
-def test_t_that_does_not_divide_the_heads() -> None:
-    with pytest.raises(autoptd.PlanError, match=r"transformer\.h\.0\.attn.*4 heads do not divide over t=3") as caught:
-        autoptd.compile(gpt(2, heads=4, width=36), t=3, example_inputs=batch())
-    assert "{1, 2, 4}" in caught.value.remedy
-
-
 def test_more_stages_than_cut_points() -> None:
     with pytest.raises(autoptd.PlanError, match="more stages than the model can be cut into"):
         compile_gpt(p=16, num_microbatches=8)

@@ -81,7 +81,7 @@ def hugging_face_program(which: str) -> Program:
 def test_hugging_face(which: str) -> None:
     program = hugging_face_program(which)
     check(program, hugging_face(which))
-    assert program.unknown_ops == () and program.costs["redundant_gemm_flops"] == 0
+    assert program.fallbacks == () and program.costs["redundant_gemm_flops"] == 0
     for text in program.sources.values():
         assert text.count("def layer(") == 1 and "torch.ops" not in text
         assert text.count("F.scaled_dot_product_attention") == 1
@@ -178,7 +178,7 @@ def test_other_models(which: str, mesh: dict[str, Any]) -> None:
     program = compile(model, example_inputs=example, **mesh, **keywords)
     check(program, model)
     assert sum(program.costs["flops_per_stage"]) == program.costs["total_flops"] > 0
-    assert program.unknown_ops == ()
+    assert program.fallbacks == ()
 
 
 def test_a_sum_has_no_count_and_weights_have() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from autoptd.ir.fallback import Fallback
 from autoptd.ir.types import Dims, I, ValueType
 
 KEY = "autoptd"
@@ -25,7 +26,7 @@ class Note:
     trace:       `kind` ("param", "buffer", "input", "op", "output"), `name` of a placeholder in the model or call,
                  `module` path, `source` line and its `code`, `of_params` (depends on a parameter), `needs_grad`
     annotate:    `dims`, `batch` (type over microbatches and replicas), `tp` (type over tensor ranks), `form` (how a split
-                 contraction is computed locally), `why`
+                 contraction is computed locally), `why`, `fallback` (why it is not split as one would expect)
     communicate: `conversion` (name of the conversion a node performs)
     cut:         `stages` that hold the node, ascending
     """
@@ -44,6 +45,7 @@ class Note:
     form: str = ""
     conversion: str = ""
     why: str = ""
+    fallback: Fallback | None = None
     stages: tuple[int, ...] = ()
     extra: dict[str, Any] = field(default_factory=dict)
 

@@ -24,10 +24,11 @@ from typing import Any
 import torch
 
 from autoptd.ir.actions import Action, Orders, format_orders, parse_orders
+from autoptd.ir.fallback import Fallback
 from autoptd.ir.mesh import Mesh
 from autoptd.ir.types import Dims, ValueType, local_shape, outer_size, padded_size, type_text
 
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -177,9 +178,9 @@ class Program:
     orders: Orders
     sources: dict[str, str]  # file name -> text
     collectives: tuple[Collective, ...] = ()
-    unknown_ops: tuple[tuple[str, str], ...] = ()  # (operator, module) computed whole over tp
     seed: int = 0  # of the dropout masks
     dropouts: tuple[DropoutSpec, ...] = ()
+    fallbacks: tuple[Fallback, ...] = ()  # operators that tp does not split as one would expect, and why
     weighted: bool = False  # the loss stage has `count(...)`: labels to count before the first forward
     plan: dict[str, Any] = field(default_factory=dict)
     costs: dict[str, Any] = field(default_factory=dict)
@@ -239,7 +240,7 @@ class Program:
             stages=tuple(StageSpec(**_tupled(one)) for one in record.pop("stages")),
             collectives=tuple(Collective(**_tupled(one)) for one in record.pop("collectives")),
             dropouts=tuple(DropoutSpec(**_tupled(one)) for one in record.pop("dropouts")),
-            unknown_ops=tuple((op, site) for op, site in record.pop("unknown_ops")),
+            fallbacks=tuple(Fallback(**one) for one in record.pop("fallbacks")),
             orders=parse_orders((folder / "schedule.txt").read_text()),
             sources=sources,
             plan=json.loads((folder / "plan.json").read_text()),
@@ -289,6 +290,7 @@ __all__ = [
     "Collective",
     "CrossingSpec",
     "DropoutSpec",
+    "Fallback",
     "InputSpec",
     "ParamSpec",
     "Program",

@@ -1,8 +1,9 @@
 """Graph to graph, one file a pass: annotate, communicate, cut, localize, hooks; and the axis table (`rules.py`)."""
 
-from autoptd.passes.annotate import annotate, describe, redundant_flops, unknown_ops
+from autoptd.passes.annotate import annotate, describe
 from autoptd.passes.communicate import check_connected, communicate, conversion_row
 from autoptd.passes.cut import cut
+from autoptd.passes.fallbacks import fallbacks, redundant_flops
 from autoptd.passes.hooks import adds_to_gradient, hook_gemms
 from autoptd.passes.localize import Sizes, localize
 
@@ -15,8 +16,8 @@ __all__ = [
     "conversion_row",
     "cut",
     "describe",
+    "fallbacks",
     "hook_gemms",
     "localize",
     "redundant_flops",
-    "unknown_ops",
 ]

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Graph
 
-from autoptd.errors import PlanError
 from autoptd.ir.machine import Machine
-from autoptd.ir.notes import note, op_name, ops, payload, shape, site
+from autoptd.ir.notes import note, op_name, payload, shape
 from autoptd.ir.types import type_text
 from autoptd.passes.assign import Assignment, Splitter, assign_tensor
 from autoptd.passes.axes import Axes
 from autoptd.passes.batch import assign_batch, check_literals
 from autoptd.passes.constants import Constants
-from autoptd.passes.costs import flops
+from autoptd.passes.fallbacks import explain
 from autoptd.passes.rows import place_rows
 
 
@@ -36,41 +33,10 @@ def annotate(
         check_literals(graph, whole, constants)
     if t == 1:
         return axes, Assignment({}, {}, lambda node, source, target: 0.0)
-    _check_divisible(graph, axes, t, machine)
-    return axes, assign_tensor(graph, axes, t, machine)
-
-
-def _check_divisible(graph: Graph, axes: Axes, t: int, machine: Machine) -> None:
-    """Every matrix product that depends on parameters must have something that t divides; all that have not are named."""
     splitter = Splitter(graph, axes, t, machine)
-    every = Splitter(graph, axes, 1, machine)
-    bad: dict[str, tuple[Node, set[int]]] = {}
-    for node in ops(graph):
-        if not flops(node) or not note(node).of_params:
-            continue
-        names = [one.name for one in splitter.letters(node)]
-        sizes = {one.size for one in every.letters(node) if one.name not in ("e", "k")}
-        if sizes and not set(names) - ({"e"} if op_name(node).endswith("attention") else set()):
-            bad.setdefault(note(node).module, (node, sizes))
-    if bad:
-        node, sizes = next(iter(bad.values()))
-        common = math.gcd(*sizes) if len(sizes) > 1 else max(sizes)
-        fits = [k for k in range(1, common + 1) if common % k == 0]
-        what = f"{max(sizes)} heads do" if "attention" in op_name(node) else f"sizes {sorted(sizes)} do"
-        more = f" (and {len(bad) - 1} more modules like it)" if len(bad) > 1 else ""
-        raise PlanError(site(node), f"{what} not divide over t={t}{more}", f"t in {{{', '.join(map(str, fits))}}}")
-
-
-def unknown_ops(graph: Graph, axes: Axes) -> list[tuple[str, str]]:
-    """(operator, module) of what no rule knows: computed whole over tp."""
-    return [
-        (op_name(node), note(node).module) for node in ops(graph) if note(node).of_params and not axes.is_known(node)
-    ]
-
-
-def redundant_flops(graph: Graph) -> int:
-    """Forward FLOPs of matrix products that every tensor rank computes in full."""
-    return sum(flops(node) for node in ops(graph) if note(node).why == "whole on every rank")
+    assignment = assign_tensor(graph, splitter)
+    explain(graph, assignment, splitter)
+    return axes, assignment
 
 
 def describe(graph: Graph) -> str:

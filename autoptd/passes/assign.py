@@ -30,6 +30,7 @@ from autoptd.passes.rules import GEMMS, addends, linear_groups
 
 SAVED_FOR_BACKWARD = {*GEMMS, "aten.layer_norm", "aten.rms_norm", "aten.softmax", "aten.scaled_dot_product_attention"}
 SAVED_FOR_BACKWARD |= {f"aten.{name}" for name in "gelu relu silu tanh sigmoid mul div pow cross_entropy_loss".split()}
+WHOLE = "whole on every rank"
 NO_COLLECTIVE_FORMS = ("vocab_cross_entropy",)  # local forms that reduce inside: their result is I
 
 
@@ -79,25 +80,26 @@ class Splitter:
             for axis in axes.atoms(node, dim)
         }
 
-    def may_split(self, node: Node, letter: Letter) -> bool:
-        if not self.padding.divides(node, letter):
-            return False
-        places = [(one, place) for one, place in letter.places.items()]
-        return not any(id(self.axes.atoms(one, dim)[atom]) in self.tokens for one, (dim, atom) in places)
-
     def letters(self, node: Node) -> list[Letter]:
-        found = [letter for letter in self.axes.letters(node) if self.may_split(node, letter)]
-        return [one for one in found if one.out is None or self._out_is_free(node, one)]
+        """The letters by which `node` may be split."""
+        return [letter for letter in self.free_letters(node) if self.padding.divides(node, letter)]
 
-    def _out_is_free(self, node: Node, letter: Letter) -> bool:
-        assert letter.out is not None
-        dim, atom = letter.out
-        return id(self.axes.atoms(node, dim)[atom]) not in self.tokens
+    def blocked(self, node: Node) -> list[Letter]:
+        """The letters by which `node` would be split if t divided them."""
+        return [letter for letter in self.free_letters(node) if not self.padding.divides(node, letter)]
+
+    def free_letters(self, node: Node) -> list[Letter]:
+        """All letters that no input has."""
+        return [one for one in self.axes.letters(node) if self.tokens.isdisjoint(self.axes_of(node, one))]
+
+    def axes_of(self, node: Node, letter: Letter) -> list[int]:
+        """The ids of the axes that carry a letter, of operands and result."""
+        places = [*letter.places.items(), *([(node, letter.out)] if letter.out is not None else [])]
+        return [id(self.axes.atoms(one, dim)[atom]) for one, (dim, atom) in places]
 
 
-def assign_tensor(graph: Graph, axes: Axes, t: int, machine: Machine) -> Assignment:
+def assign_tensor(graph: Graph, splitter: Splitter) -> Assignment:
     """Solve the assignment over tp and fill `tp`, `form` and `why` of every node that depends on parameters."""
-    splitter = Splitter(graph, axes, t, machine)
     solved = [node for node in graph.nodes if note(node).of_params and node.op != "output"]
     strategies = {node: _strategies(node, splitter) for node in solved}
     try:
@@ -183,7 +185,7 @@ def _strategies(node: Node, splitter: Splitter) -> list[Strategy]:
     made = []
     for kind in (I, R):
         needs = {one: whole(one, kind) for one in read}
-        made.append(Strategy(needs, kind, seconds + kept(needs), "whole on every rank"))
+        made.append(Strategy(needs, kind, seconds + kept(needs), WHOLE))
     for letter in splitter.letters(node):
         needs = {one: S(*letter.places[one]) if one in letter.places else whole(one) for one in read}
         if letter.form in NO_COLLECTIVE_FORMS:
@@ -207,10 +209,10 @@ def _strategies(node: Node, splitter: Splitter) -> list[Strategy]:
 
 
 def _split_why(node: Node, letter: Letter, t: int) -> str:
-    each = ("padded, " if letter.size % t else "") + division_text(letter.size, t)
+    each, padded = division_text(letter.size, t), ", padded" if letter.size % t else ""
     if op_name(node) == "aten.linear" and letter.name in ("o", "i"):
-        return f"column: {each}" if letter.name == "o" else f"row: its input arrives sharded, {each}"
-    return f"split by {letter.name}: {each}"
+        return f"column{padded}: {each}" if letter.name == "o" else f"row: its input arrives sharded, {each}"
+    return f"split by {letter.name}{padded}: {each}"
 
 
 def _parameter_strategies(node: Node, splitter: Splitter) -> list[Strategy]:

@@ -47,11 +47,8 @@ class Padding:
         """Whether `node` may be split by `letter` over t ranks."""
         if letter.size % self.t == 0:
             return True
-        if not all(self.may_pad(one, place) for one, place in letter.places.items()):
-            return False
-        if letter.form.startswith("vocab_"):
-            return True
-        return letter.out is not None and self.may_pad(node, letter.out) and _hands_on(node, letter)
+        places = [*letter.places.items(), *([(node, letter.out)] if letter.out is not None else [])]
+        return all(self.may_pad(one, place) for one, place in places) and is_exact(node, letter)
 
     def may_pad(self, node: Node, place: Place) -> bool:
         """Whether the atom at `place` is a vocabulary, and all of its dim."""
@@ -63,7 +60,10 @@ class Padding:
         return note(node).dims[place[0]][place[1]] % self.t == 0 or self.may_pad(node, place)
 
 
-def _hands_on(node: Node, letter: Letter) -> bool:
-    if op_name(node) == "aten.div":  # nothing is divided by the zeros of the padding
-        return letter.places.keys() == {operands(node)[0]}
-    return op_name(node) in THROUGH
+def is_exact(node: Node, letter: Letter) -> bool:
+    """Whether zeros at the end of the last shards of `letter` change nothing."""
+    if letter.form.startswith("vocab_"):
+        return True
+    if op_name(node) == "aten.div" and any(one in letter.places for one in operands(node)[1:]):
+        return False  # nothing is divided by the zeros of the padding
+    return letter.out is not None and op_name(node) in THROUGH

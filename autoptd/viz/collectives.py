@@ -134,7 +134,7 @@ def _local(program: Program) -> Iterator[str]:
 
 
 def _left(program: Program) -> Iterator[str]:
-    """What is computed more than once over tp: unknown operators, and matrix products that every rank does in full."""
+    """What is computed more than once over tp, or split otherwise than one would expect, and why."""
     if program.mesh.t == 1:
         return
     yield "## Computed by every tensor rank in full"
@@ -143,11 +143,11 @@ def _left(program: Program) -> Iterator[str]:
     redundant = program.costs.get("redundant_gemm_flops", 0)
     share = f" ({100 * redundant / total:.1f} % of all)" if total and redundant else ""
     yield f"- Matrix products: {count_text(redundant)} FLOPs forward{share}."
-    counts = Counter((op, star(module)) for op, module in program.unknown_ops)
-    for (op, module), times in counts.items():
-        yield f"- {op} in {module or 'the model'} x {times}: no rule says how to split it (`autoptd.register_rule`)."
+    counts = Counter((star(one.site), one.op, one.fact, one.remedy) for one in program.fallbacks)
+    for (module, op, fact, remedy), times in counts.items():
+        yield f"- {op} in {module or 'the model'} x {times}: {fact}. Remedy: {remedy}."
     if not counts:
-        yield "- Operators without a rule: none."
+        yield "- Every operator is split as one would expect."
     yield ""
 
 

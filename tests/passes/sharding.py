@@ -9,6 +9,7 @@ the four types of DESIGN.md 2 say, and compared in float64. Out: texts of what d
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -180,12 +181,12 @@ def _run_local(node: Node, leaves: Env, env: Env, group: Any) -> Any:
         x, dims, keepdim, count = args
         return x.sum(dims, keepdim) / count
     if node.target is markers.vocab_embedding:
-        return rt.vocab_parallel_embedding(args[0], args[1], group, padding_idx=args[2])
+        return rt.vocab_parallel_embedding(args[0], args[1], group, padding_idx=args[2], **kwargs)
     if node.target is markers.cross_entropy:
-        vocab, total = kwargs.pop("vocab"), kwargs.pop("total")
+        vocab, size, total = (kwargs.pop(key) for key in ("vocab", "size", "total"))
         logits, targets, weight = args
         if vocab:
-            return rt.vocab_parallel_cross_entropy(logits, targets, group, weight=weight, **kwargs)
+            return rt.vocab_parallel_cross_entropy(logits, targets, group, weight=weight, size=size, **kwargs)
         loss = torch.nn.functional.cross_entropy(logits, targets, weight, **kwargs)
         if total < 0:
             return loss
@@ -230,6 +231,8 @@ def _compare(
         else:
             found = _combine(pieces, cotangent, note(one).dims)
             findings += _differs(f"gradient of {one.name}, {takes[one]}", found, gradient)
+            if cotangent.kind == "S" and _padding(pieces, note(one).dims, cotangent).any():
+                findings.append(f"gradient of {one.name}, {takes[one]}: the padding has one")
     return findings
 
 
@@ -263,19 +266,35 @@ def _parts(value: Any, kind: ValueType, dims: Dims, t: int) -> list[Any]:
 
 
 def take(x: Tensor, dims: Dims, kind: ValueType, rank: int, t: int) -> Tensor:
-    """The slice of one rank, by atoms."""
-    inner = _atoms(x, dims, kind).chunk(t, kind.dim + kind.atom)[rank]
-    return inner.reshape([*x.shape[: kind.dim], x.shape[kind.dim] // t, *x.shape[kind.dim + 1 :]])
+    """The slice of one rank, by atoms; zeros fill up the last slices of a dim that t does not divide."""
+    folded, at, size = _atoms(x, dims, kind), kind.dim + kind.atom, dims[kind.dim][kind.atom]
+    missing = -size % t
+    zeros = x.new_zeros([*folded.shape[:at], missing, *folded.shape[at + 1 :]])
+    inner = torch.cat([folded, zeros], at).chunk(t, at)[rank]
+    each = x.shape[kind.dim] // size * (size + missing) // t
+    return inner.reshape([*x.shape[: kind.dim], each, *x.shape[kind.dim + 1 :]])
 
 
 def join(pieces: list[Tensor], dims: Dims, kind: ValueType) -> Tensor:
-    """Put the slices of all ranks together again."""
-    local = [list(atoms) for atoms in dims]
-    local[kind.dim][kind.atom] //= len(pieces)
-    folded = [_atoms(piece, tuple(map(tuple, local)), kind) for piece in pieces]
+    """Put the slices of all ranks together again, without the padding."""
+    real, at = dims[kind.dim][kind.atom], kind.dim + kind.atom
+    size = math.prod(dims[kind.dim])
     first = pieces[0].shape
-    size = first[kind.dim] * len(pieces)
-    return torch.cat(folded, kind.dim + kind.atom).reshape([*first[: kind.dim], size, *first[kind.dim + 1 :]])
+    whole = _joined(pieces, dims, kind).narrow(at, 0, real)
+    return whole.reshape([*first[: kind.dim], size, *first[kind.dim + 1 :]])
+
+
+def _padding(pieces: list[Tensor], dims: Dims, kind: ValueType) -> Tensor:
+    """What lies behind the end of a dim that was filled up."""
+    real, at = dims[kind.dim][kind.atom], kind.dim + kind.atom
+    whole = _joined(pieces, dims, kind)
+    return whole.narrow(at, real, whole.shape[at] - real)
+
+
+def _joined(pieces: list[Tensor], dims: Dims, kind: ValueType) -> Tensor:
+    local = [list(atoms) for atoms in dims]
+    local[kind.dim][kind.atom] = -(-local[kind.dim][kind.atom] // len(pieces))
+    return torch.cat([_atoms(piece, tuple(map(tuple, local)), kind) for piece in pieces], kind.dim + kind.atom)
 
 
 def _atoms(x: Tensor, dims: Dims, kind: ValueType) -> Tensor:

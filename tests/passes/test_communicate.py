@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.fx import Graph, Node
 
-from autoptd.errors import InternalError, PlanError
+from autoptd.errors import InternalError
 from autoptd.ir import markers
 from autoptd.ir.notes import note, op_name, ops, placeholders
 from autoptd.ir.types import CONVERSIONS, I, P, R, S
@@ -204,14 +204,6 @@ def test_the_loss_must_be_whole(small: tuple[Graph, Axes]) -> None:
     last.args = (partial,)
     with pytest.raises(InternalError, match="loss"):
         check_connected(graph, axes, 2)
-
-
-def test_heads_that_do_not_divide_are_named_with_the_remedy() -> None:
-    model = GPT(GPTConfig(vocab_size=64, block_size=16, n_layer=2, n_head=6, n_embd=48))
-    ids = torch.zeros(2, 16, dtype=torch.long)
-    with pytest.raises(PlanError, match="6 heads do not divide over t=4") as caught:
-        connect(model, ids, ids.clone(), t=4)
-    assert caught.value.remedy == "t in {1, 2, 3, 6}"
 
 
 def test_t_1_has_no_conversions() -> None:

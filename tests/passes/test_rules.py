@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from autoptd.ir.notes import op_name, ops
 from autoptd.passes import links, rules
 from autoptd.passes.axes import Axes
+from autoptd.passes.padding import THROUGH, is_exact
 from autoptd.passes.rules import TABLE, Rule, linear_groups
 from examples.gpt import GPT, GPTConfig
 from tests.passes.sharding import check_letter, check_linear, trace_call, trace_model
@@ -307,6 +308,19 @@ def claims_of(graph: Any, env: Any, axes: Axes) -> list[str]:
     return findings
 
 
+def padded_claims_of(graph: Any, env: Any, axes: Axes) -> list[str]:
+    """Hold every letter that may be split in padded shards, over numbers of ranks that do not divide it."""
+    torch.manual_seed(0)
+    findings = []
+    for node in ops(graph):
+        for letter in axes.letters(node):
+            if takes_whole_dims(node, letter) and is_exact(node, letter):
+                for t in (t for t in (2, 4, 5) if letter.size % t):
+                    where = f"{op_name(node)}, letter {letter.name} of {letter.size} over {t}"
+                    findings += [f"{where}: {text}" for text in check_letter(node, env, letter, t, "tp")]
+    return findings
+
+
 def takes_whole_dims(node: Any, letter: Any) -> bool:
     """The batch splits whole dims only."""
     places = [*letter.places.items(), *([(node, letter.out)] if letter.out is not None else [])]
@@ -316,6 +330,19 @@ def takes_whole_dims(node: Any, letter: Any) -> bool:
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_row(name: str) -> None:
     assert claims_of(*traced(name)) == []
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_padded_row(name: str) -> None:
+    assert padded_claims_of(*traced(name)) == []
+
+
+def test_an_operator_that_padding_may_not_go_through_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its derivative at zero is infinite: a cotangent of zero becomes NaN."""
+    graph, env = trace_call(lambda x: x.abs().rsqrt(), [r(4, 6)])
+    assert padded_claims_of(graph, env, Axes(graph)) == []
+    monkeypatch.setattr("autoptd.passes.padding.THROUGH", THROUGH | {"aten.rsqrt"})
+    assert padded_claims_of(graph, env, Axes(graph)) != []
 
 
 def test_every_row_has_an_example() -> None:

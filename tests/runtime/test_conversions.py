@@ -7,11 +7,13 @@ results are put together again by the same definitions.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import pytest
 import torch
 
 from autoptd import runtime as rt
+from autoptd.errors import InternalError
 from autoptd.ir.mesh import Mesh
 from autoptd.ir.types import CONVERSIONS
 from autoptd.runtime.threads import ThreadWorld, run_ranks
@@ -24,8 +26,8 @@ COTANGENT = {"I": "equal", "R": "partial", "P": "equal", "S": "sharded"}
 VALUE = {"I": "equal", "R": "equal", "P": "partial", "S": "sharded"}
 
 
-def draw(seed: int) -> Tensor:
-    return torch.randn(SHAPE, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+def draw(seed: int, shape: Sequence[int] = SHAPE) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def spread(whole: Tensor, how: str, split: tuple[int, int], t: int) -> list[Tensor]:
@@ -33,7 +35,7 @@ def spread(whole: Tensor, how: str, split: tuple[int, int], t: int) -> list[Tens
         return [whole.clone() for _ in range(t)]
     if how == "sharded":
         return [rt.take_shard(whole, *split, index, t) for index in range(t)]
-    parts = [draw(100 + index) for index in range(t - 1)]
+    parts = [draw(100 + index, whole.shape) for index in range(t - 1)]
     return [*parts, whole - sum(parts)]
 
 
@@ -114,3 +116,54 @@ def test_shards_of_fused_rows() -> None:
     assert torch.equal(rt.join_shards(shards, 0, 3), x)
     padded = [rt.pad_shard(shard, 0, 3, index, 2) for index, shard in enumerate(shards)]
     assert torch.equal(padded[0] + padded[1], x) and padded[1].tolist()[:4] == [0, 0, 2, 3]
+
+
+@pytest.mark.parametrize("t", [2, 3, 4, 8])
+@pytest.mark.parametrize("size", [1, 2, 5, 61])
+def test_padded_shards_round_trip(size: int, t: int) -> None:
+    x = torch.arange(1.0, 1 + 3 * size).reshape(size, 3)
+    if size % t == 0:
+        pytest.skip("divides")
+    shards = [rt.take_shard(x, 0, 1, index, t, size) for index in range(t)]
+    each = -(-size // t)
+    assert {shard.shape for shard in shards} == {(each, 3)}
+    stacked = torch.cat(shards)
+    assert torch.equal(stacked[:size], x) and not stacked[size:].any() and stacked[size:].numel()
+    assert torch.equal(rt.join_shards(shards, 0, 1, size), x)
+    assert torch.equal(sum(rt.pad_shard(shard, 0, 1, index, t, size) for index, shard in enumerate(shards)), x)
+
+
+def test_a_dim_that_does_not_divide_is_refused_unless_its_size_is_said() -> None:
+    with pytest.raises(InternalError, match="does not divide into 4 parts"):
+        rt.take_shard(torch.zeros(61), 0, 1, 0, 4)
+    with pytest.raises(InternalError, match="has 60 entries"):
+        rt.take_shard(torch.zeros(60), 0, 1, 0, 4, 61)
+    with pytest.raises(InternalError, match="has 3 blocks"):
+        rt.take_shard(torch.zeros(61), 0, 3, 0, 4, 61)
+
+
+@pytest.mark.parametrize("t", [2, 5, 7])
+@pytest.mark.parametrize(("dim", "size"), [(0, 3), (2, 11)])
+@pytest.mark.parametrize(("source", "target"), [pair for pair in CONVERSIONS if "S" in pair and pair != ("S", "S")])
+def test_conversion_of_padded_shards_is_its_definition(source: str, target: str, dim: int, size: int, t: int) -> None:
+    """What lies in the padding of the shards that come in is noise: no conversion may let it out."""
+    shape = [*SHAPE[:dim], size, *SHAPE[dim + 1 :]]
+    value, cotangent = draw(1, shape), draw(2, shape)
+
+    def parts_of(whole: Tensor, how: str) -> list[Tensor]:
+        if how != "sharded":
+            return spread(whole, how, (dim, 1), t)
+        noise = draw(3, [*shape[:dim], -size % t, *shape[dim + 1 :]])
+        return [part.contiguous() for part in torch.cat([whole, noise], dim).chunk(t, dim)]
+
+    def whole_of(parts: list[Tensor], how: str) -> Tensor:
+        if how != "sharded":
+            return assemble(parts, how, (dim, 1))
+        joined = torch.cat(parts, dim)
+        assert not joined.narrow(dim, size, -size % t).any()
+        return joined.narrow(dim, 0, size)
+
+    function = partial(getattr(rt, CONVERSIONS[source, target].name), size=size)
+    ys, dxs = convert(t, parts_of(value, VALUE[source]), parts_of(cotangent, COTANGENT[target]), function, (dim, 1))
+    torch.testing.assert_close(whole_of(ys, VALUE[target]), value, rtol=0, atol=1e-12)
+    torch.testing.assert_close(whole_of(dxs, COTANGENT[source]), cotangent, rtol=0, atol=1e-12)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from autoptd import runtime as rt
 from autoptd.errors import PlanError, RuntimeFault
 from autoptd.ir.mesh import Mesh
+from autoptd.runtime.shards import real_rows
 from autoptd.runtime.threads import ThreadWorld, run_ranks
 from autoptd.runtime.world import Needs, World
 
@@ -31,16 +32,36 @@ def world_of(t: int) -> ThreadWorld:
     return ThreadWorld(Mesh(t=t), Needs(axes=(("tp",),)), timeout=20.0)
 
 
+def shard(x: Tensor, dim: int, rank: int, t: int, noise: float = 0.0) -> Tensor:
+    """A rank's part of a vocabulary, padded where t does not divide it; with `noise` in the padding."""
+    size = x.shape[dim] if x.shape[dim] % t else 0
+    part = rt.take_shard(x.detach(), dim, 1, rank, t, size).clone()
+    if size:
+        real = real_rows(size, part.shape[dim], rank)
+        part.narrow(dim, real, part.shape[dim] - real).fill_(noise)
+    return part
+
+
 def check_cross_entropy(t: int, logits: Tensor, targets: Tensor, weight: Tensor | None, **options: object) -> None:
+    vocabulary = logits.shape[1]
+    size = vocabulary if vocabulary % t else 0
     whole = logits.clone().requires_grad_()
     expected = F.cross_entropy(whole, targets, weight, **options)  # type: ignore[arg-type]
     cotangent = tensors(*expected.shape, seed=5)
     expected.backward(cotangent)
 
     def body(world: World) -> tuple[Tensor, Tensor]:
-        x = rt.take_shard(logits, 1, 1, world.rank, t).detach().requires_grad_()
-        w = None if weight is None else rt.take_shard(weight, 0, 1, world.rank, t)
-        loss = rt.vocab_parallel_cross_entropy(x, targets, world.group(("tp",)), weight=w, **options, site="loss")  # type: ignore[arg-type]
+        x = shard(logits, 1, world.rank, t, noise=50.0).requires_grad_()
+        w = None if weight is None else shard(weight, 0, world.rank, t, noise=50.0)
+        loss = rt.vocab_parallel_cross_entropy(
+            x,
+            targets,
+            world.group(("tp",)),
+            weight=w,
+            size=size,
+            **options,
+            site="loss",  # type: ignore[arg-type]
+        )
         loss.backward(cotangent)
         assert x.grad is not None
         return loss.detach(), x.grad
@@ -49,7 +70,9 @@ def check_cross_entropy(t: int, logits: Tensor, targets: Tensor, weight: Tensor 
     for loss, _ in results:
         torch.testing.assert_close(loss, expected.detach(), rtol=0, atol=1e-12, equal_nan=True)
         assert torch.equal(loss.nan_to_num(), results[0][0].nan_to_num())
-    torch.testing.assert_close(torch.cat([grad for _, grad in results], 1), whole.grad, rtol=0, atol=1e-12)
+    gradient = torch.cat([grad for _, grad in results], 1)
+    torch.testing.assert_close(gradient[:, :vocabulary], whole.grad, rtol=0, atol=1e-12)
+    assert not gradient[:, vocabulary:].any()
 
 
 @pytest.mark.parametrize("t", [1, 2, 4])
@@ -59,6 +82,17 @@ def test_cross_entropy_options(labels: list[int], t: int) -> None:
         weight = tensors(V, seed=3).abs() if weighted else None
         logits = 5 * tensors(N, V)
         check_cross_entropy(t, logits, torch.tensor(labels), weight, reduction=reduction, label_smoothing=smoothing)
+
+
+@pytest.mark.parametrize("t", [2, 3, 4, 8])
+@pytest.mark.parametrize("vocabulary", [23, 5, 2])
+def test_cross_entropy_of_a_padded_vocabulary(vocabulary: int, t: int) -> None:
+    """Ranks without a single real column included; what lies in the padding is neither in the sums nor gets a gradient."""
+    labels = torch.tensor([-100, 1, vocabulary - 1, -100, 0, 1, 0, vocabulary - 1, 1, 0])
+    for reduction, smoothing, weighted in product(("mean", "sum", "none"), (0.0, 0.1), (False, True)):
+        weight = tensors(vocabulary, seed=3).abs() if weighted else None
+        logits = 5 * tensors(N, vocabulary)
+        check_cross_entropy(t, logits, labels, weight, reduction=reduction, label_smoothing=smoothing)
 
 
 def test_cross_entropy_other_ignore_index() -> None:
@@ -104,6 +138,24 @@ def test_cross_entropy_sends_numbers_per_row_only() -> None:
     assert sorted(seen) == [N, N, 2 * N, 2 * N]
 
 
+@pytest.mark.parametrize("bad", [-1, 5, 6, 7, 8])
+def test_an_id_in_the_padding_fails(bad: int) -> None:
+    """5 rows over 4 ranks: ids 5 to 7 would lie in the padding of the last two."""
+
+    def look_up(world: World) -> None:
+        with pytest.raises(IndexError, match="out of range"):
+            rt.vocab_parallel_embedding(torch.tensor([0, bad]), tensors(2, H), world.group(("tp",)), size=5)
+
+    run_ranks(world_of(4), look_up)
+    with pytest.raises(RuntimeFault, match="out of bounds"):
+        run_ranks(
+            world_of(4),
+            lambda world: rt.vocab_parallel_cross_entropy(
+                tensors(2, 2), torch.tensor([0, bad]), world.group(("tp",)), size=5
+            ),
+        )
+
+
 def test_target_out_of_range_fails() -> None:
     logits, targets = tensors(N, V), torch.full((N,), V)
     with pytest.raises(RuntimeFault, match="out of bounds"):
@@ -116,7 +168,7 @@ def test_target_out_of_range_fails() -> None:
         rt.vocab_parallel_cross_entropy(logits, logits.softmax(1), group)
 
 
-@pytest.mark.parametrize("t", [1, 2, 4])
+@pytest.mark.parametrize("t", [1, 2, 4, 5, 7])
 @pytest.mark.parametrize("padding_idx", [-1, 0, 7, 23])
 def test_embedding(padding_idx: int, t: int) -> None:
     ids = torch.tensor([[0, 7, 23, 7], [5, 6, 12, 0]])
@@ -125,15 +177,16 @@ def test_embedding(padding_idx: int, t: int) -> None:
     expected.backward(cotangent)
 
     def body(world: World) -> tuple[Tensor, Tensor]:
-        weight = rt.take_shard(whole.detach(), 0, 1, world.rank, t).clone().requires_grad_()
-        x = rt.vocab_parallel_embedding(ids, weight, world.group(("tp",)), padding_idx)
+        weight = shard(whole, 0, world.rank, t, noise=50.0).requires_grad_()
+        x = rt.vocab_parallel_embedding(ids, weight, world.group(("tp",)), padding_idx, size=V if V % t else 0)
         x.backward(cotangent)
         assert weight.grad is not None
         return x.detach(), weight.grad
 
     results = run_ranks(world_of(t), body)
     assert torch.equal(torch.stack([x for x, _ in results]).sum(0), expected.detach())
-    assert torch.equal(torch.cat([grad for _, grad in results]), whole.grad)
+    gradient = torch.cat([grad for _, grad in results])
+    assert torch.equal(gradient[:V], whole.grad) and not gradient[V:].any()
 
 
 @pytest.mark.parametrize("bad", [-1, V])

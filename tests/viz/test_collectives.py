@@ -3,6 +3,7 @@
 import re
 from typing import Any
 
+from autoptd.ir.fallback import Fallback
 from autoptd.ir.mesh import Mesh
 from autoptd.ir.program import Collective, CrossingSpec, ParamSpec, Program
 from autoptd.ir.types import I
@@ -77,10 +78,10 @@ def test_a_skip_to_a_stage_of_the_same_rank_is_not_sent() -> None:
 
 def test_what_is_computed_in_full_is_told() -> None:
     costs = {"redundant_gemm_flops": 2_000_000, "total_flops": 8_000_000}
-    unknown = (("my.op", "h.0.mlp"), ("my.op", "h.1.mlp"))
-    text = collectives_markdown(program((), costs=costs, unknown_ops=unknown))
+    found = tuple(Fallback(f"h.{i}.mlp", "my.op", "no rule knows my.op", "write another") for i in range(2))
+    text = collectives_markdown(program((), costs=costs, fallbacks=found))
     assert "- Matrix products: 2 M FLOPs forward (25.0 % of all)." in text
-    assert "- my.op in h.*.mlp x 2: no rule" in text
+    assert "- my.op in h.*.mlp x 2: no rule knows my.op. Remedy: write another." in text
 
 
 def test_tables_are_well_formed() -> None:
