@@ -23,6 +23,7 @@ from autoptd.passes.costs import flops
 from autoptd.passes.links import operands
 
 HEADS, KV_HEADS, REPEAT = "heads", "KV heads", "query heads per KV head"
+COUNTED = (HEADS, KV_HEADS, REPEAT)
 PLAIN_OPERATORS = "write it with plain operators (sums, products, views, gather)"
 
 
@@ -63,13 +64,12 @@ def _blocked(node: Node, assignment: Assignment, splitter: Splitter, nouns: dict
         return None
     is_whole = all(kind.kind != "S" for kind in assignment.strategies[node].needs.values())
     blocked = [(one.size, _noun(node, one, splitter, nouns)) for one in splitter.blocked(node)]
-    of_heads = [(size, noun) for size, noun in blocked if noun in (HEADS, KV_HEADS, REPEAT)]
+    of_heads = [(size, noun) for size, noun in blocked if noun in COUNTED]
     named = list(dict.fromkeys(of_heads or blocked))
     if not named or not (is_whole or of_heads):
         return None
-    texts = [f"{size} {noun}" if noun.endswith("s") else f"{noun} {size}" for size, noun in named]
-    is_single = len(named) == 1 and not named[0][1].endswith("s")
-    fact = f"{' and '.join(texts)} {'does' if is_single else 'do'} not divide over t={splitter.t}"
+    texts = [f"{size} {noun}" if noun in COUNTED else f"{noun} {size}" for size, noun in named]
+    fact = f"{' and '.join(texts)} {'do' if of_heads or len(named) > 1 else 'does'} not divide over t={splitter.t}"
     fits = ", ".join(map(str, divisors(size for size, _ in named)))
     return Fallback(note(node).module, op_name(node), fact, f"t in {{{fits}}}", flops(node) if is_whole else 0)
 

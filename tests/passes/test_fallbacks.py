@@ -38,7 +38,7 @@ def test_attention_whose_heads_do_not_divide(make: Any) -> None:
     found = fallbacks(graph)
     assert facts(found) == {SIX}
     whole = [one for one in found if one.op.endswith(("attention", "matmul"))]
-    assert whole and all((one.flops > 0 and "attn" in one.site) or "attention" in one.site for one in whole)
+    assert whole and all(one.flops > 0 and "att" in one.site for one in whole)
     assert f"whole on every rank: {SIX[0]}" in describe(graph)
     assert redundant_flops(graph) == sum(one.flops for one in found)
     mlp = find(graph, "gelu", 0) if len(found) == 6 else find(graph, "silu", 0)
@@ -77,7 +77,7 @@ def test_grouped_queries() -> None:
 
 
 def test_widths_that_do_not_divide() -> None:
-    forward = lambda self, x, y: F.linear(F.linear(F.embedding(x, self.w), self.up).gelu(), self.down).sum()  # noqa: E731
+    forward = lambda self, x, y: F.linear(F.linear(F.embedding(x, self.w), self.up).tanh(), self.down).sum()  # noqa: E731
     graph, _ = connect(Net(forward, w=(8, 6), up=(50, 6), down=(6, 50)), X, Y, t=4)
     up, down = fallbacks(graph)
     assert (
@@ -112,7 +112,7 @@ def test_program_plan_and_files_tell_it(tmp_path: Any) -> None:
     record = program.plan["fallbacks"]
     assert [one["site"] for one in record] == [f"transformer.h.*.attn{end}" for end in (".c_attn", "", ".c_proj")]
     assert sum(one["flops"] for one in record) == program.costs["redundant_gemm_flops"] > 0
-    assert "# [1, 8, 105]  whole on every rank: 5 heads do not divide over t=4" in program.sources["stage_0.py"]
+    assert "whole on every rank: 5 heads do not divide over t=4" in program.sources["stage_0.py"]
     program.save(tmp_path)
     assert autoptd.Program.load(tmp_path).fallbacks == program.fallbacks
     assert "5 heads do not divide" in (tmp_path / "plan.json").read_text()
