@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import autoptd
 from autoptd.passes import assign
-from tests.parity.models import batch, gpt, uneven
+from tests.parity.models import LENGTH, batch, gpt, uneven
 
 
 @pytest.fixture
@@ -222,3 +222,62 @@ def test_a_padding_that_leaks_is_found(
     with pytest.raises(autoptd.InternalError, match="differs"):
         autoptd.verify(model, t=4, example_inputs=call, steps=1)
     assert edited
+
+
+EDGES: dict[str, tuple[dict[str, Any], tuple[int, int], dict[str, int]]] = {  # model, (rows, tokens), mesh
+    "one layer, four stages": ({"layers": 1}, (4, LENGTH), {"p": 4}),
+    "one layer, two chunks a rank": ({"layers": 1}, (4, LENGTH), {"p": 2, "v": 2}),
+    "three layers, four stages": ({"layers": 3}, (4, LENGTH), {"t": 2, "p": 2, "v": 2}),
+    "one token": ({"layers": 2}, (4, 1), {"t": 2, "p": 2, "d": 2}),
+    "one row": ({"layers": 2}, (1, LENGTH), {"t": 4, "p": 2}),
+    "one row of one token": ({"layers": 2}, (1, 1), {"t": 2, "p": 2}),
+    "an odd head size": ({"layers": 2, "width": 12}, (4, LENGTH), {"t": 4, "p": 2}),
+    "a prime width": ({"layers": 2, "heads": 1, "width": 31}, (4, LENGTH), {"t": 2, "p": 2}),
+    "as many heads, of one entry each": ({"layers": 1, "heads": 31, "width": 31}, (4, LENGTH), {"t": 2, "d": 2}),
+    "six heads over four ranks": ({"layers": 2, "heads": 6, "width": 36}, (4, LENGTH), {"t": 4, "d": 2}),
+    "six heads of eight over four ranks": ({"layers": 2, "heads": 6, "width": 48}, (4, LENGTH), {"t": 4, "p": 2}),
+}
+
+
+@pytest.mark.parametrize("which", EDGES)
+def test_edges(which: str) -> None:
+    config, (rows, tokens), mesh = EDGES[which]
+    ids, targets = (one[:rows, :tokens] for one in batch(4))
+    autoptd.verify(gpt(**config), example_inputs=(ids, targets), steps=2, **mesh)
+
+
+def test_a_width_that_does_not_divide_beside_one_that_does() -> None:
+    class Mlp(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(64, 30)
+            self.wide, self.wide_back = nn.Linear(30, 64), nn.Linear(64, 30)
+            self.odd, self.odd_back = nn.Linear(30, 50), nn.Linear(50, 30)
+            self.head = nn.Linear(30, 64)
+
+        def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+            x = self.embed(ids)
+            x = x + self.wide_back(F.gelu(self.wide(x)))
+            x = x + self.odd_back(F.gelu(self.odd(x)))
+            return F.cross_entropy(self.head(x).view(-1, 64), labels.view(-1))
+
+    torch.manual_seed(0)
+    model, call = Mlp(), batch(4)
+    with pytest.warns(UserWarning, match="do not divide over t=4"):
+        program = autoptd.compile(model, t=4, example_inputs=call)
+    assert [one.site for one in program.fallbacks] == ["odd", "odd_back"]
+    assert program.param("wide.weight").type.kind == "S" and program.param("odd.weight").type.is_whole
+    autoptd.verify(model, t=4, p=2, example_inputs=call, steps=2)
+
+
+def test_as_many_stages_as_there_are_matrix_products_and_no_more() -> None:
+    autoptd.verify(gpt(1), p=6, num_microbatches=4, example_inputs=batch(), steps=1)
+    with pytest.raises(autoptd.PlanError) as caught:
+        autoptd.compile(gpt(1), p=7, example_inputs=batch())
+    assert (caught.value.site, caught.value.remedy) == ("p*v=7", "p*v <= 6, or a deeper model")
+    assert caught.value.fact == "more stages than the model can be cut into: 6 at most"
+
+
+def test_one_row_cannot_be_two_replicas() -> None:
+    with pytest.raises(autoptd.PlanError, match=r"1 rows do not divide over d=2\. Remedy: a multiple of 2 rows"):
+        autoptd.compile(gpt(1), d=2, example_inputs=tuple(one[:1] for one in batch()))
