@@ -6,7 +6,7 @@ from torch.fx import Node
 
 from autoptd.ir import markers
 from autoptd.ir.notes import note, op_name, shape, tensor
-from autoptd.ir.types import CONVERSIONS
+from autoptd.ir.types import CONVERSIONS, shard_size
 
 
 def section_of(node: Node, layers: dict[str, str] | None = None) -> str:
@@ -74,11 +74,16 @@ def conversion_work(node: Node) -> tuple[str, str]:
 
 
 def collective_bytes(node: Node, t: int) -> int:
-    """Bytes of the whole value that a conversion moves (over tp, one microbatch)."""
+    """Bytes of the whole value, its padding included, that a conversion moves (over tp, one microbatch)."""
     count = 1
     for size in note(node).extra["local_shapes"][0]:
         count *= size
-    return count * tensor(node).element_size() * (t if note(node).tp.kind == "S" else 1)
+    padded = node.kwargs.get("size", 0)
+    if note(node).tp.kind == "S":
+        count *= t
+    elif padded:
+        count = count // padded * shard_size(padded, t) * t
+    return count * tensor(node).element_size()
 
 
 def local_shape_text(node: Node) -> str:

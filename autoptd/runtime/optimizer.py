@@ -24,6 +24,7 @@ from torch import optim
 from autoptd.errors import PlanError
 from autoptd.ir.program import ParamSpec
 from autoptd.runtime.parameters import RankParameters, gather_full, shard_of
+from autoptd.runtime.shards import real_rows
 
 Result = TypeVar("Result")
 Run = Callable[
@@ -124,7 +125,20 @@ def make_optimizer(
     ]
     made = type(cls.__name__, (NamedOptimizer, cls), {"__doc__": cls.__doc__})(local, **keywords)
     made.binding = Binding(tuple(ranks), run, groups)
+    made.register_step_post_hook(lambda *_: clear_padding(ranks))
     return made
+
+
+@torch.no_grad()
+def clear_padding(ranks: Sequence[RankParameters]) -> None:
+    """Keep the padding of parameters zero: an optimizer without an epsilon makes 0 / 0 of its zero gradients."""
+    for params in ranks:
+        t, index = params.world.mesh.t, params.world.coordinate.tp
+        for spec, x in _local(params):
+            if size := spec.padded_size(t):
+                width = x.shape[spec.type.dim]
+                real = real_rows(size, width, index)
+                x.narrow(spec.type.dim, real, width - real).zero_()
 
 
 def resolve_groups(

@@ -5,6 +5,7 @@ Vocabularies are made to be split here wherever they may be: models this small w
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,8 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autoptd
+from autoptd.ir.calls import expected_calls
 from autoptd.passes import assign
 from tests.parity.models import LENGTH, batch, gpt, uneven
+from tests.parity.test_mutations import edit_source
 
 
 @pytest.fixture
@@ -180,6 +183,22 @@ def test_the_padding_is_nowhere_but_on_the_ranks(split_vocabularies: None) -> No
         pm.close()
 
 
+def test_an_optimizer_without_epsilon_leaves_the_padding_zero(split_vocabularies: None) -> None:
+    """AdamW makes 0 / 0 of a row whose gradient is always zero; that row would spoil every gradient of the hidden state."""
+    model, call = head(5).double(), batch(4, 5)
+    pm = autoptd.parallelize(model, t=4, backend="local", example_inputs=call)
+    try:
+        optimizer = pm.optimizer(torch.optim.AdamW, lr=0.1, eps=0.0)
+        for _ in range(2):
+            optimizer.zero_grad()
+            pm.step(*call)
+            optimizer.step()
+        assert all(one.isfinite().all() for one in pm.gradients().values())
+        assert not pm.rank_parameters(3)["head.weight"].any()
+    finally:
+        pm.close()
+
+
 @pytest.mark.parametrize("vocab", [61, 5])
 def test_checkpoints_move_between_meshes_bit_for_bit(split_vocabularies: None, vocab: int) -> None:
     """t=4 to t=1 to t=3 to t=2: parameters and optimizer state; each world then takes the same step as the one before."""
@@ -213,12 +232,8 @@ def same(found: dict[str, Any], wanted: dict[str, Any]) -> bool:
 def test_a_padding_that_leaks_is_found(
     split_vocabularies: None, monkeypatch: pytest.MonkeyPatch, edit: tuple[str, str]
 ) -> None:
-    from tests.parity.test_mutations import edit_source
-
     model, call = head(5), batch(4, 5)
-    edited = edit_source(
-        monkeypatch, 'reduction="sum", ignore_index=-100' + edit[0], 'reduction="sum", ignore_index=-100' + edit[1]
-    )
+    edited = edit_source(monkeypatch, 'reduction="sum"' + edit[0], 'reduction="sum"' + edit[1])
     with pytest.raises(autoptd.InternalError, match="differs"):
         autoptd.verify(model, t=4, example_inputs=call, steps=1)
     assert edited
@@ -281,3 +296,18 @@ def test_as_many_stages_as_there_are_matrix_products_and_no_more() -> None:
 def test_one_row_cannot_be_two_replicas() -> None:
     with pytest.raises(autoptd.PlanError, match=r"1 rows do not divide over d=2\. Remedy: a multiple of 2 rows"):
         autoptd.compile(gpt(1), d=2, example_inputs=tuple(one[:1] for one in batch()))
+
+
+@pytest.mark.parametrize("which", ["logits are read by others", "weighted and smoothed"])
+def test_bytes_with_padding_are_those_of_the_program(split_vocabularies: None, which: str) -> None:
+    """Gathers and scatters of padded shards move the padding too, and the list of collectives says so."""
+    call = batch(4, 61)
+    pm = autoptd.parallelize(head(61, **HEADS[which]), t=4, backend="local", example_inputs=call)
+    try:
+        pm.step(*call)
+        with pm.record() as record:
+            pm.step(*call)
+        for rank in range(4):
+            assert Counter(record.of(rank)) == expected_calls(pm.program, rank)
+    finally:
+        pm.close()
