@@ -62,11 +62,13 @@ def _blocked(node: Node, assignment: Assignment, splitter: Splitter, nouns: dict
     """A matrix product that stays whole, or attention that is not split by heads, because t does not divide."""
     if not flops(node):
         return None
-    is_whole = all(kind.kind != "S" for kind in assignment.strategies[node].needs.values())
+    places = [(one, kind) for one, kind in assignment.strategies[node].needs.items() if kind.kind == "S"]
+    split_by = {nouns.get(id(splitter.axes.atoms(one, kind.dim)[kind.atom])) for one, kind in places}
+    is_whole = not places
     blocked = [(one.size, _noun(node, one, splitter, nouns)) for one in splitter.blocked(node)]
     of_heads = [(size, noun) for size, noun in blocked if noun in COUNTED]
     named = list(dict.fromkeys(of_heads or blocked))
-    if not named or not (is_whole or of_heads):
+    if not named or not (is_whole or of_heads) or split_by.intersection(COUNTED):
         return None
     texts = [f"{size} {noun}" if noun in COUNTED else f"{noun} {size}" for size, noun in named]
     fact = f"{' and '.join(texts)} {'do' if of_heads or len(named) > 1 else 'does'} not divide over t={splitter.t}"

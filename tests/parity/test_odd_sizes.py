@@ -107,7 +107,7 @@ def test_tied_gpt(split_vocabularies: None, vocab: int, t: int, p: int, d: int, 
     each = -(-vocab // t)
     assert program.param("lm_head.weight").local_shape(t) == (each, width)
     loss = program.sources[f"stage_{program.loss_stage}.py"]
-    assert f"size={vocab})" in loss and f"padded: {vocab} = {t} x {each} - {each * t - vocab}" in loss
+    assert f"size={vocab}, site=" in loss and f"padded: {vocab} = {t} x {each} - {each * t - vocab}" in loss
     autoptd.verify(model, t=t, p=p, d=d, v=v, example_inputs=(ids, uneven(targets)), steps=3)
 
 

@@ -76,6 +76,23 @@ def test_grouped_queries() -> None:
     assert attention.fact == "2 KV heads and 3 query heads per KV head do not divide over t=4"
 
 
+def test_grouped_queries_of_which_one_factor_divides() -> None:
+    """4 ranks split 4 query heads per KV head; the 2 KV heads themselves are on every rank, as are their projections."""
+
+    def forward(self: Any, x: Tensor, y: Tensor) -> Tensor:
+        h = F.embedding(x, self.w)
+        q = F.linear(h, self.q).view(2, 4, 8, 7).transpose(1, 2)
+        k, v = (F.linear(h, one).view(2, 4, 2, 7).transpose(1, 2) for one in (self.k, self.v))
+        z = F.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2).reshape(2, 4, 56)
+        return F.linear(z, self.o).square().sum()
+
+    graph, _ = connect(Net(forward, w=(8, 12), q=(56, 12), k=(14, 12), v=(14, 12), o=(12, 56)), X, Y, t=4)
+    attention = note(find(graph, "scaled_dot_product_attention"))
+    assert attention.why == "split by repeat: 4 = 4 x 1" and attention.fallback is None
+    assert {one.op for one in fallbacks(graph)} == {"aten.linear"}
+    assert facts(fallbacks(graph)) == {("2 KV heads do not divide over t=4", "t in {1, 2}")}
+
+
 def test_widths_that_do_not_divide() -> None:
     forward = lambda self, x, y: F.linear(F.linear(F.embedding(x, self.w), self.up).tanh(), self.down).sum()  # noqa: E731
     graph, _ = connect(Net(forward, w=(8, 6), up=(50, 6), down=(6, 50)), X, Y, t=4)
