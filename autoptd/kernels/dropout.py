@@ -105,7 +105,7 @@ def column_numbers(before: int, after: int, places: Places, device: torch.device
 
 def premix(numbers: torch.Tensor, key: int) -> torch.Tensor:
     """Hash int32 numbers with a key; each key gives a one-to-one map."""
-    h = numbers ^ _signed(key)
+    h = numbers ^ signed(key)
     spare = torch.empty_like(h)
     _xor_shift_(h, 16, spare)
     mix_(h, spare)
@@ -148,7 +148,8 @@ def _wrapped(numbers: torch.Tensor) -> torch.Tensor:
     return numbers.to(torch.int32)
 
 
-def _signed(word: int) -> int:
+def signed(word: int) -> int:
+    """A word of 32 bits as an int32."""
     return word - WORD if word >= WORD >> 1 else word
 
 

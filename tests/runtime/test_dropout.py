@@ -1,0 +1,138 @@
+"""Dropout as a run has it: the same masks in every layout, new ones at every step, none in evaluations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import autoptd
+from autoptd import runtime as rt
+from autoptd.runtime.dropout import Draw, dropout
+from tests.parity.models import batch
+from tests.parity.test_dropout import gpt, styled
+
+Masks = dict[tuple[int, int], torch.Tensor]  # (step, site) -> the mask of the global value
+Parts = dict[tuple[int, int], dict[tuple[int, int], tuple[torch.Tensor, Any, Any]]]
+
+
+def run(model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch, steps: int = 1, **keywords: Any) -> Masks:
+    """Train for some steps, and put the masks of all microbatches and ranks together."""
+    parts: Parts = {}
+
+    def record(
+        x: torch.Tensor, rate: float, draw: Draw, batch: Any = None, shard: Any = None, tp: Any = None
+    ) -> torch.Tensor:
+        mask = dropout(torch.ones_like(x), rate, draw, batch, shard, tp) != 0
+        place = (draw.first_row if batch is not None else 0, tp.index if shard is not None else 0)
+        seen = parts.setdefault((draw.step, draw.site), {})
+        assert torch.equal(seen.setdefault(place, (mask, batch, shard))[0], mask)  # on every rank that holds it
+        return dropout(x, rate, draw, batch, shard, tp)
+
+    monkeypatch.setattr(rt, "dropout", record)
+    pm = autoptd.parallelize(model, backend="local", example_inputs=batch(), **keywords)
+    for _ in range(steps):
+        pm.step(*batch())
+    pm.close()
+    return {key: join(seen) for key, seen in parts.items()}
+
+
+def join(seen: dict[tuple[int, int], tuple[torch.Tensor, Any, Any]]) -> torch.Tensor:
+    _, at, shard = next(iter(seen.values()))
+    firsts, indices = sorted({first for first, _ in seen}), sorted({index for _, index in seen})
+    at = (at, 1) if isinstance(at, int) else at
+    wholes = []
+    for index in indices:
+        rows = [seen[first, index][0] for first in firsts]
+        wholes.append(rt.join_shards(rows, *at) if at is not None else rows[0])
+    if shard is None:
+        return wholes[0]
+    times = len(firsts) if at is not None and at < shard and at[0] == shard[0] else 1
+    return rt.join_shards(wholes, shard[0], shard[1] * times)
+
+
+LAYOUTS: list[dict[str, int]] = [
+    {"num_microbatches": 4},
+    {"t": 2, "num_microbatches": 2},
+    {"d": 2, "num_microbatches": 4},
+    {"p": 2, "v": 2, "d": 2},
+    {"t": 4, "p": 2, "d": 2, "num_microbatches": 2},
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_every_layout_draws_the_same_masks(layout: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = run(gpt(), monkeypatch, steps=2, num_microbatches=1)
+    found = run(gpt(), monkeypatch, steps=2, **layout)
+    assert sorted(found) == sorted(wanted) == [(step, site) for step in (1, 2) for site in range(13)]
+    assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+
+
+FOLDS = ["tokens_folded", "sequence_first", "batch_and_heads_folded", "heads_before_batch", "parameters_dropped"]
+
+
+@pytest.mark.parametrize("name", [*FOLDS, "constants_dropped"])
+def test_every_fold_of_the_batch_draws_the_same_masks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = run(styled(name), monkeypatch, num_microbatches=1)
+    found = run(styled(name), monkeypatch, t=2, d=2, num_microbatches=2)
+    assert sorted(found) == sorted(wanted)
+    assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+
+
+def losses(pm: Any, count: int) -> list[float]:
+    return [float(pm.step(*batch())) for _ in range(count)]
+
+
+def test_steps_seeds_and_resumed_runs() -> None:
+    """Weights stay as they are: the losses tell the masks apart."""
+    with_seed = {}
+    for seed in (0, 1):
+        pm = autoptd.parallelize(gpt(2), d=2, seed=seed, backend="local", example_inputs=batch())
+        with_seed[seed] = losses(pm, 4)
+        assert pm.steps == 4 and len(set(with_seed[seed])) == 4
+        pm.steps = 2
+        assert losses(pm, 2) == with_seed[seed][2:]
+        pm.close()
+    assert not set(with_seed[0]) & set(with_seed[1])
+    resumed = autoptd.parallelize(gpt(2), p=2, backend="local", example_inputs=batch())
+    resumed.steps = 3
+    assert losses(resumed, 1) == pytest.approx(with_seed[0][3:], rel=1e-5)
+    resumed.close()
+
+
+def test_evaluations_drop_nothing() -> None:
+    model = gpt(2)
+    pm = autoptd.parallelize(model, p=2, backend="local", example_inputs=batch())
+    wanted = model.eval()(*batch())[1]
+    assert torch.allclose(pm.eval_step(*batch()), wanted, rtol=1e-6)
+    pm.close()
+
+
+def test_the_next_step_after_a_bad_one_draws_new_masks() -> None:
+    pm = autoptd.parallelize(gpt(1), backend="local", example_inputs=batch())
+    first = losses(pm, 1)
+    for parameter in pm.parameters():
+        parameter.grad = None
+    state = pm.state_dict()
+    pm.load_state_dict({name: torch.full_like(x, torch.nan) for name, x in state.items()})
+    with pytest.raises(autoptd.RuntimeFault, match="NaN"):
+        pm.step(*batch())
+    pm.load_state_dict(state)
+    assert pm.steps == 2 and losses(pm, 1) != first
+    pm.close()
+
+
+def test_without_a_draw_nothing_is_dropped() -> None:
+    x = torch.randn(2, 3)
+    assert dropout(x, 0.5, None, 0) is x
+
+
+def test_backward_goes_through_the_same_mask() -> None:
+    x = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
+    draw = Draw(0, 1, 2, 0, 4)
+    y = dropout(x, 0.4, draw, 0)
+    (gradient,) = torch.autograd.grad(y, x, torch.ones_like(y))
+    assert torch.equal(gradient * x.detach(), y.detach())
+    assert 0 < int((gradient == 0).sum()) < 24
+    assert torch.autograd.gradcheck(lambda one: dropout(one, 0.4, draw, 0), (x,))
