@@ -83,10 +83,8 @@ def test_rates_that_draw_nothing(rate: float) -> None:
 
 
 # The [before, rows, after] of a whole value, and its columns as factors of which one is split.
-SHARDS: list[tuple[tuple[int, int, int], tuple[int, ...]]] = [
-    ((6, 2, 40), factors) for factors in [(6, 40), (2, 3, 40), (6, 2, 20), (6, 10, 4)]
-]
-SHARDS += [((1, 3, 12), (12,))]
+FACTORS: list[tuple[int, ...]] = [(6, 40), (2, 3, 40), (6, 2, 20), (6, 10, 4)]
+SHARDS = [*(((6, 2, 40), factors) for factors in FACTORS), ((1, 3, 12), (12,))]
 
 
 @pytest.mark.parametrize(("size", "factors"), SHARDS)
