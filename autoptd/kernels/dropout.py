@@ -1,6 +1,6 @@
 """Dropout whose mask is a function of numbers: two keys, and the global row and column of every element.
 
-    bits = mix(premix(row, row_key) ^ premix(column, column_key));  kept are bits >= (rate - 1/2) * 2**32
+    bits = mix(premix(row ^ row_key) ^ premix(column ^ column_key));  kept are bits >= (rate - 1/2) * 2**32
 
 `premix` and `mix` are integer hashes of 32 bits: products with odd numbers and xor-shifts (those of C. Wellons' public search
 for the smallest bias). Rows and columns are hashed once each and broadcast, so that one `mix` is left for every element. All
@@ -24,7 +24,7 @@ import torch
 from autoptd.errors import InternalError
 
 MULTIPLIER_1, MULTIPLIER_2 = 0x7FEB352D, 0x846CA68B - (1 << 32)  # both odd, as int32
-TILE = 1 << 15  # elements that are worked on at a time: four buffers of this size stay in a core's cache
+TILE = 1 << 17  # elements that are worked on at a time: many for the calls they take, few for the caches
 WORD = 1 << 32
 
 
@@ -68,21 +68,34 @@ def drop_torch(x: torch.Tensor, rate: float, places: Places) -> torch.Tensor:
     """`drop` by torch operators, in place and tile by tile."""
     x = x.contiguous()
     out = torch.empty_like(x)
-    rows = premix(_wrapped(torch.arange(x.shape[1], device=x.device) + places.first_row), places.row_key)
-    before, after = (_wrapped(one) for one in column_numbers(x.shape[0], x.shape[2], places, x.device))
-    least, scale = threshold(rate), 1.0 / (1.0 - rate)
-    bits = torch.empty(min(TILE, x.numel()), dtype=torch.int32, device=x.device)
-    shifted = torch.empty_like(bits)
+    before = _numbers_before(x.shape, places, x.device)
+    rows = torch.arange(places.first_row, places.first_row + x.shape[1], device=x.device).to(torch.int32)
+    rows, column_key = rows.bitwise_xor_(signed(places.row_key)), signed(places.column_key)
+    if x.numel() <= TILE:  # rows and columns in one go: what counts is the number of calls
+        after = _numbers_after(0, x.shape[2], x.shape, places, x.device)
+        columns = (before[:, None] + after).flatten().bitwise_xor_(column_key)
+        words = premix_(torch.cat([rows, columns]))
+        bits = words[: x.shape[1], None] ^ words[x.shape[1] :].view(x.shape[0], 1, x.shape[2])
+        return _keep(x, bits, torch.empty_like(bits), rate, out)
+    hashed_rows = premix_(rows)[:, None]
+    bits = torch.empty(TILE, dtype=torch.int32, device=x.device)
+    spare = torch.empty_like(bits)
     for a, z, blocks in _tiles(x.shape):
-        columns = premix(before[a, None] + after[None, z], places.column_key)[:, None]
+        after = _numbers_after(z.start, z.stop, x.shape, places, x.device)
+        columns = (before[a, None] + after).bitwise_xor_(column_key)
+        hashed_columns = premix_(columns, spare[: columns.numel()].view(columns.shape))[:, None]
         for r in blocks:
             part = x[a, r, z]
-            h, spare = (buffer[: part.numel()].view(part.shape) for buffer in (bits, shifted))
-            torch.bitwise_xor(rows[r, None], columns, out=h)
-            mix_(h, spare)
-            h.ge_(least)
-            torch.mul(part, h, out=out[a, r, z]).mul_(scale)
+            h, other = (buffer[: part.numel()].view(part.shape) for buffer in (bits, spare))
+            torch.bitwise_xor(hashed_rows[r], hashed_columns, out=h)
+            _keep(part, h, other, rate, out[a, r, z])
     return out
+
+
+def _keep(x: torch.Tensor, bits: torch.Tensor, spare: torch.Tensor, rate: float, out: torch.Tensor) -> torch.Tensor:
+    """out = x / (1 - rate) where the mixed bits are large enough, 0 elsewhere."""
+    mix_(bits, spare).ge_(threshold(rate))
+    return torch.mul(x, bits, out=out).mul_(1.0 / (1.0 - rate))
 
 
 def threshold(rate: float) -> int:
@@ -92,21 +105,33 @@ def threshold(rate: float) -> int:
     return min(round(rate * WORD), WORD - 1) - (WORD >> 1)
 
 
-def column_numbers(before: int, after: int, places: Places, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two vectors whose sum [before, 1] + [1, after] numbers the columns of the global value."""
-    block, degree = places.block or before * after, places.degree
-    if block >= after:  # a block holds whole runs of the columns that lie after the rows
-        first, second = _spread(before, block // after, degree, device) * after, torch.arange(after, device=device)
-    else:
-        first = torch.arange(before, device=device) * (after * degree)
-        second = _spread(after, block, degree, device)
-    return first + places.index * block, second
+def _numbers_before(size: torch.Size, places: Places, device: torch.device) -> torch.Tensor:
+    """Global number of the first column of every index before the rows; `_numbers_after` is to be added, modulo 2**32."""
+    count, after = size[0], size[2]
+    block = places.block or count * after
+    if block < after:
+        found = torch.arange(count, device=device) * (after * places.degree)
+    else:  # a block holds whole runs of the columns that lie after the rows
+        width = block // after
+        starts = torch.arange(count // width, device=device) * (block * places.degree)
+        found = (starts[:, None] + torch.arange(width, device=device) * after).flatten()
+    return (found + places.index * block).to(torch.int32)
 
 
-def premix(numbers: torch.Tensor, key: int) -> torch.Tensor:
-    """Hash int32 numbers with a key; each key gives a one-to-one map."""
-    h = numbers ^ signed(key)
-    spare = torch.empty_like(h)
+def _numbers_after(start: int, stop: int, size: torch.Size, places: Places, device: torch.device) -> torch.Tensor:
+    """What the indices [start, stop) after the rows add to the number of a column."""
+    block = places.block or size[0] * size[2]
+    if block >= size[2] and stop <= WORD >> 1:
+        return torch.arange(start, stop, dtype=torch.int32, device=device)
+    found = torch.arange(start, stop, device=device)
+    if block < size[2]:
+        found += found // block * (block * (places.degree - 1))
+    return found.to(torch.int32)
+
+
+def premix_(h: torch.Tensor, spare: torch.Tensor | None = None) -> torch.Tensor:
+    """Hash int32 numbers (with a key: number ^ key) one to one, in place; `spare` is a buffer of the same size."""
+    spare = torch.empty_like(h) if spare is None else spare
     _xor_shift_(h, 16, spare)
     mix_(h, spare)
     return _xor_shift_(h, 16, spare)
@@ -134,18 +159,11 @@ def _tiles(size: torch.Size) -> Iterator[tuple[slice, slice, list[slice]]]:
     depth = max(1, TILE // (width * height))
     for a in range(0, count, height):
         for z in range(0, after, width):
-            yield slice(a, a + height), slice(z, z + width), [slice(r, r + depth) for r in range(0, rows, depth)]
-
-
-def _spread(count: int, block: int, degree: int, device: torch.device) -> torch.Tensor:
-    """The numbers of `count` places that lie in blocks of `block`, one block of each `degree`."""
-    whole = torch.arange(count // block, device=device) * (block * degree)
-    return (whole[:, None] + torch.arange(block, device=device)).flatten()
-
-
-def _wrapped(numbers: torch.Tensor) -> torch.Tensor:
-    """As int32, modulo 2**32."""
-    return numbers.to(torch.int32)
+            yield (
+                slice(a, a + height),
+                slice(z, min(z + width, after)),
+                [slice(r, r + depth) for r in range(0, rows, depth)],
+            )
 
 
 def signed(word: int) -> int:

@@ -20,17 +20,17 @@ LLAMA = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 64, **S
 
 def gpt2(**more: Any) -> nn.Module:
     sizes = {"n_layer": 2, "n_head": 4, "n_embd": 32, "n_positions": LENGTH, **SMALL, **more}
-    dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **dropouts))
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))  # with its own dropout of 0.1
 
 
 def grouped_llama() -> nn.Module:
-    config = transformers.LlamaConfig(num_attention_heads=8, num_key_value_heads=4, **LLAMA)
+    config = transformers.LlamaConfig(num_attention_heads=8, num_key_value_heads=4, attention_dropout=0.1, **LLAMA)
     return transformers.LlamaForCausalLM(config)
 
 
 def neox() -> nn.Module:
-    config = transformers.GPTNeoXConfig(num_attention_heads=4, use_parallel_residual=True, **LLAMA)
+    dropouts = {"attention_dropout": 0.1, "hidden_dropout": 0.2}
+    config = transformers.GPTNeoXConfig(num_attention_heads=4, use_parallel_residual=True, **dropouts, **LLAMA)
     return transformers.GPTNeoXForCausalLM(config)
 
 
