@@ -74,28 +74,33 @@ def _unfuse(graph: Graph, node: Node, futures: dict[tuple[int, int], Node]) -> N
         with graph.inserting_before(next(ops(graph))):
             ones = _call(graph, Note(), aten.ones.default, list(size), dtype=torch.bool, like=q)
             futures[size] = _call(graph, Note(), aten.triu.default, ones, 1)
+            note(futures[size]).extra["name"] = "future"
     with graph.inserting_before(node):
 
-        def call(target: Any, *args: Any) -> Node:
-            return _call(graph, note(node), target, *args)
+        def call(name: str, target: Any, *args: Any) -> Node:
+            made = _call(graph, note(node), target, *args)
+            note(made).extra["name"] = name
+            return made
 
         if given.get("enable_gqa") and shape(q)[-3] != shape(k)[-3]:
             times = shape(q)[-3] // shape(k)[-3]
-            k, v = (call(aten.repeat_interleave.self_int, one, times, -3) for one in (k, v))
-        scaled = call(aten.mul.Tensor, q, scale if scale is not None else shape(q)[-1] ** -0.5)
-        scores = call(aten.matmul.default, scaled, call(aten.transpose.int, k, -2, -1))
+            k, v = (call(name, aten.repeat_interleave.self_int, one, times, -3) for name, one in (("k", k), ("v", v)))
+        scaled = call("q", aten.mul.Tensor, q, scale if scale is not None else shape(q)[-1] ** -0.5)
+        scores = call("scores", aten.matmul.default, scaled, call("k", aten.transpose.int, k, -2, -1))
         if given.get("is_causal"):
-            scores = call(aten.masked_fill.Scalar, scores, futures[size], float("-inf"))
+            scores = call("scores", aten.masked_fill.Scalar, scores, futures[size], float("-inf"))
         elif mask is not None and value(mask).dtype == torch.bool:
-            scores = call(aten.masked_fill.Scalar, scores, call(aten.logical_not.default, mask), float("-inf"))
+            hidden = call("hidden", aten.logical_not.default, mask)
+            scores = call("scores", aten.masked_fill.Scalar, scores, hidden, float("-inf"))
         elif mask is not None:
-            scores = call(aten.add.Tensor, scores, mask)
+            scores = call("scores", aten.add.Tensor, scores, mask)
         # Under a mask a row may have no key at all: its probabilities are zeros, not NaN, as in the fused operator.
         softmax = aten._safe_softmax.default if mask is not None else aten.softmax.int
-        dropped = call(aten.dropout.default, call(softmax, scores, -1), given["dropout_p"], True)
+        probabilities = call("probabilities", softmax, scores, -1)
+        dropped = call("probabilities", aten.dropout.default, probabilities, given["dropout_p"], True)
         note(dropped).extra["reason"] = UNFUSED
         _rewrite_dropout(graph, dropped)
-        result = call(aten.matmul.default, dropped, v)
+        result = _call(graph, note(node), aten.matmul.default, dropped, v)
     node.replace_all_uses_with(result)
     graph.erase_node(node)
 
