@@ -98,6 +98,7 @@ CHOICES: dict[str, list[Any]] = {
     "shift": ["outside", "slices", "padded"],
     "second loss": ["none", "z", "decay"],
     "result": ["loss", "tuple", "dict", "loss_fn"],
+    "hooks": ["none", "overlap", "main", "after_b", "before_reduce", "all"],  # of linear layers
 }
 
 

@@ -203,4 +203,16 @@ def _call(case: Case) -> list[str]:
     pairs = ", ".join(f"'{name}': {one}" for name, one in inputs.items())
     arguments = [f"t={t}, p={p}, d={d}, v={v}, num_microbatches={case.num_microbatches}"]
     arguments += [f"schedule='{case.schedule}'", *(["loss_fn=loss_fn"] if case["result"] == "loss_fn" else [])]
+    arguments += _hooks(case["hooks"])
     return [f"call = {{{pairs}}}", f"autoptd.verify(model, {', '.join(arguments)}, example_inputs=call, steps=2)"]
+
+
+def _hooks(which: str) -> list[str]:
+    """Keywords of the hooks on the backward of linear layers."""
+    delay = "before_reduce" if which == "all" else which
+    asked = {
+        "async_tensor_model_parallel_allreduce=True": which in ("overlap", "all"),
+        "accumulate_allreduce_grads_in_fp32=True": which in ("main", "all"),
+        f"delay_wgrad_compute='{delay}'": delay in ("after_b", "before_reduce"),
+    }
+    return [text for text, is_asked in asked.items() if is_asked]
