@@ -47,7 +47,7 @@ class Options:
 
     `num_microbatches` counts per replica and step; None takes the largest divisor of the replica's rows that is at most 4p,
     a multiple of p preferred. `schedule` is "gpipe", "1f1b" or "interleaved"; None takes 1f1b for v=1, else interleaved.
-    `timeout` is in seconds. `nan="ignore"` lets a NaN loss pass.
+    `seed` draws the dropout masks. `timeout` is in seconds. `nan="ignore"` lets a NaN loss pass.
 
     The rest, all off by default, are hooks on the backward of linear layers (runtime/linear.py), under Megatron's names. A
     layer with a hook is a Python autograd function: about 10% slower at h=64, nothing from h=256 (benchmarks).

@@ -12,9 +12,12 @@ import torch
 import autoptd
 from autoptd.ir.program import Program
 from autoptd.runtime import gradients
+from autoptd.runtime.dropout import Drawing
+from autoptd.runtime.executor import Executor
 from autoptd.runtime.threads import ThreadRank
 from autoptd.runtime.world import Done
 from tests.parity.models import batch, gpt, separate, uneven
+from tests.parity.test_dropout import gpt as dropping_gpt
 
 verify_module = importlib.import_module("autoptd.verify")
 
@@ -93,3 +96,30 @@ def test_one_gradient_bucket_less_is_found(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(gradients.Bucket, "start", skip_bucket(lambda bucket: bucket.number == 0))
     with pytest.raises(autoptd.InternalError, match="differs"):
         autoptd.verify(gpt(), d=2, example_inputs=batch(), steps=1)
+
+
+DROPOUT_EDITS = {
+    "every microbatch draws the mask of row 0": ("self.draw(site=0), batch=0)", "self.draw(site=0))"),
+    "every tensor rank draws the mask of the first": ("batch=0, shard=(1, 1), tp=tp)", "batch=0)"),
+    "two dropouts of a layer draw one mask": ("self.draw(site=3 * i + 3)", "self.draw(site=3 * i + 2)"),
+}
+
+
+@pytest.mark.parametrize(("old", "new"), DROPOUT_EDITS.values(), ids=DROPOUT_EDITS)
+def test_another_dropout_mask_is_found(monkeypatch: pytest.MonkeyPatch, old: str, new: str) -> None:
+    edited = edit_source(monkeypatch, old, new)
+    with pytest.raises(autoptd.InternalError, match="differs"):
+        autoptd.verify(dropping_gpt(2), t=2, num_microbatches=2, example_inputs=batch(), steps=1)
+    assert edited
+
+
+def test_replicas_that_draw_the_same_masks_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = Executor._drawing
+
+    def of_the_first_replica(self: Executor, number: int) -> Drawing | None:
+        drawing = right(self, number)
+        return dataclasses.replace(drawing, first_row=number * drawing.rows) if drawing is not None else None
+
+    monkeypatch.setattr(Executor, "_drawing", of_the_first_replica)
+    with pytest.raises(autoptd.InternalError, match="differs"):
+        autoptd.verify(dropping_gpt(1), d=2, num_microbatches=1, example_inputs=batch(), steps=1)
