@@ -10,7 +10,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-__all__ = ["FakeTensorMode", "TorchDispatchMode", "default_store", "env_store", "mm_as", "set_grad_dtype"]
+__all__ = [
+    "FakeTensorMode",
+    "TorchDispatchMode",
+    "autograd_node_number",
+    "default_store",
+    "env_store",
+    "last_node_number",
+]
+__all__ += ["mm_as", "set_grad_dtype"]
 __all__ += ["tree_flatten", "tree_leaves", "tree_map", "tree_unflatten"]
 
 
@@ -19,6 +27,17 @@ def env_store(timeout: timedelta) -> tuple[dist.Store, int, int]:
     from torch.distributed.rendezvous import rendezvous  # the module; its name in the package is ambiguous
 
     return next(rendezvous("env://", timeout=timeout))  # type: ignore[no-any-return]
+
+
+def autograd_node_number() -> int | None:
+    """Return the sequence number of the autograd node that runs on this thread, None outside of backward."""
+    node = torch._C._current_autograd_node()
+    return None if node is None else node._sequence_nr()
+
+
+def last_node_number() -> int:
+    """Return the sequence number of the autograd node made last on this thread; below autograd, an operator's own."""
+    return torch.autograd._get_sequence_nr() - 1  # type: ignore[attr-defined]
 
 
 def default_store() -> dist.Store:

@@ -8,6 +8,8 @@ No process group, no GPU and no weights in memory are needed: meta parameters co
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -87,7 +89,6 @@ def compile_program(
     forms.add("ANNOTATED", graph)
 
     fallbacks = passes.fallbacks(graph)
-    redundant = passes.redundant_flops(graph)
     passes.communicate(graph, assignment, batch.pieces, options.t)
     passes.check_connected(graph, axes, options.t)
     forms.add("CONNECTED", graph)
@@ -106,7 +107,8 @@ def compile_program(
     files = [
         codegen.write_stage(graph, k, options.t, crossing, about(options, batch, k)) for k in range(options.num_stages)
     ]
-    costs = {"flops_per_stage": cut["flops"], "redundant_gemm_flops": redundant, "total_flops": sum(cut["flops"])}
+    of_one_device, of_a_rank = (partial(passes.local_shape, sizes=replace(sizes, t=n)) for n in (1, options.t))
+    costs = passes.count_work(graph, options.t, of_one_device, of_a_rank)
     params = param_specs(graph, captured, options)
     return Program(
         mesh=options.mesh,
@@ -122,6 +124,7 @@ def compile_program(
         orders=orders,
         sources={f"stage_{k}.py": file.text for k, file in enumerate(files)},
         collectives=tuple(collectives(graph, options, crossing, params, orders)),
+        lines=tuple(line for file in files for line in file.lines),
         seed=options.seed,
         dropouts=dropout_specs(graph),
         fallbacks=tuple(fallbacks),

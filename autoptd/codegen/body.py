@@ -40,6 +40,7 @@ def write_body(
             pieces = {user.args[1]: names[user] for user in node.users}
             target = ", ".join(pieces.get(k, "_") for k in range(len(node.meta["val"])))
         writer.add(2, f"{target} = {spell(i, node, call_site(node, layers))}", comment_of(node, t, layers))
+        writer.nodes[len(writer.lines)] = node
 
 
 def _is_unpacked(node: Node, position: dict[Node, int]) -> bool:

@@ -20,7 +20,9 @@ from autoptd.codegen.loops import Layer, make_layer, write_layer, write_loop
 from autoptd.codegen.names import choose_names
 from autoptd.codegen.repeats import Repeat, find_repeats
 from autoptd.codegen.writer import Writer, weight_text
-from autoptd.ir.notes import note, ops, output, placeholders
+from autoptd.ir.calls import star
+from autoptd.ir.notes import is_whole, note, op_name, ops, output, placeholders
+from autoptd.ir.program import Line
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,7 @@ class StageFile:
     params: tuple[str, ...]
     buffers: tuple[str, ...]
     counts: bool
+    lines: tuple[Line, ...]
 
 
 def crossings(graph: Graph) -> list[Crossing]:
@@ -113,7 +116,14 @@ def write_stage(graph: Graph, stage: int, t: int, crossing: list[Crossing], abou
         params=tuple(note(node).name for node in named["param"]),
         buffers=tuple(note(node).name for node in named["buffer"]),
         counts=bool(counted),
+        lines=tuple(line_of(stage, number, node, t) for number, node in writer.nodes.items()),
     )
+
+
+def line_of(stage: int, number: int, node: Node, t: int) -> Line:
+    """What stands on a line of the file."""
+    is_redundant = t > 1 and not note(node).conversion and is_whole(node)
+    return Line(stage, number, star(note(node).module), note(node).conversion or op_name(node), is_redundant)
 
 
 def _write_header(writer: Writer, stage: int, about: list[str]) -> None:

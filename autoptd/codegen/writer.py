@@ -6,14 +6,17 @@ import json
 import keyword
 from dataclasses import dataclass, field
 
+from torch.fx import Node
+
 WIDTH = 118
 
 
 @dataclass
 class Writer:
-    """Lines of source; comments of neighbouring lines are set below each other by no one."""
+    """Lines of source, and which operator is on which line (counted from 1)."""
 
     lines: list[str] = field(default_factory=list)
+    nodes: dict[int, Node] = field(default_factory=dict)
 
     def add(self, indent: int, text: str, comment: str = "") -> None:
         self.lines.append(" " * (4 * indent) + text + (f"  # {comment}" if comment else ""))

@@ -62,6 +62,17 @@ def parse(text: str) -> Action:
     return action
 
 
+def phase_of(text: str) -> tuple[str, int]:
+    """("forward" or "backward", stage) of what happens during the action that `text` spells; ("step", -1) between actions."""
+    try:
+        action = parse(text)
+    except ValueError:
+        return "step", -1
+    if action.kind is Kind.REDUCE:
+        return "step", -1
+    return "forward" if action.kind in (Kind.F, Kind.SEND_F, Kind.RECV_F) else "backward", action.stage
+
+
 Orders = list[list[Action]]  # one list per pipeline rank
 
 

@@ -103,6 +103,11 @@ def op_name(node: Node) -> str:
     return getattr(target, "__name__", str(target))
 
 
+def is_whole(node: Node) -> bool:
+    """Whether neither what an operator reads nor what it gives is sharded: at t > 1 every tensor rank does all of its work."""
+    return all(note(one).tp.kind != "S" for one in (node, *node.all_input_nodes))
+
+
 def site(node: Node) -> str:
     """Where a node comes from, for messages: module, operator, source line."""
     record = note(node)

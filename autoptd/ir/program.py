@@ -162,6 +162,20 @@ class Collective:
 
 
 @dataclass(frozen=True)
+class Line:
+    """One operator of an emitted file: line `number` of stage `stage`; `module` names a repeated layer by a star.
+
+    `is_whole`: neither what it reads nor what it gives is sharded, so that every tensor rank does all of its work.
+    """
+
+    stage: int
+    number: int
+    module: str
+    operator: str
+    is_whole: bool
+
+
+@dataclass(frozen=True)
 class Program:
     """A compiled model: see the module's docstring."""
 
@@ -178,6 +192,7 @@ class Program:
     orders: Orders
     sources: dict[str, str]  # file name -> text
     collectives: tuple[Collective, ...] = ()
+    lines: tuple[Line, ...] = ()
     seed: int = 0  # of the dropout masks
     dropouts: tuple[DropoutSpec, ...] = ()
     fallbacks: tuple[Fallback, ...] = ()  # operators that tp does not split as one would expect, and why
@@ -241,6 +256,7 @@ class Program:
             collectives=tuple(Collective(**_tupled(one)) for one in record.pop("collectives")),
             dropouts=tuple(DropoutSpec(**_tupled(one)) for one in record.pop("dropouts")),
             fallbacks=tuple(Fallback(**one) for one in record.pop("fallbacks")),
+            lines=tuple(Line(**one) for one in record.pop("lines")),
             orders=parse_orders((folder / "schedule.txt").read_text()),
             sources=sources,
             plan=json.loads((folder / "plan.json").read_text()),
@@ -292,6 +308,7 @@ __all__ = [
     "DropoutSpec",
     "Fallback",
     "InputSpec",
+    "Line",
     "ParamSpec",
     "Program",
     "StageSpec",

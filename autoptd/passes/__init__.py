@@ -2,10 +2,11 @@
 
 from autoptd.passes.annotate import annotate, describe
 from autoptd.passes.communicate import check_connected, communicate, conversion_row
+from autoptd.passes.costs import count_work
 from autoptd.passes.cut import cut
-from autoptd.passes.fallbacks import fallbacks, redundant_flops
+from autoptd.passes.fallbacks import fallbacks
 from autoptd.passes.hooks import adds_to_gradient, hook_gemms
-from autoptd.passes.localize import Sizes, localize
+from autoptd.passes.localize import Sizes, local_shape, localize
 
 __all__ = [
     "Sizes",
@@ -14,10 +15,11 @@ __all__ = [
     "check_connected",
     "communicate",
     "conversion_row",
+    "count_work",
     "cut",
     "describe",
     "fallbacks",
     "hook_gemms",
+    "local_shape",
     "localize",
-    "redundant_flops",
 ]

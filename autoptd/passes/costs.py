@@ -1,17 +1,22 @@
 """Counting from the graph: floating-point operations and bytes of a node, seconds of a conversion.
 
-FLOPs are forward only, two per multiply-add; backward of a GEMM costs twice that. Attention counts both of its products in
-full (no discount for a causal mask).
+FLOPs are two per multiply-add, of matrix products only. Backward of a GEMM costs its forward once for every factor that needs a
+gradient. Attention counts both of its products in full (no discount for a causal mask); backward of its fused kernels makes
+five, since it computes the scores again: 2.5 times the forward where queries and values are equally wide.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
-from torch.fx import Node
+from torch.fx import Graph, Node
 
+from autoptd.ir import markers
+from autoptd.ir.calls import star
 from autoptd.ir.machine import Machine
-from autoptd.ir.notes import op_name, payload, shape
+from autoptd.ir.notes import is_whole, note, op_name, ops, payload, shape
 from autoptd.ir.types import CONVERSIONS, ValueType
 from autoptd.passes.links import operands
 from autoptd.passes.rules import GEMMS
@@ -20,9 +25,14 @@ LOCAL_WORK = ("one rank keeps it", "slice", "zero-pad")
 RING_PASSES = {"all-reduce": 2.0, "all-gather": 1.0, "reduce-scatter": 1.0, "all-to-all": 1.0}
 
 
-def flops(node: Node) -> int:
-    """Forward floating-point operations of one node on whole tensors; 0 for what is no matrix product."""
+Size = Callable[[Node], tuple[int, ...]]  # the shape of a node's value: whole, or a rank's
+
+
+def flops(node: Node, shape: Size = shape) -> int:
+    """Forward floating-point operations of one node, by default on whole tensors; 0 for what is no matrix product."""
     name = op_name(node)
+    if node.target is markers.linear:  # an `aten.linear` or `aten.addmm` with hooks
+        return 2 * math.prod(shape(node)) * shape(node.args[0])[-1]  # type: ignore[arg-type]
     if name in GEMMS:
         x = operands(node)[1 if name in ("aten.addmm", "aten.baddbmm") else 0]
         return 2 * math.prod(shape(node)) * shape(x)[-1]
@@ -38,6 +48,51 @@ def flops(node: Node) -> int:
         query, key, value = (shape(one) for one in operands(node)[:3])
         return 2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
     return 0
+
+
+def backward_flops(node: Node, shape: Size = shape) -> int:
+    """Floating-point operations of the backward of one node, by default on whole tensors."""
+    read = operands(node)
+    if op_name(node) == "aten.scaled_dot_product_attention":
+        query, key, value = (shape(one) for one in read[:3])
+        is_needed = any(note(one).needs_grad for one in read[:3])
+        return is_needed * 2 * math.prod(query[:-1]) * key[-2] * (3 * query[-1] + 2 * value[-1])
+    factors = read[1:3] if op_name(node) in ("aten.addmm", "aten.baddbmm") else read[:2]
+    return flops(node, shape) * sum(note(one).needs_grad for one in factors)
+
+
+def count_work(graph: Graph, t: int, whole: Size, local: Size) -> dict[str, Any]:
+    """Matrix products of one microbatch, in all (`total`: on one device) and on one rank, by stage, module and operator.
+
+    `whole` and `local` give shapes of one microbatch, `redundant` is what all of the `t` ranks compute in full. A repeated
+    layer's number is a star.
+    """
+    rows: dict[tuple[int, str, str], dict[str, Any]] = {}
+    stages = sorted({stage for node in ops(graph) for stage in note(node).stages})
+    for node in ops(graph):
+        total, forward = flops(node, whole), flops(node, local)
+        for stage in note(node).stages if total else ():
+            key = (stage, star(note(node).module), op_name(node))
+            row = rows.setdefault(key, {"times": 0, "total": 0, "forward": 0, "backward": 0, "redundant": 0})
+            row["times"] += 1
+            row["total"] += total
+            row["forward"] += forward
+            row["backward"] += backward_flops(node, local)
+            row["redundant"] += forward if t > 1 and is_whole(node) else 0
+
+    def sums(what: str) -> list[int]:
+        return [sum(row[what] for (at, _, _), row in rows.items() if at == stage) for stage in stages]
+
+    return {
+        "flops_per_stage": sums("forward"),
+        "backward_flops_per_stage": sums("backward"),
+        "total_flops": sum(sums("total")),
+        "redundant_gemm_flops": sum(sums("redundant")),
+        "gemms": [
+            {"stage": stage, "module": module, "operator": operator, **row}
+            for (stage, module, operator), row in rows.items()
+        ],
+    }
 
 
 def compute_seconds(node: Node, machine: Machine) -> float:

@@ -47,11 +47,6 @@ def fallbacks(graph: Graph) -> list[Fallback]:
     return [found for node in ops(graph) if (found := note(node).fallback) is not None]
 
 
-def redundant_flops(graph: Graph) -> int:
-    """Forward FLOPs of matrix products that every tensor rank computes in full."""
-    return sum(flops(node) for node in ops(graph) if note(node).why.startswith(WHOLE))
-
-
 def _unknown(node: Node, splitter: Splitter) -> Fallback | None:
     if splitter.axes.is_known(node):
         return None

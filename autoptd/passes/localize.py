@@ -51,6 +51,11 @@ def local_shapes(node: Node, sizes: Sizes) -> list[tuple[int, ...]]:
     return [tuple(_local_size(node, dim, int(size), sizes) for dim, size in enumerate(one.shape)) for one in pieces]
 
 
+def local_shape(node: Node, sizes: Sizes) -> tuple[int, ...]:
+    """Local shape of a node's (first) value."""
+    return local_shapes(node, sizes)[0]
+
+
 def _local_size(node: Node, dim: int, size: int, sizes: Sizes) -> int:
     record = note(node)
     if record.batch.kind == "S" and record.batch.dim == dim:

@@ -131,6 +131,10 @@ class Executor:
         """Names of the batch inputs that this rank's stages read."""
         return {name for spec in self.program.stages if spec.index in self._stages for name in spec.inputs}
 
+    def files(self) -> dict[str, Program]:
+        """The program of this rank's stages, by the names that their files have in tracebacks."""
+        return {type(stage).forward.__code__.co_filename: self.program for stage in self._stages.values()}
+
     def step(self, microbatches: Sequence[Microbatch], nan: str = "raise") -> torch.Tensor:
         """Run one step; return the detached loss of the global batch, the same on every rank.
 

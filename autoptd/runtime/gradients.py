@@ -154,8 +154,11 @@ class Gradients:
             leaf.grad = None
 
     def _complete(self, name: str) -> None:
-        self._bucket_of[name].left.discard(name)
-        self._start_complete()
+        left = self._bucket_of[name].left
+        if name in left:
+            left.discard(name)
+            if not left:
+                self._start_complete()
 
     def _start_complete(self) -> None:
         while self._next < len(self.buckets) and not self.buckets[self._next].left:

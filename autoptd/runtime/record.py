@@ -1,8 +1,8 @@
-"""Record what ranks do while a model runs: every collective and every send, as it is made.
+"""Record what ranks do while a model runs: every collective, every send, and the arithmetic, as it is executed.
 
 In: the running ranks of this process. Out: a `Record` of `Call`s, in the words in which the compiler says what to expect
-(`ir/calls.py`). Nothing is paid when nothing is recorded: for the time of a record the methods of groups and channels are
-covered by ones that note the call first.
+(`ir/calls.py`), and of `Work` (`work.py`). Nothing is paid when nothing is recorded: for the time of a record the methods of
+groups and channels are covered by ones that note the call, and steps run under a mode that counts.
 
     with recording(ranks) as (recorded_ranks, record):
         recorded_ranks.run("step", step)
@@ -14,44 +14,56 @@ Receives are the other ends of sends and are not recorded. Objects that ranks sh
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 
-from autoptd.ir.actions import SENDS, Kind, parse
+from autoptd.ir.actions import parse, phase_of
 from autoptd.ir.buckets import GRADIENTS, TIED
 from autoptd.ir.calls import Call, axis_text, expected_calls, star
 from autoptd.runtime.launch import Rank, RunningRanks
+from autoptd.runtime.work import Counting, Work, sum_work
 from autoptd.runtime.world import Channel, Group, World
 
 Result = TypeVar("Result")
 Tensor = torch.Tensor
-Note = Callable[[str, Sequence[int], int, str], None]  # kind, ranks of the group, bytes of the payload, site
+# Kind, ranks of the group, bytes of the payload, site; the call is made inside.
+Note = Callable[[str, Sequence[int], int, str], AbstractContextManager[None]]
 
 
 class RankRecord:
     """What one rank did, in order."""
 
     def __init__(self, rank: Rank) -> None:
-        self.rank = rank
+        self.rank, self.world = rank, rank.world
         self.calls: list[Call] = []
+        self.runs: list[Counting] = []
+
+    def run(self, fn: Callable[[Rank], Result]) -> Result:
+        """Call `fn(rank)`, counting what it computes."""
+        self.runs.append(Counting(self.rank.executor.files() | self.rank.evaluator.files(), lambda: self.world.at))
+        with self.runs[-1]:
+            return fn(self.rank)
 
     def reasons(self) -> dict[Call, str]:
         """What the compiled programs say about the calls that they expect."""
         found: dict[Call, list[str]] = {}
         for executor in dict.fromkeys((self.rank.executor, self.rank.evaluator)):
-            for call in expected_calls(executor.program, self.rank.world.rank):
+            for call in expected_calls(executor.program, self.world.rank):
                 found.setdefault(call, []).append(call.why)
         return {call: "; ".join(dict.fromkeys(why)) for call, why in found.items()}
 
-    def note(self, kind: str, group_ranks: Sequence[int], payload: int, site: str) -> None:
-        """One call, made now."""
-        world = self.rank.world
+    @contextmanager
+    def note(self, kind: str, group_ranks: Sequence[int], payload: int, site: str) -> Iterator[None]:
+        """One call, made inside; what the communication itself computes is not this rank's work."""
+        world = self.world
         phase, stage, name = _place(world.at, site)
         axis = axis_text(world.mesh, group_ranks)
         self.calls.append(Call(world.rank, kind, axis, payload, len(group_ranks), phase, stage, name))
+        with self.runs[-1].paused() if self.runs else nullcontext():
+            yield
 
 
 class Record:
@@ -59,6 +71,10 @@ class Record:
 
     def __init__(self, ranks: Sequence[Rank]) -> None:
         self._ranks = {rank.world.rank: RankRecord(rank) for rank in ranks}
+
+    def run(self, rank: Rank, fn: Callable[[Rank], Result]) -> Result:
+        """Call `fn(rank)` under record."""
+        return self._ranks[rank.world.rank].run(fn)
 
     @property
     def collectives(self) -> tuple[Call, ...]:
@@ -70,6 +86,15 @@ class Record:
         reasons = self._ranks[rank].reasons()
         return [replace(call, why=reasons.get(call, "")) for call in self._ranks[rank].calls]
 
+    @property
+    def flops(self) -> tuple[Work, ...]:
+        """What the ranks computed, by rank, phase, stage and emitted line; see `Work`."""
+        return tuple(work for rank in self._ranks for work in self.work_of(rank))
+
+    def work_of(self, rank: int) -> list[Work]:
+        """What one rank computed."""
+        return sum_work(rank, self._ranks[rank].runs)
+
 
 class RecordingRanks(RunningRanks):
     """Running ranks under record."""
@@ -79,7 +104,7 @@ class RecordingRanks(RunningRanks):
         self.here, self.replicas = ranks.here, ranks.replicas
 
     def run(self, what: str, fn: Callable[[Rank], Result]) -> Result:
-        return self._ranks.run(what, fn)
+        return self._ranks.run(what, lambda rank: self._record.run(rank, fn))
 
     def close(self) -> None:
         self._ranks.close()
@@ -98,7 +123,7 @@ def recording(ranks: RunningRanks) -> Iterator[tuple[RecordingRanks, Record]]:
 
 
 def cover(world: World, note: Note) -> Callable[[], None]:
-    """Hand every call of a rank's communicators to `note` before it is made; returns what ends it."""
+    """Make every call of a rank's communicators inside of a `note` of it; returns what ends it."""
     groups, channels = world.communicators()
     covered: list[tuple[Group | Channel, str]] = []
     for group in groups:
@@ -121,17 +146,18 @@ def _noted(
 ) -> Callable[..., Any]:
     def call(data: Any, *args: Any, **kwargs: Any) -> Any:
         site = kwargs["site"] if "site" in kwargs else next(one for one in args if isinstance(one, str))
-        note(kind, group.ranks, payload(data, group.size), site)
-        return method(data, *args, **kwargs)
+        with note(kind, group.ranks, payload(data, group.size), site):
+            return method(data, *args, **kwargs)
 
     return call
 
 
 def _noted_send(method: Callable[..., Any], note: Note, ends: tuple[int, int]) -> Callable[..., Any]:
     def call(tensors: Sequence[Tensor], site: str) -> Any:
-        for x in tensors:
-            note("send", ends, _nbytes(x), site)
-        return method(tensors, site)
+        with ExitStack() as stack:
+            for x in tensors:
+                stack.enter_context(note("send", ends, _nbytes(x), site))
+            return method(tensors, site)
 
     return call
 
@@ -139,15 +165,12 @@ def _noted_send(method: Callable[..., Any], note: Note, ends: tuple[int, int]) -
 def _place(at: str, site: str) -> tuple[str, int, str]:
     """(phase, stage, site) of a call that was made during the action `at` under the name `site`."""
     name = star(site.removesuffix(" backward"))
-    try:
-        action = parse(at)
-    except ValueError:  # between actions
+    if site.startswith((GRADIENTS, TIED)):
         return "step", -1, name
-    if site.startswith((GRADIENTS, TIED)) or action.kind is Kind.REDUCE:
-        return "step", -1, name
-    if action.kind in SENDS:
+    if site.startswith("SEND_"):
+        action = parse(site)
         name = f"stage {action.stage} to {action.peer}"
-    return "forward" if action.kind in (Kind.F, Kind.SEND_F) else "backward", action.stage, name
+    return *phase_of(at), name
 
 
 def _nbytes(x: Tensor) -> int:

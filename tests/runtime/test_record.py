@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -28,9 +29,11 @@ def noted_on(t: int, body: Any) -> list[Noted]:
     def run(world: World) -> Noted:
         found: Noted = []
 
-        def note(kind: str, ranks: Sequence[int], payload: int, site: str) -> None:
+        @contextmanager
+        def note(kind: str, ranks: Sequence[int], payload: int, site: str) -> Iterator[None]:
             assert ranks == tuple(range(t))
             found.append((kind, payload, site))
+            yield
 
         uncover = cover(world, note)
         body(world.group(("tp",)))
