@@ -133,7 +133,7 @@ def write_layer(writer: Writer, layer: Layer, t: int) -> None:
     for name, values in lists.items():
         _write_list(writer, name, values)
     writer.gap()
-    writer.lines += body.lines
+    writer.extend(body)
     writer.add(2, f"return {', '.join(names[node] for node in finals)}")
     writer.gap()
 

@@ -21,6 +21,11 @@ class Writer:
     def add(self, indent: int, text: str, comment: str = "") -> None:
         self.lines.append(" " * (4 * indent) + text + (f"  # {comment}" if comment else ""))
 
+    def extend(self, other: Writer) -> None:
+        """Add what another one wrote."""
+        self.nodes |= {len(self.lines) + number: node for number, node in other.nodes.items()}
+        self.lines += other.lines
+
     def gap(self) -> None:
         if self.lines and self.lines[-1] and not self.lines[-1].endswith(":"):
             self.lines.append("")
