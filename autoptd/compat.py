@@ -60,3 +60,10 @@ def mm_as(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if a.is_cuda:
         return torch.mm(a, b, out_dtype=dtype)
     return a.to(dtype) @ b.to(dtype)  # the CPU has no GEMM with another dtype for its result
+
+
+def fake_process_group(rank: int, world_size: int) -> None:
+    """Make a default process group of which only this rank exists: collectives hand back local data. For tests."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())

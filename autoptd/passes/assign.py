@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Hashable
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -27,10 +27,12 @@ from autoptd.passes.eliminate import Factor, TableTooLarge, minimize
 from autoptd.passes.links import operands
 from autoptd.passes.padding import Padding
 from autoptd.passes.rules import GEMMS, addends, linear_groups
+from autoptd.passes.ties import find_ties
 
 SAVED_FOR_BACKWARD = {*GEMMS, "aten.layer_norm", "aten.rms_norm", "aten.softmax", "aten.scaled_dot_product_attention"}
 SAVED_FOR_BACKWARD |= {f"aten.{name}" for name in "gelu relu silu tanh sigmoid mul div pow cross_entropy_loss".split()}
 WHOLE = "whole on every rank"
+Hub = tuple[int, list[ValueType]]  # the variable of a fan-out, and its choices
 NO_COLLECTIVE_FORMS = ("vocab_cross_entropy",)  # local forms that reduce inside: their result is I
 
 
@@ -47,11 +49,15 @@ class Strategy:
 
 @dataclass
 class Assignment:
-    """The solver's answer: a strategy per node, and per fan-out node the extra type that is materialised once."""
+    """The solver's answer: a strategy per node, and per fan-out node the extra type that is materialised once.
+
+    `cost` prices a conversion; `picoseconds` is the price of all.
+    """
 
     strategies: dict[Node, Strategy]
     hubs: dict[Node, ValueType]
     cost: Callable[[Node, ValueType, ValueType], float]
+    picoseconds: float = 0.0
 
     def needs(self, reader: Node, operand: Node) -> ValueType:
         """The type that `reader` wants `operand` in; values without parameters are I and stay so unless it says otherwise."""
@@ -99,43 +105,73 @@ class Splitter:
 
 
 def assign_tensor(graph: Graph, splitter: Splitter) -> Assignment:
-    """Solve the assignment over tp and fill `tp`, `form` and `why` of every node that depends on parameters."""
+    """Solve the assignment over tp and fill `tp`, `form` and `why` of every node that depends on parameters.
+
+    Layers that repeat get one answer (`ties.py`): it is found once, and the emitted program can say it once.
+    """
     solved = [node for node in graph.nodes if note(node).of_params and node.op != "output"]
-    strategies = {node: _strategies(node, splitter) for node in solved}
+    letters = {node: splitter.letters(node) for node in solved if node.op == "call_function"}
+    same = find_ties(graph, letters, splitter.padding.divides_place)
+    strategies = _Strategies(splitter, same)
     try:
-        chosen, hubs = _solve(solved, strategies, splitter)
+        chosen, hubs, cost = _solve(solved, strategies, splitter, same)
     except TableTooLarge:
         # Parameters that many layers share tie these all to each other. Their types are voted on by their readers, then fixed.
+        strategies = _Strategies(splitter, {})
         shared = {node for node in solved if note(node).kind == "param" and len(node.users) > 1}
         votes = {node: Counter[int]() for node in shared}
-        _solve(solved, strategies, splitter, apart=shared, votes=votes)
+        _solve(solved, strategies, splitter, {}, apart=shared, votes=votes)
         for node in shared:
             winner = max(votes[node], key=lambda i: (votes[node][i], -i))
             strategies[node] = [strategies[node][winner]]
-        chosen, hubs = _solve(solved, strategies, splitter, without_hub=shared)
+        chosen, hubs, cost = _solve(solved, strategies, splitter, {}, without_hub=shared)
     for node, strategy in chosen.items():
         record = note(node)
         record.tp, record.form, record.why = strategy.gives, strategy.form, strategy.why
-    return Assignment(chosen, hubs, partial(_edge_cost, splitter))
+    return Assignment(chosen, hubs, partial(_edge_cost, splitter), cost)
+
+
+class _Strategies(dict[Node, list[Strategy]]):
+    """The strategies of every node, made when they are asked for; tied nodes have those of the one they are tied to."""
+
+    def __init__(self, splitter: Splitter, same: dict[Node, Node]) -> None:
+        super().__init__()
+        self.splitter, self.same = splitter, same
+
+    def __missing__(self, node: Node) -> list[Strategy]:
+        head = self.same.get(node, node)
+        if head is node:
+            self[node] = _strategies(node, self.splitter)
+        else:
+            there, here = (list(dict.fromkeys(operands(one))) for one in (head, node))
+            own = dict(zip(there, here, strict=True))
+            self[node] = [replace(one, needs={own[arg]: kind for arg, kind in one.needs.items()}) for one in self[head]]
+        return self[node]
 
 
 def _solve(
     solved: list[Node],
     strategies: dict[Node, list[Strategy]],
     splitter: Splitter,
+    same: dict[Node, Node],
     *,
     apart: Collection[Node] = (),
     votes: dict[Node, Counter[int]] | None = None,
     without_hub: Collection[Node] = (),
-) -> tuple[dict[Node, Strategy], dict[Node, ValueType]]:
-    """Return the strategies of least cost, and the types of the hubs.
+) -> tuple[dict[Node, Strategy], dict[Node, ValueType], float]:
+    """Return the strategies of least cost, the types of the hubs, and the cost in picoseconds.
 
-    A parameter in `apart` is chosen for every reader by itself; how often each of its strategies was is added to `votes`.
+    Tied nodes share a variable, and equal tables between the same variables are one table, times their number. A parameter in
+    `apart` is chosen for every reader by itself; how often each of its strategies was is added to `votes`.
     """
-    variable = {node: i for i, node in enumerate(solved)}
-    choices = [len(strategies[node]) for node in solved]
-    factors: list[Factor] = [((variable[node],), _table([one.seconds for one in strategies[node]])) for node in solved]
-    hubs: dict[Node, tuple[int, list[ValueType]]] = {}
+    heads = [node for node in solved if same.get(node, node) is node]
+    variable = {node: i for i, node in enumerate(heads)}
+    variable |= {node: variable[same[node]] for node in solved if node not in variable}
+    choices = [len(strategies[node]) for node in heads]
+    factors: list[Factor] = []
+    tables: dict[Hashable, tuple[list[Factor], Hub | None]] = {}
+    times: Counter[Hashable] = Counter()
+    hubs: dict[Node, Hub] = {}
     copies: list[tuple[Node, int]] = []
     for node in solved:
         readers = [user for user in node.users if user in variable or user.op == "output"]
@@ -148,17 +184,36 @@ def _solve(
                 choices.append(len(seconds))
                 factors += _edge_factors(node, [reader], strategies, own, None, splitter)
             continue
-        if len(readers) > 1 and node not in without_hub:
-            kinds = list(dict.fromkeys([s.gives for s in strategies[node]] + _wanted(node, readers, strategies)))
-            hubs[node] = (len(choices), kinds)
-            choices.append(len(kinds))
-        factors += _edge_factors(node, readers, strategies, variable, hubs.get(node), splitter)
+        key = (variable[node], tuple(sorted(variable.get(reader, -1) for reader in readers)))
+        if key not in tables:
+            hub: Hub | None = None
+            if len(readers) > 1 and node not in without_hub:
+                kinds = [s.gives for s in strategies[node]] + _wanted(node, readers, strategies)
+                hub = len(choices), list(dict.fromkeys(kinds))
+                choices.append(len(hub[1]))
+            made = [((variable[node],), _table([one.seconds for one in strategies[node]]))]
+            tables[key] = made + _edge_factors(node, readers, strategies, variable, hub, splitter), hub
+        times[key] += 1
+        if (found := tables[key][1]) is not None:
+            hubs[node] = found
+    factors += [(names, table * times[key]) for key, (made, _) in tables.items() for names, table in made]
+    factors = [_without_repeats(one) for one in factors]
     answer = minimize(choices, factors)
     for node, i in copies:
         assert votes is not None
         votes[node][answer[i]] += 1
     chosen = {node: strategies[node][answer[variable[node]]] for node in solved}
-    return chosen, {node: kinds[answer[i]] for node, (i, kinds) in hubs.items()}
+    cost = sum(float(table[tuple(answer[i] for i in names)]) for names, table in factors)
+    return chosen, {node: kinds[answer[i]] for node, (i, kinds) in hubs.items()}, cost
+
+
+def _without_repeats(factor: Factor) -> Factor:
+    """A table between a value and what is read of it in the next layer names their common variable twice: the diagonal."""
+    names, table = factor
+    kept = tuple(dict.fromkeys(names))
+    if len(kept) == len(names):
+        return factor
+    return kept, np.einsum(table, [kept.index(name) for name in names], list(range(len(kept))))
 
 
 def _strategies(node: Node, splitter: Splitter) -> list[Strategy]:

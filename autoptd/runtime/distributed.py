@@ -44,7 +44,7 @@ class DistributedWorld(World):
         backend: str | None = None,
     ) -> None:
         target = torch.device(device) if device else _default_device(backend)
-        self.backend = backend or ("nccl" if target.type == "cuda" else "gloo")
+        self.backend = backend or _default_backend(target)
         if target.type == "cuda":
             torch.cuda.set_device(target)
         self._owns_default = not dist.is_initialized()
@@ -221,6 +221,14 @@ class _Works(Pending):
 
 def _fresh(x: Tensor) -> Tensor:
     return x.detach().clone(memory_format=torch.contiguous_format)
+
+
+def _default_backend(device: torch.device) -> str:
+    """NCCL on CUDA, gloo elsewhere; an existing default group of a third kind (a vendor's, torch's fake one) is followed."""
+    existing = dist.get_backend() if dist.is_initialized() else "undefined"
+    if existing not in ("undefined", "gloo", "nccl") and ":" not in existing:
+        return existing
+    return "nccl" if device.type == "cuda" else "gloo"
 
 
 def _default_device(backend: str | None) -> torch.device:

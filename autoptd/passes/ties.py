@@ -1,0 +1,66 @@
+"""Which operators and parameters get one answer from the solver: those that stand at the same place of repeated layers.
+
+In: a graph with its axes. Out: {node: the node that is decided for it}. Two operators are alike when everything that the
+solver looks at is: operator, shapes, axes, the letters by which they may be split, and how their operands lie. The values
+that go from layer to layer are tied as well, so that the first and the last layer are like all others; what it takes to
+bring the embedding to the first layer, or the last layer's result to the head, are conversions between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch.fx import Graph, Node
+from torch.fx.node import map_aggregate
+
+from autoptd.ir.notes import note, op_name, ops, output, tensor, value
+from autoptd.ir.periods import find_periods
+from autoptd.passes.axes import Letter, Place
+from autoptd.passes.rules import linear_groups
+
+SHORTEST = 6  # operators of a layer: a shorter repeat may be the queries, keys and values of one layer
+
+
+def find_ties(
+    graph: Graph, letters: dict[Node, list[Letter]], may_shard: Callable[[Node, Place], bool]
+) -> dict[Node, Node]:
+    """The ties of a graph; `letters` are those by which each operator may be split, `may_shard` tells of a value's atoms."""
+    body = list(ops(graph))
+    facts = {node: _facts(node, may_shard) for node in graph.nodes if node.op != "output" and value(node) is not None}
+    periods = find_periods(
+        body,
+        [_signature(node, letters.get(node, []), facts) for node in body],
+        results={output(graph).args[0]},  # type: ignore[arg-type]
+        rank=lambda period: () if period.length >= SHORTEST else None,
+    )
+    same: dict[Node, Node] = {}
+    for period in periods:
+        for i in range(period.start, period.stop):
+            same[body[i]] = body[period.start + (i - period.start) % period.length]
+        for operand in (one for slots in period.operands for one in slots):
+            heads = {same.get(node) for node in operand.nodes}
+            if operand.kind == "outer" and heads == {None} and all(note(one).kind == "param" for one in operand.nodes):
+                same |= dict.fromkeys(operand.nodes, operand.nodes[0])
+    return same
+
+
+def _signature(node: Node, letters: list[Letter], facts: dict[Node, str]) -> str:
+    place = {arg: i for i, arg in enumerate(node.all_input_nodes)}
+    literals = map_aggregate(
+        (node.args, node.kwargs),
+        lambda arg: f"x{place[arg]}" if isinstance(arg, Node) else "#" if isinstance(arg, (int, float)) else arg,
+    )
+    split = [
+        (one.name, one.size, sorted((place[arg], at) for arg, at in one.places.items()), one.out, one.form)
+        for one in letters
+    ]
+    linear = [[place[arg] for arg in group] for group in linear_groups(node)]
+    return repr((op_name(node), str(literals), split, linear, facts.get(node), [facts.get(arg) for arg in place]))
+
+
+def _facts(node: Node, may_shard: Callable[[Node, Place], bool]) -> str:
+    record, made = note(node), value(node)
+    sizes = [tuple(one.shape) for one in (made if isinstance(made, (tuple, list)) else [made])]
+    shards = [may_shard(node, (d, a)) for d, atoms in enumerate(record.dims) for a in range(len(atoms))]
+    kept = record.of_params, record.needs_grad, record.kind == "param"
+    return repr((sizes, tensor(node).dtype, record.dims, shards, kept))
