@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from autoptd.errors import PlanError
+from autoptd.errors import InternalError, PlanError
 from tests.fuzz.features import CHOICES, Case
+from tests.fuzz.plant import FAULTS, planted
 from tests.fuzz.script import script
 from tests.fuzz.search import SIMPLEST, Tally, run_case, run_round, search
 
@@ -42,6 +43,24 @@ def test_every_choice_is_tested() -> None:
     assert len(CHOICES["mesh"]) <= COUNT
     for name, choices in CHOICES.items():
         assert {repr(case[name]) for case in CASES} == {repr(one) for one in choices}
+
+
+SHOWS = {  # what of a simple case shows a planted fault
+    "no f": {"mesh": (2, 1, 1, 1)},
+    "no g": {"mesh": (2, 1, 1, 1)},
+    "bias on every rank": {"mesh": (2, 1, 1, 1)},
+    "mean of microbatch means": {"microbatches": 2, "ignored": "default"},
+    "no tied sum": {"mesh": (1, 2, 1, 1), "head": "assigned"},
+    "other masks": {"dropout": 0.4, "dropout of branches": True},
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_shows(fault: str) -> None:
+    case = Case(SIMPLEST.picks | SHOWS[fault])
+    run_case(case)
+    with planted(fault), pytest.raises(InternalError, match="differs from the model"):
+        run_case(case)
 
 
 def fails_on_two_features(case: Case) -> None:
