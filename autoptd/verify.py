@@ -33,6 +33,7 @@ from autoptd.trace import given_masks
 from autoptd.trace.loss import WithLoss
 
 TOLERANCE = 1e-9
+NOISE = 1e-3  # of the largest gradient: smaller ones are not held against themselves
 WIDENED_TOLERANCE = 1e-6
 
 
@@ -100,8 +101,8 @@ def verify(model: nn.Module, *, example_inputs: Any, steps: int = 5, lr: float =
     wide_model, (args, kwargs) = widen_model(model), widen_inputs((args, kwargs))
     with Widen():
         program = compile_program(wide_model, options, args, kwargs, replicas=options.d)
-    check_widening(wide_model, program, options, args, kwargs)
-    report = compare_program(wide_model, program, options, args, kwargs, steps=steps, lr=lr)
+    eps = max(1e-8, NOISE * check_widening(wide_model, program, options, args, kwargs))
+    report = compare_program(wide_model, program, options, args, kwargs, steps=steps, lr=lr, eps=eps)
     if not report.passed:
         raise InternalError("verify", f"the partitioned model differs from the model\n{report}\n")
     return report
@@ -132,14 +133,19 @@ def compare_program(
     *,
     steps: int = 5,
     lr: float = 1e-3,
+    eps: float = 1e-8,
 ) -> Report:
-    """Train `model` and `program` from the same float64 weights on the same batches, and measure their differences."""
+    """Train `model` and `program` from the same float64 weights on the same batches, and measure their differences.
+
+    AdamW divides a gradient by its own size plus `eps`: with torch's 1e-8, one that is zero but for rounding moves a weight by
+    as much as a true one, and the rounding shows.
+    """
     reference = copy.deepcopy(model)
-    optimizer = torch.optim.AdamW(reference.parameters(), lr=lr)
+    optimizer = torch.optim.AdamW(reference.parameters(), lr=lr, eps=eps)
     pm = ParallelModel(program, options, model.state_dict())
     found: list[Difference] = []
     try:
-        ours = pm.optimizer(torch.optim.AdamW, lr=lr)
+        ours = pm.optimizer(torch.optim.AdamW, lr=lr, eps=eps)
         for step in range(steps):
             call = _roll(program, args, kwargs, step)
             with Widen():
@@ -188,7 +194,7 @@ def _gradient_differences(pm: ParallelModel, reference: nn.Module, step: int) ->
     made = []
     for name, parameter in reference.named_parameters():
         zero = torch.zeros_like(parameter)
-        size = _relative(ours.get(name, zero), wanted.get(name, zero), 1e-3 * largest)
+        size = _relative(ours.get(name, zero), wanted.get(name, zero), NOISE * largest)
         made.append(Difference("gradient", name, step, size))
     return made
 
@@ -213,8 +219,11 @@ def _roll(
 
 def check_widening(
     model: nn.Module, program: Program, options: Options, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    """Widening float32 casts must not change what the model computes by more than float32's own error."""
+) -> float:
+    """Widening float32 casts must not change what the model computes by more than float32's own error.
+
+    Returns the largest entry of a gradient.
+    """
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not parameters:
         raise PlanError("verify", "the model has no parameter that requires a gradient", "nothing is trained here")
@@ -232,9 +241,7 @@ def check_widening(
         fact = "the model's own loss or gradients are not finite on this batch: there is nothing to compare"
         raise PlanError("verify", fact, "a batch and weights for which they are")
     if not worst <= WIDENED_TOLERANCE:
-        fact = (
-            f"its casts to float32 change loss or gradients by {worst:.1e}, so a check in float64 says nothing about it"
-        )
-        raise PlanError(
-            "verify", fact, "leave them out for the check, or take a batch and weights that amplify them less"
-        )
+        fact = f"its casts to float32 change loss or gradients by {worst:.1e}: a check in float64 says nothing about it"
+        remedy = "leave them out for the check, or take a batch and weights that amplify them less"
+        raise PlanError("verify", fact, remedy)
+    return largest

@@ -190,6 +190,23 @@ class Shared(nn.Module):
         return loss_of(x @ self.embed.weight.t(), labels)
 
 
+class Saturated(Decoder):
+    """Large scores and no norms: gradients behind the softmax are next to nothing, and AdamW makes them large."""
+
+    def __init__(self) -> None:
+        super().__init__(4, lambda: nn.ModuleDict({name: nn.Linear(WIDTH, WIDTH) for name in ("q", "k", "v", "out")}))
+        for p in self.parameters():
+            nn.init.normal_(p, std=0.4)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            q, k, v = (layer[name](x).unflatten(-1, (HEADS, -1)).transpose(1, 2) for name in "qkv")  # type: ignore[index]
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            x = x + layer["out"](y.transpose(1, 2).flatten(2))  # type: ignore[index]
+        return loss_of(self.head(x), labels)
+
+
 class VocabularyInPieces(Decoder):
     """The logits are joined from pieces of the tied embedding: a rank's ids must still be consecutive."""
 
@@ -251,6 +268,7 @@ STYLES: dict[str, tuple[Callable[[], Model], dict[str, Any]]] = {
         lambda: (OddNames(), ((IDS, LABELS), torch.rand(8, LENGTH))),
         {"t": 2, "p": 2, "num_microbatches": 2},
     ),
+    "saturated softmax": (with_labels(Saturated), {"t": 2, "d": 2}),
     "shared weight": (with_labels(Shared), {"t": 2, "d": 2}),
     "one block for all layers": (with_labels(albert), {"t": 2, "p": 2, "num_microbatches": 2}),
     "vocabulary in pieces": (with_labels(lambda: VocabularyInPieces(1)), {"t": 2, "num_microbatches": 2}),
