@@ -53,6 +53,7 @@ CHOICES: dict[str, list[Any]] = {
     "length": [4, 6, 8, 1],
     "vocab": [16, 24, 13, 61, 5],
     "heads per rank": [1, 2, 3],  # times t
+    "uneven": ["nothing", "nothing", "nothing", "heads", "mlp", "both"],  # one more than t divides
     "head size": [4, 2, 6],
     "queries per key": [1, 2, 0],  # 0: one key for all
     "wide": [False, True],  # the residual is wider than all heads
@@ -150,7 +151,7 @@ class Case:
 
     @property
     def heads(self) -> int:
-        return self.t * self["heads per rank"]
+        return self.t * self["heads per rank"] + (self["uneven"] in ("heads", "both"))
 
     @property
     def kv_heads(self) -> int:
@@ -162,7 +163,7 @@ class Case:
 
     @property
     def mlp_width(self) -> int:
-        return self.t * self["mlp per rank"]
+        return self.t * self["mlp per rank"] + (self["uneven"] in ("mlp", "both"))
 
     @property
     def attention(self) -> str:
