@@ -150,8 +150,7 @@ def _refusal(case: Case, run: Run) -> str:
 
 def kind_of(error: Exception) -> str:
     """An error without its names and numbers: equal for the same failure of different models."""
-    first = str(error).splitlines()[0] if str(error) else ""
-    first = getattr(error, "fact", first)
+    first = [*str(getattr(error, "fact", error)).splitlines(), ""][0]
     return f"{type(error).__name__}: {re.sub(r'[0-9][0-9.e+-]*', 'N', first)}"[:160]
 
 
