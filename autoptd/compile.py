@@ -93,7 +93,8 @@ def compile_program(
     passes.check_connected(graph, axes, options.t)
     forms.add("CONNECTED", graph)
 
-    cut = passes.cut(graph, options.num_stages)
+    ranks = [stage % options.p for stage in range(options.num_stages)]
+    cut = passes.cut(graph, ranks, options.t, Machine())
     forms.add("CUT", graph)
 
     sizes = passes.Sizes(options.t, batch.traced_rows, batch.rows, batch.pieces)

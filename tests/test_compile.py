@@ -204,7 +204,7 @@ def test_weights_on_meta() -> None:
     program = compile(model, t=8, p=4, d=2, v=2, example_inputs=(x, x.clone()))
     check(program, model)
     assert program.mesh.size == 64 and len(program.stages) == 8 and program.num_microbatches == 16
-    assert all(text.count("\n") < 80 for text in program.sources.values())
+    assert all(text.count("\n") < 160 for text in program.sources.values())
 
 
 def test_the_model_and_the_example_are_left_alone() -> None:

@@ -22,6 +22,12 @@ from autoptd.passes.links import operands
 from autoptd.passes.rules import GEMMS
 
 LOCAL_WORK = ("one rank keeps it", "slice", "zero-pad")
+VIEWS = {
+    f"aten.{name}" for name in "view reshape _unsafe_view transpose permute t expand select slice split chunk".split()
+}
+VIEWS |= {f"aten.{name}" for name in "split_with_sizes unbind unsqueeze squeeze unflatten flatten detach".split()} | {
+    "getitem"
+}
 RING_PASSES = {"all-reduce": 2.0, "all-gather": 1.0, "reduce-scatter": 1.0, "all-to-all": 1.0}
 
 
@@ -99,6 +105,26 @@ def compute_seconds(node: Node, machine: Machine) -> float:
     """Roofline time of a node, forward and backward, on whole tensors."""
     moved = payload(node) + sum(payload(one) for one in node.all_input_nodes)
     return max(3 * flops(node) / machine.flops, 3 * moved / machine.memory_bandwidth)
+
+
+def rank_seconds(node: Node, t: int, machine: Machine) -> float:
+    """Roofline time of a node of a CONNECTED graph on one of t tensor ranks, forward and backward, its collectives included."""
+    name = op_name(node)
+    if node.target is markers.convert:
+        source = node.args[0]
+        return conversion_seconds(note(source).tp, note(node).tp, payload(node), t, machine)  # type: ignore[arg-type]
+    if name in VIEWS:
+        return 0.0
+    read = [one for one in node.all_input_nodes if not (name == "aten.embedding" and note(one).kind == "param")]
+    moved = sum(local_payload(one, t) for one in [node, *read])
+    is_split = any(note(one).tp.kind == "S" for one in [node, *node.all_input_nodes])
+    work = flops(node) / (t if is_split else 1)
+    return 3 * max(work / machine.flops, moved / machine.memory_bandwidth)
+
+
+def local_payload(node: Node, t: int) -> float:
+    """Bytes of a node's value on one of t tensor ranks."""
+    return payload(node) / (t if note(node).tp.kind == "S" else 1)
 
 
 def conversion_seconds(source: ValueType, target: ValueType, nbytes: int, degree: int, machine: Machine) -> float:

@@ -1,41 +1,67 @@
-"""Cut the model into p*v stages, balanced by FLOPs, at the thinnest crossings (CONNECTED -> CUT).
+"""Cut the model into p*v stages so that the busiest pipeline rank is least busy (CONNECTED -> CUT).
 
 Values that depend on parameters and inputs (the *backbone*) are placed exactly once, in model order. What depends on inputs or
 constants alone (position ids, masks) or on parameters alone is cheap and is computed on every stage that needs it; batch inputs
 go to their stages directly. A parameter lives on every stage that reads it: its owner set.
 
-Cut points are the positions in backbone order with GEMMs on both sides where the fewest values cross; positions between layers
-are preferred to positions inside of one, and thin crossings to thicker ones, as long as there are enough of them.
+Cut points are the positions in backbone order with GEMMs on both sides where few bytes cross; of those with the same GEMMs before
+them the thinnest. A stage costs its operators' seconds on one rank, embedding, head and loss included, and the transfer of what
+crosses at its ends; `balance.py` chooses. Whole layers stay together unless cutting inside of one makes the busiest rank
+faster by more than 5%.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 from torch.fx import Graph, Node
 
 from autoptd.errors import InternalError, PlanError
+from autoptd.ir.machine import Machine
 from autoptd.ir.notes import is_tensor, note, output
-from autoptd.passes.costs import flops
+from autoptd.passes.balance import Cuts, Line, place
+from autoptd.passes.costs import flops, local_payload, rank_seconds
+
+WORTH = 0.95  # cutting inside a layer must bring the busiest rank's time down to this share
 
 
-def cut(graph: Graph, num_stages: int) -> dict[str, Any]:
-    """Fill `note(node).stages`; returns what to write into the plan: FLOPs per stage and the modules where it was cut."""
+@dataclass(frozen=True)
+class Point:
+    """A place to cut: behind operator `at` of the backbone, where `nbytes` cross."""
+
+    at: int
+    nbytes: float
+    between_layers: bool
+
+
+def cut(graph: Graph, ranks: Sequence[int], t: int = 1, machine: Machine | None = None) -> dict[str, Any]:
+    """Fill `note(node).stages`; `ranks` is the pipeline rank of every stage.
+
+    Returns what to write into the plan: the modules where it was cut and why, FLOPs and seconds per stage.
+    """
+    machine = machine or Machine()
     backbone = find_backbone(graph)
-    points = _cut_points(backbone, num_stages) if num_stages > 1 else []
-    work = [flops(node) for node in backbone]
-    chosen = _balance(work, points, num_stages)
+    points = _find_points(backbone, t)
+    seconds = [rank_seconds(node, t, machine) for node in backbone]
+    cuts, why = _choose(points, seconds, ranks, machine)
     stage = 0
     for i, node in enumerate(backbone):
         note(node).stages = (stage,)
-        if stage < len(chosen) and i == chosen[stage]:
+        if stage < len(cuts.chosen) and i == cuts.chosen[stage]:
             stage += 1
     _place_the_rest(graph, set(backbone))
-    check_cut(graph, num_stages)
-    bounds = [-1, *chosen, len(backbone) - 1]
-    shares = [sum(work[a + 1 : b + 1]) for a, b in pairwise(bounds)]
-    return {"after": [note(backbone[i]).module for i in chosen], "flops": shares}
+    check_cut(graph, len(ranks))
+    bounds = [-1, *cuts.chosen, len(backbone) - 1]
+    return {
+        "after": [note(backbone[i]).module for i in cuts.chosen],
+        "why": why,
+        "flops": [sum(map(flops, backbone[a + 1 : b + 1])) for a, b in pairwise(bounds)],
+        "seconds": [sum(seconds[a + 1 : b + 1]) for a, b in pairwise(bounds)],
+        "rank_seconds": list(cuts.loads),
+    }
 
 
 def find_backbone(graph: Graph) -> list[Node]:
@@ -50,35 +76,50 @@ def find_backbone(graph: Graph) -> list[Node]:
     return found
 
 
-def _cut_points(backbone: list[Node], num_stages: int) -> list[int]:
-    """Positions i such that backbone[:i+1] and the rest can be different stages."""
+def _find_points(backbone: list[Node], t: int) -> list[Point]:
+    """Where the backbone can be cut, ascending; between two GEMMs at most two points: inside a layer and between layers."""
     order = {node: i for i, node in enumerate(backbone)}
     last_use = [
         max((order.get(user, len(backbone)) for user in node.users), default=i) for i, node in enumerate(backbone)
     ]
     gemms = [i for i, node in enumerate(backbone) if flops(node)]
-    width: dict[int, int] = {}  # how many values cross
+    best: dict[tuple[int, bool], Point] = {}
     alive: list[int] = []
+    before = 0
     for i in range(len(backbone) - 1):
         alive = [j for j in [*alive, i] if last_use[j] > i]
-        if gemms and gemms[0] <= i < gemms[-1] and all(is_tensor(backbone[j]) for j in alive):
-            width[i] = len(alive)
-    before = {i: sum(1 for g in gemms if g <= i) for i in width}
-    distinct: list[int] = []
-    for thin in sorted(set(width.values())):
-        points = [i for i, count in width.items() if count <= thin]
-        between_layers = [i for i in points if layer_of(backbone[i]) != layer_of(backbone[i + 1])]
-        for candidates in (between_layers, points):
-            # Several positions can have the same work before them: keep the thinnest, of those the first.
-            ranked = sorted(candidates, key=lambda i: (-width[i], -i))
-            distinct = sorted({before[i]: i for i in ranked}.values())
-            if len(distinct) >= num_stages - 1:
-                return distinct
-    raise PlanError(
-        f"p*v={num_stages}",
-        f"more stages than the model can be cut into: {len(distinct) + 1} at most",
-        f"p*v <= {len(distinct) + 1}, or a deeper model",
-    )
+        before += bool(flops(backbone[i]))
+        if not gemms or not gemms[0] <= i < gemms[-1] or not all(is_tensor(backbone[j]) for j in alive):
+            continue
+        between = layer_of(backbone[i]) != layer_of(backbone[i + 1])
+        found = Point(i, sum(local_payload(backbone[j], t) for j in alive), between)
+        key = (before, between)
+        if key not in best or found.nbytes < best[key].nbytes:
+            best[key] = found
+    return sorted(best.values(), key=lambda point: point.at)
+
+
+def _choose(points: list[Point], seconds: list[float], ranks: Sequence[int], machine: Machine) -> tuple[Cuts, str]:
+    """The best cuts between layers, or inside of them where that is worth it or there are too few layers."""
+
+    def solve(among: list[Point]) -> Cuts | None:
+        crossing = [2 * point.nbytes / machine.link_bandwidth + 2 * machine.latency for point in among]
+        return place(Line(seconds, [point.at for point in among], crossing), ranks)
+
+    whole = solve([point for point in points if point.between_layers])
+    if len(ranks) == 1 and whole:
+        return whole, "one stage"
+    inside = solve(points)
+    if inside is None:
+        most = len(points) + 1
+        fact = f"more stages than the model can be cut into: {most} at most"
+        raise PlanError(f"p*v={len(ranks)}", fact, f"p*v <= {most}, or a deeper model")
+    if whole is None:
+        return inside, "inside layers: there are fewer layers than stages"
+    gain = 1 - inside.busiest / whole.busiest
+    if inside.busiest > WORTH * whole.busiest:
+        return whole, f"between layers: cuts inside of them would make the busiest rank {max(gain, 0.0):.1%} faster"
+    return inside, f"inside layers: the busiest rank is {gain:.0%} faster than with whole layers"
 
 
 def layer_of(node: Node) -> str:
@@ -88,30 +129,6 @@ def layer_of(node: Node) -> str:
         if part.isdigit():
             return ".".join(parts[: i + 1])
     return parts[0]
-
-
-def _balance(work: list[int], points: list[int], num_stages: int) -> list[int]:
-    """Choose num_stages - 1 of the points so that the heaviest stage is lightest, then the squares' sum least (exact)."""
-    if num_stages == 1:
-        return []
-    total = [0]
-    for one in work:
-        total.append(total[-1] + one)
-    ends = [*points, len(work) - 1]
-    best: dict[int, tuple[tuple[int, int], list[int]]] = {-1: ((0, 0), [])}
-    for stage in range(num_stages):
-        after: dict[int, tuple[tuple[int, int], list[int]]] = {}
-        for end in ends:
-            if (end == ends[-1]) != (stage == num_stages - 1):
-                continue
-            for start, ((peak, squares), chosen) in best.items():
-                if start < end:
-                    load = total[end + 1] - total[start + 1]
-                    score = (max(peak, load), squares + load * load)
-                    if end not in after or score < after[end][0]:
-                        after[end] = (score, [*chosen, end])
-        best = after
-    return best[ends[-1]][1][:-1]
 
 
 def _place_the_rest(graph: Graph, backbone: set[Node]) -> None:

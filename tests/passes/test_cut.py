@@ -35,7 +35,7 @@ def layers_of(graph: Graph, stage: int) -> list[int]:
 @pytest.mark.parametrize("layers", [3, 4, 5, 6, 7, 8])
 def test_any_number_of_layers_over_four_stages(layers: int) -> None:
     graph = gpt(layers)
-    told = cut(graph, 4)
+    told = cut(graph, range(4))
     backbone = find_backbone(graph)
     assert sorted({stage for node in backbone for stage in note(node).stages}) == [0, 1, 2, 3]
     assert all(len(note(node).stages) == 1 for node in backbone)
@@ -44,13 +44,13 @@ def test_any_number_of_layers_over_four_stages(layers: int) -> None:
     assert sum(told["flops"]) == sum(map(flops, backbone)) and len(told["after"]) == 3
     found = [layers_of(graph, stage) for stage in range(4)]
     assert sorted({one for some in found for one in some}) == list(range(layers))
-    if layers >= 4:  # no layer is split where there are enough between them
-        assert [one for some in found for one in some] == list(range(layers))
+    split = [one for some in found for one in some] != list(range(layers))
+    assert split == told["why"].startswith("inside layers")  # a layer is split where that is worth it only, and said so
 
 
 def test_seven_layers_are_balanced() -> None:
     graph = gpt(7)
-    told = cut(graph, 4)
+    told = cut(graph, range(4))
     sizes = [len(layers_of(graph, stage)) for stage in range(4)]
     assert sorted(sizes) == [1, 2, 2, 2]
     assert sizes[3] == 1 or told["flops"][3] == max(told["flops"])  # the head counts as work
@@ -62,34 +62,34 @@ def test_the_balance_is_the_best_there_is() -> None:
     from itertools import combinations
 
     graph = gpt(6)
-    told = cut(graph, 3)
+    told = cut(graph, range(3))
     backbone = find_backbone(graph)
     work = [flops(node) for node in backbone]
     modules = [note(node).module.split(".")[2] if ".h." in note(node).module else "" for node in backbone]
     ends = [i for i in range(len(backbone) - 1) if modules[i] != modules[i + 1] and modules[i]]
     best = min(max(sum(work[:a]), sum(work[a:b]), sum(work[b:])) for a, b in combinations([end + 1 for end in ends], 2))
-    assert max(told["flops"]) == best
+    assert max(told["flops"]) <= 1.06 * best  # FLOPs are most of the time; cuts inside layers are worth 5% at least
 
 
 @pytest.mark.parametrize(("layers", "stages"), [(1, 1), (2, 2), (2, 3), (1, 2)])
 def test_few_layers(layers: int, stages: int) -> None:
     graph = gpt(layers)
-    cut(graph, stages)
+    cut(graph, range(stages))
     assert note(output(graph)).stages == (stages - 1,)
 
 
 def test_more_stages_than_cut_points() -> None:
     with pytest.raises(PlanError, match="more stages than the model can be cut into") as caught:
-        cut(gpt(1), 64)
+        cut(gpt(1), range(64))
     most = int(re.findall(r"p\*v <= (\d+)", caught.value.remedy)[0])
-    cut(gpt(1), most)  # the remedy is true
+    cut(gpt(1), range(most))  # the remedy is true
     with pytest.raises(PlanError):
-        cut(gpt(1), most + 1)
+        cut(gpt(1), range(most + 1))
 
 
 def test_a_tied_weight_lives_on_both_its_stages() -> None:
     graph = gpt(4)
-    cut(graph, 4)
+    cut(graph, range(4))
     stages = {note(node).name: note(node).stages for node in placeholders(graph, "param")}
     assert stages["transformer.wte.weight"] == (0, 3) and stages["transformer.wpe.weight"] == (0,)
     alone = [name for name, found in stages.items() if len(found) != 1]
@@ -98,7 +98,7 @@ def test_a_tied_weight_lives_on_both_its_stages() -> None:
 
 def test_inputs_go_to_the_stages_that_read_them() -> None:
     graph = gpt(4)
-    cut(graph, 4)
+    cut(graph, range(4))
     assert [note(node).stages for node in placeholders(graph, "input")] == [(0,), (3,)]
 
 
@@ -115,7 +115,7 @@ def test_what_depends_on_inputs_alone_is_computed_where_it_is_read() -> None:
             return x.mean()
 
     graph = traced(Masked(), torch.randn(2, 8), torch.ones(2, 8))
-    cut(graph, 4)
+    cut(graph, range(4))
     choices = {stage for node in ops(graph) if op_name(node) == "aten.where" for stage in note(node).stages}
     assert set(note(find(graph, "cumsum")).stages) == choices and len(choices) >= 3
 
@@ -124,7 +124,7 @@ def test_frozen_parameters_are_placed_too() -> None:
     model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
     model[0].requires_grad_(False)
     graph = traced(nn.Sequential(model, Mean()), torch.randn(2, 8))
-    cut(graph, 2)
+    cut(graph, range(2))
     assert [note(node).stages for node in placeholders(graph, "param")][:2] == [(0,), (0,)]
 
 
@@ -135,7 +135,7 @@ class Mean(nn.Module):
 
 def test_a_model_without_inputs_or_parameters_is_refused() -> None:
     with pytest.raises(PlanError, match="depend on both"):
-        cut(traced(Mean(), torch.randn(2, 8)), 1)
+        cut(traced(Mean(), torch.randn(2, 8)), range(1))
 
 
 # Misplaced nodes: each must be found.
@@ -144,7 +144,7 @@ def test_a_model_without_inputs_or_parameters_is_refused() -> None:
 @pytest.fixture
 def placed() -> Graph:
     graph = gpt(4)
-    cut(graph, 4)
+    cut(graph, range(4))
     check_cut(graph, 4)
     return graph
 

@@ -1,0 +1,86 @@
+"""Where to cut: against all ways there are, for one stage per rank and for several; memory as a bound."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import combinations, pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autoptd.passes import balance
+from autoptd.passes.balance import Line, place
+
+
+def stages_of(line: Line, chosen: Sequence[int]) -> list[float]:
+    """Seconds of every stage, counted one by one."""
+    bounds = [-1, *chosen, len(line.work) - 1]
+    costs = {point: cost for point, cost in zip(line.points, line.crossing, strict=True)}
+    return [sum(line.work[a + 1 : b + 1]) + costs.get(a, 0.0) + costs.get(b, 0.0) for a, b in pairwise(bounds)]
+
+
+def loads_of(stages: list[float], ranks: Sequence[int]) -> list[float]:
+    return [sum(cost for cost, rank in zip(stages, ranks, strict=True) if rank == one) for one in sorted(set(ranks))]
+
+
+@st.composite
+def lines(draw: st.DrawFn) -> Line:
+    work = draw(st.lists(st.sampled_from([0.0, 0.5, 1.0, 1.0, 2.0, 5.0]), min_size=4, max_size=10))
+    points = sorted(draw(st.sets(st.integers(0, len(work) - 2), min_size=3)))
+    return Line(work, points, [draw(st.sampled_from([0.1, 0.1, 0.4])) for _ in points])
+
+
+@settings(max_examples=150, deadline=None)
+@given(lines(), st.integers(2, 4))
+def test_one_stage_per_rank_is_exact(line: Line, p: int) -> None:
+    found = place(line, range(p))
+    if len(line.points) < p - 1:
+        assert found is None
+        return
+    assert found is not None
+    every = [stages_of(line, chosen) for chosen in combinations(line.points, p - 1)]
+    least = min(max(stages) for stages in every)
+    ours = stages_of(line, found.chosen)
+    assert max(ours) == pytest.approx(least) == pytest.approx(found.busiest) == pytest.approx(found.bound)
+    squares = min(sum(x * x for x in stages) for stages in every if max(stages) <= least * (1 + 1e-9))
+    assert sum(x * x for x in ours) == pytest.approx(squares)
+
+
+def score(stages: list[float], ranks: Sequence[int]) -> float:
+    """The busiest rank, and a quarter of what the costliest stage of every chunk adds up to."""
+    p = len(set(ranks))
+    return max(loads_of(stages, ranks)) + 0.25 * sum(max(stages[i : i + p]) for i in range(0, len(stages), p))
+
+
+@settings(max_examples=80, deadline=None)
+@given(lines(), st.sampled_from([[0, 1, 0, 1], [0, 1, 1, 0]]), st.booleans())
+def test_several_stages_per_rank(line: Line, ranks: list[int], by_moves: bool) -> None:
+    """Exact where all ways are tried; by moves never worse than balanced stages, and never better than the best."""
+    with pytest.MonkeyPatch.context() as patch:
+        if by_moves:
+            patch.setattr(balance, "FEW", 0)
+        found = place(line, ranks)
+    assert found is not None
+    least = min(score(stages_of(line, chosen), ranks) for chosen in combinations(line.points, 3))
+    ours = score(stages_of(line, found.chosen), ranks)
+    assert found.loads == pytest.approx(loads_of(stages_of(line, found.chosen), ranks))
+    assert found.bound <= found.busiest * (1 + 1e-9)
+    assert ours == pytest.approx(least) if not by_moves else least * (1 - 1e-9) <= ours <= 1.35 * least
+
+
+def test_memory_is_a_bound() -> None:
+    """The fastest cut would put three layers on one rank; its memory has room for two, and one microbatch more in flight."""
+    line = Line([1.0] * 4 + [3.0], range(4), [0.0] * 4, kept=[10.0] * 5, saved=[1.0] * 5)
+    free = place(line, [0, 1])
+    assert free is not None and free.chosen == (2,) or free is not None and free.chosen == (3,)
+    bound = place(line, [0, 1], live=[2, 1], memory=33.0)
+    assert bound is not None and bound.chosen == (1,)  # 24 and 33 bytes
+    assert place(line, [0, 1], live=[2, 1], memory=20.0) is None
+
+
+def test_large() -> None:
+    """SC'21's 128 layers over 64 ranks with two chunks each: one layer a stage, nothing to choose."""
+    line = Line([0.1, *[1.0] * 128, 0.5], range(129), [0.01] * 129)
+    found = place(line, [k % 64 for k in range(128)])
+    assert found is not None and max(stages_of(line, found.chosen)) < 2.6 and found.busiest < 3.7
