@@ -29,9 +29,9 @@ FEW = 20_000  # ways to cut that are simply all tried
 class Line:
     """Operators in model order.
 
-    `work[i]`: seconds of operator i on one rank; `points`: operators behind which the line may be cut, ascending; `crossing`: the
-    seconds that a cut at each point costs the stages on both of its sides. `kept[i]` and `saved[i]`: bytes that a rank holds for
-    operator i once (parameters and their state), and for every microbatch in flight.
+    `work[i]`: seconds of operator i on one rank; `points`: operators behind which the line may be cut, ascending; `crossing`:
+    the seconds that a cut at each point costs the stages on both of its sides. `kept[i]` and `saved[i]`: bytes that a rank
+    holds for operator i once (parameters and their state), and for every microbatch in flight.
     """
 
     work: Sequence[float]
@@ -43,7 +43,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Cuts:
-    """`chosen[k]` is the last operator of stage k; `loads`: seconds per pipeline rank; no cut has a busiest rank below `bound`."""
+    """`chosen[k]` is the last operator of stage k; `loads`: seconds per pipeline rank, of which none can be below `bound`."""
 
     chosen: tuple[int, ...]
     loads: tuple[float, ...]

@@ -4,10 +4,10 @@ Values that depend on parameters and inputs (the *backbone*) are placed exactly 
 constants alone (position ids, masks) or on parameters alone is cheap and is computed on every stage that needs it; batch inputs
 go to their stages directly. A parameter lives on every stage that reads it: its owner set.
 
-Cut points are the positions in backbone order with GEMMs on both sides where few bytes cross; of those with the same GEMMs before
-them the thinnest. A stage costs its operators' seconds on one rank, embedding, head and loss included, and the transfer of what
-crosses at its ends; `balance.py` chooses. Whole layers stay together unless cutting inside of one makes the busiest rank
-faster by more than 5%.
+Cut points are the positions in backbone order with GEMMs on both sides where few bytes cross; of those with the same GEMMs
+before them the thinnest. A stage costs its operators' seconds on one rank, embedding, head and loss included, and the
+transfer of what crosses at its ends; `balance.py` chooses. Whole layers stay together unless cutting inside of one makes the
+busiest rank faster by more than 5%.
 """
 
 from __future__ import annotations

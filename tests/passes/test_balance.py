@@ -16,7 +16,7 @@ from autoptd.passes.balance import Line, place
 def stages_of(line: Line, chosen: Sequence[int]) -> list[float]:
     """Seconds of every stage, counted one by one."""
     bounds = [-1, *chosen, len(line.work) - 1]
-    costs = {point: cost for point, cost in zip(line.points, line.crossing, strict=True)}
+    costs = dict(zip(line.points, line.crossing, strict=True))
     return [sum(line.work[a + 1 : b + 1]) + costs.get(a, 0.0) + costs.get(b, 0.0) for a, b in pairwise(bounds)]
 
 
@@ -73,7 +73,7 @@ def test_memory_is_a_bound() -> None:
     """The fastest cut would put three layers on one rank; its memory has room for two, and one microbatch more in flight."""
     line = Line([1.0] * 4 + [3.0], range(4), [0.0] * 4, kept=[10.0] * 5, saved=[1.0] * 5)
     free = place(line, [0, 1])
-    assert free is not None and free.chosen == (2,) or free is not None and free.chosen == (3,)
+    assert free is not None and free.chosen in ((2,), (3,))
     bound = place(line, [0, 1], live=[2, 1], memory=33.0)
     assert bound is not None and bound.chosen == (1,)  # 24 and 33 bytes
     assert place(line, [0, 1], live=[2, 1], memory=20.0) is None
