@@ -130,7 +130,7 @@ def is_first_process() -> bool:
 def draw_program(program: Program, folder: Path) -> None:
     """What `pm.show` adds to the program: pictures of graph and schedule, the collectives, the graph in all its forms."""
     write_forms(program.graphs, folder)
-    run = schedules.simulate(program.orders, program.mesh.p)
+    run = schedules.simulate(program.orders)
     draw(program, folder, run.spans, bubble=run.bubble, peak_live=run.peak_live)
 
 

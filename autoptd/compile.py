@@ -20,7 +20,7 @@ from autoptd import trace as tracing
 from autoptd.compat import tree_flatten, tree_unflatten
 from autoptd.dump import Forms
 from autoptd.errors import PlanError, TraceError
-from autoptd.ir.actions import Orders
+from autoptd.ir.actions import Orders, ranks_of_stages
 from autoptd.ir.machine import Machine
 from autoptd.ir.notes import note
 from autoptd.ir.program import Program
@@ -93,7 +93,8 @@ def compile_program(
     passes.check_connected(graph, axes, options.t)
     forms.add("CONNECTED", graph)
 
-    ranks = [stage % options.p for stage in range(options.num_stages)]
+    orders = make_orders(options, batch.num_microbatches)
+    ranks = ranks_of_stages(orders)
     cut = passes.cut(graph, ranks, options.t, Machine())
     forms.add("CUT", graph)
 
@@ -104,9 +105,10 @@ def compile_program(
     passes.hook_gemms(graph, overlap=options.async_tensor_model_parallel_allreduce, wgrad=options.wgrad)
 
     crossing = codegen.crossings(graph)
-    orders = make_orders(options, batch.num_microbatches, crossing)
+    orders = connect_orders(orders, crossing)
     files = [
-        codegen.write_stage(graph, k, options.t, crossing, about(options, batch, k)) for k in range(options.num_stages)
+        codegen.write_stage(graph, k, options.t, crossing, about(options, batch, ranks, k))
+        for k in range(options.num_stages)
     ]
     of_one_device, of_a_rank = (partial(passes.local_shape, sizes=replace(sizes, t=n)) for n in (1, options.t))
     costs = passes.count_work(graph, options.t, of_one_device, of_a_rank)
@@ -224,16 +226,21 @@ def resize(
     return tree_unflatten(leaves, tree)  # type: ignore[return-value]
 
 
-def make_orders(options: Options, m: int, crossing: list[codegen.Crossing]) -> Orders:
+def make_orders(options: Options, m: int) -> Orders:
+    """The schedule: what every pipeline rank computes, and so which stages it holds."""
+    orders = schedule.build_orders(str(options.schedule), options.p, options.v, m)
+    if options.delay_wgrad_compute is not None:
+        orders = schedule.delay_weight_gradients(orders, options.delay_wgrad_compute)
+    return orders
+
+
+def connect_orders(orders: Orders, crossing: list[codegen.Crossing]) -> Orders:
     """The schedule with its transfers, simulated to the end before anything runs."""
     merged: dict[tuple[int, int], bool] = {}
     for one in crossing:
         for target in one.targets:
             merged[one.source, target] = merged.get((one.source, target), False) or note(one.node).needs_grad
     links = [(*pair, has_grad) for pair, has_grad in sorted(merged.items())]
-    orders = schedule.build_orders(str(options.schedule), options.p, options.v, m)
-    if options.delay_wgrad_compute is not None:
-        orders = schedule.delay_weight_gradients(orders, options.delay_wgrad_compute)
-    orders = schedule.add_transfers(orders, options.p, links)
-    schedule.simulate(orders, options.p, links=links)
+    orders = schedule.add_transfers(orders, links)
+    schedule.simulate(orders, links=links)
     return orders

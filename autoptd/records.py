@@ -19,9 +19,10 @@ from torch.fx import Graph, Node
 from autoptd import codegen, passes
 from autoptd import trace as tracing
 from autoptd.ir import markers
-from autoptd.ir.actions import Orders
+from autoptd.ir.actions import Orders, ranks_of_stages
 from autoptd.ir.buckets import BucketPlan, plan_buckets
 from autoptd.ir.calls import axis_text
+from autoptd.ir.mesh import Mesh
 from autoptd.ir.notes import note, op_name, ops, placeholders, tensor
 from autoptd.ir.program import Collective, CrossingSpec, DropoutSpec, Fallback, InputSpec, ParamSpec, Program, StageSpec
 from autoptd.ir.types import I, ValueType, outer_size
@@ -46,11 +47,11 @@ class Batch:
         return self.traced_rows * max(2, -(-self.rows * self.pieces // self.traced_rows))
 
 
-def about(options: Options, batch: Batch, stage: int) -> list[str]:
-    """The header of a stage file."""
-    b, m = batch.rows, batch.num_microbatches
+def about(options: Options, batch: Batch, ranks: Sequence[int], stage: int) -> list[str]:
+    """The header of a stage file; `ranks` are the pipeline ranks of all stages."""
+    b, m, rank = batch.rows, batch.num_microbatches, ranks[stage]
     return [
-        f"Stage {stage} of {options.num_stages}: model chunk {stage // options.p} of pipeline rank {stage % options.p}.",
+        f"Stage {stage} of {options.num_stages}: model chunk {ranks[:stage].count(rank)} of pipeline rank {rank}.",
         "Written by AutoPTD. It reads top to bottom, can be stepped through, and is the same for all tensor and data ranks.",
         f"plan: {options.mesh}, v={options.v}, {m} microbatches of {b} rows per replica, schedule {options.schedule}.",
         "Shapes in comments are a rank's, of one microbatch. `w`: parameters, `b`: buffers, `tp`: the tensor-parallel group.",
@@ -143,38 +144,38 @@ def collectives(
 ) -> list[Collective]:
     """Everything that is communicated, per microbatch and per step, with payload bytes and the reason."""
     found = []
+    ranks = ranks_of_stages(orders)
     for node in ops(graph):
         for stage in note(node).stages:
+            here = ranks[stage]
             if note(node).conversion:
-                found.append(_conversion(node, stage, options))
+                found.append(_conversion(node, stage, here, options.t))
             elif "swallowed" in note(node).extra:
-                found.append(_swallowed(node, stage, options))
+                found.append(_swallowed(node, stage, here, options.t))
             elif op_name(node) == "cross_entropy" and node.kwargs["vocab"]:
-                found += _vocabulary_sums(node, stage, options)
+                found += _vocabulary_sums(node, stage, here, options.t)
     for one in crossing:
-        found += _sends(one, options)
-    return found + _step_collectives(graph, options, params, orders)
+        found += _sends(one, ranks)
+    return found + _step_collectives(graph, options, params, orders, ranks)
 
 
-def _conversion(node: Node, stage: int, options: Options) -> Collective:
+def _conversion(node: Node, stage: int, rank: int, t: int) -> Collective:
     record, (forward, backward) = note(node), codegen.conversion_work(node)
     site = f"{record.module} ({record.source})"
-    nbytes, ranks = codegen.collective_bytes(node, options.t), (stage % options.p,)
-    return Collective(
-        site, stage, record.conversion, "tp", forward, backward, nbytes, options.t, record.why, pp_ranks=ranks
-    )
+    nbytes = codegen.collective_bytes(node, t)
+    return Collective(site, stage, record.conversion, "tp", forward, backward, nbytes, t, record.why, pp_ranks=(rank,))
 
 
-def _swallowed(node: Node, stage: int, options: Options) -> Collective:
+def _swallowed(node: Node, stage: int, rank: int, t: int) -> Collective:
     """An f that is part of a linear layer: see passes/hooks.py."""
     record, f = note(node), note(node).extra["swallowed"]
-    site, ranks = f"{record.module} ({record.source})", (stage % options.p,)
+    site = f"{record.module} ({record.source})"
     return Collective(
-        site, stage, f.conversion, "tp", "none", "all-reduce", f.payload_bytes, options.t, f.why, pp_ranks=ranks
+        site, stage, f.conversion, "tp", "none", "all-reduce", f.payload_bytes, t, f.why, pp_ranks=(rank,)
     )
 
 
-def _vocabulary_sums(node: Node, stage: int, options: Options) -> list[Collective]:
+def _vocabulary_sums(node: Node, stage: int, rank: int, t: int) -> list[Collective]:
     """The reductions inside a vocabulary-parallel cross-entropy: a number per token each, the sums in one call."""
     record, size = note(node), torch.Size(note(node.args[1]).extra["local_shapes"][0]).numel()  # type: ignore[arg-type]
     each = size * max(tensor(node).element_size(), 4)  # narrower logits are computed in float32
@@ -194,32 +195,32 @@ def _vocabulary_sums(node: Node, stage: int, options: Options) -> list[Collectiv
             forward="all-reduce",
             backward="none",
             payload_bytes=nbytes,
-            group_size=options.t,
+            group_size=t,
             why=why,
-            pp_ranks=(stage % options.p,),
+            pp_ranks=(rank,),
         )
         for name, nbytes, why in calls
     ]
 
 
-def _sends(one: codegen.Crossing, options: Options) -> list[Collective]:
+def _sends(one: codegen.Crossing, ranks: Sequence[int]) -> list[Collective]:
     """A crossing to every stage of another rank that reads it, and its gradient's way back."""
     nbytes = torch.Size(note(one.node).extra["local_shapes"][0]).numel() * tensor(one.node).element_size()
     found = []
     for target in one.targets:
         ends, why = (one.source, target), f"{one.name} is read by stage {target}"
-        if one.source % options.p == target % options.p:
+        if ranks[one.source] == ranks[target]:
             continue
         for (a, b), forward, backward in ((ends, "send", "none"), (ends[::-1], "none", "send")):
             if forward == "send" or note(one.node).needs_grad:
-                site, ranks = f"stage {a} to {b}", (a % options.p,)
-                found.append(Collective(site, a, "send", "pp", forward, backward, nbytes, 2, why, pp_ranks=ranks))
+                site, at = f"stage {a} to {b}", (ranks[a],)
+                found.append(Collective(site, a, "send", "pp", forward, backward, nbytes, 2, why, pp_ranks=at))
                 why = f"gradient of {one.name}"
     return found
 
 
 def _step_collectives(
-    graph: Graph, options: Options, params: tuple[ParamSpec, ...], orders: Orders
+    graph: Graph, options: Options, params: tuple[ParamSpec, ...], orders: Orders, ranks: Sequence[int]
 ) -> list[Collective]:
     mesh = options.mesh
     everyone = Collective(
@@ -235,27 +236,27 @@ def _step_collectives(
         scope="step",
         pp_ranks=tuple(range(mesh.p)),
     )
-    found = [one for stage in range(options.num_stages) for one in _label_count(graph, stage, options)]
+    found = [one for stage in range(options.num_stages) for one in _label_count(graph, stage, ranks[stage], options.d)]
     for pp in range(mesh.p):
-        for plan in plan_buckets(params, orders, mesh, pp):
-            found += _bucket_sums(plan, pp, options)
+        for plan in plan_buckets(params, orders, ranks, mesh, pp):
+            found += _bucket_sums(plan, pp, ranks, mesh)
     return [one for one in [*found, everyone] if one.group_size > 1]
 
 
-def _label_count(graph: Graph, stage: int, options: Options) -> list[Collective]:
+def _label_count(graph: Graph, stage: int, rank: int, d: int) -> list[Collective]:
     """What weighted means divide by, counted before the first forward."""
     losses = [node for node in ops(graph) if op_name(node) == "cross_entropy" and node.kwargs["total"] >= 0]  # type: ignore[operator]
     count = sum(1 for node in losses if stage in note(node).stages)
-    why, ranks = "valid labels of the global batch, which the mean divides by", (stage % options.p,)
+    why = "valid labels of the global batch, which the mean divides by"
     made = Collective(
-        "count of labels", stage, "label count", "dp", "all-reduce", "none", 8 * count, options.d, why, "step", ranks
+        "count of labels", stage, "label count", "dp", "all-reduce", "none", 8 * count, d, why, "step", (rank,)
     )
     return [made] if count else []
 
 
-def _bucket_sums(plan: BucketPlan, pp: int, options: Options) -> list[Collective]:
-    mesh, count, nbytes = options.mesh, len(plan.params), plan.nbytes(options.t)
-    here = [stage for spec in plan.params for stage in spec.stages if stage % mesh.p == pp]
+def _bucket_sums(plan: BucketPlan, pp: int, ranks: Sequence[int], mesh: Mesh) -> list[Collective]:
+    count, nbytes = len(plan.params), plan.nbytes(mesh.t)
+    here = [stage for spec in plan.params for stage in spec.stages if ranks[stage] == pp]
     group = mesh.group(0, plan.axes)
     kinds = "/".join(sorted({spec.type.kind for spec in plan.params}))
     why, tied = f"gradients of {count} parameters of type {kinds}", f"used by stages {_listed(plan)}"

@@ -76,6 +76,15 @@ def phase_of(text: str) -> tuple[str, int]:
 Orders = list[list[Action]]  # one list per pipeline rank
 
 
+def ranks_of_stages(orders: Sequence[Sequence[Action]]) -> tuple[int, ...]:
+    """The pipeline rank of every stage: the first one whose order runs it; -1 for a number that no order runs."""
+    found: dict[int, int] = {}
+    for rank, order in enumerate(orders):
+        for stage in {action.stage for action in order if action.kind in COMPUTES}:
+            found.setdefault(stage, rank)
+    return tuple(found.get(stage, -1) for stage in range(max(found, default=-1) + 1))
+
+
 def format_orders(orders: Sequence[Sequence[Action]]) -> str:
     """One line per pipeline rank, actions separated by spaces."""
     return "".join(" ".join(map(str, order)) + "\n" for order in orders)

@@ -10,7 +10,7 @@ in which their gradients become complete. The compiler lists them, the runtime m
 
 and, for a tied parameter with several owners, over the owner set after that.
 
-    for bucket in plan_buckets(program.params, program.orders, program.mesh, pp=0):
+    for bucket in plan_buckets(program.params, program.orders, program.ranks, program.mesh, pp=0):
         print(bucket.site, bucket.axes, bucket.owners)
 """
 
@@ -59,9 +59,14 @@ def reduction_axes(spec: ParamSpec) -> tuple[str, ...]:
 
 
 def plan_buckets(
-    params: Sequence[ParamSpec], orders: Orders, mesh: Mesh, pp: int, bucket_bytes: int = BUCKET_BYTES
+    params: Sequence[ParamSpec],
+    orders: Orders,
+    ranks: Sequence[int],
+    mesh: Mesh,
+    pp: int,
+    bucket_bytes: int = BUCKET_BYTES,
 ) -> list[BucketPlan]:
-    """Return the buckets of pipeline rank `pp` in the order in which their gradients become complete.
+    """Return the buckets of pipeline rank `pp` in the order in which their gradients become complete; `ranks` are the stages'.
 
     A bucket's parameters share the dtype of their gradients, group and owner set and follow the program's order, so that all
     owners of a tied parameter make the same bucket of it.
@@ -74,7 +79,7 @@ def plan_buckets(
 
     runs: dict[tuple[object, ...], list[list[ParamSpec]]] = {}
     for spec in params:
-        owners = spec.owners(mesh.p)
+        owners = spec.owners(ranks)
         if not spec.requires_grad or pp not in owners:
             continue
         # Tied ones are not grouped by `closes`, which differs from owner to owner.

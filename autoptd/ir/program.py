@@ -17,13 +17,15 @@ import dataclasses
 import hashlib
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from autoptd.ir.actions import Action, Orders, format_orders, parse_orders
+from autoptd.ir.actions import Action, Orders, format_orders, parse_orders, ranks_of_stages
 from autoptd.ir.fallback import Fallback
 from autoptd.ir.mesh import Mesh
 from autoptd.ir.types import Dims, ValueType, local_shape, outer_size, padded_size, type_text
@@ -83,9 +85,9 @@ class ParamSpec:
         """A rank owns one contiguous chunk of each of `outer` blocks of dim `type.dim` (S only)."""
         return outer_size(self.dims, self.type)
 
-    def owners(self, p: int) -> tuple[int, ...]:
-        """Pipeline ranks of `p` that hold a copy, ascending."""
-        return tuple(sorted({stage % p for stage in self.stages}))
+    def owners(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        """Pipeline ranks that hold a copy, ascending; `ranks` are those of all stages."""
+        return tuple(sorted({ranks[stage] for stage in self.stages}))
 
     def local_bytes(self, t: int) -> int:
         """Bytes of one rank's part."""
@@ -215,9 +217,18 @@ class Program:
     def schedule(self) -> str:
         return format_orders(self.orders)
 
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """The pipeline rank of every stage, as the schedule has it."""
+        return ranks_of_stages(self.orders)
+
     def rank_of_stage(self, stage: int) -> int:
-        """Pipeline rank that holds `stage`: chunk c of rank r is stage c*p + r."""
-        return stage % self.mesh.p
+        """Pipeline rank that holds `stage`."""
+        return self.ranks[stage]
+
+    def chunk_of_stage(self, stage: int) -> int:
+        """Which model chunk of its pipeline rank `stage` is: 0 for the rank's first one."""
+        return self.ranks[:stage].count(self.ranks[stage])
 
     def param(self, name: str) -> ParamSpec:
         return next(spec for spec in self.params if name in spec.aliases)

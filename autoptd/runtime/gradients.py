@@ -75,7 +75,9 @@ class Gradients:
         here = {spec.name: self._stages_here(program, spec) for spec in trained}
         for spec in trained:
             set_grad_dtype(params.leaves[spec.name], dtype_of(spec.sum_dtype))
-        plans = plan_buckets(program.params, program.orders, world.mesh, world.coordinate.pp, bucket_bytes)
+        plans = plan_buckets(
+            program.params, program.orders, program.ranks, world.mesh, world.coordinate.pp, bucket_bytes
+        )
         self.buckets = [Bucket(plan, world) for plan in plans]
         self._bucket_of = {spec.name: bucket for bucket in self.buckets for spec in bucket.specs}
         self._stages = {name: set(stages) for name, stages in here.items()}

@@ -33,7 +33,7 @@ def dtype_of(name: str) -> torch.dtype:
 
 def owners(program: Program, spec: ParamSpec) -> tuple[int, ...]:
     """Pipeline ranks that hold a copy of the parameter, ascending."""
-    return spec.owners(program.mesh.p)
+    return spec.owners(program.ranks)
 
 
 @dataclass(frozen=True)

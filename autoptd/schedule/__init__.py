@@ -4,13 +4,13 @@
 and receives, `simulate` proves that the run ends and measures it, with `check` finding what is wrong in an order that
 somebody wrote.
 
-    orders = add_transfers(build_orders("1f1b", p=2, v=1, m=4), p=2, links=[(0, 1, True)])
-    simulate(orders, p=2).bubble == 1 / 4
+    orders = add_transfers(build_orders("1f1b", p=2, v=1, m=4), links=[(0, 1, True)])
+    simulate(orders).bubble == 1 / 4
 """
 
 from autoptd.schedule.orders import build_orders, gpipe, interleaved, one_f_one_b
 from autoptd.schedule.simulate import Simulation, Span, simulate
-from autoptd.schedule.transfers import Link, add_transfers, links_between_ranks
+from autoptd.schedule.transfers import Link, add_transfers
 from autoptd.schedule.weight_gradients import PLACEMENTS, delay_weight_gradients
 
 __all__ = [
@@ -23,7 +23,6 @@ __all__ = [
     "delay_weight_gradients",
     "gpipe",
     "interleaved",
-    "links_between_ranks",
     "one_f_one_b",
     "simulate",
 ]

@@ -8,7 +8,7 @@ is sent after it is made and its receive posted before it is used; every message
 received once; on each channel the receives are posted in the order of the sends; a stage is reduced after its last
 backward and its last W.
 
-    find_faults(parse_orders("B0.0 F0.0"), p=1, links=[])
+    find_faults(parse_orders("B0.0 F0.0"), links=[])
     # ["rank 0: B0.0 stands before F0.0"]
 """
 
@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from autoptd.ir.actions import COMPUTES, RECVS, SENDS, Action, Kind
+from autoptd.ir.actions import COMPUTES, RECVS, SENDS, Action, Kind, ranks_of_stages
 from autoptd.schedule.transfers import Link, Wiring, partner
 
 Place = tuple[int, int]  # rank, index in its order
@@ -25,17 +25,16 @@ Places = dict[Action, Place]
 COMPUTE_OF = {Kind.SEND_F: Kind.F, Kind.RECV_F: Kind.F, Kind.SEND_B: Kind.B, Kind.RECV_B: Kind.B}
 
 
-def find_faults(orders: Sequence[Sequence[Action]], p: int, links: Sequence[Link]) -> list[str]:
+def find_faults(orders: Sequence[Sequence[Action]], links: Sequence[Link]) -> list[str]:
     """Return every fault of `orders` as a sentence."""
-    if len(orders) != p:
-        return [f"there are orders for {len(orders)} ranks, not {p}"]
     places: Places = {}
-    faults = list(_place(orders, p, places)) + list(_check_grid(places, p))
+    ranks = ranks_of_stages(orders)
+    faults = list(_place(orders, ranks, places)) + list(_check_grid(places, ranks, len(orders)))
     if not faults:  # what follows would only repeat them
         faults += _check_sequence(places)
         if has_transfers(orders):
-            faults += _check_messages(places, Wiring(links, p))
-            faults += _check_channels(orders, p)
+            faults += _check_messages(places, Wiring(links, ranks))
+            faults += _check_channels(orders, ranks)
         faults += _check_reduces(places)
     return faults
 
@@ -59,7 +58,7 @@ def guess_links(orders: Sequence[Sequence[Action]]) -> list[Link]:
     return [(source, target, grad) for (source, target), grad in sorted(grads.items()) if 0 <= source < target]
 
 
-def _place(orders: Sequence[Sequence[Action]], p: int, places: Places) -> Iterator[str]:
+def _place(orders: Sequence[Sequence[Action]], ranks: Sequence[int], places: Places) -> Iterator[str]:
     """Fill `places`; yield actions that are incomplete, doubled or on the wrong rank."""
     for rank, order in enumerate(orders):
         for index, action in enumerate(order):
@@ -67,20 +66,25 @@ def _place(orders: Sequence[Sequence[Action]], p: int, places: Places) -> Iterat
                 yield f"rank {rank}: {action} has {'no' if action.microbatch < 0 else 'a'} microbatch"
             if (action.peer < 0) != (action.kind not in COMPUTE_OF):
                 yield f"rank {rank}: {action} has {'no' if action.peer < 0 else 'a'} second stage"
-            if action.stage % p != rank:
-                yield f"rank {rank}: {action} belongs to rank {action.stage % p}"
+            if action.stage < len(ranks) and rank != ranks[action.stage] >= 0:
+                yield f"rank {rank}: {action} belongs to rank {ranks[action.stage]}"
+            if action.peer >= len(ranks):
+                yield f"rank {rank}: {action} is a transfer with stage {action.peer}, which does not exist"
             if action in places:
                 yield f"{action} stands twice: on rank {places[action][0]} and on rank {rank}"
             places[action] = (rank, index)
 
 
-def _check_grid(places: Places, p: int) -> Iterator[str]:
+def _check_grid(places: Places, ranks: Sequence[int], p: int) -> Iterator[str]:
     """Yield what is missing for stages 0 .. p*v-1 and microbatches 0 .. m-1 to have their F, B (and W) each."""
     computes = [action for action in places if action.kind in COMPUTES]
     stages = sorted({action.stage for action in computes})
     microbatches = sorted({action.microbatch for action in computes})
     if not stages or len(stages) % p or stages[-1] != len(stages) - 1:
         yield f"the stages are {_brief(stages)}, not 0 .. {p}*v-1"
+    elif len({ranks.count(rank) for rank in range(p)}) > 1:
+        counts = ", ".join(str(ranks.count(rank)) for rank in range(p))
+        yield f"ranks have different numbers of stages: {counts}"
     if microbatches != list(range(len(microbatches))):
         yield f"the microbatches are {_brief(microbatches)}, not 0 .. m-1"
     kinds = COMPUTES if any(action.kind is Kind.W for action in computes) else (Kind.F, Kind.B)
@@ -89,7 +93,7 @@ def _check_grid(places: Places, p: int) -> Iterator[str]:
             for kind in kinds:
                 action = Action(kind, stage, microbatch)
                 if action not in places:
-                    yield f"rank {stage % p}: {action} is missing"
+                    yield f"rank {ranks[stage]}: {action} is missing"
 
 
 def _check_sequence(places: Places) -> Iterator[str]:
@@ -125,22 +129,22 @@ def _check_messages(places: Places, wiring: Wiring) -> Iterator[str]:
                 if receive not in places:
                     yield f"rank {rank}: {action} needs {receive}, which is never posted"
                 if partner(receive) not in places:
-                    yield f"rank {receive.peer % wiring.p}: {partner(receive)} is missing, which {action} needs"
+                    yield f"rank {wiring.ranks[receive.peer]}: {partner(receive)} is missing, which {action} needs"
     for action, (rank, _) in places.items():
         if action.kind in COMPUTE_OF and (action if action.kind in RECVS else partner(action)) not in needed:
             yield f"rank {rank}: {action} serves no link between ranks"
 
 
-def _check_channels(orders: Sequence[Sequence[Action]], p: int) -> Iterator[str]:
+def _check_channels(orders: Sequence[Sequence[Action]], ranks: Sequence[int]) -> Iterator[str]:
     """Yield the first place of each channel where the receives are not posted in the order of the sends."""
     sends: dict[Place, list[Action]] = defaultdict(list)
     posts: dict[Place, list[Action]] = defaultdict(list)
     for rank, order in enumerate(orders):
         for action in order:
             if action.kind in SENDS:
-                sends[rank, action.peer % p].append(partner(action))
+                sends[rank, ranks[action.peer]].append(partner(action))
             elif action.kind in RECVS:
-                posts[action.peer % p, rank].append(action)
+                posts[ranks[action.peer], rank].append(action)
     for source, target in sorted(sends):
         for sent, posted in zip(sends[source, target], posts[source, target], strict=False):
             if sent != posted:

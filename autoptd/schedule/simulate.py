@@ -11,7 +11,7 @@ blocking the caller and gives each channel a communicator of its own (NCCL with 
 isend completes only when received). As every message is sent once and received once, waiting for all sends at the end
 of the step ends too.
 
-    result = simulate(one_f_one_b(p=2, m=4), p=2)
+    result = simulate(one_f_one_b(p=2, m=4))
     # result.finish == 15.0, result.bubble == 0.25, result.peak_live == (2, 1)
     # result.spans[1][0] == (parse("F1.0"), 1.0, 2.0)
 """
@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autoptd.errors import PlanError
-from autoptd.ir.actions import COMPUTES, RECVS, SENDS, Action, Kind
+from autoptd.ir.actions import COMPUTES, RECVS, SENDS, Action, Kind, ranks_of_stages
 from autoptd.schedule.check import find_faults, guess_links, has_transfers
 from autoptd.schedule.transfers import Link, Wiring, partner
 
@@ -49,7 +49,6 @@ class Simulation:
 
 def simulate(
     orders: Sequence[Sequence[Action]],
-    p: int,
     *,
     forward: float | Sequence[float] = 1.0,
     backward: float | Sequence[float] = 2.0,
@@ -57,7 +56,7 @@ def simulate(
     link: float = 0.0,
     links: Sequence[Link] | None = None,
 ) -> Simulation:
-    """Run `orders` on p pipeline ranks; raise PlanError if they are faulty or do not end.
+    """Run `orders`, one per pipeline rank; raise PlanError if they are faulty or do not end.
 
     `forward` and `backward` are durations, one for all stages or one per stage; where W actions split the backward, each
     takes `weight_gradient` of it and B the rest. `link` is the duration of a message between ranks. `links` are the links
@@ -65,7 +64,7 @@ def simulate(
     there are none (values then move by themselves as soon as they are made).
     """
     wanted = guess_links(orders) if links is None else links
-    faults = find_faults(orders, p, wanted)
+    faults = find_faults(orders, wanted)
     if faults:
         more = [f"and {len(faults) - SHOWN} more"] if len(faults) > SHOWN else []
         _refuse("; ".join(faults[:SHOWN] + more))
@@ -75,7 +74,7 @@ def simulate(
         durations[Kind.W] = _per_stage(weight_gradient, num_stages)
         rest = [whole - part for whole, part in zip(durations[Kind.B], durations[Kind.W], strict=True)]
         durations[Kind.B] = _per_stage(rest, num_stages)
-    run = _Run(orders, Wiring(wanted, p), durations, link, has_transfers(orders))
+    run = _Run(orders, Wiring(wanted, ranks_of_stages(orders)), durations, link, has_transfers(orders))
     run.to_the_end()
     return _measure(run.spans)
 
@@ -93,7 +92,7 @@ class _Run:
     ) -> None:
         self.orders, self.wiring, self.durations, self.link = orders, wiring, durations, link
         self.with_transfers = with_transfers
-        ranks = range(wiring.p)
+        ranks = range(len(orders))
         self.at = [0 for _ in ranks]  # index of the next action
         self.clock = [0.0 for _ in ranks]
         self.spans: list[list[Span]] = [[] for _ in ranks]
@@ -147,7 +146,7 @@ class _Run:
 
     def _travel(self, need: Action, rank: int) -> float:
         """Time from `need` to `rank` where no transfer was spelled out: a RECV has its time included."""
-        return self.link if need.kind in COMPUTES and need.stage % self.wiring.p != rank else 0.0
+        return self.link if need.kind in COMPUTES and self.wiring.ranks[need.stage] != rank else 0.0
 
     def _transfer(self, rank: int, action: Action) -> None:
         """Issue a send or a receive; the message moves when the other side has been issued too."""
@@ -157,7 +156,7 @@ class _Run:
         if receive not in self.half:
             self.half[receive] = now
             return
-        other = action.peer % self.wiring.p
+        other = self.wiring.ranks[action.peer]
         channel = (rank, other) if sends else (other, rank)
         # Both sides issue in one order (check.py), so all earlier messages of this channel are matched by now.
         arrival = max(now, self.half.pop(receive), self.free.get(channel, 0.0)) + self.link
@@ -172,12 +171,11 @@ class _Run:
 
     def _deadlock(self) -> str:
         """Say where every blocked rank waits, for what and whom, and show one circle."""
-        p = self.wiring.p
         owner: dict[int, int] = {}
         lines = []
         for rank, need in enumerate(self.blocked):
             if need:
-                owner[rank] = (need.peer if need.kind in RECVS else need.stage) % p
+                owner[rank] = self.wiring.ranks[need.peer if need.kind in RECVS else need.stage]
                 what = f"message {partner(need)}" if need.kind in RECVS else str(need)
                 lines.append(
                     f"rank {rank} waits in {self.orders[rank][self.at[rank]]} for {what} of rank {owner[rank]}"

@@ -7,7 +7,7 @@ always its neighbour), and that gradients flow back. One message carries all of 
 the directed pair of pipeline ranks that a message travels on; it delivers in order and knows no tags, as NCCL's
 communicators. A RECV *posts* a receive and does not wait: the F or B that needs the message waits. A SEND never waits.
 
-    add_transfers(one_f_one_b(p=2, m=1), p=2, links=[(0, 1, True)])
+    add_transfers(one_f_one_b(p=2, m=1), links=[(0, 1, True)])
     # rank 0: RECV_B0.0<1 F0.0 SEND_F0.0>1 B0.0 REDUCE0
     # rank 1: RECV_F1.0<0 F1.0 B1.0 SEND_B1.0>0 REDUCE1
 """
@@ -18,7 +18,7 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 
 from autoptd.errors import InternalError
-from autoptd.ir.actions import COMPUTES, RECVS, Action, Kind, Orders
+from autoptd.ir.actions import COMPUTES, RECVS, Action, Kind, Orders, ranks_of_stages
 
 Link = tuple[int, int, bool]  # source stage, target stage, has_grad
 PARTNER = {
@@ -29,31 +29,25 @@ PARTNER = {
 }
 
 
-def add_transfers(orders: Sequence[Sequence[Action]], p: int, links: Sequence[Link]) -> Orders:
+def add_transfers(orders: Sequence[Sequence[Action]], links: Sequence[Link]) -> Orders:
     """Return the orders with every transfer that `links` ask for, and with the REDUCE of every stage.
 
     Sends follow the computation that makes their value. Receives are posted one computation ahead of the one that
     waits for them, and on each channel in exactly the order in which its sender sends: a receiver that needs a message
     posts all earlier ones of that channel first. Links within a rank need no transfer.
     """
-    wiring = Wiring(links, p)
+    ranks = ranks_of_stages(orders)
+    wiring = Wiring(links, ranks)
     computes = [[action for action in order if action.kind in COMPUTES] for order in orders]
     channels: dict[tuple[int, int], deque[Action]] = defaultdict(deque)  # receives in the order of their sends
     for rank, order in enumerate(computes):
         for action in order:
             for send in wiring.sends_after(action):
-                channels[rank, send.peer % p].append(partner(send))
+                channels[rank, ranks[send.peer]].append(partner(send))
     return [
-        _weave(order, wiring, {source: channels[source, rank] for source in range(p)})
+        _weave(order, wiring, {source: channels[source, rank] for source in range(len(orders))})
         for rank, order in enumerate(computes)
     ]
-
-
-def links_between_ranks(links: Sequence[Link], p: int) -> tuple[tuple[int, int], ...]:
-    """Return the channels that `links` use, (source rank, target rank) each, gradients' ones included, sorted."""
-    ahead = {(source % p, target % p) for source, target, _ in links if source % p != target % p}
-    back = {(target % p, source % p) for source, target, has_grad in links if has_grad and source % p != target % p}
-    return tuple(sorted(ahead | back))
 
 
 def partner(transfer: Action) -> Action:
@@ -62,10 +56,13 @@ def partner(transfer: Action) -> Action:
 
 
 class Wiring:
-    """The links, looked up by stage; links that are named twice are one (with gradient if one of them has it)."""
+    """The links, looked up by stage; links that are named twice are one (with gradient if one of them has it).
 
-    def __init__(self, links: Sequence[Link], p: int) -> None:
-        self.p = p
+    `ranks` is the pipeline rank of every stage.
+    """
+
+    def __init__(self, links: Sequence[Link], ranks: Sequence[int]) -> None:
+        self.ranks = ranks
         self.sources: dict[int, list[int]] = defaultdict(list)  # stage -> stages whose values it reads
         self.targets: dict[int, list[int]] = defaultdict(list)  # stage -> stages that read its values
         self.grad_sources: dict[int, list[int]] = defaultdict(list)  # stage -> stages it gives gradients to
@@ -91,8 +88,12 @@ class Wiring:
         return [
             Action(kind, action.stage, action.microbatch, peer)
             for peer in peers
-            if peer % self.p != action.stage % self.p
+            if not self.is_local(peer, action.stage)
         ]
+
+    def is_local(self, stage: int, other: int) -> bool:
+        """Whether both stages are on one rank."""
+        return self.ranks[stage] == self.ranks[other]
 
     def needs(self, action: Action) -> list[Action]:
         """Return what the computation `action` waits for: receives, or computations of the same rank."""
@@ -103,7 +104,7 @@ class Wiring:
         receive = Kind.RECV_F if forward else Kind.RECV_B
         return [
             Action(receive, action.stage, action.microbatch, peer)
-            if peer % self.p != action.stage % self.p
+            if not self.is_local(peer, action.stage)
             else Action(action.kind, peer, action.microbatch)
             for peer in peers
         ]
@@ -118,7 +119,7 @@ def _weave(computes: list[Action], wiring: Wiring, incoming: dict[int, deque[Act
         for need in wiring.needs(action):
             if need.kind in RECVS and need not in posted:
                 one_ahead = max(index - 1, 0)
-                posts[one_ahead] += _take_up_to(need, incoming[need.peer % wiring.p])
+                posts[one_ahead] += _take_up_to(need, incoming[wiring.ranks[need.peer]])
                 posted.update(posts[one_ahead])
         if action.kind in (Kind.B, Kind.W):
             last[action.stage] = index

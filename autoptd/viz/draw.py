@@ -3,7 +3,7 @@
 In: a `Program` and the spans of its simulated schedule, as plain data. A program that was loaded from disk has no graphs:
 its `graph.*` files are left as they are. `graph.svg` is left out where graphviz cannot be loaded.
 
-    result = simulate(program.orders, program.mesh.p)
+    result = simulate(program.orders)
     draw(program, Path("out"), result.spans, bubble=result.bubble, peak_live=result.peak_live)
 """
 

@@ -148,7 +148,7 @@ def _stage_label(program: Program, stage: int) -> str:
         if one.conversion == "gradient sum" and one.stage == stage:
             sums[one.axis] += one.payload_bytes
     told = [f"once a step: {bytes_text(size)} of gradients summed over {axis}" for axis, size in sums.items()]
-    place = f"stage {stage}: pipeline rank {program.rank_of_stage(stage)}, model chunk {stage // program.mesh.p}"
+    place = f"stage {stage}: pipeline rank {program.rank_of_stage(stage)}, model chunk {program.chunk_of_stage(stage)}"
     return NEWLINE.join([place, f"{share}{count_text(params)} parameters on each rank", *told])
 
 
@@ -259,7 +259,7 @@ def _tie(program: Program, tie: Tie) -> str:
     name = note(tie.param).name
     label = f"one parameter:{NEWLINE}{name}"
     spec = program.param(name)
-    if len(spec.owners(program.mesh.p)) > 1 and spec.requires_grad:
+    if len(spec.owners(program.ranks)) > 1 and spec.requires_grad:
         size = bytes_text(spec.local_bytes(program.mesh.t))
         label += f"{NEWLINE}gradients summed over pp,{NEWLINE}{size} once a step"
     style = {"label": label, "dir": "none", "style": "dashed", "constraint": "false", "penwidth": "2"}

@@ -5,7 +5,7 @@ file, the same bytes for the same input. Boxes carry the microbatch; forwards ar
 that run on their own (W) orange, and the shade is the model chunk, dark for the first and light for the last (Narayanan
 et al., SC'21, figure 4). Grey is idle time: the bubble.
 
-    result = simulate(interleaved(p=2, v=2, m=8), p=2)
+    result = simulate(interleaved(p=2, v=2, m=8))
     text = schedule_svg(result.spans, title="interleaved, p=2 v=2 m=8", bubble=result.bubble)
     Path("schedule.svg").write_text(text)
 """

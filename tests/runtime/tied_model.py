@@ -110,7 +110,7 @@ def make_program(case: Case, model: TiedModel) -> Program:
             params.append(_param(f"{name}.down.weight", (WIDTH, HIDDEN), S(1, 0), (k,)))
             params.append(_param(f"{name}.down.bias", (WIDTH,), I, (k,)))
     links = [(one.source, target, one.has_grad) for one in crossings for target in one.targets]
-    orders = add_transfers(build_orders(case.schedule, case.p, case.v, case.m), case.p, links)
+    orders = add_transfers(build_orders(case.schedule, case.p, case.v, case.m), links)
     specs = []
     for k in range(stages):
         read = tuple(one.name for one in crossings if k in one.targets)

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from autoptd.errors import InternalError
 from autoptd.ir.actions import RECVS, SENDS, Action, Kind, Orders, format_orders, parse_orders
-from autoptd.schedule import Link, add_transfers, build_orders, gpipe, links_between_ranks, one_f_one_b, simulate
+from autoptd.schedule import Link, add_transfers, build_orders, gpipe, one_f_one_b, simulate
 from autoptd.schedule.transfers import partner
 
 
@@ -26,14 +26,14 @@ def cases(draw: st.DrawFn) -> tuple[Orders, int, list[Link]]:
 
 
 def test_golden_two_ranks():
-    assert format_orders(add_transfers(one_f_one_b(p=2, m=2), 2, [(0, 1, True)])) == (
+    assert format_orders(add_transfers(one_f_one_b(p=2, m=2), [(0, 1, True)])) == (
         "F0.0 SEND_F0.0>1 RECV_B0.0<1 F0.1 SEND_F0.1>1 RECV_B0.1<1 B0.0 B0.1 REDUCE0\n"
         "RECV_F1.0<0 F1.0 RECV_F1.1<0 B1.0 SEND_B1.0>0 F1.1 B1.1 SEND_B1.1>0 REDUCE1\n"
     )
 
 
 def test_golden_skip_without_gradient():
-    orders = add_transfers(gpipe(p=3, m=1), 3, [(0, 1, True), (1, 2, True), (0, 2, False)])
+    orders = add_transfers(gpipe(p=3, m=1), [(0, 1, True), (1, 2, True), (0, 2, False)])
     assert orders == parse_orders("""
         RECV_B0.0<1 F0.0 SEND_F0.0>1 SEND_F0.0>2 B0.0 REDUCE0
         RECV_F1.0<0 RECV_B1.0<2 F1.0 SEND_F1.0>2 B1.0 SEND_B1.0>0 REDUCE1
@@ -44,10 +44,10 @@ def test_golden_skip_without_gradient():
 @settings(max_examples=60, deadline=None)
 @given(cases())
 def test_any_schedule_with_any_links_runs_to_its_end(case: tuple[Orders, int, list[Link]]):
-    orders, p, links = case
-    full = add_transfers(orders, p, links)
+    orders, _, links = case
+    full = add_transfers(orders, links)
     assert [[action for action in order if action.kind in (Kind.F, Kind.B)] for order in full] == orders
-    simulate(full, p, link=0.3, links=links)
+    simulate(full, link=0.3, links=links)
 
 
 @settings(max_examples=60, deadline=None)
@@ -56,18 +56,17 @@ def test_receives_are_posted_in_the_order_of_the_sends(case: tuple[Orders, int, 
     orders, p, links = case
     sends: dict[tuple[int, int], list[Action]] = defaultdict(list)
     posts: dict[tuple[int, int], list[Action]] = defaultdict(list)
-    for rank, order in enumerate(add_transfers(orders, p, links)):
+    for rank, order in enumerate(add_transfers(orders, links)):
         for action in order:
             if action.kind in SENDS:
                 sends[rank, action.peer % p].append(partner(action))
             if action.kind in RECVS:
                 posts[action.peer % p, rank].append(action)
     assert sends == posts
-    assert tuple(sorted(sends)) == links_between_ranks(links, p)
 
 
 def test_a_receive_is_posted_one_computation_ahead():
-    for order in add_transfers(one_f_one_b(p=4, m=8), 4, chain(4))[1:3]:
+    for order in add_transfers(one_f_one_b(p=4, m=8), chain(4))[1:3]:
         for index, action in enumerate(order):
             if action.kind in RECVS and index:
                 needing = Action(Kind.F if action.kind is Kind.RECV_F else Kind.B, action.stage, action.microbatch)
@@ -78,23 +77,17 @@ def test_a_receive_is_posted_one_computation_ahead():
 def test_links_within_a_rank_need_no_transfer():
     links = [*chain(4), (0, 2, True), (1, 3, True)]
     orders = build_orders("interleaved", 2, 2, 4)
-    assert add_transfers(orders, 2, links) == add_transfers(orders, 2, chain(4))
-    one_rank = add_transfers(build_orders("1f1b", 1, 1, 2), 1, [])
+    assert add_transfers(orders, links) == add_transfers(orders, chain(4))
+    one_rank = add_transfers(build_orders("1f1b", 1, 1, 2), [])
     assert format_orders(one_rank) == "F0.0 B0.0 F0.1 B0.1 REDUCE0\n"
 
 
 def test_transfers_are_made_anew():
-    once = add_transfers(one_f_one_b(p=3, m=4), 3, chain(3))
-    assert add_transfers(once, 3, chain(3)) == once
-
-
-def test_links_between_ranks():
-    assert links_between_ranks(chain(4), 2) == ((0, 1), (1, 0))
-    assert links_between_ranks([(0, 1, True), (1, 2, False), (0, 3, True)], 3) == ((0, 1), (1, 0), (1, 2))
-    assert links_between_ranks([], 2) == ()
+    once = add_transfers(one_f_one_b(p=3, m=4), chain(3))
+    assert add_transfers(once, chain(3)) == once
 
 
 @pytest.mark.parametrize("link", [(1, 1, True), (2, 1, False)])
 def test_a_link_backwards_is_refused(link: Link):
     with pytest.raises(InternalError, match="later stages only"):
-        add_transfers(gpipe(p=3, m=1), 3, [link])
+        add_transfers(gpipe(p=3, m=1), [link])

@@ -26,8 +26,8 @@ def test_golden_placements() -> None:
 @pytest.mark.parametrize(("name", "p", "v", "m"), SCHEDULES)
 def test_every_backward_has_its_w_before_the_reduce(name: str, p: int, v: int, m: int, placement: str) -> None:
     plain = build_orders(name, p, v, m)
-    orders = add_transfers(delay_weight_gradients(plain, placement), p, links(p * v))
-    simulate(orders, p, links=links(p * v))
+    orders = add_transfers(delay_weight_gradients(plain, placement), links(p * v))
+    simulate(orders, links=links(p * v))
     for before, order in zip(plain, orders, strict=True):
         assert [action for action in order if action.kind in (Kind.F, Kind.B)] == before
         at = {action: i for i, action in enumerate(order)}
@@ -45,7 +45,7 @@ def test_every_backward_has_its_w_before_the_reduce(name: str, p: int, v: int, m
 @pytest.mark.parametrize(("name", "p", "v", "m"), SCHEDULES)
 def test_w_behind_b_keeps_the_work_and_lets_the_next_rank_go_on(name: str, p: int, v: int, m: int) -> None:
     plain = build_orders(name, p, v, m)
-    before, after = simulate(plain, p), simulate(delay_weight_gradients(plain, "after_b"), p)
+    before, after = simulate(plain), simulate(delay_weight_gradients(plain, "after_b"))
     busy = [[sum(end - start for _, start, end in row) for row in run.spans] for run in (before, after)]
     assert busy[0] == busy[1]
     assert after.finish < before.finish
@@ -54,14 +54,14 @@ def test_w_behind_b_keeps_the_work_and_lets_the_next_rank_go_on(name: str, p: in
 
 def test_live_until_w() -> None:
     orders = delay_weight_gradients(build_orders("1f1b", 2, 1, 4), "before_reduce")
-    assert simulate(orders, 2).peak_live == (4, 4)
+    assert simulate(orders).peak_live == (4, 4)
 
 
 @pytest.mark.parametrize(("weight_gradient", "fits"), [(0.5, True), (2.0, False)])
 def test_a_w_takes_its_part_of_the_backward(weight_gradient: float, fits: bool) -> None:
     orders = delay_weight_gradients(gpipe(1, 1), "after_b")
     if fits:
-        spans = simulate(orders, 1, weight_gradient=weight_gradient).spans[0]
+        spans = simulate(orders, weight_gradient=weight_gradient).spans[0]
         assert [(str(action), end - start) for action, start, end in spans] == [
             ("F0.0", 1),
             ("B0.0", 1.5),
@@ -69,7 +69,7 @@ def test_a_w_takes_its_part_of_the_backward(weight_gradient: float, fits: bool) 
         ]
     else:
         with pytest.raises(ValueError, match="positive"):
-            simulate(orders, 1, weight_gradient=weight_gradient)
+            simulate(orders, weight_gradient=weight_gradient)
 
 
 FAULTS = {
@@ -84,4 +84,4 @@ FAULTS = {
 def test_what_is_wrong_with_a_w_is_said(text: str) -> None:
     orders: Orders = parse_orders(text)
     with pytest.raises(PlanError, match=FAULTS[text]):
-        simulate(orders, 1)
+        simulate(orders)

@@ -194,7 +194,7 @@ def test_svg_is_well_formed_shows_all_boxes_and_names_common_fonts(full: Program
 
 
 def test_draw_writes_all_files_and_no_stale_picture(full: Program, tmp_path, monkeypatch) -> None:
-    spans = simulate(full.orders, full.mesh.p).spans
+    spans = simulate(full.orders).spans
     draw(full, tmp_path, spans)
     names = {"graph.dot", "graph.svg", "schedule.svg", "collectives.md"}
     assert {path.name for path in tmp_path.iterdir()} == names
