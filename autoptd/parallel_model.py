@@ -250,7 +250,7 @@ class ParallelModel:
 
         `record.collectives`: every collective and send with its kind, mesh axis, payload bytes, group size, phase, site and
         reason. `record.flops`: matrix products in FLOPs and other operators in elements, by stage, phase and module, and
-        whether every tensor rank computes the same. Steps run slower meanwhile.
+        whether every tensor rank computes the same. `record.spans`: start and end of every action. Steps run slower meanwhile.
         """
         ranks = self._started("record")
         with recording(ranks) as (recorded, record):

@@ -31,6 +31,7 @@ from autoptd.runtime.gradients import Gradients
 from autoptd.runtime.linear import WeightGemm
 from autoptd.runtime.parameters import RankParameters, dtype_of, from_rank_0, owners
 from autoptd.runtime.stage import Stage, load_stage
+from autoptd.runtime.timeline import Watch
 from autoptd.runtime.world import Done, Needs, Pending, World
 
 Microbatch = Mapping[str, torch.Tensor]
@@ -93,6 +94,7 @@ class Executor:
     def __init__(self, program: Program, world: World, params: RankParameters) -> None:
         self.program, self.world, self.params = program, world, params
         self.steps = 0
+        self.watch: Watch | None = None  # told when each action starts and ends, where somebody wants to know
         self._order = program.orders[world.coordinate.pp]
         self._wires = Wires(program)
         # Copies: never the user's own storage.
@@ -210,13 +212,27 @@ class Executor:
         self._set_totals()
         for action in order:
             self.world.at = str(action)
-            self._do[action.kind](action)
+            if self.watch is None:
+                self._do[action.kind](action)
+            else:
+                self._do_watched(action, self.watch)
         self.world.at = "end of the pipeline"
         for pending in self._sent:
             pending.wait()
         if any(self._late.values()):
             left = [f"B{stage}.{number}" for (stage, number), gemms in sorted(self._late.items()) if gemms]
             raise InternalError(self.world.at, f"no W came for the weight gradients of {', '.join(left)}")
+
+    def _do_watched(self, action: Action, watch: Watch) -> None:
+        """Do it as ever, but wait for its messages first, so that its own time is apart from the wait."""
+        peers = {Kind.F: self._wires.sources, Kind.B: self._wires.grad_targets}.get(action.kind)
+        receive = Kind.RECV_F if action.kind is Kind.F else Kind.RECV_B
+        for peer in peers[action.stage] if peers else ():
+            if pending := self._arriving.get(Action(receive, action.stage, action.microbatch, peer)):
+                pending.wait()
+        watch.start(action)
+        self._do[action.kind](action)
+        watch.end(action)
 
     def _set_totals(self) -> None:
         """Sum the counts that weighted-mean losses divide by over microbatches and replicas."""

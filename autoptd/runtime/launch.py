@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -25,6 +26,7 @@ from autoptd.runtime.distributed import DistributedWorld
 from autoptd.runtime.executor import Executor, needs_of
 from autoptd.runtime.parameters import RankParameters
 from autoptd.runtime.threads import Ranks, ThreadWorld
+from autoptd.runtime.timeline import Delays, Timeline
 from autoptd.runtime.world import World
 
 Result = TypeVar("Result")
@@ -72,6 +74,20 @@ class RunningRanks(ABC):
     @property
     def has_rank_0(self) -> bool:
         return self.here[0].world.rank == 0
+
+    @contextmanager
+    def timed(self, delays: Delays | None = None) -> Iterator[Timeline]:
+        """Time what these ranks execute in a `with` block, `delays` added; no rank may be running at either end."""
+        timeline = Timeline([rank.world.rank for rank in self.here], delays)
+        executors = {one: rank.world.rank for rank in self.here for one in (rank.executor, rank.evaluator)}
+        before = {executor: executor.watch for executor in executors}
+        for executor, rank in executors.items():
+            executor.watch = timeline.watches[rank]
+        try:
+            yield timeline
+        finally:
+            for executor, watch in before.items():
+                executor.watch = watch
 
     def attach_evaluator(self, program: Program) -> None:
         """Let evaluations run `program`: the same model compiled in eval mode; a collective."""

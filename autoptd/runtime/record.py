@@ -1,8 +1,8 @@
 """Record what ranks do while a model runs: every collective, every send, and the arithmetic, as it is executed.
 
 In: the running ranks of this process. Out: a `Record` of `Call`s, in the words in which the compiler says what to expect
-(`ir/calls.py`), and of `Work` (`work.py`). Nothing is paid when nothing is recorded: for the time of a record the methods of
-groups and channels are covered by ones that note the call, and steps run under a mode that counts.
+(`ir/calls.py`), of `Work` (`work.py`) and of `Span`s (`timeline.py`). Nothing is paid when nothing is recorded: for the time
+of a record the methods of groups and channels are covered by ones that note the call, and steps run under a mode that counts.
 
     with recording(ranks) as (recorded_ranks, record):
         recorded_ranks.run("step", step)
@@ -24,6 +24,7 @@ from autoptd.ir.actions import parse, phase_of
 from autoptd.ir.buckets import GRADIENTS, TIED
 from autoptd.ir.calls import Call, axis_text, expected_calls, star
 from autoptd.runtime.launch import Rank, RunningRanks
+from autoptd.runtime.timeline import Span, Timeline
 from autoptd.runtime.work import Counting, Work, sum_work
 from autoptd.runtime.world import Channel, Group, World
 
@@ -69,8 +70,9 @@ class RankRecord:
 class Record:
     """What the ranks of this process did: all of them as threads, the own one under torchrun."""
 
-    def __init__(self, ranks: Sequence[Rank]) -> None:
+    def __init__(self, ranks: Sequence[Rank], timeline: Timeline) -> None:
         self._ranks = {rank.world.rank: RankRecord(rank) for rank in ranks}
+        self.timeline = timeline
 
     def run(self, rank: Rank, fn: Callable[[Rank], Result]) -> Result:
         """Call `fn(rank)` under record."""
@@ -90,6 +92,11 @@ class Record:
     def flops(self) -> tuple[Work, ...]:
         """What the ranks computed, by rank, phase, stage and emitted line; see `Work`."""
         return tuple(work for rank in self._ranks for work in self.work_of(rank))
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """When every action ran: ranks ascending, in order of execution. Counting, which goes on as well, takes its time."""
+        return self.timeline.spans
 
     def work_of(self, rank: int) -> list[Work]:
         """What one rank computed."""
@@ -113,13 +120,14 @@ class RecordingRanks(RunningRanks):
 @contextmanager
 def recording(ranks: RunningRanks) -> Iterator[tuple[RecordingRanks, Record]]:
     """Record what `ranks` do when run as the ranks that are handed out; no rank may be running at either end."""
-    record = Record(ranks.here)
-    covered = [cover(one.rank.world, one.note) for one in record._ranks.values()]
-    try:
-        yield RecordingRanks(ranks, record), record
-    finally:
-        for uncover in covered:
-            uncover()
+    with ranks.timed() as timeline:
+        record = Record(ranks.here, timeline)
+        covered = [cover(one.rank.world, one.note) for one in record._ranks.values()]
+        try:
+            yield RecordingRanks(ranks, record), record
+        finally:
+            for uncover in covered:
+                uncover()
 
 
 def cover(world: World, note: Note) -> Callable[[], None]:

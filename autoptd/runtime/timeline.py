@@ -1,0 +1,78 @@
+"""When each rank did what, as it was executed; on request with every action held up, to stand for slower hardware.
+
+In: the numbers of this process's ranks, and delays by (stage, kind). Out: a `Timeline` of `Span`s, one per action, on one clock. What a rank
+waits for is not in its spans: an F or B starts when its messages have arrived. Its delay comes next, before it computes and
+before anything of it is sent, so that it takes the place of compute. Without a timeline an executor pays one comparison per action.
+
+    with ranks.timed({(0, Kind.F): 0.02, (0, Kind.B): 0.04}) as timeline:
+        ranks.run("step", step)
+    timeline.finish, timeline.bubble        # beside those of `schedule.simulate`
+
+Spans of several steps follow each other; `finish` and `bubble` are of all that is in the timeline, so time one step for them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from autoptd.ir.actions import COMPUTES, Action, Kind
+
+Delays = Mapping[tuple[int, Kind], float]  # (stage, kind) -> seconds
+
+
+class Span(NamedTuple):
+    """One action of one rank, in seconds since the timeline began."""
+
+    rank: int
+    action: Action
+    start: float
+    end: float
+
+
+class Watch:
+    """What the executor of one rank tells: an action has all that it waits for; an action is over."""
+
+    def __init__(self, rank: int, origin: float, delays: Delays) -> None:
+        self.rank, self.origin, self.delays = rank, origin, delays
+        self.spans: list[Span] = []
+        self._start = origin
+
+    def start(self, action: Action) -> None:
+        """The time of `action` begins; its delay passes in here, other threads go on meanwhile."""
+        self._start = time.perf_counter()
+        if delay := self.delays.get((action.stage, action.kind), 0.0):
+            time.sleep(delay)
+
+    def end(self, action: Action) -> None:
+        """`action` is done: its messages, if it made any, are ready for their SEND."""
+        self.spans.append(Span(self.rank, action, self._start - self.origin, time.perf_counter() - self.origin))
+
+
+class Timeline:
+    """The spans of the ranks of this process."""
+
+    def __init__(self, ranks: Sequence[int], delays: Delays | None = None) -> None:
+        origin = time.perf_counter()
+        self.watches = {rank: Watch(rank, origin, delays or {}) for rank in ranks}
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """Ranks ascending, each rank's in the order of execution."""
+        return tuple(span for rank in sorted(self.watches) for span in self.watches[rank].spans)
+
+    @property
+    def finish(self) -> float:
+        """Seconds from the first start to the last end."""
+        return max(span.end for span in self.spans) - min(span.start for span in self.spans)
+
+    @property
+    def bubble(self) -> float:
+        """finish / ideal - 1, where ideal is the busiest rank's own F, B and W: as in `schedule.Simulation`."""
+        work = dict.fromkeys(self.watches, 0.0)
+        for span in self.spans:
+            if span.action.kind in COMPUTES:
+                work[span.rank] += span.end - span.start
+        return self.finish / max(work.values()) - 1
+
