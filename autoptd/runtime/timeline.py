@@ -1,8 +1,9 @@
 """When each rank did what, as it was executed; on request with every action held up, to stand for slower hardware.
 
-In: the numbers of this process's ranks, and delays by (stage, kind). Out: a `Timeline` of `Span`s, one per action, on one clock. What a rank
-waits for is not in its spans: an F or B starts when its messages have arrived. Its delay comes next, before it computes and
-before anything of it is sent, so that it takes the place of compute. Without a timeline an executor pays one comparison per action.
+In: the numbers of this process's ranks, and delays by (stage, kind). Out: a `Timeline` of `Span`s, one per action, on one
+clock. What a rank waits for is not in its spans: an F or B starts when its messages have arrived. Its delay comes next, before
+it computes and before anything of it is sent, so that it takes the place of compute. Without a timeline an executor pays one
+comparison per action.
 
     with ranks.timed({(0, Kind.F): 0.02, (0, Kind.B): 0.04}) as timeline:
         ranks.run("step", step)
@@ -75,4 +76,3 @@ class Timeline:
             if span.action.kind in COMPUTES:
                 work[span.rank] += span.end - span.start
         return self.finish / max(work.values()) - 1
-
