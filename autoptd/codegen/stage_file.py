@@ -57,7 +57,7 @@ def crossings(graph: Graph) -> list[Crossing]:
     for node in ops(graph):
         home = note(node).stages
         targets = sorted({stage for user in node.users for stage in note(user).stages} - set(home))
-        if len(home) == 1 and targets:
+        if targets:
             name = base = f"x_from_{home[0]}"
             number = len(taken)
             while name in taken | inputs:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Machine:
     """Per rank: `flops` per second, `memory_bandwidth` and `link_bandwidth` in bytes per second, `latency` in seconds.
+
+    `message` is what a message between stages takes beside its bytes; `memory` is in bytes (no bound unless it is given).
 
     `per_parameter_byte` and `per_saved_byte` are the prices, in seconds per microbatch, of a byte that a rank keeps (parameter,
     gradient and optimizer state follow it) and of a byte saved for backward. They are never zero: on time alone an
@@ -20,3 +23,5 @@ class Machine:
     latency: float = 1e-9
     per_parameter_byte: float = 4 / 200e9
     per_saved_byte: float = 0.2 / 200e9
+    message: float = 20e-6
+    memory: float = math.inf

@@ -28,7 +28,7 @@ class Note:
     annotate:    `dims`, `batch` (type over microbatches and replicas), `tp` (type over tensor ranks), `form` (how a split
                  contraction is computed locally), `why`, `fallback` (why it is not split as one would expect)
     communicate: `conversion` (name of the conversion a node performs)
-    cut:         `stages` that hold the node, ascending
+    cut:         `stages` that compute the node, ascending (the first one sends it); `placement`: why, where that is not plain
     """
 
     kind: str = "op"
@@ -47,6 +47,7 @@ class Note:
     why: str = ""
     fallback: Fallback | None = None
     stages: tuple[int, ...] = ()
+    placement: str = ""
     extra: dict[str, Any] = field(default_factory=dict)
 
 

@@ -28,6 +28,7 @@ VIEWS = {
 VIEWS |= {f"aten.{name}" for name in "split_with_sizes unbind unsqueeze squeeze unflatten flatten detach".split()} | {
     "getitem"
 }
+SORTS = ("aten.sort", "aten.argsort", "aten.topk", "aten.msort", "aten.searchsorted")
 RING_PASSES = {"all-reduce": 2.0, "all-gather": 1.0, "reduce-scatter": 1.0, "all-to-all": 1.0}
 
 
@@ -117,6 +118,8 @@ def rank_seconds(node: Node, t: int, machine: Machine) -> float:
         return 0.0
     read = [one for one in node.all_input_nodes if not (name == "aten.embedding" and note(one).kind == "param")]
     moved = sum(local_payload(one, t) for one in [node, *read])
+    if name in SORTS:
+        moved *= max(1.0, math.log2(shape(read[0])[-1] if shape(read[0]) else 1))
     is_split = any(note(one).tp.kind == "S" for one in [node, *node.all_input_nodes])
     work = flops(node) / (t if is_split else 1)
     return 3 * max(work / machine.flops, moved / machine.memory_bandwidth)

@@ -12,7 +12,7 @@ busiest rank faster by more than 5%.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -21,9 +21,10 @@ from torch.fx import Graph, Node
 
 from autoptd.errors import InternalError, PlanError
 from autoptd.ir.machine import Machine
-from autoptd.ir.notes import is_tensor, note, output
+from autoptd.ir.notes import is_tensor, note, op_name, output
 from autoptd.passes.balance import Cuts, Line, place
 from autoptd.passes.costs import flops, local_payload, rank_seconds
+from autoptd.passes.crossing import is_never_computed_again, place_values
 
 WORTH = 0.95  # cutting inside a layer must bring the busiest rank's time down to this share
 
@@ -47,14 +48,10 @@ def cut(graph: Graph, ranks: Sequence[int], t: int = 1, machine: Machine | None 
     points = _find_points(backbone, t)
     seconds = [rank_seconds(node, t, machine) for node in backbone]
     cuts, why = _choose(points, seconds, ranks, machine)
-    stage = 0
-    for i, node in enumerate(backbone):
-        note(node).stages = (stage,)
-        if stage < len(cuts.chosen) and i == cuts.chosen[stage]:
-            stage += 1
-    _place_the_rest(graph, set(backbone))
-    check_cut(graph, len(ranks))
     bounds = [-1, *cuts.chosen, len(backbone) - 1]
+    home = {node: k for k, (a, b) in enumerate(pairwise(bounds)) for node in backbone[a + 1 : b + 1]}
+    place_values(graph, home, t, machine)
+    check_cut(graph, len(ranks))
     return {
         "after": [note(backbone[i]).module for i in cuts.chosen],
         "why": why,
@@ -131,30 +128,36 @@ def layer_of(node: Node) -> str:
     return parts[0]
 
 
-def _place_the_rest(graph: Graph, backbone: set[Node]) -> None:
-    """Everything that is not backbone goes wherever it is read."""
-    last = output(graph)
-    note(last).stages = note(last.args[0]).stages  # type: ignore[arg-type]
-    for node in reversed(graph.nodes):
-        if node not in backbone and node.op != "output":
-            note(node).stages = tuple(sorted({stage for user in node.users for stage in note(user).stages}))
-
-
 def check_cut(graph: Graph, num_stages: int) -> None:
-    """Backbone nodes are in one stage and read there or later; all else is wherever it is read; no stage is empty."""
+    """Everything is placed, once where it says no more, before it is read; no weight crosses; no stage is empty."""
     backbone = set(find_backbone(graph))
-    findings = [f"{one.name} is in stages {note(one).stages}" for one in backbone if len(note(one).stages) != 1]
-    for node in graph.nodes:
-        for arg in node.all_input_nodes:
-            first = min(note(arg).stages, default=num_stages)
-            far = [k for k in note(node).stages if k not in note(arg).stages and (arg not in backbone or k < first)]
-            if far:
-                where = f"{arg.name} of stages {note(arg).stages}"
-                findings.append(f"{where} is read by {node.name} of stages {note(node).stages}")
+    findings = [text for node in graph.nodes for text in _misplaced(node, backbone)]
     if note(output(graph)).stages != (num_stages - 1,):
         findings.append(f"the loss is in stages {note(output(graph)).stages}")
-    empty = set(range(num_stages)) - {stage for node in find_backbone(graph) for stage in note(node).stages}
+    empty = set(range(num_stages)) - {stage for node in backbone for stage in note(node).stages}
     if empty:
         findings.append(f"stages {sorted(empty)} are empty")
     if findings:
         raise InternalError("CUT", "; ".join(findings))
+
+
+def _misplaced(node: Node, backbone: set[Node]) -> Iterator[str]:
+    """What is wrong with the stages of one node, and with those of what it reads."""
+    stages = note(node).stages
+    if node.op != "placeholder" and not stages:
+        yield f"{node.name} is in stages {stages}"
+    if node in backbone and len(stages) > 1:
+        if not note(node).placement.startswith("computed again"):
+            yield f"{node.name} is in stages {stages}, and not said to be computed again"
+        elif is_never_computed_again(node):
+            yield f"{node.name} is in stages {stages}, which {op_name(node)} may not be"
+    for arg in node.all_input_nodes:
+        made = note(arg).stages
+        missing = [stage for stage in stages if stage not in made]
+        where = f"{arg.name} of stages {made} is read by {node.name} of stages {stages}"
+        if missing and (arg.op == "placeholder" or (note(arg).of_params and arg not in backbone)):
+            yield f"{where}: it must be on all of them"
+        elif any(stage < min(made, default=stage + 1) for stage in missing):
+            yield f"{where}, before it is made"
+        elif missing and not is_tensor(arg):
+            yield f"{where}, and is no tensor that could be sent"

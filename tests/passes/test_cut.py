@@ -175,6 +175,21 @@ def test_an_operand_that_is_not_there_is_found(placed: Graph) -> None:
         check_cut(placed, 4)
 
 
+def test_a_weight_that_would_cross_is_found(placed: Graph) -> None:
+    weight = find(placed, "transformer.h.3.mlp.c_fc.weight")
+    note(weight).stages = (0,)
+    with pytest.raises(InternalError, match="it must be on all of them"):
+        check_cut(placed, 4)
+
+
+def test_a_product_that_is_computed_again_is_found(placed: Graph) -> None:
+    for node in ops(placed):
+        if op_name(node) == "aten.linear" and note(node).stages == (0,):
+            note(node).stages, note(node).placement = (0, 1), "computed again"
+    with pytest.raises(InternalError, match=r"which aten\.linear may not be"):
+        check_cut(placed, 4)
+
+
 def test_an_empty_stage_is_found(placed: Graph) -> None:
     for node in placed.nodes:
         if node.op == "call_function" and op_name(node) != "output":
