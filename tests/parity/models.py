@@ -120,3 +120,110 @@ class Skipping(nn.Module):
 def skipping() -> Skipping:
     torch.manual_seed(0)
     return Skipping()
+
+
+class Mixer(nn.Module):
+    """A residual block: attention over the tokens without heads, then an MLP."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).chunk(3, dim=-1)
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True))
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class UNet(nn.Module):
+    """Skips that nest: what the k-th block on the way down makes is read by the k-th from the end, the first by the last."""
+
+    def __init__(self, depth: int = 6, width: int = 16) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, width)
+        self.down = nn.ModuleList(Mixer(width) for _ in range(depth))
+        self.up = nn.ModuleList(Mixer(width) for _ in range(depth))
+        self.joins = nn.ModuleList(nn.Linear(2 * width, width) for _ in range(depth))
+        self.head = nn.Linear(width, VOCAB)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x, skips = self.embed(ids), []
+        for block in self.down:
+            x = block(x)
+            skips.append(x)
+        for block, join in zip(self.up, self.joins, strict=True):
+            x = block(join(torch.cat((x, skips.pop()), dim=-1)))
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+def unet(depth: int = 6) -> UNet:
+    torch.manual_seed(0)
+    return UNet(depth)
+
+
+class SharedBlock(nn.Module):
+    """One block many times (Universal Transformer, ALBERT): its weights are used by every stage; only the scales differ."""
+
+    def __init__(self, times: int = 12, width: int = 16) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, width)
+        self.block = Mixer(width)
+        self.scales = nn.Parameter(1 + 0.1 * torch.randn(times, width))
+        self.head = nn.Linear(width, VOCAB, bias=False)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for scale in self.scales:
+            x = self.block(x * scale)
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+def shared_block(times: int = 12) -> SharedBlock:
+    torch.manual_seed(0)
+    return SharedBlock(times)
+
+
+class CrossBlock(nn.Module):
+    """A decoder layer: tokens before it, then the whole of what the encoder made."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.mixer = Mixer(width)
+        self.norm = nn.LayerNorm(width)
+        self.q, self.kv, self.out = nn.Linear(width, width), nn.Linear(width, 2 * width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        k, v = self.kv(memory).chunk(2, dim=-1)
+        return self.mixer(x + self.out(F.scaled_dot_product_attention(self.q(self.norm(x)), k, v)))
+
+
+class EncoderDecoder(nn.Module):
+    """Two inputs of other lengths; every decoder layer reads the encoder's output; one table embeds both."""
+
+    def __init__(self, depth: int = 6, width: int = 16) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, width)
+        self.encoder = nn.ModuleList(Mixer(width) for _ in range(depth))
+        self.decoder = nn.ModuleList(CrossBlock(width) for _ in range(depth))
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, source: Tensor, ids: Tensor, labels: Tensor) -> Tensor:
+        memory, x = self.embed(source), self.embed(ids)
+        for layer in self.encoder:
+            memory = layer(memory)
+        for layer in self.decoder:
+            x = layer(x, memory)
+        logits = F.linear(self.norm(x), self.embed.weight)
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def encoder_decoder(depth: int = 6) -> EncoderDecoder:
+    torch.manual_seed(0)
+    return EncoderDecoder(depth)
+
+
+def source_batch(rows: int = 8) -> Tensor:
+    """Inputs of the encoder, as many rows as `batch` has."""
+    return torch.randint(0, VOCAB, (rows, LENGTH - 3), generator=torch.Generator().manual_seed(2))

@@ -1,0 +1,207 @@
+"""Every schedule on every mesh, against the model on one device: `python -m tests.grid`, or a covering part of it in the tests.
+
+A case is (model, schedule, t, p, d, v, m). Its parity is that of `autoptd.verify`: loss, gradients and updated parameters in
+float64. A case that cannot be is to be a PlanError whose remedy names settings that work; those are then run instead.
+
+    python -m tests.grid --part 0/2 & python -m tests.grid --part 1/2      # two halves, side by side
+    python -m tests.grid --only schedule=zbv model=unet
+
+The tests run `covering()`: for every two factors every pair of their values that goes together, in as few cases as a greedy
+choice finds (of the cases that cover most pairs not yet seen, the one with the fewest ranks).
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import random
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from torch import nn
+
+import autoptd
+from autoptd import trace
+from autoptd.compat import tree_flatten
+from autoptd.errors import InternalError, PlanError
+from autoptd.ir.notes import copy_graph
+from autoptd.options import SCHEDULES
+from tests.parity.models import batch, encoder_decoder, gpt, shared_block, source_batch, unet
+
+ROWS = 2  # of a microbatch
+STEPS = 2
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "gpt": lambda: gpt(6, heads=2, width=16),
+    "unet": lambda: unet(3),
+    "shared": lambda: shared_block(6),
+    "encoder-decoder": lambda: encoder_decoder(3),
+}
+CHUNKS = {"gpipe": (1,), "1f1b": (1,), "zb_h1": (1,), "zb_2p": (1,), "zbv": (2,)}  # the others: any v
+FACTORS: dict[str, tuple[Any, ...]] = {
+    "model": tuple(MODELS),
+    "schedule": SCHEDULES,
+    "t": (1, 2),
+    "p": (1, 2, 3, 4),
+    "d": (1, 2),
+    "v": (1, 2, 3),
+    "m": (1, 3, 4, 5, 8),
+}
+
+
+class Case(NamedTuple):
+    model: str
+    schedule: str
+    t: int
+    p: int
+    d: int
+    v: int
+    m: int
+
+    def __str__(self) -> str:
+        return f"{self.model}-{self.schedule}-t{self.t}p{self.p}d{self.d}v{self.v}m{self.m}"
+
+
+def grid() -> list[Case]:
+    """All cases but those whose v the schedule does not have, and several chunks on one pipeline rank."""
+    every = [Case(*values) for values in itertools.product(*FACTORS.values())]
+    return [case for case in every if fits(case)]
+
+
+def misfits() -> list[Case]:
+    """The cases that are left, one model and batch of them: they are to be refused."""
+    few = dict.fromkeys(Case(*values)._replace(model="gpt", m=4) for values in itertools.product(*FACTORS.values()))
+    return [case for case in few if not fits(case)]
+
+
+def fits(case: Case) -> bool:
+    return case.v in CHUNKS.get(case.schedule, FACTORS["v"] if case.p > 1 else (1,))
+
+
+def covering() -> list[Case]:
+    """Few cases in which all pairs of values occur that occur in the grid."""
+    left = {pair for case in grid() for pair in _pairs(case)}
+    cases = {case: set(_pairs(case)) for case in sorted(grid(), key=lambda case: case.t * case.p * case.d)}
+    chosen = []
+    while left:
+        best = max(cases, key=lambda case: len(cases[case] & left))  # the first of the largest
+        chosen.append(best)
+        left -= cases.pop(best)
+    return chosen
+
+
+def _pairs(case: Case) -> list[tuple[Any, ...]]:
+    return list(itertools.combinations(zip(FACTORS, case, strict=True), 2))
+
+
+def run(case: Case) -> None:
+    """Verify a case; raises what verify raises."""
+    rows = ROWS * case.m * case.d
+    inputs = (source_batch(rows), *batch(rows)) if case.model == "encoder-decoder" else batch(rows)
+    mesh = {"t": case.t, "p": case.p, "d": case.d, "v": case.v}
+    schedule = {"schedule": case.schedule, "num_microbatches": case.m}
+    autoptd.verify(MODELS[case.model](), **mesh, **schedule, example_inputs=inputs, steps=STEPS)
+
+
+def settings(error: PlanError, case: Case) -> list[Case]:
+    """The cases that a refusal's remedy offers: "num_microbatches=4 or 8", "v=1, or p >= 2 with schedule='interleaved'"."""
+    found, last = [], ""
+    for text in re.split(r",? or |, ", error.remedy):
+        pairs = re.findall(r"(num_microbatches|schedule|v|p|m)(?: >= |=)'?(\w+)", text)
+        pairs = pairs or ([(last, text)] if last and text.isdigit() else [])
+        values = {"m" if key == "num_microbatches" else key: one for key, one in pairs}
+        if values:
+            last = pairs[-1][0]
+            found.append(case._replace(**{key: int(one) if one.isdigit() else one for key, one in values.items()}))
+    return found
+
+
+@contextmanager
+def traced_once() -> Iterator[None]:
+    """While it lasts, a model of `MODELS` is traced once for each batch size: a trace knows nothing of meshes and schedules."""
+    right, seen = trace.capture, {}
+
+    def capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], loss_fn: Any) -> Any:
+        shapes = tuple(tuple(x.shape) for x in tree_flatten((args, kwargs))[0])
+        key = (type(model), shapes)
+        if key not in seen:
+            seen[key] = right(model, args, kwargs, loss_fn)
+        return replace(seen[key], graph=copy_graph(seen[key].graph))
+
+    with mock.patch.object(trace, "capture", capture):
+        yield
+
+
+class Tally:
+    """What became of the cases so far; none is run twice."""
+
+    def __init__(self) -> None:
+        self.seen: dict[Case, Exception | None] = {}
+        self.outcomes: Counter[str] = Counter()
+        self.refusals: Counter[str] = Counter()
+
+    def verify(self, case: Case) -> Exception | None:
+        """What verifying the case raises, if anything."""
+        if case not in self.seen:
+            try:
+                run(case)
+                self.seen[case] = None
+            except Exception as error:
+                self.seen[case] = error
+        return self.seen[case]
+
+    def count(self, case: Case) -> str:
+        """Run a case; return what is wrong with it: nothing if it passes, or is refused with settings that all pass."""
+        error = self.verify(case)
+        if error is None:
+            self.outcomes["passed"] += 1
+            return ""
+        if isinstance(error, PlanError):
+            offered = settings(error, case)
+            wrong = [f"{one} raises {found}" for one in offered if (found := self.verify(one))]
+            if offered and not wrong:
+                self.outcomes["refused"] += 1
+                self.refusals[f"{error.site}: {error.fact}"] += 1
+                return ""
+            error = InternalError("remedy", f"of {error}: {'; '.join(wrong) or 'names no settings'}")
+        self.outcomes["failed"] += 1
+        return f"{type(error).__name__}: {error}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.grid", description=__doc__.splitlines()[0])
+    parser.add_argument("--part", default="0/1", help="I/N: every N-th case from the I-th on")
+    parser.add_argument("--only", nargs="*", default=[], help="FACTOR=VALUE: cases with these values")
+    parser.add_argument("--minutes", type=float, default=1e9, help="stop after so long")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    part, parts = map(int, args.part.split("/"))
+    cases = grid() + misfits()
+    for name, value in (one.split("=") for one in args.only):
+        cases = [case for case in cases if str(getattr(case, name)) == value]
+    random.Random(0).shuffle(cases)  # so that a run cut short says something about all
+    start, tally = time.monotonic(), Tally()
+    with traced_once():
+        for number, case in enumerate(cases[part::parts]):
+            if time.monotonic() - start > 60 * args.minutes:
+                print(f"stopped: {len(cases[part::parts]) - number} cases were not run")
+                break
+            if wrong := tally.count(case):
+                print(f"FAILED {case}\n       {wrong}", flush=True)
+            if number % 50 == 49:
+                print(f"{time.monotonic() - start:6.0f} s  {dict(tally.outcomes)}", flush=True)
+    print(f"{tally.outcomes.total()} cases in {time.monotonic() - start:.0f} s: {dict(tally.outcomes)}")
+    for fact, count in tally.refusals.most_common():
+        print(f"  refused {count:5}  {fact}")
+    return 1 if tally.outcomes["failed"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
