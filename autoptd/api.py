@@ -45,6 +45,7 @@ def parallelize(
     backend: str | None = None,
     timeout: float = 300.0,
     nan: str = "raise",
+    p2p: str = "auto",
     async_tensor_model_parallel_allreduce: bool = False,
     accumulate_allreduce_grads_in_fp32: bool = False,
     delay_wgrad_compute: str | None = None,
@@ -59,7 +60,8 @@ def parallelize(
     `v` model chunks per pipeline rank; `loss_fn(output, targets)` where the model returns no loss; `num_microbatches` per
     replica and step (default: the largest divisor of the replica's rows that is <= 4p, a multiple of p preferred);
     `schedule` "gpipe", "1f1b" or "interleaved"; `backend` "local", "gloo" or "nccl"; `timeout` in seconds; `nan="ignore"` lets
-    a NaN loss pass; `seed` draws the dropout masks; the last three are hooks on the backward of linear layers, see `Options`.
+    a NaN loss pass; `seed` draws the dropout masks; `p2p` says how stages send where t > 1: "direct", "scatter_gather" or
+    "auto"; the last three are hooks on the backward of linear layers. See `Options`.
     `later` catches keywords of features that do not exist yet.
 
     Raises TraceError when the model cannot be captured faithfully and PlanError when the request cannot be met, before any
@@ -78,6 +80,7 @@ def parallelize(
         backend=backend,
         timeout=timeout,
         nan=nan,
+        p2p=p2p,
         async_tensor_model_parallel_allreduce=async_tensor_model_parallel_allreduce,
         accumulate_allreduce_grads_in_fp32=accumulate_allreduce_grads_in_fp32,
         delay_wgrad_compute=delay_wgrad_compute,

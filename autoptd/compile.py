@@ -23,6 +23,7 @@ from autoptd.errors import PlanError, TraceError
 from autoptd.ir.actions import Orders, ranks_of_stages
 from autoptd.ir.machine import Machine
 from autoptd.ir.notes import note
+from autoptd.ir.parcels import plan_parcels
 from autoptd.ir.program import Program
 from autoptd.options import Options, make_options
 from autoptd.records import (
@@ -113,6 +114,8 @@ def compile_program(
     of_one_device, of_a_rank = (partial(passes.local_shape, sizes=replace(sizes, t=n)) for n in (1, options.t))
     costs = passes.count_work(graph, options.t, of_one_device, of_a_rank)
     params = param_specs(graph, captured, options)
+    crossed = tuple(crossing_spec(one) for one in crossing)
+    parcels = plan_parcels(crossed, ranks, options.mesh, options.p2p, Machine())
     return Program(
         mesh=options.mesh,
         v=options.v,
@@ -122,11 +125,12 @@ def compile_program(
         constants=captured.constants,
         inputs=input_specs(graph, captured, batch),
         params=params,
-        crossings=tuple(crossing_spec(one) for one in crossing),
+        crossings=crossed,
+        parcels=parcels,
         stages=tuple(stage_spec(k, file) for k, file in enumerate(files)),
         orders=orders,
         sources={f"stage_{k}.py": file.text for k, file in enumerate(files)},
-        collectives=tuple(collectives(graph, options, crossing, params, orders)),
+        collectives=tuple(collectives(graph, options, parcels, params, orders)),
         lines=tuple(line for file in files for line in file.lines),
         seed=options.seed,
         dropouts=dropout_specs(graph),

@@ -13,6 +13,7 @@ from autoptd.errors import PlanError
 from autoptd.ir.mesh import Mesh
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved")
+P2P = ("auto", "scatter_gather", "direct")
 DELAYS = ("after_b", "before_reduce")
 GEMM_HOOKS = (
     "async_tensor_model_parallel_allreduce",
@@ -47,7 +48,10 @@ class Options:
 
     `num_microbatches` counts per replica and step; None takes the largest divisor of the replica's rows that is at most 4p,
     a multiple of p preferred. `schedule` is "gpipe", "1f1b" or "interleaved"; None takes 1f1b for v=1, else interleaved.
-    `seed` draws the dropout masks. `timeout` is in seconds. `nan="ignore"` lets a NaN loss pass.
+    `seed` draws the dropout masks. `timeout` is in seconds. `nan="ignore"` lets a NaN loss pass. `p2p` says how a value that
+    is equal on all tensor ranks travels between stages: "direct", each rank sends all of it; "scatter_gather", each sends 1/t
+    and the receivers gather (SC'21, section 4.1); "auto", whichever is faster by the description of the machine
+    (ir/machine.py; the rule: ir/parcels.py).
 
     The rest, all off by default, are hooks on the backward of linear layers (runtime/linear.py), under Megatron's names. A
     layer with a hook is a Python autograd function: about 10% slower at h=64, nothing from h=256 (benchmarks).
@@ -76,6 +80,7 @@ class Options:
     backend: str | None = None
     timeout: float = 300.0
     nan: str = "raise"
+    p2p: str = "auto"
     async_tensor_model_parallel_allreduce: bool = False
     accumulate_allreduce_grads_in_fp32: bool = False
     delay_wgrad_compute: str | None = None
@@ -99,6 +104,8 @@ class Options:
             raise PlanError(f"backend={self.backend!r}", "no such backend", "'local', 'gloo', 'nccl' or None")
         if self.nan not in ("raise", "ignore"):
             raise PlanError(f"nan={self.nan!r}", "no such choice", "'raise' or 'ignore'")
+        if self.p2p not in P2P:
+            raise PlanError(f"p2p={self.p2p!r}", "no such way to send", ", ".join(map(repr, P2P)))
         if not self.timeout > 0:
             raise PlanError(f"timeout={self.timeout}", "no positive number of seconds", "for example timeout=300")
         for name in GEMM_HOOKS[:2]:

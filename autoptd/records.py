@@ -24,7 +24,18 @@ from autoptd.ir.buckets import BucketPlan, plan_buckets
 from autoptd.ir.calls import axis_text
 from autoptd.ir.mesh import Mesh
 from autoptd.ir.notes import note, op_name, ops, placeholders, tensor
-from autoptd.ir.program import Collective, CrossingSpec, DropoutSpec, Fallback, InputSpec, ParamSpec, Program, StageSpec
+from autoptd.ir.program import (
+    GATHER,
+    Collective,
+    CrossingSpec,
+    DropoutSpec,
+    Fallback,
+    InputSpec,
+    ParamSpec,
+    Parcel,
+    Program,
+    StageSpec,
+)
 from autoptd.ir.types import I, ValueType, outer_size
 from autoptd.options import GEMM_HOOKS, Options
 
@@ -119,8 +130,8 @@ def input_specs(graph: Graph, captured: tracing.Captured, batch: Batch) -> tuple
 
 def crossing_spec(one: codegen.Crossing) -> CrossingSpec:
     record = note(one.node)
-    dtype = str(tensor(one.node).dtype).removeprefix("torch.")
-    return CrossingSpec(one.name, one.source, one.targets, record.extra["local_shapes"][0], dtype, record.needs_grad)
+    shape, dtype = record.extra["local_shapes"][0], str(tensor(one.node).dtype).removeprefix("torch.")
+    return CrossingSpec(one.name, one.source, one.targets, shape, dtype, record.needs_grad, record.tp.kind)
 
 
 def stage_spec(index: int, file: codegen.StageFile) -> StageSpec:
@@ -140,7 +151,7 @@ def dropout_specs(graph: Graph) -> tuple[DropoutSpec, ...]:
 
 
 def collectives(
-    graph: Graph, options: Options, crossing: list[codegen.Crossing], params: tuple[ParamSpec, ...], orders: Orders
+    graph: Graph, options: Options, parcels: Sequence[Parcel], params: tuple[ParamSpec, ...], orders: Orders
 ) -> list[Collective]:
     """Everything that is communicated, per microbatch and per step, with payload bytes and the reason."""
     found = []
@@ -154,8 +165,8 @@ def collectives(
                 found.append(_swallowed(node, stage, here, options.t))
             elif op_name(node) == "cross_entropy" and node.kwargs["vocab"]:
                 found += _vocabulary_sums(node, stage, here, options.t)
-    for one in crossing:
-        found += _sends(one, ranks)
+    for one in parcels:
+        found += _travel(one, ranks)
     return found + _step_collectives(graph, options, params, orders, ranks)
 
 
@@ -203,19 +214,19 @@ def _vocabulary_sums(node: Node, stage: int, rank: int, t: int) -> list[Collecti
     ]
 
 
-def _sends(one: codegen.Crossing, ranks: Sequence[int]) -> list[Collective]:
-    """A crossing to every stage of another rank that reads it, and its gradient's way back."""
-    nbytes = torch.Size(note(one.node).extra["local_shapes"][0]).numel() * tensor(one.node).element_size()
-    found = []
-    for target in one.targets:
-        ends, why = (one.source, target), f"{one.name} is read by stage {target}"
-        if ranks[one.source] == ranks[target]:
-            continue
-        for (a, b), forward, backward in ((ends, "send", "none"), (ends[::-1], "none", "send")):
-            if forward == "send" or note(one.node).needs_grad:
-                site, at = f"stage {a} to {b}", (ranks[a],)
-                found.append(Collective(site, a, "send", "pp", forward, backward, nbytes, 2, why, pp_ranks=at))
-                why = f"gradient of {one.name}"
+def _travel(one: Parcel, ranks: Sequence[int]) -> list[Collective]:
+    """The send of a parcel, and the gather of a scattered one on the other side."""
+    what = ("gradient of " if one.is_gradient else "") + ", ".join(one.names)
+
+    def made(stage: int, kind: str, what_for: str, axis: str, nbytes: int, size: int, why: str) -> Collective:
+        forward, backward = ("none", kind) if one.is_gradient else (kind, "none")
+        at, why = (ranks[stage],), f"{what}: {why}"
+        return Collective(one.site, stage, what_for, axis, forward, backward, nbytes, size, why, pp_ranks=at)
+
+    found = [made(one.source, "send", "send", "pp", one.sent_bytes, 2, one.why)]
+    if one.parts > 1:
+        why = f"stage {one.source} sends 1/{one.parts} from each tensor rank"
+        found.append(made(one.target, "all-gather", GATHER, "tp", one.parts * one.sent_bytes, one.parts, why))
     return found
 
 
@@ -291,7 +302,7 @@ def plan_record(
         "mesh": {"t": options.t, "p": options.p, "d": options.d, "v": options.v},
         "num_microbatches": batch.num_microbatches,
         "schedule": options.schedule,
-        "options": {"seed": options.seed} | {name: getattr(options, name) for name in GEMM_HOOKS},
+        "options": {"seed": options.seed, "p2p": options.p2p} | {name: getattr(options, name) for name in GEMM_HOOKS},
         "cut": cut["after"],
         "shard": list(shard.values()),
         "fallbacks": merged_fallbacks(fallbacks),

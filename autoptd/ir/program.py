@@ -31,6 +31,7 @@ from autoptd.ir.mesh import Mesh
 from autoptd.ir.types import Dims, ValueType, local_shape, outer_size, padded_size, type_text
 
 VERSION = 2
+GATHER = "gather"  # the conversion of a `Collective` that puts a scattered parcel together
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,10 @@ class ParamSpec:
 
 @dataclass(frozen=True)
 class CrossingSpec:
-    """A value made by stage `source` and read by the stages `targets`; `shape` is local, of one microbatch."""
+    """A value made by stage `source` and read by the stages `targets`; `shape` is local, of one microbatch.
+
+    `type` is the letter of its type over tp.
+    """
 
     name: str
     source: int
@@ -114,6 +118,40 @@ class CrossingSpec:
     shape: tuple[int, ...]
     dtype: str
     has_grad: bool
+    type: str = "I"
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """One tensor of the message of stage `source` to stage `target`: the crossings `names` end to end, or their gradients.
+
+    Of its `numel` elements a tensor rank sends all (`parts` 1) or its `piece`, the last one filled up with zeros; then the
+    receivers gather the pieces over tp. How that is decided: `ir/parcels.py`.
+    """
+
+    source: int
+    target: int
+    is_gradient: bool
+    names: tuple[str, ...]
+    dtype: str
+    numel: int
+    parts: int = 1
+    why: str = ""
+
+    @property
+    def piece(self) -> int:
+        """Elements that one tensor rank sends."""
+        return -(-self.numel // self.parts)
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that one tensor rank sends."""
+        return self.piece * int(getattr(torch, self.dtype).itemsize)
+
+    @property
+    def site(self) -> str:
+        """What records call the calls that it takes."""
+        return f"stage {self.source} to {self.target}"
 
 
 @dataclass(frozen=True)
@@ -194,6 +232,7 @@ class Program:
     orders: Orders
     sources: dict[str, str]  # file name -> text
     collectives: tuple[Collective, ...] = ()
+    parcels: tuple[Parcel, ...] = ()  # what travels between pipeline ranks for one microbatch
     lines: tuple[Line, ...] = ()
     seed: int = 0  # of the dropout masks
     dropouts: tuple[DropoutSpec, ...] = ()
@@ -263,6 +302,7 @@ class Program:
             inputs=tuple(InputSpec(**_tupled(one)) for one in record.pop("inputs")),
             params=tuple(_param(one) for one in record.pop("params")),
             crossings=tuple(CrossingSpec(**_tupled(one)) for one in record.pop("crossings")),
+            parcels=tuple(Parcel(**_tupled(one)) for one in record.pop("parcels")),
             stages=tuple(StageSpec(**_tupled(one)) for one in record.pop("stages")),
             collectives=tuple(Collective(**_tupled(one)) for one in record.pop("collectives")),
             dropouts=tuple(DropoutSpec(**_tupled(one)) for one in record.pop("dropouts")),
@@ -321,6 +361,7 @@ __all__ = [
     "InputSpec",
     "Line",
     "ParamSpec",
+    "Parcel",
     "Program",
     "StageSpec",
 ]

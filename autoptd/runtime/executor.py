@@ -3,10 +3,9 @@
 In: a program, this rank's world and parameters, and the microbatches of its replica, a dict of batch inputs each. Out: the
 global loss, equal on every rank, and `parameter.grad`.
 
-A *message* is the list of the crossings that one stage makes for another, of one microbatch, or their gradients on the way
-back. It travels over a channel, or is handed over where both stages are on this rank. An F keeps what its B needs: the
-arrived tensors, whose `.grad` is sent back, and the *gradient edges* of its outputs. The outputs themselves are let go, once
-sent, unless autograd saved them.
+A *message* is what one stage makes for another, of one microbatch: the values of crossings, or their gradients on the way back
+(`messages.py`). An F keeps what its B needs: the arrived tensors, whose `.grad` is sent back, and the *gradient edges* of its
+outputs. The outputs themselves are let go, once sent, unless autograd saved them.
 
     executor = Executor(program, world, params)
     loss = executor.step([{"ids": x, "targets": y} for x, y in microbatches])
@@ -24,15 +23,15 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from autoptd.errors import InternalError, RuntimeFault
 from autoptd.ir.actions import Action, Kind
-from autoptd.ir.mesh import Coordinate
 from autoptd.ir.program import CrossingSpec, Program
 from autoptd.runtime.dropout import Drawing
 from autoptd.runtime.gradients import Gradients
 from autoptd.runtime.linear import WeightGemm
-from autoptd.runtime.parameters import RankParameters, dtype_of, from_rank_0, owners
+from autoptd.runtime.messages import Messages
+from autoptd.runtime.parameters import RankParameters, from_rank_0, owners
 from autoptd.runtime.stage import Stage, load_stage
 from autoptd.runtime.timeline import Watch
-from autoptd.runtime.world import Done, Needs, Pending, World
+from autoptd.runtime.world import Needs, World
 
 Microbatch = Mapping[str, torch.Tensor]
 FORWARD = (Kind.F, Kind.SEND_F, Kind.RECV_F)
@@ -96,7 +95,7 @@ class Executor:
         self.steps = 0
         self.watch: Watch | None = None  # told when each action starts and ends, where somebody wants to know
         self._order = program.orders[world.coordinate.pp]
-        self._wires = Wires(program)
+        self._wires, self._messages = Wires(program), Messages(program, world)
         # Copies: never the user's own storage.
         self.buffers = {name: from_rank_0(world, name, x).clone() for name, x in sorted(program.buffers.items())}
         self._stages = {
@@ -112,10 +111,10 @@ class Executor:
             Kind.F: self._forward,
             Kind.B: self._backward,
             Kind.W: self._weight_gradients,
-            Kind.SEND_F: self._send,
-            Kind.SEND_B: self._send,
-            Kind.RECV_F: self._receive,
-            Kind.RECV_B: self._receive,
+            Kind.SEND_F: self._messages.send,
+            Kind.SEND_B: self._messages.send,
+            Kind.RECV_F: self._messages.receive,
+            Kind.RECV_B: self._messages.receive,
             Kind.REDUCE: lambda action: self.gradients.reduce(action.stage),
         }
         self._begin(())
@@ -198,9 +197,7 @@ class Executor:
     def _begin(self, microbatches: Sequence[Microbatch]) -> None:
         self._microbatches = microbatches
         self._kept: dict[tuple[int, int], Kept] = {}
-        self._arriving: dict[Action, Pending] = {}  # by the RECV that it answers, handed over or received
-        self._leaving: dict[Action, list[torch.Tensor]] = {}  # by the SEND that will take it
-        self._sent: list[Pending] = []
+        self._messages.begin()
         self._late: dict[tuple[int, int], list[WeightGemm]] = {}  # what a B left for its W
         for stage in self._stages.values():
             stage.deferred.take()
@@ -217,8 +214,7 @@ class Executor:
             else:
                 self._do_watched(action, self.watch)
         self.world.at = "end of the pipeline"
-        for pending in self._sent:
-            pending.wait()
+        self._messages.finish()
         if any(self._late.values()):
             left = [f"B{stage}.{number}" for (stage, number), gemms in sorted(self._late.items()) if gemms]
             raise InternalError(self.world.at, f"no W came for the weight gradients of {', '.join(left)}")
@@ -228,8 +224,7 @@ class Executor:
         peers = {Kind.F: self._wires.sources, Kind.B: self._wires.grad_targets}.get(action.kind)
         receive = Kind.RECV_F if action.kind is Kind.F else Kind.RECV_B
         for peer in peers[action.stage] if peers else ():
-            if pending := self._arriving.get(Action(receive, action.stage, action.microbatch, peer)):
-                pending.wait()
+            self._messages.wait_for(Action(receive, action.stage, action.microbatch, peer))
         watch.start(action)
         self._do[action.kind](action)
         watch.end(action)
@@ -250,9 +245,9 @@ class Executor:
         stage, number = action.stage, action.microbatch
         arrived: dict[str, torch.Tensor] = {}
         for source in self._wires.sources[stage]:
-            message = self._take(Action(Kind.RECV_F, stage, number, source))
-            for spec, x in zip(self._wires.values[source, stage], message, strict=True):
-                arrived[spec.name] = x.requires_grad_(spec.has_grad and torch.is_grad_enabled())
+            message = self._messages.take(Action(Kind.RECV_F, stage, number, source))
+            for spec in self._wires.values[source, stage]:
+                arrived[spec.name] = message[spec.name].requires_grad_(spec.has_grad and torch.is_grad_enabled())
         batch = {name: self._microbatches[number][name] for name in self.program.stages[stage].inputs}
         self._stages[stage].drawing = self._drawing(number)
         results = list(self._stages[stage].forward(**arrived, **batch))
@@ -263,8 +258,8 @@ class Executor:
             self._seen_dtype = loss.dtype
         outputs = {spec.name: x for spec, x in zip(self._wires.outputs[stage], results, strict=True)}
         for target in self._wires.targets[stage]:
-            message = [outputs[spec.name].detach() for spec in self._wires.values[stage, target]]
-            self._pass_on(Action(Kind.SEND_F, stage, number, target), Kind.RECV_F, message)
+            left = {spec.name: outputs[spec.name].detach() for spec in self._wires.values[stage, target]}
+            self._messages.leave(Action(Kind.SEND_F, stage, number, target), left)
         if torch.is_grad_enabled():
             edges = {
                 spec.name: get_gradient_edge(outputs[spec.name])
@@ -287,9 +282,9 @@ class Executor:
         kept = self._kept.pop((stage, number))
         sums: dict[str, torch.Tensor] = {}
         for target in self._wires.grad_targets[stage]:
-            message = self._take(Action(Kind.RECV_B, stage, number, target))
-            for spec, grad in zip(self._wires.gradients[stage, target], message, strict=True):
-                sums[spec.name] = sums[spec.name] + grad if spec.name in sums else grad
+            message = self._messages.take(Action(Kind.RECV_B, stage, number, target))
+            for name, grad in message.items():
+                sums[name] = sums[name] + grad if name in sums else grad
         roots: list[GradientEdge | torch.Tensor] = [edge for name, edge in kept.edges.items() if name in sums]
         grads: list[torch.Tensor | None] = [sums[name] for name in kept.edges if name in sums]
         if kept.loss is not None and kept.loss.requires_grad:
@@ -299,47 +294,13 @@ class Executor:
             torch.autograd.backward(roots, grads)  # type: ignore[arg-type]
         self._late[stage, number] = self._stages[stage].deferred.take()
         for source in self._wires.grad_sources[stage]:
-            back = [_gradient_of(kept.inputs[spec.name]) for spec in self._wires.gradients[source, stage]]
-            self._pass_on(Action(Kind.SEND_B, stage, number, source), Kind.RECV_B, back)
+            back = {spec.name: _gradient_of(kept.inputs[spec.name]) for spec in self._wires.gradients[source, stage]}
+            self._messages.leave(Action(Kind.SEND_B, stage, number, source), back)
 
     def _weight_gradients(self, action: Action) -> None:
         gemms = self._late.pop((action.stage, action.microbatch))
         for gemm in gemms:
             self.gradients.add(gemm)
-
-    def _pass_on(self, send: Action, receive: Kind, message: list[torch.Tensor]) -> None:
-        """Leave a message for its SEND, or hand it over to the other stage if that is on this rank."""
-        if send.peer in self._stages:
-            self._arriving[Action(receive, send.peer, send.microbatch, send.stage)] = Done(message)
-        else:
-            self._leaving[send] = message
-
-    def _take(self, receive: Action) -> list[torch.Tensor]:
-        if receive not in self._arriving:
-            raise InternalError(self.world.at, f"needs {receive}, which was not posted")
-        return self._arriving.pop(receive).wait()  # type: ignore[no-any-return]
-
-    def _send(self, action: Action) -> None:
-        if action not in self._leaving:
-            raise InternalError(str(action), "has nothing to send")
-        for pending in self._sent:
-            if pending.is_done():
-                pending.wait()  # at once; raises what went wrong
-        self._sent = [pending for pending in self._sent if not pending.is_done()]
-        channel = self.world.outgoing(self._peer_rank(action))
-        self._sent.append(channel.send(self._leaving.pop(action), str(action)))
-
-    def _receive(self, action: Action) -> None:
-        is_forward = action.kind is Kind.RECV_F
-        table = self._wires.values if is_forward else self._wires.gradients
-        specs = table[(action.peer, action.stage) if is_forward else (action.stage, action.peer)]
-        like = [(spec.shape, dtype_of(spec.dtype)) for spec in specs]
-        channel = self.world.incoming(self._peer_rank(action))
-        self._arriving[action] = channel.receive(like, str(action))
-
-    def _peer_rank(self, action: Action) -> int:
-        at = self.world.coordinate
-        return self.world.mesh.rank(Coordinate(self.program.rank_of_stage(action.peer), at.dp, at.tp))
 
     def _global_loss(self) -> torch.Tensor:
         """Sum the loss over replicas and give it to all ranks, in the dtype that the loss stage computes."""

@@ -10,15 +10,12 @@ wire bytes are those of `ir/calls.py`: what `pm.record()` finds executed.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-import torch
-
 from autoptd.ir.calls import LOCAL_KINDS, Call, expected_calls, star, wire_bytes
 from autoptd.ir.mesh import Coordinate
-from autoptd.ir.program import Collective, CrossingSpec, Program
+from autoptd.ir.program import GATHER, Collective, Program
 from autoptd.viz.words import bytes_text, count_text, letter
 
 
@@ -35,7 +32,7 @@ def collectives_markdown(program: Program) -> str:
         "",
         *_totals(program),
         *_per_microbatch(program),
-        *_crossings(program),
+        *_messages(program),
         *_per_step(program),
         *_local(program),
         *_left(program),
@@ -70,7 +67,7 @@ def _totals(program: Program) -> Iterator[str]:
 
 
 def _per_microbatch(program: Program) -> Iterator[str]:
-    found = [one for one in program.collectives if one.axis == "tp" and not _is_local(one)]
+    found = [one for one in program.collectives if one.axis == "tp" and not _is_local(one) and one.conversion != GATHER]
     if not found:
         return
     yield "## Over tp, in every microbatch"
@@ -87,20 +84,22 @@ def _per_microbatch(program: Program) -> Iterator[str]:
     yield ""
 
 
-def _crossings(program: Program) -> Iterator[str]:
-    """Values sent between stages, equal ones in one row."""
-    found: dict[tuple[str, str, bool], list[str]] = {}
-    for one in program.crossings:
-        size, key = bytes_text(_crossing_bytes(one)), f"{list(one.shape)} {one.dtype}"
-        found.setdefault((key, size, one.has_grad), []).extend(f"{one.source} to {target}" for target in one.targets)
+def _messages(program: Program) -> Iterator[str]:
+    """What is sent between stages, and gathered where it was scattered; equal ones in one row."""
+    found: dict[tuple[str, ...], list[str]] = {}
+    for one in program.parcels:
+        what = f"gradient{'s'[: len(one.names) > 1]}" if one.is_gradient else f"value{'s'[: len(one.names) > 1]}"
+        then = f"all-gather over tp, {bytes_text(one.parts * one.sent_bytes)}" if one.parts > 1 else ""
+        size = f"{len(one.names)} {what}, {one.numel} {one.dtype}"
+        found.setdefault((size, bytes_text(one.sent_bytes), then, one.why), []).append(f"{one.source} to {one.target}")
     if not found:
         return
     yield "## Over pp, in every microbatch"
     yield ""
-    yield from _header("stages", "x", "value", "forward", "backward", "payload")
-    for (value, size, has_grad), links in found.items():
+    yield from _header("stages", "x", "elements", "a rank sends", "then", "reason")
+    for row, links in found.items():
         shown = ", ".join(links if len(links) <= 4 else [*links[:3], "...", links[-1]])
-        yield _row(shown, str(len(links)), value, "send", "send" if has_grad else "none", size)
+        yield _row(shown, str(len(links)), *row)
     yield ""
 
 
@@ -177,10 +176,6 @@ def _reason(one: Collective) -> str:
     """The reason, without the module where that is the site's own."""
     where = star(one.site).partition(" (")[0]
     return star(one.why).removeprefix(f"{where}: ")
-
-
-def _crossing_bytes(one: CrossingSpec) -> int:
-    return math.prod(one.shape) * int(getattr(torch, one.dtype).itemsize)
 
 
 def _header(*names: str) -> list[str]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import autoptd
 from autoptd.ir.calls import Call, expected_calls
+from autoptd.ir.mesh import Coordinate
 from tests.parity.models import LENGTH, VOCAB, batch, gpt, separate, skipping, uneven
 
 CONTROL = "dtype of the loss"  # ranks tell each other once, in the first step
@@ -61,6 +62,12 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "separate t2 p2 d2 v2": (separate, {"t": 2, "p": 2, "d": 2, "v": 2, "num_microbatches": 2}),
     "separate summed t4": (lambda: separate(reduction="sum"), {"t": 4, "d": 2}),
     "skipping t2 p3": (skipping, {"t": 2, "p": 3}),
+    "gpt scattered t4 p2 v2": (gpt, {"t": 4, "p": 2, "v": 2, "num_microbatches": 4, "p2p": "scatter_gather"}),
+    "skipping scattered t3 p4": (skipping, {"t": 3, "p": 4, "p2p": "scatter_gather"}),
+    "separate scattered t2 p4 v2": (
+        lambda: separate(2),
+        {"t": 2, "p": 4, "v": 2, "num_microbatches": 4, "p2p": "scatter_gather"},
+    ),
     "smoothed t2 d2": (Smoothed, {"t": 2, "d": 2}),
     "frozen t2 p2": (Frozen, {"t": 2, "p": 2}),
     "hooked gpt t2 p2 d2": (gpt, {"t": 2, "p": 2, "d": 2, "num_microbatches": 2, **HOOKS}),
@@ -188,3 +195,33 @@ def test_interleaving_sends_v_times_as_much(p: int) -> None:
         pm.close()
     assert totals[1] * (p - 1) == totals[0] * (2 * p - 1)
     assert totals[0] == 2 * 4 * (p - 1) * (ROWS // 4) * LENGTH * WIDTH * ITEM
+
+
+@pytest.mark.parametrize(("t", "p", "v"), [(2, 2, 1), (4, 2, 2), (2, 4, 1)])
+def test_scattering_sends_a_part_of_t(t: int, p: int, v: int) -> None:
+    """SC'21, section 4.1: b s h / t from each tensor rank over every boundary, each way; all-gathers of b s h over tp."""
+    ids, targets = batch(ROWS)
+    m = 4
+    hidden = ROWS // m * LENGTH * WIDTH * ITEM
+    found = []
+    for p2p in ("scatter_gather", "direct"):
+        pm = autoptd.parallelize(
+            gpt(), t, p, v=v, num_microbatches=m, p2p=p2p, backend="local", example_inputs=(ids, targets)
+        )
+        with pm.record() as record:
+            pm.step(ids, targets)
+        mine = [tally(record.of(pm.program.mesh.rank(Coordinate(pp, 0, 0)))) for pp in range(p)]
+        assert all(tally(record.of(rank)) == mine[rank // t] for rank in range(t * p))
+        found.append(mine)
+        pm.close()
+    boundaries = p * v - 1
+    for phase in ("forward", "backward"):
+        sent = {one: sum(calls["send", "pp", phase, one] for calls in found[0]) for one in (hidden, hidden // t)}
+        assert sent == {hidden: 0, hidden // t: m * boundaries}
+        assert sum(calls["all-gather", "tp", phase, hidden] for calls in found[0]) == m * boundaries
+        assert sum(calls["send", "pp", phase, hidden] for calls in found[1]) == m * boundaries
+    ways = {("send", "pp"), ("all-gather", "tp")}
+    for scattered, direct in zip(*found, strict=True):  # nothing else changes
+        assert {k: n for k, n in scattered.items() if k[:2] not in ways} == {
+            k: n for k, n in direct.items() if k[:2] not in ways
+        }

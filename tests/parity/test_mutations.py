@@ -10,14 +10,16 @@ import pytest
 import torch
 
 import autoptd
-from autoptd.ir.program import Program
-from autoptd.runtime import gradients
+from autoptd.ir import parcels
+from autoptd.ir.program import Parcel, Program
+from autoptd.runtime import gradients, messages
 from autoptd.runtime.dropout import Drawing
 from autoptd.runtime.executor import Executor
 from autoptd.runtime.threads import ThreadRank
-from autoptd.runtime.world import Done
+from autoptd.runtime.world import Done, Group
 from tests.parity.models import batch, gpt, separate, uneven
 from tests.parity.test_dropout import gpt as dropping_gpt
+from tests.parity.test_links import Chain
 
 verify_module = importlib.import_module("autoptd.verify")
 
@@ -123,3 +125,34 @@ def test_replicas_that_draw_the_same_masks_are_found(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Executor, "_drawing", of_the_first_replica)
     with pytest.raises(autoptd.InternalError, match="differs"):
         autoptd.verify(dropping_gpt(1), d=2, num_microbatches=1, example_inputs=batch(), steps=1)
+
+
+def own_piece_only(parcel: Parcel, arrived: torch.Tensor, tp: Group) -> torch.Tensor:
+    return arrived.repeat(parcel.parts)[: parcel.numel]
+
+
+def scaled(parcel: Parcel, arrived: torch.Tensor, tp: Group) -> torch.Tensor:
+    whole = torch.cat(tp.all_gather(arrived, parcel.site))[: parcel.numel] if parcel.parts > 1 else arrived
+    return whole / parcel.parts
+
+
+def in_another_order(parcel: Parcel, arrived: torch.Tensor, tp: Group) -> torch.Tensor:
+    return torch.cat(tp.all_gather(arrived, parcel.site)[::-1])[: parcel.numel]
+
+
+@pytest.mark.parametrize("wrong", [own_piece_only, scaled, in_another_order], ids=lambda one: one.__name__)
+def test_another_gather_is_found(monkeypatch: pytest.MonkeyPatch, wrong: Callable[..., torch.Tensor]) -> None:
+    request = {"t": 2, "p": 2, "p2p": "scatter_gather", "example_inputs": batch(), "steps": 1}
+    autoptd.verify(gpt(2), **request)
+    monkeypatch.setattr(messages, "gather", wrong)
+    with pytest.raises(autoptd.InternalError, match="differs"):
+        autoptd.verify(gpt(2), **request)
+
+
+@pytest.mark.parametrize("name", ["EQUAL_VALUE", "EQUAL_GRADIENT"])
+def test_scattering_what_differs_is_found(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    request = {"t": 2, "p": 4, "v": 2, "num_microbatches": 4, "p2p": "scatter_gather", "steps": 1}
+    autoptd.verify(Chain(), **request, example_inputs=batch())
+    monkeypatch.setattr(parcels, name, ("I", "R", "P"))
+    with pytest.raises(autoptd.InternalError, match="differs"):
+        autoptd.verify(Chain(), **request, example_inputs=batch())

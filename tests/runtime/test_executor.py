@@ -36,6 +36,8 @@ CASES = [
     Case(p=3, m=2, layers=3),
     Case(p=2, v=2, m=4, schedule="interleaved"),
     Case(t=2, p=2, d=2, v=2, m=2, schedule="interleaved"),
+    Case(t=2, p=2, m=4, p2p="scatter_gather"),
+    Case(t=4, p=2, v=2, m=2, schedule="interleaved", p2p="scatter_gather"),
 ]
 
 
@@ -107,7 +109,7 @@ def test_evaluation_gives_the_loss_and_no_gradients(case: Case) -> None:
         assert abs(loss - model(*make_batch()).detach()) < 1e-14 and not loss.requires_grad
         for rank in ranks.here:
             assert all(x.grad is None for x in [*rank.params.local.values(), *rank.params.leaves.values()])
-            assert not rank.executor._kept and not rank.executor._arriving
+            assert not rank.executor._kept and not rank.executor._messages._arriving
 
 
 def test_sent_outputs_are_let_go() -> None:

@@ -14,7 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autoptd.compat import tree_flatten
+from autoptd.ir.actions import ranks_of_stages
+from autoptd.ir.machine import Machine
 from autoptd.ir.mesh import Mesh
+from autoptd.ir.parcels import plan_parcels
 from autoptd.ir.program import CrossingSpec, InputSpec, ParamSpec, Program, StageSpec
 from autoptd.ir.types import I, R, S, ValueType
 from autoptd.schedule import add_transfers, build_orders
@@ -80,9 +83,10 @@ class Case:
     schedule: str = "1f1b"
     rows: int = 8  # global
     layers: int = 4
+    p2p: str = "auto"
 
     def __str__(self) -> str:
-        return f"t{self.t}p{self.p}d{self.d}v{self.v}m{self.m}-{self.schedule}"
+        return f"t{self.t}p{self.p}d{self.d}v{self.v}m{self.m}-{self.schedule}-{self.p2p}"
 
 
 def make_program(case: Case, model: TiedModel) -> Program:
@@ -120,8 +124,9 @@ def make_program(case: Case, model: TiedModel) -> Program:
         specs.append(StageSpec(k, read, inputs, made, used, ("table",) if k == 0 else ()))
     sources = {f"stage_{k}.py": stage_source(specs[k], of_stage[k], last) for k in range(stages)}
     batch = tuple(InputSpec(name, i, True, (b, LENGTH), "int64") for i, name in enumerate(("ids", "targets")))
+    mesh = Mesh(case.t, case.p, case.d)
     return Program(
-        mesh=Mesh(case.t, case.p, case.d),
+        mesh=mesh,
         v=case.v,
         num_microbatches=case.m,
         schedule_name=case.schedule,
@@ -130,6 +135,7 @@ def make_program(case: Case, model: TiedModel) -> Program:
         inputs=batch,
         params=tuple(params),
         crossings=tuple(crossings),
+        parcels=plan_parcels(crossings, ranks_of_stages(orders), mesh, case.p2p, Machine()),
         stages=tuple(specs),
         orders=orders,
         sources=sources,

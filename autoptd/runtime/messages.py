@@ -1,0 +1,138 @@
+"""The messages of one rank's stages: packed, scattered and sent; received, gathered and taken apart.
+
+In: the parcels of a program (`ir/parcels.py`: what goes together, and what is scattered over tp), this rank's world, and the
+values of crossings by name, or their gradients. Out: the same on the rank of the other stage; a stage of this rank is handed
+them as they are.
+
+    messages.leave(SEND_F0.1>1, {"x_from_0": x})    # after F0.1: what the sender needs from now on, and no more
+    messages.send(SEND_F0.1>1)                      # never waits
+    messages.receive(RECV_F1.1<0)                   # allocates the buffers and posts; never waits
+    messages.take(RECV_F1.1<0)["x_from_0"]          # waits, then gathers over tp
+
+A scattered parcel is gathered by the F or B that needs it, not when it arrives: tensor ranks run these in one order, so their
+gathers meet. Memory: a buffer exists from its RECV to the F or B, what is sent from the F or B until it has left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from autoptd.errors import InternalError
+from autoptd.ir.actions import Action, Kind
+from autoptd.ir.mesh import Coordinate
+from autoptd.ir.program import Parcel, Program
+from autoptd.runtime.parameters import dtype_of
+from autoptd.runtime.world import Channel, Group, Pending, World
+
+Tensor = torch.Tensor
+ANSWER = {Kind.SEND_F: Kind.RECV_F, Kind.SEND_B: Kind.RECV_B}
+
+
+class Messages:
+    """What this rank's stages tell other stages in one step."""
+
+    def __init__(self, program: Program, world: World) -> None:
+        self._program, self._world = program, world
+        self._shapes = {one.name: one.shape for one in program.crossings}
+        self._parcels: dict[tuple[int, int, bool], list[Parcel]] = {}
+        for one in program.parcels:
+            self._parcels.setdefault((one.source, one.target, one.is_gradient), []).append(one)
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget what is under way."""
+        self._handed: dict[Action, Mapping[str, Tensor]] = {}  # to a stage of this rank, by the RECV it would take
+        self._arriving: dict[Action, Pending] = {}  # by RECV
+        self._leaving: dict[Action, list[Tensor]] = {}  # by SEND
+        self._sent: list[Pending] = []
+
+    def leave(self, send: Action, values: Mapping[str, Tensor]) -> None:
+        """Leave a message for its SEND, or hand it over if the other stage is on this rank."""
+        if self._program.rank_of_stage(send.peer) == self._world.coordinate.pp:
+            self._handed[Action(ANSWER[send.kind], send.peer, send.microbatch, send.stage)] = values
+            return
+        parcels, tp = self._parcels_of(send), self._world.group(("tp",))
+        packed = sorted(name for one in parcels for name in one.names)
+        if packed != sorted(values):
+            raise InternalError(str(send), f"has {sorted(values)} to send, and parcels for {packed}")
+        self._leaving[send] = [pack(one, values, tp) for one in parcels]
+
+    def wait_for(self, receive: Action) -> None:
+        """Wait until a message has arrived, and leave it for `take`."""
+        if receive in self._arriving:
+            self._arriving[receive].wait()
+
+    def take(self, receive: Action) -> Mapping[str, Tensor]:
+        """Return a message, waiting for it if need be."""
+        if receive in self._handed:
+            return self._handed.pop(receive)
+        if receive not in self._arriving:
+            raise InternalError(self._world.at, f"needs {receive}, which was not posted")
+        values: dict[str, Tensor] = {}
+        arrived = self._arriving.pop(receive).wait()
+        for one, x in zip(self._parcels_of(receive), arrived, strict=True):
+            values |= self._unpack(one, x)
+        return values
+
+    def send(self, action: Action) -> None:
+        """Start the send of what was left for it."""
+        if action not in self._leaving:
+            raise InternalError(str(action), "has nothing to send")
+        self._let_go()
+        self._sent.append(self._channel(action).send(self._leaving.pop(action), str(action)))
+
+    def receive(self, action: Action) -> None:
+        """Allocate the buffers of a message and post their receive."""
+        self._let_go()
+        like = [((one.piece,), dtype_of(one.dtype)) for one in self._parcels_of(action)]
+        self._arriving[action] = self._channel(action).receive(like, str(action))
+
+    def finish(self) -> None:
+        """Wait until all that was sent has left."""
+        for pending in self._sent:
+            pending.wait()
+        self._sent.clear()
+
+    def _let_go(self) -> None:
+        """Drop what has left."""
+        for pending in self._sent:
+            if pending.is_done():
+                pending.wait()  # at once; raises what went wrong
+        self._sent = [pending for pending in self._sent if not pending.is_done()]
+
+    def _parcels_of(self, action: Action) -> list[Parcel]:
+        ends = (action.stage, action.peer) if action.kind in ANSWER else (action.peer, action.stage)
+        return self._parcels.get((*ends, action.kind in (Kind.SEND_B, Kind.RECV_B)), [])
+
+    def _channel(self, action: Action) -> Channel:
+        at = self._world.coordinate
+        peer = self._world.mesh.rank(Coordinate(self._program.rank_of_stage(action.peer), at.dp, at.tp))
+        return self._world.outgoing(peer) if action.kind in ANSWER else self._world.incoming(peer)
+
+    def _unpack(self, parcel: Parcel, arrived: Tensor) -> dict[str, Tensor]:
+        """The tensors of a parcel by name: views of what arrived."""
+        flat = gather(parcel, arrived, self._world.group(("tp",)))
+        shapes = [torch.Size(self._shapes[name]) for name in parcel.names]
+        parts = flat.split([shape.numel() for shape in shapes])
+        return {name: x.view(shape) for name, x, shape in zip(parcel.names, parts, shapes, strict=True)}
+
+
+def pack(parcel: Parcel, values: Mapping[str, Tensor], tp: Group) -> Tensor:
+    """Return what this tensor rank sends of a parcel, flat; a piece is a copy, so that the whole can be let go."""
+    tensors = [values[name].detach().reshape(-1) for name in parcel.names]
+    flat = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+    if parcel.parts == 1:
+        return flat
+    piece = flat.new_zeros(parcel.piece)
+    mine = flat[tp.index * parcel.piece : (tp.index + 1) * parcel.piece]
+    piece[: len(mine)] = mine
+    return piece
+
+
+def gather(parcel: Parcel, arrived: Tensor, tp: Group) -> Tensor:
+    """Return the whole parcel, flat, from what this tensor rank received."""
+    if parcel.parts == 1:
+        return arrived
+    return torch.cat(tp.all_gather(arrived, parcel.site))[: parcel.numel]
