@@ -1,27 +1,56 @@
-"""Run by `test_processes.py` as one of 4 ranks over gloo: one rank is killed in the middle of a step."""
+"""Kill a rank in the middle of a step, once for every case given, and print as JSON how each of the other ranks ended.
+
+Ranks are real processes over gloo. They are forked here: torch is imported once, and a mesh compiled once for all its cases,
+which run side by side. `seconds` are those that a rank lived on after the kill.
+
+    python die_in_a_step.py '[[{"p": 2}, 1, "B1.1"], [{"p": 2}, 0, "SEND_F0.2>1"]]'
+    # [{"0": {"code": 1, "seconds": 2.7, "error": "RuntimeFault: ..."}}, {"1": ...}]
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import socket
 import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
 
-import autoptd
+import torch
+
+from autoptd.compile import compile_program
 from autoptd.ir.actions import Action, parse
+from autoptd.ir.program import Program
+from autoptd.options import Options
+from autoptd.parallel_model import ParallelModel
 from tests.parity.models import batch, gpt
 
+TIMEOUT = 20.0
+Batch = tuple[torch.Tensor, ...]
 
-def main(victim: int, action: str) -> None:
-    ids, targets = batch(8)
-    share = (ids[:4], targets[:4])
-    pm = autoptd.parallelize(gpt(2), p=2, d=2, num_microbatches=4, example_inputs=share, timeout=20)
+
+def compiled(mesh: dict[str, Any]) -> tuple[Program, Options, Batch]:
+    """The program of a mesh, with all kinds of actions in it, and a replica's batch."""
+    options = Options(**mesh, num_microbatches=4, delay_wgrad_compute="after_b", backend="gloo", timeout=TIMEOUT)
+    share = batch(4)
+    return compile_program(gpt(2), options, share, {}, replicas=1, check=False), options, share
+
+
+def run_rank(made: tuple[Program, Options, Batch], is_victim: bool, action: str, folder: Path) -> None:
+    """Two steps; the victim is killed at `action` of the second."""
+    program, options, share = made
+    pm = ParallelModel(program, options, gpt(2).state_dict())
     pm.step(*share)
-    if int(os.environ["RANK"]) == victim:
+    if is_victim:
         executor = pm._ranks.here[0].executor  # type: ignore[union-attr]
         right = executor._do[parse(action).kind]
 
         def die(now: Action) -> None:
             if str(now) == action:
+                (folder / "killed").write_text(str(time.monotonic()))
                 os.kill(os.getpid(), signal.SIGKILL)
             right(now)
 
@@ -29,5 +58,52 @@ def main(victim: int, action: str) -> None:
     pm.step(*share)
 
 
+def fork_ranks(made: tuple[Program, Options, Batch], victim: int, action: str, folder: Path) -> dict[int, int]:
+    """Start the ranks of one case; returns rank -> process id. Each writes to `folder` when it ends, and what it raises."""
+    folder.mkdir()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    pids = {}
+    for rank in range(made[0].mesh.size):
+        pids[rank] = os.fork()
+        if pids[rank] == 0:
+            signal.alarm(100)  # whatever hangs is killed, and seen by its code
+            env = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": made[0].mesh.size, "MASTER_PORT": port}
+            os.environ.update({key: str(value) for key, value in env.items()}, MASTER_ADDR="127.0.0.1")
+            error = "none"
+            try:
+                run_rank(made, rank == victim, action, folder)
+            except BaseException as exc:
+                error = f"{type(exc).__name__}: {exc}"
+            (folder / str(rank)).write_text(f"{time.monotonic()} {error}")
+            os._exit(error != "none")
+    return pids
+
+
+def main(cases: list[Any]) -> None:
+    programs = {str(mesh): compiled(mesh) for mesh in [case[0] for case in cases]}
+    with tempfile.TemporaryDirectory() as root:
+        folders = [Path(root) / str(number) for number in range(len(cases))]
+        started = [
+            fork_ranks(programs[str(mesh)], victim, action, folder)
+            for (mesh, victim, action), folder in zip(cases, folders, strict=True)
+        ]
+        results = []
+        for (_, victim, _), folder, pids in zip(cases, folders, started, strict=True):
+            codes = {rank: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for rank, pid in pids.items()}
+            if codes.pop(victim) != -signal.SIGKILL:
+                raise RuntimeError(f"rank {victim} was not killed: {(folder / str(victim)).read_text()}")
+            killed = float((folder / "killed").read_text())
+            ends = {rank: (folder / str(rank)).read_text().split(" ", 1) for rank in codes}
+            results.append(
+                {
+                    rank: {"code": codes[rank], "seconds": float(ends[rank][0]) - killed, "error": ends[rank][1]}
+                    for rank in codes
+                }
+            )
+    print(json.dumps(results))
+
+
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2])
+    main(json.loads(sys.argv[1]))

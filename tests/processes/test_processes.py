@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -11,6 +12,8 @@ import time
 from pathlib import Path
 
 import pytest
+
+from autoptd.ir.actions import Kind, parse
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
@@ -57,12 +60,44 @@ def test_eight_processes_train_like_one_device(tmp_path: Path) -> None:
     assert told["eval_equals_step"]
 
 
-@pytest.mark.parametrize(("victim", "action"), [(3, "B1.1"), (1, "SEND_F0.2>1")])
-def test_killed_rank_ends_the_others_and_is_named(victim: int, action: str) -> None:
-    processes = start("die_in_a_step.py", 4, str(victim), action)
-    results = finish(processes, timeout=120)
-    assert results[victim][0] == -9
-    for rank, (code, _, err) in enumerate(results):
-        if rank != victim:
-            assert code not in (0, None), f"rank {rank} went on"
-            assert "RuntimeFault" in err and f"rank {victim}" in err, f"rank {rank} said:\n{err[-1500:]}"
+TWO, FOUR = {"p": 2}, {"p": 2, "d": 2}
+DEATHS = [  # mesh, which rank dies at which action of the step
+    (TWO, 0, "F0.2"),
+    (TWO, 1, "B1.1"),
+    (TWO, 0, "W0.1"),
+    (TWO, 0, "SEND_F0.2>1"),
+    (TWO, 1, "RECV_F1.2<0"),
+    (TWO, 1, "SEND_B1.1>0"),
+    (TWO, 0, "RECV_B0.2<1"),
+    (TWO, 1, "REDUCE1"),
+    ({"d": 2}, 1, "REDUCE0"),
+    (FOUR, 3, "B1.1"),
+]
+
+
+def test_a_rank_killed_at_any_kind_of_action_ends_the_others_and_is_named() -> None:
+    """Every other rank ends before the timeout, and says who died and for what it waited itself: action and microbatch."""
+    assert {parse(action).kind for _, _, action in DEATHS} == set(Kind)
+    command = [sys.executable, str(HERE / "die_in_a_step.py"), json.dumps(DEATHS)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for (mesh, victim, action), others in zip(DEATHS, json.loads(done.stdout.splitlines()[-1]), strict=True):
+        assert len(others) == mesh.get("p", 1) * mesh.get("d", 1) - 1
+        for rank, end in others.items():
+            told = f"rank {victim} killed at {action}; rank {rank} said after {end['seconds']:.1f} s:\n{end['error']}"
+            assert end["code"] == 1 and 0 <= end["seconds"] < 15, told
+            assert end["error"].startswith("RuntimeFault: ") and f"rank {victim}" in end["error"], told
+            assert any(re.search(one.replace("RANK", rank), end["error"]) for one in waits_of(mesh, action)), told
+
+
+def waits_of(mesh: dict[str, int], action: str) -> list[str]:
+    """What a rank may say that it was doing: waiting for a message or, in the end, for the sum of a gradient or the loss."""
+    message = r"rank RANK at [FB]\d\.\d: (receive|send) '(RECV|SEND)_[FB]\d\.\d[<>]\d'"
+    gradient = (
+        r"rank RANK at (gradients: all_reduce\w* '(tied )?gradients transformer\.wte\.weight|loss: all_reduce 'loss')"
+    )
+    another = r"seen by rank RANK at \w+(\.\d)? in \w+ '"
+    if mesh == FOUR:
+        return [message, gradient, another]
+    return [gradient] if parse(action).kind is Kind.REDUCE else [message]
