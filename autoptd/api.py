@@ -59,9 +59,9 @@ def parallelize(
 
     `v` model chunks per pipeline rank; `loss_fn(output, targets)` where the model returns no loss; `num_microbatches` per
     replica and step (default: the largest divisor of the replica's rows that is <= 4p, a multiple of p preferred);
-    `schedule` "gpipe", "1f1b" or "interleaved"; `backend` "local", "gloo" or "nccl"; `timeout` in seconds; `nan="ignore"` lets
-    a NaN loss pass; `seed` draws the dropout masks; `p2p` says how stages send where t > 1: "direct", "scatter_gather" or
-    "auto"; the last three are hooks on the backward of linear layers. See `Options`.
+    `schedule` one of `autoptd.options.SCHEDULES`; `backend` "local", "gloo" or "nccl"; `timeout` in seconds; `nan="ignore"`
+    lets a NaN loss pass; `seed` draws the dropout masks; `p2p` says how stages send where t > 1: "direct", "scatter_gather"
+    or "auto"; the last three are hooks on the backward of linear layers. See `Options`.
     `later` catches keywords of features that do not exist yet.
 
     Raises TraceError when the model cannot be captured faithfully and PlanError when the request cannot be met, before any

@@ -20,7 +20,7 @@ from autoptd import trace as tracing
 from autoptd.compat import tree_flatten, tree_unflatten
 from autoptd.dump import Forms
 from autoptd.errors import PlanError, TraceError
-from autoptd.ir.actions import Orders, ranks_of_stages
+from autoptd.ir.actions import Kind, Orders, ranks_of_stages
 from autoptd.ir.machine import Machine
 from autoptd.ir.notes import note
 from autoptd.ir.parcels import plan_parcels
@@ -103,12 +103,13 @@ def compile_program(
     passes.localize(graph, sizes)
     forms.end("LOCAL", graph)
 
-    passes.hook_gemms(graph, overlap=options.async_tensor_model_parallel_allreduce, wgrad=options.wgrad)
+    wgrad = taker_of_weight_gradients(options, orders)
+    passes.hook_gemms(graph, overlap=options.async_tensor_model_parallel_allreduce, wgrad=wgrad)
 
     crossing = codegen.crossings(graph)
     orders = connect_orders(orders, crossing)
     files = [
-        codegen.write_stage(graph, k, options.t, crossing, about(options, batch, ranks, k))
+        codegen.write_stage(graph, k, options.t, crossing, about(options, batch, ranks, k, wgrad))
         for k in range(options.num_stages)
     ]
     of_one_device, of_a_rank = (partial(passes.local_shape, sizes=replace(sizes, t=n)) for n in (1, options.t))
@@ -236,6 +237,13 @@ def make_orders(options: Options, m: int) -> Orders:
     if options.delay_wgrad_compute is not None:
         orders = schedule.delay_weight_gradients(orders, options.delay_wgrad_compute)
     return orders
+
+
+def taker_of_weight_gradients(options: Options, orders: Orders) -> str:
+    """The attribute of a stage that takes the gradients of linear layers' weights; "" for autograd."""
+    if any(action.kind is Kind.W for order in orders for action in order):
+        return "deferred"
+    return "main_grads" if options.accumulate_allreduce_grads_in_fp32 else ""
 
 
 def connect_orders(orders: Orders, crossing: list[codegen.Crossing]) -> Orders:

@@ -12,7 +12,16 @@ from typing import Any
 from autoptd.errors import PlanError
 from autoptd.ir.mesh import Mesh
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved")
+SCHEDULES: dict[str, int] = {  # model chunks per pipeline rank that a schedule runs; 0: any number
+    "gpipe": 1,
+    "1f1b": 1,
+    "interleaved": 0,
+    "looped_bfs": 0,
+    "zb_h1": 1,
+    "zb_2p": 1,
+    "zbv": 2,
+}
+ZERO_BUBBLE = ("zb_h1", "zb_2p", "zbv")  # they place the weight gradients, as actions W, themselves
 P2P = ("auto", "scatter_gather", "direct")
 DELAYS = ("after_b", "before_reduce")
 GEMM_HOOKS = (
@@ -47,7 +56,7 @@ class Options:
     """One request: t, p, d degrees, v model chunks per pipeline rank, and how to run.
 
     `num_microbatches` counts per replica and step; None takes the largest divisor of the replica's rows that is at most 4p,
-    a multiple of p preferred. `schedule` is "gpipe", "1f1b" or "interleaved"; None takes 1f1b for v=1, else interleaved.
+    a multiple of p preferred. `schedule` is one of `SCHEDULES`; None takes 1f1b for v=1, else interleaved.
     `seed` draws the dropout masks. `timeout` is in seconds. `nan="ignore"` lets a NaN loss pass. `p2p` says how a value that
     is equal on all tensor ranks travels between stages: "direct", each rank sends all of it; "scatter_gather", each sends 1/t
     and the receivers gather (SC'21, section 4.1); "auto", whichever is faster by the description of the machine
@@ -92,14 +101,10 @@ class Options:
             _check_degree("num_microbatches", self.num_microbatches)
         if self.schedule is None:
             object.__setattr__(self, "schedule", "interleaved" if self.v > 1 else "1f1b")
-        if self.schedule not in SCHEDULES:
-            raise PlanError(f"schedule={self.schedule!r}", "no such schedule", f"one of {', '.join(SCHEDULES)}")
-        if self.v > 1 and (self.p == 1 or self.schedule != "interleaved"):
-            raise PlanError(
-                f"v={self.v}",
-                f"several model chunks per rank need p > 1 and the interleaved schedule (p={self.p}, {self.schedule})",
-                "v=1, or p >= 2 with schedule='interleaved'",
-            )
+        check_schedule(str(self.schedule), self.v)
+        if self.v > 1 and self.p == 1:
+            fact = "several model chunks per pipeline rank gain nothing without a pipeline (p=1)"
+            raise PlanError(f"v={self.v}", fact, "v=1, or p >= 2")
         if self.backend not in (None, "local", "gloo", "nccl"):
             raise PlanError(f"backend={self.backend!r}", "no such backend", "'local', 'gloo', 'nccl' or None")
         if self.nan not in ("raise", "ignore"):
@@ -114,17 +119,13 @@ class Options:
         if self.delay_wgrad_compute not in (None, *DELAYS):
             remedy = f"{', '.join(map(repr, DELAYS))} or None"
             raise PlanError(f"delay_wgrad_compute={self.delay_wgrad_compute!r}", "no such place for W", remedy)
+        if self.delay_wgrad_compute is not None and self.schedule in ZERO_BUBBLE:
+            fact = f"schedule={self.schedule!r} places the weight gradients itself"
+            raise PlanError(f"delay_wgrad_compute={self.delay_wgrad_compute!r}", fact, "one of the two")
 
     @property
     def mesh(self) -> Mesh:
         return Mesh(self.t, self.p, self.d)
-
-    @property
-    def wgrad(self) -> str:
-        """The attribute of a stage that takes the gradients of linear layers' weights; "" for autograd."""
-        if self.delay_wgrad_compute is not None:
-            return "deferred"
-        return "main_grads" if self.accumulate_allreduce_grads_in_fp32 else ""
 
     @property
     def num_stages(self) -> int:
@@ -142,6 +143,16 @@ def make_options(**keywords: Any) -> Options:
         if name not in known:
             raise PlanError(f"{name}=", "no such keyword", f"one of {', '.join(sorted(known))}")
     return Options(**keywords)
+
+
+def check_schedule(name: str, v: int) -> None:
+    """Refuse a schedule that does not exist, or that does not run `v` model chunks per pipeline rank."""
+    if name not in SCHEDULES:
+        raise PlanError(f"schedule={name!r}", "no such schedule", f"one of {', '.join(SCHEDULES)}")
+    if SCHEDULES[name] not in (0, v):
+        others = [other for other, chunks in SCHEDULES.items() if chunks in (0, v)]
+        fact = f"schedule={name!r} runs {SCHEDULES[name]} model chunk{'s' * (SCHEDULES[name] > 1)} per pipeline rank"
+        raise PlanError(f"v={v}", fact, f"v={SCHEDULES[name]}, or a schedule in {{{', '.join(others)}}}")
 
 
 def _check_degree(name: str, value: Any) -> None:

@@ -58,8 +58,8 @@ class Batch:
         return self.traced_rows * max(2, -(-self.rows * self.pieces // self.traced_rows))
 
 
-def about(options: Options, batch: Batch, ranks: Sequence[int], stage: int) -> list[str]:
-    """The header of a stage file; `ranks` are the pipeline ranks of all stages."""
+def about(options: Options, batch: Batch, ranks: Sequence[int], stage: int, wgrad: str) -> list[str]:
+    """The header of a stage file; `ranks` are the pipeline ranks of all stages, `wgrad` what takes weight gradients."""
     b, m, rank = batch.rows, batch.num_microbatches, ranks[stage]
     return [
         f"Stage {stage} of {options.num_stages}: model chunk {ranks[:stage].count(rank)} of pipeline rank {rank}.",
@@ -67,18 +67,18 @@ def about(options: Options, batch: Batch, ranks: Sequence[int], stage: int) -> l
         f"plan: {options.mesh}, v={options.v}, {m} microbatches of {b} rows per replica, schedule {options.schedule}.",
         "Shapes in comments are a rank's, of one microbatch. `w`: parameters, `b`: buffers, `tp`: the tensor-parallel group.",
         "Types over tp: I invariant, R replicated with a partial gradient, P partial sum, S sharded; rt.p_to_i turns P into I.",
-        *_about_hooks(options),
+        *_about_hooks(options, wgrad),
     ]
 
 
-def _about_hooks(options: Options) -> list[str]:
+def _about_hooks(options: Options, wgrad: str) -> list[str]:
     """What an `rt.linear` in the file means, where there are any."""
     said = []
     if options.async_tensor_model_parallel_allreduce:
         said.append("overlap=tp all-reduces the gradient of the input while the weight's is computed")
-    if options.wgrad == "main_grads":
+    if wgrad == "main_grads":
         said.append("wgrad=self.main_grads adds the weight's gradient to the sum from within the GEMM")
-    if options.wgrad == "deferred":
+    if wgrad == "deferred":
         said.append("wgrad=self.deferred leaves the weight's gradient to action W")
     lines = [f"rt.linear is F.linear with hooks on its backward: {'; '.join(said)}."] if said else []
     if options.accumulate_allreduce_grads_in_fp32:

@@ -8,10 +8,11 @@ somebody wrote.
     simulate(orders).bubble == 1 / 4
 """
 
-from autoptd.schedule.orders import build_orders, gpipe, interleaved, one_f_one_b
+from autoptd.schedule.orders import build_orders, gpipe, interleaved, looped_bfs, one_f_one_b
 from autoptd.schedule.simulate import Simulation, Span, simulate
 from autoptd.schedule.transfers import Link, add_transfers
 from autoptd.schedule.weight_gradients import PLACEMENTS, delay_weight_gradients
+from autoptd.schedule.zero_bubble import zb_2p, zb_h1, zbv
 
 __all__ = [
     "PLACEMENTS",
@@ -23,6 +24,10 @@ __all__ = [
     "delay_weight_gradients",
     "gpipe",
     "interleaved",
+    "looped_bfs",
     "one_f_one_b",
     "simulate",
+    "zb_2p",
+    "zb_h1",
+    "zbv",
 ]

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from autoptd.errors import PlanError
 from autoptd.ir.actions import Action, Kind, Orders
+from autoptd.options import check_schedule
+from autoptd.schedule.zero_bubble import zb_2p, zb_h1, zbv
 
 
 def gpipe(p: int, m: int) -> Orders:
@@ -47,17 +49,24 @@ def interleaved(p: int, v: int, m: int) -> Orders:
     return [_interleaved_rank(rank, p, v, m) for rank in range(p)]
 
 
+def looped_bfs(p: int, v: int, m: int) -> Orders:
+    """Breadth first (Lamy-Poirier 2022): all microbatches through a rank's first chunk, then through its next.
+
+    Backward the other way around, the last microbatch first. The bubble is (p-1)/(v*m) for m >= p, v*m chunks live.
+    """
+    orders: Orders = []
+    for rank in range(p):
+        forwards = [action for chunk in range(v) for action in _one_stage(Kind.F, chunk * p + rank, m)]
+        orders.append(forwards + [Action(Kind.B, one.stage, one.microbatch) for one in reversed(forwards)])
+    return orders
+
+
 def build_orders(name: str, p: int, v: int, m: int) -> Orders:
-    """Return the orders of the schedule called `name` ("gpipe", "1f1b" or "interleaved"); F and B only."""
-    if name == "interleaved":
-        return interleaved(p, v, m)
-    if v != 1:
-        raise PlanError(f"v={v}", f"the {name} schedule runs one model chunk per rank", "v=1 or schedule='interleaved'")
-    if name == "gpipe":
-        return gpipe(p, m)
-    if name == "1f1b":
-        return one_f_one_b(p, m)
-    raise PlanError(f"schedule={name!r}", "no such schedule", "one of gpipe, 1f1b, interleaved")
+    """Return the orders of the schedule called `name`, one of `options.SCHEDULES`: F, B and, for zero bubble, W."""
+    check_schedule(name, v)
+    of_one_chunk = {"gpipe": gpipe, "1f1b": one_f_one_b, "zb_h1": zb_h1, "zb_2p": zb_2p, "zbv": zbv}
+    of_chunks = {"interleaved": interleaved, "looped_bfs": looped_bfs}
+    return of_chunks[name](p, v, m) if name in of_chunks else of_one_chunk[name](p, m)
 
 
 def _interleaved_rank(rank: int, p: int, v: int, m: int) -> list[Action]:

@@ -29,8 +29,8 @@ def zb_2p(p: int, m: int) -> Orders:
     return play(range(p), m, most_live=2 * p - 1)
 
 
-def zb_v(p: int, m: int) -> Orders:
-    """ZBV: two stages per rank in the shape of a V, 1F1B's memory (2p half-size stages live), and no wait but the start."""
+def zbv(p: int, m: int) -> Orders:
+    """ZBV: two stages per rank in the shape of a V, 1F1B's memory (2p half-size stages live), (p-1) of 6m units idle."""
     return play([*range(p), *reversed(range(p))], m, most_live=2 * p)
 
 

@@ -13,20 +13,23 @@ import torch.nn.functional as F
 from torch import nn
 
 import autoptd
+from autoptd.options import SCHEDULES
 from tests.parity.models import VOCAB, batch, gpt, separate, skipping, uneven
 
 MESHES = [(1, 1, 1, 1), (2, 1, 1, 1), (4, 1, 1, 1), (1, 2, 1, 1), (1, 4, 1, 1), (1, 2, 1, 2), (1, 1, 2, 1)]
 MESHES += [(2, 2, 1, 1), (2, 2, 2, 1), (2, 2, 2, 2), (4, 2, 1, 2)]
 
 
-def schedules(p: int, v: int) -> list[str]:
-    """The schedules that apply to a mesh."""
+def schedules(t: int, p: int, d: int, v: int) -> list[str]:
+    """The schedules that apply to a mesh; the newer ones on the full mesh only, as `tests/grid.py` covers the rest."""
     if p == 1:
         return ["1f1b"]
-    return ["interleaved"] if v > 1 else ["gpipe", "1f1b", "interleaved"]
+    is_full = t == p == d == 2
+    asked = SCHEDULES if is_full else ("gpipe", "1f1b", "interleaved")
+    return [name for name in asked if SCHEDULES[name] in (0, v)]
 
 
-CASES = [(*mesh, schedule) for mesh in MESHES for schedule in schedules(mesh[1], mesh[3])]
+CASES = [(*mesh, schedule) for mesh in MESHES for schedule in schedules(*mesh)]
 
 
 @pytest.mark.parametrize(("t", "p", "d", "v", "schedule"), CASES)
@@ -50,6 +53,7 @@ def test_any_number_of_layers(t: int, p: int, v: int, layers: int) -> None:
 
 
 ODD_COUNTS = [(2, 1, "1f1b", 1), (2, 1, "1f1b", 3), (4, 1, "gpipe", 3), (2, 2, "interleaved", 6)]
+ODD_COUNTS += [(2, 1, "zb_h1", 1), (4, 1, "zb_2p", 3), (3, 2, "zbv", 2), (3, 2, "looped_bfs", 1)]
 
 
 @pytest.mark.parametrize(("p", "v", "schedule", "m"), ODD_COUNTS)
@@ -57,7 +61,28 @@ def test_any_number_of_microbatches(p: int, v: int, schedule: str, m: int) -> No
     autoptd.verify(gpt(), p=p, v=v, schedule=schedule, num_microbatches=m, example_inputs=batch(6))
 
 
-@pytest.mark.parametrize("mesh", [{"p": 2}, {"p": 3, "d": 2}, {"t": 2, "p": 2, "v": 3}])
+@pytest.mark.parametrize(
+    "schedule", [{"schedule": "zb_h1"}, {"schedule": "zb_2p"}, {"schedule": "zbv", "v": 2}], ids=str
+)
+def test_zero_bubble_defers_the_gemms_of_weights_only(schedule: dict[str, Any]) -> None:
+    """A tied embedding, norms and biases stay with B; sums in float32 (here float64) and an all-reduce beside the GEMM."""
+    hooks = {"accumulate_allreduce_grads_in_fp32": True, "async_tensor_model_parallel_allreduce": True}
+    program = autoptd.compile(gpt(), t=2, p=2, d=2, **schedule, **hooks, example_inputs=batch())
+    assert "wgrad=self.deferred" in program.sources["stage_0.py"]
+    assert " W0.0 " in program.schedule
+    autoptd.verify(gpt(), t=2, p=2, d=2, **schedule, **hooks, example_inputs=batch(), steps=2)
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        {"p": 2},
+        {"p": 3, "d": 2},
+        {"t": 2, "p": 2, "v": 3},
+        {"p": 3, "v": 2, "schedule": "zbv"},
+        {"p": 3, "schedule": "zb_h1"},
+    ],
+)
 def test_skips_and_inputs_of_later_stages(mesh: dict[str, int]) -> None:
     ids, targets = batch(12)
     autoptd.verify(skipping(), **mesh, example_inputs=(ids, targets))

@@ -131,6 +131,7 @@ def test_an_f_is_found_behind_a_view() -> None:
         ({"accumulate_allreduce_grads_in_fp32": "yes"}, "on or off"),
         ({"delay_wgrad_compute": True}, "no such place for W"),
         ({"delay_wgrad_compute": "later"}, "'after_b', 'before_reduce' or None"),
+        ({**DELAY, "p": 2, "schedule": "zb_h1"}, "schedule='zb_h1' places the weight gradients itself"),
     ],
 )
 def test_options_are_checked(keywords: dict[str, Any], message: str) -> None:

@@ -4,7 +4,7 @@ from collections import Counter
 from types import SimpleNamespace
 
 import pytest
-from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B, ScheduleLoopedBFS
 
 from autoptd.errors import PlanError
 from autoptd.ir.actions import Action, Kind, Orders, format_orders, parse_orders
@@ -14,6 +14,7 @@ from autoptd.schedule import build_orders, gpipe, interleaved, one_f_one_b
 GRID = [(name, p, 1, m) for name in ("gpipe", "1f1b") for p in (1, 2, 3, 4, 8) for m in (1, 2, 5, 8)] + [
     ("interleaved", p, v, rounds * p) for p in (1, 2, 3, 4) for v in (1, 2, 3) for rounds in (1, 2, 5)
 ]
+GRID += [("looped_bfs", p, v, m) for p in (1, 2, 3, 4) for v in (1, 2, 3) for m in (1, 2, 5, 8)]
 
 
 def test_golden_interleaved():
@@ -56,9 +57,10 @@ def test_orders_are_those_of_torch(name: str, p: int, v: int, m: int):
 
 def torch_orders(name: str, p: int, v: int, m: int) -> Orders:
     """What torch's schedule classes would run; their stages are stubs, as no process group is needed for a listing."""
-    if name == "interleaved":
+    if name in ("interleaved", "looped_bfs"):
         stages = [stub_stage(stage, p, v) for stage in range(0, p * v, p)]
-        listing = ScheduleInterleaved1F1B(stages, m).pipeline_order
+        made = {"interleaved": ScheduleInterleaved1F1B, "looped_bfs": ScheduleLoopedBFS}[name](stages, m)
+        listing = made.pipeline_order
     else:
         schedule = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[name](stub_stage(0, p, 1), m)
         listing = getattr(schedule, "pipeline_order", None)
@@ -104,10 +106,13 @@ def test_interleaved_names_the_nearest_counts_that_work(p: int, v: int, m: int, 
 
 def test_build_orders_knows_every_schedule_and_no_other():
     assert build_orders("1f1b", 2, 1, 3) == one_f_one_b(2, 3)
-    for name in SCHEDULES:
-        assert build_orders(name, 2, 1, 4)
+    for name, chunks in SCHEDULES.items():
+        assert build_orders(name, 2, chunks or 3, 4)
     with pytest.raises(PlanError, match="no such schedule"):
         build_orders("zb", 2, 1, 4)
-    for name in ("gpipe", "1f1b"):
-        with pytest.raises(PlanError, match="one model chunk per rank"):
+    for name in ("gpipe", "1f1b", "zb_h1", "zb_2p"):
+        with pytest.raises(PlanError, match="runs 1 model chunk per pipeline rank") as caught:
             build_orders(name, 2, 2, 4)
+        assert caught.value.remedy == "v=1, or a schedule in {interleaved, looped_bfs, zbv}"
+    with pytest.raises(PlanError, match="'zbv' runs 2 model chunks per pipeline rank"):
+        build_orders("zbv", 2, 1, 4)
