@@ -31,24 +31,26 @@ from autoptd.viz.draw import draw
 
 def parallelize(
     model: nn.Module,
-    t: int = 1,
-    p: int = 1,
-    d: int = 1,
+    t: int | None = None,
+    p: int | None = None,
+    d: int | None = None,
     *,
-    v: int = 1,
+    v: int | None = None,
     example_inputs: Any = None,
     loss_fn: Callable[..., Any] | None = None,
     num_microbatches: int | None = None,
     schedule: str | None = None,
-    seed: int = 0,
+    seed: int | None = None,
     device: str | None = None,
     backend: str | None = None,
     timeout: float = 300.0,
     nan: str = "raise",
-    p2p: str = "auto",
-    async_tensor_model_parallel_allreduce: bool = False,
-    accumulate_allreduce_grads_in_fp32: bool = False,
+    p2p: str | None = None,
+    async_tensor_model_parallel_allreduce: bool | None = None,
+    accumulate_allreduce_grads_in_fp32: bool | None = None,
     delay_wgrad_compute: str | None = None,
+    memory: float | None = None,
+    plan: dict[str, Any] | str | Path | None = None,
     **later: Any,
 ) -> ParallelModel:
     """Return `model` running on t*p*d ranks: t tensor, p pipeline, d data parallel (Narayanan et al., SC'21).
@@ -61,8 +63,9 @@ def parallelize(
     replica and step (default: the largest divisor of the replica's rows that is <= 4p, a multiple of p preferred);
     `schedule` one of `autoptd.options.SCHEDULES`; `backend` "local", "gloo" or "nccl"; `timeout` in seconds; `nan="ignore"`
     lets a NaN loss pass; `seed` draws the dropout masks; `p2p` says how stages send where t > 1: "direct", "scatter_gather"
-    or "auto"; the last three are hooks on the backward of linear layers. See `Options`.
-    `later` catches keywords of features that do not exist yet.
+    or "auto"; the next three are hooks on the backward of linear layers, see `Options`. `memory` bounds the bytes of a rank;
+    `plan` is a plan.json (its path, or a dict) whose decisions are taken (`ir/plan.py`). What is left out is the plan's,
+    else the default of `Options`. `later` catches keywords of features that do not exist yet.
 
     Raises TraceError when the model cannot be captured faithfully and PlanError when the request cannot be met, before any
     rank starts.
@@ -84,6 +87,8 @@ def parallelize(
         async_tensor_model_parallel_allreduce=async_tensor_model_parallel_allreduce,
         accumulate_allreduce_grads_in_fp32=accumulate_allreduce_grads_in_fp32,
         delay_wgrad_compute=delay_wgrad_compute,
+        memory=memory,
+        plan=plan,
         **later,
     )
     check_module(model)

@@ -8,6 +8,7 @@ No process group, no GPU and no weights in memory are needed: meta parameters co
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -96,10 +97,18 @@ def compile_program(
 
     orders = make_orders(options, batch.num_microbatches)
     ranks = ranks_of_stages(orders)
-    cut = passes.cut(graph, ranks, options.t, Machine())
+    sizes = passes.Sizes(options.t, batch.traced_rows, batch.rows, batch.pieces)
+    cut = passes.cut(
+        graph,
+        ranks,
+        sizes,
+        Machine(memory=options.memory or math.inf),
+        live=schedule.live_moments(orders),
+        main_grads=options.accumulate_allreduce_grads_in_fp32,
+        pinned=options.plan.cut,
+    )
     forms.add("CUT", graph)
 
-    sizes = passes.Sizes(options.t, batch.traced_rows, batch.rows, batch.pieces)
     passes.localize(graph, sizes)
     forms.end("LOCAL", graph)
 
@@ -113,10 +122,12 @@ def compile_program(
         for k in range(options.num_stages)
     ]
     of_one_device, of_a_rank = (partial(passes.local_shape, sizes=replace(sizes, t=n)) for n in (1, options.t))
-    costs = passes.count_work(graph, options.t, of_one_device, of_a_rank)
+    costs = {**passes.count_work(graph, options.t, of_one_device, of_a_rank), "cut": cut}
     params = param_specs(graph, captured, options)
     crossed = tuple(crossing_spec(one) for one in crossing)
     parcels = plan_parcels(crossed, ranks, options.mesh, options.p2p, Machine())
+    plan = plan_record(options, batch, cut, params, fallbacks)
+    options.plan.check_shard(plan["shard"])
     return Program(
         mesh=options.mesh,
         v=options.v,
@@ -137,7 +148,7 @@ def compile_program(
         dropouts=dropout_specs(graph),
         fallbacks=tuple(fallbacks),
         weighted=any(file.counts for file in files),
-        plan=plan_record(options, batch, cut, params, fallbacks),
+        plan=plan,
         costs=costs,
         buffers={name: value.detach() for name, value in captured.buffers.items()},
         graphs=forms.graphs,

@@ -6,11 +6,12 @@ Options(t=2, p=2, d=2, v=2).mesh.size == 8
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from autoptd.errors import PlanError
 from autoptd.ir.mesh import Mesh
+from autoptd.ir.plan import Plan, nearest, read_plan
 
 SCHEDULES: dict[str, int] = {  # model chunks per pipeline rank that a schedule runs; 0: any number
     "gpipe": 1,
@@ -29,6 +30,7 @@ GEMM_HOOKS = (
     "accumulate_allreduce_grads_in_fp32",
     "delay_wgrad_compute",
 )
+PLANNED = ("seed", "p2p", "memory", *GEMM_HOOKS)  # what a plan says under "options"
 NOT_YET = {
     "c": "context parallelism",
     "zero": "optimizer sharding",
@@ -37,13 +39,11 @@ NOT_YET = {
     "sequence_parallel": "sequence parallelism",
     "fuse": "fused-op substitution",
     "dropout_exact": "fused attention with random numbers of its own",
-    "plan": "a plan fed back",
 }
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "c": (1,),
     "sequence_parallel": (False,),
     "fuse": (False,),
-    "plan": (None,),
     "zero": (0, None),
     "precision": (None,),
     "recompute": (None, False),
@@ -61,6 +61,9 @@ class Options:
     is equal on all tensor ranks travels between stages: "direct", each rank sends all of it; "scatter_gather", each sends 1/t
     and the receivers gather (SC'21, section 4.1); "auto", whichever is faster by the description of the machine
     (ir/machine.py; the rule: ir/parcels.py).
+
+    `memory` is what a rank may hold, in bytes: parameters with gradients and AdamW's two moments, and the activations of the
+    microbatches in flight; None: no bound. `plan` pins decisions (`ir/plan.py`).
 
     The rest, all off by default, are hooks on the backward of linear layers (runtime/linear.py), under Megatron's names. A
     layer with a hook is a Python autograd function: about 10% slower at h=64, nothing from h=256 (benchmarks).
@@ -93,6 +96,8 @@ class Options:
     async_tensor_model_parallel_allreduce: bool = False
     accumulate_allreduce_grads_in_fp32: bool = False
     delay_wgrad_compute: str | None = None
+    memory: float | None = None
+    plan: Plan = field(default_factory=Plan)
 
     def __post_init__(self) -> None:
         for name in ("t", "p", "d", "v"):
@@ -111,6 +116,8 @@ class Options:
             raise PlanError(f"nan={self.nan!r}", "no such choice", "'raise' or 'ignore'")
         if self.p2p not in P2P:
             raise PlanError(f"p2p={self.p2p!r}", "no such way to send", ", ".join(map(repr, P2P)))
+        if self.memory is not None and not self.memory > 0:
+            raise PlanError(f"memory={self.memory}", "no positive number of bytes", "for example memory=80e9")
         if not self.timeout > 0:
             raise PlanError(f"timeout={self.timeout}", "no positive number of seconds", "for example timeout=300")
         for name in GEMM_HOOKS[:2]:
@@ -132,8 +139,11 @@ class Options:
         return self.p * self.v
 
 
-def make_options(**keywords: Any) -> Options:
-    """Return Options from the keywords of `parallelize`, `compile` or `verify`; refuse what does not exist yet."""
+def make_options(*, plan: Any = None, **keywords: Any) -> Options:
+    """Return Options from the keywords of `parallelize`, `compile` or `verify`; refuse what does not exist yet.
+
+    `plan` is a dict or the path of a plan.json; a keyword may not contradict it. A keyword that is None is left out.
+    """
     for name, feature in NOT_YET.items():
         value = keywords.pop(name, NEUTRAL[name][0])
         if value not in NEUTRAL[name]:
@@ -141,8 +151,12 @@ def make_options(**keywords: Any) -> Options:
     known = set(Options.__dataclass_fields__)
     for name in keywords:
         if name not in known:
-            raise PlanError(f"{name}=", "no such keyword", f"one of {', '.join(sorted(known))}")
-    return Options(**keywords)
+            raise PlanError(f"{name}=", "no such keyword", nearest(name, sorted(known)))
+    keywords = {name: value for name, value in keywords.items() if value is not None}
+    if plan is None:
+        return Options(**keywords)
+    said, pinned = read_plan(plan, keywords, frozenset(PLANNED))
+    return Options(**{**{name: value for name, value in said.items() if value is not None}, **keywords, "plan": pinned})
 
 
 def check_schedule(name: str, v: int) -> None:

@@ -37,7 +37,7 @@ from autoptd.ir.program import (
     StageSpec,
 )
 from autoptd.ir.types import I, ValueType, outer_size
-from autoptd.options import GEMM_HOOKS, Options
+from autoptd.options import PLANNED, Options
 
 WORTH_A_WARNING = 0.01
 
@@ -302,7 +302,7 @@ def plan_record(
         "mesh": {"t": options.t, "p": options.p, "d": options.d, "v": options.v},
         "num_microbatches": batch.num_microbatches,
         "schedule": options.schedule,
-        "options": {"seed": options.seed, "p2p": options.p2p} | {name: getattr(options, name) for name in GEMM_HOOKS},
+        "options": {name: getattr(options, name) for name in PLANNED},
         "cut": cut["after"],
         "shard": list(shard.values()),
         "fallbacks": merged_fallbacks(fallbacks),

@@ -123,7 +123,6 @@ FUTURE = {
     "recompute": True,
     "sequence_parallel": True,
     "fuse": "triton",
-    "plan": {},
 }
 
 

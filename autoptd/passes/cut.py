@@ -1,13 +1,13 @@
 """Cut the model into p*v stages so that the busiest pipeline rank is least busy (CONNECTED -> CUT).
 
-Values that depend on parameters and inputs (the *backbone*) are placed exactly once, in model order. What depends on inputs or
-constants alone (position ids, masks) or on parameters alone is cheap and is computed on every stage that needs it; batch inputs
-go to their stages directly. A parameter lives on every stage that reads it: its owner set.
+Values that depend on parameters and inputs (the *backbone*) are placed in model order; what becomes of all other values, and
+of those that cross, is decided in `crossing.py`. A parameter lives on every stage that reads it: its owner set.
 
 Cut points are the positions in backbone order with GEMMs on both sides where few bytes cross; of those with the same GEMMs
 before them the thinnest. A stage costs its operators' seconds on one rank, embedding, head and loss included, and the
-transfer of what crosses at its ends; `balance.py` chooses. Whole layers stay together unless cutting inside of one makes the
-busiest rank faster by more than 5%.
+messages that it sends and receives; a rank holds parameters with their state, and what backward needs of the microbatches in
+flight (`memory.py`). `balance.py` chooses. Whole layers stay together unless cutting inside of one makes the busiest rank
+faster by more than 5%, or is what it takes to fit. A plan may pin the cuts instead (`pins.py`).
 """
 
 from __future__ import annotations
@@ -22,11 +22,16 @@ from torch.fx import Graph, Node
 from autoptd.errors import InternalError, PlanError
 from autoptd.ir.machine import Machine
 from autoptd.ir.notes import is_tensor, note, op_name, output
-from autoptd.passes.balance import Cuts, Line, place
+from autoptd.passes.balance import Cuts, Line, Value, evaluate, least_memory, place
 from autoptd.passes.costs import flops, local_payload, rank_seconds
 from autoptd.passes.crossing import is_never_computed_again, place_values
+from autoptd.passes.localize import Sizes
+from autoptd.passes.memory import count_bytes
+from autoptd.passes.pins import Places, layer_of
 
 WORTH = 0.95  # cutting inside a layer must bring the busiest rank's time down to this share
+GIB = 1 << 30
+Moments = Sequence[Sequence[int]]  # microbatches in flight per stage, at the fullest moments of the ranks
 
 
 @dataclass(frozen=True)
@@ -38,27 +43,147 @@ class Point:
     between_layers: bool
 
 
-def cut(graph: Graph, ranks: Sequence[int], t: int = 1, machine: Machine | None = None) -> dict[str, Any]:
-    """Fill `note(node).stages`; `ranks` is the pipeline rank of every stage.
+def cut(
+    graph: Graph,
+    ranks: Sequence[int],
+    sizes: Sizes | None = None,
+    machine: Machine | None = None,
+    *,
+    live: Moments = (),
+    main_grads: bool = False,
+    pinned: Sequence[int] | Sequence[str] | None = None,
+) -> dict[str, Any]:
+    """Fill `note(node).stages` and `placement`; `ranks` is the pipeline rank of every stage.
 
-    Returns what to write into the plan: the modules where it was cut and why, FLOPs and seconds per stage.
+    `live` are the moments of the schedule; `pinned` the cut of a plan. Returns what to write down: where it was cut and why,
+    FLOPs, seconds and microbatches in flight per stage, seconds and bytes per rank.
     """
-    machine = machine or Machine()
+    machine, sizes = machine or Machine(), sizes or Sizes(1, 2, 2, 1)
     backbone = find_backbone(graph)
-    points = _find_points(backbone, t)
-    seconds = [rank_seconds(node, t, machine) for node in backbone]
-    cuts, why = _choose(points, seconds, ranks, machine)
+    places = Places(backbone)
+    wanted = places.find(pinned, len(ranks)) if pinned is not None else None
+    chooser = _Chooser(graph, backbone, ranks, sizes, machine, live, main_grads)
+    cuts, why = chooser.choose() if wanted is None else chooser.follow(wanted)
     bounds = [-1, *cuts.chosen, len(backbone) - 1]
     home = {node: k for k, (a, b) in enumerate(pairwise(bounds)) for node in backbone[a + 1 : b + 1]}
-    place_values(graph, home, t, machine)
+    place_values(graph, home, sizes.t, machine)
+    if wanted is not None:
+        _check_pinned(backbone, len(ranks))
     check_cut(graph, len(ranks))
+    seconds = chooser.line.work
     return {
-        "after": [note(backbone[i]).module for i in cuts.chosen],
+        "after": [places.name(i) for i in cuts.chosen],
         "why": why,
         "flops": [sum(map(flops, backbone[a + 1 : b + 1])) for a, b in pairwise(bounds)],
         "seconds": [sum(seconds[a + 1 : b + 1]) for a, b in pairwise(bounds)],
         "rank_seconds": list(cuts.loads),
+        "rank_bytes": list(cuts.held),
     }
+
+
+class _Chooser:
+    """The choice of cuts for one graph: the line of its operators, and where it may be cut."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        backbone: list[Node],
+        ranks: Sequence[int],
+        sizes: Sizes,
+        machine: Machine,
+        live: Moments,
+        main_grads: bool,
+    ) -> None:
+        self.ranks, self.machine, self.live = ranks, machine, live
+        self.points = _find_points(backbone, sizes.t)
+        held = count_bytes(graph, backbone, sizes, main_grads)
+        self.line = Line(
+            [rank_seconds(node, sizes.t, machine) for node in backbone],
+            [point.at for point in self.points],
+            _values(backbone, sizes.t, machine),
+            held.kept,
+            held.saved,
+            held.shared,
+        )
+
+    def choose(self) -> tuple[Cuts, str]:
+        """The best cuts between layers, or inside of them where that is worth it or there are too few layers."""
+        whole = self._solve([point.at for point in self.points if point.between_layers])
+        if len(self.ranks) == 1 and whole:
+            return whole, "one stage"
+        inside = self._solve(self.line.points)
+        if inside is None:
+            raise self._refusal()
+        if whole is None:
+            few = sum(point.between_layers for point in self.points) < len(self.ranks) - 1
+            return (
+                inside,
+                f"inside layers: {'there are fewer layers than stages' if few else 'whole layers do not fit'}",
+            )
+        gain = 1 - inside.busiest / whole.busiest
+        if inside.busiest > WORTH * whole.busiest:
+            return whole, f"between layers: cuts inside of them would make the busiest rank {max(gain, 0.0):.1%} faster"
+        return inside, f"inside layers: the busiest rank is {gain:.0%} faster than with whole layers"
+
+    def follow(self, wanted: Sequence[int]) -> tuple[Cuts, str]:
+        """The cuts of a plan, held against those that would be chosen."""
+        cuts = evaluate(self.line, self.ranks, wanted, self.live)
+        if max(cuts.held) > self.machine.memory:
+            raise self._too_full(max(cuts.held), "the cut that the plan pins")
+        try:
+            best, why = self.choose()
+        except PlanError:  # a plan may cut where no point is
+            return cuts, "as the plan says"
+        if cuts.chosen == best.chosen:
+            return best, why
+        change = cuts.busiest / best.busiest - 1
+        how = f"{abs(change):.1%} {'longer' if change > 0 else 'shorter'}"
+        return cuts, f"as the plan says: the busiest rank takes {how} than with the cut that would be chosen"
+
+    def _solve(self, points: Sequence[int]) -> Cuts | None:
+        return place(self._line(points), self.ranks, self.live, self.machine.memory)
+
+    def _line(self, points: Sequence[int]) -> Line:
+        line = self.line
+        return Line(line.work, points, line.values, line.kept, line.saved, line.shared)
+
+    def _refusal(self) -> PlanError:
+        """Why there is no cut: too few places, or too little memory."""
+        most = len(self.points) + 1
+        if most < len(self.ranks):
+            fact = f"more stages than the model can be cut into: {most} at most"
+            return PlanError(f"p*v={len(self.ranks)}", fact, f"p*v <= {most}, or a deeper model")
+        return self._too_full(least_memory(self.line, self.ranks, self.live), "the cut that spreads it best")
+
+    def _too_full(self, needed: float, which: str) -> PlanError:
+        fact = f"with {which}, the fullest rank holds {_gib(needed)} and has {_gib(self.machine.memory)}"
+        fact += " (parameters, gradients, AdamW's two moments; activations of the microbatches in flight)"
+        remedy = (
+            "a larger t or p, smaller microbatches (a larger num_microbatches), a schedule with fewer of them in flight"
+        )
+        return PlanError("memory", fact, remedy + " (1f1b), or more memory")
+
+
+def _gib(nbytes: float) -> str:
+    return f"{nbytes / GIB:,.2f} GiB" if nbytes >= GIB / 100 else f"{nbytes:,.0f} bytes"
+
+
+def _values(backbone: list[Node], t: int, machine: Machine) -> list[Value]:
+    """What may cross, with the seconds that it takes a stage to send it (or to receive it) and its gradient."""
+    order = {node: i for i, node in enumerate(backbone)}
+    values = []
+    for i, node in enumerate(backbone):
+        reads = tuple(sorted(order[user] for user in node.users if user in order))
+        if reads and is_tensor(node):
+            once = local_payload(node, t) / machine.link_bandwidth
+            values.append(Value(i, reads, (1 + note(node).needs_grad) * once))
+    return values
+
+
+def _check_pinned(backbone: list[Node], count: int) -> None:
+    """A stage of a plan must have something to do: a view of what crosses is computed where it is read."""
+    for stage in set(range(count)) - {stage for node in backbone for stage in note(node).stages}:
+        raise PlanError("plan: cut", f"stage {stage} has nothing to compute", "cut behind more than a view or a cast")
 
 
 def find_backbone(graph: Graph) -> list[Node]:
@@ -88,44 +213,12 @@ def _find_points(backbone: list[Node], t: int) -> list[Point]:
         before += bool(flops(backbone[i]))
         if not gemms or not gemms[0] <= i < gemms[-1] or not all(is_tensor(backbone[j]) for j in alive):
             continue
-        between = layer_of(backbone[i]) != layer_of(backbone[i + 1])
+        between = layer_of(note(backbone[i]).module) != layer_of(note(backbone[i + 1]).module)
         found = Point(i, sum(local_payload(backbone[j], t) for j in alive), between)
         key = (before, between)
         if key not in best or found.nbytes < best[key].nbytes:
             best[key] = found
     return sorted(best.values(), key=lambda point: point.at)
-
-
-def _choose(points: list[Point], seconds: list[float], ranks: Sequence[int], machine: Machine) -> tuple[Cuts, str]:
-    """The best cuts between layers, or inside of them where that is worth it or there are too few layers."""
-
-    def solve(among: list[Point]) -> Cuts | None:
-        crossing = [2 * point.nbytes / machine.link_bandwidth + 2 * machine.latency for point in among]
-        return place(Line(seconds, [point.at for point in among], crossing), ranks)
-
-    whole = solve([point for point in points if point.between_layers])
-    if len(ranks) == 1 and whole:
-        return whole, "one stage"
-    inside = solve(points)
-    if inside is None:
-        most = len(points) + 1
-        fact = f"more stages than the model can be cut into: {most} at most"
-        raise PlanError(f"p*v={len(ranks)}", fact, f"p*v <= {most}, or a deeper model")
-    if whole is None:
-        return inside, "inside layers: there are fewer layers than stages"
-    gain = 1 - inside.busiest / whole.busiest
-    if inside.busiest > WORTH * whole.busiest:
-        return whole, f"between layers: cuts inside of them would make the busiest rank {max(gain, 0.0):.1%} faster"
-    return inside, f"inside layers: the busiest rank is {gain:.0%} faster than with whole layers"
-
-
-def layer_of(node: Node) -> str:
-    """The module path up to its first number: `transformer.h.3` for anything inside that layer, else the path's first name."""
-    parts = note(node).module.split(".")
-    for i, part in enumerate(parts):
-        if part.isdigit():
-            return ".".join(parts[: i + 1])
-    return parts[0]
 
 
 def check_cut(graph: Graph, num_stages: int) -> None:

@@ -8,6 +8,7 @@ somebody wrote.
     simulate(orders).bubble == 1 / 4
 """
 
+from autoptd.schedule.live import live_moments
 from autoptd.schedule.orders import build_orders, gpipe, interleaved, looped_bfs, one_f_one_b
 from autoptd.schedule.simulate import Simulation, Span, simulate
 from autoptd.schedule.transfers import Link, add_transfers
@@ -24,6 +25,7 @@ __all__ = [
     "delay_weight_gradients",
     "gpipe",
     "interleaved",
+    "live_moments",
     "looped_bfs",
     "one_f_one_b",
     "simulate",

@@ -10,14 +10,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoptd.passes import balance
-from autoptd.passes.balance import Line, place
+from autoptd.passes.balance import Line, Value, evaluate, least_memory, place
 
 
 def stages_of(line: Line, chosen: Sequence[int]) -> list[float]:
     """Seconds of every stage, counted one by one."""
     bounds = [-1, *chosen, len(line.work) - 1]
-    costs = dict(zip(line.points, line.crossing, strict=True))
-    return [sum(line.work[a + 1 : b + 1]) + costs.get(a, 0.0) + costs.get(b, 0.0) for a, b in pairwise(bounds)]
+    return [sum(line.work[a + 1 : b + 1]) + links_of(line, a, b) for a, b in pairwise(bounds)]
+
+
+def links_of(line: Line, a: int, b: int) -> float:
+    """What the stage of operators a + 1 to b receives, and sends."""
+    received = [one for one in line.values if one.made <= a and any(a < reader <= b for reader in one.reads)]
+    sent = [one for one in line.values if a < one.made <= b and max(one.reads) > b]
+    return sum(one.seconds for one in [*received, *sent])
 
 
 def loads_of(stages: list[float], ranks: Sequence[int]) -> list[float]:
@@ -28,7 +34,11 @@ def loads_of(stages: list[float], ranks: Sequence[int]) -> list[float]:
 def lines(draw: st.DrawFn) -> Line:
     work = draw(st.lists(st.sampled_from([0.0, 0.5, 1.0, 1.0, 2.0, 5.0]), min_size=4, max_size=10))
     points = sorted(draw(st.sets(st.integers(0, len(work) - 2), min_size=3)))
-    return Line(work, points, [draw(st.sampled_from([0.1, 0.1, 0.4])) for _ in points])
+    values = [Value(i, (i + 1,), draw(st.sampled_from([0.1, 0.1, 0.4]))) for i in range(len(work) - 1)]
+    for _ in range(draw(st.integers(0, 2))):  # skips, which some stages neither make nor read
+        made = draw(st.integers(0, len(work) - 2))
+        values.append(Value(made, tuple(sorted(draw(st.sets(st.integers(made + 1, len(work) - 1), min_size=1)))), 0.3))
+    return Line(work, points, values)
 
 
 @settings(max_examples=150, deadline=None)
@@ -71,16 +81,58 @@ def test_several_stages_per_rank(line: Line, ranks: list[int], by_moves: bool) -
 
 def test_memory_is_a_bound() -> None:
     """The fastest cut would put three layers on one rank; its memory has room for two, and one microbatch more in flight."""
-    line = Line([1.0] * 4 + [3.0], range(4), [0.0] * 4, kept=[10.0] * 5, saved=[1.0] * 5)
+    line = Line([1.0] * 4 + [3.0], range(4), kept=[10.0] * 5, saved=[1.0] * 5)
     free = place(line, [0, 1])
     assert free is not None and free.chosen in ((2,), (3,))
-    bound = place(line, [0, 1], live=[2, 1], memory=33.0)
-    assert bound is not None and bound.chosen == (1,)  # 24 and 33 bytes
-    assert place(line, [0, 1], live=[2, 1], memory=20.0) is None
+    live = [(2, 0), (0, 1)]
+    bound = place(line, [0, 1], live, memory=33.0)
+    assert bound is not None and bound.chosen == (1,) and bound.held == (24.0, 33.0)
+    assert place(line, [0, 1], live, memory=32.0) is None and least_memory(line, [0, 1], live) == 33.0
+
+
+def held_of(line: Line, chosen: Sequence[int], ranks: Sequence[int], live: Sequence[Sequence[int]]) -> list[float]:
+    """Bytes of every rank, counted one by one."""
+    bounds = list(pairwise([-1, *chosen, len(line.work) - 1]))
+    held = []
+    for rank in sorted(set(ranks)):
+        mine = {k: range(a + 1, b + 1) for k, (a, b) in enumerate(bounds) if ranks[k] == rank}
+        every = [i for one in mine.values() for i in one]
+        flying = max(sum(moment[k] * line.saved[i] for k in mine for i in mine[k]) for moment in live)
+        shared = sum(nbytes for nbytes, readers in line.shared if set(readers) & set(every))
+        held.append(sum(line.kept[i] for i in every) + flying + shared)
+    return held
+
+
+@settings(max_examples=80, deadline=None)
+@given(lines(), st.sampled_from([[0, 1], [0, 1, 2], [0, 1, 0, 1], [0, 1, 1, 0]]), st.data())
+def test_memory_against_all_ways(line: Line, ranks: list[int], data: st.DataObject) -> None:
+    """What fits is found wherever anything does, and the least that the fullest rank can hold is told."""
+    sizes = st.sampled_from([0.0, 1.0, 4.0])
+    kept, saved = ([data.draw(sizes) for _ in line.work] for _ in range(2))
+    shared = [(3.0, (0, len(line.work) - 1)), (2.0, (1, 2))]
+    line = Line(line.work, line.points, line.values, kept, saved, shared)
+    live = [[data.draw(st.integers(0, 3)) * (rank == one) for rank in ranks] for one in set(ranks) for _ in range(2)]
+    ways = list(combinations(line.points, len(ranks) - 1))
+    if not ways:
+        return
+    least = min(max(held_of(line, one, ranks, live)) for one in ways)
+    assert least_memory(line, ranks, live) == pytest.approx(least)
+    assert place(line, ranks, live, memory=least - 0.5) is None
+    memory = least + data.draw(st.sampled_from([0.0, 2.0]))
+    found = place(line, ranks, live, memory)
+    assert found is not None and list(found.held) == pytest.approx(held_of(line, found.chosen, ranks, live))
+    assert evaluate(line, ranks, found.chosen, live) == found
+    fits = [one for one in ways if max(held_of(line, one, ranks, live)) <= memory]
+    if len(set(ranks)) == len(ranks):
+        assert found.busiest == pytest.approx(min(max(stages_of(line, one)) for one in fits))
+    else:
+        assert score(stages_of(line, found.chosen), ranks) == pytest.approx(
+            min(score(stages_of(line, one), ranks) for one in fits)
+        )
 
 
 def test_large() -> None:
     """SC'21's 128 layers over 64 ranks with two chunks each: one layer a stage, nothing to choose."""
-    line = Line([0.1, *[1.0] * 128, 0.5], range(129), [0.01] * 129)
+    line = Line([0.1, *[1.0] * 128, 0.5], range(129), [Value(i, (i + 1,), 0.01) for i in range(129)])
     found = place(line, [k % 64 for k in range(128)])
     assert found is not None and max(stages_of(line, found.chosen)) < 2.6 and found.busiest < 3.7

@@ -1,0 +1,103 @@
+"""Bytes that a rank holds for every operator of the backbone: parameters with their state, and what backward needs.
+
+In: a CONNECTED graph. Out: `Held`, per position of the backbone. Assumptions, which the error that uses them names:
+
+- a trained parameter is held four times, as itself, its gradient and AdamW's two moments, all in its dtype (and once more where
+  gradients add up in float32); a frozen one and a buffer once. It counts once on every rank that reads it.
+- saved for backward: what an operator makes, unless it makes a view or all that read it forget it (sums, conversions), and of a
+  cross-entropy another copy of its logits. What crosses counts where it is made.
+
+    held = count_bytes(graph, backbone, Sizes(t=2, traced_rows=2, rows=1, pieces=8))
+    sum(held.kept)        # bytes of parameters with their state that have one reader
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch.fx import Graph, Node
+
+from autoptd.ir import markers
+from autoptd.ir.notes import note, op_name, tensor
+from autoptd.passes.costs import VIEWS
+from autoptd.passes.localize import Sizes, local_shapes
+
+COPIES = 4  # a parameter, its gradient, two moments
+FORGOTTEN = {
+    "aten.add",
+    "aten.sub",
+    "aten.sum",
+    "aten.mean",
+    "aten.neg",
+    "aten.clone",
+    "aten.cat",
+}  # need no operand later
+
+
+@dataclass(frozen=True)
+class Held:
+    """Per position: bytes held once, and per microbatch in flight; `shared`: (bytes, positions) of what several read."""
+
+    kept: tuple[float, ...]
+    saved: tuple[float, ...]
+    shared: tuple[tuple[float, tuple[int, ...]], ...]
+
+
+def count_bytes(graph: Graph, backbone: Sequence[Node], sizes: Sizes, main_grads: bool = False) -> Held:
+    """Count; `main_grads`: every trained parameter has a gradient in float32 beside its own."""
+    order = {node: i for i, node in enumerate(backbone)}
+    kept = [0.0] * len(backbone)
+    shared: dict[tuple[int, ...], float] = {}
+    readers: dict[Node, set[int]] = {}
+    for node in reversed(graph.nodes):
+        if node in order or node.op == "output":
+            continue
+        readers[node] = {at for user in node.users for at in _positions(user, order, readers)}
+        if node.op == "placeholder" and note(node).kind in ("param", "buffer"):
+            nbytes = _bytes_kept(node, sizes, main_grads)
+            if len(readers[node]) > 1:
+                shared[tuple(sorted(readers[node]))] = shared.get(tuple(sorted(readers[node])), 0.0) + nbytes
+            else:
+                kept[min(readers[node], default=0)] += nbytes
+    saved = tuple(_bytes_saved(node, sizes) for node in backbone)
+    return Held(tuple(kept), saved, tuple((nbytes, at) for at, nbytes in sorted(shared.items())))
+
+
+def _positions(user: Node, order: dict[Node, int], readers: dict[Node, set[int]]) -> set[int]:
+    return {order[user]} if user in order else readers.get(user, set())
+
+
+def _bytes_kept(node: Node, sizes: Sizes, main_grads: bool) -> float:
+    count = math.prod(local_shapes(node, sizes)[0])
+    itemsize = tensor(node).element_size()
+    if not note(node).needs_grad:
+        return count * itemsize
+    return count * (COPIES * itemsize + (4 if main_grads and itemsize < 8 else 0))
+
+
+def _bytes_saved(node: Node, sizes: Sizes) -> float:
+    """Bytes that the backward of a microbatch keeps of a value."""
+    if not note(node).needs_grad or op_name(node) in VIEWS:
+        return 0.0
+    of_logits = _bytes(node.args[0], sizes) if op_name(node) == "aten.cross_entropy_loss" else 0.0  # type: ignore[arg-type]
+    return of_logits + (_bytes(node, sizes) if _is_needed(node) else 0.0)
+
+
+def _bytes(node: Node, sizes: Sizes) -> float:
+    return float(sum(map(math.prod, local_shapes(node, sizes))) * tensor(node).element_size())
+
+
+def _is_needed(node: Node) -> bool:
+    """Whether anything that reads a value, or a view of it, needs it for its backward."""
+    for user in node.users:
+        if op_name(user) in VIEWS:
+            if _is_needed(user):
+                return True
+        elif user.op != "output" and user.target is not markers.convert and op_name(user) not in FORGOTTEN:
+            return True
+    return False
+
+
+__all__ = ["Held", "count_bytes"]
