@@ -14,7 +14,7 @@ of NCCL's watchdog, which ends the process.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -25,6 +25,7 @@ import torch.distributed as dist
 from autoptd.compat import default_store, env_store
 from autoptd.errors import PlanError
 from autoptd.ir.mesh import Mesh
+from autoptd.runtime.departures import Departures
 from autoptd.runtime.faults import FaultBoard
 from autoptd.runtime.world import Channel, Done, Group, Like, Needs, Pending, World
 
@@ -68,6 +69,8 @@ class DistributedWorld(World):
     def close(self) -> None:
         """End the default process group if this world made it; the ranks should have finished together."""
         self.board.close()
+        for channel in self._outgoing.values():
+            channel.close()
         if self._owns_default and dist.is_initialized():
             dist.destroy_process_group()
 
@@ -173,27 +176,32 @@ class DistributedChannel(Channel):
 
     def __init__(self, world: DistributedWorld, handle: dist.ProcessGroup, source: int, target: int) -> None:
         self._world, self.handle, self._source, self._target = world, handle, source, target
+        self._departures = Departures(f"sends of rank {source} to rank {target}")
 
     def send(self, tensors: Sequence[Tensor], site: str) -> Pending:
         kept = [x.detach().contiguous() for x in tensors]
-        return self._start("send", site, lambda x: dist.isend(x, self._target, group=self.handle), kept, None)
+        if not kept:
+            return Done()
+        with self._world.call("send", site):
+            works: list[Any] = [dist.isend(x, self._target, group=self.handle) for x in kept]
+        if self._world.backend == "gloo":
+            works, kept = [self._departures.add(works, kept)], []
+        return _Works(self._world, works, None, "send", site, kept)
 
     def receive(self, like: Sequence[Like], site: str) -> Pending:
         buffers = [torch.empty(tuple(shape), dtype=dtype, device=self._world.device) for shape, dtype in like]
-        return self._start("receive", site, lambda x: dist.irecv(x, self._source, group=self.handle), buffers, buffers)
+        if not buffers:
+            return Done(buffers)
+        with self._world.call("receive", site):
+            works = [dist.irecv(x, self._source, group=self.handle) for x in buffers]
+        return _Works(self._world, works, buffers, "receive", site)
 
-    def _start(
-        self, kind: str, site: str, start: Callable[[Tensor], Any], tensors: list[Tensor], result: Any
-    ) -> Pending:
-        if not tensors:
-            return Done(result)
-        with self._world.call(kind, site):
-            works = [start(x) for x in tensors]
-        return _Works(self._world, works, result, kind, site, kept=tensors)
+    def close(self) -> None:
+        self._departures.close()
 
 
 class _Works(Pending):
-    """Operations of torch.distributed under way; `kept` are the tensors they read, alive until the end."""
+    """Operations of torch.distributed (or a departure) under way; `kept` are the tensors they read, alive until the end."""
 
     def __init__(
         self,

@@ -163,6 +163,9 @@ class Channel(ABC):
     def receive(self, like: Sequence[Like], site: str) -> Pending:
         """Allocate buffers and post a receive; `wait()` returns the list of tensors."""
 
+    def close(self) -> None:  # noqa: B027 - most channels hold nothing
+        """Give back what the channel holds; nothing may be sent after that."""
+
 
 class World(ABC):
     """One rank's view of all ranks; `at` is the text of the action being executed, set by the executor."""

@@ -1,4 +1,4 @@
-"""Run by `test_processes.py` as one of 8 ranks over gloo: train (t, p, d, v) = (2, 2, 2, 2) beside the model on one device.
+"""Run by `test_processes.py` as one of 8 ranks over gloo: train (t, p, d, v) = (2, 2, 2, 2), scattered, beside one device.
 
 Rank 0 prints one JSON line: the largest differences, and whether a saved and loaded model gives the same next loss.
 """
@@ -16,7 +16,7 @@ import autoptd
 from autoptd.ir.calls import expected_calls
 from tests.parity.models import batch, gpt, uneven
 
-MESH = {"t": 2, "p": 2, "d": 2, "v": 2}
+MESH = {"t": 2, "p": 2, "d": 2, "v": 2, "p2p": "scatter_gather"}
 
 
 def main(folder: Path) -> None:

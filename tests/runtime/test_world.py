@@ -8,6 +8,7 @@ import signal
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -69,6 +70,23 @@ def exercise_channels(world: World) -> None:
     assert all(one.is_done() for one in (*sent, *received)) and nothing == []
     assert first[0].tolist() == (torch.arange(6.0).reshape(2, 3).t() + peer).tolist()
     assert first[1].tolist() == [peer, 7] and second[0].tolist() == [peer + 1, 8] and second[1].item() == 2.5
+    exercise_departure(world, peer)
+
+
+def exercise_departure(world: World, peer: int) -> None:
+    """What was received has left: the sender learns it, and lets go of it, without waiting."""
+    receipt = world.incoming(peer).receive([((70_000,), torch.float32)] * 2, "receive")
+    left, right = torch.ones(70_000), torch.ones(140_000)[::2]
+    alive = weakref.ref(left)
+    sent = world.outgoing(peer).send([left, right], "send")
+    del left
+    assert sum(map(torch.sum, receipt.wait())) == 140_000
+    world.everyone().gather_objects(world.rank, "all have received")
+    deadline = time.monotonic() + 10
+    while not (sent.is_done() and alive() is None) and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert sent.is_done() and alive() is None
+    sent.wait()
 
 
 def test_everything_on_threads() -> None:

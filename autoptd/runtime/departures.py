@@ -1,0 +1,76 @@
+"""When has a send over gloo left? Its operations tell only a thread that waits for them: so one does.
+
+In: the sends of a channel. Out: a `Departure` each, done as soon as the tensors may be let go. Without it a rank would hold all
+that it sent until the end of the step: `isend(...).is_completed()` is False on gloo until `wait()` was called, which blocks.
+(torch 2.11 to 2.13. Delete this file when gloo's work can be asked.)
+
+    departures = Departures("channel 0 -> 1")
+    departure = departures.add([dist.isend(x, 1)], [x])
+    departure.is_completed()
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+
+
+class Departure:
+    """Sends under way, asked like a `Work` of torch.distributed; they keep their tensors alive."""
+
+    def __init__(self, works: Sequence[Any], tensors: Sequence[torch.Tensor]) -> None:
+        self._works, self._tensors = list(works), list(tensors)
+        self._left = threading.Event()
+        self._fault: BaseException | None = None
+
+    def is_completed(self) -> bool:
+        return self._left.is_set()
+
+    def wait(self) -> None:
+        """Block until all have left; raise what went wrong."""
+        self._left.wait()
+        if self._fault is not None:
+            raise self._fault
+
+    def follow(self) -> None:
+        """Wait for the sends, then let go of them; called by the one thread that does."""
+        try:
+            for work in self._works:
+                work.wait()
+        except BaseException as exc:  # whoever waits shall see it
+            self._fault = exc
+        self._works, self._tensors = [], []
+        self._left.set()
+
+
+class Departures:
+    """The sends of one channel in order, and the thread that waits for them; it starts with the first."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._queue: SimpleQueue[Departure | None] | None = None
+
+    def add(self, works: Sequence[Any], tensors: Sequence[torch.Tensor]) -> Departure:
+        """Follow some sends that were started."""
+        if self._queue is None:
+            self._queue = SimpleQueue()
+            threading.Thread(target=_follow, args=(self._queue,), name=self._name, daemon=True).start()
+        departure = Departure(works, tensors)
+        self._queue.put(departure)
+        return departure
+
+    def close(self) -> None:
+        """End the thread, behind the sends that it was given."""
+        if self._queue is not None:
+            self._queue.put(None)
+            self._queue = None
+
+
+def _follow(queue: SimpleQueue[Departure | None]) -> None:
+    while (departure := queue.get()) is not None:
+        departure.follow()
+        del departure  # nothing is held while waiting for the next one

@@ -1,0 +1,183 @@
+"""What a rank keeps, from the memory that is really alive: activations as many as the schedule says, and no more.
+
+The storage of everything that a forward computes is watched; a (stage, microbatch) is live on its rank as long as one of these
+is alive.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import autoptd
+from autoptd.compat import tree_flatten
+from autoptd.ir.actions import Action, Kind
+from autoptd.ir.program import Program
+from autoptd.runtime.batch import cut
+from autoptd.runtime.launch import LocalRanks, Rank
+from autoptd.runtime.threads import ThreadChannel
+from autoptd.runtime.world import Pending
+from autoptd.schedule import simulate
+from tests.parity.models import batch, gpt, skipping
+
+Pair = tuple[int, int]  # stage, microbatch
+
+
+class Made(TorchDispatchMode):
+    """Notes the storage of every result."""
+
+    def __init__(self, found: list[StorageWeakRef]) -> None:
+        super().__init__()
+        self.found = found
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        read = {x.untyped_storage().data_ptr() for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)}
+        out = func(*args, **(kwargs or {}))
+        for x in tree_flatten(out)[0]:
+            if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in read:
+                self.found.append(StorageWeakRef(x.untyped_storage()))
+        return out
+
+
+class Watched:
+    """The executor of one rank, looked at after every action."""
+
+    def __init__(self, rank: Rank) -> None:
+        self.executor = rank.executor
+        self.made: dict[Pair, list[StorageWeakRef]] = {}
+        self.kept: dict[Pair, int] = {}  # storages that a forward leaves alive
+        self.peak = 0
+        self.after_last: list[int] = []  # of every (stage, microbatch) that is through: storages still alive
+        self.messages = 0  # the most that were posted or left, and not taken
+        last = Kind.W if any(one.kind is Kind.W for order in self.executor.program.orders for one in order) else Kind.B
+        for kind, do in list(self.executor._do.items()):
+            self.executor._do[kind] = lambda action, do=do: self._see(action, do, last)
+
+    def _see(self, action: Action, do: Any, last: Kind) -> None:
+        pair = action.stage, action.microbatch
+        if action.kind is Kind.F:
+            with Made(self.made.setdefault(pair, [])):
+                do(action)
+            self.kept[pair] = self._alive(pair)
+        else:
+            do(action)
+        self.peak = max(self.peak, sum(self._alive(one) > 0 for one in self.made))
+        messages = self.executor._messages
+        self.messages = max(self.messages, len(messages._arriving) + len(messages._leaving))
+        if action.kind is last:
+            self.after_last.append(self._alive(pair))
+
+    def _alive(self, pair: Pair) -> int:
+        return sum(not one.expired() for one in self.made[pair])
+
+
+def run_watched(program: Program, model: torch.nn.Module, rows: int) -> list[Watched]:
+    """One step on threads, every rank watched."""
+    ranks = LocalRanks(program, model.state_dict(), timeout=60.0)
+    watched = [Watched(rank) for rank in ranks.here]
+
+    def body(rank: Rank) -> None:
+        rank.executor.step(cut(program, batch(rows), {}, rank.executor.inputs, 0, rank.world.device))
+
+    ranks.run("step", body)
+    ranks.close()
+    return watched
+
+
+def one_f_one_b(p: int, v: int, m: int) -> list[int]:
+    return [min(m, p - r) for r in range(p)]
+
+
+def interleaved(p: int, v: int, m: int) -> list[int]:
+    return [min(m * v, 2 * (p - 1 - r) + (v - 1) * p + 1) for r in range(p)]
+
+
+def all_of_them(p: int, v: int, m: int) -> list[int]:
+    return [m * v] * p
+
+
+# No tensor ranks: the last thread to join a collective makes the results of all.
+CASES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "gpipe": (all_of_them, {"p": 2, "schedule": "gpipe", "num_microbatches": 4}),
+    "1f1b": (one_f_one_b, {"p": 4, "num_microbatches": 8}),
+    "1f1b, few microbatches": (one_f_one_b, {"p": 4, "num_microbatches": 2}),
+    "interleaved": (interleaved, {"p": 2, "v": 2, "num_microbatches": 8}),
+    "interleaved, three chunks": (interleaved, {"p": 2, "v": 3, "num_microbatches": 4}),
+    "W behind its B": (one_f_one_b, {"p": 4, "num_microbatches": 8, "delay_wgrad_compute": "after_b"}),
+    "W at the end": (all_of_them, {"p": 2, "num_microbatches": 4, "delay_wgrad_compute": "before_reduce"}),
+}
+
+
+@pytest.mark.parametrize(("formula", "request_"), CASES.values(), ids=CASES)
+def test_live_activations_are_those_of_the_schedule(formula: Any, request_: dict[str, Any]) -> None:
+    model = gpt(request_["p"] * request_.get("v", 1))
+    program = autoptd.compile(model, **request_, example_inputs=batch(8))
+    watched = run_watched(program, model, rows=8)
+    found = [one.peak for one in watched]
+    assert found == formula(program.mesh.p, program.v, program.num_microbatches)
+    assert found == list(simulate(program.orders).peak_live)
+    for one in watched:
+        pairs = program.num_microbatches * program.v
+        assert one.after_last == [0] * pairs, "a backward left tensors alive"
+        assert min(one.kept.values()) >= 5, "nothing was watched"
+
+
+SCHEDULES: dict[str, tuple[int, dict[str, Any]]] = {
+    "gpipe": (2, {"p": 3, "schedule": "gpipe"}),
+    "1f1b": (3, {"p": 3}),
+    "interleaved": (6, {"p": 2, "v": 3}),
+    "interleaved, scattered": (6, {"t": 2, "p": 2, "v": 3, "p2p": "scatter_gather"}),
+}
+
+
+@pytest.mark.parametrize(("bound", "request_"), SCHEDULES.values(), ids=SCHEDULES)
+def test_messages_under_way_do_not_grow_with_the_microbatches(bound: int, request_: dict[str, Any]) -> None:
+    """Buffers that are posted and not yet taken, and outputs not yet sent; `skipping` has a link over the stages between."""
+    most = []
+    for m in (6, 24):
+        model = skipping()
+        program = autoptd.compile(model, **request_, num_microbatches=m, example_inputs=batch(2 * m))
+        most.append(max(one.messages for one in run_watched(program, model, rows=2 * m)))
+    assert most[0] == most[1] <= bound
+
+
+class SentWhenTaken(Pending):
+    """A send that has left when it was received: a rendezvous, as large messages are over a network."""
+
+    def __init__(self, channel: ThreadChannel, number: int, tensors: list[Tensor]) -> None:
+        self.messages, self.number, self.tensors = channel._pipe.messages, number, tensors
+
+    def is_done(self) -> bool:
+        return self.number not in self.messages
+
+    def wait(self) -> None:
+        while not self.is_done():
+            torch.empty(0)  # others run
+        self.tensors = []
+
+
+@pytest.mark.parametrize("request_", [{"p": 3}, {"p": 2, "v": 3}], ids=str)
+def test_what_was_sent_is_let_go_when_it_has_left(monkeypatch: pytest.MonkeyPatch, request_: dict[str, Any]) -> None:
+    send = ThreadChannel.send
+    refs: dict[ThreadChannel, list[weakref.ref[Tensor]]] = {}
+    held: list[int] = []
+
+    def watched(self: ThreadChannel, tensors: Any, site: str) -> Pending:
+        mine = refs.setdefault(self, [])
+        mine += [weakref.ref(x) for x in tensors]
+        number = self._pipe.sent
+        send(self, tensors, site)
+        held.append(sum(one() is not None for one in mine))
+        return SentWhenTaken(self, number, list(tensors))
+
+    monkeypatch.setattr(ThreadChannel, "send", watched)
+    model = skipping()
+    program = autoptd.compile(model, **request_, num_microbatches=24, example_inputs=batch(24))
+    run_watched(program, model, rows=24)
+    assert len(held) >= 24 and max(held) <= 2 * program.mesh.p * program.v
