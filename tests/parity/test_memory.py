@@ -7,6 +7,7 @@ is alive.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -102,6 +103,10 @@ def all_of_them(p: int, v: int, m: int) -> list[int]:
     return [m * v] * p
 
 
+def zero_bubble(most: Callable[[int], int]) -> Callable[[int, int, int], list[int]]:
+    return lambda p, v, m: [min(m * v, most(p))] * p
+
+
 # No tensor ranks: the last thread to join a collective makes the results of all.
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "gpipe": (all_of_them, {"p": 2, "schedule": "gpipe", "num_microbatches": 4}),
@@ -109,6 +114,10 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "1f1b, few microbatches": (one_f_one_b, {"p": 4, "num_microbatches": 2}),
     "interleaved": (interleaved, {"p": 2, "v": 2, "num_microbatches": 8}),
     "interleaved, three chunks": (interleaved, {"p": 2, "v": 3, "num_microbatches": 4}),
+    "looped_bfs": (all_of_them, {"p": 2, "v": 2, "schedule": "looped_bfs", "num_microbatches": 4}),
+    "zb_h1": (zero_bubble(lambda p: p), {"p": 3, "schedule": "zb_h1", "num_microbatches": 8}),
+    "zb_2p": (zero_bubble(lambda p: 2 * p - 1), {"p": 2, "schedule": "zb_2p", "num_microbatches": 8}),
+    "zbv": (zero_bubble(lambda p: 2 * p), {"p": 2, "v": 2, "schedule": "zbv", "num_microbatches": 8}),
     "W behind its B": (one_f_one_b, {"p": 4, "num_microbatches": 8, "delay_wgrad_compute": "after_b"}),
     "W at the end": (all_of_them, {"p": 2, "num_microbatches": 4, "delay_wgrad_compute": "before_reduce"}),
 }
@@ -132,6 +141,9 @@ SCHEDULES: dict[str, tuple[int, dict[str, Any]]] = {
     "gpipe": (2, {"p": 3, "schedule": "gpipe"}),
     "1f1b": (3, {"p": 3}),
     "interleaved": (6, {"p": 2, "v": 3}),
+    "looped_bfs": (6, {"p": 2, "v": 2, "schedule": "looped_bfs"}),
+    "zb_2p": (3, {"p": 3, "schedule": "zb_2p"}),
+    "zbv": (6, {"p": 2, "v": 2, "schedule": "zbv"}),
     "interleaved, scattered": (6, {"t": 2, "p": 2, "v": 3, "p2p": "scatter_gather"}),
 }
 
