@@ -13,6 +13,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from autoptd.options import SCHEDULES
+
 MESHES = [
     (1, 1, 1, 1),
     (2, 1, 1, 1),
@@ -46,7 +48,7 @@ MESHES += [
 
 CHOICES: dict[str, list[Any]] = {
     "mesh": MESHES,  # t, p, d, v
-    "schedule": ["1f1b", "gpipe", "interleaved"],
+    "schedule": ["1f1b", "gpipe", "interleaved", "looped_bfs", "zb_h1", "zb_2p", "zbv"],
     "microbatches": [1, 2, 4, 3],  # times p where the schedule is interleaved
     "rows": [2, 1, 3],  # of a microbatch
     "layers": [1, 2, 3, 2, 1, 3, 2, 5, 4],  # tracing is most of the time
@@ -100,6 +102,9 @@ CHOICES: dict[str, list[Any]] = {
     "second loss": ["none", "z", "decay"],
     "result": ["loss", "tuple", "dict", "loss_fn"],
     "hooks": ["none", "overlap", "main", "after_b", "before_reduce", "all"],  # of linear layers
+    "skips": ["none", "first to last", "first to all", "nested", "nested and joined"],  # of the residual between layers
+    "memory": ["none", "embedding", "encoder"],  # that all layers attend to
+    "p2p": ["auto", "scatter_gather", "direct"],
 }
 
 
@@ -130,8 +135,24 @@ class Case:
 
     @property
     def schedule(self) -> str:
+        """What was asked for, or one like it that runs v chunks."""
         _, p, _, v = self["mesh"]
-        return "interleaved" if v > 1 else "1f1b" if p == 1 else self["schedule"]
+        if p == 1:
+            return "1f1b"
+        asked: str = self["schedule"]
+        if SCHEDULES[asked] in (0, v):
+            return asked
+        if v == 1:
+            return "zb_h1"
+        return "zbv" if v == 2 and asked.startswith("zb") else "looped_bfs" if asked == "gpipe" else "interleaved"
+
+    @property
+    def hooks(self) -> str:
+        """A zero-bubble schedule places the weight gradients itself."""
+        asked: str = self["hooks"]
+        if not self.schedule.startswith("zb"):
+            return asked
+        return {"all": "overlap and main", "after_b": "none", "before_reduce": "main"}.get(asked, asked)
 
     @property
     def num_microbatches(self) -> int:
@@ -182,8 +203,15 @@ class Case:
     @property
     def stack(self) -> str:
         """Layers in a Sequential take one argument and are all alike."""
-        more = self["padding"] or self["positions"] == "rotary halves"
+        more = (
+            self["padding"] or self["positions"] == "rotary halves" or self.skips != "none" or self["memory"] != "none"
+        )
         return "list" if self["stack"] == "sequential" and more else self["stack"]
+
+    @property
+    def skips(self) -> str:
+        """One layer has no two halves."""
+        return "none" if self["layers"] == 1 else self["skips"]
 
     @property
     def features(self) -> list[str]:
@@ -194,6 +222,8 @@ class Case:
             "attention": self.attention,
             "shift": self.shift,
             "stack": self.stack,
+            "skips": self.skips,
+            "hooks": self.hooks,
             "queries per key": self.queries_per_key,
         }
         return [f"{name}: {settled.get(name, pick)}" for name, pick in self.picks.items()]

@@ -133,11 +133,7 @@ def attention_class(case: Case) -> list[str]:
     turn = _turn(case)
     repeat = _repeat(case)
     more_init, masks = _masks(case)
-    before, after = {
-        "bsh": ([], []),
-        "sbh": (["x = x.transpose(0, 1)"], ["y = y.transpose(0, 1)"]),
-        "folded": ([f"x = x.view(-1, {case['length']}, {case.width})"], [f"y = y.reshape(-1, {case.width})"]),
-    }[case["stream"]]
+    before, after = unfolded(case)
     forward = [
         *before,
         "b, s, _ = x.shape",
@@ -152,6 +148,27 @@ def attention_class(case: Case) -> list[str]:
     ]
     takes = "self, local" if case["window"] else "self"
     return module("Attention", init + more_init, signature(case), forward, takes)
+
+
+def unfolded(case: Case) -> tuple[list[str], list[str]]:
+    """Lines that bring x from the form of the residual to `[b, s, width]`, and y back."""
+    return {
+        "bsh": ([], []),
+        "sbh": (["x = x.transpose(0, 1)"], ["y = y.transpose(0, 1)"]),
+        "folded": ([f"x = x.view(-1, {case['length']}, {case.width})"], [f"y = y.reshape(-1, {case.width})"]),
+    }[case["stream"]]
+
+
+def cross_class(case: Case) -> list[str]:
+    """Attention to a memory `[b, s, width]`, without heads."""
+    if case["memory"] == "none":
+        return []
+    width, (before, after) = case.width, unfolded(case)
+    init = [f"self.q, self.kv = {linear(case, width, width)}, {linear(case, width, 2 * width)}"]
+    init += [f"self.out = {linear(case, width, width)}"]
+    forward = [*before, "k, v = self.kv(memory).chunk(2, dim=-1)"]
+    forward += ["y = self.out(F.scaled_dot_product_attention(self.q(x), k, v))", *after, "return y"]
+    return module("Cross", init, "x, memory", forward)
 
 
 def signature(case: Case) -> str:

@@ -6,7 +6,19 @@ text = script(case)          # what the search runs is what the reproducer shows
 from __future__ import annotations
 
 from tests.fuzz.features import Case
-from tests.fuzz.parts import attention_class, drop, helpers, indent, mlp_class, module, norm, norm_class, signature
+from tests.fuzz.parts import (
+    attention_class,
+    cross_class,
+    drop,
+    helpers,
+    indent,
+    linear,
+    mlp_class,
+    module,
+    norm,
+    norm_class,
+    signature,
+)
 
 HEADER = ["import torch", "import torch.nn.functional as F", "from torch import nn", "", "import autoptd"]
 
@@ -14,7 +26,17 @@ HEADER = ["import torch", "import torch.nn.functional as F", "from torch import 
 def script(case: Case) -> str:
     """Python text that builds the model of `case` and verifies it on its mesh."""
     lines = [*HEADER, *helpers(case), *norm_class(case), *attention_class(case), *mlp_class(case)]
-    lines += [*_block_class(case), *_model_class(case), *_loss_fn(case), "", "", *_setup(case), "", *_call(case)]
+    lines += [
+        *cross_class(case),
+        *_block_class(case),
+        *_model_class(case),
+        *_loss_fn(case),
+        "",
+        "",
+        *_setup(case),
+        "",
+        *_call(case),
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -76,6 +98,9 @@ def _model_class(case: Case) -> list[str]:
         body += ["angles = torch.outer(torch.arange(s).to(x.dtype), self.frequencies).repeat(1, 2)"]
         body += ["cos, sin = angles.cos(), angles.sin()"]
     body += [f"x = {drop(case, 'of embedding', init, 'x')}"] if case.drops("of embedding") else []
+    if case["memory"] != "none":
+        init += ["self.encoder = MLP()"] if case["memory"] == "encoder" else []
+        body += [f"memory = {'self.encoder(x)' if case['memory'] == 'encoder' else 'x'}"]
     init += _layers(case)
     body += {"sbh": ["x = x.transpose(0, 1)"], "folded": [f"x = x.view(-1, {width})"]}.get(case["stream"], [])
     body += _run_layers(case)
@@ -95,21 +120,35 @@ def _model_class(case: Case) -> list[str]:
 def _layers(case: Case) -> list[str]:
     count, stack = case["layers"], case.stack
     block = "Block(i % 2 == 1)" if case["window"] else "Block()"
+    joins = [f"self.join = {linear(case, 2 * case.width, case.width)}"] if case.skips.endswith("joined") else []
     if stack == "shared":
-        return [f"self.block = {block.replace('i % 2 == 1', 'True')}"]
+        cross = ["self.cross = Cross()"] if case["memory"] != "none" else []
+        return [f"self.block = {block.replace('i % 2 == 1', 'True')}", *cross, *joins]
     kind = "ModuleList(" if stack == "list" else "Sequential(*"
-    return [f"self.layers = nn.{kind}({block} for {'i' if case['window'] else '_'} in range({count})))"]
+    cross = [f"self.cross = nn.ModuleList(Cross() for _ in range({count}))"] if case["memory"] != "none" else []
+    return [*cross, *joins, f"self.layers = nn.{kind}({block} for {'i' if case['window'] else '_'} in range({count})))"]
 
 
 def _run_layers(case: Case) -> list[str]:
-    args = signature(case)
-    if case.stack == "shared":
-        lines = [f"for _ in range({case['layers']}):", f"    x = self.block({args})"]
-    elif case.stack == "sequential":
-        lines = [f"x = self.layers({args})"]
-    else:
-        lines = ["for layer in self.layers:", f"    x = layer({args})"]
-    return lines
+    if case.stack == "sequential":
+        return [f"x = self.layers({signature(case)})"]
+    count, skips = case["layers"], case.skips
+    inside: list[str] = []  # of the loop over layers
+    if skips.startswith("nested"):
+        inside += [f"if i >= {count - count // 2}:"]
+        inside += [
+            f"    x = {'self.join(torch.cat((x, skips.pop()), dim=-1))' if skips.endswith('joined') else 'x + skips.pop()'}"
+        ]
+    inside += (
+        [f"x = x + self.cross{'' if case.stack == 'shared' else '[i]'}(x, memory)"] if case["memory"] != "none" else []
+    )
+    layer = "self.block" if case.stack == "shared" else "self.layers[i]"
+    inside += [f"x = {layer}({signature(case)})"]
+    inside += ["x = x + first"] if skips == "first to all" else []
+    inside += [f"if i < {count // 2}:", "    skips.append(x)"] if skips.startswith("nested") else []
+    before = ["skips = []"] if skips.startswith("nested") else ["first = x"] if skips != "none" else []
+    after = ["x = x + first"] if skips == "first to last" else []
+    return [*before, f"for i in range({count}):", *indent(inside), *after]
 
 
 def _head(case: Case) -> tuple[list[str], list[str]]:
@@ -203,7 +242,8 @@ def _call(case: Case) -> list[str]:
     pairs = ", ".join(f"'{name}': {one}" for name, one in inputs.items())
     arguments = [f"t={t}, p={p}, d={d}, v={v}, num_microbatches={case.num_microbatches}"]
     arguments += [f"schedule='{case.schedule}'", *(["loss_fn=loss_fn"] if case["result"] == "loss_fn" else [])]
-    arguments += _hooks(case["hooks"])
+    arguments += _hooks(case.hooks)
+    arguments += [f"p2p='{case['p2p']}'"] if case["p2p"] != "auto" else []
     return [f"call = {{{pairs}}}", f"autoptd.verify(model, {', '.join(arguments)}, example_inputs=call, steps=2)"]
 
 
@@ -211,8 +251,8 @@ def _hooks(which: str) -> list[str]:
     """Keywords of the hooks on the backward of linear layers."""
     delay = "before_reduce" if which == "all" else which
     asked = {
-        "async_tensor_model_parallel_allreduce=True": which in ("overlap", "all"),
-        "accumulate_allreduce_grads_in_fp32=True": which in ("main", "all"),
+        "async_tensor_model_parallel_allreduce=True": which in ("overlap", "overlap and main", "all"),
+        "accumulate_allreduce_grads_in_fp32=True": which in ("main", "overlap and main", "all"),
         f"delay_wgrad_compute='{delay}'": delay in ("after_b", "before_reduce"),
     }
     return [text for text, is_asked in asked.items() if is_asked]
