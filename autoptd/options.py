@@ -106,6 +106,10 @@ class Options:
             _check_degree("num_microbatches", self.num_microbatches)
         if self.schedule is None:
             object.__setattr__(self, "schedule", "interleaved" if self.v > 1 else "1f1b")
+        chunks = SCHEDULES.get(str(self.schedule), 0)
+        if chunks > 1 and self.p == 1:
+            fact = f"runs {chunks} model chunks per pipeline rank, and there is no pipeline (p=1)"
+            raise PlanError(f"schedule={self.schedule!r}", fact, f"schedule='1f1b' with v=1, or p >= 2 with v={chunks}")
         check_schedule(str(self.schedule), self.v)
         if self.v > 1 and self.p == 1:
             fact = "several model chunks per pipeline rank gain nothing without a pipeline (p=1)"

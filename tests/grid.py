@@ -44,10 +44,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "shared": lambda: shared_block(6),
     "encoder-decoder": lambda: encoder_decoder(3),
 }
-CHUNKS = {"gpipe": (1,), "1f1b": (1,), "zb_h1": (1,), "zb_2p": (1,), "zbv": (2,)}  # the others: any v
 FACTORS: dict[str, tuple[Any, ...]] = {
     "model": tuple(MODELS),
-    "schedule": SCHEDULES,
+    "schedule": tuple(SCHEDULES),
     "t": (1, 2),
     "p": (1, 2, 3, 4),
     "d": (1, 2),
@@ -82,7 +81,7 @@ def misfits() -> list[Case]:
 
 
 def fits(case: Case) -> bool:
-    return case.v in CHUNKS.get(case.schedule, FACTORS["v"] if case.p > 1 else (1,))
+    return SCHEDULES[case.schedule] in (0, case.v) and (case.v == 1 or case.p > 1)
 
 
 def covering() -> list[Case]:

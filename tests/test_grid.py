@@ -33,7 +33,16 @@ def test_every_pair_of_values_is_covered() -> None:
     assert pairs(covering()) == pairs(grid.grid())
 
 
-@pytest.mark.parametrize("case", [SIMPLE._replace(v=2), SIMPLE._replace(p=1, v=3, schedule="interleaved")], ids=str)
+MISFITS = [
+    SIMPLE._replace(v=2),
+    SIMPLE._replace(p=1, v=3, schedule="interleaved"),
+    SIMPLE._replace(p=1, v=2, schedule="zbv"),
+    SIMPLE._replace(p=1, schedule="zbv"),
+    SIMPLE._replace(schedule="zbv"),
+]
+
+
+@pytest.mark.parametrize("case", MISFITS, ids=str)
 def test_what_does_not_fit_is_refused_with_settings_that_work(case: Case) -> None:
     assert case in [one._replace(model="gpt") for one in grid.misfits()]
     tally = Tally()

@@ -2,44 +2,71 @@
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Mapping
+
 import pytest
 
 from autoptd.ir.actions import COMPUTES, Kind
+from autoptd.ir.program import Program
+from autoptd.options import SCHEDULES
 from autoptd.runtime.record import recording
+from autoptd.runtime.timeline import Timeline
 from autoptd.schedule import simulate
 from tests.runtime.test_executor import evaluate, running, step
 from tests.runtime.tied_model import Case, make_batch, make_model, make_program
 
-UNIT = 0.03  # seconds of a forward: the stages' own work is 1 or 2% of it
+# Seconds of a forward, beside which the stages' own work is to be little. Where other programs keep the machine so busy that
+# threads are late to wake up, it takes longer ones, each of which is tried if the one before was not long enough.
+UNITS = (0.03, 0.1, 0.3)
 P, M = 4, 6
-SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2)]
-TRIES = 3  # somebody else's burst of work on this machine is no fault of the executor
 
 
-@pytest.mark.parametrize(("schedule", "v"), SCHEDULES)
-def test_a_step_takes_as_long_as_simulated(schedule: str, v: int) -> None:
-    """Delays that dominate: the executed finish is within 5% of the simulated one (the best of some tries)."""
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_step_takes_as_long_as_simulated(schedule: str) -> None:
+    """Delays that dominate: the executed finish is within 5% of the simulated one."""
+    v = SCHEDULES[schedule] or 2
     model, m = make_model(P * v), M if v == 1 else P
     program = make_program(Case(p=P, v=v, m=m, schedule=schedule, rows=m, layers=P * v), model)
     # Stages differ, so that an order in which any of them waits for the wrong one takes another time.
-    forward = [UNIT * (1.0, 1.5, 0.8, 1.2)[stage % 4] / v for stage in range(P * v)]
-    backward = [2 * one for one in forward]
-    weight_gradient = [0.8 * one for one in forward]
-    delays = {(stage, Kind.F): seconds for stage, seconds in enumerate(forward)}
-    delays |= {(stage, Kind.B): seconds for stage, seconds in enumerate(backward)}
-    if any(action.kind is Kind.W for order in program.orders for action in order):
-        delays |= {(stage, Kind.W): seconds for stage, seconds in enumerate(weight_gradient)}
-        delays |= {(stage, Kind.B): backward[stage] - weight_gradient[stage] for stage in range(P * v)}
-    wanted = simulate(program.orders, forward=forward, backward=backward, weight_gradient=weight_gradient)
-    batch, found = make_batch(m), []
+    forward = [(1.0, 1.5, 0.8, 1.2)[stage % 4] / v for stage in range(P * v)]
+    has_w = any(action.kind is Kind.W for order in program.orders for action in order)
+    wishes = {(stage, Kind.F): seconds for stage, seconds in enumerate(forward)}
+    wishes |= {(stage, Kind.B): (1.2 if has_w else 2.0) * seconds for stage, seconds in enumerate(forward)}
+    wishes |= {(stage, Kind.W): 0.8 * seconds for stage, seconds in enumerate(forward)}
+    told = []
     with running(program, model) as ranks:
-        step(ranks, program, batch)
-        while len(found) < TRIES and not any(abs(one - wanted.finish) <= 0.05 * wanted.finish for one in found):
+        step(ranks, program, make_batch(m))
+        for unit in UNITS:
+            delays = {key: unit * seconds for key, seconds in wishes.items()}
             with ranks.timed(delays) as timeline:
-                step(ranks, program, batch)
-            found.append(timeline.finish)
-    assert min(abs(one / wanted.finish - 1) for one in found) <= 0.05, (found, wanted.finish)
-    assert min(found) >= 0.999 * wanted.finish  # nothing overtakes what it waits for
+                step(ranks, program, make_batch(m))
+            asked, were = simulated(program, delays), simulated(program, lasted(timeline))
+            assert timeline.finish >= 0.999 * asked  # nothing overtakes what it waits for
+            if timeline.finish <= 1.05 * asked or abs(timeline.finish - were) <= 0.05 * were:
+                return
+            told.append(
+                f"{timeline.finish:.3f} s, simulated {asked:.3f}, with actions that last as they did {were:.3f}"
+            )
+    pytest.fail("; ".join(told))
+
+
+def simulated(program: Program, seconds: Mapping[tuple[int, Kind], float]) -> float:
+    """When the simulation ends, given the time of each action by (stage, kind)."""
+    forward, backward, weight_gradient = (
+        [seconds.get((stage.index, kind), 1.0) for stage in program.stages] for kind in (Kind.F, Kind.B, Kind.W)
+    )
+    if any(action.kind is Kind.W for order in program.orders for action in order):
+        backward = [one + other for one, other in zip(backward, weight_gradient, strict=True)]  # both parts
+    return simulate(program.orders, forward=forward, backward=backward, weight_gradient=weight_gradient).finish
+
+
+def lasted(timeline: Timeline) -> dict[tuple[int, Kind], float]:
+    """How long actions took, on average over microbatches: the delay, and as much as the thread was late after it."""
+    found: dict[tuple[int, Kind], list[float]] = {}
+    for span in timeline.spans:
+        found.setdefault((span.action.stage, span.action.kind), []).append(span.end - span.start)
+    return {key: statistics.fmean(all_of_them) for key, all_of_them in found.items()}
 
 
 def test_spans_are_the_order_and_stop_with_the_timeline() -> None:
