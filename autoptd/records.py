@@ -216,11 +216,12 @@ def _vocabulary_sums(node: Node, stage: int, rank: int, t: int) -> list[Collecti
 
 def _travel(one: Parcel, ranks: Sequence[int]) -> list[Collective]:
     """The send of a parcel, and the gather of a scattered one on the other side."""
-    what = ("gradient of " if one.is_gradient else "") + ", ".join(one.names)
+    names = ", ".join(one.names)
+    what = f"gradient of {names}" if one.is_gradient else f"stage {one.target} reads {names}"
 
     def made(stage: int, kind: str, what_for: str, axis: str, nbytes: int, size: int, why: str) -> Collective:
         forward, backward = ("none", kind) if one.is_gradient else (kind, "none")
-        at, why = (ranks[stage],), f"{what}: {why}"
+        at, why = (ranks[stage],), f"{what}; {why}"
         return Collective(one.site, stage, what_for, axis, forward, backward, nbytes, size, why, pp_ranks=at)
 
     found = [made(one.source, "send", "send", "pp", one.sent_bytes, 2, one.why)]

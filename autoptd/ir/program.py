@@ -30,7 +30,7 @@ from autoptd.ir.fallback import Fallback
 from autoptd.ir.mesh import Mesh
 from autoptd.ir.types import Dims, ValueType, local_shape, outer_size, padded_size, type_text
 
-VERSION = 2
+VERSION = 3
 GATHER = "gather"  # the conversion of a `Collective` that puts a scattered parcel together
 
 
