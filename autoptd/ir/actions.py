@@ -80,7 +80,7 @@ def ranks_of_stages(orders: Sequence[Sequence[Action]]) -> tuple[int, ...]:
     """The pipeline rank of every stage: the first one whose order runs it; -1 for a number that no order runs."""
     found: dict[int, int] = {}
     for rank, order in enumerate(orders):
-        for stage in {action.stage for action in order if action.kind in COMPUTES}:
+        for stage in {stage for kind, stage, _, _ in order if kind in COMPUTES}:
             found.setdefault(stage, rank)
     return tuple(found.get(stage, -1) for stage in range(max(found, default=-1) + 1))
 

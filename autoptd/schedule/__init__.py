@@ -9,8 +9,9 @@ somebody wrote.
 """
 
 from autoptd.schedule.live import live_moments
+from autoptd.schedule.measure import Memory, Simulation, Span
 from autoptd.schedule.orders import build_orders, gpipe, interleaved, looped_bfs, one_f_one_b
-from autoptd.schedule.simulate import Simulation, Span, simulate
+from autoptd.schedule.simulate import simulate
 from autoptd.schedule.transfers import Link, add_transfers
 from autoptd.schedule.weight_gradients import PLACEMENTS, delay_weight_gradients
 from autoptd.schedule.zero_bubble import zb_2p, zb_h1, zbv
@@ -18,6 +19,7 @@ from autoptd.schedule.zero_bubble import zb_2p, zb_h1, zbv
 __all__ = [
     "PLACEMENTS",
     "Link",
+    "Memory",
     "Simulation",
     "Span",
     "add_transfers",

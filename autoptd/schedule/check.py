@@ -1,4 +1,4 @@
-"""What is wrong in an order, seen without running it: `simulate` calls this first, as an order may be a user's own.
+"""What is wrong in an order, seen without running it: `simulate` asks when an order is incomplete or gets stuck.
 
 In: orders, with or without transfers, and the links they serve. Out: sentences, one per fault, none when all is well.
 

@@ -14,13 +14,14 @@ communicators. A RECV *posts* a receive and does not wait: the F or B that needs
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Sequence
 
 from autoptd.errors import InternalError
 from autoptd.ir.actions import COMPUTES, RECVS, Action, Kind, Orders, ranks_of_stages
 
 Link = tuple[int, int, bool]  # source stage, target stage, has_grad
+Channel = tuple[int, int]  # from rank, to rank
 PARTNER = {
     Kind.SEND_F: Kind.RECV_F,
     Kind.RECV_F: Kind.SEND_F,
@@ -36,18 +37,40 @@ def add_transfers(orders: Sequence[Sequence[Action]], links: Sequence[Link]) -> 
     waits for them, and on each channel in exactly the order in which its sender sends: a receiver that needs a message
     posts all earlier ones of that channel first. Links within a rank need no transfer.
     """
-    ranks = ranks_of_stages(orders)
-    wiring = Wiring(links, ranks)
+    wiring = Wiring(links, ranks_of_stages(orders))
     computes = [[action for action in order if action.kind in COMPUTES] for order in orders]
-    channels: dict[tuple[int, int], deque[Action]] = defaultdict(deque)  # receives in the order of their sends
+    channels: dict[Channel, Queue] = defaultdict(Queue)
+    sends = {}  # (kind, stage) of a computation -> kind, peer and channel of the sends behind it
     for rank, order in enumerate(computes):
-        for action in order:
-            for send in wiring.sends_after(action):
-                channels[rank, ranks[send.peer]].append(partner(send))
-    return [
-        _weave(order, wiring, {source: channels[source, rank] for source in range(len(orders))})
-        for rank, order in enumerate(computes)
-    ]
+        for kind, stage, microbatch, _ in order:
+            if (kind, stage) not in sends:
+                made = wiring.sends_after(Action(kind, stage, 0))
+                sends[kind, stage] = [
+                    (PARTNER[one.kind], one.peer, channels[rank, wiring.ranks[one.peer]]) for one in made
+                ]
+            for receive, peer, channel in sends[kind, stage]:
+                channel.append(Action(receive, peer, microbatch, stage))
+    return [_weave(rank, order, wiring, channels) for rank, order in enumerate(computes)]
+
+
+class Queue:
+    """The receives of a channel, in the order of their sends; those before `taken` have been posted."""
+
+    def __init__(self) -> None:
+        self.receives: list[Action] = []
+        self.place: dict[Action, int] = {}
+        self.taken = 0
+
+    def append(self, receive: Action) -> None:
+        self.place[receive] = len(self.receives)
+        self.receives.append(receive)
+
+    def take_up_to(self, receive: Action) -> list[Action]:
+        """The receives up to this one that were not taken; one that nobody sends is for the simulation to report."""
+        if receive not in self.place:
+            return [receive]
+        first, self.taken = self.taken, max(self.taken, self.place[receive] + 1)
+        return self.receives[first : self.taken]
 
 
 def partner(transfer: Action) -> Action:
@@ -110,32 +133,32 @@ class Wiring:
         ]
 
 
-def _weave(computes: list[Action], wiring: Wiring, incoming: dict[int, deque[Action]]) -> list[Action]:
-    """Return one rank's full order; `incoming` holds per sending rank the receives in the order of their sends."""
+def _weave(rank: int, computes: list[Action], wiring: Wiring, channels: dict[Channel, Queue]) -> list[Action]:
+    """Return one rank's full order."""
+    pairs = {(action.kind, action.stage): Action(action.kind, action.stage, 0) for action in computes}
+    sends = {pair: [(one.kind, one.peer) for one in wiring.sends_after(action)] for pair, action in pairs.items()}
+    needs = {
+        pair: [
+            (one.kind, one.peer, channels[wiring.ranks[one.peer], rank])
+            for one in wiring.needs(action)
+            if one.kind in RECVS
+        ]
+        for pair, action in pairs.items()
+    }
     posts: list[list[Action]] = [[] for _ in computes]
-    posted: set[Action] = set()
     last: dict[int, int] = {}  # stage -> where its gradients are complete
-    for index, action in enumerate(computes):
-        for need in wiring.needs(action):
-            if need.kind in RECVS and need not in posted:
-                one_ahead = max(index - 1, 0)
-                posts[one_ahead] += _take_up_to(need, incoming[wiring.ranks[need.peer]])
-                posted.update(posts[one_ahead])
-        if action.kind in (Kind.B, Kind.W):
-            last[action.stage] = index
+    for index, (kind, stage, microbatch, _) in enumerate(computes):
+        for receive, peer, channel in needs[kind, stage]:
+            posts[max(index - 1, 0)] += channel.take_up_to(Action(receive, stage, microbatch, peer))  # one ahead
+        if kind is not Kind.F:
+            last[stage] = index
     order: list[Action] = []
     for index, action in enumerate(computes):
-        order += [*posts[index], action, *wiring.sends_after(action)]
-        if last.get(action.stage) == index:
-            order.append(Action(Kind.REDUCE, action.stage))
+        kind, stage, microbatch, _ = action
+        order += posts[index]
+        order.append(action)
+        for send, peer in sends[kind, stage]:
+            order.append(Action(send, stage, microbatch, peer))
+        if last.get(stage) == index:
+            order.append(Action(Kind.REDUCE, stage))
     return order
-
-
-def _take_up_to(need: Action, queue: deque[Action]) -> list[Action]:
-    """Remove and return the receives up to `need`; a message that nobody sends is kept for the simulation to report."""
-    if need not in queue:
-        return [need]
-    taken = [queue.popleft()]
-    while taken[-1] != need:
-        taken.append(queue.popleft())
-    return taken

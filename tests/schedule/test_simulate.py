@@ -180,6 +180,11 @@ def test_given_links_must_be_served():
     assert "SEND_F0.0>2 serves no link between ranks" in fact
 
 
+def test_a_microbatch_too_many_is_no_other_action():
+    """Actions are checked as numbers: F1.2 must not be taken for B1.0 where m is 1."""
+    assert "rank 1: B1.0 is missing" in fact_of("F0.0 B0.0\nF1.0 F1.2")
+
+
 # deadlocks
 
 

@@ -1,0 +1,160 @@
+"""One pass over all actions of a schedule, each rank advancing until it waits: when everything starts and ends.
+
+In: the numbers of the actions (numbers.py), which are complete and have one order per channel, and durations. Out: start
+and end of every computation, or, if they do not end, who waits for whom. Work is linear in the number of actions; the order
+in which the ranks get their turns changes nothing, as what an action waits for does not depend on it.
+
+    sweep = Sweep(numbers, orders, [numbers.of(order) for order in orders], durations, lambda sender, receiver: 0)
+    sweep.to_the_end()   # sweep.starts[rank], sweep.ends[rank]
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+
+from autoptd.ir.actions import COMPUTES, RECVS, SENDS, Action, Kind
+from autoptd.schedule.numbers import Numbers, Row
+from autoptd.schedule.transfers import partner
+
+COMPUTE, SEND, RECEIVE, REDUCE = range(4)
+Need = tuple[int, float]  # distance to the number of what is needed, time that it travels
+Plan = tuple[int, float, list[Need], int]  # what, duration, needs, number of the channel: of a row of actions
+
+
+class Sweep:
+    """A run in progress: each rank's clock and place, and what has happened so far."""
+
+    def __init__(
+        self,
+        numbers: Numbers,
+        orders: Sequence[Sequence[Action]],
+        numbered: Sequence[Sequence[int]],
+        durations: Mapping[Kind, Sequence[float]],
+        link_time: Callable[[int, int], float],
+    ) -> None:
+        self.numbers, self.orders, self.numbered = numbers, orders, numbered
+        self.durations, self.link_time = durations, link_time
+        ranks = range(len(orders))
+        self.starts: list[list[float]] = [[] for _ in ranks]  # of computations
+        self.ends: list[list[float]] = [[] for _ in ranks]
+        self.at = [0 for _ in ranks]  # index of the next action
+        self.clock: list[float] = [0 for _ in ranks]
+        self.blocked = [-1 for _ in ranks]  # the number that a rank waits for
+        self.runnable = deque(ranks)
+        self.waiting: dict[int, list[int]] = {}  # number -> ranks that wait for it
+        events = len(numbers.rows) * numbers.width
+        self.done: list[float | None] = [None] * events  # by number: computations, and RECVs whose message has arrived
+        self.half: list[float | None] = [None] * events  # RECVs of which one side has been issued: when
+        self.channels: dict[tuple[int, int], int] = {}  # (from rank, to rank) -> number of the channel
+        self.plans = [self._plan(row, needs) for row, needs in zip(numbers.rows, numbers.needs, strict=True)]
+        self.free: list[float] = [0] * len(self.channels)  # when the last message of a channel has moved
+
+    def _plan(self, row: Row, needs: Sequence[tuple[int, int]]) -> Plan:
+        """What the sweep has to know of the actions of a row."""
+        kind, stage, peer = row
+        ranks, distance = self.numbers.wiring.ranks, self.numbers.distance
+        if kind in COMPUTES:
+            travels = (
+                self.link_time(source, stage) if source >= 0 and ranks[source] != ranks[stage] else 0
+                for _, source in needs
+            )
+            return (
+                COMPUTE,
+                self.durations[kind][stage],
+                [(need[0], x) for need, x in zip(needs, travels, strict=True)],
+                -1,
+            )
+        if kind in SENDS:
+            channel = self.channels.setdefault((ranks[stage], ranks[peer]), len(self.channels))
+            made = Kind.F if kind is Kind.SEND_F else Kind.B, stage, -1
+            found = [(distance(row, made), 0.0), (distance(row, self.numbers.message(row)), 0.0)]
+            return SEND, self.link_time(stage, peer), found, channel
+        if kind in RECVS:
+            channel = self.channels.setdefault((ranks[peer], ranks[stage]), len(self.channels))
+            return RECEIVE, self.link_time(peer, stage), [], channel
+        return REDUCE, 0, [], -1
+
+    def to_the_end(self) -> bool:
+        """Advance ranks until all are done, or no more can; tell which."""
+        while self.runnable:
+            if not self._advance(self.runnable.popleft()):
+                return False
+        return all(number < 0 for number in self.blocked)
+
+    def _advance(self, rank: int) -> bool:
+        """Run `rank` until it is done or waits; False where an action stands before one that it needs."""
+        row, width, plans = self.numbered[rank], self.numbers.width, self.plans
+        done, half, free, waiting = self.done, self.half, self.free, self.waiting
+        starts, ends, clock = self.starts[rank], self.ends[rank], self.clock[rank]
+        for index in range(self.at[rank], len(row)):
+            number = row[index]
+            what, time, needs, channel = plans[number // width]
+            if what == COMPUTE:
+                start = clock
+                for distance, travel in needs:
+                    when = done[number + distance]
+                    if when is None:
+                        self.at[rank], self.clock[rank] = index, clock
+                        self._block(rank, number + distance)
+                        return True
+                    if when + travel > start:
+                        start = when + travel
+                done[number] = clock = start + time
+                starts.append(start)
+                ends.append(clock)
+            elif what == REDUCE:
+                if not self._is_reduced_last(number):
+                    return False
+            else:
+                if what == SEND:
+                    if done[number + needs[0][0]] is None:
+                        return False
+                    number += needs[1][0]  # of the RECV
+                issued = half[number]
+                if issued is None:
+                    half[number] = clock
+                    continue
+                # The other side waits for this one. All earlier messages of the channel are matched, as both sides issue in
+                # one order (`have_one_order`): this one moves when they have.
+                begin = clock if clock > issued else issued
+                if free[channel] > begin:
+                    begin = free[channel]
+                free[channel] = done[number] = begin + time
+            if number in waiting:
+                self._wake(number)
+        self.at[rank] = len(row)
+        return True
+
+    def _block(self, rank: int, number: int) -> None:
+        self.blocked[rank] = number
+        self.waiting.setdefault(number, []).append(rank)
+
+    def _wake(self, number: int) -> None:
+        for rank in self.waiting.pop(number):
+            self.blocked[rank] = -1
+            self.runnable.append(rank)
+
+    def _is_reduced_last(self, number: int) -> bool:
+        """Whether a stage that is reduced has done all its B and W."""
+        width, rows = self.numbers.width, self.numbers.row_of
+        stage = self.numbers.rows[number // width][1]
+        firsts = [rows[kind, stage, -1] * width + 1 for kind in (Kind.B, Kind.W) if (kind, stage, -1) in rows]
+        return all(None not in self.done[first : first + width - 1] for first in firsts)
+
+    def deadlock(self) -> str:
+        """Say where every blocked rank waits, for what and whom, and show one circle."""
+        owner: dict[int, int] = {}
+        lines = []
+        for rank, number in enumerate(self.blocked):
+            if number >= 0:
+                need = self.numbers.action(number)
+                owner[rank] = self.numbers.wiring.ranks[need.peer if need.kind in RECVS else need.stage]
+                what = f"message {partner(need)}" if need.kind in RECVS else str(need)
+                where = self.orders[rank][self.at[rank]]
+                lines.append(f"rank {rank} waits in {where} for {what} of rank {owner[rank]}")
+        path = [min(owner)]
+        while path[-1] not in path[:-1]:  # whoever a blocked rank waits for is blocked too, as all others are done
+            path.append(owner[path[-1]])
+        circle = path[path.index(path[-1]) :]
+        return f"deadlock: {'; '.join(lines)}; the circle is rank {' -> '.join(map(str, circle))}"
