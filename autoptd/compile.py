@@ -104,6 +104,7 @@ def compile_program(
         sizes,
         Machine(memory=options.memory or math.inf),
         live=schedule.live_moments(orders),
+        finish=schedule.finish_of(orders),
         main_grads=options.accumulate_allreduce_grads_in_fp32,
         pinned=options.plan.cut,
     )

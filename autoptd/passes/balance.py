@@ -7,13 +7,14 @@ far that could be from the best.
 
     place(Line(work=[1, 1, 1, 3], points=[0, 1, 2]), ranks=[0, 1]).chosen == (2,)
 
-The busiest rank decides: with m microbatches a pipeline takes about m times its time per microbatch (SC'21, section 2.2).
+The busiest rank decides: with m microbatches a pipeline takes about m times its time per microbatch (SC'21, section 2.2). Where
+the schedule can be simulated (`finish`), the cuts around the best one are held against each other by that.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations, combinations_with_replacement
 
@@ -23,6 +24,8 @@ Array = np.ndarray
 SLACK = 1 + 1e-9
 PACE = 0.25  # found by simulation: within 2% of the best cut of small interleaved pipelines
 FEW = 20_000  # ways to cut that are simply all tried
+NEAR, ROUNDS = 16, 4  # cuts around the best one that are simulated, so often
+Finish = Callable[[Sequence[float]], float]  # seconds of every stage -> seconds of the schedule
 
 
 @dataclass(frozen=True)
@@ -55,20 +58,27 @@ class Line:
 class Cuts:
     """`chosen[k]` is the last operator of stage k; `loads`: seconds per pipeline rank, of which none can be below `bound`.
 
-    `held`: bytes per pipeline rank.
+    `held`: bytes per pipeline rank; `finish`: seconds of the schedule, or of the busiest rank where it is not simulated.
     """
 
     chosen: tuple[int, ...]
     loads: tuple[float, ...]
     bound: float
-    held: tuple[float, ...] = ()
+    held: tuple[float, ...]
+    finish: float
 
     @property
     def busiest(self) -> float:
         return max(self.loads)
 
 
-def place(line: Line, ranks: Sequence[int], live: Sequence[Sequence[int]] = (), memory: float = np.inf) -> Cuts | None:
+def place(
+    line: Line,
+    ranks: Sequence[int],
+    live: Sequence[Sequence[int]] = (),
+    memory: float = np.inf,
+    finish: Finish | None = None,
+) -> Cuts | None:
     """Cut `line` into len(ranks) stages; None if there is no way to.
 
     `live` are moments of the schedule: the number of microbatches in flight on every stage, of one rank each. No rank may hold
@@ -81,14 +91,22 @@ def place(line: Line, ranks: Sequence[int], live: Sequence[Sequence[int]] = (), 
     if len(set(ranks)) < len(ranks):
         starts = [_balance(table, table.costs(), np.inf), _balance(table, table.bytes_of(0.0), np.inf)]
         ends = _improve(table, [one for one in starts if one is not None])
-    return _told(table, line, ends) if ends is not None and table.held(ends).max() <= memory else None
+    if ends is None or table.held(ends).max() > memory:
+        return None
+    return _told(table, line, _simulated(table, ends, finish) if finish else ends, finish)
 
 
-def evaluate(line: Line, ranks: Sequence[int], chosen: Sequence[int], live: Sequence[Sequence[int]] = ()) -> Cuts:
+def evaluate(
+    line: Line,
+    ranks: Sequence[int],
+    chosen: Sequence[int],
+    live: Sequence[Sequence[int]] = (),
+    finish: Finish | None = None,
+) -> Cuts:
     """The same numbers for cuts that were chosen elsewhere."""
     only = Line(line.work, tuple(chosen), line.values, line.kept, line.saved, line.shared)
     table = _Table(only, ranks, live, np.inf)
-    return _told(table, only, np.arange(table.size))
+    return _told(table, only, np.arange(table.size), finish)
 
 
 def least_memory(line: Line, ranks: Sequence[int], live: Sequence[Sequence[int]] = ()) -> float:
@@ -102,12 +120,13 @@ def least_memory(line: Line, ranks: Sequence[int], live: Sequence[Sequence[int]]
     return float(table.held(ends).max()) if ends is not None else np.inf
 
 
-def _told(table: _Table, line: Line, ends: Array) -> Cuts:
+def _told(table: _Table, line: Line, ends: Array, finish: Finish | None) -> Cuts:
     loads = table.per_rank(table.stages(ends))
     is_shared = len(set(table.ranks.tolist())) < len(table.ranks)
     bound = float(np.sum(line.work)) / len(loads) if is_shared else float(loads.max())
     chosen = tuple(int(line.points[i - 1]) for i in ends[1:-1])
-    return Cuts(chosen, tuple(map(float, loads)), bound, tuple(map(float, table.held(ends))))
+    taken = finish(table.stages(ends).tolist()) if finish else float(loads.max())
+    return Cuts(chosen, tuple(map(float, loads)), bound, tuple(map(float, table.held(ends))), taken)
 
 
 class _Table:
@@ -253,6 +272,24 @@ def _descend(table: _Table, ends: Array) -> Array:
         ends, score = tried[at], scores[at]
 
 
+def _simulated(table: _Table, ends: Array, finish: Finish) -> Array:
+    """The cuts around `ends` that finish first: of those with the best scores, a few times over."""
+    moves, known = _moves(len(ends)), {tuple(ends): finish(table.stages(ends).tolist())}
+    for _ in range(ROUNDS if len(moves) else 0):
+        tried = ends + moves
+        tried = tried[(np.diff(tried, axis=1) > 0).all(1)]
+        tried = tried[table.excess(tried) == 0.0] if len(tried) else tried
+        if not len(tried):
+            break
+        near = tried[np.lexsort(_score(table, tried).T[::-1])[:NEAR]]
+        known |= {tuple(one): finish(table.stages(one).tolist()) for one in near if tuple(one) not in known}
+        first = min(known, key=known.__getitem__)
+        if known[first] * SLACK >= known[tuple(ends)]:
+            break
+        ends = np.array(first)
+    return ends
+
+
 def _moves(count: int) -> Array:
     """Runs of neighbouring cuts by up to three positions either way; of few cuts also any two by one position each."""
     inner = range(1, count - 1)
@@ -266,7 +303,7 @@ def _moves(count: int) -> Array:
             step = np.zeros(count, dtype=int)
             step[first], step[last] = a, b
             made.append(step)
-    return np.array(made)
+    return np.array(made, dtype=int).reshape(-1, count)
 
 
 def _best(scores: Array) -> int:

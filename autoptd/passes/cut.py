@@ -5,9 +5,10 @@ of those that cross, is decided in `crossing.py`. A parameter lives on every sta
 
 Cut points are the positions in backbone order with GEMMs on both sides where few bytes cross; of those with the same GEMMs
 before them the thinnest. A stage costs its operators' seconds on one rank, embedding, head and loss included, and the
-messages that it sends and receives; a rank holds parameters with their state, and what backward needs of the microbatches in
-flight (`memory.py`). `balance.py` chooses. Whole layers stay together unless cutting inside of one makes the busiest rank
-faster by more than 5%, or is what it takes to fit. A plan may pin the cuts instead (`pins.py`).
+messages that it sends and receives; a rank holds parameters with their state, and what backward needs of the microbatches
+in flight (`memory.py`). `balance.py` chooses: for the busiest rank, then for the simulated schedule. Whole layers stay
+together unless cutting inside of one makes a step faster by more than 5%, or is what it takes to fit. A plan may pin the cuts
+instead (`pins.py`).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch.fx import Graph, Node
 from autoptd.errors import InternalError, PlanError
 from autoptd.ir.machine import Machine
 from autoptd.ir.notes import is_tensor, note, op_name, output
-from autoptd.passes.balance import Cuts, Line, Value, evaluate, least_memory, place
+from autoptd.passes.balance import Cuts, Finish, Line, Value, evaluate, least_memory, place
 from autoptd.passes.costs import flops, local_payload, rank_seconds
 from autoptd.passes.crossing import is_never_computed_again, place_values
 from autoptd.passes.localize import Sizes
@@ -50,19 +51,21 @@ def cut(
     machine: Machine | None = None,
     *,
     live: Moments = (),
+    finish: Finish | None = None,
     main_grads: bool = False,
     pinned: Sequence[int] | Sequence[str] | None = None,
 ) -> dict[str, Any]:
     """Fill `note(node).stages` and `placement`; `ranks` is the pipeline rank of every stage.
 
-    `live` are the moments of the schedule; `pinned` the cut of a plan. Returns what to write down: where it was cut and why,
-    FLOPs, seconds and microbatches in flight per stage, seconds and bytes per rank.
+    `live` are the moments of the schedule, `finish` tells how long it takes for seconds per stage; `pinned` is the cut of a
+    plan. Returns what to write down: where it was cut and why, FLOPs and seconds per stage, seconds (of a
+    microbatch) and bytes per rank, and the seconds of all microbatches by simulation.
     """
     machine, sizes = machine or Machine(), sizes or Sizes(1, 2, 2, 1)
     backbone = find_backbone(graph)
     places = Places(backbone)
     wanted = places.find(pinned, len(ranks)) if pinned is not None else None
-    chooser = _Chooser(graph, backbone, ranks, sizes, machine, live, main_grads)
+    chooser = _Chooser(graph, backbone, ranks, sizes, machine, live, finish, main_grads)
     cuts, why = chooser.choose() if wanted is None else chooser.follow(wanted)
     bounds = [-1, *cuts.chosen, len(backbone) - 1]
     home = {node: k for k, (a, b) in enumerate(pairwise(bounds)) for node in backbone[a + 1 : b + 1]}
@@ -78,6 +81,7 @@ def cut(
         "seconds": [sum(seconds[a + 1 : b + 1]) for a, b in pairwise(bounds)],
         "rank_seconds": list(cuts.loads),
         "rank_bytes": list(cuts.held),
+        "finish": cuts.finish,
     }
 
 
@@ -92,9 +96,10 @@ class _Chooser:
         sizes: Sizes,
         machine: Machine,
         live: Moments,
+        finish: Finish | None,
         main_grads: bool,
     ) -> None:
-        self.ranks, self.machine, self.live = ranks, machine, live
+        self.ranks, self.machine, self.live, self.finish = ranks, machine, live, finish
         self.points = _find_points(backbone, sizes.t)
         held = count_bytes(graph, backbone, sizes, main_grads)
         self.line = Line(
@@ -120,14 +125,14 @@ class _Chooser:
                 inside,
                 f"inside layers: {'there are fewer layers than stages' if few else 'whole layers do not fit'}",
             )
-        gain = 1 - inside.busiest / whole.busiest
-        if inside.busiest > WORTH * whole.busiest:
-            return whole, f"between layers: cuts inside of them would make the busiest rank {max(gain, 0.0):.1%} faster"
-        return inside, f"inside layers: the busiest rank is {gain:.0%} faster than with whole layers"
+        gain, what = 1 - inside.finish / whole.finish, "a step" if self.finish else "the busiest rank"
+        if inside.finish > WORTH * whole.finish:
+            return whole, f"between layers: cuts inside of them would make {what} {max(gain, 0.0):.1%} faster"
+        return inside, f"inside layers: {what} is {gain:.0%} faster than with whole layers"
 
     def follow(self, wanted: Sequence[int]) -> tuple[Cuts, str]:
         """The cuts of a plan, held against those that would be chosen."""
-        cuts = evaluate(self.line, self.ranks, wanted, self.live)
+        cuts = evaluate(self.line, self.ranks, wanted, self.live, self.finish)
         if max(cuts.held) > self.machine.memory:
             raise self._too_full(max(cuts.held), "the cut that the plan pins")
         try:
@@ -136,12 +141,12 @@ class _Chooser:
             return cuts, "as the plan says"
         if cuts.chosen == best.chosen:
             return best, why
-        change = cuts.busiest / best.busiest - 1
+        change, what = cuts.finish / best.finish - 1, "a step" if self.finish else "the busiest rank"
         how = f"{abs(change):.1%} {'longer' if change > 0 else 'shorter'}"
-        return cuts, f"as the plan says: the busiest rank takes {how} than with the cut that would be chosen"
+        return cuts, f"as the plan says: {what} takes {how} than with the cut that would be chosen"
 
     def _solve(self, points: Sequence[int]) -> Cuts | None:
-        return place(self._line(points), self.ranks, self.live, self.machine.memory)
+        return place(self._line(points), self.ranks, self.live, self.machine.memory, self.finish)
 
     def _line(self, points: Sequence[int]) -> Line:
         line = self.line

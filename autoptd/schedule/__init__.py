@@ -8,6 +8,7 @@ somebody wrote.
     simulate(orders).bubble == 1 / 4
 """
 
+from autoptd.schedule.finish import finish_of
 from autoptd.schedule.live import live_moments
 from autoptd.schedule.measure import Memory, Simulation, Span
 from autoptd.schedule.orders import build_orders, gpipe, interleaved, looped_bfs, one_f_one_b
@@ -25,6 +26,7 @@ __all__ = [
     "add_transfers",
     "build_orders",
     "delay_weight_gradients",
+    "finish_of",
     "gpipe",
     "interleaved",
     "live_moments",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from itertools import combinations, pairwise
 
@@ -9,8 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autoptd.ir.actions import ranks_of_stages
 from autoptd.passes import balance
 from autoptd.passes.balance import Line, Value, evaluate, least_memory, place
+from autoptd.schedule import build_orders, finish_of
 
 
 def stages_of(line: Line, chosen: Sequence[int]) -> list[float]:
@@ -129,6 +132,37 @@ def test_memory_against_all_ways(line: Line, ranks: list[int], data: st.DataObje
         assert score(stages_of(line, found.chosen), ranks) == pytest.approx(
             min(score(stages_of(line, one), ranks) for one in fits)
         )
+
+
+SCHEDULES = [
+    ("1f1b", 3, 1),
+    ("gpipe", 3, 1),
+    ("interleaved", 2, 2),
+    ("looped_bfs", 2, 2),
+    ("zb_h1", 3, 1),
+    ("zbv", 2, 2),
+]
+
+
+@pytest.mark.parametrize(("name", "p", "v"), SCHEDULES)
+def test_the_cut_against_the_best_simulated_one(name: str, p: int, v: int) -> None:
+    """All ways to cut layers of one size between an embedding and a head, simulated; lines of any work in the mean."""
+    orders = build_orders(name, p, v, 8)
+    ranks, finish = ranks_of_stages(orders), finish_of(orders)
+    assert finish is not None
+    ratios = []
+    for seed in range(8):
+        draw = random.Random(seed)
+        size = draw.randint(p * v + 1, p * v + 3)
+        layers = [1.0] * (size - 2) if seed % 2 else [draw.choice([0.5, 1.0, 1.0, 2.0, 4.0]) for _ in range(size - 2)]
+        line = Line([draw.choice([0.1, 0.3]), *layers, draw.choice([0.5, 2.0, 4.0])], range(size - 1))
+        ways = combinations(line.points, p * v - 1)
+        best = min(finish(stages_of(line, chosen)) for chosen in ways)
+        found = place(line, ranks, finish=finish)
+        assert found is not None and found.finish == pytest.approx(finish(stages_of(line, found.chosen)))
+        ratios.append(found.finish / best)
+        assert ratios[-1] <= (1.02 if seed % 2 else 1.2), seed
+    assert sum(ratios) / len(ratios) <= 1.03
 
 
 def test_large() -> None:
