@@ -131,7 +131,8 @@ def input_specs(graph: Graph, captured: tracing.Captured, batch: Batch) -> tuple
 def crossing_spec(one: codegen.Crossing) -> CrossingSpec:
     record = note(one.node)
     shape, dtype = record.extra["local_shapes"][0], str(tensor(one.node).dtype).removeprefix("torch.")
-    return CrossingSpec(one.name, one.source, one.targets, shape, dtype, record.needs_grad, record.tp.kind)
+    why = "; ".join(part for part in (codegen.origin_text(one.node), record.placement) if part)
+    return CrossingSpec(one.name, one.source, one.targets, shape, dtype, record.needs_grad, record.tp.kind, why)
 
 
 def stage_spec(index: int, file: codegen.StageFile) -> StageSpec:

@@ -40,7 +40,7 @@ from examples.gpt import GPT, GPTConfig  # noqa: E402
 
 LARGE = {"n_layer": 32, "n_embd": 4096, "n_head": 32, "vocab_size": 131072, "block_size": 2048}
 MESHES = [{"t": t, "p": 8, "v": v} for t in (1, 8) for v in (1, 2, 4)]
-SMALL = {"n_layer": 8, "n_embd": 128, "n_head": 4, "vocab_size": 6144, "block_size": 64}
+SMALL = {"n_layer": 8, "n_embd": 128, "n_head": 4, "vocab_size": 12288, "block_size": 64}
 EXECUTED = [{"p": 2}, {"p": 4}, {"p": 2, "v": 2}]
 Row = dict[str, Any]
 

@@ -43,7 +43,16 @@ def comment_of(node: Node, t: int, layers: dict[str, str] | None = None) -> str:
         said.append(record.why)
     if "reason" in record.extra:
         said.append(record.extra["reason"])
+    if layers is None and record.placement.startswith("computed again") and len(record.stages) > 1:
+        said.append(f"computed on stages {', '.join(map(str, record.stages))}: cheaper than sent")
     return "  ".join(said)
+
+
+def origin_text(node: Node) -> str:
+    """What a value that crosses is: `add of transformer.h.3`."""
+    return (
+        f"{(note(node).conversion or op_name(node)).removeprefix('aten.')} of {note(node).module or 'the model itself'}"
+    )
 
 
 def brief(node: Node, why: str, layers: dict[str, str] | None = None) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch.fx import Graph, Node
 
 from autoptd.codegen.body import write_body
-from autoptd.codegen.comments import collective_bytes, conversion_work
+from autoptd.codegen.comments import collective_bytes, conversion_work, origin_text
 from autoptd.codegen.counts import counted_losses, write_count
 from autoptd.codegen.expressions import expression
 from autoptd.codegen.loops import Layer, make_layer, write_layer, write_loop
@@ -90,6 +90,8 @@ def write_stage(graph: Graph, stage: int, t: int, crossing: list[Crossing], abou
         layers.append(make_layer(repeat, text, [one.name for one in layers]))
         write_layer(writer, layers[-1], t)
     writer.add(1, f"def forward(self, {', '.join(given.values())}):")
+    for one in (one for one in crossing if stage in one.targets):
+        writer.add(2, f"# {one.name}: {origin_text(one.node)}, from stage {one.source}")
     writer.add(2, "tp, w = self.tp, self.weights")
     if named["buffer"]:
         writer.add(2, "b = self.buffers")

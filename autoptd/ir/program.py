@@ -109,7 +109,7 @@ class ParamSpec:
 class CrossingSpec:
     """A value made by stage `source` and read by the stages `targets`; `shape` is local, of one microbatch.
 
-    `type` is the letter of its type over tp.
+    `type` is the letter of its type over tp; `why`: what it is, and why it is sent and not computed again.
     """
 
     name: str
@@ -119,6 +119,7 @@ class CrossingSpec:
     dtype: str
     has_grad: bool
     type: str = "I"
+    why: str = ""
 
 
 @dataclass(frozen=True)

@@ -103,9 +103,9 @@ class _Chooser:
         self.points = _find_points(backbone, sizes.t)
         held = count_bytes(graph, backbone, sizes, main_grads)
         self.line = Line(
-            [rank_seconds(node, sizes.t, machine) for node in backbone],
+            [rank_seconds(node, sizes.t, machine) / _trace_factor(node, sizes) for node in backbone],
             [point.at for point in self.points],
-            _values(backbone, sizes.t, machine),
+            _values(backbone, sizes, machine),
             held.kept,
             held.saved,
             held.shared,
@@ -173,14 +173,19 @@ def _gib(nbytes: float) -> str:
     return f"{nbytes / GIB:,.2f} GiB" if nbytes >= GIB / 100 else f"{nbytes:,.0f} bytes"
 
 
-def _values(backbone: list[Node], t: int, machine: Machine) -> list[Value]:
+def _trace_factor(node: Node, sizes: Sizes) -> int:
+    """How much more of a value the trace saw than a microbatch has."""
+    return sizes.rows_divisor if note(node).batch.kind in "SP" else 1
+
+
+def _values(backbone: list[Node], sizes: Sizes, machine: Machine) -> list[Value]:
     """What may cross, with the seconds that it takes a stage to send it (or to receive it) and its gradient."""
     order = {node: i for i, node in enumerate(backbone)}
     values = []
     for i, node in enumerate(backbone):
         reads = tuple(sorted(order[user] for user in node.users if user in order))
         if reads and is_tensor(node):
-            once = local_payload(node, t) / machine.link_bandwidth
+            once = local_payload(node, sizes.t) / _trace_factor(node, sizes) / machine.link_bandwidth
             values.append(Value(i, reads, (1 + note(node).needs_grad) * once))
     return values
 

@@ -183,7 +183,7 @@ def test_no_weight_crosses(machine: Machine, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(sys.modules["autoptd.compile"], "Machine", lambda **_: machine)
     torch.manual_seed(0)
     model = Merged()
-    program = autoptd.compile(model, p=3, example_inputs=batch(6))
+    program = autoptd.compile(model, p=3, plan={"cut": [1, 2, 1]}, example_inputs=batch(6))
     backbone = set(find_backbone(program.graphs["CUT"]))
     assert all(one.node in backbone for one in codegen.crossings(program.graphs["CUT"]) if note(one.node).of_params)
     for name in ("base", "a", "b", "embed.weight", "norm.weight"):
@@ -212,13 +212,14 @@ def test_owners_on_one_rank_keep_one_copy() -> None:
     """Stages 0 and 2 of the shared layer are on one rank: one leaf, no sum over ranks."""
     torch.manual_seed(0)
     model = Shared()
-    program = autoptd.compile(model, p=2, v=2, example_inputs=batch(4))
+    plan = {"cut": ["layers.0", "layers.1", "layers.2"]}
+    program = autoptd.compile(model, p=2, v=2, plan=plan, example_inputs=batch(4))
     assert program.param("shared.weight").stages == (0, 2) and program.param("embed.weight").stages == (0, 3)
     assert not any("0, 2" in one.why for one in program.collectives if one.conversion == "tied sum")
     with running(program, model) as ranks:
         first, second = (ranks.here[0].params.weights_of_stage(k)["shared.weight"] for k in (0, 2))
         assert first is second
-    autoptd.verify(model, p=2, v=2, example_inputs=batch(4), steps=2)
+    autoptd.verify(model, p=2, v=2, plan=plan, example_inputs=batch(4), steps=2)
 
 
 @pytest.mark.parametrize("machine", [COMPUTE_AGAIN, SEND], ids=["again", "send"])
