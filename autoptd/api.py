@@ -39,7 +39,7 @@ def parallelize(
     example_inputs: Any = None,
     loss_fn: Callable[..., Any] | None = None,
     num_microbatches: int | None = None,
-    schedule: str | None = None,
+    schedule: str | os.PathLike[str] | None = None,
     seed: int | None = None,
     device: str | None = None,
     backend: str | None = None,
@@ -61,8 +61,8 @@ def parallelize(
 
     `v` model chunks per pipeline rank; `loss_fn(output, targets)` where the model returns no loss; `num_microbatches` per
     replica and step (default: the largest divisor of the replica's rows that is <= 4p, a multiple of p preferred);
-    `schedule` one of `autoptd.options.SCHEDULES`; `backend` "local", "gloo" or "nccl"; `timeout` in seconds; `nan="ignore"`
-    lets a NaN loss pass; `seed` draws the dropout masks; `p2p` says how stages send where t > 1: "direct", "scatter_gather"
+    `schedule` one of `autoptd.options.SCHEDULES` or the path of a text file with your own; `backend` "local", "gloo" or
+    "nccl"; `timeout` in seconds; `nan="ignore"` lets a NaN loss pass; `seed` draws the dropout masks; `p2p` says how stages send where t > 1: "direct", "scatter_gather"
     or "auto"; the next three are hooks on the backward of linear layers, see `Options`. `memory` bounds the bytes of a rank;
     `plan` is a plan.json (its path, or a dict) whose decisions are taken (`ir/plan.py`). What is left out is the plan's,
     else the default of `Options`. `later` catches keywords of features that do not exist yet.

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -73,6 +74,9 @@ def compile_program(
     """Compile for the batch in `(args, kwargs)`, which holds the rows of `replicas` replicas (1 under torchrun, else d)."""
     check_module(model)
     check_device(model, args, kwargs)
+    written = read_schedule(options)
+    if written is not None:
+        options = replace(options, num_microbatches=schedule.num_microbatches(written))
     batch = plan_batch(options, args, kwargs, replicas)
     forms = Forms()
 
@@ -95,7 +99,7 @@ def compile_program(
     passes.check_connected(graph, axes, options.t)
     forms.add("CONNECTED", graph)
 
-    orders = make_orders(options, batch.num_microbatches)
+    orders = written or make_orders(options, batch.num_microbatches)
     ranks = ranks_of_stages(orders)
     sizes = passes.Sizes(options.t, batch.traced_rows, batch.rows, batch.pieces)
     cut = passes.cut(
@@ -133,7 +137,7 @@ def compile_program(
         mesh=options.mesh,
         v=options.v,
         num_microbatches=batch.num_microbatches,
-        schedule_name=str(options.schedule),
+        schedule_name=options.schedule_name,
         tree=captured.tree,
         constants=captured.constants,
         inputs=input_specs(graph, captured, batch),
@@ -243,6 +247,13 @@ def resize(
     return tree_unflatten(leaves, tree)  # type: ignore[return-value]
 
 
+def read_schedule(options: Options) -> Orders | None:
+    """The user's own schedule, where the request names a file."""
+    if not isinstance(options.schedule, Path):
+        return None
+    return schedule.read_schedule(options.schedule, options.p, options.v, options.num_microbatches)
+
+
 def make_orders(options: Options, m: int) -> Orders:
     """The schedule: what every pipeline rank computes, and so which stages it holds."""
     orders = schedule.build_orders(str(options.schedule), options.p, options.v, m)
@@ -259,12 +270,15 @@ def taker_of_weight_gradients(options: Options, orders: Orders) -> str:
 
 
 def connect_orders(orders: Orders, crossing: list[codegen.Crossing]) -> Orders:
-    """The schedule with its transfers, simulated to the end before anything runs."""
+    """The schedule with its transfers (a user's own may have them), simulated to the end before anything runs."""
     merged: dict[tuple[int, int], bool] = {}
     for one in crossing:
         for target in one.targets:
             merged[one.source, target] = merged.get((one.source, target), False) or note(one.node).needs_grad
     links = [(*pair, has_grad) for pair, has_grad in sorted(merged.items())]
-    orders = schedule.add_transfers(orders, links)
+    if not schedule.has_transfers(orders):
+        orders = schedule.add_transfers(orders, links)
+    elif not schedule.has_reduces(orders):
+        orders = schedule.add_reduces(orders)
     schedule.simulate(orders, links=links)
     return orders

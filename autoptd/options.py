@@ -5,8 +5,10 @@ Options(t=2, p=2, d=2, v=2).mesh.size == 8
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from autoptd.errors import PlanError
@@ -56,7 +58,8 @@ class Options:
     """One request: t, p, d degrees, v model chunks per pipeline rank, and how to run.
 
     `num_microbatches` counts per replica and step; None takes the largest divisor of the replica's rows that is at most 4p,
-    a multiple of p preferred. `schedule` is one of `SCHEDULES`; None takes 1f1b for v=1, else interleaved.
+    a multiple of p preferred. `schedule` is one of `SCHEDULES`, or the path of a text file with a schedule of your
+    own (schedule/written.py), which says m as well; None takes 1f1b for v=1, else interleaved.
     `seed` draws the dropout masks. `timeout` is in seconds. `nan="ignore"` lets a NaN loss pass. `p2p` says how a value that
     is equal on all tensor ranks travels between stages: "direct", each rank sends all of it; "scatter_gather", each sends 1/t
     and the receivers gather (SC'21, section 4.1); "auto", whichever is faster by the description of the machine
@@ -86,7 +89,7 @@ class Options:
     v: int = 1
     loss_fn: Callable[..., Any] | None = None
     num_microbatches: int | None = None
-    schedule: str | None = None
+    schedule: str | os.PathLike[str] | None = None  # a Path, once checked, where it is a file
     seed: int = 0
     device: str | None = None
     backend: str | None = None
@@ -106,11 +109,14 @@ class Options:
             _check_degree("num_microbatches", self.num_microbatches)
         if self.schedule is None:
             object.__setattr__(self, "schedule", "interleaved" if self.v > 1 else "1f1b")
+        if is_path(self.schedule):
+            object.__setattr__(self, "schedule", Path(str(self.schedule)))
         chunks = SCHEDULES.get(str(self.schedule), 0)
         if chunks > 1 and self.p == 1:
             fact = f"runs {chunks} model chunks per pipeline rank, and there is no pipeline (p=1)"
             raise PlanError(f"schedule={self.schedule!r}", fact, f"schedule='1f1b' with v=1, or p >= 2 with v={chunks}")
-        check_schedule(str(self.schedule), self.v)
+        if not isinstance(self.schedule, Path):
+            check_schedule(str(self.schedule), self.v)
         if self.v > 1 and self.p == 1:
             fact = "several model chunks per pipeline rank gain nothing without a pipeline (p=1)"
             raise PlanError(f"v={self.v}", fact, "v=1, or p >= 2")
@@ -130,13 +136,18 @@ class Options:
         if self.delay_wgrad_compute not in (None, *DELAYS):
             remedy = f"{', '.join(map(repr, DELAYS))} or None"
             raise PlanError(f"delay_wgrad_compute={self.delay_wgrad_compute!r}", "no such place for W", remedy)
-        if self.delay_wgrad_compute is not None and self.schedule in ZERO_BUBBLE:
-            fact = f"schedule={self.schedule!r} places the weight gradients itself"
+        if self.delay_wgrad_compute is not None and (self.schedule in ZERO_BUBBLE or isinstance(self.schedule, Path)):
+            fact = f"schedule={str(self.schedule)!r} places the weight gradients itself"
             raise PlanError(f"delay_wgrad_compute={self.delay_wgrad_compute!r}", fact, "one of the two")
 
     @property
     def mesh(self) -> Mesh:
         return Mesh(self.t, self.p, self.d)
+
+    @property
+    def schedule_name(self) -> str:
+        """The schedule's name; of a file, its own without the folder, which may differ from rank to rank."""
+        return self.schedule.name if isinstance(self.schedule, Path) else str(self.schedule)
 
     @property
     def num_stages(self) -> int:
@@ -159,14 +170,27 @@ def make_options(*, plan: Any = None, **keywords: Any) -> Options:
     keywords = {name: value for name, value in keywords.items() if value is not None}
     if plan is None:
         return Options(**keywords)
+    if isinstance(keywords.get("schedule"), os.PathLike):
+        keywords["schedule"] = os.fspath(keywords["schedule"])  # as a plan spells it
     said, pinned = read_plan(plan, keywords, frozenset(PLANNED))
     return Options(**{**{name: value for name, value in said.items() if value is not None}, **keywords, "plan": pinned})
+
+
+def is_path(schedule: Any) -> bool:
+    """Whether a schedule is a user's own: a path, a name that ends in .txt, or that of a file."""
+    if isinstance(schedule, os.PathLike):
+        return True
+    return (
+        schedule not in SCHEDULES
+        and isinstance(schedule, str)
+        and (schedule.endswith(".txt") or Path(schedule).is_file())
+    )
 
 
 def check_schedule(name: str, v: int) -> None:
     """Refuse a schedule that does not exist, or that does not run `v` model chunks per pipeline rank."""
     if name not in SCHEDULES:
-        raise PlanError(f"schedule={name!r}", "no such schedule", f"one of {', '.join(SCHEDULES)}")
+        raise PlanError(f"schedule={name!r}", "no such schedule", f"one of {', '.join(SCHEDULES)}, or a .txt file")
     if SCHEDULES[name] not in (0, v):
         others = [other for other, chunks in SCHEDULES.items() if chunks in (0, v)]
         fact = f"schedule={name!r} runs {SCHEDULES[name]} model chunk{'s' * (SCHEDULES[name] > 1)} per pipeline rank"

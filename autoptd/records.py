@@ -64,7 +64,7 @@ def about(options: Options, batch: Batch, ranks: Sequence[int], stage: int, wgra
     return [
         f"Stage {stage} of {options.num_stages}: model chunk {ranks[:stage].count(rank)} of pipeline rank {rank}.",
         "Written by AutoPTD. It reads top to bottom, can be stepped through, and is the same for all tensor and data ranks.",
-        f"plan: {options.mesh}, v={options.v}, {m} microbatches of {b} rows per replica, schedule {options.schedule}.",
+        f"plan: {options.mesh}, v={options.v}, {m} microbatches of {b} rows per replica, schedule {options.schedule_name}.",
         "Shapes in comments are a rank's, of one microbatch. `w`: parameters, `b`: buffers, `tp`: the tensor-parallel group.",
         "Types over tp: I invariant, R replicated with a partial gradient, P partial sum, S sharded; rt.p_to_i turns P into I.",
         *_about_hooks(options, wgrad),
@@ -303,7 +303,7 @@ def plan_record(
         "version": 1,
         "mesh": {"t": options.t, "p": options.p, "d": options.d, "v": options.v},
         "num_microbatches": batch.num_microbatches,
-        "schedule": options.schedule,
+        "schedule": str(options.schedule),
         "options": {name: getattr(options, name) for name in PLANNED},
         "cut": cut["after"],
         "shard": list(shard.values()),

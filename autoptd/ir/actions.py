@@ -91,6 +91,14 @@ def format_orders(orders: Sequence[Sequence[Action]]) -> str:
 
 
 def parse_orders(text: str) -> Orders:
-    """Inverse of `format_orders`; empty lines and lines that start with # are skipped."""
-    lines = [line.strip() for line in text.splitlines()]
-    return [[parse(word) for word in line.split()] for line in lines if line and not line.startswith("#")]
+    """Inverse of `format_orders`; empty lines and lines that start with # are skipped. ValueError names line and word."""
+    orders: Orders = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.strip() and not line.lstrip().startswith("#"):
+            orders.append([])
+            for place, word in enumerate(line.split(), 1):
+                try:
+                    orders[-1].append(parse(word))
+                except ValueError as error:
+                    raise ValueError(f"line {number}, word {place}: {error}") from None
+    return orders

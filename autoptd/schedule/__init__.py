@@ -2,19 +2,21 @@
 
 `orders` says in which order a rank computes, `weight_gradients` may split its backwards, `transfers` adds what it sends
 and receives, `simulate` proves that the run ends and measures it, with `check` finding what is wrong in an order that
-somebody wrote.
+somebody wrote (`written` reads one).
 
     orders = add_transfers(build_orders("1f1b", p=2, v=1, m=4), links=[(0, 1, True)])
     simulate(orders).bubble == 1 / 4
 """
 
+from autoptd.schedule.check import has_transfers
 from autoptd.schedule.finish import finish_of
 from autoptd.schedule.live import live_moments
 from autoptd.schedule.measure import Memory, Simulation, Span
 from autoptd.schedule.orders import build_orders, gpipe, interleaved, looped_bfs, one_f_one_b
 from autoptd.schedule.simulate import simulate
-from autoptd.schedule.transfers import Link, add_transfers
+from autoptd.schedule.transfers import Link, add_reduces, add_transfers, has_reduces
 from autoptd.schedule.weight_gradients import PLACEMENTS, delay_weight_gradients
+from autoptd.schedule.written import num_microbatches, read_schedule
 from autoptd.schedule.zero_bubble import zb_2p, zb_h1, zbv
 
 __all__ = [
@@ -23,15 +25,20 @@ __all__ = [
     "Memory",
     "Simulation",
     "Span",
+    "add_reduces",
     "add_transfers",
     "build_orders",
     "delay_weight_gradients",
     "finish_of",
     "gpipe",
+    "has_reduces",
+    "has_transfers",
     "interleaved",
     "live_moments",
     "looped_bfs",
+    "num_microbatches",
     "one_f_one_b",
+    "read_schedule",
     "simulate",
     "zb_2p",
     "zb_h1",

@@ -12,7 +12,8 @@ left. They differ in the length of the warm-up and in which (stage, microbatch) 
 
 from __future__ import annotations
 
-from autoptd.errors import PlanError
+from itertools import accumulate
+
 from autoptd.ir.actions import Action, Kind, Orders
 from autoptd.options import check_schedule
 from autoptd.schedule.zero_bubble import zb_2p, zb_h1, zbv
@@ -36,17 +37,15 @@ def one_f_one_b(p: int, m: int) -> Orders:
 
 
 def interleaved(p: int, v: int, m: int) -> Orders:
-    """One forward, one backward over v chunks per rank (SC'21, section 2.2.2, figure 4 bottom): bubble (p-1)/(v*m).
+    """One forward, one backward over v chunks per rank (SC'21, section 2.2.2, figure 4 bottom).
 
-    Microbatches advance in groups of p: a rank takes p of them through its first chunk, the same p through its second,
-    and so on; backward takes the chunks in reverse. PlanError unless m is a multiple of p.
+    Microbatches advance in groups: a rank takes a group through its first chunk, then through its second, and so on;
+    backward takes the chunks in reverse. Where m is a multiple of p, the groups are of p and the bubble is (p-1)/(v*m).
+    Any other m works as well: in m // p groups that differ by one at most, the larger ones first, or in one group for
+    m < p. Rank r keeps min(v*m, (v-1)*g + 2*(p-1-r) + 1) chunks live, where g is the size of the first group.
     """
-    if m % p:
-        below, above = m - m % p, m - m % p + p
-        works = f"{below} or {above}" if below else str(above)
-        remedy = f"num_microbatches={works}" + ("" if v > 1 else ", or schedule='1f1b'")
-        raise PlanError(f"num_microbatches={m}", f"the interleaved schedule needs a multiple of p={p}", remedy)
-    return [_interleaved_rank(rank, p, v, m) for rank in range(p)]
+    groups = _groups(p, m)
+    return [_interleaved_rank(rank, p, v, m, groups) for rank in range(p)]
 
 
 def looped_bfs(p: int, v: int, m: int) -> Orders:
@@ -69,14 +68,19 @@ def build_orders(name: str, p: int, v: int, m: int) -> Orders:
     return of_chunks[name](p, v, m) if name in of_chunks else of_one_chunk[name](p, m)
 
 
-def _interleaved_rank(rank: int, p: int, v: int, m: int) -> list[Action]:
-    forwards, backwards = [], []
-    for k in range(m * v):
-        chunk = k // p % v
-        microbatch = k // (p * v) * p + k % p
-        forwards.append(Action(Kind.F, chunk * p + rank, microbatch))
-        backwards.append(Action(Kind.B, (v - 1 - chunk) * p + rank, microbatch))
-    return _alternate(forwards, backwards, warmup=min(m * v, 2 * (p - 1 - rank) + (v - 1) * p))
+def _groups(p: int, m: int) -> list[range]:
+    """The microbatches 0 .. m-1 in groups of at least p. A later group must not be larger: the warm-up is for the first."""
+    count = max(1, m // p)
+    sizes = [m // count + (number < m % count) for number in range(count)]
+    ends = list(accumulate(sizes))
+    return [range(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+
+
+def _interleaved_rank(rank: int, p: int, v: int, m: int, groups: list[range]) -> list[Action]:
+    walk = [(chunk, microbatch) for group in groups for chunk in range(v) for microbatch in group]
+    forwards = [Action(Kind.F, chunk * p + rank, microbatch) for chunk, microbatch in walk]
+    backwards = [Action(Kind.B, (v - 1 - chunk) * p + rank, microbatch) for chunk, microbatch in walk]
+    return _alternate(forwards, backwards, warmup=min(m * v, 2 * (p - 1 - rank) + (v - 1) * len(groups[0])))
 
 
 def _one_stage(kind: Kind, stage: int, m: int) -> list[Action]:

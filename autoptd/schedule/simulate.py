@@ -25,7 +25,7 @@ from operator import itemgetter
 from autoptd.errors import InternalError, PlanError
 from autoptd.ir.actions import RECVS, SENDS, Action, Kind, ranks_of_stages
 from autoptd.options import SCHEDULES
-from autoptd.schedule.check import find_faults, guess_links, has_transfers
+from autoptd.schedule.check import find_faults, guess_links
 from autoptd.schedule.measure import Simulation
 from autoptd.schedule.numbers import Numbers
 from autoptd.schedule.sweep import Sweep
@@ -162,7 +162,8 @@ def _refusal(orders: Sequence[Sequence[Action]], links: Sequence[Link], sweep: S
         return InternalError("schedule", f"the orders do not fit their {len(links)} links, and no fault is found")
     more = [f"and {len(faults) - SHOWN} more"] if len(faults) > SHOWN else []
     fact = "; ".join(faults[:SHOWN] + more) if faults or sweep is None else sweep.deadlock()
-    return PlanError("schedule", fact, f"correct these entries, or take one of the schedules {', '.join(SCHEDULES)}")
+    remedy = f"correct these entries (SEND, RECV and REDUCE may be left out), or take one of {', '.join(SCHEDULES)}"
+    return PlanError("schedule", fact, remedy)
 
 
-__all__ = ["LinkTimes", "Simulation", "has_transfers", "simulate"]
+__all__ = ["LinkTimes", "Simulation", "simulate"]

@@ -18,8 +18,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from autoptd.errors import InternalError
-from autoptd.ir.actions import COMPUTES, RECVS, Action, Kind, Orders, ranks_of_stages
+from autoptd.ir.actions import COMPUTES, RECVS, SENDS, Action, Kind, Orders, ranks_of_stages
 
+GRADIENTS = (Kind.B, Kind.W, Kind.SEND_B)  # what a stage is reduced after
 Link = tuple[int, int, bool]  # source stage, target stage, has_grad
 Channel = tuple[int, int]  # from rank, to rank
 PARTNER = {
@@ -31,7 +32,7 @@ PARTNER = {
 
 
 def add_transfers(orders: Sequence[Sequence[Action]], links: Sequence[Link]) -> Orders:
-    """Return the orders with every transfer that `links` ask for, and with the REDUCE of every stage.
+    """Return the orders with every transfer that `links` ask for, and with the REDUCE of every stage, if there is none yet.
 
     Sends follow the computation that makes their value. Receives are posted one computation ahead of the one that
     waits for them, and on each channel in exactly the order in which its sender sends: a receiver that needs a message
@@ -50,7 +51,44 @@ def add_transfers(orders: Sequence[Sequence[Action]], links: Sequence[Link]) -> 
                 ]
             for receive, peer, channel in sends[kind, stage]:
                 channel.append(Action(receive, peer, microbatch, stage))
-    return [_weave(rank, order, wiring, channels) for rank, order in enumerate(computes)]
+    woven = [_weave(rank, order, wiring, channels) for rank, order in enumerate(computes)]
+    if not has_reduces(orders):
+        return add_reduces(woven)
+    return [_keep_reduces(order, given) for order, given in zip(woven, orders, strict=True)]
+
+
+def has_reduces(orders: Sequence[Sequence[Action]]) -> bool:
+    """Whether the orders say when a stage is reduced."""
+    return any(action.kind is Kind.REDUCE for order in orders for action in order)
+
+
+def add_reduces(orders: Sequence[Sequence[Action]]) -> Orders:
+    """Return the orders with the REDUCE of every stage behind its last B, W and SEND_B."""
+    found: Orders = []
+    for order in orders:
+        last = {action.stage: index for index, action in enumerate(order) if action.kind in GRADIENTS}
+        behind = {index: Action(Kind.REDUCE, stage) for stage, index in last.items()}
+        found.append([])
+        for index, action in enumerate(order):
+            found[-1] += (action, behind[index]) if index in behind else (action,)
+    return found
+
+
+def _keep_reduces(order: list[Action], given: Sequence[Action]) -> list[Action]:
+    """Put every REDUCE of `given` into `order`, behind the computation that it stands behind, and its sends."""
+    behind: dict[Action | None, list[Action]] = defaultdict(list)
+    latest = None
+    for action in given:
+        if action.kind is Kind.REDUCE:
+            behind[latest].append(action)
+        latest = action if action.kind in COMPUTES else latest
+    found, latest = behind[None], None
+    for action in order:
+        if action.kind not in SENDS:
+            found += behind.pop(latest, ())
+        found.append(action)
+        latest = action if action.kind in COMPUTES else latest
+    return found + behind[latest]
 
 
 class Queue:
@@ -134,7 +172,7 @@ class Wiring:
 
 
 def _weave(rank: int, computes: list[Action], wiring: Wiring, channels: dict[Channel, Queue]) -> list[Action]:
-    """Return one rank's full order."""
+    """Return one rank's computations and transfers."""
     pairs = {(action.kind, action.stage): Action(action.kind, action.stage, 0) for action in computes}
     sends = {pair: [(one.kind, one.peer) for one in wiring.sends_after(action)] for pair, action in pairs.items()}
     needs = {
@@ -146,12 +184,9 @@ def _weave(rank: int, computes: list[Action], wiring: Wiring, channels: dict[Cha
         for pair, action in pairs.items()
     }
     posts: list[list[Action]] = [[] for _ in computes]
-    last: dict[int, int] = {}  # stage -> where its gradients are complete
     for index, (kind, stage, microbatch, _) in enumerate(computes):
         for receive, peer, channel in needs[kind, stage]:
             posts[max(index - 1, 0)] += channel.take_up_to(Action(receive, stage, microbatch, peer))  # one ahead
-        if kind is not Kind.F:
-            last[stage] = index
     order: list[Action] = []
     for index, action in enumerate(computes):
         kind, stage, microbatch, _ = action
@@ -159,6 +194,4 @@ def _weave(rank: int, computes: list[Action], wiring: Wiring, channels: dict[Cha
         order.append(action)
         for send, peer in sends[kind, stage]:
             order.append(Action(send, stage, microbatch, peer))
-        if last.get(stage) == index:
-            order.append(Action(Kind.REDUCE, stage))
     return order

@@ -54,6 +54,7 @@ def test_any_number_of_layers(t: int, p: int, v: int, layers: int) -> None:
 
 ODD_COUNTS = [(2, 1, "1f1b", 1), (2, 1, "1f1b", 3), (4, 1, "gpipe", 3), (2, 2, "interleaved", 6)]
 ODD_COUNTS += [(2, 1, "zb_h1", 1), (4, 1, "zb_2p", 3), (3, 2, "zbv", 2), (3, 2, "looped_bfs", 1)]
+ODD_COUNTS += [(2, 2, "interleaved", 3), (3, 2, "interleaved", 1)]
 
 
 @pytest.mark.parametrize(("p", "v", "schedule", "m"), ODD_COUNTS)

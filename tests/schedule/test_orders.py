@@ -8,11 +8,14 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleIn
 
 from autoptd.errors import PlanError
 from autoptd.ir.actions import Action, Kind, Orders, format_orders, parse_orders
-from autoptd.options import SCHEDULES
-from autoptd.schedule import build_orders, gpipe, interleaved, one_f_one_b
+from autoptd.options import SCHEDULES, ZERO_BUBBLE
+from autoptd.schedule import add_transfers, build_orders, gpipe, interleaved, one_f_one_b, simulate
 
 GRID = [(name, p, 1, m) for name in ("gpipe", "1f1b") for p in (1, 2, 3, 4, 8) for m in (1, 2, 5, 8)] + [
     ("interleaved", p, v, rounds * p) for p in (1, 2, 3, 4) for v in (1, 2, 3) for rounds in (1, 2, 5)
+]
+GRID += [
+    ("interleaved", p, v, m) for p, m in ((2, 1), (4, 3), (2, 3), (3, 5), (4, 7), (4, 10), (3, 8)) for v in (1, 2, 3)
 ]
 GRID += [("looped_bfs", p, v, m) for p in (1, 2, 3, 4) for v in (1, 2, 3) for m in (1, 2, 5, 8)]
 
@@ -89,19 +92,28 @@ def stub_stage(index: int, p: int, v: int) -> SimpleNamespace:
     )
 
 
-@pytest.mark.parametrize(
-    ("p", "v", "m", "remedy"),
-    [
-        (4, 2, 6, "num_microbatches=4 or 8"),
-        (4, 2, 3, "num_microbatches=4"),
-        (3, 1, 7, "num_microbatches=6 or 9, or schedule='1f1b'"),
-    ],
-)
-def test_interleaved_names_the_nearest_counts_that_work(p: int, v: int, m: int, remedy: str):
-    with pytest.raises(PlanError) as caught:
-        interleaved(p, v, m)
-    assert caught.value.site == f"num_microbatches={m}"
-    assert caught.value.remedy == remedy
+def test_golden_interleaved_in_uneven_groups():
+    golden = """
+    F0.0 F0.1 F0.2 F2.0 F2.1 F2.2 B2.0 F0.3 B2.1 F0.4 B2.2 F2.3 B0.0 F2.4 B0.1 B0.2 B2.3 B2.4 B0.3 B0.4
+    F1.0 F1.1 F1.2 F3.0 B3.0 F3.1 B3.1 F3.2 B3.2 F1.3 B1.0 F1.4 B1.1 F3.3 B1.2 F3.4 B3.3 B3.4 B1.3 B1.4
+    """
+    assert interleaved(p=2, v=2, m=5) == parse_orders(golden)
+
+
+@pytest.mark.parametrize("p", range(1, 7))
+@pytest.mark.parametrize("v", range(1, 5))
+def test_every_schedule_runs_for_any_count_of_microbatches(p: int, v: int):
+    """With its transfers, to its end; 1F1B alike and looped schedules with no more bubble than the formula says."""
+    links = [(stage, stage + 1, True) for stage in range(p * v - 1)]
+    for name in [name for name, chunks in SCHEDULES.items() if chunks in (0, v)]:
+        for m in range(1, 13):
+            result = simulate(add_transfers(build_orders(name, p, v, m), links), links=links)
+            if m >= p and name not in ZERO_BUBBLE:
+                assert result.bubble == (p - 1) / (v * m)
+            if name == "interleaved":
+                group = m // max(1, m // p) + (m % max(1, m // p) > 0)
+                warmups = [2 * (p - 1 - rank) + (v - 1) * group for rank in range(p)]
+                assert result.peak_live == tuple(min(v * m, warmup + 1) for warmup in warmups)
 
 
 def test_build_orders_knows_every_schedule_and_no_other():
