@@ -94,7 +94,8 @@ def compile_program(
     axes, assignment = passes.annotate(graph, whole, captured.buffers, batched, batch.pieces, options.t, Machine())
     forms.add("ANNOTATED", graph)
 
-    fallbacks = passes.fallbacks(graph)
+    found = passes.fallbacks(graph)  # FLOPs of the traced rows
+    fallbacks = [replace(one, flops=one.flops * batch.rows // batch.traced_rows) for one in found]
     passes.communicate(graph, assignment, batch.pieces, options.t)
     passes.check_connected(graph, axes, options.t)
     forms.add("CONNECTED", graph)

@@ -15,7 +15,7 @@ from autoptd.ir.fallback import Fallback, divisors
 from autoptd.ir.notes import note
 from autoptd.passes import describe, fallbacks
 from autoptd.passes.costs import flops
-from tests.parity.models import batch, gpt, separate
+from tests.parity.models import batch, gpt, separate, skipping
 from tests.passes.graphs import Net, connect, find
 
 X, Y = torch.zeros(2, 4, dtype=torch.long), torch.ones(2, 4, dtype=torch.long)
@@ -132,6 +132,14 @@ def test_program_plan_and_files_tell_it(tmp_path: Any) -> None:
     program.save(tmp_path)
     assert autoptd.Program.load(tmp_path).fallbacks == program.fallbacks
     assert "5 heads do not divide" in (tmp_path / "plan.json").read_text()
+
+
+@pytest.mark.filterwarnings("ignore:.*of the FLOPs of matrix products")
+@pytest.mark.parametrize("m", [1, 4])
+def test_flops_are_those_of_a_microbatch(m: int) -> None:
+    """Of one row as well, where two were traced."""
+    program = autoptd.compile(skipping(), t=3, num_microbatches=m, example_inputs=batch(4))
+    assert sum(one.flops for one in program.fallbacks) == program.costs["redundant_gemm_flops"] > 0
 
 
 def test_no_warning_where_nothing_is_repeated() -> None:
