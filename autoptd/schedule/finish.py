@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from autoptd.ir.actions import Action
 from autoptd.schedule.simulate import simulate
 
-LONGEST = 2_500  # actions: up to 40 ms a run
+LONGEST = 10_000  # actions: up to 30 ms a run
 LEAST = 1e-12  # seconds: the simulation wants positive ones
 
 
