@@ -62,10 +62,10 @@ def parallelize(
     `v` model chunks per pipeline rank; `loss_fn(output, targets)` where the model returns no loss; `num_microbatches` per
     replica and step (default: the largest divisor of the replica's rows that is <= 4p, a multiple of p preferred);
     `schedule` one of `autoptd.options.SCHEDULES` or the path of a text file with your own; `backend` "local", "gloo" or
-    "nccl"; `timeout` in seconds; `nan="ignore"` lets a NaN loss pass; `seed` draws the dropout masks; `p2p` says how stages send where t > 1: "direct",
-    "scatter_gather" or "auto"; the next three are hooks on the backward of linear layers, see `Options`. `memory` bounds the
-    bytes of a rank; `plan` is a plan.json (its path, or a dict) whose decisions are taken (`ir/plan.py`). What is left out is
-    the plan's, else the default of `Options`. `later` catches keywords of features that do not exist yet.
+    "nccl"; `timeout` in seconds; `nan="ignore"` lets a NaN loss pass; `seed` draws the dropout masks; `p2p` says how stages
+    send where t > 1: "direct", "scatter_gather" or "auto"; the next three are hooks on the backward of linear layers, see
+    `Options`. `memory` bounds the bytes of a rank; `plan` is a plan.json (its path, or a dict) whose decisions are taken
+    (`ir/plan.py`). What is left out is the plan's, else the default of `Options`. `later` catches keywords of features that do not exist yet.
 
     Raises TraceError when the model cannot be captured faithfully and PlanError when the request cannot be met, before any
     rank starts.
