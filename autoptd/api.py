@@ -65,7 +65,8 @@ def parallelize(
     "nccl"; `timeout` in seconds; `nan="ignore"` lets a NaN loss pass; `seed` draws the dropout masks; `p2p` says how stages
     send where t > 1: "direct", "scatter_gather" or "auto"; the next three are hooks on the backward of linear layers, see
     `Options`. `memory` bounds the bytes of a rank; `plan` is a plan.json (its path, or a dict) whose decisions are taken
-    (`ir/plan.py`). What is left out is the plan's, else the default of `Options`. `later` catches keywords of features that do not exist yet.
+    (`ir/plan.py`). What is left out is the plan's, else the default of `Options`. `later` catches keywords
+    of features that do not exist yet.
 
     Raises TraceError when the model cannot be captured faithfully and PlanError when the request cannot be met, before any
     rank starts.

@@ -20,11 +20,13 @@ COLLECTIVES = ("p_to_i", "i_to_r", "p_to_r", "s_to_i", "s_to_r", "p_to_s", "i_to
 
 @cache
 def gpt(layers: int = 4, t: int = 2, p: int = 1, v: int = 1, d: int = 1, m: int = 4) -> Program:
+    """With as many layers on every stage, where that can be."""
     torch.manual_seed(0)
     with torch.device("meta"):
         model = GPT(GPTConfig(vocab_size=256, block_size=32, n_layer=layers, n_head=4, n_embd=128))
         ids = torch.zeros(8, 32, dtype=torch.long)
-    return compile(model, t=t, p=p, v=v, d=d, num_microbatches=m, example_inputs=(ids, ids.clone()))
+    plan = {"cut": [layers // (p * v)] * (p * v)} if layers % (p * v) == 0 else None
+    return compile(model, t=t, p=p, v=v, d=d, num_microbatches=m, plan=plan, example_inputs=(ids, ids.clone()))
 
 
 EVERY = [{}, {"t": 1}, {"t": 4}, {"p": 2}, {"p": 2, "v": 2}, {"d": 2}, {"layers": 7, "p": 2, "v": 2}]

@@ -117,7 +117,9 @@ def test_a_gpt_communicates_what_the_formulas_say(size: dict[str, int]) -> None:
     t, p, d, v, m = size.values()
     ids, targets = batch(ROWS)
     model = gpt(LAYERS, width=WIDTH)
-    pm = autoptd.parallelize(model, t, p, d, v=v, num_microbatches=m, backend="local", example_inputs=(ids, targets))
+    even = {"cut": [LAYERS // (p * v)] * (p * v)}
+    mesh: dict[str, Any] = {"t": t, "p": p, "d": d, "v": v, "num_microbatches": m, "plan": even}
+    pm = autoptd.parallelize(model, **mesh, backend="local", example_inputs=(ids, targets))
     pm.step(ids, targets)
     with pm.record() as record:
         pm.step(ids, targets)

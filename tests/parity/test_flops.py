@@ -101,7 +101,7 @@ def test_hooks_on_linear_layers_change_no_product(wgrad: str) -> None:
     """What waits for its W is charged to the stage, and to no line."""
     hooks: dict[str, Any] = {"async_tensor_model_parallel_allreduce": True, "accumulate_allreduce_grads_in_fp32": True}
     hooks |= {} if wgrad == "main_grads" else {"delay_wgrad_compute": wgrad}
-    mesh = {"t": 2, "p": 2, "num_microbatches": 2}
+    mesh = {"t": 2, "p": 2, "num_microbatches": 2, "plan": {"cut": [2, 2]}}  # other schedules ask for other cuts
     (plain, usual), (hooked, work) = (recorded(gpt(), batch(ROWS), mesh | more) for more in ({}, hooks))
     assert "rt.linear(" in hooked.sources["stage_0.py"]
     for name in ("flops_per_stage", "backward_flops_per_stage", "total_flops"):

@@ -285,12 +285,13 @@ def test_a_width_that_does_not_divide_beside_one_that_does() -> None:
     autoptd.verify(model, t=4, p=2, example_inputs=call, steps=2)
 
 
-def test_as_many_stages_as_there_are_matrix_products_and_no_more() -> None:
-    autoptd.verify(gpt(1), p=6, num_microbatches=4, example_inputs=batch(), steps=1)
+def test_as_many_stages_as_there_are_places_to_cut_and_no_more() -> None:
+    """Between six matrix products, and at the end of the layer."""
+    autoptd.verify(gpt(1), p=7, num_microbatches=4, example_inputs=batch(), steps=1)
     with pytest.raises(autoptd.PlanError) as caught:
-        autoptd.compile(gpt(1), p=7, example_inputs=batch())
-    assert (caught.value.site, caught.value.remedy) == ("p*v=7", "p*v <= 6, or a deeper model")
-    assert caught.value.fact == "more stages than the model can be cut into: 6 at most"
+        autoptd.compile(gpt(1), p=8, example_inputs=batch())
+    assert (caught.value.site, caught.value.remedy) == ("p*v=8", "p*v <= 7, or a deeper model")
+    assert caught.value.fact == "more stages than the model can be cut into: 7 at most"
 
 
 def test_one_row_cannot_be_two_replicas() -> None:
