@@ -29,9 +29,9 @@ def test_batch_that_does_not_divide() -> None:
         compile_gpt(num_microbatches=3)
 
 
-def test_microbatches_that_interleaving_cannot_use() -> None:
+def test_microbatches_that_the_rows_do_not_divide_into() -> None:
     with pytest.raises(autoptd.PlanError, match="num_microbatches"):
-        autoptd.compile(gpt(4), p=2, v=2, num_microbatches=1, example_inputs=batch())
+        autoptd.compile(gpt(4), p=2, v=2, num_microbatches=3, example_inputs=batch())
 
 
 def test_another_shape_later() -> None:
