@@ -8,8 +8,6 @@ from __future__ import annotations
 import subprocess
 import sys
 
-import pytest
-
 MESH = "t=8, p=64, d=6, v=2"
 RUN = """
 import sys, torch, autoptd
