@@ -74,17 +74,23 @@ class FaultBoard:
             }
             self._publish(first)
             first = self._first or first
+        else:
+            self._linger()
         return _as_fault(first, self._world, call)
 
     def _publish(self, fault: dict[str, Any]) -> None:
-        """Write the fault unless another came first; rank 0, which may host the store, stays until all have read it."""
+        """Write the fault unless another came first."""
         try:
             self._store.compare_set(FIRST, "", json.dumps(fault))
             self._read_first(self._store)
-            if self._world.rank == 0 and self._world.mesh.size > 1:
-                time.sleep(2 * BEAT)
+            self._linger()
         except Exception:
             self._first = self._first or fault  # the store is gone: nobody to tell
+
+    def _linger(self) -> None:
+        """Rank 0, which may host the store, stays until every beat thread has read the first fault."""
+        if self._world.rank == 0 and self._world.mesh.size > 1:
+            time.sleep(2 * BEAT)
 
     def _read_first(self, store: dist.Store) -> bool:
         """Return whether a first fault is known."""
