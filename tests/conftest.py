@@ -1,71 +1,16 @@
-"""What all tests share: a model is traced once per worker, if nothing about it, its weights and its inputs differs.
-
-Tracing is most of the time of a small test. What cannot be pickled (a class or a loss inside of a test) is traced every time,
-and so is everything in the tests of tracing.
-"""
+"""What all tests share: traces, but in the tests of tracing."""
 
 from __future__ import annotations
 
-import io
-import pickle
-from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from torch import Tensor, nn
 
 from autoptd import trace
-from autoptd.ir.notes import copy_graph
-
-MANY = 64  # traces that are kept
-seen: dict[bytes, trace.Captured] = {}
-trace_now = trace.capture
-
-
-class Key(pickle.Pickler):
-    """Pickles tensors as what they hold, not as where they are."""
-
-    def reducer_override(self, what: object) -> Any:
-        if not isinstance(what, Tensor):
-            return NotImplemented
-        about = (type(what), str(what.dtype), what.device.type, tuple(what.shape), what.stride(), what.requires_grad)
-        data = what.detach().reshape(-1).view(torch.uint8).numpy().tobytes() if what.device.type == "cpu" else b""
-        return tuple, ((about, data),)
-
-
-def key_of(*what: Any) -> bytes | None:
-    """Equal for what would be traced alike; None for what cannot be pickled."""
-    made = io.BytesIO()
-    try:
-        Key(made).dump((what, torch.get_default_dtype()))
-    except (pickle.PicklingError, AttributeError, TypeError):
-        return None
-    return made.getvalue()
-
-
-def capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], loss_fn: Any) -> trace.Captured:
-    """What `trace.capture` returns, for the parameters and buffers of this model."""
-    key = key_of(model, args, kwargs, loss_fn)
-    if key is None:
-        return trace_now(model, args, kwargs, loss_fn)
-    found = seen.pop(key, None) or trace_now(model, args, kwargs, loss_fn)
-    seen[key] = found
-    if len(seen) > MANY:
-        del seen[next(iter(seen))]
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    return replace(
-        found,
-        graph=copy_graph(found.graph),
-        parameters={name: parameters[name] for name in found.parameters},
-        buffers=found.buffers | {name: x for name, x in model.named_buffers() if name in found.buffers},
-    )
+from tests import traces
 
 
 @pytest.fixture(autouse=True)
-def traced_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def traced_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if Path(__file__).parent / "trace" not in request.path.parents:
-        monkeypatch.setattr(trace, "capture", capture)
-    yield
+        monkeypatch.setattr(trace, "capture", traces.capture)

@@ -19,9 +19,7 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -30,10 +28,9 @@ from torch import nn
 
 import autoptd
 from autoptd import trace
-from autoptd.compat import tree_flatten
 from autoptd.errors import InternalError, PlanError
-from autoptd.ir.notes import copy_graph
 from autoptd.options import SCHEDULES
+from tests import traces
 from tests.parity.models import batch, encoder_decoder, gpt, shared_block, source_batch, unet
 
 ROWS = 2  # of a microbatch
@@ -123,22 +120,6 @@ def settings(error: PlanError, case: Case) -> list[Case]:
     return found
 
 
-@contextmanager
-def traced_once() -> Iterator[None]:
-    """While it lasts, a model of `MODELS` is traced once for each batch size: a trace knows nothing of meshes and schedules."""
-    right, seen = trace.capture, {}
-
-    def capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], loss_fn: Any) -> Any:
-        shapes = tuple(tuple(x.shape) for x in tree_flatten((args, kwargs))[0])
-        key = (type(model), shapes)
-        if key not in seen:
-            seen[key] = right(model, args, kwargs, loss_fn)
-        return replace(seen[key], graph=copy_graph(seen[key].graph))
-
-    with mock.patch.object(trace, "capture", capture):
-        yield
-
-
 class Tally:
     """What became of the cases so far; none is run twice."""
 
@@ -188,7 +169,7 @@ def main() -> int:
         cases = [case for case in cases if str(getattr(case, name)) == value]
     random.Random(0).shuffle(cases)  # so that a run cut short says something about all
     start, tally = time.monotonic(), Tally()
-    with traced_once():
+    with mock.patch.object(trace, "capture", traces.capture):
         for number, case in enumerate(cases[part::parts]):
             if time.monotonic() - start > 60 * args.minutes:
                 print(f"stopped: {len(cases[part::parts]) - number} cases were not run")

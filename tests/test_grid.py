@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from unittest import mock
 
 import pytest
@@ -13,12 +12,6 @@ from tests import grid
 from tests.grid import FACTORS, Case, Tally, covering, settings
 
 SIMPLE = Case("gpt", "1f1b", t=1, p=2, d=1, v=1, m=4)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def traced_once() -> Iterator[None]:
-    with grid.traced_once():
-        yield
 
 
 @pytest.mark.parametrize("case", covering(), ids=str)

@@ -25,9 +25,7 @@ def read_schedule(path: Path, p: int, v: int, m: int | None) -> Orders:
         orders = parse_orders(path.read_text())
     except OSError as error:
         fact = f"cannot be read: {error.strerror}"
-        raise PlanError(
-            f"schedule={str(path)!r}", fact, "the path of a text file with a line per pipeline rank"
-        ) from error
+        raise PlanError(site, fact, "the path of a text file with a line per pipeline rank") from error
     except ValueError as error:
         remedy = "F2.1, B2.1, W2.1 (stage 2, microbatch 1), SEND_F2.1>3, RECV_F3.1<2, SEND_B3.1>2, RECV_B2.1<3, REDUCE2"
         raise PlanError(site, str(error), remedy) from error
@@ -40,9 +38,7 @@ def read_schedule(path: Path, p: int, v: int, m: int | None) -> Orders:
     wrong = [name for name in found if found[name] != asked[name]]
     if wrong:
         has, wants = (", ".join(f"{name}={values[name]}" for name in wrong) for values in (found, asked))
-        raise PlanError(
-            f"schedule={str(path)!r}", f"is for {has}; asked for was {wants}", f"ask for {has}, or change the file"
-        )
+        raise PlanError(site, f"is for {has}; asked for was {wants}", f"ask for {has}, or change the file")
     return orders
 
 
