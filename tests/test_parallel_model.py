@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import multiprocessing
 import os
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +19,7 @@ from autoptd.ir.program import Program
 from autoptd.options import Options
 from autoptd.parallel_model import ParallelModel
 from autoptd.runtime.launch import is_launched
+from tests.ports import free_port
 from tests.runtime.tied_model import Case, TiedModel, make_batch, make_model, make_program
 
 SMALL, FULL = Case(), Case(t=2, p=2, d=2, v=2, m=2, schedule="interleaved")
@@ -411,9 +411,7 @@ def case_mesh(case: Case) -> Any:
 @pytest.mark.processes
 @pytest.mark.parametrize("case", [Case(d=2), Case(t=2, p=2)], ids=str)
 def test_processes_over_gloo_train_as_the_model_does(case: Case) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     size = case_mesh(case).size
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["autoptd.runtime.distributed"])

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -27,6 +26,7 @@ from autoptd.ir.program import Program
 from autoptd.options import Options
 from autoptd.parallel_model import ParallelModel
 from tests.parity.models import batch, gpt
+from tests.ports import free_port
 
 TIMEOUT = 20.0
 Batch = tuple[torch.Tensor, ...]
@@ -61,9 +61,7 @@ def run_rank(made: tuple[Program, Options, Batch], is_victim: bool, action: str,
 def fork_ranks(made: tuple[Program, Options, Batch], victim: int, action: str, folder: Path) -> dict[int, int]:
     """Start the ranks of one case; returns rank -> process id. Each writes to `folder` when it ends, and what it raises."""
     folder.mkdir()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     pids = {}
     for rank in range(made[0].mesh.size):
         pids[rank] = os.fork()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from autoptd.ir.actions import Kind, parse
+from tests.ports import free_port
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
@@ -23,9 +23,7 @@ pytestmark = pytest.mark.processes
 
 def start(script: str, world_size: int, *arguments: str) -> list[subprocess.Popen[str]]:
     """Start one process per rank, with the environment that torchrun would give them."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     processes = []
     for rank in range(world_size):
         env = {**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import socket
 import threading
 import time
 import weakref
@@ -21,6 +20,7 @@ from autoptd.ir.mesh import Mesh
 from autoptd.runtime.distributed import DistributedWorld
 from autoptd.runtime.threads import Ranks, ThreadWorld, run_ranks
 from autoptd.runtime.world import Group, Needs, World
+from tests.ports import free_port
 
 NEEDS = Needs(axes=(("tp",), ("dp", "tp")), owners=((0, 1),), links=((0, 1), (1, 0)))
 
@@ -250,9 +250,7 @@ def _process(
 
 def run_processes(mesh: Mesh, body: Callable[[World], None], timeout: float = 20.0) -> dict[int, str]:
     """Run `body` on one process per rank; return what each said before it ended."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["autoptd.runtime.distributed"])
     out = context.Queue()
@@ -327,9 +325,7 @@ def test_hung_rank_is_named_after_the_timeout() -> None:
 
 @pytest.mark.processes
 def test_world_size_must_be_that_of_the_mesh() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     store = dist.TCPStore("127.0.0.1", port, 1, True)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
