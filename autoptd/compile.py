@@ -91,7 +91,16 @@ def compile_program(
     forms.add("TRACED", graph)
 
     batched = {name for name, leaf in captured.inputs if leaf in batch.batched}
-    axes, assignment = passes.annotate(graph, whole, captured.buffers, batched, batch.pieces, options.t, Machine())
+    axes, assignment = passes.annotate(
+        graph,
+        whole,
+        captured.buffers,
+        batched,
+        batch.pieces,
+        options.t,
+        Machine(),
+        sequence_parallel=options.sequence_parallel,
+    )
     forms.add("ANNOTATED", graph)
 
     found = passes.fallbacks(graph)  # FLOPs of the traced rows

@@ -38,13 +38,11 @@ NOT_YET = {
     "zero": "optimizer sharding",
     "precision": "mixed precision",
     "recompute": "activation recomputation",
-    "sequence_parallel": "sequence parallelism",
     "fuse": "fused-op substitution",
     "dropout_exact": "fused attention with random numbers of its own",
 }
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "c": (1,),
-    "sequence_parallel": (False,),
     "fuse": (False,),
     "zero": (0, None),
     "precision": (None,),
@@ -87,6 +85,7 @@ class Options:
     p: int = 1
     d: int = 1
     v: int = 1
+    sequence_parallel: bool | str = False
     loss_fn: Callable[..., Any] | None = None
     num_microbatches: int | None = None
     schedule: str | os.PathLike[str] | None = None  # a Path, once checked, where it is a file
@@ -128,6 +127,8 @@ class Options:
             raise PlanError(f"p2p={self.p2p!r}", "no such way to send", ", ".join(map(repr, P2P)))
         if self.memory is not None and not self.memory > 0:
             raise PlanError(f"memory={self.memory}", "no positive number of bytes", "for example memory=80e9")
+        if not isinstance(self.sequence_parallel, bool) and self.sequence_parallel != "auto":
+            raise PlanError(f"sequence_parallel={self.sequence_parallel!r}", "no such choice", "True, False or 'auto'")
         if not self.timeout > 0:
             raise PlanError(f"timeout={self.timeout}", "no positive number of seconds", "for example timeout=300")
         for name in GEMM_HOOKS[:2]:

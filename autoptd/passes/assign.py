@@ -73,18 +73,22 @@ class Assignment:
 
 
 class Splitter:
-    """What tp may split: letters that t divides, and vocabularies; but no axis of an input: neither batch nor tokens."""
+    """What tp may split: letters that t divides, and vocabularies; never the batch, and other axes of inputs (tokens) only with
+    sequence parallelism. `batched` names the inputs whose dim 0 is the batch.
+    """
 
-    def __init__(self, graph: Graph, axes: Axes, t: int, machine: Machine) -> None:
+    def __init__(
+        self, graph: Graph, axes: Axes, t: int, machine: Machine, batched: Collection[str], *, by_tokens: bool
+    ) -> None:
         self.axes, self.t, self.machine = axes, t, machine
         self.padding = Padding(graph, axes, t)
-        self.tokens = {
-            id(axis)
-            for node in graph.nodes
-            if note(node).kind == "input"
-            for dim in range(len(note(node).dims))
-            for axis in axes.atoms(node, dim)
-        }
+        of_inputs: dict[bool, set[int]] = {True: set(), False: set()}
+        for node in graph.nodes:
+            if note(node).kind == "input":
+                for dim in range(len(note(node).dims)):
+                    of_inputs[dim == 0 and note(node).name in batched].update(map(id, axes.atoms(node, dim)))
+        self.tokens = of_inputs[False] - of_inputs[True]
+        self.kept = of_inputs[True] if by_tokens else of_inputs[True] | of_inputs[False]
 
     def letters(self, node: Node) -> list[Letter]:
         """The letters by which `node` may be split."""
@@ -95,8 +99,12 @@ class Splitter:
         return [letter for letter in self.free_letters(node) if not self.padding.divides(node, letter)]
 
     def free_letters(self, node: Node) -> list[Letter]:
-        """All letters that no input has."""
-        return [one for one in self.axes.letters(node) if self.tokens.isdisjoint(self.axes_of(node, one))]
+        """All letters but those that tp may not split."""
+        return [one for one in self.axes.letters(node) if self.kept.isdisjoint(self.axes_of(node, one))]
+
+    def is_by_tokens(self, node: Node, kind: ValueType) -> bool:
+        """Whether `kind` shards the value of `node` along its tokens."""
+        return kind.kind == "S" and id(self.axes.atoms(node, kind.dim)[kind.atom]) in self.tokens
 
     def axes_of(self, node: Node, letter: Letter) -> list[int]:
         """The ids of the axes that carry a letter, of operands and result."""
