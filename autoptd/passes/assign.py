@@ -22,7 +22,7 @@ from autoptd.ir.machine import Machine
 from autoptd.ir.notes import note, op_name, payload, value
 from autoptd.ir.types import I, P, R, S, ValueType, division_text, padded_size, shard_size
 from autoptd.passes.axes import Axes, Letter
-from autoptd.passes.costs import compute_seconds, conversion_seconds, flops
+from autoptd.passes.costs import collective_seconds, compute_seconds, conversion_seconds, flops
 from autoptd.passes.eliminate import Factor, TableTooLarge, minimize
 from autoptd.passes.links import operands
 from autoptd.passes.padding import Padding
@@ -234,21 +234,13 @@ def _strategies(node: Node, splitter: Splitter) -> list[Strategy]:
     # (sharding the residual stream to save on its adds would trade every all-reduce for two collectives).
     split_seconds = seconds / t if flops(node) else seconds
 
-    def kept(needs: dict[Node, ValueType]) -> float:
-        """The price of what backward will need of the operands."""
-        if op_name(node) not in SAVED_FOR_BACKWARD or not note(node).needs_grad:
-            return 0.0
-        saved = [one for one in read if note(one).of_params and note(one).kind != "param"]
-        sizes = [payload(one) / (t if needs[one].kind == "S" else 1) for one in saved]
-        return sum(sizes) * machine.per_saved_byte
-
     def whole(one: Node, kind: ValueType = R) -> ValueType:
         return kind if note(one).of_params else I
 
     made = []
     for kind in (I, R):
         needs = {one: whole(one, kind) for one in read}
-        made.append(Strategy(needs, kind, seconds + kept(needs), WHOLE))
+        made.append(Strategy(needs, kind, seconds, WHOLE))
     for letter in splitter.letters(node):
         needs = {one: S(*letter.places[one]) if one in letter.places else whole(one) for one in read}
         if letter.form in NO_COLLECTIVE_FORMS:
@@ -259,14 +251,12 @@ def _strategies(node: Node, splitter: Splitter) -> list[Strategy]:
             needs |= dict.fromkeys(addends(node, set(letter.places)), P)  # one rank keeps the bias
         why = _split_why(node, letter, t)
         form = letter.form if letter.out is None else ""
-        made.append(Strategy(needs, gives, seconds_here + kept(needs), why, form))
+        made.append(Strategy(needs, gives, seconds_here, why, form))
     for group in linear_groups(node):
         if any(note(one).of_params for one in group):
             needs = {one: P if one in group else whole(one) for one in read}
             # A sum stays pending only where that saves something: half a latency decides against it where nothing is saved.
-            pending = (
-                seconds + kept(needs) + (machine.latency / 2 if op_name(node) in ("aten.add", "aten.sub") else 0.0)
-            )
+            pending = seconds + (machine.latency / 2 if op_name(node) in ("aten.add", "aten.sub") else 0.0)
             made.append(Strategy(needs, P, pending, "linear in a pending sum"))
     return made
 
@@ -312,25 +302,51 @@ def _edge_factors(
     hub: tuple[int, list[ValueType]] | None,
     splitter: Splitter,
 ) -> list[Factor]:
-    """The cost of bringing the value of `node` to each reader, directly or through its hub."""
+    """The cost of bringing the value of `node` to each reader, directly or through its hub, and of keeping it for backward."""
 
     cost = partial(_edge_cost, splitter, node)
     gives = [one.gives for one in strategies[node]]
+    savers = [reader for reader in readers if is_saved(node, reader)]
     made: list[Factor] = []
     if hub is not None:
         made.append(((variable[node], hub[0]), _table([[cost(a, h) for h in hub[1]] for a in gives])))
     for reader in readers:
         needs = [I] if reader.op == "output" else [one.needs[node] for one in strategies[reader]]
+        kept = partial(_kept, splitter, node, reader, savers)
         if hub is None:
-            table = _table([[cost(a, b) for b in needs] for a in gives])
+            table = _table([[cost(a, b) + kept(a, b) for b in needs] for a in gives])
             made.append(
                 ((variable[node], variable[reader]), table) if reader in variable else ((variable[node],), table[:, 0])
             )
         else:
-            cube = _table([[[min(cost(a, b), cost(h, b)) for b in needs] for h in hub[1]] for a in gives])
+            cube = _table([[[min(cost(a, b), cost(h, b)) + kept(a, b) for b in needs] for h in hub[1]] for a in gives])
             where = (variable[node], hub[0], variable[reader]) if reader in variable else (variable[node], hub[0])
             made.append((where, cube if reader in variable else cube[:, :, 0]))
     return made
+
+
+def is_saved(node: Node, reader: Node) -> bool:
+    """Whether `reader` keeps the value of `node`, an activation, for its backward."""
+    is_activation = note(node).of_params and note(node).kind != "param"
+    return is_activation and op_name(reader) in SAVED_FOR_BACKWARD and note(reader).needs_grad
+
+
+def gathers_again(reader: Node, source: ValueType, target: ValueType) -> bool:
+    """Whether backward of `reader` gathers its operand anew, so that the shards alone are kept."""
+    return source.kind == "S" and target == R and op_name(reader) in ("aten.linear", "aten.addmm")
+
+
+def _kept(
+    splitter: Splitter, node: Node, reader: Node, savers: list[Node], source: ValueType, target: ValueType
+) -> float:
+    """The price of what backward of `reader` needs of the value of `node`; those who save it share one copy."""
+    if reader not in savers:
+        return 0.0
+    machine, t, nbytes = splitter.machine, splitter.t, payload(node)
+    again = gathers_again(reader, source, target)
+    seconds = nbytes / (t if target.kind == "S" or again else 1) * machine.per_saved_byte
+    seconds += collective_seconds("all-gather", nbytes, t, machine) if again else 0.0
+    return seconds / len(savers)
 
 
 def _table(seconds: list[Any]) -> np.ndarray:

@@ -137,14 +137,14 @@ def conversion_seconds(source: ValueType, target: ValueType, nbytes: int, degree
     row = CONVERSIONS.get((source.kind, target.kind))
     if row is None:
         return math.inf
+    return sum(collective_seconds(one, nbytes, degree, machine) for one in (row.forward, row.backward))
+
+
+def collective_seconds(kind: str, nbytes: int, degree: int, machine: Machine) -> float:
+    """Time of one direction of a conversion of a value of `nbytes` in all: a ring collective, local work, or nothing."""
     share = nbytes * (degree - 1) / degree / machine.link_bandwidth
-    total = 0.0
-    for collective in (row.forward, row.backward):
-        passes = RING_PASSES.get(collective, 0.0)
-        if collective in LOCAL_WORK:
-            total += nbytes / machine.memory_bandwidth
-        elif collective == "all-to-all":
-            total += share / degree + machine.latency
-        elif passes:
-            total += passes * share + machine.latency
-    return total
+    if kind in LOCAL_WORK:
+        return nbytes / machine.memory_bandwidth
+    if kind == "all-to-all":
+        return share / degree + machine.latency
+    return RING_PASSES[kind] * share + machine.latency if kind in RING_PASSES else 0.0
