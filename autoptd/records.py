@@ -161,7 +161,7 @@ def collectives(
         for stage in note(node).stages:
             here = ranks[stage]
             if note(node).conversion:
-                found.append(_conversion(node, stage, here, options.t))
+                found += _conversion(node, stage, here, options.t)
             elif "swallowed" in note(node).extra:
                 found.append(_swallowed(node, stage, here, options.t))
             elif op_name(node) == "cross_entropy" and node.kwargs["vocab"]:
@@ -171,11 +171,18 @@ def collectives(
     return found + _step_collectives(graph, options, params, orders, ranks)
 
 
-def _conversion(node: Node, stage: int, rank: int, t: int) -> Collective:
+def _conversion(node: Node, stage: int, rank: int, t: int) -> list[Collective]:
     record, (forward, backward) = note(node), codegen.conversion_work(node)
     site = f"{record.module} ({record.source})"
     nbytes = codegen.collective_bytes(node, t)
-    return Collective(site, stage, record.conversion, "tp", forward, backward, nbytes, t, record.why, pp_ranks=(rank,))
+    made = Collective(site, stage, record.conversion, "tp", forward, backward, nbytes, t, record.why, pp_ranks=(rank,))
+    if "readers" not in record.extra:
+        return [made]
+    why = "the weight's gradient needs the whole input, of which the shard was kept"
+    return [
+        made,
+        dataclasses.replace(made, conversion="gathered again", forward="none", backward="all-gather", why=why),
+    ]
 
 
 def _swallowed(node: Node, stage: int, rank: int, t: int) -> Collective:

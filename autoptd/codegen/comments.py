@@ -33,6 +33,7 @@ def comment_of(node: Node, t: int, layers: dict[str, str] | None = None) -> str:
     if node.target is markers.convert:
         both = zip(conversion_work(node), ("forward", "backward"), strict=True)
         work = [f"{what} {when}" for what, when in both if what != "none"]
+        work += ["again backward"] if "readers" in record.extra else []
         return f"{', '.join(work) or 'no communication'}, {collective_bytes(node, t):,} B: {brief(node, record.why, layers)}"
     said = []
     first = next((arg for arg in node.args if isinstance(arg, Node)), None)

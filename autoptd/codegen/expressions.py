@@ -126,6 +126,9 @@ def _convert(node: Node, text: Text, site: str) -> str:
     keywords |= {key: str(number) for key, number in node.kwargs.items()}
     if name not in SILENT:
         keywords["site"] = json.dumps(site)
+    if "readers" in note(node).extra:
+        keywords = {"dim": keywords["dim"], "outer": keywords["outer"], "readers": str(note(node).extra["readers"])}
+        return f"rt.gathered({_join([text(source), 'tp'], keywords | {'site': json.dumps(site)})})"  # type: ignore[arg-type]
     return f"rt.{name}({_join([text(source), 'tp'], keywords)})"  # type: ignore[arg-type]
 
 

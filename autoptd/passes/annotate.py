@@ -9,7 +9,7 @@ from torch.fx import Graph
 
 from autoptd.errors import PlanError
 from autoptd.ir.machine import Machine
-from autoptd.ir.notes import note, op_name, payload, shape
+from autoptd.ir.notes import note, op_name, payload, placeholders, shape
 from autoptd.ir.types import type_text
 from autoptd.passes.assign import Assignment, Splitter, assign_tensor
 from autoptd.passes.axes import Axes
@@ -18,7 +18,7 @@ from autoptd.passes.constants import Constants
 from autoptd.passes.fallbacks import explain
 from autoptd.passes.rows import place_rows
 
-EAGER = 10  # how much dearer a saved byte is where sequence parallelism was asked for
+EAGER = 50  # how much dearer a saved byte is where sequence parallelism was asked for
 
 
 def annotate(
@@ -35,7 +35,7 @@ def annotate(
     """Fill the types of every node; `whole` is a second trace, with all rows of the batch (None when it is not split).
 
     With `sequence_parallel` tp may split values by tokens: wherever that is cheapest ("auto"), or, with bytes saved for
-    backward priced ten times higher, nearly wherever it can (True).
+    backward priced fifty times higher, nearly wherever it can (True).
     """
     axes, constants = Axes(graph), Constants(buffers)
     assign_batch(graph, axes, batched, pieces, constants)
@@ -47,34 +47,25 @@ def annotate(
     if sequence_parallel is True:
         machine = replace(machine, per_saved_byte=EAGER * machine.per_saved_byte)
     splitter = Splitter(graph, axes, t, machine, batched, by_tokens=bool(sequence_parallel))
-    assignment = assign_tensor(graph, splitter)
     if sequence_parallel is True:
-        check_tokens_are_split(graph, splitter)
+        check_tokens(graph, splitter)
+    assignment = assign_tensor(graph, splitter)
     explain(graph, assignment, splitter)
     return axes, assignment
 
 
-def check_tokens_are_split(graph: Graph, splitter: Splitter) -> None:
-    """Refuse sequence parallelism that was asked for where no value could be sharded along its tokens."""
-    nodes = [node for node in graph.nodes if note(node).of_params and note(node).dims and node.op == "call_function"]
-    if any(splitter.is_by_tokens(node, note(node).tp) for node in nodes):
+def check_tokens(graph: Graph, splitter: Splitter) -> None:
+    """Refuse sequence parallelism that was asked for where t ranks cannot share the tokens."""
+    places = [(node, dim) for node in placeholders(graph, "input") for dim in range(len(note(node).dims))]
+    axes = [axis for node, dim in places for axis in splitter.axes.atoms(node, dim) if id(axis) in splitter.tokens]
+    sizes = sorted({axis.size for axis in axes})
+    if sizes and not all(size % splitter.t for size in sizes):
         return
-    inputs = [node for node in graph.nodes if note(node).kind == "input"]
-    sizes = {
-        axis.size
-        for node in inputs
-        for dim in range(len(note(node).dims))
-        for axis in splitter.axes.atoms(node, dim)
-        if id(axis) in splitter.tokens
-    }
-    if not sizes:
-        fact, remedy = "no input has tokens beside its batch", "sequence_parallel=False"
-    elif all(size % splitter.t for size in sizes):
-        told = " and ".join(map(str, sorted(sizes)))
-        fact, remedy = f"{told} tokens do not divide over t={splitter.t}", f"a multiple of {splitter.t} tokens"
-    else:
-        fact, remedy = "nothing that depends on parameters can be sharded by tokens", "sequence_parallel=False"
-    raise PlanError("sequence_parallel=True", fact, f"{remedy}, or sequence_parallel='auto'")
+    fact, remedy = "no input has tokens beside its batch", "leave it out"
+    if sizes:
+        fact = f"{' and '.join(map(str, sizes))} tokens do not divide over t={splitter.t}"
+        remedy = f"a multiple of {splitter.t} tokens, or sequence_parallel='auto'"
+    raise PlanError("sequence_parallel=True", fact, remedy)
 
 
 def describe(graph: Graph) -> str:

@@ -102,10 +102,6 @@ class Splitter:
         """All letters but those that tp may not split."""
         return [one for one in self.axes.letters(node) if self.kept.isdisjoint(self.axes_of(node, one))]
 
-    def is_by_tokens(self, node: Node, kind: ValueType) -> bool:
-        """Whether `kind` shards the value of `node` along its tokens."""
-        return kind.kind == "S" and id(self.axes.atoms(node, kind.dim)[kind.atom]) in self.tokens
-
     def axes_of(self, node: Node, letter: Letter) -> list[int]:
         """The ids of the axes that carry a letter, of operands and result."""
         places = [*letter.places.items(), *([(node, letter.out)] if letter.out is not None else [])]

@@ -21,20 +21,22 @@ from torch.fx import Graph, Node
 from autoptd.ir import markers
 from autoptd.ir.notes import Swallowed, note, op_name, ops, tensor
 
+FOLDS = ("aten.view", "aten.reshape", "aten._unsafe_view")
 VIEWS = ("aten.view", "aten.reshape", "aten._unsafe_view", "aten.transpose", "aten.permute", "aten.contiguous")
 PLAIN_KWARGS: dict[str, object] = {"alpha": 1, "beta": 1}
 
 
 def hook_gemms(graph: Graph, *, overlap: bool, wgrad: str) -> None:
     """Replace every GEMM that one of the hooks applies to."""
+    gathered = {gemm for node in ops(graph) for gemm in _gather_again(node)}
     for node in list(ops(graph)):
         operands = _operands(node)
-        if operands is None or not note(operands[1]).needs_grad:
+        if operands is None or not (note(operands[1]).needs_grad or node in gathered):
             continue
         x, weight, bias = operands
         f = _f_in_front(x, node) if overlap else None
-        where = wgrad if weight.op == "placeholder" and note(weight).kind == "param" else ""
-        if f is None and not where:
+        where = wgrad if note(weight).needs_grad and weight.op == "placeholder" and note(weight).kind == "param" else ""
+        if f is None and not where and node not in gathered:
             continue
         is_transposed = op_name(node) == "aten.addmm"
         node.target, node.args = markers.linear, (x, weight, bias)
@@ -44,6 +46,28 @@ def hook_gemms(graph: Graph, *, overlap: bool, wgrad: str) -> None:
             note(node).extra["swallowed"] = Swallowed(record.conversion, _payload(f), record.why)
             f.replace_all_uses_with(f.args[0])  # type: ignore[arg-type]
             graph.erase_node(f)
+
+
+def _gather_again(node: Node) -> list[Node]:
+    """The GEMMs that read `node`, where it gathers shards (S -> R) for these alone; `node` is then marked with how many of
+    them have a weight gradient, for which they gather once more.
+    """
+    if node.target is not markers.convert or note(node).conversion != "s_to_r" or node.kwargs.get("size"):
+        return []
+    gemms, reads = [], [(node, user) for user in node.users]
+    for source, user in reads:
+        operands = _operands(user)
+        if operands is not None and operands[0] is source and operands[1] is not source and operands[2] is not source:
+            gemms.append(user)
+        elif op_name(user) in FOLDS and tensor(user).shape[-1] == tensor(source).shape[-1]:
+            reads += [(user, one) for one in user.users]
+        else:
+            return []
+    count = sum(note(_operands(gemm)[1]).needs_grad for gemm in gemms)  # type: ignore[index]
+    if not count or any(note(gemm).stages != note(node).stages for gemm in gemms):
+        return []
+    note(node).extra["readers"] = count
+    return gemms
 
 
 def adds_to_gradient(weight: Node, stage: int) -> int:

@@ -16,6 +16,7 @@ from autoptd.runtime.conversions import (
     s_to_s,
 )
 from autoptd.runtime.dropout import dropout
+from autoptd.runtime.gathered import gathered
 from autoptd.runtime.linear import linear
 from autoptd.runtime.losses import count_labels
 from autoptd.runtime.shards import join_shards, pad_shard, take_shard
@@ -30,6 +31,7 @@ __all__ = [
     "World",
     "count_labels",
     "dropout",
+    "gathered",
     "i_to_p",
     "i_to_r",
     "i_to_s",

@@ -94,6 +94,11 @@ def s_to_s(x: Tensor, group: Group, dim: int, outer: int, to_dim: int, to_outer:
     return _convert(x, group, forward, backward, site)
 
 
+def gather(x: Tensor, group: Group, dim: int, outer: int, *, site: str = "") -> Tensor:
+    """The whole value of shards `x`, without a gradient."""
+    return _gather(dim, outer, 0)(x, group, site)
+
+
 # What a direction of a conversion does: a function of (tensor, group, site).
 
 

@@ -4,14 +4,14 @@ In: what `F.linear` takes, and the hooks. Out: the same values and the same grad
 
 - `overlap=tp`: the input is of type I, and f (I -> R) is part of this function: the input's gradient is all-reduced while
   the weight's is computed (Narayanan et al., SC'21, section 4; Megatron's asynchronous all-reduce).
+- an input that is `rt.gathered`: its shard is kept, and gathered again for the weight's gradient.
 - `wgrad=self.main_grads`: backward adds the weight's gradient itself to the sum over microbatches, in the dtype of that sum.
 - `wgrad=self.deferred`: backward leaves the GEMM of the weight's gradient in a list, which action W runs.
 
     c_fc = rt.linear(ln_2, w.c_fc.weight, w.c_fc.bias, overlap=tp, wgrad=self.main_grads)
 
 With a `wgrad`, autograd does not see the weight at all, so that nothing counts, hooks or adds up its gradient a second time;
-the weight must then be a leaf. Sequence parallelism's S -> R fits the first hook: all-gather forward, and a reduce-scatter in
-the place of the all-reduce.
+the weight must then be a leaf.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from autoptd.runtime.gathered import Again, Gathered
 from autoptd.runtime.world import Group
 
 Tensor = torch.Tensor
@@ -34,13 +35,14 @@ class WeightGemm(NamedTuple):
     """
 
     weight: Tensor
-    input: Tensor
+    input: Tensor | Again
     output_grad: Tensor
     is_transposed: bool
 
     def factors(self) -> tuple[Tensor, Tensor]:
         """(a, b), two-dimensional, with the gradient a @ b."""
-        rows, grads = _rows(self.input), _rows(self.output_grad)
+        x = self.input.take() if isinstance(self.input, Again) else self.input
+        rows, grads = _rows(x), _rows(self.output_grad)
         return (rows.t(), grads) if self.is_transposed else (grads.t(), rows)
 
 
@@ -63,7 +65,7 @@ class Deferred:
 
 
 def linear(
-    x: Tensor,
+    x: Tensor | Gathered,
     weight: Tensor,
     bias: Tensor | None = None,
     *,
@@ -73,13 +75,16 @@ def linear(
     site: str = "",
 ) -> Tensor:
     """Return `F.linear(x, weight, bias)`; `transposed` for a weight stored as [in, out]. See the module for the hooks."""
+    again = None
+    if isinstance(x, Gathered):
+        again, x = x.again, x.x
     if not torch.is_grad_enabled():
         return F.linear(x, weight.t() if transposed else weight, bias)
     held = weight if wgrad is not None and weight.requires_grad else None
     wants_input_grad = x.requires_grad
     if held is not None and not wants_input_grad:
         x = x.detach().requires_grad_()  # so that backward comes here, even if nothing else needs a gradient
-    hooks = _Hooks(held, wants_input_grad, overlap, wgrad, transposed, site)
+    hooks = _Hooks(held, wants_input_grad, overlap, wgrad, again, transposed, site)
     return _Linear.apply(x, None if held is not None else weight, bias, hooks)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -88,6 +93,7 @@ class _Hooks(NamedTuple):
     wants_input_grad: bool
     overlap: Group | None
     wgrad: WeightGradient | None
+    again: Again | None
     is_transposed: bool
     site: str
 
@@ -98,7 +104,7 @@ class _Linear(torch.autograd.Function):
         ctx.hooks, ctx.shape = hooks, x.shape
         ctx.wants_weight_grad = hooks.held is not None or ctx.needs_input_grad[1]
         used: Tensor = hooks.held if weight is None else weight  # type: ignore[assignment]
-        ctx.save_for_backward(x if ctx.wants_weight_grad else None, used)
+        ctx.save_for_backward(x if ctx.wants_weight_grad and hooks.again is None else None, used)
         return F.linear(x, used.t() if hooks.is_transposed else used, bias)
 
     @staticmethod
@@ -111,7 +117,7 @@ class _Linear(torch.autograd.Function):
             if hooks.overlap is not None:
                 pending = hooks.overlap.all_reduce_start(input_grad, f"{hooks.site} backward")
         if ctx.wants_weight_grad:
-            gemm = WeightGemm(weight, x, grad, hooks.is_transposed)
+            gemm = WeightGemm(weight, hooks.again or x, grad, hooks.is_transposed)
             if hooks.held is None:
                 weight_grad = torch.mm(*gemm.factors())
             else:

@@ -1,0 +1,168 @@
+"""Sequence parallelism (Korthikanti et al. 2022, section 4.2.2): right, Megatron's plan, and fewer bytes kept for backward."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+import autoptd
+from autoptd.ir import buckets
+from autoptd.ir.calls import expected_calls
+from autoptd.runtime.gathered import Again
+from examples.gpt import GPT, GPTConfig
+from tests.parity.models import LENGTH, batch, gpt, separate, skipping, uneven
+from tests.parity.test_dropout import gpt as dropping_gpt
+from tests.parity.test_mutations import edit_source
+
+MESHES: list[dict[str, Any]] = [
+    {"t": 2},
+    {"t": 4, "d": 2},
+    {"t": 2, "p": 2, "v": 2},
+    {"t": 2, "p": 2, "d": 2, "schedule": "gpipe"},
+]
+HOOKS: dict[str, Any] = {
+    "async_tensor_model_parallel_allreduce": True,
+    "accumulate_allreduce_grads_in_fp32": True,
+    "delay_wgrad_compute": "before_reduce",
+}
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("model", [gpt, separate, skipping, dropping_gpt], ids=["gpt", "separate", "skip", "dropout"])
+def test_parity(model: Any, mesh: dict[str, Any]) -> None:
+    ids, targets = batch()
+    labels = targets if model is skipping else uneven(targets)
+    autoptd.verify(model(), **mesh, sequence_parallel=True, example_inputs=(ids, labels), steps=2)
+
+
+@pytest.mark.parametrize("model", [gpt, separate], ids=["gpt", "separate"])
+def test_parity_with_hooks_on_gemms(model: Any) -> None:
+    autoptd.verify(model(), t=2, p=2, **HOOKS, sequence_parallel=True, example_inputs=batch(), steps=2)
+
+
+def conversions(program: autoptd.Program, layer: str = "") -> Counter[str]:
+    return Counter(
+        one.conversion
+        for one in program.collectives
+        if one.axis == "tp" and one.scope == "microbatch" and {one.forward, one.backward} & {"all-gather", "all-reduce"}
+        if layer in one.site
+    )
+
+
+def wide_gpt(layers: int = 2) -> GPT:
+    """Of a size at which people train; on meta."""
+    with torch.device("meta"):
+        return GPT(GPTConfig(vocab_size=50304, block_size=1024, n_layer=layers, n_head=16, n_embd=2048))
+
+
+def test_a_layer_has_two_gathers_and_two_reduce_scatters() -> None:
+    ids = torch.zeros(4, 1024, dtype=torch.long, device="meta")
+    for choice in (True, "auto"):
+        program = autoptd.compile(
+            wide_gpt(), t=8, sequence_parallel=choice, num_microbatches=2, example_inputs=(ids, ids)
+        )
+        if choice is True:
+            assert conversions(program, "transformer.h.1.") == {"s_to_r": 2, "p_to_s": 2, "gathered again": 2}
+            assert "all-reduce" not in {one.forward for one in program.collectives if "transformer" in one.site}
+    plain = autoptd.compile(wide_gpt(), t=8, num_microbatches=2, example_inputs=(ids, ids))
+    assert conversions(plain, "transformer.h.1.") == {"i_to_r": 2, "p_to_i": 2}
+
+
+@pytest.mark.parametrize("model", [gpt, separate], ids=["gpt", "separate"])
+@pytest.mark.parametrize("hooks", [{}, HOOKS], ids=["plain", "hooks"])
+def test_executed_calls_are_those_of_the_program(model: Any, hooks: dict[str, Any]) -> None:
+    pm = autoptd.parallelize(model(), 2, 2, 1, sequence_parallel=True, **hooks, backend="local", example_inputs=batch())
+    pm.step(*batch())
+    with pm.record() as record:
+        pm.step(*batch())
+    again = Counter(one.conversion for one in pm.program.collectives)["gathered again"]
+    assert again
+    for rank in range(4):
+        assert Counter(record.of(rank)) == expected_calls(pm.program, rank)
+    pm.close()
+
+
+def kept_bytes(model: nn.Module, call: tuple[Tensor, Tensor], t: int, **keywords: Any) -> int:
+    """Bytes of activations that autograd and the GEMMs of rank 0 keep between forward and backward of one microbatch."""
+    pm = autoptd.parallelize(model, t, num_microbatches=1, backend="local", example_inputs=call, **keywords)
+    kept: dict[int, int] = {}
+    weights = {x.untyped_storage().data_ptr() for x in pm._ranks.here[0].params.leaves.values()}  # type: ignore[union-attr]
+    make = Again.__init__
+
+    def pack(x: Tensor) -> Tensor:
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in weights and x.is_floating_point():
+            kept[storage.data_ptr()] = storage.nbytes()
+        return x
+
+    def note_shard(self: Again, shard: Tensor, *args: Any) -> None:
+        make(self, shard, *args)
+        if threading.current_thread().name == "rank 0":
+            pack(shard)
+
+    executor = pm._ranks.here[0].executor  # type: ignore[union-attr]
+    stage = executor._stages[0]
+    right = stage.forward
+
+    def forward(**values: Tensor) -> tuple[Tensor, ...]:
+        with saved_tensors_hooks(pack, lambda x: x):
+            return right(**values)
+
+    stage.forward = forward
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Again, "__init__", note_shard)
+        pm.step(*call)
+    pm.close()
+    return sum(kept.values())
+
+
+def test_norms_and_residuals_are_kept_as_shards() -> None:
+    """Korthikanti et al. 2022, table 2: with tensor parallelism s b h (10 + 24/t) and attention, with SP all of it over t."""
+    ids, targets = batch(4)
+    one, two = (
+        {layers: kept_bytes(gpt(layers), (ids, targets), t, sequence_parallel=choice) for layers in (1, 3)}
+        for t, choice in ((1, False), (4, True))
+    )
+    plain = {layers: kept_bytes(gpt(layers), (ids, targets), 4) for layers in (1, 3)}
+    per_layer = [(sizes[3] - sizes[1]) / 2 for sizes in (one, plain, two)]
+    unit = 4 * LENGTH * 32 * 4  # bytes of one activation, float32
+    assert per_layer[2] == per_layer[0] / 4
+    assert [round(size / unit) for size in per_layer] == [16, 7, 4]  # 4 + 12, 4 + 12/t, (4 + 12)/t activations
+
+
+def test_what_cannot_be_is_refused_and_auto_goes_on() -> None:
+    ids, targets = batch()
+    odd = (ids[:, :7].contiguous(), targets[:, :7].contiguous())
+    with pytest.raises(autoptd.PlanError, match="7 tokens do not divide over t=2"):
+        autoptd.compile(gpt(2), t=2, sequence_parallel=True, example_inputs=odd)
+    autoptd.verify(gpt(2), t=2, sequence_parallel="auto", example_inputs=odd, steps=1)
+    with pytest.raises(autoptd.PlanError, match="True, False or 'auto'"):
+        autoptd.compile(gpt(2), t=2, sequence_parallel="yes", example_inputs=(ids, targets))
+    assert LENGTH % 4 == 0
+
+
+EDITS = {
+    "a reduce-scatter that does not sum": ("rt.p_to_s(c_proj", "rt.i_to_s(c_proj"),
+    "a gather again that keeps another value": ("rt.gathered(ln_2, tp", "rt.gathered(x, tp"),
+}
+
+
+@pytest.mark.parametrize(("old", "new"), EDITS.values(), ids=EDITS)
+def test_what_is_wrong_is_found(old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    edited = edit_source(monkeypatch, old, new)
+    with pytest.raises(autoptd.AutoptdError, match="differs"):
+        autoptd.verify(gpt(2), t=2, sequence_parallel=True, example_inputs=batch(), steps=1)
+    assert edited
+
+
+def test_a_norm_weight_whose_gradient_is_not_summed_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replicated parameters in sharded regions: the classic silent bug of sequence parallelism."""
+    monkeypatch.setattr(buckets, "reduction_axes", lambda spec: ("dp",))
+    with pytest.raises(autoptd.AutoptdError, match=r"ln_f\.bias"):
+        autoptd.verify(gpt(2), t=2, sequence_parallel=True, example_inputs=batch(), steps=1)
