@@ -167,6 +167,7 @@ def compile_program(
         costs=costs,
         buffers={name: value.detach() for name, value in captured.buffers.items()},
         graphs=forms.graphs,
+        explainer=partial(passes.explain, assignment),
     )
 
 

@@ -17,7 +17,7 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from autoptd.errors import PlanError
 from autoptd.ir.actions import Action, Orders, format_orders, parse_orders, ranks_of_stages
 from autoptd.ir.fallback import Fallback
 from autoptd.ir.mesh import Mesh
@@ -243,6 +244,7 @@ class Program:
     costs: dict[str, Any] = field(default_factory=dict)
     buffers: dict[str, torch.Tensor] = field(default_factory=dict, repr=False, compare=False)
     graphs: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    explainer: Callable[[str], str] | None = field(default=None, repr=False, compare=False)
 
     @property
     def loss_stage(self) -> int:
@@ -256,6 +258,16 @@ class Program:
     @property
     def schedule(self) -> str:
         return format_orders(self.orders)
+
+    def explain(self, module: str) -> str:
+        """Return how tp splits the parameters and matrix products of a module (or one parameter), why, and what every other
+        way would have cost: seconds per microbatch more than the chosen plan, memory priced in.
+
+        PlanError for a name that the model does not have, and for a program that was loaded: the solver's tables are not saved.
+        """
+        if self.explainer is None:
+            raise PlanError("explain", "a loaded program has no costs of alternatives", "compile the model again")
+        return self.explainer(module)
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
@@ -317,7 +329,7 @@ class Program:
         )
 
     def _record(self) -> dict[str, Any]:
-        skipped = ("orders", "sources", "plan", "buffers", "graphs")
+        skipped = ("orders", "sources", "plan", "buffers", "graphs", "explainer")
         fields = [item.name for item in dataclasses.fields(self) if item.name not in skipped]
         record = {name: _plain(getattr(self, name)) for name in fields}
         return {"version": VERSION, "files": sorted(self.sources), **record}

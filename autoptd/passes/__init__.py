@@ -4,6 +4,7 @@ from autoptd.passes.annotate import annotate, describe
 from autoptd.passes.communicate import check_connected, communicate, conversion_row
 from autoptd.passes.costs import count_work
 from autoptd.passes.cut import cut
+from autoptd.passes.explain import explain
 from autoptd.passes.fallbacks import fallbacks
 from autoptd.passes.hooks import adds_to_gradient, hook_gemms
 from autoptd.passes.localize import Sizes, local_shape, localize
@@ -18,6 +19,7 @@ __all__ = [
     "count_work",
     "cut",
     "describe",
+    "explain",
     "fallbacks",
     "hook_gemms",
     "local_shape",

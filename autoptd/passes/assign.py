@@ -47,17 +47,32 @@ class Strategy:
     form: str = ""
 
 
+@dataclass(frozen=True)
+class Problem:
+    """What was minimised: `variable` of every node (tied nodes share one), its strategies, and the tables between variables."""
+
+    variable: dict[Node, int]
+    strategies: dict[Node, list[Strategy]]
+    choices: list[int]
+    factors: list[Factor]
+    answer: list[int]
+
+    def price(self, answer: list[int]) -> float:
+        """Picoseconds of an answer, memory priced in."""
+        return sum(float(table[tuple(answer[i] for i in names)]) for names, table in self.factors)
+
+
 @dataclass
 class Assignment:
     """The solver's answer: a strategy per node, and per fan-out node the extra type that is materialised once.
 
-    `cost` prices a conversion; `picoseconds` is the price of all.
+    `cost` prices a conversion; `problem` is what was minimised.
     """
 
     strategies: dict[Node, Strategy]
     hubs: dict[Node, ValueType]
     cost: Callable[[Node, ValueType, ValueType], float]
-    picoseconds: float = 0.0
+    problem: Problem | None = None
 
     def needs(self, reader: Node, operand: Node) -> ValueType:
         """The type that `reader` wants `operand` in; values without parameters are I and stay so unless it says otherwise."""
@@ -118,7 +133,7 @@ def assign_tensor(graph: Graph, splitter: Splitter) -> Assignment:
     same = find_ties(graph, letters, splitter.padding.divides_place)
     strategies = _Strategies(splitter, same)
     try:
-        chosen, hubs, cost = _solve(solved, strategies, splitter, same)
+        problem, hubs = _solve(solved, strategies, splitter, same)
     except TableTooLarge:
         # Parameters that many layers share tie these all to each other. Their types are voted on by their readers, then fixed.
         strategies = _Strategies(splitter, {})
@@ -128,11 +143,12 @@ def assign_tensor(graph: Graph, splitter: Splitter) -> Assignment:
         for node in shared:
             winner = max(votes[node], key=lambda i: (votes[node][i], -i))
             strategies[node] = [strategies[node][winner]]
-        chosen, hubs, cost = _solve(solved, strategies, splitter, {}, without_hub=shared)
+        problem, hubs = _solve(solved, strategies, splitter, {}, without_hub=shared)
+    chosen = {node: strategies[node][problem.answer[problem.variable[node]]] for node in solved}
     for node, strategy in chosen.items():
         record = note(node)
         record.tp, record.form, record.why = strategy.gives, strategy.form, strategy.why
-    return Assignment(chosen, hubs, partial(_edge_cost, splitter), cost)
+    return Assignment(chosen, hubs, partial(_edge_cost, splitter), problem)
 
 
 class _Strategies(dict[Node, list[Strategy]]):
@@ -162,8 +178,8 @@ def _solve(
     apart: Collection[Node] = (),
     votes: dict[Node, Counter[int]] | None = None,
     without_hub: Collection[Node] = (),
-) -> tuple[dict[Node, Strategy], dict[Node, ValueType], float]:
-    """Return the strategies of least cost, the types of the hubs, and the cost in picoseconds.
+) -> tuple[Problem, dict[Node, ValueType]]:
+    """Return the problem with its answer of least cost, and the types of the hubs.
 
     Tied nodes share a variable, and equal tables between the same variables are one table, times their number. A parameter in
     `apart` is chosen for every reader by itself; how often each of its strategies was is added to `votes`.
@@ -206,9 +222,9 @@ def _solve(
     for node, i in copies:
         assert votes is not None
         votes[node][answer[i]] += 1
-    chosen = {node: strategies[node][answer[variable[node]]] for node in solved}
-    cost = sum(float(table[tuple(answer[i] for i in names)]) for names, table in factors)
-    return chosen, {node: kinds[answer[i]] for node, (i, kinds) in hubs.items()}, cost
+    return Problem(variable, strategies, choices, factors, answer), {
+        node: kinds[answer[i]] for node, (i, kinds) in hubs.items()
+    }
 
 
 def _without_repeats(factor: Factor) -> Factor:
