@@ -40,7 +40,7 @@ class Alternative:
 
 
 def alternatives(problem: Problem, node: Node) -> list[Alternative]:
-    """All strategies of `node`, the chosen one first, then by price: infinite where no plan has it, nan where none was found."""
+    """All strategies of `node`, the chosen first, then by price: infinite where no plan has it, nan where none was found."""
     variable = problem.variable[node]
     alike = Counter(problem.variable.values())[variable]
     least = problem.price(problem.answer)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autoptd
-from autoptd.ir.notes import note
 from autoptd.passes.explain import alternatives
 from tests.parity.models import batch, gpt
 from tests.passes.graphs import annotate, find
@@ -35,8 +32,6 @@ def test_prices_are_differences_of_whole_plans() -> None:
         assert all(one.seconds >= 0.0 for one in rest)
     down = alternatives(problem, find(graph, "linear", 1))
     assert down[0].strategy.why.startswith("row") and any(one.strategy.why.startswith("column") for one in down)
-    weight = next(node for node in problem.variable if note(node).name == "up.weight")
-    assert not any(math.isinf(one.seconds) for one in alternatives(problem, weight))
 
 
 def test_layers_that_repeat_are_priced_as_one() -> None:
