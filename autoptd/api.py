@@ -36,7 +36,7 @@ def parallelize(
     d: int | None = None,
     *,
     v: int | None = None,
-    sequence_parallel: bool | str = False,
+    sequence_parallel: bool | str | None = None,
     example_inputs: Any = None,
     loss_fn: Callable[..., Any] | None = None,
     num_microbatches: int | None = None,

@@ -32,7 +32,7 @@ GEMM_HOOKS = (
     "accumulate_allreduce_grads_in_fp32",
     "delay_wgrad_compute",
 )
-PLANNED = ("seed", "p2p", "memory", *GEMM_HOOKS)  # what a plan says under "options"
+PLANNED = ("seed", "sequence_parallel", "p2p", "memory", *GEMM_HOOKS)  # what a plan says under "options"
 NOT_YET = {
     "c": "context parallelism",
     "zero": "optimizer sharding",
