@@ -100,6 +100,7 @@ def compile_program(
         options.t,
         Machine(),
         sequence_parallel=options.sequence_parallel,
+        shard=options.plan.shard,
     )
     forms.add("ANNOTATED", graph)
 
@@ -142,7 +143,6 @@ def compile_program(
     crossed = tuple(crossing_spec(one) for one in crossing)
     parcels = plan_parcels(crossed, ranks, options.mesh, options.p2p, Machine())
     plan = plan_record(options, batch, cut, params, fallbacks)
-    options.plan.check_shard(plan["shard"])
     return Program(
         mesh=options.mesh,
         v=options.v,

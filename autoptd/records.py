@@ -313,7 +313,7 @@ def plan_record(
         "schedule": str(options.schedule),
         "options": {name: getattr(options, name) for name in PLANNED},
         "cut": cut["after"],
-        "shard": list(shard.values()),
+        "shard": [*shard.values(), *(dict(one) for one in options.plan.shard if one.get("dim") is None)],
         "fallbacks": merged_fallbacks(fallbacks),
     }
 

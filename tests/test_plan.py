@@ -86,6 +86,10 @@ def test_parallelize_takes_a_plan() -> None:
         pm.close()
 
 
+def sharded(pattern: str, dim: int | None) -> dict[str, Any]:
+    return {"pattern": pattern, "dim": dim, "axis": "tp"}
+
+
 WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"mesh": {"t": 2}}, {"t": 4}, "the plan says t=2, the keyword t=4"),
     (
@@ -121,7 +125,31 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         "ends between split and the pieces .* transformer.h.1.attn:getitem",
     ),
     ({"cut": [":cross_entropy_loss"]}, {"p": 2}, "is the end of the model"),
-    ({"shard": [{"pattern": "transformer.wte.weight", "dim": 1, "axis": "tp"}]}, {"t": 2}, "plan: shard: differs"),
+    (
+        {"shard": [sharded("transformer.wte.wait", 1)]},
+        {"t": 2},
+        "no parameter is called .* one of transformer.wte.weight",
+    ),
+    ({"shard": [sharded("transformer.wte.weight", 2)]}, {"t": 2}, "has 2 dims"),
+    ({"shard": [sharded("transformer.wte.weight", 0)]}, {}, "t=1 splits nothing"),
+    ({"shard": [{"pattern": 3}]}, {"t": 2}, "is no entry. Remedy: for example"),
+    ({"shard": [{"patern": "x", "dim": 0}]}, {"t": 2}, "'patern', which there is not"),
+    (
+        {"shard": [sharded("transformer.h.*.ln_1.bias", 0)]},
+        {"t": 2},
+        "no plan has .*ln_1.bias split along dim 0. Remedy",
+    ),
+    ({"shard": [sharded("transformer.h.0.mlp.c_fc.bias", 0)]}, {"t": 3}, "of 128, t=3 divides no factor"),
+    (
+        {"shard": [sharded("transformer.h.*.mlp.c_fc.weight", 1), sharded("transformer.h.*.mlp.c_fc.bias", 0)]},
+        {"t": 2},
+        "no plan has .*weight split along dim 1 and .*bias split along dim 0",
+    ),
+    (
+        {"shard": [sharded("transformer.h.*.mlp.c_fc.weight", 1), sharded("transformer.h.2.mlp.c_fc.weight", None)]},
+        {"t": 2},
+        "h.*.mlp.c_fc.weight split along dim 1, and transformer.h.2.mlp.c_fc.weight whole",
+    ),
 ]
 
 
@@ -140,6 +168,24 @@ def test_a_file_that_is_no_plan(tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text(json.dumps([1, 2]))
     with pytest.raises(PlanError, match="is a list"):
         compile_gpt(plan=tmp_path)
+
+
+STEERED = [
+    [sharded("transformer.h.*.mlp.c_fc.weight", 1), sharded("transformer.h.*.mlp.c_proj.weight", None)],
+    [sharded("transformer.wte.weight", 1), sharded("transformer.wpe.weight", None)],
+    [sharded("transformer.h.2.attn.c_attn.weight", None)],
+]
+
+
+@pytest.mark.parametrize("shard", STEERED, ids=str)
+def test_parameters_are_sharded_as_the_plan_says(shard: list[dict[str, Any]]) -> None:
+    program = compile_gpt(plan={"shard": shard}, t=2)
+    for entry in shard:
+        pattern = entry["pattern"].replace("*", "1")
+        kind = program.param(pattern).type
+        assert (kind.dim if kind.kind == "S" else None) == entry["dim"], pattern
+    assert compile_gpt(plan=program.plan).plan == program.plan
+    autoptd.verify(gpt(4), t=2, p=2, plan={"shard": shard}, example_inputs=batch(), steps=1)
 
 
 def test_the_own_shard_list_passes_in_any_order() -> None:

@@ -4,9 +4,10 @@ In: a dict, or the path of a plan.json (or of the folder that has it). Out: keyw
 that are pinned. Every key is optional:
 
     {"version": 1, "mesh": {"t": 2, "p": 4}, "num_microbatches": 8, "schedule": "1f1b", "options": {"seed": 1},
-     "cut": [3, 4, 4, 1]}                   # layers per stage, or the p*v - 1 modules to cut behind: ["h.2", "h.6", "h.10"]
+     "cut": [3, 4, 4, 1],                   # layers per stage, or the p*v - 1 modules to cut behind: ["h.2", "h.6", "h.10"]
+     "shard": [{"pattern": "h.*.mlp.c_fc.weight", "dim": 0, "axis": "tp"}]}      # see `passes/steer.py`
 
-`shard` is compared with what the compiler decides; `fallbacks` is a report and asks for nothing.
+`fallbacks` is a report and asks for nothing.
 """
 
 from __future__ import annotations
@@ -27,20 +28,10 @@ MESH = ("t", "p", "d", "v")
 
 @dataclass(frozen=True)
 class Plan:
-    """What is pinned: `cut`, numbers of layers or names (see `passes/pins.py`); `shard`, patterns with dim and axis."""
+    """What is pinned: `cut`, numbers of layers or names (see `passes/pins.py`); `shard`, see `passes/steer.py`."""
 
     cut: tuple[int, ...] | tuple[str, ...] | None = None
-    shard: tuple[Mapping[str, Any], ...] | None = None
-
-    def check_shard(self, decided: list[dict[str, Any]]) -> None:
-        """Compare with what was decided, in any order."""
-        if self.shard is None:
-            return
-        ours, theirs = ({json.dumps(one, sort_keys=True) for one in shard} for shard in (decided, self.shard))
-        if ours != theirs:
-            other = ", ".join(sorted(ours ^ theirs)[:4])
-            remedy = "leave out the key shard: which dims are split is decided by the compiler, for now"
-            raise PlanError("plan: shard", f"differs from what the compiler decides in {other}", remedy)
+    shard: tuple[Mapping[str, Any], ...] = ()
 
 
 def read_plan(given: Any, keywords: Mapping[str, Any], options: frozenset[str]) -> tuple[dict[str, Any], Plan]:
@@ -65,7 +56,7 @@ def read_plan(given: Any, keywords: Mapping[str, Any], options: frozenset[str]) 
         if keywords.get(name) is not None and keywords[name] != value:
             fact = f"the plan says {name}={value!r}, the keyword {name}={keywords[name]!r}"
             raise PlanError(f"plan and {name}=", fact, "leave one of the two out")
-    return said, Plan(_cut(plan.get("cut")), tuple(plan["shard"]) if "shard" in plan else None)
+    return said, Plan(_cut(plan.get("cut")), tuple(plan.get("shard", ())))
 
 
 def check_known(site: str, record: Mapping[str, Any], known: Any) -> None:

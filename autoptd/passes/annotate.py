@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch.fx import Graph
@@ -17,6 +19,7 @@ from autoptd.passes.batch import assign_batch, check_literals
 from autoptd.passes.constants import Constants
 from autoptd.passes.fallbacks import explain
 from autoptd.passes.rows import place_rows
+from autoptd.passes.steer import find_pins
 
 EAGER = 50  # how much dearer a saved byte is where sequence parallelism was asked for
 
@@ -31,22 +34,27 @@ def annotate(
     machine: Machine,
     *,
     sequence_parallel: bool | str = False,
+    shard: Sequence[Mapping[str, Any]] = (),
 ) -> tuple[Axes, Assignment]:
     """Fill the types of every node; `whole` is a second trace, with all rows of the batch (None when it is not split).
 
     With `sequence_parallel` tp may split values by tokens: wherever that is cheapest ("auto"), or, with bytes saved for
-    backward priced fifty times higher, nearly wherever it can (True).
+    backward priced fifty times higher, nearly wherever it can (True). `shard` are the entries of a plan that pin parameters.
     """
     axes, constants = Axes(graph), Constants(buffers)
     assign_batch(graph, axes, batched, pieces, constants)
     place_rows(graph, batched, pieces, buffers)
     if whole is not None:
         check_literals(graph, whole, constants)
+    pins = find_pins(graph, shard)
     if t == 1:
+        split = [pin for pin in pins.values() if pin.dim is not None]
+        if split:
+            raise PlanError("plan: shard", f"{split[0]}, but t=1 splits nothing", "t > 1, or leave it out")
         return axes, Assignment({}, {}, lambda node, source, target: 0.0)
     if sequence_parallel is True:
         machine = replace(machine, per_saved_byte=EAGER * machine.per_saved_byte)
-    splitter = Splitter(graph, axes, t, machine, batched, by_tokens=bool(sequence_parallel))
+    splitter = Splitter(graph, axes, t, machine, batched, by_tokens=bool(sequence_parallel), pins=pins)
     if sequence_parallel is True:
         check_tokens(graph, splitter)
     assignment = assign_tensor(graph, splitter)

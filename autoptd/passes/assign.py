@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 import numpy as np
 from torch.fx import Graph, Node
 
+from autoptd.errors import PlanError
 from autoptd.ir.machine import Machine
 from autoptd.ir.notes import note, op_name, payload, value
 from autoptd.ir.types import I, P, R, S, ValueType, division_text, padded_size, shard_size
@@ -27,6 +29,7 @@ from autoptd.passes.eliminate import Factor, TableTooLarge, minimize
 from autoptd.passes.links import operands
 from autoptd.passes.padding import Padding
 from autoptd.passes.rules import GEMMS, addends, linear_groups
+from autoptd.passes.steer import Pins, refuse_conflict
 from autoptd.passes.ties import find_ties
 
 SAVED_FOR_BACKWARD = {*GEMMS, "aten.layer_norm", "aten.rms_norm", "aten.softmax", "aten.scaled_dot_product_attention"}
@@ -89,13 +92,21 @@ class Assignment:
 
 class Splitter:
     """What tp may split: letters that t divides, and vocabularies; never the batch, and other axes of inputs (tokens) only with
-    sequence parallelism. `batched` names the inputs whose dim 0 is the batch.
+    sequence parallelism. `batched` names the inputs whose dim 0 is the batch; `pins` hold parameters to what a plan says.
     """
 
     def __init__(
-        self, graph: Graph, axes: Axes, t: int, machine: Machine, batched: Collection[str], *, by_tokens: bool
+        self,
+        graph: Graph,
+        axes: Axes,
+        t: int,
+        machine: Machine,
+        batched: Collection[str],
+        *,
+        by_tokens: bool,
+        pins: Pins,
     ) -> None:
-        self.axes, self.t, self.machine = axes, t, machine
+        self.axes, self.t, self.machine, self.pins = axes, t, machine, pins
         self.padding = Padding(graph, axes, t)
         of_inputs: dict[bool, set[int]] = {True: set(), False: set()}
         for node in graph.nodes:
@@ -128,12 +139,31 @@ def assign_tensor(graph: Graph, splitter: Splitter) -> Assignment:
 
     Layers that repeat get one answer (`ties.py`): it is found once, and the emitted program can say it once.
     """
+    problem, hubs = _solve_graph(graph, splitter)
+    if math.isinf(problem.price(problem.answer)) and splitter.pins:
+
+        def is_possible(pins: Pins) -> bool:
+            trial = copy(splitter)
+            trial.pins = pins
+            found, _ = _solve_graph(graph, trial)
+            return math.isfinite(found.price(found.answer))
+
+        raise refuse_conflict(splitter.pins, is_possible)
+    chosen = {node: problem.strategies[node][problem.answer[i]] for node, i in problem.variable.items()}
+    for node, strategy in chosen.items():
+        record = note(node)
+        record.tp, record.form, record.why = strategy.gives, strategy.form, strategy.why
+    return Assignment(chosen, hubs, partial(_edge_cost, splitter), problem)
+
+
+def _solve_graph(graph: Graph, splitter: Splitter) -> tuple[Problem, dict[Node, ValueType]]:
+    """The problem of a graph with its answer, and the types of the hubs."""
     solved = [node for node in graph.nodes if note(node).of_params and node.op != "output"]
     letters = {node: splitter.letters(node) for node in solved if node.op == "call_function"}
-    same = find_ties(graph, letters, splitter.padding.divides_place)
+    same = find_ties(graph, letters, splitter.padding.divides_place, splitter.pins)
     strategies = _Strategies(splitter, same)
     try:
-        problem, hubs = _solve(solved, strategies, splitter, same)
+        return _solve(solved, strategies, splitter, same)
     except TableTooLarge:
         # Parameters that many layers share tie these all to each other. Their types are voted on by their readers, then fixed.
         strategies = _Strategies(splitter, {})
@@ -143,12 +173,7 @@ def assign_tensor(graph: Graph, splitter: Splitter) -> Assignment:
         for node in shared:
             winner = max(votes[node], key=lambda i: (votes[node][i], -i))
             strategies[node] = [strategies[node][winner]]
-        problem, hubs = _solve(solved, strategies, splitter, {}, without_hub=shared)
-    chosen = {node: strategies[node][problem.answer[problem.variable[node]]] for node in solved}
-    for node, strategy in chosen.items():
-        record = note(node)
-        record.tp, record.form, record.why = strategy.gives, strategy.form, strategy.why
-    return Assignment(chosen, hubs, partial(_edge_cost, splitter), problem)
+        return _solve(solved, strategies, splitter, {}, without_hub=shared)
 
 
 class _Strategies(dict[Node, list[Strategy]]):
@@ -296,7 +321,18 @@ def _parameter_strategies(node: Node, splitter: Splitter) -> list[Strategy]:
                 padded = ", padded" if size % t else ""
                 why = f"sharded{padded}: {division_text(size, t)}"
                 made.append(Strategy({}, S(dim, atom), stored, why))
-    return made
+    return _pinned(node, made, splitter) if node in splitter.pins else made
+
+
+def _pinned(node: Node, made: list[Strategy], splitter: Splitter) -> list[Strategy]:
+    """The strategies of a parameter that its pin allows."""
+    pin = splitter.pins[node]
+    found = [one for one in made if (one.gives.dim if one.gives.kind == "S" else None) == pin.dim]
+    if not found:
+        sizes = " x ".join(map(str, note(node).dims[pin.dim or 0])) or "1"
+        fact = f"{pin}: of {sizes}, t={splitter.t} divides no factor"
+        raise PlanError("plan: shard", fact, "another dim, or leave it out")
+    return found
 
 
 def _wanted(node: Node, readers: list[Node], strategies: dict[Node, list[Strategy]]) -> list[ValueType]:

@@ -8,7 +8,7 @@ bring the embedding to the first layer, or the last layer's result to the head, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from torch.fx import Graph, Node
 from torch.fx.node import map_aggregate
@@ -22,11 +22,20 @@ SHORTEST = 6  # operators of a layer: a shorter repeat may be the queries, keys 
 
 
 def find_ties(
-    graph: Graph, letters: dict[Node, list[Letter]], may_shard: Callable[[Node, Place], bool]
+    graph: Graph,
+    letters: dict[Node, list[Letter]],
+    may_shard: Callable[[Node, Place], bool],
+    pins: Mapping[Node, object],
 ) -> dict[Node, Node]:
-    """The ties of a graph; `letters` are those by which each operator may be split, `may_shard` tells of a value's atoms."""
+    """The ties of a graph; `letters` are those by which each operator may be split, `may_shard` tells of a value's atoms,
+    `pins` what is decided already.
+    """
     body = list(ops(graph))
-    facts = {node: _facts(node, may_shard) for node in graph.nodes if node.op != "output" and value(node) is not None}
+    facts = {
+        node: _facts(node, may_shard) + str(pins.get(node, ""))
+        for node in graph.nodes
+        if node.op != "output" and value(node) is not None
+    }
     periods = find_periods(
         body,
         [_signature(node, letters.get(node, []), facts) for node in body],
