@@ -104,6 +104,7 @@ def run(case: Case) -> None:
     mesh = {"t": case.t, "p": case.p, "d": case.d, "v": case.v}
     schedule = {"schedule": case.schedule, "num_microbatches": case.m}
     schedule["p2p"] = "direct" if case.m % 2 else "scatter_gather"
+    schedule["sequence_parallel"] = case.t > 1 and case.m in (3, 4)
     autoptd.verify(MODELS[case.model](), **mesh, **schedule, example_inputs=inputs, steps=STEPS)
 
 

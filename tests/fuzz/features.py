@@ -105,6 +105,7 @@ CHOICES: dict[str, list[Any]] = {
     "skips": ["none", "first to last", "first to all", "nested", "nested and joined"],  # of the residual between layers
     "memory": ["none", "embedding", "encoder"],  # that all layers attend to
     "p2p": ["auto", "scatter_gather", "direct"],
+    "sequence parallel": ["no", "auto", "yes"],
 }
 
 
@@ -153,6 +154,14 @@ class Case:
         if not self.schedule.startswith("zb"):
             return asked
         return {"all": "overlap and main", "after_b": "none", "before_reduce": "main"}.get(asked, asked)
+
+    @property
+    def sequence_parallel(self) -> bool | str:
+        """True is refused where the tokens do not divide."""
+        asked = self["sequence parallel"]
+        if asked == "yes" and self["length"] % self.t == 0:
+            return True
+        return False if asked == "no" else "auto"
 
     @property
     def num_microbatches(self) -> int:

@@ -244,6 +244,7 @@ def _call(case: Case) -> list[str]:
     arguments += [f"schedule='{case.schedule}'", *(["loss_fn=loss_fn"] if case["result"] == "loss_fn" else [])]
     arguments += _hooks(case.hooks)
     arguments += [f"p2p='{case['p2p']}'"] if case["p2p"] != "auto" else []
+    arguments += [f"sequence_parallel={case.sequence_parallel!r}"] if case.sequence_parallel else []
     return [f"call = {{{pairs}}}", f"autoptd.verify(model, {', '.join(arguments)}, example_inputs=call, steps=2)"]
 
 

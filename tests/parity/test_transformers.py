@@ -42,9 +42,11 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.parametrize("by_tokens", [False, True], ids=["", "sequence parallel"])
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
-def test_family(make: Callable[[], nn.Module]) -> None:
+def test_family(make: Callable[[], nn.Module], by_tokens: bool) -> None:
     torch.manual_seed(0)
     ids, _ = batch()
     labels = ids.masked_fill(ids < 5, -100)
-    autoptd.verify(make().train(), t=2, p=2, d=2, example_inputs={"input_ids": ids, "labels": labels}, steps=2)
+    mesh = {"t": 2, "p": 2, "d": 2, "sequence_parallel": by_tokens}
+    autoptd.verify(make().train(), **mesh, example_inputs={"input_ids": ids, "labels": labels}, steps=2)
