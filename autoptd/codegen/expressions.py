@@ -128,6 +128,7 @@ def _convert(node: Node, text: Text, site: str) -> str:
         keywords["site"] = json.dumps(site)
     if "readers" in note(node).extra:
         keywords = {"dim": keywords["dim"], "outer": keywords["outer"], "readers": str(note(node).extra["readers"])}
+        keywords |= {"overlap": "True"} if note(node).extra.get("overlap") else {}
         return f"rt.gathered({_join([text(source), 'tp'], keywords | {'site': json.dumps(site)})})"  # type: ignore[arg-type]
     return f"rt.{name}({_join([text(source), 'tp'], keywords)})"  # type: ignore[arg-type]
 

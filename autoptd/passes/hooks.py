@@ -6,6 +6,8 @@ function. All other GEMMs stay what they were.
 - *overlap*: where an f (I -> R) has this GEMM as its only reader, with nothing but views between, f becomes part of the GEMM,
   so that the input's gradient is summed while the weight's is computed. An f that several GEMMs read (separate q, k, v) stays
   on a line of its own: their input gradients are added up first and summed over the ranks once.
+- A gather (S -> R) that GEMMs alone read is done again in backward; with *overlap* while the input's gradient is computed, and
+  this gradient's reduce-scatter, where one GEMM alone reads the value, while the weight's is.
 - *wgrad*: where the weight is a parameter itself, its gradient does not go through autograd: "main_grads" or "deferred", the
   attribute of the stage that takes it (see runtime/linear.py).
 
@@ -28,7 +30,7 @@ PLAIN_KWARGS: dict[str, object] = {"alpha": 1, "beta": 1}
 
 def hook_gemms(graph: Graph, *, overlap: bool, wgrad: str) -> None:
     """Replace every GEMM that one of the hooks applies to."""
-    gathered = {gemm for node in ops(graph) for gemm in _gather_again(node)}
+    gathered = {gemm for node in ops(graph) for gemm in _gather_again(node, overlap)}
     for node in list(ops(graph)):
         operands = _operands(node)
         if operands is None or not (note(operands[1]).needs_grad or node in gathered):
@@ -48,9 +50,9 @@ def hook_gemms(graph: Graph, *, overlap: bool, wgrad: str) -> None:
             graph.erase_node(f)
 
 
-def _gather_again(node: Node) -> list[Node]:
+def _gather_again(node: Node, overlap: bool) -> list[Node]:
     """The GEMMs that read `node`, where it gathers shards (S -> R) for these alone; `node` is then marked with how many of
-    them have a weight gradient, for which they gather once more.
+    them have a weight gradient, for which they gather once more, and whether that and the reduce-scatter are overlapped.
     """
     if node.target is not markers.convert or note(node).conversion != "s_to_r" or node.kwargs.get("size"):
         return []
@@ -67,6 +69,8 @@ def _gather_again(node: Node) -> list[Node]:
     if not count or any(note(gemm).stages != note(node).stages for gemm in gemms):
         return []
     note(node).extra["readers"] = count
+    if overlap and (len(gemms) == 1 or count > 1):  # one reader that counts, beside others, could not reduce for all
+        note(node).extra["overlap"] = True
     return gemms
 
 

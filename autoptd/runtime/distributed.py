@@ -161,6 +161,24 @@ class DistributedGroup(Group):
             work = dist.all_reduce(flat.detach(), group=self._handle, async_op=True)
         return _Works(self._world, [work], flat, "all_reduce_start", site)
 
+    def all_gather_start(self, x: Tensor, site: str) -> Pending:
+        x = x.detach().contiguous()
+        parts = [torch.empty_like(x) for _ in self.ranks]
+        with self._call("all_gather_start", site):
+            work = dist.all_gather(parts, x, group=self._handle, async_op=True)
+        return _Works(self._world, [work], parts, "all_gather_start", site, kept=[x])
+
+    def reduce_scatter_start(self, parts: Sequence[Tensor], site: str) -> Pending:
+        kept = [part.detach().contiguous() for part in parts]
+        with self._call("reduce_scatter_start", site):
+            if self._world.backend == "gloo":  # as in `reduce_scatter`
+                whole = torch.stack(kept)
+                work, mine = dist.all_reduce(whole, group=self._handle, async_op=True), whole[self.index]
+            else:
+                mine = torch.empty_like(kept[0])
+                work = dist.reduce_scatter(mine, kept, group=self._handle, async_op=True)
+        return _Works(self._world, [work], mine, "reduce_scatter_start", site, kept=kept)
+
     def gather_objects(self, obj: Any, site: str) -> list[Any]:
         objects: list[Any] = [None] * self.size
         with self._call("gather_objects", site):

@@ -152,12 +152,10 @@ class ThreadGroup(Group):
         )
 
     def all_gather(self, x: torch.Tensor, site: str) -> list[torch.Tensor]:
-        return self._meet("all_gather", site, [x], lambda posts: [[p[0].clone() for p in posts] for _ in posts])
+        return self._gather(x, site).wait()  # type: ignore[no-any-return]
 
     def reduce_scatter(self, parts: Sequence[torch.Tensor], site: str) -> torch.Tensor:
-        return self._meet(
-            "reduce_scatter", site, parts, lambda posts: [_reduced(column) for column in zip(*posts, strict=True)]
-        )
+        return self._scatter(parts, site).wait()  # type: ignore[no-any-return]
 
     def all_to_all(self, parts: Sequence[torch.Tensor], site: str) -> list[torch.Tensor]:
         return self._meet(
@@ -178,6 +176,20 @@ class ThreadGroup(Group):
             return [post[0].copy_(total) for post in posts]
 
         return self._start("all_reduce_start", site, [flat], combine)
+
+    def all_gather_start(self, x: torch.Tensor, site: str) -> Pending:
+        return self._gather(x, site)
+
+    def _gather(self, x: torch.Tensor, site: str) -> Pending:
+        return self._start("all_gather", site, [x], lambda posts: [[p[0].clone() for p in posts] for _ in posts])
+
+    def reduce_scatter_start(self, parts: Sequence[torch.Tensor], site: str) -> Pending:
+        return self._scatter(parts, site)
+
+    def _scatter(self, parts: Sequence[torch.Tensor], site: str) -> Pending:
+        return self._start(
+            "reduce_scatter", site, parts, lambda posts: [_reduced(column) for column in zip(*posts, strict=True)]
+        )
 
     def gather_objects(self, obj: Any, site: str) -> list[Any]:
         pending = self._post(

@@ -6,6 +6,9 @@ its shard). All readers share one such gather.
 
     ln_1 = rt.gathered(ln_1, tp, dim=1, outer=1, readers=3, site="h.0.attn")      # S -> R
     q, k, v = rt.linear(ln_1, w.q), rt.linear(ln_1, w.k), rt.linear(ln_1, w.v)
+
+With `overlap=True` the shards are gathered again while the input's gradient is computed; and where one GEMM alone reads the
+value, it reduce-scatters this gradient itself, while the weight's is computed.
 """
 
 from __future__ import annotations
@@ -14,24 +17,38 @@ import torch
 
 from autoptd.errors import InternalError
 from autoptd.runtime.conversions import gather, s_to_r
-from autoptd.runtime.world import Group
+from autoptd.runtime.shards import join_shards, take_shard
+from autoptd.runtime.world import Group, Pending
 
 Tensor = torch.Tensor
 
 
 class Again:
-    """Gathers shards for backward at the first of `readers` calls, and forgets the whole value at the last."""
+    """Gathers shards for backward at the first of `readers` calls, and forgets the whole value at the last.
 
-    def __init__(self, shard: Tensor, group: Group, dim: int, outer: int, readers: int, site: str) -> None:
+    `overlap`: at the first `start`, which goes on while others compute.
+    """
+
+    def __init__(
+        self, shard: Tensor, group: Group, dim: int, outer: int, readers: int, site: str, overlap: bool = False
+    ) -> None:
         self._shard, self._group, self._at, self._site = shard.detach(), group, (dim, outer), site
-        self._left = readers
+        self._left, self._overlap = readers, overlap
+        self._pending: Pending | None = None
         self._whole: Tensor | None = None
+
+    def start(self) -> None:
+        """A reader will call `take` soon."""
+        if self._overlap and self._whole is None and self._pending is None:
+            self._pending = self._group.all_gather_start(self._shard.contiguous(), f"{self._site} backward")
 
     def take(self) -> Tensor:
         """Return the whole value; every reader calls once."""
         if not self._left:
             raise InternalError(self._site, "more readers gather again than were counted")
-        if self._whole is None:
+        if self._pending is not None:
+            self._whole, self._pending = join_shards(self._pending.wait(), *self._at), None
+        elif self._whole is None:
             self._whole = gather(self._shard, self._group, *self._at, site=f"{self._site} backward")
         self._left -= 1
         whole = self._whole
@@ -39,23 +56,40 @@ class Again:
             self._whole = None
         return whole
 
+    def reduce_start(self, grad: Tensor) -> Pending:
+        """Start to reduce-scatter the gradient of the whole value, folded as it may be."""
+        (dim, outer), size = self._at, self._group.size
+        sizes = list(self._shard.shape)
+        sizes[dim] *= size
+        parts = [take_shard(grad.view(sizes), dim, outer, index, size) for index in range(size)]
+        return self._group.reduce_scatter_start(parts, f"{self._site} backward")
+
 
 class Gathered:
-    """The whole value `x` of the forward, and `again`, which makes it once more in backward (None: x itself is kept)."""
+    """The whole value `x` of the forward, and `again`, which makes it once more in backward (None: x itself is kept).
 
-    def __init__(self, x: Tensor, again: Again | None) -> None:
-        self.x, self.again = x, again
+    `shard`: what the gradient goes to, where the one GEMM that reads `x` reduces it.
+    """
+
+    def __init__(self, x: Tensor, again: Again | None, shard: Tensor | None = None) -> None:
+        self.x, self.again, self.shard = x, again, shard
 
     def reshape(self, *sizes: int) -> Gathered:
         """Fold the leading dims, as `Tensor.reshape`."""
-        return Gathered(self.x.reshape(*sizes), self.again)
+        return Gathered(self.x.reshape(*sizes), self.again, self.shard)
 
 
-def gathered(x: Tensor, group: Group, dim: int, outer: int, *, readers: int, site: str = "") -> Gathered:
+def gathered(
+    x: Tensor, group: Group, dim: int, outer: int, *, readers: int, overlap: bool = False, site: str = ""
+) -> Gathered:
     """Turn the shard `x` into the whole value: S -> R, for `rt.linear` only; `readers` of them have a weight gradient.
 
-    Forward: all-gather. Backward: all-gather again, reduce-scatter. See `s_to_r` for `dim` and `outer`.
+    Forward: all-gather. Backward: all-gather again, reduce-scatter. See `s_to_r` for `dim` and `outer`. `overlap` with one
+    reader says that no other GEMM reads the value.
     """
-    keeps_shard = group.size > 1 and readers > 0 and torch.is_grad_enabled()
-    again = Again(x, group, dim, outer, readers, site) if keeps_shard else None
+    if group.size == 1 or not readers or not torch.is_grad_enabled():
+        return Gathered(s_to_r(x, group, dim, outer, site=site), None)
+    again = Again(x, group, dim, outer, readers, site, overlap)
+    if overlap and readers == 1:
+        return Gathered(gather(x.detach(), group, dim, outer, site=site), again, x)
     return Gathered(s_to_r(x, group, dim, outer, site=site), again)

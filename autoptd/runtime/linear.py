@@ -75,17 +75,17 @@ def linear(
     site: str = "",
 ) -> Tensor:
     """Return `F.linear(x, weight, bias)`; `transposed` for a weight stored as [in, out]. See the module for the hooks."""
-    again = None
+    again = whole = None
     if isinstance(x, Gathered):
-        again, x = x.again, x.x
+        again, whole, x = x.again, x.x if x.shard is not None else None, x.x if x.shard is None else x.shard
     if not torch.is_grad_enabled():
         return F.linear(x, weight.t() if transposed else weight, bias)
     held = weight if wgrad is not None and weight.requires_grad else None
     wants_input_grad = x.requires_grad
     if held is not None and not wants_input_grad:
         x = x.detach().requires_grad_()  # so that backward comes here, even if nothing else needs a gradient
-    hooks = _Hooks(held, wants_input_grad, overlap, wgrad, again, transposed, site)
-    return _Linear.apply(x, None if held is not None else weight, bias, hooks)  # type: ignore[no-any-return, no-untyped-call]
+    hooks = _Hooks(held, wants_input_grad, overlap, wgrad, again, whole is not None, transposed, site)
+    return _Linear.apply(x, whole, None if held is not None else weight, bias, hooks)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Hooks(NamedTuple):
@@ -94,39 +94,49 @@ class _Hooks(NamedTuple):
     overlap: Group | None
     wgrad: WeightGradient | None
     again: Again | None
+    reduces: bool  # the input's gradient, for the shard that `again` gathers
     is_transposed: bool
     site: str
 
 
 class _Linear(torch.autograd.Function):
+    """`x` is the input, or its shard if `whole` is the input: then the gradient is that of the shard."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, hooks: _Hooks) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, whole: Tensor | None, weight: Tensor | None, bias: Tensor | None, hooks: _Hooks
+    ) -> Tensor:
+        x = x if whole is None else whole
         ctx.hooks, ctx.shape = hooks, x.shape
-        ctx.wants_weight_grad = hooks.held is not None or ctx.needs_input_grad[1]
+        ctx.wants_weight_grad = hooks.held is not None or ctx.needs_input_grad[2]
         used: Tensor = hooks.held if weight is None else weight  # type: ignore[assignment]
         ctx.save_for_backward(x if ctx.wants_weight_grad and hooks.again is None else None, used)
         return F.linear(x, used.t() if hooks.is_transposed else used, bias)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, Tensor | None, Tensor | None, None]:
         hooks: _Hooks = ctx.hooks
         x, weight = ctx.saved_tensors
+        if hooks.again is not None and ctx.wants_weight_grad and not isinstance(hooks.wgrad, Deferred):
+            hooks.again.start()
         input_grad = weight_grad = bias_grad = pending = None
         if hooks.wants_input_grad:
             input_grad = (_rows(grad) @ (weight.t() if hooks.is_transposed else weight)).view(ctx.shape)
             if hooks.overlap is not None:
                 pending = hooks.overlap.all_reduce_start(input_grad, f"{hooks.site} backward")
+            elif hooks.reduces:
+                pending = hooks.again.reduce_start(input_grad)  # type: ignore[union-attr]
         if ctx.wants_weight_grad:
             gemm = WeightGemm(weight, hooks.again or x, grad, hooks.is_transposed)
             if hooks.held is None:
                 weight_grad = torch.mm(*gemm.factors())
             else:
                 hooks.wgrad(gemm)  # type: ignore[misc]
-        if ctx.needs_input_grad[2]:
+        if ctx.needs_input_grad[3]:
             bias_grad = _rows(grad).sum(0)
         if pending is not None:
             input_grad = pending.wait()
-        return input_grad, weight_grad, bias_grad, None
+        return input_grad, None, weight_grad, bias_grad, None
 
 
 def _rows(x: Tensor) -> Tensor:

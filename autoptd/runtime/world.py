@@ -120,6 +120,14 @@ class Group(ABC):
         """Start summing `flat` (contiguous) in place; it must not be touched before `wait()`, which returns it."""
 
     @abstractmethod
+    def all_gather_start(self, x: torch.Tensor, site: str) -> Pending:
+        """Start `all_gather`; `x` must not be changed before `wait()`."""
+
+    @abstractmethod
+    def reduce_scatter_start(self, parts: Sequence[torch.Tensor], site: str) -> Pending:
+        """Start `reduce_scatter`; `parts` must not be changed before `wait()`."""
+
+    @abstractmethod
     def gather_objects(self, obj: Any, site: str) -> list[Any]:
         """Return every rank's object, in group order."""
 
@@ -147,6 +155,12 @@ class SoloGroup(Group):
 
     def all_reduce_start(self, flat: torch.Tensor, site: str) -> Pending:
         return Done(flat)
+
+    def all_gather_start(self, x: torch.Tensor, site: str) -> Pending:
+        return Done([x])
+
+    def reduce_scatter_start(self, parts: Sequence[torch.Tensor], site: str) -> Pending:
+        return Done(parts[0])
 
     def gather_objects(self, obj: Any, site: str) -> list[Any]:
         return [obj]

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoptd
+from autoptd import runtime as rt
 from autoptd.ir import buckets
 from autoptd.ir.calls import expected_calls
+from autoptd.ir.mesh import Mesh
+from autoptd.runtime.exchange import ThreadGroup
 from autoptd.runtime.gathered import Again
+from autoptd.runtime.threads import ThreadWorld, run_ranks
+from autoptd.runtime.world import Needs, Pending, World
 from examples.gpt import GPT, GPTConfig
 from tests.parity.models import LENGTH, batch, gpt, separate, skipping, uneven
 from tests.parity.test_dropout import gpt as dropping_gpt
@@ -26,8 +33,9 @@ MESHES: list[dict[str, Any]] = [
     {"t": 2, "p": 2, "v": 2},
     {"t": 2, "p": 2, "d": 2, "schedule": "gpipe"},
 ]
+OVERLAP: dict[str, Any] = {"async_tensor_model_parallel_allreduce": True}
 HOOKS: dict[str, Any] = {
-    "async_tensor_model_parallel_allreduce": True,
+    **OVERLAP,
     "accumulate_allreduce_grads_in_fp32": True,
     "delay_wgrad_compute": "before_reduce",
 }
@@ -41,9 +49,10 @@ def test_parity(model: Any, mesh: dict[str, Any]) -> None:
     autoptd.verify(model(), **mesh, sequence_parallel=True, example_inputs=(ids, labels), steps=2)
 
 
+@pytest.mark.parametrize("hooks", [OVERLAP, HOOKS], ids=["overlap", "all"])
 @pytest.mark.parametrize("model", [gpt, separate], ids=["gpt", "separate"])
-def test_parity_with_hooks_on_gemms(model: Any) -> None:
-    autoptd.verify(model(), t=2, p=2, **HOOKS, sequence_parallel=True, example_inputs=batch(), steps=2)
+def test_parity_with_hooks_on_gemms(model: Any, hooks: dict[str, Any]) -> None:
+    autoptd.verify(model(), t=2, p=2, **hooks, sequence_parallel=True, example_inputs=batch(), steps=2)
 
 
 def conversions(program: autoptd.Program, layer: str = "") -> Counter[str]:
@@ -75,7 +84,7 @@ def test_a_layer_has_two_gathers_and_two_reduce_scatters() -> None:
 
 
 @pytest.mark.parametrize("model", [gpt, separate], ids=["gpt", "separate"])
-@pytest.mark.parametrize("hooks", [{}, HOOKS], ids=["plain", "hooks"])
+@pytest.mark.parametrize("hooks", [{}, OVERLAP, HOOKS], ids=["plain", "overlap", "all"])
 def test_executed_calls_are_those_of_the_program(model: Any, hooks: dict[str, Any]) -> None:
     pm = autoptd.parallelize(model(), 2, 2, 1, sequence_parallel=True, **hooks, backend="local", example_inputs=batch())
     pm.step(*batch())
@@ -166,3 +175,68 @@ def test_a_norm_weight_whose_gradient_is_not_summed_is_found(monkeypatch: pytest
     monkeypatch.setattr(buckets, "reduction_axes", lambda spec: ("dp",))
     with pytest.raises(autoptd.AutoptdError, match=r"ln_f\.bias"):
         autoptd.verify(gpt(2), t=2, sequence_parallel=True, example_inputs=batch(), steps=1)
+
+
+class Told(Pending):
+    def __init__(self, pending: Pending, tell: Callable[[str], None], what: str) -> None:
+        self.pending, self.tell, self.what = pending, tell, what
+
+    def wait(self) -> Any:
+        self.tell(f"wait for {self.what}")
+        return self.pending.wait()
+
+    def is_done(self) -> bool:
+        return self.pending.is_done()
+
+
+class Gemms(TorchDispatchMode):
+    """Tells of every product."""
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        super().__init__()
+        self.tell = tell
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.mm.default:
+            self.tell("GEMM")
+        return func(*args, **(kwargs or {}))
+
+
+def events_of_backward(monkeypatch: pytest.MonkeyPatch, readers: int) -> list[str]:
+    """What happens, in which order, in the backward of `readers` GEMMs of one gathered value, on rank 0 of two."""
+    found: list[str] = []
+
+    def tell(name: str, what: str) -> None:
+        start = getattr(ThreadGroup, name)
+
+        def told(self: ThreadGroup, data: Any, site: str) -> Pending:
+            note: Callable[[str], None] = found.append if self.index == 0 else lambda event: None
+            note(f"start {what}")
+            return Told(start(self, data, site), note, what)
+
+        monkeypatch.setattr(ThreadGroup, name, told)
+
+    tell("all_gather_start", "gather")
+    tell("reduce_scatter_start", "scatter")
+
+    def body(world: World) -> None:
+        group = world.group(("tp",))
+        x = torch.randn(2, 4, 6, requires_grad=True)
+        whole = rt.gathered(x, group, 1, 1, readers=readers, overlap=True, site="here")
+        weights = [torch.randn(3, 6, requires_grad=True) for _ in range(readers)]
+        total = torch.stack([rt.linear(whole, weight) for weight in weights]).sum()
+        with Gemms(found.append if world.rank == 0 else lambda event: None):
+            total.backward()
+
+    run_ranks(ThreadWorld(Mesh(t=2), Needs((("tp",),)), timeout=20.0), body)
+    return found
+
+
+def test_gather_and_reduce_scatter_run_beside_the_gemms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gather beside the input's gradient, its reduce-scatter beside the weight's (Korthikanti et al. 2022, 4.2.2)."""
+    alone = ["start gather", "GEMM", "start scatter", "wait for gather", "GEMM", "wait for scatter"]
+    assert events_of_backward(monkeypatch, readers=1) == alone
+    monkeypatch.undo()
+    # Two readers: their input gradients are added up first, and scattered once, behind both.
+    both = ["start gather", "GEMM", "wait for gather", "GEMM", "GEMM", "GEMM"]
+    assert events_of_backward(monkeypatch, readers=2) == both

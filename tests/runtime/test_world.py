@@ -49,6 +49,9 @@ def exercise_group(group: Group) -> None:
     pending = [group.all_reduce_start(flat, "first"), group.all_reduce_start(second, "second")]
     assert pending[1].wait() is second and pending[0].wait() is flat and all(one.is_done() for one in pending)
     assert flat.tolist() == [size] * 4 and second.tolist() == [sum(range(size))] * 2
+    started = group.all_gather_start(x, "gather later"), group.reduce_scatter_start(parts, "scatter later")
+    assert started[1].wait().tolist() == [sum(range(size)), size * me]
+    assert [part.tolist() for part in started[0].wait()] == [part.tolist() for part in gathered]
     assert group.gather_objects({"rank": me}, "objects") == [{"rank": k} for k in range(size)]
     flags = group.broadcast(torch.tensor([me == 0]), 0, "flags")
     assert flags.dtype == torch.bool and flags.item()
