@@ -5,12 +5,13 @@ opt = pm.optimizer(torch.optim.AdamW, lr=3e-4)
 loss = pm.step(*pm.local_batch(x, y)); opt.step(); opt.zero_grad()
 """
 
-from autoptd.api import ParallelModel, Program, compile, parallelize, verify
+from autoptd.api import Machine, ParallelModel, Program, compile, parallelize, verify
 from autoptd.errors import AutoptdError, InternalError, PlanError, RuntimeFault, TraceError
 
 __all__ = [
     "AutoptdError",
     "InternalError",
+    "Machine",
     "ParallelModel",
     "PlanError",
     "Program",

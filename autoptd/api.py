@@ -10,7 +10,7 @@ for x, y in loader:
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from autoptd import schedule as schedules
 from autoptd.compile import check_module, compile, compile_program, split_call
 from autoptd.dump import write_forms
 from autoptd.errors import PlanError
+from autoptd.ir.machine import Machine
 from autoptd.ir.program import Program
 from autoptd.options import make_options
 from autoptd.parallel_model import ParallelModel, is_local
@@ -51,6 +52,7 @@ def parallelize(
     accumulate_allreduce_grads_in_fp32: bool | None = None,
     delay_wgrad_compute: str | None = None,
     memory: float | None = None,
+    machine: str | Machine | Mapping[str, Any] | None = None,
     plan: dict[str, Any] | str | Path | None = None,
     **later: Any,
 ) -> ParallelModel:
@@ -65,7 +67,8 @@ def parallelize(
     `schedule` one of `autoptd.options.SCHEDULES` or the path of a text file with your own; `backend` "local", "gloo" or
     "nccl"; `timeout` in seconds; `nan="ignore"` lets a NaN loss pass; `seed` draws the dropout masks; `p2p` says how stages
     send where t > 1: "direct", "scatter_gather" or "auto"; the next three are hooks on the backward of linear layers, see
-    `Options`. `memory` bounds the bytes of a rank; `plan` is a plan.json (its path, or a dict) whose decisions are taken
+    `Options`. `memory` bounds the bytes of a rank; `machine` is what the plan is weighed for: "laptop-cpu", "a100",
+    "h100", "h200" or a `Machine` (ir/machine.py); `plan` is a plan.json (its path, or a dict) whose decisions are taken
     (`ir/plan.py`). What is left out is the plan's, else the default of `Options`. `later` catches keywords
     of features that do not exist yet.
 
@@ -91,6 +94,7 @@ def parallelize(
         accumulate_allreduce_grads_in_fp32=accumulate_allreduce_grads_in_fp32,
         delay_wgrad_compute=delay_wgrad_compute,
         memory=memory,
+        machine=machine,
         plan=plan,
         **later,
     )
@@ -145,4 +149,4 @@ def draw_program(program: Program, folder: Path) -> None:
     draw(program, folder, run.spans, bubble=run.bubble, peak_live=run.peak_live)
 
 
-__all__ = ["ParallelModel", "Program", "compile", "parallelize", "verify"]
+__all__ = ["Machine", "ParallelModel", "Program", "compile", "parallelize", "verify"]

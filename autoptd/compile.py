@@ -8,7 +8,6 @@ No process group, no GPU and no weights in memory are needed: meta parameters co
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +22,6 @@ from autoptd.compat import tree_flatten, tree_unflatten
 from autoptd.dump import Forms
 from autoptd.errors import PlanError, TraceError
 from autoptd.ir.actions import Kind, Orders, ranks_of_stages
-from autoptd.ir.machine import Machine
 from autoptd.ir.notes import note
 from autoptd.ir.parcels import plan_parcels
 from autoptd.ir.program import Program
@@ -98,7 +96,7 @@ def compile_program(
         batched,
         batch.pieces,
         options.t,
-        Machine(),
+        options.rank_machine,
         sequence_parallel=options.sequence_parallel,
         shard=options.plan.shard,
     )
@@ -117,7 +115,7 @@ def compile_program(
         graph,
         ranks,
         sizes,
-        Machine(memory=options.memory or math.inf),
+        options.rank_machine,
         live=schedule.live_moments(orders),
         finish=schedule.finish_of(orders),
         main_grads=options.accumulate_allreduce_grads_in_fp32,
@@ -141,7 +139,7 @@ def compile_program(
     costs = {**passes.count_work(graph, options.t, of_one_device, of_a_rank), "cut": cut}
     params = param_specs(graph, captured, options)
     crossed = tuple(crossing_spec(one) for one in crossing)
-    parcels = plan_parcels(crossed, ranks, options.mesh, options.p2p, Machine())
+    parcels = plan_parcels(crossed, ranks, options.mesh, options.p2p, options.rank_machine)
     plan = plan_record(options, batch, cut, params, fallbacks)
     return Program(
         mesh=options.mesh,

@@ -6,12 +6,13 @@ Options(t=2, p=2, d=2, v=2).mesh.size == 8
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from autoptd.errors import PlanError
+from autoptd.ir.machine import Machine, find_machine, spelled
 from autoptd.ir.mesh import Mesh
 from autoptd.ir.plan import Plan, nearest, read_plan
 
@@ -32,7 +33,7 @@ GEMM_HOOKS = (
     "accumulate_allreduce_grads_in_fp32",
     "delay_wgrad_compute",
 )
-PLANNED = ("seed", "sequence_parallel", "p2p", "memory", *GEMM_HOOKS)  # what a plan says under "options"
+PLANNED = ("seed", "sequence_parallel", "p2p", "memory", "machine", *GEMM_HOOKS)  # what a plan says under "options"
 NOT_YET = {
     "c": "context parallelism",
     "zero": "optimizer sharding",
@@ -67,7 +68,8 @@ class Options:
     (ir/machine.py; the rule: ir/parcels.py).
 
     `memory` is what a rank may hold, in bytes: parameters with gradients and AdamW's two moments, and the activations of the
-    microbatches in flight; None: no bound. `plan` pins decisions (`ir/plan.py`).
+    microbatches in flight; None: the machine's (the default has no bound). `machine` is what plans are weighed for:
+    "laptop-cpu", "a100", "h100", "h200" or a `Machine` (ir/machine.py). `plan` pins decisions (`ir/plan.py`).
 
     The rest, all off by default, are hooks on the backward of linear layers (runtime/linear.py), under Megatron's names. A
     layer with a hook is a Python autograd function: about 10% slower at h=64, nothing from h=256 (benchmarks).
@@ -102,6 +104,7 @@ class Options:
     accumulate_allreduce_grads_in_fp32: bool = False
     delay_wgrad_compute: str | None = None
     memory: float | None = None
+    machine: str | Machine | Mapping[str, Any] | None = None  # once checked, as a plan spells it
     plan: Plan = field(default_factory=Plan)
 
     def __post_init__(self) -> None:
@@ -130,6 +133,7 @@ class Options:
             raise PlanError(f"p2p={self.p2p!r}", "no such way to send", ", ".join(map(repr, P2P)))
         if self.memory is not None and not self.memory > 0:
             raise PlanError(f"memory={self.memory}", "no positive number of bytes", "for example memory=80e9")
+        object.__setattr__(self, "machine", spelled(self.machine))
         if not isinstance(self.sequence_parallel, bool) and self.sequence_parallel != "auto":
             raise PlanError(f"sequence_parallel={self.sequence_parallel!r}", "no such choice", "True, False or 'auto'")
         if not self.timeout > 0:
@@ -147,6 +151,12 @@ class Options:
     @property
     def mesh(self) -> Mesh:
         return Mesh(self.t, self.p, self.d)
+
+    @property
+    def rank_machine(self) -> Machine:
+        """What a rank can do and hold."""
+        machine = find_machine(self.machine)
+        return machine if self.memory is None else replace(machine, memory=self.memory)
 
     @property
     def schedule_name(self) -> str:
@@ -176,6 +186,8 @@ def make_options(*, plan: Any = None, **keywords: Any) -> Options:
         return Options(**keywords)
     if isinstance(keywords.get("schedule"), os.PathLike):
         keywords["schedule"] = os.fspath(keywords["schedule"])  # as a plan spells it
+    if "machine" in keywords:
+        keywords["machine"] = spelled(keywords["machine"])  # likewise
     said, pinned = read_plan(plan, keywords, frozenset(PLANNED))
     return Options(**{**{name: value for name, value in said.items() if value is not None}, **keywords, "plan": pinned})
 

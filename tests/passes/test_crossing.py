@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import pytest
@@ -178,19 +177,18 @@ class Merged(nn.Module):
 
 
 @pytest.mark.parametrize("machine", [COMPUTE_AGAIN, SEND], ids=["again", "send"])
-def test_no_weight_crosses(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_weight_crosses(machine: Machine) -> None:
     """Merged and tied weights live on both stages, their gradients are summed once per step."""
-    monkeypatch.setattr(sys.modules["autoptd.compile"], "Machine", lambda **_: machine)
     torch.manual_seed(0)
     model = Merged()
-    program = autoptd.compile(model, p=3, plan={"cut": [1, 2, 1]}, example_inputs=batch(6))
+    program = autoptd.compile(model, p=3, plan={"cut": [1, 2, 1]}, example_inputs=batch(6), machine=machine)
     backbone = set(find_backbone(program.graphs["CUT"]))
     assert all(one.node in backbone for one in codegen.crossings(program.graphs["CUT"]) if note(one.node).of_params)
     for name in ("base", "a", "b", "embed.weight", "norm.weight"):
         assert program.param(name).stages == (0, 2), name
     sums = [one for one in program.collectives if one.conversion == "tied sum"]
     assert sums and all(one.scope == "step" and one.pp_ranks == (0, 2) for one in sums)
-    autoptd.verify(model, p=3, example_inputs=batch(6), steps=2)
+    autoptd.verify(model, p=3, example_inputs=batch(6), steps=2, machine=machine)
 
 
 class Shared(nn.Module):
@@ -224,19 +222,17 @@ def test_owners_on_one_rank_keep_one_copy() -> None:
 
 @pytest.mark.parametrize("machine", [COMPUTE_AGAIN, SEND], ids=["again", "send"])
 @pytest.mark.parametrize("mesh", [{"p": 3}, {"t": 2, "p": 2}, {"p": 2, "v": 2}], ids=str)
-def test_gradients_of_what_is_computed_again_are_added_once(
-    machine: Machine, mesh: dict[str, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys.modules["autoptd.compile"], "Machine", lambda **_: machine)
+def test_gradients_of_what_is_computed_again_are_added_once(machine: Machine, mesh: dict[str, int]) -> None:
+    request: dict[str, Any] = {**mesh, "machine": machine, "example_inputs": batch(6)}
     torch.manual_seed(0)
     model = Tangled()
-    program = autoptd.compile(model, **mesh, example_inputs=batch(6))
+    program = autoptd.compile(model, **request)
     placements = [note(node).placement for node in ops(program.graphs["CUT"]) if note(node).needs_grad]
     assert any("computed again" in one for one in placements)
     assert any(not one.has_grad for one in program.crossings) == (machine is SEND)
-    autoptd.verify(model, **mesh, example_inputs=batch(6), steps=2)
+    autoptd.verify(model, **request, steps=2)
     hooks = {"accumulate_allreduce_grads_in_fp32": True, "delay_wgrad_compute": "before_reduce"}
-    autoptd.verify(model, **mesh, **hooks, example_inputs=batch(6), steps=2)
+    autoptd.verify(model, **request, **hooks, steps=2)
 
 
 class Tangled(nn.Module):
