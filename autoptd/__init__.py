@@ -6,6 +6,7 @@ loss = pm.step(*pm.local_batch(x, y)); opt.step(); opt.zero_grad()
 """
 
 from autoptd.api import Machine, ParallelModel, Program, compile, parallelize, verify
+from autoptd.diff import diff
 from autoptd.errors import AutoptdError, InternalError, PlanError, RuntimeFault, TraceError
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "RuntimeFault",
     "TraceError",
     "compile",
+    "diff",
     "parallelize",
     "verify",
 ]

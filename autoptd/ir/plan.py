@@ -40,7 +40,7 @@ def read_plan(given: Any, keywords: Mapping[str, Any], options: frozenset[str]) 
     `keywords` are those that were passed beside it: where both speak they must agree. `options` are the keys that the plan's
     `options` may have.
     """
-    plan = _load(given)
+    plan = load_plan(given)
     check_known("plan", plan, KEYS)
     if plan.get("version", VERSION) != VERSION:
         fact = f"is version {plan['version']!r}, this AutoPTD reads version {VERSION}"
@@ -72,7 +72,8 @@ def nearest(name: str, known: Any, most: int = 4) -> str:
     return f"one of {', '.join(found)}" if len(found) > 1 else f"{found[0]}" if found else "none: leave it out"
 
 
-def _load(given: Any) -> dict[str, Any]:
+def load_plan(given: Any) -> dict[str, Any]:
+    """The plan in a dict, a plan.json, or a folder that has one, unchecked; PlanError where there is none."""
     plan = given
     if isinstance(given, (str, Path)):
         path = Path(given)
