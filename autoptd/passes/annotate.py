@@ -20,6 +20,7 @@ from autoptd.passes.constants import Constants
 from autoptd.passes.fallbacks import explain
 from autoptd.passes.rows import place_rows
 from autoptd.passes.steer import find_pins
+from autoptd.passes.symbols import name_axes
 
 EAGER = 50  # how much dearer a saved byte is where sequence parallelism was asked for
 
@@ -59,6 +60,7 @@ def annotate(
         check_tokens(graph, splitter)
     assignment = assign_tensor(graph, splitter)
     explain(graph, assignment, splitter)
+    assignment.letters = name_axes(graph, splitter)
     return axes, assignment
 
 

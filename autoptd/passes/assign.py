@@ -12,7 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -69,13 +69,16 @@ class Problem:
 class Assignment:
     """The solver's answer: a strategy per node, and per fan-out node the extra type that is materialised once.
 
-    `cost` prices a conversion; `problem` is what was minimised.
+    `cost` prices a conversion; `problem` is what was minimised, with the `splitter` that said what may be split; `letters` are
+    those that people know axes by (`symbols.py`).
     """
 
     strategies: dict[Node, Strategy]
     hubs: dict[Node, ValueType]
     cost: Callable[[Node, ValueType, ValueType], float]
     problem: Problem | None = None
+    splitter: Splitter | None = None
+    letters: dict[int, str] = field(default_factory=dict)
 
     def needs(self, reader: Node, operand: Node) -> ValueType:
         """The type that `reader` wants `operand` in; values without parameters are I and stay so unless it says otherwise."""
@@ -153,7 +156,7 @@ def assign_tensor(graph: Graph, splitter: Splitter) -> Assignment:
     for node, strategy in chosen.items():
         record = note(node)
         record.tp, record.form, record.why = strategy.gives, strategy.form, strategy.why
-    return Assignment(chosen, hubs, partial(_edge_cost, splitter), problem)
+    return Assignment(chosen, hubs, partial(_edge_cost, splitter), problem, splitter)
 
 
 def _solve_graph(graph: Graph, splitter: Splitter) -> tuple[Problem, dict[Node, ValueType]]:

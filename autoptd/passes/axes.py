@@ -122,6 +122,10 @@ class Axes:
     def atoms(self, node: Node, dim: int) -> list[Axis]:
         return [axis for axis in atoms(self._dims[node][dim]) if axis.size != 1]
 
+    def has(self, node: Node) -> bool:
+        """Whether `node` is a value of the traced graph, whose dims have axes."""
+        return node in self._dims
+
     def is_known(self, node: Node) -> bool:
         """False for an operator that no rule knows."""
         return self._links.get(node) is not None

@@ -29,7 +29,7 @@ VIEWS |= {f"aten.{name}" for name in "split_with_sizes unbind unsqueeze squeeze 
     "getitem"
 }
 SORTS = ("aten.sort", "aten.argsort", "aten.topk", "aten.msort", "aten.searchsorted")
-RING_PASSES = {"all-reduce": 2.0, "all-gather": 1.0, "reduce-scatter": 1.0, "all-to-all": 1.0}
+RING_PASSES = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "all-to-all": 1}
 
 
 Size = Callable[[Node], tuple[int, ...]]  # the shape of a node's value: whole, or a rank's
@@ -147,4 +147,4 @@ def collective_seconds(kind: str, nbytes: int, degree: int, machine: Machine) ->
         return nbytes / machine.memory_bandwidth
     if kind == "all-to-all":
         return share / degree + machine.latency
-    return RING_PASSES[kind] * share + machine.latency if kind in RING_PASSES else 0.0
+    return RING_PASSES[kind] * share + machine.latency if kind in RING_PASSES else 0
