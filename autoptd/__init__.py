@@ -8,6 +8,7 @@ loss = pm.step(*pm.local_batch(x, y)); opt.step(); opt.zero_grad()
 from autoptd.api import Machine, ParallelModel, Program, compile, parallelize, verify
 from autoptd.diff import diff
 from autoptd.errors import AutoptdError, InternalError, PlanError, RuntimeFault, TraceError
+from autoptd.passes import register_rule
 
 __all__ = [
     "AutoptdError",
@@ -21,5 +22,6 @@ __all__ = [
     "compile",
     "diff",
     "parallelize",
+    "register_rule",
     "verify",
 ]

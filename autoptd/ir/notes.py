@@ -25,8 +25,9 @@ class Note:
 
     trace:       `kind` ("param", "buffer", "input", "op", "output"), `name` of a placeholder in the model or call,
                  `module` path, `source` line and its `code`, `of_params` (depends on a parameter), `needs_grad`
-    annotate:    `dims`, `batch` (type over microbatches and replicas), `tp` (type over tensor ranks), `form` (how a split
-                 contraction is computed locally), `why`, `fallback` (why it is not split as one would expect)
+    annotate:    `rule` (where its letters come from, if not from the table of operators), `dims`, `batch` (type over
+                 microbatches and replicas), `tp` (type over tensor ranks), `form` (how a split contraction is computed
+                 locally), `why`, `fallback` (why it is not split as one would expect)
     communicate: `conversion` (name of the conversion a node performs)
     cut:         `stages` that compute the node, ascending (the first one sends it); `placement`: why, where that is not plain
     """
@@ -38,6 +39,7 @@ class Note:
     code: str = ""
     of_params: bool = False
     needs_grad: bool = False
+    rule: str = ""
     dims: Dims = ()
     batch: ValueType = I
     tp: ValueType = I

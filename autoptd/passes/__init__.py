@@ -8,6 +8,7 @@ from autoptd.passes.explain import explain
 from autoptd.passes.fallbacks import fallbacks
 from autoptd.passes.hooks import adds_to_gradient, hook_gemms
 from autoptd.passes.localize import Sizes, local_shape, localize
+from autoptd.passes.unlisted import register_rule
 
 __all__ = [
     "Sizes",
@@ -24,4 +25,5 @@ __all__ = [
     "hook_gemms",
     "local_shape",
     "localize",
+    "register_rule",
 ]

@@ -278,7 +278,7 @@ def _strategies(node: Node, splitter: Splitter) -> list[Strategy]:
         return kind if note(one).of_params else I
 
     made = []
-    for kind in (I, R):
+    for kind in (I, R) if splitter.axes.is_linear(node) else (I,):
         needs = {one: whole(one, kind) for one in read}
         made.append(Strategy(needs, kind, seconds, WHOLE))
     for letter in splitter.letters(node):
@@ -289,7 +289,8 @@ def _strategies(node: Node, splitter: Splitter) -> list[Strategy]:
             gives, seconds_here = (S(*letter.out) if letter.out is not None else P), split_seconds
         if letter.out is None and not letter.form:
             needs |= dict.fromkeys(addends(node, set(letter.places)), P)  # one rank keeps the bias
-        why = _split_why(node, letter, t)
+        origin = splitter.axes.origin(node)
+        why = (f"{origin}: " if origin else "") + _split_why(node, letter, t)
         form = letter.form if letter.out is None else ""
         made.append(Strategy(needs, gives, seconds_here, why, form))
     for group in linear_groups(node):

@@ -21,6 +21,7 @@ from torch.fx import Graph, Node
 from autoptd.ir.notes import note, shape, value
 from autoptd.passes.links import Link, Member, operands
 from autoptd.passes.rules import links
+from autoptd.passes.unlisted import Unlisted, unlisted_links
 
 Place = tuple[int, int]  # (dim, atom)
 
@@ -104,7 +105,8 @@ class Axes:
 
     def __init__(self, graph: Graph) -> None:
         self._dims: dict[Node, list[list[Axis]]] = {}
-        self._links: dict[Node, list[Link] | None] = {}
+        self._links: dict[Node, list[Link]] = {}
+        self._unlisted: dict[Node, Unlisted] = {}  # operators without a row
         self._read: dict[Node, list[Node]] = {}  # operands as traced: later passes put conversions in between
         self._letters: dict[Node, list[Letter]] = {}
         for node in graph.nodes:
@@ -127,29 +129,46 @@ class Axes:
         return node in self._dims
 
     def is_known(self, node: Node) -> bool:
-        """False for an operator that no rule knows."""
-        return self._links.get(node) is not None
+        """False for an operator that has no row, and that nothing was found out about."""
+        return node not in self._unlisted or bool(self._unlisted[node].links)
+
+    def origin(self, node: Node) -> str:
+        """Where the letters of an operator come from that has no row: "probed", "registered and probed"; "" for a row."""
+        return self._unlisted[node].origin if node in self._unlisted else ""
+
+    def refused(self, node: Node) -> str:
+        """Why an operator without a row is not split at all."""
+        return self._unlisted[node].refused if node in self._unlisted else ""
+
+    def is_linear(self, node: Node) -> bool:
+        """Whether partial sums of a gradient may go through the backward of `node`."""
+        return node not in self._unlisted or self._unlisted[node].is_linear
 
     def letters(self, node: Node) -> list[Letter]:
         """All ways to split `node`, in a fixed order."""
         if node not in self._letters:
-            links = [link for link in self._links.get(node) or () if not link.whole]
+            links = [link for link in self._links.get(node, []) if not link.whole]
             self._letters[node] = [letter for link in links for letter in self._link_letters(node, link)]
         return self._letters[node]
 
     def whole_because(self, node: Node, operand: Node, place: Place) -> str:
         """Why `node` cannot be split along an atom of one of its operands."""
         read = self._read.get(node, [])
-        for link in self._links.get(node) or ():
+        for link in self._links.get(node, []):
             for i, member in link.operands.items():
                 if read[i] is operand and place[0] in member.dims and link.whole:
                     return link.whole
-        return "its rule does not keep this dim" if self.is_known(node) else "no rule knows this operator"
+        origin = self.origin(node)
+        return f"{origin}: not along this dim" if origin else "its rule does not keep this dim"
 
     def _connect(self, node: Node) -> None:
-        self._links[node] = found = links(node)
+        found = links(node)
+        if found is None:
+            self._unlisted[node] = unlisted = unlisted_links(node)
+            found, note(node).rule = unlisted.links, unlisted.origin
+        self._links[node] = found
         read = self._read[node] = operands(node)
-        for link in found or ():
+        for link in found:
             members = [(read[i], member) for i, member in link.operands.items()]
             if link.out is not None:
                 members.append((node, link.out))

@@ -25,7 +25,8 @@ from autoptd.passes.links import argument, operands
 from autoptd.passes.rules import linear_groups
 
 RULE_REMEDY = "keep samples apart (loss_fn with a mean or sum over samples), or run with d=1 and num_microbatches=1"
-UNKNOWN_REMEDY = "write it with plain operators (sums, products, views, gather), or run with d=1 and num_microbatches=1"
+UNKNOWN_REMEDY = 'autoptd.register_rule("ns::op", "b ... -> b ...") where it keeps samples apart, or plain operators '
+UNKNOWN_REMEDY += "(sums, products, views, gather), or d=1 and num_microbatches=1"
 FIRST_ROWS = "first_rows"  # key of Note.extra: operands whose rows are all equal -> the place where they meet the batch
 SIZES = {"aten.view", "aten.reshape", "aten._unsafe_view", "aten.expand", "aten.full", "aten.zeros", "aten.ones"}
 SIZES |= {"aten.unflatten", "aten.split", "aten.slice", "aten.repeat"}
@@ -60,6 +61,9 @@ def _type_of(node: Node, axes: Axes, constants: Constants) -> ValueType:
     split = {one: kind for one, kind in types.items() if kind.kind == "S"}
     partial = [one for one, kind in types.items() if kind.kind == "P"]
     if not split and not partial:
+        if R in types.values() and not axes.is_linear(node):
+            fact = f"{op_name(node)} of parameters: {axes.refused(node)}, and each microbatch gives it a part of the gradient"
+            raise PlanError(site(node), fact, "a backward that is linear, or d=1 and num_microbatches=1")
         return R if R in types.values() else I
     if partial:
         return _keep_partial(node, partial, bool(split))
@@ -111,7 +115,7 @@ def _keep_partial(node: Node, partial: list[Node], split: bool) -> ValueType:
 
 def _mixing_fact(node: Node, axes: Axes, split: dict[Node, ValueType]) -> str:
     if not axes.is_known(node):
-        return f"no rule knows {op_name(node)}, and its operand carries the batch"
+        return f"no rule knows {op_name(node)}, its operand carries the batch, and probing refused it: {axes.refused(node)}"
     one, kind = next(iter(split.items()))
     return f"{op_name(node)} mixes the samples of the batch ({axes.whole_because(node, one, (kind.dim, kind.atom))})"
 

@@ -179,7 +179,7 @@ def _is_row(node: Node, types: dict[Node, ValueType], axes: Axes, padding: Paddi
         rest = [(one, kind) for one, kind in types.items() if one not in taken]
         return all(kind in kinds or (kind == I and not note(one).of_params) for one, kind in rest)
 
-    if gives in (I, R) and rest_is_whole(set(), (gives,)):
+    if (gives == I or (gives == R and axes.is_linear(node))) and rest_is_whole(set(), (gives,)):
         return True
     for group in linear_groups_of(node, types):
         if gives == P and all(types[one] == P for one in group) and rest_is_whole(set(group), (R,)):

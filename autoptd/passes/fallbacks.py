@@ -5,7 +5,7 @@ right and slower. What cannot be seen is what hurts, so each such operator gets 
 
 - matrix products and attention that stay whole because t does not divide the letters that would split them;
 - attention that is split, but not by its heads;
-- operators that no rule knows.
+- operators that no rule knows, and that probing refused.
 
     explain(graph, assignment, splitter)
     [one.fact for one in fallbacks(graph)]     # ["6 heads do not divide over t=4", ...]
@@ -24,7 +24,7 @@ from autoptd.passes.links import operands
 
 HEADS, KV_HEADS, REPEAT = "heads", "KV heads", "query heads per KV head"
 COUNTED = (HEADS, KV_HEADS, REPEAT)
-PLAIN_OPERATORS = "write it with plain operators (sums, products, views, gather)"
+PLAIN_OPERATORS = 'autoptd.register_rule("ns::op", "... -> ..."), or plain operators (sums, products, views, gather)'
 
 
 def explain(graph: Graph, assignment: Assignment, splitter: Splitter) -> None:
@@ -50,7 +50,8 @@ def fallbacks(graph: Graph) -> list[Fallback]:
 def _unknown(node: Node, splitter: Splitter) -> Fallback | None:
     if splitter.axes.is_known(node):
         return None
-    return Fallback(note(node).module, op_name(node), f"no rule knows {op_name(node)}", PLAIN_OPERATORS, flops(node))
+    fact = f"no rule knows {op_name(node)}, and probing refused it: {splitter.axes.refused(node)}"
+    return Fallback(note(node).module, op_name(node), fact, PLAIN_OPERATORS, flops(node))
 
 
 def _blocked(node: Node, assignment: Assignment, splitter: Splitter, nouns: dict[int, str]) -> Fallback | None:

@@ -6,7 +6,7 @@ Most operators are one line of letters, read like einsum and aligned from the ri
     Rule("aten.layer_norm", ...)                      a starred letter (h*) must stay whole
 
 Views, slices, splits and the like are computed from shapes (`links.py`). Pointwise operators are known by torch's tag. What no
-rule knows has no links: it takes whole operands (right, reported), and is refused on values that carry the batch.
+rule knows has no row: see `unlisted.py`.
 """
 
 from __future__ import annotations

@@ -1,0 +1,253 @@
+"""Probing accepts what is true and nothing else: against the table of rules, and on operators made to deceive it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from autoptd.ir.notes import op_name, ops
+from autoptd.passes import rules
+from autoptd.passes.links import operands
+from autoptd.passes.probe import Claim, Probed, probe
+from tests.passes.sharding import trace_call
+from tests.passes.test_rules import T, traced
+
+LIB = torch.library.Library("probed", "DEF")
+Claims = set[tuple[tuple[int | None, ...], int | None]]
+
+
+def define(schema: str, function: Callable[..., Any], fake: Callable[..., Any] | None = None) -> Callable[..., Any]:
+    """An operator of the registry, differentiated through its own operations."""
+    name = LIB.define(schema)
+    LIB.impl(name, function, "CompositeImplicitAutograd" if fake is None else "CPU")
+    if fake is not None:
+        LIB._register_fake(name, fake)
+    return getattr(torch.ops.probed, name)
+
+
+@pytest.fixture(autouse=True)
+def float64() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def claims(found: Probed) -> Claims:
+    return {(one.places, one.out) for one in found.claims}
+
+
+def probe_op(name: str, function: Callable[..., Any], *tensors: Tensor) -> Probed:
+    graph, _ = trace_call(function, list(tensors))
+    return probe(next(node for node in ops(graph) if op_name(node) == name))
+
+
+def r(*size: int) -> Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(sum(size)))
+
+
+ORACLE = (
+    "linear,linear square,matmul broadcast,embedding,layer_norm,cross_entropy none,softmax middle,cumsum,flip,roll,"
+)
+ORACLE += "triu,sum dims,mean dims,amax,argmax,view joins,transpose,slice thirds,split,select,unbind,cat,stack,pad,"
+ORACLE += "add broadcast,einsum,einsum outer,einsum trace,prod,where,glu,gather,index,one_hot,extremes,topk sort,conv1d"
+
+
+@pytest.mark.parametrize("name", ORACLE.split(","))
+def test_what_is_found_is_what_the_table_says(name: str) -> None:
+    """Of the letters of a row that are one dim of each tensor: none besides them, and all that need no form of their own."""
+    graph, _, _ = traced(name)
+    for node in ops(graph):
+        table, needed = Claims(), Claims()
+        read = operands(node)
+        for link in rules.links(node) or ():
+            dims = [*link.operands.values(), *([link.out] if link.out else [])]
+            if link.operands and not link.whole and all(len(one.dims) == one.lead == one.tail == 1 for one in dims):
+                places = tuple(link.operands[i].dims[0] if i in link.operands else None for i in range(len(read)))
+                claim = places, link.out.dims[0] if link.out else None
+                table.add(claim)
+                has_addends = link.out is None and len(read) > len(
+                    link.operands
+                )  # a bias would be added by every piece
+                needed |= {claim} if not link.form and not has_addends else set()
+        found = claims(probe(node))
+        assert needed <= found <= table or op_name(node) in ("getitem", "aten.to"), op_name(node)
+
+
+ADVERSARIAL: dict[str, tuple[str, Callable[..., Any], list[Tensor], Claims]] = {
+    "cumprod": ("aten.cumprod", lambda x: x.cumprod(1), [r(2, 4, 6)], {((0,), 0), ((2,), 2)}),
+    "cummax": ("aten.cummax", lambda x: x.cummax(1).values, [r(2, 4, 6)], {((0,), 0), ((2,), 2)}),
+    "median": ("aten.median", lambda x: x.median(1).values, [r(2, 4, 6)], {((0,), 0), ((2,), 1)}),
+    "batch norm": (
+        "aten.batch_norm",
+        lambda x, w, b: F.batch_norm(x, None, None, w, b, training=True),
+        [r(2, 4, 6), r(4), r(4)],
+        {((1, 0, 0), 1)},
+    ),
+    "instance norm": (
+        "aten.instance_norm",
+        lambda x: F.instance_norm(x),
+        [r(2, 4, 6)],
+        {((0,), 0), ((1,), 1)},
+    ),
+    "cdist": ("aten.cdist", torch.cdist, [r(2, 4, 3), r(2, 5, 3)], {((0, 0), 0), ((1, None), 1), ((None, 1), 2)}),
+    "diagonal": ("aten.diagonal", lambda x: x.diagonal(0, 1, 2), [r(2, 4, 4)], {((0,), 0)}),
+    "unfold": ("aten.unfold", lambda x: x.unfold(1, 2, 1), [r(2, 4, 6)], {((0,), 0), ((2,), 2)}),
+    "avg_pool1d": ("aten.avg_pool1d", lambda x: F.avg_pool1d(x, 2), [r(2, 4, 6)], {((0,), 0), ((1,), 1)}),
+    "cosine": (
+        "aten.cosine_similarity",
+        lambda x, y: F.cosine_similarity(x, y, -1),
+        [r(2, 4, 6), r(2, 4, 6)],
+        {((0, 0), 0), ((1, 1), 1)},
+    ),
+    "log_softmax": (
+        "probed.log_softmax",
+        define("log_softmax(Tensor x) -> Tensor", lambda x: x.log_softmax(1)),
+        [r(2, 4, 6)],
+        {((0,), 0), ((2,), 2)},
+    ),
+    "mean": (
+        "probed.mean",
+        define("mean(Tensor x) -> Tensor", lambda x: x.mean(1)),
+        [r(2, 4, 6)],
+        {((0,), 0), ((2,), 1)},
+    ),
+    "positions": (
+        "probed.ramp",
+        define("ramp(Tensor x) -> Tensor", lambda x: x * torch.linspace(0, 1, x.shape[1])[:, None]),
+        [r(2, 4, 6)],
+        {((0,), 0), ((2,), 2)},
+    ),
+    "blocks": (
+        "probed.blocks",
+        define("blocks(Tensor x) -> Tensor", lambda x: x - x.roll(1, 0) * (torch.arange(x.shape[0]) % 2)[:, None]),
+        [r(8, 6)],
+        {((1,), 1)},
+    ),
+    "norm above a threshold": (
+        "probed.clip",
+        define("clip(Tensor x) -> Tensor", lambda x: x / x.norm().clamp(min=300.0)),
+        [r(2, 4, 6)],
+        set(),
+    ),
+    "gradient of another": (
+        "probed.centred",
+        define("centred(Tensor x) -> Tensor", lambda x: x.detach() + (x - x.mean(0)) - (x - x.mean(0)).detach()),
+        [r(4, 6)],
+        {((1,), 1)},
+    ),
+    "views": ("aten.as_strided", lambda x: x.as_strided((4, 6), (6, 1)), [r(4, 6)], set()),
+    "unused operand": (
+        "probed.first",
+        define("first(Tensor x, Tensor y) -> Tensor", lambda x, y: x * 2),
+        [r(4, 6), r(4)],
+        {((0, None), 0), ((0, 0), 0), ((1, None), 1)},
+    ),
+    "table of another size": (
+        "probed.lookup",
+        define("lookup(Tensor x, Tensor i) -> Tensor", lambda x, i: x[i]),
+        [r(6, 4), torch.tensor([1, 0, 3, 2, 4])],
+        {((1, None), 1), ((None, 0), 0)},
+    ),
+}
+
+
+@pytest.mark.parametrize("what", ADVERSARIAL)
+def test_wrong_dims_are_refused(what: str) -> None:
+    name, function, tensors, wanted = ADVERSARIAL[what]
+    assert claims(probe_op(name, function, *tensors)) == wanted
+
+
+COUNT = [0]
+
+
+def counted(x: Tensor) -> Tensor:
+    COUNT[0] += 1
+    return x * COUNT[0]
+
+
+def written(x: Tensor) -> Tensor:
+    x.mul_(2)
+    return x.clone()
+
+
+REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
+    "hidden random numbers": (
+        define("noise(Tensor x) -> Tensor", lambda x: x + torch.randn(x.shape), torch.empty_like),
+        "other values when it is called again",
+    ),
+    "global state": (define("counted(Tensor x) -> Tensor", counted, torch.empty_like), "when it is called again"),
+    "in place": (define("written(Tensor x) -> Tensor", written, torch.empty_like), "writes into its operands"),
+    "strides": (
+        define("strides(Tensor x) -> Tensor", lambda x: x * x.stride(0), torch.empty_like),
+        "how its operands lie in memory",
+    ),
+    "NaN": (define("nans(Tensor x) -> Tensor", lambda x: x * float("nan")), "not finite"),
+    "constant": (define("constant(Tensor x) -> Tensor", lambda x: (x * 0).exp()), "all equal"),
+    "only on a GPU": (
+        define("gone(Tensor x) -> Tensor", lambda x: torch.ops.probed.nowhere(x), torch.empty_like),
+        "fails on random numbers",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_operators_that_are_refused(what: str) -> None:
+    function, reason = REFUSED[what]
+    graph, _ = fake_trace(function, r(4, 6))
+    found = probe(next(node for node in ops(graph) if "probed" in op_name(node)))
+    assert found.claims == () and reason in found.refused
+
+
+def fake_trace(function: Callable[..., Any], x: Tensor) -> Any:
+    """A trace alone: the operator need not run."""
+    from autoptd import trace
+    from tests.passes.sharding import Call
+
+    return trace.capture(Call(function), (x,), {}, None).graph, None
+
+
+def test_random_and_writing_operators_are_not_even_tried() -> None:
+    node = next(ops(fake_trace(lambda x: x * 2, r(4, 6))[0]))
+    for target, reason in ((T.rand_like.default, "random"), (T.bernoulli.default, "random"), (T.mul_.Tensor, "writes")):
+        node.target = target
+        assert reason in probe(node).refused
+
+
+class Clipped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.clamp(-100, 100)
+
+
+def test_a_backward_that_is_not_linear() -> None:
+    """Sharded it would be right, of partial sums it is not: the operator is kept from both."""
+    op = define("clipped(Tensor x) -> Tensor", lambda x: x.clone(), torch.empty_like)
+    LIB.impl("clipped", Clipped.apply, "AutogradCPU")
+    graph, _ = fake_trace(op, r(4, 6))
+    node = next(ops(graph))
+    node.meta["autoptd"].needs_grad = True
+    found = probe(node)
+    assert not found.is_linear and found.claims == () and "not linear" in found.refused
+
+
+def test_global_random_state_is_untouched() -> None:
+    before = torch.get_rng_state()
+    graph, _ = fake_trace(REFUSED["hidden random numbers"][0], r(5, 6))
+    probe(next(ops(graph)))
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_claims_are_held_on_the_sizes_of_the_trace_too() -> None:
+    """An operator that behaves well on few entries only."""
+    op = define("long(Tensor x) -> Tensor", lambda x: x if x.shape[0] < 32 else x.cumsum(0))
+    assert claims(probe_op("probed.long", op, r(40, 6))) == {((1,), 1)}
+    assert Claim((0,), 0) in probe_op("probed.long", op, r(30, 6)).claims
