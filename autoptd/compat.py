@@ -6,12 +6,15 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 __all__ = [
     "FakeTensorMode",
+    "OpOverload",
+    "OpOverloadPacket",
     "TorchDispatchMode",
     "autograd_node_number",
     "default_store",

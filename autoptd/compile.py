@@ -160,6 +160,7 @@ def compile_program(
         seed=options.seed,
         dropouts=dropout_specs(graph),
         fallbacks=tuple(fallbacks),
+        unlisted=tuple(passes.unlisted_operators(graph)),
         weighted=any(file.counts for file in files),
         plan=plan,
         costs=costs,

@@ -239,6 +239,7 @@ class Program:
     seed: int = 0  # of the dropout masks
     dropouts: tuple[DropoutSpec, ...] = ()
     fallbacks: tuple[Fallback, ...] = ()  # operators that tp does not split as one would expect, and why
+    unlisted: tuple[str, ...] = ()  # operators without a row of the table, and what probing found of them
     weighted: bool = False  # the loss stage has `count(...)`: labels to count before the first forward
     plan: dict[str, Any] = field(default_factory=dict)
     costs: dict[str, Any] = field(default_factory=dict)
@@ -320,6 +321,7 @@ class Program:
             collectives=tuple(Collective(**_tupled(one)) for one in record.pop("collectives")),
             dropouts=tuple(DropoutSpec(**_tupled(one)) for one in record.pop("dropouts")),
             fallbacks=tuple(Fallback(**one) for one in record.pop("fallbacks")),
+            unlisted=tuple(record.pop("unlisted")),
             lines=tuple(Line(**one) for one in record.pop("lines")),
             orders=parse_orders((folder / "schedule.txt").read_text()),
             sources=sources,

@@ -5,7 +5,7 @@ from autoptd.passes.communicate import check_connected, communicate, conversion_
 from autoptd.passes.costs import count_work
 from autoptd.passes.cut import cut
 from autoptd.passes.explain import explain
-from autoptd.passes.fallbacks import fallbacks
+from autoptd.passes.fallbacks import fallbacks, unlisted_operators
 from autoptd.passes.hooks import adds_to_gradient, hook_gemms
 from autoptd.passes.localize import Sizes, local_shape, localize
 from autoptd.passes.unlisted import register_rule
@@ -26,4 +26,5 @@ __all__ = [
     "local_shape",
     "localize",
     "register_rule",
+    "unlisted_operators",
 ]

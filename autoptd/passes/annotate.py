@@ -91,8 +91,9 @@ def describe(graph: Graph) -> str:
         stages = ",".join(map(str, record.stages))
         batch = {"S": "per row", "P": "sum over rows"}.get(record.batch.kind, "")
         kind = type_text(record.tp, record.dims, "tp") if record.dims or record.tp.kind != "S" else ""
-        rule = record.rule if record.rule not in record.why else ""
-        why = "; ".join(part for part in (rule, record.why, record.extra.get("reason", ""), record.placement) if part)
+        why = "; ".join(
+            part for part in (record.rule, record.why, record.extra.get("reason", ""), record.placement) if part
+        )
         lines.append(f"{name:36} {label:24} {size:18} {kind:30} {batch:14} {stages:4} {why}".rstrip())
     total = sum(payload(node) for node in graph.nodes if note(node).kind == "param")
     return "\n".join([*lines, "", f"{len(lines)} nodes, {total:,} bytes of parameters", ""])

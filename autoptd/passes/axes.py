@@ -159,13 +159,13 @@ class Axes:
                 if read[i] is operand and place[0] in member.dims and link.whole:
                     return link.whole
         origin = self.origin(node)
-        return f"{origin}: not along this dim" if origin else "its rule does not keep this dim"
+        return f"{origin}: other values in pieces of this dim" if origin else "its rule does not keep this dim"
 
     def _connect(self, node: Node) -> None:
         found = links(node)
         if found is None:
             self._unlisted[node] = unlisted = unlisted_links(node)
-            found, note(node).rule = unlisted.links, unlisted.origin
+            found, note(node).rule = unlisted.links, str(unlisted)
         self._links[node] = found
         read = self._read[node] = operands(node)
         for link in found:

@@ -13,6 +13,8 @@ right and slower. What cannot be seen is what hurts, so each such operator gets 
 
 from __future__ import annotations
 
+import re
+
 from torch.fx import Graph, Node
 
 from autoptd.ir.fallback import Fallback, divisors
@@ -45,6 +47,14 @@ def explain(graph: Graph, assignment: Assignment, splitter: Splitter) -> None:
 def fallbacks(graph: Graph) -> list[Fallback]:
     """What `explain` found, in the order of the model."""
     return [found for node in ops(graph) if (found := note(node).fallback) is not None]
+
+
+def unlisted_operators(graph: Graph) -> list[str]:
+    """What was found out about operators without a row: `mine.scale in h.*.mlp: probed: may be split by d0, d2`."""
+    found = [(re.sub(r"\b\d+\b", "*", note(node).module), node) for node in ops(graph) if note(node).rule]
+    return list(
+        dict.fromkeys(f"{op_name(node)} in {module or 'the model'}: {note(node).rule}" for module, node in found)
+    )
 
 
 def _unknown(node: Node, splitter: Splitter) -> Fallback | None:

@@ -18,9 +18,9 @@ from itertools import product
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 from torch.fx import Node
 
+from autoptd.compat import OpOverload
 from autoptd.ir.notes import note, tensor
 from autoptd.passes.links import operands
 from autoptd.passes.trials import Call, CannotTry, Claim, Slot, Trial, Unfit, make_trial

@@ -20,7 +20,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
+
+from autoptd.compat import OpOverload
 
 ENOUGH = 3  # draws, of those in DRAWS, on which the operator gives finite values that are not all equal
 Draw = Callable[[tuple[int, ...], torch.Generator], Tensor]

@@ -15,9 +15,9 @@ import re
 from dataclasses import dataclass
 
 import torch
-from torch._ops import OpOverloadPacket
 from torch.fx import Node
 
+from autoptd.compat import OpOverloadPacket
 from autoptd.errors import PlanError
 from autoptd.ir.notes import op_name, shape, site
 from autoptd.passes.links import Link, Member, letter_links, operands
@@ -48,6 +48,10 @@ class Unlisted:
     origin: str = ""
     refused: str = ""
     is_linear: bool = True
+
+    def __str__(self) -> str:
+        names = ", ".join(link.name for link in self.links if not link.whole)
+        return f"{self.origin}: may be split by {names}" if names else self.origin or f"probed: {self.refused}"
 
 
 def register_rule(op: str, letters: str) -> None:

@@ -36,6 +36,7 @@ def collectives_markdown(program: Program) -> str:
         *_per_step(program),
         *_local(program),
         *_left(program),
+        *_unlisted(program),
     ]
     return "\n".join(lines).rstrip() + "\n"
 
@@ -148,6 +149,12 @@ def _left(program: Program) -> Iterator[str]:
     if not counts:
         yield "- Every operator is split as one would expect."
     yield ""
+
+
+def _unlisted(program: Program) -> Iterator[str]:
+    """Operators that AutoPTD has no row for."""
+    if program.unlisted:
+        yield from ("## Operators without a rule of AutoPTD's own", "", *(f"- {one}." for one in program.unlisted), "")
 
 
 def _is_local(one: Collective) -> bool:

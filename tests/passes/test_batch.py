@@ -42,9 +42,13 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "maximum of all": (loss_of(lambda self, x: x / x.abs().amax()), "needs all values at once"),
     "batch norm": (
         loss_of(lambda self, x: F.batch_norm(x, None, None, training=True)),
-        "no rule knows aten.batch_norm",
+        "aten.batch_norm mixes the samples of the batch .probed",
     ),
-    "unknown operator": (loss_of(lambda self, x: torch.cdist(x, x)), "no rule knows"),
+    "unknown operator": (
+        loss_of(lambda self, x: torch.cdist(x, x)),
+        "aten.cdist mixes the samples of the batch .probed",
+    ),
+    "nothing is known": (loss_of(lambda self, x: x.as_strided((2, 3), (1, 1))), "no rule knows.*register_rule"),
     "fold of samples": (loss_of(lambda self, x: x.reshape(2, -1)), "folds the batch"),
     "fold with features": (loss_of(lambda self, x: x.reshape(-1, 8)), "mixes the samples|folds the batch|depends on"),
     "exp of the mean": (lambda self, x: F.linear(x, self.w).mean().exp(), "sum over samples is not a sum"),
