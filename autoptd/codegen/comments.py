@@ -40,8 +40,8 @@ def comment_of(node: Node, t: int, layers: dict[str, str] | None = None) -> str:
     literal = op_name(node) in ("aten.view", "aten.reshape", "aten.expand", "aten._unsafe_view")
     if not literal and tensor(node).dim() and (first is None or local_shape_text(first) != local_shape_text(node)):
         said.append(local_shape_text(node))
-    if record.why.startswith(("column", "row")) or record.form or record.fallback:
-        said.append(record.why)
+    if record.why.startswith(("column", "row")) or record.form or record.fallback or record.rule:
+        said.append(record.why or record.rule)
     if "reason" in record.extra:
         said.append(record.extra["reason"])
     if layers is None and record.placement.startswith("computed again") and len(record.stages) > 1:

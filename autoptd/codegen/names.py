@@ -74,7 +74,7 @@ def _wanted(node: Node, body: list[Node], i: int, names: dict[Node, str]) -> str
     assigned = _assigned(node, body, i)
     if assigned:
         return assigned
-    name = op_name(node).removeprefix("aten.")
+    name = op_name(node).rpartition(".")[2]
     source = node.args[0] if node.args and isinstance(node.args[0], Node) else None
     if (
         (node.target in (markers.convert, markers.share, markers.first_rows) or name in IN_PLACE_NAMES)

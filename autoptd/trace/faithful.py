@@ -42,9 +42,14 @@ def check_model(model: nn.Module) -> None:
 
 @contextmanager
 def watch_tracing() -> Iterator[None]:
-    """While the model is traced, refuse custom autograd functions and tensor hooks with the line that calls them."""
+    """While the model is traced, refuse custom autograd functions and tensor hooks with the line that calls them.
+
+    What torch makes for `torch.library.register_autograd` is no such function: the operator is one node, its backward with it.
+    """
 
     def refuse_function(cls: type, *args: Any, **kwargs: Any) -> Any:
+        if cls.__module__ == "torch._library.autograd":
+            return apply.__func__(cls, *args, **kwargs)
         raise TraceError(
             f"autograd.Function {cls.__name__}",
             "its backward is not traced, so gradients would be wrong",

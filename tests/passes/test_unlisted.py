@@ -112,7 +112,7 @@ WRONG = {
     "b s d, s -> b s d": "has sizes",
     "b s d -> b s d": "reads 2 tensors, its rule .* names 1",
     "b d, d -> b d": "a tensor of 3 dims",
-    "... d, e -> ... d": "cut along d .dim 2 of operand 0., it fails on random numbers",
+    "... d, e -> ... d": "cut along d .dim 2 of operand 0., its result has another shape",
     "... d, d -> ...": "a tensor of 3 dims|cut along|other",
     "b s d, d -> d s b": "sizes",
 }
@@ -170,6 +170,6 @@ def test_a_backward_that_is_not_linear_sees_whole_gradients_only() -> None:
     x = torch.randn(8, 16)
     graph, *_ = annotate(model, x, t=2)
     assert note(find(graph, "unlisted.bounded")).tp.kind == "I"
-    autoptd.verify(model, t=2, example_inputs=(x,), steps=2)
+    autoptd.verify(model, t=2, num_microbatches=1, example_inputs=(x,), steps=2)
     with pytest.raises(PlanError, match="not linear"):
         annotate(model, x, pieces=2)
