@@ -11,18 +11,21 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.fx import Graph
 
 from autoptd import codegen, passes, schedule
 from autoptd import trace as tracing
 from autoptd.compat import tree_flatten, tree_unflatten
 from autoptd.dump import Forms
 from autoptd.errors import PlanError, TraceError
+from autoptd.fit import fit
 from autoptd.ir.actions import Kind, Orders, ranks_of_stages
-from autoptd.ir.notes import note
+from autoptd.ir.fallback import Fallback
+from autoptd.ir.notes import copy_graph, note
 from autoptd.ir.parcels import plan_parcels
 from autoptd.ir.program import Program
 from autoptd.options import Options, make_options
@@ -85,43 +88,15 @@ def compile_program(
     whole = None
     if batch.pieces > 1:
         whole = tracing.capture(model, *resize(args, kwargs, batch, batch.whole_rows), options.loss_fn).graph
-    graph = captured.graph
-    forms.add("TRACED", graph)
-
-    batched = {name for name, leaf in captured.inputs if leaf in batch.batched}
-    axes, assignment = passes.annotate(
-        graph,
-        whole,
-        captured.buffers,
-        batched,
-        batch.pieces,
-        options.t,
-        options.rank_machine,
-        sequence_parallel=options.sequence_parallel,
-        shard=options.plan.shard,
-    )
-    forms.add("ANNOTATED", graph)
-
-    found = passes.fallbacks(graph)  # FLOPs of the traced rows
-    fallbacks = [replace(one, flops=one.flops * batch.rows // batch.traced_rows) for one in found]
-    passes.communicate(graph, assignment, batch.pieces, options.t)
-    passes.check_connected(graph, axes, options.t)
-    forms.add("CONNECTED", graph)
+    forms.add("TRACED", captured.graph)
 
     orders = written or make_orders(options, batch.num_microbatches)
+    solve = partial(place, forms, captured, whole, options, batch, orders)
+    machine = options.rank_machine
+    placed, price = fit(solve, first=options.memory_price or 0.0, unit=1 / machine.link_bandwidth)
+    options = replace(options, memory_price=price or None)
+    graph, assignment, fallbacks, cut, sizes = placed
     ranks = ranks_of_stages(orders)
-    sizes = passes.Sizes(options.t, batch.traced_rows, batch.rows, batch.pieces)
-    cut = passes.cut(
-        graph,
-        ranks,
-        sizes,
-        options.rank_machine,
-        live=schedule.live_moments(orders),
-        finish=schedule.finish_of(orders),
-        main_grads=options.accumulate_allreduce_grads_in_fp32,
-        pinned=options.plan.cut,
-    )
-    forms.add("CUT", graph)
 
     passes.localize(graph, sizes)
     forms.end("LOCAL", graph)
@@ -139,7 +114,7 @@ def compile_program(
     costs = {**passes.count_work(graph, options.t, of_one_device, of_a_rank), "cut": cut}
     params = param_specs(graph, captured, options)
     crossed = tuple(crossing_spec(one) for one in crossing)
-    parcels = plan_parcels(crossed, ranks, options.mesh, options.p2p, options.rank_machine)
+    parcels = plan_parcels(crossed, ranks, options.mesh, options.p2p, machine)
     plan = plan_record(options, batch, cut, params, fallbacks)
     return Program(
         mesh=options.mesh,
@@ -168,6 +143,64 @@ def compile_program(
         graphs=forms.graphs,
         explainer=partial(passes.explain, assignment),
     )
+
+
+class Placed(NamedTuple):
+    """A graph in which everything has its type over tp and its stage."""
+
+    graph: Graph
+    assignment: passes.Assignment
+    fallbacks: list[Fallback]
+    cut: dict[str, Any]
+    sizes: passes.Sizes
+
+
+def place(
+    forms: Forms,
+    captured: tracing.Captured,
+    whole: Graph | None,
+    options: Options,
+    batch: Batch,
+    orders: Orders,
+    memory_price: float,
+) -> Placed:
+    """TRACED to CUT, where every byte that a rank holds costs `memory_price` seconds more; TooFull if it does not fit."""
+    graph, live = copy_graph(forms.graphs["TRACED"]), schedule.live_moments(orders)
+    in_flight = max(map(max, live)) * batch.rows / batch.traced_rows
+    machine = passes.price_memory(options.rank_machine, memory_price, in_flight)
+    batched = {name for name, leaf in captured.inputs if leaf in batch.batched}
+    axes, assignment = passes.annotate(
+        graph,
+        whole,
+        captured.buffers,
+        batched,
+        batch.pieces,
+        options.t,
+        machine,
+        sequence_parallel=options.sequence_parallel,
+        shard=options.plan.shard,
+    )
+    forms.add("ANNOTATED", graph)
+
+    found = passes.fallbacks(graph)  # FLOPs of the traced rows
+    fallbacks = [replace(one, flops=one.flops * batch.rows // batch.traced_rows) for one in found]
+    passes.communicate(graph, assignment, batch.pieces, options.t)
+    passes.check_connected(graph, axes, options.t)
+    forms.add("CONNECTED", graph)
+
+    sizes = passes.Sizes(options.t, batch.traced_rows, batch.rows, batch.pieces)
+    cut = passes.cut(
+        graph,
+        ranks_of_stages(orders),
+        sizes,
+        machine,
+        live=live,
+        finish=schedule.finish_of(orders),
+        main_grads=options.accumulate_allreduce_grads_in_fp32,
+        pinned=options.plan.cut,
+    )
+    forms.add("CUT", graph)
+    return Placed(graph, assignment, fallbacks, cut, sizes)
 
 
 def check_module(model: nn.Module) -> None:

@@ -5,6 +5,7 @@ Options(t=2, p=2, d=2, v=2).mesh.size == 8
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -33,7 +34,8 @@ GEMM_HOOKS = (
     "accumulate_allreduce_grads_in_fp32",
     "delay_wgrad_compute",
 )
-PLANNED = ("seed", "sequence_parallel", "p2p", "memory", "machine", *GEMM_HOOKS)  # what a plan says under "options"
+MEMORY = ("memory", "memory_price", "machine")
+PLANNED = ("seed", "sequence_parallel", "p2p", *MEMORY, *GEMM_HOOKS)  # what a plan says under "options"
 NOT_YET = {
     "c": "context parallelism",
     "zero": "optimizer sharding",
@@ -70,6 +72,8 @@ class Options:
     `memory` is what a rank may hold, in bytes: parameters with gradients and AdamW's two moments, and the activations of the
     microbatches in flight; None: the machine's (the default has no bound). `machine` is what plans are weighed for:
     "laptop-cpu", "a100", "h100", "h200" or a `Machine` (ir/machine.py). `plan` pins decisions (`ir/plan.py`).
+    Where the fastest plan over tp does not fit, one that takes longer is looked for (`fit.py`): each byte that a rank holds
+    costs `memory_price` seconds per microbatch more. A saved plan tells it, so that it gives the same program again.
 
     The rest, all off by default, are hooks on the backward of linear layers (runtime/linear.py), under Megatron's names. A
     layer with a hook is a Python autograd function: about 10% slower at h=64, nothing from h=256 (benchmarks).
@@ -104,6 +108,7 @@ class Options:
     accumulate_allreduce_grads_in_fp32: bool = False
     delay_wgrad_compute: str | None = None
     memory: float | None = None
+    memory_price: float | None = None
     machine: str | Machine | Mapping[str, Any] | None = None  # once checked, as a plan spells it
     plan: Plan = field(default_factory=Plan)
 
@@ -133,6 +138,8 @@ class Options:
             raise PlanError(f"p2p={self.p2p!r}", "no such way to send", ", ".join(map(repr, P2P)))
         if self.memory is not None and not self.memory > 0:
             raise PlanError(f"memory={self.memory}", "no positive number of bytes", "for example memory=80e9")
+        if self.memory_price is not None and not 0 <= self.memory_price < math.inf:
+            raise PlanError(f"memory_price={self.memory_price}", "no price in seconds per byte", "leave it out")
         object.__setattr__(self, "machine", spelled(self.machine))
         if not isinstance(self.sequence_parallel, bool) and self.sequence_parallel != "auto":
             raise PlanError(f"sequence_parallel={self.sequence_parallel!r}", "no such choice", "True, False or 'auto'")

@@ -1,6 +1,7 @@
 """Graph to graph, one file a pass: annotate, communicate, cut, localize, hooks; and the axis table (`rules.py`)."""
 
 from autoptd.passes.annotate import annotate, describe
+from autoptd.passes.assign import Assignment
 from autoptd.passes.communicate import check_connected, communicate, conversion_row
 from autoptd.passes.costs import count_work
 from autoptd.passes.cut import cut
@@ -8,9 +9,11 @@ from autoptd.passes.explain import explain
 from autoptd.passes.fallbacks import fallbacks, unlisted_operators
 from autoptd.passes.hooks import adds_to_gradient, hook_gemms
 from autoptd.passes.localize import Sizes, local_shape, localize
+from autoptd.passes.memory import price_memory
 from autoptd.passes.unlisted import register_rule
 
 __all__ = [
+    "Assignment",
     "Sizes",
     "adds_to_gradient",
     "annotate",
@@ -25,6 +28,7 @@ __all__ = [
     "hook_gemms",
     "local_shape",
     "localize",
+    "price_memory",
     "register_rule",
     "unlisted_operators",
 ]

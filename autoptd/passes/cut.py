@@ -35,6 +35,10 @@ GIB = 1 << 30
 Moments = Sequence[Sequence[int]]  # microbatches in flight per stage, at the fullest moments of the ranks
 
 
+class TooFull(PlanError):
+    """No cut leaves every rank within its memory."""
+
+
 @dataclass(frozen=True)
 class Point:
     """A place to cut: behind operator `at` of the backbone, where `nbytes` cross."""
@@ -160,13 +164,13 @@ class _Chooser:
             return PlanError(f"p*v={len(self.ranks)}", fact, f"p*v <= {most}, or a deeper model")
         return self._too_full(least_memory(self.line, self.ranks, self.live), "the cut that spreads it best")
 
-    def _too_full(self, needed: float, which: str) -> PlanError:
+    def _too_full(self, needed: float, which: str) -> TooFull:
         fact = f"with {which}, the fullest rank holds {_gib(needed)} and has {_gib(self.machine.memory)}"
         fact += " (parameters, gradients, AdamW's two moments; activations of the microbatches in flight)"
         remedy = (
             "a larger t or p, smaller microbatches (a larger num_microbatches), a schedule with fewer of them in flight"
         )
-        return PlanError("memory", fact, remedy + " (1f1b), or more memory")
+        return TooFull("memory", fact, remedy + " (1f1b), sequence_parallel='auto', or more memory")
 
 
 def _gib(nbytes: float) -> str:

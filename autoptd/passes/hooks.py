@@ -30,7 +30,7 @@ PLAIN_KWARGS: dict[str, object] = {"alpha": 1, "beta": 1}
 
 def hook_gemms(graph: Graph, *, overlap: bool, wgrad: str) -> None:
     """Replace every GEMM that one of the hooks applies to."""
-    gathered = {gemm for node in ops(graph) for gemm in _gather_again(node, overlap)}
+    gathered = {gemm for node in ops(graph) for gemm in _mark_readers(node, overlap)}
     for node in list(ops(graph)):
         operands = _operands(node)
         if operands is None or not (note(operands[1]).needs_grad or node in gathered):
@@ -50,10 +50,22 @@ def hook_gemms(graph: Graph, *, overlap: bool, wgrad: str) -> None:
             graph.erase_node(f)
 
 
-def _gather_again(node: Node, overlap: bool) -> list[Node]:
-    """The GEMMs that read `node`, where it gathers shards (S -> R) for these alone; `node` is then marked with how many of
-    them have a weight gradient, for which they gather once more, and whether that and the reduce-scatter are overlapped.
+def _mark_readers(node: Node, overlap: bool) -> list[Node]:
+    """The GEMMs that gather `node` again; it is marked with how many of them have a weight gradient, for which they do, and
+    whether that and the reduce-scatter are overlapped.
     """
+    gemms = gather_again(node)
+    if gemms:
+        count = note(node).extra["readers"] = sum(note(_operands(gemm)[1]).needs_grad for gemm in gemms)  # type: ignore[index]
+        if overlap and (
+            len(gemms) == 1 or count > 1
+        ):  # one reader that counts, beside others, could not reduce for all
+            note(node).extra["overlap"] = True
+    return gemms
+
+
+def gather_again(node: Node) -> list[Node]:
+    """The GEMMs that read `node`, where it gathers shards (S -> R) for these alone: backward needs the shards only."""
     if node.target is not markers.convert or note(node).conversion != "s_to_r" or node.kwargs.get("size"):
         return []
     gemms, reads = [], [(node, user) for user in node.users]
@@ -68,9 +80,6 @@ def _gather_again(node: Node, overlap: bool) -> list[Node]:
     count = sum(note(_operands(gemm)[1]).needs_grad for gemm in gemms)  # type: ignore[index]
     if not count or any(note(gemm).stages != note(node).stages for gemm in gemms):
         return []
-    note(node).extra["readers"] = count
-    if overlap and (len(gemms) == 1 or count > 1):  # one reader that counts, beside others, could not reduce for all
-        note(node).extra["overlap"] = True
     return gemms
 
 

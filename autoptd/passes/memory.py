@@ -5,7 +5,7 @@ In: a CONNECTED graph. Out: `Held`, per position of the backbone. Assumptions, w
 - a trained parameter is held four times, as itself, its gradient and AdamW's two moments, all in its dtype (and once more where
   gradients add up in float32); a frozen one and a buffer once. It counts once on every rank that reads it.
 - saved for backward: what an operator makes, unless it makes a view or all that read it forget it (sums, conversions), and of a
-  cross-entropy another copy of its logits. What crosses counts where it is made.
+  cross-entropy another copy of its logits. Of what GEMMs gather again the shards. What crosses counts where it is made.
 
     held = count_bytes(graph, backbone, Sizes(t=2, traced_rows=2, rows=1, pieces=8))
     sum(held.kept)        # bytes of parameters with their state that have one reader
@@ -15,13 +15,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch.fx import Graph, Node
 
 from autoptd.ir import markers
+from autoptd.ir.machine import Machine
 from autoptd.ir.notes import note, op_name, tensor
 from autoptd.passes.costs import VIEWS
+from autoptd.passes.hooks import gather_again
 from autoptd.passes.localize import Sizes, local_shapes
 
 COPIES = 4  # a parameter, its gradient, two moments
@@ -65,6 +67,18 @@ def count_bytes(graph: Graph, backbone: Sequence[Node], sizes: Sizes, main_grads
     return Held(tuple(kept), saved, tuple((nbytes, at) for at, nbytes in sorted(shared.items())))
 
 
+def price_memory(machine: Machine, price: float, in_flight: float) -> Machine:
+    """The machine for which a byte that a rank holds costs `price` seconds per microbatch beside what it costs anyhow.
+
+    A parameter is held four times; what is saved for backward, once for each of the traced microbatches in flight.
+    """
+    return replace(
+        machine,
+        per_parameter_byte=machine.per_parameter_byte + price * COPIES,
+        per_saved_byte=machine.per_saved_byte + price * in_flight,
+    )
+
+
 def _positions(user: Node, order: dict[Node, int], readers: dict[Node, set[int]]) -> set[int]:
     return {order[user]} if user in order else readers.get(user, set())
 
@@ -79,7 +93,7 @@ def _bytes_kept(node: Node, sizes: Sizes, main_grads: bool) -> float:
 
 def _bytes_saved(node: Node, sizes: Sizes) -> float:
     """Bytes that the backward of a microbatch keeps of a value."""
-    if not note(node).needs_grad or op_name(node) in VIEWS:
+    if not note(node).needs_grad or op_name(node) in VIEWS or gather_again(node):
         return 0.0
     of_logits = _bytes(node.args[0], sizes) if op_name(node) == "aten.cross_entropy_loss" else 0.0  # type: ignore[arg-type]
     return of_logits + (_bytes(node, sizes) if _is_needed(node) else 0.0)
@@ -95,9 +109,12 @@ def _is_needed(node: Node) -> bool:
         if op_name(user) in VIEWS:
             if _is_needed(user):
                 return True
-        elif user.op != "output" and user.target is not markers.convert and op_name(user) not in FORGOTTEN:
+        elif user.target is markers.convert:
+            if gather_again(user):  # the shards are kept
+                return True
+        elif user.op != "output" and op_name(user) not in FORGOTTEN:
             return True
     return False
 
 
-__all__ = ["Held", "count_bytes"]
+__all__ = ["Held", "count_bytes", "price_memory"]
