@@ -101,9 +101,10 @@ def _base(name: str, source: Node) -> str:
 
 def _assigned(node: Node, body: list[Node], i: int) -> str:
     """The variable that the user's source line assigns, if no operator of that line follows."""
-    if node.target is operator.getitem:
-        targets = _targets(note(node.args[0]).code)  # type: ignore[arg-type]
-        return targets[node.args[1]] if len(targets) > node.args[1] else ""  # type: ignore[index, operator]
+    piece = node.args[1] if node.target is operator.getitem else note(node).extra.get("piece")
+    if piece is not None:
+        targets = _targets(note(node if "piece" in note(node).extra else node.args[0]).code)  # type: ignore[arg-type]
+        return targets[piece] if len(targets) > piece else ""  # type: ignore[index, operator]
     line, module = note(node).source, note(node).module
     later = [(k, note(after).module) for k, after in enumerate(body[i + 1 :]) if note(after).source == line]
     if any(_owns(owner, module) or (k < NEAR and _is_near(owner, module)) for k, owner in later):

@@ -29,7 +29,7 @@ from autoptd.errors import PlanError
 from autoptd.ir.actions import Action, Orders, format_orders, parse_orders, ranks_of_stages
 from autoptd.ir.fallback import Fallback
 from autoptd.ir.mesh import Mesh
-from autoptd.ir.types import Dims, ValueType, local_shape, outer_size, padded_size, type_text
+from autoptd.ir.types import Dims, Outer, Segmented, ValueType, local_shape, outer_size, padded_size, type_text
 
 VERSION = 3
 GATHER = "gather"  # the conversion of a `Collective` that puts a scattered parcel together
@@ -83,7 +83,7 @@ class ParamSpec:
         return self.adds[self.stages.index(stage)] if self.adds else 1
 
     @property
-    def outer(self) -> int:
+    def outer(self) -> Outer:
         """A rank owns one contiguous chunk of each of `outer` blocks of dim `type.dim` (S only)."""
         return outer_size(self.dims, self.type)
 
@@ -350,6 +350,8 @@ def _json(record: dict[str, Any]) -> str:
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, Segmented):
+        return list(value.blocks)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {item.name: _plain(getattr(value, item.name)) for item in dataclasses.fields(value)}
     if isinstance(value, (list, tuple)):
@@ -363,7 +365,8 @@ def _tupled(record: dict[str, Any]) -> dict[str, Any]:
 
 def _param(record: dict[str, Any]) -> ParamSpec:
     record = _tupled(record)
-    dims = tuple(tuple(atoms) for atoms in record.pop("dims"))
+    every = record.pop("dims")
+    dims = tuple(tuple(Segmented(one) if isinstance(one, list) else one for one in atoms) for atoms in every)
     return ParamSpec(**{**record, "type": ValueType(**record["type"]), "dims": dims})
 
 

@@ -16,10 +16,22 @@ of 16, the last 3 rows of the last one are zeros (which operators may hold such 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 Dims = tuple[tuple[int, ...], ...]  # the atom sizes of every dim of a tensor; a dim of size 1 has no atoms
+
+
+class Segmented(int):
+    """The size of an atom that is a sum of segments, `128 = 64 + 32 + 32`: a shard is one contiguous chunk of each block."""
+
+    blocks: tuple[int, ...]
+
+    def __new__(cls, blocks: Sequence[int]) -> Segmented:
+        made = super().__new__(cls, sum(blocks))
+        made.blocks = tuple(blocks)
+        return made
 
 
 @dataclass(frozen=True)
@@ -73,19 +85,24 @@ CONVERSIONS: dict[tuple[str, str], Conversion] = {
 }
 
 
-def outer_size(dims: Dims, at: ValueType) -> int:
-    """Elements of the dim that lie before the sharded atom: a shard is one contiguous chunk of each of so many blocks."""
-    size = 1
-    for atom in dims[at.dim][: at.atom]:
-        size *= atom
-    return size
+Outer = int | tuple[int, ...]  # how many equal blocks, or the sizes of unequal ones
+
+
+def outer_size(dims: Sequence[Sequence[int]], at: ValueType) -> Outer:
+    """A shard is one contiguous chunk of each of so many blocks: the elements of the dim before the sharded atom."""
+    atoms = dims[at.dim]
+    size = math.prod(atoms[: at.atom])
+    if not atoms or not isinstance(sharded := atoms[at.atom], Segmented):
+        return size
+    return tuple(block * math.prod(atoms[at.atom + 1 :]) for block in sharded.blocks) * size
 
 
 def type_text(kind: ValueType, dims: Dims, axis: str) -> str:
     """Text for people: `I`, `R`, `P`, or `S(tp, dim 0: 3 x [12] x 64)` with the sharded atom in brackets."""
     if kind.kind != "S":
         return kind.kind
-    atoms = [f"[{size}]" if i == kind.atom else str(size) for i, size in enumerate(dims[kind.dim])]
+    texts = ["+".join(map(str, one.blocks)) if isinstance(one, Segmented) else str(one) for one in dims[kind.dim]]
+    atoms = [f"[{text}]" if i == kind.atom else text for i, text in enumerate(texts)]
     return f"S({axis}, dim {kind.dim}: {' x '.join(atoms)})"
 
 

@@ -12,29 +12,19 @@ In: a TRACED graph. Out: `note(node).dims`, the atom sizes of every dim, and the
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch.fx import Graph, Node
 
-from autoptd.ir.notes import note, shape, value
+from autoptd.ir.notes import note, op_name, shape, value
+from autoptd.ir.types import Segmented
+from autoptd.passes.axis import Axis, atoms, blocks, find_segment, is_useful, unify, unit
 from autoptd.passes.links import Link, Member, operands
 from autoptd.passes.rules import links
 from autoptd.passes.unlisted import Unlisted, unlisted_links
 
 Place = tuple[int, int]  # (dim, atom)
-
-
-class Axis:
-    """A factor of a dim. `parent` leads to the axis it was merged into, `parts` are its factors, major first."""
-
-    __slots__ = ("parent", "parts", "size")
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.parent: Axis | None = None
-        self.parts: list[Axis] | None = None
 
 
 @dataclass(frozen=True)
@@ -49,55 +39,7 @@ class Letter:
     places: dict[Node, Place]
     out: Place | None
     form: str = ""
-
-
-def resolve(axis: Axis) -> Axis:
-    """The axis that `axis` was merged into; paths are halved on the way, or those along a residual stream would grow."""
-    while axis.parent is not None:
-        if axis.parent.parent is not None:
-            axis.parent = axis.parent.parent
-        axis = axis.parent
-    return axis
-
-
-def atoms(axes: Sequence[Axis]) -> list[Axis]:
-    """The unsplit factors of a list of axes, in order."""
-    found: list[Axis] = []
-    for axis in axes:
-        axis = resolve(axis)
-        found += atoms(axis.parts) if axis.parts else [axis]
-    return found
-
-
-def unify(left: Sequence[Axis], right: Sequence[Axis]) -> None:
-    """Make two factorisations of the same size agree, as far as they can."""
-    a = [axis for axis in atoms(left) if axis.size != 1]
-    b = [axis for axis in atoms(right) if axis.size != 1]
-    while a and b:
-        x, y = atoms([a.pop(0)]), atoms([b.pop(0)])
-        if len(x) > 1 or len(y) > 1:  # split while we were at it
-            a, b = x + a, y + b
-            continue
-        one, other = x[0], y[0]
-        if one is other:
-            continue
-        if one.size == other.size:
-            other.parent = one
-        elif one.size % other.size == 0:
-            major, minor = _split(one, other.size)
-            other.parent = major
-            a.insert(0, minor)
-        elif other.size % one.size == 0:
-            major, minor = _split(other, one.size)
-            one.parent = major
-            b.insert(0, minor)
-        else:
-            return  # incompatible: the operator's letters will disagree, and it runs whole there
-
-
-def _split(axis: Axis, major: int) -> tuple[Axis, Axis]:
-    axis.parts = [Axis(major), Axis(axis.size // major)]
-    return axis.parts[0], axis.parts[1]
+    has_segments: bool = False  # a shard is a chunk of each segment: not so a microbatch's rows
 
 
 class Axes:
@@ -109,17 +51,24 @@ class Axes:
         self._unlisted: dict[Node, Unlisted] = {}  # operators without a row
         self._read: dict[Node, list[Node]] = {}  # operands as traced: later passes put conversions in between
         self._letters: dict[Node, list[Letter]] = {}
+        self._pieces: dict[Node, list[Axis]] = {}  # what a slice takes, where that is a segment
         for node in graph.nodes:
             if node.op != "output" and _has_tensor(node):
                 self._dims[node] = [[Axis(size)] for size in shape(node)]
                 if node.op == "call_function":
                     self._connect(node)
+        self._drop_segments(graph)
         for node in self._dims:
             note(node).dims = self.sizes(node)
 
     def sizes(self, node: Node) -> tuple[tuple[int, ...], ...]:
         """Atom sizes of every dim of a node's value; a dim of size 1 has none."""
-        return tuple(tuple(axis.size for axis in self.atoms(node, dim)) for dim in range(len(self._dims[node])))
+        every = [self.atoms(node, dim) for dim in range(len(self._dims[node]))]
+        return tuple(tuple(Segmented(blocks(axis)) if axis.segments else axis.size for axis in dim) for dim in every)
+
+    def unit(self, node: Node, place: Place) -> int:
+        """What the number of ranks that split the atom at `place` must divide."""
+        return unit(self.atoms(node, place[0])[place[1]])
 
     def atoms(self, node: Node, dim: int) -> list[Axis]:
         return [axis for axis in atoms(self._dims[node][dim]) if axis.size != 1]
@@ -158,6 +107,8 @@ class Axes:
             for i, member in link.operands.items():
                 if read[i] is operand and place[0] in member.dims and link.whole:
                     return link.whole
+                if read[i] is operand and place[0] in member.dims and link.segment is not None:
+                    return "an uneven slice needs it whole"
         origin = self.origin(node)
         return f"{origin}: other values in pieces of this dim" if origin else "its rule does not keep this dim"
 
@@ -170,6 +121,13 @@ class Axes:
         read = self._read[node] = operands(node)
         for link in found:
             members = [(read[i], member) for i, member in link.operands.items()]
+            if link.segment is not None:
+                dim = link.operands[0].dims[0]
+                piece = find_segment(self._dims[read[0]][dim][0], *link.segment)
+                if piece is not None:
+                    self._pieces[node] = piece
+                    unify(piece, self._dims[node][dim])
+                continue
             if link.out is not None:
                 members.append((node, link.out))
             if len(members) > 1:
@@ -179,7 +137,41 @@ class Axes:
                     dims = [axis for d in member.dims for axis in self._dims[tensor_node][d]]
                     unify(dims, [Axis(member.lead), *common, Axis(member.tail)])
 
+    def _drop_segments(self, graph: Graph) -> None:
+        """Segments are for weights: what inputs carry (rows, tokens), and vocabularies, are split as a whole or not at all."""
+        kept: dict[str, set[int]] = {"param": set(), "input": set(), "vocab": set()}
+        every: dict[int, Axis] = {}
+        for node, dims in self._dims.items():
+            for dim in range(len(dims)):
+                found = {id(axis): axis for axis in self.atoms(node, dim)}
+                every |= found
+                kept.setdefault(note(node).kind, set()).update(found)
+        for node, links_of in self._links.items():
+            for link in links_of:
+                if link.form.startswith("vocab_"):
+                    for i, member in link.operands.items():
+                        kept["vocab"].update(
+                            id(axis) for d in member.dims for axis in self.atoms(self._read[node][i], d)
+                        )
+        for key, axis in every.items():
+            if axis.segments and not (
+                is_useful(axis) and key in kept["param"] and key not in kept["input"] | kept["vocab"]
+            ):
+                axis.segments = None
+
+    def _segment_letters(self, node: Node, link: Link) -> list[Letter]:
+        """A slice that is one segment: by the segmented atom of its operand, and the first factor of the piece."""
+        source, dim = self._read[node][0], link.operands[0].dims[0]
+        whole, piece = self.atoms(source, dim), [one for one in atoms(self._pieces.get(node, [])) if one.size != 1]
+        if len(whole) != 1 or not any(piece and atoms(one)[0] is atoms(piece)[0] for one in whole[0].segments or ()):
+            return []
+        if [id(one) for one in piece] != [id(one) for one in self.atoms(node, dim)]:
+            return []  # the factorisations disagree
+        return [Letter(link.name, unit(whole[0]), {source: (dim, 0)}, (dim, 0), has_segments=True)]
+
     def _link_letters(self, node: Node, link: Link) -> list[Letter]:
+        if link.segment is not None:
+            return self._segment_letters(node, link)
         read = self._read[node]
         members = [(read[i], member) for i, member in link.operands.items()]
         spelled = [self._spell(one, member) for one, member in members]
@@ -201,8 +193,10 @@ class Axes:
             # Ranks own consecutive ids: of a vocabulary in several pieces only the first factor may be split.
             clash |= link.form.startswith("vocab_") and any(atom for _, atom in places.values())
             used_whole = any(read.count(one) > _count(link, read, one) for one in places)
+            clash |= bool(axis.segments) and op_name(node) == "aten.dropout"  # masks are numbered in equal blocks
             if not clash and not used_whole:
-                made.append(Letter(link.name, axis.size, places, out[i][1] if out is not None else None, link.form))
+                to = out[i][1] if out is not None else None
+                made.append(Letter(link.name, unit(axis), places, to, link.form, bool(axis.segments)))
         return made
 
     def _spell(self, node: Node, member: Member) -> list[tuple[Axis, Place]] | None:

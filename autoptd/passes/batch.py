@@ -96,7 +96,9 @@ def _check_countable(node: Node) -> None:
 
 def _common_letter(node: Node, axes: Axes, split: dict[Node, ValueType]) -> Letter | None:
     for letter in axes.letters(node):
-        if all(letter.places.get(one) == (kind.dim, kind.atom) for one, kind in split.items()):
+        if not letter.has_segments and all(
+            letter.places.get(one) == (kind.dim, kind.atom) for one, kind in split.items()
+        ):
             return letter
     return None
 

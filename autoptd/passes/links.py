@@ -38,6 +38,7 @@ class Link:
 
     `out` is None when the operator contracts them. `whole` says why the operator cannot be split along them ("" if it can).
     `form` names how a contraction over a split dim is computed locally ("" : the same operator gives the partial sum).
+    `segment` says that the result is (start, length) of the operand's dim: one of several pieces of unequal sizes.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Link:
     out: Member | None
     whole: str = ""
     form: str = ""
+    segment: tuple[int, int] | None = None
 
 
 def operands(node: Node) -> list[Node]:
@@ -337,20 +339,30 @@ def no_links(node: Node) -> list[Link]:
 
 
 def slice_links(node: Node) -> list[Link]:
-    """slice: one of several equal pieces of a dim; any other slice needs its dim whole."""
+    """slice: one of several pieces of a dim, all equal or not; with steps it needs its dim whole."""
+    x = shape(operands(node)[0])
+    dim, start, size = _piece(node)
+    made = [_same_dim(d) for d in range(len(x)) if d != dim]
+    pieces = [_piece(user) for user in operands(node)[0].users if op_name(user) == "aten.slice"]
+    others = {length for at, _, length in pieces if at == dim and length not in (size, x[dim])}
+    has_steps = argument(node, 4, "step", 1) != 1
+    if size == x[dim]:
+        made.append(_same_dim(dim))
+    elif has_steps or size <= 1:
+        made.append(Link(f"d{dim}", {0: Member((dim,))}, None, "an uneven slice needs it whole"))
+    elif x[dim] % size == 0 and start % size == 0 and not others:
+        made.append(Link(f"d{dim}", {0: Member((dim,), lead=x[dim] // size)}, Member((dim,))))
+    else:
+        made.append(Link(f"d{dim}", {0: Member((dim,))}, Member((dim,)), segment=(start, size)))
+    return made
+
+
+def _piece(node: Node) -> tuple[int, int, int]:
+    """(dim, start, length) of what a slice takes."""
     x = shape(operands(node)[0])
     dim = argument(node, 1, "dim", 0) % len(x)
-    full, size = x[dim], shape(node)[dim]
     start = argument(node, 2, "start", 0) or 0
-    start = max(start + full, 0) if start < 0 else min(start, full)
-    made = [_same_dim(d) for d in range(len(x)) if d != dim]
-    if size == full:
-        made.append(_same_dim(dim))
-    elif size > 1 and full % size == 0 and start % size == 0 and argument(node, 4, "step", 1) == 1:
-        made.append(Link(f"d{dim}", {0: Member((dim,), lead=full // size)}, Member((dim,))))
-    else:
-        made.append(Link(f"d{dim}", {0: Member((dim,))}, None, "an uneven slice needs it whole"))
-    return made
+    return dim, max(start + x[dim], 0) if start < 0 else min(start, x[dim]), shape(node)[dim]
 
 
 def split_links(node: Node) -> list[Link]:

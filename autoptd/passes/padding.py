@@ -57,7 +57,7 @@ class Padding:
 
     def divides_place(self, node: Node, place: Place) -> bool:
         """The same of a value: whether shards of this atom may exist."""
-        return note(node).dims[place[0]][place[1]] % self.t == 0 or self.may_pad(node, place)
+        return self.axes.unit(node, place) % self.t == 0 or self.may_pad(node, place)
 
 
 def is_exact(node: Node, letter: Letter) -> bool:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from autoptd.ir.types import Outer
 from autoptd.runtime.shards import join_shards, pad_shard, take_shard
 from autoptd.runtime.world import Group
 
@@ -38,7 +39,7 @@ def p_to_r(x: Tensor, group: Group, *, site: str = "") -> Tensor:
     return _convert(x, group, _sum, _sum, site)
 
 
-def p_to_s(x: Tensor, group: Group, dim: int, outer: int, *, size: int = 0, site: str = "") -> Tensor:
+def p_to_s(x: Tensor, group: Group, dim: int, outer: Outer, *, size: int = 0, site: str = "") -> Tensor:
     """Forward: reduce-scatter. Backward: all-gather. The sequence-parallel g bar."""
     return _convert(x, group, _scatter(dim, outer, size), _gather(dim, outer, size), site)
 
@@ -58,32 +59,32 @@ def r_to_p(x: Tensor, group: Group, *, site: str = "") -> Tensor:
     return _convert(x, group, _one_rank, _one_rank, site)
 
 
-def s_to_r(x: Tensor, group: Group, dim: int, outer: int, *, size: int = 0, site: str = "") -> Tensor:
+def s_to_r(x: Tensor, group: Group, dim: int, outer: Outer, *, size: int = 0, site: str = "") -> Tensor:
     """Forward: all-gather. Backward: reduce-scatter. The sequence-parallel g, the conjugate of g bar."""
     return _convert(x, group, _gather(dim, outer, size), _scatter(dim, outer, size), site)
 
 
-def s_to_i(x: Tensor, group: Group, dim: int, outer: int, *, size: int = 0, site: str = "") -> Tensor:
+def s_to_i(x: Tensor, group: Group, dim: int, outer: Outer, *, size: int = 0, site: str = "") -> Tensor:
     """Forward: all-gather. Backward: slice. The scatter/gather optimisation's gather (SC'21, section 4.1)."""
     return _convert(x, group, _gather(dim, outer, size), _slice(dim, outer, size), site)
 
 
-def i_to_s(x: Tensor, group: Group, dim: int, outer: int, *, size: int = 0, site: str = "") -> Tensor:
+def i_to_s(x: Tensor, group: Group, dim: int, outer: Outer, *, size: int = 0, site: str = "") -> Tensor:
     """Forward: slice. Backward: all-gather. The scatter/gather optimisation's scatter (SC'21, section 4.1)."""
     return _convert(x, group, _slice(dim, outer, size), _gather(dim, outer, size), site)
 
 
-def r_to_s(x: Tensor, group: Group, dim: int, outer: int, *, size: int = 0, site: str = "") -> Tensor:
+def r_to_s(x: Tensor, group: Group, dim: int, outer: Outer, *, size: int = 0, site: str = "") -> Tensor:
     """Forward: slice. Backward: zero-pad."""
     return _convert(x, group, _slice(dim, outer, size), _pad(dim, outer, size), site)
 
 
-def s_to_p(x: Tensor, group: Group, dim: int, outer: int, *, size: int = 0, site: str = "") -> Tensor:
+def s_to_p(x: Tensor, group: Group, dim: int, outer: Outer, *, size: int = 0, site: str = "") -> Tensor:
     """Forward: zero-pad. Backward: slice."""
     return _convert(x, group, _pad(dim, outer, size), _slice(dim, outer, size), site)
 
 
-def s_to_s(x: Tensor, group: Group, dim: int, outer: int, to_dim: int, to_outer: int, *, site: str = "") -> Tensor:
+def s_to_s(x: Tensor, group: Group, dim: int, outer: Outer, to_dim: int, to_outer: Outer, *, site: str = "") -> Tensor:
     """Forward: all-to-all, from sharded by (`dim`, `outer`) to by (`to_dim`, `to_outer`). Backward: the reverse.
 
     Within one dim (only `outer` differs) each direction is an all-gather and a slice.
@@ -94,7 +95,7 @@ def s_to_s(x: Tensor, group: Group, dim: int, outer: int, to_dim: int, to_outer:
     return _convert(x, group, forward, backward, site)
 
 
-def gather(x: Tensor, group: Group, dim: int, outer: int, *, site: str = "") -> Tensor:
+def gather(x: Tensor, group: Group, dim: int, outer: Outer, *, site: str = "") -> Tensor:
     """The whole value of shards `x`, without a gradient."""
     return _gather(dim, outer, 0)(x, group, site)
 
@@ -117,7 +118,7 @@ def _one_rank(x: Tensor, group: Group, site: str) -> Tensor:
 class _Sharding:
     """Base of the directions that know where a shard sits."""
 
-    def __init__(self, dim: int, outer: int, size: int) -> None:
+    def __init__(self, dim: int, outer: Outer, size: int) -> None:
         self.dim, self.outer, self.size = dim, outer, size
 
 
@@ -145,7 +146,7 @@ class _pad(_Sharding):
 class _Exchange(_Sharding):
     """From shards of (dim, outer) to shards of (to_dim, to_outer)."""
 
-    def __init__(self, dim: int, outer: int, to_dim: int, to_outer: int) -> None:
+    def __init__(self, dim: int, outer: Outer, to_dim: int, to_outer: Outer) -> None:
         super().__init__(dim, outer, 0)
         self.to_dim, self.to_outer = to_dim, to_outer
 

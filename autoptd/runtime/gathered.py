@@ -16,6 +16,7 @@ from __future__ import annotations
 import torch
 
 from autoptd.errors import InternalError
+from autoptd.ir.types import Outer
 from autoptd.runtime.conversions import gather, s_to_r
 from autoptd.runtime.shards import join_shards, take_shard
 from autoptd.runtime.world import Group, Pending
@@ -30,7 +31,7 @@ class Again:
     """
 
     def __init__(
-        self, shard: Tensor, group: Group, dim: int, outer: int, readers: int, site: str, overlap: bool = False
+        self, shard: Tensor, group: Group, dim: int, outer: Outer, readers: int, site: str, overlap: bool = False
     ) -> None:
         self._shard, self._group, self._at, self._site = shard.detach(), group, (dim, outer), site
         self._left, self._overlap = readers, overlap
@@ -80,7 +81,7 @@ class Gathered:
 
 
 def gathered(
-    x: Tensor, group: Group, dim: int, outer: int, *, readers: int, overlap: bool = False, site: str = ""
+    x: Tensor, group: Group, dim: int, outer: Outer, *, readers: int, overlap: bool = False, site: str = ""
 ) -> Gathered:
     """Turn the shard `x` into the whole value: S -> R, for `rt.linear` only; `readers` of them have a weight gradient.
 

@@ -2,7 +2,8 @@
 
 A dim of N elements is viewed as [outer, N / outer]; rank `index` of `degree` owns the contiguous chunk `index` of the
 second factor in each of the `outer` blocks. With outer = 1 that is one contiguous slice; a fused QKV weight `[3 x
-heads x k, h]` split by heads has outer = 3, so that a shard is three row blocks.
+heads x k, h]` split by heads has outer = 3, so that a shard is three row blocks. Blocks of unequal sizes (q, k and v of
+grouped queries) are given by these sizes instead: outer = (64, 32, 32).
 
     take_shard(torch.arange(6), dim=0, outer=3, index=1, degree=2).tolist() == [1, 3, 5]
     join_shards([take_shard(x, 0, 3, i, 2) for i in range(2)], 0, 3)  # is x
@@ -20,22 +21,25 @@ from collections.abc import Sequence
 import torch
 
 from autoptd.errors import InternalError
+from autoptd.ir.types import Outer
 
 
-def take_shard(x: torch.Tensor, dim: int, outer: int, index: int, degree: int, size: int = 0) -> torch.Tensor:
+def take_shard(x: torch.Tensor, dim: int, outer: Outer, index: int, degree: int, size: int = 0) -> torch.Tensor:
     """Return shard `index` of `degree`, contiguous; it shares no memory with `x` unless it is all of it."""
     if degree == 1:
         return x
     dim = dim % x.ndim
     if size:
         return _take_padded(x, dim, index, _padded_width(size, outer, degree), size)
+    if not isinstance(outer, int):
+        return torch.cat([take_shard(block, dim, 1, index, degree) for block in x.split(list(outer), dim)], dim)
     blocks = x.unflatten(dim, (outer, _chunk(x.shape[dim], outer * degree) * degree))
     width = blocks.shape[dim + 1] // degree
     part = blocks.narrow(dim + 1, index * width, width)
     return part.clone(memory_format=torch.contiguous_format).flatten(dim, dim + 1)
 
 
-def join_shards(parts: Sequence[torch.Tensor], dim: int, outer: int, size: int = 0) -> torch.Tensor:
+def join_shards(parts: Sequence[torch.Tensor], dim: int, outer: Outer, size: int = 0) -> torch.Tensor:
     """Return the whole of which `parts` are the shards, in order of index: the inverse of `take_shard`."""
     if len(parts) == 1:
         return parts[0]
@@ -45,11 +49,15 @@ def join_shards(parts: Sequence[torch.Tensor], dim: int, outer: int, size: int =
         return torch.cat([part.narrow(dim, 0, real_rows(size, width, i)) for i, part in enumerate(parts)], dim)
     if outer == 1:
         return torch.cat(list(parts), dim)
+    if not isinstance(outer, int):
+        widths = [_chunk(block, len(parts)) for block in outer]
+        by_block = zip(*(part.split(widths, dim) for part in parts), strict=True)
+        return torch.cat([piece for shards in by_block for piece in shards], dim)
     width = _chunk(parts[0].shape[dim], outer)
     return torch.cat([part.unflatten(dim, (outer, width)) for part in parts], dim + 1).flatten(dim, dim + 1)
 
 
-def pad_shard(x: torch.Tensor, dim: int, outer: int, index: int, degree: int, size: int = 0) -> torch.Tensor:
+def pad_shard(x: torch.Tensor, dim: int, outer: Outer, index: int, degree: int, size: int = 0) -> torch.Tensor:
     """Return a tensor of the whole's size that holds shard `x` in its place and zeros elsewhere."""
     if degree == 1:
         return x
@@ -60,6 +68,9 @@ def pad_shard(x: torch.Tensor, dim: int, outer: int, index: int, degree: int, si
         whole = x.new_zeros([*x.shape[:dim], size, *x.shape[dim + 1 :]])
         whole.narrow(dim, min(index * width, size), real).copy_(x.narrow(dim, 0, real))
         return whole
+    if not isinstance(outer, int):
+        widths = [_chunk(block, degree) for block in outer]
+        return torch.cat([pad_shard(block, dim, 1, index, degree) for block in x.split(widths, dim)], dim)
     width = _chunk(x.shape[dim], outer)
     shape = [*x.shape[:dim], outer, degree * width, *x.shape[dim + 1 :]]
     whole = x.new_zeros(shape)
@@ -81,7 +92,7 @@ def _take_padded(x: torch.Tensor, dim: int, index: int, width: int, size: int) -
     return part
 
 
-def _padded_width(size: int, outer: int, degree: int) -> int:
+def _padded_width(size: int, outer: Outer, degree: int) -> int:
     if outer != 1:
         raise InternalError(f"a padded dim of {size}", f"has {outer} blocks, where one is planned")
     return -(-size // degree)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import replace
+from itertools import accumulate
 
 import torch
 from torch.fx import Graph, Node
@@ -52,6 +53,8 @@ def _normalize_one(graph: Graph, node: Node) -> None:
     elif name == "aten.narrow":
         x, dim, start, length = node.args
         node.target, node.args = aten.slice.Tensor, (x, dim, start, start + length)
+    elif name in ("aten.split", "aten.split_with_sizes", "aten.chunk"):
+        _normalize_split(node)
     elif name == "aten.squeeze":  # of the dims that are 1 here; a rank's part may have more of them
         _normalize_squeeze(graph, node)
     elif name == "aten.movedim":
@@ -60,6 +63,7 @@ def _normalize_one(graph: Graph, node: Node) -> None:
         dim = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)
         sizes = [int(piece.shape[dim]) for piece in value(node)]  # type: ignore[index]
         node.target, node.args, node.kwargs = aten.split_with_sizes.default, (node.args[0], sizes, dim), {}
+        _normalize_split(node)
     elif name == "aten.take_along_dim" and _is_gather(node):
         node.target, node.args = aten.gather.default, (node.args[0], node.args[2], node.args[1])
     elif name == "aten.nll_loss_nd":
@@ -104,6 +108,18 @@ def _normalize_cat(graph: Graph, node: Node) -> None:
         _replace(graph, node, parts[0])
     else:
         node.args = (parts, *node.args[1:])
+
+
+def _normalize_split(node: Node) -> None:
+    """Pieces of unequal sizes are slices: the dims of one say nothing of the others."""
+    dim = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)
+    sizes = [int(piece.shape[dim]) for piece in value(node)]
+    ends = list(accumulate(sizes))
+    if len(set(sizes)) > 1 and all(op_name(user) == "getitem" for user in node.users):
+        for user in list(node.users):
+            i = int(user.args[1])  # type: ignore[arg-type]
+            user.target, user.args = aten.slice.Tensor, (node.args[0], dim, ends[i] - sizes[i], ends[i])
+            note(user).code, note(user).extra["piece"] = note(node).code, i
 
 
 def _normalize_squeeze(graph: Graph, node: Node) -> None:

@@ -24,7 +24,7 @@ from autoptd import trace
 from autoptd.ir import markers
 from autoptd.ir.mesh import Mesh
 from autoptd.ir.notes import note, op_name, set_note
-from autoptd.ir.types import Dims, I, P, R, S, ValueType
+from autoptd.ir.types import Dims, I, P, R, S, Segmented, ValueType
 from autoptd.passes import rules
 from autoptd.passes.assign import NO_COLLECTIVE_FORMS
 from autoptd.passes.axes import Letter
@@ -231,7 +231,10 @@ def _compare(
         else:
             found = _combine(pieces, cotangent, note(one).dims)
             findings += _differs(f"gradient of {one.name}, {takes[one]}", found, gradient)
-            if cotangent.kind == "S" and _padding(pieces, note(one).dims, cotangent).any():
+            is_segmented = cotangent.kind == "S" and isinstance(
+                note(one).dims[cotangent.dim][cotangent.atom], Segmented
+            )
+            if cotangent.kind == "S" and not is_segmented and _padding(pieces, note(one).dims, cotangent).any():
                 findings.append(f"gradient of {one.name}, {takes[one]}: the padding has one")
     return findings
 
@@ -267,6 +270,9 @@ def _parts(value: Any, kind: ValueType, dims: Dims, t: int) -> list[Any]:
 
 def take(x: Tensor, dims: Dims, kind: ValueType, rank: int, t: int) -> Tensor:
     """The slice of one rank, by atoms; zeros fill up the last slices of a dim that t does not divide."""
+    if isinstance(dims[kind.dim][kind.atom], Segmented):
+        pieces = _segments(x, dims, kind)
+        return torch.cat([one.chunk(t, kind.dim)[rank] for one in pieces], kind.dim)
     folded, at, size = _atoms(x, dims, kind), kind.dim + kind.atom, dims[kind.dim][kind.atom]
     missing = -size % t
     zeros = x.new_zeros([*folded.shape[:at], missing, *folded.shape[at + 1 :]])
@@ -275,8 +281,18 @@ def take(x: Tensor, dims: Dims, kind: ValueType, rank: int, t: int) -> Tensor:
     return inner.reshape([*x.shape[: kind.dim], each, *x.shape[kind.dim + 1 :]])
 
 
+def _segments(x: Tensor, dims: Dims, kind: ValueType) -> tuple[Tensor, ...]:
+    """The segments of a dim that is one segmented atom."""
+    assert len(dims[kind.dim]) == 1
+    return x.split(list(dims[kind.dim][0].blocks), kind.dim)  # type: ignore[attr-defined]
+
+
 def join(pieces: list[Tensor], dims: Dims, kind: ValueType) -> Tensor:
     """Put the slices of all ranks together again, without the padding."""
+    if isinstance(dims[kind.dim][kind.atom], Segmented):
+        local = [block // len(pieces) for block in dims[kind.dim][kind.atom].blocks]  # type: ignore[attr-defined]
+        split = [piece.split(local, kind.dim) for piece in pieces]
+        return torch.cat([one for each in zip(*split, strict=True) for one in each], kind.dim)
     real, at = dims[kind.dim][kind.atom], kind.dim + kind.atom
     size = math.prod(dims[kind.dim])
     first = pieces[0].shape

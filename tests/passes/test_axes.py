@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
 
-from autoptd.passes.axes import Axes, Axis, atoms, unify
+from autoptd.ir.notes import note
+from autoptd.ir.types import Segmented
+from autoptd.passes.axes import Axes
+from autoptd.passes.axis import Axis, atoms, unify
 from tests.passes.graphs import Net, dims_text, find, traced
 
 Tensor = torch.Tensor
@@ -132,15 +137,46 @@ def test_a_slice_of_a_rotary_half_needs_the_whole_head() -> None:
     assert [one.size for one in axes.letters(find(graph, "cat"))] == [2, 5, 6, 2]
 
 
-def test_unequal_pieces_leave_their_dim_alone() -> None:
+def test_unequal_pieces_are_segments() -> None:
+    """A rank has a chunk of each, so 2 ranks may share them: 2 is what 24, 2 and 2 x 4 have in common at their front."""
+
     def forward(self: Net, x: Tensor) -> Tensor:
-        q, k, v = F.linear(x, self.w).split([24, 8, 8], -1)
+        q, k, v = F.linear(x, self.w, self.b).split([24, 8, 8], -1)
         return (q.sum() + (k * v).view(2, 5, 2, 4).sum()).sum()
 
-    graph = traced(Net(forward, w=(40, 24)), X)
+    graph = traced(Net(forward, w=(40, 24), b=(40,)), X)
+    axes = Axes(graph)
+    for name in ("w", "b", "linear"):
+        (atom,) = note(find(graph, name)).dims[2 if name == "linear" else 0]
+        assert isinstance(atom, Segmented) and atom.blocks == (24, 8, 8)
+    assert dims_text(find(graph, "slice")) == "2, 5, 24" and dims_text(find(graph, "slice", 1)) == "2, 5, 2x4"
+    column = next(one for one in axes.letters(find(graph, "linear")) if one.name == "o")
+    assert column.size == 2 and column.has_segments
+
+
+@pytest.mark.parametrize(
+    ("sizes", "blocks"),
+    [([20, 14, 6], (20, 14, 6)), ([21, 13, 6], None), ([39, 1], None), ([10, 10, 20], (10, 10, 20))],
+)
+def test_segments_without_a_common_divisor_are_none(sizes: list[int], blocks: tuple[int, ...] | None) -> None:
+    graph = traced(Net(lambda self, x: sum(one.sum() for one in F.linear(x, self.w).split(sizes, -1)), w=(40, 24)), X)
+    axes = Axes(graph)
+    (atom,) = note(find(graph, "w")).dims[0]
+    assert getattr(atom, "blocks", None) == blocks
+    assert [one.size for one in axes.letters(find(graph, "slice"))] == ([2, 5, math.gcd(*sizes)] if blocks else [2, 5])
+
+
+def test_rows_and_vocabularies_have_no_segments() -> None:
+    """A microbatch is no chunk of each; a vocabulary is split as a whole even where a slice of its logits is read."""
+
+    def forward(self: Net, ids: Tensor) -> Tensor:
+        logits = F.linear(F.embedding(ids, self.w), self.w)
+        return logits[..., :30].sum() + logits[:4].sum()
+
+    graph = traced(Net(forward, w=(40, 24)), torch.zeros(6, 5, dtype=torch.long))
     Axes(graph)
     assert dims_text(find(graph, "w")) == "40, 24"
-    assert dims_text(find(graph, "getitem")) == "2, 5, 24" and dims_text(find(graph, "getitem", 1)) == "2, 5, 2x4"
+    assert not any(isinstance(one, Segmented) for dim in note(find(graph, "linear")).dims for one in dim)
 
 
 def test_dims_of_size_one_have_no_atoms() -> None:

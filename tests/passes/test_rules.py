@@ -396,7 +396,7 @@ LETTERS = {
     ("slice uneven", "aten.slice"): {"d0", "d2"},
     ("slice step", "aten.slice"): {"d0", "d2"},
     ("split", "aten.split"): {"d0", "d1", "d2"},
-    ("split unequal", "aten.split_with_sizes"): {"d0", "d1"},
+    ("split unequal", "aten.slice"): {"d0", "d1"},
     ("chunk", "aten.chunk"): {"d0", "d1", "d2"},
     ("unbind", "aten.unbind"): {"d0", "d2"},
     ("cat", "aten.cat"): {"d0", "d1", "d2"},
