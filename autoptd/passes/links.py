@@ -323,9 +323,24 @@ def complex_links(node: Node) -> list[Link]:
 
 
 def sample_links(node: Node) -> list[Link]:
-    """Convolutions and group norm: samples are apart, all else is whole."""
-    has_samples = len(shape(node)) > {"aten.conv1d": 2, "aten.conv2d": 3}.get(op_name(node), 1)
-    return [_same_dim(0)] if has_samples else []
+    """Group norm: samples are apart, all else is whole."""
+    return [_same_dim(0)] if len(shape(node)) > 1 else []
+
+
+def convolution_links(node: Node) -> list[Link]:
+    """conv1d, conv2d: samples; channels in (contracted) and out, of grouped ones the groups and what each of them gives."""
+    x, weight = (shape(one) for one in operands(node)[:2])
+    at = len(shape(node)) - len(weight) + 1  # of the channels; there may be no samples
+    groups = x[at] // weight[1]
+    biased = [2] if len(operands(node)) > 2 else []
+    made = [_same_dim(0)] if at else []
+    if groups == 1:
+        made.append(Link("i", {0: Member((at,)), 1: Member((1,))}, None))
+        return [*made, Link("o", {k: Member((0,)) for k in (1, *biased)}, Member((at,)))]
+    each = weight[0] // groups
+    grouped = {k: Member((0,), tail=each) for k in (1, *biased)}
+    made.append(Link("group", {0: Member((at,), tail=weight[1]), **grouped}, Member((at,), tail=each)))
+    return [*made, Link("o", {k: Member((0,), lead=groups) for k in (1, *biased)}, Member((at,), lead=groups))]
 
 
 def free_links(node: Node) -> list[Link]:

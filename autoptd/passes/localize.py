@@ -188,6 +188,17 @@ def _slice_bounds(node: Node, sizes: Sizes) -> None:
         node.kwargs = {}
 
 
+def _groups(node: Node, sizes: Sizes) -> None:
+    """Groups of a convolution, where a rank has some of them."""
+    x, weight = (local_shapes(one, sizes)[0] for one in operands(node)[:2])
+    if argument(node, 6, "groups", 1) != 1:
+        groups = x[len(x) - len(weight) + 1] // weight[1]
+        if "groups" in node.kwargs:
+            node.kwargs = {**node.kwargs, "groups": groups}
+        else:
+            _set(node, 6, groups)
+
+
 def _set(node: Node, position: int, new: Any) -> None:
     node.args = (*node.args[:position], new, *node.args[position + 1 :])
 
@@ -196,6 +207,8 @@ SIZE_ARGUMENTS: dict[str, Callable[[Node, Sizes], None]] = {
     **{f"aten.{name}": _result_sizes(1) for name in ["view", "reshape", "_unsafe_view", "expand"]},
     **{f"aten.{name}": _result_sizes(0) for name in ["full", "zeros", "ones"]},
     "aten.repeat": _repeats,
+    "aten.conv1d": _groups,
+    "aten.conv2d": _groups,
     "aten.split": _split_size,
     "aten.split_with_sizes": _split_size,
     "aten.unflatten": _unflatten_sizes,

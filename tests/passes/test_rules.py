@@ -254,7 +254,10 @@ EXAMPLES: dict[str, Example] = {
     "extremes": (lambda x, y: [x.max(), x.min(1).values, torch.max(x, y), torch.min(x, y)], [r(4, 6), r(6)]),
     "topk sort": (lambda x: [x.topk(2, 1).values, x.sort(0).values], [r(4, 6)]),
     "complex": (lambda x: torch.view_as_real(torch.view_as_complex(x) * 2.0), [r(4, 6, 2)]),
-    "conv1d": (F.conv1d, [r(4, 6, 5), r(6, 6, 2)]),
+    "conv1d": (F.conv1d, [r(4, 6, 5), r(6, 6, 2), r(6)]),
+    "conv1d depthwise": (lambda x, w, b: F.conv1d(x, w, b, padding=1, groups=6), [r(4, 6, 5), r(6, 1, 2), r(6)]),
+    "conv1d grouped": (lambda x, w, b: F.conv1d(x, w, b, groups=6), [r(4, 12, 5), r(24, 2, 2), r(24)]),
+    "conv1d of one sample": (lambda x, w: F.conv1d(x, w, groups=3), [r(6, 5), r(12, 2, 2)]),
     "conv2d": (lambda x, w: F.group_norm(F.conv2d(x, w), 2), [r(2, 6, 4, 3), r(4, 6, 2, 2)]),
     "moved and squeezed": (lambda x: x.movedim(0, -1).unsqueeze(1).squeeze().squeeze(0), [r(4, 6, 2)]),
     "tensor_split": (lambda x: torch.tensor_split(x, 3, -1), [r(4, 6)]),
@@ -405,6 +408,10 @@ LETTERS = {
     ("pad", "aten.pad"): {"d0", "d1"},
     ("where", "aten.where"): {"d0", "d1", "d2"},
     ("expand", "aten.expand"): {"d0", "d1", "d2"},
+    ("conv1d", "aten.conv1d"): {"d0", "i", "o"},
+    ("conv1d depthwise", "aten.conv1d"): {"d0", "group"},
+    ("conv1d grouped", "aten.conv1d"): {"d0", "group", "o"},
+    ("conv1d of one sample", "aten.conv1d"): {"group", "o"},
 }
 
 
