@@ -148,9 +148,10 @@ class Frozen(nn.Module):
         return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
+@pytest.mark.filterwarnings("ignore:.*of the FLOPs of matrix products")
 def test_a_frozen_weight_costs_no_gradient_and_what_stays_whole_is_redundant() -> None:
-    """So small a product is not worth two collectives: every rank computes it in full."""
-    program, work = recorded(Frozen(), batch(ROWS), {"t": 2, "num_microbatches": 1})
+    """Eight features do not divide by three: every rank computes the product in full."""
+    program, work = recorded(Frozen(), batch(ROWS), {"t": 3, "num_microbatches": 1})
     total = 2 * 8 * 8 * ROWS * LENGTH
     (row,) = [row for row in program.costs["gemms"] if row["module"] == "fixed"]
     assert row["total"] == row["forward"] == row["backward"] == row["redundant"] == total

@@ -30,6 +30,10 @@ class Chain(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
+COLUMNS = {"shard": [{"pattern": f"layers.{i}.weight", "dim": int(i in (2, 5)), "axis": "tp"} for i in range(6)]}
+"""Splits of a Chain of six layers with which a gathered value, too, crosses: two column-parallel layers follow each other."""
+
+
 class Masked(nn.Module):
     """A mask of booleans skips the stages between, beside a value of an odd width."""
 
@@ -68,6 +72,7 @@ SCATTERED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "skipping t3 p2 v3": (skipping, {"t": 3, "p": 2, "v": 3, "num_microbatches": 4}),
     "skipping t4 p4": (skipping, {"t": 4, "p": 4}),
     "chain t2 p4 v2": (Chain, {"t": 2, "p": 4, "v": 2, "num_microbatches": 4}),
+    "chain of columns t2 p4 v2": (Chain, {"t": 2, "p": 4, "v": 2, "num_microbatches": 4, "plan": COLUMNS}),
     "chain t4 p2": (Chain, {"t": 4, "p": 2}),
     "masked t2 p3": (Masked, {"t": 2, "p": 3}),
     "masked t4 p2 v2": (Masked, {"t": 4, "p": 2, "v": 2, "num_microbatches": 2}),
@@ -95,7 +100,7 @@ def test_scattered_is_the_model(make: Callable[[], nn.Module], mesh: dict[str, A
 
 def test_all_four_types_cross_and_are_scattered_where_they_are_equal() -> None:
     mesh = {"t": 2, "p": 4, "v": 2, "num_microbatches": 4}
-    program = autoptd.compile(Chain(), **mesh, p2p="scatter_gather", example_inputs=batch())
+    program = autoptd.compile(Chain(), **mesh, p2p="scatter_gather", example_inputs=batch(), plan=COLUMNS)
     type_of = {one.name: one.type for one in program.crossings}
     parts = {(type_of[one.names[0]], one.is_gradient): one.parts for one in program.parcels}
     assert parts == {

@@ -19,7 +19,7 @@ from autoptd.runtime.threads import ThreadRank
 from autoptd.runtime.world import Done, Group
 from tests.parity.models import batch, gpt, separate, uneven
 from tests.parity.test_dropout import gpt as dropping_gpt
-from tests.parity.test_links import Chain
+from tests.parity.test_links import COLUMNS, Chain
 
 verify_module = importlib.import_module("autoptd.verify")
 
@@ -151,8 +151,8 @@ def test_another_gather_is_found(monkeypatch: pytest.MonkeyPatch, wrong: Callabl
 
 @pytest.mark.parametrize("name", ["EQUAL_VALUE", "EQUAL_GRADIENT"])
 def test_scattering_what_differs_is_found(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    request = {"t": 2, "p": 4, "v": 2, "num_microbatches": 4, "p2p": "scatter_gather", "steps": 1}
-    autoptd.verify(Chain(), **request, example_inputs=batch())
+    request = {"t": 2, "p": 4, "v": 2, "num_microbatches": 4, "p2p": "scatter_gather", "plan": COLUMNS}
+    autoptd.verify(Chain(), **request, steps=1, example_inputs=batch())
     monkeypatch.setattr(parcels, name, ("I", "R", "P"))
     with pytest.raises(autoptd.InternalError, match="differs"):
-        autoptd.verify(Chain(), **request, example_inputs=batch())
+        autoptd.verify(Chain(), **request, steps=1, example_inputs=batch())
