@@ -3,7 +3,8 @@
     report = autoptd.verify(model, t=2, p=2, d=2, example_inputs=(ids, targets))
     print(report)           # largest difference of losses, gradients and parameters, by name
 
-Both programs run in float64 for some optimizer steps, the partitioned one with its ranks as threads. Differences are measured
+Both programs run in float64 for some optimizer steps, the partitioned one with its ranks as threads, and with the plan that
+the model has in its own dtype. Differences are measured
 as max|x - ref| / max(max|ref|, 1e-3 * largest gradient, or the learning rate for parameters): a gradient that is
 mathematically zero (a key bias) is noise and must not be divided by itself. Casts to float32 inside the model (Hugging Face's
 norms and losses) would hide errors under 1e-7, so they are widened to float64 in both programs, and the widened reference
@@ -13,9 +14,10 @@ is held against the untouched model at 1e-6. Where the model drops out, the refe
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -100,7 +102,7 @@ def verify(model: nn.Module, *, example_inputs: Any, steps: int = 5, lr: float =
         raise PlanError("verify", "the model is on meta: there are no weights to compare", "build it on a real device")
     wide_model, (args, kwargs) = widen_model(model), widen_inputs((args, kwargs))
     with Widen():
-        program = compile_program(wide_model, options, args, kwargs, replicas=options.d)
+        program = compile_program(wide_model, widen_options(options, model), args, kwargs, replicas=options.d)
     eps = max(1e-8, NOISE * check_widening(wide_model, program, options, args, kwargs))
     report = compare_program(wide_model, program, options, args, kwargs, steps=steps, lr=lr, eps=eps)
     if not report.passed:
@@ -115,6 +117,16 @@ def widen_model(model: nn.Module) -> nn.Module:
     except RuntimeError as error:  # a module that keeps a tensor with a history, as the old weight_norm does
         fact = f"it cannot be copied: {str(error).splitlines()[0]}"
         raise PlanError("verify", fact, "keep only parameters and buffers on modules") from error
+
+
+def widen_options(options: Options, model: nn.Module) -> Options:
+    """Options by which the float64 copy of `model` gets the plan of the model: bytes are priced as those of its dtype."""
+    sizes = Counter[int]()
+    for parameter in model.parameters():
+        sizes[parameter.element_size()] += parameter.numel()
+    factor = 8 / sizes.most_common(1)[0][0] if sizes else 1.0
+    memory = None if options.memory is None else options.memory * factor
+    return replace(options, machine=options.rank_machine.widened(factor), memory=memory)
 
 
 def widen_inputs(call: Any) -> Any:

@@ -89,9 +89,8 @@ def collective_bytes(node: Node, t: int) -> int:
     for size in note(node).extra["local_shapes"][0]:
         count *= size
     padded = node.kwargs.get("size", 0)
-    if note(node).tp.kind == "S":
-        count *= t
-    elif padded:
+    count *= note(node).tp.pieces(t)
+    if padded and note(node).tp.kind != "S":
         count = count // padded * shard_size(padded, t) * t
     return count * tensor(node).element_size()
 

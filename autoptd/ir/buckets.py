@@ -7,6 +7,7 @@ in which their gradients become complete. The compiler lists them, the runtime m
 |---|---|---|
 | I, S | dp     | every replica saw other rows (data parallelism is I -> R of the parameters over dp) |
 | R    | dp, tp | each tensor rank holds a partial sum |
+| S in copies | dp, tp | each rank that shares a piece does: it is put in its place of the whole |
 
 and, for a tied parameter with several owners, over the owner set after that.
 
@@ -55,7 +56,7 @@ class BucketPlan:
 
 def reduction_axes(spec: ParamSpec) -> tuple[str, ...]:
     """Mesh axes over which the gradient of a parameter is a partial sum (the table above)."""
-    return ("dp", "tp") if spec.type.kind == "R" else ("dp",)
+    return ("dp", "tp") if spec.type.kind == "R" or spec.type.copies > 1 else ("dp",)
 
 
 def plan_buckets(

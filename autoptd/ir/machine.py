@@ -61,6 +61,13 @@ class Machine:
         if not self.per_saved_byte:
             object.__setattr__(self, "per_saved_byte", 0.2 / self.link_bandwidth)
 
+    def widened(self, factor: float) -> Machine:
+        """The machine on which values of `factor` times the bytes take the same time and room: it gets the same plan."""
+        times = ("memory_bandwidth", "link_bandwidth", "network_bandwidth", "memory")
+        per = ("per_parameter_byte", "per_saved_byte")
+        changed = {name: getattr(self, name) * factor for name in times}
+        return dataclasses.replace(self, **changed, **{name: getattr(self, name) / factor for name in per})
+
 
 # What is sustained of a vendor's peaks: by large matrix products, and by large copies and collectives. What is left of the
 # memory is the allocator's, the driver's and the communicators'.

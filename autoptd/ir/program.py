@@ -76,8 +76,10 @@ class ParamSpec:
         return self.grad_dtype or self.dtype
 
     def grad_bytes(self, t: int) -> int:
-        """Bytes of a rank's part of the gradient, as it is summed."""
-        return math.prod(self.local_shape(t)) * int(getattr(torch, self.sum_dtype).itemsize)
+        """Bytes of a rank's part of the gradient, as it is summed: of a piece that ranks share, in its place of the whole."""
+        return math.prod(self.shape if self.type.copies > 1 else self.local_shape(t)) * int(
+            getattr(torch, self.sum_dtype).itemsize
+        )
 
     def adds_in(self, stage: int) -> int:
         return self.adds[self.stages.index(stage)] if self.adds else 1
@@ -367,7 +369,7 @@ def _param(record: dict[str, Any]) -> ParamSpec:
     record = _tupled(record)
     every = record.pop("dims")
     dims = tuple(tuple(Segmented(one) if isinstance(one, list) else one for one in atoms) for atoms in every)
-    return ParamSpec(**{**record, "type": ValueType(**record["type"]), "dims": dims})
+    return ParamSpec(**{**record, "type": ValueType(**_tupled(record["type"])), "dims": dims})
 
 
 __all__ = [

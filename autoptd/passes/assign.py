@@ -29,6 +29,7 @@ from autoptd.passes.eliminate import Factor, TableTooLarge, minimize
 from autoptd.passes.links import operands
 from autoptd.passes.padding import Padding
 from autoptd.passes.rules import GEMMS, addends, linear_groups
+from autoptd.passes.sharing import Sharing
 from autoptd.passes.steer import Pins, refuse_conflict
 from autoptd.passes.ties import find_ties
 
@@ -110,7 +111,7 @@ class Splitter:
         pins: Pins,
     ) -> None:
         self.axes, self.t, self.machine, self.pins = axes, t, machine, pins
-        self.padding = Padding(graph, axes, t)
+        self.padding, self.sharing = Padding(graph, axes, t), Sharing(graph, axes, t)
         of_inputs: dict[bool, set[int]] = {True: set(), False: set()}
         for node in graph.nodes:
             if note(node).kind == "input":
@@ -121,11 +122,19 @@ class Splitter:
 
     def letters(self, node: Node) -> list[Letter]:
         """The letters by which `node` may be split."""
-        return [letter for letter in self.free_letters(node) if self.padding.divides(node, letter)]
+        whole = [letter for letter in self.free_letters(node) if self.padding.divides(node, letter)]
+        return whole + self.sharing.letters(node)
+
+    def shards(self, node: Node) -> list[ValueType]:
+        """The types in which a value may be stored in shards."""
+        places = [(dim, atom) for dim, sizes in enumerate(note(node).dims) for atom in range(len(sizes))]
+        return [S(*at) for at in places if self.padding.divides_place(node, at)] + self.sharing.shards(node)
 
     def blocked(self, node: Node) -> list[Letter]:
-        """The letters by which `node` would be split if t divided them."""
-        return [letter for letter in self.free_letters(node) if not self.padding.divides(node, letter)]
+        """The letters by which `node` would be split if t divided them; those that ranks can share are none of them."""
+        shared = {axis for pair in self.sharing.pairs for axis in pair}
+        free = [letter for letter in self.free_letters(node) if shared.isdisjoint(self.axes_of(node, letter))]
+        return [letter for letter in free if not self.padding.divides(node, letter)]
 
     def free_letters(self, node: Node) -> list[Letter]:
         """All letters but those that tp may not split."""
@@ -163,7 +172,7 @@ def _solve_graph(graph: Graph, splitter: Splitter) -> tuple[Problem, dict[Node, 
     """The problem of a graph with its answer, and the types of the hubs."""
     solved = [node for node in graph.nodes if note(node).of_params and node.op != "output"]
     letters = {node: splitter.letters(node) for node in solved if node.op == "call_function"}
-    same = find_ties(graph, letters, splitter.padding.divides_place, splitter.pins)
+    same = find_ties(graph, letters, splitter.shards, splitter.pins)
     strategies = _Strategies(splitter, same)
     try:
         return _solve(solved, strategies, splitter, same)
@@ -282,11 +291,11 @@ def _strategies(node: Node, splitter: Splitter) -> list[Strategy]:
         needs = {one: whole(one, kind) for one in read}
         made.append(Strategy(needs, kind, seconds, WHOLE))
     for letter in splitter.letters(node):
-        needs = {one: S(*letter.places[one]) if one in letter.places else whole(one) for one in read}
+        needs = {one: letter.needs(one) if one in letter.places else whole(one) for one in read}
         if letter.form in NO_COLLECTIVE_FORMS:
             gives, seconds_here = I, split_seconds + 3 * machine.latency
         else:
-            gives, seconds_here = (S(*letter.out) if letter.out is not None else P), split_seconds
+            gives, seconds_here = letter.gives or P, split_seconds * (letter.copies if flops(node) else 1)
         if letter.out is None and not letter.form:
             needs |= dict.fromkeys(addends(node, set(letter.places)), P)  # one rank keeps the bias
         origin = splitter.axes.origin(node)
@@ -303,10 +312,17 @@ def _strategies(node: Node, splitter: Splitter) -> list[Strategy]:
 
 
 def _split_why(node: Node, letter: Letter, t: int) -> str:
-    each, padded = division_text(letter.size, t), ", padded" if letter.size % t else ""
+    pieces = t // letter.copies
+    each, padded = division_text(letter.size, pieces), ", padded" if letter.size % pieces else ""
+    each += copies_text(letter.copies, t)
     if op_name(node) == "aten.linear" and letter.name in ("o", "i"):
         return f"column{padded}: {each}" if letter.name == "o" else f"row: its input arrives sharded, {each}"
     return f"split by {letter.name}{padded}: {each}"
+
+
+def copies_text(copies: int, t: int) -> str:
+    """What is said of pieces that several of t ranks hold."""
+    return f", {copies} of {t} ranks share each" if copies > 1 else ""
 
 
 def _parameter_strategies(node: Node, splitter: Splitter) -> list[Strategy]:
@@ -318,13 +334,12 @@ def _parameter_strategies(node: Node, splitter: Splitter) -> list[Strategy]:
         Strategy({}, I, keep, "replicated"),
         Strategy({}, R, keep + sum_once, "replicated, gradient summed over tp"),
     ]
-    for dim, sizes in enumerate(note(node).dims):
-        for atom, size in enumerate(sizes):
-            if splitter.padding.divides_place(node, (dim, atom)):
-                stored = keep / size * shard_size(size, t)
-                padded = ", padded" if size % t else ""
-                why = f"sharded{padded}: {division_text(size, t)}"
-                made.append(Strategy({}, S(dim, atom), stored, why))
+    for kind in splitter.shards(node):
+        size, pieces = math.prod(note(node).dims[dim][atom] for dim, atom in kind.places), t // kind.copies
+        padded = ", padded" if size % pieces else ""
+        why = f"sharded{padded}: {division_text(size, pieces)}" + copies_text(kind.copies, t)
+        stored = keep / size * shard_size(size, pieces) + (sum_once if kind.copies > 1 else 0.0)
+        made.append(Strategy({}, kind, stored, why))
     return _pinned(node, made, splitter) if node in splitter.pins else made
 
 
@@ -396,7 +411,7 @@ def _kept(
         return 0.0
     machine, t, nbytes = splitter.machine, splitter.t, payload(node)
     again = gathers_again(reader, source, target)
-    seconds = nbytes / (t if target.kind == "S" or again else 1) * machine.per_saved_byte
+    seconds = nbytes / (t if again else target.pieces(t)) * machine.per_saved_byte
     seconds += collective_seconds("all-gather", nbytes, t, machine) if again else 0.0
     return seconds / len(savers)
 
@@ -415,6 +430,8 @@ def _edge_cost(splitter: Splitter, node: Node, source: ValueType, target: ValueT
         and any(padded_size(note(node).dims, kind, splitter.t) for kind in (source, target))
     ):
         return math.inf  # an all-to-all of padded shards does not exist
+    if source != target and not (source.is_chunked and target.is_chunked):
+        return math.inf  # nothing is cut into copies, or put together of them
     if note(node).kind == "param" and source != target and (source.kind, target.kind) not in PARAMETER_USES:
         return math.inf
     return conversion_seconds(source, target, payload(node), splitter.t, splitter.machine)

@@ -21,6 +21,7 @@ from autoptd.passes.batch import FIRST_ROWS
 from autoptd.passes.links import operands
 from autoptd.passes.padding import Padding
 from autoptd.passes.rules import linear_groups
+from autoptd.passes.sharing import Sharing
 
 
 def communicate(graph: Graph, assignment: Assignment, pieces: int, t: int) -> None:
@@ -130,9 +131,9 @@ def check_connected(graph: Graph, axes: Axes, t: int) -> None:
 
     No atom is split that t does not divide, but a padded vocabulary.
     """
-    padding = Padding(graph, axes, t)
-    findings = [text for node in ops(graph) for text in _findings(node, axes, padding)]
-    findings += [text for node in placeholders(graph, "param") for text in _odd_shards(node, padding)]
+    padding, sharing = Padding(graph, axes, t), Sharing(graph, axes, t)
+    findings = [text for node in ops(graph) for text in _findings(node, axes, padding, sharing)]
+    findings += [text for node in placeholders(graph, "param") for text in _odd_shards(node, padding, sharing)]
     loss = output(graph).args[0]
     if isinstance(loss, Node) and note(loss).tp != I:
         findings.append(f"the loss is {note(loss).tp}, not whole")
@@ -140,17 +141,21 @@ def check_connected(graph: Graph, axes: Axes, t: int) -> None:
         raise InternalError("CONNECTED", "; ".join(findings))
 
 
-def _odd_shards(node: Node, padding: Padding) -> Iterator[str]:
-    """Shards of a dim that is no vocabulary and does not divide."""
+def _odd_shards(node: Node, padding: Padding, sharing: Sharing) -> Iterator[str]:
+    """Shards of a dim that is no vocabulary and does not divide, and of an atom that ranks do not share."""
     kind = note(node).tp
     origin = _origin(node)
+    if kind.sharing > 1:
+        if not sharing.allows(origin, kind):
+            yield f"{site(node)} is {kind} of {note(node).dims[kind.dim]}, which {padding.t} ranks do not share"
+        return
     if kind.kind == "S" and not padding.divides_place(origin, (kind.dim, kind.atom)):
         yield f"{site(node)} is {kind} of {note(node).dims[kind.dim]}, which {padding.t} ranks do not divide"
 
 
-def _findings(node: Node, axes: Axes, padding: Padding) -> Iterator[str]:
+def _findings(node: Node, axes: Axes, padding: Padding, sharing: Sharing) -> Iterator[str]:
     record = note(node)
-    yield from _odd_shards(node, padding)
+    yield from _odd_shards(node, padding, sharing)
     if node.target is markers.convert:
         source = operands(node)[0]
         row = CONVERSIONS.get((note(source).tp.kind, record.tp.kind))
@@ -161,17 +166,19 @@ def _findings(node: Node, axes: Axes, padding: Padding) -> Iterator[str]:
         size = _padded_size(source, note(source).tp, record.tp, padding.t)
         if node.kwargs.get("size", 0) != size or (size and row is not None and row.name == "s_to_s"):
             yield f"{site(node)} converts a dim of {size} that is padded with size {node.kwargs.get('size', 0)}"
+        if not (note(source).tp.is_chunked and record.tp.is_chunked):
+            yield f"{site(node)} converts {note(source).tp} to {record.tp}: not both are chunks"
         return
     if node.target in markers.MARKERS:
         return
     read = [_origin(one) for one in operands(node)]
     types = dict(zip(read, (note(one).tp for one in operands(node)), strict=True))
-    if not _is_row(node, types, axes, padding):
+    if not _is_row(node, types, axes, padding, sharing):
         shown = ", ".join(f"{one.name}: {kind}" for one, kind in types.items())
         yield f"{site(node)} maps ({shown}) to {record.tp}, which no rule allows"
 
 
-def _is_row(node: Node, types: dict[Node, ValueType], axes: Axes, padding: Padding) -> bool:
+def _is_row(node: Node, types: dict[Node, ValueType], axes: Axes, padding: Padding, sharing: Sharing) -> bool:
     gives = note(node).tp
 
     def rest_is_whole(taken: set[Node], kinds: tuple[ValueType, ...]) -> bool:
@@ -184,11 +191,10 @@ def _is_row(node: Node, types: dict[Node, ValueType], axes: Axes, padding: Paddi
     for group in linear_groups_of(node, types):
         if gives == P and all(types[one] == P for one in group) and rest_is_whole(set(group), (R,)):
             return True
-    for letter in axes.letters(node):
-        if not padding.divides(node, letter):
-            continue
-        carried = all(types.get(one) == S(*place) for one, place in letter.places.items())
-        expected = S(*letter.out) if letter.out is not None else I if letter.form in NO_COLLECTIVE_FORMS else P
+    whole = [letter for letter in axes.letters(node) if padding.divides(node, letter)]
+    for letter in whole + sharing.letters(node):
+        carried = all(types.get(one) == letter.needs(one) for one in letter.places)
+        expected = letter.gives or (I if letter.form in NO_COLLECTIVE_FORMS else P)
         taken = set(letter.places)
         if letter.out is None and not letter.form:
             for group in linear_groups_of(node, types):

@@ -120,14 +120,13 @@ def rank_seconds(node: Node, t: int, machine: Machine) -> float:
     moved = sum(local_payload(one, t) for one in [node, *read])
     if name in SORTS:
         moved *= max(1.0, math.log2(shape(read[0])[-1] if shape(read[0]) else 1))
-    is_split = any(note(one).tp.kind == "S" for one in [node, *node.all_input_nodes])
-    work = flops(node) / (t if is_split else 1)
+    work = flops(node) / max(note(one).tp.pieces(t) for one in [node, *node.all_input_nodes])
     return 3 * max(work / machine.flops, moved / machine.memory_bandwidth)
 
 
 def local_payload(node: Node, t: int) -> float:
     """Bytes of a node's value on one of t tensor ranks."""
-    return payload(node) / (t if note(node).tp.kind == "S" else 1)
+    return payload(node) / note(node).tp.pieces(t)
 
 
 def conversion_seconds(source: ValueType, target: ValueType, nbytes: int, degree: int, machine: Machine) -> float:

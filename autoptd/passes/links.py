@@ -237,7 +237,14 @@ def repeat_links(node: Node) -> list[Link]:
     ndim = len(shape(node))
     grown = dim % ndim
     made = [_same_dim(d) for d in range(ndim) if d != grown]
-    return [*made, Link(f"d{grown}", {0: Member((grown,))}, Member((grown,), tail=repeat))]  # type: ignore[arg-type]
+    if not isinstance(repeat, int):
+        return made
+    before = shape(operands(node)[0])[grown]
+    return [
+        *made,
+        Link(f"d{grown}", {0: Member((grown,))}, Member((grown,), tail=repeat)),
+        Link("repeat", {}, Member((grown,), lead=before)),
+    ]
 
 
 def einsum_links(node: Node) -> list[Link]:

@@ -60,7 +60,7 @@ def _local_size(node: Node, dim: int, size: int, sizes: Sizes) -> int:
     record = note(node)
     if record.batch.kind == "S" and record.batch.dim == dim:
         size //= sizes.rows_divisor
-    return shard_size(size, sizes.t) if record.tp.kind == "S" and record.tp.dim == dim else size
+    return shard_size(size, math.prod(n for (at, _), n in record.tp.cuts(sizes.t).items() if at == dim))
 
 
 def localize(graph: Graph, sizes: Sizes) -> int:
@@ -133,7 +133,8 @@ def _local_dropout(node: Node, sizes: Sizes) -> None:
     rows, dims = record.extra["rows"], [list(atoms) for atoms in record.dims]
     for kind, divisor in ((record.batch, sizes.rows_divisor), (record.tp, sizes.t)):
         if kind.kind == "S" and dims[kind.dim]:
-            dims[kind.dim][kind.atom] //= divisor
+            for (dim, atom), pieces in kind.cuts(divisor).items():
+                dims[dim][atom] //= pieces
     batch, shard = ((one.dim, outer_size(dims, one)) if one.kind == "S" else None for one in (rows, record.tp))
     node.target, node.args = markers.dropout, (node.args[0], node.args[1], record.extra["site"], batch, shard)
 
@@ -161,6 +162,11 @@ def _result_sizes(position: int) -> Callable[[Node, Sizes], None]:
 def _repeats(node: Node, sizes: Sizes) -> None:
     x, out = local_shapes(operands(node)[0], sizes)[0], local_shapes(node, sizes)[0]
     _set(node, 1, [b // a for a, b in zip((1,) * (len(out) - len(x)) + x, out, strict=True)])
+
+
+def _interleaved(node: Node, sizes: Sizes) -> None:
+    x, out = (local_shapes(one, sizes)[0] for one in (operands(node)[0], node))
+    _set(node, 1, math.prod(out) // math.prod(x))
 
 
 def _split_size(node: Node, sizes: Sizes) -> None:
@@ -207,6 +213,7 @@ SIZE_ARGUMENTS: dict[str, Callable[[Node, Sizes], None]] = {
     **{f"aten.{name}": _result_sizes(1) for name in ["view", "reshape", "_unsafe_view", "expand"]},
     **{f"aten.{name}": _result_sizes(0) for name in ["full", "zeros", "ones"]},
     "aten.repeat": _repeats,
+    "aten.repeat_interleave": _interleaved,
     "aten.conv1d": _groups,
     "aten.conv2d": _groups,
     "aten.split": _split_size,

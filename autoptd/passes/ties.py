@@ -15,7 +15,8 @@ from torch.fx.node import map_aggregate
 
 from autoptd.ir.notes import note, op_name, ops, output, tensor, value
 from autoptd.ir.periods import find_periods
-from autoptd.passes.axes import Letter, Place
+from autoptd.ir.types import ValueType
+from autoptd.passes.axes import Letter
 from autoptd.passes.rules import linear_groups
 
 SHORTEST = 6  # operators of a layer: a shorter repeat may be the queries, keys and values of one layer
@@ -24,15 +25,15 @@ SHORTEST = 6  # operators of a layer: a shorter repeat may be the queries, keys 
 def find_ties(
     graph: Graph,
     letters: dict[Node, list[Letter]],
-    may_shard: Callable[[Node, Place], bool],
+    shards: Callable[[Node], list[ValueType]],
     pins: Mapping[Node, object],
 ) -> dict[Node, Node]:
-    """The ties of a graph; `letters` are those by which each operator may be split, `may_shard` tells of a value's atoms,
-    `pins` what is decided already.
+    """The ties of a graph; `letters` are those by which each operator may be split, `shards` are the types in which a
+    value may be stored in shards, `pins` what is decided already.
     """
     body = list(ops(graph))
     facts = {
-        node: _facts(node, may_shard) + str(pins.get(node, ""))
+        node: _facts(node, shards) + str(pins.get(node, ""))
         for node in graph.nodes
         if node.op != "output" and value(node) is not None
     }
@@ -60,16 +61,15 @@ def _signature(node: Node, letters: list[Letter], facts: dict[Node, str]) -> str
         lambda arg: f"x{place[arg]}" if isinstance(arg, Node) else "#" if isinstance(arg, (int, float)) else arg,
     )
     split = [
-        (one.name, one.size, sorted((place[arg], at) for arg, at in one.places.items()), one.out, one.form)
+        (one.name, one.size, sorted((place[arg], str(one.needs(arg))) for arg in one.places), str(one.gives), one.form)
         for one in letters
     ]
     linear = [[place[arg] for arg in group] for group in linear_groups(node)]
     return repr((op_name(node), str(literals), split, linear, facts.get(node), [facts.get(arg) for arg in place]))
 
 
-def _facts(node: Node, may_shard: Callable[[Node, Place], bool]) -> str:
+def _facts(node: Node, shards: Callable[[Node], list[ValueType]]) -> str:
     record, made = note(node), value(node)
     sizes = [tuple(one.shape) for one in (made if isinstance(made, (tuple, list)) else [made])]
-    shards = [may_shard(node, (d, a)) for d, atoms in enumerate(record.dims) for a in range(len(atoms))]
     kept = record.of_params, record.needs_grad, record.kind == "param"
-    return repr((sizes, tensor(node).dtype, record.dims, shards, kept))
+    return repr((sizes, tensor(node).dtype, record.dims, list(map(str, shards(node))), kept))

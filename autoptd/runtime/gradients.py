@@ -13,6 +13,7 @@ buckets and start them in the same order, each after the one before it.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable
 
@@ -23,7 +24,7 @@ from autoptd.errors import InternalError, PlanError
 from autoptd.ir.buckets import BUCKET_BYTES, BucketPlan, plan_buckets
 from autoptd.ir.program import ParamSpec, Program
 from autoptd.runtime.linear import WeightGemm
-from autoptd.runtime.parameters import RankParameters, dtype_of
+from autoptd.runtime.parameters import RankParameters, dtype_of, in_place, shard_of
 from autoptd.runtime.world import Pending, World
 
 
@@ -32,7 +33,7 @@ class Bucket:
 
     def __init__(self, plan: BucketPlan, world: World) -> None:
         self.number, self.specs, self.site, self.tied_site = plan.number, plan.params, plan.site, plan.tied_site
-        self.group, self.owners = world.group(plan.axes), world.owners(plan.owners)
+        self.group, self.owners, self.world = world.group(plan.axes), world.owners(plan.owners), world
         self.begin()
 
     def begin(self) -> None:
@@ -49,7 +50,8 @@ class Bucket:
         mine = [leaves[spec.name] for spec in self.specs]
         tied = self.owners.size > 1  # then another owner's stage may have the gradient that is missing here
         self.present = {spec.name for spec in self.specs if tied or leaves[spec.name].grad is not None}
-        flat = torch.cat([_gradient(leaf).reshape(-1) for leaf in mine])
+        grads = [self._spread(spec, _gradient(leaf)) for spec, leaf in zip(self.specs, mine, strict=True)]
+        flat = torch.cat([grad.reshape(-1) for grad in grads])
         for leaf in mine:
             leaf.grad = None
         self.pending = self.group.all_reduce_start(flat, self.site)
@@ -59,9 +61,18 @@ class Bucket:
         if self.pending is None:
             return {spec.name: grad for spec in self.specs if (grad := leaves[spec.name].grad) is not None}
         flat = self.owners.all_reduce(self.pending.wait(), self.tied_site)
-        pieces = flat.split([leaves[spec.name].numel() for spec in self.specs])
-        named = zip(self.specs, pieces, strict=True)
-        return {spec.name: x.view(leaves[spec.name].shape) for spec, x in named if spec.name in self.present}
+        shapes = [spec.shape if spec.type.copies > 1 else leaves[spec.name].shape for spec in self.specs]
+        pieces = flat.split(list(map(math.prod, shapes)))
+        named = zip(self.specs, shapes, pieces, strict=True)
+        return {spec.name: self._own(spec, x.view(shape)) for spec, shape, x in named if spec.name in self.present}
+
+    def _spread(self, spec: ParamSpec, grad: torch.Tensor) -> torch.Tensor:
+        """What is summed: of a piece that ranks share, the whole with each rank's part of the sum in its place."""
+        return in_place(spec, grad, self.world) if spec.type.copies > 1 else grad
+
+    def _own(self, spec: ParamSpec, total: torch.Tensor) -> torch.Tensor:
+        """This rank's part of the sum."""
+        return shard_of(spec, total, self.world) if spec.type.copies > 1 else total
 
 
 class Gradients:
@@ -173,13 +184,15 @@ class Gradients:
 def grad_norm(params: RankParameters) -> torch.Tensor:
     """Return the 2-norm of all gradients of the model, every parameter counted once, on every rank (float64, 0-d).
 
-    Of type S every tensor rank counts its shard, of types I and R the first one counts; of a tied parameter the first owner.
+    Of type S every tensor rank counts its shard, the first one where ranks share it, as of types I and R; of a tied parameter
+    the first owner.
     Replicas hold equal gradients and are not summed over.
     """
     world = params.world
     total = torch.zeros((), dtype=torch.float64, device=world.device)
     for spec in params.specs:
-        counts = params.is_first_owner(spec) and (spec.type.kind == "S" or world.coordinate.tp == 0)
+        holders = spec.type.copies if spec.type.kind == "S" else world.mesh.t  # of which the first one counts
+        counts = params.is_first_owner(spec) and world.coordinate.tp % holders == 0
         gradient = params.gradient(spec.name) if counts else None
         if gradient is not None:
             total += torch.linalg.vector_norm(gradient, dtype=torch.float64) ** 2

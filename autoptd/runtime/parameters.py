@@ -22,7 +22,7 @@ from torch import nn
 
 from autoptd.errors import PlanError
 from autoptd.ir.program import ParamSpec, Program
-from autoptd.runtime.shards import join_shards, take_shard
+from autoptd.runtime.shards import join_shards, pad_shard, take_shard
 from autoptd.runtime.world import World
 
 
@@ -122,8 +122,14 @@ def shard_of(spec: ParamSpec, full: torch.Tensor, world: World) -> torch.Tensor:
     """Return this rank's part of a full tensor that is laid out as the parameter; may share its storage."""
     if spec.type.kind != "S":
         return full
-    t = world.mesh.t
-    return take_shard(full, spec.type.dim, spec.outer, world.coordinate.tp, t, spec.padded_size(t))
+    t, copies = world.mesh.t, spec.type.copies
+    return take_shard(full, spec.type.dim, spec.outer, world.coordinate.tp // copies, t // copies, spec.padded_size(t))
+
+
+def in_place(spec: ParamSpec, shard: torch.Tensor, world: World) -> torch.Tensor:
+    """Return the full tensor with this rank's part in its place and zeros elsewhere."""
+    t, copies = world.mesh.t, spec.type.copies
+    return pad_shard(shard, spec.type.dim, spec.outer, world.coordinate.tp // copies, t // copies)
 
 
 def gather_full(
@@ -142,7 +148,7 @@ def gather_full(
         assert local is not None
         full = local.detach()
         if spec.type.kind == "S":
-            parts = world.group(("tp",)).all_gather(full.contiguous(), site)
+            parts = world.group(("tp",)).all_gather(full.contiguous(), site)[:: spec.type.copies]
             full = join_shards(parts, spec.type.dim, spec.outer, spec.padded_size(world.mesh.t))
     else:
         full = torch.empty(spec.shape, dtype=dtype or dtype_of(spec.dtype), device=world.device)

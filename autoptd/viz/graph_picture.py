@@ -302,7 +302,7 @@ def _shape(node: Node) -> str:
 def _local_bytes(node: Node, t: int = 1) -> int:
     """Bytes of the local value; of the whole one where it is sharded over `t`."""
     count = math.prod(note(node).extra["local_shapes"][0])
-    return count * tensor(node).element_size() * (t if note(node).tp.kind == "S" else 1)
+    return count * tensor(node).element_size() * note(node).tp.pieces(t)
 
 
 def _tooltip(node: Node) -> str:

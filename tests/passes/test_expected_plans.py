@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -36,8 +36,8 @@ def gpt2() -> nn.Module:
     return transformers.GPT2LMHeadModel(config)
 
 
-def llama() -> nn.Module:
-    config = transformers.LlamaConfig(num_attention_heads=32, num_key_value_heads=8, use_cache=False, **LLAMA)
+def llama(kv: int = 8) -> nn.Module:
+    config = transformers.LlamaConfig(num_attention_heads=32, num_key_value_heads=kv, use_cache=False, **LLAMA)
     return transformers.LlamaForCausalLM(config)
 
 
@@ -81,6 +81,18 @@ PLANS = {
     ),
     "llama, grouped queries": Expected(
         llama,
+        "model.layers",
+        {
+            **{f"self_attn.{name}_proj": "column" for name in "qkv"},
+            "self_attn.o_proj": "row",
+            "mlp.gate_proj": "column",
+            "mlp.up_proj": "column",
+            "mlp.down_proj": "row",
+        },
+        {"model.embed_tokens": "width", "lm_head": "column"},
+    ),
+    "llama, fewer KV heads than ranks": Expected(
+        partial(llama, kv=2),
         "model.layers",
         {
             **{f"self_attn.{name}_proj": "column" for name in "qkv"},
