@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,8 +21,6 @@ from autoptd.passes.rows import place_rows
 from autoptd.passes.steer import find_pins
 from autoptd.passes.symbols import name_axes
 
-EAGER = 50  # how much dearer a saved byte is where sequence parallelism was asked for
-
 
 def annotate(
     graph: Graph,
@@ -39,7 +36,7 @@ def annotate(
 ) -> tuple[Axes, Assignment]:
     """Fill the types of every node; `whole` is a second trace, with all rows of the batch (None when it is not split).
 
-    With `sequence_parallel` tp may split values by tokens: wherever that is cheapest ("auto"), or, with bytes saved for
+    With `sequence_parallel` tp may split values by tokens: wherever that is cheapest ("auto"), or, with what is kept whole for
     backward priced fifty times higher, nearly wherever it can (True). `shard` are the entries of a plan that pin parameters.
     """
     axes, constants = Axes(graph), Constants(buffers)
@@ -53,9 +50,7 @@ def annotate(
         if split:
             raise PlanError("plan: shard", f"{split[0]}, but t=1 splits nothing", "t > 1, or leave it out")
         return axes, Assignment({}, {}, lambda node, source, target: 0.0)
-    if sequence_parallel is True:
-        machine = replace(machine, per_saved_byte=EAGER * machine.per_saved_byte)
-    splitter = Splitter(graph, axes, t, machine, batched, by_tokens=bool(sequence_parallel), pins=pins)
+    splitter = Splitter(graph, axes, t, machine, batched, sequence_parallel=sequence_parallel, pins=pins)
     if sequence_parallel is True:
         check_tokens(graph, splitter)
     assignment = assign_tensor(graph, splitter)

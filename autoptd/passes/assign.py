@@ -36,6 +36,7 @@ from autoptd.passes.ties import find_ties
 SAVED_FOR_BACKWARD = {*GEMMS, "aten.layer_norm", "aten.rms_norm", "aten.softmax", "aten.scaled_dot_product_attention"}
 SAVED_FOR_BACKWARD |= {f"aten.{name}" for name in "gelu relu silu tanh sigmoid mul div pow cross_entropy_loss".split()}
 WHOLE = "whole on every rank"
+EAGER = 50  # how much dearer a byte is that every rank saves, where sequence parallelism was asked for
 Hub = tuple[int, list[ValueType]]  # the variable of a fan-out, and its choices
 NO_COLLECTIVE_FORMS = ("vocab_cross_entropy",)  # local forms that reduce inside: their result is I
 
@@ -96,7 +97,8 @@ class Assignment:
 
 class Splitter:
     """What tp may split: letters that t divides, and vocabularies; never the batch, and other axes of inputs (tokens) only with
-    sequence parallelism. `batched` names the inputs whose dim 0 is the batch; `pins` hold parameters to what a plan says.
+    sequence parallelism, by price ("auto") or eagerly (True). `batched` names the inputs whose dim 0 is the batch; `pins` hold
+    parameters to what a plan says.
     """
 
     def __init__(
@@ -107,10 +109,11 @@ class Splitter:
         machine: Machine,
         batched: Collection[str],
         *,
-        by_tokens: bool,
+        sequence_parallel: bool | str,
         pins: Pins,
     ) -> None:
         self.axes, self.t, self.machine, self.pins = axes, t, machine, pins
+        self.whole_factor = EAGER if sequence_parallel is True else 1
         self.padding, self.sharing = Padding(graph, axes, t), Sharing(graph, axes, t)
         of_inputs: dict[bool, set[int]] = {True: set(), False: set()}
         for node in graph.nodes:
@@ -118,7 +121,7 @@ class Splitter:
                 for dim in range(len(note(node).dims)):
                     of_inputs[dim == 0 and note(node).name in batched].update(map(id, axes.atoms(node, dim)))
         self.tokens = of_inputs[False] - of_inputs[True]
-        self.kept = of_inputs[True] if by_tokens else of_inputs[True] | of_inputs[False]
+        self.kept = of_inputs[True] if sequence_parallel else of_inputs[True] | of_inputs[False]
 
     def letters(self, node: Node) -> list[Letter]:
         """The letters by which `node` may be split."""
@@ -411,7 +414,8 @@ def _kept(
         return 0.0
     machine, t, nbytes = splitter.machine, splitter.t, payload(node)
     again = gathers_again(reader, source, target)
-    seconds = nbytes / (t if again else target.pieces(t)) * machine.per_saved_byte
+    pieces = t if again else target.pieces(t)
+    seconds = nbytes / pieces * machine.per_saved_byte * (splitter.whole_factor if pieces == 1 else 1)
     seconds += collective_seconds("all-gather", nbytes, t, machine) if again else 0.0
     return seconds / len(savers)
 
