@@ -1,4 +1,9 @@
-"""What all tests share: traces, but in the tests of tracing."""
+"""What all tests share: traces, but in the tests of tracing, and a machine on which small models are split in many ways.
+
+Collectives that start at once, and dear memory, let the sizes of tensors decide, however small: plans have embeddings in
+shards, gathers and scatters, which on a real machine models of the size of tests would not have. (`passes/test_expected_plans.py`,
+`parity/test_sharing.py` and the fuzzer name real ones.)
+"""
 
 from __future__ import annotations
 
@@ -7,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from autoptd import trace
+from autoptd.ir import machine
 from tests import traces
 
 
@@ -14,3 +20,8 @@ from tests import traces
 def traced_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if Path(__file__).parent / "trace" not in request.path.parents:
         monkeypatch.setattr(trace, "capture", traces.capture)
+
+
+@pytest.fixture(autouse=True)
+def collectives_start_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "DEFAULT", machine.Machine(latency=1e-9, per_saved_byte=1e-12))

@@ -27,30 +27,32 @@ class Machine:
     between nodes. `latency` is what a collective over tp takes beside its bytes, `message` what a message between stages,
     or one more collective of theirs, does; `memory` is in bytes (no bound unless it is given).
 
-    The defaults are a node of 8 GPUs with a 200 Gb/s card each, where collectives over tp have next to no latency: then a plan
-    is the same for small and for large models of one shape. With the latency of a real machine (`PRESETS`) a small model
-    may well be faster whole on every rank.
+    The defaults are a node of 8 GPUs with a 200 Gb/s card each. `redundant` is what a matrix product costs, in seconds, beside
+    its time, where every rank does it in full: whoever asks for t ranks wants products split, also those of a small model,
+    which would be faster whole. Unless given: ten collectives.
 
     `per_parameter_byte` and `per_saved_byte` are the prices, in seconds per microbatch, of a byte that a rank keeps (parameter,
     gradient and optimizer state follow it) and of a byte saved for backward. They are never zero: on time alone an
-    all-gather followed by redundant GEMMs beats an all-reduce. Unless given: what a link takes for 4 bytes, for a fifth of one.
+    all-gather followed by redundant GEMMs beats an all-reduce. Unless given: what a link takes for 4 bytes, for a fiftieth of
+    one; where memory is short, saved bytes are made dearer (`fit.py`).
     """
 
     flops: float = 300e12
     memory_bandwidth: float = 1.5e12
     link_bandwidth: float = 200e9
-    latency: float = 1e-9
+    latency: float = 15e-6
     network_bandwidth: float = 25e9
     ranks_per_node: int = 8
     per_parameter_byte: float = 0.0  # 0: by the link
     per_saved_byte: float = 0.0
+    redundant: float = 0.0  # 0: by the latency
     message: float = 20e-6
     memory: float = math.inf
 
     def __post_init__(self) -> None:
         for name, number in dataclasses.asdict(self).items():
             is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
-            may_be_zero = name in ("latency", "message", "per_parameter_byte", "per_saved_byte")
+            may_be_zero = name in ("latency", "message", "per_parameter_byte", "per_saved_byte", "redundant")
             if not is_number or math.isnan(number) or number < 0 or (number == 0 and not may_be_zero):
                 what = "no number that is at least 0" if may_be_zero else "no positive number"
                 raise PlanError(f"machine: {name}={number!r}", what, "leave it out, or see autoptd/ir/machine.py")
@@ -59,7 +61,9 @@ class Machine:
         if not self.per_parameter_byte:
             object.__setattr__(self, "per_parameter_byte", 4 / self.link_bandwidth)
         if not self.per_saved_byte:
-            object.__setattr__(self, "per_saved_byte", 0.2 / self.link_bandwidth)
+            object.__setattr__(self, "per_saved_byte", 0.02 / self.link_bandwidth)
+        if not self.redundant:
+            object.__setattr__(self, "redundant", 10 * self.latency)
 
     def widened(self, factor: float) -> Machine:
         """The machine on which values of `factor` times the bytes take the same time and room: it gets the same plan."""
@@ -103,6 +107,7 @@ PRESETS: dict[str, Machine] = {
     "h100": _gpu(flops=989e12, memory_bandwidth=3.35e12, nvlink=900e9, network=50e9, memory=80e9),
     "h200": _gpu(flops=989e12, memory_bandwidth=4.8e12, nvlink=900e9, network=50e9, memory=141e9),
 }
+DEFAULT = Machine()
 
 
 def find_machine(given: Any) -> Machine:
@@ -110,7 +115,7 @@ def find_machine(given: Any) -> Machine:
     if isinstance(given, Machine):
         return given
     if given is None:
-        return Machine()
+        return DEFAULT
     if isinstance(given, str):
         if given not in PRESETS:
             raise PlanError(f"machine={given!r}", "no such machine", f"{nearest(given, PRESETS)}, or a Machine")
@@ -126,11 +131,10 @@ def spelled(given: Any) -> str | dict[str, float] | None:
     machine = find_machine(given)
     if given is None or isinstance(given, str):
         return given
-    usual = dataclasses.asdict(Machine(link_bandwidth=machine.link_bandwidth))
+    leading = {name: getattr(machine, name) for name in ("link_bandwidth", "latency")}  # others follow them
+    usual = dataclasses.asdict(Machine(**leading))
     fields = {name: one for name, one in dataclasses.asdict(machine).items() if one != usual[name]}
-    if machine.link_bandwidth != Machine.link_bandwidth:
-        fields["link_bandwidth"] = machine.link_bandwidth
-    return fields
+    return fields | {name: one for name, one in leading.items() if one != getattr(Machine, name)}
 
 
 __all__ = ["PRESETS", "Machine", "find_machine", "spelled"]

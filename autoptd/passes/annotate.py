@@ -37,7 +37,7 @@ def annotate(
     """Fill the types of every node; `whole` is a second trace, with all rows of the batch (None when it is not split).
 
     With `sequence_parallel` tp may split values by tokens: wherever that is cheapest ("auto"), or, with what is kept whole for
-    backward priced fifty times higher, nearly wherever it can (True). `shard` are the entries of a plan that pin parameters.
+    backward priced 500 times higher, nearly wherever it can (True). `shard` are the entries of a plan that pin parameters.
     """
     axes, constants = Axes(graph), Constants(buffers)
     assign_batch(graph, axes, batched, pieces, constants)

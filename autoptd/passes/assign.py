@@ -36,7 +36,7 @@ from autoptd.passes.ties import find_ties
 SAVED_FOR_BACKWARD = {*GEMMS, "aten.layer_norm", "aten.rms_norm", "aten.softmax", "aten.scaled_dot_product_attention"}
 SAVED_FOR_BACKWARD |= {f"aten.{name}" for name in "gelu relu silu tanh sigmoid mul div pow cross_entropy_loss".split()}
 WHOLE = "whole on every rank"
-EAGER = 50  # how much dearer a byte is that every rank saves, where sequence parallelism was asked for
+EAGER = 500  # how much dearer a byte is that every rank saves, where sequence parallelism was asked for
 Hub = tuple[int, list[ValueType]]  # the variable of a fan-out, and its choices
 NO_COLLECTIVE_FORMS = ("vocab_cross_entropy",)  # local forms that reduce inside: their result is I
 
@@ -282,6 +282,7 @@ def _strategies(node: Node, splitter: Splitter) -> list[Strategy]:
     machine, t = splitter.machine, splitter.t
     read = list(dict.fromkeys(operands(node)))
     seconds = compute_seconds(node, machine)
+    in_full = seconds + (machine.redundant if flops(node) else 0.0)
     # Only matrix products are credited for a split: for the rest, splitting must not cost a collective but earns nothing
     # (sharding the residual stream to save on its adds would trade every all-reduce for two collectives).
     split_seconds = seconds / t if flops(node) else seconds
@@ -292,7 +293,7 @@ def _strategies(node: Node, splitter: Splitter) -> list[Strategy]:
     made = []
     for kind in (I, R) if splitter.axes.is_linear(node) else (I,):
         needs = {one: whole(one, kind) for one in read}
-        made.append(Strategy(needs, kind, seconds, WHOLE))
+        made.append(Strategy(needs, kind, in_full, WHOLE))
     for letter in splitter.letters(node):
         needs = {one: letter.needs(one) if one in letter.places else whole(one) for one in read}
         if letter.form in NO_COLLECTIVE_FORMS:
@@ -309,7 +310,7 @@ def _strategies(node: Node, splitter: Splitter) -> list[Strategy]:
         if any(note(one).of_params for one in group):
             needs = {one: P if one in group else whole(one) for one in read}
             # A sum stays pending only where that saves something: half a latency decides against it where nothing is saved.
-            pending = seconds + (machine.latency / 2 if op_name(node) in ("aten.add", "aten.sub") else 0.0)
+            pending = in_full + (machine.latency / 2 if op_name(node) in ("aten.add", "aten.sub") else 0.0)
             made.append(Strategy(needs, P, pending, "linear in a pending sum"))
     return made
 

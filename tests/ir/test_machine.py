@@ -51,12 +51,11 @@ def test_the_keyword_memory_goes_before_the_machines() -> None:
 
 
 def test_the_plan_is_weighed_for_it() -> None:
-    """Collectives that take a second each leave a small GPT whole on every rank; next to none, and it is split."""
-    split, whole = (
-        autoptd.compile(gpt(2), t=2, example_inputs=batch(), machine=Machine(latency=seconds))
-        for seconds in (1e-9, 1.0)
-    )
-    assert {one.type.kind for one in split.params} > {"S"} and {one.type.kind for one in whole.params} == {"I"}
-    assert whole.plan["options"]["machine"] == {"latency": 1.0}
+    """Collectives that take a second each leave a small GPT whole on every rank, but for what a redundant product costs."""
+    costs = [{"latency": 1e-9}, {"latency": 1.0}, {"latency": 1.0, "redundant": 1e-9}]
+    programs = [autoptd.compile(gpt(2), t=2, example_inputs=batch(), machine=Machine(**one)) for one in costs]
+    split, still, whole = ({one.type.kind for one in program.params} for program in programs)
+    assert split > {"S"} and still > {"S"} and whole == {"I"}
+    assert programs[2].plan["options"]["machine"] == costs[2]
     with pytest.raises(PlanError, match="the fullest rank holds"):
         autoptd.compile(gpt(2), t=2, example_inputs=batch(), machine=Machine(memory=1e3))

@@ -10,7 +10,7 @@ from torch import nn
 from torch.fx import Graph, Node
 
 from autoptd import passes, trace
-from autoptd.ir.machine import Machine
+from autoptd.ir.machine import Machine, find_machine
 from autoptd.ir.notes import note, op_name, ops
 from autoptd.passes.assign import Assignment
 from autoptd.passes.axes import Axes
@@ -48,7 +48,7 @@ def annotate(
         doubled = trace.capture(model, twice, {}, None).graph
         batched = {name for name, _ in captured.inputs}
     axes, assignment = passes.annotate(
-        captured.graph, doubled, captured.buffers, batched, pieces, t, machine or Machine()
+        captured.graph, doubled, captured.buffers, batched, pieces, t, machine or find_machine(None)
     )
     return captured.graph, axes, assignment
 

@@ -60,7 +60,7 @@ class Expected:
     """`layer`: its modules and how they are split, all others are whole; `outside`: likewise, of what is in no layer.
 
     `sums`: all-reduces of a layer forward, and as many backward; `gathers`: its all-gathers with sequence parallelism, beside
-    `sums` reduce-scatters. `whole`: products that every rank computes, without sequence parallelism.
+    `sums` reduce-scatters.
     """
 
     make: Callable[[], nn.Module]
@@ -69,7 +69,6 @@ class Expected:
     outside: dict[str, str]
     sums: int = 2
     gathers: int = 2
-    whole: tuple[str, ...] = ()
 
 
 PLANS = {
@@ -139,7 +138,6 @@ PLANS = {
             "output.dense": "row",
         },
         {"bert.embeddings.word_embeddings": "vocabulary"},
-        whole=("cls.predictions.transform.dense",),  # Megatron's too: two collectives for one small product
     ),
 }
 
@@ -223,7 +221,7 @@ def test_nothing_is_done_twice(name: str, sequence_parallel: bool) -> None:
     """No product is computed by every rank, nothing gathered is only sliced again, and q, k and v share what they read."""
     _, program = compiled(name, sequence_parallel)
     redundant = [row["module"] for row in program.costs["gemms"] if row["redundant"]]
-    assert redundant == ([] if sequence_parallel else [*PLANS[name].whole]) and not program.fallbacks
+    assert redundant == [] and not program.fallbacks
     graph = program.graphs["CONNECTED"]
     assert [node.name for node in gathers(graph) if is_only_sliced(node)] == []
     made = Counter((node.args[0], note(node).tp) for node in ops(graph) if node.target is markers.convert)

@@ -76,20 +76,20 @@ def test_grouped_queries() -> None:
 
 
 def test_grouped_queries_of_which_one_factor_divides() -> None:
-    """4 ranks split 4 query heads per KV head; the 2 KV heads themselves are on every rank, as are their projections."""
+    """4 ranks split 4 query heads per KV head; the 3 KV heads themselves are on every rank, as are their projections."""
 
     def forward(self: Any, x: Tensor, y: Tensor) -> Tensor:
         h = F.embedding(x, self.w)
-        q = F.linear(h, self.q).view(2, 4, 8, 7).transpose(1, 2)
-        k, v = (F.linear(h, one).view(2, 4, 2, 7).transpose(1, 2) for one in (self.k, self.v))
-        z = F.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2).reshape(2, 4, 56)
+        q = F.linear(h, self.q).view(2, 4, 12, 7).transpose(1, 2)
+        k, v = (F.linear(h, one).view(2, 4, 3, 7).transpose(1, 2) for one in (self.k, self.v))
+        z = F.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2).reshape(2, 4, 84)
         return F.linear(z, self.o).square().sum()
 
-    graph, _ = connect(Net(forward, w=(8, 12), q=(56, 12), k=(14, 12), v=(14, 12), o=(12, 56)), X, Y, t=4)
+    graph, _ = connect(Net(forward, w=(8, 12), q=(84, 12), k=(21, 12), v=(21, 12), o=(12, 84)), X, Y, t=4)
     attention = note(find(graph, "scaled_dot_product_attention"))
     assert attention.why == "split by repeat: 4 = 4 x 1" and attention.fallback is None
     assert {one.op for one in fallbacks(graph)} == {"aten.linear"}
-    assert facts(fallbacks(graph)) == {("2 KV heads do not divide over t=4", "t in {1, 2}")}
+    assert facts(fallbacks(graph)) == {("3 KV heads do not divide over t=4", "t in {1, 3}")}
 
 
 def test_widths_that_do_not_divide() -> None:
