@@ -1,8 +1,8 @@
 """What all tests share: traces, but in the tests of tracing, and a machine on which small models are split in many ways.
 
 Collectives that start at once, and dear memory, let the sizes of tensors decide, however small: plans have embeddings in
-shards, gathers and scatters, which on a real machine models of the size of tests would not have. (`passes/test_expected_plans.py`,
-`parity/test_sharing.py` and the fuzzer name real ones.)
+shards, gathers and scatters, which on a real machine models of the size of tests would not have. The real ones are named in
+`passes/test_expected_plans.py`, and drawn by the fuzzer.
 """
 
 from __future__ import annotations

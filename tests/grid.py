@@ -1,7 +1,8 @@
 """Every schedule on every mesh, against the model on one device: `python -m tests.grid`, or a covering part of it in the tests.
 
-A case is (model, schedule, t, p, d, v, m). Its parity is that of `autoptd.verify`: loss, gradients and updated parameters in
-float64. A case that cannot be is to be a PlanError whose remedy names settings that work; those are then run instead.
+A case is (model, schedule, t, p, d, v, m, sequence parallel or not). Its parity is that of `autoptd.verify`: loss, gradients
+and updated parameters in float64. A case that cannot be is to be a PlanError whose remedy names settings that work; those
+are then run instead.
 
     python -m tests.grid --part 0/2 & python -m tests.grid --part 1/2      # two halves, side by side
     python -m tests.grid --only schedule=zbv model=unet
@@ -32,11 +33,14 @@ from autoptd.errors import InternalError, PlanError
 from autoptd.options import SCHEDULES
 from tests import traces
 from tests.parity.models import batch, encoder_decoder, gpt, shared_block, source_batch, unet
+from tests.parity.rotary import llama, neox
 
 ROWS = 2  # of a microbatch
 STEPS = 2
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "gpt": lambda: gpt(6, heads=2, width=16),
+    "llama": llama,
+    "neox": neox,
     "unet": lambda: unet(3),
     "shared": lambda: shared_block(6),
     "encoder-decoder": lambda: encoder_decoder(3),
@@ -49,6 +53,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "d": (1, 2),
     "v": (1, 2, 3),
     "m": (1, 3, 4, 5, 8),
+    "sp": (False, True),
 }
 
 
@@ -60,25 +65,31 @@ class Case(NamedTuple):
     d: int
     v: int
     m: int
+    sp: bool = False
 
     def __str__(self) -> str:
-        return f"{self.model}-{self.schedule}-t{self.t}p{self.p}d{self.d}v{self.v}m{self.m}"
+        mesh = f"t{self.t}p{self.p}d{self.d}v{self.v}m{self.m}"
+        return f"{self.model}-{self.schedule}-{mesh}" + ("-sp" if self.sp else "")
 
 
 def grid() -> list[Case]:
-    """All cases but those whose v the schedule does not have, and several chunks on one pipeline rank."""
+    """All cases but those whose v the schedule does not have, several chunks on one pipeline rank, and sequence parallelism
+    on one tensor rank.
+    """
     every = [Case(*values) for values in itertools.product(*FACTORS.values())]
     return [case for case in every if fits(case)]
 
 
 def misfits() -> list[Case]:
     """The cases that are left, one model and batch of them: they are to be refused."""
-    few = dict.fromkeys(Case(*values)._replace(model="gpt", m=4) for values in itertools.product(*FACTORS.values()))
+    few = dict.fromkeys(
+        Case(*values)._replace(model="gpt", m=4, sp=False) for values in itertools.product(*FACTORS.values())
+    )
     return [case for case in few if not fits(case)]
 
 
 def fits(case: Case) -> bool:
-    return SCHEDULES[case.schedule] in (0, case.v) and (case.v == 1 or case.p > 1)
+    return SCHEDULES[case.schedule] in (0, case.v) and (case.v == 1 or case.p > 1) and (case.t > 1 or not case.sp)
 
 
 def covering() -> list[Case]:
@@ -104,7 +115,7 @@ def run(case: Case) -> None:
     mesh = {"t": case.t, "p": case.p, "d": case.d, "v": case.v}
     schedule = {"schedule": case.schedule, "num_microbatches": case.m}
     schedule["p2p"] = "direct" if case.m % 2 else "scatter_gather"
-    schedule["sequence_parallel"] = case.t > 1 and case.m in (3, 4)
+    schedule["sequence_parallel"] = case.sp
     autoptd.verify(MODELS[case.model](), **mesh, **schedule, example_inputs=inputs, steps=STEPS)
 
 

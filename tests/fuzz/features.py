@@ -106,6 +106,7 @@ CHOICES: dict[str, list[Any]] = {
     "memory": ["none", "embedding", "encoder"],  # that all layers attend to
     "p2p": ["auto", "scatter_gather", "direct"],
     "sequence parallel": ["no", "auto", "yes"],
+    "machine": ["sizes decide", "default", "shared heads"],  # by which plans are weighed
 }
 
 

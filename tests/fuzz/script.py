@@ -234,6 +234,12 @@ def _setup(case: Case) -> list[str]:
     return lines
 
 
+MACHINES = {
+    "sizes decide": "autoptd.Machine(latency=1e-9, per_saved_byte=1e-12)",
+    "shared heads": "autoptd.Machine(flops=1e18, memory_bandwidth=1e15, latency=1e-7, per_parameter_byte=1e-10)",
+}
+
+
 def _call(case: Case) -> list[str]:
     t, p, d, v = case["mesh"]
     inputs = {"ids": "ids", "labels": "labels"} | ({"keep": "keep"} if case["padding"] else {})
@@ -244,6 +250,7 @@ def _call(case: Case) -> list[str]:
     arguments += [f"schedule='{case.schedule}'", *(["loss_fn=loss_fn"] if case["result"] == "loss_fn" else [])]
     arguments += _hooks(case.hooks)
     arguments += [f"p2p='{case['p2p']}'"] if case["p2p"] != "auto" else []
+    arguments += [f"machine={MACHINES[case['machine']]}"] if case["machine"] in MACHINES else []
     arguments += [f"sequence_parallel={case.sequence_parallel!r}"] if case.sequence_parallel else []
     return [f"call = {{{pairs}}}", f"autoptd.verify(model, {', '.join(arguments)}, example_inputs=call, steps=2)"]
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoptd
@@ -19,10 +16,10 @@ from autoptd.ir import buckets
 from autoptd.ir.calls import expected_calls
 from autoptd.ir.mesh import Mesh
 from autoptd.runtime.exchange import ThreadGroup
-from autoptd.runtime.gathered import Again
 from autoptd.runtime.threads import ThreadWorld, run_ranks
 from autoptd.runtime.world import Needs, Pending, World
 from examples.gpt import GPT, GPTConfig
+from tests.parity.kept import kept_bytes
 from tests.parity.models import LENGTH, batch, gpt, separate, skipping, uneven
 from tests.parity.test_dropout import gpt as dropping_gpt
 from tests.parity.test_mutations import edit_source
@@ -95,40 +92,6 @@ def test_executed_calls_are_those_of_the_program(model: Any, hooks: dict[str, An
     for rank in range(4):
         assert Counter(record.of(rank)) == expected_calls(pm.program, rank)
     pm.close()
-
-
-def kept_bytes(model: nn.Module, call: tuple[Tensor, Tensor], t: int, **keywords: Any) -> int:
-    """Bytes of activations that autograd and the GEMMs of rank 0 keep between forward and backward of one microbatch."""
-    pm = autoptd.parallelize(model, t, num_microbatches=1, backend="local", example_inputs=call, **keywords)
-    kept: dict[int, int] = {}
-    weights = {x.untyped_storage().data_ptr() for x in pm._ranks.here[0].params.leaves.values()}  # type: ignore[union-attr]
-    make = Again.__init__
-
-    def pack(x: Tensor) -> Tensor:
-        storage = x.untyped_storage()
-        if storage.data_ptr() not in weights and x.is_floating_point():
-            kept[storage.data_ptr()] = storage.nbytes()
-        return x
-
-    def note_shard(self: Again, shard: Tensor, *args: Any) -> None:
-        make(self, shard, *args)
-        if threading.current_thread().name == "rank 0":
-            pack(shard)
-
-    executor = pm._ranks.here[0].executor  # type: ignore[union-attr]
-    stage = executor._stages[0]
-    right = stage.forward
-
-    def forward(**values: Tensor) -> tuple[Tensor, ...]:
-        with saved_tensors_hooks(pack, lambda x: x):
-            return right(**values)
-
-    stage.forward = forward
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Again, "__init__", note_shard)
-        pm.step(*call)
-    pm.close()
-    return sum(kept.values())
 
 
 def test_norms_and_residuals_are_kept_as_shards() -> None:
