@@ -7,7 +7,9 @@ shards, gathers and scatters, which on a real machine models of the size of test
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -22,6 +24,7 @@ def traced_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(trace, "capture", traces.capture)
 
 
-@pytest.fixture(autouse=True)
-def collectives_start_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "DEFAULT", machine.Machine(latency=1e-9, per_saved_byte=1e-12))
+@pytest.fixture(autouse=True, scope="session")
+def collectives_start_at_once() -> Iterator[None]:
+    with mock.patch.object(machine, "DEFAULT", machine.Machine(latency=1e-9, per_saved_byte=1e-12)):
+        yield

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autoptd
+from autoptd.ir import machine
 from autoptd.ir.calls import expected_calls
 from autoptd.passes import assign
 from tests.parity.models import LENGTH, batch, gpt, uneven
@@ -23,7 +24,7 @@ from tests.parity.test_mutations import edit_source
 
 @pytest.fixture
 def split_vocabularies(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Take the choice away: a parameter with a vocabulary in it is sharded by it."""
+    """Take the choice away: a parameter with a vocabulary in it is sharded by it, and even five logits are not gathered."""
     every = assign._parameter_strategies
 
     def only(node: Any, splitter: assign.Splitter) -> list[assign.Strategy]:
@@ -33,6 +34,7 @@ def split_vocabularies(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return by_vocabulary or made
 
     monkeypatch.setattr(assign, "_parameter_strategies", only)
+    monkeypatch.setattr(machine, "DEFAULT", machine.Machine(latency=1e-12, per_saved_byte=1e-12))
     yield
 
 

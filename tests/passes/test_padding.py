@@ -21,6 +21,7 @@ from tests.passes.graphs import Net, connect, find
 
 Tensor = torch.Tensor
 V, H = 61, 512
+FULL = Machine(latency=1e-9, per_parameter_byte=1.0, per_saved_byte=1e-12)  # whose memory is dear
 IDS, LABELS = torch.zeros(2, 4, dtype=torch.long), torch.ones(2, 4, dtype=torch.long)
 
 
@@ -51,7 +52,7 @@ WHOLE: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
 def connected(forward: Callable[..., Tensor], t: int = 4) -> tuple[Graph, Axes]:
     """Memory is so dear here that whatever may be sharded is."""
     model = Net(forward, w=(V, 6), bias=(V,), extra=(2, 4, 3))  # 6: its hidden size is of no use to 4 ranks
-    graph, axes = connect(model, IDS, LABELS, t=t, machine=Machine(per_parameter_byte=1.0))
+    graph, axes = connect(model, IDS, LABELS, t=t, machine=FULL)
     check_connected(graph, axes, t)
     return graph, axes
 
@@ -89,7 +90,7 @@ def test_a_vocabulary_in_several_pieces_is_not_padded() -> None:
         logits = F.linear(F.embedding(x, self.w), self.w)
         return loss_of(logits.unflatten(-1, (31, 2)).tanh().flatten(-2), y)
 
-    graph, axes = connect(Net(forward, w=(62, 6)), IDS, LABELS, t=4, machine=Machine(per_parameter_byte=1.0))
+    graph, axes = connect(Net(forward, w=(62, 6)), IDS, LABELS, t=4, machine=FULL)
     check_connected(graph, axes, 4)
     assert note(find(graph, "w")).tp.is_whole
 
