@@ -25,6 +25,7 @@ class Constants:
         self._device = next((one.device for one in buffers.values() if not one.is_meta), torch.device("cpu"))
         self._constant: dict[Node, bool] = {}
         self._values: dict[Node, torch.Tensor] = {}
+        self._equal: dict[tuple[Node, int], bool] = {}  # every layer asks for the mask again
 
     def is_constant(self, node: Node) -> bool:
         """True for buffers and for operators that read nothing but constants."""
@@ -38,9 +39,10 @@ class Constants:
         """True when `node` is a constant operator whose entries along `dim` are all the same."""
         if node.op != "call_function" or not self.is_constant(node) or not self._can_evaluate(node):
             return False
-        found = self.evaluate(node)
-        first = found.narrow(dim, 0, 1)
-        return torch.equal(found, first.expand_as(found))
+        if (node, dim) not in self._equal:
+            found = self.evaluate(node)
+            self._equal[node, dim] = torch.equal(found, found.narrow(dim, 0, 1).expand_as(found))
+        return self._equal[node, dim]
 
     def follows_rows(self, node: Node, other: Node) -> bool:
         """True when anything that `node` is computed from differs in size or number from the other trace."""
