@@ -97,7 +97,7 @@ EXPECTED = {
 
 @pytest.mark.parametrize("way", EXPECTED)
 def test_the_file_does_not_grow_with_depth(way: str) -> None:
-    small, large = text(way, 9), text(way, 15)
+    small, large = text(way, 9), text(way, 12)
     assert EXPECTED[way] in large
     longer = 3 if way == "floats" else 0  # one number per layer
     assert len(large.splitlines()) <= len(small.splitlines()) + longer
