@@ -25,7 +25,9 @@ from autoptd.ir.machine import Machine
 from autoptd.ir.program import Program
 from autoptd.options import make_options
 from autoptd.parallel_model import ParallelModel, is_local
+from autoptd.pretrained import fitting, format_of, with_values
 from autoptd.records import warn_of_fallbacks
+from autoptd.runtime.pretrained import open_folder
 from autoptd.verify import verify
 from autoptd.viz.draw import draw
 
@@ -54,6 +56,7 @@ def parallelize(
     memory: float | None = None,
     machine: str | Machine | Mapping[str, Any] | None = None,
     plan: dict[str, Any] | str | Path | None = None,
+    weights: str | os.PathLike[str] | None = None,
     **later: Any,
 ) -> ParallelModel:
     """Return `model` running on t*p*d ranks: t tensor, p pipeline, d data parallel (Narayanan et al., SC'21).
@@ -69,7 +72,8 @@ def parallelize(
     send where t > 1: "direct", "scatter_gather" or "auto"; the next three are hooks on the backward of linear layers, see
     `Options`. `memory` bounds the bytes of a rank; `machine` is what the plan is weighed for: "laptop-cpu", "a100",
     "h100", "h200" or a `Machine` (ir/machine.py); `plan` is a plan.json (its path, or a dict) whose decisions are taken
-    (`ir/plan.py`). What is left out is the plan's, else the default of `Options`. `later` catches keywords
+    (`ir/plan.py`). `weights` is a folder with model.safetensors, or several files and their index, as `save_pretrained` writes
+    it: each rank reads its own part, and the model's values are not looked at; it may be on meta. What is left out is the plan's, else the default of `Options`. `later` catches keywords
     of features that do not exist yet.
 
     Raises TraceError when the model cannot be captured faithfully and PlanError when the request cannot be met, before any
@@ -99,8 +103,13 @@ def parallelize(
         **later,
     )
     check_module(model)
-    if any(parameter.is_meta for parameter in model.parameters()):
-        raise PlanError("model", "its weights are on meta: there is nothing to train", "build it on a real device")
+    folder = None
+    if weights is not None:
+        folder = fitting(model, open_folder(weights))
+        model = with_values(model, folder)
+    elif any(parameter.is_meta for parameter in model.parameters()):
+        remedy = "build it on a real device, or pass weights='a folder with its safetensors'"
+        raise PlanError("model", "its weights are on meta: there is nothing to train", remedy)
     replicas = options.d if is_local(options) else 1
 
     def compile_for(args: tuple[Any, ...], kwargs: dict[str, Any], check: bool) -> Program:
@@ -117,8 +126,8 @@ def parallelize(
             raise PlanError(one.module or "model", fact, "F.dropout(x, p, training=self.training)")
         return program
 
-    state = model.state_dict()
-    pm = ParallelModel.lazy(compile_for, options, state, compile_eval=compile_eval, draw=draw_program)
+    keywords = {"weights": folder, "format": format_of(model), "compile_eval": compile_eval, "draw": draw_program}
+    pm = ParallelModel.lazy(compile_for, options, model.state_dict(), **keywords)
     if example_inputs is not None:
         args, kwargs = split_call(example_inputs)
         pm.compile_now(args, kwargs)

@@ -7,11 +7,12 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch._ops import OpOverload, OpOverloadPacket
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 __all__ = [
+    "FakeTensor",
     "FakeTensorMode",
     "OpOverload",
     "OpOverloadPacket",

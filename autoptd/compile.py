@@ -19,7 +19,7 @@ from torch.fx import Graph
 
 from autoptd import codegen, passes, schedule
 from autoptd import trace as tracing
-from autoptd.compat import tree_flatten, tree_unflatten
+from autoptd.compat import FakeTensor, tree_flatten, tree_unflatten
 from autoptd.dump import Forms
 from autoptd.errors import PlanError, TraceError
 from autoptd.fit import fit
@@ -83,7 +83,7 @@ def compile_program(
 
     call = resize(args, kwargs, batch, batch.traced_rows)
     captured = capture_rows(model, options, args, kwargs, batch)
-    if check and not any(p.is_meta for p in model.parameters()):
+    if check and has_values(model):
         tracing.compare(model, options.loss_fn, captured.graph, captured.buffers, *call)
     whole = None
     if batch.pieces > 1:
@@ -209,6 +209,11 @@ def check_module(model: nn.Module) -> None:
         raise PlanError("model", f"is a {type(model).__name__}, not a torch.nn.Module", "pass the module itself")
     if hasattr(model, "_orig_mod"):
         raise PlanError("model", "is wrapped by torch.compile", "pass the module that it wraps: model._orig_mod")
+
+
+def has_values(model: nn.Module) -> bool:
+    """Whether the model can be run: no parameter is on meta, or stands in for one (pretrained.py)."""
+    return not any(p.is_meta or isinstance(p, FakeTensor) for p in model.parameters())
 
 
 def capture_rows(

@@ -28,7 +28,9 @@ from autoptd.runtime.gradients import clip_gradients
 from autoptd.runtime.launch import LocalRanks, ProcessRank, Rank, RunningRanks, is_launched, own_rank
 from autoptd.runtime.optimizer import make_optimizer
 from autoptd.runtime.parameters import check_loaded, gather_gradients, gather_parameters, load_parameters
+from autoptd.runtime.pretrained import Folder
 from autoptd.runtime.record import Record, recording
+from autoptd.runtime.save_pretrained import FolderFormat, contents_of, parse_size, save_folder
 
 Compile = Callable[[tuple[Any, ...], dict[str, Any], bool], Program]  # args, kwargs, compare trace and model once?
 Draw = Callable[[Program, Path], None]
@@ -50,7 +52,8 @@ class ParallelModel:
     """A model on t*p*d ranks. With `backend="local"` they are threads of this process, else this process is one of them.
 
     `program` is the compiled model, or None: see `lazy`. `state` is the model's state dict: its parameters, and persistent
-    buffers. `compile_eval` compiles in eval mode at the first `eval_step`; without it, evaluation runs the training program's
+    buffers. With `weights` the parameters' values are those of this folder instead; `format` says how the model is saved as
+    one. `compile_eval` compiles in eval mode at the first `eval_step`; without it, evaluation runs the training program's
     forward. `draw` adds pictures to `show`. Collective.
     """
 
@@ -63,12 +66,15 @@ class ParallelModel:
         compile: Compile | None = None,
         compile_eval: Compile | None = None,
         draw: Draw | None = None,
+        weights: Folder | None = None,
+        format: FolderFormat | None = None,
     ) -> None:
         self.options = options
         self._is_process = not is_local(options)
         self._state = {name: x.detach() for name, x in state.items()}
         self._names = list(self._state)
         self._compile, self._compile_eval, self._draw = compile, compile_eval, draw
+        self._weights, self._format = weights, format or FolderFormat()
         self._program: Program | None = None
         self._eval_program: Program | None = None
         self._ranks: RunningRanks | None = None
@@ -231,6 +237,18 @@ class ParallelModel:
         ranks.run("load_state_dict", load)
         return LoadResult(missing, unexpected)
 
+    def save_pretrained(self, folder: str | Path, max_shard_size: int | str = "5GB") -> None:
+        """Write the model as Hugging Face's `save_pretrained` does: safetensors under the original names, and its config.
+
+        Files hold at most `max_shard_size` bytes; rank 0 writes them, and holds one at a time. What an earlier save wrote there
+        stays complete until this one is. RuntimeFault on all ranks when rank 0 cannot write. Collective.
+        """
+        limit = parse_size(max_shard_size)
+        ranks, how, specs = self._started("save_pretrained"), self._format, self.program.params
+        others = {name: x.cpu().contiguous() for name, x in self._others.items()}
+        what = contents_of(specs, others, self._names, how)
+        ranks.run("save_pretrained", lambda rank: save_folder(rank.params, what, Path(folder), limit, how))
+
     def gradients(self) -> dict[str, torch.Tensor]:
         """Return full CPU gradients under all original names on rank 0 ({} elsewhere); absent where none. Collective."""
         return self._started("gradients").run("gradients", lambda rank: gather_gradients(rank.params))
@@ -297,7 +315,7 @@ class ParallelModel:
         else:
             start = LocalRanks
             device = options.device or str(next((x.device for x in self._state.values() if not x.is_meta), "cpu"))
-        self._ranks = start(program, self._state, device=device, timeout=options.timeout)
+        self._ranks = start(program, self._weights or self._state, device=device, timeout=options.timeout)
         self._program = program
         parameters = {name for spec in program.params for name in (spec.name, *spec.aliases)}
         self._others = {name: x.clone() for name, x in self._state.items() if name not in parameters}

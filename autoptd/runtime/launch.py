@@ -1,7 +1,7 @@
 """The ranks that this process runs: all of them as threads, or one as a process among others.
 
-In: a program and full tensors by name. Out: `LocalRanks` or `ProcessRank`, with one interface: `run(what, fn)` calls `fn` on
-every rank and returns the result of the first rank of this process.
+In: a program and the parameters' values: full tensors by name, or a folder of them. Out: `LocalRanks` or `ProcessRank`, with
+one interface: `run(what, fn)` calls `fn` on every rank and returns the result of the first rank of this process.
 
     ranks = LocalRanks(program, state, timeout=60.0)
     ranks.run("step", lambda rank: rank.executor.step(microbatches_of[rank.world.rank]))
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
@@ -24,7 +24,7 @@ from autoptd.ir.mesh import Mesh
 from autoptd.ir.program import Program
 from autoptd.runtime.distributed import DistributedWorld
 from autoptd.runtime.executor import Executor, needs_of
-from autoptd.runtime.parameters import RankParameters
+from autoptd.runtime.parameters import RankParameters, Values
 from autoptd.runtime.threads import Ranks, ThreadWorld
 from autoptd.runtime.timeline import Delays, Timeline
 from autoptd.runtime.world import World
@@ -104,7 +104,7 @@ class LocalRanks(RunningRanks):
     """All ranks as threads of this process."""
 
     def __init__(
-        self, program: Program, full: Mapping[str, torch.Tensor], device: str = "cpu", timeout: float = 300.0
+        self, program: Program, full: Values, device: str = "cpu", timeout: float = 300.0
     ) -> None:
         shared = ThreadWorld(program.mesh, needs_of(program), device, timeout)
         self._pool = Ranks(shared)
@@ -132,7 +132,7 @@ class ProcessRank(RunningRanks):
     def __init__(
         self,
         program: Program,
-        full: Mapping[str, torch.Tensor],
+        full: Values,
         device: str | None = None,
         timeout: float = 300.0,
         backend: str | None = None,
@@ -149,7 +149,7 @@ class ProcessRank(RunningRanks):
         self._world.close()
 
 
-def make_rank(program: Program, world: World, full: Mapping[str, torch.Tensor]) -> Rank:
+def make_rank(program: Program, world: World, full: Values) -> Rank:
     """Return one rank, ready to step; a collective of all ranks."""
     check_same_program(program, world)
     params = RankParameters(program, world, full)

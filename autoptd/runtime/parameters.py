@@ -13,7 +13,7 @@ Stages compute with *leaves*: detached tensors that share the parameter's storag
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +22,11 @@ from torch import nn
 
 from autoptd.errors import PlanError
 from autoptd.ir.program import ParamSpec, Program
+from autoptd.runtime.pretrained import Folder, Reader
 from autoptd.runtime.shards import join_shards, pad_shard, take_shard
 from autoptd.runtime.world import World
+
+Values = Mapping[str, torch.Tensor] | Folder  # what parameters start with: full tensors by name, or a folder that has them
 
 
 def dtype_of(name: str) -> torch.dtype:
@@ -51,22 +54,32 @@ class MainGrad:
 class RankParameters:
     """The parameters of one rank. Creating it is a collective: rank 0's values are taken, as DDP does.
 
+    Of a `Folder` instead, every rank reads its own part, and no rank holds a whole.
+
     `specs` are those of the whole program, `local` and `leaves` hold this rank's by the parameter's (first) name.
     """
 
-    def __init__(self, program: Program, world: World, full: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, program: Program, world: World, full: Values) -> None:
         self.program, self.world = program, world
         self.specs = program.params
         self.local: dict[str, nn.Parameter] = {}
         self.leaves: dict[str, torch.Tensor] = {}
         self._main: dict[str, MainGrad] = {}
         self._grad_dtypes = {spec.name: dtype_of(spec.grad_dtype) if spec.grad_dtype else None for spec in self.specs}
+        for spec, shard in self._first_values(full):
+            self.local[spec.name] = nn.Parameter(shard, requires_grad=spec.requires_grad)
+            self.leaves[spec.name] = self.local[spec.name].detach().requires_grad_(spec.requires_grad)
+
+    def _first_values(self, full: Values) -> Iterator[tuple[ParamSpec, torch.Tensor]]:
+        """This rank's part of every parameter that it owns."""
+        if isinstance(full, Folder):
+            reader = full.reader()
+            yield from ((spec, read_shard(spec, reader, self.world)) for spec in self.specs if self.is_owner(spec))
+            return
         for spec in self.specs:
-            whole = from_rank_0(world, spec.name, full[spec.name], dtype_of(spec.dtype))
+            whole = from_rank_0(self.world, spec.name, full[spec.name], dtype_of(spec.dtype))
             if self.is_owner(spec):
-                shard = shard_of(spec, whole, world).clone()  # never the user's own storage
-                self.local[spec.name] = nn.Parameter(shard, requires_grad=spec.requires_grad)
-                self.leaves[spec.name] = self.local[spec.name].detach().requires_grad_(spec.requires_grad)
+                yield spec, shard_of(spec, whole, self.world).clone()  # never the user's own storage
 
     def is_owner(self, spec: ParamSpec) -> bool:
         return self.world.coordinate.pp in owners(self.program, spec)
@@ -118,12 +131,32 @@ def from_rank_0(world: World, name: str, x: torch.Tensor, dtype: torch.dtype | N
     return world.everyone().broadcast(x.detach().to(world.device, dtype), 0, f"start: {name}")
 
 
+def read_shard(spec: ParamSpec, reader: Reader, world: World) -> torch.Tensor:
+    """Read this rank's part of a parameter, in the parameter's dtype; PlanError where tied names have different values."""
+    names = [name for name in spec.aliases if reader.has(name)]
+    if spec.type.kind == "S":
+        numbers = torch.arange(1, spec.shape[spec.type.dim] + 1)
+        rows = _own_entries(spec, numbers, 0, world)
+        parts = [reader.rows(name, spec.type.dim, rows) for name in names]
+    else:
+        parts = [reader.whole(name) for name in names]
+    parts = [part.to(dtype_of(spec.dtype)) for part in parts]
+    for name, part in zip(names[1:], parts[1:], strict=True):
+        if not torch.equal(part, parts[0]):
+            fact = f"is tied to {names[0]} in the model, and has other values than it in the files"
+            raise PlanError(name, fact, "build the model untied (tie_word_embeddings=False), or correct the files")
+    return parts[0].to(world.device)
+
+
 def shard_of(spec: ParamSpec, full: torch.Tensor, world: World) -> torch.Tensor:
     """Return this rank's part of a full tensor that is laid out as the parameter; may share its storage."""
-    if spec.type.kind != "S":
-        return full
+    return _own_entries(spec, full, spec.type.dim, world) if spec.type.kind == "S" else full
+
+
+def _own_entries(spec: ParamSpec, x: torch.Tensor, dim: int, world: World) -> torch.Tensor:
+    """Of `x`, whose `dim` is laid out as the sharded dim of the parameter, what this rank owns; zeros for padding."""
     t, copies = world.mesh.t, spec.type.copies
-    return take_shard(full, spec.type.dim, spec.outer, world.coordinate.tp // copies, t // copies, spec.padded_size(t))
+    return take_shard(x, dim, spec.outer, world.coordinate.tp // copies, t // copies, spec.padded_size(t))
 
 
 def in_place(spec: ParamSpec, shard: torch.Tensor, world: World) -> torch.Tensor:

@@ -1,0 +1,156 @@
+"""What a model and a folder of Hugging Face's format have to do with each other: names, shapes, buffers, config.
+
+In: the user's model, its parameters perhaps on meta, and the folder's path. Out: the folder under the model's names, checked,
+and the model to be traced, whose parameters on meta are fake tensors: they have a real device and no memory.
+
+    folder = fitting(model, open_folder("llama-8b"))      # PlanError lists all that does not fit
+    model = with_values(model, folder)                    # a copy; buffers have their values
+
+Nothing here knows a model's class. What models of transformers tell about themselves is used where it is there:
+`base_model_prefix`, `initialize_weights`, `all_tied_weights_keys`, `_keys_to_ignore_on_load_unexpected`, `config`.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from autoptd.compat import FakeTensorMode
+from autoptd.errors import PlanError
+from autoptd.runtime.pretrained import Folder
+from autoptd.runtime.save_pretrained import FolderFormat
+from autoptd.trace.capture import tied_names
+
+
+def fitting(model: nn.Module, folder: Folder) -> Folder:
+    """Return the folder under the names of the model; PlanError lists all that is missing, unexpected or of another shape."""
+    tied = tied_names(model)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    buffers = persistent_buffers(model)
+    wanted = {**parameters, **buffers}
+    folder = folder.renamed(prefixed(model, wanted, folder.entries))
+    found = folder.entries
+    missing = [names[0] for names in tied.values() if not found.keys() & set(names)]
+    missing += [name for name in buffers if name not in found]
+    derived = derived_names(model)
+    unexpected = [name for name in found if name not in wanted and not any(one.search(name) for one in derived)]
+    wrong = [text for name in wanted if name in found for text in misfits(name, wanted[name], folder)]
+    facts = [f"missing: {counted(missing)}"] if missing else []
+    facts += [f"unexpected: {counted(unexpected)}"] if unexpected else []
+    if facts or wrong:
+        remedy = "a folder of this model: of the same class, built from the folder's own config"
+        raise PlanError(f"weights={str(folder.path)!r}", "; ".join(facts + wrong), remedy)
+    return Folder(folder.path, {name: found[name] for name in wanted if name in found})
+
+
+def misfits(name: str, mine: torch.Tensor, folder: Folder) -> list[str]:
+    """What keeps the folder's tensor from becoming this one."""
+    entry = folder.entries[name]
+    if entry.shape != tuple(mine.shape):
+        return [f"{name} has shape {entry.shape}, not {tuple(mine.shape)}"]
+    if entry.dtype != mine.dtype and not (entry.dtype and entry.dtype.is_floating_point and mine.is_floating_point()):
+        return [f"{name} has dtype {entry.dtype or 'of a quantised model'}, which is not cast to {mine.dtype}"]
+    return []
+
+
+def prefixed(model: nn.Module, wanted: Iterable[str], found: Iterable[str]) -> dict[str, str]:
+    """Renames a folder that was saved from the base model (`wte.weight` for `transformer.wte.weight`), or the reverse."""
+    wanted, prefix = set(wanted), getattr(model, "base_model_prefix", "")
+    if not prefix or wanted & set(found):
+        return {}
+    added = {name: f"{prefix}.{name}" for name in found}
+    cut = {name: name.removeprefix(f"{prefix}.") for name in found}
+    fits = max(added, cut, key=lambda names: len(wanted & set(names.values())))
+    return {old: new for old, new in fits.items() if new in wanted} if wanted & set(fits.values()) else {}
+
+
+def counted(names: Iterable[str]) -> str:
+    """`h.*.attn.bias (12), wpe.weight`: names that differ in numbers only are one."""
+    count = Counter(re.sub(r"\b\d+\b", "*", name) for name in names)
+    first = {re.sub(r"\b\d+\b", "*", name): name for name in names}
+    return ", ".join(f"{text} ({times})" if times > 1 else first[text] for text, times in count.items())
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Buffers that belong to the model's state, under all their names."""
+    kept = model.state_dict(keep_vars=True)
+    return {name: x for name, x in model.named_buffers(remove_duplicate=False) if name in kept}
+
+
+def derived_names(model: nn.Module) -> list[re.Pattern[str]]:
+    """Names that a folder may have in excess: buffers which the model makes itself (`*.rotary_emb.inv_freq`), and what its
+    class says that it ignores."""
+    kept = persistent_buffers(model)
+    made = [name for name, _ in model.named_buffers(remove_duplicate=False) if name not in kept]
+    tails = {".".join(name.split(".")[-2:]) for name in made}
+    own = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    return [re.compile(rf"(^|\.){re.escape(tail)}$") for tail in sorted(tails)] + [re.compile(one) for one in own]
+
+
+def with_values(model: nn.Module, folder: Folder) -> nn.Module:
+    """Return a copy that can be traced: fake parameters for those on meta, the folder's persistent buffers, and the buffers on
+    meta with the values that the model gives them. Everything else is the model's own. PlanError for a buffer without values."""
+    mode, reader, kept = fake_mode(), folder.reader(), persistent_buffers(model)
+    memo: dict[int, object] = {
+        id(one): fake_parameter(one, mode) if one.is_meta else one for one in model.parameters()
+    }
+    memo |= {id(x): reader.whole(name).to(x.dtype) for name, x in kept.items()}
+    made = {name: x for name, x in model.named_buffers() if name not in kept}
+    computed = computed_buffers(model, [name for name, x in made.items() if x.is_meta])
+    memo |= {id(x): computed.get(name, x) for name, x in made.items()}
+    return copy.deepcopy(model, memo)
+
+
+def computed_buffers(model: nn.Module, names: Collection[str]) -> dict[str, torch.Tensor]:
+    """Values of buffers that no file holds (tables of angles), as transformers' models set them after loading."""
+    if not names:
+        return {}
+    mode = fake_mode()
+    memo: dict[int, object] = {id(one): fake_parameter(one, mode) for one in model.parameters()}
+    memo |= {id(x): torch.empty_like(x, device="cpu") for x in model.buffers()}
+    scratch = copy.deepcopy(model, memo)
+    before = {name: (x, x._version) for name, x in scratch.named_buffers()}
+    if hasattr(scratch, "initialize_weights"):
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            scratch.initialize_weights()
+    now = dict(scratch.named_buffers())
+    lost = [name for name in names if now[name] is before[name][0] and now[name]._version == before[name][1]]
+    if lost:
+        remedy = "give them their values on the model (module.name = tensor), or build it on a real device"
+        raise PlanError(counted(lost), "buffers on the meta device, of which files hold no values", remedy)
+    return {name: now[name] for name in names}
+
+
+def fake_mode() -> FakeTensorMode:
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def fake_parameter(parameter: nn.Parameter, mode: FakeTensorMode) -> nn.Parameter:
+    """A parameter without memory that says that it is on the CPU."""
+    with mode:
+        x = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="cpu")
+        return nn.Parameter(x, requires_grad=parameter.requires_grad)
+
+
+def format_of(model: nn.Module) -> FolderFormat:
+    """How transformers would save the model: the names that it leaves out, and its config (nothing for other models)."""
+    return FolderFormat(frozenset(getattr(model, "all_tied_weights_keys", None) or {}), partial(write_configs, model))
+
+
+def write_configs(model: nn.Module, folder: Path) -> None:
+    """Write the files beside the weights: config.json and generation_config.json, of models that have them."""
+    config = copy.deepcopy(getattr(model, "config", None))
+    if hasattr(config, "save_pretrained"):
+        config.architectures = [type(model).__name__]
+        config.dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
+        config.save_pretrained(folder)
+    generation = getattr(model, "generation_config", None)
+    if hasattr(generation, "save_pretrained"):
+        generation.save_pretrained(folder)

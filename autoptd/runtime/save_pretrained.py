@@ -1,0 +1,187 @@
+"""Write a model that runs on many ranks into a folder of Hugging Face's format.
+
+In: the parameters of all ranks, and what else the folder holds. Out: `model.safetensors`, or several files and
+`model.safetensors.index.json`. Rank 0 writes, and holds the tensors of one file at a time.
+
+    files = split_into_files({"wte.weight": 400, "h.0.weight": 300}, limit=500)   # [["wte.weight"], ["h.0.weight"]]
+
+Until everything is written, the folder's old weights stay what a reader finds. One action then turns to the new ones: that
+`model.safetensors` is put in its place, or the index (and an older `model.safetensors`, which readers prefer, taken away).
+So new files never have the names of old ones that an index may still list: see `free_names`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from autoptd.errors import PlanError, RuntimeFault
+from autoptd.ir.program import ParamSpec
+from autoptd.runtime.parameters import RankParameters, dtype_of, gather_full
+from autoptd.runtime.pretrained import INDEX, SINGLE, library
+
+UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+PART = ".part"  # what a file is called until it is complete
+
+
+def write_nothing(folder: Path) -> None:
+    """A model without a config."""
+
+
+@dataclass(frozen=True)
+class FolderFormat:
+    """How a model's folder differs from its state dict: tied names that it leaves out, and what `write_rest` puts beside."""
+
+    left_out: frozenset[str] = frozenset()
+    write_rest: Callable[[Path], None] = write_nothing
+
+    def name_of(self, spec: ParamSpec) -> str:
+        """The one name under which a parameter is written, however many it has."""
+        return next((name for name in (spec.name, *spec.aliases) if name not in self.left_out), spec.name)
+
+
+@dataclass
+class Contents:
+    """What is to be written, in this order: parameters of the ranks, and tensors that are at hand."""
+
+    params: dict[str, ParamSpec] = field(default_factory=dict)
+    others: dict[str, torch.Tensor] = field(default_factory=dict)
+    order: list[str] = field(default_factory=list)
+
+    def sizes(self) -> dict[str, int]:
+        return {
+            name: spec_bytes(self.params[name]) if name in self.params else self.others[name].nbytes
+            for name in self.order
+        }
+
+
+def contents_of(
+    specs: Sequence[ParamSpec], others: Mapping[str, torch.Tensor], order: Sequence[str], how: FolderFormat
+) -> Contents:
+    """Every parameter once, and persistent buffers, in the order of the model's state dict."""
+    params = {how.name_of(spec): spec for spec in specs}
+    wanted = params.keys() | others.keys()
+    return Contents(params, dict(others), [name for name in dict.fromkeys([*order, *params, *others]) if name in wanted])
+
+
+def spec_bytes(spec: ParamSpec) -> int:
+    return torch.Size(spec.shape).numel() * dtype_of(spec.dtype).itemsize
+
+
+def parse_size(size: int | str) -> int:
+    """5_000_000_000 for "5GB"; units of Hugging Face: KB, MB, GB, TB of 1000, KiB and so on of 1024."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(size))
+    count = round(float(found[1]) * UNITS[found[2].upper()]) if found and found[2].upper() in UNITS else 0
+    if count < 1:
+        raise PlanError(f"max_shard_size={size!r}", "no size in bytes", "for example '5GB', or 5_000_000_000")
+    return count
+
+
+def split_into_files(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
+    """Names of the tensors of every file, in order, at most `limit` bytes each; a larger tensor has a file of its own."""
+    files: list[list[str]] = []
+    full = limit
+    for name, size in sizes.items():
+        if full + size > limit:
+            files.append([])
+            full = 0
+        files[-1].append(name)
+        full += size
+    return files
+
+
+def save_folder(params: RankParameters, what: Contents, folder: Path, limit: int, how: FolderFormat) -> None:
+    """Write the folder; a collective. RuntimeFault on all ranks when rank 0 cannot write: the old weights are still there."""
+    library()
+    files = split_into_files(what.sizes(), limit)
+    writer = Writer(folder, len(files)) if params.world.rank == 0 else None
+    all_do(params, writer, lambda one: one.begin())
+    for number, names in enumerate(files):
+        tensors = {}
+        for name in names:
+            found: torch.Tensor | None = what.others.get(name)
+            if spec := what.params.get(name):
+                found = gather_full(params, spec, params.local.get(spec.name))
+            if found is not None and writer is not None:
+                tensors[name] = found.contiguous()
+        all_do(params, writer, lambda one, k=number, held=tensors: one.write(k, held))  # type: ignore[misc]
+    all_do(params, writer, lambda one: one.finish(what.sizes(), files, how))
+
+
+def all_do(params: RankParameters, writer: Writer | None, act: Callable[[Writer], None]) -> None:
+    """Let rank 0 act; all ranks go on together, or none does."""
+    error: Exception | None = None
+    if writer is not None:
+        try:
+            act(writer)
+        except Exception as caught:  # the disk is full, or a config cannot be written
+            error = caught
+    failed = f"{type(error).__name__}: {error}" if error else ""
+    failed = params.world.everyone().gather_objects(failed, "save_pretrained")[0]
+    if failed:
+        remedy = "see to the disk, and save again; weights that were saved before are intact"
+        raise RuntimeFault("save_pretrained", f"rank 0 cannot write: {failed}", remedy) from error
+
+
+class Writer:
+    """Rank 0's hand on the folder: files are written aside, and turned to at the end."""
+
+    def __init__(self, folder: Path, count: int) -> None:
+        self._folder = folder
+        self._count = count
+        self._names: list[str] = []
+
+    def begin(self) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        for old in self._folder.glob(f"*{PART}"):  # of a run that was stopped
+            old.unlink()
+        self._names = free_names(self._folder, self._count)
+
+    def write(self, number: int, tensors: dict[str, torch.Tensor]) -> None:
+        """Write file `number` under its name and `.part`."""
+        library().torch.save_file(tensors, self._aside(self._names[number]), metadata={"format": "pt"})
+
+    def finish(self, sizes: Mapping[str, int], files: Sequence[Sequence[str]], how: FolderFormat) -> None:
+        """Put files in their places, those that a reader looks for last; then remove what is not read any more."""
+        how.write_rest(self._folder)
+        old = weight_files(self._folder)
+        for name in self._names:
+            self._aside(name).replace(self._folder / name)
+        if self._count > 1:
+            map_of = {name: file for file, names in zip(self._names, files, strict=True) for name in names}
+            index: dict[str, Any] = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": map_of}
+            self._aside(INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+            self._aside(INDEX).replace(self._folder / INDEX)
+        kept = {*self._names, *([INDEX] if self._count > 1 else [])}
+        for name in sorted(old - kept, key=[SINGLE].__contains__, reverse=True):
+            os.unlink(self._folder / name)
+
+    def _aside(self, name: str) -> Path:
+        return self._folder / (name + PART)
+
+
+def weight_files(folder: Path) -> set[str]:
+    """Names of the files that hold a model's weights, or list such."""
+    numbered = {one.name for one in folder.glob("model*-?????-of-?????.safetensors")}
+    return numbered | {name for name in (SINGLE, INDEX) if (folder / name).exists()}
+
+
+def free_names(folder: Path, count: int) -> list[str]:
+    """`model-00001-of-00002.safetensors` and so on; `model.1-...` where an index may list files of these names already."""
+    if count == 1:
+        return [SINGLE]
+    old, tag = weight_files(folder), 0
+    while True:
+        stem = f"model.{tag}" if tag else "model"
+        names = [f"{stem}-{k + 1:05d}-of-{count:05d}.safetensors" for k in range(count)]
+        if not old & set(names):
+            return names
+        tag += 1
