@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -35,6 +36,7 @@ def fitting(model: nn.Module, folder: Folder) -> Folder:
     parameters = dict(model.named_parameters(remove_duplicate=False))
     buffers = persistent_buffers(model)
     wanted = {**parameters, **buffers}
+    folder = folder.renamed({written: name for name, written in written_names(model).items()})
     folder = folder.renamed(prefixed(model, wanted, folder.entries))
     found = folder.entries
     missing = [names[0] for names in tied.values() if not found.keys() & set(names)]
@@ -60,15 +62,34 @@ def misfits(name: str, mine: torch.Tensor, folder: Folder) -> list[str]:
     return []
 
 
-def prefixed(model: nn.Module, wanted: Iterable[str], found: Iterable[str]) -> dict[str, str]:
-    """Renames a folder that was saved from the base model (`wte.weight` for `transformer.wte.weight`), or the reverse."""
-    wanted, prefix = set(wanted), getattr(model, "base_model_prefix", "")
-    if not prefix or wanted & set(found):
+def prefixed(model: nn.Module, wanted: Collection[str], found: Collection[str]) -> dict[str, str]:
+    """Rename what was saved from the base model (`wte.weight` is the model's `transformer.wte.weight`), or the reverse."""
+    prefix = getattr(model, "base_model_prefix", "")
+    names = {}
+    for name in found if prefix else ():
+        other = name.removeprefix(f"{prefix}.") if name.startswith(f"{prefix}.") else f"{prefix}.{name}"
+        if name not in wanted and other in wanted and other not in found:
+            names[name] = other
+    return names
+
+
+def written_names(model: nn.Module) -> dict[str, str]:
+    """The model's name -> another one that its files have for it.
+
+    transformers renames some when it loads and saves: `lm_head.weight` of GPT-NeoX is `embed_out.weight`. What it cuts or joins
+    besides (experts) keeps the model's name.
+    """
+    if not hasattr(model, "base_model_prefix"):
         return {}
-    added = {name: f"{prefix}.{name}" for name in found}
-    cut = {name: name.removeprefix(f"{prefix}.") for name in found}
-    fits = max(added, cut, key=lambda names: len(wanted & set(names.values())))
-    return {old: new for old, new in fits.items() if new in wanted} if wanted & set(fits.values()) else {}
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:  # transformers before 5 renames nothing
+        return {}
+    empty = {name: torch.empty_like(x, device="meta") for name, x in model.state_dict().items()}
+    name_of = {id(x): name for name, x in empty.items()}
+    written: dict[str, torch.Tensor] = revert_weight_conversion(model, dict(empty))  # type: ignore[arg-type]
+    renamed = {name_of[id(x)]: name for name, x in written.items() if id(x) in name_of}
+    return {name: other for name, other in renamed.items() if name != other}
 
 
 def counted(names: Iterable[str]) -> str:
@@ -95,12 +116,13 @@ def derived_names(model: nn.Module) -> list[re.Pattern[str]]:
 
 
 def with_values(model: nn.Module, folder: Folder) -> nn.Module:
-    """Return a copy that can be traced: fake parameters for those on meta, the folder's persistent buffers, and the buffers on
-    meta with the values that the model gives them. Everything else is the model's own. PlanError for a buffer without values."""
+    """Return a copy that can be traced: fake parameters for those on meta, the folder's persistent buffers, and the buffers
+    on meta with the values that the model gives them. Everything else is the model's own.
+
+    PlanError for a buffer that nobody gives values.
+    """
     mode, reader, kept = fake_mode(), folder.reader(), persistent_buffers(model)
-    memo: dict[int, object] = {
-        id(one): fake_parameter(one, mode) if one.is_meta else one for one in model.parameters()
-    }
+    memo: dict[int, object] = {id(one): fake_parameter(one, mode) if one.is_meta else one for one in model.parameters()}
     memo |= {id(x): reader.whole(name).to(x.dtype) for name, x in kept.items()}
     made = {name: x for name, x in model.named_buffers() if name not in kept}
     computed = computed_buffers(model, [name for name, x in made.items() if x.is_meta])
@@ -117,9 +139,10 @@ def computed_buffers(model: nn.Module, names: Collection[str]) -> dict[str, torc
     memo |= {id(x): torch.empty_like(x, device="cpu") for x in model.buffers()}
     scratch = copy.deepcopy(model, memo)
     before = {name: (x, x._version) for name, x in scratch.named_buffers()}
-    if hasattr(scratch, "initialize_weights"):
+    initialize = getattr(scratch, "initialize_weights", None)
+    if initialize is not None:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
-            scratch.initialize_weights()
+            initialize()
     now = dict(scratch.named_buffers())
     lost = [name for name in names if now[name] is before[name][0] and now[name]._version == before[name][1]]
     if lost:
@@ -141,16 +164,17 @@ def fake_parameter(parameter: nn.Parameter, mode: FakeTensorMode) -> nn.Paramete
 
 def format_of(model: nn.Module) -> FolderFormat:
     """How transformers would save the model: the names that it leaves out, and its config (nothing for other models)."""
-    return FolderFormat(frozenset(getattr(model, "all_tied_weights_keys", None) or {}), partial(write_configs, model))
+    tied = frozenset(getattr(model, "all_tied_weights_keys", None) or {})
+    return FolderFormat(tied, written_names(model), partial(write_configs, model))
 
 
 def write_configs(model: nn.Module, folder: Path) -> None:
     """Write the files beside the weights: config.json and generation_config.json, of models that have them."""
-    config = copy.deepcopy(getattr(model, "config", None))
+    config: Any = copy.deepcopy(getattr(model, "config", None))
     if hasattr(config, "save_pretrained"):
         config.architectures = [type(model).__name__]
         config.dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
         config.save_pretrained(folder)
-    generation = getattr(model, "generation_config", None)
+    generation: Any = getattr(model, "generation_config", None)
     if hasattr(generation, "save_pretrained"):
         generation.save_pretrained(folder)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from autoptd import trace
+from autoptd.compat import FakeTensor
 from autoptd.ir.notes import copy_graph
 
 MANY = 64  # traces that are kept
@@ -29,7 +30,8 @@ class Key(pickle.Pickler):
         if not isinstance(what, Tensor):
             return NotImplemented
         about = (type(what), str(what.dtype), what.device.type, tuple(what.shape), what.stride(), what.requires_grad)
-        data = what.detach().reshape(-1).view(torch.uint8).numpy().tobytes() if what.device.type == "cpu" else b""
+        is_held = what.device.type == "cpu" and not isinstance(what, FakeTensor)
+        data = what.detach().reshape(-1).view(torch.uint8).numpy().tobytes() if is_held else b""
         return tuple, ((about, data),)
 
 

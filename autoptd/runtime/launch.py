@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
-import torch
 import torch.distributed as dist
 
 from autoptd.errors import InternalError, PlanError, RuntimeFault
@@ -103,9 +102,7 @@ class RunningRanks(ABC):
 class LocalRanks(RunningRanks):
     """All ranks as threads of this process."""
 
-    def __init__(
-        self, program: Program, full: Values, device: str = "cpu", timeout: float = 300.0
-    ) -> None:
+    def __init__(self, program: Program, full: Values, device: str = "cpu", timeout: float = 300.0) -> None:
         shared = ThreadWorld(program.mesh, needs_of(program), device, timeout)
         self._pool = Ranks(shared)
         self.replicas = program.mesh.d

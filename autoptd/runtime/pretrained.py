@@ -13,6 +13,7 @@ Out: names, shapes and dtypes from the headers; whole tensors, or some rows of t
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -121,7 +122,7 @@ def library() -> Any:
     return safetensors
 
 
-def open_folder(path: str | Path) -> Folder:
+def open_folder(path: str | os.PathLike[str]) -> Folder:
     """Read the headers of a folder's files; PlanError where there is none, or the files are not those of the index."""
     path = Path(path)
     site = f"weights={str(path)!r}"
@@ -154,6 +155,8 @@ def headers(file: Path) -> dict[str, Entry]:
 def nothing_to_read(path: Path) -> tuple[str, str]:
     """(fact, remedy) for a folder without safetensors."""
     if any(path.glob("*.bin")) or any(path.glob("*.pt*")):
-        fact = f"holds pickled weights ({next(iter([*path.glob('*.bin'), *path.glob('*.pt*')])).name}), which are not read"
+        fact = (
+            f"holds pickled weights ({next(iter([*path.glob('*.bin'), *path.glob('*.pt*')])).name}), which are not read"
+        )
         return fact, "convert it once: AutoModelForCausalLM.from_pretrained(folder).save_pretrained(another)"
     return f"holds neither {SINGLE} nor {INDEX}", "a folder as save_pretrained writes it"

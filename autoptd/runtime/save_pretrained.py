@@ -13,7 +13,6 @@ So new files never have the names of old ones that an index may still list: see 
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -38,14 +37,16 @@ def write_nothing(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class FolderFormat:
-    """How a model's folder differs from its state dict: tied names that it leaves out, and what `write_rest` puts beside."""
+    """How a model's folder differs from its state dict: tied names that it leaves out, names that are others there (`names`:
+    the model's -> the folder's), and what `write_rest` puts beside the weights."""
 
     left_out: frozenset[str] = frozenset()
+    names: Mapping[str, str] = field(default_factory=dict)
     write_rest: Callable[[Path], None] = write_nothing
 
-    def name_of(self, spec: ParamSpec) -> str:
-        """The one name under which a parameter is written, however many it has."""
-        return next((name for name in (spec.name, *spec.aliases) if name not in self.left_out), spec.name)
+    def kept_name(self, spec: ParamSpec) -> str:
+        """The one of its names under which a parameter is written."""
+        return next((name for name in spec.aliases if name not in self.left_out), spec.name)
 
 
 @dataclass
@@ -67,9 +68,14 @@ def contents_of(
     specs: Sequence[ParamSpec], others: Mapping[str, torch.Tensor], order: Sequence[str], how: FolderFormat
 ) -> Contents:
     """Every parameter once, and persistent buffers, in the order of the model's state dict."""
-    params = {how.name_of(spec): spec for spec in specs}
+    params = {how.kept_name(spec): spec for spec in specs}
     wanted = params.keys() | others.keys()
-    return Contents(params, dict(others), [name for name in dict.fromkeys([*order, *params, *others]) if name in wanted])
+    names = {name: how.names.get(name, name) for name in dict.fromkeys([*order, *params, *others]) if name in wanted}
+    return Contents(
+        {names[name]: spec for name, spec in params.items()},
+        {names[name]: x for name, x in others.items()},
+        list(names.values()),
+    )
 
 
 def spec_bytes(spec: ParamSpec) -> int:
@@ -162,7 +168,7 @@ class Writer:
             self._aside(INDEX).replace(self._folder / INDEX)
         kept = {*self._names, *([INDEX] if self._count > 1 else [])}
         for name in sorted(old - kept, key=[SINGLE].__contains__, reverse=True):
-            os.unlink(self._folder / name)
+            (self._folder / name).unlink()
 
     def _aside(self, name: str) -> Path:
         return self._folder / (name + PART)

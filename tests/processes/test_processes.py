@@ -56,6 +56,7 @@ def test_eight_processes_train_like_one_device(tmp_path: Path) -> None:
     assert min(told["worst"].values()) > 0 or told["worst"]["gradient"] > 0, "nothing was compared"
     assert told["identical"], "a loaded checkpoint gives another loss"
     assert told["eval_equals_step"]
+    assert told["pretrained"], "a saved folder gives another loss"
 
 
 TWO, FOUR = {"p": 2}, {"p": 2, "d": 2}
