@@ -236,7 +236,7 @@ def test_a_disk_that_fails_is_told_by_all_ranks(tmp_path: Path) -> None:
 def hugging_face(config: str, **more: Any) -> Any:
     transformers = pytest.importorskip("transformers")
     sizes = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 61, **more}
-    return getattr(transformers, f"{config}Config")(use_cache=False, **sizes)
+    return getattr(transformers, f"{config}Config")(**sizes)
 
 
 TOKENS = torch.randint(0, 61, (8, 8), generator=torch.Generator().manual_seed(0))
@@ -271,7 +271,7 @@ def test_a_folder_of_transformers_and_back(config: str, more: dict[str, Any], tm
     assert loaded.config.architectures == [type(model).__name__]
 
 
-def test_the_call_of_the_readme(tmp_path: Path) -> None:
+def test_the_call_of_the_how_to(tmp_path: Path) -> None:
     """From a config, on a real device; then from a folder of the base model, whose names lack `transformer.`."""
     transformers = pytest.importorskip("transformers")
     cfg = hugging_face("GPT2", resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)

@@ -25,7 +25,7 @@ from autoptd.passes.links import argument, operands
 from autoptd.passes.rules import linear_groups
 
 RULE_REMEDY = "keep samples apart (loss_fn with a mean or sum over samples), or run with d=1 and num_microbatches=1"
-UNKNOWN_REMEDY = 'autoptd.register_rule("ns::op", "b ... -> b ...") where it keeps samples apart, or plain operators '
+UNKNOWN_REMEDY = 'autoptd.register_rule("ns::op", "b s d -> b s d") where it keeps samples apart, or plain operators '
 UNKNOWN_REMEDY += "(sums, products, views, gather), or d=1 and num_microbatches=1"
 FIRST_ROWS = "first_rows"  # key of Note.extra: operands whose rows are all equal -> the place where they meet the batch
 SIZES = {"aten.view", "aten.reshape", "aten._unsafe_view", "aten.expand", "aten.full", "aten.zeros", "aten.ones"}
