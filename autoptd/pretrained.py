@@ -106,8 +106,8 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def derived_names(model: nn.Module) -> list[re.Pattern[str]]:
-    """Names that a folder may have in excess: buffers which the model makes itself (`*.rotary_emb.inv_freq`), and what its
-    class says that it ignores."""
+    """Names that a folder may have in excess: buffers that the model makes itself (`*.rotary_emb.inv_freq`, wherever an older
+    version had it), and what its class says that it ignores."""
     kept = persistent_buffers(model)
     made = [name for name, _ in model.named_buffers(remove_duplicate=False) if name not in kept]
     tails = {".".join(name.split(".")[-2:]) for name in made}
@@ -123,7 +123,7 @@ def with_values(model: nn.Module, folder: Folder) -> nn.Module:
     """
     mode, reader, kept = fake_mode(), folder.reader(), persistent_buffers(model)
     memo: dict[int, object] = {id(one): fake_parameter(one, mode) if one.is_meta else one for one in model.parameters()}
-    memo |= {id(x): reader.whole(name).to(x.dtype) for name, x in kept.items()}
+    memo |= {id(x): reader.whole(name).to("cpu" if x.is_meta else x.device, x.dtype) for name, x in kept.items()}
     made = {name: x for name, x in model.named_buffers() if name not in kept}
     computed = computed_buffers(model, [name for name, x in made.items() if x.is_meta])
     memo |= {id(x): computed.get(name, x) for name, x in made.items()}

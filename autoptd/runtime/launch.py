@@ -24,6 +24,7 @@ from autoptd.ir.program import Program
 from autoptd.runtime.distributed import DistributedWorld
 from autoptd.runtime.executor import Executor, needs_of
 from autoptd.runtime.parameters import RankParameters, Values
+from autoptd.runtime.pretrained import Folder
 from autoptd.runtime.threads import Ranks, ThreadWorld
 from autoptd.runtime.timeline import Delays, Timeline
 from autoptd.runtime.world import World
@@ -149,6 +150,8 @@ class ProcessRank(RunningRanks):
 def make_rank(program: Program, world: World, full: Values) -> Rank:
     """Return one rank, ready to step; a collective of all ranks."""
     check_same_program(program, world)
+    if isinstance(full, Folder):
+        check_same_folder(full, world)
     params = RankParameters(program, world, full)
     executor = Executor(program, world, params)
     return Rank(world, params, executor, executor)
@@ -198,6 +201,15 @@ def check_same_program(program: Program, world: World) -> None:
             f"rank {', '.join(map(str, others))} compiled another program than rank 0",
             "run the same code with the same model, options and example_inputs sizes on every rank",
         )
+
+
+def check_same_folder(folder: Folder, world: World) -> None:
+    """RuntimeFault on all ranks unless all see the same files: nodes may have copies of their own, old ones among them."""
+    prints = world.everyone().gather_objects(folder.fingerprint(), "fingerprint of the weights")
+    others = [rank for rank, text in enumerate(prints) if text != prints[0]]
+    if others:
+        fact = f"rank {', '.join(map(str, others))} found other files in {str(folder.path)!r} than rank 0"
+        raise RuntimeFault(f"rank {world.rank}", fact, "give every node the same folder")
 
 
 def check_same_layout(trained: Program, evaluated: Program) -> None:

@@ -94,9 +94,9 @@ def parse_size(size: int | str) -> int:
 def split_into_files(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
     """Names of the tensors of every file, in order, at most `limit` bytes each; a larger tensor has a file of its own."""
     files: list[list[str]] = []
-    full = limit
+    full = 0
     for name, size in sizes.items():
-        if full + size > limit:
+        if not files or full + size > limit:
             files.append([])
             full = 0
         files[-1].append(name)

@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from autoptd.errors import PlanError
+from autoptd.errors import PlanError, RuntimeFault
+from autoptd.ir.mesh import Mesh
+from autoptd.runtime.launch import check_same_folder
 from autoptd.runtime.pretrained import INDEX, SINGLE, open_folder, runs
+from autoptd.runtime.threads import ThreadWorld, run_ranks
 
 save_file = pytest.importorskip("safetensors.torch").save_file
 
@@ -65,6 +68,17 @@ def test_several_files_and_their_index(tmp_path: Path) -> None:
     (tmp_path / "two.safetensors").unlink()
     with pytest.raises(PlanError, match=r"files that are not there: two\.safetensors"):
         open_folder(tmp_path)
+
+
+def test_ranks_that_see_other_files_are_named(tmp_path: Path) -> None:
+    folders = []
+    for rank, value in enumerate((1.0, 1.0, 2.0)):
+        (tmp_path / str(rank)).mkdir()
+        save_file({"x": torch.full((4000,), value)}, tmp_path / str(rank) / SINGLE)
+        folders.append(open_folder(tmp_path / str(rank)))
+    run_ranks(ThreadWorld(Mesh(d=2)), lambda world: check_same_folder(folders[world.rank], world))
+    with pytest.raises(RuntimeFault, match=r"rank 2 found other files in .* than rank 0"):
+        run_ranks(ThreadWorld(Mesh(d=3)), lambda world: check_same_folder(folders[world.rank], world))
 
 
 def test_folders_without_safetensors(tmp_path: Path) -> None:

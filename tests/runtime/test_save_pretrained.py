@@ -22,7 +22,7 @@ def test_sizes_and_files() -> None:
         with pytest.raises(PlanError, match="max_shard_size"):
             parse_size(wrong)
     assert split_into_files({"a": 3, "b": 3, "c": 9, "d": 1, "e": 5}, 6) == [["a", "b"], ["c"], ["d", "e"]]
-    assert split_into_files({"a": 3}, 6) == [["a"]]
+    assert split_into_files({"a": 0, "b": 7}, 6) == [["a"], ["b"]]
 
 
 def save(folder: Path, files: list[dict[str, torch.Tensor]], stop: int | None = None) -> None:
