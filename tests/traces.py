@@ -40,7 +40,7 @@ def key_of(*what: Any) -> bytes | None:
     made = io.BytesIO()
     try:
         Key(made).dump((what, torch.get_default_dtype()))
-    except (pickle.PicklingError, AttributeError, TypeError):
+    except (pickle.PicklingError, AttributeError, TypeError, RuntimeError):  # the last of modules with parametrizations
         return None
     return made.getvalue()
 
