@@ -247,6 +247,16 @@ def repeat_links(node: Node) -> list[Link]:
     ]
 
 
+def weight_norm_links(node: Node) -> list[Link]:
+    """_weight_norm(v, g, dim): the slices of v along dim have a norm each, and g scales them."""
+    kept, size = argument(node, 2, "dim", 0), shape(node)
+    if kept == -1 or tuple(shape(operands(node)[1])) != tuple(n if d == kept else 1 for d, n in enumerate(size)):
+        return []
+    made = [Link("o", {0: Member((kept,)), 1: Member((kept,))}, Member((kept,)))]
+    others = [d for d in range(len(size)) if d != kept]
+    return [*made, *(Link(f"d{d}", {0: Member((d,))}, Member((d,)), "a norm runs over it") for d in others)]
+
+
 def einsum_links(node: Node) -> list[Link]:
     """einsum: its equation is a row, where it has an arrow and no letter twice in one term."""
     equation = str(node.args[0]).replace(" ", "")

@@ -56,6 +56,7 @@ from autoptd.passes.links import (
     split_links,
     stack_links,
     tile_links,
+    weight_norm_links,
 )
 
 
@@ -135,6 +136,7 @@ TABLE: dict[str, Rule] = {
         Rule("aten.embedding", links=embedding_links, linear=FIRST),
         Rule("aten.layer_norm", links=last_dims_whole),
         Rule("aten.rms_norm", links=last_dims_whole),
+        Rule("aten._weight_norm", links=weight_norm_links),
         Rule("aten.scaled_dot_product_attention", links=attention_links, linear=((2,),)),
         Rule("aten.cross_entropy_loss", links=cross_entropy_links),
         Rule("aten.dropout", links=pointwise_links, linear=FIRST),  # by a mask that all addends share

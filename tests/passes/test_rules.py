@@ -75,6 +75,8 @@ EXAMPLES: dict[str, Example] = {
     "layer_norm": (lambda x, w, b: F.layer_norm(x, (6,), w, b), [r(2, 4, 6), r(6), r(6)]),
     "layer_norm plain": (lambda x: F.layer_norm(x, (4, 6)), [r(2, 4, 6)]),
     "layer_norm 2D": (lambda x, w: F.layer_norm(x, (4, 6), w), [r(6, 4, 6), r(4, 6)]),
+    "weight norm by rows": (lambda v, g: torch._weight_norm(v, g, 0), [r(4, 6), r(4, 1)]),
+    "weight norm by columns": (lambda v, g: torch._weight_norm(v, g, 1), [r(4, 6), r(1, 6)]),
     "rms_norm": (lambda x, w: F.rms_norm(x, (6,), w), [r(2, 4, 6), r(6)]),
     "sdpa": (sdpa, [r(2, 6, 4, 2), r(2, 6, 4, 2), r(2, 6, 4, 2)]),
     "sdpa causal": (lambda q, k, v: sdpa(q, k, v, is_causal=True), [r(2, 6, 4, 2), r(2, 6, 4, 2), r(2, 6, 4, 6)]),
