@@ -1,7 +1,7 @@
 """The ecosystem's models, each from its own package and a small config, 64 wide. What `models.py` measures.
 
-In: a number of layers. Out: `Family` by name, which makes the module and the call (a global batch with labels). Nothing is edited
-or wrapped; where a model returns no loss, `loss_fn` names it. A package that is not there is an ImportError of `make`.
+In: a number of layers. Out: `Family` by name, which makes the module and the call (a global batch with labels). Nothing is
+edited or wrapped; where a model returns no loss, `loss_fn` names it. A package that is not there is an ImportError of `make`.
 
     family = families(layers=2)["llama"]
     autoptd.verify(family.make(), t=2, example_inputs=family.call(), loss_fn=family.loss_fn)
@@ -88,7 +88,13 @@ def _decoders(layers: int) -> dict[str, Family]:
     """Causal language models of transformers, called with labels."""
     gpt2: Sizes = {"n_layer": layers, "n_head": HEADS, "n_embd": WIDTH, "n_positions": LENGTH, "vocab_size": VOCAB}
     gpt2 |= {"use_cache": False}
-    plain = {**_usual_sizes(layers), "pad_token_id": None, "bos_token_id": None, "eos_token_id": None, "use_cache": False}
+    plain = {
+        **_usual_sizes(layers),
+        "pad_token_id": None,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "use_cache": False,
+    }
     grouped = {**plain, "num_key_value_heads": 4}
     gemma = {**grouped, "head_dim": 8, "pad_token_id": 0, "sliding_window": 8, "query_pre_attn_scalar": 8}
     by_turns = ["sliding_attention", "full_attention"] * (layers // 2)
@@ -116,7 +122,9 @@ def _decoders(layers: int) -> dict[str, Family]:
         "phi": _decoder("Phi", "parallel residual, partial rotary", plain),
         "phi3": _decoder("Phi3", "q, k, v of grouped queries in one weight, gate and up too", grouped),
         "gpt-neox": _decoder("GPTNeoX", "[heads, 3, k] in one weight, parallel residual", plain),
-        "gpt-neo": _decoder("GPTNeo", "windows by turns", neo | {"attention_types": [[["global", "local"], layers // 2]]}),
+        "gpt-neo": _decoder(
+            "GPTNeo", "windows by turns", neo | {"attention_types": [[["global", "local"], layers // 2]]}
+        ),
         "gptj": _decoder("GPTJ", "interleaved partial rotary, parallel", {**gpt2, "rotary_dim": 4}),
         "codegen": _decoder("CodeGen", "[4, q|v|k] in one weight, parallel", {**gpt2, "rotary_dim": 4}),
         "opt": _decoder("OPT", "learned positions", opt),
@@ -124,7 +132,9 @@ def _decoders(layers: int) -> dict[str, Family]:
         "bloom": _decoder("Bloom", "ALiBi, [heads, 3, k] in one weight", bloom),
         "mpt": _decoder("Mpt", "ALiBi", {**mpt, "use_cache": False}),
         "falcon": _decoder("Falcon", "one KV head, parallel residual", {**plain, "multi_query": True}),
-        "falcon-alibi": _decoder("Falcon", "ALiBi", {**plain, "multi_query": False, "alibi": True, "parallel_attn": False}),
+        "falcon-alibi": _decoder(
+            "Falcon", "ALiBi", {**plain, "multi_query": False, "alibi": True, "parallel_attn": False}
+        ),
         "falcon-new": _decoder(
             "Falcon", "grouped queries, two norms", {**plain, "new_decoder_architecture": True, "num_kv_heads": 4}
         ),
@@ -144,7 +154,13 @@ def _other_transformers(layers: int) -> dict[str, Family]:
     """What else transformers has: experts, state spaces, encoders, encoder-decoders."""
     usual = _usual_sizes(layers)
     experts = {**usual, "num_key_value_heads": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "use_cache": False}
-    mamba = {"hidden_size": WIDTH, "state_size": 8, "num_hidden_layers": layers, "vocab_size": VOCAB, "use_cache": False}
+    mamba = {
+        "hidden_size": WIDTH,
+        "state_size": 8,
+        "num_hidden_layers": layers,
+        "vocab_size": VOCAB,
+        "use_cache": False,
+    }
     vit = {key: n for key, n in usual.items() if key not in ("vocab_size", "max_position_embeddings")}
     vit |= {"image_size": 16, "patch_size": 4, "num_labels": 8}
     t5 = {"d_model": WIDTH, "d_kv": WIDTH // HEADS, "d_ff": 2 * WIDTH, "num_layers": layers, "num_heads": HEADS}
@@ -153,12 +169,17 @@ def _other_transformers(layers: int) -> dict[str, Family]:
     for side in ("encoder", "decoder"):
         bart |= {f"{side}_layers": layers, f"{side}_attention_heads": HEADS, f"{side}_ffn_dim": 2 * WIDTH}
 
-    def made(name: str, head: str, kind: str, about: str, sizes: Sizes, call: Callable[[], Call] = token_call) -> Family:
+    def made(
+        name: str, head: str, kind: str, about: str, sizes: Sizes, call: Callable[[], Call] = token_call
+    ) -> Family:
         return Family(partial(from_transformers, name, head, name, sizes), kind, about, call)
 
     generates = "ForConditionalGeneration"
     return {
         "mixtral": made("Mixtral", "ForCausalLM", "other decoder", "experts", experts),
+        "mixtral-batched": made(
+            "Mixtral", "ForCausalLM", "other decoder", "weights gathered per token", {**experts, **by_token}
+        ),
         "mamba": made("Mamba", "ForCausalLM", "other decoder", "state space", mamba),
         "bert": made("Bert", "ForMaskedLM", "encoder", "masked LM", {**usual, "use_cache": False}),
         "vit": made("ViT", "ForImageClassification", "encoder", "images", vit, image_call),
@@ -184,14 +205,18 @@ def _other_packages(layers: int) -> dict[str, Family]:
     encoder, attention = "nn.TransformerEncoderLayer", "nn.MultiheadAttention"
     return {
         "x-transformers": made(_make_x_transformers, "other package", "x", "x_transformers, learned positions"),
-        "x-transformers-rotary": made(_make_x_transformers, "other package", "x", "rotary, gated, grouped queries", **rotary),
+        "x-transformers-rotary": made(
+            _make_x_transformers, "other package", "x", "rotary, gated, grouped queries", **rotary
+        ),
         "litgpt-pythia": made(_make_litgpt, "other package", "idx", "litgpt.GPT, parallel residual"),
         "litgpt-llama": made(_make_litgpt, "other package", "idx", "grouped queries in one weight, gated", **gated),
         "torchtitan": made(_make_torchtitan, "other package", "tokens", "its debug Llama 3, complex rotary"),
         "torch-encoder": made(EncoderLM, "torch", "ids", encoder),
         "torch-encoder-prenorm": made(EncoderLM, "torch", "ids", encoder, norm_first=True, activation="gelu"),
         "torch-attention": made(AttentionLM, "torch", "ids", attention, need_weights=False),
-        "torch-attention-weights": made(AttentionLM, "torch", "ids", f"{attention} that returns weights", need_weights=True),
+        "torch-attention-weights": made(
+            AttentionLM, "torch", "ids", f"{attention} that returns weights", need_weights=True
+        ),
     }
 
 

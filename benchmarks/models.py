@@ -170,21 +170,40 @@ def cells(row: Row) -> list[str]:
     calls = ", ".join(f"{a:g} + {b:g} {kind}" for kind, (a, b) in row["collectives"].items()) or "none"
     unlisted = len(row["unlisted"])
     split = f"{100 * row['sharded']:.1f} %"
-    return [*head, "yes", told + (f"; not {', '.join(wrong)}" if wrong else ""), str(unlisted), split, calls, ratio(row)]
+    return [
+        *head,
+        "yes",
+        told + (f"; not {', '.join(wrong)}" if wrong else ""),
+        str(unlisted),
+        split,
+        calls,
+        ratio(row),
+    ]
 
 
 def ratio(row: Row) -> str:
     return f"{row['rest_s'] / row['trace_s']:.2f}"
 
 
-HEAD = ("model", "what it has", "compiled", "parity", "no rule", "GEMMs split", "collectives per layer", "compile / trace")
+HEAD = (
+    "model",
+    "what it has",
+    "compiled",
+    "parity",
+    "no rule",
+    "GEMMs split",
+    "collectives per layer",
+    "compile / trace",
+)
 
 
 def table(rows: list[Row]) -> str:
     """The table and, below it, every failure with its reason."""
     lines = [f"| {' | '.join(HEAD)} |", "|" + "---|" * len(HEAD)]
     lines += [f"| {' | '.join(cells(row))} |" for row in rows]
-    notes = [f"- {row['name']}: {row.get('skipped') or row['failed']}" for row in rows if {"skipped", "failed"} & row.keys()]
+    notes = [
+        f"- {row['name']}: {row.get('skipped') or row['failed']}" for row in rows if {"skipped", "failed"} & row.keys()
+    ]
     for row in rows:
         notes += [f"- {row['name']}: no rule for {one}" for one in row.get("unlisted", ())]
         notes += [f"- {row['name']}: {one} is whole on every rank" for one in row.get("whole", ())]

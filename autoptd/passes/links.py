@@ -137,6 +137,14 @@ def along(position: int, name: str = "dim", default: Any = -1) -> Callable[[Node
     return make
 
 
+def diff_links(node: Node) -> list[Link]:
+    """diff(x, n, dim, prepend, append): neighbours along `dim` meet, all else runs together."""
+    count, ndim = len(operands(node)), len(shape(node))
+    at = argument(node, 2, "dim", -1) % ndim
+    made = [Link(f"d{d}", {i: Member((d,)) for i in range(count)}, Member((d,))) for d in range(ndim) if d != at]
+    return [*made, *(Link(f"d{at}", {i: Member((at,))}, None, "neighbours meet along it") for i in range(count))]
+
+
 def last_two_whole(node: Node) -> list[Link]:
     """triu and tril: which entries stay depends on the place in the last two dims."""
     ndim = len(shape(node))

@@ -1,23 +1,22 @@
 """Bring an exported graph into the few forms that the passes know, without changing what it computes.
 
 Removed: asserts, aliases, casts to the same dtype, dropout that drops nothing, literal devices, dead code. In-place operators
-on fresh values become their functional forms; the reduction of a pointwise loss becomes an operator of its own; every other
-write, and every random operator but dropout (see `dropouts.py`), is refused by name.
+become functional (`functionalize.py`), indices that count from zero become views (`indices.py`); the reduction of a pointwise
+loss becomes an operator of its own; every random operator but dropout (see `dropouts.py`) is refused by name.
 """
 
 from __future__ import annotations
 
-import operator
 from dataclasses import replace
 from itertools import accumulate
 
 import torch
 from torch.fx import Graph, Node
-from torch.fx.node import map_arg
 
-from autoptd.errors import PlanError, TraceError
-from autoptd.ir.notes import is_tensor, note, op_name, ops, set_note, shape, site, value
-from autoptd.trace import dropouts
+from autoptd.errors import PlanError
+from autoptd.ir.notes import note, op_name, set_note, shape, site, value
+from autoptd.trace import dropouts, indices
+from autoptd.trace.functionalize import functionalize
 
 aten = torch.ops.aten
 IDENTITIES = {"aten.alias", "aten.lift_fresh", "aten.lift_fresh_copy", "aten.detach_"}
@@ -27,12 +26,11 @@ SIZES_OF_ANOTHER |= {"aten.reshape_as": aten.reshape.default}
 NEW = {"aten.new_zeros": aten.zeros.default, "aten.new_ones": aten.ones.default, "aten.new_full": aten.full.default}
 LOSSES = {"aten.mse_loss", "aten.l1_loss", "aten.smooth_l1_loss", "aten.huber_loss", "aten.kl_div"}
 LOSSES |= {"aten.soft_margin_loss", "aten.binary_cross_entropy", "aten.binary_cross_entropy_with_logits"}
-MAY_ALIAS = {"aten.reshape", "aten.contiguous", "aten.to", "aten.flatten", "aten.expand_as"}
 
 
 def normalize(graph: Graph) -> None:
     """Rewrite `graph` in place; raises TraceError or PlanError with the source line of what cannot be kept."""
-    _functionalize(graph)
+    functionalize(graph)
     dropouts.rewrite_dropouts(graph)
     for node in list(graph.nodes):
         if node.op == "call_function":
@@ -71,6 +69,10 @@ def _normalize_one(graph: Graph, node: Node) -> None:
     elif name == "aten.embedding" and True in node.args[3:]:
         fact = "embedding with scale_grad_by_freq or sparse gradients: they depend on how the batch is divided"
         raise PlanError(site(node), fact, "an embedding without scale_grad_by_freq and sparse")
+    elif name == "aten.broadcast_to":
+        node.target = aten.expand.default
+    elif name == "aten.index":
+        indices.rewrite_index(graph, node)
     elif name in SIZES_OF_ANOTHER:  # the other tensor gives its shape only
         node.target, node.args = SIZES_OF_ANOTHER[name], (node.args[0], list(shape(node)))
     elif name in NEW:  # the tensor gives its dtype only
@@ -207,85 +209,3 @@ def _replace(graph: Graph, node: Node, by: object) -> None:
     assert isinstance(by, Node)
     node.replace_all_uses_with(by)
     graph.erase_node(node)
-
-
-def _functionalize(graph: Graph) -> None:
-    """Turn in-place operators into functional ones where their target is a fresh value that nothing else aliases."""
-    latest: dict[Node, Node] = {}
-    position = {node: i for i, node in enumerate(graph.nodes)}
-    for node in list(ops(graph)):
-        node.args = map_arg(node.args, lambda arg: latest.get(arg, arg))
-        node.kwargs = map_arg(node.kwargs, lambda arg: latest.get(arg, arg))
-        if not _writes(node):
-            continue
-        target = node.args[0]
-        assert isinstance(target, Node)
-        _check_fresh(node, target, position)
-        pure = _functional_form(node)
-        made = _insert(graph, node, pure)
-        position[made] = position[node]
-        for old in [key for key, new in latest.items() if new is target] + [target, node]:
-            latest[old] = made
-    last = next(iter(reversed(graph.nodes)))
-    last.args = map_arg(last.args, lambda arg: latest.get(arg, arg))
-    for old in reversed(list(latest)):
-        if old.op == "call_function" and _writes(old):
-            graph.erase_node(old)
-
-
-def _writes(node: Node) -> bool:
-    name = op_name(node)
-    return name.startswith("aten.") and name.endswith("_") and not name.endswith("__") and name != "aten.detach_"
-
-
-def _check_fresh(node: Node, target: Node, position: dict[Node, int]) -> None:
-    record = note(target)
-    if record.kind == "buffer":
-        raise PlanError(
-            site(node), f"buffer {record.name} is changed by the forward", "keep buffers constant in forward"
-        )
-    if record.kind == "param":
-        raise TraceError(
-            site(node), f"parameter {record.name} is changed in place", "do not write to parameters in forward"
-        )
-    if record.kind == "input":
-        raise TraceError(site(node), "an argument of the model is changed in place", "write out of place: x = x + y")
-    later = [user for user in target.users if _is_view(user) and any(position[u] > position[node] for u in user.users)]
-    if _is_view(target) or later:
-        raise TraceError(
-            site(node), "an in-place write goes through a view", "write out of place: torch.where, torch.cat"
-        )
-
-
-def _is_view(node: Node) -> bool:
-    if node.target is operator.getitem or op_name(node) in MAY_ALIAS:
-        return True
-    if op_name(node) == dropouts.NAME:
-        return not dropouts.drops(node)
-    if not isinstance(node.target, torch._ops.OpOverload) or _writes(node):
-        return False
-    return any(result.alias_info is not None for result in node.target._schema.returns)
-
-
-def _functional_form(node: Node) -> torch._ops.OpOverload:
-    target = node.target
-    assert isinstance(target, torch._ops.OpOverload)
-    packet = getattr(aten, target._schema.name.removeprefix("aten::").removesuffix("_"), None)
-    pure = getattr(packet, target._overloadname, None) if packet is not None else None
-    if pure is None:
-        raise TraceError(site(node), "this in-place operator has no functional form", "write it out of place")
-    return pure
-
-
-def _insert(graph: Graph, node: Node, pure: torch._ops.OpOverload) -> Node:
-    with graph.inserting_after(node):
-        made = graph.call_function(pure, node.args, node.kwargs)
-    fakes = map_arg((node.args, node.kwargs), lambda arg: value(arg))
-    with torch.no_grad():
-        made.meta["val"] = pure(*fakes[0], **fakes[1])
-    set_note(made, note(node))
-    if is_tensor(node) and value(made).dtype != value(node).dtype:
-        raise TraceError(
-            site(node), "an in-place operator keeps its target's dtype here", "cast explicitly with .to(dtype)"
-        )
-    return made

@@ -120,6 +120,8 @@ EXAMPLES: dict[str, Example] = {
     "cumsum": (lambda x: x.cumsum(1), [r(2, 4, 6)]),
     "flip": (lambda x: x.flip(0, -1), [r(2, 4, 6)]),
     "roll": (lambda x: x.roll(1, 1), [r(2, 4, 6)]),
+    "diff": (lambda x: x.diff(dim=1), [r(2, 4, 6)]),
+    "diff behind others": (lambda x, y: x.diff(prepend=y, dim=-1), [r(2, 4, 6), r(2, 4, 3)]),
     "roll two": (lambda x: x.roll((1, 2), (0, 2)), [r(2, 4, 6)]),
     "roll flat": (lambda x: x.roll(1), [r(2, 4, 6)]),
     "triu": (lambda x: x.triu(1), [r(6, 4, 4)]),

@@ -125,17 +125,52 @@ def grown_zeros(self: Net, x: Tensor) -> Tensor:
     return total.square().mean()
 
 
-@pytest.mark.parametrize("forward", [adds_in_place, fills_in_place, relu_in_place, grown_zeros])
+def writes_a_row(self: Net, x: Tensor) -> Tensor:
+    h = self.first(x)
+    h[0] = 0.0
+    return h.square().mean()
+
+
+def shifts(self: Net, x: Tensor) -> Tensor:
+    h, other = torch.zeros(x.shape), self.first(x)
+    h[:, 1:] = other[:, :-1].clone()
+    h[..., 0] = torch.tensor(3.0)
+    h.masked_fill_(h > 1, 0.5)
+    return (h * other).sum()
+
+
+def writes_a_slice_again(self: Net, x: Tensor) -> Tensor:
+    h = self.first(x)
+    part = h[:, 2:][1]
+    part.mul_(3.0)
+    part += 1
+    total = part.sum()
+    h[:, :4].mul_(2.0)
+    return (h * total).sum()
+
+
+def writes_what_was_copied(self: Net, x: Tensor) -> Tensor:
+    h, other = self.first(x), self.second(x)
+    h[:] = other
+    h.mul_(2.0)
+    return (h * other).sum()
+
+
+def divides_what_topk_gives(self: Net, x: Tensor) -> Tensor:
+    top, _ = self.first(x).exp().topk(2, -1)
+    top /= top.sum(-1, keepdim=True)
+    return top.square().sum()
+
+
+IN_PLACE = [adds_in_place, fills_in_place, relu_in_place, grown_zeros, writes_a_row, shifts, writes_a_slice_again]
+IN_PLACE += [writes_what_was_copied, divides_what_topk_gives]
+
+
+@pytest.mark.parametrize("forward", IN_PLACE)
 def test_in_place_operators_become_functional(forward: Callable[..., Any]) -> None:
     torch.manual_seed(0)
     found = captured(Net(forward), X)
     assert not [name for name in names(found.graph) if name.endswith("_")]
-
-
-def writes_a_row(self: Net, x: Tensor) -> Tensor:
-    h = self.first(x)
-    h[0] = 0.0
-    return h.mean()
 
 
 def writes_through_a_view(self: Net, x: Tensor) -> Tensor:
@@ -149,6 +184,27 @@ def writes_under_a_view(self: Net, x: Tensor) -> Tensor:
     row = h[0]
     h.mul_(2.0)
     return (row * h).mean()
+
+
+def writes_under_a_view_of_a_view(self: Net, x: Tensor) -> Tensor:
+    h = self.first(x)
+    entry = h.view(-1)[0]
+    h[0] = 2.0
+    return (entry * h).mean()
+
+
+def writes_under_a_written_view(self: Net, x: Tensor) -> Tensor:
+    h = self.first(x)
+    part = h[:, 2:]
+    part.mul_(3.0)
+    h[:, :4].mul_(2.0)
+    return part.sum()
+
+
+def writes_every_other(self: Net, x: Tensor) -> Tensor:
+    h = self.first(x)
+    h[:, ::2] = 0.0
+    return h.mean()
 
 
 def writes_an_argument(self: Net, x: Tensor) -> Tensor:
@@ -170,9 +226,11 @@ def writes_a_buffer(self: Net, x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("forward", "fact"),
     [
-        (writes_a_row, "through a view"),
         (writes_through_a_view, "through a view"),
         (writes_under_a_view, "through a view"),
+        (writes_under_a_view_of_a_view, "through a view"),
+        (writes_under_a_written_view, "through a view"),
+        (writes_every_other, "through a view"),
         (writes_an_argument, "argument of the model is changed in place"),
         (writes_a_parameter, "first.weight is changed in place"),
         (writes_a_buffer, "buffer count is changed"),
@@ -186,21 +244,21 @@ def test_other_writes_are_refused(forward: Callable[..., Any], fact: str) -> Non
     assert caught.value.remedy and ".py:" in caught.value.site
 
 
-class WritesARow(nn.Module):
+class WritesAView(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(6, 6)
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.layer(x)
-        h[0] = 0.0
+        h.view(-1).mul_(0.5)
         return h.mean()
 
 
 def test_the_site_of_a_write_is_its_line() -> None:
     with pytest.raises(TraceError) as caught:
-        trace.capture(WritesARow(), (X,), {}, None)
-    line = WritesARow.forward.__code__.co_firstlineno + 2
+        trace.capture(WritesAView(), (X,), {}, None)
+    line = WritesAView.forward.__code__.co_firstlineno + 2
     assert f"test_faithful.py:{line}" in caught.value.site
 
 

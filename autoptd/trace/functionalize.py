@@ -1,0 +1,198 @@
+"""Turn in-place operators into functional ones, so that every value of the graph is written once.
+
+In: an exported graph, whose in-place operators torch.export leaves as they are. Out: the same values without a write. A write
+to a fresh value is its functional form, of which all later readers read; a write through slices and single indices
+(`shifted[:, 1:] = ids[:, :-1]`) puts the new piece between the pieces around it. Refused by name: writes to parameters, buffers
+and arguments, through other views, and under a view that is read later.
+
+    h.mul_(2)              ->  mul = h * 2
+    h[:, 1:] = x           ->  cat([h[:, :1], x], 1)
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from autoptd.errors import PlanError, TraceError
+from autoptd.ir.notes import is_tensor, note, op_name, ops, set_note, shape, site, value
+from autoptd.trace import dropouts
+
+aten = torch.ops.aten
+MAY_ALIAS = {"aten.reshape", "aten.contiguous", "aten.to", "aten.flatten", "aten.expand_as"}
+ASSIGNS = {"aten.copy_", "aten.fill_"}  # what was there before does not matter
+
+
+def functionalize(graph: Graph) -> None:
+    """Rewrite `graph` in place; TraceError or PlanError with the source line of a write that cannot be kept."""
+    latest: dict[Node, Node] = {}
+    position = {node: i for i, node in enumerate(graph.nodes)}
+    for node in list(ops(graph)):
+        node.args = map_arg(node.args, lambda arg: latest.get(arg, arg))
+        node.kwargs = map_arg(node.kwargs, lambda arg: latest.get(arg, arg))
+        if not _writes(node):
+            continue
+        target = node.args[0]
+        assert isinstance(target, Node)
+        views = _views_to_base(target)
+        _check_fresh(node, views, position, latest)
+        for old, new in _written(graph, node, views):
+            position[new] = position[node]
+            for key in [key for key, one in latest.items() if one is old] + [old]:
+                latest[key] = new
+        latest[node] = latest[target]
+    last = next(iter(reversed(graph.nodes)))
+    last.args = map_arg(last.args, lambda arg: latest.get(arg, arg))
+    for old in reversed(list(latest)):
+        if old.op == "call_function" and _writes(old):
+            graph.erase_node(old)
+
+
+def _writes(node: Node) -> bool:
+    name = op_name(node)
+    return name.startswith("aten.") and name.endswith("_") and not name.endswith("__") and name != "aten.detach_"
+
+
+def _views_to_base(target: Node) -> list[Node]:
+    """`target`, what it is a slice or a single index of, and so on."""
+    found = [target]
+    while _piece(found[-1]) is not None:
+        found.append(found[-1].args[0])  # type: ignore[arg-type]
+    return found
+
+
+def _piece(node: Node) -> tuple[int, int, int] | None:
+    """(dim, start, end) of what a slice without steps or a select takes; None for all else."""
+    name = op_name(node)
+    if name not in ("aten.slice", "aten.select"):
+        return None
+    x, dim, start, *rest = (*node.args, *(0, None)[len(node.args) - 1 :])
+    size = shape(x)  # type: ignore[arg-type]
+    dim = dim % len(size)  # type: ignore[operator]
+    if name == "aten.select":
+        return dim, start % size[dim], start % size[dim] + 1  # type: ignore[operator]
+    if len(rest) > 1 and rest[1] != 1:
+        return None
+    start = start or 0
+    start = max(start + size[dim], 0) if start < 0 else min(start, size[dim])  # type: ignore[operator]
+    return dim, start, start + shape(node)[dim]
+
+
+def _check_fresh(node: Node, views: list[Node], position: dict[Node, int], latest: dict[Node, Node]) -> None:
+    """What `node` writes to, the last of `views`, is made by the forward, and not read by an older view later on."""
+    base = views[-1]
+    record = note(base)
+    if record.kind == "buffer":
+        raise PlanError(
+            site(node), f"buffer {record.name} is changed by the forward", "keep buffers constant in forward"
+        )
+    if record.kind == "param":
+        raise TraceError(
+            site(node), f"parameter {record.name} is changed in place", "do not write to parameters in forward"
+        )
+    if record.kind == "input":
+        raise TraceError(site(node), "an argument of the model is changed in place", "write out of place: x = x + y")
+    at = position[node]
+    older = {one for view in views for one in _aliases(view, {*views}) if position.get(one, -1) < at}
+    older |= {old for old, new in latest.items() if new in older}  # later readers still name these
+    if _is_view(base) or any(position.get(user, -1) > at for one in older for user in one.users):
+        raise TraceError(
+            site(node), "an in-place write goes through a view", "write out of place: torch.where, torch.cat"
+        )
+
+
+def _aliases(node: Node, but: set[Node]) -> Iterator[Node]:
+    """Views of `node`, and views of those."""
+    for user in node.users:
+        if user not in but and _is_view(user):
+            yield user
+            yield from _aliases(user, but)
+
+
+def _is_view(node: Node) -> bool:
+    if node.target is operator.getitem:
+        return _is_view(node.args[0])  # type: ignore[arg-type]
+    if op_name(node) in MAY_ALIAS:
+        return True
+    if op_name(node) == dropouts.NAME:
+        return not dropouts.drops(node)
+    if not isinstance(node.target, torch._ops.OpOverload) or _writes(node):
+        return False
+    return any(result.alias_info is not None for result in node.target._schema.returns)
+
+
+def _written(graph: Graph, node: Node, views: list[Node]) -> Iterator[tuple[Node, Node]]:
+    """(old, new) of everything that `node` changes: what it writes to, the views on the way, as views of that."""
+    calls = _Calls(graph, node)
+    made = _assigned(calls, node, views[0]) if op_name(node) in ASSIGNS else _pure(calls, node)
+    for view, whole in pairwise(views):
+        made = _put_back(calls, view, whole, made)
+    yield views[-1], made
+    for view in reversed(views[:-1]):
+        made = calls.make(view.target, made, *view.args[1:])
+        yield view, made
+
+
+def _assigned(calls: _Calls, node: Node, target: Node) -> Node:
+    """What `copy_` and `fill_` leave behind."""
+    source, wanted = node.args[1], value(target)
+    if not isinstance(source, Node):
+        return calls.make(aten.full_like.default, target, source)
+    if value(source).dtype != wanted.dtype:
+        source = calls.make(aten.to.dtype, source, wanted.dtype)
+    if shape(source) != shape(target):
+        source = calls.make(aten.expand.default, source, list(shape(target)))
+    return calls.make(aten.clone.default, source)  # of its own: the next write must not reach what was copied
+
+
+def _put_back(calls: _Calls, view: Node, whole: Node, piece: Node) -> Node:
+    """`whole` with `piece` in the place of `view`."""
+    place = _piece(view)
+    assert place is not None
+    dim, start, end = place
+    size = shape(whole)[dim]
+    if op_name(view) == "aten.select":
+        piece = calls.make(aten.unsqueeze.default, piece, dim)
+    before = [calls.make(aten.slice.Tensor, whole, dim, 0, start)] if start else []
+    behind = [calls.make(aten.slice.Tensor, whole, dim, end, size)] if end < size else []
+    parts = [*before, piece, *behind]
+    return calls.make(aten.cat.default, parts, dim) if len(parts) > 1 else piece
+
+
+def _pure(calls: _Calls, node: Node) -> Node:
+    """The functional form of an in-place operator."""
+    target = node.target
+    assert isinstance(target, torch._ops.OpOverload)
+    packet = getattr(aten, target._schema.name.removeprefix("aten::").removesuffix("_"), None)
+    pure = getattr(packet, target._overloadname, None) if packet is not None else None
+    if pure is None:
+        raise TraceError(site(node), "this in-place operator has no functional form", "write it out of place")
+    made = calls.make(pure, *node.args, **node.kwargs)
+    if is_tensor(node) and value(made).dtype != value(node).dtype:
+        raise TraceError(
+            site(node), "an in-place operator keeps its target's dtype here", "cast explicitly with .to(dtype)"
+        )
+    return made
+
+
+class _Calls:
+    """Makes nodes behind `node`, one behind the other, that come from where it comes from."""
+
+    def __init__(self, graph: Graph, node: Node) -> None:
+        self.graph, self.node, self.last = graph, node, node
+
+    def make(self, target: Any, *args: Any, **kwargs: Any) -> Node:
+        with self.graph.inserting_after(self.last):
+            self.last = made = self.graph.call_function(target, args, kwargs)
+        fakes = map_arg((args, kwargs), value)
+        with torch.no_grad():
+            made.meta["val"] = target(*fakes[0], **fakes[1])
+        set_note(made, replace(note(self.node), extra=dict(note(self.node).extra)))
+        return made
