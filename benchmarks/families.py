@@ -161,6 +161,7 @@ def _other_transformers(layers: int) -> dict[str, Family]:
         "vocab_size": VOCAB,
         "use_cache": False,
     }
+    by_token = {"experts_implementation": "batched_mm"}
     vit = {key: n for key, n in usual.items() if key not in ("vocab_size", "max_position_embeddings")}
     vit |= {"image_size": 16, "patch_size": 4, "num_labels": 8}
     t5 = {"d_model": WIDTH, "d_kv": WIDTH // HEADS, "d_ff": 2 * WIDTH, "num_layers": layers, "num_heads": HEADS}

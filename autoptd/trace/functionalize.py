@@ -73,16 +73,14 @@ def _piece(node: Node) -> tuple[int, int, int] | None:
     name = op_name(node)
     if name not in ("aten.slice", "aten.select"):
         return None
-    x, dim, start, *rest = (*node.args, *(0, None)[len(node.args) - 1 :])
-    size = shape(x)  # type: ignore[arg-type]
-    dim = dim % len(size)  # type: ignore[operator]
+    x: Any = node.args[0]
+    dim, start, _, step = (*node.args[1:], *(0, 0, None, 1)[len(node.args) - 1 :])
+    dim = int(dim or 0) % len(shape(x))  # type: ignore[arg-type]
+    start, size = int(start or 0), shape(x)[dim]  # type: ignore[arg-type]
+    start = max(start + size, 0) if start < 0 else min(start, size)
     if name == "aten.select":
-        return dim, start % size[dim], start % size[dim] + 1  # type: ignore[operator]
-    if len(rest) > 1 and rest[1] != 1:
-        return None
-    start = start or 0
-    start = max(start + size[dim], 0) if start < 0 else min(start, size[dim])  # type: ignore[operator]
-    return dim, start, start + shape(node)[dim]
+        return dim, start, start + 1
+    return (dim, start, start + shape(node)[dim]) if step == 1 else None
 
 
 def _check_fresh(node: Node, views: list[Node], position: dict[Node, int], latest: dict[Node, Node]) -> None:
