@@ -28,6 +28,7 @@ from autoptd.compat import tree_flatten, tree_unflatten
 from autoptd.errors import AutoptdError, TraceError
 from autoptd.ir.notes import Note, note, output, set_note
 from autoptd.trace.faithful import check_model, watch_tracing
+from autoptd.trace.functions import check_functions
 from autoptd.trace.loss import WithLoss
 from autoptd.trace.normalize import normalize
 
@@ -117,8 +118,11 @@ def _leaf_names(name: str, arg: Any) -> list[str]:
 def _export(wrapper: WithLoss, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.export.ExportedProgram:
     device = next((p.device.type for p in wrapper.parameters()), "cpu")
     try:
-        with watch_tracing(), torch.autocast(device if device != "meta" else "cpu", enabled=False), torch.enable_grad():
-            return torch.export.export(wrapper, args, kwargs, strict=False)
+        autocast = torch.autocast(device if device != "meta" else "cpu", enabled=False)
+        with watch_tracing() as functions, autocast, torch.enable_grad():
+            exported = torch.export.export(wrapper, args, kwargs, strict=False)
+        check_functions(functions)
+        return exported
     except AutoptdError:
         raise
     except Exception as error:

@@ -1,8 +1,8 @@
 """Guard the promise that the traced graph computes what the model computes, gradients included.
 
 torch.export drops tensor hooks, backward hooks and the backward of custom autograd functions without a word. They are
-refused: on the model before tracing (`check_model`), in the forward while tracing (`watch_tracing`), and whatever is left is
-caught by running both once (`compare`).
+refused: on the model before tracing (`check_model`), in the forward while tracing (`watch_tracing`; functions by what
+`functions.py` finds), and whatever is left is caught by running both once (`compare`).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from autoptd.compat import tree_leaves
 from autoptd.errors import TraceError
 from autoptd.ir.notes import note, output
 from autoptd.trace.dropouts import dropouts
+from autoptd.trace.functions import Call, run_forward
 from autoptd.trace.loss import WithLoss
 from autoptd.trace.masks import any_mask, given_masks
 
@@ -41,29 +42,28 @@ def check_model(model: nn.Module) -> None:
 
 
 @contextmanager
-def watch_tracing() -> Iterator[None]:
-    """While the model is traced, refuse custom autograd functions and tensor hooks with the line that calls them.
+def watch_tracing() -> Iterator[list[Call]]:
+    """While the model is traced, refuse tensor hooks, and trace custom autograd functions as their forward.
 
-    What torch makes for `torch.library.register_autograd` is no such function: the operator is one node, its backward with it.
+    Yields the functions that were met, for `check_functions`. What torch makes for `torch.library.register_autograd` is no such
+    function: the operator is one node, its backward with it.
     """
+    met: list[Call] = []
 
-    def refuse_function(cls: type, *args: Any, **kwargs: Any) -> Any:
+    def trace_function(cls: type, *args: Any, **kwargs: Any) -> Any:
         if cls.__module__ == "torch._library.autograd":
             return apply.__func__(cls, *args, **kwargs)
-        raise TraceError(
-            f"autograd.Function {cls.__name__}",
-            "its backward is not traced, so gradients would be wrong",
-            "write it with differentiable torch operators",
-        )
+        met.append(Call.of(cls, args))
+        return run_forward(cls, args)
 
     def refuse_hook(self: torch.Tensor, hook: Callable[..., Any]) -> Any:
         raise TraceError("Tensor.register_hook", "a hook in the forward is not traced", HOOK_REMEDY)
 
     apply, hook = torch.autograd.Function.__dict__["apply"], torch.Tensor.register_hook
-    torch.autograd.Function.apply = classmethod(refuse_function)  # type: ignore[assignment, method-assign]
+    torch.autograd.Function.apply = classmethod(trace_function)  # type: ignore[assignment, method-assign]
     torch.Tensor.register_hook = refuse_hook  # type: ignore[method-assign]
     try:
-        yield
+        yield met
     finally:
         torch.autograd.Function.apply = apply  # type: ignore[method-assign]
         torch.Tensor.register_hook = hook  # type: ignore[method-assign]
