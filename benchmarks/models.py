@@ -7,8 +7,8 @@ time. Per model:
 - parity: `autoptd.verify` on every mesh, float64, 1e-9 of loss, gradients and updated parameters over two steps;
 - operators without a row of the table of rules, inside of layers;
 - the share of the FLOPs of matrix products that tp splits;
-- collectives over tp that one more layer takes per microbatch, forward + backward: from models of two and of four layers;
-- seconds of everything but torch.export, over seconds of torch.export (of the process, one thread).
+- collectives over tp that one more layer takes per microbatch, forward + backward: from models of four and of six;
+- seconds of everything but torch.export, over seconds of torch.export (four layers; of the process, one thread).
 
     python benchmarks/models.py              # benchmarks/results/models.json and the table in docs/models.md
     python benchmarks/models.py --only llama gpt2 --quick   # some, without parity; nothing is written
@@ -25,6 +25,8 @@ import sys
 import time
 import warnings
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -41,6 +43,7 @@ MESHES: dict[str, dict[str, Any]] = {
     "t=2 sp": {"t": 2, "sequence_parallel": True},
 }
 MICROBATCHES = 4  # of 2 rows, on every mesh: one trace serves them all
+DEPTHS = (4, 6)  # layers of the models whose plans are compared, and of the first the seconds; parity is that of two
 LIMIT = 600  # seconds for a family
 RESULTS, DOC = ROOT / "benchmarks" / "results" / "models.json", ROOT / "docs" / "models.md"
 BEGIN, END = "<!-- table: benchmarks/models.py -->\n", "<!-- end of table -->\n"
@@ -70,9 +73,9 @@ def measure(name: str, *, quick: bool) -> Row:
         return row | {"skipped": told(error)}
     call = {"example_inputs": family.call(), "loss_fn": family.loss_fn}
     try:
-        row |= compile_timed(model, {**call, **MESHES["t=2"], "num_microbatches": MICROBATCHES})
-        deeper = families(layers=4)[name].make().train()
-        program = autoptd.compile(deeper, **call, t=2, num_microbatches=MICROBATCHES)
+        few, many = (families(layers)[name].make().train() for layers in DEPTHS)
+        row |= compile_timed(few, {**call, **MESHES["t=2"], "num_microbatches": MICROBATCHES})
+        program = autoptd.compile(many, **call, **MESHES["t=2"], num_microbatches=MICROBATCHES)
         row["collectives"] = per_layer(row.pop("calls"), calls_of(program))
     except Exception as error:
         row.pop("calls", None)
@@ -139,11 +142,11 @@ def calls_of(program: Any) -> Counter[str]:
     return found
 
 
-def per_layer(two: Counter[str], four: Counter[str]) -> dict[str, float]:
+def per_layer(few: Counter[str], many: Counter[str]) -> dict[str, list[float]]:
     """What one more layer adds, by kind: [forward, backward]."""
-    found = {}
+    found, more = {}, DEPTHS[1] - DEPTHS[0]
     for kind in ("all-reduce", "all-gather", "reduce-scatter", "all-to-all"):
-        both = [(four[f"{way} {kind}"] - two[f"{way} {kind}"]) / 2 for way in ("forward", "backward")]
+        both = [(many[f"{way} {kind}"] - few[f"{way} {kind}"]) / more for way in ("forward", "backward")]
         if any(both):
             found[kind] = both
     return found
@@ -227,7 +230,7 @@ def write(rows: list[Row]) -> None:
     DOC.write_text(f"{before}{BEGIN}\n{table(rows)}\nMade with {made}.\n{END}{rest.split(END)[1]}")
 
 
-def run(name: str, quick: bool) -> Row:
+def run(name: str, *, quick: bool) -> Row:
     """The row of one family, measured in a process of its own."""
     command = [sys.executable, __file__, "--here", name, *(["--quick"] if quick else [])]
     try:
@@ -244,6 +247,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", metavar="MODEL", help="these alone; nothing is written")
     parser.add_argument("--update", nargs="+", metavar="MODEL", help="these alone; their rows are replaced")
     parser.add_argument("--quick", action="store_true", help="without parity; nothing is written")
+    parser.add_argument("--jobs", type=int, default=1, help="models that are measured at a time")
     parser.add_argument("--here", metavar="MODEL", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.here:
@@ -252,9 +256,10 @@ def main() -> None:
     from benchmarks.families import families
 
     rows = []
-    for name in args.only or args.update or list(families()):
-        rows.append(run(name, args.quick))
-        print(" | ".join(cells(rows[-1])), rows[-1].get("failed", rows[-1].get("skipped", "")), flush=True)
+    with ThreadPoolExecutor(args.jobs) as pool:
+        for row in pool.map(partial(run, quick=args.quick), args.only or args.update or families()):
+            rows.append(row)
+            print(" | ".join(cells(row)), row.get("failed", row.get("skipped", "")), flush=True)
     if args.update:
         new = {row["name"]: row for row in rows}
         old = {row["name"]: row for row in json.loads(RESULTS.read_text())["rows"]}
