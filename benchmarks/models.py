@@ -10,8 +10,8 @@ time. Per model:
 - collectives over tp that one more layer takes per microbatch, forward + backward: from models of four and of six;
 - seconds of everything but torch.export, over seconds of torch.export (four layers; of the process, one thread).
 
-    python benchmarks/models.py              # benchmarks/results/models.json and the table in docs/models.md
-    python benchmarks/models.py --only llama gpt2 --quick   # some, without parity; nothing is written
+    python benchmarks/models.py                     # benchmarks/results/models.json and the table in docs/models.md
+    python benchmarks/models.py --only llama gpt2   # their rows alone; with --quick without parity, and nothing is written
 """
 
 from __future__ import annotations
@@ -244,8 +244,7 @@ def run(name: str, *, quick: bool) -> Row:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", metavar="MODEL", help="these alone; nothing is written")
-    parser.add_argument("--update", nargs="+", metavar="MODEL", help="these alone; their rows are replaced")
+    parser.add_argument("--only", nargs="+", metavar="MODEL", help="these alone; the rows of the others stay")
     parser.add_argument("--quick", action="store_true", help="without parity; nothing is written")
     parser.add_argument("--jobs", type=int, default=1, help="models that are measured at a time")
     parser.add_argument("--here", metavar="MODEL", help=argparse.SUPPRESS)
@@ -255,17 +254,13 @@ def main() -> None:
         return
     from benchmarks.families import families
 
-    rows = []
+    found = {row["name"]: row for row in json.loads(RESULTS.read_text())["rows"]} if RESULTS.exists() else {}
     with ThreadPoolExecutor(args.jobs) as pool:
-        for row in pool.map(partial(run, quick=args.quick), args.only or args.update or families()):
-            rows.append(row)
+        for row in pool.map(partial(run, quick=args.quick), args.only or families()):
             print(" | ".join(cells(row)), row.get("failed", row.get("skipped", "")), flush=True)
-    if args.update:
-        new = {row["name"]: row for row in rows}
-        old = {row["name"]: row for row in json.loads(RESULTS.read_text())["rows"]}
-        rows = [(old | new)[name] for name in families() if name in old | new]
-    if not args.only and not args.quick:
-        write(rows)
+            found[row["name"]] = row
+            if not args.quick:
+                write([found[name] for name in families() if name in found])
 
 
 if __name__ == "__main__":

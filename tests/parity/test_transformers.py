@@ -34,19 +34,35 @@ def neox() -> nn.Module:
     return transformers.GPTNeoXForCausalLM(config)
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {
-    "gpt2": gpt2,
-    "gpt2 with eager attention": lambda: gpt2(attn_implementation="eager"),
-    "llama with grouped queries": grouped_llama,
-    "neox with a parallel residual": neox,
+def gemma2() -> nn.Module:
+    """Capped scores and logits, windows by turns, norms before and behind, tied embeddings."""
+    sizes = {"num_key_value_heads": 2, "head_dim": 8, "sliding_window": 3, "query_pre_attn_scalar": 8}
+    return transformers.Gemma2ForCausalLM(transformers.Gemma2Config(num_attention_heads=4, **sizes, **LLAMA))
+
+
+def bloom() -> nn.Module:
+    """ALiBi made from the mask, q, k, v of each head side by side, a GELU with a backward of its own."""
+    sizes = {"n_layer": 2, "n_head": 4, "hidden_size": 32, "hidden_dropout": 0.1, **SMALL}
+    return transformers.BloomForCausalLM(transformers.BloomConfig(**sizes))
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], bool, bool]] = {  # sequence parallel, with an attention mask
+    "gpt2": (gpt2, False, False),
+    "gpt2 with eager attention": (lambda: gpt2(attn_implementation="eager"), True, False),
+    "llama with grouped queries": (grouped_llama, False, True),
+    "neox with a parallel residual": (neox, True, False),
+    "gemma2": (gemma2, False, False),
+    "bloom": (bloom, False, True),
 }
 
 
-@pytest.mark.parametrize("by_tokens", [False, True], ids=["", "sequence parallel"])
-@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
-def test_family(make: Callable[[], nn.Module], by_tokens: bool) -> None:
+@pytest.mark.parametrize(("make", "by_tokens", "is_masked"), MODELS.values(), ids=MODELS)
+def test_family(make: Callable[[], nn.Module], by_tokens: bool, is_masked: bool) -> None:
     torch.manual_seed(0)
     ids, _ = batch()
-    labels = ids.masked_fill(ids < 5, -100)
+    call = {"input_ids": ids, "labels": ids.masked_fill(ids < 5, -100)}
+    if is_masked:
+        padding = torch.arange(LENGTH) >= LENGTH - torch.arange(len(ids))[:, None] % 4
+        call = {**call, "attention_mask": (~padding).long(), "labels": call["labels"].masked_fill(padding, -100)}
     mesh = {"t": 2, "p": 2, "d": 2, "sequence_parallel": by_tokens}
-    autoptd.verify(make().train(), **mesh, example_inputs={"input_ids": ids, "labels": labels}, steps=2)
+    autoptd.verify(make().train(), **mesh, example_inputs=call, steps=2)
