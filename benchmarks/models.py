@@ -7,7 +7,8 @@ time. Per model:
 - parity: `autoptd.verify` on every mesh, float64, 1e-9 of loss, gradients and updated parameters over two steps;
 - operators without a row of the table of rules, inside of layers;
 - the share of the FLOPs of matrix products that tp splits;
-- collectives over tp that one more layer takes per microbatch, forward + backward: from models of four and of six;
+- collectives over tp that one more layer takes per microbatch, forward + backward: from models of four and of six layers, or of
+  six and of eight;
 - seconds of everything but torch.export, over seconds of torch.export (four layers; of the process, one thread).
 
     python benchmarks/models.py                     # benchmarks/results/models.json and the table in docs/models.md
@@ -43,7 +44,7 @@ MESHES: dict[str, dict[str, Any]] = {
     "t=2 sp": {"t": 2, "sequence_parallel": True},
 }
 MICROBATCHES = 4  # of 2 rows, on every mesh: one trace serves them all
-DEPTHS = (4, 6)  # layers of the models whose plans are compared, and of the first the seconds; parity is that of two
+DEPTHS = (4, 6, 8)  # layers of the models whose plans are compared, of the first the seconds; parity is that of two
 LIMIT = 600  # seconds for a family
 RESULTS, DOC = ROOT / "benchmarks" / "results" / "models.json", ROOT / "docs" / "models.md"
 BEGIN, END = "<!-- table: benchmarks/models.py -->\n", "<!-- end of table -->\n"
@@ -73,12 +74,16 @@ def measure(name: str, *, quick: bool) -> Row:
         return row | {"skipped": told(error)}
     call = {"example_inputs": family.call(), "loss_fn": family.loss_fn}
     try:
-        few, many = (families(layers)[name].make().train() for layers in DEPTHS)
-        row |= compile_timed(few, {**call, **MESHES["t=2"], "num_microbatches": MICROBATCHES})
-        program = autoptd.compile(many, **call, **MESHES["t=2"], num_microbatches=MICROBATCHES)
-        row["collectives"] = per_layer(row.pop("calls"), calls_of(program))
+        keywords = {**call, **MESHES["t=2"], "num_microbatches": MICROBATCHES}
+        first, *deeper = (families(layers)[name].make().train() for layers in DEPTHS)
+        facts, calls = compile_timed(first, keywords)
+        row |= facts
+        for model_of_more in deeper:  # again, where the plan of the first layer changes with the depth
+            fewer, calls = calls, calls_of(autoptd.compile(model_of_more, **keywords))
+            row["collectives"] = per_layer(fewer, calls)
+            if all(n == int(n) for both in row["collectives"].values() for n in both):
+                break
     except Exception as error:
-        row.pop("calls", None)
         row["failed"] = told(error)
     trace.capture = traces.capture
     row["parity"] = {}
@@ -91,8 +96,8 @@ def measure(name: str, *, quick: bool) -> Row:
     return row
 
 
-def compile_timed(model: Any, keywords: dict[str, Any]) -> Row:
-    """Compile, and say what the program is like."""
+def compile_timed(model: Any, keywords: dict[str, Any]) -> tuple[Row, Counter[str]]:
+    """Compile, and say what the program is like, and what it communicates over tp."""
     import torch
 
     import autoptd
@@ -118,14 +123,14 @@ def compile_timed(model: Any, keywords: dict[str, Any]) -> Row:
     for one in costs["gemms"]:
         if one["redundant"]:
             whole[f"{one['operator'].removeprefix('aten.')} in {one['module'] or 'the model'}"] += one["redundant"]
-    return {
+    facts = {
         "trace_s": round(clock[0], 2),
         "rest_s": round(rest, 2),
         "sharded": 1 - costs["redundant_gemm_flops"] / max(1, costs["total_flops"]),
         "whole": list(whole),
         "unlisted": [one for one in program.unlisted if is_in_layer(one.split(":")[0].split(" in ")[1])],
-        "calls": calls_of(program),
     }
+    return facts, calls_of(program)
 
 
 def is_in_layer(module: str) -> bool:
@@ -144,7 +149,7 @@ def calls_of(program: Any) -> Counter[str]:
 
 def per_layer(few: Counter[str], many: Counter[str]) -> dict[str, list[float]]:
     """What one more layer adds, by kind: [forward, backward]."""
-    found, more = {}, DEPTHS[1] - DEPTHS[0]
+    found, more = {}, DEPTHS[1] - DEPTHS[0]  # all pairs are equally far apart
     for kind in ("all-reduce", "all-gather", "reduce-scatter", "all-to-all"):
         both = [(many[f"{way} {kind}"] - few[f"{way} {kind}"]) / more for way in ("forward", "backward")]
         if any(both):

@@ -41,6 +41,9 @@ def functionalize(graph: Graph) -> None:
             continue
         target = node.args[0]
         assert isinstance(target, Node)
+        if op_name(node) == "aten.copy_" and _is_same(target, node.args[1]):  # the last step of `h[0] += 1`
+            latest[node] = target
+            continue
         views = _views_to_base(target)
         _check_fresh(node, views, position, latest)
         for old, new in _written(graph, node, views):
@@ -58,6 +61,13 @@ def functionalize(graph: Graph) -> None:
 def _writes(node: Node) -> bool:
     name = op_name(node)
     return name.startswith("aten.") and name.endswith("_") and not name.endswith("__") and name != "aten.detach_"
+
+
+def _is_same(target: Node, source: Any) -> bool:
+    """Whether `source` is `target`, or the same piece of the same value."""
+    if not isinstance(source, Node) or _piece(target) is None or _piece(source) is None:
+        return source is target
+    return source.args[0] is target.args[0] and _piece(source) == _piece(target) and source.target is target.target
 
 
 def _views_to_base(target: Node) -> list[Node]:

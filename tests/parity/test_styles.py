@@ -244,6 +244,35 @@ class ByHand(Decoder):
         return F.nll_loss(logs.flatten(0, 1), labels.flatten()) - picked
 
 
+class InPlace(Decoder):
+    """Shifts tokens by writing into zeros, and changes a few of them; looks its mask up as torch.vmap does; a GELU of its own."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.body(ids)
+        before = torch.zeros_like(x)
+        before[:, 1:] = x[:, :-1]
+        before[:, 0] = 0.5
+        before[:, 2:4].mul_(2.0)
+        before[:, 5] += 1.0
+        rows, places = torch.arange(ids.shape[0]), torch.arange(LENGTH)
+        seen = (ids > 3)[rows[:, None, None], places]
+        x = x + Gelu.apply(before) * seen.transpose(1, 2)
+        return loss_of(self.head(x), labels)
+
+
+class Gelu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * torch.sigmoid(1.702 * x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        gate = torch.sigmoid(1.702 * x)
+        return grad * (gate + 1.702 * x * gate * (1 - gate))
+
+
 def albert() -> nn.Module:
     block = Block()
     return Decoder(4, lambda: block)
@@ -273,6 +302,7 @@ STYLES: dict[str, tuple[Callable[[], Model], dict[str, Any]]] = {
     "one block for all layers": (with_labels(albert), {"t": 2, "p": 2, "num_microbatches": 2}),
     "vocabulary in pieces": (with_labels(lambda: VocabularyInPieces(1)), {"t": 2, "num_microbatches": 2}),
     "weighted losses": (with_labels(Weighted), {"t": 2, "d": 2, "num_microbatches": 2}),
+    "writes in place": (with_labels(lambda: InPlace(1)), {"t": 2, "d": 2, "num_microbatches": 2}),
     "losses by hand": (
         lambda: (ByHand(), (IDS, torch.arange(LENGTH).expand(8, -1).clone(), LABELS)),
         {"d": 2, "num_microbatches": 4},

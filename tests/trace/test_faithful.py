@@ -149,6 +149,13 @@ def writes_a_slice_again(self: Net, x: Tensor) -> Tensor:
     return (h * total).sum()
 
 
+def adds_to_a_row(self: Net, x: Tensor) -> Tensor:
+    h = self.first(x)
+    h[1] += 1.0
+    h[2, :3] += h[3, 3:]
+    return h.square().sum()
+
+
 def writes_what_was_copied(self: Net, x: Tensor) -> Tensor:
     h, other = self.first(x), self.second(x)
     h[:] = other
@@ -163,7 +170,7 @@ def divides_what_topk_gives(self: Net, x: Tensor) -> Tensor:
 
 
 IN_PLACE = [adds_in_place, fills_in_place, relu_in_place, grown_zeros, writes_a_row, shifts, writes_a_slice_again]
-IN_PLACE += [writes_what_was_copied, divides_what_topk_gives]
+IN_PLACE += [adds_to_a_row, writes_what_was_copied, divides_what_topk_gives]
 
 
 @pytest.mark.parametrize("forward", IN_PLACE)
