@@ -245,7 +245,7 @@ class ByHand(Decoder):
 
 
 class InPlace(Decoder):
-    """Shifts tokens by writing into zeros, changes a few of them, looks its mask up as torch.vmap does; has a GELU of its own."""
+    """Shifts tokens by writing into zeros, changes a few, looks its mask up as torch.vmap does; has a GELU of its own."""
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
         x = self.body(ids)
