@@ -53,7 +53,6 @@ HOOKS = {
     "delay_wgrad_compute": "before_reduce",
 }
 CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
-    "gpt t2": (gpt, {"t": 2}),
     "gpt t4 m4": (gpt, {"t": 4, "num_microbatches": 4}),
     "gpt p2 v2": (gpt, {"p": 2, "v": 2, "num_microbatches": 4}),
     "gpt d2": (gpt, {"d": 2}),

@@ -49,7 +49,7 @@ def test_separate_projections_and_ignored_labels(t: int, p: int, d: int, v: int,
 
 @pytest.mark.parametrize(("t", "p", "v", "layers"), [(1, 4, 1, 7), (1, 2, 2, 7), (2, 2, 2, 5), (1, 2, 1, 3)])
 def test_any_number_of_layers(t: int, p: int, v: int, layers: int) -> None:
-    autoptd.verify(gpt(layers), t=t, p=p, v=v, example_inputs=batch())
+    autoptd.verify(gpt(layers), t=t, p=p, v=v, example_inputs=batch(), steps=2)
 
 
 ODD_COUNTS = [(2, 1, "1f1b", 1), (2, 1, "1f1b", 3), (4, 1, "gpipe", 3), (2, 2, "interleaved", 6)]
@@ -59,7 +59,7 @@ ODD_COUNTS += [(2, 2, "interleaved", 3), (3, 2, "interleaved", 1)]
 
 @pytest.mark.parametrize(("p", "v", "schedule", "m"), ODD_COUNTS)
 def test_any_number_of_microbatches(p: int, v: int, schedule: str, m: int) -> None:
-    autoptd.verify(gpt(), p=p, v=v, schedule=schedule, num_microbatches=m, example_inputs=batch(6))
+    autoptd.verify(gpt(), p=p, v=v, schedule=schedule, num_microbatches=m, example_inputs=batch(6), steps=2)
 
 
 @pytest.mark.parametrize(
