@@ -126,7 +126,7 @@ def _decoders(layers: int) -> dict[str, Family]:
             "GPTNeo", "windows by turns", neo | {"attention_types": [[["global", "local"], layers // 2]]}
         ),
         "gptj": _decoder("GPTJ", "interleaved partial rotary, parallel", {**gpt2, "rotary_dim": 4}),
-        "codegen": _decoder("CodeGen", "[4, q|v|k] in one weight, parallel", {**gpt2, "rotary_dim": 4}),
+        "codegen": _decoder("CodeGen", "[4, (q, v, k)] in one weight, parallel", {**gpt2, "rotary_dim": 4}),
         "opt": _decoder("OPT", "learned positions", opt),
         "opt-mask": _decoder("OPT", "positions counted from the mask", opt, mask=True),
         "bloom": _decoder("Bloom", "ALiBi, [heads, 3, k] in one weight", bloom),
