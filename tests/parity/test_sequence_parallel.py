@@ -25,10 +25,8 @@ from tests.parity.test_dropout import gpt as dropping_gpt
 from tests.parity.test_mutations import edit_source
 
 MESHES: list[dict[str, Any]] = [
-    {"t": 2},
     {"t": 4, "d": 2},
     {"t": 2, "p": 2, "v": 2},
-    {"t": 2, "p": 2, "d": 2, "schedule": "gpipe"},
 ]
 OVERLAP: dict[str, Any] = {"async_tensor_model_parallel_allreduce": True}
 HOOKS: dict[str, Any] = {
