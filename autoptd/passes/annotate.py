@@ -12,13 +12,14 @@ from autoptd.errors import PlanError
 from autoptd.ir.machine import Machine
 from autoptd.ir.notes import note, op_name, payload, placeholders, shape
 from autoptd.ir.types import type_text
-from autoptd.passes.assign import Assignment, Splitter, assign_tensor
+from autoptd.passes.assign import Assignment, assign_tensor
 from autoptd.passes.axes import Axes
 from autoptd.passes.batch import assign_batch, check_literals
 from autoptd.passes.constants import Constants
 from autoptd.passes.fallbacks import explain
 from autoptd.passes.rows import place_rows
 from autoptd.passes.steer import find_pins
+from autoptd.passes.strategies import Splitter
 from autoptd.passes.symbols import name_axes
 
 

@@ -45,6 +45,10 @@ class Letter:
     inner: dict[Node, Place] = field(default_factory=dict)
     inner_out: Place | None = None
 
+    def everywhere(self, node: Node) -> list[tuple[Node, Place]]:
+        """Where `node`, the operator, has the letter: in operands, and in its result."""
+        return [*self.places.items(), *([(node, self.out)] if self.out is not None else [])]
+
     def needs(self, operand: Node) -> ValueType:
         """The type of an operand that carries the letter."""
         return S(*self.places[operand], self.sharing, self.inner.get(operand))
@@ -90,6 +94,14 @@ class Axes:
 
     def atoms(self, node: Node, dim: int) -> list[Axis]:
         return [axis for axis in atoms(self._dims[node][dim]) if axis.size != 1]
+
+    def ids(self, node: Node) -> list[list[int]]:
+        """The axes of every dim of a node's value, by their ids."""
+        return [[id(axis) for axis in self.atoms(node, dim)] for dim in range(len(self._dims[node]))]
+
+    def ids_of(self, node: Node, letter: Letter) -> list[int]:
+        """The ids of the axes that carry a letter of `node`, of operands and result."""
+        return [id(self.atoms(one, dim)[atom]) for one, (dim, atom) in letter.everywhere(node)]
 
     def has(self, node: Node) -> bool:
         """Whether `node` is a value of the traced graph, whose dims have axes."""

@@ -15,13 +15,14 @@ from autoptd.errors import InternalError
 from autoptd.ir import markers
 from autoptd.ir.notes import Note, note, op_name, ops, output, placeholders, set_note, site
 from autoptd.ir.types import CONVERSIONS, Conversion, I, P, R, S, ValueType, outer_size, padded_size
-from autoptd.passes.assign import NO_COLLECTIVE_FORMS, Assignment
+from autoptd.passes.assign import Assignment
 from autoptd.passes.axes import Axes, Place
 from autoptd.passes.batch import FIRST_ROWS
 from autoptd.passes.links import operands
 from autoptd.passes.padding import Padding
 from autoptd.passes.rules import linear_groups
 from autoptd.passes.sharing import Sharing
+from autoptd.passes.strategies import NO_COLLECTIVE_FORMS
 
 
 def communicate(graph: Graph, assignment: Assignment, pieces: int, t: int) -> None:

@@ -26,9 +26,10 @@ from torch.fx import Node
 from autoptd.errors import PlanError
 from autoptd.ir.notes import note, op_name
 from autoptd.ir.types import CONVERSIONS, ValueType, type_text
-from autoptd.passes.assign import Assignment, Problem, Strategy
+from autoptd.passes.assign import Assignment, Problem
 from autoptd.passes.costs import LOCAL_WORK, flops
 from autoptd.passes.eliminate import TableTooLarge, minimize
+from autoptd.passes.strategies import Strategy
 from autoptd.passes.symbols import Symbols
 
 SHOWN = 8

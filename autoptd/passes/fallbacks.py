@@ -19,10 +19,11 @@ from torch.fx import Graph, Node
 
 from autoptd.ir.fallback import Fallback, divisors
 from autoptd.ir.notes import note, op_name, ops
-from autoptd.passes.assign import WHOLE, Assignment, Splitter
+from autoptd.passes.assign import Assignment
 from autoptd.passes.axes import Letter
 from autoptd.passes.costs import flops
 from autoptd.passes.links import operands
+from autoptd.passes.strategies import WHOLE, Splitter
 
 HEADS, KV_HEADS, REPEAT = "heads", "KV heads", "query heads per KV head"
 COUNTED = (HEADS, KV_HEADS, REPEAT)
@@ -83,7 +84,7 @@ def _blocked(node: Node, assignment: Assignment, splitter: Splitter, nouns: dict
 
 
 def _noun(node: Node, letter: Letter, splitter: Splitter, nouns: dict[int, str]) -> str:
-    for axis in splitter.axes_of(node, letter):
+    for axis in splitter.axes.ids_of(node, letter):
         if axis in nouns:
             return nouns[axis]
         if axis in splitter.padding.vocabularies:
@@ -102,7 +103,7 @@ def axis_nouns(graph: Graph, splitter: Splitter) -> dict[int, str]:
         groups: dict[str, list[int]] = {}  # of grouped queries: KV heads, then the query heads of each
         for letter in splitter.free_letters(node):
             if letter.out is not None and (len(letter.places) > 1 or letter.name == "repeat"):
-                groups.setdefault(letter.name, []).append(splitter.axes_of(node, letter)[0])
+                groups.setdefault(letter.name, []).append(splitter.axes.ids_of(node, letter)[0])
         for name, (first, *others) in groups.items():
             found.setdefault(first, REPEAT if name == "repeat" else KV_HEADS if others or name == "kv" else HEADS)
             for axis in others:

@@ -47,8 +47,7 @@ class Padding:
         """Whether `node` may be split by `letter` over t ranks."""
         if letter.size % self.t == 0:
             return True
-        places = [*letter.places.items(), *([(node, letter.out)] if letter.out is not None else [])]
-        return all(self.may_pad(one, place) for one, place in places) and is_exact(node, letter)
+        return all(self.may_pad(one, at) for one, at in letter.everywhere(node)) and is_exact(node, letter)
 
     def may_pad(self, node: Node, place: Place) -> bool:
         """Whether the atom at `place` is a vocabulary, and all of its dim."""

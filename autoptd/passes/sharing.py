@@ -16,7 +16,7 @@ An axis is shared where all of this holds: t is a multiple of its size, the rest
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from dataclasses import replace
 
 from torch.fx import Graph, Node
 
@@ -30,15 +30,14 @@ class Sharing:
 
     def __init__(self, graph: Graph, axes: Axes, t: int) -> None:
         self.axes, self.t = axes, t
-        inputs = [node for node in graph.nodes if note(node).kind == "input" and axes.has(node)]
-        of_inputs = {id(axis) for node in inputs for axis in _flat(axes, node)}
         known = [node for node in graph.nodes if axes.has(node)]
-        neighbours = {pair for node in known for pair in self._neighbours(node)}
+        of_inputs = {axis for node in known if note(node).kind == "input" for dim in axes.ids(node) for axis in dim}
+        neighbours = {pair for node in known for dim in axes.ids(node) for pair in itertools.pairwise(dim)}
         self.pairs: dict[tuple[int, int], int] = {}
         for node in ops(graph):
             letters = axes.letters(node) if axes.has(node) else []
             for outer, inner in itertools.permutations(letters, 2):
-                pair = self._axis(node, outer), self._axis(node, inner)
+                pair = axes.ids_of(node, outer)[0], axes.ids_of(node, inner)[0]
                 is_free = pair in neighbours and of_inputs.isdisjoint(pair)
                 if is_free and _brings(node, outer, inner) and self._divides(outer, inner):
                     self.pairs[pair] = t // outer.size
@@ -47,65 +46,61 @@ class Sharing:
         """The ways to split `node` by a shared axis."""
         if not self.pairs or not self.axes.has(node) or not self.axes.is_linear(node):
             return []
-        letters = self.axes.letters(node)
-        of_axis = {self._axis(node, letter): letter for letter in letters}
-        made = []
-        for (first, second), sharing in self.pairs.items():
-            outer, inner = of_axis.get(first), of_axis.get(second)
-            if outer is None or outer.form or any(not note(one).of_params for one in outer.places):
-                continue
-            if op_name(node) == "aten.dropout" and inner is None:
-                continue  # masks are numbered by the ranks' own pieces
-            if inner is None and outer.out is not None:
-                made.append(Letter(outer.name, outer.size, outer.places, outer.out, sharing=sharing))
-            elif inner is not None and not inner.form and (outer.out is None) == (inner.out is None):
-                if not set(inner.places) <= set(outer.places):
-                    continue
-                if outer.out is None and set(inner.places) != set(outer.places):
-                    continue  # a contraction of copies would count them all
-                both = Letter(
-                    f"{outer.name}, {inner.name}" if outer.name != inner.name else outer.name,
-                    outer.size * inner.size,
-                    outer.places,
-                    outer.out,
-                    sharing=sharing,
-                    inner=inner.places,
-                    inner_out=inner.out,
-                )
-                made.append(both)
-        return made
+        of_axis = {self.axes.ids_of(node, letter)[0]: letter for letter in self.axes.letters(node)}
+        made = [
+            _shared(of_axis[outer], of_axis.get(inner), sharing)
+            for (outer, inner), sharing in self.pairs.items()
+            if outer in of_axis
+        ]
+        found = [one for one in made if one is not None and all(note(operand).of_params for operand in one.places)]
+        # Masks are numbered in the whole value: a rank must know where its piece lies.
+        return [one for one in found if op_name(node) != "aten.dropout" or _is_consecutive(node, one)]
 
     def shards(self, node: Node) -> list[ValueType]:
         """The types of a stored value that is cut along a shared axis: with the inner one where it follows, or in copies."""
         if not self.pairs or not self.axes.has(node):
             return []
         found = []
-        for dim in range(len(note(node).dims)):
-            atoms = [id(axis) for axis in self.axes.atoms(node, dim)]
-            for i, pair in enumerate(itertools.zip_longest(atoms, atoms[1:])):
+        for dim, axes in enumerate(self.axes.ids(node)):
+            for i, pair in enumerate(itertools.zip_longest(axes, axes[1:])):
                 if pair in self.pairs:
                     found.append(S(dim, i, self.pairs[pair], (dim, i + 1)))
                 else:
-                    found += [S(dim, i, n) for (outer, _), n in self.pairs.items() if outer == atoms[i]][:1]
+                    found += [S(dim, i, n) for (outer, _), n in self.pairs.items() if outer == axes[i]][:1]
         return found
 
     def allows(self, node: Node, kind: ValueType) -> bool:
         """Whether the atoms that a type names are an axis that so many ranks share, and its inner one."""
-        axes = [id(self.axes.atoms(node, dim)[atom]) for dim, atom in kind.places]
+        axes = [self.axes.ids(node)[dim][atom] for dim, atom in kind.places]
         return any(axes == list(pair[: len(axes)]) and n == kind.sharing for pair, n in self.pairs.items())
-
-    def _neighbours(self, node: Node) -> Iterator[tuple[int, int]]:
-        for dim in range(len(note(node).dims)):
-            atoms = [id(axis) for axis in self.axes.atoms(node, dim)]
-            yield from itertools.pairwise(atoms)
-
-    def _axis(self, node: Node, letter: Letter) -> int:
-        places = [*letter.places.items(), *([(node, letter.out)] if letter.out is not None else [])]
-        one, (dim, atom) = places[0]
-        return id(self.axes.atoms(one, dim)[atom])
 
     def _divides(self, outer: Letter, inner: Letter) -> bool:
         return 1 < outer.size < self.t and self.t % outer.size == 0 and inner.size % (self.t // outer.size) == 0
+
+
+def _shared(outer: Letter, inner: Letter | None, sharing: int) -> Letter | None:
+    """The split by a shared axis: with the letter of the inner one, or, where the operator has none, in copies.
+
+    Copies are not contracted: their sum would count each of them.
+    """
+    if outer.form or (inner is None and outer.out is None):
+        return None
+    if inner is None:
+        return replace(outer, sharing=sharing)
+    is_within = (
+        set(inner.places) <= set(outer.places) if outer.out is not None else inner.places.keys() == outer.places.keys()
+    )
+    if inner.form or (outer.out is None) != (inner.out is None) or not is_within:
+        return None
+    name = f"{outer.name}, {inner.name}" if outer.name != inner.name else outer.name
+    size = outer.size * inner.size
+    return replace(outer, name=name, size=size, sharing=sharing, inner=inner.places, inner_out=inner.out)
+
+
+def _is_consecutive(node: Node, letter: Letter) -> bool:
+    """Whether a rank's piece of the result is one chunk of the dims from the shared axis on."""
+    order = [(dim, atom) for dim, atoms in enumerate(note(node).dims) for atom in range(len(atoms))]
+    return letter.out in order and letter.inner_out in order[order.index(letter.out) + 1 :][:1]
 
 
 def _brings(node: Node, outer: Letter, inner: Letter) -> bool:
@@ -113,7 +108,3 @@ def _brings(node: Node, outer: Letter, inner: Letter) -> bool:
     if op_name(node) == "aten.scaled_dot_product_attention":
         return (outer.name, inner.name) == ("kv", "repeat")
     return not inner.places and bool(outer.places) and outer.out is not None
-
-
-def _flat(axes: Axes, node: Node) -> list[object]:
-    return [axis for dim in range(len(note(node).dims)) for axis in axes.atoms(node, dim)]

@@ -26,10 +26,10 @@ from torch.fx import Graph, Node
 from autoptd.ir import markers
 from autoptd.ir.notes import op_name, ops, shape, tensor
 from autoptd.ir.types import ValueType
-from autoptd.passes.assign import Splitter
 from autoptd.passes.axes import Axis
 from autoptd.passes.costs import conversion_seconds, flops
 from autoptd.passes.fallbacks import HEADS, KV_HEADS, REPEAT, axis_nouns
+from autoptd.passes.strategies import Splitter
 
 LETTERS = {HEADS: "a", KV_HEADS: "g", REPEAT: "r"}
 Expression = Any  # sympy's own

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -120,6 +122,21 @@ class Skipping(nn.Module):
 def skipping() -> Skipping:
     torch.manual_seed(0)
     return Skipping()
+
+
+class Blocks(nn.Module):
+    """An embedding, blocks one behind the other, a head."""
+
+    def __init__(self, blocks: Iterable[nn.Module], width: int, vocab: int = VOCAB) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(vocab, width), nn.Linear(width, vocab, bias=False)
+        self.layers = nn.ModuleList(blocks)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
 class Mixer(nn.Module):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import autoptd
 from autoptd.ir import machine
 from autoptd.ir.calls import expected_calls
-from autoptd.passes import assign
+from autoptd.passes import strategies
 from tests.parity.models import LENGTH, batch, gpt, uneven
 from tests.parity.test_mutations import edit_source
 
@@ -25,15 +25,15 @@ from tests.parity.test_mutations import edit_source
 @pytest.fixture
 def split_vocabularies(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Take the choice away: a parameter with a vocabulary in it is sharded by it, and even five logits are not gathered."""
-    every = assign._parameter_strategies
+    every = strategies.parameter_strategies
 
-    def only(node: Any, splitter: assign.Splitter) -> list[assign.Strategy]:
+    def only(node: Any, splitter: strategies.Splitter) -> list[strategies.Strategy]:
         made = every(node, splitter)
         sharded = [one for one in made if one.gives.kind == "S"]
         by_vocabulary = [one for one in sharded if splitter.padding.may_pad(node, (one.gives.dim, one.gives.atom))]
         return by_vocabulary or made
 
-    monkeypatch.setattr(assign, "_parameter_strategies", only)
+    monkeypatch.setattr(strategies, "parameter_strategies", only)
     monkeypatch.setattr(machine, "DEFAULT", machine.Machine(latency=1e-12, per_saved_byte=1e-12))
     yield
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import autoptd
 from autoptd.ir.types import Segmented
+from tests.parity.models import Blocks
 
 VOCAB, LENGTH, WIDTH, HEADS, KV, SIZE = 32, 6, 32, 8, 4, 4
 
@@ -42,18 +43,9 @@ class Block(nn.Module):
         return x + self.down(F.silu(gate) * up)
 
 
-class Phi(nn.Module):
-    def __init__(self, **how: bool) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB, bias=False)
-        self.layers = nn.ModuleList(Block(**how) for _ in range(2))
-
-    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
-        x = self.embed(ids)
-        for layer in self.layers:
-            x = layer(x)
-        return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+def phi(**how: bool) -> Blocks:
+    torch.manual_seed(0)
+    return Blocks([Block(**how) for _ in range(2)], WIDTH, VOCAB)
 
 
 def example() -> tuple[Tensor, Tensor]:
@@ -64,7 +56,7 @@ def example() -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("parallel", [False, True])
 @pytest.mark.parametrize("slices", [False, True])
 def test_parity(parallel: bool, slices: bool) -> None:
-    model = Phi(parallel=parallel, slices=slices)
+    model = phi(parallel=parallel, slices=slices)
     autoptd.verify(model, t=2, p=2, d=1 + parallel, example_inputs=example(), steps=3)
 
 
@@ -72,7 +64,7 @@ def test_parity(parallel: bool, slices: bool) -> None:
 def test_parity_of_four_ranks(sequence_parallel: bool) -> None:
     ids, targets = (one[:, :4] for one in example())
     autoptd.verify(
-        Phi(parallel=False, slices=True),
+        phi(parallel=False, slices=True),
         t=4,
         sequence_parallel=sequence_parallel,
         example_inputs=(ids, targets),
@@ -81,7 +73,7 @@ def test_parity_of_four_ranks(sequence_parallel: bool) -> None:
 
 
 def test_it_is_the_plan_of_megatron() -> None:
-    program = autoptd.compile(Phi(parallel=False, slices=False), t=2, example_inputs=example())
+    program = autoptd.compile(phi(parallel=False, slices=False), t=2, example_inputs=example())
     assert program.costs["redundant_gemm_flops"] == 0 and program.fallbacks == ()
     spec = next(one for one in program.params if one.name == "layers.0.fused.weight")
     assert spec.type.dim == 0 and spec.outer == (32, 16, 16)
@@ -93,7 +85,7 @@ def test_it_is_the_plan_of_megatron() -> None:
 
 
 def test_files_and_state_dict(tmp_path: Any) -> None:
-    model = Phi(parallel=True, slices=True)
+    model = phi(parallel=True, slices=True)
     program = autoptd.compile(model, t=2, example_inputs=example())
     program.save(tmp_path)
     loaded = autoptd.Program.load(tmp_path)

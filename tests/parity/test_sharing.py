@@ -14,14 +14,15 @@ import autoptd
 from autoptd.ir import buckets
 from autoptd.ir.machine import Machine
 from autoptd.ir.types import S
+from tests.parity.models import Blocks, batch
 
-VOCAB, LENGTH, WIDTH, HEADS, SIZE = 32, 8, 64, 8, 8
+WIDTH, HEADS, SIZE = 64, 8, 8
 CHEAP = Machine(flops=1e18, memory_bandwidth=1e15, latency=1e-7, per_parameter_byte=1e-10)
 """Collectives are dear, the same work on several ranks is not: what real sizes are like."""
 
 
 class Block(nn.Module):
-    """Grouped queries, whose keys and values are repeated in one of three ways."""
+    """Grouped queries, whose keys and values are repeated in one of three ways, or not joined with their repeats."""
 
     def __init__(self, kv: int, how: str, drop: float) -> None:
         super().__init__()
@@ -34,54 +35,55 @@ class Block(nn.Module):
     def repeat(self, x: Tensor) -> Tensor:
         if self.how == "expand":
             x = x[:, :, None].expand(-1, -1, HEADS // self.kv, -1, -1)
-            return x.reshape(x.shape[0], HEADS, LENGTH, SIZE)
+            return x.flatten(1, 2)
         return x.repeat_interleave(HEADS // self.kv, 1) if self.how == "interleave" else x
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm(x)
         q, k, v = (one(y).unflatten(-1, (-1, SIZE)).transpose(1, 2) for one in (self.q, self.k, self.v))
+        if self.how in ("apart", "far apart"):
+            return self.rest(x, self.attend_apart(q, self.k_norm(k), v))
         k, v = self.repeat(self.k_norm(k)), self.repeat(v)
         kwargs: dict[str, Any] = {"enable_gqa": True} if self.how == "grouped" else {}
         z = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=self.drop, **kwargs)
+        return self.rest(x, z)
+
+    def attend_apart(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """KV heads and their repeats are dims of their own, also where scores drop out."""
+        q = q.unflatten(1, (self.kv, -1))
+        k, v = (one[:, :, None].expand(-1, -1, HEADS // self.kv, -1, -1) for one in (k, v))
+        scores = (q @ k.transpose(-2, -1)).softmax(-1)
+        if self.how == "apart":
+            scores = F.dropout(scores, self.drop, self.training)
+        else:  # with the tokens between the two
+            scores = F.dropout(scores.transpose(2, 3), self.drop, self.training).transpose(2, 3)
+        return (scores @ v).flatten(1, 2)
+
+    def rest(self, x: Tensor, z: Tensor) -> Tensor:
         x = x + self.out(z.transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
-class Grouped(nn.Module):
-    def __init__(self, kv: int = 2, how: str = "expand", drop: float = 0.0) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB, bias=False)
-        self.layers = nn.ModuleList(Block(kv, how, drop) for _ in range(2))
-
-    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
-        x = self.embed(ids)
-        for layer in self.layers:
-            x = layer(x)
-        return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
-
-
-def example() -> tuple[Tensor, Tensor]:
-    source = torch.Generator().manual_seed(1)
-    ids, targets = (torch.randint(0, VOCAB, (8, LENGTH), generator=source) for _ in range(2))
-    return ids, targets
+def grouped(kv: int = 2, how: str = "expand", drop: float = 0.0) -> Blocks:
+    torch.manual_seed(0)
+    return Blocks([Block(kv, how, drop) for _ in range(2)], WIDTH)
 
 
 def request(t: int, **more: Any) -> dict[str, Any]:
-    return {"t": t, "num_microbatches": 2, "machine": CHEAP, "example_inputs": example(), **more}
+    return {"t": t, "num_microbatches": 2, "machine": CHEAP, "example_inputs": batch(), **more}
 
 
 @pytest.mark.parametrize(
     ("t", "kv", "how"), [(4, 2, "expand"), (4, 2, "interleave"), (4, 2, "grouped"), (8, 2, "grouped"), (8, 4, "expand")]
 )
 def test_parity(t: int, kv: int, how: str) -> None:
-    program = autoptd.compile(Grouped(kv, how), **request(t))
+    program = autoptd.compile(grouped(kv, how), **request(t))
     found = {one.name: one.type for one in program.params if one.name.startswith("layers.1")}
     shared = S(0, 0, t // kv)
     assert found["layers.1.k.weight"] == found["layers.1.k.bias"] == found["layers.1.v.weight"] == shared
     assert found["layers.1.q.weight"] == S(0, 0, t // kv, (0, 1)) and found["layers.1.out.weight"].inner == (1, 1)
     assert program.costs["redundant_gemm_flops"] == 0
-    autoptd.verify(Grouped(kv, how), **request(t), steps=2)
+    autoptd.verify(grouped(kv, how), **request(t), steps=2)
 
 
 @pytest.mark.parametrize(
@@ -95,13 +97,16 @@ def test_parity(t: int, kv: int, how: str) -> None:
     ids=str,
 )
 def test_parity_beside_other_options(more: dict[str, Any]) -> None:
-    autoptd.verify(Grouped(), **request(4, **more), steps=2)
+    autoptd.verify(grouped(), **request(4, **more), steps=2)
 
 
-def test_masks_of_dropout_are_those_of_one_device() -> None:
-    program = autoptd.compile(Grouped(drop=0.2), **request(4))
-    assert program.param("layers.0.k.weight").type == S(0, 0, 2)
-    autoptd.verify(Grouped(drop=0.2), **request(4), steps=2)
+@pytest.mark.parametrize("how", ["expand", "apart", "far apart"])
+def test_masks_of_dropout_are_those_of_one_device(how: str) -> None:
+    autoptd.verify(grouped(how=how, drop=0.2), **request(4), steps=2)
+
+
+def test_dropout_leaves_heads_shared() -> None:
+    assert autoptd.compile(grouped(drop=0.2), **request(4)).param("layers.0.k.weight").type == S(0, 0, 2)
 
 
 def test_a_model_of_transformers() -> None:
@@ -116,18 +121,18 @@ def test_a_model_of_transformers() -> None:
 
 
 def test_the_norm_counts_a_shared_piece_once() -> None:
-    model = Grouped()
-    loss = model(*example())
+    model = grouped()
+    loss = model(*batch())
     loss.backward()
     expected = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
-    pm = autoptd.parallelize(Grouped(), backend="local", **request(4))
-    pm.step(*example())
+    pm = autoptd.parallelize(grouped(), backend="local", **request(4))
+    pm.step(*batch())
     assert torch.allclose(pm.clip_grad_norm_(1e9), expected.double(), rtol=1e-5)
     pm.close()
 
 
 def test_a_piece_is_told_explained_and_saved(tmp_path: Path) -> None:
-    program = autoptd.compile(Grouped(), **request(4))
+    program = autoptd.compile(grouped(), **request(4))
     text = program.explain("layers.0.k")
     assert "S(tp, dim 0: [2] x 8, 2 copies)  sharded: 2 = 2 x 1, 2 of 4 ranks share each" in text
     assert "S(tp, dim 0: [2] x [4] x 8)" in program.explain("layers.0.q")
@@ -139,11 +144,11 @@ def test_a_piece_is_told_explained_and_saved(tmp_path: Path) -> None:
 def test_a_sum_over_sharers_that_is_left_out_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(buckets, "reduction_axes", lambda spec: ("dp", "tp") if spec.type.kind == "R" else ("dp",))
     with pytest.raises(autoptd.InternalError, match="differs"):
-        autoptd.verify(Grouped(), **request(4), steps=1)
+        autoptd.verify(grouped(), **request(4), steps=1)
 
 
 def test_what_does_not_divide_is_not_shared() -> None:
     """Two KV heads over six ranks would be shared by three, over which 4 query heads for each do not divide."""
-    program = autoptd.compile(Grouped(), **request(6))
+    program = autoptd.compile(grouped(), **request(6))
     assert all(one.type.sharing == 1 for one in program.params)
     assert "2 KV heads and 4 query heads per KV head do not divide over t=6" in program.fallbacks[0].fact
