@@ -33,7 +33,10 @@ METHODS = {
     f"aten.{name}": name for name in "transpose permute contiguous clone detach t tanh sigmoid rsqrt neg".split()
 }
 METHODS |= {f"aten.{name}": name for name in "unsqueeze squeeze sum cos sin exp log expand masked_fill select".split()}
-METHODS |= {f"aten.{name}": name for name in "mean amax amin abs square sqrt softmax log_softmax unbind clamp".split()}
+METHODS |= {
+    f"aten.{name}": name
+    for name in "mean amax amin abs square sqrt softmax log_softmax unbind clamp flatten unflatten".split()
+}
 METHODS |= {"aten.view": "reshape", "aten.reshape": "reshape", "aten._unsafe_view": "reshape", "aten.to": "to"}
 DROPPED = {"memory_format"}
 SILENT = {row.name for row in CONVERSIONS.values() if row.forward in LOCAL_KINDS and row.backward in LOCAL_KINDS}
