@@ -28,6 +28,7 @@ from autoptd.ir.fallback import Fallback
 from autoptd.ir.notes import copy_graph, note
 from autoptd.ir.parcels import plan_parcels
 from autoptd.ir.program import Program
+from autoptd.kernels.dropout import has_triton
 from autoptd.options import Options, make_options
 from autoptd.records import (
     Batch,
@@ -78,6 +79,7 @@ def compile_program(
     written = read_schedule(options)
     if written is not None:
         options = replace(options, num_microbatches=schedule.num_microbatches(written))
+    options = replace(options, fuse=default_fusion(model, options))
     batch = plan_batch(options, args, kwargs, replicas)
     forms = Forms()
 
@@ -95,14 +97,18 @@ def compile_program(
     machine = options.rank_machine
     placed, price = fit(solve, first=options.memory_price or 0.0, unit=1 / machine.link_bandwidth)
     options = replace(options, memory_price=price or None)
-    graph, assignment, fallbacks, cut, sizes = placed
+    graph, assignment, fallbacks, cut, groups, sizes = placed
     ranks = ranks_of_stages(orders)
 
     passes.localize(graph, sizes)
-    forms.end("LOCAL", graph)
+    of_one_device, of_a_rank = (partial(passes.local_shape, sizes=replace(sizes, t=n)) for n in (1, options.t))
+    costs = {**passes.count_work(graph, options.t, of_one_device, of_a_rank), "cut": cut}
+    dropouts = dropout_specs(graph)
 
     wgrad = taker_of_weight_gradients(options, orders)
+    fusions = passes.substitute(graph, groups)
     passes.hook_gemms(graph, overlap=options.async_tensor_model_parallel_allreduce, wgrad=wgrad)
+    forms.end("LOCAL", graph)
 
     crossing = codegen.crossings(graph)
     orders = connect_orders(orders, crossing)
@@ -110,8 +116,6 @@ def compile_program(
         codegen.write_stage(graph, k, options.t, crossing, about(options, batch, ranks, k, wgrad))
         for k in range(options.num_stages)
     ]
-    of_one_device, of_a_rank = (partial(passes.local_shape, sizes=replace(sizes, t=n)) for n in (1, options.t))
-    costs = {**passes.count_work(graph, options.t, of_one_device, of_a_rank), "cut": cut}
     params = param_specs(graph, captured, options)
     crossed = tuple(crossing_spec(one) for one in crossing)
     parcels = plan_parcels(crossed, ranks, options.mesh, options.p2p, machine)
@@ -133,8 +137,10 @@ def compile_program(
         collectives=tuple(collectives(graph, options, parcels, params, orders)),
         lines=tuple(line for file in files for line in file.lines),
         seed=options.seed,
-        dropouts=dropout_specs(graph),
+        dropouts=dropouts,
         fallbacks=tuple(fallbacks),
+        fusions=tuple(fusions),
+        fuse=options.fuse,
         unlisted=tuple(passes.unlisted_operators(graph)),
         weighted=any(file.counts for file in files),
         plan=plan,
@@ -152,6 +158,7 @@ class Placed(NamedTuple):
     assignment: passes.Assignment
     fallbacks: list[Fallback]
     cut: dict[str, Any]
+    groups: passes.Groups
     sizes: passes.Sizes
 
 
@@ -186,6 +193,7 @@ def place(
     fallbacks = [replace(one, flops=one.flops * batch.rows // batch.traced_rows) for one in found]
     passes.communicate(graph, assignment, batch.pieces, options.t)
     passes.check_connected(graph, axes, options.t)
+    groups = passes.find_fusions(graph, captured.buffers, options.fuse, hooks=options.has_hooks or has_weight_gradients(orders))
     forms.add("CONNECTED", graph)
 
     sizes = passes.Sizes(options.t, batch.traced_rows, batch.rows, batch.pieces)
@@ -200,7 +208,7 @@ def place(
         pinned=options.plan.cut,
     )
     forms.add("CUT", graph)
-    return Placed(graph, assignment, fallbacks, cut, sizes)
+    return Placed(graph, assignment, fallbacks, cut, groups, sizes)
 
 
 def check_module(model: nn.Module) -> None:
@@ -209,6 +217,14 @@ def check_module(model: nn.Module) -> None:
         raise PlanError("model", f"is a {type(model).__name__}, not a torch.nn.Module", "pass the module itself")
     if hasattr(model, "_orig_mod"):
         raise PlanError("model", "is wrapped by torch.compile", "pass the module that it wraps: model._orig_mod")
+
+
+def default_fusion(model: nn.Module, options: Options) -> str | bool:
+    """The backend of fused operators: what was asked for, or the fastest for the model's device."""
+    if options.fuse is not None:
+        return options.fuse
+    is_cuda = any(p.is_cuda for p in model.parameters()) or str(options.device).startswith("cuda")
+    return "triton" if is_cuda and has_triton() else "eager"
 
 
 def has_values(model: nn.Module) -> bool:
@@ -312,9 +328,14 @@ def make_orders(options: Options, m: int) -> Orders:
 
 def taker_of_weight_gradients(options: Options, orders: Orders) -> str:
     """The attribute of a stage that takes the gradients of linear layers' weights; "" for autograd."""
-    if any(action.kind is Kind.W for order in orders for action in order):
+    if has_weight_gradients(orders):
         return "deferred"
     return "main_grads" if options.accumulate_allreduce_grads_in_fp32 else ""
+
+
+def has_weight_gradients(orders: Orders) -> bool:
+    """Whether the schedule has actions for the weights' gradients."""
+    return any(action.kind is Kind.W for order in orders for action in order)
 
 
 def connect_orders(orders: Orders, crossing: list[codegen.Crossing]) -> Orders:

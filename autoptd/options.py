@@ -35,18 +35,17 @@ GEMM_HOOKS = (
     "delay_wgrad_compute",
 )
 MEMORY = ("memory", "memory_price", "machine")
-PLANNED = ("seed", "sequence_parallel", "p2p", *MEMORY, *GEMM_HOOKS)  # what a plan says under "options"
+FUSE = ("eager", "triton", "inductor", False)
+PLANNED = ("seed", "sequence_parallel", "p2p", "fuse", *MEMORY, *GEMM_HOOKS)  # what a plan says under "options"
 NOT_YET = {
     "c": "context parallelism",
     "zero": "optimizer sharding",
     "precision": "mixed precision",
     "recompute": "activation recomputation",
-    "fuse": "fused-op substitution",
     "dropout_exact": "fused attention with random numbers of its own",
 }
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "c": (1,),
-    "fuse": (False,),
     "zero": (0, None),
     "precision": (None,),
     "recompute": (None, False),
@@ -68,6 +67,10 @@ class Options:
     is equal on all tensor ranks travels between stages: "direct", each rank sends all of it; "scatter_gather", each sends 1/t
     and the receivers gather (SC'21, section 4.1); "auto", whichever is faster by the description of the machine
     (ir/machine.py; the rule: ir/parcels.py).
+
+    `fuse` says by what patterns of operators are replaced (passes/fusion): "eager", operators of torch's; "triton", kernels for
+    CUDA devices; "inductor", every distinct layer compiled by torch's compiler, at the start of a run; False, nothing is
+    replaced. None takes "triton" where the model is on a CUDA device and Triton is there, else "eager".
 
     `memory` is what a rank may hold, in bytes: parameters with gradients and AdamW's two moments, and the activations of the
     microbatches in flight; None: the machine's (the default has no bound). `machine` is what plans are weighed for:
@@ -104,6 +107,7 @@ class Options:
     timeout: float = 300.0
     nan: str = "raise"
     p2p: str = "auto"
+    fuse: str | bool | None = None
     async_tensor_model_parallel_allreduce: bool = False
     accumulate_allreduce_grads_in_fp32: bool = False
     delay_wgrad_compute: str | None = None
@@ -136,6 +140,8 @@ class Options:
             raise PlanError(f"nan={self.nan!r}", "no such choice", "'raise' or 'ignore'")
         if self.p2p not in P2P:
             raise PlanError(f"p2p={self.p2p!r}", "no such way to send", ", ".join(map(repr, P2P)))
+        if self.fuse is not None and (self.fuse is True or self.fuse not in FUSE):
+            raise PlanError(f"fuse={self.fuse!r}", "no such backend", ", ".join(map(repr, FUSE)))
         if self.memory is not None and not self.memory > 0:
             raise PlanError(f"memory={self.memory}", "no positive number of bytes", "for example memory=80e9")
         if self.memory_price is not None and not 0 <= self.memory_price < math.inf:
@@ -158,6 +164,11 @@ class Options:
     @property
     def mesh(self) -> Mesh:
         return Mesh(self.t, self.p, self.d)
+
+    @property
+    def has_hooks(self) -> bool:
+        """Whether a hook on the backward of linear layers was asked for."""
+        return any(getattr(self, name) for name in GEMM_HOOKS)
 
     @property
     def rank_machine(self) -> Machine:

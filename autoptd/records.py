@@ -40,6 +40,7 @@ from autoptd.ir.types import I, ValueType, outer_size
 from autoptd.options import PLANNED, Options
 
 WORTH_A_WARNING = 0.01
+LOSSES = ("cross_entropy", "linear_cross_entropy")
 
 
 @dataclass(frozen=True)
@@ -164,7 +165,7 @@ def collectives(
                 found += _conversion(node, stage, here, options.t)
             elif "swallowed" in note(node).extra:
                 found.append(_swallowed(node, stage, here, options.t))
-            elif op_name(node) == "cross_entropy" and node.kwargs["vocab"]:
+            elif op_name(node) in LOSSES and node.kwargs["vocab"]:
                 found += _vocabulary_sums(node, stage, here, options.t)
     for one in parcels:
         found += _travel(one, ranks)
@@ -197,19 +198,21 @@ def _swallowed(node: Node, stage: int, rank: int, t: int) -> Collective:
 def _vocabulary_sums(node: Node, stage: int, rank: int, t: int) -> list[Collective]:
     """The reductions inside a vocabulary-parallel cross-entropy: a number per token each, the sums in one call."""
     record, size = note(node), torch.Size(note(node.args[1]).extra["local_shapes"][0]).numel()  # type: ignore[arg-type]
-    each = size * max(tensor(node).element_size(), 4)  # narrower logits are computed in float32
+    itemsize = max(tensor(node).element_size(), 4)  # narrower logits are computed in float32
     sums = ["sum of exponentials", "picked logit"]
-    sums += ["class weight"] if node.args[2] is not None else []
+    sums += ["class weight"] if op_name(node) == "cross_entropy" and node.args[2] is not None else []
     sums += ["sum of logits", "sum of weights"] if node.kwargs["label_smoothing"] else []
+    chunk = node.kwargs.get("chunk", size)
     calls = [
-        ("maximum", each, "maximum of every token"),
-        ("sums", each * len(sums), f"{', '.join(sums)} of every token"),
+        (name, itemsize * count * min(chunk, size - start), f"{what} of every token")  # type: ignore[operator]
+        for start in range(0, size, chunk)  # type: ignore[arg-type]
+        for name, count, what in (("maximum", 1, "maximum"), ("sums", len(sums), ", ".join(sums)))
     ]
     return [
         Collective(
             site=f"{record.module or 'model'} {name} ({record.source})",
             stage=stage,
-            conversion="vocab_parallel_cross_entropy",
+            conversion=f"vocab_parallel_{op_name(node)}",
             axis="tp",
             forward="all-reduce",
             backward="none",
@@ -265,7 +268,7 @@ def _step_collectives(
 
 def _label_count(graph: Graph, stage: int, rank: int, d: int) -> list[Collective]:
     """What weighted means divide by, counted before the first forward."""
-    losses = [node for node in ops(graph) if op_name(node) == "cross_entropy" and node.kwargs["total"] >= 0]  # type: ignore[operator]
+    losses = [node for node in ops(graph) if op_name(node) in LOSSES and node.kwargs["total"] >= 0]  # type: ignore[operator]
     count = sum(1 for node in losses if stage in note(node).stages)
     why = "valid labels of the global batch, which the mean divides by"
     made = Collective(

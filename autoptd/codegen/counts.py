@@ -13,7 +13,14 @@ from autoptd.ir.notes import note
 
 def counted_losses(body: list[Node]) -> list[Node]:
     """The losses of a stage that divide by a count."""
-    return [node for node in body if node.target is markers.cross_entropy and node.kwargs["total"] != -1]
+    losses = (markers.cross_entropy, markers.FUSED["linear_cross_entropy"])
+    return [node for node in body if node.target in losses and node.kwargs["total"] != -1]
+
+
+def labels_of(loss: Node) -> list[Node]:
+    """The labels of a loss, and the weights of their classes where it has them."""
+    read = loss.args[1:] if loss.target is markers.cross_entropy else loss.args[1:2]
+    return [one for one in read if isinstance(one, Node)]
 
 
 def write_count(writer: Writer, counted: list[Node], given: dict[Node, str]) -> None:
@@ -28,11 +35,10 @@ def write_count(writer: Writer, counted: list[Node], given: dict[Node, str]) -> 
 
     inputs = {node: name for node, name in given.items() if node.op == "placeholder"}
     for node in counted:
-        for arg in node.args[1:]:
-            if isinstance(arg, Node):
-                visit(_whole(arg))
+        for arg in labels_of(node):
+            visit(_whole(arg))
     read = [arg for node in needed for arg in node.all_input_nodes]
-    read += [_whole(arg) for node in counted for arg in node.args[1:] if isinstance(arg, Node)]
+    read += [_whole(arg) for node in counted for arg in labels_of(node)]
     names = choose_names(needed, inputs, needed)
 
     def text(node: Node) -> str:
@@ -47,10 +53,10 @@ def write_count(writer: Writer, counted: list[Node], given: dict[Node, str]) -> 
         writer.add(2, f"{names[node]} = {expression(node, text)}")
     calls = []
     for node in counted:
-        targets, weight = node.args[1], node.args[2]
+        targets, *weights = labels_of(node)
         keywords = f"ignore_index={node.kwargs['ignore_index']}"
-        keywords += f", weight={text(_whole(weight))}" if isinstance(weight, Node) else ""
-        calls.append(f"rt.count_labels({text(_whole(targets))}, {keywords})")  # type: ignore[arg-type]
+        keywords += f", weight={text(_whole(weights[0]))}" if weights else ""
+        calls.append(f"rt.count_labels({text(_whole(targets))}, {keywords})")
     writer.add(2, f"return ({', '.join(calls)},)")
 
 

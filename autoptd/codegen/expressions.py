@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -167,12 +167,15 @@ def _vocab_embedding(node: Node, text: Text, site: str) -> str:
 
 
 def _dropout(node: Node, text: Text, site: str) -> str:
-    x, rate, number, batch, shard = (literal(arg, text) for arg in node.args)
-    keywords = (
-        {} if batch == "None" else {"batch": str(node.args[3][0]) if node.args[3][1] == 1 else f"({batch[1:-1]})"}
-    )
-    keywords |= {} if shard == "None" else {"shard": f"({shard[1:-1]})", "tp": "tp"}
-    return f"rt.dropout({_join([x, rate, f'self.draw(site={number})'], keywords)})"
+    x, rate, number, batch, shard = node.args
+    drawn = [text(x), repr(rate), f"self.draw(site={number})"]
+    return f"rt.dropout({_join(drawn, _mask_places(batch, shard))})"
+
+
+def _mask_places(batch: tuple[int, int] | None, shard: tuple[int, int] | None) -> dict[str, str]:
+    """Where the rows of the batch and the shards lie in what drops out."""
+    keywords = {} if batch is None else {"batch": str(batch[0]) if batch[1] == 1 else str(tuple(batch))}
+    return keywords | ({} if shard is None else {"shard": str(tuple(shard)), "tp": "tp"})
 
 
 def _linear(node: Node, text: Text, site: str) -> str:
@@ -185,6 +188,39 @@ def _linear(node: Node, text: Text, site: str) -> str:
     return f"rt.linear({_join(operands, keywords)})"
 
 
+def _fused(node: Node, text: Text, site: str) -> str:
+    operands = [literal(arg, text) for arg in node.args]
+    while operands[-1] == "None":
+        operands.pop()
+    return f"self.fused.{op_name(node)}({_join(operands, _literals(node.kwargs, text))})"
+
+
+def _bias_dropout_add(node: Node, text: Text, site: str) -> str:
+    x, bias, residual = (literal(arg, text) for arg in node.args)
+    rate, number, batch, shard = (node.kwargs[key] for key in ("rate", "site", "batch", "shard"))
+    drawn = [x, bias, residual, repr(rate), f"self.draw(site={number})"]
+    return f"self.fused.bias_dropout_add({_join(drawn, _mask_places(batch, shard))})"
+
+
+def _linear_cross_entropy(node: Node, text: Text, site: str) -> str:
+    x, targets, weight = (literal(arg, text) for arg in node.args)
+    keywords = dict(node.kwargs)
+    vocab, size, total = (keywords.pop(key) for key in ("vocab", "size", "total"))
+    usual = {"label_smoothing": 0.0, "ignore_index": -100}
+    shown = _literals({key: value for key, value in keywords.items() if usual.get(key) != value}, text)
+    if vocab:
+        shown |= {"size": str(size)} if size else {}
+        shown["site"] = json.dumps(site)
+        call = f"rt.vocab_parallel_linear_cross_entropy({_join([x, weight, targets, 'tp'], shown)})"
+    else:
+        call = f"self.fused.linear_cross_entropy({_join([x, weight, targets], shown)})"
+    return f"{call} / self.totals[{total}]" if total >= 0 else call
+
+
+def _literals(keywords: Mapping[str, Any], text: Text) -> dict[str, str]:
+    return {key: literal(value, text) for key, value in keywords.items()}
+
+
 MARKER_TEXTS: dict[str, Callable[[Node, Text, str], str]] = {
     "convert": _convert,
     "first_rows": lambda node, text, site: (
@@ -194,6 +230,9 @@ MARKER_TEXTS: dict[str, Callable[[Node, Text, str], str]] = {
     "cross_entropy": _cross_entropy,
     "dropout": _dropout,
     "mean": _mean,
+    **dict.fromkeys(markers.FUSED, _fused),
+    "bias_dropout_add": _bias_dropout_add,
+    "linear_cross_entropy": _linear_cross_entropy,
     "linear": _linear,
     "vocab_embedding": _vocab_embedding,
 }

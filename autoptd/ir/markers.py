@@ -5,6 +5,7 @@ They stand for communication and for the local forms of split operators. They ar
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from autoptd.errors import InternalError
@@ -70,4 +71,16 @@ def linear(x: Any, weight: Any, bias: Any, *, overlap: bool, wgrad: str, transpo
     raise InternalError("linear", "a marker was executed")
 
 
-MARKERS = (convert, share, first_rows, vocab_embedding, cross_entropy, mean, dropout, linear)
+def _fused(name: str) -> Callable[..., Any]:
+    def marker(*operands: Any, **keywords: Any) -> Any:
+        raise InternalError(name, "a marker was executed")
+
+    marker.__name__ = name
+    return marker
+
+
+FUSED = {  # operators of autoptd/kernels, which take what passes/fusion gives them
+    name: _fused(name)
+    for name in "masked_softmax bias_gelu swiglu geglu rms_norm rotary bias_dropout_add linear_cross_entropy".split()
+}
+MARKERS = (convert, share, first_rows, vocab_embedding, cross_entropy, mean, dropout, linear, *FUSED.values())

@@ -28,10 +28,11 @@ import torch
 from autoptd.errors import PlanError
 from autoptd.ir.actions import Action, Orders, format_orders, parse_orders, ranks_of_stages
 from autoptd.ir.fallback import Fallback
+from autoptd.ir.fusion import Fusion
 from autoptd.ir.mesh import Mesh
 from autoptd.ir.types import Dims, Outer, Segmented, ValueType, local_shape, outer_size, padded_size, type_text
 
-VERSION = 3
+VERSION = 4
 GATHER = "gather"  # the conversion of a `Collective` that puts a scattered parcel together
 
 
@@ -241,6 +242,8 @@ class Program:
     seed: int = 0  # of the dropout masks
     dropouts: tuple[DropoutSpec, ...] = ()
     fallbacks: tuple[Fallback, ...] = ()  # operators that tp does not split as one would expect, and why
+    fuse: str | bool = False  # the backend of fused operators
+    fusions: tuple[Fusion, ...] = ()  # what they stand for, and what they do not, with the reason
     unlisted: tuple[str, ...] = ()  # operators without a row of the table, and what probing found of them
     weighted: bool = False  # the loss stage has `count(...)`: labels to count before the first forward
     plan: dict[str, Any] = field(default_factory=dict)
@@ -323,6 +326,7 @@ class Program:
             collectives=tuple(Collective(**_tupled(one)) for one in record.pop("collectives")),
             dropouts=tuple(DropoutSpec(**_tupled(one)) for one in record.pop("dropouts")),
             fallbacks=tuple(Fallback(**one) for one in record.pop("fallbacks")),
+            fusions=tuple(Fusion(**one) for one in record.pop("fusions")),
             unlisted=tuple(record.pop("unlisted")),
             lines=tuple(Line(**one) for one in record.pop("lines")),
             orders=parse_orders((folder / "schedule.txt").read_text()),
@@ -378,6 +382,7 @@ __all__ = [
     "CrossingSpec",
     "DropoutSpec",
     "Fallback",
+    "Fusion",
     "InputSpec",
     "Line",
     "ParamSpec",

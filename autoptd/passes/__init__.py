@@ -7,6 +7,7 @@ from autoptd.passes.costs import count_work
 from autoptd.passes.cut import cut
 from autoptd.passes.explain import explain
 from autoptd.passes.fallbacks import fallbacks, unlisted_operators
+from autoptd.passes.fusion import Groups, find_fusions, substitute
 from autoptd.passes.hooks import adds_to_gradient, hook_gemms
 from autoptd.passes.localize import Sizes, local_shape, localize
 from autoptd.passes.memory import price_memory
@@ -14,6 +15,7 @@ from autoptd.passes.unlisted import register_rule
 
 __all__ = [
     "Assignment",
+    "Groups",
     "Sizes",
     "adds_to_gradient",
     "annotate",
@@ -25,10 +27,12 @@ __all__ = [
     "describe",
     "explain",
     "fallbacks",
+    "find_fusions",
     "hook_gemms",
     "local_shape",
     "localize",
     "price_memory",
     "register_rule",
+    "substitute",
     "unlisted_operators",
 ]

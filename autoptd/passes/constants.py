@@ -37,7 +37,7 @@ class Constants:
 
     def has_equal_rows(self, node: Node, dim: int) -> bool:
         """True when `node` is a constant operator whose entries along `dim` are all the same."""
-        if node.op != "call_function" or not self.is_constant(node) or not self._can_evaluate(node):
+        if node.op != "call_function" or not self.can_evaluate(node):
             return False
         if (node, dim) not in self._equal:
             found = self.evaluate(node)
@@ -72,6 +72,10 @@ class Constants:
 
     def is_small(self, node: Node) -> bool:
         return value(node) is None or math.prod(shape(node)) <= LARGEST
+
+    def can_evaluate(self, node: Node) -> bool:
+        """Whether `node` is a constant whose value can be had while compiling."""
+        return self.is_constant(node) and self._can_evaluate(node)
 
     def _can_evaluate(self, node: Node) -> bool:
         """False where a buffer has no value (meta) or a table is too large to make just to look at it."""

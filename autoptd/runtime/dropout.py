@@ -58,6 +58,18 @@ def dropout(
     """
     if draw is None:
         return x
+    size, places = places_of(x, draw, batch, shard, tp)
+    return _Dropped.apply(x, rate, size, places)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def places_of(
+    x: torch.Tensor,
+    draw: Draw,
+    batch: int | tuple[int, int] | None,
+    shard: tuple[int, int] | None,
+    tp: Group | None,
+) -> tuple[tuple[int, int, int], Places]:
+    """(x as [before, rows, after], which elements of the global value they are): see `dropout`."""
     at = (batch, 1) if isinstance(batch, int) else batch
     rows = draw.rows if at is not None else 1
     before = math.prod(x.shape[: at[0]]) * at[1] if at is not None else 1
@@ -69,8 +81,7 @@ def dropout(
             blocks //= rows
         block, degree, index = x.numel() // rows // blocks, tp.size, tp.index
     first_row = draw.first_row if at is not None else 0
-    places = Places(*keys(draw.seed, draw.step, draw.site), first_row, block, degree, index)
-    return _Dropped.apply(x, rate, size, places)  # type: ignore[no-any-return, no-untyped-call]
+    return size, Places(*keys(draw.seed, draw.step, draw.site), first_row, block, degree, index)
 
 
 class _Dropped(torch.autograd.Function):

@@ -25,6 +25,7 @@ from autoptd.errors import InternalError, RuntimeFault
 from autoptd.ir.actions import Action, Kind
 from autoptd.ir.program import CrossingSpec, Program
 from autoptd.runtime.dropout import Drawing
+from autoptd.runtime.fused import Fused
 from autoptd.runtime.gradients import Gradients
 from autoptd.runtime.linear import WeightGemm
 from autoptd.runtime.messages import Messages
@@ -181,6 +182,7 @@ class Executor:
             weights=self.params.weights_of_stage(index),
             buffers={buffer: self.buffers[buffer] for buffer in spec.buffers},
             device=self.world.device,
+            fused=Fused(str(self.program.fuse or "eager")),
         )
 
     @contextmanager

@@ -20,6 +20,7 @@ import torch
 
 from autoptd.errors import InternalError
 from autoptd.runtime.dropout import Draw, Drawing
+from autoptd.runtime.fused import Fused
 from autoptd.runtime.linear import Deferred, WeightGradient
 from autoptd.runtime.world import Group
 
@@ -70,7 +71,7 @@ class Stage:
 
     `totals` are the global counts that weighted-mean losses divide by: sums over all microbatches and replicas, set before the
     first forward of every step. `drawing` says which dropout masks the next forward draws; None: no dropout.
-    `main_grads` and `deferred` are what an emitted `rt.linear` names as its `wgrad`.
+    `fused` has the fused operators. `main_grads` and `deferred` are what an emitted `rt.linear` names as its `wgrad`.
     """
 
     def __init__(
@@ -80,8 +81,10 @@ class Stage:
         weights: Mapping[str, torch.Tensor],
         buffers: Mapping[str, torch.Tensor],
         device: torch.device,
+        fused: Fused | None = None,
     ) -> None:
         self.tp = tp
+        self.fused = fused or Fused()
         self.weights: Any = make_namespace(weights)
         self.buffers: Any = make_namespace(buffers)
         self.device = device

@@ -1,0 +1,28 @@
+"""What fused operators stand for in a program: one record for all layers alike.
+
+Fusion("rms_norm", "model.layers.*.input_layernorm", times=12)
+Fusion("attention", "h.*.attn", times=12, why="its mask needs a gradient")          # not fused, and why
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """`times` operators of `site` (its layers as a star) are the fused `op`; or are not, because of `why`."""
+
+    op: str
+    site: str
+    times: int = 1
+    why: str = ""
+
+
+def counts(fusions: tuple[Fusion, ...]) -> str:
+    """`rms_norm x 9, swiglu x 4`: what was fused, in the order of first use; "" for nothing."""
+    found: dict[str, int] = {}
+    for one in fusions:
+        if not one.why:
+            found[one.op] = found.get(one.op, 0) + one.times
+    return ", ".join(f"{op} x {times}" for op, times in found.items())

@@ -1,0 +1,137 @@
+"""GELU and SiLU in any spelling, gated products, and a bias before GELU.
+
+A pointwise formula of one value is recognised by what it computes: on a few thousand numbers in float64 it must agree with the
+known function, and so must its derivative, to the last digits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx import Node
+from torch.fx.node import map_arg
+
+from autoptd.ir.notes import is_tensor, op_name, value
+from autoptd.passes.fusion.chain import Chain, Found, Refusal, is_op, number, orders, same_dtype
+
+KNOWN: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+}
+FORMULA = tuple(f"aten.{name}" for name in "mul div add sub neg pow tanh erf sigmoid exp reciprocal sqrt".split())
+LONGEST = 12  # operators of a formula
+EXACT, CLOSE = 1e-12, 1e-6
+
+
+def activation(node: Node) -> Found:
+    """GELU or SiLU written out."""
+    if op_name(node) not in ("aten.mul", "aten.div"):
+        return None
+    chain = Chain(node)
+    found = _formula(chain, node)
+    if found is None:
+        return None
+    name, x, error = found
+    if error > EXACT:
+        return Refusal(name, node, f"its constants differ from those of {name} by {error:.0e}")
+    approximate = {"approximate": "tanh"} if name == "gelu_tanh" else {}
+    return chain.group(name.removesuffix("_tanh"), x, **approximate)
+
+
+def gated(node: Node) -> Found:
+    """silu(gate) * up and gelu(gate) * up."""
+    if op_name(node) != "aten.mul":
+        return None
+    for gate, up in orders(node):
+        if not (isinstance(gate, Node) and isinstance(up, Node) and value(up).shape == value(gate).shape):
+            continue
+        chain = Chain(node)
+        found = _activation(chain, gate)
+        if found is not None and same_dtype(node, found[1], up):
+            name, x = found
+            keywords = {"approximate": "tanh"} if name == "gelu_tanh" else {}
+            return chain.group("swiglu" if name == "silu" else "geglu", x, up, **keywords)
+    return None
+
+
+def biased_gelu(node: Node) -> Found:
+    """gelu(x W^T + bias): the bias leaves its GEMM, and is added where the activation reads the product."""
+    chain = Chain(node)
+    found = _activation(chain, node) if op_name(node) in ("aten.gelu", "aten.mul") else None
+    if found is None or found[0] == "silu" or not is_op(found[1], "aten.linear"):
+        return None
+    name, product = found
+    if len(product.args) < 3 or product.args[2] is None:
+        return None
+    bias = product.args[2]
+    if not same_dtype(node, product, bias):
+        return Refusal("bias_gelu", node, "the bias has another dtype")
+    chain.members.add(product)
+    return chain.group("bias_gelu", product, bias, approximate="tanh" if name == "gelu_tanh" else "none")
+
+
+def _activation(chain: Chain, node: Any) -> tuple[str, Node] | None:
+    """(name, input) of an activation that ends at `node`."""
+    if is_op(node, "aten.silu", "aten.gelu"):
+        chain.members.add(node)
+        approximate = node.kwargs.get("approximate", node.args[1] if len(node.args) > 1 else "none")
+        return op_name(node).removeprefix("aten.") + ("_tanh" if approximate == "tanh" else ""), node.args[0]
+    if not is_op(node, "aten.mul", "aten.div"):
+        return None
+    found = _formula(chain, node)
+    return None if found is None or found[2] > EXACT else found[:2]
+
+
+def _formula(chain: Chain, last: Node) -> tuple[str, Node, float] | None:
+    """(name, input, error) of a pointwise formula of one value that is close to a known activation; it joins `chain`."""
+    for x, members in _closures(last):
+        points = torch.linspace(-12, 12, 4001, dtype=torch.float64)
+        ours = _differentiated(lambda at, x=x, members=members: _run(last, {x: at}, members), points)
+        for name, function in KNOWN.items():
+            wanted = _differentiated(function, points)
+            error = max(float((a - b).abs().max()) for a, b in zip(ours, wanted, strict=True))
+            if error < CLOSE:
+                chain.members |= members
+                return name, x, error
+    return None
+
+
+def _closures(last: Node) -> Iterator[tuple[Node, set[Node]]]:
+    """(x, operators) for every x such that `last` is a formula of x alone, the smallest first."""
+    members: set[Node] = {last}
+    while len(members) <= LONGEST:
+        read = {one for node in members for one in node.all_input_nodes} - members
+        members |= {one for one in read if number(one) is not None}
+        read -= members
+        if len(read) == 1:
+            yield next(iter(read)), set(members)
+        # The one that is made last comes from the others, if this is a formula of one value at all.
+        latest = max(read, default=None)
+        if latest is None or not is_op(latest, *FORMULA) or not is_tensor(latest):
+            return
+        members.add(latest)
+
+
+def _run(last: Node, known: dict[Node, Tensor], members: set[Node]) -> Tensor:
+    def compute(node: Node) -> Any:
+        if node not in known:
+            if number(node) is not None:
+                return number(node)
+            args, kwargs = map_arg((node.args, node.kwargs), compute)
+            known[node] = node.target(*args, **kwargs)
+        return known[node]
+
+    return compute(last)
+
+
+def _differentiated(function: Callable[[Tensor], Tensor], points: Tensor) -> tuple[Tensor, Tensor]:
+    x = points.clone().requires_grad_()
+    with torch.enable_grad():
+        y = function(x)
+        (slope,) = torch.autograd.grad(y.sum(), x)
+    return y.detach(), slope

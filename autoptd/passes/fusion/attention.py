@@ -1,0 +1,178 @@
+"""Attention written out: scale, mask, softmax, and the product with the values (Narayanan et al., SC'21, section 4.2).
+
+Where its probabilities are read by nothing else, all of it is one `attention` (torch's scaled_dot_product_attention); else scale, mask and
+softmax are one `masked_softmax`. A mask that is made of constants alone is computed here: where it proves to be causal, no mask
+is read at all.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from autoptd.ir import markers
+from autoptd.ir.notes import note, op_name, shape, value
+from autoptd.passes.constants import Constants
+from autoptd.passes.fusion.chain import Chain, Found, Refusal, Swapped, is_op, last_dim, number, same_dtype, splits
+
+PRODUCTS = ("aten.matmul", "aten.bmm")
+HIDDEN = -1e9  # a score of this or less has no weight beside one that is not masked
+
+
+@dataclass(frozen=True)
+class Masked:
+    """`scores` by a mask: added to them (`fill` is None), or which sets them to `fill` where it is `hides`."""
+
+    scores: Any
+    mask: Node
+    fill: float | None = None
+    hides: bool = True
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What a softmax is taken of: `product` * `scale`, masked."""
+
+    product: Node
+    scale: float
+    mask: Node | None
+    causal: bool
+
+
+def attention(node: Node, constants: Constants) -> Found:
+    """softmax(q k^T * scale, masked) v."""
+    if op_name(node) not in PRODUCTS:
+        return None
+    chain = Chain(node)
+    softmax, v = chain.uncast(node.args[0]), node.args[1]
+    if is_op(softmax, "aten.dropout") and is_op(chain.uncast(softmax.args[0]), "aten.softmax", "aten._safe_softmax"):
+        return Refusal("attention", node, "its probabilities drop out, by masks that do not depend on the layout")
+    if not is_op(softmax, "aten.softmax") or not last_dim(softmax, softmax.args[1]):
+        return None
+    chain.members.add(softmax)
+    scores = _scores(chain, chain.uncast(softmax.args[0]), constants)
+    if isinstance(scores, str):
+        return Refusal("attention", node, scores)
+    if not chain.enter(scores.product, *PRODUCTS):
+        return Refusal("attention", node, f"its scores are a {op_name(scores.product)}")
+    q, key = scores.product.args
+    if not is_op(key, "aten.transpose", "aten.permute", "aten.t"):
+        return Refusal("attention", node, "its keys do not come transposed")
+    if any(len(shape(one)) != 4 or shape(one)[:-2] != shape(v)[:-2] for one in (q, key)):
+        return Refusal("attention", node, "queries, keys and values are not [batch, heads, tokens, size] alike")
+    if not same_dtype(node, q, key, v) or not (scores.mask is None or _fits(scores.mask, q)):
+        return Refusal("attention", node, "its parts have several dtypes")
+    k = key.args[0] if _swaps_last(key) else Swapped(key)
+    return chain.group("attention", q, k, v, scores.mask, scale=scores.scale, causal=scores.causal)
+
+
+def masked_softmax(node: Node, constants: Constants) -> Found:
+    """softmax(scores * scale, masked), where the scores or the probabilities are of use elsewhere too."""
+    if op_name(node) not in ("aten.softmax", "aten.to", "aten._to_copy"):
+        return None
+    chain = Chain(node)
+    softmax = chain.uncast(node)
+    if not is_op(softmax, "aten.softmax") or not last_dim(softmax, softmax.args[1]):
+        return None
+    chain.members.add(softmax)
+    inner = chain.uncast(softmax.args[0])
+    scores = _scores(chain, inner, constants)
+    if isinstance(scores, str):
+        return Refusal("masked_softmax", node, scores)
+    if scores.scale == 1.0 and scores.mask is None and not scores.causal:
+        return None
+    if value(node).dtype != value(scores.product).dtype:
+        return Refusal("masked_softmax", node, f"gives {value(node).dtype} for {value(scores.product).dtype}")
+    keywords: dict[str, Any] = {"scale": scores.scale} if scores.scale != 1.0 else {}
+    keywords |= {"causal": True} if scores.causal else {}
+    return chain.group("masked_softmax", scores.product, scores.mask, **keywords)
+
+
+def _swaps_last(node: Node) -> bool:
+    """Whether a node is the transpose of the last two dims of its operand."""
+    size = len(shape(node))
+    return is_op(node, "aten.transpose") and {dim % size for dim in node.args[1:3]} == {size - 1, size - 2}
+
+
+def _fits(mask: Node, q: Node) -> bool:
+    return value(mask).dtype in (torch.bool, value(q).dtype)
+
+
+def _scores(chain: Chain, node: Any, constants: Constants) -> Scores | str:
+    """What stands under a softmax, or why it cannot be fused."""
+    mask: Node | None = None
+    causal = False
+    whole = node
+    while (found := _masked(chain, node)) is not None:
+        if mask is not None or causal:
+            return "it has several masks"
+        causal = not splits(whole, -1, -2) and proves_causal(found, shape(whole), constants)
+        if not causal and found.fill is not None:
+            return "a mask fills scores in, and is not causal"
+        if not causal and note(found.mask).needs_grad:
+            return "its mask needs a gradient"
+        mask, node = (None if causal else found.mask), chain.uncast(found.scores)
+    product, scale = chain.scaled(node)
+    return Scores(chain.uncast(product), scale, mask, causal)
+
+
+def _masked(chain: Chain, node: Any) -> Masked | None:
+    """The mask that was put on scores last."""
+    if is_op(node, "aten.add") and len(node.args) == 2 and not node.kwargs:
+        a, b = node.args
+        if not (isinstance(a, Node) and isinstance(b, Node)):
+            return None
+        if (note(b).needs_grad and not note(a).needs_grad) or len(shape(a)) < len(shape(b)):
+            a, b = b, a
+        chain.members.add(node)
+        return Masked(a, b)
+    if is_op(node, "aten.masked_fill") and number(node.args[2]) is not None:
+        chain.members.add(node)
+        return Masked(node.args[0], node.args[1], number(node.args[2]))
+    if is_op(node, "aten.where") and len(node.args) == 3:
+        mask, yes, no = node.args
+        for scores, fill, hides in ((yes, no, False), (no, yes, True)):
+            is_whole = isinstance(scores, Node) and value(scores).shape == value(node).shape
+            if is_whole and number(fill) is not None and note(scores).needs_grad:
+                chain.members.add(node)
+                return Masked(scores, mask, number(fill), hides)
+    return None
+
+
+def proves_causal(masked: Masked, size: tuple[int, ...], constants: Constants) -> bool:
+    """Whether a mask hides from query i of `size` [..., queries, keys] the keys after i, and nothing else.
+
+    Only a mask of constants is looked at, and what it hides must be so low that its weight is 0.
+    """
+    mask = masked.mask
+    while mask.target is markers.first_rows:  # of a constant whose rows are all equal
+        mask = mask.args[0]
+    if size[-1] != size[-2] or not _is_known(mask, constants):
+        return False
+    found = constants.evaluate(mask)
+    found = found[tuple(0 if stride == 0 else slice(None) for stride in found.stride()[:-2])]  # expanded: all the same
+    seen = torch.ones(size[-2:], dtype=torch.bool, device=found.device).tril()
+    if found.shape[-2:] != seen.shape:
+        return False
+    if masked.fill is None:
+        return bool(((found == 0) == seen).all()) and bool((found.masked_fill(seen, -math.inf) <= HIDDEN).all())
+    return found.dtype == torch.bool and masked.fill <= HIDDEN and bool((found == (seen ^ masked.hides)).all())
+
+
+def _is_known(mask: Node, constants: Constants) -> bool:
+    """Whether a mask is the same whole constant on every rank."""
+    stack, seen = [mask], {mask}
+    while stack:
+        node = stack.pop()
+        if node.target in markers.MARKERS:
+            return False
+        stack += [one for one in node.all_input_nodes if one not in seen]
+        seen.update(node.all_input_nodes)
+    return constants.can_evaluate(mask)
+
+
+__all__ = ["attention", "masked_softmax", "proves_causal"]

@@ -1,0 +1,158 @@
+"""Walking back along a pattern: which operators belong to it, and what it reads.
+
+In: the last operator of what may be a pattern. Out: a `Group`, the fused operator that may stand in its place, or a `Refusal`,
+which says in words why it may not. A `Chain` collects operators from the last one backwards; where there are several ways to
+go on, each is tried on a copy.
+
+    chain = Chain(node)
+    if chain.enter(x, "aten.rsqrt"): ...        # x is one, and belongs to the pattern now
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.fx import Node
+
+from autoptd.ir import markers
+from autoptd.ir.notes import is_tensor, note, op_name, shape, value
+
+CASTS = ("aten.to", "aten._to_copy")
+ROW_VIEWS = ("aten.view", "aten.reshape", "aten._unsafe_view", "aten.contiguous", "aten.flatten")
+
+
+@dataclass(frozen=True)
+class Swapped:
+    """An operand with its last two dims swapped."""
+
+    node: Node
+
+
+Operand = Node | Swapped | None
+
+
+@dataclass(frozen=True)
+class Group:
+    """Operators that one fused operator can stand for.
+
+    `operands` and `keywords` are those of the fused operator; `literals` is the member whose own literals, known once shapes
+    are local, it takes besides. `members` includes the `result`, which alone is read elsewhere.
+    """
+
+    op: str
+    result: Node
+    operands: tuple[Operand, ...]
+    members: frozenset[Node]
+    keywords: dict[str, Any] = field(default_factory=dict)
+    literals: Node | None = None
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why operators that look like a pattern stay as they are."""
+
+    op: str
+    result: Node
+    why: str
+
+
+Found = Group | Refusal | None
+
+
+class Chain:
+    """Operators from `last` backwards. `conversion` is one that stood where an operator of the pattern was looked for."""
+
+    def __init__(self, last: Node) -> None:
+        self.last = last
+        self.members = {last}
+        self.conversion: Node | None = None
+
+    def copy(self) -> Chain:
+        made = Chain(self.last)
+        made.members = set(self.members)
+        return made
+
+    def enter(self, node: Any, *names: str) -> bool:
+        """Whether `node` is one of these operators, which belongs to the pattern then."""
+        if is_op(node, *names):
+            self.members.add(node)
+            return True
+        if isinstance(node, Node) and node.target is markers.convert:
+            self.conversion = self.conversion or node
+        return False
+
+    def uncast(self, node: Any) -> Any:
+        """What `node` is a cast of one floating dtype to another of, or `node`."""
+        while is_op(node, *CASTS) and is_tensor(node) and _is_floating(node) and _is_floating(node.args[0]):
+            self.members.add(node)
+            node = node.args[0]
+        return node
+
+    def scaled(self, node: Any) -> tuple[Any, float]:
+        """(x, factor) with `node` = x * factor, by any number of products with and divisions by numbers."""
+        factor = 1.0
+        while is_op(node, "aten.mul", "aten.div") and len(node.args) == 2:
+            x, by = node.args
+            if number(x) is not None and is_op(node, "aten.mul"):
+                x, by = by, x
+            amount = number(by)
+            if amount is None or not isinstance(x, Node) or not amount:
+                break
+            self.members.add(node)
+            if isinstance(by, Node):
+                self.members.add(by)
+            factor = factor * amount if is_op(node, "aten.mul") else factor / amount
+            node = x
+        return node, factor
+
+    def group(self, op: str, *operands: Operand, literals: Node | None = None, **keywords: Any) -> Group:
+        """The pattern as a fused operator."""
+        return Group(op, self.last, operands, frozenset(self.members), keywords, literals)
+
+
+def is_op(node: Any, *names: str) -> bool:
+    return isinstance(node, Node) and node.op == "call_function" and op_name(node) in names
+
+
+def number(arg: Any) -> float | None:
+    """A literal number, or that which a tensor without dims is filled with."""
+    if isinstance(arg, (int, float)) and not isinstance(arg, bool):
+        return float(arg)
+    if is_op(arg, "aten.full") and not shape(arg):
+        return number(arg.args[1])
+    return None
+
+
+def orders(node: Node) -> Iterator[tuple[Any, Any]]:
+    """The two operands of a product or a sum without a factor, both ways."""
+    if len(node.args) == 2 and not node.kwargs:
+        yield node.args[0], node.args[1]
+        yield node.args[1], node.args[0]
+
+
+def last_dim(node: Node, dims: Any) -> bool:
+    """Whether `dims` names the last dim of a value, and no other."""
+    dims = [dims] if isinstance(dims, int) else list(dims or [])
+    return len(dims) == 1 and dims[0] % len(shape(node)) == len(shape(node)) - 1
+
+
+def splits(node: Node, *dims: int) -> bool:
+    """Whether tp splits `node` along one of its `dims` (counted from the end as well)."""
+    at = {dim % len(shape(node)) for dim in dims}
+    return note(node).tp.kind == "S" and any(dim in at for dim, _ in note(node).tp.places)
+
+
+def same_dtype(*nodes: Node | None) -> bool:
+    return len({value(node).dtype for node in nodes if node is not None}) == 1
+
+
+def rows(node: Node) -> int:
+    """Entries of a value over its last dim."""
+    return math.prod(shape(node)[:-1])
+
+
+def _is_floating(node: Any) -> bool:
+    return isinstance(node, Node) and is_tensor(node) and value(node).is_floating_point()

@@ -1,0 +1,246 @@
+"""Find what fused operators can stand for (on CONNECTED), and put them there (on LOCAL): the table of patterns.
+
+`find_fusions` only marks: types, cut and local shapes are proven on the plain operators, so that fusion changes nothing of what is
+proven. `substitute` replaces every group that ended up on one stage. Both tell in words what was not fused, and why.
+
+    groups = find_fusions(graph, buffers, "eager")
+    ...                                             # cut, localize
+    fusions = substitute(graph, groups)             # [Fusion("rms_norm", "model.layers.*.input_layernorm", times=12), ...]
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from autoptd.ir import markers
+from autoptd.ir.calls import star
+from autoptd.ir.fusion import Fusion
+from autoptd.ir.notes import note, op_name, ops, set_note, shape, value
+from autoptd.passes.constants import Constants
+from autoptd.passes.fusion import activations, attention, losses, norms, residual, rotary
+from autoptd.passes.fusion.chain import Found, Group, Refusal, Swapped
+from autoptd.passes.links import argument
+
+aten = torch.ops.aten
+VIEWS = ("aten.view", "aten.reshape", "aten._unsafe_view")
+CHUNK_BYTES, FEWEST_TOKENS = 64 << 20, 128
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """One row: the fused operator, how it is found, and the backends on which it is faster than what it stands for."""
+
+    name: str
+    find: Callable[[Node, Constants], Found]
+    backends: tuple[str, ...]
+
+
+def _plain(find: Callable[[Node], Found]) -> Callable[[Node, Constants], Found]:
+    return lambda node, constants: find(node)
+
+
+PATTERNS = (
+    Pattern("attention", attention.attention, ("eager", "inductor", "triton")),
+    Pattern("masked_softmax", attention.masked_softmax, ("eager", "triton")),
+    Pattern("bias_gelu", _plain(activations.biased_gelu), ("triton",)),
+    Pattern("gated", _plain(activations.gated), ("eager", "triton")),
+    Pattern("activation", _plain(activations.activation), ("eager", "inductor", "triton")),
+    Pattern("norm", _plain(norms.norm), ("eager", "triton")),
+    Pattern("rotary", _plain(rotary.rotary), ("eager", "triton")),
+    Pattern("bias_dropout_add", _plain(residual.bias_dropout_add), ("eager", "triton")),
+    Pattern("linear_cross_entropy", _plain(losses.linear_cross_entropy), ("eager", "inductor", "triton")),
+)
+
+
+@dataclass(frozen=True)
+class Groups:
+    """What was found on CONNECTED: `chosen`, and the refusals."""
+
+    chosen: tuple[Group, ...] = ()
+    refused: tuple[Refusal, ...] = ()
+
+
+def find_fusions(graph: Graph, buffers: dict[str, torch.Tensor], backend: str | bool, *, hooks: bool = False) -> Groups:
+    """Choose groups that share no operator, the last and largest first; marks their members for the dump.
+
+    `buffers` are the model's values, by which masks are told causal. With `hooks` on the backward of linear layers the head stays
+    one of them.
+    """
+    if not backend:
+        return Groups()
+    constants = Constants(buffers)
+    chosen: list[Group] = []
+    refused: list[Refusal] = []
+    taken: set[Node] = set()
+    for node in reversed(list(ops(graph))):
+        for pattern in PATTERNS:
+            if node in taken or backend not in pattern.backends:
+                continue
+            found = _checked(pattern.find(node, constants))
+            if hooks and isinstance(found, Group) and found.op == "linear_cross_entropy":
+                found = Refusal(found.op, node, "hooks were asked for on the backward of linear layers")
+            if isinstance(found, Group) and taken.isdisjoint(found.members):
+                chosen.append(found)
+                taken |= found.members
+                for member in found.members:
+                    note(member).extra["fused"] = found.op
+            elif isinstance(found, Refusal):
+                refused.append(found)
+    refused = [one for one in refused if one.result not in taken]
+    return Groups(tuple(reversed(chosen)), tuple(reversed(refused)))
+
+
+def _checked(found: Found) -> Found:
+    """A group whose inner values nobody else reads; else why not."""
+    if not isinstance(found, Group):
+        return found
+    for member in found.members - {found.result}:
+        outside = next((user for user in member.users if user not in found.members), None)
+        if outside is not None and member.all_input_nodes:
+            fact = f"{op_name(member).removeprefix('aten.')} is also read by {op_name(outside).removeprefix('aten.')}"
+            where = f" of {note(outside).module}" if note(outside).module else ""
+            return Refusal(found.op, found.result, fact + where)
+    return found
+
+
+def substitute(graph: Graph, groups: Groups) -> list[Fusion]:
+    """Replace every group of a LOCAL graph that is on one stage; returns what was fused and what was not, layers together."""
+    told: Counter[Fusion] = Counter()
+    made: dict[Node, Node] = {}  # what stands in the place of a group's result
+    for one in groups.refused:
+        told[_fusion(one.op, one.result, one.why)] += 1
+    for group in groups.chosen:
+        if len({note(member).stages for member in group.members}) > 1:
+            told[_fusion(group.op, group.result, "a stage boundary cuts it")] += 1
+            continue
+        told[_fusion(group.op, group.result)] += 1
+        made[group.result] = _substitute(graph, group, made)
+    erase_unread(graph, [member for group in groups.chosen if group.result in made for member in group.members])
+    return [replace(one, times=times) for one, times in told.items()]
+
+
+def _fusion(op: str, result: Node, why: str = "") -> Fusion:
+    return Fusion(op, star(note(result).module) or "model", 1, why)
+
+
+def _substitute(graph: Graph, group: Group, made: dict[Node, Node]) -> Node:
+    """The fused operator, which takes the place of the group's result; the members stay, unread."""
+    operands = tuple(_operand(graph, group, one, made) for one in group.operands)
+    if group.op == "linear_cross_entropy":
+        found = _chunked_loss(graph, group, operands)
+    elif group.op == "bias_dropout_add":
+        found = _dropout_add(graph, group, operands)
+    else:
+        if group.op == "bias_gelu":
+            operands[0].args = operands[0].args[:2]  # the bias leaves its GEMM
+        found = _call(graph, group, *_spelled(group, operands))
+    group.result.replace_all_uses_with(found)
+    return found
+
+
+def _spelled(group: Group, operands: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """The operator of torch that a group is, or the runtime's."""
+    x, *rest = operands
+    if group.op == "attention":
+        keywords = {"scale": group.keywords["scale"]}
+        return aten.scaled_dot_product_attention.default, (*operands, 0.0, group.keywords["causal"]), keywords
+    if group.op == "layer_norm":
+        return aten.layer_norm.default, (x, [_local(x)[-1]], *rest, group.keywords["eps"]), {}
+    if group.op == "gelu":
+        return aten.gelu.default, (x,), group.keywords
+    if group.op == "silu":
+        return aten.silu.default, (x,), {}
+    return markers.FUSED[group.op], operands, group.keywords
+
+
+def _operand(graph: Graph, group: Group, operand: Any, made: dict[Node, Node]) -> Node | None:
+    if not isinstance(operand, Swapped):
+        return made.get(operand, operand)
+    with graph.inserting_before(group.result):
+        made = graph.call_function(aten.transpose.int, (operand.node, -2, -1))
+    made.meta["val"] = value(operand.node).transpose(-2, -1)
+    record = note(operand.node)
+    local = [(*size[:-2], size[-1], size[-2]) for size in record.extra["local_shapes"]]
+    set_note(made, replace(record, why="", form="", extra={"local_shapes": local, "global_shape": shape(made)}))
+    return made
+
+
+def _dropout_add(graph: Graph, group: Group, operands: tuple[Any, ...]) -> Node:
+    """The places of the mask are those that localize found; a bias that leaves its GEMM needs no part of its own."""
+    x, bias, _ = operands
+    if bias is not None:
+        x.args[0].args = x.args[0].args[:2]
+    keywords = dict(zip(("rate", "site", "batch", "shard"), group.literals.args[1:], strict=True))
+    return _call(graph, group, markers.FUSED["bias_dropout_add"], operands, keywords)
+
+
+def _chunked_loss(graph: Graph, group: Group, operands: tuple[Any, ...]) -> Node:
+    """What stood between GEMM and loss stands before the GEMM now."""
+    x, weight, targets = operands
+    for view in group.keywords["moved"]:
+        record, width = note(view), _local(x)[-1]
+        local = (*record.extra["local_shapes"][0][:-1], width)
+        args = (x, list(local)) if op_name(view) in VIEWS else (x, *view.args[1:])
+        with graph.inserting_before(group.result):
+            made = graph.call_function(view.target, args, view.kwargs)
+        made.meta["val"] = value(view).new_empty((*shape(view)[:-1], shape(x)[-1]))
+        extra = {"local_shapes": [local], "global_shape": shape(made)}
+        set_note(made, replace(record, tp=note(x).tp, dims=(), why="", form="", extra=extra))
+        x = made
+    loss = group.literals
+    keywords = dict(loss.kwargs)
+    if loss.target is not markers.cross_entropy:
+        keywords = _loss_keywords(loss)
+    keywords["chunk"] = chunk_of(_local(x)[0], _local(weight)[0], value(x).element_size())
+    return _call(graph, group, markers.FUSED["linear_cross_entropy"], (x, targets, weight), keywords)
+
+
+def _loss_keywords(loss: Node) -> dict[str, Any]:
+    """The keywords of a plain cross-entropy, as its marker has them."""
+    return {
+        "reduction": ("none", "mean", "sum")[argument(loss, 3, "reduction", 1)],
+        "ignore_index": argument(loss, 4, "ignore_index", -100),
+        "label_smoothing": argument(loss, 5, "label_smoothing", 0.0),
+        "vocab": False,
+        "size": 0,
+        "total": -1,
+    }
+
+
+def chunk_of(tokens: int, classes: int, itemsize: int) -> int:
+    """Tokens of which the logits are made at a time: equal chunks of at most `CHUNK_BYTES`, but of `FEWEST_TOKENS`."""
+    most = max(FEWEST_TOKENS, CHUNK_BYTES // (classes * itemsize))
+    return -(-tokens // -(-tokens // most))
+
+
+def _call(graph: Graph, group: Group, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
+    """The fused operator, in the place of the result and with its record."""
+    result, record = group.result, note(group.result)
+    with graph.inserting_before(result):
+        made = graph.call_function(target, args, kwargs)
+    made.meta["val"] = value(result)
+    members = sorted(group.members)
+    reason = f"fused: {', '.join(dict.fromkeys(op_name(one).removeprefix('aten.') for one in members))}"
+    set_note(made, replace(record, why="", form="", conversion="", extra={**record.extra, "reason": reason}))
+    return made
+
+
+def erase_unread(graph: Graph, members: list[Node]) -> None:
+    """Remove those operators that nobody reads, and what was made for them alone."""
+    unread = sorted(set(members), reverse=True)
+    while unread:
+        node = unread.pop(0)
+        if node.op == "call_function" and not node.users:
+            read = node.all_input_nodes
+            graph.erase_node(node)
+            unread += [one for one in read if not one.users and one not in unread]
+
+
+def _local(node: Node) -> tuple[int, ...]:
+    return tuple(note(node).extra["local_shapes"][0])

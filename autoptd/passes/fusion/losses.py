@@ -1,0 +1,50 @@
+"""The head's GEMM and the cross-entropy of its logits: one operator that holds the logits of a few tokens at a time.
+
+Their gradients are made with the loss, so that no logits are kept (the chunked losses of Liger Kernel). What stands between the
+two may view and slice tokens; it moves before the GEMM.
+"""
+
+from __future__ import annotations
+
+from torch.fx import Node
+
+from autoptd.ir.notes import note, op_name, shape
+from autoptd.passes.fusion.chain import ROW_VIEWS, Chain, Found, Refusal, is_op, rows
+from autoptd.passes.links import argument
+
+
+def linear_cross_entropy(node: Node) -> Found:
+    """cross_entropy(x W^T + bias, targets) over the last dim of the logits."""
+    if op_name(node) != "aten.cross_entropy_loss":
+        return None
+    chain = Chain(node)
+    logits, targets, *rest = node.args
+    if len(shape(logits)) != 2:
+        return Refusal("linear_cross_entropy", node, f"the classes are dim 1 of {len(shape(logits))}")
+    if any(isinstance(one, Node) for one in rest) or isinstance(node.kwargs.get("weight"), Node):
+        return Refusal("linear_cross_entropy", node, "its classes have weights")
+    moved = []
+    product = chain.uncast(logits)
+    while is_op(product, *ROW_VIEWS, "aten.slice") and _keeps_classes(product):
+        moved.append(product)
+        chain.members.add(product)
+        product = chain.uncast(product.args[0])
+    if not chain.enter(product, "aten.linear"):
+        return Refusal("linear_cross_entropy", node, f"its logits are a {op_name(product).removeprefix('aten.')}")
+    x, weight, *bias = product.args
+    if bias and bias[0] is not None:
+        return Refusal("linear_cross_entropy", node, "the head has a bias")
+    if note(node).tp.kind == "P" or argument(node, 3, "reduction", 1) == 0:
+        return Refusal("linear_cross_entropy", node, "it gives a loss per token")
+    tokens, width = rows(logits), shape(weight)[1]
+    if tokens <= width:
+        fact = f"{tokens:,} tokens are no more than the width {width:,}: the head's gradient would take what its logits do"
+        return Refusal("linear_cross_entropy", node, fact)
+    return chain.group("linear_cross_entropy", x, weight, targets, literals=node, moved=tuple(reversed(moved)))
+
+
+def _keeps_classes(node: Node) -> bool:
+    """Whether a view or slice leaves the last dim alone."""
+    if is_op(node, "aten.slice"):
+        return node.args[1] % len(shape(node)) != len(shape(node)) - 1
+    return shape(node)[-1:] == shape(node.args[0])[-1:]

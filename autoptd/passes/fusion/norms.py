@@ -1,0 +1,188 @@
+"""RMSNorm and LayerNorm written out: `weight * x * rsqrt(mean(x^2) + eps)` and its relatives, in the spellings of models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.fx import Node
+
+from autoptd.ir.notes import note, op_name, shape, value
+from autoptd.passes.fusion.chain import Chain, Found, Refusal, is_op, last_dim, number, orders
+
+SQUARES = ("aten.pow", "aten.mul", "aten.square")
+
+
+def norm(node: Node) -> Found:
+    """A norm over the last dim, with its weight and bias where it has them."""
+    if op_name(node) not in ("aten.mul", "aten.div", "aten.add", "aten.to", "aten._to_copy", "aten.rms_norm"):
+        return None
+    if op_name(node) == "aten.rms_norm":
+        return _of_torch(node)
+    chain = Chain(node)
+    inner = chain.uncast(node)
+    if is_op(inner, "aten.add"):  # + bias
+        for bias, rest in orders(inner):
+            branch = chain.copy()
+            if _is_vector(bias, node) and branch.enter(inner, "aten.add"):
+                found = _weighted(branch, branch.uncast(rest), bias)
+                if isinstance(found, Refusal) or (found is not None and found.op == "layer_norm"):
+                    return found
+        return None
+    return _weighted(chain, inner, None)
+
+
+def _weighted(chain: Chain, node: Any, bias: Node | None) -> Found:
+    """The norm that ends at `node`, a product with a weight or the normal value itself."""
+    for weight, rest in orders(node) if is_op(node, "aten.mul") else ():
+        branch = chain.copy()
+        branch.enter(node, "aten.mul")
+        offset, vector = _offset(branch, branch.uncast(weight))
+        if _is_vector(vector, node):
+            found = _normal(branch, branch.uncast(rest))
+            if found is not None:
+                return _group(branch, found, vector, bias, offset)
+    found = _normal(chain, node) if bias is None else None
+    return None if found is None else _group(chain, found, None, None, 0.0)
+
+
+def _group(
+    chain: Chain, found: tuple[str, Node, float] | str, weight: Node | None, bias: Node | None, offset: float
+) -> Found:
+    if isinstance(found, str):
+        return Refusal("norm", chain.last, found)
+    op, x, eps = found
+    if op == "rms_norm" and bias is not None:
+        return Refusal(op, chain.last, "a bias follows it")
+    if op == "layer_norm" and offset:
+        return Refusal(op, chain.last, f"its weight is {offset} + a parameter")
+    if value(chain.last).dtype != value(x).dtype or shape(chain.last) != shape(x):
+        return Refusal(op, chain.last, f"gives {value(chain.last).dtype} for {value(x).dtype}")
+    if op == "layer_norm":
+        return chain.group(op, x, weight, bias, eps=eps)
+    return chain.group(op, x, weight, eps=eps, **({"offset": offset} if offset else {}))
+
+
+def _of_torch(node: Node) -> Found:
+    """torch's own rms_norm, which takes several operators on most devices."""
+    x, size, *rest = node.args
+    given = dict(zip(("weight", "eps"), rest, strict=False)) | node.kwargs
+    if len(size) != 1 or given.get("eps") is None:
+        return Refusal("rms_norm", node, "over more than the last dim, or with the default eps of the dtype")
+    return Chain(node).group("rms_norm", x, given.get("weight"), eps=given["eps"])
+
+
+def _offset(chain: Chain, weight: Any) -> tuple[float, Any]:
+    """(1.0, w) of 1 + w."""
+    if is_op(weight, "aten.add"):
+        for one, rest in orders(weight):
+            if number(one) is not None and isinstance(rest, Node):
+                chain.enter(weight, "aten.add")
+                return float(number(one) or 0.0), chain.uncast(rest)
+    return 0.0, weight
+
+
+def _is_vector(node: Any, result: Node) -> bool:
+    """Whether `node` is a parameter along the last dim of `result`."""
+    is_own = isinstance(node, Node) and (node.op == "placeholder" or note(node).of_params)
+    return is_own and shape(node) == shape(result)[-1:]
+
+
+def _normal(chain: Chain, node: Any) -> tuple[str, Node, float] | str | None:
+    """(operator, x, eps) of a value over its root mean square; a reason, where something stands in the way."""
+    if is_op(node, "aten.mul"):
+        ways = [(x, r) for x, r in orders(node) if isinstance(x, Node) and isinstance(r, Node)]
+    elif is_op(node, "aten.div"):
+        ways = [(node.args[0], node.args[1])]
+    else:
+        return None
+    for x, factor in ways:
+        branch = chain.copy()
+        branch.members.add(node)
+        inside = _under_root(branch, factor, is_op(node, "aten.div"))
+        if inside is None:
+            if branch.conversion is not None and is_op(_behind(branch.conversion), "aten.rsqrt", "aten.sqrt"):
+                return f"communicates inside: {note(branch.conversion).why}"
+            continue
+        found = _mean_square(branch, branch.uncast(x), inside)
+        if found is not None:
+            chain.members |= branch.members
+            return found
+    return None
+
+
+def _behind(conversion: Node) -> Any:
+    return conversion.args[0]
+
+
+def _under_root(chain: Chain, factor: Any, divides: bool) -> Any:
+    """What `factor` is one over the root of (or, of a divisor, the root of)."""
+    if divides:
+        is_root = chain.enter(factor, "aten.sqrt") or _is_power(chain, factor, 0.5)
+        return factor.args[0] if is_root else None
+    if chain.enter(factor, "aten.rsqrt") or _is_power(chain, factor, -0.5):
+        return factor.args[0]
+    if chain.enter(factor, "aten.reciprocal") and chain.enter(factor.args[0], "aten.sqrt"):
+        return factor.args[0].args[0]
+    return None
+
+
+def _is_power(chain: Chain, node: Any, exponent: float) -> bool:
+    return is_op(node, "aten.pow") and number(node.args[1]) == exponent and chain.enter(node, "aten.pow")
+
+
+def _mean_square(chain: Chain, x: Node, inside: Any) -> tuple[str, Node, float] | str | None:
+    """`inside` is mean(x^2) + eps; where x is y - mean(y), or `inside` is the variance, it is a layer norm of y."""
+    if not chain.enter(inside, "aten.add"):
+        return None
+    for mean, eps in orders(inside):
+        if number(eps) is None:
+            continue
+        mean = chain.uncast(mean)
+        centred = _centred(chain, x)
+        if is_op(mean, "aten.var") and centred is not None and _is_plain_variance(chain, mean, centred):
+            return "layer_norm", centred, float(number(eps) or 0.0)
+        if not chain.enter(mean, "aten.mean"):
+            if chain.conversion is not None:
+                return f"communicates inside: {note(chain.conversion).why}"
+            continue
+        square = mean.args[0]
+        if not (len(mean.args) > 2 and mean.args[2] and last_dim(square, mean.args[1])):
+            continue
+        base = _squared(chain, square)
+        if base is not None and chain.uncast(base) is x:
+            return ("rms_norm", x, float(number(eps) or 0.0)) if centred is None else (
+                "layer_norm",
+                centred,
+                float(number(eps) or 0.0),
+            )
+    return None
+
+
+def _squared(chain: Chain, node: Any) -> Any:
+    if not is_op(node, *SQUARES):
+        return None
+    is_square = is_op(node, "aten.square") or (
+        number(node.args[1]) == 2 if is_op(node, "aten.pow") else node.args[0] is node.args[1]
+    )
+    return node.args[0] if is_square and chain.enter(node, *SQUARES) else None
+
+
+def _centred(chain: Chain, node: Any) -> Any:
+    """y, where `node` is y - mean(y) over the last dim."""
+    if not is_op(node, "aten.sub") or len(node.args) != 2:
+        return None
+    y, mean = chain.uncast(node.args[0]), node.args[1]
+    is_mean = is_op(mean, "aten.mean") and len(mean.args) > 2 and mean.args[2] and last_dim(mean.args[0], mean.args[1])
+    if not is_mean or chain.uncast(mean.args[0]) is not y:
+        return None
+    chain.members |= {node, mean}
+    return y
+
+
+def _is_plain_variance(chain: Chain, node: Node, x: Node) -> bool:
+    """var(x, -1, unbiased=False, keepdim=True), or with correction=0."""
+    given = dict(zip(("dim", "unbiased", "keepdim"), node.args[1:], strict=False)) | node.kwargs
+    is_biased = given.get("unbiased") is False or given.get("correction") == 0
+    if not (is_biased and given.get("keepdim") and last_dim(node.args[0], given.get("dim"))):
+        return False
+    return chain.uncast(node.args[0]) is x and chain.enter(node, "aten.var")
