@@ -33,13 +33,13 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Batch, dict[str, Any], dict[str
     # model, global batch, mesh that loads and saves, mesh that goes on
     "padded and tied": (odd_gpt, batch(vocab=61), {"t": 2, "p": 2, "d": 2}, {"t": 4}),
     "shared KV heads": (
-        test_sharing.Grouped,
-        test_sharing.example(),
+        test_sharing.grouped,
+        batch(),
         {"t": 8, "machine": test_sharing.CHEAP},
         {"p": 2, "t": 2},
     ),
     "fused q|k|v": (
-        lambda: test_segments.Phi(parallel=False, slices=False),
+        lambda: test_segments.phi(parallel=False, slices=False),
         test_segments.example(),
         {"t": 2, "p": 2},
         {"t": 4, "machine": test_sharing.CHEAP},
