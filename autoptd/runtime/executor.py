@@ -176,7 +176,8 @@ class Executor:
     def _load(self, index: int) -> Stage:
         name = f"stage_{index}.py"
         spec = self.program.stages[index]
-        made = load_stage(self.program.sources[name], f"<{name} of program {self.program.fingerprint()}>")
+        title, is_compiled = f"<{name} of program {self.program.fingerprint()}>", self.program.fuse == "inductor"
+        made = load_stage(self.program.sources[name], title, compiled=is_compiled)
         return made(
             tp=self.world.group(("tp",)),
             weights=self.params.weights_of_stage(index),

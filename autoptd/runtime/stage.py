@@ -21,6 +21,7 @@ import torch
 from autoptd.errors import InternalError
 from autoptd.runtime.dropout import Draw, Drawing
 from autoptd.runtime.fused import Fused
+from autoptd.runtime.inductor import compile_layers
 from autoptd.runtime.linear import Deferred, WeightGradient
 from autoptd.runtime.world import Group
 
@@ -111,8 +112,8 @@ class Stage:
         raise NotImplementedError
 
 
-def load_stage(source: str, filename: str) -> type[Stage]:
-    """Return the `Stage<i>` class that `source` defines.
+def load_stage(source: str, filename: str, *, compiled: bool = False) -> type[Stage]:
+    """Return the `Stage<i>` class that `source` defines; `compiled`: its layers by torch's compiler (`inductor.py`).
 
     Tracebacks and pdb show its lines: from disk if `filename` is a file, else from an entry in linecache.
     """
@@ -126,4 +127,6 @@ def load_stage(source: str, filename: str) -> type[Stage]:
     ]
     if len(own) != 1 or not own[0].__name__.removeprefix("Stage").isdigit():
         raise InternalError(filename, f"defines {[one.__name__ for one in own]} where one class Stage<i> is expected")
+    if compiled:
+        compile_layers(own[0], module)
     return own[0]
