@@ -14,10 +14,13 @@ from autoptd.kernels.dropout import Places, signed, threshold
 SIZE = 1024  # elements of one program
 
 
-def drop_triton(x: torch.Tensor, rate: float, places: Places) -> torch.Tensor:
-    """Return x [before, rows, after] with the elements of its mask zeroed and the others scaled by 1 / (1 - rate)."""
+def drop_triton(x: torch.Tensor, rate: float, places: Places, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Return x [before, rows, after] with the elements of its mask zeroed and the others scaled by 1 / (1 - rate).
+
+    The result is `out`, if there is one: contiguous, and x itself may be it.
+    """
     x = x.contiguous()
-    out = torch.empty_like(x)
+    out = torch.empty_like(x) if out is None else out
     before, rows, after = x.shape
     block = places.block or before * after
     grid = (triton.cdiv(x.numel(), SIZE),)
