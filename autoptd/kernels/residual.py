@@ -78,12 +78,11 @@ class _BiasDropoutAdd(torch.autograd.Function):
             from autoptd.kernels.residual_triton import bias_dropout_add_forward
 
             return bias_dropout_add_forward(x, bias, residual, rate, places, size)
-        if bias is None and places is None:
-            return residual + x
-        if places is None:
-            return (x + bias).add_(residual)
-        x = x.contiguous().view(size) if bias is None else (x.contiguous() + bias).view(size)
-        return drop(x, rate, places, out=None if bias is None else x).view(residual.shape).add_(residual)
+        if bias is not None:
+            x = x.contiguous() + bias
+        if places is not None:
+            x = drop(x.reshape(size), rate, places, out=None if bias is None else x.view(size)).view(x.shape)
+        return residual + x if bias is None and places is None else x.add_(residual)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

@@ -25,7 +25,7 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, ba
     width = cos.shape[-1]
     if cos.shape != sin.shape or width % 2 or width > x.shape[-1]:
         raise InternalError("rotary", f"cannot turn {tuple(x.shape)} by {tuple(cos.shape)} and {tuple(sin.shape)}")
-    turned = x.shape[:-1] + (width,)
+    turned = (*x.shape[:-1], width)
     if torch.broadcast_shapes(turned, cos.shape) != turned:
         return rotary_plain(x, cos, sin, interleaved=interleaved)
     return _Rotary.apply(x, cos, sin, interleaved, takes_triton(backend, x, "rotary"))  # type: ignore[no-any-return, no-untyped-call]
@@ -49,7 +49,7 @@ def pairs(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
 
 
 class _Rotary(torch.autograd.Function):
-    """Backward is the rotation by the negated sines, those of a and b exchanged: (a, b) -> (a cos + b sin_b, b cos - a sin_a)."""
+    """Backward is the rotation by the negated sines, those of a and b exchanged."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, triton: bool) -> Tensor:
