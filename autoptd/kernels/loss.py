@@ -20,7 +20,7 @@ import torch.nn.functional as F
 
 from autoptd.compat import mm_as
 from autoptd.errors import InternalError
-from autoptd.kernels.cross_entropy import Labels, Loss, Terms
+from autoptd.kernels.cross_entropy import Labels, Loss, Terms, softmax_here
 from autoptd.kernels.forms import takes_triton, wide
 
 Tensor = torch.Tensor
@@ -133,7 +133,7 @@ def _widened(class_weight: Tensor, x: Tensor) -> Tensor:
 
 
 class _Chunk:
-    """The logits of some rows, in the dtype of the loss: then their exponentials, then their gradient, in one place."""
+    """The logits of some rows, in the dtype of the loss: then their softmax, then their gradient, in one place."""
 
     def __init__(self, x: Tensor, weight: Tensor, bias: Tensor | None, labels: Labels, loss: Loss, how: How) -> None:
         self.labels, self.loss, self.how, self.dtype = labels, loss, how, x.dtype
@@ -150,7 +150,7 @@ class _Chunk:
             from autoptd.kernels.cross_entropy_triton import terms
 
             return terms(self.loss, self.z, self.labels)
-        return self.loss.exponentials(self.z, self.labels, out=self.z)
+        return self.loss.shares(self.z, self.labels, out=self.z)
 
     def gradients(self, terms: Terms, grad: Tensor) -> Tensor:
         """Return the gradient of the logits before the softcap, in the dtype of x, for `grad`, that of the rows' losses."""
@@ -164,22 +164,26 @@ class _Chunk:
 
 
 class _Sums:
-    """The gradients of x, weight and bias, of those that are wanted, filled chunk by chunk."""
+    """The gradients of x, weight and bias, of those that are wanted, summed up chunk by chunk."""
 
     def __init__(self, wanted: tuple[bool, ...], x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        self.wants_weight, self.wants_bias = wanted[1], bias is not None and wanted[2]
         self.x = torch.empty_like(x) if wanted[0] else None
-        self.weight = weight.new_zeros(weight.shape, dtype=wide(weight.dtype)) if wanted[1] else None
-        self.bias = None if bias is None or not wanted[2] else bias.new_zeros(bias.shape, dtype=wide(bias.dtype))
+        self.weight: Tensor | None = None
+        self.bias: Tensor | None = None
 
     def add(self, at: slice, dz: Tensor, x: Tensor, weight: Tensor) -> None:
         if self.x is not None:
             torch.mm(dz, weight, out=self.x[at])
-        if self.weight is not None and self.weight.dtype == dz.dtype:
-            self.weight.addmm_(dz.t(), x[at])
-        elif self.weight is not None:
-            self.weight += mm_as(dz.t(), x[at], self.weight.dtype)
-        if self.bias is not None:
-            self.bias += dz.sum(0, dtype=self.bias.dtype)
+        if self.wants_weight:
+            if self.weight is not None and self.weight.dtype == dz.dtype:
+                self.weight.addmm_(dz.t(), x[at])
+            else:
+                part = mm_as(dz.t(), x[at], wide(weight.dtype))
+                self.weight = part if self.weight is None else self.weight.add_(part)
+        if self.wants_bias:
+            each = dz.sum(0, dtype=wide(dz.dtype))
+            self.bias = each if self.bias is None else self.bias.add_(each)
 
 
 class _ReducedLoss(torch.autograd.Function):
@@ -252,8 +256,7 @@ class _LossOfRows(torch.autograd.Function):
             at = slice(start, start + how.chunk)
             chunk = _Chunk(x[at], weight, bias, labels.rows(at), loss, how)
             if not how.triton:
-                chunk.z.sub_(terms.maximum.unsqueeze(1)).exp_()
-                chunk.z[:, loss.real :] = 0.0
+                softmax_here(chunk.z, loss.real, out=chunk.z)
             sums.add(at, chunk.gradients(terms, grad[at]), x, weight)
             del chunk
         dw = None if sums.weight is None else sums.weight.to(weight.dtype)

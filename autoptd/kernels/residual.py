@@ -40,6 +40,8 @@ def bias_dropout_add(
     dtypes = {each.dtype for each in (x, bias, residual) if each is not None}
     if x.shape != residual.shape or len(dtypes) > 1 or (bias is not None and bias.shape != x.shape[-1:]):
         return bias_dropout_add_plain(x, bias, residual, rate=rate, places=places, size=size)
+    if bias is None and places is None:
+        return residual + x
     triton = takes_triton(backend, x, "bias_dropout_add")
     return _BiasDropoutAdd.apply(x, bias, residual, rate, places, size, triton)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -82,7 +84,7 @@ class _BiasDropoutAdd(torch.autograd.Function):
             x = x.contiguous() + bias
         if places is not None:
             x = drop(x.reshape(size), rate, places, out=None if bias is None else x.view(size)).view(x.shape)
-        return residual + x if bias is None and places is None else x.add_(residual)
+        return x.add_(residual)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

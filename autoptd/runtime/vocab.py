@@ -121,15 +121,15 @@ def _localize(ids: Tensor, rows: int, group: Group, size: int) -> tuple[Tensor, 
 class _RowLoss(torch.autograd.Function):
     """Loss of every row, and the row's share in the divisor of the mean (its target's class weight, 0 where ignored).
 
-    Beside the logits there is one tensor of their size at a time: exp(logits - maximum), which is kept, then the gradient.
+    Beside the logits there is one tensor of their size: the softmax over the columns here, which is kept for backward.
     """
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Labels, loss: Loss) -> tuple[Tensor, Tensor]:
         z = logits.to(wide(logits.dtype))
-        exps = torch.empty_like(z) if z.dtype == logits.dtype else z
-        terms = loss.exponentials(z, labels, out=exps)
-        ctx.save_for_backward(exps)
+        softmax = torch.empty_like(z) if z.dtype == logits.dtype else z
+        terms = loss.shares(z, labels, out=softmax)
+        ctx.save_for_backward(softmax)
         ctx.how, ctx.dtype = (terms, labels, loss), logits.dtype
         share = terms.share.clone()  # a result must not be held by its own graph
         ctx.mark_non_differentiable(share)
@@ -137,6 +137,6 @@ class _RowLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, None, None]:
-        (exps,) = ctx.saved_tensors
+        (softmax,) = ctx.saved_tensors
         terms, labels, loss = ctx.how
-        return loss.gradients(exps, terms, labels, grad, out=torch.empty_like(exps)).to(ctx.dtype), None, None
+        return loss.gradients(softmax, terms, labels, grad, out=torch.empty_like(softmax)).to(ctx.dtype), None, None
