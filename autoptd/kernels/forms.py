@@ -22,14 +22,15 @@ from autoptd.kernels.dropout import has_triton
 TILE = (
     1 << 17
 )  # elements that are worked on at a time on a CPU: few enough for its caches, many for the calls they take
+WIDEST = 1 << 16  # elements of a row that a Triton program holds
 Index = tuple[int | slice, ...]
 
 
-def takes_triton(backend: str, x: torch.Tensor, site: str) -> bool:
-    """Return whether an operator on tensors like `x` runs its Triton form."""
+def takes_triton(backend: str, x: torch.Tensor, site: str, width: int = 0) -> bool:
+    """Return whether an operator on tensors like `x` runs its Triton form; `width` is that of rows it must hold as a whole."""
     if backend not in ("eager", "triton"):
         raise InternalError(site, f"has no form {backend!r}")
-    if backend == "eager" or not has_triton():
+    if backend == "eager" or width > WIDEST or not has_triton():
         return False
     return x.is_cuda or (x.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1")
 

@@ -57,9 +57,7 @@ def linear_cross_entropy(
     loss = Loss(
         label_smoothing, rows, rows, _alone, class_weight if class_weight is None else _widened(class_weight, x)
     )
-    how = How(
-        reduction, chunk or default_chunk(rows, x.dtype), softcap, takes_triton(backend, x, "linear_cross_entropy")
-    )
+    how = How(reduction, chunk or default_chunk(rows, x.dtype), softcap, can_use_triton(backend, x, class_weight))
     return chunked_loss(x, weight, bias, labels, loss, how, total, targets.shape).to(dtype or x.dtype)
 
 
@@ -89,6 +87,11 @@ def linear_cross_entropy_plain(
 def default_chunk(columns: int, dtype: torch.dtype) -> int:
     """Return how many rows have logits of about CHUNK_BYTES, of `columns` columns in the dtype they are computed in."""
     return max(CHUNK_ROWS, CHUNK_BYTES // max(1, columns * wide(dtype).itemsize))
+
+
+def can_use_triton(backend: str, x: Tensor, class_weight: Tensor | None) -> bool:
+    """Return whether the passes over the logits are Triton's: these know no class weights."""
+    return takes_triton(backend, x, "linear_cross_entropy") and class_weight is None
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ def rms_norm(
     if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
         x, residual = x + residual, None
         return rms_norm(x, weight, eps=eps, offset=offset, backend=backend), x
-    triton = takes_triton(backend, x, "rms_norm")
+    triton = takes_triton(backend, x, "rms_norm", x.shape[-1])
     y, total = _RmsNorm.apply(x, weight, residual, eps, offset, triton)  # type: ignore[no-untyped-call]
     return y if residual is None else (y, total)
 
@@ -65,7 +65,7 @@ def layer_norm(
         return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
     if residual.shape != x.shape or residual.dtype != x.dtype:
         return layer_norm_plain(x, weight, bias, eps=eps, residual=residual)
-    triton = takes_triton(backend, x, "layer_norm")
+    triton = takes_triton(backend, x, "layer_norm", x.shape[-1])
     return _LayerNorm.apply(x, weight, bias, residual, eps, triton)  # type: ignore[no-untyped-call]
 
 

@@ -77,7 +77,7 @@ class _BiasDropoutAdd(torch.autograd.Function):
     ) -> Tensor:
         ctx.how, ctx.bias_dtype = (rate, places, size), None if bias is None else bias.dtype
         if triton:
-            from autoptd.kernels.residual_triton import bias_dropout_add_forward
+            from autoptd.kernels.dropout_triton import bias_dropout_add_forward
 
             return bias_dropout_add_forward(x, bias, residual, rate, places, size)
         if bias is not None:

@@ -32,7 +32,7 @@ def masked_softmax(
     needs_no_grad(mask, "mask", "masked_softmax")
     if mask is not None and torch.broadcast_shapes(scores.shape, mask.shape) != scores.shape:
         return masked_softmax_plain(scores, mask, scale=scale, causal=causal, dtype=dtype)
-    triton = takes_triton(backend, scores, "masked_softmax")
+    triton = takes_triton(backend, scores, "masked_softmax", scores.shape[-1])
     return _MaskedSoftmax.apply(scores, mask, scale, causal, dtype, triton)  # type: ignore[no-any-return, no-untyped-call]
 
 

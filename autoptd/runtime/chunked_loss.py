@@ -14,8 +14,7 @@ from __future__ import annotations
 import torch
 
 from autoptd.errors import PlanError
-from autoptd.kernels.forms import takes_triton
-from autoptd.kernels.loss import How, chunked_loss, default_chunk, linear_cross_entropy
+from autoptd.kernels.loss import How, can_use_triton, chunked_loss, default_chunk, linear_cross_entropy
 from autoptd.runtime.vocab import local_labels, sharded_loss
 from autoptd.runtime.world import Group
 
@@ -67,6 +66,6 @@ def vocab_parallel_linear_cross_entropy(
     columns = len(weight)
     labels = local_labels(targets.reshape(-1), columns, group, ignore_index, size)
     loss = sharded_loss(columns, group, label_smoothing, class_weight, size, site, x.dtype)
-    triton = takes_triton(backend, x, "linear_cross_entropy")
+    triton = can_use_triton(backend, x, class_weight)
     how = How(reduction, chunk or default_chunk(columns, x.dtype), softcap, triton)
     return chunked_loss(x, weight, bias, labels, loss, how, total, targets.shape).to(dtype or x.dtype)
