@@ -55,19 +55,22 @@ def keys(seed: int, step: int, site: int) -> tuple[int, int]:
     return key >> 32, key & 0xFFFFFFFF
 
 
-def drop(x: torch.Tensor, rate: float, places: Places) -> torch.Tensor:
-    """Return x [before, rows, after] with the elements of its mask zeroed and the others scaled by 1 / (1 - rate)."""
+def drop(x: torch.Tensor, rate: float, places: Places, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Return x [before, rows, after] with the elements of its mask zeroed and the others scaled by 1 / (1 - rate).
+
+    The result is `out`, if there is one: contiguous, and x itself may be it.
+    """
     if x.is_cuda and has_triton():
         from autoptd.kernels.dropout_triton import drop_triton
 
-        return drop_triton(x, rate, places)
-    return drop_torch(x, rate, places)
+        return drop_triton(x, rate, places, out)
+    return drop_torch(x, rate, places, out)
 
 
-def drop_torch(x: torch.Tensor, rate: float, places: Places) -> torch.Tensor:
+def drop_torch(x: torch.Tensor, rate: float, places: Places, out: torch.Tensor | None = None) -> torch.Tensor:
     """`drop` by torch operators, in place and tile by tile."""
     x = x.contiguous()
-    out = torch.empty_like(x)
+    out = torch.empty_like(x) if out is None else out
     before = _numbers_before(x.shape, places, x.device)
     rows = torch.arange(places.first_row, places.first_row + x.shape[1], device=x.device).to(torch.int32)
     rows, column_key = rows.bitwise_xor_(signed(places.row_key)), signed(places.column_key)

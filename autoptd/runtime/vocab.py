@@ -20,6 +20,8 @@ import torch
 import torch.nn.functional as F
 
 from autoptd.errors import PlanError
+from autoptd.kernels.cross_entropy import Labels, Loss
+from autoptd.kernels.forms import wide
 from autoptd.runtime.shards import real_rows
 from autoptd.runtime.world import Group
 
@@ -65,16 +67,42 @@ def vocab_parallel_cross_entropy(
         )
     classes = logits.movedim(min(1, logits.ndim - 1), -1)
     rows = classes.reshape(-1, classes.shape[-1])
-    if rows.dtype not in (torch.float32, torch.float64):
-        rows = rows.float()
-    if weight is not None:
-        weight = weight.to(rows.dtype)
-    loss, share = _RowLoss.apply(rows, targets.reshape(-1), weight, group, ignore_index, label_smoothing, size, site)  # type: ignore[no-untyped-call]
+    labels = local_labels(targets.reshape(-1), rows.shape[1], group, ignore_index, size)
+    which = sharded_loss(rows.shape[1], group, label_smoothing, weight, size, site, rows.dtype)
+    loss, share = _RowLoss.apply(rows, labels, which)  # type: ignore[no-untyped-call]
     if reduction == "none":
         loss = loss.reshape(targets.shape)
     else:
         loss = loss.sum() / share.sum() if reduction == "mean" else loss.sum()
     return loss.to(logits.dtype)  # type: ignore[no-any-return]
+
+
+def local_labels(ids: Tensor, columns: int, group: Group, ignore_index: int, size: int) -> Labels:
+    """Return what the global ids [N] are on this rank, which has `columns` columns of the logits."""
+    ignored = ids == ignore_index
+    local, elsewhere = _localize(ids.masked_fill(ignored, 0), columns, group, size)
+    return Labels(local, elsewhere | ignored, ignored)
+
+
+def sharded_loss(
+    columns: int,
+    group: Group,
+    smoothing: float,
+    class_weight: Tensor | None,
+    size: int,
+    site: str,
+    dtype: torch.dtype,
+) -> Loss:
+    """Return the cross-entropy of logits of `dtype`, of which every rank has `columns` columns."""
+    if class_weight is not None:
+        class_weight = class_weight.to(wide(dtype))
+    whats = {"max": f"{site} maximum", "sum": f"{site} sums"}
+
+    def reduce(numbers: Tensor, op: str) -> Tensor:
+        return group.all_reduce(numbers, whats[op], op=op)
+
+    classes = size or columns * group.size
+    return Loss(smoothing, classes, real_rows(size, columns, group.index), reduce, class_weight)
 
 
 def _localize(ids: Tensor, rows: int, group: Group, size: int) -> tuple[Tensor, Tensor]:
@@ -93,61 +121,22 @@ def _localize(ids: Tensor, rows: int, group: Group, size: int) -> tuple[Tensor, 
 class _RowLoss(torch.autograd.Function):
     """Loss of every row, and the row's share in the divisor of the mean (its target's class weight, 0 where ignored).
 
-    With M the row's maximum, S the sum of exp(x - M), y the target, w the class weights and e the label smoothing:
-    loss = (1 - e) w_y (log S - (x_y - M)) + e/V sum_j w_j (log S - (x_j - M)).
+    Beside the logits there is one tensor of their size: the softmax over the columns here, which is kept for backward.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        targets: Tensor,
-        weight: Tensor | None,
-        group: Group,
-        ignore_index: int,
-        smoothing: float,
-        size: int,
-        site: str,
-    ) -> tuple[Tensor, Tensor]:
-        ignored = targets == ignore_index
-        local, elsewhere = _localize(targets.masked_fill(ignored, 0), x.shape[1], group, size)
-        real = real_rows(size, x.shape[1], group.index)  # the rest of the columns is padding
-        if real < x.shape[1]:
-            x = x.clone()
-            x[:, real:] = -torch.inf
-        local, elsewhere = local.unsqueeze(1), elsewhere | ignored
-        x = x - group.all_reduce(x.amax(1), f"{site} maximum", op="max").unsqueeze(1)
-        picked = x.gather(1, local).squeeze(1).masked_fill(elsewhere, 0.0)
-        p = x.exp()
-        sums = [p.sum(1), picked]  # N numbers each, reduced together
-        if weight is not None:
-            sums.append(weight[local.squeeze(1)].masked_fill(elsewhere, 0.0))
-        if smoothing:
-            sums.append(x[:, :real].sum(1) if weight is None else x[:, :real] @ weight[:real])
-            sums.append((p.new_tensor(real) if weight is None else weight[:real].sum()).expand(len(x)))
-        totals = list(group.all_reduce(torch.stack(sums), f"{site} sums"))
-        total, picked = totals[:2]
-        share = (~ignored).to(x.dtype) if weight is None else totals[2]
-        loss = (1.0 - smoothing) * share * (total.log() - picked)
-        k = smoothing / (size or x.shape[1] * group.size)
-        weights_sum = 0.0
-        if smoothing:
-            weights_sum = totals[-1]
-            loss = loss + k * (weights_sum * total.log() - totals[-2])
-        loss = loss.masked_fill(ignored, 0.0)
-        ctx.save_for_backward(p.div_(total.unsqueeze(1)), local, elsewhere, ignored, share, weight)
-        ctx.smoothing, ctx.k, ctx.weights_sum, ctx.real = smoothing, k, weights_sum, real
+    def forward(ctx: Any, logits: Tensor, labels: Labels, loss: Loss) -> tuple[Tensor, Tensor]:
+        z = logits.to(wide(logits.dtype))
+        softmax = torch.empty_like(z) if z.dtype == logits.dtype else z
+        terms = loss.shares(z, labels, out=softmax)
+        ctx.save_for_backward(softmax)
+        ctx.how, ctx.dtype = (terms, labels, loss), logits.dtype
+        share = terms.share.clone()  # a result must not be held by its own graph
         ctx.mark_non_differentiable(share)
-        return loss, share
+        return loss.of_rows(terms, labels), share
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        p, local, elsewhere, ignored, share, weight = ctx.saved_tensors
-        grad = grad.masked_fill(ignored, 0.0)  # before any product: a mean over no valid row sends infinity
-        hard = (1.0 - ctx.smoothing) * share * grad
-        soft = ctx.k * grad
-        dx = p * (hard + soft * ctx.weights_sum).unsqueeze(1)
-        dx.scatter_add_(1, local, -hard.masked_fill(elsewhere, 0.0).unsqueeze(1))
-        if ctx.smoothing:
-            dx[:, : ctx.real] -= soft.unsqueeze(1) if weight is None else soft.unsqueeze(1) * weight[: ctx.real]
-        return dx, None, None, None, None, None, None, None
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, None, None]:
+        (softmax,) = ctx.saved_tensors
+        terms, labels, loss = ctx.how
+        return loss.gradients(softmax, terms, labels, grad, out=torch.empty_like(softmax)).to(ctx.dtype), None, None

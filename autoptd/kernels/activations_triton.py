@@ -1,0 +1,130 @@
+"""`kernels.activations` in Triton: one pass over the inputs forward, and one backward.
+
+Imported where Triton is at hand only.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from autoptd.kernels.rows_triton import computed
+
+Tensor = torch.Tensor
+SIZE = 1024  # elements of one program
+KINDS = {"none": 0, "tanh": 1, "silu": 2}
+
+
+def bias_gelu_forward(x: Tensor, bias: Tensor, approximate: str) -> Tensor:
+    """Return gelu(x + bias)."""
+    x, bias = x.contiguous(), bias.contiguous()
+    out = torch.empty_like(x)
+    if x.numel():
+        _bias_gelu[_grid(x)](
+            x,
+            bias,
+            x,
+            out,
+            x.numel(),
+            len(bias),
+            KIND=KINDS[approximate],
+            BACK=False,
+            WIDE=computed(x.dtype),
+            SIZE=SIZE,
+        )
+    return out
+
+
+def bias_gelu_backward(grad: Tensor, x: Tensor, bias: Tensor, approximate: str) -> Tensor:
+    """Return the gradient of x."""
+    x, bias, grad = x.contiguous(), bias.contiguous(), grad.contiguous()
+    out = torch.empty_like(x)
+    if x.numel():
+        _bias_gelu[_grid(x)](
+            x,
+            bias,
+            grad,
+            out,
+            x.numel(),
+            len(bias),
+            KIND=KINDS[approximate],
+            BACK=True,
+            WIDE=computed(x.dtype),
+            SIZE=SIZE,
+        )
+    return out
+
+
+def gated_forward(gate: Tensor, up: Tensor, kind: str) -> Tensor:
+    """Return act(gate) * up."""
+    gate, up = gate.contiguous(), up.contiguous()
+    out = torch.empty_like(gate)
+    if gate.numel():
+        _gated[_grid(gate)](gate, up, out, gate.numel(), KIND=KINDS[kind], WIDE=computed(gate.dtype), SIZE=SIZE)
+    return out
+
+
+def gated_backward(grad: Tensor, gate: Tensor, up: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    """Return the gradients of gate and up."""
+    grad, gate, up = grad.contiguous(), gate.contiguous(), up.contiguous()
+    d_gate, d_up = torch.empty_like(gate), torch.empty_like(up)
+    if gate.numel():
+        _gated_backward[_grid(gate)](
+            grad, gate, up, d_gate, d_up, gate.numel(), KIND=KINDS[kind], WIDE=computed(gate.dtype), SIZE=SIZE
+        )
+    return d_gate, d_up
+
+
+def _grid(x: Tensor) -> tuple[int]:
+    return (triton.cdiv(x.numel(), SIZE),)
+
+
+@triton.jit
+def _act(x, KIND: tl.constexpr):
+    """Return the activation at x and its derivative."""
+    if KIND == 2:
+        s = 1.0 / (1.0 + tl.exp(-x))
+        return x * s, s * (1.0 + x * (1.0 - s))
+    elif KIND == 1:
+        inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)  # sqrt(2 / pi)
+        s = 1.0 / (1.0 + tl.exp(-2.0 * inner))  # (1 + tanh(inner)) / 2
+        return x * s, s + 2.0 * x * s * (1.0 - s) * 0.7978845608028654 * (1.0 + 0.134145 * x * x)
+    else:
+        s = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
+        return x * s, s + x * tl.exp(-0.5 * x * x) * 0.3989422804014327  # 1 / sqrt(2 pi)
+
+
+@triton.jit
+def _bias_gelu(
+    x, bias, grad, out, count, width, KIND: tl.constexpr, BACK: tl.constexpr, WIDE: tl.constexpr, SIZE: tl.constexpr
+):
+    at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    inside = at < count
+    value = tl.load(x + at, mask=inside, other=0.0).to(WIDE) + tl.load(bias + at % width, mask=inside, other=0.0).to(
+        WIDE
+    )
+    y, slope = _act(value, KIND)
+    if BACK:
+        y = slope * tl.load(grad + at, mask=inside, other=0.0).to(WIDE)
+    tl.store(out + at, y.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _gated(gate, up, out, count, KIND: tl.constexpr, WIDE: tl.constexpr, SIZE: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    inside = at < count
+    y, _ = _act(tl.load(gate + at, mask=inside, other=0.0).to(WIDE), KIND)
+    y *= tl.load(up + at, mask=inside, other=0.0).to(WIDE)
+    tl.store(out + at, y.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _gated_backward(grad, gate, up, d_gate, d_up, count, KIND: tl.constexpr, WIDE: tl.constexpr, SIZE: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    inside = at < count
+    g = tl.load(grad + at, mask=inside, other=0.0).to(WIDE)
+    y, slope = _act(tl.load(gate + at, mask=inside, other=0.0).to(WIDE), KIND)
+    other = tl.load(up + at, mask=inside, other=0.0).to(WIDE)
+    tl.store(d_gate + at, (g * other * slope).to(d_gate.dtype.element_ty), mask=inside)
+    tl.store(d_up + at, (g * y).to(d_up.dtype.element_ty), mask=inside)

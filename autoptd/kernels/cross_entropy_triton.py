@@ -1,0 +1,97 @@
+"""The passes over the logits of `kernels.cross_entropy` in Triton: one that reads them, one that puts their gradient in place.
+
+Both compute in float32 (float64 for float64), so that narrower logits need no copy. Class weights are not for these kernels.
+
+Imported where Triton is at hand only.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from autoptd.kernels.cross_entropy import Labels, Loss, Terms
+from autoptd.kernels.forms import wide
+from autoptd.kernels.rows_triton import computed
+
+Tensor = torch.Tensor
+BLOCK = 4096  # columns that a program works on at a time
+
+
+def terms(loss: Loss, z: Tensor, labels: Labels) -> Terms:
+    """Return the numbers of the rows of the logits z [N, n], over all ranks."""
+    maximum, total, weighted = z.new_zeros((3, len(z)), dtype=wide(z.dtype))
+    picked = z.gather(1, labels.column.unsqueeze(1)).squeeze(1).to(maximum.dtype)
+    if len(z):
+        _terms[(len(z),)](z, maximum, total, weighted, z.shape[1], loss.real, WIDE=computed(z.dtype), BLOCK=BLOCK)
+    return loss.reduced(maximum, total, picked, weighted if loss.smoothing else None, labels)
+
+
+def gradients_(loss: Loss, z: Tensor, terms: Terms, labels: Labels, grad: Tensor) -> Tensor:
+    """Put the gradient of the logits z [N, n] in their place, for `grad`, that of every row's loss."""
+    factor, hard, soft = loss.factors(terms, labels, grad)
+    picked = hard.masked_fill(labels.elsewhere, 0.0)
+    if len(z):
+        _gradients[(len(z), triton.cdiv(z.shape[1], BLOCK))](
+            z,
+            terms.maximum,
+            factor,
+            picked,
+            picked if soft is None else soft,
+            labels.column,
+            z.shape[1],
+            loss.real,
+            SMOOTHS=soft is not None,
+            WIDE=computed(z.dtype),
+            BLOCK=BLOCK,
+        )
+    return z
+
+
+@triton.jit
+def _terms(z, maximum, total, weighted, width, real, WIDE: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    top = tl.full([BLOCK], -float("inf"), WIDE)  # of every lane, as are the sums
+    sums = tl.zeros([BLOCK], WIDE)
+    values = tl.zeros([BLOCK], WIDE)
+    for start in range(0, real, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        inside = column < real
+        x = tl.load(z + row * width + column, mask=inside, other=-float("inf")).to(WIDE)
+        new = tl.maximum(top, x)
+        shift = tl.where(new == -float("inf"), 0.0, new)  # so that nothing is -inf minus itself
+        sums = sums * tl.exp(top - shift) + tl.exp(x - shift)
+        values += tl.where(inside, x, 0.0)
+        top = new
+    most = tl.max(top, 0)
+    shift = tl.where(most == -float("inf"), 0.0, most)
+    tl.store(maximum + row, most)
+    tl.store(total + row, tl.sum(sums * tl.exp(top - shift), 0))
+    tl.store(weighted + row, tl.sum(values, 0))
+
+
+@triton.jit
+def _gradients(
+    z,
+    maximum,
+    factor,
+    picked,
+    soft,
+    target,
+    width,
+    real,
+    SMOOTHS: tl.constexpr,
+    WIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    at = z + row * width + column
+    x = tl.load(at, mask=column < real, other=-float("inf")).to(WIDE)
+    y = tl.load(factor + row) * tl.exp(x - tl.load(maximum + row))
+    if SMOOTHS:
+        y -= tl.load(soft + row)
+    y = tl.where(column == tl.load(target + row), y - tl.load(picked + row), y)
+    y = tl.where(column < real, y, 0.0)
+    tl.store(at, y.to(z.dtype.element_ty), mask=column < width)

@@ -1,0 +1,62 @@
+"""The forms of a fused operator, and the pieces that its form in torch operators works on.
+
+*plain*: the operator as models spell it, in torch operators: its definition. *eager*: one autograd function in torch
+operators, which passes over memory less often and keeps less for backward. *triton*: the same function, whose passes are
+Triton kernels. An operator of this package takes the form that `backend` names ("eager" or "triton"); Triton needs tensors
+on a GPU, elsewhere it runs in its interpreter (TRITON_INTERPRET=1) or not at all: then the form is the eager one.
+
+    forward = swiglu_triton if takes_triton(backend, gate, "swiglu") else swiglu_torch
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+
+import torch
+
+from autoptd.errors import InternalError
+from autoptd.kernels.dropout import has_triton
+
+TILE = (
+    1 << 17
+)  # elements that are worked on at a time on a CPU: few enough for its caches, many for the calls they take
+WIDEST = 1 << 16  # elements of a row that a Triton program holds
+Index = tuple[int | slice, ...]
+
+
+def takes_triton(backend: str, x: torch.Tensor, site: str, width: int = 0) -> bool:
+    """Return whether an operator on tensors like `x` runs its Triton form; `width` is that of rows it must hold as a whole."""
+    if backend not in ("eager", "triton"):
+        raise InternalError(site, f"has no form {backend!r}")
+    if backend == "eager" or width > WIDEST or not has_triton():
+        return False
+    return x.is_cuda or (x.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1")
+
+
+def tiles(x: torch.Tensor) -> list[Index]:
+    """Return indices that cut `x` into pieces of about TILE elements along its leading dims; its last dim stays whole.
+
+    On a CPU only: elsewhere what counts is the number of calls, and there is one piece.
+    """
+    if x.device.type != "cpu" or x.numel() <= TILE or x.ndim < 2:
+        return [()]
+    dim, width = 0, math.prod(x.shape[1:])
+    while width > TILE and dim < x.ndim - 2:
+        dim += 1
+        width //= x.shape[dim]
+    depth = max(1, TILE // width)
+    cuts = [slice(start, start + depth) for start in range(0, x.shape[dim], depth)]
+    return [(*before, cut) for before in itertools.product(*map(range, x.shape[:dim])) for cut in cuts]
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of sums and statistics: float64 for float64, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def needs_no_grad(x: torch.Tensor | None, name: str, site: str) -> None:
+    """Raise InternalError if `x` wants a gradient that the operator does not give."""
+    if x is not None and x.requires_grad and torch.is_grad_enabled():
+        raise InternalError(site, f"gives no gradient to its {name}, which requires one")

@@ -1,0 +1,266 @@
+"""The head and the cross-entropy as one operator, some rows at a time: the logits of all rows never exist.
+
+In: x [..., h], the head's weight [V, h], targets [...]. Out: what `F.cross_entropy(F.linear(x, weight, bias), targets)` gives.
+For a mean or a sum, the gradients of x and of the weight are computed in forward, from the logits of CHUNK_BYTES that are at
+hand, and backward scales them; for single losses ("none") backward computes the logits again.
+
+    loss = linear_cross_entropy(x, w_head, targets)
+
+Kept for backward: the gradients, which are as large as x, weight and bias; for "none" x, weight, bias and three to six numbers
+a row. Sums over rows, and what is narrower than float32, are in float32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from autoptd.compat import mm_as
+from autoptd.errors import InternalError
+from autoptd.kernels.cross_entropy import Labels, Loss, Terms, softmax_here
+from autoptd.kernels.forms import takes_triton, wide
+
+Tensor = torch.Tensor
+CHUNK_BYTES = 64 << 20  # of the logits that exist at a time
+CHUNK_ROWS = 128  # but at least these rows: fewer make slow matrix products
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    class_weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    total: Tensor | None = None,
+    chunk: int | None = None,
+    dtype: torch.dtype | None = None,
+    backend: str = "eager",
+) -> Tensor:
+    """Return the cross-entropy of the logits x weight^T + bias and class ids, with the options of `F.cross_entropy`.
+
+    `class_weight` [V] is its `weight`; `softcap` makes the logits softcap * tanh(logits / softcap); `total` is what a mean
+    divides by, if not by its own count; `chunk` is how many rows are done at a time; `dtype` is that of the loss (by default
+    that of x), which is computed in float32 at least.
+    """
+    ids = targets.reshape(-1)
+    ignored = ids == ignore_index
+    labels = Labels(ids.masked_fill(ignored, 0), ignored, ignored)
+    rows = len(weight)
+    loss = Loss(
+        label_smoothing, rows, rows, _alone, class_weight if class_weight is None else _widened(class_weight, x)
+    )
+    how = How(reduction, chunk or default_chunk(rows, x.dtype), softcap, can_use_triton(backend, x, class_weight))
+    return chunked_loss(x, weight, bias, labels, loss, how, total, targets.shape).to(dtype or x.dtype)
+
+
+def linear_cross_entropy_plain(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    class_weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """`linear_cross_entropy` as models spell it."""
+    logits = F.linear(x, weight, bias)
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    logits = logits.to(dtype or x.dtype).reshape(-1, len(weight))
+    options = {"ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing}
+    loss = F.cross_entropy(logits, targets.reshape(-1), class_weight, **options)  # type: ignore[arg-type]
+    return loss.reshape(targets.shape) if reduction == "none" else loss
+
+
+def default_chunk(columns: int, dtype: torch.dtype) -> int:
+    """Return how many rows have logits of about CHUNK_BYTES, of `columns` columns in the dtype they are computed in."""
+    return max(CHUNK_ROWS, CHUNK_BYTES // max(1, columns * wide(dtype).itemsize))
+
+
+def can_use_triton(backend: str, x: Tensor, class_weight: Tensor | None) -> bool:
+    """Return whether the passes over the logits are Triton's: these know no class weights."""
+    return takes_triton(backend, x, "linear_cross_entropy") and class_weight is None
+
+
+@dataclass(frozen=True)
+class How:
+    """What is asked of the chunked loss besides the loss of rows: see `linear_cross_entropy`."""
+
+    reduction: str
+    chunk: int
+    softcap: float | None = None
+    triton: bool = False
+
+    def __post_init__(self) -> None:
+        if self.reduction not in ("mean", "sum", "none") or self.chunk < 1:
+            raise InternalError(
+                "linear_cross_entropy", f"cannot reduce by {self.reduction!r}, {self.chunk} rows at a time"
+            )
+
+
+def chunked_loss(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Labels,
+    loss: Loss,
+    how: How,
+    total: Tensor | None,
+    shape: torch.Size,
+) -> Tensor:
+    """Return the loss in the dtype it is computed in: 0-d, or of `shape` where it is not reduced."""
+    flat = x.reshape(-1, x.shape[-1])
+    if how.reduction == "none":
+        return _LossOfRows.apply(flat, weight, bias, labels, loss, how).reshape(shape)  # type: ignore[no-any-return, no-untyped-call]
+    return _ReducedLoss.apply(flat, weight, bias, labels, loss, how, total)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _alone(numbers: Tensor, op: str) -> Tensor:
+    return numbers
+
+
+def _widened(class_weight: Tensor, x: Tensor) -> Tensor:
+    return class_weight.to(wide(x.dtype))
+
+
+class _Chunk:
+    """The logits of some rows, in the dtype of the loss: then their softmax, then their gradient, in one place."""
+
+    def __init__(self, x: Tensor, weight: Tensor, bias: Tensor | None, labels: Labels, loss: Loss, how: How) -> None:
+        self.labels, self.loss, self.how, self.dtype = labels, loss, how, x.dtype
+        z = F.linear(x, weight, bias)
+        self.z = z if how.triton else z.to(wide(z.dtype))
+        self.slope = None
+        if how.softcap is not None:
+            ratio = self.z.div_(how.softcap).tanh_()
+            self.slope = 1.0 - ratio.square()
+            ratio.mul_(how.softcap)
+
+    def terms(self) -> Terms:
+        if self.how.triton:
+            from autoptd.kernels.cross_entropy_triton import terms
+
+            return terms(self.loss, self.z, self.labels)
+        return self.loss.shares(self.z, self.labels, out=self.z)
+
+    def gradients(self, terms: Terms, grad: Tensor) -> Tensor:
+        """Return the gradient of the logits before the softcap, in the dtype of x, for `grad`, that of the rows' losses."""
+        if self.how.triton:
+            from autoptd.kernels.cross_entropy_triton import gradients_
+
+            z = gradients_(self.loss, self.z, terms, self.labels, grad)
+        else:
+            z = self.loss.gradients(self.z, terms, self.labels, grad, out=self.z)
+        return (z if self.slope is None else z.mul_(self.slope)).to(self.dtype)
+
+
+class _Sums:
+    """The gradients of x, weight and bias, of those that are wanted, summed up chunk by chunk."""
+
+    def __init__(self, wanted: tuple[bool, ...], x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        self.wants_weight, self.wants_bias = wanted[1], bias is not None and wanted[2]
+        self.x = torch.empty_like(x) if wanted[0] else None
+        self.weight: Tensor | None = None
+        self.bias: Tensor | None = None
+
+    def add(self, at: slice, dz: Tensor, x: Tensor, weight: Tensor) -> None:
+        if self.x is not None:
+            torch.mm(dz, weight, out=self.x[at])
+        if self.wants_weight:
+            if self.weight is not None and self.weight.dtype == dz.dtype:
+                self.weight.addmm_(dz.t(), x[at])
+            else:
+                part = mm_as(dz.t(), x[at], wide(weight.dtype))
+                self.weight = part if self.weight is None else self.weight.add_(part)
+        if self.wants_bias:
+            each = dz.sum(0, dtype=wide(dz.dtype))
+            self.bias = each if self.bias is None else self.bias.add_(each)
+
+
+class _ReducedLoss(torch.autograd.Function):
+    """The sum over rows, divided by the sum of their shares for a mean. The gradients kept are those of the sum."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Labels,
+        loss: Loss,
+        how: How,
+        total: Tensor | None,
+    ) -> Tensor:
+        sums = _Sums(ctx.needs_input_grad, x, weight, bias)
+        result, share = x.new_zeros((2,), dtype=wide(x.dtype))
+        for start in range(0, len(x), how.chunk):
+            at = slice(start, start + how.chunk)
+            chunk = _Chunk(x[at], weight, bias, labels.rows(at), loss, how)
+            terms = chunk.terms()
+            result = result + loss.of_rows(terms, chunk.labels).sum()
+            share = share + terms.share.sum()
+            if any(ctx.needs_input_grad):
+                sums.add(at, chunk.gradients(terms, torch.ones_like(terms.total)), x, weight)
+            del chunk  # before there is another one
+        divisor = (
+            (share if total is None else total.to(share.dtype)) if how.reduction == "mean" else torch.ones_like(share)
+        )
+        ctx.save_for_backward(sums.x, sums.weight, sums.bias, divisor, labels.ignored.all())
+        ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
+        return result / divisor
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        dx, dw, db, divisor, is_empty = ctx.saved_tensors
+        scale = torch.where(is_empty, 0.0, grad / divisor)
+        weight_dtype, bias_dtype = ctx.dtypes
+        dx = None if dx is None else dx * scale.to(dx.dtype)
+        dw = None if dw is None else (dw * scale).to(weight_dtype)
+        return dx, dw, None if db is None else (db * scale).to(bias_dtype), None, None, None, None
+
+
+class _LossOfRows(torch.autograd.Function):
+    """The loss of every row; its gradient needs the logits again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, labels: Labels, loss: Loss, how: How
+    ) -> Tensor:
+        losses, kept = [], []
+        for start in range(0, len(x), how.chunk):
+            at = slice(start, start + how.chunk)
+            chunk = _Chunk(x[at], weight, bias, labels.rows(at), loss, how)
+            terms = chunk.terms()
+            losses.append(loss.of_rows(terms, chunk.labels))
+            kept.append(terms)
+            del chunk
+        ctx.save_for_backward(x, weight, bias)
+        ctx.how = labels, loss, how, kept
+        return torch.cat(losses) if losses else x.new_zeros(0, dtype=wide(x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias = ctx.saved_tensors
+        labels, loss, how, kept = ctx.how
+        sums = _Sums(ctx.needs_input_grad, x, weight, bias)
+        for start, terms in zip(range(0, len(x), how.chunk), kept, strict=True):
+            at = slice(start, start + how.chunk)
+            chunk = _Chunk(x[at], weight, bias, labels.rows(at), loss, how)
+            if not how.triton:
+                softmax_here(chunk.z, loss.real, out=chunk.z)
+            sums.add(at, chunk.gradients(terms, grad[at]), x, weight)
+            del chunk
+        dw = None if sums.weight is None else sums.weight.to(weight.dtype)
+        return sums.x, dw, None if bias is None or sums.bias is None else sums.bias.to(bias.dtype), None, None, None

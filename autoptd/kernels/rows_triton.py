@@ -1,0 +1,41 @@
+"""What the Triton kernels that take whole rows share: sizes, dtypes, and rows as [a, b, q, k] with strides of their own.
+
+No kernel is tuned while it runs: the tuner of Triton keeps what it is at in the kernel, which ranks that are threads share.
+
+Imported where Triton is at hand only.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from autoptd.kernels.forms import wide
+
+Tensor = torch.Tensor
+
+
+def row_size(width: int) -> dict[str, int]:
+    """Return the block that holds a row of `width` elements, and the warps that work on it."""
+    block = triton.next_power_of_2(max(width, 16))
+    return {"BLOCK": block, "num_warps": 4 if block <= 2048 else 8 if block <= 8192 else 16}
+
+
+def computed(dtype: torch.dtype) -> Any:
+    """Return Triton's name of the dtype that values of `dtype` are computed in."""
+    return tl.float64 if wide(dtype) == torch.float64 else tl.float32
+
+
+def four_dims(x: Tensor) -> Tensor:
+    """Return x as [a, b, q, k], without a copy if it has at most four dims."""
+    return x[(None,) * (4 - x.ndim)] if x.ndim <= 4 else x.reshape(-1, *x.shape[-3:])
+
+
+def programs(rows: int, device: torch.device) -> int:
+    """Return how many programs share the rows where each sums up over its own: a few for every multiprocessor."""
+    if device.type != "cuda":
+        return min(rows, 3)
+    return min(rows, 4 * torch.cuda.get_device_properties(device).multi_processor_count)
