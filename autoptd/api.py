@@ -10,7 +10,7 @@ for x, y in loader:
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,8 @@ def parallelize(
     timeout: float = 300.0,
     nan: str = "raise",
     p2p: str | None = None,
+    fuse: str | bool | None = None,
+    fuse_only: Sequence[str] | None = None,
     async_tensor_model_parallel_allreduce: bool | None = None,
     accumulate_allreduce_grads_in_fp32: bool | None = None,
     delay_wgrad_compute: str | None = None,
@@ -69,10 +71,11 @@ def parallelize(
     replica and step (default: the largest divisor of the replica's rows that is <= 4p, a multiple of p preferred);
     `schedule` one of `autoptd.options.SCHEDULES` or the path of a text file with your own; `backend` "local", "gloo" or
     "nccl"; `timeout` in seconds; `nan="ignore"` lets a NaN loss pass; `seed` draws the dropout masks; `p2p` says how stages
-    send where t > 1: "direct", "scatter_gather" or "auto"; the next three are hooks on the backward of linear layers, see
-    `Options`. `memory` bounds the bytes of a rank; `machine` is what the plan is weighed for: "laptop-cpu", "a100",
-    "h100", "h200" or a `Machine` (ir/machine.py); `plan` is a plan.json (its path, or a dict) whose decisions are taken
-    (`ir/plan.py`). `weights` is a folder with model.safetensors, or several files and their index, as `save_pretrained` of
+    send where t > 1: "direct", "scatter_gather" or "auto"; `fuse` names the backend of fused
+    operators: "eager", "triton", "inductor" or False (default: by device), `fuse_only` those to use; the next three are hooks
+    on the backward of linear layers, see `Options`. `memory` bounds the bytes of a rank; `machine` is what the plan is
+    weighed for: "laptop-cpu", "a100", "h100", "h200" or a `Machine` (ir/machine.py); `plan` is a plan.json (its path, or a
+    dict) whose decisions are taken (`ir/plan.py`). `weights` is a folder with model.safetensors, or several files and their index, as `save_pretrained` of
     transformers writes it: each rank reads its own part, and the values of the model, which may be on meta, do not matter.
     What is left out is the plan's, else the default of `Options`. `later` catches keywords of features that do not exist yet.
 
@@ -94,6 +97,8 @@ def parallelize(
         timeout=timeout,
         nan=nan,
         p2p=p2p,
+        fuse=fuse,
+        fuse_only=fuse_only,
         async_tensor_model_parallel_allreduce=async_tensor_model_parallel_allreduce,
         accumulate_allreduce_grads_in_fp32=accumulate_allreduce_grads_in_fp32,
         delay_wgrad_compute=delay_wgrad_compute,

@@ -140,7 +140,7 @@ def compile_program(
         dropouts=dropouts,
         fallbacks=tuple(fallbacks),
         fusions=tuple(fusions),
-        fuse=options.fuse,
+        fuse=options.fuse or False,
         unlisted=tuple(passes.unlisted_operators(graph)),
         weighted=any(file.counts for file in files),
         plan=plan,
@@ -193,7 +193,8 @@ def place(
     fallbacks = [replace(one, flops=one.flops * batch.rows // batch.traced_rows) for one in found]
     passes.communicate(graph, assignment, batch.pieces, options.t)
     passes.check_connected(graph, axes, options.t)
-    groups = passes.find_fusions(graph, captured.buffers, options.fuse, hooks=options.has_hooks or has_weight_gradients(orders))
+    has_hooks = options.has_hooks or has_weight_gradients(orders)
+    groups = passes.find_fusions(graph, captured.buffers, options.fuse or False, options.fuse_only, hooks=has_hooks)
     forms.add("CONNECTED", graph)
 
     sizes = passes.Sizes(options.t, batch.traced_rows, batch.rows, batch.pieces)

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from autoptd.errors import PlanError
+from autoptd.ir.fusion import FUSED
 from autoptd.ir.machine import Machine, find_machine, spelled
 from autoptd.ir.mesh import Mesh
 from autoptd.ir.plan import Plan, nearest, read_plan
@@ -36,7 +37,15 @@ GEMM_HOOKS = (
 )
 MEMORY = ("memory", "memory_price", "machine")
 FUSE = ("eager", "triton", "inductor", False)
-PLANNED = ("seed", "sequence_parallel", "p2p", "fuse", *MEMORY, *GEMM_HOOKS)  # what a plan says under "options"
+PLANNED = (
+    "seed",
+    "sequence_parallel",
+    "p2p",
+    "fuse",
+    "fuse_only",
+    *MEMORY,
+    *GEMM_HOOKS,
+)  # what a plan says under "options"
 NOT_YET = {
     "c": "context parallelism",
     "zero": "optimizer sharding",
@@ -70,7 +79,8 @@ class Options:
 
     `fuse` says by what patterns of operators are replaced (passes/fusion): "eager", operators of torch's; "triton", kernels for
     CUDA devices; "inductor", every distinct layer compiled by torch's compiler, at the start of a run; False, nothing is
-    replaced. None takes "triton" where the model is on a CUDA device and Triton is there, else "eager".
+    replaced. None takes "triton" where the model is on a CUDA device and Triton is there, else "eager". `fuse_only` names the
+    fused operators that may be used, if not all: those of `program.fusions`.
 
     `memory` is what a rank may hold, in bytes: parameters with gradients and AdamW's two moments, and the activations of the
     microbatches in flight; None: the machine's (the default has no bound). `machine` is what plans are weighed for:
@@ -108,6 +118,7 @@ class Options:
     nan: str = "raise"
     p2p: str = "auto"
     fuse: str | bool | None = None
+    fuse_only: Sequence[str] | None = None
     async_tensor_model_parallel_allreduce: bool = False
     accumulate_allreduce_grads_in_fp32: bool = False
     delay_wgrad_compute: str | None = None
@@ -142,6 +153,11 @@ class Options:
             raise PlanError(f"p2p={self.p2p!r}", "no such way to send", ", ".join(map(repr, P2P)))
         if self.fuse is not None and (self.fuse is True or self.fuse not in FUSE):
             raise PlanError(f"fuse={self.fuse!r}", "no such backend", ", ".join(map(repr, FUSE)))
+        unknown = sorted(set(self.fuse_only or ()) - set(FUSED))
+        if isinstance(self.fuse_only, str) or unknown:
+            raise PlanError(
+                f"fuse_only={self.fuse_only!r}", "names no fused operators", f"a list of: {', '.join(FUSED)}"
+            )
         if self.memory is not None and not self.memory > 0:
             raise PlanError(f"memory={self.memory}", "no positive number of bytes", "for example memory=80e9")
         if self.memory_price is not None and not 0 <= self.memory_price < math.inf:

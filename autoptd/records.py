@@ -202,10 +202,10 @@ def _vocabulary_sums(node: Node, stage: int, rank: int, t: int) -> list[Collecti
     sums = ["sum of exponentials", "picked logit"]
     sums += ["class weight"] if op_name(node) == "cross_entropy" and node.args[2] is not None else []
     sums += ["sum of logits", "sum of weights"] if node.kwargs["label_smoothing"] else []
-    chunk = node.kwargs.get("chunk", size)
+    chunk: int = node.kwargs.get("chunk", size)  # type: ignore[assignment]
     calls = [
-        (name, itemsize * count * min(chunk, size - start), f"{what} of every token")  # type: ignore[operator]
-        for start in range(0, size, chunk)  # type: ignore[arg-type]
+        (name, itemsize * count * min(chunk, size - start), f"{what} of every token")
+        for start in range(0, size, chunk)
         for name, count, what in (("maximum", 1, "maximum"), ("sums", len(sums), ", ".join(sums)))
     ]
     return [

@@ -203,11 +203,12 @@ def _bias_dropout_add(node: Node, text: Text, site: str) -> str:
 
 
 def _linear_cross_entropy(node: Node, text: Text, site: str) -> str:
-    x, targets, weight = (literal(arg, text) for arg in node.args)
+    x, targets, weight, bias = (literal(arg, text) for arg in node.args)
     keywords = dict(node.kwargs)
     vocab, size, total = (keywords.pop(key) for key in ("vocab", "size", "total"))
-    usual = {"label_smoothing": 0.0, "ignore_index": -100}
-    shown = _literals({key: value for key, value in keywords.items() if usual.get(key) != value}, text)
+    usual = {"label_smoothing": 0.0, "ignore_index": -100, "dtype": None}
+    shown = {} if bias == "None" else {"bias": bias}
+    shown |= _literals({key: value for key, value in keywords.items() if usual.get(key) != value}, text)
     if vocab:
         shown |= {"size": str(size)} if size else {}
         shown["site"] = json.dumps(site)

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+OURS = "masked_softmax bias_gelu swiglu geglu rms_norm rotary bias_dropout_add linear_cross_entropy".split()
+FUSED = ("attention", "layer_norm", "gelu", "silu", *OURS)  # the first four are operators of torch
+
 
 @dataclass(frozen=True)
 class Fusion:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from autoptd.errors import InternalError
+from autoptd.ir.fusion import OURS
 
 
 def convert(
@@ -79,8 +80,5 @@ def _fused(name: str) -> Callable[..., Any]:
     return marker
 
 
-FUSED = {  # operators of autoptd/kernels, which take what passes/fusion gives them
-    name: _fused(name)
-    for name in "masked_softmax bias_gelu swiglu geglu rms_norm rotary bias_dropout_add linear_cross_entropy".split()
-}
+FUSED = {name: _fused(name) for name in OURS}  # operators of autoptd/kernels, which take what passes/fusion gives them
 MARKERS = (convert, share, first_rows, vocab_embedding, cross_entropy, mean, dropout, linear, *FUSED.values())

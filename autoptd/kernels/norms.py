@@ -20,7 +20,7 @@ Tensor = torch.Tensor
 
 def rms_norm(
     x: Tensor,
-    weight: Tensor | None,
+    weight: Tensor | None = None,
     *,
     eps: float,
     offset: float = 0.0,

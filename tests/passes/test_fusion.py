@@ -1,4 +1,4 @@
-"""Fused operators in the graph: found in every spelling, with the values and gradients of what they stand for, or refused in words."""
+"""Fused operators in the graph: found in every spelling, equal to what they stand for, or refused in words."""
 
 from __future__ import annotations
 
@@ -78,9 +78,9 @@ def run(graph: Graph, captured: trace.Captured, tensors: tuple[Tensor, ...]) -> 
 
 def call(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if node.target is markers.FUSED["linear_cross_entropy"]:
-        x, targets, weight = args
-        kept = {key: kwargs[key] for key in ("reduction", "ignore_index", "label_smoothing", "chunk")}
-        return Fused().linear_cross_entropy(x, weight, targets, **kept)
+        x, targets, weight, bias = args
+        kept = {key: kwargs[key] for key in ("reduction", "ignore_index", "label_smoothing", "chunk", "dtype")}
+        return Fused().linear_cross_entropy(x, weight, targets, bias=bias, **kept)
     if node.target in markers.MARKERS:
         return getattr(Fused(), node.target.__name__)(*args, **kwargs)  # type: ignore[union-attr]
     return node.target(*args, **kwargs)  # type: ignore[operator]
@@ -166,7 +166,10 @@ def test_a_mean_that_is_read_elsewhere() -> None:
 
 ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "new gelu": (lambda x: 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3))), "gelu"),
-    "fast gelu": (lambda x: 0.5 * x * (1.0 + torch.tanh(x * math.sqrt(2 / math.pi) * (1.0 + 0.044715 * x * x))), "gelu"),
+    "fast gelu": (
+        lambda x: 0.5 * x * (1.0 + torch.tanh(x * math.sqrt(2 / math.pi) * (1.0 + 0.044715 * x * x))),
+        "gelu",
+    ),
     "erf": (lambda x: x * 0.5 * (1.0 + torch.erf(x / math.sqrt(2.0))), "gelu"),
     "swish": (lambda x: x * torch.sigmoid(x), "silu"),
     "x over": (lambda x: x / (1 + torch.exp(-x)), "silu"),
@@ -329,23 +332,27 @@ def test_a_mask_with_a_gradient() -> None:
 
 
 def test_two_masks() -> None:
-    model = Spelled(attend(lambda x: (x + 0.1 * additive().cos()).masked_fill(later(), -1e30), after), w=random(H, 3 * H))
+    model = Spelled(
+        attend(lambda x: (x + 0.1 * additive().cos()).masked_fill(later(), -1e30), after), w=random(H, 3 * H)
+    )
     fusions = fused(model, random(B, S, H))
     assert names(fusions) == [] and "it has several masks" in reasons(fusions)
 
 
 @pytest.mark.parametrize("views", ["flat", "shifted"])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_the_loss_of_a_head(views: str, reduction: str) -> None:
-    def spelled(x: Tensor, targets: Tensor, w: Tensor) -> Tensor:
-        logits = F.linear(x, w)
+@pytest.mark.parametrize("bias", [None, random(11)])
+def test_the_loss_of_a_head(views: str, reduction: str, bias: Tensor | None) -> None:
+    def spelled(x: Tensor, targets: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
+        logits = F.linear(x, w, b)
         if views == "shifted":
             logits, targets = logits[:, :-1].contiguous(), targets[:, 1:].contiguous()
         return F.cross_entropy(logits.view(-1, 11), targets.reshape(-1), reduction=reduction)
 
     targets = torch.arange(B * S).view(B, S) % 11
     targets[0, 2] = -100
-    fusions = fused(Spelled(spelled, w=random(11, H)), random(B, S, H), targets)
+    parameters = {"w": random(11, H)} | ({} if bias is None else {"b": bias})
+    fusions = fused(Spelled(spelled, **parameters), random(B, S, H), targets)
     assert names(fusions) == ["linear_cross_entropy"]
 
 

@@ -1,8 +1,8 @@
 """Attention written out: scale, mask, softmax, and the product with the values (Narayanan et al., SC'21, section 4.2).
 
-Where its probabilities are read by nothing else, all of it is one `attention` (torch's scaled_dot_product_attention); else scale, mask and
-softmax are one `masked_softmax`. A mask that is made of constants alone is computed here: where it proves to be causal, no mask
-is read at all.
+Where its probabilities are read by nothing else, all of it is one `attention` (torch's scaled_dot_product_attention); else
+scale, mask and softmax are one `masked_softmax`. A mask that is made of constants alone is computed here: where it proves to be
+causal, no mask is read at all.
 """
 
 from __future__ import annotations

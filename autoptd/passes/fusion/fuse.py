@@ -1,7 +1,7 @@
 """Find what fused operators can stand for (on CONNECTED), and put them there (on LOCAL): the table of patterns.
 
-`find_fusions` only marks: types, cut and local shapes are proven on the plain operators, so that fusion changes nothing of what is
-proven. `substitute` replaces every group that ended up on one stage. Both tell in words what was not fused, and why.
+`find_fusions` only marks: types, cut and local shapes are proven on the plain operators, so that fusion changes nothing of what
+is proven. `substitute` replaces every group that ended up on one stage. Both tell in words what was not fused, and why.
 
     groups = find_fusions(graph, buffers, "eager")
     ...                                             # cut, localize
@@ -11,7 +11,7 @@ proven. `substitute` replaces every group that ended up on one stage. Both tell 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -66,11 +66,18 @@ class Groups:
     refused: tuple[Refusal, ...] = ()
 
 
-def find_fusions(graph: Graph, buffers: dict[str, torch.Tensor], backend: str | bool, *, hooks: bool = False) -> Groups:
+def find_fusions(
+    graph: Graph,
+    buffers: dict[str, torch.Tensor],
+    backend: str | bool,
+    only: Sequence[str] | None = None,
+    *,
+    hooks: bool = False,
+) -> Groups:
     """Choose groups that share no operator, the last and largest first; marks their members for the dump.
 
-    `buffers` are the model's values, by which masks are told causal. With `hooks` on the backward of linear layers the head stays
-    one of them.
+    `buffers` are the model's values, by which masks are told causal; `only` names the fused operators that may be used. With
+    `hooks` on the backward of linear layers the head stays one of them.
     """
     if not backend:
         return Groups()
@@ -83,6 +90,8 @@ def find_fusions(graph: Graph, buffers: dict[str, torch.Tensor], backend: str | 
             if node in taken or backend not in pattern.backends:
                 continue
             found = _checked(pattern.find(node, constants))
+            if found is not None and only is not None and found.op not in only:
+                continue
             if hooks and isinstance(found, Group) and found.op == "linear_cross_entropy":
                 found = Refusal(found.op, node, "hooks were asked for on the backward of linear layers")
             if isinstance(found, Group) and taken.isdisjoint(found.members):
@@ -162,13 +171,14 @@ def _spelled(group: Group, operands: tuple[Any, ...]) -> tuple[Any, tuple[Any, .
 def _operand(graph: Graph, group: Group, operand: Any, made: dict[Node, Node]) -> Node | None:
     if not isinstance(operand, Swapped):
         return made.get(operand, operand)
+    source = made.get(operand.node, operand.node)
     with graph.inserting_before(group.result):
-        made = graph.call_function(aten.transpose.int, (operand.node, -2, -1))
-    made.meta["val"] = value(operand.node).transpose(-2, -1)
-    record = note(operand.node)
-    local = [(*size[:-2], size[-1], size[-2]) for size in record.extra["local_shapes"]]
-    set_note(made, replace(record, why="", form="", extra={"local_shapes": local, "global_shape": shape(made)}))
-    return made
+        swapped = graph.call_function(aten.transpose.int, (source, -2, -1))
+    swapped.meta["val"] = value(source).transpose(-2, -1)
+    local = [(*size[:-2], size[-1], size[-2]) for size in note(source).extra["local_shapes"]]
+    extra = {"local_shapes": local, "global_shape": shape(swapped)}
+    set_note(swapped, replace(note(source), why="", form="", extra=extra))
+    return swapped
 
 
 def _dropout_add(graph: Graph, group: Group, operands: tuple[Any, ...]) -> Node:
@@ -182,7 +192,7 @@ def _dropout_add(graph: Graph, group: Group, operands: tuple[Any, ...]) -> Node:
 
 def _chunked_loss(graph: Graph, group: Group, operands: tuple[Any, ...]) -> Node:
     """What stood between GEMM and loss stands before the GEMM now."""
-    x, weight, targets = operands
+    x, weight, targets, bias = operands
     for view in group.keywords["moved"]:
         record, width = note(view), _local(x)[-1]
         local = (*record.extra["local_shapes"][0][:-1], width)
@@ -197,8 +207,9 @@ def _chunked_loss(graph: Graph, group: Group, operands: tuple[Any, ...]) -> Node
     keywords = dict(loss.kwargs)
     if loss.target is not markers.cross_entropy:
         keywords = _loss_keywords(loss)
+    keywords["dtype"] = None if value(loss).dtype == value(x).dtype else value(loss).dtype
     keywords["chunk"] = chunk_of(_local(x)[0], _local(weight)[0], value(x).element_size())
-    return _call(graph, group, markers.FUSED["linear_cross_entropy"], (x, targets, weight), keywords)
+    return _call(graph, group, markers.FUSED["linear_cross_entropy"], (x, targets, weight, bias), keywords)
 
 
 def _loss_keywords(loss: Node) -> dict[str, Any]:

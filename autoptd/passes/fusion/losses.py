@@ -30,17 +30,19 @@ def linear_cross_entropy(node: Node) -> Found:
         chain.members.add(product)
         product = chain.uncast(product.args[0])
     if not chain.enter(product, "aten.linear"):
-        return Refusal("linear_cross_entropy", node, f"its logits are a {op_name(product).removeprefix('aten.')}")
+        what = note(product).conversion or op_name(product).removeprefix("aten.")
+        return Refusal("linear_cross_entropy", node, f"its logits come from {what}")
     x, weight, *bias = product.args
-    if bias and bias[0] is not None:
-        return Refusal("linear_cross_entropy", node, "the head has a bias")
     if note(node).tp.kind == "P" or argument(node, 3, "reduction", 1) == 0:
         return Refusal("linear_cross_entropy", node, "it gives a loss per token")
     tokens, width = rows(logits), shape(weight)[1]
     if tokens <= width:
-        fact = f"{tokens:,} tokens are no more than the width {width:,}: the head's gradient would take what its logits do"
+        fact = (
+            f"{tokens:,} tokens are no more than the width {width:,}: the head's gradient would take what its logits do"
+        )
         return Refusal("linear_cross_entropy", node, fact)
-    return chain.group("linear_cross_entropy", x, weight, targets, literals=node, moved=tuple(reversed(moved)))
+    operands = (x, weight, targets, bias[0] if bias else None)
+    return chain.group("linear_cross_entropy", *operands, literals=node, moved=tuple(reversed(moved)))
 
 
 def _keeps_classes(node: Node) -> bool:

@@ -150,10 +150,14 @@ def _mean_square(chain: Chain, x: Node, inside: Any) -> tuple[str, Node, float] 
             continue
         base = _squared(chain, square)
         if base is not None and chain.uncast(base) is x:
-            return ("rms_norm", x, float(number(eps) or 0.0)) if centred is None else (
-                "layer_norm",
-                centred,
-                float(number(eps) or 0.0),
+            return (
+                ("rms_norm", x, float(number(eps) or 0.0))
+                if centred is None
+                else (
+                    "layer_norm",
+                    centred,
+                    float(number(eps) or 0.0),
+                )
             )
     return None
 

@@ -44,7 +44,9 @@ def _rotation(chain: Chain, node: Any, x: Any) -> bool | None:
             if first == (0, half, 1) and second == (half, 2 * half, 1):
                 chain.members |= {node, parts[0]}
                 return False
-    if is_op(node, "aten.view", "aten.reshape", "aten.flatten", "aten._unsafe_view") and is_op(node.args[0], "aten.stack"):
+    if is_op(node, "aten.view", "aten.reshape", "aten.flatten", "aten._unsafe_view") and is_op(
+        node.args[0], "aten.stack"
+    ):
         stack = node.args[0]
         parts, dim = stack.args[0], stack.args[1] if len(stack.args) > 1 else 0
         if len(parts) == 2 and dim % len(shape(stack)) == len(shape(stack)) - 1 and is_op(parts[0], "aten.neg"):
