@@ -16,7 +16,7 @@ from autoptd.runtime.conversions import (
     s_to_r,
     s_to_s,
 )
-from autoptd.runtime.dropout import dropout
+from autoptd.runtime.dropout import bias_dropout_add, dropout
 from autoptd.runtime.gathered import gathered
 from autoptd.runtime.linear import linear
 from autoptd.runtime.losses import count_labels
@@ -30,6 +30,7 @@ __all__ = [
     "Needs",
     "Stage",
     "World",
+    "bias_dropout_add",
     "count_labels",
     "dropout",
     "gathered",

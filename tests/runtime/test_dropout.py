@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -136,3 +137,15 @@ def test_backward_goes_through_the_same_mask() -> None:
     assert torch.equal(gradient * x.detach(), y.detach())
     assert 0 < int((gradient == 0).sum()) < 24
     assert torch.autograd.gradcheck(lambda one: dropout(one, 0.4, draw, 0), (x,))
+
+
+@pytest.mark.parametrize("batch", [0, 1, (1, 2), None])
+@pytest.mark.parametrize("shard", [None, (2, 1)])
+def test_the_fused_end_of_a_block_draws_the_same_masks(batch: Any, shard: tuple[int, int] | None) -> None:
+    """With a bias and a residual in the same operator; the batch along several dims, the columns split over ranks."""
+    x, bias, residual = torch.randn(4, 4, 6), torch.randn(6), torch.randn(4, 4, 6)
+    draw = Draw(seed=1, step=2, site=3, first_row=8, rows=2 if batch == (1, 2) else 4)
+    tp: Any = SimpleNamespace(size=2, index=1)
+    wanted = residual + dropout(x + bias, 0.4, draw, batch, shard, tp)
+    assert torch.equal(rt.bias_dropout_add(x, bias, residual, 0.4, draw, batch, shard, tp), wanted)
+    assert torch.equal(rt.bias_dropout_add(x, bias, residual, 0.4, None), residual + (x + bias))
