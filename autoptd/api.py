@@ -75,9 +75,9 @@ def parallelize(
     operators: "eager", "triton", "inductor" or False (default: by device), `fuse_only` those to use; the next three are hooks
     on the backward of linear layers, see `Options`. `memory` bounds the bytes of a rank; `machine` is what the plan is
     weighed for: "laptop-cpu", "a100", "h100", "h200" or a `Machine` (ir/machine.py); `plan` is a plan.json (its path, or a
-    dict) whose decisions are taken (`ir/plan.py`). `weights` is a folder with model.safetensors, or several files and their index, as `save_pretrained` of
-    transformers writes it: each rank reads its own part, and the values of the model, which may be on meta, do not matter.
-    What is left out is the plan's, else the default of `Options`. `later` catches keywords of features that do not exist yet.
+    dict) whose decisions are taken (`ir/plan.py`). `weights` is a folder with model.safetensors, or several files and their
+    index, as `save_pretrained` of transformers writes it: each rank reads its own part, and the values of the model, which
+    may be on meta, do not matter. What is left out is the plan's, else the default of `Options`. `later` catches keywords of features that do not exist yet.
 
     Raises TraceError when the model cannot be captured faithfully and PlanError when the request cannot be met, before any
     rank starts.

@@ -121,7 +121,6 @@ FUTURE = {
     "zero": 1,
     "precision": "bf16",
     "recompute": True,
-    "fuse": "triton",
 }
 
 

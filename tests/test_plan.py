@@ -106,7 +106,7 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"version": 7}, {}, "is version 7"),
     ({"meshes": {"t": 2}}, {}, "has a key 'meshes', which there is not. Remedy: one of mesh"),
     ({"mesh": {"tp": 2}}, {}, "plan: mesh: has a key 'tp'"),
-    ({"options": {"sead": 2}}, {}, "has a key 'sead', which there is not. Remedy: seed"),
+    ({"options": {"sead": 2}}, {}, "has a key 'sead', which there is not. Remedy: "),
     ({"mesh": [2]}, {}, "plan: mesh: is"),
     ({"cut": "transformer.h.1"}, {"p": 2}, "plan: cut: is 'transformer.h.1'"),
     ({"cut": [1, "transformer.h.1"]}, {"p": 2}, "numbers of layers per stage"),

@@ -212,7 +212,7 @@ def _linear_cross_entropy(node: Node, text: Text, site: str) -> str:
     if vocab:
         shown |= {"size": str(size)} if size else {}
         shown["site"] = json.dumps(site)
-        call = f"rt.vocab_parallel_linear_cross_entropy({_join([x, weight, targets, 'tp'], shown)})"
+        call = f"self.fused.vocab_parallel_linear_cross_entropy({_join([x, weight, targets, 'tp'], shown)})"
     else:
         call = f"self.fused.linear_cross_entropy({_join([x, weight, targets], shown)})"
     return f"{call} / self.totals[{total}]" if total >= 0 else call

@@ -1,6 +1,5 @@
 """What emitted stage files import (`from autoptd import runtime as rt`), and what runs them."""
 
-from autoptd.runtime.chunked_loss import vocab_parallel_linear_cross_entropy
 from autoptd.runtime.conversions import (
     i_to_p,
     i_to_r,
@@ -52,5 +51,4 @@ __all__ = [
     "take_shard",
     "vocab_parallel_cross_entropy",
     "vocab_parallel_embedding",
-    "vocab_parallel_linear_cross_entropy",
 ]

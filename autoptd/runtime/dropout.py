@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from autoptd.kernels import residual as residual_kernel
 from autoptd.kernels.dropout import Places, drop, keys
 from autoptd.runtime.world import Group
 
@@ -58,18 +59,35 @@ def dropout(
     """
     if draw is None:
         return x
-    size, places = places_of(x, draw, batch, shard, tp)
+    size, places = where(x, draw, batch, shard, tp)
     return _Dropped.apply(x, rate, size, places)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def places_of(
+def bias_dropout_add(
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor,
+    rate: float,
+    draw: Draw | None,
+    batch: int | tuple[int, int] | None = None,
+    shard: tuple[int, int] | None = None,
+    tp: Group | None = None,
+    *,
+    backend: str = "eager",
+) -> torch.Tensor:
+    """Return residual + dropout(x + bias, rate, draw, batch, shard, tp) in one operator: see `kernels.residual`."""
+    size, places = (None, None) if draw is None else where(x, draw, batch, shard, tp)
+    return residual_kernel.bias_dropout_add(x, bias, residual, rate=rate, places=places, size=size, backend=backend)
+
+
+def where(
     x: torch.Tensor,
     draw: Draw,
     batch: int | tuple[int, int] | None,
     shard: tuple[int, int] | None,
     tp: Group | None,
 ) -> tuple[tuple[int, int, int], Places]:
-    """(x as [before, rows, after], which elements of the global value they are): see `dropout`."""
+    """Return x's [before, rows, after], and the places of its elements in the masks of `draw`: see `dropout`."""
     at = (batch, 1) if isinstance(batch, int) else batch
     rows = draw.rows if at is not None else 1
     before = math.prod(x.shape[: at[0]]) * at[1] if at is not None else 1

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
-
-import torch
 
 from autoptd.kernels.activations import bias_gelu, geglu, swiglu
 from autoptd.kernels.loss import linear_cross_entropy
 from autoptd.kernels.norms import rms_norm
-from autoptd.kernels.residual import bias_dropout_add
 from autoptd.kernels.rotary import rotary
 from autoptd.kernels.softmax import masked_softmax
-from autoptd.runtime.dropout import Draw, places_of
-from autoptd.runtime.world import Group
-
-Tensor = torch.Tensor
+from autoptd.runtime.chunked_loss import vocab_parallel_linear_cross_entropy
+from autoptd.runtime.dropout import bias_dropout_add
 
 
 class Fused:
@@ -31,21 +25,5 @@ class Fused:
         self.rms_norm = partial(rms_norm, backend=self.backend)
         self.rotary = partial(rotary, backend=self.backend)
         self.linear_cross_entropy = partial(linear_cross_entropy, backend=self.backend)
-
-    def bias_dropout_add(
-        self,
-        x: Tensor,
-        bias: Tensor | None,
-        residual: Tensor,
-        rate: float,
-        draw: Draw | None,
-        batch: int | tuple[int, int] | None = None,
-        shard: tuple[int, int] | None = None,
-        tp: Group | None = None,
-    ) -> Tensor:
-        """Return residual + dropout(x + bias): see `rt.dropout` for what drops out."""
-        if draw is None:
-            return residual + (x if bias is None else x + bias)
-        size, places = places_of(x, draw, batch, shard, tp)
-        how: dict[str, Any] = {"rate": rate, "places": places, "size": size, "backend": self.backend}
-        return bias_dropout_add(x, bias, residual, **how)
+        self.bias_dropout_add = partial(bias_dropout_add, backend=self.backend)
+        self.vocab_parallel_linear_cross_entropy = partial(vocab_parallel_linear_cross_entropy, backend=self.backend)

@@ -121,7 +121,8 @@ def _localize(ids: Tensor, rows: int, group: Group, size: int) -> tuple[Tensor, 
 class _RowLoss(torch.autograd.Function):
     """Loss of every row, and the row's share in the divisor of the mean (its target's class weight, 0 where ignored).
 
-    Beside the logits there is one tensor of their size: the softmax over the columns here, which is kept for backward.
+    Beside the logits there is one tensor of their size: the softmax over the columns here, kept for backward, which makes it
+    the gradient. So there is one backward only: of a graph that is retained, torch refuses a second one.
     """
 
     @staticmethod
@@ -139,4 +140,4 @@ class _RowLoss(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, None, None]:
         (softmax,) = ctx.saved_tensors
         terms, labels, loss = ctx.how
-        return loss.gradients(softmax, terms, labels, grad, out=torch.empty_like(softmax)).to(ctx.dtype), None, None
+        return loss.gradients(softmax, terms, labels, grad, out=softmax).to(ctx.dtype), None, None

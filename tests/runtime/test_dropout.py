@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 
 import autoptd
 from autoptd import runtime as rt
-from autoptd.runtime.dropout import Draw, dropout
+from autoptd.runtime import fused
+from autoptd.runtime.dropout import Draw, bias_dropout_add, dropout
 from tests.parity.models import batch
 from tests.parity.test_dropout import gpt, styled
 
@@ -30,7 +32,12 @@ def run(model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch, steps: int = 1,
         assert torch.equal(seen.setdefault(place, (mask, batch, shard))[0], mask)  # on every rank that holds it
         return dropout(x, rate, draw, batch, shard, tp)
 
+    def record_fused(x: torch.Tensor, bias: Any, residual: torch.Tensor, *how: Any, backend: str, **where: Any) -> Any:
+        record(x, *how, **where)
+        return bias_dropout_add(x, bias, residual, *how, backend=backend, **where)
+
     monkeypatch.setattr(rt, "dropout", record)
+    monkeypatch.setattr(fused, "bias_dropout_add", record_fused)
     pm = autoptd.parallelize(model, backend="local", example_inputs=batch(), **keywords)
     for _ in range(steps):
         pm.step(*batch())
@@ -136,3 +143,15 @@ def test_backward_goes_through_the_same_mask() -> None:
     assert torch.equal(gradient * x.detach(), y.detach())
     assert 0 < int((gradient == 0).sum()) < 24
     assert torch.autograd.gradcheck(lambda one: dropout(one, 0.4, draw, 0), (x,))
+
+
+@pytest.mark.parametrize("batch", [0, 1, (1, 2), None])
+@pytest.mark.parametrize("shard", [None, (2, 1)])
+def test_the_fused_end_of_a_block_draws_the_same_masks(batch: Any, shard: tuple[int, int] | None) -> None:
+    """With a bias and a residual in the same operator; the batch along several dims, the columns split over ranks."""
+    x, bias, residual = torch.randn(4, 4, 6), torch.randn(6), torch.randn(4, 4, 6)
+    draw = Draw(seed=1, step=2, site=3, first_row=8, rows=2 if batch == (1, 2) else 4)
+    tp: Any = SimpleNamespace(size=2, index=1)
+    wanted = residual + dropout(x + bias, 0.4, draw, batch, shard, tp)
+    assert torch.equal(bias_dropout_add(x, bias, residual, 0.4, draw, batch, shard, tp), wanted)
+    assert torch.equal(bias_dropout_add(x, bias, residual, 0.4, None), residual + (x + bias))

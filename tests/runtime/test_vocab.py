@@ -138,6 +138,23 @@ def test_cross_entropy_sends_numbers_per_row_only() -> None:
     assert sorted(seen) == [N, N, 2 * N, 2 * N]
 
 
+def test_cross_entropy_keeps_one_tensor_of_the_size_of_the_logits() -> None:
+    """The gradient takes its place: so the graph can go backward once, and says so."""
+
+    def body(world: World) -> None:
+        kept = []
+        logits = tensors(N, V // 2).requires_grad_()
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: (kept.append(x.nbytes), x)[1], lambda x: x):
+            rt.vocab_parallel_cross_entropy(logits, torch.arange(N), world.group(("tp",)))
+        assert max(kept) == logits.nbytes and sum(kept) < 2 * logits.nbytes
+        loss = rt.vocab_parallel_cross_entropy(logits, torch.arange(N), world.group(("tp",)))
+        loss.backward(retain_graph=True)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+    run_ranks(world_of(2), body)
+
+
 @pytest.mark.parametrize("bad", [-1, 5, 6, 7, 8])
 def test_an_id_in_the_padding_fails(bad: int) -> None:
     """5 rows over 4 ranks: ids 5 to 7 would lie in the padding of the last two."""

@@ -1,0 +1,43 @@
+"""Runs `triton_forms.py` in a process of its own, and compiles the kernels for a GPU that need not be there."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+
+
+def run(file: str, tmp_path: Path, **environment: str) -> None:
+    pytest.importorskip("triton")
+    kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / file)],
+        cwd=HERE.parents[1],
+        env=kept | environment | {"TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+
+
+def test_triton_forms_in_the_interpreter(tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("on the GPU itself: below")
+    run("triton_forms.py", tmp_path, TRITON_INTERPRET="1")
+
+
+@pytest.mark.gpu
+def test_triton_forms(tmp_path: Path) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    run("triton_forms.py", tmp_path)
+
+
+def test_triton_kernels_compile(tmp_path: Path) -> None:
+    run("triton_compile.py", tmp_path)

@@ -1,0 +1,153 @@
+"""The Triton forms of the fused operators against the plain forms: on a GPU, or in Triton's interpreter.
+
+No file of tests by its name: `test_triton.py` runs it in a process of its own, because the interpreter must be chosen before
+Triton is imported. By hand: TRITON_INTERPRET=1 python -m pytest tests/kernels/triton_forms.py
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from autoptd.kernels.activations import bias_gelu, bias_gelu_plain, geglu, geglu_plain, swiglu, swiglu_plain
+from autoptd.kernels.cross_entropy import Labels, Loss
+from autoptd.kernels.dropout import Places, keys
+from autoptd.kernels.loss import linear_cross_entropy, linear_cross_entropy_plain
+from autoptd.kernels.norms import layer_norm, layer_norm_plain, rms_norm, rms_norm_plain
+from autoptd.kernels.residual import bias_dropout_add, bias_dropout_add_plain
+from autoptd.kernels.rotary import rotary, rotary_plain
+from autoptd.kernels.softmax import masked_softmax, masked_softmax_plain
+from tests.kernels.compare import Operator, check_same, random, results
+
+pytest.importorskip("triton")
+from autoptd.kernels.cross_entropy_triton import gradients_, terms
+
+Tensor = torch.Tensor
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+PLACES = Places(*keys(0, 1, 2), first_row=3)
+DTYPES = [torch.float64, torch.bfloat16]
+
+
+def check(
+    fused: Operator, plain: Operator, tensors: list[Tensor | None], grads: int, dtype: torch.dtype, **options: Any
+) -> None:
+    """In float64 the same; in narrower dtypes the error is at most twice the plain form's, and two roundings."""
+    on = [None if x is None else x.to(DEVICE) for x in tensors]
+    if dtype == torch.float64:
+        return check_same(fused, plain, on, grads, {"backend": "triton"}, **options)
+    narrow = [x.to(dtype) if x is not None and x.is_floating_point() else x for x in on]
+    exact = results(
+        plain, [x.double() if x is not None and x.is_floating_point() else x for x in narrow], grads, **options
+    )
+    other = results(plain, narrow, grads, **options)
+    for x, y, true in zip(results(fused, narrow, grads, **options, backend="triton"), other, exact, strict=True):
+        assert x.dtype == y.dtype and x.shape == y.shape
+        error, allowed = ((each.double() - true).abs().nan_to_num().max() for each in (x, y))
+        assert error <= 2 * allowed + 2 * torch.finfo(dtype).eps * true.abs().nan_to_num().max()
+    return None
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("kind", "causal", "shape", "layout"),
+    [
+        ("none", True, (2, 1, 3, 9), "sliced"),
+        ("bool", True, (2, 2, 2, 3), "transposed"),
+        ("bool", False, (2, 5), "as it is"),
+        ("float", False, (2, 1, 2, 2, 3), "as it is"),
+    ],
+)
+def test_softmax(kind: str, causal: bool, shape: tuple[int, ...], layout: str, dtype: torch.dtype) -> None:
+    mask = None if kind == "none" else random(*shape[-4:-2], 1, shape[-1], seed=2)
+    mask = mask > 0 if mask is not None and kind == "bool" else mask
+    mask = mask[0] if mask is not None and mask.ndim > len(shape) else mask
+    scores = random(*shape, layout=layout)
+    check(masked_softmax, masked_softmax_plain, [scores, mask], 1, dtype, causal=causal, scale=0.3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", ["as it is", "sliced"])
+def test_activations(layout: str, dtype: torch.dtype) -> None:
+    shape = (2, 2, 300) if layout == "as it is" else (3, 2, 7)
+    x, y, bias = random(*shape, layout=layout), random(*shape, seed=1), random(shape[-1], seed=2)
+    for kind in ("none", "tanh"):
+        check(bias_gelu, bias_gelu_plain, [x, bias], 2, dtype, approximate=kind)
+        check(geglu, geglu_plain, [x, y], 2, dtype, approximate=kind)
+    check(swiglu, swiglu_plain, [x, y], 2, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("biased", [False, True])
+def test_residual(biased: bool, dtype: torch.dtype) -> None:
+    shape = (2, 600) if biased else (3, 2, 7)
+    inputs = [random(*shape), random(shape[-1], seed=1) if biased else None, random(*shape, seed=2)]
+    for rate in (0.0, 0.4):
+        check(bias_dropout_add, bias_dropout_add_plain, inputs, 3, dtype, rate=rate, places=PLACES)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_norms(weighted: bool, adds: bool, dtype: torch.dtype) -> None:
+    def rms(form: Operator) -> Operator:
+        return lambda x, w, residual, **more: form(x, w, eps=1e-3, offset=1.0, residual=residual, **more)
+
+    def layer(form: Operator) -> Operator:
+        return lambda x, w, b, residual, **more: form(x, w, b, eps=1e-3, residual=residual, **more)
+
+    shape = (2, 2, 20)
+    x, residual = random(*shape), random(*shape, seed=1) if adds else None
+    weight, bias = (random(shape[-1], seed=i) if weighted else None for i in (2, 3))
+    check(rms(rms_norm), rms(rms_norm_plain), [x, weight, residual], 3, dtype)
+    if adds:  # alone it is torch's
+        check(layer(layer_norm), layer(layer_norm_plain), [x, weight, bias, residual], 4, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotary(interleaved: bool, dtype: torch.dtype) -> None:
+    for shape, layout in (((2, 3, 2, 8), "transposed"), ((2, 2, 3, 7), "sliced"), ((5, 6), "as it is")):
+        x, cos, sin = random(*shape, layout=layout), random(shape[-2], 6, seed=1), random(shape[-2], 6, seed=2)
+        check(rotary, rotary_plain, [x, cos, sin], 1, dtype, interleaved=interleaved)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_loss(reduction: str, dtype: torch.dtype) -> None:
+    def of(form: Operator) -> Operator:
+        wide = None if dtype == torch.float64 else torch.float32
+        return lambda *x, **more: form(*x, dtype=wide if x[0].dtype == dtype else None, **more)
+
+    inputs = [random(4, 5), random(11, 5, seed=1), torch.tensor([3, -100, 0, 10])]
+    for smoothing, softcap in ((0.0, None), (0.1, 2.0)):
+        options = {"reduction": reduction, "label_smoothing": smoothing, "softcap": softcap}
+        check(of(linear_cross_entropy), of(linear_cross_entropy_plain), inputs, 2, dtype, **options)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_loss_of_one_rank_among_others(smoothing: float) -> None:
+    """Rows longer than a block, padding at their end, a row of -inf, targets that lie elsewhere, numbers of another rank.
+
+    Ranks as threads cannot be: the interpreter is for one thread.
+    """
+
+    def reduce(numbers: Tensor, op: str) -> Tensor:
+        return numbers.clamp(min=1.5) if op == "max" else numbers + 2.0
+
+    loss = Loss(smoothing, 9000, 4990, reduce)
+    z = random(4, 5000).to(DEVICE)
+    z[1] = -torch.inf
+    no, yes = torch.tensor([[False, False, True, True], [False, False, False, True]], device=DEVICE)
+    labels = Labels(torch.tensor([3, 4989, 0, 0], device=DEVICE), no, yes)
+    ours, other = z.clone(), torch.empty_like(z)
+    found, wanted = terms(loss, ours, labels), loss.shares(z, labels, out=other)
+    for name in ("maximum", "here", "total", "picked", "share", "weighted", "weights"):
+        x, y = getattr(found, name), getattr(wanted, name)
+        assert (x is None) == (y is None)
+        assert x is None or torch.allclose(x, y, rtol=0, atol=1e-11)
+    grad = random(4, seed=3).to(DEVICE)
+    gradients_(loss, ours, found, labels, grad)
+    torch.testing.assert_close(ours, loss.gradients(other, wanted, labels, grad, out=other), rtol=0, atol=1e-11)
+    assert bool(ours[0].any()) and not ours[:, 4990:].any() and not ours[3].any()
