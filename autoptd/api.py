@@ -77,7 +77,8 @@ def parallelize(
     weighed for: "laptop-cpu", "a100", "h100", "h200" or a `Machine` (ir/machine.py); `plan` is a plan.json (its path, or a
     dict) whose decisions are taken (`ir/plan.py`). `weights` is a folder with model.safetensors, or several files and their
     index, as `save_pretrained` of transformers writes it: each rank reads its own part, and the values of the model, which
-    may be on meta, do not matter. What is left out is the plan's, else the default of `Options`. `later` catches keywords of features that do not exist yet.
+    may be on meta, do not matter. What is left out is the plan's, else the default of `Options`. `later` catches keywords of
+    features that do not exist yet.
 
     Raises TraceError when the model cannot be captured faithfully and PlanError when the request cannot be met, before any
     rank starts.

@@ -83,7 +83,7 @@ def _normalize_one(graph: Graph, node: Node) -> None:
         _normalize_broadcast(graph, node)
     elif name == "aten.cat":
         _normalize_cat(graph, node)
-    elif _changes_nothing(node):
+    elif _adds_nothing(node):
         _replace(graph, node, node.args[0])
     elif name in LOSSES:
         _split_reduction(graph, node)
@@ -98,12 +98,11 @@ def _normalize_one(graph: Graph, node: Node) -> None:
     node.kwargs = {key: arg for key, arg in node.kwargs.items() if key not in ("device", "pin_memory", "layout")}
 
 
-def _changes_nothing(node: Node) -> bool:
-    """`sum(losses)` begins with 0 + loss; 1 / x is a reciprocal times 1."""
-    neutral = {"aten.add": 0, "aten.mul": 1, "aten.div": 1}.get(op_name(node))
-    if neutral is None or len(node.args) != 2 or isinstance(node.args[1], Node) or node.args[1] != neutral:
+def _adds_nothing(node: Node) -> bool:
+    """`sum(losses)` begins with 0 + loss."""
+    if op_name(node) != "aten.add" or isinstance(node.args[1], Node) or node.args[1] != 0:
         return False
-    return not node.kwargs and value(node.args[0]).dtype == value(node).dtype  # type: ignore[arg-type]
+    return value(node.args[0]).dtype == value(node).dtype  # type: ignore[arg-type]
 
 
 def _normalize_cat(graph: Graph, node: Node) -> None:

@@ -121,7 +121,8 @@ def _under_root(chain: Chain, factor: Any, divides: bool) -> Any:
         return factor.args[0] if is_root else None
     if chain.enter(factor, "aten.rsqrt") or _is_power(chain, factor, -0.5):
         return factor.args[0]
-    if chain.enter(factor, "aten.reciprocal") and chain.enter(factor.args[0], "aten.sqrt"):
+    factor, times = chain.scaled(factor)  # 1.0 / x is a reciprocal times 1
+    if times == 1.0 and chain.enter(factor, "aten.reciprocal") and chain.enter(factor.args[0], "aten.sqrt"):
         return factor.args[0].args[0]
     return None
 
