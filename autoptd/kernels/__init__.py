@@ -1,1 +1,1 @@
-"""Kernels: a plain form of each in torch, and a fast one where there is a device for it."""
+"""Kernels: dropout, and fused operators, each with a plain form, an eager one in torch and one in Triton: see `forms.py`."""

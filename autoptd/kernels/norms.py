@@ -60,13 +60,14 @@ def layer_norm(
     residual: Tensor | None = None,
     backend: str = "eager",
 ) -> Any:
-    """Return `F.layer_norm` over the last dim; with a residual (that of the sum, x + residual)."""
-    if residual is None:
-        return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
-    if residual.shape != x.shape or residual.dtype != x.dtype:
+    """Return `F.layer_norm` over the last dim; with a residual (that of the sum, x + residual).
+
+    Torch's own is one operator already: the eager form is the plain one.
+    """
+    fits = residual is not None and residual.shape == x.shape and residual.dtype == x.dtype
+    if not fits or not takes_triton(backend, x, "layer_norm", x.shape[-1]):
         return layer_norm_plain(x, weight, bias, eps=eps, residual=residual)
-    triton = takes_triton(backend, x, "layer_norm", x.shape[-1])
-    return _LayerNorm.apply(x, weight, bias, residual, eps, triton)  # type: ignore[no-untyped-call]
+    return _LayerNorm.apply(x, weight, bias, residual, eps)  # type: ignore[no-untyped-call]
 
 
 def layer_norm_plain(
@@ -168,44 +169,24 @@ def _rms_norm_backward(
 
 
 class _LayerNorm(torch.autograd.Function):
-    """Returns (y, sum)."""
+    """Returns (y, sum), by Triton kernels."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        residual: Tensor,
-        eps: float,
-        triton: bool,
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        ctx.set_materialize_grads(False)
-        ctx.triton = triton
-        if triton:
-            from autoptd.kernels.norms_triton import layer_norm_forward
+        from autoptd.kernels.norms_triton import layer_norm_forward
 
-            y, total, mean, factor = layer_norm_forward(x, weight, bias, residual, eps)
-        else:
-            total = x + residual
-            y, mean, factor = torch.native_layer_norm(total, x.shape[-1:], weight, bias, eps)
+        ctx.set_materialize_grads(False)
+        y, total, mean, factor = layer_norm_forward(x, weight, bias, residual, eps)
         ctx.save_for_backward(total, mean, factor, weight, bias)
         return y, total
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, grad_total: Tensor | None) -> tuple[Tensor | None, ...]:
-        total, mean, factor, weight, bias = ctx.saved_tensors
-        if grad is None:
-            return grad_total, None, None, grad_total, None, None
-        wanted = [ctx.needs_input_grad[0] or ctx.needs_input_grad[3], *ctx.needs_input_grad[1:3]]
-        if ctx.triton:
-            from autoptd.kernels.norms_triton import layer_norm_backward
+        from autoptd.kernels.norms_triton import layer_norm_backward
 
-            dx, dw, db = layer_norm_backward(grad, grad_total, total, mean, factor, weight, bias)
-        else:
-            dx, dw, db = torch.ops.aten.native_layer_norm_backward(
-                grad, total, total.shape[-1:], mean, factor, weight, bias, wanted
-            )
-            if dx is not None and grad_total is not None:
-                dx += grad_total
-        return dx, dw, db, dx, None, None
+        if grad is None:
+            return grad_total, None, None, grad_total, None
+        dx, dw, db = layer_norm_backward(grad, grad_total, *ctx.saved_tensors)
+        return dx, dw, db, dx, None

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from autoptd.errors import InternalError
 from autoptd.kernels.dropout import Places, drop
 from autoptd.kernels.forms import takes_triton, wide
 
@@ -40,9 +41,9 @@ def bias_dropout_add(
     dtypes = {each.dtype for each in (x, bias, residual) if each is not None}
     if x.shape != residual.shape or len(dtypes) > 1 or (bias is not None and bias.shape != x.shape[-1:]):
         return bias_dropout_add_plain(x, bias, residual, rate=rate, places=places, size=size)
-    if bias is None and places is None:
-        return residual + x
     triton = takes_triton(backend, x, "bias_dropout_add")
+    if places is None and (bias is None or not triton):
+        return residual + x if bias is None else (x + bias).add_(residual)
     return _BiasDropoutAdd.apply(x, bias, residual, rate, places, size, triton)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -80,11 +81,10 @@ class _BiasDropoutAdd(torch.autograd.Function):
             from autoptd.kernels.dropout_triton import bias_dropout_add_forward
 
             return bias_dropout_add_forward(x, bias, residual, rate, places, size)
-        if bias is not None:
-            x = x.contiguous() + bias
-        if places is not None:
-            x = drop(x.reshape(size), rate, places, out=None if bias is None else x.view(size)).view(x.shape)
-        return x.add_(residual)
+        if places is None:
+            raise InternalError("bias_dropout_add", "draws no mask here")
+        y = (x if bias is None else x.contiguous() + bias).reshape(size)
+        return drop(y, rate, places, out=None if bias is None else y).view(x.shape).add_(residual)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
