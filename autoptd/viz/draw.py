@@ -14,7 +14,7 @@ from pathlib import Path
 
 from autoptd.ir.program import Program
 from autoptd.viz.collectives import collectives_markdown
-from autoptd.viz.graph_picture import graph_dot, graph_svg
+from autoptd.viz.picture import graph_picture
 from autoptd.viz.schedule_chart import Spans, schedule_svg
 
 
