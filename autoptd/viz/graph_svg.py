@@ -3,7 +3,7 @@
 In: a `Scene` and its `Layout`. Out: SVG text, the same bytes for the same input, which needs no other file. What is told of a part
 besides its lines is its tooltip (`<title>`).
 
-    svg = scene_svg(scene, find_layout(scene))
+    svg = scene_svg(scene, find_places(scene))
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ STYLE = f"""
 def scene_svg(scene: Scene, places: Layout) -> str:
     """Return the picture as SVG text."""
     head, top = _head(scene, max(places.width, 760.0))
-    widest = max([places.width, *(text_width(one, True, TITLE) for one in (scene.title,))])
-    width, height = ceil(max(widest, 760.0) + 2 * MARGIN), ceil(top + places.height + MARGIN)
+    texts = [text_width(scene.title, True, TITLE), *(text_width(one, False, SUBTITLE) for one in scene.subtitle)]
+    width, height = ceil(max(places.width, *texts) + 2 * MARGIN), ceil(top + places.height + MARGIN)
     body = [f'<g transform="translate({MARGIN:g} {top:g})">']
     for frame in scene.all_frames:
         body += _frame(frame, places.frames[frame.id])
@@ -132,19 +132,19 @@ def _lines(lines: Sequence[Line], left: float, top: float, width: float) -> Iter
 
 
 def _link(link: Link, curve: Curve) -> Iterator[str]:
-    points = list(reversed(curve.points)) if link.is_upward else list(curve.points)
+    points = curve.points
     first, rest = points[0], points[1:]
     path = f"M{_xy(first)}C{' '.join(map(_xy, rest))}"
     dash = ' stroke-dasharray="5 4"' if link.dashed else ""
     yield f'<g class="link">{_hint(link.tooltip)}'
     yield f'<path d="{path}" stroke="{link.color}" stroke-width="{link.width:g}"{dash}/>'
     if link.has_head and curve.tip:
-        yield _arrow(points[-1], curve.tip, link)
+        yield _arrow(next(one for one in reversed(points) if one != curve.tip), curve.tip, link)
     yield "</g>"
 
 
-def _arrow(start: Point, tip: Point, link: Link) -> str:
-    angle, half = atan2(tip[1] - start[1], tip[0] - start[0]), 2.6 + link.width / 2
+def _arrow(before: Point, tip: Point, link: Link) -> str:
+    angle, half = atan2(tip[1] - before[1], tip[0] - before[0]), 2.6 + link.width / 2
     back = (tip[0] - 8 * cos(angle), tip[1] - 8 * sin(angle))
     sides = [(back[0] + half * cos(angle + turn), back[1] + half * sin(angle + turn)) for turn in (pi / 2, -pi / 2)]
     return f'<polygon points="{" ".join(map(_xy, (tip, *sides)))}" fill="{link.color}"/>'
@@ -154,7 +154,7 @@ def _on_link(link: Link, curve: Curve) -> Iterator[str]:
     """The letter on a link and the lines beside it, above everything else."""
     if link.letter:
         x, y = _middle(curve.points)
-        yield f'<g class="on-link">{_hint(link.tooltip)}<circle cx="{_n(x)}" cy="{_n(y)}" r="{LETTER:g}" fill="#fff"/>'
+        yield f'<g class="on-link">{_hint(link.tooltip)}<circle cx="{_n(x)}" cy="{_n(y)}" r="{LETTER:g}" fill="#fff" stroke="{link.color}"/>'
         yield f'<text class="letter" x="{_n(x)}" y="{_n(y + 3.6)}" style="fill:{link.color}">{escape(link.letter)}</text></g>'
     if link.lines and curve.label:
         width, height = max(one.width for one in link.lines), sum(one.height for one in link.lines)

@@ -44,6 +44,9 @@ class _Painter:
         self.is_split = program.mesh.t > 1
         self.boxes = {box.id: box for box in drawn.boxes}
         self.place = {box.id: i for i, box in enumerate(drawn.boxes)}
+        self.is_alone = len(drawn.columns) < len(program.stages) and len(drawn.columns[0].stages) == 1 == len(drawn.columns)
+        parts = Counter((box.column, box.layer, box.part) for box in drawn.boxes)
+        self.framed = {key for key, count in parts.items() if key[2] and count > 1}
 
     def scene(self) -> Scene:
         title, subtitle = look.heading(self.program)
@@ -96,7 +99,7 @@ class _Painter:
         inside: list[Item | Frame] = []
         for part in dict.fromkeys(box.part for box in boxes):
             of_part = [box for box in boxes if box.part == part]
-            if part and len(of_part) > 1:
+            if (of_part[0].column, layer, part) in self.framed:
                 items = tuple(self._item(box) for box in of_part)
                 inside.append(Frame(f"{of_part[0].id}_part", (line((part, "bold")),), items, "#ffffff", "#cfd5db"))
             else:
@@ -115,6 +118,9 @@ class _Painter:
             return Item(box.id, lines, look.INPUT, shape="note", tooltip=self._tooltip(box))
         if box.is_received:
             return self._received(box)
+        if box.sent_to >= 0:
+            lines = (line((f"to stage {box.sent_to}", "bold")), line(self._shape(node)), line(self._traffic(node)))
+            return Item(box.id, lines, "#f2fafc", look.SENT, thick=1.6, tooltip=self._tooltip(box))
         if box.folded:
             return self._folded(box)
         if note(node).conversion:
@@ -129,8 +135,14 @@ class _Painter:
         made = origin(node)
         what = f"{short_op(made)} of {note(made).module or 'the model'}"
         first = line((f"from stage {stage}", "bold"), (passed, "quiet"))
-        lines = (first, line((what, "quiet")), line(self._shape(node)))
-        return Item(box.id, lines, "#f2fafc", look.SENT, thick=1.6, tooltip=self._tooltip(box))
+        lines = [first, line((what, "quiet")), line(self._shape(node))]
+        if self.is_alone:
+            lines.append(line(self._traffic(node)))
+        return Item(box.id, tuple(lines), "#f2fafc", look.SENT, thick=1.6, tooltip=self._tooltip(box))
+
+    def _traffic(self, node: Node) -> str:
+        """What a value that crosses amounts to: `384 KiB, and its gradient back`."""
+        return f"{bytes_text(local_bytes(node))}, {'and its gradient' if note(node).needs_grad else 'no gradient'} back"
 
     def _folded(self, box: Box) -> Item:
         layers, likes = list(box.folded), list(box.folded.values())
@@ -140,7 +152,7 @@ class _Painter:
         whole = parts.pop("", 0)
         names = ", ".join(map(short, models)) + (" in turn" if len(models) > 1 else "")
         rest = [f"{count} x the {part} of {names}" for part, count in parts.items()]
-        equal = "; ".join(([f"{whole} x {names}"] if whole else []) + rest)
+        equal = "; ".join(([f"{whole} x {names}" if whole > 1 else f"like {names}"] if whole else []) + rest)
         params = sum(math.prod(note(one).extra["local_shapes"][0]) for _, one, _ in dict.fromkeys(box.params))
         lines = [line((name, "bold")), line(equal)]
         if params:
@@ -167,7 +179,7 @@ class _Painter:
         reason = record.why.partition(": ")[2] or record.why
         lines += [line((text, "quiet")) for text in textwrap.wrap(reason, 34)]
         lines += self._params(box)
-        kinds = [one for one in (row.forward, row.backward) if one in COLLECTIVES]
+        kinds = _kinds(box)
         color, thick = (look.KINDS[kinds[0]], 2.0) if kinds else ("#9aa4ae", 1.0)
         tooltip = self._tooltip(box)
         return Item(box.id, tuple(lines), "#ffffff", color, "collective", thick, not kinds, tooltip, tuple(box.calls))
@@ -199,7 +211,8 @@ class _Painter:
         module = note(box.nodes[-1]).module
         if box.layer:
             module = module.removeprefix(box.layer).removeprefix(".")
-            module = "" if module == box.part else module.removeprefix(f"{box.part}.")
+            if (box.column, box.layer, box.part) in self.framed:
+                module = "" if module == box.part else module.removeprefix(f"{box.part}.")
         return ("" if module == what else module), what
 
     def _split(self, node: Node, box: Box) -> tuple[str, str]:
@@ -246,7 +259,7 @@ class _Painter:
                 lines = (line((f"with the message beside it: {bytes_text(local_bytes(value))}", "quiet")),)
             tooltip = "\n".join([tooltip, *told(edge.calls)])
             return Link(
-                edge.source, edge.target, look.SENT, 3.5, False, "", lines, tooltip, is_upward=True, calls=edge.calls
+                edge.source, edge.target, look.SENT, 3.5, False, "", lines, tooltip, weight=0, calls=edge.calls
             )
         gap = self.place[edge.target] - self.place[edge.source]
         return Link(
@@ -305,7 +318,8 @@ class _Painter:
         if any(box.folded for box in self.drawn.boxes):
             found.append(look.sample("layers like one drawn before", look.FOLDED, shape="stack"))
         if self.is_split:
-            found.append(look.sample("type changes without communication", dashed=True))
+            if any(note(box.nodes[-1]).conversion and not box.folded and not _kinds(box) for box in operators):
+                found.append(look.sample("type changes without communication", dashed=True))
             kinds = {kind for box in self.drawn.boxes for one in box.calls for kind in (one.forward, one.backward)}
             found += [
                 Item("", (line(kind, bar=color),), border=color, thick=2.0)
@@ -345,6 +359,12 @@ def _is_sum(box: Box) -> bool:
     node = box.nodes[-1]
     origins = [origin(arg) for arg in node.all_input_nodes]
     return len(box.nodes) == 1 and short_op(node) == "add" and len(origins) == 2 and not box.params
+
+
+def _kinds(box: Box) -> list[str]:
+    """The collectives of a conversion."""
+    row = _row(box.nodes[-1])
+    return [one for one in (row.forward, row.backward) if one in COLLECTIVES]
 
 
 def _row(node: Node) -> Conversion:

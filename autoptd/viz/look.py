@@ -41,7 +41,7 @@ def bars(calls: Iterable[Collective], times: str = "") -> tuple[Line, ...]:
     for phase, kind, axis in sorted(sums, key=lambda key: (ORDER.index(key[0]), key[1], key[2])):
         sizes = sums[phase, kind, axis]
         count = f"{len(sizes)} {kind}s" if len(sizes) > 1 else kind
-        over = "" if axis == "tp" and kind != "send" else f" over {axis}"
+        over = "" if axis == "tp" or kind == "send" else f" over {axis}"
         when = "once a step" if phase == "step" else phase
         lines.append(line(f"{when}: {count}{over}, {bytes_text(sum(sizes))}{times}", bar=KINDS.get(kind, "#555555")))
     return tuple(lines)

@@ -59,6 +59,11 @@ class Box:
     def is_received(self) -> bool:
         return self.id.startswith("from_")
 
+    @property
+    def sent_to(self) -> int:
+        """The stage that a value goes to, in the picture of one stage alone; else -1."""
+        return int(self.id.split("_")[1][1:]) if self.id.startswith("to_") else -1
+
 
 @dataclass(frozen=True)
 class Column:
@@ -114,6 +119,8 @@ def outline(program: Program, *, folds: bool = True, stage: int | None = None) -
     for i, one in enumerate(columns):
         boxes += _column_boxes(program, i, one, bodies, likes, made)
     home = {(k, node): box.id for box in boxes for k in columns[box.column] for node in box.nodes}
+    if stage is not None:
+        boxes += [Box(f"to_s{k}_{one.name}", 0, "", "", [one]) for k, one in _sent(program, stage)]
     edges = _edges(boxes, columns, home)
     ties = _ties(program, boxes)
     loss = output(graph).args[0]
@@ -138,15 +145,16 @@ def _find_likes(body: Sequence[Node], shown: Shown) -> dict[str, Like]:
 def _columns(bodies: dict[int, list[Node]], likes: dict[int, dict[str, Like]]) -> list[tuple[int, ...]]:
     """The stages, those in a row that only repeat earlier layers together where there are many."""
     columns: list[list[int]] = []
+    was_plain = False
     for stage, body in bodies.items():
         is_plain = len(bodies) > STAGES_APART and all(
             layer_of(node) in likes[stage] or note(node).stages[0] < stage for node in body if is_shown(node)
         )
-        if is_plain and columns and columns[-1][0] in plain:
+        if is_plain and was_plain:
             columns[-1].append(stage)
         else:
             columns.append([stage])
-            plain = {stage} if is_plain else set()
+        was_plain = is_plain
     return [tuple(one) for one in columns]
 
 
@@ -158,15 +166,14 @@ def _column_boxes(
     likes: dict[int, dict[str, Like]],
     made: Calls,
 ) -> list[Box]:
-    """Inputs, values received from earlier columns, and the operators of a column."""
-    boxes: list[Box] = []
-    for node in program.graphs["LOCAL"].nodes:
-        if note(node).kind == "input" and set(stages) & set(note(node).stages):
-            boxes.append(Box(f"s{stages[0]}_{node.name}", index, "", "", [node]))
+    """Values received from earlier columns, inputs, and the operators of a column."""
     received: dict[Node, None] = {}
     for stage in stages:
         received |= {arg: None for arg in _received(stage, bodies[stage]) if note(arg).stages[0] not in stages}
-    boxes += [Box(f"from_s{stages[0]}_{node.name}", index, "", "", [node]) for node in received]
+    boxes = [Box(f"from_s{stages[0]}_{node.name}", index, "", "", [node]) for node in received]
+    for node in program.graphs["LOCAL"].nodes:
+        if note(node).kind == "input" and set(stages) & set(note(node).stages):
+            boxes.append(Box(f"s{stages[0]}_{node.name}", index, "", "", [node]))
     adder = _Adder(index, stages, boxes, made)
     for stage in stages:
         for node in bodies[stage]:
@@ -179,6 +186,16 @@ def _received(stage: int, body: list[Node]) -> list[Node]:
     """Values of earlier stages that the operators of a stage read."""
     read = dict.fromkeys(arg for node in body for arg in node.all_input_nodes if arg.op == "call_function")
     return [arg for arg in read if stage not in note(arg).stages]
+
+
+def _sent(program: Program, stage: int) -> list[tuple[int, Node]]:
+    """(stage that reads it, value) of everything that a stage sends."""
+    found: dict[tuple[int, Node], None] = {}
+    for node in ops(program.graphs["LOCAL"]):
+        for arg in node.all_input_nodes if stage not in note(node).stages else ():
+            if arg.op == "call_function" and note(arg).stages[0] == stage:
+                found |= {(k, arg): None for k in note(node).stages if k not in note(arg).stages}
+    return sorted(found, key=lambda one: one[0])
 
 
 @dataclass
@@ -244,6 +261,11 @@ def _edges(boxes: list[Box], columns: list[tuple[int, ...]], home: dict[tuple[in
             source = home.get((note(value).stages[0], origin(value)))
             if source:
                 found[source, box.id] = Edge(source, box.id, value, crosses=True)
+            continue
+        if box.sent_to >= 0:
+            source = home.get((stage, origin(box.nodes[0])))
+            if source:
+                found[source, box.id] = Edge(source, box.id, box.nodes[0], crosses=True)
             continue
         for arg in (arg for node in box.nodes if not box.is_input for arg in node.all_input_nodes):
             given = _given(arg, stage, home)

