@@ -118,7 +118,8 @@ def _wiring(piece: Piece) -> Hashable:
         return kind, own if own != record.name else "", record.tp
 
     return tuple(
-        (_operator(node, piece.layer), tuple(operand(origin(arg)) for arg in node.all_input_nodes)) for node in piece.nodes
+        (_operator(node, piece.layer), tuple(operand(origin(arg)) for arg in node.all_input_nodes))
+        for node in piece.nodes
     )
 
 

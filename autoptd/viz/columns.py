@@ -98,9 +98,7 @@ def _plan_gutters(routed: Sequence[tuple[int, Link, int, int]], count: int) -> l
     return gutters
 
 
-def _route(
-    link: Link, items: dict[str, Place], gutters: list[_Gutter], first: int, last: int, lane: float
-) -> Curve:
+def _route(link: Link, items: dict[str, Place], gutters: list[_Gutter], first: int, last: int, lane: float) -> Curve:
     """The way of one link; `lane` is the y of its lane."""
     source, target = items[link.source], items[link.target]
     start = (source.x + source.width / 2, source.y)
@@ -108,7 +106,7 @@ def _route(
     out, width = gutters[first].track(), max((one.width for one in link.lines), default=0.0)
     if last <= first + 1:
         points = [start, (out, start[1]), (out, end[1]), end]
-        label = gutters[first].write(min(start[1], end[1]), width, _height(link))
+        label = gutters[first].write(min(start[1], end[1]) + SPACE / 2, width, _height(link))
     else:
         into = gutters[last - 1].track()
         points = [start, (out, start[1]), (out, lane), (into, lane), (into, end[1]), end]

@@ -17,7 +17,7 @@ from autoptd.viz.scene import INK, LEADING, PADDING, QUIET, SIZE, Frame, Item, L
 
 MARGIN, GAP = 16.0, 12.0
 TITLE, SUBTITLE = 17.0, 12.0
-LETTER = 7.0  # radius of the letter on a link
+LETTER = 6.5  # radius of the letter on a link
 STYLE = f"""
   text {{ font-family: Verdana, "DejaVu Sans", Helvetica, Arial, sans-serif; font-size: {SIZE:g}px; fill: {INK} }}
   .bold {{ font-weight: bold }}
@@ -26,6 +26,7 @@ STYLE = f"""
   .title {{ font-size: {TITLE:g}px; font-weight: bold }}
   .subtitle {{ font-size: {SUBTITLE:g}px; fill: {QUIET} }}
   .letter {{ font-size: 10px; font-weight: bold; text-anchor: middle }}
+  .heading text {{ paint-order: stroke; stroke: #fff; stroke-width: 3px; stroke-opacity: 0.8 }}
   .item:hover .body, .link:hover path {{ stroke-width: 3 }}
   .link path {{ fill: none }}
 """
@@ -42,6 +43,10 @@ def scene_svg(scene: Scene, places: Layout) -> str:
     drawn = list(zip(scene.links, places.curves, strict=True))
     for link, curve in drawn:
         body += _link(link, curve)
+    for frame in scene.all_frames:
+        at = places.frames[frame.id]
+        left, top = at.x - at.width / 2, at.y - at.height / 2
+        body += ['<g class="heading">', *_lines(frame.title, left + PADDING, top + 4, at.width), "</g>"]
     for item in scene.items:
         body += _item(item, places.items[item.id])
     for link, curve in drawn:
@@ -84,7 +89,6 @@ def _frame(frame: Frame, at: Place) -> Iterator[str]:
         f'<rect x="{_n(left)}" y="{_n(top)}" width="{_n(at.width)}" height="{_n(at.height)}" rx="8"'
         f' fill="{frame.fill}" stroke="{frame.border}"/>'
     )
-    yield from _lines(frame.title, left + PADDING, top + 4, at.width)
     yield "</g>"
 
 

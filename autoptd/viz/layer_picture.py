@@ -12,12 +12,12 @@ from __future__ import annotations
 import math
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 from torch.fx import Node
 
-from autoptd.ir.notes import note, op_name, tensor
-from autoptd.ir.program import Collective, Program
+from autoptd.ir.notes import note, tensor
+from autoptd.ir.program import Program
 from autoptd.ir.types import CONVERSIONS, Conversion, type_text
 from autoptd.viz import look
 from autoptd.viz.look import bars, told
@@ -44,7 +44,9 @@ class _Painter:
         self.is_split = program.mesh.t > 1
         self.boxes = {box.id: box for box in drawn.boxes}
         self.place = {box.id: i for i, box in enumerate(drawn.boxes)}
-        self.is_alone = len(drawn.columns) < len(program.stages) and len(drawn.columns[0].stages) == 1 == len(drawn.columns)
+        self.is_alone = len(drawn.columns) < len(program.stages) and len(drawn.columns[0].stages) == 1 == len(
+            drawn.columns
+        )
         parts = Counter((box.column, box.layer, box.part) for box in drawn.boxes)
         self.framed = {key for key, count in parts.items() if key[2] and count > 1}
 
@@ -55,7 +57,9 @@ class _Painter:
         if self.drawn.loss:
             links.append(Link(self.drawn.loss, "result", weight=4))
         others = tuple(one for one in self.drawn.others if one.conversion != "loss sum" or not self.drawn.loss)
-        notes = tuple(f"Not drawn here: {one.text}." for one in bars(others))
+        if self.is_alone:  # what it sends and gets is told in its boxes
+            others = tuple(one for one in others if one.scope == "step")
+        notes = tuple(f"Beside what is drawn: {one.text}." for one in bars(others))
         return Scene(title, subtitle, frames, tuple(links), self._legend(), notes=notes, calls=others)
 
     # columns and frames
@@ -81,8 +85,14 @@ class _Painter:
         share = 100 * sum(work[k] for k in stages) / max(sum(work), 1)
         sizes = [_param_count(program, k) for k in stages]
         if many:
-            first = line((f"stages {stages[0]} ... {stages[-1]}", "bold"), ("  they only repeat layers drawn before", "quiet"))
-            each = f"{count_text(min(sizes))} to {count_text(max(sizes))}" if min(sizes) < max(sizes) else count_text(sizes[0])
+            first = line(
+                (f"stages {stages[0]} ... {stages[-1]}", "bold"), ("  they only repeat layers drawn before", "quiet")
+            )
+            each = (
+                f"{count_text(min(sizes))} to {count_text(max(sizes))}"
+                if min(sizes) < max(sizes)
+                else count_text(sizes[0])
+            )
             lines = [first, line(f"{each} parameters on each rank, {share:.0f} % of all FLOPs", "")]
         else:
             k = stages[0]
@@ -156,7 +166,9 @@ class _Painter:
         params = sum(math.prod(note(one).extra["local_shapes"][0]) for _, one, _ in dict.fromkeys(box.params))
         lines = [line((name, "bold")), line(equal)]
         if params:
-            lines.append(line((f"{count_text(params)} parameters on each rank", "quiet")))
+            count = len(self.drawn.columns[box.column].stages)
+            where = "on each rank" if count == 1 else f"on the {count} stages together"
+            lines.append(line((f"{count_text(params)} parameters {where}", "quiet")))
         lines += bars(box.calls)
         calls = tuple(box.calls)
         tooltip = "\n".join([f"{equal}: drawn once, where it is first", *told(calls)])
@@ -168,8 +180,10 @@ class _Painter:
         pair = next(f"{a} to {b}" for (a, b), one in CONVERSIONS.items() if one is row)
         title = f"{letter(row.name)}: {pair}" if letter(row.name) else pair
         lines = [line((title, "bold"), (f"  over {self.program.mesh.t} ranks of tp", "quiet"))]
-        for phase, kind in (("forward", row.forward), ("backward", row.backward)):
-            size = next((f", {bytes_text(one.payload_bytes)}" for one in box.calls if kind in (one.forward, one.backward)), "")
+        for phase, kind in zip(("forward", "backward"), _work(box), strict=True):
+            size = next(
+                (f", {bytes_text(one.payload_bytes)}" for one in box.calls if kind in (one.forward, one.backward)), ""
+            )
             if kind in COLLECTIVES:
                 lines.append(line(f"{phase}: {kind}{size}", bar=look.KINDS[kind]))
             else:
@@ -223,7 +237,7 @@ class _Painter:
         if "vocabulary" in record.why and record.why.startswith("split by"):
             return "split by vocabulary", look.VOCABULARY
         if short_op(node) in GEMMS:
-            weights = [note(one).tp.kind for _, one, _ in box.params if len(tensor(one).shape) > 1]
+            weights = [note(made or one).tp.kind for _, one, made in box.params if len(tensor(one).shape) > 1]
             if record.tp.kind == "P":
                 return "row split: each rank sums over its inputs", look.ROW
             if record.tp.kind == "S" and "S" in weights:
@@ -253,14 +267,14 @@ class _Painter:
         value, record = edge.value, note(edge.value)
         kind = record.tp.kind if self.is_split else "I"
         tooltip = f"{note(origin(value)).module or 'model'}: {self._shape(value)}, {bytes_text(local_bytes(value))} on each rank"
+        if edge.crosses and self.is_alone:
+            return Link(edge.source, edge.target, look.SENT, 3.0, tooltip=tooltip, weight=2)
         if edge.crosses:
             lines = tuple(line((f"{one.text}", "")) for one in bars(edge.calls))
             if not lines and not edge.calls:
-                lines = (line((f"with the message beside it: {bytes_text(local_bytes(value))}", "quiet")),)
+                lines = (line((f"of these {bytes_text(local_bytes(value))}", "quiet")),)
             tooltip = "\n".join([tooltip, *told(edge.calls)])
-            return Link(
-                edge.source, edge.target, look.SENT, 3.5, False, "", lines, tooltip, weight=0, calls=edge.calls
-            )
+            return Link(edge.source, edge.target, look.SENT, 3.5, False, "", lines, tooltip, weight=0, calls=edge.calls)
         gap = self.place[edge.target] - self.place[edge.source]
         return Link(
             edge.source,
@@ -294,9 +308,15 @@ class _Painter:
         node = box.nodes[-1]
         record = note(node)
         where = f"{record.module or 'model'} ({record.source})" if record.source else record.module or record.name
-        size = f"{_shape(node)} of {list(record.extra['global_shape'])} traced" if "global_shape" in record.extra else _shape(node)
+        size = (
+            f"{_shape(node)} of {list(record.extra['global_shape'])} traced"
+            if "global_shape" in record.extra
+            else _shape(node)
+        )
         lines = [where, record.code, f"why: {record.why}" if record.why else "", record.placement]
-        lines.append(f"{size} {str(tensor(node).dtype).removeprefix('torch.')}: {bytes_text(local_bytes(node))} on each rank")
+        lines.append(
+            f"{size} {str(tensor(node).dtype).removeprefix('torch.')}: {bytes_text(local_bytes(node))} on each rank"
+        )
         if self.work and not box.is_input and not box.is_received:
             forward, backward = (sum(one) for one in zip(*map(self.work, box.nodes), strict=True))
             if forward:
@@ -326,6 +346,8 @@ class _Painter:
                 for kind, color in look.KINDS.items()
                 if kind in kinds
             ]
+            if any(one.conversion in ("i_to_r", "p_to_i") for box in self.drawn.boxes for one in box.calls):
+                found.append(Item("", (line(("f, g", "bold"), "  Megatron-LM's names of I to R and P to I"),)))
             types = [
                 ("I", "equal on all tensor ranks, and so is its gradient"),
                 ("R", "equal, but its gradient is a partial sum"),
@@ -363,8 +385,13 @@ def _is_sum(box: Box) -> bool:
 
 def _kinds(box: Box) -> list[str]:
     """The collectives of a conversion."""
-    row = _row(box.nodes[-1])
-    return [one for one in (row.forward, row.backward) if one in COLLECTIVES]
+    return [one for one in _work(box) if one in COLLECTIVES]
+
+
+def _work(box: Box) -> tuple[str, str]:
+    """What a conversion does forward and backward; nothing is done backward for what has no gradient."""
+    made = box.calls[0] if box.calls else _row(box.nodes[-1])
+    return made.forward, made.backward
 
 
 def _row(node: Node) -> Conversion:
@@ -372,6 +399,8 @@ def _row(node: Node) -> Conversion:
 
 
 def _shape(node: Node) -> str:
+    if not note(node).extra["local_shapes"][0]:
+        return "a number"
     return str(list(note(node).extra["local_shapes"][0]))
 
 

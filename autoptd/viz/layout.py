@@ -60,7 +60,7 @@ def scene_dot(scene: Scene, is_labelled: bool = True) -> str:
     lines = [
         "digraph program {",
         f"  graph [{_attributes(label=label, labelloc='t', fontsize='14', fontname=FONT)}]",
-        f'  graph [rankdir="TB", nodesep="0.22", ranksep="{0.6 if scene.rows else 0.26}", splines="true", pad="0.1"]',
+        f'  graph [rankdir="TB", nodesep="0.22", ranksep="{0.6 if scene.rows else 0.3}", splines="true", pad="0.1"]',
         f'  node [fontname="{FONT}", fontsize="{SIZE:g}", shape="box", style="filled,rounded", fixedsize="true"]',
         f'  edge [fontname="{FONT}", fontsize="{SIZE:g}", arrowsize="0.7"]',
         *(text for one in scene.frames for text in _part(one, "  ")),

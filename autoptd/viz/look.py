@@ -41,7 +41,7 @@ def bars(calls: Iterable[Collective], times: str = "") -> tuple[Line, ...]:
     for phase, kind, axis in sorted(sums, key=lambda key: (ORDER.index(key[0]), key[1], key[2])):
         sizes = sums[phase, kind, axis]
         count = f"{len(sizes)} {kind}s" if len(sizes) > 1 else kind
-        over = "" if axis == "tp" or kind == "send" else f" over {axis}"
+        over = "" if kind == "send" or (axis == "tp" and phase != "step") else f" over {axis}"
         when = "once a step" if phase == "step" else phase
         lines.append(line(f"{when}: {count}{over}, {bytes_text(sum(sizes))}{times}", bar=KINDS.get(kind, "#555555")))
     return tuple(lines)
@@ -51,9 +51,19 @@ def told(calls: Sequence[Collective]) -> list[str]:
     """What a tooltip says of some collectives: each with its payload, what a rank sends, and why."""
     lines = []
     for one in calls[:8]:
-        work = [f"{kind} {phase}" for phase, kind in (("forward", one.forward), ("backward", one.backward)) if kind != "none"]
-        sent = sum(wire_bytes(kind, one.payload_bytes, one.group_size) for kind in (one.forward, one.backward) if kind != "none")
-        size = f"{bytes_text(one.payload_bytes)} of payload, a rank sends {bytes_text(sent)}" if sent else "no bytes sent"
+        work = [
+            f"{kind} {phase}"
+            for phase, kind in (("forward", one.forward), ("backward", one.backward))
+            if kind != "none"
+        ]
+        sent = sum(
+            wire_bytes(kind, one.payload_bytes, one.group_size)
+            for kind in (one.forward, one.backward)
+            if kind != "none"
+        )
+        size = (
+            f"{bytes_text(one.payload_bytes)} of payload, a rank sends {bytes_text(sent)}" if sent else "no bytes sent"
+        )
         over = f"{one.group_size} ranks of {one.axis}"
         lines.append(f"{', '.join(work) or 'nothing'} over {over} in every {one.scope}: {size}: {one.why}")
     if len(calls) > 8:
@@ -71,7 +81,10 @@ def heading(program: Program) -> tuple[str, tuple[str, ...]]:
         f"{count} stage{'s'[: count > 1]} on {mesh.p} pipeline rank{'s'[: mesh.p > 1]}{chunks}; in a step every replica runs"
         f" {m} microbatch{'es' if m > 1 else ''} of {rows} row{'s'[: rows != 1]}, schedule {program.schedule_name}."
     )
-    return title, (first, "Shapes and bytes are those of one rank and one microbatch; bytes of collectives are their payload.")
+    return title, (
+        first,
+        "Shapes and bytes are those of one rank and one microbatch; bytes of collectives are their payload.",
+    )
 
 
 def sample(text: str, fill: str = "#ffffff", **look: str | float | bool) -> Item:
@@ -79,4 +92,4 @@ def sample(text: str, fill: str = "#ffffff", **look: str | float | bool) -> Item
     return Item("", tuple(line(one) for one in text.split("\n")), fill, **look)  # type: ignore[arg-type]
 
 
-__all__ = ["KINDS", "EDGES", "bars", "heading", "sample", "told"]
+__all__ = ["EDGES", "KINDS", "bars", "heading", "sample", "told"]

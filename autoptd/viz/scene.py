@@ -9,7 +9,7 @@ In: nothing. `layout.py` writes a scene in the DOT language and finds its places
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from autoptd.ir.program import Collective
 
@@ -52,11 +52,12 @@ class Item:
     dashed: bool = False
     tooltip: str = ""
     calls: tuple[Collective, ...] = ()
+    least_width: float = 0.0
 
     @property
     def width(self) -> float:
         sides = 2 * PADDING + (10 if self.shape == "pill" else 0)
-        return max((one.width for one in self.lines), default=0.0) + sides
+        return max([self.least_width, *(one.width + sides for one in self.lines)])
 
     @property
     def height(self) -> float:
@@ -86,7 +87,7 @@ class Frame:
 
 @dataclass(frozen=True)
 class Link:
-    """An arrow; `letter` stands on it, `lines` beside it. `is_upward` ones go from the bottom of a column to the top of another.
+    """An arrow; `letter` stands on it, `lines` beside it.
 
     `weight`: how much it wants to be straight and short (0: it has no say in where boxes are).
     """
@@ -100,14 +101,13 @@ class Link:
     lines: tuple[Line, ...] = ()
     tooltip: str = ""
     weight: int = 1
-    is_upward: bool = False
     has_head: bool = True
     calls: tuple[Collective, ...] = ()
 
 
 @dataclass(frozen=True)
 class Scene:
-    """A whole picture; `legend` are samples: (item, what it means). `rows` are ids of items side by side (model level)."""
+    """A whole picture. `legend` are samples of boxes; `rows` are ids of items side by side, where it is a grid."""
 
     title: str
     subtitle: tuple[str, ...]
@@ -116,7 +116,7 @@ class Scene:
     legend: tuple[Item, ...] = ()
     rows: tuple[tuple[str, ...], ...] = ()
     notes: tuple[str, ...] = ()
-    calls: tuple[Collective, ...] = field(default=())  # told in the notes
+    calls: tuple[Collective, ...] = ()  # told in the notes
 
     @property
     def items(self) -> Iterator[Item]:
@@ -137,7 +137,8 @@ class Scene:
     @property
     def all_calls(self) -> Iterator[Collective]:
         """Every collective that is told somewhere in the picture."""
-        for part in (*self.items, *self.all_frames, *self.links, self):
+        parts: list[Item | Frame | Link | Scene] = [*self.items, *self.all_frames, *self.links, self]
+        for part in parts:
             yield from part.calls
 
 
@@ -148,9 +149,7 @@ def line(*pieces: str | tuple[str, str], bar: str = "") -> Line:
 
 def text_width(text: str, is_bold: bool = False, size: float = SIZE) -> float:
     """Pixels of a text in Verdana or DejaVu Sans, not less than in Helvetica; estimated by classes of letters."""
-    ems = sum(
-        0.40 if one in NARROW else 0.96 if one in WIDE else 0.72 if one.isupper() else 0.63 for one in text
-    )
+    ems = sum(0.40 if one in NARROW else 0.96 if one in WIDE else 0.72 if one.isupper() else 0.63 for one in text)
     return size * ems * (1.1 if is_bold else 1.0)
 
 
