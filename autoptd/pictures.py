@@ -28,7 +28,7 @@ LEAST = 1e-12  # seconds: the simulation wants positive ones
 
 
 def draw_program(program: Program, folder: Path, spans: Sequence[Span] = ()) -> None:
-    """Write the graph in all its forms and the pictures; with `spans` of a record, the executed step beside the simulated one."""
+    """Write the graph in all its forms and the pictures; `spans` of a record are drawn beside the simulated step."""
     write_forms(program.graphs, folder)
     runs = [simulated_run(program), *([executed_run(program, spans)] if spans else [])]
     viz.draw(program, folder, runs)
@@ -47,13 +47,14 @@ def simulated_run(program: Program) -> viz.Run:
     """The step as the cost model has it: a stage's seconds are a third forward, two thirds backward; messages take no time."""
     seconds = program.costs.get("cut", {}).get("seconds")
     if not seconds:
-        return _run("simulated", program, schedules.simulate(program.orders).spans, "one forward = 1", 1.0, "")
+        return _run("simulated", program, schedules.simulate(program.orders).spans, False, "")
     third = [max(one, LEAST) / 3 for one in seconds]
     result = schedules.simulate(
         program.orders, forward=third, backward=[2 * one for one in third], weight_gradient=third
     )
-    remark = "stages take the time that the cost model gives them, messages between them none"
-    return _run("simulated", program, result.spans, "ms", 1e3, remark)
+    machine = program.plan.get("options", {}).get("machine") or "the default machine"
+    remark = f"stages take the time that the cost model gives them on {machine}, messages between them none"
+    return _run("simulated", program, result.spans, True, remark)
 
 
 def executed_run(program: Program, spans: Sequence[Span]) -> viz.Run:
@@ -66,21 +67,20 @@ def executed_run(program: Program, spans: Sequence[Span]) -> viz.Run:
             rows[at.pp].append((action, start, end))
     ranks = ", ".join(str(mesh.rank(Coordinate(pp, 0, 0))) for pp in range(min(mesh.p, 8)))
     remark = f"recorded on rank{'s' if mesh.p > 1 else ''} {ranks}{', ...' if mesh.p > 8 else ''}; recording takes time as well"
-    return _run("executed", program, rows, "ms", 1e3, remark)
+    return _run("executed", program, rows, True, remark)
 
 
 def _run(
     name: str,
     program: Program,
     spans: Sequence[Sequence[tuple[Action, float, float]]],
-    unit: str,
-    scale: float,
+    in_seconds: bool,
     remark: str,
 ) -> viz.Run:
     """A run with what its ranks hold: bytes that a stage saves for backward, where the costs have them."""
     saved = program.costs.get("cut", {}).get("saved_bytes")
     memory = [_held(row, saved or [1.0] * len(program.stages)) for row in spans]
-    return viz.Run(name, spans, unit, scale, memory, bool(saved), remark)
+    return viz.Run(name, spans, in_seconds, memory, bool(saved), remark)
 
 
 def _held(row: Sequence[tuple[Action, float, float]], sizes: Sequence[float]) -> list[tuple[float, float]]:

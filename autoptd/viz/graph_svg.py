@@ -1,7 +1,7 @@
 """Draw a scene that has its places as SVG.
 
-In: a `Scene` and its `Layout`. Out: SVG text, the same bytes for the same input, which needs no other file. What is told of a part
-besides its lines is its tooltip (`<title>`).
+In: a `Scene` and its `Layout`. Out: SVG text, the same bytes for the same input, which needs no other file. What is told of a
+part besides its lines is its tooltip (`<title>`).
 
     svg = scene_svg(scene, find_places(scene))
 """
@@ -158,8 +158,9 @@ def _on_link(link: Link, curve: Curve) -> Iterator[str]:
     """The letter on a link and the lines beside it, above everything else."""
     if link.letter:
         x, y = _middle(curve.points)
-        yield f'<g class="on-link">{_hint(link.tooltip)}<circle cx="{_n(x)}" cy="{_n(y)}" r="{LETTER:g}" fill="#fff" stroke="{link.color}"/>'
-        yield f'<text class="letter" x="{_n(x)}" y="{_n(y + 3.6)}" style="fill:{link.color}">{escape(link.letter)}</text></g>'
+        circle = f'<circle cx="{_n(x)}" cy="{_n(y)}" r="{LETTER:g}" fill="#fff" stroke="{link.color}"/>'
+        place = f'x="{_n(x)}" y="{_n(y + 3.6)}" style="fill:{link.color}"'
+        yield f'<g class="on-link">{_hint(link.tooltip)}{circle}<text class="letter" {place}>{escape(link.letter)}</text></g>'
     if link.lines and curve.label:
         width, height = max(one.width for one in link.lines), sum(one.height for one in link.lines)
         left, top = curve.label[0] - width / 2, curve.label[1] - height / 2

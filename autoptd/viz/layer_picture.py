@@ -1,8 +1,8 @@
 """The picture of the operators: one of each distinct layer (level `layer`), or all of them (level `full`), stage by stage.
 
 In: a `Program` with its LOCAL graph. Out: a `Scene`. Each column is a stage, read top to bottom. The colour of a link is the
-type of its value over tp, with the letter on it; a conversion that communicates has a box of its own with a coloured bar for each
-direction; parameters are written into the box of their operator.
+type of its value over tp, with the letter on it; a conversion that communicates has a box of its own with a coloured bar for
+each direction; parameters are written into the box of their operator.
 
     scene = layer_scene(program, folds=True)
 """
@@ -196,7 +196,7 @@ class _Painter:
         kinds = _kinds(box)
         color, thick = (look.KINDS[kinds[0]], 2.0) if kinds else ("#9aa4ae", 1.0)
         tooltip = self._tooltip(box)
-        return Item(box.id, tuple(lines), "#ffffff", color, "collective", thick, not kinds, tooltip, tuple(box.calls))
+        return Item(box.id, tuple(lines), "#ffffff", color, "box", thick, not kinds, tooltip, tuple(box.calls))
 
     def _operator(self, box: Box) -> Item:
         node = box.nodes[-1]
@@ -266,7 +266,8 @@ class _Painter:
     def _edge(self, edge: Edge) -> Link:
         value, record = edge.value, note(edge.value)
         kind = record.tp.kind if self.is_split else "I"
-        tooltip = f"{note(origin(value)).module or 'model'}: {self._shape(value)}, {bytes_text(local_bytes(value))} on each rank"
+        size = f"{self._shape(value)}, {bytes_text(local_bytes(value))} on each rank"
+        tooltip = f"{note(origin(value)).module or 'model'}: {size}"
         if edge.crosses and self.is_alone:
             return Link(edge.source, edge.target, look.SENT, 3.0, tooltip=tooltip, weight=2)
         if edge.crosses:

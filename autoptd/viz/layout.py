@@ -1,6 +1,7 @@
 """Write a scene in the DOT language, and let graphviz find the places of its parts.
 
-In: a `Scene`. Out: DOT text, the same bytes for the same scene, which any graphviz draws; and a `Layout` in pixels, y downwards.
+In: a `Scene`. Out: DOT text, the same bytes for the same scene, which any graphviz draws; and a `Layout` in pixels, y
+downwards.
 
     dot = scene_dot(scene)
     places = lay_out(scene)

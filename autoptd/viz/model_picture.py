@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from autoptd.ir.program import Collective, CrossingSpec, Program
 from autoptd.viz import look
@@ -145,7 +146,7 @@ class _Painter:
         waiting = dict(self.tied)
         for spec in self.program.params:
             cells = list(dict.fromkeys(self.home[k] for k in spec.stages if k in self.home))
-            for first, second in zip(cells, cells[1:], strict=False):
+            for first, second in pairwise(cells):
                 site = next((site for site in waiting if spec.name in site), "")
                 calls = tuple(waiting.pop(site, ()))
                 lines = (line("one parameter: ", (spec.name, "bold")), *(line(one.text) for one in bars(calls)))

@@ -108,7 +108,7 @@ class Outline:
 
 
 def outline(program: Program, *, folds: bool = True, stage: int | None = None) -> Outline:
-    """Return the boxes and edges of a LOCAL graph; `folds`: layers like an earlier one as one box; only one `stage` if given."""
+    """Return what there is to draw; `folds`: layers like an earlier one as one box; of `stage` alone, if it is given."""
     graph = program.graphs["LOCAL"]
     made, left = calls_of_nodes(program)
     shown = Shown()

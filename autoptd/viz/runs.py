@@ -3,7 +3,7 @@
 In: spans and curves of memory, which the driver takes from a simulation or from a record. Out: `Run`, with what can be read off
 them: idle shares, sends, the part of them that fits into a picture.
 
-    run = Run("simulated", result.spans, unit="ms", scale=1e3)
+    run = Run("simulated", result.spans)
     run.finish, run.bubble, run.idle[0]
     list(run.messages(program.orders))
 """
@@ -16,6 +16,7 @@ from functools import cached_property
 
 from autoptd.ir.actions import COMPUTES, SENDS, Action, Kind
 
+UNITS = (("us", 1e6), ("ms", 1e3), ("s", 1.0))
 Span = tuple[Action, float, float]  # what, start, end
 Curve = Sequence[tuple[float, float]]  # (time, amount from then on), times ascending
 
@@ -34,18 +35,29 @@ class Message:
 
 @dataclass(frozen=True)
 class Run:
-    """One step: per pipeline rank its computations, and what they hold for backward.
+    """One step: per pipeline rank its actions, and what they hold for backward.
 
-    Times are numbers that become `unit` when multiplied by `scale`; `memory` is in bytes, or in microbatches of a chunk.
+    Times are seconds, or multiples of a forward; `memory` is in bytes, or in microbatches of a chunk.
     """
 
     name: str
     spans: Sequence[Sequence[Span]]
-    unit: str = "one forward = 1"
-    scale: float = 1.0
+    in_seconds: bool = False
     memory: Sequence[Curve] = ()
     in_bytes: bool = False
     remark: str = ""
+
+    @property
+    def unit(self) -> str:
+        """What people are told times in."""
+        if not self.in_seconds:
+            return "one forward = 1"
+        return next((unit for unit, scale in UNITS if self.length * scale < 10_000), "s")
+
+    @property
+    def scale(self) -> float:
+        """How many of `unit` are one of `spans`."""
+        return dict(UNITS).get(self.unit, 1.0)
 
     @cached_property
     def begin(self) -> float:

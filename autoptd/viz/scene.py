@@ -41,7 +41,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Item:
-    """A box: `shape` is "box", "note" (an input), "stack" (several), "pill" or "collective"; `calls` are what it communicates."""
+    """A box: `shape` is "box", "note" (an input), "stack" (several) or "pill"; `calls` are what it communicates."""
 
     id: str
     lines: tuple[Line, ...]

@@ -1,9 +1,9 @@
 """Draw when every pipeline rank computes what: a row per rank, a box per action, time to the right.
 
-In: one or more `Run`s of a step (simulated, executed). Out: the text of an SVG file, the same bytes for the same input. Boxes carry
-the microbatch; forwards are blue, backwards green, weight gradients that run on their own (W) orange, and the shade is the model
-chunk, dark for the first and light for the last (Narayanan et al., SC'21, figure 4). Grey is idle time: the bubble. Thin
-lines are messages. The strip below a row is what its rank holds for backward.
+In: one or more `Run`s of a step (simulated, executed). Out: the text of an SVG file, the same bytes for the same input. Boxes
+carry the microbatch; forwards are blue, backwards green, weight gradients that run on their own (W) orange, and the shade is
+the model chunk, dark for the first and light for the last (Narayanan et al., SC'21, figure 4). Grey is idle time: the bubble.
+Thin lines are messages. The strip below a row is what its rank holds for backward.
 
 Of many ranks the first and the last are drawn, and of a long step its beginning and its end: the picture says so.
 
@@ -24,7 +24,7 @@ from autoptd.ir.actions import COMPUTES, Action, Kind
 from autoptd.viz.runs import Curve, Message, Run, Span, meaning
 from autoptd.viz.words import bytes_text
 
-LEFT, RIGHT, HEAD, ROW, STRIP, GAP, AXIS = 84, 190, 92, 28, 16, 10, 44  # margins and heights, in pixels
+LEFT, RIGHT, HEAD, ROW, STRIP, GAP, AXIS = 84, 110, 92, 28, 24, 10, 56  # margins and heights, in pixels
 BOX_WIDTH, LEAST_BOX = 24.0, 9.0  # of a usual box: wanted, and the least that is drawn
 MIN_WIDTH, MAX_WIDTH = 640.0, 2400.0  # of the time axis
 MOST_RANKS, MOST_MESSAGES = 16, 600
@@ -52,16 +52,29 @@ STYLE = """
 
 def schedule_svg(runs: Sequence[Run], orders: Sequence[Sequence[Action]] = (), *, title: str = "") -> str:
     """Return the chart of `runs`, one panel below the other, as SVG text; messages are drawn where `orders` have sends."""
-    panels = [_Panel(run, _Scale.of(run), orders) for run in runs]
-    width = max(ceil(panel.scale.right) for panel in panels) + RIGHT
+    width = max((_wanted_width(run) for run in runs), default=MIN_WIDTH)
+    panels = [_Panel(run, _Scale.of(run, width), orders) for run in runs]
+    right = max((ceil(panel.scale.right) for panel in panels), default=0) + RIGHT
     body, y = [f'<text class="title" x="12" y="26">{escape(title)}</text>', *_legend(panels)], float(HEAD)
     for panel in panels:
         body += [f'<g transform="translate(0 {_n(y)})">', *panel.draw(), "</g>"]
         y += panel.height
     height = ceil(y)
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}">'
-    back = f'<rect width="{width}" height="{height}" fill="#fff"/>'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{right}" height="{height}" viewBox="0 0 {right} {height}">'
+    back = f'<rect width="{right}" height="{height}" fill="#fff"/>'
     return "\n".join([head, f"<style>{STYLE}</style>", back, *body, "</svg>"]) + "\n"
+
+
+def _usual(run: Run) -> float:
+    """The time of a usual computation."""
+    lengths = [
+        end - start for row in run.spans for action, start, end in row if action.kind in COMPUTES and end > start
+    ]
+    return median(lengths) if lengths else run.length
+
+
+def _wanted_width(run: Run) -> float:
+    return min(max(run.length / _usual(run) * BOX_WIDTH, MIN_WIDTH), MAX_WIDTH)
 
 
 @dataclass(frozen=True)
@@ -72,14 +85,13 @@ class _Scale:
     windows: tuple[tuple[float, float], ...]
 
     @staticmethod
-    def of(run: Run) -> _Scale:
-        """All of the step if its boxes can be told apart in the widest chart, else its beginning and its end."""
-        lengths = [end - start for row in run.spans for _, start, end in row if end > start]
-        usual = median(lengths) if lengths else run.length
-        wanted = run.length / usual * BOX_WIDTH
-        if wanted <= MAX_WIDTH or run.length / usual * LEAST_BOX <= MAX_WIDTH:
-            return _Scale(min(max(wanted, MIN_WIDTH), MAX_WIDTH) / run.length, ((run.begin, run.finish),))
-        pixels, half = 2 * LEAST_BOX / usual, MAX_WIDTH / 2 / (2 * LEAST_BOX / usual)
+    def of(run: Run, width: float) -> _Scale:
+        """All of the step if its boxes can be told apart, else its beginning and its end."""
+        usual = _usual(run)
+        if run.length / usual * LEAST_BOX <= MAX_WIDTH:
+            return _Scale(width / run.length, ((run.begin, run.finish),))
+        pixels = 1.5 * LEAST_BOX / usual
+        half = width / 2 / pixels
         return _Scale(pixels, ((run.begin, run.begin + half), (run.finish - half, run.finish)))
 
     @property
@@ -127,8 +139,8 @@ class _Panel:
 
     def draw(self) -> Iterator[str]:
         run, ranks = self.run, self.ranks
-        span = f"{_n(run.length * run.scale)} {run.unit}" if run.scale != 1 or run.unit == "ms" else ""
-        told = [one for one in (span, f"bubble {_n(100 * run.bubble)} %") if one]
+        span = f"{run.length * run.scale:.3g} {run.unit}" if run.in_seconds else ""
+        told = [one for one in (span, f"bubble {100 * run.bubble:.1f} %") if one]
         yield f'<text class="panel" x="12" y="4">{escape(run.name)}: {", ".join(told)}</text>'
         messages = list(run.messages(self.orders, ranks)) if self.orders else []
         messages = [one for one in messages if self.scale.shown(one.sent, one.read + 1e-9 * run.length)]
@@ -141,6 +153,8 @@ class _Panel:
         if len(messages) <= MOST_MESSAGES:
             row = {rank: i for i, rank in enumerate(ranks)}
             yield from (self._message(one, row) for one in messages)
+        for i, rank in enumerate(ranks):
+            yield from self._boxes(self._y(i), rank)
         yield from self._breaks()
         yield from self._axis()
 
@@ -157,7 +171,7 @@ class _Panel:
             (_, first), (second, _) = self.scale.windows
             share = 100 * (second - first) / run.length
             times = f"{_n((first - run.begin) * run.scale)} to {_n((second - run.begin) * run.scale)}"
-            yield f"{share:.0f} % of the time, from {times}, is left out: it goes on alike"
+            yield f"{share:.0f} % of the time, from {times}, is left out"
         if messages > MOST_MESSAGES:
             yield f"its {messages} messages are not drawn"
 
@@ -165,10 +179,8 @@ class _Panel:
         run, scale = self.run, self.scale
         yield f'<text class="rank" x="{LEFT - 10}" y="{_n(y + ROW / 2 + 4)}">pp rank {rank}</text>'
         for low, high in scale.windows:
-            yield f'<rect class="idle" x="{_n(scale.x(low))}" y="{_n(y)}" width="{_n((high - low) * scale.pixels)}" height="{ROW}"/>'
-        for span in run.spans[rank]:
-            if span[0].kind in COMPUTES and scale.shown(span[1], span[2]):
-                yield self._box(y, span)
+            width = _n((high - low) * scale.pixels)
+            yield f'<rect class="idle" x="{_n(scale.x(low))}" y="{_n(y)}" width="{width}" height="{ROW}"/>'
         at = _n(scale.right + 12)
         idle = f"{100 * run.idle[rank]:.0f} % idle" if run.spans[rank] else "not recorded"
         yield f'<text x="{at}" y="{_n(y + ROW / 2 + 4)}">{idle}</text>'
@@ -177,6 +189,11 @@ class _Panel:
             most = max((amount for _, amount in run.memory[rank]), default=0.0)
             text = bytes_text(most) if run.in_bytes else f"{most:g} live"
             yield f'<text class="quiet" x="{at}" y="{_n(y + ROW + STRIP - 2)}">{text}</text>'
+
+    def _boxes(self, y: float, rank: int) -> Iterator[str]:
+        for span in self.run.spans[rank]:
+            if span[0].kind in COMPUTES and self.scale.shown(span[1], span[2]):
+                yield self._box(y, span)
 
     def _box(self, y: float, span: Span) -> str:
         action, start, end = span
@@ -195,8 +212,10 @@ class _Panel:
         return 1 + max(self.run.chunks.values(), default=0)
 
     def _message(self, one: Message, row: dict[int, int]) -> str:
-        x, y = self.scale.x(one.sent), self._y(row[one.source]) + ROW / 2
-        to_x, to_y = self.scale.x(one.read), self._y(row[one.target]) + ROW / 2
+        """A line between the rows, below the boxes."""
+        is_down = row[one.target] > row[one.source]
+        x, y = self.scale.x(one.sent), self._y(row[one.source]) + ROW * is_down
+        to_x, to_y = self.scale.x(one.read), self._y(row[one.target]) + ROW * (not is_down)
         color = "#1f53a0" if one.action.kind is Kind.SEND_F else "#1c703e"
         return (
             f'<path class="sent" stroke="{color}" d="M{_n(x)} {_n(y)}L{_n(to_x)} {_n(to_y)}">'
@@ -214,7 +233,8 @@ class _Panel:
             for time, amount in curve[first : bisect_right(times, end)]:
                 path.append(f"H{_n(self.scale.x(time))}V{_n(bottom - high * amount / top if top else bottom)}")
             right = _n(left + (end - low) * self.scale.pixels)
-            yield f'<rect class="strip" x="{_n(left)}" y="{_n(y)}" width="{_n((end - low) * self.scale.pixels)}" height="{high}"/>'
+            width = _n((end - low) * self.scale.pixels)
+            yield f'<rect class="strip" x="{_n(left)}" y="{_n(y)}" width="{width}" height="{high}"/>'
             yield f'<path class="held" d="{"".join(path)}H{right}V{_n(bottom)}Z"/>'
 
     def _breaks(self) -> Iterator[str]:
