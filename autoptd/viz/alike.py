@@ -1,8 +1,8 @@
 """Find the layers of a model that a picture can tell by showing one of them.
 
-In: the shown operators of each stage (see `views`). Out: for a layer of a stage, the earlier layer that it equals, wholly or in a
-part: a cut may go through a layer. Names of layers, numbers of dropout sites and floats are not compared; operators, shapes,
-types over tp and the wiring are.
+In: the shown operators of each stage (see `views`). Out: for a layer of a stage, the earlier layer that it equals, wholly or
+in a part: a cut may go through a layer. Names of layers, numbers of dropout sites and floats are not compared; operators,
+shapes, types over tp and the wiring are.
 
 layer      module path up to its first number: `transformer.h.3`.
 piece      the operators of one layer in one stage, where they follow each other without others in between.

