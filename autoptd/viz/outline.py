@@ -113,7 +113,10 @@ def outline(program: Program, *, folds: bool = True, stage: int | None = None) -
     made, left = calls_of_nodes(program)
     shown = Shown()
     stages = range(len(program.stages)) if stage is None else [stage]
-    bodies = {k: [node for node in ops(graph) if k in note(node).stages] for k in stages}
+    bodies: dict[int, list[Node]] = {k: [] for k in stages}
+    for node in ops(graph):
+        for k in bodies.keys() & note(node).stages:
+            bodies[k].append(node)
     likes = {k: _find_likes(body, shown) if folds else {} for k, body in bodies.items()}
     columns = _columns(bodies, likes)
     boxes: list[Box] = []
