@@ -64,11 +64,13 @@ def _grid(scene: Scene) -> Layout:
     top = sum(_height(scene.links[k]) + SPACE for k in ties if scene.links[k].target in scene.rows[0])
     items = {name: _moved(one, margin, top) for name, one in part.items.items()}
     curves = {k: _moved_curve(one, margin, top) for k, one in zip(others, part.curves, strict=True)}
+    taken = dict.fromkeys(scene.rows, 0.0)  # pixels above each row
     for i, k in enumerate(ties):
         link = scene.links[k]
         source, target = items[link.source], items[link.target]
         row = next(row for row in scene.rows if link.target in row)
-        lane = min(items[name].y - items[name].height / 2 for name in row) - SPACE - TRACK * i
+        lane = min(items[name].y - items[name].height / 2 for name in row) - SPACE - taken[row]
+        taken[row] += _height(link) + SPACE
         start, x = (source.x - source.width / 2, source.y), margin - EDGE - TRACK * i
         end = (target.x, target.y - target.height / 2)
         points = [start, (x, start[1]), (x, lane), (end[0], lane), end]

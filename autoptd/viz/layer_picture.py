@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from torch.fx import Node
 
@@ -20,6 +20,7 @@ from autoptd.ir.notes import note, tensor
 from autoptd.ir.program import Program
 from autoptd.ir.types import CONVERSIONS, Conversion, type_text
 from autoptd.viz import look
+from autoptd.viz.alike import Like
 from autoptd.viz.look import bars, told
 from autoptd.viz.outline import Box, Column, Edge, Outline, Tie, outline
 from autoptd.viz.scene import Frame, Item, Line, Link, Scene, line
@@ -155,23 +156,18 @@ class _Painter:
         return f"{bytes_text(local_bytes(node))}, {'and its gradient' if note(node).needs_grad else 'no gradient'} back"
 
     def _folded(self, box: Box) -> Item:
-        layers, likes = list(box.folded), list(box.folded.values())
-        models = list(dict.fromkeys(one.layer for one in likes))
+        layers = list(box.folded)
         name = f"{short(layers[0])} ... {short(layers[-1])}" if len(layers) > 1 else short(layers[0])
-        parts = Counter(one.part for one in likes)
-        whole = parts.pop("", 0)
-        names = ", ".join(map(short, models)) + (" in turn" if len(models) > 1 else "")
-        rest = [f"{count} x the {part} of {names}" for part, count in parts.items()]
-        equal = "; ".join(([f"{whole} x {names}" if whole > 1 else f"like {names}"] if whole else []) + rest)
+        equal = _likeness(list(box.folded.values()))
         params = sum(math.prod(note(one).extra["local_shapes"][0]) for _, one, _ in dict.fromkeys(box.params))
-        lines = [line((name, "bold")), line(equal)]
+        lines = [line((name, "bold")), *(line(text) for text in equal)]
         if params:
             count = len(self.drawn.columns[box.column].stages)
             where = "on each rank" if count == 1 else f"on the {count} stages together"
             lines.append(line((f"{count_text(params)} parameters {where}", "quiet")))
         lines += bars(box.calls)
         calls = tuple(box.calls)
-        tooltip = "\n".join([f"{equal}: drawn once, where it is first", *told(calls)])
+        tooltip = "\n".join([f"{'; '.join(equal)}: drawn once, where it is first", *told(calls)])
         return Item(box.id, tuple(lines), look.FOLDED, shape="stack", tooltip=tooltip, calls=calls)
 
     def _conversion(self, box: Box) -> Item:
@@ -360,6 +356,19 @@ class _Painter:
                 for kind, text in types
             ]
         return tuple(found)
+
+
+def _likeness(likes: Sequence[Like]) -> list[str]:
+    """What some folded layers equal: `5 x h.0`; `4 layers, like h.0, h.1 in turn`; `the last 12 of 20 operators of h.0`."""
+    wholes = [one.layer for one in likes if not one.part]
+    models = list(dict.fromkeys(map(short, wholes)))
+    found = []
+    if len(models) > 1:
+        found.append(f"{len(wholes)} layers, like {', '.join(models)} in turn")
+    elif models:
+        found.append(f"{len(wholes)} x {models[0]}" if len(wholes) > 1 else f"like {models[0]}")
+    parts = Counter(f"the {one.part} of {short(one.layer)}" for one in likes if one.part)
+    return found + [f"{count} x {text}" if count > 1 else text for text, count in parts.items()]
 
 
 def short(module: str) -> str:

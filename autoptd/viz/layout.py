@@ -61,7 +61,7 @@ def scene_dot(scene: Scene, is_labelled: bool = True) -> str:
     lines = [
         "digraph program {",
         f"  graph [{_attributes(label=label, labelloc='t', fontsize='14', fontname=FONT)}]",
-        f'  graph [rankdir="TB", nodesep="0.22", ranksep="{0.6 if scene.rows else 0.3}", splines="true", pad="0.1"]',
+        f'  graph [rankdir="TB", nodesep="0.22", ranksep="{_gap(scene):g}", splines="true", pad="0.1"]',
         f'  node [fontname="{FONT}", fontsize="{SIZE:g}", shape="box", style="filled,rounded", fixedsize="true"]',
         f'  edge [fontname="{FONT}", fontsize="{SIZE:g}", arrowsize="0.7"]',
         *(text for one in scene.frames for text in _part(one, "  ")),
@@ -163,6 +163,12 @@ def _columns(scene: Scene) -> Iterator[str]:
     if len(heads) > 1:
         yield f"  {{ rank=same; node [style=invis, shape=point, width=0.01]; {' -> '.join(heads)} [style=invis] }}"
         yield from (f"  {top} -> {head} [style=invis, weight=10]" for top, head in heads.items())
+
+
+def _gap(scene: Scene) -> float:
+    """Inches between ranks; the rows of a grid leave room for ties, which run between them."""
+    ties = sum(1 for link in scene.links if not link.has_head)
+    return min(0.6 + 0.5 * max(ties - 1, 0), 3.0) if scene.rows else 0.3
 
 
 def _grid(scene: Scene) -> Iterator[str]:
