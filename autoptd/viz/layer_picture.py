@@ -12,15 +12,24 @@ from __future__ import annotations
 import math
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 from torch.fx import Node
 
 from autoptd.ir.notes import note, tensor
 from autoptd.ir.program import Program
-from autoptd.ir.types import CONVERSIONS, Conversion, type_text
+from autoptd.ir.types import CONVERSIONS, type_text
 from autoptd.viz import look
-from autoptd.viz.alike import Like
+from autoptd.viz.box_words import (
+    collectives_of,
+    conversion_of,
+    is_sum,
+    likeness,
+    local_bytes,
+    shape_text,
+    short,
+    work_of,
+)
 from autoptd.viz.look import bars, told
 from autoptd.viz.outline import Box, Column, Edge, Outline, Tie, outline
 from autoptd.viz.scene import Frame, Item, Line, Link, Scene, line
@@ -84,7 +93,7 @@ class _Painter:
         many = len(stages) > 1
         work = program.costs.get("flops_per_stage") or [0] * len(program.stages)
         share = 100 * sum(work[k] for k in stages) / max(sum(work), 1)
-        sizes = [_param_count(program, k) for k in stages]
+        sizes = [look.param_count(program, k) for k in stages]
         if many:
             first = line(
                 (f"stages {stages[0]} ... {stages[-1]}", "bold"), ("  they only repeat layers drawn before", "quiet")
@@ -125,7 +134,7 @@ class _Painter:
         node = box.nodes[-1]
         if box.is_input:
             kind = str(tensor(node).dtype).removeprefix("torch.")
-            lines = (line((note(node).name, "bold"), (" input", "quiet")), line(f"{_shape(node)} {kind}"))
+            lines = (line((note(node).name, "bold"), (" input", "quiet")), line(f"{shape_text(node)} {kind}"))
             return Item(box.id, lines, look.INPUT, shape="note", tooltip=self._tooltip(box))
         if box.is_received:
             return self._received(box)
@@ -158,7 +167,7 @@ class _Painter:
     def _folded(self, box: Box) -> Item:
         layers = list(box.folded)
         name = f"{short(layers[0])} ... {short(layers[-1])}" if len(layers) > 1 else short(layers[0])
-        equal = _likeness(list(box.folded.values()))
+        equal = likeness(list(box.folded.values()))
         params = sum(math.prod(note(one).extra["local_shapes"][0]) for _, one, _ in dict.fromkeys(box.params))
         lines = [line((name, "bold")), *(line(text) for text in equal)]
         if params:
@@ -172,11 +181,11 @@ class _Painter:
 
     def _conversion(self, box: Box) -> Item:
         node = box.nodes[-1]
-        record, row = note(node), _row(node)
+        record, row = note(node), conversion_of(node)
         pair = next(f"{a} to {b}" for (a, b), one in CONVERSIONS.items() if one is row)
         title = f"{letter(row.name)}: {pair}" if letter(row.name) else pair
         lines = [line((title, "bold"), (f"  over {self.program.mesh.t} ranks of tp", "quiet"))]
-        for phase, kind in zip(("forward", "backward"), _work(box), strict=True):
+        for phase, kind in zip(("forward", "backward"), work_of(box), strict=True):
             size = next(
                 (f", {bytes_text(one.payload_bytes)}" for one in box.calls if kind in (one.forward, one.backward)), ""
             )
@@ -189,7 +198,7 @@ class _Painter:
         reason = record.why.partition(": ")[2] or record.why
         lines += [line((text, "quiet")) for text in textwrap.wrap(reason, 34)]
         lines += self._params(box)
-        kinds = _kinds(box)
+        kinds = collectives_of(box)
         color, thick = (look.KINDS[kinds[0]], 2.0) if kinds else ("#9aa4ae", 1.0)
         tooltip = self._tooltip(box)
         return Item(box.id, tuple(lines), "#ffffff", color, "box", thick, not kinds, tooltip, tuple(box.calls))
@@ -198,7 +207,7 @@ class _Painter:
         node = box.nodes[-1]
         name, what = self._title(box)
         how, fill = self._split(node, box)
-        if _is_sum(box):
+        if is_sum(box):
             lines = [line(("+ ", "bold"), what), line((self._shape(node), "quiet"))]
         else:
             lines = [line((name, "bold"), (" " if name else ""), (what, "quiet" if name else "bold"))]
@@ -210,7 +219,7 @@ class _Painter:
         if swallowed:
             lines.append(line(("while the weight's gradient is computed", "quiet")))
         border = look.KINDS["all-reduce"] if summed else "#9aa4ae"
-        shape = "pill" if _is_sum(box) else "box"
+        shape = "pill" if is_sum(box) else "box"
         thick = 2.0 if summed else 1.0
         return Item(box.id, tuple(lines), fill, border, shape, thick, False, self._tooltip(box), tuple(box.calls))
 
@@ -247,7 +256,7 @@ class _Painter:
         rows: dict[str, list[str]] = {}
         for name, node, conversion in box.params:
             is_told_here = conversion is not None and conversion not in box.nodes and note(conversion).conversion
-            done = f", {_row(conversion).forward}" if conversion is not None and is_told_here else ""
+            done = f", {conversion_of(conversion).forward}" if conversion is not None and is_told_here else ""
             rows.setdefault(f"{self._shape(node)}{done}", []).append(name)
         return [line((f"{', '.join(names)} {text}", "quiet")) for text, names in rows.items()]
 
@@ -298,7 +307,7 @@ class _Painter:
         """`[1, 128, 1152] S(dim 2: 3 x [12] x 64)`; without the type where nothing is split."""
         record = note(node)
         kind = type_text(record.tp, record.dims, "tp").replace("S(tp, ", "S(") if self.is_split else ""
-        return f"{_shape(node)}  {kind}".strip()
+        return f"{shape_text(node)}  {kind}".strip()
 
     def _tooltip(self, box: Box) -> str:
         """Where it comes from, its line of code, why it is as it is, what it costs."""
@@ -306,9 +315,9 @@ class _Painter:
         record = note(node)
         where = f"{record.module or 'model'} ({record.source})" if record.source else record.module or record.name
         size = (
-            f"{_shape(node)} of {list(record.extra['global_shape'])} traced"
+            f"{shape_text(node)} of {list(record.extra['global_shape'])} traced"
             if "global_shape" in record.extra
-            else _shape(node)
+            else shape_text(node)
         )
         lines = [where, record.code, f"why: {record.why}" if record.why else "", record.placement]
         lines.append(
@@ -335,83 +344,14 @@ class _Painter:
         if any(box.folded for box in self.drawn.boxes):
             found.append(look.sample("layers like one drawn before", look.FOLDED, shape="stack"))
         if self.is_split:
-            if any(note(box.nodes[-1]).conversion and not box.folded and not _kinds(box) for box in operators):
+            if any(note(box.nodes[-1]).conversion and not box.folded and not collectives_of(box) for box in operators):
                 found.append(look.sample("type changes without communication", dashed=True))
-            kinds = {kind for box in self.drawn.boxes for one in box.calls for kind in (one.forward, one.backward)}
-            found += [
-                Item("", (line(kind, bar=color),), border=color, thick=2.0)
-                for kind, color in look.KINDS.items()
-                if kind in kinds
-            ]
-            if any(one.conversion in ("i_to_r", "p_to_i") for box in self.drawn.boxes for one in box.calls):
+            calls = [one for box in self.drawn.boxes for one in box.calls]
+            found += look.legend_of_kinds(calls)
+            if any(letter(one.conversion) for one in calls):
                 found.append(Item("", (line(("f, g", "bold"), "  Megatron-LM's names of I to R and P to I"),)))
-            types = [
-                ("I", "equal on all tensor ranks, and so is its gradient"),
-                ("R", "equal, but its gradient is a partial sum"),
-                ("P", "a partial sum on each rank"),
-                ("S", "sharded: S(dim 2: 3 x [12] x 64) cuts the 12 of dim 2"),
-            ]
-            found += [
-                Item("", (Line(((kind, "bold"), (f"  {text}", ""))),), border=look.EDGES[kind], dashed=kind == "P")
-                for kind, text in types
-            ]
+            found += look.LEGEND_OF_TYPES
         return tuple(found)
 
 
-def _likeness(likes: Sequence[Like]) -> list[str]:
-    """What some folded layers equal: `5 x h.0`; `4 layers, like h.0, h.1 in turn`; `the last 12 of 20 operators of h.0`."""
-    wholes = [one.layer for one in likes if not one.part]
-    models = list(dict.fromkeys(map(short, wholes)))
-    found = []
-    if len(models) > 1:
-        found.append(f"{len(wholes)} layers, like {', '.join(models)} in turn")
-    elif models:
-        found.append(f"{len(wholes)} x {models[0]}" if len(wholes) > 1 else f"like {models[0]}")
-    parts = Counter(f"the {one.part} of {short(one.layer)}" for one in likes if one.part)
-    return found + [f"{count} x {text}" if count > 1 else text for text, count in parts.items()]
-
-
-def short(module: str) -> str:
-    """`h.3` for `transformer.h.3`: the last two names of a layer."""
-    return ".".join(module.split(".")[-2:])
-
-
-def local_bytes(node: Node) -> int:
-    """Bytes of a rank's part of a value."""
-    return math.prod(note(node).extra["local_shapes"][0]) * tensor(node).element_size()
-
-
-def _param_count(program: Program, stage: int) -> int:
-    """Parameters of a stage on one tensor rank."""
-    return sum(math.prod(program.param(name).local_shape(program.mesh.t)) for name in program.stages[stage].params)
-
-
-def _is_sum(box: Box) -> bool:
-    """Whether a box adds two activations: where a residual stream takes a branch in."""
-    node = box.nodes[-1]
-    origins = [origin(arg) for arg in node.all_input_nodes]
-    return len(box.nodes) == 1 and short_op(node) == "add" and len(origins) == 2 and not box.params
-
-
-def _kinds(box: Box) -> list[str]:
-    """The collectives of a conversion."""
-    return [one for one in _work(box) if one in COLLECTIVES]
-
-
-def _work(box: Box) -> tuple[str, str]:
-    """What a conversion does forward and backward; nothing is done backward for what has no gradient."""
-    made = box.calls[0] if box.calls else _row(box.nodes[-1])
-    return made.forward, made.backward
-
-
-def _row(node: Node) -> Conversion:
-    return next(row for row in CONVERSIONS.values() if row.name == note(node).conversion)
-
-
-def _shape(node: Node) -> str:
-    if not note(node).extra["local_shapes"][0]:
-        return "a number"
-    return str(list(note(node).extra["local_shapes"][0]))
-
-
-__all__ = ["layer_scene", "local_bytes", "short"]
+__all__ = ["Work", "layer_scene"]

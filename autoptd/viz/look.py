@@ -5,6 +5,7 @@ bars(collectives)           # lines on coloured ground: "forward: 2 all-reduces,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 from autoptd.ir.calls import LOCAL_KINDS, wire_bytes
@@ -87,9 +88,32 @@ def heading(program: Program) -> tuple[str, tuple[str, ...]]:
     )
 
 
+def param_count(program: Program, stage: int) -> int:
+    """Parameters of a stage on one tensor rank."""
+    wanted = set(program.stages[stage].params)
+    return sum(math.prod(one.local_shape(program.mesh.t)) for one in program.params if one.name in wanted)
+
+
+def legend_of_kinds(calls: Iterable[Collective]) -> list[Item]:
+    """A sample of the bar of every kind of collective among `calls`."""
+    kinds = {kind for one in calls for kind in (one.forward, one.backward)} - {"send"}
+    shown = ((kind, color) for kind, color in KINDS.items() if kind in kinds)
+    return [Item("", (line(kind, bar=color),), border=color, thick=2.0) for kind, color in shown]
+
+
 def sample(text: str, fill: str = "#ffffff", **look: str | float | bool) -> Item:
     """A box of the legend."""
     return Item("", tuple(line(one) for one in text.split("\n")), fill, **look)  # type: ignore[arg-type]
 
 
-__all__ = ["EDGES", "KINDS", "bars", "heading", "sample", "told"]
+LEGEND_OF_TYPES = tuple(
+    Item("", (line((kind, "bold"), f"  {text}"),), border=EDGES[kind], dashed=kind == "P")
+    for kind, text in (
+        ("I", "equal on all tensor ranks, and so is its gradient"),
+        ("R", "equal, but its gradient is a partial sum"),
+        ("P", "a partial sum on each rank"),
+        ("S", "sharded: S(dim 2: 3 x [12] x 64) cuts the 12 of dim 2"),
+    )
+)
+
+__all__ = ["EDGES", "KINDS", "LEGEND_OF_TYPES", "bars", "heading", "legend_of_kinds", "param_count", "sample", "told"]

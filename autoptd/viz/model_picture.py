@@ -8,7 +8,6 @@ chunk. Of many ranks or chunks, those in the middle share a box.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -97,7 +96,7 @@ class _Painter:
         )
         work = program.costs.get("flops_per_stage") or [0] * len(program.stages)
         shares = [100 * work[k] / max(sum(work), 1) for k in stages]
-        sizes = [_param_count(program, k) for k in stages]
+        sizes = [look.param_count(program, k) for k in stages]
         each = " each" if len(stages) > 1 else ""
         lines = [
             line((name, "bold"), (place, "quiet")),
@@ -157,12 +156,7 @@ class _Painter:
 
     def _legend(self) -> tuple[Item, ...]:
         """Samples of what is in this picture."""
-        kinds = {kind for one in self.program.collectives for kind in (one.forward, one.backward)}
-        found = [
-            Item("", (line(kind, bar=color),), border=color, thick=2.0)
-            for kind, color in look.KINDS.items()
-            if kind in kinds and kind != "send"
-        ]
+        found = look.legend_of_kinds(self.program.collectives)
         found += [look.sample("sent to another stage", border=look.SENT, thick=2.0)] if self.program.crossings else []
         found += [look.sample("one parameter, read by several", border=look.TIED, dashed=True)] if self.tied else []
         return tuple(found)
@@ -219,12 +213,6 @@ def _wrapped(words: Sequence[str], limit: int = 44, most: int = 4) -> list[str]:
         else:
             lines[-1] = joined
     return lines if len(lines) <= most else [*lines[: most - 1], f"and {len(lines) - most + 1} lines of names more"]
-
-
-def _param_count(program: Program, stage: int) -> int:
-    """Parameters of a stage on one tensor rank."""
-    wanted = set(program.stages[stage].params)
-    return sum(math.prod(one.local_shape(program.mesh.t)) for one in program.params if one.name in wanted)
 
 
 def _span(values: Sequence[float], text: Callable[[float], str]) -> str:
