@@ -14,7 +14,7 @@ In: a `Program`, a level, a stage. Out: a `Picture`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
@@ -34,7 +34,7 @@ LEVELS = ("model", "layer", "full")
 class Picture:
     """A picture of a graph."""
 
-    scene: Scene
+    scene: Scene = field(repr=False)
 
     @cached_property
     def dot(self) -> str:
