@@ -17,19 +17,17 @@ from typing import Any
 
 from torch import nn
 
-from autoptd import schedule as schedules
 from autoptd.compile import check_module, compile, compile_program, split_call
-from autoptd.dump import write_forms
 from autoptd.errors import PlanError
 from autoptd.ir.machine import Machine
 from autoptd.ir.program import Program
 from autoptd.options import make_options
 from autoptd.parallel_model import ParallelModel, is_local
+from autoptd.pictures import draw_program
 from autoptd.pretrained import fitting, format_of, with_values
 from autoptd.records import warn_of_fallbacks
 from autoptd.runtime.pretrained import open_folder
 from autoptd.verify import verify
-from autoptd.viz.draw import draw
 
 
 def parallelize(
@@ -155,13 +153,6 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
 def is_first_process() -> bool:
     """Model and trace are compared by one process of a torchrun world: the answer is the same in all."""
     return os.environ.get("RANK", "0") == "0"
-
-
-def draw_program(program: Program, folder: Path) -> None:
-    """What `pm.show` adds to the program: pictures of graph and schedule, the collectives, the graph in all its forms."""
-    write_forms(program.graphs, folder)
-    run = schedules.simulate(program.orders)
-    draw(program, folder, run.spans, bubble=run.bubble, peak_live=run.peak_live)
 
 
 __all__ = ["Machine", "ParallelModel", "Program", "compile", "parallelize", "verify"]

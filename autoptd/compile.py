@@ -30,6 +30,7 @@ from autoptd.ir.parcels import plan_parcels
 from autoptd.ir.program import Program
 from autoptd.kernels.dropout import has_triton
 from autoptd.options import Options, make_options
+from autoptd.pictures import painter
 from autoptd.records import (
     Batch,
     about,
@@ -148,6 +149,7 @@ def compile_program(
         buffers={name: value.detach() for name, value in captured.buffers.items()},
         graphs=forms.graphs,
         explainer=partial(passes.explain, assignment),
+        painter=painter(of_a_rank),
     )
 
 

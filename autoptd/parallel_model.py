@@ -10,7 +10,7 @@ with the training loop's verbs, under the model's own parameter names. Calls mar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from torch import nn
 
 from autoptd.errors import PlanError
 from autoptd.ir.mesh import Coordinate
-from autoptd.ir.program import Program
+from autoptd.ir.program import Picture, Program
 from autoptd.options import Options
 from autoptd.runtime.batch import check_call, cut, take_rows
 from autoptd.runtime.gradients import clip_gradients
@@ -31,9 +31,11 @@ from autoptd.runtime.parameters import check_loaded, gather_gradients, gather_pa
 from autoptd.runtime.pretrained import Folder
 from autoptd.runtime.record import Record, recording
 from autoptd.runtime.save_pretrained import FolderFormat, contents_of, parse_size, save_folder
+from autoptd.runtime.timeline import Span
+from autoptd.viz import graph_picture
 
 Compile = Callable[[tuple[Any, ...], dict[str, Any], bool], Program]  # args, kwargs, compare trace and model once?
-Draw = Callable[[Program, Path], None]
+Draw = Callable[[Program, Path, Sequence[Span]], None]
 
 
 def is_local(options: Options) -> bool:
@@ -283,13 +285,18 @@ class ParallelModel:
         """This rank's place on the mesh; rank 0's in local."""
         return self.options.mesh.coordinate(own_rank() if self._is_process else 0)
 
-    def show(self, folder: str | Path) -> None:
-        """Write the program and its pictures to `folder`; rank 0 only."""
+    def show(self, folder: str | Path | None = None, record: Record | None = None) -> Picture:
+        """Return the picture of the graph (of a loaded program, of its stages); notebooks show it.
+
+        With `folder`, write the program and all its pictures there (rank 0 only).
+        With `record`, that of a step, its schedule chart and trace have what was executed beside what was simulated.
+        """
         program = self.program
-        if self.coordinate == Coordinate(0, 0, 0):
+        if folder is not None and self.coordinate == Coordinate(0, 0, 0):
             program.save(folder)
             if self._draw is not None:
-                self._draw(program, Path(folder))
+                self._draw(program, Path(folder), record.spans if record else ())
+        return program.graph() if program.painter else graph_picture(program, "model")
 
     def close(self) -> None:
         """Stop the ranks (threads, or the process group if it was made here); no call may follow."""

@@ -319,11 +319,11 @@ def test_show_writes_the_program_and_what_draw_adds(tmp_path: Path) -> None:
         make_program(SMALL, model),
         options_of(SMALL),
         model.state_dict(),
-        draw=lambda program, folder: drawn.append(folder),
+        draw=lambda program, folder, spans: drawn.append((folder, spans)),
     )
     pm.show(tmp_path / "out")
     pm.close()
-    assert (tmp_path / "out" / "stage_0.py").exists() and drawn == [tmp_path / "out"]
+    assert (tmp_path / "out" / "stage_0.py").exists() and drawn == [(tmp_path / "out", ())]
     loaded = Program.load(tmp_path / "out")
     pm = ParallelModel(loaded, options_of(SMALL), model.state_dict())
     assert pm.step(*make_batch()).item() == pytest.approx(model(*make_batch()).item(), rel=1e-13)

@@ -22,6 +22,8 @@ FILES = [
     "schedule.svg",
     "graph.dot",
     "graph.svg",
+    "stages.svg",
+    "trace.json",
 ]
 
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -220,6 +220,18 @@ class Line:
     is_whole: bool
 
 
+class Picture(Protocol):
+    """What `Program.graph` returns: `viz/picture.py`."""
+
+    @property
+    def dot(self) -> str: ...
+
+    @property
+    def svg(self) -> str | None: ...
+
+    def save(self, path: str | Path) -> None: ...
+
+
 @dataclass(frozen=True)
 class Program:
     """A compiled model: see the module's docstring."""
@@ -251,6 +263,7 @@ class Program:
     buffers: dict[str, torch.Tensor] = field(default_factory=dict, repr=False, compare=False)
     graphs: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
     explainer: Callable[[str], str] | None = field(default=None, repr=False, compare=False)
+    painter: Callable[[Program, str, int | None], Picture] | None = field(default=None, repr=False, compare=False)
 
     @property
     def loss_stage(self) -> int:
@@ -274,6 +287,17 @@ class Program:
         if self.explainer is None:
             raise PlanError("explain", "a loaded program has no costs of alternatives", "compile the model again")
         return self.explainer(module)
+
+    def graph(self, level: str = "layer", stage: int | None = None) -> Picture:
+        """Return a picture of the program: `.svg` and `.dot` are its text, `.save("graph.svg")` writes it, notebooks show it.
+
+        `level` is "model" (the stages and what they send each other), "layer" (the operators of one of each distinct layer) or
+        "full" (all operators); with `stage`, of that stage alone. PlanError for others.
+        """
+        if self.painter is None:
+            remedy = "autoptd.viz.graph_picture(program, 'model'), or compile the model again"
+            raise PlanError("program.graph", "a loaded program has no graphs", remedy)
+        return self.painter(self, level, stage)
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
@@ -337,7 +361,7 @@ class Program:
         )
 
     def _record(self) -> dict[str, Any]:
-        skipped = ("orders", "sources", "plan", "buffers", "graphs", "explainer")
+        skipped = ("orders", "sources", "plan", "buffers", "graphs", "explainer", "painter")
         fields = [item.name for item in dataclasses.fields(self) if item.name not in skipped]
         record = {name: _plain(getattr(self, name)) for name in fields}
         return {"version": VERSION, "files": sorted(self.sources), **record}
@@ -387,6 +411,7 @@ __all__ = [
     "Line",
     "ParamSpec",
     "Parcel",
+    "Picture",
     "Program",
     "StageSpec",
 ]

@@ -3,7 +3,7 @@
 from autoptd.passes.annotate import annotate, describe
 from autoptd.passes.assign import Assignment
 from autoptd.passes.communicate import check_connected, communicate, conversion_row
-from autoptd.passes.costs import count_work
+from autoptd.passes.costs import backward_flops, count_work, flops
 from autoptd.passes.cut import cut
 from autoptd.passes.explain import explain
 from autoptd.passes.fallbacks import fallbacks, unlisted_operators
@@ -19,6 +19,7 @@ __all__ = [
     "Sizes",
     "adds_to_gradient",
     "annotate",
+    "backward_flops",
     "check_connected",
     "communicate",
     "conversion_row",
@@ -28,6 +29,7 @@ __all__ = [
     "explain",
     "fallbacks",
     "find_fusions",
+    "flops",
     "hook_gemms",
     "local_shape",
     "localize",

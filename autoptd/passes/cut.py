@@ -62,8 +62,8 @@ def cut(
     """Fill `note(node).stages` and `placement`; `ranks` is the pipeline rank of every stage.
 
     `live` are the moments of the schedule, `finish` tells how long it takes for seconds per stage; `pinned` is the cut of a
-    plan. Returns what to write down: where it was cut and why, FLOPs and seconds per stage, seconds (of a
-    microbatch) and bytes per rank, and the seconds of all microbatches by simulation.
+    plan. Returns what to write down: where it was cut and why, FLOPs, seconds and bytes saved for backward per
+    stage (of a microbatch), seconds (of a microbatch) and bytes per rank, and the seconds of all microbatches by simulation.
     """
     machine, sizes = machine or Machine(), sizes or Sizes(1, 2, 2, 1)
     backbone = find_backbone(graph)
@@ -83,6 +83,7 @@ def cut(
         "why": why,
         "flops": [sum(map(flops, backbone[a + 1 : b + 1])) for a, b in pairwise(bounds)],
         "seconds": [sum(seconds[a + 1 : b + 1]) for a, b in pairwise(bounds)],
+        "saved_bytes": [sum(chooser.line.saved[a + 1 : b + 1]) for a, b in pairwise(bounds)],
         "rank_seconds": list(cuts.loads),
         "rank_bytes": list(cuts.held),
         "finish": cuts.finish,

@@ -1,10 +1,10 @@
-"""Write what people look at into a folder: `graph.dot`, `graph.svg`, `schedule.svg`, `collectives.md`.
+"""Write what people look at into a folder: pictures of the graph and of the schedule, a trace, the table of collectives.
 
-In: a `Program` and the spans of its simulated schedule, as plain data. A program that was loaded from disk has no graphs:
-its `graph.*` files are left as they are. `graph.svg` is left out where graphviz cannot be loaded.
+In: a `Program` and `Run`s of a step. Out: `stages.svg` (what the stages send each other), `graph.svg` (the operators), both as
+.dot too; `schedule.svg`, `trace.json`, `collectives.md`. A program that was loaded from disk has no graphs: its `graph.*` files
+are left as they are. The .svg of graphs are left out where graphviz cannot be loaded.
 
-    result = simulate(program.orders)
-    draw(program, Path("out"), result.spans, bubble=result.bubble, peak_live=result.peak_live)
+    draw(program, Path("out"), [Run("simulated", simulate(program.orders).spans)])
 """
 
 from __future__ import annotations
@@ -12,26 +12,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from autoptd.ir.program import Program
+from autoptd.ir.program import Picture, Program
 from autoptd.viz.collectives import collectives_markdown
-from autoptd.viz.graph_picture import graph_dot, graph_svg
-from autoptd.viz.schedule_chart import Spans, schedule_svg
+from autoptd.viz.picture import graph_picture
+from autoptd.viz.runs import Run
+from autoptd.viz.schedule_chart import schedule_svg
+from autoptd.viz.trace_file import trace_json
 
 
-def draw(
-    program: Program, folder: Path, spans: Spans, *, bubble: float | None = None, peak_live: Sequence[int] = ()
-) -> None:
+def draw(program: Program, folder: Path, runs: Sequence[Run]) -> None:
     """Write the pictures and the table of `program` to `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    if "LOCAL" in program.graphs:
-        dot = graph_dot(program)
-        (folder / "graph.dot").write_text(dot)
-        svg = graph_svg(dot)
-        if svg is None:
-            (folder / "graph.svg").unlink(missing_ok=True)  # one of an earlier program would be wrong
-        else:
-            (folder / "graph.svg").write_text(svg)
+    _write(graph_picture(program, "model"), folder / "stages")
+    if program.painter is not None:
+        _write(program.graph("layer"), folder / "graph")
     title = f"{program.schedule_name}, p={program.mesh.p} v={program.v} m={program.num_microbatches}"
-    chart = schedule_svg(spans, title=title, bubble=bubble, peak_live=peak_live)
-    (folder / "schedule.svg").write_text(chart)
+    (folder / "schedule.svg").write_text(schedule_svg(runs, program.orders, title=title))
+    (folder / "trace.json").write_text(trace_json(runs, program.orders))
     (folder / "collectives.md").write_text(collectives_markdown(program))
+
+
+def _write(picture: Picture, path: Path) -> None:
+    picture.save(path.with_suffix(".dot"))
+    if picture.svg is None:
+        path.with_suffix(".svg").unlink(missing_ok=True)  # one of an earlier program would be wrong
+    else:
+        picture.save(path.with_suffix(".svg"))

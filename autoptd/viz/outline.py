@@ -1,13 +1,14 @@
 """Reduce the graph of a program to what a picture should show: boxes, edges, and layers that are like an earlier one.
 
-In: a LOCAL graph, with stages, types and local shapes on its nodes. Out: an `Outline` of plain records, in graph order.
+In: a `Program` with its LOCAL graph. Out: an `Outline` of plain records, in graph order.
 
-view       an operator that only rearranges (view, transpose, split, ...): not shown, edges pass through it.
-box        one operator, conversion or input of one stage; or a run of small operators of one module; or folded layers.
-origin     the value behind any views; for a parameter also behind a local conversion ("one rank keeps it").
-folded     a layer with the operators, shapes and types of an earlier one: it is drawn as "h.1 ... h.5: as h.0".
+box        one operator, conversion or input of one column; or a run of small operators of one module; or folded layers.
+column     a stage; or several stages in a row that hold nothing but folded layers, drawn as one.
+folded     layers with the operators, shapes and types of earlier ones: "h.1 ... h.5, 5 x h.0".
 
-    drawn = outline(program.graphs["LOCAL"], num_stages=4)
+Every collective of the program is in one box, edge, tie or column (`calls`), or in `outline.others`.
+
+    drawn = outline(program)
     drawn.boxes[0].title                # "idx"
     [edge for edge in drawn.edges if edge.crosses]
 """
@@ -15,48 +16,41 @@ folded     a layer with the operators, shapes and types of an earlier one: it is
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any
 
-from torch.fx import Graph, Node
-from torch.fx.node import map_aggregate
+from torch.fx import Node
 
-from autoptd.ir import markers
-from autoptd.ir.notes import is_tensor, note, op_name, ops, output
-from autoptd.ir.types import CONVERSIONS
+from autoptd.ir.notes import note, ops, output
+from autoptd.ir.program import Collective, Program
+from autoptd.viz.alike import Like, Shown, layer_of, pieces_of
+from autoptd.viz.node_calls import Calls, calls_of_nodes
+from autoptd.viz.views import hidden_inputs, is_shown, origin, short_op
 
-VIEWS = frozenset(
-    "view reshape _unsafe_view flatten unflatten squeeze unsqueeze transpose permute t contiguous clone alias detach"
-    " expand split split_with_sizes chunk unbind getitem".split()
-)
-COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
-COMMUNICATES = {row.name for row in CONVERSIONS.values() if {row.forward, row.backward} & set(COLLECTIVES)}
 ALONE = frozenset(
     "linear addmm matmul mm bmm baddbmm scaled_dot_product_attention embedding vocab_embedding cross_entropy"
     " cross_entropy_loss convert convolution".split()
 )  # never merged with their neighbours into one box
-STAGES_IN_FULL = 6  # with more stages, a layer that an earlier stage shows is folded as well
+STAGES_APART = 6  # of more stages, those that hold nothing but folded layers are drawn as one column
+Param = tuple[str, Node, Node | None]  # name in the operator's module, placeholder, conversion or None
 
 
-@dataclass(frozen=True)
+@dataclass
 class Box:
-    """One thing to draw, in `stage`; `layer` and `part` (attn, mlp, ...) are the frames around it, "" for none.
+    """One thing to draw, in column `column`; `layer` and `part` (attn, mlp, ...) are the frames around it, "" for none.
 
-    `nodes` are the operators it stands for; `params` are (name in the operator's module, placeholder, conversion or None).
-    `folded` are the layers drawn as this one box and `like` the layers that they equal.
+    `nodes` are the operators it stands for; `folded` are the layers drawn as this one box, in order, and what each equals.
     """
 
     id: str
-    stage: int
+    column: int
     layer: str
     part: str
-    title: str
-    nodes: tuple[Node, ...]
-    params: tuple[tuple[str, Node, Node | None], ...] = ()
-    folded: tuple[str, ...] = ()
-    like: tuple[str, ...] = ()
+    nodes: list[Node]
+    params: tuple[Param, ...] = ()
+    folded: dict[str, Like] = field(default_factory=dict)
+    calls: list[Collective] = field(default_factory=list)
 
     @property
     def is_input(self) -> bool:
@@ -64,17 +58,31 @@ class Box:
 
     @property
     def is_received(self) -> bool:
-        return not self.is_input and self.stage not in note(self.nodes[0]).stages
+        return self.id.startswith("from_")
+
+    @property
+    def sent_to(self) -> int:
+        """The stage that a value goes to, in the picture of one stage alone; else -1."""
+        return int(self.id.split("_")[1][1:]) if self.id.startswith("to_") else -1
+
+
+@dataclass(frozen=True)
+class Column:
+    """The stages `stages`, consecutive; `calls` are what they do once a step, and what they send each other."""
+
+    stages: tuple[int, ...]
+    calls: tuple[Collective, ...] = ()
 
 
 @dataclass(frozen=True)
 class Edge:
-    """`value` flows from box `source` to box `target`; `crosses`: it is sent to another stage, where a box receives it."""
+    """`value` flows from box `source` to box `target`; `crosses`: it is sent to another column, where a box receives it."""
 
     source: str
     target: str
     value: Node
     crosses: bool = False
+    calls: tuple[Collective, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -84,65 +92,98 @@ class Tie:
     first: str
     second: str
     param: Node
+    calls: tuple[Collective, ...] = ()
 
 
 @dataclass(frozen=True)
 class Outline:
     """All there is to draw; `loss` is the id of the box that makes the result."""
 
+    columns: tuple[Column, ...]
     boxes: tuple[Box, ...]
     edges: tuple[Edge, ...]
     ties: tuple[Tie, ...]
     loss: str
+    others: tuple[Collective, ...] = ()
 
 
-def outline(graph: Graph, num_stages: int) -> Outline:
-    """Return the boxes and edges of a LOCAL graph."""
+def outline(program: Program, *, folds: bool = True, stage: int | None = None) -> Outline:
+    """Return what there is to draw; `folds`: layers like an earlier one as one box; of `stage` alone, if it is given."""
+    graph = program.graphs["LOCAL"]
+    made, left = calls_of_nodes(program)
+    shown = Shown()
+    stages = range(len(program.stages)) if stage is None else [stage]
+    bodies: dict[int, list[Node]] = {k: [] for k in stages}
+    for node in ops(graph):
+        for k in bodies.keys() & note(node).stages:
+            bodies[k].append(node)
+    likes = {k: _find_likes(body, shown) if folds else {} for k, body in bodies.items()}
+    columns = _columns(bodies, likes)
     boxes: list[Box] = []
-    seen: dict[Any, str] = {}
-    for stage in range(num_stages):
-        body = [node for node in ops(graph) if stage in note(node).stages]
-        inputs = [node for node in graph.nodes if note(node).kind == "input" and stage in note(node).stages]
-        boxes += [Box(f"s{stage}_{node.name}", stage, "", "", note(node).name, (node,)) for node in inputs]
-        for node in _received(stage, body):
-            boxes.append(Box(f"s{stage}_{node.name}", stage, "", "", f"from stage {note(node).stages[0]}", (node,)))
-        if num_stages <= STAGES_IN_FULL:
-            seen = {}
-        boxes += _stage_boxes(stage, body, seen)
-    home = {(box.stage, node): box.id for box in boxes for node in box.nodes}
-    last = output(graph).args[0]
-    assert isinstance(last, Node)
-    loss = home[num_stages - 1, origin(last)]
-    return Outline(tuple(boxes), tuple(_edges(boxes, home)), tuple(_ties(graph, boxes)), loss)
+    for i, one in enumerate(columns):
+        boxes += _column_boxes(program, i, one, bodies, likes, made)
+    home = {(k, node): box.id for box in boxes for k in columns[box.column] for node in box.nodes}
+    if stage is not None:
+        boxes += [Box(f"to_s{k}_{one.name}", 0, "", "", [one]) for k, one in _sent(program, stage)]
+    edges = _edges(boxes, columns, home)
+    ties = _ties(program, boxes)
+    loss = output(graph).args[0]
+    assert isinstance(loss, Node)
+    drawn = Outline(
+        tuple(Column(one) for one in columns),
+        tuple(boxes),
+        tuple(edges),
+        tuple(ties),
+        home.get((program.loss_stage, origin(loss)), ""),
+    )
+    return _place_calls(drawn, left)
 
 
-def is_shown(node: Node) -> bool:
-    """Whether an operator is more than a view, and no local conversion of a parameter."""
-    return is_tensor(node) and not _is_view(node) and not _is_folded_conversion(node)
+def _find_likes(body: Sequence[Node], shown: Shown) -> dict[str, Like]:
+    """The layers of a stage that earlier ones tell."""
+    pieces = pieces_of([node for node in body if is_shown(node)])
+    found = {layer: shown.find(piece) for layer, piece in pieces.items()}
+    return {layer: like for layer, like in found.items() if like is not None}
 
 
-def origin(node: Node) -> Node:
-    """The shown operator or the placeholder that `node` is a view of."""
-    while node.op == "call_function" and not is_shown(node) and node.all_input_nodes:
-        node = node.all_input_nodes[0]
-    return node
+def _columns(bodies: dict[int, list[Node]], likes: dict[int, dict[str, Like]]) -> list[tuple[int, ...]]:
+    """The stages, those in a row that only repeat earlier layers together where there are many."""
+    columns: list[list[int]] = []
+    was_plain = False
+    for stage, body in bodies.items():
+        is_plain = len(bodies) > STAGES_APART and all(
+            layer_of(node) in likes[stage] or note(node).stages[0] < stage for node in body if is_shown(node)
+        )
+        if is_plain and was_plain:
+            columns[-1].append(stage)
+        else:
+            columns.append([stage])
+        was_plain = is_plain
+    return [tuple(one) for one in columns]
 
 
-def layer_of(node: Node) -> str:
-    """The module path up to its first number (`transformer.h.3`), "" outside of layers."""
-    match = re.match(r"(?:.*?\.)??\d+(?=\.|$)", note(node).module)
-    return match[0] if match else ""
-
-
-def _is_view(node: Node) -> bool:
-    return op_name(node).removeprefix("aten.") in VIEWS
-
-
-def _is_folded_conversion(node: Node) -> bool:
-    """A conversion of a parameter that moves nothing: told in the label of its reader."""
-    if node.target not in (markers.convert, markers.share) or note(node).conversion in COMMUNICATES:
-        return False
-    return origin(node.all_input_nodes[0]).op == "placeholder"
+def _column_boxes(
+    program: Program,
+    index: int,
+    stages: tuple[int, ...],
+    bodies: dict[int, list[Node]],
+    likes: dict[int, dict[str, Like]],
+    made: Calls,
+) -> list[Box]:
+    """Values received from earlier columns, inputs, and the operators of a column."""
+    received: dict[Node, None] = {}
+    for stage in stages:
+        received |= {arg: None for arg in _received(stage, bodies[stage]) if note(arg).stages[0] not in stages}
+    boxes = [Box(f"from_s{stages[0]}_{node.name}", index, "", "", [node]) for node in received]
+    for node in program.graphs["LOCAL"].nodes:
+        if note(node).kind == "input" and set(stages) & set(note(node).stages):
+            boxes.append(Box(f"s{stages[0]}_{node.name}", index, "", "", [node]))
+    adder = _Adder(index, stages, boxes, made)
+    for stage in stages:
+        for node in bodies[stage]:
+            if is_shown(node) and (len(stages) == 1 or layer_of(node) in likes[stage]):
+                adder.add(node, stage, likes[stage])
+    return boxes
 
 
 def _received(stage: int, body: list[Node]) -> list[Node]:
@@ -151,151 +192,143 @@ def _received(stage: int, body: list[Node]) -> list[Node]:
     return [arg for arg in read if stage not in note(arg).stages]
 
 
-def _stage_boxes(stage: int, body: list[Node], seen: dict[Any, str]) -> list[Box]:
-    """The boxes of the operators of one stage; `seen` maps signatures of layers to the layers already shown."""
-    shown = [node for node in body if is_shown(node)]
-    of_layer: dict[str, list[Node]] = {}
-    for node in shown:
-        of_layer.setdefault(layer_of(node), []).append(node)
-    of_layer.pop("", None)
-    position = {node: i for i, node in enumerate(shown)}
-    like: dict[str, str] = {}
-    for layer, nodes in of_layer.items():
-        is_one_piece = position[nodes[-1]] - position[nodes[0]] == len(nodes) - 1
-        if len(nodes) > 2 and is_one_piece:
-            first = seen.setdefault(_signature(layer, body, nodes), layer)
-            if first != layer:
-                like[layer] = first
-    boxes: list[Box] = []
-    for node in shown:
-        _add(boxes, node, stage, like, of_layer)
-    return boxes
+def _sent(program: Program, stage: int) -> list[tuple[int, Node]]:
+    """(stage that reads it, value) of everything that a stage sends."""
+    found: dict[tuple[int, Node], None] = {}
+    for node in ops(program.graphs["LOCAL"]):
+        for arg in node.all_input_nodes if stage not in note(node).stages else ():
+            if arg.op == "call_function" and note(arg).stages[0] == stage:
+                found |= {(k, arg): None for k in note(node).stages if k not in note(arg).stages}
+    return sorted(found, key=lambda one: one[0])
 
 
-def _add(boxes: list[Box], node: Node, stage: int, like: dict[str, str], of_layer: dict[str, list[Node]]) -> None:
-    """Put `node` into a box: that of its folded layer, the last one if both are small and of one module, or its own."""
-    layer, module = layer_of(node), note(node).module
-    if layer in like:
-        at = next((i for i, box in enumerate(boxes) if layer in box.folded), None)
-        if at is None and boxes and boxes[-1].folded:
-            at = len(boxes) - 1
-        if at is None:
-            boxes.append(_folded_box(stage, [layer], (node,), like))
+@dataclass
+class _Adder:
+    """Puts the shown operators of a column into boxes, in order."""
+
+    column: int
+    stages: tuple[int, ...]
+    boxes: list[Box]
+    made: Calls
+
+    def add(self, node: Node, stage: int, likes: dict[str, Like]) -> None:
+        """Put `node` into the box of its folded layer, into the last box if both are small and of one module, or its own."""
+        layer = layer_of(node)
+        before = self.boxes[-1] if self.boxes else None
+        if layer in likes:
+            if before is None or not before.folded:
+                before = self._new(node)
+            before.folded.setdefault(layer, likes[layer])
+            before.nodes.append(node)
+            before.params += _params(node)
+        elif before and not before.folded and _can_join(before.nodes[-1], node):
+            before.nodes.append(node)
+            before.params += tuple(one for one in _params(node) if one not in before.params)
         else:
-            box = boxes[at]
-            boxes[at] = _folded_box(stage, [*box.folded, layer], (*box.nodes, node), like)
-        return
-    if len(of_layer.get(layer, ())) <= 2:
-        layer = ""
-    inner = module.removeprefix(layer).removeprefix(".") if layer else ""
-    part = inner.partition(".")[0]
-    before = boxes[-1] if boxes else None
-    if before and not before.folded and _can_join(before.nodes[-1], node):
-        nodes = (*before.nodes, node)
-        boxes[-1] = Box(before.id, stage, layer, part, _title(nodes, layer, part), nodes, _params(nodes))
-    else:
-        title = _title((node,), layer, part)
-        boxes.append(Box(f"s{stage}_{node.name}", stage, layer, part, title, (node,), _params((node,))))
+            before = self._new(node)
+            inner = note(node).module.removeprefix(layer).removeprefix(".") if layer else ""
+            before.layer, before.part = layer, inner.partition(".")[0]
+            before.nodes.append(node)
+            before.params = _params(node)
+        before.calls += [one for made in (*hidden_inputs(node), node) for one in self.made.pop((made, stage), ())]
 
-
-def _folded_box(stage: int, layers: Iterable[str], nodes: tuple[Node, ...], like: dict[str, str]) -> Box:
-    layers = list(dict.fromkeys(layers))
-    models = tuple(dict.fromkeys(like[one] for one in layers))
-    title = f"{short(layers[0])} ... {short(layers[-1])}" if len(layers) > 1 else short(layers[0])
-    title += f": as {', '.join(map(short, models))}" + (" in turn" if len(models) > 1 else "")
-    return Box(f"s{stage}_{nodes[0].name}", stage, "", "", title, nodes, (), tuple(layers), models)
-
-
-def short(module: str) -> str:
-    """`h.3` for `transformer.h.3`: the last two names of a layer."""
-    return ".".join(module.split(".")[-2:])
+    def _new(self, node: Node) -> Box:
+        self.boxes.append(Box(f"s{self.stages[0]}_{node.name}", self.column, "", "", []))
+        return self.boxes[-1]
 
 
 def _can_join(before: Node, node: Node) -> bool:
     """Small operators of one module that follow each other share a box: no cycle can come of it."""
-    names = {op_name(one).removeprefix("aten.") for one in (before, node)}
+    is_small = before.op == node.op == "call_function" and not {short_op(before), short_op(node)} & ALONE
     same = note(before).module == note(node).module and note(before).of_params == note(node).of_params
-    return same and bool(note(node).module) and not names & ALONE and note(before).tp.kind == note(node).tp.kind
+    return is_small and same and bool(note(node).module) and note(before).tp.kind == note(node).tp.kind
 
 
-def _title(nodes: tuple[Node, ...], layer: str, part: str) -> str:
-    """`c_attn: linear`; the whole module path outside of layers."""
-    names = list(dict.fromkeys(op_name(one).removeprefix("aten.") for one in nodes))
-    what = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
-    module = note(nodes[-1]).module
-    if layer:
-        module = module.removeprefix(layer).removeprefix(".")
-        module = module.removeprefix(f"{part}.")
-    return what if module in ("", what) else f"{module}: {what}"
-
-
-def _params(nodes: tuple[Node, ...]) -> tuple[tuple[str, Node, Node | None], ...]:
-    found: dict[Node, tuple[str, Node, Node | None]] = {}
-    for node in nodes:
-        for arg in node.all_input_nodes:
-            source = origin(arg)
-            if note(source).kind in ("param", "buffer"):
-                name = note(source).name
-                own = name.removeprefix(note(node).module + ".")
-                conversion = arg if note(arg).conversion else None
-                found.setdefault(source, (own if own.count(".") == 0 else name, source, conversion))
+def _params(node: Node) -> tuple[Param, ...]:
+    found: dict[Node, Param] = {}
+    for arg in node.all_input_nodes:
+        source = origin(arg)
+        if note(source).kind in ("param", "buffer"):
+            name = note(source).name
+            own = name.removeprefix(note(node).module + ".")
+            conversion = arg if note(arg).conversion else None
+            found.setdefault(source, (own if "." not in own else name, source, conversion))
     return tuple(found.values())
 
 
-def _edges(boxes: list[Box], home: dict[tuple[int, Node], str]) -> list[Edge]:
+def _edges(boxes: list[Box], columns: list[tuple[int, ...]], home: dict[tuple[int, Node], str]) -> list[Edge]:
     found: dict[tuple[str, str], Edge] = {}
     for box in boxes:
+        stage = columns[box.column][0]
         if box.is_received:
             value = box.nodes[0]
-            source = home[note(value).stages[0], origin(value)]
-            found[source, box.id] = Edge(source, box.id, value, crosses=True)
+            source = home.get((note(value).stages[0], origin(value)))
+            if source:
+                found[source, box.id] = Edge(source, box.id, value, crosses=True)
+            continue
+        if box.sent_to >= 0:
+            source = home.get((stage, origin(box.nodes[0])))
+            if source:
+                found[source, box.id] = Edge(source, box.id, box.nodes[0], crosses=True)
             continue
         for arg in (arg for node in box.nodes if not box.is_input for arg in node.all_input_nodes):
-            given = _given(arg, box.stage, home)
-            if given not in (None, box.id):
+            given = _given(arg, stage, home)
+            if given is not None and given != box.id:
                 found.setdefault((given, box.id), Edge(given, box.id, arg))
     return list(found.values())
 
 
 def _given(arg: Node, stage: int, home: dict[tuple[int, Node], str]) -> str | None:
-    """The box of `stage` that gives an operand, through its views; None for parameters."""
+    """The box of a column that gives an operand, through its views; None for parameters."""
     while (stage, arg) not in home and arg.op == "call_function" and arg.all_input_nodes:
         arg = arg.all_input_nodes[0]
     return home.get((stage, arg))
 
 
-def _ties(graph: Graph, boxes: list[Box]) -> list[Tie]:
+def _ties(program: Program, boxes: list[Box]) -> Iterator[Tie]:
     """One tie between each two neighbours among the readers of a parameter."""
     readers: dict[Node, dict[str, None]] = {}
     for box in boxes:
-        for _, param, _ in box.params or (_params(box.nodes) if box.folded else ()):
+        for _, param, _ in box.params:
             if note(param).kind == "param":
                 readers.setdefault(param, {})[box.id] = None
-    ties = []
-    for param in graph.nodes:
-        chain = list(readers.get(param, ()))
-        ties += [Tie(a, b, param) for a, b in pairwise(chain)]
-    return ties
+    for param in program.graphs["LOCAL"].nodes:
+        for first, second in pairwise(readers.get(param, ())):
+            yield Tie(first, second, param)
 
 
-def _signature(layer: str, body: list[Node], shown: list[Node]) -> Any:
-    """What the picture tells of a layer, without names: equal signatures can be drawn as one."""
-    inside = {node: i for i, node in enumerate(node for node in body if layer_of(node) == layer)}
+def _place_calls(drawn: Outline, left: list[Collective]) -> Outline:
+    """Give what no node communicates to edges between columns, to ties, and to columns."""
+    column_of = {stage: i for i, one in enumerate(drawn.columns) for stage in one.stages}
+    boxes = {box.id: box for box in drawn.boxes}
+    edges, ties, columns = list(drawn.edges), list(drawn.ties), list(drawn.columns)
+    links: dict[tuple[int, int], int] = {}
+    for i, edge in enumerate(edges):
+        if edge.crosses:
+            links.setdefault((boxes[edge.source].column, boxes[edge.target].column), i)
+    others = []
+    for one in left:
+        ends = re.fullmatch(r"stage (\d+) to (\d+)", one.site)
+        at = column_of.get(one.stage)
+        if ends:
+            first, second = sorted(map(int, ends.groups()))
+            link = (column_of.get(first, -1), column_of.get(second, -1))
+            if link in links:
+                edges[links[link]] = replace(edges[links[link]], calls=(*edges[links[link]].calls, one))
+                continue
+            at = column_of.get(min(first, second)) if link[0] == link[1] else None
+        elif one.conversion == "tied sum":
+            i = next((i for i, tie in enumerate(ties) if note(tie.param).name in one.site), None)
+            if i is not None:
+                ties[i] = replace(ties[i], calls=(*ties[i].calls, one))
+                continue
+        elif one.conversion == "loss sum":
+            at = None
+        if at is None:
+            others.append(one)
+        else:
+            columns[at] = replace(columns[at], calls=(*columns[at].calls, one))
+    return replace(drawn, columns=tuple(columns), edges=tuple(edges), ties=tuple(ties), others=tuple(others))
 
-    def operand(arg: Any) -> Any:
-        if not isinstance(arg, Node):
-            return arg
-        if arg in inside:
-            return f"#{inside[arg]}"
-        record = note(arg)
-        own = record.name.removeprefix(f"{layer}.")
-        kind = "value" if record.kind in ("op", "input") else record.kind
-        return f"{kind} {own if own != record.name else ''} {record.tp}"
 
-    told = []
-    for node in inside:
-        record = note(node)
-        literals = str(map_aggregate((node.args, node.kwargs), operand))
-        local = record.module.removeprefix(layer)
-        told.append((str(node.target), literals, local, record.tp, str(record.extra.get("local_shapes"))))
-    return (tuple(told), len(shown))
+__all__ = ["Box", "Column", "Edge", "Outline", "Tie", "outline"]

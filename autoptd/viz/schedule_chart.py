@@ -1,184 +1,317 @@
-"""Draw a pipeline schedule as a chart in SVG: one row per pipeline rank, one box per forward, backward and W.
+"""Draw when every pipeline rank computes what: a row per rank, a box per action, time to the right.
 
-In: per rank the computations with start and end, as a simulation or a measured run gives them. Out: the text of an SVG
-file, the same bytes for the same input. Boxes carry the microbatch; forwards are blue, backwards green, weight gradients
-that run on their own (W) orange, and the shade is the model chunk, dark for the first and light for the last (Narayanan
-et al., SC'21, figure 4). Grey is idle time: the bubble.
+In: one or more `Run`s of a step (simulated, executed). Out: the text of an SVG file, the same bytes for the same input. Boxes
+carry the microbatch; forwards are blue, backwards green, weight gradients that run on their own (W) orange, and the shade is
+the model chunk, dark for the first and light for the last (Narayanan et al., SC'21, figure 4). Grey is idle time: the bubble.
+Thin lines are messages. The strip below a row is what its rank holds for backward.
 
-    result = simulate(interleaved(p=2, v=2, m=8))
-    text = schedule_svg(result.spans, title="interleaved, p=2 v=2 m=8", bubble=result.bubble)
+Of many ranks the first and the last are drawn, and of a long step its beginning and its end: the picture says so.
+
+    text = schedule_svg([Run("simulated", result.spans)], program.orders, title="interleaved, p=2 v=2 m=8")
     Path("schedule.svg").write_text(text)
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil, floor, log10
+from statistics import median
 from xml.sax.saxutils import escape
 
-from autoptd.ir.actions import Action, Kind
+from autoptd.ir.actions import COMPUTES, Action, Kind
+from autoptd.viz.runs import Curve, Message, Run, Span, meaning
+from autoptd.viz.words import bytes_text
 
-Spans = Sequence[Sequence[tuple[Action, float, float]]]  # per rank: what, start, end
-
-LEFT, RIGHT, TOP, ROW, GAP, BELOW = 76, 78, 66, 30, 6, 52  # margins and row height, in pixels
-BOX_WIDTH = 24  # wanted for the shortest box ...
-MIN_WIDTH, MAX_WIDTH = 560, 2600  # ... unless the chart gets narrower or wider than this
+LEFT, RIGHT, HEAD, ROW, STRIP, GAP, AXIS = 84, 110, 92, 28, 24, 10, 56  # margins and heights, in pixels
+BOX_WIDTH, LEAST_BOX = 24.0, 9.0  # of a usual box: wanted, and the least that is drawn
+MIN_WIDTH, MAX_WIDTH = 640.0, 2400.0  # of the time axis
+MOST_RANKS, MOST_MESSAGES = 16, 600
 DARK = {Kind.F: (31, 83, 160), Kind.B: (28, 112, 62), Kind.W: (163, 84, 18)}
 LIGHT = {Kind.F: (176, 208, 246), Kind.B: (176, 226, 190), Kind.W: (247, 210, 168)}
-NAMES = {Kind.F: "forward", Kind.B: "backward", Kind.W: "weight gradient"}
+NAMES = {Kind.F: "forward", Kind.B: "backward", Kind.W: "weight gradients"}
 STYLE = """
-  text { font-family: Helvetica, Arial, sans-serif; font-size: 12px; fill: #333 }
+  text { font-family: Verdana, "DejaVu Sans", Helvetica, Arial, sans-serif; font-size: 11px; fill: #26303b }
   .title { font-size: 16px; font-weight: bold }
+  .panel { font-size: 13px; font-weight: bold }
   .rank { text-anchor: end }
-  .tick { text-anchor: middle; font-size: 11px; fill: #666 }
-  .box rect { stroke: #fff; stroke-width: 1 }
+  .tick { text-anchor: middle; font-size: 10px; fill: #6b7682 }
+  .quiet { fill: #6b7682; font-size: 10px }
+  .box rect { stroke: #fff; stroke-width: 0.7 }
   .box text { text-anchor: middle }
   .on-dark { fill: #fff }
-  .idle { fill: #e9e9ec }
-  .axis { stroke: #999; stroke-width: 1 }
+  .idle { fill: #e4e6ea }
+  .strip { fill: #f4f5f7 }
+  .held { fill: #c9b3e6 }
+  .axis { stroke: #9aa4ae; stroke-width: 1; fill: none }
+  .sent { stroke-width: 1; stroke-opacity: 0.65; fill: none }
+  .cut { fill: #fff; stroke: #9aa4ae; stroke-dasharray: 3 3 }
 """
 
 
-def schedule_svg(
-    spans: Spans,
-    *,
-    title: str = "",
-    bubble: float | None = None,
-    peak_live: Sequence[int] = (),
-    unit: str = "time (one forward = 1)",
-) -> str:
-    """Return the chart of `spans` as SVG text.
-
-    `bubble` (idle share over ideal time) goes into the title, `peak_live` (live microbatches, per rank) behind the
-    rows, `unit` under the time axis.
-    """
-    scale = _scale(spans)
-    heading = title + ("" if bubble is None else f"{', ' if title else ''}bubble {_number(100 * bubble)} %")
-    body = [f'<text class="title" x="12" y="26">{escape(heading)}</text>']
-    body += _legend(scale, {action.kind for row in spans for action, _, _ in row})
-    body += _live_column(scale, peak_live) if peak_live else []
-    for rank, row in enumerate(spans):
-        body += _row(rank, row, scale)
-    body += _axis(scale, unit)
-    size = f'width="{scale.total_width}" height="{scale.total_height}"'
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} viewBox="0 0 {scale.total_width} {scale.total_height}">'
-    back = f'<rect width="{scale.total_width}" height="{scale.total_height}" fill="#fff"/>'
+def schedule_svg(runs: Sequence[Run], orders: Sequence[Sequence[Action]] = (), *, title: str = "") -> str:
+    """Return the chart of `runs`, one panel below the other, as SVG text; messages are drawn where `orders` have sends."""
+    width = max((_wanted_width(run) for run in runs), default=MIN_WIDTH)
+    panels = [_Panel(run, _Scale.of(run, width), orders) for run in runs]
+    right = max((ceil(panel.scale.right) for panel in panels), default=0) + RIGHT
+    body, y = [f'<text class="title" x="12" y="26">{escape(title)}</text>', *_legend(panels)], float(HEAD)
+    for panel in panels:
+        body += [f'<g transform="translate(0 {_n(y)})">', *panel.draw(), "</g>"]
+        y += panel.height
+    height = ceil(y)
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{right}" height="{height}" viewBox="0 0 {right} {height}">'
+    back = f'<rect width="{right}" height="{height}" fill="#fff"/>'
     return "\n".join([head, f"<style>{STYLE}</style>", back, *body, "</svg>"]) + "\n"
+
+
+def _usual(run: Run) -> float:
+    """The time of a usual computation."""
+    lengths = [
+        end - start for row in run.spans for action, start, end in row if action.kind in COMPUTES and end > start
+    ]
+    return median(lengths) if lengths else run.length
+
+
+def _wanted_width(run: Run) -> float:
+    return min(max(run.length / _usual(run) * BOX_WIDTH, MIN_WIDTH), MAX_WIDTH)
 
 
 @dataclass(frozen=True)
 class _Scale:
-    """How time and ranks become pixels."""
+    """How time becomes pixels: `windows` are the parts of the step that are drawn, each (from, to)."""
 
     pixels: float  # per unit of time
-    finish: float
-    ranks: int
-    chunks: int
+    windows: tuple[tuple[float, float], ...]
+
+    @staticmethod
+    def of(run: Run, width: float) -> _Scale:
+        """All of the step if its boxes can be told apart, else its beginning and its end."""
+        usual = _usual(run)
+        if run.length / usual * LEAST_BOX <= MAX_WIDTH:
+            return _Scale(width / run.length, ((run.begin, run.finish),))
+        pixels = 1.5 * LEAST_BOX / usual
+        half = width / 2 / pixels
+        return _Scale(pixels, ((run.begin, run.begin + half), (run.finish - half, run.finish)))
 
     @property
-    def total_width(self) -> int:
-        return ceil(self.x(self.finish)) + RIGHT
-
-    @property
-    def bottom(self) -> int:
-        return TOP + self.ranks * (ROW + GAP)
-
-    @property
-    def total_height(self) -> int:
-        return self.bottom + BELOW
+    def right(self) -> float:
+        return self.x(self.windows[-1][1])
 
     def x(self, time: float) -> float:
-        return LEFT + time * self.pixels
+        """The place of a moment; of one that is left out, the edge of what is drawn."""
+        at = float(LEFT)
+        for low, high in self.windows:
+            if time <= high:
+                return at + max(time - low, 0.0) * self.pixels
+            at += (high - low) * self.pixels + (GAP if len(self.windows) > 1 else 0)
+        return at - (GAP if len(self.windows) > 1 else 0)
 
-    def y(self, rank: int) -> int:
-        return TOP + rank * (ROW + GAP)
+    def shown(self, start: float, end: float) -> bool:
+        """Whether any of a time is drawn."""
+        return any(start < high and end > low for low, high in self.windows)
 
 
-def _scale(spans: Spans) -> _Scale:
-    finish = max((end for row in spans for _, _, end in row), default=1.0)
-    shortest = min((end - start for row in spans for _, start, end in row if end > start), default=finish)
-    width = min(max(finish / shortest * BOX_WIDTH, MIN_WIDTH), MAX_WIDTH)
-    stages = 1 + max((action.stage for row in spans for action, _, _ in row), default=0)
-    return _Scale(width / finish, finish, len(spans), ceil(stages / max(len(spans), 1)))
+@dataclass(frozen=True)
+class _Panel:
+    """One run, drawn from its top left corner on."""
+
+    run: Run
+    scale: _Scale
+    orders: Sequence[Sequence[Action]]
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks that are drawn."""
+        count = len(self.run.spans)
+        if count <= MOST_RANKS:
+            return list(range(count))
+        return [*range(MOST_RANKS // 2), *range(count - MOST_RANKS // 2, count)]
+
+    @property
+    def step(self) -> int:
+        """From row to row."""
+        return ROW + GAP + (STRIP if self.run.memory else 0)
+
+    @property
+    def height(self) -> float:
+        return self._y(len(self.ranks) - 1) + self.step + AXIS
+
+    def draw(self) -> Iterator[str]:
+        run, ranks = self.run, self.ranks
+        span = f"{_n(run.length * run.scale)} {run.unit}" if run.in_seconds else ""
+        told = [one for one in (span, f"bubble {100 * run.bubble:.1f} %") if one]
+        yield f'<text class="panel" x="12" y="4">{escape(run.name)}: {", ".join(told)}</text>'
+        messages = list(run.messages(self.orders, ranks)) if self.orders else []
+        messages = [one for one in messages if self.scale.shown(one.sent, one.read + 1e-9 * run.length)]
+        remarks = [one for one in (run.remark, *self._left_out(len(messages))) if one]
+        yield f'<text class="quiet" x="12" y="20">{escape("; ".join(remarks))}</text>'
+        yield f'<text class="quiet" x="{_n(self.scale.right + 12)}" y="20">idle, most held</text>'
+        top = max((amount for curve in run.memory for _, amount in curve), default=0.0)
+        for i, rank in enumerate(ranks):
+            yield from self._row(self._y(i), rank, top)
+        if len(messages) <= MOST_MESSAGES:
+            row = {rank: i for i, rank in enumerate(ranks)}
+            yield from (self._message(one, row) for one in messages)
+        for i, rank in enumerate(ranks):
+            yield from self._boxes(self._y(i), rank)
+        yield from self._breaks()
+        yield from self._axis()
+
+    def _y(self, row: int) -> float:
+        """The top of a row; below the rows that are left out there is a gap."""
+        return 30 + row * self.step + (GAP if len(self.run.spans) > MOST_RANKS and row >= MOST_RANKS // 2 else 0)
+
+    def _left_out(self, messages: int) -> Iterator[str]:
+        """What the picture does not show."""
+        run = self.run
+        if len(run.spans) > MOST_RANKS:
+            yield f"ranks {MOST_RANKS // 2} to {len(run.spans) - MOST_RANKS // 2 - 1} are not drawn"
+        if len(self.scale.windows) > 1:
+            (_, first), (second, _) = self.scale.windows
+            share = 100 * (second - first) / run.length
+            times = f"{_n((first - run.begin) * run.scale)} to {_n((second - run.begin) * run.scale)}"
+            yield f"{share:.0f} % of the time, from {times}, is left out"
+        if messages > MOST_MESSAGES:
+            yield f"its {messages} messages are not drawn"
+
+    def _row(self, y: float, rank: int, top: float) -> Iterator[str]:
+        run, scale = self.run, self.scale
+        yield f'<text class="rank" x="{LEFT - 10}" y="{_n(y + ROW / 2 + 4)}">pp rank {rank}</text>'
+        for low, high in scale.windows:
+            width = _n((high - low) * scale.pixels)
+            yield f'<rect class="idle" x="{_n(scale.x(low))}" y="{_n(y)}" width="{width}" height="{ROW}"/>'
+        at = _n(scale.right + 12)
+        idle = f"{100 * run.idle[rank]:.0f} % idle" if run.spans[rank] else "not recorded"
+        yield f'<text x="{at}" y="{_n(y + ROW / 2 + 4)}">{idle}</text>'
+        if run.memory:
+            yield from self._strip(y + ROW + 2, run.memory[rank], top)
+            most = max((amount for _, amount in run.memory[rank]), default=0.0)
+            text = bytes_text(most) if run.in_bytes else f"{most:g} live"
+            yield f'<text class="quiet" x="{at}" y="{_n(y + ROW + STRIP - 2)}">{text}</text>'
+
+    def _boxes(self, y: float, rank: int) -> Iterator[str]:
+        for span in self.run.spans[rank]:
+            if span[0].kind in COMPUTES and self.scale.shown(span[1], span[2]):
+                yield self._box(y, span)
+
+    def _box(self, y: float, span: Span) -> str:
+        action, start, end = span
+        run, scale = self.run, self.scale
+        color, is_dark = _shade(action.kind, run.chunks[action.stage], self.chunks)
+        left, right = scale.x(start), scale.x(end)
+        times = f"{_n((start - run.begin) * run.scale)} to {_n((end - run.begin) * run.scale)} {run.unit}"
+        hint = f"<title>{action}: {meaning(action)}; {times}</title>"
+        box = f'<rect x="{_n(left)}" y="{_n(y)}" width="{_n(max(right - left, 0.5))}" height="{ROW}" fill="{color}"/>'
+        label = _label(str(action.microbatch), (left + right) / 2, y + ROW / 2 + 4, right - left, is_dark)
+        return f'<g class="box">{hint}{box}{label}</g>'
+
+    @property
+    def chunks(self) -> int:
+        """Model chunks of a rank."""
+        return 1 + max(self.run.chunks.values(), default=0)
+
+    def _message(self, one: Message, row: dict[int, int]) -> str:
+        """A line between the rows, below the boxes."""
+        is_down = row[one.target] > row[one.source]
+        x, y = self.scale.x(one.sent), self._y(row[one.source]) + ROW * is_down
+        to_x, to_y = self.scale.x(one.read), self._y(row[one.target]) + ROW * (not is_down)
+        color = "#1f53a0" if one.action.kind is Kind.SEND_F else "#1c703e"
+        return (
+            f'<path class="sent" stroke="{color}" d="M{_n(x)} {_n(y)}L{_n(to_x)} {_n(to_y)}">'
+            f"<title>{one.action}</title></path>"
+        )
+
+    def _strip(self, y: float, curve: Curve, top: float) -> Iterator[str]:
+        """What a rank holds over time, as an area; `top` is the most that any of them holds."""
+        times, high = [time for time, _ in curve], STRIP - 4
+        for low, end in self.scale.windows:
+            first = bisect_right(times, low)
+            held = curve[first - 1][1] if first else 0.0
+            left, bottom = self.scale.x(low), y + high
+            path = [f"M{_n(left)} {_n(bottom)}V{_n(bottom - high * held / top if top else bottom)}"]
+            for time, amount in curve[first : bisect_right(times, end)]:
+                path.append(f"H{_n(self.scale.x(time))}V{_n(bottom - high * amount / top if top else bottom)}")
+            right = _n(left + (end - low) * self.scale.pixels)
+            width = _n((end - low) * self.scale.pixels)
+            yield f'<rect class="strip" x="{_n(left)}" y="{_n(y)}" width="{width}" height="{high}"/>'
+            yield f'<path class="held" d="{"".join(path)}H{right}V{_n(bottom)}Z"/>'
+
+    def _breaks(self) -> Iterator[str]:
+        """The gap where time is left out."""
+        if len(self.scale.windows) > 1:
+            x, bottom = self.scale.x(self.scale.windows[0][1]), self._y(len(self.ranks) - 1) + self.step
+            yield f'<rect class="cut" x="{_n(x + 1)}" y="28" width="{GAP - 2}" height="{_n(bottom - 26)}"/>'
+
+    def _axis(self) -> Iterator[str]:
+        run, scale = self.run, self.scale
+        y = self._y(len(self.ranks) - 1) + self.step
+        drawn = sum(high - low for low, high in scale.windows)
+        step = _tick_step(drawn * run.scale, wanted=max(2, int(drawn * scale.pixels / 90))) / run.scale
+        for low, high in scale.windows:
+            yield f'<path class="axis" d="M{_n(scale.x(low))} {_n(y)}H{_n(scale.x(high))}"/>'
+            first = ceil((low - run.begin) / step - 1e-9)
+            for tick in range(first, floor((high - run.begin) / step + 1e-9) + 1):
+                x = _n(scale.x(run.begin + tick * step))
+                yield f'<path class="axis" d="M{x} {_n(y)}v5"/>'
+                yield f'<text class="tick" x="{x}" y="{_n(y + 17)}">{_n(tick * step * run.scale)}</text>'
+        middle = _n((LEFT + scale.right) / 2)
+        yield f'<text class="tick" x="{middle}" y="{_n(y + 31)}">{escape(f"time ({run.unit})")}</text>'
 
 
-def _row(rank: int, row: Sequence[tuple[Action, float, float]], scale: _Scale) -> list[str]:
-    y = scale.y(rank)
-    lines = [f'<text class="rank" x="{LEFT - 10}" y="{y + ROW // 2 + 4}">pp rank {rank}</text>']
-    lines.append(
-        f'<rect class="idle" x="{LEFT}" y="{y}" width="{_number(scale.finish * scale.pixels)}" height="{ROW}"/>'
-    )
-    for action, start, end in row:
-        color, is_dark = _shade(action.kind, action.stage // scale.ranks, scale.chunks)
-        left, width = scale.x(start), (end - start) * scale.pixels
-        hint = f"<title>{action}: {_number(start)} to {_number(end)}</title>"
-        box = f'<rect x="{_number(left)}" y="{y}" width="{_number(width)}" height="{ROW}" fill="{color}"/>'
-        label = _label(str(action.microbatch), left + width / 2, y + ROW // 2 + 4, width, is_dark)
-        lines.append(f'<g class="box">{hint}{box}{label}</g>')
-    return lines
+def _legend(panels: Sequence[_Panel]) -> Iterator[str]:
+    """A swatch per kind and chunk: the first four chunks and the last. W is told where there is one."""
+    kinds = set().union(*(panel.run.kinds for panel in panels)) if panels else set()
+    chunks = max((panel.chunks for panel in panels), default=1)
+    shown = [chunk for chunk in range(chunks) if chunk < 4 or chunk == chunks - 1]
+    x = 12.0
+    for kind in (Kind.F, Kind.B, *({Kind.W} & kinds)):
+        for chunk in shown:
+            yield f'<rect x="{_n(x)}" y="42" width="14" height="14" fill="{_shade(kind, chunk, chunks)[0]}"/>'
+            x += 16
+        text = NAMES[kind] + (f" (chunks 0 to {chunks - 1})" if chunks > 1 else "")
+        yield f'<text x="{_n(x + 4)}" y="53">{text}</text>'
+        x += 24 + 7 * len(text)
+    yield f'<rect class="idle" x="{_n(x)}" y="42" width="14" height="14"/>'
+    text = "idle; numbers are microbatches"
+    yield f'<text x="{_n(x + 20)}" y="53">{text}</text>'
+    x += 40 + 7 * len(text)
+    if any(panel.orders for panel in panels):
+        yield f'<path class="sent" stroke="#1f53a0" d="M{_n(x)} 55L{_n(x + 16)} 43"/>'
+        yield f'<text x="{_n(x + 22)}" y="53">message</text>'
+        x += 90
+    if any(panel.run.memory for panel in panels):
+        yield f'<rect class="held" x="{_n(x)}" y="42" width="14" height="14"/>'
+        yield f'<text x="{_n(x + 20)}" y="53">held for backward</text>'
 
 
 def _label(text: str, x: float, y: float, width: float, is_dark: bool) -> str:
-    """Return the microbatch number in a box, smaller where it is tight and left out where it cannot be read."""
-    size = min(12.0, floor(10 * (width - 2) / (0.58 * len(text))) / 10)
+    """The microbatch number in a box, smaller where it is tight and left out where it cannot be read."""
+    size = min(11.0, floor(10 * (width - 2) / (0.64 * len(text))) / 10)
     if size < 6:
         return ""
-    small = "" if size == 12 else f' style="font-size: {_number(size)}px"'
+    small = "" if size == 11 else f' style="font-size: {_n(size)}px"'
     css = ' class="on-dark"' if is_dark else ""
-    return f'<text{css} x="{_number(x)}" y="{_number(y)}"{small}>{text}</text>'
-
-
-def _legend(scale: _Scale, kinds: set[Kind]) -> list[str]:
-    """Return a swatch per kind and chunk: the first four chunks and the last. W is told where there is one."""
-    chunks = [chunk for chunk in range(scale.chunks) if chunk < 4 or chunk == scale.chunks - 1]
-    lines, x = [], 12
-    for kind in (Kind.F, Kind.B, *({Kind.W} & kinds)):
-        for chunk in chunks:
-            lines.append(f'<rect x="{x}" y="38" width="14" height="14" fill="{_shade(kind, chunk, scale.chunks)[0]}"/>')
-            x += 16
-        of_chunks = f" (chunks 0 to {scale.chunks - 1})" if scale.chunks > 1 else ""
-        lines.append(f'<text x="{x + 4}" y="50">{NAMES[kind]}{of_chunks}</text>')
-        x += 26 + 7 * len(NAMES[kind]) + 6 * len(of_chunks)
-    lines.append(f'<rect class="idle" x="{x}" y="38" width="14" height="14"/>')
-    lines.append(f'<text x="{x + 20}" y="50">idle; numbers are microbatches</text>')
-    return lines
-
-
-def _live_column(scale: _Scale, peak_live: Sequence[int]) -> list[str]:
-    x = scale.total_width - RIGHT + 10
-    lines = [f'<text class="tick" x="{x + 26}" y="{TOP - 8}">peak live</text>']
-    for rank, live in enumerate(peak_live):
-        lines.append(f'<text class="tick" x="{x + 26}" y="{scale.y(rank) + ROW // 2 + 4}">{live}</text>')
-    return lines
-
-
-def _axis(scale: _Scale, unit: str) -> list[str]:
-    y = scale.bottom + 2
-    lines = [f'<path class="axis" d="M{LEFT} {y}H{_number(scale.x(scale.finish))}"/>']
-    step = _tick_step(scale.finish, wanted=max(2, int(scale.finish * scale.pixels / 90)))
-    for tick in range(floor(scale.finish / step + 1e-9) + 1):
-        x = _number(scale.x(tick * step))
-        lines.append(f'<path class="axis" d="M{x} {y}v5"/><text class="tick" x="{x}" y="{y + 18}">')
-        lines[-1] += f"{_number(tick * step)}</text>"
-    middle = _number(scale.x(scale.finish / 2))
-    return [*lines, f'<text class="tick" x="{middle}" y="{y + 38}">{escape(unit)}</text>']
+    return f'<text{css} x="{_n(x)}" y="{_n(y)}"{small}>{text}</text>'
 
 
 def _tick_step(finish: float, wanted: int) -> float:
-    """Return 1, 2 or 5 times a power of ten: the smallest that gives at most `wanted` steps."""
+    """1, 2 or 5 times a power of ten: the smallest that gives at most `wanted` steps."""
     power = 10.0 ** floor(log10(finish / wanted))
     return next((factor * power for factor in (1, 2, 5) if factor * power * wanted >= finish), 10 * power)
 
 
 def _shade(kind: Kind, chunk: int, chunks: int) -> tuple[str, bool]:
-    """Return the colour of a box and whether it is dark, so that its text must be light."""
+    """The colour of a box and whether it is dark, so that its text must be light."""
     share = chunk / (chunks - 1) if chunks > 1 else 0.0
     rgb = [round(dark + share * (light - dark)) for dark, light in zip(DARK[kind], LIGHT[kind], strict=True)]
     return "#" + "".join(f"{part:02x}" for part in rgb), share < 0.5
 
 
-def _number(value: float) -> str:
+def _n(value: float) -> str:
     """At most two decimals, or three significant digits of something small; no trailing zeros."""
     text = f"{value:.2f}" if abs(value) >= 0.1 or value == 0 else f"{value:.3g}"
     return text.rstrip("0").rstrip(".") if "." in text and "e" not in text else text
+
+
+__all__ = ["schedule_svg"]

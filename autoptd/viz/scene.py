@@ -1,0 +1,156 @@
+"""What a graph picture is made of: boxes of text lines, frames around them, and links. Plain data, without a layout.
+
+In: nothing. `layout.py` writes a scene in the DOT language and finds its places, `graph_svg.py` draws it.
+
+    box = Item("a", (line(("c_fc", "bold"), (" linear", "quiet")), line("[4, 128, 768]")), fill=COLUMN)
+    Scene("GPT", (), (Frame("f", (line("h.0"),), (box,)),), ()).items
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from autoptd.ir.program import Collective
+
+INK, QUIET = "#26303b", "#6b7682"
+SIZE, SMALL, LEADING, PADDING = 11.0, 10.0, 1.36, 7.0  # of text, in pixels (points in DOT); line height over text size
+NARROW, WIDE = frozenset("iljtfrI.,:;'|!()[] "), frozenset("mwMW@%&")
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of text: pieces of (text, style), style being "", "bold" or "quiet"; `bar` is the colour behind it, if any."""
+
+    pieces: tuple[tuple[str, str], ...]
+    bar: str = ""
+
+    @property
+    def text(self) -> str:
+        return "".join(text for text, _ in self.pieces)
+
+    @property
+    def width(self) -> float:
+        """Pixels that it takes in the widest of the fonts that are asked for (Verdana, DejaVu Sans)."""
+        return sum(text_width(text, style == "bold") for text, style in self.pieces) + (10 if self.bar else 0)
+
+    @property
+    def height(self) -> float:
+        return SIZE * LEADING + (3 if self.bar else 0)
+
+
+@dataclass(frozen=True)
+class Item:
+    """A box: `shape` is "box", "note" (an input), "stack" (several) or "pill"; `calls` are what it communicates."""
+
+    id: str
+    lines: tuple[Line, ...]
+    fill: str = "#ffffff"
+    border: str = "#9aa4ae"
+    shape: str = "box"
+    thick: float = 1.0
+    dashed: bool = False
+    tooltip: str = ""
+    calls: tuple[Collective, ...] = ()
+    least_width: float = 0.0
+
+    @property
+    def width(self) -> float:
+        sides = 2 * PADDING + (10 if self.shape == "pill" else 0)
+        return max([self.least_width, *(one.width + sides for one in self.lines)])
+
+    @property
+    def height(self) -> float:
+        return sum(one.height for one in self.lines) + PADDING
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A named area around items and other frames."""
+
+    id: str
+    title: tuple[Line, ...]
+    inside: tuple[Item | Frame, ...]
+    fill: str = "none"
+    border: str = "#b8c0c8"
+    tooltip: str = ""
+    calls: tuple[Collective, ...] = ()
+
+    @property
+    def items(self) -> Iterator[Item]:
+        for one in self.inside:
+            if isinstance(one, Frame):
+                yield from one.items
+            else:
+                yield one
+
+
+@dataclass(frozen=True)
+class Link:
+    """An arrow; `letter` stands on it, `lines` beside it.
+
+    `weight`: how much it wants to be straight and short (0: it has no say in where boxes are).
+    """
+
+    source: str
+    target: str
+    color: str = INK
+    width: float = 1.2
+    dashed: bool = False
+    letter: str = ""
+    lines: tuple[Line, ...] = ()
+    tooltip: str = ""
+    weight: int = 1
+    has_head: bool = True
+    calls: tuple[Collective, ...] = ()
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A whole picture. `legend` are samples of boxes; `rows` are ids of items side by side, where it is a grid."""
+
+    title: str
+    subtitle: tuple[str, ...]
+    frames: tuple[Frame | Item, ...]
+    links: tuple[Link, ...]
+    legend: tuple[Item, ...] = ()
+    rows: tuple[tuple[str, ...], ...] = ()
+    notes: tuple[str, ...] = ()
+    calls: tuple[Collective, ...] = ()  # told in the notes
+
+    @property
+    def items(self) -> Iterator[Item]:
+        for one in self.frames:
+            if isinstance(one, Frame):
+                yield from one.items
+            else:
+                yield one
+
+    @property
+    def all_frames(self) -> Iterator[Frame]:
+        waiting = [one for one in self.frames if isinstance(one, Frame)]
+        while waiting:
+            one = waiting.pop(0)
+            yield one
+            waiting += [inner for inner in one.inside if isinstance(inner, Frame)]
+
+    @property
+    def all_calls(self) -> Iterator[Collective]:
+        """Every collective that is told somewhere in the picture."""
+        parts: list[Item | Frame | Link | Scene] = [*self.items, *self.all_frames, *self.links, self]
+        for part in parts:
+            yield from part.calls
+
+
+def line(*pieces: str | tuple[str, str], bar: str = "") -> Line:
+    """A line of plain strings and (text, style) pieces."""
+    return Line(tuple((one, "") if isinstance(one, str) else one for one in pieces), bar)
+
+
+def text_width(text: str, is_bold: bool = False, size: float = SIZE) -> float:
+    """Pixels of a text in Verdana or DejaVu Sans, not less than in Helvetica; estimated by classes of letters."""
+    ems = sum(0.40 if one in NARROW else 0.96 if one in WIDE else 0.72 if one.isupper() else 0.63 for one in text)
+    return size * ems * (1.1 if is_bold else 1.0)
+
+
+__all__ = ["INK", "QUIET", "Frame", "Item", "Line", "Link", "Scene", "line", "text_width"]
