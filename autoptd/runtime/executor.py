@@ -305,6 +305,8 @@ class Executor:
     def _global_loss(self) -> torch.Tensor:
         """Sum the loss over replicas and give it to all ranks, in the dtype that the loss stage computes."""
         self.world.at = "loss"
+        if self.program.mesh.p == 1:  # every rank has it: tensor ranks compute the same
+            return self.world.group(("dp",)).all_reduce(self._loss, "loss").to(self._seen_dtype)
         everyone = self.world.everyone()
         counts = self.program.loss_stage in self._stages and self.world.coordinate.tp == 0
         total = everyone.all_reduce(self._loss if counts else torch.zeros_like(self._loss), "loss")

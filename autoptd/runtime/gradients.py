@@ -90,14 +90,18 @@ class Gradients:
             program.params, program.orders, program.ranks, world.mesh, world.coordinate.pp, bucket_bytes
         )
         self.buckets = [Bucket(plan, world) for plan in plans]
-        self._bucket_of = {spec.name: bucket for bucket in self.buckets for spec in bucket.specs}
-        self._stages = {name: set(stages) for name, stages in here.items()}
+        # Of parameters whose gradients are summed; the others' need no counting, which is Python per parameter.
+        summed = [bucket for bucket in self.buckets if not bucket.is_alone]
+        self._bucket_of = {spec.name: bucket for bucket in summed for spec in bucket.specs}
+        self._stages = {name: set(here[name]) for name in self._bucket_of}
         self._expected = {
-            spec.name: sum(map(spec.adds_in, here[spec.name])) * program.num_microbatches for spec in trained
+            spec.name: sum(map(spec.adds_in, here[spec.name])) * program.num_microbatches
+            for spec in trained
+            if spec.name in self._bucket_of
         }
-        self._name_of = {id(params.leaves[name]): name for name in here}
+        self._name_of = {id(params.leaves[name]): name for name in self._bucket_of}
         self._results: dict[str, torch.Tensor] = {}
-        for name in here:
+        for name in self._bucket_of:
             params.leaves[name].register_post_accumulate_grad_hook(_counting_hook(weakref.ref(self), name))
         self.begin()
 
@@ -123,10 +127,11 @@ class Gradients:
         else:
             product = mm_as(a, b, leaf.grad_dtype or leaf.dtype)
             leaf.grad = product if leaf.grad is None else leaf.grad.add_(product)
-        self.count(self._name_of[id(leaf)])
+        if (name := self._name_of.get(id(leaf))) is not None:
+            self.count(name)
 
     def count(self, name: str) -> None:
-        """The gradient of the leaf `name` grew once more."""
+        """The gradient of the leaf `name`, one that is summed, grew once more."""
         if self._bucket_of[name].pending is not None:
             raise InternalError(f"gradient of {name}", "grew after its reduction had started")
         self._counts[name] += 1

@@ -71,6 +71,9 @@ class RankParameters:
         for spec, shard in self._first_values(full):
             self.local[spec.name] = nn.Parameter(shard, requires_grad=spec.requires_grad)
             self.leaves[spec.name] = self.local[spec.name].detach().requires_grad_(spec.requires_grad)
+        self._born = [
+            (name, one, one.data_ptr(), self.leaves[name].requires_grad) for name, one in self.local.items()
+        ]
 
     def _first_values(self, full: Values) -> Iterator[tuple[ParamSpec, torch.Tensor]]:
         """This rank's part of every parameter that it owns."""
@@ -118,10 +121,10 @@ class RankParameters:
 
     def check_storage(self) -> None:
         """Refuse a parameter that was given another storage: stages would go on with the old one."""
-        for name, parameter in self.local.items():
-            if parameter.data_ptr() != self.leaves[name].data_ptr():
+        for name, parameter, address, requires_grad in self._born:
+            if parameter.data_ptr() != address:
                 raise PlanError(name, "its .data was replaced", "change values in place: parameter.data.copy_(...)")
-            if parameter.requires_grad != self.leaves[name].requires_grad:
+            if parameter.requires_grad != requires_grad:
                 fact = "its requires_grad was changed, which the compiled program does not follow"
                 raise PlanError(name, fact, "set requires_grad on the model before parallelize")
 
