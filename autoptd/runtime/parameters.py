@@ -100,12 +100,11 @@ class RankParameters:
 
     def gradient(self, name: str) -> torch.Tensor | None:
         """The gradient of a parameter of this rank, if it has one: `main_grad`, unless `.grad` was changed by others."""
-        parameter, known = self.local.get(name), self._main.get(name)
-        if parameter is None:
+        parameter = self.local.get(name)
+        if parameter is None or (grad := parameter.grad) is None:
             return None
-        if known is not None and parameter.grad is known.copy and known.copy._version == known.version:
-            return known.main
-        return parameter.grad
+        known = self._main.get(name)
+        return known.main if known is not None and grad is known.copy and grad._version == known.version else grad
 
     def set_gradient(self, name: str, grad: torch.Tensor) -> None:
         """Make `grad` the gradient of a parameter: its `.main_grad` if it is to have one; `.grad` is the rounded copy."""
