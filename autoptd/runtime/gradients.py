@@ -91,7 +91,9 @@ class Gradients:
         # Only gradients that are summed are counted and waited for: that is Python per parameter.
         self.buckets = [bucket for plan in plans if not (bucket := Bucket(plan, world)).is_alone]
         self._bucket_of = {spec.name: bucket for bucket in self.buckets for spec in bucket.specs}
-        self._alone = [name for name in here if name not in self._bucket_of]
+        self._alone = [
+            (name, params.leaves[name], params.local[name]) for name in here if name not in self._bucket_of
+        ]
         self._stages = {name: set(here[name]) for name in self._bucket_of}
         self._expected = {
             spec.name: sum(map(spec.adds_in, here[spec.name])) * program.num_microbatches
@@ -158,8 +160,12 @@ class Gradients:
     @torch.no_grad()
     def commit(self) -> None:
         """Add the step's gradients to `parameter.grad` (and `parameter.main_grad`)."""
-        for name in self._alone:
-            if (grad := self.params.leaves[name].grad) is not None:
+        for name, leaf, parameter in self._alone:
+            if (grad := leaf.grad) is None:
+                continue
+            if parameter.grad is None and self.params.is_plain(name):
+                parameter.grad = grad
+            else:
                 self._hand_over(name, grad)
         for name, grad in self._results.items():
             self._hand_over(name, grad)

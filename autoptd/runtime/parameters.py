@@ -106,6 +106,10 @@ class RankParameters:
         known = self._main.get(name)
         return known.main if known is not None and grad is known.copy and grad._version == known.version else grad
 
+    def is_plain(self, name: str) -> bool:
+        """Whether `.grad` is all there is to the gradient of a parameter: no `.main_grad`."""
+        return self._grad_dtypes[name] is None
+
     def set_gradient(self, name: str, grad: torch.Tensor) -> None:
         """Make `grad` the gradient of a parameter: its `.main_grad` if it is to have one; `.grad` is the rounded copy."""
         parameter, dtype = self.local[name], self._grad_dtypes[name]
