@@ -96,13 +96,17 @@ def of_all_ranks(turns: dict[str, Turns]) -> dict[str, Turns]:
 
 
 def _meet() -> None:
-    if dist.is_initialized():
+    if _has_peers():
         dist.barrier()
+
+
+def _has_peers() -> bool:
+    return dist.is_initialized() and dist.get_backend() != "fake"
 
 
 def _agreed(seconds: float) -> float:
     """The clock of rank 0, so that all ranks stop in one round."""
-    if not dist.is_initialized():
+    if not _has_peers():
         return seconds
     told = [seconds]
     dist.broadcast_object_list(told, 0)
