@@ -30,15 +30,15 @@ import autoptd
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from autoptd.compat import fake_process_group  # noqa: E402
-from autoptd.ir.mesh import Mesh  # noqa: E402
-from autoptd.runtime import i_to_p, i_to_r, p_to_i  # noqa: E402
-from autoptd.runtime.batch import cut  # noqa: E402
-from autoptd.runtime.distributed import DistributedWorld  # noqa: E402
-from autoptd.runtime.launch import Rank  # noqa: E402
-from autoptd.runtime.threads import ThreadWorld, run_ranks  # noqa: E402
-from autoptd.runtime.world import Group, Needs, World  # noqa: E402
-from benchmarks.lib.report import save, save_picture  # noqa: E402
+from autoptd.compat import fake_process_group
+from autoptd.ir.mesh import Mesh
+from autoptd.runtime import i_to_p, i_to_r, p_to_i
+from autoptd.runtime.batch import cut
+from autoptd.runtime.distributed import DistributedWorld
+from autoptd.runtime.launch import Rank
+from autoptd.runtime.threads import ThreadWorld, run_ranks
+from autoptd.runtime.world import Group, Needs, World
+from benchmarks.lib.report import save, save_picture
 
 Row = dict[str, Any]
 AXES = (("tp",),)

@@ -36,12 +36,12 @@ import autoptd
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.lib import megatron_style, torch_native  # noqa: E402
-from benchmarks.lib.memory import peak_bytes  # noqa: E402
-from benchmarks.lib.pairs import Turns, of_all_ranks, ratio_of, take_turns  # noqa: E402
-from benchmarks.lib.processes import spawn  # noqa: E402
-from benchmarks.lib.report import ratio_bars, save, save_picture  # noqa: E402
-from examples.gpt import GPT, GPTConfig  # noqa: E402
+from benchmarks.lib import megatron_style, torch_native
+from benchmarks.lib.memory import peak_bytes
+from benchmarks.lib.pairs import Turns, of_all_ranks, ratio_of, take_turns
+from benchmarks.lib.processes import spawn
+from benchmarks.lib.report import ratio_bars, save, save_picture
+from examples.gpt import GPT, GPTConfig
 
 Row = dict[str, Any]
 Step = Callable[[Tensor, Tensor], Tensor | None]
@@ -155,11 +155,19 @@ def measure(size: Size, case: Case, seconds: float, calls: int) -> list[Row]:
     wanted = [_sgd_step(model, whole_ids, whole_targets) for _ in range(3)]
     apart = {name: _largest(_apart(one, ids, targets, wanted, case.d)) for name, one in made.items()}
     tokens = whole_ids.numel()
-    return [_row(size, case, name, turns, tokens) | {"peak MB": peaks[name] / 1e6, "parity": apart[name]} for name in made]
+    return [
+        _row(size, case, name, turns, tokens) | {"peak MB": peaks[name] / 1e6, "parity": apart[name]} for name in made
+    ]
 
 
 def _row(size: Size, case: Case, name: str, turns: dict[str, Turns], tokens: int) -> Row:
-    row: Row = {"case": str(case), **size._asdict(), "microbatches": case.m, "who": name, "pairs": len(turns[name].wall)}
+    row: Row = {
+        "case": str(case),
+        **size._asdict(),
+        "microbatches": case.m,
+        "who": name,
+        "pairs": len(turns[name].wall),
+    }
     row["tokens/s"] = tokens / statistics.median(turns[name].wall)
     row["ms"] = 1e3 * statistics.median(turns[name].wall)
     row["CPU ms"] = 1e3 * statistics.median(turns[name].cpu)
@@ -216,7 +224,13 @@ def code_lines(*objects: Any) -> int:
 def lines_of_user_code() -> Row:
     """What each way asks of its user beyond examples/gpt.py: for ours the call, and the batch's cut, of the README's loop."""
     split, whole, pipeline = torch_native.split_tensors, torch_native.Whole, torch_native.Pipeline
-    model = [torch_native.Attention, torch_native.MLP, torch_native.Block, torch_native.Embeddings, torch_native.StageGPT]
+    model = [
+        torch_native.Attention,
+        torch_native.MLP,
+        torch_native.Block,
+        torch_native.Embeddings,
+        torch_native.StageGPT,
+    ]
     return {
         OURS: 2,
         "hand-written (t)": code_lines(megatron_style),
@@ -226,9 +240,14 @@ def lines_of_user_code() -> Row:
 
 
 def show(rows: list[Row]) -> None:
-    print(f"{'case':<10}{'h':>5}{'':2}{'who':<28}{'pairs':>6}{'tokens/s':>10}{'wall: theirs / ours':>26}{'CPU':>24}{'MB':>8}{'parity':>9}")
+    print(
+        f"{'case':<10}{'h':>5}{'':2}{'who':<28}{'pairs':>6}{'tokens/s':>10}{'wall: theirs / ours':>26}{'CPU':>24}{'MB':>8}{'parity':>9}"
+    )
     for row in rows:
-        ratios = [f"{row[x]['median']:.3f} ({row[x]['low']:.3f}-{row[x]['high']:.3f})" if x in row else "" for x in ("wall", "cpu")]
+        ratios = [
+            f"{row[x]['median']:.3f} ({row[x]['low']:.3f}-{row[x]['high']:.3f})" if x in row else ""
+            for x in ("wall", "cpu")
+        ]
         told = f"{row['case']:<10}{row['h']:>5}  {row['who']:<28}{row['pairs']:>6}{row['tokens/s']:>10.0f}"
         print(f"{told}{ratios[0]:>26}{ratios[1]:>24}{row['peak MB']:>8.2f}{row['parity']:>9.0e}", flush=True)
 

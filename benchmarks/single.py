@@ -34,11 +34,11 @@ import autoptd
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.lib import one_rank  # noqa: E402
-from benchmarks.lib.memory import peak_bytes  # noqa: E402
-from benchmarks.lib.pairs import ratio_of, take_turns  # noqa: E402
-from benchmarks.lib.report import ratio_bars, save, save_picture  # noqa: E402
-from examples.gpt import GPT, GPTConfig  # noqa: E402
+from benchmarks.lib import one_rank
+from benchmarks.lib.memory import peak_bytes
+from benchmarks.lib.pairs import ratio_of, take_turns
+from benchmarks.lib.report import ratio_bars, save, save_picture
+from examples.gpt import GPT, GPTConfig
 
 Row = dict[str, Any]
 Run = Callable[[], float]
@@ -170,8 +170,13 @@ def measure(setup: Setup, device: str, seconds: float, *, compiled: bool) -> lis
 
 
 def show(row: Row) -> None:
-    ratios = [f"{row[x]['median']:.3f} ({row[x]['low']:.3f}-{row[x]['high']:.3f})" if x in row else "" for x in ("wall", "cpu")]
-    numbers = f"{row['ms']:>9.2f}{row['CPU ms']:>9.2f}{row['GFLOP/s']:>9.1f}{row['of GEMM']:>8.0%}{row['peak MB']:>9.2f}"
+    ratios = [
+        f"{row[x]['median']:.3f} ({row[x]['low']:.3f}-{row[x]['high']:.3f})" if x in row else ""
+        for x in ("wall", "cpu")
+    ]
+    numbers = (
+        f"{row['ms']:>9.2f}{row['CPU ms']:>9.2f}{row['GFLOP/s']:>9.1f}{row['of GEMM']:>8.0%}{row['peak MB']:>9.2f}"
+    )
     print(f"{row['setup']:<20}{row['who']:<15}{numbers}{ratios[0]:>23}{ratios[1]:>23}", flush=True)
 
 

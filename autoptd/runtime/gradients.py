@@ -91,9 +91,7 @@ class Gradients:
         # Only gradients that are summed are counted and waited for: that is Python per parameter.
         self.buckets = [bucket for plan in plans if not (bucket := Bucket(plan, world)).is_alone]
         self._bucket_of = {spec.name: bucket for bucket in self.buckets for spec in bucket.specs}
-        self._alone = [
-            (name, params.leaves[name], params.local[name]) for name in here if name not in self._bucket_of
-        ]
+        self._alone = [(name, params.leaves[name], params.local[name]) for name in here if name not in self._bucket_of]
         self._stages = {name: set(here[name]) for name in self._bucket_of}
         self._expected = {
             spec.name: sum(map(spec.adds_in, here[spec.name])) * program.num_microbatches

@@ -71,9 +71,7 @@ class RankParameters:
         for spec, shard in self._first_values(full):
             self.local[spec.name] = nn.Parameter(shard, requires_grad=spec.requires_grad)
             self.leaves[spec.name] = self.local[spec.name].detach().requires_grad_(spec.requires_grad)
-        self._born = [
-            (name, one, one.data_ptr(), self.leaves[name].requires_grad) for name, one in self.local.items()
-        ]
+        self._born = [(name, one, one.data_ptr(), self.leaves[name].requires_grad) for name, one in self.local.items()]
 
     def _first_values(self, full: Values) -> Iterator[tuple[ParamSpec, torch.Tensor]]:
         """This rank's part of every parameter that it owns."""

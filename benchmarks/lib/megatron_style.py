@@ -158,9 +158,7 @@ class ParallelGPT(nn.Module):
         wte = state["transformer.wte.weight"]
         self.wte = _rows(wte, group) if head == "vocab" else nn.Parameter(wte.clone())
         self.wpe = nn.Parameter(state["transformer.wpe.weight"].clone())
-        self.h = nn.ModuleList(
-            ParallelBlock(config, state, f"transformer.h.{i}", group) for i in range(config.n_layer)
-        )
+        self.h = nn.ModuleList(ParallelBlock(config, state, f"transformer.h.{i}", group) for i in range(config.n_layer))
         self.ln_f = LayerNorm(state, "transformer.ln_f")
         self.register_buffer("positions", torch.arange(config.block_size))
 

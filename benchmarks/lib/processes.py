@@ -1,6 +1,6 @@
 """Run a function on some processes of this machine that talk over gloo, one thread each.
 
-    rows = spawn(measure, 2, config)          # what measure(config) returned on rank 0; importable, as multiprocessing wants it
+rows = spawn(measure, 2, config)          # what measure(config) returned on rank 0; importable, as multiprocessing wants it
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What a benchmark leaves behind: a JSON file that says on what machine it ran, and a picture beside it.
 
-    save("peers", {"rows": rows}); save_picture("peers", figure)      # benchmarks/results/peers.json, peers.svg
+save("peers", {"rows": rows}); save_picture("peers", figure)      # benchmarks/results/peers.json, peers.svg
 """
 
 from __future__ import annotations
@@ -55,7 +55,11 @@ def ratio_bars(axes: Axes, bars: list[tuple[str, float, float, float]], label: s
 def _processor() -> str:
     """The model's name where Linux tells it."""
     info = Path("/proc/cpuinfo")
-    names = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")] if info.exists() else []
+    names = (
+        [line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+        if info.exists()
+        else []
+    )
     return names[0] if names else platform.processor() or platform.machine()
 
 

@@ -142,7 +142,9 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 class Whole:
     """Tensor or data parallel: one model, microbatches in a loop."""
 
-    def __init__(self, config: GPTConfig, state: State, *, t: int = 1, d: int = 1, m: int = 1, sequence: bool = False) -> None:
+    def __init__(
+        self, config: GPTConfig, state: State, *, t: int = 1, d: int = 1, m: int = 1, sequence: bool = False
+    ) -> None:
         model = StageGPT(config, state, 0, config.n_layer)
         if t > 1:
             split_tensors(model, dist.init_device_mesh("cpu", (t,)), sequence=sequence)
