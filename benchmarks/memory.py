@@ -1,4 +1,4 @@
-"""Bytes that a layer takes on a tensor rank: kept for backward, and at the peak of a step, beside Korthikanti et al. 2022, table 2.
+"""Bytes that a layer takes on a tensor rank: kept for backward, and at the peak; beside Korthikanti et al. 2022, table 2.
 
 In units of s b h bytes, of 16-bit activations and attention that keeps no scores, the paper has 10 + 24/t, with sequence
 parallelism 34/t. 2 of the 34 are masks of dropout, which AutoPTD draws again and does not keep: without them it is 8 + 24/t and
@@ -35,7 +35,7 @@ Row = dict[str, object]
 
 
 def layer_units(width: int, length: int, heads: int, t: int, *, tokens: bool) -> tuple[float, float]:
-    """(kept, peak) bytes of a layer on rank 0, in units of s b h, halved: CPUs run float32, of which the paper's types are half."""
+    """(kept, peak) bytes of a layer on rank 0, in s b h, halved: CPUs run float32, of which the paper's types are half."""
     kept, peak = [], []
     for layers in (1, 2):
         torch.manual_seed(0)

@@ -9,8 +9,8 @@ The GPT of examples/gpt.py trains on 2 or 4 processes of one thread over gloo, i
   interleaved 1F1B, DistributedDataParallel.
 
 Above 1 ours is faster: the median over turns of their time / our time, of wall time (the slowest rank's) and of CPU time (all
-ranks'), with its 95% interval. Parity: the largest difference of a loss to the one-device model's, of three steps of SGD. Memory:
-the most that a rank allocates during a step. Lines: code that one writes beyond the one-device model, without blanks and docs.
+ranks'), with its 95% interval. Parity: the largest difference of a loss to the one-device model's, of three steps of SGD.
+Memory: the most that a rank allocates during a step. Lines: code that one writes beyond the one-device model, without blanks and docs.
 
     python benchmarks/peers.py                 # two tables, benchmarks/results/peers.json and peers.svg
     python benchmarks/peers.py --only t=2 --seconds 60
@@ -240,16 +240,15 @@ def lines_of_user_code() -> Row:
 
 
 def show(rows: list[Row]) -> None:
-    print(
-        f"{'case':<10}{'h':>5}{'':2}{'who':<28}{'pairs':>6}{'tokens/s':>10}{'wall: theirs / ours':>26}{'CPU':>24}{'MB':>8}{'parity':>9}"
-    )
+    ratios = f"{'wall: theirs / ours':>26}{'CPU':>24}"
+    print(f"{'case':<10}{'h':>5}  {'who':<28}{'pairs':>6}{'tokens/s':>10}{ratios}{'MB':>8}{'parity':>9}")
     for row in rows:
-        ratios = [
+        told_ratios = [
             f"{row[x]['median']:.3f} ({row[x]['low']:.3f}-{row[x]['high']:.3f})" if x in row else ""
             for x in ("wall", "cpu")
         ]
         told = f"{row['case']:<10}{row['h']:>5}  {row['who']:<28}{row['pairs']:>6}{row['tokens/s']:>10.0f}"
-        print(f"{told}{ratios[0]:>26}{ratios[1]:>24}{row['peak MB']:>8.2f}{row['parity']:>9.0e}", flush=True)
+        print(f"{told}{told_ratios[0]:>26}{told_ratios[1]:>24}{row['peak MB']:>8.2f}{row['parity']:>9.0e}", flush=True)
 
 
 def picture(rows: list[Row]) -> Figure:
@@ -277,7 +276,7 @@ def main() -> None:
     for size, case in todo:
         if args.only and str(case) not in args.only:
             continue
-        found = spawn(measure, case.t * case.p * case.d, size, case, args.seconds, max(1, 256 // size.h))
+        found = spawn(measure, case.t * case.p * case.d, size, case, args.seconds, max(1, 128 // size.h))
         rows += found
         show(found)
     lines = lines_of_user_code()

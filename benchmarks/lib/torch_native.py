@@ -1,6 +1,6 @@
 """examples/gpt.py trained by what torch brings along, written as its users write it.
 
-In: the GPT's config and its weights. Out: objects with `step(ids, targets) -> loss` (None where the rank has none), `zero_grad` and
+In: the GPT's config and its weights. Out: objects with `step(ids, targets) -> loss` (None where the rank has none) and
 `parameters`: DTensor's parallelize_module over t, torch.distributed.pipelining over p, DistributedDataParallel over d.
 
 What the model must be rewritten for: q, k and v as three modules, because DTensor would cut the fused one across them; heads
@@ -9,7 +9,6 @@ counted by -1; stages that may lack their ends; tied weights summed by hand, bec
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -199,7 +198,3 @@ class Pipeline:
 
     def parameters(self) -> list[nn.Parameter]:
         return [one for stage in self.stages for one in stage.parameters()]
-
-
-Native = Whole | Pipeline
-Make = Callable[[GPTConfig, State], Native]
