@@ -10,7 +10,7 @@ The GPT of examples/gpt.py trains on 2 or 4 processes of one thread over gloo, i
 
 Above 1 ours is faster: the median over turns of their time / our time, of wall time (the slowest rank's) and of CPU time (all
 ranks'), with its 95% interval. Parity: the largest difference of a loss to the one-device model's, of three steps of SGD.
-Memory: the most that a rank allocates during a step. Lines: code that one writes beyond the one-device model, without blanks and docs.
+Memory: the most that a rank allocates during a step. Lines: code that one writes beyond the one-device model, without docs.
 
     python benchmarks/peers.py                 # two tables, benchmarks/results/peers.json and peers.svg
     python benchmarks/peers.py --only t=2 --seconds 60

@@ -1,7 +1,7 @@
 """examples/gpt.py written by hand for t tensor ranks, as Megatron-LM's users write it: the ceiling of eager code.
 
 In: the whole model's weights and a process group. Out: a module with local shapes whose forward and backward hold the
-collectives of Shoeybi et al. 2019: f before a column-split GEMM, g after a row-split one, a bias of the latter added once, after g.
+collectives of Shoeybi et al. 2019: f before a column-split GEMM, g after a row-split one, the latter's bias added after g.
 The vocabulary is split as well ("vocab"), or whole and only the logits' GEMM split ("gathered"), whichever is faster at a size.
 
     model = ParallelGPT(config, whole.state_dict(), dist.group.WORLD)
