@@ -5,6 +5,7 @@ The GPT of examples/gpt.py trains on 2 or 4 processes of one thread over gloo, i
 
 - hand-written: `lib/megatron_style.py`, plain autograd functions for f and g, local shapes: the ceiling of eager code. With the
   vocabulary split, and with whole logits gathered.
+- Megatron-Core's layers in it, where the package is there: `lib/megatron_core.py`.
 - torch: `lib/torch_native.py`, DTensor's parallelize_module (with and without sequence parallelism), pipelining's 1F1B and
   interleaved 1F1B, DistributedDataParallel.
 
@@ -36,7 +37,7 @@ import autoptd
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.lib import megatron_style, torch_native
+from benchmarks.lib import megatron_core, megatron_style, torch_native
 from benchmarks.lib.memory import peak_bytes
 from benchmarks.lib.pairs import Turns, of_all_ranks, ratio_of, take_turns
 from benchmarks.lib.processes import spawn
@@ -94,9 +95,12 @@ def ours(model: GPT, case: Case, ids: Tensor, targets: Tensor) -> Contender:
     return Contender(pm.step, list(pm.parameters()), lambda: pm.optimizer(torch.optim.SGD, lr=0.1))
 
 
-def hand_written(model: GPT, case: Case, head: str) -> Contender:
+def hand_written(model: GPT, head: str) -> Contender:
     written = megatron_style.ParallelGPT(model.config, model.state_dict(), dist.group.WORLD, head)  # type: ignore[arg-type]
+    return trained_by_hand(written)
 
+
+def trained_by_hand(written: megatron_style.ParallelGPT) -> Contender:
     def step(ids: Tensor, targets: Tensor) -> Tensor:
         loss = written(ids, targets)
         loss.backward()
@@ -122,7 +126,10 @@ def _with_sgd(step: Step, parameters: list[torch.nn.Parameter]) -> Contender:
 def contenders(model: GPT, case: Case, ids: Tensor, targets: Tensor) -> dict[str, Contender]:
     found = {OURS: ours(model, case, ids, targets)}
     if case == Case(t=2):
-        found |= {f"hand-written, {head}": hand_written(model, case, head) for head in ("vocab", "gathered")}
+        found |= {f"hand-written, {head}": hand_written(model, head) for head in ("vocab", "gathered")}
+        if megatron_core.is_installed():
+            core = megatron_core.core_gpt(model.config, model.state_dict(), dist.group.WORLD)  # type: ignore[arg-type]
+            found["Megatron-Core's layers"] = trained_by_hand(core)
         found["torch DTensor"] = native(model, case)
         found["torch DTensor, sequence"] = native(model, case, sequence=True)
     else:
