@@ -286,6 +286,7 @@ def main() -> None:
         found = spawn(measure, case.t * case.p * case.d, size, case, args.seconds, max(1, 128 // size.h))
         rows += found
         show(found)
+        save("peers", {"rows": rows})  # a run that is cut short leaves what it has
     lines = lines_of_user_code()
     print("lines of user code:", ", ".join(f"{who} {count}" for who, count in lines.items()))
     save("peers", {"rows": rows, "lines of user code": lines})

@@ -257,7 +257,8 @@ class _Works(Pending):
 
 
 def _fresh(x: Tensor) -> Tensor:
-    x = x.detach()
+    if torch.is_grad_enabled():  # not within an autograd function
+        x = x.detach()
     return x.clone() if x.is_contiguous() else x.contiguous()
 
 
