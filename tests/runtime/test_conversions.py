@@ -174,6 +174,6 @@ def test_i_to_p_holds_zeros_where_the_value_is_infinite() -> None:
     value = draw(1)
     value.flatten()[0] = -torch.inf
     cotangent = draw(2)
-    ys, dxs = convert(2, [value, value], [cotangent, cotangent], rt.i_to_p, ())
+    ys, dxs = convert(2, [value.clone(), value.clone()], [cotangent, cotangent], rt.i_to_p, ())
     assert torch.equal(ys[0], value) and torch.equal(ys[1], torch.zeros_like(value))
     assert all(torch.equal(dx, cotangent) for dx in dxs)
