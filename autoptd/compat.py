@@ -68,6 +68,6 @@ def mm_as(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def fake_process_group(rank: int, world_size: int) -> None:
     """Make a default process group of which only this rank exists: collectives hand back local data. For tests."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
+    import torch.testing._internal.distributed.fake_pg  # noqa: F401 - registers the backend
 
-    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=dist.HashStore())

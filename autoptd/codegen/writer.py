@@ -32,9 +32,12 @@ class Writer:
 
 
 def weight_text(root: str, name: str) -> str:
-    """`w.transformer.h[0].ln_1.weight` for "transformer.h.0.ln_1.weight"; what is no name in Python: `w["my-emb"].weight`."""
+    """`w.transformer.h[0].ln_1.weight` for "transformer.h.0.ln_1.weight"; what is no name in Python: `w["my-emb"].weight`.
+
+    The empty name is the root itself: a layer may be no more than a parameter in a list.
+    """
     text = root
-    for part in name.split("."):
+    for part in name.split(".") if name else ():
         is_name = part.isidentifier() and not keyword.iskeyword(part) and not part.startswith("_")
         text += (
             f".{part}"

@@ -10,6 +10,7 @@ the global rows from r*B/d + j*b onward (b rows per microbatch, B per step).
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import cache
 from typing import Any
 
 import torch
@@ -33,8 +34,8 @@ def expected_shape(program: Program, spec: InputSpec, replicas: int) -> tuple[in
 
 def check_call(program: Program, args: Args, kwargs: Kwargs, replicas: int) -> None:
     """Compare a call with the compiled one: PlanError with all differences in structure, shapes, dtypes and constants."""
-    leaves, tree = tree_flatten((args, kwargs))
-    if str(tree) != program.tree:
+    leaves, tree = _flatten(args, kwargs)
+    if tree != program.tree:
         raise PlanError(
             "step", f"its arguments are nested as {tree}, compiled was {program.tree}", "pass what example_inputs holds"
         )
@@ -57,7 +58,7 @@ def cut(
     program: Program, args: Args, kwargs: Kwargs, names: Collection[str], replica: int, device: torch.device
 ) -> list[dict[str, torch.Tensor]]:
     """Return the microbatches of one of the replicas whose rows the call holds, with the inputs called `names`."""
-    leaves = tree_flatten((args, kwargs))[0]
+    leaves, _ = _flatten(args, kwargs)
     count = program.num_microbatches
     microbatches: list[dict[str, torch.Tensor]] = [{} for _ in range(count)]
     for spec in program.inputs:
@@ -95,6 +96,19 @@ def take_rows(
             raise PlanError("local_batch", fact, "a batch that d divides: DataLoader(..., drop_last=True)")
         leaves[i] = leaves[i].narrow(0, at.dp * rows, rows)
     return tree_unflatten(leaves, tree)  # type: ignore[return-value]
+
+
+def _flatten(args: Args, kwargs: Kwargs) -> tuple[list[Any], str]:
+    """The leaves of a call, and the text of how they are nested; most calls are tensors by position."""
+    if not kwargs and all(isinstance(one, torch.Tensor) for one in args):
+        return list(args), _tree_of_leaves(len(args))
+    leaves, tree = tree_flatten((args, kwargs))
+    return leaves, str(tree)
+
+
+@cache
+def _tree_of_leaves(count: int) -> str:
+    return str(tree_flatten(((0,) * count, {}))[1])
 
 
 def _text(shape: Collection[int], dtype: torch.dtype) -> str:

@@ -95,7 +95,8 @@ class Executor:
         self.program, self.world, self.params = program, world, params
         self.steps = 0
         self.watch: Watch | None = None  # told when each action starts and ends, where somebody wants to know
-        self._order = program.orders[world.coordinate.pp]
+        self._order = [(action, str(action)) for action in program.orders[world.coordinate.pp]]
+        self._rows = program.rows
         self._wires, self._messages = Wires(program), Messages(program, world)
         # Copies: never the user's own storage.
         self.buffers = {name: from_rank_0(world, name, x).clone() for name, x in sorted(program.buffers.items())}
@@ -168,7 +169,7 @@ class Executor:
     def evaluate(self, microbatches: Sequence[Microbatch]) -> torch.Tensor:
         """Return the loss of the global batch, without gradients."""
         with self._guard():
-            self._run(microbatches, [action for action in self._order if action.kind in FORWARD])
+            self._run(microbatches, [one for one in self._order if one[0].kind in FORWARD])
             loss = self._global_loss()
         self.world.at = "between steps"
         return loss
@@ -205,13 +206,12 @@ class Executor:
         for stage in self._stages.values():
             stage.deferred.take()
 
-    def _run(self, microbatches: Sequence[Microbatch], order: Sequence[Action]) -> None:
+    def _run(self, microbatches: Sequence[Microbatch], order: Sequence[tuple[Action, str]]) -> None:
         self.params.check_storage()
         self._begin(microbatches)
         self._loss = torch.zeros((), dtype=torch.float64, device=self.world.device)
         self._set_totals()
-        for action in order:
-            self.world.at = str(action)
+        for action, self.world.at in order:
             if self.watch is None:
                 self._do[action.kind](action)
             else:
@@ -276,9 +276,8 @@ class Executor:
         """The dropout masks of a microbatch, which owns its rows of the global batch; an evaluation has none."""
         if not torch.is_grad_enabled():
             return None
-        rows = self.program.rows
-        first = (self.world.coordinate.dp * self.program.num_microbatches + number) * rows
-        return Drawing(self.program.seed, self.steps, first, rows)
+        first = (self.world.coordinate.dp * self.program.num_microbatches + number) * self._rows
+        return Drawing(self.program.seed, self.steps, first, self._rows)
 
     def _backward(self, action: Action) -> None:
         stage, number = action.stage, action.microbatch
@@ -293,7 +292,9 @@ class Executor:
         if kept.loss is not None and kept.loss.requires_grad:
             roots.append(kept.loss)
             grads.append(torch.ones_like(kept.loss))
-        if roots:
+        if len(roots) == 1 and roots[0] is kept.loss:
+            torch.autograd.backward(kept.loss)  # autograd makes the 1 itself, without looking at shapes
+        elif roots:
             torch.autograd.backward(roots, grads)  # type: ignore[arg-type]
         self._late[stage, number] = self._stages[stage].deferred.take()
         for source in self._wires.grad_sources[stage]:
@@ -308,6 +309,8 @@ class Executor:
     def _global_loss(self) -> torch.Tensor:
         """Sum the loss over replicas and give it to all ranks, in the dtype that the loss stage computes."""
         self.world.at = "loss"
+        if self.program.mesh.p == 1:  # every rank has it: tensor ranks compute the same
+            return self.world.group(("dp",)).all_reduce(self._loss, "loss").to(self._seen_dtype)
         everyone = self.world.everyone()
         counts = self.program.loss_stage in self._stages and self.world.coordinate.tp == 0
         total = everyone.all_reduce(self._loss if counts else torch.zeros_like(self._loss), "loss")

@@ -50,16 +50,15 @@ class Bucket:
         mine = [leaves[spec.name] for spec in self.specs]
         tied = self.owners.size > 1  # then another owner's stage may have the gradient that is missing here
         self.present = {spec.name for spec in self.specs if tied or leaves[spec.name].grad is not None}
-        grads = [self._spread(spec, _gradient(leaf)) for spec, leaf in zip(self.specs, mine, strict=True)]
-        flat = torch.cat([grad.reshape(-1) for grad in grads])
+        grads = [self._spread(spec, _gradient(leaf)).reshape(-1) for spec, leaf in zip(self.specs, mine, strict=True)]
+        flat = torch.cat(grads) if len(grads) > 1 else grads[0]
         for leaf in mine:
             leaf.grad = None
         self.pending = self.group.all_reduce_start(flat, self.site)
 
     def result(self, leaves: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Wait; return the summed gradients by name. Blocks on the sum over owners."""
-        if self.pending is None:
-            return {spec.name: grad for spec in self.specs if (grad := leaves[spec.name].grad) is not None}
+        assert self.pending is not None
         flat = self.owners.all_reduce(self.pending.wait(), self.tied_site)
         shapes = [spec.shape if spec.type.copies > 1 else leaves[spec.name].shape for spec in self.specs]
         pieces = flat.split(list(map(math.prod, shapes)))
@@ -89,15 +88,19 @@ class Gradients:
         plans = plan_buckets(
             program.params, program.orders, program.ranks, world.mesh, world.coordinate.pp, bucket_bytes
         )
-        self.buckets = [Bucket(plan, world) for plan in plans]
+        # Only gradients that are summed are counted and waited for: that is Python per parameter.
+        self.buckets = [bucket for plan in plans if not (bucket := Bucket(plan, world)).is_alone]
         self._bucket_of = {spec.name: bucket for bucket in self.buckets for spec in bucket.specs}
-        self._stages = {name: set(stages) for name, stages in here.items()}
+        self._alone = [(name, params.leaves[name], params.local[name]) for name in here if name not in self._bucket_of]
+        self._stages = {name: set(here[name]) for name in self._bucket_of}
         self._expected = {
-            spec.name: sum(map(spec.adds_in, here[spec.name])) * program.num_microbatches for spec in trained
+            spec.name: sum(map(spec.adds_in, here[spec.name])) * program.num_microbatches
+            for spec in trained
+            if spec.name in self._bucket_of
         }
-        self._name_of = {id(params.leaves[name]): name for name in here}
+        self._name_of = {id(params.leaves[name]): name for name in self._bucket_of}
         self._results: dict[str, torch.Tensor] = {}
-        for name in here:
+        for name in self._bucket_of:
             params.leaves[name].register_post_accumulate_grad_hook(_counting_hook(weakref.ref(self), name))
         self.begin()
 
@@ -106,13 +109,12 @@ class Gradients:
 
     def begin(self) -> None:
         """Forget what an earlier, perhaps failed, step left."""
-        for leaf in self.params.leaves.values():
-            leaf.grad = None
+        self.drop()
         for bucket in self.buckets:
             bucket.begin()
         self._counts = dict.fromkeys(self._expected, 0)
         self._open_stages = {name: set(stages) for name, stages in self._stages.items()}
-        self._next, self._results = 0, {}
+        self._next = 0
 
     @torch.no_grad()
     def add(self, gemm: WeightGemm) -> None:
@@ -123,10 +125,11 @@ class Gradients:
         else:
             product = mm_as(a, b, leaf.grad_dtype or leaf.dtype)
             leaf.grad = product if leaf.grad is None else leaf.grad.add_(product)
-        self.count(self._name_of[id(leaf)])
+        if (name := self._name_of.get(id(leaf))) is not None:
+            self.count(name)
 
     def count(self, name: str) -> None:
-        """The gradient of the leaf `name` grew once more."""
+        """The gradient of the leaf `name`, one that is summed, grew once more."""
         if self._bucket_of[name].pending is not None:
             raise InternalError(f"gradient of {name}", "grew after its reduction had started")
         self._counts[name] += 1
@@ -155,10 +158,20 @@ class Gradients:
     @torch.no_grad()
     def commit(self) -> None:
         """Add the step's gradients to `parameter.grad` (and `parameter.main_grad`)."""
+        for name, leaf, parameter in self._alone:
+            if (grad := leaf.grad) is None:
+                continue
+            if parameter.grad is None and self.params.is_plain(name):
+                parameter.grad = grad
+            else:
+                self._hand_over(name, grad)
         for name, grad in self._results.items():
-            present = self.params.gradient(name)
-            self.params.set_gradient(name, grad if present is None else present.to(grad.dtype).add_(grad))
+            self._hand_over(name, grad)
         self.drop()
+
+    def _hand_over(self, name: str, grad: torch.Tensor) -> None:
+        present = self.params.gradient(name)
+        self.params.set_gradient(name, grad if present is None else present.to(grad.dtype).add_(grad))
 
     def drop(self) -> None:
         """Let go of the step's gradients."""
@@ -175,9 +188,7 @@ class Gradients:
 
     def _start_complete(self) -> None:
         while self._next < len(self.buckets) and not self.buckets[self._next].left:
-            bucket = self.buckets[self._next]
-            if not bucket.is_alone:
-                bucket.start(self.params.leaves)
+            self.buckets[self._next].start(self.params.leaves)
             self._next += 1
 
 

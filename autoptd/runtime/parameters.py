@@ -71,6 +71,7 @@ class RankParameters:
         for spec, shard in self._first_values(full):
             self.local[spec.name] = nn.Parameter(shard, requires_grad=spec.requires_grad)
             self.leaves[spec.name] = self.local[spec.name].detach().requires_grad_(spec.requires_grad)
+        self._born = [(name, one, one.data_ptr(), self.leaves[name].requires_grad) for name, one in self.local.items()]
 
     def _first_values(self, full: Values) -> Iterator[tuple[ParamSpec, torch.Tensor]]:
         """This rank's part of every parameter that it owns."""
@@ -97,12 +98,15 @@ class RankParameters:
 
     def gradient(self, name: str) -> torch.Tensor | None:
         """The gradient of a parameter of this rank, if it has one: `main_grad`, unless `.grad` was changed by others."""
-        parameter, known = self.local.get(name), self._main.get(name)
-        if parameter is None:
+        parameter = self.local.get(name)
+        if parameter is None or (grad := parameter.grad) is None:
             return None
-        if known is not None and parameter.grad is known.copy and known.copy._version == known.version:
-            return known.main
-        return parameter.grad
+        known = self._main.get(name)
+        return known.main if known is not None and grad is known.copy and grad._version == known.version else grad
+
+    def is_plain(self, name: str) -> bool:
+        """Whether `.grad` is all there is to the gradient of a parameter: no `.main_grad`."""
+        return self._grad_dtypes[name] is None
 
     def set_gradient(self, name: str, grad: torch.Tensor) -> None:
         """Make `grad` the gradient of a parameter: its `.main_grad` if it is to have one; `.grad` is the rounded copy."""
@@ -118,10 +122,10 @@ class RankParameters:
 
     def check_storage(self) -> None:
         """Refuse a parameter that was given another storage: stages would go on with the old one."""
-        for name, parameter in self.local.items():
-            if parameter.data_ptr() != self.leaves[name].data_ptr():
+        for name, parameter, address, requires_grad in self._born:
+            if parameter.data_ptr() != address:
                 raise PlanError(name, "its .data was replaced", "change values in place: parameter.data.copy_(...)")
-            if parameter.requires_grad != self.leaves[name].requires_grad:
+            if parameter.requires_grad != requires_grad:
                 fact = "its requires_grad was changed, which the compiled program does not follow"
                 raise PlanError(name, fact, "set requires_grad on the model before parallelize")
 

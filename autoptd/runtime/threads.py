@@ -18,7 +18,7 @@ import time
 import weakref
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
@@ -58,14 +58,15 @@ class ThreadWorld(Shared):
 
 class Ranks:
     """One thread per rank, kept for many `run`s (steps). After a fault the pool can be used again if every rank ended;
-    a rank that hangs cannot be stopped, so the pool is then broken and says so."""
+    a rank that hangs cannot be stopped, so the pool is then broken and says so. A single rank waits for nobody, and runs in
+    the thread that calls."""
 
     def __init__(self, shared: ThreadWorld) -> None:
         self.shared = shared
         self._stuck: list[int] = []
         self._jobs: list[SimpleQueue[Any]] = [SimpleQueue() for _ in shared.worlds]
         self._ended: SimpleQueue[tuple[int, Any]] = SimpleQueue()
-        for world, jobs in zip(shared.worlds, self._jobs, strict=True):
+        for world, jobs in zip(shared.worlds, self._jobs, strict=True) if len(shared.worlds) > 1 else ():
             name, args = f"rank {world.rank}", (world, jobs, self._ended)
             threading.Thread(target=_serve, args=args, name=name, daemon=True).start()
         self._end = weakref.finalize(self, _end, self._jobs)
@@ -78,6 +79,8 @@ class Ranks:
             raise RuntimeFault(
                 "ranks as threads", f"ranks {self._stuck} still hang after an earlier fault", "start the model anew"
             )
+        if len(self._jobs) == 1:
+            return [self._run_alone(fn)]
         for jobs in self._jobs:
             jobs.put(fn)
         results: dict[int, Any] = {}
@@ -99,6 +102,15 @@ class Ranks:
     def close(self) -> None:
         """End the threads."""
         self._end()
+
+    def _run_alone(self, fn: Callable[[World], Result]) -> Result:
+        (world,) = self.shared.worlds
+        try:
+            return fn(world)
+        except BaseException as exc:
+            _raise_fault(world.rank, world.at, exc)
+        finally:
+            self.shared.reset()
 
     def _collect(self, results: dict[int, Any]) -> None:
         """Wait for every rank; after a fault, for GRACE seconds at most."""
@@ -145,7 +157,7 @@ def _serve(world: ThreadRank, jobs: SimpleQueue[Any], ended: SimpleQueue[tuple[i
         del result
 
 
-def _raise_fault(rank: int, at: str, exc: BaseException) -> None:
+def _raise_fault(rank: int, at: str, exc: BaseException) -> NoReturn:
     if isinstance(exc, AutoptdError) or not isinstance(exc, Exception):
         raise exc
     raise RuntimeFault(

@@ -189,13 +189,16 @@ class World(ABC):
         self.coordinate = mesh.coordinate(rank)
         self.at = "start"
         self._solo = SoloGroup(rank)
+        self._along: dict[tuple[str, ...], Group] = {}  # `group`, once asked for
         self._groups: dict[tuple[int, ...], Group] = {}
         self._outgoing: dict[int, Channel] = {}
         self._incoming: dict[int, Channel] = {}
 
     def group(self, axes: tuple[str, ...]) -> Group:
         """Return the group of the ranks that differ from this one along `axes` only."""
-        return self._group_of(self.mesh.group(self.rank, axes))
+        if axes not in self._along:
+            self._along[axes] = self._group_of(self.mesh.group(self.rank, axes))
+        return self._along[axes]
 
     def owners(self, pp_ranks: Sequence[int]) -> Group:
         """Return the group of the ranks with this rank's (dp, tp) coordinate on `pp_ranks` (this rank's among them)."""

@@ -153,3 +153,24 @@ def test_an_expression_of_i_gives_every_period_its_number(first: int, step: int,
     steps, wanted = Steps(first, step), [of(k) for k in range(6)]
     assert values(steps.spell(wanted), steps, 6) == wanted
     assert all(math.isfinite(one) for one in wanted)
+
+
+class Scales(nn.Module):
+    """Layers that are no modules: parameters in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = nn.ParameterList(nn.Parameter(torch.full((2,), 1.0 + i)) for i in range(12))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for scale in self.scales:
+            x = x * scale
+        return x.sum()
+
+
+def test_a_layer_that_is_a_parameter() -> None:
+    model, x = Scales().double(), torch.randn(2, 2, dtype=torch.float64)
+    pm = autoptd.parallelize(model, num_microbatches=1, backend="local", example_inputs=(x,))
+    assert "for i in range(" in pm.program.sources["stage_0.py"]
+    torch.testing.assert_close(pm.step(x), model(x).detach())
+    pm.close()

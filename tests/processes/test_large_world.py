@@ -12,16 +12,8 @@ MESH = "t=8, p=64, d=6, v=2"
 RUN = """
 import sys, torch, autoptd
 from autoptd.compat import fake_process_group
-from autoptd.runtime import distributed
 from examples.gpt import GPT, GPTConfig
 
-class Board:  # there is nobody to tell of faults, and the fake store keeps nothing
-    waiting = ""
-    def __init__(self, *args): pass
-    def close(self): pass
-    def report(self, exc): pass
-
-distributed.FaultBoard = Board
 fake_process_group(rank=int(sys.argv[1]), world_size=3072)
 torch.manual_seed(0)
 model = GPT(GPTConfig(vocab_size=64, block_size=4, n_layer=64, n_head=8, n_embd=16))

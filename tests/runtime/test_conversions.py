@@ -167,3 +167,13 @@ def test_conversion_of_padded_shards_is_its_definition(source: str, target: str,
     ys, dxs = convert(t, parts_of(value, VALUE[source]), parts_of(cotangent, COTANGENT[target]), function, (dim, 1))
     torch.testing.assert_close(whole_of(ys, VALUE[target]), value, rtol=0, atol=1e-12)
     torch.testing.assert_close(whole_of(dxs, COTANGENT[source]), cotangent, rtol=0, atol=1e-12)
+
+
+def test_i_to_p_holds_zeros_where_the_value_is_infinite() -> None:
+    """A mask that is learned has minus infinity; zeros on the other ranks must be zeros there too, with their gradient."""
+    value = draw(1)
+    value.flatten()[0] = -torch.inf
+    cotangent = draw(2)
+    ys, dxs = convert(2, [value.clone(), value.clone()], [cotangent, cotangent], rt.i_to_p, ())
+    assert torch.equal(ys[0], value) and torch.equal(ys[1], torch.zeros_like(value))
+    assert all(torch.equal(dx, cotangent) for dx in dxs)

@@ -1,0 +1,297 @@
+"""Ours against the same model written by hand in Megatron's style, and against torch's own composition.
+
+The GPT of examples/gpt.py trains on 2 or 4 processes of one thread over gloo, in all its forms in the same processes, in turns
+(A B, B A, ...): a step is all microbatches forward and backward, gradients summed, the loss read, gradients set to None after.
+
+- hand-written: `lib/megatron_style.py`, plain autograd functions for f and g, local shapes: the ceiling of eager code. With the
+  vocabulary split, and with whole logits gathered.
+- Megatron-Core's layers in it, where the package is there: `lib/megatron_core.py`.
+- torch: `lib/torch_native.py`, DTensor's parallelize_module (with and without sequence parallelism), pipelining's 1F1B and
+  interleaved 1F1B, DistributedDataParallel.
+
+Above 1 ours is faster: the median over turns of their time / our time, of wall time (the slowest rank's) and of CPU time (all
+ranks'), with its 95% interval. Parity: the largest difference of a loss to the one-device model's, of three steps of SGD.
+Memory: the most that a rank allocates during a step. Lines: code that one writes beyond the one-device model, without docs.
+
+    python benchmarks/peers.py                 # two tables, benchmarks/results/peers.json and peers.svg
+    python benchmarks/peers.py --only t=2 --seconds 60
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import statistics
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from matplotlib.figure import Figure
+from torch import Tensor
+
+import autoptd
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from benchmarks.lib import megatron_core, megatron_style, torch_native
+from benchmarks.lib.memory import peak_bytes
+from benchmarks.lib.pairs import Turns, of_all_ranks, ratio_of, take_turns
+from benchmarks.lib.processes import spawn
+from benchmarks.lib.report import ratio_bars, save, save_picture
+from examples.gpt import GPT, GPTConfig
+
+Row = dict[str, Any]
+Step = Callable[[Tensor, Tensor], Tensor | None]
+
+
+class Size(NamedTuple):
+    """h, layers, rows of a microbatch, tokens of a row; heads of 16 below h=256, of 64 from there."""
+
+    h: int
+    layers: int
+    b: int
+    s: int
+
+    def config(self) -> GPTConfig:
+        heads = self.h // (16 if self.h < 256 else 64)
+        return GPTConfig(n_embd=self.h, n_head=heads, n_layer=self.layers, block_size=self.s)
+
+
+class Case(NamedTuple):
+    """A mesh, and m microbatches of a replica."""
+
+    t: int = 1
+    p: int = 1
+    v: int = 1
+    d: int = 1
+    m: int = 1
+
+    def __str__(self) -> str:
+        return " ".join(f"{name}={n}" for name, n in self._asdict().items() if n > 1 and name != "m")
+
+
+SIZES = [Size(64, 8, 2, 32), Size(128, 8, 4, 64), Size(256, 6, 4, 128), Size(512, 4, 4, 256)]
+CASES = [Case(p=2, m=4), Case(p=2, v=2, m=4), Case(d=2, m=2), Case(t=2, p=2, m=4)]
+SMALL = Size(128, 8, 2, 64)  # of the meshes other than t=2
+OURS = "AutoPTD"
+
+
+class Contender(NamedTuple):
+    """One form of the model: its step on this rank's rows, and its parameters."""
+
+    step: Step
+    parameters: list[torch.nn.Parameter]
+    optimizer: Callable[[], torch.optim.Optimizer]
+
+
+def ours(model: GPT, case: Case, ids: Tensor, targets: Tensor) -> Contender:
+    pm = autoptd.parallelize(
+        model, case.t, case.p, case.d, v=case.v, num_microbatches=case.m, example_inputs=(ids, targets)
+    )
+    return Contender(pm.step, list(pm.parameters()), lambda: pm.optimizer(torch.optim.SGD, lr=0.1))
+
+
+def hand_written(model: GPT, head: str) -> Contender:
+    written = megatron_style.ParallelGPT(model.config, model.state_dict(), dist.group.WORLD, head)  # type: ignore[arg-type]
+    return trained_by_hand(written)
+
+
+def trained_by_hand(written: megatron_style.ParallelGPT) -> Contender:
+    def step(ids: Tensor, targets: Tensor) -> Tensor:
+        loss = written(ids, targets)
+        loss.backward()
+        written.sum_shared_gradients()
+        return loss.detach()  # type: ignore[no-any-return]
+
+    return _with_sgd(step, list(written.parameters()))
+
+
+def native(model: GPT, case: Case, sequence: bool = False) -> Contender:
+    if case.p > 1:
+        made: Any = torch_native.Pipeline(model.config, model.state_dict(), p=case.p, v=case.v, t=case.t, m=case.m)
+    else:
+        made = torch_native.Whole(model.config, model.state_dict(), t=case.t, d=case.d, m=case.m, sequence=sequence)
+    return _with_sgd(made.step, made.parameters())
+
+
+def _with_sgd(step: Step, parameters: list[torch.nn.Parameter]) -> Contender:
+    # Not foreach: it takes no lists of plain and distributed tensors.
+    return Contender(step, parameters, lambda: torch.optim.SGD(parameters, lr=0.1, foreach=False))
+
+
+def contenders(model: GPT, case: Case, ids: Tensor, targets: Tensor) -> dict[str, Contender]:
+    found = {OURS: ours(model, case, ids, targets)}
+    if case == Case(t=2):
+        found |= {f"hand-written, {head}": hand_written(model, head) for head in ("vocab", "gathered")}
+        if megatron_core.is_installed():
+            core = megatron_core.core_gpt(model.config, model.state_dict(), dist.group.WORLD)  # type: ignore[arg-type]
+            found["Megatron-Core's layers"] = trained_by_hand(core)
+        found["torch DTensor"] = native(model, case)
+        found["torch DTensor, sequence"] = native(model, case, sequence=True)
+    else:
+        name = {True: "torch DDP", case.p > 1: "torch pipelining", case.t > 1: "torch pipelining + DTensor"}[True]
+        found[name] = native(model, case)
+    return found
+
+
+def measure(size: Size, case: Case, seconds: float, calls: int) -> list[Row]:
+    """The rows of one case, on one of its processes."""
+    warnings.filterwarnings("ignore")
+    size, case = Size(*size), Case(*case)
+    torch.manual_seed(0)
+    model = GPT(size.config())
+    whole_ids, whole_targets = (torch.randint(0, 256, (size.b * case.m * case.d, size.s)) for _ in range(2))
+    replica = dist.get_rank() // case.t % case.d
+    ids, targets = (x.chunk(case.d)[replica] for x in (whole_ids, whole_targets))
+    made = contenders(model, case, ids, targets)
+
+    def run(one: Contender) -> None:
+        loss = one.step(ids, targets)
+        if loss is not None:
+            loss.item()
+        for parameter in one.parameters:
+            parameter.grad = None
+
+    runs = {name: lambda one=one: run(one) for name, one in made.items()}  # type: ignore[misc]
+    turns = of_all_ranks(take_turns(runs, 400, calls=calls, seconds=seconds))
+    peaks = {name: _largest(peak_bytes(one)) for name, one in runs.items()}
+    wanted = [_sgd_step(model, whole_ids, whole_targets) for _ in range(3)]
+    apart = {name: _largest(_apart(one, ids, targets, wanted, case.d)) for name, one in made.items()}
+    tokens = whole_ids.numel()
+    return [
+        _row(size, case, name, turns, tokens) | {"peak MB": peaks[name] / 1e6, "parity": apart[name]} for name in made
+    ]
+
+
+def _row(size: Size, case: Case, name: str, turns: dict[str, Turns], tokens: int) -> Row:
+    row: Row = {
+        "case": str(case),
+        **size._asdict(),
+        "microbatches": case.m,
+        "who": name,
+        "pairs": len(turns[name].wall),
+    }
+    row["tokens/s"] = tokens / statistics.median(turns[name].wall)
+    row["ms"] = 1e3 * statistics.median(turns[name].wall)
+    row["CPU ms"] = 1e3 * statistics.median(turns[name].cpu)
+    if name != OURS:
+        row["wall"] = ratio_of(turns[name].wall, turns[OURS].wall)._asdict()
+        row["cpu"] = ratio_of(turns[name].cpu, turns[OURS].cpu)._asdict()
+    return row
+
+
+def _sgd_step(model: GPT, ids: Tensor, targets: Tensor) -> float:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.zero_grad()
+    loss = model(ids, targets)[1]
+    loss.backward()  # type: ignore[union-attr]
+    optimizer.step()
+    return loss.item()  # type: ignore[union-attr]
+
+
+def _apart(one: Contender, ids: Tensor, targets: Tensor, wanted: list[float], d: int) -> float:
+    """Largest relative difference of a loss, on ranks that have one."""
+    optimizer, worst = one.optimizer(), 0.0
+    for right in wanted:
+        optimizer.zero_grad()
+        loss = one.step(ids, targets)
+        optimizer.step()
+        if loss is None:
+            continue
+        if d > 1 and not getattr(one.step, "__self__", None).__class__.__module__.startswith("autoptd"):
+            dist.all_reduce(loss)  # the others' is that of a replica
+            loss /= d
+        worst = max(worst, abs(loss.item() - right) / abs(right))
+    return worst
+
+
+def _largest(value: float) -> float:
+    everyone: list[float] = [0.0] * dist.get_world_size()
+    dist.all_gather_object(everyone, value)
+    return max(everyone)
+
+
+def code_lines(*objects: Any) -> int:
+    """Lines of source without blanks, comments and docstrings."""
+    lines = 0
+    for one in objects:
+        inside = False
+        for line in map(str.strip, inspect.getsource(one).splitlines()):
+            quotes = line.count('"""')
+            is_code = not inside and not quotes and line and not line.startswith("#")
+            inside ^= quotes == 1
+            lines += bool(is_code)
+    return lines
+
+
+def lines_of_user_code() -> Row:
+    """What each way asks of its user beyond examples/gpt.py: for ours the call, and the batch's cut, of the README's loop."""
+    split, whole, pipeline = torch_native.split_tensors, torch_native.Whole, torch_native.Pipeline
+    model = [
+        torch_native.Attention,
+        torch_native.MLP,
+        torch_native.Block,
+        torch_native.Embeddings,
+        torch_native.StageGPT,
+    ]
+    return {
+        OURS: 2,
+        "hand-written (t)": code_lines(megatron_style),
+        "torch (t, d)": code_lines(*model, torch_native.renamed, split, whole),
+        "torch (t, p)": code_lines(*model, torch_native.renamed, split, pipeline),
+    }
+
+
+def show(rows: list[Row]) -> None:
+    ratios = f"{'wall: theirs / ours':>26}{'CPU':>24}"
+    print(f"{'case':<10}{'h':>5}  {'who':<28}{'pairs':>6}{'tokens/s':>10}{ratios}{'MB':>8}{'parity':>9}")
+    for row in rows:
+        told_ratios = [
+            f"{row[x]['median']:.3f} ({row[x]['low']:.3f}-{row[x]['high']:.3f})" if x in row else ""
+            for x in ("wall", "cpu")
+        ]
+        told = f"{row['case']:<10}{row['h']:>5}  {row['who']:<28}{row['pairs']:>6}{row['tokens/s']:>10.0f}"
+        print(f"{told}{told_ratios[0]:>26}{told_ratios[1]:>24}{row['peak MB']:>8.2f}{row['parity']:>9.0e}", flush=True)
+
+
+def picture(rows: list[Row]) -> Figure:
+    figure = Figure(figsize=(8, 0.6 + 0.62 * len(rows)), layout="constrained")
+    for axes, which in zip(figure.subplots(1, 2, sharey=True), ("wall", "cpu"), strict=True):
+        bars = [
+            (f"{row['case']}, h={row['h']}: {row['who']}", row[which]["median"], row[which]["low"], row[which]["high"])
+            for row in rows
+            if which in row
+        ]
+        ratio_bars(axes, bars, f"{'wall' if which == 'wall' else 'CPU'} time, theirs / ours")
+        axes.tick_params(labelsize=8)
+    return figure
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=6.0, help="of turns per case, 15 rounds at least")
+    parser.add_argument("--only", nargs="+", help="these cases: t=2, 'p=2 v=2', ...")
+    parser.add_argument("--widths", type=int, nargs="+", default=[size.h for size in SIZES], help="of the cases t=2")
+    args = parser.parse_args()
+    todo = [(size, Case(t=2)) for size in SIZES if size.h in args.widths] + [(SMALL, case) for case in CASES]
+    rows: list[Row] = []
+    print(f"GPT, float32, processes of one thread over gloo, torch {torch.__version__}")
+    for size, case in todo:
+        if args.only and str(case) not in args.only:
+            continue
+        found = spawn(measure, case.t * case.p * case.d, size, case, args.seconds, max(1, 128 // size.h))
+        rows += found
+        show(found)
+        save("peers", {"rows": rows})  # a run that is cut short leaves what it has
+    lines = lines_of_user_code()
+    print("lines of user code:", ", ".join(f"{who} {count}" for who, count in lines.items()))
+    save("peers", {"rows": rows, "lines of user code": lines})
+    save_picture("peers", picture(rows))
+
+
+if __name__ == "__main__":
+    main()
