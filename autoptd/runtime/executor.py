@@ -13,6 +13,8 @@ outputs. The outputs themselves are let go, once sent, unless autograd saved the
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -145,6 +147,7 @@ class Executor:
         gradient (`nan="ignore"` lets it pass).
         """
         self.steps += 1
+        began = time.perf_counter()
         with self._guard(), torch.enable_grad():
             self.gradients.begin()
             self._run(microbatches, self._order)
@@ -163,6 +166,9 @@ class Executor:
             )
         self.gradients.commit()
         self.world.at = "between steps"
+        if self.steps == 1 and self.world.rank == 0 and self.program.fuse == "inductor":
+            told = f"autoptd: the first step, with compiling its layers, took {time.perf_counter() - began:.1f} s"
+            print(told, file=sys.stderr)
         return loss
 
     @torch.no_grad()

@@ -33,7 +33,7 @@ def linear_cross_entropy(node: Node) -> Found:
         what = note(product).conversion or op_name(product).removeprefix("aten.")
         return Refusal("linear_cross_entropy", node, f"its logits come from {what}")
     x, weight, *bias = product.args
-    if note(node).tp.kind == "P" or argument(node, 3, "reduction", 1) == 0:
+    if argument(node, 3, "reduction", 1) == 0:
         return Refusal("linear_cross_entropy", node, "it gives a loss per token")
     tokens, width = rows(logits), shape(weight)[1]
     if tokens <= width:

@@ -1,0 +1,112 @@
+"""Whole models with fused operators, against the model on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autoptd
+
+VOCAB, TOKENS = 64, 32
+
+
+def gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {"n_embd": 16, "n_layer": 3, "n_head": 2, "vocab_size": VOCAB, "n_positions": TOKENS}
+    return GPT2LMHeadModel(GPT2Config(**sizes, attn_implementation="eager", bos_token_id=0, eos_token_id=0))
+
+
+def llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "vocab_size": VOCAB}
+    more = {"num_key_value_heads": 2, "intermediate_size": 32, "attn_implementation": "eager"}
+    return LlamaForCausalLM(LlamaConfig(**sizes, **more))
+
+
+def gemma() -> nn.Module:
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": VOCAB, "head_dim": 8}
+    more = {"num_key_value_heads": 2, "intermediate_size": 32, "attn_implementation": "eager", "sliding_window": 4}
+    return Gemma2ForCausalLM(Gemma2Config(**sizes, **more, final_logit_softcapping=None))
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], set[str]]] = {
+    "gpt2": (gpt2, {"masked_softmax", "gelu", "bias_dropout_add", "linear_cross_entropy"}),
+    "llama": (llama, {"attention", "rms_norm", "rotary", "swiglu", "linear_cross_entropy"}),
+    "gemma": (gemma, {"masked_softmax", "rms_norm", "rotary", "geglu", "linear_cross_entropy"}),
+}
+MESHES: dict[str, dict[str, Any]] = {
+    "t2 p2": {"t": 2, "p": 2},
+    "sequence parallel": {"t": 2, "sequence_parallel": True},
+    "d2": {"d": 2},
+    "plain": {"t": 2, "d": 2, "fuse": False},
+}
+
+
+def call() -> dict[str, Tensor]:
+    ids = torch.randint(0, VOCAB, (4, TOKENS), generator=torch.Generator().manual_seed(0))
+    labels = ids.clone()
+    labels[0, 5:9] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def fused(program: autoptd.Program) -> set[str]:
+    return {one.op for one in program.fusions if not one.why}
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        ("gpt2", "t2 p2"),
+        ("gpt2", "sequence parallel"),
+        ("llama", "t2 p2"),
+        ("llama", "d2"),
+        ("gemma", "t2 p2"),
+        ("llama", "plain"),
+    ],
+)
+def test_parity(name: str, mesh: str) -> None:
+    torch.manual_seed(0)
+    (make, ops), request = MODELS[name], {"num_microbatches": 2, "example_inputs": call(), **MESHES[mesh]}
+    model = make()
+    assert fused(autoptd.compile(model, **request)) == (set() if mesh == "plain" else ops)
+    autoptd.verify(model, **request, steps=2)
+
+
+def test_a_choice_of_operators() -> None:
+    torch.manual_seed(0)
+    request = {"example_inputs": call(), "num_microbatches": 2}
+    chosen = autoptd.compile(llama(), **request, fuse_only=["rms_norm"])
+    assert fused(chosen) == {"rms_norm"} and chosen.plan["options"]["fuse_only"] == ["rms_norm"]
+    assert autoptd.compile(llama(), plan=chosen.plan, example_inputs=call()).sources == chosen.sources
+    plain = autoptd.compile(llama(), **request, fuse=False)
+    assert plain.fusions == () and "fused" not in plain.sources["stage_0.py"]
+
+
+@pytest.mark.parametrize(
+    "request_", [{"fuse": "cuda"}, {"fuse": True}, {"fuse_only": "rms_norm"}, {"fuse_only": ["norm"]}]
+)
+def test_what_cannot_be_asked_for(request_: dict[str, Any]) -> None:
+    with pytest.raises(autoptd.PlanError, match="fuse"):
+        autoptd.compile(llama(), example_inputs=call(), **request_)
+
+
+def test_a_scaled_mean_counts_its_labels_over_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of a loss over a split vocabulary are calls of their own, as the program tells."""
+    from autoptd.passes.fusion import fuse
+
+    monkeypatch.setattr(fuse, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(fuse, "FEWEST_TOKENS", 24)
+    torch.manual_seed(0)
+    request = {"t": 2, "num_microbatches": 2, "example_inputs": call()}
+    program = autoptd.compile(llama(), **request)
+    calls = [one for one in program.collectives if one.conversion == "vocab_parallel_linear_cross_entropy"]
+    assert len(calls) == 6 and "chunk=22" in program.sources["stage_0.py"]
+    autoptd.verify(llama(), **request, steps=1)
