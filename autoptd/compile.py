@@ -102,14 +102,14 @@ def compile_program(
     ranks = ranks_of_stages(orders)
 
     passes.localize(graph, sizes)
-    of_one_device, of_a_rank = (partial(passes.local_shape, sizes=replace(sizes, t=n)) for n in (1, options.t))
-    costs = {**passes.count_work(graph, options.t, of_one_device, of_a_rank), "cut": cut}
     dropouts = dropout_specs(graph)
 
     wgrad = taker_of_weight_gradients(options, orders)
-    fusions = passes.substitute(graph, groups)
+    graph, fusions = passes.substitute(graph, groups)
     passes.hook_gemms(graph, overlap=options.async_tensor_model_parallel_allreduce, wgrad=wgrad)
     forms.end("LOCAL", graph)
+    of_one_device, of_a_rank = (partial(passes.local_shape, sizes=replace(sizes, t=n)) for n in (1, options.t))
+    costs = {**passes.count_work(graph, options.t, of_one_device, of_a_rank), "cut": cut}
 
     crossing = codegen.crossings(graph)
     orders = connect_orders(orders, crossing)

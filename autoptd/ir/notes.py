@@ -133,6 +133,11 @@ def output(graph: Graph) -> Node:
 
 def copy_graph(graph: Graph) -> Graph:
     """A copy whose records can be changed without touching the original's."""
+    return copy_nodes(graph)[0]
+
+
+def copy_nodes(graph: Graph) -> tuple[Graph, dict[Node, Node]]:
+    """A copy, and which node of it is which of the original's."""
     new = Graph()
     mapping: dict[Node, Node] = {}
     for node in graph.nodes:
@@ -141,4 +146,4 @@ def copy_graph(graph: Graph) -> Graph:
         if KEY in made.meta:
             made.meta[KEY] = replace(made.meta[KEY], extra=dict(made.meta[KEY].extra))
         mapping[node] = made
-    return new
+    return new, mapping

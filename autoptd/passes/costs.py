@@ -40,6 +40,10 @@ def flops(node: Node, shape: Size = shape) -> int:
     name = op_name(node)
     if node.target is markers.linear:  # an `aten.linear` or `aten.addmm` with hooks
         return 2 * math.prod(shape(node)) * shape(node.args[0])[-1]  # type: ignore[arg-type]
+    if node.target is markers.FUSED["linear_cross_entropy"]:  # its gradients are made with the loss
+        x, _, weight, *_ = node.args
+        products = 1 + note(x).needs_grad + note(weight).needs_grad
+        return products * 2 * math.prod(shape(x)) * shape(weight)[0]  # type: ignore[arg-type]
     if name in GEMMS:
         x = operands(node)[1 if name in ("aten.addmm", "aten.baddbmm") else 0]
         return 2 * math.prod(shape(node)) * shape(x)[-1]
@@ -64,6 +68,8 @@ def backward_flops(node: Node, shape: Size = shape) -> int:
         query, key, value = (shape(one) for one in read[:3])
         is_needed = any(note(one).needs_grad for one in read[:3])
         return is_needed * 2 * math.prod(query[:-1]) * key[-2] * (3 * query[-1] + 2 * value[-1])
+    if node.target is markers.FUSED["linear_cross_entropy"]:
+        return 0
     factors = read[1:3] if op_name(node) in ("aten.addmm", "aten.baddbmm") else read[:2]
     return flops(node, shape) * sum(note(one).needs_grad for one in factors)
 

@@ -26,7 +26,7 @@ from autoptd.passes.links import operands
 THROUGH = {"aten.linear", "aten.addmm", "aten.mm", "aten.matmul", "aten.einsum", "aten.add", "aten.sub", "aten.mul"}
 THROUGH |= {f"aten.{name}" for name in "div neg tanh to clone contiguous detach masked_fill".split()}
 THROUGH |= {f"aten.{name}" for name in "view reshape _unsafe_view flatten unflatten squeeze unsqueeze expand".split()}
-THROUGH |= {f"aten.{name}" for name in "t numpy_T mT transpose permute swapaxes swapdims".split()}
+THROUGH |= {f"aten.{name}" for name in "t numpy_T transpose permute swapaxes swapdims".split()}
 THROUGH |= {f"aten.{name}" for name in "slice select split split_with_sizes chunk unbind".split()} | {"getitem"}
 
 

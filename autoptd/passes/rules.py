@@ -119,7 +119,7 @@ def addends(node: Node, split: set[Node]) -> set[Node]:
 FIRST = ((0,),)
 LINEAR_UNARY = "contiguous clone neg detach".split()
 VIEWS = "view reshape _unsafe_view flatten unflatten squeeze unsqueeze".split()
-TRANSPOSES = "transpose t numpy_T mT permute swapaxes swapdims".split()
+TRANSPOSES = "transpose t numpy_T permute swapaxes swapdims".split()
 LOSSES = "mse_loss l1_loss smooth_l1_loss huber_loss kl_div soft_margin_loss".split()  # their reductions are split off
 LOSSES += "binary_cross_entropy binary_cross_entropy_with_logits".split()
 UNTAGGED = (

@@ -37,8 +37,6 @@ def permute_links(node: Node) -> list[Link]:
         order = [d % ndim for d in node.args[1]]  # type: ignore[operator, union-attr]
     elif name in ("aten.t", "aten.numpy_T"):
         order = order[::-1]
-    elif name == "aten.mT":
-        order[-2:] = order[:-3:-1]
     else:
         a, b = node.args[1] % ndim, node.args[2] % ndim  # type: ignore[operator]
         order[a], order[b] = order[b], order[a]

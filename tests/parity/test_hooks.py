@@ -255,4 +255,4 @@ def test_a_gradient_that_is_added_twice_is_found(monkeypatch: pytest.MonkeyPatch
     add = Gradients.add
     monkeypatch.setattr(Gradients, "add", twice)
     with pytest.raises(autoptd.InternalError, match=r"a backward too many|grew after"):
-        autoptd.verify(gpt(2), **MAIN, example_inputs=batch(), steps=1)
+        autoptd.verify(gpt(2), **MAIN, d=2, num_microbatches=2, example_inputs=batch(), steps=1)

@@ -230,14 +230,16 @@ def same(found: dict[str, Any], wanted: dict[str, Any]) -> bool:
     return all(torch.equal(found[name], one) for name, one in wanted.items())
 
 
-@pytest.mark.parametrize("edit", [(", size=5", ""), (", size=5", ", size=6")], ids=["forgotten", "wrong"])
+@pytest.mark.parametrize("fuse", ["eager", False])
+@pytest.mark.parametrize("wrong", ["", ", size=6"], ids=["forgotten", "wrong"])
 def test_a_padding_that_leaks_is_found(
-    split_vocabularies: None, monkeypatch: pytest.MonkeyPatch, edit: tuple[str, str]
+    split_vocabularies: None, monkeypatch: pytest.MonkeyPatch, wrong: str, fuse: str | bool
 ) -> None:
     model, call = head(5), batch(4, 5)
-    edited = edit_source(monkeypatch, 'reduction="sum"' + edit[0], 'reduction="sum"' + edit[1])
+    before = f"chunk={LENGTH}" if fuse else 'reduction="sum"'
+    edited = edit_source(monkeypatch, f"{before}, size=5", before + wrong)
     with pytest.raises(autoptd.InternalError, match="differs"):
-        autoptd.verify(model, t=4, example_inputs=call, steps=1)
+        autoptd.verify(model, t=4, num_microbatches=4, example_inputs=call, steps=1, fuse=fuse)
     assert edited
 
 

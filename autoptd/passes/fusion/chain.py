@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch.fx import Node
@@ -48,6 +48,24 @@ class Group:
     members: frozenset[Node]
     keywords: dict[str, Any] = field(default_factory=dict)
     literals: Node | None = None
+    moved: tuple[Node, ...] = ()  # views between a head and its loss, in order
+
+    def on(self, copies: dict[Node, Node]) -> Group:
+        """The same group of a copied graph."""
+
+        def copied(operand: Operand) -> Operand:
+            if isinstance(operand, Swapped):
+                return Swapped(copies[operand.node])
+            return None if operand is None else copies[operand]
+
+        return replace(
+            self,
+            result=copies[self.result],
+            operands=tuple(map(copied, self.operands)),
+            members=frozenset(copies[one] for one in self.members),
+            literals=None if self.literals is None else copies[self.literals],
+            moved=tuple(copies[one] for one in self.moved),
+        )
 
 
 @dataclass(frozen=True)
@@ -108,9 +126,9 @@ class Chain:
             node = x
         return node, factor
 
-    def group(self, op: str, *operands: Operand, literals: Node | None = None, **keywords: Any) -> Group:
+    def group(self, op: str, *operands: Operand, **keywords: Any) -> Group:
         """The pattern as a fused operator."""
-        return Group(op, self.last, operands, frozenset(self.members), keywords, literals)
+        return Group(op, self.last, operands, frozenset(self.members), keywords)
 
 
 def is_op(node: Any, *names: str) -> bool:

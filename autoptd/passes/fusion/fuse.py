@@ -5,7 +5,7 @@ is proven. `substitute` replaces every group that ended up on one stage. Both te
 
     groups = find_fusions(graph, buffers, "eager")
     ...                                             # cut, localize
-    fusions = substitute(graph, groups)             # [Fusion("rms_norm", "model.layers.*.input_layernorm", times=12), ...]
+    graph, fusions = substitute(graph, groups)      # [Fusion("rms_norm", "model.layers.*.input_layernorm", times=12), ...]
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.fx import Graph, Node
 from autoptd.ir import markers
 from autoptd.ir.calls import star
 from autoptd.ir.fusion import Fusion
-from autoptd.ir.notes import note, op_name, ops, set_note, shape, value
+from autoptd.ir.notes import copy_nodes, note, op_name, ops, set_note, shape, value
 from autoptd.passes.constants import Constants
 from autoptd.passes.fusion import activations, attention, losses, norms, residual, rotary
 from autoptd.passes.fusion.chain import Found, Group, Refusal, Swapped
@@ -118,20 +118,25 @@ def _checked(found: Found) -> Found:
     return found
 
 
-def substitute(graph: Graph, groups: Groups) -> list[Fusion]:
-    """Replace every group of a LOCAL graph that is on one stage; returns what was fused and what was not, layers together."""
+def substitute(plain: Graph, groups: Groups) -> tuple[Graph, list[Fusion]]:
+    """(a copy of a LOCAL graph in which every group that is on one stage is replaced, what was fused and what was not).
+
+    `plain` stays as it is, for what explains plans by its operators. Layers alike are told together.
+    """
+    graph, copies = copy_nodes(plain)
     told: Counter[Fusion] = Counter()
     made: dict[Node, Node] = {}  # what stands in the place of a group's result
     for one in groups.refused:
         told[_fusion(one.op, one.result, one.why)] += 1
-    for group in groups.chosen:
+    chosen = [group.on(copies) for group in groups.chosen]
+    for group in chosen:
         if len({note(member).stages for member in group.members}) > 1:
             told[_fusion(group.op, group.result, "a stage boundary cuts it")] += 1
             continue
         told[_fusion(group.op, group.result)] += 1
         made[group.result] = _substitute(graph, group, made)
-    erase_unread(graph, [member for group in groups.chosen if group.result in made for member in group.members])
-    return [replace(one, times=times) for one, times in told.items()]
+    erase_unread(graph, [member for group in chosen if group.result in made for member in group.members])
+    return graph, [replace(one, times=times) for one, times in told.items()]
 
 
 def _fusion(op: str, result: Node, why: str = "") -> Fusion:
@@ -193,7 +198,7 @@ def _dropout_add(graph: Graph, group: Group, operands: tuple[Any, ...]) -> Node:
 def _chunked_loss(graph: Graph, group: Group, operands: tuple[Any, ...]) -> Node:
     """What stood between GEMM and loss stands before the GEMM now."""
     x, weight, targets, bias = operands
-    for view in group.keywords["moved"]:
+    for view in group.moved:
         record, width = note(view), _local(x)[-1]
         local = (*record.extra["local_shapes"][0][:-1], width)
         args = (x, list(local)) if op_name(view) in VIEWS else (x, *view.args[1:])

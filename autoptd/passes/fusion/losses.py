@@ -6,6 +6,8 @@ two may view and slice tokens; it moves before the GEMM.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch.fx import Node
 
 from autoptd.ir.notes import note, op_name, shape
@@ -42,7 +44,7 @@ def linear_cross_entropy(node: Node) -> Found:
         )
         return Refusal("linear_cross_entropy", node, fact)
     operands = (x, weight, targets, bias[0] if bias else None)
-    return chain.group("linear_cross_entropy", *operands, literals=node, moved=tuple(reversed(moved)))
+    return replace(chain.group("linear_cross_entropy", *operands), literals=node, moved=tuple(reversed(moved)))
 
 
 def _keeps_classes(node: Node) -> bool:

@@ -6,6 +6,8 @@ ranks here, where it is added as it is.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch.fx import Node
 
 from autoptd.ir import markers
@@ -32,7 +34,7 @@ def bias_dropout_add(node: Node) -> Found:
         if moved is not None:
             chain.members |= {x, moved}
             bias = moved.args[2].args[0]
-        return chain.group("bias_dropout_add", x, bias, residual, literals=drop)
+        return replace(chain.group("bias_dropout_add", x, bias, residual), literals=drop)
     return None
 
 
