@@ -53,14 +53,11 @@ HOOKS = {
     "delay_wgrad_compute": "before_reduce",
 }
 CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
-    "gpt t4 m4": (gpt, {"t": 4, "num_microbatches": 4}),
+    "summed t4 m4": (lambda: separate(reduction="sum"), {"t": 4, "num_microbatches": 4}),
     "gpt p2 v2": (gpt, {"p": 2, "v": 2, "num_microbatches": 4}),
-    "gpt d2": (gpt, {"d": 2}),
     "gpt t2 p2 d2": (gpt, {"t": 2, "p": 2, "d": 2}),
     "gpt gpipe p4": (gpt, {"p": 4, "schedule": "gpipe"}),
     "separate t2 p2 d2 v2": (separate, {"t": 2, "p": 2, "d": 2, "v": 2, "num_microbatches": 2}),
-    "separate summed t4": (lambda: separate(reduction="sum"), {"t": 4, "d": 2}),
-    "skipping t2 p3": (skipping, {"t": 2, "p": 3}),
     "gpt scattered t4 p2 v2": (gpt, {"t": 4, "p": 2, "v": 2, "num_microbatches": 4, "p2p": "scatter_gather"}),
     "skipping scattered t3 p4": (skipping, {"t": 3, "p": 4, "p2p": "scatter_gather"}),
     "separate scattered t2 p4 v2": (
