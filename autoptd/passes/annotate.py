@@ -87,9 +87,14 @@ def describe(graph: Graph) -> str:
         stages = ",".join(map(str, record.stages))
         batch = {"S": "per row", "P": "sum over rows"}.get(record.batch.kind, "")
         kind = type_text(record.tp, record.dims, "tp") if record.dims or record.tp.kind != "S" else ""
-        why = "; ".join(
-            part for part in (record.rule, record.why, record.extra.get("reason", ""), record.placement) if part
+        said = (
+            record.rule,
+            record.why,
+            record.extra.get("reason", ""),
+            record.extra.get("fused", ""),
+            record.placement,
         )
+        why = "; ".join(part for part in said if part)
         lines.append(f"{name:36} {label:24} {size:18} {kind:30} {batch:14} {stages:4} {why}".rstrip())
     total = sum(payload(node) for node in graph.nodes if note(node).kind == "param")
     return "\n".join([*lines, "", f"{len(lines)} nodes, {total:,} bytes of parameters", ""])

@@ -57,9 +57,8 @@ def _mark_readers(node: Node, overlap: bool) -> list[Node]:
     gemms = gather_again(node)
     if gemms:
         count = note(node).extra["readers"] = sum(note(_operands(gemm)[1]).needs_grad for gemm in gemms)  # type: ignore[index]
-        if overlap and (
-            len(gemms) == 1 or count > 1
-        ):  # one reader that counts, beside others, could not reduce for all
+        # One reader that counts, beside others, could not reduce for all.
+        if overlap and (len(gemms) == 1 or count > 1):
             note(node).extra["overlap"] = True
     return gemms
 

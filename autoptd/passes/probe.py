@@ -25,16 +25,8 @@ from autoptd.ir.notes import note, tensor
 from autoptd.passes.links import operands
 from autoptd.passes.trials import Call, CannotTry, Claim, Slot, Trial, Unfit, make_trial
 
-SMALL_SIZES = (
-    5,
-    7,
-    11,
-    13,
-    17,
-    19,
-    23,
-    29,
-)  # one for each size of the trace: no two dims of other sizes can be confused
+# One for each size of the trace: no two dims of other sizes can be confused.
+SMALL_SIZES = (5, 7, 11, 13, 17, 19, 23, 29)
 MOST_ELEMENTS = 1 << 16  # of an operand, where the operator is tried on the sizes of the trace
 MOST_CLAIMS = 256
 NOT_LINEAR = "its backward is not linear in the gradient that it is given"

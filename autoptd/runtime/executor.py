@@ -107,9 +107,8 @@ class Executor:
             for spec in program.stages
             if program.rank_of_stage(spec.index) == world.coordinate.pp
         }
-        self._seen_dtype: torch.dtype | None = (
-            None  # of the loss, on its stage's ranks; all ranks agree at the first step
-        )
+        # Of the loss, on its stage's ranks; all ranks agree at the first step.
+        self._seen_dtype: torch.dtype | None = None
         self._loss_dtype: torch.dtype | None = None
         self._do = {
             Kind.F: self._forward,

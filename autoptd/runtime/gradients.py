@@ -196,8 +196,7 @@ def grad_norm(params: RankParameters) -> torch.Tensor:
     """Return the 2-norm of all gradients of the model, every parameter counted once, on every rank (float64, 0-d).
 
     Of type S every tensor rank counts its shard, the first one where ranks share it, as of types I and R; of a tied parameter
-    the first owner.
-    Replicas hold equal gradients and are not summed over.
+    the first owner. Replicas hold equal gradients and are not summed over.
     """
     world = params.world
     total = torch.zeros((), dtype=torch.float64, device=world.device)

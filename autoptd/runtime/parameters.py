@@ -26,9 +26,8 @@ from autoptd.runtime.pretrained import Folder, Reader
 from autoptd.runtime.shards import join_shards, pad_shard, take_shard
 from autoptd.runtime.world import World
 
-Values = (
-    Mapping[str, torch.Tensor] | Folder
-)  # what parameters start with: full tensors by name, or a folder that has them
+# What parameters start with: full tensors by name, or a folder that has them.
+Values = Mapping[str, torch.Tensor] | Folder
 
 
 def dtype_of(name: str) -> torch.dtype:

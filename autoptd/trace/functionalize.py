@@ -98,22 +98,19 @@ def _check_fresh(node: Node, views: list[Node], position: dict[Node, int], lates
     base = views[-1]
     record = note(base)
     if record.kind == "buffer":
-        raise PlanError(
-            site(node), f"buffer {record.name} is changed by the forward", "keep buffers constant in forward"
-        )
+        fact = f"buffer {record.name} is changed by the forward"
+        raise PlanError(site(node), fact, "keep buffers constant in forward")
     if record.kind == "param":
-        raise TraceError(
-            site(node), f"parameter {record.name} is changed in place", "do not write to parameters in forward"
-        )
+        fact = f"parameter {record.name} is changed in place"
+        raise TraceError(site(node), fact, "do not write to parameters in forward")
     if record.kind == "input":
         raise TraceError(site(node), "an argument of the model is changed in place", "write out of place: x = x + y")
     at = position[node]
     older = {one for view in views for one in _aliases(view, {*views}) if position.get(one, -1) < at}
     older |= {old for old, new in latest.items() if new in older}  # later readers still name these
     if _is_view(base) or any(position.get(user, -1) > at for one in older for user in one.users):
-        raise TraceError(
-            site(node), "an in-place write goes through a view", "write out of place: torch.where, torch.cat"
-        )
+        fact = "an in-place write goes through a view"
+        raise TraceError(site(node), fact, "write out of place: torch.where, torch.cat")
 
 
 def _aliases(node: Node, but: set[Node]) -> Iterator[Node]:
@@ -184,9 +181,8 @@ def _pure(calls: _Calls, node: Node) -> Node:
         raise TraceError(site(node), "this in-place operator has no functional form", "write it out of place")
     made = calls.make(pure, *node.args, **node.kwargs)
     if is_tensor(node) and value(made).dtype != value(node).dtype:
-        raise TraceError(
-            site(node), "an in-place operator keeps its target's dtype here", "cast explicitly with .to(dtype)"
-        )
+        fact = "an in-place operator keeps its target's dtype here"
+        raise TraceError(site(node), fact, "cast explicitly with .to(dtype)")
     return made
 
 

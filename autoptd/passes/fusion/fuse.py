@@ -98,7 +98,7 @@ def find_fusions(
                 chosen.append(found)
                 taken |= found.members
                 for member in found.members:
-                    note(member).extra["fused"] = found.op
+                    note(member).extra["fused"] = f"part of {found.op}"
             elif isinstance(found, Refusal):
                 refused.append(found)
     refused = [one for one in refused if one.result not in taken]
@@ -109,7 +109,7 @@ def _checked(found: Found) -> Found:
     """A group whose inner values nobody else reads; else why not."""
     if not isinstance(found, Group):
         return found
-    for member in found.members - {found.result}:
+    for member in sorted(found.members - {found.result}):
         outside = next((user for user in member.users if user not in found.members), None)
         if outside is not None and member.all_input_nodes:
             fact = f"{op_name(member).removeprefix('aten.')} is also read by {op_name(outside).removeprefix('aten.')}"
@@ -243,7 +243,8 @@ def _call(graph: Graph, group: Group, target: Any, args: tuple[Any, ...], kwargs
     made.meta["val"] = value(result)
     members = sorted(group.members)
     reason = f"fused: {', '.join(dict.fromkeys(op_name(one).removeprefix('aten.') for one in members))}"
-    set_note(made, replace(record, why="", form="", conversion="", extra={**record.extra, "reason": reason}))
+    extra = {key: one for key, one in record.extra.items() if key != "fused"} | {"reason": reason}
+    set_note(made, replace(record, why="", form="", conversion="", extra=extra))
     return made
 
 
