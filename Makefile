@@ -30,7 +30,7 @@ demo: $(INSTALLED)
 	$(BIN)/python examples/demo.py $(ARGS)
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -n 2 $(ARGS)
+	$(BIN)/python -m pytest -n 3 $(ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check $(SOURCES)

@@ -14,7 +14,7 @@ from tests.fuzz.plant import FAULTS, planted
 from tests.fuzz.script import script
 from tests.fuzz.search import SIMPLEST, Tally, run_case, run_round, search
 
-COUNT = 20
+COUNT = 24
 
 
 def covering(count: int) -> list[Case]:

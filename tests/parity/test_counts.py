@@ -54,9 +54,7 @@ HOOKS = {
 }
 CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "summed t4 m4": (lambda: separate(reduction="sum"), {"t": 4, "num_microbatches": 4}),
-    "gpt p2 v2": (gpt, {"p": 2, "v": 2, "num_microbatches": 4}),
     "gpt t2 p2 d2": (gpt, {"t": 2, "p": 2, "d": 2}),
-    "gpt gpipe p4": (gpt, {"p": 4, "schedule": "gpipe"}),
     "separate t2 p2 d2 v2": (separate, {"t": 2, "p": 2, "d": 2, "v": 2, "num_microbatches": 2}),
     "gpt scattered t4 p2 v2": (gpt, {"t": 4, "p": 2, "v": 2, "num_microbatches": 4, "p2p": "scatter_gather"}),
     "skipping scattered t3 p4": (skipping, {"t": 3, "p": 4, "p2p": "scatter_gather"}),
