@@ -76,6 +76,8 @@ def _from_config(name: str, values: Mapping[str, Any]) -> nn.Module:
     try:
         config = AutoConfig.for_model(kind, **rest)
         config.use_cache = False
+        if getattr(config, "loss_type", None) is None:
+            config.loss_type = "ForCausalLM"  # its default, without a warning
         return AutoModelForCausalLM.from_config(config)
     except (ValueError, TypeError, KeyError) as error:
         raise PlanError(f"MODEL {name}", f"transformers makes no decoder of it: {error}", "another config") from error
