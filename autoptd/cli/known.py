@@ -17,7 +17,7 @@ GPT3_PAPER = "Brown et al. 2020, table 2.1; all attention dense"
 PTD_PAPER = "Narayanan et al., SC'21, table 1"
 LLAMA_2 = "Touvron et al. 2023 (Llama 2), and its published config"
 LLAMA_3 = "Grattafiori et al. 2024 (Llama 3), table 3, and its published config"
-MISTRAL = "Jiang et al. 2023 (Mistral 7B), table 1; sliding window 4096"
+MISTRAL = "Jiang et al. 2023 (Mistral 7B), table 1; rows within its sliding window of 4096"
 QWEN = "Qwen team 2024 (Qwen2.5), table 1, and its published config"
 
 
@@ -69,7 +69,7 @@ KNOWN: dict[str, Known] = {
     "llama-3-8b": _llama(32, 4096, 32, 8, 14336, 128256, 8192, LLAMA_3),
     "llama-3-70b": _llama(80, 8192, 64, 8, 28672, 128256, 8192, LLAMA_3),
     "llama-3-405b": _llama(126, 16384, 128, 8, 53248, 128256, 8192, LLAMA_3),
-    "mistral-7b": _llama(32, 4096, 32, 8, 14336, 32000, 8192, MISTRAL, "mistral"),
+    "mistral-7b": _llama(32, 4096, 32, 8, 14336, 32000, 4096, MISTRAL, "mistral"),
     "qwen2.5-7b": _llama(28, 3584, 28, 4, 18944, 152064, 8192, QWEN, "qwen2"),
     "qwen2.5-72b": _llama(80, 8192, 64, 8, 29568, 152064, 8192, QWEN, "qwen2"),
 }

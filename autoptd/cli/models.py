@@ -52,7 +52,7 @@ def find_model(name: str, keywords: Mapping[str, Any]) -> Subject:
         known = KNOWN[name]
         values = {**known.values, **keywords}
         length = next((int(values[key]) for key in LENGTHS if key in keywords), known.length)
-        return Subject(name, lambda: _from_config(name, {"model_type": known.kind, **values}), "bfloat16", length)
+        return Subject(name, lambda: _from_config(name, {"model_type": known.kind, **values}, _causal()), "bfloat16", length)
     path = Path(name)
     if path.suffix == ".json" or (path / "config.json").is_file():
         values = _read_config(path if path.is_file() else path / "config.json")
@@ -64,7 +64,22 @@ def find_model(name: str, keywords: Mapping[str, Any]) -> Subject:
     raise PlanError(f"MODEL {name}", "is no well-known size, config or factory", remedy)
 
 
-def _from_config(name: str, values: Mapping[str, Any]) -> nn.Module:
+def _causal() -> str:
+    """Name an attention of transformers that is causal without a mask: tracing, it would build one of rows x length x length.
+
+    All of `KNOWN` are plain causal decoders, which rows without padding need no mask for.
+    """
+    try:
+        from transformers import AttentionInterface, AttentionMaskInterface
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    except ImportError:  # transformers before 4.53
+        return "sdpa"
+    AttentionInterface.register("causal_sdpa", sdpa_attention_forward)
+    AttentionMaskInterface.register("causal_sdpa", lambda *args, **kwargs: None)
+    return "causal_sdpa"
+
+
+def _from_config(name: str, values: Mapping[str, Any], attention: str | None = None) -> nn.Module:
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError as error:
@@ -76,11 +91,12 @@ def _from_config(name: str, values: Mapping[str, Any]) -> nn.Module:
     try:
         config = AutoConfig.for_model(kind, **rest)
         config.use_cache = False
-        if getattr(config, "loss_type", None) is None:
-            config.loss_type = "ForCausalLM"  # its default, without a warning
-        return AutoModelForCausalLM.from_config(config)
+        model: Any = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     except (ValueError, TypeError, KeyError) as error:
         raise PlanError(f"MODEL {name}", f"transformers makes no decoder of it: {error}", "another config") from error
+    if getattr(model, "loss_type", "") is None:
+        model.loss_type = "ForCausalLM"  # what it takes anyhow, without a warning
+    return model  # type: ignore[no-any-return]
 
 
 def _read_config(path: Path) -> dict[str, Any]:
