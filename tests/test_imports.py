@@ -23,7 +23,9 @@ ALLOWED: dict[str, set[str]] = {  # package -> what it may import besides itself
     "kernels": EVERYWHERE,
     "runtime": EVERYWHERE | {"kernels"},
 }
-FACE = "face"  # the driver, the public face, the command line: every other file in autoptd/ sees all, no package sees it
+FACE = (
+    "face"  # the driver, the public face, the command line: every other file in autoptd/ sees all, no package sees it
+)
 FACES = ("cli",)  # packages of it
 FILES = sorted(ROOT.rglob("*.py"))
 

@@ -24,7 +24,9 @@ def test_every_rank_has_its_parameters_and_their_state() -> None:
     for one in summarize(program).ranks:
         mine = [spec for spec in program.params if one.pp in spec.owners(program.ranks)]
         assert one.parameters == sum(math.prod(spec.local_shape(2)) for spec in mine)
-        assert (one.parameter_bytes, one.gradient_bytes, one.optimizer_bytes) == tuple(4 * k * one.parameters for k in (1, 1, 2))
+        assert (one.parameter_bytes, one.gradient_bytes, one.optimizer_bytes) == tuple(
+            4 * k * one.parameters for k in (1, 1, 2)
+        )
 
 
 def test_gradients_in_float32_take_room_beside_their_own() -> None:

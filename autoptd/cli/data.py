@@ -1,7 +1,7 @@
 """Text without a download: a file's bytes, or Python's own help topics; a token a byte.
 
-    for x, y in batches(load_tokens(None), batch=8, length=64, steps=10, seed=0):
-        ...                                                  # [8, 64] each; y is x one byte later
+for x, y in batches(load_tokens(None), batch=8, length=64, steps=10, seed=0):
+    ...                                                  # [8, 64] each; y is x one byte later
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Well-known sizes, as their authors published them: configs of transformers, so that nothing is downloaded.
 
-In: a name. Out: `Known`, the config's type and values. Dropout is off, as in large runs: with `--set attn_pdrop=0.1` attention runs
-unfused. A name says a shape, not weights: what a model's training did besides (sparse layers of GPT-3) is not in it.
+In: a name. Out: `Known`, the config's type and values. Dropout is off, as in large runs: with `--set attn_pdrop=0.1`
+attention runs unfused. A name says a shape, not weights: what a model's training did besides (sparse layers of GPT-3) is not in it.
 
     KNOWN["gpt2"].values["n_layer"]         # 12
 """
@@ -38,7 +38,15 @@ def _gpt2(layers: int, hidden: int, heads: int, length: int, source: str, vocab:
 
 
 def _llama(
-    layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab: int, length: int, source: str, kind: str = "llama"
+    layers: int,
+    hidden: int,
+    heads: int,
+    kv_heads: int,
+    ffn: int,
+    vocab: int,
+    length: int,
+    source: str,
+    kind: str = "llama",
 ) -> Known:
     sizes = {
         "num_hidden_layers": layers,

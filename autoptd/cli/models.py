@@ -52,7 +52,9 @@ def find_model(name: str, keywords: Mapping[str, Any]) -> Subject:
         known = KNOWN[name]
         values = {**known.values, **keywords}
         length = next((int(values[key]) for key in LENGTHS if key in keywords), known.length)
-        return Subject(name, lambda: _from_config(name, {"model_type": known.kind, **values}, _causal()), "bfloat16", length)
+        return Subject(
+            name, lambda: _from_config(name, {"model_type": known.kind, **values}, _causal()), "bfloat16", length
+        )
     path = Path(name)
     if path.suffix == ".json" or (path / "config.json").is_file():
         values = _read_config(path if path.is_file() else path / "config.json")

@@ -53,7 +53,7 @@ EXAMPLES = {
 
 
 def parse(arguments: Sequence[str]) -> Namespace:
-    """Return what is asked; PlanError for a configuration that does not fit. Wrong flags end the process with 2, as argparse does."""
+    """Return what is asked; PlanError for a configuration that does not fit. Wrong flags end the process with 2."""
     if arguments and arguments[0] == "plan":  # has a command line of its own
         return Namespace(command="plan", rest=list(arguments[1:]))
     parser, commands = make_parser()
@@ -140,7 +140,9 @@ def _add_model(parser: ArgumentParser) -> None:
     mesh.add_argument("--v", type=int, metavar="N", help="model chunks per pipeline rank")
     mesh.add_argument("--num-microbatches", type=int, metavar="N", help="per replica and step")
     mesh.add_argument("--schedule", help=f"{', '.join(SCHEDULES)}, or a file with your own")
-    mesh.add_argument("--sequence-parallel", nargs="?", const=True, type=_switch, metavar="auto", help="split tokens too")
+    mesh.add_argument(
+        "--sequence-parallel", nargs="?", const=True, type=_switch, metavar="auto", help="split tokens too"
+    )
     mesh.add_argument("--p2p", choices=P2P, help="how stages send where t > 1")
     mesh.add_argument("--seed", type=int, help="of the dropout masks")
     mesh.add_argument("--async-tensor-model-parallel-allreduce", action="store_true", default=None)
@@ -165,7 +167,9 @@ def _add_training(parser: ArgumentParser) -> None:
     run.add_argument("--log", metavar="FILE", help="a JSON object a step")
     run.add_argument("--tensorboard", metavar="DIR", help="where the package tensorboard is installed")
     run.add_argument("--peak", type=float, metavar="FLOPS", help="of a rank, for the MFU (default: of known GPUs)")
-    run.add_argument("--measure-every", type=int, default=10, metavar="N", help="where time goes, every N steps; 0: never")
+    run.add_argument(
+        "--measure-every", type=int, default=10, metavar="N", help="where time goes, every N steps; 0: never"
+    )
     run.add_argument("--out", metavar="DIR", help="write program, pictures and report.html of the run there")
 
 
@@ -173,7 +177,9 @@ def _add_simulation(parser: ArgumentParser) -> None:
     parser.add_argument("--p", type=int, required=True, help="pipeline ranks")
     parser.add_argument("--v", type=int, default=1, help="model chunks per pipeline rank (default %(default)s)")
     parser.add_argument("--num-microbatches", type=int, help="per step (default 4p; a file's own)")
-    parser.add_argument("--schedule", help=f"{', '.join(SCHEDULES)}, or a file (default: 1f1b, interleaved where v > 1)")
+    parser.add_argument(
+        "--schedule", help=f"{', '.join(SCHEDULES)}, or a file (default: 1f1b, interleaved where v > 1)"
+    )
     parser.add_argument("--forward", type=float, default=1.0, help="time of a stage's forward (default %(default)s)")
     parser.add_argument("--backward", type=float, default=2.0, help="likewise (default %(default)s)")
     parser.add_argument("--link", type=float, default=0.0, help="time of a message (default %(default)s)")

@@ -1,6 +1,6 @@
 """`autoptd show` and `autoptd compile`: a model without weights to a program, its numbers, its pictures.
 
-The batch is `d` replicas times `num_microbatches` microbatches of `--rows` rows each, or the `--batch` rows that were asked for.
+The batch is d replicas times `num_microbatches` microbatches of `--rows` rows each, or the `--batch` rows that were asked for.
 """
 
 from __future__ import annotations
@@ -26,7 +26,20 @@ from autoptd.report import write_report
 from autoptd.summary import summarize
 
 KEYWORDS = (  # flags that are keywords of `parallelize`
-    *("t", "p", "d", "v", "num_microbatches", "schedule", "sequence_parallel", "p2p", "seed", "memory", "machine", "plan"),
+    *(
+        "t",
+        "p",
+        "d",
+        "v",
+        "num_microbatches",
+        "schedule",
+        "sequence_parallel",
+        "p2p",
+        "seed",
+        "memory",
+        "machine",
+        "plan",
+    ),
     *("async_tensor_model_parallel_allreduce", "accumulate_allreduce_grads_in_fp32", "delay_wgrad_compute"),
 )
 
@@ -69,7 +82,10 @@ def make_program(asked: Namespace) -> tuple[str, Program]:
     rows = next(spec.shape for spec in program.inputs if spec.batched)
     about = KNOWN[asked.model].source if asked.model in KNOWN else type(model).__name__
     took = time.perf_counter() - start
-    return f"{asked.model} ({about}), {'x'.join(map(str, rows[1:])) or 'no'} tokens a row, compiled in {took:.1f} s", program
+    return (
+        f"{asked.model} ({about}), {'x'.join(map(str, rows[1:])) or 'no'} tokens a row, compiled in {took:.1f} s",
+        program,
+    )
 
 
 def show(asked: Namespace) -> int:

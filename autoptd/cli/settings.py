@@ -1,12 +1,12 @@
 """Flags from a file: TOML, YAML or JSON, by their names with underscores (or dashes).
 
-    # run.toml
-    model = "gpt2"
-    t = 2
-    num_microbatches = 8
-    set = { n_layer = 4 }
+# run.toml
+model = "gpt2"
+t = 2
+num_microbatches = 8
+set = { n_layer = 4 }
 
-    read_settings("run.toml", {"model", "t", "num_microbatches", "set"})["t"]       # 2
+read_settings("run.toml", {"model", "t", "num_microbatches", "set"})["t"]       # 2
 """
 
 from __future__ import annotations

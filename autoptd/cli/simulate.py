@@ -26,7 +26,9 @@ def simulate(asked: Namespace) -> int:
     result = schedule.simulate(orders, forward=asked.forward, backward=asked.backward, link=asked.link, **weights)
     m = schedule.num_microbatches(orders)
     ideal = max(result.busy)
-    print(f"{name}: p={asked.p} v={v} m={m}, forward {asked.forward:g}, backward {asked.backward:g}, message {asked.link:g}")
+    print(
+        f"{name}: p={asked.p} v={v} m={m}, forward {asked.forward:g}, backward {asked.backward:g}, message {asked.link:g}"
+    )
     print(f"takes {result.finish:g}, {ideal:g} of it work; bubble {result.bubble:.1%} of the work")
     print("  pipeline rank  works  waits  microbatches of a chunk held at most")
     for rank, (busy, live) in enumerate(zip(result.busy, result.peak_live, strict=True)):

@@ -24,7 +24,6 @@ from autoptd.ir.calls import star
 from autoptd.ir.notes import is_whole, note, op_name, ops, output, placeholders
 from autoptd.ir.program import Line
 
-
 FOOTER = """
 
 if __name__ == "__main__":

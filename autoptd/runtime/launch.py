@@ -77,9 +77,7 @@ class RunningRanks(ABC):
         return self.here[0].world.rank == 0
 
     @contextmanager
-    def timed(
-        self, delays: Delays | None = None, clock: Callable[[], float] = time.perf_counter
-    ) -> Iterator[Timeline]:
+    def timed(self, delays: Delays | None = None, clock: Callable[[], float] = time.perf_counter) -> Iterator[Timeline]:
         """Time what these ranks execute in a `with` block, `delays` added; no rank may be running at either end."""
         timeline = Timeline([rank.world.rank for rank in self.here], delays, clock)
         executors = {one: rank.world.rank for rank in self.here for one in (rank.executor, rank.evaluator)}

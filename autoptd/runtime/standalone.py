@@ -1,8 +1,8 @@
 """Run one saved stage alone: `python out/stage_0.py --check`.
 
-In: the class of an emitted file, and the folder that `program.save` wrote it to. Out: what goes in and comes out, printed. Its t
-tensor ranks run as threads, with parameters, values of other stages and floating-point inputs drawn at random, and integer inputs
-of 0 and 1; then the sum of the outputs goes backward. Without `--check` the file says what it is.
+In: the class of an emitted file, and the folder that `program.save` wrote it to. Out: what goes in and comes out, printed. Its
+t tensor ranks run as threads, with parameters, values of other stages and floating-point inputs drawn at random, and integer
+inputs of 0 and 1; then the sum of the outputs goes backward. Without `--check` the file says what it is.
 
     check_stage(Stage0, "out")          # the lines that are printed
 """
@@ -41,7 +41,7 @@ def main(stage: type[Stage], file: str, arguments: Sequence[str] | None = None) 
 
 
 def check_stage(stage: type[Stage], folder: str | Path, timeout: float = 60.0) -> list[str]:
-    """Run a stage forward and backward; return what to print. PlanError where program.json is missing, or fits another stage."""
+    """Run a stage forward and backward; return what to print. PlanError where program.json is missing or has no such stage."""
     if not (Path(folder) / "program.json").is_file():
         raise PlanError(f"{folder}/program.json", "is missing", "run the file in the folder that program.save wrote")
     program = Program.load(folder)

@@ -18,8 +18,10 @@ from html import escape
 STYLE = """
 :root { --ink: #1f2933; --quiet: #64707d; --line: #d9dee4; --ground: #fff; --soft: #f5f7f9; --mark: #1f53a0 }
 * { box-sizing: border-box }
-body { margin: 0; font: 15px/1.5 system-ui, "Segoe UI", Helvetica, Arial, sans-serif; color: var(--ink); background: var(--ground) }
-header { padding: 18px 28px 0; border-bottom: 1px solid var(--line); background: var(--soft); position: sticky; top: 0; z-index: 1 }
+body { margin: 0; font: 15px/1.5 system-ui, "Segoe UI", Helvetica, Arial, sans-serif; color: var(--ink);
+  background: var(--ground) }
+header { padding: 18px 28px 0; border-bottom: 1px solid var(--line); background: var(--soft); position: sticky; top: 0;
+  z-index: 1 }
 h1 { font-size: 20px; margin: 0 } h2 { font-size: 17px; margin: 26px 0 8px } h3 { font-size: 15px; margin: 18px 0 6px }
 header p { margin: 2px 0 10px; color: var(--quiet) }
 nav a { display: inline-block; padding: 7px 13px; margin-right: 2px; color: var(--quiet); text-decoration: none;
@@ -79,7 +81,9 @@ class Tab:
 
 def page(title: str, subtitle: str, tabs: Sequence[Tab]) -> str:
     """Return the whole page."""
-    links = "".join(f'<a role="tab" href="#{one.name}" aria-controls="tab-{one.name}">{escape(one.title)}</a>' for one in tabs)
+    links = "".join(
+        f'<a role="tab" href="#{one.name}" aria-controls="tab-{one.name}">{escape(one.title)}</a>' for one in tabs
+    )
     sections = "\n".join(f'<section id="tab-{one.name}" role="tabpanel">\n{one.body}\n</section>' for one in tabs)
     return f"""<!DOCTYPE html>
 <html lang="en">
@@ -115,7 +119,9 @@ def table(names: Sequence[str], rows: Iterable[Sequence[str]], numbers: Iterable
 
 def tiles(pairs: Iterable[tuple[str, str]]) -> str:
     """Large numbers with what they are."""
-    inside = "".join(f'<div class="tile"><b>{escape(value)}</b><span>{escape(what)}</span></div>' for value, what in pairs)
+    inside = "".join(
+        f'<div class="tile"><b>{escape(value)}</b><span>{escape(what)}</span></div>' for value, what in pairs
+    )
     return f'<div class="tiles">{inside}</div>'
 
 

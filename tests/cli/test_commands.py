@@ -19,11 +19,20 @@ def test_show_prints_the_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     mesh = "--t 2 --p 2 --d 2 --num-microbatches 4".split()
     assert main(["show", *GPT, *mesh]) == 0
     text = capsys.readouterr().out
-    for words in ("on 8 ranks: t=2 p=2 d=2 v=1, 1f1b, 4 microbatches of 1 row", "Memory of a rank", "tp (tensor)", "Bubble: "):
+    for words in (
+        "on 8 ranks: t=2 p=2 d=2 v=1, 1f1b, 4 microbatches of 1 row",
+        "Memory of a rank",
+        "tp (tensor)",
+        "Bubble: ",
+    ):
         assert words in text
     assert main(["show", *GPT, *mesh, "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
-    assert record["bubble"] > 0 and len(record["ranks"]) == 2 and {one["axis"] for one in record["traffic"]} == {"tp", "dp", "pp"}
+    assert (
+        record["bubble"] > 0
+        and len(record["ranks"]) == 2
+        and {one["axis"] for one in record["traffic"]} == {"tp", "dp", "pp"}
+    )
 
 
 def test_show_says_why(capsys: pytest.CaptureFixture[str]) -> None:
@@ -65,7 +74,9 @@ def test_verify_and_its_status(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_train_learns_logs_and_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log, out = tmp_path / "run.jsonl", tmp_path / "out"
-    run = f"--t 2 --backend local --steps 4 --batch 4 --num-microbatches 2 --lr 0.01 --log {log} --out {out} --peak 1e12"
+    run = (
+        f"--t 2 --backend local --steps 4 --batch 4 --num-microbatches 2 --lr 0.01 --log {log} --out {out} --peak 1e12"
+    )
     (tmp_path / "text.txt").write_text("to be or not to be, that is the question " * 9)
     assert main(["train", *GPT, *run.split(), "--data", str(tmp_path / "text.txt")]) == 0
     records = [json.loads(line) for line in log.read_text().splitlines()]

@@ -98,7 +98,13 @@ def test_a_factory_may_bring_its_batch_and_tables(tmp_path: Path) -> None:
 
 
 def test_a_config_of_transformers(tmp_path: Path) -> None:
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 64}
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "vocab_size": 64,
+    }
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "transformers_version": "1", **sizes}))
     for name in (str(tmp_path), f"{tmp_path}/config.json"):
         model, _ = make_without_weights(find_model(name, {"num_hidden_layers": 2}))

@@ -27,7 +27,9 @@ assert "torch" not in sys.modules
 """
 
 
-@pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["simulate", "--p", "2"], ["completion", "bash"]], ids=str)
+@pytest.mark.parametrize(
+    "words", [["--help"], ["train", "--help"], ["simulate", "--p", "2"], ["completion", "bash"]], ids=str
+)
 def test_what_needs_no_torch_does_not_load_it(words: list[str]) -> None:
     done = subprocess.run([sys.executable, "-c", NO_TORCH.format(words=words)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -75,7 +77,11 @@ def test_settings_from_a_file_and_flags_before_them(tmp_path: Path, name: str, t
 
 @pytest.mark.parametrize(
     ("name", "text", "told"),
-    [("a.toml", "nummicrobatches = 2", "num_microbatches"), ("a.toml", "t = ", "cannot be read"), ("a.json", "[1]", "list")],
+    [
+        ("a.toml", "nummicrobatches = 2", "num_microbatches"),
+        ("a.toml", "t = ", "cannot be read"),
+        ("a.json", "[1]", "list"),
+    ],
 )
 def test_settings_that_do_not_fit_are_refused(tmp_path: Path, name: str, text: str, told: str) -> None:
     (tmp_path / name).write_text(text)
