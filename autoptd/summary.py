@@ -51,7 +51,7 @@ class RankCosts:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What a rank sends along a mesh axis in a step, on the pipeline rank that sends most: `sent_bytes` over a ring, in `calls`.
+    """What a rank sends along a mesh axis in a step, where a pipeline rank sends most: `sent_bytes` over a ring, in `calls`.
 
     `seconds` is what the slowest link of the group takes for them, if nothing runs beside.
     """

@@ -1,7 +1,7 @@
 """Well-known sizes, as their authors published them: configs of transformers, so that nothing is downloaded.
 
 In: a name. Out: `Known`, the config's type and values. Dropout is off, as in large runs: with `--set attn_pdrop=0.1`
-attention runs unfused. A name says a shape, not weights: what a model's training did besides (sparse layers of GPT-3) is not in it.
+attention runs unfused. A name says a shape, not weights: what its training did besides (sparse layers of GPT-3) is not in it.
 
     KNOWN["gpt2"].values["n_layer"]         # 12
 """

@@ -1,7 +1,7 @@
 """Where the time of a training step goes, rank by rank, measured while it runs; and the most memory that a rank held.
 
 In: running ranks, and what steps them. Out: a `StepTimes` of every rank, on every rank. On CUDA every action and every
-collective waits for the device meanwhile, so that times are the device's; a step that is measured takes longer than one that is not.
+collective waits for the device meanwhile, so that times are the device's; a measured step takes longer than one that is not.
 
     loss, times = measured(ranks, lambda ranks: ranks.run("step", step))
     times[0].compute + times[0].communication + times[0].waiting == times[0].seconds
