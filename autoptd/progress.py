@@ -107,7 +107,7 @@ class Progress:
         self._last = now
         if not self.is_first:
             return
-        record = self.record(self.seconds[-1], None if grad_norm is None else float(grad_norm))
+        record = self._record(self.seconds[-1], None if grad_norm is None else float(grad_norm))
         record |= {name: float(value) for name, value in more.items()}
         if self._log:
             self._log.write(json.dumps(record) + "\n")
@@ -118,7 +118,7 @@ class Progress:
                     self._board.add_scalar(name, value, record["step"])
         self._tell(record)
 
-    def record(self, seconds: float, grad_norm: float | None) -> dict[str, Any]:
+    def _record(self, seconds: float, grad_norm: float | None) -> dict[str, Any]:
         """What is logged of the last step; the shares of time only where it was measured."""
         flops = self.model_flops / seconds
         record: dict[str, Any] = {"step": len(self.losses), "loss": self.losses[-1], "seconds": seconds}
@@ -146,7 +146,7 @@ class Progress:
     def close(self) -> None:
         """End the line and the files."""
         if not self._is_quiet and self.losses:
-            self._tell(self.record(statistics.median(self.seconds[1:] or self.seconds), None), is_last=True)
+            self._tell(self._record(statistics.median(self.seconds[1:] or self.seconds), None), is_last=True)
         for one in (self._log, self._board):
             if one is not None:
                 one.close()

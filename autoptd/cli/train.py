@@ -43,17 +43,20 @@ def train(asked: Namespace) -> int:
         fact = f"its vocabulary of {vocabulary_of(model, asked.vocab)} has no place for 256 bytes"
         raise PlanError(f"MODEL {asked.model}", fact, "--set vocab_size=256")
     rows, length = rows_of(asked), length_of(subject, model, asked.seq)
+    if asked.steps < 1:
+        raise PlanError(f"--steps {asked.steps}", "is no number of steps", "for example --steps 100")
     if rows % replicas:
         raise PlanError(f"--batch {rows}", f"does not divide over d={options.d}", f"a multiple of {options.d}")
-    stream = list(batches(load_tokens(asked.data), rows, length, asked.steps, seed))
-    share = tuple(one[: rows // replicas] for one in stream[0])
+    tokens = load_tokens(asked.data)
+    first = next(batches(tokens, rows, length, 1, seed))
+    share = tuple(one[: rows // replicas] for one in first)
     pm = autoptd.parallelize(model, example_inputs=as_call(model, *share), **keywords)
     optimizer = pm.optimizer(torch.optim.AdamW, lr=asked.lr, weight_decay=asked.weight_decay)
     watched: dict[str, Any] = {"log": asked.log, "tensorboard": asked.tensorboard, "peak": asked.peak}
     with autoptd.Progress(
         pm, tokens=rows * length, steps=asked.steps, measure_every=asked.measure_every, **watched
     ) as progress:
-        for x, y in stream:
+        for x, y in batches(tokens, rows, length, asked.steps, seed):
             args, keys = _call(pm, as_call(model, x, y))
             loss = progress.step(*args, **keys)
             norm = pm.clip_grad_norm_(asked.clip)
@@ -61,7 +64,7 @@ def train(asked: Namespace) -> int:
             optimizer.zero_grad()
             progress.add(loss, norm, lr=optimizer.param_groups[0]["lr"])
     if asked.out:
-        _write(asked, pm, as_call(model, *stream[-1]))
+        _write(asked, pm, as_call(model, *first))
     pm.close()
     if os.environ.get("RANK", "0") == "0":
         print(f"loss {progress.losses[0]:.4f} -> {progress.losses[-1]:.4f} in {asked.steps} steps", file=sys.stderr)
