@@ -6,6 +6,7 @@ PYTHONPATH=. python docs/make_api.py
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,7 @@ def _signature(name: str, thing: Any) -> str:
         return ""
     parameters = [one for one in signature.parameters.values() if one.name not in ("self", "cls")]
     shown = signature.replace(parameters=parameters)
-    text = f"{name}{shown}".replace("'", "")
+    text = _bare(f"{name}{shown}")
     if len(text) <= 110:
         return text
     arguments, has_star = [], False
@@ -55,10 +56,15 @@ def _signature(name: str, thing: Any) -> str:
         if one.kind is one.KEYWORD_ONLY and not has_star:
             arguments.append("*")
             has_star = True
-        arguments.append(str(one).replace("'", ""))
-    returned = str(shown).rpartition(" -> ")[2].replace("'", "")
+        arguments.append(_bare(str(one)))
+    returned = _bare(str(shown)).rpartition(" -> ")[2]
     inside = "".join(f"    {one},\n" for one in arguments)
     return f"{name}(\n{inside})" + (f" -> {returned}" if " -> " in str(shown) else "")
+
+
+def _bare(text: str) -> str:
+    """Annotations without the quotes that postponed evaluation leaves."""
+    return re.sub(r"(: |-> )'([^']*)'", r"\1\2", text)
 
 
 def _text(doc: str) -> str:
