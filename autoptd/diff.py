@@ -28,7 +28,7 @@ from autoptd.viz.words import bytes_text
 
 NOTHING = "nothing"
 COMPARED = ("mesh", "v", "num_microbatches", "schedule_name", "plan", "params", "collectives", "fallbacks")
-LEFT_OUT = ("buffers", "graphs", "explainer", "costs", "lines")  # values, and what follows from the rest
+LEFT_OUT = ("buffers", "graphs", "explainer", "painter", "costs", "lines")  # values, and what follows from the rest
 
 
 def diff(a: Any, b: Any) -> str:
