@@ -3,12 +3,30 @@
 pm = autoptd.parallelize(model, t=2, p=2, d=2, example_inputs=(x, y))
 opt = pm.optimizer(torch.optim.AdamW, lr=3e-4)
 loss = pm.step(*pm.local_batch(x, y)); opt.step(); opt.zero_grad()
+
+Public names are loaded at their first use, so that `autoptd --help` need not wait for torch.
 """
 
-from autoptd.api import Machine, ParallelModel, Program, compile, parallelize, verify
-from autoptd.diff import diff
-from autoptd.errors import AutoptdError, InternalError, PlanError, RuntimeFault, TraceError
-from autoptd.passes import register_rule
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from autoptd.api import Machine, ParallelModel, Program, compile, parallelize, verify
+    from autoptd.diff import diff
+    from autoptd.errors import AutoptdError, InternalError, PlanError, RuntimeFault, TraceError
+    from autoptd.passes import register_rule
+    from autoptd.progress import Progress
+
+HOMES = {  # module -> the public names that it has
+    "api": ("Machine", "ParallelModel", "Program", "compile", "parallelize", "verify"),
+    "diff": ("diff",),
+    "errors": ("AutoptdError", "InternalError", "PlanError", "RuntimeFault", "TraceError"),
+    "passes": ("register_rule",),
+    "progress": ("Progress",),
+}
+HOME_OF = {name: home for home, names in HOMES.items() for name in names}
 
 __all__ = [
     "AutoptdError",
@@ -17,6 +35,7 @@ __all__ = [
     "ParallelModel",
     "PlanError",
     "Program",
+    "Progress",
     "RuntimeFault",
     "TraceError",
     "compile",
@@ -25,3 +44,25 @@ __all__ = [
     "register_rule",
     "verify",
 ]
+
+
+class _Face(ModuleType):
+    """This package as a module: a public name is always what its home says, a submodule of the same name never hides it."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in HOME_OF:
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        found = getattr(import_module(f"{self.__name__}.{HOME_OF[name]}"), name)
+        super().__setattr__(name, found)
+        return found
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """The import system files the submodules `compile`, `diff` and `verify` here: the functions of these names stay."""
+        if not (name in HOME_OF and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *__all__})
+
+
+sys.modules[__name__].__class__ = _Face

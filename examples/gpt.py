@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -123,3 +124,8 @@ def _init_weights(module: nn.Module) -> None:
         nn.init.normal_(module.weight, std=0.02)
     if isinstance(module, nn.Linear) and module.bias is not None:
         nn.init.zeros_(module.bias)
+
+
+def make_gpt(**sizes: Any) -> GPT:
+    """Return a GPT of the sizes of `GPTConfig`: what a command line can call."""
+    return GPT(GPTConfig(**sizes))

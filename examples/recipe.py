@@ -1,6 +1,7 @@
 """What single.py and train.py have in common, so that both train the same model on the same batches.
 
-In: the command line. Out: the arguments, the model, the batches; and a log that shows progress and writes the losses.
+In: the command line. Out: the arguments, the model, the batches; and a log that shows progress and writes the
+losses (train.py has `autoptd.Progress` for that).
 
     args = add_arguments(ArgumentParser()).parse_args()
     model = make_model(args)
@@ -55,12 +56,12 @@ def make_batches(args: Namespace) -> Iterator[tuple[Tensor, Tensor]]:
 class Log:
     """A progress bar (loss, tokens/s) while the steps run, and `<out>/<name>` with all losses when they are done."""
 
-    def __init__(self, args: Namespace, name: str, quiet: bool = False) -> None:
-        self.args, self.path, self.quiet = args, args.out / name, quiet
+    def __init__(self, args: Namespace, name: str) -> None:
+        self.args, self.path = args, args.out / name
         self.losses: list[float] = []
         self.times: list[float] = []  # at the start, and at the end of every step
         every = 0.2 if sys.stderr.isatty() else 10.0  # seconds; a log file takes a whole line each time
-        self.bar = tqdm(total=args.steps, desc=self.path.stem, unit="step", disable=quiet, mininterval=every, ncols=100)
+        self.bar = tqdm(total=args.steps, desc=self.path.stem, unit="step", mininterval=every, ncols=100)
 
     def __enter__(self) -> Log:
         self.times.append(time.perf_counter())
@@ -79,11 +80,12 @@ class Log:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.bar.close()
-        if kind is None and self.losses and not self.quiet:
-            result = {
-                "settings": vars(self.args),
-                "tokens_per_second": self.tokens_per_second(),
-                "losses": self.losses,
-            }
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.path.write_text(json.dumps(result, indent=1, default=str) + "\n")
+        if kind is None and self.losses:
+            save_losses(self.args, self.path, self.losses, self.tokens_per_second())
+
+
+def save_losses(args: Namespace, path: Path, losses: list[float], tokens_per_second: float) -> None:
+    """Write what the demo compares."""
+    result = {"settings": vars(args), "tokens_per_second": tokens_per_second, "losses": losses}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1, default=str) + "\n")

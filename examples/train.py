@@ -10,11 +10,10 @@ The `--` is for torchrun: without it, it takes the script's `--d` for one of its
 
 from __future__ import annotations
 
-import os
 from argparse import ArgumentParser, Namespace
 
 import torch
-from recipe import MAX_GRAD_NORM, Log, add_arguments, make_batches, make_model
+from recipe import MAX_GRAD_NORM, add_arguments, make_batches, make_model, save_losses
 
 import autoptd
 
@@ -32,13 +31,15 @@ def train(args: Namespace) -> None:
         example_inputs=example_inputs(args),
     )
     opt = pm.optimizer(torch.optim.AdamW, lr=args.lr)
-    with Log(args, "parallel.json", quiet=os.environ.get("RANK", "0") != "0") as log:
+    with autoptd.Progress(pm, tokens=args.batch * args.length, steps=args.steps, log=args.log) as progress:
         for batch in make_batches(args):
-            loss = pm.step(*pm.local_batch(*batch))
-            pm.clip_grad_norm_(MAX_GRAD_NORM)
+            loss = progress.step(*pm.local_batch(*batch))  # pm.step, measured from time to time
+            norm = pm.clip_grad_norm_(MAX_GRAD_NORM)
             opt.step()
             opt.zero_grad()
-            log.add(loss)
+            progress.add(loss, norm)
+    if progress.is_first:
+        save_losses(args, args.out / "parallel.json", progress.losses, progress.tokens_per_second)
     pm.show(args.out)
     pm.close()
 
@@ -58,6 +59,7 @@ def parse_arguments() -> Namespace:
     parser.add_argument("--num-microbatches", type=int, help="per replica and step")
     parser.add_argument("--schedule", help="gpipe, 1f1b, interleaved, looped_bfs, zb_h1, zb_2p or zbv")
     parser.add_argument("--backend", help="local (ranks are threads), gloo or nccl")
+    parser.add_argument("--log", help="file for a JSON object a step")
     return parser.parse_args()
 
 

@@ -24,6 +24,12 @@ from autoptd.ir.calls import star
 from autoptd.ir.notes import is_whole, note, op_name, ops, output, placeholders
 from autoptd.ir.program import Line
 
+FOOTER = """
+
+if __name__ == "__main__":
+    rt.main(Stage{stage}, __file__)  # --check: this stage alone, on random numbers
+"""
+
 
 @dataclass(frozen=True)
 class Crossing:
@@ -111,7 +117,7 @@ def write_stage(graph: Graph, stage: int, t: int, crossing: list[Crossing], abou
     if counted:
         write_count(writer, counted, given)
     return StageFile(
-        text="\n".join(writer.lines) + "\n",
+        text="\n".join(writer.lines) + "\n" + FOOTER.format(stage=stage),
         crossings=tuple(arriving.values()),
         inputs=tuple(note(node).name for node in named["input"]),
         outputs=tuple(one.name for one in leaving),

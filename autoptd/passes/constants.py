@@ -41,7 +41,8 @@ class Constants:
             return False
         if (node, dim) not in self._equal:
             found = self.evaluate(node)
-            self._equal[node, dim] = torch.equal(found, found.narrow(dim, 0, 1).expand_as(found))
+            is_repeated = found.stride(dim) == 0  # an expand: nothing to compare
+            self._equal[node, dim] = is_repeated or torch.equal(found, found.narrow(dim, 0, 1).expand_as(found))
         return self._equal[node, dim]
 
     def follows_rows(self, node: Node, other: Node) -> bool:
@@ -71,7 +72,9 @@ class Constants:
         return self._values[node]
 
     def is_small(self, node: Node) -> bool:
-        return value(node) is None or math.prod(shape(node)) <= LARGEST
+        """Whether it may be computed here: an expand is a view, and takes no memory of its own."""
+        made = node.all_input_nodes[0] if op_name(node) == "aten.expand" else node
+        return value(made) is None or math.prod(shape(made)) <= LARGEST
 
     def can_evaluate(self, node: Node) -> bool:
         """Whether `node` is a constant whose value can be had while compiling."""

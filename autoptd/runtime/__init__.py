@@ -21,6 +21,7 @@ from autoptd.runtime.linear import linear
 from autoptd.runtime.losses import count_labels
 from autoptd.runtime.shards import join_shards, pad_shard, take_shard
 from autoptd.runtime.stage import Stage
+from autoptd.runtime.standalone import main
 from autoptd.runtime.vocab import vocab_parallel_cross_entropy, vocab_parallel_embedding
 from autoptd.runtime.world import Group, Needs, World
 
@@ -37,6 +38,7 @@ __all__ = [
     "i_to_s",
     "join_shards",
     "linear",
+    "main",
     "p_to_i",
     "p_to_r",
     "p_to_s",

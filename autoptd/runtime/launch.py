@@ -10,6 +10,7 @@ one interface: `run(what, fn)` calls `fn` on every rank and returns the result o
 from __future__ import annotations
 
 import os
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -78,9 +79,9 @@ class RunningRanks(ABC):
         return self.here[0].world.rank == 0
 
     @contextmanager
-    def timed(self, delays: Delays | None = None) -> Iterator[Timeline]:
+    def timed(self, delays: Delays | None = None, clock: Callable[[], float] = time.perf_counter) -> Iterator[Timeline]:
         """Time what these ranks execute in a `with` block, `delays` added; no rank may be running at either end."""
-        timeline = Timeline([rank.world.rank for rank in self.here], delays)
+        timeline = Timeline([rank.world.rank for rank in self.here], delays, clock)
         executors = {one: rank.world.rank for rank in self.here for one in (rank.executor, rank.evaluator)}
         before = {executor: executor.watch for executor in executors}
         for executor, rank in executors.items():

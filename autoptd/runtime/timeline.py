@@ -15,7 +15,7 @@ Spans of several steps follow each other; `finish` and `bubble` are of all that 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from autoptd.ir.actions import COMPUTES, Action, Kind
@@ -33,30 +33,34 @@ class Span(NamedTuple):
 
 
 class Watch:
-    """What the executor of one rank tells: an action has all that it waits for; an action is over."""
+    """What the executor of one rank tells: an action has all that it waits for; an action is over. `clock` gives seconds."""
 
-    def __init__(self, rank: int, origin: float, delays: Delays) -> None:
-        self.rank, self.origin, self.delays = rank, origin, delays
+    def __init__(
+        self, rank: int, origin: float, delays: Delays, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self.rank, self.origin, self.delays, self.clock = rank, origin, delays, clock
         self.spans: list[Span] = []
         self._start = origin
 
     def start(self, action: Action) -> None:
         """The time of `action` begins; its delay passes in here, other threads go on meanwhile."""
-        self._start = time.perf_counter()
+        self._start = self.clock()
         if delay := self.delays.get((action.stage, action.kind), 0.0):
             time.sleep(delay)
 
     def end(self, action: Action) -> None:
         """`action` is done: its messages, if it made any, are ready for their SEND."""
-        self.spans.append(Span(self.rank, action, self._start - self.origin, time.perf_counter() - self.origin))
+        self.spans.append(Span(self.rank, action, self._start - self.origin, self.clock() - self.origin))
 
 
 class Timeline:
     """The spans of the ranks of this process."""
 
-    def __init__(self, ranks: Sequence[int], delays: Delays | None = None) -> None:
-        origin = time.perf_counter()
-        self.watches = {rank: Watch(rank, origin, delays or {}) for rank in ranks}
+    def __init__(
+        self, ranks: Sequence[int], delays: Delays | None = None, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        origin = clock()
+        self.watches = {rank: Watch(rank, origin, delays or {}, clock) for rank in ranks}
 
     @property
     def spans(self) -> tuple[Span, ...]:

@@ -25,11 +25,11 @@ def bytes_text(count: float) -> str:
 
 def count_text(count: float) -> str:
     """A number with a unit: `640`, `14.7 M`, `1.2 T`."""
-    for unit in ("", " k", " M", " G"):
+    for unit in ("", " k", " M", " G", " T"):
         if count < 1000:
             return f"{_three(count)}{unit}"
         count /= 1000
-    return f"{_three(count)} T"
+    return f"{_three(count)} P"
 
 
 def _three(value: float) -> str:

@@ -43,6 +43,7 @@ def test_files_are_python_and_import_torch_and_the_runtime_only(mesh: dict[str, 
         compile_text(text, name)
         imports = [ast.unparse(node) for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
         assert imports == ["import torch", "import torch.nn.functional as F", "from autoptd import runtime as rt"]
+        assert ast.unparse(tree.body.pop()).startswith("if __name__ == '__main__':")
         assert not [
             node for node in ast.walk(tree) if isinstance(node, (ast.If, ast.IfExp, ast.While, ast.Try, ast.Match))
         ]

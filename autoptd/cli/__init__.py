@@ -1,0 +1,47 @@
+"""The command line: `autoptd show gpt2 --t 4 --p 2`.
+
+`parser.py` says what may be asked, `commands.py` which function answers. Neither loads torch: `--help` is quick.
+
+    main(["diff", "out/a", "out/b"])        # 0: they are the same, 1: they differ, 2: one cannot be read
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Sequence
+
+from autoptd.cli.commands import COMMANDS
+from autoptd.cli.parser import parse
+from autoptd.errors import AutoptdError, PlanError, TraceError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; return how the process is to end: 0 well, 1 it differs or failed, 2 the request cannot be met.
+
+    Errors are one line on stderr; with `--debug` they have their traceback.
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        asked = parse(given)
+        return COMMANDS[asked.command](asked)
+    except KeyboardInterrupt:
+        return 130  # as shells have it: 128 and the number of the signal
+    except BrokenPipeError:  # `autoptd show ... | head`
+        sys.stderr.close()
+        return 1
+    except Exception as error:
+        if "--debug" in given:
+            traceback.print_exc()
+        else:
+            print(_told(error), file=sys.stderr)
+        return 2 if isinstance(error, (PlanError, TraceError)) else 1
+
+
+def _told(error: Exception) -> str:
+    if isinstance(error, AutoptdError):
+        return f"{type(error).__name__}: {error}"
+    return f"{type(error).__name__}: {error} (--debug shows where)"
+
+
+__all__ = ["main"]

@@ -1,0 +1,45 @@
+"""Text without a download: a file's bytes, or Python's own help topics; a token a byte.
+
+for x, y in batches(load_tokens(None), batch=8, length=64, steps=10, seed=0):
+    ...                                                  # [8, 64] each; y is x one byte later
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from autoptd.errors import PlanError
+
+
+def load_tokens(path: str | None) -> torch.Tensor:
+    """Return the bytes of a file (or of all help topics) as a 1-D tensor; PlanError for one that cannot be read."""
+    if path is None:
+        from pydoc_data.topics import topics
+
+        data = "\n".join(topics[name] for name in sorted(topics)).encode()
+    else:
+        try:
+            data = Path(path).read_bytes()
+        except OSError as error:
+            raise PlanError(f"--data {path}", f"cannot be read: {error}", "a text file") from error
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).long()
+
+
+def batches(
+    tokens: torch.Tensor, batch: int, length: int, steps: int, seed: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield `steps` pairs of [batch, length] ids, at places that follow from the seed alone: the same on every rank."""
+    if len(tokens) <= length:
+        fact = f"a text of {len(tokens)} bytes is too short for rows of {length}"
+        raise PlanError("--data", fact, f"a longer text, or --seq {max(1, len(tokens) // 2)}")
+    generator = torch.Generator().manual_seed(seed)
+    window = torch.arange(length + 1)
+    for _ in range(steps):
+        rows = tokens[torch.randint(len(tokens) - length, (batch, 1), generator=generator) + window]
+        yield rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+
+
+__all__ = ["batches", "load_tokens"]

@@ -1,0 +1,223 @@
+"""From MODEL on the command line to a module and the batch that it is called with.
+
+In: `gpt2`, `config.json`, `package.module:factory` or `path/to/file.py:factory`, and keywords for it. Out: `Subject`. Without
+weights (`make_without_weights`) parameters are fake tensors: they have a device, and no memory; buffers have their values.
+
+    subject = find_model("gpt2", {"n_layer": 2})
+    model = make_without_weights(subject)
+    batch = make_batch(subject, model, rows=8, length=128)
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import json
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from autoptd.cli.known import KNOWN
+from autoptd.errors import PlanError
+from autoptd.ir.plan import nearest
+from autoptd.pretrained import fake_mode, fake_parameter
+
+LENGTH = 128  # tokens of a row, where nobody says
+LENGTHS = ("block_size", "max_position_embeddings", "n_positions")  # what configs call the longest row
+LONGEST = 8192  # of a row that nobody asked for: some configs allow millions
+MADE_EMPTY = (torch.empty, torch.rand, torch.randn)  # what parameters are made of
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What MODEL stands for: `make()` gives the module, or a pair of it and example_inputs."""
+
+    name: str
+    make: Callable[[], Any]
+    dtype: str = ""  # that of the parameters, if nobody says
+    length: int = 0  # tokens of a row; 0: see the model's config
+
+
+def find_model(name: str, keywords: Mapping[str, Any]) -> Subject:
+    """Return what `name` stands for; PlanError where it stands for nothing, or takes other keywords."""
+    if name in KNOWN:
+        known = KNOWN[name]
+        values = {**known.values, **keywords}
+        length = next((int(values[key]) for key in LENGTHS if key in keywords), known.length)
+        return Subject(
+            name, lambda: _from_config(name, {"model_type": known.kind, **values}, _causal()), "bfloat16", length
+        )
+    path = Path(name)
+    if path.suffix == ".json" or (path / "config.json").is_file():
+        values = _read_config(path if path.is_file() else path / "config.json")
+        return Subject(name, lambda: _from_config(name, {**values, **keywords}))
+    if ":" in name:
+        factory = _find_factory(name)
+        return Subject(name, lambda: _call(name, factory, keywords))
+    remedy = f"{nearest(name, KNOWN)}; a config.json; package.module:factory; path/to/file.py:factory"
+    raise PlanError(f"MODEL {name}", "is no well-known size, config or factory", remedy)
+
+
+def _causal() -> str:
+    """Name an attention of transformers that is causal without a mask: tracing, it would build one of rows x length x length.
+
+    All of `KNOWN` are plain causal decoders, which rows without padding need no mask for.
+    """
+    try:
+        from transformers import AttentionInterface, AttentionMaskInterface
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    except ImportError:  # transformers before 4.53
+        return "sdpa"
+    AttentionInterface.register("causal_sdpa", sdpa_attention_forward)
+    AttentionMaskInterface.register("causal_sdpa", lambda *args, **kwargs: None)
+    return "causal_sdpa"
+
+
+def _from_config(name: str, values: Mapping[str, Any], attention: str | None = None) -> nn.Module:
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError as error:
+        raise PlanError(f"MODEL {name}", "needs the package transformers", "pip install transformers") from error
+    kind = values.get("model_type")
+    if not kind:
+        raise PlanError(f"MODEL {name}", "says no model_type", "a config of transformers")
+    rest = {key: value for key, value in values.items() if key not in ("model_type", "transformers_version")}
+    try:
+        config = AutoConfig.for_model(kind, **rest)
+        config.use_cache = False
+        model: Any = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    except (ValueError, TypeError, KeyError) as error:
+        raise PlanError(f"MODEL {name}", f"transformers makes no decoder of it: {error}", "another config") from error
+    if getattr(model, "loss_type", "") is None:
+        model.loss_type = "ForCausalLM"  # what it takes anyhow, without a warning
+    return model  # type: ignore[no-any-return]
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise PlanError(f"MODEL {path}", f"cannot be read: {error}", "a config.json of transformers") from error
+    if not isinstance(found, dict):
+        raise PlanError(f"MODEL {path}", f"is a {type(found).__name__}", "a config.json of transformers")
+    return found
+
+
+def _find_factory(name: str) -> Callable[..., Any]:
+    where, _, attribute = name.rpartition(":")
+    module = _load_file(Path(where)) if where.endswith(".py") else _load_module(where)
+    found = getattr(module, attribute, None)
+    if not callable(found):
+        known = [one for one, value in vars(module).items() if callable(value) and not one.startswith("_")]
+        raise PlanError(f"MODEL {name}", f"{where} has no function {attribute}", nearest(attribute, known))
+    return found  # type: ignore[no-any-return]
+
+
+def _load_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise PlanError(f"MODEL {path}", "there is no such file", "path/to/file.py:factory")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # dataclasses look their module up
+    sys.path.insert(0, str(path.parent.resolve()))  # it may import its neighbours
+    spec.loader.exec_module(module)
+    return module
+
+
+def _load_module(name: str) -> ModuleType:
+    sys.path.insert(0, "")
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise PlanError(f"MODEL {name}", str(error), "a module on the path, or path/to/file.py:factory") from error
+
+
+def _call(name: str, factory: Callable[..., Any], keywords: Mapping[str, Any]) -> Any:
+    try:
+        inspect.signature(factory).bind(**keywords)
+    except TypeError as error:
+        raise PlanError(f"MODEL {name}", str(error), "--set NAME=VALUE for the keywords of the factory") from error
+    return factory(**keywords)
+
+
+def make_with_weights(subject: Subject, dtype: str | None = None) -> tuple[nn.Module, Any]:
+    """Return the module and, where its factory gives them, example_inputs; parameters in `dtype`, if given."""
+    return _split(subject, subject.make(), dtype)
+
+
+def make_without_weights(subject: Subject, dtype: str | None = None) -> tuple[nn.Module, Any]:
+    """Likewise, but parameters take no memory: fake tensors that say that they are on the CPU."""
+    with _Empty():
+        made = subject.make()
+    model, inputs = _split(subject, made, dtype or subject.dtype)
+    mode, fakes = fake_mode(), dict[int, nn.Parameter]()
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            if id(parameter) not in fakes:
+                fakes[id(parameter)] = fake_parameter(parameter, mode)
+            setattr(module, name, fakes[id(parameter)])
+    return model, inputs
+
+
+class _Empty(TorchFunctionMode):
+    """Tensors that parameters are made of are made on meta; others, such as tables that buffers hold, as ever."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = dict(kwargs or {})
+        if func in MADE_EMPTY and given.get("device") is None:
+            given["device"] = "meta"
+        return func(*args, **given)
+
+
+def _split(subject: Subject, made: Any, dtype: str | None) -> tuple[nn.Module, Any]:
+    model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if not isinstance(model, nn.Module):
+        fact = f"its factory returns a {type(model).__name__}"
+        raise PlanError(f"MODEL {subject.name}", fact, "return the torch.nn.Module, or (module, example_inputs)")
+    if dtype:
+        found = getattr(torch, {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}.get(dtype, dtype), None)
+        if not isinstance(found, torch.dtype):
+            raise PlanError(f"--dtype {dtype}", "is no dtype of torch", "bfloat16, float32, ...")
+        model = model.to(found)
+    return model, inputs
+
+
+def length_of(subject: Subject, model: nn.Module, asked: int | None) -> int:
+    """Tokens of a row: as asked, else what the size, else what the model's config says."""
+    config = getattr(model, "config", None)
+    said = next((getattr(config, name) for name in LENGTHS if isinstance(getattr(config, name, None), int)), LENGTH)
+    return asked or subject.length or min(said, LONGEST)
+
+
+def vocabulary_of(model: nn.Module, asked: int | None) -> int:
+    """Token ids are below this: as asked, else what the model's config says, else 256."""
+    return asked or int(getattr(getattr(model, "config", None), "vocab_size", 256))
+
+
+def as_call(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> Any:
+    """The call of a decoder with token ids `x` and the ids `y` that follow: `(x, y)`, or keywords where it takes labels.
+
+    Models of transformers shift labels themselves.
+    """
+    takes = inspect.signature(model.forward).parameters
+    return {"input_ids": x, "labels": x} if {"input_ids", "labels"} <= takes.keys() else (x, y)
+
+
+__all__ = [
+    "Subject",
+    "as_call",
+    "find_model",
+    "length_of",
+    "make_with_weights",
+    "make_without_weights",
+    "vocabulary_of",
+]

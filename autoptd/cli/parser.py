@@ -1,0 +1,234 @@
+"""What may be asked on the command line. No torch here: `--help` answers at once.
+
+In: the words after `autoptd`. Out: a namespace, `command` and one attribute per flag. A file given by `--config` (TOML, YAML or
+JSON) holds flags by their names; what is on the command line goes before it.
+
+    parse(["show", "gpt2", "--t", "4"]).t       # 4
+"""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from autoptd.cli.settings import read_settings
+from autoptd.errors import PlanError
+from autoptd.ir.fusion import FUSED
+from autoptd.options import DELAYS, FUSE, P2P, SCHEDULES
+
+MODEL = """MODEL is one of
+  gpt2, gpt3-175b, llama-3-8b, ...   a well-known size; `autoptd show --list` has all of them
+  config.json                        a Hugging Face config, or a folder that has one; nothing is downloaded
+  package.module:factory             a function that returns the model, or (model, example_inputs)
+  path/to/file.py:factory            likewise; --set n_layer=4 hands it keywords (to a config: changes it)"""
+
+SHOW = f"""What a model is on t*p*d ranks: memory of a rank, bytes on every link, bubble. No GPU, no weights.
+
+{MODEL}"""
+EXAMPLES = {
+    "": """  autoptd show gpt3-175b --t 8 --p 12 --d 8 --v 4 --num-microbatches 64
+  autoptd compile examples/gpt.py:make_gpt --t 2 --p 2 --out out
+  autoptd train examples/gpt.py:make_gpt --t 2 --p 2 --backend local --steps 20
+  autoptd simulate --p 4 --num-microbatches 8""",
+    "show": """  autoptd show gpt2 --t 4 --p 2 --v 2
+  autoptd show gpt3-175b --t 8 --p 12 --d 8 --v 4 --num-microbatches 64 --machine a100
+  autoptd show llama-3-8b --set num_hidden_layers=4 --t 8 --out out     # pictures and report.html
+  autoptd show gpt2 --t 2 --explain transformer.h.0.mlp.c_fc            # why it is split as it is""",
+    "compile": """  autoptd compile examples/gpt.py:make_gpt --t 2 --p 2 --v 2 --out out
+  python out/stage_0.py --check                                         # one stage alone, on random numbers""",
+    "verify": """  autoptd verify examples/gpt.py:make_gpt --t 2 --p 2 --d 2 --seq 16
+  autoptd verify gpt2 --set n_layer=2 --set n_embd=64 --set n_head=4 --t 4 --seq 16""",
+    "train": """  autoptd train examples/gpt.py:make_gpt --t 2 --p 2 --backend local --steps 20
+  torchrun --nproc-per-node 4 -m -- autoptd train examples/gpt.py:make_gpt --t 2 --p 2 --log run.jsonl
+  autoptd train --config run.toml --lr 1e-4""",
+    "simulate": """  autoptd simulate --p 4 --num-microbatches 8
+  autoptd simulate --p 4 --num-microbatches 8 --schedule zb_h1 --out schedule.svg
+  autoptd simulate --schedule mine.txt --p 2""",
+    "diff": """  autoptd diff out/a out/b
+  autoptd diff plan.json out""",
+    "completion": """  autoptd completion bash > ~/.local/share/bash-completion/completions/autoptd
+  eval "$(autoptd completion zsh)"                                      # in ~/.zshrc, behind compinit""",
+}
+
+
+def parse(arguments: Sequence[str]) -> Namespace:
+    """Return what is asked; PlanError for a configuration that does not fit. Wrong flags end the process with 2."""
+    if arguments and arguments[0] == "plan":  # has a command line of its own
+        return Namespace(command="plan", rest=list(arguments[1:]))
+    parser, commands = make_parser()
+    if arguments and arguments[0] in commands:
+        chosen = commands[arguments[0]]
+        file = _config_of(arguments)
+        if file is not None and "config" in _names(chosen):
+            chosen.set_defaults(**read_settings(file, _names(chosen) - {"config", "debug", "help"}))
+    asked = parser.parse_args(arguments)
+    if "model" in asked and asked.model is None and not getattr(asked, "list", False):
+        raise PlanError("MODEL", "is missing", "for example: autoptd show gpt2 (autoptd show --list names the sizes)")
+    return asked
+
+
+def make_parser() -> tuple[ArgumentParser, dict[str, ArgumentParser]]:
+    """The parser, and those of its commands by name."""
+    parser = ArgumentParser(
+        "autoptd",
+        description="Write the model for one device; train it on any (t, p, d).",
+        epilog=f"examples:\n{EXAMPLES['']}\n\nautoptd COMMAND --help says more.",
+        formatter_class=RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"autoptd {_version()}")
+    places = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands: dict[str, ArgumentParser] = {}
+
+    def command(name: str, words: str, description: str = "") -> ArgumentParser:
+        commands[name] = places.add_parser(
+            name,
+            help=words,
+            description=description or words,
+            epilog=f"examples:\n{EXAMPLES[name]}" if name in EXAMPLES else None,
+            formatter_class=RawDescriptionHelpFormatter,
+        )
+        commands[name].add_argument("--debug", action="store_true", help="show the traceback of an error")
+        return commands[name]
+
+    one = command("show", "what a model costs on t*p*d ranks: memory, traffic, bubble", SHOW)
+    one.add_argument("--list", action="store_true", help="list the well-known sizes")
+    _add_model(one)
+    one.add_argument("--out", metavar="DIR", help="write the pictures and report.html there")
+    one.add_argument("--explain", metavar="MODULE", help="say how tp splits a module or parameter, and why")
+    one.add_argument("--json", action="store_true", help="print the numbers as JSON")
+
+    one = command("compile", "write the program: a Python file per stage, the plan, pictures, a report", MODEL)
+    _add_model(one)
+    one.add_argument("--out", metavar="DIR", required=True, help="where to")
+
+    one = command("verify", "train model and partition side by side in float64, compare everything", MODEL)
+    _add_model(one)
+    one.add_argument("--steps", type=int, default=5, help="optimizer steps (default %(default)s)")
+
+    one = command("train", "train on text, a token a byte: alone, with ranks as threads, or under torchrun", MODEL)
+    _add_model(one)
+    _add_training(one)
+
+    one = command("simulate", "run a schedule on paper: bubble, waits, what is held for backward")
+    _add_simulation(one)
+
+    one = command("diff", "what differs between two plans or saved programs")
+    one.add_argument("a", metavar="A", help="a plan.json, or a folder with one")
+    one.add_argument("b", metavar="B", help="likewise")
+
+    places.add_parser("plan", help="choose (t, p, d, v, b) for a cluster: autoptd plan --help")
+
+    one = command("completion", "print what completes commands and flags in a shell")
+    one.add_argument("shell", choices=("bash", "zsh"))
+    return parser, commands
+
+
+def _add_model(parser: ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", nargs="?")
+    sizes = parser.add_argument_group("the model and its batch")
+    sizes.add_argument("--set", action="append", metavar="NAME=VALUE", help="a keyword of the factory or the config")
+    sizes.add_argument("--dtype", help="of the parameters, e.g. bfloat16 (show and compile: of well-known sizes, too)")
+    sizes.add_argument("--seq", type=int, metavar="N", help="tokens of a row (default: what the model says, or 128)")
+    sizes.add_argument("--vocab", type=int, metavar="N", help="token ids are below this (default: what the model says)")
+    sizes.add_argument("--batch", type=int, metavar="N", help="rows of the global batch")
+    sizes.add_argument("--rows", type=int, metavar="N", help="rows of a microbatch, instead of --batch (default 1)")
+
+    mesh = parser.add_argument_group("the mesh and the plan: names are those of autoptd.parallelize")
+    for name, words in (("t", "tensor"), ("p", "pipeline"), ("d", "data")):
+        mesh.add_argument(f"--{name}", type=int, metavar="N", help=f"{words}-parallel degree")
+    mesh.add_argument("--v", type=int, metavar="N", help="model chunks per pipeline rank")
+    mesh.add_argument("--num-microbatches", type=int, metavar="N", help="per replica and step")
+    mesh.add_argument("--schedule", help=f"{', '.join(SCHEDULES)}, or a file with your own")
+    mesh.add_argument(
+        "--sequence-parallel", nargs="?", const=True, type=_switch, metavar="auto", help="split tokens too"
+    )
+    mesh.add_argument("--p2p", choices=P2P, help="how stages send where t > 1")
+    mesh.add_argument(
+        "--fuse",
+        choices=FUSE,
+        type=_switch,
+        metavar="BACKEND",
+        help="of fused operators: eager, triton, inductor, or false",
+    )
+    mesh.add_argument("--fuse-only", type=_split, metavar="A,B", help=f"of {', '.join(FUSED)}, only these")
+    mesh.add_argument("--seed", type=int, help="of the dropout masks")
+    mesh.add_argument("--async-tensor-model-parallel-allreduce", action="store_true", default=None)
+    mesh.add_argument("--accumulate-allreduce-grads-in-fp32", action="store_true", default=None)
+    mesh.add_argument("--delay-wgrad-compute", choices=DELAYS)
+    mesh.add_argument("--memory", type=parse_bytes, metavar="BYTES", help="of a rank: 80e9, 80GB or 80GiB")
+    mesh.add_argument("--machine", help="what plans are weighed for: laptop-cpu, a100, h100, h200")
+    mesh.add_argument("--plan", metavar="FILE", help="a plan.json whose decisions are taken")
+    mesh.add_argument("--option", action="append", metavar="NAME=VALUE", help="any other keyword of parallelize")
+    parser.add_argument("--config", metavar="FILE", help="flags from a TOML, YAML or JSON file")
+
+
+def _add_training(parser: ArgumentParser) -> None:
+    run = parser.add_argument_group("training")
+    run.add_argument("--backend", choices=("local", "gloo", "nccl"), help="local: ranks are threads of this process")
+    run.add_argument("--data", metavar="FILE", help="text (default: Python's own help topics)")
+    run.add_argument("--steps", type=int, default=100, help="(default %(default)s)")
+    run.add_argument("--lr", type=float, default=1e-3, help="of AdamW (default %(default)s)")
+    run.add_argument("--weight-decay", type=float, default=0.01, help="(default %(default)s)")
+    run.add_argument("--clip", type=float, default=1.0, help="of the gradient's norm (default %(default)s)")
+    run.add_argument("--device", help="where ranks that are threads compute")
+    run.add_argument("--log", metavar="FILE", help="a JSON object a step")
+    run.add_argument("--tensorboard", metavar="DIR", help="where the package tensorboard is installed")
+    run.add_argument("--peak", type=float, metavar="FLOPS", help="of a rank, for the MFU (default: of known GPUs)")
+    run.add_argument(
+        "--measure-every", type=int, default=10, metavar="N", help="where time goes, every N steps; 0: never"
+    )
+    run.add_argument("--out", metavar="DIR", help="write program, pictures and report.html of the run there")
+
+
+def _add_simulation(parser: ArgumentParser) -> None:
+    parser.add_argument("--p", type=int, required=True, help="pipeline ranks")
+    parser.add_argument("--v", type=int, default=1, help="model chunks per pipeline rank (default %(default)s)")
+    parser.add_argument("--num-microbatches", type=int, help="per step (default 4p; a file's own)")
+    parser.add_argument(
+        "--schedule", help=f"{', '.join(SCHEDULES)}, or a file (default: 1f1b, interleaved where v > 1)"
+    )
+    parser.add_argument("--forward", type=float, default=1.0, help="time of a stage's forward (default %(default)s)")
+    parser.add_argument("--backward", type=float, default=2.0, help="likewise (default %(default)s)")
+    parser.add_argument("--link", type=float, default=0.0, help="time of a message (default %(default)s)")
+    parser.add_argument("--out", metavar="FILE", help="write the chart: schedule.svg")
+
+
+def parse_bytes(text: str) -> float:
+    """Bytes of `80e9`, `80GB` or `80GiB`; ValueError for what is no number."""
+    for unit, size in (("KiB", 2.0**10), ("MiB", 2.0**20), ("GiB", 2.0**30), ("KB", 1e3), ("MB", 1e6), ("GB", 1e9)):
+        if text.endswith(unit):
+            return float(text.removesuffix(unit)) * size
+    return float(text)
+
+
+def _switch(text: str) -> bool | str:
+    return {"true": True, "false": False}.get(text.lower(), text)
+
+
+def _split(text: str) -> list[str]:
+    return text.split(",")
+
+
+def _config_of(arguments: Sequence[str]) -> str | None:
+    for word, following in zip(arguments, [*arguments[1:], ""], strict=True):
+        if word == "--config":
+            return following
+        if word.startswith("--config="):
+            return word.partition("=")[2]
+    return None
+
+
+def _names(parser: ArgumentParser) -> set[str]:
+    return {action.dest for action in parser._actions}
+
+
+def _version() -> Any:
+    try:
+        return version("autoptd")
+    except PackageNotFoundError:  # run from a checkout
+        return "(not installed)"
+
+
+__all__ = ["make_parser", "parse", "parse_bytes"]

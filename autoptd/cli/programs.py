@@ -1,0 +1,127 @@
+"""`autoptd show` and `autoptd compile`: a model without weights to a program, its numbers, its pictures.
+
+The batch is d replicas times `num_microbatches` microbatches of `--rows` rows each, or the `--batch` rows that were asked for.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import autoptd
+from autoptd.cli.known import KNOWN
+from autoptd.cli.models import as_call, find_model, length_of, make_without_weights, vocabulary_of
+from autoptd.cli.settings import read_pairs
+from autoptd.errors import PlanError
+from autoptd.ir.plan import load_plan
+from autoptd.ir.program import Program
+from autoptd.pictures import draw_program
+from autoptd.report import write_report
+from autoptd.summary import summarize
+
+KEYWORDS = (  # flags that are keywords of `parallelize`
+    *("t", "p", "d", "v", "num_microbatches", "schedule", "sequence_parallel", "p2p", "fuse", "fuse_only", "seed"),
+    *("async_tensor_model_parallel_allreduce", "accumulate_allreduce_grads_in_fp32", "delay_wgrad_compute"),
+    *("memory", "machine", "plan"),
+)
+
+
+def keywords_of(asked: Namespace) -> dict[str, Any]:
+    """The keywords of `parallelize` that were asked for."""
+    given = {name: getattr(asked, name) for name in KEYWORDS if getattr(asked, name) is not None}
+    return given | read_pairs("option", asked.option)
+
+
+def rows_of(asked: Namespace) -> int:
+    """Rows of the global batch; flags go before what a plan says."""
+    if asked.batch and asked.rows:
+        raise PlanError("--batch and --rows", "both say how many rows a microbatch has", "one of the two")
+    if asked.batch:
+        return int(asked.batch)
+    plan = load_plan(asked.plan) if asked.plan else {}
+    mesh = plan.get("mesh", {})
+    p, d = (getattr(asked, name) or mesh.get(name, 1) for name in ("p", "d"))
+    m = asked.num_microbatches or plan.get("num_microbatches") or 4 * p
+    return int(d * m * (asked.rows or 1))
+
+
+def example_inputs(asked: Namespace, subject: Any, model: nn.Module, given: Any) -> Any:
+    """The global batch: what the factory gave, else zeros for token ids."""
+    if given is not None:
+        return given
+    length = length_of(subject, model, asked.seq)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(vocabulary_of(model, asked.vocab), (rows_of(asked), length + 1), generator=generator)
+    return as_call(model, ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
+
+
+def make_program(asked: Namespace) -> tuple[str, Program]:
+    """Compile what is asked for, without weights; and the words with which its numbers begin."""
+    subject = find_model(asked.model, read_pairs("set", asked.set))
+    start = time.perf_counter()
+    model, given = make_without_weights(subject, asked.dtype)
+    program = autoptd.compile(model, example_inputs=example_inputs(asked, subject, model, given), **keywords_of(asked))
+    rows = next(spec.shape for spec in program.inputs if spec.batched)
+    about = KNOWN[asked.model].source if asked.model in KNOWN else type(model).__name__
+    took = time.perf_counter() - start
+    return (
+        f"{asked.model} ({about}), {'x'.join(map(str, rows[1:])) or 'no'} tokens a row, compiled in {took:.1f} s",
+        program,
+    )
+
+
+def show(asked: Namespace) -> int:
+    """Print what a model costs on a mesh; 0."""
+    if asked.list:
+        for name, known in KNOWN.items():
+            print(f"{name:14} {known.kind:8} {known.source}")
+        return 0
+    words, program = make_program(asked)
+    summary = summarize(program)
+    if asked.json:
+        print(json.dumps({"model": asked.model, **summary.record()}, indent=1))
+    else:
+        print(f"{words}\n{summary}")
+        for line in _fallbacks(program):
+            print(line)
+    if asked.explain:
+        print(f"\n{program.explain(asked.explain)}")
+    if asked.out:
+        _write(program, Path(asked.out), asked.model)
+    return 0
+
+
+def compile(asked: Namespace) -> int:
+    """Write a program; 0."""
+    words, program = make_program(asked)
+    program.save(asked.out)
+    print(f"{words}\n{summarize(program)}")
+    for line in _fallbacks(program):
+        print(line)
+    _write(program, Path(asked.out), asked.model)
+    return 0
+
+
+def _fallbacks(program: Program) -> list[str]:
+    """One line for all that is not split as one would expect."""
+    merged = program.plan.get("fallbacks", [])
+    if not merged:
+        return []
+    first = merged[0]
+    more = f", and {len(merged) - 1} more: see report.html" if len(merged) > 1 else ""
+    return [f"Not split: {first['op']} in {first['site'] or 'the model'}: {first['fact']}. {first['remedy']}{more}"]
+
+
+def _write(program: Program, folder: Path, name: str) -> None:
+    draw_program(program, folder)
+    write_report(program, folder / "report.html", name)
+    print(f"written: {folder}/report.html, and what it shows in files of their own")
+
+
+__all__ = ["compile", "example_inputs", "keywords_of", "make_program", "rows_of", "show"]

@@ -1,0 +1,74 @@
+"""Flags from a file: TOML, YAML or JSON, by their names with underscores (or dashes).
+
+# run.toml
+model = "gpt2"
+t = 2
+num_microbatches = 8
+set = { n_layer = 4 }
+
+read_settings("run.toml", {"model", "t", "num_microbatches", "set"})["t"]       # 2
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from autoptd.errors import PlanError
+from autoptd.ir.plan import nearest
+
+PAIRS = ("set", "option")  # flags that are NAME=VALUE, and mappings in a file
+
+
+def read_settings(path: str, known: Collection[str]) -> dict[str, Any]:
+    """Return the settings of a file; PlanError for one that cannot be read, or that names what is no flag."""
+    try:
+        text = Path(path).read_text()
+        found = _parse(path, text)
+    except (OSError, ValueError) as error:
+        raise PlanError(f"--config {path}", f"cannot be read: {error}", "a TOML, YAML or JSON file") from error
+    if not isinstance(found, dict):
+        raise PlanError(f"--config {path}", f"is a {type(found).__name__}", "flags by name: t = 2")
+    settings = {str(key).replace("-", "_"): value for key, value in found.items()}
+    for key in settings:
+        if key not in known:
+            raise PlanError(f"--config {path}: {key}", "is no flag of this command", nearest(key, sorted(known)))
+    return settings
+
+
+def _parse(path: str, text: str) -> Any:
+    kind = Path(path).suffix
+    if kind == ".json":
+        return json.loads(text)
+    if kind in (".yaml", ".yml"):
+        try:
+            import yaml
+        except ImportError as error:
+            raise PlanError(f"--config {path}", "needs the package pyyaml", "pip install pyyaml, or TOML") from error
+        try:
+            return yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ValueError(str(error)) from error
+    return tomllib.loads(text)
+
+
+def read_pairs(flag: str, given: Mapping[str, Any] | Iterable[str] | None) -> dict[str, Any]:
+    """Return `{"n_layer": 4}` for `["n_layer=4"]`: values are JSON where they can be, else text."""
+    if isinstance(given, Mapping):
+        return dict(given)
+    pairs = {}
+    for one in given or ():
+        name, equals, text = one.partition("=")
+        if not (name and equals):
+            raise PlanError(f"--{flag} {one}", "is no NAME=VALUE", f"--{flag} n_layer=4")
+        try:
+            pairs[name.replace("-", "_")] = json.loads(text)
+        except ValueError:
+            pairs[name.replace("-", "_")] = {"True": True, "False": False, "None": None}.get(text, text)
+    return pairs
+
+
+__all__ = ["PAIRS", "read_pairs", "read_settings"]

@@ -1,0 +1,43 @@
+"""`autoptd simulate`: a schedule on paper."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+
+from autoptd import schedule
+from autoptd.errors import PlanError
+from autoptd.options import check_schedule, is_path
+
+
+def simulate(asked: Namespace) -> int:
+    """Print what a schedule costs, rank by rank; 0."""
+    v, name = asked.v, asked.schedule or ("interleaved" if asked.v > 1 else "1f1b")
+    if is_path(name):
+        orders = schedule.read_schedule(Path(name), asked.p, v, asked.num_microbatches)
+    else:
+        check_schedule(name, v)
+        if min(asked.p, v, asked.num_microbatches or 1) < 1:
+            raise PlanError("p, v and num_microbatches", "are counts of at least 1", "for example --p 4")
+        orders = schedule.build_orders(name, asked.p, v, asked.num_microbatches or 4 * asked.p)
+    if min(asked.forward, asked.backward) <= 0 or asked.link < 0:
+        raise PlanError("--forward, --backward and --link", "are times, the first two above 0", "leave them out")
+    weights = {"weight_gradient": asked.backward / 2}
+    result = schedule.simulate(orders, forward=asked.forward, backward=asked.backward, link=asked.link, **weights)
+    m = schedule.num_microbatches(orders)
+    ideal = max(result.busy)
+    print(
+        f"{name}: p={asked.p} v={v} m={m}, forward {asked.forward:g}, backward {asked.backward:g}, message {asked.link:g}"
+    )
+    print(f"takes {result.finish:g}, {ideal:g} of it work; bubble {result.bubble:.1%} of the work")
+    print("  pipeline rank  works  waits  microbatches of a chunk held at most")
+    for rank, (busy, live) in enumerate(zip(result.busy, result.peak_live, strict=True)):
+        print(f"  {rank:<13}  {busy:<5g}  {result.finish - busy:<5g}  {live}")
+    if asked.out:
+        from autoptd.viz import Run, schedule_svg  # torch: only where there is something to draw
+
+        run = Run("simulated", result.spans, memory=result.memory(1).curves)
+        title = f"{name}, p={asked.p} v={v} m={m}"
+        Path(asked.out).write_text(schedule_svg([run], orders, title=title))
+        print(f"written: {asked.out}")
+    return 0

@@ -1,0 +1,92 @@
+"""`autoptd train`: the training loop on text, a token a byte.
+
+Under torchrun each process is a rank; else, with `--backend local`, the ranks are threads of this one.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import autoptd
+from autoptd.cli.data import batches, load_tokens
+from autoptd.cli.models import as_call, find_model, length_of, make_with_weights, vocabulary_of
+from autoptd.cli.programs import keywords_of, rows_of
+from autoptd.cli.settings import read_pairs
+from autoptd.errors import PlanError
+from autoptd.ir.mesh import Coordinate
+from autoptd.options import make_options
+from autoptd.parallel_model import is_local
+from autoptd.report import write_report
+
+
+def train(asked: Namespace) -> int:
+    """Train as asked; 0."""
+    keywords = keywords_of(asked) | {
+        name: getattr(asked, name) for name in ("backend", "device") if getattr(asked, name)
+    }
+    seed = asked.seed or 0
+    torch.manual_seed(seed)
+    subject = find_model(asked.model, read_pairs("set", asked.set))
+    options = make_options(**keywords)
+    replicas = 1 if is_local(options) else options.d
+    model, given = make_with_weights(subject, asked.dtype)
+    if given is not None:
+        fact = "its factory brings a batch of its own: text does not fit it"
+        raise PlanError(f"MODEL {asked.model}", fact, "return the module alone, or write the loop: examples/train.py")
+    if vocabulary_of(model, asked.vocab) < 256:
+        fact = f"its vocabulary of {vocabulary_of(model, asked.vocab)} has no place for 256 bytes"
+        raise PlanError(f"MODEL {asked.model}", fact, "--set vocab_size=256")
+    rows, length = rows_of(asked), length_of(subject, model, asked.seq)
+    if asked.steps < 1:
+        raise PlanError(f"--steps {asked.steps}", "is no number of steps", "for example --steps 100")
+    if rows % replicas:
+        raise PlanError(f"--batch {rows}", f"does not divide over d={options.d}", f"a multiple of {options.d}")
+    tokens = load_tokens(asked.data)
+    first = next(batches(tokens, rows, length, 1, seed))
+    share = tuple(one[: rows // replicas] for one in first)
+    pm = autoptd.parallelize(model, example_inputs=as_call(model, *share), **keywords)
+    optimizer = pm.optimizer(torch.optim.AdamW, lr=asked.lr, weight_decay=asked.weight_decay)
+    watched: dict[str, Any] = {"log": asked.log, "tensorboard": asked.tensorboard, "peak": asked.peak}
+    with autoptd.Progress(
+        pm, tokens=rows * length, steps=asked.steps, measure_every=asked.measure_every, **watched
+    ) as progress:
+        for x, y in batches(tokens, rows, length, asked.steps, seed):
+            args, keys = _call(pm, as_call(model, x, y))
+            loss = progress.step(*args, **keys)
+            norm = pm.clip_grad_norm_(asked.clip)
+            optimizer.step()
+            optimizer.zero_grad()
+            progress.add(loss, norm, lr=optimizer.param_groups[0]["lr"])
+    if asked.out:
+        _write(asked, pm, as_call(model, *first))
+    pm.close()
+    if os.environ.get("RANK", "0") == "0":
+        print(f"loss {progress.losses[0]:.4f} -> {progress.losses[-1]:.4f} in {asked.steps} steps", file=sys.stderr)
+    return 0
+
+
+def _call(pm: autoptd.ParallelModel, call: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What `step` takes here, of a global batch."""
+    if isinstance(call, dict):
+        return (), pm.local_batch(**call)
+    return pm.local_batch(*call), {}
+
+
+def _write(asked: Namespace, pm: autoptd.ParallelModel, call: Any) -> None:
+    """Record one more step, whose gradients nobody uses, and write what it shows."""
+    args, keys = _call(pm, call)
+    with pm.record() as record:
+        pm.step(*args, **keys)
+    pm.show(asked.out, record)
+    if pm.coordinate == Coordinate(0, 0, 0):
+        write_report(pm.program, Path(asked.out) / "report.html", asked.model, record)
+        print(f"written: {asked.out}/report.html", file=sys.stderr)
+
+
+__all__ = ["train"]

@@ -1,0 +1,101 @@
+"""Commands from end to end, on small models."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from autoptd.cli import main
+from autoptd.runtime.standalone import check_stage
+
+GPT = "examples/gpt.py:make_gpt --set n_layer=2 --set n_embd=16 --set n_head=2 --seq 8".split()
+
+
+def test_show_prints_the_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    mesh = "--t 2 --p 2 --d 2 --num-microbatches 4".split()
+    assert main(["show", *GPT, *mesh]) == 0
+    text = capsys.readouterr().out
+    for words in (
+        "on 8 ranks: t=2 p=2 d=2 v=1, 1f1b, 4 microbatches of 1 row",
+        "Memory of a rank",
+        "tp (tensor)",
+        "Bubble: ",
+    ):
+        assert words in text
+    assert main(["show", *GPT, *mesh, "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert (
+        record["bubble"] > 0
+        and len(record["ranks"]) == 2
+        and {one["axis"] for one in record["traffic"]} == {"tp", "dp", "pp"}
+    )
+
+
+def test_show_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", *GPT, "--t", "2", "--explain", "transformer.h.0.mlp.c_fc"]) == 0
+    assert "column" in capsys.readouterr().out
+    assert main(["show", *GPT, "--t", "2", "--batch", "4", "--rows", "2"]) == 2
+    assert main(["show", *GPT, "--t", "2", "--option", "colour=1"]) == 2
+    assert "colour" in capsys.readouterr().err
+    assert main(["show", "--list"]) == 0 and "gpt3-175b" in capsys.readouterr().out
+
+
+def test_compile_writes_a_program_whose_stages_run_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mesh = "--t 2 --p 2 --num-microbatches 2 --delay-wgrad-compute after_b".split()
+    assert main(["compile", *GPT, *mesh, "--out", str(tmp_path)]) == 0
+    assert {"stage_0.py", "plan.json", "report.html", "graph.dot"} <= {path.name for path in tmp_path.iterdir()}
+    done = subprocess.run([sys.executable, tmp_path / "stage_1.py", "--check"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "Stage1 on 2 tensor ranks" in done.stdout and "returns    loss  [] float32 = 5.5" in done.stdout
+    assert "goes back  gradient of x_from_0  [1, 8, 16] float32" in done.stdout
+    made, given = next(line for line in done.stdout.splitlines() if "parameters have" in line).split()[1:4:2]
+    assert made == given, done.stdout
+
+
+def test_a_stage_without_its_program_says_so(tmp_path: Path) -> None:
+    from autoptd.errors import PlanError
+    from autoptd.runtime import Stage
+
+    class Stage0(Stage):
+        pass
+
+    with pytest.raises(PlanError, match=r"program\.json: is missing"):
+        check_stage(Stage0, tmp_path)
+
+
+def test_verify_and_its_status(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", *GPT, "--t", "2", "--batch", "2", "--steps", "1", "--num-microbatches", "1"]) == 0
+    assert "equal to 1e-09 over 1 steps" in capsys.readouterr().out
+
+
+def test_train_learns_logs_and_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log, out = tmp_path / "run.jsonl", tmp_path / "out"
+    run = (
+        f"--t 2 --backend local --steps 4 --batch 4 --num-microbatches 2 --lr 0.01 --log {log} --out {out} --peak 1e12"
+    )
+    (tmp_path / "text.txt").write_text("to be or not to be, that is the question " * 9)
+    assert main(["train", *GPT, *run.split(), "--data", str(tmp_path / "text.txt")]) == 0
+    records = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [one["step"] for one in records] == [1, 2, 3, 4] and records[-1]["loss"] < records[0]["loss"]
+    assert all(one["mfu"] > 0 and one["grad_norm"] > 0 and one["lr"] == 0.01 for one in records)
+    assert sum(records[1][name] for name in ("compute", "communication", "waiting")) == pytest.approx(1, abs=0.01)
+    page = (out / "report.html").read_text()
+    assert "Equal: what ran is what was compiled." in page
+    assert "step 4/4  loss" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--t 2 --steps 1", "torchrun"),
+        ("--backend local --steps 1 --data none.txt", "none.txt"),
+        ("--backend local --steps 1 --set vocab_size=64", "no place for 256 bytes"),
+    ],
+)
+def test_what_cannot_be_trained(words: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", *GPT, *words.split()]) == 2
+    assert told in capsys.readouterr().err

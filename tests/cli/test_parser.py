@@ -1,0 +1,149 @@
+"""What may be asked: help without torch, settings from files, words for wrong requests."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from autoptd.cli import main
+from autoptd.cli.commands import COMMANDS
+from autoptd.cli.completion import script
+from autoptd.cli.parser import EXAMPLES, make_parser, parse, parse_bytes
+from autoptd.cli.settings import read_pairs
+from autoptd.errors import PlanError
+
+NO_TORCH = """
+import sys
+from autoptd.cli import main
+try:
+    main({words})
+except SystemExit as end:
+    assert not end.code, end.code
+assert "torch" not in sys.modules
+"""
+
+
+@pytest.mark.parametrize(
+    "words", [["--help"], ["train", "--help"], ["simulate", "--p", "2"], ["completion", "bash"]], ids=str
+)
+def test_what_needs_no_torch_does_not_load_it(words: list[str]) -> None:
+    done = subprocess.run([sys.executable, "-c", NO_TORCH.format(words=words)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "autoptd" in done.stdout or "bubble" in done.stdout
+
+
+def test_every_command_has_a_function_and_an_example() -> None:
+    _, commands = make_parser()
+    assert {*commands, "plan"} == set(COMMANDS)
+    assert set(EXAMPLES) - {""} == set(commands)
+    for name, text in EXAMPLES.items():
+        assert f"autoptd {name}" in text, name
+
+
+def test_examples_are_accepted() -> None:
+    for line in "\n".join(EXAMPLES.values()).splitlines():
+        words = line.partition("#")[0].partition(">")[0].split()
+        if "autoptd" in words and "eval" not in words and "--config" not in words:
+            asked = parse(words[words.index("autoptd") + 1 :])
+            assert asked.command in COMMANDS
+
+
+def test_flags_are_the_keywords_of_parallelize() -> None:
+    asked = parse("show gpt2 --t 4 --num-microbatches 8 --sequence-parallel --memory 80GB --set n_layer=2".split())
+    assert (asked.t, asked.num_microbatches, asked.sequence_parallel, asked.memory) == (4, 8, True, 80e9)
+    assert parse("show gpt2 --sequence-parallel auto".split()).sequence_parallel == "auto"
+    assert parse(["plan", "--gpus", "8", "--help"]).rest == ["--gpus", "8", "--help"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("run.toml", 'model = "gpt2"\nt = 4\nnum-microbatches = 8\nset = { n_layer = 2 }\n'),
+        ("run.yaml", "model: gpt2\nt: 4\nnum_microbatches: 8\nset: {n_layer: 2}\n"),
+        ("run.json", json.dumps({"model": "gpt2", "t": 4, "num_microbatches": 8, "set": {"n_layer": 2}})),
+    ],
+)
+def test_settings_from_a_file_and_flags_before_them(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_text(text)
+    asked = parse(["show", "--config", str(tmp_path / name), "--t", "2"])
+    assert (asked.model, asked.t, asked.num_microbatches) == ("gpt2", 2, 8)
+    assert read_pairs("set", asked.set) == {"n_layer": 2}
+    assert parse(["show", f"--config={tmp_path / name}", "llama-3-8b"]).model == "llama-3-8b"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "told"),
+    [
+        ("a.toml", "nummicrobatches = 2", "num_microbatches"),
+        ("a.toml", "t = ", "cannot be read"),
+        ("a.json", "[1]", "list"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(tmp_path: Path, name: str, text: str, told: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(PlanError, match=told):
+        parse(["show", "gpt2", "--config", str(tmp_path / name)])
+
+
+def test_pairs_and_bytes() -> None:
+    assert read_pairs("set", ["a=1", "b=true", "c=x y", "d-e=0.5", "f=None"]) == {
+        **{"a": 1, "b": True, "c": "x y"},
+        **{"d_e": 0.5, "f": None},
+    }
+    with pytest.raises(PlanError, match="NAME=VALUE"):
+        read_pairs("set", ["n_layer"])
+    assert [parse_bytes(text) for text in ("1e3", "2KiB", "3GB")] == [1000, 2048, 3e9]
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "told"),
+    [
+        (["show"], 2, "MODEL: is missing"),
+        (["diff", "none", "none"], 2, "none"),
+        (["simulate", "--p", "2", "--schedule", "1f1bb"], 2, "no such schedule"),
+        (["simulate", "--p", "2", "--forward", "0"], 2, "times"),
+        (["plan", "--gpus", "8"], 2, ""),
+    ],
+)
+def test_wrong_requests_end_with_2_and_one_line(
+    words: list[str], status: int, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        assert main(words) == status
+    except SystemExit as end:  # a wrong flag, as argparse has it
+        assert end.code == status
+    error = capsys.readouterr().err
+    assert told in error and "Traceback" not in error
+
+
+def test_debug_shows_where(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "--p", "2", "--forward", "0", "--debug"]) == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_simulate_prints_the_bubble_of_the_paper(capsys: pytest.CaptureFixture[str]) -> None:
+    """(p-1)/m for 1F1B, (p-1)/(v m) interleaved: SC'21, section 2.2."""
+    assert main("simulate --p 4 --num-microbatches 8".split()) == 0
+    assert "bubble 37.5% of the work" in capsys.readouterr().out
+    assert main("simulate --p 4 --v 2 --num-microbatches 8".split()) == 0
+    assert "bubble 18.8% of the work" in capsys.readouterr().out
+
+
+def test_completion_names_commands_flags_and_models() -> None:
+    text = script()
+    done = subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    asks = 'COMP_WORDS=({words} "{last}"); COMP_CWORD={at}; _autoptd; echo "${{COMPREPLY[@]}}"'
+    for words, last, wanted in (
+        ("autoptd", "ve", "verify"),
+        ("autoptd train", "--tens", "--tensorboard"),
+        ("autoptd show", "gpt3-1", "gpt3-175b"),
+        ("autoptd show gpt2 --p2p", "sc", "scatter_gather"),
+    ):
+        line = asks.format(words=words, last=last, at=len(words.split()))
+        done = subprocess.run(["bash", "-c", f"{text}\n{line}"], capture_output=True, text=True)
+        assert done.stdout.strip() == wanted, done.stderr
