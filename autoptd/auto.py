@@ -1,0 +1,129 @@
+"""`t="auto"`: the planner chooses what is left open, once it is known how many ranks there are.
+
+In: the model, the global batch, and the keywords of `parallelize`, of which one at least is "auto". Out: the keywords with
+numbers in them. What is neither "auto" nor given is chosen too; what is given stays. The plan is for this project's own runtime
+(software.toml, "autoptd"): parameters, gradients and moments in the parameters' dtype, as it holds them.
+
+    planned(model, (x, y), {"t": "auto", "p": 2, "gpus": 8, "machine": "h100"})      # {"t": 4, "p": 2, "d": 1, ...}
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoptd.compat import tree_flatten, tree_unflatten
+from autoptd.errors import PlanError
+from autoptd.planner.cluster import Software, find_cluster, find_software
+from autoptd.planner.model_shape import shape_of
+from autoptd.planner.plan import plan
+
+AUTO = "auto"
+OPEN = ("t", "p", "d", "v", "num_microbatches")  # what may be "auto"
+KEPT = ("sequence_parallel", "schedule", "memory")  # what the planner is told, where it is given
+CLUSTERS = {"laptop-cpu": "laptop-cpu", "a100": "dgx-a100", "h100": "dgx-h100", "h200": "dgx-h200"}  # by `machine=`
+PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+def is_auto(keywords: Mapping[str, Any]) -> bool:
+    """Whether something is left to the planner."""
+    return any(keywords.get(name) == AUTO for name in OPEN)
+
+
+def planned(model: nn.Module, example_inputs: Any, keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `keywords` without `gpus` and, where one is "auto", with what the planner chose; PlanError where it cannot."""
+    keywords = dict(keywords)
+    gpus = keywords.pop("gpus", None)
+    if not is_auto(keywords):
+        if gpus is not None:
+            raise PlanError(f"gpus={gpus}", "there is nothing to choose", 't="auto", or leave gpus out')
+        return keywords
+    ranks = _ranks(gpus)
+    if example_inputs is None:
+        raise PlanError('"auto"', "the planner needs to know the batch", "example_inputs=the global batch")
+    rows, tokens = _sizes(example_inputs)
+    fixed = {name: value for name in OPEN if (value := keywords.get(name)) not in (None, AUTO)}
+    wishes = {name: value for name in KEPT if (value := keywords.get(name)) is not None and value != AUTO}
+    wishes |= {name: fixed[name] for name in ("t", "p", "d", "v") if name in fixed}
+    if "num_microbatches" in fixed:
+        wishes["microbatch"] = _microbatch(rows, fixed)
+    shape = replace(shape_of(model), seq=tokens)
+    dtype = next(model.parameters()).dtype
+    if dtype in PRECISIONS:
+        wishes["precision"] = PRECISIONS[dtype]
+    name = _cluster(keywords.get("machine"), model)
+    cluster = find_cluster(name).with_software(_software(name, keywords))
+    best = plan(shape, gpus=ranks, cluster=cluster, batch=rows, **wishes).record()
+    chosen = {**best["mesh"], "num_microbatches": best["num_microbatches"], "schedule": best["schedule"]}
+    asked = {name: value for name in KEPT if (value := keywords.get(name)) is not None}
+    return {**keywords, **best["options"], **chosen, **asked}
+
+
+def first_share(example_inputs: Any, d: int) -> Any:
+    """The rows of the first of d replicas."""
+    rows, _ = _sizes(example_inputs)
+    leaves, tree = tree_flatten(example_inputs)
+    cut = [
+        leaf[: rows // d] if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == rows else leaf
+        for leaf in leaves
+    ]
+    return tree_unflatten(cut, tree)
+
+
+def _ranks(gpus: Any) -> int:
+    said = os.environ.get("WORLD_SIZE")
+    if gpus is None and said is None:
+        raise PlanError('"auto"', "it is not known how many ranks there are", "gpus=8, or start under torchrun")
+    if gpus is not None and said is not None and int(said) != gpus:
+        raise PlanError(f"gpus={gpus}", f"torchrun started {said} ranks", "leave gpus out")
+    return int(said) if gpus is None else gpus  # type: ignore[arg-type]
+
+
+def _sizes(example_inputs: Any) -> tuple[int, int]:
+    """Rows of the batch, tokens of a row: as the first tensor with a batch has them."""
+    leaves = tree_flatten(example_inputs)[0]
+    found = next((leaf.shape for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() > 1), None)
+    if found is None:
+        raise PlanError("example_inputs", "no tensor [rows, tokens]", "pass what the model is called with")
+    return found[0], found[1]
+
+
+def _microbatch(rows: int, fixed: Mapping[str, int]) -> int:
+    if "d" not in fixed:
+        raise PlanError("num_microbatches", "is per replica, and d is left open", 'd=1, or num_microbatches="auto"')
+    if rows % (fixed["d"] * fixed["num_microbatches"]):
+        fact = f"{rows} rows do not divide into d={fixed['d']} times {fixed['num_microbatches']}"
+        raise PlanError("num_microbatches", fact, 'num_microbatches="auto"')
+    return rows // (fixed["d"] * fixed["num_microbatches"])
+
+
+def _cluster(machine: Any, model: nn.Module) -> str:
+    """The cluster that a `machine` of `parallelize` stands for; by default that of the model's device."""
+    if machine is None:
+        parameter = next(model.parameters())
+        if not parameter.is_cuda:
+            return CLUSTERS["laptop-cpu"]
+        name = torch.cuda.get_device_name(parameter.device).lower()
+        machine = next((known for known in CLUSTERS if known in name), "a100")
+    if machine not in CLUSTERS:
+        remedy = f"{', '.join(map(repr, CLUSTERS))}, or plan=autoptd.plan(model, cluster=..., ...).record()"
+        raise PlanError(f"machine={machine!r}", "the planner does not know it", remedy)
+    return CLUSTERS[machine]
+
+
+def _software(cluster: str, keywords: Mapping[str, Any]) -> Software:
+    """What the runtime holds and sums, as `keywords` say; `memory` counts tensors alone (passes/memory.py)."""
+    software = find_software("autoptd-cpu" if cluster == CLUSTERS["laptop-cpu"] else "autoptd")
+    if keywords.get("accumulate_allreduce_grads_in_fp32"):
+        software = replace(software, gradient_bytes=4, extra_parameter_bytes=4.0)
+    if keywords.get("memory") is not None:
+        software = replace(software, context_bytes=0.0, slack=0.0)
+    return software
+
+
+__all__ = ["first_share", "is_auto", "planned"]

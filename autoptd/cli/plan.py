@@ -1,0 +1,107 @@
+"""`autoptd plan`: which (t, p, d, v, b).
+
+Flags have the names of `autoptd.plan`'s keywords. Sizes come from MODEL's config, `--shape` and flags: the last counts. What
+follows from other sizes in MODEL (ffn = 4 hidden, kv_heads = heads, head_dim = hidden / heads) follows from the new ones too.
+"""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from autoptd.cli.known import KNOWN
+from autoptd.cli.parser import SIZES
+from autoptd.cli.settings import check_writable, read_pairs
+from autoptd.errors import PlanError
+from autoptd.planner import plan as planning
+from autoptd.planner.model_shape import shape_of, shape_of_config
+from autoptd.planner.shape import Shape
+from autoptd.planner.strategies import cases_text, which_when
+
+WISHES = (
+    *("t", "p", "d", "c", "v", "microbatch", "sequence_parallel", "recompute", "zero", "precision", "schedule"),
+    *("placement", "software", "memory"),
+)
+ONE_PLAN = {
+    "explain": False,
+    "out": None,
+    "keep": 10,
+    "cost_model": "default",
+    "tensor": "1D",
+}  # flags of a single plan
+
+
+def plan(asked: Namespace) -> int:
+    """Search, print the table; 0."""
+    for name in ("gpus", "batch"):
+        if getattr(asked, name) is None:
+            raise PlanError(f"--{name}", "is missing", "for example: autoptd plan gpt2 --gpus 64 --batch 512")
+    if asked.when:
+        _check_when(asked)
+    if asked.out:
+        check_writable("--out", asked.out)
+    shape = read_shape(asked)
+    wishes = {name: value for name in WISHES if (value := getattr(asked, name)) is not None}
+    wishes |= {"gpus": asked.gpus, "batch": asked.batch, "cluster": asked.cluster}
+    if asked.when:
+        print(cases_text(which_when(shape, **wishes)))
+        return 0
+    found = planning.plan(shape, keep=asked.keep, cost_model=asked.cost_model, tensor=asked.tensor, **wishes)
+    print(found)
+    if asked.explain:
+        print(f"\n{found.explain()}")
+    if asked.out:
+        found.save(asked.out)
+        print(f"\nwritten: {asked.out}")
+    return 0
+
+
+def _check_when(asked: Namespace) -> None:
+    said = [f"--{name.replace('_', '-')}" for name, usual in ONE_PLAN.items() if getattr(asked, name) != usual]
+    if said:
+        raise PlanError("--when", f"plans several cases, and {', '.join(said)} is of one plan", "one or the other")
+
+
+def read_shape(asked: Namespace) -> dict[str, Any]:
+    """The sizes that are asked for, by their names."""
+    sizes: dict[str, Any] = {}
+    if asked.model:
+        sizes |= _shape_of_model(asked)
+    if asked.shape:
+        sizes |= _read(asked.shape)
+    return sizes | {name: value for name in SIZES if (value := getattr(asked, name)) is not None}
+
+
+def _shape_of_model(asked: Namespace) -> dict[str, Any]:
+    """Of a well-known size from its config alone, which takes no time; of others from the model without weights."""
+    known = KNOWN.get(asked.model)
+    if known and not asked.set:
+        shape = shape_of_config(known.values, 2 if known.kind == "gpt2" else 3)
+        return stated_sizes(shape) | {"seq": asked.seq or known.length}
+    from autoptd.cli.models import find_model, length_of, make_without_weights
+
+    subject = find_model(asked.model, read_pairs("set", asked.set))
+    model, _ = make_without_weights(subject)
+    return stated_sizes(shape_of(model)) | {"seq": length_of(subject, model, asked.seq)}
+
+
+def stated_sizes(shape: Shape) -> dict[str, Any]:
+    """The sizes of a shape but for those that follow from others."""
+    follow = {"ffn": 4 * shape.hidden, "kv_heads": shape.heads, "head_dim": shape.hidden // shape.heads}
+    return {name: value for name, value in asdict(shape).items() if value != follow.get(name)}
+
+
+def _read(path: str) -> dict[str, Any]:
+    try:
+        found = json.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise PlanError(f"--shape {path}", f"cannot be read: {error}", "a JSON object of sizes") from error
+    if not isinstance(found, dict):
+        raise PlanError(f"--shape {path}", f"is a {type(found).__name__}", "a JSON object of sizes")
+    return found
+
+
+__all__ = ["plan", "read_shape", "stated_sizes"]

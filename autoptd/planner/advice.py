@@ -1,0 +1,151 @@
+"""What would fit where nothing does: the same question with one thing changed, until one change helps.
+
+In: a request for which the search found nothing. Out: the fact and the remedy of a PlanError. Every remedy was searched for: it
+is named with the plan that would be found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from autoptd.options import NOT_YET
+from autoptd.planner.default import DefaultModel
+from autoptd.planner.request import Request
+from autoptd.planner.search import Found, search
+from autoptd.planner.setting import RECOMPUTE
+from autoptd.planner.subramanian import SubramanianModel
+
+DOUBLINGS = 10  # of the GPUs that are tried
+DEGREE_NAMES = {"b": "microbatch", **{name: name for name in "tpdcv"}}  # of columns, as keywords
+NEAR = 64  # how many smaller numbers of GPUs are tried, where the number itself is what does not do
+
+
+def what_would_fit(request: Request, found: Found) -> tuple[str, str]:
+    """Fact and remedy: what is too large, and each single change that makes something fit."""
+    where = f"{counted(request.gpus)} of {request.cluster.name}"
+    capacity = request.memory_bytes / 1e9
+    if found.least_memory_cell:
+        degrees = " ".join(f"{name}={found.least_memory_cell[name]}" for name in ("t", "p", "d", "b"))
+        fact = f"nothing fits on {where}: the smallest, {degrees}, needs {found.least_memory / 1e9:,.1f} of {capacity:,.0f} GB"
+    else:
+        reasons = ", ".join(f"{reason} ({count:,} times)" for reason, count in found.rejected.items())
+        fact = f"there is no such plan on {where}: {reasons or 'no degrees suit what was asked for'}"
+    helps = [f"{text}{_finds(changed)}" for text, changed in _changes(request) if _fits(changed)]
+    more = more_gpus(lambda count: _fits(request.but(gpus=count)), request.gpus)
+    if more:
+        helps.append(more)
+    if len(helps) == bool(more):  # nothing but more GPUs helps
+        helps += _everything(request, more)
+    if not helps:
+        counts = range(request.gpus - 1, max(request.gpus - NEAR, 0), -1)
+        less = next((count for count in counts if _fits(request.but(gpus=count))), 0)
+        helps = [counted(less) if less else "a smaller model, or fewer wishes"]
+    return fact, "; or ".join(helps)
+
+
+def _everything(request: Request, more: str) -> list[str]:
+    """The first of `_savings` that fits, or that does on fewer GPUs than `more`, as a list of one; else none."""
+    savings = list(_savings(request))
+    for text, changed in savings:
+        if _fits(changed):
+            return [text + _finds(changed)]
+    for text, changed in savings:
+        count = more_gpus(lambda gpus, changed=changed: _fits(changed.but(gpus=gpus)), request.gpus)  # type: ignore[misc]
+        if count and count != more:
+            return [f"{text}, on {count}"]
+    return []
+
+
+def _savings(request: Request) -> Iterator[tuple[str, Request]]:
+    """All that saves memory at once: the degrees as asked for, then with sequence parallelism, then with no degree fixed."""
+    names = ["recompute='full'", "zero=3"]
+    changed = request.but(recompute=("full",), zero=(3,))
+    if request.precision == "fp32":
+        names.append("precision='bf16'")
+        changed = changed.but(precision="bf16")
+    mark = " (not in the runtime yet)" if {"recompute", "zero", "precision"} & set(NOT_YET) else ""
+    yield f"{_joined(names)} together{mark}", changed
+    if True not in request.sequence_parallel:
+        names.append("sequence_parallel=True")
+        changed = changed.but(sequence_parallel=(True,))
+        yield f"{_joined(names)} together{mark}", changed
+    if request.pinned:
+        degrees = _joined([DEGREE_NAMES[column] for column in request.pinned])
+        yield f"{_joined(names)} together{mark} and {degrees} left open", changed.but(pinned={})
+
+
+def _changes(request: Request) -> Iterator[tuple[str, Request]]:
+    """The question with one thing changed, and how to ask it so."""
+    for column, values in request.pinned.items():
+        free = {key: value for key, value in request.pinned.items() if key != column}
+        yield f"another {DEGREE_NAMES[column]} than {_listed(values)}", request.but(pinned=free)
+    if True not in request.sequence_parallel:
+        yield "sequence_parallel=True", request.but(sequence_parallel=(True,))
+    for mode in RECOMPUTE[1:]:
+        if mode not in request.recompute:
+            yield f"recompute={mode!r}{_mark('recompute')}", request.but(recompute=(mode,))
+    for stage in (1, 2, 3):
+        if stage not in request.zero:
+            yield f"zero={stage}{_mark('zero')}", request.but(zero=(stage,))
+    if request.precision == "fp32":
+        yield f"precision='bf16'{_mark('precision')}", request.but(precision="bf16")
+
+
+def more_gpus(fits: Callable[[int], bool], gpus: int) -> str:
+    """`2048 GPUs`: the first doubling at which something fits; "" where none of `DOUBLINGS` does."""
+    counts = (gpus * 2**k for k in range(1, DOUBLINGS + 1))
+    enough = next((count for count in counts if fits(count)), None)
+    return counted(enough) if enough else ""
+
+
+def counted(gpus: int) -> str:
+    """`1 GPU`, `8 GPUs`."""
+    return f"{gpus} GPU{'s' * (gpus != 1)}"
+
+
+def what_would_fit_subramanian(model: SubramanianModel, found: Found) -> tuple[str, str]:
+    """Fact and remedy where the other cost model has nothing that fits: another number of GPUs, if any does."""
+
+    def fits(gpus: int) -> bool:
+        return len(search(with_gpus(model, gpus), 1)) > 0
+
+    if found.least_memory_cell:
+        held = f"{found.least_memory / 1e9:,.1f} GB of {model.capacity_bytes / 1e9:,.0f} GB"
+        fact = f"nothing fits on {counted(model.gpus)}: the smallest needs {held}"
+    else:
+        reasons = ", ".join(f"{reason} ({count:,} times)" for reason, count in found.rejected.items())
+        fact = f"there is no such plan on {counted(model.gpus)}: {reasons}"
+    power = 1 << (model.gpus.bit_length() - 1)  # doublings of an odd number may all be wrong
+    return fact, more_gpus(fits, model.gpus) or more_gpus(fits, power) or "a smaller model"
+
+
+def with_gpus(model: SubramanianModel, gpus: int) -> SubramanianModel:
+    """The same problem on other GPUs."""
+    return replace(model, gpus=gpus)
+
+
+def _fits(request: Request) -> bool:
+    return len(search(DefaultModel(request), 1, request.only)) > 0
+
+
+def _finds(request: Request) -> str:
+    """` (t=8 p=16 d=1)`: the plan that would be found."""
+    columns = search(DefaultModel(request), 1, request.only).columns
+    return f" ({' '.join(f'{name}={int(columns[name][0])}' for name in ('t', 'p', 'd', 'b'))})"
+
+
+def _mark(keyword: str) -> str:
+    return " (not in the runtime yet)" if keyword in NOT_YET else ""
+
+
+def _joined(words: list[str]) -> str:
+    """`a, b and c`."""
+    return f"{', '.join(words[:-1])} and {words[-1]}" if len(words) > 1 else words[0]
+
+
+def _listed(values: tuple[int, ...]) -> str:
+    return " or ".join(map(str, values))
+
+
+__all__ = ["counted", "what_would_fit", "what_would_fit_subramanian"]

@@ -1,0 +1,112 @@
+"""One way to run a model, as a person reads it: what a search found, with its seconds and bytes taken apart.
+
+choice.name                 # "t=8 p=64 d=6 b=1 m=512, sequence parallel"
+choice.seconds_by["bubble"]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from autoptd.options import NEUTRAL, NOT_YET
+
+DEGREES = ("t", "p", "d", "c", "v", "b", "m")
+WORDS = {  # how an option that is on is called
+    "recompute": "{} recomputation",
+    "zero": "ZeRO-{}",
+    "precision": "{}",
+    "tensor": "{} tensor parallelism",
+    "placement": "placed {}",
+}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A candidate.
+
+    `degrees`: t, p, d, c, v, b (sequences of a microbatch), m (microbatches of a replica and step). `options`: what else was
+    chosen, by the names of `parallelize`'s keywords, and "tensor" and "placement" (how many ranks of each axis share a fast
+    domain). `seconds` of a step and `bytes` of the fullest rank, each the sum of its parts. `flops_per_gpu`: model FLOP/s.
+    `is_simulated`: the schedule was run on paper for it, else its seconds are a formula's. `formula_seconds` are that in any
+    case: what choices are compared by where not all are simulated.
+    """
+
+    degrees: Mapping[str, int]
+    options: Mapping[str, Any]
+    seconds: float
+    seconds_by: Mapping[str, float]
+    bytes: float
+    bytes_by: Mapping[str, float]
+    flops_per_gpu: float
+    is_simulated: bool = False
+    formula_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.formula_seconds:
+            object.__setattr__(self, "formula_seconds", self.seconds)
+
+    @property
+    def name(self) -> str:
+        """The degrees and what is unusual, in a line."""
+        shown = [f"{key}={self.degrees[key]}" for key in DEGREES if key not in "cv" or self.degrees[key] > 1]
+        return ", ".join([" ".join(shown), *self._words()])
+
+    def _words(self) -> list[str]:
+        words = ["sequence parallel"] if self.options.get("sequence_parallel") else []
+        if self.options.get("schedule") not in (None, "interleaved" if self.degrees["v"] > 1 else "1f1b"):
+            words.insert(0, self.options["schedule"])
+        usual = {"recompute": "none", "zero": 0, "tensor": "1D", "placement": None, "precision": None}
+        for key, phrase in WORDS.items():
+            value = self.options.get(key, usual[key])
+            if value != usual[key]:
+                words.append(phrase.format(placement_text(value) if key == "placement" else value))
+        return words
+
+    @property
+    def not_yet(self) -> dict[str, Any]:
+        """Options of this choice that the runtime does not have: name and value."""
+        found = {
+            key: self.options[key] for key in NOT_YET if key in self.options and is_missing(key, self.options[key])
+        }
+        if self.degrees["c"] > 1 and "c" in NOT_YET:
+            found["c"] = self.degrees["c"]
+        if self.options.get("tensor", "1D") != "1D":
+            found["tensor"] = self.options["tensor"]
+        if self.options.get("placement") is not None:
+            found["placement"] = dict(self.options["placement"])
+        return found
+
+    def plan_record(self) -> dict[str, Any]:
+        """What `parallelize(model, plan=...)` reads, as plan.json has it; what the runtime lacks is only told of."""
+        return {
+            "version": 1,
+            "mesh": {key: self.degrees[key] for key in ("t", "p", "d", "v")},
+            "num_microbatches": self.degrees["m"],
+            "schedule": self.options["schedule"],
+            "options": {"sequence_parallel": bool(self.options["sequence_parallel"])},
+            "planner": {
+                "choice": self.name,
+                "seconds": self.seconds,
+                "seconds_by": dict(self.seconds_by),
+                "bytes": self.bytes,
+                "bytes_by": dict(self.bytes_by),
+                "flops_per_gpu": self.flops_per_gpu,
+                "not_yet": self.not_yet,
+            },
+        }
+
+
+def is_missing(keyword: str, value: Any) -> bool:
+    """Whether the runtime does not have this value of a keyword of `parallelize`."""
+    usual = {"recompute": "none", "precision": "fp32"}  # the planner's names of what `Options` calls None
+    return keyword in NOT_YET and value not in NEUTRAL[keyword] and value != usual.get(keyword)
+
+
+def placement_text(inside: Mapping[str, int]) -> str:
+    """`tp 8, dp 2 to a node`."""
+    return ", ".join(f"{axis} {count}" for axis, count in inside.items() if count > 1) + " to a node"
+
+
+__all__ = ["DEGREES", "Choice", "is_missing", "placement_text"]

@@ -1,0 +1,168 @@
+"""Why a plan is the best, in words: every number is of the same model, most of them of a search of their own.
+
+In: a `Plan`. Out: text: what was chosen; the term that decides against the runner-up and how far that one is; which of the
+three takeaways of Narayanan et al. (SC'21, section 3) holds here, each with the best plan that does not follow it: among what
+was asked for, and where nothing of that fits, among all degrees; what the runtime cannot do yet.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from autoptd.planner.choice import Choice
+from autoptd.planner.search import Columns, Filter
+from autoptd.planner.tables import MEANING, memory_text, settings_text
+
+if TYPE_CHECKING:
+    from autoptd.planner.plan import Plan
+
+
+@dataclass(frozen=True)
+class Other:
+    """The best plan of another kind, None where none fits; `is_asked`: it is among what was asked for."""
+
+    choice: Choice | None
+    is_asked: bool = True
+
+
+def explain(plan: Plan) -> str:
+    """The explanation of a plan's best choice."""
+    lines = [*_chosen(plan), *_against_the_next(plan), *takeaways(plan)]
+    if plan.best.not_yet:
+        lines.append(f"The runtime does not have yet, and plan.json leaves out: {settings_text(plan.best.not_yet)}.")
+    return "\n".join(lines)
+
+
+def _chosen(plan: Plan) -> list[str]:
+    best = plan.best
+    largest = sorted(best.seconds_by.items(), key=lambda item: -item[1])
+    shares = ", ".join(f"{MEANING[name]} {_percent(value / best.seconds)}" for name, value in largest if value)
+    filled = _percent(best.bytes / plan.capacity_bytes)
+    return [
+        f"Chosen: {best.name}: {best.seconds:.4g} s a step, {best.flops_per_gpu / 1e12:.1f} TFLOP/s per GPU.",
+        f"Its time: {shares}.",
+        f"Its fullest GPU holds {best.bytes / 1e9:.1f} GB, {filled} of what there is: {memory_text(best.bytes_by)}.",
+    ]
+
+
+def _against_the_next(plan: Plan) -> list[str]:
+    """What decides between the best and the runner-up, and whether that is more than the model can tell apart."""
+    if len(plan.choices) < 2:
+        return ["No other plan fits."]
+    best, other, doubt = plan.best, plan.choices[1], plan.model.uncertainty
+    gap = other.seconds / best.seconds - 1
+    lines = [f"Next: {other.name}: {other.seconds:.4g} s, {_percent(gap)} more.{_decided(best, other)}"]
+    if math.isinf(doubt):
+        unknown = "How far two predictions may be off each other is not known: for this cluster, software and precision"
+        return [*lines, f"{unknown} none was compared with a measurement; measure the first few if it matters."]
+    close = [one for one in plan.choices[1:] if one.seconds <= best.seconds * (1 + doubt)]
+    if close:
+        last = close[-1].seconds / best.seconds - 1
+        lines.append(
+            f"Two predictions were up to {_percent(doubt)} off each other where they were measured: {len(close)} more of the "
+            f"{len(plan.choices)} listed are within that (up to {_percent(last)}); measure them if it matters."
+        )
+    else:
+        lines.append(
+            f"Two predictions were up to {_percent(doubt)} off each other where they were measured, which is less than the "
+            "distance to the next."
+        )
+    return lines
+
+
+def _decided(best: Choice, other: Choice) -> str:
+    """The terms in which the other is worst, and best."""
+    apart = differences(best, other)
+    worst = max(apart, key=lambda name: apart[name])
+    gain = min(apart, key=lambda name: apart[name])
+    if apart[worst] <= 0:
+        return ""
+    text = f" What decides is {MEANING[worst]}: {apart[worst]:.3g} s more"
+    return f"{text}, against {-apart[gain]:.3g} s less for {MEANING[gain]}." if apart[gain] < 0 else f"{text}."
+
+
+def differences(best: Choice, other: Choice) -> dict[str, float]:
+    """Seconds by which the other is longer, term by term."""
+    names = dict.fromkeys([*best.seconds_by, *other.seconds_by])
+    return {name: other.seconds_by.get(name, 0.0) - best.seconds_by.get(name, 0.0) for name in names}
+
+
+def takeaways(plan: Plan) -> list[str]:
+    """SC'21's three takeaways, each with the best plan that goes another way."""
+    if plan.gpus == 1:
+        return ["On one GPU there is nothing to divide: the microbatch is what is left to choose."]
+    return [_tensor_within_a_node(plan), _model_parallel_to_fit(plan), _microbatch(plan)]
+
+
+def _tensor_within_a_node(plan: Plan) -> str:
+    """Takeaway 1: tensor parallelism up to the GPUs of a node, pipelines across nodes."""
+    node, t = plan.node, plan.best.degrees["t"]
+    rule = f"SC'21's takeaway 1 (tensor parallelism within a node of {node}, pipelines across)"
+    if plan.gpus <= node:
+        return f"{rule} says nothing here: all GPUs share a node."
+    if t <= node:
+        other = _best(plan, lambda cells: _degree(plan, cells, "t") > node)
+        holds = "holds for what was asked" if _is_better(plan, other) else "holds"
+        return f"{rule} {holds}: t={t}. With t over {node} {_cost(plan, other)}."
+    other = _best(plan, lambda cells: _degree(plan, cells, "t") <= node)
+    return f"{rule} does not hold: t={t} spans nodes. With t up to {node} {_cost(plan, other)}."
+
+
+def _model_parallel_to_fit(plan: Plan) -> str:
+    """Takeaway 2: as much model parallelism as the memory asks for, data parallelism for the rest."""
+    size = plan.best.degrees["t"] * plan.best.degrees["p"]
+
+    def ranks(cells: Columns) -> np.ndarray:
+        return _degree(plan, cells, "t") * _degree(plan, cells, "p")
+
+    fewer = _best(plan, lambda cells: ranks(cells) < size)
+    more = _best(plan, lambda cells: ranks(cells) > size)
+    rule = "SC'21's takeaway 2 (t*p just large enough for memory, data parallelism beyond)"
+    if fewer.choice is None:
+        return f"{rule} holds: t*p={size} is the least that fits. With more {_cost(plan, more)}."
+    holds = "does not hold" if fewer.is_asked else "is not what was asked"
+    less = f": less than t*p={size} fits. With less {_cost(plan, fewer)}."
+    return f"{rule} {holds}{less} With more {_cost(plan, more)}."
+
+
+def _microbatch(plan: Plan) -> str:
+    """Takeaway 3: the best microbatch depends on the model, the pipeline and the batch."""
+    b = plan.best.degrees["b"]
+    larger = _best(plan, lambda cells: _degree(plan, cells, "b") > b)
+    smaller = _best(plan, lambda cells: _degree(plan, cells, "b") < b) if b > 1 else None
+    less = f" With a smaller one {_cost(plan, smaller)}." if smaller else ""
+    return f"SC'21's takeaway 3 (the microbatch is a compromise): b={b} here.{less} With a larger one {_cost(plan, larger)}."
+
+
+def _best(plan: Plan, only: Filter) -> Other:
+    """The best of what `only` wants: of what was asked for, or, where that has none that fits, of all degrees."""
+    asked = plan.fastest(only)
+    return Other(asked) if asked else Other(replace(plan, only=None).fastest(only), is_asked=False)
+
+
+def _is_better(plan: Plan, other: Other) -> bool:
+    return other.choice is not None and other.choice.formula_seconds < plan.best.formula_seconds
+
+
+def _cost(plan: Plan, other: Other) -> str:
+    """`nothing fits`, or what the best of the others would cost, both by the closed formulas."""
+    if other.choice is None:
+        return "nothing fits"
+    apart = other.choice.formula_seconds / plan.best.formula_seconds - 1
+    not_asked = "" if other.is_asked else ", which was not asked for"
+    return f"a step takes {_percent(abs(apart))} {'less' if apart < 0 else 'more'} ({other.choice.name}){not_asked}"
+
+
+def _degree(plan: Plan, cells: Columns, name: str) -> np.ndarray:
+    return plan.model.degrees(cells)[name]
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f}%" if abs(share) < 0.1 else f"{100 * share:.0f}%"
+
+
+__all__ = ["differences", "explain", "takeaways"]

@@ -1,0 +1,208 @@
+"""Measure this machine, and write what a cluster file says of it: products, memory, collectives and messages.
+
+In: how many ranks of one node to measure with. Out: a record as `cluster.read_cluster` takes it, or a TOML file. GPUs are
+measured with bf16 products and NCCL, CPUs with float32, one thread a rank, and gloo. It takes half a minute.
+
+    autoptd measure mine.toml --ranks 2
+    autoptd.predict(shape, "mine.toml", ...)
+
+What is fitted: seconds of a product are `2 m n k (1 + ramp / k) / rate`, of a collective `hops * latency + bytes on the wire /
+bandwidth`; two numbers each, by least squares of relative errors. The network between nodes cannot be seen from one node: it is
+written as the links in the node, with a remark.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from autoptd.errors import PlanError
+
+Record = dict[str, Any]
+SECONDS = 0.2  # for which a thing is repeated
+SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 24)  # bytes of a collective's or message's buffer
+SIDES = {"cpu": (256, 512, 1024), "cuda": (2048, 4096, 8192)}  # of products
+SOFTWARE = {"cpu": "autoptd-cpu", "cuda": "autoptd"}  # of software.toml
+DEPTHS = {"cpu": (32, 128, 512, 1024), "cuda": (128, 512, 2048, 8192)}  # k
+
+
+def measure_cluster(ranks: int = 2) -> Record:
+    """Measure; `ranks` processes take part in collectives (of GPUs: one each)."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if ranks < 1:
+        raise PlanError(
+            f"ranks={ranks}", "something must be measured", "1 rank, or 2 and more to see the links as well"
+        )
+    if device == "cuda" and ranks > torch.cuda.device_count():
+        count = torch.cuda.device_count()
+        raise PlanError(f"ranks={ranks}", f"this machine has {count} GPUs", f"1 to {count}")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        gpu = measure_compute(device)
+    finally:
+        torch.set_num_threads(threads)
+    gpu["memory_bytes"] = memory_bytes(device, ranks)
+    link = measure_links(device, ranks) if ranks > 1 else {"bandwidth": gpu["memory_bandwidth"], "fraction": 1.0}
+    return {
+        "source": f"measured on {torch.cuda.get_device_name() if device == 'cuda' else 'a CPU'} with {ranks} ranks",
+        "gpus_per_node": ranks,
+        "software": SOFTWARE[device],
+        "gpu": gpu,
+        "fast": link,
+        "network": dict(link),
+    }
+
+
+def measure_compute(device: str) -> Record:
+    """Products, copies, and what starting a small operator takes, on one device with one thread."""
+    rate, ramp = fit_products(time_products(device, torch.bfloat16 if device == "cuda" else torch.float32))
+    rate_32 = rate if device == "cpu" else fit_products(time_products(device, torch.float32))[0]
+    large = torch.empty(1 << (24 if device == "cpu" else 28), device=device)
+    other, small = torch.empty_like(large), torch.zeros(8, device=device)
+    copied = 2 * large.numel() * large.element_size() / seconds_of(lambda: other.copy_(large), device)
+    return {
+        "matrix_flops": rate,
+        "float32_flops": rate_32,
+        "memory_bandwidth": copied,
+        "matrix_fraction": 1.0,
+        "memory_fraction": 1.0,
+        "ramp": ramp,
+        "kernel_seconds": seconds_of(lambda: small.add_(1.0), device),
+    }
+
+
+def time_products(device: str, dtype: torch.dtype) -> list[tuple[int, int, float]]:
+    """(multiply-adds, k, seconds) of products [side, k] x [k, side]."""
+    found = []
+    for side in SIDES[device]:
+        for k in DEPTHS[device]:
+            a, b = torch.ones(side, k, device=device, dtype=dtype), torch.ones(k, side, device=device, dtype=dtype)
+            found.append((side * side * k, k, seconds_of(lambda a=a, b=b: a @ b, device)))  # type: ignore[misc]
+    return found
+
+
+def fit_products(timed: Sequence[tuple[int, int, float]]) -> tuple[float, float]:
+    """FLOP/s of an endless product, and the k at which half of that is reached (0 where short ones are no slower)."""
+    per_flop = np.array([seconds / (2 * count) for count, _, seconds in timed])
+    slope, base = fit_line(np.array([1 / k for _, k, _ in timed]), per_flop)
+    if base <= 0 or slope <= 0:
+        return float(1 / np.median(per_flop)), 0.0
+    return float(1 / base), float(slope / base)
+
+
+def fit_line(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
+    """(slope, base) of y = slope * x + base with the least squares of relative errors."""
+    columns = np.stack([x, np.ones_like(x)], axis=1) / y[:, None]
+    slope, base = np.linalg.lstsq(columns, np.ones_like(y), rcond=None)[0]
+    return float(slope), float(base)
+
+
+def measure_links(device: str, ranks: int) -> Record:
+    """All-gathers and messages of `ranks` processes."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_rank, args=(ranks, device, folder), nprocs=ranks)  # type: ignore[no-untyped-call]
+        gathers, messages = torch.load(Path(folder) / "times.pt")
+    hops = ranks - 1
+    per_byte, start = fit_line(np.array(SIZES) * hops / ranks, np.array(gathers))
+    _, message = fit_line(np.array(SIZES, dtype=float), np.array(messages))
+    return {
+        "bandwidth": 1 / max(per_byte, 1e-15),
+        "fraction": 1.0,
+        "latency": max(start, 0.0) / hops,
+        "message": max(message, 0.0),
+        "small_latency": max(start, 0.0) / hops,
+    }
+
+
+def _rank(rank: int, ranks: int, device: str, folder: str) -> None:
+    """One process: times go to a file, from rank 0."""
+    torch.set_num_threads(1)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(
+        "nccl" if device == "cuda" else "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks
+    )
+    gathers, messages = [], []
+    for nbytes in SIZES:
+        part = torch.zeros(nbytes // 4 // ranks, device=device)
+        parts, whole = [torch.empty_like(part) for _ in range(ranks)], torch.zeros(nbytes // 4, device=device)
+        gathers.append(_repeated(lambda part=part, parts=parts: dist.all_gather(parts, part), device))  # type: ignore[misc]
+        messages.append(_repeated(lambda whole=whole: _bounce(rank, whole), device) / 2)  # type: ignore[misc]
+    if rank == 0:
+        torch.save((gathers, messages), Path(folder) / "times.pt")
+    dist.destroy_process_group()
+
+
+def _bounce(rank: int, value: torch.Tensor) -> None:
+    """A message from rank 0 to 1 and back."""
+    if rank == 0:
+        dist.send(value, 1)
+        dist.recv(value, 1)
+    elif rank == 1:
+        dist.recv(value, 0)
+        dist.send(value, 0)
+
+
+def _repeated(call: Callable[[], Any], device: str, times: int = 10) -> float:
+    """Seconds of a call that all ranks make equally often: the median of some."""
+    found = []
+    for _ in range(times + 2):
+        dist.barrier()
+        start = time.perf_counter()
+        call()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        found.append(time.perf_counter() - start)
+    return float(np.median(found[2:]))
+
+
+def seconds_of(call: Callable[[], Any], device: str) -> float:
+    """Seconds of one call: of several runs of many calls, the fastest; what else runs on the machine only adds."""
+
+    def run(times: int) -> float:
+        start = time.perf_counter()
+        for _ in range(times):
+            call()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+    run(2)
+    times = max(1, int(SECONDS / 5 / max(run(1), 1e-7)))
+    return min(run(times) for _ in range(5)) / times
+
+
+def memory_bytes(device: str, ranks: int) -> float:
+    """What a rank may hold: a GPU's memory, or its share of the machine's."""
+    if device == "cuda":
+        return float(torch.cuda.get_device_properties(0).total_memory)
+    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks)
+
+
+def to_toml(record: Record, remark: str = "") -> str:
+    """A record of strings, numbers and tables of them as TOML."""
+    tables = {name: value for name, value in record.items() if isinstance(value, dict)}
+    lines = [f"# {remark}"] if remark else []
+    lines += [f"{name} = {_value(value)}" for name, value in record.items() if name not in tables]
+    for name, table in tables.items():
+        lines += ["", f"[{name}]", *(f"{key} = {_value(value)}" for key, value in table.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, str):
+        return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    return str(value) if isinstance(value, int) else f"{value:.3e}"
+
+
+REMARK = "[network] is a copy of [fast]: from one node, the links between nodes cannot be measured."

@@ -1,0 +1,235 @@
+"""The terms of a step's time: seconds of a layer, of both ends of the model, of a boundary, and of what happens once a step.
+
+In: a shape, a cluster, a setting (one, or arrays of candidates). Out: `Terms`, from which `predict.py` simulates the schedule
+and `estimate.py` closes the sum. Both see the same terms; that is why they agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from autoptd.planner.cluster import Cluster
+from autoptd.planner.counts import CORE, Operator, Sizes, embedding_operators, head_operators, kv_width, layer_operators
+from autoptd.planner.layout import end_parameters, layer_parameters, vocab_rows
+from autoptd.planner.network import Network
+from autoptd.planner.setting import Setting
+from autoptd.planner.shape import Shape
+from autoptd.planner.time import Clock
+
+Number = Any
+# Bytes that the optimizer moves per parameter. 16-bit: the gradient is read, unscaled and written in 32 bits (6), checked (4),
+# its norm taken (4), clipped (8); Adam reads gradient, weight, two moments and writes three (28); the weight is cast (6).
+OPTIMIZER_BYTES = {2: 56, 4: 40}
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Seconds of one microbatch on one rank: forward, backward, what is computed again; and communication that no computation
+    hides: over tp and cp (`exposed`; of what is computed again too, in the backward's), and that of ZeRO-2 and 3 (`fetch`)."""
+
+    forward: Number
+    backward: Number
+    again: Number = 0.0
+    exposed_forward: Number = 0.0
+    exposed_backward: Number = 0.0
+    fetch_forward: Number = 0.0
+    fetch_backward: Number = 0.0
+
+    @property
+    def whole_forward(self) -> Number:
+        return self.forward + self.exposed_forward + self.fetch_forward
+
+    @property
+    def whole_backward(self) -> Number:
+        return self.backward + self.again + self.exposed_backward + self.fetch_backward
+
+    @property
+    def whole(self) -> Number:
+        return self.whole_forward + self.whole_backward
+
+
+@dataclass(frozen=True)
+class Terms:
+    """Seconds: of a `layer`, the `embedding`, the `head` with its loss (one microbatch, one rank); of a message over a stage
+    boundary, in a node and between two, with what follows it; once a step of the gradients' `reduce` and of the `optimizer`,
+    both functions of the parameters on a rank, and of the `tie` of embedding and head over the pipeline."""
+
+    layer: Passes
+    embedding: Passes
+    head: Passes
+    link_local: Number
+    link_remote: Number
+    reduce: Callable[[Number], Number]
+    optimizer: Callable[[Number], Number]
+    tie: Number
+
+
+def count_terms(shape: Shape, cluster: Cluster, setting: Setting) -> Terms:
+    """Seconds of every term, numbers or arrays as the setting's degrees are."""
+    return _Counter(shape, cluster, setting).terms()
+
+
+class _Counter:
+    def __init__(self, shape: Shape, cluster: Cluster, setting: Setting) -> None:
+        self.shape, self.cluster, self.setting = shape, cluster, setting
+        self.clock, self.network = Clock(cluster, setting.precision), Network(cluster)
+        self.e = self.clock.element_bytes
+        is_split = setting.sequence_parallel
+        self.sizes = Sizes(setting.microbatch, setting.t, setting.c, setting.t if is_split else 1, self.e)
+        self.value_bytes = self.e * setting.microbatch * shape.seq / setting.c * shape.hidden  # of a residual, whole
+
+    def terms(self) -> Terms:
+        local, remote = self._links()
+        embedding, head = end_parameters(self.shape, self.setting.t)
+        return Terms(
+            layer=self._layer(),
+            embedding=self._end(embedding_operators(self.shape, self.sizes), (1, 0), embedding, is_read_again=False),
+            head=self._end(head_operators(self.shape, self.sizes), (0, 1), head, is_read_again=True),
+            link_local=local,
+            link_remote=remote,
+            reduce=self._reduce,
+            optimizer=self._optimizer,
+            tie=self._tie(),
+        )
+
+    def _layer(self) -> Passes:
+        operators = layer_operators(self.shape, self.sizes, self.cluster.software.attention)
+        forward, backward = self.clock.forwards(operators), self.clock.backwards(operators)
+        core = self.clock.forwards(one for one in operators if one.part == CORE)
+        redone = self.setting.full_share
+        again = core if self.setting.recompute == "selective" else redone * forward
+        overlap = self.cluster.software.dp_overlap
+        tp_forward, tp_backward = self._exchanges(forward, backward)
+        ring_forward, ring_backward = self._ring(operators)
+        parameters = layer_parameters(self.shape, self.setting.t)
+        fetch_forward, fetch_backward = self._fetch(parameters, self.cluster.software.fetches)
+        return Passes(
+            forward,
+            backward,
+            again,
+            tp_forward + ring_forward,
+            tp_backward + ring_backward + (tp_forward + ring_forward) * redone,
+            _exposed(fetch_forward, forward, overlap),
+            _exposed(fetch_backward, backward, overlap),
+        )
+
+    def _end(
+        self, operators: Sequence[Operator], exchanges: tuple[int, int], parameters: Number, is_read_again: bool
+    ) -> Passes:
+        """An end of the model; `exchanges` over tp forward and backward, `is_read_again`: backward reads its parameters."""
+        forward, backward = self.clock.forwards(operators), self.clock.backwards(operators)
+        one, overlap = self._exchange(), self.cluster.software.dp_overlap
+        fetch_forward, fetch_backward = self._fetch(parameters, 1, is_read_again)
+        return Passes(
+            forward,
+            backward,
+            0.0,
+            exchanges[0] * one,
+            exchanges[1] * one,
+            _exposed(fetch_forward, forward, overlap),
+            _exposed(fetch_backward, backward, overlap),
+        )
+
+    def _exchange(self) -> Number:
+        """Seconds of one summation of a residual over tp: an all-reduce, or a reduce-scatter and its all-gather."""
+        setting = self.setting
+        local = setting.local("tp", self.cluster.gpus_per_node)
+        if setting.sequence_parallel:
+            return 2 * self.network.all_gather(self.value_bytes, setting.t, local)
+        return self.network.all_reduce(self.value_bytes, setting.t, local)
+
+    def _exchanges(self, forward: Number, backward: Number) -> tuple[Number, Number]:
+        """Seconds of a layer's exchanges over tp that are not hidden, forward and backward: two each way.
+
+        The backward's run beside the products of the weights' gradients. With sequence parallelism that is so for the
+        reduce-scatter and for the second gather of a product's input, and the gradient's own gather is like a forward's.
+        """
+        software, both = self.cluster.software, 2 * self._exchange()
+        one_way = _exposed(both, forward, software.tp_overlap)
+        beside = max(software.tp_overlap, software.tp_overlap_backward)
+        if self.setting.sequence_parallel:
+            return one_way, one_way / 2 + _exposed(both, backward, beside)
+        return one_way, _exposed(both, backward, beside)
+
+    def _ring(self, operators: Sequence[Operator]) -> tuple[Number, Number]:
+        """Keys and values travel around the cp ranks beside the attention of the last ones; gradients go with them."""
+        setting, n = self.setting, self.setting.microbatch * self.shape.seq
+        nbytes = 2 * self.e * n * kv_width(self.shape, setting.t)
+        local = setting.local("cp", self.cluster.gpus_per_node)
+        once = self.network.all_gather(nbytes, setting.c, local)
+        core = [one for one in operators if one.part == CORE]
+        forward, backward = self.clock.forwards(core), self.clock.backwards(core)
+        return np.maximum(once - forward, 0.0), np.maximum(2 * once - backward, 0.0)
+
+    def _links(self) -> tuple[Number, Number]:
+        """Seconds of a boundary between stages of one node, and of two."""
+        setting, software = self.setting, self.cluster.software
+        is_cut = setting.sequence_parallel or software.scatter
+        nbytes = self.value_bytes / (setting.t if is_cut else 1)
+        local = setting.local("tp", self.cluster.gpus_per_node)
+        is_gathered = is_cut and not setting.sequence_parallel
+        gather = self.network.all_gather(self.value_bytes, setting.t, local) if is_gathered else 0.0
+        after = gather + software.exchange_seconds
+        return self.network.message(nbytes, True) + after, self.network.message(nbytes, False) + after
+
+    def _reduce(self, parameters: Number) -> Number:
+        """Seconds of the gradients' sum over the replicas; with ZeRO, of their reduce-scatter and the parameters' way back.
+
+        Stage 2 keeps a part of the gradients only, so it sums them in every microbatch, and stage 3 fetches parameters too:
+        `_fetch`.
+        """
+        if self.setting.zero == 3:
+            return 0.0 * parameters
+        group, local = self._replicas()
+        nbytes = parameters * self._gradient_bytes()
+        if self.setting.zero:
+            back = self.network.all_gather(parameters * self.e, group, local)
+            return back if self.setting.zero == 2 else self.network.all_gather(nbytes, group, local) + back
+        return self.network.all_reduce(nbytes, group, local)
+
+    def _fetch(self, parameters: Number, count: int, is_read_again: bool = True) -> tuple[Number, Number]:
+        """Seconds of what ZeRO moves for one microbatch, forward and backward, in `count` collectives each.
+
+        Stage 2 the gradients of these parameters; stage 3 the parameters for both directions as well.
+        """
+        zero = self.setting.zero
+        if zero < 2:
+            return 0.0, 0.0
+        group, local = self._replicas()
+        part = parameters / count
+        gather = count * self.network.all_gather(part * self.e, group, local) if zero == 3 else 0.0
+        gradients = count * self.network.all_gather(part * self._gradient_bytes(), group, local)
+        return gather, gradients + (gather if is_read_again else 0.0)
+
+    def _replicas(self) -> tuple[Number, Number]:
+        """Ranks that hold the same parameters, and how many of them share a node."""
+        setting, node = self.setting, self.cluster.gpus_per_node
+        return setting.replicas, np.minimum(setting.local("dp", node) * setting.local("cp", node), setting.replicas)
+
+    def _gradient_bytes(self) -> int:
+        return self.cluster.software.gradient_bytes if self.e == 2 else 4
+
+    def _optimizer(self, parameters: Number) -> Number:
+        share = self.setting.replicas if self.setting.zero else 1
+        return parameters * OPTIMIZER_BYTES[self.e] / self.clock.copy_rate / share
+
+    def _tie(self) -> Number:
+        """The two copies of a tied embedding are summed between the first and the last pipeline rank."""
+        setting = self.setting
+        if not self.shape.tied or setting.schedule_name == "zbv":  # whose first rank has both ends
+            return 0.0
+        nbytes = vocab_rows(self.shape, setting.t) * self.shape.hidden * self._gradient_bytes()
+        is_local = setting.p <= setting.local("pp", self.cluster.gpus_per_node)
+        return np.where(np.asarray(setting.p) > 1, 2 * self.network.message(nbytes / 2, is_local), 0.0)
+
+
+def _exposed(communication: Number, computation: Number, overlap: float) -> Number:
+    """What is left of a communication beside a computation that hides the share `overlap` of it."""
+    return communication - np.minimum(overlap * communication, computation)
+
+
+__all__ = ["Passes", "Terms", "count_terms"]

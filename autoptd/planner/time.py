@@ -1,0 +1,90 @@
+"""Seconds of products, of memory-bound operators and of collectives on a cluster.
+
+In: counts of `counts.py`, a cluster. Out: seconds, of one microbatch on one rank. Every function takes numbers or numpy arrays
+of candidates alike.
+
+    Clock(find_cluster("dgx-a100")).product(1, 2048, 9600, 25600)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from autoptd.planner.cluster import ELEMENT_BYTES, Cluster
+from autoptd.planner.counts import Operator
+
+Number = Any
+ALIGNED = 8  # elements
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Times computation on a GPU of `cluster`."""
+
+    cluster: Cluster
+    precision: str = "bf16"
+
+    @property
+    def element_bytes(self) -> int:
+        return ELEMENT_BYTES[self.precision]
+
+    @property
+    def copy_rate(self) -> float:
+        """Bytes/s of large memory-bound kernels."""
+        return self.cluster.gpu.memory_bandwidth * self.cluster.gpu.memory_fraction
+
+    def moved(self, nbytes: Number) -> Number:
+        """Seconds of a kernel that moves so many bytes."""
+        return nbytes / self.copy_rate + self.cluster.gpu.kernel_seconds
+
+    def product(self, batch: Number, m: Number, n: Number, k: Number, extra: Number = 0) -> Number:
+        """Seconds of `batch` products [m, k] x [k, n]: a roofline whose roof knows the shape.
+
+        The tiles of the result are dealt to the GPU's units in waves; on average the last wave is half empty. `extra`
+        bytes are moved besides the factors and the result.
+        """
+        gpu = self.cluster.gpu
+        rate = gpu.flops(self.precision) * gpu.matrix_fraction
+        work = 2 * batch * m * n * k * (1 + gpu.ramp / k)
+        if gpu.units:
+            tiles = batch * np.maximum(m / gpu.tile, 1) * np.maximum(n / gpu.tile, 1)
+            work = work * (1 + 0.5 * gpu.units / tiles)
+        if self.element_bytes == 2:
+            odd = np.mod(m, ALIGNED) + np.mod(n, ALIGNED) + np.mod(k, ALIGNED)
+            fraction = np.where(np.asarray(batch) > 1, gpu.unaligned, gpu.unaligned_single)
+            work = np.where(odd > 0, work / fraction, work)
+        nbytes = self.element_bytes * batch * (m * k + k * n + m * n) + extra
+        return np.maximum(work / rate, nbytes / self.copy_rate) + gpu.kernel_seconds
+
+    def forward(self, one: Operator) -> Number:
+        """Seconds of an operator's forward."""
+        if one.fused is not None:
+            return self._fused(one.fused[0], one.moved)
+        return self.moved(one.moved) if one.product is None else self._product(one.product)
+
+    def backward(self, one: Operator) -> Number:
+        """Seconds of its backward: of a product two, of which the weight's adds to its gradient in float32."""
+        if one.fused is not None:
+            return self._fused(one.fused[1], one.back)
+        if one.product is None:
+            return self.moved(one.back)
+        batch, m, n, k = one.product
+        return self._product((batch, m, k, n)) + self._product((batch, n, k, m), 6 * n * k if one.has_weight else 0)
+
+    def forwards(self, operators: Iterable[Operator]) -> Number:
+        return sum(self.forward(one) for one in operators)
+
+    def backwards(self, operators: Iterable[Operator]) -> Number:
+        return sum(self.backward(one) for one in operators)
+
+    def _product(self, sizes: tuple[Number, Number, Number, Number], extra: Number = 0) -> Number:
+        return self.product(*sizes, extra)
+
+    def _fused(self, flops: Number, nbytes: Number) -> Number:
+        software, gpu = self.cluster.software, self.cluster.gpu
+        rate = gpu.flops(self.precision) * software.flash_fraction
+        return np.maximum(software.causal * flops / rate, nbytes / self.copy_rate) + gpu.kernel_seconds
