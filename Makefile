@@ -23,14 +23,14 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "AutoPTD needs Python 3.11 or newer: make install PYTHON=python3.12")'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -q -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install -q --no-compile -c constraints.txt -e '.[dev]'
 	@touch $@
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/demo.py $(ARGS)
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -n 3 $(ARGS)
+	$(BIN)/python -m pytest -n 3 --dist worksteal $(ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check $(SOURCES)

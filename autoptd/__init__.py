@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from autoptd.diff import diff
     from autoptd.errors import AutoptdError, InternalError, PlanError, RuntimeFault, TraceError
     from autoptd.passes import register_rule
+    from autoptd.planner.plan import plan
+    from autoptd.planner.predict import predict
+    from autoptd.planner.traced import predict_program
     from autoptd.progress import Progress
 
 HOMES = {  # module -> the public names that it has
@@ -24,6 +27,9 @@ HOMES = {  # module -> the public names that it has
     "diff": ("diff",),
     "errors": ("AutoptdError", "InternalError", "PlanError", "RuntimeFault", "TraceError"),
     "passes": ("register_rule",),
+    "planner.plan": ("plan",),
+    "planner.predict": ("predict",),
+    "planner.traced": ("predict_program",),
     "progress": ("Progress",),
 }
 HOME_OF = {name: home for home, names in HOMES.items() for name in names}
@@ -41,6 +47,9 @@ __all__ = [
     "compile",
     "diff",
     "parallelize",
+    "plan",
+    "predict",
+    "predict_program",
     "register_rule",
     "verify",
 ]

@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import nn
 
+from autoptd.auto import first_share, is_auto, planned
 from autoptd.compile import check_module, compile, compile_program, split_call
 from autoptd.errors import PlanError
 from autoptd.ir.machine import Machine
@@ -32,15 +33,16 @@ from autoptd.verify import verify
 
 def parallelize(
     model: nn.Module,
-    t: int | None = None,
-    p: int | None = None,
-    d: int | None = None,
+    t: int | str | None = None,
+    p: int | str | None = None,
+    d: int | str | None = None,
     *,
-    v: int | None = None,
+    v: int | str | None = None,
     sequence_parallel: bool | str | None = None,
     example_inputs: Any = None,
     loss_fn: Callable[..., Any] | None = None,
-    num_microbatches: int | None = None,
+    num_microbatches: int | str | None = None,
+    gpus: int | None = None,
     schedule: str | os.PathLike[str] | None = None,
     seed: int | None = None,
     device: str | None = None,
@@ -78,35 +80,44 @@ def parallelize(
     may be on meta, do not matter. What is left out is the plan's, else the default of `Options`. `later` catches keywords of
     features that do not exist yet.
 
+    `t="auto"` (p, d, v, num_microbatches likewise) lets the planner choose it, and whatever else of these is not given, for
+    `gpus` ranks (under torchrun: all), the model's config and `machine` (by default the device's). `example_inputs` is the
+    global batch then, under torchrun as well.
+
     Raises TraceError when the model cannot be captured faithfully and PlanError when the request cannot be met, before any
     rank starts.
     """
-    options = make_options(
-        t=t,
-        p=p,
-        d=d,
-        v=v,
-        sequence_parallel=sequence_parallel,
-        loss_fn=loss_fn,
-        num_microbatches=num_microbatches,
-        schedule=schedule,
-        seed=seed,
-        device=device,
-        backend=backend,
-        timeout=timeout,
-        nan=nan,
-        p2p=p2p,
-        fuse=fuse,
-        fuse_only=fuse_only,
-        async_tensor_model_parallel_allreduce=async_tensor_model_parallel_allreduce,
-        accumulate_allreduce_grads_in_fp32=accumulate_allreduce_grads_in_fp32,
-        delay_wgrad_compute=delay_wgrad_compute,
-        memory=memory,
-        machine=machine,
-        plan=plan,
+    asked = {
+        "t": t,
+        "p": p,
+        "d": d,
+        "v": v,
+        "sequence_parallel": sequence_parallel,
+        "loss_fn": loss_fn,
+        "num_microbatches": num_microbatches,
+        "schedule": schedule,
+        "seed": seed,
+        "device": device,
+        "backend": backend,
+        "timeout": timeout,
+        "nan": nan,
+        "p2p": p2p,
+        "fuse": fuse,
+        "fuse_only": fuse_only,
+        "async_tensor_model_parallel_allreduce": async_tensor_model_parallel_allreduce,
+        "accumulate_allreduce_grads_in_fp32": accumulate_allreduce_grads_in_fp32,
+        "delay_wgrad_compute": delay_wgrad_compute,
+        "memory": memory,
+        "machine": machine,
+        "plan": plan,
+        "gpus": gpus,
         **later,
-    )
+    }
     check_module(model)
+    is_chosen = is_auto(asked)
+    options = make_options(**planned(model, example_inputs, asked))
+    if is_chosen and not is_local(options):
+        example_inputs = first_share(example_inputs, options.d)
     folder = None
     if weights is not None:
         folder = fitting(model, open_folder(weights))

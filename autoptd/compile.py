@@ -19,6 +19,7 @@ from torch.fx import Graph
 
 from autoptd import codegen, passes, schedule
 from autoptd import trace as tracing
+from autoptd.auto import planned
 from autoptd.compat import FakeTensor, tree_flatten, tree_unflatten
 from autoptd.dump import Forms
 from autoptd.errors import PlanError, TraceError
@@ -51,7 +52,7 @@ def compile(model: nn.Module, *, example_inputs: Any, **keywords: Any) -> Progra
     `example_inputs` is the global batch: a tuple of positional or a dict of keyword arguments of the model. Raises TraceError
     or PlanError, naming site, fact and remedy. Warns when tensor ranks repeat each other's work because t does not divide.
     """
-    options = make_options(**keywords)
+    options = make_options(**planned(model, example_inputs, keywords))
     args, kwargs = split_call(example_inputs)
     program = compile_program(model, options, args, kwargs, replicas=options.d)
     warn_of_fallbacks(program)

@@ -2,7 +2,8 @@
 
 In: two of: the path of a plan.json, that of a folder which `program.save` wrote, a `Program`, a plan as a dict. Out: text,
 grouped; "" where nothing differs. With a program on both sides the parameters' types and what is communicated are compared as
-well. Layers that are alike are one line, their number a star.
+well, and their costs stand side by side: those of `autoptd show` that differ. Layers that are alike are one line, their number
+a star.
 
     print(autoptd.diff("out/a", "out/b"))
     # mesh
@@ -18,13 +19,16 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autoptd.errors import PlanError
 from autoptd.ir.calls import LOCAL_KINDS, call_site, star
 from autoptd.ir.plan import load_plan
 from autoptd.ir.program import Collective, ParamSpec, Program
 from autoptd.viz.words import bytes_text
+
+if TYPE_CHECKING:
+    from autoptd.summary import Summary
 
 NOTHING = "nothing"
 COMPARED = ("mesh", "v", "num_microbatches", "schedule_name", "plan", "params", "collectives", "fallbacks")
@@ -40,10 +44,45 @@ def diff(a: Any, b: Any) -> str:
         groups |= _programs(program, other)
     else:
         groups["shard"] = _entries(_shards(plan), _shards(other_plan))
-    text = "".join(f"{name}\n" + "".join(f"  {line}\n" for line in lines) for name, lines in groups.items() if lines)
-    if not text and program is not None and other is not None and program.fingerprint() != other.fingerprint():
-        return "also differ\n  program.json\n"
-    return text
+    if program is None or other is None:
+        return _text_of(groups)
+    if not any(groups.values()):
+        return "" if program.fingerprint() == other.fingerprint() else "also differ\n  program.json\n"
+    return _text_of({**groups, "costs, as the cost model has them": _costs(program, other)})
+
+
+def _text_of(groups: Mapping[str, list[str]]) -> str:
+    return "".join(f"{name}\n" + "".join(f"  {line}\n" for line in lines) for name, lines in groups.items() if lines)
+
+
+def _costs(a: Program, b: Program) -> list[str]:
+    """A table A | B of what people compare, where it differs; nothing for programs that were written by hand."""
+    if not (a.costs.get("cut") and b.costs.get("cut")):
+        return []
+    from autoptd.summary import summarize  # the passes: two plans need none of them
+
+    sides = [_costs_of(summarize(one)) for one in (a, b)]
+    rows = [(name, *(one.get(name, NOTHING) for one in sides)) for name in {**sides[0], **sides[1]}]
+    rows = [row for row in rows if row[1] != row[2]]
+    table = [("", "A", "B"), *rows] if rows else []
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
+
+
+def _costs_of(one: Summary) -> dict[str, str]:
+    from autoptd.summary import seconds_text
+
+    fullest = max(one.ranks, key=lambda rank: rank.total_bytes)
+    costs = {
+        "ranks": str(one.mesh.size),
+        "memory of the fullest rank": bytes_text(fullest.total_bytes),
+        "of it, activations": bytes_text(fullest.activation_bytes),
+    }
+    costs |= {f"sent over {two.axis} by one rank, a step": bytes_text(two.sent_bytes) for two in one.traffic}
+    return costs | {
+        "seconds of a step": seconds_text(one.step_seconds),
+        "bubble, of the work": f"{one.bubble:.1%}",
+    }
 
 
 def _read(given: Any) -> tuple[Mapping[str, Any], Program | None]:

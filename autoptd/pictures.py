@@ -58,15 +58,19 @@ def simulated_run(program: Program) -> viz.Run:
 
 
 def executed_run(program: Program, spans: Sequence[Span]) -> viz.Run:
-    """The recorded step of the first replica's first tensor ranks; spans of other ranks are left out."""
+    """The recorded step of the first replica's first tensor ranks; spans of other ranks are left out.
+
+    A process under torchrun records its own rank alone: the rows of the others are empty.
+    """
     mesh = program.mesh
     rows: list[list[tuple[Action, float, float]]] = [[] for _ in range(mesh.p)]
     for rank, action, start, end in spans:
         at = mesh.coordinate(rank)
         if (at.dp, at.tp) == (0, 0):
             rows[at.pp].append((action, start, end))
-    ranks = ", ".join(str(mesh.rank(Coordinate(pp, 0, 0))) for pp in range(min(mesh.p, 8)))
-    remark = f"recorded on rank{'s' if mesh.p > 1 else ''} {ranks}{', ...' if mesh.p > 8 else ''}; recording takes time as well"
+    found = [str(mesh.rank(Coordinate(pp, 0, 0))) for pp in range(mesh.p) if rows[pp]]
+    ranks = ", ".join(found[:8]) + ", ..." * (len(found) > 8)
+    remark = f"recorded on rank{'s'[: len(found) > 1]} {ranks}; recording takes time as well"
     return _run("executed", program, rows, True, remark)
 
 

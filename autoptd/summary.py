@@ -183,8 +183,8 @@ def _lines(one: Summary) -> Iterator[str]:
     mesh, m, b = one.mesh, one.num_microbatches, one.rows
     yield (
         f"{count_text(one.parameters)} parameters ({', '.join(one.dtypes)}) on {mesh.size} rank{'s'[: mesh.size > 1]}: "
-        f"{mesh} v={one.v}, {one.schedule}, {m} microbatches of {b} row{'s'[: b > 1]} per replica, "
-        f"{m * b * mesh.d} rows a step"
+        f"{mesh} v={one.v}, {one.schedule}, {m} microbatch{'es' if m > 1 else ''} of {b} row{'s'[: b > 1]} per replica, "
+        f"{m * b * mesh.d} row{'s'[: m * b * mesh.d > 1]} a step"
     )
     yield ""
     yield "Memory of a rank (AdamW; activations at the fullest moment)"

@@ -24,6 +24,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from autoptd.auto import planned
 from autoptd.compat import tree_map
 from autoptd.compile import check_module, compile_program, split_call
 from autoptd.errors import InternalError, PlanError
@@ -69,7 +70,8 @@ class Report:
     def __str__(self) -> str:
         kinds = list(dict.fromkeys(one.what for one in self.differences))
         steps = max(one.step for one in self.differences) + 1
-        lines = [f"{self.mesh}: {'equal' if self.passed else 'DIFFERENT'} to {self.tolerance:g} over {steps} steps"]
+        verdict = f"{'equal' if self.passed else 'DIFFERENT'} to {self.tolerance:g}"
+        lines = [f"{self.mesh}: {verdict} over {steps} step{'s'[: steps > 1]}"]
         for kind in kinds:
             worst = self.worst(kind)
             lines.append(f"  {kind:9}  largest difference {worst.size:.1e}  at {worst.name}, step {worst.step}")
@@ -95,7 +97,7 @@ def verify(model: nn.Module, *, example_inputs: Any, steps: int = 5, lr: float =
     `example_inputs` is the global batch; every step rolls its rows by one. Keywords are those of `parallelize`. The model
     itself is not changed. Raises PlanError when the model has no weights (meta) or trains no parameter.
     """
-    options = make_options(**{**keywords, "backend": "local"})
+    options = make_options(**{**planned(model, example_inputs, keywords), "backend": "local"})
     args, kwargs = split_call(example_inputs)
     check_module(model)
     if any(p.is_meta for p in model.parameters()):

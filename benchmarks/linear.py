@@ -96,7 +96,7 @@ def steps_of_rank(rank: int, port: int, widths: list[int], pairs: int, out: str)
         for name, overlap in (("in the open", False), ("overlapped", True)):
             torch.manual_seed(0)
             model = GPT(GPTConfig(n_embd=width, n_head=width // 16, n_layer=LAYERS, block_size=LENGTH))
-            hooks: dict[str, Any] = {"async_tensor_model_parallel_allreduce": overlap}
+            hooks: dict[str, Any] = {"async_tensor_model_parallel_allreduce": overlap, "fuse": False}
             pm = autoptd.parallelize(model, t=2, num_microbatches=1, example_inputs=(ids, targets), **hooks)
             runs[name] = partial(pm.step, ids, targets)
         rows.append({"width": width} | compare(runs, pairs, time.perf_counter))

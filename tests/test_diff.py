@@ -14,6 +14,8 @@ import pytest
 import autoptd
 from autoptd.__main__ import main
 from autoptd.ir.program import Program
+from autoptd.summary import seconds_text, summarize
+from autoptd.viz.words import bytes_text
 from tests.parity.models import batch, gpt
 
 
@@ -56,6 +58,21 @@ def test_one_layer_that_differs_is_named() -> None:
     told = autoptd.diff(program(t=2), whole).splitlines()
     assert told[:2] == ["parameters over tp", "  transformer.h.1.mlp.c_fc.weight: S(tp, dim 0: [128]) -> R"]
     assert "transformer.h.1.mlp.c_fc.weight: nothing -> whole" in autoptd.diff(program(t=2).plan, whole.plan)
+
+
+def test_costs_stand_side_by_side(tmp_path: Path) -> None:
+    a, b = program(layers=4, p=2), program(layers=4, p=2, t=2)
+    a.save(tmp_path)  # costs are in program.json
+    lines = autoptd.diff(tmp_path, b).partition("costs, as the cost model has them\n")[2].splitlines()
+    one, two = summarize(a), summarize(b)
+    assert lines[0].split() == ["A", "B"] and len(lines[0]) < 80
+    assert any(line.split() == ["ranks", "2", "4"] for line in lines)
+    told = "\n".join(lines)
+    for costs in (one, two):
+        assert seconds_text(costs.step_seconds) in told
+        assert bytes_text(max(rank.total_bytes for rank in costs.ranks)) in told
+    (sent,) = [line for line in lines if "sent over tp" in line]
+    assert "nothing" in sent and "bubble" not in autoptd.diff(a.plan, b.plan)
 
 
 def test_what_no_group_tells_is_named() -> None:

@@ -1,20 +1,27 @@
-"""Docs: the commands that are marked run, links lead somewhere, the list of public names is up to date."""
+"""Docs: the commands that are marked run, dumps that are shown are real, links lead somewhere, public names are all told."""
 
 from __future__ import annotations
 
 import re
 import shlex
+import tomllib
+from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 
 import autoptd
 from autoptd.cli import main
+from autoptd.cli.parser import parse
+from autoptd.ir.machine import Machine
 from docs.make_api import PAGE, page
+from examples.gpt import GPT, GPTConfig
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 MARKED = re.compile(r"<!-- run -->\n```sh\n(.*?)```", re.S)
+FILES = re.compile(r"<!-- file: (\S+) -->\n```\w+\n(.*?)```", re.S)
 
 
 def marked() -> dict[str, list[list[str]]]:
@@ -31,7 +38,7 @@ def test_pages_have_marked_commands() -> None:
     assert len(marked()) >= 8 and {name.split()[0] for name in marked()} >= {"README.md", "docs/howto/pin-a-plan.md"}
 
 
-@pytest.mark.parametrize("page", {name.split()[0] for name in marked()})
+@pytest.mark.parametrize("page", sorted({name.split()[0] for name in marked()}))
 def test_marked_commands_end_well(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In order, in a folder of their own."""
     monkeypatch.chdir(tmp_path)
@@ -40,6 +47,49 @@ def test_marked_commands_end_well(page: str, tmp_path: Path, monkeypatch: pytest
         for words in commands if name.split()[0] == page else ():
             assert words[0] == "autoptd", "only our own commands are run"
             assert main(words[1:]) == 0, " ".join(words)
+    for name, text in FILES.findall((ROOT / page).read_text()):
+        (tmp_path / name).write_text(text)
+        asked = parse(["train", "--config", name])
+        assert all(getattr(asked, key) == value for key, value in tomllib.loads(text).items())
+
+
+def test_the_glossary_has_one_row_for_a_word() -> None:
+    rows = re.findall(r"^\| ([^|]+?) \|", (ROOT / "docs/glossary.md").read_text(), re.M)
+    words = Counter(one.strip() for row in rows for one in re.split(r"[;,]", re.sub(r"\(.*?\)", "", row)))
+    words -= Counter({"word": words["word"], "---": words["---"]})
+    assert not {word: count for word, count in words.items() if count > 1}
+
+
+def plain(text: str) -> list[str]:
+    """Lines without prefix, numbers of spaces and empty ones."""
+    return [line for one in text.splitlines() if (line := " ".join(one.replace("transformer.", "").split()))]
+
+
+def test_the_walk_through_the_pipeline_is_the_real_dump(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autoptd.ir.machine.DEFAULT", Machine())  # not that of the tests
+    monkeypatch.setenv("AUTOPTD_DUMP", str(tmp_path))
+    ids, targets = torch.randint(256, (2, 16, 64), generator=torch.Generator().manual_seed(0))
+    mesh = {"t": 2, "p": 2, "d": 2, "v": 2, "num_microbatches": 4}
+    program = autoptd.compile(GPT(GPTConfig()), **mesh, example_inputs=(ids, targets))
+    sections = (ROOT / "docs/pipeline.md").read_text().split("\n## ")
+    blocks = {text.split("\n")[0]: re.findall(r"```\w+\n(.*?)```", text, re.DOTALL) for text in sections}
+    forms = {"trace": "traced", "annotate": "annotated", "communicate": "connected", "cut": "cut", "localize": "local"}
+    for number, (section, form) in enumerate(forms.items()):
+        lines = plain((tmp_path / "passes" / f"{number:02}_{form}.txt").read_text())
+        if section == "trace":  # only what it is about: the types come later
+            lines = [line.removesuffix(" I") for line in lines]
+        assert set(plain(blocks[section][0])) <= set(lines), section
+    told = plain(program.explain("transformer.h.0.mlp.c_fc"))
+    assert set(plain(blocks["annotate"][2])) - {"..."} <= set(told)
+    monkeypatch.setenv("AUTOPTD_DUMP", str(tmp_path / "tokens"))
+    autoptd.compile(
+        GPT(GPTConfig()), **mesh, sequence_parallel=True, machine=Machine(latency=1e-9), example_inputs=(ids, targets)
+    )
+    lines = plain((tmp_path / "tokens" / "passes" / "01_annotated.txt").read_text())
+    assert set(plain(blocks["annotate"][1])) <= set(lines)
+    emitted = "".join(program.sources["stage_0.py"].split())
+    assert "".join(blocks["emit"][0].split()) in emitted
+    assert plain(blocks["schedule"][-1])[0].removeprefix("pipeline rank 0: ").removesuffix(" ...") in program.schedule
 
 
 def test_links_lead_somewhere() -> None:

@@ -11,7 +11,10 @@ import torch
 
 import autoptd
 from autoptd.ir.actions import COMPUTES, Kind
+from autoptd.ir.mesh import Coordinate
 from autoptd.pictures import executed_run, simulated_run
+from autoptd.runtime.timeline import Span
+from autoptd.viz import schedule_svg
 from examples.gpt import GPT, GPTConfig
 from tests.viz.programs import deep, full, gpt
 
@@ -64,6 +67,21 @@ def test_show_draws_what_was_executed_beside_what_was_simulated(tmp_path: Path) 
     run = executed_run(pm.program, record.spans)
     for row, order in zip(run.spans, pm.program.orders, strict=True):  # of tensor rank 0 only
         assert [action for action, _, _ in row if action.kind in COMPUTES] == [a for a in order if a.kind in COMPUTES]
+
+
+def test_only_ranks_that_were_recorded_are_named() -> None:
+    """Under torchrun a process has the spans of its own rank alone: no bubble can be told from them."""
+    program = full()
+    simulated = simulated_run(program)
+    first = [Span(0, *one) for one in simulated.spans[0]]
+    run = executed_run(program, first)
+    assert run.remark == "recorded on rank 0; recording takes time as well" and not run.is_whole
+    chart = schedule_svg([run], program.orders)
+    assert "bubble" not in chart and "not recorded" in chart and "100 % idle" not in chart
+    ranks = [program.mesh.rank(Coordinate(pp, 0, 0)) for pp in range(program.mesh.p)]
+    everyone = [Span(rank, *one) for rank, row in zip(ranks, simulated.spans, strict=True) for one in row]
+    whole = executed_run(program, everyone)
+    assert f"ranks {', '.join(map(str, ranks))};" in whole.remark and "bubble" in schedule_svg([whole])
 
 
 def test_show_without_a_folder_returns_the_picture() -> None:

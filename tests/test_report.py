@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
 from dataclasses import replace
+from html import unescape
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
 import autoptd
+from autoptd.ir.fusion import Fusion
 from autoptd.ir.program import Program
 from autoptd.report import report_html, write_report
 from examples.gpt import GPT, GPTConfig
@@ -42,18 +43,12 @@ def test_what_fell_back_and_what_was_fused_is_told() -> None:
     program = deep()
     found = {"op": "aten.linear", "site": "h.*.up", "fact": "8 does not divide", "remedy": "t=2", "flops": 5000}
 
-    class Fused(Program):
-        fusions = (
-            SimpleNamespace(op="gelu", site="h.*", times=7, why=""),
-            SimpleNamespace(op="x", site="", times=1, why="no"),
-        )
-
-    values: dict[str, Any] = {name: getattr(program, name) for name in Program.__dataclass_fields__}
-    told = report_html(Fused(**values | {"plan": {**program.plan, "fallbacks": [found]}}))
+    fusions = (Fusion("gelu", "h.*", 7), Fusion("x", "", 1, "no"))
+    told = report_html(replace(program, plan={**program.plan, "fallbacks": [found]}, fusions=fusions))
     for cells in (("h.*.up", "8 does not divide", "t=2"), ("gelu", "h.*"), ("x", "the model")):
         assert "</td><td>".join(cells) in told
     assert "7</td><td>fused" in told and "1</td><td>no" in told
-    assert "What was fused" not in report_html(program)
+    assert "What was fused" not in report_html(replace(program, fusions=()))
 
 
 def test_a_loaded_program_has_a_report(tmp_path: Path) -> None:
@@ -71,28 +66,74 @@ def test_predicted_beside_measured() -> None:
         pm.step(x, x)
     text = report_html(pm.program, record=record)
     other = replace(pm.program, num_microbatches=pm.program.num_microbatches * 2)
+    for rank in (1, 2, 3):  # as under torchrun
+        del record.timeline.watches[rank], record._ranks[rank]
+    alone = report_html(pm.program, record=record)
     pm.close()
+    assert "recorded on ranks 0, 2;" in text and "bubble (idle" in text
+    assert "recorded on rank 0;" in alone and "bubble (idle" not in alone
     check_page(text)
     assert "tab-measured" in text and "stage 1, backward of a microbatch" in text
     assert "Equal: what ran is what was compiled." in text
     assert "They DIFFER" in report_html(other, record=record)
 
 
-@pytest.mark.skipif(CHROME is None, reason="no Chromium here")
-@pytest.mark.parametrize("tab", ["", "#files"])
-def test_a_browser_shows_the_tab_and_has_no_complaint(tmp_path: Path, tab: str) -> None:
-    write_report(full(), tmp_path / "report.html")
-    flags = [
-        "--headless=new",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--enable-logging=stderr",
-        f"--user-data-dir={tmp_path}",
-    ]
-    command = [str(CHROME), *flags, "--dump-dom", f"file://{tmp_path}/report.html{tab}"]
+VISITOR = """<script>
+const visited = [], wrong = [];
+const height = one => one.getBoundingClientRect().height;
+addEventListener('error', event => wrong.push(event.message));
+const later = () => new Promise(done => setTimeout(done));
+(async () => {
+  for (const link of document.querySelectorAll('nav a')) {
+    link.click();
+    await later();
+    const shown = [...document.querySelectorAll('main > section')].filter(one => height(one) > 0);
+    const chosen = document.querySelector('nav a[aria-selected=true]').textContent;
+    const tall = [];
+    for (const one of shown[0].querySelectorAll('details:not([open])')) {
+      const before = height(one);
+      one.querySelector('summary').click();
+      await later();
+      tall.push(one.open && height(one) > before);
+    }
+    visited.push({link: link.textContent, chosen, shown: shown.map(one => one.id), details: tall});
+  }
+  document.body.dataset.outcome = JSON.stringify({visited, wrong});
+})();
+</script>"""
+
+
+def browse(page: Path) -> tuple[str, str]:
+    """The page as it is after its scripts, and what the browser said meanwhile."""
+    flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--virtual-time-budget=5000"]
+    command = [str(CHROME), *flags, f"--user-data-dir={page.parent}/chrome", "--dump-dom", f"file://{page}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    shown = dict(re.findall(r'<section id="tab-(\w+)" role="tabpanel"( hidden="")?', done.stdout))
-    assert list(shown) == TABS
-    assert [name for name, hidden in shown.items() if not hidden] == [tab.lstrip("#") or "summary"]
-    assert re.search(r'aria-selected="true">(Files|Summary)<', done.stdout)
-    assert "CONSOLE" not in done.stderr, done.stderr
+    return done.stdout, done.stderr
+
+
+@pytest.mark.skipif(CHROME is None, reason="no Chromium here")
+def test_a_browser_switches_tabs_opens_what_is_folded_and_has_no_complaint(tmp_path: Path) -> None:
+    text = report_html(full())
+    (tmp_path / "report.html").write_text(text.replace("</body>", f"{VISITOR}</body>"))
+    dom, said = browse(tmp_path / "report.html")
+    found = re.search(r'data-outcome="([^"]*)"', dom)
+    assert found, said
+    outcome = json.loads(unescape(found[1]))
+    assert outcome["wrong"] == [] and "CONSOLE" not in said, said
+    visited = outcome["visited"]
+    assert [one["link"].lower() for one in visited] == TABS
+    for one in visited:
+        assert one["chosen"] == one["link"] and one["shown"] == [f"tab-{one['link'].lower()}"]
+        assert all(one["details"]), one
+    opened = {one["link"]: len(one["details"]) for one in visited}
+    assert opened["Layers"] >= 5 and opened["Files"] == len(full().sources) - 1, opened
+
+
+@pytest.mark.skipif(CHROME is None, reason="no Chromium here")
+def test_a_browser_opens_the_tab_of_the_address_and_tells_errors(tmp_path: Path) -> None:
+    text = report_html(full()).replace("</body>", "<script>nobody.there</script></body>")
+    (tmp_path / "report.html").write_text(text)
+    dom, said = browse(tmp_path / "report.html#files")
+    shown = dict(re.findall(r'<section id="tab-(\w+)" role="tabpanel"( hidden="")?', dom))
+    assert [name for name, hidden in shown.items() if not hidden] == ["files"]
+    assert "CONSOLE" in said and "nobody is not defined" in said  # errors would be seen

@@ -47,7 +47,7 @@ def script() -> str:
     told = "\n".join(
         f'    {flag}) COMPREPLY=($(compgen -W "{words}" -- "$word")); return ;;' for flag, words in choices.items()
     )
-    return BASH.format(commands=" ".join([*commands, "plan"]), choices=told, flags=flags, models=" ".join(KNOWN))
+    return BASH.format(commands=" ".join(commands), choices=told, flags=flags, models=" ".join(KNOWN))
 
 
 def _flags(parser: ArgumentParser) -> list[str]:

@@ -1,7 +1,8 @@
 """From MODEL on the command line to a module and the batch that it is called with.
 
 In: `gpt2`, `config.json`, `package.module:factory` or `path/to/file.py:factory`, and keywords for it. Out: `Subject`. Without
-weights (`make_without_weights`) parameters are fake tensors: they have a device, and no memory; buffers have their values.
+weights (`make_without_weights`) parameters are fake tensors: they have a device, and no memory; buffers and the batch that a
+factory brings have their values.
 
     subject = find_model("gpt2", {"n_layer": 2})
     model = make_without_weights(subject)
@@ -23,17 +24,23 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
 
 from autoptd.cli.known import KNOWN
-from autoptd.errors import PlanError
+from autoptd.errors import AutoptdError, PlanError
 from autoptd.ir.plan import nearest
 from autoptd.pretrained import fake_mode, fake_parameter
 
 LENGTH = 128  # tokens of a row, where nobody says
 LENGTHS = ("block_size", "max_position_embeddings", "n_positions")  # what configs call the longest row
 LONGEST = 8192  # of a row that nobody asked for: some configs allow millions
+UNSET = ("model_type", "transformers_version")  # of a config: not its values
+ROTARY = ("rope_theta", "rope_scaling")  # taken by configs that have them, under other names
 MADE_EMPTY = (torch.empty, torch.rand, torch.randn)  # what parameters are made of
+LARGE = 1 << 30  # bytes of a tensor that is taken for a parameter before it is one: see `_Empty`
 
 
 @dataclass(frozen=True)
@@ -44,6 +51,7 @@ class Subject:
     make: Callable[[], Any]
     dtype: str = ""  # that of the parameters, if nobody says
     length: int = 0  # tokens of a row; 0: see the model's config
+    is_causal_only: bool = False  # built without masks: a row has to lie within the window of its attention
 
 
 def find_model(name: str, keywords: Mapping[str, Any]) -> Subject:
@@ -52,13 +60,12 @@ def find_model(name: str, keywords: Mapping[str, Any]) -> Subject:
         known = KNOWN[name]
         values = {**known.values, **keywords}
         length = next((int(values[key]) for key in LENGTHS if key in keywords), known.length)
-        return Subject(
-            name, lambda: _from_config(name, {"model_type": known.kind, **values}, _causal()), "bfloat16", length
-        )
+        config = {"model_type": known.kind, **known.values}
+        return Subject(name, lambda: _from_config(name, config, keywords, _causal()), "bfloat16", length, True)
     path = Path(name)
     if path.suffix == ".json" or (path / "config.json").is_file():
         values = _read_config(path if path.is_file() else path / "config.json")
-        return Subject(name, lambda: _from_config(name, {**values, **keywords}))
+        return Subject(name, lambda: _from_config(name, values, keywords))
     if ":" in name:
         factory = _find_factory(name)
         return Subject(name, lambda: _call(name, factory, keywords))
@@ -69,7 +76,8 @@ def find_model(name: str, keywords: Mapping[str, Any]) -> Subject:
 def _causal() -> str:
     """Name an attention of transformers that is causal without a mask: tracing, it would build one of rows x length x length.
 
-    All of `KNOWN` are plain causal decoders, which rows without padding need no mask for.
+    All of `KNOWN` are plain causal decoders, which rows without padding need no mask for; `length_of` keeps rows within the
+    window of those that have one.
     """
     try:
         from transformers import AttentionInterface, AttentionMaskInterface
@@ -81,17 +89,20 @@ def _causal() -> str:
     return "causal_sdpa"
 
 
-def _from_config(name: str, values: Mapping[str, Any], attention: str | None = None) -> nn.Module:
+def _from_config(
+    name: str, values: Mapping[str, Any], keywords: Mapping[str, Any], attention: str | None = None
+) -> nn.Module:
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError as error:
         raise PlanError(f"MODEL {name}", "needs the package transformers", "pip install transformers") from error
-    kind = values.get("model_type")
+    kind = keywords.get("model_type", values.get("model_type"))
     if not kind:
         raise PlanError(f"MODEL {name}", "says no model_type", "a config of transformers")
-    rest = {key: value for key, value in values.items() if key not in ("model_type", "transformers_version")}
+    given, asked = ({key: one[key] for key in one if key not in UNSET} for one in (values, keywords))
     try:
-        config = AutoConfig.for_model(kind, **rest)
+        _check_names(AutoConfig.for_model(kind, **given), given, asked)
+        config = AutoConfig.for_model(kind, **{**given, **asked})
         config.use_cache = False
         model: Any = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     except (ValueError, TypeError, KeyError) as error:
@@ -99,6 +110,17 @@ def _from_config(name: str, values: Mapping[str, Any], attention: str | None = N
     if getattr(model, "loss_type", "") is None:
         model.loss_type = "ForCausalLM"  # what it takes anyhow, without a warning
     return model  # type: ignore[no-any-return]
+
+
+def _check_names(config: Any, given: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
+    """Refuse names that are none of a config's: transformers would take them, and change nothing."""
+    made = inspect.signature(type(config)).parameters
+    known = {*vars(config), *config.to_dict(), *config.attribute_map, *made, *given}
+    known |= set(ROTARY) if "rope_parameters" in known else set()
+    for key in asked:
+        if key not in known:
+            names = sorted(one for one in known if not one.startswith("_"))
+            raise PlanError(f"--set {key}", f"is no field of {type(config).__name__}", nearest(key, names))
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -142,11 +164,19 @@ def _load_module(name: str) -> ModuleType:
 
 
 def _call(name: str, factory: Callable[..., Any], keywords: Mapping[str, Any]) -> Any:
+    remedy = "--set NAME=VALUE for the keywords of the factory"
     try:
         inspect.signature(factory).bind(**keywords)
     except TypeError as error:
-        raise PlanError(f"MODEL {name}", str(error), "--set NAME=VALUE for the keywords of the factory") from error
-    return factory(**keywords)
+        raise PlanError(f"MODEL {name}", str(error), remedy) from error
+    try:
+        return factory(**keywords)
+    except AutoptdError:
+        raise
+    except Exception as error:
+        given = ", ".join(f"{key}={value!r}" for key, value in keywords.items())
+        fact = f"its factory fails, called with {given or 'nothing'}: {type(error).__name__}: {error}"
+        raise PlanError(f"MODEL {name}", fact, f"{remedy}; --debug shows where it fails") from error
 
 
 def make_with_weights(subject: Subject, dtype: str | None = None) -> tuple[nn.Module, Any]:
@@ -156,8 +186,12 @@ def make_with_weights(subject: Subject, dtype: str | None = None) -> tuple[nn.Mo
 
 def make_without_weights(subject: Subject, dtype: str | None = None) -> tuple[nn.Module, Any]:
     """Likewise, but parameters take no memory: fake tensors that say that they are on the CPU."""
-    with _Empty():
-        made = subject.make()
+    hook = register_module_parameter_registration_hook(_Empty.replacements())  # type: ignore[arg-type]
+    try:
+        with _Empty():
+            made = subject.make()
+    finally:
+        hook.remove()
     model, inputs = _split(subject, made, dtype or subject.dtype)
     mode, fakes = fake_mode(), dict[int, nn.Parameter]()
     for module in model.modules():
@@ -169,13 +203,37 @@ def make_without_weights(subject: Subject, dtype: str | None = None) -> tuple[nn
 
 
 class _Empty(TorchFunctionMode):
-    """Tensors that parameters are made of are made on meta; others, such as tables that buffers hold, as ever."""
+    """The time in which a model is made without memory for its parameters.
+
+    A tensor becomes a parameter on meta when a module is given it, before anybody fills it; what a kernel hands out of empty
+    memory until then takes none. Larger ones than `LARGE` are on meta from the start: there may be less memory than for one.
+    All else, such as tables that buffers hold and the batch that a factory brings, is as ever.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = dict(kwargs or {})
-        if func in MADE_EMPTY and given.get("device") is None:
-            given["device"] = "meta"
+        if func in MADE_EMPTY and given.get("device") is None and given.get("out") is None:
+            on_meta = {**given, "device": "meta", "generator": None, "pin_memory": False}
+            if func is torch.empty:
+                del on_meta["generator"]
+            made = func(*args, **on_meta)
+            if made.nbytes > LARGE:
+                return made
         return func(*args, **given)
+
+    @staticmethod
+    def replacements() -> Callable[[nn.Module, str, nn.Parameter], nn.Parameter | None]:
+        """What modules call with a parameter that they are given: it returns the one on meta, for a tied one the same."""
+        found = WeakIdKeyDictionary()
+
+        def replace(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
+            if parameter.is_meta or is_lazy(parameter) or type(parameter) is not nn.Parameter:
+                return None
+            if parameter not in found:
+                found[parameter] = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+            return found[parameter]  # type: ignore[no-any-return]
+
+        return replace
 
 
 def _split(subject: Subject, made: Any, dtype: str | None) -> tuple[nn.Module, Any]:
@@ -192,15 +250,20 @@ def _split(subject: Subject, made: Any, dtype: str | None) -> tuple[nn.Module, A
 
 
 def length_of(subject: Subject, model: nn.Module, asked: int | None) -> int:
-    """Tokens of a row: as asked, else what the size, else what the model's config says."""
+    """Tokens of a row: as asked, else what the size, else what the model's config says. PlanError beyond a size's window."""
     config = getattr(model, "config", None)
     said = next((getattr(config, name) for name in LENGTHS if isinstance(getattr(config, name, None), int)), LENGTH)
-    return asked or subject.length or min(said, LONGEST)
+    length = asked if asked is not None else subject.length or min(said, LONGEST)
+    window = getattr(config, "sliding_window", None)
+    if subject.is_causal_only and isinstance(window, int) and length > window:
+        fact = f"{subject.name} attends to {window} tokens, and sizes by name are built without that window"
+        raise PlanError(f"--seq {length}", fact, f"--seq {window} or less, or a config.json of the model")
+    return length
 
 
 def vocabulary_of(model: nn.Module, asked: int | None) -> int:
     """Token ids are below this: as asked, else what the model's config says, else 256."""
-    return asked or int(getattr(getattr(model, "config", None), "vocab_size", 256))
+    return asked if asked is not None else int(getattr(getattr(model, "config", None), "vocab_size", 256))
 
 
 def as_call(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> Any:

@@ -8,7 +8,7 @@ JSON) holds flags by their names; what is on the command line goes before it.
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -27,6 +27,9 @@ MODEL = """MODEL is one of
 SHOW = f"""What a model is on t*p*d ranks: memory of a rank, bytes on every link, bubble. No GPU, no weights.
 
 {MODEL}"""
+PLAN = "Search for the fastest (t, p, d, v, b) on a cluster. No GPU, no weights."
+SIZES = ("layers", "hidden", "heads", "seq", "vocab", "ffn", "kv_heads", "head_dim", "mlp_matrices")
+COUNTS = ("batch", "rows", "seq", "vocab", "num_microbatches", "steps", "t", "p", "d", "v", "ranks")  # of all but plan
 EXAMPLES = {
     "": """  autoptd show gpt3-175b --t 8 --p 12 --d 8 --v 4 --num-microbatches 64
   autoptd compile examples/gpt.py:make_gpt --t 2 --p 2 --out out
@@ -48,6 +51,11 @@ EXAMPLES = {
   autoptd simulate --schedule mine.txt --p 2""",
     "diff": """  autoptd diff out/a out/b
   autoptd diff plan.json out""",
+    "plan": """  autoptd plan gpt3-175b --gpus 768 --batch 1536 --recompute full --precision bf16
+  autoptd plan --layers 12 --hidden 1024 --heads 16 --seq 1024 --gpus 64 --batch 512 --cluster mine.toml --explain
+  autoptd plan gpt2 --gpus 8 --batch 64 --cluster laptop-cpu --out plan.json    # then: autoptd train ... --plan plan.json""",
+    "measure": """  autoptd measure mine.toml --ranks 4
+  autoptd plan gpt2 --gpus 4 --batch 16 --cluster mine.toml""",
     "completion": """  autoptd completion bash > ~/.local/share/bash-completion/completions/autoptd
   eval "$(autoptd completion zsh)"                                      # in ~/.zshrc, behind compinit""",
 }
@@ -55,8 +63,6 @@ EXAMPLES = {
 
 def parse(arguments: Sequence[str]) -> Namespace:
     """Return what is asked; PlanError for a configuration that does not fit. Wrong flags end the process with 2."""
-    if arguments and arguments[0] == "plan":  # has a command line of its own
-        return Namespace(command="plan", rest=list(arguments[1:]))
     parser, commands = make_parser()
     if arguments and arguments[0] in commands:
         chosen = commands[arguments[0]]
@@ -64,8 +70,17 @@ def parse(arguments: Sequence[str]) -> Namespace:
         if file is not None and "config" in _names(chosen):
             chosen.set_defaults(**read_settings(file, _names(chosen) - {"config", "debug", "help"}))
     asked = parser.parse_args(arguments)
-    if "model" in asked and asked.model is None and not getattr(asked, "list", False):
+    for name in COUNTS if asked.command != "plan" else ():
+        value = getattr(asked, name, None)
+        if isinstance(value, int) and value < 1:
+            raise PlanError(
+                f"--{name.replace('_', '-')} {value}", "is below 1", "a count of at least 1, or leave it out"
+            )
+    needs_model = "model" in asked and asked.command != "plan" and not getattr(asked, "list", False)
+    if needs_model and asked.model is None:
         raise PlanError("MODEL", "is missing", "for example: autoptd show gpt2 (autoptd show --list names the sizes)")
+    if asked.command == "compile" and asked.out is None:
+        raise PlanError("--out", "is missing", "for example: autoptd compile gpt2 --t 2 --out out")
     return asked
 
 
@@ -76,6 +91,7 @@ def make_parser() -> tuple[ArgumentParser, dict[str, ArgumentParser]]:
         description="Write the model for one device; train it on any (t, p, d).",
         epilog=f"examples:\n{EXAMPLES['']}\n\nautoptd COMMAND --help says more.",
         formatter_class=RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"autoptd {_version()}")
     places = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -88,6 +104,7 @@ def make_parser() -> tuple[ArgumentParser, dict[str, ArgumentParser]]:
             description=description or words,
             epilog=f"examples:\n{EXAMPLES[name]}" if name in EXAMPLES else None,
             formatter_class=RawDescriptionHelpFormatter,
+            allow_abbrev=False,  # `--conf run.toml` would be taken for --config, and the file not be read
         )
         commands[name].add_argument("--debug", action="store_true", help="show the traceback of an error")
         return commands[name]
@@ -101,7 +118,7 @@ def make_parser() -> tuple[ArgumentParser, dict[str, ArgumentParser]]:
 
     one = command("compile", "write the program: a Python file per stage, the plan, pictures, a report", MODEL)
     _add_model(one)
-    one.add_argument("--out", metavar="DIR", required=True, help="where to")
+    one.add_argument("--out", metavar="DIR", help="where to; has to be given, here or in the file of --config")
 
     one = command("verify", "train model and partition side by side in float64, compare everything", MODEL)
     _add_model(one)
@@ -118,7 +135,14 @@ def make_parser() -> tuple[ArgumentParser, dict[str, ArgumentParser]]:
     one.add_argument("a", metavar="A", help="a plan.json, or a folder with one")
     one.add_argument("b", metavar="B", help="likewise")
 
-    places.add_parser("plan", help="choose (t, p, d, v, b) for a cluster: autoptd plan --help")
+    one = command("plan", "choose (t, p, d, v, b) for a cluster, and say why", f"{PLAN}\n\n{MODEL}")
+    _add_planning(one)
+
+    one = command("measure", "describe this machine to the planner: products, memory, collectives")
+    one.add_argument("file", metavar="FILE", help="the TOML file to write")
+    one.add_argument(
+        "--ranks", type=int, default=2, help="processes that take part in collectives (default %(default)s)"
+    )
 
     one = command("completion", "print what completes commands and flags in a shell")
     one.add_argument("shell", choices=("bash", "zsh"))
@@ -157,7 +181,7 @@ def _add_model(parser: ArgumentParser) -> None:
     mesh.add_argument("--async-tensor-model-parallel-allreduce", action="store_true", default=None)
     mesh.add_argument("--accumulate-allreduce-grads-in-fp32", action="store_true", default=None)
     mesh.add_argument("--delay-wgrad-compute", choices=DELAYS)
-    mesh.add_argument("--memory", type=parse_bytes, metavar="BYTES", help="of a rank: 80e9, 80GB or 80GiB")
+    mesh.add_argument("--memory", type=_bytes, metavar="BYTES", help="of a rank: 80e9, 80GB or 80GiB")
     mesh.add_argument("--machine", help="what plans are weighed for: laptop-cpu, a100, h100, h200")
     mesh.add_argument("--plan", metavar="FILE", help="a plan.json whose decisions are taken")
     mesh.add_argument("--option", action="append", metavar="NAME=VALUE", help="any other keyword of parallelize")
@@ -175,7 +199,12 @@ def _add_training(parser: ArgumentParser) -> None:
     run.add_argument("--device", help="where ranks that are threads compute")
     run.add_argument("--log", metavar="FILE", help="a JSON object a step")
     run.add_argument("--tensorboard", metavar="DIR", help="where the package tensorboard is installed")
-    run.add_argument("--peak", type=float, metavar="FLOPS", help="of a rank, for the MFU (default: of known GPUs)")
+    run.add_argument(
+        "--peak",
+        type=float,
+        metavar="FLOPS",
+        help="of a rank, for the MFU (default: a known GPU's, for the dtype of the parameters)",
+    )
     run.add_argument(
         "--measure-every", type=int, default=10, metavar="N", help="where time goes, every N steps; 0: never"
     )
@@ -195,6 +224,40 @@ def _add_simulation(parser: ArgumentParser) -> None:
     parser.add_argument("--out", metavar="FILE", help="write the chart: schedule.svg")
 
 
+def _add_planning(parser: ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", nargs="?", help="its config gives the sizes")
+    parser.add_argument("--set", action="append", metavar="NAME=VALUE", help="a keyword of the factory or the config")
+    sizes = parser.add_argument_group("the sizes: instead of MODEL, or other than its own")
+    sizes.add_argument("--shape", metavar="FILE", help="a JSON file with these sizes")
+    for name in SIZES:
+        sizes.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N")
+    where = parser.add_argument_group("where, and what for")
+    where.add_argument("--gpus", type=int, metavar="N", help="all are used")
+    where.add_argument("--batch", type=int, metavar="N", help="sequences of a step")
+    where.add_argument("--cluster", default="dgx-a100", help="a name, or a TOML file (default %(default)s)")
+    where.add_argument("--memory", type=_bytes, metavar="BYTES", help="of a GPU: 80e9, 80GB or 80GiB")
+    wishes = parser.add_argument_group("what may be: a value, or several; left out: whatever is best")
+    for name in ("t", "p", "d", "c", "v", "microbatch"):
+        wishes.add_argument(f"--{name}", type=_numbers, metavar="N[,N]")
+    wishes.add_argument("--sequence-parallel", nargs="?", const=True, type=_switch, metavar="true|false|any")
+    wishes.add_argument("--recompute", metavar="none|selective|full|full:1/2|any")
+    wishes.add_argument("--zero", type=_level, metavar="0|1|2|3|any")
+    wishes.add_argument("--precision", metavar="fp32|bf16|fp16")
+    wishes.add_argument("--schedule", metavar="NAME|any", help="any: zero bubble too, and breadth first")
+    wishes.add_argument("--placement", metavar="ranks|any", help="of mesh axes on the nodes")
+    wishes.add_argument("--software", help="the generation that the times are of: docs/planner.md")
+    wishes.add_argument("--cost-model", default="default", metavar="default|subramanian")
+    wishes.add_argument("--tensor", default="1D", metavar="1D|2D|SUMMA", help="of the subramanian cost model")
+    told = parser.add_argument_group("what is told")
+    told.add_argument("--keep", type=int, default=10, metavar="N", help="how many plans to list (default %(default)s)")
+    told.add_argument("--explain", action="store_true", help="say why")
+    told.add_argument(
+        "--when", action="store_true", help="instead: which strategy when, on one GPU, one node, slow network"
+    )
+    told.add_argument("--out", metavar="FILE", help="write plan.json of the best: --plan FILE of the other commands")
+    parser.add_argument("--config", metavar="FILE", help="flags from a TOML, YAML or JSON file")
+
+
 def parse_bytes(text: str) -> float:
     """Bytes of `80e9`, `80GB` or `80GiB`; ValueError for what is no number."""
     for unit, size in (("KiB", 2.0**10), ("MiB", 2.0**20), ("GiB", 2.0**30), ("KB", 1e3), ("MB", 1e6), ("GB", 1e9)):
@@ -203,12 +266,30 @@ def parse_bytes(text: str) -> float:
     return float(text)
 
 
+def _bytes(text: str) -> float:
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise ArgumentTypeError(f"{text!r} is no number of bytes: 80e9, 80GB or 80GiB") from error
+
+
 def _switch(text: str) -> bool | str:
     return {"true": True, "false": False}.get(text.lower(), text)
 
 
 def _split(text: str) -> list[str]:
     return text.split(",")
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError as error:
+        raise ArgumentTypeError(f"{text!r} is no number, or numbers with commas: 2 or 1,2,4") from error
+
+
+def _level(text: str) -> int | str:
+    return int(text) if text.isdigit() else text
 
 
 def _config_of(arguments: Sequence[str]) -> str | None:

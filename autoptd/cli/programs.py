@@ -6,6 +6,7 @@ The batch is d replicas times `num_microbatches` microbatches of `--rows` rows e
 from __future__ import annotations
 
 import json
+import sys
 import time
 from argparse import Namespace
 from pathlib import Path
@@ -40,19 +41,19 @@ def keywords_of(asked: Namespace) -> dict[str, Any]:
 
 def rows_of(asked: Namespace) -> int:
     """Rows of the global batch; flags go before what a plan says."""
-    if asked.batch and asked.rows:
+    if asked.batch is not None and asked.rows is not None:
         raise PlanError("--batch and --rows", "both say how many rows a microbatch has", "one of the two")
-    if asked.batch:
+    if asked.batch is not None:
         return int(asked.batch)
     plan = load_plan(asked.plan) if asked.plan else {}
     mesh = plan.get("mesh", {})
-    p, d = (getattr(asked, name) or mesh.get(name, 1) for name in ("p", "d"))
+    p, d = (getattr(asked, name) or mesh.get(name, 1) for name in ("p", "d"))  # none is 0: the parser sees to it
     m = asked.num_microbatches or plan.get("num_microbatches") or 4 * p
     return int(d * m * (asked.rows or 1))
 
 
 def example_inputs(asked: Namespace, subject: Any, model: nn.Module, given: Any) -> Any:
-    """The global batch: what the factory gave, else zeros for token ids."""
+    """The global batch: what the factory gave, else token ids drawn at random, the same in every process."""
     if given is not None:
         return given
     length = length_of(subject, model, asked.seq)
@@ -88,10 +89,10 @@ def show(asked: Namespace) -> int:
         print(json.dumps({"model": asked.model, **summary.record()}, indent=1))
     else:
         print(f"{words}\n{summary}")
-        for line in _fallbacks(program):
+        for line in _fallbacks(program, asked.out):
             print(line)
     if asked.explain:
-        print(f"\n{program.explain(asked.explain)}")
+        print(f"\n{program.explain(asked.explain)}", file=sys.stderr if asked.json else sys.stdout)
     if asked.out:
         _write(program, Path(asked.out), asked.model)
     return 0
@@ -102,26 +103,27 @@ def compile(asked: Namespace) -> int:
     words, program = make_program(asked)
     program.save(asked.out)
     print(f"{words}\n{summarize(program)}")
-    for line in _fallbacks(program):
+    for line in _fallbacks(program, asked.out):
         print(line)
     _write(program, Path(asked.out), asked.model)
     return 0
 
 
-def _fallbacks(program: Program) -> list[str]:
-    """One line for all that is not split as one would expect."""
+def _fallbacks(program: Program, folder: str | None) -> list[str]:
+    """One line for all that is not split as one would expect, and where the others are told."""
     merged = program.plan.get("fallbacks", [])
     if not merged:
         return []
     first = merged[0]
-    more = f", and {len(merged) - 1} more: see report.html" if len(merged) > 1 else ""
+    where = f"see {folder}/report.html" if folder else "--out DIR writes a report with all of them"
+    more = f", and {len(merged) - 1} more: {where}" if len(merged) > 1 else ""
     return [f"Not split: {first['op']} in {first['site'] or 'the model'}: {first['fact']}. {first['remedy']}{more}"]
 
 
 def _write(program: Program, folder: Path, name: str) -> None:
     draw_program(program, folder)
     write_report(program, folder / "report.html", name)
-    print(f"written: {folder}/report.html, and what it shows in files of their own")
+    print(f"written: {folder}/report.html, and what it shows in files of their own", file=sys.stderr)
 
 
 __all__ = ["compile", "example_inputs", "keywords_of", "make_program", "rows_of", "show"]

@@ -12,6 +12,7 @@ read_settings("run.toml", {"model", "t", "num_microbatches", "set"})["t"]       
 from __future__ import annotations
 
 import json
+import os
 import tomllib
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
@@ -55,6 +56,17 @@ def _parse(path: str, text: str) -> Any:
     return tomllib.loads(text)
 
 
+def check_writable(flag: str, path: str) -> None:
+    """PlanError where a file cannot be written there: said before the work that would be lost."""
+    file = Path(path)
+    if file.is_dir():
+        raise PlanError(f"{flag} {path}", "is a folder", "the name of a file")
+    if not file.parent.is_dir():
+        raise PlanError(f"{flag} {path}", f"there is no folder {file.parent}", "make it, or name another")
+    if not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise PlanError(f"{flag} {path}", "may not be written", "another name")
+
+
 def read_pairs(flag: str, given: Mapping[str, Any] | Iterable[str] | None) -> dict[str, Any]:
     """Return `{"n_layer": 4}` for `["n_layer=4"]`: values are JSON where they can be, else text."""
     if isinstance(given, Mapping):
@@ -71,4 +83,4 @@ def read_pairs(flag: str, given: Mapping[str, Any] | Iterable[str] | None) -> di
     return pairs
 
 
-__all__ = ["PAIRS", "read_pairs", "read_settings"]
+__all__ = ["PAIRS", "check_writable", "read_pairs", "read_settings"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from argparse import Namespace
 from pathlib import Path
 
@@ -17,10 +18,9 @@ def simulate(asked: Namespace) -> int:
         orders = schedule.read_schedule(Path(name), asked.p, v, asked.num_microbatches)
     else:
         check_schedule(name, v)
-        if min(asked.p, v, asked.num_microbatches or 1) < 1:
-            raise PlanError("p, v and num_microbatches", "are counts of at least 1", "for example --p 4")
         orders = schedule.build_orders(name, asked.p, v, asked.num_microbatches or 4 * asked.p)
-    if min(asked.forward, asked.backward) <= 0 or asked.link < 0:
+    is_finite = all(map(math.isfinite, (asked.forward, asked.backward, asked.link)))
+    if not is_finite or min(asked.forward, asked.backward) <= 0 or asked.link < 0:
         raise PlanError("--forward, --backward and --link", "are times, the first two above 0", "leave them out")
     weights = {"weight_gradient": asked.backward / 2}
     result = schedule.simulate(orders, forward=asked.forward, backward=asked.backward, link=asked.link, **weights)
@@ -38,6 +38,11 @@ def simulate(asked: Namespace) -> int:
 
         run = Run("simulated", result.spans, memory=result.memory(1).curves)
         title = f"{name}, p={asked.p} v={v} m={m}"
-        Path(asked.out).write_text(schedule_svg([run], orders, title=title))
+        text = schedule_svg([run], orders, title=title)
+        try:
+            Path(asked.out).parent.mkdir(parents=True, exist_ok=True)
+            Path(asked.out).write_text(text)
+        except OSError as error:
+            raise PlanError(f"--out {asked.out}", f"cannot be written: {error}", "another path") from error
         print(f"written: {asked.out}")
     return 0

@@ -43,8 +43,6 @@ def train(asked: Namespace) -> int:
         fact = f"its vocabulary of {vocabulary_of(model, asked.vocab)} has no place for 256 bytes"
         raise PlanError(f"MODEL {asked.model}", fact, "--set vocab_size=256")
     rows, length = rows_of(asked), length_of(subject, model, asked.seq)
-    if asked.steps < 1:
-        raise PlanError(f"--steps {asked.steps}", "is no number of steps", "for example --steps 100")
     if rows % replicas:
         raise PlanError(f"--batch {rows}", f"does not divide over d={options.d}", f"a multiple of {options.d}")
     tokens = load_tokens(asked.data)

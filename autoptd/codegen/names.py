@@ -15,7 +15,7 @@ from collections.abc import Collection
 from torch.fx import Node
 
 from autoptd.ir import markers
-from autoptd.ir.notes import note, op_name
+from autoptd.ir.notes import is_pair, note, op_name
 
 RESERVED = {"self", "w", "b", "tp", "i", "F", "torch", "rt", *keyword.kwlist, *dir(builtins)}
 IN_PLACE_NAMES = {"view", "reshape", "_unsafe_view", "transpose", "permute", "contiguous", "to", "unsqueeze", "expand"}
@@ -71,6 +71,8 @@ def choose_names(
 def _wanted(node: Node, body: list[Node], i: int, names: dict[Node, str]) -> str:
     if "name" in note(node).extra:  # what a rewriting of the graph calls it
         return str(note(node).extra["name"])
+    if is_pair(node):
+        return "pair"
     assigned = _assigned(node, body, i)
     if assigned:
         return assigned
@@ -83,9 +85,7 @@ def _wanted(node: Node, body: list[Node], i: int, names: dict[Node, str]) -> str
     ):
         return _base(names.get(source, ""), source)
     leaf = note(node).module.split(".")[-1]
-    alone = (
-        sum(1 for one in body if note(one).module == note(node).module and one.target not in markers.MARKERS[:3]) == 1
-    )
+    alone = sum(note(one).module == note(node).module and _counts(one) for one in body) == 1
     if alone and leaf.isidentifier() and leaf not in RESERVED:
         return leaf
     short = SHORT.get(name, name)
@@ -101,7 +101,8 @@ def _base(name: str, source: Node) -> str:
 
 def _assigned(node: Node, body: list[Node], i: int) -> str:
     """The variable that the user's source line assigns, if no operator of that line follows."""
-    piece = node.args[1] if node.target is operator.getitem else note(node).extra.get("piece")
+    is_piece = node.target is operator.getitem and _counts(node.args[0])  # type: ignore[arg-type]
+    piece = node.args[1] if is_piece else note(node).extra.get("piece")
     if piece is not None:
         targets = _targets(note(node if "piece" in note(node).extra else node.args[0]).code)  # type: ignore[arg-type]
         return targets[piece] if len(targets) > piece else ""  # type: ignore[index, operator]
@@ -111,6 +112,11 @@ def _assigned(node: Node, body: list[Node], i: int) -> str:
         return ""
     targets = _targets(note(node).code)
     return targets[0] if len(targets) == 1 else ""
+
+
+def _counts(node: Node) -> bool:
+    """Whether a value may have the name of its module: no conversion, and no pair."""
+    return node.target not in markers.MARKERS[:3] and not is_pair(node)
 
 
 def _owns(owner: str, module: str) -> bool:

@@ -8,8 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-OURS = "masked_softmax bias_gelu swiglu geglu rms_norm rotary bias_dropout_add linear_cross_entropy".split()
-FUSED = ("attention", "layer_norm", "gelu", "silu", *OURS)  # the first four are operators of torch
+OURS = "masked_softmax bias_gelu swiglu geglu rms_norm layer_norm rotary bias_dropout_add linear_cross_entropy".split()
+FUSED = (
+    "attention",
+    "gelu",
+    "silu",
+    *OURS,
+)  # the first three are operators of torch, and layer_norm where it adds nothing
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from autoptd.ir import markers
 from autoptd.ir.fallback import Fallback
 from autoptd.ir.types import Dims, I, ValueType
 
@@ -85,6 +86,11 @@ def tensor(node: Node) -> torch.Tensor:
 
 def is_tensor(node: Node) -> bool:
     return isinstance(value(node), torch.Tensor)
+
+
+def is_pair(node: Node) -> bool:
+    """Whether `node` is a fused operator with two results, which readers take by getitem."""
+    return node.target in markers.FUSED.values() and isinstance(value(node), tuple)
 
 
 def shape(node: Node) -> tuple[int, ...]:

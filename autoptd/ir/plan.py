@@ -7,7 +7,7 @@ that are pinned. Every key is optional:
      "cut": [3, 4, 4, 1],                   # layers per stage, or the p*v - 1 modules to cut behind: ["h.2", "h.6", "h.10"]
      "shard": [{"pattern": "h.*.mlp.c_fc.weight", "dim": 0, "axis": "tp"}]}      # see `passes/steer.py`
 
-`fallbacks` is a report and asks for nothing.
+`fallbacks` and `planner` (why the planner chose this: planner/plan.py) are reports and ask for nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 from autoptd.errors import PlanError
 
 VERSION = 1
-KEYS = ("version", "mesh", "num_microbatches", "schedule", "options", "cut", "shard", "fallbacks")
+KEYS = ("version", "mesh", "num_microbatches", "schedule", "options", "cut", "shard", "fallbacks", "planner")
 MESH = ("t", "p", "d", "v")
 
 

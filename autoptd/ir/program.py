@@ -229,6 +229,9 @@ class Picture(Protocol):
     @property
     def svg(self) -> str | None: ...
 
+    @property
+    def why_not(self) -> str: ...
+
     def save(self, path: str | Path) -> None: ...
 
 

@@ -19,9 +19,7 @@ import torch
 from autoptd.errors import InternalError
 from autoptd.kernels.dropout import has_triton
 
-TILE = (
-    1 << 17
-)  # elements that are worked on at a time on a CPU: few enough for its caches, many for the calls they take
+TILE = 1 << 17  # elements worked on at a time on a CPU: few enough for its caches, many for the calls they take
 WIDEST = 1 << 16  # elements of a row that a Triton program holds
 Index = tuple[int | slice, ...]
 

@@ -16,7 +16,7 @@ from torch.fx import Graph, Node
 from autoptd.ir import markers
 from autoptd.ir.calls import star
 from autoptd.ir.machine import Machine
-from autoptd.ir.notes import is_whole, note, op_name, ops, payload, shape
+from autoptd.ir.notes import is_pair, is_tensor, is_whole, note, op_name, ops, payload, shape, tensor
 from autoptd.ir.types import CONVERSIONS, ValueType
 from autoptd.passes.links import operands
 from autoptd.passes.rules import GEMMS
@@ -25,9 +25,8 @@ LOCAL_WORK = ("one rank keeps it", "slice", "zero-pad")
 VIEWS = {
     f"aten.{name}" for name in "view reshape _unsafe_view transpose permute t expand select slice split chunk".split()
 }
-VIEWS |= {f"aten.{name}" for name in "split_with_sizes unbind unsqueeze squeeze unflatten flatten detach".split()} | {
-    "getitem"
-}
+VIEWS |= {f"aten.{name}" for name in "split_with_sizes unbind unsqueeze squeeze unflatten flatten detach".split()}
+VIEWS |= {"getitem"}
 SORTS = ("aten.sort", "aten.argsort", "aten.topk", "aten.msort", "aten.searchsorted")
 RING_PASSES = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "all-to-all": 1}
 
@@ -40,10 +39,9 @@ def flops(node: Node, shape: Size = shape) -> int:
     name = op_name(node)
     if node.target is markers.linear:  # an `aten.linear` or `aten.addmm` with hooks
         return 2 * math.prod(shape(node)) * shape(node.args[0])[-1]  # type: ignore[arg-type]
-    if node.target is markers.FUSED["linear_cross_entropy"]:  # its gradients are made with the loss
+    if node.target is markers.FUSED["linear_cross_entropy"]:
         x, _, weight, *_ = node.args
-        products = 1 + note(x).needs_grad + note(weight).needs_grad
-        return products * 2 * math.prod(shape(x)) * shape(weight)[0]  # type: ignore[arg-type]
+        return products(node) * 2 * math.prod(shape(x)) * shape(weight)[0]  # type: ignore[arg-type]
     if name in GEMMS:
         x = operands(node)[1 if name in ("aten.addmm", "aten.baddbmm") else 0]
         return 2 * math.prod(shape(node)) * shape(x)[-1]
@@ -61,6 +59,13 @@ def flops(node: Node, shape: Size = shape) -> int:
     return 0
 
 
+def products(node: Node) -> int:
+    """Matrix products in a node's forward that the model has one of: a head fused with its loss makes its gradients too."""
+    if node.target is not markers.FUSED["linear_cross_entropy"]:
+        return 1
+    return 1 + sum(note(one).needs_grad for one in (node.args[0], node.args[2]))  # type: ignore[arg-type]
+
+
 def backward_flops(node: Node, shape: Size = shape) -> int:
     """Floating-point operations of the backward of one node, by default on whole tensors."""
     read = operands(node)
@@ -75,15 +80,18 @@ def backward_flops(node: Node, shape: Size = shape) -> int:
 
 
 def count_work(graph: Graph, t: int, whole: Size, local: Size) -> dict[str, Any]:
-    """Matrix products of one microbatch, in all (`total`: on one device) and on one rank, by stage, module and operator.
+    """Matrix products of one microbatch, of the model (`total`: its forward) and on one rank, by stage, module and operator.
 
     `whole` and `local` give shapes of one microbatch, `redundant` is what all of the `t` ranks compute in full. A repeated
-    layer's number is a star.
+    layer's number is a star. `moved_bytes_per_stage` is what a rank's other operators read and write in forward, and
+    `kernels_per_stage` how many operators there are that are more than a view. `products` are a rank's products by their sizes:
+    [batch, m, n, k] of `batch` products [m, k] x [k, n]; `kind` is "product", or the kernel that they are a part of.
     """
     rows: dict[tuple[int, str, str], dict[str, Any]] = {}
+    sized: dict[tuple[int, tuple[int, ...], str], dict[str, Any]] = {}
     stages = sorted({stage for node in ops(graph) for stage in note(node).stages})
     for node in ops(graph):
-        total, forward = flops(node, whole), flops(node, local)
+        total, forward = flops(node, whole) // products(node), flops(node, local)
         for stage in note(node).stages if total else ():
             key = (stage, star(note(node).module), op_name(node))
             row = rows.setdefault(key, {"times": 0, "total": 0, "forward": 0, "backward": 0, "redundant": 0})
@@ -92,6 +100,11 @@ def count_work(graph: Graph, t: int, whole: Size, local: Size) -> dict[str, Any]
             row["forward"] += forward
             row["backward"] += backward_flops(node, local)
             row["redundant"] += forward if t > 1 and is_whole(node) else 0
+            key_of_sizes = (stage, *product_sizes(node, local))
+            one = sized.setdefault(key_of_sizes, {"times": 0, "forward": 0, "backward": 0})
+            one["times"] += 1
+            one["forward"] += forward
+            one["backward"] += backward_flops(node, local)
 
     def sums(what: str) -> list[int]:
         return [sum(row[what] for (at, _, _), row in rows.items() if at == stage) for stage in stages]
@@ -101,11 +114,59 @@ def count_work(graph: Graph, t: int, whole: Size, local: Size) -> dict[str, Any]
         "backward_flops_per_stage": sums("backward"),
         "total_flops": sum(sums("total")),
         "redundant_gemm_flops": sum(sums("redundant")),
+        "moved_bytes_per_stage": [
+            sum(moved_bytes(node, local) for node in ops(graph) if stage in note(node).stages) for stage in stages
+        ],
+        "kernels_per_stage": [
+            sum(stage in note(node).stages and has_kernel(node) for node in ops(graph)) for stage in stages
+        ],
         "gemms": [
             {"stage": stage, "module": module, "operator": operator, **row}
             for (stage, module, operator), row in rows.items()
         ],
+        "products": [
+            {"stage": stage, "sizes": list(sizes), "kind": kind, **row} for (stage, sizes, kind), row in sized.items()
+        ],
     }
+
+
+def product_sizes(node: Node, shape: Size) -> tuple[tuple[int, ...], str]:
+    """(batch, m, n, k) of the products of a node, and what kernel they are a part of.
+
+    Products with a weight are one, however many dims their rows have: a weight has two.
+    """
+    name, read, made = op_name(node), operands(node), shape(node)
+    if name == "aten.scaled_dot_product_attention":
+        query, key = shape(read[0]), shape(read[1])
+        is_causal = node.kwargs.get("is_causal", node.args[5] if len(node.args) > 5 else False)
+        kind = "causal attention" if is_causal else "attention"
+        return (math.prod(query[:-2]), query[-2], key[-2], query[-1]), kind
+    if node.target is markers.FUSED["linear_cross_entropy"]:
+        x, weight = shape(node.args[0]), shape(node.args[2])  # type: ignore[arg-type]
+        return (1, math.prod(x[:-1]), weight[0], x[-1]), "head with its loss"
+    first = 1 if name in ("aten.addmm", "aten.baddbmm") else 0
+    is_batched = name in GEMMS and all(len(shape(one)) > 2 for one in read[first : first + 2])
+    batch = math.prod(made[:-2]) if is_batched else 1
+    rows, columns = math.prod(made[:-1]) // batch, made[-1] if made else 1
+    return (batch, rows, columns, flops(node, shape) // max(2 * batch * rows * columns, 1)), "product"
+
+
+def has_kernel(node: Node) -> bool:
+    """Whether an operator computes, and is no view or conversion."""
+    return node.target is not markers.convert and op_name(node) not in VIEWS and (is_tensor(node) or is_pair(node))
+
+
+def moved_bytes(node: Node, shape: Size) -> int:
+    """Bytes that an operator reads and writes in forward; 0 for a matrix product, a view and a conversion.
+
+    Of a table that rows are taken from, it reads as much as it gives.
+    """
+    if flops(node) or not has_kernel(node):
+        return 0
+    is_lookup = op_name(node) == "aten.embedding" or node.target is markers.vocab_embedding
+    read = [node] if is_lookup else [one for one in node.all_input_nodes if is_tensor(one)]
+    made = list(node.users) if is_pair(node) else [node]
+    return sum(math.prod(shape(one)) * tensor(one).element_size() for one in [*made, *read])
 
 
 def compute_seconds(node: Node, machine: Machine) -> float:

@@ -4,8 +4,9 @@ In: a CONNECTED graph. Out: `Held`, per position of the backbone. Assumptions, w
 
 - a trained parameter is held four times, as itself, its gradient and AdamW's two moments, all in its dtype (and once more where
   gradients add up in float32); a frozen one and a buffer once. It counts once on every rank that reads it.
-- saved for backward: what an operator makes, unless it makes a view or all that read it forget it (sums, conversions), and of a
-  cross-entropy another copy of its logits. Of what GEMMs gather again the shards. What crosses counts where it is made.
+- saved for backward: what an operator makes, unless it makes a view or all that read it forget it (sums, casts, ...); of
+  a cross-entropy the logarithms of the probabilities. Of what GEMMs gather again the shards. What crosses counts where it is
+  made. Values inside of a fused operator are not kept; a head fused with its loss keeps the gradients of its operands.
 
     held = count_bytes(graph, backbone, Sizes(t=2, traced_rows=2, rows=1, pieces=8))
     sum(held.kept)        # bytes of parameters with their state that have one reader
@@ -27,15 +28,9 @@ from autoptd.passes.hooks import gather_again
 from autoptd.passes.localize import Sizes, local_shapes
 
 COPIES = 4  # a parameter, its gradient, two moments
-FORGOTTEN = {
-    "aten.add",
-    "aten.sub",
-    "aten.sum",
-    "aten.mean",
-    "aten.neg",
-    "aten.clone",
-    "aten.cat",
-}  # need no operand later
+FORGOTTEN = {f"aten.{name}" for name in "add sub sum mean neg clone cat to _to_copy cross_entropy_loss".split()}
+FORGOTTEN |= {"cross_entropy"}  # all these need no operand later
+LOSSES = ("aten.cross_entropy_loss", "cross_entropy")
 
 
 @dataclass(frozen=True)
@@ -93,10 +88,25 @@ def _bytes_kept(node: Node, sizes: Sizes, main_grads: bool) -> float:
 
 def _bytes_saved(node: Node, sizes: Sizes) -> float:
     """Bytes that the backward of a microbatch keeps of a value."""
-    if not note(node).needs_grad or op_name(node) in VIEWS or gather_again(node):
+    record = note(node)
+    if not record.needs_grad or op_name(node) in VIEWS or gather_again(node) or record.extra.get("inner"):
         return 0.0
-    of_logits = _bytes(node.args[0], sizes) if op_name(node) == "aten.cross_entropy_loss" else 0.0  # type: ignore[arg-type]
-    return of_logits + (_bytes(node, sizes) if _is_needed(node) else 0.0)
+    beside = 0.0
+    if record.extra.get("fused") == "part of linear_cross_entropy":
+        beside = sum(_bytes(one, sizes) for one in _read_from_outside(node) if note(one).needs_grad)
+    elif op_name(node) in LOSSES:
+        beside = _bytes(node.args[0], sizes)  # type: ignore[arg-type]
+    return beside + (_bytes(node, sizes) if _is_needed(node) else 0.0)
+
+
+def _read_from_outside(result: Node) -> set[Node]:
+    """What the operators of a fused one read of others."""
+    inner: list[Node] = [result]
+    found: set[Node] = set()
+    while inner:
+        for one in inner.pop().all_input_nodes:
+            (inner.append if note(one).extra.get("inner") else found.add)(one)
+    return found
 
 
 def _bytes(node: Node, sizes: Sizes) -> float:

@@ -6,7 +6,7 @@ from functools import partial
 
 from autoptd.kernels.activations import bias_gelu, geglu, swiglu
 from autoptd.kernels.loss import linear_cross_entropy
-from autoptd.kernels.norms import rms_norm
+from autoptd.kernels.norms import layer_norm, rms_norm
 from autoptd.kernels.rotary import rotary
 from autoptd.kernels.softmax import masked_softmax
 from autoptd.runtime.chunked_loss import vocab_parallel_linear_cross_entropy
@@ -22,6 +22,7 @@ class Fused:
         self.bias_gelu = partial(bias_gelu, backend=self.backend)
         self.swiglu = partial(swiglu, backend=self.backend)
         self.geglu = partial(geglu, backend=self.backend)
+        self.layer_norm = partial(layer_norm, backend=self.backend)
         self.rms_norm = partial(rms_norm, backend=self.backend)
         self.rotary = partial(rotary, backend=self.backend)
         self.linear_cross_entropy = partial(linear_cross_entropy, backend=self.backend)

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -26,7 +27,7 @@ from autoptd.ir.calls import Call, axis_text, expected_calls, star
 from autoptd.runtime.launch import Rank, RunningRanks
 from autoptd.runtime.timeline import Span, Timeline
 from autoptd.runtime.work import Counting, Work, sum_work
-from autoptd.runtime.world import Channel, Group, World
+from autoptd.runtime.world import Channel, Group, Pending, World
 
 Result = TypeVar("Result")
 Tensor = torch.Tensor
@@ -130,13 +131,17 @@ def recording(ranks: RunningRanks) -> Iterator[tuple[RecordingRanks, Record]]:
                 uncover()
 
 
-def cover(world: World, note: Note) -> Callable[[], None]:
-    """Make every call of a rank's communicators inside of a `note` of it; returns what ends it."""
+def cover(world: World, note: Note, start: Note | None = None, wait: Note | None = None) -> Callable[[], None]:
+    """Make every call of a rank's communicators inside of a `note` of it; returns what ends it.
+
+    What only starts a collective is inside of `start`, if given; its `wait()` is inside of `wait`, if given.
+    """
     groups, channels = world.communicators()
     covered: list[tuple[Group | Channel, str]] = []
     for group in groups:
         for name, (kind, payload) in GROUP_METHODS.items():
-            setattr(group, name, _noted(getattr(group, name), note, kind, group, payload))
+            ends = ((start or note), wait) if name.endswith("_start") else (note, None)
+            setattr(group, name, _noted(getattr(group, name), *ends, kind, group, payload))
             covered.append((group, name))
     for peer, channel in channels.items():
         channel.send = _noted_send(channel.send, note, (world.rank, peer))  # type: ignore[method-assign]
@@ -150,14 +155,35 @@ def cover(world: World, note: Note) -> Callable[[], None]:
 
 
 def _noted(
-    method: Callable[..., Any], note: Note, kind: str, group: Group, payload: Callable[[Any, int], int]
+    method: Callable[..., Any],
+    note: Note,
+    wait: Note | None,
+    kind: str,
+    group: Group,
+    payload: Callable[[Any, int], int],
 ) -> Callable[..., Any]:
     def call(data: Any, *args: Any, **kwargs: Any) -> Any:
         site = kwargs["site"] if "site" in kwargs else next(one for one in args if isinstance(one, str))
-        with note(kind, group.ranks, payload(data, group.size), site):
-            return method(data, *args, **kwargs)
+        about = (kind, group.ranks, payload(data, group.size), site)
+        with note(*about):
+            made = method(data, *args, **kwargs)
+        return made if wait is None else _NotedPending(made, partial(wait, *about))
 
     return call
+
+
+class _NotedPending(Pending):
+    """Something started whose `wait()` is made inside of a note."""
+
+    def __init__(self, pending: Pending, note: Callable[[], AbstractContextManager[None]]) -> None:
+        self._pending, self._note = pending, note
+
+    def wait(self) -> Any:
+        with self._note():
+            return self._pending.wait()
+
+    def is_done(self) -> bool:
+        return self._pending.is_done()
 
 
 def _noted_send(method: Callable[..., Any], note: Note, ends: tuple[int, int]) -> Callable[..., Any]:

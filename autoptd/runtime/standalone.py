@@ -4,7 +4,7 @@ In: the class of an emitted file, and the folder that `program.save` wrote it to
 t tensor ranks run as threads, with parameters, values of other stages and floating-point inputs drawn at random, and integer
 inputs of 0 and 1; then the sum of the outputs goes backward. Without `--check` the file says what it is.
 
-    check_stage(Stage0, "out")          # the lines that are printed
+    check_stage(Stage0, "out").lines    # what is printed
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -35,13 +36,26 @@ def main(stage: type[Stage], file: str, arguments: Sequence[str] | None = None) 
         print(f"python {file} --check runs this stage alone, on random numbers.")
         sys.exit(2 if given else 0)
     try:
-        print("\n".join(check_stage(stage, Path(file).parent)))
+        found = check_stage(stage, Path(file).parent)
     except AutoptdError as error:
         sys.exit(f"{type(error).__name__}: {error}")
+    print("\n".join(found.lines))
+    if found.wrong:
+        sys.exit(f"{stage.__name__}: {'; '.join(found.wrong)}")
 
 
-def check_stage(stage: type[Stage], folder: str | Path, timeout: float = 60.0) -> list[str]:
-    """Run a stage forward and backward; return what to print. PlanError where program.json is missing or has no such stage."""
+class Check(NamedTuple):
+    """What a stage did: lines to print, and what is wrong with it on any rank (nothing, if all is well)."""
+
+    lines: list[str]
+    wrong: list[str]
+
+
+def check_stage(stage: type[Stage], folder: str | Path, timeout: float = 60.0) -> Check:
+    """Run a stage forward and backward; values and gradients have to be there, and finite.
+
+    PlanError where program.json is missing or has no such stage.
+    """
     if not (Path(folder) / "program.json").is_file():
         raise PlanError(f"{folder}/program.json", "is missing", "run the file in the folder that program.save wrote")
     program = Program.load(folder)
@@ -50,11 +64,14 @@ def check_stage(stage: type[Stage], folder: str | Path, timeout: float = 60.0) -
         raise PlanError(f"{folder}/program.json", f"has no stage {index}", "the folder that this file was written to")
     t = program.mesh.t
     world = ThreadWorld(Mesh(t=t), Needs(axes=(("tp",),), owners=(), links=()), "cpu", timeout)
-    lines = run_ranks(world, lambda rank: _run(stage, program, index, rank))
-    return [f"{stage.__name__} on {t} tensor rank{'s'[: t > 1]}; shapes are a rank's", *lines[0]]
+    ranks = run_ranks(world, lambda rank: _run(stage, program, index, rank))
+    head = f"{stage.__name__} on {t} tensor rank{'s'[: t > 1]}; shapes are a rank's"
+    wrong = list(dict.fromkeys(text for one in ranks for text in one.wrong))
+    verdict = "something is wrong: see below" if wrong else "all values and gradients are finite"
+    return Check([head, *ranks[0].lines, f"  {verdict}"], wrong)
 
 
-def _run(stage: type[Stage], program: Program, index: int, world: World) -> list[str]:
+def _run(stage: type[Stage], program: Program, index: int, world: World) -> Check:
     """One rank's forward and backward."""
     spec, made = program.stages[index], torch.Generator().manual_seed(index)
     weights = {
@@ -82,7 +99,8 @@ def _run(stage: type[Stage], program: Program, index: int, world: World) -> list
         torch.autograd.backward(roots, [torch.ones_like(one) for one in roots])
     for gemm in this.deferred.take():
         _add(gemm)
-    return _told(inputs, arriving, dict(zip(names, results, strict=True)), weights)
+    returned = dict(zip(names, results, strict=True))
+    return Check(_told(inputs, arriving, returned, weights), _wrong(arriving, returned, weights))
 
 
 def _random(shape: Sequence[int], dtype: str, made: torch.Generator, scale: float = 1.0) -> torch.Tensor:
@@ -114,13 +132,27 @@ def _told(
         lines += [f"  goes back  gradient of {name}  {_about(x.grad)}"] if x.grad is not None else []
     trained = [one for one in weights.values() if one.requires_grad]
     found = sum(one.grad is not None for one in trained)
-    lines.append(f"  backward   {found} of {len(trained)} parameters have a gradient")
-    finite = all(bool(x.isfinite().all()) for x in results.values() if x.is_floating_point())
-    return [*lines, "  all values are finite" if finite else "  some values are NaN or infinite"]
+    return [*lines, f"  backward   {found} of {len(trained)} parameters have a gradient"]
+
+
+def _wrong(
+    arriving: dict[str, torch.Tensor], results: dict[str, torch.Tensor], weights: dict[str, nn.Parameter]
+) -> list[str]:
+    """What is NaN, infinite or without a gradient, by name."""
+    leaves = {name: x for name, x in (*arriving.items(), *weights.items()) if x.requires_grad}
+    missing = [name for name, x in leaves.items() if x.grad is None]
+    tensors = results | {f"the gradient of {name}": x.grad for name, x in leaves.items() if x.grad is not None}
+    broken = [name for name, x in tensors.items() if x.is_floating_point() and not bool(x.isfinite().all())]
+    found = [f"NaN or infinite: {_few(broken)}"] if broken else []
+    return found + ([f"no gradient: {_few(missing)}"] if missing else [])
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def _about(x: torch.Tensor) -> str:
     return f"{list(x.shape)} {str(x.dtype).removeprefix('torch.')}"
 
 
-__all__ = ["check_stage", "main"]
+__all__ = ["Check", "check_stage", "main"]

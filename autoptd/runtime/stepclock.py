@@ -2,6 +2,8 @@
 
 In: running ranks, and what steps them. Out: a `StepTimes` of every rank, on every rank. On CUDA every action and every
 collective waits for the device meanwhile, so that times are the device's; a measured step takes longer than one that is not.
+What runs beside computation (a collective that is started, and waited for later) is left to do so: it counts from where the
+rank waits for it.
 
     loss, times = measured(ranks, lambda ranks: ranks.run("step", step))
     times[0].compute + times[0].communication + times[0].waiting == times[0].seconds
@@ -20,7 +22,7 @@ import torch
 
 from autoptd.ir.actions import COMPUTES, phase_of
 from autoptd.runtime.launch import Rank, RunningRanks
-from autoptd.runtime.record import cover
+from autoptd.runtime.record import Note, cover
 from autoptd.runtime.world import World
 
 Result = TypeVar("Result")
@@ -30,8 +32,8 @@ AT_THE_END = ("loss", "count of labels", "dtype of the loss")  # ranks meet ther
 @dataclass(frozen=True)
 class StepTimes:
     """Seconds of one step on one rank: `compute` in forward and backward, `communication` in collectives that nothing hides,
-    `waiting` for other stages (the bubble) and all the rest. `peak_bytes`: the most that the device's allocator gave out so
-    far, on the CPU the largest resident set of the process.
+    `waiting` is what is left: for other stages (the bubble), sends, the sum of the loss, Python. `peak_bytes`: the most that
+    the device's allocator gave out so far, on the CPU the largest resident set of the process.
     """
 
     rank: int
@@ -68,7 +70,11 @@ def measured(ranks: RunningRanks, step: Callable[[RunningRanks], Result]) -> tup
     clock = time.perf_counter if device.type != "cuda" else _device_clock
     watches = {one.world.rank: _Watch(one.world, clock) for one in ranks.here}
     with ranks.timed(clock=clock) as timeline:
-        covered = [cover(one.world, watches[one.world.rank].note) for one in ranks.here]
+        notes: list[Note] = [watches[one.world.rank].note for one in ranks.here]
+        starts: list[Note] = [_nothing] * len(notes) if device.type == "cuda" else notes  # the device goes on meanwhile
+        covered = [
+            cover(one.world, note, start, wait=note) for one, note, start in zip(ranks.here, notes, starts, strict=True)
+        ]
         start = clock()
         try:
             result = step(ranks)
@@ -89,8 +95,15 @@ def measured(ranks: RunningRanks, step: Callable[[RunningRanks], Result]) -> tup
     return result, ranks.run("times of the step", gather)
 
 
+@contextmanager
+def _nothing(kind: str, ranks: Sequence[int], payload: int, site: str) -> Iterator[None]:
+    """A call that takes no time of its own."""
+    yield
+
+
 def _device_clock() -> float:
-    torch.cuda.synchronize()
+    """When the current stream is done; what runs on others (collectives that were started) goes on."""
+    torch.cuda.current_stream().synchronize()
     return time.perf_counter()
 
 

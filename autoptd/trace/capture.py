@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.fx import Graph, Node
 
-from autoptd.compat import tree_flatten, tree_unflatten
+from autoptd.compat import light_export, tree_flatten, tree_unflatten
 from autoptd.errors import AutoptdError, TraceError
 from autoptd.ir.notes import Note, note, output, set_note
 from autoptd.trace.faithful import check_model, watch_tracing
@@ -119,7 +119,7 @@ def _export(wrapper: WithLoss, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     device = next((p.device.type for p in wrapper.parameters()), "cpu")
     try:
         autocast = torch.autocast(device if device != "meta" else "cpu", enabled=False)
-        with watch_tracing() as functions, autocast, torch.enable_grad():
+        with watch_tracing() as functions, autocast, torch.enable_grad(), light_export():
             exported = torch.export.export(wrapper, args, kwargs, strict=False)
         check_functions(functions)
         return exported

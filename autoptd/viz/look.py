@@ -75,7 +75,8 @@ def told(calls: Sequence[Collective]) -> list[str]:
 def heading(program: Program) -> tuple[str, tuple[str, ...]]:
     """Title and subtitle of a picture of the graph."""
     mesh, m, rows = program.mesh, program.num_microbatches, program.rows
-    title = f"{mesh.size} ranks: t={mesh.t} tensor x p={mesh.p} pipeline x d={mesh.d} data parallel"
+    ranks = f"{mesh.size} rank{'s'[: mesh.size > 1]}"
+    title = f"{ranks}: t={mesh.t} tensor x p={mesh.p} pipeline x d={mesh.d} data parallel"
     chunks = f", each with v={program.v} model chunks" if program.v > 1 else ""
     count = len(program.stages)
     first = (
@@ -86,6 +87,14 @@ def heading(program: Program) -> tuple[str, tuple[str, ...]]:
         first,
         "Shapes and bytes are those of one rank and one microbatch; bytes of collectives are their payload.",
     )
+
+
+def work_shares(program: Program) -> list[float]:
+    """Of every stage, in percent: forward and backward, of one microbatch on one rank."""
+    costs, none = program.costs, [0] * len(program.stages)
+    both = zip(costs.get("flops_per_stage", none), costs.get("backward_flops_per_stage", none), strict=True)
+    work = [forward + backward for forward, backward in both]
+    return [100 * one / max(sum(work), 1) for one in work]
 
 
 def param_count(program: Program, stage: int) -> int:

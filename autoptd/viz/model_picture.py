@@ -94,8 +94,8 @@ class _Painter:
         place = (
             f"  pipeline rank{'s' if len(ranks) > 1 else ''} {_range(ranks)}, chunk {program.chunk_of_stage(stages[0])}"
         )
-        work = program.costs.get("flops_per_stage") or [0] * len(program.stages)
-        shares = [100 * work[k] / max(sum(work), 1) for k in stages]
+        of_stage = look.work_shares(program)
+        shares = [of_stage[k] for k in stages]
         sizes = [look.param_count(program, k) for k in stages]
         each = " each" if len(stages) > 1 else ""
         lines = [

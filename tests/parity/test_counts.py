@@ -15,6 +15,7 @@ import autoptd
 from autoptd.ir.calls import Call, expected_calls
 from autoptd.ir.mesh import Coordinate
 from tests.parity.models import LENGTH, VOCAB, batch, gpt, separate, skipping, uneven
+from tests.thin import thinned
 
 CONTROL = "dtype of the loss"  # ranks tell each other once, in the first step
 
@@ -69,7 +70,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(("make", "mesh"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize(("make", "mesh"), thinned(CASES.values(), CASES))
 def test_executed_calls_are_those_of_the_program(make: Callable[[], nn.Module], mesh: dict[str, Any]) -> None:
     ids, targets = batch()
     targets = targets if make is skipping else uneven(targets)  # it looks its labels up
@@ -105,7 +106,7 @@ GPTS: list[dict[str, Any]] = [
 ROWS, WIDTH, LAYERS, ITEM = 8, 32, 4, 4  # float32
 
 
-@pytest.mark.parametrize("size", GPTS, ids=lambda size: "".join(f"{k}{n}" for k, n in size.items()))
+@pytest.mark.parametrize("size", thinned(GPTS), ids=lambda size: "".join(f"{k}{n}" for k, n in size.items()))
 def test_a_gpt_communicates_what_the_formulas_say(size: dict[str, int]) -> None:
     """SC'21, section 3: per layer and microbatch 2 + 2 all-reduces of b s h, and nothing that is not named here."""
     t, p, d, v, m = size.values()

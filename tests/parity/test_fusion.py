@@ -21,11 +21,11 @@ def gpt2() -> nn.Module:
     return GPT2LMHeadModel(GPT2Config(**sizes, attn_implementation="eager", bos_token_id=0, eos_token_id=0))
 
 
-def llama() -> nn.Module:
+def llama(attention: str = "eager") -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "vocab_size": VOCAB}
-    more = {"num_key_value_heads": 2, "intermediate_size": 32, "attn_implementation": "eager"}
+    more = {"num_key_value_heads": 2, "intermediate_size": 32, "attn_implementation": attention}
     return LlamaForCausalLM(LlamaConfig(**sizes, **more))
 
 
@@ -77,6 +77,17 @@ def test_parity(name: str, mesh: str) -> None:
     (make, ops), request = MODELS[name], {"num_microbatches": 2, "example_inputs": call(), **MESHES[mesh]}
     model = make()
     assert fused(autoptd.compile(model, **request)) == (set() if mesh == "plain" else ops)
+    autoptd.verify(model, **request, steps=2)
+
+
+@pytest.mark.parametrize("mesh", ["t2 p2", "sequence parallel"])
+def test_norms_of_sums_and_a_causal_mask_that_is_not_read(mesh: str) -> None:
+    """What is fused for CUDA devices only, on a CPU; stages are cut between a sum and its norm as well."""
+    torch.manual_seed(0)
+    model = llama("sdpa")
+    request = {"num_microbatches": 2, "example_inputs": call(), "fuse": "triton", **MESHES[mesh]}
+    text = "".join(autoptd.compile(model, **request).sources.values())
+    assert "residual=" in text and "is_causal=True" in text and "attn_mask=" not in text
     autoptd.verify(model, **request, steps=2)
 
 

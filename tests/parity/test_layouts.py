@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import autoptd
 from tests.parity.models import batch
+from tests.thin import thinned
 
 VOCAB, WIDTH, HEADS, SIZE = 64, 32, 8, 4
 Parts = tuple[Tensor, Tensor, Tensor]
@@ -276,7 +277,7 @@ def decoder(attention: type[Attention], layers: int = 2) -> Decoder:
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", thinned(LAYOUTS))
 def test_parity(layout: type[Attention], mesh: dict[str, int]) -> None:
     layers = mesh.get("p", 1) * mesh.get("v", 1) // 2 + 1
     autoptd.verify(decoder(layout, layers), **mesh, example_inputs=batch(4), steps=2)

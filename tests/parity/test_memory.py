@@ -19,12 +19,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import autoptd
 from autoptd.compat import tree_flatten
 from autoptd.ir.actions import Action, Kind
+from autoptd.ir.machine import Machine
 from autoptd.ir.program import Program
 from autoptd.runtime.batch import cut
 from autoptd.runtime.launch import LocalRanks, Rank
 from autoptd.runtime.threads import ThreadChannel
 from autoptd.runtime.world import Pending
 from autoptd.schedule import simulate
+from examples.gpt import GPT, GPTConfig
 from tests.parity.models import batch, gpt, skipping
 
 Pair = tuple[int, int]  # stage, microbatch
@@ -195,3 +197,41 @@ def test_what_was_sent_is_let_go_when_it_has_left(monkeypatch: pytest.MonkeyPatc
     program = autoptd.compile(model, **request_, num_microbatches=24, example_inputs=batch(24))
     run_watched(program, model, rows=24)
     assert len(held) >= 24 and max(held) <= 2 * program.mesh.p * program.v
+
+
+def kept_by_autograd(pm: autoptd.ParallelModel, *call: Tensor) -> int:
+    """Bytes that the forward of one microbatch leaves for backward on rank 0, parameters left out."""
+    stage = pm._ranks.here[0].executor._stages[0]
+    own = {one.untyped_storage().data_ptr() for one in pm._ranks.here[0].params.local.values()}
+    found: dict[int, int] = {}
+
+    def pack(x: Tensor) -> Tensor:
+        found[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    forward = stage.forward
+
+    def watched(*args: Any, **keywords: Any) -> Any:
+        found.clear()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            return forward(*args, **keywords)
+
+    stage.forward = watched  # type: ignore[method-assign]
+    pm.step(*call)
+    return sum(nbytes for where, nbytes in found.items() if where not in own)
+
+
+@pytest.mark.parametrize("fuse", ["eager", False])
+@pytest.mark.parametrize(
+    ("t", "vocab"), [(1, 4096), (2, 64)]
+)  # with the larger one, tp slices a weight, which is not counted
+def test_bytes_saved_for_backward_are_what_autograd_saves(t: int, vocab: int, fuse: str | bool) -> None:
+    """A fused head keeps the gradients of its operands instead of logits."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(vocab_size=vocab, block_size=64, n_layer=2, n_head=4, n_embd=64))
+    ids, targets = torch.randint(vocab, (2, 4, 64))
+    request = {"t": t, "num_microbatches": 4, "fuse": fuse, "machine": Machine()}
+    pm = autoptd.parallelize(model, **request, backend="local", example_inputs=(ids, targets))
+    told = pm.program.costs["cut"]["saved_bytes"][0]
+    assert told == pytest.approx(kept_by_autograd(pm, ids, targets), rel=0.05)
+    pm.close()

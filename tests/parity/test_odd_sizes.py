@@ -20,6 +20,7 @@ from autoptd.ir.calls import expected_calls
 from autoptd.passes import strategies
 from tests.parity.models import LENGTH, batch, gpt, uneven
 from tests.parity.test_mutations import edit_source
+from tests.thin import thinned
 
 
 @pytest.fixture
@@ -100,7 +101,7 @@ def head(vocab: int, **keywords: Any) -> Head:
 MESHES = [(2, 2, 2, 1), (3, 2, 1, 1), (4, 2, 1, 2)]
 
 
-@pytest.mark.parametrize(("t", "p", "d", "v"), MESHES)
+@pytest.mark.parametrize(("t", "p", "d", "v"), thinned(MESHES))
 @pytest.mark.parametrize("vocab", [61, 5])
 def test_tied_gpt(split_vocabularies: None, vocab: int, t: int, p: int, d: int, v: int) -> None:
     heads, width = (3, 24) if t == 3 else (4, 16)

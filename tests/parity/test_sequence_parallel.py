@@ -23,6 +23,7 @@ from tests.parity.kept import kept_bytes
 from tests.parity.models import LENGTH, batch, gpt, separate, skipping, uneven
 from tests.parity.test_dropout import gpt as dropping_gpt
 from tests.parity.test_mutations import edit_source
+from tests.thin import thinned
 
 MESHES: list[dict[str, Any]] = [
     {"t": 4, "d": 2},
@@ -36,7 +37,7 @@ HOOKS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("mesh", thinned(MESHES), ids=str)
 @pytest.mark.parametrize("model", [gpt, separate, skipping, dropping_gpt], ids=["gpt", "separate", "skip", "dropout"])
 def test_parity(model: Any, mesh: dict[str, Any]) -> None:
     ids, targets = batch()

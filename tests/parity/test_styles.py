@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import autoptd
 from autoptd.compat import tree_map
+from tests.thin import thinned
 
 VOCAB, LENGTH, WIDTH, HEADS = 32, 8, 16, 4
 CAUSAL = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
@@ -310,7 +311,7 @@ STYLES: dict[str, tuple[Callable[[], Model], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("style", thinned(STYLES))
 def test_style(style: str) -> None:
     make, mesh = STYLES[style]
     torch.manual_seed(0)

@@ -115,6 +115,39 @@ def test_rms_norms(how: str) -> None:
     assert names(fused(Spelled(NORMS[how], w=random(H)), random(B, S, H))) == ["rms_norm"]
 
 
+def layer_normed(x: Tensor, w: Tensor) -> Tensor:
+    return F.layer_norm(x, (H,), w, None, 1e-5)
+
+
+@pytest.mark.parametrize("norm", [NORMS["llama"], layer_normed])
+@pytest.mark.parametrize(
+    "how, joined",
+    [
+        (lambda a, b, norm: (total := a + b) + norm(total), True),
+        (lambda a, b, norm: norm(a + b), True),
+        (lambda a, b, norm: norm(total := a + b) + norm(total), True),  # the first of the two
+        (lambda a, b, norm: (lambda total: total + (total.exp() + norm(total)))(a + b), False),  # read before
+        (lambda a, b, norm: norm(a + b[:, :1]), False),
+        (lambda a, b, norm: norm(torch.add(a, b, alpha=2)), False),
+    ],
+)
+def test_norms_of_sums(how: Callable[..., Tensor], joined: bool, norm: Callable[..., Tensor]) -> None:
+    model = Spelled(lambda a, b, w: how(a, b, lambda x: norm(x, w)), w=random(H))
+    a, b = random(B, S, H), random(B, S, H).cos()
+    fusions = fused(model, a, b, backend="triton")
+    assert all(has_sum(model, a, b, backend) == (joined and backend == "triton") for backend in ("eager", "triton"))
+    assert ("layer_norm" in names(fusions)) == (joined and norm is layer_normed)
+
+
+def has_sum(model: Spelled, a: Tensor, b: Tensor, backend: str) -> bool:
+    """Whether a norm makes a sum itself."""
+    captured = trace.capture(model, (a, b), {}, None)
+    groups = find_fusions(captured.graph, captured.buffers, backend)
+    localize(captured.graph, Sizes(1, B, B, 1))
+    graph, _ = substitute(captured.graph, groups)
+    return any("residual" in node.kwargs for node in ops(graph))
+
+
 def test_an_rms_norm_without_weight() -> None:
     model = Spelled(lambda x, w: (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)) @ w, w=random(H, H))
     assert names(fused(model, random(B, S, H))) == ["rms_norm"]
@@ -310,6 +343,26 @@ SCALES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 def test_scales(how: str) -> None:
     model = Spelled(attend(MASKS["fill"][0], SCALES[how]), w=random(H, 3 * H))
     assert names(fused(model, random(B, S, H))) == ["attention"]
+
+
+def handed(x: Tensor, mask: Tensor) -> Tensor:
+    q = x.view(B, S, HEADS, H // HEADS).transpose(1, 2)
+    return F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
+
+
+@pytest.mark.parametrize(
+    "mask, is_causal",
+    [
+        (lambda: ~later(), True),
+        (lambda: additive(), True),
+        (lambda: (~later()).expand(B, 1, S, S), True),
+        (lambda: torch.ones(S, S, dtype=torch.bool).tril(1), False),
+        (lambda: torch.ones(S, S, dtype=torch.bool), False),
+    ],
+)
+def test_a_causal_mask_handed_to_torch_is_not_read(mask: Callable[[], Tensor], is_causal: bool) -> None:
+    model = Spelled(lambda x: handed(x, mask()))
+    assert names(fused(model, random(B, S, H))) == ["attention"] * is_causal
 
 
 def test_probabilities_that_are_read_elsewhere() -> None:

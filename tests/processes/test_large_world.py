@@ -8,6 +8,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 MESH = "t=8, p=64, d=6, v=2"
 RUN = """
 import sys, torch, autoptd
@@ -27,6 +29,7 @@ print("parameters", sum(one.grad is not None for one in pm.parameters()))
 """.replace("MESH", MESH)
 
 
+@pytest.mark.thorough  # half a minute
 def test_one_rank_of_3072_runs_a_step() -> None:
     """The last one: its stages 63 and 127 receive from both sides, the second has the loss."""
     done = subprocess.run([sys.executable, "-c", RUN, "3071"], capture_output=True, text=True, timeout=500)

@@ -23,7 +23,7 @@ WHOLE = 12 * 4 * 8  # bytes of the whole value
 Noted = list[tuple[str, int, str]]
 
 
-def noted_on(t: int, body: Any) -> list[Noted]:
+def noted_on(t: int, body: Any, *, waits: bool = False) -> list[Noted]:
     """What each of `t` tensor ranks makes known while it runs `body(group)`: (kind, payload, site)."""
 
     def run(world: World) -> Noted:
@@ -35,7 +35,12 @@ def noted_on(t: int, body: Any) -> list[Noted]:
             found.append((kind, payload, site))
             yield
 
-        uncover = cover(world, note)
+        @contextmanager
+        def note_wait(kind: str, ranks: Sequence[int], payload: int, site: str) -> Iterator[None]:
+            found.append((f"wait of {kind}", payload, site))
+            yield
+
+        uncover = cover(world, note, wait=note_wait if waits else None)
         body(world.group(("tp",)))
         uncover()
         body(world.group(("tp",)))  # not noted
@@ -80,6 +85,16 @@ def test_other_calls_of_a_group() -> None:
     expected = [("broadcast", 12, "b"), ("objects", 0, "o"), ("all-reduce", 20, "s"), ("all-reduce", 28, "m")]
     expected += [("all-gather", 24, "g"), ("reduce-scatter", 24, "r")]
     assert noted_on(3, body) == [expected] * 3
+
+
+def test_what_was_started_may_be_noted_where_it_is_waited_for() -> None:
+    def body(group: rt.Group) -> None:
+        pending = group.all_reduce_start(torch.ones(5), "s")
+        assert torch.equal(group.all_reduce(torch.ones(7), "m"), torch.full((7,), 2.0))
+        assert torch.equal(pending.wait(), torch.full((5,), 2.0)) and pending.is_done()
+
+    expected = [("all-reduce", 20, "s"), ("all-reduce", 28, "m"), ("wait of all-reduce", 20, "s")]
+    assert noted_on(2, body, waits=True) == [expected, expected]
 
 
 def test_phases_stages_and_ends_of_a_program_written_by_hand() -> None:

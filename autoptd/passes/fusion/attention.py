@@ -2,7 +2,7 @@
 
 Where its probabilities are read by nothing else, all of it is one `attention` (torch's scaled_dot_product_attention); else
 scale, mask and softmax are one `masked_softmax`. A mask that is made of constants alone is computed here: where it proves to be
-causal, no mask is read at all.
+causal, no mask is read at all. So it is with masks that a model hands to torch's operator.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ class Scores:
 
 
 def attention(node: Node, constants: Constants) -> Found:
-    """softmax(q k^T * scale, masked) v."""
+    """softmax(q k^T * scale, masked) v; or torch's own with a mask that it need not read."""
+    if op_name(node) == "aten.scaled_dot_product_attention":
+        return _of_torch(node, constants)
     if op_name(node) not in PRODUCTS:
         return None
     chain = Chain(node)
@@ -68,6 +70,18 @@ def attention(node: Node, constants: Constants) -> Found:
         return Refusal("attention", node, "its parts have several dtypes")
     k = key.args[0] if _swaps_last(key) else Swapped(key)
     return chain.group("attention", q, k, v, scores.mask, scale=scores.scale, causal=scores.causal)
+
+
+def _of_torch(node: Node, constants: Constants) -> Found:
+    q, k, v, *rest = node.args
+    given = dict(zip(("attn_mask", "dropout_p", "is_causal"), rest, strict=False)) | node.kwargs
+    mask = given.pop("attn_mask", None)
+    if mask is None or given.pop("dropout_p", 0.0) or given.pop("is_causal", False) or splits(q, -2):
+        return None
+    masked = Masked(node, mask, -math.inf if value(mask).dtype == torch.bool else None, hides=False)
+    if not proves_causal(masked, (*shape(q)[:-1], shape(k)[-2]), constants):
+        return None
+    return Chain(node).group("attention", q, k, v, None, causal=True, **{"scale": None} | given)
 
 
 def masked_softmax(node: Node, constants: Constants) -> Found:

@@ -10,6 +10,7 @@ is proven. `substitute` replaces every group that ended up on one stage. Both te
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -29,6 +30,7 @@ from autoptd.passes.links import argument
 
 aten = torch.ops.aten
 VIEWS = ("aten.view", "aten.reshape", "aten._unsafe_view")
+SUMS = ("triton",)  # backends by which a norm of a sum is faster than sum and norm
 CHUNK_BYTES, FEWEST_TOKENS = 64 << 20, 128
 
 
@@ -52,6 +54,7 @@ PATTERNS = (
     Pattern("gated", _plain(activations.gated), ("eager", "triton")),
     Pattern("activation", _plain(activations.activation), ("eager", "inductor", "triton")),
     Pattern("norm", _plain(norms.norm), ("eager", "triton")),
+    Pattern("norm_of_sum", _plain(norms.norm_of_sum), ("triton",)),
     Pattern("rotary", _plain(rotary.rotary), ("eager", "triton")),
     Pattern("bias_dropout_add", _plain(residual.bias_dropout_add), ("eager", "triton")),
     Pattern("linear_cross_entropy", _plain(losses.linear_cross_entropy), ("eager", "inductor", "triton")),
@@ -60,10 +63,11 @@ PATTERNS = (
 
 @dataclass(frozen=True)
 class Groups:
-    """What was found on CONNECTED: `chosen`, and the refusals."""
+    """What was found on CONNECTED: `chosen`, and the refusals; with `sums`, norms make the sum that they are of."""
 
     chosen: tuple[Group, ...] = ()
     refused: tuple[Refusal, ...] = ()
+    sums: bool = False
 
 
 def find_fusions(
@@ -99,10 +103,11 @@ def find_fusions(
                 taken |= found.members
                 for member in found.members:
                     note(member).extra["fused"] = f"part of {found.op}"
+                    note(member).extra["inner"] = member is not found.result
             elif isinstance(found, Refusal):
                 refused.append(found)
     refused = [one for one in refused if one.result not in taken]
-    return Groups(tuple(reversed(chosen)), tuple(reversed(refused)))
+    return Groups(tuple(reversed(chosen)), tuple(reversed(refused)), sums=backend in SUMS)
 
 
 def _checked(found: Found) -> Found:
@@ -133,9 +138,15 @@ def substitute(plain: Graph, groups: Groups) -> tuple[Graph, list[Fusion]]:
         if len({note(member).stages for member in group.members}) > 1:
             told[_fusion(group.op, group.result, "a stage boundary cuts it")] += 1
             continue
-        told[_fusion(group.op, group.result)] += 1
-        made[group.result] = _substitute(graph, group, made)
-    erase_unread(graph, [member for group in chosen if group.result in made for member in group.members])
+        total = norm_total(group, made) if groups.sums else None
+        if total is not None:
+            told[_fusion(group.op, group.result)] += 1
+            made |= _norm_of_sum(graph, group, total)
+        elif op_name(group.result) != "aten.layer_norm":
+            told[_fusion(group.op, group.result)] += 1
+            made[group.result] = _substitute(graph, group, made)
+    unread = [member for group in chosen if group.result in made for member in group.members]
+    erase_unread(graph, [*unread, *(one for one in made if one not in unread)])
     return graph, [replace(one, times=times) for one, times in told.items()]
 
 
@@ -158,12 +169,41 @@ def _substitute(graph: Graph, group: Group, made: dict[Node, Node]) -> Node:
     return found
 
 
+def norm_total(group: Group, made: dict[Node, Node]) -> Node | None:
+    """The sum that a norm can make itself: nobody reads it before, and it is still an operator of its own."""
+    x = group.operands[0]
+    if group.op not in ("rms_norm", "layer_norm") or x in made or norms.sum_of(x) is None:
+        return None
+    alike = note(x).stages == note(group.result).stages
+    return x if alike and all(user in group.members or group.result < user for user in x.users) else None
+
+
+def _norm_of_sum(graph: Graph, group: Group, total: Node) -> dict[Node, Node]:
+    """One operator with two results: the norm, and the sum. What stands for either."""
+    added, residual = total.args
+    call = _call(
+        graph, group, markers.FUSED[group.op], (added, *group.operands[1:]), group.keywords | {"residual": residual}
+    )
+    note(call).extra["reason"] += ", with the sum before it"
+    call.meta["val"] = (value(group.result), value(total))
+    note(call).extra["local_shapes"] = [_local(group.result), _local(total)]
+    pieces = {}
+    for k, old in enumerate((group.result, total)):
+        with graph.inserting_before(group.result):
+            piece = graph.call_function(operator.getitem, (call, k))
+        piece.meta["val"] = value(old)
+        set_note(piece, replace(note(old), why="", form="", conversion=""))
+        old.replace_all_uses_with(piece)
+        pieces[old] = piece
+    return pieces
+
+
 def _spelled(group: Group, operands: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """The operator of torch that a group is, or the runtime's."""
     x, *rest = operands
     if group.op == "attention":
-        keywords = {"scale": group.keywords["scale"]}
-        return aten.scaled_dot_product_attention.default, (*operands, 0.0, group.keywords["causal"]), keywords
+        keywords = dict(group.keywords)
+        return aten.scaled_dot_product_attention.default, (*operands, 0.0, keywords.pop("causal")), keywords
     if group.op == "layer_norm":
         return aten.layer_norm.default, (x, [_local(x)[-1]], *rest, group.keywords["eps"]), {}
     if group.op == "gelu":
@@ -243,7 +283,9 @@ def _call(graph: Graph, group: Group, target: Any, args: tuple[Any, ...], kwargs
     made.meta["val"] = value(result)
     members = sorted(group.members)
     reason = f"fused: {', '.join(dict.fromkeys(op_name(one).removeprefix('aten.') for one in members))}"
-    extra = {key: one for key, one in record.extra.items() if key != "fused"} | {"reason": reason}
+    if op_name(result) == "aten.scaled_dot_product_attention":
+        reason = "its mask is causal, and not read"
+    extra = {key: one for key, one in record.extra.items() if key not in ("fused", "inner")} | {"reason": reason}
     set_note(made, replace(record, why="", form="", conversion="", extra=extra))
     return made
 

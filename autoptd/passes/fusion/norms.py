@@ -7,17 +7,17 @@ from typing import Any
 from torch.fx import Node
 
 from autoptd.ir.notes import note, op_name, shape, value
-from autoptd.passes.fusion.chain import Chain, Found, Refusal, is_op, last_dim, number, orders
+from autoptd.passes.fusion.chain import Chain, Found, Refusal, is_op, last_dim, number, orders, same_dtype
 
 SQUARES = ("aten.pow", "aten.mul", "aten.square")
 
 
 def norm(node: Node) -> Found:
     """A norm over the last dim, with its weight and bias where it has them."""
-    if op_name(node) not in ("aten.mul", "aten.div", "aten.add", "aten.to", "aten._to_copy", "aten.rms_norm"):
-        return None
     if op_name(node) == "aten.rms_norm":
         return _of_torch(node)
+    if op_name(node) not in ("aten.mul", "aten.div", "aten.add", "aten.to", "aten._to_copy"):
+        return None
     chain = Chain(node)
     inner = chain.uncast(node)
     if is_op(inner, "aten.add"):  # + bias
@@ -69,6 +69,24 @@ def _of_torch(node: Node) -> Found:
     if len(size) != 1 or given.get("eps") is None:
         return Refusal("rms_norm", node, "over more than the last dim, or with the default eps of the dtype")
     return Chain(node).group("rms_norm", x, given.get("weight"), eps=given["eps"])
+
+
+def norm_of_sum(node: Node) -> Found:
+    """torch's own layer_norm of a sum: one operator already, but for the sum."""
+    if op_name(node) != "aten.layer_norm" or sum_of(node.args[0]) is None or len(node.args[1]) != 1:
+        return None
+    x, _, *rest = node.args
+    given = dict(zip(("weight", "bias", "eps"), rest, strict=False)) | node.kwargs
+    return Chain(node).group("layer_norm", x, given.get("weight"), given.get("bias"), eps=given.get("eps", 1e-5))
+
+
+def sum_of(node: Any) -> tuple[Node, Node] | None:
+    """(a, b) where `node` is the sum of two values like itself."""
+    if not is_op(node, "aten.add") or len(node.args) != 2 or node.kwargs:
+        return None
+    a, b = node.args
+    is_like = all(isinstance(one, Node) and value(one).shape == value(node).shape for one in (a, b))
+    return (a, b) if is_like and same_dtype(a, b, node) else None
 
 
 def _offset(chain: Chain, weight: Any) -> tuple[float, Any]:
