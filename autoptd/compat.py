@@ -48,7 +48,8 @@ def light_export() -> Iterator[None]:
         try:
             yield
         finally:
-            names["CapturedTraceback"] = known
+            if known is not None:
+                names["CapturedTraceback"] = known
 
 
 class _UserFrames:

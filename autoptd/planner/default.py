@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -180,7 +181,8 @@ class DefaultModel:
                 found[mine] = what(self._setting(take(candidates, mine), way))
         return found
 
-    def _setting(self, candidates: Columns, way: int) -> Setting:
+    def _setting(self, candidates: Mapping[str, Any], way: int) -> Setting:
+        """One candidate, or an array of them."""
         asked, (recompute, sequence_parallel, zero, schedule) = self.request, self.ways[way]
         placement = None
         if INSIDE[0] in candidates:
@@ -224,25 +226,8 @@ class DefaultModel:
 
     def predicted(self, row: Mapping[str, int]) -> Prediction:
         """What `predict` says of a candidate."""
-        asked, (recompute, sequence_parallel, zero, schedule) = self.request, self.ways[row["way"]]
-        return predict(
-            asked.shape,
-            asked.cluster,
-            t=row["t"],
-            p=row["p"],
-            d=row["d"],
-            c=row["c"],
-            v=row["v"],
-            microbatch=row["b"],
-            batch=asked.batch,
-            schedule=schedule,
-            recompute=recompute,
-            sequence_parallel=sequence_parallel,
-            zero=zero,
-            precision=asked.precision,
-            placement={axis: row[name] for axis, name in zip(AXES, INSIDE, strict=True)},
-            most_actions=LEAST_ACTIONS,
-        )
+        setting = self._setting(row, row["way"])
+        return predict(self.request.shape, self.request.cluster, **vars(setting), most_actions=LEAST_ACTIONS)
 
     def _choice(
         self,

@@ -81,7 +81,7 @@ def _of_torch(node: Node, constants: Constants) -> Found:
     masked = Masked(node, mask, -math.inf if value(mask).dtype == torch.bool else None, hides=False)
     if not proves_causal(masked, (*shape(q)[:-1], shape(k)[-2]), constants):
         return None
-    return Chain(node).group("attention", q, k, v, None, causal=True, **{"scale": None} | given)
+    return Chain(node).group("attention", q, k, v, None, causal=True, **given)
 
 
 def masked_softmax(node: Node, constants: Constants) -> Found:
