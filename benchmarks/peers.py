@@ -1,7 +1,7 @@
 """Ours against the same model written by hand in Megatron's style, and against torch's own composition.
 
-The GPT of examples/gpt.py trains on 2 or 4 processes of one thread over gloo, in all its forms in the same processes, in turns
-(A B, B A, ...): a step is all microbatches forward and backward, gradients summed, the loss read, gradients set to None after.
+The GPT of examples/gpt.py trains on 2 or 4 processes of one thread over gloo, in all its forms in the same processes, in turns:
+a step is all microbatches forward and backward, gradients summed, the loss read, gradients set to None after.
 
 - hand-written: `lib/megatron_style.py`, plain autograd functions for f and g, local shapes: the ceiling of eager code. With the
   vocabulary split, and with whole logits gathered.
@@ -13,8 +13,12 @@ Above 1 ours is faster: the median over turns of their time / our time, of wall 
 ranks'), with its 95% interval. Parity: the largest difference of a loss to the one-device model's, of three steps of SGD.
 Memory: the most that a rank allocates during a step. Lines: code that one writes beyond the one-device model, without docs.
 
+Two groups of gloo over the same two processes differ: the hand-written program beside its own copy was 7% slower or faster, as
+the threads of their groups happened to lie, and stayed so until the processes ended. So at t=2 all share one group, and every
+case is drawn several times, in processes of its own.
+
     python benchmarks/peers.py                 # two tables, benchmarks/results/peers.json and peers.svg
-    python benchmarks/peers.py --ceiling --seconds 60   # hand-written programs alone, many more turns: peers_ceiling.json
+    python benchmarks/peers.py --ceiling --seconds 120 --draws 4   # hand-written programs alone, many turns: peers_ceiling.json
 """
 
 from __future__ import annotations
@@ -34,17 +38,19 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 import autoptd
+from autoptd.runtime.distributed import DistributedGroup
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.lib import megatron_core, megatron_style, torch_native
 from benchmarks.lib.memory import peak_bytes
-from benchmarks.lib.pairs import Turns, of_all_ranks, ratio_of, take_turns
+from benchmarks.lib.pairs import of_all_ranks, ratio_of, take_turns
 from benchmarks.lib.processes import spawn
 from benchmarks.lib.report import ratio_bars, save, save_picture
 from examples.gpt import GPT, GPTConfig
 
 Row = dict[str, Any]
+Drawn = dict[str, Any]  # of one form: "wall" and "cpu" seconds of its turns, "peak MB", "parity"
 Step = Callable[[Tensor, Tensor], Tensor | None]
 
 
@@ -88,16 +94,21 @@ class Contender(NamedTuple):
     optimizer: Callable[[], torch.optim.Optimizer]
 
 
-def ours(model: GPT, case: Case, ids: Tensor, targets: Tensor) -> Contender:
+def ours(model: GPT, case: Case, ids: Tensor, targets: Tensor) -> tuple[Contender, dist.ProcessGroup | None]:
+    """Also the group of its tensor ranks, where there are some."""
     pm = autoptd.parallelize(
         model, case.t, case.p, case.d, v=case.v, num_microbatches=case.m, fuse=False, example_inputs=(ids, targets)
     )
-    return Contender(pm.step, list(pm.parameters()), lambda: pm.optimizer(torch.optim.SGD, lr=0.1))
+    made = Contender(pm.step, list(pm.parameters()), lambda: pm.optimizer(torch.optim.SGD, lr=0.1))
+    if case.t == 1:
+        return made, None
+    group = pm._started("peers.py").here[0].world.group(("tp",))
+    assert isinstance(group, DistributedGroup)
+    return made, group.handle
 
 
-def hand_written(model: GPT, head: str) -> Contender:
-    written = megatron_style.ParallelGPT(model.config, model.state_dict(), dist.group.WORLD, head)  # type: ignore[arg-type]
-    return trained_by_hand(written)
+def hand_written(model: GPT, head: str, group: dist.ProcessGroup) -> Contender:
+    return trained_by_hand(megatron_style.ParallelGPT(model.config, model.state_dict(), group, head))
 
 
 def trained_by_hand(written: megatron_style.ParallelGPT) -> Contender:
@@ -110,11 +121,11 @@ def trained_by_hand(written: megatron_style.ParallelGPT) -> Contender:
     return _with_sgd(step, list(written.parameters()))
 
 
-def native(model: GPT, case: Case, sequence: bool = False) -> Contender:
+def native(model: GPT, case: Case, tp: dist.ProcessGroup | None = None, *, sequence: bool = False) -> Contender:
     if case.p > 1:
         made: Any = torch_native.Pipeline(model.config, model.state_dict(), p=case.p, v=case.v, t=case.t, m=case.m)
     else:
-        made = torch_native.Whole(model.config, model.state_dict(), t=case.t, d=case.d, m=case.m, sequence=sequence)
+        made = torch_native.Whole(model.config, model.state_dict(), tp=tp, d=case.d, m=case.m, sequence=sequence)
     return _with_sgd(made.step, made.parameters())
 
 
@@ -124,22 +135,24 @@ def _with_sgd(step: Step, parameters: list[torch.nn.Parameter]) -> Contender:
 
 
 def contenders(model: GPT, case: Case, ids: Tensor, targets: Tensor) -> dict[str, Contender]:
-    found = {OURS: ours(model, case, ids, targets)}
+    mine, group = ours(model, case, ids, targets)
+    found = {OURS: mine}
     if case == Case(t=2):
-        found |= {f"hand-written, {head}": hand_written(model, head) for head in ("vocab", "gathered")}
+        assert group is not None
+        found |= {f"hand-written, {head}": hand_written(model, head, group) for head in ("vocab", "gathered")}
         if megatron_core.is_installed():
-            core = megatron_core.core_gpt(model.config, model.state_dict(), dist.group.WORLD)  # type: ignore[arg-type]
+            core = megatron_core.core_gpt(model.config, model.state_dict(), group)
             found["Megatron-Core's layers"] = trained_by_hand(core)
-        found["torch DTensor"] = native(model, case)
-        found["torch DTensor, sequence"] = native(model, case, sequence=True)
+        found["torch DTensor"] = native(model, case, group)
+        found["torch DTensor, sequence"] = native(model, case, group, sequence=True)
     else:
         name = {True: "torch DDP", case.p > 1: "torch pipelining", case.t > 1: "torch pipelining + DTensor"}[True]
         found[name] = native(model, case)
     return found
 
 
-def measure(size: Size, case: Case, seconds: float, calls: int, ceiling: bool = False) -> list[Row]:
-    """The rows of one case, on one of its processes; with `ceiling` of ours and what is written by hand."""
+def measure(size: Size, case: Case, seconds: float, calls: int, ceiling: bool = False) -> dict[str, Drawn]:
+    """One draw of a case, on one of its processes; with `ceiling` of ours and what is written by hand."""
     warnings.filterwarnings("ignore")
     size, case = Size(*size), Case(*case)
     torch.manual_seed(0)
@@ -163,27 +176,26 @@ def measure(size: Size, case: Case, seconds: float, calls: int, ceiling: bool = 
     peaks = {name: _largest(peak_bytes(one)) for name, one in runs.items()}
     wanted = [_sgd_step(model, whole_ids, whole_targets) for _ in range(3)]
     apart = {name: _largest(_apart(one, ids, targets, wanted, case.d)) for name, one in made.items()}
-    tokens = whole_ids.numel()
-    return [
-        _row(size, case, name, turns, tokens) | {"peak MB": peaks[name] / 1e6, "parity": apart[name]} for name in made
-    ]
+    return {name: turns[name]._asdict() | {"peak MB": peaks[name] / 1e6, "parity": apart[name]} for name in made}
 
 
-def _row(size: Size, case: Case, name: str, turns: dict[str, Turns], tokens: int) -> Row:
-    row: Row = {
-        "case": str(case),
-        **size._asdict(),
-        "microbatches": case.m,
-        "who": name,
-        "pairs": len(turns[name].wall),
-    }
-    row["tokens/s"] = tokens / statistics.median(turns[name].wall)
-    row["ms"] = 1e3 * statistics.median(turns[name].wall)
-    row["CPU ms"] = 1e3 * statistics.median(turns[name].cpu)
+def rows_of(size: Size, case: Case, draws: list[dict[str, Drawn]]) -> list[Row]:
+    """The table of a case: turns of all draws together."""
+    tokens = size.b * case.m * case.d * size.s
+    return [_row(size, case, name, draws, tokens) for name in draws[0]]
+
+
+def _row(size: Size, case: Case, name: str, draws: list[dict[str, Drawn]], tokens: int) -> Row:
+    def pooled(who: str, which: str) -> list[float]:
+        return [one for draw in draws for one in draw[who][which]]
+
+    wall, cpu = (pooled(name, which) for which in ("wall", "cpu"))
+    row: Row = {"case": str(case), **size._asdict(), "microbatches": case.m, "who": name}
+    row |= {"pairs": len(wall), "draws": len(draws), "tokens/s": tokens / statistics.median(wall)}
+    row |= {"ms": 1e3 * statistics.median(wall), "CPU ms": 1e3 * statistics.median(cpu)}
     if name != OURS:
-        row["wall"] = ratio_of(turns[name].wall, turns[OURS].wall)._asdict()
-        row["cpu"] = ratio_of(turns[name].cpu, turns[OURS].cpu)._asdict()
-    return row
+        row |= {which: ratio_of(pooled(name, which), pooled(OURS, which))._asdict() for which in ("wall", "cpu")}
+    return row | {which: max(draw[name][which] for draw in draws) for which in ("peak MB", "parity")}
 
 
 def _sgd_step(model: GPT, ids: Tensor, targets: Tensor) -> float:
@@ -275,7 +287,8 @@ def picture(rows: list[Row]) -> Figure:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=6.0, help="of turns per case, 15 rounds at least")
+    parser.add_argument("--seconds", type=float, default=6.0, help="of turns per case, 15 rounds a draw at least")
+    parser.add_argument("--draws", type=int, default=2, help="of each case, in new processes")
     parser.add_argument("--only", nargs="+", help="these cases: t=2, 'p=2 v=2', ...")
     parser.add_argument("--widths", type=int, nargs="+", default=[size.h for size in SIZES], help="of the cases t=2")
     parser.add_argument("--ceiling", action="store_true", help="ours and the hand-written programs only, for t=2")
@@ -288,7 +301,8 @@ def main() -> None:
     for size, case in todo:
         if args.only and str(case) not in args.only:
             continue
-        found = spawn(measure, case.t * case.p * case.d, size, case, args.seconds, max(1, 128 // size.h), args.ceiling)
+        how = (size, case, args.seconds / args.draws, max(1, 128 // size.h), args.ceiling)
+        found = rows_of(size, case, [spawn(measure, case.t * case.p * case.d, *how) for _ in range(args.draws)])
         rows += found
         show(found)
         save(name, {"rows": rows})  # a run that is cut short leaves what it has

@@ -35,7 +35,7 @@ class Core(nn.Module):
 
 
 def core_gpt(config: GPTConfig, state: State, group: dist.ProcessGroup) -> ParallelGPT:
-    """Return the model, vocabulary split; `group` is the default group, all of it tensor ranks."""
+    """Return the model, vocabulary split; `group` are the tensor ranks, all that there are."""
     from megatron.core import ModelParallelConfig, parallel_state
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
@@ -44,6 +44,7 @@ def core_gpt(config: GPTConfig, state: State, group: dist.ProcessGroup) -> Paral
     common: dict[str, Any] = {
         "config": ModelParallelConfig(tensor_model_parallel_size=t, use_cpu_initialization=True),
         "init_method": nn.init.normal_,
+        "tp_group": group,
     }
     model = ParallelGPT(config, state, group)
     for block in model.h:

@@ -12,6 +12,7 @@ On a machine that others use as well, CPU time is the steadier of the two: wall 
 from __future__ import annotations
 
 import math
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -62,7 +63,7 @@ def take_turns(
     fewest: int = 15,
     warm_up: int = 3,
 ) -> dict[str, Turns]:
-    """Call every function `calls` times a turn, in changing order (A B, B A, ...).
+    """Call every function `calls` times a turn, in an order drawn anew for each round, the same one in all processes.
 
     After `seconds` it stops, once `fewest` rounds are over. With a process group all ranks call this alike, and stop together.
     """
@@ -72,7 +73,7 @@ def take_turns(
     turns = {name: Turns([], []) for name in runs}
     start = time.perf_counter()
     for number in range(rounds):
-        for name in list(runs) if number % 2 else list(runs)[::-1]:
+        for name in random.Random(number).sample(list(runs), len(runs)):
             _meet()
             wall, cpu = time.perf_counter(), time.process_time()
             for _ in range(calls):

@@ -142,11 +142,18 @@ class Whole:
     """Tensor or data parallel: one model, microbatches in a loop."""
 
     def __init__(
-        self, config: GPTConfig, state: State, *, t: int = 1, d: int = 1, m: int = 1, sequence: bool = False
+        self,
+        config: GPTConfig,
+        state: State,
+        *,
+        tp: dist.ProcessGroup | None = None,
+        d: int = 1,
+        m: int = 1,
+        sequence: bool = False,
     ) -> None:
         model = StageGPT(config, state, 0, config.n_layer)
-        if t > 1:
-            split_tensors(model, dist.init_device_mesh("cpu", (t,)), sequence=sequence)
+        if tp is not None:
+            split_tensors(model, DeviceMesh.from_group(tp, "cpu"), sequence=sequence)
         self.m, self.model = m, nn.parallel.DistributedDataParallel(model) if d > 1 else model
 
     def step(self, ids: Tensor, targets: Tensor) -> Tensor:

@@ -23,5 +23,7 @@ def test_a_ratio_is_that_of_neighbours() -> None:
 def test_turns_change_their_order_and_none_is_lost() -> None:
     seen: list[str] = []
     turns = take_turns({"a": lambda: seen.append("a"), "b": lambda: seen.append("b")}, 4, warm_up=1)
-    assert "".join(seen) == "ab" + "ba" + "ab" + "ba" + "ab"
+    assert "".join(seen[:2]) == "ab"  # to warm up
+    rounds = ["".join(seen[i : i + 2]) for i in range(2, len(seen), 2)]
+    assert set(rounds) == {"ab", "ba"} and len(rounds) == 4
     assert {name: (len(one.wall), len(one.cpu)) for name, one in turns.items()} == {"a": (4, 4), "b": (4, 4)}
