@@ -5,7 +5,8 @@ backward of one microbatch at t=p=d=1. Above 1 the fused program is faster: the 
 interval, of wall time; peak memory is what a step allocates at most beyond weights and inputs.
 
 The order of dims is measured as well: a block of attention on [b, s, h] and on [s, b, h] (SC'21, section 4.2), whose products
-need no transposed copy where batched products cannot read strides. Those of torch can.
+need no transposed copy where batched products cannot read strides. Those of torch can. Last, the loss in chunks alone, by the
+size of the logits: below 8 MB the compiler leaves them whole.
 
     python benchmarks/fusion.py                # a table, benchmarks/results/fusion.json and fusion.svg
     python benchmarks/fusion.py --inductor     # with torch's compiler, and the seconds that it takes to start: minutes
@@ -31,6 +32,7 @@ import autoptd
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from autoptd.kernels.loss import linear_cross_entropy, linear_cross_entropy_plain
 from benchmarks.lib.memory import peak_bytes
 from benchmarks.lib.pairs import ratio_of, take_turns
 from benchmarks.lib.report import ratio_bars, save, save_picture
@@ -134,6 +136,27 @@ def measure_layout(seconds: float) -> Row:
     return {"gain of [s, b, h]": gain._asdict(), "turns": len(turns["bsh"].wall)}
 
 
+def backward_of(loss: Callable[..., Tensor], *inputs: Tensor) -> None:
+    loss(*inputs).backward()
+
+
+def measure_loss(seconds: float, tokens: int = ROWS * TOKENS) -> list[Row]:
+    """The head and its loss in chunks beside F.linear and F.cross_entropy, forward and backward, by the size of the logits."""
+    rows = []
+    for classes in (256, 1024, 4096, 16384):
+        x, weight = (torch.randn(n, WIDTH, device=device()).requires_grad_() for n in (tokens, classes))
+        targets = torch.randint(0, classes, (tokens,), device=device())
+        forms = {"plain": linear_cross_entropy_plain, "chunks": linear_cross_entropy}
+        runs = {name: partial(backward_of, form, x, weight, targets) for name, form in forms.items()}
+        turns = take_turns(runs, 200, seconds=seconds / 4)
+        gain = ratio_of(turns["plain"].wall, turns["chunks"].wall)
+        rows.append(
+            {"MB of logits": 4e-6 * tokens * classes, "gain": gain._asdict(), "turns": len(turns["plain"].wall)}
+        )
+        print(f"  the loss in chunks of {rows[-1]['MB of logits']:5.1f} MB of logits: {gain}")
+    return rows
+
+
 def draw(rows: list[Row]) -> Figure:
     figure = Figure(figsize=(7, 0.8 + 0.3 * len(rows)), layout="constrained")
     bars = [
@@ -153,8 +176,9 @@ def main() -> None:
     print(f"plain / fused, wall time, median (95%), of a step of {ROWS} x {TOKENS} tokens, h={WIDTH}, {LAYERS} layers")
     rows = [row for name in MODELS for row in measure(name, args.seconds, args.inductor)]
     layout = measure_layout(args.seconds / 5)
+    chunks = measure_loss(args.seconds / 2)
     about = {"rows": ROWS, "tokens": TOKENS, "h": WIDTH, "heads": HEADS, "layers": LAYERS, "vocabulary": VOCAB}
-    save("fusion", {"sizes": about, "device": device(), "fusion": rows, "layout": layout})
+    save("fusion", {"sizes": about, "device": device(), "fusion": rows, "layout": layout, "loss": chunks})
     save_picture("fusion", draw(rows))
 
 

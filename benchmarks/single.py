@@ -61,7 +61,7 @@ def gpt(h: int, heads: int, layers: int, s: int, vocab: int = 256) -> GPTConfig:
 
 
 CPU = [Setup(f"h={h}", gpt(h, h // 16, 4, 64), 4) for h in (64, 128, 256, 512)]
-CPU.append(Setup("h=128 m=4", gpt(128, 8, 4, 64), 2, m=4))
+CPU += [Setup("h=128 m=4", gpt(128, 8, 4, 64), 2, m=4), Setup("h=256 V=8192", gpt(256, 16, 4, 256, 8192), 4)]
 GPU = [
     Setup("GPT 125M", gpt(768, 12, 12, 1024, 50304), 8, dtype=torch.bfloat16),
     Setup("GPT 1.3B", gpt(2048, 16, 24, 2048, 50304), 2, dtype=torch.bfloat16),

@@ -2,7 +2,7 @@
 
 Collectives that start at once, and dear memory, let the sizes of tensors decide, however small: plans have embeddings in
 shards, gathers and scatters, which on a real machine models of the size of tests would not have. The real ones are named in
-`passes/test_expected_plans.py`, and drawn by the fuzzer.
+`passes/test_expected_plans.py`, and drawn by the fuzzer. Small logits count as large, so that losses are made in chunks.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import pytest
 
 from autoptd import trace
 from autoptd.ir import machine
+from autoptd.passes.fusion import losses
 from tests import traces
 
 
@@ -27,4 +28,10 @@ def traced_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 @pytest.fixture(autouse=True, scope="session")
 def collectives_start_at_once() -> Iterator[None]:
     with mock.patch.object(machine, "DEFAULT", machine.Machine(latency=1e-9, per_saved_byte=1e-12)):
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def logits_are_large() -> Iterator[None]:
+    with mock.patch.object(losses, "LEAST_BYTES", 0):
         yield

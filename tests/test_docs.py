@@ -15,6 +15,7 @@ import autoptd
 from autoptd.cli import main
 from autoptd.cli.parser import parse
 from autoptd.ir.machine import Machine
+from docs import make_benchmarks
 from docs.make_api import PAGE, page
 from examples.gpt import GPT, GPTConfig
 
@@ -105,6 +106,14 @@ def test_public_names_are_told() -> None:
     assert all(f"\n## autoptd.{name}\n" in text for name in autoptd.__all__)
     assert "### ParallelModel.step" in text and "at 0x" not in text
     assert PAGE.read_text() == text
+
+
+def test_the_tables_of_benchmarks_are_the_results() -> None:
+    """PYTHONPATH=. python docs/make_benchmarks.py writes them."""
+    text = make_benchmarks.PAGE.read_text()
+    assert make_benchmarks.filled(text) == text and set(make_benchmarks.TABLES) == {
+        name for _, name, _ in make_benchmarks.MARKED.findall(text)
+    }
 
 
 def test_what_the_package_says_it_has() -> None:

@@ -17,7 +17,7 @@ from autoptd import trace
 from autoptd.ir import markers
 from autoptd.ir.fusion import Fusion
 from autoptd.ir.notes import copy_graph, note, ops, output
-from autoptd.passes.fusion import find_fusions, substitute
+from autoptd.passes.fusion import find_fusions, losses, substitute
 from autoptd.passes.localize import Sizes, localize
 from autoptd.runtime.fused import Fused
 
@@ -413,6 +413,13 @@ def test_few_tokens_keep_their_logits() -> None:
     model = Spelled(lambda x, t, w: F.cross_entropy(F.linear(x, w).flatten(0, 1), t.flatten()), w=random(11, 64))
     fusions = fused(model, random(B, S, 64), torch.zeros(B, S, dtype=torch.long))
     assert names(fusions) == [] and "12 tokens are no more than the width 64" in reasons(fusions)[0]
+
+
+def test_small_logits_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(losses, "LEAST_BYTES", 8 << 20)  # not that of the tests
+    model = Spelled(lambda x, t, w: F.cross_entropy(F.linear(x, w).flatten(0, 1), t.flatten()), w=random(11, H))
+    fusions = fused(model, random(B, S, H), torch.zeros(B, S, dtype=torch.long))
+    assert names(fusions) == [] and "MB: a loss in chunks is slower below 8.4 MB" in reasons(fusions)[0]
 
 
 def test_logits_that_are_read_elsewhere() -> None:

@@ -10,9 +10,11 @@ from dataclasses import replace
 
 from torch.fx import Node
 
-from autoptd.ir.notes import note, op_name, shape
+from autoptd.ir.notes import note, op_name, shape, value
 from autoptd.passes.fusion.chain import ROW_VIEWS, Chain, Found, Refusal, is_op, rows
 from autoptd.passes.links import argument
+
+LEAST_BYTES = 8 << 20  # of a microbatch's logits: with less a loss in chunks is no faster (benchmarks/fusion.py)
 
 
 def linear_cross_entropy(node: Node) -> Found:
@@ -41,6 +43,12 @@ def linear_cross_entropy(node: Node) -> Found:
     if tokens <= width:
         fact = (
             f"{tokens:,} tokens are no more than the width {width:,}: the head's gradient would take what its logits do"
+        )
+        return Refusal("linear_cross_entropy", node, fact)
+    logits_bytes = value(logits).numel() * value(product).element_size()
+    if logits_bytes < LEAST_BYTES:
+        fact = (
+            f"its logits take {logits_bytes / 1e6:.2g} MB: a loss in chunks is slower below {LEAST_BYTES / 1e6:.1f} MB"
         )
         return Refusal("linear_cross_entropy", node, fact)
     operands = (x, weight, targets, bias[0] if bias else None)

@@ -1,0 +1,140 @@
+"""Fill the tables of docs/benchmarks.md from benchmarks/results/*.json.
+
+PYTHONPATH=. python docs/make_benchmarks.py
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+PAGE = Path(__file__).parent / "benchmarks.md"
+RESULTS = PAGE.parents[1] / "benchmarks" / "results"
+MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end of table -->\n)", re.DOTALL)
+Found = dict[str, Any]
+
+
+def filled(page: str) -> str:
+    """The page with every table as the results have it, and a line about the machine."""
+
+    def table(match: re.Match[str]) -> str:
+        found = json.loads((RESULTS / f"{match[2]}.json").read_text())
+        text = "\n\n".join([*TABLES[match[2]](found), *_machine(found)])
+        return f"{match[1]}\n{text}\n\n{match[3]}"
+
+    return MARKED.sub(table, page)
+
+
+def _peers(found: Found) -> list[str]:
+    rows = []
+    for row in found["rows"]:
+        if row["who"] == "AutoPTD":
+            ours = row
+            continue
+        mega = [f"{one['peak MB']:.1f}" for one in (ours, row)]
+        rows.append([row["case"], row["h"], row["who"], row["pairs"], _ratio(row["wall"]), _ratio(row["cpu"]), *mega])
+    return [_table(["case", "h", "beside", "turns", "wall time", "CPU time", "peak MB, ours", "theirs"], rows)]
+
+
+def _peers_and_lines(found: Found) -> list[str]:
+    lines = ", ".join(f"{who} {count}" for who, count in found["lines of user code"].items())
+    return [*_peers(found), f"Lines of code beyond the model: {lines}."]
+
+
+def _single(found: Found) -> list[str]:
+    rows = []
+    for row in found["rows"]:
+        ratios = [_ratio(row[one]) if one in row else "" for one in ("wall", "cpu")]
+        speed = [f"{row['ms']:.2f}", f"{row['GFLOP/s']:.1f}", f"{row['of GEMM']:.0%}", f"{row['peak MB']:.1f}"]
+        rows.append([row["setup"], row["who"], *speed, *ratios])
+    rows += [[name, "", "not run", "", "", "", "", ""] for name in found["not run"]]
+    header = ["model", "form", "ms", "GFLOP/s", "of GEMM", "peak MB", "wall time / ours plain", "CPU time / ours plain"]
+    return [_table(header, rows)]
+
+
+def _fusion(found: Found) -> list[str]:
+    rows = [
+        [
+            row["model"],
+            row["fused"],
+            row["times"] or "",
+            _ratio(row["gain"]),
+            f"{row['peak bytes'] / row['peak bytes of none']:.2f}",
+        ]
+        for row in found["fusion"]
+    ]
+    sizes, layout = found["sizes"], found["layout"]["gain of [s, b, h]"]
+    about = (
+        f"{sizes['rows']} x {sizes['tokens']} tokens, h={sizes['h']}, {sizes['layers']} layers, "
+        f"vocabulary {sizes['vocabulary']}, {found['device']}. A block of attention laid out as [s, b, h] over [b, s, h] "
+        f"(SC'21, section 4.2): {_ratio(layout)}."
+    )
+    loss = _table(
+        ["MB of logits", "gain"], [[f"{row['MB of logits']:.1f}", _ratio(row["gain"])] for row in found["loss"]]
+    )
+    header = ["model", "fused", "times", "gain", "peak memory"]
+    return [_table(header, rows), about, "The head and its loss in chunks alone:", loss]
+
+
+def _memory(found: Found) -> list[str]:
+    header = ["shape", "t", "sequence parallel", "paper", "without masks", "kept", "peak"]
+    return [_table(header, [[row[name] for name in header] for row in found["rows"]])]
+
+
+def _collectives(found: Found) -> list[str]:
+    def told(row: Found, by: str) -> str:
+        calls = row[f"{by} calls"]
+        return f"{row[by]:,.0f}" + ("" if calls is None else f" in {calls:g}")
+
+    ways = ["formula", "planned", "sent"]
+    rows = [[row["mesh"], row["what"], *(told(row, by) for by in ways)] for row in found["rows"]]
+    return [_table(["mesh", "what", *ways], rows)]
+
+
+def _overhead(found: Found) -> list[str]:
+    return [_table(["", "microseconds"], [[row["what"], f"{row['microseconds']:.0f}"] for row in found["rows"]])]
+
+
+def _schedules(found: Found) -> list[str]:
+    rows = []
+    for row in found["rows"]:
+        bubbles = [f"{row[how]['bubble']:.1%}" for how in ("simulated", "executed")]
+        gain, held = f"{row['executed']['gain']:.2f}", f"{row['peak_live_microbatches']:g}"
+        rows.append([row["schedule"], row["v"], row["m"], *bubbles, gain, held])
+    return [_table(["schedule", "v", "m", "simulated", "executed", "gain over 1F1B", "microbatches held"], rows)]
+
+
+TABLES: dict[str, Callable[[Found], list[str]]] = {
+    "peers": _peers_and_lines,
+    "peers_ceiling": _peers,
+    "single": _single,
+    "fusion": _fusion,
+    "memory": _memory,
+    "collectives": _collectives,
+    "overhead": _overhead,
+    "schedules": _schedules,
+}
+
+
+def _machine(found: Found) -> list[str]:
+    one = found["machine"]
+    what = one.get("gpu") or f"{one['cores']} cores of an {one['processor']}"
+    return (
+        [f"{what}, torch {one['torch']}; load at the start {one['load at start']}."] if "load at start" in one else []
+    )
+
+
+def _ratio(one: dict[str, float]) -> str:
+    return f"{one['median']:.2f} ({one['low']:.2f} to {one['high']:.2f})"
+
+
+def _table(header: list[str], rows: list[list[Any]]) -> str:
+    lines = [header, ["---"] * len(header), *([str(one) for one in row] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(filled(PAGE.read_text()))
