@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import math
 import statistics
 import sys
 import warnings
@@ -151,8 +152,8 @@ def contenders(model: GPT, case: Case, ids: Tensor, targets: Tensor) -> dict[str
     return found
 
 
-def measure(size: Size, case: Case, seconds: float, calls: int, ceiling: bool = False) -> dict[str, Drawn]:
-    """One draw of a case, on one of its processes; with `ceiling` of ours and what is written by hand."""
+def measure(size: Size, case: Case, seconds: float, rounds: int, ceiling: bool) -> dict[str, Drawn]:
+    """A draw of a case on one of its processes, `rounds` turns at least; with `ceiling` of ours and what is written by hand."""
     warnings.filterwarnings("ignore")
     size, case = Size(*size), Case(*case)
     torch.manual_seed(0)
@@ -172,7 +173,7 @@ def measure(size: Size, case: Case, seconds: float, calls: int, ceiling: bool = 
             parameter.grad = None
 
     runs = {name: lambda one=one: run(one) for name, one in made.items()}  # type: ignore[misc]
-    turns = of_all_ranks(take_turns(runs, 2000, calls=calls, seconds=seconds))
+    turns = of_all_ranks(take_turns(runs, 2000, calls=max(1, 128 // size.h), seconds=seconds, fewest=rounds))
     peaks = {name: _largest(peak_bytes(one)) for name, one in runs.items()}
     wanted = [_sgd_step(model, whole_ids, whole_targets) for _ in range(3)]
     apart = {name: _largest(_apart(one, ids, targets, wanted, case.d)) for name, one in made.items()}
@@ -287,7 +288,7 @@ def picture(rows: list[Row]) -> Figure:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=6.0, help="of turns per case, 15 rounds a draw at least")
+    parser.add_argument("--seconds", type=float, default=6.0, help="of turns per case, 15 rounds at least")
     parser.add_argument("--draws", type=int, default=2, help="of each case, in new processes")
     parser.add_argument("--only", nargs="+", help="these cases: t=2, 'p=2 v=2', ...")
     parser.add_argument("--widths", type=int, nargs="+", default=[size.h for size in SIZES], help="of the cases t=2")
@@ -301,7 +302,7 @@ def main() -> None:
     for size, case in todo:
         if args.only and str(case) not in args.only:
             continue
-        how = (size, case, args.seconds / args.draws, max(1, 128 // size.h), args.ceiling)
+        how = (size, case, args.seconds / args.draws, math.ceil(15 / args.draws), args.ceiling)
         found = rows_of(size, case, [spawn(measure, case.t * case.p * case.d, *how) for _ in range(args.draws)])
         rows += found
         show(found)

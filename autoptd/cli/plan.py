@@ -25,13 +25,8 @@ WISHES = (
     *("t", "p", "d", "c", "v", "microbatch", "sequence_parallel", "recompute", "zero", "precision", "schedule"),
     *("placement", "software", "memory"),
 )
-ONE_PLAN = {
-    "explain": False,
-    "out": None,
-    "keep": 10,
-    "cost_model": "default",
-    "tensor": "1D",
-}  # flags of a single plan
+# flags of a single plan
+ONE_PLAN = {"explain": False, "out": None, "keep": 10, "cost_model": "default", "tensor": "1D"}
 
 
 def plan(asked: Namespace) -> int:

@@ -122,9 +122,8 @@ VIEWS = "view reshape _unsafe_view flatten unflatten squeeze unsqueeze".split()
 TRANSPOSES = "transpose t numpy_T permute swapaxes swapdims".split()
 LOSSES = "mse_loss l1_loss smooth_l1_loss huber_loss kl_div soft_margin_loss".split()  # their reductions are split off
 LOSSES += "binary_cross_entropy binary_cross_entropy_with_logits".split()
-UNTAGGED = (
-    "hardswish log_sigmoid where masked_fill floor_divide isfinite isnan isinf".split()
-)  # pointwise, torch has no tag
+# pointwise, torch has no tag
+UNTAGGED = "hardswish log_sigmoid where masked_fill floor_divide isfinite isnan isinf".split()
 EVERY = ((-1,),)  # linear in all operands together
 
 TABLE: dict[str, Rule] = {

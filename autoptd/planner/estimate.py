@@ -185,9 +185,7 @@ def fullest_bytes(shape: Shape, cluster: Cluster, setting: Setting) -> Number:
     layers, held = _layers(shape, setting), _parameters(shape, setting)
     each = state.weight + state.gradient + state.optimizer
     moment, at_end = kept.once, np.maximum(kept.logits, kept.once)
-    live = {
-        name: _live(setting, rank) / v for name, rank in (("first", 0), ("middle", 1), ("last", p - 1))
-    }  # microbatches
+    live = {name: _live(setting, rank) / v for name, rank in (("first", 0), ("middle", 1), ("last", p - 1))}
     first = held.first * each + live["first"] * layers.first * kept.layer + np.ceil(live["first"]) * kept.embedding
     middle = held.middle * each + live["middle"] * layers.middle * kept.layer + moment
     last = held.last * each + live["last"] * layers.last * kept.layer

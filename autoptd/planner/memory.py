@@ -24,11 +24,8 @@ from autoptd.planner.setting import Setting
 from autoptd.planner.shape import Shape
 
 Number = Any
-STATE = {
-    "bf16": (2, 0, 12),
-    "fp16": (2, 2, 16),
-    "fp32": (4, 4, 8),
-}  # weight, gradient (0: as the software sums it), optimizer
+# bytes of weight, gradient (0: as the software sums it), optimizer
+STATE = {"bf16": (2, 0, 12), "fp16": (2, 2, 16), "fp32": (4, 4, 8)}
 
 
 @dataclass(frozen=True)

@@ -23,11 +23,8 @@ from autoptd.planner.search import ranks_in_a_domain
 from autoptd.planner.shape import Shape
 
 Number = Any  # a whole number, or an array of one for each candidate
-MIXES = {
-    "full:1/4": 0.25,
-    "full:1/2": 0.5,
-    "full:3/4": 0.75,
-}  # of each stage's layers: recomputed in full, the others kept
+# of each stage's layers: recomputed in full, the others kept
+MIXES = {"full:1/4": 0.25, "full:1/2": 0.5, "full:3/4": 0.75}
 RECOMPUTE = ("none", "selective", *MIXES, "full")
 DEGREES = ("t", "p", "d", "c", "v", "microbatch", "batch")
 AXES = ("tp", "cp", "dp", "pp")

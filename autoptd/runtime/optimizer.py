@@ -27,9 +27,8 @@ from autoptd.runtime.parameters import RankParameters, gather_full, shard_of
 from autoptd.runtime.shards import real_rows
 
 Result = TypeVar("Result")
-Run = Callable[
-    [Callable[[RankParameters], Result]], Result
-]  # a collective on all ranks; rank 0's (or this rank's) result
+# a collective on all ranks; rank 0's (or this rank's) result
+Run = Callable[[Callable[[RankParameters], Result]], Result]
 State = dict[str, dict[str, Any]]  # parameter name -> the optimizer's record of it
 ELEMENTWISE = (
     optim.SGD,

@@ -21,10 +21,8 @@ from benchmarks.lib.figures import Column, Figure, Rows, Series, verdict
 BATCH, GPUS, DOMAIN, SECONDS = 4096, 16384, 8, "seconds an iteration"
 SCALES = tuple(2**i for i in range(7, 15))
 MACHINES = [(name, domain) for name in ("A100", "H200", "B200") for domain in (4, 8, 64)]
-SAMPLES = {
-    GPT3_1T: 1e12 / 2048,
-    VIT_64K: 80 * 350_000,
-}  # 1e12 tokens; 80 epochs of 350,000 samples (their run_configs.py)
+# 1e12 tokens; 80 epochs of 350,000 samples (their run_configs.py)
+SAMPLES = {GPT3_1T: 1e12 / 2048, VIT_64K: 80 * 350_000}
 NAMES = {GPT3_1T: "GPT3-1T", VIT_64K: "ViT-64K"}
 TERMS = {"compute": "compute", "exposed_memory": "memory", "tp_comm": "TP", "bubble": "bubble", "dp_comm": "DP"}
 TERMS |= {"pp_comm": "PP"}

@@ -222,9 +222,8 @@ def kept_by_autograd(pm: autoptd.ParallelModel, *call: Tensor) -> int:
 
 
 @pytest.mark.parametrize("fuse", ["eager", False])
-@pytest.mark.parametrize(
-    ("t", "vocab"), [(1, 4096), (2, 64)]
-)  # with the larger one, tp slices a weight, which is not counted
+# with the larger one at t=2, tp slices a weight, which is not counted
+@pytest.mark.parametrize(("t", "vocab"), [(1, 4096), (2, 64)])
 def test_bytes_saved_for_backward_are_what_autograd_saves(t: int, vocab: int, fuse: str | bool) -> None:
     """A fused head keeps the gradients of its operands instead of logits."""
     torch.manual_seed(0)
