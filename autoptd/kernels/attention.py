@@ -6,7 +6,8 @@ where there is a causal one besides. Scores are never materialised.
 
     y = attention(q, k, v, scale=0.125, causal=True)
 
-A row that attends to nothing gives zeros, where the plain form gives NaN; with a mask of finite numbers there is no such row.
+A row that attends to nothing gives zeros, where the plain form gives NaN. A row that a finite mask hides from every key has the
+plain form's value, and not its gradient: torch's kernels take its probabilities to be 1, for min + log(n) rounds to min.
 """
 
 from __future__ import annotations

@@ -53,8 +53,8 @@ def rms_norm_plain(
 
 def layer_norm(
     x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
     *,
     eps: float,
     residual: Tensor | None = None,

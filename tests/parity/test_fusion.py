@@ -91,6 +91,50 @@ def test_norms_of_sums_and_a_causal_mask_that_is_not_read(mesh: str) -> None:
     autoptd.verify(model, **request, steps=2)
 
 
+class Padded(nn.Module):
+    """Attention written out, whose mask (in float32, whatever the model is in) may hide all keys from a query."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(8, 24)
+
+    def forward(self, x: Tensor, seen: Tensor) -> Tensor:
+        q, k, v = (one.unflatten(-1, (2, 4)).transpose(1, 2) for one in self.qkv(x).chunk(3, -1))
+        later = torch.ones(6, 6, dtype=torch.bool).triu(1)
+        mask = torch.where(later | (seen == 0)[:, None, None, :], torch.finfo(torch.float32).min, 0.0)
+        return ((q @ k.mT * 0.5 + mask).softmax(-1) @ v).square().mean()
+
+
+def test_queries_that_padding_hides_from_all_keys() -> None:
+    """Here in float32, the dtype in which such a mask meets its scores."""
+    torch.manual_seed(0)
+    model, seen = Padded(), torch.ones(4, 6)
+    x, seen[0, :3] = torch.randn(4, 6, 8), 0
+    model(x, seen).backward()
+    pm = autoptd.parallelize(model, num_microbatches=1, example_inputs=(x, seen), backend="local")
+    pm.step(x, seen)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(pm.gradients()[name], parameter.grad)
+    pm.close()
+
+
+@pytest.mark.parametrize("affine", [{"bias": False}, {"elementwise_affine": False}])
+def test_norms_of_sums_without_all_parameters(affine: dict[str, bool]) -> None:
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.norm, self.b = nn.Linear(8, 8), nn.LayerNorm(8, **affine), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = x + self.a(x)
+            return self.b(self.norm(y) + y).square().mean()  # type: ignore[no-any-return]
+
+    torch.manual_seed(0)
+    request = {"t": 2, "num_microbatches": 2, "example_inputs": (torch.randn(4, 6, 8),), "fuse": "triton"}
+    assert "residual=" in autoptd.compile(Normed(), **request).sources["stage_0.py"]
+    autoptd.verify(Normed(), **request, steps=2)
+
+
 def test_a_choice_of_operators() -> None:
     torch.manual_seed(0)
     request = {"example_inputs": call(), "num_microbatches": 2}

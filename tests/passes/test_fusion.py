@@ -272,6 +272,25 @@ def test_rotary(turn: Callable[[Tensor], Tensor]) -> None:
     assert names(fused(Spelled(spelled, w=random(H, H)), random(B, S, H))) == ["rotary"]
 
 
+ANGLES: dict[str, Callable[[Tensor], tuple[Any, Any]]] = {  # of [S, H]: cosines and sines that the kernel does not take
+    "of two shapes": lambda a: (a.cos(), a.sin()[None]),
+    "one a position": lambda a: (a[:, :1].cos(), a[:, :1].sin()),
+    "one": lambda a: (a[1, 1].cos(), a[1, 1].sin()),
+    "numbers": lambda a: (0.8, 0.6),
+    "a number and a tensor": lambda a: (0.8, a.sin()),
+}
+
+
+@pytest.mark.parametrize("how", ANGLES)
+def test_angles_that_are_not_tables(how: str) -> None:
+    def spelled(x: Tensor, w: Tensor) -> Tensor:
+        cos, sin = ANGLES[how](torch.outer(torch.arange(S).double(), torch.ones(H, dtype=torch.float64)))
+        x = x @ w
+        return x * cos + halves(x) * sin
+
+    assert names(fused(Spelled(spelled, w=random(H, H)), random(B, S, H))) == []
+
+
 def test_what_is_no_rotation() -> None:
     def spelled(x: Tensor, w: Tensor) -> Tensor:
         x = x @ w
@@ -327,6 +346,33 @@ def is_causal_in(model: Spelled) -> bool:
     captured = trace.capture(model, (random(B, S, H),), {}, None)
     (group,) = find_fusions(captured.graph, captured.buffers, "eager").chosen
     return bool(group.keywords["causal"])
+
+
+NO_MASKS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {  # not for torch's operator, and why
+    "adds 1": (lambda x: x + later(), "its scores are a aten.add"),
+    "of keys alone": (lambda x: x + torch.arange(S).double(), "its mask may hide all keys of a query"),
+    "hides all keys": (
+        lambda x: x + -1e30 * (torch.arange(S) == 2).double()[:, None],
+        "its mask may hide all keys of a query",
+    ),
+    "is data": (lambda x: x + x.detach()[:, :1], "its mask may hide all keys of a query"),
+    "rounds": (lambda x: torch.div(x, 0.25, rounding_mode="trunc") + additive(), "its scores are a aten.div"),
+    "negative scale": (lambda x: (x * -1.0).masked_fill(later(), float("-inf")), "its scale is -0.5"),
+}
+
+
+@pytest.mark.parametrize("how", NO_MASKS)
+def test_what_torch_would_get_wrong(how: str) -> None:
+    mask, why = NO_MASKS[how]
+    fusions = fused(Spelled(attend(mask, after), w=random(H, 3 * H)), random(B, S, H))
+    assert "attention" not in names(fusions) and why in reasons(fusions)
+
+
+def test_a_mask_with_more_rows_than_its_scores() -> None:
+    def spelled(x: Tensor, w: Tensor) -> Tensor:
+        return (((x @ w) @ x.mT)[:1] + torch.ones(B, S, S, dtype=torch.float64)).softmax(-1)
+
+    assert names(fused(Spelled(spelled, w=random(H, H)), random(B, S, H))) == []
 
 
 SCALES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -407,6 +453,12 @@ def test_the_loss_of_a_head(views: str, reduction: str, bias: Tensor | None) -> 
     parameters = {"w": random(11, H)} | ({} if bias is None else {"b": bias})
     fusions = fused(Spelled(spelled, **parameters), random(B, S, H), targets)
     assert names(fusions) == ["linear_cross_entropy"]
+
+
+def test_targets_that_are_probabilities() -> None:
+    model = Spelled(lambda x, t, w: F.cross_entropy(F.linear(x, w).flatten(0, 1), t), w=random(11, H))
+    fusions = fused(model, random(B, S, H), random(B * S, 11).softmax(-1))
+    assert names(fusions) == [] and "its targets are class probabilities" in reasons(fusions)
 
 
 def test_few_tokens_keep_their_logits() -> None:

@@ -3,6 +3,9 @@
 Where its probabilities are read by nothing else, all of it is one `attention` (torch's scaled_dot_product_attention); else
 scale, mask and softmax are one `masked_softmax`. A mask that is made of constants alone is computed here: where it proves to be
 causal, no mask is read at all. So it is with masks that a model hands to torch's operator.
+
+Another mask goes to torch's operator only where it is known to leave every query a key: its backward takes a query that a
+finite mask hides from all keys (as padding does) to have probabilities of 1 each, where a softmax gives it 1/n.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from autoptd.passes.fusion.chain import Chain, Found, Refusal, Swapped, is_op, l
 
 PRODUCTS = ("aten.matmul", "aten.bmm")
 HIDDEN = -1e9  # a score of this or less has no weight beside one that is not masked
+SEEN = -100.0  # a score that is lowered by no more keeps its digits
 
 
 @dataclass(frozen=True)
@@ -66,8 +70,12 @@ def attention(node: Node, constants: Constants) -> Found:
         return Refusal("attention", node, "its keys do not come transposed")
     if any(len(shape(one)) != 4 or shape(one)[:-2] != shape(v)[:-2] for one in (q, key)):
         return Refusal("attention", node, "queries, keys and values are not [batch, heads, tokens, size] alike")
-    if not same_dtype(node, q, key, v) or not (scores.mask is None or _fits(scores.mask, q)):
+    if not same_dtype(node, q, key, v, *([] if scores.mask is None else [scores.mask])):
         return Refusal("attention", node, "its parts have several dtypes")
+    if scores.mask is not None and not _leaves_keys(scores.mask, constants):
+        return Refusal("attention", node, "its mask may hide all keys of a query")
+    if scores.scale <= 0:
+        return Refusal("attention", node, f"its scale is {scores.scale:g}")
     k = key.args[0] if _swaps_last(key) else Swapped(key)
     return chain.group("attention", q, k, v, scores.mask, scale=scores.scale, causal=scores.causal)
 
@@ -79,7 +87,8 @@ def _of_torch(node: Node, constants: Constants) -> Found:
     if mask is None or given.pop("dropout_p", 0.0) or given.pop("is_causal", False) or splits(q, -2):
         return None
     masked = Masked(node, mask, -math.inf if value(mask).dtype == torch.bool else None, hides=False)
-    if not proves_causal(masked, (*shape(q)[:-1], shape(k)[-2]), constants):
+    scale = given.get("scale")
+    if not proves_causal(masked, (*shape(q)[:-1], shape(k)[-2]), constants) or (scale is not None and scale <= 0):
         return None
     return Chain(node).group("attention", q, k, v, None, causal=True, **given)
 
@@ -112,8 +121,10 @@ def _swaps_last(node: Node) -> bool:
     return is_op(node, "aten.transpose") and {dim % size for dim in node.args[1:3]} == {size - 1, size - 2}
 
 
-def _fits(mask: Node, q: Node) -> bool:
-    return value(mask).dtype in (torch.bool, value(q).dtype)
+def _leaves_keys(mask: Node, constants: Constants) -> bool:
+    """Whether a mask [..., queries, keys] that is added is known to leave every query a key."""
+    found = _constant(mask, constants)
+    return found is not None and found.ndim > 1 and bool((found.amax(-1) >= SEEN).all())
 
 
 def _scores(chain: Chain, node: Any, constants: Constants) -> Scores | str:
@@ -131,7 +142,10 @@ def _scores(chain: Chain, node: Any, constants: Constants) -> Scores | str:
             return "its mask needs a gradient"
         mask, node = (None if causal else found.mask), chain.uncast(found.scores)
     product, scale = chain.scaled(node)
-    return Scores(chain.uncast(product), scale, mask, causal)
+    product = chain.uncast(product)
+    if shape(product) != shape(whole):
+        return "its mask has dims that its scores lack"
+    return Scores(product, scale, mask, causal)
 
 
 def _masked(chain: Chain, node: Any) -> Masked | None:
@@ -142,6 +156,8 @@ def _masked(chain: Chain, node: Any) -> Masked | None:
             return None
         if (note(b).needs_grad and not note(a).needs_grad) or len(shape(a)) < len(shape(b)):
             a, b = b, a
+        if torch.bool in (value(a).dtype, value(b).dtype):
+            return None  # adds 1
         chain.members.add(node)
         return Masked(a, b)
     if is_op(node, "aten.masked_fill") and number(node.args[2]) is not None:
@@ -162,12 +178,9 @@ def proves_causal(masked: Masked, size: tuple[int, ...], constants: Constants) -
 
     Only a mask of constants is looked at, and what it hides must be so low that its weight is 0.
     """
-    mask = masked.mask
-    while mask.target is markers.first_rows:  # of a constant whose rows are all equal
-        mask = mask.args[0]
-    if size[-1] != size[-2] or not _is_known(mask, constants):
+    found = _constant(masked.mask, constants) if size[-1] == size[-2] else None
+    if found is None:
         return False
-    found = constants.evaluate(mask)
     found = found[tuple(0 if stride == 0 else slice(None) for stride in found.stride()[:-2])]  # expanded: all the same
     seen = torch.ones(size[-2:], dtype=torch.bool, device=found.device).tril()
     if found.shape[-2:] != seen.shape:
@@ -177,16 +190,18 @@ def proves_causal(masked: Masked, size: tuple[int, ...], constants: Constants) -
     return found.dtype == torch.bool and masked.fill <= HIDDEN and bool((found == (seen ^ masked.hides)).all())
 
 
-def _is_known(mask: Node, constants: Constants) -> bool:
-    """Whether a mask is the same whole constant on every rank."""
+def _constant(mask: Node, constants: Constants) -> torch.Tensor | None:
+    """The value of a mask that is the same whole constant on every rank."""
+    while mask.target is markers.first_rows:  # of a constant whose rows are all equal
+        mask = mask.args[0]  # type: ignore[assignment]
     stack, seen = [mask], {mask}
     while stack:
         node = stack.pop()
         if node.target in markers.MARKERS:
-            return False
+            return None
         stack += [one for one in node.all_input_nodes if one not in seen]
         seen.update(node.all_input_nodes)
-    return constants.can_evaluate(mask)
+    return constants.evaluate(mask) if constants.can_evaluate(mask) else None
 
 
 __all__ = ["attention", "masked_softmax", "proves_causal"]

@@ -112,7 +112,7 @@ class Chain:
     def scaled(self, node: Any) -> tuple[Any, float]:
         """(x, factor) with `node` = x * factor, by any number of products with and divisions by numbers."""
         factor = 1.0
-        while is_op(node, "aten.mul", "aten.div") and len(node.args) == 2:
+        while is_op(node, "aten.mul", "aten.div") and len(node.args) == 2 and not node.kwargs:
             x, by = node.args
             if number(x) is not None and is_op(node, "aten.mul"):
                 x, by = by, x

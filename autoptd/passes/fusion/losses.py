@@ -27,6 +27,8 @@ def linear_cross_entropy(node: Node) -> Found:
         return Refusal("linear_cross_entropy", node, f"the classes are dim 1 of {len(shape(logits))}")
     if any(isinstance(one, Node) for one in rest) or isinstance(node.kwargs.get("weight"), Node):
         return Refusal("linear_cross_entropy", node, "its classes have weights")
+    if value(targets).is_floating_point():
+        return Refusal("linear_cross_entropy", node, "its targets are class probabilities")
     moved = []
     product = chain.uncast(logits)
     while is_op(product, *ROW_VIEWS, "aten.slice") and _keeps_classes(product):

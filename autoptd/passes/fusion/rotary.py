@@ -20,8 +20,10 @@ def rotary(node: Node) -> Found:
                 chain = Chain(node)
                 chain.members |= {straight, turned}
                 interleaved = _rotation(chain, half, x)
-                if interleaved is None:
+                if interleaved is None or not (isinstance(cos, Node) and isinstance(sin, Node)):
                     continue
+                if shape(cos) != shape(sin) or shape(cos)[-1:] != shape(x)[-1:]:
+                    return Refusal("rotary", node, "its cosines and sines are not alike, and as wide as what is turned")
                 if note(cos).needs_grad or note(sin).needs_grad:
                     return Refusal("rotary", node, "the angles need a gradient")
                 if splits(x, -1):
