@@ -5,8 +5,9 @@ backward of one microbatch at t=p=d=1. Above 1 the fused program is faster: the 
 interval, of wall time; peak memory is what a step allocates at most beyond weights and inputs.
 
 The order of dims is measured as well: a block of attention on [b, s, h] and on [s, b, h] (SC'21, section 4.2), whose products
-need no transposed copy where batched products cannot read strides. Those of torch can. Last, the loss in chunks alone, by the
-size of the logits: below 8 MB the compiler leaves them whole.
+need no transposed copy where batched products cannot read strides. Those of torch can. Measured alone
+are the sum of embedding and positions in one buffer, which no pattern stands for, and the loss in chunks, by the size of the
+logits: below 8 MB the compiler leaves them whole.
 
     python benchmarks/fusion.py                # a table, benchmarks/results/fusion.json and fusion.svg
     python benchmarks/fusion.py --inductor     # with torch's compiler, and the seconds that it takes to start: minutes
@@ -136,6 +137,21 @@ def measure_layout(seconds: float) -> Row:
     return {"gain of [s, b, h]": gain._asdict(), "turns": len(turns["bsh"].wall)}
 
 
+def measure_embedding(seconds: float) -> Row:
+    """The sum of an embedding and its positions beside the same in one buffer, forward and backward."""
+    table, places = (torch.randn(n, WIDTH, device=device()).requires_grad_() for n in (VOCAB, TOKENS))
+    ids = torch.randint(0, VOCAB, (ROWS, TOKENS), device=device())
+    grad = torch.randn(ROWS, TOKENS, WIDTH, device=device())
+    runs: dict[str, Callable[[], None]] = {
+        "plain": lambda: (F.embedding(ids, table) + places).backward(grad),
+        "one buffer": lambda: F.embedding(ids, table).add_(places).backward(grad),
+    }
+    turns = take_turns(runs, 2000, seconds=seconds)
+    gain = ratio_of(turns["plain"].wall, turns["one buffer"].wall)
+    print(f"  embedding and positions in one buffer: {gain}")
+    return {"gain": gain._asdict(), "turns": len(turns["plain"].wall)}
+
+
 def backward_of(loss: Callable[..., Tensor], *inputs: Tensor) -> None:
     loss(*inputs).backward()
 
@@ -176,9 +192,12 @@ def main() -> None:
     print(f"plain / fused, wall time, median (95%), of a step of {ROWS} x {TOKENS} tokens, h={WIDTH}, {LAYERS} layers")
     rows = [row for name in MODELS for row in measure(name, args.seconds, args.inductor)]
     layout = measure_layout(args.seconds / 5)
-    chunks = measure_loss(args.seconds / 2)
+    embedding, chunks = measure_embedding(args.seconds / 5), measure_loss(args.seconds / 2)
     about = {"rows": ROWS, "tokens": TOKENS, "h": WIDTH, "heads": HEADS, "layers": LAYERS, "vocabulary": VOCAB}
-    save("fusion", {"sizes": about, "device": device(), "fusion": rows, "layout": layout, "loss": chunks})
+    save(
+        "fusion",
+        {"sizes": about, "device": device(), "fusion": rows, "layout": layout, "embedding": embedding, "loss": chunks},
+    )
     save_picture("fusion", draw(rows))
 
 

@@ -42,10 +42,10 @@ class Interval(NamedTuple):
 def interval(values: Sequence[float]) -> Interval:
     """Median and 95% interval by order statistics: binomial, no assumption on the distribution. Six values at least."""
     ordered, n = sorted(values), len(values)
-    rank, outside = 0, 0.5**n
-    while 2 * (outside + math.comb(n, rank + 1) * 0.5**n) <= 0.05:
+    rank, outside = 0, 1 / 2**n
+    while 2 * (outside + math.comb(n, rank + 1) / 2**n) <= 0.05:
         rank += 1
-        outside += math.comb(n, rank) * 0.5**n
+        outside += math.comb(n, rank) / 2**n
     return Interval(statistics.median(ordered), ordered[rank], ordered[n - 1 - rank])
 
 

@@ -7,7 +7,9 @@ import pytest
 from benchmarks.lib.pairs import interval, ratio_of, take_turns
 
 
-@pytest.mark.parametrize(("count", "low", "high"), [(6, 0, 5), (15, 3, 11), (20, 5, 14), (100, 39, 60)])
+@pytest.mark.parametrize(
+    ("count", "low", "high"), [(6, 0, 5), (15, 3, 11), (20, 5, 14), (100, 39, 60), (2000, 955, 1044)]
+)
 def test_an_interval_ends_at_the_order_statistics_of_the_tables(count: int, low: int, high: int) -> None:
     """95% by the sign test, ranks from 0: 1 and n at n=6, 4 and 12 at 15, 6 and 15 at 20, 40 and 61 at 100."""
     found = interval([float(i) for i in reversed(range(count))])

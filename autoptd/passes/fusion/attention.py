@@ -181,7 +181,6 @@ def proves_causal(masked: Masked, size: tuple[int, ...], constants: Constants) -
     found = _constant(masked.mask, constants) if size[-1] == size[-2] else None
     if found is None:
         return False
-    found = found[tuple(0 if stride == 0 else slice(None) for stride in found.stride()[:-2])]  # expanded: all the same
     seen = torch.ones(size[-2:], dtype=torch.bool, device=found.device).tril()
     if found.shape[-2:] != seen.shape:
         return False
@@ -191,7 +190,7 @@ def proves_causal(masked: Masked, size: tuple[int, ...], constants: Constants) -
 
 
 def _constant(mask: Node, constants: Constants) -> torch.Tensor | None:
-    """The value of a mask that is the same whole constant on every rank."""
+    """The value of a mask that is the same whole constant on every rank, without the dims that repeat it."""
     while mask.target is markers.first_rows:  # of a constant whose rows are all equal
         mask = mask.args[0]  # type: ignore[assignment]
     stack, seen = [mask], {mask}
@@ -201,7 +200,10 @@ def _constant(mask: Node, constants: Constants) -> torch.Tensor | None:
             return None
         stack += [one for one in node.all_input_nodes if one not in seen]
         seen.update(node.all_input_nodes)
-    return constants.evaluate(mask) if constants.can_evaluate(mask) else None
+    if not constants.can_evaluate(mask):
+        return None
+    found = constants.evaluate(mask)
+    return found[tuple(0 if stride == 0 else slice(None) for stride in found.stride()[:-2])]
 
 
 __all__ = ["attention", "masked_softmax", "proves_causal"]
