@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+CHUNK_BYTES = 64 << 20  # of the logits that a loss in chunks holds at a time
+CHUNK_ROWS = 128  # but of these rows at least: fewer make slow matrix products
 OURS = "masked_softmax bias_gelu swiglu geglu rms_norm layer_norm rotary bias_dropout_add linear_cross_entropy".split()
 FUSED = ("attention", "gelu", "silu", *OURS)  # the first three, and a layer_norm without a sum, are operators of torch
 

@@ -20,12 +20,11 @@ import torch.nn.functional as F
 
 from autoptd.compat import mm_as
 from autoptd.errors import InternalError
+from autoptd.ir.fusion import CHUNK_BYTES, CHUNK_ROWS
 from autoptd.kernels.cross_entropy import Labels, Loss, Terms, softmax_here
 from autoptd.kernels.forms import takes_triton, wide
 
 Tensor = torch.Tensor
-CHUNK_BYTES = 64 << 20  # of the logits that exist at a time
-CHUNK_ROWS = 128  # but at least these rows: fewer make slow matrix products
 
 
 def linear_cross_entropy(

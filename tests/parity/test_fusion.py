@@ -158,7 +158,7 @@ def test_a_scaled_mean_counts_its_labels_over_chunks(monkeypatch: pytest.MonkeyP
     from autoptd.passes.fusion import fuse
 
     monkeypatch.setattr(fuse, "CHUNK_BYTES", 1)
-    monkeypatch.setattr(fuse, "FEWEST_TOKENS", 24)
+    monkeypatch.setattr(fuse, "CHUNK_ROWS", 24)
     torch.manual_seed(0)
     request = {"t": 2, "num_microbatches": 2, "example_inputs": call()}
     program = autoptd.compile(llama(), **request)

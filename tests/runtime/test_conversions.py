@@ -118,12 +118,9 @@ def test_shards_of_fused_rows() -> None:
     assert torch.equal(padded[0] + padded[1], x) and padded[1].tolist()[:4] == [0, 0, 2, 3]
 
 
-@pytest.mark.parametrize("t", [2, 3, 4, 8])
-@pytest.mark.parametrize("size", [1, 2, 5, 61])
+@pytest.mark.parametrize(("size", "t"), [(size, t) for size in (1, 2, 5, 61) for t in (2, 3, 4, 8) if size % t])
 def test_padded_shards_round_trip(size: int, t: int) -> None:
     x = torch.arange(1.0, 1 + 3 * size).reshape(size, 3)
-    if size % t == 0:
-        pytest.skip("divides")
     shards = [rt.take_shard(x, 0, 1, index, t, size) for index in range(t)]
     each = -(-size // t)
     assert {shard.shape for shard in shards} == {(each, 3)}

@@ -21,7 +21,7 @@ from torch.fx import Graph, Node
 
 from autoptd.ir import markers
 from autoptd.ir.calls import star
-from autoptd.ir.fusion import Fusion
+from autoptd.ir.fusion import CHUNK_BYTES, CHUNK_ROWS, Fusion
 from autoptd.ir.notes import copy_nodes, note, op_name, ops, set_note, shape, value
 from autoptd.passes.constants import Constants
 from autoptd.passes.fusion import activations, attention, losses, norms, residual, rotary
@@ -31,7 +31,6 @@ from autoptd.passes.links import argument
 aten = torch.ops.aten
 VIEWS = ("aten.view", "aten.reshape", "aten._unsafe_view")
 SUMS = ("triton",)  # backends by which a norm of a sum is faster than sum and norm
-CHUNK_BYTES, FEWEST_TOKENS = 64 << 20, 128
 
 
 @dataclass(frozen=True)
@@ -270,8 +269,8 @@ def _loss_keywords(loss: Node) -> dict[str, Any]:
 
 
 def chunk_of(tokens: int, classes: int, itemsize: int) -> int:
-    """Tokens of which the logits are made at a time: equal chunks of at most `CHUNK_BYTES`, but of `FEWEST_TOKENS`."""
-    most = max(FEWEST_TOKENS, CHUNK_BYTES // (classes * itemsize))
+    """Tokens of which the logits are made at a time: equal chunks of at most `CHUNK_BYTES`, but of `CHUNK_ROWS`."""
+    most = max(CHUNK_ROWS, CHUNK_BYTES // (classes * itemsize))
     return -(-tokens // -(-tokens // most))
 
 

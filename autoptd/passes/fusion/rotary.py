@@ -23,7 +23,9 @@ def rotary(node: Node) -> Found:
                 if interleaved is None or not (isinstance(cos, Node) and isinstance(sin, Node)):
                     continue
                 if shape(cos) != shape(sin) or shape(cos)[-1:] != shape(x)[-1:]:
-                    return Refusal("rotary", node, "its cosines and sines are not alike, and as wide as what is turned")
+                    return Refusal(
+                        "rotary", node, "its cosines and sines are not of one shape, as wide as what is turned"
+                    )
                 if note(cos).needs_grad or note(sin).needs_grad:
                     return Refusal("rotary", node, "the angles need a gradient")
                 if splits(x, -1):
