@@ -274,7 +274,7 @@ def show(rows: list[Row]) -> None:
 
 
 def picture(rows: list[Row]) -> Figure:
-    figure = Figure(figsize=(8, 0.6 + 0.62 * len(rows)), layout="constrained")
+    figure = Figure(figsize=(8, 1 + 0.28 * len(rows)), layout="constrained")
     for axes, which in zip(figure.subplots(1, 2, sharey=True), ("wall", "cpu"), strict=True):
         bars = [
             (f"{row['case']}, h={row['h']}: {row['who']}", row[which]["median"], row[which]["low"], row[which]["high"])

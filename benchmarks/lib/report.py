@@ -47,10 +47,11 @@ def ratio_bars(axes: Axes, bars: list[tuple[str, float, float, float]], label: s
     axes.barh([one[0] for one in bars], middles, xerr=errors, color="#7aa6d6", ecolor="#203a5c", capsize=2)
     for i, (_, middle, _, high) in enumerate(bars):
         axes.text(max(high, middle) + 0.02, i, f"{middle:.2f}", va="center", fontsize=8)
-    axes.margins(x=0.12)  # room for the numbers
+    axes.margins(x=0.12, y=0.01)  # room for the numbers
     axes.axvline(1, color="#b00020", linestyle="--", linewidth=1)
     axes.set_xlabel(label)
-    axes.invert_yaxis()
+    if not axes.yaxis_inverted():  # by another that shares the axis
+        axes.invert_yaxis()
 
 
 def _processor() -> str:
