@@ -282,14 +282,13 @@ def _label_count(graph: Graph, stage: int, rank: int, d: int) -> list[Collective
 def _bucket_sums(plan: BucketPlan, pp: int, ranks: Sequence[int], mesh: Mesh) -> list[Collective]:
     count, nbytes = len(plan.params), plan.nbytes(mesh.t)
     here = [stage for spec in plan.params for stage in spec.stages if ranks[stage] == pp]
-    group = mesh.group(0, plan.axes)
     kinds = "/".join(sorted({spec.type.kind for spec in plan.params}))
     why, tied = f"gradients of {count} parameters of type {kinds}", f"used by stages {_listed(plan)}"
 
     def made(site: str, what: str, axis: str, size: int, why: str, ranks: tuple[int, ...]) -> Collective:
         return Collective(site, max(here), what, axis, "none", "all-reduce", nbytes, size, why, "step", ranks)
 
-    found = [made(plan.site, "gradient sum", axis_text(mesh, group), len(group), why, (pp,))]
+    found = [made(plan.site, "gradient sum", axis, mesh.degree(axis), why, (pp,)) for axis in plan.axes]
     if pp == plan.owners[0]:
         found.append(made(plan.tied_site, "tied sum", "pp", len(plan.owners), tied, plan.owners))
     return found

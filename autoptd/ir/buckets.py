@@ -6,10 +6,14 @@ in which their gradients become complete. The compiler lists them, the runtime m
 | type over tp | summed over | because |
 |---|---|---|
 | I, S | dp     | every replica saw other rows (data parallelism is I -> R of the parameters over dp) |
-| R    | dp, tp | each tensor rank holds a partial sum |
-| S in copies | dp, tp | each rank that shares a piece does: it is put in its place of the whole |
+| R    | dp, then tp | each tensor rank holds a partial sum |
+| S in copies | dp, then tp | each rank that shares a piece does: it is put in its place of the whole |
 
 and, for a tied parameter with several owners, over the owner set after that.
+
+A sum over dp may start inside a backward, as soon as a bucket is complete: dp has no other calls there. Sums over tp and over
+owners start after the last action: tensor ranks complete a bucket at different places of a backward, between whose own calls
+over tp a sum would come in another order on each of them.
 
     for bucket in plan_buckets(program.params, program.orders, program.ranks, program.mesh, pp=0):
         print(bucket.site, bucket.axes, bucket.owners)
@@ -30,8 +34,8 @@ GRADIENTS, TIED = "gradients ", "tied gradients "  # what the sites of these sum
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """Parameters whose gradients have one dtype and are summed together, over the mesh axes `axes` and then over the pipeline
-    ranks `owners`. `number` is the place of the first one in the program.
+    """Parameters whose gradients have one dtype and are summed together, over one of the mesh axes `axes` after the other and
+    then over the pipeline ranks `owners`. `number` is the place of the first one in the program.
     """
 
     number: int
@@ -41,7 +45,7 @@ class BucketPlan:
 
     @property
     def site(self) -> str:
-        """What errors and records call its sum."""
+        """What errors and records call its sums over mesh axes."""
         first, last = self.params[0].name, self.params[-1].name
         return f"{GRADIENTS}{first}" + (f" to {last}" if len(self.params) > 1 else "")
 
@@ -55,7 +59,7 @@ class BucketPlan:
 
 
 def reduction_axes(spec: ParamSpec) -> tuple[str, ...]:
-    """Mesh axes over which the gradient of a parameter is a partial sum (the table above)."""
+    """Mesh axes over which the gradient of a parameter is a partial sum, in the order of summing (the table above)."""
     return ("dp", "tp") if spec.type.kind == "R" or spec.type.copies > 1 else ("dp",)
 
 

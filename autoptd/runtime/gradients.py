@@ -4,9 +4,10 @@ In: a rank's leaves, whose `.grad` autograd fills, or `add` where a GEMM brings 
 `parameter.grad`, of the loss of the global batch. A leaf's `.grad` has the dtype of `ParamSpec.sum_dtype`,
 and all sums run in that.
 
-Sums run on *buckets*: flat buffers of about 25 MB, over the ranks that `ir/buckets.py` says. A bucket starts once its last
-gradient is complete, which hooks on the leaves notice, and REDUCE actions make sure of. All ranks of a group hold the same
-buckets and start them in the same order, each after the one before it.
+Sums run on *buckets*: flat buffers of about 25 MB, over the ranks that `ir/buckets.py` says: dp, then tp, then owners. The sum
+over dp starts once the last gradient of a bucket is complete, which hooks on the leaves notice, and REDUCE actions make sure of;
+all replicas hold the same buckets and start them in the same order, each after the one before it. Sums over tp and owners wait
+for `finish`: inside a backward they would get between its own calls over tp, at another place on each tensor rank.
 
     gradients.begin(); ...; gradients.reduce(stage=2); ...; gradients.finish(); gradients.commit()
 """
@@ -29,11 +30,13 @@ from autoptd.runtime.world import Pending, World
 
 
 class Bucket:
-    """The gradients of a planned bucket, on one rank."""
+    """The gradients of a planned bucket, on one rank. Call `start`, `start_over_tp` and `result`, in this order."""
 
     def __init__(self, plan: BucketPlan, world: World) -> None:
         self.number, self.specs, self.site, self.tied_site = plan.number, plan.params, plan.site, plan.tied_site
-        self.group, self.owners, self.world = world.group(plan.axes), world.owners(plan.owners), world
+        self.world, self.owners = world, world.owners(plan.owners)
+        self.dp, self.tp = (world.group((axis,) if axis in plan.axes else ()) for axis in ("dp", "tp"))
+        self.present_anywhere: set[str] | None = None
         self.begin()
 
     def begin(self) -> None:
@@ -43,27 +46,40 @@ class Bucket:
 
     @property
     def is_alone(self) -> bool:
-        return self.group.size == 1 and self.owners.size == 1
+        return self.dp.size == self.tp.size == self.owners.size == 1
 
     def start(self, leaves: dict[str, torch.Tensor]) -> None:
-        """Start the sum over `group`; the leaves give their gradients up. A missing one counts as zeros."""
+        """Start the sum over dp; the leaves give their gradients up. A missing one counts as zeros."""
         mine = [leaves[spec.name] for spec in self.specs]
-        tied = self.owners.size > 1  # then another owner's stage may have the gradient that is missing here
-        self.present = {spec.name for spec in self.specs if tied or leaves[spec.name].grad is not None}
+        self.present = {spec.name for spec in self.specs if leaves[spec.name].grad is not None}
         grads = [self._spread(spec, _gradient(leaf)).reshape(-1) for spec, leaf in zip(self.specs, mine, strict=True)]
         flat = torch.cat(grads) if len(grads) > 1 else grads[0]
         for leaf in mine:
             leaf.grad = None
-        self.pending = self.group.all_reduce_start(flat, self.site)
+        self.pending = self.dp.all_reduce_start(flat, self.site)
+
+    def start_over_tp(self) -> None:
+        """Wait for the sum over dp and start that over tp. Between actions only."""
+        assert self.pending is not None
+        if self.tp.size > 1:
+            self.pending = self.tp.all_reduce_start(self.pending.wait(), self.site)
 
     def result(self, leaves: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Wait; return the summed gradients by name. Blocks on the sum over owners."""
+        """Wait; return the summed gradients by name, without those that no rank has. Blocks on the sum over owners."""
         assert self.pending is not None
         flat = self.owners.all_reduce(self.pending.wait(), self.tied_site)
+        exists = self.present if self.owners.size == 1 else self._present_on_owners()
         shapes = [spec.shape if spec.type.copies > 1 else leaves[spec.name].shape for spec in self.specs]
         pieces = flat.split(list(map(math.prod, shapes)))
         named = zip(self.specs, shapes, pieces, strict=True)
-        return {spec.name: self._own(spec, x.view(shape)) for spec, shape, x in named if spec.name in self.present}
+        return {spec.name: self._own(spec, x.view(shape)) for spec, shape, x in named if spec.name in exists}
+
+    def _present_on_owners(self) -> set[str]:
+        """Whose gradient some owner has. It is the same in every step: the owners ask each other once."""
+        if self.present_anywhere is None:
+            everywhere = self.owners.gather_objects(self.present, self.tied_site)
+            self.present_anywhere = set().union(*everywhere)
+        return self.present_anywhere
 
     def _spread(self, spec: ParamSpec, grad: torch.Tensor) -> torch.Tensor:
         """What is summed: of a piece that ranks share, the whole with each rank's part of the sum in its place."""
@@ -88,19 +104,22 @@ class Gradients:
         plans = plan_buckets(
             program.params, program.orders, program.ranks, world.mesh, world.coordinate.pp, bucket_bytes
         )
-        # Only gradients that are summed are counted and waited for: that is Python per parameter.
         self.buckets = [bucket for plan in plans if not (bucket := Bucket(plan, world)).is_alone]
         self._bucket_of = {spec.name: bucket for bucket in self.buckets for spec in bucket.specs}
         self._alone = [(name, params.leaves[name], params.local[name]) for name in here if name not in self._bucket_of]
-        self._stages = {name: set(here[name]) for name in self._bucket_of}
+        # Only gradients that are summed over dp, and so while backward runs, are counted and waited for: that is Python per
+        # parameter.
+        self._counted = {spec.name: bucket for bucket in self.buckets if bucket.dp.size > 1 for spec in bucket.specs}
+        self._stages = {name: set(here[name]) for name in self._counted}
         self._expected = {
             spec.name: sum(map(spec.adds_in, here[spec.name])) * program.num_microbatches
             for spec in trained
-            if spec.name in self._bucket_of
+            if spec.name in self._counted
         }
-        self._name_of = {id(params.leaves[name]): name for name in self._bucket_of}
+        self._name_of = {id(params.leaves[name]): name for name in self._counted}
         self._results: dict[str, torch.Tensor] = {}
-        for name in self._bucket_of:
+        self._is_agreed = False  # a step has ended well: what its ranks asked each other, all of them know
+        for name in self._counted:
             params.leaves[name].register_post_accumulate_grad_hook(_counting_hook(weakref.ref(self), name))
         self.begin()
 
@@ -112,6 +131,8 @@ class Gradients:
         self.drop()
         for bucket in self.buckets:
             bucket.begin()
+            if not self._is_agreed:
+                bucket.present_anywhere = None
         self._counts = dict.fromkeys(self._expected, 0)
         self._open_stages = {name: set(stages) for name, stages in self._stages.items()}
         self._next = 0
@@ -130,7 +151,7 @@ class Gradients:
 
     def count(self, name: str) -> None:
         """The gradient of the leaf `name`, one that is summed, grew once more."""
-        if self._bucket_of[name].pending is not None:
+        if self._counted[name].pending is not None:
             raise InternalError(f"gradient of {name}", "grew after its reduction had started")
         self._counts[name] += 1
         if self._counts[name] > self._expected[name]:
@@ -151,6 +172,8 @@ class Gradients:
         for bucket in self.buckets:
             bucket.left.clear()
         self._start_complete()
+        for bucket in self.buckets:
+            bucket.start_over_tp()
         # Sums over owners block: all ranks take them in the order of the program, so that no two wait for each other.
         for bucket in sorted(self.buckets, key=lambda one: one.number):
             self._results |= bucket.result(self.params.leaves)
@@ -167,6 +190,7 @@ class Gradients:
                 self._hand_over(name, grad)
         for name, grad in self._results.items():
             self._hand_over(name, grad)
+        self._is_agreed = True
         self.drop()
 
     def _hand_over(self, name: str, grad: torch.Tensor) -> None:
@@ -180,7 +204,7 @@ class Gradients:
             leaf.grad = None
 
     def _complete(self, name: str) -> None:
-        left = self._bucket_of[name].left
+        left = self._counted[name].left
         if name in left:
             left.discard(name)
             if not left:
