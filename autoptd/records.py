@@ -21,6 +21,7 @@ from autoptd import trace as tracing
 from autoptd.ir import markers
 from autoptd.ir.actions import Orders, ranks_of_stages
 from autoptd.ir.buckets import BucketPlan, plan_buckets
+from autoptd.ir.call_order import check_call_order
 from autoptd.ir.calls import axis_text
 from autoptd.ir.mesh import Mesh
 from autoptd.ir.notes import note, op_name, ops, placeholders, tensor
@@ -170,7 +171,10 @@ def collectives(
                 found += _vocabulary_sums(node, stage, here, options.t)
     for one in parcels:
         found += _travel(one, ranks)
-    return found + _step_collectives(graph, options, params, orders, ranks)
+    buckets = [plan_buckets(params, orders, ranks, options.mesh, pp) for pp in range(options.p)]
+    found += _step_collectives(graph, options, buckets, ranks)
+    check_call_order(found, buckets, options.mesh)
+    return found
 
 
 def _conversion(node: Node, stage: int, rank: int, t: int) -> list[Collective]:
@@ -244,7 +248,7 @@ def _travel(one: Parcel, ranks: Sequence[int]) -> list[Collective]:
 
 
 def _step_collectives(
-    graph: Graph, options: Options, params: tuple[ParamSpec, ...], orders: Orders, ranks: Sequence[int]
+    graph: Graph, options: Options, buckets: Sequence[Sequence[BucketPlan]], ranks: Sequence[int]
 ) -> list[Collective]:
     mesh = options.mesh
     ranks_of_loss = range(mesh.size) if mesh.p > 1 else mesh.group(0, ("dp",))  # of one stage, tensor ranks have it all
@@ -262,8 +266,8 @@ def _step_collectives(
         pp_ranks=tuple(range(mesh.p)),
     )
     found = [one for stage in range(options.num_stages) for one in _label_count(graph, stage, ranks[stage], options.d)]
-    for pp in range(mesh.p):
-        for plan in plan_buckets(params, orders, ranks, mesh, pp):
+    for pp, plans in enumerate(buckets):
+        for plan in plans:
             found += _bucket_sums(plan, pp, ranks, mesh)
     return [one for one in [*found, loss] if one.group_size > 1]
 

@@ -29,6 +29,7 @@ from autoptd.ir.mesh import Mesh
 from autoptd.ir.program import ParamSpec
 
 BUCKET_BYTES = 25 * 2**20
+EARLY = ("dp",)  # mesh axes whose sums may start inside a backward, proven by ir/call_order.py
 GRADIENTS, TIED = "gradients ", "tied gradients "  # what the sites of these sums start with
 
 
@@ -42,6 +43,15 @@ class BucketPlan:
     params: tuple[ParamSpec, ...]
     axes: tuple[str, ...]
     owners: tuple[int, ...]
+
+    @property
+    def early_axes(self) -> tuple[str, ...]:
+        """The axes whose sum may start inside a backward; the others wait until all actions are over."""
+        return tuple(axis for axis in self.axes if axis in EARLY)
+
+    @property
+    def late_axes(self) -> tuple[str, ...]:
+        return tuple(axis for axis in self.axes if axis not in EARLY)
 
     @property
     def site(self) -> str:

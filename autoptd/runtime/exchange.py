@@ -2,8 +2,11 @@
 
 In: each rank's call with its tensors. Out: each rank's result, as `Group` and `Channel` of `world.py` promise. A
 collective is a *round*: every rank of the group posts its call and tensors, and the last to arrive computes everybody's
-result, in rank order, so that all get the same bits. Posts that disagree on (kind, site, shape, dtype) are a fault that
-names both ranks.
+result, in rank order, so that all get the same bits.
+
+Two things are checked that threads would forgive and other transports do not. Posts of a round that disagree on (kind, site,
+shape, dtype) are a fault that names both ranks; to start a call is another kind than to make it. And the calls of all groups
+must have one order (`check_one_order`): NCCL runs what a rank issued one after the other, whatever the group.
 
     turn = meeting.post(world, index, ("all_reduce sum", "h.0.mlp", shapes, dtypes), [x], combine)
     world.shared.wait(turn.complete, world, "all_reduce sum 'h.0.mlp'", lambda: meeting.missing(turn))
@@ -17,7 +20,8 @@ from typing import Any
 
 import torch
 
-from autoptd.errors import RuntimeFault
+from autoptd.errors import InternalError, RuntimeFault
+from autoptd.ir.call_order import find_deadlock
 from autoptd.ir.mesh import Mesh
 from autoptd.runtime.world import Channel, Done, Group, Like, Pending, World, fault_site
 
@@ -36,6 +40,7 @@ class Shared:
         self.mesh, self.timeout = mesh, timeout
         self.fault: tuple[int, str, BaseException] | None = None  # rank, action, exception: the first one
         self.worlds: list[ThreadRank] = []
+        self.issued: list[list[_Posts]] = [[] for _ in range(mesh.size)]  # by every rank since the last check, in order
         self._lock = threading.Lock()
         self._waiting: list[threading.Event] = []  # one entry a waiting rank
 
@@ -47,6 +52,18 @@ class Shared:
             self.fault = self.fault or (rank, at, exc)
             for event in self._waiting:
                 event.set()
+
+    def check_one_order(self) -> None:
+        """InternalError if the collectives since the last check would deadlock, were each to wait for the one before it."""
+        waiting = find_deadlock(self.issued)
+        self.forget_order()
+        if waiting:
+            texts = "; ".join(posts.text(rank) for rank, posts in waiting)
+            raise InternalError("order of collectives", f"ranks wait for each other: {texts}")
+
+    def forget_order(self) -> None:
+        for calls in self.issued:
+            calls.clear()
 
     def wait(self, event: threading.Event, world: ThreadRank, what: str, missing: Callable[[], list[int]]) -> None:
         """Block until `event`. Aborted after a fault elsewhere; after the timeout a RuntimeFault names the missing."""
@@ -84,12 +101,26 @@ class ThreadRank(World):
         return f"{fault_site(self.rank, self.at)}" + (f" (last call: {self.last_call})" if self.last_call else "")
 
 
+class _Posts:
+    """What the ranks of a group said they would do in one call: kept for the check of the order, without tensors."""
+
+    def __init__(self, ranks: tuple[int, ...]) -> None:
+        self.ranks = ranks
+        self.calls: list[Call | None] = [None] * len(ranks)
+        self.at: list[str] = [""] * len(ranks)  # what each rank was executing
+
+    def text(self, rank: int) -> str:
+        index = self.ranks.index(rank)
+        return f"{fault_site(rank, self.at[index])} makes {_call_text(self.calls[index])}"
+
+
 class _Round:
     """One collective call under way: posts arrive until all are there, then the results are."""
 
-    def __init__(self, size: int) -> None:
-        self.calls: list[Call | None] = [None] * size
-        self.payloads: list[Any] = [None] * size
+    def __init__(self, ranks: tuple[int, ...]) -> None:
+        self.posts = _Posts(ranks)
+        self.calls = self.posts.calls
+        self.payloads: list[Any] = [None] * len(ranks)
         self.results: list[Any] = []
         self.complete = threading.Event()
 
@@ -111,8 +142,9 @@ class Meeting:
         with self.lock:
             number = self.counts[index]
             self.counts[index] += 1
-            turn = self.rounds.setdefault(number, _Round(len(self.ranks)))
-            turn.calls[index], turn.payloads[index] = call, payload
+            turn = self.rounds.get(number) or self.rounds.setdefault(number, _Round(self.ranks))
+            turn.calls[index], turn.payloads[index], turn.posts.at[index] = call, payload, world.at
+            self.shared.issued[world.rank].append(turn.posts)
             self._check(world, turn, index)
             is_last = None not in turn.calls
             if is_last:
@@ -152,10 +184,10 @@ class ThreadGroup(Group):
         )
 
     def all_gather(self, x: torch.Tensor, site: str) -> list[torch.Tensor]:
-        return self._gather(x, site).wait()  # type: ignore[no-any-return]
+        return self._gather("all_gather", x, site).wait()  # type: ignore[no-any-return]
 
     def reduce_scatter(self, parts: Sequence[torch.Tensor], site: str) -> torch.Tensor:
-        return self._scatter(parts, site).wait()  # type: ignore[no-any-return]
+        return self._scatter("reduce_scatter", parts, site).wait()  # type: ignore[no-any-return]
 
     def all_to_all(self, parts: Sequence[torch.Tensor], site: str) -> list[torch.Tensor]:
         return self._meet(
@@ -178,18 +210,16 @@ class ThreadGroup(Group):
         return self._start("all_reduce_start", site, [flat], combine)
 
     def all_gather_start(self, x: torch.Tensor, site: str) -> Pending:
-        return self._gather(x, site)
+        return self._gather("all_gather_start", x, site)
 
-    def _gather(self, x: torch.Tensor, site: str) -> Pending:
-        return self._start("all_gather", site, [x], lambda posts: [[p[0].clone() for p in posts] for _ in posts])
+    def _gather(self, kind: str, x: torch.Tensor, site: str) -> Pending:
+        return self._start(kind, site, [x], lambda posts: [[p[0].clone() for p in posts] for _ in posts])
 
     def reduce_scatter_start(self, parts: Sequence[torch.Tensor], site: str) -> Pending:
-        return self._scatter(parts, site)
+        return self._scatter("reduce_scatter_start", parts, site)
 
-    def _scatter(self, parts: Sequence[torch.Tensor], site: str) -> Pending:
-        return self._start(
-            "reduce_scatter", site, parts, lambda posts: [_reduced(column) for column in zip(*posts, strict=True)]
-        )
+    def _scatter(self, kind: str, parts: Sequence[torch.Tensor], site: str) -> Pending:
+        return self._start(kind, site, parts, lambda posts: [_reduced(column) for column in zip(*posts, strict=True)])
 
     def gather_objects(self, obj: Any, site: str) -> list[Any]:
         pending = self._post(

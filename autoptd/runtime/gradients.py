@@ -5,7 +5,7 @@ In: a rank's leaves, whose `.grad` autograd fills, or `add` where a GEMM brings 
 and all sums run in that.
 
 Sums run on *buckets*: flat buffers of about 25 MB, over the ranks that `ir/buckets.py` says: dp, then tp, then owners. The sum
-over dp starts once the last gradient of a bucket is complete, which hooks on the leaves notice, and REDUCE actions make sure of;
+over dp starts once the last gradient of a bucket is complete, which hooks on the leaves notice and REDUCE actions make sure of;
 all replicas hold the same buckets and start them in the same order, each after the one before it. Sums over tp and owners wait
 for `finish`: inside a backward they would get between its own calls over tp, at another place on each tensor rank.
 
@@ -30,12 +30,12 @@ from autoptd.runtime.world import Pending, World
 
 
 class Bucket:
-    """The gradients of a planned bucket, on one rank. Call `start`, `start_over_tp` and `result`, in this order."""
+    """The gradients of a planned bucket, on one rank. Call `start`, `start_late` and `result`, in this order."""
 
     def __init__(self, plan: BucketPlan, world: World) -> None:
         self.number, self.specs, self.site, self.tied_site = plan.number, plan.params, plan.site, plan.tied_site
         self.world, self.owners = world, world.owners(plan.owners)
-        self.dp, self.tp = (world.group((axis,) if axis in plan.axes else ()) for axis in ("dp", "tp"))
+        self.early, self.late = world.group(plan.early_axes), world.group(plan.late_axes)
         self.present_anywhere: set[str] | None = None
         self.begin()
 
@@ -46,23 +46,23 @@ class Bucket:
 
     @property
     def is_alone(self) -> bool:
-        return self.dp.size == self.tp.size == self.owners.size == 1
+        return self.early.size == self.late.size == self.owners.size == 1
 
     def start(self, leaves: dict[str, torch.Tensor]) -> None:
-        """Start the sum over dp; the leaves give their gradients up. A missing one counts as zeros."""
+        """Start the sum over the early axes, at any time; the leaves give their gradients up. A missing one counts as zeros."""
         mine = [leaves[spec.name] for spec in self.specs]
         self.present = {spec.name for spec in self.specs if leaves[spec.name].grad is not None}
         grads = [self._spread(spec, _gradient(leaf)).reshape(-1) for spec, leaf in zip(self.specs, mine, strict=True)]
         flat = torch.cat(grads) if len(grads) > 1 else grads[0]
         for leaf in mine:
             leaf.grad = None
-        self.pending = self.dp.all_reduce_start(flat, self.site)
+        self.pending = self.early.all_reduce_start(flat, self.site)
 
-    def start_over_tp(self) -> None:
-        """Wait for the sum over dp and start that over tp. Between actions only."""
+    def start_late(self) -> None:
+        """Wait for the sum over the early axes and start that over the others, after the last action."""
         assert self.pending is not None
-        if self.tp.size > 1:
-            self.pending = self.tp.all_reduce_start(self.pending.wait(), self.site)
+        if self.late.size > 1:
+            self.pending = self.late.all_reduce_start(self.pending.wait(), self.site)
 
     def result(self, leaves: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Wait; return the summed gradients by name, without those that no rank has. Blocks on the sum over owners."""
@@ -109,7 +109,7 @@ class Gradients:
         self._alone = [(name, params.leaves[name], params.local[name]) for name in here if name not in self._bucket_of]
         # Only gradients that are summed over dp, and so while backward runs, are counted and waited for: that is Python per
         # parameter.
-        self._counted = {spec.name: bucket for bucket in self.buckets if bucket.dp.size > 1 for spec in bucket.specs}
+        self._counted = {spec.name: bucket for bucket in self.buckets if bucket.early.size > 1 for spec in bucket.specs}
         self._stages = {name: set(here[name]) for name in self._counted}
         self._expected = {
             spec.name: sum(map(spec.adds_in, here[spec.name])) * program.num_microbatches
@@ -173,7 +173,7 @@ class Gradients:
             bucket.left.clear()
         self._start_complete()
         for bucket in self.buckets:
-            bucket.start_over_tp()
+            bucket.start_late()
         # Sums over owners block: all ranks take them in the order of the program, so that no two wait for each other.
         for bucket in sorted(self.buckets, key=lambda one: one.number):
             self._results |= bucket.result(self.params.leaves)

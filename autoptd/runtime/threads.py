@@ -51,6 +51,7 @@ class ThreadWorld(Shared):
     def reset(self) -> None:
         """Forget a fault and all half-finished calls; no rank may be running."""
         self.fault = None
+        self.forget_order()
         self._waiting.clear()
         for part in self._parts:
             part.clear()
@@ -97,6 +98,7 @@ class Ranks:
                 self.shared.reset()
         if fault:
             _raise_fault(*fault)
+        self.shared.check_one_order()
         return [results[rank] for rank in range(len(self._jobs))]
 
     def close(self) -> None:

@@ -32,6 +32,9 @@ from autoptd.trace.functions import check_functions
 from autoptd.trace.loss import WithLoss
 from autoptd.trace.normalize import normalize
 
+# Their results carry no gradient: they read a value, or only its shape.
+_FILLED = "zeros_like ones_like full_like empty_like rand_like randn_like randint_like"
+WITHOUT_GRADIENT = {getattr(torch.ops.aten, name) for name in ("detach", *_FILLED.split())}
 RESERVED = {"self", "w", "b", "tp", "i", "F", "torch", "rt"}  # what emitted functions call by these names
 
 
@@ -287,7 +290,7 @@ def _drop_idle_detaches(graph: Graph) -> None:
 
 
 def _forget_lost_gradients(graph: Graph) -> None:
-    """No gradient reaches a value that the loss reads through detach alone; its parameters are not trained, as in the model."""
+    """No gradient reaches a value that the loss reads only through detach or zeros_like; its parameters are not trained."""
     live = set(output(graph).all_input_nodes)
     for node in reversed(graph.nodes):
         if node not in live:
@@ -310,5 +313,5 @@ def _mark_dependence(graph: Graph, parameters: dict[str, nn.Parameter]) -> None:
             is_float = any(
                 isinstance(one, torch.Tensor) and one.dtype.is_floating_point | one.is_complex() for one in pieces
             )
-            cuts = node.target in (torch.ops.aten.detach.default,)
+            cuts = getattr(node.target, "overloadpacket", None) in WITHOUT_GRADIENT
             record.needs_grad = is_float and not cuts and any(one.needs_grad for one in read)
