@@ -1,0 +1,263 @@
+"""Composition: a covering array over everything that `Options` lets one combine, each case held against one device.
+
+For any three axes, every triple of their values that goes together is in one of `cases(3)`; for any two, every pair in
+`cases(2)`, which `make test` runs. A case trains on new data in every step, in float64; it compares the loss, every gradient
+and every parameter of every step with the model on one device at 1e-9; it may save and load in the middle, to the same mesh
+or to another; it may evaluate between the steps.
+
+**A new feature adds its axis here**: a line in `AXES` if it is a keyword of `Options` (its name is the axis, and its values
+are passed as they are), or a line and a few words in `run` if it is something that a user does. What is not varied is in
+`OUTSIDE`, or for single values in `LEFT_OUT`, each with the reason. A test fails when `Options` has a field, or a field a value,
+that none of these knows. What does not go together is asked of `Options` and of the schedules, never written here;
+an axis on which such an answer depends is in `BOUND`.
+
+    for case in cases(2): run(case)
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import re
+from collections.abc import Iterable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import autoptd
+from autoptd import schedule
+from autoptd.errors import PlanError
+from autoptd.options import SCHEDULES, Options, make_options
+from autoptd.verify import masks_of
+from tests.parity.kinds import KINDS, Batch, Kind, call
+
+AXES: dict[str, tuple[Any, ...]] = {  # of each the simplest first
+    "model": tuple(KINDS),
+    "dropout": (0.0, 0.2),
+    "reload": ("no", "same mesh", "other mesh"),  # a state dict of model and optimizer, after the second step
+    "evaluate": (False, True),  # after the first and the last step
+    "schedule": ("1f1b", "gpipe", "interleaved", "looped_bfs", "zb_h1", "zb_2p", "zbv"),
+    "t": (1, 2, 3),
+    "p": (1, 2, 3),
+    "d": (1, 2),
+    "v": (1, 2, 3),
+    "num_microbatches": (1, 2, 3, 4),
+    "sequence_parallel": (False, True, "auto"),
+    "p2p": ("auto", "direct", "scatter_gather"),
+    "fuse": ("eager", False),
+    "async_tensor_model_parallel_allreduce": (False, True),
+    "accumulate_allreduce_grads_in_fp32": (False, True),
+    "delay_wgrad_compute": (None, "after_b", "before_reduce"),
+}
+OWN = ("model", "dropout", "reload", "evaluate")  # what is no keyword
+BOUND = ("schedule", "t", "p", "v", "num_microbatches", "sequence_parallel", "delay_wgrad_compute")
+
+OUTSIDE = {  # fields of Options that are not varied
+    "loss_fn": "with the kind of model",
+    "seed": "draws other masks, by the same way: runtime/test_dropout.py",
+    "device": "tests marked gpu",
+    "backend": "real processes: processes/",
+    "timeout": "no number depends on it",
+    "nan": "what is done with a NaN: runtime/test_executor.py",
+    "fuse_only": "a part of fuse: parity/test_fusion.py",
+    "memory": "what is chosen, not how it runs: test_fit.py",
+    "memory_price": "likewise",
+    "machine": "likewise; conftest.py has the one of the tests",
+    "plan": "pins what is chosen: test_plan.py",
+}
+LEFT_OUT = {
+    ("fuse", "triton"): "needs a CUDA device; the interpreter takes minutes: kernels/test_triton.py",
+    ("fuse", "inductor"): "torch's compiler takes minutes: runtime/test_inductor.py",
+}
+
+ROWS = 2  # of a microbatch
+STEPS = 4
+TOLERANCE, NOISE, LR = 1e-9, 1e-3, 1e-2
+Case = dict[str, Any]
+Values = frozenset[tuple[str, Any]]  # of some axes
+
+
+def declared(name: str) -> set[Any]:
+    """The values that `Options` declares for a field, from what it says to one that is none; empty where any number will do."""
+    if name == "schedule":
+        return set(SCHEDULES)
+    try:
+        Options(**{name: "no such value"})
+    except PlanError as error:
+        words = re.findall(r"'(\w+)'|\b(True|False|None)\b", error.remedy)
+        return {text or {"True": True, "False": False, "None": None}[word] for text, word in words}
+    except TypeError:  # compared with a number
+        return set()
+    return set()
+
+
+def goes_together(case: Case) -> bool:
+    """Whether Options and the schedule take these values of the bound axes."""
+    asked = {name: value for name, value in case.items() if name not in OWN}
+    try:
+        options = make_options(**asked)
+        schedule.build_orders(str(options.schedule), options.p, options.v, options.num_microbatches or 1)
+    except PlanError:
+        return False
+    return options.t > 1 or options.sequence_parallel is False  # the same program three times otherwise
+
+
+class Feasible:
+    """Which values of the bound axes go together: a bit for each of their combinations that does."""
+
+    def __init__(self) -> None:
+        combinations = [dict(zip(BOUND, values, strict=True)) for values in itertools.product(*map(AXES.get, BOUND))]  # type: ignore[arg-type]
+        rows = [case for case in combinations if goes_together(case)]
+        self.every = (1 << len(rows)) - 1
+        self.bits: dict[tuple[str, Any], int] = {}
+        for name in BOUND:
+            for value in AXES[name]:
+                self.bits[name, value] = sum(1 << i for i, row in enumerate(rows) if row[name] == value)
+
+    def __call__(self, values: Iterable[tuple[str, Any]]) -> bool:
+        """Whether there is a case with these values."""
+        left = self.every
+        for one in values:
+            left &= self.bits.get(one, self.every)
+        return left != 0
+
+
+@cache
+def feasible() -> Feasible:
+    return Feasible()
+
+
+def tuples(strength: int) -> list[Values]:
+    """All that is to be covered: values of so many axes that go together."""
+    found = []
+    for names in itertools.combinations(AXES, strength):
+        for values in itertools.product(*(AXES[name] for name in names)):
+            pairs = tuple(zip(names, values, strict=True))
+            if feasible()(pairs):
+                found.append(frozenset(pairs))
+    return found
+
+
+@cache
+def cases(strength: int) -> tuple[Case, ...]:
+    """A covering array, the same each time; those of strength 2 are the first of those of strength 3.
+
+    Greedy: a case begins with a tuple that is not covered yet; the other axes follow in their order, each with the value that
+    completes most such tuples with those before it (the simplest of the best).
+    """
+    found = list(cases(strength - 1)) if strength > 2 else []
+    left = dict.fromkeys(tuples(strength))
+    for case in found:
+        _cross_out(left, case, strength)
+    while left:
+        case = dict(next(iter(left)))
+        for name in (one for one in AXES if one not in case):
+            allowed = [value for value in AXES[name] if feasible()([*case.items(), (name, value)])]
+            case[name] = max(allowed, key=lambda value: _gain(left, case, (name, value), strength))  # noqa: B023
+        case = {name: case[name] for name in AXES}
+        _cross_out(left, case, strength)
+        found.append(case)
+    return tuple(found)
+
+
+def _gain(left: dict[Values, None], case: Case, more: tuple[str, Any], strength: int) -> int:
+    others = itertools.combinations(case.items(), strength - 1)
+    return sum(frozenset((*one, more)) in left for one in others)
+
+
+def _cross_out(left: dict[Values, None], case: Case, strength: int) -> None:
+    for one in itertools.combinations(case.items(), strength):
+        left.pop(frozenset(one), None)
+
+
+def name_of(case: Case) -> str:
+    """A short name: what differs from the simplest."""
+    mesh = f"t{case['t']}p{case['p']}d{case['d']}v{case['v']}m{case['num_microbatches']}"
+    said = {name: value for name, value in case.items() if name not in ("t", "p", "d", "v", "num_microbatches", "model")}
+    short = [f"{name}={value}" for name, value in said.items() if value != AXES[name][0]]
+    return "-".join([case["model"], mesh, *short])
+
+
+# a case is run
+
+
+class Trainer:
+    """A mesh's model with its optimizer."""
+
+    def __init__(self, kind: Kind, model: nn.Module, batch: Batch, keywords: Case) -> None:
+        self.pm = autoptd.parallelize(
+            model, **keywords, loss_fn=kind.loss_fn, backend="local", timeout=60, example_inputs=batch
+        )
+        self.optimizer = self.pm.optimizer(torch.optim.AdamW, lr=LR, eps=1e-3)
+
+    def moved_to(self, other: Trainer) -> Trainer:
+        """`other`, with the state of this one, which is closed."""
+        other.pm.load_state_dict(self.pm.state_dict())
+        other.pm.load_optimizer_state_dict(other.optimizer, self.pm.optimizer_state_dict(self.optimizer))
+        other.pm.steps = self.pm.steps
+        self.pm.close()
+        return other
+
+
+def run(case: Case) -> None:
+    """Train a case beside the model on one device; AssertionError names the first value that differs."""
+    kind, keywords = KINDS[case["model"]], {name: value for name, value in case.items() if name not in OWN}
+    rows = ROWS * case["num_microbatches"] * case["d"]
+    untouched, reference = kind.make(case["dropout"]), kind.make(case["dropout"])
+    plain = torch.optim.AdamW(reference.parameters(), lr=LR, eps=1e-3)
+    ours = Trainer(kind, untouched, kind.batch(rows, 0), keywords)
+    try:
+        for step in range(STEPS):
+            batch = kind.batch(rows, step)
+            with masks_of(ours.pm.program, ours.pm.steps + 1):
+                loss = call(kind, reference, batch)
+            loss.backward()
+            compare("loss", step, {"": ours.pm.step(**batch)}, {"": loss})
+            gradients = {name: p.grad for name, p in aliases(reference).items() if p.grad is not None}
+            compare("gradient", step, ours.pm.gradients(), gradients)
+            for optimizer in (plain, ours.optimizer):
+                optimizer.step()
+                optimizer.zero_grad()
+            compare("parameter", step, ours.pm.state_dict(), aliases(reference), floor=LR)
+            if case["evaluate"] and step in (0, STEPS - 1):
+                compare("evaluation", step, {"": ours.pm.eval_step(**batch)}, {"": evaluated(kind, reference, batch)})
+            if case["reload"] != "no" and step == 1:
+                other = other_mesh(keywords) if case["reload"] == "other mesh" else keywords
+                ours = ours.moved_to(Trainer(kind, untouched, batch, other))
+    finally:
+        ours.pm.close()
+
+
+def other_mesh(keywords: Case) -> Case:
+    """One on which everything lies in another place: without tensor ranks where there are some, and the other way around."""
+    mesh = {"t": 2, "p": 1, "d": 2, "v": 1} if keywords["t"] == 1 else {"t": 1, "p": 2, "d": 1, "v": 1}
+    return mesh | {"accumulate_allreduce_grads_in_fp32": keywords["accumulate_allreduce_grads_in_fp32"]}
+
+
+def aliases(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters under all their names."""
+    return dict(model.named_parameters(remove_duplicate=False))
+
+
+def evaluated(kind: Kind, model: nn.Module, batch: Batch) -> Tensor:
+    model.eval()
+    with torch.no_grad():
+        loss: Tensor = call(kind, model, batch)
+    model.train()
+    return loss
+
+
+def compare(what: str, step: int, ours: dict[str, Tensor], theirs: dict[str, Tensor], floor: float = 0.0) -> None:
+    """Everything in `theirs`, and no gradient that is not there, at 1e-9 of its largest entry (and of the noise's)."""
+    largest = max(float(x.detach().abs().max()) for x in theirs.values())
+    floor = max(floor, NOISE * largest if what == "gradient" else 0.0)
+    if what == "gradient":
+        assert set(ours) == set(theirs), f"{what}s of step {step}: other names, {set(ours) ^ set(theirs)}"
+    for name, wanted in theirs.items():
+        x, wanted = ours[name].detach(), wanted.detach()
+        assert x.dtype == wanted.dtype and x.shape == wanted.shape, f"{what} {name}: {x.dtype} {x.shape}"
+        size = float((x - wanted).abs().max()) / max(float(wanted.abs().max()), floor)
+        assert size <= TOLERANCE, f"{what} {name} of step {step} differs by {size:.1e}"
+

@@ -1,0 +1,84 @@
+"""The covering array of `covering.py`: pairs in every run, triples under `-m thorough`; that it covers, and knows all of Options."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from unittest import mock
+
+import pytest
+
+from autoptd.options import Options
+from autoptd.runtime.threads import ThreadRank
+from tests.parity import covering
+from tests.parity.covering import AXES, BOUND, LEFT_OUT, OUTSIDE, OWN, Case, cases, declared, goes_together, name_of
+
+PAIRS = len(cases(2))
+ALL = [pytest.param(case, marks=[pytest.mark.thorough] * (i >= PAIRS)) for i, case in enumerate(cases(3))]
+
+
+@pytest.mark.parametrize("case", ALL, ids=name_of)
+def test_case(case: Case) -> None:
+    covering.run(case)
+
+
+def test_every_field_of_options_is_known() -> None:
+    """A new keyword is an axis, or it is said why not."""
+    names = [field.name for field in dataclasses.fields(Options)]
+    assert set(names) == set(AXES) - set(OWN) | set(OUTSIDE)
+    assert not set(AXES) & set(OUTSIDE)
+    assert all(OUTSIDE.values()) and all(LEFT_OUT.values())
+
+
+@pytest.mark.parametrize("name", [name for name in AXES if name not in OWN])
+def test_every_value_of_a_field_is_known(name: str) -> None:
+    """A new value is in the array, or it is said why not. A field without named values takes any number."""
+    known = {*AXES[name], *(value for field, value in LEFT_OUT if field == name)}
+    if declared(name):
+        default = {field.name: field.default for field in dataclasses.fields(Options)}[name]
+        assert declared(name) | {default} - {None} <= known <= declared(name) | {default}
+    else:
+        assert name in ("t", "p", "d", "v", "num_microbatches") and all(value >= 1 for value in known)
+
+
+@pytest.mark.parametrize("strength", [2, 3])
+def test_everything_that_goes_together_is_covered(strength: int) -> None:
+    """Counted again from all combinations of three axes with the bound ones."""
+    covered = {one for case in cases(strength) for one in itertools.combinations(case.items(), strength)}
+    for names in itertools.combinations(AXES, strength):
+        for values in itertools.product(*(AXES[name] for name in names)):
+            one = tuple(zip(names, values, strict=True))
+            assert one in covered or not covering.feasible()(one)
+
+
+def test_all_cases_go_together() -> None:
+    """The bound axes are all on which an answer of Options or of a schedule depends."""
+    assert all(goes_together(case) for case in cases(3))
+    assert cases(3)[:PAIRS] == cases(2) and len({name_of(case) for case in cases(3)}) == len(cases(3))
+    for name in set(AXES) - set(BOUND) - set(OWN):
+        for case in cases(2):
+            assert all(goes_together({**case, name: value}) for value in AXES[name])
+
+
+SIMPLE: Case = {name: values[0] for name, values in AXES.items()}
+
+
+def test_a_fault_is_found() -> None:
+    """Gradients of a tied weight that are not summed over the stages that hold it."""
+    case = {**SIMPLE, "p": 2, "num_microbatches": 2}
+    covering.run(case)
+    with (
+        mock.patch.object(ThreadRank, "owners", lambda self, pp_ranks: self._solo),
+        pytest.raises(AssertionError, match=r"gradient embed\.weight of step 0 differs"),
+    ):
+        covering.run(case)
+
+
+def test_a_lost_state_is_found() -> None:
+    """An optimizer that begins anew behind a load."""
+    case = {**SIMPLE, "reload": "same mesh"}
+    with (
+        mock.patch("autoptd.parallel_model.ParallelModel.load_optimizer_state_dict", lambda *_: None),
+        pytest.raises(AssertionError, match=r"parameter .* of step 2 differs"),
+    ):
+        covering.run(case)
