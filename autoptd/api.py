@@ -12,9 +12,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from autoptd.auto import first_share, is_auto, planned
@@ -142,6 +144,7 @@ def parallelize(
         return program
 
     keywords = {"weights": folder, "format": format_of(model), "compile_eval": compile_eval, "draw": draw_program}
+    keywords["holding"] = partial(with_buffers, model)
     pm = ParallelModel.lazy(compile_for, options, model.state_dict(), **keywords)
     if example_inputs is not None:
         args, kwargs = split_call(example_inputs)
@@ -159,6 +162,27 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes.items():
             module.training = mode
+
+
+@contextmanager
+def with_buffers(model: nn.Module, values: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """The model has these values in its buffers for a while, in tensors of their own; names that are no buffers are ignored."""
+    before: list[tuple[nn.Module, str, torch.Tensor]] = []
+    made: dict[int, torch.Tensor] = {}  # modules may share a buffer
+    for path, module in model.named_modules():
+        for name, own in module._buffers.items():
+            value = values.get(f"{path}.{name}" if path else name)
+            if own is None or value is None or own.is_meta or torch.equal(own, value.to(own.device)):
+                continue
+            before.append((module, name, own))
+            made.setdefault(id(own), value.to(own, copy=True))
+    for module, name, own in before:
+        module._buffers[name] = made[id(own)]
+    try:
+        yield
+    finally:
+        for module, name, own in before:
+            module._buffers[name] = own
 
 
 def is_first_process() -> bool:

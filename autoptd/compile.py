@@ -25,6 +25,7 @@ from autoptd.dump import Forms
 from autoptd.errors import PlanError, TraceError
 from autoptd.fit import fit
 from autoptd.ir.actions import Kind, Orders, ranks_of_stages
+from autoptd.ir.buffers import Buffers
 from autoptd.ir.fallback import Fallback
 from autoptd.ir.notes import copy_graph, note
 from autoptd.ir.parcels import plan_parcels
@@ -95,7 +96,9 @@ def compile_program(
     forms.add("TRACED", captured.graph)
 
     orders = written or make_orders(options, batch.num_microbatches)
-    solve = partial(place, forms, captured, whole, options, batch, orders)
+    known = Buffers(captured.buffers)
+    batched = {name for name, leaf in captured.inputs if leaf in batch.batched}
+    solve = partial(place, forms, known, batched, whole, options, batch, orders)
     machine = options.rank_machine
     placed, price = fit(solve, first=options.memory_price or 0.0, unit=1 / machine.link_bandwidth)
     options = replace(options, memory_price=price or None)
@@ -148,6 +151,7 @@ def compile_program(
         plan=plan,
         costs=costs,
         buffers={name: value.detach() for name, value in captured.buffers.items()},
+        looked_at=known.looked_at(),
         graphs=forms.graphs,
         explainer=partial(passes.explain, assignment),
         painter=painter(of_a_rank),
@@ -167,7 +171,8 @@ class Placed(NamedTuple):
 
 def place(
     forms: Forms,
-    captured: tracing.Captured,
+    buffers: Buffers,
+    batched: set[str],
     whole: Graph | None,
     options: Options,
     batch: Batch,
@@ -178,11 +183,10 @@ def place(
     graph, live = copy_graph(forms.graphs["TRACED"]), schedule.live_moments(orders)
     in_flight = max(map(max, live)) * batch.rows / batch.traced_rows
     machine = passes.price_memory(options.rank_machine, memory_price, in_flight)
-    batched = {name for name, leaf in captured.inputs if leaf in batch.batched}
     axes, assignment = passes.annotate(
         graph,
         whole,
-        captured.buffers,
+        buffers,
         batched,
         batch.pieces,
         options.t,
@@ -197,7 +201,7 @@ def place(
     passes.communicate(graph, assignment, batch.pieces, options.t)
     passes.check_connected(graph, axes, options.t)
     has_hooks = options.has_hooks or has_weight_gradients(orders)
-    groups = passes.find_fusions(graph, captured.buffers, options.fuse or False, options.fuse_only, hooks=has_hooks)
+    groups = passes.find_fusions(graph, buffers, options.fuse or False, options.fuse_only, hooks=has_hooks)
     forms.add("CONNECTED", graph)
 
     sizes = passes.Sizes(options.t, batch.traced_rows, batch.rows, batch.pieces)

@@ -11,7 +11,8 @@ with the training loop's verbs, under the model's own parameter names. Calls mar
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from autoptd.compat import tree_map
 from autoptd.errors import PlanError
 from autoptd.ir.mesh import Coordinate
 from autoptd.ir.program import Picture, Program
@@ -37,6 +39,7 @@ from autoptd.viz import graph_picture
 
 Compile = Callable[[tuple[Any, ...], dict[str, Any], bool], Program]  # args, kwargs, compare trace and model once?
 Draw = Callable[[Program, Path, Sequence[Span]], None]
+Holding = Callable[[Mapping[str, torch.Tensor]], AbstractContextManager[None]]  # the model has these buffers meanwhile
 
 
 def is_local(options: Options) -> bool:
@@ -57,7 +60,7 @@ class ParallelModel:
     `program` is the compiled model, or None: see `lazy`. `state` is the model's state dict: its parameters, and persistent
     buffers. With `weights` the parameters' values are those of this folder instead; `format` says how the model is saved as
     one. `compile_eval` compiles in eval mode at the first `eval_step`; without it, evaluation runs the training program's
-    forward. `draw` adds pictures to `show`. Collective.
+    forward. Both compile the model while it is `holding` the buffers of now. `draw` adds pictures to `show`. Collective.
     """
 
     def __init__(
@@ -68,6 +71,7 @@ class ParallelModel:
         *,
         compile: Compile | None = None,
         compile_eval: Compile | None = None,
+        holding: Holding | None = None,
         draw: Draw | None = None,
         weights: Folder | None = None,
         format: FolderFormat | None = None,
@@ -77,11 +81,14 @@ class ParallelModel:
         self._state = {name: x.detach() for name, x in state.items()}
         self._names = list(self._state)
         self._compile, self._compile_eval, self._draw = compile, compile_eval, draw
+        self._holding = holding or nullcontext
+        self._call: Any = None  # stands in for the (args, kwargs) that were compiled for
         self._weights, self._format = weights, format or FolderFormat()
         self._program: Program | None = None
         self._eval_program: Program | None = None
         self._ranks: RunningRanks | None = None
         self._others: dict[str, torch.Tensor] = {}  # what the state dict holds besides parameters: persistent buffers
+        self._loaded: set[str] = set()  # those of them that were loaded since
         if program is not None:
             self._start(program)
 
@@ -96,7 +103,10 @@ class ParallelModel:
         """Compile for what `step` will take, and start the ranks. Collective."""
         if self._compile is None:
             raise PlanError("compile_now", "there is nothing to compile", "use ParallelModel.lazy")
-        self._start(self._compile(args, kwargs, True))
+        self._call = tree_map(_stand_in, (args, kwargs))
+        with self._holding(self._state):
+            program = self._compile(args, kwargs, True)
+        self._start(program)
 
     # training
 
@@ -145,8 +155,9 @@ class ParallelModel:
         """Return the loss of the global batch without gradients, the model in eval mode. Collective."""
         trained, ranks = self._running(args, kwargs)
         if self._eval_program is None and self._compile_eval is not None:
-            self._eval_program = self._compile_eval(args, kwargs, False)
-            ranks.attach_evaluator(self._eval_program)
+            with self._holding(self._buffers_now(ranks)):
+                self._eval_program = self._compile_eval(args, kwargs, False)
+            self._attach_evaluator(ranks, self._eval_program)
         program = self._eval_program or trained
         check_call(program, args, kwargs, ranks.replicas)
 
@@ -238,18 +249,63 @@ class ParallelModel:
         if strict and (missing or unexpected):
             fact = f"missing {missing or 'nothing'}, unexpected {unexpected or 'nothing'}"
             raise PlanError("load_state_dict", fact, "a state dict of this model, or strict=False")
-        buffers = {name: x for name, x in state_dict.items() if name in self._others}
+        buffers = {
+            name: x.detach().to(own) for name, own in self._others.items() if (x := state_dict.get(name)) is not None
+        }
+        self._hold_to(buffers, ranks)
         for name, x in buffers.items():
-            self._others[name] = x.detach().clone()
+            self._others[name].copy_(x)
+        self._loaded |= buffers.keys()
 
         def load(rank: Rank) -> None:
             load_parameters(rank.params, state_dict)
             for executor in {rank.executor, rank.evaluator}:
-                for name in buffers.keys() & executor.buffers.keys():
-                    executor.buffers[name].copy_(buffers[name])
+                _copy_buffers(executor.buffers, buffers)
 
         ranks.run("load_state_dict", load)
         return LoadResult(missing, unexpected)
+
+    def _hold_to(self, buffers: Mapping[str, torch.Tensor], ranks: RunningRanks) -> None:
+        """Make sure that what was proven of buffers holds for other values, by compiling again; PlanError where it does not.
+
+        An evaluation of other values is compiled again when it is next asked for.
+        """
+        program = self.program
+        if self._eval_program is not None and self._eval_program.differing(buffers):
+            self._eval_program = None
+        changed = program.differing(buffers)
+        if not changed:
+            return
+        if self._compile is not None:
+            args, kwargs = self._call
+            with self._holding({**self._buffers_now(ranks), **buffers}):
+                again = self._compile(args, kwargs, False)
+            if replace(again, looked_at=()).fingerprint() == replace(program, looked_at=()).fingerprint():
+                self._program = replace(program, looked_at=again.looked_at)
+                return
+        what = "is another model with these values" if self._compile is not None else "was compiled for others"
+        fact = f"brings other values of {', '.join(changed)}, which were read while compiling: the program {what}"
+        raise PlanError(
+            "load_state_dict", fact, "load them before: model.load_state_dict(...), then parallelize(model, ...)"
+        )
+
+    def _buffers_now(self, ranks: RunningRanks) -> dict[str, torch.Tensor]:
+        """The model's buffers, as training has them."""
+        return {**self._others, **ranks.here[0].executor.buffers}
+
+    def _attach_evaluator(self, ranks: RunningRanks, program: Program) -> None:
+        """Let evaluations run `program`, with the buffers of now. Collective."""
+        # Of buffers that were never loaded, and that training does not use, rank 0's values are in the program.
+        names = self._loaded | (self._others.keys() & self.program.buffers.keys())
+        buffers = {name: x for name, x in self._buffers_now(ranks).items() if name in names}
+        if changed := program.differing(buffers):
+            fact = f"was compiled for other values of {', '.join(changed)} than were loaded"
+            raise PlanError(
+                "eval_step", fact, "load them before: model.load_state_dict(...), then parallelize(model, ...)"
+            )
+        ranks.attach_evaluator(program)
+        for rank in ranks.here:
+            _copy_buffers(rank.evaluator.buffers, buffers)
 
     def save_pretrained(self, folder: str | Path, max_shard_size: int | str = "5GB") -> None:
         """Write the model as Hugging Face's `save_pretrained` does: safetensors under the original names, and its config.
@@ -328,6 +384,7 @@ class ParallelModel:
 
     def _start(self, program: Program) -> None:
         options = self.options
+        program = self._with_buffers(program)
         if self._is_process:
             start: Callable[..., RunningRanks] = partial(ProcessRank, backend=options.backend)
             device = options.device
@@ -336,12 +393,37 @@ class ParallelModel:
             device = options.device or str(next((x.device for x in self._state.values() if not x.is_meta), "cpu"))
         self._ranks = start(program, self._weights or self._state, device=device, timeout=options.timeout)
         self._program = program
-        parameters = {name for spec in program.params for name in (spec.name, *spec.aliases)}
-        self._others = {name: x.clone() for name, x in self._state.items() if name not in parameters}
         self._state = {}  # the model's own tensors are not needed any more
+
+    def _with_buffers(self, program: Program) -> Program:
+        """The program with the state's buffers in it; PlanError where it was compiled for other values."""
+        parameters = {name for spec in program.params for name in (spec.name, *spec.aliases)}
+        reader = self._weights.reader() if self._weights is not None else None
+        for name, x in self._state.items():
+            if name in parameters:
+                continue
+            if x.is_meta and reader is not None and reader.has(name):
+                x = reader.whole(name).to(x.dtype)
+            self._others[name] = (program.buffers.get(name, x) if x.is_meta else x).clone()
+        if changed := program.differing(self._others):
+            fact = f"the program was compiled for other values of {', '.join(changed)} than the model has"
+            raise PlanError("model", fact, "compile it for this model")
+        ours = {name: self._others.get(name, x).to(x.dtype) for name, x in program.buffers.items()}
+        return replace(program, buffers=ours)
 
     def _started(self, what: str) -> RunningRanks:
         if self._ranks is None:
             fact = "the model is compiled at the first step, there are no ranks yet"
             raise PlanError(f"pm.{what}", fact, "pass example_inputs= to parallelize")
         return self._ranks
+
+
+@torch.no_grad()
+def _copy_buffers(into: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:
+    for name in into.keys() & values.keys():
+        into[name].copy_(values[name])
+
+
+def _stand_in(leaf: Any) -> Any:
+    """A tensor that a call can be compiled for, without memory."""
+    return leaf.new_zeros(()).expand_as(leaf) if isinstance(leaf, torch.Tensor) else leaf

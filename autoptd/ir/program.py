@@ -17,7 +17,7 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -27,12 +27,13 @@ import torch
 
 from autoptd.errors import PlanError
 from autoptd.ir.actions import Action, Orders, format_orders, parse_orders, ranks_of_stages
+from autoptd.ir.buffers import digest
 from autoptd.ir.fallback import Fallback
 from autoptd.ir.fusion import Fusion
 from autoptd.ir.mesh import Mesh
 from autoptd.ir.types import Dims, Outer, Segmented, ValueType, local_shape, outer_size, padded_size, type_text
 
-VERSION = 4
+VERSION = 5
 GATHER = "gather"  # the conversion of a `Collective` that puts a scattered parcel together
 
 
@@ -255,6 +256,7 @@ class Program:
     parcels: tuple[Parcel, ...] = ()  # what travels between pipeline ranks for one microbatch
     lines: tuple[Line, ...] = ()
     seed: int = 0  # of the dropout masks
+    looked_at: tuple[tuple[str, str], ...] = ()  # buffers whose values the compiler has read, with their digests
     dropouts: tuple[DropoutSpec, ...] = ()
     fallbacks: tuple[Fallback, ...] = ()  # operators that tp does not split as one would expect, and why
     fuse: str | bool = False  # the backend of fused operators
@@ -318,6 +320,10 @@ class Program:
     def param(self, name: str) -> ParamSpec:
         return next(spec for spec in self.params if name in spec.aliases)
 
+    def differing(self, buffers: Mapping[str, torch.Tensor]) -> list[str]:
+        """Names of buffers that the program was compiled for other values of: those that the compiler has read."""
+        return [name for name, text in self.looked_at if name in buffers and digest(buffers[name]) != text]
+
     def fingerprint(self) -> str:
         """Hash of everything that ranks must agree on before the first step."""
         text = json.dumps(self._record(), sort_keys=True) + json.dumps(self.sources, sort_keys=True) + self.schedule
@@ -355,6 +361,7 @@ class Program:
             fallbacks=tuple(Fallback(**one) for one in record.pop("fallbacks")),
             fusions=tuple(Fusion(**one) for one in record.pop("fusions")),
             unlisted=tuple(record.pop("unlisted")),
+            looked_at=tuple((name, text) for name, text in record.pop("looked_at")),
             lines=tuple(Line(**one) for one in record.pop("lines")),
             orders=parse_orders((folder / "schedule.txt").read_text()),
             sources=sources,

@@ -26,7 +26,7 @@ from autoptd.passes.symbols import name_axes
 def annotate(
     graph: Graph,
     whole: Graph | None,
-    buffers: dict[str, torch.Tensor],
+    buffers: Mapping[str, torch.Tensor],
     batched: set[str],
     pieces: int,
     t: int,

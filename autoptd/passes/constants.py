@@ -7,11 +7,13 @@ whether they change with the number of rows of the trace.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
+from autoptd.ir.buffers import Buffers
 from autoptd.ir.notes import note, op_name, shape, value
 
 LARGEST = 1 << 28  # entries; a larger constant is not evaluated
@@ -20,9 +22,9 @@ LARGEST = 1 << 28  # entries; a larger constant is not evaluated
 class Constants:
     """Evaluates constants of the graphs of one model; `buffers` are the model's values by name."""
 
-    def __init__(self, buffers: dict[str, torch.Tensor]) -> None:
-        self._buffers = buffers
-        self._device = next((one.device for one in buffers.values() if not one.is_meta), torch.device("cpu"))
+    def __init__(self, buffers: Mapping[str, torch.Tensor]) -> None:
+        self._buffers = buffers if isinstance(buffers, Buffers) else Buffers(buffers)
+        self._device = self._buffers.device
         self._constant: dict[Node, bool] = {}
         self._values: dict[Node, torch.Tensor] = {}
         self._equal: dict[tuple[Node, int], bool] = {}  # every layer asks for the mask again
@@ -83,7 +85,7 @@ class Constants:
     def _can_evaluate(self, node: Node) -> bool:
         """False where a buffer has no value (meta) or a table is too large to make just to look at it."""
         if node.op == "placeholder":
-            return not self._buffers[note(node).name].is_meta
+            return self._buffers.has_value(note(node).name)
         return self.is_small(node) and all(self._can_evaluate(arg) for arg in node.all_input_nodes)
 
 

@@ -8,6 +8,7 @@ model that mixes samples has one division only, and no rows.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch.fx import Graph, Node
@@ -22,7 +23,7 @@ from autoptd.passes.constants import Constants
 MOST_COLUMNS = 1 << 32  # the numbers that a mask can tell apart
 
 
-def place_rows(graph: Graph, batched: set[str], pieces: int, buffers: dict[str, torch.Tensor]) -> None:
+def place_rows(graph: Graph, batched: set[str], pieces: int, buffers: Mapping[str, torch.Tensor]) -> None:
     """Fill `rows` of every dropout in `graph`; `batched` are the inputs that carry the batch."""
     found = [node for node in ops(graph) if op_name(node) == "aten.dropout"]
     if not found:
@@ -40,7 +41,7 @@ def _size(atoms: tuple[int, ...], atom: int) -> int:
 
 
 def _types(
-    graph: Graph, found: list[Node], batched: set[str], pieces: int, buffers: dict[str, torch.Tensor]
+    graph: Graph, found: list[Node], batched: set[str], pieces: int, buffers: Mapping[str, torch.Tensor]
 ) -> list[ValueType]:
     if pieces > 1:
         return [note(node).batch for node in found]

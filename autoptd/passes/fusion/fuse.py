@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -71,7 +71,7 @@ class Groups:
 
 def find_fusions(
     graph: Graph,
-    buffers: dict[str, torch.Tensor],
+    buffers: Mapping[str, torch.Tensor],
     backend: str | bool,
     only: Sequence[str] | None = None,
     *,
