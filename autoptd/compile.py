@@ -43,6 +43,7 @@ from autoptd.records import (
     param_specs,
     plan_record,
     stage_spec,
+    warn_of_checkpoints,
     warn_of_fallbacks,
 )
 
@@ -88,6 +89,7 @@ def compile_program(
 
     call = resize(args, kwargs, batch, batch.traced_rows)
     captured = capture_rows(model, options, args, kwargs, batch)
+    warn_of_checkpoints(captured.checkpointed)
     if check and has_values(model):
         tracing.compare(model, options.loss_fn, captured.graph, captured.buffers, *call)
     whole = None
@@ -220,11 +222,12 @@ def place(
 
 
 def check_module(model: nn.Module) -> None:
-    """The model must be a plain module."""
+    """The model must be a plain module, whose parameters share no memory: a copy would not show it."""
     if not isinstance(model, nn.Module):
         raise PlanError("model", f"is a {type(model).__name__}, not a torch.nn.Module", "pass the module itself")
     if hasattr(model, "_orig_mod"):
         raise PlanError("model", "is wrapped by torch.compile", "pass the module that it wraps: model._orig_mod")
+    tracing.check_storage(model)
 
 
 def default_fusion(model: nn.Module, options: Options) -> str | bool:

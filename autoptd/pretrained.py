@@ -27,7 +27,7 @@ from autoptd.compat import FakeTensorMode
 from autoptd.errors import PlanError
 from autoptd.runtime.pretrained import Folder
 from autoptd.runtime.save_pretrained import FolderFormat
-from autoptd.trace.capture import tied_names
+from autoptd.trace.storage import tied_names
 
 
 def fitting(model: nn.Module, folder: Folder) -> Folder:

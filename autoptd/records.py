@@ -56,8 +56,9 @@ class Batch:
 
     @property
     def whole_rows(self) -> int:
-        """Rows of the second trace: a multiple of the first one's, and not less than the rows of a step."""
-        return self.traced_rows * max(2, -(-self.rows * self.pieces // self.traced_rows))
+        """Rows of the second trace: those of a step, where they are more than the first one's."""
+        step = self.rows * self.pieces
+        return step if step > self.traced_rows else 2 * self.traced_rows
 
 
 def about(options: Options, batch: Batch, ranks: Sequence[int], stage: int, wgrad: str) -> list[str]:
@@ -333,6 +334,14 @@ def merged_fallbacks(fallbacks: Sequence[Fallback]) -> list[dict[str, Any]]:
         key = dataclasses.replace(one, site=_any_layer(one.site), flops=0)
         merged[key] = merged.get(key, 0) + one.flops
     return [{**dataclasses.asdict(one), "flops": flops} for one, flops in merged.items()]
+
+
+def warn_of_checkpoints(modules: Sequence[str]) -> None:
+    """Warn once that activation checkpoints in the model are not kept."""
+    if modules:
+        named = ", ".join(dict.fromkeys(map(_any_layer, modules)))
+        message = f"activation checkpointing in the model ({named}) is not honoured: the ranks keep these activations, and "
+        warnings.warn(message + "compute nothing again. Numbers are the same, memory is that without it.", stacklevel=3)
 
 
 def warn_of_fallbacks(program: Program) -> None:

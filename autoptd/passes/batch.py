@@ -11,6 +11,7 @@ batch size, and that constants which follow it are the same for every microbatch
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -158,7 +159,8 @@ def check_literals(graph: Graph, whole: Graph, constants: Constants) -> None:
     ours, theirs = list(graph.nodes), list(whole.nodes)
     if [(n.op, str(n.target)) for n in ours] != [(n.op, str(n.target)) for n in theirs]:
         raise PlanError("model", "its operators depend on the number of rows in the batch", RULE_REMEDY)
-    growth = max((shape(b)[0] // shape(a)[0] for a, b in zip(ours, theirs, strict=True) if _is_batch(a)), default=1)
+    batches = [(shape(a)[0], shape(b)[0]) for a, b in zip(ours, theirs, strict=True) if _is_batch(a)]
+    growth = max((Fraction(whole_rows, rows) for rows, whole_rows in batches), default=Fraction(1))
     for node, other in zip(ours, theirs, strict=True):
         _check_made(node, other)
         if node.op != "call_function":
@@ -215,12 +217,12 @@ def _is_batch(node: Node) -> bool:
     return note(node).kind == "input" and note(node).batch.kind == "S"
 
 
-def _check_growth(node: Node, other: Node, growth: int) -> None:
+def _check_growth(node: Node, other: Node, growth: Fraction) -> None:
     """A value must be `growth` times as long in the dim where it carries the batch, and as long in all others."""
     kind = note(node).batch
     if value(node) is None or not isinstance(tensor(node), torch.Tensor):
         return
-    wanted = list(shape(node))
+    wanted: list[int | Fraction] = list(shape(node))
     if kind.kind == "S":
         wanted[kind.dim] *= growth
     if kind.kind != "P" and tuple(wanted) != shape(other):

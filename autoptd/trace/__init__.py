@@ -3,5 +3,6 @@
 from autoptd.trace.capture import Captured, capture
 from autoptd.trace.faithful import compare
 from autoptd.trace.masks import given_masks
+from autoptd.trace.storage import check_storage
 
-__all__ = ["Captured", "capture", "compare", "given_masks"]
+__all__ = ["Captured", "capture", "check_storage", "compare", "given_masks"]

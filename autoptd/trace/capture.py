@@ -18,19 +18,23 @@ import re
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.export.graph_signature import InputKind
 from torch.fx import Graph, Node
 
 from autoptd.compat import light_export, tree_flatten, tree_unflatten
 from autoptd.errors import AutoptdError, TraceError
-from autoptd.ir.notes import Note, note, output, set_note
-from autoptd.trace.faithful import check_model, watch_tracing
+from autoptd.ir.notes import Note, note, op_name, output, set_note
+from autoptd.trace.faithful import check_loss_fn, check_model
 from autoptd.trace.functions import check_functions
-from autoptd.trace.loss import WithLoss
 from autoptd.trace.normalize import normalize
+from autoptd.trace.state import Watched, check_changes
+from autoptd.trace.storage import is_same_memory, tied_names
+from autoptd.trace.watch import Operands, checkpoint_sites, watch_tracing
 
 # Their results carry no gradient: they read a value, or only its shape.
 _FILLED = "zeros_like ones_like full_like empty_like rand_like randn_like randint_like"
@@ -44,6 +48,7 @@ class Captured:
 
     `aliases` maps the first name of every parameter to all its names; `inputs` are (placeholder name, leaf index) pairs of
     the flattened call; `constants` are the leaves that are no tensors; `buffers` hold values of buffers and constants.
+    `checkpointed` are modules whose activation checkpoints are not in the graph.
     """
 
     graph: Graph
@@ -54,6 +59,7 @@ class Captured:
     inputs: tuple[tuple[str, int], ...]
     constants: tuple[tuple[int, Any], ...]
     tree: str
+    checkpointed: tuple[str, ...] = ()
 
 
 def capture(
@@ -61,11 +67,13 @@ def capture(
 ) -> Captured:
     """Trace `model(*args, **kwargs)` down to its scalar loss; TraceError names the user's own source line."""
     check_model(model)
+    check_loss_fn(loss_fn)
     leaves, tree = tree_flatten((args, kwargs))
     fresh = [leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     call_args, call_kwargs = tree_unflatten(fresh, tree)
-    wrapper = WithLoss(model, loss_fn)
-    exported = _export(wrapper, call_args, call_kwargs)
+    wrapper = Watched(model, loss_fn, around=partial(Operands, model))
+    exported, checkpointed = _export(wrapper, call_args, call_kwargs)
+    check_changes(wrapper, args, kwargs)
     aliases = tied_names(model)
     first_name = {name: names[0] for names in aliases.values() for name in names}
     graph, inputs, buffers = _read(exported, wrapper, first_name, leaves, input_names(model, args, kwargs))
@@ -77,15 +85,7 @@ def capture(
     constants = tuple((i, leaf) for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor))
     every = dict(model.named_parameters(remove_duplicate=False))
     parameters = {name: every[name] for name in aliases}
-    return Captured(graph, aliases, parameters, buffers, persistent, inputs, constants, str(tree))
-
-
-def tied_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """First name of every parameter -> all its names: tied weights are one parameter (grouped by identity)."""
-    groups: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        groups.setdefault(id(parameter), []).append(name)
-    return {names[0]: tuple(names) for names in groups.values()}
+    return Captured(graph, aliases, parameters, buffers, persistent, inputs, constants, str(tree), checkpointed)
 
 
 def input_names(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
@@ -118,14 +118,17 @@ def _leaf_names(name: str, arg: Any) -> list[str]:
     return [name] if len(leaves) == 1 else [f"{name}_{i}" for i in range(len(leaves))]
 
 
-def _export(wrapper: WithLoss, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.export.ExportedProgram:
+def _export(
+    wrapper: Watched, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[torch.export.ExportedProgram, tuple[str, ...]]:
+    """The exported program, and the modules whose activation checkpoints it does without."""
     device = next((p.device.type for p in wrapper.parameters()), "cpu")
     try:
         autocast = torch.autocast(device if device != "meta" else "cpu", enabled=False)
-        with watch_tracing() as functions, autocast, torch.enable_grad(), light_export():
+        with watch_tracing(wrapper.model) as met, autocast, torch.enable_grad(), light_export():
             exported = torch.export.export(wrapper, args, kwargs, strict=False)
-        check_functions(functions)
-        return exported
+        check_functions(met.functions)
+        return exported, tuple(checkpoint_sites(wrapper.model, met.checkpointed))
     except AutoptdError:
         raise
     except Exception as error:
@@ -148,7 +151,7 @@ def _user_line(error: BaseException) -> str:
 
 def _read(
     exported: torch.export.ExportedProgram,
-    wrapper: WithLoss,
+    wrapper: Watched,
     first_name: dict[str, str],
     leaves: list[Any],
     names: list[str],
@@ -162,8 +165,8 @@ def _read(
     constants = {**signature.inputs_to_buffers, **lifted}
     stored = {**dict(wrapper.named_buffers(remove_duplicate=False)), **exported.constants}
     graph, mapping = Graph(), dict[Node, Node]()
-    user = set(signature.user_inputs)
-    tensors = iter(range(len(leaves)))
+    given = [spec.arg.name for spec in signature.input_specs if spec.kind is InputKind.USER_INPUT]
+    leaf_of = {name: leaf for leaf, name in enumerate(given)}  # constants of the call are among them
     inputs: list[tuple[str, int]] = []
     buffers: dict[str, torch.Tensor] = {}
     seen: dict[str, Node] = {}
@@ -177,12 +180,13 @@ def _read(
             name = constants[node.name].removeprefix("model.")
             mapping[node] = seen[name] = seen.get(name) or _placeholder(graph, node, "buffer", name)
             buffers[name] = stored[constants[node.name]].detach()
+            _check_kept(buffers[name], wrapper)
             if node.name in lifted:
                 note(mapping[node]).extra["constant"] = buffers[
                     name
                 ]  # made in forward: may follow the size of the batch
-        elif node.op == "placeholder" and node.name in user:
-            leaf = next(tensors)
+        elif node.op == "placeholder" and node.name in leaf_of:
+            leaf = leaf_of[node.name]
             if isinstance(leaves[leaf], torch.Tensor):
                 mapping[node] = _placeholder(graph, node, "input", names[leaf])
                 inputs.append((names[leaf], leaf))
@@ -250,8 +254,20 @@ def _inline(graph: Graph, node: Node, region: Any, read: list[Any], mapping: dic
             mapping[reader] = pieces[reader.args[1]]
 
 
+def _check_kept(constant: torch.Tensor, wrapper: Watched) -> None:
+    """A tensor attribute that the forward reads and replaces is state; one that it only writes concerns nobody."""
+    for path, one in wrapper.seen.replaced.items():
+        if is_same_memory(one, constant):
+            fact = "a tensor attribute that the forward reads and then replaces, which the traced graph would not do"
+            raise TraceError(path, fact, "keep state out of the forward, and pass it as an input")
+
+
 def _check_sizes(node: Node) -> None:
     pieces = node.meta.get("val")
+    if isinstance(pieces, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        fact = f"the value of a tensor becomes a Python number ({op_name(node)})"
+        remedy = "compute with the tensor itself (x * scale, torch.where, gather), or keep the number as a Python attribute"
+        raise TraceError("  ".join(source_line(node)) or "model", fact, remedy)
     for one in pieces if isinstance(pieces, (tuple, list)) else [pieces]:
         if isinstance(one, torch.Tensor) and not all(isinstance(size, int) for size in one.shape):
             fact = f"the size of {node.target}'s result depends on the values of a tensor"

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from autoptd.compat import TorchDispatchMode
+from autoptd.compat import TorchDispatchMode, plain_checkpoints
 
 aten = torch.ops.aten
 MaskOf = Callable[[int, torch.Tensor, float], torch.Tensor]  # (site, a tensor of the size, share that is kept) -> bool
@@ -25,8 +25,12 @@ MaskOf = Callable[[int, torch.Tensor, float], torch.Tensor]  # (site, a tensor o
 
 @contextmanager
 def given_masks(mask_of: MaskOf, sites: Iterable[int] | None = None) -> Iterator[None]:
-    """While it lasts, dropouts take the masks of `mask_of`; `sites` are the numbers of the calls (default 0, 1, 2 ...)."""
-    with sdpa_kernel(SDPBackend.MATH), _Masks(mask_of, iter(sites if sites is not None else itertools.count())):
+    """While it lasts, dropouts take the masks of `mask_of`; `sites` are the numbers of the calls (default 0, 1, 2 ...).
+
+    Activation checkpoints keep what they compute: a second computation would ask for the masks of other sites.
+    """
+    masks = _Masks(mask_of, iter(sites if sites is not None else itertools.count()))
+    with sdpa_kernel(SDPBackend.MATH), plain_checkpoints(), masks:
         yield
 
 

@@ -121,7 +121,7 @@ class Mean(StraightThrough):
     [
         (Net(StraightThrough), "not the derivative"),
         (Net(Clipped), "not the derivative"),
-        (Net(Closed), "parameters that are not among its arguments"),
+        (Net(Closed), "no registered parameter"),
         (Net(Dirty), "mark_dirty"),
         (Net(Mean, torch.zeros(2, dtype=torch.int64)), "no floats"),
         (Net(Mean, nn.Linear(2, 2)), "takes a Linear"),

@@ -1,0 +1,310 @@
+"""What Python keeps between calls of a model: a traced graph has none of it, so a forward must not change it.
+
+In: a model (and its loss function). Looked at are plain values (numbers, strings, containers of them, objects that hold them)
+in the attributes of all modules, of their classes, in globals beside them and in what the loss function closes over, and the
+states of Python's and numpy's random numbers. Out: what a call has changed, and the model as it was before.
+
+    before = State(model)
+    model(x)
+    before.changes(State(model))      # [Change("layers.0.calls", "0", "1")]
+    before.restore()                  # a trace leaves no fake tensor behind
+
+A cache is no state: what the first call makes and the second one only reads (`check_changes`).
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+import sys
+import types
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autoptd.compat import FakeTensor, tree_map
+from autoptd.errors import TraceError
+from autoptd.trace.loss import WithLoss
+from autoptd.trace.masks import any_mask, given_masks
+
+PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+CONTAINERS = (dict, list, tuple, set, frozenset, deque)
+OPAQUE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
+OWN = {key for key in vars(nn.Module()) if key.startswith("_")}  # of nn.Module itself: hooks and names, no state
+LARGEST = 4096  # entries of a container that are looked at
+DEEPEST = 5  # objects in objects
+MISSING = "missing"
+TENSOR = "a tensor"
+RANDOM = {"random": "Python's random module", "numpy.random": "numpy's random numbers"}
+
+
+@dataclass(frozen=True)
+class Change:
+    """A value that was different after a call, by its path (`layers.0.calls`)."""
+
+    path: str
+    before: str
+    after: str
+
+    def refuse(self) -> TraceError:
+        """The error that names it."""
+        if self.path in RANDOM:
+            fact = f"the forward draws from {RANDOM[self.path]} (LayerDrop does): the traced graph would repeat one outcome"
+            return TraceError("model", fact, "switch it off (layerdrop=0), or draw outside and pass the numbers as an input")
+        values = "" if " 0x" in self.before + self.after else f" ({self.before} before it, {self.after} after it)"
+        fact = f"is changed by the forward{values}, which the traced graph would not do"
+        remedy = "keep no Python state in forward: count in the training loop, and pass what the model needs as an input"
+        return TraceError(self.path, fact, remedy)
+
+
+class State:
+    """All values that Python keeps for a model, as they are now."""
+
+    def __init__(self, model: nn.Module, loss_fn: Any = None) -> None:
+        self.leaves: dict[str, str] = {}
+        self.tensors: dict[str, Tensor] = {}
+        self._saved: list[tuple[Any, Any]] = []
+        self._kept: list[Any] = []  # alive, so that no other object gets its id
+        self._seen: set[int] = set()
+        modules = dict(model.named_modules())
+        if isinstance(loss_fn, nn.Module):
+            modules |= dict(loss_fn.named_modules(prefix="loss_fn"))
+        for path, module in modules.items():
+            self._visit_module(path, module)
+        classes = dict.fromkeys(type(module) for module in modules.values())
+        for cls in dict.fromkeys(base for one in classes for base in one.__mro__ if _is_users(base.__module__)):
+            self._visit_class(cls)
+        for name in dict.fromkeys(cls.__module__ for cls in classes if _is_users(cls.__module__)):
+            if name in sys.modules:
+                self._visit_globals(name, vars(sys.modules[name]))
+        if loss_fn is not None:
+            self._visit("loss_fn", loss_fn, 0)
+        self.leaves["random"] = str(hash(random.getstate()))
+        if "numpy" in sys.modules:
+            drawn = sys.modules["numpy"].random.get_state()
+            self.leaves["numpy.random"] = str(hash((drawn[1].tobytes(), *drawn[2:])))
+
+    def changes(self, after: State) -> list[Change]:
+        """What is different in `after`; tensors count as equal, they are looked at by who reads them."""
+        paths = dict.fromkeys([*self.leaves, *after.leaves])
+        pairs = [(path, self.leaves.get(path, MISSING), after.leaves.get(path, MISSING)) for path in paths]
+        return [Change(*pair) for pair in pairs if pair[1] != pair[2]]
+
+    def restore(self) -> None:
+        """Give every attribute and container the content that it had."""
+        for holder, content in self._saved:
+            if isinstance(holder, types.CellType):
+                holder.cell_contents = content
+            elif isinstance(holder, type):
+                now = _plain_names(holder)
+                for key in now.keys() - content.keys():
+                    delattr(holder, key)
+                for key, value in content.items():
+                    if now.get(key, now) is not value:
+                        setattr(holder, key, value)
+            elif isinstance(holder, dict):
+                if list(holder) != list(content) or any(holder[key] is not value for key, value in content.items()):
+                    holder.clear()
+                    holder.update(content)
+            elif isinstance(holder, list):
+                holder[:] = content
+            else:
+                holder.clear()
+                holder.update(content) if isinstance(holder, set) else holder.extend(content)
+
+    def _visit_module(self, path: str, module: nn.Module) -> None:
+        attributes = vars(module)
+        self._saved.append((attributes, dict(attributes)))
+        for kind in ("_parameters", "_buffers"):
+            self._saved.append((attributes[kind], dict(attributes[kind])))
+            for name, one in attributes[kind].items():
+                self._keep(_join(path, name), one)
+        for name, value in attributes.items():
+            if name not in OWN:
+                self._visit(_join(path, name), value, 0)
+
+    def _visit_class(self, cls: type) -> None:
+        names = _plain_names(cls)
+        self._saved.append((cls, names))
+        for name, value in names.items():
+            self._visit(f"{cls.__qualname__}.{name}", value, DEEPEST - 1)
+
+    def _visit_globals(self, module: str, names: dict[str, Any]) -> None:
+        for name, value in names.items():
+            if not name.startswith("__") and isinstance(value, (bool, int, float, str)):
+                self.leaves[f"{module}.{name}"] = repr(value)
+
+    def _visit(self, path: str, value: Any, depth: int) -> None:
+        if isinstance(value, Tensor):
+            self.leaves[path], self.tensors[path] = TENSOR, value
+        elif isinstance(value, PLAIN):
+            self.leaves[path] = repr(value)
+        elif id(value) in self._seen or isinstance(value, nn.Module):
+            return
+        elif isinstance(value, CONTAINERS):
+            self._visit_container(path, value, depth)
+        elif (found := _drawn(value)) is not None:
+            self.leaves[path] = found
+        elif isinstance(value, types.FunctionType):
+            self._visit_function(path, value, depth)
+        elif isinstance(value, functools.partial):
+            self._visit(path, (value.func, value.args, value.keywords), depth + 1)
+        elif isinstance(value, types.MethodType):
+            self._visit(path, value.__self__, depth + 1)
+        elif hasattr(value, "__dict__") and depth < DEEPEST and not isinstance(value, OPAQUE):
+            self._enter(value)
+            self._saved.append((vars(value), dict(vars(value))))
+            for name, one in vars(value).items():
+                self._visit(f"{path}.{name}", one, depth + 1)
+        else:
+            self._keep(path, value)
+
+    def _visit_container(self, path: str, value: Any, depth: int) -> None:
+        self._enter(value)
+        self.leaves[path] = f"{type(value).__name__} of {len(value)}"
+        if not isinstance(value, (tuple, frozenset)):
+            self._saved.append((value, value.copy()))
+        if len(value) > LARGEST or depth >= DEEPEST:
+            return
+        if isinstance(value, (set, frozenset)):
+            self.leaves[path] = repr(sorted(map(repr, value)))
+            return
+        pairs: Iterable[tuple[Any, Any]] = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, one in pairs:
+            self._visit(f"{path}[{key!r}]", one, depth + 1)
+
+    def _visit_function(self, path: str, value: types.FunctionType, depth: int) -> None:
+        """What a function closes over, its own attributes and the globals beside it."""
+        self._enter(value)
+        if not _is_users(value.__module__ or ""):
+            return
+        self._visit_globals(value.__module__, value.__globals__)
+        self._visit(path, vars(value), depth + 1)
+        for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
+            try:
+                content = cell.cell_contents
+            except ValueError:  # not assigned yet
+                continue
+            self._saved.append((cell, content))
+            self._visit(f"{path}.{name}", content, depth + 1)
+
+    def _enter(self, value: Any) -> None:
+        self._seen.add(id(value))
+        self._kept.append(value)
+
+    def _keep(self, path: str, value: Any) -> None:
+        self._kept.append(value)
+        self.leaves[path] = "None" if value is None else f"{type(value).__name__} {id(value):#x}"
+
+
+class Watched(WithLoss):
+    """The model and its loss, left as they were by every call; `seen` says what the last one has changed.
+
+    `around` makes a context for the forward alone.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: Callable[..., Any] | None,
+        around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        super().__init__(model, loss_fn)
+        self.seen, self.around = Seen(), around
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        before = State(self.model, self.loss_fn)
+        try:
+            with self.around():
+                return super().forward(*args, **kwargs)
+        finally:
+            after = State(self.model, self.loss_fn)
+            self.seen.changes = before.changes(after)
+            replaced = [path for path, one in before.tensors.items() if after.tensors.get(path) is not one]
+            self.seen.replaced = {path: before.tensors[path] for path in replaced}
+            before.restore()
+
+
+class Seen:
+    """What a call has changed, and tensors that were attributes before and are none after it; one object for all calls."""
+
+    def __init__(self) -> None:
+        self.changes: list[Change] = []
+        self.replaced: dict[str, Tensor] = {}
+
+
+def check_changes(watched: Watched, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse what the last call has changed, unless it was a cache: what the first call makes and the second one finds."""
+    changes = watched.seen.changes
+    if not changes:
+        return
+    drawn = [one for one in changes if one.path in RANDOM]
+    again = drawn or _changes_of_second_call(watched, args, kwargs)
+    if again:
+        raise next((one for one in changes if one.path == again[0].path), again[0]).refuse()
+
+
+def _changes_of_second_call(watched: Watched, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Change]:
+    """Call twice without restoring in between: what the second call changes once more, or all if its loss is another."""
+    model, loss_fn = watched.model, watched.loss_fn
+    twin = WithLoss(model, loss_fn)
+    before = State(model, loss_fn)
+    first = next(model.parameters(), None)
+    fake = first.fake_mode if isinstance(first, FakeTensor) else None
+    if fake is not None:
+        args, kwargs = tree_map(lambda x: fake.from_tensor(x) if _is_real(x) else x, (args, kwargs))
+    has_values = first is None or not (first.is_meta or fake)
+
+    def run() -> Tensor:
+        with torch.no_grad(), fake or nullcontext(), given_masks(any_mask) if has_values else nullcontext():
+            return twin(*args, **kwargs)
+
+    try:
+        one, between = run(), State(model, loss_fn)
+        other = run()
+        found = between.changes(State(model, loss_fn))
+        is_same = not has_values or torch.equal(one.nan_to_num(), other.nan_to_num())
+        return found or ([] if is_same else before.changes(between))
+    finally:
+        before.restore()
+
+
+def attribute_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Tensors that modules keep as plain attributes, in containers as well: neither parameters nor buffers."""
+    yield from State(model).tensors.items()
+
+
+def _is_real(x: Any) -> bool:
+    return isinstance(x, Tensor) and not isinstance(x, FakeTensor)
+
+
+def _is_users(module: str) -> bool:
+    return module.split(".")[0] not in ("torch", "builtins", "autoptd", "typing", "abc")
+
+
+def _plain_names(cls: type) -> dict[str, Any]:
+    """The class attributes that a forward may count with."""
+    found = {name: value for name, value in vars(cls).items() if isinstance(value, (*PLAIN, dict, list, set))}
+    return {name: value for name, value in found.items() if not name.startswith("__")}
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _drawn(value: Any) -> str | None:
+    """The state of a source of random or counted numbers."""
+    if isinstance(value, random.Random):
+        return str(hash(value.getstate()))
+    if isinstance(value, itertools.count):
+        return repr(value)
+    if type(value).__module__.startswith("numpy.random"):
+        source = getattr(value, "bit_generator", None) or getattr(value, "_bit_generator", None)
+        return repr(source.state) if source is not None else None
+    return None

@@ -1,0 +1,131 @@
+"""Refuse parameters that share memory with anything else: the compiled program would keep a copy of each.
+
+In: the user's own model, before any copy of it is made (a copy cuts what is shared). Out: nothing, or a TraceError that names
+both tensors. One `nn.Parameter` under two names is tied, and no concern of this file. Two parameters over the same memory are
+no tie in torch either: each has its own gradient and its own moments, and an optimizer moves the values twice.
+
+    check_storage(model)      # TraceError: head.weight: shares its memory with emb.weight ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from autoptd.compat import FakeTensor
+from autoptd.errors import TraceError
+from autoptd.trace.state import attribute_tensors
+
+TIE = "tie them as one parameter (head.weight = emb.weight), or .clone() one of them"
+COPY = "register a .clone() of it, or compute it from the parameter in forward with .detach()"
+
+
+@dataclass(frozen=True)
+class Extent:
+    """The bytes of a tensor in its storage, or in the address space where it has values."""
+
+    name: str
+    tensor: Tensor
+    home: int  # 0 for real memory, else the storage
+    start: int
+    end: int
+
+    @classmethod
+    def of(cls, name: str, tensor: Tensor) -> Extent:
+        storage, size = tensor.untyped_storage(), tensor.element_size()
+        home = storage._cdata if tensor.is_meta or isinstance(tensor, FakeTensor) else 0
+        start = tensor.storage_offset() * size + (0 if home else storage.data_ptr())
+        steps = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        return cls(name, tensor, home, start, start + (steps + 1) * size)
+
+    @property
+    def place(self) -> tuple[str, int]:
+        return str(self.tensor.device), self.home
+
+    def equals(self, other: Extent) -> bool:
+        """Whether both are the same view of the same memory."""
+        one, two = self.tensor, other.tensor
+        is_same = self.start == other.start and one.shape == two.shape and one.dtype == two.dtype
+        return is_same and one.stride() == two.stride()
+
+    def overlaps(self, other: Extent) -> bool:
+        """Whether a byte belongs to both: columns of one matrix lie between each other and have none in common."""
+        if self.place != other.place or self.end <= other.start or other.end <= self.start:
+            return False
+        if self.tensor.is_contiguous() and other.tensor.is_contiguous():
+            return True
+        first = min(self.start, other.start)
+        taken = torch.zeros(max(self.end, other.end) - first, dtype=torch.bool, device="cpu")
+        self._bytes(taken, first).fill_(True)
+        return bool(other._bytes(taken, first).any())
+
+    def _bytes(self, taken: Tensor, first: int) -> Tensor:
+        size = self.tensor.element_size()
+        strides = [stride * size for stride in self.tensor.stride()]
+        return taken.as_strided([*self.tensor.shape, size], [*strides, 1], self.start - first)
+
+
+def check_storage(model: nn.Module) -> None:
+    """Refuse a parameter that overlaps another one, a buffer, or a tensor that a module keeps as a plain attribute."""
+    parameters = list(_extents(model.named_parameters()))
+    known = {id(one.tensor) for one in parameters}
+    others = [
+        one for one in _extents(chain(model.named_buffers(), attribute_tensors(model))) if id(one.tensor) not in known
+    ]
+    for one, two in _overlaps(sorted([*parameters, *others], key=lambda one: (one.place, one.start))):
+        both = [extent for extent in (one, two) if id(extent.tensor) in known]
+        if len(both) == 2 and not may_tie(one, two):
+            first, second = sorted(both, key=parameters.index)
+            fact = f"is a parameter of its own that shares its memory with {first.name}: a step of one changes the other"
+            raise TraceError(second.name, fact, TIE)
+        if len(both) == 1:
+            other = two if both[0] is one else one
+            fact = f"shares its memory with the parameter {both[0].name}: it would follow training in the model only"
+            raise TraceError(other.name, fact, COPY)
+
+
+def is_same_memory(one: Tensor, two: Tensor) -> bool:
+    """Whether both begin at the same byte."""
+    first, second = Extent.of("", one), Extent.of("", two)
+    return first.place == second.place and first.start == second.start
+
+
+def may_tie(one: Extent, two: Extent) -> bool:
+    """Frozen parameters have neither gradients nor moments: the same view under two names is one parameter."""
+    return one.equals(two) and not (one.tensor.requires_grad or two.tensor.requires_grad)
+
+
+def tied_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """First name of every parameter -> all its names: tied weights are one parameter."""
+    groups: dict[int, list[str]] = {}
+    frozen: dict[object, int] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        key = id(parameter)
+        if not parameter.requires_grad and parameter.numel() and not is_lazy(parameter):
+            at = Extent.of(name, parameter)
+            view = (at.place, at.start, parameter.shape, parameter.stride(), parameter.dtype)
+            key = frozen.setdefault(view, key)
+        groups.setdefault(key, []).append(name)
+    return {names[0]: tuple(names) for names in groups.values()}
+
+
+def _extents(named: Iterator[tuple[str, Tensor]]) -> Iterator[Extent]:
+    for name, one in named:
+        if not is_lazy(one) and one.layout == torch.strided and one.numel():
+            yield Extent.of(name, one)
+
+
+def _overlaps(ordered: list[Extent]) -> Iterator[tuple[Extent, Extent]]:
+    """Pairs that overlap, of extents in the order of their starts."""
+    open_: list[Extent] = []
+    for one in ordered:
+        open_ = [other for other in open_ if other.place == one.place and other.end > one.start]
+        for other in open_:
+            if other.tensor is not one.tensor and other.overlaps(one):
+                yield other, one
+        open_.append(one)

@@ -1,0 +1,153 @@
+"""See what the model does while it is traced, and refuse what torch.export would lose without a word.
+
+Met here: hooks on tensors, custom autograd functions (traced as their forward, `functions.py`), activation checkpoints (traced
+as plain calls), parameters that the model reads and has not registered, and single positions as an index.
+
+    with watch_tracing(model) as met:
+        exported = torch.export.export(...)
+    check_functions(met.functions)
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointFunction
+
+from autoptd.compat import FakeTensor, plain_checkpoints, tree_leaves
+from autoptd.errors import TraceError
+from autoptd.trace.functions import Call, run_forward
+from autoptd.trace.state import attribute_tensors
+
+HOOK_REMEDY = "remove the hook: change the gradient after pm.step, or the model's forward"
+REENTRANT_REMEDY = "checkpoint(..., use_reentrant=False), with transformers gradient_checkpointing_enable("
+REENTRANT_REMEDY += "gradient_checkpointing_kwargs={'use_reentrant': False})"
+
+
+@dataclass
+class Met:
+    """Custom autograd functions, and what activation checkpoints wrap, in the order of their calls."""
+
+    functions: list[Call] = field(default_factory=list)
+    checkpointed: list[Any] = field(default_factory=list)
+
+
+@contextmanager
+def watch_tracing(model: nn.Module) -> Iterator[Met]:
+    """While the model is traced, refuse tensor hooks, and trace custom autograd functions as their forward.
+
+    What torch makes for `torch.library.register_autograd` is no such function: the operator is one node, its backward with it.
+    """
+    met = Met()
+
+    def trace_function(cls: type, *args: Any, **kwargs: Any) -> Any:
+        if cls.__module__ == "torch._library.autograd":
+            return apply.__func__(cls, *args, **kwargs)
+        if cls is CheckpointFunction:
+            site = checkpoint_sites(model, args[:1])[0]
+            raise TraceError(site, "reentrant activation checkpointing is not traced", REENTRANT_REMEDY)
+        met.functions.append(Call.of(cls, args))
+        return run_forward(cls, args)
+
+    def refuse_hook(self: Tensor, hook: Callable[..., Any]) -> Any:
+        raise TraceError("Tensor.register_hook", "a hook in the forward is not traced", HOOK_REMEDY)
+
+    apply, hook = torch.autograd.Function.__dict__["apply"], Tensor.register_hook
+    torch.autograd.Function.apply = classmethod(trace_function)  # type: ignore[assignment, method-assign]
+    Tensor.register_hook = refuse_hook  # type: ignore[method-assign]
+    try:
+        with plain_checkpoints() as met.checkpointed:
+            yield met
+    finally:
+        torch.autograd.Function.apply = apply  # type: ignore[method-assign]
+        Tensor.register_hook = hook  # type: ignore[method-assign]
+
+
+class Operands(TorchFunctionMode):
+    """Around the traced forward, looks at the operands of every call: the model's parameters are fake there, all others real."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._model = model
+        self._registered = {id(one): name for name, one in model.named_parameters()}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for one in args:
+            if isinstance(one, Tensor):
+                self._check(one)
+            elif isinstance(one, (list, tuple, dict)):
+                self._check_all(one)
+        if kwargs:
+            self._check_all(kwargs)
+        if func is Tensor.__getitem__:
+            args = _with_index_of_one(*args)
+        return func(*args, **(kwargs or {}))
+
+    def _check_all(self, nested: Any) -> None:
+        for leaf in tree_leaves(nested):
+            if isinstance(leaf, Tensor):
+                self._check(leaf)
+
+    def _check(self, one: Tensor) -> None:
+        if isinstance(one, FakeTensor) or not (one.requires_grad or isinstance(one, nn.Parameter)):
+            return
+        if id(one) in self._registered:
+            fact = "is read from a list or a global, where tracing sees no parameter"
+            raise TraceError(self._registered[id(one)], fact, "read it from its module: self.weight")
+        names = [path for path, tensor in attribute_tensors(self._model) if tensor is one]
+        kind = "parameter" if isinstance(one, nn.Parameter) else "tensor that requires a gradient"
+        name = names[0] if names else f"a {kind} of shape {tuple(one.shape)}"
+        fact = f"is read by the forward ({users_line()}) but is no registered parameter of the model: it would not be trained"
+        raise TraceError(name, fact, "assign it to a module (self.name = nn.Parameter(...), nn.ParameterList), or .detach() it")
+
+
+def _with_index_of_one(x: Tensor, index: Any) -> tuple[Tensor, Any]:
+    """`x[i.argmax()]` as a gather of one position: its number must not become a Python number."""
+    items = list(index) if isinstance(index, tuple) else [index]
+    advanced = [i for i, item in enumerate(items) if isinstance(item, (Tensor, list))]
+    if len(advanced) != 1 or not _is_position(items[advanced[0]]):
+        return x, index
+    at = advanced[0]
+    taken = sum(isinstance(item, (Tensor, int, slice)) and not isinstance(item, bool) for item in items)
+    dims = [1 if isinstance(item, slice) or item is None else 0 for item in items[:at]]
+    dims += [x.dim() - taken for item in items[:at] if item is Ellipsis]
+    items[at] = items[at].reshape(1)
+    gathered = x[tuple(items)]
+    return gathered, (*[slice(None)] * sum(dims), 0)
+
+
+def _is_position(item: Any) -> bool:
+    return isinstance(item, Tensor) and item.dim() == 0 and item.dtype in (torch.int64, torch.int32)
+
+
+def users_line() -> str:
+    """`file.py:41` of the innermost running line that is neither torch's nor AutoPTD's."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if "/torch/" not in file and "/autoptd/" not in file and not file.startswith("<"):
+            return f"{file.rsplit('/', 1)[-1]}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "the forward"
+
+
+def checkpoint_sites(model: nn.Module, functions: Any) -> list[str]:
+    """The modules that activation checkpoints wrap, by name; a function's own name where it is no module's."""
+    names = {id(module): name for name, module in model.named_modules()}
+    found = []
+    for function in functions:
+        while isinstance(function, functools.partial):
+            function = function.func
+        owner = getattr(function, "__self__", function)
+        name = names.get(id(owner)) or getattr(function, "__qualname__", type(function).__name__)
+        found.append(name)
+    return list(dict.fromkeys(found))
