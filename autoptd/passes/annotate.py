@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,14 +13,14 @@ from autoptd.errors import PlanError
 from autoptd.ir.machine import Machine
 from autoptd.ir.notes import note, op_name, payload, placeholders, shape
 from autoptd.ir.types import type_text
-from autoptd.passes.assign import Assignment, assign_tensor
+from autoptd.passes.assign import Assignment, assign_tensor, find_plan
 from autoptd.passes.axes import Axes
 from autoptd.passes.batch import assign_batch, check_literals
 from autoptd.passes.constants import Constants
 from autoptd.passes.fallbacks import explain
 from autoptd.passes.rows import place_rows
 from autoptd.passes.steer import find_pins
-from autoptd.passes.strategies import Splitter
+from autoptd.passes.strategies import KeptPlan, Splitter
 from autoptd.passes.symbols import name_axes
 
 
@@ -37,8 +38,9 @@ def annotate(
 ) -> tuple[Axes, Assignment]:
     """Fill the types of every node; `whole` is a second trace, with all rows of the batch (None when it is not split).
 
-    With `sequence_parallel` tp may split values by tokens: wherever that is cheapest ("auto"), or, with what is kept whole for
-    backward priced 500 times higher, nearly wherever it can (True). `shard` are the entries of a plan that pin parameters.
+    With `sequence_parallel` tp may split values by tokens: with everything else free as well ("auto"), or (True: Korthikanti et
+    al. 2022) what stands between the matrix products that are split without it, which stay as they are. `shard` are the
+    entries of a plan that pin parameters.
     """
     axes, constants = Axes(graph), Constants(buffers)
     assign_batch(graph, axes, batched, pieces, constants)
@@ -51,9 +53,12 @@ def annotate(
         if split:
             raise PlanError("plan: shard", f"{split[0]}, but t=1 splits nothing", "t > 1, or leave it out")
         return axes, Assignment({}, {}, lambda node, source, target: 0.0)
-    splitter = Splitter(graph, axes, t, machine, batched, sequence_parallel=sequence_parallel, pins=pins)
+    make_splitter = partial(Splitter, graph, axes, t, machine, batched, pins=pins)
+    splitter = make_splitter(tokens=bool(sequence_parallel))
     if sequence_parallel is True:
         check_tokens(graph, splitter)
+        without = make_splitter(tokens=False)
+        splitter.kept = KeptPlan(without, find_plan(graph, without))
     assignment = assign_tensor(graph, splitter)
     explain(graph, assignment, splitter)
     assignment.letters = name_axes(graph, splitter)

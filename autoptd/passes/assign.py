@@ -3,7 +3,8 @@
 One variable per operator that depends on parameters (its strategies), one table per edge (the conversions it takes), one hub
 per fan-out (a materialised type is paid for once, so q, k and v share a gather). Minimised exactly: see `eliminate.py`. Values
 that depend on no parameter (ids, masks, tables of sines) are computed whole and sliced where an operator wants them split.
-Ties: every list below has a fixed order, whole strategies first, and the lower index wins.
+What the first layer reads is brought to one type in front of it (its *entry*): that which the other layers read, or a price
+is paid, so that on near ties the first layer is like all others. Ties: every list below has a fixed order, whole strategies first, and the lower index wins.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Callable, Collection, Hashable
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch.fx import Graph, Node
@@ -27,11 +28,12 @@ from autoptd.passes.links import operands
 from autoptd.passes.rules import GEMMS
 from autoptd.passes.steer import Pins, refuse_conflict
 from autoptd.passes.strategies import Splitter, Strategy, make_strategies
-from autoptd.passes.ties import find_ties
+from autoptd.passes.ties import Ties, find_ties
 
 SAVED_FOR_BACKWARD = {*GEMMS, "aten.layer_norm", "aten.rms_norm", "aten.softmax", "aten.scaled_dot_product_attention"}
 SAVED_FOR_BACKWARD |= {f"aten.{name}" for name in "gelu relu silu tanh sigmoid mul div pow cross_entropy_loss".split()}
-Hub = tuple[int, list[ValueType]]  # the variable of a fan-out, and its choices
+DIFFERS = 1.0  # what a first layer costs that is not like the others: so many all-reduces of what it reads
+Hub = tuple[int, list[ValueType]]  # the variable of a type, and its choices
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,8 @@ class Problem:
 class Assignment:
     """The solver's answer: a strategy per node, and per fan-out node the extra type that is materialised once.
 
-    `cost` prices a conversion; `problem` is what was minimised, with the `splitter` that said what may be split; `letters` are
+    `entries` are the types in which repeated layers begin with a value that is made before them. `cost` prices a conversion;
+    `problem` is what was minimised, with the `splitter` that said what may be split; `letters` are
     those that people know axes by (`symbols.py`).
     """
 
@@ -63,18 +66,23 @@ class Assignment:
     problem: Problem | None = None
     splitter: Splitter | None = None
     letters: dict[int, str] = field(default_factory=dict)
+    entries: dict[Node, ValueType] = field(default_factory=dict)
 
     def needs(self, reader: Node, operand: Node) -> ValueType:
         """The type that `reader` wants `operand` in; values without parameters are I and stay so unless it says otherwise."""
         return I if reader.op == "output" or reader not in self.strategies else self.strategies[reader].needs[operand]
 
     def route(self, operand: Node, target: ValueType) -> list[ValueType]:
-        """The types to convert `operand` to, one after the other, to reach `target`: directly or through its hub."""
-        source, hub = note(operand).tp, self.hubs.get(operand)
+        """The types to convert `operand` to, one after the other, to reach `target`: from its entry, directly or through its
+        hub.
+        """
+        made, hub = note(operand).tp, self.hubs.get(operand)
+        source = self.entries.get(operand, made)
+        path = [source] if source != made else []
         if hub in (None, source, target) or self.cost(operand, source, target) <= self.cost(operand, hub, target):
-            return [target] if target != source else []
+            return [*path, target] if target != source else path
         assert hub is not None
-        return [hub, target]
+        return [*path, hub, target]
 
 
 def assign_tensor(graph: Graph, splitter: Splitter) -> Assignment:
@@ -82,41 +90,64 @@ def assign_tensor(graph: Graph, splitter: Splitter) -> Assignment:
 
     Layers that repeat get one answer (`ties.py`): it is found once, and the emitted program can say it once.
     """
-    problem, hubs = _solve_graph(graph, splitter)
-    if math.isinf(problem.price(problem.answer)) and splitter.pins:
+    problem, hubs, entries = _solve_graph(graph, splitter)
+    chosen = _chosen(problem)
+    for node, strategy in chosen.items():
+        record = note(node)
+        record.tp, record.form, record.why = strategy.gives, strategy.form, strategy.why
+    return Assignment(chosen, hubs, partial(_edge_cost, splitter), problem, splitter, entries=entries)
+
+
+def find_plan(graph: Graph, splitter: Splitter) -> dict[Node, Strategy]:
+    """The strategies of the cheapest plan; the graph is left as it is."""
+    return _chosen(_solve_graph(graph, splitter).problem)
+
+
+def _chosen(problem: Problem) -> dict[Node, Strategy]:
+    return {node: problem.strategies[node][problem.answer[i]] for node, i in problem.variable.items()}
+
+
+class Solved(NamedTuple):
+    """A problem with its answer, and the types of hubs and entries."""
+
+    problem: Problem
+    hubs: dict[Node, ValueType]
+    entries: dict[Node, ValueType]
+
+
+def _solve_graph(graph: Graph, splitter: Splitter) -> Solved:
+    """Solve; PlanError where no plan keeps all pins."""
+    found = _try_graph(graph, splitter)
+    if math.isinf(found.problem.price(found.problem.answer)) and splitter.pins:
 
         def is_possible(pins: Pins) -> bool:
             trial = copy(splitter)
             trial.pins = pins
-            found, _ = _solve_graph(graph, trial)
-            return math.isfinite(found.price(found.answer))
+            problem = _try_graph(graph, trial).problem
+            return math.isfinite(problem.price(problem.answer))
 
         raise refuse_conflict(splitter.pins, is_possible)
-    chosen = {node: problem.strategies[node][problem.answer[i]] for node, i in problem.variable.items()}
-    for node, strategy in chosen.items():
-        record = note(node)
-        record.tp, record.form, record.why = strategy.gives, strategy.form, strategy.why
-    return Assignment(chosen, hubs, partial(_edge_cost, splitter), problem, splitter)
+    return found
 
 
-def _solve_graph(graph: Graph, splitter: Splitter) -> tuple[Problem, dict[Node, ValueType]]:
-    """The problem of a graph with its answer, and the types of the hubs."""
+def _try_graph(graph: Graph, splitter: Splitter) -> Solved:
+    """Solve; the price of the answer is infinite where there is none."""
     solved = [node for node in graph.nodes if note(node).of_params and node.op != "output"]
     letters = {node: splitter.letters(node) for node in solved if node.op == "call_function"}
-    same = find_ties(graph, letters, splitter.shards, splitter.pins)
-    strategies = _Strategies(splitter, same)
+    ties = find_ties(graph, letters, splitter.shards, splitter.pins)
+    strategies = _Strategies(splitter, ties.same)
     try:
-        return _solve(solved, strategies, splitter, same)
+        return _solve(solved, strategies, splitter, ties)
     except TableTooLarge:
         # Parameters that many layers share tie these all to each other. Their types are voted on by their readers, then fixed.
         strategies = _Strategies(splitter, {})
         shared = {node for node in solved if note(node).kind == "param" and len(node.users) > 1}
         votes = {node: Counter[int]() for node in shared}
-        _solve(solved, strategies, splitter, {}, apart=shared, votes=votes)
+        _solve(solved, strategies, splitter, Ties(), apart=shared, votes=votes)
         for node in shared:
             winner = max(votes[node], key=lambda i: (votes[node][i], -i))
             strategies[node] = [strategies[node][winner]]
-        return _solve(solved, strategies, splitter, {}, without_hub=shared)
+        return _solve(solved, strategies, splitter, Ties(), without_hub=shared)
 
 
 class _Strategies(dict[Node, list[Strategy]]):
@@ -141,17 +172,18 @@ def _solve(
     solved: list[Node],
     strategies: dict[Node, list[Strategy]],
     splitter: Splitter,
-    same: dict[Node, Node],
+    ties: Ties,
     *,
     apart: Collection[Node] = (),
     votes: dict[Node, Counter[int]] | None = None,
     without_hub: Collection[Node] = (),
-) -> tuple[Problem, dict[Node, ValueType]]:
-    """Return the problem with its answer of least cost, and the types of the hubs.
+) -> Solved:
+    """Return the problem with its answer of least cost, and the types of hubs and entries.
 
     Tied nodes share a variable, and equal tables between the same variables are one table, times their number. A parameter in
     `apart` is chosen for every reader by itself; how often each of its strategies was is added to `votes`.
     """
+    same = ties.same
     heads = [node for node in solved if same.get(node, node) is node]
     variable = {node: i for i, node in enumerate(heads)}
     variable |= {node: variable[same[node]] for node in solved if node not in variable}
@@ -160,6 +192,7 @@ def _solve(
     tables: dict[Hashable, tuple[list[Factor], Hub | None]] = {}
     times: Counter[Hashable] = Counter()
     hubs: dict[Node, Hub] = {}
+    entries: dict[Node, Hub] = {}
     copies: list[tuple[Node, int]] = []
     for node in solved:
         readers = [user for user in node.users if user in variable or user.op == "output"]
@@ -170,29 +203,40 @@ def _solve(
                 seconds = [one.seconds / len(readers) for one in strategies[node]]
                 factors.append(((len(choices),), _table(seconds)))
                 choices.append(len(seconds))
-                factors += _edge_factors(node, [reader], strategies, own, None, splitter)
+                made = own[node], [one.gives for one in strategies[node]]
+                factors += _edge_factors(node, [reader], strategies, own, made, None, splitter)
             continue
-        key = (variable[node], tuple(sorted(variable.get(reader, -1) for reader in readers)))
+        others = [other for other in ties.enters.get(node, ()) if other in variable]
+        key = (variable[node], tuple(sorted(variable.get(reader, -1) for reader in readers)), bool(others))
         if key not in tables:
+            found: list[Factor] = [((variable[node],), _table([one.seconds for one in strategies[node]]))]
+            source: Hub = variable[node], [one.gives for one in strategies[node]]
+            if others:
+                kinds = [*source[1], *(one.gives for other in others for one in strategies[other])]
+                entries[node] = len(choices), list(dict.fromkeys(kinds))
+                choices.append(len(entries[node][1]))
+                found += _entry_factors(node, others, strategies, variable, entries[node], splitter)
+                source = entries[node]
             hub: Hub | None = None
             if len(readers) > 1 and node not in without_hub:
-                kinds = [s.gives for s in strategies[node]] + _wanted(node, readers, strategies)
+                kinds = source[1] + _wanted(node, readers, strategies)
                 hub = len(choices), list(dict.fromkeys(kinds))
                 choices.append(len(hub[1]))
-            made = [((variable[node],), _table([one.seconds for one in strategies[node]]))]
-            tables[key] = made + _edge_factors(node, readers, strategies, variable, hub, splitter), hub
+            tables[key] = found + _edge_factors(node, readers, strategies, variable, source, hub, splitter), hub
         times[key] += 1
-        if (found := tables[key][1]) is not None:
-            hubs[node] = found
+        if (of_node := tables[key][1]) is not None:
+            hubs[node] = of_node
     factors += [(names, table * times[key]) for key, (made, _) in tables.items() for names, table in made]
     factors = [_without_repeats(one) for one in factors]
     answer = minimize(choices, factors)
     for node, i in copies:
         assert votes is not None
         votes[node][answer[i]] += 1
-    return Problem(variable, strategies, choices, factors, answer), {
-        node: kinds[answer[i]] for node, (i, kinds) in hubs.items()
-    }
+
+    def types(found: dict[Node, Hub]) -> dict[Node, ValueType]:
+        return {node: kinds[answer[i]] for node, (i, kinds) in found.items()}
+
+    return Solved(Problem(variable, strategies, choices, factors, answer), types(hubs), types(entries))
 
 
 def _without_repeats(factor: Factor) -> Factor:
@@ -211,33 +255,56 @@ def _wanted(node: Node, readers: list[Node], strategies: dict[Node, list[Strateg
     return found
 
 
+def _entry_factors(
+    node: Node,
+    others: list[Node],
+    strategies: dict[Node, list[Strategy]],
+    variable: dict[Node, int],
+    entry: Hub,
+    splitter: Splitter,
+) -> list[Factor]:
+    """The cost of bringing the value of `node` to the type in which the first layer reads it, and of one that is not that in
+    which the other layers read `others` in its place.
+    """
+    i, kinds = entry
+    gives = [one.gives for one in strategies[node]]
+    made: list[Factor] = [((variable[node], i), _table([[_edge_cost(splitter, node, a, b) for b in kinds] for a in gives]))]
+    apart = DIFFERS * collective_seconds("all-reduce", payload(node), splitter.t, splitter.machine)
+    for other in others:
+        wanted = [one.gives for one in strategies[other]]
+        made.append(((i, variable[other]), _table([[apart * (a != b) for b in wanted] for a in kinds])))
+    return made
+
+
 def _edge_factors(
     node: Node,
     readers: list[Node],
     strategies: dict[Node, list[Strategy]],
     variable: dict[Node, int],
-    hub: tuple[int, list[ValueType]] | None,
+    source: Hub,
+    hub: Hub | None,
     splitter: Splitter,
 ) -> list[Factor]:
-    """The cost of bringing the value of `node` to each reader, directly or through its hub, and of keeping it for backward."""
-
+    """The cost of bringing the value of `node`, in a type of `source`, to each reader, directly or through its hub, and of
+    keeping it for backward.
+    """
     cost = partial(_edge_cost, splitter, node)
-    gives = [one.gives for one in strategies[node]]
+    at, gives = source
     savers = [reader for reader in readers if is_saved(node, reader)]
     made: list[Factor] = []
     if hub is not None:
-        made.append(((variable[node], hub[0]), _table([[cost(a, h) for h in hub[1]] for a in gives])))
+        made.append(((at, hub[0]), _table([[cost(a, h) for h in hub[1]] for a in gives])))
     for reader in readers:
         needs = [I] if reader.op == "output" else [one.needs[node] for one in strategies[reader]]
         kept = partial(_kept, splitter, node, reader, savers)
         if hub is None:
             table = _table([[cost(a, b) + kept(a, b) for b in needs] for a in gives])
             made.append(
-                ((variable[node], variable[reader]), table) if reader in variable else ((variable[node],), table[:, 0])
+                ((at, variable[reader]), table) if reader in variable else ((at,), table[:, 0])
             )
         else:
             cube = _table([[[min(cost(a, b), cost(h, b)) + kept(a, b) for b in needs] for h in hub[1]] for a in gives])
-            where = (variable[node], hub[0], variable[reader]) if reader in variable else (variable[node], hub[0])
+            where = (at, hub[0], variable[reader]) if reader in variable else (at, hub[0])
             made.append((where, cube if reader in variable else cube[:, :, 0]))
     return made
 

@@ -1,7 +1,7 @@
 """Insert a conversion on every edge whose producer and reader disagree on type (ANNOTATED -> CONNECTED).
 
-A conversion out of P is placed right behind its producer, all others right before their first reader, and two readers that
-want the same type share one. `check_connected` then holds every operator against the table of types, independently of how
+A conversion out of P, and one to the type in which repeated layers begin, is placed right behind its producer, all others right
+before their first reader, and two readers that want the same type share one. `check_connected` then holds every operator against the table of types, independently of how
 the assignment was found.
 """
 
@@ -33,10 +33,13 @@ def communicate(graph: Graph, assignment: Assignment, pieces: int, t: int) -> No
         for reader in sorted(node.users, key=order.__getitem__):
             wanted.setdefault(assignment.needs(reader, node), []).append(reader)
         made: dict[ValueType, Node] = {note(node).tp: node}
+        entry = assignment.entries.get(node)
         for target, readers in wanted.items():
             found = node
             for kind in assignment.route(node, target):
-                found = made[kind] = made.get(kind) or _insert(graph, found, kind, readers[0], t)
+                if kind not in made:
+                    made[kind] = _insert(graph, found, kind, readers[0], t, is_behind=found is node and kind == entry and node.op == "call_function")
+                found = made[kind]
             for reader in readers if found is not node else ():
                 reader.replace_input_with(node, found)
     for node in list(ops(graph)):
@@ -46,16 +49,17 @@ def communicate(graph: Graph, assignment: Assignment, pieces: int, t: int) -> No
             _take_first_rows(graph, node, operand, place)
 
 
-def _insert(graph: Graph, source: Node, kind: ValueType, reader: Node, t: int) -> Node:
-    """A conversion node that gives `source` as `kind`."""
+def _insert(graph: Graph, source: Node, kind: ValueType, reader: Node, t: int, *, is_behind: bool) -> Node:
+    """A conversion node that gives `source` as `kind`, right behind it (always where that is a partial sum)."""
     record = note(source)
+    is_behind |= record.tp == P
     row = CONVERSIONS[record.tp.kind, kind.kind]
     args = (source, row.name, *_placement(source, record.tp, kind))
     size = _padded_size(source, record.tp, kind, t)
-    with graph.inserting_after(source) if record.tp == P else graph.inserting_before(reader):
+    with graph.inserting_after(source) if is_behind else graph.inserting_before(reader):
         made = graph.call_function(markers.convert, args, {"size": size} if size else {})
     made.meta["val"] = source.meta["val"]
-    near = note(source if record.tp == P and record.kind == "op" else reader)
+    near = note(source if is_behind and record.kind == "op" else reader)
     fresh = Note(
         module=near.module,
         source=near.source,

@@ -26,7 +26,7 @@ from autoptd.passes.sharing import Sharing
 from autoptd.passes.steer import Pins
 
 WHOLE = "whole on every rank"
-EAGER = 500  # how much dearer a byte is that every rank saves, where sequence parallelism was asked for
+EAGER = 500  # how much dearer a byte is that every rank saves, where Korthikanti's sequence parallelism was asked for
 NO_COLLECTIVE_FORMS = ("vocab_cross_entropy",)  # local forms that reduce inside: their result is I
 
 
@@ -42,10 +42,12 @@ class Strategy:
 
 
 class Splitter:
-    """What tp may split: letters that t divides, and vocabularies; never the batch, and other axes of inputs (tokens) only with
-    sequence parallelism, by price ("auto") or eagerly (True). `batched` names the inputs whose dim 0 is the batch; `pins` hold
-    parameters to what a plan says.
+    """What tp may split: letters that t divides, and vocabularies; never the batch, and other axes of inputs only where `tokens`
+    may be split. `batched` names the inputs whose dim 0 is the batch; `pins` hold parameters to what a plan says, `kept` all
+    that is split without tokens to what it was there.
     """
+
+    kept: KeptPlan | None = None
 
     def __init__(
         self,
@@ -55,11 +57,10 @@ class Splitter:
         machine: Machine,
         batched: Collection[str],
         *,
-        sequence_parallel: bool | str,
+        tokens: bool,
         pins: Pins,
     ) -> None:
         self.axes, self.t, self.machine, self.pins = axes, t, machine, pins
-        self.whole_factor = EAGER if sequence_parallel is True else 1
         self.padding, self.sharing = Padding(graph, axes, t), Sharing(graph, axes, t)
         of_inputs: dict[bool, set[int]] = {True: set(), False: set()}
         for node in graph.nodes:
@@ -67,7 +68,12 @@ class Splitter:
                 for dim, ids in enumerate(axes.ids(node)):
                     of_inputs[dim == 0 and note(node).name in batched].update(ids)
         self.tokens = of_inputs[False] - of_inputs[True]
-        self.kept = of_inputs[True] if sequence_parallel else of_inputs[True] | of_inputs[False]
+        self.never_split = of_inputs[True] if tokens else of_inputs[True] | of_inputs[False]
+
+    @property
+    def whole_factor(self) -> float:
+        """How much dearer a saved byte is where every rank saves it."""
+        return EAGER if self.kept else 1
 
     def letters(self, node: Node) -> list[Letter]:
         """The letters by which `node` may be split."""
@@ -87,11 +93,47 @@ class Splitter:
 
     def free_letters(self, node: Node) -> list[Letter]:
         """All letters but those that tp may not split."""
-        return [one for one in self.axes.letters(node) if self.kept.isdisjoint(self.axes.ids_of(node, one))]
+        return [one for one in self.axes.letters(node) if self.never_split.isdisjoint(self.axes.ids_of(node, one))]
+
+
+@dataclass(frozen=True)
+class KeptPlan:
+    """What is split without tokens, by what splitter, and how: the plan that Korthikanti's sequence parallelism starts from."""
+
+    splitter: Splitter
+    chosen: dict[Node, Strategy]
+
+    def allows(self, node: Node, one: Strategy, without: list[Strategy]) -> bool:
+        """Whether `node` may be run like `one`; `without` are the ways in which it may where no tokens are split.
+
+        A split matrix product, and a parameter, keep their split; all others may be split by tokens instead, or be whole.
+        """
+        kept = self.chosen[node]
+        if one == kept or is_whole(one):
+            return one == kept or not is_split(kept) or not (flops(node) or note(node).kind == "param")
+        return one not in without and not (flops(node) and is_split(kept))
+
+
+def is_split(one: Strategy) -> bool:
+    """Whether ranks do, or store, different parts of something."""
+    return any(kind.kind == "S" for kind in (one.gives, *one.needs.values()))
+
+
+def is_whole(one: Strategy) -> bool:
+    """Whether every rank does, or stores, all of it."""
+    return one.gives.is_whole and not is_split(one)
 
 
 def make_strategies(node: Node, splitter: Splitter) -> list[Strategy]:
     """All ways to run an operator, or to store a parameter, in a fixed order: whole ones first."""
+    made = _every_strategy(node, splitter)
+    if splitter.kept is None:
+        return made
+    without = _every_strategy(node, splitter.kept.splitter)
+    return [one for one in made if splitter.kept.allows(node, one, without)]
+
+
+def _every_strategy(node: Node, splitter: Splitter) -> list[Strategy]:
     if note(node).kind == "param":
         return parameter_strategies(node, splitter)
     machine, t = splitter.machine, splitter.t

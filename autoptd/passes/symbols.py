@@ -42,7 +42,7 @@ def name_axes(graph: Graph, splitter: Splitter) -> dict[int, str]:
         if op_name(node) == "aten.embedding":
             letters |= {id(axis): "h" for axis in splitter.axes.atoms(node, len(shape(node)) - 1)}
     letters |= dict.fromkeys(splitter.padding.vocabularies, "V")
-    return letters | dict.fromkeys(splitter.tokens, "s") | dict.fromkeys(splitter.kept - splitter.tokens, "b")
+    return letters | dict.fromkeys(splitter.tokens, "s") | dict.fromkeys(splitter.never_split - splitter.tokens, "b")
 
 
 class Symbols:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import autoptd
 from autoptd.ir.program import Program
+from autoptd.passes.ties import Ties
 from tests.parity.models import batch, gpt, separate
 
 OVERLAP: dict[str, Any] = {"async_tensor_model_parallel_allreduce": True}
@@ -52,7 +53,7 @@ def test_the_collectives_are_listed_as_before() -> None:
 
 def test_an_f_with_several_readers_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers are not tied here: with two of them the first, behind the embedding, would move the f of both before the norm."""
-    monkeypatch.setattr("autoptd.passes.assign.find_ties", lambda *_: {})
+    monkeypatch.setattr("autoptd.passes.assign.find_ties", lambda *_: Ties())
     found = text(compiled(separate(2), t=2, **OVERLAP))
     assert "y = rt.i_to_r(y, tp, " in found
     assert "q_proj = F.linear(y, w.layers[1].attention.q_proj.weight" in found
