@@ -1,6 +1,6 @@
 """What each pipeline rank sends and receives, added to an order of forwards and backwards.
 
-In: orders of F, B and W, and the links between stages (wiring.py). Out: the same with SEND_F, RECV_F, SEND_B, RECV_B and REDUCE.
+In: orders of F, B and W, and the links between stages (wiring.py). Out: the same with transfers, and a REDUCE of every stage.
 
 Terms. A *channel* is the directed pair of pipeline ranks that a message travels on; it delivers in order and knows no tags. A
 RECV *posts* a receive and does not wait: the F or B that needs the message waits. A SEND never waits.
