@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -27,11 +27,13 @@ __all__ = [
     "OpOverloadPacket",
     "TorchDispatchMode",
     "autograd_node_number",
+    "bound_device",
     "default_store",
     "env_store",
     "last_node_number",
     "light_export",
     "plain_checkpoints",
+    "new_group",
 ]
 __all__ += ["mm_as", "set_grad_dtype"]
 __all__ += ["tree_flatten", "tree_leaves", "tree_map", "tree_unflatten"]
@@ -134,6 +136,42 @@ def mm_as(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if a.is_cuda:
         return torch.mm(a, b, out_dtype=dtype)
     return a.to(dtype) @ b.to(dtype)  # the CPU has no GEMM with another dtype for its result
+
+
+def new_group(
+    name: str, ranks: Sequence[int], backend: str, timeout: timedelta, max_ctas: int | None = None
+) -> dist.ProcessGroup | None:
+    """`dist.new_group` under a name of ours, called by all ranks; None for those that are not in `ranks`.
+
+    torch names a group by how many groups the process has made (or hashes that with the ranks): where one process has made
+    another number of them, its name is another, and all wait for it. `max_ctas` bounds the SMs that NCCL takes for the group.
+    """
+    from torch.distributed import distributed_c10d as c10d
+
+    own = c10d._process_group_name
+    c10d._process_group_name = lambda ranks, use_hashed_name: c10d.GroupName(name)  # type: ignore[assignment]
+    try:
+        made = dist.new_group(
+            list(ranks), timeout=timeout, backend=backend, pg_options=_nccl_options(backend, max_ctas), group_desc=name
+        )
+    finally:
+        c10d._process_group_name = own
+    return made if dist.get_rank() in ranks else None
+
+
+def _nccl_options(backend: str, max_ctas: int | None) -> Any:
+    """Options of an NCCL group with a bound on its CTAs; None elsewhere."""
+    if backend != "nccl" or max_ctas is None or not hasattr(dist, "ProcessGroupNCCL"):
+        return None
+    options = dist.ProcessGroupNCCL.Options()
+    if hasattr(options, "config") and hasattr(options.config, "max_ctas"):  # a build against an older NCCL has neither
+        options.config.max_ctas = max_ctas
+    return options
+
+
+def bound_device() -> torch.device | None:
+    """The device that the default process group was made for with `device_id=`, if there is such a group."""
+    return dist.group.WORLD.bound_device_id if dist.is_initialized() and dist.group.WORLD is not None else None
 
 
 def fake_process_group(rank: int, world_size: int) -> None:

@@ -252,25 +252,27 @@ def _step_collectives(
     graph: Graph, options: Options, buckets: Sequence[Sequence[BucketPlan]], ranks: Sequence[int]
 ) -> list[Collective]:
     mesh = options.mesh
-    ranks_of_loss = range(mesh.size) if mesh.p > 1 else mesh.group(0, ("dp",))  # of one stage, tensor ranks have it all
-    loss = Collective(
-        site="loss",
-        stage=options.num_stages - 1,
-        conversion="loss sum",
-        axis=axis_text(mesh, ranks_of_loss),
-        forward="all-reduce",
-        backward="none",
-        payload_bytes=8,
-        group_size=len(ranks_of_loss),
-        why="every rank returns the loss of the global batch, summed in float64",
-        scope="step",
-        pp_ranks=tuple(range(mesh.p)),
-    )
+    losses = [
+        Collective(
+            site="loss",
+            stage=options.num_stages - 1,
+            conversion="loss sum",
+            axis=axis,
+            forward="all-reduce",
+            backward="none",
+            payload_bytes=8,
+            group_size=mesh.degree(axis),
+            why="every rank returns the loss of the global batch, summed in float64",
+            scope="step",
+            pp_ranks=tuple(range(mesh.p)),
+        )
+        for axis in ("dp", "pp")  # tensor ranks have it all
+    ]
     found = [one for stage in range(options.num_stages) for one in _label_count(graph, stage, ranks[stage], options.d)]
     for pp, plans in enumerate(buckets):
         for plan in plans:
             found += _bucket_sums(plan, pp, ranks, mesh)
-    return [one for one in [*found, loss] if one.group_size > 1]
+    return [one for one in [*found, *losses] if one.group_size > 1]
 
 
 def _label_count(graph: Graph, stage: int, rank: int, d: int) -> list[Collective]:

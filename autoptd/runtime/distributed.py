@@ -1,11 +1,21 @@
 """Ranks as processes on torch.distributed: NCCL on CUDA, gloo on CPU.
 
 In: the mesh, the `Needs` of a program, and a default process group, or the environment that torchrun sets. Out: this
-process's `World`. Every group, and each direction of a link between two ranks, is a communicator of its own: NCCL runs
-the operations of one communicator in order, so two directions must not share one. All ranks create them in one order.
+process's `World`. All ranks call for all groups in one order, those included that they are not in, as torch's default group
+may be one whose communicator is split (`device_id=`); the names of groups do not depend on what else a process has made.
 
     world = DistributedWorld(Mesh(t=2, p=2), needs, timeout=300.0)
     world.group(("tp",)).all_reduce(x, "h.0.mlp")
+
+| group | for |
+|---|---|
+| tp | the collectives of layers: nothing else, they are on the critical path |
+| dp | sums of gradients, counts of labels, the loss |
+| up | along pp: sends to higher ranks, and all that goes along pp outside of the schedule (norms, objects, start values) |
+| down | along pp: sends to lower ranks |
+| owners | sums over the pipeline ranks that hold a tied parameter |
+
+NCCL makes a communicator for each pair of a group that talks, and runs its operations in order: so two directions share none.
 
 No wait is longer than `timeout` on gloo. On NCCL a wait blocks the stream, not the process: there the timeout is that
 of NCCL's watchdog, which ends the process.
@@ -22,8 +32,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autoptd.compat import default_store, env_store
-from autoptd.errors import PlanError
+from autoptd.compat import bound_device, default_store, env_store, new_group
+from autoptd.errors import InternalError, PlanError, RuntimeFault
 from autoptd.ir.mesh import Mesh
 from autoptd.runtime.departures import Departures
 from autoptd.runtime.faults import FaultBoard
@@ -31,6 +41,7 @@ from autoptd.runtime.world import Channel, Done, Group, Like, Needs, Pending, Wo
 
 Tensor = torch.Tensor
 OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+P2P_CTAS = 4  # SMs that a send or receive may hold on CUDA while it waits: NCCL takes up to 32 within a node
 
 
 class WaitingCall:
@@ -60,7 +71,7 @@ class DistributedWorld(World):
         timeout: float = 300.0,
         backend: str | None = None,
     ) -> None:
-        target = torch.device(device) if device else _default_device(backend)
+        target = _own_device(device, backend)
         self.backend = backend or _default_backend(target)
         if target.type == "cuda":
             torch.cuda.set_device(target)
@@ -74,10 +85,15 @@ class DistributedWorld(World):
                 f"start {mesh.size} processes (torchrun --nproc-per-node), or change t, p, d",
             )
         super().__init__(dist.get_rank(), mesh, target, timeout)
-        everyone = self._communicator(tuple(range(mesh.size)))
-        self.board = FaultBoard(dist.PrefixStore(f"autoptd {everyone.group_name}", default_store()), self)
+        # The worlds of this default group are numbered, by each rank for itself, as it makes all of them.
+        self._number = default_store().add(_count_key(self.rank), 1)
+        self.board = FaultBoard(dist.PrefixStore(f"autoptd {self._number}", default_store()), self)
         with self.call("the creation of groups", "start"):
-            self._connect(needs, everyone)
+            try:
+                self._connect(needs)
+            except RuntimeError as exc:
+                self._name_absent(exc)
+                raise
 
     def report_fault(self, exc: BaseException) -> None:
         self.board.report(exc)
@@ -94,32 +110,55 @@ class DistributedWorld(World):
         """A call that others take part in is made inside of this."""
         return WaitingCall(self.board, kind, site)
 
-    def _connect(self, needs: Needs, everyone: dist.ProcessGroup) -> None:
-        """Create all groups and channels in the order of `needs`; this rank only those that it is in."""
-        warm = torch.ones(1, device=self.device)
-        for ranks in needs.groups(self.mesh):
-            if self.rank in ranks:
-                handle = everyone if len(ranks) == self.mesh.size else self._communicator(ranks)
-                self._groups[ranks] = DistributedGroup(self, handle, ranks)
-                dist.all_reduce(warm, group=handle)  # NCCL connects at the first use: let it be here, in one order
+    def _connect(self, needs: Needs) -> None:
+        """Create all groups and channels in the order of `needs`, and let them connect."""
+        along_pp = set(self.mesh.groups(("pp",)))
+        handles: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        for number, ranks in enumerate(needs.groups(self.mesh)):
+            ctas = P2P_CTAS if ranks in along_pp else None
+            if (handle := self._communicator(f"group {number}", ranks, ctas)) is not None:
+                handles[ranks] = handle
+        downs = [self._communicator(f"down {ranks[0]}", ranks, P2P_CTAS) for ranks in sorted(along_pp) if len(ranks) > 1]
+        down = next((one for one in downs if one is not None), None)
+        for ranks, handle in handles.items():
+            self._groups[ranks] = DistributedGroup(self, handle, ranks)
+            # NCCL connects at the first use: let it be here, in one order. The group `down` is for its pairs only.
+            dist.all_reduce(torch.ones(1, device=self.device), group=handle)
+        up = handles.get(self.mesh.group(self.rank, ("pp",)))
         for source, target in needs.channels(self.mesh):
-            if self.rank not in (source, target):
-                continue
-            channel = DistributedChannel(self, self._communicator((source, target)), source, target)
-            if self.rank == source:
-                self._outgoing[target] = channel
-                dist.send(warm, target, group=channel.handle)
-            else:
-                self._incoming[source] = channel
-                dist.recv(warm, source, group=channel.handle)
+            if self.rank in (source, target):
+                self._open(source, target, up if source < target else down)
 
-    def _communicator(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-        return dist.new_group(
-            sorted(ranks),
-            timeout=timedelta(seconds=self.timeout),
-            backend=self.backend,
-            use_local_synchronization=True,
-        )
+    def _open(self, source: int, target: int, handle: dist.ProcessGroup | None) -> None:
+        """Create this rank's end of a channel, and send one number through it."""
+        if handle is None:
+            raise InternalError(f"channel {source} -> {target}", "its ranks are not of one pipeline")
+        channel, warm = DistributedChannel(self, handle, source, target), torch.ones(1, device=self.device)
+        if self.rank == source:
+            self._outgoing[target] = channel
+            dist.send(warm, target, group=handle)
+        else:
+            self._incoming[source] = channel
+            dist.recv(warm, source, group=handle)
+
+    def _communicator(self, what: str, ranks: tuple[int, ...], max_ctas: int | None) -> dist.ProcessGroup | None:
+        name = f"autoptd {self._number} {what}"
+        return new_group(name, ranks, self.backend, timedelta(seconds=self.timeout), max_ctas)
+
+    def _name_absent(self, exc: Exception) -> None:
+        """RuntimeFault if there are ranks that have not come as far as this one."""
+        store = default_store()
+        absent = [rank for rank in range(self.mesh.size) if store.add(_count_key(rank), 0) < self._number]
+        if absent:
+            raise RuntimeFault(
+                f"rank {self.rank} at start",
+                f"waited {self.timeout:g} s for rank {', '.join(map(str, absent))}, not arrived at parallelize or pm.step",
+                "look at their own output; all ranks make the same calls",
+            ) from exc
+
+
+def _count_key(rank: int) -> str:
+    return f"autoptd worlds of rank {rank}"
 
 
 class DistributedGroup(Group):
@@ -136,7 +175,9 @@ class DistributedGroup(Group):
     def _all_reduce(self, x: Tensor, site: str, op: str = "sum") -> Tensor:
         y = _fresh(x)
         with self._call("all_reduce", site):  # the group's own method: a third of the time of `dist.all_reduce`
-            self.handle.allreduce([y], self._reductions[op]).wait()
+            work = self.handle.allreduce([y], self._reductions[op])
+            if work is not None:  # NCCL hands out none here: the sum is queued on the current stream
+                work.wait()
         return y
 
     def all_gather(self, x: Tensor, site: str) -> list[Tensor]:
@@ -201,7 +242,7 @@ class DistributedGroup(Group):
 
 
 class DistributedChannel(Channel):
-    """One direction between two ranks, over its own communicator."""
+    """One direction between two ranks, over the group of that direction."""
 
     def __init__(self, world: DistributedWorld, handle: dist.ProcessGroup, source: int, target: int) -> None:
         self._world, self.handle, self._source, self._target = world, handle, source, target
@@ -276,10 +317,20 @@ def _default_backend(device: torch.device) -> str:
     return "nccl" if device.type == "cuda" else "gloo"
 
 
-def _default_device(backend: str | None) -> torch.device:
-    if backend != "gloo" and torch.cuda.is_available():
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    return torch.device("cpu")
+def _own_device(device: str | None, backend: str | None) -> torch.device:
+    """This rank's device; "cuda" is the one that the default group was made for, else that of LOCAL_RANK, else the current."""
+    if device is None:
+        device = "cuda" if backend != "gloo" and torch.cuda.is_available() else "cpu"
+    target = torch.device(device)
+    if target.type != "cuda" or target.index is not None:
+        return target
+    bound = bound_device()
+    if bound is not None and bound.type == "cuda":
+        return bound
+    if "LOCAL_RANK" not in os.environ:
+        return torch.device("cuda", torch.cuda.current_device())
+    # A launcher may show each process its own device only.
+    return torch.device("cuda", int(os.environ["LOCAL_RANK"]) if torch.cuda.device_count() > 1 else 0)
 
 
 def _init_from_env(backend: str, timeout: float) -> None:

@@ -49,7 +49,6 @@ def needs_of(program: Program) -> Needs:
         for target in map(program.rank_of_stage, one.targets):
             links |= {(source, target), (target, source)} if one.has_grad else {(source, target)}
     return Needs(
-        axes=(("tp",), ("dp",), ("pp",)),
         owners=tuple(sorted(ranks for ranks in shared if len(ranks) > 1)),
         links=tuple(sorted((source, target) for source, target in links if source != target)),
     )
@@ -314,13 +313,11 @@ class Executor:
     def _global_loss(self) -> torch.Tensor:
         """Sum the loss over replicas and give it to all ranks, in the dtype that the loss stage computes."""
         self.world.at = "loss"
-        if self.program.mesh.p == 1:  # every rank has it: tensor ranks compute the same
-            return self.world.group(("dp",)).all_reduce(self._loss, "loss").to(self._seen_dtype)
-        everyone = self.world.everyone()
-        counts = self.program.loss_stage in self._stages and self.world.coordinate.tp == 0
-        total = everyone.all_reduce(self._loss if counts else torch.zeros_like(self._loss), "loss")
+        total = self.world.hops(("dp", "pp")).all_reduce(self._loss, "loss")  # tensor ranks compute the same
+        if self.program.mesh.p == 1:
+            return total.to(self._seen_dtype)
         if self._loss_dtype is None:
-            seen = everyone.gather_objects(self._seen_dtype, "dtype of the loss")
+            seen = self.world.group(("pp",)).gather_objects(self._seen_dtype, "dtype of the loss")
             self._loss_dtype = next(dtype for dtype in seen if dtype is not None)
         return total.to(self._loss_dtype)
 

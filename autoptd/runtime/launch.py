@@ -28,7 +28,7 @@ from autoptd.runtime.parameters import RankParameters, Values
 from autoptd.runtime.pretrained import Folder
 from autoptd.runtime.threads import Ranks, ThreadWorld
 from autoptd.runtime.timeline import Delays, Timeline
-from autoptd.runtime.world import World
+from autoptd.runtime.world import World, on_device
 
 Result = TypeVar("Result")
 
@@ -144,7 +144,8 @@ class ProcessRank(RunningRanks):
 
     def run(self, what: str, fn: Callable[[Rank], Result]) -> Result:
         self._world.at = what
-        return fn(self.here[0])
+        with on_device(self._world.device):
+            return fn(self.here[0])
 
     def close(self) -> None:
         self._world.close()

@@ -133,7 +133,7 @@ def from_rank_0(world: World, name: str, x: torch.Tensor, dtype: torch.dtype | N
     """Return rank 0's `x` on this rank's device; a collective."""
     if x.is_meta:
         raise PlanError(name, "is on the meta device and has no values", "model.to_empty(...) and initialise it")
-    return world.everyone().broadcast(x.detach().to(world.device, dtype), 0, f"start: {name}")
+    return world.everyone().broadcast(x.detach().to(world.device, dtype), f"start: {name}")
 
 
 def read_shard(spec: ParamSpec, reader: Reader, world: World) -> torch.Tensor:

@@ -25,7 +25,7 @@ import torch
 from autoptd.errors import AutoptdError, RuntimeFault
 from autoptd.ir.mesh import Mesh
 from autoptd.runtime.exchange import Meeting, Pipe, Shared, ThreadChannel, ThreadGroup, ThreadRank
-from autoptd.runtime.world import Needs, World, fault_site
+from autoptd.runtime.world import Needs, World, fault_site, on_device
 
 Result = TypeVar("Result")
 GRACE = 10.0  # seconds that the other ranks get to end after a fault
@@ -40,7 +40,10 @@ class ThreadWorld(Shared):
         meetings = {ranks: Meeting(self, ranks) for ranks in needs.groups(mesh)}
         pipes = {link: Pipe(self, *link) for link in needs.channels(mesh)}
         self._parts: list[Meeting | Pipe] = [*meetings.values(), *pipes.values()]
-        self.worlds = [ThreadRank(self, rank, torch.device(device)) for rank in range(mesh.size)]
+        target = torch.device(device)
+        if target.type == "cuda" and target.index is None:  # each thread has its own current device: all take the caller's
+            target = torch.device("cuda", torch.cuda.current_device())
+        self.worlds = [ThreadRank(self, rank, target) for rank in range(mesh.size)]
         for ranks, meeting in meetings.items():
             for index, rank in enumerate(ranks):
                 self.worlds[rank]._groups[ranks] = ThreadGroup(self.worlds[rank], meeting, index)
@@ -108,7 +111,8 @@ class Ranks:
     def _run_alone(self, fn: Callable[[World], Result]) -> Result:
         (world,) = self.shared.worlds
         try:
-            return fn(world)
+            with on_device(world.device):
+                return fn(world)
         except BaseException as exc:
             _raise_fault(world.rank, world.at, exc)
         finally:
@@ -144,13 +148,11 @@ def _end(all_jobs: list[SimpleQueue[Any]]) -> None:
 
 def _serve(world: ThreadRank, jobs: SimpleQueue[Any], ended: SimpleQueue[tuple[int, Any]]) -> None:
     """The life of a rank thread: run jobs until told None."""
-    if world.device.type == "cuda":
-        torch.cuda.set_device(world.device)
     while (fn := jobs.get()) is not None:
         result = None
         try:
             # On CUDA all ranks would share autograd's one backward thread, and the first to wait would stop the others.
-            with torch.autograd.set_multithreading_enabled(False):
+            with on_device(world.device), torch.autograd.set_multithreading_enabled(False):
                 result = fn(world)
         except BaseException as exc:
             world.report_fault(exc)

@@ -1,7 +1,8 @@
 """What a rank sees of the others: groups for collectives, channels for point-to-point, and faults.
 
 A `World` is one rank's view; `threads.py` and `distributed.py` each implement it. What is needed is said up front
-(`Needs`), so that every rank creates the same communicators in the same order.
+(`Needs`), so that every rank creates the same communicators in the same order. There is a group along each axis of the mesh,
+and none of everyone: what all ranks have to know goes along one axis after the other (`Hops`).
 
     whole = world.group(("tp",)).all_reduce(partial, "h.0.mlp")
     sent = world.outgoing(peer).send([x], "SEND_F2.1>3")
@@ -15,22 +16,24 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from autoptd.errors import InternalError
-from autoptd.ir.mesh import Coordinate, Mesh
+from autoptd.ir.mesh import MESH_AXES, Coordinate, Mesh
 
 Like = tuple[Sequence[int], torch.dtype]  # shape and dtype of a tensor to come
 
 
 @dataclass(frozen=True)
 class Needs:
-    """The communicators a program uses: mesh axes reduced over together, owner sets, and links of the pipeline.
+    """The communicators a program uses beside those along tp, dp and pp.
 
-    `owners` are sets of pipeline ranks that hold copies of one parameter; `links` are (source, target) pipeline ranks.
+    `axes` are mesh axes reduced over together, `owners` sets of pipeline ranks that hold copies of one parameter; `links` are
+    (source, target) pipeline ranks.
     """
 
     axes: tuple[tuple[str, ...], ...] = ()
@@ -38,22 +41,37 @@ class Needs:
     links: tuple[tuple[int, int], ...] = ()
 
     def groups(self, mesh: Mesh) -> list[tuple[int, ...]]:
-        """Rank sets of all groups of two ranks or more, everyone first, each once, in the same order on every rank."""
-        found = [tuple(range(mesh.size))]
-        for axes in self.axes:
+        """Rank sets of all groups of two ranks or more, each once, in the same order on every rank."""
+        found: list[tuple[int, ...]] = []
+        for axes in (*((axis,) for axis in MESH_AXES), *self.axes):
             found += mesh.groups(axes)
         for pp_ranks in self.owners:
             found += sorted({owner_ranks(mesh, rank, pp_ranks) for rank in range(mesh.size)})
         return [ranks for ranks in dict.fromkeys(found) if len(ranks) > 1]
 
     def channels(self, mesh: Mesh) -> list[tuple[int, int]]:
-        """(source rank, target rank) of all channels, in the same order on every rank."""
+        """(source rank, target rank) of all channels, in the same order on every rank: round by round."""
         found = []
-        for source, target in dict.fromkeys(self.links):
+        for source, target in in_rounds(self.links):
             for rank in mesh.group(0, ("dp", "tp")):
                 sender, receiver = owner_ranks(mesh, rank, (source,)), owner_ranks(mesh, rank, (target,))
                 found.append((sender[0], receiver[0]))
         return found
+
+
+def in_rounds(links: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The links in an order in which they connect soon, if each takes both its ranks for a while: in rounds of disjoint ones.
+
+    Between neighbours these are four, however long the pipeline is: 0-1, 2-3, ..., then 1-2, 3-4, ..., then the same downwards.
+    """
+    rounds: list[list[tuple[int, int]]] = []
+    for link in sorted(set(links), key=lambda one: (one[0] > one[1], min(one), max(one))):
+        free = (one for one in rounds if all(set(link).isdisjoint(other) for other in one))
+        chosen = next(free, None)
+        if chosen is None:
+            rounds.append(chosen := [])
+        chosen.append(link)
+    return [link for one in rounds for link in one]
 
 
 def owner_ranks(mesh: Mesh, rank: int, pp_ranks: Sequence[int]) -> tuple[int, ...]:
@@ -166,6 +184,40 @@ class SoloGroup(Group):
         return [obj]
 
 
+class Hops:
+    """Several axes of the mesh as one group of ranks: a call is made along one axis after the other.
+
+    For few bytes, as it is not overlapped. Calls of ranks with equal coordinates elsewhere meet, so all ranks make them.
+    """
+
+    def __init__(self, world: World, axes: Sequence[str]) -> None:
+        self._world, self._axes = world, [axis for axis in MESH_AXES if axis in axes]  # fastest first
+        self.ranks = world.mesh.group(world.rank, tuple(axes))
+        self.index, self.size = self.ranks.index(world.rank), len(self.ranks)
+
+    def all_reduce(self, x: torch.Tensor, site: str, op: str = "sum") -> torch.Tensor:
+        """Return the sum (`op="max"`: the maximum) of `x` over the ranks."""
+        for axis in self._axes:
+            x = self._world.group((axis,)).all_reduce(x, site, op)
+        return x
+
+    def broadcast(self, x: torch.Tensor, site: str) -> torch.Tensor:
+        """Return the `x` of the first rank; the `x` of the others only says shape and dtype."""
+        for number, axis in enumerate(self._axes):
+            later = self._axes[number + 1 :]
+            if not any(getattr(self._world.coordinate, one) for one in later):  # else it comes along one of them
+                x = self._world.group((axis,)).broadcast(x, 0, site)
+        return x
+
+    def gather_objects(self, obj: Any, site: str) -> list[Any]:
+        """Return every rank's object, in the order of `ranks`."""
+        objects = [obj]
+        for axis in self._axes:  # of ranks in ascending order: the slower axis is the outer one
+            gathered = self._world.group((axis,)).gather_objects(objects, site)
+            objects = [one for part in gathered for one in part]
+        return objects
+
+
 class Channel(ABC):
     """Messages from one rank to another, in order; each end uses its own method only."""
 
@@ -204,8 +256,13 @@ class World(ABC):
         """Return the group of the ranks with this rank's (dp, tp) coordinate on `pp_ranks` (this rank's among them)."""
         return self._group_of(owner_ranks(self.mesh, self.rank, pp_ranks))
 
-    def everyone(self) -> Group:
-        return self._group_of(tuple(range(self.mesh.size)))
+    def hops(self, axes: Sequence[str]) -> Hops:
+        """Return the ranks that differ from this one along `axes` only, reached along one axis after the other."""
+        return Hops(self, axes)
+
+    def everyone(self) -> Hops:
+        """Return all ranks, reached along tp, dp and pp one after the other."""
+        return self.hops(MESH_AXES)
 
     def outgoing(self, peer_rank: int) -> Channel:
         """Return the channel from this rank to global rank `peer_rank`."""
@@ -235,6 +292,11 @@ class World(ABC):
         if key not in table:
             raise InternalError(f"rank {self.rank} at {self.at}", f"the {what} was not announced in Needs")
         return table[key]
+
+
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Make `device` the current one: Triton's kernels and NCCL's streams go there, whatever the caller made current."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def fault_site(rank: int, at: str) -> str:

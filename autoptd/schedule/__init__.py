@@ -14,8 +14,9 @@ from autoptd.schedule.live import live_moments
 from autoptd.schedule.measure import Memory, Simulation, Span
 from autoptd.schedule.orders import build_orders, gpipe, interleaved, looped_bfs, one_f_one_b
 from autoptd.schedule.simulate import simulate
-from autoptd.schedule.transfers import Link, add_reduces, add_transfers, has_reduces
+from autoptd.schedule.transfers import add_reduces, add_transfers, has_reduces
 from autoptd.schedule.weight_gradients import PLACEMENTS, delay_weight_gradients
+from autoptd.schedule.wiring import Link
 from autoptd.schedule.written import num_microbatches, read_schedule
 from autoptd.schedule.zero_bubble import zb_2p, zb_h1, zbv
 

@@ -6,7 +6,7 @@ What is checked: every stage does every microbatch's F and B (and W, if there is
 that sequence; a value
 is sent after it is made and its receive posted before it is used; every message that a link needs is sent once and
 received once; on each channel the receives are posted in the order of the sends; a stage is reduced after its last
-backward and its last W.
+backward and its last W. `find_crossed` says which messages have no one order for all ranks.
 
     find_faults(parse_orders("B0.0 F0.0"), links=[])
     # ["rank 0: B0.0 stands before F0.0"]
@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from autoptd.ir.actions import COMPUTES, RECVS, SENDS, Action, Kind, ranks_of_stages
-from autoptd.schedule.transfers import Link, Wiring, partner
+from autoptd.schedule.wiring import Link, Wiring, partner
 
 Place = tuple[int, int]  # rank, index in its order
 Places = dict[Action, Place]
@@ -37,6 +37,33 @@ def find_faults(orders: Sequence[Sequence[Action]], links: Sequence[Link]) -> li
             faults += _check_channels(orders, ranks)
         faults += _check_reduces(places)
     return faults
+
+
+def find_crossed(orders: Sequence[Sequence[Action]]) -> str:
+    """Say where ranks issue messages in orders that do not fit together; the orders have no other fault."""
+    ranks = ranks_of_stages(orders)
+    queues = [[action for action in order if action.kind in COMPUTE_OF] for order in orders]
+    at = [0] * len(orders)
+
+    def peer(rank: int) -> int:
+        return ranks[queues[rank][at[rank]].peer]
+
+    def meets(rank: int) -> bool:
+        other = peer(rank)
+        return at[other] < len(queues[other]) and queues[other][at[other]] == partner(queues[rank][at[rank]])
+
+    stuck = [rank for rank, queue in enumerate(queues) if queue]
+    while ready := [rank for rank in stuck if meets(rank)]:
+        for one in {ready[0], peer(ready[0])}:
+            at[one] += 1
+        stuck = [rank for rank in stuck if at[rank] < len(queues[rank])]
+    path = [stuck[0]]
+    while peer(path[-1]) not in path:
+        path.append(peer(path[-1]))
+    circle = path[path.index(peer(path[-1])) :]
+    waits = {peer(rank): partner(queues[rank][at[rank]]) for rank in circle}
+    texts = [f"rank {rank} issues {queues[rank][at[rank]]} before {waits[rank]}" for rank in circle]
+    return f"messages cross: {', '.join(texts)}; NCCL asks for one order on all ranks"
 
 
 def has_transfers(orders: Sequence[Sequence[Action]]) -> bool:

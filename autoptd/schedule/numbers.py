@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from autoptd.ir.actions import COMPUTES, SENDS, Action, Kind
-from autoptd.schedule.transfers import Wiring, partner
+from autoptd.schedule.wiring import Wiring, partner
 
 Row = tuple[Kind, int, int]  # kind, stage, peer
 

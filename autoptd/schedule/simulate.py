@@ -6,10 +6,12 @@ PlanError that lists every fault, or shows who waits for whom in a deadlock.
 What the proof says. A rank waits in F and B only. RECV posts a receive, SEND starts a send, and neither waits. A
 message moves once its SEND and its RECV have both been issued *and* every earlier message of its channel (directed
 pair of ranks) has moved: that is a rendezvous on an in-order communicator, so nothing here relies on buffers in the
-transport or on tags. An order that ends here therefore ends on any transport which starts sends and receives without
-blocking the caller and gives each channel a communicator of its own (NCCL with one group per direction; gloo, whose
-isend completes only when received). As every message is sent once and received once, waiting for all sends at the end
-of the step ends too.
+transport or on tags. As every message is sent once and received once, waiting for all sends at the end of the step ends too.
+
+More than that: all ranks issue their messages in one order. The run ends even if every rank ends each SEND and RECV, over
+whatever communicator, before it begins what stands behind it, be it a computation with collectives of its own: those of
+tensor and data parallel ranks stand at the same places of one order. So it ends on any transport that begins operations in the
+order in which they were issued (NCCL, whose kernels wait for room on the device; gloo, whose isend completes when received).
 
     result = simulate(one_f_one_b(p=2, m=4))
     # result.finish == 15, result.bubble == 0.25, result.peak_live == (2, 1)
@@ -25,11 +27,11 @@ from operator import itemgetter
 from autoptd.errors import InternalError, PlanError
 from autoptd.ir.actions import RECVS, SENDS, Action, Kind, ranks_of_stages
 from autoptd.options import SCHEDULES
-from autoptd.schedule.check import find_faults, guess_links
+from autoptd.schedule.check import find_crossed, find_faults, guess_links
 from autoptd.schedule.measure import Simulation
 from autoptd.schedule.numbers import Numbers
 from autoptd.schedule.sweep import Sweep
-from autoptd.schedule.transfers import Link, Wiring
+from autoptd.schedule.wiring import Link, Wiring
 
 LinkTimes = float | Mapping[tuple[int, int], float] | Callable[[int, int], float]
 KIND, MICROBATCH = itemgetter(0), itemgetter(2)  # of an action
@@ -62,7 +64,9 @@ def simulate(
     durations = _durations(numbers, forward, backward, weight_gradient)
     sweep = Sweep(numbers, orders, numbered, durations, _link_time(link))
     if not sweep.to_the_end():
-        raise _refusal(orders, wanted, sweep)
+        raise _refusal(orders, wanted, sweep.deadlock)
+    if not have_one_order(numbers, numbered):
+        raise _refusal(orders, wanted, lambda: find_crossed(orders))
     return Simulation(orders, sweep.starts, sweep.ends)
 
 
@@ -85,35 +89,51 @@ def number_actions(orders: Sequence[Sequence[Action]], links: Sequence[Link]) ->
 
 
 def is_complete(numbers: Numbers, numbered: Sequence[Sequence[int]]) -> bool:
-    """Whether every rank does all that it must, once, and nothing else, and every channel has one order."""
+    """Whether every rank does all that it must, once, and nothing else."""
     for rank, row in enumerate(numbered):
         expected = numbers.expected(rank)
         if len(row) != len(expected) or set(row) != expected:
             return False
-    return have_one_order(numbers, numbered)
+    return True
 
 
 def have_one_order(numbers: Numbers, numbered: Sequence[Sequence[int]]) -> bool:
-    """Whether on every channel the receives are posted in the order of the sends."""
-    ranks, width = numbers.wiring.ranks, numbers.width
-    sent: dict[tuple[int, int], list[int]] = {}
-    posted: dict[tuple[int, int], list[int]] = {}
-    lists: list[list[int] | None] = [None] * len(numbers.rows)  # where an action of a row is noted
-    to_message = [0] * len(numbers.rows)
+    """Whether all messages move if every rank ends each of its transfers before it begins the next."""
+    queues = _messages(numbers, numbered)
+    at = [0] * len(queues)
+    here: dict[int, int] = {}  # message -> the rank that stands at it
+    runnable = list(range(len(queues)))
+    while runnable:
+        rank = runnable.pop()
+        queue, place = queues[rank], at[rank]
+        while place < len(queue):
+            message = queue[place]
+            if message not in here:
+                here[message] = rank
+                break
+            other = here.pop(message)
+            at[other] += 1
+            runnable.append(other)
+            place += 1
+        at[rank] = place
+    return all(place == len(queue) for place, queue in zip(at, queues, strict=True))
+
+
+def _messages(numbers: Numbers, numbered: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Per rank, the numbers of the messages that it sends or receives, in its order; a message has the number of its RECV."""
+    width = numbers.width
+    to_message: list[int | None] = [None] * len(numbers.rows)
     for index, row in enumerate(numbers.rows):
-        kind, stage, peer = row
-        if kind in SENDS:
-            lists[index] = sent.setdefault((ranks[stage], ranks[peer]), [])
+        if row[0] in SENDS or row[0] in RECVS:
             to_message[index] = numbers.distance(row, numbers.message(row))
-        elif kind in RECVS:
-            lists[index] = posted.setdefault((ranks[peer], ranks[stage]), [])
+    queues: list[list[int]] = []
     for order in numbered:
+        queues.append([])
         for number in order:
-            index = number // width
-            noted = lists[index]
-            if noted is not None:
-                noted.append(number + to_message[index])
-    return sent == posted
+            distance = to_message[number // width]
+            if distance is not None:
+                queues[-1].append(number + distance)
+    return queues
 
 
 def _durations(
@@ -155,13 +175,15 @@ def _link_time(link: LinkTimes) -> Callable[[int, int], float]:
     return time_of
 
 
-def _refusal(orders: Sequence[Sequence[Action]], links: Sequence[Link], sweep: Sweep | None = None) -> Exception:
-    """The error for orders that are incomplete, or that got stuck in `sweep`: their faults, else their deadlock."""
+def _refusal(
+    orders: Sequence[Sequence[Action]], links: Sequence[Link], stuck: Callable[[], str] | None = None
+) -> Exception:
+    """The error for orders that are incomplete, or that got stuck: their faults, else what `stuck` says."""
     faults = find_faults(orders, links)
-    if not faults and sweep is None:
+    if not faults and stuck is None:
         return InternalError("schedule", f"the orders do not fit their {len(links)} links, and no fault is found")
     more = [f"and {len(faults) - SHOWN} more"] if len(faults) > SHOWN else []
-    fact = "; ".join(faults[:SHOWN] + more) if faults or sweep is None else sweep.deadlock()
+    fact = "; ".join(faults[:SHOWN] + more) if faults or stuck is None else stuck()
     remedy = f"correct these entries (SEND, RECV and REDUCE may be left out), or take one of {', '.join(SCHEDULES)}"
     return PlanError("schedule", fact, remedy)
 

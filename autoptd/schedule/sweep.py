@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from autoptd.ir.actions import COMPUTES, RECVS, SENDS, Action, Kind
 from autoptd.schedule.numbers import Numbers, Row
-from autoptd.schedule.transfers import partner
+from autoptd.schedule.wiring import partner
 
 COMPUTE, SEND, RECEIVE, REDUCE = range(4)
 Need = tuple[int, float]  # distance to the number of what is needed, time that it travels

@@ -19,16 +19,18 @@ from autoptd.errors import InternalError, PlanError, RuntimeFault
 from autoptd.ir.mesh import Mesh
 from autoptd.runtime.distributed import DistributedWorld
 from autoptd.runtime.threads import Ranks, ThreadWorld, run_ranks
-from autoptd.runtime.world import Group, Needs, World
+from autoptd.runtime.world import Group, Hops, Needs, World, in_rounds
 from tests.ports import free_port
 
-NEEDS = Needs(axes=(("tp",), ("dp", "tp")), owners=((0, 1),), links=((0, 1), (1, 0)))
+NEEDS = Needs(axes=(("dp", "tp"),), owners=((0, 1),), links=((0, 1), (1, 0)))
 
 
 def exercise(world: World) -> None:
     """Use every method of Group and Channel and check its result; the mesh is t=2 p=2, or t=2 p=1."""
-    for group in (world.group(("tp",)), world.everyone(), world.owners(range(world.mesh.p))):
+    for group in (world.group(("tp",)), world.group(("pp",)), world.owners(range(world.mesh.p))):
         exercise_group(group)
+    exercise_hops(world.everyone())
+    exercise_hops(world.hops(("tp", "pp")))
     if world.mesh.p == 2:
         exercise_channels(world)
 
@@ -58,6 +60,15 @@ def exercise_group(group: Group) -> None:
     for result in (total, *gathered):
         result.fill_(-7.0 - me)  # must reach nobody else
     assert group.all_reduce(x, "again").tolist() == [sum(i + 10 * k for k in range(size)) for i in range(3)]
+
+
+def exercise_hops(hops: Hops) -> None:
+    x = torch.arange(3.0) + 10 * hops.index
+    assert hops.all_reduce(x, "sum").tolist() == [sum(i + 10 * k for k in range(hops.size)) for i in range(3)]
+    assert hops.all_reduce(-x, "max", op="max").tolist() == [0, -1, -2]
+    assert hops.broadcast(x, "start").tolist() == [0, 1, 2]
+    assert hops.gather_objects(hops.index, "objects") == list(range(hops.size))
+    assert x.tolist() == [10 * hops.index + i for i in range(3)]
 
 
 def exercise_channels(world: World) -> None:
@@ -99,25 +110,37 @@ def test_everything_on_threads() -> None:
 def test_group_of_one_is_free() -> None:
     world = ThreadWorld(Mesh()).worlds[0]
     x = torch.ones(2)
-    for group in (world.everyone(), world.group(("dp", "tp")), world.owners((0,))):
+    for group in (world.group(("dp", "tp")), world.owners((0,))):
         assert group.size == 1 and group.all_reduce(x, "") is x and group.all_reduce_start(x, "").wait() is x
-        exercise_group(group) if group is not world.everyone() else None
+    assert world.everyone().size == 1 and world.everyone().all_reduce(x, "") is x
+    exercise_hops(world.everyone())
 
 
 def test_groups_and_channels_in_one_order() -> None:
     mesh = Mesh(t=2, p=2, d=2)
-    needs = Needs(axes=(("tp",), ("dp", "tp"), ("pp",)), owners=((0, 1),), links=((0, 1),))
+    needs = Needs(axes=(("dp", "tp"),), owners=((0, 1),), links=((0, 1),))
     assert needs.groups(mesh) == [
-        (0, 1, 2, 3, 4, 5, 6, 7),
         *[(0, 1), (2, 3), (4, 5), (6, 7)],
-        *[(0, 1, 2, 3), (4, 5, 6, 7)],
+        *[(0, 2), (1, 3), (4, 6), (5, 7)],
         *[(0, 4), (1, 5), (2, 6), (3, 7)],
+        *[(0, 1, 2, 3), (4, 5, 6, 7)],
     ]
     assert needs.channels(mesh) == [(0, 4), (1, 5), (2, 6), (3, 7)]
     world = ThreadWorld(mesh, needs).worlds[5]
     assert world.group(("tp",)).ranks == (4, 5) and world.owners((0, 1)).index == 1
     with pytest.raises(InternalError, match="not announced"):
-        world.group(("dp",))
+        world.group(("pp", "tp"))
+
+
+@pytest.mark.parametrize("p", [2, 3, 4, 7, 64])
+def test_neighbours_connect_in_four_rounds(p: int) -> None:
+    """However the links are given: first 0-1, 2-3, ... at once, then 1-2, 3-4, ..., then the same downwards."""
+    up, down = [(i, i + 1) for i in range(p - 1)], [(i + 1, i) for i in range(p - 1)]
+    order = in_rounds(sorted(up + down))
+    assert sorted(order) == sorted(up + down)
+    assert order == up[::2] + up[1::2] + down[::2] + down[1::2]
+    with_ends = in_rounds([*down, (p - 1, 0), *up, (0, p - 1)])
+    assert len(set(with_ends)) == len(with_ends) == 2 * (p - 1) + (2 if p > 2 else 0)
 
 
 def test_sums_are_the_same_bits_on_all_ranks() -> None:
@@ -144,9 +167,9 @@ def test_mismatch_names_both_calls() -> None:
     def body(world: World) -> None:
         world.at = f"F0.{world.rank}"
         if world.rank == 0:
-            world.everyone().all_reduce(torch.ones(2), "h.0.mlp")
+            world.group(("tp",)).all_reduce(torch.ones(2), "h.0.mlp")
         else:
-            world.everyone().all_gather(torch.ones(3), "h.0.attn")
+            world.group(("tp",)).all_gather(torch.ones(3), "h.0.attn")
 
     with pytest.raises(RuntimeFault) as caught:
         run_ranks(ThreadWorld(Mesh(t=2), timeout=20.0), body)
@@ -240,7 +263,7 @@ def _process(
 ) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
-    world = DistributedWorld(mesh, NEEDS if mesh.p == 2 else Needs(axes=(("tp",),)), timeout=timeout, device="cpu")
+    world = DistributedWorld(mesh, NEEDS if mesh.p == 2 else Needs(), timeout=timeout, device="cpu")
     try:
         body(world)
         out.put((rank, "done"))

@@ -1,0 +1,86 @@
+"""Which stages tell each other what: the links of a pipeline, looked up by stage, and the two ends of a message.
+
+In: the links between stages, and which pipeline rank has which stage. Out: what a computation waits for, and what is sent
+after it.
+
+Terms. A *link* (source, target, has_grad) says that stage `target` reads values of the earlier stage `source` (not
+always its neighbour), and that gradients flow back. One message carries all of that for one microbatch.
+
+    Wiring([(0, 1, True)], ranks=(0, 1)).needs(parse("F1.0"))   # [RECV_F1.0<0]
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from autoptd.errors import InternalError
+from autoptd.ir.actions import Action, Kind
+
+Link = tuple[int, int, bool]  # source stage, target stage, has_grad
+PARTNER = {
+    Kind.SEND_F: Kind.RECV_F,
+    Kind.RECV_F: Kind.SEND_F,
+    Kind.SEND_B: Kind.RECV_B,
+    Kind.RECV_B: Kind.SEND_B,
+}
+
+
+def partner(transfer: Action) -> Action:
+    """Return the receive of a send, and the send of a receive."""
+    return Action(PARTNER[transfer.kind], transfer.peer, transfer.microbatch, transfer.stage)
+
+
+class Wiring:
+    """The links, looked up by stage; links that are named twice are one (with gradient if one of them has it).
+
+    `ranks` is the pipeline rank of every stage.
+    """
+
+    def __init__(self, links: Sequence[Link], ranks: Sequence[int]) -> None:
+        self.ranks = ranks
+        self.sources: dict[int, list[int]] = defaultdict(list)  # stage -> stages whose values it reads
+        self.targets: dict[int, list[int]] = defaultdict(list)  # stage -> stages that read its values
+        self.grad_sources: dict[int, list[int]] = defaultdict(list)  # stage -> stages it gives gradients to
+        self.grad_targets: dict[int, list[int]] = defaultdict(list)  # stage -> stages it gets gradients from
+        for source, target in sorted({(source, target) for source, target, _ in links}):
+            if not 0 <= source < target:
+                raise InternalError(f"link from stage {source} to stage {target}", "values flow to later stages only")
+            self.sources[target].append(source)
+            self.targets[source].append(target)
+        for source, target in sorted({(source, target) for source, target, has_grad in links if has_grad}):
+            self.grad_sources[target].append(source)
+            self.grad_targets[source].append(target)
+
+    def sends_after(self, action: Action) -> list[Action]:
+        """Return the sends of what the computation `action` made; a W makes nothing that others need."""
+        if action.kind is Kind.W:
+            return []
+        kind, peers = (
+            (Kind.SEND_F, self.targets[action.stage])
+            if action.kind is Kind.F
+            else (Kind.SEND_B, self.grad_sources[action.stage])
+        )
+        return [
+            Action(kind, action.stage, action.microbatch, peer)
+            for peer in peers
+            if not self.is_local(peer, action.stage)
+        ]
+
+    def is_local(self, stage: int, other: int) -> bool:
+        """Whether both stages are on one rank."""
+        return self.ranks[stage] == self.ranks[other]
+
+    def needs(self, action: Action) -> list[Action]:
+        """Return what the computation `action` waits for: receives, or computations of the same rank."""
+        if action.kind is Kind.W:
+            return [Action(Kind.B, action.stage, action.microbatch)]
+        forward = action.kind is Kind.F
+        peers = self.sources[action.stage] if forward else self.grad_targets[action.stage]
+        receive = Kind.RECV_F if forward else Kind.RECV_B
+        return [
+            Action(receive, action.stage, action.microbatch, peer)
+            if not self.is_local(peer, action.stage)
+            else Action(action.kind, peer, action.microbatch)
+            for peer in peers
+        ]
