@@ -216,14 +216,17 @@ def _is_batch(node: Node) -> bool:
 
 
 def _check_growth(node: Node, other: Node, growth: int) -> None:
-    """A value must be `growth` times as long in the dim where it carries the batch, and as long in all others."""
+    """A value must be `growth` times as long in the dim where it carries the batch, and as long in all others.
+
+    A sum over the batch has no such dim: were any of its dims the batch's, its rule would have taken another for the batch.
+    """
     kind = note(node).batch
     if value(node) is None or not isinstance(tensor(node), torch.Tensor):
         return
     wanted = list(shape(node))
     if kind.kind == "S":
         wanted[kind.dim] *= growth
-    if kind.kind != "P" and tuple(wanted) != shape(other):
+    if tuple(wanted) != shape(other):
         raise PlanError(
             site(node), f"its shape {shape(node)} depends on the batch size in a way no rule explains", RULE_REMEDY
         )

@@ -2,7 +2,7 @@
 
 Most operators are one line of letters, read like einsum and aligned from the right, `...` standing for any leading dims:
 
-    Rule("aten.linear", "... i, o i, o -> ... o")     a letter missing on the right is contracted: split by it, the result is P
+    Rule("aten.mm", "m k, k n -> m n")                a letter missing on the right is contracted: split by it, the result is P
     Rule("aten.layer_norm", ...)                      a starred letter (h*) must stay whole
 
 Views, slices, splits and the like are computed from shapes (`links.py`). Pointwise operators are known by torch's tag. What no
@@ -28,6 +28,7 @@ from autoptd.passes.links import (
     last_dims_whole,
     last_two_whole,
     letter_links,
+    linear_links,
     matmul_links,
     no_links,
     operands,
@@ -129,9 +130,11 @@ EVERY = ((-1,),)  # linear in all operands together
 TABLE: dict[str, Rule] = {
     rule.op: rule
     for rule in [
-        Rule("aten.linear", "... i, o i, o -> ... o", linear=((0, 2),)),
+        Rule("aten.linear", links=linear_links, linear=((0, 2),)),
         Rule("aten.addmm", "m n, m k, k n -> m n", linear=((0, 1),)),
         Rule("aten.matmul", links=matmul_links, linear=((0,), (1,))),
+        *(Rule(f"aten.{name}", "k, k ->", linear=((0,), (1,))) for name in ("dot", "vdot")),
+        Rule("aten.mv", "m k, k -> m", linear=((0,), (1,))),
         Rule("aten.mm", "m k, k n -> m n", linear=((0,), (1,))),
         Rule("aten.bmm", "b m k, b k n -> b m n", linear=((0,), (1,))),
         Rule("aten.baddbmm", "b m n, b m k, b k n -> b m n", linear=((0, 1), (0, 2))),

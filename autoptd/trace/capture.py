@@ -12,7 +12,6 @@ torch.export does the tracing; what it would lose silently is refused here or re
 from __future__ import annotations
 
 import inspect
-import keyword
 import operator
 import re
 import traceback
@@ -26,13 +25,12 @@ from torch.fx import Graph, Node
 
 from autoptd.compat import light_export, tree_flatten, tree_unflatten
 from autoptd.errors import AutoptdError, TraceError
+from autoptd.ir.names import USED
 from autoptd.ir.notes import Note, note, output, set_note
 from autoptd.trace.faithful import check_model, watch_tracing
 from autoptd.trace.functions import check_functions
 from autoptd.trace.loss import WithLoss
 from autoptd.trace.normalize import normalize
-
-RESERVED = {"self", "w", "b", "tp", "i", "F", "torch", "rt"}  # what emitted functions call by these names
 
 
 @dataclass
@@ -104,7 +102,7 @@ def distinct_names(names: list[str]) -> list[str]:
     made: list[str] = []
     for name in names:
         free = re.sub(r"\W", "_", name)
-        while free in made or free in RESERVED or keyword.iskeyword(free) or not free.isidentifier():
+        while free in made or free in USED or not free.isidentifier():
             free = f"{free}_" if free.isidentifier() else f"input_{free}"
         made.append(free)
     return made
