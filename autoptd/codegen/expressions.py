@@ -77,7 +77,11 @@ def expression(node: Node, text: Text, site: str = "") -> str:
     if name in FUNCTIONAL:
         return f"{FUNCTIONAL[name]}({_join(args, keywords)})"
     if name in METHODS:
-        sizes = [args[1][1:-1]] if METHODS[name] in ("reshape", "expand", "permute") and len(args) == 2 else args[1:]
+        sizes = (
+            [args[1][1:-1] or "()"]
+            if METHODS[name] in ("reshape", "expand", "permute") and len(args) == 2
+            else args[1:]
+        )
         return f"{args[0]}.{METHODS[name]}({_join(sizes, keywords)})"
     function = name.removeprefix("aten.").removesuffix("_with_sizes")
     if function in TORCH:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from torch.fx import Node
@@ -67,8 +68,17 @@ def operands(node: Node) -> list[Node]:
 
 
 def argument(node: Node, position: int, name: str, default: Any = None) -> Any:
-    """A non-tensor argument by position or name."""
-    return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
+    """A non-tensor argument by name; `position` is where it stands in operators without a schema.
+
+    Overloads of one operator differ: the second argument of `x.var(False)` is no dim.
+    """
+    at = _positions(node.target).get(name, len(node.args)) if hasattr(node.target, "_schema") else position
+    return node.args[at] if len(node.args) > at else node.kwargs.get(name, default)
+
+
+@cache
+def _positions(overload: Any) -> dict[str, int]:
+    return {one.name: i for i, one in enumerate(overload._schema.arguments)}
 
 
 def letter_links(node: Node, letters: str) -> list[Link]:

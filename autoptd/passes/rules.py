@@ -50,6 +50,7 @@ from autoptd.passes.operator_links import (
     weight_norm_links,
 )
 from autoptd.passes.shape_links import (
+    bits_links,
     cat_links,
     complex_links,
     drop_dim_links,
@@ -70,7 +71,7 @@ from autoptd.passes.shape_links import (
 class Rule:
     """One row: operator, its letters or the function that computes its links, and which operands it is linear in.
 
-    `linear` lists groups of operand numbers: the result is P when all operands of one group are P and the others whole.
+    `op` names one overload ("aten.view.dtype") where that differs from the others. `linear` lists groups of operand numbers: the result is P when all operands of one group are P and the others whole.
     """
 
     op: str
@@ -88,10 +89,10 @@ def links(node: Node) -> list[Link] | None:
 
 
 def find_rule(node: Node) -> Rule | None:
-    name = op_name(node)
-    if name in TABLE:
-        return TABLE[name]
     target = node.target
+    for name in (str(target), op_name(node)):
+        if name in TABLE:
+            return TABLE[name]
     if isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags:
         return POINTWISE
     return None
@@ -172,6 +173,7 @@ TABLE: dict[str, Rule] = {
         *(Rule(f"aten.{name}", links=pointwise_links) for name in [*LOSSES, *UNTAGGED]),
         *(Rule(f"aten.{name}", links=pointwise_links) for name in "to __and__ __or__ __xor__".split()),
         *(Rule(f"aten.{name}", links=reshape_links, linear=FIRST) for name in VIEWS),
+        Rule("aten.view.dtype", links=bits_links),
         *(Rule(f"aten.{name}", links=permute_links, linear=FIRST) for name in TRANSPOSES),
         Rule("aten.expand", links=expand_links, linear=FIRST),
         Rule("aten.slice", links=slice_links, linear=FIRST),

@@ -254,7 +254,9 @@ def _says_something(found: Answer) -> bool:
         return False
     if gradients and not any(map(_size_of, gradients)):
         return False
-    return all(one.numel() and bool((one != (0 if one.numel() == 1 else one.flatten()[0])).any()) for one in found.values)
+    return all(
+        one.numel() and bool((one != (0 if one.numel() == 1 else one.flatten()[0])).any()) for one in found.values
+    )
 
 
 def _differ(values: Sequence[Tensor]) -> bool:

@@ -1,7 +1,7 @@
 """A partitioned model beside the plain one: torch's own loop on the whole batch, new data in every step.
 
-    assert_parity(Net(), [(x, y), (x2, y2)], t=2, num_microbatches=2)       # losses, gradients, updated parameters, in float64
-    outcome(Net(), [(x, y)], d=2)                                           # "" where they are equal, or the error's text
+assert_parity(Net(), [(x, y), (x2, y2)], t=2, num_microbatches=2)       # losses, gradients, updated parameters, in float64
+outcome(Net(), [(x, y)], d=2)                                           # "" where they are equal, or the error's text
 """
 
 from __future__ import annotations

@@ -98,7 +98,9 @@ class Named(nn.Module):
         for one in self.own if self.repeated else self.own[:1]:
             scale = getattr(one, self.name).expand_as(h)
             h = h + torch.tanh(one.linear(h * scale) * getattr(one, f"{self.name}2").view(1, WIDTH)) * 0.5
-            h = h + getattr(one.linear, self.name).view(WIDTH).expand_as(h) * getattr(self.shared, self.name).view(1, WIDTH)
+            h = h + getattr(one.linear, self.name).view(WIDTH).expand_as(h) * getattr(self.shared, self.name).view(
+                1, WIDTH
+            )
         h = h.masked_fill(h > 5, float("-inf")).clamp(min=-9)
         return F.cross_entropy(self.out(h).flatten(0, 1), labels.flatten())
 
