@@ -32,8 +32,8 @@ __all__ = [
     "env_store",
     "last_node_number",
     "light_export",
-    "plain_checkpoints",
     "new_group",
+    "plain_checkpoints",
 ]
 __all__ += ["mm_as", "set_grad_dtype"]
 __all__ += ["tree_flatten", "tree_leaves", "tree_map", "tree_unflatten"]

@@ -22,7 +22,6 @@ from autoptd.ir import markers
 from autoptd.ir.actions import Orders, ranks_of_stages
 from autoptd.ir.buckets import BucketPlan, plan_buckets
 from autoptd.ir.call_order import check_call_order
-from autoptd.ir.calls import axis_text
 from autoptd.ir.mesh import Mesh
 from autoptd.ir.notes import note, op_name, ops, placeholders, tensor
 from autoptd.ir.program import (

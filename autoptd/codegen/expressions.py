@@ -6,8 +6,10 @@ printed as the call of their aten overload, which means the same.
 
 from __future__ import annotations
 
+import ast
 import json
 import math
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -55,7 +57,7 @@ def expression(node: Node, text: Text, site: str = "") -> str:
         keywords |= {"dtype": str(tensor(node).dtype), "device": "self.device"}
         return f"torch.{name.removeprefix('aten.')}({_join(args, keywords)})"
     if name in INFIX and len(args) == 2 and not keywords:
-        return f"{args[0]} {INFIX[name]} {args[1]}"
+        return f"{_operand(args[0], name)} {INFIX[name]} {_operand(args[1])}"
     if name == "aten.slice":
         return _slice(node, args)
     if name == "aten.index":
@@ -75,7 +77,11 @@ def expression(node: Node, text: Text, site: str = "") -> str:
     if name in FUNCTIONAL:
         return f"{FUNCTIONAL[name]}({_join(args, keywords)})"
     if name in METHODS:
-        sizes = [args[1][1:-1]] if METHODS[name] in ("reshape", "expand", "permute") and len(args) == 2 else args[1:]
+        sizes = (
+            [args[1][1:-1] or "()"]
+            if METHODS[name] in ("reshape", "expand", "permute") and len(args) == 2
+            else args[1:]
+        )
         return f"{args[0]}.{METHODS[name]}({_join(sizes, keywords)})"
     function = name.removeprefix("aten.").removesuffix("_with_sizes")
     if function in TORCH:
@@ -95,6 +101,19 @@ def literal(value: Any, text: Text) -> str:
     if isinstance(value, (torch.dtype, torch.memory_format)):
         return str(value)
     return repr(value).replace("'", '"')
+
+
+def _operand(text: str, left_of: str = "") -> str:
+    """One side of an infix operator: in parentheses unless it binds more tightly than any operator.
+
+    What is written for a number may be any expression (`i + 1`, of a loop). `-2 ** x` is `-(2 ** x)`.
+    """
+    if re.fullmatch(r"\w+(\.\w+)*", text):
+        return text
+    read = ast.parse(text, mode="eval").body
+    is_negative = isinstance(read, ast.UnaryOp) and isinstance(read.operand, ast.Constant)
+    is_tight = isinstance(read, (ast.Constant, ast.Attribute, ast.Subscript, ast.Call))
+    return text if is_tight or (is_negative and left_of != "aten.pow") else f"({text})"
 
 
 def _join(args: list[str], keywords: dict[str, str]) -> str:
@@ -155,8 +174,13 @@ def _cross_entropy(node: Node, text: Text, site: str) -> str:
 
 def _mean(node: Node, text: Text, site: str) -> str:
     x, dims, keepdim, count = node.args
+    before, after = tensor(x).dtype, tensor(node).dtype  # type: ignore[arg-type]
+    # A mean adds up in float32 what it gives in 16 bits: their sum may be out of range, and is rounded once more.
+    wide = torch.float32 if after in (torch.bfloat16, torch.float16) else after
     keywords = {"keepdim": "True"} if keepdim else {}
-    return f"{text(x)}.sum({_join([literal(dims, text)], keywords)}) / {count}"  # type: ignore[arg-type]
+    keywords |= {"dtype": str(wide)} if wide != before else {}
+    mean = f"{text(x)}.sum({_join([literal(dims, text)], keywords)}) / {_operand(literal(count, text))}"  # type: ignore[arg-type]
+    return mean if wide == after else f"({mean}).to({after})"
 
 
 def _vocab_embedding(node: Node, text: Text, site: str) -> str:
@@ -227,7 +251,7 @@ MARKER_TEXTS: dict[str, Callable[[Node, Text, str], str]] = {
     "first_rows": lambda node, text, site: (
         f"{text(node.args[0])}.narrow({node.args[1]}, 0, {note(node).extra['local_shapes'][0][node.args[1]]})"
     ),
-    "share": lambda node, text, site: f"{text(node.args[0])} / {node.args[1]}",  # type: ignore[arg-type]
+    "share": lambda node, text, site: f"{text(node.args[0])} / {_operand(literal(node.args[1], text))}",  # type: ignore[arg-type]
     "cross_entropy": _cross_entropy,
     "dropout": _dropout,
     "mean": _mean,

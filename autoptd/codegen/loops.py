@@ -20,9 +20,10 @@ from dataclasses import dataclass, field
 from torch.fx import Node
 
 from autoptd.codegen.body import write_body
-from autoptd.codegen.names import RESERVED, choose_names
+from autoptd.codegen.names import choose_names
 from autoptd.codegen.repeats import Repeat, Weights, spelled
 from autoptd.codegen.writer import WIDTH, Writer, weight_text
+from autoptd.ir.names import RESERVED
 from autoptd.ir.notes import note
 
 LONGEST = 60  # letters of a list of values that stands within a line
@@ -122,8 +123,8 @@ def write_layer(writer: Writer, layer: Layer, t: int) -> None:
                     name = _free(str(path[-1]), {*layer.arguments, *names.values(), *lists})
                     lists[name] = [repr(one) for one in values]
                     text = f"{name}[{steps.count}]"
-                numbers[path] = f"\0{text}\0"
-        return re.sub(r"(.?)\0(.+?)\0(.?)", _in_parentheses, spelled(node, numbers, texts.__getitem__, site))
+                numbers[path] = text
+        return spelled(node, numbers, texts.__getitem__, site)
 
     body = Writer()
     write_body(body, operators, names, t, spell, _layers(layer))
@@ -146,14 +147,6 @@ def _carried_nodes(repeat: Repeat) -> list[tuple[Node, int]]:
             if operand.kind == "carried":
                 found.append((arg, repeat.at.start + operand.index))
     return found
-
-
-def _in_parentheses(match: re.Match[str]) -> str:
-    """An expression of `i` in parentheses, unless it stands alone between commas or brackets."""
-    before, text, after = match.groups()
-    alone = (before in "([=," or before == " ") and after in ")],"
-    simple = re.fullmatch(r"[\w.]+(\[[^\]]*\])?", text) is not None
-    return f"{before}{text if simple or alone else f'({text})'}{after}"
 
 
 def _layers(layer: Layer) -> dict[str, str]:

@@ -7,17 +7,15 @@ module is called like the module; others are called by their operator. A name is
 from __future__ import annotations
 
 import ast
-import builtins
-import keyword
 import operator
 from collections.abc import Collection
 
 from torch.fx import Node
 
 from autoptd.ir import markers
+from autoptd.ir.names import RESERVED, free_name
 from autoptd.ir.notes import is_pair, note, op_name
 
-RESERVED = {"self", "w", "b", "tp", "i", "F", "torch", "rt", *keyword.kwlist, *dir(builtins)}
 IN_PLACE_NAMES = {"view", "reshape", "_unsafe_view", "transpose", "permute", "contiguous", "to", "unsqueeze", "expand"}
 SHORT = {
     "scaled_dot_product_attention": "attention",
@@ -58,7 +56,7 @@ def choose_names(
     names = dict(given)
     for i, node in enumerate(body):
         wanted = names.get(same[node], "x") if same and node in same else _wanted(node, body, i, names)
-        free = wanted
+        free = wanted = free_name(wanted)  # a parameter may be called w, or F
         count = 1
         while free in reserved or (free in holder and last_use[holder[free]] > i):
             count += 1
@@ -88,8 +86,7 @@ def _wanted(node: Node, body: list[Node], i: int, names: dict[Node, str]) -> str
     alone = sum(note(one).module == note(node).module and _counts(one) for one in body) == 1
     if alone and leaf.isidentifier() and leaf not in RESERVED:
         return leaf
-    short = SHORT.get(name, name)
-    return short if short.isidentifier() and short not in RESERVED else f"{short}_"
+    return SHORT.get(name, name)
 
 
 def _base(name: str, source: Node) -> str:

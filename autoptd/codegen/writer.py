@@ -38,7 +38,8 @@ def weight_text(root: str, name: str) -> str:
     """
     text = root
     for part in name.split(".") if name else ():
-        is_name = part.isidentifier() and not keyword.iskeyword(part) and not part.startswith("_")
+        # Python reads names of other alphabets in a normal form of its own.
+        is_name = part.isascii() and part.isidentifier() and not keyword.iskeyword(part) and not part.startswith("_")
         text += (
             f".{part}"
             if is_name

@@ -23,11 +23,13 @@ from autoptd.ir.types import I, P, R, S, ValueType
 from autoptd.passes.axes import Axes, Letter, Place
 from autoptd.passes.constants import Constants
 from autoptd.passes.links import argument, operands
+from autoptd.passes.operator_links import UNCOUNTED
 from autoptd.passes.rules import linear_groups
 
 RULE_REMEDY = "keep samples apart (loss_fn with a mean or sum over samples), or run with d=1 and num_microbatches=1"
 UNKNOWN_REMEDY = 'autoptd.register_rule("ns::op", "b s d -> b s d") where it keeps samples apart, or plain operators '
 UNKNOWN_REMEDY += "(sums, products, views, gather), or d=1 and num_microbatches=1"
+COUNT_REMEDY = "F.cross_entropy(..., reduction='none').mean(), and class weights in a buffer"
 FIRST_ROWS = "first_rows"  # key of Note.extra: operands whose rows are all equal -> the place where they meet the batch
 SIZES = {"aten.view", "aten.reshape", "aten._unsafe_view", "aten.expand", "aten.full", "aten.zeros", "aten.ones"}
 SIZES |= {"aten.unflatten", "aten.split", "aten.slice", "aten.repeat"}
@@ -70,8 +72,9 @@ def _type_of(node: Node, axes: Axes, constants: Constants) -> ValueType:
         return _keep_partial(node, partial, bool(split))
     letter = _common_letter(node, axes, split)
     if letter is None:
-        remedy = RULE_REMEDY if axes.is_known(node) else UNKNOWN_REMEDY
-        raise PlanError(site(node), _mixing_fact(node, axes, split), remedy)
+        remedy, fact = RULE_REMEDY if axes.is_known(node) else UNKNOWN_REMEDY, _mixing_fact(node, axes, split)
+        remedy = COUNT_REMEDY if UNCOUNTED in fact else remedy
+        raise PlanError(site(node), fact, remedy)
     for one, place in letter.places.items():
         if one in split:
             continue
@@ -80,19 +83,7 @@ def _type_of(node: Node, axes: Axes, constants: Constants) -> ValueType:
         else:
             _demand(one, place, axes, node)
     note(node).batch_form = letter.form if letter.out is None else ""
-    if note(node).batch_form == "token_loss" and argument(node, 3, "reduction", 1) == 1:
-        _check_countable(node)
     return S(*letter.out) if letter.out is not None else P
-
-
-def _check_countable(node: Node) -> None:
-    """What a weighted mean divides by is counted before the first forward: from inputs and constants."""
-    for one in operands(node)[1:]:
-        if note(one).of_params:
-            fact = "its labels or class weights are computed from parameters, so their number is not known before the forward"
-            raise PlanError(
-                site(node), fact, "F.cross_entropy(..., reduction='none').mean(), and class weights in a buffer"
-            )
 
 
 def _common_letter(node: Node, axes: Axes, split: dict[Node, ValueType]) -> Letter | None:
@@ -218,14 +209,17 @@ def _is_batch(node: Node) -> bool:
 
 
 def _check_growth(node: Node, other: Node, growth: Fraction) -> None:
-    """A value must be `growth` times as long in the dim where it carries the batch, and as long in all others."""
+    """A value must be `growth` times as long in the dim where it carries the batch, and as long in all others.
+
+    A sum over the batch has no such dim: were any of its dims the batch's, its rule would have taken another for the batch.
+    """
     kind = note(node).batch
     if value(node) is None or not isinstance(tensor(node), torch.Tensor):
         return
     wanted: list[int | Fraction] = list(shape(node))
     if kind.kind == "S":
         wanted[kind.dim] *= growth
-    if kind.kind != "P" and tuple(wanted) != shape(other):
+    if tuple(wanted) != shape(other):
         raise PlanError(
             site(node), f"its shape {shape(node)} depends on the batch size in a way no rule explains", RULE_REMEDY
         )

@@ -9,8 +9,10 @@ operator has which is the table of `rules.py`. A row of letters reads like einsu
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from torch.fx import Node
@@ -66,20 +68,37 @@ def operands(node: Node) -> list[Node]:
 
 
 def argument(node: Node, position: int, name: str, default: Any = None) -> Any:
-    """A non-tensor argument by position or name."""
-    return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
+    """A non-tensor argument by name; `position` is where it stands in operators without a schema.
+
+    Overloads of one operator differ: the second argument of `x.var(False)` is no dim.
+    """
+    at = _positions(node.target).get(name, len(node.args)) if hasattr(node.target, "_schema") else position
+    return node.args[at] if len(node.args) > at else node.kwargs.get(name, default)
+
+
+@cache
+def _positions(overload: Any) -> dict[str, int]:
+    return {one.name: i for i, one in enumerate(overload._schema.arguments)}
 
 
 def letter_links(node: Node, letters: str) -> list[Link]:
-    """Links of a row of letters, for this node's shapes."""
+    """Links of a row of letters, for this node's shapes; none where the row does not fit them.
+
+    An operand with fewer dims than its pattern is broadcast, and keeps the rightmost letters; the result has them all.
+    """
     left, right = letters.split("->")
-    patterns = [pattern.split() for pattern in left.split(",")]
-    sizes = [shape(one) for one in operands(node)]
-    lead = max((len(size) - len(p) + 1 for size, p in zip(sizes, patterns, strict=False) if "..." in p), default=0)
+    patterns, result = [pattern.split() for pattern in left.split(",")], right.split()
+    sizes, out_shape = [shape(one) for one in operands(node)], shape(node)
+    dotted = [len(size) - len(p) + 1 for size, p in zip(sizes, patterns, strict=False) if "..." in p]
+    lead = max(dotted, default=0)
+    if len(out_shape) != len(result) - ("..." in result) + (lead if dotted and "..." in result else 0):
+        return []
     spell = [_spell(p, len(size), lead) for size, p in zip(sizes, patterns, strict=False)]
-    result = _spell(right.split(), len(shape(node)), lead)
+    result = _spell(result, len(out_shape), lead)
     names = dict.fromkeys(name for word in [*spell, result] for name in word)
-    out_shape = shape(node)
+    every = list(zip([*spell, result], [*sizes, out_shape], strict=True))
+    if any(len({size[word.index(name)] for word, size in every if name in word} - {1}) > 1 for name in names):
+        return []
     made = []
     for name in names:
         members = {i: Member((word.index(name),)) for i, word in enumerate(spell) if name in word}
@@ -92,6 +111,12 @@ def letter_links(node: Node, letters: str) -> list[Link]:
         if members or out is not None:
             made.append(Link(plain, members, out, whole))
     return made
+
+
+def linear_links(node: Node) -> list[Link]:
+    """linear: a weight of one dim gives no dim of its own in the result; it has no bias, or one number."""
+    has_rows = len(shape(operands(node)[1])) > 1
+    return letter_links(node, "... i, o i, o -> ... o" if has_rows else "... i, i, -> ...")
 
 
 def matmul_links(node: Node) -> list[Link]:
@@ -189,10 +214,17 @@ def reduction(whole: str, form: str = "", dim_at: int = 1) -> Callable[[Node], l
 
 
 def einsum_links(node: Node) -> list[Link]:
-    """einsum: its equation is a row, where it has an arrow and no letter twice in one term."""
+    """einsum: its equation is a row, where it has no letter twice in one term.
+
+    Without an arrow the result has the letters that occur once, in alphabetical order.
+    """
     equation = str(node.args[0]).replace(" ", "")
+    if "->" not in equation:
+        found = Counter(equation.replace("...", "").replace(",", ""))
+        single = "".join(sorted(letter for letter, count in found.items() if count == 1))
+        equation += "->" + ("..." if "..." in equation else "") + single
     terms = equation.replace("->", ",").split(",")
-    if "->" not in equation or any(len(set(term.replace("...", ""))) < len(term.replace("...", "")) for term in terms):
+    if any(len(set(term.replace("...", ""))) < len(term.replace("...", "")) for term in terms):
         return []
     left, right = (" ".join(part.replace("...", ".")) for part in equation.split("->"))
     return letter_links(node, f"{left} -> {right}".replace(" , ", ", ").replace(".", "..."))

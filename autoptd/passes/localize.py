@@ -83,8 +83,8 @@ def localize(graph: Graph, sizes: Sizes) -> int:
             _local_dropout(node, sizes)
         elif node.target is markers.convert:
             _local_placement(node, sizes)
-        elif name in SIZE_ARGUMENTS:
-            SIZE_ARGUMENTS[name](node, sizes)
+        elif str(node.target) in SIZE_ARGUMENTS:
+            SIZE_ARGUMENTS[str(node.target)](node, sizes)
     for node in graph.nodes:
         if value(node) is not None and node.op != "output":
             record = note(node)
@@ -209,17 +209,18 @@ def _set(node: Node, position: int, new: Any) -> None:
     node.args = (*node.args[:position], new, *node.args[position + 1 :])
 
 
+# By overload: x.view(dtype) has no sizes.
 SIZE_ARGUMENTS: dict[str, Callable[[Node, Sizes], None]] = {
-    **{f"aten.{name}": _result_sizes(1) for name in ["view", "reshape", "_unsafe_view", "expand"]},
-    **{f"aten.{name}": _result_sizes(0) for name in ["full", "zeros", "ones"]},
-    "aten.repeat": _repeats,
-    "aten.repeat_interleave": _interleaved,
-    "aten.conv1d": _groups,
-    "aten.conv2d": _groups,
-    "aten.split": _split_size,
-    "aten.split_with_sizes": _split_size,
-    "aten.unflatten": _unflatten_sizes,
-    "aten.slice": _slice_bounds,
+    **{f"aten.{name}.default": _result_sizes(1) for name in ["view", "reshape", "_unsafe_view", "expand"]},
+    **{f"aten.{name}.default": _result_sizes(0) for name in ["full", "zeros", "ones"]},
+    "aten.repeat.default": _repeats,
+    "aten.repeat_interleave.self_int": _interleaved,
+    **{f"aten.{name}.{overload}": _groups for name in ("conv1d", "conv2d") for overload in ("default", "padding")},
+    "aten.split.Tensor": _split_size,
+    "aten.split.sizes": _split_size,
+    "aten.split_with_sizes.default": _split_size,
+    "aten.unflatten.int": _unflatten_sizes,
+    "aten.slice.Tensor": _slice_bounds,
 }
 
 

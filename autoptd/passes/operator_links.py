@@ -7,8 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch.fx import Node
 
-from autoptd.ir.notes import op_name, shape, value
+from autoptd.ir.notes import note, op_name, shape, value
 from autoptd.passes.links import NORMAL, Link, Member, argument, operands, pointwise_links, reduction, same_dim
+
+UNCOUNTED = "its labels or class weights are computed from parameters, so their number is not known before the forward"
 
 
 def weight_norm_links(node: Node) -> list[Link]:
@@ -134,12 +136,15 @@ def cross_entropy_links(node: Node) -> list[Link]:
     logits, targets = shape(operands(node)[0]), shape(operands(node)[1])
     if len(targets) == len(logits) or len(logits) < 2:  # class probabilities, or one unbatched sample
         return []
-    reduced = argument(node, 3, "reduction", 1) != 0
+    reduction = argument(node, 3, "reduction", 1)
+    whole = UNCOUNTED if reduction == 1 and any(note(one).of_params for one in operands(node)[1:]) else ""
     vocabulary = {0: Member((1,))} | ({2: Member((0,))} if len(operands(node)) > 2 else {})
     made = [Link("vocabulary", vocabulary, None, form="vocab_cross_entropy")]
     for d in range(len(targets)):
         members = {0: Member((d + (d > 0),)), 1: Member((d,))}
-        made.append(Link(f"n{d}", members, None if reduced else Member((d,)), form="token_loss" if reduced else ""))
+        made.append(
+            Link(f"n{d}", members, None, whole, "token_loss") if reduction else Link(f"n{d}", members, Member((d,)))
+        )
     return made
 
 

@@ -2,7 +2,7 @@
 
 Most operators are one line of letters, read like einsum and aligned from the right, `...` standing for any leading dims:
 
-    Rule("aten.linear", "... i, o i, o -> ... o")     a letter missing on the right is contracted: split by it, the result is P
+    Rule("aten.mm", "m k, k n -> m n")                a letter missing on the right is contracted: split by it, the result is P
     Rule("aten.layer_norm", ...)                      a starred letter (h*) must stay whole
 
 Views, slices, splits and the like are computed from shapes (`links.py`). Pointwise operators are known by torch's tag. What no
@@ -28,6 +28,7 @@ from autoptd.passes.links import (
     last_dims_whole,
     last_two_whole,
     letter_links,
+    linear_links,
     matmul_links,
     no_links,
     operands,
@@ -49,6 +50,7 @@ from autoptd.passes.operator_links import (
     weight_norm_links,
 )
 from autoptd.passes.shape_links import (
+    bits_links,
     cat_links,
     complex_links,
     drop_dim_links,
@@ -69,7 +71,7 @@ from autoptd.passes.shape_links import (
 class Rule:
     """One row: operator, its letters or the function that computes its links, and which operands it is linear in.
 
-    `linear` lists groups of operand numbers: the result is P when all operands of one group are P and the others whole.
+    `op` names one overload ("aten.view.dtype") where that differs from the others. `linear` lists groups of operand numbers: the result is P when all operands of one group are P and the others whole.
     """
 
     op: str
@@ -87,10 +89,10 @@ def links(node: Node) -> list[Link] | None:
 
 
 def find_rule(node: Node) -> Rule | None:
-    name = op_name(node)
-    if name in TABLE:
-        return TABLE[name]
     target = node.target
+    for name in (str(target), op_name(node)):
+        if name in TABLE:
+            return TABLE[name]
     if isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags:
         return POINTWISE
     return None
@@ -129,9 +131,11 @@ EVERY = ((-1,),)  # linear in all operands together
 TABLE: dict[str, Rule] = {
     rule.op: rule
     for rule in [
-        Rule("aten.linear", "... i, o i, o -> ... o", linear=((0, 2),)),
+        Rule("aten.linear", links=linear_links, linear=((0, 2),)),
         Rule("aten.addmm", "m n, m k, k n -> m n", linear=((0, 1),)),
         Rule("aten.matmul", links=matmul_links, linear=((0,), (1,))),
+        *(Rule(f"aten.{name}", "k, k ->", linear=((0,), (1,))) for name in ("dot", "vdot")),
+        Rule("aten.mv", "m k, k -> m", linear=((0,), (1,))),
         Rule("aten.mm", "m k, k n -> m n", linear=((0,), (1,))),
         Rule("aten.bmm", "b m k, b k n -> b m n", linear=((0,), (1,))),
         Rule("aten.baddbmm", "b m n, b m k, b k n -> b m n", linear=((0, 1), (0, 2))),
@@ -169,6 +173,7 @@ TABLE: dict[str, Rule] = {
         *(Rule(f"aten.{name}", links=pointwise_links) for name in [*LOSSES, *UNTAGGED]),
         *(Rule(f"aten.{name}", links=pointwise_links) for name in "to __and__ __or__ __xor__".split()),
         *(Rule(f"aten.{name}", links=reshape_links, linear=FIRST) for name in VIEWS),
+        Rule("aten.view.dtype", links=bits_links),
         *(Rule(f"aten.{name}", links=permute_links, linear=FIRST) for name in TRANSPOSES),
         Rule("aten.expand", links=expand_links, linear=FIRST),
         Rule("aten.slice", links=slice_links, linear=FIRST),

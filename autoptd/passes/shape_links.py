@@ -29,6 +29,12 @@ def reshape_links(node: Node) -> list[Link]:
     return made
 
 
+def bits_links(node: Node) -> list[Link]:
+    """x.view(dtype): the same bits; where entries get another size, those of the last dim are joined or cut."""
+    before, after = shape(operands(node)[0]), shape(node)
+    return [same_dim(d) for d in range(len(after)) if before[d] == after[d]]
+
+
 def permute_links(node: Node) -> list[Link]:
     """transpose, t, permute: the dims in another order."""
     ndim, name = len(shape(node)), op_name(node)

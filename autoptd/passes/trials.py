@@ -205,7 +205,9 @@ def make_trial(call: Call) -> Trial:
             cotangents.append(tuple(wanted))
             whole.append(found)
     if len(whole) < ENOUGH:
-        raise CannotTry("its values on random numbers are all equal, or not finite")
+        raise CannotTry("its values or gradients on random numbers are all equal, zero, or not finite")
+    if not all(_differ([one.values[i] for one in whole]) for i in range(len(whole[0].values))):
+        raise CannotTry("its value is the same for all random numbers")
     return Trial(call, tuple(drawn), tuple(cotangents), tuple(whole))
 
 
@@ -246,12 +248,20 @@ def _check_layout(call: Call, tensors: list[Tensor], first: Answer) -> None:
 
 
 def _says_something(found: Answer) -> bool:
-    """Finite, and not one number everywhere: zeros add up to zeros however they are cut."""
-    tensors = [one for one in (*found.values, *found.gradients) if one is not None]
-    finite = all(bool(one.isfinite().all()) for one in tensors)
-    return finite and all(
-        one.numel() and bool((one != one.flatten()[0]).any() or one.numel() == 1) for one in found.values
+    """Finite, and not one number everywhere: zeros add up to zeros however they are cut. Nor may all gradients be zero."""
+    gradients = [one for one in found.gradients if one is not None]
+    if not all(bool(one.isfinite().all()) for one in (*found.values, *gradients)):
+        return False
+    if gradients and not any(map(_size_of, gradients)):
+        return False
+    return all(
+        one.numel() and bool((one != (0 if one.numel() == 1 else one.flatten()[0])).any()) for one in found.values
     )
+
+
+def _differ(values: Sequence[Tensor]) -> bool:
+    """Whether not all of them are the same."""
+    return any(one.shape != values[0].shape or not torch.equal(one, values[0]) for one in values[1:])
 
 
 def _draw(size: tuple[int, ...], dtype: torch.dtype, call: Call, draw: Draw, source: torch.Generator) -> Tensor:

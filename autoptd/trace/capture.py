@@ -12,7 +12,6 @@ torch.export does the tracing; what it would lose silently is refused here or re
 from __future__ import annotations
 
 import inspect
-import keyword
 import operator
 import re
 import traceback
@@ -28,6 +27,7 @@ from torch.fx import Graph, Node
 
 from autoptd.compat import light_export, tree_flatten, tree_unflatten
 from autoptd.errors import AutoptdError, TraceError
+from autoptd.ir.names import USED
 from autoptd.ir.notes import Note, note, op_name, output, set_note
 from autoptd.trace.faithful import check_loss_fn, check_model
 from autoptd.trace.functions import check_functions
@@ -39,7 +39,6 @@ from autoptd.trace.watch import Operands, checkpoint_sites, watch_tracing
 # Their results carry no gradient: they read a value, or only its shape.
 _FILLED = "zeros_like ones_like full_like empty_like rand_like randn_like randint_like"
 WITHOUT_GRADIENT = {getattr(torch.ops.aten, name) for name in ("detach", *_FILLED.split())}
-RESERVED = {"self", "w", "b", "tp", "i", "F", "torch", "rt"}  # what emitted functions call by these names
 
 
 @dataclass
@@ -107,7 +106,7 @@ def distinct_names(names: list[str]) -> list[str]:
     made: list[str] = []
     for name in names:
         free = re.sub(r"\W", "_", name)
-        while free in made or free in RESERVED or keyword.iskeyword(free) or not free.isidentifier():
+        while free in made or free in USED or not free.isidentifier():
             free = f"{free}_" if free.isidentifier() else f"input_{free}"
         made.append(free)
     return made

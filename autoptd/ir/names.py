@@ -1,0 +1,17 @@
+"""The names that emitted files use for their own purposes: no input, argument or variable may take one.
+
+An argument of the user's may hide any other builtin (`input`); a variable of ours hides none.
+"""
+
+from __future__ import annotations
+
+import builtins
+import keyword
+
+USED = frozenset({"self", "w", "b", "tp", "i", "F", "torch", "rt", "float", "range", *keyword.kwlist})
+RESERVED = frozenset({*USED, *dir(builtins)})
+
+
+def free_name(wanted: str) -> str:
+    """`wanted`, or where a variable must not be called that: `wanted_`."""
+    return wanted if wanted.isidentifier() and wanted not in RESERVED else f"{wanted}_"
