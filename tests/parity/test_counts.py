@@ -167,9 +167,8 @@ def formulas(model: nn.Module, size: dict[str, int], pp: int) -> Tally:
         found["all-reduce", "pp", "step", tied] += 1  # over the owners of the tied weight
     if d > 1 and stages - 1 in mine:
         found["all-reduce", "dp", "step", 8] += 1  # number of labels of the global batch
-    everyone = " x ".join(axis for axis, degree in (("pp", p), ("dp", d), ("tp", t)) if degree > 1)
-    if p > 1 or d > 1:  # the loss: tensor ranks of its stage have it all
-        found["all-reduce", everyone if p > 1 else "dp", "step", 8] += 1
+    for axis in [axis for axis, degree in (("dp", d), ("pp", p)) if degree > 1]:  # tensor ranks have it all
+        found["all-reduce", axis, "step", 8] += 1  # the loss
     return +found
 
 

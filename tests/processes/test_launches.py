@@ -1,0 +1,114 @@
+"""Real processes over gloo: every shape of mesh and every schedule start, and train as one device does.
+
+Eight processes run all worlds one after the other, those of fewer ranks without the last ones.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from pathlib import Path
+
+import pytest
+
+import autoptd
+from autoptd.options import SCHEDULES
+from tests.parity.models import batch, gpt
+from tests.ports import free_port
+from tests.processes.launches import Launch, serve
+from tests.runtime.tied_model import Case
+
+pytestmark = pytest.mark.processes
+
+# What hung, or had not been tried: (t, p, d, v), and more than two pipeline ranks of each schedule.
+MESHES = [
+    Case(p=3, layers=3, rows=6, m=3, schedule="gpipe"),
+    Case(p=3, layers=3, rows=6, m=3, schedule="zb_h1"),
+    Case(p=4, v=2, layers=8, rows=4, m=4, schedule="interleaved"),
+    Case(p=4, v=2, layers=8, rows=8, m=8, schedule="looped_bfs"),
+    Case(p=4, v=2, layers=8, rows=4, m=4, schedule="zbv"),
+    Case(p=8, layers=8, rows=8, m=8),
+    Case(t=2, p=3, layers=3, rows=6, m=3, p2p="scatter_gather"),
+    Case(p=3, d=2, layers=3, rows=12, m=6, schedule="zb_2p"),
+    Case(t=2, p=4, rows=4, m=4),
+    Case(p=2, d=4, rows=8, m=2, schedule="gpipe"),
+    Case(t=4, p=2, rows=4, m=4, schedule="zb_2p"),
+]
+
+
+def test_every_schedule_and_every_mesh_are_there() -> None:
+    assert {case.schedule for case in MESHES} == set(SCHEDULES)
+    wanted = {(1, 3, 1, 1), (1, 4, 1, 2), (1, 8, 1, 1), (2, 3, 1, 1), (1, 3, 2, 1), (2, 4, 1, 1), (1, 2, 4, 1), (4, 2, 1, 1)}
+    assert {(case.t, case.p, case.d, case.v) for case in MESHES} == wanted
+
+
+def launch_of(cases: list[Case | Path], size: int, group: str = "", **keywords: object) -> Launch:
+    return Launch(size, free_port(), tuple(cases), group, **keywords)  # type: ignore[arg-type]
+
+
+def size_of(case: Case) -> int:
+    return case.t * case.p * case.d
+
+
+def run(launches: list[Launch], timeout: float = 60.0, patience: float = 300.0) -> None:
+    """Run the launches on as many processes as the largest needs, forked from a server that has imported torch once."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.processes.launches"])
+    out = context.Queue()
+    size = max(launch.size for launch in launches)
+    processes = [context.Process(target=serve, args=(rank, launches, timeout, out)) for rank in range(size)]
+    for process in processes:
+        process.start()
+    deadline = time.monotonic() + patience
+    for process in processes:
+        process.join(max(deadline - time.monotonic(), 0.1))
+    hung = [rank for rank, process in enumerate(processes) if process.is_alive()]
+    for process in processes:
+        process.kill()
+    said = {}
+    while not out.empty():
+        number, rank, text = out.get()
+        said[number, rank] = text
+    assert not any(said.values()), next(text for text in said.values() if text)
+    assert not hung, f"ranks {hung} hung"
+    assert set(said) == {(number, rank) for number, launch in enumerate(launches) for rank in range(launch.size)}
+
+
+def test_all_meshes_and_schedules_train_like_one_device() -> None:
+    """Under torchrun's environment, with a default group of the user's, and of NCCL's kind."""
+    sizes = sorted({size_of(case) for case in MESHES})
+    cases = {size: [case for case in MESHES if size_of(case) == size] for size in sizes}
+    launches = [launch_of(list(cases[size]), size, "" if size < 8 else "gloo") for size in sizes]
+    run(launches)
+
+
+def test_a_default_group_of_the_users() -> None:
+    """Bound to a device; with groups of the user's own on some ranks; with ranks that come late, the first one too."""
+    run(
+        [
+            launch_of([Case(p=3, layers=3, rows=6, m=3)], 3, "gloo", has_own_groups=True, starts_late=(0, 2)),
+            launch_of([Case(t=2, p=2, rows=4)], 4, "", starts_late=(0, 1)),
+            launch_of([Case(t=2, p=2, rows=4), Case(p=4, m=4)], 4, "bound", has_own_groups=True),
+        ]
+    )
+
+
+def test_operations_in_one_order_over_all_communicators() -> None:
+    """What NCCL asks for, and that its synchronous collectives hand out no Work: on the stand-in, which gets stuck otherwise."""
+    run([launch_of([case for case in MESHES if size_of(case) == size], size, "in_order") for size in (3, 4, 6, 8)], 20.0)
+
+
+@pytest.fixture
+def programs(tmp_path: Path) -> list[Path]:
+    """Compiled ones, where W actions do something and scattered messages are gathered."""
+    found = []
+    for number, keywords in enumerate([{"p": 4, "v": 2, "schedule": "zbv"}, {"t": 2, "p": 2, "p2p": "scatter_gather"}]):
+        model = gpt(8, width=16).double()
+        program = autoptd.compile(model, **keywords, backend="local", example_inputs=batch(24))  # type: ignore[arg-type]
+        program.save(tmp_path / str(number))
+        found.append(tmp_path / str(number))
+    return found
+
+
+def test_compiled_programs_on_both_kinds_of_groups(programs: list[Path]) -> None:
+    run([launch_of(list(programs), 4, group) for group in ("", "in_order")], 60.0)
