@@ -77,7 +77,7 @@ class Bucket:
     def _present_on_owners(self) -> set[str]:
         """Whose gradient some owner has. It is the same in every step: the owners ask each other once."""
         if self.present_anywhere is None:
-            everywhere = self.owners.gather_objects(self.present, self.tied_site)
+            everywhere = self.owners.gather_objects(self.present, f"{self.tied_site}: which exist")
             self.present_anywhere = set().union(*everywhere)
         return self.present_anywhere
 

@@ -14,6 +14,7 @@ from autoptd.runtime import executor as executor_module
 from autoptd.runtime.gradients import Bucket, Gradients, clip_gradients, grad_norm
 from autoptd.runtime.launch import Rank
 from autoptd.runtime.parameters import gather_gradients
+from autoptd.runtime.record import recording
 from tests.runtime.test_executor import running, step
 from tests.runtime.tied_model import Case, make_batch, make_model, make_program
 
@@ -97,6 +98,51 @@ def test_owners_of_a_tied_parameter_make_the_same_buckets() -> None:
             for rank in ranks.here
         ]
     assert tied == [[(0, ["wte.weight"])]] * 4
+
+
+@pytest.mark.parametrize("without", [(0,), (1,), (0, 1)])
+def test_owners_agree_whether_a_tied_gradient_exists(monkeypatch: pytest.MonkeyPatch, without: tuple[int, ...]) -> None:
+    """One that no owner has stays None; one that some owner has, all have. They ask each other in the first step only."""
+    model, start = make_model(), Bucket.start
+    program = make_program(Case(p=2), model)
+    asked: list[str] = []
+
+    def without_some(self: Bucket, leaves: dict[str, Tensor]) -> None:
+        if self.world.coordinate.pp in without:
+            leaves["wte.weight"].grad = None
+        start(self, leaves)
+
+    with running(program, model) as ranks:
+        monkeypatch.setattr(Bucket, "start", without_some)
+        for rank in ranks.here:
+            for group in rank.world.communicators()[0]:
+                ask = group.gather_objects
+                monkeypatch.setattr(
+                    group, "gather_objects", lambda one, site, ask=ask: (asked.append(site), ask(one, site))[1]
+                )
+        for _ in range(2):
+            step(ranks, program, make_batch())
+        found = [rank.params.local["wte.weight"].grad is not None for rank in ranks.here]
+    assert found == [len(without) == 1] * 2
+    assert asked.count("tied gradients wte.weight: which exist") == 2
+
+
+def test_sums_over_tp_wait_for_the_last_action(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within a backward they would come between its own calls over tp, at another place on every tensor rank."""
+    small_buckets(monkeypatch)
+    model, case = make_model(), Case(t=2, p=2, d=2)
+    program = make_program(case, model)
+    with running(program, model) as ranks:
+        step(ranks, program, make_batch())
+        with recording(ranks) as (recorded, record):
+            step(recorded, program, make_batch())
+            found = {rank.world.rank: record.of(rank.world.rank) for rank in ranks.here}
+    for calls in found.values():
+        sums = [(one.axis, one.site) for one in calls if one.site.startswith("gradients")]
+        assert [site for axis, site in sums if axis == "tp"] == ["gradients layers.*.scale"] * 2
+        last_over_dp = max(i for i, (axis, _) in enumerate(sums) if axis == "dp")
+        assert last_over_dp < min(i for i, (axis, _) in enumerate(sums) if axis == "tp")
+        assert all(one.phase == "step" for one in calls[-4:])
 
 
 REMOVALS: dict[str, tuple[str, Any]] = {
