@@ -7,6 +7,7 @@ shards, gathers and scatters, which on a real machine models of the size of test
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
@@ -28,6 +29,13 @@ def traced_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 @pytest.fixture(autouse=True, scope="session")
 def collectives_start_at_once() -> Iterator[None]:
     with mock.patch.object(machine, "DEFAULT", machine.Machine(latency=1e-9, per_saved_byte=1e-12)):
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def verify_trains_only() -> Iterator[None]:
+    """One dtype, no save, no evaluation: `parity/covering.py` has them for all that is combined."""
+    with mock.patch.object(importlib.import_module("autoptd.verify"), "CHECKS", ()):
         yield
 
 

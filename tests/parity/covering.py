@@ -7,8 +7,8 @@ or to another; it may evaluate between the steps.
 
 **A new feature adds its axis here**: a line in `AXES` if it is a keyword of `Options` (its name is the axis, and its values
 are passed as they are), or a line and a few words in `run` if it is something that a user does. What is not varied is in
-`OUTSIDE`, or for single values in `LEFT_OUT`, each with the reason. A test fails when `Options` has a field, or a field a value,
-that none of these knows. What does not go together is asked of `Options` and of the schedules, never written here;
+`OUTSIDE`, or for single values in `LEFT_OUT`, each with the reason. A test fails when `Options` has a field, or a field a
+value, that none of these knows. What does not go together is asked of `Options` and of the schedules, never written here;
 an axis on which such an answer depends is in `BOUND`.
 
     for case in cases(2): run(case)
@@ -16,7 +16,6 @@ an axis on which such an answer depends is in `BOUND`.
 
 from __future__ import annotations
 
-import copy
 import itertools
 import re
 from collections.abc import Iterable
@@ -155,7 +154,7 @@ def cases(strength: int) -> tuple[Case, ...]:
         case = dict(next(iter(left)))
         for name in (one for one in AXES if one not in case):
             allowed = [value for value in AXES[name] if feasible()([*case.items(), (name, value)])]
-            case[name] = max(allowed, key=lambda value: _gain(left, case, (name, value), strength))  # noqa: B023
+            case[name] = max(allowed, key=lambda value: _gain(left, case, (name, value), strength))
         case = {name: case[name] for name in AXES}
         _cross_out(left, case, strength)
         found.append(case)
@@ -175,7 +174,9 @@ def _cross_out(left: dict[Values, None], case: Case, strength: int) -> None:
 def name_of(case: Case) -> str:
     """A short name: what differs from the simplest."""
     mesh = f"t{case['t']}p{case['p']}d{case['d']}v{case['v']}m{case['num_microbatches']}"
-    said = {name: value for name, value in case.items() if name not in ("t", "p", "d", "v", "num_microbatches", "model")}
+    said = {
+        name: value for name, value in case.items() if name not in ("t", "p", "d", "v", "num_microbatches", "model")
+    }
     short = [f"{name}={value}" for name, value in said.items() if value != AXES[name][0]]
     return "-".join([case["model"], mesh, *short])
 
@@ -260,4 +261,3 @@ def compare(what: str, step: int, ours: dict[str, Tensor], theirs: dict[str, Ten
         assert x.dtype == wanted.dtype and x.shape == wanted.shape, f"{what} {name}: {x.dtype} {x.shape}"
         size = float((x - wanted).abs().max()) / max(float(wanted.abs().max()), floor)
         assert size <= TOLERANCE, f"{what} {name} of step {step} differs by {size:.1e}"
-

@@ -1,4 +1,4 @@
-"""The covering array of `covering.py`: pairs in every run, triples under `-m thorough`; that it covers, and knows all of Options."""
+"""The array of `covering.py`: pairs in every run, triples under `-m thorough`; that it covers, and knows all of Options."""
 
 from __future__ import annotations
 

@@ -1,0 +1,60 @@
+"""What `verify` does to the user's very own model: it trains a step, is compared with its float64 copy, and is put back.
+
+What `verify` trains is a float64 copy. A copy cuts parameters that share storage apart, and buffers that are views of them; a
+wider dtype hides one that was lost. Neither can be seen on the copy.
+
+    with put_back(model):
+        losses = ...                        # trained, in its own dtype
+    check_copy(model, losses, of_the_copy)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from autoptd.errors import TraceError
+
+# of a loss, relative: how far two ways to compute it in this dtype, or in float64, may be apart
+ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-5, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}
+
+
+def check_copy(model: nn.Module, ours: list[torch.Tensor], copied: list[torch.Tensor]) -> None:
+    """Refuse a model that trains otherwise than its float64 copy: what is compared would not be the model."""
+    for step, (loss, wanted) in enumerate(zip(map(float, ours), map(float, copied), strict=True)):
+        if not abs(loss - wanted) <= rounding_of(model) * max(abs(wanted), abs(float(copied[0]))):
+            fact = f"in step {step} its loss is {loss:.9g}, that of a float64 copy {wanted:.9g}: "
+            fact += "parameters, buffers or attributes share storage, which a copy cuts" if step else "a copy differs"
+            remedy = "tie weights by assigning the Parameter itself, and read it in forward where it is read"
+            raise TraceError("model", fact, remedy)
+
+
+def rounding_of(model: nn.Module) -> float:
+    """That of the coarsest dtype of a parameter."""
+    return max((ROUNDING.get(p.dtype, 0.0) for p in model.parameters()), default=1e-6)
+
+
+@contextmanager
+def put_back(model: nn.Module) -> Iterator[None]:
+    """Afterwards every parameter, gradient, buffer and attribute of `model` is what it was before."""
+    tensors = [*model.parameters(), *model.buffers()]
+    values, gradients = [x.detach().clone() for x in tensors], [(p, p.grad) for p in model.parameters()]
+    states = [(vars(module), dict(vars(module)), dict(module._buffers)) for module in model.modules()]
+    for parameter, _ in gradients:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for state, before, buffers in states:
+            state.clear()
+            state.update(before)
+            state["_buffers"].clear()
+            state["_buffers"].update(buffers)
+        with torch.no_grad():
+            for x, value in zip(tensors, values, strict=True):
+                x.copy_(value)
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
