@@ -190,17 +190,16 @@ def _check_constant(node: Node, other: Node, constants: Constants) -> None:
     places = [note(user).extra.get(FIRST_ROWS, {}).get(node) for user in readers]
     if note(node).batch.kind == "S" or not readers or not constants.follows_rows(node, other):
         return
-    if not constants.is_small(other):
-        fact = f"a constant of shape {shape(other)} follows the number of rows, and is too large to be looked at"
-        raise PlanError(site(node), fact, "make it without the batch dim (it is broadcast), or pass it as an input")
-    ours, theirs = constants.evaluate(node), constants.evaluate(other)
-    for place in places:
+    for place in dict.fromkeys(places):
         if place is not None and not constants.has_equal_rows(other, place[0]):
             fact = f"{site(node)} differs from row to row of the batch but does not come from the batch"
             raise PlanError(site(readers[0]), fact, "pass it to the model as an input")
-        dims = [place[0]] if place is not None else []
-        pair = [one.narrow(dim, 0, 1) for dim in dims for one in (ours, theirs)] or [ours, theirs]
-        if pair[0].shape != pair[1].shape or not torch.equal(pair[0], pair[1]):
+        are_equal = constants.are_equal(node, other, None if place is None else place[0])
+        if are_equal is None:
+            fact = f"a constant of shape {shape(other)} follows the number of rows, and its values cannot be looked at"
+            remedy = "make it without the batch dim (it is broadcast), or pass it as an input"
+            raise PlanError(site(node), f"{fact} (on meta, or too large)", remedy)
+        if not are_equal:
             raise PlanError(site(node), "a constant is computed from the number of rows in the batch", RULE_REMEDY)
 
 

@@ -2,7 +2,7 @@
 
 Where its probabilities are read by nothing else, all of it is one `attention` (torch's scaled_dot_product_attention); else
 scale, mask and softmax are one `masked_softmax`. A mask that is made of constants alone is computed here: where it proves to be
-causal, no mask is read at all. So it is with masks that a model hands to torch's operator.
+causal (masks.py), no mask is read at all. So it is with masks that a model hands to torch's operator.
 
 Another mask goes to torch's operator only where it is known to leave every query a key: its backward takes a query that a
 finite mask hides from all keys (as padding does) to have probabilities of 1 each, where a softmax gives it 1/n.
@@ -17,24 +17,12 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from autoptd.ir import markers
 from autoptd.ir.notes import note, op_name, shape, value
 from autoptd.passes.constants import Constants
 from autoptd.passes.fusion.chain import Chain, Found, Refusal, Swapped, is_op, last_dim, number, same_dtype, splits
+from autoptd.passes.masks import Masked, leaves_keys, proves_causal
 
 PRODUCTS = ("aten.matmul", "aten.bmm")
-HIDDEN = -1e9  # a score of this or less has no weight beside one that is not masked
-SEEN = -100.0  # a score that is lowered by no more keeps its digits
-
-
-@dataclass(frozen=True)
-class Masked:
-    """`scores` by a mask: added to them (`fill` is None), or which sets them to `fill` where it is `hides`."""
-
-    scores: Any
-    mask: Node
-    fill: float | None = None
-    hides: bool = True
 
 
 @dataclass(frozen=True)
@@ -72,7 +60,7 @@ def attention(node: Node, constants: Constants) -> Found:
         return Refusal("attention", node, "queries, keys and values are not [batch, heads, tokens, size] alike")
     if not same_dtype(node, q, key, v, *([] if scores.mask is None else [scores.mask])):
         return Refusal("attention", node, "its parts have several dtypes")
-    if scores.mask is not None and not _leaves_keys(scores.mask, constants):
+    if scores.mask is not None and not leaves_keys(scores.mask, constants):
         return Refusal("attention", node, "its mask may hide all keys of a query")
     if scores.scale <= 0:
         return Refusal("attention", node, f"its scale is {scores.scale:g}")
@@ -121,12 +109,6 @@ def _swaps_last(node: Node) -> bool:
     return is_op(node, "aten.transpose") and {dim % size for dim in node.args[1:3]} == {size - 1, size - 2}
 
 
-def _leaves_keys(mask: Node, constants: Constants) -> bool:
-    """Whether a mask [..., queries, keys] that is added is known to leave every query a key."""
-    found = _constant(mask, constants)
-    return found is not None and found.ndim > 1 and bool((found.amax(-1) >= SEEN).all())
-
-
 def _scores(chain: Chain, node: Any, constants: Constants) -> Scores | str:
     """What stands under a softmax, or why it cannot be fused."""
     mask: Node | None = None
@@ -173,37 +155,4 @@ def _masked(chain: Chain, node: Any) -> Masked | None:
     return None
 
 
-def proves_causal(masked: Masked, size: tuple[int, ...], constants: Constants) -> bool:
-    """Whether a mask hides from query i of `size` [..., queries, keys] the keys after i, and nothing else.
-
-    Only a mask of constants is looked at, and what it hides must be so low that its weight is 0.
-    """
-    found = _constant(masked.mask, constants) if size[-1] == size[-2] else None
-    if found is None:
-        return False
-    seen = torch.ones(size[-2:], dtype=torch.bool, device=found.device).tril()
-    if found.shape[-2:] != seen.shape:
-        return False
-    if masked.fill is None:
-        return bool(((found == 0) == seen).all()) and bool((found.masked_fill(seen, -math.inf) <= HIDDEN).all())
-    return found.dtype == torch.bool and masked.fill <= HIDDEN and bool((found == (seen ^ masked.hides)).all())
-
-
-def _constant(mask: Node, constants: Constants) -> torch.Tensor | None:
-    """The value of a mask that is the same whole constant on every rank, without the dims that repeat it."""
-    while mask.target is markers.first_rows:  # of a constant whose rows are all equal
-        mask = mask.args[0]  # type: ignore[assignment]
-    stack, seen = [mask], {mask}
-    while stack:
-        node = stack.pop()
-        if node.target in markers.MARKERS:
-            return None
-        stack += [one for one in node.all_input_nodes if one not in seen]
-        seen.update(node.all_input_nodes)
-    if not constants.can_evaluate(mask):
-        return None
-    found = constants.evaluate(mask)
-    return found[tuple(0 if stride == 0 else slice(None) for stride in found.stride()[:-2])]
-
-
-__all__ = ["attention", "masked_softmax", "proves_causal"]
+__all__ = ["attention", "masked_softmax"]
