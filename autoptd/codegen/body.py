@@ -39,6 +39,7 @@ def write_body(
         if _is_unpacked(node, position):
             pieces = {user.args[1]: names[user] for user in node.users}
             target = ", ".join(pieces.get(k, "_") for k in range(len(node.meta["val"])))
+            target += "," if len(node.meta["val"]) == 1 else ""
         writer.add(2, f"{target} = {spell(i, node, call_site(node, layers))}", comment_of(node, t, layers))
         writer.nodes[len(writer.lines)] = node
 

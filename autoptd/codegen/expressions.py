@@ -76,6 +76,8 @@ def expression(node: Node, text: Text, site: str = "") -> str:
         return f"F.scaled_dot_product_attention({_join(args[:3], given | keywords)})"
     if name in FUNCTIONAL:
         return f"{FUNCTIONAL[name]}({_join(args, keywords)})"
+    if isinstance(node.args[-1], torch.dtype) and name == "aten.view":
+        return f"{args[0]}.view({args[1]})"
     if name in METHODS:
         sizes = (
             [args[1][1:-1] or "()"]

@@ -23,7 +23,7 @@ from torch.fx import Graph, Node
 from autoptd.ir.notes import note, op_name, payload, value
 from autoptd.ir.types import I, R, ValueType, padded_size
 from autoptd.passes.costs import collective_seconds, conversion_seconds
-from autoptd.passes.eliminate import Factor, TableTooLarge, minimize
+from autoptd.passes.eliminate import Factor, TableTooLarge, minimize, minimize_nearly
 from autoptd.passes.links import operands
 from autoptd.passes.rules import GEMMS
 from autoptd.passes.steer import Pins, refuse_conflict
@@ -45,6 +45,7 @@ class Problem:
     choices: list[int]
     factors: list[Factor]
     answer: list[int]
+    searched: int = 0  # variables that a search decided: the price need not be the least
 
     def price(self, answer: list[int]) -> float:
         """Picoseconds of an answer, memory priced in."""
@@ -143,11 +144,11 @@ def _try_graph(graph: Graph, splitter: Splitter) -> Solved:
         strategies = _Strategies(splitter, {})
         shared = {node for node in solved if note(node).kind == "param" and len(node.users) > 1}
         votes = {node: Counter[int]() for node in shared}
-        _solve(solved, strategies, splitter, Ties(), apart=shared, votes=votes)
+        _solve(solved, strategies, splitter, Ties(), apart=shared, votes=votes, exact=False)
         for node in shared:
             winner = max(votes[node], key=lambda i: (votes[node][i], -i))
             strategies[node] = [strategies[node][winner]]
-        return _solve(solved, strategies, splitter, Ties(), without_hub=shared)
+        return _solve(solved, strategies, splitter, Ties(), without_hub=shared, exact=False)
 
 
 class _Strategies(dict[Node, list[Strategy]]):
@@ -177,6 +178,7 @@ def _solve(
     apart: Collection[Node] = (),
     votes: dict[Node, Counter[int]] | None = None,
     without_hub: Collection[Node] = (),
+    exact: bool = True,
 ) -> Solved:
     """Return the problem with its answer of least cost, and the types of hubs and entries.
 
@@ -228,7 +230,7 @@ def _solve(
             hubs[node] = of_node
     factors += [(names, table * times[key]) for key, (made, _) in tables.items() for names, table in made]
     factors = [_without_repeats(one) for one in factors]
-    answer = minimize(choices, factors)
+    answer, searched = (minimize(choices, factors), 0) if exact else minimize_nearly(choices, factors)
     for node, i in copies:
         assert votes is not None
         votes[node][answer[i]] += 1
@@ -236,7 +238,7 @@ def _solve(
     def types(found: dict[Node, Hub]) -> dict[Node, ValueType]:
         return {node: kinds[answer[i]] for node, (i, kinds) in found.items()}
 
-    return Solved(Problem(variable, strategies, choices, factors, answer), types(hubs), types(entries))
+    return Solved(Problem(variable, strategies, choices, factors, answer, searched), types(hubs), types(entries))
 
 
 def _without_repeats(factor: Factor) -> Factor:

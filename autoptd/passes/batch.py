@@ -100,11 +100,27 @@ def _keep_partial(node: Node, partial: list[Node], split: bool) -> ValueType:
     for group in linear_groups(node):
         if not split and set(partial) <= set(group):
             return P
+    if not split and (_is_float_cast(node) or adds_number(node)):
+        return P
     fact = f"{op_name(node)} of a sum over samples is not a sum over samples"
     remedy = "let the loss be a sum or mean over samples, scaled and added to others only"
+    if op_name(node) == "aten.nan_to_num":
+        remedy = "leave it out: a step raises at a loss that is NaN, and goes on with nan='ignore'"
     if op_name(node) == "aten.div" and len(operands(node)) > 1:
         remedy += "; for a mean over some tokens, give the others the label -100 in F.cross_entropy"
     raise PlanError(site(node), fact, remedy)
+
+
+def _is_float_cast(node: Node) -> bool:
+    """`loss.float()`: of every part what it is of the sum."""
+    return op_name(node) == "aten.to" and all(tensor(one).is_floating_point() for one in (node, *operands(node)))
+
+
+def adds_number(node: Node) -> bool:
+    """`loss + 0.5`, `1 - loss`: each part of the sum adds its part of the number (communicate.py)."""
+    if op_name(node) not in ("aten.add", "aten.sub", "aten.rsub") or not tensor(node).is_floating_point():
+        return False
+    return len(operands(node)) == 1 and isinstance(node.args[0], Node)
 
 
 def _mixing_fact(node: Node, axes: Axes, split: dict[Node, ValueType]) -> str:

@@ -17,7 +17,7 @@ from autoptd.ir.notes import Note, note, op_name, ops, output, placeholders, set
 from autoptd.ir.types import CONVERSIONS, Conversion, I, P, R, S, ValueType, outer_size, padded_size
 from autoptd.passes.assign import Assignment
 from autoptd.passes.axes import Axes, Place
-from autoptd.passes.batch import FIRST_ROWS
+from autoptd.passes.batch import FIRST_ROWS, adds_number
 from autoptd.passes.links import operands
 from autoptd.passes.padding import Padding
 from autoptd.passes.rules import linear_groups
@@ -43,7 +43,9 @@ def communicate(graph: Graph, assignment: Assignment, pieces: int, t: int) -> No
             for reader in readers if found is not node else ():
                 reader.replace_input_with(node, found)
     for node in list(ops(graph)):
-        if note(node).batch == P:
+        if note(node).batch == P and adds_number(node):
+            _share_number(node, pieces)
+        elif note(node).batch == P:
             _share_addends(graph, node, pieces)
         for operand, place in note(node).extra.get(FIRST_ROWS, {}).items():
             _take_first_rows(graph, node, operand, place)
@@ -110,6 +112,13 @@ def _take_first_rows(graph: Graph, reader: Node, constant: Node, place: Place) -
             fresh.batch = S(*place)
             set_note(made, fresh)
             reader.replace_input_with(arg, made)
+
+
+def _share_number(node: Node, pieces: int) -> None:
+    """`sum over the batch + number`: each of the pieces adds its equal part of the number."""
+    x, number, *rest = node.args
+    node.args = (x, number / pieces, *rest)  # type: ignore[operator]
+    note(node).extra["reason"] = f"a part of {number}: {pieces} pieces add up to it"
 
 
 def _share_addends(graph: Graph, node: Node, pieces: int) -> None:

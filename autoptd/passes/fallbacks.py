@@ -5,7 +5,8 @@ right and slower. What cannot be seen is what hurts, so each such operator gets 
 
 - matrix products and attention that stay whole because t does not divide the letters that would split them;
 - attention that is split, but not by its heads;
-- operators that no rule knows, and that probing refused.
+- operators that no rule knows, and that probing refused;
+- a graph that is too dense for the least cost to be found.
 
     explain(graph, assignment, splitter)
     [one.fact for one in fallbacks(graph)]     # ["6 heads do not divide over t=4", ...]
@@ -43,6 +44,19 @@ def explain(graph: Graph, assignment: Assignment, splitter: Splitter) -> None:
             record.why += f"{':' if record.why == WHOLE else ', because'} {found.fact}"
         elif flops(node) and record.why == WHOLE:
             record.why += ": cheaper than the collectives of a split"
+    if assignment.problem is not None and assignment.problem.searched:
+        _say_searched(graph, assignment)
+
+
+def _say_searched(graph: Graph, assignment: Assignment) -> None:
+    """The first operator that is free to carry it says that the plan need not be the cheapest one."""
+    free = (node for node in ops(graph) if node in assignment.strategies and note(node).fallback is None)
+    node = next(free, None)
+    if node is not None:
+        fact = (
+            "the model's operators hang together too closely for the cheapest plan to be found: a near one was searched"
+        )
+        note(node).fallback = Fallback(note(node).module, op_name(node), fact, "a plan= that pins its parameters")
 
 
 def fallbacks(graph: Graph) -> list[Fallback]:

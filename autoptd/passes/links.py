@@ -70,15 +70,19 @@ def operands(node: Node) -> list[Node]:
 def argument(node: Node, position: int, name: str, default: Any = None) -> Any:
     """A non-tensor argument by name; `position` is where it stands in operators without a schema.
 
-    Overloads of one operator differ: the second argument of `x.var(False)` is no dim.
+    Overloads of one operator differ: the second argument of `x.var(False)` is no dim. `default` is for an argument that is left
+    out and whose default the schema calls None.
     """
-    at = _positions(node.target).get(name, len(node.args)) if hasattr(node.target, "_schema") else position
-    return node.args[at] if len(node.args) > at else node.kwargs.get(name, default)
+    if hasattr(node.target, "_schema"):
+        position, usual = _arguments(node.target).get(name, (len(node.args), None))
+        default = default if usual is None else usual
+    return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
 
 
 @cache
-def _positions(overload: Any) -> dict[str, int]:
-    return {one.name: i for i, one in enumerate(overload._schema.arguments)}
+def _arguments(overload: Any) -> dict[str, tuple[int, Any]]:
+    """Place and default of every argument."""
+    return {one.name: (i, one.default_value) for i, one in enumerate(overload._schema.arguments)}
 
 
 def letter_links(node: Node, letters: str) -> list[Link]:

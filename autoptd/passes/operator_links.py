@@ -81,6 +81,32 @@ def sample_links(node: Node) -> list[Link]:
     return [same_dim(0)] if len(shape(node)) > 1 else []
 
 
+def batch_norm_links(node: Node) -> list[Link]:
+    """batch_norm: its channels; with running statistics (eval mode) everything else, too."""
+    ndim, vectors = len(shape(node)), range(1, len(operands(node)))
+    made = [Link("c", {0: Member((1,)), **{k: Member((0,)) for k in vectors}}, Member((1,)))]
+    whole = "its statistics run over it" if argument(node, 5, "training") else ""
+    return [*made, *(same_dim(d, whole) for d in range(ndim) if d != 1)]
+
+
+def recurrent_links(node: Node) -> list[Link]:
+    """gru, lstm, rnn, time first: the samples of input, initial states and results; time and channels stay whole."""
+    states = argument(node, 1, "hx")
+    count = len(states) if isinstance(states, (list, tuple)) else 1
+    return [Link("b", {k: Member((1,)) for k in range(count + 1)}, Member((1,)))]
+
+
+def fourier_links(node: Node) -> list[Link]:
+    """torch.fft: the dims beside those that are transformed."""
+    before, after = shape(operands(node)[0]), shape(node)
+    dims = argument(node, 2, "dim")
+    if dims is None:
+        sizes = argument(node, 1, "s")
+        dims = list(range(-len(sizes), 0) if sizes else range(len(before)))
+    taken = [dim % len(before) for dim in (dims if isinstance(dims, (list, tuple)) else [dims])]
+    return [same_dim(d, "the transform needs it whole" if d in taken else "") for d in range(len(after))]
+
+
 def convolution_links(node: Node) -> list[Link]:
     """conv1d, conv2d: samples; channels in (contracted) and out, of grouped ones the groups and what each of them gives."""
     x, weight = (shape(one) for one in operands(node)[:2])

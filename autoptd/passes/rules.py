@@ -38,14 +38,17 @@ from autoptd.passes.links import (
 )
 from autoptd.passes.operator_links import (
     attention_links,
+    batch_norm_links,
     convolution_links,
     cross_entropy_links,
     embedding_links,
     extreme_links,
+    fourier_links,
     gather_links,
     glu_links,
     index_links,
     one_hot_links,
+    recurrent_links,
     sample_links,
     weight_norm_links,
 )
@@ -71,7 +74,8 @@ from autoptd.passes.shape_links import (
 class Rule:
     """One row: operator, its letters or the function that computes its links, and which operands it is linear in.
 
-    `op` names one overload ("aten.view.dtype") where that differs from the others. `linear` lists groups of operand numbers: the result is P when all operands of one group are P and the others whole.
+    `op` names one overload ("aten.view.dtype") where that differs from the others. `linear` lists groups of operand numbers:
+    the result is P when all operands of one group are P and the others whole.
     """
 
     op: str
@@ -103,7 +107,7 @@ def linear_groups(node: Node) -> list[tuple[Node, ...]]:
     rule, read = find_rule(node), operands(node)
     if rule is None or node.kwargs.get("rounding_mode") is not None:
         return []
-    if op_name(node) in ("aten.add", "aten.sub") and len(read) < 2:
+    if op_name(node) in ("aten.add", "aten.sub", "aten.rsub") and len(read) < 2:
         return []  # a literal would be added once per rank
     wanted = [tuple(range(len(read)))] if rule.linear == EVERY else rule.linear
     groups = [[i for i in group if i < len(read)] for group in wanted if group[0] < len(read)]
@@ -124,6 +128,9 @@ VIEWS = "view reshape _unsafe_view flatten unflatten squeeze unsqueeze".split()
 TRANSPOSES = "transpose t numpy_T permute swapaxes swapdims".split()
 LOSSES = "mse_loss l1_loss smooth_l1_loss huber_loss kl_div soft_margin_loss".split()  # their reductions are split off
 LOSSES += "binary_cross_entropy binary_cross_entropy_with_logits".split()
+LOSSES += "margin_ranking_loss hinge_embedding_loss poisson_nll_loss".split()
+FOURIER = [f"{kind}{dims}" for kind in "fft ifft rfft irfft hfft ihfft".split() for dims in ("", "2", "n")]
+FOURIER += "fftshift ifftshift".split()
 # pointwise, torch has no tag
 UNTAGGED = "hardswish log_sigmoid where masked_fill floor_divide isfinite isnan isinf".split()
 EVERY = ((-1,),)  # linear in all operands together
@@ -148,6 +155,13 @@ TABLE: dict[str, Rule] = {
         Rule("aten.scaled_dot_product_attention", links=attention_links, linear=((2,),)),
         Rule("aten.cross_entropy_loss", links=cross_entropy_links),
         Rule("aten.dropout", links=pointwise_links, linear=FIRST),  # by a mask that all addends share
+        Rule("aten.cosine_embedding_loss", "... h*, ... h*, ... -> ..."),
+        Rule("aten.triplet_margin_loss", "... h*, ... h*, ... h* -> ..."),
+        Rule("aten.multi_margin_loss", "b c*, b, c* -> b"),
+        Rule("aten.multilabel_margin_loss", "b c*, b c* -> b"),
+        Rule("aten.batch_norm", links=batch_norm_links),
+        *(Rule(f"aten.{name}.input", links=recurrent_links) for name in "gru lstm rnn_tanh rnn_relu".split()),
+        *(Rule(f"aten.fft_{name}", links=fourier_links) for name in FOURIER),
         Rule("aten._safe_softmax", links=along(1)),
         Rule("aten.softmax", links=along(1)),
         Rule("aten._softmax", links=along(1)),
@@ -167,7 +181,7 @@ TABLE: dict[str, Rule] = {
         *(Rule(f"aten.{name}", links=reduction(NORMAL)) for name in "var std prod".split()),
         Rule("aten.linalg_vector_norm", links=reduction(NORMAL, dim_at=2)),
         *(Rule(f"aten.{name}", links=pointwise_links, linear=FIRST) for name in LINEAR_UNARY),
-        *(Rule(f"aten.{name}", links=pointwise_links, linear=((0, 1),)) for name in ("add", "sub")),
+        *(Rule(f"aten.{name}", links=pointwise_links, linear=((0, 1),)) for name in ("add", "sub", "rsub")),
         Rule("aten.mul", links=pointwise_links, linear=((0,), (1,))),
         Rule("aten.div", links=pointwise_links, linear=FIRST),
         *(Rule(f"aten.{name}", links=pointwise_links) for name in [*LOSSES, *UNTAGGED]),
@@ -190,6 +204,7 @@ TABLE: dict[str, Rule] = {
         Rule("aten.one_hot", links=one_hot_links),
         *(Rule(f"aten.{name}", links=extreme_links) for name in ("max", "min")),
         *(Rule(f"aten.{name}", links=along(at)) for name, at in (("topk", 2), ("sort", 1))),
+        *(Rule(f"aten.{name}", links=pointwise_links) for name in "real imag complex polar _conj resolve_conj".split()),
         *(Rule(f"aten.{name}", links=complex_links) for name in ("view_as_complex", "view_as_real")),
         *(Rule(f"aten.{name}", links=convolution_links, linear=((0, 2),)) for name in ("conv1d", "conv2d")),
         Rule("aten.group_norm", links=sample_links),

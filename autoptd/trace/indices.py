@@ -1,17 +1,21 @@
-"""Indices that count from zero are views: `mask[rows[:, None], keys]`, of `rows` and `keys` that are 0, 1, 2, ...
+"""Indices that count from zero are views, or what is left of them a gather.
 
-Masks are built so where a function of a position is applied to all positions at once (what torch.vmap makes of it). As an
-index such tensors could be anything, and none of their dims could be split.
+`mask[rows[:, None], keys]`, of `rows` and `keys` that are 0, 1, 2, ...: masks are built so where a function of a position is
+applied to all positions at once (what torch.vmap makes of it). `h[rows, last]` takes one entry of every row: the last token of
+each sample. As an index such tensors could be anything, and none of their dims could be split.
 
-In: an `aten.index`. Out: the permute and view that it is, or the index as it was.
+In: an `aten.index`. Out: the permute and view that it is, or the gather, or the index as it was.
 
     rewrite_index(graph, node)      # mask[arange(4)[:, None, None], arange(8)] -> mask.view(4, 1, 8)
+                                    # h[arange(4), last] -> h.gather(1, last[:, None, None].expand(4, 1, 16)).view(4, 16)
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,21 +29,73 @@ LARGEST = 1 << 20  # entries of an index that is looked at
 
 
 def rewrite_index(graph: Graph, node: Node) -> None:
-    """Make views of an index that has, for every dim of its operand, all positions in order, each along a dim of its own."""
-    x, indices = node.args[0], node.args[1]
+    """Make views, or a gather, of an index whose leading dims are counted, each along a dim of its own, but for one at most."""
+    x, indices = node.args[0], list(node.args[1])  # type: ignore[arg-type]
+    while indices and indices[-1] is None:
+        indices.pop()
     size, out = shape(x), shape(node)  # type: ignore[arg-type]
-    if len(indices) != len(size) or any(one is None for one in indices):  # type: ignore[arg-type]
+    if not indices or None in indices:
         return
-    places = [_counted_along(one, n, len(out)) for one, n in zip(indices, size, strict=True)]  # type: ignore[arg-type, call-overload]
-    taken = [place for place, n in zip(places, size, strict=True) if n != 1]
-    if None in places or len(set(taken)) != len(taken) or math.prod(out) != math.prod(size):
+    met = out[: len(out) - (len(size) - len(indices))]  # the dims of all indices together
+    places = [_counted_along(one, n, len(met)) for one, n in zip(indices, size, strict=False)]
+    if None not in places:
+        _index_to_view(graph, node, [place for place in places if place is not None], met)
+    elif places.count(None) == 1 and len(places) > 1:
+        _index_to_gather(graph, node, indices, places, met)
+
+
+def _call(graph: Graph, like: Node, target: Any, *args: Any) -> Node:
+    made = graph.call_function(target, args)
+    with torch.no_grad():
+        made.meta["val"] = target(*map_arg(args, value))
+    set_note(made, replace(note(like), extra={}))
+    return made
+
+
+def _index_to_view(graph: Graph, node: Node, places: list[int], met: Sequence[int]) -> None:
+    """All indices are counted: every entry is taken once where each has a dim of its own."""
+    x, out = node.args[0], shape(node)
+    size = shape(x)  # type: ignore[arg-type]
+    taken = [place for place, n in zip(places, size, strict=False) if n != 1]
+    if len(set(taken)) != len(taken) or math.prod(out) != math.prod(size):
         return
-    order = sorted(range(len(size)), key=lambda dim: (places[dim], dim))
+    order = [*sorted(range(len(places)), key=lambda dim: (places[dim], dim)), *range(len(places), len(size))]
     with graph.inserting_before(node):
-        moved = graph.call_function(aten.permute.default, (x, order))
-    moved.meta["val"] = value(x).permute(order)  # type: ignore[arg-type]
-    set_note(moved, replace(note(node), extra={}))
+        moved = _call(graph, node, aten.permute.default, x, order)
     node.target, node.args = aten.view.default, (moved, list(out))
+
+
+def _index_to_gather(
+    graph: Graph, node: Node, indices: list[Node], places: list[int | None], met: Sequence[int]
+) -> None:
+    """One index is looked up, the others are counted along the first dims of the result."""
+    x, out, ids = node.args[0], shape(node), indices[places.index(None)]
+    size = shape(x)  # type: ignore[arg-type]
+    looked_up = places.index(None)
+    counted = sorted((dim for dim in range(len(places)) if dim != looked_up), key=lambda dim: (places[dim], dim))
+    kept = [size[dim] for dim in counted]
+    is_counted = all(size[dim] == 1 or places[dim] == k for k, dim in enumerate(counted))
+    if value(ids).dtype not in (torch.int64, torch.int32) or not is_counted or list(met[: len(kept)]) != kept:
+        return
+
+    def shaped(target: Any, ids: Node, *size: int) -> Node:
+        return ids if shape(ids) == size else _call(graph, node, target, ids, list(size))
+
+    order = [*counted, looked_up, *range(len(places), len(size))]
+    rest, free = size[len(places) :], math.prod(met[len(kept) :])
+    with graph.inserting_before(node):
+        if order != list(range(len(size))):
+            x = _call(graph, node, aten.permute.default, x, order)
+        from_end = _call(graph, node, aten.lt.Scalar, ids, 0)  # which gather does not know
+        ids = _call(
+            graph, node, aten.where.self, from_end, _call(graph, node, aten.add.Tensor, ids, size[looked_up]), ids
+        )
+        ids = ids if value(ids).dtype == torch.int64 else _call(graph, node, aten.to.dtype, ids, torch.int64)
+        ids = shaped(aten.expand.default, ids, *met)
+        ids = shaped(aten.reshape.default, ids, *kept, free, *[1] * len(rest))
+        ids = shaped(aten.expand.default, ids, *kept, free, *rest)
+        found = _call(graph, node, aten.gather.default, x, len(kept), ids)
+    node.target, node.args = aten.view.default, (found, list(out))
 
 
 def _counted_along(index: Node, size: int, ndim: int) -> int | None:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
+from torch.fx.node import map_arg
 
 from autoptd.errors import PlanError
 from autoptd.ir.notes import note, op_name, set_note, shape, site, value
@@ -26,6 +28,9 @@ SIZES_OF_ANOTHER |= {"aten.reshape_as": aten.reshape.default}
 NEW = {"aten.new_zeros": aten.zeros.default, "aten.new_ones": aten.ones.default, "aten.new_full": aten.full.default}
 LOSSES = {"aten.mse_loss", "aten.l1_loss", "aten.smooth_l1_loss", "aten.huber_loss", "aten.kl_div"}
 LOSSES |= {"aten.soft_margin_loss", "aten.binary_cross_entropy", "aten.binary_cross_entropy_with_logits"}
+LOSSES |= {"aten.margin_ranking_loss", "aten.hinge_embedding_loss", "aten.poisson_nll_loss", "aten.triplet_margin_loss"}
+LOSSES |= {"aten.cosine_embedding_loss", "aten.multi_margin_loss", "aten.multilabel_margin_loss"}
+RECURRENT = {"aten.gru", "aten.lstm", "aten.rnn_tanh", "aten.rnn_relu"}
 
 
 def normalize(graph: Graph) -> None:
@@ -89,6 +94,11 @@ def _normalize_one(graph: Graph, node: Node) -> None:
         _split_reduction(graph, node)
     elif name in CASTS:
         _normalize_cast(graph, node)
+    elif name == "aten.rrelu" and not _argument(node, "training"):  # its slope is drawn in training only
+        lower, upper = _argument(node, "lower"), _argument(node, "upper")
+        node.target, node.args, node.kwargs = aten.leaky_relu.default, (node.args[0], (lower + upper) / 2), {}
+    elif name in RECURRENT and not _is_random(node):
+        _put_time_first(graph, node)
     elif name in ("aten.batch_norm", "aten.instance_norm") and node.args[5] and node.args[3] is not None:
         fact = f"its running statistics (buffer {note(node.args[3]).name}) are changed by the forward"  # type: ignore[arg-type]
         raise PlanError(site(node), fact, "a norm without running statistics, or model.eval()")
@@ -176,20 +186,50 @@ def _normalize_broadcast(graph: Graph, node: Node) -> None:
 
 
 def _split_reduction(graph: Graph, node: Node) -> None:
-    """A pointwise loss with a reduction becomes the pointwise loss, then the mean or the sum."""
+    """A loss of every sample with a reduction becomes that loss, then the mean or the sum."""
     names = [one.name for one in node.target._schema.arguments]  # type: ignore[union-attr]
-    at = names.index("reduction")
-    reduction = node.args[at] if len(node.args) > at else node.kwargs.get("reduction", 1)
+    reduction = _argument(node, "reduction")
     kwargs = dict(zip(names, node.args, strict=False)) | node.kwargs | {"reduction": 0}
     node.args, node.kwargs = tuple(kwargs.pop(name) for name in names[:2]), kwargs
     if reduction:
         with graph.inserting_after(node):
-            made = graph.call_function((aten.mean.default, aten.sum.default)[reduction - 1])  # type: ignore[operator]
+            made = graph.call_function((aten.mean.default, aten.sum.default)[reduction - 1])
         node.replace_all_uses_with(made)
         made.args, made.meta = (node,), {"val": value(node)}
         set_note(made, replace(note(node), extra={}))
-        first, second = (value(one) for one in node.args)  # type: ignore[arg-type]
-        node.meta["val"] = first + second.to(first.dtype)
+        args, kwargs = map_arg((node.args, node.kwargs), value)
+        with torch.no_grad():
+            node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def _argument(node: Node, name: str) -> Any:
+    """An argument by its name in the operator's schema."""
+    names = {one.name: (i, one.default_value) for i, one in enumerate(node.target._schema.arguments)}  # type: ignore[union-attr]
+    at, default = names[name]
+    return node.args[at] if len(node.args) > at else node.kwargs.get(name, default)
+
+
+def _put_time_first(graph: Graph, node: Node) -> None:
+    """Recurrent layers that read [batch, time, ...] give results whose batches are not in one dim: transpose around them."""
+    names = [one.name for one in node.target._schema.arguments]  # type: ignore[union-attr]
+    if names[0] != "input" or names[-1] != "batch_first" or not _argument(node, "batch_first"):
+        return
+    given = dict(zip(names, node.args, strict=False)) | node.kwargs | {"batch_first": False}
+    x = given["input"]
+    with graph.inserting_before(node):
+        given["input"] = turned = graph.call_function(aten.transpose.int, (x, 0, 1))
+    turned.meta["val"] = value(x).transpose(0, 1)
+    set_note(turned, replace(note(node), extra={}))
+    node.args, node.kwargs = tuple(given.values()), {}
+    pieces = list(value(node))
+    pieces[0] = pieces[0].transpose(0, 1)
+    node.meta["val"] = type(value(node))(pieces)
+    for piece in [user for user in node.users if user.args[1] == 0]:
+        with graph.inserting_after(piece):
+            made = graph.call_function(aten.transpose.int, (piece, 0, 1))
+        piece.replace_all_uses_with(made, delete_user_cb=lambda user, made=made: user is not made)
+        made.meta["val"], piece.meta["val"] = value(piece), pieces[0]
+        set_note(made, replace(note(piece), extra={}))
 
 
 def _normalize_cast(graph: Graph, node: Node) -> None:
@@ -204,6 +244,8 @@ def _normalize_cast(graph: Graph, node: Node) -> None:
 def _is_random(node: Node) -> bool:
     if op_name(node) in (dropouts.NAME, dropouts.ATTENTION) or not isinstance(node.target, torch._ops.OpOverload):
         return False
+    if op_name(node) in RECURRENT:  # between layers only
+        return bool(_argument(node, "dropout") and _argument(node, "train") and _argument(node, "num_layers") > 1)
     return torch.Tag.nondeterministic_seeded in node.target.tags
 
 

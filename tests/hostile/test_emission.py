@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.hostile.against_torch import MESHES, assert_parity
+from tests.hostile.against_torch import assert_parity
 from tests.thin import thinned
 
 VOCAB, WIDTH = 32, 16

@@ -8,8 +8,8 @@ import math
 import numpy as np
 import pytest
 
-from autoptd.errors import InternalError
-from autoptd.passes.eliminate import Factor, minimize
+from autoptd.passes import eliminate
+from autoptd.passes.eliminate import Factor, TableTooLarge, minimize, minimize_nearly
 
 
 def cost(answer: tuple[int, ...], factors: list[Factor]) -> float:
@@ -86,5 +86,34 @@ def test_a_decided_variable_does_not_tie_its_readers_together() -> None:
 
 def test_a_table_that_is_too_large_is_refused() -> None:
     pairs = itertools.combinations(range(14), 2)
-    with pytest.raises(InternalError, match="solver"):
-        minimize([4] * 14, [(pair, np.ones((4, 4))) for pair in pairs])
+    factors = [(pair, np.ones((4, 4))) for pair in pairs]
+    with pytest.raises(TableTooLarge, match="solver"):
+        minimize([4] * 14, factors)
+    assert minimize_nearly([4] * 14, factors)[0] == [0] * 14
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_search_is_near_where_nothing_else_fits(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With room for small tables only: deterministic, never worse than the first choices, near to the least cost."""
+    draw = np.random.default_rng(seed)
+    pairs = list(itertools.combinations(range(8), 2))
+    factors: list[Factor] = [(pair, draw.integers(0, 9, (3, 3)).astype(float)) for pair in pairs]
+    exact, searched = minimize_nearly([3] * 8, factors)
+    assert searched == 0 and exact == minimize([3] * 8, factors)
+    monkeypatch.setattr(eliminate, "LARGEST_TABLE", 30)
+    monkeypatch.setattr(eliminate, "LARGEST_OF_SEARCH", 30)
+    found, searched = minimize_nearly([3] * 8, factors)
+    assert searched > 0 and (found, searched) == minimize_nearly([3] * 8, factors)
+    least, most = cost(tuple(exact), factors), cost((0,) * 8, factors)
+    assert least <= cost(tuple(found), factors) <= (least + most) / 2
+
+
+def test_a_search_goes_around_what_is_forbidden() -> None:
+    """The first choices are infinite: pinned parameters."""
+    pairs = list(itertools.combinations(range(14), 2))
+    factors: list[Factor] = [(pair, np.ones((4, 4))) for pair in pairs]
+    found, _ = minimize_nearly([4] * 14, [*factors, ((3,), np.array([math.inf, 5.0, 1.0, 2.0]))])
+    assert found == [0, 0, 0, 2] + [0] * 10
+    never: Factor = ((3,), np.full(4, math.inf))
+    with pytest.raises(TableTooLarge, match="too closely"):
+        minimize_nearly([4] * 14, [*factors, never])

@@ -19,7 +19,7 @@ from autoptd.ir.notes import op_name, ops
 from autoptd.passes import links, rules
 from autoptd.passes.axes import Axes
 from autoptd.passes.padding import THROUGH, is_exact
-from autoptd.passes.rules import TABLE, Rule, linear_groups
+from autoptd.passes.rules import FOURIER, TABLE, Rule, linear_groups
 from examples.gpt import GPT, GPTConfig
 from tests.passes.sharding import check_letter, check_linear, trace_call, trace_model
 from tests.test_compile import Einsum, UnequalFused
@@ -42,6 +42,14 @@ def labels(high: int, *size: int) -> Tensor:
     return found
 
 
+def fourier(name: str) -> Callable[[Tensor], Tensor]:
+    """A transform between real numbers."""
+    return lambda x: getattr(torch.fft, name)(x).abs()
+
+
+RNN = [r(3, 4, 6), r(1, 4, 2), r(2, 6), r(2, 2)]
+GRU = [r(3, 4, 6), r(1, 4, 2), r(6, 6), r(6, 2)]
+GRU_FIRST = [r(4, 6, 3), r(1, 4, 2), r(6, 6), r(6, 2)]
 CAUSAL = torch.ones(4, 4, dtype=torch.bool).tril()
 sdpa = F.scaled_dot_product_attention
 T = torch.ops.aten
@@ -52,6 +60,40 @@ EXAMPLES: dict[str, Example] = {
     "linear no bias": (F.linear, [r(4, 6), r(12, 6)]),
     "linear square": (F.linear, [r(4, 6), r(6, 6), r(6)]),
     "linear of a vector": (F.linear, [r(6), r(12, 6), r(12)]),
+    "linear by a vector": (F.linear, [r(2, 4, 6), r(6)]),
+    "linear by a vector, square": (lambda x, w, b: F.linear(x, w, b[0]), [r(6, 6, 6), r(6), r(6)]),
+    "linear of vectors": (F.linear, [r(6), r(6)]),
+    "mv": (torch.mv, [r(4, 6), r(6)]),
+    "torch.dot": (torch.dot, [r(6), r(6)]),
+    "vdot": (torch.vdot, [r(6), r(6)]),
+    "einsum without an arrow": (lambda x, w: torch.einsum("bsi,i", x, w), [r(2, 4, 6), r(6)]),
+    "einsum of a trace": (lambda x: torch.einsum("ii", x), [r(6, 6)]),
+    "batch_norm": (lambda x, m, v, w, b: F.batch_norm(x, m, v.exp(), w, b), [r(4, 6, 2), r(6), r(6), r(6), r(6)]),
+    "batch_norm training": (lambda x, w, b: F.batch_norm(x, None, None, w, b, True), [r(4, 6), r(6), r(6)]),
+    "gru": (lambda x, h, a, b: T.gru.input(x, h, [a, b], False, 1, 0.0, True, False, False)[0], GRU),
+    "gru batch first": (lambda x, h, a, b: T.gru.input(x.mT, h, [a, b], False, 1, 0.0, True, False, True)[0], GRU_FIRST),
+    "lstm": (
+        lambda x, h, c, a, b: T.lstm.input(x, [h, c], [a, b], False, 1, 0.0, True, False, False)[0],
+        [r(3, 4, 6), r(1, 4, 2), r(1, 4, 2), r(8, 6), r(8, 2)],
+    ),
+    "rnn tanh": (lambda x, h, a, b: T.rnn_tanh.input(x, h, [a, b], False, 1, 0.0, True, False, False)[0], RNN),
+    "rnn relu": (lambda x, h, a, b: T.rnn_relu.input(x, h, [a, b], False, 1, 0.0, True, False, False)[1], RNN),
+    "view as integers": (lambda x: (x.view(torch.int64) > 0) * x, [r(4, 6)]),
+    "view as shorter integers": (lambda x: x.view(torch.int32) > 0, [r(4, 6)]),
+    "rsub": (torch.rsub, [r(4, 6), r(4, 6)]),
+    "rsub number": (lambda x: 1 - x, [r(4, 6)]),
+    "complex": (lambda x, y: torch.complex(x, y).resolve_conj().imag, [r(4, 6), r(4, 6)]),
+    "conjugate": (lambda x, y: torch.polar(x.exp(), y).conj().real, [r(4, 6), r(4, 6)]),
+    "margin_ranking_loss": (lambda x, y: F.margin_ranking_loss(x, y, y.sign(), 0.5), [r(4, 6), r(6)]),
+    "hinge_embedding_loss": (lambda x, y: F.hinge_embedding_loss(x, y.sign()), [r(4, 6), r(4, 6)]),
+    "poisson_nll_loss": (lambda x, y: F.poisson_nll_loss(x, y.exp(), full=True), [r(4, 6), r(4, 6)]),
+    "cosine_embedding_loss": (lambda x, y, z: F.cosine_embedding_loss(x, y, z.sign()), [r(4, 6), r(4, 6), r(4)]),
+    "triplet_margin_loss": (F.triplet_margin_loss, [r(4, 6), r(4, 6) + 1, r(4, 6) + 2]),
+    "multi_margin_loss": (lambda x, i, w: F.multi_margin_loss(x, i, weight=w.exp()), [r(4, 6), ids(6, 4), r(6)]),
+    "multilabel_margin_loss": (F.multilabel_margin_loss, [r(4, 6), labels(6, 4, 6).clamp(min=-1)]),
+    **{f"fft {name}": (fourier(name), [r(4, 6, 2)]) for name in FOURIER},
+    "fft of chosen dims": (lambda x: torch.fft.fftn(x, dim=(0, 2)).abs(), [r(4, 6, 2)]),
+    "fft of another length": (lambda x: torch.fft.rfft(x, n=12, dim=1).abs(), [r(4, 6, 2)]),
     "linear folded": (lambda x, w, b: F.linear(x, w, b).view(2, 3, 2, 6), [r(2, 3, 6), r(12, 6), r(12)]),
     "addmm": (torch.addmm, [r(6), r(4, 12), r(12, 6)]),
     "addmm 2D": (torch.addmm, [r(4, 6), r(4, 12), r(12, 6)]),

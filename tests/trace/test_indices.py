@@ -1,4 +1,4 @@
-"""Indices that count from zero become views, all others stay, and the values are the model's."""
+"""Indices that count from zero become views or gathers, all others stay, and the values are the model's."""
 
 from __future__ import annotations
 
@@ -40,22 +40,47 @@ def names_of(index: Callable[[Tensor], Tensor]) -> list[str]:
         lambda y: y[torch.arange(4), torch.arange(6)[:, None]],  # transposed
         lambda y: y[:1][torch.arange(1)[:, None], torch.arange(6)],
         lambda y: y[torch.arange(y.shape[0])[:, None], torch.arange(1, 7)[None] - 1],
+        lambda y: y[torch.arange(4)],
+        lambda y: y[torch.arange(4), -1],
     ],
 )
 def test_an_index_that_counts_is_a_view(index: Callable[[Tensor], Tensor]) -> None:
     assert "aten.index" not in names_of(index)
 
 
+LAST = torch.tensor([3, -1, 0, 5])
+
+
 @pytest.mark.parametrize(
     "index",
     [
         lambda y: y[torch.arange(4), torch.arange(4)],  # a diagonal
-        lambda y: y[:, :4][torch.arange(4), torch.arange(4)],
         lambda y: y[torch.arange(4)[:, None], torch.arange(5)],
         lambda y: y[torch.arange(4)[:, None], torch.arange(5, -1, -1)],
         lambda y: y[torch.arange(4)[:, None], torch.arange(6) // 2],
+        lambda y: y[torch.arange(4), LAST],
+        lambda y: y[torch.arange(4), LAST.int()],
+        lambda y: y.t()[LAST, torch.arange(4)],
+        lambda y: y[torch.arange(4)[:, None], torch.stack([LAST, LAST - 1], 1)],
+        lambda y: y.view(4, 3, 2)[torch.arange(4), LAST.clamp(0, 2)],
+        lambda y: y.view(4, 3, 2)[torch.arange(4)[:, None], torch.arange(3), LAST[:, None].clamp(-1, 1)],
+        lambda y: y.view(2, 2, 3, 2)[torch.arange(2)[:, None], LAST[:2, None].clamp(0, 1), torch.arange(3)],
+        lambda y: y.view(4, 6, 1)[torch.arange(4)[:, None, None], LAST.view(1, 2, 2)],
+    ],
+)
+def test_an_index_of_which_all_but_one_count_is_a_gather(index: Callable[[Tensor], Tensor]) -> None:
+    names = names_of(index)
+    assert "aten.gather" in names and "aten.index" not in names
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        lambda y: y[:, :4][torch.arange(4), torch.arange(4)],  # a diagonal
         lambda y: y[torch.arange(2)[:, None].repeat(2, 1), torch.arange(6)],
-        lambda y: y[torch.arange(4)],
+        lambda y: y[LAST.clamp(0, 3), LAST],
+        lambda y: y[LAST.clamp(0, 3)],
+        lambda y: y.view(4, 3, 2)[torch.arange(4), :, LAST.clamp(0, 1)],
     ],
 )
 def test_other_indices_stay(index: Callable[[Tensor], Tensor]) -> None:
