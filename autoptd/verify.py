@@ -34,6 +34,7 @@ from autoptd.parallel_model import ParallelModel
 from autoptd.runtime.dropout import Draw, dropout
 from autoptd.trace import given_masks
 from autoptd.trace.loss import WithLoss
+from autoptd.trace.state import map_attribute_tensors
 
 TOLERANCE = 1e-9
 NOISE = 1e-3  # of the largest gradient: smaller ones are not held against themselves
@@ -113,9 +114,11 @@ def verify(model: nn.Module, *, example_inputs: Any, steps: int = 5, lr: float =
 
 
 def widen_model(model: nn.Module) -> nn.Module:
-    """A float64 copy; tied weights stay tied."""
+    """A float64 copy, plain tensor attributes included; tied weights stay tied."""
     try:
-        return copy.deepcopy(model).double()
+        wide = copy.deepcopy(model).double()
+        map_attribute_tensors(wide, lambda x: x.double() if x.is_floating_point() else x)
+        return wide
     except RuntimeError as error:  # a module that keeps a tensor with a history, as the old weight_norm does
         fact = f"it cannot be copied: {str(error).splitlines()[0]}"
         raise PlanError("verify", fact, "keep only parameters and buffers on modules") from error

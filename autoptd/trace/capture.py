@@ -37,6 +37,7 @@ from autoptd.trace.storage import is_same_memory, tied_names
 from autoptd.trace.watch import Operands, checkpoint_sites, watch_tracing
 
 RESERVED = {"self", "w", "b", "tp", "i", "F", "torch", "rt"}  # what emitted functions call by these names
+VALUE_REMEDY = "compute with the tensor itself (x * scale, torch.where, gather), or keep the number as a Python attribute"
 
 
 @dataclass
@@ -131,9 +132,10 @@ def _export(
     except Exception as error:
         line = _user_line(error)
         fact = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        remedy = "make the forward free of branches and sizes that depend on tensor values"
-        if "data-dependent" not in fact:
-            remedy = "the model must run on these example inputs; torch.export must be able to trace it"
+        if "data-dependent" in fact:
+            fact = "the value of a tensor becomes a Python number, and a branch or a size may follow it"
+            raise TraceError(line, fact, VALUE_REMEDY) from error
+        remedy = "the model must run on these example inputs; torch.export must be able to trace it"
         raise TraceError(line, f"cannot be traced: {type(error).__name__}: {fact}", remedy) from error
 
 
@@ -263,8 +265,7 @@ def _check_sizes(node: Node) -> None:
     pieces = node.meta.get("val")
     if isinstance(pieces, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         fact = f"the value of a tensor becomes a Python number ({op_name(node)})"
-        remedy = "compute with the tensor itself (x * scale, torch.where, gather), or keep the number as a Python attribute"
-        raise TraceError("  ".join(source_line(node)) or "model", fact, remedy)
+        raise TraceError("  ".join(source_line(node)) or "model", fact, VALUE_REMEDY)
     for one in pieces if isinstance(pieces, (tuple, list)) else [pieces]:
         if isinstance(one, torch.Tensor) and not all(isinstance(size, int) for size in one.shape):
             fact = f"the size of {node.target}'s result depends on the values of a tensor"

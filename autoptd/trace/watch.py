@@ -145,9 +145,11 @@ def checkpoint_sites(model: nn.Module, functions: Any) -> list[str]:
     names = {id(module): name for name, module in model.named_modules()}
     found = []
     for function in functions:
+        bound: list[Any] = [function]
         while isinstance(function, functools.partial):
+            bound += function.args
             function = function.func
-        owner = getattr(function, "__self__", function)
-        name = names.get(id(owner)) or getattr(function, "__qualname__", type(function).__name__)
-        found.append(name)
+        bound += [function, getattr(function, "__self__", None)]
+        modules = [names[id(one)] for one in bound if names.get(id(one))]
+        found.append(modules[0] if modules else getattr(function, "__qualname__", type(function).__name__))
     return list(dict.fromkeys(found))
