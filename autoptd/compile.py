@@ -289,9 +289,13 @@ def plan_batch(options: Options, args: tuple[Any, ...], kwargs: dict[str, Any], 
     total = batch_rows(leaves, replicas * (options.num_microbatches or 1))
     batched = tuple(i for i in tensors if leaves[i].shape[0] == total)
     if total % replicas:
-        sizes = ", ".join(f"tensor {i} has {leaves[i].shape[0]}" for i in tensors)
-        fact = f"{total} rows do not divide over d={replicas} ({sizes} in its first dim)"
-        raise PlanError("example_inputs", fact, f"a multiple of {replicas} rows in the first tensor and those beside it")
+        fact = f"{total} rows do not divide over d={replicas}"
+        if len(batched) < len(tensors):
+            sizes = ", ".join(f"tensor {i} has {leaves[i].shape[0]}" for i in tensors)
+            fact += (
+                f" (in their first dim, {sizes}: the batch is the first tensor's, or of most where that has one entry)"
+            )
+        raise PlanError("example_inputs", fact, f"a multiple of {replicas} rows")
     share = total // replicas
     m = options.num_microbatches or default_microbatches(share, options.p)
     if share % m:

@@ -37,7 +37,7 @@ from autoptd.trace.storage import is_same_memory, tied_names
 from autoptd.trace.watch import Operands, checkpoint_sites, watch_tracing
 
 RESERVED = {"self", "w", "b", "tp", "i", "F", "torch", "rt"}  # what emitted functions call by these names
-VALUE_REMEDY = "compute with the tensor itself (x * scale, torch.where, gather), or keep the number as a Python attribute"
+VALUE_REMEDY = "compute with the tensor itself (x * scale, torch.where, gather), or keep the number as an attribute"
 
 
 @dataclass

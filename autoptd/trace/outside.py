@@ -16,9 +16,22 @@ from typing import Any
 
 import torch
 
-FIXED = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)  # a name may be rebound
+from autoptd.trace.state import PLAIN
+
+FIXED = PLAIN  # but their name may be rebound
 MUTABLE = (torch.Tensor, dict, list, set, bytearray)
-LIBRARIES = ("logging", "warnings", "torch", "math", "numpy", "builtins", "functools", "operator", "typing", "collections", "einops")
+LIBRARIES = {
+    "torch",
+    "math",
+    "numpy",
+    "builtins",
+    "functools",
+    "operator",
+    "typing",
+    "collections",
+    "logging",
+    "warnings",
+}
 LOADS = {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF"}
 ATTRIBUTES = {"LOAD_ATTR", "LOAD_METHOD"}
 NOTHING = object()

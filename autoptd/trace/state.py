@@ -56,18 +56,22 @@ class Change:
         """The error that names it."""
         if self.path in RANDOM:
             fact = f"the forward draws from {RANDOM[self.path]} (LayerDrop does): the traced graph would repeat one outcome"
-            return TraceError("model", fact, "switch it off (layerdrop=0), or draw outside and pass the numbers as an input")
+            return TraceError(
+                "model", fact, "switch it off (layerdrop=0), or draw outside and pass the numbers as an input"
+            )
         values = "" if " 0x" in self.before + self.after else f" ({self.before} before it, {self.after} after it)"
         fact = f"is changed by the forward{values}, which the traced graph would not do"
-        remedy = "keep no Python state in forward: count in the training loop, and pass what the model needs as an input"
+        remedy = (
+            "keep no Python state in forward: count in the training loop, and pass what the model needs as an input"
+        )
         return TraceError(self.path, fact, remedy)
 
 
 class State:
     """All values that Python keeps for a model, as they are now.
 
-    `leaves` are texts by path, equal as long as the value is; `tensors` are by path as well; `holders` are pairs of an object that
-    can be written to and its content.
+    `leaves` are texts by path, equal as long as the value is; `tensors` are by path as well; `holders` are pairs of what can be
+    written to and its content.
     """
 
     def __init__(self, model: nn.Module, loss_fn: Any = None) -> None:

@@ -73,7 +73,7 @@ def watch_tracing(model: nn.Module) -> Iterator[Met]:
 
 
 class Operands(TorchFunctionMode):
-    """Around the traced forward, looks at the operands of every call: the model's parameters are fake there, all others real."""
+    """Around the traced forward, looks at the operands of every call: the model's parameters are fake, others real."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -107,7 +107,9 @@ class Operands(TorchFunctionMode):
         kind = "parameter" if isinstance(one, nn.Parameter) else "tensor that requires a gradient"
         name = names[0] if names else f"a {kind} of shape {tuple(one.shape)}"
         fact = f"is read by the forward ({users_line()}) but is no registered parameter of the model: it would not be trained"
-        raise TraceError(name, fact, "assign it to a module (self.name = nn.Parameter(...), nn.ParameterList), or .detach() it")
+        raise TraceError(
+            name, fact, "assign it to a module (self.name = nn.Parameter(...), nn.ParameterList), or .detach() it"
+        )
 
 
 def _with_index_of_one(x: Tensor, index: Any) -> tuple[Tensor, Any]:
