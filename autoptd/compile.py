@@ -46,6 +46,7 @@ from autoptd.records import (
     warn_of_checkpoints,
     warn_of_fallbacks,
 )
+from autoptd.runtime.batch import batch_rows
 
 
 def compile(model: nn.Module, *, example_inputs: Any, **keywords: Any) -> Program:
@@ -289,12 +290,16 @@ def plan_batch(options: Options, args: tuple[Any, ...], kwargs: dict[str, Any], 
         raise PlanError(
             "example_inputs", "no tensor with a batch dim", "pass the tensors that the model is called with"
         )
-    total = leaves[tensors[0]].shape[0]
+    total = batch_rows(leaves, replicas * (options.num_microbatches or 1))
     batched = tuple(i for i in tensors if leaves[i].shape[0] == total)
     if total % replicas:
-        raise PlanError(
-            "example_inputs", f"{total} rows do not divide over d={replicas}", f"a multiple of {replicas} rows"
-        )
+        fact = f"{total} rows do not divide over d={replicas}"
+        if len(batched) < len(tensors):
+            sizes = ", ".join(f"tensor {i} has {leaves[i].shape[0]}" for i in tensors)
+            fact += (
+                f" (in their first dim, {sizes}: the batch is the first tensor's, or of most where that has one entry)"
+            )
+        raise PlanError("example_inputs", fact, f"a multiple of {replicas} rows")
     share = total // replicas
     m = options.num_microbatches or default_microbatches(share, options.p)
     if share % m:

@@ -341,8 +341,9 @@ def warn_of_checkpoints(modules: Sequence[str]) -> None:
     """Warn once that activation checkpoints in the model are not kept."""
     if modules:
         named = ", ".join(dict.fromkeys(map(_any_layer, modules)))
-        message = f"activation checkpointing in the model ({named}) is not honoured: the ranks keep these activations, and "
-        warnings.warn(message + "compute nothing again. Numbers are the same, memory is that without it.", stacklevel=3)
+        message = f"activation checkpointing in the model ({named}) is not honoured: these activations are kept, "
+        message += "and nothing is computed again. Numbers are the same, memory is that without it"
+        warnings.warn(message, stacklevel=3)
 
 
 def warn_of_fallbacks(program: Program) -> None:

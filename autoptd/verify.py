@@ -42,6 +42,7 @@ from autoptd.runtime.batch import check_call
 from autoptd.runtime.dropout import Draw, dropout
 from autoptd.trace import given_masks
 from autoptd.trace.loss import WithLoss
+from autoptd.trace.state import map_attribute_tensors
 from autoptd.untouched import check_copy, put_back, rounding_of
 
 TOLERANCE = 1e-9
@@ -178,9 +179,11 @@ def checks_own_dtype(model: nn.Module) -> bool:
 
 
 def widen_model(model: nn.Module) -> nn.Module:
-    """A float64 copy; tied weights stay tied."""
+    """A float64 copy, plain tensor attributes included; tied weights stay tied."""
     try:
-        return copy.deepcopy(model).double()
+        wide = copy.deepcopy(model).double()
+        map_attribute_tensors(wide, lambda x: x.double() if x.is_floating_point() else x)
+        return wide
     except RuntimeError as error:  # a module that keeps a tensor with a history, as the old weight_norm does
         fact = f"it cannot be copied: {str(error).splitlines()[0]}"
         raise PlanError("verify", fact, "keep only parameters and buffers on modules") from error

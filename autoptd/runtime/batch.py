@@ -9,7 +9,7 @@ the global rows from r*B/d + j*b onward (b rows per microbatch, B per step).
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from functools import cache
 from typing import Any
 
@@ -79,13 +79,13 @@ def take_rows(
 ) -> tuple[Args, Kwargs]:
     """Return the call with the rows of one of `replicas` replicas, of a call with the rows of all.
 
-    Batched arguments are the program's; before there is one, those whose dim 0 is as long as the first tensor's.
+    Batched arguments are the program's; before there is one, those whose dim 0 is as long as the batch (`batch_rows`).
     """
     leaves, tree = tree_flatten((args, kwargs))
     tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.dim()]
     if not tensors:
         return args, kwargs
-    batched = [i for i in tensors if leaves[i].shape[0] == leaves[tensors[0]].shape[0]]
+    batched = [i for i in tensors if leaves[i].shape[0] == batch_rows(leaves, replicas)]
     if program is not None:
         check_call(program, args, kwargs, replicas)
         batched = [spec.leaf for spec in program.inputs if spec.batched]
@@ -96,6 +96,20 @@ def take_rows(
             raise PlanError("local_batch", fact, "a batch that d divides: DataLoader(..., drop_last=True)")
         leaves[i] = leaves[i].narrow(0, at.dp * rows, rows)
     return tree_unflatten(leaves, tree)  # type: ignore[return-value]
+
+
+def batch_rows(leaves: Sequence[Any], pieces: int) -> int:
+    """The rows of a call: dim 0 of its first tensor.
+
+    A first tensor of one entry (a temperature) is no batch where others have more rows, nor is one of one row that `pieces` do
+    not divide: the batch is then what most tensors have, and of equally many the first.
+    """
+    sizes = [leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()]
+    first = next(leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim())
+    others = sizes[1:] if tuple(first.shape) == (1,) else [size for size in sizes if size > 1]
+    if sizes[0] != 1 or not others or (first.dim() > 1 and pieces == 1):
+        return sizes[0]
+    return max(others, key=others.count)
 
 
 def _flatten(args: Args, kwargs: Kwargs) -> tuple[list[Any], str]:

@@ -39,6 +39,7 @@ from autoptd.trace.watch import Operands, checkpoint_sites, watch_tracing
 # Their results carry no gradient: they read a value, or only its shape.
 _FILLED = "zeros_like ones_like full_like empty_like rand_like randn_like randint_like"
 WITHOUT_GRADIENT = {getattr(torch.ops.aten, name) for name in ("detach", *_FILLED.split())}
+VALUE_REMEDY = "compute with the tensor itself (x * scale, torch.where, gather), or keep the number as an attribute"
 
 
 @dataclass
@@ -133,9 +134,10 @@ def _export(
     except Exception as error:
         line = _user_line(error)
         fact = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        remedy = "make the forward free of branches and sizes that depend on tensor values"
-        if "data-dependent" not in fact:
-            remedy = "the model must run on these example inputs; torch.export must be able to trace it"
+        if "data-dependent" in fact:
+            fact = "the value of a tensor becomes a Python number, and a branch or a size may follow it"
+            raise TraceError(line, fact, VALUE_REMEDY) from error
+        remedy = "the model must run on these example inputs; torch.export must be able to trace it"
         raise TraceError(line, f"cannot be traced: {type(error).__name__}: {fact}", remedy) from error
 
 
@@ -265,8 +267,7 @@ def _check_sizes(node: Node) -> None:
     pieces = node.meta.get("val")
     if isinstance(pieces, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         fact = f"the value of a tensor becomes a Python number ({op_name(node)})"
-        remedy = "compute with the tensor itself (x * scale, torch.where, gather), or keep the number as a Python attribute"
-        raise TraceError("  ".join(source_line(node)) or "model", fact, remedy)
+        raise TraceError("  ".join(source_line(node)) or "model", fact, VALUE_REMEDY)
     for one in pieces if isinstance(pieces, (tuple, list)) else [pieces]:
         if isinstance(one, torch.Tensor) and not all(isinstance(size, int) for size in one.shape):
             fact = f"the size of {node.target}'s result depends on the values of a tensor"

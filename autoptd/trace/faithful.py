@@ -68,8 +68,8 @@ def compare(
 ) -> None:
     """Run model and graph once on the same call: TraceError when the loss or a gradient differs.
 
-    They run the same operators in the same order, on CUDA with attention that adds in a fixed order. Where they differ by more than the dtype's
-    tolerance, the model runs again: kernels that add in any order give it a tolerance of its own.
+    They run the same operators in the same order, on CUDA with attention that adds in a fixed order. Where they differ by more
+    than the dtype's tolerance, the model runs again: kernels that add in any order give it a tolerance of its own.
     """
     watched = Watched(model, loss_fn)
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}

@@ -1,7 +1,8 @@
 """Custom autograd functions: traced as the operators of their forward, where their backward is the derivative of it.
 
 torch.export loses the backward of an `autograd.Function`. Many only save memory or time: what autograd makes of the forward is
-the same (BLOOM's GELU). That is tried on random numbers of several sizes, forward and backward; all others are refused by name.
+the same (BLOOM's GELU). That is tried on random numbers of several sizes, forward and backward; all others are refused by name,
+and so is a backward that reads what may change later (`outside.py`).
 
 In: calls met while tracing (`run_forward`, `Call`). Out: nothing, or a TraceError (`check_functions`).
 
@@ -19,7 +20,9 @@ import torch
 from torch import Tensor
 
 from autoptd.errors import TraceError
+from autoptd.trace.outside import outside_state
 
+STATE_REMEDY = "pass it as an argument of apply (a tensor that is an input of the model), or write it as a constant"
 REMEDY = "write it with differentiable torch operators"
 SIZES = (1e-2, 1.0, 1e2)  # of the random numbers; of the gradients that come in, their third power
 TOLERANCE = 1e-7  # in float64, of the largest entry
@@ -76,6 +79,10 @@ def run_forward(function: Any, args: Sequence[Any]) -> Any:
 def check_functions(met: Sequence[Call]) -> None:
     """Refuse functions whose values or gradients are not those of their forward."""
     for call in dict.fromkeys(met):
+        read = outside_state(call.function.backward)
+        if read:
+            fact = f"its backward reads {read}, whose later values the traced graph would not see"
+            raise TraceError(f"autograd.Function {call.function.__name__}", fact, STATE_REMEDY)
         try:
             with torch.random.fork_rng(devices=[]), torch.enable_grad():
                 torch.manual_seed(0)

@@ -56,20 +56,28 @@ class Change:
         """The error that names it."""
         if self.path in RANDOM:
             fact = f"the forward draws from {RANDOM[self.path]} (LayerDrop does): the traced graph would repeat one outcome"
-            return TraceError("model", fact, "switch it off (layerdrop=0), or draw outside and pass the numbers as an input")
+            return TraceError(
+                "model", fact, "switch it off (layerdrop=0), or draw outside and pass the numbers as an input"
+            )
         values = "" if " 0x" in self.before + self.after else f" ({self.before} before it, {self.after} after it)"
         fact = f"is changed by the forward{values}, which the traced graph would not do"
-        remedy = "keep no Python state in forward: count in the training loop, and pass what the model needs as an input"
+        remedy = (
+            "keep no Python state in forward: count in the training loop, and pass what the model needs as an input"
+        )
         return TraceError(self.path, fact, remedy)
 
 
 class State:
-    """All values that Python keeps for a model, as they are now."""
+    """All values that Python keeps for a model, as they are now.
+
+    `leaves` are texts by path, equal as long as the value is; `tensors` are by path as well; `holders` are pairs of what can be
+    written to and its content.
+    """
 
     def __init__(self, model: nn.Module, loss_fn: Any = None) -> None:
         self.leaves: dict[str, str] = {}
         self.tensors: dict[str, Tensor] = {}
-        self._saved: list[tuple[Any, Any]] = []
+        self.holders: list[tuple[Any, Any]] = []
         self._kept: list[Any] = []  # alive, so that no other object gets its id
         self._seen: set[int] = set()
         modules = dict(model.named_modules())
@@ -98,7 +106,7 @@ class State:
 
     def restore(self) -> None:
         """Give every attribute and container the content that it had."""
-        for holder, content in self._saved:
+        for holder, content in self.holders:
             if isinstance(holder, types.CellType):
                 holder.cell_contents = content
             elif isinstance(holder, type):
@@ -120,9 +128,9 @@ class State:
 
     def _visit_module(self, path: str, module: nn.Module) -> None:
         attributes = vars(module)
-        self._saved.append((attributes, dict(attributes)))
+        self.holders.append((attributes, dict(attributes)))
         for kind in ("_parameters", "_buffers"):
-            self._saved.append((attributes[kind], dict(attributes[kind])))
+            self.holders.append((attributes[kind], dict(attributes[kind])))
             for name, one in attributes[kind].items():
                 self._keep(_join(path, name), one)
         for name, value in attributes.items():
@@ -131,7 +139,7 @@ class State:
 
     def _visit_class(self, cls: type) -> None:
         names = _plain_names(cls)
-        self._saved.append((cls, names))
+        self.holders.append((cls, names))
         for name, value in names.items():
             self._visit(f"{cls.__qualname__}.{name}", value, DEEPEST - 1)
 
@@ -159,7 +167,7 @@ class State:
             self._visit(path, value.__self__, depth + 1)
         elif hasattr(value, "__dict__") and depth < DEEPEST and not isinstance(value, OPAQUE):
             self._enter(value)
-            self._saved.append((vars(value), dict(vars(value))))
+            self.holders.append((vars(value), dict(vars(value))))
             for name, one in vars(value).items():
                 self._visit(f"{path}.{name}", one, depth + 1)
         else:
@@ -169,7 +177,7 @@ class State:
         self._enter(value)
         self.leaves[path] = f"{type(value).__name__} of {len(value)}"
         if not isinstance(value, (tuple, frozenset)):
-            self._saved.append((value, value.copy()))
+            self.holders.append((value, value.copy()))
         if len(value) > LARGEST or depth >= DEEPEST:
             return
         if isinstance(value, (set, frozenset)):
@@ -191,7 +199,7 @@ class State:
                 content = cell.cell_contents
             except ValueError:  # not assigned yet
                 continue
-            self._saved.append((cell, content))
+            self.holders.append((cell, content))
             self._visit(f"{path}.{name}", content, depth + 1)
 
     def _enter(self, value: Any) -> None:
@@ -278,6 +286,16 @@ def _changes_of_second_call(watched: Watched, args: tuple[Any, ...], kwargs: dic
 def attribute_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Tensors that modules keep as plain attributes, in containers as well: neither parameters nor buffers."""
     yield from State(model).tensors.items()
+
+
+def map_attribute_tensors(model: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+    """Replace the tensors that modules keep as plain attributes, in lists and dicts as well."""
+    for holder, content in State(model).holders:
+        if not isinstance(holder, (dict, list)):
+            continue
+        for key, one in content.items() if isinstance(content, dict) else enumerate(content):
+            if isinstance(one, Tensor) and (made := change(one)) is not one:
+                holder[key] = made
 
 
 def _is_real(x: Any) -> bool:

@@ -81,7 +81,9 @@ def check_storage(model: nn.Module) -> None:
         both = [extent for extent in (one, two) if id(extent.tensor) in known]
         if len(both) == 2 and not may_tie(one, two):
             first, second = sorted(both, key=parameters.index)
-            fact = f"is a parameter of its own that shares its memory with {first.name}: a step of one changes the other"
+            fact = (
+                f"is a parameter of its own that shares its memory with {first.name}: a step of one changes the other"
+            )
             raise TraceError(second.name, fact, TIE)
         if len(both) == 1:
             other = two if both[0] is one else one

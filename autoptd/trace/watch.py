@@ -73,7 +73,7 @@ def watch_tracing(model: nn.Module) -> Iterator[Met]:
 
 
 class Operands(TorchFunctionMode):
-    """Around the traced forward, looks at the operands of every call: the model's parameters are fake there, all others real."""
+    """Around the traced forward, looks at the operands of every call: the model's parameters are fake, others real."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -107,7 +107,9 @@ class Operands(TorchFunctionMode):
         kind = "parameter" if isinstance(one, nn.Parameter) else "tensor that requires a gradient"
         name = names[0] if names else f"a {kind} of shape {tuple(one.shape)}"
         fact = f"is read by the forward ({users_line()}) but is no registered parameter of the model: it would not be trained"
-        raise TraceError(name, fact, "assign it to a module (self.name = nn.Parameter(...), nn.ParameterList), or .detach() it")
+        raise TraceError(
+            name, fact, "assign it to a module (self.name = nn.Parameter(...), nn.ParameterList), or .detach() it"
+        )
 
 
 def _with_index_of_one(x: Tensor, index: Any) -> tuple[Tensor, Any]:
@@ -145,9 +147,11 @@ def checkpoint_sites(model: nn.Module, functions: Any) -> list[str]:
     names = {id(module): name for name, module in model.named_modules()}
     found = []
     for function in functions:
+        bound: list[Any] = [function]
         while isinstance(function, functools.partial):
+            bound += function.args
             function = function.func
-        owner = getattr(function, "__self__", function)
-        name = names.get(id(owner)) or getattr(function, "__qualname__", type(function).__name__)
-        found.append(name)
+        bound += [function, getattr(function, "__self__", None)]
+        modules = [names[id(one)] for one in bound if names.get(id(one))]
+        found.append(modules[0] if modules else getattr(function, "__qualname__", type(function).__name__))
     return list(dict.fromkeys(found))

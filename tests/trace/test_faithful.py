@@ -489,3 +489,37 @@ def quiet() -> Iterator[None]:
 def test_every_operator_of_a_region_has_a_site() -> None:
     found = captured(Net(under_no_grad), X)
     assert all(note(node).source for node in ops(found.graph))
+
+
+# Kernels that add in any order, as on CUDA.
+
+
+@torch.library.custom_op("autoptd_tests::shaken", mutates_args=())
+def shaken(x: Tensor, size: float) -> Tensor:
+    return x * (1 + size * torch.randn(x.shape))
+
+
+@shaken.register_fake
+def _(x: Tensor, size: float) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _keep_size(ctx: Any, inputs: Any, output: Tensor) -> None:
+    ctx.size = inputs[1]
+
+
+def _shake_gradient(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    return shaken(gradient, ctx.size), None
+
+
+shaken.register_autograd(_shake_gradient, setup_context=_keep_size)
+
+
+def test_a_model_that_differs_from_itself_has_that_tolerance() -> None:
+    torch.manual_seed(0)
+    for size in (0.0, 1e-4):
+        captured(Net(lambda self, x, size=size: shaken(self.second(self.first(x)), size).square().mean()), X)
+    model = Net(lambda self, x: shaken(self.second(self.first(x)), 1.0).square().mean())
+    found = trace.capture(model, (X,), {}, None)
+    with pytest.raises(TraceError, match="two runs on the same batch differ"):
+        trace.compare(model, None, found.graph, found.buffers, (X,), {})

@@ -121,7 +121,6 @@ class Mean(StraightThrough):
     [
         (Net(StraightThrough), "not the derivative"),
         (Net(Clipped), "not the derivative"),
-        (Net(Closed), "no registered parameter"),
         (Net(Dirty), "mark_dirty"),
         (Net(Mean, torch.zeros(2, dtype=torch.int64)), "no floats"),
         (Net(Mean, nn.Linear(2, 2)), "takes a Linear"),
@@ -131,3 +130,8 @@ def test_others_are_refused(model: nn.Module, fact: str) -> None:
     with pytest.raises(TraceError, match=fact) as caught:
         trace.capture(model, (X,), {}, None)
     assert model.function.__name__ in caught.value.site
+
+
+def test_a_parameter_from_outside_is_refused() -> None:
+    with pytest.raises(TraceError, match="no registered parameter"):
+        trace.capture(Net(Closed), (X,), {}, None)
