@@ -36,6 +36,7 @@ from autoptd.runtime.timeline import Span
 from autoptd.viz import graph_picture
 
 Compile = Callable[[tuple[Any, ...], dict[str, Any], bool], Program]  # args, kwargs, compare trace and model once?
+CompileEval = Callable[[tuple[Any, ...], dict[str, Any], Program], Program]  # args, kwargs, the program that trains
 Draw = Callable[[Program, Path, Sequence[Span]], None]
 
 
@@ -56,8 +57,8 @@ class ParallelModel:
 
     `program` is the compiled model, or None: see `lazy`. `state` is the model's state dict: its parameters, and persistent
     buffers. With `weights` the parameters' values are those of this folder instead; `format` says how the model is saved as
-    one. `compile_eval` compiles in eval mode at the first `eval_step`; without it, evaluation runs the training program's
-    forward. `draw` adds pictures to `show`. Collective.
+    one. `compile_eval` compiles for the first `eval_step`, on the layout of the program that trains; without it, evaluation runs
+    that program's forward. `draw` adds pictures to `show`. Collective.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class ParallelModel:
         state: Mapping[str, torch.Tensor],
         *,
         compile: Compile | None = None,
-        compile_eval: Compile | None = None,
+        compile_eval: CompileEval | None = None,
         draw: Draw | None = None,
         weights: Folder | None = None,
         format: FolderFormat | None = None,
@@ -145,8 +146,9 @@ class ParallelModel:
         """Return the loss of the global batch without gradients, the model in eval mode. Collective."""
         trained, ranks = self._running(args, kwargs)
         if self._eval_program is None and self._compile_eval is not None:
-            self._eval_program = self._compile_eval(args, kwargs, False)
-            ranks.attach_evaluator(self._eval_program)
+            self._eval_program = self._compile_eval(args, kwargs, trained)
+            if self._eval_program is not trained:
+                ranks.attach_evaluator(self._eval_program)
         program = self._eval_program or trained
         check_call(program, args, kwargs, ranks.replicas)
 

@@ -194,15 +194,15 @@ def test_eval_step_runs_the_program_compiled_in_eval_mode() -> None:
     model, asked = make_model(), []
     batch = make_batch(rows=12)
 
-    def compile_eval(args: Any, kwargs: Any, check: bool) -> Program:
-        asked.append((args[0].shape, check))
+    def compile_eval(args: Any, kwargs: Any, trained: Program) -> Program:
+        asked.append((args[0].shape, trained is pm.program))
         return make_program(dataclasses.replace(FULL, rows=12), model)  # another batch size shows which one runs
 
     pm = ParallelModel(make_program(FULL, model), options_of(FULL), model.state_dict(), compile_eval=compile_eval)
     try:
         for _ in range(2):
             assert pm.eval_step(*batch).item() == pytest.approx(model(*batch).item(), rel=1e-13)
-        assert asked == [((12, 5), False)]
+        assert asked == [((12, 5), True)]
         pm.step(*make_batch())
     finally:
         pm.close()
