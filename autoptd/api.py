@@ -49,6 +49,7 @@ def parallelize(
     backend: str | None = None,
     timeout: float = 300.0,
     nan: str = "raise",
+    check_every: int | None = None,
     p2p: str | None = None,
     fuse: str | bool | None = None,
     fuse_only: Sequence[str] | None = None,
@@ -70,7 +71,8 @@ def parallelize(
     `v` model chunks per pipeline rank; `loss_fn(output, targets)` where the model returns no loss; `num_microbatches` per
     replica and step (default: the largest divisor of the replica's rows that is <= 4p, a multiple of p preferred);
     `schedule` one of `autoptd.options.SCHEDULES` or the path of a text file with your own; `backend` "local", "gloo" or
-    "nccl"; `timeout` in seconds; `nan="ignore"` lets a NaN loss pass; `seed` draws the dropout masks; `p2p` says how stages
+    "nccl"; `timeout` in seconds; `nan="ignore"` lets a NaN loss pass; `check_every` steps the ranks of
+    a replica compare their batches, and copies of parameters (default 100; 0: never); `seed` draws the dropout masks; `p2p` says how stages
     send where t > 1: "direct", "scatter_gather" or "auto"; `fuse` names the backend of fused
     operators: "eager", "triton", "inductor" or False (default: by device), `fuse_only` those to use; the next three are hooks
     on the backward of linear layers, see `Options`. `memory` bounds the bytes of a rank; `machine` is what the plan is
@@ -101,6 +103,7 @@ def parallelize(
         "backend": backend,
         "timeout": timeout,
         "nan": nan,
+        "check_every": check_every,
         "p2p": p2p,
         "fuse": fuse,
         "fuse_only": fuse_only,

@@ -23,7 +23,8 @@ from autoptd.errors import PlanError
 from autoptd.ir.mesh import Coordinate
 from autoptd.ir.program import Picture, Program
 from autoptd.options import Options
-from autoptd.runtime.batch import check_call, cut, take_rows
+from autoptd.runtime import check_batch, check_copies
+from autoptd.runtime.batch import check_call, cut, flatten, take_rows
 from autoptd.runtime.gradients import clip_gradients
 from autoptd.runtime.launch import LocalRanks, ProcessRank, Rank, RunningRanks, is_launched, own_rank
 from autoptd.runtime.optimizer import make_optimizer
@@ -75,6 +76,7 @@ class ParallelModel:
     ) -> None:
         self.options = options
         self._is_process = not is_local(options)
+        self._calls = 0  # of `step`: what all ranks have in common, as `steps` may be set
         self._state = {name: x.detach() for name, x in state.items()}
         self._names = list(self._state)
         self._compile, self._compile_eval, self._draw = compile, compile_eval, draw
@@ -113,11 +115,22 @@ class ParallelModel:
             )
         program, ranks = self._running(args, kwargs)
         check_call(program, args, kwargs, ranks.replicas)
+        self._calls += 1
+        call, every = self._calls, self.options.check_every
 
         def step(rank: Rank) -> torch.Tensor:
             names, replica = rank.executor.inputs, ranks.replica_of(rank)
             batch = cut(program, args, kwargs, names, replica, rank.world.device)
-            return rank.executor.step(batch, self.options.nan)
+            if check_copies.is_due(call, every):
+                check_copies.check_copies(rank.params, call)
+            check = None
+            if self._is_process and check_batch.is_due(call, every):  # in local there is but one batch
+                leaves = flatten(args, kwargs)[0]
+                check = check_batch.BatchCheck(rank.world, rank.executor.steps + 1, leaves)
+            loss = rank.executor.step(batch, self.options.nan)
+            if check is not None:
+                check.finish()
+            return loss
 
         return ranks.run("step", step)
 
