@@ -34,6 +34,7 @@ from autoptd.auto import planned
 from autoptd.compat import tree_map
 from autoptd.compile import check_module, compile_program, split_call
 from autoptd.errors import InternalError, PlanError, TraceError
+from autoptd.evaluation import compile_evaluation, modes_of
 from autoptd.fresh import Call, fresh_calls, given_calls
 from autoptd.ir.program import Program
 from autoptd.options import Options, make_options
@@ -242,11 +243,11 @@ class Trained:
     """The partitioned model and its optimizer."""
 
     def __init__(self, model: nn.Module, program: Program, setting: Setting) -> None:
-        options = setting.options
+        options, modes = setting.options, modes_of(model)
 
-        def compile_eval(args: tuple[Any, ...], kwargs: dict[str, Any], check: bool) -> Program:
+        def compile_eval(args: tuple[Any, ...], kwargs: dict[str, Any], trained: Program) -> Program:
             with Widen():
-                return compile_program(in_eval_mode(model), options, args, kwargs, replicas=options.d, check=check)
+                return compile_evaluation(model, options, args, kwargs, trained, modes, replicas=options.d)
 
         self.program, self.setting = program, setting
         self.pm = ParallelModel(program, options, model.state_dict(), compile_eval=compile_eval)
