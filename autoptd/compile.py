@@ -8,6 +8,7 @@ No process group, no GPU and no weights in memory are needed: meta parameters co
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,9 +27,12 @@ from autoptd.errors import PlanError, TraceError
 from autoptd.fit import fit
 from autoptd.ir.actions import Kind, Orders, ranks_of_stages
 from autoptd.ir.fallback import Fallback
+from autoptd.ir.machine import Machine
 from autoptd.ir.notes import copy_graph, note
 from autoptd.ir.parcels import plan_parcels
+from autoptd.ir.plan import Plan
 from autoptd.ir.program import Program
+from autoptd.ir.weighed import found_text, weighed_record
 from autoptd.kernels.dropout import has_triton
 from autoptd.options import Options, make_options
 from autoptd.pictures import painter
@@ -99,7 +103,9 @@ def compile_program(
     machine = options.rank_machine
     placed, price = fit(solve, first=options.memory_price or 0.0, unit=1 / machine.link_bandwidth)
     options = replace(options, memory_price=price or None)
-    graph, assignment, fallbacks, cut, groups, sizes = placed
+    graph, (assignment, fallbacks, groups, sizes), cut = placed
+    connected = partial(connect, forms.graphs["TRACED"], captured, whole, batch, orders=orders)
+    weighed = weigh_known(connected, forms.graphs["CONNECTED"], options, sizes)
     ranks = ranks_of_stages(orders)
 
     passes.localize(graph, sizes)
@@ -121,7 +127,7 @@ def compile_program(
     params = param_specs(graph, captured, options)
     crossed = tuple(crossing_spec(one) for one in crossing)
     parcels = plan_parcels(crossed, ranks, options.mesh, options.p2p, machine)
-    plan = plan_record(options, batch, cut, params, fallbacks)
+    plan = plan_record(options, batch, cut, params, fallbacks, weighed)
     return Program(
         mesh=options.mesh,
         v=options.v,
@@ -149,20 +155,26 @@ def compile_program(
         costs=costs,
         buffers={name: value.detach() for name, value in captured.buffers.items()},
         graphs=forms.graphs,
-        explainer=partial(passes.explain, assignment),
+        explainer=partial(passes.explain, assignment, remark=found_text(weighed)),
         painter=painter(of_a_rank),
     )
+
+
+class Connected(NamedTuple):
+    """What was found out about a graph in which everything has its type over tp."""
+
+    assignment: passes.Assignment
+    fallbacks: list[Fallback]
+    groups: passes.Groups
+    sizes: passes.Sizes
 
 
 class Placed(NamedTuple):
     """A graph in which everything has its type over tp and its stage."""
 
     graph: Graph
-    assignment: passes.Assignment
-    fallbacks: list[Fallback]
+    connected: Connected
     cut: dict[str, Any]
-    groups: passes.Groups
-    sizes: passes.Sizes
 
 
 def place(
@@ -175,9 +187,40 @@ def place(
     memory_price: float,
 ) -> Placed:
     """TRACED to CUT, where every byte that a rank holds costs `memory_price` seconds more; TooFull if it does not fit."""
-    graph, live = copy_graph(forms.graphs["TRACED"]), schedule.live_moments(orders)
-    in_flight = max(map(max, live)) * batch.rows / batch.traced_rows
-    machine = passes.price_memory(options.rank_machine, memory_price, in_flight)
+    asked = replace(options, memory_price=memory_price)
+    graph, connected = connect(forms.graphs["TRACED"], captured, whole, batch, asked, orders=orders, keep=forms.add)
+    cut = passes.cut(
+        graph,
+        ranks_of_stages(orders),
+        connected.sizes,
+        price_of_memory(asked, batch, orders),
+        live=schedule.live_moments(orders),
+        finish=schedule.finish_of(orders),
+        main_grads=options.accumulate_allreduce_grads_in_fp32,
+        pinned=options.plan.cut,
+    )
+    forms.add("CUT", graph)
+    return Placed(graph, connected, cut)
+
+
+def price_of_memory(options: Options, batch: Batch, orders: Orders) -> Machine:
+    """The machine that plans are weighed for, with what each byte that a rank holds costs beside."""
+    in_flight = max(map(max, schedule.live_moments(orders))) * batch.rows / batch.traced_rows
+    return passes.price_memory(options.rank_machine, options.memory_price or 0.0, in_flight)
+
+
+def connect(
+    traced: Graph,
+    captured: tracing.Captured,
+    whole: Graph | None,
+    batch: Batch,
+    options: Options,
+    *,
+    orders: Orders,
+    keep: Callable[[str, Graph], None] = lambda form, graph: None,
+) -> tuple[Graph, Connected]:
+    """TRACED to CONNECTED, on a copy; `keep` is shown the forms."""
+    graph = copy_graph(traced)
     batched = {name for name, leaf in captured.inputs if leaf in batch.batched}
     axes, assignment = passes.annotate(
         graph,
@@ -186,11 +229,11 @@ def place(
         batched,
         batch.pieces,
         options.t,
-        machine,
+        price_of_memory(options, batch, orders),
         sequence_parallel=options.sequence_parallel,
         shard=options.plan.shard,
     )
-    forms.add("ANNOTATED", graph)
+    keep("ANNOTATED", graph)
 
     found = passes.fallbacks(graph)  # FLOPs of the traced rows
     fallbacks = [replace(one, flops=one.flops * batch.rows // batch.traced_rows) for one in found]
@@ -198,21 +241,27 @@ def place(
     passes.check_connected(graph, axes, options.t)
     has_hooks = options.has_hooks or has_weight_gradients(orders)
     groups = passes.find_fusions(graph, captured.buffers, options.fuse or False, options.fuse_only, hooks=has_hooks)
-    forms.add("CONNECTED", graph)
-
+    keep("CONNECTED", graph)
     sizes = passes.Sizes(options.t, batch.traced_rows, batch.rows, batch.pieces)
-    cut = passes.cut(
-        graph,
-        ranks_of_stages(orders),
-        sizes,
-        machine,
-        live=live,
-        finish=schedule.finish_of(orders),
-        main_grads=options.accumulate_allreduce_grads_in_fp32,
-        pinned=options.plan.cut,
-    )
-    forms.add("CUT", graph)
-    return Placed(graph, assignment, fallbacks, cut, groups, sizes)
+    return graph, Connected(assignment, fallbacks, groups, sizes)
+
+
+def weigh_known(
+    connected: Callable[[Options], tuple[Graph, Connected]], found: Graph, options: Options, sizes: passes.Sizes
+) -> dict[str, Any] | None:
+    """What was found beside the plans that people know, where tokens may be split by price."""
+    if options.t == 1 or options.sequence_parallel != "auto":
+        return None
+    machine = options.rank_machine
+    weights, missing = {"auto": passes.weigh(found, sizes, machine)}, {}
+    for known in (True, False):
+        try:
+            graph, _ = connected(replace(options, sequence_parallel=known, plan=Plan()))
+        except PlanError as error:
+            missing[str(known)] = error.fact
+        else:
+            weights[str(known)] = passes.weigh(graph, sizes, machine)
+    return weighed_record(weights, missing)
 
 
 def check_module(model: nn.Module) -> None:
