@@ -11,11 +11,10 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
-from torch.fx import Graph
 
 from autoptd import codegen, passes, schedule
 from autoptd import trace as tracing
@@ -24,16 +23,16 @@ from autoptd.compat import FakeTensor, tree_flatten, tree_unflatten
 from autoptd.dump import Forms
 from autoptd.errors import PlanError, TraceError
 from autoptd.fit import fit
-from autoptd.ir.actions import Kind, Orders, ranks_of_stages
+from autoptd.ir.actions import Orders, ranks_of_stages
 from autoptd.ir.buffers import Buffers
-from autoptd.ir.fallback import Fallback
-from autoptd.ir.notes import copy_graph, note
+from autoptd.ir.notes import note
 from autoptd.ir.parcels import plan_parcels
 from autoptd.ir.program import Program
-from autoptd.ir.types import layout
+from autoptd.ir.weighed import found_text
 from autoptd.kernels.dropout import has_triton
 from autoptd.options import Options, make_options
 from autoptd.pictures import painter
+from autoptd.placing import Traced, has_weight_gradients, place, weigh_known
 from autoptd.records import (
     Batch,
     about,
@@ -106,11 +105,13 @@ def compile_program(
     orders = written or make_orders(options, batch.num_microbatches)
     known = Buffers(captured.buffers)
     batched = {name for name, leaf in captured.inputs if leaf in batch.batched}
-    solve = partial(place, forms, known, batched, whole, options, batch, orders, like)
+    traced = Traced(captured.graph, whole, known, batched, batch, orders, like)
+    solve = partial(place, traced, options, forms.add)
     machine = options.rank_machine
     placed, price = fit(solve, first=options.memory_price or 0.0, unit=1 / machine.link_bandwidth)
     options = replace(options, memory_price=price or None)
-    graph, assignment, fallbacks, cut, groups, sizes = placed
+    graph, (assignment, fallbacks, groups, sizes), cut = placed
+    weighed = weigh_known(traced, forms.graphs["CONNECTED"], options, sizes)
     ranks = ranks_of_stages(orders)
 
     passes.localize(graph, sizes)
@@ -132,7 +133,7 @@ def compile_program(
     params = param_specs(graph, captured, options)
     crossed = tuple(crossing_spec(one) for one in crossing)
     parcels = plan_parcels(crossed, ranks, options.mesh, options.p2p, machine)
-    plan = plan_record(options, batch, cut, params, fallbacks)
+    plan = plan_record(options, batch, cut, params, fallbacks, weighed)
     return Program(
         mesh=options.mesh,
         v=options.v,
@@ -161,78 +162,9 @@ def compile_program(
         buffers={name: value.detach() for name, value in captured.buffers.items()},
         looked_at=known.looked_at(),
         graphs=forms.graphs,
-        explainer=partial(passes.explain, assignment),
+        explainer=partial(passes.explain, assignment, remark=found_text(weighed)),
         painter=painter(of_a_rank),
     )
-
-
-class Placed(NamedTuple):
-    """A graph in which everything has its type over tp and its stage."""
-
-    graph: Graph
-    assignment: passes.Assignment
-    fallbacks: list[Fallback]
-    cut: dict[str, Any]
-    groups: passes.Groups
-    sizes: passes.Sizes
-
-
-def place(
-    forms: Forms,
-    buffers: Buffers,
-    batched: set[str],
-    whole: Graph | None,
-    options: Options,
-    batch: Batch,
-    orders: Orders,
-    like: Program | None,
-    memory_price: float,
-) -> Placed:
-    """TRACED to CUT, where every byte that a rank holds costs `memory_price` seconds more; TooFull if it does not fit."""
-    graph, live = copy_graph(forms.graphs["TRACED"]), schedule.live_moments(orders)
-    in_flight = max(map(max, live)) * batch.rows / batch.traced_rows
-    machine = passes.price_memory(options.rank_machine, memory_price, in_flight)
-    axes, assignment = passes.annotate(
-        graph,
-        whole,
-        buffers,
-        batched,
-        batch.pieces,
-        options.t,
-        machine,
-        sequence_parallel=options.sequence_parallel,
-        shard=options.plan.shard,
-        layouts=None if like is None else layouts_of(like),
-    )
-    forms.add("ANNOTATED", graph)
-
-    found = passes.fallbacks(graph)  # FLOPs of the traced rows
-    fallbacks = [replace(one, flops=one.flops * batch.rows // batch.traced_rows) for one in found]
-    passes.communicate(graph, assignment, batch.pieces, options.t)
-    passes.check_connected(graph, axes, options.t)
-    has_hooks = options.has_hooks or has_weight_gradients(orders)
-    groups = passes.find_fusions(graph, buffers, options.fuse or False, options.fuse_only, hooks=has_hooks)
-    forms.add("CONNECTED", graph)
-
-    sizes = passes.Sizes(options.t, batch.traced_rows, batch.rows, batch.pieces)
-    cut = passes.cut(
-        graph,
-        ranks_of_stages(orders),
-        sizes,
-        machine,
-        live=live,
-        finish=schedule.finish_of(orders),
-        main_grads=options.accumulate_allreduce_grads_in_fp32,
-        pinned=options.plan.cut if like is None else like.plan["cut"],
-        like=None if like is None else like.graphs["CUT"],
-    )
-    forms.add("CUT", graph)
-    return Placed(graph, assignment, fallbacks, cut, groups, sizes)
-
-
-def layouts_of(program: Program) -> dict[str, tuple[Any, ...]]:
-    """Where the elements of every parameter lie on the tensor ranks, by first name."""
-    return {spec.name: layout(spec.dims, spec.type, program.mesh.t) for spec in program.params}
 
 
 def check_module(model: nn.Module) -> None:
@@ -360,11 +292,6 @@ def taker_of_weight_gradients(options: Options, orders: Orders) -> str:
     if has_weight_gradients(orders):
         return "deferred"
     return "main_grads" if options.accumulate_allreduce_grads_in_fp32 else ""
-
-
-def has_weight_gradients(orders: Orders) -> bool:
-    """Whether the schedule has actions for the weights' gradients."""
-    return any(action.kind is Kind.W for order in orders for action in order)
 
 
 def connect_orders(orders: Orders, crossing: list[codegen.Crossing]) -> Orders:

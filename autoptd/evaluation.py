@@ -20,12 +20,13 @@ from torch import nn
 
 from autoptd import trace as tracing
 from autoptd.compat import tree_flatten
-from autoptd.compile import capture_rows, compile_program, layouts_of, plan_batch
+from autoptd.compile import capture_rows, compile_program, plan_batch
 from autoptd.errors import PlanError
 from autoptd.ir.notes import note
 from autoptd.ir.plan import Plan
 from autoptd.ir.program import Program
 from autoptd.options import Options
+from autoptd.placing import layouts_of
 from autoptd.runtime.batch import expected_shape
 
 Modes = Mapping[nn.Module, bool]

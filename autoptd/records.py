@@ -305,7 +305,12 @@ def _listed(plan: BucketPlan) -> str:
 
 
 def plan_record(
-    options: Options, batch: Batch, cut: dict[str, Any], params: tuple[ParamSpec, ...], fallbacks: list[Fallback]
+    options: Options,
+    batch: Batch,
+    cut: dict[str, Any],
+    params: tuple[ParamSpec, ...],
+    fallbacks: list[Fallback],
+    weighed: dict[str, Any] | None,
 ) -> dict[str, Any]:
     """What `plan.json` says: the decisions, by the model's own names."""
     layers: dict[str, set[ValueType]] = {}
@@ -325,6 +330,7 @@ def plan_record(
         "cut": cut["after"],
         "shard": [*shard.values(), *(dict(one) for one in options.plan.shard if one.get("dim") is None)],
         "fallbacks": merged_fallbacks(fallbacks),
+        **({"weighed": weighed} if weighed else {}),
     }
 
 

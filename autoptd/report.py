@@ -19,7 +19,7 @@ from autoptd.ir.calls import LOCAL_KINDS, Call, call_site, expected_calls, star,
 from autoptd.ir.program import ParamSpec, Picture, Program
 from autoptd.pictures import executed_run, simulated_run
 from autoptd.runtime.record import Record
-from autoptd.summary import AXES, Summary, seconds_text, summarize
+from autoptd.summary import AXES, WEIGHED, Summary, seconds_text, summarize, weighed_table
 from autoptd.viz import Run, graph_picture, schedule_svg
 from autoptd.viz.collectives import collectives_markdown
 from autoptd.viz.highlight import python_html
@@ -233,7 +233,11 @@ def _schedule(program: Program, runs: list[Run]) -> str:
 
 
 def _decisions(program: Program) -> str:
-    parts = [heading("What tp does not split as one would expect")]
+    parts: list[str] = []
+    if weighed := program.plan.get("weighed"):
+        names, rows = weighed_table(weighed)
+        parts += [heading(WEIGHED), paragraph(f"{weighed['found']}."), table(names, rows, range(1, len(names)))]
+    parts.append(heading("What tp does not split as one would expect"))
     found = program.plan.get("fallbacks", [])
     rows = [
         (one["op"], one["site"] or "the model", one["fact"], one["remedy"], count_text(one["flops"])) for one in found

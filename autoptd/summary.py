@@ -24,10 +24,12 @@ from autoptd.ir.calls import expected_calls
 from autoptd.ir.machine import find_machine
 from autoptd.ir.mesh import Coordinate, Mesh
 from autoptd.ir.program import Program
+from autoptd.ir.weighed import KNOWN
 from autoptd.pictures import simulated_run
 from autoptd.viz.words import bytes_text, count_text
 
 AXES = {"tp": "tensor", "pp": "pipeline", "dp": "data"}
+WEIGHED = "Plan over tp, of a rank and a microbatch, beside the known ones"
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,9 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Summary:
-    """See the module's docstring; `step_seconds` is the simulated pipeline, `bubble` idle over ideal time (SC'21, 2.2)."""
+    """See the module's docstring; `step_seconds` is the simulated pipeline, `bubble` idle over ideal time (SC'21, 2.2),
+    `weighed` the plan over tp beside those that are known (`ir/weighed.py`), where it was chosen freely.
+    """
 
     mesh: Mesh
     v: int
@@ -81,6 +85,7 @@ class Summary:
     model_flops: int
     step_seconds: float
     bubble: float
+    weighed: dict[str, Any] | None = None
 
     @property
     def idle_seconds(self) -> float:
@@ -116,6 +121,7 @@ def summarize(program: Program) -> Summary:
         model_flops=3 * program.costs["total_flops"] * program.num_microbatches * program.mesh.d,
         step_seconds=run.length,
         bubble=run.bubble,
+        weighed=program.plan.get("weighed"),
     )
 
 
@@ -218,6 +224,38 @@ def _lines(one: Summary) -> Iterator[str]:
     )
     share = one.idle_seconds / one.step_seconds if one.step_seconds else 0.0
     yield f"Bubble: {seconds_text(one.idle_seconds)} a step, {share:.1%} of it ({one.bubble:.1%} of the work)"
+    if one.weighed:
+        yield ""
+        yield f"{WEIGHED}: {one.weighed['found']}"
+        yield from _table(*weighed_table(one.weighed))
+
+
+def weighed_table(weighed: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Names of columns, and a row for every plan over tp."""
+    names = (
+        "sequence_parallel",
+        "sent over tp",
+        "collectives",
+        "predicted",
+        "parameters",
+        "of a t-th",
+        "kept for backward",
+    )
+    rows = [
+        (
+            "auto: this one" if key == "auto" else KNOWN[key],
+            bytes_text(one["sent_bytes"]),
+            str(one["collectives"]),
+            seconds_text(one["seconds"]),
+            count_text(one["parameters"]),
+            f"x {one['over_least']:.2f}",
+            bytes_text(one["saved_bytes"]),
+        )
+        for key in ("auto", *KNOWN)
+        if (one := weighed.get(key))
+    ]
+    rows += [(f"{KNOWN[key]}: {why}", *[""] * (len(names) - 1)) for key, why in weighed.get("missing", {}).items()]
+    return names, rows
 
 
 def _runs(ranks: tuple[RankCosts, ...]) -> list[tuple[RankCosts, RankCosts]]:
@@ -255,4 +293,4 @@ def _table(names: tuple[str, ...], rows: list[tuple[str, ...]]) -> Iterator[str]
         yield "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
 
 
-__all__ = ["RankCosts", "Summary", "Traffic", "seconds_text", "summarize"]
+__all__ = ["WEIGHED", "RankCosts", "Summary", "Traffic", "seconds_text", "summarize", "weighed_table"]

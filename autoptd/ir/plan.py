@@ -7,7 +7,8 @@ that are pinned. Every key is optional:
      "cut": [3, 4, 4, 1],                   # layers per stage, or the p*v - 1 modules to cut behind: ["h.2", "h.6", "h.10"]
      "shard": [{"pattern": "h.*.mlp.c_fc.weight", "dim": 0, "axis": "tp"}]}      # see `passes/steer.py`
 
-`fallbacks` and `planner` (why the planner chose this: planner/plan.py) are reports and ask for nothing.
+`fallbacks`, `weighed` (the plan over tp beside those that are known: ir/weighed.py) and `planner` (why the planner chose this:
+planner/plan.py) are reports and ask for nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any
 from autoptd.errors import PlanError
 
 VERSION = 1
-KEYS = ("version", "mesh", "num_microbatches", "schedule", "options", "cut", "shard", "fallbacks", "planner")
+KEYS = ("version", "mesh", "num_microbatches", "schedule", "options", "cut", "shard", "fallbacks", "weighed", "planner")
 MESH = ("t", "p", "d", "v")
 
 

@@ -12,6 +12,7 @@ from autoptd.passes.hooks import adds_to_gradient, hook_gemms
 from autoptd.passes.localize import Sizes, local_shape, localize
 from autoptd.passes.memory import price_memory
 from autoptd.passes.unlisted import register_rule
+from autoptd.passes.weigh import weigh
 
 __all__ = [
     "Assignment",
@@ -37,4 +38,5 @@ __all__ = [
     "register_rule",
     "substitute",
     "unlisted_operators",
+    "weigh",
 ]

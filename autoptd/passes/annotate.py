@@ -53,7 +53,7 @@ def annotate(
         split = [pin for pin in pins.values() if pin.dim is not None]
         if split:
             raise PlanError("plan: shard", f"{split[0]}, but t=1 splits nothing", "t > 1, or leave it out")
-        return axes, Assignment({}, {}, lambda node, source, target: 0.0)
+        return axes, Assignment({}, {}, lambda *_: 0.0, lambda *_: 0.0)
     make_splitter = partial(Splitter, graph, axes, t, machine, batched, pins=pins)
     splitter = make_splitter(tokens=bool(sequence_parallel))
     if sequence_parallel is True:

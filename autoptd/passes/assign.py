@@ -4,7 +4,8 @@ One variable per operator that depends on parameters (its strategies), one table
 per fan-out (a materialised type is paid for once, so q, k and v share a gather). Minimised exactly: see `eliminate.py`. Values
 that depend on no parameter (ids, masks, tables of sines) are computed whole and sliced where an operator wants them split.
 What the first layer reads is brought to one type in front of it (its *entry*): that which the other layers read, or a price
-is paid, so that on near ties the first layer is like all others. Ties: every list below has a fixed order, whole strategies first, and the lower index wins.
+is paid, so that on near ties the first layer is like all others.
+Ties: every list below has a fixed order, whole strategies first, and the lower index wins.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch.fx import Graph, Node
 
 from autoptd.ir.notes import note, op_name, payload, value
 from autoptd.ir.types import I, R, ValueType, padded_size
-from autoptd.passes.costs import collective_seconds, conversion_seconds
+from autoptd.passes.costs import collective_seconds, conversion_price, conversion_seconds, odd_layer_price
 from autoptd.passes.eliminate import Factor, TableTooLarge, minimize, minimize_nearly
 from autoptd.passes.links import operands
 from autoptd.passes.rules import GEMMS
@@ -32,7 +33,6 @@ from autoptd.passes.ties import Ties, find_ties
 
 SAVED_FOR_BACKWARD = {*GEMMS, "aten.layer_norm", "aten.rms_norm", "aten.softmax", "aten.scaled_dot_product_attention"}
 SAVED_FOR_BACKWARD |= {f"aten.{name}" for name in "gelu relu silu tanh sigmoid mul div pow cross_entropy_loss".split()}
-DIFFERS = 1.0  # what a first layer costs that is not like the others: so many all-reduces of what it reads
 Hub = tuple[int, list[ValueType]]  # the variable of a type, and its choices
 
 
@@ -56,14 +56,15 @@ class Problem:
 class Assignment:
     """The solver's answer: a strategy per node, and per fan-out node the extra type that is materialised once.
 
-    `entries` are the types in which repeated layers begin with a value that is made before them. `cost` prices a conversion;
-    `problem` is what was minimised, with the `splitter` that said what may be split; `letters` are
-    those that people know axes by (`symbols.py`).
+    `entries` are the types in which repeated layers begin with a value that is made before them. `cost` is a conversion's
+    seconds, `price` what the solver paid for it; `problem` is what was minimised, with the `splitter` that said what may be
+    split; `letters` are those that people know axes by (`symbols.py`).
     """
 
     strategies: dict[Node, Strategy]
     hubs: dict[Node, ValueType]
     cost: Callable[[Node, ValueType, ValueType], float]
+    price: Callable[[Node, ValueType, ValueType], float]
     problem: Problem | None = None
     splitter: Splitter | None = None
     letters: dict[int, str] = field(default_factory=dict)
@@ -80,7 +81,7 @@ class Assignment:
         made, hub = note(operand).tp, self.hubs.get(operand)
         source = self.entries.get(operand, made)
         path = [source] if source != made else []
-        if hub in (None, source, target) or self.cost(operand, source, target) <= self.cost(operand, hub, target):
+        if hub in (None, source, target) or self.price(operand, source, target) <= self.price(operand, hub, target):
             return [*path, target] if target != source else path
         assert hub is not None
         return [*path, hub, target]
@@ -96,7 +97,8 @@ def assign_tensor(graph: Graph, splitter: Splitter) -> Assignment:
     for node, strategy in chosen.items():
         record = note(node)
         record.tp, record.form, record.why = strategy.gives, strategy.form, strategy.why
-    return Assignment(chosen, hubs, partial(_edge_cost, splitter), problem, splitter, entries=entries)
+    price = partial(_edge_price, splitter)
+    return Assignment(chosen, hubs, partial(price, count=conversion_seconds), price, problem, splitter, entries=entries)
 
 
 def find_plan(graph: Graph, splitter: Splitter) -> dict[Node, Strategy]:
@@ -270,8 +272,10 @@ def _entry_factors(
     """
     i, kinds = entry
     gives = [one.gives for one in strategies[node]]
-    made: list[Factor] = [((variable[node], i), _table([[_edge_cost(splitter, node, a, b) for b in kinds] for a in gives]))]
-    apart = DIFFERS * collective_seconds("all-reduce", payload(node), splitter.t, splitter.machine)
+    made: list[Factor] = [
+        ((variable[node], i), _table([[_edge_price(splitter, node, a, b) for b in kinds] for a in gives]))
+    ]
+    apart = odd_layer_price(payload(node), splitter.t, splitter.machine)
     for other in others:
         wanted = [one.gives for one in strategies[other]]
         made.append(((i, variable[other]), _table([[apart * (a != b) for b in wanted] for a in kinds])))
@@ -290,7 +294,7 @@ def _edge_factors(
     """The cost of bringing the value of `node`, in a type of `source`, to each reader, directly or through its hub, and of
     keeping it for backward.
     """
-    cost = partial(_edge_cost, splitter, node)
+    cost = partial(_edge_price, splitter, node)
     at, gives = source
     savers = [reader for reader in readers if is_saved(node, reader)]
     made: list[Factor] = []
@@ -301,9 +305,7 @@ def _edge_factors(
         kept = partial(_kept, splitter, node, reader, savers)
         if hub is None:
             table = _table([[cost(a, b) + kept(a, b) for b in needs] for a in gives])
-            made.append(
-                ((at, variable[reader]), table) if reader in variable else ((at,), table[:, 0])
-            )
+            made.append(((at, variable[reader]), table) if reader in variable else ((at,), table[:, 0]))
         else:
             cube = _table([[[min(cost(a, b), cost(h, b)) + kept(a, b) for b in needs] for h in hub[1]] for a in gives])
             where = (at, hub[0], variable[reader]) if reader in variable else (at, hub[0])
@@ -341,20 +343,28 @@ def _table(seconds: list[Any]) -> np.ndarray:
     return np.round(1e12 * np.array(seconds))
 
 
-def _edge_cost(splitter: Splitter, node: Node, source: ValueType, target: ValueType) -> float:
-    if source != target and isinstance(value(node), (tuple, list)):
-        return math.inf  # the pieces of a split are converted one by one, behind their getitem
-    if (
-        source != target
-        and source.kind == target.kind == "S"
-        and any(padded_size(note(node).dims, kind, splitter.t) for kind in (source, target))
-    ):
-        return math.inf  # an all-to-all of padded shards does not exist
-    if source != target and not (source.is_chunked and target.is_chunked):
-        return math.inf  # nothing is cut into copies, or put together of them
-    if note(node).kind == "param" and source != target and (source.kind, target.kind) not in PARAMETER_USES:
+def _edge_price(
+    splitter: Splitter, node: Node, source: ValueType, target: ValueType, count: Callable[..., float] = conversion_price
+) -> float:
+    """What the solver pays for converting the value of `node`, or (`count`) how long that takes; inf where it cannot be."""
+    if not _is_possible(splitter, node, source, target):
         return math.inf
-    return conversion_seconds(source, target, payload(node), splitter.t, splitter.machine)
+    return count(source, target, payload(node), splitter.t, splitter.machine)
+
+
+def _is_possible(splitter: Splitter, node: Node, source: ValueType, target: ValueType) -> bool:
+    """Whether the value of `node` can be converted from one type to the other."""
+    if source == target:
+        return True
+    if isinstance(value(node), (tuple, list)):
+        return False  # the pieces of a split are converted one by one, behind their getitem
+    if source.kind == target.kind == "S" and any(
+        padded_size(note(node).dims, kind, splitter.t) for kind in (source, target)
+    ):
+        return False  # an all-to-all of padded shards does not exist
+    if not (source.is_chunked and target.is_chunked):
+        return False  # nothing is cut into copies, or put together of them
+    return note(node).kind != "param" or (source.kind, target.kind) in PARAMETER_USES
 
 
 PARAMETER_USES = {("I", "P"), ("I", "R"), ("I", "S"), ("R", "S")}

@@ -1,8 +1,8 @@
 """Insert a conversion on every edge whose producer and reader disagree on type (ANNOTATED -> CONNECTED).
 
 A conversion out of P, and one to the type in which repeated layers begin, is placed right behind its producer, all others right
-before their first reader, and two readers that want the same type share one. `check_connected` then holds every operator against the table of types, independently of how
-the assignment was found.
+before their first reader, and two readers that want the same type share one. `check_connected` then holds every operator
+against the table of types, independently of how the assignment was found.
 """
 
 from __future__ import annotations
@@ -38,7 +38,14 @@ def communicate(graph: Graph, assignment: Assignment, pieces: int, t: int) -> No
             found = node
             for kind in assignment.route(node, target):
                 if kind not in made:
-                    made[kind] = _insert(graph, found, kind, readers[0], t, is_behind=found is node and kind == entry and node.op == "call_function")
+                    made[kind] = _insert(
+                        graph,
+                        found,
+                        kind,
+                        readers[0],
+                        t,
+                        is_behind=found is node and kind == entry and node.op == "call_function",
+                    )
                 found = made[kind]
             for reader in readers if found is not node else ():
                 reader.replace_input_with(node, found)

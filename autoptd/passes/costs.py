@@ -29,6 +29,9 @@ VIEWS |= {f"aten.{name}" for name in "split_with_sizes unbind unsqueeze squeeze 
 VIEWS |= {"getitem"}
 SORTS = ("aten.sort", "aten.argsort", "aten.topk", "aten.msort", "aten.searchsorted")
 RING_PASSES = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "all-to-all": 1}
+# What a plan pays beside its seconds, so that of two that are nearly as fast the simpler one is taken:
+PER_COLLECTIVE = 1.0  # for every collective, in latencies
+PER_ODD_LAYER = 1.0  # for a first layer that does not begin like the others, in all-reduces of what it reads
 
 
 Size = Callable[[Node], tuple[int, ...]]  # the shape of a node's value: whole, or a rank's
@@ -204,6 +207,20 @@ def conversion_seconds(source: ValueType, target: ValueType, nbytes: int, degree
     if row is None:
         return math.inf
     return sum(collective_seconds(one, nbytes, degree, machine) for one in (row.forward, row.backward))
+
+
+def conversion_price(source: ValueType, target: ValueType, nbytes: int, degree: int, machine: Machine) -> float:
+    """What a plan pays for a conversion: its seconds, and the price of its collectives."""
+    seconds = conversion_seconds(source, target, nbytes, degree, machine)
+    if source == target or math.isinf(seconds):
+        return seconds
+    row = CONVERSIONS[source.kind, target.kind]
+    return seconds + PER_COLLECTIVE * machine.latency * sum(one in RING_PASSES for one in (row.forward, row.backward))
+
+
+def odd_layer_price(nbytes: int, degree: int, machine: Machine) -> float:
+    """What a plan pays for a first layer that reads its value, of `nbytes`, in another type than the other layers theirs."""
+    return PER_ODD_LAYER * collective_seconds("all-reduce", nbytes, degree, machine)
 
 
 def collective_seconds(kind: str, nbytes: int, degree: int, machine: Machine) -> float:

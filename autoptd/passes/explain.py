@@ -33,6 +33,10 @@ from autoptd.passes.strategies import Strategy
 from autoptd.passes.symbols import Symbols
 
 SHOWN = 8
+KEPT = (
+    "sequence_parallel=True: what tp splits without it stays split; only what stands between may be split by tokens. "
+    '"auto" may split all of it otherwise'
+)
 
 
 @dataclass(frozen=True)
@@ -111,8 +115,11 @@ def _work(what: str, source: ValueType, target: ValueType) -> str:
     return f"{what} as {target.kind}: {', '.join(far or kinds) or 'nothing'},"
 
 
-def explain(assignment: Assignment, path: str) -> str:
-    """Return what was decided for the parameters and matrix products of the module at `path` (or one parameter), and why."""
+def explain(assignment: Assignment, path: str, remark: str = "") -> str:
+    """Return what was decided for the parameters and matrix products of the module at `path` (or one parameter), and why.
+
+    `remark` is said of the whole plan, at the end.
+    """
     problem = assignment.problem
     if problem is None:
         return f"{path}: t=1, nothing is split\n"
@@ -131,7 +138,10 @@ def explain(assignment: Assignment, path: str) -> str:
         lines += [*_lines(problem, node), *(f"  {one}" for one in costs)]
         shown += [one.expression for one in costs]
     legend = [f"where {symbols.legend(*shown)}"] if shown else []
-    return "\n".join([*lines, *legend]) + "\n"
+    remarks = [remark] if remark else []
+    if assignment.splitter.kept is not None:
+        remarks.append(KEPT)
+    return "\n".join([*lines, *legend, *remarks]) + "\n"
 
 
 def _path(node: Node) -> str:

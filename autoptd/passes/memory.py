@@ -22,7 +22,7 @@ from torch.fx import Graph, Node
 
 from autoptd.ir import markers
 from autoptd.ir.machine import Machine
-from autoptd.ir.notes import note, op_name, tensor
+from autoptd.ir.notes import note, op_name, ops, tensor
 from autoptd.passes.costs import VIEWS
 from autoptd.passes.hooks import gather_again
 from autoptd.passes.localize import Sizes, local_shapes
@@ -62,6 +62,11 @@ def count_bytes(graph: Graph, backbone: Sequence[Node], sizes: Sizes, main_grads
     return Held(tuple(kept), saved, tuple((nbytes, at) for at, nbytes in sorted(shared.items())))
 
 
+def saved_bytes(graph: Graph, sizes: Sizes) -> float:
+    """Bytes that the backward of a microbatch keeps, of the whole graph."""
+    return sum(_bytes_saved(node, sizes) for node in ops(graph))
+
+
 def price_memory(machine: Machine, price: float, in_flight: float) -> Machine:
     """The machine for which a byte that a rank holds costs `price` seconds per microbatch beside what it costs anyhow.
 
@@ -93,13 +98,13 @@ def _bytes_saved(node: Node, sizes: Sizes) -> float:
         return 0.0
     beside = 0.0
     if record.extra.get("fused") == "part of linear_cross_entropy":
-        beside = sum(_bytes(one, sizes) for one in _read_from_outside(node) if note(one).needs_grad)
+        beside = sum(_bytes(one, sizes) for one in read_from_outside(node) if note(one).needs_grad)
     elif op_name(node) in LOSSES:
         beside = _bytes(node.args[0], sizes)  # type: ignore[arg-type]
     return beside + (_bytes(node, sizes) if _is_needed(node) else 0.0)
 
 
-def _read_from_outside(result: Node) -> set[Node]:
+def read_from_outside(result: Node) -> set[Node]:
     """What the operators of a fused one read of others."""
     inner: list[Node] = [result]
     found: set[Node] = set()
@@ -127,4 +132,4 @@ def _is_needed(node: Node) -> bool:
     return False
 
 
-__all__ = ["Held", "count_bytes", "price_memory"]
+__all__ = ["Held", "count_bytes", "price_memory", "read_from_outside", "saved_bytes"]

@@ -42,9 +42,9 @@ class Strategy:
 
 
 class Splitter:
-    """What tp may split: letters that t divides, and vocabularies; never the batch, and other axes of inputs only where `tokens`
-    may be split. `batched` names the inputs whose dim 0 is the batch; `pins` hold parameters to what a plan says, `kept` all
-    that is split without tokens to what it was there.
+    """What tp may split: letters that t divides, and vocabularies; never the batch, and other axes of inputs only where
+    `tokens` may be split. `batched` names the inputs whose dim 0 is the batch; `pins` hold parameters to what a plan says,
+    `kept` all that is split without tokens to what it was there.
     """
 
     kept: KeptPlan | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,10 +21,10 @@ def solve(model: nn.Module, inputs: Any, t: int, monkeypatch: pytest.MonkeyPatch
     costs: list[float] = []
     solver = assign._solve
 
-    def both(solved: Any, strategies: Any, splitter: Any, same: Any, **keywords: Any) -> Any:
-        found = solver(solved, strategies, splitter, same, **keywords)
-        free = solver(solved, assign._Strategies(splitter, {}), splitter, {}, **keywords)
-        costs.extend(problem.price(problem.answer) for problem, _ in (found, free))
+    def both(solved: Any, strategies: Any, splitter: Any, ties: Any, **keywords: Any) -> Any:
+        found = solver(solved, strategies, splitter, ties, **keywords)
+        free = solver(solved, assign._Strategies(splitter, {}), splitter, replace(ties, same={}), **keywords)
+        costs.extend(one.problem.price(one.problem.answer) for one in (found, free))
         return found
 
     monkeypatch.setattr(assign, "_solve", both)

@@ -1,0 +1,64 @@
+"""What a plan over tp takes: seconds, bytes sent and bytes held, counted from its graph.
+
+In: a CONNECTED graph. Out: `Weight` (ir/weighed.py), of one microbatch and one tensor rank, forward and backward; the memory of
+parameters is that of themselves, without gradients and optimizer state.
+
+    weigh(graph, Sizes(t=8, traced_rows=2, rows=1, pieces=8), machine).sent_bytes
+"""
+
+from __future__ import annotations
+
+import math
+
+from torch.fx import Graph, Node
+
+from autoptd.ir.calls import LOCAL_KINDS, wire_bytes
+from autoptd.ir.machine import Machine
+from autoptd.ir.markers import convert
+from autoptd.ir.notes import note, ops, payload, placeholders, shape, tensor
+from autoptd.ir.types import CONVERSIONS
+from autoptd.ir.weighed import Weight
+from autoptd.passes.costs import collective_seconds, flops, local_payload, rank_seconds
+from autoptd.passes.hooks import gather_again
+from autoptd.passes.localize import Sizes, local_shape
+from autoptd.passes.memory import read_from_outside, saved_bytes
+
+
+def weigh(graph: Graph, sizes: Sizes, machine: Machine) -> Weight:
+    """Return what the plan takes on `machine`."""
+    t, share = sizes.t, sizes.rows / sizes.traced_rows  # what a microbatch is of the trace
+    seconds = sum(_seconds(node, t, machine) for node in ops(graph))
+    calls: list[tuple[str, int]] = []
+    for node in ops(graph):
+        if node.target is convert:
+            row = CONVERSIONS[note(node.args[0]).tp.kind, note(node).tp.kind]  # type: ignore[arg-type]
+            kinds = [row.forward, row.backward if note(node).needs_grad else "none"]
+            if gather_again(node):
+                kinds.append("all-gather")
+                seconds += collective_seconds("all-gather", payload(node), t, machine)
+            calls += [(kind, payload(node)) for kind in kinds if kind not in LOCAL_KINDS]
+    params = list(placeholders(graph, "param"))
+    held = [(math.prod(local_shape(one, sizes)), tensor(one).element_size()) for one in params]
+    return Weight(
+        seconds=seconds * share,
+        sent_bytes=round(sum(wire_bytes(kind, nbytes, t) for kind, nbytes in calls) * share),
+        collectives=len(calls),
+        parameters=sum(count for count, _ in held),
+        parameter_bytes=sum(count * itemsize for count, itemsize in held),
+        least_parameters=sum(math.prod(shape(one)) for one in params) // t,
+        saved_bytes=round(saved_bytes(graph, sizes)),
+    )
+
+
+def _seconds(node: Node, t: int, machine: Machine) -> float:
+    """Seconds of an operator, forward and backward; what is inside of a fused one moves nothing."""
+    record = note(node)
+    if record.extra.get("inner") and not flops(node):
+        return 0.0
+    if record.extra.get("fused", "").startswith("part of") and not flops(node):
+        moved = sum(local_payload(one, t) for one in [node, *read_from_outside(node)])
+        return 3 * moved / machine.memory_bandwidth
+    return rank_seconds(node, t, machine)
+
+
+__all__ = ["weigh"]
