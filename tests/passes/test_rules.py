@@ -85,7 +85,7 @@ EXAMPLES: dict[str, Example] = {
     "view as shorter integers": (lambda x: x.view(torch.int32) > 0, [r(4, 6)]),
     "rsub": (torch.rsub, [r(4, 6), r(4, 6)]),
     "rsub number": (lambda x: 1 - x, [r(4, 6)]),
-    "complex": (lambda x, y: torch.complex(x, y).resolve_conj().imag, [r(4, 6), r(4, 6)]),
+    "parts of complex numbers": (lambda x, y: torch.complex(x, y).resolve_conj().imag, [r(4, 6), r(4, 6)]),
     "conjugate": (lambda x, y: torch.polar(x.exp(), y).conj().real, [r(4, 6), r(4, 6)]),
     "margin_ranking_loss": (lambda x, y: F.margin_ranking_loss(x, y, y.sign(), 0.5), [r(4, 6), -r(4, 6)]),
     "hinge_embedding_loss": (lambda x, y: F.hinge_embedding_loss(x, y.sign()), [r(4, 6), r(4, 6)]),
