@@ -141,6 +141,8 @@ def split_links(node: Node) -> list[Link]:
 def getitem_links(node: Node) -> list[Link]:
     """One piece of a split: dims in which the pieces are equal correspond."""
     sizes = [tuple(piece.shape) for piece in value(operands(node)[0])]
+    if len({len(size) for size in sizes}) > 1:  # results of several kinds (embedding_bag)
+        return []
     equal = [d for d in range(len(sizes[0])) if len({size[d] for size in sizes}) == 1]
     return [
         same_dim(d) if d in equal else Link(f"d{d}", {0: Member((d,))}, None, "unequal pieces need it whole")

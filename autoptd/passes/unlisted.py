@@ -145,6 +145,10 @@ def _check_fits(node: Node, letters: str) -> None:
     if len(terms) != len(sizes):
         fact = f"{op_name(node)} reads {len(sizes) - 1} tensors, its rule {letters!r} names {len(terms) - 1}"
         raise PlanError(site(node), fact, remedy)
+    dots = [len(size) - len(term.split()) + 1 for term, size in zip(terms, sizes, strict=True) if "..." in term.split()]
+    if "..." in terms[-1].split() and dots[-1] != max(dots[:-1], default=0):
+        fact = f"{op_name(node)} has a tensor of {len(sizes[-1])} dims where its rule {letters!r} says {terms[-1]!r}"
+        raise PlanError(site(node), fact, remedy)
     lengths: dict[str, set[int]] = {}
     for term, size in zip(terms, sizes, strict=True):
         words = term.split()

@@ -15,7 +15,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from autoptd.errors import PlanError
+from autoptd.errors import PlanError, TraceError
 from autoptd.ir.notes import note, op_name, set_note, shape, site, value
 from autoptd.trace import dropouts, indices
 from autoptd.trace.functionalize import functionalize
@@ -44,7 +44,23 @@ def normalize(graph: Graph) -> None:
     for node in list(graph.nodes):
         if node.op == "placeholder" and not node.users and note(node).kind != "input":
             graph.erase_node(node)
+    _check_operators(graph)
     graph.lint()
+
+
+def _check_operators(graph: Graph) -> None:
+    """Transforms of functions leave calls behind that mean nothing outside of them; sparse tensors have no dims to split."""
+    for node in graph.nodes:
+        if note(node).kind == "param" and not value(node).numel():
+            raise TraceError(site(node), f"a parameter without elements: {list(shape(node))}", "leave it out")
+        home = getattr(node.target, "__module__", None) or ""
+        if "functorch" in home or op_name(node) in ("aten._make_dual", "aten._unpack_dual"):
+            fact = f"torch.func or torch.vmap ({op_name(node)}) cannot be traced"
+            raise TraceError(site(node), fact, "write it with operators on whole tensors, gradients by hand")
+        pieces = value(node)
+        for one in pieces if isinstance(pieces, (tuple, list)) else [pieces]:
+            if isinstance(one, torch.Tensor) and one.layout is not torch.strided:
+                raise TraceError(site(node), f"a {one.layout} tensor", "dense tensors, or gather and index_add")
 
 
 def _normalize_one(graph: Graph, node: Node) -> None:

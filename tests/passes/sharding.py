@@ -38,6 +38,7 @@ Tensor = torch.Tensor
 Env = dict[Node, Any]
 WITHOUT_GRADIENT = {"aten.cross_entropy_loss": 1, "aten.soft_margin_loss": 1}
 WITHOUT_GRADIENT["aten.binary_cross_entropy_with_logits"] = 2
+WITHOUT_GRADIENT |= {"aten.batch_norm": 3, "aten.multi_margin_loss": 1}  # running statistics, targets
 Answer = tuple[list[Tensor], dict[Node, Tensor]]  # pieces of the result, gradient of every float operand
 
 

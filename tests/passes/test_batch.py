@@ -42,7 +42,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "maximum of all": (loss_of(lambda self, x: x / x.abs().amax()), "needs all values at once"),
     "batch norm": (
         loss_of(lambda self, x: F.batch_norm(x, None, None, training=True)),
-        "aten.batch_norm mixes the samples of the batch .probed",
+        "aten.batch_norm mixes the samples of the batch .its statistics run over it",
     ),
     "unknown operator": (
         loss_of(lambda self, x: torch.cdist(x, x)),
@@ -57,7 +57,11 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "product of two means": (lambda self, x: x.mean() * F.linear(x, self.w).mean(), "sum over samples is not a sum"),
     "mean times itself": (lambda self, x: mean_times_itself(F.linear(x, self.w).mean()), "is not a sum over samples"),
     "ratio of sums": (lambda self, x: F.linear(x, self.w).sum() / x.sum(), "sum over samples is not a sum"),
-    "one plus the mean": (lambda self, x: 1 + F.linear(x, self.w).mean(), "sum over samples is not a sum"),
+    "NaN of the mean": (lambda self, x: F.linear(x, self.w).mean().nan_to_num(), "nan_to_num of a sum over samples"),
+    "cast of the mean to numbers": (
+        lambda self, x: F.linear(x, self.w).mean().long() * x.mean(),
+        "to of a sum over samples",
+    ),
     "sum by size": (lambda self, x: F.linear(x, self.w).sum() / x.shape[0], "computed from the number of rows"),
     "sum by tensor of size": (
         lambda self, x: F.linear(x, self.w).sum() / torch.tensor(float(x.shape[0])),
@@ -95,6 +99,8 @@ def test_refused(what: str) -> None:
 ALLOWED: dict[str, Callable[..., Any]] = {
     "mean": lambda self, x: F.linear(x, self.w).mean(),
     "sum scaled": lambda self, x: 0.5 * F.linear(x, self.w).sum() / 3,
+    "one plus the mean": lambda self, x: 1 + F.linear(x, self.w).mean(),
+    "one minus the sum": lambda self, x: (1 - F.linear(x, self.w).sum()).float().double() - 0.5,
     "two losses": lambda self, x: F.linear(x, self.w).mean() - 2 * (x @ self.w).square().sum(),
     "mean of means": lambda self, x: F.linear(x, self.w).mean(-1).mean(0),
     "stacked losses": lambda self, x: F.linear(x, self.w).sum(0).mean(),
@@ -129,6 +135,12 @@ def test_a_whole_addend_is_shared_among_the_pieces() -> None:
     shares = [node for node in ops(graph) if node.target is markers.share]
     assert [node.args[1] for node in shares] == [4]
     assert shares[0].args[0] is find(graph, "sum") and note(shares[0]).batch == P
+
+
+def test_a_number_is_shared_among_the_pieces() -> None:
+    """`1 - mean` is no sum of four ones."""
+    graph, _ = connect(make(lambda self, x: 1 - F.linear(x, self.w).mean() + 6), X, pieces=4)
+    assert find(graph, "rsub").args[1:] == (0.25,) and find(graph, "add").args[1:] == (1.5,)
 
 
 def test_a_bias_under_a_sum_over_the_batch_is_shared() -> None:
