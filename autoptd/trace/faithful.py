@@ -137,7 +137,9 @@ def _differences(found: Results, wanted: Results, share: float) -> dict[str, flo
         other = found.get(name)
         if one is None and other is None:
             continue
-        made[name] = _difference(one, other) / max(_size(one), share * largest, 1e-30)
+        difference = _difference(one, other)  # the largest entry may be infinite or NaN where it is 0 or infinite
+        is_finite = 0.0 < difference < math.inf
+        made[name] = difference / max(_size(one), share * largest, 1e-30) if is_finite else difference
     return made
 
 
