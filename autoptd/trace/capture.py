@@ -32,9 +32,9 @@ from autoptd.ir.notes import Note, note, op_name, output, set_note
 from autoptd.trace.faithful import check_loss_fn, check_model
 from autoptd.trace.functions import check_functions
 from autoptd.trace.normalize import normalize
-from autoptd.trace.state import Watched, check_changes
 from autoptd.trace.storage import is_same_memory, tied_names
 from autoptd.trace.watch import Operands, checkpoint_sites, watch_tracing
+from autoptd.trace.watched import Watched, check_changes
 
 # Their results carry no gradient: they read a value, or only its shape.
 _FILLED = "zeros_like ones_like full_like empty_like rand_like randn_like randint_like"
@@ -71,7 +71,8 @@ def capture(
     leaves, tree = tree_flatten((args, kwargs))
     fresh = [leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     call_args, call_kwargs = tree_unflatten(fresh, tree)
-    wrapper = Watched(model, loss_fn, around=partial(Operands, model))
+    registered = {id(one): name for name, one in model.named_parameters()}  # fake while the forward is traced
+    wrapper = Watched(model, loss_fn, around=partial(Operands, model, registered))
     exported, checkpointed = _export(wrapper, call_args, call_kwargs)
     check_changes(wrapper, args, kwargs)
     aliases = tied_names(model)

@@ -22,9 +22,9 @@ from autoptd.errors import TraceError
 from autoptd.ir.notes import is_tensor, note, op_name, ops, output, shape, value
 from autoptd.trace.dropouts import ATTENTION, dropouts
 from autoptd.trace.masks import any_mask, given_masks
-from autoptd.trace.state import Watched, check_changes
 from autoptd.trace.storage import check_storage
 from autoptd.trace.watch import HOOK_REMEDY
+from autoptd.trace.watched import Watched, check_changes
 
 # By the narrowest dtype that a gradient flows through: relative to a tensor's largest entry, and of the largest gradient what
 # is added to that entry: a gradient that is zero but for rounding must not be held against itself.
@@ -137,7 +137,9 @@ def _differences(found: Results, wanted: Results, share: float) -> dict[str, flo
         other = found.get(name)
         if one is None and other is None:
             continue
-        made[name] = _difference(one, other) / max(_size(one), share * largest, 1e-30)
+        difference = _difference(one, other)  # the largest entry may be infinite or NaN where it is 0 or infinite
+        is_finite = 0.0 < difference < math.inf
+        made[name] = difference / max(_size(one), share * largest, 1e-30) if is_finite else difference
     return made
 
 

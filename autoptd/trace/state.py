@@ -8,30 +8,24 @@ states of Python's and numpy's random numbers. Out: what a call has changed, and
     model(x)
     before.changes(State(model))      # [Change("layers.0.calls", "0", "1")]
     before.restore()                  # a trace leaves no fake tensor behind
-
-A cache is no state: what the first call makes and the second one only reads (`check_changes`).
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 import random
 import sys
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from autoptd.compat import FakeTensor, tree_map
 from autoptd.errors import TraceError
-from autoptd.trace.loss import WithLoss
-from autoptd.trace.masks import any_mask, given_masks
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 CONTAINERS = (dict, list, tuple, set, frozenset, deque)
@@ -133,6 +127,9 @@ class State:
             self.holders.append((attributes[kind], dict(attributes[kind])))
             for name, one in attributes[kind].items():
                 self._keep(_join(path, name), one)
+        for kind in ("_forward_hooks", "_forward_pre_hooks"):
+            for number, hook in attributes[kind].items():
+                self._visit(_join(path, f"{kind}[{number}]"), hook, 0)
         for name, value in attributes.items():
             if name not in OWN:
                 self._visit(_join(path, name), value, 0)
@@ -142,6 +139,9 @@ class State:
         self.holders.append((cls, names))
         for name, value in names.items():
             self._visit(f"{cls.__qualname__}.{name}", value, DEEPEST - 1)
+        for name, value in vars(cls).items():
+            if isinstance(value, types.FunctionType) and value.__closure__ and id(value) not in self._seen:
+                self._visit_function(f"{cls.__qualname__}.{name}", value, 0)
 
     def _visit_globals(self, module: str, names: dict[str, Any]) -> None:
         for name, value in names.items():
@@ -161,14 +161,15 @@ class State:
             self.leaves[path] = found
         elif isinstance(value, types.FunctionType):
             self._visit_function(path, value, depth)
-        elif isinstance(value, functools.partial):
+        elif isinstance(value, partial):
             self._visit(path, (value.func, value.args, value.keywords), depth + 1)
         elif isinstance(value, types.MethodType):
             self._visit(path, value.__self__, depth + 1)
-        elif hasattr(value, "__dict__") and depth < DEEPEST and not isinstance(value, OPAQUE):
+        elif depth < DEEPEST and not isinstance(value, OPAQUE) and (content := _attributes(value)):
             self._enter(value)
-            self.holders.append((vars(value), dict(vars(value))))
-            for name, one in vars(value).items():
+            if hasattr(value, "__dict__"):
+                self.holders.append((vars(value), dict(vars(value))))
+            for name, one in content.items():
                 self._visit(f"{path}.{name}", one, depth + 1)
         else:
             self._keep(path, value)
@@ -211,78 +212,6 @@ class State:
         self.leaves[path] = "None" if value is None else f"{type(value).__name__} {id(value):#x}"
 
 
-class Watched(WithLoss):
-    """The model and its loss, left as they were by every call; `seen` says what the last one has changed.
-
-    `around` makes a context for the forward alone.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        loss_fn: Callable[..., Any] | None,
-        around: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    ) -> None:
-        super().__init__(model, loss_fn)
-        self.seen, self.around = Seen(), around
-
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        before = State(self.model, self.loss_fn)
-        try:
-            with self.around():
-                return super().forward(*args, **kwargs)
-        finally:
-            after = State(self.model, self.loss_fn)
-            self.seen.changes = before.changes(after)
-            replaced = [path for path, one in before.tensors.items() if after.tensors.get(path) is not one]
-            self.seen.replaced = {path: before.tensors[path] for path in replaced}
-            before.restore()
-
-
-class Seen:
-    """What a call has changed, and tensors that were attributes before and are none after it; one object for all calls."""
-
-    def __init__(self) -> None:
-        self.changes: list[Change] = []
-        self.replaced: dict[str, Tensor] = {}
-
-
-def check_changes(watched: Watched, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuse what the last call has changed, unless it was a cache: what the first call makes and the second one finds."""
-    changes = watched.seen.changes
-    if not changes:
-        return
-    drawn = [one for one in changes if one.path in RANDOM]
-    again = drawn or _changes_of_second_call(watched, args, kwargs)
-    if again:
-        raise next((one for one in changes if one.path == again[0].path), again[0]).refuse()
-
-
-def _changes_of_second_call(watched: Watched, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Change]:
-    """Call twice without restoring in between: what the second call changes once more, or all if its loss is another."""
-    model, loss_fn = watched.model, watched.loss_fn
-    twin = WithLoss(model, loss_fn)
-    before = State(model, loss_fn)
-    first = next(model.parameters(), None)
-    fake = first.fake_mode if isinstance(first, FakeTensor) else None
-    if fake is not None:
-        args, kwargs = tree_map(lambda x: fake.from_tensor(x) if _is_real(x) else x, (args, kwargs))
-    has_values = first is None or not (first.is_meta or fake)
-
-    def run() -> Tensor:
-        with torch.no_grad(), fake or nullcontext(), given_masks(any_mask) if has_values else nullcontext():
-            return twin(*args, **kwargs)
-
-    try:
-        one, between = run(), State(model, loss_fn)
-        other = run()
-        found = between.changes(State(model, loss_fn))
-        is_same = not has_values or torch.equal(one.nan_to_num(), other.nan_to_num())
-        return found or ([] if is_same else before.changes(between))
-    finally:
-        before.restore()
-
-
 def attribute_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Tensors that modules keep as plain attributes, in containers as well: neither parameters nor buffers."""
     yield from State(model).tensors.items()
@@ -298,10 +227,6 @@ def map_attribute_tensors(model: nn.Module, change: Callable[[Tensor], Tensor]) 
                 holder[key] = made
 
 
-def _is_real(x: Any) -> bool:
-    return isinstance(x, Tensor) and not isinstance(x, FakeTensor)
-
-
 def _is_users(module: str) -> bool:
     return module.split(".")[0] not in ("torch", "builtins", "autoptd", "typing", "abc")
 
@@ -310,6 +235,17 @@ def _plain_names(cls: type) -> dict[str, Any]:
     """The class attributes that a forward may count with."""
     found = {name: value for name, value in vars(cls).items() if isinstance(value, (*PLAIN, dict, list, set))}
     return {name: value for name, value in found.items() if not name.startswith("__")}
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """What an object holds, by `__dict__` and by `__slots__`."""
+    slots = [name for cls in type(value).__mro__ for name in _as_names(cls.__dict__.get("__slots__", ()))]
+    held = {name: getattr(value, name) for name in slots if not name.startswith("__") and hasattr(value, name)}
+    return {**held, **getattr(value, "__dict__", {})}
+
+
+def _as_names(slots: Any) -> list[str]:
+    return [slots] if isinstance(slots, str) else list(slots)
 
 
 def _join(path: str, name: str) -> str:

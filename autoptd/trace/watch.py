@@ -75,10 +75,9 @@ def watch_tracing(model: nn.Module) -> Iterator[Met]:
 class Operands(TorchFunctionMode):
     """Around the traced forward, looks at the operands of every call: the model's parameters are fake, others real."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, registered: dict[int, str]) -> None:
         super().__init__()
-        self._model = model
-        self._registered = {id(one): name for name, one in model.named_parameters()}
+        self._model, self._registered = model, registered
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for one in args:

@@ -176,6 +176,13 @@ class Holder:
         self.step, self.history = 0, collections.deque([1.0], maxlen=3)
 
 
+class Slots:
+    __slots__ = ("n",)
+
+    def __init__(self) -> None:
+        self.n = 0
+
+
 def add_one(holder: Any, name: str) -> None:
     setattr(holder, name, getattr(holder, name) + 1)
 
@@ -189,6 +196,7 @@ STATE = [
     counted(
         "a deque of an object", lambda self: self.holder.history.append(self.holder.history[-1] * 2), holder=Holder()
     ),
+    counted("slots", lambda self: add_one(self.holder, "n"), holder=Slots()),
     counted("a set", lambda self: self.seen.add(len(self.seen)), seen=set()),
     counted("a class's", lambda self: add_one(type(self.extra), "calls"), extra=ByClass(2, 2)),
     counted("itertools", lambda self: next(self.numbers), numbers=itertools.count()),
@@ -203,6 +211,24 @@ STATE = [
 @pytest.mark.parametrize(("forward", "attributes"), STATE)
 def test_python_state_is_refused(forward: Callable[..., Tensor], attributes: dict[str, Any]) -> None:
     refused(Model(forward, **attributes), IDS, match="changed by the forward|draws from")
+
+
+def test_counters_around_the_forward_are_refused() -> None:
+    calls = {"n": 0}
+
+    class Closed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.emb, self.head = nn.Embedding(32, 16), nn.Linear(16, 32)
+
+        def forward(self, x: Tensor) -> Tensor:
+            calls["n"] += 1
+            return token_loss(self, x)
+
+    refused(Closed(), IDS, match=r"calls\['n'\]: is changed by the forward")
+    hooked = Model(token_loss)
+    hooked.head.register_forward_pre_hook(lambda module, args: calls.update(n=calls["n"] + 1))
+    refused(hooked, IDS, match=r"head._forward_pre_hooks.*calls\['n'\]: is changed by the forward")
 
 
 def test_numpy_random_is_refused() -> None:
@@ -241,6 +267,16 @@ def test_a_tensor_that_is_read_and_replaced_is_refused() -> None:
         return (h - self.mean).square().mean()
 
     refused(Model(forward, mean=torch.zeros(())), IDS, match="mean: a tensor attribute")
+
+
+def test_what_the_first_batch_sets_for_ever_is_refused() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        h = self.emb(x)
+        if not self.is_set:
+            self.scale, self.is_set = h.detach().abs().amax(), True
+        return self.head(h / self.scale).square().mean()
+
+    refused(Model(forward, is_set=False), IDS, match="changed by the forward", d=1)
 
 
 # What looks like state and is none.
@@ -300,6 +336,12 @@ def test_parameters_that_are_not_registered_are_refused() -> None:
     refused(listed, IDS, match=r"scales\[0\].*no registered parameter")
     of_file = Model(lambda self, x: self.head(self.emb(x) * GLOBAL).square().mean())
     refused(of_file, IDS, match=r"a parameter of shape \(16,\).*test_trace.py.*no registered parameter")
+
+
+def test_a_registered_parameter_that_is_read_from_a_list_is_refused() -> None:
+    model = Model(lambda self, x: token_loss(self, x) + self.listed[0].square().sum())
+    model.listed = list(model.parameters())
+    refused(model, IDS, match="emb.weight: is read from a list")
 
 
 def test_parameters_of_a_loss_function_are_refused() -> None:

@@ -1,0 +1,122 @@
+"""Call a model and leave it as it was: what the call changed is looked at, and refused unless it is a cache.
+
+In: a model, a loss function and a call. Out: the loss; the model as before it, without fake tensors in it where it was traced.
+A cache is what the first call makes and the second one finds, the same for every batch: a mask, a table of sines.
+
+    watched = Watched(model, loss_fn)
+    loss = watched(*args, **kwargs)
+    check_changes(watched, args, kwargs)      # TraceError: layers.0.calls: is changed by the forward (0 before it, 1 after it)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autoptd.compat import FakeTensor, tree_leaves, tree_map
+from autoptd.trace.loss import WithLoss
+from autoptd.trace.masks import any_mask, given_masks
+from autoptd.trace.state import RANDOM, Change, State
+
+
+class Watched(WithLoss):
+    """The model and its loss, left as they were by every call; `seen` says what the last one has changed.
+
+    `around` makes a context for the forward alone.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: Callable[..., Any] | None,
+        around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        super().__init__(model, loss_fn)
+        self.seen, self.around = Seen(), around
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        before = State(self.model, self.loss_fn)
+        try:
+            with self.around():
+                return super().forward(*args, **kwargs)
+        finally:
+            after = State(self.model, self.loss_fn)
+            self.seen.changes = before.changes(after)
+            replaced = [path for path, one in before.tensors.items() if after.tensors.get(path) is not one]
+            self.seen.replaced = {path: before.tensors[path] for path in replaced}
+            before.restore()
+
+
+class Seen:
+    """What a call has changed, and tensors that were attributes before and are none after it; one object for all calls."""
+
+    def __init__(self) -> None:
+        self.changes: list[Change] = []
+        self.replaced: dict[str, Tensor] = {}
+
+
+def check_changes(watched: Watched, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse what the last call has changed, unless it was a cache: what the first call makes and the second one finds."""
+    changes = watched.seen.changes
+    if not changes:
+        return
+    drawn = [one for one in changes if one.path in RANDOM]
+    again = drawn or _changes_of_second_call(watched, args, kwargs)
+    if again:
+        raise next((one for one in changes if one.path == again[0].path), again[0]).refuse()
+
+
+def _changes_of_second_call(watched: Watched, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Change]:
+    """Call twice without restoring in between: what the second call changes once more.
+
+    All is refused where the first call leaves something that another batch would have made otherwise: a third call, on other
+    rows, must give what it gives to a model that has seen nothing.
+    """
+    model, loss_fn = watched.model, watched.loss_fn
+    twin = WithLoss(model, loss_fn)
+    before = State(model, loss_fn)
+    first = next(model.parameters(), None)
+    fake = first.fake_mode if isinstance(first, FakeTensor) else None
+    if fake is not None:
+        args, kwargs = tree_map(lambda x: fake.from_tensor(x) if _is_real(x) else x, (args, kwargs))
+    has_values = first is None or not (first.is_meta or fake)
+
+    others = tree_map(partial(_first_row, sizes=_leading_sizes((args, kwargs))), (args, kwargs))
+
+    def run(call: Any) -> Tensor:
+        with torch.no_grad(), fake or nullcontext(), given_masks(any_mask) if has_values else nullcontext():
+            return twin(*call[0], **call[1])
+
+    try:
+        run((args, kwargs))
+        between = State(model, loss_fn)
+        run((args, kwargs))
+        found = between.changes(State(model, loss_fn))
+        if found or not has_values:
+            return found
+        later = run(others)
+        before.restore()
+        return [] if torch.equal(later.nan_to_num(), run(others).nan_to_num()) else before.changes(between)
+    finally:
+        before.restore()
+
+
+def _leading_sizes(call: Any) -> list[int]:
+    return [
+        leaf.shape[0] for leaf in tree_leaves(call) if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] > 1
+    ]
+
+
+def _first_row(leaf: Any, sizes: list[int]) -> Any:
+    """The first row of what is as long as the batch (most tensors are), in the place of all."""
+    is_batch = isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == max(sizes, key=sizes.count, default=0)
+    return leaf[:1].expand_as(leaf).clone() if is_batch else leaf
+
+
+def _is_real(x: Any) -> bool:
+    return isinstance(x, Tensor) and not isinstance(x, FakeTensor)
