@@ -49,7 +49,7 @@ def needs_of(program: Program) -> Needs:
         for target in map(program.rank_of_stage, one.targets):
             links |= {(source, target), (target, source)} if one.has_grad else {(source, target)}
     return Needs(
-        axes=(("dp", "tp"),),
+        axes=(("dp", "tp"),),  # gradients of type R: goes once their sums run over dp, then over tp
         owners=tuple(sorted(ranks for ranks in shared if len(ranks) > 1)),
         links=tuple(sorted((source, target) for source, target in links if source != target)),
     )

@@ -41,7 +41,9 @@ class ThreadWorld(Shared):
         pipes = {link: Pipe(self, *link) for link in needs.channels(mesh)}
         self._parts: list[Meeting | Pipe] = [*meetings.values(), *pipes.values()]
         target = torch.device(device)
-        if target.type == "cuda" and target.index is None:  # each thread has its own current device: all take the caller's
+        if (
+            target.type == "cuda" and target.index is None
+        ):  # each thread has its own current device: all take the caller's
             target = torch.device("cuda", torch.cuda.current_device())
         self.worlds = [ThreadRank(self, rank, target) for rank in range(mesh.size)]
         for ranks, meeting in meetings.items():

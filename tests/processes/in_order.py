@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 Start = Callable[[], Any]  # starts the operation on gloo and returns its Work
 
@@ -110,6 +111,10 @@ class InOrderGroup(dist.ProcessGroup):
 
     def getBackendName(self) -> str:
         return "in_order"
+
+    @property
+    def group_name(self) -> str:
+        return c10d._world.pg_names[self]
 
 
 def register() -> None:

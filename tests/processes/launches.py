@@ -133,11 +133,14 @@ def check(program: Program, model: nn.Module, batches: list[tuple[Tensor, Tensor
         made = model(*batch)
         wanted = made[1] if isinstance(made, tuple) else made
         wanted.backward()
+        wanted = wanted.detach()
         loss = ranks.run("step", step)
         require(abs(float(loss - wanted)) <= LIMIT * abs(float(wanted)), f"{program.schedule_name}: loss {loss}")
     gradients = ranks.run("gradients", lambda rank: gather_gradients(rank.params))
     trained = {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
-    require(not gradients or set(trained) <= set(gradients), f"gradients of {set(trained) - set(gradients)} are missing")
+    require(
+        not gradients or set(trained) <= set(gradients), f"gradients of {set(trained) - set(gradients)} are missing"
+    )
     largest = max(float(grad.abs().max()) for grad in trained.values())
     for name, grad in trained.items() if gradients else ():
         off = float((gradients[name] - grad).abs().max())
