@@ -37,8 +37,8 @@ LIMIT = 1e-9
 class Launch:
     """Worlds of `size` ranks. `group` says what there is before them.
 
-    "": nothing, each world makes the default group as under torchrun. "gloo", "in_order": a default group of the user's. "bound":
-    one with `device_id=`, as far as there can be one on a CPU: a new group is split from it, which takes all ranks.
+    "": nothing, each world makes the default group as under torchrun. "gloo", "in_order": a default group of the user's.
+    "bound": one with `device_id=`, as far as there can be one on a CPU: a new group is split from it, which takes all ranks.
     `folder` has a compiled program of `tests/parity/models.py`'s GPT instead of a case.
     """
 

@@ -103,7 +103,7 @@ def test_a_default_group_of_the_users() -> None:
 
 
 def test_operations_in_one_order_over_all_communicators() -> None:
-    """What NCCL asks for, and that its synchronous collectives hand out no Work: on the stand-in, which gets stuck otherwise."""
+    """What NCCL asks for, and no Work of synchronous collectives: on the stand-in, which gets stuck otherwise."""
     run(
         [launch_of([case for case in MESHES if size_of(case) == size], size, "in_order") for size in (3, 4, 6, 8)], 20.0
     )
