@@ -3,9 +3,9 @@
 In: nothing; `register()` makes the backend "in_order" known to torch. What it shares with NCCL, and gloo does not:
 
 - a synchronous collective hands out no Work;
-- a device is one queue: an operation begins when all that this process issued before it, on whatever group, have ended. NCCL
-  may do so (`NCCL_LAUNCH_ORDER_IMPLICIT`, or no room on the device for the kernels of a second communicator). What two processes
-  issue in orders that do not fit together waits for ever: here until the timeout.
+- a device is one queue: an operation begins when all that this process issued before it, on whatever group, have ended.
+  NCCL may do so (`NCCL_LAUNCH_ORDER_IMPLICIT`, or no room on the device for the kernels of a second communicator). What two
+  processes issue in orders that do not fit together waits for ever: here until the timeout.
 
 A send ends when it is received, as without buffers.
 """
