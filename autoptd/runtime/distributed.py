@@ -118,7 +118,9 @@ class DistributedWorld(World):
             ctas = P2P_CTAS if ranks in along_pp else None
             if (handle := self._communicator(f"group {number}", ranks, ctas)) is not None:
                 handles[ranks] = handle
-        downs = [self._communicator(f"down {ranks[0]}", ranks, P2P_CTAS) for ranks in sorted(along_pp) if len(ranks) > 1]
+        downs = [
+            self._communicator(f"down {ranks[0]}", ranks, P2P_CTAS) for ranks in sorted(along_pp) if len(ranks) > 1
+        ]
         down = next((one for one in downs if one is not None), None)
         for ranks, handle in handles.items():
             self._groups[ranks] = DistributedGroup(self, handle, ranks)

@@ -40,10 +40,12 @@ class ThreadWorld(Shared):
         meetings = {ranks: Meeting(self, ranks) for ranks in needs.groups(mesh)}
         pipes = {link: Pipe(self, *link) for link in needs.channels(mesh)}
         self._parts: list[Meeting | Pipe] = [*meetings.values(), *pipes.values()]
-        target = torch.device(device)
-        if target.type == "cuda" and target.index is None:  # each thread has its own current device: all take the caller's
-            target = torch.device("cuda", torch.cuda.current_device())
-        self.worlds = [ThreadRank(self, rank, target) for rank in range(mesh.size)]
+        place = torch.device(device)
+        if (
+            place.type == "cuda" and place.index is None
+        ):  # threads have current devices of their own: all take the caller's
+            place = torch.device("cuda", torch.cuda.current_device())
+        self.worlds = [ThreadRank(self, rank, place) for rank in range(mesh.size)]
         for ranks, meeting in meetings.items():
             for index, rank in enumerate(ranks):
                 self.worlds[rank]._groups[ranks] = ThreadGroup(self.worlds[rank], meeting, index)

@@ -7,8 +7,9 @@ RECV *posts* a receive and does not wait: the F or B that needs the message wait
 
 All ranks issue their messages in **one order**, that in which a simulation makes them: a rank would get through its step even
 if each of its sends and receives ended before the next began. NCCL asks for that: kernels of all communicators of a device
-may be launched, and wait for room on it, in the order in which they were issued. It costs nothing: a receive is posted before
-the computation during which its message is made, and after those that end earlier.
+may be launched, and wait for room on it, in the order in which they were issued. It costs no time: a receive is posted before
+the computation during which its message is made, and after those that end earlier. Where a message is made long before its
+turn (looped_bfs), it waits on the receiver's side, where it is an input that the backward keeps anyway.
 
     add_transfers(one_f_one_b(p=2, m=1), links=[(0, 1, True)])
     # rank 0: F0.0 SEND_F0.0>1 RECV_B0.0<1 B0.0 REDUCE0

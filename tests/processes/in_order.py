@@ -3,9 +3,9 @@
 In: nothing; `register()` makes the backend "in_order" known to torch. What it shares with NCCL, and gloo does not:
 
 - a synchronous collective hands out no Work;
-- a device is one queue: an operation begins when all that this process issued before it, on whatever group, have ended. NCCL may
-  do so (`NCCL_LAUNCH_ORDER_IMPLICIT`, or no room on the device for the kernels of a second communicator). What two processes
-  issue in orders that do not fit together waits for ever: here until the timeout.
+- a device is one queue: an operation begins when all that this process issued before it, on whatever group, have ended.
+  NCCL may do so (`NCCL_LAUNCH_ORDER_IMPLICIT`, or no room on the device for the kernels of a second communicator). What two
+  processes issue in orders that do not fit together waits for ever: here until the timeout.
 
 A send ends when it is received, as without buffers.
 """
@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 Start = Callable[[], Any]  # starts the operation on gloo and returns its Work
 
@@ -110,6 +111,10 @@ class InOrderGroup(dist.ProcessGroup):
 
     def getBackendName(self) -> str:
         return "in_order"
+
+    @property
+    def group_name(self) -> str:
+        return c10d._world.pg_names[self]
 
 
 def register() -> None:

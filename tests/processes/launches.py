@@ -37,8 +37,8 @@ LIMIT = 1e-9
 class Launch:
     """Worlds of `size` ranks. `group` says what there is before them.
 
-    "": nothing, each world makes the default group as under torchrun. "gloo", "in_order": a default group of the user's. "bound":
-    one with `device_id=`, as far as there can be one on a CPU: a new group is split from it, which takes all ranks.
+    "": nothing, each world makes the default group as under torchrun. "gloo", "in_order": a default group of the user's.
+    "bound": one with `device_id=`, as far as there can be one on a CPU: a new group is split from it, which takes all ranks.
     `folder` has a compiled program of `tests/parity/models.py`'s GPT instead of a case.
     """
 
@@ -133,11 +133,14 @@ def check(program: Program, model: nn.Module, batches: list[tuple[Tensor, Tensor
         made = model(*batch)
         wanted = made[1] if isinstance(made, tuple) else made
         wanted.backward()
+        wanted = wanted.detach()
         loss = ranks.run("step", step)
         require(abs(float(loss - wanted)) <= LIMIT * abs(float(wanted)), f"{program.schedule_name}: loss {loss}")
     gradients = ranks.run("gradients", lambda rank: gather_gradients(rank.params))
     trained = {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
-    require(not gradients or set(trained) <= set(gradients), f"gradients of {set(trained) - set(gradients)} are missing")
+    require(
+        not gradients or set(trained) <= set(gradients), f"gradients of {set(trained) - set(gradients)} are missing"
+    )
     largest = max(float(grad.abs().max()) for grad in trained.values())
     for name, grad in trained.items() if gradients else ():
         off = float((gradients[name] - grad).abs().max())

@@ -38,7 +38,16 @@ MESHES = [
 
 def test_every_schedule_and_every_mesh_are_there() -> None:
     assert {case.schedule for case in MESHES} == set(SCHEDULES)
-    wanted = {(1, 3, 1, 1), (1, 4, 1, 2), (1, 8, 1, 1), (2, 3, 1, 1), (1, 3, 2, 1), (2, 4, 1, 1), (1, 2, 4, 1), (4, 2, 1, 1)}
+    wanted = {
+        (1, 3, 1, 1),
+        (1, 4, 1, 2),
+        (1, 8, 1, 1),
+        (2, 3, 1, 1),
+        (1, 3, 2, 1),
+        (2, 4, 1, 1),
+        (1, 2, 4, 1),
+        (4, 2, 1, 1),
+    }
     assert {(case.t, case.p, case.d, case.v) for case in MESHES} == wanted
 
 
@@ -94,8 +103,10 @@ def test_a_default_group_of_the_users() -> None:
 
 
 def test_operations_in_one_order_over_all_communicators() -> None:
-    """What NCCL asks for, and that its synchronous collectives hand out no Work: on the stand-in, which gets stuck otherwise."""
-    run([launch_of([case for case in MESHES if size_of(case) == size], size, "in_order") for size in (3, 4, 6, 8)], 20.0)
+    """What NCCL asks for, and no Work of synchronous collectives: on the stand-in, which gets stuck otherwise."""
+    run(
+        [launch_of([case for case in MESHES if size_of(case) == size], size, "in_order") for size in (3, 4, 6, 8)], 20.0
+    )
 
 
 @pytest.fixture

@@ -276,12 +276,15 @@ def _process(
 
 def run_processes(mesh: Mesh, body: Callable[[World], None], timeout: float = 20.0) -> dict[int, str]:
     """Run `body` on one process per rank; return what each said before it ended."""
-    port = free_port()
+    return in_processes(mesh.size, _process, mesh.size, free_port(), body, mesh, timeout)
+
+
+def in_processes(size: int, target: Callable[..., None], *arguments: Any) -> dict[int, str]:
+    """Call `target(rank, *arguments, out)` in `size` processes; return what each put into `out`."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["autoptd.runtime.distributed"])
     out = context.Queue()
-    arguments = [(rank, mesh.size, port, body, mesh, timeout, out) for rank in range(mesh.size)]
-    processes = [context.Process(target=_process, args=one) for one in arguments]
+    processes = [context.Process(target=target, args=(rank, *arguments, out)) for rank in range(size)]
     for process in processes:
         process.start()
     for process in processes:
@@ -347,6 +350,27 @@ def test_exception_of_a_peer_is_shown() -> None:
 def test_hung_rank_is_named_after_the_timeout() -> None:
     said = run_processes(Mesh(t=2), hang_one, timeout=2.0)
     assert "rank 1 is hung or slow: it was last known at F1.2" in said[0] and "all_reduce 'sum'" in said[0]
+
+
+def _come_or_not(rank: int, port: int, out: Any) -> None:
+    store = dist.TCPStore("127.0.0.1", port, 3, rank == 0)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
+    if rank == 1:
+        time.sleep(6)
+        return
+    try:
+        DistributedWorld(Mesh(t=3), Needs(), device="cpu", timeout=2.0)
+    except Exception as exc:
+        out.put((rank, f"{type(exc).__name__}: {exc}"))
+    time.sleep(3)  # rank 0 hosts the store
+
+
+@pytest.mark.processes
+def test_a_rank_that_does_not_come_is_named() -> None:
+    said = in_processes(3, _come_or_not, free_port())
+    assert set(said) == {0, 2}
+    for rank, text in said.items():
+        assert text.startswith(f"RuntimeFault: rank {rank} at start: waited 2 s for rank 1, not arrived"), text
 
 
 @pytest.mark.processes
