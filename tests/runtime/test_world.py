@@ -326,6 +326,25 @@ def test_hung_rank_is_named_after_the_timeout() -> None:
     assert "rank 1 is hung or slow: it was last known at F1.2" in said[0] and "all_reduce 'sum'" in said[0]
 
 
+def call_another(world: World) -> None:
+    """Gloo ends the process that gets more than it expects."""
+    world.at = f"F0.{world.rank}"
+    group = world.group(("tp",))
+    for _ in range(3):
+        group.all_reduce(torch.ones(1), "same")
+    group.all_reduce(torch.ones(100 if world.rank else 1), f"call of {world.rank}")
+
+
+@pytest.mark.processes
+def test_ranks_that_make_different_calls_are_both_named() -> None:
+    said = run_processes(Mesh(t=2), call_another)
+    assert len(said) == 1  # the other one was aborted
+    (text,) = said.values()
+    assert text.startswith("RuntimeFault: ") and "is not the same on" in text, text
+    for rank, size in enumerate((4, 400)):
+        assert f"rank {rank} at F0.{rank}: all_reduce 'call of {rank}' of {size} bytes" in text, text
+
+
 @pytest.mark.processes
 def test_world_size_must_be_that_of_the_mesh() -> None:
     port = free_port()
