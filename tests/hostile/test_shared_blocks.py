@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import autoptd
 from autoptd.ir import machine
+from tests.processes.test_processes import finish, start
 from tests.thin import thinned
 
 VOCAB, LENGTH, WIDTH = 32, 8, 16
@@ -111,3 +112,11 @@ def batch() -> tuple[Tensor, Tensor]:
 def test_parity(kind: str, mesh: dict[str, Any]) -> None:
     torch.manual_seed(0)
     autoptd.verify(MODELS[kind](), example_inputs=batch(), num_microbatches=3, steps=2, **mesh)
+
+
+@pytest.mark.processes
+def test_parity_over_gloo() -> None:
+    """Which ends a process whose peers make their calls in another order."""
+    results = finish(start("shared_blocks.py", 4, "2", "2", "1"), timeout=120)
+    assert [code for code, _, _ in results] == [0] * 4, results[0][2][-2000:]
+    assert max(float(out.split()[-1]) for _, out, _ in results) < 1e-9
