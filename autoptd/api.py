@@ -23,6 +23,7 @@ from autoptd.auto import first_share, is_auto, planned
 from autoptd.compile import check_module, compile, compile_program, split_call
 from autoptd.errors import PlanError
 from autoptd.evaluation import compile_evaluation, modes_of
+from autoptd.excepthook import print_errors_once
 from autoptd.ir.machine import Machine
 from autoptd.ir.program import Program
 from autoptd.options import make_options
@@ -119,6 +120,7 @@ def parallelize(
         "gpus": gpus,
         **later,
     }
+    print_errors_once()
     check_module(model)
     is_chosen = is_auto(asked)
     options = make_options(**planned(model, example_inputs, asked))

@@ -14,12 +14,13 @@ from collections.abc import Sequence
 from autoptd.cli.commands import COMMANDS
 from autoptd.cli.parser import parse
 from autoptd.errors import AutoptdError, PlanError, TraceError
+from autoptd.excepthook import is_interrupt, is_told_here
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; return how the process is to end: 0 well, 1 it differs or failed, 2 the request cannot be met.
 
-    Errors are one line on stderr; with `--debug` they have their traceback.
+    Errors are one line on stderr, one for all ranks of a node where they are alike; with `--debug` they have their traceback.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
@@ -31,9 +32,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.close()
         return 1
     except Exception as error:
+        if is_interrupt(error):
+            return 130
         if "--debug" in given:
             traceback.print_exc()
-        else:
+        elif is_told_here(error):
             print(_told(error), file=sys.stderr)
         return 2 if isinstance(error, (PlanError, TraceError)) else 1
 

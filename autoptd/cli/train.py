@@ -18,7 +18,8 @@ from autoptd.cli.data import batches, load_tokens
 from autoptd.cli.models import as_call, find_model, length_of, make_with_weights, vocabulary_of
 from autoptd.cli.programs import keywords_of, rows_of
 from autoptd.cli.settings import read_pairs
-from autoptd.errors import PlanError
+from autoptd.errors import PlanError, RuntimeFault
+from autoptd.excepthook import is_interrupt
 from autoptd.ir.mesh import Coordinate
 from autoptd.options import make_options
 from autoptd.parallel_model import is_local
@@ -51,22 +52,40 @@ def train(asked: Namespace) -> int:
     pm = autoptd.parallelize(model, example_inputs=as_call(model, *share), **keywords)
     optimizer = pm.optimizer(torch.optim.AdamW, lr=asked.lr, weight_decay=asked.weight_decay)
     watched: dict[str, Any] = {"log": asked.log, "tensorboard": asked.tensorboard, "peak": asked.peak}
-    with autoptd.Progress(
-        pm, tokens=rows * length, steps=asked.steps, measure_every=asked.measure_every, **watched
-    ) as progress:
-        for x, y in batches(tokens, rows, length, asked.steps, seed):
-            args, keys = _call(pm, as_call(model, x, y))
-            loss = progress.step(*args, **keys)
-            norm = pm.clip_grad_norm_(asked.clip)
-            optimizer.step()
-            optimizer.zero_grad()
-            progress.add(loss, norm, lr=optimizer.param_groups[0]["lr"])
+    try:
+        with autoptd.Progress(
+            pm, tokens=rows * length, steps=asked.steps, measure_every=asked.measure_every, **watched
+        ) as progress:
+            for x, y in batches(tokens, rows, length, asked.steps, seed):
+                args, keys = _call(pm, as_call(model, x, y))
+                loss = progress.step(*args, **keys)
+                norm = pm.clip_grad_norm_(asked.clip)
+                optimizer.step()
+                optimizer.zero_grad()
+                progress.add(loss, norm, lr=optimizer.param_groups[0]["lr"])
+    except (KeyboardInterrupt, RuntimeFault) as error:
+        if not is_interrupt(error):
+            raise
+        _tell_of_interrupt(asked, pm, len(progress.losses))
+        return 130  # as shells have it: 128 and the number of the signal
     if asked.out:
         _write(asked, pm, as_call(model, *first))
     pm.close()
     if os.environ.get("RANK", "0") == "0":
         print(f"loss {progress.losses[0]:.4f} -> {progress.losses[-1]:.4f} in {asked.steps} steps", file=sys.stderr)
     return 0
+
+
+def _tell_of_interrupt(asked: Namespace, pm: autoptd.ParallelModel, steps: int) -> None:
+    """Ctrl-C: one line of all ranks together, and the report, without a recorded step, as no rank waits for another now."""
+    if pm.coordinate != Coordinate(0, 0, 0):
+        return
+    written = ""
+    if asked.out:
+        pm.show(asked.out)
+        write_report(pm.program, Path(asked.out) / "report.html", asked.model)
+        written = f"; written: {asked.out}/report.html"
+    print(f"interrupted after {steps} of {asked.steps} steps{written}", file=sys.stderr)
 
 
 def _call(pm: autoptd.ParallelModel, call: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

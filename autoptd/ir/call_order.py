@@ -60,10 +60,10 @@ def find_deadlock(issued: Sequence[Sequence[Call]]) -> list[tuple[int, Call]]:
             ready += call.ranks
     stuck = {rank: issued[rank][at] for rank, at in enumerate(place) if at < len(issued[rank])}
     chain: dict[int, Call] = {}
-    rank = next(iter(stuck), None)
-    while rank is not None and rank not in chain:
-        chain[rank] = call = stuck[rank]
-        rank = next((one for one in call.ranks if one in stuck and stuck[one] is not call), None)
+    following = next(iter(stuck), None)
+    while following is not None and following not in chain:
+        chain[following] = call = stuck[following]
+        following = next((one for one in call.ranks if one in stuck and stuck[one] is not call), None)
     return list(chain.items())
 
 

@@ -36,7 +36,7 @@ from autoptd.compat import bound_device, default_store, env_store, new_group
 from autoptd.errors import InternalError, PlanError, RuntimeFault
 from autoptd.ir.mesh import Mesh
 from autoptd.runtime.departures import Departures
-from autoptd.runtime.faults import FaultBoard
+from autoptd.runtime.faults import Call, FaultBoard
 from autoptd.runtime.world import Channel, Done, Group, Like, Needs, Pending, World
 
 Tensor = torch.Tensor
@@ -47,17 +47,18 @@ P2P_CTAS = 4  # SMs that a send or receive may hold on CUDA while it waits: NCCL
 class WaitingCall:
     """The time of a call that others take part in; when it fails, the first fault is raised instead."""
 
-    def __init__(self, board: FaultBoard, kind: str, site: str) -> None:
-        self._board, self._text = board, f"{kind} {site!r}"
+    def __init__(self, board: FaultBoard, call: Call) -> None:
+        self._board, self._call = board, call
 
-    def __enter__(self) -> None:
-        self._board.waiting = self._text
+    def __enter__(self) -> Call:
+        self._board.enter(self._call)
+        return self._call
 
     def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, _: TracebackType | None) -> None:
         if exc is None:
-            self._board.waiting = ""
+            self._board.leave()
         elif isinstance(exc, RuntimeError):  # what torch.distributed raises for timeouts and lost connections
-            raise self._board.fault_of_call(self._text, exc) from exc
+            raise self._board.fault_of_call(self._call, exc) from exc
 
 
 class DistributedWorld(World):
@@ -87,8 +88,9 @@ class DistributedWorld(World):
         super().__init__(dist.get_rank(), mesh, target, timeout)
         # The worlds of this default group are numbered, by each rank for itself, as it makes all of them.
         self._number = default_store().add(_count_key(self.rank), 1)
-        self.board = FaultBoard(dist.PrefixStore(f"autoptd {self._number}", default_store()), self)
-        with self.call("the creation of groups", "start"):
+        store = dist.PrefixStore(f"autoptd {self._number}", default_store())
+        self.board = FaultBoard(store, self, notes_calls=self.backend == "gloo")  # which ends a process without a word
+        with self.call(Call("the creation of groups", "start")):
             try:
                 self._connect(needs)
             except RuntimeError as exc:
@@ -106,9 +108,9 @@ class DistributedWorld(World):
         if self._owns_default and dist.is_initialized():
             dist.destroy_process_group()
 
-    def call(self, kind: str, site: str) -> WaitingCall:
+    def call(self, call: Call) -> WaitingCall:
         """A call that others take part in is made inside of this."""
-        return WaitingCall(self.board, kind, site)
+        return WaitingCall(self.board, call)
 
     def _connect(self, needs: Needs) -> None:
         """Create all groups and channels in the order of `needs`, and let them connect."""
@@ -169,6 +171,7 @@ class DistributedGroup(Group):
     def __init__(self, world: DistributedWorld, handle: dist.ProcessGroup, ranks: tuple[int, ...]) -> None:
         super().__init__(ranks, ranks.index(world.rank))
         self._world, self.handle = world, handle
+        self._count = 0  # of calls; the same on all ranks
         self._reductions = {name: _reduction(op) for name, op in OPS.items()}
 
     def all_reduce(self, x: Tensor, site: str, op: str = "sum") -> Tensor:
@@ -176,7 +179,7 @@ class DistributedGroup(Group):
 
     def _all_reduce(self, x: Tensor, site: str, op: str = "sum") -> Tensor:
         y = _fresh(x)
-        with self._call("all_reduce", site):  # the group's own method: a third of the time of `dist.all_reduce`
+        with self._call("all_reduce", site, y):  # the group's own method: a third of the time of `dist.all_reduce`
             work = self.handle.allreduce([y], self._reductions[op])
             if work is not None:  # NCCL hands out none here: the sum is queued on the current stream
                 work.wait()
@@ -185,7 +188,7 @@ class DistributedGroup(Group):
     def all_gather(self, x: Tensor, site: str) -> list[Tensor]:
         x = x.detach().contiguous()
         parts = [torch.empty_like(x) for _ in self.ranks]
-        with self._call("all_gather", site):
+        with self._call("all_gather", site, x):
             dist.all_gather(parts, x, group=self.handle)
         return parts
 
@@ -193,45 +196,45 @@ class DistributedGroup(Group):
         if self._world.backend == "gloo":  # has no reduce-scatter of its own: all-reduce everything, keep a part
             return self._all_reduce(torch.stack([part.detach() for part in parts]), site)[self.index].clone()
         mine = torch.empty_like(parts[0], memory_format=torch.contiguous_format)
-        with self._call("reduce_scatter", site):
+        with self._call("reduce_scatter", site, mine):
             dist.reduce_scatter(mine, [part.detach().contiguous() for part in parts], group=self.handle)
         return mine
 
     def all_to_all(self, parts: Sequence[Tensor], site: str) -> list[Tensor]:
         sent = torch.stack([part.detach() for part in parts])
         received = torch.empty_like(sent)
-        with self._call("all_to_all", site):
+        with self._call("all_to_all", site, sent):
             dist.all_to_all_single(received, sent, group=self.handle)
         return list(received)
 
     def broadcast(self, x: Tensor, source_index: int, site: str) -> Tensor:
         y = _fresh(x)
-        with self._call("broadcast", site):
+        with self._call("broadcast", site, y):
             dist.broadcast(y, self.ranks[source_index], group=self.handle)
         return y
 
     def all_reduce_start(self, flat: Tensor, site: str) -> Pending:
-        with self._call("all_reduce_start", site):
+        with self._call("all_reduce_start", site, flat) as call:
             work = dist.all_reduce(flat.detach(), group=self.handle, async_op=True)
-        return _Works(self._world, [work], flat, "all_reduce_start", site)
+        return _Works(self._world, [work], flat, call)
 
     def all_gather_start(self, x: Tensor, site: str) -> Pending:
         x = x.detach().contiguous()
         parts = [torch.empty_like(x) for _ in self.ranks]
-        with self._call("all_gather_start", site):
+        with self._call("all_gather_start", site, x) as call:
             work = dist.all_gather(parts, x, group=self.handle, async_op=True)
-        return _Works(self._world, [work], parts, "all_gather_start", site, kept=[x])
+        return _Works(self._world, [work], parts, call, kept=[x])
 
     def reduce_scatter_start(self, parts: Sequence[Tensor], site: str) -> Pending:
         kept = [part.detach().contiguous() for part in parts]
-        with self._call("reduce_scatter_start", site):
+        with self._call("reduce_scatter_start", site, kept[0]) as call:
             if self._world.backend == "gloo":  # as in `reduce_scatter`
                 whole = torch.stack(kept)
                 work, mine = dist.all_reduce(whole, group=self.handle, async_op=True), whole[self.index]
             else:
                 mine = torch.empty_like(kept[0])
                 work = dist.reduce_scatter(mine, kept, group=self.handle, async_op=True)
-        return _Works(self._world, [work], mine, "reduce_scatter_start", site, kept=kept)
+        return _Works(self._world, [work], mine, call, kept=kept)
 
     def gather_objects(self, obj: Any, site: str) -> list[Any]:
         objects: list[Any] = [None] * self.size
@@ -239,8 +242,10 @@ class DistributedGroup(Group):
             dist.all_gather_object(objects, obj, group=self.handle)
         return objects
 
-    def _call(self, kind: str, site: str) -> WaitingCall:
-        return self._world.call(kind, site)
+    def _call(self, kind: str, site: str, x: Tensor | None = None) -> WaitingCall:
+        """The next call of this group, in which this rank hands in `x`."""
+        self._count += 1
+        return self._world.call(Call(kind, site, self.ranks, self._count, -1 if x is None else x.nbytes))
 
 
 class DistributedChannel(Channel):
@@ -254,19 +259,19 @@ class DistributedChannel(Channel):
         kept = [x.detach().contiguous() for x in tensors]
         if not kept:
             return Done()
-        with self._world.call("send", site):
+        with self._world.call(Call("send", site)) as call:
             works: list[Any] = [dist.isend(x, self._target, group=self.handle) for x in kept]
         if self._world.backend == "gloo":
             works, kept = [self._departures.add(works, kept)], []
-        return _Works(self._world, works, None, "send", site, kept)
+        return _Works(self._world, works, None, call, kept)
 
     def receive(self, like: Sequence[Like], site: str) -> Pending:
         buffers = [torch.empty(tuple(shape), dtype=dtype, device=self._world.device) for shape, dtype in like]
         if not buffers:
             return Done(buffers)
-        with self._world.call("receive", site):
+        with self._world.call(Call("receive", site)) as call:
             works = [dist.irecv(x, self._source, group=self.handle) for x in buffers]
-        return _Works(self._world, works, buffers, "receive", site)
+        return _Works(self._world, works, buffers, call)
 
     def close(self) -> None:
         self._departures.close()
@@ -280,16 +285,15 @@ class _Works(Pending):
         world: DistributedWorld,
         works: Sequence[Any],
         result: Any,
-        kind: str,
-        site: str,
+        call: Call,
         kept: Sequence[Tensor] = (),
     ) -> None:
         self._world, self._works, self._result, self._kept = world, list(works), result, list(kept)
-        self._kind, self._site = kind, site
+        self._call = call
 
     def wait(self) -> Any:
         if self._works:
-            with self._world.call(self._kind, self._site):
+            with self._world.call(self._call):
                 for work in self._works:
                     work.wait()
             self._works, self._kept = [], []

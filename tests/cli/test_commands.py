@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -145,3 +146,29 @@ def test_train_learns_logs_and_reports(tmp_path: Path, capsys: pytest.CaptureFix
 def test_what_cannot_be_trained(words: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", *GPT, *words.split()]) == 2
     assert told in capsys.readouterr().err
+
+
+def test_ctrl_c_is_one_line_and_leaves_a_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*args: Any, **kwargs: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("autoptd.Progress.add", interrupted)
+    run = f"--t 2 --backend local --steps 4 --batch 4 --num-microbatches 2 --out {tmp_path}"
+    assert main(["train", *GPT, *run.split()]) == 130
+    assert (
+        capsys.readouterr().err.splitlines()[-1] == f"interrupted after 0 of 4 steps; written: {tmp_path}/report.html"
+    )
+    assert "Summary" in (tmp_path / "report.html").read_text()
+
+
+@pytest.mark.parametrize("local_rank", ["0", "1"])
+def test_what_all_ranks_would_say_is_said_once(
+    local_rank: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"RANK": local_rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["train", *GPT, "--t", "4", "--steps", "1"]) == 2
+    said = capsys.readouterr().err
+    assert ("PlanError: world size 2" in said) == (local_rank == "0") and (local_rank == "0" or not said)

@@ -6,7 +6,11 @@ order on every tensor rank.
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +22,7 @@ import autoptd
 from autoptd.ir import machine
 from tests.thin import thinned
 
+ROOT = Path(__file__).parents[2]
 VOCAB, LENGTH, WIDTH = 32, 8, 16
 
 
@@ -111,3 +116,14 @@ def batch() -> tuple[Tensor, Tensor]:
 def test_parity(kind: str, mesh: dict[str, Any]) -> None:
     torch.manual_seed(0)
     autoptd.verify(MODELS[kind](), example_inputs=batch(), num_microbatches=3, steps=2, **mesh)
+
+
+@pytest.mark.processes
+def test_parity_over_gloo() -> None:
+    """Which ends a process whose peers make their calls in another order."""
+    command = [sys.executable, "-m", "tests.processes.shared_blocks"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    losses = [float(one) for one in done.stdout.split()]
+    assert len(losses) == 4 and max(losses) < 1e-9

@@ -109,6 +109,7 @@ def test_phases_stages_and_ends_of_a_program_written_by_hand() -> None:
             ("forward", 2),
             ("backward", 0),
             ("backward", 2),
+            ("step", -1),  # sums of gradients of type R
         }
         assert {call.site for call in calls if call.kind == "send"} == {
             f"stage {a} to {b}" for a, b in [(0, 1), (0, 3), (2, 1), (2, 3)]

@@ -373,6 +373,25 @@ def test_a_rank_that_does_not_come_is_named() -> None:
         assert text.startswith(f"RuntimeFault: rank {rank} at start: waited 2 s for rank 1, not arrived"), text
 
 
+def call_another(world: World) -> None:
+    """Gloo ends the process that gets more than it expects."""
+    world.at = f"F0.{world.rank}"
+    group = world.group(("tp",))
+    for _ in range(3):
+        group.all_reduce(torch.ones(1), "same")
+    group.all_reduce(torch.ones(100 if world.rank else 1), f"call of {world.rank}")
+
+
+@pytest.mark.processes
+def test_ranks_that_make_different_calls_are_both_named() -> None:
+    said = run_processes(Mesh(t=2), call_another)
+    assert len(said) == 1  # the other one was aborted
+    (text,) = said.values()
+    assert text.startswith("RuntimeFault: ") and "is not the same on" in text, text
+    for rank, size in enumerate((4, 400)):
+        assert f"rank {rank} at F0.{rank}: all_reduce 'call of {rank}' of {size} bytes" in text, text
+
+
 @pytest.mark.processes
 def test_world_size_must_be_that_of_the_mesh() -> None:
     port = free_port()
