@@ -10,8 +10,7 @@ for x, y in loader:
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from torch import nn
 from autoptd.auto import first_share, is_auto, planned
 from autoptd.compile import check_module, compile, compile_program, split_call
 from autoptd.errors import PlanError
+from autoptd.evaluation import compile_evaluation, modes_of
 from autoptd.ir.machine import Machine
 from autoptd.ir.program import Program
 from autoptd.options import make_options
@@ -49,6 +49,7 @@ def parallelize(
     backend: str | None = None,
     timeout: float = 300.0,
     nan: str = "raise",
+    check_every: int | None = None,
     p2p: str | None = None,
     fuse: str | bool | None = None,
     fuse_only: Sequence[str] | None = None,
@@ -70,7 +71,8 @@ def parallelize(
     `v` model chunks per pipeline rank; `loss_fn(output, targets)` where the model returns no loss; `num_microbatches` per
     replica and step (default: the largest divisor of the replica's rows that is <= 4p, a multiple of p preferred);
     `schedule` one of `autoptd.options.SCHEDULES` or the path of a text file with your own; `backend` "local", "gloo" or
-    "nccl"; `timeout` in seconds; `nan="ignore"` lets a NaN loss pass; `seed` draws the dropout masks; `p2p` says how stages
+    "nccl"; `timeout` in seconds; `nan="ignore"` lets a NaN loss pass; `check_every` steps the ranks of
+    a replica compare their batches, and copies of parameters (default 100; 0: never); `seed` draws the dropout masks; `p2p` says how stages
     send where t > 1: "direct", "scatter_gather" or "auto"; `fuse` names the backend of fused
     operators: "eager", "triton", "inductor" or False (default: by device), `fuse_only` those to use; the next three are hooks
     on the backward of linear layers, see `Options`. `memory` bounds the bytes of a rank; `machine` is what the plan is
@@ -101,6 +103,7 @@ def parallelize(
         "backend": backend,
         "timeout": timeout,
         "nan": nan,
+        "check_every": check_every,
         "p2p": p2p,
         "fuse": fuse,
         "fuse_only": fuse_only,
@@ -125,21 +128,17 @@ def parallelize(
     elif any(parameter.is_meta for parameter in model.parameters()):
         remedy = "build it on a real device, or pass weights='a folder with its safetensors'"
         raise PlanError("model", "its weights are on meta: there is nothing to train", remedy)
-    replicas = options.d if is_local(options) else 1
+    replicas, modes = options.d if is_local(options) else 1, dict[nn.Module, bool]()
 
     def compile_for(args: tuple[Any, ...], kwargs: dict[str, Any], check: bool) -> Program:
+        modes.update(modes_of(model))
         program = compile_program(model, options, args, kwargs, replicas=replicas, check=check and is_first_process())
         if check and is_first_process():
             warn_of_fallbacks(program)
         return program
 
-    def compile_eval(args: tuple[Any, ...], kwargs: dict[str, Any], check: bool) -> Program:
-        with in_eval_mode(model):
-            program = compile_for(args, kwargs, check)
-        for one in program.dropouts:
-            fact = f"dropout of {one.rate} is drawn in eval mode as well"
-            raise PlanError(one.module or "model", fact, "F.dropout(x, p, training=self.training)")
-        return program
+    def compile_eval(args: tuple[Any, ...], kwargs: dict[str, Any], trained: Program) -> Program:
+        return compile_evaluation(model, options, args, kwargs, trained, modes, replicas=replicas)
 
     keywords = {"weights": folder, "format": format_of(model), "compile_eval": compile_eval, "draw": draw_program}
     pm = ParallelModel.lazy(compile_for, options, model.state_dict(), **keywords)
@@ -147,18 +146,6 @@ def parallelize(
         args, kwargs = split_call(example_inputs)
         pm.compile_now(args, kwargs)
     return pm
-
-
-@contextmanager
-def in_eval_mode(model: nn.Module) -> Iterator[None]:
-    """Every module in eval mode for a while; each gets its own mode back."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
 
 
 def is_first_process() -> bool:

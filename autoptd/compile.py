@@ -29,6 +29,7 @@ from autoptd.ir.fallback import Fallback
 from autoptd.ir.notes import copy_graph, note
 from autoptd.ir.parcels import plan_parcels
 from autoptd.ir.program import Program
+from autoptd.ir.types import layout
 from autoptd.kernels.dropout import has_triton
 from autoptd.options import Options, make_options
 from autoptd.pictures import painter
@@ -74,8 +75,12 @@ def compile_program(
     *,
     replicas: int,
     check: bool = True,
+    like: Program | None = None,
 ) -> Program:
-    """Compile for the batch in `(args, kwargs)`, which holds the rows of `replicas` replicas (1 under torchrun, else d)."""
+    """Compile for the batch in `(args, kwargs)`, which holds the rows of `replicas` replicas (1 under torchrun, else d).
+
+    With `like`, a program of the same model, parameters are stored and the model is cut as there.
+    """
     check_module(model)
     check_device(model, args, kwargs)
     written = read_schedule(options)
@@ -95,7 +100,7 @@ def compile_program(
     forms.add("TRACED", captured.graph)
 
     orders = written or make_orders(options, batch.num_microbatches)
-    solve = partial(place, forms, captured, whole, options, batch, orders)
+    solve = partial(place, forms, captured, whole, options, batch, orders, like)
     machine = options.rank_machine
     placed, price = fit(solve, first=options.memory_price or 0.0, unit=1 / machine.link_bandwidth)
     options = replace(options, memory_price=price or None)
@@ -172,6 +177,7 @@ def place(
     options: Options,
     batch: Batch,
     orders: Orders,
+    like: Program | None,
     memory_price: float,
 ) -> Placed:
     """TRACED to CUT, where every byte that a rank holds costs `memory_price` seconds more; TooFull if it does not fit."""
@@ -189,6 +195,7 @@ def place(
         machine,
         sequence_parallel=options.sequence_parallel,
         shard=options.plan.shard,
+        layouts=None if like is None else layouts_of(like),
     )
     forms.add("ANNOTATED", graph)
 
@@ -209,10 +216,16 @@ def place(
         live=live,
         finish=schedule.finish_of(orders),
         main_grads=options.accumulate_allreduce_grads_in_fp32,
-        pinned=options.plan.cut,
+        pinned=options.plan.cut if like is None else like.plan["cut"],
+        like=None if like is None else like.graphs["CUT"],
     )
     forms.add("CUT", graph)
     return Placed(graph, assignment, fallbacks, cut, groups, sizes)
+
+
+def layouts_of(program: Program) -> dict[str, tuple[Any, ...]]:
+    """Where the elements of every parameter lie on the tensor ranks, by first name."""
+    return {spec.name: layout(spec.dims, spec.type, program.mesh.t) for spec in program.params}
 
 
 def check_module(model: nn.Module) -> None:

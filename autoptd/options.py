@@ -73,7 +73,10 @@ class Options:
     for backward priced 500 times higher (values of some KB stay whole: starting a second collective would cost more), "auto"
     where that is cheapest. All-gathers and reduce-scatters stand in the place of all-reduces, at the same bytes; norms,
     dropouts and residuals are a t-th. The tokens must divide over t.
-    `seed` draws the dropout masks. `timeout` is in seconds. `nan="ignore"` lets a NaN loss pass. `p2p` says how a value that
+    `seed` draws the dropout masks. `timeout` is in seconds. `nan="ignore"` lets a NaN loss pass.
+    `check_every=100` compares, in every 100th step, the batches of the ranks that must read the same (in the first three steps
+    too), and the copies of parameters that must be equal (before the second step too); 0 never does.
+    `p2p` says how a value that
     is equal on all tensor ranks travels between stages: "direct", each rank sends all of it; "scatter_gather", each sends 1/t
     and the receivers gather (SC'21, section 4.1); "auto", whichever is faster by the description of the machine
     (ir/machine.py; the rule: ir/parcels.py).
@@ -117,6 +120,7 @@ class Options:
     backend: str | None = None
     timeout: float = 300.0
     nan: str = "raise"
+    check_every: int = 100
     p2p: str = "auto"
     fuse: str | bool | None = None
     fuse_only: Sequence[str] | None = None
@@ -150,6 +154,8 @@ class Options:
             raise PlanError(f"backend={self.backend!r}", "no such backend", "'local', 'gloo', 'nccl' or None")
         if self.nan not in ("raise", "ignore"):
             raise PlanError(f"nan={self.nan!r}", "no such choice", "'raise' or 'ignore'")
+        if not isinstance(self.check_every, int) or isinstance(self.check_every, bool) or self.check_every < 0:
+            raise PlanError(f"check_every={self.check_every!r}", "no number of steps", "for example 100; 0 for never")
         if self.p2p not in P2P:
             raise PlanError(f"p2p={self.p2p!r}", "no such way to send", ", ".join(map(repr, P2P)))
         if self.fuse is not None and (self.fuse is True or self.fuse not in FUSE):

@@ -23,7 +23,8 @@ from autoptd.errors import PlanError
 from autoptd.ir.mesh import Coordinate
 from autoptd.ir.program import Picture, Program
 from autoptd.options import Options
-from autoptd.runtime.batch import check_call, cut, take_rows
+from autoptd.runtime import check_batch, check_copies
+from autoptd.runtime.batch import check_call, cut, flatten, take_rows
 from autoptd.runtime.gradients import clip_gradients
 from autoptd.runtime.launch import LocalRanks, ProcessRank, Rank, RunningRanks, is_launched, own_rank
 from autoptd.runtime.optimizer import make_optimizer
@@ -36,6 +37,7 @@ from autoptd.runtime.timeline import Span
 from autoptd.viz import graph_picture
 
 Compile = Callable[[tuple[Any, ...], dict[str, Any], bool], Program]  # args, kwargs, compare trace and model once?
+CompileEval = Callable[[tuple[Any, ...], dict[str, Any], Program], Program]  # args, kwargs, the program that trains
 Draw = Callable[[Program, Path, Sequence[Span]], None]
 
 
@@ -56,8 +58,8 @@ class ParallelModel:
 
     `program` is the compiled model, or None: see `lazy`. `state` is the model's state dict: its parameters, and persistent
     buffers. With `weights` the parameters' values are those of this folder instead; `format` says how the model is saved as
-    one. `compile_eval` compiles in eval mode at the first `eval_step`; without it, evaluation runs the training program's
-    forward. `draw` adds pictures to `show`. Collective.
+    one. `compile_eval` compiles for the first `eval_step`, on the layout of the program that trains; without it, evaluation runs
+    that program's forward. `draw` adds pictures to `show`. Collective.
     """
 
     def __init__(
@@ -67,13 +69,14 @@ class ParallelModel:
         state: Mapping[str, torch.Tensor],
         *,
         compile: Compile | None = None,
-        compile_eval: Compile | None = None,
+        compile_eval: CompileEval | None = None,
         draw: Draw | None = None,
         weights: Folder | None = None,
         format: FolderFormat | None = None,
     ) -> None:
         self.options = options
         self._is_process = not is_local(options)
+        self._calls = 0  # of `step`: what all ranks have in common, as `steps` may be set
         self._state = {name: x.detach() for name, x in state.items()}
         self._names = list(self._state)
         self._compile, self._compile_eval, self._draw = compile, compile_eval, draw
@@ -112,11 +115,22 @@ class ParallelModel:
             )
         program, ranks = self._running(args, kwargs)
         check_call(program, args, kwargs, ranks.replicas)
+        self._calls += 1
+        call, every = self._calls, self.options.check_every
 
         def step(rank: Rank) -> torch.Tensor:
             names, replica = rank.executor.inputs, ranks.replica_of(rank)
             batch = cut(program, args, kwargs, names, replica, rank.world.device)
-            return rank.executor.step(batch, self.options.nan)
+            if check_copies.is_due(call, every):
+                check_copies.check_copies(rank.params, call)
+            check = None
+            if self._is_process and check_batch.is_due(call, every):  # in local there is but one batch
+                leaves = flatten(args, kwargs)[0]
+                check = check_batch.BatchCheck(rank.world, rank.executor.steps + 1, leaves)
+            loss = rank.executor.step(batch, self.options.nan)
+            if check is not None:
+                check.finish()
+            return loss
 
         return ranks.run("step", step)
 
@@ -145,8 +159,9 @@ class ParallelModel:
         """Return the loss of the global batch without gradients, the model in eval mode. Collective."""
         trained, ranks = self._running(args, kwargs)
         if self._eval_program is None and self._compile_eval is not None:
-            self._eval_program = self._compile_eval(args, kwargs, False)
-            ranks.attach_evaluator(self._eval_program)
+            self._eval_program = self._compile_eval(args, kwargs, trained)
+            if self._eval_program is not trained:
+                ranks.attach_evaluator(self._eval_program)
         program = self._eval_program or trained
         check_call(program, args, kwargs, ranks.replicas)
 

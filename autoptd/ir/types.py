@@ -153,6 +153,13 @@ def shard_size(size: int, degree: int) -> int:
     return -(-size // degree)
 
 
+def layout(dims: Dims, kind: ValueType, degree: int) -> tuple[object, ...]:
+    """Where the elements of a parameter lie on the ranks, whatever atoms its dims are written in: () where each has all."""
+    if kind.kind != "S" or degree == 1:
+        return ()
+    return kind.dim, outer_size(dims, kind), kind.copies, local_shape(dims, kind, degree), padded_size(dims, kind, degree)
+
+
 def padded_size(dims: Dims, kind: ValueType, degree: int) -> int:
     """Size of the dim that `kind` pads to make `degree` equal shards; 0 where it divides, or nothing is sharded."""
     size = dims[kind.dim][kind.atom] if kind.kind == "S" and kind.sharing == 1 else 0

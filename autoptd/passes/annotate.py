@@ -18,7 +18,7 @@ from autoptd.passes.batch import assign_batch, check_literals
 from autoptd.passes.constants import Constants
 from autoptd.passes.fallbacks import explain
 from autoptd.passes.rows import place_rows
-from autoptd.passes.steer import find_pins
+from autoptd.passes.steer import find_pins, keep_layouts
 from autoptd.passes.strategies import Splitter
 from autoptd.passes.symbols import name_axes
 
@@ -34,18 +34,20 @@ def annotate(
     *,
     sequence_parallel: bool | str = False,
     shard: Sequence[Mapping[str, Any]] = (),
+    layouts: Mapping[str, tuple[Any, ...]] | None = None,
 ) -> tuple[Axes, Assignment]:
     """Fill the types of every node; `whole` is a second trace, with all rows of the batch (None when it is not split).
 
     With `sequence_parallel` tp may split values by tokens: wherever that is cheapest ("auto"), or, with what is kept whole for
-    backward priced 500 times higher, nearly wherever it can (True). `shard` are the entries of a plan that pin parameters.
+    backward priced 500 times higher, nearly wherever it can (True). `shard` are the entries of a plan that pin parameters;
+    `layouts` are those of another program, which are kept instead.
     """
     axes, constants = Axes(graph), Constants(buffers)
     assign_batch(graph, axes, batched, pieces, constants)
     place_rows(graph, batched, pieces, buffers)
     if whole is not None:
         check_literals(graph, whole, constants)
-    pins = find_pins(graph, shard)
+    pins = find_pins(graph, shard) if layouts is None else keep_layouts(graph, layouts)
     if t == 1:
         split = [pin for pin in pins.values() if pin.dim is not None]
         if split:

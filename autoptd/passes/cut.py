@@ -58,16 +58,19 @@ def cut(
     finish: Finish | None = None,
     main_grads: bool = False,
     pinned: Sequence[int] | Sequence[str] | None = None,
+    like: Graph | None = None,
 ) -> dict[str, Any]:
     """Fill `note(node).stages` and `placement`; `ranks` is the pipeline rank of every stage.
 
     `live` are the moments of the schedule, `finish` tells how long it takes for seconds per stage; `pinned` is the cut of a
-    plan. Returns what to write down: where it was cut and why, FLOPs, seconds and bytes saved for backward per
+    plan; with `like`, a graph that is cut already, it is that of this graph. Returns what to write down: where it was cut and why, FLOPs, seconds and bytes saved for backward per
     stage (of a microbatch), seconds (of a microbatch) and bytes per rank, and the seconds of all microbatches by simulation.
     """
     machine, sizes = machine or Machine(), sizes or Sizes(1, 2, 2, 1)
     backbone = find_backbone(graph)
     places = Places(backbone)
+    if like is not None:
+        pinned = places.like(Places(find_backbone(like)), pinned or ())
     wanted = places.find(pinned, len(ranks)) if pinned is not None else None
     chooser = _Chooser(graph, backbone, ranks, sizes, machine, live, finish, main_grads)
     cuts, why = chooser.choose() if wanted is None else chooser.follow(wanted)

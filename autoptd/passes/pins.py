@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from difflib import SequenceMatcher
 from itertools import accumulate, pairwise
 
 from torch.fx import Node
@@ -46,7 +47,12 @@ class Places:
         if layer.rpartition(".")[2].isdigit():
             modules = modules[modules.index(layer) :: -1]
         ended = [one for one in modules if self.ends.get(one) == at]
-        return ended[0] if ended else f"{path}:{label}[{self.operators[path, label].index(at)}]"
+        return ended[0] if ended else self.label(at)
+
+    def label(self, at: int) -> str:
+        """What operator `at` is called."""
+        path, label = note(self.backbone[at]).module, _label(self.backbone[at])
+        return f"{path}:{label}[{self.operators[path, label].index(at)}]"
 
     def find(self, given: Sequence[int] | Sequence[str], stages: int) -> tuple[int, ...]:
         """The last operator of every stage but the last one; PlanError if these cuts cannot be made."""
@@ -65,6 +71,22 @@ class Places:
         for one, at in zip(names, found, strict=True):
             self._check_crossing(str(one), at)
         return tuple(found)
+
+    def like(self, other: Places, names: Sequence[int] | Sequence[str]) -> tuple[str, ...]:
+        """The names, here, of the places that another backbone of the same model calls `names`.
+
+        The two need not have the same operators: a cut stays behind the last operator before it that both have.
+        """
+        mine, theirs = (
+            [(note(node).module, _label(node)) for node in one.backbone] for one in (self, other)
+        )
+        here = {
+            block.b + i: block.a + i
+            for block in SequenceMatcher(None, mine, theirs, autojunk=False).get_matching_blocks()
+            for i in range(block.size)
+        }
+        cuts = [other._of_name(str(name)) for name in names]
+        return tuple(self.label(max((here[at] for at in here if at <= cut), default=0)) for cut in cuts)
 
     def _of_name(self, name: str) -> int:
         """Where a name ends."""

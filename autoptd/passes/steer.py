@@ -6,6 +6,8 @@ against. Parameters that no pattern names stay the solver's. What cannot be is r
 exclude each other.
 
     pins = find_pins(graph, plan["shard"])       # {weight node: Pin("transformer.h.*.mlp.c_fc.weight", dim=0), ...}
+
+Another program's layout is kept to the letter instead (`keep_layouts`): an evaluation reads the parameters that training stored.
 """
 
 from __future__ import annotations
@@ -31,8 +33,11 @@ class Pin:
 
     pattern: str
     dim: int | None
+    layout: tuple[object, ...] | None = None  # where its elements lie on the ranks (`ir.types.layout`), if all that is given
 
     def __str__(self) -> str:
+        if self.layout is not None:
+            return f"{self.pattern} stored as in training {self.layout}"
         return f"{self.pattern} {'whole' if self.dim is None else f'split along dim {self.dim}'}"
 
 
@@ -59,6 +64,16 @@ def find_pins(graph: Graph, shard: Sequence[Mapping[str, Any]]) -> Pins:
     return pins
 
 
+def keep_layouts(graph: Graph, layouts: Mapping[str, tuple[Any, ...]]) -> Pins:
+    """Pins for all parameters of the graph that `layouts` has, by name."""
+    parameters = {note(node).name: node for node in placeholders(graph, "param")}
+    return {
+        node: Pin(name, layouts[name][0] if layouts[name] else None, layouts[name])
+        for name, node in parameters.items()
+        if name in layouts
+    }
+
+
 def _read(entry: Mapping[str, Any]) -> Pin:
     check_known(SITE, entry, ("pattern", "dim", "axis"))
     pattern, dim, axis = entry.get("pattern"), entry.get("dim"), entry.get("axis", "tp")
@@ -80,4 +95,4 @@ def refuse_conflict(pins: Pins, is_possible: Callable[[Pins], bool]) -> PlanErro
     return PlanError(SITE, f"no plan has {', '.join(map(str, each))} together", "leave some of them out")
 
 
-__all__ = ["Pin", "Pins", "find_pins", "refuse_conflict"]
+__all__ = ["Pin", "Pins", "find_pins", "keep_layouts", "refuse_conflict"]

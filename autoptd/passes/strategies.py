@@ -16,7 +16,7 @@ from torch.fx import Graph, Node
 from autoptd.errors import PlanError
 from autoptd.ir.machine import Machine
 from autoptd.ir.notes import note, op_name, payload
-from autoptd.ir.types import I, P, R, S, ValueType, division_text, shard_size
+from autoptd.ir.types import I, P, R, S, ValueType, division_text, layout, shard_size
 from autoptd.passes.axes import Axes, Letter
 from autoptd.passes.costs import compute_seconds, conversion_seconds, flops
 from autoptd.passes.links import operands
@@ -166,6 +166,8 @@ def _pinned(node: Node, made: list[Strategy], splitter: Splitter) -> list[Strate
     """The strategies of a parameter that its pin allows."""
     pin = splitter.pins[node]
     found = [one for one in made if (one.gives.dim if one.gives.kind == "S" else None) == pin.dim]
+    if pin.layout is not None:
+        found = [one for one in found if layout(note(node).dims, one.gives, splitter.t) == pin.layout]
     if not found:
         sizes = " x ".join(map(str, note(node).dims[pin.dim or 0])) or "1"
         fact = f"{pin}: of {sizes}, t={splitter.t} divides no factor"

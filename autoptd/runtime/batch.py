@@ -34,7 +34,7 @@ def expected_shape(program: Program, spec: InputSpec, replicas: int) -> tuple[in
 
 def check_call(program: Program, args: Args, kwargs: Kwargs, replicas: int) -> None:
     """Compare a call with the compiled one: PlanError with all differences in structure, shapes, dtypes and constants."""
-    leaves, tree = _flatten(args, kwargs)
+    leaves, tree = flatten(args, kwargs)
     if tree != program.tree:
         raise PlanError(
             "step", f"its arguments are nested as {tree}, compiled was {program.tree}", "pass what example_inputs holds"
@@ -58,7 +58,7 @@ def cut(
     program: Program, args: Args, kwargs: Kwargs, names: Collection[str], replica: int, device: torch.device
 ) -> list[dict[str, torch.Tensor]]:
     """Return the microbatches of one of the replicas whose rows the call holds, with the inputs called `names`."""
-    leaves, _ = _flatten(args, kwargs)
+    leaves, _ = flatten(args, kwargs)
     count = program.num_microbatches
     microbatches: list[dict[str, torch.Tensor]] = [{} for _ in range(count)]
     for spec in program.inputs:
@@ -98,7 +98,7 @@ def take_rows(
     return tree_unflatten(leaves, tree)  # type: ignore[return-value]
 
 
-def _flatten(args: Args, kwargs: Kwargs) -> tuple[list[Any], str]:
+def flatten(args: Args, kwargs: Kwargs) -> tuple[list[Any], str]:
     """The leaves of a call, and the text of how they are nested; most calls are tensors by position."""
     if not kwargs and all(isinstance(one, torch.Tensor) for one in args):
         return list(args), _tree_of_leaves(len(args))

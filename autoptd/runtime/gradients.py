@@ -23,6 +23,7 @@ from autoptd.compat import mm_as, set_grad_dtype
 from autoptd.errors import InternalError, PlanError
 from autoptd.ir.buckets import BUCKET_BYTES, BucketPlan, plan_buckets
 from autoptd.ir.program import ParamSpec, Program
+from autoptd.runtime.guard import guard_gradient, unguarded
 from autoptd.runtime.linear import WeightGemm
 from autoptd.runtime.parameters import RankParameters, dtype_of, in_place, shard_of
 from autoptd.runtime.world import Pending, World
@@ -155,6 +156,7 @@ class Gradients:
         for bucket in sorted(self.buckets, key=lambda one: one.number):
             self._results |= bucket.result(self.params.leaves)
 
+    @unguarded()
     @torch.no_grad()
     def commit(self) -> None:
         """Add the step's gradients to `parameter.grad` (and `parameter.main_grad`)."""
@@ -162,7 +164,7 @@ class Gradients:
             if (grad := leaf.grad) is None:
                 continue
             if parameter.grad is None and self.params.is_plain(name):
-                parameter.grad = grad
+                parameter.grad = guard_gradient(grad)
             else:
                 self._hand_over(name, grad)
         for name, grad in self._results.items():
@@ -192,6 +194,7 @@ class Gradients:
             self._next += 1
 
 
+@unguarded()
 def grad_norm(params: RankParameters) -> torch.Tensor:
     """Return the 2-norm of all gradients of the model, every parameter counted once, on every rank (float64, 0-d).
 
@@ -211,6 +214,7 @@ def grad_norm(params: RankParameters) -> torch.Tensor:
     return total.sqrt()
 
 
+@unguarded()
 @torch.no_grad()
 def clip_gradients(params: RankParameters, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
     """Scale all gradients so that their global norm is at most `max_norm`; return the norm before.

@@ -24,6 +24,7 @@ from autoptd.ir.mesh import Mesh
 from autoptd.ir.program import Program
 from autoptd.runtime.distributed import DistributedWorld
 from autoptd.runtime.executor import Executor, needs_of
+from autoptd.runtime.guard import unguarded
 from autoptd.runtime.parameters import RankParameters, Values
 from autoptd.runtime.pretrained import Folder
 from autoptd.runtime.threads import Ranks, ThreadWorld
@@ -57,6 +58,7 @@ class RunningRanks(ABC):
     def close(self) -> None:
         """Stop the ranks; no call may follow."""
 
+    @unguarded()
     def check_equal_copies(self) -> None:
         """Refuse parameters of which this process's ranks were not all changed alike."""
         if len(self.here) == 1:
@@ -119,7 +121,8 @@ class LocalRanks(RunningRanks):
     def run(self, what: str, fn: Callable[[Rank], Result]) -> Result:
         def task(world: World) -> Result:
             world.at = what
-            return fn(self.here[world.rank])
+            with unguarded():
+                return fn(self.here[world.rank])
 
         return self._pool.run(task)[0]
 
@@ -144,7 +147,8 @@ class ProcessRank(RunningRanks):
 
     def run(self, what: str, fn: Callable[[Rank], Result]) -> Result:
         self._world.at = what
-        return fn(self.here[0])
+        with unguarded():
+            return fn(self.here[0])
 
     def close(self) -> None:
         self._world.close()

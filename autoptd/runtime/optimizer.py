@@ -6,14 +6,14 @@ threads, or one). Out: an instance of the class over those local tensors, so tha
 
     {"state": {"lm_head.weight": {"step": ..., "exp_avg": <full>}}, "param_groups": [{"lr": ..., "params": ["lm_head.weight"]}]}
 
-Only elementwise optimizers are allowed: their update of a shard is the shard of the update.
+Only elementwise optimizers are allowed (`elementwise.py`): their update of a shard is the shard of the update.
 
     opt = make_optimizer(torch.optim.AdamW, ranks, run, params=[{"params": ["*.weight"], "weight_decay": 0.1}], lr=3e-4)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
@@ -23,6 +23,8 @@ from torch import optim
 
 from autoptd.errors import PlanError
 from autoptd.ir.program import ParamSpec
+from autoptd.runtime.elementwise import check_elementwise
+from autoptd.runtime.guard import lower, raise_again, unguarded
 from autoptd.runtime.parameters import RankParameters, gather_full, shard_of
 from autoptd.runtime.shards import real_rows
 
@@ -30,19 +32,6 @@ Result = TypeVar("Result")
 # a collective on all ranks; rank 0's (or this rank's) result
 Run = Callable[[Callable[[RankParameters], Result]], Result]
 State = dict[str, dict[str, Any]]  # parameter name -> the optimizer's record of it
-ELEMENTWISE = (
-    optim.SGD,
-    optim.Adam,
-    optim.AdamW,
-    optim.NAdam,
-    optim.RAdam,
-    optim.Adagrad,
-    optim.RMSprop,
-    optim.Adamax,
-    optim.Adadelta,
-    optim.ASGD,
-)
-
 
 @dataclass(frozen=True)
 class Binding:
@@ -67,11 +56,7 @@ class NamedOptimizer(optim.Optimizer):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take a state dict of full tensors, the same on every rank."""
-        found = [sorted(group["params"]) for group in state_dict["param_groups"]]
-        if found != [sorted(names) for names in self.binding.groups]:
-            fact = f"its groups hold {[len(names) for names in found]} parameters, this optimizer's "
-            fact += f"{[len(names) for names in self.binding.groups]}, or others"
-            raise PlanError("optimizer.load_state_dict", fact, "make the optimizer with the groups that were saved")
+        self._check_saved(state_dict["param_groups"])
         own = super().state_dict()["param_groups"]  # torch's format: parameters are numbers
         groups = [
             {**group, "params": numbers["params"]}
@@ -93,9 +78,38 @@ class NamedOptimizer(optim.Optimizer):
             )
         super().add_param_group(param_group)
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        with unguarded():
+            super().zero_grad(set_to_none)
+
+    def _check_saved(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """PlanError unless the saved groups hold the parameters that this optimizer's hold."""
+        site, saved = "optimizer.load_state_dict", [list(group["params"]) for group in groups]
+        if any(isinstance(name, int) for names in saved for name in names):
+            fact = f"is a torch optimizer's own: it numbers its {sum(map(len, saved))} parameters, and has no names"
+            remedy = "a state dict of pm.optimizer(...); or put names for numbers, in 'state' and in 'param_groups'"
+            raise PlanError(site, fact, remedy + ": those of model.named_parameters(), in the order of the torch optimizer")
+        remedy = "make the optimizer with the groups that were saved"
+        if len(saved) != len(self.binding.groups):
+            fact = f"{len(saved)} groups were saved, this optimizer has {len(self.binding.groups)}"
+            raise PlanError(site, fact, remedy)
+        findings = []
+        for i, (names, own) in enumerate(zip(saved, self.binding.groups, strict=True)):
+            for what, some in (("was saved with", set(names) - set(own)), ("lacks", set(own) - set(names))):
+                if some:
+                    findings.append(f"group {i} {what} {_some_of(some)}")
+        if findings:
+            raise PlanError(site, f"{'; '.join(findings)}, unlike this optimizer's", remedy)
+
     def _named_groups(self) -> list[dict[str, Any]]:
         pairs = zip(self.param_groups, self.binding.groups, strict=True)
         return [{**group, "params": list(names)} for group, names in pairs]
+
+
+def _some_of(names: Collection[str], most: int = 4) -> str:
+    """`a, b and 3 more`."""
+    shown = ", ".join(sorted(names)[:most])
+    return shown + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def make_optimizer(
@@ -109,12 +123,7 @@ def make_optimizer(
 
     `params` is None (all), or names, globs, tensors and (name, tensor) pairs, or group dicts whose "params" holds such.
     """
-    if cls not in ELEMENTWISE and not getattr(cls, "elementwise", False):
-        raise PlanError(
-            f"optimizer {cls.__name__}",
-            "is not known to update every element by itself, so shards would be updated differently from the whole",
-            f"one of {', '.join(one.__name__ for one in ELEMENTWISE)}; or set elementwise = True on the class if it is",
-        )
+    check_elementwise(cls, keywords)
     mine = resolve_groups(ranks, params)
     names = [names for names, _ in mine]
     groups = _agree(run, names, [spec.name for spec in ranks[0].specs])
@@ -122,9 +131,13 @@ def make_optimizer(
         {**options, "params": [one.local[name] for name in names for one in ranks if name in one.local]}
         for names, (_, options) in zip(groups, mine, strict=True)
     ]
-    made = type(cls.__name__, (NamedOptimizer, cls), {"__doc__": cls.__doc__})(local, **keywords)
+    with unguarded():
+        made = type(cls.__name__, (NamedOptimizer, cls), {"__doc__": cls.__doc__})(local, **keywords)
     made.binding = Binding(tuple(ranks), run, groups)
+    every = [x for group in made.param_groups for x in group["params"]]
+    made.register_step_pre_hook(lambda *_: lower(every))
     made.register_step_post_hook(lambda *_: clear_padding(ranks))
+    made.register_step_post_hook(lambda *_: raise_again(every))
     return made
 
 

@@ -22,6 +22,7 @@ from torch import nn
 
 from autoptd.errors import PlanError
 from autoptd.ir.program import ParamSpec, Program
+from autoptd.runtime.guard import GuardedParameter, guard_gradient, unguarded
 from autoptd.runtime.pretrained import Folder, Reader
 from autoptd.runtime.shards import join_shards, pad_shard, take_shard
 from autoptd.runtime.world import World
@@ -68,7 +69,7 @@ class RankParameters:
         self._main: dict[str, MainGrad] = {}
         self._grad_dtypes = {spec.name: dtype_of(spec.grad_dtype) if spec.grad_dtype else None for spec in self.specs}
         for spec, shard in self._first_values(full):
-            self.local[spec.name] = nn.Parameter(shard, requires_grad=spec.requires_grad)
+            self.local[spec.name] = GuardedParameter(shard, requires_grad=spec.requires_grad)
             self.leaves[spec.name] = self.local[spec.name].detach().requires_grad_(spec.requires_grad)
         self._born = [(name, one, one.data_ptr(), self.leaves[name].requires_grad) for name, one in self.local.items()]
 
@@ -111,14 +112,15 @@ class RankParameters:
         """Make `grad` the gradient of a parameter: its `.main_grad` if it is to have one; `.grad` is the rounded copy."""
         parameter, dtype = self.local[name], self._grad_dtypes[name]
         if dtype is None:
-            parameter.grad = grad
+            parameter.grad = guard_gradient(grad)
             return
-        main = grad.to(dtype)
+        main = guard_gradient(grad.to(dtype))
         parameter.main_grad = main  # type: ignore[attr-defined]
-        parameter.grad = main.to(parameter.dtype)
+        parameter.grad = guard_gradient(main.to(parameter.dtype))
         if parameter.grad is not main:
             self._main[name] = MainGrad(main, parameter.grad, parameter.grad._version)
 
+    @unguarded()
     def check_storage(self) -> None:
         """Refuse a parameter that was given another storage: stages would go on with the old one."""
         for name, parameter, address, requires_grad in self._born:
@@ -141,7 +143,7 @@ def read_shard(spec: ParamSpec, reader: Reader, world: World) -> torch.Tensor:
     names = [name for name in spec.aliases if reader.has(name)]
     if spec.type.kind == "S":
         numbers = torch.arange(1, spec.shape[spec.type.dim] + 1)
-        rows = _own_entries(spec, numbers, 0, world)
+        rows = own_entries(spec, numbers, 0, world)
         parts = [reader.rows(name, spec.type.dim, rows) for name in names]
     else:
         parts = [reader.whole(name) for name in names]
@@ -155,10 +157,10 @@ def read_shard(spec: ParamSpec, reader: Reader, world: World) -> torch.Tensor:
 
 def shard_of(spec: ParamSpec, full: torch.Tensor, world: World) -> torch.Tensor:
     """Return this rank's part of a full tensor that is laid out as the parameter; may share its storage."""
-    return _own_entries(spec, full, spec.type.dim, world) if spec.type.kind == "S" else full
+    return own_entries(spec, full, spec.type.dim, world) if spec.type.kind == "S" else full
 
 
-def _own_entries(spec: ParamSpec, x: torch.Tensor, dim: int, world: World) -> torch.Tensor:
+def own_entries(spec: ParamSpec, x: torch.Tensor, dim: int, world: World) -> torch.Tensor:
     """Of `x`, whose `dim` is laid out as the sharded dim of the parameter, what this rank owns; zeros for padding."""
     t, copies = world.mesh.t, spec.type.copies
     return take_shard(x, dim, spec.outer, world.coordinate.tp // copies, t // copies, spec.padded_size(t))

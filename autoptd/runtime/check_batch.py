@@ -1,0 +1,90 @@
+"""All ranks of a replica must read the same batch: what to do about `torch.manual_seed(1337 + rank)`.
+
+In: the arguments of a `step` on this rank. Out: nothing, or one RuntimeFault on all ranks together, which names the ranks whose
+inputs or targets differ. Hashes are sent before the first forward, over tp and over pp, and looked at when the step is over: nobody
+waits for them meanwhile.
+
+    check = BatchCheck(world, step=1, leaves=[ids, targets])
+    ...                                            # the step
+    check.finish()
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from autoptd.errors import RuntimeFault
+from autoptd.runtime.fingerprint import hash_words
+from autoptd.runtime.world import World
+
+REPLICA = ("tp", "pp")  # the axes along which ranks read the same batch
+FIRST = 3  # steps that are checked at the start
+SITE = "check of the batch"
+
+
+def is_due(step: int, every: int) -> bool:
+    """Whether step number `step` (from 1) is checked; `every` 0 checks none."""
+    return every > 0 and (step <= FIRST or step % every == 0)
+
+
+class BatchCheck:
+    """The check of one step, under way from its creation; both ends are collectives."""
+
+    def __init__(self, world: World, step: int, leaves: Sequence[Any]) -> None:
+        self.world, self.step = world, step
+        hashes = [hash_words(leaf).to(world.device) for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        self.mine = torch.stack([torch.tensor(step, device=world.device), *hashes])
+        self.pending = [world.group((axis,)).all_gather_start(self.mine, SITE) for axis in REPLICA]
+
+    def finish(self) -> None:
+        """Look at the answers; RuntimeFault on all ranks of all replicas where any two differ within one."""
+        world = self.world
+        gathered = [part for pending in self.pending for part in pending.wait()]
+        differs = torch.stack([(part != self.mine).any() for part in gathered]).any().to(torch.int64)
+        if agree_on_largest(world, differs, SITE):
+            raise self._fault()
+
+    def _fault(self) -> RuntimeFault:
+        mesh, seen = self.world.mesh, merge_over_ranks(self.world, {self.world.rank: self.mine.tolist()}, SITE)
+        facts = []
+        for dp in range(mesh.d):
+            replica = [rank for rank in sorted(seen) if mesh.coordinate(rank).dp == dp]
+            facts += _differing(replica, seen)
+        remedy = "give all ranks of a replica the same batch: DistributedSampler(num_replicas=d, rank=pm.coordinate.dp), "
+        remedy += "and seed what is random in the data by pm.coordinate.dp, not by the rank"
+        return RuntimeFault(f"step {self.step}", "; ".join(facts), remedy)
+
+
+def _differing(replica: Sequence[int], seen: dict[int, list[int]]) -> list[str]:
+    """What is wrong with the ranks of one replica that do not read what most of them read (of two: the first)."""
+    usual = Counter(tuple(seen[rank]) for rank in replica).most_common(1)[0][0]
+    like = next(rank for rank in replica if tuple(seen[rank]) == usual)
+    others = [rank for rank in replica if tuple(seen[rank]) != usual]
+    if not others:
+        return []
+    places = {i for rank in others for i, value in enumerate(seen[rank]) if value != usual[i]}
+    what = f"tensor {', '.join(str(i - 1) for i in sorted(places) if i)} of the call" if places - {0} else "the step number"
+    ranks = f"rank{'s' * (len(others) > 1)} {', '.join(map(str, others))}"
+    return [f"{ranks} got other inputs or targets than rank {like} of the same replica ({what} differs)"]
+
+
+def agree_on_largest(world: World, value: torch.Tensor, site: str) -> int:
+    """The largest `value` of all ranks; a collective."""
+    for axis in ("tp", "pp", "dp"):
+        value = world.group((axis,)).all_reduce(value, site, op="max")
+    return int(value)
+
+
+def merge_over_ranks(world: World, mine: dict[int, Any], site: str) -> dict[int, Any]:
+    """The entries of all ranks; a collective."""
+    for axis in ("tp", "pp", "dp"):
+        parts = world.group((axis,)).gather_objects(mine, site)
+        mine = {rank: entry for part in parts for rank, entry in part.items()}
+    return mine
+
+
+__all__ = ["BatchCheck", "agree_on_largest", "is_due", "merge_over_ranks"]

@@ -1,0 +1,77 @@
+"""Copies of a parameter must stay equal: over dp, on the tensor ranks that hold the same of it, and on all owners.
+
+In: a rank's parameters. Out: nothing, or one RuntimeFault on all ranks together, which names parameters and ranks. What some ranks
+did to their gradients alone shows here after the next update. Fingerprints of 64 bits are compared (`fingerprint.py`).
+
+    check_copies(rank.params, step=200)            # a collective
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from autoptd.errors import RuntimeFault
+from autoptd.ir.program import ParamSpec
+from autoptd.runtime.check_batch import agree_on_largest, merge_over_ranks
+from autoptd.runtime.fingerprint import fingerprint_of
+from autoptd.runtime.parameters import RankParameters, owners
+from autoptd.runtime.world import Group
+
+SITE = "check of the copies"
+MOST_NAMED = 5
+
+
+def is_due(step: int, every: int) -> bool:
+    """Whether copies are compared before step number `step`: the second one sees the first update; `every` 0 compares none."""
+    return every > 0 and (step == 2 or step % every == 0)
+
+
+def check_copies(params: RankParameters, step: int) -> None:
+    """RuntimeFault on all ranks unless all copies of all parameters are equal; a collective."""
+    world = params.world
+    if world.mesh.size == 1:
+        return
+    mine = {spec.name: fingerprint_of(params, spec) for spec in params.specs if spec.name in params.local}
+    findings = [text for group, specs, block in _comparisons(params) for text in _compare(group, specs, block, mine)]
+    if agree_on_largest(world, torch.tensor(int(bool(findings)), device=world.device), SITE):
+        told = merge_over_ranks(world, {world.rank: findings}, SITE)
+        every = list(dict.fromkeys(text for rank in sorted(told) for text in told[rank]))
+        more = f"; and {len(every) - MOST_NAMED} more" if len(every) > MOST_NAMED else ""
+        fact = f"copies that must be equal are not: {'; '.join(every[:MOST_NAMED])}{more}"
+        remedy = "change gradients and parameters on all ranks alike: pm.clip_grad_norm_, pm.optimizer, pm.load_state_dict"
+        raise RuntimeFault(f"step {step}", fact, remedy)
+
+
+def _comparisons(params: RankParameters) -> Iterator[tuple[Group, list[ParamSpec], int]]:
+    """(group, parameters, how many consecutive ranks of the group hold the same of them), in one order on all ranks."""
+    world, t = params.world, params.world.mesh.t
+    local = [spec for spec in params.specs if spec.name in params.local]
+    yield world.group(("dp",)), local, world.mesh.d
+    # An I is updated by each rank for itself; on CUDA, operators whose sums have no fixed order let such copies differ in the last bits.
+    kinds = "R" if world.device.type == "cuda" else "IR"
+    yield world.group(("tp",)), [spec for spec in local if spec.type.kind in kinds], t
+    for copies in sorted({spec.type.copies for spec in local if spec.type.kind == "S"} - {1}):
+        yield world.group(("tp",)), [spec for spec in local if spec.type.copies == copies], copies
+    homes = {spec.name: owners(params.program, spec) for spec in local}
+    for ranks in sorted({one for one in homes.values() if len(one) > 1}):
+        yield world.owners(ranks), [spec for spec in local if homes[spec.name] == ranks], len(ranks)
+
+
+def _compare(
+    group: Group, specs: Sequence[ParamSpec], block: int, mine: dict[str, torch.Tensor]
+) -> list[str]:
+    """What differs between the ranks of a group, each held against the first one of its block."""
+    if group.size == 1 or not specs:
+        return []
+    prints = [part.tolist() for part in group.all_gather(torch.stack([mine[spec.name] for spec in specs]), SITE)]
+    return [
+        f"{spec.name} on rank {group.ranks[i]} is not as on rank {group.ranks[i // block * block]}"
+        for k, spec in enumerate(specs)
+        for i in range(group.size)
+        if prints[i][k] != prints[i // block * block][k]
+    ]
+
+
+__all__ = ["check_copies", "is_due"]

@@ -1,0 +1,136 @@
+"""Parameters and gradients that refuse what would take a rank's part for the whole: torch's clipping, norms, raw optimizers.
+
+In: a rank's parameter or gradient. Out: the same tensor, of a class whose `__torch_function__` looks at who asks for what:
+
+- anything that `torch.nn.utils.clip_grad` does, and a gradient read or a leaf checked by `torch.optim`: one PlanError that names
+  `pm.clip_grad_norm_` or `pm.optimizer`. That is where accelerate and Lightning end, too;
+- a norm, of a parameter or of a gradient (also of its `.data`, `.detach()`, `.float()`): what is here may be a shard.
+
+All else gives plain tensors. The runtime itself works in `unguarded()`, where none of this is asked, nor paid for; optimizers made by
+`pm.optimizer` step with the plain classes, so that torch's foreach and fused ways know them.
+
+    parameter = GuardedParameter(shard)
+    parameter.grad = guard_gradient(grad)
+    torch.nn.utils.clip_grad_norm_([parameter], 1.0)         # PlanError
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autoptd.errors import PlanError
+
+CLIPPING, OPTIMIZERS, AVERAGES = "torch.nn.utils.clip_grad", "torch.optim.", "torch.optim.swa_utils"
+READS = frozenset({Tensor.grad.__get__, Tensor.is_leaf.__get__})  # type: ignore[attr-defined]
+NORMS = frozenset(
+    {
+        torch.norm,
+        torch.nuclear_norm,
+        torch.frobenius_norm,
+        torch.linalg.norm,
+        torch.linalg.vector_norm,
+        torch.linalg.matrix_norm,
+        torch._foreach_norm,
+        Tensor.norm,
+    }
+)
+SAME_VALUES = frozenset({Tensor.data.__get__, Tensor.detach, Tensor.float, Tensor.double})  # type: ignore[attr-defined]
+
+
+def refuse(func: Callable[..., Any], caller: str, what: str) -> None:
+    """PlanError for a call of `func` by a function of module `caller`, where that would take a part for the whole."""
+    if caller == CLIPPING:
+        fact = "clips by the norm of what this rank holds, and each rank by another"
+        raise PlanError("torch.nn.utils clipping", fact, "pm.clip_grad_norm_(max_norm), which clips by the norm of the model")
+    if func in READS and caller.startswith(OPTIMIZERS) and caller != AVERAGES:
+        fact = "a torch optimizer over pm.parameters() leaves out what other ranks hold, and copies drift apart"
+        raise PlanError("torch.optim", fact, "pm.optimizer(torch.optim.AdamW, lr=...), a real optimizer of that class")
+    if func in NORMS:
+        fact = f"a norm of a {what} sees the part that this rank holds, not the whole"
+        remedy = "pm.clip_grad_norm_(max_norm) returns the norm of all gradients; pm.gradients() and pm.state_dict() have wholes"
+        raise PlanError(getattr(func, "__name__", str(func)), fact, remedy)
+
+
+@contextmanager
+def unguarded() -> Iterator[None]:
+    """Let everything pass for a while, on this thread."""
+    with torch._C.DisableTorchFunctionSubclass():
+        yield
+
+
+class GuardedParameter(nn.Parameter):
+    """A rank's parameter: see the module's docstring."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        refuse(func, _caller(), "parameter")
+        with unguarded():
+            return func(*args, **(kwargs or {}))
+
+
+class GuardedGradient(Tensor):
+    """A parameter's gradient on one rank: see the module's docstring."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        refuse(func, _caller(), "gradient")
+        with unguarded():
+            found = func(*args, **(kwargs or {}))
+        return guard_gradient(found) if func in SAME_VALUES else found
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        with unguarded():
+            return copy.deepcopy(self.as_subclass(Tensor), memo)  # type: ignore[arg-type]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        with unguarded():
+            return self.as_subclass(Tensor).__reduce_ex__(protocol)  # type: ignore[arg-type]
+
+
+def guard_gradient(grad: Tensor) -> Tensor:
+    """Make `grad`, a tensor of the runtime's own, a guarded one: the same object."""
+    if type(grad) is Tensor:
+        grad.__class__ = GuardedGradient
+    return grad
+
+
+def lower(parameters: Iterable[Tensor]) -> None:
+    """Give parameters and their gradients torch's own classes, which the fast ways of torch's optimizers look for."""
+    with unguarded():
+        for x in parameters:
+            if type(x) is GuardedParameter:
+                x.__class__ = nn.Parameter
+            if type(x.grad) is GuardedGradient:
+                x.grad.__class__ = Tensor
+
+
+def raise_again(parameters: Iterable[Tensor]) -> None:
+    """Guard parameters and gradients as before `lower`."""
+    with unguarded():
+        for x in parameters:
+            if type(x) is nn.Parameter:
+                x.__class__ = GuardedParameter
+            if x.grad is not None:
+                guard_gradient(x.grad)
+
+
+def _caller() -> str:
+    """The module that made a call: the nearest one that only hands calls on is not it."""
+    frame = sys._getframe(2)
+    while frame.f_globals.get("__name__") in ("torch.overrides", "torch._tensor", "torch.functional") and frame.f_back:
+        frame = frame.f_back
+    return str(frame.f_globals.get("__name__", ""))
+
+
+__all__ = ["GuardedGradient", "GuardedParameter", "guard_gradient", "lower", "raise_again", "unguarded"]

@@ -1,0 +1,61 @@
+"""Whether evaluation computes what training computes without its dropouts: then training's own program evaluates.
+
+In: the TRACED graphs of one model in training and in eval mode. Out: yes or no. The two are compared operator by operator, from
+the inputs to the loss; a dropout counts as its operand. (Attention with dropout was written out in training, and stays one operator in evaluation: not equal.)
+
+    is_training_without_dropout(trained, evaluated.graph, trained_buffers, evaluated.buffers)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from autoptd.errors import InternalError
+from autoptd.ir.notes import note, op_name, value
+from autoptd.trace.dropouts import NAME as DROPOUT
+
+Buffers = Mapping[str, torch.Tensor]
+
+
+def is_training_without_dropout(trained: Graph, evaluated: Graph, before: Buffers, after: Buffers) -> bool:
+    """Whether the two graphs are the same but for dropouts; `before` and `after` are the values of their buffers."""
+    numbers: dict[object, int] = {}
+    return _number(trained, numbers) == _number(evaluated, numbers) and all(_is_equal(x, after[name]) for name, x in before.items() if name in after)
+
+
+def _number(graph: Graph, numbers: dict[object, int]) -> int:
+    """The number of a graph's result: values that are computed alike have one number, and a dropout has its operand's."""
+    own: dict[Node, int] = {}
+    for node in graph.nodes:
+        args, kwargs = map_arg((node.args, node.kwargs), lambda arg: ("value", own[arg]))
+        if node.op == "output":
+            return own[node.args[0]]  # type: ignore[index]
+        if node.op == "placeholder":
+            how: object = (note(node).kind, note(node).name, _sizes(node))
+        elif op_name(node) == DROPOUT:
+            own[node] = own[node.args[0]]  # type: ignore[index]
+            continue
+        else:
+            how = (str(node.target), repr(args), repr(kwargs), _sizes(node))
+        own[node] = numbers.setdefault(how, len(numbers))
+    raise InternalError("evaluation", "a graph without an output")
+
+
+def _sizes(node: Node) -> tuple[object, ...]:
+    found = value(node)
+    pieces = found if isinstance(found, (tuple, list)) else [found]
+    return tuple((tuple(one.shape), one.dtype) for one in pieces if isinstance(one, torch.Tensor))
+
+
+def _is_equal(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether two buffers hold the same values; of those on meta nothing can be said but their shapes."""
+    if x.shape != y.shape or x.dtype != y.dtype:
+        return False
+    return x is y or x.is_meta or y.is_meta or torch.equal(x, y.to(x.device))
+
+
+__all__ = ["is_training_without_dropout"]
