@@ -146,14 +146,14 @@ def verify(
     for args, kwargs in wide_calls:
         check_call(program, args, kwargs, options.d)
     eps = max(1e-8, NOISE * check_widening(wide_model, program, options, *wide_calls[0]))
-    setting = Setting(options, lr, eps)
+    setting = Setting(wide_options, lr, eps)
     large = replace(setting, lr=max(lr, FIRST_LR))
     losses = first_losses(model, program, large, calls)
     with Widen():
         check_copy(model, losses, first_losses(wide_model, program, large, wide_calls))
     report = compare_program(wide_model, program, setting, wide_calls)
     if own is not None:
-        found = compare_first_losses(model, own, large, calls, losses)
+        found = compare_first_losses(model, own, replace(large, options=options), calls, losses)
         report = replace(report, differences=report.differences + tuple(found))
     if not report.passed:
         raise InternalError("verify", f"the partitioned model differs from the model\n{report}\n")
@@ -243,11 +243,11 @@ class Trained:
     """The partitioned model and its optimizer."""
 
     def __init__(self, model: nn.Module, program: Program, setting: Setting) -> None:
-        options, modes = setting.options, modes_of(model)
+        options = setting.options
 
         def compile_eval(args: tuple[Any, ...], kwargs: dict[str, Any], trained: Program) -> Program:
             with Widen():
-                return compile_evaluation(model, options, args, kwargs, trained, modes, replicas=options.d)
+                return compile_evaluation(model, options, args, kwargs, trained, modes_of(model), replicas=options.d)
 
         self.program, self.setting = program, setting
         self.pm = ParallelModel(program, options, model.state_dict(), compile_eval=compile_eval)
@@ -284,13 +284,9 @@ def compare_evaluation(
         notes.append(f"not evaluated: {error}")
         return []
     with torch.no_grad(), Widen():
-        wanted = WithLoss(in_eval_mode(reference), setting.options.loss_fn)(*args, **kwargs)
+        evaluated = copy.deepcopy(reference).eval()
+        wanted = WithLoss(evaluated, setting.options.loss_fn)(*args, **kwargs)
     return [Difference("evaluation", "loss", len(calls) - 1, _relative(ours, wanted, 0.0))]
-
-
-def in_eval_mode(model: nn.Module) -> nn.Module:
-    """A copy that does not train."""
-    return copy.deepcopy(model).eval()
 
 
 def compare_first_losses(

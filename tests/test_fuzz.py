@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import random
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from autoptd.errors import InternalError, PlanError
+from autoptd.parallel_model import ParallelModel
 from tests.fuzz.features import CHOICES, Case
 from tests.fuzz.plant import FAULTS, planted
 from tests.fuzz.script import script
@@ -29,9 +32,17 @@ def covering(count: int) -> list[Case]:
 
 
 CASES = covering(COUNT)
+verify_module = importlib.import_module("autoptd.verify")
+
+
+@pytest.fixture
+def all_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `python -m tests.fuzz` runs them: verify saves, loads and evaluates too."""
+    monkeypatch.setattr(verify_module, "CHECKS", ("reload", "evaluation"))
 
 
 @pytest.mark.parametrize("case", thinned(CASES), ids=lambda case: "-".join(map(str, case["mesh"])))
+@pytest.mark.usefixtures("all_checks")
 def test_case(case: Case) -> None:
     try:
         run_case(case)
@@ -61,6 +72,29 @@ def test_a_planted_fault_shows(fault: str) -> None:
     case = Case(SIMPLEST.picks | SHOWS[fault])
     run_case(case)
     with planted(fault), pytest.raises(InternalError, match="differs from the model"):
+        run_case(case)
+
+
+def test_features_can_be_left_out() -> None:
+    """A feature whose fault is known must not hide the others."""
+    seen: list[Case] = []
+    run_round(10, 0, Tally(), seen.append, without=["layer number", "mesh"])
+    assert {case["layer number"] for case in seen} == {"none"} and {case["mesh"] for case in seen} == {(1, 1, 1, 1)}
+    assert len({case["schedule"] for case in seen}) > 1
+
+
+LOADED = {"buffer": "loaded", "mesh": (2, 1, 1, 1), "layers": 1}
+
+
+def test_a_buffer_that_is_not_loaded_shows() -> None:
+    case = Case(SIMPLEST.picks | LOADED)
+    assert "check_loaded(" in script(case)
+    right = ParallelModel.load_state_dict
+
+    def forgetful(self: ParallelModel, state: dict[str, Any]) -> object:
+        return right(self, {name: x for name, x in state.items() if name != "kept"}, strict=False)
+
+    with mock.patch.object(ParallelModel, "load_state_dict", forgetful), pytest.raises(InternalError, match="differs"):
         run_case(case)
 
 

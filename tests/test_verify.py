@@ -139,7 +139,7 @@ def test_dropout_is_evaluated_without() -> None:
 
 
 def lossy(monkeypatch: pytest.MonkeyPatch, edit: Callable[[int, Program], Program]) -> None:
-    """Let `verify` run programs that `edit` changed; they are numbered: own dtype, float64, evaluation."""
+    """Let `verify` run programs that `edit` changed; they are numbered: own dtype, float64."""
     right, count = verify_module.compile_program, iter(range(9))
 
     def wrong(*args: Any, **kwargs: Any) -> Program:
@@ -148,7 +148,7 @@ def lossy(monkeypatch: pytest.MonkeyPatch, edit: Callable[[int, Program], Progra
     monkeypatch.setattr(verify_module, "compile_program", wrong)
 
 
-@pytest.mark.parametrize(("number", "what"), [(0, "own dtype"), (1, "loss"), (2, "evaluation")])
+@pytest.mark.parametrize(("number", "what"), [(0, "own dtype"), (1, "loss")])
 def test_a_wrong_program_is_found(monkeypatch: pytest.MonkeyPatch, number: int, what: str) -> None:
     def edit(i: int, program: Program) -> Program:
         if i != number:
@@ -163,6 +163,13 @@ def test_a_wrong_program_is_found(monkeypatch: pytest.MonkeyPatch, number: int, 
         autoptd.verify(gpt(1), num_microbatches=2, example_inputs=tokens(0), steps=1, fuse=False)
     wrong = [line.split()[0] for line in str(raised.value).splitlines() if "largest" in line and "e-0" in line]
     assert what.split()[0] in wrong
+
+
+def test_a_wrong_evaluation_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = ParallelModel.eval_step
+    monkeypatch.setattr(ParallelModel, "eval_step", lambda self, *args: right(self, *args) * (1 + 1e-6))
+    with pytest.raises(autoptd.InternalError, match=r"evaluation  largest difference 1\.0e-06"):
+        autoptd.verify(gpt(1), num_microbatches=2, example_inputs=tokens(0), steps=1)
 
 
 def test_a_lost_optimizer_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import sys
 from contextlib import nullcontext
 from pathlib import Path
 
+from tests.fuzz.features import CHOICES
 from tests.fuzz.plant import FAULTS, planted
 from tests.fuzz.search import search
 
@@ -17,10 +18,11 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=10.0, help="stop after so long")
     parser.add_argument("--seed", type=int, default=0, help="the same seed draws the same cases")
     parser.add_argument("--folder", type=Path, default=Path("out/fuzz"), help="where findings are written")
+    parser.add_argument("--without", nargs="*", default=[], choices=CHOICES, help="features that are not drawn")
     parser.add_argument("--plant", choices=FAULTS, help="plant a fault, to see that it is found")
     args = parser.parse_args()
     with planted(args.plant) if args.plant else nullcontext():
-        tally = search(args.cases, args.minutes, args.seed, args.folder)
+        tally = search(args.cases, args.minutes, args.seed, args.folder, without=args.without)
     print(tally.report())
     return 1 if tally.findings else 0
 

@@ -8,6 +8,7 @@ not go together (three equal parts of a fused weight, but fewer key heads), the 
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +45,19 @@ MESHES += [
     (2, 4, 1, 1),
     (2, 2, 1, 3),
     (4, 2, 2, 1),
+]
+
+LAYER_NUMBERS = [
+    "x * (i + 1)",
+    "(i + 1) * x",
+    "x - (i + 1)",
+    "(i - 1) - x",
+    "x + (i - 1)",
+    "x / (i + 2)",
+    "(i + 2) / (x.square() + 1)",
+    "(x.square() + 1) ** (i - 1)",
+    "(i + 1) ** x.tanh()",
+    "x * (i + 1) * 0.5 - x / (i + 1)",
 ]
 
 CHOICES: dict[str, list[Any]] = {
@@ -87,7 +101,7 @@ CHOICES: dict[str, list[Any]] = {
     "dropout in mlp": [False, True],
     "dropout by": ["module", "function", "in place"],
     "stream": ["bsh", "sbh", "folded"],
-    "stack": ["list", "shared", "sequential"],
+    "stack": ["list", "shared", "sequential", "in turn"],  # the last: two blocks, each several times
     "embedding scale": [False, True],
     "head": ["own", "assigned", "functional", "matmul"],
     "head bias": [False, True],
@@ -107,6 +121,12 @@ CHOICES: dict[str, list[Any]] = {
     "p2p": ["auto", "scatter_gather", "direct"],
     "sequence parallel": ["no", "auto", "yes"],
     "machine": ["sizes decide", "default", "shared heads"],  # by which plans are weighed
+    "layer number": ["none", *LAYER_NUMBERS],  # on both sides of every operator
+    "value head": [False, True],  # a linear layer whose weight has one dim
+    "parameter name": ["none", "w", "F", "tp", "rt", "torch", "b"],  # that emitted code may have itself
+    "buffer": ["none", "kept", "loaded", "mask loaded"],  # a state dict brings other values of it
+    "call": ["names", "positions", "None between", "number between"],
+    "steps": [2, 4],
 }
 
 
@@ -213,10 +233,20 @@ class Case:
     @property
     def stack(self) -> str:
         """Layers in a Sequential take one argument and are all alike."""
-        more = (
-            self["padding"] or self["positions"] == "rotary halves" or self.skips != "none" or self["memory"] != "none"
-        )
+        more = self["padding"] or self["positions"] == "rotary halves" or self.skips != "none"
+        more = more or self["memory"] != "none" or self["layer number"] != "none"
         return "list" if self["stack"] == "sequential" and more else self["stack"]
+
+    @property
+    def buffer(self) -> str:
+        """The mask is a buffer only where it is one, and read."""
+        is_read = self["mask"] == "buffer" and self.attention != "fused"
+        return "loaded" if self["buffer"] == "mask loaded" and not is_read else self["buffer"]
+
+    @property
+    def call(self) -> str:
+        """Targets of a loss_fn come by name."""
+        return "names" if self["result"] == "loss_fn" else self["call"]
 
     @property
     def skips(self) -> str:
@@ -235,10 +265,13 @@ class Case:
             "skips": self.skips,
             "hooks": self.hooks,
             "queries per key": self.queries_per_key,
+            "buffer": self.buffer,
+            "call": self.call,
         }
         return [f"{name}: {settled.get(name, pick)}" for name, pick in self.picks.items()]
 
 
-def cases() -> st.SearchStrategy[Case]:
-    """All cases."""
-    return st.fixed_dictionaries({name: st.sampled_from(choices) for name, choices in CHOICES.items()}).map(Case)
+def cases(without: Collection[str] = ()) -> st.SearchStrategy[Case]:
+    """All cases; of the features in `without`, the simplest choice only."""
+    drawn = {name: choices[:1] if name in without else choices for name, choices in CHOICES.items()}
+    return st.fixed_dictionaries({name: st.sampled_from(choices) for name, choices in drawn.items()}).map(Case)

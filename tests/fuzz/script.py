@@ -25,7 +25,8 @@ HEADER = ["import torch", "import torch.nn.functional as F", "from torch import 
 
 def script(case: Case) -> str:
     """Python text that builds the model of `case` and verifies it on its mesh."""
-    lines = [*HEADER, *helpers(case), *norm_class(case), *attention_class(case), *mlp_class(case)]
+    loads = ["from tests.fuzz.loaded import check_loaded"] if case.buffer.endswith("loaded") else []
+    lines = [*HEADER, *loads, *helpers(case), *norm_class(case), *attention_class(case), *mlp_class(case)]
     lines += [
         *cross_class(case),
         *_block_class(case),
@@ -98,6 +99,13 @@ def _model_class(case: Case) -> list[str]:
         body += ["angles = torch.outer(torch.arange(s).to(x.dtype), self.frequencies).repeat(1, 2)"]
         body += ["cos, sin = angles.cos(), angles.sin()"]
     body += [f"x = {drop(case, 'of embedding', init, 'x')}"] if case.drops("of embedding") else []
+    if case["parameter name"] != "none":
+        name = case["parameter name"]
+        init += [f"self.{name} = nn.Parameter(torch.ones(1, 1, {width}))"]
+        body += [f"x = x * self.{name}.expand_as(x)"]
+    if case.buffer in ("kept", "loaded"):
+        init += [f"self.register_buffer('kept', torch.ones({width}))"]
+        body += ["x = x * self.kept"]
     if case["memory"] != "none":
         init += ["self.encoder = MLP()"] if case["memory"] == "encoder" else []
         body += [f"memory = {'self.encoder(x)' if case['memory'] == 'encoder' else 'x'}"]
@@ -111,6 +119,11 @@ def _model_class(case: Case) -> list[str]:
     head_init, head = _head(case)
     tail = [] if case["result"] == "loss_fn" else [*_loss(case), _result(case)]
     arguments = ["ids"] + (["labels"] if case["result"] != "loss_fn" else []) + (["keep"] if case["padding"] else [])
+    if case.call.endswith("between"):
+        arguments.insert(1, "between")
+    if case["value head"] and case["result"] != "loss_fn":
+        init += [f"self.value = nn.Parameter(torch.randn({width}))"]
+        tail.insert(-1, "loss = loss + 1e-2 * F.linear(x, self.value).mean()")
     if case["class weights"] and case["result"] != "loss_fn":
         init += [f"self.register_buffer('weights', torch.rand({vocab}) + 0.2)"]
     tail = tail or ["return logits"]
@@ -124,6 +137,10 @@ def _layers(case: Case) -> list[str]:
     if stack == "shared":
         cross = ["self.cross = Cross()"] if case["memory"] != "none" else []
         return [f"self.block = {block.replace('i % 2 == 1', 'True')}", *cross, *joins]
+    if stack == "in turn":
+        two = f"[{block.replace('i % 2 == 1', 'False')}, {block.replace('i % 2 == 1', 'True')}]"
+        cross = [f"self.cross = nn.ModuleList(Cross() for _ in range({count}))"] if case["memory"] != "none" else []
+        return [*cross, *joins, f"self.layers = nn.ModuleList(({two} * {count})[:{count}])"]
     kind = "ModuleList(" if stack == "list" else "Sequential(*"
     cross = [f"self.cross = nn.ModuleList(Cross() for _ in range({count}))"] if case["memory"] != "none" else []
     return [*cross, *joins, f"self.layers = nn.{kind}({block} for {'i' if case['window'] else '_'} in range({count})))"]
@@ -144,6 +161,7 @@ def _run_layers(case: Case) -> list[str]:
     )
     layer = "self.block" if case.stack == "shared" else "self.layers[i]"
     inside += [f"x = {layer}({signature(case)})"]
+    inside += [f"x = {case['layer number']}"] if case["layer number"] != "none" else []
     inside += ["x = x + first"] if skips == "first to all" else []
     inside += [f"if i < {count // 2}:", "    skips.append(x)"] if skips.startswith("nested") else []
     before = ["skips = []"] if skips.startswith("nested") else ["first = x"] if skips != "none" else []
@@ -246,13 +264,33 @@ def _call(case: Case) -> list[str]:
     if case["result"] == "loss_fn":
         inputs["targets"] = inputs.pop("labels")
     pairs = ", ".join(f"'{name}': {one}" for name, one in inputs.items())
+    call = f"{{{pairs}}}"
+    if case.call != "names":
+        between = {"positions": [], "None between": ["None"], "number between": ["2.0"]}[case.call]
+        first, *others = inputs.values()
+        call = f"({', '.join([first, *between, *others])})"
     arguments = [f"t={t}, p={p}, d={d}, v={v}, num_microbatches={case.num_microbatches}"]
     arguments += [f"schedule='{case.schedule}'", *(["loss_fn=loss_fn"] if case["result"] == "loss_fn" else [])]
     arguments += _hooks(case.hooks)
     arguments += [f"p2p='{case['p2p']}'"] if case["p2p"] != "auto" else []
     arguments += [f"machine={MACHINES[case['machine']]}"] if case["machine"] in MACHINES else []
     arguments += [f"sequence_parallel={case.sequence_parallel!r}"] if case.sequence_parallel else []
-    return [f"call = {{{pairs}}}", f"autoptd.verify(model, {', '.join(arguments)}, example_inputs=call, steps=2)"]
+    lines = [f"call = {call}"]
+    if case.buffer.endswith("loaded"):
+        lines += [*_other(case), f"check_loaded(model, other, {', '.join(arguments)}, example_inputs=call)"]
+    return [*lines, f"autoptd.verify(model, {', '.join(arguments)}, example_inputs=call, steps={case['steps']})"]
+
+
+def _other(case: Case) -> list[str]:
+    """Another model, whose state dict is loaded: `other`."""
+    lines = ["other = Model()", "for p in other.parameters():", "    nn.init.normal_(p, std=0.3)"]
+    if case.buffer == "loaded":
+        return [*lines, "other.kept.uniform_(0.5, 1.5)"]
+    return [
+        *lines,
+        "for name, mask in other.named_buffers():",
+        "    mask &= mask.triu(-1) if name.endswith('mask') else mask",
+    ]
 
 
 def _hooks(which: str) -> list[str]:

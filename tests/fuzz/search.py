@@ -12,7 +12,7 @@ import linecache
 import re
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -79,14 +79,20 @@ def run_case(case: Case) -> None:
 
 
 def search(
-    cases: int, minutes: float, seed: int, folder: Path, run: Run = run_case, show: Callable[[str], None] = print
+    cases: int,
+    minutes: float,
+    seed: int,
+    folder: Path,
+    run: Run = run_case,
+    show: Callable[[str], None] = print,
+    without: Collection[str] = (),
 ) -> Tally:
     """Run up to `cases` random cases for up to `minutes` or Ctrl-C; write each kind of finding, shrunk, to `folder`."""
     tally, start, round_number = Tally(), time.monotonic(), 0
     while tally.ran < cases and time.monotonic() - start < 60 * minutes:
         fresh = min(ROUND, cases - tally.ran + 1)  # the first is the simplest
         try:
-            failure = run_round(fresh, seed * 100_003 + round_number, tally, run)
+            failure = run_round(fresh, seed * 100_003 + round_number, tally, run, without)
         except KeyboardInterrupt:
             break
         round_number += 1
@@ -99,7 +105,9 @@ def search(
     return tally
 
 
-def run_round(count: int, number: int, tally: Tally, run: Run = run_case) -> tuple[Case, Exception] | None:
+def run_round(
+    count: int, number: int, tally: Tally, run: Run = run_case, without: Collection[str] = ()
+) -> tuple[Case, Exception] | None:
     """Draw and run `count` cases; return the smallest case that fails, and how, or None."""
     failures: list[tuple[Case, Exception]] = []
 
@@ -113,7 +121,7 @@ def run_round(count: int, number: int, tally: Tally, run: Run = run_case) -> tup
         suppress_health_check=list(HealthCheck),
         verbosity=Verbosity.quiet,
     )
-    @given(cases())
+    @given(cases(without))
     def one(case: Case) -> None:
         if case == SIMPLEST and tally.ran and not failures:  # every run of hypothesis begins with it
             return

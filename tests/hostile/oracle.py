@@ -147,7 +147,9 @@ def _judged(
             return "void", f"the plain loop amplifies its own rounding: {error}"
         return "wrong", str(error)
     except refusals as error:
-        if isinstance(error, autoptd.InternalError) or (phase.at == "step" and refusals == (TraceError, PlanError)):
+        is_late = phase.at == "step" and refusals == (TraceError, PlanError)
+        is_bare = isinstance(error, RuntimeFault) and "Error: " in error.fact  # what a rank raised, passed on
+        if isinstance(error, autoptd.InternalError) or is_late or is_bare:
             return "raw", f"in {phase.at}: {type(error).__name__}: {error}"
         return "refused", f"in {phase.at}: {type(error).__name__}: {error.fact}"
     except Exception as error:
@@ -265,6 +267,3 @@ def relative(x: Tensor, wanted: Tensor, floor: float) -> float:
         return 0.0
     gap = float((x.double() - wanted.double()).abs().nan_to_num(float("inf")).max())
     return gap / max(float(wanted.double().abs().max()), floor)
-
-
-__all__ = ["Outcome", "RuntimeFault", "Setting", "judge"]

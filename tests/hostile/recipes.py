@@ -8,6 +8,7 @@ A `Recipe` fills the holes of one small decoder (generate.py). `loads`: the stat
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -294,7 +295,8 @@ def state() -> Iterator[Recipe]:
     for name, (init, factor) in STATE.items():
         yield Recipe("state", name, init=init, start=("h = self.emb(x)", f"h = h * {factor}"))
         yield Recipe("state", f"{name}, in layers", init=init, loop=(f"h = h + layer(h) * {factor}",))
-        yield Recipe("state", f"{name}, of the loss", init=init, loss=f"({LOSS} * {factor.replace('h.', 'x.')}).mean()")
+        of_loss = re.sub(r"\bh\b", "logits", factor)
+        yield Recipe("state", f"{name}, of the loss", init=init, loss=f"({LOSS} * {of_loss}).mean()")
 
 
 LOSSES = [  # of logits, h, x, y, values [b, s], mask [b, s], sign [b]: of what torch has and of what people write
@@ -372,7 +374,7 @@ LOSSES = [  # of logits, h, x, y, values [b, s], mask [b, s], sign [b]: of what 
     "F.cross_entropy(logits.mT, y, reduction='none').mean(dtype=torch.float32)",
     "F.cross_entropy(logits.mT, y, reduction='none').sum(dtype=torch.float64)",
 ]
-OPERATORS = [  # of h [b, s, 12]
+OPERATORS = [  # of h [b, s, 12]; no casts to coarser dtypes, which round the parts of a sum and not the sum
     *(f"torch.special.{name}(h)" for name in ("erf", "erfcx", "expit", "i0e", "log_ndtr", "sinc", "psi", "ndtr")),
     *("h.frac()", "h.fmod(0.7)", "torch.hypot(h, h.flip(-1))", "torch.atan2(h, h.roll(1, -1))", "h.lgamma()"),
     *(
@@ -501,8 +503,6 @@ OPERATORS = [  # of h [b, s, 12]
         "h * h.new_tensor([2.0])",
     ),
     *(
-        "h.to(torch.float32).to(torch.float64)",
-        "h.bfloat16().double()",
         "h * h.numel()",
         "h * h.shape[0]",
         "h * len(h)",
