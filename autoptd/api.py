@@ -143,7 +143,12 @@ def parallelize(
             raise PlanError(one.module or "model", fact, "F.dropout(x, p, training=self.training)")
         return program
 
-    keywords = {"weights": folder, "format": format_of(model), "compile_eval": compile_eval, "draw": draw_program}
+    keywords: dict[str, Any] = {
+        "weights": folder,
+        "format": format_of(model),
+        "compile_eval": compile_eval,
+        "draw": draw_program,
+    }
     keywords["holding"] = partial(with_buffers, model)
     pm = ParallelModel.lazy(compile_for, options, model.state_dict(), **keywords)
     if example_inputs is not None:

@@ -85,6 +85,7 @@ def _forward(
     inside = key < keys
     x = tl.load(scores + row * keys + key, mask=inside, other=-float("inf"))
     x = (x.to(WIDE) * SCALE).to(x.dtype).to(WIDE)  # rounded as the plain form rounds
+    x = tl.where(inside, x, -float("inf"))  # once more: a negative scale turned it around
     if HAS_MASK:
         start = row // queries // heads * stride_a + row // queries % heads * stride_b + query * stride_q
         at = tl.load(mask + start + key * stride_k, mask=inside, other=0)

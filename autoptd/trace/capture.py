@@ -31,6 +31,7 @@ from autoptd.trace.faithful import check_model, watch_tracing
 from autoptd.trace.functions import check_functions
 from autoptd.trace.loss import WithLoss
 from autoptd.trace.normalize import normalize
+from autoptd.trace.numbers import NumbersOnMeta
 
 RESERVED = {"self", "w", "b", "tp", "i", "F", "torch", "rt"}  # what emitted functions call by these names
 
@@ -119,7 +120,7 @@ def _export(wrapper: WithLoss, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     device = next((p.device.type for p in wrapper.parameters()), "cpu")
     try:
         autocast = torch.autocast(device if device != "meta" else "cpu", enabled=False)
-        with watch_tracing() as functions, autocast, torch.enable_grad(), light_export():
+        with watch_tracing() as functions, autocast, torch.enable_grad(), NumbersOnMeta(), light_export():
             exported = torch.export.export(wrapper, args, kwargs, strict=False)
         check_functions(functions)
         return exported
