@@ -1,6 +1,6 @@
 """Numbers that a model's forward makes tensors of, while it is traced on meta: a tensor there has no value to be kept.
 
-`torch.tensor(-65504.0, device=x.device)` becomes `torch.full((), -65504.0, ...)`, an operator of the graph that says its number.
+`torch.tensor(-65504.0, device=x.device)` becomes `torch.full((), -65504.0, ...)`, an operator that says its number.
 """
 
 from __future__ import annotations
