@@ -126,7 +126,8 @@ def test_rotary(interleaved: bool, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_rotary_of_a_value_that_repeats_its_tokens(interleaved: bool, dtype: torch.dtype) -> None:
-    for x in (random(1, 2, 1, 8).expand(1, 2, 5, 8), random(1, 1, 1, 8).expand(2, 3, 5, 8), random(8).expand(5, 8)):
+    of_one_row = random(8, 1).t()[:, None].expand(1, 5, 8)  # strides (1, 0, 1): what is made like it has another order
+    for x in (of_one_row, of_one_row[None], random(1, 2, 1, 8).expand(1, 2, 5, 8)):
         cos, sin = random(5, 6, seed=1), random(5, 6, seed=2)
         check(rotary, rotary_plain, [x, cos, sin], 1, dtype, interleaved=interleaved)
 
