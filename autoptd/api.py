@@ -145,7 +145,12 @@ def parallelize(
     def compile_eval(args: tuple[Any, ...], kwargs: dict[str, Any], trained: Program) -> Program:
         return compile_evaluation(model, options, args, kwargs, trained, modes, replicas=replicas)
 
-    keywords: dict[str, Any] = {"weights": folder, "format": format_of(model), "compile_eval": compile_eval, "draw": draw_program}
+    keywords: dict[str, Any] = {
+        "weights": folder,
+        "format": format_of(model),
+        "compile_eval": compile_eval,
+        "draw": draw_program,
+    }
     keywords["holding"] = partial(with_buffers, model)
     pm = ParallelModel.lazy(compile_for, options, model.state_dict(), **keywords)
     if example_inputs is not None:

@@ -39,6 +39,7 @@ LENGTHS = ("block_size", "max_position_embeddings", "n_positions")  # what confi
 LONGEST = 8192  # of a row that nobody asked for: some configs allow millions
 UNSET = ("model_type", "transformers_version")  # of a config: not its values
 ROTARY = ("rope_theta", "rope_scaling")  # taken by configs that have them, under other names
+WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin*")  # files of a folder that hold weights
 MADE_EMPTY = (torch.empty, torch.rand, torch.randn)  # what parameters are made of
 LARGE = 1 << 30  # bytes of a tensor that is taken for a parameter before it is one: see `_Empty`
 
@@ -179,6 +180,13 @@ def _call(name: str, factory: Callable[..., Any], keywords: Mapping[str, Any]) -
         raise PlanError(f"MODEL {name}", fact, f"{remedy}; --debug shows where it fails") from error
 
 
+def weights_in(name: str) -> Path | None:
+    """The folder that MODEL is, where there are weights beside its config."""
+    path = Path(name)
+    is_folder = (path / "config.json").is_file()
+    return path if is_folder and any(any(path.glob(pattern)) for pattern in WEIGHTS) else None
+
+
 def make_with_weights(subject: Subject, dtype: str | None = None) -> tuple[nn.Module, Any]:
     """Return the module and, where its factory gives them, example_inputs; parameters in `dtype`, if given."""
     return _split(subject, subject.make(), dtype)
@@ -283,4 +291,5 @@ __all__ = [
     "make_with_weights",
     "make_without_weights",
     "vocabulary_of",
+    "weights_in",
 ]

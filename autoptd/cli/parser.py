@@ -20,7 +20,8 @@ from autoptd.options import DELAYS, FUSE, P2P, SCHEDULES
 
 MODEL = """MODEL is one of
   gpt2, gpt3-175b, llama-3-8b, ...   a well-known size; `autoptd show --list` has all of them
-  config.json                        a Hugging Face config, or a folder that has one; nothing is downloaded
+  config.json                        a Hugging Face config, or a folder that has one; nothing is downloaded;
+                                     train takes the weights that a folder has (--random: does not)
   package.module:factory             a function that returns the model, or (model, example_inputs)
   path/to/file.py:factory            likewise; --set n_layer=4 hands it keywords (to a config: changes it)"""
 
@@ -191,6 +192,9 @@ def _add_model(parser: ArgumentParser) -> None:
 def _add_training(parser: ArgumentParser) -> None:
     run = parser.add_argument_group("training")
     run.add_argument("--backend", choices=("local", "gloo", "nccl"), help="local: ranks are threads of this process")
+    run.add_argument(
+        "--random", action="store_true", help="begin with random weights, where the folder MODEL has some of its own"
+    )
     run.add_argument("--data", metavar="FILE", help="text (default: Python's own help topics)")
     run.add_argument("--steps", type=int, default=100, help="(default %(default)s)")
     run.add_argument("--lr", type=float, default=1e-3, help="of AdamW (default %(default)s)")

@@ -15,7 +15,7 @@ import torch
 
 import autoptd
 from autoptd.cli.data import batches, load_tokens
-from autoptd.cli.models import as_call, find_model, length_of, make_with_weights, vocabulary_of
+from autoptd.cli.models import as_call, find_model, length_of, make_with_weights, vocabulary_of, weights_in
 from autoptd.cli.programs import keywords_of, rows_of
 from autoptd.cli.settings import read_pairs
 from autoptd.errors import PlanError, RuntimeFault
@@ -49,6 +49,9 @@ def train(asked: Namespace) -> int:
     tokens = load_tokens(asked.data)
     first = next(batches(tokens, rows, length, 1, seed))
     share = tuple(one[: rows // replicas] for one in first)
+    if not asked.random and "weights" not in keywords and (folder := weights_in(asked.model)) is not None:
+        keywords["weights"] = folder
+    _tell(f"weights: read from {keywords['weights']}" if "weights" in keywords else f"weights: random, of seed {seed}")
     pm = autoptd.parallelize(model, example_inputs=as_call(model, *share), **keywords)
     optimizer = pm.optimizer(torch.optim.AdamW, lr=asked.lr, weight_decay=asked.weight_decay)
     watched: dict[str, Any] = {"log": asked.log, "tensorboard": asked.tensorboard, "peak": asked.peak}
@@ -71,8 +74,7 @@ def train(asked: Namespace) -> int:
     if asked.out:
         _write(asked, pm, as_call(model, *first))
     pm.close()
-    if os.environ.get("RANK", "0") == "0":
-        print(f"loss {progress.losses[0]:.4f} -> {progress.losses[-1]:.4f} in {asked.steps} steps", file=sys.stderr)
+    _tell(f"loss {progress.losses[0]:.4f} -> {progress.losses[-1]:.4f} in {asked.steps} steps")
     return 0
 
 
@@ -86,6 +88,11 @@ def _tell_of_interrupt(asked: Namespace, pm: autoptd.ParallelModel, steps: int) 
         write_report(pm.program, Path(asked.out) / "report.html", asked.model)
         written = f"; written: {asked.out}/report.html"
     print(f"interrupted after {steps} of {asked.steps} steps{written}", file=sys.stderr)
+
+
+def _tell(line: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        print(line, file=sys.stderr)
 
 
 def _call(pm: autoptd.ParallelModel, call: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

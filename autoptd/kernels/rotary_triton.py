@@ -19,6 +19,8 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype, is_back: boo
     """Rotate x forward or back, into a tensor of `dtype`: see `kernels.rotary`."""
     x = x if x.stride(-1) == 1 and x.ndim <= 4 else x.contiguous()
     out = torch.empty_like(x, dtype=dtype)
+    if out.stride(-1) != 1:  # of an expanded x its dims are in another order
+        out = torch.empty(x.shape, dtype=dtype, device=x.device)
     width = cos.shape[-1]
     size = (*x.shape[:-1], width)
     cos, sin = (four_dims(each.contiguous().expand(size)) for each in (cos, sin))

@@ -83,8 +83,10 @@ def _forward(
     query = row % queries
     key = tl.arange(0, BLOCK)
     inside = key < keys
-    x = tl.load(scores + row * keys + key, mask=inside, other=-float("inf"))
+    x = tl.load(scores + row * keys + key, mask=inside, other=0.0)
     x = (x.to(WIDE) * SCALE).to(x.dtype).to(WIDE)  # rounded as the plain form rounds
+    # After the scale, which may be negative.
+    x = tl.where(inside, x, -float("inf"))
     if HAS_MASK:
         start = row // queries // heads * stride_a + row // queries % heads * stride_b + query * stride_q
         at = tl.load(mask + start + key * stride_k, mask=inside, other=0)

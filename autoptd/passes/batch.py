@@ -195,7 +195,10 @@ def _is_slice_elsewhere(node: Node) -> bool:
 def _check_made(node: Node, other: Node) -> None:
     """A constant made in forward (`torch.tensor(x.shape[0])`) must be the same in both traces."""
     ours, theirs = (note(one).extra.get("constant") if note(one).kind == "buffer" else None for one in (node, other))
-    if ours is not None and theirs is not None and not (ours.shape == theirs.shape and torch.equal(ours, theirs)):
+    if ours is None or theirs is None:
+        return
+    has_values = not (ours.is_meta or theirs.is_meta)  # what has none cannot run either
+    if ours.shape != theirs.shape or (has_values and not torch.equal(ours, theirs)):
         reader = next(iter(node.users))
         raise PlanError(site(reader), "a constant is computed from the number of rows in the batch", RULE_REMEDY)
 

@@ -83,10 +83,12 @@ class Constants:
         return self._are_same(a, b)
 
     def _is_same_call(self, a: Piece, b: Piece, known: dict[tuple[Piece, Piece], bool]) -> bool:
-        """Whether two pieces are computed alike, of the same."""
+        """Whether two pieces are computed alike, of the same; small ones need only be equal."""
         if (a, b) not in known:
-            known[a, b] = False
-            known[a, b] = self._computes_same(a, b, known)
+            is_small = a.numel <= KEPT and a.sizes == b.sizes
+            known[a, b] = self._computes_same(a, b, known) or (
+                is_small and all(map(self.can_evaluate, (a.node, b.node))) and self._are_same(a, b)
+            )
         return known[a, b]
 
     def _computes_same(self, a: Piece, b: Piece, known: dict[tuple[Piece, Piece], bool]) -> bool:

@@ -180,7 +180,7 @@ def key_of(node: Node) -> tuple[Any, ...]:
 
 
 SAME = ("aten.clone", "aten.alias", "aten.detach", "aten.to", "aten._to_copy", "aten.contiguous")
-UNTAGGED = ("aten.__and__", "aten.__or__", "aten.__xor__")  # pointwise, though torch does not say so
+UNTAGGED = ("aten.__and__", "aten.__or__", "aten.__xor__", "aten.where")  # pointwise, though torch does not say so
 FILLED = ("aten.full", "aten.ones", "aten.zeros", "aten.full_like", "aten.ones_like", "aten.zeros_like")
 FILLED = (*FILLED, "aten.new_full", "aten.new_ones", "aten.new_zeros")
 VIEWS = ("aten.view", "aten.reshape", "aten._unsafe_view", "aten.unsqueeze", "aten.squeeze")

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from autoptd.cli import main
+from autoptd.cli.data import batches, load_tokens
 from autoptd.cli.programs import _fallbacks
 from autoptd.runtime import standalone
 from autoptd.runtime.standalone import check_stage
@@ -133,6 +134,33 @@ def test_train_learns_logs_and_reports(tmp_path: Path, capsys: pytest.CaptureFix
     page = (out / "report.html").read_text()
     assert "Equal: what ran is what was compiled." in page
     assert "step 4/4  loss" in capsys.readouterr().err
+
+
+def test_train_takes_the_weights_of_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The first loss is the model's own, and it is said where the weights come from."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    torch.manual_seed(5)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, vocab_size=256, initializer_range=0.5))
+    model.save_pretrained(tmp_path)
+    x, _ = next(batches(load_tokens(None), 4, 8, 1, 0))
+    with torch.no_grad():
+        wanted = float(model(input_ids=x, labels=x).loss)
+
+    def first_loss(*words: str) -> float:
+        log = tmp_path / "run.jsonl"
+        log.unlink(missing_ok=True)
+        run = f"train {tmp_path} --t 2 --backend local --steps 1 --batch 4 --num-microbatches 2 --seq 8 --log {log}"
+        assert main([*run.split(), *words]) == 0
+        return float(json.loads(log.read_text().splitlines()[0])["loss"])
+
+    assert first_loss() == pytest.approx(wanted, rel=1e-5)
+    assert f"weights: read from {tmp_path}" in capsys.readouterr().err
+    assert abs(first_loss("--random") - wanted) > 0.1
+    assert "weights: random, of seed 0" in capsys.readouterr().err
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    assert main(["train", str(tmp_path), "--backend", "local", "--steps", "1", "--seq", "8"]) == 2
+    assert "holds pickled weights (pytorch_model.bin)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,11 @@ def random(*shape: int, seed: int = 0, layout: str = "as it is") -> Tensor:
     return x
 
 
+def cotangent(x: Tensor, seed: int) -> Tensor:
+    """What a result is given in backward, where it is."""
+    return random(*x.shape, seed=seed).to(x.device, x.dtype)
+
+
 def small_tiles() -> AbstractContextManager[Any]:
     """Tiles of a few elements, so that small values have many."""
     return mock.patch.object(forms, "TILE", 8)
@@ -47,7 +52,7 @@ def results(operator: Operator, tensors: Sequence[Tensor | None], grads: int, **
     leaves = [x.requires_grad_() if x is not None and i < grads else x for i, x in enumerate(given)]
     found = operator(*leaves, **options)
     found = list(found) if isinstance(found, tuple) else [found]
-    cotangents = [random(*x.shape, seed=50 + i).to(x.dtype) for i, x in enumerate(found)]
+    cotangents = [cotangent(x, seed=50 + i) for i, x in enumerate(found)]
     kept = [x.clone() for x in found]
     torch.autograd.backward(found, cotangents)
     for x, y in zip([*given, *found, *cotangents], [*before, *kept, *cotangents], strict=True):

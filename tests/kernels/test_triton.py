@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.kernels.compare import cotangent
+
 HERE = Path(__file__).parent
 
 
@@ -37,6 +39,10 @@ def test_triton_forms(tmp_path: Path) -> None:
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     run("triton_forms.py", tmp_path)
+
+
+def test_cotangents_are_where_the_results_are() -> None:
+    assert cotangent(torch.empty(2, 3, dtype=torch.bfloat16, device="meta"), seed=0).device.type == "meta"
 
 
 def test_triton_kernels_compile(tmp_path: Path) -> None:

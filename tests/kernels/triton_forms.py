@@ -68,6 +68,16 @@ def test_softmax(kind: str, causal: bool, shape: tuple[int, ...], layout: str, d
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("keys", [3, 10, 16])
+def test_softmax_of_a_negative_scale(keys: int, dtype: torch.dtype) -> None:
+    """Rows that are shorter than their block: what is behind them must not count."""
+    scores, mask = random(2, 3, keys), random(3, keys, seed=1)
+    for causal in (False, True):
+        check(masked_softmax, masked_softmax_plain, [scores, None], 1, dtype, scale=-0.5, causal=causal)
+    check(masked_softmax, masked_softmax_plain, [scores, mask], 1, dtype, scale=-0.5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("layout", ["as it is", "sliced"])
 def test_activations(layout: str, dtype: torch.dtype) -> None:
     shape = (2, 2, 300) if layout == "as it is" else (3, 2, 7)
@@ -111,6 +121,60 @@ def test_rotary(interleaved: bool, dtype: torch.dtype) -> None:
     for shape, layout in (((2, 3, 2, 8), "transposed"), ((2, 2, 3, 7), "sliced"), ((5, 6), "as it is")):
         x, cos, sin = random(*shape, layout=layout), random(shape[-2], 6, seed=1), random(shape[-2], 6, seed=2)
         check(rotary, rotary_plain, [x, cos, sin], 1, dtype, interleaved=interleaved)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotary_of_a_value_that_repeats_its_tokens(interleaved: bool, dtype: torch.dtype) -> None:
+    of_one_row = random(8, 1).t()[:, None].expand(1, 5, 8)  # strides (1, 0, 1): what is made like it has another order
+    for x in (of_one_row, of_one_row[None], random(1, 2, 1, 8).expand(1, 2, 5, 8)):
+        cos, sin = random(5, 6, seed=1), random(5, 6, seed=2)
+        check(rotary, rotary_plain, [x, cos, sin], 1, dtype, interleaved=interleaved)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
+@pytest.mark.parametrize("width", [12288, 50257])
+def test_rows_as_wide_as_models_have_them(width: int) -> None:
+    x, y, bias = random(6, width), random(6, width, seed=1), random(width, seed=2)
+    for dtype in DTYPES:
+        check(masked_softmax, masked_softmax_plain, [x, None], 1, dtype, scale=0.3)
+        check(bias_gelu, bias_gelu_plain, [x, bias], 2, dtype, approximate="tanh")
+        check(swiglu, swiglu_plain, [x, y], 2, dtype)
+        check(bias_dropout_add, bias_dropout_add_plain, [x, bias, y], 3, dtype, rate=0.4, places=PLACES)
+        check(
+            lambda x, w, **more: rms_norm(x, w, eps=1e-3, **more),
+            lambda x, w: rms_norm_plain(x, w, eps=1e-3),
+            [x, bias],
+            2,
+            dtype,
+        )
+    inputs = [random(4, 64), random(width, 64, seed=1), torch.tensor([3, -100, 0, width - 1])]
+    check(linear_cross_entropy, linear_cross_entropy_plain, inputs, 2, torch.float64)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
+def test_more_elements_than_32_bits_number() -> None:
+    """2^31 + 3 elements, in one row and in many: the last ones are those that a wrapped offset would miss."""
+    generator = torch.Generator(DEVICE).manual_seed(0)
+
+    def make(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=torch.bfloat16, device=DEVICE, generator=generator)
+
+    x, y = make((1 << 31) + 3), make((1 << 31) + 3)
+    with torch.no_grad():
+        assert torch.equal(swiglu(x, y, backend="triton")[-5000:], swiglu(x[-5000:], y[-5000:], backend="triton"))
+    del x, y
+    rows = (1 << 21) + 1  # of 1,024: 2^31 + 1,024
+    x, bias = make(rows, 1024), make(1024)
+    with torch.no_grad():
+        for form in (
+            lambda x: masked_softmax(x, None, scale=0.3, backend="triton"),
+            lambda x: rms_norm(x, bias, eps=1e-3, backend="triton"),
+            lambda x: bias_gelu(x, bias, approximate="tanh", backend="triton"),
+        ):
+            assert torch.equal(form(x)[-8:], form(x[-8:]))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
