@@ -9,6 +9,7 @@ for x, y in loader:
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -140,12 +141,27 @@ def parallelize(
     def compile_eval(args: tuple[Any, ...], kwargs: dict[str, Any], trained: Program) -> Program:
         return compile_evaluation(model, options, args, kwargs, trained, modes, replicas=replicas)
 
-    keywords = {"weights": folder, "format": format_of(model), "compile_eval": compile_eval, "draw": draw_program}
+    keywords: dict[str, Any] = {
+        "weights": folder,
+        "arguments": argument_names(model),
+        "format": format_of(model),
+        "compile_eval": compile_eval,
+        "draw": draw_program,
+    }
     pm = ParallelModel.lazy(compile_for, options, model.state_dict(), **keywords)
     if example_inputs is not None:
         args, kwargs = split_call(example_inputs)
         pm.compile_now(args, kwargs)
     return pm
+
+
+def argument_names(model: nn.Module) -> tuple[str, ...]:
+    """Names of what the model's forward takes by position."""
+    try:
+        taken = inspect.signature(model.forward).parameters.values()
+    except (TypeError, ValueError):
+        return ()
+    return tuple(one.name for one in taken if one.kind is one.POSITIONAL_OR_KEYWORD)
 
 
 def is_first_process() -> bool:

@@ -77,9 +77,7 @@ class Places:
 
         The two need not have the same operators: a cut stays behind the last operator before it that both have.
         """
-        mine, theirs = (
-            [(note(node).module, _label(node)) for node in one.backbone] for one in (self, other)
-        )
+        mine, theirs = ([(note(node).module, _label(node)) for node in one.backbone] for one in (self, other))
         here = {
             block.b + i: block.a + i
             for block in SequenceMatcher(None, mine, theirs, autojunk=False).get_matching_blocks()

@@ -33,7 +33,9 @@ class Pin:
 
     pattern: str
     dim: int | None
-    layout: tuple[object, ...] | None = None  # where its elements lie on the ranks (`ir.types.layout`), if all that is given
+    layout: tuple[object, ...] | None = (
+        None  # where its elements lie on the ranks (`ir.types.layout`), if all that is given
+    )
 
     def __str__(self) -> str:
         if self.layout is not None:

@@ -40,7 +40,9 @@ def check_copies(params: RankParameters, step: int) -> None:
         every = list(dict.fromkeys(text for rank in sorted(told) for text in told[rank]))
         more = f"; and {len(every) - MOST_NAMED} more" if len(every) > MOST_NAMED else ""
         fact = f"copies that must be equal are not: {'; '.join(every[:MOST_NAMED])}{more}"
-        remedy = "change gradients and parameters on all ranks alike: pm.clip_grad_norm_, pm.optimizer, pm.load_state_dict"
+        remedy = (
+            "change gradients and parameters on all ranks alike: pm.clip_grad_norm_, pm.optimizer, pm.load_state_dict"
+        )
         raise RuntimeFault(f"step {step}", fact, remedy)
 
 
@@ -59,9 +61,7 @@ def _comparisons(params: RankParameters) -> Iterator[tuple[Group, list[ParamSpec
         yield world.owners(ranks), [spec for spec in local if homes[spec.name] == ranks], len(ranks)
 
 
-def _compare(
-    group: Group, specs: Sequence[ParamSpec], block: int, mine: dict[str, torch.Tensor]
-) -> list[str]:
+def _compare(group: Group, specs: Sequence[ParamSpec], block: int, mine: dict[str, torch.Tensor]) -> list[str]:
     """What differs between the ranks of a group, each held against the first one of its block."""
     if group.size == 1 or not specs:
         return []

@@ -55,7 +55,9 @@ def fingerprint(
     wide, high = max(1, chunk // max(1, bits.shape[0])), max(1, chunk // max(1, bits.shape[1]))
     for some, begin in zip(bits.split(high), start.split(high), strict=True):
         for part, times in zip(some.split(max(wide, chunk), 1), factor.split(max(wide, chunk)), strict=True):
-            mixed = part.to(torch.int64, copy=True).add_(begin).mul_(times)  # widened first: mixed dtypes take torch ten times as long
+            mixed = (
+                part.to(torch.int64, copy=True).add_(begin).mul_(times)
+            )  # widened first: mixed dtypes take torch ten times as long
             total += mixed.bitwise_xor_(mixed >> 32).sum()
     return total
 

@@ -48,7 +48,9 @@ def refuse(func: Callable[..., Any], caller: str, what: str) -> None:
     """PlanError for a call of `func` by a function of module `caller`, where that would take a part for the whole."""
     if caller == CLIPPING:
         fact = "clips by the norm of what this rank holds, and each rank by another"
-        raise PlanError("torch.nn.utils clipping", fact, "pm.clip_grad_norm_(max_norm), which clips by the norm of the model")
+        raise PlanError(
+            "torch.nn.utils clipping", fact, "pm.clip_grad_norm_(max_norm), which clips by the norm of the model"
+        )
     if func in READS and caller.startswith(OPTIMIZERS) and caller != AVERAGES:
         fact = "a torch optimizer over pm.parameters() leaves out what other ranks hold, and copies drift apart"
         raise PlanError("torch.optim", fact, "pm.optimizer(torch.optim.AdamW, lr=...), a real optimizer of that class")

@@ -24,7 +24,9 @@ Buffers = Mapping[str, torch.Tensor]
 def is_training_without_dropout(trained: Graph, evaluated: Graph, before: Buffers, after: Buffers) -> bool:
     """Whether the two graphs are the same but for dropouts; `before` and `after` are the values of their buffers."""
     numbers: dict[object, int] = {}
-    return _number(trained, numbers) == _number(evaluated, numbers) and all(_is_equal(x, after[name]) for name, x in before.items() if name in after)
+    return _number(trained, numbers) == _number(evaluated, numbers) and all(
+        _is_equal(x, after[name]) for name, x in before.items() if name in after
+    )
 
 
 def _number(graph: Graph, numbers: dict[object, int]) -> int:
