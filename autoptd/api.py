@@ -73,15 +73,15 @@ def parallelize(
     replica and step (default: the largest divisor of the replica's rows that is <= 4p, a multiple of p preferred);
     `schedule` one of `autoptd.options.SCHEDULES` or the path of a text file with your own; `backend` "local", "gloo" or
     "nccl"; `timeout` in seconds; `nan="ignore"` lets a NaN loss pass; `check_every` steps the ranks of
-    a replica compare their batches, and copies of parameters (default 100; 0: never); `seed` draws the dropout masks; `p2p` says how stages
-    send where t > 1: "direct", "scatter_gather" or "auto"; `fuse` names the backend of fused
-    operators: "eager", "triton", "inductor" or False (default: by device), `fuse_only` those to use; the next three are hooks
-    on the backward of linear layers, see `Options`. `memory` bounds the bytes of a rank; `machine` is what the plan is
-    weighed for: "laptop-cpu", "a100", "h100", "h200" or a `Machine` (ir/machine.py); `plan` is a plan.json (its path, or a
-    dict) whose decisions are taken (`ir/plan.py`). `weights` is a folder with model.safetensors, or several files and their
-    index, as `save_pretrained` of transformers writes it: each rank reads its own part, and the values of the model, which
-    may be on meta, do not matter. What is left out is the plan's, else the default of `Options`. `later` catches keywords of
-    features that do not exist yet.
+    a replica compare their batches, and copies of parameters (default 100; 0: never); `seed` draws the dropout masks; `p2p`
+    says how stages send where t > 1: "direct", "scatter_gather" or "auto"; `fuse` names the backend of fused operators:
+    "eager", "triton", "inductor" or False (default: by device), `fuse_only` those to use; the next three are hooks on the
+    backward of linear layers, see `Options`. `memory` bounds the bytes of a rank; `machine` is what the plan is weighed for:
+    "laptop-cpu", "a100", "h100", "h200" or a `Machine` (ir/machine.py); `plan` is a plan.json (its path, or a dict) whose
+    decisions are taken (`ir/plan.py`). `weights` is a folder with model.safetensors, or several files and their index, as
+    `save_pretrained` of transformers writes it: each rank reads its own part, and the values of the model, which may be on
+    meta, do not matter. What is left out is the plan's, else the default of `Options`. `later` catches keywords of features
+    that do not exist yet.
 
     `t="auto"` (p, d, v, num_microbatches likewise) lets the planner choose it, and whatever else of these is not given, for
     `gpus` ranks (under torchrun: all), the model's config and `machine` (by default the device's). `example_inputs` is the

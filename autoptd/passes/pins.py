@@ -41,7 +41,7 @@ class Places:
 
     def name(self, at: int) -> str:
         """What a cut behind operator `at` is called: its layer, or a module that ends there (the outermost in the layer)."""
-        path, label = note(self.backbone[at]).module, _label(self.backbone[at])
+        path = note(self.backbone[at]).module
         parts, layer = path.split("."), layer_of(path)
         modules = [".".join(parts[:k]) for k in range(len(parts), 0, -1)]
         if layer.rpartition(".")[2].isdigit():

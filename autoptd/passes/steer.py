@@ -7,7 +7,8 @@ exclude each other.
 
     pins = find_pins(graph, plan["shard"])       # {weight node: Pin("transformer.h.*.mlp.c_fc.weight", dim=0), ...}
 
-Another program's layout is kept to the letter instead (`keep_layouts`): an evaluation reads the parameters that training stored.
+Another program's layout is kept to the letter instead (`keep_layouts`): an evaluation reads the parameters that training
+stored.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """All ranks of a replica must read the same batch: what to do about `torch.manual_seed(1337 + rank)`.
 
 In: the arguments of a `step` on this rank. Out: nothing, or one RuntimeFault on all ranks together, which names the ranks whose
-inputs or targets differ. Hashes are sent before the first forward, over tp and over pp, and looked at when the step is over: nobody
-waits for them meanwhile.
+inputs or targets differ. Hashes are sent before the first forward, over tp and over pp, and looked at when the step is over:
+nobody waits for them meanwhile.
 
     check = BatchCheck(world, step=1, leaves=[ids, targets])
     ...                                            # the step

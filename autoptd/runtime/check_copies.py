@@ -1,7 +1,7 @@
 """Copies of a parameter must stay equal: over dp, on the tensor ranks that hold the same of it, and on all owners.
 
-In: a rank's parameters. Out: nothing, or one RuntimeFault on all ranks together, which names parameters and ranks. What some ranks
-did to their gradients alone shows here after the next update. Fingerprints of 64 bits are compared (`fingerprint.py`).
+In: a rank's parameters. Out: nothing, or one RuntimeFault on all ranks together, which names parameters and ranks. What some
+ranks did to their gradients alone shows here after the next update. Fingerprints of 64 bits are compared (`fingerprint.py`).
 
     check_copies(rank.params, step=200)            # a collective
 """
@@ -51,7 +51,8 @@ def _comparisons(params: RankParameters) -> Iterator[tuple[Group, list[ParamSpec
     world, t = params.world, params.world.mesh.t
     local = [spec for spec in params.specs if spec.name in params.local]
     yield world.group(("dp",)), local, world.mesh.d
-    # An I is updated by each rank for itself; on CUDA, operators whose sums have no fixed order let such copies differ in the last bits.
+    # An I is updated by each rank for itself; on CUDA, operators whose sums have no fixed order let such copies
+    # differ in the last bits.
     kinds = "R" if world.device.type == "cuda" else "IR"
     yield world.group(("tp",)), [spec for spec in local if spec.type.kind in kinds], t
     for copies in sorted({spec.type.copies for spec in local if spec.type.kind == "S"} - {1}):

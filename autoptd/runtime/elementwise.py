@@ -1,8 +1,8 @@
 """Which optimizers update every element by itself, so that their update of a shard is the shard of the update.
 
-In: a torch optimizer's class, and the keywords for it. Out: nothing, or a PlanError. torch's own are known; a class derived from one
-of them that leaves its methods alone is like it; where it has methods of its own, it is tried: some steps on small tensors whole,
-and on their halves.
+In: a torch optimizer's class, and the keywords for it. Out: nothing, or a PlanError. torch's own are known; a class derived
+from one of them that leaves its methods alone is like it; where it has methods of its own, it is tried: some steps on small
+tensors whole, and on their halves.
 
     check_elementwise(torch.optim.AdamW, {"lr": 1e-3})
 """

@@ -1,7 +1,8 @@
 """Whether evaluation computes what training computes without its dropouts: then training's own program evaluates.
 
 In: the TRACED graphs of one model in training and in eval mode. Out: yes or no. The two are compared operator by operator, from
-the inputs to the loss; a dropout counts as its operand. (Attention with dropout was written out in training, and stays one operator in evaluation: not equal.)
+the inputs to the loss; a dropout counts as its operand. (Attention with dropout was written out in training, and stays one
+operator in evaluation: not equal.)
 
     is_training_without_dropout(trained, evaluated.graph, trained_buffers, evaluated.buffers)
 """

@@ -42,7 +42,7 @@ def test_arguments_in_any_order_and_by_any_way(compiled: Any) -> None:
         assert pm.step(*args, **kwargs).item() == pytest.approx(wanted, rel=1e-12)
         assert pm.eval_step(*args, **kwargs).item() == pytest.approx(wanted, rel=1e-12)
     for args, kwargs in (((X,), {}), ((X, Y, Y), {}), ((X, Y), {"y": Y}), ((X,), {"z": Y}), (([X], Y), {})):
-        with pytest.raises(PlanError, match="step: .*compiled") as raised:
+        with pytest.raises(PlanError, match=r"step: .*compiled") as raised:
             pm.step(*args, **kwargs)
         assert "TreeSpec" not in str(raised.value) and "PyTree" not in str(raised.value)
     pm.close()

@@ -1,4 +1,5 @@
-"""What torch does to a rank's parameters as if they were the model's is refused, whatever way it comes; the rest goes on working."""
+"""What torch does to a rank's parameters as if they were the model's is refused, whatever way it comes; the rest goes on
+working."""
 
 from __future__ import annotations
 
