@@ -9,6 +9,7 @@ for x, y in loader:
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -76,15 +77,15 @@ def parallelize(
     replica and step (default: the largest divisor of the replica's rows that is <= 4p, a multiple of p preferred);
     `schedule` one of `autoptd.options.SCHEDULES` or the path of a text file with your own; `backend` "local", "gloo" or
     "nccl"; `timeout` in seconds; `nan="ignore"` lets a NaN loss pass; `check_every` steps the ranks of
-    a replica compare their batches, and copies of parameters (default 100; 0: never); `seed` draws the dropout masks; `p2p` says how stages
-    send where t > 1: "direct", "scatter_gather" or "auto"; `fuse` names the backend of fused
-    operators: "eager", "triton", "inductor" or False (default: by device), `fuse_only` those to use; the next three are hooks
-    on the backward of linear layers, see `Options`. `memory` bounds the bytes of a rank; `machine` is what the plan is
-    weighed for: "laptop-cpu", "a100", "h100", "h200" or a `Machine` (ir/machine.py); `plan` is a plan.json (its path, or a
-    dict) whose decisions are taken (`ir/plan.py`). `weights` is a folder with model.safetensors, or several files and their
-    index, as `save_pretrained` of transformers writes it: each rank reads its own part, and the values of the model, which
-    may be on meta, do not matter. What is left out is the plan's, else the default of `Options`. `later` catches keywords of
-    features that do not exist yet.
+    a replica compare their batches, and copies of parameters (default 100; 0: never); `seed` draws the dropout masks; `p2p`
+    says how stages send where t > 1: "direct", "scatter_gather" or "auto"; `fuse` names the backend of fused operators:
+    "eager", "triton", "inductor" or False (default: by device), `fuse_only` those to use; the next three are hooks on the
+    backward of linear layers, see `Options`. `memory` bounds the bytes of a rank; `machine` is what the plan is weighed for:
+    "laptop-cpu", "a100", "h100", "h200" or a `Machine` (ir/machine.py); `plan` is a plan.json (its path, or a dict) whose
+    decisions are taken (`ir/plan.py`). `weights` is a folder with model.safetensors, or several files and their index, as
+    `save_pretrained` of transformers writes it: each rank reads its own part, and the values of the model, which may be on
+    meta, do not matter. What is left out is the plan's, else the default of `Options`. `later` catches keywords of features
+    that do not exist yet.
 
     `t="auto"` (p, d, v, num_microbatches likewise) lets the planner choose it, and whatever else of these is not given, for
     `gpus` ranks (under torchrun: all), the model's config and `machine` (by default the device's). `example_inputs` is the
@@ -147,6 +148,7 @@ def parallelize(
 
     keywords: dict[str, Any] = {
         "weights": folder,
+        "arguments": argument_names(model),
         "format": format_of(model),
         "compile_eval": compile_eval,
         "draw": draw_program,
@@ -178,6 +180,15 @@ def with_buffers(model: nn.Module, values: Mapping[str, torch.Tensor]) -> Iterat
     finally:
         for module, name, own in before:
             module._buffers[name] = own
+
+
+def argument_names(model: nn.Module) -> tuple[str, ...]:
+    """Names of what the model's forward takes by position."""
+    try:
+        taken = inspect.signature(model.forward).parameters.values()
+    except (TypeError, ValueError):
+        return ()
+    return tuple(one.name for one in taken if one.kind is one.POSITIONAL_OR_KEYWORD)
 
 
 def is_first_process() -> bool:

@@ -1,9 +1,9 @@
 """The program that evaluates: on the ranks and the parameters of the one that trains.
 
-In: a model, the call of an `eval_step`, and the program that trains. Out: a program whose parameters lie, whose layers are cut and
-whose stages are sent between as in training. Where eval mode only takes the dropouts away, and the sizes are those of training,
-that is training's program itself, which draws no masks without gradients; for other sizes it is compiled again, held to training's
-layout and cut, and so is a model that computes something else in eval mode.
+In: a model, the call of an `eval_step`, and the program that trains. Out: a program whose parameters lie, whose layers are
+cut and whose stages are sent between as in training. Where eval mode only takes the dropouts away, and the sizes are those of
+training, that is training's program itself, which draws no masks without gradients; for other sizes it is compiled again,
+held to training's layout and cut, and so is a model that computes something else in eval mode.
 
     program = compile_evaluation(model, options, args, kwargs, trained, modes, replicas=1)
 """
@@ -43,7 +43,8 @@ def compile_evaluation(
     *,
     replicas: int,
 ) -> Program:
-    """Compile for an evaluation of `(args, kwargs)`; `modes` are those of the modules in training, None stands for training's own.
+    """Compile for an evaluation of `(args, kwargs)`; `modes` are those of the modules in training, None stands for training's
+    own.
 
     PlanError where eval mode draws dropouts, or reads parameters elsewhere than training does.
     """

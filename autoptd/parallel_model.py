@@ -26,7 +26,7 @@ from autoptd.ir.mesh import Coordinate
 from autoptd.ir.program import Picture, Program
 from autoptd.options import Options
 from autoptd.runtime import check_batch, check_copies
-from autoptd.runtime.batch import check_call, cut, flatten, take_rows
+from autoptd.runtime.batch import CallForm, check_call, cut, flatten, take_rows
 from autoptd.runtime.gradients import clip_gradients
 from autoptd.runtime.launch import LocalRanks, ProcessRank, Rank, RunningRanks, is_launched, own_rank
 from autoptd.runtime.optimizer import make_optimizer
@@ -61,8 +61,9 @@ class ParallelModel:
 
     `program` is the compiled model, or None: see `lazy`. `state` is the model's state dict: its parameters, and persistent
     buffers. With `weights` the parameters' values are those of this folder instead; `format` says how the model is saved as
-    one. `compile_eval` compiles for the first `eval_step`, on the layout of the program that trains; without it, evaluation runs
-    that program's forward. Both compile the model while it is `holding` the buffers of now. `draw` adds pictures to `show`.
+    one. `compile_eval` compiles for the first `eval_step`, on the layout of the program that trains; without it, evaluation
+    runs that program's forward. Both compile the model while it is `holding` the buffers of now. `draw` adds pictures to `show`.
+    `arguments` are the names of the model's own, by which a call is bound that passes them in another way than the first one.
     Collective.
     """
 
@@ -78,9 +79,12 @@ class ParallelModel:
         draw: Draw | None = None,
         weights: Folder | None = None,
         format: FolderFormat | None = None,
+        arguments: Sequence[str] = (),
     ) -> None:
         self.options = options
         self._is_process = not is_local(options)
+        self._arguments = tuple(arguments)
+        self._form: CallForm | None = None  # of the compiled call
         self._calls = 0  # of `step`: what all ranks have in common, as `steps` may be set
         self._state = {name: x.detach() for name, x in state.items()}
         self._names = list(self._state)
@@ -111,6 +115,7 @@ class ParallelModel:
         with self._holding(self._state):
             program = self._compile(args, kwargs, True)
         self._start(program)
+        self._form = CallForm(self._arguments, len(args), tuple(kwargs))
 
     # training
 
@@ -125,6 +130,7 @@ class ParallelModel:
                 "pm.step", "inference_mode is on around it: there would be no gradients", "leave it off here"
             )
         program, ranks = self._running(args, kwargs)
+        args, kwargs = self._arranged(args, kwargs)
         check_call(program, args, kwargs, ranks.replicas)
         self._calls += 1
         call, every = self._calls, self.options.check_every
@@ -169,6 +175,7 @@ class ParallelModel:
     def eval_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return the loss of the global batch without gradients, the model in eval mode. Collective."""
         trained, ranks = self._running(args, kwargs)
+        args, kwargs = self._arranged(args, kwargs)
         if self._eval_program is None and self._compile_eval is not None:
             with self._holding(self._buffers_now(ranks)):
                 self._eval_program = self._compile_eval(args, kwargs, trained)
@@ -190,6 +197,7 @@ class ParallelModel:
         `pm.step(*pm.local_batch(x, y))`, `pm.step(**pm.local_batch(ids=x))`.
         """
         if self._is_process:
+            args, kwargs = self._arranged(args, kwargs)
             args, kwargs = take_rows(self._program, args, kwargs, self.options.d, self.coordinate)
         if args and kwargs:
             return args, kwargs
@@ -397,6 +405,10 @@ class ParallelModel:
         assert self._program is not None and self._ranks is not None
         self._ranks.check_equal_copies()
         return self._program, self._ranks
+
+    def _arranged(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """A call in the form of the compiled one, where that is known."""
+        return self._form.arrange(args, kwargs) if self._form else (args, kwargs)
 
     def _start(self, program: Program) -> None:
         options = self.options

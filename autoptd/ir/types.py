@@ -157,7 +157,13 @@ def layout(dims: Dims, kind: ValueType, degree: int) -> tuple[object, ...]:
     """Where the elements of a parameter lie on the ranks, whatever atoms its dims are written in: () where each has all."""
     if kind.kind != "S" or degree == 1:
         return ()
-    return kind.dim, outer_size(dims, kind), kind.copies, local_shape(dims, kind, degree), padded_size(dims, kind, degree)
+    return (
+        kind.dim,
+        outer_size(dims, kind),
+        kind.copies,
+        local_shape(dims, kind, degree),
+        padded_size(dims, kind, degree),
+    )
 
 
 def padded_size(dims: Dims, kind: ValueType, degree: int) -> int:

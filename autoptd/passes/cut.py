@@ -63,8 +63,9 @@ def cut(
     """Fill `note(node).stages` and `placement`; `ranks` is the pipeline rank of every stage.
 
     `live` are the moments of the schedule, `finish` tells how long it takes for seconds per stage; `pinned` is the cut of a
-    plan; with `like`, a graph that is cut already, it is that of this graph. Returns what to write down: where it was cut and why, FLOPs, seconds and bytes saved for backward per
-    stage (of a microbatch), seconds (of a microbatch) and bytes per rank, and the seconds of all microbatches by simulation.
+    plan; with `like`, a graph that is cut already, it is that of this graph. Returns what to write down: where it was cut and
+    why, FLOPs, seconds and bytes saved for backward per stage (of a microbatch), seconds (of a microbatch) and bytes per
+    rank, and the seconds of all microbatches by simulation.
     """
     machine, sizes = machine or Machine(), sizes or Sizes(1, 2, 2, 1)
     backbone = find_backbone(graph)

@@ -41,7 +41,7 @@ class Places:
 
     def name(self, at: int) -> str:
         """What a cut behind operator `at` is called: its layer, or a module that ends there (the outermost in the layer)."""
-        path, label = note(self.backbone[at]).module, _label(self.backbone[at])
+        path = note(self.backbone[at]).module
         parts, layer = path.split("."), layer_of(path)
         modules = [".".join(parts[:k]) for k in range(len(parts), 0, -1)]
         if layer.rpartition(".")[2].isdigit():
@@ -77,9 +77,7 @@ class Places:
 
         The two need not have the same operators: a cut stays behind the last operator before it that both have.
         """
-        mine, theirs = (
-            [(note(node).module, _label(node)) for node in one.backbone] for one in (self, other)
-        )
+        mine, theirs = ([(note(node).module, _label(node)) for node in one.backbone] for one in (self, other))
         here = {
             block.b + i: block.a + i
             for block in SequenceMatcher(None, mine, theirs, autojunk=False).get_matching_blocks()

@@ -7,7 +7,8 @@ exclude each other.
 
     pins = find_pins(graph, plan["shard"])       # {weight node: Pin("transformer.h.*.mlp.c_fc.weight", dim=0), ...}
 
-Another program's layout is kept to the letter instead (`keep_layouts`): an evaluation reads the parameters that training stored.
+Another program's layout is kept to the letter instead (`keep_layouts`): an evaluation reads the parameters that training
+stored.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ class Pin:
 
     pattern: str
     dim: int | None
-    layout: tuple[object, ...] | None = None  # where its elements lie on the ranks (`ir.types.layout`), if all that is given
+    layout: tuple[object, ...] | None = (
+        None  # where its elements lie on the ranks (`ir.types.layout`), if all that is given
+    )
 
     def __str__(self) -> str:
         if self.layout is not None:

@@ -10,6 +10,7 @@ the global rows from r*B/d + j*b onward (b rows per microbatch, B per step).
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -25,6 +26,34 @@ Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
 
+@dataclass(frozen=True)
+class CallForm:
+    """How the arguments of a call are passed: so many by position, then these keywords; `names` are those of the positions."""
+
+    names: tuple[str, ...]
+    positions: int
+    keywords: tuple[str, ...]
+
+    def arrange(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+        """Return a call as one of this form: by position what came by keyword, and the other way round, as Python binds it."""
+        if len(args) == self.positions and tuple(kwargs) == self.keywords:
+            return args, kwargs
+        given = dict(zip(self.names, args, strict=False))
+        wanted = (*self.names[: self.positions], *self.keywords)
+        is_bound = len(args) <= len(self.names) and not given.keys() & kwargs.keys()
+        given |= kwargs
+        if not is_bound or set(given) != set(wanted) or len(wanted) != self.positions + len(self.keywords):
+            fact = f"was called with {_call_text(len(args), kwargs)}, compiled was {_call_text(self.positions, self.keywords)}"
+            raise PlanError("step", fact, "pass what example_inputs holds")
+        return tuple(given[name] for name in wanted[: self.positions]), {name: given[name] for name in self.keywords}
+
+
+def _call_text(positions: int, keywords: Collection[str]) -> str:
+    """`2 arguments by position and mask=`."""
+    parts = [f"{positions} argument{'s' * (positions != 1)} by position"] if positions or not keywords else []
+    return " and ".join([*parts, *([", ".join(f"{name}=" for name in keywords)] if keywords else [])])
+
+
 def expected_shape(program: Program, spec: InputSpec, replicas: int) -> tuple[int, ...]:
     """Shape of an argument that holds the rows of `replicas` replicas."""
     if not spec.batched:
@@ -36,9 +65,8 @@ def check_call(program: Program, args: Args, kwargs: Kwargs, replicas: int) -> N
     """Compare a call with the compiled one: PlanError with all differences in structure, shapes, dtypes and constants."""
     leaves, tree = flatten(args, kwargs)
     if tree != program.tree:
-        raise PlanError(
-            "step", f"its arguments are nested as {tree}, compiled was {program.tree}", "pass what example_inputs holds"
-        )
+        fact = "its arguments are not those that were compiled: another number of them, other keywords, or nested otherwise"
+        raise PlanError("step", fact, "pass what example_inputs holds")
     findings = []
     for spec in program.inputs:
         leaf, shape, dtype = leaves[spec.leaf], expected_shape(program, spec, replicas), dtype_of(spec.dtype)

@@ -1,8 +1,8 @@
 """All ranks of a replica must read the same batch: what to do about `torch.manual_seed(1337 + rank)`.
 
 In: the arguments of a `step` on this rank. Out: nothing, or one RuntimeFault on all ranks together, which names the ranks whose
-inputs or targets differ. Hashes are sent before the first forward, over tp and over pp, and looked at when the step is over: nobody
-waits for them meanwhile.
+inputs or targets differ. Hashes are sent before the first forward, over tp and over pp, and looked at when the step is over:
+nobody waits for them meanwhile.
 
     check = BatchCheck(world, step=1, leaves=[ids, targets])
     ...                                            # the step
@@ -54,7 +54,9 @@ class BatchCheck:
         for dp in range(mesh.d):
             replica = [rank for rank in sorted(seen) if mesh.coordinate(rank).dp == dp]
             facts += _differing(replica, seen)
-        remedy = "give all ranks of a replica the same batch: DistributedSampler(num_replicas=d, rank=pm.coordinate.dp), "
+        remedy = (
+            "give all ranks of a replica the same batch: DistributedSampler(num_replicas=d, rank=pm.coordinate.dp), "
+        )
         remedy += "and seed what is random in the data by pm.coordinate.dp, not by the rank"
         return RuntimeFault(f"step {self.step}", "; ".join(facts), remedy)
 
@@ -67,7 +69,11 @@ def _differing(replica: Sequence[int], seen: dict[int, list[int]]) -> list[str]:
     if not others:
         return []
     places = {i for rank in others for i, value in enumerate(seen[rank]) if value != usual[i]}
-    what = f"tensor {', '.join(str(i - 1) for i in sorted(places) if i)} of the call" if places - {0} else "the step number"
+    what = (
+        f"tensor {', '.join(str(i - 1) for i in sorted(places) if i)} of the call"
+        if places - {0}
+        else "the step number"
+    )
     ranks = f"rank{'s' * (len(others) > 1)} {', '.join(map(str, others))}"
     return [f"{ranks} got other inputs or targets than rank {like} of the same replica ({what} differs)"]
 

@@ -1,7 +1,7 @@
 """Copies of a parameter must stay equal: over dp, on the tensor ranks that hold the same of it, and on all owners.
 
-In: a rank's parameters. Out: nothing, or one RuntimeFault on all ranks together, which names parameters and ranks. What some ranks
-did to their gradients alone shows here after the next update. Fingerprints of 64 bits are compared (`fingerprint.py`).
+In: a rank's parameters. Out: nothing, or one RuntimeFault on all ranks together, which names parameters and ranks. What some
+ranks did to their gradients alone shows here after the next update. Fingerprints of 64 bits are compared (`fingerprint.py`).
 
     check_copies(rank.params, step=200)            # a collective
 """
@@ -40,7 +40,9 @@ def check_copies(params: RankParameters, step: int) -> None:
         every = list(dict.fromkeys(text for rank in sorted(told) for text in told[rank]))
         more = f"; and {len(every) - MOST_NAMED} more" if len(every) > MOST_NAMED else ""
         fact = f"copies that must be equal are not: {'; '.join(every[:MOST_NAMED])}{more}"
-        remedy = "change gradients and parameters on all ranks alike: pm.clip_grad_norm_, pm.optimizer, pm.load_state_dict"
+        remedy = (
+            "change gradients and parameters on all ranks alike: pm.clip_grad_norm_, pm.optimizer, pm.load_state_dict"
+        )
         raise RuntimeFault(f"step {step}", fact, remedy)
 
 
@@ -49,7 +51,8 @@ def _comparisons(params: RankParameters) -> Iterator[tuple[Group, list[ParamSpec
     world, t = params.world, params.world.mesh.t
     local = [spec for spec in params.specs if spec.name in params.local]
     yield world.group(("dp",)), local, world.mesh.d
-    # An I is updated by each rank for itself; on CUDA, operators whose sums have no fixed order let such copies differ in the last bits.
+    # An I is updated by each rank for itself; on CUDA, operators whose sums have no fixed order let such copies
+    # differ in the last bits.
     kinds = "R" if world.device.type == "cuda" else "IR"
     yield world.group(("tp",)), [spec for spec in local if spec.type.kind in kinds], t
     for copies in sorted({spec.type.copies for spec in local if spec.type.kind == "S"} - {1}):
@@ -59,9 +62,7 @@ def _comparisons(params: RankParameters) -> Iterator[tuple[Group, list[ParamSpec
         yield world.owners(ranks), [spec for spec in local if homes[spec.name] == ranks], len(ranks)
 
 
-def _compare(
-    group: Group, specs: Sequence[ParamSpec], block: int, mine: dict[str, torch.Tensor]
-) -> list[str]:
+def _compare(group: Group, specs: Sequence[ParamSpec], block: int, mine: dict[str, torch.Tensor]) -> list[str]:
     """What differs between the ranks of a group, each held against the first one of its block."""
     if group.size == 1 or not specs:
         return []

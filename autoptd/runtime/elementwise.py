@@ -1,8 +1,8 @@
 """Which optimizers update every element by itself, so that their update of a shard is the shard of the update.
 
-In: a torch optimizer's class, and the keywords for it. Out: nothing, or a PlanError. torch's own are known; a class derived from one
-of them that leaves its methods alone is like it; where it has methods of its own, it is tried: some steps on small tensors whole,
-and on their halves.
+In: a torch optimizer's class, and the keywords for it. Out: nothing, or a PlanError. torch's own are known; a class derived
+from one of them that leaves its methods alone is like it; where it has methods of its own, it is tried: some steps on small
+tensors whole, and on their halves.
 
     check_elementwise(torch.optim.AdamW, {"lr": 1e-3})
 """
@@ -49,7 +49,9 @@ def check_elementwise(cls: type[optim.Optimizer], keywords: Mapping[str, Any]) -
     own = _own_methods(cls, base)
     if own and (reason := try_halves(cls, keywords)):
         fact = f"derives from {base.__name__} with a {own[0]} of its own: {reason}"
-        raise PlanError(f"optimizer {cls.__name__}", fact, f"{base.__name__}; or set elementwise = True if that is meant so")
+        raise PlanError(
+            f"optimizer {cls.__name__}", fact, f"{base.__name__}; or set elementwise = True if that is meant so"
+        )
 
 
 def _own_methods(cls: type, base: type) -> list[str]:

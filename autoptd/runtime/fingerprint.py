@@ -4,7 +4,8 @@ In: a tensor, its name, and where its rows and columns lie in the whole. Out: th
 mix(bits, name, row, column) modulo 2**64, as an int64 (0-d). Row is the place in dim 0, column in all other dims.
 
     whole = fingerprint(x, "head.weight")
-    parts = [fingerprint(x[:3], "head.weight", rows=torch.arange(3)), fingerprint(x[3:], "head.weight", rows=torch.arange(3, 8))]
+    some, others = torch.arange(3), torch.arange(3, 8)
+    parts = [fingerprint(x[:3], "head.weight", rows=some), fingerprint(x[3:], "head.weight", rows=others)]
     assert sum(parts) == whole            # int64 wraps around
 
 It sees a flipped bit, another sign of zero, and rows or elements that changed places; it is no defence against an adversary.
@@ -38,7 +39,7 @@ def fingerprint(
     if x.is_complex():
         x = torch.view_as_real(x)
     count = x.shape[0] if x.dim() else 1
-    x = x.reshape(count, -1).contiguous()
+    x = x.reshape(count, x.numel() // max(1, count)).contiguous()
     bits = x.view(BITS[x.element_size()])
     rows = torch.arange(count, device=x.device) if rows is None else rows.to(x.device)
     columns = torch.arange(x.shape[1], device=x.device) if columns is None else columns.to(x.device)
@@ -52,10 +53,11 @@ def fingerprint(
     factor = _stir(columns * SILVER + 1) | 1
     total = torch.zeros((), dtype=torch.int64, device=x.device)
     chunk = CHUNK.get(x.device.type, LARGE_CHUNK)
-    wide, high = max(1, chunk // max(1, bits.shape[0])), max(1, chunk // max(1, bits.shape[1]))
+    high = max(1, chunk // max(1, bits.shape[1]))
     for some, begin in zip(bits.split(high), start.split(high), strict=True):
-        for part, times in zip(some.split(max(wide, chunk), 1), factor.split(max(wide, chunk)), strict=True):
-            mixed = part.to(torch.int64, copy=True).add_(begin).mul_(times)  # widened first: mixed dtypes take torch ten times as long
+        for part, times in zip(some.split(chunk, 1), factor.split(chunk), strict=True):
+            # Widened first: operands of two dtypes take torch ten times as long.
+            mixed = part.to(torch.int64, copy=True).add_(begin).mul_(times)
             total += mixed.bitwise_xor_(mixed >> 32).sum()
     return total
 

@@ -2,12 +2,12 @@
 
 In: a rank's parameter or gradient. Out: the same tensor, of a class whose `__torch_function__` looks at who asks for what:
 
-- anything that `torch.nn.utils.clip_grad` does, and a gradient read or a leaf checked by `torch.optim`: one PlanError that names
-  `pm.clip_grad_norm_` or `pm.optimizer`. That is where accelerate and Lightning end, too;
+- anything that `torch.nn.utils.clip_grad` does, and a gradient read or a leaf checked by `torch.optim`: one PlanError that
+  names `pm.clip_grad_norm_` or `pm.optimizer`. That is where accelerate and Lightning end, too;
 - a norm, of a parameter or of a gradient (also of its `.data`, `.detach()`, `.float()`): what is here may be a shard.
 
-All else gives plain tensors. The runtime itself works in `unguarded()`, where none of this is asked, nor paid for; optimizers made by
-`pm.optimizer` step with the plain classes, so that torch's foreach and fused ways know them.
+All else gives plain tensors. The runtime itself works in `unguarded()`, where none of this is asked, nor paid for; optimizers
+made by `pm.optimizer` step with the plain classes, so that torch's foreach and fused ways know them.
 
     parameter = GuardedParameter(shard)
     parameter.grad = guard_gradient(grad)
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from autoptd.errors import PlanError
 
 CLIPPING, OPTIMIZERS, AVERAGES = "torch.nn.utils.clip_grad", "torch.optim.", "torch.optim.swa_utils"
-READS = frozenset({Tensor.grad.__get__, Tensor.is_leaf.__get__})  # type: ignore[attr-defined]
+READS = frozenset({Tensor.grad.__get__, Tensor.is_leaf.__get__})  # type: ignore[union-attr, attr-defined]
 NORMS = frozenset(
     {
         torch.norm,
@@ -48,13 +48,16 @@ def refuse(func: Callable[..., Any], caller: str, what: str) -> None:
     """PlanError for a call of `func` by a function of module `caller`, where that would take a part for the whole."""
     if caller == CLIPPING:
         fact = "clips by the norm of what this rank holds, and each rank by another"
-        raise PlanError("torch.nn.utils clipping", fact, "pm.clip_grad_norm_(max_norm), which clips by the norm of the model")
+        raise PlanError(
+            "torch.nn.utils clipping", fact, "pm.clip_grad_norm_(max_norm), which clips by the norm of the model"
+        )
     if func in READS and caller.startswith(OPTIMIZERS) and caller != AVERAGES:
         fact = "a torch optimizer over pm.parameters() leaves out what other ranks hold, and copies drift apart"
         raise PlanError("torch.optim", fact, "pm.optimizer(torch.optim.AdamW, lr=...), a real optimizer of that class")
     if func in NORMS:
         fact = f"a norm of a {what} sees the part that this rank holds, not the whole"
-        remedy = "pm.clip_grad_norm_(max_norm) returns the norm of all gradients; pm.gradients() and pm.state_dict() have wholes"
+        remedy = "pm.clip_grad_norm_(max_norm) returns the norm of all gradients; "
+        remedy += "pm.gradients() and pm.state_dict() have wholes"
         raise PlanError(getattr(func, "__name__", str(func)), fact, remedy)
 
 
@@ -110,9 +113,9 @@ def lower(parameters: Iterable[Tensor]) -> None:
     with unguarded():
         for x in parameters:
             if type(x) is GuardedParameter:
-                x.__class__ = nn.Parameter
+                x.__class__ = nn.Parameter  # type: ignore[assignment]
             if type(x.grad) is GuardedGradient:
-                x.grad.__class__ = Tensor
+                x.grad.__class__ = Tensor  # type: ignore[assignment]
 
 
 def raise_again(parameters: Iterable[Tensor]) -> None:

@@ -33,6 +33,7 @@ Result = TypeVar("Result")
 Run = Callable[[Callable[[RankParameters], Result]], Result]
 State = dict[str, dict[str, Any]]  # parameter name -> the optimizer's record of it
 
+
 @dataclass(frozen=True)
 class Binding:
     """What an optimizer knows of the ranks: their parameters, how to run a collective, and the names in each group."""
@@ -88,7 +89,9 @@ class NamedOptimizer(optim.Optimizer):
         if any(isinstance(name, int) for names in saved for name in names):
             fact = f"is a torch optimizer's own: it numbers its {sum(map(len, saved))} parameters, and has no names"
             remedy = "a state dict of pm.optimizer(...); or put names for numbers, in 'state' and in 'param_groups'"
-            raise PlanError(site, fact, remedy + ": those of model.named_parameters(), in the order of the torch optimizer")
+            raise PlanError(
+                site, fact, remedy + ": those of model.named_parameters(), in the order of the torch optimizer"
+            )
         remedy = "make the optimizer with the groups that were saved"
         if len(saved) != len(self.binding.groups):
             fact = f"{len(saved)} groups were saved, this optimizer has {len(self.binding.groups)}"

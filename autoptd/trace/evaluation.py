@@ -1,7 +1,8 @@
 """Whether evaluation computes what training computes without its dropouts: then training's own program evaluates.
 
 In: the TRACED graphs of one model in training and in eval mode. Out: yes or no. The two are compared operator by operator, from
-the inputs to the loss; a dropout counts as its operand. (Attention with dropout was written out in training, and stays one operator in evaluation: not equal.)
+the inputs to the loss; a dropout counts as its operand. (Attention with dropout was written out in training, and stays one
+operator in evaluation: not equal.)
 
     is_training_without_dropout(trained, evaluated.graph, trained_buffers, evaluated.buffers)
 """
@@ -24,7 +25,9 @@ Buffers = Mapping[str, torch.Tensor]
 def is_training_without_dropout(trained: Graph, evaluated: Graph, before: Buffers, after: Buffers) -> bool:
     """Whether the two graphs are the same but for dropouts; `before` and `after` are the values of their buffers."""
     numbers: dict[object, int] = {}
-    return _number(trained, numbers) == _number(evaluated, numbers) and all(_is_equal(x, after[name]) for name, x in before.items() if name in after)
+    return _number(trained, numbers) == _number(evaluated, numbers) and all(
+        _is_equal(x, after[name]) for name, x in before.items() if name in after
+    )
 
 
 def _number(graph: Graph, numbers: dict[object, int]) -> int:

@@ -1,4 +1,5 @@
-"""What torch does to a rank's parameters as if they were the model's is refused, whatever way it comes; the rest goes on working."""
+"""What torch does to a rank's parameters as if they were the model's is refused, whatever way it comes; the rest goes on
+working."""
 
 from __future__ import annotations
 
@@ -88,9 +89,9 @@ OPTIMIZERS: dict[str, Use] = {
     "AdamW": lambda pm, opt: torch.optim.AdamW(pm.parameters(), lr=0.1),
     "groups": lambda pm, opt: torch.optim.SGD([{"params": list(pm.parameters())}], lr=0.1),
     "named": lambda pm, opt: torch.optim.SGD(pm.named_parameters(), lr=0.1),
-    "a group more": lambda pm, opt: torch.optim.SGD(
-        [nn.Parameter(torch.ones(1))], lr=0.1
-    ).add_param_group({"params": list(pm.parameters())}),
+    "a group more": lambda pm, opt: torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1).add_param_group(
+        {"params": list(pm.parameters())}
+    ),
     "own": lambda pm, opt: Other(pm.parameters()),
     "differentiable": lambda pm, opt: torch.optim.SGD(pm.parameters(), lr=0.1, differentiable=True).step(),
 }
@@ -108,7 +109,16 @@ def test_what_users_do_otherwise_goes_on_working(pm: ParallelModel) -> None:
     for name, p in pm.named_parameters():
         assert isinstance(p, nn.Parameter) and name in repr((name, p)) and hash(p)
         assert p.grad is not None and p.grad.shape == p.shape
-        for x in (p + 1, p.detach(), p.data, p.grad.abs(), p.grad.sum(), p * p.grad, p.grad.clone(), torch.ones_like(p)):
+        for x in (
+            p + 1,
+            p.detach(),
+            p.data,
+            p.grad.abs(),
+            p.grad.sum(),
+            p * p.grad,
+            p.grad.clone(),
+            torch.ones_like(p),
+        ):
             assert isinstance(x, torch.Tensor) and torch.isfinite(x).all()
         assert type(p.detach()) is type(p + 1) is type(p.grad + 1) is torch.Tensor
         twin, loaded = copy.deepcopy(p), pickle.loads(pickle.dumps(p))

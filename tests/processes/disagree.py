@@ -1,4 +1,5 @@
-"""Run by `test_disagreement.py` as one of 4 ranks over gloo: ranks that read other data, or change other things, than they should.
+"""Run by `test_disagreement.py` as one of 4 ranks over gloo: ranks that read other data, or change other things, than they
+should.
 
 Every rank prints one JSON line: for each situation what was raised, or "" for nothing.
 """
