@@ -1,4 +1,4 @@
-"""Fill the tables of docs/benchmarks.md from benchmarks/results/*.json.
+"""Fill the tables of docs/benchmarks.md and docs/real-models.md from benchmarks/results/*.json.
 
 PYTHONPATH=. python docs/make_benchmarks.py
 """
@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-PAGE = Path(__file__).parent / "benchmarks.md"
-RESULTS = PAGE.parents[1] / "benchmarks" / "results"
+PAGES = tuple(Path(__file__).parent / name for name in ("benchmarks.md", "real-models.md"))
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end of table -->\n)", re.DOTALL)
 Found = dict[str, Any]
 
@@ -108,6 +108,29 @@ def _schedules(found: Found) -> list[str]:
     return [_table(["schedule", "v", "m", "simulated", "executed", "gain over 1F1B", "microbatches held"], rows)]
 
 
+def _plans(found: Found) -> list[str]:
+    header = ["model", "t", "tokens", "sequence parallel", "parameters", "forward", "backward", "Megatron"]
+    header += ["layer, us", "Megatron's, us", "microbatch, ms", "kept, MiB"]
+    rows = []
+    for row in found["rows"]:
+        mine, known = row["layer"], row["megatron"]
+        sent = [
+            f"{_calls(mine[phase])}, {mine[f'{phase} bytes'] / 2**20:,.0f} MiB" for phase in ("forward", "backward")
+        ]
+        theirs = " + ".join(f"{known[f'{phase} bytes'] / 2**20:,.0f}" for phase in ("forward", "backward"))
+        times = [f"{1e6 * one['seconds']:,.0f}" for one in (mine, known)]
+        what = [row["model"], row["t"], row["tokens"], row["sequence parallel"], f"{row['parameters over 1/t']:.2f}"]
+        rows.append(
+            [*what, *sent, f"{theirs} MiB", *times, f"{1e3 * row['seconds']:.1f}", f"{row['kept bytes'] / 2**20:,.0f}"]
+        )
+    return [_table(header, rows)]
+
+
+def _calls(counts: Found) -> str:
+    short = {"all-reduce": "AR", "all-gather": "AG", "reduce-scatter": "RS", "all-to-all": "A2A"}
+    return " ".join(f"{count} {short[kind]}" for kind, count in counts.items())
+
+
 TABLES: dict[str, Callable[[Found], list[str]]] = {
     "peers": _peers_and_lines,
     "peers_ceiling": _peers,
@@ -117,6 +140,7 @@ TABLES: dict[str, Callable[[Found], list[str]]] = {
     "collectives": _collectives,
     "overhead": _overhead,
     "schedules": _schedules,
+    "plans": _plans,
 }
 
 
@@ -138,4 +162,5 @@ def _table(header: list[str], rows: list[list[Any]]) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(filled(PAGE.read_text()))
+    for page in PAGES:
+        page.write_text(filled(page.read_text()))

@@ -333,7 +333,7 @@ def _kept(
     machine, t, nbytes = splitter.machine, splitter.t, payload(node)
     again = gathers_again(reader, source, target)
     pieces = t if again else target.pieces(t)
-    seconds = nbytes / pieces * machine.per_saved_byte * (splitter.whole_factor if pieces == 1 else 1)
+    seconds = nbytes / pieces * machine.per_saved_byte + (nbytes * splitter.per_whole_byte if pieces == 1 else 0.0)
     seconds += collective_seconds("all-gather", nbytes, t, machine) if again else 0.0
     return seconds / len(savers)
 

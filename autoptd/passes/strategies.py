@@ -26,7 +26,7 @@ from autoptd.passes.sharing import Sharing
 from autoptd.passes.steer import Pins
 
 WHOLE = "whole on every rank"
-EAGER = 500  # how much dearer a byte is that every rank saves, where Korthikanti's sequence parallelism was asked for
+EAGER = 10  # what a byte costs that every rank saves, in passes over a link, where Korthikanti's plan was asked for
 NO_COLLECTIVE_FORMS = ("vocab_cross_entropy",)  # local forms that reduce inside: their result is I
 
 
@@ -71,9 +71,9 @@ class Splitter:
         self.never_split = of_inputs[True] if tokens else of_inputs[True] | of_inputs[False]
 
     @property
-    def whole_factor(self) -> float:
-        """How much dearer a saved byte is where every rank saves it."""
-        return EAGER if self.kept else 1
+    def per_whole_byte(self) -> float:
+        """What a saved byte costs more where every rank saves it."""
+        return EAGER / self.machine.link_bandwidth if self.kept else 0.0
 
     def letters(self, node: Node) -> list[Letter]:
         """The letters by which `node` may be split."""

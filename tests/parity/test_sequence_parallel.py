@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import html
+import math
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -13,11 +15,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import autoptd
 from autoptd import runtime as rt
 from autoptd.ir import buckets
-from autoptd.ir.calls import expected_calls
+from autoptd.ir.calls import expected_calls, wire_bytes
+from autoptd.ir.machine import Machine
 from autoptd.ir.mesh import Mesh
+from autoptd.report import report_html
 from autoptd.runtime.exchange import ThreadGroup
 from autoptd.runtime.threads import ThreadWorld, run_ranks
 from autoptd.runtime.world import Needs, Pending, World
+from autoptd.summary import summarize
 from examples.gpt import GPT, GPTConfig
 from tests.parity.kept import kept_bytes
 from tests.parity.models import LENGTH, batch, gpt, separate, skipping, uneven
@@ -202,3 +207,60 @@ def test_gather_and_reduce_scatter_run_beside_the_gemms(monkeypatch: pytest.Monk
     # Two readers: their input gradients are added up first, and scattered once, behind both.
     both = ["start gather", "GEMM", "wait for gather", "GEMM", "GEMM", "GEMM"]
     assert events_of_backward(monkeypatch, readers=2) == both
+
+
+# On links this slow, and with parameters that cost next to nothing, whole weights beat gathered activations.
+WHOLE_WEIGHTS = Machine(link_bandwidth=1e7, latency=1e-9, per_parameter_byte=1e-13, per_saved_byte=1e-12, redundant=1.0)
+
+
+def matrices(program: autoptd.Program) -> dict[str, str]:
+    """How the matrices of layers are stored."""
+    return {one.name: one.type.kind for one in program.params if ".h." in one.name and len(one.shape) == 2}
+
+
+def test_what_is_split_without_it_stays_split() -> None:
+    """Korthikanti's plan whatever the prices; "auto" finds another, and says so beside the known ones."""
+    request: dict[str, Any] = {"t": 2, "machine": WHOLE_WEIGHTS, "example_inputs": batch()}
+    plain, asked, free = (autoptd.compile(gpt(4), sequence_parallel=way, **request) for way in (False, True, "auto"))
+    assert set(matrices(plain).values()) == {"S"} and matrices(asked) == matrices(plain)
+    assert conversions(asked, "transformer.h.1.") == {"s_to_r": 2, "p_to_s": 2, "gathered again": 2}
+    assert "R" in matrices(free).values()
+    weighed = free.plan["weighed"]
+    assert "weighed" not in asked.plan and weighed["True"]["over_least"] < weighed["auto"]["over_least"]
+    assert weighed["auto"]["sent_bytes"] < weighed["True"]["sent_bytes"]
+    assert weighed["auto"]["seconds"] < weighed["True"]["seconds"]
+    wanted = sum(math.prod(one.local_shape(2)) for one in free.params)
+    assert weighed["auto"]["parameters"] == wanted and "parameters" in weighed["found"]
+    for told in (str(summarize(free)), free.explain("transformer.h.1.mlp"), report_html(free)):
+        assert html.escape(weighed["found"]) in told or weighed["found"] in told
+    assert "what tp splits without it stays split" in asked.explain("transformer.h.1.mlp")
+
+
+def test_weighed_bytes_are_those_of_the_collectives() -> None:
+    """`weighed` is counted on the graph, `collectives` is what runs."""
+    program = autoptd.compile(gpt(4), t=2, sequence_parallel="auto", machine=WHOLE_WEIGHTS, example_inputs=batch())
+    sent = [
+        wire_bytes(kind, one.payload_bytes, one.group_size)
+        for one in program.collectives
+        if one.axis == "tp" and one.scope == "microbatch" and not one.conversion.startswith("vocab_parallel")
+        for kind in (one.forward, one.backward)
+    ]
+    assert program.plan["weighed"]["auto"]["sent_bytes"] == sum(sent)
+
+
+@pytest.mark.parametrize("mesh", thinned([{"t": 4, "d": 2}, {"t": 2, "p": 2, "v": 2}, {"t": 2}], every=2), ids=str)
+@pytest.mark.parametrize("model", [gpt, separate, dropping_gpt], ids=["gpt", "separate", "dropout"])
+@pytest.mark.parametrize("choice", [True, "auto"])
+def test_parity_where_auto_finds_another_plan(model: Any, mesh: dict[str, Any], choice: bool | str) -> None:
+    ids, targets = batch()
+    request: dict[str, Any] = {**mesh, "sequence_parallel": choice, "machine": WHOLE_WEIGHTS}
+    autoptd.verify(model(), **request, example_inputs=(ids, uneven(targets)), steps=2)
+
+
+def test_auto_pays_for_what_it_holds_where_memory_is_short() -> None:
+    """`memory=` counts for parameters too: less is held than by the plan that takes fewest seconds."""
+    request: dict[str, Any] = {"t": 2, "machine": WHOLE_WEIGHTS, "sequence_parallel": "auto", "example_inputs": batch()}
+    free = summarize(autoptd.compile(gpt(4), **request)).ranks[0].total_bytes
+    short = autoptd.compile(gpt(4), memory=0.85 * free, **request)
+    assert summarize(short).ranks[0].total_bytes <= 0.85 * free
+    assert short.plan["weighed"]["auto"]["over_least"] == short.plan["weighed"]["False"]["over_least"]

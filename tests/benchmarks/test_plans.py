@@ -1,0 +1,45 @@
+"""Real models at real sizes have Megatron's plans, with and without sequence parallelism; and the file of results says so."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from benchmarks import plans
+
+pytest.importorskip("transformers")
+
+QUICK = {("llama-8b", 2048), ("neox-20b", 2048)}
+CASES = [
+    pytest.param(name, tokens, choice, marks=[] if (name, tokens) in QUICK else [pytest.mark.thorough])
+    for tokens in plans.TOKENS[:2]
+    for name in plans.MODELS
+    for choice in (False, True)
+]
+
+
+def check(row: dict[str, Any]) -> None:
+    """All matrices are split, no layer differs from its neighbour, and each communicates what Megatron's does."""
+    assert row["parameters over 1/t"] <= 1.02
+    assert row["layers are alike"]
+    assert row["layer"] == row["megatron"]
+
+
+@pytest.mark.parametrize(("name", "tokens", "choice"), CASES)
+def test_a_real_model_has_megatrons_plan(name: str, tokens: int, choice: bool) -> None:
+    check(plans.row(name, tokens, choice))
+
+
+def test_layers_of_a_real_model_are_written_once() -> None:
+    program = plans.plan("llama-8b", 2048, False)
+    assert f"for i in range(0, {plans.LAYERS}):  # model.layers.0 to" in program.sources["stage_0.py"]
+
+
+def test_the_results_are_megatrons_plans() -> None:
+    rows = json.loads((plans.RESULTS / "plans.json").read_text())["rows"]
+    assert {one["model"] for one in rows} == set(plans.MODELS)
+    for one in rows:
+        if one["sequence parallel"] != "auto":
+            check(one)
