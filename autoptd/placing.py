@@ -1,7 +1,7 @@
 """TRACED to CUT: every value gets its type over tp, every node its stage.
 
-In: what was traced and is to be placed (`Traced`), and options. Out: a graph with its cut, and what was found out about it. `fit`
-calls `place` with rising prices of memory until a rank's bytes fit.
+In: what was traced and is to be placed (`Traced`), and options. Out: a graph with its cut, and what was found out about it.
+`fit` calls `place` with rising prices of memory until a rank's bytes fit.
 
     placed = place(traced, options, forms.add, memory_price=0.0)
 """

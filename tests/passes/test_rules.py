@@ -239,7 +239,7 @@ EXAMPLES: dict[str, Example] = {
     "add scaled": (lambda x, y: torch.add(x, y, alpha=2), [r(4, 6), r(4, 6)]),
     "add number and tensor": (lambda x: 1 + x.sum(), [r(4, 6)]),
     "sub": (torch.sub, [r(2, 4, 6), r(2, 4, 6)]),
-    "rsub": (lambda x: 1 - x, [r(4, 6)]),
+    "rsub of a number": (lambda x: 1 - x, [r(4, 6)]),
     "mul": (torch.mul, [r(2, 4, 6), r(2, 1, 6)]),
     "mul number": (lambda x: x * 3.0, [r(4, 6)]),
     "mul itself": (lambda x: x * x, [r(4, 6)]),
