@@ -63,8 +63,8 @@ class ParallelModel:
     buffers. With `weights` the parameters' values are those of this folder instead; `format` says how the model is saved as
     one. `compile_eval` compiles for the first `eval_step`, on the layout of the program that trains; without it, evaluation
     runs that program's forward. Both compile the model while it is `holding` the buffers of now. `draw` adds pictures to
-    `show`. `arguments` are the names of the model's own, by which a call is bound that passes them in another way than the first one.
-    Collective.
+    `show`. `arguments` are the names of the model's own, by which a call is bound that passes them in another way than the
+    first one. Collective.
     """
 
     def __init__(
