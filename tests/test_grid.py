@@ -10,12 +10,12 @@ import pytest
 from autoptd.errors import PlanError
 from tests import grid
 from tests.grid import FACTORS, Case, Tally, covering, settings
-from tests.thin import thinned
 
 SIMPLE = Case("gpt", "1f1b", t=1, p=2, d=1, v=1, m=4)
 
 
-@pytest.mark.parametrize("case", thinned(covering()), ids=str)
+@pytest.mark.thorough  # on every run: parity/covering.py
+@pytest.mark.parametrize("case", covering(), ids=str)
 def test_case(case: Case) -> None:
     assert Tally().count(case) == ""
 

@@ -286,11 +286,8 @@ def _other(case: Case) -> list[str]:
     lines = ["other = Model()", "for p in other.parameters():", "    nn.init.normal_(p, std=0.3)"]
     if case.buffer == "loaded":
         return [*lines, "other.kept.uniform_(0.5, 1.5)"]
-    return [
-        *lines,
-        "for name, mask in other.named_buffers():",
-        "    mask &= mask.triu(-1) if name.endswith('mask') else mask",
-    ]
+    narrower = ["if name.endswith('mask'):", "    mask &= mask.triu(-1)"]
+    return [*lines, "for name, mask in other.named_buffers():", *indent(narrower)]
 
 
 def _hooks(which: str) -> list[str]:
