@@ -203,7 +203,9 @@ class FaultBoard:
                 )
                 return f"call {call.number} of ranks {_listed(call.ranks)} is not the same on {mine}, and {theirs}"
         if before is None or after is None:
-            return "the store does not answer: this node is cut off, or the process that hosts the store is gone"
+            dead = [rank for rank in others if self._pages is not None and self._pages.is_dead(rank)]
+            lost = "the store does not answer: rank 0, or what else hosts the store, is gone, or this node is cut off"
+            return "; ".join([_describe(dead, lasts, "gone"), lost]) if dead else lost
         gone = [rank for rank in others if after[rank]["count"] == before[rank]["count"]]
         if gone:
             return _describe(gone, lasts, "gone")

@@ -13,11 +13,13 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 SIZE = 4096  # bytes
+OLD = 3600  # seconds
 BETWEEN, END = "\x1f", "\0"
 
 
@@ -28,6 +30,10 @@ class Pages:
         self._folder = Path(folder or ("/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()))
         self._prefix = f"autoptd-{run}-"
         self._own = self._path(rank)
+        for path in self._folder.glob("autoptd-*"):  # of runs that were killed
+            with suppress(OSError):
+                if time.time() - path.stat().st_mtime > OLD:
+                    self._remove_dead(path)
         file = os.open(self._own, os.O_RDWR | os.O_CREAT, 0o600)
         os.ftruncate(file, SIZE)
         self._memory = mmap.mmap(file, SIZE)
@@ -45,13 +51,21 @@ class Pages:
         words = self._words(self._path(rank))
         return words[1:] or None if words else None
 
+    def is_dead(self, rank: int) -> bool:
+        """Whether a rank of this machine has ended without removing its page."""
+        return _is_dead(self._words(self._path(rank)))
+
     def close(self) -> None:
         """Remove this rank's page, and those of ranks that died without doing so."""
+        with suppress(OSError):
+            self._own.unlink()
         for path in self._folder.glob(f"{self._prefix}*"):
-            words = self._words(path)
-            if path == self._own or (words and not Path(f"/proc/{words[0]}").exists()):
-                with suppress(OSError):
-                    path.unlink()
+            self._remove_dead(path)
+
+    def _remove_dead(self, path: Path) -> None:
+        if _is_dead(self._words(path)):
+            with suppress(OSError):
+                path.unlink()
 
     def _path(self, rank: int) -> Path:
         return self._folder / f"{self._prefix}{rank}"
@@ -61,3 +75,18 @@ class Pages:
             text = path.read_bytes().partition(END.encode())[0].decode()
             return text.split(BETWEEN) if text else []
         return []
+
+
+def _is_dead(words: Sequence[str]) -> bool:
+    """Whether the process that wrote `words` is gone, or only waits for its parent to take notice."""
+    if not words or not words[0].isdecimal():
+        return False
+    try:
+        os.kill(int(words[0]), 0)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        return False
+    with suppress(OSError):
+        return Path(f"/proc/{words[0]}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    return False

@@ -90,6 +90,7 @@ def test_pages_are_read_after_a_death_and_then_removed(tmp_path: Path) -> None:
     pages.write(("a long note that is written over", 1))
     pages.write(("B1.0", 2))
     Pages("another run", 0, str(tmp_path)).write(("F0.0",))
+    assert pages.is_dead(1) and not pages.is_dead(0) and not pages.is_dead(2)
     assert pages.read(1) == ["F0.1", "all_reduce", "(0, 1)"] and pages.read(0) == ["B1.0", "2"]
     pages.close()
     assert [one.name for one in tmp_path.iterdir()] == ["autoptd-another run-0"]
@@ -132,7 +133,7 @@ def test_a_store_whose_host_is_silent_holds_nobody_up(monkeypatch: pytest.Monkey
         thread.join(30)
         assert not thread.is_alive()
         if what == "fault_of_call":
-            assert "rank 1 at F0.0: receive 'RECV_B0.0<1' failed; the store does not answer: this node" in str(found[0])
+            assert "rank 1 at F0.0: receive 'RECV_B0.0<1' failed; the store does not answer: rank 0" in str(found[0])
     finally:
         os.kill(host.pid or 0, signal.SIGKILL)
         host.join(10)
