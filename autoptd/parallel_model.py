@@ -267,7 +267,11 @@ class ParallelModel:
         return {name: found[name] for name in dict.fromkeys([*self._names, *found])}  # in the model's order
 
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor], strict: bool = True) -> LoadResult:
-        """Load full tensors by original names: those of `state_dict` or of the unmodified model. Every rank passes all."""
+        """Load full tensors by original names: those of `state_dict` or of the unmodified model. Every rank passes all.
+
+        PlanError, and nothing is loaded, where a buffer has other values than the program relies on (a mask that was proven
+        causal, and is not read any more): load those into the model, before `parallelize`.
+        """
         ranks = self._started("load_state_dict")
         missing, unexpected = check_loaded(self.program, self._others, state_dict)
         if strict and (missing or unexpected):
