@@ -69,10 +69,11 @@ class Options:
     `num_microbatches` counts per replica and step; None takes the largest divisor of the replica's rows that is at most 4p,
     a multiple of p preferred. `schedule` is one of `SCHEDULES`, or the path of a text file with a schedule of your
     own (schedule/written.py), which says m as well; None takes 1f1b for v=1, else interleaved.
-    `sequence_parallel` lets tp split values by tokens as well. True is Korthikanti's plan (Korthikanti et al. 2022): all matrices
-    stay split as without; norms, dropouts and residuals are a t-th (values of some KB stay whole: starting a second collective
-    would cost more); all-gathers and reduce-scatters stand in the place of all-reduces, at the same bytes. The tokens must
-    divide over t. "auto" may split anything by tokens, where that is cheapest; what it found is told beside the known plans.
+    `sequence_parallel` lets tp split values by tokens as well. True is Korthikanti's plan (Korthikanti et al. 2022): all
+    matrices stay split as without; norms, dropouts and residuals are a t-th (values of some KB stay whole: starting a second
+    collective would cost more); all-gathers and reduce-scatters stand in the place of all-reduces, at the same bytes. The
+    tokens must divide over t. "auto" may split anything by tokens, where that is cheapest; what it found is told beside the
+    known plans.
     `seed` draws the dropout masks. `timeout` is in seconds. `nan="ignore"` lets a NaN loss pass. `p2p` says how a value that
     is equal on all tensor ranks travels between stages: "direct", each rank sends all of it; "scatter_gather", each sends 1/t
     and the receivers gather (SC'21, section 4.1); "auto", whichever is faster by the description of the machine
