@@ -71,8 +71,9 @@ class Options:
     own (schedule/written.py), which says m as well; None takes 1f1b for v=1, else interleaved.
     `sequence_parallel` lets tp split values by tokens as well. True is Korthikanti's plan (Korthikanti et al. 2022): all
     matrices stay split as without; norms, dropouts and residuals are a t-th (values of some KB stay whole: starting a second
-    collective would cost more); all-gathers and reduce-scatters stand in the place of all-reduces, at the same bytes. The tokens must
-    divide over t. "auto" may split anything by tokens, where that is cheapest; what it found is told beside the known plans.
+    collective would cost more); all-gathers and reduce-scatters stand in the place of all-reduces, at the same bytes. The
+    tokens must divide over t. "auto" may split anything by tokens, where that is cheapest; what it found is told beside the
+    known plans.
     `seed` draws the dropout masks. `timeout` is in seconds. `nan="ignore"` lets a NaN loss pass.
     `check_every=100` compares, in every 100th step, the batches of the ranks that must read the same (in the first three steps
     too), and the copies of parameters that must be equal (before the second step too); 0 never does.

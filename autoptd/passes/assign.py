@@ -56,9 +56,10 @@ class Problem:
 class Assignment:
     """The solver's answer: a strategy per node, and per fan-out node the extra type that is materialised once.
 
-    `entries` are the types in which repeated layers begin with a value that is made before them. `cost` is a conversion's
-    seconds, `price` what the solver paid for it; `problem` is what was minimised, with the `splitter` that said what may be
-    split; `letters` are those that people know axes by (`symbols.py`).
+    `entries` are the types in which repeated layers begin with a value that is made before them, `enters` what the second
+    layer reads in the place of such a value. `cost` is a conversion's seconds, `price` what the solver paid for it; `problem`
+    is what was minimised, with the `splitter` that said what may be split; `letters` are those that people know axes by
+    (`symbols.py`).
     """
 
     strategies: dict[Node, Strategy]
@@ -69,6 +70,7 @@ class Assignment:
     splitter: Splitter | None = None
     letters: dict[int, str] = field(default_factory=dict)
     entries: dict[Node, ValueType] = field(default_factory=dict)
+    enters: dict[Node, Node] = field(default_factory=dict)
 
     def needs(self, reader: Node, operand: Node) -> ValueType:
         """The type that `reader` wants `operand` in; values without parameters are I and stay so unless it says otherwise."""
@@ -92,13 +94,15 @@ def assign_tensor(graph: Graph, splitter: Splitter) -> Assignment:
 
     Layers that repeat get one answer (`ties.py`): it is found once, and the emitted program can say it once.
     """
-    problem, hubs, entries = _solve_graph(graph, splitter)
+    problem, hubs, entries, enters = _solve_graph(graph, splitter)
     chosen = _chosen(problem)
     for node, strategy in chosen.items():
         record = note(node)
         record.tp, record.form, record.why = strategy.gives, strategy.form, strategy.why
     price = partial(_edge_price, splitter)
-    return Assignment(chosen, hubs, partial(price, count=conversion_seconds), price, problem, splitter, entries=entries)
+    return Assignment(
+        chosen, hubs, partial(price, count=conversion_seconds), price, problem, splitter, {}, entries, enters
+    )
 
 
 def find_plan(graph: Graph, splitter: Splitter) -> dict[Node, Strategy]:
@@ -111,11 +115,12 @@ def _chosen(problem: Problem) -> dict[Node, Strategy]:
 
 
 class Solved(NamedTuple):
-    """A problem with its answer, and the types of hubs and entries."""
+    """A problem with its answer, the types of hubs and entries, and what stands for these between layers."""
 
     problem: Problem
     hubs: dict[Node, ValueType]
     entries: dict[Node, ValueType]
+    enters: dict[Node, Node]
 
 
 def _solve_graph(graph: Graph, splitter: Splitter) -> Solved:
@@ -240,7 +245,10 @@ def _solve(
     def types(found: dict[Node, Hub]) -> dict[Node, ValueType]:
         return {node: kinds[answer[i]] for node, (i, kinds) in found.items()}
 
-    return Solved(Problem(variable, strategies, choices, factors, answer, searched), types(hubs), types(entries))
+    enters = {node: ties.enters[node][0] for node in entries}
+    return Solved(
+        Problem(variable, strategies, choices, factors, answer, searched), types(hubs), types(entries), enters
+    )
 
 
 def _without_repeats(factor: Factor) -> Factor:

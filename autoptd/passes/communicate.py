@@ -33,19 +33,11 @@ def communicate(graph: Graph, assignment: Assignment, pieces: int, t: int) -> No
         for reader in sorted(node.users, key=order.__getitem__):
             wanted.setdefault(assignment.needs(reader, node), []).append(reader)
         made: dict[ValueType, Node] = {note(node).tp: node}
-        entry = assignment.entries.get(node)
         for target, readers in wanted.items():
             found = node
             for kind in assignment.route(node, target):
                 if kind not in made:
-                    made[kind] = _insert(
-                        graph,
-                        found,
-                        kind,
-                        readers[0],
-                        t,
-                        is_behind=found is node and kind == entry and node.op == "call_function",
-                    )
+                    made[kind] = _insert(graph, found, kind, readers[0], t, _behind(node, found, kind, assignment))
                 found = made[kind]
             for reader in readers if found is not node else ():
                 reader.replace_input_with(node, found)
@@ -58,17 +50,26 @@ def communicate(graph: Graph, assignment: Assignment, pieces: int, t: int) -> No
             _take_first_rows(graph, node, operand, place)
 
 
-def _insert(graph: Graph, source: Node, kind: ValueType, reader: Node, t: int, *, is_behind: bool) -> Node:
-    """A conversion node that gives `source` as `kind`, right behind it (always where that is a partial sum)."""
+def _behind(node: Node, source: Node, kind: ValueType, assignment: Assignment) -> Node | None:
+    """What a conversion of the value of `node` belongs to if it is placed right behind `source`; None: its reader.
+
+    A pending sum that repeated layers begin with is converted where the sums between the layers are, as a part of a layer.
+    """
+    if source is node and kind == assignment.entries.get(node) and node.op == "call_function":
+        return node
+    return assignment.enters.get(node, source) if note(source).tp == P else None
+
+
+def _insert(graph: Graph, source: Node, kind: ValueType, reader: Node, t: int, behind: Node | None) -> Node:
+    """A conversion node that gives `source` as `kind`, right behind it, as a part of `behind`'s module, or before `reader`."""
     record = note(source)
-    is_behind |= record.tp == P
     row = CONVERSIONS[record.tp.kind, kind.kind]
     args = (source, row.name, *_placement(source, record.tp, kind))
     size = _padded_size(source, record.tp, kind, t)
-    with graph.inserting_after(source) if is_behind else graph.inserting_before(reader):
+    with graph.inserting_after(source) if behind is not None else graph.inserting_before(reader):
         made = graph.call_function(markers.convert, args, {"size": size} if size else {})
     made.meta["val"] = source.meta["val"]
-    near = note(source if is_behind and record.kind == "op" else reader)
+    near = note(behind if behind is not None and record.kind == "op" else reader)
     fresh = Note(
         module=near.module,
         source=near.source,

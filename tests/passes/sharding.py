@@ -117,7 +117,7 @@ def _check(
         return _answer(lambda leaves: _run_local(local, leaves, env, place), inputs, mine, _without_gradient(node))
 
     if form in ("vocab_embedding", "vocab_cross_entropy"):
-        world = ThreadWorld(Mesh(t=t), Needs(axes=(("tp",),)), timeout=20.0)
+        world = ThreadWorld(Mesh(t=t), Needs(), timeout=20.0)
 
         def on_rank(one: World) -> Answer:
             return body(one.rank, one.group(("tp",)))

@@ -59,7 +59,7 @@ def convert(t: int, x: list[Tensor], grads: list[Tensor], fn: Callable[..., Tens
         assert leaf.grad is not None
         return y.detach(), leaf.grad
 
-    results = run_ranks(ThreadWorld(Mesh(t=t), Needs(axes=(("tp",),)), timeout=20.0), body)
+    results = run_ranks(ThreadWorld(Mesh(t=t), Needs(), timeout=20.0), body)
     return [y for y, _ in results], [grad for _, grad in results]
 
 

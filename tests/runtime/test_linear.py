@@ -131,7 +131,7 @@ def test_overlap_sums_the_input_gradient_and_nothing_else(has_gradient: bool) ->
             results.append([y.detach(), x.grad, weight.grad, bias.grad])
         return results
 
-    for plain, hooked in run_ranks(ThreadWorld(Mesh(t=2), Needs(axes=(("tp",),))), on_rank):
+    for plain, hooked in run_ranks(ThreadWorld(Mesh(t=2), Needs()), on_rank):
         for found, wanted in zip(hooked, plain, strict=True):
             assert (found is None) == (wanted is None)
             if wanted is not None:

@@ -46,7 +46,7 @@ def noted_on(t: int, body: Any, *, waits: bool = False) -> list[Noted]:
         body(world.group(("tp",)))  # not noted
         return found
 
-    return run_ranks(ThreadWorld(Mesh(t=t), Needs(axes=(("tp",),)), timeout=20.0), run)
+    return run_ranks(ThreadWorld(Mesh(t=t), Needs(), timeout=20.0), run)
 
 
 @pytest.mark.parametrize(("source", "target"), CONVERSIONS)

@@ -29,7 +29,7 @@ def tensors(*shape: int, seed: int = 0) -> Tensor:
 
 
 def world_of(t: int) -> ThreadWorld:
-    return ThreadWorld(Mesh(t=t), Needs(axes=(("tp",),)), timeout=20.0)
+    return ThreadWorld(Mesh(t=t), Needs(), timeout=20.0)
 
 
 def shard(x: Tensor, dim: int, rank: int, t: int, noise: float = 0.0) -> Tensor:

@@ -22,7 +22,7 @@ from autoptd.runtime.threads import Ranks, ThreadWorld, run_ranks
 from autoptd.runtime.world import Group, Hops, Needs, World, in_rounds
 from tests.ports import free_port
 
-NEEDS = Needs(axes=(("dp", "tp"),), owners=((0, 1),), links=((0, 1), (1, 0)))
+NEEDS = Needs(owners=((0, 1),), links=((0, 1), (1, 0)))
 
 
 def exercise(world: World) -> None:
@@ -118,7 +118,7 @@ def test_group_of_one_is_free() -> None:
 
 def test_groups_and_channels_in_one_order() -> None:
     mesh = Mesh(t=2, p=2, d=2)
-    needs = Needs(axes=(("dp", "tp"),), owners=((0, 1),), links=((0, 1),))
+    needs = Needs(owners=((0, 1),), links=((0, 1),))
     assert needs.groups(mesh) == [
         *[(0, 1), (2, 3), (4, 5), (6, 7)],
         *[(0, 2), (1, 3), (4, 6), (5, 7)],
