@@ -123,7 +123,6 @@ def test_groups_and_channels_in_one_order() -> None:
         *[(0, 1), (2, 3), (4, 5), (6, 7)],
         *[(0, 2), (1, 3), (4, 6), (5, 7)],
         *[(0, 4), (1, 5), (2, 6), (3, 7)],
-        *[(0, 1, 2, 3), (4, 5, 6, 7)],
     ]
     assert needs.channels(mesh) == [(0, 4), (1, 5), (2, 6), (3, 7)]
     world = ThreadWorld(mesh, needs).worlds[5]
