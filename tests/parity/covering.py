@@ -59,6 +59,7 @@ OUTSIDE = {  # fields of Options that are not varied
     "device": "tests marked gpu",
     "backend": "real processes: processes/",
     "timeout": "no number depends on it",
+    "check_every": "how often ranks are compared, no number depends on it: processes/test_disagreement.py",
     "nan": "what is done with a NaN: runtime/test_executor.py",
     "fuse_only": "a part of fuse: parity/test_fusion.py",
     "memory": "what is chosen, not how it runs: test_fit.py",
