@@ -241,6 +241,7 @@ class World(ABC):
         self.at = "start"
         self._solo = SoloGroup(rank)
         self._along: dict[tuple[str, ...], Group] = {}  # `group`, once asked for
+        self._hops: dict[tuple[str, ...], Hops] = {}
         self._groups: dict[tuple[int, ...], Group] = {}
         self._outgoing: dict[int, Channel] = {}
         self._incoming: dict[int, Channel] = {}
@@ -255,9 +256,11 @@ class World(ABC):
         """Return the group of the ranks with this rank's (dp, tp) coordinate on `pp_ranks` (this rank's among them)."""
         return self._group_of(owner_ranks(self.mesh, self.rank, pp_ranks))
 
-    def hops(self, axes: Sequence[str]) -> Hops:
+    def hops(self, axes: tuple[str, ...]) -> Hops:
         """Return the ranks that differ from this one along `axes` only, reached along one axis after the other."""
-        return Hops(self, axes)
+        if axes not in self._hops:
+            self._hops[axes] = Hops(self, axes)
+        return self._hops[axes]
 
     def everyone(self) -> Hops:
         """Return all ranks, reached along tp, dp and pp one after the other."""

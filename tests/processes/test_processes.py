@@ -92,7 +92,7 @@ def test_a_rank_killed_at_any_kind_of_action_ends_the_others_and_is_named() -> N
 
 def waits_of(mesh: dict[str, int], action: str) -> list[str]:
     """What a rank may say that it was doing: waiting for a message or, in the end, for the sum of a gradient or the loss."""
-    message = r"rank RANK at [FB]\d\.\d: (receive|send) '(RECV|SEND)_[FB]\d\.\d[<>]\d'"
+    message = r"rank RANK at ([FB]\d\.\d|end of the pipeline): (receive|send) '(RECV|SEND)_[FB]\d\.\d[<>]\d'"
     gradient = (
         r"rank RANK at (gradients: all_reduce\w* '(tied )?gradients transformer\.wte\.weight|loss: all_reduce 'loss')"
     )
