@@ -79,7 +79,8 @@ class Named(nn.Module):
     def __init__(self, name: str, repeated: bool) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.name, self.emb = name, nn.Embedding(VOCAB, WIDTH)
+        self.called, self.emb = name, nn.Embedding(VOCAB, WIDTH)
+        self.register_parameter(name, nn.Parameter(torch.randn(1, 1, WIDTH)))
         self.repeated = repeated
         self.own = nn.ModuleList(self.holder(name) for _ in range(3))
         self.shared = self.holder(name)
@@ -96,11 +97,18 @@ class Named(nn.Module):
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
         h = self.emb(ids)
         for one in self.own if self.repeated else self.own[:1]:
-            scale = getattr(one, self.name).expand_as(h)
-            h = h + torch.tanh(one.linear(h * scale) * getattr(one, f"{self.name}2").view(1, WIDTH)) * 0.5
-            h = h + getattr(one.linear, self.name).view(WIDTH).expand_as(h) * getattr(self.shared, self.name).view(
+            h = (
+                h
+                + torch.tanh(
+                    one.linear(h * getattr(one, self.called).expand_as(h))
+                    * getattr(one, f"{self.called}2").view(1, WIDTH)
+                )
+                * 0.5
+            )
+            h = h + getattr(one.linear, self.called).view(WIDTH).expand_as(h) * getattr(self.shared, self.called).view(
                 1, WIDTH
             )
+        h = h * getattr(self, self.called).expand_as(h)
         h = h.masked_fill(h > 5, float("-inf")).clamp(min=-9)
         return F.cross_entropy(self.out(h).flatten(0, 1), labels.flatten())
 

@@ -250,3 +250,16 @@ def test_claims_are_held_on_the_sizes_of_the_trace_too() -> None:
     op = define("long(Tensor x) -> Tensor", lambda x: x if x.shape[0] < 32 else x.cumsum(0))
     assert claims(probe_op(op, r(40, 6))) == {((1,), 1)}
     assert Claim((0,), 0) in probe_op(op, r(30, 6)).claims
+
+
+def test_a_scalar_that_never_changes_proves_nothing() -> None:
+    """Its targets are never +-1 in a trial: the value is 0 however it is cut."""
+    found = probe(call_node(T.cosine_embedding_loss, r(4, 6), r(4, 6), r(4)))
+    assert found.claims == () and "zero" in found.refused
+
+
+def test_gradients_that_are_all_zero_prove_nothing() -> None:
+    found = probe(call_node(T.frac.default, r(4, 6)))
+    assert found.claims != ()
+    found = probe(call_node(T.round.default, r(4, 6)))
+    assert found.claims == () and "zero" in found.refused
