@@ -138,18 +138,19 @@ class ParallelModel:
         def step(rank: Rank) -> torch.Tensor:
             names, replica = rank.executor.inputs, ranks.replica_of(rank)
             batch = cut(program, args, kwargs, names, replica, rank.world.device)
-            if check_copies.is_due(call, every):
-                check_copies.check_copies(rank.params, call)
-            check = None
-            if self._is_process and check_batch.is_due(call, every):  # in local there is but one batch
-                leaves = flatten(args, kwargs)[0]
-                check = check_batch.BatchCheck(rank.world, rank.executor.steps + 1, leaves)
-            loss = rank.executor.step(batch, self.options.nan)
-            if check is not None:
-                check.finish()
-            return loss
+            return rank.executor.step(batch, self.options.nan)
 
-        return ranks.run("step", step)
+        def start(rank: Rank) -> check_batch.BatchCheck:
+            return check_batch.BatchCheck(rank.world, rank.executor.steps + 1, flatten(args, kwargs)[0])
+
+        if check_copies.is_due(call, every):
+            ranks.unrecorded.run(check_copies.SITE, lambda rank: check_copies.check_copies(rank.params, call))
+        if not self._is_process or not check_batch.is_due(call, every):  # in local there is but one batch
+            return ranks.run("step", step)
+        check = ranks.unrecorded.run(check_batch.SITE, start)
+        loss = ranks.run("step", step)
+        ranks.unrecorded.run(check_batch.SITE, lambda rank: check.finish())
+        return loss
 
     def measured_step(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, tuple[StepTimes, ...]]:
         """`step`, and where its time went on every rank: computing, in collectives, waiting; its peak memory. Collective.

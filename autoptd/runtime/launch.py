@@ -58,6 +58,11 @@ class RunningRanks(ABC):
     def close(self) -> None:
         """Stop the ranks; no call may follow."""
 
+    @property
+    def unrecorded(self) -> RunningRanks:
+        """The same ranks, for what is no part of a step that is recorded."""
+        return self
+
     @unguarded()
     def check_equal_copies(self) -> None:
         """Refuse parameters of which this process's ranks were not all changed alike."""
