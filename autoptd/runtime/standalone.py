@@ -63,7 +63,7 @@ def check_stage(stage: type[Stage], folder: str | Path, timeout: float = 60.0) -
     if index not in range(len(program.stages)):
         raise PlanError(f"{folder}/program.json", f"has no stage {index}", "the folder that this file was written to")
     t = program.mesh.t
-    world = ThreadWorld(Mesh(t=t), Needs(axes=(("tp",),), owners=(), links=()), "cpu", timeout)
+    world = ThreadWorld(Mesh(t=t), Needs(), "cpu", timeout)
     ranks = run_ranks(world, lambda rank: _run(stage, program, index, rank))
     head = f"{stage.__name__} on {t} tensor rank{'s'[: t > 1]}; shapes are a rank's"
     wrong = list(dict.fromkeys(text for one in ranks for text in one.wrong))

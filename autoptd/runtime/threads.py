@@ -4,7 +4,7 @@ In: a mesh, the `Needs` of a program. Out: a `ThreadWorld` with one `World` per 
 run a function on all of them. How the threads' calls meet, and that this world also checks the order of collectives,
 is in `exchange.py`.
 
-    shared = ThreadWorld(Mesh(t=2), Needs(axes=(("tp",),)))
+    shared = ThreadWorld(Mesh(t=2), Needs())
     run_ranks(shared, lambda world: world.group(("tp",)).all_reduce(torch.ones(2), "sum"))
 
 When a rank raises, that exception is the *first fault*: the waiting ranks are released with `Aborted`, which is never
