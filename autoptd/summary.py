@@ -241,7 +241,7 @@ def weighed_table(weighed: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple[
         "of a t-th",
         "kept for backward",
     )
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (
             "auto: this one" if key == "auto" else KNOWN[key],
             bytes_text(one["sent_bytes"]),
