@@ -104,11 +104,20 @@ def _assigned(node: Node, body: list[Node], i: int) -> str:
         targets = _targets(note(node if "piece" in note(node).extra else node.args[0]).code)  # type: ignore[arg-type]
         return targets[piece] if len(targets) > piece else ""  # type: ignore[index, operator]
     line, module = note(node).source, note(node).module
-    later = [(k, note(after).module) for k, after in enumerate(body[i + 1 :]) if note(after).source == line]
+    later = [
+        (k, note(after).module)
+        for k, after in enumerate(body[i + 1 :])
+        if note(after).source == line and not _brings_to_layers(after, node)
+    ]
     if any(_owns(owner, module) or (k < NEAR and _is_near(owner, module)) for k, owner in later):
         return ""
     targets = _targets(note(node).code)
     return targets[0] if len(targets) == 1 else ""
+
+
+def _brings_to_layers(after: Node, node: Node) -> bool:
+    """Whether `after` is the conversion behind `node` to the type in which layers begin: it keeps the name of the value."""
+    return after.target is markers.convert and after.args[0] is node and note(node).tp.kind != "P"
 
 
 def _counts(node: Node) -> bool:

@@ -275,8 +275,8 @@ def _entry_factors(
     entry: Hub,
     splitter: Splitter,
 ) -> list[Factor]:
-    """The cost of bringing the value of `node` to the type in which the first layer reads it, and of one that is not that in
-    which the other layers read `others` in its place.
+    """The cost of bringing the value of `node` to the type in which the first layer reads it, and of one that is not plain, or
+    not that in which the other layers read `others` in its place.
     """
     i, kinds = entry
     gives = [one.gives for one in strategies[node]]
@@ -286,7 +286,8 @@ def _entry_factors(
     apart = odd_layer_price(payload(node), splitter.t, splitter.machine)
     for other in others:
         wanted = [one.gives for one in strategies[other]]
-        made.append(((i, variable[other]), _table([[apart * (a != b) for b in wanted] for a in kinds])))
+        odd = [[a != b or not splitter.is_plain(node, a) for b in wanted] for a in kinds]
+        made.append(((i, variable[other]), _table([[apart * one for one in row] for row in odd])))
     return made
 
 

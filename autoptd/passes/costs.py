@@ -31,7 +31,7 @@ SORTS = ("aten.sort", "aten.argsort", "aten.topk", "aten.msort", "aten.searchsor
 RING_PASSES = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "all-to-all": 1}
 # What a plan pays beside its seconds, so that of two that are nearly as fast the simpler one is taken:
 PER_COLLECTIVE = 1.0  # for every collective, in latencies
-PER_ODD_LAYER = 1.0  # for a first layer that does not begin like the others, in all-reduces of what it reads
+PER_ODD_LAYER = 1.0  # for layers that are odd (`odd_layer_price`), in all-reduces of what the first one reads
 
 
 Size = Callable[[Node], tuple[int, ...]]  # the shape of a node's value: whole, or a rank's
@@ -219,7 +219,9 @@ def conversion_price(source: ValueType, target: ValueType, nbytes: int, degree: 
 
 
 def odd_layer_price(nbytes: int, degree: int, machine: Machine) -> float:
-    """What a plan pays for a first layer that reads its value, of `nbytes`, in another type than the other layers theirs."""
+    """What a plan pays once for a first layer that reads its value, of `nbytes`, in another type than the other layers theirs,
+    and for layers that hand on anything but a whole value, a pending sum, or shards of tokens.
+    """
     return PER_ODD_LAYER * collective_seconds("all-reduce", nbytes, degree, machine)
 
 

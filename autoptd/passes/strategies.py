@@ -75,6 +75,16 @@ class Splitter:
         """What a saved byte costs more where every rank saves it."""
         return EAGER / self.machine.link_bandwidth if self.kept else 0.0
 
+    def is_plain(self, node: Node, kind: ValueType) -> bool:
+        """Whether layers that hand on values like that of `node` as `kind` are easily read: whole, pending, or by tokens.
+
+        With an R the sums of gradients stand behind norms, where no product can run beside them; a norm of another shard sums
+        or gathers by itself.
+        """
+        if kind.kind != "S":
+            return kind != R
+        return any(id(self.axes.atoms(node, dim)[atom]) in self.tokens for dim, atom in kind.places)
+
     def letters(self, node: Node) -> list[Letter]:
         """The letters by which `node` may be split."""
         whole = [letter for letter in self.free_letters(node) if self.padding.divides(node, letter)]

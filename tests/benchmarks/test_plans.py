@@ -33,7 +33,11 @@ def test_a_real_model_has_megatrons_plan(name: str, tokens: int, choice: bool) -
 
 
 def test_layers_of_a_real_model_are_written_once() -> None:
+    """Megatron's f and g, and in front of the layers what brings the embedding to them."""
     program = plans.plan("llama-8b", 2048, False)
+    made = {one.conversion for one in program.collectives if one.site.startswith("model.layers.")}
+    assert made - {"i_to_p"} == {"i_to_r", "p_to_i"}
+    assert "s_to_i(embed_tokens" in program.sources["stage_0.py"]
     assert f"for i in range(0, {plans.LAYERS}):  # model.layers.0 to" in program.sources["stage_0.py"]
 
 
