@@ -99,6 +99,8 @@ def _operands(node: Node) -> tuple[Node, Node, Node | None] | None:
     """(input, weight, bias) of a linear, or of an addmm that is one."""
     if op_name(node) == "aten.linear":
         x, weight, *rest = node.args
+        if tensor(weight).dim() == 1:  # a product with a vector, as value heads have: autograd's
+            return None
         return x, weight, (rest[0] if rest else None)  # type: ignore[return-value]
     is_plain = all(PLAIN_KWARGS.get(key) == given for key, given in node.kwargs.items())
     if op_name(node) == "aten.addmm" and is_plain:
