@@ -83,7 +83,7 @@ EXAMPLES: dict[str, Example] = {
     "rnn relu": (lambda x, h, a, b: T.rnn_relu.input(x, h, [a, b], False, 1, 0.0, True, False, False)[1], RNN),
     "view as integers": (lambda x: (x.view(torch.int64) > 0) * x, [r(4, 6)]),
     "view as shorter integers": (lambda x: x.view(torch.int32) > 0, [r(4, 6)]),
-    "rsub number": (lambda x: 1 - x, [r(4, 6)]),
+    "rsub of tensors": (torch.rsub, [r(4, 6), r(4, 6)]),
     "parts of complex numbers": (lambda x, y: torch.complex(x, y).resolve_conj().imag, [r(4, 6), r(4, 6)]),
     "conjugate": (lambda x, y: torch.polar(x.exp(), y).conj().real, [r(4, 6), r(4, 6)]),
     "margin_ranking_loss": (lambda x, y: F.margin_ranking_loss(x, y, y.sign(), 0.5), [r(4, 6), -r(4, 6)]),
