@@ -38,7 +38,7 @@ from examples.gpt import GPT, GPTConfig  # noqa: E402
 
 T = 2
 SIZES = (2**8, 2**12, 2**16, 2**20)  # elements of one tensor, float32
-NEEDS = Needs(axes=(("tp",),), links=((0, 1), (1, 0)))
+NEEDS = Needs(links=((0, 1), (1, 0)))
 Row = dict[str, Any]
 
 

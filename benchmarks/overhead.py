@@ -41,7 +41,6 @@ from autoptd.runtime.world import Group, Needs, World
 from benchmarks.lib.report import save, save_picture
 
 Row = dict[str, Any]
-AXES = (("tp",),)
 
 
 class Tiny(nn.Module):
@@ -110,7 +109,7 @@ def action_time(microbatches: int = 64, repeats: int = 41) -> Row:
 
 def thread_time(what: str, mesh: Mesh, call: Callable[[World], object], calls: int = 100, repeats: int = 21) -> Row:
     """Per call and rank, of something that two rank threads do together."""
-    needs = Needs(axes=AXES, links=((0, 1),) if mesh.p > 1 else ())
+    needs = Needs(links=((0, 1),) if mesh.p > 1 else ())
 
     def body(world: World) -> None:
         for _ in range(calls):
@@ -149,7 +148,7 @@ def thread_times() -> list[Row]:
 def process_times() -> list[Row]:
     """Rank 1 of t=2 through torch.distributed, whose "fake" group takes no time of its own."""
     fake_process_group(rank=1, world_size=2)
-    world = DistributedWorld(Mesh(t=2), Needs(axes=AXES))
+    world = DistributedWorld(Mesh(t=2), Needs())
     tp: Group = world.group(("tp",))
     x, leaf = torch.ones(64), torch.ones(64, requires_grad=True)
     bias = torch.ones(64, requires_grad=True)
