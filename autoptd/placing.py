@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from torch.fx import Graph
@@ -47,6 +48,11 @@ class Traced:
     orders: Orders
     like: Program | None = None
 
+    @cached_property
+    def live(self) -> list[tuple[int, ...]]:
+        """How many microbatches are in flight on the stages of each rank, at the moments when they are most."""
+        return schedule.live_moments(self.orders)
+
 
 class Connected(NamedTuple):
     """What was found out about a graph in which everything has its type over tp."""
@@ -74,7 +80,7 @@ def place(traced: Traced, options: Options, keep: Keep, memory_price: float) -> 
         ranks_of_stages(orders),
         connected.sizes,
         price_of_memory(options, traced),
-        live=schedule.live_moments(orders),
+        live=traced.live,
         finish=schedule.finish_of(orders),
         main_grads=options.accumulate_allreduce_grads_in_fp32,
         pinned=options.plan.cut if like is None else like.plan["cut"],
@@ -87,7 +93,7 @@ def place(traced: Traced, options: Options, keep: Keep, memory_price: float) -> 
 def price_of_memory(options: Options, traced: Traced) -> Machine:
     """The machine that plans are weighed for, with what each byte that a rank holds costs beside."""
     batch = traced.batch
-    in_flight = max(map(max, schedule.live_moments(traced.orders))) * batch.rows / batch.traced_rows
+    in_flight = max(map(max, traced.live)) * batch.rows / batch.traced_rows
     return passes.price_memory(options.rank_machine, options.memory_price or 0.0, in_flight)
 
 
