@@ -76,7 +76,9 @@ class GuardedParameter(nn.Parameter):
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         refuse(func, _caller(), "parameter")
-        with torch._C.DisableTorchFunctionSubclass():  # what unguarded() does, without its generator: this is a hot path
+        with (
+            torch._C.DisableTorchFunctionSubclass()
+        ):  # what unguarded() does, without its generator: this is a hot path
             return func(*args, **(kwargs or {}))
 
 

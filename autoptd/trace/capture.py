@@ -32,7 +32,6 @@ from autoptd.ir.notes import Note, note, op_name, output, set_note
 from autoptd.trace.faithful import check_loss_fn, check_model
 from autoptd.trace.functions import check_functions
 from autoptd.trace.normalize import normalize
-from autoptd.trace.numbers import NumbersOnMeta
 from autoptd.trace.storage import is_same_memory, tied_names
 from autoptd.trace.watch import Operands, checkpoint_sites, watch_tracing
 from autoptd.trace.watched import Watched, check_changes
@@ -127,8 +126,7 @@ def _export(
     device = next((p.device.type for p in wrapper.parameters()), "cpu")
     try:
         autocast = torch.autocast(device if device != "meta" else "cpu", enabled=False)
-        meta = NumbersOnMeta()
-        with watch_tracing(wrapper.model) as met, autocast, torch.enable_grad(), meta, light_export():
+        with watch_tracing(wrapper.model) as met, autocast, torch.enable_grad(), light_export():
             exported = torch.export.export(wrapper, args, kwargs, strict=False)
         check_functions(met.functions)
         return exported, tuple(checkpoint_sites(wrapper.model, met.checkpointed))

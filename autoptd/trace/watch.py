@@ -1,7 +1,7 @@
 """See what the model does while it is traced, and refuse what torch.export would lose without a word.
 
 Met here: hooks on tensors, custom autograd functions (traced as their forward, `functions.py`), activation checkpoints (traced
-as plain calls), parameters that the model reads and has not registered, and single positions as an index.
+as plain calls), parameters that the model reads and has not registered, single positions as an index, numbers made tensors.
 
     with watch_tracing(model) as met:
         exported = torch.export.export(...)
@@ -26,6 +26,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from autoptd.compat import FakeTensor, plain_checkpoints, tree_leaves
 from autoptd.errors import TraceError
 from autoptd.trace.functions import Call, run_forward
+from autoptd.trace.numbers import make_tensor
 from autoptd.trace.state import attribute_tensors
 
 HOOK_REMEDY = "remove the hook: change the gradient after pm.step, or the model's forward"
@@ -89,6 +90,8 @@ class Operands(TorchFunctionMode):
             self._check_all(kwargs)
         if func is Tensor.__getitem__:
             args = _with_index_of_one(*args)
+        if func is torch.tensor:
+            return make_tensor(args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
     def _check_all(self, nested: Any) -> None:
