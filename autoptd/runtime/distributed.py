@@ -151,9 +151,7 @@ class DistributedWorld(World):
 
     def _name_absent(self, exc: Exception) -> None:
         """RuntimeFault if there are ranks that have not come as far as this one."""
-        store = default_store()
-        absent = [rank for rank in range(self.mesh.size) if store.add(_count_key(rank), 0) < self._number]
-        if absent:
+        if absent := self.board.absent():
             raise RuntimeFault(
                 f"rank {self.rank} at start",
                 f"waited {self.timeout:g} s for rank {', '.join(map(str, absent))}, not arrived at parallelize or pm.step",

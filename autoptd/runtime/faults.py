@@ -123,6 +123,11 @@ class FaultBoard:
             self._linger()
         return _as_fault(first, self._world, call)
 
+    def absent(self) -> list[int]:
+        """The ranks that have no board yet; none where the store gives no answer."""
+        everyone = range(self._world.mesh.size)
+        return self._ask(lambda store: [rank for rank in everyone if not store.check([_beat_key(rank)])]) or []
+
     def _ask(self, request: Callable[[dist.Store], Answer]) -> Answer | None:
         """Let the beat thread make a request; None when the store is gone, or was silent for PATIENCE seconds."""
         answer: SimpleQueue[Answer | None] = SimpleQueue()

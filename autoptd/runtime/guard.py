@@ -4,6 +4,7 @@ In: a rank's parameter or gradient. Out: the same tensor, of a class whose `__to
 
 - anything that `torch.nn.utils.clip_grad` does, and a gradient read or a leaf checked by `torch.optim`: one PlanError that
   names `pm.clip_grad_norm_` or `pm.optimizer`. That is where accelerate and Lightning end, too;
+- a gradient read by `torch.amp.GradScaler`: ranks would skip different steps;
 - a norm, of a parameter or of a gradient (also of its `.data`, `.detach()`, `.float()`): what is here may be a shard.
 
 All else gives plain tensors. The runtime itself works in `unguarded()`, where none of this is asked, nor paid for; optimizers
@@ -27,7 +28,8 @@ from torch import Tensor, nn
 
 from autoptd.errors import PlanError
 
-CLIPPING, OPTIMIZERS, AVERAGES = "torch.nn.utils.clip_grad", "torch.optim.", "torch.optim.swa_utils"
+CLIPPING, SCALING = "torch.nn.utils.clip_grad", "torch.amp.grad_scaler"
+OPTIMIZERS, AVERAGES = "torch.optim.", "torch.optim.swa_utils"
 READS = frozenset({Tensor.grad.__get__, Tensor.is_leaf.__get__})  # type: ignore[union-attr, attr-defined]
 NORMS = frozenset(
     {
@@ -51,6 +53,9 @@ def refuse(func: Callable[..., Any], caller: str, what: str) -> None:
         raise PlanError(
             "torch.nn.utils clipping", fact, "pm.clip_grad_norm_(max_norm), which clips by the norm of the model"
         )
+    if func in READS and caller == SCALING:
+        fact = "each rank would look for infinities in what it holds, and skip steps that other ranks take"
+        raise PlanError("torch.amp.GradScaler", fact, "train in float32 or bfloat16, which need no loss scaling")
     if func in READS and caller.startswith(OPTIMIZERS) and caller != AVERAGES:
         fact = "a torch optimizer over pm.parameters() leaves out what other ranks hold, and copies drift apart"
         raise PlanError("torch.optim", fact, "pm.optimizer(torch.optim.AdamW, lr=...), a real optimizer of that class")

@@ -104,6 +104,15 @@ def test_raw_optimizers(pm: ParallelModel, use: Use) -> None:
         use(pm, None)
 
 
+def test_a_gradient_scaler(pm: ParallelModel) -> None:
+    opt, scaler = pm.optimizer(torch.optim.AdamW, lr=0.1), torch.amp.GradScaler("cpu")
+    for use in (scaler.unscale_, scaler.step):
+        scaler.scale(torch.ones(()))  # as a training loop does: a scale is made
+        step(pm)
+        with pytest.raises(PlanError, match="GradScaler.*infinities.*bfloat16"):
+            use(opt)
+
+
 def test_what_users_do_otherwise_goes_on_working(pm: ParallelModel) -> None:
     step(pm)
     for name, p in pm.named_parameters():
