@@ -194,25 +194,44 @@ def test_the_own_shard_list_passes_in_any_order() -> None:
     assert compile_gpt(plan=plan).plan["shard"] == list(reversed(plan["shard"]))
 
 
+class Between(nn.Module):
+    """Two layers, and between them what a stage is to be made of."""
+
+    def __init__(self, between: nn.Module) -> None:
+        super().__init__()
+        self.a, self.between, self.b = nn.Linear(16, 16), between, nn.Linear(16, VOCAB)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        logits = self.b(self.between(self.a(x).bfloat16()))
+        labels = labels.view(logits.shape[0], 1, -1).expand(-1, logits[0].numel() // labels[0].numel() // VOCAB, -1)
+        return F.cross_entropy(logits.flatten(0, -2).float(), labels.flatten())
+
+
 class Cast(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.float()
 
 
-class Casts(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.cast, self.b = nn.Linear(16, 16), Cast(), nn.Linear(16, VOCAB)
-
-    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(self.b(self.cast(self.a(x).bfloat16())).flatten(0, 1), labels.flatten())
+class Twice(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.expand(-1, 2, -1, -1)
 
 
-def test_a_stage_of_casts_alone_is_refused() -> None:
-    """The narrow value crosses, so that the cast is where its reader is."""
+def test_a_stage_of_casts_alone_casts() -> None:
     x, labels = torch.randn(4, 3, 16), torch.zeros(4, 3, dtype=torch.long)
+    model, plan = Between(Cast()), {"cut": [":to[0]", "between"]}
+    pm = autoptd.parallelize(model, p=3, plan=plan, num_microbatches=1, backend="local", example_inputs=(x, labels))
+    assert float(pm.step(x, labels)) == pytest.approx(float(model(x, labels).detach()), rel=1e-6)
+    pm.close()
+
+
+def test_a_stage_of_views_alone_is_refused() -> None:
+    """The smaller value crosses, and is looked at otherwise where its reader is."""
+    x, labels = torch.randn(4, 1, 3, 16), torch.zeros(4, 3, dtype=torch.long)
+    model = Between(Twice())
+    model.b.bfloat16()
     with pytest.raises(PlanError, match="stage 1 has nothing to compute"):
-        autoptd.compile(Casts(), p=3, plan={"cut": [":to[0]", "cast"]}, example_inputs=(x, labels))
+        autoptd.compile(model, p=3, plan={"cut": [":to[0]", "between"]}, example_inputs=(x, labels))
 
 
 # Memory.

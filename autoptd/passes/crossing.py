@@ -9,8 +9,9 @@ node, the stages that compute it. It is sent from the first of them to the stage
   (forward, and its gradient back): from what the reader has anyway, or from a smaller value that is sent in its place. Views
   and casts of a value that crosses, position ids, masks and rotary tables are the usual cases. A large sort or matrix product
   of inputs is computed once and sent, without gradient.
-- Never computed again: matrix products of activations, dropout, losses, and what reads a parameter that is not there. Labels
-  whose number a loss divides by are never sent: they are counted before the first forward.
+- Never computed again: matrix products of activations, dropout, losses, and what reads a parameter that is not there; of a
+  stage that has nothing of the kind the last operator that takes time, so that no stage is left empty. Labels whose number a
+  loss divides by are never sent: they are counted before the first forward.
 
     place_values(graph, {embed: 0, block: 0, head: 1}, t=1, machine=Machine())
 """
@@ -64,6 +65,7 @@ class _Places:
         self.sent: dict[tuple[Node, int], str] = {}
         self.again: dict[tuple[Node, int], str] = {}
         self.counted = _counted(graph, home)
+        self.alone = _alone(home, t, machine)
         self.weights: dict[
             Node, set[int]
         ] = {}  # parameters, and what is made of them alone: stages that have it anyway
@@ -142,6 +144,8 @@ class _Places:
     def _seconds_again(self, node: Node, must: bool) -> float:
         if not must and is_never_computed_again(node) and (node in self.home or not flops(node)):
             return inf
+        if not must and node in self.alone:
+            return inf
         return rank_seconds(node, self.t, self.machine) / (1 if note(node).needs_grad else 3)
 
 
@@ -156,6 +160,13 @@ def _microseconds(seconds: float) -> str:
 
 def _cost(ways: Ways) -> float:
     return sum(ways.values())
+
+
+def _alone(home: Mapping[Node, int], t: int, machine: Machine) -> set[Node]:
+    """What a stage is left for that would only make what others can compute again: its last operator that takes time."""
+    last = {stage: node for node, stage in home.items() if rank_seconds(node, t, machine)}
+    settled = {stage for node, stage in home.items() if is_never_computed_again(node)}
+    return {node for stage, node in last.items() if stage not in settled}
 
 
 def _counted(graph: Graph, home: Mapping[Node, int]) -> set[Node]:

@@ -237,7 +237,15 @@ def _find_points(backbone: list[Node], t: int) -> list[Point]:
         key = (before, between)
         if key not in best or found.nbytes < best[key].nbytes:
             best[key] = found
-    return sorted(best.values(), key=lambda point: point.at)
+    points = sorted(best.values(), key=lambda point: point.at)
+    same = [pair for pair in pairwise(points) if _is_idle(backbone[pair[0].at + 1 : pair[1].at + 1], t)]
+    dropped = [a if b.between_layers else b for a, b in same]
+    return [point for point in points if point not in dropped]
+
+
+def _is_idle(operators: list[Node], t: int) -> bool:
+    """Whether a stage of these would have nothing to do: views are computed where they are read."""
+    return not any(rank_seconds(node, t, Machine()) for node in operators)
 
 
 def check_cut(graph: Graph, num_stages: int) -> None:

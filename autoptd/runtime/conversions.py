@@ -45,9 +45,12 @@ def p_to_s(x: Tensor, group: Group, dim: int, outer: Outer, *, size: int = 0, si
 
 
 def i_to_p(x: Tensor, group: Group, *, site: str = "") -> Tensor:
-    """Forward: one rank keeps it, the others hold zeros. Backward: none. A bias that must be added once."""
+    """Forward: one rank keeps it, the others hold zeros. Backward: none. A bias that must be added once.
+
+    A node of autograd on every rank: what reads `x` elsewhere too adds its gradients in one order on all of them, to the bit.
+    """
     if group.index == 0:
-        return x
+        return x.view_as(x)
     y = x.clone()  # autograd passes the gradient on as it is; an autograd function of our own takes five times as long
     y.detach().zero_()
     return y

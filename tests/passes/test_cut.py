@@ -9,11 +9,15 @@ import torch
 from torch import nn
 from torch.fx import Graph
 
+import autoptd
 from autoptd.errors import InternalError, PlanError
+from autoptd.ir.markers import convert
 from autoptd.ir.notes import note, op_name, ops, output, placeholders
 from autoptd.passes.costs import flops
 from autoptd.passes.cut import check_cut, cut, find_backbone
 from examples.gpt import GPT, GPTConfig
+from tests.parity.models import batch
+from tests.parity.rotary import neox
 from tests.passes.graphs import find, traced
 
 Tensor = torch.Tensor
@@ -85,6 +89,15 @@ def test_more_stages_than_cut_points() -> None:
     cut(gpt(1), range(most))  # the remedy is true
     with pytest.raises(PlanError):
         cut(gpt(1), range(most + 1))
+
+
+def test_a_stage_that_is_left_a_collective_makes_it_and_sends_it() -> None:
+    """Twelve stages of six layers: some hold nothing but the sum behind a layer, which their readers could make again."""
+    program = autoptd.compile(neox(), t=2, p=4, v=3, schedule="looped_bfs", num_microbatches=3, example_inputs=batch(3))
+    alone = [
+        [node for node in find_backbone(program.graphs["CUT"]) if stage in note(node).stages] for stage in range(12)
+    ]
+    assert all(alone) and any(all(node.target is convert for node in nodes) for nodes in alone)
 
 
 def test_a_tied_weight_lives_on_both_its_stages() -> None:
