@@ -3,13 +3,14 @@
     python -m tests.hostile.attack --cases 300 --seed 11
     python -m tests.hostile.attack --show 17 --seed 11         # its source, run alone
 
-Every table is gone through in a drawn order, so that its parts come up equally often; a case takes some odd parts and leaves the
-others plain, so that what is refused hides little.
+Every table is gone through in a drawn order, so that its parts come up equally often; a case takes some odd parts and leaves
+the others plain, so that what is refused hides little.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -18,10 +19,10 @@ from typing import Any
 
 from tests.hostile.attack.judge import Script
 from tests.hostile.attack.parts import MIXERS, MLPS, NORMS, NUMBERS, Part
-from tests.hostile.attack.whole import CALLS, HEADS, LOOPS, MEMORIES, SHARED, STARTS, Call
+from tests.hostile.attack.whole import CALLS, HEADS, LOOPS, MEMORIES, SHARED, STARTS, STATES, Call
 
 SOURCE = """\
-import math
+import functools, math
 from collections import namedtuple
 from dataclasses import dataclass
 
@@ -40,6 +41,14 @@ Out, Four = namedtuple("Out", "loss logits more"), namedtuple("Four", "ids y kee
 class Record:
     logits: torch.Tensor
     loss: torch.Tensor
+
+
+COUNTS = {{"calls": 0}}
+
+
+@functools.lru_cache(maxsize=None)
+def table(length, width):
+    return torch.outer(torch.linspace(0, 1, length), torch.ones(width))
 
 
 class Square(torch.autograd.Function):
@@ -133,6 +142,8 @@ LOSS_FNS = [
     "lambda logits, y: F.mse_loss(logits.softmax(-1), F.one_hot(y, V).to(logits.dtype))",
 ]
 SIZES = [(16, 4), (8, 4), (8, 2), (16, 2), (24, 4)]
+DEGREES = [(1, 1, 1), (2, 1, 1), (4, 1, 1), (3, 1, 1), (1, 2, 1), (1, 3, 1), (1, 1, 2), (2, 2, 1), (2, 2, 1), (2, 2, 2)]
+DEGREES += [(2, 3, 1), (4, 2, 1), (2, 1, 2), (1, 2, 2)]
 SWITCHES: list[dict[str, Any]] = [
     {"sequence_parallel": True},
     {"sequence_parallel": "auto"},
@@ -182,11 +193,11 @@ def cases(seed: int) -> Iterator[Case]:
     """Cases without end."""
     draw = random.Random(seed)
     tables = {"mixer": MIXERS, "mlp": MLPS, "norm": NORMS, "start": STARTS, "memory": MEMORIES, "loop": LOOPS}
-    tables |= {"shared": SHARED, "head": HEADS}
+    tables |= {"shared": SHARED, "head": HEADS, "state": STATES}
     decks = {name: Deck(table, draw) for name, table in tables.items()}
     decks |= {"numbers": Deck(NUMBERS, draw), "call": Deck(CALLS, draw)}
     odds = {"mixer": 0.6, "mlp": 0.6, "norm": 0.4, "start": 0.5, "memory": 0.3, "loop": 0.35, "shared": 0.25}
-    odds |= {"head": 0.6, "numbers": 0.8, "call": 0.35}
+    odds |= {"head": 0.6, "state": 0.3, "numbers": 0.8, "call": 0.35}
     for number in itertools.count():
         parts = {name: deck.next(odds[name]) for name, deck in decks.items()}
         script = draw_script(draw, parts)
@@ -219,7 +230,7 @@ def draw_script(draw: random.Random, parts: dict[str, Any]) -> Script:
 
 
 def draw_mesh(draw: random.Random) -> dict[str, Any]:
-    t, p, d = draw.choice([(1, 1, 1), (2, 1, 1), (4, 1, 1), (3, 1, 1), (1, 2, 1), (1, 3, 1), (1, 1, 2), (2, 2, 1)] + [(2, 2, 1), (2, 2, 2), (2, 3, 1), (4, 2, 1), (2, 1, 2), (1, 2, 2)])
+    t, p, d = draw.choice(DEGREES)
     mesh: dict[str, Any] = {"t": t, "p": p, "d": d, "num_microbatches": draw.choice((1, 2, 2, 4))}
     if p > 1:
         schedule = draw.choice(("", "", "gpipe", "1f1b", "interleaved", "zb_h1", "zbv", "looped_bfs", "zb_2p"))
@@ -243,7 +254,7 @@ def write(parts: dict[str, Any], script: Script, draw: random.Random) -> str:
     width, heads = draw.choice(SIZES)
     layers = draw.choice((4, 4, 3, 3, 6))
     length = draw.choice([n for n in (4, 6, 8, 16) if n >= layers])
-    pieces = pieces_of(script.mesh) * pieces_of(script.reload) // common(pieces_of(script.mesh), pieces_of(script.reload))
+    pieces = math.lcm(pieces_of(script.mesh), pieces_of(script.reload))
     rows = pieces * draw.choice((1, 1, 2, 3))
     vocab = draw.choice((24, 16, 11, width, 29))
     call: Call = parts["call"]
@@ -252,13 +263,14 @@ def write(parts: dict[str, Any], script: Script, draw: random.Random) -> str:
     norm: Part = parts["norm"]
     for at in ("1", "2"):
         block = block.replace(f"{{{at}}}", norm.use.replace("{n}", f"self.norm{at}"))
-    init = [parts["start"].init, parts["memory"].init, parts["loop"].init, head.init, parts["shared"].init]
+    state: Part = parts["state"]
+    init = [parts["start"].init, state.init, parts["memory"].init, parts["loop"].init, head.init, parts["shared"].init]
     end = head.use
     passes = call.passes
     if script.loss_fn:
         end = "\n".join([*end.splitlines()[:-1], "return logits"])
         passes += ", targets=y"
-    forward = [call.start, parts["start"].use, parts["memory"].use, parts["loop"].use, end]
+    forward = [call.start, parts["start"].use, state.use, parts["memory"].use, parts["loop"].use, end]
     return SOURCE.format(
         sizes=(pieces, rows, length, width, heads, vocab, layers),
         mixer_init=indented(parts["mixer"].init),
@@ -274,12 +286,6 @@ def write(parts: dict[str, Any], script: Script, draw: random.Random) -> str:
         loss_fn=draw.choice(LOSS_FNS),
         passes=passes,
     )
-
-
-def common(a: int, b: int) -> int:
-    while b:
-        a, b = b, a % b
-    return a
 
 
 def indented(lines: str) -> str:

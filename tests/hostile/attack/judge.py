@@ -1,7 +1,7 @@
 """The judge: torch's own loop on the whole batch beside AutoPTD, with what scripts do between steps.
 
-In: the source of a case (`make(variant)`, `batch(step, rows)`) and a `Script`. Out: an `Outcome` of tests/hostile/oracle.py; here
-float32 is held to 1e-4, as both sides round, and everything else to 1e-9. Nothing of `autoptd.verify` is used.
+In: the source of a case (`make(variant)`, `batch(step, rows)`) and a `Script`. Out: an `Outcome` of tests/hostile/oracle.py;
+here float32 is held to 1e-4, as both sides round, and everything else to 1e-9. Nothing of `autoptd.verify` is used.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ def autoptd_loop(source: str, script: Script, phase: list[str], backend: str | N
                 seen.add(f"loss {step}.{part}", pm.step(*args, **kwargs))
             phase[0] = "between steps"
             if script.clip:
-                seen.add(f"norm {step}", pm.clip_grad_norm_(script.clip))
+                seen.add(f"norm {step}", pm.clip_grad_norm_(script.clip).to(getattr(torch, script.dtype)))
             if script.halve:
                 for parameter in every_parameter(pm, backend):
                     if parameter.grad is not None:
@@ -211,9 +211,9 @@ def autoptd_loop(source: str, script: Script, phase: list[str], backend: str | N
                 pm.close()
                 pm, optimizer = build(script.reload)
                 pm.load_state_dict(state)
-                optimizer.load_state_dict(moments)
-                if rates is not None:
+                if rates is not None:  # before the moments: a new schedule sets its first rate
                     rates = make_schedule(script, optimizer, rates.state_dict())
+                optimizer.load_state_dict(moments)
         return seen if state else None
     finally:
         pm.close()

@@ -1,9 +1,11 @@
 """Parts of small transformers, as lines of source. Nothing here knows what AutoPTD does with them.
 
 A part has a name, lines for `__init__` (where `i` is the number of the layer) and lines of its method. Sizes are the globals
-B (rows), L (tokens), W (width), H (heads), D = W / H, V (vocabulary). A mixer gets normed `h` [b, L, W], `keep` [b, L] (True where
-a token counts) and `memory` [b, L, W], another sequence.
+B (rows), L (tokens), W (width), H (heads), D = W / H, V (vocabulary). A mixer gets normed `h` [b, L, W], `keep` [b, L] (True
+where a token counts) and `memory` [b, L, W], another sequence.
 """
+
+# ruff: noqa: E501  (lines of other sources)
 
 from __future__ import annotations
 
@@ -353,14 +355,26 @@ MLPS = [
     Part("plain", WIDE, "return self.down(F.gelu(self.up(h)))"),
     Part("tanh gelu", WIDE, "return self.down(F.gelu(self.up(h), approximate='tanh'))"),
     Part("squared relu", WIDE, "return self.down(F.relu(self.up(h)).pow(2 + self.i % 2))"),
-    Part("gated, one matrix", "self.up, self.down = nn.Linear(W, 6 * W), nn.Linear(3 * W, W)", "a, b = self.up(h).chunk(2, -1)\nreturn self.down(F.silu(a) * b)"),
+    Part(
+        "gated, one matrix",
+        "self.up, self.down = nn.Linear(W, 6 * W), nn.Linear(3 * W, W)",
+        "a, b = self.up(h).chunk(2, -1)\nreturn self.down(F.silu(a) * b)",
+    ),
     Part(
         "gated, interleaved, clamped",
         "self.up, self.down = nn.Linear(W, 4 * W), nn.Linear(2 * W, W)",
         "x = self.up(h)\na, b = x[..., ::2].clamp(max=7.0), x[..., 1::2].clamp(-7.0, 7.0)\nreturn self.down((b + 1) * a * torch.sigmoid(1.702 * a))",
     ),
-    Part("F.glu", "self.up, self.down = nn.Linear(W, 4 * W), nn.Linear(2 * W, W, bias=False)", "return self.down(F.glu(self.up(h)))"),
-    Part("maxout", "self.up, self.down = nn.Linear(W, 6 * W), nn.Linear(2 * W, W)", "return self.down(self.up(h).unflatten(-1, (2 * W, 3)).amax(-1))"),
+    Part(
+        "F.glu",
+        "self.up, self.down = nn.Linear(W, 4 * W), nn.Linear(2 * W, W, bias=False)",
+        "return self.down(F.glu(self.up(h)))",
+    ),
+    Part(
+        "maxout",
+        "self.up, self.down = nn.Linear(W, 6 * W), nn.Linear(2 * W, W)",
+        "return self.down(self.up(h).unflatten(-1, (2 * W, 3)).amax(-1))",
+    ),
     Part(
         "raw parameters",
         "self.w, self.b = nn.Parameter(torch.randn(W, 2 * W) / W), nn.Parameter(torch.zeros(2 * W))\nself.v = nn.Parameter(torch.randn(2 * W, W) / W)",
@@ -371,7 +385,9 @@ MLPS = [
         "self.w, self.b = nn.Parameter(torch.randn(W, 2 * W) / W), nn.Parameter(torch.zeros(2 * W))\nself.v = nn.Parameter(torch.randn(2 * W, W) / W)",
         "x = torch.addmm(self.b, h.reshape(-1, W), self.w)\nreturn torch.mm(x.tanh(), self.v).view(h.shape)",
     ),
-    Part("tied up and down", "self.up = nn.Linear(W, 3 * W)", "return F.linear(F.gelu(self.up(h)), self.up.weight.t())"),
+    Part(
+        "tied up and down", "self.up = nn.Linear(W, 3 * W)", "return F.linear(F.gelu(self.up(h)), self.up.weight.t())"
+    ),
     Part("tied, twice through", "self.up = nn.Linear(W, W)", "return self.up(self.up(h).relu())"),
     Part(
         "low rank update of a frozen matrix",
@@ -383,15 +399,31 @@ MLPS = [
         "self.base = nn.Linear(W, W)\nself.base.weight.requires_grad_(False)\nself.a, self.b = nn.Parameter(torch.randn(3, W)), nn.Parameter(torch.zeros(W, 3))",
         "return F.linear(h, self.base.weight + self.b @ self.a * (self.i + 1), self.base.bias)",
     ),
-    Part("weight norm", "self.up = nn.utils.parametrizations.weight_norm(nn.Linear(W, 2 * W))\nself.down = nn.Linear(2 * W, W)", "return self.down(self.up(h).relu())"),
-    Part("weight norm, over all", "self.up = nn.utils.parametrizations.weight_norm(nn.Linear(W, W), dim=None)", "return self.up(h).relu()"),
+    Part(
+        "weight norm",
+        "self.up = nn.utils.parametrizations.weight_norm(nn.Linear(W, 2 * W))\nself.down = nn.Linear(2 * W, W)",
+        "return self.down(self.up(h).relu())",
+    ),
+    Part(
+        "weight norm, over all",
+        "self.up = nn.utils.parametrizations.weight_norm(nn.Linear(W, W), dim=None)",
+        "return self.up(h).relu()",
+    ),
     Part(
         "weight standardised by hand",
         WIDE,
         "weight = self.up.weight - self.up.weight.mean(1, keepdim=True)\nweight = weight / weight.std(1, keepdim=True)\nreturn self.down(F.linear(h, weight, self.up.bias).relu())",
     ),
-    Part("spectral norm", "self.up = nn.utils.parametrizations.spectral_norm(nn.Linear(W, W))", "return self.up(h).relu()"),
-    Part("groups", "self.w, self.v = nn.Parameter(torch.randn(2, W // 2, W) / W), nn.Parameter(torch.randn(2, W, W // 2) / W)", "x = torch.einsum('blgi,gio->blgo', h.view(-1, L, 2, W // 2), self.w).relu()\nreturn torch.einsum('blgi,gio->blgo', x, self.v).reshape(-1, L, W)"),
+    Part(
+        "spectral norm",
+        "self.up = nn.utils.parametrizations.spectral_norm(nn.Linear(W, W))",
+        "return self.up(h).relu()",
+    ),
+    Part(
+        "groups",
+        "self.w, self.v = nn.Parameter(torch.randn(2, W // 2, W) / W), nn.Parameter(torch.randn(2, W, W // 2) / W)",
+        "x = torch.einsum('blgi,gio->blgo', h.view(-1, L, 2, W // 2), self.w).relu()\nreturn torch.einsum('blgi,gio->blgo', x, self.v).reshape(-1, L, W)",
+    ),
     Part(
         "all experts, softly",
         "self.gate, self.w, self.v = nn.Linear(W, 3), nn.Parameter(torch.randn(3, W, 2 * W) / W), nn.Parameter(torch.randn(3, 2 * W, W) / W)",
@@ -412,31 +444,107 @@ MLPS = [
         "self.gate, self.w = nn.Linear(W, 4, bias=False), nn.Parameter(torch.randn(4, W) / W)",
         "p = self.gate(h).softmax(-1)\nbest, at = p.max(-1)\nreturn h * self.w[at] * best.unsqueeze(-1)",
     ),
-    Part("prelu", "self.up, self.down, self.act = nn.Linear(W, 2 * W), nn.Linear(2 * W, W), nn.PReLU(L)", "return self.down(self.act(self.up(h)))"),
+    Part(
+        "prelu",
+        "self.up, self.down, self.act = nn.Linear(W, 2 * W), nn.Linear(2 * W, W), nn.PReLU(L)",
+        "return self.down(self.act(self.up(h)))",
+    ),
     Part("prelu, one slope", "self.up, self.act = nn.Linear(W, W), nn.PReLU()", "return self.act(self.up(h))"),
-    Part("snake", "self.up, self.down = nn.Linear(W, 2 * W), nn.Linear(2 * W, W)\nself.alpha = nn.Parameter(torch.ones(2 * W))", "x = self.up(h)\nreturn self.down(x + (self.alpha * x).sin() ** 2 / (self.alpha + 1e-9))"),
-    Part("weights by a net", "self.code, self.net = nn.Parameter(torch.randn(4)), nn.Linear(4, W * W)", "return h @ self.net(self.code).view(W, W)"),
-    Part("kronecker weights", "self.a, self.b = nn.Parameter(torch.randn(2, 2)), nn.Parameter(torch.randn(W // 2, W // 2) / W)", "return F.linear(h, torch.kron(self.a, self.b))"),
+    Part(
+        "snake",
+        "self.up, self.down = nn.Linear(W, 2 * W), nn.Linear(2 * W, W)\nself.alpha = nn.Parameter(torch.ones(2 * W))",
+        "x = self.up(h)\nreturn self.down(x + (self.alpha * x).sin() ** 2 / (self.alpha + 1e-9))",
+    ),
+    Part(
+        "weights by a net",
+        "self.code, self.net = nn.Parameter(torch.randn(4)), nn.Linear(4, W * W)",
+        "return h @ self.net(self.code).view(W, W)",
+    ),
+    Part(
+        "kronecker weights",
+        "self.a, self.b = nn.Parameter(torch.randn(2, 2)), nn.Parameter(torch.randn(W // 2, W // 2) / W)",
+        "return F.linear(h, torch.kron(self.a, self.b))",
+    ),
     Part("bilinear", "self.two = nn.Bilinear(W, W, W)", "return self.two(h, h.flip(-1)) / W"),
-    Part("a table of tokens beside", "self.up = nn.Linear(W, W)\nself.bias_of = nn.Parameter(torch.randn(L, 1))", "return self.up(h) * self.bias_of.sigmoid()"),
-    Part("Sequential with flatten", "self.net = nn.Sequential(nn.Linear(W, 2 * W), nn.Unflatten(-1, (2, W)), nn.Softplus(), nn.Flatten(2), nn.Linear(2 * W, W))", "return self.net(h)"),
-    Part("ModuleDict, ParameterDict, ParameterList", "self.by = nn.ModuleDict({'in': nn.Linear(W, 2 * W), 'self': nn.Linear(2 * W, W)})\nself.more = nn.ParameterDict({'w.x'[:1]: torch.randn(W)})\nself.list = nn.ParameterList([torch.randn(W), torch.randn(2 * W)])", "x = self.by['in'](h * self.more['w'] + self.list[0]) * self.list[1]\nreturn self.by['self'](x)"),
-    Part("kernel of size one", "self.up, self.down = nn.Conv1d(W, 2 * W, 1), nn.Conv1d(2 * W, W, 1)", "return self.down(self.up(h.mT).relu()).mT"),
-    Part("in place all along", WIDE, "x = self.up(h)\nx.add_(1.0).mul_(0.5)\nF.relu_(x)\nx[..., 0] = 0\nreturn self.down(x)"),
-    Part("pieces written in place", WIDE, "x = self.up(h).clone()\na, b = x[..., : 2 * W], x[..., 2 * W :]\na.mul_(b.detach().sigmoid())\nreturn self.down(x)"),
-    Part("written into zeros", WIDE, "x = torch.zeros(h.shape[0], L, 4 * W, dtype=h.dtype)\nx[:, :, : 2 * W] = self.up(h)[..., 2 * W :]\nx[:, 1:, 2 * W :] += self.up(h)[:, :-1, : 2 * W]\nreturn self.down(x)"),
-    Part("selected, written", WIDE, "x = self.up(h).view(-1, L, 4, W).clone()\nfor n in range(4):\n    x[:, :, n].mul_(n - 1.5)\nreturn self.down(x.flatten(2))"),
-    Part("index_put, accumulated", WIDE, "x = self.up(h).transpose(0, 2).index_put((torch.tensor([0, 1, 1]),), torch.ones(3, L, 1, dtype=h.dtype).expand(3, L, h.shape[0]), accumulate=True)\nreturn self.down(x.transpose(0, 2))"),
+    Part(
+        "a table of tokens beside",
+        "self.up = nn.Linear(W, W)\nself.bias_of = nn.Parameter(torch.randn(L, 1))",
+        "return self.up(h) * self.bias_of.sigmoid()",
+    ),
+    Part(
+        "Sequential with flatten",
+        "self.net = nn.Sequential(nn.Linear(W, 2 * W), nn.Unflatten(-1, (2, W)), nn.Softplus(), nn.Flatten(2), nn.Linear(2 * W, W))",
+        "return self.net(h)",
+    ),
+    Part(
+        "ModuleDict, ParameterDict, ParameterList",
+        "self.by = nn.ModuleDict({'in': nn.Linear(W, 2 * W), 'self': nn.Linear(2 * W, W)})\nself.more = nn.ParameterDict({'w.x'[:1]: torch.randn(W)})\nself.list = nn.ParameterList([torch.randn(W), torch.randn(2 * W)])",
+        "x = self.by['in'](h * self.more['w'] + self.list[0]) * self.list[1]\nreturn self.by['self'](x)",
+    ),
+    Part(
+        "kernel of size one",
+        "self.up, self.down = nn.Conv1d(W, 2 * W, 1), nn.Conv1d(2 * W, W, 1)",
+        "return self.down(self.up(h.mT).relu()).mT",
+    ),
+    Part(
+        "in place all along",
+        WIDE,
+        "x = self.up(h)\nx.add_(1.0).mul_(0.5)\nx = F.relu_(x) * 2\nx[..., 0] = 0\nreturn self.down(x)",
+    ),
+    Part(
+        "pieces written in place",
+        WIDE,
+        "x = self.up(h).clone()\na, b = x[..., : 2 * W], x[..., 2 * W :]\na.mul_(b.detach().sigmoid())\nreturn self.down(x)",
+    ),
+    Part(
+        "written into zeros",
+        WIDE,
+        "x = torch.zeros(h.shape[0], L, 4 * W, dtype=h.dtype)\nx[:, :, : 2 * W] = self.up(h)[..., 2 * W :]\nx[:, 1:, 2 * W :] += self.up(h)[:, :-1, : 2 * W]\nreturn self.down(x)",
+    ),
+    Part(
+        "selected, written",
+        WIDE,
+        "x = self.up(h).view(-1, L, 4, W).clone()\nfor n in range(4):\n    x[:, :, n].mul_(n - 1.5)\nreturn self.down(x.flatten(2))",
+    ),
+    Part(
+        "index_put, accumulated",
+        WIDE,
+        "x = self.up(h).transpose(0, 2).index_put((torch.tensor([0, 1, 1]),), torch.ones(3, L, 1, dtype=h.dtype).expand(3, L, h.shape[0]), accumulate=True)\nreturn self.down(x.transpose(0, 2))",
+    ),
     Part("checkpointed", WIDE, "return checkpoint(lambda x: self.down(F.gelu(self.up(x))), h, use_reentrant=False)"),
     Part("own function", WIDE, "return self.down(Square.apply(self.up(h), 0.5 + self.i))"),
-    Part("functional_call", "self.net = nn.Linear(W, W)", "return torch.func.functional_call(self.net, {'weight': self.net.weight * 2}, (h,))"),
-    Part("complex weights", "self.z = nn.Parameter(torch.randn(W // 2, 2))", "return torch.view_as_real(torch.view_as_complex(h.reshape(-1, L, W // 2, 2)) * torch.view_as_complex(self.z)).flatten(2)"),
+    Part(
+        "functional_call",
+        "self.net = nn.Linear(W, W)",
+        "return torch.func.functional_call(self.net, {'weight': self.net.weight * 2}, (h,))",
+    ),
+    Part(
+        "complex weights",
+        "self.z = nn.Parameter(torch.randn(W // 2, 2))",
+        "return torch.view_as_real(torch.view_as_complex(h.reshape(-1, L, W // 2, 2)) * torch.view_as_complex(self.z)).flatten(2)",
+    ),
     Part("dims by name", WIDE, "return self.down(torch.where(self.up(h) > 0, self.up(h), 0.1))"),
-    Part("a wider middle by layer", "self.up, self.down = nn.Linear(W, W * (1 + i % 2)), nn.Linear(W * (1 + i % 2), W)", "return self.down(self.up(h).tanh())"),
-    Part("partly frozen", f"{WIDE}\nself.up.weight.requires_grad_(i % 2 == 0)\nself.down.bias.requires_grad_(False)", "return self.down(F.gelu(self.up(h)))"),
-    Part("unused parameters", f"{WIDE}\nself.idle, self.never = nn.Linear(W, W), nn.Parameter(torch.randn(3))", "return self.down(F.gelu(self.up(h)))"),
+    Part(
+        "a wider middle by layer",
+        "self.up, self.down = nn.Linear(W, W * (1 + i % 2)), nn.Linear(W * (1 + i % 2), W)",
+        "return self.down(self.up(h).tanh())",
+    ),
+    Part(
+        "partly frozen",
+        f"{WIDE}\nself.up.weight.requires_grad_(i % 2 == 0)\nself.down.bias.requires_grad_(False)",
+        "return self.down(F.gelu(self.up(h)))",
+    ),
+    Part(
+        "unused parameters",
+        f"{WIDE}\nself.idle, self.never = nn.Linear(W, W), nn.Parameter(torch.randn(3))",
+        "return self.down(F.gelu(self.up(h)))",
+    ),
     Part("stopped", WIDE, "x = self.up(h)\nreturn self.down(x.detach() if self.i == 1 else x)"),
-    Part("under no_grad in one layer", WIDE, "with torch.set_grad_enabled(self.i != 2):\n    x = self.up(h)\nreturn self.down(x)"),
+    Part(
+        "under no_grad in one layer",
+        WIDE,
+        "with torch.set_grad_enabled(self.i != 2):\n    x = self.up(h)\nreturn self.down(x)",
+    ),
     Part("cast to float and back", WIDE, "return self.down(F.gelu(self.up(h)).to(torch.complex128).real)"),
 ]
 
@@ -446,16 +554,40 @@ NORMS = [
     Part("no bias", "{n} = nn.LayerNorm(W, bias=False)", "{n}(h)"),
     Part("nothing trained", "{n} = nn.LayerNorm(W, elementwise_affine=False)", "{n}(h)"),
     Part("nn.RMSNorm", "{n} = nn.RMSNorm(W)", "{n}(h)"),
-    Part("one plus weight", "{n} = nn.Parameter(torch.zeros(W))", "h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6) * (1 + {n})"),
-    Part("one scale", "{n} = nn.Parameter(torch.ones(()))", "{n} * h / h.norm(dim=-1, keepdim=True).clamp(min=1e-5) * W**0.5"),
-    Part("tanh for a norm", "{n} = nn.ParameterList([torch.ones(W), torch.full((1,), 0.5), torch.zeros(W)])", "torch.tanh({n}[1] * h) * {n}[0] + {n}[2]"),
+    Part(
+        "one plus weight",
+        "{n} = nn.Parameter(torch.zeros(W))",
+        "h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6) * (1 + {n})",
+    ),
+    Part(
+        "one scale",
+        "{n} = nn.Parameter(torch.ones(()))",
+        "{n} * h / h.norm(dim=-1, keepdim=True).clamp(min=1e-5) * W**0.5",
+    ),
+    Part(
+        "tanh for a norm",
+        "{n} = nn.ParameterList([torch.ones(W), torch.full((1,), 0.5), torch.zeros(W)])",
+        "torch.tanh({n}[1] * h) * {n}[0] + {n}[2]",
+    ),
     Part("groups", "{n} = nn.GroupNorm(2, W)", "{n}(h.mT).mT"),
     Part("tokens and channels", "{n} = nn.LayerNorm((L, W))", "{n}(h)"),
     Part("F.normalize", "{n} = nn.Parameter(torch.ones(W))", "F.normalize(h, p=2 + self.i % 2, dim=-1) * {n}"),
-    Part("var_mean", "{n} = nn.Parameter(torch.ones(W))", "(h - torch.var_mean(h, -1, correction=0, keepdim=True)[1]) * torch.var_mean(h, -1, correction=0, keepdim=True)[0].add(1e-5).rsqrt() * {n}"),
+    Part(
+        "var_mean",
+        "{n} = nn.Parameter(torch.ones(W))",
+        "(h - torch.var_mean(h, -1, correction=0, keepdim=True)[1]) * torch.var_mean(h, -1, correction=0, keepdim=True)[0].add(1e-5).rsqrt() * {n}",
+    ),
     Part("frozen", "{n} = nn.LayerNorm(W).requires_grad_(i % 2 == 1)", "{n}(h)"),
-    Part("standard deviation", "{n} = nn.Parameter(torch.ones(W))", "(h - h.mean(-1, True)) / (h.std(-1, keepdim=True) + 1e-5) * {n}"),
-    Part("batch norm that was trained", "{n} = nn.BatchNorm1d(W).eval()", "F.batch_norm(h.mT, {n}.running_mean, {n}.running_var, {n}.weight, {n}.bias).mT"),
+    Part(
+        "standard deviation",
+        "{n} = nn.Parameter(torch.ones(W))",
+        "(h - h.mean(-1, True)) / (h.std(-1, keepdim=True) + 1e-5) * {n}",
+    ),
+    Part(
+        "batch norm that was trained",
+        "{n} = nn.BatchNorm1d(W).eval()",
+        "F.batch_norm(h.mT, {n}.running_mean, {n}.running_var, {n}.weight, {n}.bias).mT",
+    ),
 ]
 
 NUMBERS = [  # of layer i, a line that takes and gives h; B is never among them
@@ -540,7 +672,7 @@ NUMBERS = [  # of layer i, a line that takes and gives h; B is never among them
     "h = h.clone(); h.narrow(2, i, 2).zero_()",
     "h = h.clone(); b = h[..., i + 1 :]; b.mul_(i); h = h + 1",
     "h = h.clone(); h.diagonal(i, 1, 2).add_(1.0)",
-    "h = h.clone(); h.unsqueeze(1).transpose(2, 3)[:, 0, i].exp_().clamp_(max=3.0)",
+    "h = h.clone(); h.unsqueeze(1).transpose(2, 3)[:, 0, i].mul_(-i)",
     "h = h + F.one_hot(torch.tensor(i), W)",
     "h = h + F.embedding(torch.tensor([i]), torch.eye(W, dtype=h.dtype))",
     "h = h + (h.argmax(-1, keepdim=True) == i)",
@@ -558,7 +690,7 @@ NUMBERS = [  # of layer i, a line that takes and gives h; B is never among them
     "h = h + h.amax(1 + i % 2, keepdim=True) - h.amin(2 - i % 2, keepdim=True)",
     "h = h + h.round(decimals=i)",
     "h = h + torch.div(h, 0.3 + i, rounding_mode=('floor', 'trunc', None)[i % 3])",
-    "h = h + h.bucketize(torch.tensor([-1.0, float(i)], dtype=h.dtype))",
+    "h = h + torch.bucketize(h, torch.tensor([-1.0, float(i)], dtype=h.dtype))",
     "h = h + h.to((torch.float64, torch.complex128)[i % 2]).real",
     "h = h + float('inf') * 0 if i < 0 else h + (h > float('-inf'))",
     "h = h * {0: 1.0, 1: -1, 2: True, 3: 0.25}.get(i, 1)",
@@ -575,7 +707,7 @@ NUMBERS = [  # of layer i, a line that takes and gives h; B is never among them
     "h = h + torch.tile(h[..., : W // 2**(i % 2)], (1, 1, 2**(i % 2)))",
     "h = h + torch.rot90(h, 2 * i, (1, 2))",
     "h = h + torch.clip(h, *sorted((i - 1.0, 0.0)))",
-    "h = h + torch.heaviside(h, torch.tensor(float(i), dtype=h.dtype))",
+    "h = h + torch.heaviside(h.detach(), torch.tensor(float(i), dtype=h.dtype))",
     "h = h + torch.polygamma(1, h.abs() + i + 1)",
     "h = h + torch.mvlgamma(h.abs() + i + 3, i + 1)",
     "h = h + torch.triu(h, i) + torch.tril(h, -i)",
