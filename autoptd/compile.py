@@ -168,12 +168,13 @@ def compile_program(
 
 
 def check_module(model: nn.Module) -> None:
-    """The model must be a plain module, whose parameters share no memory: a copy would not show it."""
+    """The model must be a plain module with a plain state dict, whose parameters share no memory: a copy would not show it."""
     if not isinstance(model, nn.Module):
         raise PlanError("model", f"is a {type(model).__name__}, not a torch.nn.Module", "pass the module itself")
     if hasattr(model, "_orig_mod"):
         raise PlanError("model", "is wrapped by torch.compile", "pass the module that it wraps: model._orig_mod")
     tracing.check_storage(model)
+    tracing.check_state_dict(model)
 
 
 def default_fusion(model: nn.Module, options: Options) -> str | bool:

@@ -212,6 +212,29 @@ class State:
         self.leaves[path] = "None" if value is None else f"{type(value).__name__} {id(value):#x}"
 
 
+def check_state_dict(model: nn.Module) -> None:
+    """Refuse a state dict that is not the parameters and buffers under their own names: these the ranks load and save."""
+    own = dict(model.named_parameters(remove_duplicate=False))
+    expected = own | dict(model.named_buffers(remove_duplicate=False))
+    found = model.state_dict(keep_vars=True)
+    more = [name for name in found if name not in expected]
+    other = [name for name, one in own.items() if not _is_equal(found.get(name), one)]
+    if more or other:
+        what = [f"has {', '.join(more)} beside them"] * bool(more) + [f"lacks or changes {', '.join(other)}"] * bool(
+            other
+        )
+        fact = f"is not its parameters and buffers: it {' and '.join(what)}, which the ranks would not follow"
+        raise TraceError(
+            "state_dict of the model", fact, "leave out get_extra_state and hooks of state_dict; keep state in buffers"
+        )
+
+
+def _is_equal(found: Tensor | None, own: Tensor) -> bool:
+    if found is own or found is None:
+        return found is own
+    return found.shape == own.shape and (own.is_meta or torch.equal(found, own))
+
+
 def attribute_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Tensors that modules keep as plain attributes, in containers as well: neither parameters nor buffers."""
     yield from State(model).tensors.items()

@@ -1,0 +1,43 @@
+"""What ranks would not follow: a state dict with more than parameters and buffers, hooks, tables that are divided by chance."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import autoptd
+from autoptd.errors import PlanError, TraceError
+
+X, Y = (torch.randint(0, 16, (8, 6), generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb, self.head = nn.Embedding(16, 8).double(), nn.Linear(8, 16).double()
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.head(self.emb(x)).mT, y)
+
+
+class Extra(Net):
+    def get_extra_state(self) -> Any:
+        return {"calls": 3}
+
+    def set_extra_state(self, state: Any) -> None:
+        pass
+
+
+def test_a_state_dict_with_more_or_other_names_is_refused() -> None:
+    renamed = Net()
+    renamed._register_state_dict_hook(lambda module, state, prefix, local: state.update(table=state.pop("emb.weight")))
+    for model, fact in (
+        (Extra(), "has _extra_state beside them"),
+        (renamed, "has table .*lacks or changes emb.w"),
+    ):
+        with pytest.raises(TraceError, match=fact):
+            autoptd.parallelize(model, backend="local", example_inputs=(X, Y))
