@@ -41,3 +41,14 @@ def test_a_state_dict_with_more_or_other_names_is_refused() -> None:
     ):
         with pytest.raises(TraceError, match=fact):
             autoptd.parallelize(model, backend="local", example_inputs=(X, Y))
+
+
+def test_hooks_on_what_the_ranks_hold_are_refused() -> None:
+    pm = autoptd.parallelize(Net(), t=2, backend="local", example_inputs=(X, Y))
+    for parameter in pm.parameters():
+        with pytest.raises(PlanError, match="a hook on a parameter is not called"):
+            parameter.register_hook(lambda grad: grad * 2)
+        with pytest.raises(PlanError, match="a hook on a parameter is not called"):
+            parameter.register_post_accumulate_grad_hook(lambda one: None)
+    pm.step(X, Y)
+    pm.close()
