@@ -52,3 +52,20 @@ def test_hooks_on_what_the_ranks_hold_are_refused() -> None:
             parameter.register_post_accumulate_grad_hook(lambda one: None)
     pm.step(X, Y)
     pm.close()
+
+
+class Divided(nn.Module):
+    """Reads a table that is as long as the batch by chance."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 8).double()
+
+    def forward(self, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.head(table[x]).mT, x)
+
+
+def test_a_table_as_long_as_the_batch_is_one_clear_error() -> None:
+    call = (torch.arange(8)[:, None].expand(8, 6).flip(0), torch.randn(8, 4, dtype=torch.float64))
+    with pytest.raises(TraceError, match=r"with 4 rows it cannot be run: IndexError.*tensors 0, 1 have 8 rows"):
+        autoptd.parallelize(Divided(), num_microbatches=2, backend="local", example_inputs=call)
