@@ -33,6 +33,7 @@ from autoptd.pictures import draw_program
 from autoptd.pretrained import fitting, format_of, with_values
 from autoptd.records import warn_of_fallbacks
 from autoptd.runtime.pretrained import open_folder
+from autoptd.trace.storage import shared_buffers
 from autoptd.verify import verify
 
 
@@ -152,6 +153,7 @@ def parallelize(
         "format": format_of(model),
         "compile_eval": compile_eval,
         "draw": draw_program,
+        "shared": shared_buffers(model),
     }
     keywords["holding"] = partial(with_buffers, model)
     pm = ParallelModel.lazy(compile_for, options, model.state_dict(), **keywords)

@@ -21,7 +21,7 @@ from autoptd import trace as tracing
 from autoptd.auto import planned
 from autoptd.compat import FakeTensor, tree_flatten, tree_unflatten
 from autoptd.dump import Forms
-from autoptd.errors import PlanError, TraceError
+from autoptd.errors import AutoptdError, PlanError, TraceError
 from autoptd.fit import fit
 from autoptd.ir.actions import Orders, ranks_of_stages
 from autoptd.ir.buffers import Buffers
@@ -96,7 +96,7 @@ def compile_program(
     captured = capture_rows(model, options, args, kwargs, batch)
     warn_of_checkpoints(captured.checkpointed)
     if check and has_values(model):
-        tracing.compare(model, options.loss_fn, captured.graph, captured.buffers, *call)
+        compare_rows(model, options, captured, call, batch)
     whole = None
     if batch.pieces > 1:
         whole = tracing.capture(model, *resize(args, kwargs, batch, batch.whole_rows), options.loss_fn).graph
@@ -168,12 +168,13 @@ def compile_program(
 
 
 def check_module(model: nn.Module) -> None:
-    """The model must be a plain module, whose parameters share no memory: a copy would not show it."""
+    """The model must be a plain module with a plain state dict, whose parameters share no memory: a copy would not show it."""
     if not isinstance(model, nn.Module):
         raise PlanError("model", f"is a {type(model).__name__}, not a torch.nn.Module", "pass the module itself")
     if hasattr(model, "_orig_mod"):
         raise PlanError("model", "is wrapped by torch.compile", "pass the module that it wraps: model._orig_mod")
     tracing.check_storage(model)
+    tracing.check_state_dict(model)
 
 
 def default_fusion(model: nn.Module, options: Options) -> str | bool:
@@ -199,12 +200,28 @@ def capture_rows(
         rows = tree_flatten((args, kwargs))[0][batch.batched[0]].shape[0]
         if batch.traced_rows == rows or not _can_trace(model, options, args, kwargs):
             raise
-        divided = ", ".join(map(str, batch.batched))
-        remedy = (
-            f"the first tensor of the call gives the batch; tensors {divided} have {rows} rows and are divided alike: "
-        )
-        remedy += "pass the batch first, and give what is no batch a leading dim of 1"
-        raise TraceError(error.site, f"with {batch.traced_rows} of {rows} rows it {error.fact}", remedy) from error
+        fact = f"with {batch.traced_rows} of {rows} rows it {error.fact}"
+        raise TraceError(error.site, fact, divided_remedy(batch, rows)) from error
+
+
+def divided_remedy(batch: Batch, rows: int) -> str:
+    """What to do about an argument that is as long as the batch by chance."""
+    divided = ", ".join(map(str, batch.batched))
+    remedy = f"the first tensor of the call gives the batch; tensors {divided} have {rows} rows and are divided alike: "
+    return remedy + "pass the batch first, and give what is no batch a leading dim of 1"
+
+
+def compare_rows(
+    model: nn.Module, options: Options, captured: tracing.Captured, call: tuple[Any, Any], batch: Batch
+) -> None:
+    """Hold the trace against the model; it may fail on fewer rows (a table that was divided by chance, and is indexed)."""
+    try:
+        tracing.compare(model, options.loss_fn, captured.graph, captured.buffers, *call)
+    except AutoptdError:
+        raise
+    except Exception as error:
+        fact = f"with {batch.traced_rows} rows it cannot be run: {type(error).__name__}: {error}"
+        raise TraceError("model", fact, divided_remedy(batch, batch.rows * batch.pieces)) from error
 
 
 def _can_trace(model: nn.Module, options: Options, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -22,6 +22,7 @@ from torch import nn
 
 from autoptd.compat import tree_map
 from autoptd.errors import PlanError
+from autoptd.ir.buffers import SharedBuffers
 from autoptd.ir.mesh import Coordinate
 from autoptd.ir.program import Picture, Program
 from autoptd.options import Options
@@ -64,7 +65,7 @@ class ParallelModel:
     one. `compile_eval` compiles for the first `eval_step`, on the layout of the program that trains; without it, evaluation
     runs that program's forward. Both compile the model while it is `holding` the buffers of now. `draw` adds pictures to
     `show`. `arguments` are the names of the model's own, by which a call is bound that passes them in another way than the
-    first one. Collective.
+    first one. `shared` says which of the model's buffers share their memory. Collective.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class ParallelModel:
         weights: Folder | None = None,
         format: FolderFormat | None = None,
         arguments: Sequence[str] = (),
+        shared: SharedBuffers | None = None,
     ) -> None:
         self.options = options
         self._is_process = not is_local(options)
@@ -92,6 +94,7 @@ class ParallelModel:
         self._holding = holding or nullcontext
         self._call: Any = None  # stands in for the (args, kwargs) that were compiled for
         self._weights, self._format = weights, format or FolderFormat()
+        self._shared = shared or SharedBuffers()
         self._program: Program | None = None
         self._eval_program: Program | None = None
         self._ranks: RunningRanks | None = None
@@ -281,9 +284,10 @@ class ParallelModel:
         buffers = {
             name: x.detach().to(own) for name, own in self._others.items() if (x := state_dict.get(name)) is not None
         }
+        buffers = self._shared.complete(buffers)
+        self._check_overlaps(buffers)
         self._hold_to(buffers, ranks)
-        for name, x in buffers.items():
-            self._others[name].copy_(x)
+        _copy_buffers(self._others, buffers)
         self._loaded |= buffers.keys()
 
         def load(rank: Rank) -> None:
@@ -293,6 +297,14 @@ class ParallelModel:
 
         ranks.run("load_state_dict", load)
         return LoadResult(missing, unexpected)
+
+    def _check_overlaps(self, buffers: Mapping[str, torch.Tensor]) -> None:
+        """PlanError for another value of a buffer over which something else lies: the ranks hold copies of both."""
+        for name in self._shared.overlaps.keys() & buffers.keys() & self._others.keys():
+            if not torch.equal(buffers[name], self._others[name]):
+                fact = f"brings another value of {name}, which shares its memory with {self._shared.overlaps[name]}"
+                remedy = "load it before: model.load_state_dict(...), then parallelize(model, ...)"
+                raise PlanError("load_state_dict", fact, remedy)
 
     def _hold_to(self, buffers: Mapping[str, torch.Tensor], ranks: RunningRanks) -> None:
         """Make sure that what was proven of buffers holds for other values, by compiling again; PlanError where it does not.
@@ -320,7 +332,7 @@ class ParallelModel:
 
     def _buffers_now(self, ranks: RunningRanks) -> dict[str, torch.Tensor]:
         """The model's buffers, as training has them."""
-        return {**self._others, **ranks.here[0].executor.buffers}
+        return self._shared.complete({**self._others, **ranks.here[0].executor.buffers})
 
     def _attach_evaluator(self, ranks: RunningRanks, program: Program) -> None:
         """Let evaluations run `program`, with the buffers of now. Collective."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 import torch
 
@@ -47,6 +48,25 @@ class Buffers(Mapping[str, torch.Tensor]):
         return tuple((name, digest(self._values[name])) for name in sorted(self._read) if self.has_value(name))
 
 
+@dataclass(frozen=True)
+class SharedBuffers:
+    """Buffers of a model that live in the same memory as something else: what is written to one is written to the other.
+
+    `twins`: groups of names of one buffer, in the model's order. `overlaps`: a buffer's name -> what lies over a part of it.
+    """
+
+    twins: tuple[tuple[str, ...], ...] = ()
+    overlaps: Mapping[str, str] = field(default_factory=dict)
+
+    def complete(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Values under all names of their buffers; of several for one, the last stays, as in torch."""
+        found = dict(values)
+        for names in self.twins:
+            given = [name for name in names if name in values]
+            found |= {name: values[given[-1]] for name in names if given}
+        return found
+
+
 def digest(x: torch.Tensor) -> str:
     """Hash of a tensor's shape, dtype and entries."""
     found = hashlib.sha256(f"{tuple(x.shape)} {x.dtype}".encode())
@@ -56,4 +76,4 @@ def digest(x: torch.Tensor) -> str:
     return found.hexdigest()[:16]
 
 
-__all__ = ["Buffers", "digest"]
+__all__ = ["Buffers", "SharedBuffers", "digest"]

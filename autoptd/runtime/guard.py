@@ -5,6 +5,7 @@ In: a rank's parameter or gradient. Out: the same tensor, of a class whose `__to
 - anything that `torch.nn.utils.clip_grad` does, and a gradient read or a leaf checked by `torch.optim`: one PlanError that
   names `pm.clip_grad_norm_` or `pm.optimizer`. That is where accelerate and Lightning end, too;
 - a gradient read by `torch.amp.GradScaler`: ranks would skip different steps;
+- a hook on a parameter's gradient: the ranks add gradients up elsewhere, so nobody would call it;
 - a norm, of a parameter or of a gradient (also of its `.data`, `.detach()`, `.float()`): what is here may be a shard.
 
 All else gives plain tensors. The runtime itself works in `unguarded()`, where none of this is asked, nor paid for; optimizers
@@ -43,6 +44,7 @@ NORMS = frozenset(
         Tensor.norm,
     }
 )
+HOOKS = frozenset({Tensor.register_hook, Tensor.register_post_accumulate_grad_hook})
 SAME_VALUES = frozenset({Tensor.data.__get__, Tensor.detach, Tensor.float, Tensor.double})  # type: ignore[attr-defined]
 
 
@@ -59,6 +61,9 @@ def refuse(func: Callable[..., Any], caller: str, what: str) -> None:
     if func in READS and caller.startswith(OPTIMIZERS) and caller != AVERAGES:
         fact = "a torch optimizer over pm.parameters() leaves out what other ranks hold, and copies drift apart"
         raise PlanError("torch.optim", fact, "pm.optimizer(torch.optim.AdamW, lr=...), a real optimizer of that class")
+    if func in HOOKS:
+        fact = f"a hook on a {what} is not called: gradients are summed over microbatches and ranks elsewhere"
+        raise PlanError(getattr(func, "__name__", str(func)), fact, "change parameter.grad after pm.step")
     if func in NORMS:
         fact = f"a norm of a {what} sees the part that this rank holds, not the whole"
         remedy = "pm.clip_grad_norm_(max_norm) returns the norm of all gradients; "

@@ -2,11 +2,12 @@
 
 In: a model (and its loss function). Looked at are plain values (numbers, strings, containers of them, objects that hold them)
 in the attributes of all modules, of their classes, in globals beside them and in what the loss function closes over, and the
-states of Python's and numpy's random numbers. Out: what a call has changed, and the model as it was before.
+states of Python's and numpy's random numbers. `of_call` also follows the user's own code: the globals that its functions
+name, their defaults, attributes and `functools.lru_cache`. Out: what a call has changed, and the model as it was before.
 
-    before = State(model)
+    before = State.of_call(model)
     model(x)
-    before.changes(State(model))      # [Change("layers.0.calls", "0", "1")]
+    before.changes(State.of_call(model))      # [Change("layers.0.calls", "0", "1")]
     before.restore()                  # a trace leaves no fake tensor behind
 """
 
@@ -19,7 +20,7 @@ import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import _lru_cache_wrapper, partial
 from typing import Any
 
 import torch
@@ -65,13 +66,20 @@ class State:
     """All values that Python keeps for a model, as they are now.
 
     `leaves` are texts by path, equal as long as the value is; `tensors` are by path as well; `holders` are pairs of what can be
-    written to and its content.
+    written to and its content; `cached` are functions with `functools.lru_cache`.
     """
 
-    def __init__(self, model: nn.Module, loss_fn: Any = None) -> None:
+    @classmethod
+    def of_call(cls, model: nn.Module, loss_fn: Any = None) -> State:
+        """All that a call may write to: what the model holds, and what the user's functions name."""
+        return cls(model, loss_fn, follows_code=True)
+
+    def __init__(self, model: nn.Module, loss_fn: Any = None, *, follows_code: bool = False) -> None:
+        self._follows_code = follows_code
         self.leaves: dict[str, str] = {}
         self.tensors: dict[str, Tensor] = {}
         self.holders: list[tuple[Any, Any]] = []
+        self.cached: list[Any] = []
         self._kept: list[Any] = []  # alive, so that no other object gets its id
         self._seen: set[int] = set()
         modules = dict(model.named_modules())
@@ -98,8 +106,14 @@ class State:
         pairs = [(path, self.leaves.get(path, MISSING), after.leaves.get(path, MISSING)) for path in paths]
         return [Change(*pair) for pair in pairs if pair[1] != pair[2]]
 
+    def clear_caches(self) -> None:
+        """Let every function with `functools.lru_cache` begin anew: what it kept cannot be taken out and put back."""
+        for one in self.cached:
+            one.cache_clear()
+
     def restore(self) -> None:
         """Give every attribute and container the content that it had."""
+        self.clear_caches()
         for holder, content in self.holders:
             if isinstance(holder, types.CellType):
                 holder.cell_contents = content
@@ -110,6 +124,8 @@ class State:
                 for key, value in content.items():
                     if now.get(key, now) is not value:
                         setattr(holder, key, value)
+            elif isinstance(holder, Globals):
+                holder.restore()
             elif isinstance(holder, dict):
                 if list(holder) != list(content) or any(holder[key] is not value for key, value in content.items()):
                     holder.clear()
@@ -140,8 +156,10 @@ class State:
         for name, value in names.items():
             self._visit(f"{cls.__qualname__}.{name}", value, DEEPEST - 1)
         for name, value in vars(cls).items():
-            if isinstance(value, types.FunctionType) and value.__closure__ and id(value) not in self._seen:
-                self._visit_function(f"{cls.__qualname__}.{name}", value, 0)
+            function = _function_of(value)
+            is_followed = isinstance(function, types.FunctionType) and (function.__closure__ or self._follows_code)
+            if is_followed or isinstance(function, _lru_cache_wrapper):
+                self._visit(f"{cls.__qualname__}.{name}", function, 0)
 
     def _visit_globals(self, module: str, names: dict[str, Any]) -> None:
         for name, value in names.items():
@@ -161,6 +179,8 @@ class State:
             self.leaves[path] = found
         elif isinstance(value, types.FunctionType):
             self._visit_function(path, value, depth)
+        elif isinstance(value, _lru_cache_wrapper):
+            self._visit_cached(path, value, depth)
         elif isinstance(value, partial):
             self._visit(path, (value.func, value.args, value.keywords), depth + 1)
         elif isinstance(value, types.MethodType):
@@ -195,6 +215,8 @@ class State:
             return
         self._visit_globals(value.__module__, value.__globals__)
         self._visit(path, vars(value), depth + 1)
+        if self._follows_code and _is_own(value):
+            self._visit_names(path, value, depth)
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
             try:
                 content = cell.cell_contents
@@ -203,6 +225,29 @@ class State:
             self.holders.append((cell, content))
             self._visit(f"{path}.{name}", content, depth + 1)
 
+    def _visit_names(self, path: str, value: types.FunctionType, depth: int) -> None:
+        """The globals that a function names, also in modules that it names, and its defaults."""
+        self._visit(path, (value.__defaults__, value.__kwdefaults__), depth + 1)
+        names = _names_in(value.__code__)
+        modules = [value.__globals__.get(name) for name in names]
+        modules = [one for one in modules if isinstance(one, types.ModuleType) and _is_own_module(one.__name__)]
+        for space in (value.__globals__, *map(vars, modules)):
+            held = {name: space[name] for name in names if name in space}
+            self.holders.append((Globals(space, held), None))
+            for name, one in held.items():
+                if isinstance(one, type) and _is_own_module(one.__module__) and id(one) not in self._seen:
+                    self._enter(one)
+                    self._visit_class(one)
+                elif not isinstance(one, (type, types.ModuleType)):
+                    self._visit(f"{space.get('__name__', path)}.{name}", one, depth + 1)
+
+    def _visit_cached(self, path: str, value: Any, depth: int) -> None:
+        """A function with `functools.lru_cache`: what it has kept is made again."""
+        if self._follows_code and _is_own(value.__wrapped__):
+            self._enter(value)
+            self.cached.append(value)
+            self._visit(path, value.__wrapped__, depth)
+
     def _enter(self, value: Any) -> None:
         self._seen.add(id(value))
         self._kept.append(value)
@@ -210,6 +255,42 @@ class State:
     def _keep(self, path: str, value: Any) -> None:
         self._kept.append(value)
         self.leaves[path] = "None" if value is None else f"{type(value).__name__} {id(value):#x}"
+
+
+@dataclass(frozen=True)
+class Globals:
+    """Some names of a module, and what they stood for."""
+
+    space: dict[str, Any]
+    values: dict[str, Any]
+
+    def restore(self) -> None:
+        for name, value in self.values.items():
+            if self.space.get(name, self) is not value:
+                self.space[name] = value
+
+
+def check_state_dict(model: nn.Module) -> None:
+    """Refuse a state dict that is not the parameters and buffers under their own names: these the ranks load and save."""
+    own = dict(model.named_parameters(remove_duplicate=False))
+    expected = own | dict(model.named_buffers(remove_duplicate=False))
+    found = model.state_dict(keep_vars=True)
+    more = [name for name in found if name not in expected]
+    other = [name for name, one in own.items() if not _is_equal(found.get(name), one)]
+    if more or other:
+        what = [f"has {', '.join(more)} beside them"] * bool(more) + [f"lacks or changes {', '.join(other)}"] * bool(
+            other
+        )
+        fact = f"is not its parameters and buffers: it {' and '.join(what)}, which the ranks would not follow"
+        raise TraceError(
+            "state_dict of the model", fact, "leave out get_extra_state and hooks of state_dict; keep state in buffers"
+        )
+
+
+def _is_equal(found: Tensor | None, own: Tensor) -> bool:
+    if found is own or found is None:
+        return found is own
+    return found.shape == own.shape and (own.is_meta or torch.equal(found, own))
 
 
 def attribute_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -231,10 +312,39 @@ def _is_users(module: str) -> bool:
     return module.split(".")[0] not in ("torch", "builtins", "autoptd", "typing", "abc")
 
 
+def _is_own(function: Any) -> bool:
+    """Whether somebody wrote a function for this model: what is installed is trusted to count nothing by itself."""
+    if not isinstance(function, types.FunctionType) or "site-packages" in function.__code__.co_filename:
+        return False
+    return (function.__module__ or "").split(".")[0] not in sys.stdlib_module_names
+
+
+def _is_own_module(name: str) -> bool:
+    file = getattr(sys.modules.get(name), "__file__", None) or ""
+    return _is_users(name) and name.split(".")[0] not in sys.stdlib_module_names and "site-packages" not in file
+
+
+def _function_of(member: Any) -> Any:
+    """The function behind a static method, a class method or a property."""
+    if isinstance(member, property):
+        return member.fget
+    return member.__func__ if isinstance(member, (staticmethod, classmethod)) else member
+
+
+def _names_in(code: types.CodeType) -> list[str]:
+    """Names that a function's code reads or writes, in the functions within it as well."""
+    inner = [one for one in code.co_consts if isinstance(one, types.CodeType)]
+    return list(dict.fromkeys([*code.co_names, *(name for one in inner for name in _names_in(one))]))
+
+
 def _plain_names(cls: type) -> dict[str, Any]:
     """The class attributes that a forward may count with."""
     found = {name: value for name, value in vars(cls).items() if isinstance(value, (*PLAIN, dict, list, set))}
     return {name: value for name, value in found.items() if not name.startswith("__")}
+
+
+def _plain_values(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if isinstance(value, PLAIN)}
 
 
 def _attributes(value: Any) -> dict[str, Any]:
@@ -258,6 +368,9 @@ def _drawn(value: Any) -> str | None:
         return str(hash(value.getstate()))
     if isinstance(value, itertools.count):
         return repr(value)
+    if isinstance(value, types.GeneratorType):
+        frame = value.gi_frame
+        return "ended" if frame is None else f"at {frame.f_lasti} with {_plain_values(frame.f_locals)}"
     if type(value).__module__.startswith("numpy.random"):
         source = getattr(value, "bit_generator", None) or getattr(value, "_bit_generator", None)
         return repr(source.state) if source is not None else None

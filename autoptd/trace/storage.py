@@ -1,5 +1,7 @@
 """Refuse parameters that share memory with anything else: the compiled program would keep a copy of each.
 
+Buffers may share theirs with other buffers and attributes: nothing writes to them until others are loaded (`shared_buffers`).
+
 In: the user's own model, before any copy of it is made (a copy cuts what is shared). Out: nothing, or a TraceError that names
 both tensors. One `nn.Parameter` under two names is tied, and no concern of this file. Two parameters over the same memory are
 no tie in torch either: each has its own gradient and its own moments, and an optimizer moves the values twice.
@@ -19,6 +21,7 @@ from torch.nn.parameter import is_lazy
 
 from autoptd.compat import FakeTensor
 from autoptd.errors import TraceError
+from autoptd.ir.buffers import SharedBuffers
 from autoptd.trace.state import attribute_tensors
 
 TIE = "tie them as one parameter (head.weight = emb.weight), or .clone() one of them"
@@ -91,6 +94,23 @@ def check_storage(model: nn.Module) -> None:
             raise TraceError(other.name, fact, COPY)
 
 
+def shared_buffers(model: nn.Module) -> SharedBuffers:
+    """What a value that is loaded into a buffer would change besides."""
+    groups: list[list[Extent]] = []
+    for extent in _extents(model.named_buffers(remove_duplicate=False)):
+        same = next((group for group in groups if group[0].place == extent.place and group[0].equals(extent)), None)
+        groups.append([extent]) if same is None else same.append(extent)
+    names = {extent.name for group in groups for extent in group}
+    firsts = [group[0] for group in groups]
+    others = [one for one in _extents(attribute_tensors(model)) if not isinstance(one.tensor, nn.Parameter)]
+    overlaps: dict[str, str] = {}
+    for one, two in _overlaps(sorted([*firsts, *others], key=lambda one: (one.place, one.start)), is_same_object=True):
+        overlaps |= {here.name: there.name for here, there in ((one, two), (two, one)) if here.name in names}
+    twins = tuple(tuple(one.name for one in group) for group in groups if len(group) > 1)
+    overlaps |= {name: overlaps[group[0]] for group in twins for name in group if group[0] in overlaps}
+    return SharedBuffers(twins, overlaps)
+
+
 def is_same_memory(one: Tensor, two: Tensor) -> bool:
     """Whether both begin at the same byte."""
     first, second = Extent.of("", one), Extent.of("", two)
@@ -122,12 +142,12 @@ def _extents(named: Iterator[tuple[str, Tensor]]) -> Iterator[Extent]:
             yield Extent.of(name, one)
 
 
-def _overlaps(ordered: list[Extent]) -> Iterator[tuple[Extent, Extent]]:
-    """Pairs that overlap, of extents in the order of their starts."""
+def _overlaps(ordered: list[Extent], *, is_same_object: bool = False) -> Iterator[tuple[Extent, Extent]]:
+    """Pairs that overlap, of extents in the order of their starts; those of one object too where that is asked for."""
     open_: list[Extent] = []
     for one in ordered:
         open_ = [other for other in open_ if other.place == one.place and other.end > one.start]
         for other in open_:
-            if other.tensor is not one.tensor and other.overlaps(one):
+            if (is_same_object or other.tensor is not one.tensor) and other.overlaps(one):
                 yield other, one
         open_.append(one)

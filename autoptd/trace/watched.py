@@ -40,12 +40,13 @@ class Watched(WithLoss):
         self.seen, self.around = Seen(), around
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        before = State(self.model, self.loss_fn)
+        before = State.of_call(self.model, self.loss_fn)
+        before.clear_caches()  # every call is traced, and run, as a first one
         try:
             with self.around():
                 return super().forward(*args, **kwargs)
         finally:
-            after = State(self.model, self.loss_fn)
+            after = State.of_call(self.model, self.loss_fn)
             self.seen.changes = before.changes(after)
             replaced = [path for path, one in before.tensors.items() if after.tensors.get(path) is not one]
             self.seen.replaced = {path: before.tensors[path] for path in replaced}
@@ -79,7 +80,7 @@ def _changes_of_second_call(watched: Watched, args: tuple[Any, ...], kwargs: dic
     """
     model, loss_fn = watched.model, watched.loss_fn
     twin = WithLoss(model, loss_fn)
-    before = State(model, loss_fn)
+    before = State.of_call(model, loss_fn)
     first = next(model.parameters(), None)
     fake = first.fake_mode if isinstance(first, FakeTensor) else None
     if fake is not None:
@@ -94,9 +95,9 @@ def _changes_of_second_call(watched: Watched, args: tuple[Any, ...], kwargs: dic
 
     try:
         run((args, kwargs))
-        between = State(model, loss_fn)
+        between = State.of_call(model, loss_fn)
         run((args, kwargs))
-        found = between.changes(State(model, loss_fn))
+        found = between.changes(State.of_call(model, loss_fn))
         if found or not has_values:
             return found
         later = run(others)

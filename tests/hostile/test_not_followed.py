@@ -1,0 +1,71 @@
+"""What ranks would not follow: a state dict with more than parameters and buffers, hooks, tables that are divided by chance."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import autoptd
+from autoptd.errors import PlanError, TraceError
+
+X, Y = (torch.randint(0, 16, (8, 6), generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb, self.head = nn.Embedding(16, 8).double(), nn.Linear(8, 16).double()
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.head(self.emb(x)).mT, y)
+
+
+class Extra(Net):
+    def get_extra_state(self) -> Any:
+        return {"calls": 3}
+
+    def set_extra_state(self, state: Any) -> None:
+        pass
+
+
+def test_a_state_dict_with_more_or_other_names_is_refused() -> None:
+    renamed = Net()
+    renamed._register_state_dict_hook(lambda module, state, prefix, local: state.update(table=state.pop("emb.weight")))
+    for model, fact in (
+        (Extra(), "has _extra_state beside them"),
+        (renamed, "has table .*lacks or changes emb.w"),
+    ):
+        with pytest.raises(TraceError, match=fact):
+            autoptd.parallelize(model, backend="local", example_inputs=(X, Y))
+
+
+def test_hooks_on_what_the_ranks_hold_are_refused() -> None:
+    pm = autoptd.parallelize(Net(), t=2, backend="local", example_inputs=(X, Y))
+    for parameter in pm.parameters():
+        with pytest.raises(PlanError, match="a hook on a parameter is not called"):
+            parameter.register_hook(lambda grad: grad * 2)
+        with pytest.raises(PlanError, match="a hook on a parameter is not called"):
+            parameter.register_post_accumulate_grad_hook(lambda one: None)
+    pm.step(X, Y)
+    pm.close()
+
+
+class Divided(nn.Module):
+    """Reads a table that is as long as the batch by chance."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 8).double()
+
+    def forward(self, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.head(table[x]).mT, x)
+
+
+def test_a_table_as_long_as_the_batch_is_one_clear_error() -> None:
+    call = (torch.arange(8)[:, None].expand(8, 6).flip(0), torch.randn(8, 4, dtype=torch.float64))
+    with pytest.raises(TraceError, match=r"with 4 rows it cannot be run: IndexError.*tensors 0, 1 have 8 rows"):
+        autoptd.parallelize(Divided(), num_microbatches=2, backend="local", example_inputs=call)
