@@ -26,7 +26,7 @@ from autoptd.ir.buffers import SharedBuffers
 from autoptd.ir.mesh import Coordinate
 from autoptd.ir.program import Picture, Program
 from autoptd.options import Options
-from autoptd.runtime import check_batch, check_copies
+from autoptd.runtime import check_batch, check_copies, check_state
 from autoptd.runtime.batch import CallForm, check_call, cut, flatten, take_rows
 from autoptd.runtime.gradients import clip_gradients
 from autoptd.runtime.launch import LocalRanks, ProcessRank, Rank, RunningRanks, is_launched, own_rank
@@ -88,6 +88,7 @@ class ParallelModel:
         self._arguments = tuple(arguments)
         self._form: CallForm | None = None  # of the compiled call
         self._calls = 0  # of `step`: what all ranks have in common, as `steps` may be set
+        self._evaluations = 0
         self._state = {name: x.detach() for name, x in state.items()}
         self._names = list(self._state)
         self._compile, self._compile_eval, self._draw = compile, compile_eval, draw
@@ -136,24 +137,17 @@ class ParallelModel:
         args, kwargs = self._arranged(args, kwargs)
         check_call(program, args, kwargs, ranks.replicas)
         self._calls += 1
-        call, every = self._calls, self.options.check_every
+        call = self._calls
 
         def step(rank: Rank) -> torch.Tensor:
             names, replica = rank.executor.inputs, ranks.replica_of(rank)
             batch = cut(program, args, kwargs, names, replica, rank.world.device)
             return rank.executor.step(batch, self.options.nan)
 
-        def start(rank: Rank) -> check_batch.BatchCheck:
-            return check_batch.BatchCheck(rank.world, rank.executor.steps + 1, flatten(args, kwargs)[0])
-
-        if check_copies.is_due(call, every):
+        if check_copies.is_due(call, self.options.check_every):
             ranks.unrecorded.run(check_copies.SITE, lambda rank: check_copies.check_copies(rank.params, call))
-        if not self._is_process or not check_batch.is_due(call, every):  # in local there is but one batch
+        with self._batch_checked(ranks, "step", call, flatten(args, kwargs)[0]):
             return ranks.run("step", step)
-        check = ranks.unrecorded.run(check_batch.SITE, start)
-        loss = ranks.run("step", step)
-        ranks.unrecorded.run(check_batch.SITE, lambda rank: check.finish())
-        return loss
 
     def measured_step(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, tuple[StepTimes, ...]]:
         """`step`, and where its time went on every rank: computing, in collectives, waiting; its peak memory. Collective.
@@ -187,12 +181,29 @@ class ParallelModel:
                 self._attach_evaluator(ranks, self._eval_program)
         program = self._eval_program or trained
         check_call(program, args, kwargs, ranks.replicas)
+        self._evaluations += 1
 
         def evaluate(rank: Rank) -> torch.Tensor:
             names, replica = rank.evaluator.inputs, ranks.replica_of(rank)
             return rank.evaluator.evaluate(cut(program, args, kwargs, names, replica, rank.world.device))
 
-        return ranks.run("eval_step", evaluate)
+        with self._batch_checked(ranks, "eval_step", self._evaluations, flatten(args, kwargs)[0]):
+            return ranks.run("eval_step", evaluate)
+
+    @contextmanager
+    def _batch_checked(self, ranks: RunningRanks, call: str, count: int, leaves: Sequence[Any]) -> Iterator[None]:
+        """Where it is due, around this process' `count`-th call of its kind: do the ranks of a replica read the same?"""
+        if not self._is_process or not check_batch.is_due(count, self.options.check_every):  # in local there is but one
+            yield
+            return
+
+        def start(rank: Rank) -> check_batch.BatchCheck:
+            number = rank.executor.steps + 1 if call == "step" else count
+            return check_batch.BatchCheck(rank.world, call, number, leaves)
+
+        check = ranks.unrecorded.run(check_batch.SITE, start)
+        yield
+        ranks.unrecorded.run(check_batch.SITE, lambda rank: check.finish())
 
     def local_batch(self, *args: Any, **kwargs: Any) -> Any:
         """Cut a global batch to the rows that `step` takes here: this replica's under torchrun, all of them in local.
@@ -277,6 +288,8 @@ class ParallelModel:
         causal, and is not read any more): load those into the model, before `parallelize`.
         """
         ranks = self._started("load_state_dict")
+        if self._is_process:
+            ranks.unrecorded.run(check_state.SITE, lambda rank: check_state.check_state(rank.world, state_dict))
         missing, unexpected = check_loaded(self.program, self._others, state_dict)
         if strict and (missing or unexpected):
             fact = f"missing {missing or 'nothing'}, unexpected {unexpected or 'nothing'}"

@@ -75,11 +75,18 @@ def check_call(program: Program, args: Args, kwargs: Kwargs, replicas: int) -> N
         elif tuple(leaf.shape) != shape or leaf.dtype != dtype:
             findings.append(f"{spec.name} is {_text(leaf.shape, leaf.dtype)}, {_text(shape, dtype)} was compiled")
     for number, value in program.constants:
-        if type(leaves[number]) is not type(value) or leaves[number] != value:
+        if not _is_same(leaves[number], value):
             findings.append(f"argument {number} is {leaves[number]!r}, {value!r} was compiled")
     if findings:
         remedy = "every step takes the sizes of example_inputs: drop a smaller last batch (DataLoader(..., drop_last=True)), "
         raise PlanError("step", "; ".join(findings), remedy + "or parallelize again for other sizes")
+
+
+def _is_same(given: Any, compiled: Any) -> bool:
+    """Whether two constants of a call are one value, of one type: -0.0 is not 0.0, and a NaN is itself."""
+    if type(given) is not type(compiled):
+        return False
+    return repr(given) == repr(compiled) if isinstance(given, (float, complex)) else given == compiled
 
 
 def cut(

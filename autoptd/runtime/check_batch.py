@@ -1,10 +1,10 @@
 """All ranks of a replica must read the same batch: what to do about `torch.manual_seed(1337 + rank)`.
 
-In: the arguments of a `step` on this rank. Out: nothing, or one RuntimeFault on all ranks together, which names the ranks whose
-inputs or targets differ. Hashes are sent before the first forward, over tp and over pp, and looked at when the step is over:
-nobody waits for them meanwhile.
+In: the arguments of a `step` or an `eval_step` on this rank. Out: nothing, or one RuntimeFault on all ranks together, which
+names the ranks whose inputs or targets differ. Hashes are sent before the first forward, over tp and over pp, and looked at
+when the step is over: nobody waits for them meanwhile.
 
-    check = BatchCheck(world, step=1, leaves=[ids, targets])
+    check = BatchCheck(world, "step", number=1, leaves=[ids, targets])
     ...                                            # the step
     check.finish()
 """
@@ -26,18 +26,19 @@ FIRST = 3  # steps that are checked at the start
 SITE = "check of the batch"
 
 
-def is_due(step: int, every: int) -> bool:
-    """Whether step number `step` (from 1) is checked; `every` 0 checks none."""
-    return every > 0 and (step <= FIRST or step % every == 0)
+def is_due(number: int, every: int) -> bool:
+    """Whether step number `number` (from 1) is checked; `every` 0 checks none."""
+    return every > 0 and (number <= FIRST or number % every == 0)
 
 
 class BatchCheck:
-    """The check of one step, under way from its creation; both ends are collectives."""
+    """The check of call `number` of `step` or `eval_step`, under way from its creation; both ends are collectives."""
 
-    def __init__(self, world: World, step: int, leaves: Sequence[Any]) -> None:
-        self.world, self.step = world, step
+    def __init__(self, world: World, call: str, number: int, leaves: Sequence[Any]) -> None:
+        self.world, self.site = world, f"{call} {number}"
         hashes = [hash_words(leaf).to(world.device) for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        self.mine = torch.stack([torch.tensor(step, device=world.device), *hashes])
+        which = number if call == "step" else -number
+        self.mine = torch.stack([torch.tensor(which, device=world.device), *hashes])
         self.pending = [world.group((axis,)).all_gather_start(self.mine, SITE) for axis in REPLICA]
 
     def finish(self) -> None:
@@ -58,7 +59,7 @@ class BatchCheck:
             "give all ranks of a replica the same batch: DistributedSampler(num_replicas=d, rank=pm.coordinate.dp), "
         )
         remedy += "and seed what is random in the data by pm.coordinate.dp, not by the rank"
-        return RuntimeFault(f"step {self.step}", "; ".join(facts), remedy)
+        return RuntimeFault(self.site, "; ".join(facts), remedy)
 
 
 def _differing(replica: Sequence[int], seen: dict[int, list[int]]) -> list[str]:
@@ -72,7 +73,7 @@ def _differing(replica: Sequence[int], seen: dict[int, list[int]]) -> list[str]:
     what = (
         f"tensor {', '.join(str(i - 1) for i in sorted(places) if i)} of the call"
         if places - {0}
-        else "the step number"
+        else "which step it is"
     )
     ranks = f"rank{'s' * (len(others) > 1)} {', '.join(map(str, others))}"
     return [f"{ranks} got other inputs or targets than rank {like} of the same replica ({what} differs)"]

@@ -24,7 +24,7 @@ import torch
 from autoptd.ir.actions import parse, phase_of
 from autoptd.ir.buckets import GRADIENTS, TIED
 from autoptd.ir.calls import Call, axis_text, expected_calls, star
-from autoptd.runtime import check_batch, check_copies
+from autoptd.runtime import check_batch, check_copies, check_state
 from autoptd.runtime.launch import Rank, RunningRanks
 from autoptd.runtime.timeline import Span, Timeline
 from autoptd.runtime.work import Counting, Work, sum_work
@@ -32,7 +32,7 @@ from autoptd.runtime.world import Channel, Group, Pending, World
 
 Result = TypeVar("Result")
 Tensor = torch.Tensor
-CHECKS = (check_batch.SITE, check_copies.SITE)  # what they send is no part of the program
+CHECKS = (check_batch.SITE, check_copies.SITE, check_state.SITE)  # what they send is no part of the program
 # Kind, ranks of the group, bytes of the payload, site; the call is made inside.
 Note = Callable[[str, Sequence[int], int, str], AbstractContextManager[None]]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -115,4 +116,25 @@ def test_the_state_dict_of_a_torch_optimizer() -> None:
     two = pm.optimizer(torch.optim.AdamW, [{"params": ["up.*"]}, {"params": ["down.*"]}], lr=0.1)
     with pytest.raises(PlanError, match=r"1 groups were saved, this optimizer has 2"):
         two.load_state_dict(opt.state_dict())
+    pm.close()
+
+
+class Signed(nn.Module):
+    """A number of the call whose sign and whose absence of a value decide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, c: float = 0.0) -> Tensor:
+        return self.a(x).square().mean() * (2 if math.copysign(1, c) > 0 else 3)
+
+
+@pytest.mark.parametrize(("compiled", "other"), [(0.0, -0.0), (math.nan, 0.0), (1.0, 1)])
+def test_numbers_of_a_call_are_the_same_to_the_sign(compiled: float, other: float) -> None:
+    x = torch.randn(4, 4)
+    pm = autoptd.parallelize(Signed(), d=2, backend="local", example_inputs=(x, compiled))
+    pm.step(x, compiled)
+    with pytest.raises(PlanError, match="argument 1 is"):
+        pm.step(x, other)
     pm.close()

@@ -50,6 +50,19 @@ def seeded_by_rank(pm: ParallelModel, rank: int, update: Callable[[], Any]) -> N
     pm.step(ids, ids)
 
 
+def evaluated_by_rank(pm: ParallelModel, rank: int, update: Callable[[], Any]) -> None:
+    pm.step(*batch(4))
+    torch.manual_seed(1337 + rank)
+    ids = torch.randint(0, 60, batch(4)[0].shape)
+    pm.eval_step(ids, ids)
+
+
+def loaded_by_rank(pm: ParallelModel, rank: int, update: Callable[[], Any]) -> None:
+    state = gpt(2).state_dict()
+    pm.load_state_dict(state)
+    pm.load_state_dict({name: x + (name == "transformer.wpe.weight" and rank == 3) for name, x in state.items()})
+
+
 def sampled(pm: ParallelModel, update: Callable[[], Any], **sampler: int) -> None:
     data = TensorDataset(*(torch.cat([x + i for i in range(8)]) % 60 for x in batch(4)))
     loader = DataLoader(data, batch_size=4, sampler=DistributedSampler(data, shuffle=False, **sampler))
@@ -93,6 +106,8 @@ def main() -> None:
             (pipeline, one_gradient_changed),
             (replicas, one_gradient_changed),
             (pipeline, torch_clips),
+            (pipeline, evaluated_by_rank),
+            (pipeline, loaded_by_rank),
         )
     }
     print(json.dumps(told))

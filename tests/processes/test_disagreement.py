@@ -31,3 +31,8 @@ def test_ranks_that_differ_are_named_on_all_ranks() -> None:
     assert "ln_1.weight on rank 1 is not as on rank 0" in said["one_gradient_changed t=2 p=2"]
     assert "on rank 1" in said["one_gradient_changed t=2 d=2"]
     assert said["torch_clips t=2 p=2"].startswith("PlanError: torch.nn.utils clipping")
+    evaluated = said["evaluated_by_rank t=2 p=2"]
+    assert evaluated.startswith("RuntimeFault: eval_step 1: ranks 1, 2, 3 got other inputs"), evaluated
+    loaded = said["loaded_by_rank t=2 p=2"]
+    what = "rank 3 got another state dict than rank 0: transformer.wpe.weight differs."
+    assert loaded.startswith(f"RuntimeFault: load_state_dict: {what}"), loaded
