@@ -50,7 +50,7 @@ def i_to_p(x: Tensor, group: Group, *, site: str = "") -> Tensor:
     A node of autograd on every rank: what reads `x` elsewhere too adds its gradients in one order on all of them, to the bit.
     """
     if group.index == 0:
-        return x.view_as(x)
+        return x.view_as(x) if group.size > 1 else x
     y = x.clone()  # autograd passes the gradient on as it is; an autograd function of our own takes five times as long
     y.detach().zero_()
     return y
