@@ -50,7 +50,7 @@ def compile_evaluation(
     """
     options = held_to(options, trained)
     batch = plan_batch(options, args, kwargs, replicas)
-    with in_modes(dict.fromkeys(model.modules(), False)):
+    with evaluating(model):
         evaluated = capture_rows(model, options, args, kwargs, batch)
         for node in tracing.dropouts(evaluated.graph):
             fact = f"dropout of {node.args[1]} is drawn in eval mode as well"
@@ -65,7 +65,7 @@ def compile_evaluation(
         is_training = tracing.is_training_without_dropout(graph, evaluated.graph, buffers, evaluated.buffers)
         if is_training and is_same_size:
             return trained
-    with in_modes(modes if is_training else dict.fromkeys(model.modules(), False)):
+    with in_modes(modes) if is_training else evaluating(model):
         program = compile_program(model, options, args, kwargs, replicas=replicas, check=False, like=trained)
     check_placement(trained, program)
     return replace(program, params=trained.params)
@@ -116,6 +116,13 @@ def _links(program: Program) -> set[tuple[int, int]]:
 def modes_of(model: nn.Module) -> dict[nn.Module, bool]:
     """Whether each module is in training mode."""
     return {module: module.training for module in model.modules()}
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """The model in eval mode for a while, as `torch.no_grad()` would have it."""
+    with in_modes(dict.fromkeys(model.modules(), False)), tracing.seen_as_evaluation():
+        yield
 
 
 @contextmanager

@@ -251,15 +251,11 @@ class ParallelModel:
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield (first original name, local tensor) of the parameters of this rank, number of dims kept.
 
-        In local: every parameter once, its first owner's shard of tensor rank 0 and replica 0; `rank_parameters` has the rest.
+        In local: those of all ranks, one rank after the other, so that what a loop over them changes is changed on every rank;
+        a name comes once for every rank that has a part or a copy. `rank_parameters` has those of one rank.
         """
-        ranks = self._started("named_parameters")
-        seen: set[str] = set()
-        for rank in ranks.here:
-            for name, parameter in rank.params.local.items():
-                if name not in seen:
-                    seen.add(name)
-                    yield name, parameter
+        for rank in self._started("named_parameters").here:
+            yield from rank.params.local.items()
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield the tensors of `named_parameters`."""

@@ -185,7 +185,9 @@ def gather_full(
         return None
     site = f"gather {spec.name}"
     if params.is_first_owner(spec):
-        assert local is not None
+        if local is None:
+            fact = "has no gradient on this rank, and one on others"
+            raise PlanError(spec.name, fact, "change gradients on all ranks alike: optimizer.zero_grad()")
         full = local.detach()
         if spec.type.kind == "S":
             parts = world.group(("tp",)).all_gather(full.contiguous(), site)[:: spec.type.copies]

@@ -2,7 +2,7 @@
 
 from autoptd.trace.capture import Captured, capture
 from autoptd.trace.dropouts import dropouts
-from autoptd.trace.evaluation import is_training_without_dropout
+from autoptd.trace.evaluation import is_training_without_dropout, seen_as_evaluation
 from autoptd.trace.faithful import compare
 from autoptd.trace.masks import given_masks
 from autoptd.trace.state import check_state_dict
@@ -17,4 +17,5 @@ __all__ = [
     "dropouts",
     "given_masks",
     "is_training_without_dropout",
+    "seen_as_evaluation",
 ]

@@ -4,12 +4,16 @@ In: the TRACED graphs of one model in training and in eval mode. Out: yes or no.
 the inputs to the loss; a dropout counts as its operand. (Attention with dropout was written out in training, and stays one
 operator in evaluation: not equal.)
 
+    with seen_as_evaluation():
+        evaluated = capture(model, ...)
     is_training_without_dropout(trained, evaluated.graph, trained_buffers, evaluated.buffers)
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch.fx import Graph, Node
@@ -20,6 +24,22 @@ from autoptd.ir.notes import note, op_name, value
 from autoptd.trace.dropouts import NAME as DROPOUT
 
 Buffers = Mapping[str, torch.Tensor]
+
+
+@contextmanager
+def seen_as_evaluation() -> Iterator[None]:
+    """Let a model that asks `torch.is_grad_enabled()` hear no; torch itself goes on tracing with gradients."""
+    real = torch.is_grad_enabled
+
+    def is_grad_enabled() -> bool:
+        asks = str(sys._getframe(1).f_globals.get("__name__"))
+        return real() and asks.partition(".")[0] in ("torch", "autoptd")
+
+    torch.is_grad_enabled = is_grad_enabled  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.is_grad_enabled = real
 
 
 def is_training_without_dropout(trained: Graph, evaluated: Graph, before: Buffers, after: Buffers) -> bool:
@@ -61,4 +81,4 @@ def _is_equal(x: torch.Tensor, y: torch.Tensor) -> bool:
     return x is y or x.is_meta or y.is_meta or torch.equal(x, y.to(x.device))
 
 
-__all__ = ["is_training_without_dropout"]
+__all__ = ["is_training_without_dropout", "seen_as_evaluation"]

@@ -119,3 +119,28 @@ def test_dropout_that_is_drawn_in_eval_mode_too() -> None:
     with pytest.raises(PlanError, match=r"dropout of 0.1 is drawn in eval mode as well"):
         pm.eval_step(*batch())
     pm.close()
+
+
+class AsksForGradients(nn.Module):
+    """What evaluation computes depends on `no_grad` around it, not on the mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x) * (1.0 + torch.is_grad_enabled())
+        return self.b(F.gelu(h)).square().mean()
+
+
+@pytest.mark.parametrize("mesh", [{}, {"d": 2}, {"t": 2}, {"p": 2}], ids=str)
+def test_a_model_that_asks_whether_gradients_are_on(mesh: dict[str, int]) -> None:
+    torch.manual_seed(0)
+    model, x = AsksForGradients().double(), torch.randn(4, 8).double()
+    pm = autoptd.parallelize(model, **mesh, backend="local", example_inputs=(x,))
+    assert float(pm.step(x)) == pytest.approx(model(x).item(), rel=1e-12)
+    with torch.no_grad():
+        assert float(pm.eval_step(x)) == pytest.approx(model(x).item(), rel=1e-12)
+    assert float(pm.eval_step(x)) != pytest.approx(model(x).item(), rel=1e-3)
+    assert torch.is_grad_enabled()
+    pm.close()

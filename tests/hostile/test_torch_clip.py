@@ -193,3 +193,27 @@ def test_how_often_copies_are_compared(every: int) -> None:
     else:
         pm.step(input=x, targets=x[:, :1])
     pm.close()
+
+
+@pytest.mark.parametrize("mesh", [{"t": 2}, {"p": 2}, {"d": 2}, {"t": 2, "p": 2}], ids=str)
+def test_a_loop_over_parameters_reaches_every_rank(mesh: dict[str, int]) -> None:
+    pm = make(**mesh)
+    step(pm)
+    once = pm.gradients()
+    for p in pm.parameters():
+        p.grad.mul_(0.5)
+    assert all(torch.equal(x, 0.5 * once[name]) for name, x in pm.gradients().items())
+    for p in pm.parameters():
+        p.grad = None
+    assert pm.gradients() == {}
+    step(pm)
+    assert all(torch.equal(x, once[name]) for name, x in pm.gradients().items())
+    before = pm.state_dict()
+    for p in pm.parameters():
+        p.data.mul_(0.9)
+    assert all(torch.equal(x, 0.9 * before[name]) for name, x in pm.state_dict().items())
+    if mesh.get("t", 1) * mesh.get("d", 1) > 1:  # else nobody has it
+        next(iter(pm.rank_parameters(0).values())).grad = None
+        with pytest.raises((PlanError, RuntimeFault), match="has no gradient on this rank"):
+            pm.gradients()
+    pm.close()
