@@ -170,7 +170,9 @@ def test_gradients_and_parameters_by_name() -> None:
         assert pm.gradients() == {}
         pm.step(*make_batch())
         assert set(pm.gradients()) == {name for name in pm.state_dict() if name not in ("offset", "table")}
-        named = dict(pm.named_parameters())
+        named = dict(pm.named_parameters())  # all ranks' parts, one rank after the other
+        held = [x for rank in range(8) for x in pm.rank_parameters(rank).values()]
+        assert [id(x) for x in pm.parameters()] == [id(x) for x in held] and len(held) > len(named)
         assert next(iter(named)) == "wte.weight" and "head.weight" not in named
         assert set(named) == {spec.name for spec in pm.program.params}
         assert named["wte.weight"].shape == (6, 6) and named["layers.0.gate_up.weight"].shape == (8, 6)
@@ -178,7 +180,7 @@ def test_gradients_and_parameters_by_name() -> None:
         assert set(pm.rank_parameters(7)) == {"wte.weight"} | {
             name for name in named if name[:8] in ("layers.1", "layers.3")
         }
-        assert pm.rank_parameters(0)["wte.weight"] is named["wte.weight"]
+        assert pm.rank_parameters(0)["wte.weight"] is next(pm.parameters())
         with pytest.raises(PlanError, match="rank 8"):
             pm.rank_parameters(8)
 

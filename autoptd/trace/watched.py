@@ -75,8 +75,9 @@ def check_changes(watched: Watched, args: tuple[Any, ...], kwargs: dict[str, Any
 def _changes_of_second_call(watched: Watched, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Change]:
     """Call twice without restoring in between: what the second call changes once more.
 
-    All is refused where the first call leaves something that another batch would have made otherwise: a third call, on other
-    rows, must give what it gives to a model that has seen nothing.
+    All is refused where the first call leaves something that another batch would have made otherwise: a call on the first row
+    alone, and one on the last, must give what they give to a model that has seen nothing. (The largest entry of the batch is in
+    one of them at most.)
     """
     model, loss_fn = watched.model, watched.loss_fn
     twin = WithLoss(model, loss_fn)
@@ -86,8 +87,6 @@ def _changes_of_second_call(watched: Watched, args: tuple[Any, ...], kwargs: dic
     if fake is not None:
         args, kwargs = tree_map(lambda x: fake.from_tensor(x) if _is_real(x) else x, (args, kwargs))
     has_values = first is None or not (first.is_meta or fake)
-
-    others = tree_map(partial(_first_row, sizes=_leading_sizes((args, kwargs))), (args, kwargs))
 
     def run(call: Any) -> Tensor:
         with torch.no_grad(), fake or nullcontext(), given_masks(any_mask) if has_values else nullcontext():
@@ -100,9 +99,15 @@ def _changes_of_second_call(watched: Watched, args: tuple[Any, ...], kwargs: dic
         found = between.changes(State.of_call(model, loss_fn))
         if found or not has_values:
             return found
-        later = run(others)
-        before.restore()
-        return [] if torch.equal(later.nan_to_num(), run(others).nan_to_num()) else before.changes(between)
+        for row in (0, -1):
+            others = tree_map(partial(_one_row, row=row, sizes=_leading_sizes((args, kwargs))), (args, kwargs))
+            later = run(others)
+            before.restore()
+            if not torch.equal(later.nan_to_num(), run(others).nan_to_num()):
+                return before.changes(between)
+            before.restore()
+            run((args, kwargs))
+        return []
     finally:
         before.restore()
 
@@ -113,10 +118,10 @@ def _leading_sizes(call: Any) -> list[int]:
     ]
 
 
-def _first_row(leaf: Any, sizes: list[int]) -> Any:
-    """The first row of what is as long as the batch (most tensors are), in the place of all."""
+def _one_row(leaf: Any, row: int, sizes: list[int]) -> Any:
+    """One row of what is as long as the batch (most tensors are), in the place of all."""
     is_batch = isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == max(sizes, key=sizes.count, default=0)
-    return leaf[:1].expand_as(leaf).clone() if is_batch else leaf
+    return leaf[row].expand_as(leaf).clone() if is_batch else leaf
 
 
 def _is_real(x: Any) -> bool:

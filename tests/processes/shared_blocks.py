@@ -52,7 +52,7 @@ def main() -> None:
             signal.alarm(200)  # whatever hangs is killed, and seen by its code
             env = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": program.mesh.size, "MASTER_PORT": port}
             os.environ.update({key: str(value) for key, value in env.items()}, MASTER_ADDR="127.0.0.1")
-            print(worst_loss(program), flush=True)
+            os.write(1, f"{worst_loss(program)}\n".encode())  # whole: two ranks write to one pipe
             os._exit(0)
     codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in ranks]
     if any(codes):
