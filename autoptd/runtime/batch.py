@@ -63,10 +63,7 @@ def expected_shape(program: Program, spec: InputSpec, replicas: int) -> tuple[in
 
 def check_call(program: Program, args: Args, kwargs: Kwargs, replicas: int) -> None:
     """Compare a call with the compiled one: PlanError with all differences in structure, shapes, dtypes and constants."""
-    leaves, tree = flatten(args, kwargs)
-    if tree != program.tree:
-        fact = "its arguments are not those that were compiled: another number of them, other keywords, or nested otherwise"
-        raise PlanError("step", fact, "pass what example_inputs holds")
+    leaves = check_structure(program, args, kwargs)
     findings = []
     for spec in program.inputs:
         leaf, shape, dtype = leaves[spec.leaf], expected_shape(program, spec, replicas), dtype_of(spec.dtype)
@@ -80,6 +77,15 @@ def check_call(program: Program, args: Args, kwargs: Kwargs, replicas: int) -> N
     if findings:
         remedy = "every step takes the sizes of example_inputs: drop a smaller last batch (DataLoader(..., drop_last=True)), "
         raise PlanError("step", "; ".join(findings), remedy + "or parallelize again for other sizes")
+
+
+def check_structure(program: Program, args: Args, kwargs: Kwargs) -> list[Any]:
+    """The leaves of a call; PlanError where its arguments are not those that were compiled."""
+    leaves, tree = flatten(args, kwargs)
+    if tree != program.tree:
+        fact = "its arguments are not those that were compiled: another number of them, other keywords, or nested otherwise"
+        raise PlanError("step", fact, "pass what example_inputs holds")
+    return leaves
 
 
 def _is_same(given: Any, compiled: Any) -> bool:
@@ -122,8 +128,8 @@ def take_rows(
         return args, kwargs
     batched = [i for i in tensors if leaves[i].shape[0] == batch_rows(leaves, replicas)]
     if program is not None:
-        check_call(program, args, kwargs, replicas)
-        batched = [spec.leaf for spec in program.inputs if spec.batched]
+        check_structure(program, args, kwargs)  # not its sizes: those of an evaluation may be others
+        batched = [spec.leaf for spec in program.inputs if spec.batched and spec.leaf in tensors]
     for i in batched:
         rows, rest = divmod(leaves[i].shape[0], replicas)
         if rest:

@@ -41,7 +41,7 @@ def same_seed(pm: ParallelModel, rank: int, update: Callable[[], Any]) -> None:
         pm.step(*batch(4))
         pm.clip_grad_norm_(1.0)
         update()
-    pm.eval_step(*batch(4))
+    pm.eval_step(*pm.local_batch(*batch(8)))  # another size than training's
 
 
 def seeded_by_rank(pm: ParallelModel, rank: int, update: Callable[[], Any]) -> None:
