@@ -27,7 +27,7 @@ from autoptd.ir.plan import Plan
 from autoptd.ir.program import Program
 from autoptd.options import Options
 from autoptd.placing import layouts_of
-from autoptd.runtime.batch import expected_shape
+from autoptd.runtime.batch import expected_shape, is_same_constant
 
 Modes = Mapping[nn.Module, bool]
 REMEDY = "let forward differ by dropouts alone in eval mode, or evaluate the unmodified model with pm.state_dict()"
@@ -80,7 +80,7 @@ def held_to(options: Options, trained: Program) -> Options:
 def has_sizes_of(trained: Program, args: tuple[Any, ...], kwargs: dict[str, Any], replicas: int) -> bool:
     """Whether a call is one that the training program takes."""
     leaves, tree = tree_flatten((args, kwargs))
-    if str(tree) != trained.tree or any(leaves[leaf] != value for leaf, value in trained.constants):
+    if str(tree) != trained.tree or not all(is_same_constant(leaves[leaf], value) for leaf, value in trained.constants):
         return False
     pairs = ((leaves[spec.leaf], spec) for spec in trained.inputs)
     return all(

@@ -72,7 +72,7 @@ def check_call(program: Program, args: Args, kwargs: Kwargs, replicas: int) -> N
         elif tuple(leaf.shape) != shape or leaf.dtype != dtype:
             findings.append(f"{spec.name} is {_text(leaf.shape, leaf.dtype)}, {_text(shape, dtype)} was compiled")
     for number, value in program.constants:
-        if not _is_same(leaves[number], value):
+        if not is_same_constant(leaves[number], value):
             findings.append(f"argument {number} is {leaves[number]!r}, {value!r} was compiled")
     if findings:
         remedy = "every step takes the sizes of example_inputs: drop a smaller last batch (DataLoader(..., drop_last=True)), "
@@ -88,7 +88,7 @@ def check_structure(program: Program, args: Args, kwargs: Kwargs) -> list[Any]:
     return leaves
 
 
-def _is_same(given: Any, compiled: Any) -> bool:
+def is_same_constant(given: Any, compiled: Any) -> bool:
     """Whether two constants of a call are one value, of one type: -0.0 is not 0.0, and a NaN is itself."""
     if type(given) is not type(compiled):
         return False

@@ -72,12 +72,17 @@ def _table() -> list[tuple[Recipe, dict[str, Any], dict[str, Any]]]:
 
 def run_in_processes(case: ProcessCase) -> Outcome:
     """Start all ranks, and hear what each found: the worst of them."""
-    port, processes = free_port(), []
     what = json.dumps({"source": case.source, "setting": asdict(case.setting)})
-    for rank in range(case.size):
-        env = {**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(case.size)}
+    return worst_of_ranks(["tests.hostile.processes", what], case.size)
+
+
+def worst_of_ranks(module: list[str], size: int) -> Outcome:
+    """Start `python -m module ...` as `size` ranks, and hear what each found: a line of JSON."""
+    port, processes = free_port(), []
+    for rank in range(size):
+        env = {**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
         env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        command = [sys.executable, "-m", "tests.hostile.processes", what]
+        command = [sys.executable, "-m", *module]
         processes.append(
             subprocess.Popen(command, env=env, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         )

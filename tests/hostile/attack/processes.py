@@ -10,25 +10,19 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import os
-import subprocess
 import sys
 import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import torch
 
 from tests.hostile.attack.generate import Case, cases
 from tests.hostile.attack.judge import Script, judge
 from tests.hostile.oracle import Outcome
-from tests.ports import free_port
+from tests.hostile.processes import worst_of_ranks
 
-ROOT = Path(__file__).parents[3]
-SECONDS = 150.0
-ORDER = ["raw", "wrong", "refused", "void", "equal"]
 LARGEST = 4  # ranks
 BY_RANK = {  # a line of the source -> what makes it differ between ranks, and has to be refused
     "data": ("manual_seed(50 + step)", "manual_seed(50 + step + 1000 * int(__import__('os').environ['RANK']))"),
@@ -49,30 +43,9 @@ def process_cases(seed: int) -> Iterator[Case]:
 
 def run_in_processes(source: str, script: Script) -> Outcome:
     """Start all ranks, and hear what each found: the worst of them."""
-    size, port = script.mesh["t"] * script.mesh["p"] * script.mesh["d"], free_port()
-    what, processes = json.dumps({"source": source, "script": asdict(script)}), []
-    for rank in range(size):
-        env = {**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
-        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        command = [sys.executable, "-m", "tests.hostile.attack.processes", "--one", what]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        processes.append(subprocess.Popen(command, env=env, cwd=ROOT, text=True, **pipes))  # type: ignore[call-overload]
-    start, found = time.monotonic(), []
-    try:
-        for process in processes:
-            out, errors = process.communicate(timeout=max(1.0, SECONDS - (time.monotonic() - start)))
-            lines = [line for line in out.splitlines() if line.startswith('{"kind"')]
-            last = errors.strip().splitlines()[-1:] or ["nothing was said"]
-            said = Outcome(**json.loads(lines[-1])) if lines else Outcome("raw", f"{process.returncode}: {last[0]}")
-            found.append(said)
-    except subprocess.TimeoutExpired:
-        found.append(Outcome("raw", f"rank {len(found)} did not end within {SECONDS:.0f} s"))
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
-    return min(found, key=lambda one: ORDER.index(one.kind))
+    size = script.mesh["t"] * script.mesh["p"] * script.mesh["d"]
+    what = json.dumps({"source": source, "script": asdict(script)})
+    return worst_of_ranks(["tests.hostile.attack.processes", "--one", what], size)
 
 
 def main() -> int:
