@@ -51,6 +51,18 @@ class Problem:
         """Picoseconds of an answer, memory priced in."""
         return sum(float(table[tuple(answer[i] for i in names)]) for names, table in self.factors)
 
+    @property
+    def is_possible(self) -> bool:
+        """Whether the answer is one that can be run."""
+        return math.isfinite(self.price(self.answer))
+
+    @property
+    def impossible(self) -> set[Node]:
+        """The nodes at the conversions of the answer that there are not."""
+        tables = ((names, table[tuple(self.answer[i] for i in names)]) for names, table in self.factors)
+        at = {i for names, seconds in tables if math.isinf(float(seconds)) for i in names}
+        return {node for node, i in self.variable.items() if i in at}
+
 
 @dataclass
 class Assignment:
@@ -126,16 +138,17 @@ class Solved(NamedTuple):
 def _solve_graph(graph: Graph, splitter: Splitter) -> Solved:
     """Solve; PlanError where no plan keeps all pins."""
     found = _try_graph(graph, splitter)
-    if math.isinf(found.problem.price(found.problem.answer)) and splitter.pins:
+    if found.problem.is_possible:
+        return found
+    if not splitter.pins:
+        raise TableTooLarge.of_solver()
 
-        def is_possible(pins: Pins) -> bool:
-            trial = copy(splitter)
-            trial.pins = pins
-            problem = _try_graph(graph, trial).problem
-            return math.isfinite(problem.price(problem.answer))
+    def is_possible(pins: Pins) -> bool:
+        trial = copy(splitter)
+        trial.pins = pins
+        return _try_graph(graph, trial).problem.is_possible
 
-        raise refuse_conflict(splitter.pins, is_possible)
-    return found
+    raise refuse_conflict(splitter.pins, is_possible)
 
 
 def _try_graph(graph: Graph, splitter: Splitter) -> Solved:
@@ -143,19 +156,41 @@ def _try_graph(graph: Graph, splitter: Splitter) -> Solved:
     solved = [node for node in graph.nodes if note(node).of_params and node.op != "output"]
     letters = {node: splitter.letters(node) for node in solved if node.op == "call_function"}
     ties = find_ties(graph, letters, splitter.shards, splitter.pins)
-    strategies = _Strategies(splitter, ties.same)
     try:
-        return _solve(solved, strategies, splitter, ties)
+        found = _solve(solved, _Strategies(splitter, ties.same), splitter, ties)
+        if splitter.pins and not found.problem.is_possible:  # layers that are alike may be pinned to unlike plans
+            found = _solve(solved, _Strategies(splitter, {}), splitter, Ties())
+        return found
     except TableTooLarge:
-        # Parameters that many layers share tie these all to each other. Their types are voted on by their readers, then fixed.
-        strategies = _Strategies(splitter, {})
-        shared = {node for node in solved if note(node).kind == "param" and len(node.users) > 1}
-        votes = {node: Counter[int]() for node in shared}
-        _solve(solved, strategies, splitter, Ties(), apart=shared, votes=votes, exact=False)
-        for node in shared:
-            winner = max(votes[node], key=lambda i: (votes[node][i], -i))
-            strategies[node] = [strategies[node][winner]]
-        return _solve(solved, strategies, splitter, Ties(), without_hub=shared, exact=False)
+        return _solve_by_votes(solved, splitter)
+
+
+def _solve_by_votes(solved: list[Node], splitter: Splitter) -> Solved:
+    """Solve where parameters that many layers share tie these all to each other.
+
+    Their types are voted on by their readers, then fixed. One that a reader cannot read so is whole instead.
+    """
+    strategies = _Strategies(splitter, {})
+    shared = {node for node in solved if note(node).kind == "param" and len(node.users) > 1}
+    votes = {node: Counter[int]() for node in shared}
+    _solve(solved, strategies, splitter, Ties(), apart=shared, votes=votes, exact=False)
+    whole = {node: strategies[node][:1] for node in shared}
+    for node in shared:
+        winner = max(votes[node], key=lambda i: (votes[node][i], -i))
+        strategies[node] = [strategies[node][winner]]
+    while True:
+        left = [node for node in solved if node in shared and strategies[node] != whole[node]]
+        try:
+            found = _solve(solved, strategies, splitter, Ties(), without_hub=shared, exact=False)
+        except TableTooLarge:
+            if not left:
+                raise
+        else:
+            impossible = found.problem.impossible
+            left = [node for node in left if node in impossible]
+            if not left:
+                return found
+        strategies |= {node: whole[node] for node in left}
 
 
 class _Strategies(dict[Node, list[Strategy]]):

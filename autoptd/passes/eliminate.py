@@ -26,6 +26,12 @@ ROUNDS = 12
 class TableTooLarge(PlanError):
     """The factors hang together too closely to be minimised exactly."""
 
+    @classmethod
+    def of_solver(cls) -> TableTooLarge:
+        """What is said where no possible answer was found."""
+        fact = "its operators hang together too closely to find how tp splits them"
+        return cls("solver", fact, "t=1, or no pinned parameters")
+
 
 def minimize(choices: list[int], factors: list[Factor]) -> list[int]:
     """Return the choices of least total cost; every factor's table has one axis per variable, in the order it names them."""
@@ -55,8 +61,7 @@ def minimize_nearly(choices: list[int], factors: list[Factor]) -> tuple[list[int
         if idle == 3:
             break
     if math.isinf(price(answer, factors)):
-        fact = "its operators hang together too closely to find how tp splits them"
-        raise TableTooLarge("solver", fact, "t=1, or no pinned parameters")
+        raise TableTooLarge.of_solver()
     return answer, most
 
 

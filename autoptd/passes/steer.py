@@ -43,6 +43,11 @@ class Pin:
             return f"{self.pattern} stored as in training {self.layout}"
         return f"{self.pattern} {'whole' if self.dim is None else f'split along dim {self.dim}'}"
 
+    @property
+    def where(self) -> str:
+        """What is pinned, of whichever parameter: layers whose pins are equal in this stay alike."""
+        return repr((self.dim, self.layout))
+
 
 Pins = dict[Node, Pin]
 

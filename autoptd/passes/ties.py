@@ -19,6 +19,7 @@ from autoptd.ir.periods import find_periods
 from autoptd.ir.types import ValueType
 from autoptd.passes.axes import Letter
 from autoptd.passes.rules import linear_groups
+from autoptd.passes.steer import Pin
 
 SHORTEST = 6  # operators of a layer: a shorter repeat may be the queries, keys and values of one layer
 
@@ -37,14 +38,14 @@ def find_ties(
     graph: Graph,
     letters: dict[Node, list[Letter]],
     shards: Callable[[Node], list[ValueType]],
-    pins: Mapping[Node, object],
+    pins: Mapping[Node, Pin],
 ) -> Ties:
     """The ties of a graph; `letters` are those by which each operator may be split, `shards` are the types in which a
     value may be stored in shards, `pins` what is decided already.
     """
     body = list(ops(graph))
     facts = {
-        node: _facts(node, shards) + str(pins.get(node, ""))
+        node: _facts(node, shards) + (pins[node].where if node in pins else "")
         for node in graph.nodes
         if node.op != "output" and value(node) is not None
     }
