@@ -16,24 +16,20 @@ from collections.abc import Callable, Collection, Hashable
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from torch.fx import Graph, Node
 
-from autoptd.ir.notes import note, op_name, payload, value
-from autoptd.ir.types import I, R, ValueType, padded_size
-from autoptd.passes.costs import collective_seconds, conversion_price, conversion_seconds, odd_layer_price
+from autoptd.ir.notes import note
+from autoptd.ir.types import I, ValueType
+from autoptd.passes.costs import conversion_seconds
+from autoptd.passes.edges import Hub, edge_factors, edge_price, entry_factors, price_table, wanted
 from autoptd.passes.eliminate import Factor, TableTooLarge, minimize, minimize_nearly
 from autoptd.passes.links import operands
-from autoptd.passes.rules import GEMMS
 from autoptd.passes.steer import Pins, refuse_conflict
 from autoptd.passes.strategies import Splitter, Strategy, make_strategies
 from autoptd.passes.ties import Ties, find_ties
-
-SAVED_FOR_BACKWARD = {*GEMMS, "aten.layer_norm", "aten.rms_norm", "aten.softmax", "aten.scaled_dot_product_attention"}
-SAVED_FOR_BACKWARD |= {f"aten.{name}" for name in "gelu relu silu tanh sigmoid mul div pow cross_entropy_loss".split()}
-Hub = tuple[int, list[ValueType]]  # the variable of a type, and its choices
 
 
 @dataclass(frozen=True)
@@ -111,7 +107,7 @@ def assign_tensor(graph: Graph, splitter: Splitter) -> Assignment:
     for node, strategy in chosen.items():
         record = note(node)
         record.tp, record.form, record.why = strategy.gives, strategy.form, strategy.why
-    price = partial(_edge_price, splitter)
+    price = partial(edge_price, splitter)
     return Assignment(
         chosen, hubs, partial(price, count=conversion_seconds), price, problem, splitter, {}, entries, enters
     )
@@ -245,28 +241,28 @@ def _solve(
                 copies.append((node, len(choices)))
                 own = variable | {node: len(choices)}
                 seconds = [one.seconds / len(readers) for one in strategies[node]]
-                factors.append(((len(choices),), _table(seconds)))
+                factors.append(((len(choices),), price_table(seconds)))
                 choices.append(len(seconds))
                 made = own[node], [one.gives for one in strategies[node]]
-                factors += _edge_factors(node, [reader], strategies, own, made, None, splitter)
+                factors += edge_factors(node, [reader], strategies, own, made, None, splitter)
             continue
         others = [other for other in ties.enters.get(node, ()) if other in variable]
         key = (variable[node], tuple(sorted(variable.get(reader, -1) for reader in readers)), bool(others))
         if key not in tables:
-            found: list[Factor] = [((variable[node],), _table([one.seconds for one in strategies[node]]))]
+            found: list[Factor] = [((variable[node],), price_table([one.seconds for one in strategies[node]]))]
             source: Hub = variable[node], [one.gives for one in strategies[node]]
             if others:
                 kinds = [*source[1], *(one.gives for other in others for one in strategies[other])]
                 entries[node] = len(choices), list(dict.fromkeys(kinds))
                 choices.append(len(entries[node][1]))
-                found += _entry_factors(node, others, strategies, variable, entries[node], splitter)
+                found += entry_factors(node, others, strategies, variable, entries[node], splitter)
                 source = entries[node]
             hub: Hub | None = None
             if len(readers) > 1 and node not in without_hub:
-                kinds = source[1] + _wanted(node, readers, strategies)
+                kinds = source[1] + wanted(node, readers, strategies)
                 hub = len(choices), list(dict.fromkeys(kinds))
                 choices.append(len(hub[1]))
-            tables[key] = found + _edge_factors(node, readers, strategies, variable, source, hub, splitter), hub
+            tables[key] = found + edge_factors(node, readers, strategies, variable, source, hub, splitter), hub
         times[key] += 1
         if (of_node := tables[key][1]) is not None:
             hubs[node] = of_node
@@ -293,122 +289,3 @@ def _without_repeats(factor: Factor) -> Factor:
     if len(kept) == len(names):
         return factor
     return kept, np.einsum(table, [kept.index(name) for name in names], list(range(len(kept))))
-
-
-def _wanted(node: Node, readers: list[Node], strategies: dict[Node, list[Strategy]]) -> list[ValueType]:
-    found: list[ValueType] = []
-    for reader in readers:
-        found += [I] if reader.op == "output" else [one.needs[node] for one in strategies[reader]]
-    return found
-
-
-def _entry_factors(
-    node: Node,
-    others: list[Node],
-    strategies: dict[Node, list[Strategy]],
-    variable: dict[Node, int],
-    entry: Hub,
-    splitter: Splitter,
-) -> list[Factor]:
-    """The cost of bringing the value of `node` to the type in which the first layer reads it, and of one that is not plain, or
-    not that in which the other layers read `others` in its place.
-    """
-    i, kinds = entry
-    gives = [one.gives for one in strategies[node]]
-    made: list[Factor] = [
-        ((variable[node], i), _table([[_edge_price(splitter, node, a, b) for b in kinds] for a in gives]))
-    ]
-    apart = odd_layer_price(payload(node), splitter.t, splitter.machine)
-    for other in others:
-        wanted = [one.gives for one in strategies[other]]
-        odd = [[a != b or not splitter.is_plain(node, a) for b in wanted] for a in kinds]
-        made.append(((i, variable[other]), _table([[apart * one for one in row] for row in odd])))
-    return made
-
-
-def _edge_factors(
-    node: Node,
-    readers: list[Node],
-    strategies: dict[Node, list[Strategy]],
-    variable: dict[Node, int],
-    source: Hub,
-    hub: Hub | None,
-    splitter: Splitter,
-) -> list[Factor]:
-    """The cost of bringing the value of `node`, in a type of `source`, to each reader, directly or through its hub, and of
-    keeping it for backward.
-    """
-    cost = partial(_edge_price, splitter, node)
-    at, gives = source
-    savers = [reader for reader in readers if is_saved(node, reader)]
-    made: list[Factor] = []
-    if hub is not None:
-        made.append(((at, hub[0]), _table([[cost(a, h) for h in hub[1]] for a in gives])))
-    for reader in readers:
-        needs = [I] if reader.op == "output" else [one.needs[node] for one in strategies[reader]]
-        kept = partial(_kept, splitter, node, reader, savers)
-        if hub is None:
-            table = _table([[cost(a, b) + kept(a, b) for b in needs] for a in gives])
-            made.append(((at, variable[reader]), table) if reader in variable else ((at,), table[:, 0]))
-        else:
-            cube = _table([[[min(cost(a, b), cost(h, b)) + kept(a, b) for b in needs] for h in hub[1]] for a in gives])
-            where = (at, hub[0], variable[reader]) if reader in variable else (at, hub[0])
-            made.append((where, cube if reader in variable else cube[:, :, 0]))
-    return made
-
-
-def is_saved(node: Node, reader: Node) -> bool:
-    """Whether `reader` keeps the value of `node`, an activation, for its backward."""
-    is_activation = note(node).of_params and note(node).kind != "param"
-    return is_activation and op_name(reader) in SAVED_FOR_BACKWARD and note(reader).needs_grad
-
-
-def gathers_again(reader: Node, source: ValueType, target: ValueType) -> bool:
-    """Whether backward of `reader` gathers its operand anew, so that the shards alone are kept."""
-    return source.kind == "S" and target == R and op_name(reader) in ("aten.linear", "aten.addmm")
-
-
-def _kept(
-    splitter: Splitter, node: Node, reader: Node, savers: list[Node], source: ValueType, target: ValueType
-) -> float:
-    """The price of what backward of `reader` needs of the value of `node`; those who save it share one copy."""
-    if reader not in savers:
-        return 0.0
-    machine, t, nbytes = splitter.machine, splitter.t, payload(node)
-    again = gathers_again(reader, source, target)
-    pieces = t if again else target.pieces(t)
-    seconds = nbytes / pieces * machine.per_saved_byte + (nbytes * splitter.per_whole_byte if pieces == 1 else 0.0)
-    seconds += collective_seconds("all-gather", nbytes, t, machine) if again else 0.0
-    return seconds / len(savers)
-
-
-def _table(seconds: list[Any]) -> np.ndarray:
-    """In whole picoseconds, so that sums are exact and equal layers tie equally."""
-    return np.round(1e12 * np.array(seconds))
-
-
-def _edge_price(
-    splitter: Splitter, node: Node, source: ValueType, target: ValueType, count: Callable[..., float] = conversion_price
-) -> float:
-    """What the solver pays for converting the value of `node`, or (`count`) how long that takes; inf where it cannot be."""
-    if not _is_possible(splitter, node, source, target):
-        return math.inf
-    return count(source, target, payload(node), splitter.t, splitter.machine)
-
-
-def _is_possible(splitter: Splitter, node: Node, source: ValueType, target: ValueType) -> bool:
-    """Whether the value of `node` can be converted from one type to the other."""
-    if source == target:
-        return True
-    if isinstance(value(node), (tuple, list)):
-        return False  # the pieces of a split are converted one by one, behind their getitem
-    if source.kind == target.kind == "S" and any(
-        padded_size(note(node).dims, kind, splitter.t) for kind in (source, target)
-    ):
-        return False  # an all-to-all of padded shards does not exist
-    if not (source.is_chunked and target.is_chunked):
-        return False  # nothing is cut into copies, or put together of them
-    return note(node).kind != "param" or (source.kind, target.kind) in PARAMETER_USES
-
-
-PARAMETER_USES = {("I", "P"), ("I", "R"), ("I", "S"), ("R", "S")}
