@@ -1,0 +1,131 @@
+"""The ranks meet in the store before any communicator is made, so that a rank that does not come is named.
+
+In: the environment that torchrun sets. Out: a `Lobby`, in which every rank hands in its facts and rank 0 says what they mean.
+
+    lobby = Lobby(timeout=30.0)
+    verdict = lobby.agree(own_facts(...))       # RuntimeFault: ... waited 30 s for rank 3, not arrived
+    lobby.tell()                                # rank 0: the report is out
+    lobby.wait_until_told()                     # the others end after that: a launcher ends all ranks with the first one
+
+Every rank makes a few requests and one wait, however many ranks there are; rank 0 alone reads all facts.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from autoptd.doctor.facts import Facts, Verdict, judge
+from autoptd.doctor.words import ranks_text
+from autoptd.errors import PlanError, RuntimeFault
+
+NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+LINGER = 5.0  # seconds that rank 0 has to tell, before another rank does
+MARGIN = 15.0  # seconds that the store's own timeout is longer than ours
+
+
+class Lobby:
+    """One rank's connection to the store of a launch; making it waits for the store's host, for `timeout` seconds at most."""
+
+    def __init__(self, timeout: float) -> None:
+        missing = [name for name in NEEDED if not os.environ.get(name)]
+        if missing:
+            raise PlanError("torch.distributed", f"{', '.join(missing)} not set", "start with torchrun")
+        self.rank, self.size = (_number(name) for name in ("RANK", "WORLD_SIZE"))
+        self.timeout = timeout
+        self._place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        self.store = dist.PrefixStore(f"autoptd doctor {attempt}", self._connect())
+
+    def _connect(self) -> dist.Store:
+        """The store of torchrun's agent, or rank 0's; unlike torch's own rendezvous it does not wait for the others here."""
+        by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        try:
+            return dist.TCPStore(
+                os.environ["MASTER_ADDR"],
+                _number("MASTER_PORT"),
+                self.size,
+                is_master=self.rank == 0 and not by_agent,
+                timeout=timedelta(seconds=self.timeout),
+                wait_for_workers=False,
+                multi_tenant=True,
+            )
+        except RuntimeError as error:
+            host = "torchrun's agent" if by_agent else "rank 0"
+            raise RuntimeFault(
+                f"rank {self.rank} at start",
+                f"the store of {host} at {self._place} does not answer for {self.timeout:g} s ({_first_line(error)})",
+                "see whether it runs, whether MASTER_ADDR and MASTER_PORT are right, and whether a firewall is between",
+            ) from error
+
+    def agree(self, facts: Facts) -> Verdict:
+        """Hand in this rank's facts, wait for everybody's, and return what rank 0 makes of them."""
+        self.store.set(f"facts {self.rank}", facts.text())
+        if self.store.add("arrived", 1) == self.size:
+            self.store.set("all are here", "yes")
+        self._await("all are here", self._who_is_absent)
+        if self.rank == 0:
+            texts = self.store.multi_get([f"facts {rank}" for rank in range(self.size)])
+            verdict = judge([Facts.parse(bytes(text).decode()) for text in texts])
+            self.store.set("verdict", verdict.text())
+            return verdict
+        self._await("verdict", lambda: "waited for rank 0, which reads what the ranks say of themselves")
+        return Verdict.parse(self.store.get("verdict").decode())
+
+    def tell(self) -> None:
+        """Rank 0 has printed the report."""
+        with suppress(RuntimeError):
+            self.store.set("told", "yes")
+
+    def wait_until_told(self) -> bool:
+        """Wait for rank 0 to print the report; False where it does not, and this rank is the one to say what it knows."""
+        try:
+            self.store.wait(["told"], timedelta(seconds=LINGER))
+            return True
+        except RuntimeError:
+            pass
+        try:
+            return int(self.store.add("tellers", 1)) > 1
+        except RuntimeError:
+            return False  # the store is gone, and rank 0 may be gone with it
+
+    def _await(self, key: str, why: Callable[[], str]) -> None:
+        try:
+            self.store.wait([key], timedelta(seconds=self.timeout))
+        except RuntimeError as error:
+            raise RuntimeFault(
+                f"rank {self.rank} at start", why(), "look at their own output, and at the machines they were to run on"
+            ) from error
+
+    def _who_is_absent(self) -> str:
+        deadline = time.monotonic() + LINGER
+        absent = self._absent(0, self.size, deadline)
+        return f"waited {self.timeout:g} s for rank {ranks_text(absent)}, not arrived ({self.size - len(absent)} of {self.size} are here)"
+
+    def _absent(self, first: int, end: int, deadline: float) -> list[int]:
+        """The ranks of a range that have handed in nothing: halves in which all have are not looked at one by one."""
+        if time.monotonic() > deadline or self.store.check([f"facts {rank}" for rank in range(first, end)]):
+            return []
+        if end - first == 1:
+            return [first]
+        middle = (first + end) // 2
+        return self._absent(first, middle, deadline) + self._absent(middle, end, deadline)
+
+
+def _number(name: str) -> int:
+    try:
+        return int(os.environ[name])
+    except ValueError:
+        raise PlanError(f"{name}={os.environ[name]!r}", "is no number", "start with torchrun") from None
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+
+
+__all__ = ["MARGIN", "Lobby"]
