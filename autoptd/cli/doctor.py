@@ -10,7 +10,6 @@ import os
 from argparse import Namespace
 
 from autoptd.cli.settings import check_writable
-from autoptd.doctor.meshes import asked_mesh
 from autoptd.doctor.run import Request, run_alone, run_launched
 from autoptd.errors import PlanError
 from autoptd.planner.cluster import find_cluster
@@ -23,17 +22,14 @@ def doctor(asked: Namespace) -> int:
     is_launched = all(name in os.environ for name in LAUNCHED)
     if not (math.isfinite(asked.timeout) and asked.timeout > 0):
         raise PlanError(f"--timeout {asked.timeout:g}", "is no time to wait", "seconds above 0")
-    if asked.json and os.environ.get("RANK", "0") == "0":
-        check_writable("--json", asked.json)
-    if asked.cluster is not None:
-        find_cluster(asked.cluster)  # a wrong name is said before anything starts
+    if os.environ.get("RANK", "0") == "0":  # who compares and writes
+        if asked.json:
+            check_writable("--json", asked.json)
+        if asked.cluster is not None:
+            find_cluster(asked.cluster)
     names = ("t", "p", "d", "device", "backend", "timeout", "cluster", "json")
     request = Request(**{name: getattr(asked, name) for name in names})
-    if not is_launched:
-        return run_alone(request)
-    if os.environ["WORLD_SIZE"].isdecimal():
-        asked_mesh(int(os.environ["WORLD_SIZE"]), request.t, request.p, request.d)
-    return run_launched(request)
+    return run_launched(request) if is_launched and os.environ["WORLD_SIZE"] != "1" else run_alone(request)
 
 
 __all__ = ["doctor"]

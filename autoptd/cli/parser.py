@@ -28,8 +28,8 @@ MODEL = """MODEL is one of
 SHOW = f"""What a model is on t*p*d ranks: memory of a rank, bytes on every link, bubble. No GPU, no weights.
 
 {MODEL}"""
-DOCTOR = """Try what the runtime does between ranks, on the ranks, devices and backend at hand: every collective and channel, with
-right results, in the order of schedules, and how fast beside the link; a wrong or slow pair of ranks is named.
+DOCTOR = """Try what the runtime does between ranks, on the ranks, devices and backend at hand: every collective and channel,
+with right results, in the order of schedules, and how fast beside the link; a wrong or slow pair of ranks is named.
 
 Under torchrun all ranks take part; alone it looks at one process and at ranks as threads. Ends with 0 if all is right (what
 is slow is only said), 1 if something is wrong."""

@@ -1,6 +1,7 @@
 """The ranks meet in the store before any communicator is made, so that a rank that does not come is named.
 
-In: the environment that torchrun sets. Out: a `Lobby`, in which every rank hands in its facts and rank 0 says what they mean.
+In: the environment that torchrun sets. Out: a `Lobby`, in which every rank hands in its facts and rank 0 says what
+they mean.
 
     lobby = Lobby(timeout=30.0)
     verdict = lobby.agree(own_facts(...))       # RuntimeFault: ... waited 30 s for rank 3, not arrived
@@ -105,7 +106,8 @@ class Lobby:
     def _who_is_absent(self) -> str:
         deadline = time.monotonic() + LINGER
         absent = self._absent(0, self.size, deadline)
-        return f"waited {self.timeout:g} s for rank {ranks_text(absent)}, not arrived ({self.size - len(absent)} of {self.size} are here)"
+        here = f"{self.size - len(absent)} of {self.size} are here"
+        return f"waited {self.timeout:g} s for rank {ranks_text(absent)}, not arrived ({here})"
 
     def _absent(self, first: int, end: int, deadline: float) -> list[int]:
         """The ranks of a range that have handed in nothing: halves in which all have are not looked at one by one."""

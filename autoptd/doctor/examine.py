@@ -81,9 +81,7 @@ def check_all(world: World, orders: Mapping[str, Orders], counts: Sequence[int] 
     return checks
 
 
-def _all_times(
-    world: World, orders: Mapping[str, Orders], hosts: Sequence[int], sizes: Sequence[int]
-) -> list[Timed]:
+def _all_times(world: World, orders: Mapping[str, Orders], hosts: Sequence[int], sizes: Sequence[int]) -> list[Timed]:
     """The times of all groups and channels; of a group, that of its slowest rank."""
     needs = needs_of_orders(world.mesh.p, orders.values())
     mine = [

@@ -1,8 +1,9 @@
 """What a rank says of itself before any communicator is made, and what is wrong with what all of them say.
 
-In: the environment. Out: a `Facts` per rank, small enough that thousands go through the store; and a `Verdict`, by the rank that
-has read all of them. What stops a launch, or makes it end in a riddle: versions that differ, two ranks on one GPU (NCCL refuses
-them), fewer GPUs than processes, commands that differ. What may slow it down: less memory than elsewhere, another process.
+In: the environment. Out: a `Facts` per rank, small enough that thousands go through the store; and a `Verdict`, by
+the rank that has read all of them. What stops a launch, or makes it end in a riddle: versions that differ, two ranks
+on one GPU (NCCL refuses them), fewer GPUs than processes, commands that differ. What may slow it down: less memory
+than elsewhere, another process.
 
     mine = own_facts(rank, asked="t=2 p=2", device=None, backend=None)
     judge([mine, ...]).stops        # [] : go on
@@ -23,16 +24,23 @@ from dataclasses import asdict, dataclass, field
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import torch
-import torch.distributed as dist
 
 import autoptd
 from autoptd.doctor.words import ranks_text
 from autoptd.runtime.distributed import _default_backend, _own_device
 from autoptd.viz.words import bytes_text
 
-SETTINGS = ("NCCL_", "TORCH_NCCL_", "GLOO_", "TP_SOCKET_IFNAME", "CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_CUDA_ALLOC_CONF")
+SETTINGS = (
+    "NCCL_",
+    "TORCH_NCCL_",
+    "GLOO_",
+    "TP_SOCKET_IFNAME",
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    "PYTORCH_CUDA_ALLOC_CONF",
+)
 OWN_CONTEXT = 1.5e9  # bytes that CUDA and its libraries take in this process, at most
 PATIENCE = 10.0  # seconds for nvidia-smi
 
@@ -90,7 +98,8 @@ class Verdict:
     @staticmethod
     def parse(text: str) -> Verdict:
         found = json.loads(text)
-        return Verdict(**{name: tuple(one) if isinstance(one, list) else one for name, one in found.items()})
+        values: dict[str, Any] = {name: tuple(one) if isinstance(one, list) else one for name, one in found.items()}
+        return Verdict(**values)
 
 
 def own_facts(rank: int, asked: str, device: str | None, backend: str | None) -> Facts:
@@ -172,12 +181,14 @@ def judge(ranks: Sequence[Facts]) -> Verdict:
     names = tuple(dict.fromkeys(one.host for one in ranks))
     stops = [f"rank {one.rank} on {one.host} has no device: {one.error}" for one in ranks if one.error][:5]
     working = [one for one in ranks if not one.error]
+    warnings: list[str] = []
     for what in sorted({name for one in ranks for name in one.versions}):
-        stops += _differences(ranks, f"version of {what}", lambda one, what=what: one.versions.get(what, "none"))  # type: ignore[misc]
+        lines = _differences(ranks, f"version of {what}", lambda one, what=what: one.versions.get(what, "none"))  # type: ignore[misc]
+        (warnings if what == "python" else stops).extend(lines)
     stops += _differences(ranks, "command", lambda one: one.asked)
     stops += _differences(working, "backend", lambda one: one.backend)
     stops += _shared_devices(working)
-    warnings = _differences(working, "device", lambda one: one.name)
+    warnings += _differences(working, "device", lambda one: one.name)
     for name in sorted({name for one in ranks for name in one.settings}):
         warnings += _differences(ranks, name, lambda one, name=name: one.settings.get(name, "not set"))  # type: ignore[misc]
     warnings += _taken_memory(working)

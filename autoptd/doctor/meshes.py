@@ -1,4 +1,5 @@
-"""Which meshes are looked at, if none is asked for: every axis has several ranks on one of them, and tp has a whole node.
+"""Which meshes are looked at, if none is asked for: every axis has several ranks on one of them, and tp has a whole
+node.
 
 In: the number of ranks, and how many share a node. Out: meshes, in the order in which they are looked at.
 
@@ -54,7 +55,7 @@ def _wide_anywhere(size: int, per_node: int) -> set[str]:
 
 
 def _best(size: int, per_node: int, missing: AbstractSet[str]) -> Mesh:
-    """The mesh with several ranks along most axes, those that are missing first; then a pipeline, the largest t, and p and d alike."""
+    """The mesh that has most axes wide, the missing ones first; then a pipeline, the largest t, and p and d alike."""
     return max(_meshes(size, per_node), key=lambda one: (len(_wide(one) & missing), *_quality(one)))
 
 

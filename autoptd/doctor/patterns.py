@@ -1,13 +1,15 @@
-"""Numbers whose right result is known on every rank: exact in any dtype that is sent, and different for every rank and place.
+"""Numbers whose right result is known on every rank: exact in any dtype that is sent, and different for every rank and
+place.
 
-In: who sends to whom, how many elements, of which dtype. Out: a tensor; and, of one that arrived, what is wrong with it.
+In: who sends to whom, how many elements, of which dtype. Out: a tensor; and, of one that arrived, what is wrong with
+it.
 
     got = group.all_reduce(share(group.index, group.size, 1021, torch.bfloat16, device), "sum")
     find_difference(got, total(group.size, 1021, torch.bfloat16, device), owners=True)      # None: it is right
 
-All are whole numbers of at most 8 bits, so that bfloat16 holds them and their sums, in whatever order they are added. Of a sum
-every even place has one rank that adds to it, its *owner*: a wrong one tells whose part is wrong. Every odd place has many.
-A pattern repeats after a prime number of places: a piece that lands elsewhere does not fit there.
+All are whole numbers of at most 8 bits, so that bfloat16 holds them and their sums, in whatever order they are added.
+Of a sum every even place has one rank that adds to it, its *owner*: a wrong one tells whose part is wrong. Every odd
+place has many. A pattern repeats after a prime number of places: a piece that lands elsewhere does not fit there.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ SUMMED_DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64)
 
 @dataclass(frozen=True)
 class Difference:
-    """Of `count` elements `wrong` are not what they should be, the first at `place`; `owners`: whose they are, if one can tell."""
+    """Of `count` elements `wrong` are not what they should be, the first at `place`; `owners`: whose they are, if known."""
 
     wrong: int
     count: int
@@ -67,8 +69,8 @@ def find_difference(got: Tensor, expected: Tensor, size: int = 0, offset: int = 
     places = (got != expected).flatten().nonzero().flatten()
     first = int(places[0])
     owners = set() if not size else {int(one) for one in _owners((places + offset) % period_of(size), size)}
-    values = (float(one.flatten()[first]) for one in (got, expected))
-    return Difference(len(places), got.numel(), first, *values, tuple(sorted(owners)))
+    is_, should = (float(one.flatten()[first]) for one in (got, expected))
+    return Difference(len(places), got.numel(), first, is_, should, tuple(sorted(owners)))
 
 
 def period_of(size: int) -> int:

@@ -1,7 +1,7 @@
 """What `autoptd doctor` found, as text and as plain data.
 
-In: the verdict on the launch, a `MeshReport` per mesh, and what stopped it, if something did. Out: `DoctorReport`; its text is a
-table of every collective and channel, and a line for everything that is wrong or slow.
+In: the verdict on the launch, a `MeshReport` per mesh, and what stopped it, if something did. Out: `DoctorReport`;
+its text is a table of every collective and channel, and a line for everything that is wrong or slow.
 
     report = DoctorReport(verdict, (mesh_report,), find_cluster("dgx-h100"))
     print(report)
@@ -32,9 +32,13 @@ HEAD = ("over", "call", "groups", "latency", "bandwidth", "of the link", "slowes
 
 @dataclass(frozen=True)
 class DoctorReport:
-    """See the module's docstring. `cluster` says what the links should give (None: unknown); `fault` ended it early."""
+    """See the module's docstring.
 
-    verdict: Verdict
+    `verdict`: None where ranks did not meet; `cluster` says what the links should give (None: unknown); `fault` ended it
+    early.
+    """
+
+    verdict: Verdict | None
     meshes: tuple[MeshReport, ...] = ()
     cluster: Cluster | None = None
     fault: str = ""
@@ -43,7 +47,7 @@ class DoctorReport:
     @property
     def wrong(self) -> list[str]:
         """What has to be put right."""
-        found = list(self.verdict.stops)
+        found = list(self.verdict.stops) if self.verdict else []
         for mesh in self.meshes:
             found += _wrong_lines(mesh.mesh, mesh.wrong)
         return found + ([self.fault] if self.fault else [])
@@ -51,7 +55,8 @@ class DoctorReport:
     @property
     def warnings(self) -> list[str]:
         """What may be slow."""
-        return [*self.verdict.warnings, *(_slow_line(mesh.mesh, one) for mesh in self.meshes for one in mesh.slow)]
+        of_launch = self.verdict.warnings if self.verdict else ()
+        return [*of_launch, *(_slow_line(mesh.mesh, one) for mesh in self.meshes for one in mesh.slow)]
 
     @property
     def status(self) -> int:
@@ -64,7 +69,7 @@ class DoctorReport:
             "status": self.status,
             "wrong": self.wrong,
             "warnings": self.warnings,
-            "launch": asdict(self.verdict),
+            "launch": asdict(self.verdict) if self.verdict else None,
             "cluster": cluster,
             "meshes": [{**asdict(mesh), "times": [_time_record(one) for one in mesh.times]} for mesh in self.meshes],
         }
@@ -78,7 +83,8 @@ def _time_record(one: Timed) -> dict[str, Any]:
 
 
 def _lines(report: DoctorReport) -> Iterator[str]:
-    yield _launch_line(report.verdict)
+    if report.verdict is not None:
+        yield _launch_line(report.verdict)
     for mesh in report.meshes:
         yield ""
         right = "are right" if not mesh.wrong else "looked at, not all of them right"
@@ -94,7 +100,9 @@ def _lines(report: DoctorReport) -> Iterator[str]:
             yield from ("", f"{title}:", *(f"  {line}" for line in found[:MOST_LINES]))
             yield from (f"  ... and {len(found) - MOST_LINES} more: --json FILE has all",) * (len(found) > MOST_LINES)
     yield ""
-    yield "Something is wrong." if report.wrong else "All right." if not report.warnings else "All right, but see above."
+    yield (
+        "Something is wrong." if report.wrong else "All right." if not report.warnings else "All right, but see above."
+    )
 
 
 def _launch_line(verdict: Verdict) -> str:
@@ -111,6 +119,7 @@ def _launch_line(verdict: Verdict) -> str:
 def _table(mesh: MeshReport, report: DoctorReport) -> Iterator[str]:
     """A row for every call along every axis: of all its groups the median, and the slowest."""
     rows: list[tuple[str, ...]] = [HEAD]
+    is_one_host = report.verdict is None or len(report.verdict.host_names) == 1
     alike: dict[tuple[str, str, int], list[Timed]] = defaultdict(list)
     for one in mesh.times:
         alike[one.axis, one.kind, one.hosts].append(one)
@@ -121,9 +130,9 @@ def _table(mesh: MeshReport, report: DoctorReport) -> Iterator[str]:
         usual = median(one.bandwidth for one in large)
         rows.append(
             (
-                axis if hosts == 1 or len(report.verdict.host_names) == 1 else f"{axis}, {hosts} hosts",
+                axis if is_one_host else f"{axis}, {hosts} host{'s' * (hosts > 1)}",
                 kind,
-                f"{len(large)} of {len(slowest.ranks)}",
+                f"{len(large)} pairs" if kind == "message" else f"{len(large)} of {len(slowest.ranks)}",
                 seconds_text(median(one.seconds for one in small)) if small else "",
                 bandwidth_text(usual),
                 _share_of_link(usual, slowest, report.cluster),
@@ -155,16 +164,16 @@ def _wrong_lines(mesh: Mesh, wrong: Sequence[Wrong]) -> list[str]:
     return [_wrong_line(mesh, over, ranks, sources, some) for (over, ranks, sources), some in alike.items()]
 
 
-def _wrong_line(
-    mesh: Mesh, over: str, ranks: Sequence[int], sources: Sequence[int], some: Sequence[Wrong]
-) -> str:
+def _wrong_line(mesh: Mesh, over: str, ranks: Sequence[int], sources: Sequence[int], some: Sequence[Wrong]) -> str:
     seen = ranks_text([one.seen_by for one in some])
     calls, dtypes = (list(dict.fromkeys(texts)) for texts in ([one.what for one in some], [one.dtype for one in some]))
     if len(ranks) == 2 and calls[0].startswith("message"):
         place, whose = f"from rank {ranks[0]} to rank {ranks[1]}", "what arrives is wrong"
     else:
         place = f"over {over} of ranks {ranks_text(ranks)}"
-        whose = f"the part of rank {ranks_text(sources)} is wrong on rank {seen}" if sources else f"wrong on rank {seen}"
+        whose = (
+            f"the part of rank {ranks_text(sources)} is wrong on rank {seen}" if sources else f"wrong on rank {seen}"
+        )
     first = some[0]
     return (
         f"{place} ({mesh}): {whose}: {', '.join(calls[:4])}{', ...' if len(calls) > 4 else ''} of {', '.join(dtypes)}"
@@ -177,7 +186,9 @@ def _slow_line(mesh: Mesh, one: Slow) -> str:
     beside = f"the median of {one.others} other{'s' * (one.others != 1)} is {usual}"
     if one.kind == "message":
         return f"from rank {one.ranks[0]} to rank {one.ranks[1]} ({mesh}): {size} take {took}, {beside}"
-    advice = "" if len(one.ranks) == 2 else f"; --p {len(one.ranks)} times its links one by one, where ranks are neighbours"
+    advice = (
+        "" if len(one.ranks) == 2 else f"; --p {len(one.ranks)} times its links one by one, where ranks are neighbours"
+    )
     return f"over {one.axis} of ranks {ranks_text(one.ranks)} ({mesh}): {one.kind} of {size} takes {took}, {beside}{advice}"
 
 

@@ -1,6 +1,7 @@
 """The run of `autoptd doctor`: under torchrun on all its ranks, alone on one rank and on threads.
 
-In: what is asked. Out: a `DoctorReport`, on every rank the same; rank 0 prints it, and if it cannot, one of the others does.
+In: what is asked. Out: a `DoctorReport`, on every rank the same; rank 0 prints it, and if it cannot, one of the
+others does.
 
     run_launched(Request(timeout=30.0))     # on every rank of torchrun: the status with which it is to end
     run_alone(Request())
@@ -11,9 +12,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import threading
-from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -63,26 +61,30 @@ class Request:
 
 def run_launched(asked: Request) -> int:
     """Meet the other ranks, look at everything, print; the status with which to end."""
+    asked_mesh(int(os.environ["WORLD_SIZE"]), asked.t, asked.p, asked.d)  # before anybody waits
     lobby = Lobby(asked.timeout)
-    if asked_mesh(lobby.size, asked.t, asked.p, asked.d) is None and lobby.size == 1:
-        return _print(asked, _alone(asked, lobby.rank))
-    verdict = lobby.agree(own_facts(lobby.rank, str(asked), asked.device, asked.backend))
-    cluster = _cluster(asked, verdict)
+    verdict: Verdict | None = None
     meshes: list[MeshReport] = []
     fault = ""
-    if not verdict.stops:
-        try:
+    try:
+        verdict = lobby.agree(own_facts(lobby.rank, str(asked), asked.device, asked.backend))
+        if not verdict.stops:
             _look_at_all(asked, lobby, verdict, meshes)
-        except AutoptdError as error:
-            fault = f"{type(error).__name__}: {error}"
-    report = DoctorReport(verdict, tuple(meshes), cluster, fault)
+    except AutoptdError as error:
+        fault = f"{type(error).__name__}: {error}"
+    status = _end(asked, lobby, DoctorReport(verdict, tuple(meshes), _cluster(asked, lobby, verdict), fault))
+    if fault and verdict is not None and verdict.backend == "nccl":
+        os._exit(status)  # an ordinary end would wait for kernels that never finish
+    return status
+
+
+def _end(asked: Request, lobby: Lobby, report: DoctorReport) -> int:
+    """Print the report if it is this rank's to print; return the status. Rank 0's it is, or the first one's that misses it."""
     if lobby.rank == 0:
         _print(asked, report)
         lobby.tell()
     elif not lobby.wait_until_told():
-        _print(Request(), report)  # rank 0 says nothing: the file is its own
-    if fault and verdict.backend == "nccl":
-        os._exit(report.status)  # an ordinary end would wait for kernels that never finish
+        _print(Request(), report)  # a file would be rank 0's
     return report.status
 
 
@@ -131,7 +133,9 @@ def _alone(asked: Request, rank: int) -> DoctorReport:
         "Several processes, their links and what these give:",
         f"  torchrun --nproc-per-node {count} -m -- autoptd doctor",
     )
-    fault = "" if not one.wrong else f"a group of one rank over {facts.backend}: {one.wrong[0].what}: {one.wrong[0].text}"
+    fault = (
+        "" if not one.wrong else f"a group of one rank over {facts.backend}: {one.wrong[0].what}: {one.wrong[0].text}"
+    )
     return DoctorReport(verdict, (threads,), fault=fault, notes=notes)
 
 
@@ -174,8 +178,10 @@ def check_threads(mesh: Mesh, device: str, timeout: float) -> MeshReport:
     return run_ranks(shared, lambda world: examine(world, orders, hosts, counts=SMALL_COUNTS, sizes=()))[0]
 
 
-def _cluster(asked: Request, verdict: Verdict) -> Cluster | None:
-    """What the links should give: the cluster that is asked for, or that of a known device."""
+def _cluster(asked: Request, lobby: Lobby, verdict: Verdict | None) -> Cluster | None:
+    """What the links should give: what is asked for, or a known device's. Rank 0 alone needs to have the file."""
+    if lobby.rank != 0 or verdict is None:
+        return None
     if asked.cluster is not None:
         return find_cluster(asked.cluster)
     if verdict.device_name == "CPU":

@@ -1,8 +1,8 @@
 """Which group or channel is slow, beside the others of its kind.
 
-In: times. Out: `Slow`s. Of a kind are calls of as many bytes by as many ranks on as many machines. One is slow that takes more than
-`LIMITS` times the median of the others, and `LEAST` seconds more: a large message twice, a small one, which is mostly waiting for
-the processor, four times.
+In: times. Out: `Slow`s. Of a kind are calls of as many bytes by as many ranks on as many machines. One is slow that
+takes more than `LIMITS` times the median of the others, and `LEAST` seconds more: a large message twice, a small one,
+which is mostly waiting for the processor, four times.
 
     find_slow([Timed("message", "pp", (0, 4), 1 << 23, 0.5, 1), Timed("message", "pp", (1, 5), 1 << 23, 0.1, 1), ...])
 """
@@ -65,7 +65,9 @@ def find_slow(times: Sequence[Timed]) -> list[Slow]:
     alike: dict[tuple[str, str, int, int, int], list[Timed]] = defaultdict(list)
     for one in times:
         alike[one.kind, one.axis, one.nbytes, len(one.ranks), one.hosts].append(one)
-    calls: dict[tuple[bool, str, tuple[int, ...], int], list[Slow]] = defaultdict(list)  # of one group or channel, of a size
+    calls: dict[tuple[bool, str, tuple[int, ...], int], list[Slow]] = defaultdict(
+        list
+    )  # of one group or channel, of a size
     for some in alike.values():
         seconds = [one.seconds for one in some]
         for number, one in enumerate(some):
@@ -73,9 +75,9 @@ def find_slow(times: Sequence[Timed]) -> list[Slow]:
             slow = Slow(one.kind, one.axis, one.ranks, one.nbytes, one.seconds, usual, len(some) - 1)
             calls[one.kind == "message", one.axis, one.ranks, one.nbytes].append(slow)
     worst: dict[tuple[bool, str, tuple[int, ...]], Slow] = {}
-    for (*key, nbytes), found in calls.items():
+    for (is_message, axis, ranks, nbytes), found in calls.items():
         slow = sorted(found, key=lambda one: one.factor)[(len(found) - 1) // 2]
-        place = (key[0], key[1], key[2])
+        place = is_message, axis, ranks
         if _is_over(nbytes, slow.seconds, slow.usual) and (place not in worst or worst[place].factor < slow.factor):
             worst[place] = slow
     return sorted(worst.values(), key=lambda one: -one.factor)

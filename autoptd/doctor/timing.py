@@ -1,7 +1,8 @@
 """How long calls take: of every group along an axis of the mesh, and of every channel.
 
-In: a `World`. Out: seconds of this rank's groups and of the channels that it sends over. All groups along an axis are timed at the
-same time, as in training; channels round by round, each rank in one channel at a time, or one channel with the others quiet.
+In: a `World`. Out: seconds of this rank's groups and of the channels that it sends over. All groups along an axis are
+timed at the same time, as in training; channels round by round, each rank in one channel at a time, or one channel
+with the others quiet.
 
     time_groups(world, sizes)["tp", "all_reduce", 1 << 24]      # seconds: the fastest of a few
     time_links(world, rounds_of(world, links), sizes)[5, 1 << 24]      # to rank 5

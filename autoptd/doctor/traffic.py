@@ -1,8 +1,9 @@
 """Messages, sums over tp and sums over dp under way at once, in the order in which a schedule has them.
 
-In: a world, and the orders of a schedule. Out: what is wrong, in `Checks`. It is a training step without a model: an F sums over
-tp and sends on; a B starts a sum over tp, waits for it, and sends back; meanwhile a sum over dp is under way, begun at the first B
-and waited for at the end, and another is begun at each REDUCE. Nothing is looked at before the end: that would hold the device up.
+In: a world, and the orders of a schedule. Out: what is wrong, in `Checks`. It is a training step without a model: an
+F sums over tp and sends on; a B starts a sum over tp, waits for it, and sends back; meanwhile a sum over dp is under
+way, begun at the first B and waited for at the end, and another is begun at each REDUCE. Nothing is looked at before
+the end: that would hold the device up.
 
     play(checks, "1f1b", step_orders("1f1b", p=2))
 """
@@ -129,10 +130,8 @@ class _Step:
         count, site = LENGTHS[self._count % 3], f"doctor: sum over tp in {action}"
         self._count += 1
         mine = share(self._tp.index, self._tp.size, count, torch.bfloat16, self._world.device)
-        if action.kind is Kind.F:
-            got = self._tp.all_reduce(mine, site)
-        else:
-            got = self._tp.all_reduce_start(mine.clone(), site).wait()
+        is_started = action.kind is Kind.B
+        got = self._tp.all_reduce_start(mine.clone(), site).wait() if is_started else self._tp.all_reduce(mine, site)
         self._hold_sum(self._tp, "tp", got)
 
     def _start_sum(self) -> None:
