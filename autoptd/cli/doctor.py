@@ -29,7 +29,7 @@ def doctor(asked: Namespace) -> int:
             find_cluster(asked.cluster)
     names = ("t", "p", "d", "device", "backend", "timeout", "cluster", "json")
     request = Request(**{name: getattr(asked, name) for name in names})
-    return run_launched(request) if is_launched and os.environ["WORLD_SIZE"] != "1" else run_alone(request)
+    return run_launched(request) if is_launched else run_alone(request)
 
 
 __all__ = ["doctor"]

@@ -27,7 +27,7 @@ from autoptd.errors import PlanError, RuntimeFault
 
 NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 LINGER = 5.0  # seconds that rank 0 has to tell, before another rank does
-MARGIN = 15.0  # seconds that the store's own timeout is longer than ours
+MARGIN = 25.0  # seconds that timeouts of the store and of NCCL are longer than ours
 
 
 class Lobby:
@@ -37,7 +37,7 @@ class Lobby:
         missing = [name for name in NEEDED if not os.environ.get(name)]
         if missing:
             raise PlanError("torch.distributed", f"{', '.join(missing)} not set", "start with torchrun")
-        self.rank, self.size = (_number(name) for name in ("RANK", "WORLD_SIZE"))
+        self.rank, self.size = (number_of(name) for name in ("RANK", "WORLD_SIZE"))
         self.timeout = timeout
         self._place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -49,7 +49,7 @@ class Lobby:
         try:
             return dist.TCPStore(
                 os.environ["MASTER_ADDR"],
-                _number("MASTER_PORT"),
+                number_of("MASTER_PORT"),
                 self.size,
                 is_master=self.rank == 0 and not by_agent,
                 timeout=timedelta(seconds=self.timeout),
@@ -119,7 +119,8 @@ class Lobby:
         return self._absent(first, middle, deadline) + self._absent(middle, end, deadline)
 
 
-def _number(name: str) -> int:
+def number_of(name: str) -> int:
+    """The number that a variable of the environment is set to; PlanError where it is none."""
     try:
         return int(os.environ[name])
     except ValueError:
@@ -130,4 +131,4 @@ def _first_line(error: Exception) -> str:
     return str(error).splitlines()[0][:200] if str(error) else type(error).__name__
 
 
-__all__ = ["MARGIN", "Lobby"]
+__all__ = ["MARGIN", "Lobby", "number_of"]

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -21,14 +22,15 @@ import torch.distributed as dist
 
 from autoptd.auto import CLUSTERS
 from autoptd.compat import new_group
-from autoptd.doctor.arrival import MARGIN, Lobby
+from autoptd.doctor.arrival import MARGIN, Lobby, number_of
 from autoptd.doctor.calls import Checks, check_group, settle
 from autoptd.doctor.examine import COUNTS, MeshReport, examine
 from autoptd.doctor.facts import Facts, Verdict, judge, own_facts
 from autoptd.doctor.meshes import asked_mesh, meshes_for
 from autoptd.doctor.report import DoctorReport
 from autoptd.doctor.traffic import all_orders, needs_of_orders
-from autoptd.errors import AutoptdError, PlanError
+from autoptd.doctor.watch import watch
+from autoptd.errors import AutoptdError, PlanError, RuntimeFault
 from autoptd.ir.mesh import Mesh
 from autoptd.planner.cluster import Cluster, find_cluster
 from autoptd.runtime.distributed import DistributedGroup, DistributedWorld
@@ -61,21 +63,31 @@ class Request:
 
 def run_launched(asked: Request) -> int:
     """Meet the other ranks, look at everything, print; the status with which to end."""
-    asked_mesh(int(os.environ["WORLD_SIZE"]), asked.t, asked.p, asked.d)  # before anybody waits
+    size = number_of("WORLD_SIZE")
+    asked_mesh(size, asked.t, asked.p, asked.d)  # before anybody waits
+    if size == 1:
+        return run_alone(asked)
     lobby = Lobby(asked.timeout)
     verdict: Verdict | None = None
     meshes: list[MeshReport] = []
-    fault = ""
+
+    def end(fault: str) -> int:
+        status = _end(asked, lobby, DoctorReport(verdict, tuple(meshes), _cluster(asked, lobby, verdict), fault))
+        if fault and verdict is not None and verdict.backend == "nccl":
+            os._exit(status)  # an ordinary end would wait for kernels that never finish
+        return status
+
     try:
         verdict = lobby.agree(own_facts(lobby.rank, str(asked), asked.device, asked.backend))
         if not verdict.stops:
-            _look_at_all(asked, lobby, verdict, meshes)
+            _look_at_all(asked, lobby, verdict, meshes, lambda error: os._exit(end(_told(error))))
     except AutoptdError as error:
-        fault = f"{type(error).__name__}: {error}"
-    status = _end(asked, lobby, DoctorReport(verdict, tuple(meshes), _cluster(asked, lobby, verdict), fault))
-    if fault and verdict is not None and verdict.backend == "nccl":
-        os._exit(status)  # an ordinary end would wait for kernels that never finish
-    return status
+        return end(_told(error))
+    return end("")
+
+
+def _told(error: AutoptdError) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _end(asked: Request, lobby: Lobby, report: DoctorReport) -> int:
@@ -88,7 +100,13 @@ def _end(asked: Request, lobby: Lobby, report: DoctorReport) -> int:
     return report.status
 
 
-def _look_at_all(asked: Request, lobby: Lobby, verdict: Verdict, found: list[MeshReport]) -> None:
+def _look_at_all(
+    asked: Request,
+    lobby: Lobby,
+    verdict: Verdict,
+    found: list[MeshReport],
+    on_fault: Callable[[RuntimeFault], None],
+) -> None:
     """Look at one mesh after the other; what is found is added as it comes, as the next mesh may hang."""
     mesh = asked_mesh(lobby.size, asked.t, asked.p, asked.d)
     margin = MARGIN if verdict.backend == "nccl" else 0.0  # the watchdog of NCCL ends a process without a word of ours
@@ -104,7 +122,7 @@ def _look_at_all(asked: Request, lobby: Lobby, verdict: Verdict, found: list[Mes
         world = DistributedWorld(one, needs, asked.device, asked.timeout + margin, verdict.backend)
         world.timeout = asked.timeout
         try:
-            with on_device(world.device):
+            with on_device(world.device), watch(world, on_fault):
                 settle(world, "doctor: creation of groups")
                 found.append(examine(world, orders, verdict.hosts))
         except BaseException as error:

@@ -1,0 +1,131 @@
+"""Real processes over gloo: all right, a rank that sends wrong numbers, one that never comes, one that is stopped midway."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.ports import free_port
+
+ROOT = Path(__file__).parents[2]
+COMMAND = (sys.executable, "-m", "autoptd", "doctor")
+SPOILED = (sys.executable, str(Path(__file__).parent / "spoil.py"))
+PATIENCE = 150.0  # seconds, after which a test fails
+
+pytestmark = pytest.mark.processes
+
+
+class Launch:
+    """The processes of a launch, as torchrun would start them; those of `absent` are not started."""
+
+    def __init__(
+        self, folder: Path, size: int, *words: str, command: tuple[str, ...] = COMMAND, absent: int = -1
+    ) -> None:
+        port, self.folder = free_port(), folder
+        self.processes: dict[int, subprocess.Popen[bytes]] = {}
+        for rank in [one for one in range(size) if one != absent]:
+            env = {**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
+            env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+            env["PYTHONPATH"] = str(ROOT)
+            out, err = (folder / f"{rank}.{name}" for name in ("out", "err"))
+            with out.open("wb") as stdout, err.open("wb") as stderr:
+                self.processes[rank] = subprocess.Popen(
+                    [*command, *words], env=env, cwd=ROOT, stdout=stdout, stderr=stderr
+                )
+
+    def out(self, rank: int) -> str:
+        return (self.folder / f"{rank}.out").read_text()
+
+    def err(self, rank: int) -> str:
+        return (self.folder / f"{rank}.err").read_text()
+
+    def until(self, rank: int, words: str) -> None:
+        """Wait until a rank has told this on stderr."""
+        deadline = time.monotonic() + PATIENCE
+        while words not in self.err(rank):
+            assert time.monotonic() < deadline, self.err(rank)
+            time.sleep(0.02)
+
+    def ends(self, but: int = -1) -> dict[int, int]:
+        """The status of every rank; `but` is not waited for. Nothing is left behind."""
+        deadline = time.monotonic() + PATIENCE
+        try:
+            return {
+                rank: process.wait(max(deadline - time.monotonic(), 1.0))
+                for rank, process in self.processes.items()
+                if rank != but
+            }
+        finally:
+            for process in self.processes.values():
+                process.kill()
+                process.wait()
+
+    def said(self) -> str:
+        return "\n".join(f"-- rank {rank}\n{self.out(rank)}{self.err(rank)}" for rank in self.processes)
+
+
+def test_four_ranks_look_at_several_meshes(tmp_path: Path) -> None:
+    launch = Launch(tmp_path, 4, "--json", str(tmp_path / "doctor.json"), "--timeout", "60")
+    assert set(launch.ends().values()) == {0}, launch.said()
+    text, record = launch.out(0), json.loads((tmp_path / "doctor.json").read_text())
+    assert text.startswith("4 ranks on ") and ": gloo, CPU, " in text
+    meshes = ["t=2 p=2 d=1", "t=1 p=2 d=2", "t=4 p=1 d=1"]
+    assert all(f"\n{mesh}: " in text and f"autoptd doctor: {mesh} ...\n" in launch.err(0) for mesh in meshes)
+    assert "pp    message         4 pairs" in text and "The link is that of laptop-cpu" in text
+    assert record["status"] == 0 and record["wrong"] == [] and len(record["meshes"]) == 3
+    assert all(one["bytes_per_second"] > 0 for mesh in record["meshes"] for one in mesh["times"])
+    assert not any(launch.out(rank) for rank in (1, 2, 3)), "rank 0 alone prints"
+
+
+def test_wrong_numbers_are_told_by_both_ends(tmp_path: Path) -> None:
+    launch = Launch(tmp_path, 2, "--timeout", "60", command=SPOILED)
+    assert set(launch.ends().values()) == {1}, launch.said()
+    lines = [line for line in launch.out(0).partition("\nWrong:\n")[2].splitlines() if line.startswith("  ")]
+    assert len(lines) == 4, launch.out(0)
+    assert any(
+        line.startswith("  from rank 1 to rank 0 (t=1 p=2 d=1): what arrives is wrong: message") for line in lines
+    )
+    for axis, mesh in (("pp", "t=1 p=2 d=1"), ("tp", "t=2 p=1 d=1"), ("dp", "t=1 p=1 d=2")):
+        start = f"  over {axis} of ranks 0, 1 ({mesh}): the part of rank 1 is wrong on rank 0, 1: all_reduce"
+        assert any(line.startswith(start) for line in lines), lines
+
+
+@pytest.mark.parametrize("absent", [0, 1])
+def test_a_rank_that_never_comes_is_named(absent: int, tmp_path: Path) -> None:
+    launch = Launch(tmp_path, 3, "--timeout", "4", absent=absent)
+    assert set(launch.ends().values()) == {1}, launch.said()
+    if absent == 0:  # which has the store: nobody can be asked who is to tell
+        words = " at start: the store of rank 0 at 127.0.0.1:"
+        assert all(f"RuntimeFault: rank {rank}{words}" in launch.err(rank) for rank in (1, 2)), launch.said()
+        return
+    told = [launch.out(rank) for rank in launch.processes if launch.out(rank)]
+    assert (
+        len(told) == 1
+        and "RuntimeFault: rank 0 at start: waited 4 s for rank 1, not arrived (2 of 3 are here)" in told[0]
+    )
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_rank_that_is_stopped_is_named(victim: int, tmp_path: Path) -> None:
+    """Stopped, not ended: its connections stay open, and nothing fails but by the timeout."""
+    launch = Launch(tmp_path, 4, "--timeout", "5")
+    launch.until(0, "t=1 p=2 d=2 ...")
+    os.kill(launch.processes[victim].pid, signal.SIGSTOP)
+    began = time.monotonic()
+    status = launch.ends(but=victim)
+    assert set(status.values()) == {1}, launch.said()
+    assert time.monotonic() - began < 60
+    told = "".join(launch.out(rank) for rank in status)
+    if victim == 0:  # which has the store: nobody can ask it who is gone
+        assert "the store does not answer" in told or "rank 0 is gone" in told, launch.said()
+    else:
+        assert "rank 2 is gone: it was last known at doctor: " in told or "rank 2 is gone: it was last known at" in told
+        assert launch.out(0).count("RuntimeFault") == 1 and not launch.out(1) and not launch.out(3), launch.said()
+        assert "t=2 p=2 d=1: " in launch.out(0), "what was found before is told"
