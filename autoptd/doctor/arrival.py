@@ -14,10 +14,13 @@ Every rank makes a few requests and one wait, however many ranks there are; rank
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from queue import Empty, SimpleQueue
+from typing import TypeVar
 
 import torch.distributed as dist
 
@@ -25,7 +28,9 @@ from autoptd.doctor.facts import Facts, Verdict, judge
 from autoptd.doctor.words import ranks_text
 from autoptd.errors import PlanError, RuntimeFault
 
+Answer = TypeVar("Answer")
 NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+ATTEMPTS = 4  # to connect to the store, each as long as the timeout
 LINGER = 5.0  # seconds that rank 0 has to tell, before another rank does
 MARGIN = 25.0  # seconds that timeouts of the store and of NCCL are longer than ours
 
@@ -46,16 +51,21 @@ class Lobby:
     def _connect(self) -> dist.Store:
         """The store of torchrun's agent, or rank 0's; unlike torch's own rendezvous it does not wait for the others here."""
         by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        try:
+        port = number_of("MASTER_PORT")
+
+        def connect() -> dist.Store:
             return dist.TCPStore(
                 os.environ["MASTER_ADDR"],
-                number_of("MASTER_PORT"),
+                port,
                 self.size,
                 is_master=self.rank == 0 and not by_agent,
                 timeout=timedelta(seconds=self.timeout),
                 wait_for_workers=False,
                 multi_tenant=True,
             )
+
+        try:
+            return patiently(connect, ATTEMPTS * self.timeout)
         except RuntimeError as error:
             host = "torchrun's agent" if by_agent else "rank 0"
             raise RuntimeFault(
@@ -78,22 +88,31 @@ class Lobby:
         self._await("verdict", lambda: "waited for rank 0, which reads what the ranks say of themselves")
         return Verdict.parse(self.store.get("verdict").decode())
 
+    def lost(self) -> RuntimeFault:
+        """What to raise where the store has not answered for some time."""
+        return RuntimeFault(
+            f"rank {self.rank}",
+            f"the store at {self._place} does not answer: rank 0, or what else hosts it, is stopped or gone",
+            "look at that machine and at rank 0's own output",
+        )
+
     def tell(self) -> None:
         """Rank 0 has printed the report."""
         with suppress(RuntimeError):
-            self.store.set("told", "yes")
+            patiently(lambda: self.store.set("told", "yes"), LINGER)
 
-    def wait_until_told(self) -> bool:
-        """Wait for rank 0 to print the report; False where it does not, and this rank is the one to say what it knows."""
+    def wait_until_told(self) -> str:
+        """Wait for rank 0 to print the report: "told" by it or another, else "mine" to tell, or "lost": nobody can be asked."""
         try:
+            return patiently(self._ask_who_tells, 2 * LINGER)
+        except RuntimeError:
+            return "lost"
+
+    def _ask_who_tells(self) -> str:
+        with suppress(RuntimeError):
             self.store.wait(["told"], timedelta(seconds=LINGER))
-            return True
-        except RuntimeError:
-            pass
-        try:
-            return int(self.store.add("tellers", 1)) > 1
-        except RuntimeError:
-            return False  # the store is gone, and rank 0 may be gone with it
+            return "told"
+        return "mine" if int(self.store.add("tellers", 1)) == 1 else "told"
 
     def _await(self, key: str, why: Callable[[], str]) -> None:
         try:
@@ -119,6 +138,26 @@ class Lobby:
         return self._absent(first, middle, deadline) + self._absent(middle, end, deadline)
 
 
+def patiently(request: Callable[[], Answer], seconds: float) -> Answer:
+    """Make a request to a store; RuntimeError if it takes too long: whatever its timeout, a stopped host never answers."""
+    answers: SimpleQueue[tuple[Answer | None, BaseException | None]] = SimpleQueue()
+
+    def serve() -> None:
+        try:
+            answers.put((request(), None))
+        except BaseException as error:  # for whoever asked
+            answers.put((None, error))
+
+    threading.Thread(target=serve, name="request", daemon=True).start()
+    try:
+        answer, error = answers.get(timeout=seconds)
+    except Empty:
+        raise RuntimeError(f"no answer for {seconds:g} s") from None
+    if error is not None:
+        raise error
+    return answer  # type: ignore[return-value]
+
+
 def number_of(name: str) -> int:
     """The number that a variable of the environment is set to; PlanError where it is none."""
     try:
@@ -131,4 +170,4 @@ def _first_line(error: Exception) -> str:
     return str(error).splitlines()[0][:200] if str(error) else type(error).__name__
 
 
-__all__ = ["MARGIN", "Lobby", "number_of"]
+__all__ = ["MARGIN", "Lobby", "number_of", "patiently"]

@@ -29,7 +29,7 @@ from autoptd.doctor.facts import Facts, Verdict, judge, own_facts
 from autoptd.doctor.meshes import asked_mesh, meshes_for
 from autoptd.doctor.report import DoctorReport
 from autoptd.doctor.traffic import all_orders, needs_of_orders
-from autoptd.doctor.watch import watch
+from autoptd.doctor.watch import PATIENCE, watch, watching_store
 from autoptd.errors import AutoptdError, PlanError, RuntimeFault
 from autoptd.ir.mesh import Mesh
 from autoptd.planner.cluster import Cluster, find_cluster
@@ -77,10 +77,15 @@ def run_launched(asked: Request) -> int:
             os._exit(status)  # an ordinary end would wait for kernels that never finish
         return status
 
+    def end_at_once(error: RuntimeFault) -> None:
+        """The end for a process that is stuck, called by another thread."""
+        os._exit(end(_told(error)))
+
     try:
-        verdict = lobby.agree(own_facts(lobby.rank, str(asked), asked.device, asked.backend))
-        if not verdict.stops:
-            _look_at_all(asked, lobby, verdict, meshes, lambda error: os._exit(end(_told(error))))
+        with watching_store(lobby, asked.timeout + PATIENCE, end_at_once):
+            verdict = lobby.agree(own_facts(lobby.rank, str(asked), asked.device, asked.backend))
+            if not verdict.stops:
+                _look_at_all(asked, lobby, verdict, meshes, end_at_once)
     except AutoptdError as error:
         return end(_told(error))
     return end("")
@@ -91,12 +96,16 @@ def _told(error: AutoptdError) -> str:
 
 
 def _end(asked: Request, lobby: Lobby, report: DoctorReport) -> int:
-    """Print the report if it is this rank's to print; return the status. Rank 0's it is, or the first one's that misses it."""
+    """Print the report if it is this rank's to print, rank 0's or the first one's that misses it; return the status."""
     if lobby.rank == 0:
         _print(asked, report)
         lobby.tell()
-    elif not lobby.wait_until_told():
+        return report.status
+    who = lobby.wait_until_told()
+    if who == "mine":
         _print(Request(), report)  # a file would be rank 0's
+    elif who == "lost":  # rank 0 may have told all, or be gone
+        print("\n".join(report.wrong), file=sys.stderr, flush=True)
     return report.status
 
 

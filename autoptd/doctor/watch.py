@@ -1,4 +1,4 @@
-"""A thread that speaks for a rank whose process is stuck in a call.
+"""Threads that speak for a rank whose process is stuck: in a call, or in a request to the store.
 
 In: a world of processes on NCCL, and what to do with a fault. On NCCL a call that hangs blocks its process (a copy to the host
 waits for the device), and the watchdog of torch ends it later without naming anybody. So a second thread asks how long the rank
@@ -14,12 +14,14 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from autoptd.doctor.arrival import Lobby, patiently
 from autoptd.errors import RuntimeFault
 from autoptd.runtime.distributed import DistributedWorld
 from autoptd.runtime.faults import FaultBoard
 
 PATIENCE = 9.0  # seconds beyond the timeout, in which the rank itself may come to know
 BETWEEN = 0.25  # seconds
+PROBE = 2.0  # seconds between two requests to the store
 
 
 @contextmanager
@@ -54,4 +56,26 @@ def watching(board: FaultBoard, limit: float, on_fault: Callable[[RuntimeFault],
         is_over.set()
 
 
-__all__ = ["watch", "watching"]
+@contextmanager
+def watching_store(lobby: Lobby, limit: float, on_fault: Callable[[RuntimeFault], None]) -> Iterator[None]:
+    """Call `on_fault` once if the store leaves a request unanswered for `limit` seconds: torch's own would wait for ever."""
+    is_over = threading.Event()
+
+    def serve() -> None:
+        store = lobby.store.clone()  # type: ignore[attr-defined]  # a connection that no other request holds
+        while not is_over.wait(PROBE):
+            try:
+                patiently(lambda: store.check(["told"]), limit)
+            except RuntimeError:
+                if not is_over.is_set():
+                    on_fault(lobby.lost())
+                return
+
+    threading.Thread(target=serve, name="doctor's probe", daemon=True).start()
+    try:
+        yield
+    finally:
+        is_over.set()
+
+
+__all__ = ["watch", "watching", "watching_store"]
