@@ -3,48 +3,95 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
+import re
 import signal
-import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from autoptd.cli import main
+from autoptd.runtime.distributed import DistributedChannel, DistributedGroup
 from tests.ports import free_port
 
-ROOT = Path(__file__).parents[2]
-COMMAND = (sys.executable, "-m", "autoptd", "doctor")
-SPOILED = (sys.executable, str(Path(__file__).parent / "spoil.py"))
 PATIENCE = 150.0  # seconds, after which a test fails
 
 pytestmark = pytest.mark.processes
 
 
-class Launch:
-    """The processes of a launch, as torchrun would start them; those of `absent` are not started."""
+def page_blocks() -> list[str]:
+    """What the page shows of output."""
+    page = Path(__file__).parents[2] / "docs" / "howto" / "check-a-launch.md"
+    return re.findall(r"```text\n(.*?)```", page.read_text(), re.S)
 
-    def __init__(
-        self, folder: Path, size: int, *words: str, command: tuple[str, ...] = COMMAND, absent: int = -1
-    ) -> None:
-        port, self.folder = free_port(), folder
-        self.processes: dict[int, subprocess.Popen[bytes]] = {}
+
+def shape(text: str) -> list[str]:
+    """The lines of a report but for what each run and machine has of its own: names, times, speeds."""
+    for pattern, word in (
+        (r"on \S+: gloo, CPU, .* free; .*", "on HOST"),
+        (r"[\d.e+]+ (us|ms|s)\b", "TIME"),
+        (r"[\d.]+ [kMGT]?B/s", "SPEED"),
+        (r"\d+%", "SHARE"),
+        (r"\d(, | > )\d$", "RANKS"),
+        (r" +", " "),
+    ):
+        text = re.sub(pattern, word, text, flags=re.M)
+    return [line.strip() for line in text.splitlines()]
+
+
+def _serve(rank: int, size: int, port: int, folder: Path, words: list[str], spoil: bool) -> None:
+    """One rank: `autoptd doctor` with the environment that torchrun would give it; what it prints goes to files."""
+    for name, number in (("out", 1), ("err", 2)):
+        file = os.open(folder / f"{rank}.{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(file, number)
+    sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    if spoil:
+        spoil_calls()
+    sys.exit(main(["doctor", *words]))
+
+
+def spoil_calls() -> None:
+    """Let this rank send wrong float32, and hand wrong bfloat16 into sums."""
+    send, reduce = DistributedChannel.send, DistributedGroup.all_reduce
+
+    def wrong_send(self: Any, tensors: Sequence[torch.Tensor], site: str) -> Any:
+        return send(self, [x + 1 if x.dtype is torch.float32 else x for x in tensors], site)
+
+    def wrong_reduce(self: Any, x: torch.Tensor, site: str, op: str = "sum") -> torch.Tensor:
+        return reduce(self, x * 2 if x.dtype is torch.bfloat16 else x, site, op)
+
+    DistributedChannel.send, DistributedGroup.all_reduce = wrong_send, wrong_reduce  # type: ignore[method-assign]
+
+
+class Launch:
+    """The processes of a launch, as torchrun would start them: those of `absent` are not, that of `spoiled` is wrong."""
+
+    def __init__(self, folder: Path, size: int, *words: str, absent: int = -1, spoiled: int = -1) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["autoptd.doctor.run", "autoptd.cli.doctor"])
+        port, self.folder, self.processes = free_port(), folder, {}
         for rank in [one for one in range(size) if one != absent]:
-            env = {**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
-            env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-            env["PYTHONPATH"] = str(ROOT)
-            out, err = (folder / f"{rank}.{name}" for name in ("out", "err"))
-            with out.open("wb") as stdout, err.open("wb") as stderr:
-                self.processes[rank] = subprocess.Popen(
-                    [*command, *words], env=env, cwd=ROOT, stdout=stdout, stderr=stderr
-                )
+            arguments = (rank, size, port, folder, list(words), rank == spoiled)
+            self.processes[rank] = context.Process(target=_serve, args=arguments)
+            self.processes[rank].start()
 
     def out(self, rank: int) -> str:
-        return (self.folder / f"{rank}.out").read_text()
+        return self._read(rank, "out")
 
     def err(self, rank: int) -> str:
-        return (self.folder / f"{rank}.err").read_text()
+        return self._read(rank, "err")
+
+    def _read(self, rank: int, name: str) -> str:
+        file = self.folder / f"{rank}.{name}"
+        return file.read_text() if file.exists() else ""
 
     def until(self, rank: int, words: str) -> None:
         """Wait until a rank has told this on stderr."""
@@ -53,19 +100,18 @@ class Launch:
             assert time.monotonic() < deadline, self.err(rank)
             time.sleep(0.02)
 
-    def ends(self, but: int = -1) -> dict[int, int]:
+    def ends(self, but: int = -1) -> dict[int, int | None]:
         """The status of every rank; `but` is not waited for. Nothing is left behind."""
         deadline = time.monotonic() + PATIENCE
-        try:
-            return {
-                rank: process.wait(max(deadline - time.monotonic(), 1.0))
-                for rank, process in self.processes.items()
-                if rank != but
-            }
-        finally:
-            for process in self.processes.values():
-                process.kill()
-                process.wait()
+        status = {}
+        for rank, process in self.processes.items():
+            if rank != but:
+                process.join(max(deadline - time.monotonic(), 1.0))
+                status[rank] = process.exitcode
+        for process in self.processes.values():
+            process.kill()
+            process.join()
+        return status
 
     def said(self) -> str:
         return "\n".join(f"-- rank {rank}\n{self.out(rank)}{self.err(rank)}" for rank in self.processes)
@@ -82,10 +128,12 @@ def test_four_ranks_look_at_several_meshes(tmp_path: Path) -> None:
     assert record["status"] == 0 and record["wrong"] == [] and len(record["meshes"]) == 3
     assert all(one["bytes_per_second"] > 0 for mesh in record["meshes"] for one in mesh["times"])
     assert not any(launch.out(rank) for rank in (1, 2, 3)), "rank 0 alone prints"
+    shown, *_ = page_blocks()
+    assert shape(shown) == shape(text)[: len(shape(shown))], "docs/howto/check-a-launch.md shows another table"
 
 
 def test_wrong_numbers_are_told_by_both_ends(tmp_path: Path) -> None:
-    launch = Launch(tmp_path, 2, "--timeout", "60", command=SPOILED)
+    launch = Launch(tmp_path, 2, "--timeout", "60", spoiled=1)
     assert set(launch.ends().values()) == {1}, launch.said()
     lines = [line for line in launch.out(0).partition("\nWrong:\n")[2].splitlines() if line.startswith("  ")]
     assert len(lines) == 4, launch.out(0)
@@ -95,6 +143,7 @@ def test_wrong_numbers_are_told_by_both_ends(tmp_path: Path) -> None:
     for axis, mesh in (("pp", "t=1 p=2 d=1"), ("tp", "t=2 p=1 d=1"), ("dp", "t=1 p=1 d=2")):
         start = f"  over {axis} of ranks 0, 1 ({mesh}): the part of rank 1 is wrong on rank 0, 1: all_reduce"
         assert any(line.startswith(start) for line in lines), lines
+    assert "  " + page_blocks()[1].strip() in lines
 
 
 @pytest.mark.parametrize("absent", [0, 1])
@@ -109,6 +158,7 @@ def test_a_rank_that_never_comes_is_named(absent: int, tmp_path: Path) -> None:
     assert (
         len(told) == 1
         and "RuntimeFault: rank 0 at start: waited 4 s for rank 1, not arrived (2 of 3 are here)" in told[0]
+    assert page_blocks()[2].strip() in told[0]
     )
 
 
@@ -126,6 +176,7 @@ def test_a_rank_that_is_stopped_is_named(size: int, victim: int, mesh: str, tmp_
         said = launch.out(1) + launch.err(1)
         assert "does not answer: rank 0, or what else hosts " in said or "rank 0 is gone" in said, launch.said()
         return
-    assert "rank 2 is gone: it was last known at " in launch.out(0), launch.said()
+    gone = r"RuntimeFault: rank 0 at .*(rank 2 is gone: it was last known at |waited 5 s for rank 2, not arrived)"
+    assert re.search(gone, launch.out(0)), launch.said()
     assert launch.out(0).count("RuntimeFault") == 1 and not launch.out(1) and not launch.out(3), launch.said()
     assert "t=2 p=2 d=1: " in launch.out(0), "what was found before is told"
