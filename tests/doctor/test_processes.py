@@ -155,11 +155,10 @@ def test_a_rank_that_never_comes_is_named(absent: int, tmp_path: Path) -> None:
         assert all(f"RuntimeFault: rank {rank}{words}" in launch.err(rank) for rank in (1, 2)), launch.said()
         return
     told = [launch.out(rank) for rank in launch.processes if launch.out(rank)]
-    assert (
-        len(told) == 1
-        and "RuntimeFault: rank 0 at start: waited 4 s for rank 1, not arrived (2 of 3 are here)" in told[0]
-    assert page_blocks()[2].strip() in told[0]
-    )
+    (text,) = told
+    assert "waited 4 s for rank 1, not arrived (2 of 3 are here)" in text
+    # The first to find out tells, which is rank 0 unless it is slow.
+    assert page_blocks()[2].strip() in re.sub(r"rank \d at start", "rank 0 at start", text)
 
 
 @pytest.mark.parametrize(("size", "victim", "mesh"), [(4, 2, "t=1 p=2 d=2"), (2, 0, "t=2 p=1 d=1")])
