@@ -34,6 +34,7 @@ from autoptd.runtime.world import Group, World, fault_site
 
 Tensor = torch.Tensor
 MOST_WRONG = 20  # a rank remembers no more
+BRIEF = 0.05  # seconds in which a rank asks again without a pause: what takes microseconds is timed as well
 MANY_RANKS = 64  # in a larger group every rank looks at many parts: of two dtypes then
 FEW = 1 << 14  # elements: of more than that each rank hands a group's share into a gather
 
@@ -96,13 +97,15 @@ def settle(world: World, site: str) -> None:
 
 def wait_until(world: World, site: str, is_done: Callable[[], bool]) -> None:
     """Ask until it is done; RuntimeFault after the world's timeout, which names who is missing."""
-    deadline = time.monotonic() + world.timeout
+    began = time.monotonic()
 
     def ask() -> None:
         while not is_done():
-            if time.monotonic() > deadline:
+            waited = time.monotonic() - began
+            if waited > world.timeout:
                 raise RuntimeError(f"not done after {world.timeout:g} s")
-            time.sleep(2e-4)
+            if waited > BRIEF:
+                time.sleep(1e-3)
 
     if isinstance(world, DistributedWorld):
         with world.call(Call("work on the device", site)):

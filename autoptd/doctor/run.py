@@ -86,12 +86,12 @@ def run_launched(asked: Request) -> int:
             verdict = lobby.agree(own_facts(lobby.rank, str(asked), asked.device, asked.backend))
             if not verdict.stops:
                 _look_at_all(asked, lobby, verdict, meshes, end_at_once)
-    except AutoptdError as error:
+    except (AutoptdError, RuntimeError, OSError) as error:  # torch's own among them: no connection, no such host
         return end(_told(error))
     return end("")
 
 
-def _told(error: AutoptdError) -> str:
+def _told(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 

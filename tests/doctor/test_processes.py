@@ -17,8 +17,10 @@ import pytest
 import torch
 
 from autoptd.cli import main
+from autoptd.doctor.run import Request, run_launched
 from autoptd.runtime.distributed import DistributedChannel, DistributedGroup
 from tests.ports import free_port
+from tests.processes.in_order import register
 
 PATIENCE = 150.0  # seconds, after which a test fails
 
@@ -45,7 +47,7 @@ def shape(text: str) -> list[str]:
     return [line.strip() for line in text.splitlines()]
 
 
-def _serve(rank: int, size: int, port: int, folder: Path, words: list[str], spoil: bool) -> None:
+def _serve(rank: int, size: int, port: int, folder: Path, words: list[str], spoil: bool, backend: str | None) -> None:
     """One rank: `autoptd doctor` with the environment that torchrun would give it; what it prints goes to files."""
     for name, number in (("out", 1), ("err", 2)):
         file = os.open(folder / f"{rank}.{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -55,7 +57,10 @@ def _serve(rank: int, size: int, port: int, folder: Path, words: list[str], spoi
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     if spoil:
         spoil_calls()
-    sys.exit(main(["doctor", *words]))
+    if backend is None:
+        sys.exit(main(["doctor", *words]))
+    register()
+    sys.exit(run_launched(Request(backend=backend, timeout=60.0, p=size)))
 
 
 def spoil_calls() -> None:
@@ -74,12 +79,14 @@ def spoil_calls() -> None:
 class Launch:
     """The processes of a launch, as torchrun would start them: those of `absent` are not, that of `spoiled` is wrong."""
 
-    def __init__(self, folder: Path, size: int, *words: str, absent: int = -1, spoiled: int = -1) -> None:
+    def __init__(
+        self, folder: Path, size: int, *words: str, absent: int = -1, spoiled: int = -1, backend: str | None = None
+    ) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["autoptd.doctor.run", "autoptd.cli.doctor"])
         port, self.folder, self.processes = free_port(), folder, {}
         for rank in [one for one in range(size) if one != absent]:
-            arguments = (rank, size, port, folder, list(words), rank == spoiled)
+            arguments = (rank, size, port, folder, list(words), rank == spoiled, backend)
             self.processes[rank] = context.Process(target=_serve, args=arguments)
             self.processes[rank].start()
 
@@ -130,6 +137,13 @@ def test_four_ranks_look_at_several_meshes(tmp_path: Path) -> None:
     assert not any(launch.out(rank) for rank in (1, 2, 3)), "rank 0 alone prints"
     shown, *_ = page_blocks()
     assert shape(shown) == shape(text)[: len(shape(shown))], "docs/howto/check-a-launch.md shows another table"
+
+
+def test_no_call_waits_for_a_later_one_where_a_device_is_one_queue(tmp_path: Path) -> None:
+    """As NCCL may run what a rank issued: in its order, whatever the group or channel."""
+    launch = Launch(tmp_path, 3, backend="in_order")
+    assert set(launch.ends().values()) == {0}, launch.said()
+    assert "t=1 p=3 d=1: " in launch.out(0) and "pp    message         6 pairs" in launch.out(0)
 
 
 def test_wrong_numbers_are_told_by_both_ends(tmp_path: Path) -> None:
