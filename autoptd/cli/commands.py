@@ -18,6 +18,7 @@ FUNCTIONS = {  # command -> module of this package, function of it
     "diff": ("compare", "compare"),
     "plan": ("plan", "plan"),
     "measure": ("measure", "measure"),
+    "doctor": ("doctor", "doctor"),
     "completion": ("completion", "completion"),
 }
 

@@ -28,6 +28,11 @@ MODEL = """MODEL is one of
 SHOW = f"""What a model is on t*p*d ranks: memory of a rank, bytes on every link, bubble. No GPU, no weights.
 
 {MODEL}"""
+DOCTOR = """Try what the runtime does between ranks, on the ranks, devices and backend at hand: every collective and channel,
+with right results, in the order of schedules, and how fast beside the link; a wrong or slow pair of ranks is named.
+
+Under torchrun all ranks take part; alone it looks at one process and at ranks as threads. Ends with 0 if all is right (what
+is slow is only said), 1 if something is wrong."""
 PLAN = "Search for the fastest (t, p, d, v, b) on a cluster. No GPU, no weights."
 SIZES = ("layers", "hidden", "heads", "seq", "vocab", "ffn", "kv_heads", "head_dim", "mlp_matrices")
 COUNTS = ("batch", "rows", "seq", "vocab", "num_microbatches", "steps", "t", "p", "d", "v", "ranks")  # of all but plan
@@ -57,6 +62,9 @@ EXAMPLES = {
   autoptd plan gpt2 --gpus 8 --batch 64 --cluster laptop-cpu --out plan.json    # then: autoptd train ... --plan plan.json""",
     "measure": """  autoptd measure mine.toml --ranks 4
   autoptd plan gpt2 --gpus 4 --batch 16 --cluster mine.toml""",
+    "doctor": """  autoptd doctor                                                        # one process, and ranks as threads
+  torchrun --nproc-per-node 8 -m -- autoptd doctor                      # all links of a node
+  torchrun --nnodes 2 --nproc-per-node 8 ... -m -- autoptd doctor --t 8 --p 2 --json doctor.json""",
     "completion": """  autoptd completion bash > ~/.local/share/bash-completion/completions/autoptd
   eval "$(autoptd completion zsh)"                                      # in ~/.zshrc, behind compinit""",
 }
@@ -144,6 +152,17 @@ def make_parser() -> tuple[ArgumentParser, dict[str, ArgumentParser]]:
     one.add_argument(
         "--ranks", type=int, default=2, help="processes that take part in collectives (default %(default)s)"
     )
+
+    one = command("doctor", "try every collective and channel on the ranks at hand; name what is wrong or slow", DOCTOR)
+    for name, words in (("t", "tensor"), ("p", "pipeline"), ("d", "data")):
+        one.add_argument(f"--{name}", type=int, metavar="N", help=f"{words}-parallel degree (default: several meshes)")
+    one.add_argument("--backend", choices=("gloo", "nccl"), help="(default: nccl on CUDA devices, else gloo)")
+    one.add_argument("--device", help="of a rank (default: the GPU of LOCAL_RANK, else cpu)")
+    one.add_argument(
+        "--timeout", type=float, default=30.0, metavar="SECONDS", help="of a rank that hangs (default %(default)g)"
+    )
+    one.add_argument("--cluster", help="whose links to compare with: a name, or a TOML file (default: by the device)")
+    one.add_argument("--json", metavar="FILE", help="write all that was found")
 
     one = command("completion", "print what completes commands and flags in a shell")
     one.add_argument("shell", choices=("bash", "zsh"))

@@ -133,11 +133,15 @@ def _rank(rank: int, ranks: int, device: str, folder: str) -> None:
         "nccl" if device == "cuda" else "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks
     )
     gathers, messages = [], []
+
+    def median(call: Callable[[], Any]) -> float:
+        return float(np.median(repeated(call, device, dist.barrier)))
+
     for nbytes in SIZES:
         part = torch.zeros(nbytes // 4 // ranks, device=device)
         parts, whole = [torch.empty_like(part) for _ in range(ranks)], torch.zeros(nbytes // 4, device=device)
-        gathers.append(_repeated(lambda part=part, parts=parts: dist.all_gather(parts, part), device))  # type: ignore[misc]
-        messages.append(_repeated(lambda whole=whole: _bounce(rank, whole), device) / 2)  # type: ignore[misc]
+        gathers.append(median(lambda part=part, parts=parts: dist.all_gather(parts, part)))  # type: ignore[misc]
+        messages.append(median(lambda whole=whole: _bounce(rank, whole)) / 2)  # type: ignore[misc]
     if rank == 0:
         torch.save((gathers, messages), Path(folder) / "times.pt")
     dist.destroy_process_group()
@@ -153,17 +157,17 @@ def _bounce(rank: int, value: torch.Tensor) -> None:
         dist.send(value, 0)
 
 
-def _repeated(call: Callable[[], Any], device: str, times: int = 10) -> float:
-    """Seconds of a call that all ranks make equally often: the median of some."""
+def repeated(call: Callable[[], Any], device: str, meet: Callable[[], Any], times: int = 10) -> list[float]:
+    """Seconds of each of some calls that several ranks make equally often; before each of them they `meet`."""
     found = []
     for _ in range(times + 2):
-        dist.barrier()
+        meet()
         start = time.perf_counter()
         call()
         if device == "cuda":
             torch.cuda.synchronize()
         found.append(time.perf_counter() - start)
-    return float(np.median(found[2:]))
+    return found[2:]
 
 
 def seconds_of(call: Callable[[], Any], device: str) -> float:

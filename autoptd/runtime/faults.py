@@ -66,6 +66,7 @@ class FaultBoard:
         self._pages = Pages(_name_of_run(store), world.rank) if notes_calls else None
         self._last: Call | None = None  # the last call that this rank made
         self._is_waiting = False  # in it
+        self._entered = 0.0  # when it made it
         self._first: dict[str, Any] | None = None  # as last read: the store may die with the rank that hosts it
         self._reported = False
         self._is_lost = False  # the store: gone, or silent
@@ -86,13 +87,18 @@ class FaultBoard:
 
     def enter(self, call: Call) -> None:
         """This rank makes `call` now."""
-        self._last, self._is_waiting = call, True
+        self._last, self._entered, self._is_waiting = call, time.monotonic(), True
         if self._pages is not None:
             self._pages.write((self._world.at, *call))
 
     def leave(self) -> None:
         """Its call is over."""
         self._is_waiting = False
+
+    def waiting(self) -> tuple[Call, float] | None:
+        """The call in which this rank is, and for how many seconds; None outside of one. Any thread may ask."""
+        call, entered = self._last, self._entered
+        return (call, time.monotonic() - entered) if self._is_waiting and call is not None else None
 
     def report(self, exc: BaseException) -> None:
         """Publish that this rank itself failed; faults that came from elsewhere are known already."""

@@ -1,0 +1,269 @@
+"""Every call of a group and of a channel, with its result held against the right one.
+
+In: a `World`. Out: the `Wrong`s that this rank saw, and how many results it looked at. All ranks make the same calls
+in the same order; those of channels go link by link, in one order for all ranks, so that one at a time is under way
+between two ranks.
+
+    checks = Checks(world)
+    check_group(checks, "tp", world.group(("tp",)), counts=(1, 1021))
+    checks.wrong                            # [] : all right
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from autoptd.doctor.patterns import (
+    MOVED_DTYPES,
+    SUMMED_DTYPES,
+    find_difference,
+    message,
+    share,
+    total,
+)
+from autoptd.errors import RuntimeFault
+from autoptd.ir.mesh import Coordinate
+from autoptd.runtime.distributed import DistributedWorld
+from autoptd.runtime.faults import Call
+from autoptd.runtime.world import Group, World, fault_site
+
+Tensor = torch.Tensor
+MOST_WRONG = 300  # a rank remembers no more, each call of a group or channel once for a dtype
+BRIEF = 0.05  # seconds in which a rank asks again without a pause: what takes microseconds is timed as well
+MANY_RANKS = 64  # in a larger group every rank looks at many parts: of two dtypes then
+FEW = 1 << 14  # elements: of more than that each rank hands a group's share into a gather
+
+
+class Result(NamedTuple):
+    """What a call gave, and what is right: the part of the rank at `position`, or a sum over `size` ranks from `offset` on."""
+
+    got: Tensor
+    expected: Tensor
+    position: int = -1
+    size: int = 0
+    offset: int = 0
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """A result that is not right on rank `seen_by`: `ranks` called `what`; `sources`: whose part is wrong, if known."""
+
+    what: str
+    over: str
+    ranks: tuple[int, ...]
+    sources: tuple[int, ...]
+    seen_by: int
+    dtype: str
+    text: str
+
+
+@dataclass
+class Checks:
+    """What one rank has looked at."""
+
+    world: World
+    count: int = 0
+    wrong: list[Wrong] = field(default_factory=list)
+    _noted: set[tuple[object, ...]] = field(default_factory=set)
+
+    def hold(self, what: str, over: str, ranks: Sequence[int], result: Result) -> None:
+        """Hold a result against the right one."""
+        self.count += 1
+        found = find_difference(result.got, result.expected, result.size, result.offset)
+        if found is None:
+            return
+        sources = [ranks[result.position]] if result.position >= 0 else [ranks[index] for index in found.owners]
+        if result.size and 2 * len(sources) > max(result.size, 2):
+            sources = []  # everybody's numbers are wrong: it is the sum, and nobody's part
+        self.note(what, over, ranks, sources, str(result.expected.dtype).removeprefix("torch."), str(found))
+
+    def note(self, what: str, over: str, ranks: Sequence[int], sources: Sequence[int], dtype: str, text: str) -> None:
+        """Remember what is wrong."""
+        key = (what, over, tuple(ranks), tuple(sources), dtype)
+        if key not in self._noted and len(self.wrong) < MOST_WRONG:
+            self._noted.add(key)
+            self.wrong.append(Wrong(what, over, tuple(ranks), tuple(sources), self.world.rank, dtype, text))
+
+
+def settle(world: World, site: str) -> None:
+    """Wait until the device has done what was queued: on CUDA a call that hangs would else block this process for ever."""
+    if world.device.type == "cuda":
+        event = torch.cuda.Event()
+        event.record()
+        wait_until(world, site, event.query)
+
+
+def wait_until(world: World, site: str, is_done: Callable[[], bool]) -> None:
+    """Ask until it is done; RuntimeFault after the world's timeout, which names who is missing."""
+    began = time.monotonic()
+
+    def ask() -> None:
+        while not is_done():
+            waited = time.monotonic() - began
+            if waited > world.timeout:
+                raise RuntimeError(f"not done after {world.timeout:g} s")
+            if waited > BRIEF:
+                time.sleep(1e-3)
+
+    if isinstance(world, DistributedWorld):
+        with world.call(Call("work on the device", site)):
+            ask()
+        return
+    try:
+        ask()
+    except RuntimeError as error:
+        raise RuntimeFault(fault_site(world.rank, world.at), f"{site}: {error}", "raise --timeout") from error
+
+
+def check_group(checks: Checks, over: str, group: Group, counts: Sequence[int]) -> None:
+    """All methods of a group, for every dtype and number of elements."""
+    world = checks.world
+    for what, (dtypes, make) in METHODS.items():
+        for dtype in dtypes if group.size <= MANY_RANKS else dtypes[:2]:
+            for count in _counts(counts, dtype):
+                in_parts = what.startswith(("all_gather", "reduce_scatter", "all_to_all"))
+                length = count // group.size if in_parts and count > FEW else count
+                site = f"doctor: {what} of {length} {str(dtype).removeprefix('torch.')} over {over}"
+                results = list(make(group, length, dtype, world.device, site))
+                settle(world, site)
+                for result in results:
+                    checks.hold(what, over, group.ranks, result)
+    for index, obj in enumerate(group.gather_objects(("rank", group.index), f"doctor: gather_objects over {over}")):
+        checks.count += 1
+        if obj != ("rank", index):
+            checks.note("gather_objects", over, group.ranks, [group.ranks[index]], "objects", f"got {obj!r:.40}")
+
+
+def _counts(counts: Sequence[int], dtype: torch.dtype) -> Sequence[int]:
+    """The sizes of a dtype: large ones of those that activations and gradients have."""
+    return counts if dtype in (torch.float32, torch.bfloat16) else [one for one in counts if one <= FEW]
+
+
+Make = Callable[[Group, int, torch.dtype, torch.device, str], Iterator[Result]]
+
+
+def _all_reduce(group: Group, count: int, dtype: torch.dtype, device: torch.device, site: str) -> Iterator[Result]:
+    got = group.all_reduce(share(group.index, group.size, count, dtype, device), site)
+    yield Result(got, total(group.size, count, dtype, device), size=group.size)
+
+
+def _maximum(group: Group, count: int, dtype: torch.dtype, device: torch.device, site: str) -> Iterator[Result]:
+    got = group.all_reduce(share(group.index, group.size, count, dtype, device), site, "max")
+    yield Result(got, total(group.size, count, dtype, device, "max"), size=group.size)
+
+
+def _all_reduce_start(
+    group: Group, count: int, dtype: torch.dtype, device: torch.device, site: str
+) -> Iterator[Result]:
+    """Two at once, and the later one is waited for first."""
+    lengths = (count, count + 3)
+    flats = [share(group.index, group.size, length, dtype, device).clone() for length in lengths]
+    pending = [group.all_reduce_start(flat, site) for flat in flats]
+    for length, one in reversed(list(zip(lengths, pending, strict=True))):
+        yield Result(one.wait(), total(group.size, length, dtype, device), size=group.size)
+
+
+def _all_gather(group: Group, count: int, dtype: torch.dtype, device: torch.device, site: str) -> Iterator[Result]:
+    yield from _gathered(group, group.all_gather(_own(group, count, dtype, device), site))
+
+
+def _all_gather_start(
+    group: Group, count: int, dtype: torch.dtype, device: torch.device, site: str
+) -> Iterator[Result]:
+    yield from _gathered(group, group.all_gather_start(_own(group, count, dtype, device), site).wait())
+
+
+def _own(group: Group, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return message(group.ranks[group.index], 0, count, dtype, device)
+
+
+def _gathered(group: Group, parts: Sequence[Tensor]) -> Iterator[Result]:
+    for index, part in enumerate(parts):
+        yield Result(part, message(group.ranks[index], 0, part.numel(), part.dtype, part.device), index)
+
+
+def _scatter_parts(group: Group, count: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    whole = share(group.index, group.size, count * group.size, dtype, device)
+    return list(whole.view(group.size, count))
+
+
+def _scattered(group: Group, got: Tensor) -> Iterator[Result]:
+    count = got.numel()
+    whole = total(group.size, count * group.size, got.dtype, got.device)
+    offset = group.index * count
+    yield Result(got, whole[offset : offset + count], size=group.size, offset=offset)
+
+
+def _reduce_scatter(group: Group, count: int, dtype: torch.dtype, device: torch.device, site: str) -> Iterator[Result]:
+    yield from _scattered(group, group.reduce_scatter(_scatter_parts(group, count, dtype, device), site))
+
+
+def _reduce_scatter_start(
+    group: Group, count: int, dtype: torch.dtype, device: torch.device, site: str
+) -> Iterator[Result]:
+    yield from _scattered(group, group.reduce_scatter_start(_scatter_parts(group, count, dtype, device), site).wait())
+
+
+def _all_to_all(group: Group, count: int, dtype: torch.dtype, device: torch.device, site: str) -> Iterator[Result]:
+    mine = group.ranks[group.index]
+    parts = group.all_to_all([message(mine, other, count, dtype, device) for other in group.ranks], site)
+    for index, part in enumerate(parts):
+        yield Result(part, message(group.ranks[index], mine, count, dtype, device), index)
+
+
+def _broadcast(group: Group, count: int, dtype: torch.dtype, device: torch.device, site: str) -> Iterator[Result]:
+    for source in dict.fromkeys((0, group.size - 1)):
+        got = group.broadcast(_own(group, count, dtype, device), source, site)
+        yield Result(got, message(group.ranks[source], 0, count, dtype, device), source)
+
+
+METHODS: dict[str, tuple[tuple[torch.dtype, ...], Make]] = {
+    "all_reduce": (SUMMED_DTYPES, _all_reduce),
+    "all_reduce max": (SUMMED_DTYPES, _maximum),
+    "all_reduce_start": (SUMMED_DTYPES, _all_reduce_start),
+    "all_gather": (MOVED_DTYPES, _all_gather),
+    "all_gather_start": (MOVED_DTYPES, _all_gather_start),
+    "reduce_scatter": (SUMMED_DTYPES, _reduce_scatter),
+    "reduce_scatter_start": (SUMMED_DTYPES, _reduce_scatter_start),
+    "all_to_all": (MOVED_DTYPES, _all_to_all),
+    "broadcast": (MOVED_DTYPES, _broadcast),
+}
+
+
+def peer(world: World, pp: int) -> int:
+    """The rank with this rank's dp and tp coordinates on pipeline rank `pp`."""
+    at = world.coordinate
+    return world.mesh.rank(Coordinate(pp, at.dp, at.tp))
+
+
+def check_channels(checks: Checks, links: Sequence[tuple[int, int]], counts: Sequence[int]) -> None:
+    """Two messages over every channel, of several tensors, one of them not contiguous; links in their order, one by one."""
+    world = checks.world
+    for source, target in links:
+        if world.coordinate.pp not in (source, target):
+            continue
+        site = f"doctor: message over pp {source} > {target}"
+        sender, receiver = peer(world, source), peer(world, target)
+        for number in range(2):
+            wanted = [
+                message(sender, receiver, count, dtype, world.device, number)
+                for dtype in MOVED_DTYPES
+                for count in _counts(counts, dtype)
+            ]
+            if world.rank == sender:
+                spread = [torch.stack([x, x], dim=-1)[..., 0] for x in wanted]  # not contiguous
+                world.outgoing(receiver).send(spread, site).wait()
+                settle(world, site)
+                continue
+            got = world.incoming(sender).receive([(x.shape, x.dtype) for x in wanted], site).wait()
+            settle(world, site)
+            for x, expected in zip(got, wanted, strict=True):
+                checks.hold("message", "pp", (sender, receiver), Result(x, expected, 0))
+
+
+__all__ = ["METHODS", "Checks", "Wrong", "check_channels", "check_group", "peer", "settle", "wait_until"]

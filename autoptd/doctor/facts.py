@@ -1,0 +1,253 @@
+"""What a rank says of itself before any communicator is made, and what is wrong with what all of them say.
+
+In: the environment. Out: a `Facts` per rank, small enough that thousands go through the store; and a `Verdict`, by
+the rank that has read all of them. What stops a launch, or makes it end in a riddle: versions that differ, two ranks
+on one GPU (NCCL refuses them), fewer GPUs than processes, commands that differ. What may slow it down: less memory
+than elsewhere, another process.
+
+    mine = own_facts(rank, asked="t=2 p=2", device=None, backend=None)
+    judge([mine, ...]).stops        # [] : go on
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import autoptd
+from autoptd.doctor.words import ranks_text
+from autoptd.runtime.distributed import _default_backend, _own_device
+from autoptd.viz.words import bytes_text
+
+SETTINGS = (
+    "NCCL_",
+    "TORCH_NCCL_",
+    "GLOO_",
+    "TP_SOCKET_IFNAME",
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    "PYTORCH_CUDA_ALLOC_CONF",
+)
+OWN_CONTEXT = 1.5e9  # bytes that CUDA and its libraries take in this process, at most
+PATIENCE = 10.0  # seconds for nvidia-smi
+
+
+@dataclass(frozen=True)
+class Facts:
+    """One rank: where it runs, on what, and with which software. `error`: why it has no device. Bytes are of its device."""
+
+    rank: int
+    host: str
+    backend: str
+    device: str
+    name: str = ""
+    uuid: str = ""
+    free: float = 0.0
+    total: float = 0.0
+    in_use: float = 0.0  # by others, before this rank has anything
+    processes: tuple[str, ...] = ()  # others on its card, as far as they can be seen
+    versions: dict[str, str] = field(default_factory=dict)
+    settings: dict[str, str] = field(default_factory=dict)
+    asked: str = ""
+    error: str = ""
+
+    def text(self) -> str:
+        return json.dumps(asdict(self), separators=(",", ":"))
+
+    @staticmethod
+    def parse(text: str) -> Facts:
+        found = json.loads(text)
+        return Facts(**{**found, "processes": tuple(found["processes"])})
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What all ranks go by: `hosts` numbers the machine of every rank. With `stops` there is no use in going on."""
+
+    hosts: tuple[int, ...]
+    host_names: tuple[str, ...]
+    backend: str
+    device_name: str
+    versions: dict[str, str]
+    least_free: float
+    most_free: float
+    stops: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def per_node(self) -> int:
+        """Ranks of the machine that has fewest."""
+        return min(self.hosts.count(host) for host in set(self.hosts))
+
+    def text(self) -> str:
+        return json.dumps(asdict(self), separators=(",", ":"))
+
+    @staticmethod
+    def parse(text: str) -> Verdict:
+        found = json.loads(text)
+        values: dict[str, Any] = {name: tuple(one) if isinstance(one, list) else one for name, one in found.items()}
+        return Verdict(**values)
+
+
+def own_facts(rank: int, asked: str, device: str | None, backend: str | None) -> Facts:
+    """Say what can be said of this process; never raises."""
+    host, settings = socket.gethostname(), {name: os.environ[name] for name in sorted(os.environ) if _is_setting(name)}
+    common = {"rank": rank, "host": host, "asked": asked, "versions": _versions(), "settings": settings}
+    try:
+        target = _own_device(device, backend)
+        chosen = backend or _default_backend(target)
+        if chosen == "nccl" and target.type != "cuda":
+            raise RuntimeError(f"backend nccl needs a CUDA device, and this rank's is {target}")
+        measured = _of_cuda(target) if target.type == "cuda" else _of_cpu()
+        return Facts(**common, backend=chosen, device=str(target), **measured)  # type: ignore[arg-type]
+    except Exception as error:
+        return Facts(**common, backend=backend or "?", device=device or "?", error=f"{type(error).__name__}: {error}")  # type: ignore[arg-type]
+
+
+def _is_setting(name: str) -> bool:
+    return name.startswith(SETTINGS)
+
+
+def _versions() -> dict[str, str]:
+    found = {"autoptd": f"{_own_version()} ({_hash_of_source()})", "torch": torch.__version__}
+    found["python"] = ".".join(map(str, sys.version_info[:2]))
+    if torch.cuda.is_available():
+        found["cuda"] = str(torch.version.cuda)
+        with suppress(Exception):
+            found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return found
+
+
+def _own_version() -> str:
+    try:
+        return version("autoptd")
+    except PackageNotFoundError:
+        return "checkout"
+
+
+@cache
+def _hash_of_source() -> str:
+    """Of this package's files: two checkouts may have one version."""
+    found, root = hashlib.sha256(), Path(autoptd.__file__).parent
+    for file in sorted(root.rglob("*.py")):
+        found.update(str(file.relative_to(root)).encode() + b"\0" + file.read_bytes())
+    return found.hexdigest()[:8]
+
+
+def _of_cuda(device: torch.device) -> dict[str, object]:
+    count = torch.cuda.device_count()
+    if device.index is None or device.index >= count:
+        raise RuntimeError(f"{device} is asked for, and {count} are visible")
+    free, total = torch.cuda.mem_get_info(device)
+    properties = torch.cuda.get_device_properties(device)
+    uuid = str(getattr(properties, "uuid", "")) or f"{os.environ.get('CUDA_VISIBLE_DEVICES', '')} {device}"
+    in_use = max(total - free - OWN_CONTEXT, 0.0)
+    found = {"name": properties.name, "uuid": uuid, "free": float(free), "total": float(total), "in_use": in_use}
+    return {**found, "processes": _processes_on(uuid) if in_use else ()}
+
+
+def _processes_on(uuid: str) -> tuple[str, ...]:
+    """Other processes that nvidia-smi sees on a card; in a container it sees none."""
+    query = ["nvidia-smi", "--query-compute-apps=gpu_uuid,pid,process_name,used_memory", "--format=csv,noheader"]
+    try:
+        told = subprocess.run(query, capture_output=True, text=True, timeout=PATIENCE).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    rows = [[word.strip() for word in line.split(",")] for line in told.splitlines()]
+    mine = [row for row in rows if len(row) >= 4 and row[0].removeprefix("GPU-") == uuid.removeprefix("GPU-")]
+    return tuple(f"pid {row[1]} {Path(row[2]).name} {row[3]}" for row in mine if row[1] != str(os.getpid()))[:3]
+
+
+def _of_cpu() -> dict[str, object]:
+    page = os.sysconf("SC_PAGE_SIZE")
+    total = float(page * os.sysconf("SC_PHYS_PAGES"))
+    known = "SC_AVPHYS_PAGES" in os.sysconf_names
+    return {"name": "CPU", "free": float(page * os.sysconf("SC_AVPHYS_PAGES")) if known else total, "total": total}
+
+
+def judge(ranks: Sequence[Facts]) -> Verdict:
+    """What is wrong with what the ranks say; ranks are in order."""
+    names = tuple(dict.fromkeys(one.host for one in ranks))
+    stops = [f"rank {one.rank} on {one.host} has no device: {one.error}" for one in ranks if one.error][:5]
+    working = [one for one in ranks if not one.error]
+    warnings: list[str] = []
+    for what in sorted({name for one in ranks for name in one.versions}):
+        lines = _differences(ranks, f"version of {what}", lambda one, what=what: one.versions.get(what, "none"))  # type: ignore[misc]
+        (warnings if what == "python" else stops).extend(lines)
+    stops += _differences(ranks, "command", lambda one: one.asked)
+    stops += _differences(working, "backend", lambda one: one.backend)
+    stops += _shared_devices(working)
+    warnings += _differences(working, "device", lambda one: one.name)
+    for name in sorted({name for one in ranks for name in one.settings}):
+        warnings += _differences(ranks, name, lambda one, name=name: one.settings.get(name, "not set"))  # type: ignore[misc]
+    warnings += _taken_memory(working)
+    free = [one.free for one in working] or [0.0]
+    first = working[0] if working else ranks[0]
+    return Verdict(
+        tuple(names.index(one.host) for one in ranks),
+        names,
+        first.backend,
+        first.name,
+        first.versions,
+        min(free),
+        max(free),
+        tuple(stops),
+        tuple(warnings),
+    )
+
+
+def _differences(ranks: Sequence[Facts], what: str, of: Callable[[Facts], str]) -> list[str]:
+    """One line where ranks say different things: who says what, most ranks first."""
+    said: dict[str, list[int]] = defaultdict(list)
+    for one in ranks:
+        said[of(one)].append(one.rank)
+    if len(said) < 2:
+        return []
+    texts = [f"{value or 'none'} on rank {ranks_text(some)}" for value, some in sorted(said.items(), key=_by_count)]
+    return [f"{what} is not the same on all ranks: {'; '.join(texts[:4])}{'; ...' if len(texts) > 4 else ''}"]
+
+
+def _by_count(item: tuple[str, list[int]]) -> tuple[int, str]:
+    return -len(item[1]), item[0]
+
+
+def _shared_devices(ranks: Sequence[Facts]) -> list[str]:
+    """NCCL refuses two ranks on one device: said before it does."""
+    on: dict[tuple[str, str], list[Facts]] = defaultdict(list)
+    for one in ranks:
+        if one.device.startswith("cuda") and one.backend == "nccl":
+            on[one.host, one.uuid].append(one)
+    return [
+        f"rank {ranks_text([one.rank for one in some])} share {some[0].device} of {host} ({some[0].name}): NCCL refuses two "
+        "ranks on one device; start as many processes as there are GPUs, and look at CUDA_VISIBLE_DEVICES"
+        for (host, _), some in on.items()
+        if len(some) > 1
+    ]
+
+
+def _taken_memory(ranks: Sequence[Facts]) -> list[str]:
+    """Devices on which others have memory."""
+    taken = [one for one in ranks if one.in_use > 0]
+    lines = [
+        f"rank {one.rank}: {bytes_text(one.in_use)} of {one.device} on {one.host} are in use by another process"
+        + (f" ({'; '.join(one.processes)})" if one.processes else "")
+        + f"; {bytes_text(one.free)} of {bytes_text(one.total)} are free"
+        for one in taken[:5]
+    ]
+    return lines + ([f"... and {len(taken) - 5} ranks more"] if len(taken) > 5 else [])
+
+
+__all__ = ["Facts", "Verdict", "judge", "own_facts"]

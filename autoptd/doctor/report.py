@@ -1,0 +1,206 @@
+"""What `autoptd doctor` found, as text and as plain data.
+
+In: the verdict on the launch, a `MeshReport` per mesh, and what stopped it, if something did. Out: `DoctorReport`;
+its text is a table of every collective and channel, and a line for everything that is wrong or slow.
+
+    report = DoctorReport(verdict, (mesh_report,), find_cluster("dgx-h100"))
+    print(report)
+    report.status           # 0: all right (slow is only said), 1: something is wrong
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+from autoptd.doctor.calls import Wrong
+from autoptd.doctor.examine import MeshReport
+from autoptd.doctor.facts import Verdict
+from autoptd.doctor.slow import SMALL, Slow, Timed
+from autoptd.doctor.words import bandwidth_text, ranks_text, seconds_text
+from autoptd.ir.mesh import Mesh
+from autoptd.planner.cluster import Cluster
+from autoptd.planner.network import Network
+from autoptd.viz.words import bytes_text
+
+MOST_LINES = 12
+MOST_CALLS = 4  # that a line names
+HEAD = ("over", "call", "groups", "latency", "bandwidth", "of the link", "slowest", "on ranks")
+
+
+@dataclass(frozen=True)
+class DoctorReport:
+    """See the module's docstring.
+
+    `verdict`: None where ranks did not meet; `cluster` says what the links should give (None: unknown); `fault` ended it
+    early.
+    """
+
+    verdict: Verdict | None
+    meshes: tuple[MeshReport, ...] = ()
+    cluster: Cluster | None = None
+    fault: str = ""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def wrong(self) -> list[str]:
+        """What has to be put right."""
+        found = list(self.verdict.stops) if self.verdict else []
+        for mesh in self.meshes:
+            found += _wrong_lines(mesh.mesh, mesh.wrong)
+        return found + ([self.fault] if self.fault else [])
+
+    @property
+    def warnings(self) -> list[str]:
+        """What may be slow."""
+        of_launch = self.verdict.warnings if self.verdict else ()
+        return [*of_launch, *(_slow_line(mesh.mesh, one) for mesh in self.meshes for one in mesh.slow)]
+
+    @property
+    def status(self) -> int:
+        return 1 if self.wrong else 0
+
+    def record(self) -> dict[str, Any]:
+        """Everything as plain data."""
+        cluster = None if self.cluster is None else self.cluster.name
+        return {
+            "status": self.status,
+            "wrong": self.wrong,
+            "warnings": self.warnings,
+            "launch": asdict(self.verdict) if self.verdict else None,
+            "cluster": cluster,
+            "meshes": [{**asdict(mesh), "times": [_time_record(one) for one in mesh.times]} for mesh in self.meshes],
+        }
+
+    def __str__(self) -> str:
+        return "\n".join(_lines(self))
+
+
+def _time_record(one: Timed) -> dict[str, Any]:
+    return {**asdict(one), "bytes_per_second": one.bandwidth}
+
+
+def _lines(report: DoctorReport) -> Iterator[str]:
+    if report.verdict is not None:
+        yield _launch_line(report.verdict)
+    for mesh in report.meshes:
+        yield ""
+        right = "are right" if not mesh.wrong else "looked at, not all of them right"
+        yield f"{mesh.mesh}: {mesh.checks} results {right}; schedules: {', '.join(mesh.schedules)}"
+        if mesh.times:
+            yield from _table(mesh, report)
+    if report.cluster is not None and any(mesh.times for mesh in report.meshes):
+        yield ""
+        yield f"The link is that of {report.cluster.name}, as the planner has it (--cluster)."
+    yield from ("", *report.notes) if report.notes else ()
+    for title, found in (("Slow, or not alike", report.warnings), ("Wrong", report.wrong)):
+        if found:
+            yield from ("", f"{title}:", *(f"  {line}" for line in found[:MOST_LINES]))
+            yield from (f"  ... and {len(found) - MOST_LINES} more: --json FILE has all",) * (len(found) > MOST_LINES)
+    yield ""
+    yield (
+        "Something is wrong." if report.wrong else "All right." if not report.warnings else "All right, but see above."
+    )
+
+
+def _launch_line(verdict: Verdict) -> str:
+    size, hosts = len(verdict.hosts), verdict.host_names
+    where = hosts[0] if len(hosts) == 1 else f"{len(hosts)} hosts, {hosts[0]} to {hosts[-1]}"
+    versions = ", ".join(f"{name} {text}" for name, text in verdict.versions.items())
+    free = bytes_text(verdict.least_free)
+    if bytes_text(verdict.most_free) != free:
+        free += f" to {bytes_text(verdict.most_free)}"
+    ranks = f"{size} rank{'s' * (size != 1)}"
+    device = f": {verdict.backend}, {verdict.device_name}, {free} free" if verdict.device_name else ""
+    return f"{ranks} on {where}{device}; {versions}"
+
+
+def _table(mesh: MeshReport, report: DoctorReport) -> Iterator[str]:
+    """A row for every call along every axis: of all its groups the median, and the slowest."""
+    rows: list[tuple[str, ...]] = [HEAD]
+    is_one_host = report.verdict is None or len(report.verdict.host_names) == 1
+    alike: dict[tuple[str, str, int], list[Timed]] = defaultdict(list)
+    for one in mesh.times:
+        alike[one.axis, one.kind, one.hosts].append(one)
+    for (axis, kind, hosts), some in alike.items():
+        small = [one for one in some if one.nbytes <= SMALL]
+        large = [one for one in some if one.nbytes > SMALL] or small
+        slowest = min(large, key=lambda one: one.bandwidth)
+        usual = median(one.bandwidth for one in large)
+        rows.append(
+            (
+                axis if is_one_host else f"{axis}, {hosts} host{'s' * (hosts > 1)}",
+                kind,
+                f"{len(large)} pairs" if kind == "message" else f"{len(large)} of {len(slowest.ranks)}",
+                seconds_text(median(one.seconds for one in small)) if small else "",
+                bandwidth_text(usual),
+                _share_of_link(usual, slowest, report.cluster),
+                bandwidth_text(slowest.bandwidth) if len(large) > 1 else "",
+                _ranks(slowest) if len(large) > 1 else "",
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "  " + "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
+
+
+def _share_of_link(bandwidth: float, one: Timed, cluster: Cluster | None) -> str:
+    if cluster is None:
+        return "?"
+    local = max(len(one.ranks) // one.hosts, 1)
+    return f"{bandwidth / float(Network(cluster).bandwidth(local, one.hosts)):.0%}"
+
+
+def _ranks(one: Timed | Slow) -> str:
+    return f"{one.ranks[0]} > {one.ranks[1]}" if one.kind == "message" else ranks_text(one.ranks)
+
+
+def _wrong_lines(mesh: Mesh, wrong: Sequence[Wrong]) -> list[str]:
+    """One line for each group, channel and rank whose part is wrong, with all calls and dtypes in which it was."""
+    alike: dict[tuple[str, tuple[int, ...], tuple[int, ...]], list[Wrong]] = defaultdict(list)
+    for one in wrong:
+        alike[one.over, one.ranks, one.sources].append(one)
+    return [_wrong_line(mesh, over, ranks, sources, some) for (over, ranks, sources), some in alike.items()]
+
+
+def _wrong_line(mesh: Mesh, over: str, ranks: Sequence[int], sources: Sequence[int], some: Sequence[Wrong]) -> str:
+    seen, dtypes = ranks_text([one.seen_by for one in some]), dict.fromkeys(one.dtype for one in some)
+    if some[0].what.startswith("message"):
+        place, whose = f"from rank {ranks[0]} to rank {ranks[1]}", "what arrives is wrong"
+    else:
+        place = f"over {over} of ranks {ranks_text(ranks)}"
+        whose = (
+            f"the part of rank {ranks_text(sources)} is wrong on rank {seen}" if sources else f"wrong on rank {seen}"
+        )
+    first = some[0]
+    what = f"{_calls_text(some)} of {', '.join(dtypes)}"
+    return f"{place} ({mesh}): {whose}: {what} ({first.what} of {first.dtype}: {first.text})"
+
+
+def _calls_text(some: Sequence[Wrong]) -> str:
+    """`all_reduce, all_gather, also in 1f1b`: what was called alone, and in which schedules."""
+    alone = [one.what for one in some if " in " not in one.what]
+    inside = [one.what.partition(" in ") for one in some if " in " in one.what]
+    calls = list(dict.fromkeys(alone or [what for what, _, _ in inside]))
+    schedules = ", ".join(dict.fromkeys(name for _, _, name in inside))
+    text = ", ".join(calls[:MOST_CALLS]) + (", ..." if len(calls) > MOST_CALLS else "")
+    if not alone:
+        return f"{text} with others under way, in {schedules},"
+    return text + (f", also in {schedules}," if schedules else "")
+
+
+def _slow_line(mesh: Mesh, one: Slow) -> str:
+    size, took, usual = bytes_text(one.nbytes), seconds_text(one.seconds), seconds_text(one.usual)
+    beside = f"the median of {one.others} other{'s' * (one.others != 1)} is {usual}"
+    if one.kind == "message":
+        return f"from rank {one.ranks[0]} to rank {one.ranks[1]} ({mesh}): {size} take {took}, {beside}"
+    advice = (
+        "" if len(one.ranks) == 2 else f"; --p {len(one.ranks)} times its links one by one, where ranks are neighbours"
+    )
+    return f"over {one.axis} of ranks {ranks_text(one.ranks)} ({mesh}): {one.kind} of {size} takes {took}, {beside}{advice}"
+
+
+__all__ = ["DoctorReport"]

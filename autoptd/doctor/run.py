@@ -1,0 +1,227 @@
+"""The run of `autoptd doctor`: under torchrun on all its ranks, alone on one rank and on threads.
+
+In: what is asked. Out: a `DoctorReport`, on every rank the same; rank 0 prints it, and if it cannot, one of the
+others does.
+
+    run_launched(Request(timeout=30.0))     # on every rank of torchrun: the status with which it is to end
+    run_alone(Request())
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from autoptd.auto import CLUSTERS
+from autoptd.compat import new_group
+from autoptd.doctor.arrival import MARGIN, Lobby, number_of
+from autoptd.doctor.calls import Checks, check_group, settle
+from autoptd.doctor.examine import COUNTS, MeshReport, examine
+from autoptd.doctor.facts import Facts, Verdict, judge, own_facts
+from autoptd.doctor.meshes import asked_mesh, meshes_for
+from autoptd.doctor.report import DoctorReport
+from autoptd.doctor.traffic import all_orders, needs_of_orders
+from autoptd.doctor.watch import PATIENCE, watch, watching_store
+from autoptd.errors import AutoptdError, PlanError, RuntimeFault
+from autoptd.ir.mesh import Mesh
+from autoptd.planner.cluster import Cluster, find_cluster
+from autoptd.runtime.distributed import DistributedGroup, DistributedWorld
+from autoptd.runtime.threads import ThreadWorld, run_ranks
+from autoptd.runtime.world import Needs, on_device
+
+THREADS = Mesh(t=2, p=2, d=2)
+MOST_THREADS = 64
+SMALL_COUNTS = (1, 1021, 1 << 16)  # elements, between threads
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked: a mesh (or a part of one), a device and a backend; `timeout` in seconds; a file for the report as JSON."""
+
+    t: int | None = None
+    p: int | None = None
+    d: int | None = None
+    device: str | None = None
+    backend: str | None = None
+    timeout: float = 30.0
+    cluster: str | None = None
+    json: str | None = None
+
+    def __str__(self) -> str:
+        """What all ranks must be asked alike."""
+        told = {name: getattr(self, name) for name in ("t", "p", "d", "backend", "timeout")}
+        return " ".join(f"{name}={value}" for name, value in told.items() if value is not None)
+
+
+def run_launched(asked: Request) -> int:
+    """Meet the other ranks, look at everything, print; the status with which to end."""
+    size = number_of("WORLD_SIZE")
+    asked_mesh(size, asked.t, asked.p, asked.d)  # before anybody waits
+    if size == 1:
+        return run_alone(asked)
+    lobby = Lobby(asked.timeout)
+    verdict: Verdict | None = None
+    meshes: list[MeshReport] = []
+
+    def end(fault: str) -> int:
+        status = _end(asked, lobby, DoctorReport(verdict, tuple(meshes), _cluster(asked, lobby, verdict), fault))
+        if fault and verdict is not None and verdict.backend == "nccl":
+            os._exit(status)  # an ordinary end would wait for kernels that never finish
+        return status
+
+    def end_at_once(error: RuntimeFault) -> None:
+        """The end for a process that is stuck, called by another thread."""
+        os._exit(end(_told(error)))
+
+    try:
+        with watching_store(lobby, asked.timeout + PATIENCE, end_at_once):
+            verdict = lobby.agree(own_facts(lobby.rank, str(asked), asked.device, asked.backend))
+            if not verdict.stops:
+                _look_at_all(asked, lobby, verdict, meshes, end_at_once)
+    except (AutoptdError, RuntimeError, OSError) as error:  # torch's own among them: no connection, no such host
+        return end(_told(error))
+    return end("")
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _end(asked: Request, lobby: Lobby, report: DoctorReport) -> int:
+    """Print the report if it is this rank's to print, rank 0's or the first one's that misses it; return the status."""
+    if lobby.rank == 0:
+        _print(asked, report)
+        lobby.tell()
+        return report.status
+    who = lobby.wait_until_told()
+    if who == "mine":
+        _print(Request(), report)  # a file would be rank 0's
+    elif who == "lost":  # rank 0 may have told all, or be gone
+        print("\n".join(report.wrong), file=sys.stderr, flush=True)
+    return report.status
+
+
+def _look_at_all(
+    asked: Request,
+    lobby: Lobby,
+    verdict: Verdict,
+    found: list[MeshReport],
+    on_fault: Callable[[RuntimeFault], None],
+) -> None:
+    """Look at one mesh after the other; what is found is added as it comes, as the next mesh may hang."""
+    mesh = asked_mesh(lobby.size, asked.t, asked.p, asked.d)
+    margin = MARGIN if verdict.backend == "nccl" else 0.0  # the watchdog of NCCL ends a process without a word of ours
+    limit = timedelta(seconds=asked.timeout + margin)
+    store = dist.PrefixStore("default", lobby.store)
+    store.set_timeout(limit)
+    dist.init_process_group(verdict.backend, store=store, rank=lobby.rank, world_size=lobby.size, timeout=limit)
+    for one in [mesh] if mesh else meshes_for(lobby.size, verdict.per_node):
+        if lobby.rank == 0:
+            print(f"autoptd doctor: {one} ...", file=sys.stderr)
+        orders = all_orders(one.p)
+        needs = needs_of_orders(one.p, orders.values())
+        world = DistributedWorld(one, needs, asked.device, asked.timeout + margin, verdict.backend)
+        world.timeout = asked.timeout
+        try:
+            with on_device(world.device), watch(world, on_fault):
+                settle(world, "doctor: creation of groups")
+                found.append(examine(world, orders, verdict.hosts))
+        except BaseException as error:
+            world.report_fault(error)
+            raise
+        world.close()
+    dist.destroy_process_group()
+
+
+def run_alone(asked: Request) -> int:
+    """Look at this process's backend, and at ranks as threads; print."""
+    return _print(asked, _alone(asked, 0))
+
+
+def _alone(asked: Request, rank: int) -> DoctorReport:
+    mesh = _mesh_of_threads(asked)
+    facts = own_facts(rank, str(asked), asked.device, asked.backend)
+    verdict = judge([facts])
+    if verdict.stops:
+        return DoctorReport(verdict)
+    one = check_backend(facts, asked.timeout)
+    threads = check_threads(mesh, facts.device, asked.timeout)
+    count = max(torch.cuda.device_count() if facts.device.startswith("cuda") else 4, 2)
+    notes = (
+        f"Looked at: a group of one over {facts.backend} ({one.checks} results), and ranks that are threads of this process.",
+        "Several processes, their links and what these give:",
+        f"  torchrun --nproc-per-node {count} -m -- autoptd doctor",
+    )
+    fault = (
+        "" if not one.wrong else f"a group of one rank over {facts.backend}: {one.wrong[0].what}: {one.wrong[0].text}"
+    )
+    return DoctorReport(verdict, (threads,), fault=fault, notes=notes)
+
+
+def _mesh_of_threads(asked: Request) -> Mesh:
+    given = [asked.t, asked.p, asked.d]
+    if given == [None] * 3:
+        return THREADS
+    mesh = Mesh(asked.t or 1, asked.p or 1, asked.d or 1)
+    if mesh.size > MOST_THREADS:
+        command = f"torchrun --nproc-per-node {mesh.size} -m -- autoptd doctor --t {mesh.t} --p {mesh.p} --d {mesh.d}"
+        raise PlanError(f"{mesh}", f"{mesh.size} ranks, and this process is alone", command)
+    return mesh
+
+
+def check_backend(facts: Facts, timeout: float) -> MeshReport:
+    """Every collective of a group of this one process, over its backend."""
+    if dist.is_initialized():
+        raise PlanError("torch.distributed", "has a default process group already", "a process of its own")
+    limit = timedelta(seconds=timeout + MARGIN)
+    store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, timeout=limit)
+    dist.init_process_group(facts.backend, store=store, rank=0, world_size=1, timeout=limit)
+    try:
+        world = DistributedWorld(Mesh(), Needs(), facts.device, timeout, facts.backend)
+        handle = new_group("autoptd doctor", (0,), facts.backend, limit)
+        checks = Checks(world)
+        if handle is not None:
+            with on_device(world.device):
+                check_group(checks, "one rank", DistributedGroup(world, handle, (0,)), COUNTS)
+        world.close()
+    finally:
+        dist.destroy_process_group()
+    return MeshReport(Mesh(), (), checks.count, tuple(checks.wrong), (), ())
+
+
+def check_threads(mesh: Mesh, device: str, timeout: float) -> MeshReport:
+    """Everything between ranks that are threads, on one device; nothing is timed, as nothing is sent."""
+    orders = all_orders(mesh.p)
+    shared = ThreadWorld(mesh, needs_of_orders(mesh.p, orders.values()), device, timeout)
+    hosts = [0] * mesh.size
+    return run_ranks(shared, lambda world: examine(world, orders, hosts, counts=SMALL_COUNTS, sizes=()))[0]
+
+
+def _cluster(asked: Request, lobby: Lobby, verdict: Verdict | None) -> Cluster | None:
+    """What the links should give: what is asked for, or a known device's. Rank 0 alone needs to have the file."""
+    if lobby.rank != 0 or verdict is None:
+        return None
+    if asked.cluster is not None:
+        return find_cluster(asked.cluster)
+    if verdict.device_name == "CPU":
+        return find_cluster(CLUSTERS["laptop-cpu"])
+    name = next((known for known in CLUSTERS if known in verdict.device_name.lower()), None)
+    return None if name is None else find_cluster(CLUSTERS[name])
+
+
+def _print(asked: Request, report: DoctorReport) -> int:
+    print(report, flush=True)
+    if asked.json:
+        Path(asked.json).write_text(json.dumps(report.record(), indent=1) + "\n")
+    return report.status
+
+
+__all__ = ["Request", "check_backend", "check_threads", "run_alone", "run_launched"]

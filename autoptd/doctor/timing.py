@@ -1,0 +1,138 @@
+"""How long calls take: of every group along an axis of the mesh, and of every channel.
+
+In: a `World`. Out: seconds of this rank's groups and of the channels that it sends over. All groups along an axis are
+timed at the same time, as in training; channels round by round, each rank in one channel at a time, or one channel
+with the others quiet.
+
+    time_groups(world, sizes)["tp", "all_reduce", 1 << 24]      # seconds: the fastest of a few
+    time_links(world, rounds_of(world, links), sizes)[5, 1 << 24]      # to rank 5
+
+What else runs on a machine only adds: so the fastest of a few is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from autoptd.doctor.calls import peer, settle
+from autoptd.ir.mesh import MESH_AXES
+from autoptd.planner.measure import SIZES, repeated
+from autoptd.runtime.world import Group, World, in_rounds
+
+SMALL = SIZES[0]  # bytes
+LARGE = {"cpu": 1 << 23, "cuda": 1 << 28}
+TIMES = {"small": 10, "large": 4}
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
+GroupTimes = dict[tuple[str, str, int], float]  # axis, kind, bytes -> seconds
+LinkTimes = dict[tuple[int, int], float]  # target, bytes -> seconds
+Pair = tuple[int, int]  # source and target of a channel
+
+
+def sizes_on(device: torch.device) -> tuple[int, int]:
+    """Bytes of the small and of the large buffer."""
+    return SMALL, LARGE[device.type]
+
+
+def time_groups(world: World, sizes: Sequence[int]) -> GroupTimes:
+    """Seconds of every kind of collective over this rank's groups along tp, dp and pp."""
+    found: GroupTimes = {}
+    for axis in MESH_AXES:
+        group = world.group((axis,))
+        if group.size == 1:
+            continue
+        for kind in KINDS:
+            for nbytes in sizes:
+                call = _call(group, kind, nbytes, world)
+                meet = _meeting(world, group)
+                found[axis, kind, nbytes] = min(repeated(call, world.device.type, meet, _times(nbytes)))
+    return found
+
+
+def _times(nbytes: int) -> int:
+    return TIMES["small" if nbytes <= SMALL else "large"]
+
+
+def _meeting(world: World, group: Group) -> Callable[[], Any]:
+    one = torch.ones(1, device=world.device)
+
+    def meet() -> None:
+        group.all_reduce(one, "doctor: meeting")
+        settle(world, "doctor: meeting")
+
+    return meet
+
+
+def _call(group: Group, kind: str, nbytes: int, world: World) -> Callable[[], Any]:
+    """One call of a group whose payload is `nbytes`: the whole, of which a gather or scatter has a part per rank."""
+    site = f"doctor: {kind} of {nbytes} bytes"
+    whole = torch.zeros(nbytes // 4, device=world.device)
+    part = whole[: max(nbytes // 4 // group.size, 1)]
+    calls: dict[str, Callable[[], Any]] = {
+        "all_reduce": lambda: group.all_reduce(whole, site),
+        "broadcast": lambda: group.broadcast(whole, 0, site),
+        "all_gather": lambda: group.all_gather(part, site),
+        "reduce_scatter": lambda: group.reduce_scatter([part] * group.size, site),
+        "all_to_all": lambda: group.all_to_all([part] * group.size, site),
+    }
+
+    def call() -> None:
+        calls[kind]()
+        settle(world, site)
+
+    return call
+
+
+def rounds_of(world: World, links: Sequence[tuple[int, int]]) -> list[list[Pair]]:
+    """The channels of this rank's pipeline, by rank, in rounds in which each rank has one of them at most."""
+    rounds: list[list[Pair]] = [[]]
+    for source, target in in_rounds(links):
+        pair = peer(world, source), peer(world, target)
+        if any(not set(pair).isdisjoint(other) for other in rounds[-1]):
+            rounds.append([])
+        rounds[-1].append(pair)
+    return rounds
+
+
+def time_links(world: World, rounds: Sequence[Sequence[Pair]], sizes: Sequence[int]) -> LinkTimes:
+    """Seconds from a send to the receiver's answer, over the channels of each round that this rank sends over.
+
+    All ranks make as many rounds; what is in them may be different on ranks that have no channel between them.
+    """
+    found: LinkTimes = {}
+    for pairs in rounds:
+        world.everyone().all_reduce(torch.ones(1, device=world.device), "doctor: next round of channels")
+        settle(world, "doctor: next round of channels")
+        for source, target in pairs:
+            if world.rank not in (source, target):
+                continue
+            for nbytes in sizes:
+                seconds = min(_exchanges(world, source, target, nbytes))
+                if world.rank == source:
+                    found[target, nbytes] = seconds
+    return found
+
+
+def _exchanges(world: World, source: int, target: int, nbytes: int) -> list[float]:
+    """Seconds of some messages from `source` to `target`, each with an answer of one number."""
+    site = f"doctor: {nbytes} bytes from rank {source} to rank {target}"
+    payload, answer = torch.zeros(nbytes, dtype=torch.uint8, device=world.device), torch.ones(1, device=world.device)
+
+    def send() -> None:
+        sent = world.outgoing(target).send([payload], site)
+        world.incoming(target).receive([(answer.shape, answer.dtype)], site).wait()
+        settle(world, site)
+        sent.wait()
+
+    def receive() -> None:
+        world.incoming(source).receive([(payload.shape, payload.dtype)], site).wait()
+        settle(world, site)
+        world.outgoing(source).send([answer], site).wait()
+
+    call = send if world.rank == source else receive
+    return repeated(call, world.device.type, lambda: None, _times(nbytes))
+
+
+__all__ = ["KINDS", "GroupTimes", "LinkTimes", "Pair", "rounds_of", "sizes_on", "time_groups", "time_links"]

@@ -1,0 +1,148 @@
+"""Messages, sums over tp and sums over dp under way at once, in the order in which a schedule has them.
+
+In: a world, and the orders of a schedule. Out: what is wrong, in `Checks`. It is a training step without a model: an
+F sums over tp and sends on; a B starts a sum over tp, waits for it, and sends back; meanwhile a sum over dp is under
+way, begun at the first B and waited for at the end, and another is begun at each REDUCE. Nothing is looked at before
+the end: that would hold the device up.
+
+    play(checks, "1f1b", step_orders("1f1b", p=2))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from autoptd.doctor.calls import Checks, Result, peer, settle
+from autoptd.doctor.patterns import message, share, total
+from autoptd.errors import InternalError
+from autoptd.ir.actions import RECVS, SENDS, Action, Kind, Orders, ranks_of_stages
+from autoptd.runtime.world import Group, Needs, Pending
+from autoptd.schedule import add_transfers, build_orders
+
+SCHEDULES = {"1f1b": 1, "interleaved": 2, "looped_bfs": 2, "zbv": 2}  # name -> chunks of a rank
+LENGTHS = (257, 65_537, 1021)  # elements of a message, in turn
+BUCKET = 1 << 20  # elements of a sum over dp
+AWAITED_BY = {Kind.F: Kind.RECV_F, Kind.B: Kind.RECV_B}
+
+
+def step_orders(name: str, p: int) -> Orders:
+    """What every pipeline rank does in a step of the schedule, with messages between neighbouring stages."""
+    v = SCHEDULES[name]
+    m = 2 * p if p <= 4 else p
+    return add_transfers(build_orders(name, p, v, m), [(stage, stage + 1, True) for stage in range(p * v - 1)])
+
+
+def all_orders(p: int) -> dict[str, Orders]:
+    """The orders of every schedule that p pipeline ranks are checked with."""
+    return {name: step_orders(name, p) for name, v in SCHEDULES.items() if p > 1 or v == 1}
+
+
+def needs_of_orders(p: int, orders: Iterable[Orders]) -> Needs:
+    """The channels of all these orders, and the group of those ranks that a tied embedding has."""
+    links: set[tuple[int, int]] = set()
+    for one in orders:
+        ranks = ranks_of_stages(one)
+        links |= {
+            (rank, ranks[action.peer]) for rank, order in enumerate(one) for action in order if action.kind in SENDS
+        }
+    return Needs(owners=((0, p - 1),) if p > 1 else (), links=tuple(sorted(links)))
+
+
+def play(checks: Checks, name: str, orders: Orders) -> None:
+    """Do what the orders say for this rank."""
+    world, step = checks.world, _Step(checks, orders)
+    for action in orders[world.coordinate.pp]:
+        world.at = f"{action} of {name}"
+        step.do(action)
+    world.at = f"end of {name}"
+    step.finish()
+    settle(world, f"doctor: {name}")
+    for what, over, ranks, result in step.results:
+        checks.hold(f"{what} in {name}", over, ranks, result)
+
+
+class _Step:
+    """One rank's step."""
+
+    def __init__(self, checks: Checks, orders: Orders) -> None:
+        self._world, self._ranks = checks.world, ranks_of_stages(orders)
+        self._tp, self._dp = self._world.group(("tp",)), self._world.group(("dp",))
+        self._arriving: dict[Action, Pending] = {}
+        self._leaving: list[Pending] = []
+        self._sums: list[Pending] = []  # over dp, under way
+        self._count = 0  # of sums over tp: they have several sizes
+        self.results: list[tuple[str, str, tuple[int, ...], Result]] = []
+
+    def do(self, action: Action) -> None:
+        if action.kind in SENDS:
+            self._send(action)
+        elif action.kind in RECVS:
+            (like,) = self._messages(action)
+            self._arriving[action] = self._world.incoming(self._peer(action)).receive(
+                [(like.shape, like.dtype)], f"doctor: {action}"
+            )
+        elif action.kind in AWAITED_BY:
+            self._take(action)
+            if action.kind is Kind.B and not self._sums:
+                self._start_sum()
+            self._sum_over_tp(action)
+        elif action.kind is Kind.REDUCE:
+            self._start_sum()
+
+    def finish(self) -> None:
+        """Wait for all that is under way."""
+        for pending in self._leaving:
+            pending.wait()
+        for pending in self._sums:
+            got = pending.wait()
+            self._hold_sum("all_reduce_start", self._dp, "dp", got)
+        if self._arriving:
+            raise InternalError(self._world.at, f"nobody took {', '.join(map(str, self._arriving))}")
+
+    def _messages(self, action: Action) -> list[torch.Tensor]:
+        """What a SEND sends, or a RECV receives."""
+        is_send, is_back = action.kind in SENDS, action.kind in (Kind.SEND_B, Kind.RECV_B)
+        ends = (self._world.rank, self._peer(action)) if is_send else (self._peer(action), self._world.rank)
+        from_stage = action.stage if is_send else action.peer
+        number = 2 * (from_stage * 31 + action.microbatch) + is_back
+        dtype = (torch.float32, torch.bfloat16)[action.microbatch % 2]
+        return [message(*ends, LENGTHS[action.microbatch % 3], dtype, self._world.device, number)]
+
+    def _peer(self, action: Action) -> int:
+        return peer(self._world, self._ranks[action.peer])
+
+    def _send(self, action: Action) -> None:
+        channel = self._world.outgoing(self._peer(action))
+        self._leaving.append(channel.send(self._messages(action), f"doctor: {action}"))
+
+    def _take(self, action: Action) -> None:
+        """Wait for what a computation needs."""
+        kind = AWAITED_BY[action.kind]
+        mine = (kind, action.stage, action.microbatch)
+        for receive in [one for one in self._arriving if (one.kind, one.stage, one.microbatch) == mine]:
+            (got,), (expected,) = self._arriving.pop(receive).wait(), self._messages(receive)
+            ends = (self._peer(receive), self._world.rank)
+            self.results.append(("message", "pp", ends, Result(got, expected, 0)))
+
+    def _sum_over_tp(self, action: Action) -> None:
+        count, site = LENGTHS[self._count % 3], f"doctor: sum over tp in {action}"
+        self._count += 1
+        mine = share(self._tp.index, self._tp.size, count, torch.bfloat16, self._world.device)
+        is_started = action.kind is Kind.B
+        got = self._tp.all_reduce_start(mine.clone(), site).wait() if is_started else self._tp.all_reduce(mine, site)
+        self._hold_sum("all_reduce_start" if is_started else "all_reduce", self._tp, "tp", got)
+
+    def _start_sum(self) -> None:
+        flat = share(self._dp.index, self._dp.size, BUCKET, torch.float32, self._world.device)
+        self._sums.append(self._dp.all_reduce_start(flat.clone(), "doctor: sum over dp"))
+
+    def _hold_sum(self, what: str, group: Group, over: str, got: torch.Tensor) -> None:
+        if group.size == 1:
+            return
+        expected = total(group.size, got.numel(), got.dtype, got.device)
+        self.results.append((what, over, group.ranks, Result(got, expected, size=group.size)))
+
+
+__all__ = ["SCHEDULES", "all_orders", "needs_of_orders", "play", "step_orders"]
