@@ -1,0 +1,146 @@
+"""The sections, in order of value, and how each is run: as a process of its own, with a deadline.
+
+A process that crashes, hangs or breaks its device takes at most the row along that it was at: its rows are in the section's file
+as they are known, and a new process goes on behind. `run_section` is the parent's side, `serve` the child's.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.gpu.rows import GO_ON, NEAR_END, Journal, Row, Setting, run_rows
+
+ROOT = Path(__file__).parents[2]
+GRACE = 8.0  # seconds beyond its end that a row gets before its process is ended
+PROFILE = "profile "  # begins the name of a section that profiles one model
+LOOKS = 0.2  # seconds between two looks at a process
+
+
+@dataclass(frozen=True)
+class Section:
+    """`share` is its part of the time, in parts of those of all sections that are still to come."""
+
+    name: str
+    title: str
+    share: float
+
+
+SECTIONS = (
+    Section("right", "Right", 5),
+    Section("fast", "Fast", 7),
+    Section("kernels", "Kernels", 4),
+    Section("runtime", "Runtime", 2),
+)
+
+
+def rows_of(section: str) -> list[Row]:
+    """The rows of a section; its module is imported for that."""
+    if section.startswith(PROFILE):
+        return importlib.import_module("benchmarks.gpu.profile").rows(section.removeprefix(PROFILE))  # type: ignore[no-any-return]
+    rows: list[Row] = importlib.import_module(f"benchmarks.gpu.{section}").ROWS
+    return rows
+
+
+def seconds_of(chosen: list[Section], seconds: float) -> float:
+    """The seconds of the first of the sections: what others leave goes to those behind them."""
+    return seconds * chosen[0].share / sum(one.share for one in chosen)
+
+
+def run_section(section: Section, folder: Path, seconds: float, *, is_toy: bool, is_resumed: bool) -> Journal:
+    """Run a section in child processes, for `seconds` at most; return its file."""
+    path = folder / f"{section.name}.json"
+    if not is_resumed:
+        path.unlink(missing_ok=True)
+    journal = Journal.open(folder, section.name)
+    journal.content["rows"] = [row for row in journal.rows if row["state"] in ("done", "skipped")]
+    journal.write()
+    end = time.time() + seconds
+    while (left := end - time.time()) > NEAR_END:
+        status = _watch(section, folder, end, is_toy=is_toy)
+        journal = Journal.open(folder, section.name)
+        if status == 0:
+            journal.content["state"] = "finished" if journal.content.get("is_complete") else "cut"
+            break
+        why = "its time was up" if status is None else f"its process ended with {_told(status)}"
+        hit = journal.end_running("cut" if status is None else "failed", why)
+        if status != GO_ON and not hit and left < NEAR_END + GRACE:
+            break
+        if status not in (GO_ON, None) and not hit:  # it died before its first row: again would be the same
+            journal.content |= {"state": "failed", "why": f"{why}, before its first row"}
+            break
+        journal.content["state"] = "cut"
+    journal.end_running("cut", "the section's time was up")
+    journal.write()
+    return journal
+
+
+def _told(status: int) -> str:
+    return f"signal {-status}" if status < 0 else f"status {status}"
+
+
+def _watch(section: Section, folder: Path, end: float, *, is_toy: bool) -> int | None:
+    """Run one child until it ends, or until its row (or the section) has no time left: None."""
+    command = [sys.executable, "-m", "benchmarks.gpu", "--child", section.name, "--out", str(folder), "--end", str(end)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    if is_toy:
+        command.append("--toy")
+        environment["TRITON_INTERPRET"] = "1"
+    with subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True) as child:
+        try:
+            while child.poll() is None:
+                time.sleep(LOOKS)
+                if time.time() > _last_moment(folder, section.name, end):
+                    _end(child)
+                    return None
+        except BaseException:
+            _end(child)
+            raise
+    return child.returncode
+
+
+def _last_moment(folder: Path, name: str, end: float) -> float:
+    """When the child must be through with what it does."""
+    running = [row for row in Journal.open(folder, name).rows if row["state"] == "running"]
+    return min([end, *(row["end"] + GRACE for row in running)])
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """End the child and what it started."""
+    for signal in (15, 9):
+        try:
+            os.killpg(child.pid, signal)
+            child.wait(timeout=3.0)
+        except (ProcessLookupError, subprocess.TimeoutExpired):
+            continue
+
+
+def serve(name: str, folder: Path, end: float, *, is_toy: bool) -> int:
+    """The child: run the section's rows that are not in its file."""
+    import torch
+
+    from benchmarks.gpu.device import find_device
+    from benchmarks.gpu.machine import about
+
+    torch.set_num_threads(1 if is_toy else min(8, os.cpu_count() or 1))
+    journal = Journal.open(folder, name)
+    if not journal.content["about"]:
+        journal.content["about"] = about()
+    journal.write()
+    rows = [row for row in rows_of(name) if row.is_short or not is_toy]
+    setting = Setting(find_device(), is_toy, folder, end)
+
+    def say(text: str) -> None:
+        print(text, flush=True)
+
+    status = run_rows(rows, setting, journal, say)
+    states = [journal.state_of(row.name) for row in rows]
+    journal.content |= {"is_complete": all(states), "not begun": [r.name for r in rows if not journal.state_of(r.name)]}
+    journal.content["about, at the end"] = about()
+    journal.write()
+    return status
