@@ -25,7 +25,7 @@ from benchmarks.gpu.machine import about, others
 from benchmarks.gpu.models import SHAPES
 from benchmarks.gpu.report import write_report
 from benchmarks.gpu.rows import NEAR_END, Journal
-from benchmarks.gpu.sections import SECTIONS, Section, run_section, seconds_of, serve
+from benchmarks.gpu.sections import LOG, SECTIONS, How, Section, run_section, seconds_of, serve
 
 
 def parse(words: list[str]) -> argparse.Namespace:
@@ -37,6 +37,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--resume", action="store_true", help="keep what the folder has, and do the rest")
     parser.add_argument("--require-cuda", action="store_true", help="end with status 2 where there is no CUDA device")
     parser.add_argument("--profile", metavar="NAME", choices=list(SHAPES), help=f"one of: {', '.join(SHAPES)}; nothing else")
+    parser.add_argument("--short", action="store_true", help="a few rows of each section")
     parser.add_argument("--toy", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--end", type=float, default=0.0, help=argparse.SUPPRESS)
@@ -46,7 +47,7 @@ def parse(words: list[str]) -> argparse.Namespace:
 def main(words: list[str]) -> int:
     asked = parse(words)
     if asked.child:
-        return serve(asked.child, asked.out, asked.end, is_toy=asked.toy)
+        return serve(asked.child, asked.out, asked.end, How(asked.toy, asked.short))
     has_cuda = torch.cuda.is_available()
     if asked.require_cuda and not has_cuda:
         print("make gpu: --require-cuda: torch finds no CUDA device here", file=sys.stderr)
@@ -62,7 +63,7 @@ def main(words: list[str]) -> int:
     if asked.profile:
         chosen = [Section(f"profile {asked.profile}", f"Profile of {asked.profile}", 1)]
     end = time.time() + 60 * asked.minutes
-    run_sections(chosen, folder, end, is_toy=is_toy, is_resumed=asked.resume)
+    run_sections(chosen, folder, end, How(is_toy, asked.short, asked.resume))
     path = write_report(folder)
     print(f"{path}\n{verdict(folder)}")
     return 0 if holds(folder) else 1
@@ -74,11 +75,12 @@ def tell_machine(folder: Path, is_toy: bool) -> None:
     card, versions = found.get("card", {}), ", ".join(f"{name} {text}" for name, text in found["versions"].items())
     where = f"{card['name']}" if card else "no CUDA device: toy sizes, Triton's interpreter, times that mean nothing"
     print(f"{where}; {versions}", flush=True)
+    (folder / LOG).unlink(missing_ok=True)
     if found["others"]:
         print(f"note: {found['others']}", flush=True)
 
 
-def run_sections(chosen: list[Section], folder: Path, end: float, *, is_toy: bool, is_resumed: bool) -> None:
+def run_sections(chosen: list[Section], folder: Path, end: float, how: How) -> None:
     for number, section in enumerate(chosen):
         left = end - time.time()
         limit = seconds_of(chosen[number:], left)
@@ -86,7 +88,7 @@ def run_sections(chosen: list[Section], folder: Path, end: float, *, is_toy: boo
             print(f"{section.title}: no time is left", flush=True)
             continue
         print(f"{section.title}: begins, {limit:.0f} s for it, {left:.0f} s in all", flush=True)
-        journal = run_section(section, folder, limit, is_toy=is_toy, is_resumed=is_resumed)
+        journal = run_section(section, folder, limit, how)
         left = max(0.0, end - time.time())
         print(f"{section.title}: {journal.content['state']}, {counted(journal)}; {left:.0f} s left", flush=True)
         write_report(folder)

@@ -54,7 +54,7 @@ def bytes_of(parameters: Sequence[Tensor], optimizer: torch.optim.Optimizer | No
 def eager(model: nn.Module, call: Call, optimizer: torch.optim.Optimizer, runs: Callable[..., Any] | None = None) -> Form:
     """The model itself, or `runs` in its place: what torch.compile made of it. Such forms share weights and optimizer."""
     args, kwargs = call
-    forward = runs or model
+    forward = model if runs is None else runs
 
     def step() -> None:
         loss_of(forward(*args, **kwargs)).backward()

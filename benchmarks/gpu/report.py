@@ -22,8 +22,8 @@ def write_report(folder: Path) -> Path:
     parts = ["# What this GPU shows", *machine_lines(folder)]
     for section in SECTIONS:
         parts += [f"## {section.title}", *section_parts(folder, section.name)]
-    for file in sorted(folder.glob(f"{PROFILE}*.json")):
-        parts += [f"## {file.stem}", *profile_parts(Journal.open(folder, file.stem))]
+    for file in sorted(folder.glob(f"{PROFILE.strip()}_*.json")):
+        parts += ["## Profile", *profile_parts(Journal.open(folder, file.stem))]
     path.write_text("\n\n".join(parts) + "\n")
     return path
 

@@ -182,13 +182,13 @@ MESHES: dict[str, dict[str, Any]] = {
     "t=2 p=2, all hooks": {"t": 2, "p": 2, **HOOKS},
     "t=2 p=2 d=2 v=2, sequence parallel, all hooks": {"t": 2, "p": 2, "d": 2, "v": 2, "sequence_parallel": True, **HOOKS},
 }
-IN_SHORT = ("t=2 p=2, sequence parallel",)
+IN_SHORT = ("t=2 p=2, sequence parallel", "swiglu", "bias_dropout_add")
 FUSED_FORMS = [(name, "triton") for name in ("GPT-2", "Llama", "NeoX")]
 FUSED_FORMS += [(name, "inductor") for name in ("GPT-2", "Llama", "NeoX")]
 
 ROWS = [
-    Row("tests marked gpu", marked_tests, seconds=100),
-    *(Row(f"operator: {one.name}", partial(check_operator, one), seconds=30, gigabytes=2) for one in OPERATORS),
+    Row("tests marked gpu", marked_tests, seconds=100, is_short=False),
+    *(Row(f"operator: {one.name}", partial(check_operator, one), 30, 6, one.name in IN_SHORT) for one in OPERATORS),
     *(Row(f"parity: {name}", partial(parity, asked), 40, 2, name in IN_SHORT) for name, asked in MESHES.items()),
     *right_steps.ROWS,
     *right_nccl.ROWS,
@@ -197,7 +197,7 @@ ROWS = [
         for name, chunks in SCHEDULES.items()
     ),
     *(
-        Row(f"fused: {name}, {fuse}", partial(family, name, fuse), 60, 2, (name, fuse) == ("Llama", "triton"))
+        Row(f"fused: {name}, {fuse}", partial(family, name, fuse), 60, 2, False)
         for name, fuse in FUSED_FORMS
     ),
     Row("a bf16 model compiles again and again", compile_again, seconds=60, gigabytes=8, is_short=False),

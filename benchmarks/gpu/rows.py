@@ -72,7 +72,7 @@ class Journal:
     @classmethod
     def open(cls, folder: Path, section: str) -> Journal:
         """The file that is there, else a new one."""
-        path = folder / f"{section}.json"
+        path = folder / f"{section.replace(' ', '_')}.json"
         if path.is_file():
             return cls(path, json.loads(path.read_text()))
         return cls(path, {"section": section, "state": "not run", "about": {}, "rows": []})
@@ -103,12 +103,12 @@ class Journal:
         """Whatever was running when its process ended: keep what it found."""
         found = [row for row in self.rows if row["state"] == "running"]
         for row in found:
-            row |= {"state": state, "why": why, "ok": False} if "ok" in row or state == "failed" else {"state": state, "why": why}
+            row |= {"state": state, "why": why}
         self.write()
         return [row["name"] for row in found]
 
 
-def run_rows(rows: Sequence[Row], setting: Setting, journal: Journal, say: Callable[[str], None]) -> int:
+def run_rows(rows: Sequence[Row], setting: Setting, journal: Journal) -> int:
     """Run those that are not done; the status of the process: 0, or GO_ON where a new one should run the rest."""
     for row in rows:
         if journal.state_of(row.name) in ("done", "failed", "skipped", "cut"):  # earlier files were cleared of what to repeat
@@ -117,7 +117,7 @@ def run_rows(rows: Sequence[Row], setting: Setting, journal: Journal, say: Calla
             return 0
         if not _fits(row, setting, journal):
             continue
-        if not _run(row, setting, journal, say):
+        if not _run(row, setting, journal):
             return GO_ON
         setting.device.release()
     return 0
@@ -133,7 +133,7 @@ def _fits(row: Row, setting: Setting, journal: Journal) -> bool:
     return False
 
 
-def _run(row: Row, setting: Setting, journal: Journal, say: Callable[[str], None]) -> bool:
+def _run(row: Row, setting: Setting, journal: Journal) -> bool:
     """Run one row; False where the device is not to be used any more by this process."""
     end = min(setting.end, time.time() + row.seconds)
     found: Found = {}
@@ -153,9 +153,8 @@ def _run(row: Row, setting: Setting, journal: Journal, say: Callable[[str], None
         text = f"{type(exc).__name__}: {exc}".strip()
         trace = "".join(traceback.format_exception(exc))[-6000:]
         journal.put(row.name, "failed", **{**found, "ok": False, "why": text[:1500], "trace": trace})
-        say(f"  {row.name}: {text.splitlines()[0][:160]}")
-    finally:
-        found = {}
+        print(f"{row.name}: {trace}", flush=True)
+    del found, own  # with what they hold on the device
     return _is_usable(setting.device)
 
 

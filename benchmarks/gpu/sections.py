@@ -19,6 +19,7 @@ from benchmarks.gpu.rows import GO_ON, NEAR_END, Journal, Row, Setting, run_rows
 ROOT = Path(__file__).parents[2]
 GRACE = 8.0  # seconds beyond its end that a row gets before its process is ended
 PROFILE = "profile "  # begins the name of a section that profiles one model
+LOG = "log.txt"
 LOOKS = 0.2  # seconds between two looks at a process
 
 
@@ -52,17 +53,26 @@ def seconds_of(chosen: list[Section], seconds: float) -> float:
     return seconds * chosen[0].share / sum(one.share for one in chosen)
 
 
-def run_section(section: Section, folder: Path, seconds: float, *, is_toy: bool, is_resumed: bool) -> Journal:
+@dataclass(frozen=True)
+class How:
+    """`is_toy`: at toy size; `is_short`: a few rows of each section, for a test; `is_resumed`: what is done is not repeated."""
+
+    is_toy: bool
+    is_short: bool = False
+    is_resumed: bool = False
+
+
+def run_section(section: Section, folder: Path, seconds: float, how: How) -> Journal:
     """Run a section in child processes, for `seconds` at most; return its file."""
-    path = folder / f"{section.name}.json"
-    if not is_resumed:
-        path.unlink(missing_ok=True)
     journal = Journal.open(folder, section.name)
+    if not how.is_resumed:
+        journal.path.unlink(missing_ok=True)
+        journal = Journal.open(folder, section.name)
     journal.content["rows"] = [row for row in journal.rows if row["state"] in ("done", "skipped")]
     journal.write()
     end = time.time() + seconds
     while (left := end - time.time()) > NEAR_END:
-        status = _watch(section, folder, end, is_toy=is_toy)
+        status = _watch(section, folder, end, how)
         journal = Journal.open(folder, section.name)
         if status == 0:
             journal.content["state"] = "finished" if journal.content.get("is_complete") else "cut"
@@ -84,14 +94,17 @@ def _told(status: int) -> str:
     return f"signal {-status}" if status < 0 else f"status {status}"
 
 
-def _watch(section: Section, folder: Path, end: float, *, is_toy: bool) -> int | None:
-    """Run one child until it ends, or until its row (or the section) has no time left: None."""
+def _watch(section: Section, folder: Path, end: float, how: How) -> int | None:
+    """Run one child until it ends, or until its row (or the section) has no time left: None. What it prints goes to log.txt."""
     command = [sys.executable, "-m", "benchmarks.gpu", "--child", section.name, "--out", str(folder), "--end", str(end)]
+    command += ["--toy"] * how.is_toy + ["--short"] * how.is_short
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    if is_toy:
-        command.append("--toy")
+    if how.is_toy:
         environment["TRITON_INTERPRET"] = "1"
-    with subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True) as child:
+    with (
+        (folder / LOG).open("a") as log,
+        subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True) as child,
+    ):
         try:
             while child.poll() is None:
                 time.sleep(LOOKS)
@@ -120,25 +133,20 @@ def _end(child: subprocess.Popen[bytes]) -> None:
             continue
 
 
-def serve(name: str, folder: Path, end: float, *, is_toy: bool) -> int:
+def serve(name: str, folder: Path, end: float, how: How) -> int:
     """The child: run the section's rows that are not in its file."""
     import torch
 
     from benchmarks.gpu.device import find_device
     from benchmarks.gpu.machine import about
 
-    torch.set_num_threads(1 if is_toy else min(8, os.cpu_count() or 1))
+    torch.set_num_threads(1 if how.is_toy else min(8, os.cpu_count() or 1))
     journal = Journal.open(folder, name)
     if not journal.content["about"]:
         journal.content["about"] = about()
     journal.write()
-    rows = [row for row in rows_of(name) if row.is_short or not is_toy]
-    setting = Setting(find_device(), is_toy, folder, end)
-
-    def say(text: str) -> None:
-        print(text, flush=True)
-
-    status = run_rows(rows, setting, journal, say)
+    rows = [row for row in rows_of(name) if row.is_short or not how.is_short]
+    status = run_rows(rows, Setting(find_device(), how.is_toy, folder, end), journal)
     states = [journal.state_of(row.name) for row in rows]
     journal.content |= {"is_complete": all(states), "not begun": [r.name for r in rows if not journal.state_of(r.name)]}
     journal.content["about, at the end"] = about()

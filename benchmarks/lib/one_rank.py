@@ -49,7 +49,9 @@ def one_rank(model: nn.Module, call: Batch, *, rank: int, device: str, **mesh: A
 
     `call` is a replica's batch: positional arguments, or keywords.
     """
-    program = autoptd.compile(model, example_inputs=tree_map(lambda x: x.to("meta"), call), **mesh)
+    replicas = mesh.get("d", 1)
+    everyone = tree_map(lambda x: x.new_empty((x.shape[0] * replicas, *x.shape[1:]), device="meta"), call)
+    program = autoptd.compile(model, example_inputs=everyone, **mesh)
     if not dist.is_initialized():
         fake_process_group(rank, program.mesh.size)
     made = ProcessRank(program, RandomWeights(model, device), device=device).here[0]
