@@ -211,8 +211,8 @@ def _run(name: str, setting: Setting) -> subprocess.CompletedProcess[str]:
 
 
 ROWS = [
-    Row("NCCL: groups of one", partial(in_process, "collectives"), seconds=40, gigabytes=2, is_short=False),
-    Row("NCCL: a model as the only process", partial(in_process, "trained"), seconds=50, gigabytes=2),
+    Row("NCCL: groups of one", partial(in_process, "collectives"), seconds=40, gigabytes=2),
+    Row("NCCL: a model as the only process", partial(in_process, "trained"), seconds=50, gigabytes=2, is_short=False),
     Row("NCCL: sends to itself in a batch", partial(in_process, "sends"), seconds=40, gigabytes=2, is_short=False),
     Row("NCCL: what comes too late ends the process", ends, seconds=DEAD_AFTER + 10, gigabytes=2, is_short=False),
     Row("NCCL: memory of a communicator", partial(in_process, "memory"), seconds=40, gigabytes=8, is_short=False),

@@ -44,7 +44,8 @@ def rows_of(section: str) -> list[Row]:
     """The rows of a section; its module is imported for that."""
     if section.startswith(PROFILE):
         return importlib.import_module("benchmarks.gpu.profile").rows(section.removeprefix(PROFILE))  # type: ignore[no-any-return]
-    rows: list[Row] = importlib.import_module(f"benchmarks.gpu.{section}").ROWS
+    module = section if "." in section else f"benchmarks.gpu.{section}"
+    rows: list[Row] = importlib.import_module(module).ROWS
     return rows
 
 
@@ -68,6 +69,8 @@ def run_section(section: Section, folder: Path, seconds: float, how: How) -> Jou
     if not how.is_resumed:
         journal.path.unlink(missing_ok=True)
         journal = Journal.open(folder, section.name)
+    if journal.content["state"] == "finished" and all(row["state"] in ("done", "skipped") for row in journal.rows):
+        return journal
     journal.content["rows"] = [row for row in journal.rows if row["state"] in ("done", "skipped")]
     journal.write()
     end = time.time() + seconds
