@@ -174,7 +174,7 @@ def draw(rows: list[Row]) -> Figure:
     bars = [
         (f"{row['model']}: {row['fused']}", *(row["gain"][key] for key in ("median", "low", "high"))) for row in rows
     ]
-    ratio_bars(figure.subplots(), bars, f"plain / fused, wall time of a step, cpu")
+    ratio_bars(figure.subplots(), bars, "plain / fused, wall time of a step, cpu")
     return figure
 
 

@@ -33,10 +33,14 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__, formatter_class=form)
     parser.add_argument("--minutes", type=float, default=9.0, help="for everything (default 9)")
     parser.add_argument("--out", type=Path, default=Path("out/gpu"), help="the folder of results (default out/gpu)")
-    parser.add_argument("--sections", nargs="+", choices=[one.name for one in SECTIONS], help="only these, in their order")
+    parser.add_argument(
+        "--sections", nargs="+", choices=[one.name for one in SECTIONS], help="only these, in their order"
+    )
     parser.add_argument("--resume", action="store_true", help="keep what the folder has, and do the rest")
     parser.add_argument("--require-cuda", action="store_true", help="end with status 2 where there is no CUDA device")
-    parser.add_argument("--profile", metavar="NAME", choices=list(SHAPES), help=f"one of: {', '.join(SHAPES)}; nothing else")
+    parser.add_argument(
+        "--profile", metavar="NAME", choices=list(SHAPES), help=f"one of: {', '.join(SHAPES)}; nothing else"
+    )
     parser.add_argument("--short", action="store_true", help="a few rows of each section")
     parser.add_argument("--toy", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--child", help=argparse.SUPPRESS)
@@ -97,12 +101,20 @@ def run_sections(chosen: list[Section], folder: Path, end: float, how: How) -> N
 def counted(journal: Journal) -> str:
     """`12 rows done, 1 failed, 2 not begun`."""
     states = [row["state"] for row in journal.rows] + ["not begun"] * len(journal.content.get("not begun", ()))
-    told = [f"{states.count(state)} {state}" for state in ("done", "failed", "cut", "skipped", "not begun") if state in states]
+    told = [
+        f"{states.count(state)} {state}"
+        for state in ("done", "failed", "cut", "skipped", "not begun")
+        if state in states
+    ]
     return ", ".join(told) or "no rows"
 
 
 def failures(folder: Path) -> list[str]:
-    return [f"{row['name']}: {row.get('why', '')}"[:300] for row in Journal.open(folder, "right").rows if row["state"] == "failed"]
+    return [
+        f"{row['name']}: {row.get('why', '')}"[:300]
+        for row in Journal.open(folder, "right").rows
+        if row["state"] == "failed"
+    ]
 
 
 def holds(folder: Path) -> bool:

@@ -1,7 +1,8 @@
 """The device that is measured: a CUDA device, or, so that the same code runs everywhere, this machine's processor.
 
-Out: a `Device`, whose few methods are all that differs between the two. On a CPU times are those of the clock, "bytes allocated"
-are those of live tensors, a second stream is no stream at all, and a captured graph is the function itself.
+Out: a `Device`, whose few methods are all that differs between the two. On a CPU times are those of the clock, "bytes
+allocated" are those of live tensors, a second stream is no stream at all, and a captured graph is the function
+itself.
 
     device = find_device()
     device.microseconds(lambda: a @ b)            # median

@@ -1,8 +1,9 @@
-"""Section 2, Fast: steps of training of known models, ours beside eager and beside torch's compiler, in turns in one process.
+"""Section 2, Fast: steps of training of known models, ours beside eager and beside torch's compiler, in turns in one
+process.
 
-In bf16, that is `model.bfloat16()`, with torch's fused AdamW on both sides; the ceiling is a plain product of 8192^3 in the same
-minute. Model FLOPs: of every product, nothing counted for what is computed again, attention's causal half. Two models also run as
-one rank of many: the others are not there, so communication takes no time.
+In bf16, that is `model.bfloat16()`, with torch's fused AdamW on both sides; the ceiling is a plain product of 8192^3
+in the same minute. Model FLOPs: of every product, nothing counted for what is computed again, attention's causal
+half. Two models also run as one rank of many: the others are not there, so communication takes no time.
 """
 
 from __future__ import annotations
@@ -48,7 +49,11 @@ def train(shape: Shape, batches: Sequence[Sequence[str]], setting: Setting) -> I
     model, call = build(shape, setting.where, dtype), batch(shape, setting.where)
     flops, make = shape.flops(shape.tokens), maker(model, call, setting.is_toy)
     forms: dict[str, Form] = {}
-    found: Found = {"tokens of a step": shape.tokens, "model FLOPs of a step": flops, "published": PUBLISHED.get(shape.name, "")}
+    found: Found = {
+        "tokens of a step": shape.tokens,
+        "model FLOPs of a step": flops,
+        "published": PUBLISHED.get(shape.name, ""),
+    }
     started: dict[str, float] = {}
     refused: dict[str, str] = {}
     for names in batches:
@@ -77,7 +82,7 @@ def train(shape: Shape, batches: Sequence[Sequence[str]], setting: Setting) -> I
 def rank(shape: Shape, mesh: dict[str, int], microbatches: int, setting: Setting) -> Iterator[Found]:
     """One rank's program: forms by what was asked for; communication is not there."""
     if setting.is_toy:
-        shape, mesh, microbatches = sized(shape, True), {name: 2 for name in mesh}, 2
+        shape, mesh, microbatches = sized(shape, True), dict.fromkeys(mesh, 2), 2
     triton = "eager" if setting.is_toy else "triton"
     asked: dict[str, dict[str, Any]] = {
         FUSED: {"fuse": triton},

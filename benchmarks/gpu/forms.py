@@ -1,7 +1,7 @@
 """One model in several forms, each a step of training: eager, by torch's compiler, and ours, plain and fused.
 
-In all of them a step is forward and backward of one microbatch, torch's fused AdamW, gradients set to None. Ours looks for NaN in
-the loss besides. What a form holds, and what it was predicted to, is told beside what it takes.
+In all of them a step is forward and backward of one microbatch, torch's fused AdamW, gradients set to None. Ours
+looks for NaN in the loss besides. What a form holds, and what it was predicted to, is told beside what it takes.
 
     forms = {"eager": eager(model, call), "ours, fused": ours(model, call, fuse="triton")}
     rows = measure(forms, setting, shape, layers=16, tokens=8192, flops=6.9e13, seconds=10)
@@ -51,7 +51,9 @@ def bytes_of(parameters: Sequence[Tensor], optimizer: torch.optim.Optimizer | No
     return sum(x.nbytes for x in {id(x): x for x in [*parameters, *moments]}.values())
 
 
-def eager(model: nn.Module, call: Call, optimizer: torch.optim.Optimizer, runs: Callable[..., Any] | None = None) -> Form:
+def eager(
+    model: nn.Module, call: Call, optimizer: torch.optim.Optimizer, runs: Callable[..., Any] | None = None
+) -> Form:
     """The model itself, or `runs` in its place: what torch.compile made of it. Such forms share weights and optimizer."""
     args, kwargs = call
     forward = model if runs is None else runs
@@ -100,7 +102,14 @@ def of_rank(shape: Shape, setting: Setting, mesh: dict[str, int], microbatches: 
     call: one_rank.Batch = args or kwargs
     size = math.prod(mesh.values())
     rank = one_rank.one_rank(
-        model, call, rank=size // 2, device=setting.where, num_microbatches=microbatches, machine="h200", **mesh, **asked
+        model,
+        call,
+        rank=size // 2,
+        device=setting.where,
+        num_microbatches=microbatches,
+        machine="h200",
+        **mesh,
+        **asked,
     )
     held = bytes_of(list(rank.params.local.values()), None)
     costs = summarize(rank.executor.program).ranks[rank.world.coordinate.pp]
@@ -148,7 +157,14 @@ def turns_of(runs: dict[str, Step], device: Device, seconds: float, fewest: int 
 
 
 def row_of(
-    name: str, form: Form, turns: dict[str, Turns], device: Device, layers: int, tokens: int, flops: float, ceiling: float
+    name: str,
+    form: Form,
+    turns: dict[str, Turns],
+    device: Device,
+    layers: int,
+    tokens: int,
+    flops: float,
+    ceiling: float,
 ) -> Found:
     wall = statistics.median(turns[name].wall)
     peak = form.held + device.peak(form.step)
@@ -160,7 +176,11 @@ def row_of(
     if form.predicted:
         row |= {"predicted bytes": form.predicted, "predicted over measured": form.predicted / peak}
     launches = device.launches(form.launch)
-    row |= {"launches": launches, "launches a layer": launches / layers, "host, ms": 1e-3 * device.host_microseconds(form.launch)}
+    row |= {
+        "launches": launches,
+        "launches a layer": launches / layers,
+        "host, ms": 1e-3 * device.host_microseconds(form.launch),
+    }
     return row
 
 

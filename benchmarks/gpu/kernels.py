@@ -1,10 +1,10 @@
 """Section 3, Kernels: each fused operator forward and backward in bf16 at the sizes of known models, beside torch's.
 
-Microseconds on the device, of a captured CUDA graph with the L2 cache flushed before each replay, so that nothing of the host's time
-is in them; that stands beside. `share of bandwidth` is the least that the operator must move, over its time, over what a copy moves
-in the same minute; `share of the GEMM ceiling` likewise of the one operator that is mostly products. Rows with torch's compiler come
-behind those without: it takes seconds a row. `wins` is the time of the fastest other form over ours: below 1.03 the fusion is not
-worth having there.
+Microseconds on the device, of a captured CUDA graph with the L2 cache flushed before each replay, so that nothing of
+the host's time is in them; that stands beside. `share of bandwidth` is the least that the operator must move, over
+its time, over what a copy moves in the same minute; `share of the GEMM ceiling` likewise of the one operator that is
+mostly products. Rows with torch's compiler come behind those without: it takes seconds a row. `wins` is the time of
+the fastest other form over ours: below 1.03 the fusion is not worth having there.
 """
 
 from __future__ import annotations
@@ -20,8 +20,20 @@ from torch import Tensor
 from autoptd.compat import mm_as
 from autoptd.kernels.loss import linear_cross_entropy, linear_cross_entropy_plain
 from benchmarks.gpu.device import Device, copy_rate, gemm_rate
-from benchmarks.gpu.operators import OPERATORS, SIZES, TOY, Maybe, Operator, Sizes, cotangents, flops, least_bytes
-from benchmarks.gpu.operators import leaves, maker, outputs
+from benchmarks.gpu.operators import (
+    OPERATORS,
+    SIZES,
+    TOY,
+    Maybe,
+    Operator,
+    Sizes,
+    cotangents,
+    flops,
+    least_bytes,
+    leaves,
+    maker,
+    outputs,
+)
 from benchmarks.gpu.rows import Found, Row, Setting
 
 LLAMAS, GPTS = ("Llama 1.34B", "Llama 8B, t=8"), ("nanoGPT 124M", "GPT-3 175B, t=8")
@@ -38,7 +50,9 @@ USED: dict[str, Sequence[str]] = {  # where models have the operator
 MIB = 1 << 20
 
 
-def steps_of(form: Callable[..., Any], tensors: Sequence[Maybe], grads: int) -> tuple[Callable[[], object], Callable[[], object]]:
+def steps_of(
+    form: Callable[..., Any], tensors: Sequence[Maybe], grads: int
+) -> tuple[Callable[[], object], Callable[[], object]]:
     """(forward, forward and backward) of a form."""
     given = leaves(tensors, grads)
     wanted = [x for x in given[:grads] if x is not None]
@@ -64,7 +78,10 @@ def on_device(device: Device, run: Callable[[], object]) -> Found:
         return {"us": device.microseconds(device.capture(run), seconds)}
     except RuntimeError as exc:
         device.sync()
-        return {"us": device.microseconds(run, seconds), "why": f"with the host's time: {str(exc).splitlines()[0][:100]}"}
+        return {
+            "us": device.microseconds(run, seconds),
+            "why": f"with the host's time: {str(exc).splitlines()[0][:100]}",
+        }
 
 
 def operator_row(operator: Operator, sizes: Sizes, with_compiler: bool, setting: Setting) -> Iterator[Found]:
@@ -94,7 +111,9 @@ def loss_chunks(sizes: Sizes, setting: Setting) -> Iterator[Found]:
     """The head and its loss by the bytes of logits that are held at a time: time and peak memory."""
     device = setting.device
     dtype = torch.float32 if setting.is_toy else torch.bfloat16
-    tensors = next(one for one in OPERATORS if one.name == "linear_cross_entropy").inputs(sizes, maker(setting.where, dtype))
+    tensors = next(one for one in OPERATORS if one.name == "linear_cross_entropy").inputs(
+        sizes, maker(setting.where, dtype)
+    )
     kept = 2 if dtype == torch.bfloat16 else 4
     forms = []
     for mib in (64, 256, 512, None):
@@ -153,17 +172,26 @@ def attention_backends(setting: Setting) -> Iterator[Found]:
     device, forms = setting.device, []
     make = maker(setting.where, torch.bfloat16)
     b, s = (2, 8) if setting.is_toy else (2, 4096)
-    backends = ["FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION"] if device.is_cuda else ["MATH", "FLASH_ATTENTION"]
+    backends = (
+        ["FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION"] if device.is_cuda else ["MATH", "FLASH_ATTENTION"]
+    )
     for heads, kv, size in ((4, 4, 8), (4, 2, 8)) if setting.is_toy else ((32, 32, 64), (32, 32, 128), (32, 8, 128)):
         q, k, v = (make(b, s, n, size).transpose(1, 2).requires_grad_() for n in (heads, kv, kv))
         grad = make(b, s, heads, size).transpose(1, 2)
 
-        def both(q: Tensor = q, k: Tensor = k, v: Tensor = v, grad: Tensor = grad, shared: bool = kv != heads) -> object:
+        def both(
+            q: Tensor = q, k: Tensor = k, v: Tensor = v, grad: Tensor = grad, shared: bool = kv != heads
+        ) -> object:
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=shared)
             return torch.autograd.grad(y, (q, k, v), grad)
 
         for name in backends:
-            one: Found = {"form": name.removesuffix("_ATTENTION").lower(), "heads": heads, "key heads": kv, "head size": size}
+            one: Found = {
+                "form": name.removesuffix("_ATTENTION").lower(),
+                "heads": heads,
+                "key heads": kv,
+                "head size": size,
+            }
             try:
                 with sdpa_kernel(getattr(SDPBackend, name)):
                     one |= on_device(device, both)

@@ -1,8 +1,8 @@
 """The models of the section "Fast", at their published sizes and at toy size, their batches, and their FLOPs.
 
-`nanoGPT 124M` is nanoGPT's published form (12 layers, no biases, no dropout, 12 rows of 1,024 tokens); `Llama 1.34B` is the one for
-which 40,150 tokens/s on each of 8 H100s (d=8) are published; `GPT 1.3B` is SC'21's; `Llama 8B` and `GPT-3 175B` are run as one rank
-of many.
+`nanoGPT 124M` is nanoGPT's published form (12 layers, no biases, no dropout, 12 rows of 1,024 tokens); `Llama 1.34B`
+is the one for which 40,150 tokens/s on each of 8 H100s (d=8) are published; `GPT 1.3B` is SC'21's; `Llama 8B` and
+`GPT-3 175B` are run as one rank of many.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Shape:
         return self.kv_heads or self.heads
 
     def layer_flops(self, tokens: int) -> float:
-        """Model FLOPs of a layer, forward and backward: 6 per weight of a product, and of attention's scores the causal half."""
+        """Model FLOPs of a layer, both ways: 6 per weight of a product, and of attention's scores the causal half."""
         weights = 2 * self.h**2 * (1 + self.kv / self.heads) + (3 if self.family == "llama" else 2) * self.h * self.wide
         return tokens * (6 * weights + 6 * self.s * self.h)
 

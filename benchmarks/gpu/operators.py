@@ -137,10 +137,14 @@ OPERATORS = (
     Operator("linear_cross_entropy", **_pair(linear_cross_entropy, linear_cross_entropy_plain), inputs=_head, grads=2),
     Operator("rotary", **_pair(rotary, rotary_plain), inputs=_turned, grads=1),
     Operator("rms_norm of a sum", **_norms(_rms, rms_norm, rms_norm_plain), inputs=_norm_and_sum, grads=3),
-    Operator("layer_norm of a sum", **_norms(_layer, layer_norm, layer_norm_plain), inputs=_layer_norm_and_sum, grads=4),
+    Operator(
+        "layer_norm of a sum", **_norms(_layer, layer_norm, layer_norm_plain), inputs=_layer_norm_and_sum, grads=4
+    ),
     Operator("bias_gelu", **_pair(bias_gelu, bias_gelu_plain, approximate="none"), inputs=_biased, grads=2),
     Operator("bias_gelu, tanh", **_pair(bias_gelu, bias_gelu_plain, approximate="tanh"), inputs=_biased, grads=2),
-    Operator("bias_dropout_add", **_pair(bias_dropout_add, bias_dropout_add_plain, **DROPPED), inputs=_residual, grads=3),
+    Operator(
+        "bias_dropout_add", **_pair(bias_dropout_add, bias_dropout_add_plain, **DROPPED), inputs=_residual, grads=3
+    ),
     Operator(
         "masked_softmax, causal",
         **_pair(masked_softmax, masked_softmax_plain, causal=True, scale=0.125),
@@ -201,8 +205,10 @@ def run(form: Callable[..., Any], tensors: Sequence[Maybe], grads: int) -> list[
 
 
 def least_bytes(operator: Operator, tensors: Sequence[Maybe]) -> int:
-    """What forward and backward move at least: forward reads inputs and writes results; backward reads cotangents and inputs, and
-    writes gradients. A head with its loss: its inputs and gradients only, as the logits need not be.
+    """What forward and backward move at least.
+
+    Forward reads inputs and writes results; backward reads cotangents and inputs, and writes gradients. Of a head with
+    its loss inputs and gradients only, as the logits need not be.
     """
     with torch.no_grad():
         made = sum(x.nbytes for x in outputs(operator.fused(*tensors)))

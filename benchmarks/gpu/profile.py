@@ -19,7 +19,7 @@ STEPS = 3
 
 def traced(shape: Shape, setting: Setting) -> Iterator[Found]:
     if shape.name in MESHES:
-        mesh = {name: 2 for name in MESHES[shape.name]} if setting.is_toy else MESHES[shape.name]
+        mesh = dict.fromkeys(MESHES[shape.name], 2) if setting.is_toy else MESHES[shape.name]
         size = toy(shape) if setting.is_toy else shape
         form, _ = of_rank(size, setting, mesh, 2, fuse="eager" if setting.is_toy else "triton")
     else:

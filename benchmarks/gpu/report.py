@@ -35,7 +35,9 @@ def machine_lines(folder: Path) -> list[str]:
     found = json.loads(file.read_text())
     lines = []
     if found.get("is toy"):
-        lines.append("**Toy sizes on a CPU, Triton's kernels in its interpreter: this page says that the command works, not how fast.**")
+        lines.append(
+            "**Toy sizes on a CPU, Triton's kernels in its interpreter: this page says that the command works, not how fast.**"
+        )
     card = found.get("card")
     if card:
         lines.append(markdown([list(card), list(map(str, card.values()))]))
@@ -53,24 +55,40 @@ def section_parts(folder: Path, name: str) -> list[str]:
     begin, end = (journal.content.get(key, {}).get("card", {}) for key in ("about", "about, at the end"))
     parts = [f"State: {journal.content['state']}."]
     if begin:
-        clocks = [f"{key} {begin.get(key, '?')} to {end.get(key, '?')}" for key in ("SM clock, MHz", "power, W", "temperature, C")]
+        clocks = [
+            f"{key} {begin.get(key, '?')} to {end.get(key, '?')}"
+            for key in ("SM clock, MHz", "power, W", "temperature, C")
+        ]
         parts.append(f"From its begin to its end: {'; '.join(clocks)}.")
     parts += BODIES[name](journal)
     open_ones = [row for row in journal.rows if row["state"] not in ("done", "running")]
     if open_ones:
-        parts.append(markdown([["row", "", "why"], *([row["name"], row["state"], short(row.get("why", ""))] for row in open_ones)]))
+        parts.append(
+            markdown(
+                [["row", "", "why"], *([row["name"], row["state"], short(row.get("why", ""))] for row in open_ones)]
+            )
+        )
     if journal.content.get("not begun"):
         parts.append(f"Not begun: {', '.join(journal.content['not begun'])}.")
     return parts
 
 
 def right_parts(journal: Journal) -> list[str]:
-    rows = [[row["name"], {True: "holds", False: "**differs**"}.get(row.get("ok"), row["state"]), numbers(row)] for row in journal.rows]
+    rows = [
+        [row["name"], {True: "holds", False: "**differs**"}.get(row.get("ok"), row["state"]), numbers(row)]
+        for row in journal.rows
+    ]
     parts = [markdown([["check", "", "found"], *rows])]
     for row in journal.rows:
         if row.get("places"):
-            places = [[one["place"], str(one["times"]), one["line"], one["reason"] or "**none known**"] for one in row["places"]]
-            parts += [f"Where the host waits, {row['name'].split(': ')[-1]}:", markdown([["place", "times", "line", "reason"], *places])]
+            places = [
+                [one["place"], str(one["times"]), one["line"], one["reason"] or "**none known**"]
+                for one in row["places"]
+            ]
+            parts += [
+                f"Where the host waits, {row['name'].split(': ')[-1]}:",
+                markdown([["place", "times", "line", "reason"], *places]),
+            ]
     return parts
 
 
@@ -97,7 +115,10 @@ def plain_parts(journal: Journal) -> list[str]:
 def profile_parts(journal: Journal) -> list[str]:
     parts = []
     for row in journal.rows:
-        parts += [numbers(row), *([f"```text\n{row['table']}\n```"] if "table" in row else [row.get("why", row["state"])])]
+        parts += [
+            numbers(row),
+            *([f"```text\n{row['table']}\n```"] if "table" in row else [row.get("why", row["state"])]),
+        ]
     return parts
 
 
@@ -115,7 +136,11 @@ def table_of(rows: Sequence[Found]) -> str:
 
 
 def numbers(row: Found) -> str:
-    shown = {key: value for key, value in row.items() if key not in HIDDEN and key != "table" and not isinstance(value, (list, dict))}
+    shown = {
+        key: value
+        for key, value in row.items()
+        if key not in HIDDEN and key != "table" and not isinstance(value, (list, dict))
+    }
     return ", ".join(f"{key}: {text_of(key, value)}" for key, value in shown.items())
 
 

@@ -1,7 +1,8 @@
 """Section 1, Right: every check that wants the device. A row holds, or it says what differs, and where.
 
-In the order of value: the tests marked `gpu`; each fused operator against its plain form; whole models against one device, with
-their ranks as threads on the one GPU; waits and memory (`right_steps.py`); NCCL with one process (`right_nccl.py`).
+In the order of value: the tests marked `gpu`; each fused operator against its plain form; whole models against one
+device, with their ranks as threads on the one GPU; waits and memory (`right_steps.py`); NCCL with one process
+(`right_nccl.py`).
 """
 
 from __future__ import annotations
@@ -125,7 +126,9 @@ def small_gpt(setting: Setting, dropout: float) -> tuple[nn.Module, Call]:
 def parity(asked: dict[str, Any], setting: Setting, dropout: float = 0.1) -> Iterator[Found]:
     """`verify`: loss, gradients, parameters in float64 at 1e-9, and the first losses in the model's own dtype."""
     model, (args, _) = small_gpt(setting, dropout)
-    yield verified(model, args, {"num_microbatches": 4 // asked.get("d", 1), "steps": 1 if setting.is_toy else 2, **asked})
+    yield verified(
+        model, args, {"num_microbatches": 4 // asked.get("d", 1), "steps": 1 if setting.is_toy else 2, **asked}
+    )
 
 
 def verified(model: nn.Module, example: Any, asked: dict[str, Any]) -> Found:
@@ -180,7 +183,14 @@ MESHES: dict[str, dict[str, Any]] = {
     "p=2 v=2": {"p": 2, "v": 2},
     "t=2 d=2, sequence parallel": {"t": 2, "d": 2, "sequence_parallel": True},
     "t=2 p=2, all hooks": {"t": 2, "p": 2, **HOOKS},
-    "t=2 p=2 d=2 v=2, sequence parallel, all hooks": {"t": 2, "p": 2, "d": 2, "v": 2, "sequence_parallel": True, **HOOKS},
+    "t=2 p=2 d=2 v=2, sequence parallel, all hooks": {
+        "t": 2,
+        "p": 2,
+        "d": 2,
+        "v": 2,
+        "sequence_parallel": True,
+        **HOOKS,
+    },
 }
 IN_SHORT = ("t=2 p=2, sequence parallel", "swiglu", "bias_dropout_add")
 FUSED_FORMS = [(name, "triton") for name in ("GPT-2", "Llama", "NeoX")]
@@ -196,9 +206,6 @@ ROWS = [
         Row(f"parity: p=2 {name}", partial(parity, {"p": 2, "v": chunks or 2, "schedule": name}), 30, 2, False)
         for name, chunks in SCHEDULES.items()
     ),
-    *(
-        Row(f"fused: {name}, {fuse}", partial(family, name, fuse), 60, 2, False)
-        for name, fuse in FUSED_FORMS
-    ),
+    *(Row(f"fused: {name}, {fuse}", partial(family, name, fuse), 60, 2, False) for name, fuse in FUSED_FORMS),
     Row("a bf16 model compiles again and again", compile_again, seconds=60, gigabytes=8, is_short=False),
 ]

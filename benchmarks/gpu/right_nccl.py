@@ -1,8 +1,9 @@
 """Section 1, of torch.distributed with one process: NCCL on CUDA, gloo on a CPU.
 
-What one GPU can show of many: groups of one, their calls, asynchronous ones and their streams, sends to itself in a batch, calls
-within a captured graph, what ten communicators hold; a model trained as a process of a world of one; and that what comes too late ends
-the process, and says so. Each check is a process of its own, as a default group is for life, and a broken one for good.
+What one GPU can show of many: groups of one, their calls, asynchronous ones and their streams, sends to itself in a
+batch, calls within a captured graph, what ten communicators hold; a model trained as a process of a world of one; and
+that what comes too late ends the process, and says so. Each check is a process of its own, as a default group is for
+life, and a broken one for good.
 """
 
 from __future__ import annotations
@@ -183,7 +184,11 @@ def in_process(name: str, setting: Setting) -> Iterator[Found]:
     done = _run(name, setting)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode or not lines:
-        yield {"ok": False, "why": f"its process ended with {done.returncode}", "tail": (done.stdout + done.stderr)[-3000:]}
+        yield {
+            "ok": False,
+            "why": f"its process ended with {done.returncode}",
+            "tail": (done.stdout + done.stderr)[-3000:],
+        }
     else:
         yield json.loads(lines[-1])
 

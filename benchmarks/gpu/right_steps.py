@@ -1,7 +1,7 @@
 """Section 1, of steps that repeat: the host waits nowhere without a reason, and nothing is left behind.
 
-Torch's sync debug mode tells of operators that make the host wait for the device; each place is listed, with the reason where
-one is known. On a CPU operators are counted that would wait on a GPU, `.item()` for one.
+Torch's sync debug mode tells of operators that make the host wait for the device; each place is listed, with the
+reason where one is known. On a CPU operators are counted that would wait on a GPU, `.item()` for one.
 """
 
 from __future__ import annotations
@@ -22,8 +22,14 @@ STEPS, FIRST = 50, 10  # of these 50 steps, memory is compared behind the tenth 
 
 # (file, function) -> why the host waits there, in a step. What is not here is reported as a fault.
 REASONS = {
-    ("executor.py", "step"): "a NaN in the loss must stop the step before an optimizer sees its gradients (nan='raise')",
-    ("executor.py", "_set_totals"): "a loss divides by the number of its labels, which keeps its dtype as a Python number",
+    (
+        "executor.py",
+        "step",
+    ): "a NaN in the loss must stop the step before an optimizer sees its gradients (nan='raise')",
+    (
+        "executor.py",
+        "_set_totals",
+    ): "a loss divides by the number of its labels, which keeps its dtype as a Python number",
     ("gradients.py", "clip_gradients"): "the norm says whether gradients are scaled at all",
 }
 
@@ -60,7 +66,13 @@ def waits(shape: Shape, setting: Setting) -> Iterator[Found]:
     unknown = [one for one in places if not one["reason"]]
     pm.close()
     why = "; ".join(f"{one['place']}: {one['line']}" for one in unknown)
-    yield {"ok": not unknown, "waits": sum(found.values()), "without a reason": len(unknown), "why": why, "places": places}
+    yield {
+        "ok": not unknown,
+        "waits": sum(found.values()),
+        "without a reason": len(unknown),
+        "why": why,
+        "places": places,
+    }
 
 
 def told(site: Site, count: int) -> Found:
@@ -85,7 +97,13 @@ def growth(shape: Shape, setting: Setting) -> Iterator[Found]:
     after = setting.device.allocated()
     pm.close()
     grown = after - before
-    yield {"ok": grown == 0, "steps": total, "bytes more": grown, "peak of the first": peaks[0], "of the last": peaks[1]}
+    yield {
+        "ok": grown == 0,
+        "steps": total,
+        "bytes more": grown,
+        "peak of the first": peaks[0],
+        "of the last": peaks[1],
+    }
 
 
 ROWS = [

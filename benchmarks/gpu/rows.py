@@ -1,8 +1,8 @@
 """Rows of a section: what is measured or checked, one after the other, each written down as soon as it is known.
 
-A row's function gets a `Setting` and yields its findings, better ones later: each replaces the one before it in the section's
-file, so that whatever ends the row early (its time, the section's, an error, a crash) leaves the last one. A row whose file says
-"done" is not run again.
+A row's function gets a `Setting` and yields its findings, better ones later: each replaces the one before it in the
+section's file, so that whatever ends the row early (its time, the section's, an error, a crash) leaves the last one.
+A row whose file says "done" is not run again.
 
     def softmax(setting: Setting) -> Iterator[Found]:
         yield {"us": setting.device.microseconds(...)}
@@ -111,7 +111,12 @@ class Journal:
 def run_rows(rows: Sequence[Row], setting: Setting, journal: Journal) -> int:
     """Run those that are not done; the status of the process: 0, or GO_ON where a new one should run the rest."""
     for row in rows:
-        if journal.state_of(row.name) in ("done", "failed", "skipped", "cut"):  # earlier files were cleared of what to repeat
+        if journal.state_of(row.name) in (
+            "done",
+            "failed",
+            "skipped",
+            "cut",
+        ):  # earlier files were cleared of what to repeat
             continue
         if setting.left() <= 0:
             return 0

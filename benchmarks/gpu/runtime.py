@@ -1,8 +1,8 @@
-"""Section 4, Runtime: what the host takes per action and call, what communication hides behind products, what a graph would gain.
+"""Section 4, Runtime: what the host takes per action and call, what hides behind products, what a graph would gain.
 
-The links of other GPUs are not here: in the place of a sum over ranks a kernel stays on some multiprocessors, on a stream of its own,
-for as long as the sum's bytes would take on NVLink. Hidden is what the two take together less than one after the other, of the shorter
-of them.
+The links of other GPUs are not here: in the place of a sum over ranks a kernel stays on some multiprocessors, on a
+stream of its own, for as long as the sum's bytes would take on NVLink. Hidden is what the two take together less than
+one after the other, of the shorter of them.
 """
 
 from __future__ import annotations
@@ -63,7 +63,9 @@ class SpinningGroup(SoloGroup):
 
     def all_reduce_start(self, flat: Tensor, site: str) -> Pending:
         if flat.nbytes not in self.spins:
-            self.spins[flat.nbytes] = Spin(self.device, BLOCKS if self.device.is_cuda else 1, ring_microseconds(flat.nbytes))
+            self.spins[flat.nbytes] = Spin(
+                self.device, BLOCKS if self.device.is_cuda else 1, ring_microseconds(flat.nbytes)
+            )
         self.started += 1
         with self.device.side_stream(self.is_urgent):
             self.spins[flat.nbytes]()
@@ -163,7 +165,13 @@ def graph_gain(shape: Shape, setting: Setting) -> Iterator[Found]:
     once()
     wanted = [leaf.grad.clone() for leaf in weights if leaf.grad is not None]
     launched, host = device.microseconds(once, 0.2 * device.is_cuda), device.host_microseconds(once)
-    found: Found = {"model": shape.name, "h": shape.h, "layers": shape.layers, "us launched": launched, "host, us a pass": host}
+    found: Found = {
+        "model": shape.name,
+        "h": shape.h,
+        "layers": shape.layers,
+        "us launched": launched,
+        "host, us a pass": host,
+    }
     yield found
     replay = device.capture(once)
     replay()
@@ -250,7 +258,11 @@ def clipping(shape: Shape, setting: Setting) -> Iterator[Found]:
         "torch's, foreach": lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9, foreach=True),
     }
     forms = [
-        {"form": name, "us": device.microseconds(call, 0.1 * device.is_cuda), "host, us a call": device.host_microseconds(call)}
+        {
+            "form": name,
+            "us": device.microseconds(call, 0.1 * device.is_cuda),
+            "host, us a call": device.host_microseconds(call),
+        }
         for name, call in calls.items()
     ]
     pm.close()
@@ -270,7 +282,9 @@ ROWS = [
     Row("a graph of a stage, h=768", partial(graph_gain, ONE_ROW), seconds=50, gigabytes=8),
     Row("a graph of a stage, h=2048", partial(large_only, partial(graph_gain, WIDE)), 50, 16, False),
     Row("an overlapped input-gradient", overlapped_linear, seconds=30, gigabytes=4),
-    Row("sums of gradients beside backward", partial(bucket_overlap, NANOGPT), seconds=50, gigabytes=16, is_short=False),
+    Row(
+        "sums of gradients beside backward", partial(bucket_overlap, NANOGPT), seconds=50, gigabytes=16, is_short=False
+    ),
     Row("a product beside kernels that wait", stays, seconds=30, gigabytes=4),
     Row("optimizers, 1.34B parameters", partial(optimizers, LLAMA_1B), seconds=40, gigabytes=16, is_short=False),
     Row("clipping, 1.34B parameters", partial(clipping, LLAMA_1B), seconds=60, gigabytes=50, is_short=False),

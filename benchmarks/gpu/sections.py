@@ -1,7 +1,8 @@
 """The sections, in order of value, and how each is run: as a process of its own, with a deadline.
 
-A process that crashes, hangs or breaks its device takes at most the row along that it was at: its rows are in the section's file
-as they are known, and a new process goes on behind. `run_section` is the parent's side, `serve` the child's.
+A process that crashes, hangs or breaks its device takes at most the row along that it was at: its rows are in the
+section's file as they are known, and a new process goes on behind. `run_section` is the parent's side, `serve` the
+child's.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A kernel that does nothing but stay for a while on k multiprocessors: what a communication that waits, or runs, takes away.
 
-    stay = Spin(device, blocks=16, microseconds=200.0)
-    with device.side_stream(): stay()
+stay = Spin(device, blocks=16, microseconds=200.0)
+with device.side_stream(): stay()
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -138,7 +137,10 @@ def test_a_row_that_is_too_large_says_so_and_a_broken_device_ends_the_process(se
         def sync(self) -> None:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    rows = [Row("large", lambda setting: iter([{"ms": 1.0}]), gigabytes=40), Row("small", lambda setting: iter([{"ms": 1.0}]))]
+    rows = [
+        Row("large", lambda setting: iter([{"ms": 1.0}]), gigabytes=40),
+        Row("small", lambda setting: iter([{"ms": 1.0}])),
+    ]
     journal = Journal.open(setting.folder, "some")
     assert run_rows(rows, replace(setting, device=Small(), is_toy=False), journal) == 0
     assert journal.rows[0]["why"] == "needs about 40 GB, 8 GB are free" and journal.state_of("small") == "done"
@@ -173,7 +175,10 @@ def test_model_flops_are_those_of_the_program_with_half_of_the_scores(shape: Sha
 
 
 def test_models_have_their_published_sizes() -> None:
-    sizes = {name: sum(p.numel() for p in build(shape, "meta", torch.bfloat16).parameters()) for name, shape in SHAPES.items()}
+    sizes = {
+        name: sum(p.numel() for p in build(shape, "meta", torch.bfloat16).parameters())
+        for name, shape in SHAPES.items()
+    }
     assert {name: round(count / 1e9, 2) for name, count in sizes.items()} == {
         "nanoGPT 124M": 0.12,
         "Llama 1.34B": 1.34,
@@ -190,7 +195,9 @@ def test_a_wrong_kernel_fails_its_check(setting: Setting) -> None:
     *_, found = right.check_operator(wrong, setting)
     assert not found["ok"] and "float32" in found["why"] and found["float32, worst"] > 1e-5
     inputs = right_one.inputs(TOY[0], maker("cpu", torch.bfloat16))
-    rounded = Operator("swiglu", lambda x, y: (right_one.plain(x, y) * 1.01).to(x.dtype), right_one.plain, right_one.inputs, 2)
+    rounded = Operator(
+        "swiglu", lambda x, y: (right_one.plain(x, y) * 1.01).to(x.dtype), right_one.plain, right_one.inputs, 2
+    )
     assert any(mine > 1.05 * other for mine, other in right.errors_of(rounded, inputs))
 
 
@@ -255,19 +262,22 @@ def test_the_page_tells_what_was_found_and_what_was_not_run(tmp_path: Path) -> N
     assert "**differs**" in text and "a.py / 1" in text and "**none known**" in text and "Not begun: another." in text
     assert section_parts(tmp_path, "fast") == ["Not run."]
     assert text_of("share hidden", 0.5) == "50.0%" and text_of("GEMM FLOP/s", 7.9e14) == "790 T"
-    assert text_of("peak bytes", 2_500_000_000) == "2.5 GB" and text_of("x", {"median": 1.0, "low": 0.9, "high": 1.2})[:5] == "1.000"
+    assert (
+        text_of("peak bytes", 2_500_000_000) == "2.5 GB"
+        and text_of("x", {"median": 1.0, "low": 0.9, "high": 1.2})[:5] == "1.000"
+    )
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("row", [row for row in right.ROWS if row.run is not right.marked_tests], ids=lambda row: row.name)
+@pytest.mark.parametrize(
+    "row", [row for row in right.ROWS if row.run is not right.marked_tests], ids=lambda row: row.name
+)
 def test_right(row: Row, tmp_path: Path) -> None:
     """What `make gpu` checks, one by one."""
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
-    found: dict[str, Any] = {"ok": False}
     try:
-        for found in row.run(Setting(find_device(), is_toy=False, folder=tmp_path)):
-            pass
+        *_, found = row.run(Setting(find_device(), is_toy=False, folder=tmp_path))
     except SkipRow as exc:
         pytest.skip(str(exc))
     assert found["ok"], found
