@@ -110,11 +110,9 @@ def counted(journal: Journal) -> str:
 
 
 def failures(folder: Path) -> list[str]:
-    return [
-        f"{row['name']}: {row.get('why', '')}"[:300]
-        for row in Journal.open(folder, "right").rows
-        if row["state"] == "failed"
-    ]
+    journal = Journal.open(folder, "right")
+    found = [f"{row['name']}: {row.get('why', '')}"[:300] for row in journal.rows if row["state"] == "failed"]
+    return found + ([journal.content["why"]] if journal.content["state"] == "failed" else [])
 
 
 def holds(folder: Path) -> bool:
@@ -122,12 +120,11 @@ def holds(folder: Path) -> bool:
 
 
 def verdict(folder: Path) -> str:
-    rows = Journal.open(folder, "right").rows
-    if not rows:
+    rows, wrong = Journal.open(folder, "right").rows, failures(folder)
+    if not rows and not wrong:
         return "no check was made"
-    wrong = failures(folder)
     made = sum(row["state"] in ("done", "failed") for row in rows)
-    return "\n".join([f"{made - len(wrong)} of {made} checks hold", *(f"  differs: {text}" for text in wrong)])
+    return "\n".join([f"{max(0, made - len(wrong))} of {made} checks hold", *(f"  differs: {text}" for text in wrong)])
 
 
 if __name__ == "__main__":

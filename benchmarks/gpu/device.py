@@ -23,6 +23,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from autoptd.compat import TorchDispatchMode
@@ -30,6 +31,7 @@ from benchmarks.lib.memory import peak_bytes
 
 Run = Callable[[], object]
 Site = tuple[str, str, int, str]  # file, function, line, text
+NO_KERNEL = ("Memcpy", "Memset", "ProfilerStep", "Optimizer.")  # what is told of the device besides kernels
 WAITS = re.compile(r"aten\.(_local_scalar_dense|nonzero|equal|masked_select|unique\w*|_unique2)\.")
 
 
@@ -141,8 +143,8 @@ class CudaDevice(Device):
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as prof:
             run()
             self.sync()
-        on_device = [one for one in prof.events() or () if one.device_type == torch.autograd.DeviceType.CUDA]
-        return sum(not one.name.startswith(("Memcpy", "Memset")) for one in on_device)
+        on_device = [one for one in prof.events() or () if one.device_type == DeviceType.CUDA]
+        return sum(not getattr(one, "is_user_annotation", False) and not one.name.startswith(NO_KERNEL) for one in on_device)
 
     def waits(self, run: Run) -> dict[Site, int]:
         """As torch's sync debug mode warns of them; it does not know those inside of torch.distributed."""

@@ -47,6 +47,7 @@ USED: dict[str, Sequence[str]] = {  # where models have the operator
     "attention, causal": (LLAMAS[1], GPTS[0]),
     "linear_cross_entropy": (*LLAMAS, *GPTS),
 }
+LARGE = ("linear_cross_entropy", "masked_softmax", "attention")  # whose plain forms hold logits or scores
 MIB = 1 << 20
 
 
@@ -208,7 +209,8 @@ def _operator_rows(with_compiler: bool) -> list[Row]:
         for sizes in SIZES:
             if sizes.name in USED.get(operator.name, GPTS):
                 name = f"{operator.name}, {sizes.name}{', with torch.compile' if with_compiler else ''}"
-                found.append(Row(name, partial(_at_size, operator, sizes, with_compiler), 40, 24, False))
+                room = 24 if operator.name.startswith(LARGE) else 4
+                found.append(Row(name, partial(_at_size, operator, sizes, with_compiler), 40, room, False))
     return found
 
 

@@ -174,7 +174,7 @@ def maker(device: str, dtype: torch.dtype, seed: int = 0, layout: str = "as it i
         if layout == "transposed" and len(shape) > 1:
             turned = torch.randn(*shape[:-2], shape[-1], shape[-2], device=device, generator=generator).to(dtype)
             return turned.transpose(-1, -2)
-        if layout == "expanded" and len(shape) > 1:
+        if layout == "expanded" and len(shape) > 2:  # values, over their batch; of equal weights gradients may be zero
             return torch.randn(1, *shape[1:], device=device, generator=generator).to(dtype).expand(shape)
         return torch.randn(*shape, device=device, generator=generator).to(dtype)
 

@@ -25,6 +25,7 @@ from benchmarks.gpu.device import Device, find_device
 from benchmarks.gpu.rows import Found, Row, Setting
 
 TIMEOUT = 5.0  # seconds that a call may take
+SAME = 1e-5  # of losses of a float32 model, some of whose kernels on CUDA add up in any order
 LATE = 30.0  # seconds that one takes which is too late
 DEAD_AFTER = 45.0  # seconds by which its process must have ended
 
@@ -123,7 +124,7 @@ def captured() -> Found:
 
 
 def trained() -> Found:
-    """A model as the only process of its world trains as with its rank in a thread, to the bit; a NaN is one clear error."""
+    """A model as the only process of its world trains as with its rank in a thread; a NaN is one clear error."""
     device = start()
     import autoptd
     from benchmarks.gpu.models import NANOGPT, batch, build, toy
@@ -147,7 +148,7 @@ def trained() -> Found:
             told = _error_of(lambda: pm.step(*args))  # noqa: B023 - called here
         pm.close()
     first, second = losses.values()
-    ok = first == second and "NaN" in told
+    ok = max(abs(a - b) for a, b in zip(first, second, strict=True)) <= SAME and "NaN" in told
     return {"ok": ok, "losses": first, "as a thread": second, "a NaN says": told[:200]}
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import time
 import traceback
@@ -152,6 +153,8 @@ def _run(row: Row, setting: Setting, journal: Journal) -> bool:
         journal.put(row.name, "done" if found.get("ok", True) else "failed", **found)
     except SkipRow as exc:
         journal.put(row.name, "skipped", **{**found, "why": str(exc)})
+    except subprocess.TimeoutExpired as exc:
+        journal.put(row.name, "cut", **{**found, "why": f"what it started took more than {exc.timeout:.0f} s"})
     except torch.OutOfMemoryError as exc:
         journal.put(row.name, "skipped", **{**found, "why": f"out of memory: {str(exc).splitlines()[0][:200]}"})
     except Exception as exc:

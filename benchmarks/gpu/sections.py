@@ -34,9 +34,9 @@ class Section:
 
 
 SECTIONS = (
-    Section("right", "Right", 5),
+    Section("right", "Right", 6),
     Section("fast", "Fast", 7),
-    Section("kernels", "Kernels", 4),
+    Section("kernels", "Kernels", 3),
     Section("runtime", "Runtime", 2),
 )
 
