@@ -144,7 +144,9 @@ class CudaDevice(Device):
             run()
             self.sync()
         on_device = [one for one in prof.events() or () if one.device_type == DeviceType.CUDA]
-        return sum(not getattr(one, "is_user_annotation", False) and not one.name.startswith(NO_KERNEL) for one in on_device)
+        return sum(
+            not getattr(one, "is_user_annotation", False) and not one.name.startswith(NO_KERNEL) for one in on_device
+        )
 
     def waits(self, run: Run) -> dict[Site, int]:
         """As torch's sync debug mode warns of them; it does not know those inside of torch.distributed."""

@@ -30,6 +30,7 @@ REASONS = {
         "executor.py",
         "_set_totals",
     ): "a loss divides by the number of its labels, which keeps its dtype as a Python number",
+    ("nan.py", "look"): "the same, of the step before: its answer came behind that step's work",
     ("gradients.py", "clip_gradients"): "the norm says whether gradients are scaled at all",
 }
 
