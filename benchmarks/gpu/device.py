@@ -32,6 +32,7 @@ from benchmarks.lib.memory import peak_bytes
 Run = Callable[[], object]
 Site = tuple[str, str, int, str]  # file, function, line, text
 NO_KERNEL = ("Memcpy", "Memset", "ProfilerStep", "Optimizer.")  # what is told of the device besides kernels
+WARNED = "called a synchronizing CUDA operation"
 WAITS = re.compile(r"aten\.(_local_scalar_dense|nonzero|equal|masked_select|unique\w*|_unique2)\.")
 
 
@@ -153,7 +154,7 @@ class CudaDevice(Device):
         found: Counter[Site] = Counter()
 
         def note(message: Any, *_: Any, **__: Any) -> None:
-            if "synchronizing" in str(message):
+            if WARNED in str(message):
                 found[_site(str(message))] += 1
 
         self.sync()

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu.goals import goals
 from benchmarks.gpu.rows import Found, Journal
 from benchmarks.gpu.sections import PROFILE, SECTIONS
 
@@ -20,6 +21,8 @@ Table = list[list[str]]
 def write_report(folder: Path) -> Path:
     path = folder / "gpu.md"
     parts = ["# What this GPU shows", *machine_lines(folder)]
+    parts += ["## Goals", "Of one H100 or H200; on other cards, and at toy size, they say little."]
+    parts.append(markdown([["goal", "aim", "found"], *goals(folder)]))
     for section in SECTIONS:
         parts += [f"## {section.title}", *section_parts(folder, section.name)]
     for file in sorted(folder.glob(f"{PROFILE.strip()}_*.json")):

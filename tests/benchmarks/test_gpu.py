@@ -16,6 +16,7 @@ import autoptd
 from benchmarks.gpu import machine, right, right_steps, sections
 from benchmarks.gpu.__main__ import holds, main
 from benchmarks.gpu.device import CudaDevice, Device, find_device
+from benchmarks.gpu.goals import goals
 from benchmarks.gpu.models import GPT_175B, LLAMA_1B, LLAMA_8B, NANOGPT, SHAPES, Shape, batch, build, replace, toy
 from benchmarks.gpu.operators import OPERATORS, TOY, Operator, maker
 from benchmarks.gpu.report import section_parts, text_of, write_report
@@ -216,9 +217,9 @@ def test_waits_are_told_with_their_place_and_reason(monkeypatch: pytest.MonkeyPa
     def warned() -> None:
         for _ in range(2):
             warnings.warn("called a synchronizing CUDA operation (Triggered internally)", stacklevel=1)
-        warnings.warn("something else", stacklevel=1)
+        warnings.warn("it does not yet detect all synchronizing operations", stacklevel=1)
 
-    assert list(device.waits(warned).values()) == [1, 1] or sum(device.waits(warned).values()) == 2
+    assert list(device.waits(warned).values()) == [2]
     assert modes[:2] == ["warn", "default"]
     known = right_steps.told(("/somewhere/executor.py", "step", 1, "bool(loss.isnan())"), 2)
     assert known["reason"] and not right_steps.told(("model.py", "forward", 1, "x.item()"), 1)["reason"]
