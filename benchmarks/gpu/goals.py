@@ -31,15 +31,14 @@ def goals(folder: Path) -> list[list[str]]:
         memory = _of(fast[model], FUSED, MEMORY)
         if memory:
             rows.append([f"{model}: predicted over measured memory", f"1 +- {NEAR}", f"{memory:.3f}"])
-    tried = {row["name"].removesuffix(", with torch.compile"): row["wins"] for row in kernels if len(_forms(row)) == 3}
+    compared = [
+        row for row in kernels if row["name"].endswith(", with torch.compile") and len(row.get("forms", ())) == 3
+    ]
+    tried = {row["name"].removesuffix(", with torch.compile"): row["wins"] for row in compared}
     worthless = [f"{name} ({wins:.2f})" for name, wins in tried.items() if wins < WORTH]
     found = (", ".join(worthless) or "none") if tried else "not run"
     rows.append([f"fused operators that win less than {WORTH} beside eager and torch.compile", "off there", found])
     return rows
-
-
-def _forms(row: Found) -> list[Found]:
-    return [one for one in row.get("forms", ()) if "wins" in row]
 
 
 def _of(row: Found | None, form: str, key: str) -> Any:

@@ -269,6 +269,22 @@ def test_the_page_tells_what_was_found_and_what_was_not_run(tmp_path: Path) -> N
     )
 
 
+def test_goals_are_told_beside_what_was_found(tmp_path: Path) -> None:
+    assert {row[-1] for row in goals(tmp_path)} == {"not run"}
+    fast, kernels = Journal.open(tmp_path, "fast"), Journal.open(tmp_path, "kernels")
+    ratio = {"median": 1.1, "low": 1.0, "high": 1.2}
+    ours = {"form": "ours, fused", "share of the GEMM ceiling": 0.5, "predicted over measured": 0.99}
+    fast.put("Llama 1.34B", "done", forms=[ours, {"form": "torch.compile", "its time over that of ours, fused": ratio}])
+    forms = [{"form": name} for name in ("ours", "eager", "torch.compile")]
+    kernels.put("swiglu, x, with torch.compile", "done", wins=1.01, forms=forms)
+    kernels.put("rotary, x", "done", wins=0.5, forms=forms[:2])  # beside eager alone: says nothing yet
+    found = {row[0]: row[-1] for row in goals(tmp_path)}
+    assert found["Llama 1.34B: torch.compile's time over ours"] == "1.100 (1.000 to 1.200)"
+    assert found["Llama 1.34B: share of the GEMM ceiling"] == "50.0%"
+    assert found["nanoGPT 124M: torch.compile's time over ours"] == "not run"
+    assert "swiglu, x (1.01)" in found.values()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "row", [row for row in right.ROWS if row.run is not right.marked_tests], ids=lambda row: row.name
