@@ -60,7 +60,11 @@ def main(words: list[str]) -> int:
         print(f"make gpu: --minutes {asked.minutes:g}: no positive number of minutes", file=sys.stderr)
         return 2
     folder = asked.out.resolve()
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as exc:
+        print(f"make gpu: --out {asked.out}: {exc.strerror}", file=sys.stderr)
+        return 2
     is_toy = asked.toy or not has_cuda
     tell_machine(folder, is_toy)
     chosen = [one for one in SECTIONS if asked.sections is None or one.name in asked.sections]
@@ -85,6 +89,9 @@ def tell_machine(folder: Path, is_toy: bool) -> None:
 
 
 def run_sections(chosen: list[Section], folder: Path, end: float, how: How) -> None:
+    for section in chosen:
+        if not how.is_resumed:  # what an earlier run left would stand beside this one's
+            Journal.open(folder, section.name).path.unlink(missing_ok=True)
     for number, section in enumerate(chosen):
         left = end - time.time()
         limit = seconds_of(chosen[number:], left)

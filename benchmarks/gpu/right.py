@@ -23,7 +23,7 @@ from autoptd.options import SCHEDULES
 from benchmarks.gpu import right_nccl, right_steps
 from benchmarks.gpu.models import Call, batch, build, small_family, toy
 from benchmarks.gpu.operators import OPERATORS, TOY, Operator, Sizes, maker, run
-from benchmarks.gpu.rows import Found, Row, Setting, SkipRow
+from benchmarks.gpu.rows import Found, Row, Setting
 
 ROOT = Path(__file__).parents[2]
 SINGLE = 1e-5  # of the largest entry, in float32
@@ -153,19 +153,11 @@ def verified(model: nn.Module, example: Any, asked: dict[str, Any]) -> Found:
 
 def family(name: str, fuse: str, setting: Setting) -> Iterator[Found]:
     """A model of transformers, its operators fused, over two tensor ranks."""
-    need("transformers")
     model, (_, kwargs) = small_family(name)
     example = {key: x.to(setting.where) for key, x in kwargs.items()}
     used = "eager" if setting.is_toy else fuse
     asked = {"t": 2, "num_microbatches": 2, "fuse": used, "steps": 2}
     yield verified(model.to(setting.where), example, asked) | {"fuse": used}
-
-
-def need(package: str) -> None:
-    import importlib.util
-
-    if importlib.util.find_spec(package) is None:
-        raise SkipRow(f"needs the package {package}")
 
 
 def compile_again(setting: Setting) -> Iterator[Found]:

@@ -155,6 +155,9 @@ def _run(row: Row, setting: Setting, journal: Journal) -> bool:
         journal.put(row.name, "skipped", **{**found, "why": str(exc)})
     except subprocess.TimeoutExpired as exc:
         journal.put(row.name, "cut", **{**found, "why": f"what it started took more than {exc.timeout:.0f} s"})
+    except ModuleNotFoundError as exc:
+        is_ours = (exc.name or "").split(".")[0] in ("autoptd", "benchmarks", "examples")
+        journal.put(row.name, "failed" if is_ours else "skipped", **{**found, "why": f"needs a package: {exc}"})
     except torch.OutOfMemoryError as exc:
         journal.put(row.name, "skipped", **{**found, "why": f"out of memory: {str(exc).splitlines()[0][:200]}"})
     except Exception as exc:

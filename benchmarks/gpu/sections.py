@@ -57,7 +57,7 @@ def seconds_of(chosen: list[Section], seconds: float) -> float:
 
 @dataclass(frozen=True)
 class How:
-    """`is_toy`: at toy size; `is_short`: a few rows of each section, for a test; `is_resumed`: what is done is not repeated."""
+    """`is_toy`: at toy size; `is_short`: a few rows of each section, for a test; `is_resumed`: earlier files are kept."""
 
     is_toy: bool
     is_short: bool = False
@@ -65,11 +65,8 @@ class How:
 
 
 def run_section(section: Section, folder: Path, seconds: float, how: How) -> Journal:
-    """Run a section in child processes, for `seconds` at most; return its file."""
+    """Run a section in child processes, for `seconds` at most; return its file. Rows that are done in it are not run."""
     journal = Journal.open(folder, section.name)
-    if not how.is_resumed:
-        journal.path.unlink(missing_ok=True)
-        journal = Journal.open(folder, section.name)
     if journal.content["state"] == "finished" and all(row["state"] in ("done", "skipped") for row in journal.rows):
         return journal
     journal.content["rows"] = [row for row in journal.rows if row["state"] in ("done", "skipped")]

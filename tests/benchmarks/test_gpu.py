@@ -62,6 +62,8 @@ def test_requests_that_cannot_be_met(tmp_path: Path, capsys: pytest.CaptureFixtu
         told = capsys.readouterr().err
         assert told.count("\n") == 1 and "no CUDA device" in told and not (tmp_path / "none").exists()
     assert main(["--minutes", "0", "--out", str(tmp_path / "none")]) == 2
+    (tmp_path / "file").touch()
+    assert main(["--out", str(tmp_path / "file")]) == 2
     with pytest.raises(SystemExit, match="2"):
         main(["--profile", "no such model"])
 
@@ -114,17 +116,21 @@ def test_what_a_row_found_is_kept_however_it_ends(setting: Setting) -> None:
     def differs(setting: Setting) -> Iterator[Found]:
         yield {"ok": False, "why": "differs"}
 
+    def lacks(setting: Setting) -> Iterator[Found]:
+        yield {"ms": 5.0}
+        raise ModuleNotFoundError("No module named 'transformers'", name="transformers")
+
     def too_large(setting: Setting) -> Iterator[Found]:
         yield {"ms": 4.0}
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 
-    rows = [Row(one.__name__, one) for one in (better, raises, skips, differs, too_large)]
+    rows = [Row(one.__name__, one) for one in (better, raises, skips, differs, lacks, too_large)]
     journal = Journal.open(setting.folder, "some")
     assert run_rows(rows, setting, journal) == 0
     found = json.loads((setting.folder / "some.json").read_text())["rows"]
-    assert [row["state"] for row in found] == ["done", "failed", "skipped", "failed", "skipped"]
-    assert [row.get("ms") for row in found] == [2.0, 3.0, None, None, 4.0]
-    assert found[1]["why"] == "ValueError: wrong" and "out of memory" in found[4]["why"]
+    assert [row["state"] for row in found] == ["done", "failed", "skipped", "failed", "skipped", "skipped"]
+    assert [row.get("ms") for row in found] == [2.0, 3.0, None, None, 5.0, 4.0]
+    assert found[1]["why"] == "ValueError: wrong" and "out of memory" in found[5]["why"]
     journal.path.rename(setting.folder / "right.json")
     assert not holds(setting.folder)
 
