@@ -27,7 +27,7 @@ from benchmarks.gpu.machine import card
 from benchmarks.gpu.models import Call, Shape, batch, build, loss_of
 from benchmarks.gpu.rows import Found, Setting
 from benchmarks.lib import one_rank
-from benchmarks.lib.pairs import Turns, ratio_of, take_turns
+from benchmarks.lib.pairs import Turns, interval, ratio_of, take_turns
 
 REFERENCE = "ours, fused"  # what the others' times are divided by
 TURN = 0.05  # seconds that a turn takes at least, so that its ends do not show
@@ -70,8 +70,8 @@ def eager(
 def compiled(model: nn.Module, is_toy: bool, mode: str | None = None) -> Callable[..., Any]:
     """torch.compile; at toy size its tracing only, for compiling takes a CPU a minute."""
     if is_toy:
-        return torch.compile(model, backend="eager")
-    return torch.compile(model, mode=mode)
+        return torch.compile(model, backend="eager", dynamic=False)
+    return torch.compile(model, mode=mode, dynamic=False)
 
 
 def ours(model: nn.Module, call: Call, **asked: Any) -> Form:
@@ -168,7 +168,12 @@ def row_of(
 ) -> Found:
     wall = statistics.median(turns[name].wall)
     peak = form.held + device.peak(form.step)
-    row: Found = {"form": name, "ms": 1e3 * wall, "tokens/s": tokens / wall, "model FLOP/s": flops / wall}
+    row: Found = {
+        "form": name,
+        "ms": interval([1e3 * one for one in turns[name].wall])._asdict(),
+        "tokens/s": tokens / wall,
+        "model FLOP/s": flops / wall,
+    }
     row |= {"share of the GEMM ceiling": flops / wall / ceiling, "turns": len(turns[name].wall)}
     if REFERENCE in turns and name != REFERENCE:
         row["its time over that of ours, fused"] = ratio_of(turns[name].wall, turns[REFERENCE].wall)._asdict()

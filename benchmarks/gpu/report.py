@@ -142,7 +142,7 @@ def numbers(row: Found) -> str:
     shown = {
         key: value
         for key, value in row.items()
-        if key not in HIDDEN and key != "table" and not isinstance(value, (list, dict))
+        if key not in HIDDEN and key != "table" and value != "" and not isinstance(value, (list, dict))
     }
     return ", ".join(f"{key}: {text_of(key, value)}" for key, value in shown.items())
 
