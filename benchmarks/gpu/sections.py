@@ -67,23 +67,28 @@ class How:
 def run_section(section: Section, folder: Path, seconds: float, how: How) -> Journal:
     """Run a section in child processes, for `seconds` at most; return its file. Rows that are done in it are not run."""
     journal = Journal.open(folder, section.name)
-    if journal.content["state"] == "finished" and all(row["state"] in ("done", "skipped") for row in journal.rows):
+    is_same = journal.content.get("is short") == how.is_short
+    if (
+        is_same
+        and journal.content["state"] == "finished"
+        and all(row["state"] in ("done", "skipped") for row in journal.rows)
+    ):
         return journal
     journal.content["rows"] = [row for row in journal.rows if row["state"] in ("done", "skipped")]
+    journal.content |= {"is_complete": False, "is short": how.is_short}
     journal.write()
     end = time.time() + seconds
-    while (left := end - time.time()) > NEAR_END:
+    while end - time.time() > NEAR_END:
         status = _watch(section, folder, end, how)
         journal = Journal.open(folder, section.name)
-        if status == 0:
-            journal.content["state"] = "finished" if journal.content.get("is_complete") else "cut"
+        is_complete = journal.content["is_complete"]  # said at its very end: how it leaves does not matter then
+        if status == 0 or is_complete:
+            journal.content["state"] = "finished" if is_complete else "cut"
             break
         why = "its time was up" if status is None else f"its process ended with {_told(status)}"
         hit = journal.end_running("cut" if status is None else "failed", why)
-        if status != GO_ON and not hit and left < NEAR_END + GRACE:
-            break
-        if status not in (GO_ON, None) and not hit:  # it died before its first row: again would be the same
-            journal.content |= {"state": "failed", "why": f"{why}, before its first row"}
+        if status not in (GO_ON, None) and not hit:  # it died between rows: again would be the same
+            journal.content |= {"state": "failed", "why": f"{why}, at no row"}
             break
         journal.content["state"] = "cut"
     journal.end_running("cut", "the section's time was up")
