@@ -34,7 +34,7 @@ DEAD_AFTER = 45.0  # seconds by which its process must have ended
 def start(timeout: float = 60.0) -> Device:
     """A default group of one process."""
     device = find_device()
-    store = dist.HashStore()
+    store = dist.TCPStore("127.0.0.1", 0, 1, True)  # of a free port, as a launcher makes it
     backend = "nccl" if device.is_cuda else "gloo"
     dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timedelta(seconds=timeout))
     return device
