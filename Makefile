@@ -1,6 +1,7 @@
 # make demo     train a small GPT on one device and on 8 ranks, and compare (ARGS="--data FILE --steps N" for your own)
 # make test     the tests          make lint    ruff and mypy
 # make bench    the benchmarks     make clean   remove what was made, .venv included
+# make gpu      all that a GPU can show, in nine minutes, installing nothing (ARGS="--minutes 20 --resume"); toy sizes without one
 # make install  .venv with everything; the other targets call it. Again it does nothing, unless what to install changed.
 
 PYTHON ?= python3
@@ -15,7 +16,7 @@ SOURCES := autoptd examples tests benchmarks
 BENCHMARKS := $(filter-out benchmarks/models.py benchmarks/families.py,$(wildcard benchmarks/*.py))
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: install demo test lint bench clean
+.PHONY: install demo test lint bench gpu clean
 
 install: $(INSTALLED)
 
@@ -39,6 +40,9 @@ lint: $(INSTALLED)
 
 bench: $(INSTALLED)
 	@for script in $(BENCHMARKS); do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+
+gpu:
+	$(or $(wildcard $(BIN)/python),$(PYTHON)) -m benchmarks.gpu --minutes 9 --out out/gpu $(ARGS)
 
 clean:
 	rm -rf .venv out build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -60,10 +60,6 @@ def llama() -> nn.Module:
 MODELS: dict[str, Callable[[], nn.Module]] = {"GPT-2, dropout 0.1": gpt2, "Llama": llama}
 
 
-def device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
 def step(pm: autoptd.ParallelModel, call: dict[str, Tensor]) -> None:
     """One step; gradients are gone afterwards, so that every step allocates them."""
     pm.step(**call)
@@ -74,8 +70,8 @@ def step(pm: autoptd.ParallelModel, call: dict[str, Tensor]) -> None:
 def measure(name: str, seconds: float, with_inductor: bool) -> list[Row]:
     """One row per fused operator of a model, and one for all of them."""
     torch.manual_seed(0)
-    model = MODELS[name]().to(device())
-    ids = torch.randint(0, VOCAB, (ROWS, TOKENS), device=device())
+    model = MODELS[name]()
+    ids = torch.randint(0, VOCAB, (ROWS, TOKENS))
     call = {"input_ids": ids, "labels": ids.clone()}
     make = partial(autoptd.parallelize, model, example_inputs=call, num_microbatches=1, backend="local")
     program = autoptd.compile(model, example_inputs=call, num_microbatches=1)
@@ -123,8 +119,8 @@ def block(x: Tensor, qkv: Tensor, out: Tensor, tokens: int) -> Tensor:
 
 def measure_layout(seconds: float) -> Row:
     """[b, s, h] beside [s, b, h]."""
-    qkv, out = (torch.randn(n, WIDTH, device=device()).mul(0.02).requires_grad_() for n in (3 * WIDTH, WIDTH))
-    x = torch.randn(ROWS, TOKENS, WIDTH, device=device())
+    qkv, out = (torch.randn(n, WIDTH).mul(0.02).requires_grad_() for n in (3 * WIDTH, WIDTH))
+    x = torch.randn(ROWS, TOKENS, WIDTH)
     values = {1: x.requires_grad_(), 0: x.detach().transpose(0, 1).contiguous().requires_grad_()}
 
     def run(tokens: int) -> None:
@@ -139,9 +135,9 @@ def measure_layout(seconds: float) -> Row:
 
 def measure_embedding(seconds: float) -> Row:
     """The sum of an embedding and its positions beside the same in one buffer, forward and backward."""
-    table, places = (torch.randn(n, WIDTH, device=device()).requires_grad_() for n in (VOCAB, TOKENS))
-    ids = torch.randint(0, VOCAB, (ROWS, TOKENS), device=device())
-    grad = torch.randn(ROWS, TOKENS, WIDTH, device=device())
+    table, places = (torch.randn(n, WIDTH).requires_grad_() for n in (VOCAB, TOKENS))
+    ids = torch.randint(0, VOCAB, (ROWS, TOKENS))
+    grad = torch.randn(ROWS, TOKENS, WIDTH)
     runs: dict[str, Callable[[], None]] = {
         "plain": lambda: (F.embedding(ids, table) + places).backward(grad),
         "one buffer": lambda: F.embedding(ids, table).add_(places).backward(grad),
@@ -160,8 +156,8 @@ def measure_loss(seconds: float, tokens: int = ROWS * TOKENS) -> list[Row]:
     """The head and its loss in chunks beside F.linear and F.cross_entropy, forward and backward, by the size of the logits."""
     rows = []
     for classes in (256, 1024, 4096, 16384):
-        x, weight = (torch.randn(n, WIDTH, device=device()).requires_grad_() for n in (tokens, classes))
-        targets = torch.randint(0, classes, (tokens,), device=device())
+        x, weight = (torch.randn(n, WIDTH).requires_grad_() for n in (tokens, classes))
+        targets = torch.randint(0, classes, (tokens,))
         forms = {"plain": linear_cross_entropy_plain, "chunks": linear_cross_entropy}
         runs = {name: partial(backward_of, form, x, weight, targets) for name, form in forms.items()}
         turns = take_turns(runs, 200, seconds=seconds / 4)
@@ -178,7 +174,7 @@ def draw(rows: list[Row]) -> Figure:
     bars = [
         (f"{row['model']}: {row['fused']}", *(row["gain"][key] for key in ("median", "low", "high"))) for row in rows
     ]
-    ratio_bars(figure.subplots(), bars, f"plain / fused, wall time of a step, {device()}")
+    ratio_bars(figure.subplots(), bars, "plain / fused, wall time of a step, cpu")
     return figure
 
 
@@ -196,7 +192,7 @@ def main() -> None:
     about = {"rows": ROWS, "tokens": TOKENS, "h": WIDTH, "heads": HEADS, "layers": LAYERS, "vocabulary": VOCAB}
     save(
         "fusion",
-        {"sizes": about, "device": device(), "fusion": rows, "layout": layout, "embedding": embedding, "loss": chunks},
+        {"sizes": about, "device": "cpu", "fusion": rows, "layout": layout, "embedding": embedding, "loss": chunks},
     )
     save_picture("fusion", draw(rows))
 

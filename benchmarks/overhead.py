@@ -66,10 +66,10 @@ def micro(seconds: list[float], per: int) -> float:
     return 1e6 * statistics.median(seconds) / per
 
 
-def step_time(parameters: int = 200, repeats: int = 81) -> Row:
+def step_time(parameters: int = 200, repeats: int = 81, device: str = "cpu") -> Row:
     """Per parameter, of one microbatch: all that a step does beyond its stage's forward and backward."""
-    x = torch.randn(2, 2)
-    pm = autoptd.parallelize(Tiny(parameters), num_microbatches=1, backend="local", example_inputs=(x,))
+    x, model = torch.randn(2, 2, device=device), Tiny(parameters).to(device)
+    pm = autoptd.parallelize(model, num_microbatches=1, backend="local", example_inputs=(x,))
     rank: Rank = pm._running((x,), {})[1].here[0]
     stage, own = rank.executor._stages[0], list(rank.params.leaves.values())
     local = list(pm.parameters())
@@ -89,10 +89,10 @@ def step_time(parameters: int = 200, repeats: int = 81) -> Row:
     return {"what": "a step, per parameter", "microseconds": micro(extra, parameters)}
 
 
-def action_time(microbatches: int = 64, repeats: int = 41) -> Row:
+def action_time(microbatches: int = 64, repeats: int = 41, device: str = "cpu") -> Row:
     """Per F or B, beyond the stage's own forward and backward."""
-    x = torch.randn(microbatches, 2)
-    pm = autoptd.parallelize(Tiny(), num_microbatches=microbatches, backend="local", example_inputs=(x,))
+    x, model = torch.randn(microbatches, 2, device=device), Tiny().to(device)
+    pm = autoptd.parallelize(model, num_microbatches=microbatches, backend="local", example_inputs=(x,))
     rank: Rank = pm._running((x,), {})[1].here[0]
     pieces = cut(pm.program, (x,), {}, rank.executor.inputs, 0, rank.world.device)
     stage = rank.executor._stages[0]
@@ -145,20 +145,21 @@ def thread_times() -> list[Row]:
     ]
 
 
-def process_times() -> list[Row]:
+def process_times(device: str = "cpu", calls: int = 1000, repeats: int = 21) -> list[Row]:
     """Rank 1 of t=2 through torch.distributed, whose "fake" group takes no time of its own."""
     fake_process_group(rank=1, world_size=2)
-    world = DistributedWorld(Mesh(t=2), Needs())
+    world = DistributedWorld(Mesh(t=2), Needs(), device=device)
     tp: Group = world.group(("tp",))
-    x, leaf = torch.ones(64), torch.ones(64, requires_grad=True)
-    bias = torch.ones(64, requires_grad=True)
-    rows = [
-        call_time("torch.distributed.all_reduce, and a clone", lambda: dist.all_reduce(x.clone())),
-        call_time("our group's all_reduce", lambda: tp.all_reduce(x, "here")),
-        call_time("I to R (f), forward", lambda: i_to_r(leaf, tp, site="here")),
-        call_time("P to I (g), forward", lambda: p_to_i(leaf, tp, site="here")),
-        call_time("I to P of a bias, forward", lambda: i_to_p(bias, tp)),
-    ]
+    x, leaf, bias = torch.ones(3, 64, device=device)
+    leaf, bias = (one.clone().requires_grad_() for one in (leaf, bias))
+    made: dict[str, Callable[[], object]] = {
+        "torch.distributed.all_reduce, and a clone": lambda: dist.all_reduce(x.clone()),
+        "our group's all_reduce": lambda: tp.all_reduce(x, "here"),
+        "I to R (f), forward": lambda: i_to_r(leaf, tp, site="here"),
+        "P to I (g), forward": lambda: p_to_i(leaf, tp, site="here"),
+        "I to P of a bias, forward": lambda: i_to_p(bias, tp),
+    }
+    rows = [call_time(what, call, calls, repeats) for what, call in made.items()]
     world.close()
     return rows
 

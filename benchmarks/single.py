@@ -8,8 +8,7 @@ FLOPs are model FLOPs, 72 B s L h^2 (1 + s/6h + V/12Lh), nothing counted for rec
 counts it: 96). The ceiling is a GEMM [B s, h] x [h, 4h] of the same dtype, measured in the same run. Memory is what a step
 allocates at most beyond weights and inputs.
 
-On CUDA also a GPT of 125M and of 1.3B in bf16, and a rank's stage of GPT-3 175B at t=8, p=16: of a world that is not there, so
-without the time of communication. Without a GPU the table says "not run" there.
+On a CPU; GPUs have `make gpu` (benchmarks/gpu), whose models are large and in bf16.
 
     python benchmarks/single.py                # a table, benchmarks/results/single.json and single.svg
     python benchmarks/single.py --compiled     # torch.compile at every width: minutes on a CPU
@@ -34,7 +33,6 @@ import autoptd
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.lib import one_rank
 from benchmarks.lib.memory import peak_bytes
 from benchmarks.lib.pairs import ratio_of, take_turns
 from benchmarks.lib.report import ratio_bars, save, save_picture
@@ -46,27 +44,20 @@ OURS, FUSED = "ours plain", "ours fused"
 
 
 class Setup(NamedTuple):
-    """A GPT, and the batch of one step: m microbatches of b rows. A mesh where one rank of many runs."""
+    """A GPT, and the batch of one step: m microbatches of b rows."""
 
     name: str
     config: GPTConfig
     b: int
     m: int = 1
-    dtype: torch.dtype = torch.float32
-    mesh: dict[str, int] | None = None
 
 
 def gpt(h: int, heads: int, layers: int, s: int, vocab: int = 256) -> GPTConfig:
     return GPTConfig(vocab_size=vocab, block_size=s, n_layer=layers, n_head=heads, n_embd=h)
 
 
-CPU = [Setup(f"h={h}", gpt(h, h // 16, 4, 64), 4) for h in (64, 128, 256, 512)]
-CPU += [Setup("h=128 m=4", gpt(128, 8, 4, 64), 2, m=4), Setup("h=256 V=8192", gpt(256, 16, 4, 256, 8192), 4)]
-GPU = [
-    Setup("GPT 125M", gpt(768, 12, 12, 1024, 50304), 8, dtype=torch.bfloat16),
-    Setup("GPT 1.3B", gpt(2048, 16, 24, 2048, 50304), 2, dtype=torch.bfloat16),
-    Setup("GPT-3 175B, a stage", gpt(12288, 96, 96, 2048, 51200), 1, 16, torch.bfloat16, {"t": 8, "p": 16}),
-]
+SETUPS = [Setup(f"h={h}", gpt(h, h // 16, 4, 64), 4) for h in (64, 128, 256, 512)]
+SETUPS += [Setup("h=128 m=4", gpt(128, 8, 4, 64), 2, m=4), Setup("h=256 V=8192", gpt(256, 16, 4, 256, 8192), 4)]
 
 
 def model_flops(config: GPTConfig, tokens: int) -> float:
@@ -75,15 +66,13 @@ def model_flops(config: GPTConfig, tokens: int) -> float:
     return 72 * tokens * layers * h**2 * (1 + s / (6 * h) + vocab / (12 * layers * h))
 
 
-def gemm_ceiling(tokens: int, h: int, dtype: torch.dtype, device: str) -> float:
+def gemm_ceiling(tokens: int, h: int) -> float:
     """FLOP/s of [tokens, h] x [h, 4h], the fastest of some."""
-    a, b = torch.randn(tokens, h, dtype=dtype, device=device), torch.randn(h, 4 * h, dtype=dtype, device=device)
+    a, b = torch.randn(tokens, h), torch.randn(h, 4 * h)
     best = float("inf")
     for _ in range(20):
         start = time.perf_counter()
         a @ b
-        if device != "cpu":
-            torch.cuda.synchronize()
         best = min(best, time.perf_counter() - start)
     return 8 * tokens * h**2 / best
 
@@ -92,7 +81,7 @@ def eager_step(model: Callable[..., Any], parameters: list[Tensor], ids: Tensor,
     """A step of the model itself (or of what torch.compile made of it), as one writes it."""
 
     def run() -> float:
-        total = torch.zeros((), device=ids.device)
+        total = torch.zeros(())
         for x, y in zip(ids.chunk(m), targets.chunk(m), strict=True):
             loss = model(x, y)[1] / m
             loss.backward()
@@ -118,11 +107,11 @@ def our_step(model: GPT, ids: Tensor, targets: Tensor, m: int, **keywords: Any) 
     return run
 
 
-def whole_model(setup: Setup, device: str, *, compiled: bool) -> dict[str, Run]:
+def whole_model(setup: Setup, *, compiled: bool) -> dict[str, Run]:
     """Every form of the model, ours first."""
     torch.manual_seed(0)
-    model = GPT(setup.config).to(device, setup.dtype)
-    ids, targets = batch(setup, device)
+    model = GPT(setup.config)
+    ids, targets = batch(setup)
     parameters: list[Tensor] = list(model.parameters())
     runs = {OURS: our_step(model, ids, targets, setup.m, fuse=False), FUSED: our_step(model, ids, targets, setup.m)}
     runs["eager"] = eager_step(model, parameters, ids, targets, setup.m)
@@ -131,38 +120,25 @@ def whole_model(setup: Setup, device: str, *, compiled: bool) -> dict[str, Run]:
     return runs
 
 
-def one_stage(setup: Setup, device: str) -> dict[str, Run]:
-    """One rank in the middle of the pipeline."""
-    with torch.device("meta"):
-        model = GPT(setup.config).to(setup.dtype)
-    mesh, call = setup.mesh or {}, batch(setup, device)
-    size = mesh["t"] * mesh["p"]
-    keywords = {"rank": size // 2, "device": device, "num_microbatches": setup.m, "machine": "h200", "fuse": "triton"}
-    rank = one_rank.one_rank(model, call, **keywords, **mesh)
-    return {FUSED: lambda: float(one_rank.step(rank, call))}
-
-
-def batch(setup: Setup, device: str) -> tuple[Tensor, Tensor]:
+def batch(setup: Setup) -> tuple[Tensor, Tensor]:
     shape = (setup.b * setup.m, setup.config.block_size)
-    ids, targets = (torch.randint(0, setup.config.vocab_size, shape, device=device) for _ in range(2))
+    ids, targets = (torch.randint(0, setup.config.vocab_size, shape) for _ in range(2))
     return ids, targets
 
 
-def measure(setup: Setup, device: str, seconds: float, *, compiled: bool) -> list[Row]:
-    whole = setup.mesh is None
-    runs = whole_model(setup, device, compiled=compiled) if whole else one_stage(setup, device)
+def measure(setup: Setup, seconds: float, *, compiled: bool) -> list[Row]:
+    runs = whole_model(setup, compiled=compiled)
     turns = take_turns(runs, 200, calls=max(1, 128 // setup.config.n_embd), seconds=seconds)
     tokens = setup.b * setup.m * setup.config.block_size
-    ceiling = gemm_ceiling(tokens // setup.m, setup.config.n_embd, setup.dtype, device)
-    share = 1 if whole else setup.mesh["t"] * setup.mesh["p"]  # type: ignore[index]
+    ceiling = gemm_ceiling(tokens // setup.m, setup.config.n_embd)
     rows = []
     for name, run in runs.items():
         wall = statistics.median(turns[name].wall)
-        speed = model_flops(setup.config, tokens) / share / wall
+        speed = model_flops(setup.config, tokens) / wall
         row: Row = {"setup": setup.name, "who": name, "turns": len(turns[name].wall), "ms": 1e3 * wall}
         row |= {"CPU ms": 1e3 * statistics.median(turns[name].cpu), "GFLOP/s": speed / 1e9, "of GEMM": speed / ceiling}
         row["peak MB"] = peak_bytes(run) / 1e6
-        if name != OURS and OURS in turns:
+        if name != OURS:
             for which in ("wall", "cpu"):
                 ratio = ratio_of(getattr(turns[name], which), getattr(turns[OURS], which))
                 row[which] = ratio._asdict()
@@ -200,21 +176,16 @@ def main() -> None:
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    print(f"GPT on {device}, torch {torch.__version__}; one thread")
+    print(f"GPT, torch {torch.__version__}; one thread")
     columns = f"{'ms':>9}{'CPU ms':>9}{'GFLOP/s':>9}{'of GEMM':>8}{'peak MB':>9}"
     print(f"{'':<20}{'':<15}{columns}{'wall: theirs / ours':>23}{'CPU: theirs / ours':>23}")
     rows: list[Row] = []
-    for setup in CPU if device == "cpu" else GPU:
-        compiled = setup.mesh is None and (args.compiled or device == "cuda" or setup is CPU[0])
-        rows += measure(setup, device, args.seconds, compiled=compiled)
-        for row in rows:
-            if row["setup"] == setup.name:
-                show(row)
-    not_run = [] if device == "cuda" else [setup.name for setup in GPU]
-    for name in not_run:
-        print(f"{name:<20}not run: no GPU here")
-    save("single", {"device": device, "rows": rows, "not run": not_run})
+    for setup in SETUPS:
+        made = measure(setup, args.seconds, compiled=args.compiled or setup is SETUPS[0])
+        for row in made:
+            show(row)
+        rows += made
+    save("single", {"rows": rows})
     save_picture("single", picture(rows))
 
 

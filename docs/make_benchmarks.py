@@ -1,4 +1,4 @@
-"""Fill the tables of docs/benchmarks.md and docs/real-models.md from benchmarks/results/*.json.
+"""Fill the tables of docs/benchmarks.md and docs/real-models.md from benchmarks/results/*.json, and those of results/gpu/.
 
 PYTHONPATH=. python docs/make_benchmarks.py
 """
@@ -11,9 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu.report import machine_lines, section_parts
+
 PAGES = tuple(Path(__file__).parent / name for name in ("benchmarks.md", "real-models.md"))
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
-MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end of table -->\n)", re.DOTALL)
+MARKED = re.compile(r"(<!-- table: ([\w/]+) -->\n).*?(<!-- end of table -->\n)", re.DOTALL)
 Found = dict[str, Any]
 
 
@@ -21,11 +23,22 @@ def filled(page: str) -> str:
     """The page with every table as the results have it, and a line about the machine."""
 
     def table(match: re.Match[str]) -> str:
-        found = json.loads((RESULTS / f"{match[2]}.json").read_text())
-        text = "\n\n".join([*TABLES[match[2]](found), *_machine(found)])
+        if match[2].startswith("gpu/"):
+            text = "\n\n".join(_gpu(match[2].removeprefix("gpu/")))
+        else:
+            found = json.loads((RESULTS / f"{match[2]}.json").read_text())
+            text = "\n\n".join([*TABLES[match[2]](found), *_machine(found)])
         return f"{match[1]}\n{text}\n\n{match[3]}"
 
     return MARKED.sub(table, page)
+
+
+def _gpu(section: str) -> list[str]:
+    """A section of `make gpu`, if its file was kept."""
+    folder = RESULTS / "gpu"
+    if not (folder / f"{section}.json").is_file():
+        return ["Not run: there was no GPU yet."]
+    return [*machine_lines(folder), *section_parts(folder, section)]
 
 
 def _peers(found: Found) -> list[str]:
@@ -50,7 +63,6 @@ def _single(found: Found) -> list[str]:
         ratios = [_ratio(row[one]) if one in row else "" for one in ("wall", "cpu")]
         speed = [f"{row['ms']:.2f}", f"{row['GFLOP/s']:.1f}", f"{row['of GEMM']:.0%}", f"{row['peak MB']:.1f}"]
         rows.append([row["setup"], row["who"], *speed, *ratios])
-    rows += [[name, "", "not run", "", "", "", "", ""] for name in found["not run"]]
     header = ["model", "form", "ms", "GFLOP/s", "of GEMM", "peak MB", "wall time / ours plain", "CPU time / ours plain"]
     return [_table(header, rows)]
 

@@ -15,6 +15,8 @@ import autoptd
 from autoptd.cli import main
 from autoptd.cli.parser import parse
 from autoptd.ir.machine import Machine
+from benchmarks.gpu.rows import Journal
+from benchmarks.gpu.sections import SECTIONS
 from docs import make_benchmarks
 from docs.make_api import PAGE, page
 from examples.gpt import GPT, GPTConfig
@@ -112,9 +114,18 @@ def test_the_tables_of_benchmarks_are_the_results() -> None:
     """PYTHONPATH=. python docs/make_benchmarks.py writes them."""
     texts = [page.read_text() for page in make_benchmarks.PAGES]
     assert [make_benchmarks.filled(text) for text in texts] == texts
-    assert set(make_benchmarks.TABLES) == {
-        name for text in texts for _, name, _ in make_benchmarks.MARKED.findall(text)
-    }
+    names = {name for text in texts for _, name, _ in make_benchmarks.MARKED.findall(text)}
+    assert set(make_benchmarks.TABLES) | {f"gpu/{section.name}" for section in SECTIONS} == names
+
+
+def test_a_section_of_a_gpu_is_a_table_once_it_was_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(make_benchmarks, "RESULTS", tmp_path)
+    page = "<!-- table: gpu/kernels -->\n<!-- end of table -->\n"
+    assert "Not run" in make_benchmarks.filled(page)
+    (tmp_path / "gpu").mkdir()
+    journal = Journal.open(tmp_path / "gpu", "kernels")
+    journal.put("swiglu", "done", forms=[{"form": "ours", "us": 12.5}])
+    assert "| swiglu | ours | 12.5 |" in make_benchmarks.filled(page)
 
 
 def test_what_the_package_says_it_has() -> None:

@@ -1,7 +1,8 @@
 """One rank of a world that is too large for this machine: its program runs, and nobody else is there.
 
 In: a model on the meta device and a mesh. Out: a `Rank` whose weights are random, made one parameter at a time, so that no more
-than a parameter is ever whole; collectives hand back local data (torch's "fake" process group), so the numbers mean nothing.
+than a parameter is ever whole; collectives hand back local data (torch's "fake" process group), and random numbers arrive from
+other stages, so that products are as they would be; the loss means nothing.
 
     rank = one_rank(model, (ids, targets), rank=0, device="cuda", t=8, p=16)
     step(rank, (ids, targets))
@@ -9,16 +10,21 @@ than a parameter is ever whole; collectives hand back local data (torch's "fake"
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import autoptd
-from autoptd.compat import fake_process_group
+from autoptd.compat import fake_process_group, tree_map
 from autoptd.runtime.batch import cut
 from autoptd.runtime.launch import ProcessRank, Rank
+from autoptd.runtime.world import Like, Pending
+
+Batch = tuple[Tensor, ...] | Mapping[str, Tensor]
 
 
 class RandomWeights(Mapping[str, Tensor]):
@@ -38,19 +44,36 @@ class RandomWeights(Mapping[str, Tensor]):
         return len(self._like)
 
 
-def one_rank(model: nn.Module, call: tuple[Tensor, ...], *, rank: int, device: str, **mesh: Any) -> Rank:
-    """Start one rank; of the process's default group, which must not exist yet. `call` is a replica's batch."""
-    program = autoptd.compile(model, example_inputs=tuple(x.to("meta") for x in call), **mesh)
-    fake_process_group(rank, program.mesh.size)
+def one_rank(model: nn.Module, call: Batch, *, rank: int, device: str, **mesh: Any) -> Rank:
+    """Start one rank of the process's default group, which is made for it, or was for another of the same world.
+
+    `call` is a replica's batch: positional arguments, or keywords.
+    """
+    replicas = mesh.get("d", 1)
+    everyone = tree_map(lambda x: x.new_empty((x.shape[0] * replicas, *x.shape[1:]), device="meta"), call)
+    program = autoptd.compile(model, example_inputs=everyone, **mesh)
+    if not dist.is_initialized():
+        fake_process_group(rank, program.mesh.size)
     made = ProcessRank(program, RandomWeights(model, device), device=device).here[0]
     made.executor._loss_dtype = next(model.parameters()).dtype  # what the rank with the loss would tell
+    for channel in made.world._incoming.values():
+        channel.receive = partial(_arrives, channel.receive)  # type: ignore[method-assign]
     return made
 
 
-def step(rank: Rank, call: tuple[Tensor, ...]) -> Tensor:
+def _arrives(receive: Callable[..., Pending], like: Sequence[Like], site: str) -> Pending:
+    pending = receive(like, site)
+    for x in pending.wait():
+        if x.is_floating_point():
+            x.normal_()
+    return pending
+
+
+def step(rank: Rank, call: Batch) -> Tensor:
     """A step of this rank; gradients are gone afterwards."""
     program = rank.executor.program
-    batch = cut(program, call, {}, rank.executor.inputs, 0, rank.world.device)
+    args, kwargs = ((), call) if isinstance(call, Mapping) else (call, {})
+    batch = cut(program, args, dict(kwargs), rank.executor.inputs, 0, rank.world.device)
     loss = rank.executor.step(batch, nan="ignore")
     for parameter in rank.params.local.values():
         parameter.grad = None

@@ -62,10 +62,12 @@ def take_turns(
     seconds: float = math.inf,
     fewest: int = 15,
     warm_up: int = 3,
+    sync: Callable[[], object] = lambda: None,
 ) -> dict[str, Turns]:
     """Call every function `calls` times a turn, in an order drawn anew for each round, the same one in all processes.
 
     After `seconds` it stops, once `fewest` rounds are over. With a process group all ranks call this alike, and stop together.
+    `sync` waits until all that was started is done: before a turn, and at its end.
     """
     for run in runs.values():
         for _ in range(warm_up):
@@ -75,9 +77,11 @@ def take_turns(
     for number in range(rounds):
         for name in random.Random(number).sample(list(runs), len(runs)):
             _meet()
+            sync()
             wall, cpu = time.perf_counter(), time.process_time()
             for _ in range(calls):
                 runs[name]()
+            sync()
             turns[name].wall.append((time.perf_counter() - wall) / calls)
             turns[name].cpu.append((time.process_time() - cpu) / calls)
         if number + 1 >= fewest and _agreed(time.perf_counter() - start) > seconds:

@@ -9,12 +9,13 @@ import json
 import os
 import platform
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import matplotlib
 import torch
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+
+if TYPE_CHECKING:  # half of what many a process would take to start
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -36,6 +37,8 @@ def save(name: str, content: dict[str, Any], folder: Path = RESULTS) -> None:
 
 def save_picture(name: str, figure: Figure, folder: Path = RESULTS) -> None:
     """Write NAME.svg, the same bytes for the same numbers."""
+    import matplotlib
+
     with matplotlib.rc_context({"svg.hashsalt": name}):
         figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
 
