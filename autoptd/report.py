@@ -247,7 +247,10 @@ def _decisions(program: Program) -> str:
         table(names, rows, (4,)) if rows else paragraph("Nothing: every operator is split as one would expect.")
     )
     if program.fusions:
-        told = [(one.op, one.site or "the model", str(one.times), one.why or "fused") for one in program.fusions]
+        told = [
+            (one.op, one.site or "the model", str(one.times), one.why or ", ".join(filter(None, ("fused", one.form))))
+            for one in program.fusions
+        ]
         parts += [heading("What was fused, and why not"), table(("operator", "in", "x", "result"), told, (2,))]
     if program.unlisted:
         parts += [heading("Operators without a rule of AutoPTD's own"), *map(paragraph, program.unlisted)]

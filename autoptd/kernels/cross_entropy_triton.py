@@ -24,7 +24,9 @@ def terms(loss: Loss, z: Tensor, labels: Labels) -> Terms:
     maximum, total, weighted = z.new_zeros((3, len(z)), dtype=wide(z.dtype))
     picked = z.gather(1, labels.column.unsqueeze(1)).squeeze(1).to(maximum.dtype)
     if len(z):
-        _terms[(len(z),)](z, maximum, total, weighted, z.shape[1], loss.real, WIDE=computed(z.dtype), BLOCK=BLOCK)
+        _terms[(len(z),)](
+            z, maximum, total, weighted, z.shape[1], loss.real, WIDE=computed(z.dtype), BLOCK=BLOCK, num_warps=8
+        )
     return loss.reduced(maximum, total, picked, weighted if loss.smoothing else None, labels)
 
 
@@ -45,6 +47,7 @@ def gradients_(loss: Loss, z: Tensor, terms: Terms, labels: Labels, grad: Tensor
             SMOOTHS=soft is not None,
             WIDE=computed(z.dtype),
             BLOCK=BLOCK,
+            num_warps=8,
         )
     return z
 

@@ -18,10 +18,10 @@ from autoptd.kernels.forms import wide
 Tensor = torch.Tensor
 
 
-def row_size(width: int) -> dict[str, int]:
-    """Return the block that holds a row of `width` elements, and the warps that work on it."""
+def row_size(width: int, most: int = 32) -> dict[str, int]:
+    """Return the block that holds a row of `width` elements, and the warps, of 4 to `most`, that work on it."""
     block = triton.next_power_of_2(max(width, 16))
-    return {"BLOCK": block, "num_warps": 4 if block <= 2048 else 8 if block <= 8192 else 16}
+    return {"BLOCK": block, "num_warps": min(most, max(4, block // 512))}
 
 
 def computed(dtype: torch.dtype) -> Any:
@@ -34,8 +34,11 @@ def four_dims(x: Tensor) -> Tensor:
     return x[(None,) * (4 - x.ndim)] if x.ndim <= 4 else x.reshape(-1, *x.shape[-3:])
 
 
-def programs(rows: int, device: torch.device) -> int:
-    """Return how many programs share the rows where each sums up over its own: a few for every multiprocessor."""
+def programs(rows: int, warps: int, device: torch.device) -> int:
+    """Return how many programs share the rows where each sums up over its own: as many as give a multiprocessor 16 warps.
+
+    Each of them writes a row of sums: one for a few rows would cost more than these.
+    """
     if device.type != "cuda":
         return min(rows, 3)
-    return min(rows, 4 * torch.cuda.get_device_properties(device).multi_processor_count)
+    return min(rows, max(1, 16 // warps) * torch.cuda.get_device_properties(device).multi_processor_count)

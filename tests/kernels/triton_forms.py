@@ -6,14 +6,16 @@ Triton is imported. By hand: TRITON_INTERPRET=1 python -m pytest tests/kernels/t
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 import torch
 
+from autoptd.kernels import forms
 from autoptd.kernels.activations import bias_gelu, bias_gelu_plain, geglu, geglu_plain, swiglu, swiglu_plain
 from autoptd.kernels.cross_entropy import Labels, Loss
-from autoptd.kernels.dropout import Places, keys
+from autoptd.kernels.dropout import Places, drop_torch, keys
 from autoptd.kernels.loss import linear_cross_entropy, linear_cross_entropy_plain
 from autoptd.kernels.norms import layer_norm, layer_norm_plain, rms_norm, rms_norm_plain
 from autoptd.kernels.residual import bias_dropout_add, bias_dropout_add_plain
@@ -22,6 +24,7 @@ from autoptd.kernels.softmax import masked_softmax, masked_softmax_plain
 from tests.kernels.compare import Operator, check_same, random, results
 
 pytest.importorskip("triton")
+from autoptd.kernels import dropout_triton, norms_triton, rotary_triton
 from autoptd.kernels.cross_entropy_triton import gradients_, terms
 
 Tensor = torch.Tensor
@@ -97,6 +100,53 @@ def test_residual(biased: bool, dtype: torch.dtype) -> None:
         check(bias_dropout_add, bias_dropout_add_plain, inputs, 3, dtype, rate=rate, places=PLACES)
 
 
+SHARDS = [  # [before, rows, after] and where a shard of its columns lies: all of them, runs before the rows, or after them
+    ((1, 3, 50), {}),
+    ((5, 2, 7), {}),
+    ((1, 1, 1), {}),
+    ((3, 4, 1), {"first_row": (1 << 31) - 2}),
+    ((4, 2, 24), {"block": 48, "degree": 3, "index": 2}),
+    ((4, 2, 24), {"block": 24, "degree": 2, "index": 1}),
+    ((6, 2, 20), {"block": 40, "degree": 2}),
+    ((1, 3, 96), {"block": 24, "degree": 4, "index": 3}),
+    ((2, 3, 96), {"block": 4, "degree": 2, "index": 1}),
+    ((1, 2, 96), {"block": 32, "degree": 1 << 28, "index": 5}),  # its columns number more than 2**32
+]
+
+
+@pytest.mark.parametrize("is_large", [False, True])
+@pytest.mark.parametrize("size, shard", SHARDS)
+def test_dropout_draws_the_bits_of_the_form_in_torch(
+    size: tuple[int, int, int], shard: dict[str, int], is_large: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if DEVICE == "cpu":  # programs of few elements: interpreted they are slow
+        monkeypatch.setattr(dropout_triton, "SIZE", 16)
+    monkeypatch.setattr(dropout_triton, "LARGE", 0 if is_large else 1 << 30)
+    places = Places(*keys(1, 2, 3), **{"first_row": 5, **shard})
+    for programs, dtype in ((1, torch.float64), (1000, torch.bfloat16)):
+        monkeypatch.setattr(dropout_triton, "PROGRAMS", programs)  # few: each goes on to other rows
+        x = random(*size).to(DEVICE, dtype)
+        found, wanted = dropout_triton.drop_triton(x, 0.4, places), drop_torch(x, 0.4, places)
+        assert torch.equal(found == 0, wanted == 0)
+        torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("width", [5, 16, 40])
+def test_bias_of_rows_that_programs_cut(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dropout_triton, "SIZE", 16)
+    for shape in ((3, width), (2, 2, width)):
+        inputs = [random(*shape), random(width, seed=1), random(*shape, seed=2)]
+        for size in ((1, shape[0], math.prod(shape[1:])), (math.prod(shape[:-1]), 1, width)):
+            check(
+                bias_dropout_add, bias_dropout_add_plain, inputs, 3, torch.float64, rate=0.4, places=PLACES, size=size
+            )
+
+
+def test_a_bias_of_one_dim() -> None:
+    inputs = [random(7), random(7, seed=1), random(7, seed=2)]
+    check(bias_dropout_add, bias_dropout_add_plain, inputs, 3, torch.float64, rate=0.4, places=PLACES)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("adds", [False, True])
 @pytest.mark.parametrize("weighted", [False, True])
@@ -116,8 +166,51 @@ def test_norms(weighted: bool, adds: bool, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("given", ["weight", "bias", "both"])
+def test_norms_of_rows_that_are_read_twice(given: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of 16,384 elements are in backward: their sums are all that registers hold."""
+    monkeypatch.setattr(norms_triton, "HELD", 8)
+    x, residual = random(7, 20), random(7, 20, seed=1)
+    weight = random(20, seed=2) if given != "bias" else None
+    bias = random(20, seed=3) if given != "weight" else None
+    check(
+        lambda x, w, b, other, **more: layer_norm(x, w, b, eps=1e-3, residual=other, **more),
+        lambda x, w, b, other, **more: layer_norm_plain(x, w, b, eps=1e-3, residual=other, **more),
+        [x, weight, bias, residual],
+        4,
+        dtype,
+    )
+    if bias is None:
+        check(
+            lambda x, w, **more: rms_norm(x, w, eps=1e-3, offset=1.0, **more),
+            lambda x, w, **more: rms_norm_plain(x, w, eps=1e-3, offset=1.0, **more),
+            [x, weight],
+            2,
+            dtype,
+        )
+
+
+def test_rows_that_are_too_wide_take_the_form_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    for op in ("rms_norm", "layer_norm", "masked_softmax"):
+        assert forms.takes_triton("triton", torch.empty(1, device=DEVICE), op, forms.WIDEST[op])
+        assert not forms.takes_triton("triton", torch.empty(1, device=DEVICE), op, forms.WIDEST[op] + 1)
+    for module, name in ((norms_triton, "_forward"), (norms_triton, "_backward")):
+        monkeypatch.setattr(module, name, None)
+    monkeypatch.setitem(forms.WIDEST, "rms_norm", 19)
+    check(
+        lambda x, w, **more: rms_norm(x, w, eps=1e-3, **more),
+        lambda x, w, **more: rms_norm_plain(x, w, eps=1e-3, **more),
+        [random(3, 20), random(20, seed=1)],
+        2,
+        torch.float64,
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_rotary(interleaved: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("is_large", [False, True])
+def test_rotary(is_large: bool, interleaved: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rotary_triton, "LARGE", 0 if is_large else 1 << 30)
     for shape, layout in (((2, 3, 2, 8), "transposed"), ((2, 2, 3, 7), "sliced"), ((5, 6), "as it is")):
         x, cos, sin = random(*shape, layout=layout), random(shape[-2], 6, seed=1), random(shape[-2], 6, seed=2)
         check(rotary, rotary_plain, [x, cos, sin], 1, dtype, interleaved=interleaved)

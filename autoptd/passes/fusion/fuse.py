@@ -21,7 +21,7 @@ from torch.fx import Graph, Node
 
 from autoptd.ir import markers
 from autoptd.ir.calls import star
-from autoptd.ir.fusion import CHUNK_BYTES, CHUNK_ROWS, Fusion
+from autoptd.ir.fusion import CHUNK_BYTES, CHUNK_ROWS, WIDEST, Fusion
 from autoptd.ir.notes import copy_nodes, note, op_name, ops, set_note, shape, value
 from autoptd.passes.constants import Constants
 from autoptd.passes.fusion import activations, attention, losses, norms, residual, rotary
@@ -62,11 +62,11 @@ PATTERNS = (
 
 @dataclass(frozen=True)
 class Groups:
-    """What was found on CONNECTED: `chosen`, and the refusals; with `sums`, norms make the sum that they are of."""
+    """What was found on CONNECTED for a backend: `chosen`, and the refusals."""
 
     chosen: tuple[Group, ...] = ()
     refused: tuple[Refusal, ...] = ()
-    sums: bool = False
+    backend: str | bool = False
 
 
 def find_fusions(
@@ -106,7 +106,7 @@ def find_fusions(
             elif isinstance(found, Refusal):
                 refused.append(found)
     refused = [one for one in refused if one.result not in taken]
-    return Groups(tuple(reversed(chosen)), tuple(reversed(refused)), sums=backend in SUMS)
+    return Groups(tuple(reversed(chosen)), tuple(reversed(refused)), backend)
 
 
 def _checked(found: Found) -> Found:
@@ -137,12 +137,13 @@ def substitute(plain: Graph, groups: Groups) -> tuple[Graph, list[Fusion]]:
         if len({note(member).stages for member in group.members}) > 1:
             told[_fusion(group.op, group.result, "a stage boundary cuts it")] += 1
             continue
-        total = norm_total(group, made) if groups.sums else None
+        form = _form(group, groups.backend)
+        total = norm_total(group, made) if groups.backend in SUMS and not form else None
         if total is not None:
             told[_fusion(group.op, group.result)] += 1
             made |= _norm_of_sum(graph, group, total)
         elif op_name(group.result) != "aten.layer_norm":
-            told[_fusion(group.op, group.result)] += 1
+            told[replace(_fusion(group.op, group.result), form=form)] += 1
             made[group.result] = _substitute(graph, group, made)
     unread = [member for group in chosen if group.result in made for member in group.members]
     erase_unread(graph, [*unread, *(one for one in made if one not in unread)])
@@ -151,6 +152,14 @@ def substitute(plain: Graph, groups: Groups) -> tuple[Graph, list[Fusion]]:
 
 def _fusion(op: str, result: Node, why: str = "") -> Fusion:
     return Fusion(op, star(note(result).module) or "model", 1, why)
+
+
+def _form(group: Group, backend: str | bool) -> str:
+    """Why a group does not run by a Triton kernel where these are asked for; "" where it does."""
+    width, widest = _local(group.result)[-1:], WIDEST.get(group.op)
+    if backend != "triton" or widest is None or not width or width[0] <= widest:
+        return ""
+    return f"by torch's operators: a program holds rows of {widest:,} elements at most, not {width[0]:,}"
 
 
 def _substitute(graph: Graph, group: Group, made: dict[Node, Node]) -> Node:
