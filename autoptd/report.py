@@ -248,7 +248,7 @@ def _decisions(program: Program) -> str:
     )
     if program.fusions:
         told = [
-            (one.op, one.site or "the model", str(one.times), one.why or ", ".join(filter(None, ("fused", one.form))))
+            (one.op, one.site or "the model", str(one.times), one.why or f"fused, {one.form}".removesuffix(", "))
             for one in program.fusions
         ]
         parts += [heading("What was fused, and why not"), table(("operator", "in", "x", "result"), told, (2,))]

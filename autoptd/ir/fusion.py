@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-CHUNK_BYTES = 64 << 20  # of the logits that a loss in chunks holds at a time
+# Of the logits that a loss in chunks holds at a time. On a GPU few chunks: each reads and writes the weight's gradient once
+# more, and is some thirty kernels.
+CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}
 CHUNK_ROWS = 128  # but of these rows at least: fewer make slow matrix products
 OURS = "masked_softmax bias_gelu swiglu geglu rms_norm layer_norm rotary bias_dropout_add linear_cross_entropy".split()
 # Elements of a row that a Triton program holds in its registers; wider rows spill (benchmarks/registers.py).

@@ -92,7 +92,7 @@ def _run(
 
 
 def _period(period: int, numbers: int) -> int:
-    """How often a program's SIZE numbers, of 0 to `numbers`, pass a multiple of `period`: never, once at most, or more often."""
+    """How often SIZE numbers in a row, of `numbers`, pass a multiple of `period`: 0 is never, 1 once at most, 2 more often."""
     return 0 if period >= numbers else 1 if period >= SIZE else 2
 
 

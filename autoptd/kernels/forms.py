@@ -57,6 +57,15 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def scaled(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return x times a number (0-d), rounded to `dtype` once: a number rounded before would make all of x wrong alike."""
+    out = torch.empty_like(x, dtype=dtype)
+    for at in tiles(x):
+        factor = scale.reshape((1,) * x[at].ndim)  # of no dims it would be rounded to the dtype of x
+        torch.mul(x[at], factor, out=out[at])
+    return out
+
+
 def needs_no_grad(x: torch.Tensor | None, name: str, site: str) -> None:
     """Raise InternalError if `x` wants a gradient that the operator does not give."""
     if x is not None and x.requires_grad and torch.is_grad_enabled():

@@ -7,6 +7,8 @@ Triton is imported. By hand: TRITON_INTERPRET=1 python -m pytest tests/kernels/t
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ from autoptd.kernels.norms import layer_norm, layer_norm_plain, rms_norm, rms_no
 from autoptd.kernels.residual import bias_dropout_add, bias_dropout_add_plain
 from autoptd.kernels.rotary import rotary, rotary_plain
 from autoptd.kernels.softmax import masked_softmax, masked_softmax_plain
+from autoptd.runtime.vocab import cross_entropy
 from tests.kernels.compare import Operator, check_same, random, results
 
 pytest.importorskip("triton")
@@ -308,3 +311,39 @@ def test_loss_of_one_rank_among_others(smoothing: float) -> None:
     gradients_(loss, ours, found, labels, grad)
     torch.testing.assert_close(ours, loss.gradients(other, wanted, labels, grad, out=other), rtol=0, atol=1e-11)
     assert bool(ours[0].any()) and not ours[:, 4990:].any() and not ours[3].any()
+
+
+@contextmanager
+def kept_sizes() -> Iterator[list[int]]:
+    """Bytes of every tensor that is kept for backward."""
+    held: list[int] = []
+
+    def pack(x: Tensor) -> Tensor:
+        held.append(x.nbytes)
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        yield held
+
+
+@pytest.mark.parametrize("layout", ["as it is", "transposed"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_loss_of_logits_that_exist(dtype: torch.dtype, layout: str) -> None:
+    """The logits are read again in backward: nothing of their size is kept beside them, nor written into them."""
+    logits, targets = random(5, 70, layout=layout).to(DEVICE, dtype), torch.tensor([3, -100, 0, 69, 7], device=DEVICE)
+    for smoothing in (0.0, 0.1):
+        exact = logits.double().clone().requires_grad_()
+        wanted = torch.nn.functional.cross_entropy(exact, targets, label_smoothing=smoothing)
+        wanted.backward()
+        x, before = logits.detach().requires_grad_(), logits.clone()
+        with kept_sizes() as held:
+            loss = cross_entropy(x, targets, total=4.0, label_smoothing=smoothing)
+        loss.backward(retain_graph=True)
+        loss.backward()  # nothing is used up
+        assert max(held) == logits.nbytes and torch.equal(x, before) and loss.dtype == dtype
+        eps = 1e-12 if dtype == torch.float64 else torch.finfo(dtype).eps
+        assert exact.grad is not None and x.grad is not None
+        torch.testing.assert_close(loss.double(), wanted, rtol=eps, atol=eps)
+        torch.testing.assert_close(
+            x.grad.double() / 2, exact.grad, rtol=2 * eps, atol=eps * float(exact.grad.abs().max())
+        )

@@ -237,7 +237,7 @@ def test_a_padding_that_leaks_is_found(
     split_vocabularies: None, monkeypatch: pytest.MonkeyPatch, wrong: str, fuse: str | bool
 ) -> None:
     model, call = head(5), batch(4, 5)
-    before = f"chunk={LENGTH}" if fuse else 'reduction="sum"'
+    before = f"chunk={LENGTH}" if fuse else "total=self.totals[0]"
     edited = edit_source(monkeypatch, f"{before}, size=5", before + wrong)
     with pytest.raises(autoptd.InternalError, match="differs"):
         autoptd.verify(model, t=4, num_microbatches=4, example_inputs=call, steps=1, fuse=fuse)
