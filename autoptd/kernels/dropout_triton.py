@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from autoptd.kernels.dropout import Places, signed, threshold
+from autoptd.kernels.rows_triton import divided, passes
 
 SIZE = 1024  # elements of a row that a program works on at a time
 PROGRAMS = 4096  # that are enough to fill a GPU
@@ -81,19 +82,14 @@ def _run(
         HAS_MASK=places is not None,
         HAS_BIAS=bias is not None,
         HAS_RESIDUAL=residual is not None,
-        BLOCKS=_period(block, columns),
-        BIASES=0 if bias is None else _period(len(bias), after),
+        BLOCKS=passes(block, columns, SIZE),
+        BIASES=0 if bias is None else passes(len(bias), after, SIZE),
         IS_HALF=x.element_size() == 2,
         IS_LARGE=columns > LARGE,
         IS_ONE=before == 1,
         SIZE=SIZE,
     )
     return out
-
-
-def _period(period: int, numbers: int) -> int:
-    """How often SIZE numbers in a row, of `numbers`, pass a multiple of `period`: 0 is never, 1 once at most, 2 more often."""
-    return 0 if period >= numbers else 1 if period >= SIZE else 2
 
 
 # Compiled once for all of them.
@@ -140,10 +136,10 @@ def _drop(
     z = chunk * SIZE + lane
     inside = z < after
     if HAS_BIAS:
-        _, place = _divided(chunk * SIZE, lane, width, BIASES)
+        _, place = divided(chunk * SIZE, lane, width, BIASES)
         added = tl.load(bias + place, mask=inside)
     if HAS_MASK:
-        blocks, place = _divided(a * after + chunk * SIZE, lane, block, BLOCKS)
+        blocks, place = divided(a * after + chunk * SIZE, lane, block, BLOCKS)
         # Modulo 2**32: only sums and products of this follow.
         column = blocks * block * degree + index * block + place
         hashed = _premix(column, column_key)
@@ -162,27 +158,6 @@ def _drop(
         if HAS_RESIDUAL:
             value += tl.load(residual + at, mask=inside).to(value.dtype)
         tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _divided(first, lane, period, TIMES: tl.constexpr):
-    """Quotient and remainder of first + lane by the period, which is passed never, once or more often (TIMES) on the way.
-
-    Divided is the first number alone, where that is enough: a division takes 20 instructions and more.
-    """
-    times = first * 0
-    rest = first + lane
-    if TIMES > 0:
-        times = first // period
-        rest = first % period + lane
-    if TIMES == 1:
-        passes = rest >= period
-        times = times + passes.to(rest.dtype)
-        rest = tl.where(passes, rest - period, rest)
-    elif TIMES == 2:
-        times = times + rest // period
-        rest = rest % period
-    return times, rest
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""What the Triton kernels that take whole rows share: sizes, dtypes, and rows as [a, b, q, k] with strides of their own.
+"""What Triton kernels share: sizes, dtypes, rows as [a, b, q, k] with strides of their own, and divisions by few instructions.
 
 No kernel is tuned while it runs: the tuner of Triton keeps what it is at in the kernel, which ranks that are threads share.
 
@@ -42,3 +42,29 @@ def programs(rows: int, warps: int, device: torch.device) -> int:
     if device.type != "cuda":
         return min(rows, 3)
     return min(rows, max(1, 16 // warps) * torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def passes(period: int, numbers: int, size: int) -> int:
+    """How often `size` numbers in a row, of `numbers`, pass a multiple of `period`: 0 never, 1 once at most, 2 more often."""
+    return 0 if period >= numbers else 1 if period >= size else 2
+
+
+@triton.jit
+def divided(first, lane, period, TIMES: tl.constexpr):
+    """Quotient and remainder of first + lane by the period, of which TIMES multiples (see `passes`) are on the way.
+
+    Divided is the first number alone, where that is enough: a division takes 20 instructions and more.
+    """
+    times = first * 0
+    rest = first + lane
+    if TIMES > 0:
+        times = first // period
+        rest = first % period + lane
+    if TIMES == 1:
+        passes = rest >= period
+        times = times + passes.to(rest.dtype)
+        rest = tl.where(passes, rest - period, rest)
+    elif TIMES == 2:
+        times = times + rest // period
+        rest = rest % period
+    return times, rest
