@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -156,6 +157,24 @@ def test_sums_of_products_in_the_place_of_the_sum() -> None:
         twice = add_mm(once, a, b, wide)
         assert twice.data_ptr() == once.data_ptr()
         torch.testing.assert_close(twice.double(), 2 * product, rtol=1e-5, atol=1e-5)
+
+
+def test_a_product_is_added_by_the_gemm_itself_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The operator is for CUDA only: a stand-in says what it is given."""
+
+    class OnGpu(Tensor):
+        is_cuda = True
+
+    def dtype_out(total: Tensor, a: Tensor, b: Tensor, out_dtype: torch.dtype, *, out: Tensor) -> Tensor:
+        assert out is total and out_dtype == total.dtype == torch.float32 and a.dtype == b.dtype == torch.bfloat16
+        out.copy_(total + a.float() @ b.float())
+        return out
+
+    monkeypatch.setattr(torch.ops.aten, "addmm", SimpleNamespace(dtype_out=dtype_out))
+    a, b = (random(*shape).bfloat16().as_subclass(OnGpu) for shape in ((7, 5), (5, 6)))
+    total = torch.ones(7, 6)
+    assert add_mm(total, a, b, torch.float32) is total
+    torch.testing.assert_close(total, 1 + (a.float() @ b.float()).as_subclass(Tensor))
 
 
 def test_a_weights_gradient_that_another_takes() -> None:

@@ -7,13 +7,14 @@ Triton is imported. By hand: TRITON_INTERPRET=1 python -m pytest tests/kernels/t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 
+from autoptd.compat import add_mm
 from autoptd.kernels import forms
 from autoptd.kernels.activations import bias_gelu, bias_gelu_plain, geglu, geglu_plain, swiglu, swiglu_plain
 from autoptd.kernels.cross_entropy import Labels, Loss
@@ -249,6 +250,32 @@ def test_rows_as_wide_as_models_have_them(width: int) -> None:
     check(linear_cross_entropy, linear_cross_entropy_plain, inputs, 2, torch.float64)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norms_as_wide_as_large_models_have_them(dtype: torch.dtype) -> None:
+    """Of odd widths too: at 12,288 and above backward reads its rows twice."""
+    for width in (12288, 9001):
+        x, weight, bias, residual = random(3, width), *(random(width, seed=i) for i in (1, 2)), random(3, width, seed=3)
+        check(
+            lambda x, w, b, other, **more: layer_norm(x, w, b, eps=1e-3, residual=other, **more),
+            lambda x, w, b, other, **more: layer_norm_plain(x, w, b, eps=1e-3, residual=other, **more),
+            [x, weight, bias, residual],
+            4,
+            dtype,
+        )
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
+def test_products_are_added_up_in_place() -> None:
+    a, b = (random(*shape).to(DEVICE, torch.bfloat16) for shape in ((50257, 96), (96, 64)))
+    product = a.double() @ b.double()
+    total = add_mm(None, a, b, torch.float32)
+    free = torch.cuda.max_memory_allocated()
+    again = add_mm(total, a, b, torch.float32)
+    assert again.data_ptr() == total.data_ptr() and torch.cuda.max_memory_allocated() < free + total.nbytes // 2
+    torch.testing.assert_close(again.double(), 2 * product, rtol=1e-5, atol=1e-4)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
 def test_more_elements_than_32_bits_number() -> None:
@@ -271,6 +298,46 @@ def test_more_elements_than_32_bits_number() -> None:
             lambda x: bias_gelu(x, bias, approximate="tanh", backend="triton"),
         ):
             assert torch.equal(form(x)[-8:], form(x[-8:]))
+    del x
+    check_large_dropout(make)
+    check_large_rotary(make)
+    check_large_loss(make)
+
+
+def check_large_dropout(make: Callable[..., Tensor]) -> None:
+    """A mask is a function of places: that of a few is that of all, from there on."""
+    key = keys(0, 1, 2)
+    x = make(1, (1 << 21) + 1, 1024)
+    found = dropout_triton.drop_triton(x, 0.1, Places(*key))
+    first = x.shape[1] - 8
+    assert torch.equal(found[:, first:], dropout_triton.drop_triton(x[:, first:], 0.1, Places(*key, first_row=first)))
+    del x, found
+    row = make(1, 1, (1 << 31) + 3)
+    found = dropout_triton.drop_triton(row, 0.1, Places(*key))
+    tail = torch.cat([row[..., 1 << 31 :], row[..., :4093]], -1)  # block 2**19 of 2**20, each of 4,096: from 2**31 on
+    wanted = dropout_triton.drop_triton(tail, 0.1, Places(*key, block=4096, degree=1 << 20, index=1 << 19))
+    assert torch.equal(found[..., 1 << 31 :], wanted[..., :3])
+
+
+def check_large_rotary(make: Callable[..., Tensor]) -> None:
+    x, cos, sin = make(1, 2, (1 << 24) + 1, 64), make((1 << 24) + 1, 64), make((1 << 24) + 1, 64)
+    for interleaved in (False, True):
+        found = rotary(x, cos, sin, interleaved=interleaved, backend="triton")
+        tail = rotary(x[:, :, -8:], cos[-8:], sin[-8:], interleaved=interleaved, backend="triton")
+        assert torch.equal(found[:, :, -8:], tail)
+
+
+def check_large_loss(make: Callable[..., Tensor]) -> None:
+    rows = (1 << 31) // 50257 + 8
+    z = make(rows, 50257)
+    targets = torch.arange(rows, device=DEVICE)
+
+    def gradients(z: Tensor, targets: Tensor) -> Tensor:
+        x = z.requires_grad_()
+        (grad,) = torch.autograd.grad(cross_entropy(x, targets, total=1.0), x)
+        return grad
+
+    assert torch.equal(gradients(z, targets)[-8:], gradients(z[-8:].detach().clone(), targets[-8:]))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
