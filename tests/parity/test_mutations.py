@@ -70,7 +70,7 @@ def test_one_loss_weight_less_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     ids, targets = batch()
     model, mesh = separate(), {"p": 2, "d": 2, "num_microbatches": 4}
     autoptd.verify(model, **mesh, example_inputs=(ids, uneven(targets)), steps=1)
-    edited = edit_source(monkeypatch, "total=self.totals[0]", "total=8 * (labels != -100).sum().clamp(min=1)")
+    edited = edit_source(monkeypatch, "/ self.totals[0]", "/ (8 * (labels != -100).sum().clamp(min=1))")
     with pytest.raises(autoptd.InternalError, match="differs"):
         autoptd.verify(model, **mesh, example_inputs=(ids, uneven(targets)), steps=1)
     assert edited
