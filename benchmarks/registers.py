@@ -41,14 +41,20 @@ def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def norms(width: int) -> None:
+def rms_norm(width: int) -> None:
     from autoptd.kernels import norms_triton
 
     x, weight, factor = meta(ROWS, width), meta(width), meta(ROWS, 1, dtype=torch.float32)
     norms_triton.rms_norm_forward(x, weight, x, 1e-6, 0.0, x.dtype)
     norms_triton.rms_norm_backward(x, x, x, factor, weight, 0.0)
+
+
+def layer_norm(width: int) -> None:
+    from autoptd.kernels import norms_triton
+
+    x, weight, row = meta(ROWS, width), meta(width), meta(ROWS, 1, dtype=torch.float32)
     norms_triton.layer_norm_forward(x, weight, weight, x, 1e-6)
-    norms_triton.layer_norm_backward(x, x, x, factor, factor, weight, weight)
+    norms_triton.layer_norm_backward(x, x, x, row, row, weight, weight)
 
 
 def softmax(keys: int) -> None:
@@ -96,8 +102,10 @@ def activations(width: int) -> None:
 
 
 BOTH = ("_forward", "_backward")
+WIDTHS = (768, 4096, 8192, 12288)
 CALLS = (
-    *(Call(f"norms of {width:,}", partial(norms, width), BOTH) for width in (768, 4096, 8192, 12288)),
+    *(Call(f"RMS norm of {width:,}", partial(rms_norm, width), BOTH) for width in WIDTHS),
+    *(Call(f"layer norm of {width:,}", partial(layer_norm, width), BOTH) for width in WIDTHS),
     *(Call(f"softmax of {keys:,}", partial(softmax, keys), BOTH) for keys in (2048, 32768)),
     Call("loss of 50,304", partial(loss, 50304), ("_terms", "_gradients")),
     Call("loss of 50,257", partial(loss, 50257)),  # an odd number of columns: two bytes at a time
@@ -108,7 +116,7 @@ CALLS = (
     Call("activations of 12,288", partial(activations, 12288), ("_gated", "_gated_backward", "_bias_gelu")),
 )
 SPILLS = {  # instructions that are known to, of a thousand and more
-    ("norms of 12,288", "_backward"): 30,  # a layer norm's: two sums of 16,384 elements leave half of the registers
+    ("layer norm of 12,288", "_backward"): 30,  # two sums of 16,384 elements leave half of the registers
     ("softmax of 32,768", "_backward"): 30,
 }
 

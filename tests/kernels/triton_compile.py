@@ -10,14 +10,8 @@ import pytest
 from benchmarks.lib.gpu_code import Launch, compiled, cubin, has_tools, launches
 from benchmarks.registers import CALLS, SPILLS, Call
 
-SMALLER = (
-    "norms of 768",
-    "norms of 4,096",
-    "norms of 8,192",
-    "softmax of 2,048",
-    "dropout",
-)  # than another of their kind
-WORST = [call for call in CALLS if call.name not in SMALLER]
+SMALLER = [f"{kind} norm of {width}" for kind in ("RMS", "layer") for width in ("768", "4,096", "8,192")]
+WORST = [call for call in CALLS if call.name not in (*SMALLER, "softmax of 2,048", "dropout")]  # of each kind
 
 
 def launched(call: Call) -> list[Launch]:
