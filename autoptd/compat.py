@@ -35,7 +35,7 @@ __all__ = [
     "new_group",
     "plain_checkpoints",
 ]
-__all__ += ["mm_as", "set_grad_dtype"]
+__all__ += ["add_mm", "mm_as", "set_grad_dtype"]
 __all__ += ["tree_flatten", "tree_leaves", "tree_map", "tree_unflatten"]
 
 
@@ -136,6 +136,17 @@ def mm_as(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if a.is_cuda:
         return torch.mm(a, b, out_dtype=dtype)
     return a.to(dtype) @ b.to(dtype)  # the CPU has no GEMM with another dtype for its result
+
+
+def add_mm(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return total + a @ b in `dtype`, added up in the place of `total`: no product of its size exists beside it."""
+    if total is None:
+        return mm_as(a, b, dtype)
+    if total.dtype == a.dtype:
+        return total.addmm_(a, b)
+    if a.is_cuda:
+        return torch.ops.aten.addmm.dtype_out(total, a, b, total.dtype, out=total)  # type: ignore[no-any-return]
+    return total.addmm_(a.to(total.dtype), b.to(total.dtype))  # the CPU has no GEMM with another dtype for its result
 
 
 def new_group(

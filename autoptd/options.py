@@ -190,11 +190,6 @@ class Options:
         return Mesh(self.t, self.p, self.d)
 
     @property
-    def has_hooks(self) -> bool:
-        """Whether a hook on the backward of linear layers was asked for."""
-        return any(getattr(self, name) for name in GEMM_HOOKS)
-
-    @property
     def rank_machine(self) -> Machine:
         """What a rank can do and hold."""
         machine = find_machine(self.machine)

@@ -118,8 +118,7 @@ def connect(traced: Traced, options: Options, keep: Keep = lambda form, graph: N
     fallbacks = [replace(one, flops=one.flops * batch.rows // batch.traced_rows) for one in found]
     passes.communicate(graph, assignment, batch.pieces, options.t)
     passes.check_connected(graph, axes, options.t)
-    has_hooks = options.has_hooks or has_weight_gradients(traced.orders)
-    groups = passes.find_fusions(graph, traced.buffers, options.fuse or False, options.fuse_only, hooks=has_hooks)
+    groups = passes.find_fusions(graph, traced.buffers, options.fuse or False, options.fuse_only)
     keep("CONNECTED", graph)
     sizes = passes.Sizes(options.t, batch.traced_rows, batch.rows, batch.pieces)
     return graph, Connected(assignment, fallbacks, groups, sizes)

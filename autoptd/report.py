@@ -17,6 +17,7 @@ from pathlib import Path
 from autoptd.ir.actions import COMPUTES, Kind
 from autoptd.ir.calls import LOCAL_KINDS, Call, call_site, expected_calls, star, wire_bytes
 from autoptd.ir.program import ParamSpec, Picture, Program
+from autoptd.ir.types import ALIGNED, LEAST_ALIGNED, aligned
 from autoptd.pictures import executed_run, simulated_run
 from autoptd.runtime.record import Record
 from autoptd.summary import AXES, WEIGHED, Summary, seconds_text, summarize, weighed_table
@@ -247,10 +248,15 @@ def _decisions(program: Program) -> str:
         table(names, rows, (4,)) if rows else paragraph("Nothing: every operator is split as one would expect.")
     )
     if program.fusions:
-        told = [(one.op, one.site or "the model", str(one.times), one.why or "fused") for one in program.fusions]
+        told = [
+            (one.op, one.site or "the model", str(one.times), one.why or f"fused, {one.form}".removesuffix(", "))
+            for one in program.fusions
+        ]
         parts += [heading("What was fused, and why not"), table(("operator", "in", "x", "result"), told, (2,))]
     if program.unlisted:
         parts += [heading("Operators without a rule of AutoPTD's own"), *map(paragraph, program.unlisted)]
+    if odd := odd_products(program):
+        parts += [heading("Products that a GPU's aligned kernels do not take"), *map(paragraph, odd)]
     cut = program.costs.get("cut", {})
     parts += [
         heading("Where the model is cut"),
@@ -263,6 +269,18 @@ def _decisions(program: Program) -> str:
     options = program.plan.get("options", {})
     parts += [heading("Options"), table(("option", "value"), [(key, str(value)) for key, value in options.items()])]
     return "\n".join(parts)
+
+
+def odd_products(program: Program) -> list[str]:
+    """What is said of large matrix products whose rows do not all start at 16 bytes, in 16 bits: a head of 50,257 classes."""
+    sizes = {tuple(one["sizes"]): one["kind"] for one in program.costs.get("products", ())}
+    found = []
+    for (_, _, *lengths), kind in sizes.items():
+        for length in lengths:
+            if length >= LEAST_ALIGNED and length % 8:
+                fact = f"A {kind} has rows of {length:,} elements, which 8 does not divide."
+                found.append(f"{fact} Pad to {ALIGNED} in the model: {aligned(length):,}, the last of them unused.")
+    return list(dict.fromkeys(found))
 
 
 def _listed(names: list[str]) -> str:

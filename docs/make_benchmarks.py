@@ -111,6 +111,12 @@ def _overhead(found: Found) -> list[str]:
     return [_table(["", "microseconds"], [[row["what"], f"{row['microseconds']:.0f}"] for row in found["rows"]])]
 
 
+def _registers(found: Found) -> list[str]:
+    header = ["operator", "kernel", "warps", "registers", "spills", "instructions", "widest access, bits"]
+    keys = ("call", "kernel", "warps", "registers", "spills", "instructions", "widest")
+    return [_table(header, [[row[key] for key in keys] for row in found["rows"]])]
+
+
 def _schedules(found: Found) -> list[str]:
     rows = []
     for row in found["rows"]:
@@ -153,6 +159,7 @@ TABLES: dict[str, Callable[[Found], list[str]]] = {
     "overhead": _overhead,
     "schedules": _schedules,
     "plans": _plans,
+    "registers": _registers,
 }
 
 

@@ -16,7 +16,7 @@ import torch
 import autoptd
 from autoptd.ir.fusion import Fusion
 from autoptd.ir.program import Program
-from autoptd.report import report_html, write_report
+from autoptd.report import odd_products, report_html, write_report
 from examples.gpt import GPT, GPTConfig
 from tests.viz.programs import deep, full, gpt
 from tests.viz.test_page import check_page
@@ -47,8 +47,20 @@ def test_what_fell_back_and_what_was_fused_is_told() -> None:
     told = report_html(replace(program, plan={**program.plan, "fallbacks": [found]}, fusions=fusions))
     for cells in (("h.*.up", "8 does not divide", "t=2"), ("gelu", "h.*"), ("x", "the model")):
         assert "</td><td>".join(cells) in told
+    slow = replace(program, fusions=(Fusion("rms_norm", "h.*", 7, form="by torch's operators: rows"),))
+    assert "<td>fused, by torch" in report_html(slow)
     assert "7</td><td>fused" in told and "1</td><td>no" in told
     assert "What was fused" not in report_html(replace(program, fusions=()))
+
+
+def test_products_of_odd_sizes_are_told_what_to_pad_to() -> None:
+    program = deep()
+    sizes = [(1, 512, 50257, 768), (1, 511, 6336, 768), (8, 512, 512, 61), (1, 512, 50257, 768)]
+    kinds = ["head with its loss", "product", "product", "head with its loss"]
+    products = [{"sizes": list(one), "kind": kind} for one, kind in zip(sizes, kinds, strict=True)]
+    (told,) = odd_products(replace(program, costs={**program.costs, "products": products}))
+    assert "head with its loss" in told and "50,257" in told and "50,304" in told
+    assert not odd_products(program)
 
 
 def test_a_loaded_program_has_a_report(tmp_path: Path) -> None:

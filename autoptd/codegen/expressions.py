@@ -161,17 +161,28 @@ def _cross_entropy(node: Node, text: Text, site: str) -> str:
     keywords = dict(node.kwargs)
     vocab, size, total = (keywords.pop(key) for key in ("vocab", "size", "total"))
     logits, targets, weight = (literal(arg, text) for arg in node.args)
-    usual = {"label_smoothing": 0.0, "ignore_index": -100}
-    shown = {key: literal(value, text) for key, value in keywords.items() if usual.get(key) != value}
+    # torch's own sum in 16 bits would be rounded before it is divided, and so would its gradient.
+    is_ours = vocab or (total >= 0 and tensor(node).element_size() < 4)  # type: ignore[operator]
+    shown = _loss_literals(keywords, total if is_ours else -1, text)  # type: ignore[arg-type]
     if weight != "None":
         shown["weight"] = weight
     if size:
         shown["size"] = str(size)
     if vocab:
-        shown["site"] = json.dumps(site)
-    function = "rt.vocab_parallel_cross_entropy" if vocab else "F.cross_entropy"
-    call = f"{function}({_join([logits, targets, *(['tp'] if vocab else [])], shown)})"
-    return f"{call} / self.totals[{total}]" if total >= 0 else call  # type: ignore[operator]
+        call = f"rt.vocab_parallel_cross_entropy({_join([logits, targets, 'tp'], shown | {'site': json.dumps(site)})})"
+    else:
+        call = f"{'rt' if is_ours else 'F'}.cross_entropy({_join([logits, targets], shown)})"
+    return call if is_ours or total < 0 else f"{call} / self.totals[{total}]"  # type: ignore[operator]
+
+
+def _loss_literals(keywords: Mapping[str, Any], total: int, text: Text) -> dict[str, str]:
+    """Options of a cross-entropy, those that are not as usual; a mean over the whole batch divides by a total of the stage."""
+    usual = {"label_smoothing": 0.0, "ignore_index": -100, "dtype": None, "wgrad": "", "reduction": "mean"}
+    if total >= 0:
+        keywords = {key: value for key, value in keywords.items() if key != "reduction"}
+    shown = _literals({key: value for key, value in keywords.items() if usual.get(key) != value}, text)
+    shown |= {"wgrad": f"self.{keywords['wgrad']}"} if keywords.get("wgrad") else {}
+    return {"total": f"self.totals[{total}]"} | shown if total >= 0 else shown
 
 
 def _mean(node: Node, text: Text, site: str) -> str:
@@ -232,16 +243,13 @@ def _linear_cross_entropy(node: Node, text: Text, site: str) -> str:
     x, targets, weight, bias = (literal(arg, text) for arg in node.args)
     keywords = dict(node.kwargs)
     vocab, size, total = (keywords.pop(key) for key in ("vocab", "size", "total"))
-    usual = {"label_smoothing": 0.0, "ignore_index": -100, "dtype": None}
     shown = {} if bias == "None" else {"bias": bias}
-    shown |= _literals({key: value for key, value in keywords.items() if usual.get(key) != value}, text)
+    shown |= _loss_literals(keywords, total, text)  # type: ignore[arg-type]
     if vocab:
         shown |= {"size": str(size)} if size else {}
         shown["site"] = json.dumps(site)
-        call = f"self.fused.vocab_parallel_linear_cross_entropy({_join([x, weight, targets, 'tp'], shown)})"
-    else:
-        call = f"self.fused.linear_cross_entropy({_join([x, weight, targets], shown)})"
-    return f"{call} / self.totals[{total}]" if total >= 0 else call
+        return f"self.fused.vocab_parallel_linear_cross_entropy({_join([x, weight, targets, 'tp'], shown)})"
+    return f"self.fused.linear_cross_entropy({_join([x, weight, targets], shown)})"
 
 
 def _literals(keywords: Mapping[str, Any], text: Text) -> dict[str, str]:

@@ -15,7 +15,8 @@ an atom of the query heads may be split, the *inner* one (`S(2, 0) / S(2, 1)`: 2
 without one they hold equal copies, whose cotangents are partial sums, as those of an R are.
 
 Ranks hold equal shards. A vocabulary that the number of ranks does not divide is *padded*: 61 rows over 4 ranks are shards
-of 16, the last 3 rows of the last one are zeros (which operators may hold such shards: `passes/padding.py`).
+of 16, the last 3 rows of the last one are zeros (which operators may hold such shards: `passes/padding.py`). Large ones are
+multiples of 64: 50,257 rows over 8 ranks are shards of 6,336, because odd sizes keep matrix products off a GPU's fast kernels.
 """
 
 from __future__ import annotations
@@ -122,6 +123,7 @@ CONVERSIONS: dict[tuple[str, str], Conversion] = {
 }
 
 
+ALIGNED, LEAST_ALIGNED = 64, 1024
 Outer = int | tuple[int, ...]  # how many equal blocks, or the sizes of unequal ones
 
 
@@ -149,8 +151,17 @@ def type_text(kind: ValueType, dims: Dims, axis: str) -> str:
 
 
 def shard_size(size: int, degree: int) -> int:
-    """Entries of one shard of `size` entries: of a padded dim the last ranks' shards are filled up with zeros."""
-    return -(-size // degree)
+    """Entries of one shard of `size` entries: of a padded dim the last ranks' shards are filled up with zeros.
+
+    Padded shards of some size are multiples of `ALIGNED`.
+    """
+    each = -(-size // degree)
+    return each if each * degree == size else aligned(each)
+
+
+def aligned(size: int) -> int:
+    """The next size whose matrix products take a GPU's aligned kernels; small ones stay what they are."""
+    return -(-size // ALIGNED) * ALIGNED if size >= LEAST_ALIGNED else size
 
 
 def layout(dims: Dims, kind: ValueType, degree: int) -> tuple[object, ...]:

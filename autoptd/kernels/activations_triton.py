@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from autoptd.kernels.rows_triton import computed
+from autoptd.kernels.rows_triton import computed, divided, passes
 
 Tensor = torch.Tensor
 SIZE = 1024  # elements of one program
@@ -30,6 +30,7 @@ def bias_gelu_forward(x: Tensor, bias: Tensor, approximate: str) -> Tensor:
             len(bias),
             KIND=KINDS[approximate],
             BACK=False,
+            BIASES=passes(len(bias), x.numel(), SIZE),
             WIDE=computed(x.dtype),
             SIZE=SIZE,
         )
@@ -50,6 +51,7 @@ def bias_gelu_backward(grad: Tensor, x: Tensor, bias: Tensor, approximate: str) 
             len(bias),
             KIND=KINDS[approximate],
             BACK=True,
+            BIASES=passes(len(bias), x.numel(), SIZE),
             WIDE=computed(x.dtype),
             SIZE=SIZE,
         )
@@ -97,13 +99,23 @@ def _act(x, KIND: tl.constexpr):
 
 @triton.jit
 def _bias_gelu(
-    x, bias, grad, out, count, width, KIND: tl.constexpr, BACK: tl.constexpr, WIDE: tl.constexpr, SIZE: tl.constexpr
+    x,
+    bias,
+    grad,
+    out,
+    count,
+    width,
+    KIND: tl.constexpr,
+    BACK: tl.constexpr,
+    BIASES: tl.constexpr,
+    WIDE: tl.constexpr,
+    SIZE: tl.constexpr,
 ):
-    at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    first = tl.program_id(0).to(tl.int64) * SIZE
+    at = first + tl.arange(0, SIZE)
     inside = at < count
-    value = tl.load(x + at, mask=inside, other=0.0).to(WIDE) + tl.load(bias + at % width, mask=inside, other=0.0).to(
-        WIDE
-    )
+    _, place = divided(first, tl.arange(0, SIZE), width, BIASES)
+    value = tl.load(x + at, mask=inside, other=0.0).to(WIDE) + tl.load(bias + place, mask=inside, other=0.0).to(WIDE)
     y, slope = _act(value, KIND)
     if BACK:
         y = slope * tl.load(grad + at, mask=inside, other=0.0).to(WIDE)

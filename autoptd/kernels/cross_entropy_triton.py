@@ -24,17 +24,26 @@ def terms(loss: Loss, z: Tensor, labels: Labels) -> Terms:
     maximum, total, weighted = z.new_zeros((3, len(z)), dtype=wide(z.dtype))
     picked = z.gather(1, labels.column.unsqueeze(1)).squeeze(1).to(maximum.dtype)
     if len(z):
-        _terms[(len(z),)](z, maximum, total, weighted, z.shape[1], loss.real, WIDE=computed(z.dtype), BLOCK=BLOCK)
+        _terms[(len(z),)](
+            z, maximum, total, weighted, z.shape[1], loss.real, WIDE=computed(z.dtype), BLOCK=BLOCK, num_warps=8
+        )
     return loss.reduced(maximum, total, picked, weighted if loss.smoothing else None, labels)
 
 
 def gradients_(loss: Loss, z: Tensor, terms: Terms, labels: Labels, grad: Tensor) -> Tensor:
     """Put the gradient of the logits z [N, n] in their place, for `grad`, that of every row's loss."""
+    return gradients(loss, z, terms, labels, grad, out=z)
+
+
+def gradients(loss: Loss, z: Tensor, terms: Terms, labels: Labels, grad: Tensor, out: Tensor | None = None) -> Tensor:
+    """Return the gradient of the logits z [N, n], in `out` if there is one."""
     factor, hard, soft = loss.factors(terms, labels, grad)
     picked = hard.masked_fill(labels.elsewhere, 0.0)
+    out = torch.empty_like(z) if out is None else out
     if len(z):
         _gradients[(len(z), triton.cdiv(z.shape[1], BLOCK))](
             z,
+            out,
             terms.maximum,
             factor,
             picked,
@@ -45,8 +54,9 @@ def gradients_(loss: Loss, z: Tensor, terms: Terms, labels: Labels, grad: Tensor
             SMOOTHS=soft is not None,
             WIDE=computed(z.dtype),
             BLOCK=BLOCK,
+            num_warps=8,
         )
-    return z
+    return out
 
 
 @triton.jit
@@ -74,6 +84,7 @@ def _terms(z, maximum, total, weighted, width, real, WIDE: tl.constexpr, BLOCK: 
 @triton.jit
 def _gradients(
     z,
+    out,
     maximum,
     factor,
     picked,
@@ -87,11 +98,11 @@ def _gradients(
 ):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    at = z + row * width + column
-    x = tl.load(at, mask=column < real, other=-float("inf")).to(WIDE)
+    at = row * width + column
+    x = tl.load(z + at, mask=column < real, other=-float("inf")).to(WIDE)
     y = tl.load(factor + row) * tl.exp(x - tl.load(maximum + row))
     if SMOOTHS:
         y -= tl.load(soft + row)
     y = tl.where(column == tl.load(target + row), y - tl.load(picked + row), y)
     y = tl.where(column < real, y, 0.0)
-    tl.store(at, y.to(z.dtype.element_ty), mask=column < width)
+    tl.store(out + at, y.to(out.dtype.element_ty), mask=column < width)

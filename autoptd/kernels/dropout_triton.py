@@ -1,5 +1,7 @@
 """Dropout in Triton, alone and with a bias and a residual: one pass over the value, the same bits as the form in torch.
 
+A program works on the same columns of one row after another. What it divides are numbers of its own, not those of elements.
+
 Imported where a GPU and Triton are at hand only.
 """
 
@@ -10,8 +12,11 @@ import triton
 import triton.language as tl
 
 from autoptd.kernels.dropout import Places, signed, threshold
+from autoptd.kernels.rows_triton import divided, passes
 
-SIZE = 1024  # elements of one program
+SIZE = 1024  # elements of a row that a program works on at a time
+PROGRAMS = 4096  # that are enough to fill a GPU
+LARGE = 2**31 - SIZE  # columns that are numbered in 32 bits
 
 
 def drop_triton(x: torch.Tensor, rate: float, places: Places, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -47,21 +52,26 @@ def _run(
     places: Places | None,
     out: torch.Tensor,
 ) -> torch.Tensor:
-    before, rows, after = x.shape
-    where = places or Places(0, 0)
-    grid = (triton.cdiv(x.numel(), SIZE),)
     if not x.numel():
         return out
-    _drop[grid](
+    before, rows, after = x.shape
+    if bias is not None and after % len(bias):  # of one dim, which is the rows'
+        x, bias = (x.view(-1, len(bias)) + bias).view(x.shape), None
+    where = places or Places(0, 0)
+    columns, block = before * after, where.block or before * after
+    chunks = triton.cdiv(after, SIZE)
+    # A program hashes its columns once, for all the rows that it takes: of these fewer where programs would be few.
+    at_once = min(rows, max(1, PROGRAMS // (chunks * before)))
+    _drop[(chunks * before, at_once)](
         x,
         x if bias is None else bias,
         x if residual is None else residual,
         out,
-        x.numel(),
         rows,
         after,
+        chunks,
         1 if bias is None else len(bias),
-        where.block or before * after,
+        block,
         where.degree,
         where.index,
         where.first_row,
@@ -72,22 +82,18 @@ def _run(
         HAS_MASK=places is not None,
         HAS_BIAS=bias is not None,
         HAS_RESIDUAL=residual is not None,
+        BLOCKS=passes(block, columns, SIZE),
+        BIASES=0 if bias is None else passes(len(bias), after, SIZE),
         IS_HALF=x.element_size() == 2,
-        IS_LARGE=x.numel() > 2**31 - SIZE,
+        IS_LARGE=columns > LARGE,
+        IS_ONE=before == 1,
         SIZE=SIZE,
     )
     return out
 
 
-NOT_SPECIAL = [
-    "rows",
-    "degree",
-    "index",
-    "first_row",
-    "row_key",
-    "column_key",
-    "least",
-]  # compiled once for all of them
+# Compiled once for all of them.
+NOT_SPECIAL = ["rows", "chunks", "degree", "index", "first_row", "row_key", "column_key", "least"]
 
 
 @triton.jit(do_not_specialize=NOT_SPECIAL)
@@ -96,9 +102,9 @@ def _drop(
     bias,
     residual,
     out,
-    count,
     rows,
     after,
+    chunks,
     width,
     block,
     degree,
@@ -111,31 +117,47 @@ def _drop(
     HAS_MASK: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BIASES: tl.constexpr,
     IS_LARGE: tl.constexpr,
     IS_HALF: tl.constexpr,
+    IS_ONE: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    start = tl.program_id(0)
+    chunk = tl.program_id(0)
+    a = chunk * 0
+    if not IS_ONE:
+        a = chunk // chunks
+        chunk = chunk % chunks
     if IS_LARGE:
-        start = start.to(tl.int64)
-    at = start * SIZE + tl.arange(0, SIZE)
-    value = tl.load(x + at, mask=at < count)
-    if IS_HALF:  # as torch does: one rounding, at the end
-        value = value.to(tl.float32)
+        chunk = chunk.to(tl.int64)
+        a = a.to(tl.int64)
+    lane = tl.arange(0, SIZE)
+    z = chunk * SIZE + lane
+    inside = z < after
     if HAS_BIAS:
-        value += tl.load(bias + at % width, mask=at < count).to(value.dtype)
+        _, place = divided(chunk * SIZE, lane, width, BIASES)
+        added = tl.load(bias + place, mask=inside)
     if HAS_MASK:
-        row = at // after % rows
-        column = at // after // rows * after + at % after
-        column = (
-            column // block * block * degree + index * block + column % block
-        )  # modulo 2**32: only sums and products follow
-        bits = _mix(_premix(row + first_row, row_key) ^ _premix(column, column_key))
-        kept = bits.to(tl.int32, bitcast=True) >= least
-        value = value * kept.to(value.dtype) * SCALE  # 0 times NaN is NaN
-    if HAS_RESIDUAL:
-        value += tl.load(residual + at, mask=at < count).to(value.dtype)
-    tl.store(out + at, value.to(out.dtype.element_ty), mask=at < count)
+        blocks, place = divided(a * after + chunk * SIZE, lane, block, BLOCKS)
+        # Modulo 2**32: only sums and products of this follow.
+        column = blocks * block * degree + index * block + place
+        hashed = _premix(column, column_key)
+    first = a.to(tl.int64) * rows
+    for row in range(tl.program_id(1), rows, tl.num_programs(1)):
+        at = (first + row) * after + z
+        value = tl.load(x + at, mask=inside)
+        if IS_HALF:  # as torch does: one rounding, at the end
+            value = value.to(tl.float32)
+        if HAS_BIAS:
+            value += added.to(value.dtype)
+        if HAS_MASK:
+            bits = _mix(_premix(row + first_row, row_key) ^ hashed)
+            kept = bits.to(tl.int32, bitcast=True) >= least
+            value = value * kept.to(value.dtype) * SCALE  # 0 times NaN is NaN
+        if HAS_RESIDUAL:
+            value += tl.load(residual + at, mask=inside).to(value.dtype)
+        tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit

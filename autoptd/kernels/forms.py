@@ -17,18 +17,21 @@ import os
 import torch
 
 from autoptd.errors import InternalError
+from autoptd.ir.fusion import WIDEST
 from autoptd.kernels.dropout import has_triton
 
 TILE = 1 << 17  # elements worked on at a time on a CPU: few enough for its caches, many for the calls they take
-WIDEST = 1 << 16  # elements of a row that a Triton program holds
 Index = tuple[int | slice, ...]
 
 
 def takes_triton(backend: str, x: torch.Tensor, site: str, width: int = 0) -> bool:
-    """Return whether an operator on tensors like `x` runs its Triton form; `width` is that of rows it must hold as a whole."""
+    """Return whether the operator `site` on tensors like `x` runs its Triton form.
+
+    `width` is that of rows it must hold as a whole: wider than its WIDEST they take the form in torch operators.
+    """
     if backend not in ("eager", "triton"):
         raise InternalError(site, f"has no form {backend!r}")
-    if backend == "eager" or width > WIDEST or not has_triton():
+    if backend == "eager" or width > WIDEST.get(site, width) or not has_triton():
         return False
     return x.is_cuda or (x.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1")
 
@@ -52,6 +55,15 @@ def tiles(x: torch.Tensor) -> list[Index]:
 def wide(dtype: torch.dtype) -> torch.dtype:
     """The dtype of sums and statistics: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def scaled(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return x times a number (0-d), rounded to `dtype` once: a number rounded before would make all of x wrong alike."""
+    out = torch.empty_like(x, dtype=dtype)
+    for at in tiles(x):
+        factor = scale.reshape((1,) * x[at].ndim)  # of no dims it would be rounded to the dtype of x
+        torch.mul(x[at], factor, out=out[at])
+    return out
 
 
 def needs_no_grad(x: torch.Tensor | None, name: str, site: str) -> None:

@@ -6,23 +6,24 @@ hand, and backward scales them; for single losses ("none") backward computes the
 
     loss = linear_cross_entropy(x, w_head, targets)
 
-Kept for backward: the gradients, which are as large as x, weight and bias; for "none" x, weight, bias and three to six numbers
-a row. Sums over rows, and what is narrower than float32, are in float32.
+Kept for backward: the gradients, which are as large as x, weight and bias, those of the latter two in float32; for "none" x,
+weight, bias and three to six numbers a row. Sums over rows, and what is narrower than float32, are in float32.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from autoptd.compat import mm_as
+from autoptd.compat import add_mm
 from autoptd.errors import InternalError
 from autoptd.ir.fusion import CHUNK_BYTES, CHUNK_ROWS
 from autoptd.kernels.cross_entropy import Labels, Loss, Terms, softmax_here
-from autoptd.kernels.forms import takes_triton, wide
+from autoptd.kernels.forms import scaled, takes_triton, wide
 
 Tensor = torch.Tensor
 
@@ -38,16 +39,18 @@ def linear_cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
     softcap: float | None = None,
-    total: Tensor | None = None,
+    total: Tensor | float | None = None,
     chunk: int | None = None,
     dtype: torch.dtype | None = None,
+    wgrad: Callable[[WeightSum], None] | None = None,
     backend: str = "eager",
 ) -> Tensor:
     """Return the cross-entropy of the logits x weight^T + bias and class ids, with the options of `F.cross_entropy`.
 
     `class_weight` [V] is its `weight`; `softcap` makes the logits softcap * tanh(logits / softcap); `total` is what a mean
     divides by, if not by its own count; `chunk` is how many rows are done at a time; `dtype` is that of the loss (by default
-    that of x), which is computed in float32 at least.
+    that of x), which is computed in float32 at least. With `wgrad` the gradient of the weight, a leaf, is given to that in
+    backward, as it was added up, and not to autograd.
     """
     ids = targets.reshape(-1)
     ignored = ids == ignore_index
@@ -56,7 +59,8 @@ def linear_cross_entropy(
     loss = Loss(
         label_smoothing, rows, rows, _alone, class_weight if class_weight is None else _widened(class_weight, x)
     )
-    how = How(reduction, chunk or default_chunk(rows, x.dtype), softcap, can_use_triton(backend, x, class_weight))
+    chunk = chunk or default_chunk(rows, x.dtype, x.device)
+    how = How(reduction, chunk, softcap, can_use_triton(backend, x, class_weight), wgrad)
     return chunked_loss(x, weight, bias, labels, loss, how, total, targets.shape).to(dtype or x.dtype)
 
 
@@ -83,9 +87,10 @@ def linear_cross_entropy_plain(
     return loss.reshape(targets.shape) if reduction == "none" else loss
 
 
-def default_chunk(columns: int, dtype: torch.dtype) -> int:
+def default_chunk(columns: int, dtype: torch.dtype, device: torch.device) -> int:
     """Return how many rows have logits of about CHUNK_BYTES, of `columns` columns in the dtype they are computed in."""
-    return max(CHUNK_ROWS, CHUNK_BYTES // max(1, columns * wide(dtype).itemsize))
+    most = CHUNK_BYTES["cuda" if device.type == "cuda" else "cpu"]
+    return max(CHUNK_ROWS, most // max(1, columns * wide(dtype).itemsize))
 
 
 def can_use_triton(backend: str, x: Tensor, class_weight: Tensor | None) -> bool:
@@ -101,12 +106,28 @@ class How:
     chunk: int
     softcap: float | None = None
     triton: bool = False
+    wgrad: Callable[[WeightSum], None] | None = None
 
     def __post_init__(self) -> None:
         if self.reduction not in ("mean", "sum", "none") or self.chunk < 1:
             raise InternalError(
                 "linear_cross_entropy", f"cannot reduce by {self.reduction!r}, {self.chunk} rows at a time"
             )
+
+
+class WeightSum(NamedTuple):
+    """The gradient of a weight: `total` times `scale`, a number in the dtype of the total."""
+
+    weight: Tensor
+    total: Tensor
+    scale: Tensor
+
+    def add_to(self, grad: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Return it in `dtype`, added to `grad` in its place if there is one."""
+        if grad is not None and grad.dtype == self.total.dtype:
+            return grad.addcmul_(self.total, self.scale)
+        found = scaled(self.total, self.scale, dtype if grad is None else grad.dtype)
+        return found if grad is None else grad.add_(found)
 
 
 def chunked_loss(
@@ -116,14 +137,21 @@ def chunked_loss(
     labels: Labels,
     loss: Loss,
     how: How,
-    total: Tensor | None,
+    total: Tensor | float | None,
     shape: torch.Size,
 ) -> Tensor:
     """Return the loss in the dtype it is computed in: 0-d, or of `shape` where it is not reduced."""
     flat = x.reshape(-1, x.shape[-1])
     if how.reduction == "none":
         return _LossOfRows.apply(flat, weight, bias, labels, loss, how).reshape(shape)  # type: ignore[no-any-return, no-untyped-call]
-    return _ReducedLoss.apply(flat, weight, bias, labels, loss, how, total)  # type: ignore[no-any-return, no-untyped-call]
+    if not torch.is_grad_enabled():
+        how = replace(how, wgrad=None)
+    wanted = _Wanted(flat.requires_grad, weight.requires_grad, bias is not None and bias.requires_grad)
+    if how.wgrad is not None and weight.requires_grad:
+        wanted, weight = wanted._replace(leaf=weight), weight.detach()
+        if not flat.requires_grad:
+            flat = flat.detach().requires_grad_()  # so that backward comes here, even if nothing else needs a gradient
+    return _ReducedLoss.apply(flat, weight, bias, labels, loss, how, total, wanted)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _alone(numbers: Tensor, op: str) -> Tensor:
@@ -165,12 +193,21 @@ class _Chunk:
         return (z if self.slope is None else z.mul_(self.slope)).to(self.dtype)
 
 
+class _Wanted(NamedTuple):
+    """Whether the gradients of x, weight and bias are wanted; the weight itself, where autograd does not see it."""
+
+    x: bool
+    weight: bool
+    bias: bool
+    leaf: Tensor | None = None
+
+
 class _Sums:
     """The gradients of x, weight and bias, of those that are wanted, summed up chunk by chunk."""
 
-    def __init__(self, wanted: tuple[bool, ...], x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-        self.wants_weight, self.wants_bias = wanted[1], bias is not None and wanted[2]
-        self.x = torch.empty_like(x) if wanted[0] else None
+    def __init__(self, wanted: _Wanted, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        self.wants_weight, self.wants_bias = wanted.weight, bias is not None and wanted.bias
+        self.x = torch.empty_like(x) if wanted.x else None
         self.weight: Tensor | None = None
         self.bias: Tensor | None = None
 
@@ -178,11 +215,7 @@ class _Sums:
         if self.x is not None:
             torch.mm(dz, weight, out=self.x[at])
         if self.wants_weight:
-            if self.weight is not None and self.weight.dtype == dz.dtype:
-                self.weight.addmm_(dz.t(), x[at])
-            else:
-                part = mm_as(dz.t(), x[at], wide(weight.dtype))
-                self.weight = part if self.weight is None else self.weight.add_(part)
+            self.weight = add_mm(self.weight, dz.t(), x[at], wide(weight.dtype))
         if self.wants_bias:
             each = dz.sum(0, dtype=wide(dz.dtype))
             self.bias = each if self.bias is None else self.bias.add_(each)
@@ -200,9 +233,10 @@ class _ReducedLoss(torch.autograd.Function):
         labels: Labels,
         loss: Loss,
         how: How,
-        total: Tensor | None,
+        total: Tensor | float | None,
+        wanted: _Wanted,
     ) -> Tensor:
-        sums = _Sums(ctx.needs_input_grad, x, weight, bias)
+        sums = _Sums(wanted, x, weight, bias)
         result, share = x.new_zeros((2,), dtype=wide(x.dtype))
         for start in range(0, len(x), how.chunk):
             at = slice(start, start + how.chunk)
@@ -213,21 +247,23 @@ class _ReducedLoss(torch.autograd.Function):
             if any(ctx.needs_input_grad):
                 sums.add(at, chunk.gradients(terms, torch.ones_like(terms.total)), x, weight)
             del chunk  # before there is another one
-        divisor = (
-            (share if total is None else total.to(share.dtype)) if how.reduction == "mean" else torch.ones_like(share)
-        )
+        divisor = torch.ones_like(share)
+        if how.reduction == "mean":
+            divisor = share if total is None else divisor.mul_(total)
         ctx.save_for_backward(sums.x, sums.weight, sums.bias, divisor, labels.ignored.all())
-        ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
+        ctx.how = how.wgrad, wanted.leaf, weight.dtype, None if bias is None else bias.dtype
         return result / divisor
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         dx, dw, db, divisor, is_empty = ctx.saved_tensors
         scale = torch.where(is_empty, 0.0, grad / divisor)
-        weight_dtype, bias_dtype = ctx.dtypes
-        dx = None if dx is None else dx * scale.to(dx.dtype)
-        dw = None if dw is None else (dw * scale).to(weight_dtype)
-        return dx, dw, None if db is None else (db * scale).to(bias_dtype), None, None, None, None
+        wgrad, leaf, weight_dtype, bias_dtype = ctx.how
+        dx = None if dx is None else scaled(dx, scale, dx.dtype)
+        if leaf is not None:
+            dw = wgrad(WeightSum(leaf, dw, scale))
+        dw = None if dw is None else scaled(dw, scale, weight_dtype)
+        return dx, dw, None if db is None else scaled(db, scale, bias_dtype), *[None] * 5
 
 
 class _LossOfRows(torch.autograd.Function):
@@ -253,7 +289,7 @@ class _LossOfRows(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias = ctx.saved_tensors
         labels, loss, how, kept = ctx.how
-        sums = _Sums(ctx.needs_input_grad, x, weight, bias)
+        sums = _Sums(_Wanted(*ctx.needs_input_grad[:3]), x, weight, bias)
         for start, terms in zip(range(0, len(x), how.chunk), kept, strict=True):
             at = slice(start, start + how.chunk)
             chunk = _Chunk(x[at], weight, bias, labels.rows(at), loss, how)

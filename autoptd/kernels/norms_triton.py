@@ -1,6 +1,7 @@
 """`kernels.norms` in Triton: forward reads a row once, its residual with it; backward once, and sums the weights' gradients.
 
-Backward runs a few programs a multiprocessor; each goes through rows of its own, keeps their sums, and these are added up.
+Backward runs a program or a few on every multiprocessor; each goes through rows of its own, keeps their sums, and these are
+added up. Where a row and its sums are more than a program's registers, it is read twice: from the cache the second time.
 
 Imported where Triton is at hand only.
 """
@@ -15,6 +16,7 @@ from autoptd.kernels.forms import wide
 from autoptd.kernels.rows_triton import computed, programs, row_size
 
 Tensor = torch.Tensor
+HELD = 8192  # elements of a row that backward keeps in registers, beside its sums
 
 
 def rms_norm_forward(
@@ -29,8 +31,8 @@ def rms_norm_backward(
     grad: Tensor, grad_total: Tensor | None, total: Tensor, factor: Tensor, weight: Tensor | None, offset: float
 ) -> tuple[Tensor, Tensor | None]:
     """Return the gradients of what was normed and of the weight."""
-    dx, dw, _ = _norm_backward(grad, grad_total, total, factor, factor, weight, offset, False)
-    return dx, None if weight is None else dw.to(weight.dtype)
+    dx, (dw,) = _norm_backward(grad, grad_total, total, factor, factor, (weight,), offset, False)
+    return dx, dw
 
 
 def layer_norm_forward(
@@ -50,8 +52,8 @@ def layer_norm_backward(
     bias: Tensor | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return the gradients of what was normed, of the weight and of the bias."""
-    dx, dw, db = _norm_backward(grad, grad_total, total, mean, factor, weight, 0.0, True)
-    return dx, None if weight is None else dw.to(weight.dtype), None if bias is None else db.to(bias.dtype)
+    dx, (dw, db) = _norm_backward(grad, grad_total, total, mean, factor, (weight, bias), 0.0, True)
+    return dx, dw, db
 
 
 def _norm(
@@ -98,16 +100,20 @@ def _norm_backward(
     total: Tensor,
     mean: Tensor,
     factor: Tensor,
-    weight: Tensor | None,
+    weights: tuple[Tensor | None, ...],
     offset: float,
     centered: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, list[Tensor | None]]:
+    """Return the gradients of what was normed, and of the weight (and of the bias) where it is there."""
     grad = grad.contiguous()
     dx = torch.empty_like(total)
     width = total.shape[-1]
     rows = total.numel() // max(width, 1)
-    count = programs(rows, total.device)
-    sums = factor.new_zeros((2, count, width))
+    size = row_size(width, most=16)
+    count = programs(rows, size["num_warps"], total.device)
+    weight = weights[0]
+    present = [one for one in weights if one is not None]
+    sums = factor.new_empty((len(present), count, width))  # every program writes its own
     if total.numel():
         _backward[(count,)](
             grad,
@@ -125,12 +131,14 @@ def _norm_backward(
             OFFSET=offset,
             CENTERED=centered,
             HAS_WEIGHT=weight is not None,
+            HAS_BIAS=len(present) > (weight is not None),
             HAS_TOTAL=grad_total is not None,
+            READS_TWICE=size["BLOCK"] > HELD,
             WIDE=computed(total.dtype),
-            **row_size(width),
+            **size,
         )
-    dw, db = sums.sum(1)
-    return dx, dw, db
+    found = iter([each.to(one.dtype) for each, one in zip(sums.sum(1), present, strict=True)])
+    return dx, [None if one is None else next(found) for one in weights]
 
 
 @triton.jit
@@ -194,14 +202,16 @@ def _backward(
     OFFSET: tl.constexpr,
     CENTERED: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     HAS_TOTAL: tl.constexpr,
+    READS_TWICE: tl.constexpr,
     WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     column = tl.arange(0, BLOCK)
     inside = column < width
     scale = tl.full([BLOCK], 1.0, WIDE)
-    if HAS_WEIGHT:
+    if HAS_WEIGHT and not READS_TWICE:
         scale = tl.load(weight + column, mask=inside, other=0.0).to(WIDE) + OFFSET
     weight_sum = tl.zeros([BLOCK], WIDE)
     bias_sum = tl.zeros([BLOCK], WIDE)
@@ -209,25 +219,44 @@ def _backward(
         row = tl.program_id(0).to(tl.int64) + step * count
         inside = column < tl.where(row < rows, width, 0)
         at = row * width + column
-        g = tl.load(grad + at, mask=inside, other=0.0).to(WIDE)
-        value = tl.load(total + at, mask=inside, other=0.0).to(WIDE)
         known = tl.minimum(row, rows - 1)  # behind the last row everything is 0
         r = tl.load(factor + known)
+        middle = tl.load(mean + known)
+        # Two policies, or the compiler would make one load of the two.
+        g = tl.load(grad + at, mask=inside, other=0.0, eviction_policy="evict_last").to(WIDE)
+        value = tl.load(total + at, mask=inside, other=0.0, eviction_policy="evict_last").to(WIDE)
         if CENTERED:
-            value = tl.where(inside, value - tl.load(mean + known), 0.0)
-            bias_sum += g
+            value = tl.where(inside, value - middle, 0.0)
         value *= r
-        weight_sum += g * value
-        g *= scale
-        change = g - value * (tl.sum(g * value, 0) / width)
+        if HAS_BIAS:
+            bias_sum += g
+        if HAS_WEIGHT:
+            weight_sum += g * value
+            if READS_TWICE:
+                scale = tl.load(weight + column, mask=inside, other=0.0, eviction_policy="evict_last").to(WIDE) + OFFSET
+            g *= scale
+        slope = tl.sum(g * value, 0) / width
+        level = tl.sum(g, 0) / width
+        if READS_TWICE:
+            g = tl.load(grad + at, mask=inside, other=0.0, eviction_policy="evict_first").to(WIDE)
+            value = tl.load(total + at, mask=inside, other=0.0, eviction_policy="evict_first").to(WIDE)
+            if CENTERED:
+                value -= middle
+            value *= r
+            if HAS_WEIGHT:
+                scale = tl.load(weight + column, mask=inside, other=0.0, eviction_policy="evict_first").to(WIDE)
+                g *= scale + OFFSET
+        change = g - value * slope
         if CENTERED:
-            change -= tl.sum(tl.where(inside, g, 0.0), 0) / width
+            change -= level
         change *= r
         if HAS_TOTAL:
             change += tl.load(grad_total + at, mask=inside, other=0.0).to(WIDE)
         tl.store(dx + at, change.to(dx.dtype.element_ty), mask=inside)
-    place = tl.program_id(0) * width + column
     inside = column < width
-    tl.store(sums + place, weight_sum, mask=inside)
-    if CENTERED:
-        tl.store(sums + count * width + place, bias_sum, mask=inside)
+    place = tl.program_id(0) * width + column
+    if HAS_WEIGHT:
+        tl.store(sums + place, weight_sum, mask=inside)
+        place += count * width
+    if HAS_BIAS:
+        tl.store(sums + place, bias_sum, mask=inside)

@@ -13,6 +13,7 @@ from autoptd.kernels.rows_triton import computed, four_dims
 
 Tensor = torch.Tensor
 ELEMENTS = 2048  # pairs of one program
+LARGE = 2**31 - 2 * ELEMENTS  # offsets that 32 bits hold, those behind the last row included
 
 
 def turned(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype, is_back: bool, interleaved: bool) -> Tensor:
@@ -44,11 +45,18 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype, is_back: boo
             BACK=is_back,
             INTERLEAVED=interleaved,
             WIDE=computed(torch.promote_types(x.dtype, cos.dtype)),
+            IS_LARGE=max(rows, *map(_extent, (source, target, cos, sin))) > LARGE,
             HEIGHT=height,
             BLOCK=block,
         )
-    out[..., width:] = x[..., width:]
+    if width < x.shape[-1]:
+        out[..., width:] = x[..., width:]
     return out
+
+
+def _extent(x: Tensor) -> int:
+    """How far behind its first element the last one of a tensor lies."""
+    return sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
 
 
 @triton.jit
@@ -76,31 +84,53 @@ def _turn(
     BACK: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     WIDE: tl.constexpr,
+    IS_LARGE: tl.constexpr,
     HEIGHT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64) * HEIGHT + tl.arange(0, HEIGHT)[:, None]
-    pair = tl.arange(0, BLOCK)[None, :]
-    inside = (row < rows) & (pair < half)
-    one, two = pair, pair + half
-    if INTERLEAVED:
-        one, two = 2 * pair, 2 * pair + 1
+    row = tl.program_id(0) * HEIGHT
+    if IS_LARGE:
+        row = tl.program_id(0).to(tl.int64) * HEIGHT
+    row += tl.arange(0, HEIGHT)[:, None]
+    known = row < rows
     q = row % size_q
     b = row // size_q % size_b
     a = row // size_q // size_b
-    x += a * x_a + b * x_b + q * x_q
-    out += a * out_a + b * out_b + q * out_q
-    cos += a * cos_a + b * cos_b + q * cos_q
-    sin += a * sin_a + b * sin_b + q * sin_q
-    u = tl.load(x + one, mask=inside, other=0.0).to(WIDE)
-    v = tl.load(x + two, mask=inside, other=0.0).to(WIDE)
-    cos_u = tl.load(cos + one, mask=inside, other=0.0).to(WIDE)
-    cos_v = tl.load(cos + two, mask=inside, other=0.0).to(WIDE)
-    sin_u = tl.load(sin + one, mask=inside, other=0.0).to(WIDE)
-    sin_v = tl.load(sin + two, mask=inside, other=0.0).to(WIDE)
+    u, v = _pairs(x + (a * x_a + b * x_b + q * x_q), known, half, INTERLEAVED, WIDE, HEIGHT, BLOCK)
+    cos_u, cos_v = _pairs(cos + (a * cos_a + b * cos_b + q * cos_q), known, half, INTERLEAVED, WIDE, HEIGHT, BLOCK)
+    sin_u, sin_v = _pairs(sin + (a * sin_a + b * sin_b + q * sin_q), known, half, INTERLEAVED, WIDE, HEIGHT, BLOCK)
     if BACK:
         y_u, y_v = u * cos_u + v * sin_v, v * cos_v - u * sin_u
     else:
         y_u, y_v = u * cos_u - v * sin_u, v * cos_v + u * sin_v
-    tl.store(out + one, y_u.to(out.dtype.element_ty), mask=inside)
-    tl.store(out + two, y_v.to(out.dtype.element_ty), mask=inside)
+    out += a * out_a + b * out_b + q * out_q
+    y_u, y_v = y_u.to(out.dtype.element_ty), y_v.to(out.dtype.element_ty)
+    if INTERLEAVED:
+        lane = tl.arange(0, 2 * BLOCK)[None, :]
+        tl.store(out + lane, tl.reshape(tl.join(y_u, y_v), [HEIGHT, 2 * BLOCK]), mask=known & (lane < 2 * half))
+    else:
+        pair = tl.arange(0, BLOCK)[None, :]
+        tl.store(out + pair, y_u, mask=known & (pair < half))
+        tl.store(out + pair + half, y_v, mask=known & (pair < half))
+
+
+@triton.jit
+def _pairs(
+    at,
+    known,
+    half,
+    INTERLEAVED: tl.constexpr,
+    WIDE: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Load the first and the second elements of the pairs: neighbours as they lie in memory, then taken apart."""
+    if INTERLEAVED:
+        lane = tl.arange(0, 2 * BLOCK)[None, :]
+        both = tl.load(at + lane, mask=known & (lane < 2 * half), other=0.0).to(WIDE)
+        u, v = tl.split(tl.reshape(both, [HEIGHT, BLOCK, 2]))
+    else:
+        pair = tl.arange(0, BLOCK)[None, :]
+        u = tl.load(at + pair, mask=known & (pair < half), other=0.0).to(WIDE)
+        v = tl.load(at + pair + half, mask=known & (pair < half), other=0.0).to(WIDE)
+    return u, v

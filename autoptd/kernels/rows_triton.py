@@ -1,4 +1,4 @@
-"""What the Triton kernels that take whole rows share: sizes, dtypes, and rows as [a, b, q, k] with strides of their own.
+"""What Triton kernels share: sizes, dtypes, rows as [a, b, q, k] with strides of their own, and divisions by few instructions.
 
 No kernel is tuned while it runs: the tuner of Triton keeps what it is at in the kernel, which ranks that are threads share.
 
@@ -18,10 +18,10 @@ from autoptd.kernels.forms import wide
 Tensor = torch.Tensor
 
 
-def row_size(width: int) -> dict[str, int]:
-    """Return the block that holds a row of `width` elements, and the warps that work on it."""
+def row_size(width: int, most: int = 32) -> dict[str, int]:
+    """Return the block that holds a row of `width` elements, and the warps, of 4 to `most`, that work on it."""
     block = triton.next_power_of_2(max(width, 16))
-    return {"BLOCK": block, "num_warps": 4 if block <= 2048 else 8 if block <= 8192 else 16}
+    return {"BLOCK": block, "num_warps": min(most, max(4, block // 512))}
 
 
 def computed(dtype: torch.dtype) -> Any:
@@ -34,8 +34,37 @@ def four_dims(x: Tensor) -> Tensor:
     return x[(None,) * (4 - x.ndim)] if x.ndim <= 4 else x.reshape(-1, *x.shape[-3:])
 
 
-def programs(rows: int, device: torch.device) -> int:
-    """Return how many programs share the rows where each sums up over its own: a few for every multiprocessor."""
+def programs(rows: int, warps: int, device: torch.device) -> int:
+    """Return how many programs share the rows where each sums up over its own: as many as give a multiprocessor 16 warps.
+
+    Each of them writes a row of sums: one for a few rows would cost more than these.
+    """
     if device.type != "cuda":
         return min(rows, 3)
-    return min(rows, 4 * torch.cuda.get_device_properties(device).multi_processor_count)
+    return min(rows, max(1, 16 // warps) * torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def passes(period: int, numbers: int, size: int) -> int:
+    """How often `size` numbers in a row, of `numbers`, pass a multiple of `period`: 0 never, 1 once at most, 2 more often."""
+    return 0 if period >= numbers else 1 if period >= size else 2
+
+
+@triton.jit
+def divided(first, lane, period, TIMES: tl.constexpr):
+    """Quotient and remainder of first + lane by the period, of which TIMES multiples (see `passes`) are on the way.
+
+    Divided is the first number alone, where that is enough: a division takes 20 instructions and more.
+    """
+    times = first * 0
+    rest = first + lane
+    if TIMES > 0:
+        times = first // period
+        rest = first % period + lane
+    if TIMES == 1:
+        passes = rest >= period
+        times = times + passes.to(rest.dtype)
+        rest = tl.where(passes, rest - period, rest)
+    elif TIMES == 2:
+        times = times + rest // period
+        rest = rest % period
+    return times, rest

@@ -9,7 +9,7 @@ function. All other GEMMs stay what they were.
 - A gather (S -> R) that GEMMs alone read is done again in backward; with *overlap* while the input's gradient is computed, and
   this gradient's reduce-scatter, where one GEMM alone reads the value, while the weight's is.
 - *wgrad*: where the weight is a parameter itself, its gradient does not go through autograd: "main_grads" or "deferred", the
-  attribute of the stage that takes it (see runtime/linear.py).
+  attribute of the stage that takes it (see runtime/linear.py). A head that is one operator with its loss has this hook too.
 
     hook_gemms(graph, overlap=True, wgrad="deferred")
 """
@@ -17,6 +17,7 @@ function. All other GEMMs stay what they were.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from torch.fx import Graph, Node
 
@@ -25,6 +26,8 @@ from autoptd.ir.notes import Swallowed, note, op_name, ops, tensor
 
 FOLDS = ("aten.view", "aten.reshape", "aten._unsafe_view")
 VIEWS = ("aten.view", "aten.reshape", "aten._unsafe_view", "aten.transpose", "aten.permute", "aten.contiguous")
+HEAD = markers.FUSED["linear_cross_entropy"]
+WEIGHTS = {markers.linear: 1, HEAD: 2}  # the place of the weight among the operands
 PLAIN_KWARGS: dict[str, object] = {"alpha": 1, "beta": 1}
 
 
@@ -32,12 +35,14 @@ def hook_gemms(graph: Graph, *, overlap: bool, wgrad: str) -> None:
     """Replace every GEMM that one of the hooks applies to."""
     gathered = {gemm for node in ops(graph) for gemm in _mark_readers(node, overlap)}
     for node in list(ops(graph)):
+        if node.target is HEAD and _is_parameter(node.args[2]):
+            node.kwargs = {**node.kwargs, "wgrad": wgrad}
         operands = _operands(node)
         if operands is None or not (note(operands[1]).needs_grad or node in gathered):
             continue
         x, weight, bias = operands
         f = _f_in_front(x, node) if overlap else None
-        where = wgrad if note(weight).needs_grad and weight.op == "placeholder" and note(weight).kind == "param" else ""
+        where = wgrad if _is_parameter(weight) else ""
         if f is None and not where and node not in gathered:
             continue
         is_transposed = op_name(node) == "aten.addmm"
@@ -89,10 +94,16 @@ def adds_to_gradient(weight: Node, stage: int) -> int:
     """
     readers = [user for user in weight.users if stage in note(user).stages]
     own = [
-        user for user in readers if user.target is markers.linear and user.kwargs["wgrad"] and user.args[1] is weight
+        user
+        for user in readers
+        if user.target in WEIGHTS and user.kwargs["wgrad"] and user.args[WEIGHTS[user.target]] is weight
     ]
-    is_input_too = any(weight in (user.args[0], user.args[2]) for user in own)
+    is_input_too = any(user.args.count(weight) > 1 for user in own)
     return len(own) + (is_input_too or len(own) < len(readers))
+
+
+def _is_parameter(weight: Any) -> bool:
+    return weight.op == "placeholder" and note(weight).kind == "param" and note(weight).needs_grad  # type: ignore[no-any-return]
 
 
 def _operands(node: Node) -> tuple[Node, Node, Node | None] | None:

@@ -6,7 +6,8 @@ In: a CONNECTED graph. Out: `Held`, per position of the backbone. Assumptions, w
   gradients add up in float32); a frozen one and a buffer once. It counts once on every rank that reads it.
 - saved for backward: what an operator makes, unless it makes a view or all that read it forget it (sums, casts, ...); of
   a cross-entropy the logarithms of the probabilities. Of what GEMMs gather again the shards. What crosses counts where it is
-  made. Values inside of a fused operator are not kept; a head fused with its loss keeps the gradients of its operands.
+  made. Values inside of a fused operator are not kept; a head fused with its loss keeps the gradients of its operands, those
+  of parameters in float32 at least.
 
     held = count_bytes(graph, backbone, Sizes(t=2, traced_rows=2, rows=1, pieces=8))
     sum(held.kept)        # bytes of parameters with their state that have one reader
@@ -98,7 +99,8 @@ def _bytes_saved(node: Node, sizes: Sizes) -> float:
         return 0.0
     beside = 0.0
     if record.extra.get("fused") == "part of linear_cross_entropy":
-        beside = sum(_bytes(one, sizes) for one in read_from_outside(node) if note(one).needs_grad)
+        read = [one for one in read_from_outside(node) if note(one).needs_grad]
+        beside = sum(_bytes(one, sizes) * (_width(one) if _is_weight(one) else 1) for one in read)
     elif op_name(node) in LOSSES:
         beside = _bytes(node.args[0], sizes)  # type: ignore[arg-type]
     return beside + (_bytes(node, sizes) if _is_needed(node) else 0.0)
@@ -112,6 +114,15 @@ def read_from_outside(result: Node) -> set[Node]:
         for one in inner.pop().all_input_nodes:
             (inner.append if note(one).extra.get("inner") else found.add)(one)
     return found
+
+
+def _is_weight(node: Node) -> bool:
+    return node.op == "placeholder" and note(node).kind == "param"
+
+
+def _width(node: Node) -> float:
+    """How many times as wide as a parameter the gradient is that a fused head keeps of it: it adds up in float32 at least."""
+    return max(4, tensor(node).element_size()) / tensor(node).element_size()
 
 
 def _bytes(node: Node, sizes: Sizes) -> float:

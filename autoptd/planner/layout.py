@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from autoptd.ir.types import ALIGNED, LEAST_ALIGNED, shard_size
 from autoptd.planner.shape import Shape
 
 Number = Any
@@ -42,7 +43,11 @@ def layer_parameters(shape: Shape, t: Number) -> Number:
 
 def vocab_rows(shape: Shape, t: Number) -> Number:
     """Rows of the embedding on one of t tensor ranks; where t does not divide the vocabulary, the last holds padding."""
-    return -(-shape.vocab // t)
+    if isinstance(t, int):
+        return shard_size(shape.vocab, t)
+    each = -(-shape.vocab // t)
+    is_aligned = (each * t != shape.vocab) & (each >= LEAST_ALIGNED)
+    return np.where(is_aligned, -(-each // ALIGNED) * ALIGNED, each)
 
 
 def end_parameters(shape: Shape, t: Number) -> tuple[Number, Number]:

@@ -22,7 +22,7 @@ from autoptd.runtime.losses import count_labels
 from autoptd.runtime.shards import join_shards, pad_shard, take_shard
 from autoptd.runtime.stage import Stage
 from autoptd.runtime.standalone import main
-from autoptd.runtime.vocab import vocab_parallel_cross_entropy, vocab_parallel_embedding
+from autoptd.runtime.vocab import cross_entropy, vocab_parallel_cross_entropy, vocab_parallel_embedding
 from autoptd.runtime.world import Group, Needs, World
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "Stage",
     "World",
     "count_labels",
+    "cross_entropy",
     "dropout",
     "gathered",
     "i_to_p",

@@ -11,10 +11,12 @@ For a chunk of N rows two reductions are made: N numbers for the maximum, and N 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from autoptd.errors import PlanError
-from autoptd.kernels.loss import How, can_use_triton, chunked_loss, default_chunk, linear_cross_entropy
+from autoptd.kernels.loss import How, WeightSum, can_use_triton, chunked_loss, default_chunk, linear_cross_entropy
 from autoptd.runtime.vocab import local_labels, sharded_loss
 from autoptd.runtime.world import Group
 
@@ -33,9 +35,10 @@ def vocab_parallel_linear_cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
     softcap: float | None = None,
-    total: Tensor | None = None,
+    total: Tensor | float | None = None,
     chunk: int | None = None,
     dtype: torch.dtype | None = None,
+    wgrad: Callable[[WeightSum], None] | None = None,
     size: int = 0,
     site: str = "",
     backend: str = "eager",
@@ -61,11 +64,12 @@ def vocab_parallel_linear_cross_entropy(
             total=total,
             chunk=chunk,
             dtype=dtype,
+            wgrad=wgrad,
             backend=backend,
         )
     columns = len(weight)
     labels = local_labels(targets.reshape(-1), columns, group, ignore_index, size)
     loss = sharded_loss(columns, group, label_smoothing, class_weight, size, site, x.dtype)
     triton = can_use_triton(backend, x, class_weight)
-    how = How(reduction, chunk or default_chunk(columns, x.dtype), softcap, triton)
+    how = How(reduction, chunk or default_chunk(columns, x.dtype, x.device), softcap, triton, wgrad)
     return chunked_loss(x, weight, bias, labels, loss, how, total, targets.shape).to(dtype or x.dtype)

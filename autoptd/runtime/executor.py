@@ -29,7 +29,7 @@ from autoptd.ir.program import CrossingSpec, Program
 from autoptd.runtime.dropout import Drawing
 from autoptd.runtime.fused import Fused
 from autoptd.runtime.gradients import Gradients
-from autoptd.runtime.linear import WeightGemm
+from autoptd.runtime.linear import WeightTerm
 from autoptd.runtime.messages import Messages
 from autoptd.runtime.parameters import RankParameters, from_rank_0, owners
 from autoptd.runtime.stage import Stage, load_stage
@@ -206,7 +206,7 @@ class Executor:
         self._microbatches = microbatches
         self._kept: dict[tuple[int, int], Kept] = {}
         self._messages.begin()
-        self._late: dict[tuple[int, int], list[WeightGemm]] = {}  # what a B left for its W
+        self._late: dict[tuple[int, int], list[WeightTerm]] = {}  # what a B left for its W
         for stage in self._stages.values():
             stage.deferred.take()
 

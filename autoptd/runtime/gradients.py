@@ -20,12 +20,12 @@ from collections.abc import Callable
 
 import torch
 
-from autoptd.compat import mm_as, set_grad_dtype
+from autoptd.compat import set_grad_dtype
 from autoptd.errors import InternalError, PlanError
 from autoptd.ir.buckets import BUCKET_BYTES, BucketPlan, plan_buckets
 from autoptd.ir.program import ParamSpec, Program
 from autoptd.runtime.guard import guard_gradient, unguarded
-from autoptd.runtime.linear import WeightGemm
+from autoptd.runtime.linear import WeightTerm
 from autoptd.runtime.parameters import RankParameters, dtype_of, in_place, shard_of
 from autoptd.runtime.world import Pending, World
 
@@ -139,14 +139,10 @@ class Gradients:
         self._next = 0
 
     @torch.no_grad()
-    def add(self, gemm: WeightGemm) -> None:
-        """Run the GEMM and add its result to the gradient of its weight, which is a leaf."""
-        leaf, (a, b) = gemm.weight, gemm.factors()
-        if leaf.grad is not None and leaf.grad.dtype == a.dtype:
-            leaf.grad.addmm_(a, b)
-        else:
-            product = mm_as(a, b, leaf.grad_dtype or leaf.dtype)
-            leaf.grad = product if leaf.grad is None else leaf.grad.add_(product)
+    def add(self, gemm: WeightTerm) -> None:
+        """Add the gradient of a weight, which is a leaf, to what there is of it: a GEMM runs here."""
+        leaf = gemm.weight
+        leaf.grad = gemm.add_to(leaf.grad, leaf.grad_dtype or leaf.dtype)
         if (name := self._name_of.get(id(leaf))) is not None:
             self.count(name)
 

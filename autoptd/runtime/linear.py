@@ -22,6 +22,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from autoptd.compat import add_mm
+from autoptd.kernels.loss import WeightSum
 from autoptd.runtime.gathered import Again, Gathered
 from autoptd.runtime.world import Group
 
@@ -45,20 +47,25 @@ class WeightGemm(NamedTuple):
         rows, grads = _rows(x), _rows(self.output_grad)
         return (rows.t(), grads) if self.is_transposed else (grads.t(), rows)
 
+    def add_to(self, grad: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Run the GEMM; return its result in `dtype`, added to `grad` in its place if there is one."""
+        return add_mm(grad, *self.factors(), dtype)
 
-WeightGradient = Callable[[WeightGemm], None]
+
+WeightTerm = WeightGemm | WeightSum  # the latter of a head that is one operator with its loss
+WeightGradient = Callable[[WeightTerm], None]
 
 
 class Deferred:
     """Takes the GEMMs of one backward; the executor takes them from here, and runs them at W."""
 
     def __init__(self) -> None:
-        self.gemms: list[WeightGemm] = []
+        self.gemms: list[WeightTerm] = []
 
-    def __call__(self, gemm: WeightGemm) -> None:
+    def __call__(self, gemm: WeightTerm) -> None:
         self.gemms.append(gemm)
 
-    def take(self) -> list[WeightGemm]:
+    def take(self) -> list[WeightTerm]:
         """Return what has come since the last call, and forget it."""
         gemms, self.gemms = self.gemms, []
         return gemms

@@ -8,8 +8,9 @@ grouped queries) are given by these sizes instead: outer = (64, 32, 32).
     take_shard(torch.arange(6), dim=0, outer=3, index=1, degree=2).tolist() == [1, 3, 5]
     join_shards([take_shard(x, 0, 3, i, 2) for i in range(2)], 0, 3)  # is x
 
-A dim of `size` elements that the ranks do not divide (a vocabulary) is *padded*: shards are equally long, and zeros fill up
-the last ones. Whoever handles such a dim says its `size`, everyone else is held to dims that divide:
+A dim of `size` elements that the ranks do not divide (a vocabulary) is *padded*: shards are equally long, as
+`ir.types.shard_size` says, and zeros fill up the last ones. Whoever handles such a dim says its `size`, everyone else is held
+to dims that divide:
 
     take_shard(torch.arange(1, 6), 0, 1, index=2, degree=3, size=5).tolist() == [5, 0]
 """
@@ -21,7 +22,7 @@ from collections.abc import Sequence
 import torch
 
 from autoptd.errors import InternalError
-from autoptd.ir.types import Outer
+from autoptd.ir.types import Outer, shard_size
 
 
 def take_shard(x: torch.Tensor, dim: int, outer: Outer, index: int, degree: int, size: int = 0) -> torch.Tensor:
@@ -95,7 +96,7 @@ def _take_padded(x: torch.Tensor, dim: int, index: int, width: int, size: int) -
 def _padded_width(size: int, outer: Outer, degree: int) -> int:
     if outer != 1:
         raise InternalError(f"a padded dim of {size}", f"has {outer} blocks, where one is planned")
-    return -(-size // degree)
+    return shard_size(size, degree)
 
 
 def _chunk(size: int, parts: int) -> int:

@@ -20,7 +20,7 @@ from torch import nn
 from autoptd.errors import AutoptdError, InternalError, PlanError
 from autoptd.ir.mesh import Mesh
 from autoptd.ir.program import Program
-from autoptd.runtime.linear import WeightGemm
+from autoptd.runtime.linear import WeightTerm
 from autoptd.runtime.stage import Stage
 from autoptd.runtime.threads import ThreadWorld, run_ranks
 from autoptd.runtime.world import Needs, World
@@ -110,11 +110,9 @@ def _random(shape: Sequence[int], dtype: str, made: torch.Generator, scale: floa
     return torch.randint(0, 2, tuple(shape), generator=made).to(found)
 
 
-def _add(gemm: WeightGemm) -> None:
+def _add(gemm: WeightTerm) -> None:
     """What a linear layer leaves to do for the gradient of its weight."""
-    a, b = gemm.factors()
-    product = (a @ b).to(gemm.weight.dtype)
-    gemm.weight.grad = product if gemm.weight.grad is None else gemm.weight.grad.add_(product)
+    gemm.weight.grad = gemm.add_to(gemm.weight.grad, gemm.weight.dtype)
 
 
 def _told(

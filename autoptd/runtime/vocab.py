@@ -21,9 +21,9 @@ import torch.nn.functional as F
 
 from autoptd.errors import PlanError
 from autoptd.kernels.cross_entropy import Labels, Loss
-from autoptd.kernels.forms import wide
+from autoptd.kernels.forms import takes_triton, wide
 from autoptd.runtime.shards import real_rows
-from autoptd.runtime.world import Group
+from autoptd.runtime.world import Group, SoloGroup
 
 Tensor = torch.Tensor
 
@@ -51,17 +51,19 @@ def vocab_parallel_cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
     weight: Tensor | None = None,
+    total: Tensor | float | None = None,
     size: int = 0,
     site: str = "",
 ) -> Tensor:
     """Return `F.cross_entropy` of the whole logits, the same on every rank; the gradient of `logits` is local.
 
     `logits` is this rank's [N, n] or [N, n, d1, ...], `targets` holds global ids [N, d1, ...], `weight` is this rank's
-    slice of the class weights. Logits narrower than float32 are computed in float32; the result has their dtype.
+    slice of the class weights; `total` is what a mean divides by, if not by its own count. Logits narrower than float32 are
+    computed in float32; the result has their dtype.
     """
     if targets.is_floating_point():
         raise PlanError(site or "cross_entropy", "targets are class probabilities, not ids", "targets of dtype int64")
-    if group.size == 1:
+    if group.size == 1 and total is None:
         return F.cross_entropy(
             logits, targets, weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing
         )
@@ -70,11 +72,18 @@ def vocab_parallel_cross_entropy(
     labels = local_labels(targets.reshape(-1), rows.shape[1], group, ignore_index, size)
     which = sharded_loss(rows.shape[1], group, label_smoothing, weight, size, site, rows.dtype)
     loss, share = _RowLoss.apply(rows, labels, which)  # type: ignore[no-untyped-call]
-    if reduction == "none":
-        loss = loss.reshape(targets.shape)
-    else:
-        loss = loss.sum() / share.sum() if reduction == "mean" else loss.sum()
+    loss = loss.reshape(targets.shape) if reduction == "none" else loss.sum()
+    if reduction == "mean":
+        loss = loss / (share.sum() if total is None else total)
     return loss.to(logits.dtype)  # type: ignore[no-any-return]
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, *, total: Tensor | float, **options: Any) -> Tensor:
+    """Return `F.cross_entropy` with a mean that divides by `total`, in float32 where the logits are narrower.
+
+    `options` are those of `vocab_parallel_cross_entropy`.
+    """
+    return vocab_parallel_cross_entropy(logits, targets, SoloGroup(0), total=total, **options)
 
 
 def local_labels(ids: Tensor, columns: int, group: Group, ignore_index: int, size: int) -> Labels:
@@ -122,14 +131,22 @@ class _RowLoss(torch.autograd.Function):
     """Loss of every row, and the row's share in the divisor of the mean (its target's class weight, 0 where ignored).
 
     Beside the logits there is one tensor of their size: the softmax over the columns here, kept for backward, which makes it
-    the gradient. So there is one backward only: of a graph that is retained, torch refuses a second one.
+    the gradient. So there is one backward only: of a graph that is retained, torch refuses a second one. In Triton the logits
+    themselves are kept, and read again.
     """
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Labels, loss: Loss) -> tuple[Tensor, Tensor]:
-        z = logits.to(wide(logits.dtype))
-        softmax = torch.empty_like(z) if z.dtype == logits.dtype else z
-        terms = loss.shares(z, labels, out=softmax)
+        ctx.triton = takes_triton("triton", logits, "cross_entropy") and loss.weight is None
+        if ctx.triton:
+            from autoptd.kernels.cross_entropy_triton import terms as terms_of
+
+            softmax = logits.contiguous()
+            terms = terms_of(loss, softmax, labels)
+        else:
+            z = logits.to(wide(logits.dtype))
+            softmax = torch.empty_like(z) if z.dtype == logits.dtype else z
+            terms = loss.shares(z, labels, out=softmax)
         ctx.save_for_backward(softmax)
         ctx.how, ctx.dtype = (terms, labels, loss), logits.dtype
         share = terms.share.clone()  # a result must not be held by its own graph
@@ -140,4 +157,8 @@ class _RowLoss(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, None, None]:
         (softmax,) = ctx.saved_tensors
         terms, labels, loss = ctx.how
+        if ctx.triton:
+            from autoptd.kernels.cross_entropy_triton import gradients
+
+            return gradients(loss, softmax, terms, labels, grad), None, None
         return loss.gradients(softmax, terms, labels, grad, out=softmax).to(ctx.dtype), None, None

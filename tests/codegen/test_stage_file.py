@@ -143,7 +143,7 @@ def test_lines_are_readable() -> None:
 def test_the_loss_stage_counts_labels_before_the_first_forward() -> None:
     first, last = sources(p=2)
     assert "def count(" not in first and "def count(self, targets):" in last
-    assert "rt.count_labels(targets, ignore_index=-100)" in last and "/ self.totals[0]" in last
+    assert "rt.count_labels(targets, ignore_index=-100)" in last and "total=self.totals[0]" in last
 
 
 def test_what_a_stage_reads_and_writes() -> None:

@@ -39,7 +39,7 @@ def test_forms(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not takes_triton("triton", x, "here") and not takes_triton("eager", x, "here")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert takes_triton("triton", x, "here") == forms.has_triton() and not takes_triton("eager", x, "here")
-    assert not takes_triton("triton", x, "here", width=1 << 20)
+    assert not takes_triton("triton", x, "rms_norm", width=1 << 20)
     with pytest.raises(InternalError, match="here: has no form 'cuda'"):
         takes_triton("cuda", x, "here")
 

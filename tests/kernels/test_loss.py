@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,9 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from autoptd.compat import add_mm
 from autoptd.errors import InternalError
 from autoptd.kernels import loss as module
-from autoptd.kernels.loss import default_chunk, linear_cross_entropy, linear_cross_entropy_plain
+from autoptd.kernels.loss import WeightSum, default_chunk, linear_cross_entropy, linear_cross_entropy_plain
 from tests.kernels.compare import (
     Operator,
     check_gradients,
@@ -134,6 +136,67 @@ def test_errors(dtype: torch.dtype, reduction: str) -> None:
         assert error <= 2 * allowed + torch.finfo(y.dtype).eps * true.abs().max()
 
 
+@pytest.mark.parametrize("rows", [4093, 1013])
+def test_gradients_in_16_bits_are_not_all_wrong_alike(rows: int) -> None:
+    """1/4093 is no number of bfloat16: rounded before it multiplies, it would change every gradient by the same factor."""
+    tensors = [x.bfloat16() for x in (random(rows, 8), 0.2 * random(V, 8, seed=1), random(V, seed=2))]
+    targets = labels(rows, ignored=0.0)
+    _, true, *_ = results(plain, [*(x.double() for x in tensors), targets], 3)
+    for total in (None, float(rows), torch.tensor(rows, dtype=torch.float32)):
+        _, dx, *_ = results(fused, [*tensors, targets], 3, dtype=torch.float32, total=total)
+        assert abs(float((dx.double() * true).sum() / true.square().sum()) - 1) < 1e-4
+
+
+def test_sums_of_products_in_the_place_of_the_sum() -> None:
+    for dtype in (torch.bfloat16, torch.float32, torch.float64):
+        a, b = random(7, 5).to(dtype), random(5, 6, seed=1).to(dtype)
+        wide = torch.promote_types(dtype, torch.float32)
+        product = a.double() @ b.double()
+        once = add_mm(None, a, b, wide)
+        assert once.dtype == wide
+        twice = add_mm(once, a, b, wide)
+        assert twice.data_ptr() == once.data_ptr()
+        torch.testing.assert_close(twice.double(), 2 * product, rtol=1e-5, atol=1e-5)
+
+
+def test_a_product_is_added_by_the_gemm_itself_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The operator is for CUDA only: a stand-in says what it is given."""
+
+    class OnGpu(Tensor):
+        is_cuda = True
+
+    def dtype_out(total: Tensor, a: Tensor, b: Tensor, out_dtype: torch.dtype, *, out: Tensor) -> Tensor:
+        assert out is total and out_dtype == total.dtype == torch.float32 and a.dtype == b.dtype == torch.bfloat16
+        out.copy_(total + a.float() @ b.float())
+        return out
+
+    monkeypatch.setattr(torch.ops.aten, "addmm", SimpleNamespace(dtype_out=dtype_out))
+    a, b = (random(*shape).bfloat16().as_subclass(OnGpu) for shape in ((7, 5), (5, 6)))
+    total = torch.ones(7, 6)
+    assert add_mm(total, a, b, torch.float32) is total
+    torch.testing.assert_close(total, 1 + (a.float() @ b.float()).as_subclass(Tensor))
+
+
+def test_a_weights_gradient_that_another_takes() -> None:
+    """In the dtype it was added up in, also where nothing else needs a gradient; autograd then sees none."""
+    for dtype in (torch.float64, torch.bfloat16):
+        for wants_input in (True, False):
+            x, weight = random(9, H).to(dtype), random(V, H, seed=1).to(dtype)
+            given = [x.requires_grad_(wants_input), weight.requires_grad_(), None, labels(9)]
+            wanted = torch.autograd.grad(fused(*given, chunk=4), weight)[0]
+            taken: list[WeightSum] = []
+            fused(*given, chunk=4, wgrad=taken.append).backward()
+            (one,) = taken
+            assert one.weight is weight and weight.grad is None and (x.grad is not None) == wants_input
+            torch.testing.assert_close(one.add_to(None, dtype), wanted)
+            begun = torch.ones(V, H, dtype=one.total.dtype)
+            more = one.add_to(begun, dtype)
+            assert more is begun and torch.allclose(more, 1 + one.total * one.scale)
+            with torch.no_grad():
+                fused(*given, wgrad=taken.append)
+            assert len(taken) == 1
+
+
 def test_at_most_a_chunk_of_logits_lives(monkeypatch: pytest.MonkeyPatch) -> None:
     rows: list[int] = []
     linear = module.F.linear
@@ -150,9 +213,11 @@ def test_keeps_gradients_only() -> None:
 
 
 def test_default_chunk() -> None:
-    assert default_chunk(50257, torch.float32) * 50257 * 4 <= module.CHUNK_BYTES
-    assert default_chunk(50257, torch.bfloat16) == default_chunk(50257, torch.float32)
-    assert default_chunk(1 << 20, torch.float64) == module.CHUNK_ROWS
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert default_chunk(50257, torch.float32, cpu) * 50257 * 4 <= module.CHUNK_BYTES["cpu"]
+    assert default_chunk(50257, torch.bfloat16, cpu) == default_chunk(50257, torch.float32, cpu)
+    assert default_chunk(1 << 20, torch.float64, cpu) == module.CHUNK_ROWS
+    assert default_chunk(50257, torch.float32, cuda) * 50257 * 4 > 7 * module.CHUNK_BYTES["cpu"]
 
 
 def test_backward_twice() -> None:

@@ -1,60 +1,58 @@
-"""Every Triton kernel of the fused operators compiles for an H100, for bfloat16 tensors; no GPU is needed for that.
+"""Every Triton kernel of the fused operators compiles for an H100, as the operators launch it; no GPU is needed for that.
 
 No file of tests by its name: `test_triton.py` runs it in a process without Triton's interpreter.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
-import triton
-import triton.language as tl
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
-from autoptd.kernels import (
-    activations_triton,
-    cross_entropy_triton,
-    dropout_triton,
-    norms_triton,
-    rotary_triton,
-    softmax_triton,
-)
+from benchmarks.lib.gpu_code import Launch, compiled, cubin, has_tools, launches
+from benchmarks.registers import CALLS, SPILLS, Call
 
-WIDE: dict[str, Any] = {"WIDE": tl.float32}
-ALL_NORM = {"HAS_WEIGHT": True, "HAS_BIAS": True, "HAS_RESIDUAL": True, "HAS_TOTAL": True, "CENTERED": True}
-DROP = {"SCALE": 1.1, "HAS_MASK": True, "HAS_BIAS": True, "HAS_RESIDUAL": True, "IS_HALF": True, "IS_LARGE": False}
-MASKED = {"HAS_MASK": True, "IS_BOOL": False, "CAUSAL": True, "LIKE": tl.bfloat16}
-SCALARS = """count width rows after block degree index first_row row_key column_key least heads queries keys stride_a stride_b
-stride_q stride_k half size_b size_q x_a x_b x_q out_a out_b out_q cos_a cos_b cos_q sin_a sin_b sin_q real steps""".split()
-FLOATS = ["mean", "factor", "sums", "maximum", "total_", "weighted", "picked", "soft"]
-KERNELS = {
-    "gelu": (activations_triton._bias_gelu, {"KIND": 0, "BACK": True, "SIZE": 1024}),
-    "gated": (activations_triton._gated, {"KIND": 1, "SIZE": 1024}),
-    "gated backward": (activations_triton._gated_backward, {"KIND": 2, "SIZE": 1024}),
-    "softmax": (softmax_triton._forward, {"SCALE": 0.1, "BLOCK": 1024, **MASKED}),
-    "softmax backward": (softmax_triton._backward, {"SCALE": 0.1, "BLOCK": 1024}),
-    "norm": (norms_triton._forward, {"EPS": 1e-6, "OFFSET": 0.0, "BLOCK": 1024, **ALL_NORM}),
-    "norm backward": (norms_triton._backward, {"OFFSET": 0.0, "BLOCK": 1024, **ALL_NORM}),
-    "rotary": (rotary_triton._turn, {"BACK": True, "INTERLEAVED": False, "HEIGHT": 4, "BLOCK": 32}),
-    "loss": (cross_entropy_triton._terms, {"BLOCK": 1024}),
-    "loss backward": (cross_entropy_triton._gradients, {"SMOOTHS": True, "BLOCK": 1024}),
-    "dropout": (dropout_triton._drop, {"SIZE": 1024, **DROP}),
-}
+SMALLER = [f"{kind} norm of {width}" for kind in ("RMS", "layer") for width in ("768", "4,096", "8,192")]
+WORST = [call for call in CALLS if call.name not in (*SMALLER, "softmax of 2,048", "dropout")]  # of each kind
 
 
-def type_of(name: str) -> str:
-    if name in SCALARS:
-        return "i32"
-    return "*i64" if name == "target" else "*fp32" if name in FLOATS else "*bf16"
+def launched(call: Call) -> list[Launch]:
+    with launches() as found:
+        call.run()
+    return found
 
 
-@pytest.mark.parametrize("name", KERNELS)
-def test_compiles(name: str) -> None:
-    kernel, values = KERNELS[name]
-    names = kernel.arg_names
-    constants = {each: value for each, value in {**values, **WIDE}.items() if each in names}
-    signature = {each: "constexpr" if each in constants else type_of(each) for each in names}
-    source = ASTSource(kernel, signature, {(names.index(each),): value for each, value in constants.items()})
-    assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
+@pytest.mark.parametrize("call", WORST, ids=lambda call: call.name)
+def test_compiles_without_spilling(call: Call) -> None:
+    """Where the assembler's tools are not at hand, that it compiles."""
+    found = launched(call)
+    assert found
+    for launch in found:
+        if has_tools():
+            code = compiled(launch)
+            assert code.spills <= SPILLS.get((call.name, launch.name), 0), f"{launch.name}: {code.spills} spills"
+            assert code.widest >= call.widest or launch.name not in call.wide, f"{launch.name}: {code.widest} bits"
+        else:
+            assert cubin(launch)
+
+
+def test_every_kernel_is_launched() -> None:
+    """Of all modules of kernels: one that is added is listed in benchmarks/registers.py."""
+    names = {launch.kernel.fn.__module__ + "." + launch.name for call in WORST for launch in launched(call)}
+    assert names == all_kernels()
+
+
+def all_kernels() -> set[str]:
+    """The kernels of autoptd/kernels, less those that others call."""
+    import importlib
+    import pkgutil
+
+    from triton.runtime.jit import JITFunction
+
+    from autoptd import kernels
+
+    found: dict[str, JITFunction] = {}
+    for module in pkgutil.iter_modules(kernels.__path__, f"{kernels.__name__}."):
+        for one in vars(importlib.import_module(module.name)).values():
+            if isinstance(one, JITFunction):
+                found[f"{one.fn.__module__}.{one.__name__}"] = one
+    called = {name for one in found.values() for name in one.fn.__code__.co_names}
+    return {path for path in found if path.rpartition(".")[2] not in called}

@@ -155,13 +155,45 @@ def test_what_cannot_be_asked_for(request_: dict[str, Any]) -> None:
 
 def test_a_scaled_mean_counts_its_labels_over_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of a loss over a split vocabulary are calls of their own, as the program tells."""
-    from autoptd.passes.fusion import fuse
+    from autoptd.passes.fusion import fuse, losses
 
-    monkeypatch.setattr(fuse, "CHUNK_BYTES", 1)
-    monkeypatch.setattr(fuse, "CHUNK_ROWS", 24)
+    monkeypatch.setattr(fuse, "CHUNK_BYTES", {"cpu": 1})
+    monkeypatch.setattr(losses, "CHUNK_ROWS", 24)
     torch.manual_seed(0)
     request = {"t": 2, "num_microbatches": 2, "example_inputs": call()}
     program = autoptd.compile(llama(), **request)
     calls = [one for one in program.collectives if one.conversion == "vocab_parallel_linear_cross_entropy"]
     assert len(calls) == 6 and "chunk=22" in program.sources["stage_0.py"]
     autoptd.verify(llama(), **request, steps=1)
+
+
+HOOKS: dict[str, tuple[dict[str, Any], str]] = {  # options, and what takes the weight's gradient of a fused head
+    "overlap": ({"async_tensor_model_parallel_allreduce": True}, ""),
+    "main": ({"accumulate_allreduce_grads_in_fp32": True}, "wgrad=self.main_grads"),
+    "W behind B": ({"delay_wgrad_compute": "after_b"}, "wgrad=self.deferred"),
+}
+
+
+@pytest.mark.parametrize("hooks", HOOKS)
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_a_head_with_its_loss_beside_hooks_on_linear_layers(name: str, hooks: str) -> None:
+    """GPT-2's head is the embedding too: in the same stage here."""
+    torch.manual_seed(0)
+    (make, _), (options, wgrad) = MODELS[name], HOOKS[hooks]
+    mesh = {"t": 2} if name == "gpt2" else {"p": 2, "d": 2}
+    request = {"num_microbatches": 2, "example_inputs": call(), **mesh, **options}
+    model = make()
+    program = autoptd.compile(model, **request)
+    line = next(one for one in "\n".join(program.sources.values()).splitlines() if "linear_cross_entropy" in one)
+    assert wgrad in line and ("wgrad" in line) == bool(wgrad)
+    autoptd.verify(model, **request, steps=2)
+
+
+def test_a_frozen_head_has_no_gradient_to_hand_over() -> None:
+    torch.manual_seed(0)
+    model = llama()
+    model.lm_head.weight.requires_grad_(False)
+    for options, _ in HOOKS.values():
+        request = {"t": 2, "num_microbatches": 2, "example_inputs": call(), **options}
+        assert "linear_cross_entropy" in fused(autoptd.compile(model, **request))
+        autoptd.verify(model, **request, steps=1)

@@ -19,8 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import autoptd
 from autoptd.compat import tree_flatten
 from autoptd.ir.actions import Action, Kind
+from autoptd.ir.fusion import counts
 from autoptd.ir.machine import Machine
 from autoptd.ir.program import Program
+from autoptd.passes.fusion import losses
 from autoptd.runtime.batch import cut
 from autoptd.runtime.launch import LocalRanks, Rank
 from autoptd.runtime.threads import ThreadChannel
@@ -239,11 +241,28 @@ def kept_by_autograd(pm: autoptd.ParallelModel, *call: Tensor) -> int:
 @pytest.mark.parametrize(("t", "vocab"), [(1, 4096), (2, 64)])
 def test_bytes_saved_for_backward_are_what_autograd_saves(t: int, vocab: int, fuse: str | bool) -> None:
     """A fused head keeps the gradients of its operands instead of logits."""
+    check_bytes_saved(t, vocab, fuse)
+
+
+def test_a_fused_head_in_16_bits_keeps_its_gradient_in_32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(losses, "LEAST_BYTES", 1)
+    check_bytes_saved(1, 4096, "eager", torch.bfloat16, "linear_cross_entropy x 1", width=16)
+
+
+def check_bytes_saved(
+    t: int,
+    vocab: int,
+    fuse: str | bool,
+    dtype: torch.dtype = torch.float32,
+    fused: str = "",
+    width: int = 64,
+) -> None:
     torch.manual_seed(0)
-    model = GPT(GPTConfig(vocab_size=vocab, block_size=64, n_layer=2, n_head=4, n_embd=64))
+    model = GPT(GPTConfig(vocab_size=vocab, block_size=64, n_layer=2, n_head=4, n_embd=width)).to(dtype)
     ids, targets = torch.randint(vocab, (2, 4, 64))
     request = {"t": t, "num_microbatches": 4, "fuse": fuse, "machine": Machine()}
     pm = autoptd.parallelize(model, **request, backend="local", example_inputs=(ids, targets))
     told = pm.program.costs["cut"]["saved_bytes"][0]
+    assert fused in counts(pm.program.fusions)
     assert told == pytest.approx(kept_by_autograd(pm, ids, targets), rel=0.05)
     pm.close()

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autoptd
-from autoptd.ir import machine
+from autoptd.ir import machine, types
 from autoptd.ir.calls import expected_calls
 from autoptd.passes import strategies
 from tests.parity.models import LENGTH, batch, gpt, uneven
@@ -98,6 +98,13 @@ def head(vocab: int, **keywords: Any) -> Head:
     return Head(vocab, **keywords)
 
 
+@pytest.fixture
+def aligned_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shards as those of a large vocabulary are: of 61 rows over 8 ranks each has 16, and the last four are all padding."""
+    monkeypatch.setattr(types, "ALIGNED", 16)
+    monkeypatch.setattr(types, "LEAST_ALIGNED", 8)
+
+
 MESHES = [(2, 2, 2, 1), (3, 2, 1, 1), (4, 2, 1, 2)]
 
 
@@ -107,7 +114,7 @@ def test_tied_gpt(split_vocabularies: None, vocab: int, t: int, p: int, d: int, 
     heads, width = (3, 24) if t == 3 else (4, 16)
     model, (ids, targets) = gpt(4, heads, width, vocab), batch(8, vocab)
     program = autoptd.compile(model, t=t, p=p, d=d, v=v, example_inputs=(ids, targets))
-    each = -(-vocab // t)
+    each = types.shard_size(vocab, t)
     assert program.param("lm_head.weight").local_shape(t) == (each, width)
     loss = program.sources[f"stage_{program.loss_stage}.py"]
     assert f"size={vocab}, site=" in loss and f"padded: {vocab} = {t} x {each} - {each * t - vocab}" in loss
@@ -135,6 +142,15 @@ def test_heads(split_vocabularies: None, which: str, t: int, p: int, d: int) -> 
     program = autoptd.compile(model, t=t, p=p, d=d, example_inputs=(ids, labels))
     assert "padded: 61" in "".join(program.sources.values())
     autoptd.verify(model, t=t, p=p, d=d, example_inputs=(ids, uneven(labels)), steps=3)
+
+
+def test_aligned_shards(split_vocabularies: None, aligned_shards: None) -> None:
+    """They end earlier than the ranks do: parity, and a checkpoint that moves between meshes."""
+    assert [types.shard_size(61, t) for t in (1, 2, 3, 4, 8)] == [61, 32, 32, 16, 16]
+    test_tied_gpt(None, 61, 3, 2, 1, 1)
+    test_checkpoints_move_between_meshes_bit_for_bit(None, 61)
+    for loss in (smooth, weighted):
+        autoptd.verify(head(61, loss=loss, tied=True), t=8, example_inputs=batch(4, 61), steps=2)
 
 
 @pytest.mark.parametrize("vocab", [2, 3, 7])
@@ -237,7 +253,7 @@ def test_a_padding_that_leaks_is_found(
     split_vocabularies: None, monkeypatch: pytest.MonkeyPatch, wrong: str, fuse: str | bool
 ) -> None:
     model, call = head(5), batch(4, 5)
-    before = f"chunk={LENGTH}" if fuse else 'reduction="sum"'
+    before = f"chunk={LENGTH}" if fuse else "total=self.totals[0]"
     edited = edit_source(monkeypatch, f"{before}, size=5", before + wrong)
     with pytest.raises(autoptd.InternalError, match="differs"):
         autoptd.verify(model, t=4, num_microbatches=4, example_inputs=call, steps=1, fuse=fuse)

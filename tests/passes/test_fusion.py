@@ -15,7 +15,7 @@ from torch.fx.node import map_arg
 
 from autoptd import trace
 from autoptd.ir import markers
-from autoptd.ir.fusion import Fusion
+from autoptd.ir.fusion import WIDEST, Fusion
 from autoptd.ir.notes import copy_graph, note, ops, output
 from autoptd.passes.fusion import find_fusions, losses, substitute
 from autoptd.passes.localize import Sizes, localize
@@ -137,6 +137,17 @@ def test_norms_of_sums(how: Callable[..., Tensor], joined: bool, norm: Callable[
     fusions = fused(model, a, b, backend="triton")
     assert all(has_sum(model, a, b, backend) == (joined and backend == "triton") for backend in ("eager", "triton"))
     assert ("layer_norm" in names(fusions)) == (joined and norm is layer_normed)
+
+
+def test_rows_wider_than_a_program_holds_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are fused by torch's operators, which make no sum of their own."""
+    model = Spelled(lambda a, b, w: NORMS["llama"](a + b, w), w=random(H))
+    a, b = random(B, S, H), random(B, S, H).cos()
+    assert [one.form for one in fused(model, a, b, backend="triton")] == [""] and has_sum(model, a, b, "triton")
+    monkeypatch.setitem(WIDEST, "rms_norm", H - 1)
+    (told,) = fused(model, a, b, backend="triton")
+    assert told.op == "rms_norm" and not told.why and "7 elements at most, not 8" in told.form
+    assert not has_sum(model, a, b, "triton") and fused(model, a, b)[0].form == ""
 
 
 def has_sum(model: Spelled, a: Tensor, b: Tensor, backend: str) -> bool:

@@ -15,7 +15,7 @@ import torch
 from autoptd import runtime as rt
 from autoptd.errors import InternalError
 from autoptd.ir.mesh import Mesh
-from autoptd.ir.types import CONVERSIONS
+from autoptd.ir.types import CONVERSIONS, shard_size
 from autoptd.runtime.threads import ThreadWorld, run_ranks
 from autoptd.runtime.world import Needs, World
 
@@ -118,12 +118,11 @@ def test_shards_of_fused_rows() -> None:
     assert torch.equal(padded[0] + padded[1], x) and padded[1].tolist()[:4] == [0, 0, 2, 3]
 
 
-@pytest.mark.parametrize(("size", "t"), [(size, t) for size in (1, 2, 5, 61) for t in (2, 3, 4, 8) if size % t])
+@pytest.mark.parametrize(("size", "t"), [(size, t) for size in (1, 2, 5, 61, 2049) for t in (2, 3, 4, 8) if size % t])
 def test_padded_shards_round_trip(size: int, t: int) -> None:
     x = torch.arange(1.0, 1 + 3 * size).reshape(size, 3)
     shards = [rt.take_shard(x, 0, 1, index, t, size) for index in range(t)]
-    each = -(-size // t)
-    assert {shard.shape for shard in shards} == {(each, 3)}
+    assert {shard.shape for shard in shards} == {(shard_size(size, t), 3)}
     stacked = torch.cat(shards)
     assert torch.equal(stacked[:size], x) and not stacked[size:].any() and stacked[size:].numel()
     assert torch.equal(rt.join_shards(shards, 0, 1, size), x)

@@ -124,6 +124,37 @@ def test_cross_entropy_bfloat16_is_computed_in_float32() -> None:
     assert all(loss.dtype == torch.bfloat16 and loss == expected.bfloat16() for loss in results)
 
 
+@pytest.mark.parametrize("t", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_given_total_divides_before_anything_is_rounded(dtype: torch.dtype, t: int) -> None:
+    """1013 and 4093 are no numbers of bfloat16, nor are their inverses."""
+    logits, targets = tensors(N, V).to(dtype), torch.arange(N)
+    targets[3] = -100
+    for total in (1013.0, 4093.0):
+        whole = logits.double().clone().requires_grad_()
+        expected = F.cross_entropy(whole, targets, reduction="sum") / total
+        expected.backward()
+
+        def body(world: World, total: float = total) -> tuple[Tensor, Tensor]:
+            x = rt.take_shard(logits, 1, 1, world.rank, t).clone().requires_grad_()
+            given = total if world.rank else torch.tensor(total, dtype=torch.float64)
+            if t == 1:
+                loss = rt.cross_entropy(x, targets, total=given)
+            else:
+                loss = rt.vocab_parallel_cross_entropy(x, targets, world.group(("tp",)), total=given)
+            loss.backward()
+            assert loss.dtype == x.dtype == dtype and x.grad is not None
+            return loss.detach(), x.grad
+
+        results = run_ranks(world_of(t), body)
+        found = torch.cat([grad for _, grad in results], 1).double()
+        assert whole.grad is not None
+        slope = float((found * whole.grad).sum() / whole.grad.square().sum())
+        assert abs(slope - 1) < (1e-12 if dtype == torch.float64 else 4e-4)  # a rounded total would leave 1e-3 and more
+        for loss, _ in results:
+            torch.testing.assert_close(loss, expected.detach().to(dtype))
+
+
 def test_cross_entropy_sends_numbers_per_row_only() -> None:
     """What is reduced is N numbers a quantity, never anything of the size of the vocabulary."""
     shared, seen = world_of(2), []

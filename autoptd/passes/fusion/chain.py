@@ -174,3 +174,8 @@ def rows(node: Node) -> int:
 
 def _is_floating(node: Any) -> bool:
     return isinstance(node, Node) and is_tensor(node) and value(node).is_floating_point()
+
+
+def local_size(node: Node) -> tuple[int, ...]:
+    """The shape of a rank's part of a value, on LOCAL."""
+    return tuple(note(node).extra["local_shapes"][0])

@@ -21,15 +21,13 @@ from torch.fx import Graph, Node
 
 from autoptd.ir import markers
 from autoptd.ir.calls import star
-from autoptd.ir.fusion import CHUNK_BYTES, CHUNK_ROWS, Fusion
+from autoptd.ir.fusion import CHUNK_BYTES, WIDEST, Fusion
 from autoptd.ir.notes import copy_nodes, note, op_name, ops, set_note, shape, value
 from autoptd.passes.constants import Constants
 from autoptd.passes.fusion import activations, attention, losses, norms, residual, rotary
-from autoptd.passes.fusion.chain import Found, Group, Refusal, Swapped
-from autoptd.passes.links import argument
+from autoptd.passes.fusion.chain import Found, Group, Refusal, Swapped, local_size
 
 aten = torch.ops.aten
-VIEWS = ("aten.view", "aten.reshape", "aten._unsafe_view")
 SUMS = ("triton",)  # backends by which a norm of a sum is faster than sum and norm
 
 
@@ -62,11 +60,11 @@ PATTERNS = (
 
 @dataclass(frozen=True)
 class Groups:
-    """What was found on CONNECTED: `chosen`, and the refusals; with `sums`, norms make the sum that they are of."""
+    """What was found on CONNECTED for a backend: `chosen`, and the refusals."""
 
     chosen: tuple[Group, ...] = ()
     refused: tuple[Refusal, ...] = ()
-    sums: bool = False
+    backend: str | bool = False
 
 
 def find_fusions(
@@ -74,13 +72,10 @@ def find_fusions(
     buffers: Mapping[str, torch.Tensor],
     backend: str | bool,
     only: Sequence[str] | None = None,
-    *,
-    hooks: bool = False,
 ) -> Groups:
     """Choose groups that share no operator, the last and largest first; marks their members for the dump.
 
-    `buffers` are the model's values, by which masks are told causal; `only` names the fused operators that may be used. With
-    `hooks` on the backward of linear layers the head stays one of them.
+    `buffers` are the model's values, by which masks are told causal; `only` names the fused operators that may be used.
     """
     if not backend:
         return Groups()
@@ -95,8 +90,6 @@ def find_fusions(
             found = _checked(pattern.find(node, constants))
             if found is not None and only is not None and found.op not in only:
                 continue
-            if hooks and isinstance(found, Group) and found.op == "linear_cross_entropy":
-                found = Refusal(found.op, node, "hooks were asked for on the backward of linear layers")
             if isinstance(found, Group) and taken.isdisjoint(found.members):
                 chosen.append(found)
                 taken |= found.members
@@ -106,7 +99,7 @@ def find_fusions(
             elif isinstance(found, Refusal):
                 refused.append(found)
     refused = [one for one in refused if one.result not in taken]
-    return Groups(tuple(reversed(chosen)), tuple(reversed(refused)), sums=backend in SUMS)
+    return Groups(tuple(reversed(chosen)), tuple(reversed(refused)), backend)
 
 
 def _checked(found: Found) -> Found:
@@ -137,13 +130,14 @@ def substitute(plain: Graph, groups: Groups) -> tuple[Graph, list[Fusion]]:
         if len({note(member).stages for member in group.members}) > 1:
             told[_fusion(group.op, group.result, "a stage boundary cuts it")] += 1
             continue
-        total = norm_total(group, made) if groups.sums else None
+        form = _form(group, groups.backend)
+        total = norm_total(group, made) if groups.backend in SUMS and not form else None
         if total is not None:
             told[_fusion(group.op, group.result)] += 1
             made |= _norm_of_sum(graph, group, total)
         elif op_name(group.result) != "aten.layer_norm":
-            told[_fusion(group.op, group.result)] += 1
-            made[group.result] = _substitute(graph, group, made)
+            told[replace(_fusion(group.op, group.result), form=form)] += 1
+            made[group.result] = _substitute(graph, group, made, groups.backend)
     unread = [member for group in chosen if group.result in made for member in group.members]
     erase_unread(graph, [*unread, *(one for one in made if one not in unread)])
     return graph, [replace(one, times=times) for one, times in told.items()]
@@ -153,11 +147,21 @@ def _fusion(op: str, result: Node, why: str = "") -> Fusion:
     return Fusion(op, star(note(result).module) or "model", 1, why)
 
 
-def _substitute(graph: Graph, group: Group, made: dict[Node, Node]) -> Node:
+def _form(group: Group, backend: str | bool) -> str:
+    """Why a group does not run by a Triton kernel where these are asked for; "" where it does."""
+    width, widest = local_size(group.result)[-1:], WIDEST.get(group.op)
+    if backend != "triton" or widest is None or not width or width[0] <= widest:
+        return ""
+    return f"by torch's operators: a program holds rows of {widest:,} elements at most, not {width[0]:,}"
+
+
+def _substitute(graph: Graph, group: Group, made: dict[Node, Node], backend: str | bool) -> Node:
     """The fused operator, which takes the place of the group's result; the members stay, unread."""
     operands = tuple(_operand(graph, group, one, made) for one in group.operands)
     if group.op == "linear_cross_entropy":
-        found = _chunked_loss(graph, group, operands)
+        most = CHUNK_BYTES["cuda" if backend == "triton" else "cpu"]
+        operands, keywords = losses.in_chunks(graph, group, operands, most)
+        found = _call(graph, group, markers.FUSED[group.op], operands, keywords)
     elif group.op == "bias_dropout_add":
         found = _dropout_add(graph, group, operands)
     else:
@@ -185,7 +189,7 @@ def _norm_of_sum(graph: Graph, group: Group, total: Node) -> dict[Node, Node]:
     )
     note(call).extra["reason"] += ", with the sum before it"
     call.meta["val"] = (value(group.result), value(total))
-    note(call).extra["local_shapes"] = [_local(group.result), _local(total)]
+    note(call).extra["local_shapes"] = [local_size(group.result), local_size(total)]
     pieces = {}
     for k, old in enumerate((group.result, total)):
         with graph.inserting_before(group.result):
@@ -204,7 +208,7 @@ def _spelled(group: Group, operands: tuple[Any, ...]) -> tuple[Any, tuple[Any, .
         keywords = dict(group.keywords)
         return aten.scaled_dot_product_attention.default, (*operands, 0.0, keywords.pop("causal")), keywords
     if group.op == "layer_norm":
-        return aten.layer_norm.default, (x, [_local(x)[-1]], *rest, group.keywords["eps"]), {}
+        return aten.layer_norm.default, (x, [local_size(x)[-1]], *rest, group.keywords["eps"]), {}
     if group.op == "gelu":
         return aten.gelu.default, (x,), group.keywords
     if group.op == "silu":
@@ -234,46 +238,6 @@ def _dropout_add(graph: Graph, group: Group, operands: tuple[Any, ...]) -> Node:
     return _call(graph, group, markers.FUSED["bias_dropout_add"], operands, keywords)
 
 
-def _chunked_loss(graph: Graph, group: Group, operands: tuple[Any, ...]) -> Node:
-    """What stood between GEMM and loss stands before the GEMM now."""
-    x, weight, targets, bias = operands
-    for view in group.moved:
-        record, width = note(view), _local(x)[-1]
-        local = (*record.extra["local_shapes"][0][:-1], width)
-        args = (x, list(local)) if op_name(view) in VIEWS else (x, *view.args[1:])
-        with graph.inserting_before(group.result):
-            made = graph.call_function(view.target, args, view.kwargs)
-        made.meta["val"] = value(view).new_empty((*shape(view)[:-1], shape(x)[-1]))
-        extra = {"local_shapes": [local], "global_shape": shape(made)}
-        set_note(made, replace(record, tp=note(x).tp, dims=(), why="", form="", extra=extra))
-        x = made
-    loss = group.literals
-    keywords = dict(loss.kwargs)
-    if loss.target is not markers.cross_entropy:
-        keywords = _loss_keywords(loss)
-    keywords["dtype"] = None if value(loss).dtype == value(x).dtype else value(loss).dtype
-    keywords["chunk"] = chunk_of(_local(x)[0], _local(weight)[0], value(x).element_size())
-    return _call(graph, group, markers.FUSED["linear_cross_entropy"], (x, targets, weight, bias), keywords)
-
-
-def _loss_keywords(loss: Node) -> dict[str, Any]:
-    """The keywords of a plain cross-entropy, as its marker has them."""
-    return {
-        "reduction": ("none", "mean", "sum")[argument(loss, 3, "reduction", 1)],
-        "ignore_index": argument(loss, 4, "ignore_index", -100),
-        "label_smoothing": argument(loss, 5, "label_smoothing", 0.0),
-        "vocab": False,
-        "size": 0,
-        "total": -1,
-    }
-
-
-def chunk_of(tokens: int, classes: int, itemsize: int) -> int:
-    """Tokens of which the logits are made at a time: equal chunks of at most `CHUNK_BYTES`, but of `CHUNK_ROWS`."""
-    most = max(CHUNK_ROWS, CHUNK_BYTES // (classes * itemsize))
-    return -(-tokens // -(-tokens // most))
-
-
 def _call(graph: Graph, group: Group, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
     """The fused operator, in the place of the result and with its record."""
     result, record = group.result, note(group.result)
@@ -298,7 +262,3 @@ def erase_unread(graph: Graph, members: list[Node]) -> None:
             read = node.all_input_nodes
             graph.erase_node(node)
             unread += [one for one in read if not one.users and one not in unread]
-
-
-def _local(node: Node) -> tuple[int, ...]:
-    return tuple(note(node).extra["local_shapes"][0])

@@ -7,13 +7,17 @@ two may view and slice tokens; it moves before the GEMM.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
-from torch.fx import Node
+from torch.fx import Graph, Node
 
-from autoptd.ir.notes import note, op_name, shape, value
-from autoptd.passes.fusion.chain import ROW_VIEWS, Chain, Found, Refusal, is_op, rows
+from autoptd.ir import markers
+from autoptd.ir.fusion import CHUNK_ROWS
+from autoptd.ir.notes import note, op_name, set_note, shape, value
+from autoptd.passes.fusion.chain import ROW_VIEWS, Chain, Found, Group, Refusal, is_op, local_size, rows
 from autoptd.passes.links import argument
 
+VIEWS = ("aten.view", "aten.reshape", "aten._unsafe_view")
 LEAST_BYTES = 8 << 20  # of a microbatch's logits: with less a loss in chunks is no faster (benchmarks/fusion.py)
 
 
@@ -41,11 +45,12 @@ def linear_cross_entropy(node: Node) -> Found:
     x, weight, *bias = product.args
     if argument(node, 3, "reduction", 1) == 0:
         return Refusal("linear_cross_entropy", node, "it gives a loss per token")
-    tokens, width = rows(logits), shape(weight)[1]
-    if tokens <= width:
-        fact = (
-            f"{tokens:,} tokens are no more than the width {width:,}: the head's gradient would take what its logits do"
-        )
+    tokens, width, itemsize = rows(logits), shape(weight)[1], value(product).element_size()
+    # Kept for backward are, for every class, the logits of all tokens, or the weight's gradient, which adds up in float32.
+    times = max(1, 4 // itemsize)
+    if note(weight).needs_grad and tokens <= times * width:
+        least = f"the width {width:,}" if times == 1 else f"{times} times the width {width:,}"
+        fact = f"{tokens:,} tokens are no more than {least}: the head's gradient would take what its logits do"
         return Refusal("linear_cross_entropy", node, fact)
     logits_bytes = value(logits).numel() * value(product).element_size()
     if logits_bytes < LEAST_BYTES:
@@ -62,3 +67,49 @@ def _keeps_classes(node: Node) -> bool:
     if is_op(node, "aten.slice"):
         return node.args[1] % len(shape(node)) != len(shape(node)) - 1
     return shape(node)[-1:] == shape(node.args[0])[-1:]
+
+
+def in_chunks(
+    graph: Graph, group: Group, operands: tuple[Any, ...], most: int
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Operands and keywords of the fused operator, whose chunks of logits take `most` bytes.
+
+    What stood between GEMM and loss stands before the GEMM now.
+    """
+    x, weight, targets, bias = operands
+    for view in group.moved:
+        record = note(view)
+        size = (*local_size(view)[:-1], local_size(x)[-1])
+        args = (x, list(size)) if op_name(view) in VIEWS else (x, *view.args[1:])
+        with graph.inserting_before(group.result):
+            made = graph.call_function(view.target, args, view.kwargs)
+        made.meta["val"] = value(view).new_empty((*shape(view)[:-1], shape(x)[-1]))
+        extra = {"local_shapes": [size], "global_shape": shape(made)}
+        set_note(made, replace(record, tp=note(x).tp, dims=(), why="", form="", extra=extra))
+        x = made
+    loss = group.literals
+    keywords = dict(loss.kwargs)
+    if loss.target is not markers.cross_entropy:
+        keywords = _loss_keywords(loss)
+    keywords["dtype"] = None if value(loss).dtype == value(x).dtype else value(loss).dtype
+    keywords["chunk"] = chunk_of(local_size(x)[0], local_size(weight)[0] * value(x).element_size(), most)
+    keywords["wgrad"] = ""  # until hooks are asked for
+    return (x, targets, weight, bias), keywords
+
+
+def _loss_keywords(loss: Node) -> dict[str, Any]:
+    """The keywords of a plain cross-entropy, as its marker has them."""
+    return {
+        "reduction": ("none", "mean", "sum")[argument(loss, 3, "reduction", 1)],
+        "ignore_index": argument(loss, 4, "ignore_index", -100),
+        "label_smoothing": argument(loss, 5, "label_smoothing", 0.0),
+        "vocab": False,
+        "size": 0,
+        "total": -1,
+    }
+
+
+def chunk_of(tokens: int, token_bytes: int, most: int) -> int:
+    """Tokens of which the logits are made at a time: equal chunks of at most `most` bytes, but of `CHUNK_ROWS`."""
+    at_once = max(CHUNK_ROWS, most // token_bytes)
+    return -(-tokens // -(-tokens // at_once))
