@@ -18,20 +18,39 @@ from typing import Any
 import torch
 
 from autoptd.ir.types import Outer
-from autoptd.runtime.shards import join_shards, pad_shard, take_shard
-from autoptd.runtime.world import Group
+from autoptd.runtime.shards import (
+    gathered_whole,
+    join_shards,
+    pad_shard,
+    scattered_shard,
+    take_shard,
+    to_gather,
+    to_scatter,
+)
+from autoptd.runtime.world import Group, Pending, Then
 
 Tensor = torch.Tensor
 
 
-def i_to_r(x: Tensor, group: Group, *, site: str = "") -> Tensor:
-    """Forward: none. Backward: all-reduce. Megatron's f."""
-    return _convert(x, group, _keep, _sum, site)
+def i_to_r(x: Tensor, group: Group, *, owned: bool = False, site: str = "") -> Tensor:
+    """Forward: none. Backward: all-reduce. Megatron's f.
+
+    `owned`: nobody else holds the gradient of the result (GEMMs make it), so that it is summed in place.
+    """
+    return _convert(x, group, _keep, _sum_in_place if owned else _sum, site)
 
 
-def p_to_i(x: Tensor, group: Group, *, site: str = "") -> Tensor:
-    """Forward: all-reduce. Backward: none. Megatron's g."""
-    return _convert(x, group, _sum, _keep, site)
+def p_to_i(x: Tensor, group: Group, *, owned: bool = False, site: str = "") -> Tensor:
+    """Forward: all-reduce. Backward: none. Megatron's g.
+
+    `owned`: nobody else reads `x`, and no backward needs it (a GEMM made it), so that it is summed in place. Either way autograd
+    need not know of the sum: the gradient passes through as it is.
+    """
+    if group.size == 1:
+        return x
+    y = x if owned else x.clone(memory_format=torch.contiguous_format)
+    group.all_reduce_(y.detach(), site)
+    return y
 
 
 def p_to_r(x: Tensor, group: Group, *, site: str = "") -> Tensor:
@@ -102,9 +121,21 @@ def s_to_s(x: Tensor, group: Group, dim: int, outer: Outer, to_dim: int, to_oute
     return _convert(x, group, forward, backward, site)
 
 
-def gather(x: Tensor, group: Group, dim: int, outer: Outer, *, site: str = "") -> Tensor:
+def gather(x: Tensor, group: Group, dim: int, outer: Outer, *, size: int = 0, site: str = "") -> Tensor:
     """The whole value of shards `x`, without a gradient."""
-    return _gather(dim, outer, 0)(x, group, site)
+    return _gather(dim, outer, size)(x, group, site)
+
+
+def gather_start(x: Tensor, group: Group, dim: int, outer: Outer, *, site: str = "") -> Pending:
+    """Start `gather`; `x` must not be changed before `wait()`."""
+    shard, along = to_gather(x, dim, outer)
+    return Then(group.all_gather_start(shard, along, site), lambda whole: gathered_whole(whole, dim, outer))
+
+
+def scatter_start(x: Tensor, group: Group, dim: int, outer: Outer, *, site: str = "") -> Pending:
+    """Start a reduce-scatter of `x` to shards, without a gradient; `x` must not be changed before `wait()`."""
+    whole, along = to_scatter(x, dim, outer, group.size)
+    return Then(group.reduce_scatter_start(whole, along, site), lambda shard: scattered_shard(shard, dim, outer))
 
 
 # What a direction of a conversion does: a function of (tensor, group, site).
@@ -116,6 +147,10 @@ def _keep(x: Tensor, group: Group, site: str) -> Tensor:
 
 def _sum(x: Tensor, group: Group, site: str) -> Tensor:
     return group.all_reduce(x, site)
+
+
+def _sum_in_place(x: Tensor, group: Group, site: str) -> Tensor:
+    return group.all_reduce_(x, site)
 
 
 def _one_rank(x: Tensor, group: Group, site: str) -> Tensor:
@@ -131,13 +166,14 @@ class _Sharding:
 
 class _gather(_Sharding):
     def __call__(self, x: Tensor, group: Group, site: str) -> Tensor:
-        return join_shards(group.all_gather(x.contiguous(), site), self.dim, self.outer, self.size)
+        shard, dim = to_gather(x, self.dim, self.outer)
+        return gathered_whole(group.all_gather(shard, dim, site), self.dim, self.outer, self.size)
 
 
 class _scatter(_Sharding):
     def __call__(self, x: Tensor, group: Group, site: str) -> Tensor:
-        parts = [take_shard(x, self.dim, self.outer, index, group.size, self.size) for index in range(group.size)]
-        return group.reduce_scatter(parts, site)
+        whole, dim = to_scatter(x, self.dim, self.outer, group.size, self.size)
+        return scattered_shard(group.reduce_scatter(whole, dim, site), self.dim, self.outer)
 
 
 class _slice(_Sharding):
@@ -161,7 +197,7 @@ class _Exchange(_Sharding):
         if self.dim == self.to_dim:
             if self.outer == self.to_outer:
                 return x
-            whole = join_shards(group.all_gather(x.contiguous(), site), self.dim, self.outer)
+            whole = gather(x, group, self.dim, self.outer, site=site)
             return take_shard(whole, self.to_dim, self.to_outer, group.index, group.size)
         parts = [take_shard(x, self.to_dim, self.to_outer, index, group.size) for index in range(group.size)]
         return join_shards(group.all_to_all(parts, site), self.dim, self.outer)

@@ -190,7 +190,7 @@ def gather_full(
             raise PlanError(spec.name, fact, "change gradients on all ranks alike: optimizer.zero_grad()")
         full = local.detach()
         if spec.type.kind == "S":
-            parts = world.group(("tp",)).all_gather(full.contiguous(), site)[:: spec.type.copies]
+            parts = world.group(("tp",)).all_gather(full.unsqueeze(0), 0, site)[:: spec.type.copies].unbind()
             full = join_shards(parts, spec.type.dim, spec.outer, spec.padded_size(world.mesh.t))
     else:
         full = torch.empty(spec.shape, dtype=dtype or dtype_of(spec.dtype), device=world.device)
