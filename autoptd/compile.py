@@ -120,6 +120,7 @@ def compile_program(
     wgrad = taker_of_weight_gradients(options, orders)
     graph, fusions = passes.substitute(graph, groups)
     passes.hook_gemms(graph, overlap=options.async_tensor_model_parallel_allreduce, wgrad=wgrad)
+    passes.mark_owned(graph)
     forms.end("LOCAL", graph)
     of_one_device, of_a_rank = (partial(passes.local_shape, sizes=replace(sizes, t=n)) for n in (1, options.t))
     costs = {**passes.count_work(graph, options.t, of_one_device, of_a_rank), "cut": cut}
