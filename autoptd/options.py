@@ -84,7 +84,7 @@ class Options:
 
     `fuse` says by what patterns of operators are replaced (passes/fusion): "eager", operators of torch's; "triton", kernels for
     CUDA devices; "inductor", every distinct layer compiled by torch's compiler, at the start of a run; False, nothing is
-    replaced. None takes "triton" where the model is on a CUDA device and Triton is there, else "eager". `fuse_only` names the
+    replaced. None takes "triton" where the ranks are on CUDA devices and Triton is there, else "eager". `fuse_only` names the
     fused operators that may be used, if not all: those of `program.fusions`.
 
     `memory` is what a rank may hold, in bytes: parameters with gradients and AdamW's two moments, and the activations of the

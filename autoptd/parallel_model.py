@@ -28,6 +28,7 @@ from autoptd.ir.program import Picture, Program
 from autoptd.options import Options
 from autoptd.runtime import check_batch, check_copies, check_state
 from autoptd.runtime.batch import CallForm, check_call, cut, flatten, take_rows
+from autoptd.runtime.devices import device_of_ranks
 from autoptd.runtime.gradients import clip_gradients
 from autoptd.runtime.launch import LocalRanks, ProcessRank, Rank, RunningRanks, is_launched, own_rank
 from autoptd.runtime.optimizer import make_optimizer
@@ -444,7 +445,7 @@ class ParallelModel:
             device = options.device
         else:
             start = LocalRanks
-            device = options.device or str(next((x.device for x in self._state.values() if not x.is_meta), "cpu"))
+            device = str(device_of_ranks(self._state.values(), options.device, "local"))
         self._ranks = start(program, self._weights or self._state, device=device, timeout=options.timeout)
         self._program = program
         self._state = {}  # the model's own tensors are not needed any more

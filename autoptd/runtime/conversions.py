@@ -43,8 +43,8 @@ def i_to_r(x: Tensor, group: Group, *, owned: bool = False, site: str = "") -> T
 def p_to_i(x: Tensor, group: Group, *, owned: bool = False, site: str = "") -> Tensor:
     """Forward: all-reduce. Backward: none. Megatron's g.
 
-    `owned`: nobody else reads `x`, and no backward needs it (a GEMM made it), so that it is summed in place. Either way autograd
-    need not know of the sum, as the gradient passes through.
+    `owned`: nobody else reads `x`, and no backward needs it (a GEMM made it), so that it is summed in place. Either way
+    autograd need not know of the sum, as the gradient passes through.
     """
     if group.size == 1:
         return x

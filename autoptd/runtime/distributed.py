@@ -32,10 +32,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autoptd.compat import bound_device, default_store, env_store, gather_into, new_group, scatter_into
+from autoptd.compat import default_store, env_store, gather_into, new_group, scatter_into
 from autoptd.errors import InternalError, PlanError, RuntimeFault
 from autoptd.ir.mesh import Mesh
 from autoptd.runtime.departures import Departures
+from autoptd.runtime.devices import process_device
 from autoptd.runtime.faults import Call, FaultBoard
 from autoptd.runtime.world import Channel, Done, Group, Like, Needs, Pending, Then, World, equal_parts
 
@@ -72,7 +73,7 @@ class DistributedWorld(World):
         timeout: float = 300.0,
         backend: str | None = None,
     ) -> None:
-        target = _own_device(device, backend)
+        target = process_device(device, backend)
         self.backend = backend or _default_backend(target)
         if target.type == "cuda":
             torch.cuda.set_device(target)
@@ -344,22 +345,6 @@ def _default_backend(device: torch.device) -> str:
     if existing not in ("undefined", "gloo", "nccl") and ":" not in existing:
         return existing
     return "nccl" if device.type == "cuda" else "gloo"
-
-
-def _own_device(device: str | None, backend: str | None) -> torch.device:
-    """This rank's device; "cuda" is the one that the default group was made for, else that of LOCAL_RANK, else the current."""
-    if device is None:
-        device = "cuda" if backend != "gloo" and torch.cuda.is_available() else "cpu"
-    target = torch.device(device)
-    if target.type != "cuda" or target.index is not None:
-        return target
-    bound = bound_device()
-    if bound is not None and bound.type == "cuda":
-        return bound
-    if "LOCAL_RANK" not in os.environ:
-        return torch.device("cuda", torch.cuda.current_device())
-    # A launcher may show each process its own device only.
-    return torch.device("cuda", int(os.environ["LOCAL_RANK"]) if torch.cuda.device_count() > 1 else 0)
 
 
 def _init_from_env(backend: str, timeout: float) -> None:
