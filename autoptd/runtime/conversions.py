@@ -49,7 +49,9 @@ def p_to_i(x: Tensor, group: Group, *, owned: bool = False, site: str = "") -> T
     if group.size == 1:
         return x
     y = x if owned else x.clone(memory_format=torch.contiguous_format)
-    group.all_reduce_(y.detach(), site)
+    # Not by `detach`, whose writes autograd counts: where `y` is a view, as a linear's result may be, it would make new nodes
+    # for it, or refuse. passes/own.py sees to it that no backward needs what is overwritten.
+    group.all_reduce_(y.data, site)
     return y
 
 

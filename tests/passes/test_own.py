@@ -13,8 +13,9 @@ import autoptd
 from autoptd.ir import markers
 from autoptd.ir.mesh import Mesh
 from autoptd.ir.notes import Note, set_note
-from autoptd.passes.own import mark_owned
-from autoptd.runtime import i_to_r, p_to_i
+from autoptd.passes.own import FRESH, mark_owned
+from autoptd.runtime import i_to_r, linear, p_to_i
+from autoptd.runtime.linear import Deferred
 from autoptd.runtime.threads import ThreadWorld, run_ranks
 from autoptd.runtime.world import Needs, World
 from tests.parity.models import batch, gpt, separate
@@ -94,6 +95,31 @@ def test_a_gradient_that_not_only_gemms_make_stays(also: str) -> None:
     elif also == "a crossing":
         built.op(aten.linear.default, f, built.w, stage=1)
     assert built.is_owned(f) == (also in ("nothing", "a GEMM"))
+
+
+@pytest.mark.parametrize("name", FRESH)
+def test_no_backward_needs_the_result_of_an_operator_that_may_be_overwritten(name: str) -> None:
+    """Autograd would say so, of a result that is changed under its eyes."""
+    operator = getattr(aten, name.removeprefix("aten."))
+    operands = [torch.randn(3, 3, requires_grad=True) for _ in range(3 if name == "aten.addmm" else 2)]
+    if name == "aten.bmm":
+        operands = [torch.randn(2, 3, 3, requires_grad=True) for _ in range(2)]
+    y = operator(*operands)
+    y.detach().zero_()
+    y.sum().backward()
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_a_linear_whose_result_is_a_view_may_be_overwritten(hooked: bool) -> None:
+    def body(world: World) -> list[float]:
+        x = torch.ones(2, 3, 4, requires_grad=True)
+        weight = torch.ones(5, 4, requires_grad=True)
+        y = linear(x, weight, wgrad=Deferred()) if hooked else torch.nn.functional.linear(x, weight)
+        z = p_to_i(y, world.group(("tp",)), owned=True, site="g")
+        z.sum().backward()
+        return [z.sum().item(), x.grad.sum().item()]  # type: ignore[union-attr]
+
+    assert run_ranks(ThreadWorld(Mesh(t=2), Needs(), timeout=20.0), body) == [[240.0, 120.0]] * 2
 
 
 def test_owned_values_are_summed_where_they_are() -> None:
