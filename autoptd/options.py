@@ -74,7 +74,7 @@ class Options:
     collective would cost more); all-gathers and reduce-scatters stand in the place of all-reduces, at the same bytes. The
     tokens must divide over t. "auto" may split anything by tokens, where that is cheapest; what it found is told beside the
     known plans.
-    `seed` draws the dropout masks. `timeout` is in seconds. `nan="ignore"` lets a NaN loss pass.
+    `seed` draws the dropout masks. `timeout` is in seconds. `nan="ignore"` lets a NaN loss pass; CUDA sees one a step late.
     `check_every=100` compares, in every 100th step, the batches of the ranks that must read the same (in the first three steps
     too), and the copies of parameters that must be equal (before the second step too); 0 never does.
     `p2p` says how a value that

@@ -128,7 +128,8 @@ class ParallelModel:
         """Run all microbatches forward and backward; return the detached loss of the global batch (0-d). Collective.
 
         Takes what `example_inputs` holds: the global batch with `backend="local"`, this replica's rows under torchrun.
-        Gradients are added to `parameter.grad` until `zero_grad`. A NaN loss raises RuntimeFault on all ranks, and adds none.
+        Gradients are added to `parameter.grad` until `zero_grad`. A NaN loss raises RuntimeFault on all ranks, and adds none;
+        on CUDA it is seen in the next step, when its own gradients were handed over.
         """
         if torch.is_inference_mode_enabled():
             raise PlanError(
