@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
@@ -127,7 +128,11 @@ def test_sends_and_receives_get_few_ctas(monkeypatch: pytest.MonkeyPatch) -> Non
             self.config = SimpleNamespace(max_ctas=32)
 
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), raising=False)
-    assert compat._nccl_options("nccl", 4).config.max_ctas == 4
-    assert compat._nccl_options("nccl", None) is None and compat._nccl_options("gloo", 4) is None
+    limit = timedelta(seconds=5)
+    assert compat._nccl_options("nccl", limit, 4).config.max_ctas == 4
+    assert compat._nccl_options("gloo", limit, 4) is None
+    for options in (compat._nccl_options("nccl", limit, None), compat._nccl_options("nccl", limit, 4)):
+        assert options.is_high_priority_stream and options._timeout == limit
+    assert compat._nccl_options("nccl", limit, None).config.max_ctas == 32
     monkeypatch.setattr(Options, "__init__", lambda self: None)  # built against an NCCL that has no such bound
-    assert isinstance(compat._nccl_options("nccl", 4), Options)
+    assert isinstance(compat._nccl_options("nccl", limit, 4), Options)
