@@ -227,6 +227,7 @@ class ParallelModel:
 
         `params` takes names, globs, tensors and (name, tensor) pairs, or group dicts of such; None is all. Elementwise classes
         only. Its `state_dict` speaks original names and full tensors, and is collective. In local it steps all ranks at once.
+        Adam, AdamW and SGD take torch's fused form unless `fused=`, `foreach=`, `capturable=` or `differentiable=` is given.
         """
         ranks = self._started("optimizer")
 
