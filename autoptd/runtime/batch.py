@@ -106,10 +106,11 @@ def cut(
         if spec.name not in names:
             continue
         x = leaves[spec.leaf].detach()
-        if spec.batched:
-            x = x.narrow(0, replica * spec.shape[0] * count, spec.shape[0] * count)
+        rows = spec.shape[0] * count if spec.batched else 0
+        if spec.batched and x.shape[0] > rows:
+            x = x.narrow(0, replica * rows, rows)
         x = _to(x, device)
-        pieces = x.split(spec.shape[0]) if spec.batched else [x] * count
+        pieces = x.split(spec.shape[0]) if spec.batched and count > 1 else [x] * count
         for microbatch, piece in zip(microbatches, pieces, strict=True):
             microbatch[spec.name] = piece
     return microbatches

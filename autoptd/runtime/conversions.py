@@ -13,7 +13,8 @@ strided or expanded; every path below makes what it sends contiguous.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,6 +31,7 @@ from autoptd.runtime.shards import (
 from autoptd.runtime.world import Group, Pending, Then
 
 Tensor = torch.Tensor
+Direction = Callable[[Tensor, Group, str], Tensor]
 
 
 def i_to_r(x: Tensor, group: Group, *, owned: bool = False, site: str = "") -> Tensor:
@@ -140,7 +142,7 @@ def scatter_start(x: Tensor, group: Group, dim: int, outer: Outer, *, site: str 
     return Then(group.reduce_scatter_start(whole, along, site), lambda shard: scattered_shard(shard, dim, outer))
 
 
-# What a direction of a conversion does: a function of (tensor, group, site).
+# The directions of conversions.
 
 
 def _keep(x: Tensor, group: Group, site: str) -> Tensor:
@@ -205,21 +207,31 @@ class _Exchange(_Sharding):
         return join_shards(group.all_to_all(parts, site), self.dim, self.outer)
 
 
+class _Directions(NamedTuple):
+    """What a conversion does: forward, backward, over which ranks."""
+
+    forward: Direction
+    backward: Direction
+    group: Group
+    site: str
+
+
 class _Converted(torch.autograd.Function):
     """Runs one direction forward and another backward. A direction that keeps its input hands autograd a view of it."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, forward: Any, backward: Any, site: str) -> Tensor:
-        ctx.group, ctx.direction, ctx.site = group, backward, site
-        y = forward(x, group, site)
+    def forward(ctx: Any, x: Tensor, how: _Directions) -> Tensor:
+        ctx.how = how
+        y = how.forward(x, how.group, how.site)
         return x.view_as(x) if y is x else y
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        return ctx.direction(grad, ctx.group, f"{ctx.site} backward"), None, None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        how: _Directions = ctx.how
+        return how.backward(grad, how.group, f"{how.site} backward"), None
 
 
-def _convert(x: Tensor, group: Group, forward: Any, backward: Any, site: str) -> Tensor:
+def _convert(x: Tensor, group: Group, forward: Direction, backward: Direction, site: str) -> Tensor:
     if group.size == 1:
         return x
-    return _Converted.apply(x, group, forward, backward, site)  # type: ignore[no-any-return, no-untyped-call]
+    return _Converted.apply(x, _Directions(forward, backward, group, site))  # type: ignore[no-any-return, no-untyped-call]

@@ -108,7 +108,8 @@ class Gradients:
         )
         self.buckets = [bucket for plan in plans if not (bucket := Bucket(plan, world)).is_alone]
         self._bucket_of = {spec.name: bucket for bucket in self.buckets for spec in bucket.specs}
-        self._alone = [(name, params.leaves[name], params.local[name]) for name in here if name not in self._bucket_of]
+        alone = [name for name in here if name not in self._bucket_of]
+        self._alone = [(name, params.leaves[name], params.local[name], params.is_plain(name)) for name in alone]
         # Only gradients that are summed over dp, and so while backward runs, are counted and waited for: that is Python per
         # parameter.
         self._counted = {spec.name: bucket for bucket in self.buckets if bucket.early.size > 1 for spec in bucket.specs}
@@ -183,10 +184,10 @@ class Gradients:
     @torch.no_grad()
     def commit(self) -> None:
         """Add the step's gradients to `parameter.grad` (and `parameter.main_grad`)."""
-        for name, leaf, parameter in self._alone:
+        for name, leaf, parameter, is_plain in self._alone:
             if (grad := leaf.grad) is None:
                 continue
-            if parameter.grad is None and self.params.is_plain(name):
+            if is_plain and parameter.grad is None:
                 parameter.grad = guard_gradient(grad)
             else:
                 self._hand_over(name, grad)
@@ -263,7 +264,7 @@ def _sum_of_squares(tensors: Sequence[torch.Tensor], device: torch.device) -> to
     """The sum of the squares of all entries, in float64. On CUDA the norm of each tensor is taken in float32 (in float64 of
     float64): operators there add up in a tree, and would else write a float64 copy of it first.
     """
-    norms = []
+    norms: list[torch.Tensor] = []
     for same in _by_dtype(tensors):
         dtype = wide(same[0].dtype) if device.type == "cuda" else torch.float64
         norms += torch._foreach_norm(same, 2, dtype)

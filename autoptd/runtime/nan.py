@@ -34,7 +34,7 @@ class NanWatch:
 
     def look(self, step: int, loss: torch.Tensor, own: torch.Tensor) -> Found | None:
         """The step that is told of now, if its loss was NaN."""
-        asked = _ask(Found(step, own), loss.isnan())
+        asked: _Asked | None = _ask(Found(step, own), loss.isnan())
         if self.is_late:
             asked, self._asked = self._asked, asked
         if asked is None:
