@@ -98,7 +98,8 @@ class Options:
 
     - `async_tensor_model_parallel_allreduce`: the all-reduce of the input's gradient of a column-split layer runs beside the
       GEMM of the weight's gradient. Gains up to the shorter of the two per layer, where communication needs no compute.
-      An input that several layers share (separate q, k, v) keeps its own all-reduce, in the open.
+      An input that several layers share (separate q, k, v) keeps its own all-reduce, in the open. On GPUs up to Hopper it
+      wants CUDA_DEVICE_MAX_CONNECTIONS=1, so that the all-reduce starts before that GEMM.
     - `accumulate_allreduce_grads_in_fp32`: gradients add up over microbatches, and over ranks, in float32 (float64 for
       float64), whatever the parameters' dtype: `parameter.main_grad`. `parameter.grad` is its copy in the parameter's
       dtype. Costs 4 bytes a parameter and twice the reduced bytes where that dtype is bf16. Linear layers add to the sum

@@ -171,7 +171,8 @@ class DistributedGroup(Group):
         super().__init__(ranks, ranks.index(world.rank))
         self._world, self.handle = world, handle
         self._count = 0  # of calls; the same on all ranks
-        self._reductions = {name: _reduction(op) for name, op in OPS.items()}
+        self._reductions = {name: _reduction(op, is_async=False) for name, op in OPS.items()}
+        self._async_sum = _reduction(dist.ReduceOp.SUM, is_async=True)
 
     def all_reduce(self, x: Tensor, site: str, op: str = "sum") -> Tensor:
         return self._all_reduce(_fresh(x), site, op)
@@ -224,7 +225,7 @@ class DistributedGroup(Group):
 
     def all_reduce_start(self, flat: Tensor, site: str) -> Pending:
         with self._call("all_reduce_start", site, flat) as call:
-            work = dist.all_reduce(flat.detach(), group=self.handle, async_op=True)
+            work = self.handle.allreduce([flat.detach()], self._async_sum)
         return _Works(self._world, [work], flat, call)
 
     def all_gather_start(self, x: Tensor, dim: int, site: str) -> Pending:
@@ -333,9 +334,9 @@ def _parts_first(x: Tensor, dim: int, width: int) -> Tensor:
     return x.unflatten(dim, (-1, width)).movedim(dim, 0).contiguous()
 
 
-def _reduction(op: Any) -> Any:
+def _reduction(op: Any, *, is_async: bool) -> Any:
     options = dist.AllreduceOptions()
-    options.reduceOp, options.asyncOp = op, False  # on CUDA: on the current stream
+    options.reduceOp, options.asyncOp = op, is_async  # on CUDA: on a stream of NCCL's own, or on the current one
     return options
 
 
