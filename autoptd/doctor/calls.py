@@ -33,7 +33,7 @@ from autoptd.runtime.faults import Call
 from autoptd.runtime.world import Group, World, fault_site
 
 Tensor = torch.Tensor
-MOST_WRONG = 20  # a rank remembers no more
+MOST_WRONG = 300  # a rank remembers no more, each call of a group or channel once for a dtype
 BRIEF = 0.05  # seconds in which a rank asks again without a pause: what takes microseconds is timed as well
 MANY_RANKS = 64  # in a larger group every rank looks at many parts: of two dtypes then
 FEW = 1 << 14  # elements: of more than that each rank hands a group's share into a gather
@@ -69,6 +69,7 @@ class Checks:
     world: World
     count: int = 0
     wrong: list[Wrong] = field(default_factory=list)
+    _noted: set[tuple[object, ...]] = field(default_factory=set)
 
     def hold(self, what: str, over: str, ranks: Sequence[int], result: Result) -> None:
         """Hold a result against the right one."""
@@ -83,7 +84,9 @@ class Checks:
 
     def note(self, what: str, over: str, ranks: Sequence[int], sources: Sequence[int], dtype: str, text: str) -> None:
         """Remember what is wrong."""
-        if len(self.wrong) < MOST_WRONG:
+        key = (what, over, tuple(ranks), tuple(sources), dtype)
+        if key not in self._noted and len(self.wrong) < MOST_WRONG:
+            self._noted.add(key)
             self.wrong.append(Wrong(what, over, tuple(ranks), tuple(sources), self.world.rank, dtype, text))
 
 

@@ -95,3 +95,14 @@ def test_what_is_never_done_ends_with_the_timeout() -> None:
     world.at = "doctor: channels"
     with pytest.raises(RuntimeFault, match=r"rank 0 at doctor: channels: sum of 4 float32: not done after 0\.05 s"):
         wait_until(world, "sum of 4 float32", lambda: False)
+
+
+def test_a_group_that_is_all_wrong_hides_nothing_else() -> None:
+    lines = wrong_lines(
+        Mesh(t=2, p=2), groups={(0, "tp"): WrongSum, (1, "tp"): WrongScatter}, channels={(3, 1): WrongChannel}
+    )
+    assert [line.partition(" (t=2")[0] for line in lines] == [
+        "over tp of ranks 0, 1",
+        "over tp of ranks 0, 1",
+        "from rank 3 to rank 1",
+    ]
