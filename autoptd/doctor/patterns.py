@@ -88,11 +88,13 @@ def _share(index: int, size: int) -> Tensor:
 
 @lru_cache(maxsize=16)
 def _total(size: int, op: str) -> Tensor:
-    found = _share.__wrapped__(0, size)
-    for index in range(1, size):
-        one = _share.__wrapped__(index, size)
-        found = found + one if op == "sum" else torch.maximum(found, one)
-    return found
+    """What all `_share`s come to: for each odd place only those ranks are looked at that add to it."""
+    places = torch.arange(period_of(size))
+    found = torch.zeros_like(places) if op == "sum" or size > TOGETHER else torch.full_like(places, -2)
+    for number in range(min(size, TOGETHER)):
+        part = (7 * places + 13 * ((number - places) % size)) % 5 - 2
+        found = found + part if op == "sum" else torch.maximum(found, part)
+    return torch.where(places % 2 == 0, 1 + places // 2 % 7, found)
 
 
 def _owners(places: Tensor, size: int) -> Tensor:

@@ -27,6 +27,7 @@ from autoptd.planner.network import Network
 from autoptd.viz.words import bytes_text
 
 MOST_LINES = 12
+MOST_CALLS = 4  # that a line names
 HEAD = ("over", "call", "groups", "latency", "bandwidth", "of the link", "slowest", "on ranks")
 
 
@@ -165,9 +166,8 @@ def _wrong_lines(mesh: Mesh, wrong: Sequence[Wrong]) -> list[str]:
 
 
 def _wrong_line(mesh: Mesh, over: str, ranks: Sequence[int], sources: Sequence[int], some: Sequence[Wrong]) -> str:
-    seen = ranks_text([one.seen_by for one in some])
-    calls, dtypes = (list(dict.fromkeys(texts)) for texts in ([one.what for one in some], [one.dtype for one in some]))
-    if len(ranks) == 2 and calls[0].startswith("message"):
+    seen, dtypes = ranks_text([one.seen_by for one in some]), dict.fromkeys(one.dtype for one in some)
+    if some[0].what.startswith("message"):
         place, whose = f"from rank {ranks[0]} to rank {ranks[1]}", "what arrives is wrong"
     else:
         place = f"over {over} of ranks {ranks_text(ranks)}"
@@ -175,10 +175,20 @@ def _wrong_line(mesh: Mesh, over: str, ranks: Sequence[int], sources: Sequence[i
             f"the part of rank {ranks_text(sources)} is wrong on rank {seen}" if sources else f"wrong on rank {seen}"
         )
     first = some[0]
-    return (
-        f"{place} ({mesh}): {whose}: {', '.join(calls[:4])}{', ...' if len(calls) > 4 else ''} of {', '.join(dtypes)}"
-        f" ({first.what} of {first.dtype}: {first.text})"
-    )
+    what = f"{_calls_text(some)} of {', '.join(dtypes)}"
+    return f"{place} ({mesh}): {whose}: {what} ({first.what} of {first.dtype}: {first.text})"
+
+
+def _calls_text(some: Sequence[Wrong]) -> str:
+    """`all_reduce, all_gather, also in 1f1b`: what was called alone, and in which schedules."""
+    alone = [one.what for one in some if " in " not in one.what]
+    inside = [one.what.partition(" in ") for one in some if " in " in one.what]
+    calls = list(dict.fromkeys(alone or [what for what, _, _ in inside]))
+    schedules = ", ".join(dict.fromkeys(name for _, _, name in inside))
+    text = ", ".join(calls[:MOST_CALLS]) + (", ..." if len(calls) > MOST_CALLS else "")
+    if not alone:
+        return f"{text} with others under way, in {schedules},"
+    return text + (f", also in {schedules}," if schedules else "")
 
 
 def _slow_line(mesh: Mesh, one: Slow) -> str:

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from statistics import median
 
 from autoptd.ir.calls import wire_bytes
@@ -69,9 +68,7 @@ def find_slow(times: Sequence[Timed]) -> list[Slow]:
         list
     )  # of one group or channel, of a size
     for some in alike.values():
-        seconds = [one.seconds for one in some]
-        for number, one in enumerate(some):
-            usual = _median_of_others(seconds, number)
+        for one, usual in zip(some, _medians_of_others([one.seconds for one in some]), strict=True):
             slow = Slow(one.kind, one.axis, one.ranks, one.nbytes, one.seconds, usual, len(some) - 1)
             calls[one.kind == "message", one.axis, one.ranks, one.nbytes].append(slow)
     worst: dict[tuple[bool, str, tuple[int, ...]], Slow] = {}
@@ -83,17 +80,11 @@ def find_slow(times: Sequence[Timed]) -> list[Slow]:
     return sorted(worst.values(), key=lambda one: -one.factor)
 
 
-def _median_of_others(seconds: Sequence[float], number: int) -> float:
-    """The median without `number`; of many, one more or less is all the same."""
+def _medians_of_others(seconds: Sequence[float]) -> list[float]:
+    """For each one the median of the others; among many, one more or less is all the same."""
     if len(seconds) > MANY:
-        return _median(tuple(seconds))
-    others = [*seconds[:number], *seconds[number + 1 :]]
-    return median(others) if others else seconds[number]
-
-
-@lru_cache(maxsize=4)
-def _median(seconds: tuple[float, ...]) -> float:
-    return median(seconds)
+        return [median(seconds)] * len(seconds)
+    return [median([*seconds[:number], *seconds[number + 1 :]] or [one]) for number, one in enumerate(seconds)]
 
 
 def suspects_of(slow: Sequence[Slow], times: Sequence[Timed], most: int) -> list[tuple[int, int]]:

@@ -97,7 +97,7 @@ class _Step:
             pending.wait()
         for pending in self._sums:
             got = pending.wait()
-            self._hold_sum(self._dp, "dp", got)
+            self._hold_sum("all_reduce_start", self._dp, "dp", got)
         if self._arriving:
             raise InternalError(self._world.at, f"nobody took {', '.join(map(str, self._arriving))}")
 
@@ -132,17 +132,17 @@ class _Step:
         mine = share(self._tp.index, self._tp.size, count, torch.bfloat16, self._world.device)
         is_started = action.kind is Kind.B
         got = self._tp.all_reduce_start(mine.clone(), site).wait() if is_started else self._tp.all_reduce(mine, site)
-        self._hold_sum(self._tp, "tp", got)
+        self._hold_sum("all_reduce_start" if is_started else "all_reduce", self._tp, "tp", got)
 
     def _start_sum(self) -> None:
         flat = share(self._dp.index, self._dp.size, BUCKET, torch.float32, self._world.device)
         self._sums.append(self._dp.all_reduce_start(flat.clone(), "doctor: sum over dp"))
 
-    def _hold_sum(self, group: Group, over: str, got: torch.Tensor) -> None:
+    def _hold_sum(self, what: str, group: Group, over: str, got: torch.Tensor) -> None:
         if group.size == 1:
             return
         expected = total(group.size, got.numel(), got.dtype, got.device)
-        self.results.append(("all_reduce", over, group.ranks, Result(got, expected, size=group.size)))
+        self.results.append((what, over, group.ranks, Result(got, expected, size=group.size)))
 
 
 __all__ = ["SCHEDULES", "all_orders", "needs_of_orders", "play", "step_orders"]

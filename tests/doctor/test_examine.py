@@ -40,7 +40,9 @@ def test_every_group_and_channel_is_timed() -> None:
 
 def test_a_wrong_channel_is_named_with_its_direction() -> None:
     (line,) = wrong_lines(Mesh(t=2, p=2), channels={(3, 1): WrongChannel})
-    assert line.startswith("from rank 3 to rank 1 (t=2 p=2 d=1): what arrives is wrong: message, message in 1f1b")
+    assert line.startswith(
+        "from rank 3 to rank 1 (t=2 p=2 d=1): what arrives is wrong: message, also in 1f1b, interleaved, l"
+    )
     assert "of bfloat16 (" in line and "1 of 1021 elements" not in line.partition("of bfloat16")[0]
 
 
@@ -72,7 +74,7 @@ def test_a_wrong_sum_beside_messages_names_its_schedule() -> None:
 
     (line,) = wrong_lines(Mesh(p=2, d=2), groups={(3, "dp"): OnlyStarted})
     assert line.startswith("over dp of ranks 2, 3 (t=1 p=2 d=2): the part of rank 3 is wrong on rank 2, 3: ")
-    assert "all_reduce in 1f1b, all_reduce in interleaved" in line
+    assert ": all_reduce_start with others under way, in 1f1b, interleaved, looped_bfs, zbv, of float32" in line
 
 
 def test_a_slow_channel_is_named() -> None:
