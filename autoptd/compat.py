@@ -209,14 +209,19 @@ def gather_into(handle: dist.ProcessGroup, whole: torch.Tensor, x: torch.Tensor,
     """All-gather `x` into `whole`: [t, *x.shape], contiguous. Returns the Work, None where there is nothing to wait for."""
     options = dist.distributed_c10d.AllgatherOptions()
     options.asyncOp = is_async
-    return getattr(handle, _GATHER)(whole.view(-1), x.view(-1), options)  # gloo wants as many dims of both
+    return getattr(handle, _GATHER)(_flat(whole), _flat(x), options)
 
 
 def scatter_into(handle: dist.ProcessGroup, mine: torch.Tensor, x: torch.Tensor, is_async: bool) -> Any:
     """Reduce-scatter `x`, [t, *mine.shape], into `mine`; both contiguous. Returns what `gather_into` does."""
     options = dist.distributed_c10d.ReduceScatterOptions()
     options.asyncOp = is_async
-    return getattr(handle, _SCATTER)(mine.view(-1), x.view(-1), options)
+    return getattr(handle, _SCATTER)(_flat(mine), _flat(x), options)
+
+
+def _flat(x: torch.Tensor) -> torch.Tensor:
+    """Contiguous numbers in one dim, of which gloo wants as many on both sides; complex ones as pairs."""
+    return (torch.view_as_real(x) if x.is_complex() else x).view(-1)
 
 
 # Methods of the group itself, a third of the time of those of torch.distributed; 2.13 has new names for them.

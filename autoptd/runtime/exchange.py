@@ -221,10 +221,10 @@ class ThreadGroup(Group):
         return self._scatter("reduce_scatter_start", x, dim, site)
 
     def _scatter(self, kind: str, x: torch.Tensor, dim: int, site: str) -> Pending:
-        width = equal_parts(x, dim, self.size, site)
+        equal_parts(x, dim, self.size, site)
 
         def combine(posts: list[Any]) -> list[Any]:
-            columns = zip(*(post[0].split(width, dim) for post in posts), strict=True)
+            columns = zip(*(post[0].tensor_split(self.size, dim) for post in posts), strict=True)
             return [_reduced(column) for column in columns]
 
         return self._start(f"{kind} dim {dim}", site, [x], combine)

@@ -1,7 +1,8 @@
 """Torch's fused optimizers by default: one pass over parameters, gradients and moments in place of one per operation.
 
-In: the class and keywords given to `pm.optimizer`, and the device. Out: whether `fused=True` is added. Torch has such a form of
-some classes; it is taken unless the user said otherwise. All ranks decide alike, for copies of a parameter must stay equal.
+In: the class and keywords given to `pm.optimizer`, the device and the dtypes. Out: whether `fused=True` is added. Torch has
+such a form of some classes; it is taken unless the user said otherwise. All ranks decide alike, for copies of a parameter must
+stay equal.
 
 The fused kernels of the CPU read tensors as they lie in memory, whatever their strides (torch 2.11 to 2.13; CUDA's refuse
 unlike ones). Parameters and loaded state are contiguous, and `lay_out` makes gradients so before every step.
@@ -19,9 +20,14 @@ FUSED: tuple[type[optim.Optimizer], ...] = (optim.Adam, optim.AdamW, optim.SGD) 
 CHOICES = ("fused", "foreach", "differentiable", "capturable")  # who says one of these has chosen
 
 
-def takes_fused(cls: type[optim.Optimizer], groups: Iterable[Mapping[str, Any]], device: torch.device) -> bool:
+def takes_fused(
+    cls: type[optim.Optimizer],
+    groups: Iterable[Mapping[str, Any]],
+    device: torch.device,
+    dtypes: Iterable[torch.dtype],
+) -> bool:
     """Whether `fused=True` is the default of an optimizer; `groups` are the keywords of all, and those of each group."""
-    if cls not in FUSED or device.type not in ("cpu", "cuda"):
+    if cls not in FUSED or device.type not in ("cpu", "cuda") or not all(one.is_floating_point for one in dtypes):
         return False
     return not any(name in one or isinstance(one.get("lr"), torch.Tensor) for one in groups for name in CHOICES)
 

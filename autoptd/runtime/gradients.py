@@ -265,7 +265,7 @@ def _sum_of_squares(tensors: Sequence[torch.Tensor], device: torch.device) -> to
     float64): operators there add up in a tree, and would else write a float64 copy of it first.
     """
     norms: list[torch.Tensor] = []
-    for same in _by_dtype(tensors):
+    for same in _by_dtype(torch.view_as_real(x) if x.is_complex() else x for x in tensors):
         dtype = wide(same[0].dtype) if device.type == "cuda" else torch.float64
         norms += torch._foreach_norm(same, 2, dtype)
     if not norms:

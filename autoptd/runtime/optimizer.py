@@ -26,7 +26,7 @@ from autoptd.ir.program import ParamSpec
 from autoptd.runtime.elementwise import check_elementwise
 from autoptd.runtime.fused_optimizer import lay_out, takes_fused
 from autoptd.runtime.guard import lower, raise_again, unguarded
-from autoptd.runtime.parameters import RankParameters, gather_full, shard_of
+from autoptd.runtime.parameters import RankParameters, dtype_of, gather_full, shard_of
 from autoptd.runtime.shards import real_rows
 
 Result = TypeVar("Result")
@@ -136,7 +136,8 @@ def make_optimizer(
         {**options, "params": [one.local[name] for name in names for one in ranks if name in one.local]}
         for names, (_, options) in zip(groups, mine, strict=True)
     ]
-    if takes_fused(cls, [keywords, *(options for _, options in mine)], ranks[0].world.device):
+    dtypes = {dtype_of(spec.dtype) for spec in ranks[0].specs}  # of all ranks' parameters
+    if takes_fused(cls, [keywords, *(options for _, options in mine)], ranks[0].world.device, dtypes):
         keywords["fused"] = True
     with unguarded():
         made = type(cls.__name__, (NamedOptimizer, cls), {"__doc__": cls.__doc__})(local, **keywords)

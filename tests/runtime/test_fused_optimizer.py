@@ -12,8 +12,6 @@ import autoptd
 from autoptd.runtime.fused_optimizer import takes_fused
 from tests.parity.models import batch, gpt
 
-CPU = torch.device("cpu")
-
 
 @pytest.mark.parametrize(
     ("cls", "groups", "device", "expected"),
@@ -33,7 +31,8 @@ CPU = torch.device("cpu")
 def test_who_takes_the_fused_form(
     cls: type[optim.Optimizer], groups: list[dict[str, Any]], device: str, expected: bool
 ) -> None:
-    assert takes_fused(cls, groups, torch.device(device)) == expected
+    assert takes_fused(cls, groups, torch.device(device), {torch.float32, torch.bfloat16}) == expected
+    assert not takes_fused(cls, groups, torch.device(device), {torch.float32, torch.complex64})
 
 
 class Strided(nn.Module):

@@ -215,6 +215,7 @@ def test_squares_are_summed_in_float64_whatever_the_dtypes() -> None:
     assert _sum_of_squares(small, torch.device("cpu")).item() == pytest.approx(9e-60, rel=1e-6)
     mixed = _sum_of_squares([*large[1:], torch.zeros(0)], torch.device("cpu"))
     assert mixed.dtype == torch.float64 and mixed.item() == 18.0
+    assert _sum_of_squares([torch.tensor([3.0 + 4.0j])], torch.device("cpu")).item() == 25.0
 
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

@@ -9,7 +9,8 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from autoptd.errors import InternalError, PlanError, RuntimeFault
 from autoptd.ir.mesh import Mesh
 from autoptd.runtime.distributed import DistributedWorld, _in_place_of, _parts_first
+from autoptd.runtime.record import GROUP_METHODS
 from autoptd.runtime.threads import Ranks, ThreadWorld, run_ranks
 from autoptd.runtime.world import Group, Hops, Needs, World, in_rounds
 from tests.ports import free_port
@@ -64,6 +66,19 @@ def exercise_group(group: Group) -> None:
     assert group.all_reduce(x, "again").tolist() == [sum(i + 10 * k for k in range(size)) for i in range(3)]
 
 
+@contextmanager
+def alone(group: Group, name: str) -> Iterator[None]:
+    """No other public method of the group is called: a record would note that too."""
+    others = [one for one in GROUP_METHODS if one != name]
+    for one in others:
+        setattr(group, one, None)
+    try:
+        yield
+    finally:
+        for one in others:
+            delattr(group, one)
+
+
 def exercise_dims(group: Group) -> None:
     """Gathers and reduce-scatters along every dim, of tensors that are contiguous and of others."""
     me, size = group.index, group.size
@@ -75,8 +90,16 @@ def exercise_dims(group: Group) -> None:
             wide = torch.cat([mine] * size, dim)
             part = sum(values).clone()
             assert torch.equal(group.reduce_scatter(wide, dim, "scatter"), part)
-            assert torch.equal(group.reduce_scatter_start(wide, dim, "later").wait(), part)
+            with alone(group, "reduce_scatter_start"):
+                assert torch.equal(group.reduce_scatter_start(wide, dim, "later").wait(), part)
             assert torch.equal(mine, values[me])
+    numbers = torch.tensor([1.0 + 2.0j, 3.0j]) * (me + 1)
+    total = numbers / (me + 1) * sum(range(1, size + 1))
+    assert torch.equal(group.all_reduce(numbers, "complex"), total)
+    assert torch.equal(group.all_reduce_start(numbers.clone(), "complex").wait(), total)
+    assert torch.equal(group.all_gather(numbers, 0, "complex").view(size, 2)[me], numbers)
+    assert group.all_gather(torch.ones(2, 0), 1, "nothing").shape == (2, 0)
+    assert group.reduce_scatter(torch.ones(2, 0), 1, "nothing").shape == (2, 0)
     if size > 1:
         with pytest.raises(InternalError, match=rf"dim 0 of \[3, 2\] does not divide into {size} parts"):
             group.reduce_scatter(torch.ones(3, 2), 0, "uneven")
@@ -88,7 +111,7 @@ def test_a_gather_along_the_first_dim_that_counts_is_not_copied() -> None:
         whole = _in_place_of(gathered, dim)
         assert whole.data_ptr() == gathered.data_ptr()
         assert torch.equal(whole, torch.cat(list(gathered), dim))
-        assert _parts_first(whole, dim, shape[dim + 1]).data_ptr() == gathered.data_ptr()
+        assert _parts_first(whole, dim, 4, shape[dim + 1]).data_ptr() == gathered.data_ptr()
 
 
 def exercise_hops(hops: Hops) -> None:
