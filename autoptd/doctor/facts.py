@@ -110,6 +110,8 @@ def own_facts(rank: int, asked: str, device: str | None, backend: str | None) ->
     try:
         target = process_device(device, backend)
         chosen = backend or _default_backend(target)
+        if chosen == "nccl" and target.type != "cuda":
+            raise RuntimeError(f"backend nccl needs a CUDA device, and this rank's is {target}")
         measured = _of_cuda(target) if target.type == "cuda" else _of_cpu()
         return Facts(**common, backend=chosen, device=str(target), **measured)  # type: ignore[arg-type]
     except Exception as error:

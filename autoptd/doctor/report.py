@@ -114,7 +114,8 @@ def _launch_line(verdict: Verdict) -> str:
     if bytes_text(verdict.most_free) != free:
         free += f" to {bytes_text(verdict.most_free)}"
     ranks = f"{size} rank{'s' * (size != 1)}"
-    return f"{ranks} on {where}: {verdict.backend}, {verdict.device_name}, {free} free; {versions}"
+    device = f": {verdict.backend}, {verdict.device_name}, {free} free" if verdict.device_name else ""
+    return f"{ranks} on {where}{device}; {versions}"
 
 
 def _table(mesh: MeshReport, report: DoctorReport) -> Iterator[str]:

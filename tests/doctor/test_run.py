@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from autoptd.cli import main
 from autoptd.doctor.calls import Wrong
@@ -67,6 +68,14 @@ def test_bad_input_is_one_line(
     assert main(["doctor", *words.split()]) == 2
     said = capsys.readouterr().err
     assert told in said and said.count("\n") == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("words", ["--backend nccl", "--device cuda"])
+def test_a_device_that_is_not_there_is_told(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", *words.split()]) == 1
+    told = capsys.readouterr().out
+    assert "\nWrong:\n  rank 0 on " in told and " has no device: " in told and "Something is wrong." in told
 
 
 def test_the_report_of_thousands_is_short() -> None:
