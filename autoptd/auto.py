@@ -22,6 +22,7 @@ from autoptd.errors import PlanError
 from autoptd.planner.cluster import Software, find_cluster, find_software
 from autoptd.planner.model_shape import shape_of
 from autoptd.planner.plan import plan
+from autoptd.runtime.devices import device_of_ranks
 
 AUTO = "auto"
 OPEN = ("t", "p", "d", "v", "num_microbatches")  # what may be "auto"
@@ -56,7 +57,8 @@ def planned(model: nn.Module, example_inputs: Any, keywords: Mapping[str, Any]) 
     dtype = next(model.parameters()).dtype
     if dtype in PRECISIONS:
         wishes["precision"] = PRECISIONS[dtype]
-    name = _cluster(keywords.get("machine"), model)
+    device = device_of_ranks(model.parameters(), keywords.get("device"), keywords.get("backend"))
+    name = _cluster(keywords.get("machine"), device)
     cluster = find_cluster(name).with_software(_software(name, keywords))
     best = plan(shape, gpus=ranks, cluster=cluster, batch=rows, **wishes).record()
     chosen = {**best["mesh"], "num_microbatches": best["num_microbatches"], "schedule": best["schedule"]}
@@ -102,13 +104,12 @@ def _microbatch(rows: int, fixed: Mapping[str, int]) -> int:
     return rows // (fixed["d"] * fixed["num_microbatches"])
 
 
-def _cluster(machine: Any, model: nn.Module) -> str:
-    """The cluster that a `machine` of `parallelize` stands for; by default that of the model's device."""
+def _cluster(machine: Any, device: torch.device) -> str:
+    """The cluster that a `machine` of `parallelize` stands for; by default that of the device of the ranks."""
     if machine is None:
-        parameter = next(model.parameters())
-        if not parameter.is_cuda:
+        if device.type != "cuda":
             return CLUSTERS["laptop-cpu"]
-        name = torch.cuda.get_device_name(parameter.device).lower()
+        name = torch.cuda.get_device_name(device).lower()
         machine = next((known for known in CLUSTERS if known in name), "a100")
     if machine not in CLUSTERS:
         remedy = f"{', '.join(map(repr, CLUSTERS))}, or plan=autoptd.plan(model, cluster=..., ...).record()"

@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch
@@ -30,10 +31,12 @@ __all__ = [
     "bound_device",
     "default_store",
     "env_store",
+    "gather_into",
     "last_node_number",
     "light_export",
     "new_group",
     "plain_checkpoints",
+    "scatter_into",
 ]
 __all__ += ["add_mm", "mm_as", "set_grad_dtype"]
 __all__ += ["tree_flatten", "tree_leaves", "tree_map", "tree_unflatten"]
@@ -139,14 +142,29 @@ def mm_as(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def add_mm(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return total + a @ b in `dtype`, added up in the place of `total`: no product of its size exists beside it."""
+    """Return total + a @ b in `dtype`, added up in the place of `total`: by the GEMM itself where torch has such a one."""
     if total is None:
         return mm_as(a, b, dtype)
     if total.dtype == a.dtype:
         return total.addmm_(a, b)
-    if a.is_cuda:
+    if not a.is_cuda:
+        return total.addmm_(
+            a.to(total.dtype), b.to(total.dtype)
+        )  # the CPU has no GEMM with another dtype for its result
+    if _gemm_adds_to(total.dtype, a.dtype, a.device):
         return torch.ops.aten.addmm.dtype_out(total, a, b, total.dtype, out=total)  # type: ignore[no-any-return]
-    return total.addmm_(a.to(total.dtype), b.to(total.dtype))  # the CPU has no GEMM with another dtype for its result
+    return total.add_(mm_as(a, b, total.dtype))
+
+
+@cache
+def _gemm_adds_to(wide: torch.dtype, narrow: torch.dtype, device: torch.device) -> bool:
+    """Whether the GEMM of `narrow` operands adds to a sum in `wide`: releases differ in what they take, so it is tried."""
+    total, ones = torch.ones(16, 16, dtype=wide, device=device), torch.ones(16, 16, dtype=narrow, device=device)
+    try:
+        torch.ops.aten.addmm.dtype_out(total, ones, ones, wide, out=total)
+    except (AttributeError, RuntimeError):
+        return False
+    return bool((total == 17.0).all())
 
 
 def new_group(
@@ -163,21 +181,57 @@ def new_group(
     c10d._process_group_name = lambda ranks, use_hashed_name: c10d.GroupName(name)  # type: ignore[assignment]
     try:
         made = dist.new_group(
-            list(ranks), timeout=timeout, backend=backend, pg_options=_nccl_options(backend, max_ctas), group_desc=name
+            list(ranks),
+            timeout=timeout,
+            backend=backend,
+            pg_options=_nccl_options(backend, timeout, max_ctas),
+            group_desc=name,
         )
     finally:
         c10d._process_group_name = own
     return made if dist.get_rank() in ranks else None
 
 
-def _nccl_options(backend: str, max_ctas: int | None) -> Any:
-    """Options of an NCCL group with a bound on its CTAs; None elsewhere."""
-    if backend != "nccl" or max_ctas is None or not hasattr(dist, "ProcessGroupNCCL"):
+def _nccl_options(backend: str, timeout: timedelta, max_ctas: int | None) -> Any:
+    """Options of an NCCL group, with a bound on its CTAs if there is to be one; None elsewhere.
+
+    What is started beside computation runs on a stream of NCCL's own: of high priority, for a GEMM that was queued later would
+    else take all SMs, and the sum would start at its tail.
+    """
+    if backend != "nccl" or not hasattr(dist, "ProcessGroupNCCL"):
         return None
     options = dist.ProcessGroupNCCL.Options()
+    options.is_high_priority_stream = True
+    options._timeout = timeout  # else torch warns that its own is overridden
+    if max_ctas is None:
+        return options
     if hasattr(options, "config") and hasattr(options.config, "max_ctas"):  # a build against an older NCCL has neither
         options.config.max_ctas = max_ctas
     return options
+
+
+def gather_into(handle: dist.ProcessGroup, whole: torch.Tensor, x: torch.Tensor, is_async: bool) -> Any:
+    """All-gather `x` into `whole`: [t, *x.shape], contiguous. Returns the Work, None where there is nothing to wait for."""
+    options = dist.distributed_c10d.AllgatherOptions()
+    options.asyncOp = is_async
+    return getattr(handle, _GATHER)(_flat(whole), _flat(x), options)
+
+
+def scatter_into(handle: dist.ProcessGroup, mine: torch.Tensor, x: torch.Tensor, is_async: bool) -> Any:
+    """Reduce-scatter `x`, [t, *mine.shape], into `mine`; both contiguous. Returns what `gather_into` does."""
+    options = dist.distributed_c10d.ReduceScatterOptions()
+    options.asyncOp = is_async
+    return getattr(handle, _SCATTER)(_flat(mine), _flat(x), options)
+
+
+def _flat(x: torch.Tensor) -> torch.Tensor:
+    """Contiguous numbers in one dim, of which gloo wants as many on both sides; complex ones as pairs."""
+    return (torch.view_as_real(x) if x.is_complex() else x).view(-1)
+
+
+# Methods of the group itself, a third of the time of those of torch.distributed; 2.13 has new names for them.
+_GATHER = "all_gather_single" if hasattr(dist.ProcessGroup, "all_gather_single") else "_allgather_base"
+_SCATTER = "reduce_scatter_single" if hasattr(dist.ProcessGroup, "reduce_scatter_single") else "_reduce_scatter_base"
 
 
 def bound_device() -> torch.device | None:

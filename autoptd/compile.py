@@ -47,6 +47,7 @@ from autoptd.records import (
     warn_of_fallbacks,
 )
 from autoptd.runtime.batch import batch_rows
+from autoptd.runtime.devices import device_of_ranks
 
 
 def compile(model: nn.Module, *, example_inputs: Any, **keywords: Any) -> Program:
@@ -120,6 +121,7 @@ def compile_program(
     wgrad = taker_of_weight_gradients(options, orders)
     graph, fusions = passes.substitute(graph, groups)
     passes.hook_gemms(graph, overlap=options.async_tensor_model_parallel_allreduce, wgrad=wgrad)
+    passes.mark_owned(graph)
     forms.end("LOCAL", graph)
     of_one_device, of_a_rank = (partial(passes.local_shape, sizes=replace(sizes, t=n)) for n in (1, options.t))
     costs = {**passes.count_work(graph, options.t, of_one_device, of_a_rank), "cut": cut}
@@ -178,11 +180,11 @@ def check_module(model: nn.Module) -> None:
 
 
 def default_fusion(model: nn.Module, options: Options) -> str | bool:
-    """The backend of fused operators: what was asked for, or the fastest for the model's device."""
+    """The backend of fused operators: what was asked for, or the fastest for the device of the ranks."""
     if options.fuse is not None:
         return options.fuse
-    is_cuda = any(p.is_cuda for p in model.parameters()) or str(options.device).startswith("cuda")
-    return "triton" if is_cuda and has_triton() else "eager"
+    device = device_of_ranks(model.parameters(), options.device, options.backend)
+    return "triton" if device.type == "cuda" and has_triton() else "eager"
 
 
 def has_values(model: nn.Module) -> bool:

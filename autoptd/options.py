@@ -74,7 +74,7 @@ class Options:
     collective would cost more); all-gathers and reduce-scatters stand in the place of all-reduces, at the same bytes. The
     tokens must divide over t. "auto" may split anything by tokens, where that is cheapest; what it found is told beside the
     known plans.
-    `seed` draws the dropout masks. `timeout` is in seconds. `nan="ignore"` lets a NaN loss pass.
+    `seed` draws the dropout masks. `timeout` is in seconds. `nan="ignore"` lets a NaN loss pass; CUDA sees one a step late.
     `check_every=100` compares, in every 100th step, the batches of the ranks that must read the same (in the first three steps
     too), and the copies of parameters that must be equal (before the second step too); 0 never does.
     `p2p` says how a value that
@@ -84,7 +84,7 @@ class Options:
 
     `fuse` says by what patterns of operators are replaced (passes/fusion): "eager", operators of torch's; "triton", kernels for
     CUDA devices; "inductor", every distinct layer compiled by torch's compiler, at the start of a run; False, nothing is
-    replaced. None takes "triton" where the model is on a CUDA device and Triton is there, else "eager". `fuse_only` names the
+    replaced. None takes "triton" where the ranks are on CUDA devices and Triton is there, else "eager". `fuse_only` names the
     fused operators that may be used, if not all: those of `program.fusions`.
 
     `memory` is what a rank may hold, in bytes: parameters with gradients and AdamW's two moments, and the activations of the
@@ -98,7 +98,8 @@ class Options:
 
     - `async_tensor_model_parallel_allreduce`: the all-reduce of the input's gradient of a column-split layer runs beside the
       GEMM of the weight's gradient. Gains up to the shorter of the two per layer, where communication needs no compute.
-      An input that several layers share (separate q, k, v) keeps its own all-reduce, in the open.
+      An input that several layers share (separate q, k, v) keeps its own all-reduce, in the open. On GPUs up to Hopper it
+      wants CUDA_DEVICE_MAX_CONNECTIONS=1, so that the all-reduce starts before that GEMM.
     - `accumulate_allreduce_grads_in_fp32`: gradients add up over microbatches, and over ranks, in float32 (float64 for
       float64), whatever the parameters' dtype: `parameter.main_grad`. `parameter.grad` is its copy in the parameter's
       dtype. Costs 4 bytes a parameter and twice the reduced bytes where that dtype is bf16. Linear layers add to the sum

@@ -28,6 +28,7 @@ from autoptd.ir.program import Picture, Program
 from autoptd.options import Options
 from autoptd.runtime import check_batch, check_copies, check_state
 from autoptd.runtime.batch import CallForm, check_call, cut, flatten, take_rows
+from autoptd.runtime.devices import device_of_ranks
 from autoptd.runtime.gradients import clip_gradients
 from autoptd.runtime.launch import LocalRanks, ProcessRank, Rank, RunningRanks, is_launched, own_rank
 from autoptd.runtime.optimizer import make_optimizer
@@ -127,7 +128,8 @@ class ParallelModel:
         """Run all microbatches forward and backward; return the detached loss of the global batch (0-d). Collective.
 
         Takes what `example_inputs` holds: the global batch with `backend="local"`, this replica's rows under torchrun.
-        Gradients are added to `parameter.grad` until `zero_grad`. A NaN loss raises RuntimeFault on all ranks, and adds none.
+        Gradients are added to `parameter.grad` until `zero_grad`. A NaN loss raises RuntimeFault on all ranks, and adds none;
+        on CUDA it is seen in the next step, when its own gradients were handed over.
         """
         if torch.is_inference_mode_enabled():
             raise PlanError(
@@ -225,6 +227,7 @@ class ParallelModel:
 
         `params` takes names, globs, tensors and (name, tensor) pairs, or group dicts of such; None is all. Elementwise classes
         only. Its `state_dict` speaks original names and full tensors, and is collective. In local it steps all ranks at once.
+        Adam, AdamW and SGD take torch's fused form unless `fused=`, `foreach=`, `capturable=` or `differentiable=` is given.
         """
         ranks = self._started("optimizer")
 
@@ -444,7 +447,7 @@ class ParallelModel:
             device = options.device
         else:
             start = LocalRanks
-            device = options.device or str(next((x.device for x in self._state.values() if not x.is_meta), "cpu"))
+            device = str(device_of_ranks(self._state.values(), options.device, "local"))
         self._ranks = start(program, self._weights or self._state, device=device, timeout=options.timeout)
         self._program = program
         self._state = {}  # the model's own tensors are not needed any more

@@ -70,6 +70,7 @@ def about(options: Options, batch: Batch, ranks: Sequence[int], stage: int, wgra
         f"schedule {options.schedule_name}.",
         "Shapes in comments are a rank's, of one microbatch. `w`: parameters, `b`: buffers, `tp`: the tensor-parallel group.",
         "Types over tp: I invariant, R replicated with a partial gradient, P partial sum, S sharded; rt.p_to_i turns P into I.",
+        *(["A sum with owned=True is made in place: nobody else reads what is summed."] if options.t > 1 else []),
         *_about_hooks(options, wgrad),
     ]
 

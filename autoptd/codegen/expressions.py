@@ -148,6 +148,7 @@ def _convert(node: Node, text: Text, site: str) -> str:
     labels = {"s_to_s": ["dim", "outer", "to_dim", "to_outer"]}.get(str(name), ["dim", "outer"])
     keywords = {label: str(number) for label, number in zip(labels, places, strict=False)}
     keywords |= {key: str(number) for key, number in node.kwargs.items()}
+    keywords |= {"owned": "True"} if note(node).extra.get("owned") else {}
     if name not in SILENT:
         keywords["site"] = json.dumps(site)
     if "readers" in note(node).extra:

@@ -168,45 +168,67 @@ def _all_reduce_start(
         yield Result(one.wait(), total(group.size, length, dtype, device), size=group.size)
 
 
+def _in_place(group: Group, count: int, dtype: torch.dtype, device: torch.device, site: str) -> Iterator[Result]:
+    """As it is, and of a tensor whose strides are not in order."""
+    for rows in (1, 2):
+        x = share(group.index, group.size, rows * count, dtype, device).view(count, rows).t().clone().t()
+        got = group.all_reduce_(x, site)
+        yield Result(got.flatten(), total(group.size, rows * count, dtype, device), size=group.size)
+
+
 def _all_gather(group: Group, count: int, dtype: torch.dtype, device: torch.device, site: str) -> Iterator[Result]:
-    yield from _gathered(group, group.all_gather(_own(group, count, dtype, device), site))
+    """Along the first dim, and along the second one of two."""
+    for dim in (0, 1) if count <= FEW else (0,):
+        yield from _gathered(group, group.all_gather(_own(group, count, dtype, device, dim), dim, site), dim)
 
 
 def _all_gather_start(
     group: Group, count: int, dtype: torch.dtype, device: torch.device, site: str
 ) -> Iterator[Result]:
-    yield from _gathered(group, group.all_gather_start(_own(group, count, dtype, device), site).wait())
+    for dim in (0, 1) if count <= FEW else (0,):
+        pending = group.all_gather_start(_own(group, count, dtype, device, dim), dim, site)
+        yield from _gathered(group, pending.wait(), dim)
 
 
-def _own(group: Group, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return message(group.ranks[group.index], 0, count, dtype, device)
+def _own(group: Group, count: int, dtype: torch.dtype, device: torch.device, dim: int = 0) -> Tensor:
+    """What this rank hands in: [count], or [2, count] to be joined along its second dim."""
+    x = message(group.ranks[group.index], 0, (dim + 1) * count, dtype, device)
+    return x.view(2, count) if dim else x
 
 
-def _gathered(group: Group, parts: Sequence[Tensor]) -> Iterator[Result]:
-    for index, part in enumerate(parts):
-        yield Result(part, message(group.ranks[index], 0, part.numel(), part.dtype, part.device), index)
+def _gathered(group: Group, whole: Tensor, dim: int) -> Iterator[Result]:
+    width = whole.shape[dim] // group.size
+    for position, rank in enumerate(group.ranks):
+        part = whole.narrow(dim, position * width, width).flatten()
+        yield Result(part, message(rank, 0, part.numel(), part.dtype, part.device), position)
 
 
-def _scatter_parts(group: Group, count: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    whole = share(group.index, group.size, count * group.size, dtype, device)
-    return list(whole.view(group.size, count))
+def _whole(group: Group, count: int, dtype: torch.dtype, device: torch.device, dim: int) -> Tensor:
+    """What is to be scattered: [size * count], or [2, size * count]."""
+    x = share(group.index, group.size, (dim + 1) * count * group.size, dtype, device)
+    return x.view(2, -1) if dim else x
 
 
-def _scattered(group: Group, got: Tensor) -> Iterator[Result]:
-    count = got.numel()
-    whole = total(group.size, count * group.size, got.dtype, got.device)
-    offset = group.index * count
-    yield Result(got, whole[offset : offset + count], size=group.size, offset=offset)
+def _scattered(group: Group, got: Tensor, dim: int) -> Iterator[Result]:
+    whole = total(group.size, got.numel() * group.size, got.dtype, got.device)
+    if dim:  # whose part of it is wrong cannot be told by the place any more
+        yield Result(got, whole.view(2, -1).chunk(group.size, dim=1)[group.index])
+        return
+    offset = group.index * got.numel()
+    yield Result(got, whole[offset : offset + got.numel()], size=group.size, offset=offset)
 
 
 def _reduce_scatter(group: Group, count: int, dtype: torch.dtype, device: torch.device, site: str) -> Iterator[Result]:
-    yield from _scattered(group, group.reduce_scatter(_scatter_parts(group, count, dtype, device), site))
+    for dim in (0, 1) if count <= FEW else (0,):
+        yield from _scattered(group, group.reduce_scatter(_whole(group, count, dtype, device, dim), dim, site), dim)
 
 
 def _reduce_scatter_start(
     group: Group, count: int, dtype: torch.dtype, device: torch.device, site: str
 ) -> Iterator[Result]:
-    yield from _scattered(group, group.reduce_scatter_start(_scatter_parts(group, count, dtype, device), site).wait())
+    for dim in (0, 1) if count <= FEW else (0,):
+        pending = group.reduce_scatter_start(_whole(group, count, dtype, device, dim), dim, site)
+        yield from _scattered(group, pending.wait(), dim)
 
 
 def _all_to_all(group: Group, count: int, dtype: torch.dtype, device: torch.device, site: str) -> Iterator[Result]:
@@ -224,6 +246,7 @@ def _broadcast(group: Group, count: int, dtype: torch.dtype, device: torch.devic
 
 METHODS: dict[str, tuple[tuple[torch.dtype, ...], Make]] = {
     "all_reduce": (SUMMED_DTYPES, _all_reduce),
+    "all_reduce_": (SUMMED_DTYPES, _in_place),
     "all_reduce max": (SUMMED_DTYPES, _maximum),
     "all_reduce_start": (SUMMED_DTYPES, _all_reduce_start),
     "all_gather": (MOVED_DTYPES, _all_gather),

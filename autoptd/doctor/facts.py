@@ -30,7 +30,8 @@ import torch
 
 import autoptd
 from autoptd.doctor.words import ranks_text
-from autoptd.runtime.distributed import _default_backend, _own_device
+from autoptd.runtime.devices import process_device
+from autoptd.runtime.distributed import _default_backend
 from autoptd.viz.words import bytes_text
 
 SETTINGS = (
@@ -107,7 +108,7 @@ def own_facts(rank: int, asked: str, device: str | None, backend: str | None) ->
     host, settings = socket.gethostname(), {name: os.environ[name] for name in sorted(os.environ) if _is_setting(name)}
     common = {"rank": rank, "host": host, "asked": asked, "versions": _versions(), "settings": settings}
     try:
-        target = _own_device(device, backend)
+        target = process_device(device, backend)
         chosen = backend or _default_backend(target)
         if chosen == "nccl" and target.type != "cuda":
             raise RuntimeError(f"backend nccl needs a CUDA device, and this rank's is {target}")

@@ -68,13 +68,14 @@ def _meeting(world: World, group: Group) -> Callable[[], Any]:
 def _call(group: Group, kind: str, nbytes: int, world: World) -> Callable[[], Any]:
     """One call of a group whose payload is `nbytes`: the whole, of which a gather or scatter has a part per rank."""
     site = f"doctor: {kind} of {nbytes} bytes"
-    whole = torch.zeros(nbytes // 4, device=world.device)
-    part = whole[: max(nbytes // 4 // group.size, 1)]
+    count = max(nbytes // 4 // group.size, 1)
+    whole = torch.zeros(count * group.size, device=world.device)
+    part = whole[:count]
     calls: dict[str, Callable[[], Any]] = {
         "all_reduce": lambda: group.all_reduce(whole, site),
         "broadcast": lambda: group.broadcast(whole, 0, site),
-        "all_gather": lambda: group.all_gather(part, site),
-        "reduce_scatter": lambda: group.reduce_scatter([part] * group.size, site),
+        "all_gather": lambda: group.all_gather(part, 0, site),
+        "reduce_scatter": lambda: group.reduce_scatter(whole, 0, site),
         "all_to_all": lambda: group.all_to_all([part] * group.size, site),
     }
 

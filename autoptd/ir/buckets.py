@@ -28,7 +28,7 @@ from autoptd.ir.actions import Kind, Orders
 from autoptd.ir.mesh import Mesh
 from autoptd.ir.program import ParamSpec
 
-BUCKET_BYTES = 25 * 2**20
+BUCKET_BYTES = 100 * 2**20  # enough for the links between GPUs; a whole model of a CPU's size
 EARLY = ("dp",)  # mesh axes whose sums may start inside a backward, proven by ir/call_order.py
 GRADIENTS, TIED = "gradients ", "tied gradients "  # what the sites of these sums start with
 

@@ -132,8 +132,8 @@ def softmax_here(z: Tensor, real: int, out: Tensor) -> tuple[Tensor, Tensor]:
         share.copy_(torch.softmax(part, 1)) if out is z else torch.softmax(part, 1, out=share)
         torch.amax(share, 1, out=total[at]).reciprocal_()
         empty = maximum[at].isneginf()
-        # Columns of -inf only: other ranks may have better ones. On a GPU to ask would be to wait.
-        if z.device.type != "cpu" or bool(empty.any()):
+        # Columns of -inf only: other ranks may have better ones. To ask first would make a CUDA device wait.
+        if empty.is_cuda or bool(empty.any()):
             share.masked_fill_(empty.unsqueeze(1), 0.0)
             total[at].masked_fill_(empty, 0.0)
     out[:, real:] = 0.0

@@ -11,6 +11,7 @@ from autoptd.passes.fusion import Groups, find_fusions, substitute
 from autoptd.passes.hooks import adds_to_gradient, hook_gemms
 from autoptd.passes.localize import Sizes, local_shape, localize
 from autoptd.passes.memory import price_memory
+from autoptd.passes.own import mark_owned
 from autoptd.passes.unlisted import register_rule
 from autoptd.passes.weigh import weigh
 
@@ -34,6 +35,7 @@ __all__ = [
     "hook_gemms",
     "local_shape",
     "localize",
+    "mark_owned",
     "price_memory",
     "register_rule",
     "substitute",

@@ -37,7 +37,7 @@ def hook_gemms(graph: Graph, *, overlap: bool, wgrad: str) -> None:
     for node in list(ops(graph)):
         if node.target is HEAD and _is_parameter(node.args[2]):
             node.kwargs = {**node.kwargs, "wgrad": wgrad}
-        operands = _operands(node)
+        operands = gemm_operands(node)
         if operands is None or not (note(operands[1]).needs_grad or node in gathered):
             continue
         x, weight, bias = operands
@@ -61,7 +61,7 @@ def _mark_readers(node: Node, overlap: bool) -> list[Node]:
     """
     gemms = gather_again(node)
     if gemms:
-        count = note(node).extra["readers"] = sum(note(_operands(gemm)[1]).needs_grad for gemm in gemms)  # type: ignore[index]
+        count = note(node).extra["readers"] = sum(note(gemm_operands(gemm)[1]).needs_grad for gemm in gemms)  # type: ignore[index]
         # One reader that counts, beside others, could not reduce for all.
         if overlap and (len(gemms) == 1 or count > 1):
             note(node).extra["overlap"] = True
@@ -74,14 +74,14 @@ def gather_again(node: Node) -> list[Node]:
         return []
     gemms, reads = [], [(node, user) for user in node.users]
     for source, user in reads:
-        operands = _operands(user)
+        operands = gemm_operands(user)
         if operands is not None and operands[0] is source and operands[1] is not source and operands[2] is not source:
             gemms.append(user)
         elif op_name(user) in FOLDS and tensor(user).shape[-1] == tensor(source).shape[-1]:
             reads += [(user, one) for one in user.users]
         else:
             return []
-    count = sum(note(_operands(gemm)[1]).needs_grad for gemm in gemms)  # type: ignore[index]
+    count = sum(note(gemm_operands(gemm)[1]).needs_grad for gemm in gemms)  # type: ignore[index]
     if not count or any(note(gemm).stages != note(node).stages for gemm in gemms):
         return []
     return gemms
@@ -106,8 +106,8 @@ def _is_parameter(weight: Any) -> bool:
     return weight.op == "placeholder" and note(weight).kind == "param" and note(weight).needs_grad  # type: ignore[no-any-return]
 
 
-def _operands(node: Node) -> tuple[Node, Node, Node | None] | None:
-    """(input, weight, bias) of a linear, or of an addmm that is one."""
+def gemm_operands(node: Node) -> tuple[Node, Node, Node | None] | None:
+    """(input, weight, bias) of a linear, or of an addmm that is one; None of anything else."""
     if op_name(node) == "aten.linear":
         x, weight, *rest = node.args
         if tensor(weight).dim() == 1:  # a product with a vector, as value heads have: autograd's

@@ -106,13 +106,21 @@ def cut(
         if spec.name not in names:
             continue
         x = leaves[spec.leaf].detach()
-        if spec.batched:
-            x = x.narrow(0, replica * spec.shape[0] * count, spec.shape[0] * count)
-        x = x.to(device)
-        pieces = x.split(spec.shape[0]) if spec.batched else [x] * count
+        rows = spec.shape[0] * count if spec.batched else 0
+        if spec.batched and x.shape[0] > rows:
+            x = x.narrow(0, replica * rows, rows)
+        x = _to(x, device)
+        pieces = x.split(spec.shape[0]) if spec.batched and count > 1 else [x] * count
         for microbatch, piece in zip(microbatches, pieces, strict=True):
             microbatch[spec.name] = piece
     return microbatches
+
+
+def _to(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """`x` on `device`; from the host to a CUDA device without waiting, through memory that nobody writes to meanwhile."""
+    if device.type == "cuda" and x.device.type == "cpu":
+        return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x).to(device, non_blocking=True)
+    return x.to(device)
 
 
 def take_rows(

@@ -39,13 +39,12 @@ class BatchCheck:
         hashes = [hash_words(leaf).to(world.device) for leaf in leaves if isinstance(leaf, torch.Tensor)]
         which = number if call == "step" else -number
         self.mine = torch.stack([torch.tensor(which, device=world.device), *hashes])
-        self.pending = [world.group((axis,)).all_gather_start(self.mine, SITE) for axis in REPLICA]
+        self.pending = [world.group((axis,)).all_gather_start(self.mine.unsqueeze(0), 0, SITE) for axis in REPLICA]
 
     def finish(self) -> None:
         """Look at the answers; RuntimeFault on all ranks of all replicas where any two differ within one."""
         world = self.world
-        gathered = [part for pending in self.pending for part in pending.wait()]
-        differs = torch.stack([(part != self.mine).any() for part in gathered]).any().to(torch.int64)
+        differs = torch.stack([(pending.wait() != self.mine).any() for pending in self.pending]).any().to(torch.int64)
         if agree_on_largest(world, differs, SITE):
             raise self._fault()
 

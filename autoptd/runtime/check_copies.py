@@ -66,7 +66,8 @@ def _compare(group: Group, specs: Sequence[ParamSpec], block: int, mine: dict[st
     """What differs between the ranks of a group, each held against the first one of its block."""
     if group.size == 1 or not specs:
         return []
-    prints = [part.tolist() for part in group.all_gather(torch.stack([mine[spec.name] for spec in specs]), SITE)]
+    own = torch.stack([mine[spec.name] for spec in specs])
+    prints = group.all_gather(own.unsqueeze(0), 0, SITE).tolist()
     return [
         f"{spec.name} on rank {group.ranks[i]} is not as on rank {group.ranks[i // block * block]}"
         for k, spec in enumerate(specs)

@@ -13,25 +13,48 @@ strided or expanded; every path below makes what it sends contiguous.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
 from autoptd.ir.types import Outer
-from autoptd.runtime.shards import join_shards, pad_shard, take_shard
-from autoptd.runtime.world import Group
+from autoptd.runtime.shards import (
+    gathered_whole,
+    join_shards,
+    pad_shard,
+    scattered_shard,
+    take_shard,
+    to_gather,
+    to_scatter,
+)
+from autoptd.runtime.world import Group, Pending, Then
 
 Tensor = torch.Tensor
+Direction = Callable[[Tensor, Group, str], Tensor]
 
 
-def i_to_r(x: Tensor, group: Group, *, site: str = "") -> Tensor:
-    """Forward: none. Backward: all-reduce. Megatron's f."""
-    return _convert(x, group, _keep, _sum, site)
+def i_to_r(x: Tensor, group: Group, *, owned: bool = False, site: str = "") -> Tensor:
+    """Forward: none. Backward: all-reduce. Megatron's f.
+
+    `owned`: nobody else holds the gradient of the result (GEMMs make it), so that it is summed in place.
+    """
+    return _convert(x, group, _keep, _sum_in_place if owned else _sum, site)
 
 
-def p_to_i(x: Tensor, group: Group, *, site: str = "") -> Tensor:
-    """Forward: all-reduce. Backward: none. Megatron's g."""
-    return _convert(x, group, _sum, _keep, site)
+def p_to_i(x: Tensor, group: Group, *, owned: bool = False, site: str = "") -> Tensor:
+    """Forward: all-reduce. Backward: none. Megatron's g.
+
+    `owned`: nobody else reads `x`, and no backward needs it (a GEMM made it), so that it is summed in place. Either way
+    autograd need not know of the sum, as the gradient passes through.
+    """
+    if group.size == 1:
+        return x
+    y = x if owned else x.clone(memory_format=torch.contiguous_format)
+    # Not by `detach`, whose writes autograd counts: where `y` is a view, as a linear's result may be, it would make new nodes
+    # for it, or refuse. passes/own.py sees to it that no backward needs what is overwritten.
+    group.all_reduce_(y.data, site)
+    return y
 
 
 def p_to_r(x: Tensor, group: Group, *, site: str = "") -> Tensor:
@@ -102,12 +125,24 @@ def s_to_s(x: Tensor, group: Group, dim: int, outer: Outer, to_dim: int, to_oute
     return _convert(x, group, forward, backward, site)
 
 
-def gather(x: Tensor, group: Group, dim: int, outer: Outer, *, site: str = "") -> Tensor:
+def gather(x: Tensor, group: Group, dim: int, outer: Outer, *, size: int = 0, site: str = "") -> Tensor:
     """The whole value of shards `x`, without a gradient."""
-    return _gather(dim, outer, 0)(x, group, site)
+    return _gather(dim, outer, size)(x, group, site)
 
 
-# What a direction of a conversion does: a function of (tensor, group, site).
+def gather_start(x: Tensor, group: Group, dim: int, outer: Outer, *, site: str = "") -> Pending:
+    """Start `gather`; `x` must not be changed before `wait()`."""
+    shard, along = to_gather(x, dim, outer)
+    return Then(group.all_gather_start(shard, along, site), lambda whole: gathered_whole(whole, dim, outer))
+
+
+def scatter_start(x: Tensor, group: Group, dim: int, outer: Outer, *, site: str = "") -> Pending:
+    """Start a reduce-scatter of `x` to shards, without a gradient; `x` must not be changed before `wait()`."""
+    whole, along = to_scatter(x, dim, outer, group.size)
+    return Then(group.reduce_scatter_start(whole, along, site), lambda shard: scattered_shard(shard, dim, outer))
+
+
+# The directions of conversions.
 
 
 def _keep(x: Tensor, group: Group, site: str) -> Tensor:
@@ -116,6 +151,10 @@ def _keep(x: Tensor, group: Group, site: str) -> Tensor:
 
 def _sum(x: Tensor, group: Group, site: str) -> Tensor:
     return group.all_reduce(x, site)
+
+
+def _sum_in_place(x: Tensor, group: Group, site: str) -> Tensor:
+    return group.all_reduce_(x, site)
 
 
 def _one_rank(x: Tensor, group: Group, site: str) -> Tensor:
@@ -131,13 +170,14 @@ class _Sharding:
 
 class _gather(_Sharding):
     def __call__(self, x: Tensor, group: Group, site: str) -> Tensor:
-        return join_shards(group.all_gather(x.contiguous(), site), self.dim, self.outer, self.size)
+        shard, dim = to_gather(x, self.dim, self.outer)
+        return gathered_whole(group.all_gather(shard, dim, site), self.dim, self.outer, self.size)
 
 
 class _scatter(_Sharding):
     def __call__(self, x: Tensor, group: Group, site: str) -> Tensor:
-        parts = [take_shard(x, self.dim, self.outer, index, group.size, self.size) for index in range(group.size)]
-        return group.reduce_scatter(parts, site)
+        whole, dim = to_scatter(x, self.dim, self.outer, group.size, self.size)
+        return scattered_shard(group.reduce_scatter(whole, dim, site), self.dim, self.outer)
 
 
 class _slice(_Sharding):
@@ -161,27 +201,37 @@ class _Exchange(_Sharding):
         if self.dim == self.to_dim:
             if self.outer == self.to_outer:
                 return x
-            whole = join_shards(group.all_gather(x.contiguous(), site), self.dim, self.outer)
+            whole = gather(x, group, self.dim, self.outer, site=site)
             return take_shard(whole, self.to_dim, self.to_outer, group.index, group.size)
         parts = [take_shard(x, self.to_dim, self.to_outer, index, group.size) for index in range(group.size)]
         return join_shards(group.all_to_all(parts, site), self.dim, self.outer)
+
+
+class _Directions(NamedTuple):
+    """What a conversion does: forward, backward, over which ranks."""
+
+    forward: Direction
+    backward: Direction
+    group: Group
+    site: str
 
 
 class _Converted(torch.autograd.Function):
     """Runs one direction forward and another backward. A direction that keeps its input hands autograd a view of it."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, forward: Any, backward: Any, site: str) -> Tensor:
-        ctx.group, ctx.direction, ctx.site = group, backward, site
-        y = forward(x, group, site)
+    def forward(ctx: Any, x: Tensor, how: _Directions) -> Tensor:
+        ctx.how = how
+        y = how.forward(x, how.group, how.site)
         return x.view_as(x) if y is x else y
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        return ctx.direction(grad, ctx.group, f"{ctx.site} backward"), None, None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        how: _Directions = ctx.how
+        return how.backward(grad, how.group, f"{how.site} backward"), None
 
 
-def _convert(x: Tensor, group: Group, forward: Any, backward: Any, site: str) -> Tensor:
+def _convert(x: Tensor, group: Group, forward: Direction, backward: Direction, site: str) -> Tensor:
     if group.size == 1:
         return x
-    return _Converted.apply(x, group, forward, backward, site)  # type: ignore[no-any-return, no-untyped-call]
+    return _Converted.apply(x, _Directions(forward, backward, group, site))  # type: ignore[no-any-return, no-untyped-call]

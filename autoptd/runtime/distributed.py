@@ -32,12 +32,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autoptd.compat import bound_device, default_store, env_store, new_group
+from autoptd.compat import default_store, env_store, gather_into, new_group, scatter_into
 from autoptd.errors import InternalError, PlanError, RuntimeFault
 from autoptd.ir.mesh import Mesh
 from autoptd.runtime.departures import Departures
+from autoptd.runtime.devices import process_device
 from autoptd.runtime.faults import Call, FaultBoard
-from autoptd.runtime.world import Channel, Done, Group, Like, Needs, Pending, World
+from autoptd.runtime.world import Channel, Done, Group, Like, Needs, Pending, Then, World, equal_parts
 
 Tensor = torch.Tensor
 OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
@@ -72,7 +73,7 @@ class DistributedWorld(World):
         timeout: float = 300.0,
         backend: str | None = None,
     ) -> None:
-        target = _own_device(device, backend)
+        target = process_device(device, backend)
         self.backend = backend or _default_backend(target)
         if target.type == "cuda":
             torch.cuda.set_device(target)
@@ -170,32 +171,43 @@ class DistributedGroup(Group):
         super().__init__(ranks, ranks.index(world.rank))
         self._world, self.handle = world, handle
         self._count = 0  # of calls; the same on all ranks
-        self._reductions = {name: _reduction(op) for name, op in OPS.items()}
+        self._reductions = {name: _reduction(op, is_async=False) for name, op in OPS.items()}
+        self._async_sum = _reduction(dist.ReduceOp.SUM, is_async=True)
 
     def all_reduce(self, x: Tensor, site: str, op: str = "sum") -> Tensor:
-        return self._all_reduce(x, site, op)
+        return self._all_reduce(_fresh(x), site, op)
 
-    def _all_reduce(self, x: Tensor, site: str, op: str = "sum") -> Tensor:
-        y = _fresh(x)
+    def all_reduce_(self, x: Tensor, site: str) -> Tensor:
+        if x.is_contiguous():
+            return self._all_reduce(x, site)
+        return x.copy_(self._all_reduce(x.contiguous(), site))
+
+    def _all_reduce(self, y: Tensor, site: str, op: str = "sum") -> Tensor:
+        """Sum a contiguous tensor in place."""
         with self._call("all_reduce", site, y):  # the group's own method: a third of the time of `dist.all_reduce`
-            work = self.handle.allreduce([y], self._reductions[op])
+            work = self.handle.allreduce([_as_real(y)], self._reductions[op])
             if work is not None:  # NCCL hands out none here: the sum is queued on the current stream
                 work.wait()
         return y
 
-    def all_gather(self, x: Tensor, site: str) -> list[Tensor]:
+    def all_gather(self, x: Tensor, dim: int, site: str) -> Tensor:
         x = x.detach().contiguous()
-        parts = [torch.empty_like(x) for _ in self.ranks]
+        gathered = x.new_empty((self.size, *x.shape))
         with self._call("all_gather", site, x):
-            dist.all_gather(parts, x, group=self.handle)
-        return parts
+            work = gather_into(self.handle, gathered, x, is_async=False)
+            if work is not None:
+                work.wait()
+        return _in_place_of(gathered, dim)
 
-    def reduce_scatter(self, parts: Sequence[Tensor], site: str) -> Tensor:
+    def reduce_scatter(self, x: Tensor, dim: int, site: str) -> Tensor:
         if self._world.backend == "gloo":  # has no reduce-scatter of its own: all-reduce everything, keep a part
-            return self._all_reduce(torch.stack([part.detach() for part in parts]), site)[self.index].clone()
-        mine = torch.empty_like(parts[0], memory_format=torch.contiguous_format)
+            return self._part(self._all_reduce(_fresh(x), site), dim, site)
+        parts = _parts_first(x.detach(), dim, self.size, equal_parts(x, dim, self.size, site))
+        mine = torch.empty_like(parts[0])
         with self._call("reduce_scatter", site, mine):
-            dist.reduce_scatter(mine, [part.detach().contiguous() for part in parts], group=self.handle)
+            work = scatter_into(self.handle, mine, parts, is_async=False)
+            if work is not None:
+                work.wait()
         return mine
 
     def all_to_all(self, parts: Sequence[Tensor], site: str) -> list[Tensor]:
@@ -212,27 +224,34 @@ class DistributedGroup(Group):
         return y
 
     def all_reduce_start(self, flat: Tensor, site: str) -> Pending:
-        with self._call("all_reduce_start", site, flat) as call:
-            work = dist.all_reduce(flat.detach(), group=self.handle, async_op=True)
+        return self._sum_start("all_reduce_start", flat, site)
+
+    def _sum_start(self, kind: str, flat: Tensor, site: str) -> Pending:
+        with self._call(kind, site, flat) as call:
+            work = self.handle.allreduce([_as_real(flat.detach())], self._async_sum)
         return _Works(self._world, [work], flat, call)
 
-    def all_gather_start(self, x: Tensor, site: str) -> Pending:
+    def all_gather_start(self, x: Tensor, dim: int, site: str) -> Pending:
         x = x.detach().contiguous()
-        parts = [torch.empty_like(x) for _ in self.ranks]
+        gathered = x.new_empty((self.size, *x.shape))
         with self._call("all_gather_start", site, x) as call:
-            work = dist.all_gather(parts, x, group=self.handle, async_op=True)
-        return _Works(self._world, [work], parts, call, kept=[x])
+            work = gather_into(self.handle, gathered, x, is_async=True)
+        return Then(_Works(self._world, [work], gathered, call, kept=[x]), lambda whole: _in_place_of(whole, dim))
 
-    def reduce_scatter_start(self, parts: Sequence[Tensor], site: str) -> Pending:
-        kept = [part.detach().contiguous() for part in parts]
-        with self._call("reduce_scatter_start", site, kept[0]) as call:
-            if self._world.backend == "gloo":  # as in `reduce_scatter`
-                whole = torch.stack(kept)
-                work, mine = dist.all_reduce(whole, group=self.handle, async_op=True), whole[self.index]
-            else:
-                mine = torch.empty_like(kept[0])
-                work = dist.reduce_scatter(mine, kept, group=self.handle, async_op=True)
-        return _Works(self._world, [work], mine, call, kept=kept)
+    def reduce_scatter_start(self, x: Tensor, dim: int, site: str) -> Pending:
+        if self._world.backend == "gloo":  # as in `reduce_scatter`
+            started = self._sum_start("reduce_scatter_start", _fresh(x), site)
+            return Then(started, lambda whole: self._part(whole, dim, site))
+        parts = _parts_first(x.detach(), dim, self.size, equal_parts(x, dim, self.size, site))
+        mine = torch.empty_like(parts[0])
+        with self._call("reduce_scatter_start", site, mine) as call:
+            work = scatter_into(self.handle, mine, parts, is_async=True)
+        return _Works(self._world, [work], mine, call, kept=[parts])
+
+    def _part(self, whole: Tensor, dim: int, site: str) -> Tensor:
+        """This rank's part of a whole value, as a tensor of its own."""
+        width = equal_parts(whole, dim, self.size, site)
+        return whole.narrow(dim, self.index * width, width).clone(memory_format=torch.contiguous_format)
 
     def gather_objects(self, obj: Any, site: str) -> list[Any]:
         objects: list[Any] = [None] * self.size
@@ -307,9 +326,26 @@ def _fresh(x: Tensor) -> Tensor:
     return x.clone() if x.is_contiguous() else x.contiguous()
 
 
-def _reduction(op: Any) -> Any:
+def _in_place_of(gathered: Tensor, dim: int) -> Tensor:
+    """[t, ..., n, ...] with the dims after the first in their places: [..., t n, ...]. A view if those before `dim` are 1."""
+    count, *sizes = gathered.shape
+    sizes[dim] *= count
+    return gathered.movedim(0, dim).reshape(sizes)
+
+
+def _parts_first(x: Tensor, dim: int, count: int, width: int) -> Tensor:
+    """[..., t n, ...] as [t, ..., n, ...], contiguous: `x` itself, seen otherwise, if the dims before `dim` are 1."""
+    return x.unflatten(dim, (count, width)).movedim(dim, 0).contiguous()
+
+
+def _as_real(x: Tensor) -> Tensor:
+    """Complex numbers as pairs: what NCCL and gloo can add."""
+    return torch.view_as_real(x) if x.is_complex() else x
+
+
+def _reduction(op: Any, *, is_async: bool) -> Any:
     options = dist.AllreduceOptions()
-    options.reduceOp, options.asyncOp = op, False  # on CUDA: on the current stream
+    options.reduceOp, options.asyncOp = op, is_async  # on CUDA: on a stream of NCCL's own, or on the current one
     return options
 
 
@@ -319,22 +355,6 @@ def _default_backend(device: torch.device) -> str:
     if existing not in ("undefined", "gloo", "nccl") and ":" not in existing:
         return existing
     return "nccl" if device.type == "cuda" else "gloo"
-
-
-def _own_device(device: str | None, backend: str | None) -> torch.device:
-    """This rank's device; "cuda" is the one that the default group was made for, else that of LOCAL_RANK, else the current."""
-    if device is None:
-        device = "cuda" if backend != "gloo" and torch.cuda.is_available() else "cpu"
-    target = torch.device(device)
-    if target.type != "cuda" or target.index is not None:
-        return target
-    bound = bound_device()
-    if bound is not None and bound.type == "cuda":
-        return bound
-    if "LOCAL_RANK" not in os.environ:
-        return torch.device("cuda", torch.cuda.current_device())
-    # A launcher may show each process its own device only.
-    return torch.device("cuda", int(os.environ["LOCAL_RANK"]) if torch.cuda.device_count() > 1 else 0)
 
 
 def _init_from_env(backend: str, timeout: float) -> None:

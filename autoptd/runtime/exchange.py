@@ -23,7 +23,7 @@ import torch
 from autoptd.errors import InternalError, RuntimeFault
 from autoptd.ir.call_order import find_deadlock
 from autoptd.ir.mesh import Mesh
-from autoptd.runtime.world import Channel, Done, Group, Like, Pending, World, fault_site
+from autoptd.runtime.world import Channel, Done, Group, Like, Pending, World, equal_parts, fault_site
 
 Call = tuple[str, str, Any, Any]  # kind, site, shapes, dtypes
 Combine = Callable[[list[Any]], list[Any]]  # every rank's payload -> every rank's result
@@ -183,11 +183,14 @@ class ThreadGroup(Group):
             f"all_reduce {op}", site, [x], lambda posts: _copies(_reduced([p[0] for p in posts], op), self.size)
         )
 
-    def all_gather(self, x: torch.Tensor, site: str) -> list[torch.Tensor]:
-        return self._gather("all_gather", x, site).wait()  # type: ignore[no-any-return]
+    def all_reduce_(self, x: torch.Tensor, site: str) -> torch.Tensor:
+        return self._meet("all_reduce_", site, [x], _sum_in_place)  # type: ignore[no-any-return]
 
-    def reduce_scatter(self, parts: Sequence[torch.Tensor], site: str) -> torch.Tensor:
-        return self._scatter("reduce_scatter", parts, site).wait()  # type: ignore[no-any-return]
+    def all_gather(self, x: torch.Tensor, dim: int, site: str) -> torch.Tensor:
+        return self._gather("all_gather", x, dim, site).wait()  # type: ignore[no-any-return]
+
+    def reduce_scatter(self, x: torch.Tensor, dim: int, site: str) -> torch.Tensor:
+        return self._scatter("reduce_scatter", x, dim, site).wait()  # type: ignore[no-any-return]
 
     def all_to_all(self, parts: Sequence[torch.Tensor], site: str) -> list[torch.Tensor]:
         return self._meet(
@@ -203,23 +206,28 @@ class ThreadGroup(Group):
         )
 
     def all_reduce_start(self, flat: torch.Tensor, site: str) -> Pending:
+        return self._start("all_reduce_start", site, [flat], _sum_in_place)
+
+    def all_gather_start(self, x: torch.Tensor, dim: int, site: str) -> Pending:
+        return self._gather("all_gather_start", x, dim, site)
+
+    def _gather(self, kind: str, x: torch.Tensor, dim: int, site: str) -> Pending:
         def combine(posts: list[Any]) -> list[Any]:
-            total = _reduced([post[0] for post in posts])
-            return [post[0].copy_(total) for post in posts]
+            return [torch.cat([post[0] for post in posts], dim) for _ in posts]
 
-        return self._start("all_reduce_start", site, [flat], combine)
+        return self._start(f"{kind} dim {dim}", site, [x], combine)
 
-    def all_gather_start(self, x: torch.Tensor, site: str) -> Pending:
-        return self._gather("all_gather_start", x, site)
+    def reduce_scatter_start(self, x: torch.Tensor, dim: int, site: str) -> Pending:
+        return self._scatter("reduce_scatter_start", x, dim, site)
 
-    def _gather(self, kind: str, x: torch.Tensor, site: str) -> Pending:
-        return self._start(kind, site, [x], lambda posts: [[p[0].clone() for p in posts] for _ in posts])
+    def _scatter(self, kind: str, x: torch.Tensor, dim: int, site: str) -> Pending:
+        equal_parts(x, dim, self.size, site)
 
-    def reduce_scatter_start(self, parts: Sequence[torch.Tensor], site: str) -> Pending:
-        return self._scatter("reduce_scatter_start", parts, site)
+        def combine(posts: list[Any]) -> list[Any]:
+            columns = zip(*(post[0].tensor_split(self.size, dim) for post in posts), strict=True)
+            return [_reduced(column) for column in columns]
 
-    def _scatter(self, kind: str, parts: Sequence[torch.Tensor], site: str) -> Pending:
-        return self._start(kind, site, parts, lambda posts: [_reduced(column) for column in zip(*posts, strict=True)])
+        return self._start(f"{kind} dim {dim}", site, [x], combine)
 
     def gather_objects(self, obj: Any, site: str) -> list[Any]:
         pending = self._post(
@@ -340,6 +348,11 @@ def _reduced(tensors: Sequence[torch.Tensor], op: str = "sum") -> torch.Tensor:
         else:
             torch.maximum(total, x, out=total)
     return total
+
+
+def _sum_in_place(posts: list[list[torch.Tensor]]) -> list[Any]:
+    total = _reduced([post[0] for post in posts])
+    return [post[0].copy_(total) for post in posts]
 
 
 def _copies(x: torch.Tensor, count: int) -> list[torch.Tensor]:

@@ -26,11 +26,13 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from autoptd.errors import InternalError, RuntimeFault
 from autoptd.ir.actions import Action, Kind
 from autoptd.ir.program import CrossingSpec, Program
+from autoptd.kernels.forms import wide
 from autoptd.runtime.dropout import Drawing
 from autoptd.runtime.fused import Fused
 from autoptd.runtime.gradients import Gradients
 from autoptd.runtime.linear import WeightTerm
 from autoptd.runtime.messages import Messages
+from autoptd.runtime.nan import NanWatch
 from autoptd.runtime.parameters import RankParameters, from_rank_0, owners
 from autoptd.runtime.stage import Stage, load_stage
 from autoptd.runtime.timeline import Watch
@@ -109,6 +111,9 @@ class Executor:
         # Of the loss, on its stage's ranks; all ranks agree at the first step.
         self._seen_dtype: torch.dtype | None = None
         self._loss_dtype: torch.dtype | None = None
+        self._nan = NanWatch(world.device)
+        # Whether to keep the host from waiting for the device, which is then behind.
+        self._runs_ahead = world.device.type == "cuda"
         self._do = {
             Kind.F: self._forward,
             Kind.B: self._backward,
@@ -142,7 +147,7 @@ class Executor:
         """Run one step; return the detached loss of the global batch, the same on every rank.
 
         `microbatches` are this replica's, with at least this rank's `inputs`. A NaN loss raises on all ranks and adds no
-        gradient (`nan="ignore"` lets it pass).
+        gradient (`nan="ignore"` lets it pass); on CUDA it raises in the step after.
         """
         self.steps += 1
         began = time.perf_counter()
@@ -152,16 +157,12 @@ class Executor:
             self.world.at = "gradients"
             self.gradients.finish()
             loss = self._global_loss()
-            is_bad = nan == "raise" and bool(loss.isnan())
-            bad_ranks = self._ranks_with_nan() if is_bad else []
+            bad = self._nan.look(self.steps, loss, self._loss) if nan == "raise" else None
+            bad_ranks = self._ranks_with_nan(bad.own) if bad else []
         # Every rank has come here, and takes the same way on: nobody is left waiting.
-        if is_bad:
+        if bad:
             self.gradients.drop()
-            raise RuntimeFault(
-                f"step {self.steps}",
-                f"the loss is NaN on rank {', '.join(map(str, bad_ranks))} (last stage); its gradients were dropped",
-                "look at this batch and the learning rate, or pass nan='ignore'",
-            )
+            raise _nan_fault(self.steps, bad.step, bad_ranks)
         self.gradients.commit()
         self.world.at = "between steps"
         if self.steps == 1 and self.world.rank == 0 and self.program.fuse == "inductor":
@@ -246,7 +247,11 @@ class Executor:
             counts = [stage.count(**{name: one[name] for name in names}) for one in self._microbatches]
             sums = torch.stack([torch.stack(list(same)).sum().double() for same in zip(*counts, strict=True)])
             sums = self.world.group(("dp",)).all_reduce(sums, "count of labels")
-            stage.totals = tuple(sums.tolist())  # numbers, so that a loss divided by them keeps its dtype
+            dtype = self._loss_dtype or self._seen_dtype
+            if self._runs_ahead and dtype is not None:  # the second step or a later one
+                stage.totals = sums.to(wide(dtype)).unbind()
+            else:
+                stage.totals = tuple(sums.tolist())  # numbers, so that a loss divided by them keeps its dtype
 
     def _forward(self, action: Action) -> None:
         stage, number = action.stage, action.microbatch
@@ -262,7 +267,7 @@ class Executor:
         if stage == self.program.loss_stage:
             loss = results.pop()
             self._loss += loss.detach()
-            self._seen_dtype = loss.dtype
+            self._seen_dtype = self._seen_dtype or loss.dtype  # of the first step, which divides by numbers
         outputs = {spec.name: x for spec, x in zip(self._wires.outputs[stage], results, strict=True)}
         for target in self._wires.targets[stage]:
             left = {spec.name: outputs[spec.name].detach() for spec in self._wires.values[stage, target]}
@@ -321,9 +326,21 @@ class Executor:
             self._loss_dtype = next(dtype for dtype in seen if dtype is not None)
         return total.to(self._loss_dtype)
 
-    def _ranks_with_nan(self) -> list[int]:
-        ranks = self.world.everyone().gather_objects(bool(self._loss.isnan()), "which loss is NaN")
+    def _ranks_with_nan(self, own: torch.Tensor) -> list[int]:
+        ranks = self.world.everyone().gather_objects(bool(own.isnan()), "which loss is NaN")
         return [rank for rank, is_nan in enumerate(ranks) if is_nan]
+
+
+def _nan_fault(now: int, step: int, ranks: Sequence[int]) -> RuntimeFault:
+    where = f"NaN on rank {', '.join(map(str, ranks))} (last stage)"
+    if step == now:
+        remedy = "look at this batch and the learning rate, or pass nan='ignore'"
+        return RuntimeFault(f"step {step}", f"the loss is {where}; its gradients were dropped", remedy)
+    fact = f"the loss of step {step} was {where}, which on CUDA is seen one step later: its gradients were handed over"
+    remedy = (
+        "go back to a checkpoint from before it, and look at that batch and the learning rate; or pass nan='ignore'"
+    )
+    return RuntimeFault(f"step {now}", fact, remedy)
 
 
 def _gradient_of(x: torch.Tensor) -> torch.Tensor:

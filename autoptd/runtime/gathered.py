@@ -17,8 +17,7 @@ import torch
 
 from autoptd.errors import InternalError
 from autoptd.ir.types import Outer
-from autoptd.runtime.conversions import gather, s_to_r
-from autoptd.runtime.shards import join_shards, take_shard
+from autoptd.runtime.conversions import gather, gather_start, s_to_r, scatter_start
 from autoptd.runtime.world import Group, Pending
 
 Tensor = torch.Tensor
@@ -41,14 +40,14 @@ class Again:
     def start(self) -> None:
         """A reader will call `take` soon."""
         if self._overlap and self._whole is None and self._pending is None:
-            self._pending = self._group.all_gather_start(self._shard.contiguous(), f"{self._site} backward")
+            self._pending = gather_start(self._shard, self._group, *self._at, site=f"{self._site} backward")
 
     def take(self) -> Tensor:
         """Return the whole value; every reader calls once."""
         if not self._left:
             raise InternalError(self._site, "more readers gather again than were counted")
         if self._pending is not None:
-            self._whole, self._pending = join_shards(self._pending.wait(), *self._at), None
+            self._whole, self._pending = self._pending.wait(), None
         elif self._whole is None:
             self._whole = gather(self._shard, self._group, *self._at, site=f"{self._site} backward")
         self._left -= 1
@@ -59,11 +58,9 @@ class Again:
 
     def reduce_start(self, grad: Tensor) -> Pending:
         """Start to reduce-scatter the gradient of the whole value, folded as it may be."""
-        (dim, outer), size = self._at, self._group.size
         sizes = list(self._shard.shape)
-        sizes[dim] *= size
-        parts = [take_shard(grad.view(sizes), dim, outer, index, size) for index in range(size)]
-        return self._group.reduce_scatter_start(parts, f"{self._site} backward")
+        sizes[self._at[0]] *= self._group.size
+        return scatter_start(grad.view(sizes), self._group, *self._at, site=f"{self._site} backward")
 
 
 class Gathered:

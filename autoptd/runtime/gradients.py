@@ -4,7 +4,7 @@ In: a rank's leaves, whose `.grad` autograd fills, or `add` where a GEMM brings 
 `parameter.grad`, of the loss of the global batch. A leaf's `.grad` has the dtype of `ParamSpec.sum_dtype`,
 and all sums run in that.
 
-Sums run on *buckets*: flat buffers of about 25 MB, over the ranks that `ir/buckets.py` says: dp, then tp, then owners. The sum
+Sums run on *buckets*: flat buffers of about 100 MB, over the ranks that `ir/buckets.py` says: dp, then tp, then owners. The sum
 over dp starts once the last gradient of a bucket is complete, which hooks on the leaves notice and REDUCE actions make sure of;
 all replicas hold the same buckets and start them in the same order, each after the one before it. Sums over tp and owners wait
 for `finish`: inside a backward they would get between its own calls over tp, at another place on each tensor rank.
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
@@ -24,6 +24,7 @@ from autoptd.compat import set_grad_dtype
 from autoptd.errors import InternalError, PlanError
 from autoptd.ir.buckets import BUCKET_BYTES, BucketPlan, plan_buckets
 from autoptd.ir.program import ParamSpec, Program
+from autoptd.kernels.forms import wide
 from autoptd.runtime.guard import guard_gradient, unguarded
 from autoptd.runtime.linear import WeightTerm
 from autoptd.runtime.parameters import RankParameters, dtype_of, in_place, shard_of
@@ -107,7 +108,8 @@ class Gradients:
         )
         self.buckets = [bucket for plan in plans if not (bucket := Bucket(plan, world)).is_alone]
         self._bucket_of = {spec.name: bucket for bucket in self.buckets for spec in bucket.specs}
-        self._alone = [(name, params.leaves[name], params.local[name]) for name in here if name not in self._bucket_of]
+        alone = [name for name in here if name not in self._bucket_of]
+        self._alone = [(name, params.leaves[name], params.local[name], params.is_plain(name)) for name in alone]
         # Only gradients that are summed over dp, and so while backward runs, are counted and waited for: that is Python per
         # parameter.
         self._counted = {spec.name: bucket for bucket in self.buckets if bucket.early.size > 1 for spec in bucket.specs}
@@ -179,10 +181,10 @@ class Gradients:
     @torch.no_grad()
     def commit(self) -> None:
         """Add the step's gradients to `parameter.grad` (and `parameter.main_grad`)."""
-        for name, leaf, parameter in self._alone:
+        for name, leaf, parameter, is_plain in self._alone:
             if (grad := leaf.grad) is None:
                 continue
-            if parameter.grad is None and self.params.is_plain(name):
+            if is_plain and parameter.grad is None:
                 parameter.grad = guard_gradient(grad)
             else:
                 self._hand_over(name, grad)
@@ -222,13 +224,14 @@ def grad_norm(params: RankParameters) -> torch.Tensor:
     the first owner. Replicas hold equal gradients and are not summed over.
     """
     world = params.world
-    total = torch.zeros((), dtype=torch.float64, device=world.device)
+    counted: list[torch.Tensor] = []
     for spec in params.specs:
         holders = spec.type.copies if spec.type.kind == "S" else world.mesh.t  # of which the first one counts
         counts = params.is_first_owner(spec) and world.coordinate.tp % holders == 0
         gradient = params.gradient(spec.name) if counts else None
         if gradient is not None:
-            total += torch.linalg.vector_norm(gradient, dtype=torch.float64) ** 2
+            counted.append(gradient)
+    total = _sum_of_squares(counted, world.device)
     for axis in ("tp", "pp"):
         total = world.group((axis,)).all_reduce(total, "gradient norm")
     return total.sqrt()
@@ -245,10 +248,34 @@ def clip_gradients(params: RankParameters, max_norm: float, norm_type: float = 2
         raise PlanError(f"norm_type={norm_type}", "only the 2-norm is there", "norm_type=2")
     norm = grad_norm(params)
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for name in params.local:
-        if (gradient := params.gradient(name)) is not None:
-            params.set_gradient(name, gradient.mul_(factor.to(gradient.dtype)))
+    gradients = {name: found for name in params.local if (found := params.gradient(name)) is not None}
+    for same in _by_dtype(gradients.values()):
+        torch._foreach_mul_(same, factor.to(same[0].dtype))
+    for name, gradient in gradients.items():
+        if not params.is_plain(name):
+            params.set_gradient(name, gradient)
     return norm
+
+
+def _sum_of_squares(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """The sum of the squares of all entries, in float64. On CUDA the norm of each tensor is taken in float32 (in float64 of
+    float64): operators there add up in a tree, and would else write a float64 copy of it first.
+    """
+    norms: list[torch.Tensor] = []
+    for same in _by_dtype(torch.view_as_real(x) if x.is_complex() else x for x in tensors):
+        dtype = wide(same[0].dtype) if device.type == "cuda" else torch.float64
+        norms += torch._foreach_norm(same, 2, dtype)
+    if not norms:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    return torch.stack([norm.double() for norm in norms]).square().sum()
+
+
+def _by_dtype(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Lists of tensors of one dtype: of others, torch's operators on lists take one after the other."""
+    found: dict[torch.dtype, list[torch.Tensor]] = {}
+    for x in tensors:
+        found.setdefault(x.dtype, []).append(x)
+    yield from found.values()
 
 
 def _counting_hook(gradients: weakref.ref[Gradients], name: str) -> Callable[[torch.Tensor], None]:

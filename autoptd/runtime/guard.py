@@ -32,6 +32,7 @@ from autoptd.errors import PlanError
 CLIPPING, SCALING = "torch.nn.utils.clip_grad", "torch.amp.grad_scaler"
 OPTIMIZERS, AVERAGES = "torch.optim.", "torch.optim.swa_utils"
 READS = frozenset({Tensor.grad.__get__, Tensor.is_leaf.__get__})  # type: ignore[union-attr, attr-defined]
+WRITES = frozenset({Tensor.grad.__set__})  # type: ignore[union-attr]  # never refused
 NORMS = frozenset(
     {
         torch.norm,
@@ -85,7 +86,8 @@ class GuardedParameter(nn.Parameter):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        refuse(func, _caller(), "parameter")
+        if func not in WRITES:
+            refuse(func, _caller(), "parameter")
         with (
             torch._C.DisableTorchFunctionSubclass()
         ):  # what unguarded() does, without its generator: this is a hot path

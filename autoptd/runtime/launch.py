@@ -22,6 +22,7 @@ import torch.distributed as dist
 from autoptd.errors import InternalError, PlanError, RuntimeFault
 from autoptd.ir.mesh import Mesh
 from autoptd.ir.program import Program
+from autoptd.runtime.devices import has_launcher
 from autoptd.runtime.distributed import DistributedWorld
 from autoptd.runtime.executor import Executor, needs_of
 from autoptd.runtime.guard import unguarded
@@ -176,11 +177,8 @@ def is_launched(mesh: Mesh, backend: str | None) -> bool:
     """
     if backend == "local":
         return False
-    in_environment = "RANK" in os.environ and "WORLD_SIZE" in os.environ
-    if dist.is_available() and dist.is_initialized():
-        size = dist.get_world_size()
-    elif in_environment:
-        size = int(os.environ["WORLD_SIZE"])
+    if has_launcher(backend):
+        size = dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])
     elif mesh.size > 1 or backend is not None:
         raise PlanError(
             f"{mesh}",

@@ -135,4 +135,4 @@ def gather(parcel: Parcel, arrived: Tensor, tp: Group) -> Tensor:
     """Return the whole parcel, flat, from what this tensor rank received."""
     if parcel.parts == 1:
         return arrived
-    return torch.cat(tp.all_gather(arrived, parcel.site))[: parcel.numel]
+    return tp.all_gather(arrived, 0, parcel.site)[: parcel.numel]

@@ -24,8 +24,9 @@ from torch import optim
 from autoptd.errors import PlanError
 from autoptd.ir.program import ParamSpec
 from autoptd.runtime.elementwise import check_elementwise
+from autoptd.runtime.fused_optimizer import lay_out, takes_fused
 from autoptd.runtime.guard import lower, raise_again, unguarded
-from autoptd.runtime.parameters import RankParameters, gather_full, shard_of
+from autoptd.runtime.parameters import RankParameters, dtype_of, gather_full, shard_of
 from autoptd.runtime.shards import real_rows
 
 Result = TypeVar("Result")
@@ -125,6 +126,7 @@ def make_optimizer(
     """Return an instance of (a subclass of) `cls` over the local parameters of `ranks`; a collective.
 
     `params` is None (all), or names, globs, tensors and (name, tensor) pairs, or group dicts whose "params" holds such.
+    Where torch has a fused form of `cls`, it is taken by default.
     """
     check_elementwise(cls, keywords)
     mine = resolve_groups(ranks, params)
@@ -134,11 +136,15 @@ def make_optimizer(
         {**options, "params": [one.local[name] for name in names for one in ranks if name in one.local]}
         for names, (_, options) in zip(groups, mine, strict=True)
     ]
+    dtypes = {dtype_of(spec.dtype) for spec in ranks[0].specs}  # of all ranks' parameters
+    if takes_fused(cls, [keywords, *(options for _, options in mine)], ranks[0].world.device, dtypes):
+        keywords["fused"] = True
     with unguarded():
         made = type(cls.__name__, (NamedOptimizer, cls), {"__doc__": cls.__doc__})(local, **keywords)
     made.binding = Binding(tuple(ranks), run, groups)
     every = [x for group in made.param_groups for x in group["params"]]
     made.register_step_pre_hook(lambda *_: lower(every))
+    made.register_step_pre_hook(lambda optimizer, *_: lay_out(optimizer.param_groups))
     made.register_step_post_hook(lambda *_: clear_padding(ranks))
     made.register_step_post_hook(lambda *_: raise_again(every))
     return made
@@ -219,7 +225,9 @@ def _local_record(params: RankParameters, spec: ParamSpec, record: Mapping[str, 
     for key, value in record.items():
         if isinstance(value, torch.Tensor):
             is_like_parameter = value.dim() > 0 and tuple(value.shape) == spec.shape
-            value = (shard_of(spec, value, params.world) if is_like_parameter else value).clone()
+            value = (shard_of(spec, value, params.world) if is_like_parameter else value).clone(
+                memory_format=torch.contiguous_format
+            )
         found[key] = value
     return found
 

@@ -74,15 +74,17 @@ class RankParameters:
         self._born = [(name, one, one.data_ptr(), self.leaves[name].requires_grad) for name, one in self.local.items()]
 
     def _first_values(self, full: Values) -> Iterator[tuple[ParamSpec, torch.Tensor]]:
-        """This rank's part of every parameter that it owns."""
+        """This rank's part of every parameter that it owns, contiguous."""
         if isinstance(full, Folder):
             reader = full.reader()
-            yield from ((spec, read_shard(spec, reader, self.world)) for spec in self.specs if self.is_owner(spec))
+            mine = (spec for spec in self.specs if self.is_owner(spec))
+            yield from ((spec, read_shard(spec, reader, self.world).contiguous()) for spec in mine)
             return
         for spec in self.specs:
             whole = from_rank_0(self.world, spec.name, full[spec.name], dtype_of(spec.dtype))
             if self.is_owner(spec):
-                yield spec, shard_of(spec, whole, self.world).clone()  # never the user's own storage
+                own = shard_of(spec, whole, self.world)
+                yield spec, own.clone(memory_format=torch.contiguous_format)  # never the user's own storage
 
     def is_owner(self, spec: ParamSpec) -> bool:
         return self.world.coordinate.pp in owners(self.program, spec)
@@ -190,7 +192,7 @@ def gather_full(
             raise PlanError(spec.name, fact, "change gradients on all ranks alike: optimizer.zero_grad()")
         full = local.detach()
         if spec.type.kind == "S":
-            parts = world.group(("tp",)).all_gather(full.contiguous(), site)[:: spec.type.copies]
+            parts = world.group(("tp",)).all_gather(full.unsqueeze(0), 0, site)[:: spec.type.copies].unbind()
             full = join_shards(parts, spec.type.dim, spec.outer, spec.padded_size(world.mesh.t))
     else:
         full = torch.empty(spec.shape, dtype=dtype or dtype_of(spec.dtype), device=world.device)

@@ -222,11 +222,12 @@ def _nbytes(x: Tensor) -> int:
 # Method of `Group`, what it is called in a record, and the bytes of its payload, given what one rank hands in.
 GROUP_METHODS: dict[str, tuple[str, Callable[[Any, int], int]]] = {
     "all_reduce": ("all-reduce", lambda x, size: _nbytes(x)),
+    "all_reduce_": ("all-reduce", lambda x, size: _nbytes(x)),
     "all_reduce_start": ("all-reduce", lambda x, size: _nbytes(x)),
     "all_gather": ("all-gather", lambda x, size: size * _nbytes(x)),
     "all_gather_start": ("all-gather", lambda x, size: size * _nbytes(x)),
-    "reduce_scatter": ("reduce-scatter", lambda parts, size: sum(map(_nbytes, parts))),
-    "reduce_scatter_start": ("reduce-scatter", lambda parts, size: sum(map(_nbytes, parts))),
+    "reduce_scatter": ("reduce-scatter", lambda x, size: _nbytes(x)),
+    "reduce_scatter_start": ("reduce-scatter", lambda x, size: _nbytes(x)),
     "all_to_all": ("all-to-all", lambda parts, size: size * sum(map(_nbytes, parts))),
     "broadcast": ("broadcast", lambda x, size: _nbytes(x)),
     "gather_objects": ("objects", lambda obj, size: 0),

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 
 from autoptd.errors import InternalError
 from autoptd.ir.types import Outer, shard_size
@@ -79,18 +80,66 @@ def pad_shard(x: torch.Tensor, dim: int, outer: Outer, index: int, degree: int, 
     return whole.flatten(dim, dim + 1)
 
 
+def to_gather(x: torch.Tensor, dim: int, outer: Outer) -> tuple[torch.Tensor, int]:
+    """Return a shard as it is gathered, and the dim along which: what comes of that, `gathered` makes the whole."""
+    dim = dim % x.ndim
+    if outer == 1:
+        return x, dim
+    if not isinstance(outer, int):
+        return x.unsqueeze(0), 0
+    return x.unflatten(dim, (outer, _chunk(x.shape[dim], outer))), dim + 1
+
+
+def gathered_whole(x: torch.Tensor, dim: int, outer: Outer, size: int = 0) -> torch.Tensor:
+    """Return the whole value, given all shards gathered as `to_gather` says; a view if `outer` is a number."""
+    if not isinstance(outer, int):
+        return join_shards(x.unbind(0), dim, outer)
+    if outer > 1:
+        dim = dim % (x.ndim - 1)
+        return x.flatten(dim, dim + 1)
+    return x.narrow(dim, 0, size) if size else x
+
+
+def to_scatter(x: torch.Tensor, dim: int, outer: Outer, degree: int, size: int = 0) -> tuple[torch.Tensor, int]:
+    """Return a whole value so that a rank's shard is an equal part along a dim, and this dim; `scattered_shard` follows."""
+    dim = dim % x.ndim
+    if size:
+        padding = _padded_width(size, outer, degree) * degree - _real_size(x, dim, size)
+        return F.pad(x, (0, 0) * (x.ndim - 1 - dim) + (0, padding)), dim
+    if outer == 1:
+        return x, dim
+    if not isinstance(outer, int):
+        return torch.stack([take_shard(x, dim, outer, index, degree) for index in range(degree)]), 0
+    return x.unflatten(dim, (outer, _chunk(x.shape[dim], outer))), dim + 1
+
+
+def scattered_shard(x: torch.Tensor, dim: int, outer: Outer) -> torch.Tensor:
+    """Return a shard, given the equal part of a whole value that was laid out by `to_scatter`."""
+    if outer == 1:
+        return x
+    if not isinstance(outer, int):
+        return x.squeeze(0)
+    dim = dim % (x.ndim - 1)
+    return x.flatten(dim, dim + 1)
+
+
 def real_rows(size: int, width: int, index: int) -> int:
     """How many of the `width` entries of shard `index` are no padding, of a dim of `size` (0: t divides it) in all."""
     return min(max(size - index * width, 0), width) if size else width
 
 
 def _take_padded(x: torch.Tensor, dim: int, index: int, width: int, size: int) -> torch.Tensor:
-    if x.shape[dim] != size:
-        raise InternalError(f"a padded dim of {size}", f"has {x.shape[dim]} entries")
-    real = real_rows(size, width, index)
+    real = real_rows(_real_size(x, dim, size), width, index)
     part = x.new_zeros([*x.shape[:dim], width, *x.shape[dim + 1 :]])
     part.narrow(dim, 0, real).copy_(x.narrow(dim, min(index * width, size), real))
     return part
+
+
+def _real_size(x: torch.Tensor, dim: int, size: int) -> int:
+    """`size`, which the whole `x` must have."""
+    if x.shape[dim] != size:
+        raise InternalError(f"a padded dim of {size}", f"has {x.shape[dim]} entries")
+    return size
 
 
 def _padded_width(size: int, outer: Outer, degree: int) -> int:

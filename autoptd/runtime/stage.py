@@ -71,7 +71,7 @@ class Stage:
     """One stage on one rank: what an emitted `forward` finds on `self`.
 
     `totals` are the global counts that weighted-mean losses divide by: sums over all microbatches and replicas, set before the
-    first forward of every step. `drawing` says which dropout masks the next forward draws; None: no dropout.
+    first forward of every step (numbers or 0-d tensors). `drawing`: the dropout masks of the next forward; None: no dropout.
     `fused` has the fused operators. `main_grads` and `deferred` are what an emitted `rt.linear` names as its `wgrad`.
     """
 
@@ -89,7 +89,7 @@ class Stage:
         self.weights: Any = make_namespace(weights)
         self.buffers: Any = make_namespace(buffers)
         self.device = device
-        self.totals: tuple[float, ...] = ()
+        self.totals: tuple[float | torch.Tensor, ...] = ()
         self.drawing: Drawing | None = None
         self.main_grads: WeightGradient | None = None  # set before the first forward that needs gradients
         self.deferred = Deferred()

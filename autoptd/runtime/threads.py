@@ -24,6 +24,7 @@ import torch
 
 from autoptd.errors import AutoptdError, RuntimeFault
 from autoptd.ir.mesh import Mesh
+from autoptd.runtime.devices import thread_device
 from autoptd.runtime.exchange import Meeting, Pipe, Shared, ThreadChannel, ThreadGroup, ThreadRank
 from autoptd.runtime.world import Needs, World, fault_site, on_device
 
@@ -40,11 +41,7 @@ class ThreadWorld(Shared):
         meetings = {ranks: Meeting(self, ranks) for ranks in needs.groups(mesh)}
         pipes = {link: Pipe(self, *link) for link in needs.channels(mesh)}
         self._parts: list[Meeting | Pipe] = [*meetings.values(), *pipes.values()]
-        place = torch.device(device)
-        if (
-            place.type == "cuda" and place.index is None
-        ):  # threads have current devices of their own: all take the caller's
-            place = torch.device("cuda", torch.cuda.current_device())
+        place = thread_device(device)
         self.worlds = [ThreadRank(self, rank, place) for rank in range(mesh.size)]
         for ranks, meeting in meetings.items():
             for index, rank in enumerate(ranks):

@@ -15,7 +15,7 @@ action that the rank is executing. Calls of one group are made in the same order
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -103,6 +103,19 @@ class Done(Pending):
         return True
 
 
+class Then(Pending):
+    """Something started, whose result still passes through a function."""
+
+    def __init__(self, started: Pending, finish: Callable[[Any], Any]) -> None:
+        self._started, self._finish = started, finish
+
+    def wait(self) -> Any:
+        return self._finish(self._started.wait())
+
+    def is_done(self) -> bool:
+        return self._started.is_done()
+
+
 class Group(ABC):
     """One rank's handle on a set of ranks that communicate; `index` is this rank's position in `ranks`.
 
@@ -117,12 +130,16 @@ class Group(ABC):
         """Return the sum (`op="max"`: the maximum) of `x` over the ranks: the same bits on all, a new tensor."""
 
     @abstractmethod
-    def all_gather(self, x: torch.Tensor, site: str) -> list[torch.Tensor]:
-        """Return every rank's `x`, in group order; shapes are equal."""
+    def all_reduce_(self, x: torch.Tensor, site: str) -> torch.Tensor:
+        """Sum `x` over the ranks in place, and return it."""
 
     @abstractmethod
-    def reduce_scatter(self, parts: Sequence[torch.Tensor], site: str) -> torch.Tensor:
-        """Return the sum over the ranks of their `parts[index]`; parts have one shape."""
+    def all_gather(self, x: torch.Tensor, dim: int, site: str) -> torch.Tensor:
+        """Return every rank's `x`, joined along `dim` (not negative) in group order; shapes are equal."""
+
+    @abstractmethod
+    def reduce_scatter(self, x: torch.Tensor, dim: int, site: str) -> torch.Tensor:
+        """Return part `index` of the sum of `x` over the ranks, of equal parts along `dim` (not negative)."""
 
     @abstractmethod
     def all_to_all(self, parts: Sequence[torch.Tensor], site: str) -> list[torch.Tensor]:
@@ -137,12 +154,12 @@ class Group(ABC):
         """Start summing `flat` (contiguous) in place; it must not be touched before `wait()`, which returns it."""
 
     @abstractmethod
-    def all_gather_start(self, x: torch.Tensor, site: str) -> Pending:
+    def all_gather_start(self, x: torch.Tensor, dim: int, site: str) -> Pending:
         """Start `all_gather`; `x` must not be changed before `wait()`."""
 
     @abstractmethod
-    def reduce_scatter_start(self, parts: Sequence[torch.Tensor], site: str) -> Pending:
-        """Start `reduce_scatter`; `parts` must not be changed before `wait()`."""
+    def reduce_scatter_start(self, x: torch.Tensor, dim: int, site: str) -> Pending:
+        """Start `reduce_scatter`; `x` must not be changed before `wait()`."""
 
     @abstractmethod
     def gather_objects(self, obj: Any, site: str) -> list[Any]:
@@ -158,11 +175,14 @@ class SoloGroup(Group):
     def all_reduce(self, x: torch.Tensor, site: str, op: str = "sum") -> torch.Tensor:
         return x
 
-    def all_gather(self, x: torch.Tensor, site: str) -> list[torch.Tensor]:
-        return [x]
+    def all_reduce_(self, x: torch.Tensor, site: str) -> torch.Tensor:
+        return x
 
-    def reduce_scatter(self, parts: Sequence[torch.Tensor], site: str) -> torch.Tensor:
-        return parts[0]
+    def all_gather(self, x: torch.Tensor, dim: int, site: str) -> torch.Tensor:
+        return x
+
+    def reduce_scatter(self, x: torch.Tensor, dim: int, site: str) -> torch.Tensor:
+        return x
 
     def all_to_all(self, parts: Sequence[torch.Tensor], site: str) -> list[torch.Tensor]:
         return list(parts)
@@ -173,11 +193,11 @@ class SoloGroup(Group):
     def all_reduce_start(self, flat: torch.Tensor, site: str) -> Pending:
         return Done(flat)
 
-    def all_gather_start(self, x: torch.Tensor, site: str) -> Pending:
-        return Done([x])
+    def all_gather_start(self, x: torch.Tensor, dim: int, site: str) -> Pending:
+        return Done(x)
 
-    def reduce_scatter_start(self, parts: Sequence[torch.Tensor], site: str) -> Pending:
-        return Done(parts[0])
+    def reduce_scatter_start(self, x: torch.Tensor, dim: int, site: str) -> Pending:
+        return Done(x)
 
     def gather_objects(self, obj: Any, site: str) -> list[Any]:
         return [obj]
@@ -304,3 +324,10 @@ def on_device(device: torch.device) -> AbstractContextManager[Any]:
 def fault_site(rank: int, at: str) -> str:
     """The site of a RuntimeFault: which rank, and what it was executing."""
     return f"rank {rank} at {at}"
+
+
+def equal_parts(x: torch.Tensor, dim: int, parts: int, site: str) -> int:
+    """How long each of so many equal parts of `x` along `dim` is."""
+    if x.shape[dim] % parts:
+        raise InternalError(site, f"dim {dim} of {list(x.shape)} does not divide into {parts} parts")
+    return x.shape[dim] // parts

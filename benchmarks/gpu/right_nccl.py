@@ -8,7 +8,6 @@ life, and a broken one for good.
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 import subprocess
@@ -53,18 +52,15 @@ def collectives() -> Found:
     assert handle is not None
     group = DistributedGroup(world, handle, (0,))
     x = torch.randn(1 << 10, device=device.name)
-    takes_dim = "dim" in inspect.signature(group.all_gather).parameters  # one tensor along a dim, or lists
-    whole: Any = (x, 0, "here") if takes_dim else (x, "here")
-    parts: Any = whole if takes_dim else ([x], "here")
     calls: dict[str, Callable[[], Any]] = {
         "all_reduce": lambda: group.all_reduce(x, "here"),
-        "all_gather": lambda: group.all_gather(*whole),
-        "reduce_scatter": lambda: group.reduce_scatter(*parts),
+        "all_gather": lambda: group.all_gather(x, 0, "here"),
+        "reduce_scatter": lambda: group.reduce_scatter(x, 0, "here"),
         "all_to_all": lambda: group.all_to_all([x], "here"),
         "broadcast": lambda: group.broadcast(x, 0, "here"),
         "all_reduce_start": lambda: group.all_reduce_start(x.clone(), "here").wait(),
-        "all_gather_start": lambda: group.all_gather_start(*whole).wait(),
-        "reduce_scatter_start": lambda: group.reduce_scatter_start(*parts).wait(),
+        "all_gather_start": lambda: group.all_gather_start(x, 0, "here").wait(),
+        "reduce_scatter_start": lambda: group.reduce_scatter_start(x, 0, "here").wait(),
     }
     wrong = [name for name, call in calls.items() if not torch.equal(_first(call()), x)]
     with device.side_stream(is_urgent=True):

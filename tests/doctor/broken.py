@@ -37,6 +37,9 @@ class Instead(Group, Channel):
     def all_reduce(self, x: torch.Tensor, site: str, op: str = "sum") -> torch.Tensor:
         return self._right.all_reduce(x, site, op)
 
+    def all_reduce_(self, *args: Any, **keys: Any) -> Any:
+        return self._right.all_reduce_(*args, **keys)
+
     def all_gather(self, *args: Any, **keys: Any) -> Any:
         return self._right.all_gather(*args, **keys)
 
@@ -97,16 +100,18 @@ class WrongSum(Instead):
 class WrongGather(Instead):
     """Gets the part of rank 0 of the group wrong."""
 
-    def all_gather(self, x: torch.Tensor, site: str) -> list[torch.Tensor]:
-        first, *others = self._right.all_gather(x, site)
-        return [spoiled(first), *others]
+    def all_gather(self, x: torch.Tensor, dim: int, site: str) -> torch.Tensor:
+        whole = self._right.all_gather(x, dim, site).clone()
+        first = whole.narrow(dim, 0, x.shape[dim])
+        first.copy_(spoiled(first.contiguous()))
+        return whole
 
 
 class WrongScatter(Instead):
     """Gets a wrong sum from all."""
 
-    def reduce_scatter(self, parts: Sequence[torch.Tensor], site: str) -> torch.Tensor:
-        return self._right.reduce_scatter(parts, site) + 1
+    def reduce_scatter(self, x: torch.Tensor, dim: int, site: str) -> torch.Tensor:
+        return self._right.reduce_scatter(x, dim, site) + 1
 
 
 class SlowGroup(Instead):

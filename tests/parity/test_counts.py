@@ -223,3 +223,28 @@ def test_scattering_sends_a_part_of_t(t: int, p: int, v: int) -> None:
         assert {k: n for k, n in scattered.items() if k[:2] not in ways} == {
             k: n for k, n in direct.items() if k[:2] not in ways
         }
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mesh", [{"t": 2, "d": 2}, {"p": 2, "num_microbatches": 2}], ids=str)
+def test_divisors_that_stay_on_the_device_are_those_of_the_host(mesh: dict[str, int], dtype: torch.dtype) -> None:
+    """As on CUDA from the second step on, where a number would wait for the device."""
+    ids, targets = batch()
+    found: list[list[Tensor]] = []
+    for runs_ahead in (False, True):
+        torch.manual_seed(0)
+        pm = autoptd.parallelize(
+            Smoothed().to(dtype), **mesh, backend="local", fuse=False, example_inputs=(ids, targets)
+        )
+        executors = [rank.executor for rank in pm._started("test").here]
+        for executor in executors:
+            executor._runs_ahead = runs_ahead
+        losses = [pm.step(ids, uneven(targets)) for _ in range(2)]
+        totals = [total for one in executors for stage in one._stages.values() for total in stage.totals]
+        assert totals and all(isinstance(total, Tensor) == runs_ahead for total in totals)
+        assert losses[0].dtype == losses[1].dtype == dtype
+        found.append([*losses, *pm.gradients().values()])
+        pm.close()
+    tolerance = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 2e-2}[dtype]
+    for ahead, host in zip(found[1], found[0], strict=True):
+        torch.testing.assert_close(ahead, host, rtol=tolerance, atol=tolerance)

@@ -44,11 +44,11 @@ def edit_source(monkeypatch: pytest.MonkeyPatch, old: str, new: str) -> list[str
 
 EDITS = {
     "one f, in the backward of a column-split GEMM": (
-        '= rt.i_to_r(ln_2, tp, site="transformer.h.*.mlp.c_fc")',
+        '= rt.i_to_r(ln_2, tp, owned=True, site="transformer.h.*.mlp.c_fc")',
         "= ln_2",
     ),
     "one g, behind a row-split GEMM": (
-        '= rt.p_to_i(c_proj, tp, site="transformer.h.*.attn.c_proj")',
+        '= rt.p_to_i(c_proj, tp, owned=True, site="transformer.h.*.attn.c_proj")',
         "= c_proj",
     ),
     "a row bias is added by every rank": ("= rt.i_to_p(w.attn.c_proj.bias, tp)", "= w.attn.c_proj.bias"),
@@ -132,12 +132,12 @@ def own_piece_only(parcel: Parcel, arrived: torch.Tensor, tp: Group) -> torch.Te
 
 
 def scaled(parcel: Parcel, arrived: torch.Tensor, tp: Group) -> torch.Tensor:
-    whole = torch.cat(tp.all_gather(arrived, parcel.site))[: parcel.numel] if parcel.parts > 1 else arrived
+    whole = tp.all_gather(arrived, 0, parcel.site)[: parcel.numel] if parcel.parts > 1 else arrived
     return whole / parcel.parts
 
 
 def in_another_order(parcel: Parcel, arrived: torch.Tensor, tp: Group) -> torch.Tensor:
-    return torch.cat(tp.all_gather(arrived, parcel.site)[::-1])[: parcel.numel]
+    return tp.all_gather(arrived.unsqueeze(0), 0, parcel.site).flip(0).flatten()[: parcel.numel]
 
 
 @pytest.mark.parametrize("wrong", [own_piece_only, scaled, in_another_order], ids=lambda one: one.__name__)

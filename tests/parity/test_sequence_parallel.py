@@ -176,10 +176,10 @@ def events_of_backward(monkeypatch: pytest.MonkeyPatch, readers: int) -> list[st
     def tell(name: str, what: str) -> None:
         start = getattr(ThreadGroup, name)
 
-        def told(self: ThreadGroup, data: Any, site: str) -> Pending:
+        def told(self: ThreadGroup, *call: Any) -> Pending:
             note: Callable[[str], None] = found.append if self.index == 0 else lambda event: None
             note(f"start {what}")
-            return Told(start(self, data, site), note, what)
+            return Told(start(self, *call), note, what)
 
         monkeypatch.setattr(ThreadGroup, name, told)
 

@@ -18,7 +18,6 @@ from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
@@ -86,17 +85,24 @@ class InOrderGroup(dist.ProcessGroup):
     def allgather(self, outputs: Any, inputs: Any, opts: Any) -> Issued | None:
         return self._issue(opts, lambda: self._gloo.allgather(outputs, inputs, opts))
 
+    def _allgather_base(self, output: Any, input: Any, opts: Any) -> Issued | None:
+        return self._issue(opts, lambda: self._gloo._allgather_base(output, input, opts))
+
+    all_gather_single = _allgather_base  # its name in later releases
+
     def broadcast(self, tensors: Any, opts: Any) -> Issued | None:
         return self._issue(opts, lambda: self._gloo.broadcast(tensors, opts))
 
-    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any) -> Issued | None:
+    def _reduce_scatter_base(self, output: Any, input: Any, opts: Any) -> Issued | None:
         def start() -> Any:
-            whole = torch.stack(inputs[0])
+            whole = input.clone()
             self._gloo.allreduce([whole], dist.AllreduceOptions()).wait()
-            outputs[0].copy_(whole[self.rank()])
+            output.copy_(whole.view(self.size(), -1)[self.rank()])
             return self._gloo.barrier(dist.BarrierOptions())
 
         return self._issue(opts, start)
+
+    reduce_scatter_single = _reduce_scatter_base
 
     def alltoall_base(self, output: Any, input: Any, outs: Any, ins: Any, opts: Any) -> Issued | None:
         return self._issue(opts, lambda: self._gloo.alltoall_base(output, input, outs, ins, opts))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
@@ -11,12 +13,16 @@ import torch
 import torch.distributed as dist
 
 import autoptd
-from autoptd import compat
+from autoptd import auto, compat
 from autoptd.errors import RuntimeFault
 from autoptd.ir.mesh import Mesh
-from autoptd.runtime import distributed
+from autoptd.options import Options
+from autoptd.planner.cluster import find_cluster
+from autoptd.runtime import devices
 from autoptd.runtime.threads import Ranks, ThreadWorld
 from tests.parity.models import batch, gpt
+
+compile_module = importlib.import_module("autoptd.compile")  # the package's `compile` is the function
 
 
 class Cuda:
@@ -54,10 +60,10 @@ def test_the_device_of_a_process(
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     if local_rank is not None:
         monkeypatch.setenv("LOCAL_RANK", local_rank)
-    assert distributed._own_device(device, None) == torch.device(expected)
-    monkeypatch.setattr(distributed, "bound_device", lambda: torch.device("cuda", 1))
-    assert distributed._own_device("cuda", None) == torch.device("cuda", 1)
-    assert distributed._own_device(None, "gloo") == torch.device("cpu")
+    assert devices.process_device(device, None) == torch.device(expected)
+    monkeypatch.setattr(devices, "bound_device", lambda: torch.device("cuda", 1))
+    assert devices.process_device("cuda", None) == torch.device("cuda", 1)
+    assert devices.process_device(None, "gloo") == torch.device("cpu")
 
 
 def test_threads_take_the_device_that_is_current_where_they_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,13 +89,50 @@ def test_a_device_that_is_not_there_hangs_nobody() -> None:
         )
 
 
+@pytest.mark.parametrize(
+    ("backend", "environment", "device", "expected"),
+    [
+        (None, True, None, "cuda:1"),  # the model is on the CPU, its ranks will not be
+        ("nccl", True, None, "cuda:1"),
+        ("gloo", True, None, "cpu"),
+        (None, True, "cpu", "cpu"),
+        ("local", True, None, "cpu"),  # threads, where the model is
+        (None, False, None, "cpu"),
+        ("local", False, "cuda", "cuda:0"),
+    ],
+)
+def test_compiler_and_planner_ask_for_the_device_of_the_ranks(
+    monkeypatch: pytest.MonkeyPatch, backend: str | None, environment: bool, device: str | None, expected: str
+) -> None:
+    Cuda(monkeypatch)
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value) if environment else monkeypatch.delenv(name, raising=False)
+    asked: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: asked.append(device) or "NVIDIA H200")
+    monkeypatch.setattr(compile_module, "has_triton", lambda: True)
+    model, found = gpt(2), torch.device(expected)
+    assert devices.device_of_ranks(model.parameters(), device, backend) == found
+    options = Options(t=2, device=device, backend=backend)
+    assert compile_module.default_fusion(model, options) == ("triton" if found.type == "cuda" else "eager")
+    clusters: list[str] = []
+    monkeypatch.setattr(auto, "find_cluster", lambda name: clusters.append(name) or find_cluster(name))
+    gpus = {} if environment else {"gpus": 2}
+    auto.planned(model, batch(4), {"t": "auto", "device": device, "backend": backend, **gpus})
+    assert clusters == ["dgx-h200" if found.type == "cuda" else "laptop-cpu"]
+    assert asked == ([found] if found.type == "cuda" else [])
+
+
 def test_sends_and_receives_get_few_ctas(monkeypatch: pytest.MonkeyPatch) -> None:
     class Options:
         def __init__(self) -> None:
             self.config = SimpleNamespace(max_ctas=32)
 
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), raising=False)
-    assert compat._nccl_options("nccl", 4).config.max_ctas == 4
-    assert compat._nccl_options("nccl", None) is None and compat._nccl_options("gloo", 4) is None
+    limit = timedelta(seconds=5)
+    assert compat._nccl_options("nccl", limit, 4).config.max_ctas == 4
+    assert compat._nccl_options("gloo", limit, 4) is None
+    for options in (compat._nccl_options("nccl", limit, None), compat._nccl_options("nccl", limit, 4)):
+        assert options.is_high_priority_stream and options._timeout == limit
+    assert compat._nccl_options("nccl", limit, None).config.max_ctas == 32
     monkeypatch.setattr(Options, "__init__", lambda self: None)  # built against an NCCL that has no such bound
-    assert isinstance(compat._nccl_options("nccl", 4), Options)
+    assert isinstance(compat._nccl_options("nccl", limit, 4), Options)

@@ -19,8 +19,8 @@ def test_to_start_a_call_is_not_to_make_it(kind: str) -> None:
 
     def task(world: World) -> None:
         group, x = world.group(("tp",)), torch.ones(2)
-        data = [x, x] if kind == "reduce_scatter" else x
-        getattr(group, kind if world.rank else f"{kind}_start")(data, "h.0")
+        dim = () if kind == "all_reduce" else (0,)
+        getattr(group, kind if world.rank else f"{kind}_start")(x, *dim, "h.0")
 
     with pytest.raises(RuntimeFault, match=f"calls {kind}.* where .* calls {kind}.* of the same group"):
         run_ranks(shared, task)

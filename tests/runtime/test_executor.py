@@ -189,6 +189,28 @@ def test_nan_is_raised_together_and_adds_nothing() -> None:
         assert step(ranks, program, make_batch())[0].isfinite()
 
 
+def test_a_device_that_is_behind_tells_of_a_nan_one_step_later() -> None:
+    """As on CUDA: the step passes, the next one raises on all ranks."""
+    model = make_model()
+    program = make_program(Case(p=2, d=2), model)
+    with running(program, model) as ranks:
+        for rank in ranks.here:
+            rank.executor._nan.is_late = True
+        weight = ranks.here[3].params.local["wte.weight"]  # replica 1, last stage
+        good = weight.detach().clone()
+        with torch.no_grad():
+            weight.fill_(float("nan"))
+        assert all(loss.isnan() for loss in step(ranks, program, make_batch()))
+        before = ranks.run("gradients", lambda rank: gather_gradients(rank.params))
+        with torch.no_grad():
+            weight.copy_(good)
+        with pytest.raises(RuntimeFault, match=r"^step 2: the loss of step 1 was NaN on rank 3 .* seen one step later"):
+            step(ranks, program, make_batch())
+        after = ranks.run("gradients", lambda rank: gather_gradients(rank.params))
+        assert all(torch.allclose(before[name], after[name], rtol=0, atol=0, equal_nan=True) for name in before)
+        assert all(step(ranks, program, make_batch())[0].isfinite() for _ in range(2))
+
+
 def test_ranks_with_another_program_are_named() -> None:
     model = make_model()
     program = make_program(Case(d=3, rows=6, m=1), model)

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from autoptd.compat import add_mm
 from autoptd.errors import PlanError
 from autoptd.runtime import executor as executor_module
-from autoptd.runtime.gradients import Bucket, Gradients, clip_gradients, grad_norm
+from autoptd.runtime.gradients import Bucket, Gradients, _sum_of_squares, clip_gradients, grad_norm
 from autoptd.runtime.launch import Rank
 from autoptd.runtime.parameters import gather_gradients
 from autoptd.runtime.record import recording
@@ -204,3 +205,32 @@ def test_norm_without_gradients_is_zero() -> None:
     program = make_program(Case(t=2, p=2), model)
     with running(program, model) as ranks:
         assert [norm.item() for norm in on_all(ranks, lambda rank: grad_norm(rank.params))] == [0.0] * 4
+
+
+def test_squares_are_summed_in_float64_whatever_the_dtypes() -> None:
+    """Squares of these overflow float32, and those of the small ones vanish in it."""
+    large = [torch.full((3,), 1e25), torch.full((4,), 2.0, dtype=torch.bfloat16), torch.ones(2, dtype=torch.float64)]
+    assert _sum_of_squares(large, torch.device("cpu")).item() == pytest.approx(3e50, rel=1e-6)
+    small = [torch.full((5,), 1e-30), torch.full((2, 2), 1e-30)]
+    assert _sum_of_squares(small, torch.device("cpu")).item() == pytest.approx(9e-60, rel=1e-6)
+    mixed = _sum_of_squares([*large[1:], torch.zeros(0)], torch.device("cpu"))
+    assert mixed.dtype == torch.float64 and mixed.item() == 18.0
+    assert _sum_of_squares([torch.tensor([3.0 + 4.0j])], torch.device("cpu")).item() == 25.0
+
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_product_is_added_in_the_dtype_of_the_sum(dtype: torch.dtype, device: str) -> None:
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    a, b = (torch.randn(64, 64, device=device).to(dtype) for _ in range(2))
+    start = torch.randn(64, 64, device=device)
+    total = start.clone()
+    for transposed in (False, True):
+        left, right = (a.t(), b.t()) if transposed else (a, b)
+        total = add_mm(total, left, right, torch.float32)
+        start = start.double() + left.double() @ right.double()
+    torch.testing.assert_close(total.double(), start, rtol=1e-4, atol=1e-4)

@@ -79,8 +79,8 @@ def test_other_calls_of_a_group() -> None:
         group.gather_objects("anything", "o")
         group.all_reduce_start(torch.ones(5), "s").wait()
         group.all_reduce(torch.ones(7), site="m", op="max")
-        group.all_gather_start(torch.ones(2), "g").wait()
-        group.reduce_scatter_start([torch.ones(2)] * 3, "r").wait()
+        group.all_gather_start(torch.ones(2), 0, "g").wait()
+        group.reduce_scatter_start(torch.ones(6), 0, "r").wait()
 
     expected = [("broadcast", 12, "b"), ("objects", 0, "o"), ("all-reduce", 20, "s"), ("all-reduce", 28, "m")]
     expected += [("all-gather", 24, "g"), ("reduce-scatter", 24, "r")]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -17,7 +19,8 @@ import torch.distributed as dist
 
 from autoptd.errors import InternalError, PlanError, RuntimeFault
 from autoptd.ir.mesh import Mesh
-from autoptd.runtime.distributed import DistributedWorld
+from autoptd.runtime.distributed import DistributedWorld, _in_place_of, _parts_first
+from autoptd.runtime.record import GROUP_METHODS
 from autoptd.runtime.threads import Ranks, ThreadWorld, run_ranks
 from autoptd.runtime.world import Group, Hops, Needs, World, in_rounds
 from tests.ports import free_port
@@ -41,25 +44,74 @@ def exercise_group(group: Group) -> None:
     total = group.all_reduce(x, "sum")
     assert total.tolist() == [sum(i + 10 * k for k in range(size)) for i in range(3)]
     assert group.all_reduce(-x, "max", op="max").tolist() == [0, -1, -2]
-    gathered = group.all_gather(x, "gather")
-    assert [part.tolist() for part in gathered] == [[10 * k, 10 * k + 1, 10 * k + 2] for k in range(size)]
+    gathered = group.all_gather(x, 0, "gather")
+    assert gathered.tolist() == [10.0 * k + i for k in range(size) for i in range(3)]
     parts = [torch.tensor([me, k]) for k in range(size)]
-    assert group.reduce_scatter(parts, "scatter").tolist() == [sum(range(size)), size * me]
+    assert group.reduce_scatter(torch.cat(parts), 0, "scatter").tolist() == [sum(range(size)), size * me]
     assert [part.tolist() for part in group.all_to_all(parts, "exchange")] == [[k, me] for k in range(size)]
     assert group.broadcast(x, size - 1, "broadcast").tolist() == [10 * (size - 1) + i for i in range(3)]
     flat, second = torch.ones(4), torch.full((2,), float(me))
     pending = [group.all_reduce_start(flat, "first"), group.all_reduce_start(second, "second")]
     assert pending[1].wait() is second and pending[0].wait() is flat and all(one.is_done() for one in pending)
     assert flat.tolist() == [size] * 4 and second.tolist() == [sum(range(size))] * 2
-    started = group.all_gather_start(x, "gather later"), group.reduce_scatter_start(parts, "scatter later")
+    started = group.all_gather_start(x, 0, "gather later"), group.reduce_scatter_start(torch.cat(parts), 0, "later")
     assert started[1].wait().tolist() == [sum(range(size)), size * me]
-    assert [part.tolist() for part in started[0].wait()] == [part.tolist() for part in gathered]
+    assert torch.equal(started[0].wait(), gathered)
+    exercise_dims(group)
     assert group.gather_objects({"rank": me}, "objects") == [{"rank": k} for k in range(size)]
     flags = group.broadcast(torch.tensor([me == 0]), 0, "flags")
     assert flags.dtype == torch.bool and flags.item()
-    for result in (total, *gathered):
+    for result in (total, gathered):
         result.fill_(-7.0 - me)  # must reach nobody else
     assert group.all_reduce(x, "again").tolist() == [sum(i + 10 * k for k in range(size)) for i in range(3)]
+
+
+@contextmanager
+def alone(group: Group, name: str) -> Iterator[None]:
+    """No other public method of the group is called: a record would note that too."""
+    others = [one for one in GROUP_METHODS if one != name]
+    for one in others:
+        setattr(group, one, None)
+    try:
+        yield
+    finally:
+        for one in others:
+            delattr(group, one)
+
+
+def exercise_dims(group: Group) -> None:
+    """Gathers and reduce-scatters along every dim, of tensors that are contiguous and of others."""
+    me, size = group.index, group.size
+    for shape in ((2, 4, 6), (1, 1, 4), (1, 4)):
+        values = [torch.arange(float(math.prod(shape))).view(shape) * (k + 1) for k in range(size)]
+        for dim, mine in ((dim, one) for dim in range(len(shape)) for one in (values[me], values[me].mT.clone().mT)):
+            for whole in (group.all_gather(mine, dim, "gather"), group.all_gather_start(mine, dim, "later").wait()):
+                assert torch.equal(whole, torch.cat(values, dim))
+            wide = torch.cat([mine] * size, dim)
+            part = sum(values).clone()
+            assert torch.equal(group.reduce_scatter(wide, dim, "scatter"), part)
+            with alone(group, "reduce_scatter_start"):
+                assert torch.equal(group.reduce_scatter_start(wide, dim, "later").wait(), part)
+            assert torch.equal(mine, values[me])
+    numbers = torch.tensor([1.0 + 2.0j, 3.0j]) * (me + 1)
+    total = numbers / (me + 1) * sum(range(1, size + 1))
+    assert torch.equal(group.all_reduce(numbers, "complex"), total)
+    assert torch.equal(group.all_reduce_start(numbers.clone(), "complex").wait(), total)
+    assert torch.equal(group.all_gather(numbers, 0, "complex").view(size, 2)[me], numbers)
+    assert group.all_gather(torch.ones(2, 0), 1, "nothing").shape == (2, 0)
+    assert group.reduce_scatter(torch.ones(2, 0), 1, "nothing").shape == (2, 0)
+    if size > 1:
+        with pytest.raises(InternalError, match=rf"dim 0 of \[3, 2\] does not divide into {size} parts"):
+            group.reduce_scatter(torch.ones(3, 2), 0, "uneven")
+
+
+def test_a_gather_along_the_first_dim_that_counts_is_not_copied() -> None:
+    for shape, dim in (((4, 3, 2), 0), ((4, 1, 3, 2), 1), ((4, 1, 1, 3), 2)):
+        gathered = torch.arange(float(math.prod(shape))).view(shape)
+        whole = _in_place_of(gathered, dim)
+        assert whole.data_ptr() == gathered.data_ptr()
+        assert torch.equal(whole, torch.cat(list(gathered), dim))
+        assert _parts_first(whole, dim, 4, shape[dim + 1]).data_ptr() == gathered.data_ptr()
 
 
 def exercise_hops(hops: Hops) -> None:
@@ -168,7 +220,7 @@ def test_mismatch_names_both_calls() -> None:
         if world.rank == 0:
             world.group(("tp",)).all_reduce(torch.ones(2), "h.0.mlp")
         else:
-            world.group(("tp",)).all_gather(torch.ones(3), "h.0.attn")
+            world.group(("tp",)).all_gather(torch.ones(3), 0, "h.0.attn")
 
     with pytest.raises(RuntimeFault) as caught:
         run_ranks(ThreadWorld(Mesh(t=2), timeout=20.0), body)

@@ -1,0 +1,56 @@
+"""Find the sums over tp that may be made in place (LOCAL -> LOCAL).
+
+In: LOCAL, with its hooks. Out: the same graph; a g (P -> I) whose operand nobody else reads, or an f (I -> R) whose gradient
+nobody else reads, is marked `owned`, and emitted as `rt.p_to_i(x, tp, owned=True)`. Such a value was just made by an operator
+whose backward does not need it:
+
+- g: the operand is the result of a GEMM or an addition, or rows of an embedding, and g is its only reader;
+- f: all readers are GEMMs, so that the gradient is made by them, or is autograd's sum of what they made.
+
+Views in between, if nobody else reads them, change nothing.
+"""
+
+from __future__ import annotations
+
+from torch.fx import Graph, Node
+
+from autoptd.ir import markers
+from autoptd.ir.notes import note, op_name, ops
+from autoptd.passes.hooks import FOLDS, gemm_operands
+
+FRESH = ("aten.linear", "aten.addmm", "aten.mm", "aten.bmm", "aten.matmul", "aten.add")
+
+
+def mark_owned(graph: Graph) -> None:
+    """Set `extra["owned"]` of the conversions that may sum in place."""
+    for node in ops(graph):
+        if node.target is not markers.convert:
+            continue
+        name = note(node).conversion
+        if (name == "p_to_i" and _is_fresh(node)) or (name == "i_to_r" and _is_read_by_gemms(node)):
+            note(node).extra["owned"] = True
+
+
+def _is_fresh(node: Node) -> bool:
+    """Whether the operand of `node` is new, and nobody else's."""
+    x = node.args[0]
+    while isinstance(x, Node) and len(x.users) == 1 and note(x).stages == note(node).stages:
+        if x.target in (markers.linear, markers.vocab_embedding) or op_name(x) in FRESH:
+            return True
+        if op_name(x) not in FOLDS:
+            return False
+        x = x.args[0]
+    return False
+
+
+def _is_read_by_gemms(node: Node) -> bool:
+    """Whether the gradient of `node` is made by GEMMs alone."""
+    reads = [(node, user) for user in node.users]
+    for source, user in reads:
+        operands = user.args if user.target is markers.linear else gemm_operands(user)
+        if operands is not None and operands[0] is source and source not in operands[1:]:
+            continue
+        if op_name(user) not in FOLDS or user.target is markers.linear:
+            return False
+        reads += [(user, one) for one in user.users]
+    return bool(reads) and all(note(user).stages == note(node).stages for _, user in reads)
