@@ -154,7 +154,7 @@ def _try_graph(graph: Graph, splitter: Splitter) -> Solved:
     ties = find_ties(graph, letters, splitter.shards, splitter.pins)
     try:
         found = _solve(solved, _Strategies(splitter, ties.same), splitter, ties)
-        if splitter.pins and not found.problem.is_possible:  # layers that are alike may be pinned to unlike plans
+        if splitter.pins and not found.problem.is_possible:  # what is pinned may come from a vote, which ties no layers
             found = _solve(solved, _Strategies(splitter, {}), splitter, Ties())
         return found
     except TableTooLarge:

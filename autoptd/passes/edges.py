@@ -28,6 +28,7 @@ Hub = tuple[int, list[ValueType]]  # the variable of a type, and its choices
 
 
 def wanted(node: Node, readers: list[Node], strategies: dict[Node, list[Strategy]]) -> list[ValueType]:
+    """The types in which the readers of `node` may want it, one after the other."""
     found: list[ValueType] = []
     for reader in readers:
         found += [I] if reader.op == "output" else [one.needs[node] for one in strategies[reader]]
@@ -52,8 +53,8 @@ def entry_factors(
     ]
     apart = odd_layer_price(payload(node), splitter.t, splitter.machine)
     for other in others:
-        wanted = [one.gives for one in strategies[other]]
-        odd = [[a != b or not splitter.is_plain(node, a) for b in wanted] for a in kinds]
+        read = [one.gives for one in strategies[other]]
+        odd = [[a != b or not splitter.is_plain(node, a) for b in read] for a in kinds]
         made.append(((i, variable[other]), price_table([[apart * one for one in row] for row in odd])))
     return made
 
