@@ -14,23 +14,23 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from autoptd.api import Machine, ParallelModel, Program, compile, parallelize, verify
-    from autoptd.diff import diff
     from autoptd.errors import AutoptdError, InternalError, PlanError, RuntimeFault, TraceError
     from autoptd.passes import register_rule
     from autoptd.planner.plan import plan
     from autoptd.planner.predict import predict
     from autoptd.planner.traced import predict_program
-    from autoptd.progress import Progress
+    from autoptd.reports.diff import diff
+    from autoptd.reports.progress import Progress
 
 HOMES = {  # module -> the public names that it has
     "api": ("Machine", "ParallelModel", "Program", "compile", "parallelize", "verify"),
-    "diff": ("diff",),
     "errors": ("AutoptdError", "InternalError", "PlanError", "RuntimeFault", "TraceError"),
     "passes": ("register_rule",),
     "planner.plan": ("plan",),
     "planner.predict": ("predict",),
     "planner.traced": ("predict_program",),
-    "progress": ("Progress",),
+    "reports.diff": ("diff",),
+    "reports.progress": ("Progress",),
 }
 HOME_OF = {name: home for home, names in HOMES.items() for name in names}
 

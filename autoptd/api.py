@@ -24,17 +24,17 @@ from autoptd.auto import first_share, is_auto, planned
 from autoptd.compile import check_module, compile, compile_program, split_call
 from autoptd.errors import PlanError
 from autoptd.evaluation import compile_evaluation, modes_of
-from autoptd.excepthook import print_errors_once
 from autoptd.ir.machine import Machine
-from autoptd.ir.program import Program
 from autoptd.options import make_options
 from autoptd.parallel_model import ParallelModel, is_local
-from autoptd.pictures import draw_program
 from autoptd.pretrained import fitting, format_of, with_values
+from autoptd.program.program import Program
 from autoptd.records import warn_of_fallbacks
+from autoptd.reports.pictures import draw_program
+from autoptd.runtime.excepthook import print_errors_once
 from autoptd.runtime.pretrained import open_folder
 from autoptd.trace.storage import shared_buffers
-from autoptd.verify import verify
+from autoptd.verify.verify import verify
 
 
 def parallelize(

@@ -118,7 +118,7 @@ def _cluster(machine: Any, device: torch.device) -> str:
 
 
 def _software(cluster: str, keywords: Mapping[str, Any]) -> Software:
-    """What the runtime holds and sums, as `keywords` say; `memory` counts tensors alone (passes/memory.py)."""
+    """What the runtime holds and sums, as `keywords` say; `memory` counts tensors alone (passes/stages/memory.py)."""
     software = find_software("autoptd-cpu" if cluster == CLUSTERS["laptop-cpu"] else "autoptd")
     if keywords.get("accumulate_allreduce_grads_in_fp32"):
         software = replace(software, gradient_bytes=4, extra_parameter_bytes=4.0)

@@ -20,19 +20,18 @@ from autoptd import codegen, passes, schedule
 from autoptd import trace as tracing
 from autoptd.auto import planned
 from autoptd.compat import FakeTensor, tree_flatten, tree_unflatten
-from autoptd.dump import Forms
 from autoptd.errors import AutoptdError, PlanError, TraceError
-from autoptd.fit import fit
 from autoptd.ir.actions import Orders, ranks_of_stages
 from autoptd.ir.buffers import Buffers
 from autoptd.ir.notes import note
-from autoptd.ir.parcels import plan_parcels
-from autoptd.ir.program import Program
-from autoptd.ir.weighed import found_text
 from autoptd.kernels.dropout import has_triton
 from autoptd.options import Options, make_options
-from autoptd.pictures import painter
+from autoptd.passes.dump import Forms
+from autoptd.passes.stages.memory_price import fit
 from autoptd.placing import Traced, has_weight_gradients, place, weigh_known
+from autoptd.program.program import Program
+from autoptd.program.transfers import plan_parcels
+from autoptd.program.weighed import found_text
 from autoptd.records import (
     Batch,
     about,
@@ -46,6 +45,7 @@ from autoptd.records import (
     warn_of_checkpoints,
     warn_of_fallbacks,
 )
+from autoptd.reports.pictures import painter
 from autoptd.runtime.batch import batch_rows
 from autoptd.runtime.devices import device_of_ranks
 

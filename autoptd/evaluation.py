@@ -24,9 +24,9 @@ from autoptd.compile import capture_rows, compile_program, plan_batch
 from autoptd.errors import PlanError
 from autoptd.ir.notes import note
 from autoptd.ir.plan import Plan
-from autoptd.ir.program import Program
 from autoptd.options import Options
 from autoptd.placing import layouts_of
+from autoptd.program.program import Program
 from autoptd.runtime.batch import expected_shape, is_same_constant
 
 Modes = Mapping[nn.Module, bool]

@@ -80,18 +80,19 @@ class Options:
     `p2p` says how a value that
     is equal on all tensor ranks travels between stages: "direct", each rank sends all of it; "scatter_gather", each sends 1/t
     and the receivers gather (SC'21, section 4.1); "auto", whichever is faster by the description of the machine
-    (ir/machine.py; the rule: ir/parcels.py).
+    (ir/machine.py; the rule: program/transfers.py).
 
     `fuse` says by what patterns of operators are replaced (passes/fusion): "eager", operators of torch's; "triton", kernels for
     CUDA devices; "inductor", every distinct layer compiled by torch's compiler, at the start of a run; False, nothing is
     replaced. None takes "triton" where the ranks are on CUDA devices and Triton is there, else "eager". `fuse_only` names the
     fused operators that may be used, if not all: those of `program.fusions`.
 
-    `memory` is what a rank may hold, in bytes: parameters with gradients and AdamW's two moments, and the activations of the
-    microbatches in flight; None: the machine's (the default has no bound). `machine` is what plans are weighed for:
-    "laptop-cpu", "a100", "h100", "h200" or a `Machine` (ir/machine.py). `plan` pins decisions (`ir/plan.py`).
-    Where the fastest plan over tp does not fit, one that takes longer is looked for (`fit.py`): each byte that a rank holds
-    costs `memory_price` seconds per microbatch more. A saved plan tells it, so that it gives the same program again.
+    `memory` is what a rank may hold, in bytes: parameters with gradients and AdamW's two moments, and the activations
+    of the microbatches in flight; None: the machine's (the default has no bound). `machine` is what plans are weighed
+    for: "laptop-cpu", "a100", "h100", "h200" or a `Machine` (ir/machine.py). `plan` pins decisions (`ir/plan.py`).
+    Where the fastest plan over tp does not fit, one that takes longer is looked for (`memory_price.py`): each byte that
+    a rank holds costs `memory_price` seconds per microbatch more. A saved plan tells it, so that it gives the same
+    program again.
 
     The rest, all off by default, are hooks on the backward of linear layers (runtime/linear.py), under Megatron's names. A
     layer with a hook is a Python autograd function: about 10% slower at h=64, nothing from h=256 (benchmarks).

@@ -24,8 +24,8 @@ from autoptd.compat import tree_map
 from autoptd.errors import PlanError
 from autoptd.ir.buffers import SharedBuffers
 from autoptd.ir.mesh import Coordinate
-from autoptd.ir.program import Picture, Program
 from autoptd.options import Options
+from autoptd.program.program import Picture, Program
 from autoptd.runtime import check_batch, check_copies, check_state
 from autoptd.runtime.batch import CallForm, check_call, cut, flatten, take_rows
 from autoptd.runtime.devices import device_of_ranks

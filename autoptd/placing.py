@@ -23,10 +23,10 @@ from autoptd.ir.fallback import Fallback
 from autoptd.ir.machine import Machine
 from autoptd.ir.notes import copy_graph
 from autoptd.ir.plan import Plan
-from autoptd.ir.program import Program
 from autoptd.ir.types import layout
-from autoptd.ir.weighed import weighed_record
 from autoptd.options import Options
+from autoptd.program.program import Program
+from autoptd.program.weighed import weighed_record
 from autoptd.records import Batch
 
 Keep = Callable[[str, Graph], None]

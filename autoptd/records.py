@@ -20,11 +20,13 @@ from autoptd import codegen, passes
 from autoptd import trace as tracing
 from autoptd.ir import markers
 from autoptd.ir.actions import Orders, ranks_of_stages
-from autoptd.ir.buckets import BucketPlan, plan_buckets
-from autoptd.ir.call_order import check_call_order
 from autoptd.ir.mesh import Mesh
 from autoptd.ir.notes import note, op_name, ops, placeholders, tensor
-from autoptd.ir.program import (
+from autoptd.ir.types import I, ValueType, outer_size
+from autoptd.options import PLANNED, Options
+from autoptd.program.buckets import BucketPlan, plan_buckets
+from autoptd.program.call_order import check_call_order
+from autoptd.program.program import (
     GATHER,
     Collective,
     CrossingSpec,
@@ -36,8 +38,6 @@ from autoptd.ir.program import (
     Program,
     StageSpec,
 )
-from autoptd.ir.types import I, ValueType, outer_size
-from autoptd.options import PLANNED, Options
 
 WORTH_A_WARNING = 0.01
 LOSSES = ("cross_entropy", "linear_cross_entropy")
@@ -193,7 +193,7 @@ def _conversion(node: Node, stage: int, rank: int, t: int) -> list[Collective]:
 
 
 def _swallowed(node: Node, stage: int, rank: int, t: int) -> Collective:
-    """An f that is part of a linear layer: see passes/hooks.py."""
+    """An f that is part of a linear layer: see passes/hook_gemms.py."""
     record, f = note(node), note(node).extra["swallowed"]
     site = f"{record.module} ({record.source})"
     return Collective(

@@ -31,8 +31,8 @@ import autoptd
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from autoptd.ir.buckets import reduction_axes
-from autoptd.ir.calls import Call, expected_calls
+from autoptd.program.buckets import reduction_axes
+from autoptd.program.calls import Call, expected_calls
 from benchmarks.lib.report import save, save_picture
 from examples.gpt import GPT, GPTConfig
 

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 import autoptd
-from autoptd.ir.program import Program
+from autoptd.program.program import Program
 from autoptd.runtime.batch import cut
 from autoptd.runtime.launch import LocalRanks, Rank
 

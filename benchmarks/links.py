@@ -26,10 +26,10 @@ import torch.multiprocessing as mp
 
 import autoptd
 from autoptd.ir.mesh import Mesh
-from autoptd.ir.program import Parcel
-from autoptd.runtime.distributed import DistributedWorld
+from autoptd.program.program import Parcel
 from autoptd.runtime.messages import gather, pack
-from autoptd.runtime.world import Needs, World
+from autoptd.runtime.world.processes import DistributedWorld
+from autoptd.runtime.world.world import Needs, World
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))

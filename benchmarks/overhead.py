@@ -34,10 +34,10 @@ from autoptd.compat import fake_process_group
 from autoptd.ir.mesh import Mesh
 from autoptd.runtime import i_to_p, i_to_r, p_to_i
 from autoptd.runtime.batch import cut
-from autoptd.runtime.distributed import DistributedWorld
 from autoptd.runtime.launch import Rank
-from autoptd.runtime.threads import ThreadWorld, run_ranks
-from autoptd.runtime.world import Group, Needs, World
+from autoptd.runtime.world.processes import DistributedWorld
+from autoptd.runtime.world.threads import ThreadWorld, run_ranks
+from autoptd.runtime.world.world import Group, Needs, World
 from benchmarks.lib.report import save, save_picture
 
 Row = dict[str, Any]

@@ -39,7 +39,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 import autoptd
-from autoptd.runtime.distributed import DistributedGroup
+from autoptd.runtime.world.processes import DistributedGroup
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 

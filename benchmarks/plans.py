@@ -27,10 +27,10 @@ from torch import nn
 
 import autoptd
 from autoptd import passes
-from autoptd.ir.calls import LOCAL_KINDS, wire_bytes
 from autoptd.ir.machine import find_machine
-from autoptd.ir.program import Program
-from autoptd.passes.costs import collective_seconds
+from autoptd.passes.ops.costs import collective_seconds
+from autoptd.program.calls import LOCAL_KINDS, wire_bytes
+from autoptd.program.program import Program
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 

@@ -35,7 +35,7 @@ def collectives_start_at_once() -> Iterator[None]:
 @pytest.fixture(autouse=True, scope="session")
 def verify_trains_only() -> Iterator[None]:
     """One dtype, no save, no evaluation: `parity/covering.py` has them for all that is combined."""
-    with mock.patch.object(importlib.import_module("autoptd.verify"), "CHECKS", ()):
+    with mock.patch.object(importlib.import_module("autoptd.verify.verify"), "CHECKS", ()):
         yield
 
 

@@ -16,7 +16,7 @@ from autoptd.compile import compile
 from autoptd.errors import PlanError
 from autoptd.ir import markers
 from autoptd.ir.notes import note, ops
-from autoptd.ir.program import Program
+from autoptd.program.program import Program
 from examples.gpt import GPT, GPTConfig
 
 Tensor = torch.Tensor

@@ -32,7 +32,7 @@ def covering(count: int) -> list[Case]:
 
 
 CASES = covering(COUNT)
-verify_module = importlib.import_module("autoptd.verify")
+verify_module = importlib.import_module("autoptd.verify.verify")
 
 
 @pytest.fixture

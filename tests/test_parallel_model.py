@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from autoptd.errors import PlanError, RuntimeFault
-from autoptd.ir.program import Program
 from autoptd.options import Options
 from autoptd.parallel_model import ParallelModel
+from autoptd.program.program import Program
 from autoptd.runtime.launch import is_launched
 from tests.ports import free_port
 from tests.runtime.tied_model import Case, TiedModel, make_batch, make_model, make_program
@@ -417,7 +417,7 @@ def test_processes_over_gloo_train_as_the_model_does(case: Case) -> None:
     port = free_port()
     size = case_mesh(case).size
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["autoptd.runtime.distributed"])
+    context.set_forkserver_preload(["autoptd.runtime.world.processes"])
     out = context.Queue()
     processes = [context.Process(target=_process, args=(rank, size, port, case, out)) for rank in range(size)]
     for process in processes:

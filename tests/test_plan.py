@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import autoptd
 from autoptd.errors import PlanError
-from autoptd.ir.program import Program
+from autoptd.program.program import Program
 from tests.parity.models import VOCAB, batch, gpt, separate, skipping
 from tests.passes.test_cut import layers_of
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import autoptd
-from autoptd.ir.program import ParamSpec
 from autoptd.pretrained import counted
+from autoptd.program.program import ParamSpec
 from autoptd.runtime import pretrained
 from tests.parity import test_segments, test_sharing
 from tests.parity.models import batch, gpt

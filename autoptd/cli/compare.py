@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-from autoptd.diff import diff
+from autoptd.reports.diff import diff
 
 
 def compare(asked: Namespace) -> int:

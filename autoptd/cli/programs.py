@@ -21,10 +21,10 @@ from autoptd.cli.models import as_call, find_model, length_of, make_without_weig
 from autoptd.cli.settings import read_pairs
 from autoptd.errors import PlanError
 from autoptd.ir.plan import load_plan
-from autoptd.ir.program import Program
-from autoptd.pictures import draw_program
-from autoptd.report import write_report
-from autoptd.summary import summarize
+from autoptd.program.program import Program
+from autoptd.reports.pictures import draw_program
+from autoptd.reports.report import write_report
+from autoptd.reports.summary import summarize
 
 KEYWORDS = (  # flags that are keywords of `parallelize`
     *("t", "p", "d", "v", "num_microbatches", "schedule", "sequence_parallel", "p2p", "fuse", "fuse_only", "seed"),

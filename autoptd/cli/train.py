@@ -19,11 +19,11 @@ from autoptd.cli.models import as_call, find_model, length_of, make_with_weights
 from autoptd.cli.programs import keywords_of, rows_of
 from autoptd.cli.settings import read_pairs
 from autoptd.errors import PlanError, RuntimeFault
-from autoptd.excepthook import is_interrupt
 from autoptd.ir.mesh import Coordinate
 from autoptd.options import make_options
 from autoptd.parallel_model import is_local
-from autoptd.report import write_report
+from autoptd.reports.report import write_report
+from autoptd.runtime.excepthook import is_interrupt
 
 
 def train(asked: Namespace) -> int:

@@ -17,9 +17,9 @@ import torch
 from torch.fx import Node
 
 from autoptd.ir import markers
-from autoptd.ir.calls import LOCAL_KINDS
 from autoptd.ir.notes import note, op_name, tensor
 from autoptd.ir.types import CONVERSIONS
+from autoptd.program.calls import LOCAL_KINDS
 
 Text = Callable[[Node], str]
 CREATORS = {"aten.arange", "aten.full", "aten.zeros", "aten.ones", "aten.eye", "aten.scalar_tensor"}

@@ -20,9 +20,9 @@ from autoptd.codegen.loops import Layer, make_layer, write_layer, write_loop
 from autoptd.codegen.names import choose_names
 from autoptd.codegen.repeats import Repeat, find_repeats
 from autoptd.codegen.writer import Writer, weight_text
-from autoptd.ir.calls import star
 from autoptd.ir.notes import is_whole, note, op_name, ops, output, placeholders
-from autoptd.ir.program import Line
+from autoptd.program.calls import star
+from autoptd.program.program import Line
 
 FOOTER = """
 

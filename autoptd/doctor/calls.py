@@ -28,9 +28,9 @@ from autoptd.doctor.patterns import (
 )
 from autoptd.errors import RuntimeFault
 from autoptd.ir.mesh import Coordinate
-from autoptd.runtime.distributed import DistributedWorld
-from autoptd.runtime.faults import Call
-from autoptd.runtime.world import Group, World, fault_site
+from autoptd.runtime.world.faults import Call
+from autoptd.runtime.world.processes import DistributedWorld
+from autoptd.runtime.world.world import Group, World, fault_site
 
 Tensor = torch.Tensor
 MOST_WRONG = 300  # a rank remembers no more, each call of a group or channel once for a dtype

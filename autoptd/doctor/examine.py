@@ -19,7 +19,7 @@ from autoptd.doctor.timing import Pair, rounds_of, sizes_on, time_groups, time_l
 from autoptd.doctor.traffic import needs_of_orders, play
 from autoptd.ir.actions import Orders
 from autoptd.ir.mesh import MESH_AXES, Mesh
-from autoptd.runtime.world import World, in_rounds
+from autoptd.runtime.world.world import World, in_rounds
 
 COUNTS = (1, 1021, 1 << 20)  # elements
 MOST_SUSPECTS = 6

@@ -31,7 +31,7 @@ import torch
 import autoptd
 from autoptd.doctor.words import ranks_text
 from autoptd.runtime.devices import process_device
-from autoptd.runtime.distributed import _default_backend
+from autoptd.runtime.world.processes import _default_backend
 from autoptd.viz.words import bytes_text
 
 SETTINGS = (

@@ -33,9 +33,9 @@ from autoptd.doctor.watch import PATIENCE, watch, watching_store
 from autoptd.errors import AutoptdError, PlanError, RuntimeFault
 from autoptd.ir.mesh import Mesh
 from autoptd.planner.cluster import Cluster, find_cluster
-from autoptd.runtime.distributed import DistributedGroup, DistributedWorld
-from autoptd.runtime.threads import ThreadWorld, run_ranks
-from autoptd.runtime.world import Needs, on_device
+from autoptd.runtime.world.processes import DistributedGroup, DistributedWorld
+from autoptd.runtime.world.threads import ThreadWorld, run_ranks
+from autoptd.runtime.world.world import Needs, on_device
 
 THREADS = Mesh(t=2, p=2, d=2)
 MOST_THREADS = 64

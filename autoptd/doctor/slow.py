@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from autoptd.ir.calls import wire_bytes
 from autoptd.planner.measure import SIZES
+from autoptd.program.calls import wire_bytes
 
 LIMITS = {"small": 4.0, "large": 2.0}
 LEAST = 1e-4  # seconds

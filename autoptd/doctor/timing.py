@@ -20,7 +20,7 @@ import torch
 from autoptd.doctor.calls import peer, settle
 from autoptd.ir.mesh import MESH_AXES
 from autoptd.planner.measure import SIZES, repeated
-from autoptd.runtime.world import Group, World, in_rounds
+from autoptd.runtime.world.world import Group, World, in_rounds
 
 SMALL = SIZES[0]  # bytes
 LARGE = {"cpu": 1 << 23, "cuda": 1 << 28}

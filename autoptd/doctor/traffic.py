@@ -18,7 +18,7 @@ from autoptd.doctor.calls import Checks, Result, peer, settle
 from autoptd.doctor.patterns import message, share, total
 from autoptd.errors import InternalError
 from autoptd.ir.actions import RECVS, SENDS, Action, Kind, Orders, ranks_of_stages
-from autoptd.runtime.world import Group, Needs, Pending
+from autoptd.runtime.world.world import Group, Needs, Pending
 from autoptd.schedule import add_transfers, build_orders
 
 SCHEDULES = {"1f1b": 1, "interleaved": 2, "looped_bfs": 2, "zbv": 2}  # name -> chunks of a rank

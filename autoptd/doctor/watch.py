@@ -16,8 +16,8 @@ from contextlib import contextmanager
 
 from autoptd.doctor.arrival import Lobby, patiently
 from autoptd.errors import RuntimeFault
-from autoptd.runtime.distributed import DistributedWorld
-from autoptd.runtime.faults import FaultBoard
+from autoptd.runtime.world.faults import FaultBoard
+from autoptd.runtime.world.processes import DistributedWorld
 
 PATIENCE = 9.0  # seconds beyond the timeout, in which the rank itself may come to know
 BETWEEN = 0.25  # seconds

@@ -34,7 +34,7 @@ class Machine:
     `per_parameter_byte` and `per_saved_byte` are the prices, in seconds per microbatch, of a byte that a rank keeps (parameter,
     gradient and optimizer state follow it) and of a byte saved for backward. They are never zero: on time alone an
     all-gather followed by redundant GEMMs beats an all-reduce. Unless given: what a link takes for 4 bytes, for a fiftieth of
-    one; where memory is short, saved bytes are made dearer (`fit.py`).
+    one; where memory is short, saved bytes are made dearer (`memory_price.py`).
     """
 
     flops: float = 300e12

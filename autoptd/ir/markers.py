@@ -68,7 +68,7 @@ def dropout(x: Any, rate: float, site: int, batch: tuple[int, int] | None, shard
 
 
 def linear(x: Any, weight: Any, bias: Any, *, overlap: bool, wgrad: str, transposed: bool) -> Any:
-    """A linear layer with hooks on its backward: see passes/hooks.py, and `rt.linear`."""
+    """A linear layer with hooks on its backward: see passes/hook_gemms.py, and `rt.linear`."""
     raise InternalError("linear", "a marker was executed")
 
 

@@ -5,10 +5,10 @@ that are pinned. Every key is optional:
 
     {"version": 1, "mesh": {"t": 2, "p": 4}, "num_microbatches": 8, "schedule": "1f1b", "options": {"seed": 1},
      "cut": [3, 4, 4, 1],                   # layers per stage, or the p*v - 1 modules to cut behind: ["h.2", "h.6", "h.10"]
-     "shard": [{"pattern": "h.*.mlp.c_fc.weight", "dim": 0, "axis": "tp"}]}      # see `passes/steer.py`
+     "shard": [{"pattern": "h.*.mlp.c_fc.weight", "dim": 0, "axis": "tp"}]}      # see `passes/solve/shard_pins.py`
 
-`fallbacks`, `weighed` (the plan over tp beside those that are known: ir/weighed.py) and `planner` (why the planner chose this:
-planner/plan.py) are reports and ask for nothing.
+`fallbacks`, `weighed` (the plan over tp beside those that are known: program/weighed.py) and `planner` (why the planner chose
+this: planner/plan.py) are reports and ask for nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MESH = ("t", "p", "d", "v")
 
 @dataclass(frozen=True)
 class Plan:
-    """What is pinned: `cut`, numbers of layers or names (see `passes/pins.py`); `shard`, see `passes/steer.py`."""
+    """What is pinned: `cut`, numbers of layers or names (`passes/stages/cut_pins.py`), and `shard` (`solve/shard_pins.py`)."""
 
     cut: tuple[int, ...] | tuple[str, ...] | None = None
     shard: tuple[Mapping[str, Any], ...] = ()

@@ -14,9 +14,10 @@ Where t exceeds the number of KV heads, consecutive ranks *share* one: 2 heads o
 an atom of the query heads may be split, the *inner* one (`S(2, 0) / S(2, 1)`: 2 KV heads x 4 query heads are 4 pieces of 2);
 without one they hold equal copies, whose cotangents are partial sums, as those of an R are.
 
-Ranks hold equal shards. A vocabulary that the number of ranks does not divide is *padded*: 61 rows over 4 ranks are shards
-of 16, the last 3 rows of the last one are zeros (which operators may hold such shards: `passes/padding.py`). Large ones are
-multiples of 64: 50,257 rows over 8 ranks are shards of 6,336, because odd sizes keep matrix products off a GPU's fast kernels.
+Ranks hold equal shards. A vocabulary that the number of ranks does not divide is *padded*: 61 rows over 4 ranks are
+shards of 16, the last 3 rows of the last one are zeros (which operators may hold such shards:
+`passes/axes/padding.py`). Large ones are multiples of 64: 50,257 rows over 8 ranks are shards of 6,336, because odd
+sizes keep matrix products off a GPU's fast kernels.
 """
 
 from __future__ import annotations

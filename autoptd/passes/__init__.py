@@ -1,18 +1,22 @@
-"""Graph to graph, one file a pass: annotate, communicate, cut, localize, hooks; and the axis table (`rules.py`)."""
+"""Graph to graph, one file a pass: annotate, communicate, find_fusions, cut, localize, substitute, hook_gemms, mark_owned.
+
+What they share lies in folders: `ops` (what is known of an operator), `axes` (which dims run together), `solve` (the types
+over a mesh axis), `stages` (where to cut, and what fits).
+"""
 
 from autoptd.passes.annotate import annotate, describe
-from autoptd.passes.assign import Assignment
 from autoptd.passes.communicate import check_connected, communicate, conversion_row
-from autoptd.passes.costs import backward_flops, count_work, flops
 from autoptd.passes.cut import cut
-from autoptd.passes.explain import explain
-from autoptd.passes.fallbacks import fallbacks, unlisted_operators
 from autoptd.passes.fusion import Groups, find_fusions, substitute
-from autoptd.passes.hooks import adds_to_gradient, hook_gemms
+from autoptd.passes.hook_gemms import adds_to_gradient, hook_gemms
 from autoptd.passes.localize import Sizes, local_shape, localize
-from autoptd.passes.memory import price_memory
+from autoptd.passes.ops.costs import backward_flops, count_work, flops
+from autoptd.passes.ops.unlisted import register_rule
 from autoptd.passes.own import mark_owned
-from autoptd.passes.unlisted import register_rule
+from autoptd.passes.solve.assign import Assignment
+from autoptd.passes.solve.explain import explain
+from autoptd.passes.solve.fallbacks import fallbacks, unlisted_operators
+from autoptd.passes.stages.memory import price_memory
 from autoptd.passes.weigh import weigh
 
 __all__ = [

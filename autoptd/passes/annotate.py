@@ -13,15 +13,15 @@ from autoptd.errors import PlanError
 from autoptd.ir.machine import Machine
 from autoptd.ir.notes import note, op_name, payload, placeholders, shape
 from autoptd.ir.types import type_text
-from autoptd.passes.assign import Assignment, assign_tensor, find_plan
-from autoptd.passes.axes import Axes
-from autoptd.passes.batch import assign_batch, check_literals
-from autoptd.passes.constants import Constants
-from autoptd.passes.fallbacks import explain
-from autoptd.passes.rows import place_rows
-from autoptd.passes.steer import find_pins, keep_layouts
-from autoptd.passes.strategies import KeptPlan, Splitter
-from autoptd.passes.symbols import name_axes
+from autoptd.passes.axes.axes import Axes
+from autoptd.passes.axes.constants import Constants
+from autoptd.passes.solve.assign import Assignment, assign_tensor, find_plan
+from autoptd.passes.solve.batch import assign_batch, check_literals
+from autoptd.passes.solve.dropout_rows import place_rows
+from autoptd.passes.solve.fallbacks import explain
+from autoptd.passes.solve.shard_pins import find_pins, keep_layouts
+from autoptd.passes.solve.strategies import KeptPlan, Splitter
+from autoptd.passes.solve.symbols import name_axes
 
 
 def annotate(

@@ -15,14 +15,14 @@ from autoptd.errors import InternalError
 from autoptd.ir import markers
 from autoptd.ir.notes import Note, note, op_name, ops, output, placeholders, set_note, site
 from autoptd.ir.types import CONVERSIONS, Conversion, I, P, R, S, ValueType, outer_size, padded_size
-from autoptd.passes.assign import Assignment
-from autoptd.passes.axes import Axes, Place
-from autoptd.passes.batch import FIRST_ROWS, adds_number
-from autoptd.passes.links import operands
-from autoptd.passes.padding import Padding
-from autoptd.passes.rules import linear_groups
-from autoptd.passes.sharing import Sharing
-from autoptd.passes.strategies import NO_COLLECTIVE_FORMS
+from autoptd.passes.axes.axes import Axes, Place
+from autoptd.passes.axes.padding import Padding
+from autoptd.passes.ops.dim_links import operands
+from autoptd.passes.ops.table import linear_groups
+from autoptd.passes.solve.assign import Assignment
+from autoptd.passes.solve.batch import FIRST_ROWS, adds_number
+from autoptd.passes.solve.sharing import Sharing
+from autoptd.passes.solve.strategies import NO_COLLECTIVE_FORMS
 
 
 def communicate(graph: Graph, assignment: Assignment, pieces: int, t: int) -> None:

@@ -8,7 +8,7 @@ before them the thinnest. A stage costs its operators' seconds on one rank, embe
 messages that it sends and receives; a rank holds parameters with their state, and what backward needs of the microbatches
 in flight (`memory.py`). `balance.py` chooses: for the busiest rank, then for the simulated schedule. Whole layers stay
 together unless cutting inside of one makes a step faster by more than 5%, or is what it takes to fit. A plan may pin the cuts
-instead (`pins.py`).
+instead (`stages/cut_pins.py`).
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from torch.fx import Graph, Node
 from autoptd.errors import InternalError, PlanError
 from autoptd.ir.machine import Machine
 from autoptd.ir.notes import is_tensor, note, op_name, output
-from autoptd.passes.balance import Cuts, Finish, Line, Value, evaluate, least_memory, place
-from autoptd.passes.costs import flops, local_payload, rank_seconds
-from autoptd.passes.crossing import is_never_computed_again, place_values
 from autoptd.passes.localize import Sizes
-from autoptd.passes.memory import count_bytes
-from autoptd.passes.pins import Places, layer_of
+from autoptd.passes.ops.costs import flops, local_payload, rank_seconds
+from autoptd.passes.stages.balance import Cuts, Finish, Line, Value, evaluate, least_memory, place
+from autoptd.passes.stages.crossing import is_never_computed_again, place_values
+from autoptd.passes.stages.cut_pins import Places, layer_of
+from autoptd.passes.stages.memory import count_bytes
 
 WORTH = 0.95  # cutting inside a layer must bring the busiest rank's time down to this share
 GIB = 1 << 30

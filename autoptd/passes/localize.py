@@ -23,7 +23,7 @@ from autoptd.errors import InternalError
 from autoptd.ir import markers
 from autoptd.ir.notes import note, op_name, ops, shape, site, tensor, value
 from autoptd.ir.types import S, outer_size, padded_size, shard_size
-from autoptd.passes.links import argument, operands
+from autoptd.passes.ops.dim_links import argument, operands
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from torch.fx import Graph, Node
 
 from autoptd.ir import markers
 from autoptd.ir.notes import note, op_name, ops
-from autoptd.passes.hooks import FOLDS, gemm_operands
+from autoptd.passes.hook_gemms import FOLDS, gemm_operands
 
 FRESH = ("aten.linear", "aten.addmm", "aten.mm", "aten.bmm", "aten.matmul", "aten.add")
 

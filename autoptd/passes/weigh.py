@@ -1,7 +1,7 @@
 """What a plan over tp takes: seconds, bytes sent and bytes held, counted from its graph.
 
-In: a CONNECTED graph. Out: `Weight` (ir/weighed.py), of one microbatch and one tensor rank, forward and backward; the memory of
-parameters is that of themselves, without gradients and optimizer state.
+In: a CONNECTED graph. Out: `Weight` (program/weighed.py), of one microbatch and one tensor rank, forward and backward;
+the memory of parameters is that of themselves, without gradients and optimizer state.
 
     weigh(graph, Sizes(t=8, traced_rows=2, rows=1, pieces=8), machine).sent_bytes
 """
@@ -12,16 +12,16 @@ import math
 
 from torch.fx import Graph, Node
 
-from autoptd.ir.calls import LOCAL_KINDS, wire_bytes
 from autoptd.ir.machine import Machine
 from autoptd.ir.markers import convert
 from autoptd.ir.notes import note, ops, payload, placeholders, shape, tensor
 from autoptd.ir.types import CONVERSIONS
-from autoptd.ir.weighed import Weight
-from autoptd.passes.costs import collective_seconds, flops, local_payload, rank_seconds
-from autoptd.passes.hooks import gather_again
+from autoptd.passes.hook_gemms import gather_again
 from autoptd.passes.localize import Sizes, local_shape
-from autoptd.passes.memory import read_from_outside, saved_bytes
+from autoptd.passes.ops.costs import collective_seconds, flops, local_payload, rank_seconds
+from autoptd.passes.stages.memory import read_from_outside, saved_bytes
+from autoptd.program.calls import LOCAL_KINDS, wire_bytes
+from autoptd.program.weighed import Weight
 
 
 def weigh(graph: Graph, sizes: Sizes, machine: Machine) -> Weight:

@@ -18,13 +18,13 @@ from typing import Any
 import numpy as np
 
 from autoptd.ir.actions import ranks_of_stages
-from autoptd.ir.program import Collective, Program
 from autoptd.planner.cluster import Cluster, Software, find_cluster
 from autoptd.planner.network import Network
 from autoptd.planner.predict import Prediction
 from autoptd.planner.setting import Setting
 from autoptd.planner.terms import OPTIMIZER_BYTES, Passes
 from autoptd.planner.time import Clock
+from autoptd.program.program import Collective, Program
 from autoptd.schedule import simulate
 
 BACKWARD_MOVES = 1.5  # of what forward moves
@@ -36,8 +36,8 @@ def predict_program(
 ) -> Prediction:
     """Predict a step of the program as it was compiled; its precision is that of most of its parameters' bytes.
 
-    Memory is the compiler's own count (passes/memory.py), "held": parameters with gradients and two moments, and activations;
-    and the allocator's slack and the context, as `predict` adds them.
+    Memory is the compiler's own count (passes/stages/memory.py), "held": parameters with gradients and two moments, and
+    activations; and the allocator's slack and the context, as `predict` adds them.
     """
     cluster = find_cluster(cluster).with_software(software)
     found = _Reader(program, cluster)

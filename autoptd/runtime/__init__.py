@@ -23,7 +23,7 @@ from autoptd.runtime.shards import join_shards, pad_shard, take_shard
 from autoptd.runtime.stage import Stage
 from autoptd.runtime.standalone import main
 from autoptd.runtime.vocab import cross_entropy, vocab_parallel_cross_entropy, vocab_parallel_embedding
-from autoptd.runtime.world import Group, Needs, World
+from autoptd.runtime.world.world import Group, Needs, World
 
 __all__ = [
     "Group",

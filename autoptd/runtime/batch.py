@@ -19,7 +19,7 @@ import torch
 from autoptd.compat import tree_flatten, tree_unflatten
 from autoptd.errors import PlanError
 from autoptd.ir.mesh import Coordinate
-from autoptd.ir.program import InputSpec, Program
+from autoptd.program.program import InputSpec, Program
 from autoptd.runtime.parameters import dtype_of
 
 Args = tuple[Any, ...]

@@ -19,7 +19,7 @@ import torch
 
 from autoptd.errors import RuntimeFault
 from autoptd.runtime.fingerprint import hash_words
-from autoptd.runtime.world import World
+from autoptd.runtime.world.world import World
 
 REPLICA = ("tp", "pp")  # the axes along which ranks read the same batch
 FIRST = 3  # steps that are checked at the start

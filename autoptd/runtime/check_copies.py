@@ -13,11 +13,11 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from autoptd.errors import RuntimeFault
-from autoptd.ir.program import ParamSpec
+from autoptd.program.program import ParamSpec
 from autoptd.runtime.check_batch import agree_on_largest, merge_over_ranks
 from autoptd.runtime.fingerprint import fingerprint_of
 from autoptd.runtime.parameters import RankParameters, owners
-from autoptd.runtime.world import Group
+from autoptd.runtime.world.world import Group
 
 SITE = "check of the copies"
 MOST_NAMED = 5

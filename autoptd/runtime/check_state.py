@@ -17,7 +17,7 @@ import torch
 from autoptd.errors import RuntimeFault
 from autoptd.runtime.check_batch import agree_on_largest, merge_over_ranks
 from autoptd.runtime.fingerprint import hash_words
-from autoptd.runtime.world import World
+from autoptd.runtime.world.world import World
 
 SITE = "check of the state dict"
 MANY = 3  # tensors that a fault names

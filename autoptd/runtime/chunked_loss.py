@@ -18,7 +18,7 @@ import torch
 from autoptd.errors import PlanError
 from autoptd.kernels.loss import How, WeightSum, can_use_triton, chunked_loss, default_chunk, linear_cross_entropy
 from autoptd.runtime.vocab import local_labels, sharded_loss
-from autoptd.runtime.world import Group
+from autoptd.runtime.world.world import Group
 
 Tensor = torch.Tensor
 

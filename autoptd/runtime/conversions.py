@@ -28,7 +28,7 @@ from autoptd.runtime.shards import (
     to_gather,
     to_scatter,
 )
-from autoptd.runtime.world import Group, Pending, Then
+from autoptd.runtime.world.world import Group, Pending, Then
 
 Tensor = torch.Tensor
 Direction = Callable[[Tensor, Group, str], Tensor]

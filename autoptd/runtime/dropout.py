@@ -17,7 +17,7 @@ import torch
 
 from autoptd.kernels import residual as residual_kernel
 from autoptd.kernels.dropout import Places, drop, keys
-from autoptd.runtime.world import Group
+from autoptd.runtime.world.world import Group
 
 
 @dataclass(frozen=True)

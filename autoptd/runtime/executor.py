@@ -25,8 +25,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from autoptd.errors import InternalError, RuntimeFault
 from autoptd.ir.actions import Action, Kind
-from autoptd.ir.program import CrossingSpec, Program
 from autoptd.kernels.forms import wide
+from autoptd.program.program import CrossingSpec, Program
 from autoptd.runtime.dropout import Drawing
 from autoptd.runtime.fused import Fused
 from autoptd.runtime.gradients import Gradients
@@ -36,7 +36,7 @@ from autoptd.runtime.nan import NanWatch
 from autoptd.runtime.parameters import RankParameters, from_rank_0, owners
 from autoptd.runtime.stage import Stage, load_stage
 from autoptd.runtime.timeline import Watch
-from autoptd.runtime.world import Needs, World
+from autoptd.runtime.world.world import Needs, World
 
 Microbatch = Mapping[str, torch.Tensor]
 FORWARD = (Kind.F, Kind.SEND_F, Kind.RECV_F)

@@ -18,7 +18,7 @@ import torch
 from autoptd.errors import InternalError
 from autoptd.ir.types import Outer
 from autoptd.runtime.conversions import gather, gather_start, s_to_r, scatter_start
-from autoptd.runtime.world import Group, Pending
+from autoptd.runtime.world.world import Group, Pending
 
 Tensor = torch.Tensor
 

@@ -4,10 +4,11 @@ In: a rank's leaves, whose `.grad` autograd fills, or `add` where a GEMM brings 
 `parameter.grad`, of the loss of the global batch. A leaf's `.grad` has the dtype of `ParamSpec.sum_dtype`,
 and all sums run in that.
 
-Sums run on *buckets*: flat buffers of about 100 MB, over the ranks that `ir/buckets.py` says: dp, then tp, then owners. The sum
-over dp starts once the last gradient of a bucket is complete, which hooks on the leaves notice and REDUCE actions make sure of;
-all replicas hold the same buckets and start them in the same order, each after the one before it. Sums over tp and owners wait
-for `finish`: inside a backward they would get between its own calls over tp, at another place on each tensor rank.
+Sums run on *buckets*: flat buffers of about 100 MB, over the ranks that `program/buckets.py` says: dp, then tp, then
+owners. The sum over dp starts once the last gradient of a bucket is complete, which hooks on the leaves notice and
+REDUCE actions make sure of; all replicas hold the same buckets and start them in the same order, each after the one
+before it. Sums over tp and owners wait for `finish`: inside a backward they would get between its own calls over tp, at
+another place on each tensor rank.
 
     gradients.begin(); ...; gradients.reduce(stage=2); ...; gradients.finish(); gradients.commit()
 """
@@ -22,13 +23,13 @@ import torch
 
 from autoptd.compat import set_grad_dtype
 from autoptd.errors import InternalError, PlanError
-from autoptd.ir.buckets import BUCKET_BYTES, BucketPlan, plan_buckets
-from autoptd.ir.program import ParamSpec, Program
 from autoptd.kernels.forms import wide
+from autoptd.program.buckets import BUCKET_BYTES, BucketPlan, plan_buckets
+from autoptd.program.program import ParamSpec, Program
 from autoptd.runtime.guard import guard_gradient, unguarded
 from autoptd.runtime.linear import WeightTerm
 from autoptd.runtime.parameters import RankParameters, dtype_of, in_place, shard_of
-from autoptd.runtime.world import Pending, World
+from autoptd.runtime.world.world import Pending, World
 
 
 class Bucket:

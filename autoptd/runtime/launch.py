@@ -21,16 +21,16 @@ import torch.distributed as dist
 
 from autoptd.errors import InternalError, PlanError, RuntimeFault
 from autoptd.ir.mesh import Mesh
-from autoptd.ir.program import Program
+from autoptd.program.program import Program
 from autoptd.runtime.devices import has_launcher
-from autoptd.runtime.distributed import DistributedWorld
 from autoptd.runtime.executor import Executor, needs_of
 from autoptd.runtime.guard import unguarded
 from autoptd.runtime.parameters import RankParameters, Values
 from autoptd.runtime.pretrained import Folder
-from autoptd.runtime.threads import Ranks, ThreadWorld
 from autoptd.runtime.timeline import Delays, Timeline
-from autoptd.runtime.world import World, on_device
+from autoptd.runtime.world.processes import DistributedWorld
+from autoptd.runtime.world.threads import Ranks, ThreadWorld
+from autoptd.runtime.world.world import World, on_device
 
 Result = TypeVar("Result")
 

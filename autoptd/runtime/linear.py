@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from autoptd.compat import add_mm
 from autoptd.kernels.loss import WeightSum
 from autoptd.runtime.gathered import Again, Gathered
-from autoptd.runtime.world import Group
+from autoptd.runtime.world.world import Group
 
 Tensor = torch.Tensor
 

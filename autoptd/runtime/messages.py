@@ -1,8 +1,8 @@
 """The messages of one rank's stages: packed, scattered and sent; received, gathered and taken apart.
 
-In: the parcels of a program (`ir/parcels.py`: what goes together, and what is scattered over tp), this rank's world, and the
-values of crossings by name, or their gradients. Out: the same on the rank of the other stage; a stage of this rank is handed
-them as they are.
+In: the parcels of a program (`program/transfers.py`: what goes together, and what is scattered over tp), this rank's
+world, and the values of crossings by name, or their gradients. Out: the same on the rank of the other stage; a stage of
+this rank is handed them as they are.
 
     messages.leave(SEND_F0.1>1, {"x_from_0": x})    # after F0.1: what the sender needs from now on, and no more
     messages.send(SEND_F0.1>1)                      # never waits
@@ -22,9 +22,9 @@ import torch
 from autoptd.errors import InternalError
 from autoptd.ir.actions import Action, Kind
 from autoptd.ir.mesh import Coordinate
-from autoptd.ir.program import Parcel, Program
+from autoptd.program.program import Parcel, Program
 from autoptd.runtime.parameters import dtype_of
-from autoptd.runtime.world import Channel, Group, Pending, World
+from autoptd.runtime.world.world import Channel, Group, Pending, World
 
 Tensor = torch.Tensor
 ANSWER = {Kind.SEND_F: Kind.RECV_F, Kind.SEND_B: Kind.RECV_B}

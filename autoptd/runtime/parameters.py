@@ -21,11 +21,11 @@ import torch
 from torch import nn
 
 from autoptd.errors import PlanError
-from autoptd.ir.program import ParamSpec, Program
+from autoptd.program.program import ParamSpec, Program
 from autoptd.runtime.guard import GuardedParameter, guard_gradient, unguarded
 from autoptd.runtime.pretrained import Folder, Reader
 from autoptd.runtime.shards import join_shards, pad_shard, take_shard
-from autoptd.runtime.world import World
+from autoptd.runtime.world.world import World
 
 # What parameters start with: full tensors by name, or a folder that has them.
 Values = Mapping[str, torch.Tensor] | Folder

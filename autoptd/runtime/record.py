@@ -1,8 +1,9 @@
 """Record what ranks do while a model runs: every collective, every send, and the arithmetic, as it is executed.
 
-In: the running ranks of this process. Out: a `Record` of `Call`s, in the words in which the compiler says what to expect
-(`ir/calls.py`), of `Work` (`work.py`) and of `Span`s (`timeline.py`). Nothing is paid when nothing is recorded: for the time
-of a record the methods of groups and channels are covered by ones that note the call, and steps run under a mode that counts.
+In: the running ranks of this process. Out: a `Record` of `Call`s, in the words in which the compiler says what to
+expect (`program/calls.py`), of `Work` (`work.py`) and of `Span`s (`timeline.py`). Nothing is paid when nothing is
+recorded: for the time of a record the methods of groups and channels are covered by ones that note the call, and steps
+run under a mode that counts.
 
     with recording(ranks) as (recorded_ranks, record):
         recorded_ranks.run("step", step)
@@ -22,13 +23,13 @@ from typing import Any, TypeVar
 import torch
 
 from autoptd.ir.actions import parse, phase_of
-from autoptd.ir.buckets import GRADIENTS, TIED
-from autoptd.ir.calls import Call, axis_text, expected_calls, star
+from autoptd.program.buckets import GRADIENTS, TIED
+from autoptd.program.calls import Call, axis_text, expected_calls, star
 from autoptd.runtime import check_batch, check_copies, check_state
 from autoptd.runtime.launch import Rank, RunningRanks
 from autoptd.runtime.timeline import Span, Timeline
 from autoptd.runtime.work import Counting, Work, sum_work
-from autoptd.runtime.world import Channel, Group, Pending, World
+from autoptd.runtime.world.world import Channel, Group, Pending, World
 
 Result = TypeVar("Result")
 Tensor = torch.Tensor

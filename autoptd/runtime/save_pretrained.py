@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from autoptd.errors import PlanError, RuntimeFault
-from autoptd.ir.program import ParamSpec
+from autoptd.program.program import ParamSpec
 from autoptd.runtime.parameters import RankParameters, dtype_of, gather_full
 from autoptd.runtime.pretrained import INDEX, SINGLE, library
 

@@ -23,7 +23,7 @@ from autoptd.runtime.dropout import Draw, Drawing
 from autoptd.runtime.fused import Fused
 from autoptd.runtime.inductor import compile_layers
 from autoptd.runtime.linear import Deferred, WeightGradient
-from autoptd.runtime.world import Group
+from autoptd.runtime.world.world import Group
 
 
 class Namespace:
@@ -104,7 +104,7 @@ class Stage:
         return type(self).count is not Stage.count
 
     def forward(self, **values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Run one microbatch: see the calling convention in `ir/program.py`."""
+        """Run one microbatch: see the calling convention in `program/program.py`."""
         raise NotImplementedError
 
     def count(self, **inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:

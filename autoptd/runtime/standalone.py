@@ -19,11 +19,11 @@ from torch import nn
 
 from autoptd.errors import AutoptdError, InternalError, PlanError
 from autoptd.ir.mesh import Mesh
-from autoptd.ir.program import Program
+from autoptd.program.program import Program
 from autoptd.runtime.linear import WeightTerm
 from autoptd.runtime.stage import Stage
-from autoptd.runtime.threads import ThreadWorld, run_ranks
-from autoptd.runtime.world import Needs, World
+from autoptd.runtime.world.threads import ThreadWorld, run_ranks
+from autoptd.runtime.world.world import Needs, World
 
 SCALE = 0.02  # of random parameters, so that the values of many layers stay finite
 

@@ -23,7 +23,7 @@ import torch
 from autoptd.ir.actions import COMPUTES, phase_of
 from autoptd.runtime.launch import Rank, RunningRanks
 from autoptd.runtime.record import Note, cover
-from autoptd.runtime.world import World
+from autoptd.runtime.world.world import World
 
 Result = TypeVar("Result")
 AT_THE_END = ("loss", "count of labels", "dtype of the loss")  # ranks meet there: most of it is waiting for the slowest

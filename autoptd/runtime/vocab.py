@@ -23,7 +23,7 @@ from autoptd.errors import PlanError
 from autoptd.kernels.cross_entropy import Labels, Loss
 from autoptd.kernels.forms import takes_triton, wide
 from autoptd.runtime.shards import real_rows
-from autoptd.runtime.world import Group, SoloGroup
+from autoptd.runtime.world.world import Group, SoloGroup
 
 Tensor = torch.Tensor
 

@@ -28,7 +28,7 @@ import torch
 from autoptd.compat import TorchDispatchMode, autograd_node_number, last_node_number
 from autoptd.errors import InternalError
 from autoptd.ir.actions import phase_of
-from autoptd.ir.program import Program
+from autoptd.program.program import Program
 
 Shape = tuple[int, ...]
 

@@ -1,7 +1,7 @@
 """Tell in text what a program communicates: totals first, then every kind of site, then what needs no communication.
 
 In: a `Program` (its graphs are not needed). Out: Markdown, the same bytes for the same program. Calls, their payload and their
-wire bytes are those of `ir/calls.py`: what `pm.record()` finds executed.
+wire bytes are those of `program/calls.py`: what `pm.record()` finds executed.
 
     text = collectives_markdown(program)
     Path("collectives.md").write_text(text)
@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from autoptd.ir.calls import LOCAL_KINDS, Call, expected_calls, star, wire_bytes
 from autoptd.ir.mesh import Coordinate
-from autoptd.ir.program import GATHER, Collective, Program
+from autoptd.program.calls import LOCAL_KINDS, Call, expected_calls, star, wire_bytes
+from autoptd.program.program import GATHER, Collective, Program
 from autoptd.viz.words import bytes_text, count_text, letter
 
 

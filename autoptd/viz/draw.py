@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from autoptd.ir.program import Picture, Program
+from autoptd.program.program import Picture, Program
 from autoptd.viz.collectives import collectives_markdown
 from autoptd.viz.picture import graph_picture
 from autoptd.viz.runs import Run

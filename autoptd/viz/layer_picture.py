@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator
 from torch.fx import Node
 
 from autoptd.ir.notes import note, tensor
-from autoptd.ir.program import Program
 from autoptd.ir.types import CONVERSIONS, type_text
+from autoptd.program.program import Program
 from autoptd.viz import look
 from autoptd.viz.box_words import (
     collectives_of,

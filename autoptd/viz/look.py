@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from autoptd.ir.calls import LOCAL_KINDS, wire_bytes
-from autoptd.ir.program import Collective, Program
+from autoptd.program.calls import LOCAL_KINDS, wire_bytes
+from autoptd.program.program import Collective, Program
 from autoptd.viz.scene import Item, Line, line
 from autoptd.viz.words import bytes_text
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from autoptd.ir.program import Collective, CrossingSpec, Program
+from autoptd.program.program import Collective, CrossingSpec, Program
 from autoptd.viz import look
 from autoptd.viz.look import bars, told
 from autoptd.viz.scene import Item, Link, Scene, line

@@ -15,7 +15,7 @@ from torch.fx import Node
 
 from autoptd.ir import markers
 from autoptd.ir.notes import note, ops
-from autoptd.ir.program import Collective, Program
+from autoptd.program.program import Collective, Program
 
 Calls = dict[tuple[Node, int], tuple[Collective, ...]]
 

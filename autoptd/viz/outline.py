@@ -23,7 +23,7 @@ from itertools import pairwise
 from torch.fx import Node
 
 from autoptd.ir.notes import note, ops, output
-from autoptd.ir.program import Collective, Program
+from autoptd.program.program import Collective, Program
 from autoptd.viz.alike import Like, Shown, layer_of, pieces_of
 from autoptd.viz.node_calls import Calls, calls_of_nodes
 from autoptd.viz.views import hidden_inputs, is_shown, origin, short_op

@@ -20,7 +20,7 @@ from functools import cached_property
 from pathlib import Path
 
 from autoptd.errors import PlanError
-from autoptd.ir.program import Program
+from autoptd.program.program import Program
 from autoptd.viz.columns import find_places
 from autoptd.viz.graph_svg import scene_svg
 from autoptd.viz.layer_picture import Work, layer_scene

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import autoptd
-from autoptd.summary import summarize
+from autoptd.reports.summary import summarize
 from benchmarks.gpu.device import Device, ceilings
 from benchmarks.gpu.machine import card
 from benchmarks.gpu.models import Call, Shape, batch, build, loss_of

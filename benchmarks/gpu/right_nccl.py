@@ -44,8 +44,8 @@ def collectives() -> Found:
     device = start()
     from autoptd.compat import new_group
     from autoptd.ir.mesh import Mesh
-    from autoptd.runtime.distributed import DistributedGroup, DistributedWorld
-    from autoptd.runtime.world import Needs
+    from autoptd.runtime.world.processes import DistributedGroup, DistributedWorld
+    from autoptd.runtime.world.world import Needs
 
     world = DistributedWorld(Mesh(), Needs(), device=device.name, timeout=30.0)
     handle = new_group("a group of one", (0,), dist.get_backend(), timedelta(seconds=30), 4)

@@ -17,7 +17,7 @@ from torch import Tensor
 import autoptd
 from autoptd.runtime import linear
 from autoptd.runtime.batch import cut
-from autoptd.runtime.world import Pending, SoloGroup
+from autoptd.runtime.world.world import Pending, SoloGroup
 from benchmarks import overhead
 from benchmarks.gpu.device import Device
 from benchmarks.gpu.forms import close_world

@@ -22,7 +22,7 @@ import autoptd
 from autoptd.compat import fake_process_group, tree_map
 from autoptd.runtime.batch import cut
 from autoptd.runtime.launch import ProcessRank, Rank
-from autoptd.runtime.world import Like, Pending
+from autoptd.runtime.world.world import Like, Pending
 
 Batch = tuple[Tensor, ...] | Mapping[str, Tensor]
 

@@ -11,7 +11,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import autoptd
-from autoptd.pictures import simulated_run
+from autoptd.reports.pictures import simulated_run
 from autoptd.viz import schedule_svg
 
 HERE = Path(__file__).parent

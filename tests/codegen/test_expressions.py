@@ -14,8 +14,8 @@ from torch.fx import Graph, Node
 from autoptd.codegen.expressions import expression
 from autoptd.ir import markers
 from autoptd.ir.notes import op_name, ops
+from tests.passes.ops.test_table import EXAMPLES, r, traced
 from tests.passes.sharding import trace_call
-from tests.passes.test_rules import EXAMPLES, r, traced
 
 Tensor = torch.Tensor
 

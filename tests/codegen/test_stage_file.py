@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from autoptd.compile import compile
-from autoptd.ir.program import Program
+from autoptd.program.program import Program
 from examples.gpt import GPT, GPTConfig
 
 Tensor = torch.Tensor

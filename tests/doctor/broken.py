@@ -11,8 +11,8 @@ import torch
 from autoptd.doctor.examine import MeshReport, examine
 from autoptd.doctor.traffic import all_orders, needs_of_orders
 from autoptd.ir.mesh import Mesh
-from autoptd.runtime.threads import ThreadWorld, run_ranks
-from autoptd.runtime.world import Channel, Group, Like, Pending
+from autoptd.runtime.world.threads import ThreadWorld, run_ranks
+from autoptd.runtime.world.world import Channel, Group, Like, Pending
 
 COUNTS = (1, 1021)
 

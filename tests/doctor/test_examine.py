@@ -9,7 +9,7 @@ from autoptd.doctor.calls import wait_until
 from autoptd.doctor.report import DoctorReport
 from autoptd.errors import RuntimeFault
 from autoptd.ir.mesh import Mesh
-from autoptd.runtime.threads import ThreadWorld
+from autoptd.runtime.world.threads import ThreadWorld
 from tests.doctor.broken import SlowChannel, SlowGroup, WrongChannel, WrongGather, WrongScatter, WrongSum, examined
 
 

@@ -18,7 +18,7 @@ import torch
 
 from autoptd.cli import main
 from autoptd.doctor.run import Request, run_launched
-from autoptd.runtime.distributed import DistributedChannel, DistributedGroup
+from autoptd.runtime.world.processes import DistributedChannel, DistributedGroup
 from tests.ports import free_port
 from tests.processes.in_order import register
 

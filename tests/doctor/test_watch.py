@@ -6,7 +6,7 @@ import threading
 
 from autoptd.doctor.watch import watching
 from autoptd.errors import RuntimeFault
-from autoptd.runtime.faults import Call
+from autoptd.runtime.world.faults import Call
 
 
 class Board:

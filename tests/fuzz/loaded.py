@@ -17,7 +17,7 @@ import autoptd
 from autoptd.compile import split_call
 from autoptd.errors import InternalError
 from autoptd.trace.loss import WithLoss
-from autoptd.verify import Widen, masks_of, widen_inputs
+from autoptd.verify.verify import Widen, masks_of, widen_inputs
 
 TOLERANCE = 1e-9
 

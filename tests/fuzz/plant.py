@@ -14,10 +14,10 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-from autoptd.ir.program import Program
-from autoptd.runtime.threads import ThreadRank
+from autoptd.program.program import Program
+from autoptd.runtime.world.threads import ThreadRank
 
-verify_module = importlib.import_module("autoptd.verify")
+verify_module = importlib.import_module("autoptd.verify.verify")
 
 EDITS = {  # in the first stage file where it occurs: what to find, what to write
     "no f": (r"= rt\.i_to_r\((\w+), tp[^)]*\)", r"= \1"),

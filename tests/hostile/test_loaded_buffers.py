@@ -12,8 +12,8 @@ from torch import nn
 
 import autoptd
 from autoptd.errors import PlanError
-from autoptd.ir.program import Program
 from autoptd.options import Options
+from autoptd.program.program import Program
 
 X = torch.randint(0, 32, (8, 6), generator=torch.Generator().manual_seed(0))
 Y = torch.randint(0, 32, (8, 6), generator=torch.Generator().manual_seed(1))

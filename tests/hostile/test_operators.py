@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import autoptd
 from autoptd.errors import PlanError
 from autoptd.passes import links, rules
-from autoptd.passes.rules import Rule
+from autoptd.passes.ops.table import Rule
 from tests.hostile.against_torch import assert_parity, refusal
 from tests.thin import thinned
 

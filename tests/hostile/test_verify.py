@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import autoptd
 
 VOCAB, WIDTH = 32, 16
-verify_module = importlib.import_module("autoptd.verify")
+verify_module = importlib.import_module("autoptd.verify.verify")
 FLOATS = [torch.float32, torch.float64]
 
 

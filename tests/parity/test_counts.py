@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autoptd
-from autoptd.ir.calls import Call, expected_calls
 from autoptd.ir.mesh import Coordinate
+from autoptd.program.calls import Call, expected_calls
 from tests.parity.models import LENGTH, VOCAB, batch, gpt, separate, skipping, uneven
 from tests.thin import thinned
 

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 
 from autoptd.options import Options
-from autoptd.runtime.threads import ThreadRank
+from autoptd.runtime.world.threads import ThreadRank
 from tests.parity import covering
 from tests.parity.covering import AXES, BOUND, LEFT_OUT, OUTSIDE, OWN, Case, cases, declared, goes_together, name_of
 

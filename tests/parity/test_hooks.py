@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 import autoptd
 from autoptd.ir.actions import parse
-from autoptd.runtime.exchange import ThreadGroup
 from autoptd.runtime.gradients import Gradients
 from autoptd.runtime.linear import Deferred, WeightGemm
-from autoptd.runtime.world import Done, Pending
+from autoptd.runtime.world.exchange import ThreadGroup
+from autoptd.runtime.world.world import Done, Pending
 from tests.parity.models import LENGTH, VOCAB, batch, gpt, separate, uneven
 from tests.parity.test_mutations import edit_source, verify_module
-from tests.passes.test_hooks import conv
+from tests.passes.test_hook_gemms import conv
 
 OVERLAP: dict[str, Any] = {"async_tensor_model_parallel_allreduce": True}
 MAIN: dict[str, Any] = {"accumulate_allreduce_grads_in_fp32": True}

@@ -21,12 +21,12 @@ from autoptd.compat import tree_flatten
 from autoptd.ir.actions import Action, Kind
 from autoptd.ir.fusion import counts
 from autoptd.ir.machine import Machine
-from autoptd.ir.program import Program
 from autoptd.passes.fusion import losses
+from autoptd.program.program import Program
 from autoptd.runtime.batch import cut
 from autoptd.runtime.launch import LocalRanks, Rank
-from autoptd.runtime.threads import ThreadChannel
-from autoptd.runtime.world import Pending
+from autoptd.runtime.world.threads import ThreadChannel
+from autoptd.runtime.world.world import Pending
 from autoptd.schedule import simulate
 from examples.gpt import GPT, GPTConfig
 from tests.parity.models import batch, gpt, skipping

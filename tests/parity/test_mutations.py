@@ -11,17 +11,17 @@ import torch
 
 import autoptd
 from autoptd.ir import parcels
-from autoptd.ir.program import Parcel, Program
+from autoptd.program.program import Parcel, Program
 from autoptd.runtime import gradients, messages
 from autoptd.runtime.dropout import Drawing
 from autoptd.runtime.executor import Executor
-from autoptd.runtime.threads import ThreadRank
-from autoptd.runtime.world import Done, Group
+from autoptd.runtime.world.threads import ThreadRank
+from autoptd.runtime.world.world import Done, Group
 from tests.parity.models import batch, gpt, separate, uneven
 from tests.parity.test_dropout import gpt as dropping_gpt
 from tests.parity.test_links import COLUMNS, Chain
 
-verify_module = importlib.import_module("autoptd.verify")
+verify_module = importlib.import_module("autoptd.verify.verify")
 
 
 def edit_source(monkeypatch: pytest.MonkeyPatch, old: str, new: str) -> list[str]:

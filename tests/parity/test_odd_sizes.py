@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import autoptd
 from autoptd.ir import machine, types
-from autoptd.ir.calls import expected_calls
 from autoptd.passes import strategies
+from autoptd.program.calls import expected_calls
 from tests.parity.models import LENGTH, batch, gpt, uneven
 from tests.parity.test_mutations import edit_source
 from tests.thin import thinned

@@ -15,14 +15,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import autoptd
 from autoptd import runtime as rt
 from autoptd.ir import buckets
-from autoptd.ir.calls import expected_calls, wire_bytes
 from autoptd.ir.machine import Machine
 from autoptd.ir.mesh import Mesh
-from autoptd.report import report_html
-from autoptd.runtime.exchange import ThreadGroup
-from autoptd.runtime.threads import ThreadWorld, run_ranks
-from autoptd.runtime.world import Needs, Pending, World
-from autoptd.summary import summarize
+from autoptd.program.calls import expected_calls, wire_bytes
+from autoptd.reports.report import report_html
+from autoptd.reports.summary import summarize
+from autoptd.runtime.world.exchange import ThreadGroup
+from autoptd.runtime.world.threads import ThreadWorld, run_ranks
+from autoptd.runtime.world.world import Needs, Pending, World
 from examples.gpt import GPT, GPTConfig
 from tests.parity.kept import kept_bytes
 from tests.parity.models import LENGTH, batch, gpt, separate, skipping, uneven

@@ -12,8 +12,8 @@ from torch.fx import Graph, Node
 from autoptd import passes, trace
 from autoptd.ir.machine import Machine, find_machine
 from autoptd.ir.notes import note, op_name, ops
-from autoptd.passes.assign import Assignment
-from autoptd.passes.axes import Axes
+from autoptd.passes.axes.axes import Axes
+from autoptd.passes.solve.assign import Assignment
 
 Tensor = torch.Tensor
 

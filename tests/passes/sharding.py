@@ -26,13 +26,13 @@ from autoptd.ir.mesh import Mesh
 from autoptd.ir.notes import note, op_name, set_note
 from autoptd.ir.types import Dims, I, P, R, S, Segmented, ValueType
 from autoptd.passes import rules
-from autoptd.passes.axes import Letter
-from autoptd.passes.links import operands
+from autoptd.passes.axes.axes import Letter
 from autoptd.passes.localize import Sizes, localize
-from autoptd.passes.strategies import NO_COLLECTIVE_FORMS
+from autoptd.passes.ops.dim_links import operands
+from autoptd.passes.solve.strategies import NO_COLLECTIVE_FORMS
 from autoptd.runtime.dropout import Draw
-from autoptd.runtime.threads import ThreadWorld, run_ranks
-from autoptd.runtime.world import Group, Needs, World
+from autoptd.runtime.world.threads import ThreadWorld, run_ranks
+from autoptd.runtime.world.world import Group, Needs, World
 
 Tensor = torch.Tensor
 Env = dict[Node, Any]

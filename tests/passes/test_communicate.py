@@ -16,8 +16,8 @@ from autoptd.ir import markers
 from autoptd.ir.notes import is_whole, note, op_name, ops, placeholders
 from autoptd.ir.types import CONVERSIONS, I, P, R, S
 from autoptd.passes import check_connected, conversion_row
-from autoptd.passes.axes import Axes
-from autoptd.passes.costs import flops
+from autoptd.passes.axes.axes import Axes
+from autoptd.passes.ops.costs import flops
 from examples.gpt import GPT, GPTConfig
 from tests.passes.graphs import Net, connect, find
 

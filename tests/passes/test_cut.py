@@ -13,8 +13,8 @@ import autoptd
 from autoptd.errors import InternalError, PlanError
 from autoptd.ir.markers import convert
 from autoptd.ir.notes import note, op_name, ops, output, placeholders
-from autoptd.passes.costs import flops
 from autoptd.passes.cut import check_cut, cut, find_backbone
+from autoptd.passes.ops.costs import flops
 from examples.gpt import GPT, GPTConfig
 from tests.parity.models import batch
 from tests.parity.rotary import neox

@@ -16,8 +16,8 @@ from autoptd.ir.notes import Note, set_note
 from autoptd.passes.own import FRESH, mark_owned
 from autoptd.runtime import i_to_r, linear, p_to_i
 from autoptd.runtime.linear import Deferred
-from autoptd.runtime.threads import ThreadWorld, run_ranks
-from autoptd.runtime.world import Needs, World
+from autoptd.runtime.world.threads import ThreadWorld, run_ranks
+from autoptd.runtime.world.world import Needs, World
 from tests.parity.models import batch, gpt, separate
 
 aten = torch.ops.aten

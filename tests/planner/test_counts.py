@@ -14,8 +14,8 @@ from torch.fx import Node
 
 import autoptd
 from autoptd.ir.notes import note, ops
-from autoptd.passes.costs import backward_flops, flops
-from autoptd.passes.symbols import Symbols
+from autoptd.passes.ops.costs import backward_flops, flops
+from autoptd.passes.solve.symbols import Symbols
 from autoptd.planner.counts import CORE, Operator, Sizes, head_operators, layer_operators, model_flops
 from autoptd.planner.layout import layer_parameters, stage_parameters
 from autoptd.planner.shape import Shape, find_shape

@@ -22,9 +22,9 @@ import torch
 
 from autoptd.compile import compile_program
 from autoptd.ir.actions import Action, parse
-from autoptd.ir.program import Program
 from autoptd.options import Options
 from autoptd.parallel_model import ParallelModel
+from autoptd.program.program import Program
 from tests.parity.models import batch, gpt
 from tests.ports import free_port
 

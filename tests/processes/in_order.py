@@ -66,7 +66,7 @@ class Device:
 
 
 class InOrderGroup(dist.ProcessGroup):
-    """What `runtime/distributed.py` calls, over a group of gloo's."""
+    """What `runtime/world/processes.py` calls, over a group of gloo's."""
 
     def __init__(self, device: Device, gloo: Any, rank: int, size: int) -> None:
         super().__init__(rank, size)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d as c10d
 
-from autoptd.ir.program import Program
+from autoptd.program.program import Program
 from autoptd.runtime.batch import cut
 from autoptd.runtime.launch import ProcessRank, Rank
 from autoptd.runtime.parameters import gather_gradients

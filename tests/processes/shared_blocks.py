@@ -12,9 +12,9 @@ import torch
 
 from autoptd.compile import compile_program
 from autoptd.ir import machine
-from autoptd.ir.program import Program
 from autoptd.options import Options
 from autoptd.parallel_model import ParallelModel
+from autoptd.program.program import Program
 from tests.hostile.test_shared_blocks import MODELS, batch
 from tests.ports import free_port
 

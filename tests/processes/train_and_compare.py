@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 
 import autoptd
-from autoptd.ir.calls import expected_calls
 from autoptd.parallel_model import ParallelModel
+from autoptd.program.calls import expected_calls
 from autoptd.runtime.pretrained import open_folder
 from tests.parity.models import batch, gpt, uneven
 

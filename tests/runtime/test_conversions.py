@@ -16,8 +16,8 @@ from autoptd import runtime as rt
 from autoptd.errors import InternalError
 from autoptd.ir.mesh import Mesh
 from autoptd.ir.types import CONVERSIONS, shard_size
-from autoptd.runtime.threads import ThreadWorld, run_ranks
-from autoptd.runtime.world import Needs, World
+from autoptd.runtime.world.threads import ThreadWorld, run_ranks
+from autoptd.runtime.world.world import Needs, World
 
 Tensor = torch.Tensor
 SHAPE = (12, 2, 24)

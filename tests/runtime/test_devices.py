@@ -19,7 +19,7 @@ from autoptd.ir.mesh import Mesh
 from autoptd.options import Options
 from autoptd.planner.cluster import find_cluster
 from autoptd.runtime import devices
-from autoptd.runtime.threads import Ranks, ThreadWorld
+from autoptd.runtime.world.threads import Ranks, ThreadWorld
 from tests.parity.models import batch, gpt
 
 compile_module = importlib.import_module("autoptd.compile")  # the package's `compile` is the function

@@ -15,14 +15,14 @@ from torch import Tensor
 
 from autoptd.errors import InternalError, RuntimeFault
 from autoptd.ir.actions import Kind
-from autoptd.ir.program import Program
+from autoptd.program.program import Program
 from autoptd.runtime.batch import cut
 from autoptd.runtime.executor import needs_of
 from autoptd.runtime.launch import LocalRanks, Rank, make_rank
 from autoptd.runtime.parameters import gather_gradients
 from autoptd.runtime.stage import load_stage, make_namespace
-from autoptd.runtime.threads import ThreadWorld, run_ranks
-from autoptd.runtime.world import World
+from autoptd.runtime.world.threads import ThreadWorld, run_ranks
+from autoptd.runtime.world.world import World
 from tests.runtime.tied_model import Case, TiedModel, make_batch, make_model, make_program
 
 CASES = [

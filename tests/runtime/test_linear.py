@@ -13,8 +13,8 @@ from torch import Tensor
 from autoptd import runtime as rt
 from autoptd.ir.mesh import Mesh
 from autoptd.runtime.linear import Deferred, WeightGemm
-from autoptd.runtime.threads import ThreadWorld, run_ranks
-from autoptd.runtime.world import Needs, Pending, SoloGroup, World
+from autoptd.runtime.world.threads import ThreadWorld, run_ranks
+from autoptd.runtime.world.world import Needs, Pending, SoloGroup, World
 
 
 def add_to_grad(gemm: WeightGemm) -> None:

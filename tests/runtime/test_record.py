@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from autoptd import runtime as rt
-from autoptd.ir.calls import LOCAL_KINDS
 from autoptd.ir.mesh import Mesh
 from autoptd.ir.types import CONVERSIONS
+from autoptd.program.calls import LOCAL_KINDS
 from autoptd.runtime.record import cover, recording
-from autoptd.runtime.threads import ThreadWorld, run_ranks
-from autoptd.runtime.world import Needs, World
+from autoptd.runtime.world.threads import ThreadWorld, run_ranks
+from autoptd.runtime.world.world import Needs, World
 from tests.runtime.test_executor import running, step
 from tests.runtime.tied_model import Case, make_batch, make_model, make_program
 

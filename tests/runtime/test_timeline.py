@@ -8,8 +8,8 @@ from collections.abc import Mapping
 import pytest
 
 from autoptd.ir.actions import COMPUTES, Kind
-from autoptd.ir.program import Program
 from autoptd.options import SCHEDULES
+from autoptd.program.program import Program
 from autoptd.runtime.record import recording
 from autoptd.runtime.timeline import Timeline
 from autoptd.schedule import simulate

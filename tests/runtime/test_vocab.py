@@ -12,8 +12,8 @@ from autoptd import runtime as rt
 from autoptd.errors import PlanError, RuntimeFault
 from autoptd.ir.mesh import Mesh
 from autoptd.runtime.shards import real_rows
-from autoptd.runtime.threads import ThreadWorld, run_ranks
-from autoptd.runtime.world import Needs, World
+from autoptd.runtime.world.threads import ThreadWorld, run_ranks
+from autoptd.runtime.world.world import Needs, World
 
 Tensor = torch.Tensor
 V, N, H = 24, 10, 3

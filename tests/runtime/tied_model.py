@@ -17,9 +17,9 @@ from autoptd.compat import tree_flatten
 from autoptd.ir.actions import ranks_of_stages
 from autoptd.ir.machine import Machine
 from autoptd.ir.mesh import Mesh
-from autoptd.ir.parcels import plan_parcels
-from autoptd.ir.program import CrossingSpec, InputSpec, ParamSpec, Program, StageSpec
 from autoptd.ir.types import I, R, S, ValueType
+from autoptd.program.program import CrossingSpec, InputSpec, ParamSpec, Program, StageSpec
+from autoptd.program.transfers import plan_parcels
 from autoptd.schedule import add_transfers, build_orders
 
 VOCAB, WIDTH, HIDDEN, LENGTH = 12, 6, 8, 5

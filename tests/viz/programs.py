@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from autoptd.compile import compile
-from autoptd.ir.program import Program
+from autoptd.program.program import Program
 from examples.gpt import GPT, GPTConfig
 
 

@@ -5,8 +5,8 @@ from typing import Any
 
 from autoptd.ir.fallback import Fallback
 from autoptd.ir.mesh import Mesh
-from autoptd.ir.program import Collective, CrossingSpec, ParamSpec, Program
 from autoptd.ir.types import I
+from autoptd.program.program import Collective, CrossingSpec, ParamSpec, Program
 from autoptd.viz.collectives import collectives_markdown
 from autoptd.viz.words import bytes_text, count_text
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from autoptd.ir.program import Program
+from autoptd.program.program import Program
 from autoptd.schedule import simulate
 from autoptd.viz import Run, draw
 from tests.viz.programs import deep

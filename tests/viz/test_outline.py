@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from autoptd.ir.notes import note, ops
-from autoptd.ir.program import Program
+from autoptd.program.program import Program
 from autoptd.viz.alike import layer_of
 from autoptd.viz.node_calls import calls_of_nodes
 from autoptd.viz.outline import Box, outline

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from autoptd.errors import PlanError
-from autoptd.ir.program import Program
+from autoptd.program.program import Program
 from autoptd.viz.columns import find_places
 from autoptd.viz.model_picture import find_cells
 from autoptd.viz.picture import LEVELS, graph_picture

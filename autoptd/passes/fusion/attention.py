@@ -18,9 +18,9 @@ import torch
 from torch.fx import Node
 
 from autoptd.ir.notes import note, op_name, shape, value
-from autoptd.passes.constants import Constants
+from autoptd.passes.axes.constants import Constants
+from autoptd.passes.axes.masks import Masked, leaves_keys, proves_causal
 from autoptd.passes.fusion.chain import Chain, Found, Refusal, Swapped, is_op, last_dim, number, same_dtype, splits
-from autoptd.passes.masks import Masked, leaves_keys, proves_causal
 
 PRODUCTS = ("aten.matmul", "aten.bmm")
 

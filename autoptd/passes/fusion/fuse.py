@@ -20,12 +20,12 @@ import torch
 from torch.fx import Graph, Node
 
 from autoptd.ir import markers
-from autoptd.ir.calls import star
 from autoptd.ir.fusion import CHUNK_BYTES, WIDEST, Fusion
 from autoptd.ir.notes import copy_nodes, note, op_name, ops, set_note, shape, value
-from autoptd.passes.constants import Constants
+from autoptd.passes.axes.constants import Constants
 from autoptd.passes.fusion import activations, attention, losses, norms, residual, rotary
 from autoptd.passes.fusion.chain import Found, Group, Refusal, Swapped, local_size
+from autoptd.program.calls import star
 
 aten = torch.ops.aten
 SUMS = ("triton",)  # backends by which a norm of a sum is faster than sum and norm

@@ -15,7 +15,7 @@ from autoptd.ir import markers
 from autoptd.ir.fusion import CHUNK_ROWS
 from autoptd.ir.notes import note, op_name, set_note, shape, value
 from autoptd.passes.fusion.chain import ROW_VIEWS, Chain, Found, Group, Refusal, is_op, local_size, rows
-from autoptd.passes.links import argument
+from autoptd.passes.ops.dim_links import argument
 
 VIEWS = ("aten.view", "aten.reshape", "aten._unsafe_view")
 LEAST_BYTES = 8 << 20  # of a microbatch's logits: with less a loss in chunks is no faster (benchmarks/fusion.py)

@@ -1,0 +1,68 @@
+"""Which operators may hold shards of a vocabulary that t does not divide.
+
+61 rows over 4 ranks are shards of 16, of which the last one ends in 3 rows of zeros. That is exact as long as nothing reads
+the zeros: no sum runs over them, no value beside them depends on them, and their cotangent is exactly zero. So a letter of
+such a size is split only where all of this holds:
+
+- it is a vocabulary: rows that an embedding looks up, or classes of a cross-entropy. Both have a local form that knows the true
+  size. (Other dims of odd sizes stay whole: see `fallbacks.py`.)
+- the operator is one of these two, or keeps the letter and is in `THROUGH`: its value and derivative at finite padding are
+  finite, so that a cotangent of zero stays zero. An unknown or contracting reader gets the whole value instead: the
+  conversions of `runtime/shards.py` leave the padding behind.
+- the vocabulary is a whole dim of every tensor that carries it.
+
+    padding = Padding(graph, axes, t=4)
+    padding.divides(node, letter)       # 4 ranks may split `node` by `letter`, evenly or padded
+"""
+
+from __future__ import annotations
+
+from torch.fx import Graph, Node
+
+from autoptd.ir.notes import note, op_name, ops
+from autoptd.passes.axes.axes import Axes, Letter, Place
+from autoptd.passes.ops.dim_links import operands
+
+THROUGH = {"aten.linear", "aten.addmm", "aten.mm", "aten.matmul", "aten.einsum", "aten.add", "aten.sub", "aten.mul"}
+THROUGH |= {f"aten.{name}" for name in "div neg tanh to clone contiguous detach masked_fill".split()}
+THROUGH |= {f"aten.{name}" for name in "view reshape _unsafe_view flatten unflatten squeeze unsqueeze expand".split()}
+THROUGH |= {f"aten.{name}" for name in "t numpy_T transpose permute swapaxes swapdims".split()}
+THROUGH |= {f"aten.{name}" for name in "slice select split split_with_sizes chunk unbind".split()} | {"getitem"}
+
+
+class Padding:
+    """What `t` ranks may split: letters that they divide, and vocabularies that they do not."""
+
+    def __init__(self, graph: Graph, axes: Axes, t: int) -> None:
+        self.axes, self.t = axes, t
+        self.vocabularies = {
+            id(axes.atoms(one, dim)[atom])
+            for node in ops(graph)
+            for letter in axes.letters(node)
+            if letter.form.startswith("vocab_")
+            for one, (dim, atom) in letter.places.items()
+        }
+
+    def divides(self, node: Node, letter: Letter) -> bool:
+        """Whether `node` may be split by `letter` over t ranks."""
+        if letter.size % self.t == 0:
+            return True
+        return all(self.may_pad(one, at) for one, at in letter.everywhere(node)) and is_exact(node, letter)
+
+    def may_pad(self, node: Node, place: Place) -> bool:
+        """Whether the atom at `place` is a vocabulary, and all of its dim."""
+        dim, atom = place
+        return len(note(node).dims[dim]) == 1 and id(self.axes.atoms(node, dim)[atom]) in self.vocabularies
+
+    def divides_place(self, node: Node, place: Place) -> bool:
+        """The same of a value: whether shards of this atom may exist."""
+        return self.axes.unit(node, place) % self.t == 0 or self.may_pad(node, place)
+
+
+def is_exact(node: Node, letter: Letter) -> bool:
+    """Whether zeros at the end of the last shards of `letter` change nothing."""
+    if letter.form.startswith("vocab_"):
+        return True
+    if op_name(node) == "aten.div" and any(one in letter.places for one in operands(node)[1:]):
+        return False  # nothing is divided by the zeros of the padding
+    return letter.out is not None and op_name(node) in THROUGH

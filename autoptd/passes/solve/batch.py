@@ -1,0 +1,260 @@
+"""Assign the batch: which values carry it, which are partial sums over it, and what would mix samples.
+
+Microbatches and data-parallel replicas are one axis here: every value gets a type over it. Batch inputs are `S` at their
+first dim, values of parameters alone `R`, constants `I`, and a loss that contracts the batch `P`: the pieces of all
+microbatches and replicas add up to the loss of the global batch. An operator that has no rule keeping the batch letter is
+refused, with operator, module and remedy: samples must not be mixed.
+
+A second trace with the rows of the whole batch (`check_literals`) proves that no Python number in the graph depends on the
+batch size, and that constants which follow it are the same for every microbatch.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from autoptd.errors import PlanError
+from autoptd.ir.notes import note, op_name, output, shape, site, tensor, value
+from autoptd.ir.types import I, P, R, S, ValueType
+from autoptd.passes.axes.axes import Axes, Letter, Place
+from autoptd.passes.axes.constants import Constants
+from autoptd.passes.ops.dim_links import argument, operands
+from autoptd.passes.ops.operator_links import UNCOUNTED
+from autoptd.passes.ops.table import linear_groups
+
+RULE_REMEDY = "keep samples apart (loss_fn with a mean or sum over samples), or run with d=1 and num_microbatches=1"
+UNKNOWN_REMEDY = 'autoptd.register_rule("ns::op", "b s d -> b s d") where it keeps samples apart, or plain operators '
+UNKNOWN_REMEDY += "(sums, products, views, gather), or d=1 and num_microbatches=1"
+COUNT_REMEDY = "F.cross_entropy(..., reduction='none').mean(), and class weights in a buffer"
+FIRST_ROWS = "first_rows"  # key of Note.extra: operands whose rows are all equal -> the place where they meet the batch
+SIZES = {"aten.view", "aten.reshape", "aten._unsafe_view", "aten.expand", "aten.full", "aten.zeros", "aten.ones"}
+SIZES |= {"aten.unflatten", "aten.split", "aten.slice", "aten.repeat"}
+
+
+def assign_batch(graph: Graph, axes: Axes, batched: set[str], pieces: int, constants: Constants) -> None:
+    """Fill `note(node).batch` of every node; `pieces` = microbatches x replicas (one piece is the whole batch: no split)."""
+    if pieces == 1:
+        return
+    for node in graph.nodes:
+        record = note(node)
+        if record.kind == "param":
+            record.batch = R
+        elif record.kind == "input" and record.name in batched:
+            if len(record.dims[0]) != 1 and shape(node)[0] != 1:
+                raise PlanError(record.name, f"the model folds the batch dim into {record.dims[0]}", RULE_REMEDY)
+            record.batch = S(0, 0)
+        elif node.op == "call_function":
+            record.batch = _type_of(node, axes, constants)
+    loss = output(graph).args[0]
+    assert isinstance(loss, Node)
+    kind = note(loss).batch
+    if kind.kind != "P":
+        raise PlanError(
+            site(loss), "the loss does not contract the batch: it is no sum or mean over samples", RULE_REMEDY
+        )
+
+
+def _type_of(node: Node, axes: Axes, constants: Constants) -> ValueType:
+    read = list(dict.fromkeys(operands(node)))
+    types = {one: note(one).batch for one in read}
+    split = {one: kind for one, kind in types.items() if kind.kind == "S"}
+    partial = [one for one, kind in types.items() if kind.kind == "P"]
+    if not split and not partial:
+        if R in types.values() and not axes.is_linear(node):
+            fact = f"{op_name(node)} of parameters: {axes.refused(node)}, and each microbatch gives it a part of the gradient"
+            raise PlanError(site(node), fact, "a backward that is linear, or d=1 and num_microbatches=1")
+        return R if R in types.values() else I
+    if partial:
+        return _keep_partial(node, partial, bool(split))
+    letter = _common_letter(node, axes, split)
+    if letter is None:
+        remedy, fact = RULE_REMEDY if axes.is_known(node) else UNKNOWN_REMEDY, _mixing_fact(node, axes, split)
+        remedy = COUNT_REMEDY if UNCOUNTED in fact else remedy
+        raise PlanError(site(node), fact, remedy)
+    for one, place in letter.places.items():
+        if one in split:
+            continue
+        if constants.has_equal_rows(one, place[0]):
+            note(node).extra.setdefault(FIRST_ROWS, {})[one] = place
+        else:
+            _demand(one, place, axes, node)
+    note(node).batch_form = letter.form if letter.out is None else ""
+    return S(*letter.out) if letter.out is not None else P
+
+
+def _common_letter(node: Node, axes: Axes, split: dict[Node, ValueType]) -> Letter | None:
+    for letter in axes.letters(node):
+        if not letter.has_segments and all(
+            letter.places.get(one) == (kind.dim, kind.atom) for one, kind in split.items()
+        ):
+            return letter
+    return None
+
+
+def _keep_partial(node: Node, partial: list[Node], split: bool) -> ValueType:
+    """A pending sum stays pending through linear operators only; a whole addend is shared among the pieces."""
+    for group in linear_groups(node):
+        if not split and set(partial) <= set(group):
+            return P
+    if not split and (_is_float_cast(node) or adds_number(node)):
+        return P
+    fact = f"{op_name(node)} of a sum over samples is not a sum over samples"
+    remedy = "let the loss be a sum or mean over samples, scaled and added to others only"
+    if op_name(node) == "aten.nan_to_num":
+        remedy = "leave it out: a step raises at a loss that is NaN, and goes on with nan='ignore'"
+    if op_name(node) == "aten.div" and len(operands(node)) > 1:
+        remedy += "; for a mean over some tokens, give the others the label -100 in F.cross_entropy"
+    raise PlanError(site(node), fact, remedy)
+
+
+def _is_float_cast(node: Node) -> bool:
+    """`loss.float()`: of every part what it is of the sum."""
+    return op_name(node) == "aten.to" and all(tensor(one).is_floating_point() for one in (node, *operands(node)))
+
+
+def adds_number(node: Node) -> bool:
+    """`loss + 0.5`, `1 - loss`: each part of the sum adds its part of the number (communicate.py)."""
+    if op_name(node) not in ("aten.add", "aten.sub", "aten.rsub") or not tensor(node).is_floating_point():
+        return False
+    return len(operands(node)) == 1 and isinstance(node.args[0], Node)
+
+
+def _mixing_fact(node: Node, axes: Axes, split: dict[Node, ValueType]) -> str:
+    if not axes.is_known(node):
+        return f"no rule knows {op_name(node)}, its operand carries the batch, and probing refused it: {axes.refused(node)}"
+    one, kind = next(iter(split.items()))
+    return f"{op_name(node)} mixes the samples of the batch ({axes.whole_because(node, one, (kind.dim, kind.atom))})"
+
+
+def _demand(node: Node, place: Place, axes: Axes, reader: Node) -> None:
+    """Make a constant that meets the batch elementwise (zeros, an expanded table) carry the batch itself."""
+    record = note(node)
+    wanted = S(*place)
+    if record.batch == wanted:
+        return
+    fact = f"{site(node)} has one entry per row of the batch but does not come from the batch"
+    letters = [one for one in axes.letters(node) if one.out == place] if node.op == "call_function" else []
+    if record.batch.kind == "S" or not letters:
+        raise PlanError(site(reader), fact, "pass it to the model as an input")
+    for one, inner in letters[0].places.items():
+        _demand(one, inner, axes, node)
+    record.batch = wanted
+    for user in node.users:
+        if (
+            user is not reader
+            and user.op == "call_function"
+            and note(user).batch.kind != "S"
+            and _is_before(user, reader)
+        ):
+            raise PlanError(site(reader), fact, "pass it to the model as an input")
+
+
+def _is_before(node: Node, other: Node) -> bool:
+    return node < other
+
+
+def check_literals(graph: Graph, whole: Graph, constants: Constants) -> None:
+    """Compare traces of T rows and of the whole batch: sizes may differ where the batch is, any other number may not.
+
+    A literal that follows the batch size (`loss / x.shape[0]`) would be wrong in every microbatch. Constants may be computed
+    from it as long as what the rest of the model reads of them is the same in both traces.
+    """
+    ours, theirs = list(graph.nodes), list(whole.nodes)
+    if [(n.op, str(n.target)) for n in ours] != [(n.op, str(n.target)) for n in theirs]:
+        raise PlanError("model", "its operators depend on the number of rows in the batch", RULE_REMEDY)
+    batches = [(shape(a)[0], shape(b)[0]) for a, b in zip(ours, theirs, strict=True) if _is_batch(a)]
+    growth = max((Fraction(whole_rows, rows) for rows, whole_rows in batches), default=Fraction(1))
+    for node, other in zip(ours, theirs, strict=True):
+        _check_made(node, other)
+        if node.op != "call_function":
+            continue
+        if constants.is_constant(node):
+            _check_constant(node, other, constants)
+            continue
+        _check_growth(node, other, growth)
+        if (op_name(node) not in SIZES or _is_slice_elsewhere(node)) and _literals(node) != _literals(other):
+            raise PlanError(
+                site(node),
+                f"a number in {op_name(node)} is computed from the number of rows ({_literals(node)})",
+                "use mean or sum reductions instead of dividing by the batch size",
+            )
+
+
+def _is_slice_elsewhere(node: Node) -> bool:
+    """A slice of another dim than the batch: its bounds may not follow the batch size, even where its length does not."""
+    if op_name(node) != "aten.slice":
+        return False
+    x = operands(node)[0]
+    return note(x).batch.kind != "S" or note(x).batch.dim != argument(node, 1, "dim", 0) % tensor(x).dim()
+
+
+def _check_made(node: Node, other: Node) -> None:
+    """A constant made in forward (`torch.tensor(x.shape[0])`) must be the same in both traces."""
+    ours, theirs = (note(one).extra.get("constant") if note(one).kind == "buffer" else None for one in (node, other))
+    if ours is None or theirs is None:
+        return
+    has_values = not (ours.is_meta or theirs.is_meta)  # what has none cannot run either
+    if ours.shape != theirs.shape or (has_values and not torch.equal(ours, theirs)):
+        reader = next(iter(node.users))
+        raise PlanError(site(reader), "a constant is computed from the number of rows in the batch", RULE_REMEDY)
+
+
+def _check_constant(node: Node, other: Node, constants: Constants) -> None:
+    """What a constant hands to the rest of the model must not depend on the number of rows."""
+    readers = [user for user in node.users if not constants.is_constant(user) and user.op != "output"]
+    places = [note(user).extra.get(FIRST_ROWS, {}).get(node) for user in readers]
+    if note(node).batch.kind == "S" or not readers or not constants.follows_rows(node, other):
+        return
+    for place in dict.fromkeys(places):
+        if place is not None and not constants.has_equal_rows(other, place[0]):
+            fact = f"{site(node)} differs from row to row of the batch but does not come from the batch"
+            raise PlanError(site(readers[0]), fact, "pass it to the model as an input")
+        are_equal = constants.are_equal(node, other, None if place is None else place[0])
+        if are_equal is None:
+            fact = f"a constant of shape {shape(other)} follows the number of rows, and its values cannot be looked at"
+            remedy = "make it without the batch dim (it is broadcast), or pass it as an input"
+            raise PlanError(site(node), f"{fact} (on meta, or too large)", remedy)
+        if not are_equal:
+            raise PlanError(site(node), "a constant is computed from the number of rows in the batch", RULE_REMEDY)
+
+
+def _is_batch(node: Node) -> bool:
+    return note(node).kind == "input" and note(node).batch.kind == "S"
+
+
+def _check_growth(node: Node, other: Node, growth: Fraction) -> None:
+    """A value must be `growth` times as long in the dim where it carries the batch, and as long in all others.
+
+    A sum over the batch has no such dim: were any of its dims the batch's, its rule would have taken another for the batch.
+    """
+    kind = note(node).batch
+    if value(node) is None or not isinstance(tensor(node), torch.Tensor):
+        return
+    wanted: list[int | Fraction] = list(shape(node))
+    if kind.kind == "S":
+        wanted[kind.dim] *= growth
+    if tuple(wanted) != shape(other):
+        raise PlanError(
+            site(node), f"its shape {shape(node)} depends on the batch size in a way no rule explains", RULE_REMEDY
+        )
+
+
+def _literals(node: Node) -> list[Any]:
+    found: list[Any] = []
+
+    def visit(arg: Any) -> None:
+        if isinstance(arg, (list, tuple)):
+            for one in arg:
+                visit(one)
+        elif isinstance(arg, dict):
+            visit(list(arg.values()))
+        elif not isinstance(arg, Node):
+            found.append(arg)
+
+    visit(node.args)
+    visit(node.kwargs)
+    return found

@@ -1,0 +1,101 @@
+"""Costs as formulas, for people: the functions that count (`costs.py`) run on symbols in the place of numbers.
+
+In: the Splitter that the solver used, and letters for axes. Out: sympy expressions, equal to the numbers that were minimised. A
+size is called by its axis' letter, and by `n` and its number where that has none:
+
+| b | rows of the trace | a, g, r | heads; KV heads, and the query heads of each | W | bytes per second of a link |
+|---|---|---|---|---|---|
+| s | tokens | V | vocabulary | M | bytes per second of a rank's memory |
+| h | width of what an embedding gives | t | tensor ranks | L | seconds that a collective takes beside its bytes |
+
+    symbols = Symbols(splitter, name_axes(graph, splitter))
+    symbols.flops(c_fc)                   # 2*b*h*n3072*s
+    symbols.conversion(c_fc, I, R)        # L + 8*b*h*s*(t - 1)/(W*t)
+    symbols.number(symbols.flops(c_fc))   # 9663676416
+"""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import sympy
+from torch.fx import Graph, Node
+
+from autoptd.ir import markers
+from autoptd.ir.notes import op_name, ops, shape, tensor
+from autoptd.ir.types import ValueType
+from autoptd.passes.axes.axes import Axis
+from autoptd.passes.ops.costs import conversion_seconds, flops
+from autoptd.passes.solve.fallbacks import HEADS, KV_HEADS, REPEAT, axis_nouns
+from autoptd.passes.solve.strategies import Splitter
+
+LETTERS = {HEADS: "a", KV_HEADS: "g", REPEAT: "r"}
+Expression = Any  # sympy's own
+
+
+def name_axes(graph: Graph, splitter: Splitter) -> dict[int, str]:
+    """The letters of the axes of an ANNOTATED graph, by their ids."""
+    letters = {axis: LETTERS[noun] for axis, noun in axis_nouns(graph, splitter).items()}
+    for node in ops(graph):
+        if op_name(node) == "aten.embedding":
+            letters |= {id(axis): "h" for axis in splitter.axes.atoms(node, len(shape(node)) - 1)}
+    letters |= dict.fromkeys(splitter.padding.vocabularies, "V")
+    return letters | dict.fromkeys(splitter.tokens, "s") | dict.fromkeys(splitter.never_split - splitter.tokens, "b")
+
+
+class Symbols:
+    """Symbols for the sizes of a graph, and `values`: what each stands for."""
+
+    def __init__(self, splitter: Splitter, letters: dict[int, str]) -> None:
+        self.splitter, self.letters = splitter, letters
+        machine = splitter.machine
+        self.values: dict[Expression, float] = {}
+        self.t = self._symbol("t", splitter.t)
+        self.machine: Any = SimpleNamespace(
+            link_bandwidth=self._symbol("W", machine.link_bandwidth),
+            memory_bandwidth=self._symbol("M", machine.memory_bandwidth),
+            latency=self._symbol("L", machine.latency),
+        )
+
+    def shape(self, node: Node) -> tuple[Expression, ...]:
+        """The sizes of a value's dims; conversions, which came later, have those of what they convert."""
+        while node.target is markers.convert:
+            node = node.args[0]
+        if not self.splitter.axes.has(node):
+            return tuple(map(sympy.Integer, shape(node)))
+        dims = [self.splitter.axes.atoms(node, dim) for dim in range(len(shape(node)))]
+        return tuple(math.prod(map(self._size, atoms), start=sympy.Integer(1)) for atoms in dims)
+
+    def flops(self, node: Node) -> Expression:
+        """What `costs.flops` counts."""
+        return flops(node, self.shape)
+
+    def conversion(self, node: Node, source: ValueType, target: ValueType) -> Expression:
+        """What `costs.conversion_seconds` gives for the value of a node."""
+        nbytes = math.prod(self.shape(node)) * tensor(node).element_size()
+        return conversion_seconds(source, target, nbytes, self.t, self.machine)
+
+    def number(self, expression: Expression) -> float:
+        """An expression at the traced sizes."""
+        return float(sympy.sympify(expression).subs(self.values))
+
+    def legend(self, *expressions: Expression) -> str:
+        """`where b = 2, h = 768, t = 4`: what the symbols of some expressions stand for."""
+        used = {one for expression in expressions for one in sympy.sympify(expression).free_symbols}
+        return ", ".join(f"{one} = {self.values[one]:g}" for one in sorted(used, key=str))
+
+    def _size(self, axis: Axis) -> Expression:
+        letter = self.letters.get(id(axis), "n")
+        plain = sympy.Symbol(letter, positive=True)
+        is_plain = letter != "n" and self.values.get(plain, axis.size) == axis.size  # of two vocabularies, the first
+        return self._symbol(letter if is_plain else f"{letter}{axis.size}", axis.size)
+
+    def _symbol(self, name: str, number: float) -> Expression:
+        made = sympy.Symbol(name, positive=True)
+        self.values[made] = number
+        return made
+
+
+__all__ = ["Symbols", "name_axes"]

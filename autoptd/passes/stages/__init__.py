@@ -1,0 +1,1 @@
+"""Where the model is cut into stages, and what has to fit on a rank."""

@@ -1,0 +1,113 @@
+"""Which gradients are summed together: buckets, decided from integers alone.
+
+In: the parameters of a program, its schedule, the mesh. Out: for each pipeline rank the buckets of its parameters, in the order
+in which their gradients become complete. The compiler lists them, the runtime makes them.
+
+| type over tp | summed over | because |
+|---|---|---|
+| I, S | dp     | every replica saw other rows (data parallelism is I -> R of the parameters over dp) |
+| R    | dp, then tp | each tensor rank holds a partial sum |
+| S in copies | dp, then tp | each rank that shares a piece does: it is put in its place of the whole |
+
+and, for a tied parameter with several owners, over the owner set after that.
+
+A sum over dp may start inside a backward, as soon as a bucket is complete: dp has no other calls there. Sums over tp and over
+owners start after the last action: tensor ranks complete a bucket at different places of a backward, between whose own calls
+over tp a sum would come in another order on each of them.
+
+    for bucket in plan_buckets(program.params, program.orders, program.ranks, program.mesh, pp=0):
+        print(bucket.site, bucket.axes, bucket.owners)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autoptd.ir.actions import Kind, Orders
+from autoptd.ir.mesh import Mesh
+from autoptd.program.program import ParamSpec
+
+BUCKET_BYTES = 100 * 2**20  # enough for the links between GPUs; a whole model of a CPU's size
+EARLY = ("dp",)  # mesh axes whose sums may start inside a backward, proven by program/call_order.py
+GRADIENTS, TIED = "gradients ", "tied gradients "  # what the sites of these sums start with
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """Parameters whose gradients have one dtype and are summed together, over one of the mesh axes `axes` after the other and
+    then over the pipeline ranks `owners`. `number` is the place of the first one in the program.
+    """
+
+    number: int
+    params: tuple[ParamSpec, ...]
+    axes: tuple[str, ...]
+    owners: tuple[int, ...]
+
+    @property
+    def early_axes(self) -> tuple[str, ...]:
+        """The axes whose sum may start inside a backward; the others wait until all actions are over."""
+        return tuple(axis for axis in self.axes if axis in EARLY)
+
+    @property
+    def late_axes(self) -> tuple[str, ...]:
+        return tuple(axis for axis in self.axes if axis not in EARLY)
+
+    @property
+    def site(self) -> str:
+        """What errors and records call its sums over mesh axes."""
+        first, last = self.params[0].name, self.params[-1].name
+        return f"{GRADIENTS}{first}" + (f" to {last}" if len(self.params) > 1 else "")
+
+    @property
+    def tied_site(self) -> str:
+        """What errors and records call its sum over the owners."""
+        return self.site.replace(GRADIENTS, TIED, 1)
+
+    def nbytes(self, t: int) -> int:
+        return sum(spec.grad_bytes(t) for spec in self.params)
+
+
+def reduction_axes(spec: ParamSpec) -> tuple[str, ...]:
+    """Mesh axes over which the gradient of a parameter is a partial sum, in the order of summing (the table above)."""
+    return ("dp", "tp") if spec.type.kind == "R" or spec.type.copies > 1 else ("dp",)
+
+
+def plan_buckets(
+    params: Sequence[ParamSpec],
+    orders: Orders,
+    ranks: Sequence[int],
+    mesh: Mesh,
+    pp: int,
+    bucket_bytes: int = BUCKET_BYTES,
+) -> list[BucketPlan]:
+    """Return the buckets of pipeline rank `pp` in the order in which their gradients become complete; `ranks` are the stages'.
+
+    A bucket's parameters share the dtype of their gradients, group and owner set and follow the program's order, so that all
+    owners of a tied parameter make the same bucket of it.
+    """
+    position = {spec.name: i for i, spec in enumerate(params)}
+    last_backward = {action.stage: i for i, action in enumerate(orders[pp]) if action.kind in (Kind.B, Kind.W)}
+
+    def closes(spec: ParamSpec) -> int:
+        return max(last_backward.get(stage, -1) for stage in spec.stages)
+
+    runs: dict[tuple[object, ...], list[list[ParamSpec]]] = {}
+    for spec in params:
+        owners = spec.owners(ranks)
+        if not spec.requires_grad or pp not in owners:
+            continue
+        # Tied ones are not grouped by `closes`, which differs from owner to owner.
+        axes = tuple(axis for axis in reduction_axes(spec) if mesh.degree(axis) > 1)
+        key = (axes, owners, spec.sum_dtype, closes(spec) if len(owners) == 1 else -1)
+        lists = runs.setdefault(key, [[]])
+        if lists[-1] and sum(one.grad_bytes(mesh.t) for one in [*lists[-1], spec]) > bucket_bytes:
+            lists.append([])
+        lists[-1].append(spec)
+    plans = [
+        BucketPlan(position[run[0].name], tuple(run), key[0], key[1])  # type: ignore[arg-type]
+        for key, lists in runs.items()
+        for run in lists
+    ]
+    # Backward goes from the last parameters of a stage to its first.
+    return sorted(plans, key=lambda one: (max(map(closes, one.params)), -one.number))

@@ -1,0 +1,98 @@
+"""What ranks say to each other, one record a call: as the compiler expects it, and in the same words as it was executed.
+
+In: a `Program`. Out: how often a rank makes which call in one training step or evaluation. The runtime's record of what did
+happen holds the same `Call`s, so that the two can be compared as multisets.
+
+    calls = expected_calls(program, rank=3)
+    sum(times * one.wire_bytes for one, times in calls.items() if one.axis == "tp")
+
+Payload is the whole value that a collective works on: what a rank hands in for an all-reduce, a broadcast and a send, the parts
+of all ranks together for an all-gather, a reduce-scatter and an all-to-all. Sites name layers by a star (`h.*.attn`): a
+repeated layer is one line of the emitted file.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from autoptd.ir.mesh import MESH_AXES, Mesh
+from autoptd.program.program import Collective, Program
+
+LOCAL_KINDS = ("none", "slice", "zero-pad", "one rank keeps it")
+RING_PASSES = {"all-reduce": 2.0, "all-gather": 1.0, "reduce-scatter": 1.0}
+
+
+@dataclass(frozen=True)
+class Call:
+    """One collective or send in which `rank` takes part.
+
+    `axis` says along which mesh axes the ranks of the group differ: "tp", "dp", "dp x tp", "pp". `phase` is "forward",
+    "backward", or "step" for what comes once a step; `stage` is -1 there. `why` is not compared.
+    """
+
+    rank: int
+    kind: str
+    axis: str
+    payload_bytes: int
+    group_size: int
+    phase: str
+    stage: int
+    site: str
+    why: str = field(default="", compare=False)
+
+    @property
+    def wire_bytes(self) -> float:
+        """Bytes that this rank sends over a ring: see `wire_bytes`."""
+        return wire_bytes(self.kind, self.payload_bytes, self.group_size)
+
+
+def wire_bytes(kind: str, payload: int, group_size: int) -> float:
+    """Bytes that one rank of n sends for one collective over a ring; 0 for what is local.
+
+    All-reduce 2 (n-1)/n of the payload (reduce-scatter, then all-gather), all-gather and reduce-scatter (n-1)/n: Patarasuk and
+    Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations". All-to-all: the (n-1)/n of the rank's own
+    n-th that is not for itself. A send, or a broadcast passed along the ring: all of it.
+    """
+    if kind in LOCAL_KINDS or kind == "objects":
+        return 0.0
+    if kind in ("send", "broadcast"):
+        return float(payload)
+    others = (group_size - 1) / group_size
+    return payload * others / group_size if kind == "all-to-all" else RING_PASSES[kind] * payload * others
+
+
+def axis_text(mesh: Mesh, ranks: Sequence[int]) -> str:
+    """The mesh axes along which `ranks` differ: `dp x tp`."""
+    places = [mesh.coordinate(rank) for rank in ranks]
+    return " x ".join(axis for axis in reversed(MESH_AXES) if len({getattr(place, axis) for place in places}) > 1)
+
+
+def star(text: str) -> str:
+    """`transformer.h.*.attn` for `transformer.h.3.attn`: numbers in module paths become stars."""
+    return re.sub(r"(?<=\.)\d+(?=[.: ]|$)|\b\d+(?=\.[a-z_])", "*", text)
+
+
+def call_site(one: Collective) -> str:
+    """The site under which the calls of a collective are made: its own, layers starred, without the source line."""
+    return star(one.site.partition(" (")[0]) or "model"
+
+
+def expected_calls(program: Program, rank: int, *, training: bool = True) -> Counter[Call]:
+    """Return how often `rank` makes each call in one step (or one evaluation), as the program says."""
+    pp = program.mesh.coordinate(rank).pp
+    found: Counter[Call] = Counter()
+    for one in program.collectives:
+        if pp not in one.pp_ranks:
+            continue
+        is_once = one.scope == "step"
+        for phase, kind in (("forward", one.forward), ("backward", one.backward)):
+            if kind not in LOCAL_KINDS and (training or phase == "forward"):
+                when, stage = ("step", -1) if is_once else (phase, one.stage)
+                call = Call(
+                    rank, kind, one.axis, one.payload_bytes, one.group_size, when, stage, call_site(one), one.why
+                )
+                found[call] += 1 if is_once else program.num_microbatches
+    return found

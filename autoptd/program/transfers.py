@@ -1,0 +1,119 @@
+"""What travels between two stages, and how: decided at compile time, from sizes alone.
+
+In: the crossings of a program, the pipeline rank of every stage, the mesh, `p2p` and a `Machine`. Out: `Parcel`s.
+
+A *message* is what one stage sends another for one microbatch: the values of the crossings between them or, on the way back,
+their gradients. A *parcel* is one tensor of a message. Small crossings of one dtype are packed into one parcel, end to end: a
+send has a price of its own. A parcel is sent whole by every tensor rank to its peer, or *scattered* (SC'21, section 4.1): each
+sends its 1/t, and the receivers all-gather over tp. Only what is equal on all tensor ranks can be:
+
+| type over tp | value | gradient |
+|---|---|---|
+| I | equal | equal |
+| R | equal | a partial sum on each: whole |
+| P | a partial sum on each: whole | equal |
+| S | a shard on each: whole | a shard on each: whole |
+
+`p2p="direct"` sends all of them whole, `"scatter_gather"` scatters whatever can be, `"auto"` where that is the faster way.
+Scattering trades n(t-1)/t bytes of a link between stages for as many within the tensor group and one call more. On links of one
+speed that is a loss; between nodes, whose links are slower than those inside, a gain for all but small values.
+
+    plan_parcels(program.crossings, ranks=(0, 1), mesh=Mesh(t=4, p=2), p2p="scatter_gather", machine=Machine())
+    # (Parcel(source=0, target=1, names=("x_from_0",), ..., numel=4096, parts=4), Parcel(source=1, target=0, ...))
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from autoptd.ir.machine import Machine
+from autoptd.ir.mesh import Coordinate, Mesh
+from autoptd.program.program import CrossingSpec, Parcel
+
+EQUAL_VALUE, EQUAL_GRADIENT = ("I", "R"), ("I", "P")
+
+
+@dataclass(frozen=True)
+class _Planner:
+    """What the decisions about one parcel look at."""
+
+    ranks: Sequence[int]
+    mesh: Mesh
+    p2p: str
+    machine: Machine
+
+    def parts(self, source: int, target: int, nbytes: int, is_equal: bool) -> tuple[int, str]:
+        """(t, why) to scatter a parcel of `nbytes`, (1, why) to send it whole."""
+        t = self.mesh.t
+        if t == 1:
+            return 1, "whole: t=1"
+        if not is_equal:
+            return 1, "whole: differs from tensor rank to tensor rank"
+        if self.p2p != "auto":
+            return (1, "whole: p2p='direct'") if self.p2p == "direct" else (t, f"1/{t} each: p2p='scatter_gather'")
+        link = self._bandwidth([(self._rank(source, i), self._rank(target, i)) for i in range(self.mesh.d * t)])
+        gather = self._bandwidth([self.mesh.group(self._rank(target, i), ("tp",)) for i in range(self.mesh.d * t)])
+        whole = nbytes / link
+        scattered = nbytes / t / link + nbytes * (t - 1) / t / gather + self.machine.message
+        times = f"whole {1e6 * whole:.3g} us, 1/{t} each and gathered {1e6 * scattered:.3g} us"
+        return (t, f"1/{t} each: {times}") if scattered < whole else (1, f"whole: {times}")
+
+    def is_small(self, nbytes: int) -> bool:
+        """Copying it into a parcel of several, a read and a write, takes less time than a send of its own."""
+        return 2 * nbytes / self.machine.memory_bandwidth < self.machine.message
+
+    def _rank(self, stage: int, index: int) -> int:
+        """The rank of a stage with the `index`-th pair of dp and tp coordinates."""
+        return self.mesh.rank(Coordinate(self.ranks[stage], *divmod(index, self.mesh.t)))
+
+    def _bandwidth(self, groups: Sequence[Sequence[int]]) -> float:
+        """Bytes per second of the slowest of some groups of ranks."""
+        machine = self.machine
+        is_apart = any(len({rank // machine.ranks_per_node for rank in group}) > 1 for group in groups)
+        return machine.network_bandwidth if is_apart else machine.link_bandwidth
+
+
+def plan_parcels(
+    crossings: Sequence[CrossingSpec], ranks: Sequence[int], mesh: Mesh, p2p: str, machine: Machine
+) -> tuple[Parcel, ...]:
+    """Return everything that one microbatch sends between pipeline ranks, message by message.
+
+    `ranks` is the pipeline rank of every stage; stages of one rank hand their values over and send nothing.
+    """
+    planner = _Planner(ranks, mesh, p2p, machine)
+    links: dict[tuple[int, int], list[CrossingSpec]] = {}
+    for one in crossings:
+        for target in one.targets:
+            if ranks[one.source] != ranks[target]:
+                links.setdefault((one.source, target), []).append(one)
+    found: list[Parcel] = []
+    for (source, target), specs in sorted(links.items()):
+        found += _message(planner, source, target, specs, is_gradient=False)
+        found += _message(planner, target, source, [one for one in specs if one.has_grad], is_gradient=True)
+    return tuple(found)
+
+
+def _message(
+    planner: _Planner, source: int, target: int, specs: Sequence[CrossingSpec], is_gradient: bool
+) -> Iterator[Parcel]:
+    """The parcels of one message, in the order of their first crossings."""
+    equal = EQUAL_GRADIENT if is_gradient else EQUAL_VALUE
+    packs: dict[tuple[str, bool, str], list[CrossingSpec]] = {}
+    for one in specs:
+        alone = "" if planner.is_small(_nbytes(one)) else one.name
+        packs.setdefault((one.dtype, one.type in equal, alone), []).append(one)
+    for (dtype, is_equal, _), pack in packs.items():
+        parts, why = planner.parts(source, target, sum(map(_nbytes, pack)), is_equal)
+        numel = sum(math.prod(one.shape) for one in pack)
+        yield Parcel(source, target, is_gradient, tuple(one.name for one in pack), dtype, numel, parts, why)
+
+
+def _nbytes(one: CrossingSpec) -> int:
+    return math.prod(one.shape) * int(getattr(torch, one.dtype).itemsize)
+
+
+__all__ = ["Parcel", "plan_parcels"]

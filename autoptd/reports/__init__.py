@@ -1,0 +1,1 @@
+"""What people read of a compiled program or of a run: summary, report, pictures, differences, progress."""

@@ -1,0 +1,101 @@
+"""What the pictures of a program are drawn from: its simulated step, a recorded one, the work of its operators.
+
+In: a `Program`, and the spans of a record if there is one. Out: `Run`s, and the files of `viz/draw.py`.
+
+    with pm.record() as record:
+        pm.step(x, y)
+    draw_program(pm.program, Path("out"), record.spans)      # schedule.svg: simulated, and below it what was executed
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from torch.fx import Node
+
+from autoptd import passes, viz
+from autoptd import schedule as schedules
+from autoptd.ir.actions import COMPUTES, Action, Kind
+from autoptd.ir.mesh import Coordinate
+from autoptd.passes.dump import write_forms
+from autoptd.program.program import Program
+from autoptd.runtime.timeline import Span
+
+Size = Callable[[Node], tuple[int, ...]]
+LEAST = 1e-12  # seconds: the simulation wants positive ones
+
+
+def draw_program(program: Program, folder: Path, spans: Sequence[Span] = ()) -> None:
+    """Write the graph in all its forms and the pictures; `spans` of a record are drawn beside the simulated step."""
+    write_forms(program.graphs, folder)
+    runs = [simulated_run(program), *([executed_run(program, spans)] if spans else [])]
+    viz.draw(program, folder, runs)
+
+
+def painter(shape: Size) -> Callable[[Program, str, int | None], viz.Picture]:
+    """What draws a program's graph, given the shapes of a rank's values: tooltips tell the FLOPs of its operators."""
+
+    def work(node: Node) -> tuple[int, int]:
+        return passes.flops(node, shape), passes.backward_flops(node, shape)
+
+    return partial(viz.graph_picture, work=work)
+
+
+def simulated_run(program: Program) -> viz.Run:
+    """The step as the cost model has it: a stage's seconds are a third forward, two thirds backward; messages take no time."""
+    seconds = program.costs.get("cut", {}).get("seconds")
+    if not seconds:
+        return _run("simulated", program, schedules.simulate(program.orders).spans, False, "")
+    third = [max(one, LEAST) / 3 for one in seconds]
+    result = schedules.simulate(
+        program.orders, forward=third, backward=[2 * one for one in third], weight_gradient=third
+    )
+    machine = program.plan.get("options", {}).get("machine") or "the default machine"
+    remark = f"stages take the time that the cost model gives them on {machine}, messages between them none"
+    return _run("simulated", program, result.spans, True, remark)
+
+
+def executed_run(program: Program, spans: Sequence[Span]) -> viz.Run:
+    """The recorded step of the first replica's first tensor ranks; spans of other ranks are left out.
+
+    A process under torchrun records its own rank alone: the rows of the others are empty.
+    """
+    mesh = program.mesh
+    rows: list[list[tuple[Action, float, float]]] = [[] for _ in range(mesh.p)]
+    for rank, action, start, end in spans:
+        at = mesh.coordinate(rank)
+        if (at.dp, at.tp) == (0, 0):
+            rows[at.pp].append((action, start, end))
+    found = [str(mesh.rank(Coordinate(pp, 0, 0))) for pp in range(mesh.p) if rows[pp]]
+    ranks = ", ".join(found[:8]) + ", ..." * (len(found) > 8)
+    remark = f"recorded on rank{'s'[: len(found) > 1]} {ranks}; recording takes time as well"
+    return _run("executed", program, rows, True, remark)
+
+
+def _run(
+    name: str,
+    program: Program,
+    spans: Sequence[Sequence[tuple[Action, float, float]]],
+    in_seconds: bool,
+    remark: str,
+) -> viz.Run:
+    """A run with what its ranks hold: bytes that a stage saves for backward, where the costs have them."""
+    saved = program.costs.get("cut", {}).get("saved_bytes")
+    memory = [_held(row, saved or [1.0] * len(program.stages)) for row in spans]
+    return viz.Run(name, spans, in_seconds, memory, bool(saved), remark)
+
+
+def _held(row: Sequence[tuple[Action, float, float]], sizes: Sequence[float]) -> list[tuple[float, float]]:
+    """What a rank holds after every change: a microbatch's share from its F to its B (to its W where there is one)."""
+    last = Kind.W if any(action.kind is Kind.W for action, _, _ in row) else Kind.B
+    held, points = 0.0, []
+    for action, start, end in row:
+        if action.kind in COMPUTES and action.kind in (Kind.F, last):
+            held += sizes[action.stage] * (1 if action.kind is Kind.F else -1)
+            points.append((start if action.kind is Kind.F else end, held))
+    return points
+
+
+__all__ = ["draw_program", "executed_run", "painter", "simulated_run"]

@@ -1,0 +1,371 @@
+"""The calls between rank threads: rounds of a group, messages of a channel, and the first fault.
+
+In: each rank's call with its tensors. Out: each rank's result, as `Group` and `Channel` of `world.py` promise. A
+collective is a *round*: every rank of the group posts its call and tensors, and the last to arrive computes everybody's
+result, in rank order, so that all get the same bits.
+
+Two things are checked that threads would forgive and other transports do not. Posts of a round that disagree on (kind, site,
+shape, dtype) are a fault that names both ranks; to start a call is another kind than to make it. And the calls of all groups
+must have one order (`check_one_order`): NCCL runs what a rank issued one after the other, whatever the group.
+
+    turn = meeting.post(world, index, ("all_reduce sum", "h.0.mlp", shapes, dtypes), [x], combine)
+    world.shared.wait(turn.complete, world, "all_reduce sum 'h.0.mlp'", lambda: meeting.missing(turn))
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from autoptd.errors import InternalError, RuntimeFault
+from autoptd.ir.mesh import Mesh
+from autoptd.program.call_order import find_deadlock
+from autoptd.runtime.world.world import Channel, Done, Group, Like, Pending, World, equal_parts, fault_site
+
+Call = tuple[str, str, Any, Any]  # kind, site, shapes, dtypes
+Combine = Callable[[list[Any]], list[Any]]  # every rank's payload -> every rank's result
+
+
+class Aborted(Exception):
+    """Another rank failed: this rank only stops."""
+
+
+class Shared:
+    """What all rank threads share: their worlds, the first fault, and who waits."""
+
+    def __init__(self, mesh: Mesh, timeout: float) -> None:
+        self.mesh, self.timeout = mesh, timeout
+        self.fault: tuple[int, str, BaseException] | None = None  # rank, action, exception: the first one
+        self.worlds: list[ThreadRank] = []
+        self.issued: list[list[_Posts]] = [[] for _ in range(mesh.size)]  # by every rank since the last check, in order
+        self._lock = threading.Lock()
+        self._waiting: list[threading.Event] = []  # one entry a waiting rank
+
+    def fail(self, rank: int, at: str, exc: BaseException) -> None:
+        """Record the first fault and release everybody who waits."""
+        if isinstance(exc, Aborted):
+            return
+        with self._lock:
+            self.fault = self.fault or (rank, at, exc)
+            for event in self._waiting:
+                event.set()
+
+    def check_one_order(self) -> None:
+        """InternalError if the collectives since the last check would deadlock, were each to wait for the one before it."""
+        waiting = find_deadlock(self.issued)
+        self.forget_order()
+        if waiting:
+            texts = "; ".join(posts.text(rank) for rank, posts in waiting)
+            raise InternalError("order of collectives", f"ranks wait for each other: {texts}")
+
+    def forget_order(self) -> None:
+        for calls in self.issued:
+            calls.clear()
+
+    def wait(self, event: threading.Event, world: ThreadRank, what: str, missing: Callable[[], list[int]]) -> None:
+        """Block until `event`. Aborted after a fault elsewhere; after the timeout a RuntimeFault names the missing."""
+        with self._lock:
+            if self.fault:
+                raise Aborted
+            self._waiting.append(event)
+        arrived = event.wait(self.timeout)
+        with self._lock:
+            self._waiting.remove(event)
+            if self.fault:
+                raise Aborted
+        if not arrived:
+            others = "; ".join(self.worlds[rank].describe() for rank in missing())
+            raise RuntimeFault(
+                fault_site(world.rank, world.at),
+                f"waited {self.timeout:g} s for {what}; not arrived: {others}",
+                "find out what the ranks that have not arrived are doing, or raise timeout=",
+            )
+
+
+class ThreadRank(World):
+    """The World of one thread."""
+
+    def __init__(self, shared: Shared, rank: int, device: torch.device) -> None:
+        super().__init__(rank, shared.mesh, device, shared.timeout)
+        self.shared = shared
+        self.last_call = ""
+
+    def report_fault(self, exc: BaseException) -> None:
+        self.shared.fail(self.rank, self.at, exc)
+
+    def describe(self) -> str:
+        """What the rank was last doing, for messages."""
+        return f"{fault_site(self.rank, self.at)}" + (f" (last call: {self.last_call})" if self.last_call else "")
+
+
+class _Posts:
+    """What the ranks of a group said they would do in one call: kept for the check of the order, without tensors."""
+
+    def __init__(self, ranks: tuple[int, ...]) -> None:
+        self.ranks = ranks
+        self.calls: list[Call | None] = [None] * len(ranks)
+        self.at: list[str] = [""] * len(ranks)  # what each rank was executing
+
+    def text(self, rank: int) -> str:
+        index = self.ranks.index(rank)
+        return f"{fault_site(rank, self.at[index])} makes {_call_text(self.calls[index])}"
+
+
+class _Round:
+    """One collective call under way: posts arrive until all are there, then the results are."""
+
+    def __init__(self, ranks: tuple[int, ...]) -> None:
+        self.posts = _Posts(ranks)
+        self.calls = self.posts.calls
+        self.payloads: list[Any] = [None] * len(ranks)
+        self.results: list[Any] = []
+        self.complete = threading.Event()
+
+
+class Meeting:
+    """The shared side of one group: its rounds, numbered per rank in calling order."""
+
+    def __init__(self, shared: Shared, ranks: tuple[int, ...]) -> None:
+        self.shared, self.ranks = shared, ranks
+        self.lock = threading.Lock()
+        self.clear()
+
+    def clear(self) -> None:
+        self.rounds: dict[int, _Round] = {}
+        self.counts = [0] * len(self.ranks)
+
+    def post(self, world: ThreadRank, index: int, call: Call, payload: Any, combine: Combine) -> _Round:
+        """Enter this rank's next round; the last to arrive computes all results. Does not block for others."""
+        with self.lock:
+            number = self.counts[index]
+            self.counts[index] += 1
+            turn = self.rounds.get(number) or self.rounds.setdefault(number, _Round(self.ranks))
+            turn.calls[index], turn.payloads[index], turn.posts.at[index] = call, payload, world.at
+            self.shared.issued[world.rank].append(turn.posts)
+            self._check(world, turn, index)
+            is_last = None not in turn.calls
+            if is_last:
+                del self.rounds[number]
+        if is_last:
+            with torch.no_grad():
+                turn.results = combine(turn.payloads)
+            turn.payloads = []
+            turn.complete.set()
+        return turn
+
+    def _check(self, world: ThreadRank, turn: _Round, index: int) -> None:
+        for other, call in enumerate(turn.calls):
+            if call is not None and call != turn.calls[index]:
+                peer = self.shared.worlds[self.ranks[other]]
+                raise RuntimeFault(
+                    fault_site(world.rank, world.at),
+                    f"calls {_call_text(turn.calls[index])} where {fault_site(peer.rank, peer.at)} calls "
+                    f"{_call_text(call)} of the same group",
+                    "all ranks of a group must make the same calls in the same order",
+                )
+
+    def missing(self, turn: _Round) -> list[int]:
+        return [self.ranks[index] for index, call in enumerate(turn.calls) if call is None]
+
+
+class ThreadGroup(Group):
+    """One thread's handle on a meeting."""
+
+    def __init__(self, world: ThreadRank, meeting: Meeting, index: int) -> None:
+        super().__init__(meeting.ranks, index)
+        self._world, self._meeting = world, meeting
+
+    def all_reduce(self, x: torch.Tensor, site: str, op: str = "sum") -> torch.Tensor:
+        return self._meet(
+            f"all_reduce {op}", site, [x], lambda posts: _copies(_reduced([p[0] for p in posts], op), self.size)
+        )
+
+    def all_reduce_(self, x: torch.Tensor, site: str) -> torch.Tensor:
+        return self._meet("all_reduce_", site, [x], _sum_in_place)  # type: ignore[no-any-return]
+
+    def all_gather(self, x: torch.Tensor, dim: int, site: str) -> torch.Tensor:
+        return self._gather("all_gather", x, dim, site).wait()  # type: ignore[no-any-return]
+
+    def reduce_scatter(self, x: torch.Tensor, dim: int, site: str) -> torch.Tensor:
+        return self._scatter("reduce_scatter", x, dim, site).wait()  # type: ignore[no-any-return]
+
+    def all_to_all(self, parts: Sequence[torch.Tensor], site: str) -> list[torch.Tensor]:
+        return self._meet(
+            "all_to_all",
+            site,
+            parts,
+            lambda posts: [[x.clone() for x in column] for column in zip(*posts, strict=True)],
+        )
+
+    def broadcast(self, x: torch.Tensor, source_index: int, site: str) -> torch.Tensor:
+        return self._meet(
+            f"broadcast from {source_index}", site, [x], lambda posts: _copies(posts[source_index][0], self.size)
+        )
+
+    def all_reduce_start(self, flat: torch.Tensor, site: str) -> Pending:
+        return self._start("all_reduce_start", site, [flat], _sum_in_place)
+
+    def all_gather_start(self, x: torch.Tensor, dim: int, site: str) -> Pending:
+        return self._gather("all_gather_start", x, dim, site)
+
+    def _gather(self, kind: str, x: torch.Tensor, dim: int, site: str) -> Pending:
+        def combine(posts: list[Any]) -> list[Any]:
+            return [torch.cat([post[0] for post in posts], dim) for _ in posts]
+
+        return self._start(f"{kind} dim {dim}", site, [x], combine)
+
+    def reduce_scatter_start(self, x: torch.Tensor, dim: int, site: str) -> Pending:
+        return self._scatter("reduce_scatter_start", x, dim, site)
+
+    def _scatter(self, kind: str, x: torch.Tensor, dim: int, site: str) -> Pending:
+        equal_parts(x, dim, self.size, site)
+
+        def combine(posts: list[Any]) -> list[Any]:
+            columns = zip(*(post[0].tensor_split(self.size, dim) for post in posts), strict=True)
+            return [_reduced(column) for column in columns]
+
+        return self._start(f"{kind} dim {dim}", site, [x], combine)
+
+    def gather_objects(self, obj: Any, site: str) -> list[Any]:
+        pending = self._post(
+            ("gather_objects", site, None, None), obj, lambda objects: [list(objects) for _ in objects]
+        )
+        return pending.wait()  # type: ignore[no-any-return]
+
+    def _meet(self, kind: str, site: str, tensors: Sequence[torch.Tensor], combine: Combine) -> Any:
+        return self._start(kind, site, tensors, combine).wait()
+
+    def _start(self, kind: str, site: str, tensors: Sequence[torch.Tensor], combine: Combine) -> Pending:
+        return self._post((kind, site, *_shapes_and_dtypes(tensors)), list(tensors), combine)
+
+    def _post(self, call: Call, payload: Any, combine: Combine) -> Pending:
+        self._world.last_call = _call_text(call)
+        turn = self._meeting.post(self._world, self.index, call, payload, combine)
+        return _Turn(self, turn, self._world.last_call)
+
+
+class _Turn(Pending):
+    """This rank's wait for a round."""
+
+    def __init__(self, group: ThreadGroup, turn: _Round, what: str) -> None:
+        self._group, self._turn, self._what = group, turn, what
+
+    def wait(self) -> Any:
+        world, meeting, turn = self._group._world, self._group._meeting, self._turn
+        if world.shared.fault or not turn.complete.is_set():
+            world.shared.wait(turn.complete, world, self._what, lambda: meeting.missing(turn))
+        return turn.results[self._group.index]
+
+    def is_done(self) -> bool:
+        return self._turn.complete.is_set()
+
+
+class Pipe:
+    """The shared side of one channel: messages numbered in sending order, and who waits for which."""
+
+    def __init__(self, shared: Shared, source: int, target: int) -> None:
+        self.shared, self.source, self.target = shared, source, target
+        self.lock = threading.Lock()
+        self.clear()
+
+    def clear(self) -> None:
+        self.sent, self.received = 0, 0
+        self.messages: dict[int, tuple[list[torch.Tensor], str]] = {}
+        self.arrivals: dict[int, threading.Event] = {}
+
+    def put(self, tensors: list[torch.Tensor], site: str) -> None:
+        with self.lock:
+            self.messages[self.sent] = (tensors, site)
+            self.arrivals.setdefault(self.sent, threading.Event()).set()
+            self.sent += 1
+
+    def next_arrival(self) -> tuple[int, threading.Event]:
+        with self.lock:
+            number = self.received
+            self.received += 1
+            return number, self.arrivals.setdefault(number, threading.Event())
+
+    def take(self, number: int) -> tuple[list[torch.Tensor], str]:
+        with self.lock:
+            del self.arrivals[number]
+            return self.messages.pop(number)
+
+
+class ThreadChannel(Channel):
+    """One thread's end of a pipe."""
+
+    def __init__(self, world: ThreadRank, pipe: Pipe) -> None:
+        self._world, self._pipe = world, pipe
+
+    def send(self, tensors: Sequence[torch.Tensor], site: str) -> Pending:
+        self._world.last_call = f"send {site!r}"
+        self._pipe.put([x.detach().clone() for x in tensors], site)
+        return Done()
+
+    def receive(self, like: Sequence[Like], site: str) -> Pending:
+        return _Receipt(self._world, self._pipe, like, site)
+
+
+class _Receipt(Pending):
+    """A posted receive: the n-th posted takes the n-th message."""
+
+    def __init__(self, world: ThreadRank, pipe: Pipe, like: Sequence[Like], site: str) -> None:
+        self._world, self._pipe, self._site = world, pipe, site
+        self._like = ([tuple(shape) for shape, _ in like], [dtype for _, dtype in like])
+        self._number, self._event = pipe.next_arrival()
+        self._tensors: list[torch.Tensor] | None = None
+
+    def wait(self) -> list[torch.Tensor]:
+        if self._tensors is None:
+            world, source = self._world, self._pipe.source
+            world.last_call = f"receive {self._site!r} from rank {source}"
+            if world.shared.fault or not self._event.is_set():
+                world.shared.wait(self._event, world, world.last_call, lambda: [source])
+            tensors, sent_as = self._pipe.take(self._number)
+            if _shapes_and_dtypes(tensors) != self._like:
+                raise RuntimeFault(
+                    fault_site(world.rank, world.at),
+                    f"receives {self._site!r} as {self._like}, but rank {source} sent {sent_as!r} as "
+                    f"{_shapes_and_dtypes(tensors)}",
+                    "both ends of a channel must name the same tensors in the same order",
+                )
+            self._tensors = tensors
+        return self._tensors
+
+    def is_done(self) -> bool:
+        return self._tensors is not None or self._event.is_set()
+
+
+def _reduced(tensors: Sequence[torch.Tensor], op: str = "sum") -> torch.Tensor:
+    """Sum or maximum, in rank order, as a new contiguous tensor."""
+    total = tensors[0].clone(memory_format=torch.contiguous_format)
+    for x in tensors[1:]:
+        if op == "sum":
+            total += x
+        else:
+            torch.maximum(total, x, out=total)
+    return total
+
+
+def _sum_in_place(posts: list[list[torch.Tensor]]) -> list[Any]:
+    total = _reduced([post[0] for post in posts])
+    return [post[0].copy_(total) for post in posts]
+
+
+def _copies(x: torch.Tensor, count: int) -> list[torch.Tensor]:
+    return [x.clone(memory_format=torch.contiguous_format) for _ in range(count)]
+
+
+def _shapes_and_dtypes(tensors: Sequence[torch.Tensor]) -> tuple[list[tuple[int, ...]], list[torch.dtype]]:
+    return [tuple(x.shape) for x in tensors], [x.dtype for x in tensors]
+
+
+def _call_text(call: Call | None) -> str:
+    if call is None:
+        return "nothing"
+    kind, site, shapes, dtypes = call
+    sizes = "" if shapes is None else ", ".join(f"{list(s)} {str(d)[6:]}" for s, d in zip(shapes, dtypes, strict=True))
+    return f"{kind} {site!r}" + (f" of {sizes}" if sizes else "")

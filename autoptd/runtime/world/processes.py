@@ -1,0 +1,370 @@
+"""Ranks as processes on torch.distributed: NCCL on CUDA, gloo on CPU.
+
+In: the mesh, the `Needs` of a program, and a default process group, or the environment that torchrun sets. Out: this
+process's `World`. All ranks call for all groups in one order, those included that they are not in, as torch's default group
+may be one whose communicator is split (`device_id=`); the names of groups do not depend on what else a process has made.
+
+    world = DistributedWorld(Mesh(t=2, p=2), needs, timeout=300.0)
+    world.group(("tp",)).all_reduce(x, "h.0.mlp")
+
+| group | for |
+|---|---|
+| tp | the collectives of layers: nothing else, they are on the critical path |
+| dp | sums of gradients, counts of labels, the loss |
+| up | along pp: sends to higher ranks, and all that goes along pp outside of the schedule (norms, objects, start values) |
+| down | along pp: sends to lower ranks |
+| owners | sums over the pipeline ranks that hold a tied parameter |
+
+NCCL makes a communicator for each pair of a group that talks, and runs its operations in order: so two directions share none.
+
+No wait is longer than `timeout` on gloo. On NCCL a wait blocks the stream, not the process: there the timeout is that
+of NCCL's watchdog, which ends the process.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autoptd.compat import default_store, env_store, gather_into, new_group, scatter_into
+from autoptd.errors import InternalError, PlanError, RuntimeFault
+from autoptd.ir.mesh import Mesh
+from autoptd.runtime.devices import process_device
+from autoptd.runtime.world.faults import Call, FaultBoard
+from autoptd.runtime.world.send_watcher import Departures
+from autoptd.runtime.world.world import Channel, Done, Group, Like, Needs, Pending, Then, World, equal_parts
+
+Tensor = torch.Tensor
+OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+P2P_CTAS = 4  # SMs that a send or receive may hold on CUDA while it waits: NCCL takes up to 32 within a node
+
+
+class WaitingCall:
+    """The time of a call that others take part in; when it fails, the first fault is raised instead."""
+
+    def __init__(self, board: FaultBoard, call: Call) -> None:
+        self._board, self._call = board, call
+
+    def __enter__(self) -> Call:
+        self._board.enter(self._call)
+        return self._call
+
+    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, _: TracebackType | None) -> None:
+        if exc is None:
+            self._board.leave()
+        elif isinstance(exc, RuntimeError):  # what torch.distributed raises for timeouts and lost connections
+            raise self._board.fault_of_call(self._call, exc) from exc
+
+
+class DistributedWorld(World):
+    """This process's view of all ranks. Creating it is a collective of all processes."""
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        needs: Needs,
+        device: str | None = None,
+        timeout: float = 300.0,
+        backend: str | None = None,
+    ) -> None:
+        target = process_device(device, backend)
+        self.backend = backend or _default_backend(target)
+        if target.type == "cuda":
+            torch.cuda.set_device(target)
+        self._owns_default = not dist.is_initialized()
+        if self._owns_default:
+            _init_from_env(self.backend, timeout)
+        if dist.get_world_size() != mesh.size:
+            raise PlanError(
+                f"world size {dist.get_world_size()}",
+                f"the mesh {mesh} has {mesh.size} ranks",
+                f"start {mesh.size} processes (torchrun --nproc-per-node), or change t, p, d",
+            )
+        super().__init__(dist.get_rank(), mesh, target, timeout)
+        # The worlds of this default group are numbered, by each rank for itself, as it makes all of them.
+        self._number = default_store().add(_count_key(self.rank), 1)
+        store = dist.PrefixStore(f"autoptd {self._number}", default_store())
+        self.board = FaultBoard(store, self, notes_calls=self.backend == "gloo")  # which ends a process without a word
+        with self.call(Call("the creation of groups", "start")):
+            try:
+                self._connect(needs)
+            except RuntimeError as exc:
+                self._name_absent(exc)
+                raise
+
+    def report_fault(self, exc: BaseException) -> None:
+        self.board.report(exc)
+
+    def close(self) -> None:
+        """End the default process group if this world made it; the ranks should have finished together."""
+        self.board.close()
+        for channel in self._outgoing.values():
+            channel.close()
+        if self._owns_default and dist.is_initialized():
+            dist.destroy_process_group()
+
+    def call(self, call: Call) -> WaitingCall:
+        """A call that others take part in is made inside of this."""
+        return WaitingCall(self.board, call)
+
+    def _connect(self, needs: Needs) -> None:
+        """Create all groups and channels in the order of `needs`, and let them connect."""
+        along_pp = set(self.mesh.groups(("pp",)))
+        handles: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        for number, ranks in enumerate(needs.groups(self.mesh)):
+            ctas = P2P_CTAS if ranks in along_pp else None
+            if (handle := self._communicator(f"group {number}", ranks, ctas)) is not None:
+                handles[ranks] = handle
+        downs = [
+            self._communicator(f"down {ranks[0]}", ranks, P2P_CTAS) for ranks in sorted(along_pp) if len(ranks) > 1
+        ]
+        down = next((one for one in downs if one is not None), None)
+        for ranks, handle in handles.items():
+            self._groups[ranks] = DistributedGroup(self, handle, ranks)
+            # NCCL connects at the first use: let it be here, in one order. The group `down` is for its pairs only.
+            dist.all_reduce(torch.ones(1, device=self.device), group=handle)
+        up = handles.get(self.mesh.group(self.rank, ("pp",)))
+        for source, target in needs.channels(self.mesh):
+            if self.rank in (source, target):
+                self._open(source, target, up if source < target else down)
+
+    def _open(self, source: int, target: int, handle: dist.ProcessGroup | None) -> None:
+        """Create this rank's end of a channel, and send one number through it."""
+        if handle is None:
+            raise InternalError(f"channel {source} -> {target}", "its ranks are not of one pipeline")
+        channel, warm = DistributedChannel(self, handle, source, target), torch.ones(1, device=self.device)
+        if self.rank == source:
+            self._outgoing[target] = channel
+            dist.send(warm, target, group=handle)
+        else:
+            self._incoming[source] = channel
+            dist.recv(warm, source, group=handle)
+
+    def _communicator(self, what: str, ranks: tuple[int, ...], max_ctas: int | None) -> dist.ProcessGroup | None:
+        name = f"autoptd {self._number} {what}"
+        return new_group(name, ranks, self.backend, timedelta(seconds=self.timeout), max_ctas)
+
+    def _name_absent(self, exc: Exception) -> None:
+        """RuntimeFault if there are ranks that have not come as far as this one."""
+        if absent := self.board.absent():
+            raise RuntimeFault(
+                f"rank {self.rank} at start",
+                f"waited {self.timeout:g} s for rank {', '.join(map(str, absent))}, not arrived at parallelize or pm.step",
+                "look at their own output; all ranks make the same calls",
+            ) from exc
+
+
+def _count_key(rank: int) -> str:
+    return f"autoptd worlds of rank {rank}"
+
+
+class DistributedGroup(Group):
+    """A group over one communicator of torch.distributed."""
+
+    def __init__(self, world: DistributedWorld, handle: dist.ProcessGroup, ranks: tuple[int, ...]) -> None:
+        super().__init__(ranks, ranks.index(world.rank))
+        self._world, self.handle = world, handle
+        self._count = 0  # of calls; the same on all ranks
+        self._reductions = {name: _reduction(op, is_async=False) for name, op in OPS.items()}
+        self._async_sum = _reduction(dist.ReduceOp.SUM, is_async=True)
+
+    def all_reduce(self, x: Tensor, site: str, op: str = "sum") -> Tensor:
+        return self._all_reduce(_fresh(x), site, op)
+
+    def all_reduce_(self, x: Tensor, site: str) -> Tensor:
+        if x.is_contiguous():
+            return self._all_reduce(x, site)
+        return x.copy_(self._all_reduce(x.contiguous(), site))
+
+    def _all_reduce(self, y: Tensor, site: str, op: str = "sum") -> Tensor:
+        """Sum a contiguous tensor in place."""
+        with self._call("all_reduce", site, y):  # the group's own method: a third of the time of `dist.all_reduce`
+            work = self.handle.allreduce([_as_real(y)], self._reductions[op])
+            if work is not None:  # NCCL hands out none here: the sum is queued on the current stream
+                work.wait()
+        return y
+
+    def all_gather(self, x: Tensor, dim: int, site: str) -> Tensor:
+        x = x.detach().contiguous()
+        gathered = x.new_empty((self.size, *x.shape))
+        with self._call("all_gather", site, x):
+            work = gather_into(self.handle, gathered, x, is_async=False)
+            if work is not None:
+                work.wait()
+        return _in_place_of(gathered, dim)
+
+    def reduce_scatter(self, x: Tensor, dim: int, site: str) -> Tensor:
+        if self._world.backend == "gloo":  # has no reduce-scatter of its own: all-reduce everything, keep a part
+            return self._part(self._all_reduce(_fresh(x), site), dim, site)
+        parts = _parts_first(x.detach(), dim, self.size, equal_parts(x, dim, self.size, site))
+        mine = torch.empty_like(parts[0])
+        with self._call("reduce_scatter", site, mine):
+            work = scatter_into(self.handle, mine, parts, is_async=False)
+            if work is not None:
+                work.wait()
+        return mine
+
+    def all_to_all(self, parts: Sequence[Tensor], site: str) -> list[Tensor]:
+        sent = torch.stack([part.detach() for part in parts])
+        received = torch.empty_like(sent)
+        with self._call("all_to_all", site, sent):
+            dist.all_to_all_single(received, sent, group=self.handle)
+        return list(received)
+
+    def broadcast(self, x: Tensor, source_index: int, site: str) -> Tensor:
+        y = _fresh(x)
+        with self._call("broadcast", site, y):
+            dist.broadcast(y, self.ranks[source_index], group=self.handle)
+        return y
+
+    def all_reduce_start(self, flat: Tensor, site: str) -> Pending:
+        return self._sum_start("all_reduce_start", flat, site)
+
+    def _sum_start(self, kind: str, flat: Tensor, site: str) -> Pending:
+        with self._call(kind, site, flat) as call:
+            work = self.handle.allreduce([_as_real(flat.detach())], self._async_sum)
+        return _Works(self._world, [work], flat, call)
+
+    def all_gather_start(self, x: Tensor, dim: int, site: str) -> Pending:
+        x = x.detach().contiguous()
+        gathered = x.new_empty((self.size, *x.shape))
+        with self._call("all_gather_start", site, x) as call:
+            work = gather_into(self.handle, gathered, x, is_async=True)
+        return Then(_Works(self._world, [work], gathered, call, kept=[x]), lambda whole: _in_place_of(whole, dim))
+
+    def reduce_scatter_start(self, x: Tensor, dim: int, site: str) -> Pending:
+        if self._world.backend == "gloo":  # as in `reduce_scatter`
+            started = self._sum_start("reduce_scatter_start", _fresh(x), site)
+            return Then(started, lambda whole: self._part(whole, dim, site))
+        parts = _parts_first(x.detach(), dim, self.size, equal_parts(x, dim, self.size, site))
+        mine = torch.empty_like(parts[0])
+        with self._call("reduce_scatter_start", site, mine) as call:
+            work = scatter_into(self.handle, mine, parts, is_async=True)
+        return _Works(self._world, [work], mine, call, kept=[parts])
+
+    def _part(self, whole: Tensor, dim: int, site: str) -> Tensor:
+        """This rank's part of a whole value, as a tensor of its own."""
+        width = equal_parts(whole, dim, self.size, site)
+        return whole.narrow(dim, self.index * width, width).clone(memory_format=torch.contiguous_format)
+
+    def gather_objects(self, obj: Any, site: str) -> list[Any]:
+        objects: list[Any] = [None] * self.size
+        with self._call("gather_objects", site):
+            dist.all_gather_object(objects, obj, group=self.handle)
+        return objects
+
+    def _call(self, kind: str, site: str, x: Tensor | None = None) -> WaitingCall:
+        """The next call of this group, in which this rank hands in `x`."""
+        self._count += 1
+        return self._world.call(Call(kind, site, self.ranks, self._count, -1 if x is None else x.nbytes))
+
+
+class DistributedChannel(Channel):
+    """One direction between two ranks, over the group of that direction."""
+
+    def __init__(self, world: DistributedWorld, handle: dist.ProcessGroup, source: int, target: int) -> None:
+        self._world, self.handle, self._source, self._target = world, handle, source, target
+        self._departures = Departures(f"sends of rank {source} to rank {target}")
+
+    def send(self, tensors: Sequence[Tensor], site: str) -> Pending:
+        kept = [x.detach().contiguous() for x in tensors]
+        if not kept:
+            return Done()
+        with self._world.call(Call("send", site)) as call:
+            works: list[Any] = [dist.isend(x, self._target, group=self.handle) for x in kept]
+        if self._world.backend == "gloo":
+            works, kept = [self._departures.add(works, kept)], []
+        return _Works(self._world, works, None, call, kept)
+
+    def receive(self, like: Sequence[Like], site: str) -> Pending:
+        buffers = [torch.empty(tuple(shape), dtype=dtype, device=self._world.device) for shape, dtype in like]
+        if not buffers:
+            return Done(buffers)
+        with self._world.call(Call("receive", site)) as call:
+            works = [dist.irecv(x, self._source, group=self.handle) for x in buffers]
+        return _Works(self._world, works, buffers, call)
+
+    def close(self) -> None:
+        self._departures.close()
+
+
+class _Works(Pending):
+    """Operations of torch.distributed (or a departure) under way; `kept` are the tensors they read, alive until the end."""
+
+    def __init__(
+        self,
+        world: DistributedWorld,
+        works: Sequence[Any],
+        result: Any,
+        call: Call,
+        kept: Sequence[Tensor] = (),
+    ) -> None:
+        self._world, self._works, self._result, self._kept = world, list(works), result, list(kept)
+        self._call = call
+
+    def wait(self) -> Any:
+        if self._works:
+            with self._world.call(self._call):
+                for work in self._works:
+                    work.wait()
+            self._works, self._kept = [], []
+        return self._result
+
+    def is_done(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+
+def _fresh(x: Tensor) -> Tensor:
+    if torch.is_grad_enabled():  # not within an autograd function
+        x = x.detach()
+    return x.clone() if x.is_contiguous() else x.contiguous()
+
+
+def _in_place_of(gathered: Tensor, dim: int) -> Tensor:
+    """[t, ..., n, ...] with the dims after the first in their places: [..., t n, ...]. A view if those before `dim` are 1."""
+    count, *sizes = gathered.shape
+    sizes[dim] *= count
+    return gathered.movedim(0, dim).reshape(sizes)
+
+
+def _parts_first(x: Tensor, dim: int, count: int, width: int) -> Tensor:
+    """[..., t n, ...] as [t, ..., n, ...], contiguous: `x` itself, seen otherwise, if the dims before `dim` are 1."""
+    return x.unflatten(dim, (count, width)).movedim(dim, 0).contiguous()
+
+
+def _as_real(x: Tensor) -> Tensor:
+    """Complex numbers as pairs: what NCCL and gloo can add."""
+    return torch.view_as_real(x) if x.is_complex() else x
+
+
+def _reduction(op: Any, *, is_async: bool) -> Any:
+    options = dist.AllreduceOptions()
+    options.reduceOp, options.asyncOp = op, is_async  # on CUDA: on a stream of NCCL's own, or on the current one
+    return options
+
+
+def _default_backend(device: torch.device) -> str:
+    """NCCL on CUDA, gloo elsewhere; an existing default group of a third kind (a vendor's, torch's fake one) is followed."""
+    existing = dist.get_backend() if dist.is_initialized() else "undefined"
+    if existing not in ("undefined", "gloo", "nccl") and ":" not in existing:
+        return existing
+    return "nccl" if device.type == "cuda" else "gloo"
+
+
+def _init_from_env(backend: str, timeout: float) -> None:
+    """Make the default process group; torchrun's restarts share one store, so each attempt takes its own prefix."""
+    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise PlanError(
+            "torch.distributed", f"{', '.join(missing)} not set", "start with torchrun, or use backend='local'"
+        )
+    limit = timedelta(seconds=timeout)
+    store, rank, size = env_store(limit)
+    store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)

@@ -1,0 +1,168 @@
+"""Ranks as threads of this process: any mesh on one machine, for notebooks, debugging and most tests.
+
+In: a mesh, the `Needs` of a program. Out: a `ThreadWorld` with one `World` per rank, and `Ranks`, the threads that
+run a function on all of them. How the threads' calls meet, and that this world also checks the order of collectives,
+is in `exchange.py`.
+
+    shared = ThreadWorld(Mesh(t=2), Needs())
+    run_ranks(shared, lambda world: world.group(("tp",)).all_reduce(torch.ones(2), "sum"))
+
+When a rank raises, that exception is the *first fault*: the waiting ranks are released with `Aborted`, which is never
+shown.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+from typing import Any, NoReturn, TypeVar
+
+import torch
+
+from autoptd.errors import AutoptdError, RuntimeFault
+from autoptd.ir.mesh import Mesh
+from autoptd.runtime.devices import thread_device
+from autoptd.runtime.world.exchange import Meeting, Pipe, Shared, ThreadChannel, ThreadGroup, ThreadRank
+from autoptd.runtime.world.world import Needs, World, fault_site, on_device
+
+Result = TypeVar("Result")
+GRACE = 10.0  # seconds that the other ranks get to end after a fault
+
+
+class ThreadWorld(Shared):
+    """What the rank threads share; `worlds[rank]` is the World of one rank."""
+
+    def __init__(self, mesh: Mesh, needs: Needs | None = None, device: str = "cpu", timeout: float = 300.0) -> None:
+        super().__init__(mesh, timeout)
+        needs = needs or Needs()
+        meetings = {ranks: Meeting(self, ranks) for ranks in needs.groups(mesh)}
+        pipes = {link: Pipe(self, *link) for link in needs.channels(mesh)}
+        self._parts: list[Meeting | Pipe] = [*meetings.values(), *pipes.values()]
+        place = thread_device(device)
+        self.worlds = [ThreadRank(self, rank, place) for rank in range(mesh.size)]
+        for ranks, meeting in meetings.items():
+            for index, rank in enumerate(ranks):
+                self.worlds[rank]._groups[ranks] = ThreadGroup(self.worlds[rank], meeting, index)
+        for (source, target), pipe in pipes.items():
+            self.worlds[source]._outgoing[target] = ThreadChannel(self.worlds[source], pipe)
+            self.worlds[target]._incoming[source] = ThreadChannel(self.worlds[target], pipe)
+
+    def reset(self) -> None:
+        """Forget a fault and all half-finished calls; no rank may be running."""
+        self.fault = None
+        self.forget_order()
+        self._waiting.clear()
+        for part in self._parts:
+            part.clear()
+
+
+class Ranks:
+    """One thread per rank, kept for many `run`s (steps). After a fault the pool can be used again if every rank ended;
+    a rank that hangs cannot be stopped, so the pool is then broken and says so. A single rank waits for nobody, and runs in
+    the thread that calls."""
+
+    def __init__(self, shared: ThreadWorld) -> None:
+        self.shared = shared
+        self._stuck: list[int] = []
+        self._jobs: list[SimpleQueue[Any]] = [SimpleQueue() for _ in shared.worlds]
+        self._ended: SimpleQueue[tuple[int, Any]] = SimpleQueue()
+        for world, jobs in zip(shared.worlds, self._jobs, strict=True) if len(shared.worlds) > 1 else ():
+            name, args = f"rank {world.rank}", (world, jobs, self._ended)
+            threading.Thread(target=_serve, args=args, name=name, daemon=True).start()
+        self._end = weakref.finalize(self, _end, self._jobs)
+
+    def run(self, fn: Callable[[World], Result]) -> list[Result]:
+        """Call `fn(world)` on every rank; return the results in rank order, or raise the first fault."""
+        if not self._end.alive:
+            raise RuntimeFault("ranks as threads", "the ranks were closed", "start the model anew")
+        if self._stuck:
+            raise RuntimeFault(
+                "ranks as threads", f"ranks {self._stuck} still hang after an earlier fault", "start the model anew"
+            )
+        if len(self._jobs) == 1:
+            return [self._run_alone(fn)]
+        for jobs in self._jobs:
+            jobs.put(fn)
+        results: dict[int, Any] = {}
+        try:
+            self._collect(results)
+        except BaseException as exc:  # KeyboardInterrupt in the caller: stop the ranks as well
+            self.shared.fail(-1, "run", exc)
+            self._collect(results)
+            raise
+        finally:
+            self._stuck = sorted(set(range(len(self._jobs))) - set(results))
+            fault = self.shared.fault
+            if fault and not self._stuck:
+                self.shared.reset()
+        if fault:
+            _raise_fault(*fault)
+        self.shared.check_one_order()
+        return [results[rank] for rank in range(len(self._jobs))]
+
+    def close(self) -> None:
+        """End the threads."""
+        self._end()
+
+    def _run_alone(self, fn: Callable[[World], Result]) -> Result:
+        (world,) = self.shared.worlds
+        try:
+            with on_device(world.device):
+                return fn(world)
+        except BaseException as exc:
+            _raise_fault(world.rank, world.at, exc)
+        finally:
+            self.shared.reset()
+
+    def _collect(self, results: dict[int, Any]) -> None:
+        """Wait for every rank; after a fault, for GRACE seconds at most."""
+        deadline = None
+        while len(results) < len(self._jobs):
+            if self.shared.fault and deadline is None:
+                deadline = time.monotonic() + min(GRACE, self.shared.timeout)
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            try:
+                rank, result = self._ended.get(timeout=left)
+            except Empty:
+                return
+            results[rank] = result
+
+
+def run_ranks(shared: ThreadWorld, fn: Callable[[World], Result]) -> list[Result]:
+    """Call `fn(world)` once on every rank, each in its thread; return the results or raise the first fault."""
+    ranks = Ranks(shared)
+    try:
+        return ranks.run(fn)
+    finally:
+        ranks.close()
+
+
+def _end(all_jobs: list[SimpleQueue[Any]]) -> None:
+    for jobs in all_jobs:
+        jobs.put(None)
+
+
+def _serve(world: ThreadRank, jobs: SimpleQueue[Any], ended: SimpleQueue[tuple[int, Any]]) -> None:
+    """The life of a rank thread: run jobs until told None."""
+    while (fn := jobs.get()) is not None:
+        result = None
+        try:
+            # On CUDA all ranks would share autograd's one backward thread, and the first to wait would stop the others.
+            with on_device(world.device), torch.autograd.set_multithreading_enabled(False):
+                result = fn(world)
+        except BaseException as exc:
+            world.report_fault(exc)
+        del fn
+        ended.put((world.rank, result))
+        del result
+
+
+def _raise_fault(rank: int, at: str, exc: BaseException) -> NoReturn:
+    if isinstance(exc, AutoptdError) or not isinstance(exc, Exception):
+        raise exc
+    raise RuntimeFault(
+        fault_site(rank, at), f"{type(exc).__name__}: {exc}", "see the exception above, raised on that rank"
+    ) from exc

@@ -1,0 +1,1 @@
+"""Whether a partitioned model trains as the one device would: `autoptd.verify`."""

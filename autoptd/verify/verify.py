@@ -1,0 +1,397 @@
+"""Prove that a partitioned model computes what the model computes: loss, every gradient, every updated parameter.
+
+    report = autoptd.verify(model, t=2, p=2, d=2, example_inputs=(ids, targets))
+    print(report)           # largest difference of losses, gradients and parameters, by name
+
+Both programs run in float64 for some optimizer steps, the partitioned one with its ranks as threads, and with the plan that
+the model has in its own dtype. Every step has new data (fresh.py). In the middle, the partitioned model is saved and loaded
+into a new one, optimizer included; at the end it evaluates. What a copy in float64 cannot show is looked for on the model
+itself, which makes one step and is put back (untouched.py): its first two losses are those of the copy, and of the partitioned
+model in the model's own dtype, up to that dtype's rounding.
+
+Differences are measured as max|x - ref| / max(max|ref|, 1e-3 * largest gradient, or the learning rate for parameters): a
+gradient that is mathematically zero (a key bias) is noise and must not be divided by itself. Casts to float32 inside the model
+(Hugging Face's norms and losses) would hide errors under 1e-7, so they are widened to float64 in both programs, and the widened
+reference is held against the untouched model at 1e-6. Where the model drops out, the reference draws the same masks, of the
+whole batch.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from autoptd.auto import planned
+from autoptd.compat import tree_map
+from autoptd.compile import check_module, compile_program, split_call
+from autoptd.errors import InternalError, PlanError, RuntimeFault, TraceError
+from autoptd.evaluation import compile_evaluation, modes_of
+from autoptd.options import Options, make_options
+from autoptd.parallel_model import ParallelModel
+from autoptd.program.program import Program
+from autoptd.runtime.batch import check_call
+from autoptd.runtime.dropout import Draw, dropout
+from autoptd.trace import given_masks
+from autoptd.trace.loss import WithLoss
+from autoptd.trace.state import map_attribute_tensors
+from autoptd.verify.fresh import Call, fresh_calls, given_calls
+from autoptd.verify.untouched import check_copy, put_back, rounding_of
+
+TOLERANCE = 1e-9
+NOISE = 1e-3  # of the largest gradient: smaller ones are not held against themselves
+WIDENED_TOLERANCE = 1e-6
+FIRST_LR = 1e-2  # of the step of the model itself, so that what it changes stands out from the rounding of its dtype
+CHECKS = ("own dtype", "reload", "evaluation")  # what is done besides training in float64; most tests leave them out
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The relative difference of one tensor after one step, and how large it may be.
+
+    `what` is "loss", "gradient", "parameter" or "evaluation", or "own dtype": a loss of the model as it is.
+    """
+
+    what: str
+    name: str
+    step: int
+    size: float
+    allowed: float = TOLERANCE
+
+    @property
+    def passed(self) -> bool:
+        return self.size <= self.allowed  # not with NaN
+
+
+@dataclass(frozen=True)
+class Report:
+    """All differences, the largest one that passes, and what was done or could not be done besides."""
+
+    differences: tuple[Difference, ...]
+    tolerance: float
+    mesh: str
+    notes: tuple[str, ...] = ()
+
+    @property
+    def passed(self) -> bool:
+        return all(one.passed for one in self.differences)
+
+    def worst(self, what: str) -> Difference:
+        """The largest difference of one kind; NaN counts as the largest."""
+        mine = [one for one in self.differences if one.what == what]
+        return max(mine, key=lambda one: float("inf") if one.size != one.size else one.size)
+
+    def __str__(self) -> str:
+        kinds = list(dict.fromkeys(one.what for one in self.differences))
+        steps = max(one.step for one in self.differences) + 1
+        verdict = f"{'equal' if self.passed else 'DIFFERENT'} to {self.tolerance:g}"
+        lines = [f"{self.mesh}: {verdict} over {steps} step{'s'[: steps > 1]}"]
+        for kind in kinds:
+            worst = self.worst(kind)
+            allowed = f" ({worst.allowed:.1g} is allowed)" if worst.allowed != self.tolerance else ""
+            where = f"at {worst.name}, step {worst.step}{allowed}"
+            lines.append(f"  {kind:10}  largest difference {worst.size:.1e}  {where}")
+        return "\n".join([*lines, *(f"  {note}" for note in self.notes)])
+
+
+class Widen(TorchFunctionMode):
+    """Requests for float32 become float64: a model's own upcasts must not truncate a float64 check."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.empty_strided:  # the tracer's own: it rebuilds a constant of the model in its very dtype
+            return func(*args, **(kwargs or {}))
+        if func is torch.Tensor.float:
+            return args[0].double() if args[0].is_floating_point() else func(*args, **(kwargs or {}))
+        wide = [torch.float64 if arg is torch.float32 else arg for arg in args]
+        named = {key: torch.float64 if arg is torch.float32 else arg for key, arg in (kwargs or {}).items()}
+        return func(*wide, **named)
+
+
+def verify(
+    model: nn.Module,
+    *,
+    example_inputs: Any,
+    batches: Iterable[Any] | None = None,
+    steps: int = 5,
+    lr: float = 1e-3,
+    **keywords: Any,
+) -> Report:
+    """Run `model` and its partitioned form side by side; raise InternalError with the report if they differ.
+
+    `example_inputs` is a global batch. Steps are made with the first ones of `batches`, each like `example_inputs`; without
+    it, with the example, then with others in which its tokens, labels and rows change places. Keywords are those of
+    `parallelize`. The model itself is not changed: it makes one step, and is put back. Where it cannot be evaluated, the
+    report says why. Raises PlanError when the model has no weights (meta) or trains no parameter, and TraceError when its
+    copy in float64 trains otherwise (weights tied by storage).
+    """
+    options = make_options(**{**planned(model, example_inputs, keywords), "backend": "local"})
+    call = split_call(example_inputs)
+    check_module(model)
+    if any(p.is_meta for p in model.parameters()):
+        raise PlanError("verify", "the model is on meta: there are no weights to compare", "build it on a real device")
+    own = compile_program(model, options, *call, replicas=options.d) if checks_own_dtype(model) else None
+    wide_model, wide_options = widen_model(model), widen_options(options, model)
+    with Widen():
+        program = compile_program(wide_model, wide_options, *widen_inputs(call), replicas=options.d)
+    calls = fresh_calls(program, call, steps) if batches is None else given_calls(batches, steps)
+    wide_calls = [widen_inputs(one) for one in calls]
+    for args, kwargs in wide_calls:
+        check_call(program, args, kwargs, options.d)
+    eps = max(1e-8, NOISE * check_widening(wide_model, program, options, *wide_calls[0]))
+    setting = Setting(wide_options, lr, eps)
+    large = replace(setting, lr=max(lr, FIRST_LR))
+    losses = first_losses(model, program, large, calls)
+    with Widen():
+        check_copy(model, losses, first_losses(wide_model, program, large, wide_calls))
+    report = compare_program(wide_model, program, setting, wide_calls)
+    if own is not None:
+        found = compare_first_losses(model, own, replace(large, options=options), calls, losses)
+        report = replace(report, differences=report.differences + tuple(found))
+    if not report.passed:
+        raise InternalError("verify", f"the partitioned model differs from the model\n{report}\n")
+    return report
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How both are trained: AdamW divides a gradient by its own size plus `eps`. With torch's 1e-8, one that is zero but for
+    rounding moves a weight by as much as a true one, and the rounding shows.
+    """
+
+    options: Options
+    lr: float
+    eps: float
+
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=self.lr, eps=self.eps)
+
+
+def checks_own_dtype(model: nn.Module) -> bool:
+    """Whether the model is compiled as it is, besides in float64."""
+    return "own dtype" in CHECKS and any(p.dtype != torch.float64 for p in model.parameters())
+
+
+def widen_model(model: nn.Module) -> nn.Module:
+    """A float64 copy, plain tensor attributes included; tied weights stay tied."""
+    try:
+        wide = copy.deepcopy(model).double()
+        map_attribute_tensors(wide, lambda x: x.double() if x.is_floating_point() else x)
+        return wide
+    except RuntimeError as error:  # a module that keeps a tensor with a history, as the old weight_norm does
+        fact = f"it cannot be copied: {str(error).splitlines()[0]}"
+        raise PlanError("verify", fact, "keep only parameters and buffers on modules") from error
+
+
+def widen_options(options: Options, model: nn.Module) -> Options:
+    """Options by which the float64 copy of `model` gets the plan of the model: bytes are priced as those of its dtype."""
+    sizes = Counter[int]()
+    for parameter in model.parameters():
+        sizes[parameter.element_size()] += parameter.numel()
+    factor = 8 / sizes.most_common(1)[0][0] if sizes else 1.0
+    memory = None if options.memory is None else options.memory * factor
+    return replace(options, machine=options.rank_machine.widened(factor), memory=memory)
+
+
+def widen_inputs(call: Any) -> Any:
+    def wide(leaf: Any) -> Any:
+        return leaf.double() if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
+
+    return tree_map(wide, call)
+
+
+def compare_program(model: nn.Module, program: Program, setting: Setting, calls: list[Call]) -> Report:
+    """Train `model` and `program` from the same float64 weights on the same batches, and measure their differences."""
+    reference = copy.deepcopy(model)
+    optimizer = setting.optimizer(reference.parameters())
+    ours = Trained(model, program, setting)
+    found: list[Difference] = []
+    notes: list[str] = []
+    try:
+        for step, (args, kwargs) in enumerate(calls):
+            if step and step == len(calls) // 2 and "reload" in CHECKS:
+                ours = ours.saved_and_loaded(model)
+                notes.append(f"saved, and loaded into a new one, before step {step}")
+            loss = loss_of(reference, program, setting, calls[step], step)
+            loss.backward()
+            our_loss = ours.pm.step(*args, **kwargs)
+            found.append(Difference("loss", "loss", step, _relative(our_loss, loss.detach(), 0.0)))
+            found += _gradient_differences(ours.pm, reference, step)
+            for one in (optimizer, ours.optimizer):
+                one.step()
+                one.zero_grad()
+            state = ours.pm.state_dict()
+            for name, parameter in reference.named_parameters():
+                size = _relative(state[name], parameter.detach(), setting.lr)
+                found.append(Difference("parameter", name, step, size))
+        if "evaluation" in CHECKS:
+            found, notes = [*found, *compare_evaluation(ours.pm, reference, setting, calls, notes)], notes
+    except RuntimeFault as error:
+        if all(one.passed for one in found):
+            raise
+        notes.append(f"ended: {error}")  # a guard saw what had gone wrong before
+    finally:
+        ours.pm.close()
+    mesh = f"{setting.options.mesh} v={setting.options.v} m={program.num_microbatches}"
+    return Report(tuple(found), TOLERANCE, mesh, tuple(notes))
+
+
+class Trained:
+    """The partitioned model and its optimizer."""
+
+    def __init__(self, model: nn.Module, program: Program, setting: Setting) -> None:
+        options = setting.options
+
+        def compile_eval(args: tuple[Any, ...], kwargs: dict[str, Any], trained: Program) -> Program:
+            with Widen():
+                return compile_evaluation(model, options, args, kwargs, trained, modes_of(model), replicas=options.d)
+
+        self.program, self.setting = program, setting
+        self.pm = ParallelModel(program, options, model.state_dict(), compile_eval=compile_eval)
+        self.optimizer = self.pm.optimizer(torch.optim.AdamW, lr=setting.lr, eps=setting.eps)
+
+    def saved_and_loaded(self, model: nn.Module) -> Trained:
+        """A new one with the state of this, which ends, by way of a file as a user writes it."""
+        file = io.BytesIO()
+        torch.save({"model": self.pm.state_dict(), "optimizer": self.optimizer.state_dict()}, file)
+        file.seek(0)
+        state, steps = torch.load(file), self.pm.steps
+        self.pm.close()
+        other = Trained(model, self.program, self.setting)
+        other.pm.load_state_dict(state["model"])
+        other.optimizer.load_state_dict(state["optimizer"])
+        other.pm.steps = steps
+        return other
+
+
+def loss_of(model: nn.Module, program: Program, setting: Setting, call: Call, step: int) -> torch.Tensor:
+    """The loss of the unmodified model in float64, with the masks of this step (from 0 on)."""
+    with Widen(), masks_of(program, step + 1):
+        return WithLoss(model, setting.options.loss_fn)(*call[0], **call[1])
+
+
+def compare_evaluation(
+    pm: ParallelModel, reference: nn.Module, setting: Setting, calls: list[Call], notes: list[str]
+) -> list[Difference]:
+    """Evaluate both on the last batch; where that is refused, `notes` gets the reason."""
+    args, kwargs = calls[-1]
+    try:
+        ours = pm.eval_step(*args, **kwargs)
+    except (PlanError, TraceError) as error:
+        notes.append(f"not evaluated: {error}")
+        return []
+    with torch.no_grad(), Widen():
+        evaluated = copy.deepcopy(reference).eval()
+        wanted = WithLoss(evaluated, setting.options.loss_fn)(*args, **kwargs)
+    return [Difference("evaluation", "loss", len(calls) - 1, _relative(ours, wanted, 0.0))]
+
+
+def compare_first_losses(
+    model: nn.Module, program: Program, setting: Setting, calls: list[Call], wanted: list[torch.Tensor]
+) -> list[Difference]:
+    """The first two losses of the partitioned model in the model's own dtype."""
+    pm = ParallelModel(program, setting.options, model.state_dict())
+    found = []
+    try:
+        optimizer = pm.optimizer(torch.optim.AdamW, lr=setting.lr, eps=setting.eps)
+        for step, loss in enumerate(wanted):
+            ours = pm.step(*calls[step][0], **calls[step][1])
+            is_same = ours.dtype == loss.dtype
+            name = "loss" if is_same else f"loss, of {ours.dtype} for {loss.dtype},"
+            size = _relative(ours, loss, 0.0) if is_same else float("inf")
+            found.append(Difference("own dtype", name, step, size, allowed=rounding_of(model)))
+            optimizer.step()
+            optimizer.zero_grad()
+    finally:
+        pm.close()
+    return found
+
+
+def first_losses(model: nn.Module, program: Program, setting: Setting, calls: list[Call]) -> list[torch.Tensor]:
+    """The losses of the first two calls (one, where there is no more), a step between; `model` is put back."""
+    losses = []
+    with put_back(model):
+        optimizer = setting.optimizer(model.parameters())
+        for step, (args, kwargs) in enumerate(calls[:2]):
+            with masks_of(program, step + 1):
+                loss = WithLoss(model, setting.options.loss_fn)(*args, **kwargs)
+            losses.append(loss.detach())
+            if len(calls) > 1 and step == 0:
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    return losses
+
+
+@contextmanager
+def masks_of(program: Program, step: int) -> Iterator[None]:
+    """While it lasts, the unmodified model, called with the global batch, draws the dropout masks of a step of `program`."""
+    if not program.dropouts:
+        yield
+        return
+    spec_of = {one.site: one for one in program.dropouts}
+    rows = program.rows * program.num_microbatches * program.mesh.d
+
+    def mask_of(site: int, x: torch.Tensor, keep: float) -> torch.Tensor:
+        whole = torch.ones(x.shape, device=x.device)
+        if site not in spec_of:  # its result is not read
+            return whole.bool()
+        spec = spec_of[site]
+        return dropout(whole, spec.rate, Draw(program.seed, step, site, 0, rows), spec.batch) != 0
+
+    with given_masks(mask_of):
+        yield
+
+
+def _gradient_differences(pm: ParallelModel, reference: nn.Module, step: int) -> list[Difference]:
+    wanted = {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
+    largest = max((float(gradient.abs().max()) for gradient in wanted.values()), default=0.0)
+    ours = pm.gradients()
+    made = []
+    for name, parameter in reference.named_parameters():
+        zero = torch.zeros_like(parameter)
+        size = _relative(ours.get(name, zero), wanted.get(name, zero), NOISE * largest)
+        made.append(Difference("gradient", name, step, size))
+    return made
+
+
+def _relative(found: torch.Tensor, wanted: torch.Tensor, floor: float) -> float:
+    scale = max(float(wanted.abs().max()) if wanted.numel() else 0.0, floor, 1e-300)
+    return float((found.to(wanted) - wanted).abs().max()) / scale if wanted.numel() else 0.0
+
+
+def check_widening(
+    model: nn.Module, program: Program, options: Options, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> float:
+    """Widening float32 casts must not change what the model computes by more than float32's own error.
+
+    Returns the largest entry of a gradient.
+    """
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if not parameters:
+        raise PlanError("verify", "the model has no parameter that requires a gradient", "nothing is trained here")
+    with masks_of(program, 1):
+        plain = WithLoss(model, options.loss_fn)(*args, **kwargs)
+    narrow = torch.autograd.grad(plain, parameters, allow_unused=True)
+    with Widen():
+        with masks_of(program, 1):
+            loss = WithLoss(model, options.loss_fn)(*args, **kwargs)
+        wide = torch.autograd.grad(loss, parameters, allow_unused=True)
+    largest = max(float(one.abs().max()) for one in wide if one is not None)
+    pairs = [(a, b) for a, b in zip(narrow, wide, strict=True) if a is not None and b is not None]
+    worst = max([_relative(plain.detach(), loss.detach(), 0.0), *(_relative(a, b, largest) for a, b in pairs)])
+    if not all(one.isfinite().all() for one in (plain, loss, *narrow, *wide) if one is not None):
+        fact = "the model's own loss or gradients are not finite on this batch: there is nothing to compare"
+        raise PlanError("verify", fact, "a batch and weights for which they are")
+    if not worst <= WIDENED_TOLERANCE:
+        fact = f"its casts to float32 change loss or gradients by {worst:.1e}: a check in float64 says nothing about it"
+        remedy = "leave them out for the check, or take a batch and weights that amplify them less"
+        raise PlanError("verify", fact, remedy)
+    return largest

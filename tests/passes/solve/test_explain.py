@@ -1,0 +1,55 @@
+"""What `explain` says is what the solver compared: prices hold when the alternative is forced."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import autoptd
+from autoptd.passes.solve.explain import alternatives
+from tests.parity.models import batch, gpt
+from tests.passes.graphs import annotate, find
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x))).sum()
+
+
+def test_prices_are_differences_of_whole_plans() -> None:
+    graph, _, assignment = annotate(Mlp(), torch.randn(512, 64), t=4)
+    problem = assignment.problem
+    assert problem is not None
+    for node in problem.variable:
+        first, *rest = alternatives(problem, node)
+        assert first.is_chosen and first.seconds == 0.0 and first.strategy is assignment.strategies[node]
+        assert all(one.seconds >= 0.0 for one in rest)
+    down = alternatives(problem, find(graph, "linear", 1))
+    assert down[0].strategy.why.startswith("row") and any(one.strategy.why.startswith("column") for one in down)
+
+
+def test_layers_that_repeat_are_priced_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for what is paid once for all of them."""
+    monkeypatch.setattr("autoptd.passes.ops.costs.PER_ODD_LAYER", 0.0)
+    prices = []
+    for layers in (4, 8):
+        program = autoptd.compile(gpt(layers), t=2, example_inputs=batch())
+        text = program.explain("transformer.h.2.mlp.c_fc")
+        assert "chosen" in text and "column: 128 = 2 x 64" in text
+        prices.append([line.split()[0] for line in text.splitlines()])
+    assert prices[0] == prices[1]
+
+
+def test_a_parameter_a_norm_and_a_name_that_does_not_exist() -> None:
+    program = autoptd.compile(gpt(2), t=2, example_inputs=batch())
+    assert program.explain("transformer.h.0.mlp.c_fc.weight").count("parameter") == 1
+    assert "impossible" in program.explain("transformer.h.0.ln_1")
+    with pytest.raises(autoptd.PlanError, match=r"transformer\.h\.0\.mlp"):
+        program.explain("transformer.h.0.mpl")
+    assert "t=1" in autoptd.compile(gpt(2), example_inputs=batch()).explain("transformer")

@@ -1,0 +1,90 @@
+"""A bound on memory that the fastest plan does not keep: bytes are made dearer until one does, or it is refused."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+import autoptd
+from autoptd.errors import PlanError
+from autoptd.passes.cut import TooFull
+from autoptd.passes.stages.memory_price import LEAST, MOST, fit
+from autoptd.program.program import Program
+from examples.gpt import GPT, GPTConfig
+from tests.parity.models import batch, gpt
+
+
+@pytest.mark.parametrize("enough", [LEAST, -1, 0, 7, MOST - 1, MOST])
+def test_the_lowest_price_that_fits(enough: int) -> None:
+    tried: list[float] = []
+
+    def solve(price: float) -> str:
+        tried.append(price)
+        if price < 3.0 * 2**enough:
+            raise TooFull("memory", "does not fit", "more")
+        return f"at {price}"
+
+    assert fit(solve, 0.0, 3.0) == (f"at {3.0 * 2**enough}", 3.0 * 2**enough)
+    assert len(tried) <= 9
+    assert fit(solve, 3.0 * 2**MOST, 3.0)[1] == 3.0 * 2**MOST  # what fits at first is taken
+
+
+def test_no_price_fits() -> None:
+    def solve(price: float) -> None:
+        raise TooFull("memory", f"{price}", "more")
+
+    with pytest.raises(TooFull, match=r"memory: 16384\.0"):
+        fit(solve, 0.0, 1.0)
+
+
+@cache
+def compiled(**keywords: Any) -> Program:
+    with torch.device("meta"):
+        model = GPT(GPTConfig(vocab_size=512, block_size=256, n_layer=2, n_head=8, n_embd=256))
+        ids = torch.zeros(16, 256, dtype=torch.long)
+    return autoptd.compile(model, t=4, num_microbatches=4, example_inputs=(ids, ids.clone()), **keywords)
+
+
+def held(program: Program) -> float:
+    return max(program.costs["cut"]["rank_bytes"])
+
+
+def kinds(program: Program) -> set[str]:
+    """What layers communicate in a forward."""
+    return {
+        one.forward
+        for one in program.collectives
+        if ".h." in one.site and one.forward in ("all-reduce", "reduce-scatter")
+    }
+
+
+def test_tokens_are_split_where_nothing_else_fits() -> None:
+    machine = autoptd.Machine(latency=4e-6)  # two collectives in the place of one cost something
+    free = compiled(sequence_parallel="auto", machine=machine)
+    bound = 0.7 * held(free)
+    assert "reduce-scatter" not in kinds(free) and free.plan["options"]["memory_price"] is None
+    program = compiled(sequence_parallel="auto", memory=bound, machine=machine)
+    assert held(program) <= bound and kinds(program) == {"reduce-scatter"}
+    assert program.plan["options"]["memory_price"] > 0
+    for request in ({"memory": bound}, {"sequence_parallel": "auto", "memory": bound / 2}):  # at any price
+        with pytest.raises(PlanError, match="memory: with the cut that spreads it best"):
+            compiled(machine=machine, **request)
+
+
+def test_dearer_bytes_are_never_more_bytes() -> None:
+    prices = [2.0**k / 200e9 for k in (-4, 0, 4, 8)]
+    sizes = [held(compiled(sequence_parallel="auto", memory_price=price)) for price in prices]
+    assert sizes == sorted(sizes, reverse=True) and sizes[-1] < sizes[0]
+
+
+def test_its_own_plan_gives_the_same_program_and_what_the_model_computes() -> None:
+    request: dict[str, Any] = {"t": 2, "p": 2, "sequence_parallel": "auto", "example_inputs": batch()}
+    bound = 0.97 * held(autoptd.compile(gpt(2).double(), **request))
+    program = autoptd.compile(gpt(2).double(), memory=bound, **request)
+    assert program.plan["options"]["memory_price"] > 0
+    again = autoptd.compile(gpt(2).double(), plan=program.plan, example_inputs=batch())
+    assert again.fingerprint() == program.fingerprint()
+    autoptd.verify(gpt(2).double(), memory=bound, steps=2, **request)

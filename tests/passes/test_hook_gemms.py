@@ -1,0 +1,140 @@
+"""Which GEMMs get a hook, and what the program says about them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autoptd
+from autoptd.passes.solve.ties import Ties
+from autoptd.program.program import Program
+from tests.parity.models import batch, gpt, separate
+
+OVERLAP: dict[str, Any] = {"async_tensor_model_parallel_allreduce": True}
+MAIN: dict[str, Any] = {"accumulate_allreduce_grads_in_fp32": True}
+DELAY: dict[str, Any] = {"delay_wgrad_compute": "before_reduce"}
+
+
+def compiled(model: nn.Module, **keywords: Any) -> Program:
+    return autoptd.compile(model, example_inputs=batch(), **keywords)
+
+
+def text(program: Program) -> str:
+    return "\n".join(program.sources.values())
+
+
+def test_without_hooks_nothing_is_emitted() -> None:
+    program = compiled(gpt(2), t=2, p=2)
+    assert "rt.linear" not in text(program)
+    assert "W0.0" not in program.schedule and {spec.grad_dtype for spec in program.params} == {""}
+    assert {spec.adds for spec in program.params} == {(1,), (1, 1)}
+
+
+def test_an_f_with_one_reader_becomes_part_of_it() -> None:
+    program = compiled(gpt(2), t=2, **OVERLAP)
+    lines = text(program).splitlines()
+    at = next(i for i, line in enumerate(lines) if "w.mlp.c_fc.weight" in line)
+    call = 'rt.linear(ln_2, w.mlp.c_fc.weight, w.mlp.c_fc.bias, overlap=tp, site="transformer.h.*.mlp.c_fc")'
+    assert f"c_fc = {call}" in lines[at]
+    assert (
+        "# overlap: all-reduce backward, 2,048 B: linear needs a whole input whose gradient is summed" in lines[at - 1]
+    )
+    assert "c_proj = F.linear(gelu," in text(program)  # a row-split GEMM has no such input
+
+
+def test_the_collectives_are_listed_as_before() -> None:
+    for model in (gpt(2), separate(2)):
+        assert compiled(model, t=2, **OVERLAP).collectives == compiled(model, t=2).collectives
+    assert compiled(gpt(2), t=2, **OVERLAP, **DELAY, **MAIN).collectives == compiled(gpt(2), t=2).collectives
+
+
+def test_an_f_with_several_readers_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers are not tied here: with two of them the first, behind the embedding, would move the f of both before the norm."""
+    monkeypatch.setattr("autoptd.passes.solve.assign.find_ties", lambda *_: Ties())
+    found = text(compiled(separate(2), t=2, **OVERLAP))
+    assert "y = rt.i_to_r(y, tp, " in found
+    assert "q_proj = F.linear(y, w.layers[1].attention.q_proj.weight" in found
+    assert "overlap=tp, " in found  # the head's input is read once
+
+
+@pytest.mark.parametrize("keywords", [MAIN, DELAY])
+def test_every_gemm_brings_the_gradient_of_its_weight(keywords: dict[str, Any]) -> None:
+    program = compiled(gpt(2), t=2, p=2, **keywords)
+    assert "F.linear(" not in text(program)
+    adds = {spec.name: spec.adds for spec in program.params}
+    assert adds["transformer.wte.weight"] == (1, 1)  # by autograd in the embedding, by the GEMM in the head
+    assert set(adds.values()) == {(1,), (1, 1)}
+    assert compiled(gpt(2), **keywords).param("transformer.wte.weight").adds == (2,)  # both in one stage
+
+
+def test_a_frozen_weight_is_left_alone() -> None:
+    model = gpt(2)
+    model.transformer.h[0].mlp.c_fc.weight.requires_grad_(False)
+    found = text(compiled(model, t=2, **OVERLAP, **DELAY))
+    assert "F.linear(ln_2, w.transformer.h[0].mlp.c_fc.weight, w.transformer.h[0].mlp.c_fc.bias)" in found
+
+
+class Conv1D(nn.Module):
+    """GPT-2's: a weight stored as [in, out], applied to rows."""
+
+    def __init__(self, width: int, out: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(0.1 * torch.randn(width, out)), nn.Parameter(torch.zeros(out))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.addmm(self.bias, x.view(-1, x.shape[-1]), self.weight)
+        return y.view(*x.shape[:-1], y.shape[-1])
+
+
+class ConvMLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norms = nn.Embedding(64, 16), nn.ModuleList(nn.LayerNorm(16) for _ in range(2))
+        self.ups = nn.ModuleList(Conv1D(16, 32) for _ in range(2))
+        self.downs = nn.ModuleList(Conv1D(32, 16) for _ in range(2))
+        self.head = nn.Linear(16, 64)
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for norm, up, down in zip(self.norms, self.ups, self.downs, strict=True):
+            x = x + down(up(norm(x)).relu())
+        return nn.functional.cross_entropy(self.head(x).view(-1, 64), targets.view(-1))
+
+
+def conv() -> ConvMLP:
+    torch.manual_seed(0)
+    return ConvMLP()
+
+
+def test_a_transposed_weight_gets_the_same_hooks() -> None:
+    found = text(compiled(conv(), t=2, **MAIN))
+    assert ".bias, wgrad=self.main_grads, transposed=True)" in found
+    assert "torch.addmm" not in found
+
+
+def test_an_f_is_found_behind_a_view() -> None:
+    pytest.importorskip("transformers")
+    from tests.parity.test_transformers import gpt2
+
+    ids, _ = batch()
+    program = autoptd.compile(gpt2().train(), example_inputs={"input_ids": ids, "labels": ids}, t=2, **OVERLAP)
+    assert "w.attn.c_attn.weight, w.attn.c_attn.bias, overlap=tp, transposed=True, " in text(program)
+    assert "i_to_r" not in text(program)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"async_tensor_model_parallel_allreduce": 1}, "on or off"),
+        ({"accumulate_allreduce_grads_in_fp32": "yes"}, "on or off"),
+        ({"delay_wgrad_compute": True}, "no such place for W"),
+        ({"delay_wgrad_compute": "later"}, "'after_b', 'before_reduce' or None"),
+        ({**DELAY, "p": 2, "schedule": "zb_h1"}, "schedule='zb_h1' places the weight gradients itself"),
+    ],
+)
+def test_options_are_checked(keywords: dict[str, Any], message: str) -> None:
+    with pytest.raises(autoptd.PlanError, match=message):
+        compiled(gpt(1), **keywords)

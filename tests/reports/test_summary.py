@@ -1,0 +1,79 @@
+"""Numbers of a program: they add up to the cut's, and to what is known of each parameter and call."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from autoptd.ir.mesh import Mesh
+from autoptd.program.calls import expected_calls
+from autoptd.reports.summary import _is_between_nodes, seconds_text, summarize
+from tests.viz.programs import full, gpt
+
+
+def test_memory_is_that_of_the_cut() -> None:
+    """Without buffers: parameter, gradient, two moments, and the activations of the fullest moment."""
+    for program in (full(), gpt(4, rows=8, p=2), gpt(2)):
+        held = [one.total_bytes for one in summarize(program).ranks]
+        assert held == pytest.approx(program.costs["cut"]["rank_bytes"], rel=1e-6)
+
+
+def test_every_rank_has_its_parameters_and_their_state() -> None:
+    program = gpt(4, rows=8, p=2, t=2)
+    for one in summarize(program).ranks:
+        mine = [spec for spec in program.params if one.pp in spec.owners(program.ranks)]
+        assert one.parameters == sum(math.prod(spec.local_shape(2)) for spec in mine)
+        assert (one.parameter_bytes, one.gradient_bytes, one.optimizer_bytes) == tuple(
+            4 * k * one.parameters for k in (1, 1, 2)
+        )
+
+
+def test_gradients_in_float32_take_room_beside_their_own() -> None:
+    plain, main = (summarize(gpt(2, accumulate_allreduce_grads_in_fp32=on)) for on in (False, True))
+    assert main.ranks[0].gradient_bytes == 2 * plain.ranks[0].gradient_bytes
+
+
+def test_traffic_is_that_of_the_busiest_rank() -> None:
+    program = full()
+    traffic = {one.axis: one for one in summarize(program).traffic}
+    assert set(traffic) == {"tp", "dp", "pp"}
+    for axis, one in traffic.items():
+        sent = []
+        for pp in range(2):
+            calls = expected_calls(program, 4 * pp)
+            sent.append(sum(times * call.wire_bytes for call, times in calls.items() if _axis(call.axis) == axis))
+        assert one.sent_bytes == round(max(sent)) > 0 and one.seconds > 0
+
+
+def _axis(text: str) -> str:
+    return next(axis for axis in ("dp", "pp", "tp") if axis in text)
+
+
+def test_work_is_three_times_the_forward_of_the_whole_batch() -> None:
+    """Whatever the mesh: the matrix products of the model itself, and attention."""
+    assert summarize(gpt(4, rows=8)).model_flops == summarize(full()).model_flops
+    one = summarize(gpt(1, rows=4))
+    s, h, vocab = 8, 8, 32
+    assert one.model_flops == 3 * 4 * s * (2 * 12 * h * h + 4 * s * h + 2 * h * vocab)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "between"),
+    [
+        (Mesh(t=8, p=2, d=2), {"tp": False, "dp": True, "pp": True}),
+        (Mesh(t=2, p=2, d=2), {"tp": False, "dp": False, "pp": False}),
+        (Mesh(t=3, p=1, d=4), {"tp": True, "dp": True, "pp": False}),
+        (Mesh(t=16, p=1, d=1), {"tp": True, "dp": False, "pp": False}),
+    ],
+)
+def test_which_links_leave_a_node_of_eight(mesh: Mesh, between: dict[str, bool]) -> None:
+    assert {axis: _is_between_nodes(mesh, axis, 8) for axis in between} == between
+
+
+def test_bubble_and_words() -> None:
+    one = summarize(gpt(4, rows=8, p=2))
+    assert one.idle_seconds == pytest.approx(one.step_seconds - max(rank.seconds for rank in one.ranks))
+    assert one.record()["idle_seconds"] == one.idle_seconds
+    assert [seconds_text(x) for x in (2.5, 0.0123, 4.56e-6, 0.0)] == ["2.5 s", "12.3 ms", "4.56 us", "0 us"]
+    assert "Bubble" in str(one) and "nothing" in str(summarize(gpt(1)))
