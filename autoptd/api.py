@@ -44,6 +44,7 @@ def parallelize(
     d: int | str | None = None,
     *,
     v: int | str | None = None,
+    order: str | None = None,
     sequence_parallel: bool | str | None = None,
     example_inputs: Any = None,
     loss_fn: Callable[..., Any] | None = None,
@@ -74,19 +75,20 @@ def parallelize(
     a dict of keyword arguments; this replica's share of the batch under torchrun, the global batch with backend="local"
     (ranks as threads of this process). Without it, the model is compiled at the first `step`.
 
-    `v` model chunks per pipeline rank; `loss_fn(output, targets)` where the model returns no loss; `num_microbatches` per
-    replica and step (default: the largest divisor of the replica's rows that is <= 4p, a multiple of p preferred);
-    `schedule` one of `autoptd.options.SCHEDULES` or the path of a text file with your own; `backend` "local", "gloo" or
-    "nccl"; `timeout` in seconds; `nan="ignore"` lets a NaN loss pass; `check_every` steps the ranks of
-    a replica compare their batches, and copies of parameters (default 100; 0: never); `seed` draws the dropout masks; `p2p`
-    says how stages send where t > 1: "direct", "scatter_gather" or "auto"; `fuse` names the backend of fused operators:
-    "eager", "triton", "inductor" or False (default: by device), `fuse_only` those to use; the next three are hooks on the
-    backward of linear layers, see `Options`. `memory` bounds the bytes of a rank; `machine` is what the plan is weighed for:
-    "laptop-cpu", "a100", "h100", "h200" or a `Machine` (ir/machine.py); `plan` is a plan.json (its path, or a dict) whose
-    decisions are taken (`ir/plan.py`). `weights` is a folder with model.safetensors, or several files and their index, as
-    `save_pretrained` of transformers writes it: each rank reads its own part, and the values of the model, which may be on
-    meta, do not matter. What is left out is the plan's, else the default of `Options`. `later` catches keywords of features
-    that do not exist yet.
+    `v` model chunks per pipeline rank; `order` the mesh axes, fastest first ("tp-dp-pp": tensor-parallel ranks are
+    neighbours); `loss_fn(output, targets)` where the model returns no loss; `num_microbatches` per replica and step
+    (default: the largest divisor of the replica's rows that is <= 4p, a multiple of p preferred); `schedule` one of
+    `autoptd.options.SCHEDULES` or the path of a text file with your own; `backend` "local", "gloo" or "nccl"; `timeout` in
+    seconds; `nan="ignore"` lets a NaN loss pass; `check_every` steps the ranks of a replica compare their batches, and
+    copies of parameters (default 100; 0: never); `seed` draws the dropout masks; `p2p` says how stages send where t > 1:
+    "direct", "scatter_gather" or "auto"; `fuse` names the backend of fused operators: "eager", "triton", "inductor" or
+    False (default: by device), `fuse_only` those to use; the next three are hooks on the backward of linear layers, see
+    `Options`. `memory` bounds the bytes of a rank; `machine` is what the plan is weighed for: "laptop-cpu", "a100", "h100",
+    "h200" or a `Machine` (ir/machine.py); `plan` is a plan.json (its path, or a dict) whose decisions are taken
+    (`ir/plan.py`). `weights` is a folder with model.safetensors, or several files and their index, as `save_pretrained` of
+    transformers writes it: each rank reads its own part, and the values of the model, which may be on meta, do not matter.
+    What is left out is the plan's, else the default of `Options`. `later` catches keywords of features that do not exist
+    yet.
 
     `t="auto"` (p, d, v, num_microbatches likewise) lets the planner choose it, and whatever else of these is not given, for
     `gpus` ranks (under torchrun: all), the model's config and `machine` (by default the device's). `example_inputs` is the
@@ -100,6 +102,7 @@ def parallelize(
         "p": p,
         "d": d,
         "v": v,
+        "order": order,
         "sequence_parallel": sequence_parallel,
         "loss_fn": loss_fn,
         "num_microbatches": num_microbatches,

@@ -15,7 +15,7 @@ from typing import Any
 from autoptd.errors import PlanError
 from autoptd.ir.fusion import FUSED
 from autoptd.ir.machine import Machine, find_machine, spelled
-from autoptd.ir.mesh import Mesh
+from autoptd.ir.mesh import ORDER, Mesh
 from autoptd.ir.plan import Plan, nearest, read_plan
 
 SCHEDULES: dict[str, int] = {  # model chunks per pipeline rank that a schedule runs; 0: any number
@@ -66,6 +66,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 class Options:
     """One request: t, p, d degrees, v model chunks per pipeline rank, and how to run.
 
+    `order` says which ranks are neighbours: the mesh axes, fastest first.
+
     `num_microbatches` counts per replica and step; None takes the largest divisor of the replica's rows that is at most 4p,
     a multiple of p preferred. `schedule` is one of `SCHEDULES`, or the path of a text file with a schedule of your
     own (schedule/written.py), which says m as well; None takes 1f1b for v=1, else interleaved.
@@ -114,6 +116,7 @@ class Options:
     p: int = 1
     d: int = 1
     v: int = 1
+    order: str = ORDER
     sequence_parallel: bool | str = False
     loss_fn: Callable[..., Any] | None = None
     num_microbatches: int | None = None
@@ -138,6 +141,7 @@ class Options:
     def __post_init__(self) -> None:
         for name in ("t", "p", "d", "v"):
             _check_degree(name, getattr(self, name))
+        _ = self.mesh.axes  # PlanError where the order is none of its axes
         if self.num_microbatches is not None:
             _check_degree("num_microbatches", self.num_microbatches)
         if self.schedule is None:
@@ -189,7 +193,7 @@ class Options:
 
     @property
     def mesh(self) -> Mesh:
-        return Mesh(self.t, self.p, self.d)
+        return Mesh(self.t, self.p, self.d, self.order)
 
     @property
     def rank_machine(self) -> Machine:

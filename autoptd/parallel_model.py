@@ -413,7 +413,7 @@ class ParallelModel:
         With `record`, that of a step, its schedule chart and trace have what was executed beside what was simulated.
         """
         program = self.program
-        if folder is not None and self.coordinate == Coordinate(0, 0, 0):
+        if folder is not None and self.coordinate == Coordinate():
             program.save(folder)
             if self._draw is not None:
                 self._draw(program, Path(folder), record.spans if record else ())

@@ -20,7 +20,7 @@ from autoptd import codegen, passes
 from autoptd import trace as tracing
 from autoptd.ir import markers
 from autoptd.ir.actions import Orders, ranks_of_stages
-from autoptd.ir.mesh import Mesh
+from autoptd.ir.mesh import ORDER, Mesh
 from autoptd.ir.notes import note, op_name, ops, placeholders, tensor
 from autoptd.ir.types import I, ValueType, outer_size
 from autoptd.options import PLANNED, Options
@@ -322,9 +322,10 @@ def plan_record(
         pattern = _any_layer(one.name) if len(layers[_any_layer(one.name)]) == 1 else one.name
         if one.type.kind == "S":
             shard[pattern] = {"pattern": pattern, "dim": one.type.dim, "axis": "tp"}
+    order = {} if options.order == ORDER else {"order": options.order}
     return {
         "version": 1,
-        "mesh": {"t": options.t, "p": options.p, "d": options.d, "v": options.v},
+        "mesh": {"t": options.t, "p": options.p, "d": options.d, "v": options.v, **order},
         "num_microbatches": batch.num_microbatches,
         "schedule": str(options.schedule),
         "options": {name: getattr(options, name) for name in PLANNED},

@@ -16,6 +16,7 @@ from typing import Any
 from autoptd.cli.settings import read_settings
 from autoptd.errors import PlanError
 from autoptd.ir.fusion import FUSED
+from autoptd.ir.mesh import ORDER
 from autoptd.options import DELAYS, FUSE, P2P, SCHEDULES
 
 MODEL = """MODEL is one of
@@ -183,6 +184,7 @@ def _add_model(parser: ArgumentParser) -> None:
     for name, words in (("t", "tensor"), ("p", "pipeline"), ("d", "data")):
         mesh.add_argument(f"--{name}", type=int, metavar="N", help=f"{words}-parallel degree")
     mesh.add_argument("--v", type=int, metavar="N", help="model chunks per pipeline rank")
+    mesh.add_argument("--order", metavar="AXES", help=f"of ranks: mesh axes, fastest first (default {ORDER})")
     mesh.add_argument("--num-microbatches", type=int, metavar="N", help="per replica and step")
     mesh.add_argument("--schedule", help=f"{', '.join(SCHEDULES)}, or a file with your own")
     mesh.add_argument(

@@ -27,7 +27,20 @@ from autoptd.reports.report import write_report
 from autoptd.reports.summary import summarize
 
 KEYWORDS = (  # flags that are keywords of `parallelize`
-    *("t", "p", "d", "v", "num_microbatches", "schedule", "sequence_parallel", "p2p", "fuse", "fuse_only", "seed"),
+    *(
+        "t",
+        "p",
+        "d",
+        "v",
+        "order",
+        "num_microbatches",
+        "schedule",
+        "sequence_parallel",
+        "p2p",
+        "fuse",
+        "fuse_only",
+        "seed",
+    ),
     *("async_tensor_model_parallel_allreduce", "accumulate_allreduce_grads_in_fp32", "delay_wgrad_compute"),
     *("memory", "machine", "plan"),
 )

@@ -80,7 +80,7 @@ def train(asked: Namespace) -> int:
 
 def _tell_of_interrupt(asked: Namespace, pm: autoptd.ParallelModel, steps: int) -> None:
     """Ctrl-C: one line of all ranks together, and the report, without a recorded step, as no rank waits for another now."""
-    if pm.coordinate != Coordinate(0, 0, 0):
+    if pm.coordinate != Coordinate():
         return
     written = ""
     if asked.out:
@@ -108,7 +108,7 @@ def _write(asked: Namespace, pm: autoptd.ParallelModel, call: Any) -> None:
     with pm.record() as record:
         pm.step(*args, **keys)
     pm.show(asked.out, record)
-    if pm.coordinate == Coordinate(0, 0, 0):
+    if pm.coordinate == Coordinate():
         write_report(pm.program, Path(asked.out) / "report.html", asked.model, record)
         print(f"written: {asked.out}/report.html", file=sys.stderr)
 

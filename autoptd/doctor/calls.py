@@ -27,7 +27,6 @@ from autoptd.doctor.patterns import (
     total,
 )
 from autoptd.errors import RuntimeFault
-from autoptd.ir.mesh import Coordinate
 from autoptd.runtime.world.faults import Call
 from autoptd.runtime.world.processes import DistributedWorld
 from autoptd.runtime.world.world import Group, World, fault_site
@@ -260,8 +259,7 @@ METHODS: dict[str, tuple[tuple[torch.dtype, ...], Make]] = {
 
 def peer(world: World, pp: int) -> int:
     """The rank with this rank's dp and tp coordinates on pipeline rank `pp`."""
-    at = world.coordinate
-    return world.mesh.rank(Coordinate(pp, at.dp, at.tp))
+    return world.mesh.move(world.rank, pp=pp)
 
 
 def check_channels(checks: Checks, links: Sequence[tuple[int, int]], counts: Sequence[int]) -> None:

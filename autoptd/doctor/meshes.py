@@ -46,7 +46,7 @@ def asked_mesh(size: int, t: int | None, p: int | None, d: int | None) -> Mesh |
     for name in ("d", "p", "t"):  # what is left open: the first of these that is
         if given[name] is None:
             given[name], left = left, 1
-    return Mesh(**{name: int(one or 1) for name, one in given.items()})
+    return Mesh(given["t"] or 1, given["p"] or 1, given["d"] or 1)
 
 
 def _wide_anywhere(size: int, per_node: int) -> set[str]:

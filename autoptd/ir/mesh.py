@@ -1,60 +1,187 @@
-"""The device mesh: which rank sits where, and which ranks form a group.
+"""The device mesh: its named axes, which rank sits where, and which ranks form a group.
 
-Rank order is decided here and nowhere else: tp fastest, then dp, pp slowest (Narayanan et al., SC'21, section 3: tensor
-parallel ranks are neighbours, pipeline ranks are far apart).
+Axes and the order of ranks are decided here and nowhere else. By default tp is fastest, then dp, pp slowest (Narayanan et al.,
+SC'21, section 3: tensor-parallel ranks are neighbours, pipeline ranks are far apart); `order` says otherwise.
 
-    Mesh(t=2, p=2, d=2).coordinate(5) == Coordinate(pp=1, dp=0, tp=1)
+    Mesh(t=2, p=2, d=2).coordinate(5) == Coordinate(pp=1, tp=1)
+    Mesh(t=2, p=2, d=2, order="tp-pp-dp").coordinate(5) == Coordinate(dp=1, tp=1)
+
+What the ranks along an axis divide is its `role`. Code that needs "the ranks that hold other samples" asks for a role
+(`mesh.batch_axes`, `mesh.replicas`, `mesh.pipeline_rank`), not for an axis by name.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
 from itertools import product
+from typing import NamedTuple
 
-MESH_AXES = ("tp", "dp", "pp")  # fastest first
+from autoptd.errors import InternalError, PlanError
 
 
-@dataclass(frozen=True)
-class Coordinate:
-    """The place of a rank on the mesh."""
+class Role(Enum):
+    """What the ranks along a mesh axis divide among themselves."""
 
-    pp: int
-    dp: int
-    tp: int
+    VALUES = "the values within a layer"
+    BATCH = "the samples of the global batch"
+    STAGES = "the stages of the model"
+
+
+class MeshAxis(NamedTuple):
+    """One kind of parallelism: `degree` is its keyword in `parallelize`, `word` its name in texts."""
+
+    name: str
+    degree: str
+    role: Role
+    word: str
+
+
+AXES = {
+    one.name: one
+    for one in (
+        MeshAxis("tp", "t", Role.VALUES, "tensor"),
+        MeshAxis("dp", "d", Role.BATCH, "data"),
+        MeshAxis("pp", "p", Role.STAGES, "pipeline"),
+    )
+}
+MESH_AXES = tuple(AXES)  # in the default order, fastest first
+ORDER = "-".join(MESH_AXES)
+
+
+class Coordinate(Mapping[str, int]):
+    """The place of a rank along every mesh axis, by name; an axis that is left out is at 0."""
+
+    __slots__ = ("_places",)
+
+    def __init__(self, **places: int) -> None:
+        unknown = places.keys() - AXES.keys()
+        if unknown:
+            raise InternalError("Coordinate", f"there is no mesh axis {', '.join(sorted(unknown))}")
+        self._places = {axis: places.get(axis, 0) for axis in AXES}
+
+    def __getitem__(self, axis: str) -> int:
+        return self._places[axis]
+
+    def __getattr__(self, axis: str) -> int:
+        if axis in AXES:
+            return self._places[axis]
+        raise AttributeError(axis)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self._places.values()))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _coordinate, (self._places,)
+
+    def __repr__(self) -> str:
+        return f"Coordinate({', '.join(f'{axis}={place}' for axis, place in self._places.items())})"
+
+
+def _coordinate(places: Mapping[str, int]) -> Coordinate:
+    return Coordinate(**places)
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """t x p x d ranks: `t` tensor, `p` pipeline and `d` data parallel."""
+    """t x p x d ranks: `t` tensor, `p` pipeline and `d` data parallel; `order` names the axes, fastest first."""
 
     t: int = 1
     p: int = 1
     d: int = 1
+    order: str = ORDER
 
     @property
     def size(self) -> int:
-        return self.t * self.p * self.d
+        return math.prod(map(self.degree, AXES))
 
     def degree(self, axis: str) -> int:
-        """Number of ranks along one mesh axis ("tp", "dp" or "pp")."""
-        return {"tp": self.t, "dp": self.d, "pp": self.p}[axis]
+        """Number of ranks along one mesh axis."""
+        return int(getattr(self, AXES[axis].degree))
+
+    @cached_property
+    def axes(self) -> tuple[str, ...]:
+        """All axes, fastest first; those that `order` leaves out have one rank, and are slowest."""
+        named = read_order(self.order)
+        left_out = tuple(axis for axis in AXES if axis not in named)
+        wide = [axis for axis in left_out if self.degree(axis) > 1]
+        if wide:
+            raise PlanError(f"order={self.order!r}", f"leaves out {', '.join(wide)}", f"for example order={ORDER!r}")
+        return named + left_out
+
+    @cached_property
+    def strides(self) -> dict[str, int]:
+        """How far apart the numbers of two neighbours along an axis are."""
+        found, step = {}, 1
+        for axis in self.axes:
+            found[axis] = step
+            step *= self.degree(axis)
+        return found
 
     def coordinate(self, rank: int) -> Coordinate:
-        return Coordinate(pp=rank // (self.t * self.d), dp=rank // self.t % self.d, tp=rank % self.t)
+        return Coordinate(**{axis: rank // self.strides[axis] % self.degree(axis) for axis in self.axes})
 
-    def rank(self, at: Coordinate) -> int:
-        return (at.pp * self.d + at.dp) * self.t + at.tp
+    def rank(self, at: Mapping[str, int]) -> int:
+        """The rank at a coordinate."""
+        return sum(self.strides[axis] * place for axis, place in at.items())
 
-    def group(self, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
+    def move(self, rank: int, **places: int) -> int:
+        """The rank whose coordinate is that of `rank`, but for `places`."""
+        return self.rank({**self.coordinate(rank), **places})
+
+    def group(self, rank: int, axes: Sequence[str]) -> tuple[int, ...]:
         """Ranks that differ from `rank` along `axes` only, in ascending order, `rank` included."""
         at = self.coordinate(rank)
-        span = {axis: range(self.degree(axis)) if axis in axes else (getattr(at, axis),) for axis in MESH_AXES}
-        places = product(span["pp"], span["dp"], span["tp"])
-        return tuple(self.rank(Coordinate(pp, dp, tp)) for pp, dp, tp in places)
+        first = rank - sum(self.strides[axis] * at[axis] for axis in axes)
+        steps = [range(0, self.strides[axis] * self.degree(axis), self.strides[axis]) for axis in axes]
+        return tuple(sorted(first + sum(offsets) for offsets in product(*steps)))
 
-    def groups(self, axes: tuple[str, ...]) -> list[tuple[int, ...]]:
+    def groups(self, axes: Sequence[str]) -> list[tuple[int, ...]]:
         """All groups along `axes`, in a fixed order; together they hold every rank once."""
         return sorted({self.group(rank, axes) for rank in range(self.size)})
 
+    def axes_of(self, role: Role) -> tuple[str, ...]:
+        """The axes of one role, fastest first."""
+        return tuple(axis for axis in self.axes if AXES[axis].role is role)
+
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        """The axes along which ranks have other samples."""
+        return self.axes_of(Role.BATCH)
+
+    @property
+    def stage_axes(self) -> tuple[str, ...]:
+        """The axes along which ranks have other stages."""
+        return self.axes_of(Role.STAGES)
+
+    @property
+    def replicas(self) -> int:
+        """How many parts the global batch is divided into."""
+        return math.prod(map(self.degree, self.batch_axes))
+
+    @property
+    def pipeline_ranks(self) -> int:
+        """How many ranks a pipeline has."""
+        return math.prod(map(self.degree, self.stage_axes))
+
     def __str__(self) -> str:
-        return f"t={self.t} p={self.p} d={self.d}"
+        degrees = f"t={self.t} p={self.p} d={self.d}"
+        return degrees if self.order == ORDER else f"{degrees} order={self.order}"
+
+
+def read_order(order: str) -> tuple[str, ...]:
+    """The axes that `"tp-dp-pp"` names, fastest first; PlanError where it is not of that form."""
+    named = tuple(order.split("-")) if isinstance(order, str) else ()
+    if not named or set(named) - AXES.keys() or len(set(named)) != len(named):
+        remedy = f"mesh axes, each once, fastest first, with dashes: order={ORDER!r}"
+        raise PlanError(f"order={order!r}", "is not an order of mesh axes", remedy)
+    return named

@@ -24,7 +24,7 @@ from autoptd.errors import PlanError
 
 VERSION = 1
 KEYS = ("version", "mesh", "num_microbatches", "schedule", "options", "cut", "shard", "fallbacks", "weighed", "planner")
-MESH = ("t", "p", "d", "v")
+MESH = ("t", "p", "d", "v", "order")
 
 
 @dataclass(frozen=True)

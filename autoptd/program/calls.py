@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from autoptd.ir.mesh import MESH_AXES, Mesh
+from autoptd.ir.mesh import Mesh
 from autoptd.program.program import Collective, Program
 
 LOCAL_KINDS = ("none", "slice", "zero-pad", "one rank keeps it")
@@ -67,7 +67,7 @@ def wire_bytes(kind: str, payload: int, group_size: int) -> float:
 def axis_text(mesh: Mesh, ranks: Sequence[int]) -> str:
     """The mesh axes along which `ranks` differ: `dp x tp`."""
     places = [mesh.coordinate(rank) for rank in ranks]
-    return " x ".join(axis for axis in reversed(MESH_AXES) if len({getattr(place, axis) for place in places}) > 1)
+    return " x ".join(axis for axis in reversed(mesh.axes) if len({place[axis] for place in places}) > 1)
 
 
 def star(text: str) -> str:

@@ -31,7 +31,7 @@ from dataclasses import dataclass
 import torch
 
 from autoptd.ir.machine import Machine
-from autoptd.ir.mesh import Coordinate, Mesh
+from autoptd.ir.mesh import Mesh
 from autoptd.program.program import CrossingSpec, Parcel
 
 EQUAL_VALUE, EQUAL_GRADIENT = ("I", "R"), ("I", "P")
@@ -55,8 +55,8 @@ class _Planner:
             return 1, "whole: differs from tensor rank to tensor rank"
         if self.p2p != "auto":
             return (1, "whole: p2p='direct'") if self.p2p == "direct" else (t, f"1/{t} each: p2p='scatter_gather'")
-        link = self._bandwidth([(self._rank(source, i), self._rank(target, i)) for i in range(self.mesh.d * t)])
-        gather = self._bandwidth([self.mesh.group(self._rank(target, i), ("tp",)) for i in range(self.mesh.d * t)])
+        link = self._bandwidth(list(zip(self._ranks(source), self._ranks(target), strict=True)))
+        gather = self._bandwidth([self.mesh.group(rank, ("tp",)) for rank in self._ranks(target)])
         whole = nbytes / link
         scattered = nbytes / t / link + nbytes * (t - 1) / t / gather + self.machine.message
         times = f"whole {1e6 * whole:.3g} us, 1/{t} each and gathered {1e6 * scattered:.3g} us"
@@ -66,9 +66,9 @@ class _Planner:
         """Copying it into a parcel of several, a read and a write, takes less time than a send of its own."""
         return 2 * nbytes / self.machine.memory_bandwidth < self.machine.message
 
-    def _rank(self, stage: int, index: int) -> int:
-        """The rank of a stage with the `index`-th pair of dp and tp coordinates."""
-        return self.mesh.rank(Coordinate(self.ranks[stage], *divmod(index, self.mesh.t)))
+    def _ranks(self, stage: int) -> list[int]:
+        """The ranks that compute a stage; those of two stages correspond."""
+        return [self.mesh.move(rank, pp=self.ranks[stage]) for rank in self.mesh.group(0, ("tp", "dp"))]
 
     def _bandwidth(self, groups: Sequence[Sequence[int]]) -> float:
         """Bytes per second of the slowest of some groups of ranks."""

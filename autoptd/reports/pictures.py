@@ -66,9 +66,9 @@ def executed_run(program: Program, spans: Sequence[Span]) -> viz.Run:
     rows: list[list[tuple[Action, float, float]]] = [[] for _ in range(mesh.p)]
     for rank, action, start, end in spans:
         at = mesh.coordinate(rank)
-        if (at.dp, at.tp) == (0, 0):
+        if at == Coordinate(pp=at.pp):
             rows[at.pp].append((action, start, end))
-    found = [str(mesh.rank(Coordinate(pp, 0, 0))) for pp in range(mesh.p) if rows[pp]]
+    found = [str(mesh.rank(Coordinate(pp=pp))) for pp in range(mesh.p) if rows[pp]]
     ranks = ", ".join(found[:8]) + ", ..." * (len(found) > 8)
     remark = f"recorded on rank{'s'[: len(found) > 1]} {ranks}; recording takes time as well"
     return _run("executed", program, rows, True, remark)

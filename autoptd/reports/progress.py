@@ -85,7 +85,7 @@ class Progress:
     ) -> None:
         self.pm, self.tokens, self.steps, self.measure_every = pm, tokens, steps, measure_every
         self._peak = peak
-        self.is_first = pm.coordinate == Coordinate(0, 0, 0)
+        self.is_first = pm.coordinate == Coordinate()
         self.losses: list[float] = []
         self.seconds: list[float] = []  # of every step, from the end of the one before
         self.times: tuple[StepTimes, ...] = ()  # of the last step that was measured

@@ -155,7 +155,7 @@ def _traffic(program: Program, machine: Any) -> Iterator[Traffic]:
     found: dict[str, list[tuple[float, int, int]]] = {}
     for pp in range(program.mesh.p):
         sums: dict[str, list[float]] = {}
-        for call, times in expected_calls(program, program.mesh.rank(Coordinate(pp, 0, 0))).items():
+        for call, times in expected_calls(program, program.mesh.rank(Coordinate(pp=pp))).items():
             axis = next((one for one in ("dp", "pp", "tp") if one in call.axis), "tp")
             entry = sums.setdefault(axis, [0.0, 0.0])
             entry[0] += times * call.wire_bytes
@@ -172,17 +172,10 @@ def _traffic(program: Program, machine: Any) -> Iterator[Traffic]:
 
 def _is_between_nodes(mesh: Mesh, axis: str, per_node: int) -> bool:
     """Whether any two ranks that talk along an axis are on different nodes: neighbours over pp, whole groups else."""
-    step = {"tp": 1, "dp": mesh.t, "pp": mesh.t * mesh.d}[axis]
-    if axis == "pp":
-        return any(rank // per_node != (rank + step) // per_node for rank in range(mesh.size - step))
-    span = step * (mesh.degree(axis) - 1)
-    firsts = (rank for rank in range(mesh.size) if mesh.coordinate(rank) == _first(mesh, rank, axis))
-    return any(first // per_node != (first + span) // per_node for first in firsts)
-
-
-def _first(mesh: Mesh, rank: int, axis: str) -> Coordinate:
-    at = mesh.coordinate(rank)
-    return Coordinate(at.pp, 0 if axis == "dp" else at.dp, 0 if axis == "tp" else at.tp)
+    groups = mesh.groups((axis,))
+    if axis in mesh.stage_axes:
+        return any(a // per_node != b // per_node for group in groups for a, b in pairwise(group))
+    return any(group[0] // per_node != group[-1] // per_node for group in groups)
 
 
 def _lines(one: Summary) -> Iterator[str]:

@@ -21,7 +21,6 @@ import torch
 
 from autoptd.errors import InternalError
 from autoptd.ir.actions import Action, Kind
-from autoptd.ir.mesh import Coordinate
 from autoptd.program.program import Parcel, Program
 from autoptd.runtime.parameters import dtype_of
 from autoptd.runtime.world.world import Channel, Group, Pending, World
@@ -107,8 +106,7 @@ class Messages:
         return self._parcels.get((*ends, action.kind in (Kind.SEND_B, Kind.RECV_B)), [])
 
     def _channel(self, action: Action) -> Channel:
-        at = self._world.coordinate
-        peer = self._world.mesh.rank(Coordinate(self._program.rank_of_stage(action.peer), at.dp, at.tp))
+        peer = self._world.mesh.move(self._world.rank, pp=self._program.rank_of_stage(action.peer))
         return self._world.outgoing(peer) if action.kind in ANSWER else self._world.incoming(peer)
 
     def _unpack(self, parcel: Parcel, arrived: Tensor) -> dict[str, Tensor]:

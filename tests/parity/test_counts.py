@@ -208,7 +208,7 @@ def test_scattering_sends_a_part_of_t(t: int, p: int, v: int) -> None:
         )
         with pm.record() as record:
             pm.step(ids, targets)
-        mine = [tally(record.of(pm.program.mesh.rank(Coordinate(pp, 0, 0)))) for pp in range(p)]
+        mine = [tally(record.of(pm.program.mesh.rank(Coordinate(pp=pp)))) for pp in range(p)]
         assert all(tally(record.of(rank)) == mine[rank // t] for rank in range(t * p))
         found.append(mine)
         pm.close()

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,6 +38,24 @@ CASES = [(*mesh, schedule) for mesh in MESHES for schedule in schedules(*mesh)]
 def test_gpt_with_tied_embeddings(t: int, p: int, d: int, v: int, schedule: str) -> None:
     report = autoptd.verify(gpt(), t=t, p=p, d=d, v=v, schedule=schedule, example_inputs=batch(), steps=3)
     assert len(report.differences) > 5 * len(list(gpt().parameters()))
+
+
+@pytest.mark.parametrize("order", ["pp-dp-tp", "dp-pp-tp", "tp-pp-dp"])
+def test_any_order_of_ranks(order: str, tmp_path: Path) -> None:
+    request: dict[str, Any] = {
+        "t": 2,
+        "p": 2,
+        "d": 2,
+        "order": order,
+        "p2p": "scatter_gather",
+        "example_inputs": batch(),
+    }
+    autoptd.verify(gpt(), **request, steps=2)
+    program = autoptd.compile(gpt(), **request)
+    program.save(tmp_path)
+    assert autoptd.Program.load(tmp_path).mesh == program.mesh
+    again = autoptd.compile(gpt(), plan=tmp_path, example_inputs=batch())
+    assert (again.plan["mesh"]["order"], again.sources) == (order, program.sources)
 
 
 @pytest.mark.parametrize(("t", "p", "d", "v"), [(2, 1, 1, 1), (1, 2, 1, 1), (2, 2, 2, 1), (1, 2, 2, 2)])

@@ -33,6 +33,7 @@ MESHES = [
     Case(t=2, p=4, rows=4, m=4),
     Case(p=2, d=4, rows=8, m=2, schedule="gpipe"),
     Case(t=4, p=2, rows=4, m=4, schedule="zb_2p"),
+    Case(t=2, p=2, d=2, rows=8, m=2, p2p="scatter_gather", order="pp-dp-tp"),
 ]
 
 
@@ -47,6 +48,7 @@ def test_every_schedule_and_every_mesh_are_there() -> None:
         (2, 4, 1, 1),
         (1, 2, 4, 1),
         (4, 2, 1, 1),
+        (2, 2, 2, 1),
     }
     assert {(case.t, case.p, case.d, case.v) for case in MESHES} == wanted
 

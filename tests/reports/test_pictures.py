@@ -78,7 +78,7 @@ def test_only_ranks_that_were_recorded_are_named() -> None:
     assert run.remark == "recorded on rank 0; recording takes time as well" and not run.is_whole
     chart = schedule_svg([run], program.orders)
     assert "bubble" not in chart and "not recorded" in chart and "100 % idle" not in chart
-    ranks = [program.mesh.rank(Coordinate(pp, 0, 0)) for pp in range(program.mesh.p)]
+    ranks = [program.mesh.rank(Coordinate(pp=pp)) for pp in range(program.mesh.p)]
     everyone = [Span(rank, *one) for rank, row in zip(ranks, simulated.spans, strict=True) for one in row]
     whole = executed_run(program, everyone)
     assert f"ranks {', '.join(map(str, ranks))};" in whole.remark and "bubble" in schedule_svg([whole])

@@ -131,7 +131,7 @@ def test_peaks_are_of_the_whole_name_and_the_dtype(device: str, dtype: str, peak
 
 def test_other_ranks_are_quiet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pm, x = make()
-    monkeypatch.setattr(type(pm), "coordinate", Coordinate(0, 0, 1))
+    monkeypatch.setattr(type(pm), "coordinate", Coordinate(tp=1))
     told = io.StringIO()
     with autoptd.Progress(pm, tokens=32, log=tmp_path / "run.jsonl", stream=told) as progress:
         progress.add(progress.step(x, x))

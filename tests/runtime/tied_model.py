@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from autoptd.compat import tree_flatten
 from autoptd.ir.actions import ranks_of_stages
 from autoptd.ir.machine import Machine
-from autoptd.ir.mesh import Mesh
+from autoptd.ir.mesh import ORDER, Mesh
 from autoptd.ir.types import I, R, S, ValueType
 from autoptd.program.program import CrossingSpec, InputSpec, ParamSpec, Program, StageSpec
 from autoptd.program.transfers import plan_parcels
@@ -84,6 +84,7 @@ class Case:
     rows: int = 8  # global
     layers: int = 4
     p2p: str = "auto"
+    order: str = ORDER
 
     def __str__(self) -> str:
         return f"t{self.t}p{self.p}d{self.d}v{self.v}m{self.m}-{self.schedule}-{self.p2p}"
@@ -124,7 +125,7 @@ def make_program(case: Case, model: TiedModel) -> Program:
         specs.append(StageSpec(k, read, inputs, made, used, ("table",) if k == 0 else ()))
     sources = {f"stage_{k}.py": stage_source(specs[k], of_stage[k], last) for k in range(stages)}
     batch = tuple(InputSpec(name, i, True, (b, LENGTH), "int64") for i, name in enumerate(("ids", "targets")))
-    mesh = Mesh(case.t, case.p, case.d)
+    mesh = Mesh(case.t, case.p, case.d, case.order)
     return Program(
         mesh=mesh,
         v=case.v,

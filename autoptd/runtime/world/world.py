@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from autoptd.errors import InternalError
-from autoptd.ir.mesh import MESH_AXES, Coordinate, Mesh
+from autoptd.ir.mesh import MESH_AXES, Mesh
 
 Like = tuple[Sequence[int], torch.dtype]  # shape and dtype of a tensor to come
 
@@ -75,8 +75,7 @@ def in_rounds(links: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 def owner_ranks(mesh: Mesh, rank: int, pp_ranks: Sequence[int]) -> tuple[int, ...]:
     """Ranks with the (dp, tp) coordinate of `rank` on each of `pp_ranks`, ascending."""
-    at = mesh.coordinate(rank)
-    return tuple(mesh.rank(Coordinate(pp, at.dp, at.tp)) for pp in sorted(set(pp_ranks)))
+    return tuple(sorted(mesh.move(rank, pp=pp) for pp in set(pp_ranks)))
 
 
 class Pending(ABC):
@@ -210,7 +209,7 @@ class Hops:
     """
 
     def __init__(self, world: World, axes: Sequence[str]) -> None:
-        self._world, self._axes = world, [axis for axis in MESH_AXES if axis in axes]  # fastest first
+        self._world, self._axes = world, [axis for axis in world.mesh.axes if axis in axes]  # fastest first
         self.ranks = world.mesh.group(world.rank, tuple(axes))
         self.index, self.size = self.ranks.index(world.rank), len(self.ranks)
 
@@ -224,7 +223,7 @@ class Hops:
         """Return the `x` of the first rank; the `x` of the others only says shape and dtype."""
         for number, axis in enumerate(self._axes):
             later = self._axes[number + 1 :]
-            if not any(getattr(self._world.coordinate, one) for one in later):  # else it comes along one of them
+            if not any(self._world.coordinate[one] for one in later):  # else it comes along one of them
                 x = self._world.group((axis,)).broadcast(x, 0, site)
         return x
 
