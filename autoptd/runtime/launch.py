@@ -154,7 +154,9 @@ class ProcessRank(RunningRanks):
     def run(self, what: str, fn: Callable[[Rank], Result]) -> Result:
         self._world.at = what
         with on_device(self._world.device), unguarded():
-            return fn(self.here[0])
+            result = fn(self.here[0])
+            self._world.mark()  # the caller may wait for what was made
+            return result
 
     def close(self) -> None:
         self._world.close()

@@ -199,6 +199,7 @@ def gather_full(
     if at.tp != 0:
         return None
     full = world.group(("pp",)).broadcast(full, owners(params.program, spec)[0], site)
+    world.mark()
     return full.to("cpu", copy=True) if world.rank == 0 else None
 
 
