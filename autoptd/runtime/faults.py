@@ -118,7 +118,9 @@ class FaultBoard:
     def first_fault(self) -> RuntimeFault:
         """The first fault, which is known, as this rank shows it."""
         if self._first is None:
-            raise InternalError(fault_site(self._world.rank, self._world.at), "asks for a first fault, and none is known")
+            raise InternalError(
+                fault_site(self._world.rank, self._world.at), "asks for a first fault, and none is known"
+            )
         return _as_fault(self._first, self._world, self._last)
 
     def raise_first(self) -> None:

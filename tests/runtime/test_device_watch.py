@@ -67,9 +67,7 @@ def watched(monkeypatch: pytest.MonkeyPatch, timeout: float = 60.0) -> Iterator[
     monkeypatch.setattr(device_watch, "BETWEEN", 0.02)
     store, device, aborted = dist.HashStore(), FakeDevice(), []
     worlds = [
-        SimpleNamespace(
-            rank=rank, at="F0.1", timeout=timeout, device=torch.device("cpu"), mesh=SimpleNamespace(size=2)
-        )
+        SimpleNamespace(rank=rank, at="F0.1", timeout=timeout, device=torch.device("cpu"), mesh=SimpleNamespace(size=2))
         for rank in range(2)
     ]
     mine, other = (FaultBoard(store, world) for world in worlds)  # type: ignore[arg-type]
@@ -99,7 +97,7 @@ def test_a_fault_of_a_peer_is_told_once_and_ends_the_world(
         here.other.report(ValueError("no such word"))
         until(lambda: aborted)
         for _ in range(2):  # nobody gets past it
-            with pytest.raises(RuntimeFault, match="rank 1 at F0.1: ValueError: no such word"):
+            with pytest.raises(RuntimeFault, match=r"rank 1 at F0\.1: ValueError: no such word"):
                 here.mine.enter(NEXT)
         with pytest.raises(RuntimeFault, match="no such word"):
             here.mine.raise_first()
