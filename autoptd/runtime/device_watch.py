@@ -12,7 +12,8 @@ step made (`FaultBoard.raise_first`). A thread of its own does this, in two case
   nothing; so this rank makes the diagnosis, and publishes it.
 
 What the device has ended is asked by *marks*: the executor leaves one behind every action. The watchdog of NCCL is the last
-resort: its timeout is longer than ours by WATCHDOG_MARGIN.
+resort: its timeout is longer than ours by WATCHDOG_MARGIN. (An error that NCCL itself sees, such as a lost
+connection, makes that watchdog end the process at once.)
 
     watch = DeviceWatch(board, world, CudaProbe, abort=lambda: abort_groups(handles, LIMIT))
     watch.mark()                                    # the device is to get here
@@ -25,6 +26,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from threading import Event, Lock, Thread
 from typing import NamedTuple, Protocol
 
@@ -174,7 +176,8 @@ class DeviceWatch:
         """From here on every call raises the first fault; what waits on the device goes on, with wrong numbers."""
         if not self._board.is_ended:
             self._board.is_ended = True
-            self._abort()
+            with suppress(RuntimeError):  # a process that ends may start no threads
+                self._abort()
 
 
 def _tell(fault: RuntimeFault) -> None:

@@ -13,6 +13,7 @@ import signal
 import time
 import traceback
 from contextlib import redirect_stderr
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -23,7 +24,7 @@ import torch.distributed as dist
 from autoptd.ir.actions import Action, Kind
 from autoptd.runtime import device_watch
 from autoptd.runtime.batch import cut
-from autoptd.runtime.device_watch import PROBES
+from autoptd.runtime.device_watch import PROBES, WATCHDOG_MARGIN
 from autoptd.runtime.launch import ProcessRank, Rank
 from autoptd.runtime.optimizer import make_optimizer
 from tests.ports import free_port
@@ -62,6 +63,8 @@ def run(rank: int, port: int, how: str, waits_in: str) -> Any:
     optimizer = make_optimizer(torch.optim.SGD, [mine.params], lambda fn: fn(mine.params), lr=1.0)
     if waits_in == "step":  # as on CUDA, where it asks for the NaN of the step before
         mine.executor._nan.look = lambda *_: device.synchronize()  # type: ignore[method-assign]
+    limit = timedelta(seconds=60.0 + WATCHDOG_MARGIN)
+    assert mine.world._group_limit == limit, "the watchdog of the groups would be first"  # type: ignore[attr-defined]
     step(ranks, waits_in)
     device.synchronize()
     device.patience = 0.1
