@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cache
+from threading import Thread
 from typing import Any
 
 import torch
@@ -27,6 +29,7 @@ __all__ = [
     "OpOverload",
     "OpOverloadPacket",
     "TorchDispatchMode",
+    "abort_groups",
     "autograd_node_number",
     "bound_device",
     "default_store",
@@ -208,6 +211,25 @@ def _nccl_options(backend: str, timeout: timedelta, max_ctas: int | None) -> Any
     if hasattr(options, "config") and hasattr(options.config, "max_ctas"):  # a build against an older NCCL has neither
         options.config.max_ctas = max_ctas
     return options
+
+
+def abort_groups(groups: Sequence[dist.ProcessGroup], limit: float) -> None:
+    """End by force what process groups have under way, on a device as well; waits for `limit` seconds at most.
+
+    Side by side: to free one communicator may take the end of another's kernels, which wait until it is aborted too. On NCCL
+    an aborted group also tells its watchdog, which would end the process, that nothing is left to watch.
+    """
+    threads = [Thread(target=_abort, args=(group,), name="abort", daemon=True) for group in groups]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + limit
+    for thread in threads:
+        thread.join(max(deadline - time.monotonic(), 0.0))
+
+
+def _abort(group: dist.ProcessGroup) -> None:
+    with suppress(RuntimeError):  # not in time, or no longer there
+        group.abort()
 
 
 def gather_into(handle: dist.ProcessGroup, whole: torch.Tensor, x: torch.Tensor, is_async: bool) -> Any:

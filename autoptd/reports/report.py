@@ -100,6 +100,7 @@ def _summary(program: Program, one: Summary) -> str:
                 "microbatches in flight, at the fullest moment of the simulated schedule. Allocator, libraries and "
                 "communicators come on top."
             ),
+            *map(paragraph, one.remarks),
             heading("What a rank sends in a step"),
             table(("over", "calls", "bytes", "links", "alone takes", "most on pipeline rank"), sent, (1, 2, 4, 5))
             if sent

@@ -143,6 +143,8 @@ def make_optimizer(
         made = type(cls.__name__, (NamedOptimizer, cls), {"__doc__": cls.__doc__})(local, **keywords)
     made.binding = Binding(tuple(ranks), run, groups)
     every = [x for group in made.param_groups for x in group["params"]]
+    if len(ranks) == 1:  # whose step may have returned before its device met a fault; threads are told by their pool
+        made.register_step_pre_hook(lambda *_: ranks[0].world.raise_first_fault())
     made.register_step_pre_hook(lambda *_: lower(every))
     made.register_step_pre_hook(lambda optimizer, *_: lay_out(optimizer.param_groups))
     made.register_step_post_hook(lambda *_: clear_padding(ranks))

@@ -137,7 +137,11 @@ def from_rank_0(world: World, name: str, x: torch.Tensor, dtype: torch.dtype | N
     """Return rank 0's `x` on this rank's device; a collective."""
     if x.is_meta:
         raise PlanError(name, "is on the meta device and has no values", "model.to_empty(...) and initialise it")
-    return world.everyone().broadcast(x.detach().to(world.device, dtype), f"start: {name}")
+    if world.rank == 0:
+        own = x.detach().to(world.device, dtype)
+    else:  # whose values nobody reads, nor copies to a device
+        own = torch.empty(x.shape, dtype=dtype or x.dtype, device=world.device)
+    return world.everyone().broadcast(own, f"start: {name}")
 
 
 def read_shard(spec: ParamSpec, reader: Reader, world: World) -> torch.Tensor:
@@ -199,6 +203,7 @@ def gather_full(
     if at.tp != 0:
         return None
     full = world.group(("pp",)).broadcast(full, owners(params.program, spec)[0], site)
+    world.mark()
     return full.to("cpu", copy=True) if world.rank == 0 else None
 
 

@@ -109,7 +109,7 @@ MESHES = [(2, 2, 2, 1), (3, 2, 1, 1), (4, 2, 1, 2)]
 
 
 @pytest.mark.parametrize(("t", "p", "d", "v"), thinned(MESHES))
-@pytest.mark.parametrize("vocab", [61, 5])
+@pytest.mark.parametrize("vocab", thinned([61, 5]))
 def test_tied_gpt(split_vocabularies: None, vocab: int, t: int, p: int, d: int, v: int) -> None:
     heads, width = (3, 24) if t == 3 else (4, 16)
     model, (ids, targets) = gpt(4, heads, width, vocab), batch(8, vocab)
