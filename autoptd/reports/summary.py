@@ -142,7 +142,7 @@ def _remarks(program: Program) -> Iterator[str]:
 
 
 def _rank(program: Program, pp: int, activations: int, seconds: float) -> RankCosts:
-    t, costs = program.mesh.t, program.costs
+    costs = program.costs
     held = [one for one in program.params if pp in one.owners(program.ranks)]
     trained = [one for one in held if one.requires_grad]
     stages = tuple(stage for stage, rank in enumerate(program.ranks) if rank == pp)
@@ -151,11 +151,11 @@ def _rank(program: Program, pp: int, activations: int, seconds: float) -> RankCo
     return RankCosts(
         pp,
         stages,
-        parameters=sum(math.prod(one.local_shape(t)) for one in held),
-        parameter_bytes=sum(one.local_bytes(t) for one in held),
-        gradient_bytes=sum(one.local_bytes(t) for one in trained)
-        + sum(one.local_bytes(t) // _itemsize(one.dtype) * _itemsize(one.grad_dtype) for one in extra),
-        optimizer_bytes=2 * sum(one.local_bytes(t) for one in trained),
+        parameters=sum(math.prod(one.local_shape(program.mesh)) for one in held),
+        parameter_bytes=sum(one.local_bytes(program.mesh) for one in held),
+        gradient_bytes=sum(one.local_bytes(program.mesh) for one in trained)
+        + sum(one.local_bytes(program.mesh) // _itemsize(one.dtype) * _itemsize(one.grad_dtype) for one in extra),
+        optimizer_bytes=2 * sum(one.local_bytes(program.mesh) for one in trained),
         activation_bytes=activations,
         flops=flops * program.num_microbatches,
         seconds=seconds,

@@ -26,7 +26,7 @@ from autoptd.program.program import ParamSpec
 from autoptd.runtime.elementwise import check_elementwise
 from autoptd.runtime.fused_optimizer import lay_out, takes_fused
 from autoptd.runtime.guard import lower, raise_again, unguarded
-from autoptd.runtime.parameters import RankParameters, dtype_of, gather_full, shard_of
+from autoptd.runtime.parameters import RankParameters, dtype_of, gather_full, own_piece, shard_of
 from autoptd.runtime.shards import real_rows
 
 Result = TypeVar("Result")
@@ -156,12 +156,11 @@ def make_optimizer(
 def clear_padding(ranks: Sequence[RankParameters]) -> None:
     """Keep the padding of parameters zero: an optimizer without an epsilon makes 0 / 0 of its zero gradients."""
     for params in ranks:
-        t, index = params.world.mesh.t, params.world.coordinate.tp
         for spec, x in _local(params):
-            if size := spec.padded_size(t):
-                width = x.shape[spec.type.dim]
-                real = real_rows(size, width, index)
-                x.narrow(spec.type.dim, real, width - real).zero_()
+            if size := spec.padded_size(params.world.mesh):
+                width = x.shape[spec.cut_dim]
+                real = real_rows(size, width, own_piece(spec, params.world)[0])
+                x.narrow(spec.cut_dim, real, width - real).zero_()
 
 
 def resolve_groups(

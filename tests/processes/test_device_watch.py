@@ -22,10 +22,10 @@ import torch
 import torch.distributed as dist
 
 from autoptd.ir.actions import Action, Kind
-from autoptd.runtime import device_watch
 from autoptd.runtime.batch import cut
 from autoptd.runtime.launch import ProcessRank, Rank
 from autoptd.runtime.optimizer import make_optimizer
+from autoptd.runtime.world import device_watch
 from autoptd.runtime.world.device_watch import PROBES, WATCHDOG_MARGIN
 from tests.ports import free_port
 from tests.processes.in_order import InOrderProbe, register

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from autoptd.errors import RuntimeFault
-from autoptd.runtime import device_watch, faults
+from autoptd.runtime.world import device_watch, faults
 from autoptd.runtime.world.device_watch import DeviceWatch, Marks
 from autoptd.runtime.world.faults import Call, FaultBoard
 
