@@ -32,6 +32,7 @@ __all__ = [
     "default_store",
     "env_store",
     "gather_into",
+    "interpreter_fault",
     "last_node_number",
     "light_export",
     "new_group",
@@ -244,3 +245,26 @@ def fake_process_group(rank: int, world_size: int) -> None:
     import torch.testing._internal.distributed.fake_pg  # noqa: F401 - registers the backend
 
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=dist.HashStore())
+
+
+@cache
+def interpreter_fault() -> str:
+    """Why Triton's interpreter cannot run kernels with a loop up to an argument; nothing where it can.
+
+    That of Triton 3.6 makes a number of an array of one dim, which numpy 2.4 refuses; that of 3.9 does not, so it is tried.
+    Compiled kernels know nothing of it. To be deleted when Triton 3.6 is not served any more.
+    """
+    import numpy
+    import triton
+    from triton.runtime.interpreter import InterpretedFunction
+
+    try:
+        InterpretedFunction(_loop)[(1,)](1)
+    except Exception as exc:
+        return f"the interpreter of Triton {triton.__version__} fails with numpy {numpy.__version__}: {exc}"
+    return ""
+
+
+def _loop(n):  # type: ignore[no-untyped-def]  # Triton gives annotations a meaning of its own
+    for _ in range(n):
+        pass
