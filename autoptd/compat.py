@@ -12,6 +12,7 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch._decomp.decompositions
 import torch.distributed as dist
 import torch.fx.proxy
 import torch.utils.checkpoint
@@ -55,10 +56,31 @@ def light_export() -> Iterator[None]:
         if known is not None:
             names["CapturedTraceback"] = _UserFrames
         try:
-            yield
+            with _lstm_of_one_shape():
+                yield
         finally:
             if known is not None:
                 names["CapturedTraceback"] = known
+
+
+@contextmanager
+def _lstm_of_one_shape() -> Iterator[None]:
+    """Let torch.export of 2.11 know the shape of an LSTM's last states: they have one dim of 1 too many there."""
+    names = vars(torch._decomp.decompositions)
+    known = names.get("one_layer_lstm")
+    if known is None:
+        yield
+        return
+
+    def reshaped(inp: torch.Tensor, hidden: Sequence[torch.Tensor], *rest: Any, **more: Any) -> Any:
+        out, states = known(inp, hidden, *rest, **more)
+        return out, tuple(x.reshape(like.shape) for x, like in zip(states, hidden, strict=True))
+
+    names["one_layer_lstm"] = reshaped
+    try:
+        yield
+    finally:
+        names["one_layer_lstm"] = known
 
 
 class _UserFrames:
