@@ -14,6 +14,7 @@ from threading import Thread
 from typing import Any
 
 import torch
+import torch._decomp.decompositions
 import torch.distributed as dist
 import torch.fx.proxy
 import torch.utils.checkpoint
@@ -35,6 +36,7 @@ __all__ = [
     "default_store",
     "env_store",
     "gather_into",
+    "interpreter_fault",
     "last_node_number",
     "light_export",
     "new_group",
@@ -57,10 +59,31 @@ def light_export() -> Iterator[None]:
         if known is not None:
             names["CapturedTraceback"] = _UserFrames
         try:
-            yield
+            with _lstm_of_one_shape():
+                yield
         finally:
             if known is not None:
                 names["CapturedTraceback"] = known
+
+
+@contextmanager
+def _lstm_of_one_shape() -> Iterator[None]:
+    """Let torch.export of 2.11 know the shape of an LSTM's last states: they have one dim of 1 too many there."""
+    names = vars(torch._decomp.decompositions)
+    known = names.get("one_layer_lstm")
+    if known is None:
+        yield
+        return
+
+    def reshaped(inp: torch.Tensor, hidden: Sequence[torch.Tensor], *rest: Any, **more: Any) -> Any:
+        out, states = known(inp, hidden, *rest, **more)
+        return out, tuple(x.reshape(like.shape) for x, like in zip(states, hidden, strict=True))
+
+    names["one_layer_lstm"] = reshaped
+    try:
+        yield
+    finally:
+        names["one_layer_lstm"] = known
 
 
 class _UserFrames:
@@ -266,3 +289,26 @@ def fake_process_group(rank: int, world_size: int) -> None:
     import torch.testing._internal.distributed.fake_pg  # noqa: F401 - registers the backend
 
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=dist.HashStore())
+
+
+@cache
+def interpreter_fault() -> str:
+    """Why Triton's interpreter cannot run kernels with a loop up to an argument; nothing where it can.
+
+    That of Triton 3.6 makes a number of an array of one dim, which numpy 2.4 refuses; that of 3.9 does not, so it is tried.
+    Compiled kernels know nothing of it. To be deleted when Triton 3.6 is not served any more.
+    """
+    import numpy
+    import triton
+    from triton.runtime.interpreter import InterpretedFunction
+
+    try:
+        InterpretedFunction(_loop)[(1,)](1)
+    except Exception as exc:
+        return f"the interpreter of Triton {triton.__version__} fails with numpy {numpy.__version__}: {exc}"
+    return ""
+
+
+def _loop(n):  # type: ignore[no-untyped-def]  # Triton gives annotations a meaning of its own
+    for _ in range(n):
+        pass

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from autoptd.compat import interpreter_fault
 from autoptd.errors import InternalError
 from autoptd.kernels import dropout
 from autoptd.kernels.dropout import Places, drop, drop_torch, keys, threshold
@@ -225,6 +226,8 @@ def test_triton_has_the_same_bits_in_its_interpreter(dtype: torch.dtype, monkeyp
         pytest.skip("on the GPU itself: below")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     pytest.importorskip("triton")
+    if fault := interpreter_fault():
+        pytest.skip(fault)
     check_triton("cpu", dtype)
 
 
