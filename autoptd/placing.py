@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from torch.fx import Graph
 
 from autoptd import passes, schedule
+from autoptd.batch import Batch
 from autoptd.errors import PlanError
 from autoptd.ir.actions import Kind, Orders, ranks_of_stages
 from autoptd.ir.buffers import Buffers
@@ -26,7 +27,6 @@ from autoptd.ir.plan import Plan
 from autoptd.options import Options
 from autoptd.program.program import Program
 from autoptd.program.weighed import weighed_record
-from autoptd.records import Batch
 
 Keep = Callable[[str, Graph], None]
 
