@@ -25,6 +25,7 @@ from autoptd.ir.actions import Orders, ranks_of_stages
 from autoptd.ir.buffers import Buffers
 from autoptd.ir.mesh import Mesh
 from autoptd.ir.notes import note
+from autoptd.ir.sizes import local_shape
 from autoptd.kernels.dropout import has_triton
 from autoptd.options import Options, make_options
 from autoptd.passes.dump import Forms
@@ -109,7 +110,7 @@ def compile_program(
     passes.mark_owned(graph)
     forms.end("LOCAL", graph)
     of_one_device, of_a_rank = (
-        partial(passes.local_shape, sizes=replace(sizes, mesh=mesh)) for mesh in (Mesh(), options.mesh)
+        partial(local_shape, sizes=replace(sizes, mesh=mesh)) for mesh in (Mesh(), options.mesh)
     )
     costs = {**passes.count_work(graph, options.t, of_one_device, of_a_rank), "cut": cut}
 

@@ -24,6 +24,7 @@ from autoptd.ir.fallback import Fallback
 from autoptd.ir.machine import Machine
 from autoptd.ir.notes import copy_graph
 from autoptd.ir.plan import Plan
+from autoptd.ir.sizes import Sizes
 from autoptd.options import Options
 from autoptd.program.program import Program
 from autoptd.program.weighed import weighed_record
@@ -59,7 +60,7 @@ class Connected(NamedTuple):
     assignment: passes.Assignment
     fallbacks: list[Fallback]
     groups: passes.Groups
-    sizes: passes.Sizes
+    sizes: Sizes
 
 
 class Placed(NamedTuple):
@@ -119,11 +120,11 @@ def connect(traced: Traced, options: Options, keep: Keep = lambda form, graph: N
     passes.check_connected(graph, axes, assignment.axis, options.mesh.degree(assignment.axis))
     groups = passes.find_fusions(graph, traced.buffers, options.fuse or False, options.fuse_only)
     keep("CONNECTED", graph)
-    sizes = passes.Sizes(options.mesh, batch.traced_rows, batch.rows, batch.pieces)
+    sizes = Sizes(options.mesh, batch.traced_rows, batch.rows, batch.pieces)
     return graph, Connected(assignment, fallbacks, groups, sizes)
 
 
-def weigh_known(traced: Traced, found: Graph, options: Options, sizes: passes.Sizes) -> dict[str, Any] | None:
+def weigh_known(traced: Traced, found: Graph, options: Options, sizes: Sizes) -> dict[str, Any] | None:
     """What was found beside the plans that people know, where tokens may be split by price."""
     if options.t == 1 or options.sequence_parallel != "auto":
         return None

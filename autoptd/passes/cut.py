@@ -24,7 +24,7 @@ from autoptd.errors import InternalError, PlanError
 from autoptd.ir.machine import Machine
 from autoptd.ir.mesh import Mesh
 from autoptd.ir.notes import is_tensor, note, op_name, output
-from autoptd.passes.localize import Sizes
+from autoptd.ir.sizes import Sizes
 from autoptd.passes.ops.costs import flops, local_payload, rank_seconds
 from autoptd.passes.stages.balance import Cuts, Finish, Line, Value, evaluate, least_memory, place
 from autoptd.passes.stages.crossing import is_never_computed_again, place_values

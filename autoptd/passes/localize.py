@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,47 +21,10 @@ from autoptd.compat import FakeTensorMode
 from autoptd.errors import InternalError
 from autoptd.ir import markers
 from autoptd.ir.layout import BATCH
-from autoptd.ir.mesh import Mesh
 from autoptd.ir.notes import converted_types, note, op_name, ops, shape, site, tensor, value
-from autoptd.ir.types import I, S, ValueType, outer_size, padded_size, shard_size
+from autoptd.ir.sizes import Sizes, local_shapes
+from autoptd.ir.types import I, S, ValueType, outer_size, padded_size
 from autoptd.passes.ops.dim_links import argument, operands
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Ranks of a `mesh`; the trace saw `traced_rows` rows, a microbatch has `rows`, a step `pieces` microbatches in all."""
-
-    mesh: Mesh
-    traced_rows: int
-    rows: int
-    pieces: int
-
-    @property
-    def rows_divisor(self) -> int:
-        return self.traced_rows // self.rows
-
-    @property
-    def global_rows(self) -> int:
-        return self.rows * self.pieces
-
-
-def local_shapes(node: Node, sizes: Sizes) -> list[tuple[int, ...]]:
-    """Local shape of each piece of a node's value (one, for a tensor)."""
-    found = value(node)
-    pieces = found if isinstance(found, (tuple, list)) else [found]
-    return [tuple(_local_size(node, dim, int(size), sizes) for dim, size in enumerate(one.shape)) for one in pieces]
-
-
-def local_shape(node: Node, sizes: Sizes) -> tuple[int, ...]:
-    """Local shape of a node's (first) value."""
-    return local_shapes(node, sizes)[0]
-
-
-def _local_size(node: Node, dim: int, size: int, sizes: Sizes) -> int:
-    layout = note(node).layout
-    if layout.batch.kind == "S" and layout.batch.dim == dim:
-        size //= sizes.rows_divisor
-    return shard_size(size, math.prod(pieces for at, _, pieces in layout.cuts(sizes.mesh) if at == dim))
 
 
 def localize(graph: Graph, sizes: Sizes) -> int:
@@ -290,4 +252,4 @@ def _local_result(node: Node) -> list[tuple[int, ...]] | str:
     return [tuple(one.shape) for one in (made if isinstance(made, (tuple, list)) else [made])]
 
 
-__all__ = ["Sizes", "check_local", "local_shapes", "localize"]
+__all__ = ["check_local", "localize"]

@@ -16,9 +16,9 @@ from autoptd.ir.machine import Machine
 from autoptd.ir.markers import convert
 from autoptd.ir.mesh import Mesh
 from autoptd.ir.notes import converted_types, note, ops, payload, placeholders, shape, tensor
+from autoptd.ir.sizes import Sizes, local_shape
 from autoptd.ir.types import CONVERSIONS
 from autoptd.passes.hook_gemms import gather_again
-from autoptd.passes.localize import Sizes, local_shape
 from autoptd.passes.ops.costs import collective_seconds, flops, local_payload, rank_seconds
 from autoptd.passes.stages.memory import read_from_outside, saved_bytes
 from autoptd.program.calls import LOCAL_KINDS, wire_bytes

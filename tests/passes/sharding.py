@@ -25,9 +25,10 @@ from autoptd.ir import markers
 from autoptd.ir.layout import Layout
 from autoptd.ir.mesh import Mesh
 from autoptd.ir.notes import note, op_name, set_note
+from autoptd.ir.sizes import Sizes
 from autoptd.ir.types import Dims, I, P, R, S, Segmented, ValueType
 from autoptd.passes.axes.axes import Letter
-from autoptd.passes.localize import Sizes, localize
+from autoptd.passes.localize import localize
 from autoptd.passes.ops import table as rules
 from autoptd.passes.ops.dim_links import operands
 from autoptd.passes.solve.strategies import NO_COLLECTIVE_FORMS

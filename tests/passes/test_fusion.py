@@ -18,8 +18,9 @@ from autoptd.ir import markers
 from autoptd.ir.fusion import WIDEST, Fusion
 from autoptd.ir.mesh import Mesh
 from autoptd.ir.notes import copy_graph, note, ops, output
+from autoptd.ir.sizes import Sizes
 from autoptd.passes.fusion import find_fusions, losses, substitute
-from autoptd.passes.localize import Sizes, localize
+from autoptd.passes.localize import localize
 from autoptd.runtime.fused import Fused
 
 B, S, H, HEADS = 2, 6, 8, 2

@@ -11,8 +11,9 @@ from autoptd.errors import InternalError
 from autoptd.ir import markers
 from autoptd.ir.mesh import Mesh
 from autoptd.ir.notes import note, op_name, ops
+from autoptd.ir.sizes import Sizes
 from autoptd.ir.types import S
-from autoptd.passes import Sizes, localize
+from autoptd.passes import localize
 from autoptd.passes.localize import check_local
 from examples.gpt import GPT, GPTConfig
 from tests.passes.graphs import Net, connect, find

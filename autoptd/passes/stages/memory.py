@@ -24,8 +24,8 @@ from torch.fx import Graph, Node
 from autoptd.ir import markers
 from autoptd.ir.machine import Machine
 from autoptd.ir.notes import note, op_name, ops, tensor
+from autoptd.ir.sizes import Sizes, local_shapes
 from autoptd.passes.hook_gemms import gather_again
-from autoptd.passes.localize import Sizes, local_shapes
 from autoptd.passes.ops.costs import VIEWS
 
 COPIES = 4  # a parameter, its gradient, two moments
