@@ -153,13 +153,13 @@ def test_a_bias_under_a_sum_over_the_batch_is_shared() -> None:
 
 def test_mean_is_divided_by_the_global_count_and_sum_is_not() -> None:
     graph, _, _ = annotate(make(lambda self, x: F.linear(x, self.w).mean() + x.sum()), X, pieces=4)
-    assert note(find(graph, "mean")).batch_form == "mean" and note(find(graph, "sum")).batch_form == ""
+    assert note(find(graph, "mean")).forms.get("batch", "") == "mean" and note(find(graph, "sum")).batch_form == ""
 
 
 def test_cross_entropy_is_contracted_over_tokens() -> None:
     net = Net(lambda self, x, y: F.cross_entropy(F.linear(x, self.w), y), w=(6, 6))
     graph, _, _ = annotate(net, X, Y, pieces=4)
-    assert note(find(graph, "cross_entropy_loss")).batch_form == "token_loss"
+    assert note(find(graph, "cross_entropy_loss")).forms.get("batch", "") == "token_loss"
 
 
 def test_batch_norm_with_statistics_is_refused_whatever_the_pieces() -> None:
