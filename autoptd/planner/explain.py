@@ -1,8 +1,8 @@
 """Why a plan is the best, in words: every number is of the same model, most of them of a search of their own.
 
-In: `RankedChoices`. Out: text: what was chosen; the term that decides against the runner-up and how far that one is; which of the
-three takeaways of Narayanan et al. (SC'21, section 3) holds here, each with the best plan that does not follow it: among what
-was asked for, and where nothing of that fits, among all degrees; what the runtime cannot do yet.
+In: `RankedChoices`. Out: text: what was chosen; the term that decides against the runner-up and how far that one is; which of
+the three takeaways of Narayanan et al. (SC'21, section 3) holds here, each with the best plan that does not follow it: among
+what was asked for, and where nothing of that fits, among all degrees; what the runtime cannot do yet.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A plan as text: the ranked table, and what became of the candidates that are not in it.
 
-In: `RankedChoices`. Out: lines for a terminal. Seconds of a step, TFLOP/s per GPU, GB (1e9 bytes) of the fullest GPU, and how the
-seconds divide in per cent.
+In: `RankedChoices`. Out: lines for a terminal. Seconds of a step, TFLOP/s per GPU, GB (1e9 bytes) of the fullest GPU, and how
+the seconds divide in per cent.
 """
 
 from __future__ import annotations
