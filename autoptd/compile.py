@@ -24,7 +24,7 @@ from autoptd.errors import AutoptdError, PlanError, TraceError
 from autoptd.ir.actions import Orders, ranks_of_stages
 from autoptd.ir.buffers import Buffers
 from autoptd.ir.notes import note
-from autoptd.kernels.dropout import has_triton
+from autoptd.kernels.forms import has_triton
 from autoptd.options import Options, make_options
 from autoptd.passes.dump import Forms
 from autoptd.passes.stages.memory_price import fit
@@ -164,7 +164,7 @@ def compile_program(
         buffers={name: value.detach() for name, value in captured.buffers.items()},
         looked_at=known.looked_at(),
         graphs=forms.graphs,
-        explainer=partial(passes.explain, assignment, remark=found_text(weighed)),
+        explainer=partial(passes.explain_split, assignment, remark=found_text(weighed)),
         painter=painter(of_a_rank),
     )
 
@@ -188,7 +188,7 @@ def default_fusion(model: nn.Module, options: Options) -> str | bool:
 
 
 def has_values(model: nn.Module) -> bool:
-    """Whether the model can be run: no parameter is on meta, or stands in for one (pretrained.py)."""
+    """Whether the model can be run: no parameter is on meta, or stands in for one (match_folder.py)."""
     return not any(p.is_meta or isinstance(p, FakeTensor) for p in model.parameters())
 
 
