@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoptd
 from autoptd import runtime as rt
-from autoptd.ir import buckets
 from autoptd.ir.machine import Machine
 from autoptd.ir.mesh import Mesh
+from autoptd.program import buckets
 from autoptd.program.calls import expected_calls, wire_bytes
 from autoptd.reports.report import report_html
 from autoptd.reports.summary import summarize

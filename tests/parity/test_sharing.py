@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autoptd
-from autoptd.ir import buckets
 from autoptd.ir.machine import Machine
 from autoptd.ir.types import S
+from autoptd.program import buckets
 from tests.parity.models import Blocks, batch
 
 WIDTH, HEADS, SIZE = 64, 8, 8
