@@ -23,6 +23,7 @@ from autoptd.compat import FakeTensor, tree_flatten, tree_unflatten
 from autoptd.errors import AutoptdError, PlanError, TraceError
 from autoptd.ir.actions import Orders, ranks_of_stages
 from autoptd.ir.buffers import Buffers
+from autoptd.ir.mesh import Mesh
 from autoptd.ir.notes import note
 from autoptd.kernels.forms import has_triton
 from autoptd.options import Options, make_options
@@ -123,7 +124,9 @@ def compile_program(
     passes.hook_gemms(graph, overlap=options.async_tensor_model_parallel_allreduce, wgrad=wgrad)
     passes.mark_owned(graph)
     forms.end("LOCAL", graph)
-    of_one_device, of_a_rank = (partial(passes.local_shape, sizes=replace(sizes, t=n)) for n in (1, options.t))
+    of_one_device, of_a_rank = (
+        partial(passes.local_shape, sizes=replace(sizes, mesh=mesh)) for mesh in (Mesh(), options.mesh)
+    )
     costs = {**passes.count_work(graph, options.t, of_one_device, of_a_rank), "cut": cut}
 
     crossing = codegen.crossings(graph)

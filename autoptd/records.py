@@ -20,9 +20,10 @@ from autoptd import codegen, passes
 from autoptd import trace as tracing
 from autoptd.ir import markers
 from autoptd.ir.actions import Orders, ranks_of_stages
+from autoptd.ir.layout import Layout
 from autoptd.ir.mesh import ORDER, Mesh
 from autoptd.ir.notes import note, op_name, ops, placeholders, tensor
-from autoptd.ir.types import I, ValueType, outer_size
+from autoptd.ir.types import I, outer_size
 from autoptd.options import PLANNED, Options
 from autoptd.program.buckets import BucketPlan, plan_buckets
 from autoptd.program.call_order import check_call_order
@@ -105,7 +106,7 @@ def param_specs(graph: Graph, captured: tracing.Captured, options: Options) -> t
                 dtype=str(parameter.dtype).removeprefix("torch."),
                 requires_grad=record is not None and record.needs_grad,
                 stages=record.stages if record else (0,),
-                type=record.tp if record else I,
+                layout=record.layout if record else Layout(),
                 dims=record.dims if record else tuple((size,) for size in parameter.shape),
                 why=record.why if record else "not used by the loss",
                 grad_dtype=_grad_dtype(parameter.dtype) if options.accumulate_allreduce_grads_in_fp32 else "",
@@ -136,7 +137,8 @@ def crossing_spec(one: codegen.Crossing) -> CrossingSpec:
     record = note(one.node)
     shape, dtype = record.extra["local_shapes"][0], str(tensor(one.node).dtype).removeprefix("torch.")
     why = "; ".join(part for part in (codegen.origin_text(one.node), record.placement) if part)
-    return CrossingSpec(one.name, one.source, one.targets, shape, dtype, record.needs_grad, record.tp.kind, why)
+    kind_letter = next((kind.kind for _, kind in record.layout.over_mesh), I.kind)
+    return CrossingSpec(one.name, one.source, one.targets, shape, dtype, record.needs_grad, kind_letter, why)
 
 
 def stage_spec(index: int, file: codegen.StageFile) -> StageSpec:
@@ -287,9 +289,9 @@ def _label_count(graph: Graph, stage: int, rank: int, d: int) -> list[Collective
 
 
 def _bucket_sums(plan: BucketPlan, pp: int, ranks: Sequence[int], mesh: Mesh) -> list[Collective]:
-    count, nbytes = len(plan.params), plan.nbytes(mesh.t)
+    count, nbytes = len(plan.params), plan.nbytes(mesh)
     here = [stage for spec in plan.params for stage in spec.stages if ranks[stage] == pp]
-    kinds = "/".join(sorted({spec.type.kind for spec in plan.params}))
+    kinds = "/".join(sorted({spec.kind for spec in plan.params}))
     why, tied = f"gradients of {count} parameters of type {kinds}", f"used by stages {_listed(plan)}"
 
     def made(site: str, what: str, axis: str, size: int, why: str, ranks: tuple[int, ...]) -> Collective:
@@ -314,14 +316,15 @@ def plan_record(
     weighed: dict[str, Any] | None,
 ) -> dict[str, Any]:
     """What `plan.json` says: the decisions, by the model's own names."""
-    layers: dict[str, set[ValueType]] = {}
+    layers: dict[str, set[Layout]] = {}
     for one in params:
-        layers.setdefault(_any_layer(one.name), set()).add(one.type)
+        layers.setdefault(_any_layer(one.name), set()).add(one.layout)
     shard = {}  # layers that are sharded alike are one pattern
     for one in params:
         pattern = _any_layer(one.name) if len(layers[_any_layer(one.name)]) == 1 else one.name
-        if one.type.kind == "S":
-            shard[pattern] = {"pattern": pattern, "dim": one.type.dim, "axis": "tp"}
+        if one.shard:
+            axis, kind = one.shard
+            shard[pattern] = {"pattern": pattern, "dim": kind.dim, "axis": axis}
     order = {} if options.order == ORDER else {"order": options.order}
     return {
         "version": 1,

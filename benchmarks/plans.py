@@ -153,7 +153,7 @@ def row(name: str, tokens: int, choice: bool | str) -> Row:
     model, program = MODELS[name], plan(name, tokens, choice)
     machine, t = find_machine(MACHINE), model.t
     layers = [list(calls_of_layer(program, f"{model.layers}.{i}")) for i in range(LAYERS)]
-    held = sum(math.prod(one.local_shape(t)) for one in program.params)
+    held = sum(math.prod(one.local_shape(program.mesh)) for one in program.params)
     weight = passes.weigh(program.graphs["CONNECTED"], passes.Sizes(t, 1, 1, 1), machine)
 
     def told(calls: list[tuple[str, str, int]]) -> Row:

@@ -33,9 +33,9 @@ def script(shell: str) -> str:
     for command in commands.values():
         for action in command._actions:
             _set_completer(action)
-    words = {MODELS: KNOWN, ORDERS: SCHEDULES}
+    words = {MODELS: list(KNOWN), ORDERS: list(SCHEDULES)}
     functions = "".join(FUNCTIONS[shell].format(name=name, words=" ".join(words[name])) for name in words)
-    return str(shtab.complete(parser, shell, preamble={shell: functions}))
+    return shtab.complete(parser, shell, preamble=functions)
 
 
 def _set_completer(action: Action) -> None:
