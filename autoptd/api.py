@@ -26,14 +26,14 @@ from autoptd.compile import compile, compile_program
 from autoptd.errors import PlanError
 from autoptd.evaluation import compile_evaluation, modes_of
 from autoptd.ir.machine import Machine
+from autoptd.match_folder import fitting, format_of, with_values
 from autoptd.options import make_options
 from autoptd.parallel_model import ParallelModel, is_local
-from autoptd.pretrained import fitting, format_of, with_values
 from autoptd.program.program import Program
 from autoptd.records.fallbacks import warn_of_fallbacks
+from autoptd.reports.excepthook import print_errors_once
 from autoptd.reports.pictures import draw_program
-from autoptd.runtime.excepthook import print_errors_once
-from autoptd.runtime.pretrained import open_folder
+from autoptd.runtime.read_folder import open_folder
 from autoptd.trace import check_module
 from autoptd.trace.storage import shared_buffers
 from autoptd.verify.verify import verify

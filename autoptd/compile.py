@@ -26,7 +26,7 @@ from autoptd.ir.buffers import Buffers
 from autoptd.ir.mesh import Mesh
 from autoptd.ir.notes import note
 from autoptd.ir.sizes import local_shape
-from autoptd.kernels.dropout import has_triton
+from autoptd.kernels.forms import has_triton
 from autoptd.options import Options, make_options
 from autoptd.passes.dump import Forms
 from autoptd.passes.stages.memory_price import fit
@@ -152,7 +152,7 @@ def compile_program(
         buffers={name: value.detach() for name, value in captured.buffers.items()},
         looked_at=known.looked_at(),
         graphs=forms.graphs,
-        explainer=partial(passes.explain, assignment, remark=found_text(weighed)),
+        explainer=partial(passes.explain_split, assignment, remark=found_text(weighed)),
         painter=painter(of_a_rank),
     )
 

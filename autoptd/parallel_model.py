@@ -33,7 +33,7 @@ from autoptd.runtime.gradients import clip_gradients
 from autoptd.runtime.launch import LocalRanks, ProcessRank, Rank, RunningRanks, is_launched, own_rank
 from autoptd.runtime.optimizer import make_optimizer
 from autoptd.runtime.parameters import check_loaded, gather_gradients, gather_parameters, load_parameters
-from autoptd.runtime.pretrained import Folder
+from autoptd.runtime.read_folder import Folder
 from autoptd.runtime.record import Record, recording
 from autoptd.runtime.save_pretrained import FolderFormat, contents_of, parse_size, save_folder
 from autoptd.runtime.stepclock import StepTimes, measured

@@ -1,7 +1,7 @@
 """The tables and figures of two papers from the performance models, with the papers' values where they state them as numbers.
 
-- Narayanan et al., SC'21: tables 1 and 2, the two training times, figures 6 to 8 and 11 to 18, by the default cost model.
-- Subramanian et al., arXiv:2410.00273: figures 1 to 5, by `cost_model="subramanian"`.
+- Narayanan et al., SC'21: tables 1 and 2, the two training times, figures 6 to 8 and 11 to 18, by the planner's cost model.
+- Subramanian et al., arXiv:2410.00273: figures 1 to 5, by their own (`benchmarks/lib/subramanian`).
 
 No value was read off a picture: a figure is compared with what is stated of it in words or numbers, "Agrees" says whether that
 holds here as well, and "Assumed" names what the text that we have does not say.

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,10 @@ from typing import Any
 import numpy as np
 
 from autoptd.planner.search import search, take
-from autoptd.planner.subramanian import GPT3_1T, SYSTEMS, VIT_64K, SubramanianModel
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from benchmarks.lib.subramanian import GPT3_1T, SYSTEMS, VIT_64K, SubramanianModel
 
 SHAPES = {"GPT3-1T": GPT3_1T, "ViT-64K": VIT_64K}
 NAMES = {"tp": "in_t1", "tp1": "in_t1", "tp2": "in_t2", "dp": "in_d", "pp": "in_p"}

@@ -78,7 +78,7 @@ def loss(classes: int) -> None:
 
 def dropout(shape: tuple[int, int, int], **shard: int) -> None:
     from autoptd.kernels import dropout_triton
-    from autoptd.kernels.dropout import Places
+    from autoptd.kernels.dropout_mask import Places
 
     x, bias = meta(*shape), meta(4096)
     dropout_triton.bias_dropout_add_forward(x, bias, x, 0.1, Places(1, 2, **shard), shape)

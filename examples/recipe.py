@@ -25,7 +25,6 @@ import torch
 from gpt import GPT, GPTConfig
 from text import VOCAB_SIZE, batches, load_tokens
 from torch import Tensor
-from tqdm import tqdm
 
 MAX_GRAD_NORM = 1.0
 
@@ -54,14 +53,14 @@ def make_batches(args: Namespace) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 class Log:
-    """A progress bar (loss, tokens/s) while the steps run, and `<out>/<name>` with all losses when they are done."""
+    """A line of progress (loss, tokens/s) while the steps run, and `<out>/<name>` with all losses when they are done."""
 
     def __init__(self, args: Namespace, name: str) -> None:
         self.args, self.path = args, args.out / name
         self.losses: list[float] = []
         self.times: list[float] = []  # at the start, and at the end of every step
-        every = 0.2 if sys.stderr.isatty() else 10.0  # seconds; a log file takes a whole line each time
-        self.bar = tqdm(total=args.steps, desc=self.path.stem, unit="step", mininterval=every, ncols=100)
+        self.is_live = sys.stderr.isatty()  # a terminal's line is written over, a log file takes a whole line each time
+        self.shown_at = 0.0
 
     def __enter__(self) -> Log:
         self.times.append(time.perf_counter())
@@ -70,8 +69,16 @@ class Log:
     def add(self, loss: Tensor) -> None:
         self.losses.append(loss.item())
         self.times.append(time.perf_counter())
-        self.bar.set_postfix_str(f"loss {self.losses[-1]:.3f}, {self.tokens_per_second():,.0f} tokens/s", refresh=False)
-        self.bar.update()
+        if self.times[-1] - self.shown_at >= (0.2 if self.is_live else 10.0):
+            self.show()
+
+    def show(self) -> None:
+        self.shown_at = time.perf_counter()
+        done = f"{self.path.stem}: step {len(self.losses)}/{self.args.steps}"
+        text = f"{done}  loss {self.losses[-1]:.3f}  {self.tokens_per_second():,.0f} tokens/s"
+        print(
+            f"\r{text}\x1b[K" if self.is_live else text, end="" if self.is_live else "\n", file=sys.stderr, flush=True
+        )
 
     def tokens_per_second(self) -> float:
         """Tokens of the global batch over the median time of a step: the first one, which warms up, does not count."""
@@ -79,7 +86,10 @@ class Log:
         return self.args.batch * self.args.length / statistics.median(seconds[1:] or seconds)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self.bar.close()
+        if self.losses:
+            self.show()
+        if self.is_live:
+            print(file=sys.stderr)
         if kind is None and self.losses:
             save_losses(self.args, self.path, self.losses, self.tokens_per_second())
 

@@ -84,6 +84,67 @@ def test_the_rule_can_fail(package: str, source: str, wrong: set[str]) -> None:
     assert wrong_imports(package, source) == wrong
 
 
+def module_name(file: Path) -> str:
+    """`autoptd.ir.mesh`; a package is its `__init__.py`."""
+    parts = file.relative_to(ROOT.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def module_of(name: str, modules: set[str]) -> str:
+    """The module that an imported name is, or is defined in; "" for what is not ours."""
+    while name and name not in modules:
+        name = name.rpartition(".")[0]
+    return name
+
+
+def import_cycles(sources: dict[str, str]) -> list[set[str]]:
+    """Modules that import each other, directly or around a corner: at import, inside functions, or for the type checker.
+
+    Python also loads the `__init__.py` of every package above an imported module; that is not counted.
+    """
+    modules = set(sources)
+    targets = {
+        module: {module_of(name, modules) for name in imported(source)} - {"", module}
+        for module, source in sources.items()
+    }
+    around = {module: reached(module, targets) for module in modules}
+    cycles: list[set[str]] = []
+    for module in sorted(modules):
+        cycle = {other for other in around[module] if module in around[other]}
+        if cycle and cycle not in cycles:
+            cycles.append(cycle)
+    return cycles
+
+
+def reached(module: str, targets: dict[str, set[str]]) -> set[str]:
+    """All that a module imports, however indirectly."""
+    found: set[str] = set()
+    waiting = [module]
+    while waiting:
+        new = targets[waiting.pop()] - found
+        found |= new
+        waiting += new
+    return found
+
+
+def test_no_module_imports_itself_around_a_corner() -> None:
+    assert import_cycles({module_name(file): file.read_text() for file in FILES}) == []
+
+
+def test_a_lazy_import_closes_a_cycle_too() -> None:
+    sources = {
+        "autoptd": "",
+        "autoptd.ir": "",
+        "autoptd.a": "from autoptd.b import thing",
+        "autoptd.b": "def f():\n    from autoptd import c",
+        "autoptd.c": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import autoptd.a",
+        "autoptd.d": "from autoptd.a import x\nfrom autoptd.ir import e",
+        "autoptd.ir.e": "import torch",
+    }
+    assert import_cycles(sources) == [{"autoptd.a", "autoptd.b", "autoptd.c"}]
+    assert import_cycles({**sources, "autoptd.c": ""}) == []
+
+
 def test_private_imports_of_torch_live_in_compat() -> None:
     private = {
         f"{file.relative_to(ROOT)}: {name}"

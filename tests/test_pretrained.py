@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import autoptd
-from autoptd.pretrained import counted
+from autoptd.match_folder import counted
 from autoptd.program.program import ParamSpec
-from autoptd.runtime import pretrained
+from autoptd.runtime import read_folder
 from tests.parity import test_segments, test_sharing
 from tests.parity.models import batch, gpt
 
@@ -88,7 +88,7 @@ def test_load_step_save_load_elsewhere(name: str, tmp_path: Path) -> None:
         wanted.backward()
         optimizer.step()
         assert loss == pytest.approx(float(wanted.detach()), rel=1e-12, abs=0)
-    reader = pretrained.open_folder(folder).reader()
+    reader = read_folder.open_folder(folder).reader()
     for key, parameter in model.named_parameters():
         torch.testing.assert_close(reader.whole(key), parameter.detach(), rtol=1e-9, atol=1e-12)
 
@@ -119,9 +119,9 @@ class Counting:
 @pytest.mark.parametrize("name", MODELS)
 def test_every_rank_reads_its_own_part_only(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make, example, mesh, _ = MODELS[name]
-    folder, opened = written(make().double(), tmp_path / "given"), pretrained.open_file
+    folder, opened = written(make().double(), tmp_path / "given"), read_folder.open_file
     read: Counter[str] = Counter()
-    monkeypatch.setattr(pretrained, "open_file", lambda file: Counting(opened(file), read))
+    monkeypatch.setattr(read_folder, "open_file", lambda file: Counting(opened(file), read))
     pm = autoptd.parallelize(on_meta(make), **mesh, backend="local", example_inputs=example, weights=folder)
     program = pm.program
     t, pp, dp = (mesh.get(one, 1) for one in ("t", "p", "d"))
@@ -170,7 +170,7 @@ def test_a_models_own_values_give_way_and_are_left_alone(tmp_path: Path) -> None
     assert float(pm.step(x)) == pytest.approx(float(given(x).detach()), rel=1e-6)
     assert model.linear.weight.eq(1).all() and model.scale.eq(1).all()
     pm.save_pretrained(tmp_path / "saved")
-    assert set(pretrained.open_folder(tmp_path / "saved").entries) == {"linear.weight", "linear.bias", "scale"}
+    assert set(read_folder.open_folder(tmp_path / "saved").entries) == {"linear.weight", "linear.bias", "scale"}
     pm.close()
 
 
@@ -264,7 +264,7 @@ def test_a_folder_of_transformers_and_back(config: str, more: dict[str, Any], tm
     pm = autoptd.parallelize(empty, t=2, p=2, num_microbatches=1, **request)
     pm.save_pretrained(tmp_path / "ours", max_shard_size="30KB")
     pm.close()
-    theirs, ours = (pretrained.open_folder(tmp_path / one).entries for one in ("theirs", "ours"))
+    theirs, ours = (read_folder.open_folder(tmp_path / one).entries for one in ("theirs", "ours"))
     assert ours.keys() == theirs.keys() and len({one.file for one in ours.values()}) > 1
     loaded = auto.from_pretrained(tmp_path / "ours").eval()
     assert torch.equal(loaded(TOKENS).logits, model(TOKENS).logits)
@@ -281,7 +281,7 @@ def test_the_call_of_the_how_to(tmp_path: Path) -> None:
     assert loss == pytest.approx(float(model(**CALL).loss.detach()), rel=1e-5)
     pm.close()
     model.transformer.save_pretrained(tmp_path)
-    assert "wte.weight" in pretrained.open_folder(tmp_path).entries
+    assert "wte.weight" in read_folder.open_folder(tmp_path).entries
     pm = autoptd.parallelize(model, d=2, example_inputs=CALL, backend="local", weights=tmp_path)
     assert float(pm.step(**CALL)) == pytest.approx(loss, rel=1e-5)
     pm.close()

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from autoptd.cli.commands import COMMANDS
 from autoptd.cli.parser import parse
 from autoptd.errors import AutoptdError, PlanError, TraceError
-from autoptd.runtime.excepthook import is_interrupt, is_told_here
+from autoptd.reports.excepthook import is_interrupt, is_told_here
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

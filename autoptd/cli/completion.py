@@ -1,54 +1,50 @@
 """`autoptd completion SHELL`: what lets a shell complete commands, flags, known models and files.
 
-The text is made from the parser, so it names what there is.
+In: the parser. Out: a script for bash or zsh, made by `shtab`, so it names what there is.
 """
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace
+from argparse import Action, Namespace
+
+import shtab
 
 from autoptd.cli.known import KNOWN
 from autoptd.cli.parser import make_parser
+from autoptd.options import SCHEDULES
 
-BASH = """# bash completion of autoptd; zsh reads it after `autoload -U bashcompinit; bashcompinit`
-_autoptd() {{
-  local word="${{COMP_WORDS[COMP_CWORD]}}" before="${{COMP_WORDS[COMP_CWORD-1]}}" flags=""
-  if [ "$COMP_CWORD" -eq 1 ]; then COMPREPLY=($(compgen -W "{commands}" -- "$word")); return; fi
-  case "$before" in
-{choices}
-  esac
-  case "${{COMP_WORDS[1]}}" in
-{flags}
-  esac
-  case "$word" in
-    -*) COMPREPLY=($(compgen -W "$flags" -- "$word")) ;;
-    *) COMPREPLY=($(compgen -W "{models}" -- "$word") $(compgen -f -- "$word")) ;;
-  esac
-}}
-complete -o filenames -F _autoptd autoptd
-"""
+FILES = ("FILE", "A", "B")  # metavars of arguments that are paths
+FUNCTIONS = {
+    "bash": '{name}() {{ compgen -W "{words}" -- "$1"; compgen -f -- "$1"; }}\n',
+    "zsh": "{name}() {{ compadd -- {words}; _files; }}\n",
+}
+MODELS, ORDERS = "_autoptd_models", "_autoptd_schedules"
 
 
 def completion(asked: Namespace) -> int:
     """Print the script; 0."""
-    print(("autoload -U bashcompinit; bashcompinit\n" if asked.shell == "zsh" else "") + script(), end="")
+    print(script(asked.shell))
     return 0
 
 
-def script() -> str:
-    """The bash script."""
-    _, commands = make_parser()
-    flags = "\n".join(f'    {name}) flags="{" ".join(_flags(one))}" ;;' for name, one in commands.items())
-    choices: dict[str, str] = {}
-    for one in commands.values():
-        for action in one._actions:
-            for flag in action.option_strings if action.choices else ():
-                choices[flag] = " ".join(map(str, action.choices or ()))
-    told = "\n".join(
-        f'    {flag}) COMPREPLY=($(compgen -W "{words}" -- "$word")); return ;;' for flag, words in choices.items()
-    )
-    return BASH.format(commands=" ".join(commands), choices=told, flags=flags, models=" ".join(KNOWN))
+def script(shell: str) -> str:
+    """Return the script for "bash" or "zsh"."""
+    parser, commands = make_parser()
+    for command in commands.values():
+        for action in command._actions:
+            _set_completer(action)
+    words = {MODELS: list(KNOWN), ORDERS: list(SCHEDULES)}
+    functions = "".join(FUNCTIONS[shell].format(name=name, words=" ".join(words[name])) for name in words)
+    return shtab.complete(parser, shell, preamble=functions)
 
 
-def _flags(parser: ArgumentParser) -> list[str]:
-    return [flag for action in parser._actions for flag in action.option_strings if flag.startswith("--")]
+def _set_completer(action: Action) -> None:
+    """Say what completes an argument, where that is more than its `choices`: shtab reads the attribute `complete`."""
+    completers = {"model": MODELS, "schedule": ORDERS}
+    if action.dest in completers:
+        function = completers[action.dest]
+        action.complete = dict.fromkeys(FUNCTIONS, function)  # type: ignore[attr-defined]
+    elif action.metavar in FILES:
+        action.complete = shtab.FILE  # type: ignore[attr-defined]
+    elif action.metavar == "DIR":
+        action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]

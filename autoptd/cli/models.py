@@ -32,7 +32,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from autoptd.cli.known import KNOWN
 from autoptd.errors import AutoptdError, PlanError
 from autoptd.ir.plan import nearest
-from autoptd.pretrained import fake_mode, fake_parameter
+from autoptd.match_folder import fake_mode, fake_parameter
 
 LENGTH = 128  # tokens of a row, where nobody says
 LENGTHS = ("block_size", "max_position_embeddings", "n_positions")  # what configs call the longest row

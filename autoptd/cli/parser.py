@@ -271,8 +271,6 @@ def _add_planning(parser: ArgumentParser) -> None:
     wishes.add_argument("--schedule", metavar="NAME|any", help="any: zero bubble too, and breadth first")
     wishes.add_argument("--placement", metavar="ranks|any", help="of mesh axes on the nodes")
     wishes.add_argument("--software", help="the generation that the times are of: docs/planner.md")
-    wishes.add_argument("--cost-model", default="default", metavar="default|subramanian")
-    wishes.add_argument("--tensor", default="1D", metavar="1D|2D|SUMMA", help="of the subramanian cost model")
     told = parser.add_argument_group("what is told")
     told.add_argument("--keep", type=int, default=10, metavar="N", help="how many plans to list (default %(default)s)")
     told.add_argument("--explain", action="store_true", help="say why")

@@ -26,7 +26,7 @@ WISHES = (
     *("placement", "software", "memory"),
 )
 # flags of a single plan
-ONE_PLAN = {"explain": False, "out": None, "keep": 10, "cost_model": "default", "tensor": "1D"}
+ONE_PLAN = {"explain": False, "out": None, "keep": 10}
 
 
 def plan(asked: Namespace) -> int:
@@ -44,7 +44,7 @@ def plan(asked: Namespace) -> int:
     if asked.when:
         print(cases_text(which_when(shape, **wishes)))
         return 0
-    found = planning.plan(shape, keep=asked.keep, cost_model=asked.cost_model, tensor=asked.tensor, **wishes)
+    found = planning.plan(shape, keep=asked.keep, **wishes)
     print(found)
     if asked.explain:
         print(f"\n{found.explain()}")

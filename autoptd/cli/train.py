@@ -22,8 +22,8 @@ from autoptd.errors import PlanError, RuntimeFault
 from autoptd.ir.mesh import Coordinate
 from autoptd.options import make_options
 from autoptd.parallel_model import is_local
+from autoptd.reports.excepthook import is_interrupt
 from autoptd.reports.report import write_report
-from autoptd.runtime.excepthook import is_interrupt
 
 
 def train(asked: Namespace) -> int:

@@ -14,45 +14,15 @@ stored: backward calls the same function on the gradient.
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 
-from autoptd.errors import InternalError
+from autoptd.kernels.dropout_mask import WORD, Places, signed, threshold
+from autoptd.kernels.forms import has_triton
 
 MULTIPLIER_1, MULTIPLIER_2 = 0x7FEB352D, 0x846CA68B - (1 << 32)  # both odd, as int32
 TILE = 1 << 17  # elements that are worked on at a time: many for the calls they take, few for the caches
-WORD = 1 << 32
-
-
-@dataclass(frozen=True)
-class Places:
-    """Which elements of the global value the local ones are, and the keys of its mask.
-
-    Row i of the local value is global row `first_row + i`. Columns are numbered through everything but the rows, in order; of
-    them a shard has blocks of `block`, every one the `index`-th of `degree` (`block` = 0: all columns are here).
-    """
-
-    row_key: int
-    column_key: int
-    first_row: int = 0
-    block: int = 0
-    degree: int = 1
-    index: int = 0
-
-
-def keys(seed: int, step: int, site: int) -> tuple[int, int]:
-    """Two keys of 32 bits for one dropout of one step: 64-bit mixing (that of SplitMix64) of the three numbers."""
-    key = 0
-    for part in (seed, step, site):
-        key = (key ^ part) + 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF
-        key = (key ^ key >> 30) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
-        key = (key ^ key >> 27) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
-        key ^= key >> 31
-    return key >> 32, key & 0xFFFFFFFF
 
 
 def drop(x: torch.Tensor, rate: float, places: Places, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -99,13 +69,6 @@ def _keep(x: torch.Tensor, bits: torch.Tensor, spare: torch.Tensor, rate: float,
     """out = x / (1 - rate) where the mixed bits are large enough, 0 elsewhere."""
     mix_(bits, spare).ge_(threshold(rate))
     return torch.mul(x, bits, out=out).mul_(1.0 / (1.0 - rate))
-
-
-def threshold(rate: float) -> int:
-    """The least int32 that is kept: of 2**32 values, `rate` of them are below."""
-    if not 0.0 < rate < 1.0:
-        raise InternalError(f"dropout of {rate}", "is not between 0 and 1")
-    return min(round(rate * WORD), WORD - 1) - (WORD >> 1)
 
 
 def _numbers_before(size: torch.Size, places: Places, device: torch.device) -> torch.Tensor:
@@ -167,13 +130,3 @@ def _tiles(size: torch.Size) -> Iterator[tuple[slice, slice, list[slice]]]:
                 slice(z, min(z + width, after)),
                 [slice(r, r + depth) for r in range(0, rows, depth)],
             )
-
-
-def signed(word: int) -> int:
-    """A word of 32 bits as an int32."""
-    return word - WORD if word >= WORD >> 1 else word
-
-
-@functools.cache
-def has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from autoptd.kernels.dropout import Places, signed, threshold
+from autoptd.kernels.dropout_mask import Places, signed, threshold
 from autoptd.kernels.rows_triton import divided, passes
 
 SIZE = 1024  # elements of a row that a program works on at a time

@@ -10,6 +10,8 @@ on a GPU, elsewhere it runs in its interpreter (TRITON_INTERPRET=1) or not at al
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import itertools
 import math
 import os
@@ -18,10 +20,14 @@ import torch
 
 from autoptd.errors import InternalError
 from autoptd.ir.fusion import WIDEST
-from autoptd.kernels.dropout import has_triton
 
 TILE = 1 << 17  # elements worked on at a time on a CPU: few enough for its caches, many for the calls they take
 Index = tuple[int | slice, ...]
+
+
+@functools.cache
+def has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 def takes_triton(backend: str, x: torch.Tensor, site: str, width: int = 0) -> bool:

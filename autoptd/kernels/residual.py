@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from autoptd.errors import InternalError
-from autoptd.kernels.dropout import Places, drop
+from autoptd.kernels.dropout import drop
+from autoptd.kernels.dropout_mask import Places
 from autoptd.kernels.forms import takes_triton, wide
 
 Tensor = torch.Tensor

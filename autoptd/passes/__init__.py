@@ -14,7 +14,7 @@ from autoptd.passes.ops.costs import backward_flops, count_work, flops
 from autoptd.passes.ops.unlisted import register_rule
 from autoptd.passes.own import mark_owned
 from autoptd.passes.solve.assign import Assignment
-from autoptd.passes.solve.explain import explain
+from autoptd.passes.solve.explain import explain_split
 from autoptd.passes.solve.fallbacks import fallbacks, unlisted_operators
 from autoptd.passes.stages.memory import price_memory
 from autoptd.passes.weigh import weigh
@@ -31,7 +31,7 @@ __all__ = [
     "count_work",
     "cut",
     "describe",
-    "explain",
+    "explain_split",
     "fallbacks",
     "find_fusions",
     "flops",

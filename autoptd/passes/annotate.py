@@ -18,7 +18,7 @@ from autoptd.passes.axes.constants import Constants
 from autoptd.passes.solve.assign import Assignment, assign_tensor, find_plan
 from autoptd.passes.solve.batch import assign_batch, check_literals
 from autoptd.passes.solve.dropout_rows import place_rows
-from autoptd.passes.solve.fallbacks import explain
+from autoptd.passes.solve.fallbacks import note_fallbacks
 from autoptd.passes.solve.policies import POLICY
 from autoptd.passes.solve.shard_pins import find_pins, keep_layouts
 from autoptd.passes.solve.strategies import KeptPlan, Splitter
@@ -63,7 +63,7 @@ def annotate(
         without = make_splitter(tokens=False)
         splitter.kept = KeptPlan(without, find_plan(graph, without))
     assignment = assign_tensor(graph, splitter)
-    explain(graph, assignment, splitter)
+    note_fallbacks(graph, assignment, splitter)
     assignment.letters = name_axes(graph, splitter)
     return axes, assignment
 

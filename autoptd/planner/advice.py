@@ -7,14 +7,12 @@ is named with the plan that would be found.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 from autoptd.options import NOT_YET
 from autoptd.planner.default import DefaultModel
 from autoptd.planner.request import Request
 from autoptd.planner.search import Found, search
 from autoptd.planner.setting import RECOMPUTE
-from autoptd.planner.subramanian import SubramanianModel
 
 DOUBLINGS = 10  # of the GPUs that are tried
 DEGREE_NAMES = {"b": "microbatch", **{name: name for name in "tpdcv"}}  # of columns, as keywords
@@ -104,27 +102,6 @@ def counted(gpus: int) -> str:
     return f"{gpus} GPU{'s' * (gpus != 1)}"
 
 
-def what_would_fit_subramanian(model: SubramanianModel, found: Found) -> tuple[str, str]:
-    """Fact and remedy where the other cost model has nothing that fits: another number of GPUs, if any does."""
-
-    def fits(gpus: int) -> bool:
-        return len(search(with_gpus(model, gpus), 1)) > 0
-
-    if found.least_memory_cell:
-        held = f"{found.least_memory / 1e9:,.1f} GB of {model.capacity_bytes / 1e9:,.0f} GB"
-        fact = f"nothing fits on {counted(model.gpus)}: the smallest needs {held}"
-    else:
-        reasons = ", ".join(f"{reason} ({count:,} times)" for reason, count in found.rejected.items())
-        fact = f"there is no such plan on {counted(model.gpus)}: {reasons}"
-    power = 1 << (model.gpus.bit_length() - 1)  # doublings of an odd number may all be wrong
-    return fact, more_gpus(fits, model.gpus) or more_gpus(fits, power) or "a smaller model"
-
-
-def with_gpus(model: SubramanianModel, gpus: int) -> SubramanianModel:
-    """The same problem on other GPUs."""
-    return replace(model, gpus=gpus)
-
-
 def _fits(request: Request) -> bool:
     return len(search(DefaultModel(request), 1, request.only)) > 0
 
@@ -148,4 +125,4 @@ def _listed(values: tuple[int, ...]) -> str:
     return " or ".join(map(str, values))
 
 
-__all__ = ["counted", "what_would_fit", "what_would_fit_subramanian"]
+__all__ = ["counted", "what_would_fit"]

@@ -17,7 +17,6 @@ WORDS = {  # how an option that is on is called
     "recompute": "{} recomputation",
     "zero": "ZeRO-{}",
     "precision": "{}",
-    "tensor": "{} tensor parallelism",
     "placement": "placed {}",
 }
 
@@ -27,8 +26,8 @@ class Choice:
     """A candidate.
 
     `degrees`: t, p, d, c, v, b (sequences of a microbatch), m (microbatches of a replica and step). `options`: what else was
-    chosen, by the names of `parallelize`'s keywords, and "tensor" and "placement" (how many ranks of each axis share a fast
-    domain). `seconds` of a step and `bytes` of the fullest rank, each the sum of its parts. `flops_per_gpu`: model FLOP/s.
+    chosen, by the names of `parallelize`'s keywords, and "placement" (how many ranks of each axis share a node). `seconds` of a
+    step and `bytes` of the fullest rank, each the sum of its parts. `flops_per_gpu`: model FLOP/s.
     `is_simulated`: the schedule was run on paper for it, else its seconds are a formula's. `formula_seconds` are that in any
     case: what choices are compared by where not all are simulated.
     """
@@ -57,7 +56,7 @@ class Choice:
         words = ["sequence parallel"] if self.options.get("sequence_parallel") else []
         if self.options.get("schedule") not in (None, "interleaved" if self.degrees["v"] > 1 else "1f1b"):
             words.insert(0, self.options["schedule"])
-        usual = {"recompute": "none", "zero": 0, "tensor": "1D", "placement": None, "precision": None}
+        usual = {"recompute": "none", "zero": 0, "placement": None, "precision": None}
         for key, phrase in WORDS.items():
             value = self.options.get(key, usual[key])
             if value != usual[key]:
@@ -72,8 +71,6 @@ class Choice:
         }
         if self.degrees["c"] > 1 and "c" in NOT_YET:
             found["c"] = self.degrees["c"]
-        if self.options.get("tensor", "1D") != "1D":
-            found["tensor"] = self.options["tensor"]
         if self.options.get("placement") is not None:
             found["placement"] = dict(self.options["placement"])
         return found

@@ -1,24 +1,21 @@
 """Why a plan is the best, in words: every number is of the same model, most of them of a search of their own.
 
-In: a `Plan`. Out: text: what was chosen; the term that decides against the runner-up and how far that one is; which of the
-three takeaways of Narayanan et al. (SC'21, section 3) holds here, each with the best plan that does not follow it: among what
-was asked for, and where nothing of that fits, among all degrees; what the runtime cannot do yet.
+In: `RankedChoices`. Out: text: what was chosen; the term that decides against the runner-up and how far that one is; which of
+the three takeaways of Narayanan et al. (SC'21, section 3) holds here, each with the best plan that does not follow it: among
+what was asked for, and where nothing of that fits, among all degrees; what the runtime cannot do yet.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from autoptd.planner.choice import Choice
+from autoptd.planner.ranked import RankedChoices
 from autoptd.planner.search import Columns, Filter
 from autoptd.planner.tables import MEANING, memory_text, settings_text
-
-if TYPE_CHECKING:
-    from autoptd.planner.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -29,7 +26,7 @@ class Other:
     is_asked: bool = True
 
 
-def explain(plan: Plan) -> str:
+def explain_plan(plan: RankedChoices) -> str:
     """The explanation of a plan's best choice."""
     lines = [*_chosen(plan), *_against_the_next(plan), *takeaways(plan)]
     if plan.best.not_yet:
@@ -37,7 +34,7 @@ def explain(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def _chosen(plan: Plan) -> list[str]:
+def _chosen(plan: RankedChoices) -> list[str]:
     best = plan.best
     largest = sorted(best.seconds_by.items(), key=lambda item: -item[1])
     shares = ", ".join(f"{MEANING[name]} {_percent(value / best.seconds)}" for name, value in largest if value)
@@ -49,7 +46,7 @@ def _chosen(plan: Plan) -> list[str]:
     ]
 
 
-def _against_the_next(plan: Plan) -> list[str]:
+def _against_the_next(plan: RankedChoices) -> list[str]:
     """What decides between the best and the runner-up, and whether that is more than the model can tell apart."""
     if len(plan.choices) < 2:
         return ["No other plan fits."]
@@ -91,14 +88,14 @@ def differences(best: Choice, other: Choice) -> dict[str, float]:
     return {name: other.seconds_by.get(name, 0.0) - best.seconds_by.get(name, 0.0) for name in names}
 
 
-def takeaways(plan: Plan) -> list[str]:
+def takeaways(plan: RankedChoices) -> list[str]:
     """SC'21's three takeaways, each with the best plan that goes another way."""
     if plan.gpus == 1:
         return ["On one GPU there is nothing to divide: the microbatch is what is left to choose."]
     return [_tensor_within_a_node(plan), _model_parallel_to_fit(plan), _microbatch(plan)]
 
 
-def _tensor_within_a_node(plan: Plan) -> str:
+def _tensor_within_a_node(plan: RankedChoices) -> str:
     """Takeaway 1: tensor parallelism up to the GPUs of a node, pipelines across nodes."""
     node, t = plan.node, plan.best.degrees["t"]
     rule = f"SC'21's takeaway 1 (tensor parallelism within a node of {node}, pipelines across)"
@@ -112,7 +109,7 @@ def _tensor_within_a_node(plan: Plan) -> str:
     return f"{rule} does not hold: t={t} spans nodes. With t up to {node} {_cost(plan, other)}."
 
 
-def _model_parallel_to_fit(plan: Plan) -> str:
+def _model_parallel_to_fit(plan: RankedChoices) -> str:
     """Takeaway 2: as much model parallelism as the memory asks for, data parallelism for the rest."""
     size = plan.best.degrees["t"] * plan.best.degrees["p"]
 
@@ -129,7 +126,7 @@ def _model_parallel_to_fit(plan: Plan) -> str:
     return f"{rule} {holds}{less} With more {_cost(plan, more)}."
 
 
-def _microbatch(plan: Plan) -> str:
+def _microbatch(plan: RankedChoices) -> str:
     """Takeaway 3: the best microbatch depends on the model, the pipeline and the batch."""
     b = plan.best.degrees["b"]
     larger = _best(plan, lambda cells: _degree(plan, cells, "b") > b)
@@ -138,17 +135,17 @@ def _microbatch(plan: Plan) -> str:
     return f"SC'21's takeaway 3 (the microbatch is a compromise): b={b} here.{less} With a larger one {_cost(plan, larger)}."
 
 
-def _best(plan: Plan, only: Filter) -> Other:
+def _best(plan: RankedChoices, only: Filter) -> Other:
     """The best of what `only` wants: of what was asked for, or, where that has none that fits, of all degrees."""
     asked = plan.fastest(only)
     return Other(asked) if asked else Other(replace(plan, only=None).fastest(only), is_asked=False)
 
 
-def _is_better(plan: Plan, other: Other) -> bool:
+def _is_better(plan: RankedChoices, other: Other) -> bool:
     return other.choice is not None and other.choice.formula_seconds < plan.best.formula_seconds
 
 
-def _cost(plan: Plan, other: Other) -> str:
+def _cost(plan: RankedChoices, other: Other) -> str:
     """`nothing fits`, or what the best of the others would cost, both by the closed formulas."""
     if other.choice is None:
         return "nothing fits"
@@ -157,7 +154,7 @@ def _cost(plan: Plan, other: Other) -> str:
     return f"a step takes {_percent(abs(apart))} {'less' if apart < 0 else 'more'} ({other.choice.name}){not_asked}"
 
 
-def _degree(plan: Plan, cells: Columns, name: str) -> np.ndarray:
+def _degree(plan: RankedChoices, cells: Columns, name: str) -> np.ndarray:
     return plan.model.degrees(cells)[name]
 
 
@@ -165,4 +162,4 @@ def _percent(share: float) -> str:
     return f"{100 * share:.1f}%" if abs(share) < 0.1 else f"{100 * share:.0f}%"
 
 
-__all__ = ["differences", "explain", "takeaways"]
+__all__ = ["differences", "explain_plan", "takeaways"]

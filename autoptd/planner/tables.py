@@ -1,18 +1,17 @@
 """A plan as text: the ranked table, and what became of the candidates that are not in it.
 
-In: a `Plan`. Out: lines for a terminal. Seconds of a step, TFLOP/s per GPU, GB (1e9 bytes) of the fullest GPU, and how the
-seconds divide in per cent.
+In: `RankedChoices`. Out: lines for a terminal. Seconds of a step, TFLOP/s per GPU, GB (1e9 bytes) of the fullest GPU, and how
+the seconds divide in per cent.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from autoptd.planner.plan import Plan
+from autoptd.planner.ranked import RankedChoices
 
-NAMES = {  # of the terms, both models' alike
+NAMES = {  # of the terms
     "compute": "compute",
     "recompute": "recompute",
     "exposed_memory": "memory",
@@ -34,7 +33,7 @@ MEANING = {
 }
 
 
-def plan_table(plan: Plan) -> str:
+def plan_table(plan: RankedChoices) -> str:
     """The choices, best first, and the counts of the rest."""
     terms = [name for name in NAMES if any(one.seconds_by.get(name) for one in plan.choices)]
     head = ["", "seconds", "TFLOP/s", "GB", *(NAMES[name] for name in terms), "plan"]
@@ -65,7 +64,7 @@ def memory_text(held: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {value / 1e9:.1f} GB" for name, value in parts if value)
 
 
-def count_lines(plan: Plan) -> list[str]:
+def count_lines(plan: RankedChoices) -> list[str]:
     """How many cells there were, and why those that are out are out."""
     found = plan.found
     lines = [

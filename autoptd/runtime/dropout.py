@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from autoptd.kernels import residual as residual_kernel
-from autoptd.kernels.dropout import Places, drop, keys
+from autoptd.kernels.dropout import drop
+from autoptd.kernels.dropout_mask import Places, keys
 from autoptd.runtime.world.world import Group
 
 

@@ -26,7 +26,7 @@ from autoptd.runtime.devices import has_launcher
 from autoptd.runtime.executor import Executor, needs_of
 from autoptd.runtime.guard import unguarded
 from autoptd.runtime.parameters import RankParameters, Values
-from autoptd.runtime.pretrained import Folder
+from autoptd.runtime.read_folder import Folder
 from autoptd.runtime.timeline import Delays, Timeline
 from autoptd.runtime.world.processes import DistributedWorld
 from autoptd.runtime.world.threads import Ranks, ThreadWorld

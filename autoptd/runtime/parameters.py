@@ -23,7 +23,7 @@ from torch import nn
 from autoptd.errors import PlanError
 from autoptd.program.program import ParamSpec, Program
 from autoptd.runtime.guard import GuardedParameter, guard_gradient, unguarded
-from autoptd.runtime.pretrained import Folder, Reader
+from autoptd.runtime.read_folder import Folder, Reader
 from autoptd.runtime.shards import join_shards, pad_shard, take_shard
 from autoptd.runtime.world.world import World
 

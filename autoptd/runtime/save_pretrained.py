@@ -24,7 +24,7 @@ import torch
 from autoptd.errors import PlanError, RuntimeFault
 from autoptd.program.program import ParamSpec
 from autoptd.runtime.parameters import RankParameters, dtype_of, gather_full
-from autoptd.runtime.pretrained import INDEX, SINGLE, library
+from autoptd.runtime.read_folder import INDEX, SINGLE, library
 
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}

@@ -3,7 +3,8 @@
 In: a rank that runs emitted stages under a `Counting` mode. Out: `Work`, summed by stage, phase and emitted line; what belongs
 to no line (sums of gradients, the loss, weight gradients that waited for their W) has no module. A matrix product is 2 FLOPs
 per multiply-add; attention counts both of its products in full (no discount for a causal mask), its fused backward five,
-since it computes the scores again.
+since it computes the scores again. The formulas are torch's (`torch.utils.flop_counter`): for the weight's gradient of a
+convolution of several groups they count what one group would take.
 
     with Counting(executor.files(), lambda: world.at) as counting:
         executor.step(microbatches)
@@ -24,13 +25,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils.flop_counter import flop_registry
 
 from autoptd.compat import TorchDispatchMode, autograd_node_number, last_node_number
 from autoptd.errors import InternalError
 from autoptd.ir.actions import phase_of
 from autoptd.program.program import Program
-
-Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -91,13 +91,11 @@ class Counting(TorchDispatchMode):
         return out
 
     def _count(self, func: Any, args: Any, out: Any, place: Place | None) -> None:
-        name = str(func._schema.name).removeprefix("aten::")
         when = phase_of(self._at())
-        if name in GEMM_FLOPS:
-            self.counts[when, place, "flops"] += GEMM_FLOPS[name](*map(_shape, args))
+        flops = count_flops(func, args, out)
+        if flops is not None:
+            self.counts[when, place, "flops"] += flops
             self.counts[when, place, "times"] += 1
-        elif UNKNOWN_PRODUCT.search(name):
-            raise InternalError(f"record: aten.{name}", "no formula counts its products")
         elif not _moves_nothing(func):
             results = out if isinstance(out, (tuple, list)) else [out]
             written = sum(one.numel() for one in results if isinstance(one, torch.Tensor))
@@ -139,10 +137,6 @@ def sum_work(rank: int, runs: Iterable[Counting]) -> list[Work]:
 PHASES = ("forward", "backward", "step")
 
 
-def _shape(value: Any) -> Any:
-    return tuple(value.shape) if isinstance(value, torch.Tensor) else value
-
-
 def _moves_nothing(func: Any) -> bool:
     """Views, and operators that only allocate."""
     returns = func._schema.returns
@@ -160,29 +154,38 @@ SILENT = {
 }
 
 
-def _mm(a: Shape, b: Shape, *rest: Any) -> int:
-    return 2 * math.prod(a) * b[-1]
+def count_flops(func: Any, args: tuple[Any, ...], out: Any) -> int | None:
+    """FLOPs of a call of an operator that is made of products, by torch's own formulas; None for any other operator."""
+    if func.overloadpacket in VECTOR_PRODUCTS:
+        return 2 * math.prod(args[VECTOR_PRODUCTS[func.overloadpacket]].shape)
+    packet = SAME_PRODUCTS.get(func.overloadpacket, func.overloadpacket)
+    formula, name = flop_registry.get(packet), str(packet).removeprefix("aten.")
+    if formula is not None:
+        tensors = 4 if name.endswith("backward") else 3  # the result's gradient, query, key, value
+        is_attention = name.startswith("_scaled_dot_product")
+        return int(formula(*(_with_equal_heads(args, tensors) if is_attention else args), out_val=out))
+    if UNKNOWN_PRODUCT.search(name):
+        raise InternalError(f"record: aten.{name}", "no formula counts its products")
+    return None
 
 
-def _attention(query: Shape, key: Shape, value: Shape, *rest: Any) -> int:
-    """Scores, and their product with the values."""
-    return 2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
+def _with_equal_heads(args: tuple[Any, ...], tensors: int) -> tuple[Any, ...]:
+    """Give key and value as many heads as the query has: torch 2.11 asks for that, and the products are the same.
+
+    To be deleted when the oldest torch is 2.12, whose formulas know of heads that queries share.
+    """
+    heads = args[0].shape[1]
+    return (*(tensor[:, :1].expand(-1, heads, -1, -1) for tensor in args[:tensors]), *args[tensors:])
 
 
-def _attention_backward(grad: Any, query: Shape, key: Shape, value: Shape, *rest: Any) -> int:
-    """Scores again; gradients of values, of scores, of queries and of keys."""
-    return 2 * math.prod(query[:-1]) * key[-2] * (3 * query[-1] + 2 * value[-1])
-
-
+aten = torch.ops.aten
 UNKNOWN_PRODUCT = re.compile(r"mm_?$|conv|attention|linear_?(backward)?$")
-FUSED = [f"_scaled_dot_product_{kind}attention" for kind in ("flash_", "efficient_", "cudnn_")]
-GEMM_FLOPS: dict[str, Callable[..., int]] = {
-    **dict.fromkeys(("mm", "bmm"), _mm),
-    **dict.fromkeys(("addmm", "addmm_", "baddbmm", "baddbmm_"), lambda bias, a, b, *rest: _mm(a, b)),
-    **dict.fromkeys(("mv", "dot", "vdot"), lambda a, b, *rest: 2 * math.prod(a)),
-    **dict.fromkeys(("addmv", "addmv_"), lambda bias, a, b, *rest: 2 * math.prod(a)),
-    "_scaled_dot_product_flash_attention_for_cpu": _attention,
-    "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
-    **dict.fromkeys(FUSED, _attention),
-    **{f"{name}_backward": _attention_backward for name in FUSED},
+# Operators that the registry does not have, by the one in it that makes the same products of the same arguments.
+SAME_PRODUCTS = {
+    aten.addmm_: aten.addmm,
+    aten.baddbmm_: aten.baddbmm,
+    aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
 }
+# Products with a vector, which it has not either, by the argument each of whose elements is multiplied once.
+VECTOR_PRODUCTS = {aten.mv: 0, aten.dot: 0, aten.vdot: 0, aten.addmv: 1, aten.addmv_: 1}

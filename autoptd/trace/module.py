@@ -40,5 +40,5 @@ def check_device(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def has_values(model: nn.Module) -> bool:
-    """Whether the model can be run: no parameter is on meta, or stands in for one (pretrained.py)."""
+    """Whether the model can be run: no parameter is on meta, or stands in for one (match_folder.py)."""
     return not any(p.is_meta or isinstance(p, FakeTensor) for p in model.parameters())

@@ -1,4 +1,4 @@
-"""Figures 1 to 5 of Subramanian et al. (arXiv:2410.00273), by `cost_model="subramanian"`: their published code's counting.
+"""Figures 1 to 5 of Subramanian et al. (arXiv:2410.00273), by `benchmarks/lib/subramanian`: their published code's counting.
 
 Of the paper's text we had the abstract, beside it the README and the notebooks of the authors' repository (transformer-perf-
 estimates, plots/). What a figure sweeps is that of a notebook where one says it, else assumed: each note tells which. No number
@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from autoptd.planner.search import Columns, search, take
-from autoptd.planner.subramanian import GPT3_1T, SYSTEMS, VIT_64K, SubramanianModel, Transformer
 from benchmarks.lib.figures import Column, Figure, Rows, Series, verdict
+from benchmarks.lib.subramanian import GPT3_1T, SYSTEMS, VIT_64K, SubramanianModel, Transformer
 
 BATCH, GPUS, DOMAIN, SECONDS = 4096, 16384, 8, "seconds an iteration"
 SCALES = tuple(2**i for i in range(7, 15))

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from autoptd.planner.search import search
-from autoptd.planner.subramanian import GPT3_1T
 from benchmarks.lib import bloom
 from benchmarks.lib.figures import Figure, best, figure_rows, picture, spread, text_table, verdict
 from benchmarks.lib.points import Point
 from benchmarks.lib.sc21_figures import FIGURES, bubble, falls
+from benchmarks.lib.subramanian import GPT3_1T
 from benchmarks.lib.subramanian_figures import SAMPLES, days_of, describe, model_of, placed
 
 

@@ -16,6 +16,7 @@ from autoptd.cli.parser import EXAMPLES, make_parser, parse, parse_bytes
 from autoptd.cli.settings import read_pairs
 from autoptd.errors import PlanError
 
+ROOT = Path(__file__).parents[2]
 NO_TORCH = """
 import sys
 from autoptd.cli import main
@@ -160,17 +161,30 @@ def test_simulate_prints_the_bubble_of_the_paper(capsys: pytest.CaptureFixture[s
     assert "bubble 18.8% of the work" in capsys.readouterr().out
 
 
-def test_completion_names_commands_flags_and_models() -> None:
-    text = script()
-    done = subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True)
-    assert done.returncode == 0, done.stderr
-    asks = 'COMP_WORDS=({words} "{last}"); COMP_CWORD={at}; _autoptd; echo "${{COMPREPLY[@]}}"'
-    for words, last, wanted in (
-        ("autoptd", "ve", "verify"),
-        ("autoptd train", "--tens", "--tensorboard"),
-        ("autoptd show", "gpt3-1", "gpt3-175b"),
-        ("autoptd show gpt2 --p2p", "sc", "scatter_gather"),
-    ):
-        line = asks.format(words=words, last=last, at=len(words.split()))
-        done = subprocess.run(["bash", "-c", f"{text}\n{line}"], capture_output=True, text=True)
-        assert done.stdout.strip() == wanted, done.stderr
+@pytest.mark.parametrize(
+    ("words", "last", "wanted"),
+    [
+        ("autoptd", "ve", {"verify"}),
+        ("autoptd train", "--tens", {"--tensorboard"}),
+        ("autoptd show", "gpt3-1", {"gpt3-175b"}),
+        ("autoptd show --t 4", "gpt3-1", {"gpt3-175b"}),
+        ("autoptd show", "pyproj", {"pyproject.toml"}),
+        ("autoptd show gpt2 --p2p", "sc", {"scatter_gather"}),
+        ("autoptd show gpt2 --sequence-parallel --p2p", "sc", {"scatter_gather"}),
+        ("autoptd show gpt2 --schedule", "zb_h", {"zb_h1"}),
+        ("autoptd show gpt2 --plan", "pyproj", {"pyproject.toml"}),
+        ("autoptd show gpt2 --out", "exam", {"examples"}),
+        ("autoptd completion", "", {"bash", "zsh"}),
+    ],
+    ids=str,
+)
+def test_completion(words: str, last: str, wanted: set[str]) -> None:
+    """Commands, flags, models, files and values, as bash would offer them."""
+    text = script("bash")
+    asked = f'COMP_WORDS=({words} "{last}"); COMP_CWORD={len(words.split())}; _shtab_autoptd; echo "${{COMPREPLY[@]}}"'
+    done = subprocess.run(["bash", "-c", f"{text}\n{asked}"], capture_output=True, text=True, cwd=ROOT)
+    assert set(done.stdout.split()) == wanted and not done.stderr, done.stderr
+
+
+def test_completion_of_zsh_knows_models() -> None:
+    assert "compadd -- gpt2 " in script("zsh")

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoptd.kernels.dropout import Places, drop, keys
+from autoptd.kernels.dropout import drop
+from autoptd.kernels.dropout_mask import Places, keys
 from autoptd.kernels.residual import bias_dropout_add, bias_dropout_add_plain
 from tests.kernels.compare import check_errors, check_gradients, check_same, few, kept_bytes, layouts, random, seeds
 

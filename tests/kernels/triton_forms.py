@@ -17,7 +17,8 @@ from autoptd.compat import add_mm
 from autoptd.kernels import forms
 from autoptd.kernels.activations import bias_gelu, bias_gelu_plain, geglu, geglu_plain, swiglu, swiglu_plain
 from autoptd.kernels.cross_entropy import Labels, Loss
-from autoptd.kernels.dropout import Places, drop_torch, keys
+from autoptd.kernels.dropout import drop_torch
+from autoptd.kernels.dropout_mask import Places, keys
 from autoptd.kernels.loss import linear_cross_entropy, linear_cross_entropy_plain
 from autoptd.kernels.norms import layer_norm, layer_norm_plain, rms_norm, rms_norm_plain
 from autoptd.kernels.residual import bias_dropout_add, bias_dropout_add_plain

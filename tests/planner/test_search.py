@@ -23,7 +23,6 @@ from autoptd.planner.search import (
     take,
     unique_rows,
 )
-from autoptd.planner.subramanian import CORRECTED, PUBLISHED, SYSTEMS, SubramanianModel, Transformer
 
 CELLS = st.lists(st.tuples(*[st.sampled_from([1, 2, 3, 4, 6, 8, 16])] * 3), min_size=1, max_size=5)
 
@@ -108,26 +107,6 @@ def test_a_bound_saves_work() -> None:
     assert tight.evaluated < loose.evaluated
     assert (loose.bounded, tight.bounded > 0) == (0, True)
     assert tight.rejected[OUT_OF_MEMORY] > 0
-
-
-@settings(max_examples=40, deadline=None)
-@given(
-    st.sampled_from(["1D", "2D", "SUMMA"]),
-    st.sampled_from([1, 2, 6, 8, 16, 24, 32, 48, 64]),
-    st.sampled_from([2, 4, 6, 8]),
-    st.sampled_from([6, 8, 48, 96]),
-    st.sampled_from([(4, 1024, 8), (6, 768, 12), (12, 4096, 32)]),
-    st.sampled_from([2e8, 1e9, 1e11]),
-    st.sampled_from([PUBLISHED, CORRECTED]),
-)
-def test_search_is_exact_for_subramanian(tensor, gpus, domain, batch, sizes, memory, quirks) -> None:  # type: ignore[no-untyped-def]
-    layers, hidden, heads = sizes
-    shape = Transformer(layers, hidden, heads, 512, 4 * hidden)
-    base = SYSTEMS["A100"].with_domain(domain)
-    system = type(base)(**{**base.__dict__, "memory_bytes": memory})
-    model = SubramanianModel(shape, system, gpus, batch, tensor, quirks)
-    assert as_rows(search(model, 5, at_once=8)) == everything(model, 5)
-    assert is_bounded(model)
 
 
 @settings(max_examples=60, deadline=None)

@@ -15,7 +15,7 @@ import torch
 import autoptd
 from autoptd.parallel_model import ParallelModel
 from autoptd.program.calls import expected_calls
-from autoptd.runtime.pretrained import open_folder
+from autoptd.runtime.read_folder import open_folder
 from tests.parity.models import batch, gpt, uneven
 
 MESH = {"t": 2, "p": 2, "d": 2, "v": 2, "p2p": "scatter_gather"}

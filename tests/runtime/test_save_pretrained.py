@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from autoptd.errors import PlanError
-from autoptd.runtime.pretrained import INDEX, SINGLE, open_folder
+from autoptd.runtime.read_folder import INDEX, SINGLE, open_folder
 from autoptd.runtime.save_pretrained import FolderFormat, Writer, free_names, parse_size, split_into_files
 
 pytest.importorskip("safetensors")

@@ -4,7 +4,7 @@ In: the solver's answer, and the path of a module. Out: text. An alternative's p
 it, less that of the chosen plan: seconds per microbatch, forward and backward, with memory priced in (`ir/machine.py`). Layers
 that repeat are decided together, so the price is that of one of them if all change alike.
 
-    explain(assignment, "transformer.h.3.mlp.c_fc")
+    explain_split(assignment, "transformer.h.3.mlp.c_fc")
     # transformer.h.3.mlp.c_fc  linear (gpt.py:65)
     #   chosen    S(tp, dim 2: [3072])  column: 3072 = 4 x 768
     #   +61.2 us  P                     row: its input arrives sharded, 768 = 4 x 192
@@ -115,7 +115,7 @@ def _work(what: str, source: ValueType, target: ValueType) -> str:
     return f"{what} as {target.kind}: {', '.join(far or kinds) or 'nothing'},"
 
 
-def explain(assignment: Assignment, path: str, remark: str = "") -> str:
+def explain_split(assignment: Assignment, path: str, remark: str = "") -> str:
     """Return what was decided for the parameters and matrix products of the module at `path` (or one parameter), and why.
 
     `remark` is said of the whole plan, at the end.
@@ -169,4 +169,4 @@ def _price(one: Alternative) -> str:
     return "impossible" if math.isinf(one.seconds) else f"+{1e6 * one.seconds:.3g} us"
 
 
-__all__ = ["Alternative", "alternatives", "explain"]
+__all__ = ["Alternative", "alternatives", "explain_split"]

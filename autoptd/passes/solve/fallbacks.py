@@ -8,7 +8,7 @@ right and slower. What cannot be seen is what hurts, so each such operator gets 
 - operators that no rule knows, and that probing refused;
 - a graph that is too dense for the least cost to be found.
 
-    explain(graph, assignment, splitter)
+    note_fallbacks(graph, assignment, splitter)
     [one.fact for one in fallbacks(graph)]     # ["6 heads do not divide over t=4", ...]
 """
 
@@ -31,7 +31,7 @@ COUNTED = (HEADS, KV_HEADS, REPEAT)
 PLAIN_OPERATORS = 'autoptd.register_rule("ns::op", "... -> ..."), or plain operators (sums, products, views, gather)'
 
 
-def explain(graph: Graph, assignment: Assignment, splitter: Splitter) -> None:
+def note_fallbacks(graph: Graph, assignment: Assignment, splitter: Splitter) -> None:
     """Fill `fallback` of every operator that has one, and tell it in its `why`."""
     nouns = axis_nouns(graph, splitter)
     for node in ops(graph):
@@ -60,7 +60,7 @@ def _say_searched(graph: Graph, assignment: Assignment) -> None:
 
 
 def fallbacks(graph: Graph) -> list[Fallback]:
-    """What `explain` found, in the order of the model."""
+    """What `note_fallbacks` found, in the order of the model."""
     return [found for node in ops(graph) if (found := note(node).fallback) is not None]
 
 

@@ -6,9 +6,7 @@ commit 54278b0 of the authors' repository for what the paper leaves open.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from autoptd.errors import PlanError
 
@@ -34,20 +32,6 @@ class Transformer:
                 raise PlanError(f"shape: {name}", f"is {getattr(self, name)}", "a whole number of at least 1")
         if self.hidden % self.heads:
             raise PlanError("shape: heads", f"hidden={self.hidden} does not divide over {self.heads}", "a divisor")
-
-    def flops(self, rows: int) -> float:
-        """FLOPs of the products of a step of `rows` sequences, forward and backward, nothing computed again."""
-        weights = 4 * self.hidden**2 + 2 * self.hidden * self.ffn
-        return 3.0 * rows * self.layers * self.seq * (2 * weights + 4 * self.seq * self.hidden)
-
-    @classmethod
-    def from_shape(cls, shape: Mapping[str, Any]) -> Transformer:
-        """The five numbers of a mapping with the keys layers, hidden, heads, seq and, if not 4*hidden, ffn."""
-        missing = [name for name in ("layers", "hidden", "heads", "seq") if name not in shape]
-        if missing:
-            raise PlanError("shape", f"does not say {', '.join(missing)}", "a mapping with layers, hidden, heads, seq")
-        ffn = int(shape.get("ffn") or 4 * shape["hidden"])
-        return cls(int(shape["layers"]), int(shape["hidden"]), int(shape["heads"]), int(shape["seq"]), ffn)
 
 
 @dataclass(frozen=True)
@@ -124,12 +108,3 @@ CORRECTED = Quirks(
     summa_norm_is_seq_wide=False,
     whole_biases_in_1d=False,
 )
-
-
-def find_system(name: str) -> System:
-    """A machine of `SYSTEMS` by name, with the size of its fast domain behind it if not 8: `A100-NVS64`."""
-    base, _, domain = str(name).partition("-NVS")
-    if base not in SYSTEMS or (domain and not domain.isdecimal()) or domain == "0":
-        remedy = f"{', '.join(SYSTEMS)}, with -NVS and the GPUs of a fast domain: A100-NVS4"
-        raise PlanError(f"cluster={name!r}", "no such machine of this cost model", remedy)
-    return SYSTEMS[base].with_domain(int(domain)) if domain else SYSTEMS[base]

@@ -7,17 +7,16 @@ Source: arXiv:2410.00273, sections 3.2 and 3.3.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from autoptd.errors import PlanError
-from autoptd.planner.choice import Choice
-from autoptd.planner.search import Cells, Columns, divisors, placements, rank_order, unique_rows
-from autoptd.planner.subramanian.operators import Array, Local, Operator, layer
-from autoptd.planner.subramanian.system import PUBLISHED, TENSOR_MODES, Quirks, System, Transformer
-from autoptd.planner.subramanian.times import (
+from autoptd.planner.search import Cells, Columns, divisors, placements, unique_rows
+from benchmarks.lib.subramanian.operators import Array, Local, Operator, layer
+from benchmarks.lib.subramanian.system import PUBLISHED, TENSOR_MODES, Quirks, System, Transformer
+from benchmarks.lib.subramanian.times import (
     Group,
     LayerSeconds,
     collective_seconds,
@@ -30,7 +29,6 @@ from autoptd.planner.subramanian.times import (
 NARROWEST = 128  # columns of a matrix and tokens of a sequence that a rank must keep
 PANEL = 512  # columns that a SUMMA panel must keep, where the matrix has them
 WIDTHS = ("in_t1", "in_t2", "in_d", "in_p")
-AXES = ("tp", "tp2", "dp", "pp")
 REASONS = (
     "t1 does not divide the heads or the width",
     f"t1 or t2 leaves a rank fewer than {NARROWEST} columns or tokens",
@@ -58,11 +56,6 @@ class SubramanianModel:
         for name in ("gpus", "batch"):
             if getattr(self, name) < 1:
                 raise PlanError(f"{name}={getattr(self, name)}", "not a number of them", f"for example {name}=1024")
-
-    @property
-    def uncertainty(self) -> float:
-        """What their model was found to be off on SC'21's points: 5.5% to 7.4%."""
-        return 0.07
 
     @property
     def capacity_bytes(self) -> float:
@@ -177,32 +170,6 @@ class SubramanianModel:
             gather, backward.total, layers
         )
         return terms
-
-    def degrees(self, cells: Columns) -> Columns:
-        """t, p, d, b of cells."""
-        return {"t": cells["t1"] * cells["t2"], "p": cells["p"], "d": cells["d"], "b": cells["b"]}
-
-    def choice(self, row: Mapping[str, int]) -> Choice:
-        """A candidate in words: its terms, and the model FLOP/s per GPU that follow."""
-        candidate = {name: np.array([value]) for name, value in row.items()}
-        seconds = {name: float(values[0]) for name, values in self.seconds_terms(candidate).items()}
-        held = {name: float(values[0]) for name, values in self.memory_terms(candidate).items()}
-        total, m = sum(seconds.values()), self.batch // (row["d"] * row["b"])
-        ordered = rank_order([candidate[name] for name in ("t1", "t2", "d", "p")], self.system.domain)
-        inside = {axis: row[name] for axis, name in zip(AXES, WIDTHS, strict=True)}
-        is_ordered = list(inside.values()) == [int(values[0]) for values in ordered]
-        options = {
-            "schedule": "1f1b",
-            "sequence_parallel": row["t1"] > 1,
-            "recompute": "none",
-            "zero": 1,
-            "precision": "fp16",
-            "tensor": self.tensor if self.tensor == "1D" else f"{row['t1']}x{row['t2']} {self.tensor}",
-            "placement": None if is_ordered else inside,
-        }
-        degrees = {"t": row["t1"] * row["t2"], "p": row["p"], "d": row["d"], "c": 1, "v": 1, "b": row["b"], "m": m}
-        rate = self.shape.flops(self.batch) / (total * self.gpus)
-        return Choice(degrees, options, total, seconds, sum(held.values()), held, rate)
 
     def _layer(self, candidates: Columns) -> tuple[LayerSeconds, LayerSeconds, Array, Array]:
         """Of one layer and microbatch: forward and backward seconds, bytes of weights, bytes sent to the next stage."""

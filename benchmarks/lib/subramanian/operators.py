@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from autoptd.planner.subramanian.system import Quirks, Transformer
+from benchmarks.lib.subramanian.system import Quirks, Transformer
 
 Array = NDArray[np.float64]
 ELEMENT, MASK = 2.0, 1.0  # bytes

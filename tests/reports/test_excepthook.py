@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from autoptd.errors import PlanError, RuntimeFault, TraceError
-from autoptd.runtime.excepthook import is_interrupt, print_errors_once
+from autoptd.reports.excepthook import is_interrupt, print_errors_once
 
 INTERRUPTED = RuntimeFault("rank 1 at F0.0", "KeyboardInterrupt: ", "look there")
 ALIKE = [

@@ -7,10 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from autoptd.errors import PlanError
 from autoptd.planner.search import search, take
-from autoptd.planner.subramanian import (
+from benchmarks.lib.subramanian import (
     CORRECTED,
     GPT3_1T,
     PUBLISHED,
@@ -20,7 +22,8 @@ from autoptd.planner.subramanian import (
     SubramanianModel,
     Transformer,
 )
-from autoptd.planner.subramanian.times import Group, collective_seconds, send_seconds
+from benchmarks.lib.subramanian.times import Group, collective_seconds, send_seconds
+from tests.planner.test_search import as_rows, everything, is_bounded
 
 # Optima of the authors' code (arXiv:2410.00273, commit 54278b0) at a batch of 4096: seconds, (t1, t2, p, d, b), how many of
 # these axes share a fast domain (t1, t2, d, p), GB, and how many candidates there are; None: nothing fits.
@@ -61,6 +64,26 @@ def test_published_optima(row: Any) -> None:
     assert tuple(best[name] for name in ("t1", "t2", "p", "d", "b")) == cell
     assert tuple(best[name] for name in ("in_t1", "in_t2", "in_d", "in_p")) == inside
     assert found.memory[0] == pytest.approx(gigabytes * 1e9, rel=1e-9)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from(["1D", "2D", "SUMMA"]),
+    st.sampled_from([1, 2, 6, 8, 16, 24, 32, 48, 64]),
+    st.sampled_from([2, 4, 6, 8]),
+    st.sampled_from([6, 8, 48, 96]),
+    st.sampled_from([(4, 1024, 8), (6, 768, 12), (12, 4096, 32)]),
+    st.sampled_from([2e8, 1e9, 1e11]),
+    st.sampled_from([PUBLISHED, CORRECTED]),
+)
+def test_search_is_exact(tensor, gpus, domain, batch, sizes, memory, quirks) -> None:  # type: ignore[no-untyped-def]
+    layers, hidden, heads = sizes
+    shape = Transformer(layers, hidden, heads, 512, 4 * hidden)
+    base = SYSTEMS["A100"].with_domain(domain)
+    system = type(base)(**{**base.__dict__, "memory_bytes": memory})
+    model = SubramanianModel(shape, system, gpus, batch, tensor, quirks)
+    assert as_rows(search(model, 5, at_once=8)) == everything(model, 5)
+    assert is_bounded(model)
 
 
 def test_terms_add_up_and_bubble_is_a_share_of_the_rest() -> None:
@@ -144,10 +167,6 @@ def test_refused(keywords: dict[str, Any], site: str) -> None:
         SubramanianModel(**{"shape": GPT3_1T, "system": SYSTEMS["A100"], "gpus": 8, "batch": 8, **keywords})
 
 
-def test_shapes() -> None:
-    given = {"layers": 48, "hidden": 12288, "heads": 64, "seq": 64800, "vocab": 50000}
-    assert Transformer.from_shape(given) == VIT_64K
-    with pytest.raises(PlanError, match="heads"):
-        Transformer.from_shape({"layers": 2, "hidden": 64, "seq": 16})
+def test_heads_divide_the_width() -> None:
     with pytest.raises(PlanError, match="divide"):
         Transformer(2, 64, 5, 16, 256)

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autoptd.planner.subramanian.operators import Array, Collective, Operator, Work
-from autoptd.planner.subramanian.system import Quirks, System
+from benchmarks.lib.subramanian.operators import Array, Collective, Operator, Work
+from benchmarks.lib.subramanian.system import Quirks, System
 
 WHOLE = ("broadcast", "reduce")  # every byte passes every link; of the others (n-1)/n do
 

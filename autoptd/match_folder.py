@@ -25,7 +25,7 @@ from torch import nn
 
 from autoptd.compat import FakeTensorMode
 from autoptd.errors import PlanError
-from autoptd.runtime.pretrained import Folder
+from autoptd.runtime.read_folder import Folder
 from autoptd.runtime.save_pretrained import FolderFormat
 from autoptd.trace.storage import tied_names
 

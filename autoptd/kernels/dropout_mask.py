@@ -1,0 +1,54 @@
+"""The numbers that say which elements a dropout keeps: its keys, the global places of the local elements, the threshold.
+
+In: seed, step and site, and where a shard lies in the global value. Out: integers; `dropout` and `dropout_triton` hash them
+(the formula stands in `dropout`).
+
+    places = Places(*keys(seed=0, step=3, site=7), first_row=16)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autoptd.errors import InternalError
+
+WORD = 1 << 32
+
+
+@dataclass(frozen=True)
+class Places:
+    """Which elements of the global value the local ones are, and the keys of its mask.
+
+    Row i of the local value is global row `first_row + i`. Columns are numbered through everything but the rows, in order; of
+    them a shard has blocks of `block`, every one the `index`-th of `degree` (`block` = 0: all columns are here).
+    """
+
+    row_key: int
+    column_key: int
+    first_row: int = 0
+    block: int = 0
+    degree: int = 1
+    index: int = 0
+
+
+def keys(seed: int, step: int, site: int) -> tuple[int, int]:
+    """Two keys of 32 bits for one dropout of one step: 64-bit mixing (that of SplitMix64) of the three numbers."""
+    key = 0
+    for part in (seed, step, site):
+        key = (key ^ part) + 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF
+        key = (key ^ key >> 30) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
+        key = (key ^ key >> 27) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
+        key ^= key >> 31
+    return key >> 32, key & 0xFFFFFFFF
+
+
+def threshold(rate: float) -> int:
+    """The least int32 that is kept: of 2**32 values, `rate` of them are below."""
+    if not 0.0 < rate < 1.0:
+        raise InternalError(f"dropout of {rate}", "is not between 0 and 1")
+    return min(round(rate * WORD), WORD - 1) - (WORD >> 1)
+
+
+def signed(word: int) -> int:
+    """A word of 32 bits as an int32."""
+    return word - WORD if word >= WORD >> 1 else word

@@ -1,0 +1,130 @@
+"""Golden texts: a small graph after every pass, and every kind of emitted text. Their diff shows what a change does.
+
+`texts()` makes them, `tests/golden/passes` and `tests/golden/emitted` have them as they were when last looked at, and
+`tests/test_golden.py` compares. After a change that is meant to show:
+
+    python -m tests.golden        # writes them anew; then read `git diff tests/golden`
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from torch.fx import Graph
+
+import autoptd
+from autoptd import passes
+from autoptd.ir.machine import Machine
+from autoptd.ir.notes import note, op_name, ops
+from autoptd.passes.fusion import losses
+from autoptd.program.program import Program
+from autoptd.viz.collectives import collectives_markdown
+from tests.golden.model import Small
+
+FOLDER = Path(__file__).parent
+LENGTH, ROWS = 4, 4
+# Collectives start at once: models as small as these are split in many ways.
+MACHINE = Machine(latency=1e-9)
+# In the order of `compile.py`; each takes a graph first, and changes it or returns another.
+PASSES = ("annotate", "communicate", "find_fusions", "cut", "localize", "substitute", "hook_gemms", "mark_owned")
+HOOKS = {"async_tensor_model_parallel_allreduce": True, "accumulate_allreduce_grads_in_fp32": True}
+# As Megatron splits it: vocabulary in shards, f and g around the MLP.
+SHARD = [{"pattern": "embed.weight", "dim": 0, "axis": "tp"}]
+# Name -> layers, keywords. `one_block` has every pass do something; `deep` has first, middle and last stages with layers
+# that repeat; `alone` is one rank.
+PROGRAMS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one_block": (1, {"t": 2, "p": 2, "num_microbatches": 2, "fuse": "eager", "plan": {"shard": SHARD}, **HOOKS}),
+    "deep": (6, {"t": 2, "p": 3, "num_microbatches": 2, "plan": {"cut": [2, 2, 2]}}),
+    "alone": (1, {}),
+}
+
+
+def build(name: str) -> Program:
+    """Compile one of `PROGRAMS`."""
+    layers, keywords = PROGRAMS[name]
+    torch.manual_seed(0)
+    ids = torch.zeros(ROWS, LENGTH, dtype=torch.long)
+    with mock.patch.object(losses, "LEAST_BYTES", 0):
+        return autoptd.compile(Small(layers), machine=MACHINE, example_inputs=(ids, ids.clone()), **keywords)
+
+
+class Snapshot(NamedTuple):
+    """A graph as text: its nodes as dumps show them, and its calls with their arguments."""
+
+    nodes: str
+    calls: tuple[str, ...]
+
+    def since(self, before: tuple[str, ...]) -> str:
+        """The text of this graph, with those calls that were not there before."""
+        new = [call for call in self.calls if call not in before] or ["none"]
+        return "\n".join([self.nodes, "calls that are new or different:", *new, ""])
+
+
+def calls(graph: Graph) -> tuple[str, ...]:
+    """`add = aten.add(embed, linear_2)`, a line per operator."""
+    lines = []
+    for node in ops(graph):
+        given = [*map(str, node.args), *(f"{name}={value}" for name, value in node.kwargs.items())]
+        mark = "  # owned" if note(node).extra.get("owned") else ""
+        lines.append(f"{node} = {op_name(node)}({', '.join(given)}){mark}")
+    return tuple(lines)
+
+
+@contextmanager
+def after_passes(found: dict[str, Snapshot]) -> Iterator[None]:
+    """Meanwhile, `found` gets the graph after every pass."""
+
+    def recording(name: str, run: Any) -> Any:
+        @functools.wraps(run)
+        def record(*args: Any, **kwargs: Any) -> Any:
+            result = run(*args, **kwargs)
+            graph = result[0] if isinstance(result, tuple) and isinstance(result[0], Graph) else args[0]
+            found[name] = Snapshot(passes.describe(graph), calls(graph))
+            return result
+
+        return record
+
+    with mock.patch.multiple(passes, **{name: recording(name, getattr(passes, name)) for name in PASSES}):
+        yield
+
+
+def texts() -> dict[str, str]:
+    """Every golden text, by its path below this folder."""
+    found: dict[str, Snapshot] = {}
+    with after_passes(found):
+        program = build("one_block")
+    traced = program.graphs["TRACED"]
+    found = {"trace": Snapshot(passes.describe(traced), calls(traced)), **{name: found[name] for name in PASSES}}
+    texts: dict[str, str] = {}
+    before: tuple[str, ...] = ()
+    for number, (name, snapshot) in enumerate(found.items()):
+        texts[f"passes/{number}_{name}.txt"] = snapshot.since(before)
+        before = snapshot.calls
+    for name in PROGRAMS:
+        program = program if name == "one_block" else build(name)
+        files = {**program.sources, "plan.json": json.dumps(program.plan, indent=1) + "\n"}
+        if name == "one_block":
+            files |= {"schedule.txt": program.schedule, "collectives.md": collectives_markdown(program)}
+        texts |= {f"emitted/{name}/{golden_name(file)}": text for file, text in files.items()}
+    return texts
+
+
+def golden_name(file: str) -> str:
+    """`stage_0.py.txt`: not a Python file, which would be linted and formatted."""
+    return f"{file}.txt" if file.endswith(".py") else file
+
+
+def read() -> dict[str, str]:
+    """The golden texts as they were written, by their path below this folder."""
+    files = (file for folder in ("passes", "emitted") for file in sorted((FOLDER / folder).rglob("*.*")))
+    return {str(file.relative_to(FOLDER)): file.read_text() for file in files}
+
+
+__all__ = ["FOLDER", "read", "texts"]
