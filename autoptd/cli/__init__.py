@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from autoptd.cli.commands import COMMANDS
 from autoptd.cli.parser import parse
 from autoptd.errors import AutoptdError, PlanError, TraceError
-from autoptd.runtime.excepthook import is_interrupt, is_told_here
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -32,6 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.close()
         return 1
     except Exception as error:
+        from autoptd.runtime.excepthook import is_interrupt, is_told_here  # torch, which `--help` does not wait for
+
         if is_interrupt(error):
             return 130
         if "--debug" in given:

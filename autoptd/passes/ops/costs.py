@@ -19,16 +19,14 @@ from autoptd.ir.notes import is_pair, is_tensor, is_whole, note, op_name, ops, p
 from autoptd.ir.types import CONVERSIONS, ValueType
 from autoptd.passes.ops.dim_links import operands
 from autoptd.passes.ops.table import GEMMS
-from autoptd.program.calls import star
+from autoptd.program.calls import LOCAL_KINDS, LOCAL_WORK, star, wire_bytes
 
-LOCAL_WORK = ("one rank keeps it", "slice", "zero-pad")
 VIEWS = {
     f"aten.{name}" for name in "view reshape _unsafe_view transpose permute t expand select slice split chunk".split()
 }
 VIEWS |= {f"aten.{name}" for name in "split_with_sizes unbind unsqueeze squeeze unflatten flatten detach".split()}
 VIEWS |= {"getitem"}
 SORTS = ("aten.sort", "aten.argsort", "aten.topk", "aten.msort", "aten.searchsorted")
-RING_PASSES = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "all-to-all": 1}
 # What a plan pays beside its seconds, so that of two that are nearly as fast the simpler one is taken:
 PER_COLLECTIVE = 1.0  # for every collective, in latencies
 PER_ODD_LAYER = 1.0  # for layers that are odd (`odd_layer_price`), in all-reduces of what the first one reads
@@ -215,7 +213,8 @@ def conversion_price(source: ValueType, target: ValueType, nbytes: int, degree: 
     if source == target or math.isinf(seconds):
         return seconds
     row = CONVERSIONS[source.kind, target.kind]
-    return seconds + PER_COLLECTIVE * machine.latency * sum(one in RING_PASSES for one in (row.forward, row.backward))
+    collectives = sum(kind not in LOCAL_KINDS for kind in (row.forward, row.backward))
+    return seconds + PER_COLLECTIVE * machine.latency * collectives
 
 
 def odd_layer_price(nbytes: int, degree: int, machine: Machine) -> float:
@@ -227,9 +226,8 @@ def odd_layer_price(nbytes: int, degree: int, machine: Machine) -> float:
 
 def collective_seconds(kind: str, nbytes: int, degree: int, machine: Machine) -> float:
     """Time of one direction of a conversion of a value of `nbytes` in all: a ring collective, local work, or nothing."""
-    share = nbytes * (degree - 1) / degree / machine.link_bandwidth
     if kind in LOCAL_WORK:
         return nbytes / machine.memory_bandwidth
-    if kind == "all-to-all":
-        return share / degree + machine.latency
-    return RING_PASSES[kind] * share + machine.latency if kind in RING_PASSES else 0
+    if kind in LOCAL_KINDS:
+        return 0
+    return wire_bytes(kind, nbytes, degree) / machine.link_bandwidth + machine.latency
