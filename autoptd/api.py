@@ -97,34 +97,10 @@ def parallelize(
     Raises TraceError when the model cannot be captured faithfully and PlanError when the request cannot be met, before any
     rank starts.
     """
-    asked = {
-        "t": t,
-        "p": p,
-        "d": d,
-        "v": v,
-        "order": order,
-        "sequence_parallel": sequence_parallel,
-        "loss_fn": loss_fn,
-        "num_microbatches": num_microbatches,
-        "schedule": schedule,
-        "seed": seed,
-        "device": device,
-        "backend": backend,
-        "timeout": timeout,
-        "nan": nan,
-        "check_every": check_every,
-        "p2p": p2p,
-        "fuse": fuse,
-        "fuse_only": fuse_only,
-        "async_tensor_model_parallel_allreduce": async_tensor_model_parallel_allreduce,
-        "accumulate_allreduce_grads_in_fp32": accumulate_allreduce_grads_in_fp32,
-        "delay_wgrad_compute": delay_wgrad_compute,
-        "memory": memory,
-        "machine": machine,
-        "plan": plan,
-        "gpus": gpus,
-        **later,
-    }
+    # The keywords are the signature's: all of it but what is no request.
+    asked = {**locals(), **later}
+    for name in ("model", "example_inputs", "weights", "later"):
+        del asked[name]
     print_errors_once()
     check_module(model)
     is_chosen = is_auto(asked)

@@ -23,7 +23,7 @@ from autoptd.ir.actions import Orders, ranks_of_stages
 from autoptd.ir.mesh import ORDER, Mesh
 from autoptd.ir.notes import note, op_name, ops, placeholders, tensor
 from autoptd.ir.types import I, ValueType, outer_size
-from autoptd.options import PLANNED, Options
+from autoptd.options import KEYWORDS, Options
 from autoptd.program.buckets import BucketPlan, plan_buckets
 from autoptd.program.call_order import check_call_order
 from autoptd.program.program import (
@@ -328,7 +328,7 @@ def plan_record(
         "mesh": {"t": options.t, "p": options.p, "d": options.d, "v": options.v, **order},
         "num_microbatches": batch.num_microbatches,
         "schedule": str(options.schedule),
-        "options": {name: getattr(options, name) for name in PLANNED},
+        "options": {name: getattr(options, name) for name, keyword in KEYWORDS.items() if keyword.is_planned},
         "cut": cut["after"],
         "shard": [*shard.values(), *(dict(one) for one in options.plan.shard if one.get("dim") is None)],
         "fallbacks": merged_fallbacks(fallbacks),
