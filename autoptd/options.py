@@ -80,7 +80,8 @@ def _about(flag: str = "", help: str | None = None, **more: Any) -> dict[str, Ke
 
 
 HOOK = _about("on", choices=(False, True), is_planned=True)
-TRAINING, PLANNED = {"is_for_training": True}, {"is_planned": True}
+TRAINING: dict[str, Any] = {"is_for_training": True}
+PLANNED: dict[str, Any] = {"is_planned": True}
 
 
 @dataclass(frozen=True)

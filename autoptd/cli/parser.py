@@ -186,7 +186,7 @@ def _add_keywords(group: Any, is_for_training: bool) -> None:
     """The flags of the keywords of `parallelize`, as `Options` declares them."""
     for name, keyword in KEYWORDS.items():
         if keyword.flag and keyword.is_for_training == is_for_training:
-            about = {"metavar": keyword.metavar} if keyword.metavar else {}
+            about: dict[str, Any] = {"metavar": keyword.metavar} if keyword.metavar else {}
             about |= {"choices": keyword.choices} if keyword.flag == "choice" else {}
             group.add_argument(_flag(name), help=keyword.help, **{**FLAGS[keyword.flag], **about})
 
