@@ -124,7 +124,7 @@ def compile_program(
     passes.mark_owned(graph)
     forms.end("LOCAL", graph)
     of_one_device, of_a_rank = (partial(passes.local_shape, sizes=replace(sizes, t=n)) for n in (1, options.t))
-    costs = {**passes.count_work(graph, options.t, of_one_device, of_a_rank), "cut": cut}
+    costs = replace(passes.count_work(graph, options.t, of_one_device, of_a_rank), cut=cut)
 
     crossing = codegen.crossings(graph)
     orders = connect_orders(orders, crossing)

@@ -26,6 +26,7 @@ from autoptd.ir.types import I, ValueType, outer_size
 from autoptd.options import KEYWORDS, Options
 from autoptd.program.buckets import BucketPlan, plan_buckets
 from autoptd.program.call_order import check_call_order
+from autoptd.program.costs import Cut
 from autoptd.program.program import (
     GATHER,
     Collective,
@@ -308,7 +309,7 @@ def _listed(plan: BucketPlan) -> str:
 def plan_record(
     options: Options,
     batch: Batch,
-    cut: dict[str, Any],
+    cut: Cut,
     params: tuple[ParamSpec, ...],
     fallbacks: list[Fallback],
     weighed: dict[str, Any] | None,
@@ -329,7 +330,7 @@ def plan_record(
         "num_microbatches": batch.num_microbatches,
         "schedule": str(options.schedule),
         "options": {name: getattr(options, name) for name, keyword in KEYWORDS.items() if keyword.is_planned},
-        "cut": cut["after"],
+        "cut": list(cut.after),
         "shard": [*shard.values(), *(dict(one) for one in options.plan.shard if one.get("dim") is None)],
         "fallbacks": merged_fallbacks(fallbacks),
         **({"weighed": weighed} if weighed else {}),
@@ -357,7 +358,7 @@ def warn_of_checkpoints(modules: Sequence[str]) -> None:
 def warn_of_fallbacks(program: Program) -> None:
     """Warn once if tensor ranks repeat each other's work to more than a hundredth of all FLOPs of matrix products."""
     found = [one for one in merged_fallbacks(program.fallbacks) if one["flops"]]
-    share = sum(one["flops"] for one in found) / max(1, program.costs.get("total_flops", 0))
+    share = sum(one["flops"] for one in found) / max(1, program.costs.total_flops)
     if share > WORTH_A_WARNING:
         reasons: dict[tuple[str, str], list[str]] = {}
         for one in found:
