@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 
 from autoptd.errors import PlanError
 from autoptd.ir.fusion import FUSED
-from autoptd.ir.machine import PRESETS, Machine, find_machine, spelled
+from autoptd.ir.machine import Machine, find_machine, spelled
+from autoptd.ir.machine_files import machine_names
 from autoptd.ir.mesh import ORDER, Mesh
 from autoptd.ir.plan import Plan, nearest, read_plan
 
@@ -111,12 +112,12 @@ class Options:
     replaced. None takes "triton" where the ranks are on CUDA devices and Triton is there, else "eager". `fuse_only` names the
     fused operators that may be used, if not all: those of `program.fusions`.
 
-    `memory` is what a rank may hold, in bytes: parameters with gradients and AdamW's two moments, and the activations
-    of the microbatches in flight; None: the machine's (the default has no bound). `machine` is what plans are weighed
-    for: "laptop-cpu", "a100", "h100", "h200" or a `Machine` (ir/machine.py). `plan` pins decisions (`ir/plan.py`).
-    Where the fastest plan over tp does not fit, one that takes longer is looked for (`memory_price.py`): each byte that
-    a rank holds costs `memory_price` seconds per microbatch more. A saved plan tells it, so that it gives the same
-    program again.
+    `memory` is what a rank may hold, in bytes: parameters with gradients and AdamW's two moments, and the activations of
+    the microbatches in flight; None: the machine's (the default has no bound). `machine` is what plans are weighed for: a
+    name as `plan(cluster=)` takes it, such as "h100" (autoptd/machines), or a `Machine` (ir/machine.py). `plan` pins
+    decisions (`ir/plan.py`). Where the fastest plan over tp does not fit, one that takes longer is looked for
+    (`memory_price.py`): each byte that a rank holds costs `memory_price` seconds per microbatch more. A saved plan tells
+    it, so that it gives the same program again.
 
     The rest, all off by default, are hooks on the backward of linear layers (runtime/linear.py), under Megatron's names. A
     layer with a hook is a Python autograd function: about 10% slower at h=64, nothing from h=256 (benchmarks).
@@ -172,7 +173,8 @@ class Options:
     memory: float | None = field(default=None, metadata=_about("bytes", "of a rank: 80e9, 80GB or 80GiB", **PLANNED))
     memory_price: float | None = field(default=None, metadata=_about(**PLANNED))
     machine: str | Machine | Mapping[str, Any] | None = field(  # once checked, as a plan spells it
-        default=None, metadata=_about("text", f"what plans are weighed for: {', '.join(PRESETS)}", **PLANNED)
+        default=None,
+        metadata=_about("text", f"what plans are weighed for: {', '.join(machine_names())}", **PLANNED),
     )
     async_tensor_model_parallel_allreduce: bool = field(default=False, metadata=HOOK)
     accumulate_allreduce_grads_in_fp32: bool = field(default=False, metadata=HOOK)
