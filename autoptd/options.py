@@ -194,16 +194,16 @@ class Options:
     )
 
     def __post_init__(self) -> None:
-        for name in ("t", "p", "d", "v"):
-            _check_degree(name, getattr(self, name))
-        _ = self.mesh.axes  # PlanError where the order is none of its axes
-        if self.num_microbatches is not None:
-            _check_degree("num_microbatches", self.num_microbatches)
         for item in fields(self):
             keyword, value = item.metadata["keyword"], getattr(self, item.name)
-            if value is not item.default and not keyword.allows(value):
+            if value is item.default:
+                continue
+            if keyword.flag == "count":
+                _check_degree(item.name, value)
+            if not keyword.allows(value):
                 remedy = ", ".join(map(repr, keyword.choices)) + " or None" * (item.default is None)
                 raise PlanError(f"{item.name}={value!r}", "no such choice", remedy)
+        _ = self.mesh.axes  # PlanError where the order is none of its axes
         if self.schedule is None:
             object.__setattr__(self, "schedule", "interleaved" if self.v > 1 else "1f1b")
         if is_path(self.schedule):

@@ -44,6 +44,15 @@ def test_a_new_keyword_has_a_flag_and_is_handed_on(monkeypatch: pytest.MonkeyPat
         parse("train gpt2 --new-way up".split())
 
 
+@pytest.mark.parametrize("name", [name for name, keyword in KEYWORDS.items() if keyword.flag == "count"])
+def test_a_count_is_a_whole_number_of_at_least_1(name: str) -> None:
+    for value in (0, 1.0, True, "2"):
+        with pytest.raises(autoptd.PlanError, match="whole number"):
+            Options(**{name: value})  # type: ignore[arg-type]
+    with pytest.raises(autoptd.PlanError, match="is below 1"):
+        parse(["show", "gpt2", f"--{name.replace('_', '-')}", "0"])
+
+
 @pytest.mark.parametrize(
     "given",
     [{"nan": "drop"}, {"p2p": None}, {"sequence_parallel": 1}, {"fuse": True}, {"fuse": 0}, {"backend": "mpi"}],

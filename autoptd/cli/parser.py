@@ -34,7 +34,9 @@ Under torchrun all ranks take part; alone it looks at one process and at ranks a
 is slow is only said), 1 if something is wrong."""
 PLAN = "Search for the fastest (t, p, d, v, b) on a cluster. No GPU, no weights."
 SIZES = ("layers", "hidden", "heads", "seq", "vocab", "ffn", "kv_heads", "head_dim", "mlp_matrices")
-COUNTS = ("batch", "rows", "seq", "vocab", "num_microbatches", "steps", "t", "p", "d", "v", "ranks")  # of all but plan
+# Flags that are at least 1, of all commands but plan.
+DEGREES = tuple(name for name, keyword in KEYWORDS.items() if keyword.flag == "count")
+COUNTS = ("batch", "rows", "seq", "vocab", "steps", "ranks", *DEGREES)
 EXAMPLES = {
     "": """  autoptd show gpt3-175b --t 8 --p 12 --d 8 --v 4 --num-microbatches 64
   autoptd compile examples/gpt.py:make_gpt --t 2 --p 2 --out out
