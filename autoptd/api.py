@@ -20,8 +20,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoptd.auto import first_share, is_auto, planned
-from autoptd.compile import check_module, compile, compile_program, split_call
+from autoptd.auto import is_auto, planned
+from autoptd.batch import first_share, split_call
+from autoptd.compile import compile, compile_program
 from autoptd.errors import PlanError
 from autoptd.evaluation import compile_evaluation, modes_of
 from autoptd.ir.machine import Machine
@@ -29,10 +30,11 @@ from autoptd.options import make_options
 from autoptd.parallel_model import ParallelModel, is_local
 from autoptd.pretrained import fitting, format_of, with_values
 from autoptd.program.program import Program
-from autoptd.records import warn_of_fallbacks
+from autoptd.records.fallbacks import warn_of_fallbacks
 from autoptd.reports.pictures import draw_program
 from autoptd.runtime.excepthook import print_errors_once
 from autoptd.runtime.pretrained import open_folder
+from autoptd.trace import check_module
 from autoptd.trace.storage import shared_buffers
 from autoptd.verify.verify import verify
 

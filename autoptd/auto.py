@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoptd.compat import tree_flatten, tree_unflatten
+from autoptd.compat import tree_flatten
 from autoptd.errors import PlanError
 from autoptd.ir.machine_files import machine_file, machine_of_device, nearest_machines
 from autoptd.planner.cluster import Software, find_cluster, find_software
@@ -65,17 +65,6 @@ def planned(model: nn.Module, example_inputs: Any, keywords: Mapping[str, Any]) 
     chosen = {**best["mesh"], "num_microbatches": best["num_microbatches"], "schedule": best["schedule"]}
     asked = {name: value for name in KEPT if (value := keywords.get(name)) is not None}
     return {**keywords, **best["options"], **chosen, **asked}
-
-
-def first_share(example_inputs: Any, d: int) -> Any:
-    """The rows of the first of d replicas."""
-    rows, _ = _sizes(example_inputs)
-    leaves, tree = tree_flatten(example_inputs)
-    cut = [
-        leaf[: rows // d] if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == rows else leaf
-        for leaf in leaves
-    ]
-    return tree_unflatten(cut, tree)
 
 
 def _ranks(gpus: Any) -> int:
@@ -127,4 +116,4 @@ def _software(cluster: str, keywords: Mapping[str, Any]) -> Software:
     return software
 
 
-__all__ = ["first_share", "is_auto", "planned"]
+__all__ = ["is_auto", "planned"]

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cache
+from threading import Thread
 from typing import Any
 
 import torch
+import torch._decomp.decompositions
 import torch.distributed as dist
 import torch.fx.proxy
 import torch.utils.checkpoint
@@ -27,11 +30,13 @@ __all__ = [
     "OpOverload",
     "OpOverloadPacket",
     "TorchDispatchMode",
+    "abort_groups",
     "autograd_node_number",
     "bound_device",
     "default_store",
     "env_store",
     "gather_into",
+    "interpreter_fault",
     "last_node_number",
     "light_export",
     "new_group",
@@ -54,10 +59,31 @@ def light_export() -> Iterator[None]:
         if known is not None:
             names["CapturedTraceback"] = _UserFrames
         try:
-            yield
+            with _lstm_of_one_shape():
+                yield
         finally:
             if known is not None:
                 names["CapturedTraceback"] = known
+
+
+@contextmanager
+def _lstm_of_one_shape() -> Iterator[None]:
+    """Let torch.export of 2.11 know the shape of an LSTM's last states: they have one dim of 1 too many there."""
+    names = vars(torch._decomp.decompositions)
+    known = names.get("one_layer_lstm")
+    if known is None:
+        yield
+        return
+
+    def reshaped(inp: torch.Tensor, hidden: Sequence[torch.Tensor], *rest: Any, **more: Any) -> Any:
+        out, states = known(inp, hidden, *rest, **more)
+        return out, tuple(x.reshape(like.shape) for x, like in zip(states, hidden, strict=True))
+
+    names["one_layer_lstm"] = reshaped
+    try:
+        yield
+    finally:
+        names["one_layer_lstm"] = known
 
 
 class _UserFrames:
@@ -210,6 +236,25 @@ def _nccl_options(backend: str, timeout: timedelta, max_ctas: int | None) -> Any
     return options
 
 
+def abort_groups(groups: Sequence[dist.ProcessGroup], limit: float) -> None:
+    """End by force what process groups have under way, on a device as well; waits for `limit` seconds at most.
+
+    Side by side: to free one communicator may take the end of another's kernels, which wait until it is aborted too. On NCCL
+    an aborted group also tells its watchdog, which would end the process, that nothing is left to watch.
+    """
+    threads = [Thread(target=_abort, args=(group,), name="abort", daemon=True) for group in groups]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + limit
+    for thread in threads:
+        thread.join(max(deadline - time.monotonic(), 0.0))
+
+
+def _abort(group: dist.ProcessGroup) -> None:
+    with suppress(RuntimeError):  # not in time, or no longer there
+        group.abort()
+
+
 def gather_into(handle: dist.ProcessGroup, whole: torch.Tensor, x: torch.Tensor, is_async: bool) -> Any:
     """All-gather `x` into `whole`: [t, *x.shape], contiguous. Returns the Work, None where there is nothing to wait for."""
     options = dist.distributed_c10d.AllgatherOptions()
@@ -244,3 +289,26 @@ def fake_process_group(rank: int, world_size: int) -> None:
     import torch.testing._internal.distributed.fake_pg  # noqa: F401 - registers the backend
 
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=dist.HashStore())
+
+
+@cache
+def interpreter_fault() -> str:
+    """Why Triton's interpreter cannot run kernels with a loop up to an argument; nothing where it can.
+
+    That of Triton 3.6 makes a number of an array of one dim, which numpy 2.4 refuses; that of 3.9 does not, so it is tried.
+    Compiled kernels know nothing of it. To be deleted when Triton 3.6 is not served any more.
+    """
+    import numpy
+    import triton
+    from triton.runtime.interpreter import InterpretedFunction
+
+    try:
+        InterpretedFunction(_loop)[(1,)](1)
+    except Exception as exc:
+        return f"the interpreter of Triton {triton.__version__} fails with numpy {numpy.__version__}: {exc}"
+    return ""
+
+
+def _loop(n):  # type: ignore[no-untyped-def]  # Triton gives annotations a meaning of its own
+    for _ in range(n):
+        pass

@@ -13,17 +13,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from autoptd import codegen, passes, schedule
 from autoptd import trace as tracing
 from autoptd.auto import planned
-from autoptd.compat import FakeTensor, tree_flatten, tree_unflatten
-from autoptd.errors import AutoptdError, PlanError, TraceError
+from autoptd.batch import Batch, divided_remedy, plan_batch, resize, split_call
+from autoptd.compat import tree_flatten
+from autoptd.errors import AutoptdError, TraceError
 from autoptd.ir.actions import Orders, ranks_of_stages
 from autoptd.ir.buffers import Buffers
+from autoptd.ir.mesh import Mesh
 from autoptd.ir.notes import note
+from autoptd.ir.sizes import local_shape
 from autoptd.kernels.dropout import has_triton
 from autoptd.options import Options, make_options
 from autoptd.passes.dump import Forms
@@ -32,21 +34,12 @@ from autoptd.placing import Traced, has_weight_gradients, place, weigh_known
 from autoptd.program.program import Program
 from autoptd.program.transfers import plan_parcels
 from autoptd.program.weighed import found_text
-from autoptd.records import (
-    Batch,
-    about,
-    collectives,
-    crossing_spec,
-    dropout_specs,
-    input_specs,
-    param_specs,
-    plan_record,
-    stage_spec,
-    warn_of_checkpoints,
-    warn_of_fallbacks,
-)
+from autoptd.records.collectives import collectives
+from autoptd.records.fallbacks import warn_of_checkpoints, warn_of_fallbacks
+from autoptd.records.header import about
+from autoptd.records.plan import plan_record
+from autoptd.records.specs import crossing_spec, dropout_specs, input_specs, param_specs, stage_spec
 from autoptd.reports.pictures import painter
-from autoptd.runtime.batch import batch_rows
 from autoptd.runtime.devices import device_of_ranks
 
 
@@ -63,13 +56,6 @@ def compile(model: nn.Module, *, example_inputs: Any, **keywords: Any) -> Progra
     return program
 
 
-def split_call(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """(args, kwargs) of a call given as a tuple, a dict or one tensor."""
-    if isinstance(example_inputs, dict):
-        return (), example_inputs
-    return (tuple(example_inputs) if isinstance(example_inputs, (tuple, list)) else (example_inputs,)), {}
-
-
 def compile_program(
     model: nn.Module,
     options: Options,
@@ -84,8 +70,8 @@ def compile_program(
 
     With `like`, a program of the same model, parameters are stored and the model is cut as there.
     """
-    check_module(model)
-    check_device(model, args, kwargs)
+    tracing.check_module(model)
+    tracing.check_device(model, args, kwargs)
     written = read_schedule(options)
     if written is not None:
         options = replace(options, num_microbatches=schedule.num_microbatches(written))
@@ -96,7 +82,7 @@ def compile_program(
     call = resize(args, kwargs, batch, batch.traced_rows)
     captured = capture_rows(model, options, args, kwargs, batch)
     warn_of_checkpoints(captured.checkpointed)
-    if check and has_values(model):
+    if check and tracing.has_values(model):
         compare_rows(model, options, captured, call, batch)
     whole = None
     if batch.pieces > 1:
@@ -123,7 +109,9 @@ def compile_program(
     passes.hook_gemms(graph, overlap=options.async_tensor_model_parallel_allreduce, wgrad=wgrad)
     passes.mark_owned(graph)
     forms.end("LOCAL", graph)
-    of_one_device, of_a_rank = (partial(passes.local_shape, sizes=replace(sizes, t=n)) for n in (1, options.t))
+    of_one_device, of_a_rank = (
+        partial(local_shape, sizes=replace(sizes, mesh=mesh)) for mesh in (Mesh(), options.mesh)
+    )
     costs = replace(passes.count_work(graph, options.t, of_one_device, of_a_rank), cut=cut)
 
     crossing = codegen.crossings(graph)
@@ -169,27 +157,12 @@ def compile_program(
     )
 
 
-def check_module(model: nn.Module) -> None:
-    """The model must be a plain module with a plain state dict, whose parameters share no memory: a copy would not show it."""
-    if not isinstance(model, nn.Module):
-        raise PlanError("model", f"is a {type(model).__name__}, not a torch.nn.Module", "pass the module itself")
-    if hasattr(model, "_orig_mod"):
-        raise PlanError("model", "is wrapped by torch.compile", "pass the module that it wraps: model._orig_mod")
-    tracing.check_storage(model)
-    tracing.check_state_dict(model)
-
-
 def default_fusion(model: nn.Module, options: Options) -> str | bool:
     """The backend of fused operators: what was asked for, or the fastest for the device of the ranks."""
     if options.fuse is not None:
         return options.fuse
     device = device_of_ranks(model.parameters(), options.device, options.backend)
     return "triton" if device.type == "cuda" and has_triton() else "eager"
-
-
-def has_values(model: nn.Module) -> bool:
-    """Whether the model can be run: no parameter is on meta, or stands in for one (pretrained.py)."""
-    return not any(p.is_meta or isinstance(p, FakeTensor) for p in model.parameters())
 
 
 def capture_rows(
@@ -204,13 +177,6 @@ def capture_rows(
             raise
         fact = f"with {batch.traced_rows} of {rows} rows it {error.fact}"
         raise TraceError(error.site, fact, divided_remedy(batch, rows)) from error
-
-
-def divided_remedy(batch: Batch, rows: int) -> str:
-    """What to do about an argument that is as long as the batch by chance."""
-    divided = ", ".join(map(str, batch.batched))
-    remedy = f"the first tensor of the call gives the batch; tensors {divided} have {rows} rows and are divided alike: "
-    return remedy + "pass the batch first, and give what is no batch a leading dim of 1"
 
 
 def compare_rows(
@@ -232,63 +198,6 @@ def _can_trace(model: nn.Module, options: Options, args: tuple[Any, ...], kwargs
     except TraceError:
         return False
     return True
-
-
-def check_device(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Model and example inputs must be on one device."""
-    devices = {p.device for p in model.parameters()}
-    if len(devices) > 1:
-        raise PlanError("model", f"its parameters are on several devices: {sorted(map(str, devices))}", "model.to(one)")
-    for i, leaf in enumerate(tree_flatten((args, kwargs))[0]):
-        if isinstance(leaf, torch.Tensor) and devices and leaf.device not in devices:
-            home = next(iter(devices))
-            fact = f"tensor {i} is on {leaf.device}, the model on {home}"
-            raise PlanError("example_inputs", fact, f"move the example inputs to {home} with .to('{home}')")
-
-
-def plan_batch(options: Options, args: tuple[Any, ...], kwargs: dict[str, Any], replicas: int) -> Batch:
-    """Decide microbatches: see `Options.num_microbatches` for the default."""
-    leaves = tree_flatten((args, kwargs))[0]
-    tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.dim()]
-    if not tensors:
-        raise PlanError(
-            "example_inputs", "no tensor with a batch dim", "pass the tensors that the model is called with"
-        )
-    total = batch_rows(leaves, replicas * (options.num_microbatches or 1))
-    batched = tuple(i for i in tensors if leaves[i].shape[0] == total)
-    if total % replicas:
-        fact = f"{total} rows do not divide over d={replicas}"
-        if len(batched) < len(tensors):
-            sizes = ", ".join(f"tensor {i} has {leaves[i].shape[0]}" for i in tensors)
-            fact += (
-                f" (in their first dim, {sizes}: the batch is the first tensor's, or of most where that has one entry)"
-            )
-        raise PlanError("example_inputs", fact, f"a multiple of {replicas} rows")
-    share = total // replicas
-    m = options.num_microbatches or default_microbatches(share, options.p)
-    if share % m:
-        fits = [k for k in range(1, share + 1) if share % k == 0]
-        fact = f"{share} rows of a replica do not divide into {m} microbatches"
-        raise PlanError(f"num_microbatches={m}", fact, f"num_microbatches in {{{', '.join(map(str, fits))}}}")
-    rows, pieces = share // m, m * options.d
-    return Batch(batched, rows, m, pieces, rows if pieces == 1 else max(rows, 2))
-
-
-def default_microbatches(rows: int, p: int) -> int:
-    """The largest divisor of `rows` that is at most 4p, a multiple of p preferred."""
-    fits = [k for k in range(1, min(rows, 4 * p) + 1) if rows % k == 0]
-    return max([k for k in fits if k % p == 0] or fits)
-
-
-def resize(
-    args: tuple[Any, ...], kwargs: dict[str, Any], batch: Batch, rows: int
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The call with `rows` rows: the first ones of the example, repeated where it has fewer."""
-    leaves, tree = tree_flatten((args, kwargs))
-    for i in batch.batched:
-        times = -(-rows // leaves[i].shape[0])
-        leaves[i] = leaves[i].repeat(times, *[1] * (leaves[i].dim() - 1))[:rows]
-    return tree_unflatten(leaves, tree)  # type: ignore[return-value]
 
 
 def read_schedule(options: Options) -> Orders | None:

@@ -19,8 +19,9 @@ from typing import Any
 from torch import nn
 
 from autoptd import trace as tracing
+from autoptd.batch import plan_batch
 from autoptd.compat import tree_flatten
-from autoptd.compile import capture_rows, compile_program, plan_batch
+from autoptd.compile import capture_rows, compile_program
 from autoptd.errors import PlanError
 from autoptd.ir.notes import note
 from autoptd.ir.plan import Plan

@@ -81,8 +81,8 @@ def _about(flag: str = "", help: str | None = None, **more: Any) -> dict[str, Ke
 
 
 HOOK = _about("on", choices=(False, True), is_planned=True)
-TRAINING: dict[str, Any] = {"is_for_training": True}
-PLANNED: dict[str, Any] = {"is_planned": True}
+FOR_TRAINING: dict[str, Any] = {"is_for_training": True}
+IN_PLAN: dict[str, Any] = {"is_planned": True}
 
 
 @dataclass(frozen=True)
@@ -148,14 +148,14 @@ class Options:
     schedule: str | os.PathLike[str] | None = field(  # a Path, once checked, where it is a file
         default=None, metadata=_about("text", f"{', '.join(SCHEDULES)}, or a file with your own")
     )
-    seed: int = field(default=0, metadata=_about("number", "of the dropout masks", **PLANNED))
+    seed: int = field(default=0, metadata=_about("number", "of the dropout masks", **IN_PLAN))
     sequence_parallel: bool | str = field(
         default=False,
-        metadata=_about("switch", "split tokens too", metavar="auto", choices=(True, False, "auto"), **PLANNED),
+        metadata=_about("switch", "split tokens too", metavar="auto", choices=(True, False, "auto"), **IN_PLAN),
     )
     p2p: str = field(
         default="auto",
-        metadata=_about("choice", "how stages send where t > 1", choices=P2P, **PLANNED),
+        metadata=_about("choice", "how stages send where t > 1", choices=P2P, **IN_PLAN),
     )
     fuse: str | bool | None = field(
         default=None,
@@ -164,27 +164,27 @@ class Options:
             "of fused operators: eager, triton, inductor, or false",
             metavar="BACKEND",
             choices=FUSE,
-            **PLANNED,
+            **IN_PLAN,
         ),
     )
     fuse_only: Sequence[str] | None = field(
-        default=None, metadata=_about("list", f"of {', '.join(FUSED)}, only these", metavar="A,B", **PLANNED)
+        default=None, metadata=_about("list", f"of {', '.join(FUSED)}, only these", metavar="A,B", **IN_PLAN)
     )
-    memory: float | None = field(default=None, metadata=_about("bytes", "of a rank: 80e9, 80GB or 80GiB", **PLANNED))
-    memory_price: float | None = field(default=None, metadata=_about(**PLANNED))
+    memory: float | None = field(default=None, metadata=_about("bytes", "of a rank: 80e9, 80GB or 80GiB", **IN_PLAN))
+    memory_price: float | None = field(default=None, metadata=_about(**IN_PLAN))
     machine: str | Machine | Mapping[str, Any] | None = field(  # once checked, as a plan spells it
         default=None,
-        metadata=_about("text", f"what plans are weighed for: {', '.join(machine_names())}", **PLANNED),
+        metadata=_about("text", f"what plans are weighed for: {', '.join(machine_names())}", **IN_PLAN),
     )
     async_tensor_model_parallel_allreduce: bool = field(default=False, metadata=HOOK)
     accumulate_allreduce_grads_in_fp32: bool = field(default=False, metadata=HOOK)
-    delay_wgrad_compute: str | None = field(default=None, metadata=_about("choice", choices=DELAYS, **PLANNED))
+    delay_wgrad_compute: str | None = field(default=None, metadata=_about("choice", choices=DELAYS, **IN_PLAN))
     device: str | None = field(
-        default=None, metadata=_about("text", "where ranks that are threads compute", **TRAINING)
+        default=None, metadata=_about("text", "where ranks that are threads compute", **FOR_TRAINING)
     )
     backend: str | None = field(
         default=None,
-        metadata=_about("choice", "local: ranks are threads of this process", choices=BACKENDS, **TRAINING),
+        metadata=_about("choice", "local: ranks are threads of this process", choices=BACKENDS, **FOR_TRAINING),
     )
     timeout: float = field(default=300.0, metadata=_about())
     nan: str = field(default="raise", metadata=_about(choices=("raise", "ignore")))

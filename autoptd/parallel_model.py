@@ -154,7 +154,7 @@ class ParallelModel:
     def measured_step(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, tuple[StepTimes, ...]]:
         """`step`, and where its time went on every rank: computing, in collectives, waiting; its peak memory. Collective.
 
-        Steps measured like this take somewhat longer; on CUDA every action waits for the device.
+        Steps measured like this take somewhat longer; on CUDA the times are the device's own, by events.
         """
 
         def step(ranks: RunningRanks) -> torch.Tensor:
@@ -391,7 +391,8 @@ class ParallelModel:
 
         `record.collectives`: every collective and send with its kind, mesh axis, payload bytes, group size, phase, site and
         reason. `record.flops`: matrix products in FLOPs and other operators in elements, by stage, phase and module, and
-        whether every tensor rank computes the same. `record.spans`: start and end of every action. Steps run slower meanwhile.
+        whether every tensor rank computes the same. `record.spans`: start and end of every action, on CUDA the
+        device's. Steps run slower meanwhile.
         """
         ranks = self._started("record")
         with recording(ranks) as (recorded, record):

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from torch.fx import Graph
 
 from autoptd import passes, schedule
+from autoptd.batch import Batch
 from autoptd.errors import PlanError
 from autoptd.ir.actions import Kind, Orders, ranks_of_stages
 from autoptd.ir.buffers import Buffers
@@ -23,12 +24,11 @@ from autoptd.ir.fallback import Fallback
 from autoptd.ir.machine import Machine
 from autoptd.ir.notes import copy_graph
 from autoptd.ir.plan import Plan
-from autoptd.ir.types import layout
+from autoptd.ir.sizes import Sizes
 from autoptd.options import Options
 from autoptd.program.costs import Cut
 from autoptd.program.program import Program
 from autoptd.program.weighed import weighed_record
-from autoptd.records import Batch
 
 Keep = Callable[[str, Graph], None]
 
@@ -61,7 +61,7 @@ class Connected(NamedTuple):
     assignment: passes.Assignment
     fallbacks: list[Fallback]
     groups: passes.Groups
-    sizes: passes.Sizes
+    sizes: Sizes
 
 
 class Placed(NamedTuple):
@@ -107,7 +107,7 @@ def connect(traced: Traced, options: Options, keep: Keep = lambda form, graph: N
         traced.buffers,
         traced.batched,
         batch.pieces,
-        options.t,
+        options.mesh,
         price_of_memory(options, traced),
         sequence_parallel=options.sequence_parallel,
         shard=options.plan.shard,
@@ -117,15 +117,15 @@ def connect(traced: Traced, options: Options, keep: Keep = lambda form, graph: N
 
     found = passes.fallbacks(graph)  # FLOPs of the traced rows
     fallbacks = [replace(one, flops=one.flops * batch.rows // batch.traced_rows) for one in found]
-    passes.communicate(graph, assignment, batch.pieces, options.t)
-    passes.check_connected(graph, axes, options.t)
+    passes.communicate(graph, assignment, batch.pieces, options.mesh)
+    passes.check_connected(graph, axes, assignment.axis, options.mesh.degree(assignment.axis))
     groups = passes.find_fusions(graph, traced.buffers, options.fuse or False, options.fuse_only)
     keep("CONNECTED", graph)
-    sizes = passes.Sizes(options.t, batch.traced_rows, batch.rows, batch.pieces)
+    sizes = Sizes(options.mesh, batch.traced_rows, batch.rows, batch.pieces)
     return graph, Connected(assignment, fallbacks, groups, sizes)
 
 
-def weigh_known(traced: Traced, found: Graph, options: Options, sizes: passes.Sizes) -> dict[str, Any] | None:
+def weigh_known(traced: Traced, found: Graph, options: Options, sizes: Sizes) -> dict[str, Any] | None:
     """What was found beside the plans that people know, where tokens may be split by price."""
     if options.t == 1 or options.sequence_parallel != "auto":
         return None
@@ -143,7 +143,7 @@ def weigh_known(traced: Traced, found: Graph, options: Options, sizes: passes.Si
 
 def layouts_of(program: Program) -> dict[str, tuple[Any, ...]]:
     """Where the elements of every parameter lie on the tensor ranks, by first name."""
-    return {spec.name: layout(spec.dims, spec.type, program.mesh.t) for spec in program.params}
+    return {spec.name: spec.placement(program.mesh) for spec in program.params}
 
 
 def has_weight_gradients(orders: Orders) -> bool:

@@ -81,7 +81,9 @@ def measure(layout: Layout) -> list[Row]:
         pm.step(ids, targets)
     sent, planned = Counter(record.of(0)), expected_calls(pm.program, 0)
     mine = [pm.program.param(name) for name in pm.rank_parameters(0)]
-    gradients = sum(spec.grad_bytes(t) for spec in mine if reduction_axes(spec) == ("dp",) or t == 1)
+    gradients = sum(
+        spec.grad_bytes(pm.program.mesh) for spec in mine if reduction_axes(spec, pm.program.mesh) == ("dp",) or t == 1
+    )
     pm.close()
     rows = []
     if t > 1:

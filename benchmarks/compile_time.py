@@ -40,7 +40,7 @@ STAGES = {  # what is timed: stage -> functions of these modules
     "localize": ("autoptd.passes.localize",),
     "schedule": ("autoptd.compile.make_orders",),
     "emit": ("autoptd.codegen.write_stage", "autoptd.codegen.crossings"),
-    "copies": ("autoptd.dump.copy_graph",),
+    "copies": ("autoptd.passes.dump.copy_graph",),
 }
 
 

@@ -28,6 +28,7 @@ from torch import nn
 import autoptd
 from autoptd import passes
 from autoptd.ir.machine import find_machine
+from autoptd.ir.sizes import Sizes
 from autoptd.passes.ops.costs import collective_seconds
 from autoptd.program.calls import LOCAL_KINDS, wire_bytes
 from autoptd.program.program import Program
@@ -153,8 +154,8 @@ def row(name: str, tokens: int, choice: bool | str) -> Row:
     model, program = MODELS[name], plan(name, tokens, choice)
     machine, t = find_machine(MACHINE), model.t
     layers = [list(calls_of_layer(program, f"{model.layers}.{i}")) for i in range(LAYERS)]
-    held = sum(math.prod(one.local_shape(t)) for one in program.params)
-    weight = passes.weigh(program.graphs["CONNECTED"], passes.Sizes(t, 1, 1, 1), machine)
+    held = sum(math.prod(one.local_shape(program.mesh)) for one in program.params)
+    weight = passes.weigh(program.graphs["CONNECTED"], Sizes(program.mesh, 1, 1, 1), machine)
 
     def told(calls: list[tuple[str, str, int]]) -> Row:
         found: Row = {}

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import autoptd
-from autoptd.auto import first_share, planned
+from autoptd.auto import planned
+from autoptd.batch import first_share
 from examples.gpt import GPT, GPTConfig
 
 SIZES = {"vocab_size": 64, "block_size": 16, "n_layer": 4, "n_head": 4, "n_embd": 32}

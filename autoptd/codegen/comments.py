@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch.fx import Node
 
 from autoptd.ir import markers
+from autoptd.ir.layout import BATCH
 from autoptd.ir.notes import note, op_name, shape, tensor
 from autoptd.ir.types import CONVERSIONS, shard_size
 
@@ -40,7 +41,7 @@ def comment_of(node: Node, t: int, layers: dict[str, str] | None = None) -> str:
     literal = op_name(node) in ("aten.view", "aten.reshape", "aten.expand", "aten._unsafe_view")
     if not literal and tensor(node).dim() and (first is None or local_shape_text(first) != local_shape_text(node)):
         said.append(local_shape_text(node))
-    if record.why.startswith(("column", "row")) or record.form or record.fallback or record.rule:
+    if record.why.startswith(("column", "row")) or record.forms.keys() - {BATCH} or record.fallback or record.rule:
         said.append(record.why or record.rule)
     if "reason" in record.extra:
         said.append(record.extra["reason"])
@@ -89,8 +90,9 @@ def collective_bytes(node: Node, t: int) -> int:
     for size in note(node).extra["local_shapes"][0]:
         count *= size
     padded = node.kwargs.get("size", 0)
-    count *= note(node).tp.pieces(t)
-    if padded and note(node).tp.kind != "S":
+    kind = note(node).layout[note(node).axis]
+    count *= kind.pieces(t)
+    if padded and kind.kind != "S":
         count = count // padded * shard_size(padded, t) * t
     return count * tensor(node).element_size()
 

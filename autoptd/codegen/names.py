@@ -117,7 +117,7 @@ def _assigned(node: Node, body: list[Node], i: int) -> str:
 
 def _brings_to_layers(after: Node, node: Node) -> bool:
     """Whether `after` is the conversion behind `node` to the type in which layers begin: it keeps the name of the value."""
-    return after.target is markers.convert and after.args[0] is node and note(node).tp.kind != "P"
+    return after.target is markers.convert and after.args[0] is node and note(node).layout[note(after).axis].kind != "P"
 
 
 def _counts(node: Node) -> bool:

@@ -129,8 +129,7 @@ def _look_at_all(
             print(f"autoptd doctor: {one} ...", file=sys.stderr)
         orders = all_orders(one.p)
         needs = needs_of_orders(one.p, orders.values())
-        world = DistributedWorld(one, needs, asked.device, asked.timeout + margin, verdict.backend)
-        world.timeout = asked.timeout
+        world = DistributedWorld(one, needs, asked.device, asked.timeout, verdict.backend)
         try:
             with on_device(world.device), watch(world, on_fault):
                 settle(world, "doctor: creation of groups")

@@ -1,12 +1,12 @@
 """What AutoPTD knows about one node of the graph: the record in `node.meta["autoptd"]`, read and written here only.
 
 note(node).module == "transformer.h.0.attn"        # the user's module that made the node
-str(note(node).tp) == "S(2, 1)"                    # its type over tp, once annotated
+str(note(node).layout) == "batch: S(0, 0), tp: S(2, 1)"      # its types, once annotated
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,9 +15,11 @@ from torch.fx import Graph, Node
 
 from autoptd.ir import markers
 from autoptd.ir.fallback import Fallback
-from autoptd.ir.types import Dims, I, ValueType
+from autoptd.ir.layout import Layout
+from autoptd.ir.types import Dims, ValueType
 
 KEY = "autoptd"
+NO_TYPES = Layout()
 
 
 @dataclass
@@ -26,10 +28,10 @@ class Note:
 
     trace:       `kind` ("param", "buffer", "input", "op", "output"), `name` of a placeholder in the model or call,
                  `module` path, `source` line and its `code`, `of_params` (depends on a parameter), `needs_grad`
-    annotate:    `rule` (where its letters come from, if not from the table of operators), `dims`, `batch` (type over
-                 microbatches and replicas), `tp` (type over tensor ranks), `form` (how a split contraction is computed
-                 locally), `why`, `fallback` (why it is not split as one would expect)
-    communicate: `conversion` (name of the conversion a node performs)
+    annotate:    `rule` (where its letters come from, if not from the table of operators), `dims`, `layout` (a type over every
+                 axis), `forms` (by axis: how a contraction of what is split is computed locally), `why`, `fallback`
+                 (why it is not split as one would expect)
+    communicate: `conversion` (name of the conversion a node performs), `axis` (over which)
     cut:         `stages` that compute the node, ascending (the first one sends it); `placement`: why, where that is not plain
     """
 
@@ -42,11 +44,10 @@ class Note:
     needs_grad: bool = False
     rule: str = ""
     dims: Dims = ()
-    batch: ValueType = I
-    tp: ValueType = I
-    batch_form: str = ""
-    form: str = ""
+    layout: Layout = NO_TYPES
+    forms: Mapping[str, str] = field(default_factory=dict)
     conversion: str = ""
+    axis: str = ""
     why: str = ""
     fallback: Fallback | None = None
     stages: tuple[int, ...] = ()
@@ -112,9 +113,15 @@ def op_name(node: Node) -> str:
     return getattr(target, "__name__", str(target))
 
 
+def converted_types(node: Node) -> tuple[ValueType, ValueType]:
+    """The types between which a conversion converts, over its axis."""
+    axis, source = note(node).axis, node.args[0]
+    return note(source).layout[axis], note(node).layout[axis]  # type: ignore[arg-type]
+
+
 def is_whole(node: Node) -> bool:
     """Whether neither what an operator reads nor what it gives is sharded: at t > 1 every tensor rank does all of its work."""
-    return all(note(one).tp.kind != "S" for one in (node, *node.all_input_nodes))
+    return not any(note(one).layout.shards for one in (node, *node.all_input_nodes))
 
 
 def site(node: Node) -> str:

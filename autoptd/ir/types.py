@@ -165,7 +165,7 @@ def aligned(size: int) -> int:
     return -(-size // ALIGNED) * ALIGNED if size >= LEAST_ALIGNED else size
 
 
-def layout(dims: Dims, kind: ValueType, degree: int) -> tuple[object, ...]:
+def placement(dims: Dims, kind: ValueType, degree: int) -> tuple[object, ...]:
     """Where the elements of a parameter lie on the ranks, whatever atoms its dims are written in: () where each has all."""
     if kind.kind != "S" or degree == 1:
         return ()

@@ -9,7 +9,7 @@ from autoptd.passes.communicate import check_connected, communicate, conversion_
 from autoptd.passes.cut import cut
 from autoptd.passes.fusion import Groups, find_fusions, substitute
 from autoptd.passes.hook_gemms import adds_to_gradient, hook_gemms
-from autoptd.passes.localize import Sizes, local_shape, localize
+from autoptd.passes.localize import localize
 from autoptd.passes.ops.costs import backward_flops, count_work, flops
 from autoptd.passes.ops.unlisted import register_rule
 from autoptd.passes.own import mark_owned
@@ -22,7 +22,6 @@ from autoptd.passes.weigh import weigh
 __all__ = [
     "Assignment",
     "Groups",
-    "Sizes",
     "adds_to_gradient",
     "annotate",
     "backward_flops",
@@ -37,7 +36,6 @@ __all__ = [
     "find_fusions",
     "flops",
     "hook_gemms",
-    "local_shape",
     "localize",
     "mark_owned",
     "price_memory",

@@ -11,14 +11,15 @@ from torch.fx import Graph
 
 from autoptd.errors import PlanError
 from autoptd.ir.machine import Machine
+from autoptd.ir.mesh import Mesh
 from autoptd.ir.notes import note, op_name, payload, placeholders, shape
-from autoptd.ir.types import type_text
 from autoptd.passes.axes.axes import Axes
 from autoptd.passes.axes.constants import Constants
 from autoptd.passes.solve.assign import Assignment, assign_tensor, find_plan
 from autoptd.passes.solve.batch import assign_batch, check_literals
 from autoptd.passes.solve.dropout_rows import place_rows
 from autoptd.passes.solve.fallbacks import explain
+from autoptd.passes.solve.policies import POLICY
 from autoptd.passes.solve.shard_pins import find_pins, keep_layouts
 from autoptd.passes.solve.strategies import KeptPlan, Splitter
 from autoptd.passes.solve.symbols import name_axes
@@ -30,7 +31,7 @@ def annotate(
     buffers: Mapping[str, torch.Tensor],
     batched: set[str],
     pieces: int,
-    t: int,
+    mesh: Mesh,
     machine: Machine,
     *,
     sequence_parallel: bool | str = False,
@@ -49,12 +50,13 @@ def annotate(
     if whole is not None:
         check_literals(graph, whole, constants)
     pins = find_pins(graph, shard) if layouts is None else keep_layouts(graph, layouts)
-    if t == 1:
+    axis = POLICY.axis
+    if mesh.degree(axis) == 1:
         split = [pin for pin in pins.values() if pin.dim is not None]
         if split:
             raise PlanError("plan: shard", f"{split[0]}, but t=1 splits nothing", "t > 1, or leave it out")
-        return axes, Assignment({}, {}, lambda *_: 0.0, lambda *_: 0.0)
-    make_splitter = partial(Splitter, graph, axes, t, machine, batched, pins=pins)
+        return axes, Assignment(axis, {}, {}, lambda *_: 0.0, lambda *_: 0.0)
+    make_splitter = partial(Splitter, graph, axes, axis, mesh.degree(axis), machine, batched, pins=pins)
     splitter = make_splitter(tokens=bool(sequence_parallel))
     if sequence_parallel is True:
         check_tokens(graph, splitter)
@@ -71,12 +73,12 @@ def check_tokens(graph: Graph, splitter: Splitter) -> None:
     places = [(node, dim) for node in placeholders(graph, "input") for dim in range(len(note(node).dims))]
     axes = [axis for node, dim in places for axis in splitter.axes.atoms(node, dim) if id(axis) in splitter.tokens]
     sizes = sorted({axis.size for axis in axes})
-    if sizes and not all(size % splitter.t for size in sizes):
+    if sizes and not all(size % splitter.degree for size in sizes):
         return
     fact, remedy = "no input has tokens beside its batch", "leave it out"
     if sizes:
-        fact = f"{' and '.join(map(str, sizes))} tokens do not divide over t={splitter.t}"
-        remedy = f"a multiple of {splitter.t} tokens, or sequence_parallel='auto'"
+        fact = f"{' and '.join(map(str, sizes))} tokens do not divide over t={splitter.degree}"
+        remedy = f"a multiple of {splitter.degree} tokens, or sequence_parallel='auto'"
     raise PlanError("sequence_parallel=True", fact, remedy)
 
 
@@ -91,8 +93,8 @@ def describe(graph: Graph) -> str:
         name = record.name or record.module
         size = str(list(record.extra.get("local_shapes", [shape(node)])[0]))
         stages = ",".join(map(str, record.stages))
-        batch = {"S": "per row", "P": "sum over rows"}.get(record.batch.kind, "")
-        kind = type_text(record.tp, record.dims, "tp") if record.dims or record.tp.kind != "S" else ""
+        batch = {"S": "per row", "P": "sum over rows"}.get(record.layout.batch.kind, "")
+        kind = record.layout.text(record.dims) if record.dims or not record.layout.shards else ""
         said = (
             record.rule,
             record.why,

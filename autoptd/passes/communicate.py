@@ -8,11 +8,14 @@ against the table of types, independently of how the assignment was found.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from torch.fx import Graph, Node
 
 from autoptd.errors import InternalError
 from autoptd.ir import markers
+from autoptd.ir.layout import BATCH
+from autoptd.ir.mesh import Mesh
 from autoptd.ir.notes import Note, note, op_name, ops, output, placeholders, set_note, site
 from autoptd.ir.types import CONVERSIONS, Conversion, I, P, R, S, ValueType, outer_size, padded_size
 from autoptd.passes.axes.axes import Axes, Place
@@ -25,26 +28,29 @@ from autoptd.passes.solve.sharing import Sharing
 from autoptd.passes.solve.strategies import NO_COLLECTIVE_FORMS
 
 
-def communicate(graph: Graph, assignment: Assignment, pieces: int, t: int) -> None:
-    """Insert conversions over the t ranks of tp, and shares of whole addends in sums over the batch."""
+def communicate(graph: Graph, assignment: Assignment, pieces: int, mesh: Mesh) -> None:
+    """Insert conversions over the axis of the assignment, and shares of whole addends in sums over the batch."""
+    axis = assignment.axis
     order = {node: i for i, node in enumerate(graph.nodes)}
     for node in list(graph.nodes):
         wanted: dict[ValueType, list[Node]] = {}
         for reader in sorted(node.users, key=order.__getitem__):
             wanted.setdefault(assignment.needs(reader, node), []).append(reader)
-        made: dict[ValueType, Node] = {note(node).tp: node}
+        made: dict[ValueType, Node] = {note(node).layout[axis]: node}
         for target, readers in wanted.items():
             found = node
             for kind in assignment.route(node, target):
                 if kind not in made:
-                    made[kind] = _insert(graph, found, kind, readers[0], t, _behind(node, found, kind, assignment))
+                    made[kind] = _insert(
+                        graph, found, axis, kind, readers[0], mesh, _behind(node, found, kind, assignment)
+                    )
                 found = made[kind]
             for reader in readers if found is not node else ():
                 reader.replace_input_with(node, found)
     for node in list(ops(graph)):
-        if note(node).batch == P and adds_number(node):
+        if note(node).layout.batch == P and adds_number(node):
             _share_number(node, pieces)
-        elif note(node).batch == P:
+        elif note(node).layout.batch == P:
             _share_addends(graph, node, pieces)
         for operand, place in note(node).extra.get(FIRST_ROWS, {}).items():
             _take_first_rows(graph, node, operand, place)
@@ -57,15 +63,20 @@ def _behind(node: Node, source: Node, kind: ValueType, assignment: Assignment) -
     """
     if source is node and kind == assignment.entries.get(node) and node.op == "call_function":
         return node
-    return assignment.enters.get(node, source) if note(source).tp == P else None
+    return assignment.enters.get(node, source) if note(source).layout[assignment.axis] == P else None
 
 
-def _insert(graph: Graph, source: Node, kind: ValueType, reader: Node, t: int, behind: Node | None) -> Node:
-    """A conversion node that gives `source` as `kind`, right behind it, as a part of `behind`'s module, or before `reader`."""
-    record = note(source)
-    row = CONVERSIONS[record.tp.kind, kind.kind]
-    args = (source, row.name, *_placement(source, record.tp, kind))
-    size = _padded_size(source, record.tp, kind, t)
+def _insert(
+    graph: Graph, source: Node, axis: str, kind: ValueType, reader: Node, mesh: Mesh, behind: Node | None
+) -> Node:
+    """A conversion node that gives `source` as `kind` over an axis.
+
+    It stands right behind `source`, as a part of `behind`'s module, or before `reader`.
+    """
+    record, before = note(source), note(source).layout[axis]
+    row = CONVERSIONS[before.kind, kind.kind]
+    args = (source, row.name, *_placement(source, before, kind))
+    size = _padded_size(source, before, kind, mesh.degree(axis))
     with graph.inserting_after(source) if behind is not None else graph.inserting_before(reader):
         made = graph.call_function(markers.convert, args, {"size": size} if size else {})
     made.meta["val"] = source.meta["val"]
@@ -76,9 +87,9 @@ def _insert(graph: Graph, source: Node, kind: ValueType, reader: Node, t: int, b
         of_params=record.of_params,
         needs_grad=record.needs_grad,
         dims=record.dims,
-        batch=record.batch,
-        tp=kind,
+        layout=record.layout.having(axis, kind),
         conversion=row.name,
+        axis=axis,
         why=_why(source, kind, reader),
     )
     set_note(made, fresh)
@@ -116,8 +127,8 @@ def _take_first_rows(graph: Graph, reader: Node, constant: Node, place: Place) -
                 made = graph.call_function(markers.first_rows, (arg, place[0]))
             made.meta["val"] = arg.meta["val"]
             record = note(arg)
-            fresh = Note(module=note(reader).module, source=note(reader).source, dims=record.dims, tp=record.tp)
-            fresh.batch = S(*place)
+            fresh = Note(module=note(reader).module, source=note(reader).source, dims=record.dims)
+            fresh.layout = record.layout.having(BATCH, S(*place))
             set_note(made, fresh)
             reader.replace_input_with(arg, made)
 
@@ -131,9 +142,9 @@ def _share_number(node: Node, pieces: int) -> None:
 
 def _share_addends(graph: Graph, node: Node, pieces: int) -> None:
     """`sum over the batch + whole value`: each of the pieces adds its equal part of the whole value."""
-    pending = {one for one in operands(node) if note(one).batch == P}
+    pending = {one for one in operands(node) if note(one).layout.batch == P}
     for group in linear_groups(node):
-        whole = [one for one in group if note(one).batch.is_whole]
+        whole = [one for one in group if note(one).layout.batch.is_whole]
         if len(whole) == len(group) or not pending <= set(group):
             continue
         for one in whole:
@@ -142,66 +153,80 @@ def _share_addends(graph: Graph, node: Node, pieces: int) -> None:
             made.meta["val"] = one.meta["val"]
             record = note(one)
             fresh = Note(module=note(node).module, source=note(node).source, of_params=record.of_params)
-            fresh.needs_grad, fresh.dims, fresh.tp, fresh.batch = record.needs_grad, record.dims, record.tp, P
+            fresh.needs_grad, fresh.dims, fresh.layout = record.needs_grad, record.dims, record.layout.having(BATCH, P)
             set_note(made, fresh)
             node.replace_input_with(one, made)
         return
 
 
-def check_connected(graph: Graph, axes: Axes, t: int) -> None:
-    """Every operator's operand and result types must be a row of the table; InternalError lists all that are not.
+def check_connected(graph: Graph, axes: Axes, axis: str, degree: int) -> None:
+    """Every operator's operand and result types over an axis must be a row of the table; InternalError lists all that are not.
 
-    No atom is split that t does not divide, but a padded vocabulary.
+    No atom is split that the degree does not divide, but a padded vocabulary.
     """
-    padding, sharing = Padding(graph, axes, t), Sharing(graph, axes, t)
-    findings = [text for node in ops(graph) for text in _findings(node, axes, padding, sharing)]
-    findings += [text for node in placeholders(graph, "param") for text in _odd_shards(node, padding, sharing)]
+    table = _Table(axis, axes, Padding(graph, axes, degree), Sharing(graph, axes, degree))
+    findings = [text for node in ops(graph) for text in _findings(node, table)]
+    findings += [text for node in placeholders(graph, "param") for text in _odd_shards(node, table)]
     loss = output(graph).args[0]
-    if isinstance(loss, Node) and note(loss).tp != I:
-        findings.append(f"the loss is {note(loss).tp}, not whole")
+    if isinstance(loss, Node) and table.of(loss) != I:
+        findings.append(f"the loss is {table.of(loss)}, not whole")
     if findings:
         raise InternalError("CONNECTED", "; ".join(findings))
 
 
-def _odd_shards(node: Node, padding: Padding, sharing: Sharing) -> Iterator[str]:
+@dataclass(frozen=True)
+class _Table:
+    """What the types over one axis are held against."""
+
+    axis: str
+    axes: Axes
+    padding: Padding
+    sharing: Sharing
+
+    def of(self, node: Node) -> ValueType:
+        return note(node).layout[self.axis]
+
+
+def _odd_shards(node: Node, table: _Table) -> Iterator[str]:
     """Shards of a dim that is no vocabulary and does not divide, and of an atom that ranks do not share."""
-    kind = note(node).tp
+    kind, padding = table.of(node), table.padding
     origin = _origin(node)
     if kind.sharing > 1:
-        if not sharing.allows(origin, kind):
-            yield f"{site(node)} is {kind} of {note(node).dims[kind.dim]}, which {padding.t} ranks do not share"
+        if not table.sharing.allows(origin, kind):
+            yield f"{site(node)} is {kind} of {note(node).dims[kind.dim]}, which {padding.degree} ranks do not share"
         return
     if kind.kind == "S" and not padding.divides_place(origin, (kind.dim, kind.atom)):
-        yield f"{site(node)} is {kind} of {note(node).dims[kind.dim]}, which {padding.t} ranks do not divide"
+        yield f"{site(node)} is {kind} of {note(node).dims[kind.dim]}, which {padding.degree} ranks do not divide"
 
 
-def _findings(node: Node, axes: Axes, padding: Padding, sharing: Sharing) -> Iterator[str]:
-    record = note(node)
-    yield from _odd_shards(node, padding, sharing)
-    if node.target is markers.convert:
+def _findings(node: Node, table: _Table) -> Iterator[str]:
+    record, gives = note(node), table.of(node)
+    yield from _odd_shards(node, table)
+    if node.target is markers.convert and record.axis == table.axis:
         source = operands(node)[0]
-        row = CONVERSIONS.get((note(source).tp.kind, record.tp.kind))
+        before = table.of(source)
+        row = CONVERSIONS.get((before.kind, gives.kind))
         if row is None or row.name != record.conversion:
-            yield f"{site(node)} converts {note(source).tp} to {record.tp} by {record.conversion}"
-        elif node.args[1:] != (row.name, *_placement(source, note(source).tp, record.tp)):
-            yield f"{site(node)} converts {note(source).tp} to {record.tp} with arguments {node.args[1:]}"
-        size = _padded_size(source, note(source).tp, record.tp, padding.t)
+            yield f"{site(node)} converts {before} to {gives} by {record.conversion}"
+        elif node.args[1:] != (row.name, *_placement(source, before, gives)):
+            yield f"{site(node)} converts {before} to {gives} with arguments {node.args[1:]}"
+        size = _padded_size(source, before, gives, table.padding.degree)
         if node.kwargs.get("size", 0) != size or (size and row is not None and row.name == "s_to_s"):
             yield f"{site(node)} converts a dim of {size} that is padded with size {node.kwargs.get('size', 0)}"
-        if not (note(source).tp.is_chunked and record.tp.is_chunked):
-            yield f"{site(node)} converts {note(source).tp} to {record.tp}: not both are chunks"
+        if not (before.is_chunked and gives.is_chunked):
+            yield f"{site(node)} converts {before} to {gives}: not both are chunks"
         return
     if node.target in markers.MARKERS:
         return
     read = [_origin(one) for one in operands(node)]
-    types = dict(zip(read, (note(one).tp for one in operands(node)), strict=True))
-    if not _is_row(node, types, axes, padding, sharing):
+    types = dict(zip(read, map(table.of, operands(node)), strict=True))
+    if not _is_row(node, types, table):
         shown = ", ".join(f"{one.name}: {kind}" for one, kind in types.items())
-        yield f"{site(node)} maps ({shown}) to {record.tp}, which no rule allows"
+        yield f"{site(node)} maps ({shown}) to {gives}, which no rule allows"
 
 
-def _is_row(node: Node, types: dict[Node, ValueType], axes: Axes, padding: Padding, sharing: Sharing) -> bool:
-    gives = note(node).tp
+def _is_row(node: Node, types: dict[Node, ValueType], table: _Table) -> bool:
+    gives, axes = table.of(node), table.axes
 
     def rest_is_whole(taken: set[Node], kinds: tuple[ValueType, ...]) -> bool:
         """Operands outside of `taken` are whole; one without a gradient may be I wherever R is asked for."""
@@ -213,8 +238,8 @@ def _is_row(node: Node, types: dict[Node, ValueType], axes: Axes, padding: Paddi
     for group in linear_groups_of(node, types):
         if gives == P and all(types[one] == P for one in group) and rest_is_whole(set(group), (R,)):
             return True
-    whole = [letter for letter in axes.letters(node) if padding.divides(node, letter)]
-    for letter in whole + sharing.letters(node):
+    whole = [letter for letter in axes.letters(node) if table.padding.divides(node, letter)]
+    for letter in whole + table.sharing.letters(node):
         carried = all(types.get(one) == letter.needs(one) for one in letter.places)
         expected = letter.gives or (I if letter.form in NO_COLLECTIVE_FORMS else P)
         taken = set(letter.places)

@@ -21,8 +21,9 @@ from torch.fx import Graph, Node
 
 from autoptd.errors import InternalError, PlanError
 from autoptd.ir.machine import Machine
+from autoptd.ir.mesh import Mesh
 from autoptd.ir.notes import is_tensor, note, op_name, output
-from autoptd.passes.localize import Sizes
+from autoptd.ir.sizes import Sizes
 from autoptd.passes.ops.costs import flops, local_payload, rank_seconds
 from autoptd.passes.stages.balance import Cuts, Finish, Line, Value, evaluate, least_memory, place
 from autoptd.passes.stages.crossing import is_never_computed_again, place_values
@@ -75,7 +76,7 @@ def cut(
     cuts, why = chooser.choose() if wanted is None else chooser.follow(wanted)
     bounds = [-1, *cuts.chosen, len(backbone) - 1]
     home = {node: k for k, (a, b) in enumerate(pairwise(bounds)) for node in backbone[a + 1 : b + 1]}
-    place_values(graph, home, sizes.t, machine)
+    place_values(graph, home, sizes.mesh, machine)
     if wanted is not None:
         _check_pinned(backbone, len(ranks))
     check_cut(graph, len(ranks))
@@ -107,10 +108,10 @@ class _Chooser:
         main_grads: bool,
     ) -> None:
         self.ranks, self.machine, self.live, self.finish = ranks, machine, live, finish
-        self.points = _find_points(backbone, sizes.t)
+        self.points = _find_points(backbone, sizes.mesh)
         held = count_bytes(graph, backbone, sizes, main_grads)
         self.line = Line(
-            [rank_seconds(node, sizes.t, machine) / _trace_factor(node, sizes) for node in backbone],
+            [rank_seconds(node, sizes.mesh, machine) / _trace_factor(node, sizes) for node in backbone],
             [point.at for point in self.points],
             _values(backbone, sizes, machine),
             held.kept,
@@ -182,7 +183,7 @@ def _gib(nbytes: float) -> str:
 
 def _trace_factor(node: Node, sizes: Sizes) -> int:
     """How much more of a value the trace saw than a microbatch has."""
-    return sizes.rows_divisor if note(node).batch.kind in "SP" else 1
+    return sizes.rows_divisor if note(node).layout.batch.kind in "SP" else 1
 
 
 def _values(backbone: list[Node], sizes: Sizes, machine: Machine) -> list[Value]:
@@ -192,7 +193,7 @@ def _values(backbone: list[Node], sizes: Sizes, machine: Machine) -> list[Value]
     for i, node in enumerate(backbone):
         reads = tuple(sorted(order[user] for user in node.users if user in order))
         if reads and is_tensor(node):
-            once = local_payload(node, sizes.t) / _trace_factor(node, sizes) / machine.link_bandwidth
+            once = local_payload(node, sizes.mesh) / _trace_factor(node, sizes) / machine.link_bandwidth
             values.append(Value(i, reads, (1 + note(node).needs_grad) * once))
     return values
 
@@ -215,7 +216,7 @@ def find_backbone(graph: Graph) -> list[Node]:
     return found
 
 
-def _find_points(backbone: list[Node], t: int) -> list[Point]:
+def _find_points(backbone: list[Node], mesh: Mesh) -> list[Point]:
     """Where the backbone can be cut, ascending; between two GEMMs at most two points: inside a layer and between layers."""
     order = {node: i for i, node in enumerate(backbone)}
     last_use = [
@@ -231,19 +232,19 @@ def _find_points(backbone: list[Node], t: int) -> list[Point]:
         if not gemms or not gemms[0] <= i < gemms[-1] or not all(is_tensor(backbone[j]) for j in alive):
             continue
         between = layer_of(note(backbone[i]).module) != layer_of(note(backbone[i + 1]).module)
-        found = Point(i, sum(local_payload(backbone[j], t) for j in alive), between)
+        found = Point(i, sum(local_payload(backbone[j], mesh) for j in alive), between)
         key = (before, between)
         if key not in best or found.nbytes < best[key].nbytes:
             best[key] = found
     points = sorted(best.values(), key=lambda point: point.at)
-    same = [pair for pair in pairwise(points) if _is_idle(backbone[pair[0].at + 1 : pair[1].at + 1], t)]
+    same = [pair for pair in pairwise(points) if _is_idle(backbone[pair[0].at + 1 : pair[1].at + 1], mesh)]
     dropped = [a if b.between_layers else b for a, b in same]
     return [point for point in points if point not in dropped]
 
 
-def _is_idle(operators: list[Node], t: int) -> bool:
+def _is_idle(operators: list[Node], mesh: Mesh) -> bool:
     """Whether a stage of these would have nothing to do: views are computed where they are read."""
-    return not any(rank_seconds(node, t, Machine()) for node in operators)
+    return not any(rank_seconds(node, mesh, Machine()) for node in operators)
 
 
 def check_cut(graph: Graph, num_stages: int) -> None:

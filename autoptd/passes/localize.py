@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,46 +20,11 @@ from torch.fx.node import map_arg
 from autoptd.compat import FakeTensorMode
 from autoptd.errors import InternalError
 from autoptd.ir import markers
-from autoptd.ir.notes import note, op_name, ops, shape, site, tensor, value
-from autoptd.ir.types import S, outer_size, padded_size, shard_size
+from autoptd.ir.layout import BATCH
+from autoptd.ir.notes import converted_types, note, op_name, ops, shape, site, tensor, value
+from autoptd.ir.sizes import Sizes, local_shapes
+from autoptd.ir.types import I, S, ValueType, outer_size, padded_size
 from autoptd.passes.ops.dim_links import argument, operands
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """`t` tensor ranks; the trace saw `traced_rows` rows, a microbatch has `rows`, a step `pieces` microbatches in all."""
-
-    t: int
-    traced_rows: int
-    rows: int
-    pieces: int
-
-    @property
-    def rows_divisor(self) -> int:
-        return self.traced_rows // self.rows
-
-    @property
-    def global_rows(self) -> int:
-        return self.rows * self.pieces
-
-
-def local_shapes(node: Node, sizes: Sizes) -> list[tuple[int, ...]]:
-    """Local shape of each piece of a node's value (one, for a tensor)."""
-    found = value(node)
-    pieces = found if isinstance(found, (tuple, list)) else [found]
-    return [tuple(_local_size(node, dim, int(size), sizes) for dim, size in enumerate(one.shape)) for one in pieces]
-
-
-def local_shape(node: Node, sizes: Sizes) -> tuple[int, ...]:
-    """Local shape of a node's (first) value."""
-    return local_shapes(node, sizes)[0]
-
-
-def _local_size(node: Node, dim: int, size: int, sizes: Sizes) -> int:
-    record = note(node)
-    if record.batch.kind == "S" and record.batch.dim == dim:
-        size //= sizes.rows_divisor
-    return shard_size(size, math.prod(n for (at, _), n in record.tp.cuts(sizes.t).items() if at == dim))
 
 
 def localize(graph: Graph, sizes: Sizes) -> int:
@@ -68,16 +32,17 @@ def localize(graph: Graph, sizes: Sizes) -> int:
     totals: Counter[int] = Counter()  # per stage: a loss of an early exit need not be in the last one
     for node in list(ops(graph)):
         record, name = note(node), op_name(node)
-        if record.form == "vocab_embedding":
+        forms = record.forms.values()
+        if "vocab_embedding" in forms:
             weight, ids = node.args[0], node.args[1]
             node.target, node.args, node.kwargs = (
                 markers.vocab_embedding,
                 (ids, weight, argument(node, 2, "padding_idx", -1)),
-                {"size": padded_size(note(weight).dims, S(0, 0), sizes.t)},
+                {"size": _vocabulary(node, weight, S(0, 0), sizes)},
             )
-        elif name == "aten.cross_entropy_loss" and (record.form or record.batch_form):
+        elif name == "aten.cross_entropy_loss" and forms:
             _local_cross_entropy(node, totals, sizes)
-        elif name == "aten.mean" and "mean" in (record.form, record.batch_form):
+        elif name == "aten.mean" and "mean" in forms:
             _local_mean(node, sizes)
         elif name == "aten.dropout":
             _local_dropout(node, sizes)
@@ -98,7 +63,7 @@ def _local_cross_entropy(node: Node, totals: Counter[int], sizes: Sizes) -> None
     record, read = note(node), operands(node)
     reduction = ("none", "mean", "sum")[argument(node, 3, "reduction", 1)]
     total = -1
-    if reduction == "mean" and "token_loss" in (record.form, record.batch_form):
+    if reduction == "mean" and "token_loss" in record.forms.values():
         stage = min(record.stages, default=0)
         reduction, total = "sum", totals[stage]
         totals[stage] += 1
@@ -106,8 +71,8 @@ def _local_cross_entropy(node: Node, totals: Counter[int], sizes: Sizes) -> None
         "reduction": reduction,
         "ignore_index": argument(node, 4, "ignore_index", -100),
         "label_smoothing": argument(node, 5, "label_smoothing", 0.0),
-        "vocab": record.form == "vocab_cross_entropy",
-        "size": padded_size(note(read[0]).dims, note(read[0]).tp, sizes.t) if record.form else 0,
+        "vocab": "vocab_cross_entropy" in record.forms.values(),
+        "size": _vocabulary(node, read[0], None, sizes),
         "total": total,
     }
     node.target, node.args, node.kwargs = (
@@ -117,12 +82,24 @@ def _local_cross_entropy(node: Node, totals: Counter[int], sizes: Sizes) -> None
     )
 
 
+def _vocabulary(node: Node, table: Node, kind: ValueType | None, sizes: Sizes) -> int:
+    """Size of the dim that the axis of a mesh pads which splits `node` by its vocabulary; 0 where nothing is padded.
+
+    `kind` is what the axis does to `table`, by default its type.
+    """
+    axis = next((axis for axis, form in note(node).forms.items() if axis != BATCH and form), None)
+    if axis is None:
+        return 0
+    note(node).axis = axis
+    return padded_size(note(table).dims, kind or note(table).layout[axis], sizes.mesh.degree(axis))
+
+
 def _local_mean(node: Node, sizes: Sizes) -> None:
     x = operands(node)[0]
     dims = argument(node, 1, "dim")
     dims = [d % tensor(x).dim() for d in dims] if dims else list(range(tensor(x).dim()))
     count = math.prod(shape(x)[d] for d in dims)
-    if note(x).batch.kind == "S" and note(x).batch.dim in dims:
+    if note(x).layout.batch.kind == "S" and note(x).layout.batch.dim in dims:
         count = count // sizes.traced_rows * sizes.global_rows
     node.target, node.args, node.kwargs = markers.mean, (x, dims, bool(argument(node, 2, "keepdim", False)), count), {}
 
@@ -131,24 +108,27 @@ def _local_dropout(node: Node, sizes: Sizes) -> None:
     """The mask is numbered in the global value: say where in the local one the rows of the batch and the shards lie."""
     record = note(node)
     rows, dims = record.extra["rows"], [list(atoms) for atoms in record.dims]
-    for kind, divisor in ((record.batch, sizes.rows_divisor), (record.tp, sizes.t)):
-        if kind.kind == "S" and dims[kind.dim]:
-            for (dim, atom), pieces in kind.cuts(divisor).items():
-                dims[dim][atom] //= pieces
-    batch, shard = ((one.dim, outer_size(dims, one)) if one.kind == "S" else None for one in (rows, record.tp))
+    of_batch = ((*place, pieces) for place, pieces in record.layout.batch.cuts(sizes.rows_divisor).items())
+    for dim, atom, pieces in (*of_batch, *record.layout.cuts(sizes.mesh)):
+        if dims[dim]:
+            dims[dim][atom] //= pieces
+    split = record.layout.shard
+    record.axis = split[0] if split else ""
+    kinds = (rows, split[1] if split else I)
+    batch, shard = ((kind.dim, outer_size(dims, kind)) if kind.kind == "S" else None for kind in kinds)
     node.target, node.args = markers.dropout, (node.args[0], node.args[1], record.extra["site"], batch, shard)
 
 
 def _local_placement(node: Node, sizes: Sizes) -> None:
     """Where shards lie in a dim that carries the batch before them: a microbatch may have fewer rows than the trace."""
-    record, batch = note(node), note(node).batch
+    record, batch = note(node), note(node).layout.batch
     if batch.kind != "S" or sizes.rows_divisor == 1:
         return
     dims = [list(atoms) for atoms in record.dims]
     if dims[batch.dim]:
         dims[batch.dim][batch.atom] //= sizes.rows_divisor
     source, name = node.args[:2]
-    kinds = [kind for kind in (note(source).tp, record.tp) if kind.kind == "S"]  # type: ignore[arg-type]
+    kinds = [kind for kind in converted_types(node) if kind.kind == "S"]
     node.args = (source, name, *(number for kind in kinds for number in (kind.dim, outer_size(dims, kind))))
 
 
@@ -272,4 +252,4 @@ def _local_result(node: Node) -> list[tuple[int, ...]] | str:
     return [tuple(one.shape) for one in (made if isinstance(made, (tuple, list)) else [made])]
 
 
-__all__ = ["Sizes", "check_local", "local_shapes", "localize"]
+__all__ = ["check_local", "localize"]

@@ -14,10 +14,11 @@ from torch.fx import Graph, Node
 
 from autoptd.ir.machine import Machine
 from autoptd.ir.markers import convert
-from autoptd.ir.notes import note, ops, payload, placeholders, shape, tensor
+from autoptd.ir.mesh import Mesh
+from autoptd.ir.notes import converted_types, note, ops, payload, placeholders, shape, tensor
+from autoptd.ir.sizes import Sizes, local_shape
 from autoptd.ir.types import CONVERSIONS
 from autoptd.passes.hook_gemms import gather_again
-from autoptd.passes.localize import Sizes, local_shape
 from autoptd.passes.ops.costs import collective_seconds, flops, local_payload, rank_seconds
 from autoptd.passes.stages.memory import read_from_outside, saved_bytes
 from autoptd.program.calls import LOCAL_KINDS, wire_bytes
@@ -26,39 +27,41 @@ from autoptd.program.weighed import Weight
 
 def weigh(graph: Graph, sizes: Sizes, machine: Machine) -> Weight:
     """Return what the plan takes on `machine`."""
-    t, share = sizes.t, sizes.rows / sizes.traced_rows  # what a microbatch is of the trace
-    seconds = sum(_seconds(node, t, machine) for node in ops(graph))
-    calls: list[tuple[str, int]] = []
+    mesh, share = sizes.mesh, sizes.rows / sizes.traced_rows  # what a microbatch is of the trace
+    seconds = sum(_seconds(node, mesh, machine) for node in ops(graph))
+    calls: list[tuple[str, int, int]] = []
     for node in ops(graph):
         if node.target is convert:
-            row = CONVERSIONS[note(node.args[0]).tp.kind, note(node).tp.kind]  # type: ignore[arg-type]
+            source, target = converted_types(node)
+            row = CONVERSIONS[source.kind, target.kind]
             kinds = [row.forward, row.backward if note(node).needs_grad else "none"]
             if gather_again(node):
                 kinds.append("all-gather")
-                seconds += collective_seconds("all-gather", payload(node), t, machine)
-            calls += [(kind, payload(node)) for kind in kinds if kind not in LOCAL_KINDS]
+                seconds += collective_seconds("all-gather", payload(node), mesh.degree(note(node).axis), machine)
+            degree = mesh.degree(note(node).axis)
+            calls += [(kind, payload(node), degree) for kind in kinds if kind not in LOCAL_KINDS]
     params = list(placeholders(graph, "param"))
     held = [(math.prod(local_shape(one, sizes)), tensor(one).element_size()) for one in params]
     return Weight(
         seconds=seconds * share,
-        sent_bytes=round(sum(wire_bytes(kind, nbytes, t) for kind, nbytes in calls) * share),
+        sent_bytes=round(sum(wire_bytes(*call) for call in calls) * share),
         collectives=len(calls),
         parameters=sum(count for count, _ in held),
         parameter_bytes=sum(count * itemsize for count, itemsize in held),
-        least_parameters=sum(math.prod(shape(one)) for one in params) // t,
+        least_parameters=sum(math.prod(shape(one)) for one in params) // mesh.t,
         saved_bytes=round(saved_bytes(graph, sizes)),
     )
 
 
-def _seconds(node: Node, t: int, machine: Machine) -> float:
+def _seconds(node: Node, mesh: Mesh, machine: Machine) -> float:
     """Seconds of an operator, forward and backward; what is inside of a fused one moves nothing."""
     record = note(node)
     if record.extra.get("inner") and not flops(node):
         return 0.0
     if record.extra.get("fused", "").startswith("part of") and not flops(node):
-        moved = sum(local_payload(one, t) for one in [node, *read_from_outside(node)])
+        moved = sum(local_payload(one, mesh) for one in [node, *read_from_outside(node)])
         return 3 * moved / machine.memory_bandwidth
-    return rank_seconds(node, t, machine)
+    return rank_seconds(node, mesh, machine)
 
 
 __all__ = ["weigh"]

@@ -29,7 +29,9 @@ from autoptd.compat import gather_into
 from autoptd.errors import PlanError
 
 Record = dict[str, Any]
-SECONDS = 0.2  # for which a thing is repeated
+# Of calls that are timed as one, at least: the wait at their end is then nothing, and a GPU draws the power of real work.
+SECONDS = 0.05
+RUNS = 5
 SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 24)  # bytes of a collective's or message's buffer
 SIDES = {"cpu": (256, 512, 1024), "cuda": (2048, 4096, 8192)}  # of products
 SOFTWARE = {"cpu": "autoptd-cpu", "cuda": "autoptd"}  # of software.toml
@@ -68,7 +70,8 @@ def measure_compute(device: str) -> Record:
     """Products, copies, and what starting a small operator takes, on one device with one thread."""
     rate, ramp = fit_products(time_products(device, torch.bfloat16 if device == "cuda" else torch.float32))
     rate_32 = rate if device == "cpu" else fit_products(time_products(device, torch.float32))[0]
-    large = torch.empty(1 << (24 if device == "cpu" else 28), device=device)
+    # Written once: a CPU would read memory that nobody wrote from one page of zeros, in its cache.
+    large = torch.randn(1 << (24 if device == "cpu" else 28), device=device)
     other, small = torch.empty_like(large), torch.zeros(8, device=device)
     copied = 2 * large.numel() * large.element_size() / seconds_of(lambda: other.copy_(large), device)
     return {
@@ -83,11 +86,11 @@ def measure_compute(device: str) -> Record:
 
 
 def time_products(device: str, dtype: torch.dtype) -> list[tuple[int, int, float]]:
-    """(multiply-adds, k, seconds) of products [side, k] x [k, side]."""
+    """(multiply-adds, k, seconds) of products [side, k] x [k, side] of random numbers: ones draw less power, and run faster."""
     found = []
     for side in SIDES[device]:
         for k in DEPTHS[device]:
-            a, b = torch.ones(side, k, device=device, dtype=dtype), torch.ones(k, side, device=device, dtype=dtype)
+            a, b = (torch.randn(shape, device=device, dtype=dtype) for shape in ((side, k), (k, side)))
             found.append((side * side * k, k, seconds_of(lambda a=a, b=b: a @ b, device)))  # type: ignore[misc]
     return found
 
@@ -170,10 +173,10 @@ def repeated(call: Callable[[], Any], device: str, meet: Callable[[], Any], time
     found = []
     for _ in range(times + 2):
         meet()
+        _sync(device)
         start = time.perf_counter()
         call()
-        if device == "cuda":
-            torch.cuda.synchronize()
+        _sync(device)
         found.append(time.perf_counter() - start)
     return found[2:]
 
@@ -182,16 +185,24 @@ def seconds_of(call: Callable[[], Any], device: str) -> float:
     """Seconds of one call: of several runs of many calls, the fastest; what else runs on the machine only adds."""
 
     def run(times: int) -> float:
+        _sync(device)
         start = time.perf_counter()
         for _ in range(times):
             call()
-        if device == "cuda":
-            torch.cuda.synchronize()
+        _sync(device)
         return time.perf_counter() - start
 
     run(2)
-    times = max(1, int(SECONDS / 5 / max(run(1), 1e-7)))
-    return min(run(times) for _ in range(5)) / times
+    times = 1
+    while (took := run(times)) < SECONDS:
+        times = max(2 * times, int(1.2 * times * SECONDS / max(took, 1e-7)))
+    return min(run(times) for _ in range(RUNS)) / times
+
+
+def _sync(device: str) -> None:
+    """Wait for what was started: kernels run on their own."""
+    if device == "cuda":
+        torch.cuda.synchronize()
 
 
 def memory_bytes(device: str, ranks: int) -> float:

@@ -152,7 +152,7 @@ class _Reader:
 
     def optimizer(self, rank: int) -> float:
         nbytes = sum(
-            spec.local_bytes(self.program.mesh.t)
+            spec.local_bytes(self.program.mesh)
             for spec in self.program.params
             if spec.requires_grad and rank in spec.owners(ranks_of_stages(self.program.orders))
         )
@@ -184,7 +184,7 @@ def _precision(program: Program) -> str:
     bytes_of: dict[str, int] = {}
     for spec in program.params:
         name = PRECISIONS.get(str(spec.dtype), "fp32")
-        bytes_of[name] = bytes_of.get(name, 0) + spec.local_bytes(program.mesh.t)
+        bytes_of[name] = bytes_of.get(name, 0) + spec.local_bytes(program.mesh)
     return max(bytes_of, key=lambda name: (bytes_of[name], name))
 
 

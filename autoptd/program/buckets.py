@@ -64,13 +64,14 @@ class BucketPlan:
         """What errors and records call its sum over the owners."""
         return self.site.replace(GRADIENTS, TIED, 1)
 
-    def nbytes(self, t: int) -> int:
-        return sum(spec.grad_bytes(t) for spec in self.params)
+    def nbytes(self, mesh: Mesh) -> int:
+        return sum(spec.grad_bytes(mesh) for spec in self.params)
 
 
-def reduction_axes(spec: ParamSpec) -> tuple[str, ...]:
+def reduction_axes(spec: ParamSpec, mesh: Mesh) -> tuple[str, ...]:
     """Mesh axes over which the gradient of a parameter is a partial sum, in the order of summing (the table above)."""
-    return ("dp", "tp") if spec.type.kind == "R" or spec.type.copies > 1 else ("dp",)
+    pending = [axis for axis, kind in spec.layout.over_mesh if kind.kind == "R" or kind.copies > 1]
+    return (*mesh.batch_axes, *pending)
 
 
 def plan_buckets(
@@ -98,10 +99,10 @@ def plan_buckets(
         if not spec.requires_grad or pp not in owners:
             continue
         # Tied ones are not grouped by `closes`, which differs from owner to owner.
-        axes = tuple(axis for axis in reduction_axes(spec) if mesh.degree(axis) > 1)
+        axes = tuple(axis for axis in reduction_axes(spec, mesh) if mesh.degree(axis) > 1)
         key = (axes, owners, spec.sum_dtype, closes(spec) if len(owners) == 1 else -1)
         lists = runs.setdefault(key, [[]])
-        if lists[-1] and sum(one.grad_bytes(mesh.t) for one in [*lists[-1], spec]) > bucket_bytes:
+        if lists[-1] and sum(one.grad_bytes(mesh) for one in [*lists[-1], spec]) > bucket_bytes:
             lists.append([])
         lists[-1].append(spec)
     plans = [

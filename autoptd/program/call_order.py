@@ -114,7 +114,7 @@ def _calls_in_actions(collectives: Sequence[Collective]) -> dict[tuple[int, str]
 def _calls_between_rows(plans: Sequence[BucketPlan], mesh: Mesh) -> list[RowCall]:
     """What a row makes with others, after its last action: sums over owners in the order of the program, then the loss."""
     tied = sorted((plan for plan in plans if len(plan.owners) > 1), key=lambda plan: plan.number)
-    sums = [RowCall(plan.owners, plan.tied_site, plan.nbytes(mesh.t)) for plan in tied]
+    sums = [RowCall(plan.owners, plan.tied_site, plan.nbytes(mesh)) for plan in tied]
     return [*sums, RowCall(tuple(range(mesh.p)), "loss", 8)]
 
 

@@ -30,11 +30,12 @@ from autoptd.ir.actions import Action, Orders, format_orders, parse_orders, rank
 from autoptd.ir.buffers import digest
 from autoptd.ir.fallback import Fallback
 from autoptd.ir.fusion import Fusion
+from autoptd.ir.layout import Layout
 from autoptd.ir.mesh import Mesh
-from autoptd.ir.types import Dims, Outer, Segmented, ValueType, local_shape, outer_size, padded_size, type_text
+from autoptd.ir.types import Dims, Outer, Segmented, ValueType, outer_size, padded_size, placement
 from autoptd.program.costs import Costs, read_costs, tupled
 
-VERSION = 5
+VERSION = 6
 GATHER = "gather"  # the conversion of a `Collective` that puts a scattered parcel together
 
 
@@ -67,7 +68,7 @@ class ParamSpec:
     dtype: str
     requires_grad: bool
     stages: tuple[int, ...]
-    type: ValueType
+    layout: Layout
     dims: Dims
     why: str = ""
     adds: tuple[int, ...] = ()
@@ -78,37 +79,65 @@ class ParamSpec:
         """The dtype in which gradients add up, over microbatches and over ranks."""
         return self.grad_dtype or self.dtype
 
-    def grad_bytes(self, t: int) -> int:
+    def grad_bytes(self, mesh: Mesh) -> int:
         """Bytes of a rank's part of the gradient, as it is summed: of a piece that ranks share, in its place of the whole."""
-        return math.prod(self.shape if self.type.copies > 1 else self.local_shape(t)) * int(
-            getattr(torch, self.sum_dtype).itemsize
-        )
+        shape = self.shape if self.is_shared else self.local_shape(mesh)
+        return math.prod(shape) * int(getattr(torch, self.sum_dtype).itemsize)
 
     def adds_in(self, stage: int) -> int:
         return self.adds[self.stages.index(stage)] if self.adds else 1
 
     @property
+    def shard(self) -> tuple[str, ValueType] | None:
+        """The axis of the mesh along which a rank owns a part, and the type; None where every rank owns all of it."""
+        return self.layout.shard
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether several ranks of the axis that cuts it hold the same piece."""
+        return self.shard is not None and self.shard[1].copies > 1
+
+    @property
+    def kind(self) -> str:
+        """The letter of its type: S if an axis cuts it, R if its gradient is a partial sum over one, else I."""
+        return "S" if self.shard else "R" if self.layout.over_mesh else "I"
+
+    @property
     def outer(self) -> Outer:
-        """A rank owns one contiguous chunk of each of `outer` blocks of dim `type.dim` (S only)."""
-        return outer_size(self.dims, self.type)
+        """A rank owns one contiguous chunk of each of `outer` blocks of the dim that is cut (S only)."""
+        return outer_size(self.dims, self._cut)
+
+    @property
+    def cut_dim(self) -> int:
+        """The dim that is cut (S only)."""
+        return self._cut.dim
+
+    @property
+    def _cut(self) -> ValueType:
+        assert self.shard is not None, f"{self.name} is whole"
+        return self.shard[1]
 
     def owners(self, ranks: Sequence[int]) -> tuple[int, ...]:
         """Pipeline ranks that hold a copy, ascending; `ranks` are those of all stages."""
         return tuple(sorted({ranks[stage] for stage in self.stages}))
 
-    def local_bytes(self, t: int) -> int:
+    def local_bytes(self, mesh: Mesh) -> int:
         """Bytes of one rank's part."""
-        return math.prod(self.local_shape(t)) * int(getattr(torch, self.dtype).itemsize)
+        return math.prod(self.local_shape(mesh)) * int(getattr(torch, self.dtype).itemsize)
 
-    def padded_size(self, t: int) -> int:
-        """Rows of a dim that t does not divide, of which the last ranks hold zeros instead; 0 where nothing is padded."""
-        return padded_size(self.dims, self.type, t)
+    def padded_size(self, mesh: Mesh) -> int:
+        """Rows of a dim that the ranks do not divide, of which the last ones hold zeros instead; 0 where nothing is padded."""
+        return padded_size(self.dims, self.shard[1], mesh.degree(self.shard[0])) if self.shard else 0
 
-    def local_shape(self, t: int) -> tuple[int, ...]:
-        return local_shape(self.dims, self.type, t) if self.type.kind == "S" else self.shape
+    def local_shape(self, mesh: Mesh) -> tuple[int, ...]:
+        return self.layout.local_shape(self.dims, mesh) if self.shard else self.shape
+
+    def placement(self, mesh: Mesh) -> tuple[object, ...]:
+        """Where its elements lie on the ranks, whatever atoms its dims are written in: () where each has all."""
+        return placement(self.dims, self.shard[1], mesh.degree(self.shard[0])) if self.shard else ()
 
     def type_text(self) -> str:
-        return type_text(self.type, self.dims, "tp")
+        return self.layout.text(self.dims)
 
 
 @dataclass(frozen=True)
@@ -405,7 +434,8 @@ def _param(record: dict[str, Any]) -> ParamSpec:
     record = tupled(record)
     every = record.pop("dims")
     dims = tuple(tuple(Segmented(one) if isinstance(one, list) else one for one in atoms) for atoms in every)
-    return ParamSpec(**{**record, "type": ValueType(**tupled(record["type"])), "dims": dims})
+    types = {axis: ValueType(**tupled(kind)) for axis, kind in record["layout"]["types"]}
+    return ParamSpec(**{**record, "layout": Layout(types), "dims": dims})
 
 
 __all__ = [

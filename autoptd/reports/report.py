@@ -100,6 +100,7 @@ def _summary(program: Program, one: Summary) -> str:
                 "microbatches in flight, at the fullest moment of the simulated schedule. Allocator, libraries and "
                 "communicators come on top."
             ),
+            *map(paragraph, one.remarks),
             heading("What a rank sends in a step"),
             table(("over", "calls", "bytes", "links", "alone takes", "most on pipeline rank"), sent, (1, 2, 4, 5))
             if sent
@@ -131,7 +132,7 @@ def _stages(program: Program, summary: Summary) -> str:
     rows = []
     for stage in range(len(program.stages)):
         wanted = set(program.stages[stage].params)
-        held = [math.prod(one.local_shape(program.mesh.t)) for one in program.params if one.name in wanted]
+        held = [math.prod(one.local_shape(program.mesh)) for one in program.params if one.name in wanted]
         sent = sum(one.sent_bytes for one in program.parcels if one.source == stage)
         rows.append(
             (
@@ -190,7 +191,7 @@ def _module(program: Program, name: str) -> str:
         (
             one.name.rpartition(".")[2],
             _shape(one.shape),
-            _shape(one.local_shape(program.mesh.t)),
+            _shape(one.local_shape(program.mesh)),
             one.type_text(),
             ", ".join(one.aliases[1:]),
             one.why,

@@ -69,7 +69,8 @@ class Traffic:
 @dataclass(frozen=True)
 class Summary:
     """See the module's docstring; `step_seconds` is the simulated pipeline, `bubble` idle over ideal time (SC'21, 2.2),
-    `weighed` the plan over tp beside those that are known (`program/weighed.py`), where it was chosen freely.
+    `weighed` the plan over tp beside those that are known (`program/weighed.py`), where it was chosen freely; `remarks`
+    what one should know before training.
     """
 
     mesh: Mesh
@@ -86,6 +87,7 @@ class Summary:
     step_seconds: float
     bubble: float
     weighed: dict[str, Any] | None = None
+    remarks: tuple[str, ...] = ()
 
     @property
     def idle_seconds(self) -> float:
@@ -122,11 +124,25 @@ def summarize(program: Program) -> Summary:
         step_seconds=run.length,
         bubble=run.bubble,
         weighed=program.plan.get("weighed"),
+        remarks=tuple(_remarks(program)),
     )
 
 
+def _remarks(program: Program) -> Iterator[str]:
+    """What is trained in 16 bits has no float32 copy: torch's optimizers step the parameter itself."""
+    narrow = {one.dtype for one in program.params if one.requires_grad and _itemsize(one.dtype) == 2}
+    for dtype in sorted(narrow):
+        lost = round(
+            4 / torch.finfo(getattr(torch, dtype)).eps
+        )  # of less than half a unit in the last place, nothing stays
+        yield (
+            f"{dtype} parameters are stepped as they are, with moments in {dtype}: an update of less than 1/{lost} of a weight "
+            "is lost. Train in float32, or keep float32 copies of the parameters, step those, and copy them back."
+        )
+
+
 def _rank(program: Program, pp: int, activations: int, seconds: float) -> RankCosts:
-    t, costs = program.mesh.t, program.costs
+    costs = program.costs
     held = [one for one in program.params if pp in one.owners(program.ranks)]
     trained = [one for one in held if one.requires_grad]
     stages = tuple(stage for stage, rank in enumerate(program.ranks) if rank == pp)
@@ -135,11 +151,11 @@ def _rank(program: Program, pp: int, activations: int, seconds: float) -> RankCo
     return RankCosts(
         pp,
         stages,
-        parameters=sum(math.prod(one.local_shape(t)) for one in held),
-        parameter_bytes=sum(one.local_bytes(t) for one in held),
-        gradient_bytes=sum(one.local_bytes(t) for one in trained)
-        + sum(one.local_bytes(t) // _itemsize(one.dtype) * _itemsize(one.grad_dtype) for one in extra),
-        optimizer_bytes=2 * sum(one.local_bytes(t) for one in trained),
+        parameters=sum(math.prod(one.local_shape(program.mesh)) for one in held),
+        parameter_bytes=sum(one.local_bytes(program.mesh) for one in held),
+        gradient_bytes=sum(one.local_bytes(program.mesh) for one in trained)
+        + sum(one.local_bytes(program.mesh) // _itemsize(one.dtype) * _itemsize(one.grad_dtype) for one in extra),
+        optimizer_bytes=2 * sum(one.local_bytes(program.mesh) for one in trained),
         activation_bytes=activations,
         flops=flops * program.num_microbatches,
         seconds=seconds,
@@ -191,6 +207,7 @@ def _lines(one: Summary) -> Iterator[str]:
         ("pipeline rank", "stages", "parameters", "bytes", "gradients", "optimizer", "activations", "total"),
         [_memory_row(first, last) for first, last in _runs(one.ranks)],
     )
+    yield from one.remarks
     yield ""
     yield "Sent by one rank in a step"
     rows: list[tuple[str, ...]] = [

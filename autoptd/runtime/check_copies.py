@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from autoptd.errors import RuntimeFault
+from autoptd.ir.mesh import Role
 from autoptd.program.program import ParamSpec
 from autoptd.runtime.check_batch import agree_on_largest, merge_over_ranks
 from autoptd.runtime.fingerprint import fingerprint_of
@@ -48,15 +49,18 @@ def check_copies(params: RankParameters, step: int) -> None:
 
 def _comparisons(params: RankParameters) -> Iterator[tuple[Group, list[ParamSpec], int]]:
     """(group, parameters, how many consecutive ranks of the group hold the same of them), in one order on all ranks."""
-    world, t = params.world, params.world.mesh.t
+    world, mesh = params.world, params.world.mesh
     local = [spec for spec in params.specs if spec.name in params.local]
-    yield world.group(("dp",)), local, world.mesh.d
+    for axis in mesh.batch_axes:
+        yield world.group((axis,)), local, mesh.degree(axis)
     # An I is updated by each rank for itself; on CUDA, operators whose sums have no fixed order let such copies
     # differ in the last bits.
     kinds = "R" if world.device.type == "cuda" else "IR"
-    yield world.group(("tp",)), [spec for spec in local if spec.type.kind in kinds], t
-    for copies in sorted({spec.type.copies for spec in local if spec.type.kind == "S"} - {1}):
-        yield world.group(("tp",)), [spec for spec in local if spec.type.copies == copies], copies
+    for axis in mesh.axes_of(Role.VALUES):
+        type_of = {spec: spec.layout[axis] for spec in local}
+        yield world.group((axis,)), [spec for spec, kind in type_of.items() if kind.kind in kinds], mesh.degree(axis)
+        for copies in sorted({kind.copies for kind in type_of.values() if kind.kind == "S"} - {1}):
+            yield world.group((axis,)), [spec for spec, kind in type_of.items() if kind.copies == copies], copies
     homes = {spec.name: owners(params.program, spec) for spec in local}
     for ranks in sorted({one for one in homes.values() if len(one) > 1}):
         yield world.owners(ranks), [spec for spec in local if homes[spec.name] == ranks], len(ranks)

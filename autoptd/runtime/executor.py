@@ -158,6 +158,7 @@ class Executor:
             self.gradients.finish()
             loss = self._global_loss()
             bad = self._nan.look(self.steps, loss, self._loss) if nan == "raise" else None
+            self.world.raise_first_fault()  # last of all that waits for the device
             bad_ranks = self._ranks_with_nan(bad.own) if bad else []
         # Every rank has come here, and takes the same way on: nobody is left waiting.
         if bad:
@@ -176,6 +177,7 @@ class Executor:
         with self._guard():
             self._run(microbatches, [one for one in self._order if one[0].kind in FORWARD])
             loss = self._global_loss()
+            self.world.raise_first_fault()
         self.world.at = "between steps"
         return loss
 
@@ -221,6 +223,7 @@ class Executor:
                 self._do[action.kind](action)
             else:
                 self._do_watched(action, self.watch)
+            self.world.mark()
         self.world.at = "end of the pipeline"
         self._messages.finish()
         if any(self._late.values()):
@@ -247,6 +250,7 @@ class Executor:
             counts = [stage.count(**{name: one[name] for name in names}) for one in self._microbatches]
             sums = torch.stack([torch.stack(list(same)).sum().double() for same in zip(*counts, strict=True)])
             sums = self.world.group(("dp",)).all_reduce(sums, "count of labels")
+            self.world.mark()
             dtype = self._loss_dtype or self._seen_dtype
             if self._runs_ahead and dtype is not None:  # the second step or a later one
                 stage.totals = sums.to(wide(dtype)).unbind()

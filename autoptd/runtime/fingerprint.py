@@ -65,15 +65,15 @@ def fingerprint(
 def fingerprint_of(params: RankParameters, spec: ParamSpec) -> torch.Tensor:
     """Return the fingerprint of this rank's part of a parameter; those of all parts add up to that of the whole."""
     x = params.local[spec.name]
-    if spec.type.kind != "S":
+    if not spec.shard:
         return fingerprint(x, spec.name)
-    entries = own_entries(spec, torch.arange(1, spec.shape[spec.type.dim] + 1), 0, params.world) - 1
-    if spec.type.dim == 0:
+    entries = own_entries(spec, torch.arange(1, spec.shape[spec.cut_dim] + 1), 0, params.world) - 1
+    if spec.cut_dim == 0:
         return fingerprint(x, spec.name, rows=entries)
     sizes = spec.shape[1:]
     places = torch.arange(math.prod(sizes)).view(sizes)
-    columns = places.index_select(spec.type.dim - 1, entries.clamp(min=0))
-    width = [-1 if dim == spec.type.dim - 1 else 1 for dim in range(len(sizes))]
+    columns = places.index_select(spec.cut_dim - 1, entries.clamp(min=0))
+    width = [-1 if dim == spec.cut_dim - 1 else 1 for dim in range(len(sizes))]
     return fingerprint(x, spec.name, columns=columns.where(entries.view(width) >= 0, -1).flatten())
 
 

@@ -23,6 +23,7 @@ import torch
 
 from autoptd.compat import set_grad_dtype
 from autoptd.errors import InternalError, PlanError
+from autoptd.ir.mesh import Role
 from autoptd.kernels.forms import wide
 from autoptd.program.buckets import BUCKET_BYTES, BucketPlan, plan_buckets
 from autoptd.program.program import ParamSpec, Program
@@ -72,7 +73,7 @@ class Bucket:
         assert self.pending is not None
         flat = self.owners.all_reduce(self.pending.wait(), self.tied_site)
         exists = self.present if self.owners.size == 1 else self._present_on_owners()
-        shapes = [spec.shape if spec.type.copies > 1 else leaves[spec.name].shape for spec in self.specs]
+        shapes = [spec.shape if spec.is_shared else leaves[spec.name].shape for spec in self.specs]
         pieces = flat.split(list(map(math.prod, shapes)))
         named = zip(self.specs, shapes, pieces, strict=True)
         return {spec.name: self._own(spec, x.view(shape)) for spec, shape, x in named if spec.name in exists}
@@ -86,11 +87,11 @@ class Bucket:
 
     def _spread(self, spec: ParamSpec, grad: torch.Tensor) -> torch.Tensor:
         """What is summed: of a piece that ranks share, the whole with each rank's part of the sum in its place."""
-        return in_place(spec, grad, self.world) if spec.type.copies > 1 else grad
+        return in_place(spec, grad, self.world) if spec.is_shared else grad
 
     def _own(self, spec: ParamSpec, total: torch.Tensor) -> torch.Tensor:
         """This rank's part of the sum."""
-        return shard_of(spec, total, self.world) if spec.type.copies > 1 else total
+        return shard_of(spec, total, self.world) if spec.is_shared else total
 
 
 class Gradients:
@@ -227,15 +228,24 @@ def grad_norm(params: RankParameters) -> torch.Tensor:
     world = params.world
     counted: list[torch.Tensor] = []
     for spec in params.specs:
-        holders = spec.type.copies if spec.type.kind == "S" else world.mesh.t  # of which the first one counts
-        counts = params.is_first_owner(spec) and world.coordinate.tp % holders == 0
+        counts = params.is_first_owner(spec) and is_first_holder(spec, world)
         gradient = params.gradient(spec.name) if counts else None
         if gradient is not None:
             counted.append(gradient)
     total = _sum_of_squares(counted, world.device)
-    for axis in ("tp", "pp"):
+    for axis in (axis for axis in world.mesh.axes if axis not in world.mesh.batch_axes):
         total = world.group((axis,)).all_reduce(total, "gradient norm")
     return total.sqrt()
+
+
+def is_first_holder(spec: ParamSpec, world: World) -> bool:
+    """Whether this rank is the first of those that hold its piece of a parameter, along the axes that cut values."""
+    for axis in world.mesh.axes_of(Role.VALUES):
+        kind = spec.layout[axis]
+        holders = kind.copies if kind.kind == "S" else world.mesh.degree(axis)
+        if world.coordinate[axis] % holders:
+            return False
+    return True
 
 
 @unguarded()

@@ -10,7 +10,6 @@ one interface: `run(what, fn)` calls `fn` on every rank and returns the result o
 from __future__ import annotations
 
 import os
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ import torch.distributed as dist
 from autoptd.errors import InternalError, PlanError, RuntimeFault
 from autoptd.ir.mesh import Mesh
 from autoptd.program.program import Program
+from autoptd.runtime.clocks import clocks_of
 from autoptd.runtime.devices import has_launcher
 from autoptd.runtime.executor import Executor, needs_of
 from autoptd.runtime.guard import unguarded
@@ -87,9 +87,10 @@ class RunningRanks(ABC):
         return self.here[0].world.rank == 0
 
     @contextmanager
-    def timed(self, delays: Delays | None = None, clock: Callable[[], float] = time.perf_counter) -> Iterator[Timeline]:
+    def timed(self, delays: Delays | None = None) -> Iterator[Timeline]:
         """Time what these ranks execute in a `with` block, `delays` added; no rank may be running at either end."""
-        timeline = Timeline([rank.world.rank for rank in self.here], delays, clock)
+        clocks = clocks_of([rank.world.device for rank in self.here])
+        timeline = Timeline({rank.world.rank: clock for rank, clock in zip(self.here, clocks, strict=True)}, delays)
         executors = {one: rank.world.rank for rank in self.here for one in (rank.executor, rank.evaluator)}
         before = {executor: executor.watch for executor in executors}
         for executor, rank in executors.items():
@@ -154,7 +155,9 @@ class ProcessRank(RunningRanks):
     def run(self, what: str, fn: Callable[[Rank], Result]) -> Result:
         self._world.at = what
         with on_device(self._world.device), unguarded():
-            return fn(self.here[0])
+            result = fn(self.here[0])
+            self._world.mark()  # the caller may wait for what was made
+            return result
 
     def close(self) -> None:
         self._world.close()
@@ -226,5 +229,5 @@ def check_same_layout(trained: Program, evaluated: Program) -> None:
     """InternalError unless every parameter of `evaluated` lies where `trained` has it."""
     for spec in evaluated.params:
         home = trained.param(spec.name)
-        if spec.type != home.type or spec.dims != home.dims or not set(spec.stages) <= set(home.stages):
+        if spec.layout != home.layout or spec.dims != home.dims or not set(spec.stages) <= set(home.stages):
             raise InternalError(f"eval_step: {spec.name}", "is laid out differently than in training")

@@ -26,7 +26,7 @@ from autoptd.program.program import ParamSpec
 from autoptd.runtime.elementwise import check_elementwise
 from autoptd.runtime.fused_optimizer import lay_out, takes_fused
 from autoptd.runtime.guard import lower, raise_again, unguarded
-from autoptd.runtime.parameters import RankParameters, dtype_of, gather_full, shard_of
+from autoptd.runtime.parameters import RankParameters, dtype_of, gather_full, own_piece, shard_of
 from autoptd.runtime.shards import real_rows
 
 Result = TypeVar("Result")
@@ -143,6 +143,8 @@ def make_optimizer(
         made = type(cls.__name__, (NamedOptimizer, cls), {"__doc__": cls.__doc__})(local, **keywords)
     made.binding = Binding(tuple(ranks), run, groups)
     every = [x for group in made.param_groups for x in group["params"]]
+    if len(ranks) == 1:  # whose step may have returned before its device met a fault; threads are told by their pool
+        made.register_step_pre_hook(lambda *_: ranks[0].world.raise_first_fault())
     made.register_step_pre_hook(lambda *_: lower(every))
     made.register_step_pre_hook(lambda optimizer, *_: lay_out(optimizer.param_groups))
     made.register_step_post_hook(lambda *_: clear_padding(ranks))
@@ -154,12 +156,11 @@ def make_optimizer(
 def clear_padding(ranks: Sequence[RankParameters]) -> None:
     """Keep the padding of parameters zero: an optimizer without an epsilon makes 0 / 0 of its zero gradients."""
     for params in ranks:
-        t, index = params.world.mesh.t, params.world.coordinate.tp
         for spec, x in _local(params):
-            if size := spec.padded_size(t):
-                width = x.shape[spec.type.dim]
-                real = real_rows(size, width, index)
-                x.narrow(spec.type.dim, real, width - real).zero_()
+            if size := spec.padded_size(params.world.mesh):
+                width = x.shape[spec.cut_dim]
+                real = real_rows(size, width, own_piece(spec, params.world)[0])
+                x.narrow(spec.cut_dim, real, width - real).zero_()
 
 
 def resolve_groups(

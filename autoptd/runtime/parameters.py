@@ -137,16 +137,20 @@ def from_rank_0(world: World, name: str, x: torch.Tensor, dtype: torch.dtype | N
     """Return rank 0's `x` on this rank's device; a collective."""
     if x.is_meta:
         raise PlanError(name, "is on the meta device and has no values", "model.to_empty(...) and initialise it")
-    return world.everyone().broadcast(x.detach().to(world.device, dtype), f"start: {name}")
+    if world.rank == 0:
+        own = x.detach().to(world.device, dtype)
+    else:  # whose values nobody reads, nor copies to a device
+        own = torch.empty(x.shape, dtype=dtype or x.dtype, device=world.device)
+    return world.everyone().broadcast(own, f"start: {name}")
 
 
 def read_shard(spec: ParamSpec, reader: Reader, world: World) -> torch.Tensor:
     """Read this rank's part of a parameter, in the parameter's dtype; PlanError where tied names have different values."""
     names = [name for name in spec.aliases if reader.has(name)]
-    if spec.type.kind == "S":
-        numbers = torch.arange(1, spec.shape[spec.type.dim] + 1)
+    if spec.shard:
+        numbers = torch.arange(1, spec.shape[spec.cut_dim] + 1)
         rows = own_entries(spec, numbers, 0, world)
-        parts = [reader.rows(name, spec.type.dim, rows) for name in names]
+        parts = [reader.rows(name, spec.cut_dim, rows) for name in names]
     else:
         parts = [reader.whole(name) for name in names]
     parts = [part.to(dtype_of(spec.dtype)) for part in parts]
@@ -159,19 +163,24 @@ def read_shard(spec: ParamSpec, reader: Reader, world: World) -> torch.Tensor:
 
 def shard_of(spec: ParamSpec, full: torch.Tensor, world: World) -> torch.Tensor:
     """Return this rank's part of a full tensor that is laid out as the parameter; may share its storage."""
-    return own_entries(spec, full, spec.type.dim, world) if spec.type.kind == "S" else full
+    return own_entries(spec, full, spec.cut_dim, world) if spec.shard else full
 
 
 def own_entries(spec: ParamSpec, x: torch.Tensor, dim: int, world: World) -> torch.Tensor:
     """Of `x`, whose `dim` is laid out as the sharded dim of the parameter, what this rank owns; zeros for padding."""
-    t, copies = world.mesh.t, spec.type.copies
-    return take_shard(x, dim, spec.outer, world.coordinate.tp // copies, t // copies, spec.padded_size(t))
+    return take_shard(x, dim, spec.outer, *own_piece(spec, world), spec.padded_size(world.mesh))
+
+
+def own_piece(spec: ParamSpec, world: World) -> tuple[int, int]:
+    """Which piece of a parameter that is cut this rank owns, and how many there are."""
+    assert spec.shard is not None, f"{spec.name} is whole"
+    axis, kind = spec.shard
+    return world.coordinate[axis] // kind.copies, world.mesh.degree(axis) // kind.copies
 
 
 def in_place(spec: ParamSpec, shard: torch.Tensor, world: World) -> torch.Tensor:
     """Return the full tensor with this rank's part in its place and zeros elsewhere."""
-    t, copies = world.mesh.t, spec.type.copies
-    return pad_shard(shard, spec.type.dim, spec.outer, world.coordinate.tp // copies, t // copies)
+    return pad_shard(shard, spec.cut_dim, spec.outer, *own_piece(spec, world))
 
 
 def gather_full(
@@ -191,14 +200,16 @@ def gather_full(
             fact = "has no gradient on this rank, and one on others"
             raise PlanError(spec.name, fact, "change gradients on all ranks alike: optimizer.zero_grad()")
         full = local.detach()
-        if spec.type.kind == "S":
-            parts = world.group(("tp",)).all_gather(full.unsqueeze(0), 0, site)[:: spec.type.copies].unbind()
-            full = join_shards(parts, spec.type.dim, spec.outer, spec.padded_size(world.mesh.t))
+        if spec.shard:
+            axis, kind = spec.shard
+            parts = world.group((axis,)).all_gather(full.unsqueeze(0), 0, site)[:: kind.copies].unbind()
+            full = join_shards(parts, kind.dim, spec.outer, spec.padded_size(world.mesh))
     else:
         full = torch.empty(spec.shape, dtype=dtype or dtype_of(spec.dtype), device=world.device)
     if at.tp != 0:
         return None
     full = world.group(("pp",)).broadcast(full, owners(params.program, spec)[0], site)
+    world.mark()
     return full.to("cpu", copy=True) if world.rank == 0 else None
 
 

@@ -5,17 +5,17 @@ from autoptd.trace.dropouts import dropouts
 from autoptd.trace.evaluation import is_training_without_dropout, seen_as_evaluation
 from autoptd.trace.faithful import compare
 from autoptd.trace.masks import given_masks
-from autoptd.trace.state import check_state_dict
-from autoptd.trace.storage import check_storage
+from autoptd.trace.module import check_device, check_module, has_values
 
 __all__ = [
     "Captured",
     "capture",
-    "check_state_dict",
-    "check_storage",
+    "check_device",
+    "check_module",
     "compare",
     "dropouts",
     "given_masks",
+    "has_values",
     "is_training_without_dropout",
     "seen_as_evaluation",
 ]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ from torch.fx.node import map_arg
 from autoptd.compat import plain_checkpoints, tree_leaves
 from autoptd.errors import TraceError
 from autoptd.ir.notes import is_tensor, note, op_name, ops, output, shape, value
+from autoptd.trace.differences import Reference
 from autoptd.trace.dropouts import ATTENTION, dropouts
 from autoptd.trace.masks import any_mask, given_masks
 from autoptd.trace.storage import check_storage
@@ -33,6 +34,8 @@ TOLERANCE_OF_HALF = (2.0**-7, 1.0)
 SEVERAL = 4  # times what two runs of the model differ by, where its kernels add in any order
 LARGEST_SCORES = 1 << 28  # entries
 LARGEST_NOISE = 2.0**-4  # a model that differs more from itself is no function of its inputs
+
+Result = TypeVar("Result")
 
 
 def check_model(model: nn.Module) -> None:
@@ -77,22 +80,21 @@ def compare(
 
     sites = [note(node).extra["site"] for node in dropouts(graph)]
     is_exact = bool(sites) or _has_small_attention_on_cuda(graph, parameters)
+    tolerance, share = _tolerance(graph)
 
-    def run_model() -> Results:
+    def run_model(result: Callable[[torch.Tensor], Result]) -> Result:
         with given_masks(any_mask) if is_exact else plain_checkpoints():
-            return _results(watched(*args, **kwargs), parameters)
+            return result(watched(*args, **kwargs))
 
-    wanted = run_model()
+    wanted = run_model(lambda loss: Reference(loss, parameters, share))
     _check_buffers(model, before)
     check_changes(watched, args, kwargs)
     with torch.enable_grad(), given_masks(any_mask, sites) if is_exact else nullcontext():
         loss, leaves = run_graph(graph, dict(model.named_parameters()), buffers, tree_leaves((args, kwargs)))
-    found = _results(loss, {name: leaf for name, leaf in leaves.items() if leaf.requires_grad})
-    tolerance, share = _tolerance(graph)
-    excess = _differences(found, wanted, share)
+    excess = wanted.differences(loss, {name: leaf for name, leaf in leaves.items() if leaf.requires_grad})
     if max(excess.values()) <= tolerance:
         return
-    noise = max(_differences(run_model(), wanted, share).values())
+    noise = max(run_model(lambda loss: wanted.differences(loss, parameters)).values())
     if noise > LARGEST_NOISE:
         fact = f"two runs on the same batch differ by {noise:.0e} of their values: it is no function of its inputs"
         raise TraceError("model", fact, "draw random numbers outside of the model and pass them as an input")
@@ -112,49 +114,12 @@ def _has_small_attention_on_cuda(graph: Graph, parameters: dict[str, nn.Paramete
     return any(one.is_cuda for one in parameters.values()) and max(sizes, default=LARGEST_SCORES) < LARGEST_SCORES
 
 
-Results = dict[str, torch.Tensor | None]  # the loss, and gradients by the name of their parameter
-
-
-def _results(loss: torch.Tensor, parameters: dict[str, torch.Tensor]) -> Results:
-    gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
-    found: Results = {f"gradient of {name}": one for name, one in zip(parameters, gradients, strict=True)}
-    return {"loss": loss.detach(), **found}
-
-
 def _tolerance(graph: Graph) -> tuple[float, float]:
     """The tolerance of the narrowest dtype that a gradient flows through."""
     values = [value(node) for node in graph.nodes if note(node).needs_grad and is_tensor(node)]
     widths = {one.dtype: torch.finfo(one.dtype).eps for one in values if one.is_floating_point()}
     narrowest = max(widths, key=widths.__getitem__, default=torch.float32)
     return TOLERANCES.get(narrowest, TOLERANCE_OF_HALF)
-
-
-def _differences(found: Results, wanted: Results, share: float) -> dict[str, float]:
-    """Per tensor, the largest difference relative to its largest entry, but at least `share` of the largest gradient."""
-    largest = max((_size(one) for name, one in wanted.items() if name != "loss"), default=0.0)
-    made = {}
-    for name, one in wanted.items():
-        other = found.get(name)
-        if one is None and other is None:
-            continue
-        difference = _difference(one, other)  # the largest entry may be infinite or NaN where it is 0 or infinite
-        is_finite = 0.0 < difference < math.inf
-        made[name] = difference / max(_size(one), share * largest, 1e-30) if is_finite else difference
-    return made
-
-
-def _size(one: torch.Tensor | None) -> float:
-    return float(one.abs().max()) if one is not None and one.numel() else 0.0
-
-
-def _difference(one: torch.Tensor | None, other: torch.Tensor | None) -> float:
-    """The largest difference of two tensors, where None is zeros; 0 where neither is finite, as in a loss that diverges."""
-    if one is None or other is None:
-        return max(_size(one), _size(other))
-    if not (one.numel() and bool(one.isfinite().all()) | bool(other.isfinite().all())):
-        return 0.0
-    difference = float((one.double() - other.double()).abs().max())
-    return float("inf") if difference != difference else difference
 
 
 def _check_buffers(model: nn.Module, before: dict[str, torch.Tensor]) -> None:

@@ -103,7 +103,14 @@ def _operator(node: Node, layer: str) -> Hashable:
         args = (*args[:2], *args[3:])  # likewise
     literals = map_aggregate((args, keywords), lambda arg: "." if isinstance(arg, (Node, float)) else arg)
     local = record.module.removeprefix(layer)
-    return str(node.target), str(literals), local, record.tp, str(record.extra.get("local_shapes")), record.conversion
+    return (
+        str(node.target),
+        str(literals),
+        local,
+        record.layout,
+        str(record.extra.get("local_shapes")),
+        record.conversion,
+    )
 
 
 def _wiring(piece: Piece) -> Hashable:
@@ -116,7 +123,7 @@ def _wiring(piece: Piece) -> Hashable:
         record = note(arg)
         own = record.name.removeprefix(f"{piece.layer}.")
         kind = "value" if record.kind in ("op", "input") else record.kind
-        return kind, own if own != record.name else "", record.tp
+        return kind, own if own != record.name else "", record.layout
 
     return tuple(
         (_operator(node, piece.layer), tuple(operand(origin(arg)) for arg in node.all_input_nodes))

@@ -242,14 +242,14 @@ class _Painter:
         if "vocabulary" in record.why and record.why.startswith("split by"):
             return "split by vocabulary", look.VOCABULARY
         if short_op(node) in GEMMS:
-            weights = [note(made or one).tp.kind for _, one, made in box.params if len(tensor(one).shape) > 1]
-            if record.tp.kind == "P":
+            weights = [note(made or one).layout["tp"].kind for _, one, made in box.params if len(tensor(one).shape) > 1]
+            if record.layout["tp"].kind == "P":
                 return "row split: each rank sums over its inputs", look.ROW
-            if record.tp.kind == "S" and "S" in weights:
+            if record.layout["tp"].kind == "S" and "S" in weights:
                 return "column split: each rank has its outputs", look.COLUMN
-            if record.tp.kind != "S":
+            if record.layout["tp"].kind != "S":
                 return "whole on every rank", look.WHOLE
-        return "", look.SPLIT if record.tp.kind == "S" else look.SMALL
+        return "", look.SPLIT if record.layout["tp"].kind == "S" else look.SMALL
 
     def _params(self, box: Box) -> list[Line]:
         """`weight [96, 64] S(dim 0: 3 x [4] x 16)`: parameters in the box of their operator, and what is done on the way."""
@@ -270,7 +270,7 @@ class _Painter:
 
     def _edge(self, edge: Edge) -> Link:
         value, record = edge.value, note(edge.value)
-        kind = record.tp.kind if self.is_split else "I"
+        kind = record.layout["tp"].kind if self.is_split else "I"
         size = f"{self._shape(value)}, {bytes_text(local_bytes(value))} on each rank"
         tooltip = f"{note(origin(value)).module or 'model'}: {size}"
         if edge.crosses and self.is_alone:
@@ -306,7 +306,7 @@ class _Painter:
     def _shape(self, node: Node) -> str:
         """`[1, 128, 1152] S(dim 2: 3 x [12] x 64)`; without the type where nothing is split."""
         record = note(node)
-        kind = type_text(record.tp, record.dims, "tp").replace("S(tp, ", "S(") if self.is_split else ""
+        kind = type_text(record.layout["tp"], record.dims, "tp").replace("S(tp, ", "S(") if self.is_split else ""
         return f"{shape_text(node)}  {kind}".strip()
 
     def _tooltip(self, box: Box) -> str:

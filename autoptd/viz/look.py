@@ -100,7 +100,7 @@ def work_shares(program: Program) -> list[float]:
 def param_count(program: Program, stage: int) -> int:
     """Parameters of a stage on one tensor rank."""
     wanted = set(program.stages[stage].params)
-    return sum(math.prod(one.local_shape(program.mesh.t)) for one in program.params if one.name in wanted)
+    return sum(math.prod(one.local_shape(program.mesh)) for one in program.params if one.name in wanted)
 
 
 def legend_of_kinds(calls: Iterable[Collective]) -> list[Item]:

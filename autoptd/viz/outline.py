@@ -241,7 +241,11 @@ def _can_join(before: Node, node: Node) -> bool:
     """Small operators of one module that follow each other share a box: no cycle can come of it."""
     is_small = before.op == node.op == "call_function" and not {short_op(before), short_op(node)} & ALONE
     same = note(before).module == note(node).module and note(before).of_params == note(node).of_params
-    return is_small and same and bool(note(node).module) and note(before).tp.kind == note(node).tp.kind
+    return is_small and same and bool(note(node).module) and _kinds(before) == _kinds(node)
+
+
+def _kinds(node: Node) -> list[str]:
+    return [kind.kind for _, kind in note(node).layout.over_mesh]
 
 
 def _params(node: Node) -> tuple[Param, ...]:

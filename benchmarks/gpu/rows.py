@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from autoptd.compat import interpreter_fault
 from benchmarks.gpu.device import Device
 
 Found = dict[str, Any]
@@ -161,12 +162,20 @@ def _run(row: Row, setting: Setting, journal: Journal) -> bool:
     except torch.OutOfMemoryError as exc:
         journal.put(row.name, "skipped", **{**found, "why": f"out of memory: {str(exc).splitlines()[0][:200]}"})
     except Exception as exc:
+        if fault := _interpreter_fault(exc):
+            journal.put(row.name, "skipped", **{**found, "why": fault})
+            return True
         text = f"{type(exc).__name__}: {exc}".strip()
         trace = "".join(traceback.format_exception(exc))[-6000:]
         journal.put(row.name, "failed", **{**found, "ok": False, "why": text[:1500], "trace": trace})
         print(f"{row.name}: {trace}", flush=True)
     del found, own  # with what they hold on the device
     return _is_usable(setting.device)
+
+
+def _interpreter_fault(exc: Exception) -> str:
+    """Why this is the fault of Triton's interpreter, which runs kernels at toy size, and no difference of ours."""
+    return interpreter_fault() if type(exc).__name__ == "InterpreterError" else ""
 
 
 def _is_usable(device: Device) -> bool:

@@ -6,7 +6,8 @@ In: functions by name. Out: per function its seconds, one a round, and of two of
     ratio = ratio_of(turns["model"].wall, turns["program"].wall)      # above 1: the second is faster
 
 Across processes the ranks meet at a barrier before each turn, and a turn takes what its slowest rank takes (`of_all_ranks`).
-On a machine that others use as well, CPU time is the steadier of the two: wall time then contains waits for a core.
+On a machine that others use as well, CPU time is the steadier of the two: wall time then contains waits for a core. On a GPU
+only wall time says anything, and only with `sync`: a host that waits for it spins.
 """
 
 from __future__ import annotations

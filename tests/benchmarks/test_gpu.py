@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import autoptd
+from autoptd.compat import interpreter_fault
 from benchmarks.gpu import machine, right, right_steps, sections
 from benchmarks.gpu.__main__ import holds, main
 from benchmarks.gpu.device import CudaDevice, Device, find_device
@@ -38,6 +39,8 @@ def test_the_command_at_toy_size(tmp_path: Path, capsys: pytest.CaptureFixture[s
     """All sections, a few rows of each; again with --resume it finds nothing left to do."""
     if torch.cuda.is_available():
         pytest.skip("on the GPU itself: make gpu")
+    if has("triton") and (fault := interpreter_fault()):
+        pytest.skip(fault)
     words = ["--minutes", "30", "--out", str(tmp_path), "--short"]
     assert main(words) == 0, (tmp_path / "log.txt").read_text()[-3000:]
     found = {one.name: Journal.open(tmp_path, one.name) for one in SECTIONS}
@@ -133,6 +136,30 @@ def test_what_a_row_found_is_kept_however_it_ends(setting: Setting) -> None:
     assert found[1]["why"] == "ValueError: wrong" and "out of memory" in found[5]["why"]
     journal.path.rename(setting.folder / "right.json")
     assert not holds(setting.folder)
+
+
+def test_a_row_that_the_interpreter_cannot_run_is_no_difference(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of Triton 3.6 fails with numpy 2.4; where there is no such fault, the error is one of ours."""
+
+    class InterpreterError(Exception):
+        pass
+
+    def fails(setting: Setting) -> Iterator[Found]:
+        yield {"ms": 1.0}
+        raise InterpreterError("TypeError('only 0-dimensional arrays')")
+
+    states = []
+    for fault in ("it fails with numpy 2.4", ""):
+        monkeypatch.setattr("benchmarks.gpu.rows.interpreter_fault", lambda fault=fault: fault)
+        journal = Journal.open(setting.folder, f"right {fault}")
+        assert run_rows([Row("fails", fails)], setting, journal) == 0
+        states.append((journal.rows[0]["state"], journal.rows[0]["why"]))
+    assert states == [
+        ("skipped", "it fails with numpy 2.4"),
+        ("failed", "InterpreterError: TypeError('only 0-dimensional arrays')"),
+    ]
 
 
 def test_a_row_that_is_too_large_says_so_and_a_broken_device_ends_the_process(setting: Setting) -> None:

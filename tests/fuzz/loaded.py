@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import autoptd
-from autoptd.compile import split_call
+from autoptd.batch import split_call
 from autoptd.errors import InternalError
 from autoptd.trace.loss import WithLoss
 from autoptd.verify.verify import Widen, masks_of, widen_inputs

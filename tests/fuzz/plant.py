@@ -23,7 +23,7 @@ EDITS = {  # in the first stage file where it occurs: what to find, what to writ
     "no f": (r"= rt\.i_to_r\((\w+), tp[^)]*\)", r"= \1"),
     "no g": (r"= rt\.p_to_i\((\w+), tp[^)]*\)", r"= \1"),
     "bias on every rank": (r"= rt\.i_to_p\((w\.[\w.\[\]]+), tp[^)]*\)", r"= \1"),
-    "mean of microbatch means": (r"/ self\.totals\[\d\]", "/ (labels != -100).sum().clamp(min=1) / 2"),
+    "mean of microbatch means": (r"self\.totals\[\d\]", "((labels != -100).sum().clamp(min=1) * 2)"),
     "other masks": (r"((?:rt\.dropout|_dropout_add)\([^\n]*?)self\.draw\(site=", r"\1self.draw(site=1 + "),
 }
 FAULTS = [*EDITS, "no tied sum"]

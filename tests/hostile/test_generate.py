@@ -104,6 +104,7 @@ def test_ranks_that_differ_must_not_pass() -> None:
     assert outcome.kind == "wrong" and "nothing was said" in outcome.detail
 
 
+@pytest.mark.thorough  # half a minute
 @pytest.mark.processes
 def test_real_processes_are_judged() -> None:
     case = next(one for one in process_cases() if one.name.startswith("clip"))

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autoptd
-from autoptd.passes import eliminate
+from autoptd.passes.solve import eliminate
 
 W, L, V = 8, 8, 11
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from autoptd.compat import interpreter_fault
 from tests.kernels.compare import cotangent
 
 HERE = Path(__file__).parent
@@ -31,6 +32,9 @@ def run(file: str, tmp_path: Path, **environment: str) -> None:
 def test_triton_forms_in_the_interpreter(tmp_path: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("on the GPU itself: below")
+    pytest.importorskip("triton")
+    if fault := interpreter_fault():
+        pytest.skip(fault)
     run("triton_forms.py", tmp_path, TRITON_INTERPRET="1")
 
 

@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoptd
 from autoptd import runtime as rt
-from autoptd.ir import buckets
 from autoptd.ir.machine import Machine
 from autoptd.ir.mesh import Mesh
+from autoptd.program import buckets
 from autoptd.program.calls import expected_calls, wire_bytes
 from autoptd.reports.report import report_html
 from autoptd.reports.summary import summarize
@@ -215,7 +215,7 @@ WHOLE_WEIGHTS = Machine(link_bandwidth=1e7, latency=1e-9, per_parameter_byte=1e-
 
 def matrices(program: autoptd.Program) -> dict[str, str]:
     """How the matrices of layers are stored."""
-    return {one.name: one.type.kind for one in program.params if ".h." in one.name and len(one.shape) == 2}
+    return {one.name: one.layout["tp"].kind for one in program.params if ".h." in one.name and len(one.shape) == 2}
 
 
 def test_what_is_split_without_it_stays_split() -> None:
@@ -229,7 +229,7 @@ def test_what_is_split_without_it_stays_split() -> None:
     assert "weighed" not in asked.plan and weighed["True"]["over_least"] < weighed["auto"]["over_least"]
     assert weighed["auto"]["sent_bytes"] < weighed["True"]["sent_bytes"]
     assert weighed["auto"]["seconds"] < weighed["True"]["seconds"]
-    wanted = sum(math.prod(one.local_shape(2)) for one in free.params)
+    wanted = sum(math.prod(one.local_shape(free.mesh)) for one in free.params)
     assert weighed["auto"]["parameters"] == wanted and "parameters" in weighed["found"]
     for told in (str(summarize(free)), free.explain("transformer.h.1.mlp"), report_html(free)):
         assert html.escape(weighed["found"]) in told or weighed["found"] in told

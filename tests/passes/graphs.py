@@ -11,6 +11,7 @@ from torch.fx import Graph, Node
 
 from autoptd import passes, trace
 from autoptd.ir.machine import Machine, find_machine
+from autoptd.ir.mesh import Mesh
 from autoptd.ir.notes import note, op_name, ops
 from autoptd.passes.axes.axes import Axes
 from autoptd.passes.solve.assign import Assignment
@@ -48,7 +49,7 @@ def annotate(
         doubled = trace.capture(model, twice, {}, None).graph
         batched = {name for name, _ in captured.inputs}
     axes, assignment = passes.annotate(
-        captured.graph, doubled, captured.buffers, batched, pieces, t, machine or find_machine(None)
+        captured.graph, doubled, captured.buffers, batched, pieces, Mesh(t=t), machine or find_machine(None)
     )
     return captured.graph, axes, assignment
 
@@ -57,7 +58,7 @@ def connect(
     model: nn.Module, *inputs: Tensor, t: int = 1, pieces: int = 1, machine: Machine | None = None
 ) -> tuple[Graph, Axes]:
     graph, axes, assignment = annotate(model, *inputs, t=t, pieces=pieces, machine=machine)
-    passes.communicate(graph, assignment, pieces, t)
+    passes.communicate(graph, assignment, pieces, Mesh(t=t))
     return graph, axes
 
 

@@ -22,12 +22,14 @@ from torch.fx.node import map_arg
 from autoptd import runtime as rt
 from autoptd import trace
 from autoptd.ir import markers
+from autoptd.ir.layout import Layout
 from autoptd.ir.mesh import Mesh
 from autoptd.ir.notes import note, op_name, set_note
+from autoptd.ir.sizes import Sizes
 from autoptd.ir.types import Dims, I, P, R, S, Segmented, ValueType
-from autoptd.passes import rules
 from autoptd.passes.axes.axes import Letter
-from autoptd.passes.localize import Sizes, localize
+from autoptd.passes.localize import localize
+from autoptd.passes.ops import table as rules
 from autoptd.passes.ops.dim_links import operands
 from autoptd.passes.solve.strategies import NO_COLLECTIVE_FORMS
 from autoptd.runtime.dropout import Draw
@@ -154,13 +156,11 @@ def _local_node(node: Node, takes: dict[Node, ValueType], gives: ValueType, form
     for old, new in [*mapping.items(), (node, made)]:
         kind = gives if old is node else takes[old]
         new.meta = {"val": old.meta["val"]}
-        record = set_note(new, type(note(old))(**vars(note(old)) | {"extra": {}}))
-        if axis == "tp":
-            record.tp, record.form = kind, form if old is node else ""
-        else:
-            record.batch, record.batch_form = kind, form if old is node else ""
-    note(made).extra |= {"site": 0, "rows": note(made).batch if gives.kind == "S" else I}  # of a dropout
-    sizes = Sizes(t, 1, 1, 1) if axis == "tp" else Sizes(1, t, 1, t)
+        record = set_note(new, type(note(old))(**vars(note(old)) | {"extra": {}, "forms": {}}))
+        record.layout = Layout({axis: kind})
+        record.forms = {axis: form} if old is node and form else {}
+    note(made).extra |= {"site": 0, "rows": note(made).layout.batch if gives.kind == "S" else I}  # of a dropout
+    sizes = Sizes(Mesh(t=t), 1, 1, 1) if axis == "tp" else Sizes(Mesh(), t, 1, t)
     localize(graph, sizes)
     made.meta["operands"] = kept
     return made

@@ -47,7 +47,7 @@ def collectives(graph: Graph, module: str) -> Counter[str]:
 @pytest.mark.parametrize("t", [2, 4, 8])
 def test_two_all_reduces_forward_and_two_backward_per_layer(t: int) -> None:
     graph, axes = gpt(t)
-    check_connected(graph, axes, t)
+    check_connected(graph, axes, "tp", t)
     for layer in range(LAYERS):
         found = collectives(graph, rf"transformer\.h\.{layer}(\.|$)")
         assert found == {"all-reduce forward": 2, "all-reduce backward": 2}
@@ -60,7 +60,7 @@ def test_layers_are_all_split_alike() -> None:
     graph, _ = gpt(4)
     layers = [
         [
-            (op_name(n), n.meta["autoptd"].tp)
+            (op_name(n), n.meta["autoptd"].layout["tp"])
             for n in ops(graph)
             if f"{note(n).module}.".startswith(f"transformer.h.{i}.")
         ]
@@ -71,7 +71,7 @@ def test_layers_are_all_split_alike() -> None:
 
 def test_parameters_are_split_as_megatron_splits_them() -> None:
     graph, _ = gpt(4)
-    found = {note(node).name: note(node).tp for node in placeholders(graph, "param")}
+    found = {note(node).name: note(node).layout["tp"] for node in placeholders(graph, "param")}
     layer = "transformer.h.1."
     assert {name.removeprefix(layer): str(kind) for name, kind in found.items() if name.startswith(layer)} == {
         "ln_1.weight": "I",
@@ -93,11 +93,14 @@ def test_parameters_are_split_as_megatron_splits_them() -> None:
 
 def test_embedding_and_loss_are_split_by_vocabulary() -> None:
     graph, _ = gpt(4)
-    assert note(find(graph, "embedding")).form == "vocab_embedding" and note(find(graph, "embedding")).tp == P
+    assert (
+        note(find(graph, "embedding")).forms.get("tp", "") == "vocab_embedding"
+        and note(find(graph, "embedding")).layout["tp"] == P
+    )
     loss = find(graph, "cross_entropy_loss")
-    assert note(loss).form == "vocab_cross_entropy" and note(loss).tp == I
+    assert note(loss).forms == {"tp": "vocab_cross_entropy"} and note(loss).layout["tp"] == I
     logits = find(graph, "linear", -1)
-    assert note(logits).tp == S(2, 0)
+    assert note(logits).layout["tp"] == S(2, 0)
 
 
 def test_a_row_split_bias_is_kept_by_one_rank() -> None:
@@ -121,7 +124,7 @@ def test_q_k_and_v_share_one_conversion() -> None:
 
     sizes = dict.fromkeys(("first", "q", "k", "v", "out"), (256, 256))
     graph, axes = connect(Net(forward, **sizes), torch.randn(2, 8, 256), t=2)
-    check_connected(graph, axes, 2)
+    check_connected(graph, axes, "tp", 2)
     products = [node for node in ops(graph) if op_name(node) == "aten.matmul"][1:4]
     assert len({node.args[0] for node in products}) == 1
 
@@ -143,35 +146,35 @@ def conversions(graph: Graph) -> Iterator[Node]:
 
 def test_each_removed_conversion_is_found(small: tuple[Graph, Axes]) -> None:
     graph, axes = small
-    check_connected(graph, axes, 2)
+    check_connected(graph, axes, "tp", 2)
     every = list(conversions(graph))
     assert len(every) > 4
     for node in every:
         readers = list(node.users)
         node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
         with pytest.raises(InternalError, match="CONNECTED"):
-            check_connected(graph, axes, 2)
+            check_connected(graph, axes, "tp", 2)
         for reader in readers:
             reader.replace_input_with(node.args[0], node)  # type: ignore[arg-type]
-        check_connected(graph, axes, 2)
+        check_connected(graph, axes, "tp", 2)
 
 
 def test_each_conversion_of_another_kind_is_found(small: tuple[Graph, Axes]) -> None:
     graph, axes = small
     for node in list(conversions(graph)):
         record = note(node)
-        kept = record.tp, record.conversion, node.args
-        source = note(node.args[0]).tp  # type: ignore[arg-type]
+        kept, kept_type = (record.layout, record.conversion, node.args), record.layout["tp"]
+        source = note(node.args[0]).layout["tp"]  # type: ignore[arg-type]
         for kind in (I, R, P):
             row = CONVERSIONS.get((source.kind, kind.kind))
-            if row is None or kind == kept[0]:
+            if row is None or kind == kept_type:
                 continue
-            record.tp, record.conversion = kind, row.name
+            record.layout, record.conversion = record.layout.having("tp", kind), row.name
             node.args = (node.args[0], row.name, *node.args[2:])
             with pytest.raises(InternalError, match="CONNECTED"):
-                check_connected(graph, axes, 2)
-        record.tp, record.conversion, node.args = kept
-    check_connected(graph, axes, 2)
+                check_connected(graph, axes, "tp", 2)
+        record.layout, record.conversion, node.args = kept
+    check_connected(graph, axes, "tp", 2)
 
 
 def test_a_conversion_whose_name_does_not_fit_is_found(small: tuple[Graph, Axes]) -> None:
@@ -179,7 +182,7 @@ def test_a_conversion_whose_name_does_not_fit_is_found(small: tuple[Graph, Axes]
     node = next(node for node in conversions(graph) if note(node).conversion == "p_to_i")
     node.args = (node.args[0], "p_to_r", *node.args[2:])
     with pytest.raises(InternalError, match="converts"):
-        check_connected(graph, axes, 2)
+        check_connected(graph, axes, "tp", 2)
 
 
 def test_a_shard_of_another_place_is_found(small: tuple[Graph, Axes]) -> None:
@@ -187,15 +190,15 @@ def test_a_shard_of_another_place_is_found(small: tuple[Graph, Axes]) -> None:
     node = next(conversions(graph))
     node.args = (*node.args[:2], 1, 7)
     with pytest.raises(InternalError, match="with arguments"):
-        check_connected(graph, axes, 2)
+        check_connected(graph, axes, "tp", 2)
 
 
 def test_an_operator_of_the_wrong_type_is_found(small: tuple[Graph, Axes]) -> None:
     graph, axes = small
     node = find(graph, "gelu")
-    note(node).tp = P
+    note(node).layout = note(node).layout.having("tp", P)
     with pytest.raises(InternalError, match="gelu"):
-        check_connected(graph, axes, 2)
+        check_connected(graph, axes, "tp", 2)
 
 
 def test_the_loss_must_be_whole(small: tuple[Graph, Axes]) -> None:
@@ -204,12 +207,12 @@ def test_the_loss_must_be_whole(small: tuple[Graph, Axes]) -> None:
     partial = find(graph, "linear", 1)
     last.args = (partial,)
     with pytest.raises(InternalError, match="loss"):
-        check_connected(graph, axes, 2)
+        check_connected(graph, axes, "tp", 2)
 
 
 def test_t_1_has_no_conversions() -> None:
     model = GPT(GPTConfig(vocab_size=64, block_size=16, n_layer=1, n_head=4, n_embd=64))
     ids = torch.zeros(2, 16, dtype=torch.long)
     graph, axes = connect(model, ids, ids.clone(), t=1)
-    check_connected(graph, axes, 1)
+    check_connected(graph, axes, "tp", 1)
     assert not list(conversions(graph))

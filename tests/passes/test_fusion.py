@@ -16,9 +16,11 @@ from torch.fx.node import map_arg
 from autoptd import trace
 from autoptd.ir import markers
 from autoptd.ir.fusion import WIDEST, Fusion
+from autoptd.ir.mesh import Mesh
 from autoptd.ir.notes import copy_graph, note, ops, output
+from autoptd.ir.sizes import Sizes
 from autoptd.passes.fusion import find_fusions, losses, substitute
-from autoptd.passes.localize import Sizes, localize
+from autoptd.passes.localize import localize
 from autoptd.runtime.fused import Fused
 
 B, S, H, HEADS = 2, 6, 8, 2
@@ -47,7 +49,7 @@ def fused(model: Spelled, *tensors: Tensor, backend: str = "eager") -> list[Fusi
     graph = captured.graph
     expected = run(copy_graph(graph), captured, tensors)
     groups = find_fusions(graph, captured.buffers, backend)
-    localize(graph, Sizes(1, B, B, 1))
+    localize(graph, Sizes(Mesh(), B, B, 1))
     graph, fusions = substitute(graph, groups)
     graph.lint()
     found = run(graph, captured, tensors)
@@ -154,7 +156,7 @@ def has_sum(model: Spelled, a: Tensor, b: Tensor, backend: str) -> bool:
     """Whether a norm makes a sum itself."""
     captured = trace.capture(model, (a, b), {}, None)
     groups = find_fusions(captured.graph, captured.buffers, backend)
-    localize(captured.graph, Sizes(1, B, B, 1))
+    localize(captured.graph, Sizes(Mesh(), B, B, 1))
     graph, _ = substitute(captured.graph, groups)
     return any("residual" in node.kwargs for node in ops(graph))
 
@@ -511,7 +513,7 @@ def test_a_group_that_a_stage_boundary_cuts() -> None:
     groups = find_fusions(graph, captured.buffers, "eager")
     for i, node in enumerate(ops(graph)):
         note(node).stages = (int(i > 2),)
-    localize(graph, Sizes(1, B, B, 1))
+    localize(graph, Sizes(Mesh(), B, B, 1))
     graph, fusions = substitute(graph, groups)
     assert reasons(fusions) == ["a stage boundary cuts it"]
     assert not any(node.target in markers.MARKERS for node in ops(graph))

@@ -9,9 +9,11 @@ from torch.fx import Graph
 
 from autoptd.errors import InternalError
 from autoptd.ir import markers
+from autoptd.ir.mesh import Mesh
 from autoptd.ir.notes import note, op_name, ops
+from autoptd.ir.sizes import Sizes
 from autoptd.ir.types import S
-from autoptd.passes import Sizes, localize
+from autoptd.passes import localize
 from autoptd.passes.localize import check_local
 from examples.gpt import GPT, GPTConfig
 from tests.passes.graphs import Net, connect, find
@@ -22,7 +24,7 @@ Tensor = torch.Tensor
 def local(model: torch.nn.Module, *inputs: Tensor, t: int = 1, pieces: int = 1, rows: int | None = None) -> Graph:
     graph, _ = connect(model, *inputs, t=t, pieces=pieces)
     traced = inputs[0].shape[0]
-    localize(graph, Sizes(t, traced, rows or traced, pieces))
+    localize(graph, Sizes(Mesh(t=t), traced, rows or traced, pieces))
     return graph
 
 
@@ -70,7 +72,7 @@ def test_sizes_follow_the_microbatch() -> None:
     graph = local(Net(forward, w=(6, 6)), torch.randn(4, 6), pieces=8, rows=1)
     assert shapes(graph, "view", "expand", "reshape") == [(1, 2, 3), (5, 1, 2, 3), (5, 6)]
     assert shapes(graph, "zeros", "first_rows") == [(4, 6), (1, 6)]  # a constant of equal rows is cut to the microbatch
-    assert note(find(graph, "reshape")).batch == S(0, 1)  # five copies of the batch, one after the other
+    assert note(find(graph, "reshape")).layout.batch == S(0, 1)  # five copies of the batch, one after the other
 
     def apart(self: Net, x: Tensor) -> Tensor:
         b = x.shape[0]

@@ -93,7 +93,7 @@ def test_parameters_of_a_rank_are_those_of_the_program(number: int) -> None:
     found = [0] * stages
     for spec in program.params:
         for stage in spec.stages:
-            found[stage] += spec.local_bytes(mesh["t"]) // 4
+            found[stage] += spec.local_bytes(program.mesh) // 4
     if stages == 1:
         assert sum(torch.Size(spec.shape).numel() for spec in program.params) == shape.parameters
     assert found == stage_parameters(shape, [shape.layers // stages] * stages, mesh["t"])
@@ -169,7 +169,7 @@ def test_flops_of_a_rank_simplify_to_those_of_the_paper_over_t(t: int, p: int) -
 
     def local(node: Node) -> tuple[Any, ...]:
         sizes = list(symbols.shape(node))
-        for (dim, _), pieces in note(node).tp.cuts(t).items():
+        for (dim, _), pieces in note(node).layout["tp"].cuts(t).items():
             assert pieces in (1, t)
             sizes[dim] = sizes[dim] / symbols.t if pieces == t else sizes[dim]
         return tuple(sizes)

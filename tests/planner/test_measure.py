@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from autoptd.cli import main
 from autoptd.errors import PlanError
@@ -27,7 +28,7 @@ def test_lines_are_fitted_by_relative_errors() -> None:
 
 
 def test_what_is_measured_can_be_read_as_a_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "SECONDS", 0.002)
+    monkeypatch.setattr(measure, "SECONDS", 0.0005)
     monkeypatch.setattr(measure, "SIDES", {"cpu": (32,), "cuda": (256,)})
     monkeypatch.setattr(measure, "DEPTHS", {"cpu": (8, 32), "cuda": (64, 256)})
     assert main(["measure", str(tmp_path / "mine.toml"), "--ranks", "1"]) == 0
@@ -36,6 +37,41 @@ def test_what_is_measured_can_be_read_as_a_cluster(tmp_path: Path, monkeypatch: 
     assert cluster.software.context_bytes < 1e9  # no CUDA, no NCCL
     assert cluster.gpu.matrix_flops > 1e6 and cluster.gpu.memory_bandwidth > 1e6 and cluster.gpu.memory_bytes > 1e6
     assert "cannot be measured" in (tmp_path / "mine.toml").read_text()
+
+
+class Queue:
+    """A stand-in for a GPU and a clock: a call takes 10 us there and 1 us here, to wait takes a millisecond more."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.busy_until, self.calls = 0.0, 0.0, 0
+        monkeypatch.setattr("torch.cuda.synchronize", self.wait)
+        monkeypatch.setattr(measure.time, "perf_counter", lambda: self.now)
+
+    def call(self, seconds: float = 1e-5) -> None:
+        self.now += 1e-6
+        self.busy_until = max(self.busy_until, self.now) + seconds
+        self.calls += 1
+
+    def wait(self) -> None:
+        self.now = max(self.now, self.busy_until) + 1e-3
+
+
+def test_times_of_a_gpu_are_those_of_its_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waiting hides among many calls, and what was started before does not count."""
+    queue = Queue(monkeypatch)
+    assert measure.seconds_of(queue.call, "cuda") == pytest.approx(1e-5, rel=0.03)
+    assert queue.calls * 1e-5 > 5 * measure.SECONDS
+    seen = measure.repeated(queue.call, "cuda", lambda: queue.call(0.5))
+    assert len(seen) == 10 and max(seen) < 2e-3
+
+
+def test_products_are_of_numbers_of_all_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ones draw less power on a GPU, which then runs faster than it ever will."""
+    made: list[torch.Tensor] = []
+    monkeypatch.setattr(measure, "seconds_of", lambda call, _: made.append(call()) or 1.0)
+    monkeypatch.setattr(measure, "SIDES", {"cpu": (8,)})
+    measure.time_products("cpu", torch.float32)
+    assert all(one.unique().numel() == 64 for one in made) and len(made) == len(measure.DEPTHS["cpu"])
 
 
 def test_strings_survive_a_file() -> None:

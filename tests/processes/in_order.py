@@ -8,6 +8,9 @@ In: nothing; `register()` makes the backend "in_order" known to torch. What it s
   processes issue in orders that do not fit together waits for ever: here until the timeout.
 
 A send ends when it is received, as without buffers.
+
+With `patience` it shares two more: the host goes on though an operation has not ended (after so many seconds, so that numbers
+are right where nothing hangs), and an operation does not fail, whatever becomes of the peers, but hangs until `abort`.
 """
 
 from __future__ import annotations
@@ -27,19 +30,29 @@ Start = Callable[[], Any]  # starts the operation on gloo and returns its Work
 class Issued:
     """An operation in the queue, asked like a Work of torch.distributed."""
 
-    def __init__(self, start: Start) -> None:
-        self._start, self._ended = start, threading.Event()
+    def __init__(self, start: Start, device: Device) -> None:
+        self._start, self._device = start, device
+        self._ended = threading.Event()
         self._fault: BaseException | None = None
 
     def run(self) -> None:
+        if self._ended.is_set():
+            return
         try:
             self._start().wait()
         except BaseException as exc:
+            if self._device.patience is not None:
+                self._ended.wait()
+                return
             self._fault = exc
         self._ended.set()
 
+    def end(self) -> None:
+        self._ended.set()
+
     def wait(self, timeout: timedelta | None = None) -> bool:
-        self._ended.wait()
+        if not self._ended.wait(self._device.patience):
+            self._device.patience = 0.0  # what is behind it will not end any sooner
         if self._fault is not None:
             raise self._fault
         return True
@@ -51,18 +64,49 @@ class Issued:
 class Device:
     """The one queue of this process."""
 
-    def __init__(self) -> None:
+    def __init__(self, patience: float | None = None) -> None:
+        self.patience, self.is_aborted = patience, False
         self._queue: SimpleQueue[Issued] = SimpleQueue()
+        self._all: list[Issued] = []
         threading.Thread(target=self._serve, name="device", daemon=True).start()
 
     def issue(self, start: Start) -> Issued:
-        issued = Issued(start)
+        if self.is_aborted:
+            raise RuntimeError("communicator was aborted")
+        issued = Issued(start, self)
+        self._all = [one for one in self._all if not one.is_completed()] + [issued]
         self._queue.put(issued)
         return issued
+
+    def synchronize(self) -> None:
+        """Wait as the host does for a number."""
+        for one in self._all:
+            one._ended.wait()
+
+    def abort(self) -> None:
+        self.is_aborted = True
+        for one in self._all:
+            one.end()
 
     def _serve(self) -> None:
         while True:
             self._queue.get().run()
+
+
+class InOrderProbe:
+    """A point in the queue: a stand-in for an event."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+
+    def record(self) -> None:
+        self._issued = self._device.issue(lambda: self)
+
+    def wait(self) -> None:
+        """What the queue does when it comes here."""
+
+    def is_done(self) -> bool:
+        return self._issued.is_completed()
 
 
 class InOrderGroup(dist.ProcessGroup):
@@ -115,6 +159,9 @@ class InOrderGroup(dist.ProcessGroup):
     def recv(self, tensors: Any, source: int, tag: int) -> Issued:
         return self._device.issue(lambda: self._gloo.recv(tensors, source, tag))
 
+    def abort(self) -> None:
+        self._device.abort()
+
     def getBackendName(self) -> str:
         return "in_order"
 
@@ -123,9 +170,9 @@ class InOrderGroup(dist.ProcessGroup):
         return c10d._world.pg_names[self]
 
 
-def register() -> None:
+def register(patience: float | None = None) -> Device:
     """Make the backend known, with a queue of this process."""
-    device = Device()
+    device = Device(patience)
 
     def make(store: dist.Store, rank: int, size: int, timeout: timedelta) -> InOrderGroup:
         gloo = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)  # type: ignore[call-arg, arg-type]
@@ -133,3 +180,4 @@ def register() -> None:
 
     if not hasattr(dist.Backend, "IN_ORDER"):
         dist.Backend.register_backend("in_order", make, devices=["cpu"])
+    return device

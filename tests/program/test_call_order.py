@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import pytest
 
 from autoptd.errors import InternalError
+from autoptd.ir.layout import Layout
 from autoptd.ir.mesh import Mesh
-from autoptd.ir.types import I, R
+from autoptd.ir.types import R
 from autoptd.program.buckets import BucketPlan
 from autoptd.program.call_order import check_call_order, find_deadlock
 from autoptd.program.program import Collective, ParamSpec
@@ -50,7 +51,14 @@ def plan(
     name: str, number: int, axes: tuple[str, ...], owners: tuple[int, ...], shape: tuple[int, ...] = (4,)
 ) -> BucketPlan:
     spec = ParamSpec(
-        name, (name,), shape, "float32", True, owners, R if "tp" in axes else I, tuple((n,) for n in shape)
+        name,
+        (name,),
+        shape,
+        "float32",
+        True,
+        owners,
+        Layout({"tp": R} if "tp" in axes else {}),
+        tuple((n,) for n in shape),
     )
     return BucketPlan(number, (spec,), axes, owners)
 

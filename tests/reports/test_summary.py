@@ -5,9 +5,13 @@ from __future__ import annotations
 import math
 
 import pytest
+import torch
+from torch import nn
 
+import autoptd
 from autoptd.ir.mesh import Mesh
 from autoptd.program.calls import expected_calls
+from autoptd.reports.report import report_html
 from autoptd.reports.summary import _is_between_nodes, seconds_text, summarize
 from tests.viz.programs import full, gpt
 
@@ -23,7 +27,7 @@ def test_every_rank_has_its_parameters_and_their_state() -> None:
     program = gpt(4, rows=8, p=2, t=2)
     for one in summarize(program).ranks:
         mine = [spec for spec in program.params if one.pp in spec.owners(program.ranks)]
-        assert one.parameters == sum(math.prod(spec.local_shape(2)) for spec in mine)
+        assert one.parameters == sum(math.prod(spec.local_shape(program.mesh)) for spec in mine)
         assert (one.parameter_bytes, one.gradient_bytes, one.optimizer_bytes) == tuple(
             4 * k * one.parameters for k in (1, 1, 2)
         )
@@ -77,3 +81,28 @@ def test_bubble_and_words() -> None:
     assert one.record()["idle_seconds"] == one.idle_seconds
     assert [seconds_text(x) for x in (2.5, 0.0123, 4.56e-6, 0.0)] == ["2.5 s", "12.3 ms", "4.56 us", "0 us"]
     assert "Bubble" in str(one) and "nothing" in str(summarize(gpt(1)))
+
+
+class Narrow(nn.Module):
+    """A frozen layer, whose parameters are in `dtype`, and one that is trained, in `trained`."""
+
+    def __init__(self, dtype: torch.dtype, trained: torch.dtype) -> None:
+        super().__init__()
+        self.frozen, self.trained = nn.Linear(4, 4, dtype=dtype).requires_grad_(False), nn.Linear(4, 4, dtype=trained)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.trained(self.frozen(x).to(self.trained.weight.dtype)).float().square().mean()
+
+
+@pytest.mark.parametrize(("dtype", "lost"), [(torch.bfloat16, 512), (torch.float16, 4096)])
+def test_training_in_16_bits_is_told_what_it_loses(dtype: torch.dtype, lost: int) -> None:
+    """With the remedy, and only of parameters that are trained; a smaller update really is lost."""
+    x = torch.randn(2, 4).to(dtype)
+    program = autoptd.compile(Narrow(dtype, dtype), example_inputs=(x,))
+    (told,) = summarize(program).remarks
+    assert str(dtype).removeprefix("torch.") in told and f"1/{lost} of a weight" in told and "float32" in told
+    assert told in str(summarize(program)) and told in report_html(program)
+    weights = torch.linspace(1.0, 2.0, 7).to(dtype)
+    assert torch.equal(weights + 0.99 * weights / lost, weights)
+    assert not torch.equal(weights + 2.1 * weights / lost, weights)
+    assert not summarize(autoptd.compile(Narrow(dtype, torch.float32), example_inputs=(x,))).remarks

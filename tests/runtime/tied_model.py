@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from autoptd.compat import tree_flatten
 from autoptd.ir.actions import ranks_of_stages
+from autoptd.ir.layout import Layout
 from autoptd.ir.machine import Machine
 from autoptd.ir.mesh import ORDER, Mesh
 from autoptd.ir.types import I, R, S, ValueType
@@ -197,4 +198,4 @@ def _param(
     requires_grad: bool = True,
 ) -> ParamSpec:
     dims = dims or tuple((size,) for size in shape)
-    return ParamSpec(name, aliases or (name,), shape, "float64", requires_grad, stages, kind, dims)
+    return ParamSpec(name, aliases or (name,), shape, "float64", requires_grad, stages, Layout({"tp": kind}), dims)

@@ -4,8 +4,8 @@ import re
 from typing import Any
 
 from autoptd.ir.fallback import Fallback
+from autoptd.ir.layout import Layout
 from autoptd.ir.mesh import Mesh
-from autoptd.ir.types import I
 from autoptd.program.costs import Costs
 from autoptd.program.program import Collective, CrossingSpec, ParamSpec, Program
 from autoptd.viz.collectives import collectives_markdown
@@ -18,7 +18,7 @@ def on_tp(module: str, stage: int, conversion: str, forward: str, backward: str,
 
 
 def program(collectives: tuple[Collective, ...], **fields: Any) -> Program:
-    tied = ParamSpec("wte", ("wte", "head"), (8, 8), "float32", True, (0, 1), I, ((8,), (8,)))
+    tied = ParamSpec("wte", ("wte", "head"), (8, 8), "float32", True, (0, 1), Layout(), ((8,), (8,)))
     base = {"constants": (), "inputs": (), "params": (tied,), "stages": (), "orders": [], "sources": {}, "tree": ""}
     base |= {"crossings": (CrossingSpec("x_from_0", 0, (1,), (2, 8), "bfloat16", True),)}
     return Program(

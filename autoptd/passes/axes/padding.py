@@ -31,10 +31,10 @@ THROUGH |= {f"aten.{name}" for name in "slice select split split_with_sizes chun
 
 
 class Padding:
-    """What `t` ranks may split: letters that they divide, and vocabularies that they do not."""
+    """What `degree` ranks may split: letters that they divide, and vocabularies that they do not."""
 
-    def __init__(self, graph: Graph, axes: Axes, t: int) -> None:
-        self.axes, self.t = axes, t
+    def __init__(self, graph: Graph, axes: Axes, degree: int) -> None:
+        self.axes, self.degree = axes, degree
         self.vocabularies = {
             id(axes.atoms(one, dim)[atom])
             for node in ops(graph)
@@ -45,7 +45,7 @@ class Padding:
 
     def divides(self, node: Node, letter: Letter) -> bool:
         """Whether `node` may be split by `letter` over t ranks."""
-        if letter.size % self.t == 0:
+        if letter.size % self.degree == 0:
             return True
         return all(self.may_pad(one, at) for one, at in letter.everywhere(node)) and is_exact(node, letter)
 
@@ -56,7 +56,7 @@ class Padding:
 
     def divides_place(self, node: Node, place: Place) -> bool:
         """The same of a value: whether shards of this atom may exist."""
-        return self.axes.unit(node, place) % self.t == 0 or self.may_pad(node, place)
+        return self.axes.unit(node, place) % self.degree == 0 or self.may_pad(node, place)
 
 
 def is_exact(node: Node, letter: Letter) -> bool:

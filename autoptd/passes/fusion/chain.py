@@ -158,9 +158,9 @@ def last_dim(node: Node, dims: Any) -> bool:
 
 
 def splits(node: Node, *dims: int) -> bool:
-    """Whether tp splits `node` along one of its `dims` (counted from the end as well)."""
+    """Whether ranks split `node` along one of its `dims` (counted from the end as well)."""
     at = {dim % len(shape(node)) for dim in dims}
-    return note(node).tp.kind == "S" and any(dim in at for dim, _ in note(node).tp.places)
+    return not at.isdisjoint(note(node).layout.sharded_dims)
 
 
 def same_dtype(*nodes: Node | None) -> bool:

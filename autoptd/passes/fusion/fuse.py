@@ -195,7 +195,7 @@ def _norm_of_sum(graph: Graph, group: Group, total: Node) -> dict[Node, Node]:
         with graph.inserting_before(group.result):
             piece = graph.call_function(operator.getitem, (call, k))
         piece.meta["val"] = value(old)
-        set_note(piece, replace(note(old), why="", form="", conversion=""))
+        set_note(piece, replace(note(old), why="", forms={}, conversion=""))
         old.replace_all_uses_with(piece)
         pieces[old] = piece
     return pieces
@@ -225,7 +225,7 @@ def _operand(graph: Graph, group: Group, operand: Any, made: dict[Node, Node]) -
     swapped.meta["val"] = value(source).transpose(-2, -1)
     local = [(*size[:-2], size[-1], size[-2]) for size in note(source).extra["local_shapes"]]
     extra = {"local_shapes": local, "global_shape": shape(swapped)}
-    set_note(swapped, replace(note(source), why="", form="", extra=extra))
+    set_note(swapped, replace(note(source), why="", forms={}, extra=extra))
     return swapped
 
 
@@ -249,7 +249,7 @@ def _call(graph: Graph, group: Group, target: Any, args: tuple[Any, ...], kwargs
     if op_name(result) == "aten.scaled_dot_product_attention":
         reason = "its mask is causal, and not read"
     extra = {key: one for key, one in record.extra.items() if key not in ("fused", "inner")} | {"reason": reason}
-    set_note(made, replace(record, why="", form="", conversion="", extra=extra))
+    set_note(made, replace(record, why="", forms={}, conversion="", extra=extra))
     return made
 
 

@@ -15,7 +15,8 @@ from torch.fx import Graph, Node
 
 from autoptd.ir import markers
 from autoptd.ir.machine import Machine
-from autoptd.ir.notes import is_pair, is_tensor, is_whole, note, op_name, ops, payload, shape, tensor
+from autoptd.ir.mesh import Mesh
+from autoptd.ir.notes import converted_types, is_pair, is_tensor, is_whole, note, op_name, ops, payload, shape, tensor
 from autoptd.ir.types import CONVERSIONS, ValueType
 from autoptd.passes.ops.dim_links import operands
 from autoptd.passes.ops.table import GEMMS
@@ -160,25 +161,25 @@ def compute_seconds(node: Node, machine: Machine) -> float:
     return max(3 * flops(node) / machine.flops, 3 * moved / machine.memory_bandwidth)
 
 
-def rank_seconds(node: Node, t: int, machine: Machine) -> float:
-    """Roofline time of a node of a CONNECTED graph on one of t tensor ranks, forward and backward, its collectives included."""
+def rank_seconds(node: Node, mesh: Mesh, machine: Machine) -> float:
+    """Roofline time of a node of a CONNECTED graph on one rank of a mesh, forward and backward, its collectives included."""
     name = op_name(node)
     if node.target is markers.convert:
-        source = node.args[0]
-        return conversion_seconds(note(source).tp, note(node).tp, payload(node), t, machine)  # type: ignore[arg-type]
+        source, target = converted_types(node)
+        return conversion_seconds(source, target, payload(node), mesh.degree(note(node).axis), machine)
     if name in VIEWS:
         return 0.0
     read = [one for one in node.all_input_nodes if not (name == "aten.embedding" and note(one).kind == "param")]
-    moved = sum(local_payload(one, t) for one in [node, *read])
+    moved = sum(local_payload(one, mesh) for one in [node, *read])
     if name in SORTS:
         moved *= max(1.0, math.log2(shape(read[0])[-1] if shape(read[0]) else 1))
-    work = flops(node) / max(note(one).tp.pieces(t) for one in [node, *node.all_input_nodes])
+    work = flops(node) / max(note(one).layout.pieces(mesh) for one in [node, *node.all_input_nodes])
     return 3 * max(work / machine.flops, moved / machine.memory_bandwidth)
 
 
-def local_payload(node: Node, t: int) -> float:
-    """Bytes of a node's value on one of t tensor ranks."""
-    return payload(node) / note(node).tp.pieces(t)
+def local_payload(node: Node, mesh: Mesh) -> float:
+    """Bytes of a node's value on one rank of a mesh."""
+    return payload(node) / note(node).layout.pieces(mesh)
 
 
 def conversion_seconds(source: ValueType, target: ValueType, nbytes: int, degree: int, machine: Machine) -> float:

@@ -62,7 +62,7 @@ class Problem:
 
 @dataclass
 class Assignment:
-    """The solver's answer: a strategy per node, and per fan-out node the extra type that is materialised once.
+    """The solver's answer over one axis: a strategy per node, and per fan-out node the extra type that is materialised once.
 
     `entries` are the types in which repeated layers begin with a value that is made before them, `enters` what the second
     layer reads in the place of such a value. `cost` is a conversion's seconds, `price` what the solver paid for it; `problem`
@@ -70,6 +70,7 @@ class Assignment:
     (`symbols.py`).
     """
 
+    axis: str
     strategies: dict[Node, Strategy]
     hubs: dict[Node, ValueType]
     cost: Callable[[Node, ValueType, ValueType], float]
@@ -88,7 +89,7 @@ class Assignment:
         """The types to convert `operand` to, one after the other, to reach `target`: from its entry, directly or through its
         hub.
         """
-        made, hub = note(operand).tp, self.hubs.get(operand)
+        made, hub = note(operand).layout[self.axis], self.hubs.get(operand)
         source = self.entries.get(operand, made)
         path = [source] if source != made else []
         if hub in (None, source, target) or self.price(operand, source, target) <= self.price(operand, hub, target):
@@ -98,7 +99,7 @@ class Assignment:
 
 
 def assign_tensor(graph: Graph, splitter: Splitter) -> Assignment:
-    """Solve the assignment over tp and fill `tp`, `form` and `why` of every node that depends on parameters.
+    """Solve the assignment over an axis and fill `layout`, `forms` and `why` of every node that depends on parameters.
 
     Layers that repeat get one answer (`ties.py`): it is found once, and the emitted program can say it once.
     """
@@ -106,10 +107,21 @@ def assign_tensor(graph: Graph, splitter: Splitter) -> Assignment:
     chosen = _chosen(problem)
     for node, strategy in chosen.items():
         record = note(node)
-        record.tp, record.form, record.why = strategy.gives, strategy.form, strategy.why
+        record.layout, record.why = record.layout.having(splitter.axis, strategy.gives), strategy.why
+        if strategy.form:
+            record.forms = {**record.forms, splitter.axis: strategy.form}
     price = partial(edge_price, splitter)
     return Assignment(
-        chosen, hubs, partial(price, count=conversion_seconds), price, problem, splitter, {}, entries, enters
+        splitter.axis,
+        chosen,
+        hubs,
+        partial(price, count=conversion_seconds),
+        price,
+        problem,
+        splitter,
+        {},
+        entries,
+        enters,
     )
 
 

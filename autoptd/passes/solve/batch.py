@@ -18,6 +18,7 @@ import torch
 from torch.fx import Graph, Node
 
 from autoptd.errors import PlanError
+from autoptd.ir.layout import BATCH
 from autoptd.ir.notes import note, op_name, output, shape, site, tensor, value
 from autoptd.ir.types import I, P, R, S, ValueType
 from autoptd.passes.axes.axes import Axes, Letter, Place
@@ -36,22 +37,22 @@ SIZES |= {"aten.unflatten", "aten.split", "aten.slice", "aten.repeat"}
 
 
 def assign_batch(graph: Graph, axes: Axes, batched: set[str], pieces: int, constants: Constants) -> None:
-    """Fill `note(node).batch` of every node; `pieces` = microbatches x replicas (one piece is the whole batch: no split)."""
+    """Fill the type over the batch of every node; `pieces` = microbatches x replicas (one piece: no split)."""
     if pieces == 1:
         return
     for node in graph.nodes:
         record = note(node)
         if record.kind == "param":
-            record.batch = R
+            record.layout = record.layout.having(BATCH, R)
         elif record.kind == "input" and record.name in batched:
             if len(record.dims[0]) != 1 and shape(node)[0] != 1:
                 raise PlanError(record.name, f"the model folds the batch dim into {record.dims[0]}", RULE_REMEDY)
-            record.batch = S(0, 0)
+            record.layout = record.layout.having(BATCH, S(0, 0))
         elif node.op == "call_function":
-            record.batch = _type_of(node, axes, constants)
+            record.layout = record.layout.having(BATCH, _type_of(node, axes, constants))
     loss = output(graph).args[0]
     assert isinstance(loss, Node)
-    kind = note(loss).batch
+    kind = note(loss).layout.batch
     if kind.kind != "P":
         raise PlanError(
             site(loss), "the loss does not contract the batch: it is no sum or mean over samples", RULE_REMEDY
@@ -60,7 +61,7 @@ def assign_batch(graph: Graph, axes: Axes, batched: set[str], pieces: int, const
 
 def _type_of(node: Node, axes: Axes, constants: Constants) -> ValueType:
     read = list(dict.fromkeys(operands(node)))
-    types = {one: note(one).batch for one in read}
+    types = {one: note(one).layout.batch for one in read}
     split = {one: kind for one, kind in types.items() if kind.kind == "S"}
     partial = [one for one, kind in types.items() if kind.kind == "P"]
     if not split and not partial:
@@ -82,7 +83,8 @@ def _type_of(node: Node, axes: Axes, constants: Constants) -> ValueType:
             note(node).extra.setdefault(FIRST_ROWS, {})[one] = place
         else:
             _demand(one, place, axes, node)
-    note(node).batch_form = letter.form if letter.out is None else ""
+    if letter.form and letter.out is None:
+        note(node).forms = {**note(node).forms, BATCH: letter.form}
     return S(*letter.out) if letter.out is not None else P
 
 
@@ -134,20 +136,20 @@ def _demand(node: Node, place: Place, axes: Axes, reader: Node) -> None:
     """Make a constant that meets the batch elementwise (zeros, an expanded table) carry the batch itself."""
     record = note(node)
     wanted = S(*place)
-    if record.batch == wanted:
+    if record.layout.batch == wanted:
         return
     fact = f"{site(node)} has one entry per row of the batch but does not come from the batch"
     letters = [one for one in axes.letters(node) if one.out == place] if node.op == "call_function" else []
-    if record.batch.kind == "S" or not letters:
+    if record.layout.batch.kind == "S" or not letters:
         raise PlanError(site(reader), fact, "pass it to the model as an input")
     for one, inner in letters[0].places.items():
         _demand(one, inner, axes, node)
-    record.batch = wanted
+    record.layout = record.layout.having(BATCH, wanted)
     for user in node.users:
         if (
             user is not reader
             and user.op == "call_function"
-            and note(user).batch.kind != "S"
+            and note(user).layout.batch.kind != "S"
             and _is_before(user, reader)
         ):
             raise PlanError(site(reader), fact, "pass it to the model as an input")
@@ -189,7 +191,7 @@ def _is_slice_elsewhere(node: Node) -> bool:
     if op_name(node) != "aten.slice":
         return False
     x = operands(node)[0]
-    return note(x).batch.kind != "S" or note(x).batch.dim != argument(node, 1, "dim", 0) % tensor(x).dim()
+    return note(x).layout.batch.kind != "S" or note(x).layout.batch.dim != argument(node, 1, "dim", 0) % tensor(x).dim()
 
 
 def _check_made(node: Node, other: Node) -> None:
@@ -207,7 +209,7 @@ def _check_constant(node: Node, other: Node, constants: Constants) -> None:
     """What a constant hands to the rest of the model must not depend on the number of rows."""
     readers = [user for user in node.users if not constants.is_constant(user) and user.op != "output"]
     places = [note(user).extra.get(FIRST_ROWS, {}).get(node) for user in readers]
-    if note(node).batch.kind == "S" or not readers or not constants.follows_rows(node, other):
+    if note(node).layout.batch.kind == "S" or not readers or not constants.follows_rows(node, other):
         return
     for place in dict.fromkeys(places):
         if place is not None and not constants.has_equal_rows(other, place[0]):
@@ -223,7 +225,7 @@ def _check_constant(node: Node, other: Node, constants: Constants) -> None:
 
 
 def _is_batch(node: Node) -> bool:
-    return note(node).kind == "input" and note(node).batch.kind == "S"
+    return note(node).kind == "input" and note(node).layout.batch.kind == "S"
 
 
 def _check_growth(node: Node, other: Node, growth: Fraction) -> None:
@@ -231,7 +233,7 @@ def _check_growth(node: Node, other: Node, growth: Fraction) -> None:
 
     A sum over the batch has no such dim: were any of its dims the batch's, its rule would have taken another for the batch.
     """
-    kind = note(node).batch
+    kind = note(node).layout.batch
     if value(node) is None or not isinstance(tensor(node), torch.Tensor):
         return
     wanted: list[int | Fraction] = list(shape(node))

@@ -44,11 +44,11 @@ def _types(
     graph: Graph, found: list[Node], batched: set[str], pieces: int, buffers: Mapping[str, torch.Tensor]
 ) -> list[ValueType]:
     if pieces > 1:
-        return [note(node).batch for node in found]
+        return [note(node).layout.batch for node in found]
     trial = copy_graph(graph)
     copies = dict(zip(graph.nodes, trial.nodes, strict=True))
     try:
         assign_batch(trial, Axes(trial), batched, 2, Constants(buffers))
     except PlanError:
         return [I for _ in found]
-    return [note(copies[node]).batch for node in found]
+    return [note(copies[node]).layout.batch for node in found]

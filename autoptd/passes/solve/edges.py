@@ -51,7 +51,7 @@ def entry_factors(
     made: list[Factor] = [
         ((variable[node], i), price_table([[edge_price(splitter, node, a, b) for b in kinds] for a in gives]))
     ]
-    apart = odd_layer_price(payload(node), splitter.t, splitter.machine)
+    apart = odd_layer_price(payload(node), splitter.degree, splitter.machine)
     for other in others:
         read = [one.gives for one in strategies[other]]
         odd = [[a != b or not splitter.is_plain(node, a) for b in read] for a in kinds]
@@ -109,7 +109,7 @@ def _kept(
     """The price of what backward of `reader` needs of the value of `node`; those who save it share one copy."""
     if reader not in savers:
         return 0.0
-    machine, t, nbytes = splitter.machine, splitter.t, payload(node)
+    machine, t, nbytes = splitter.machine, splitter.degree, payload(node)
     again = gathers_again(reader, source, target)
     pieces = t if again else target.pieces(t)
     seconds = nbytes / pieces * machine.per_saved_byte + (nbytes * splitter.per_whole_byte if pieces == 1 else 0.0)
@@ -128,7 +128,7 @@ def edge_price(
     """What the solver pays for converting the value of `node`, or (`count`) how long that takes; inf where it cannot be."""
     if not _is_possible(splitter, node, source, target):
         return math.inf
-    return count(source, target, payload(node), splitter.t, splitter.machine)
+    return count(source, target, payload(node), splitter.degree, splitter.machine)
 
 
 def _is_possible(splitter: Splitter, node: Node, source: ValueType, target: ValueType) -> bool:
@@ -138,7 +138,7 @@ def _is_possible(splitter: Splitter, node: Node, source: ValueType, target: Valu
     if isinstance(value(node), (tuple, list)):
         return False  # the pieces of a split are converted one by one, behind their getitem
     if source.kind == target.kind == "S" and any(
-        padded_size(note(node).dims, kind, splitter.t) for kind in (source, target)
+        padded_size(note(node).dims, kind, splitter.degree) for kind in (source, target)
     ):
         return False  # an all-to-all of padded shards does not exist
     if not (source.is_chunked and target.is_chunked):

@@ -92,7 +92,7 @@ def formulas(assignment: Assignment, symbols: Symbols, node: Node) -> list[Formu
     reads = [(f"reads {_name(one)}", one, kind) for one, kind in assignment.strategies[node].needs.items()]
     gives = [("gives", node, one.needs[node]) for one in assignment.strategies.values() if node in one.needs]
     for what, value, kind in dict.fromkeys(reads + gives):
-        source = note(value).tp
+        source = note(value).layout[assignment.axis]
         for target in assignment.route(value, kind):
             number = assignment.cost(value, source, target)
             found.append(
@@ -136,7 +136,7 @@ def explain(assignment: Assignment, path: str, remark: str = "") -> str:
     lines, shown = [], []
     for node in told:
         costs = formulas(assignment, symbols, node) if flops(node) else []
-        lines += [*_lines(problem, node), *(f"  {one}" for one in costs)]
+        lines += [*_lines(problem, node, assignment.axis), *(f"  {one}" for one in costs)]
         shown += [one.expression for one in costs]
     legend = [f"where {symbols.legend(*shown)}"] if shown else []
     remarks = [remark] if remark else []
@@ -149,12 +149,12 @@ def _path(node: Node) -> str:
     return note(node).name if note(node).kind == "param" else note(node).module
 
 
-def _lines(problem: Problem, node: Node) -> list[str]:
+def _lines(problem: Problem, node: Node, axis: str) -> list[str]:
     record = note(node)
     what = "parameter" if record.kind == "param" else op_name(node).removeprefix("aten.")
     lines = [f"{_path(node)}  {what}" + (f" ({record.source})" if record.source else "")]
     rows = [
-        (_price(one), type_text(one.strategy.gives, record.dims, "tp"), one.strategy.why)
+        (_price(one), type_text(one.strategy.gives, record.dims, axis), one.strategy.why)
         for one in alternatives(problem, node)
     ]
     widths = [max(len(row[i]) for row in rows) for i in range(2)]

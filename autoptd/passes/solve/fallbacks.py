@@ -92,7 +92,7 @@ def _blocked(node: Node, assignment: Assignment, splitter: Splitter, nouns: dict
     if not named or not (is_whole or of_heads) or split_by.intersection(COUNTED):
         return None
     texts = [f"{size} {noun}" if noun in COUNTED else f"{noun} {size}" for size, noun in named]
-    fact = f"{' and '.join(texts)} {'do' if of_heads or len(named) > 1 else 'does'} not divide over t={splitter.t}"
+    fact = f"{' and '.join(texts)} {'do' if of_heads or len(named) > 1 else 'does'} not divide over t={splitter.degree}"
     fits = ", ".join(map(str, divisors(size for size, _ in named)))
     return Fallback(note(node).module, op_name(node), fact, f"t in {{{fits}}}", flops(node) if is_whole else 0)
 

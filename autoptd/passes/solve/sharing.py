@@ -8,7 +8,7 @@ values it holds a copy of their head, whose gradient is a partial sum. Megatron 
 An axis is shared where all of this holds: t is a multiple of its size, the rest divides the inner axis, an `expand`, a
 `repeat_interleave` or grouped attention brings the inner axis in, and some value has both side by side, as the heads.
 
-    sharing = Sharing(graph, axes, t=4)
+    sharing = Sharing(graph, axes, degree=4)
     sharing.letters(sdpa)       # a Letter with `sharing` 2; q, k, v: S(1, 0) / S(1, 1), S(1, 0) x 2 copies, ...
     sharing.shards(q_weight)    # [S(0, 0) / S(0, 1)]
 """
@@ -26,10 +26,10 @@ from autoptd.passes.axes.axes import Axes, Letter
 
 
 class Sharing:
-    """The shared axes of a graph over `t` ranks: `pairs` of (outer, inner), and into how many pieces the inner one is cut."""
+    """The shared axes of a graph: `pairs` of (outer, inner), and into how many pieces `degree` ranks cut the inner one."""
 
-    def __init__(self, graph: Graph, axes: Axes, t: int) -> None:
-        self.axes, self.t = axes, t
+    def __init__(self, graph: Graph, axes: Axes, degree: int) -> None:
+        self.axes, self.degree = axes, degree
         known = [node for node in graph.nodes if axes.has(node)]
         of_inputs = {axis for node in known if note(node).kind == "input" for dim in axes.ids(node) for axis in dim}
         neighbours = {pair for node in known for dim in axes.ids(node) for pair in itertools.pairwise(dim)}
@@ -40,7 +40,7 @@ class Sharing:
                 pair = axes.ids_of(node, outer)[0], axes.ids_of(node, inner)[0]
                 is_free = pair in neighbours and of_inputs.isdisjoint(pair)
                 if is_free and _brings(node, outer, inner) and self._divides(outer, inner):
-                    self.pairs[pair] = t // outer.size
+                    self.pairs[pair] = degree // outer.size
 
     def letters(self, node: Node) -> list[Letter]:
         """The ways to split `node` by a shared axis."""
@@ -75,7 +75,11 @@ class Sharing:
         return any(axes == list(pair[: len(axes)]) and n == kind.sharing for pair, n in self.pairs.items())
 
     def _divides(self, outer: Letter, inner: Letter) -> bool:
-        return 1 < outer.size < self.t and self.t % outer.size == 0 and inner.size % (self.t // outer.size) == 0
+        return (
+            1 < outer.size < self.degree
+            and self.degree % outer.size == 0
+            and inner.size % (self.degree // outer.size) == 0
+        )
 
 
 def _shared(outer: Letter, inner: Letter | None, sharing: int) -> Letter | None:

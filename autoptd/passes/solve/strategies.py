@@ -16,7 +16,7 @@ from torch.fx import Graph, Node
 from autoptd.errors import PlanError
 from autoptd.ir.machine import Machine
 from autoptd.ir.notes import note, op_name, payload
-from autoptd.ir.types import I, P, R, S, ValueType, division_text, layout, shard_size
+from autoptd.ir.types import I, P, R, S, ValueType, division_text, placement, shard_size
 from autoptd.passes.axes.axes import Axes, Letter
 from autoptd.passes.axes.padding import Padding
 from autoptd.passes.ops.costs import compute_seconds, conversion_seconds, flops
@@ -42,9 +42,11 @@ class Strategy:
 
 
 class Splitter:
-    """What tp may split: letters that t divides, and vocabularies; never the batch, and other axes of inputs only where
-    `tokens` may be split. `batched` names the inputs whose dim 0 is the batch; `pins` hold parameters to what a plan says,
-    `kept` all that is split without tokens to what it was there.
+    """What an axis of `degree` ranks may split: letters that they divide, and vocabularies; never the batch, and
+    other axes of inputs only where `tokens` may be split.
+
+    `batched` names the inputs whose dim 0 is the batch; `pins` hold parameters to what a plan says, `kept` all that is
+    split without tokens to what it was there.
     """
 
     kept: KeptPlan | None = None
@@ -53,15 +55,16 @@ class Splitter:
         self,
         graph: Graph,
         axes: Axes,
-        t: int,
+        axis: str,
+        degree: int,
         machine: Machine,
         batched: Collection[str],
         *,
         tokens: bool,
         pins: Pins,
     ) -> None:
-        self.axes, self.t, self.machine, self.pins = axes, t, machine, pins
-        self.padding, self.sharing = Padding(graph, axes, t), Sharing(graph, axes, t)
+        self.axes, self.axis, self.degree, self.machine, self.pins = axes, axis, degree, machine, pins
+        self.padding, self.sharing = Padding(graph, axes, degree), Sharing(graph, axes, degree)
         of_inputs: dict[bool, set[int]] = {True: set(), False: set()}
         for node in graph.nodes:
             if note(node).kind == "input" and axes.has(node):
@@ -146,7 +149,7 @@ def make_strategies(node: Node, splitter: Splitter) -> list[Strategy]:
 def _every_strategy(node: Node, splitter: Splitter) -> list[Strategy]:
     if note(node).kind == "param":
         return parameter_strategies(node, splitter)
-    machine, t = splitter.machine, splitter.t
+    machine, t = splitter.machine, splitter.degree
     read = list(dict.fromkeys(operands(node)))
     seconds = compute_seconds(node, machine)
     in_full = seconds + (machine.redundant if flops(node) else 0.0)
@@ -198,7 +201,7 @@ def copies_text(copies: int, t: int) -> str:
 
 def parameter_strategies(node: Node, splitter: Splitter) -> list[Strategy]:
     """Stored whole with a whole gradient (I), whole with a gradient summed once per step (R), or sharded."""
-    machine, t, nbytes = splitter.machine, splitter.t, payload(node)
+    machine, t, nbytes = splitter.machine, splitter.degree, payload(node)
     keep = nbytes * machine.per_parameter_byte
     sum_once = conversion_seconds(I, R, nbytes, t, machine) / 8  # once per step, shared by its microbatches
     made = [
@@ -219,9 +222,9 @@ def _pinned(node: Node, made: list[Strategy], splitter: Splitter) -> list[Strate
     pin = splitter.pins[node]
     found = [one for one in made if (one.gives.dim if one.gives.kind == "S" else None) == pin.dim]
     if pin.layout is not None:
-        found = [one for one in found if layout(note(node).dims, one.gives, splitter.t) == pin.layout]
+        found = [one for one in found if placement(note(node).dims, one.gives, splitter.degree) == pin.layout]
     if not found:
         sizes = " x ".join(map(str, note(node).dims[pin.dim or 0])) or "1"
-        fact = f"{pin}: of {sizes}, t={splitter.t} divides no factor"
+        fact = f"{pin}: of {sizes}, t={splitter.degree} divides no factor"
         raise PlanError("plan: shard", fact, "another dim, or leave it out")
     return found

@@ -52,7 +52,7 @@ class Symbols:
         self.splitter, self.letters = splitter, letters
         machine = splitter.machine
         self.values: dict[Expression, float] = {}
-        self.t = self._symbol("t", splitter.t)
+        self.t = self._symbol("t", splitter.degree)
         self.machine: Any = SimpleNamespace(
             link_bandwidth=self._symbol("W", machine.link_bandwidth),
             memory_bandwidth=self._symbol("M", machine.memory_bandwidth),

@@ -13,7 +13,7 @@ node, the stages that compute it. It is sent from the first of them to the stage
   stage that has nothing of the kind the last operator that takes time, so that no stage is left empty. Labels whose number a
   loss divides by are never sent: they are counted before the first forward.
 
-    place_values(graph, {embed: 0, block: 0, head: 1}, t=1, machine=Machine())
+    place_values(graph, {embed: 0, block: 0, head: 1}, mesh=Mesh(), machine=Machine())
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from math import inf
 from torch.fx import Graph, Node
 
 from autoptd.ir.machine import Machine
+from autoptd.ir.mesh import Mesh
 from autoptd.ir.notes import is_tensor, note, op_name, ops
 from autoptd.passes.ops.costs import flops, local_payload, rank_seconds
 from autoptd.passes.ops.dim_links import operands
@@ -35,9 +36,9 @@ AGAIN, HERE = "computed again", "computed where it is read"
 Ways = dict[tuple[Node, bool], float]  # what it takes to have a value on a stage: (value, is it sent) -> seconds
 
 
-def place_values(graph: Graph, home: Mapping[Node, int], t: int, machine: Machine) -> None:
+def place_values(graph: Graph, home: Mapping[Node, int], mesh: Mesh, machine: Machine) -> None:
     """Fill `stages` and `placement` of every node; `home` is the stage of every node of the backbone."""
-    places = _Places(graph, home, t, machine)
+    places = _Places(graph, home, mesh, machine)
     for stage in range(1 + max(home.values())):
         places.serve(stage)
     for node in reversed(graph.nodes):
@@ -59,13 +60,13 @@ def is_never_computed_again(node: Node) -> bool:
 class _Places:
     """Which stage computes what, `computed`, filled stage by stage; why it is sent, or computed on more than one."""
 
-    def __init__(self, graph: Graph, home: Mapping[Node, int], t: int, machine: Machine) -> None:
-        self.home, self.t, self.machine = home, t, machine
+    def __init__(self, graph: Graph, home: Mapping[Node, int], mesh: Mesh, machine: Machine) -> None:
+        self.home, self.mesh, self.machine = home, mesh, machine
         self.computed: dict[Node, set[int]] = {node: {stage} for node, stage in home.items()}
         self.sent: dict[tuple[Node, int], str] = {}
         self.again: dict[tuple[Node, int], str] = {}
         self.counted = _counted(graph, home)
-        self.alone = _alone(home, t, machine)
+        self.alone = _alone(home, mesh, machine)
         self.weights: dict[
             Node, set[int]
         ] = {}  # parameters, and what is made of them alone: stages that have it anyway
@@ -139,19 +140,19 @@ class _Places:
         """To send a value to one more stage and its gradient back; infinite where nobody before has it to send."""
         if not is_tensor(node) or node in self.counted or not any(one < stage for one in self.computed.get(node, ())):
             return inf
-        return (1 + note(node).needs_grad) * send_seconds(node, self.t, self.machine)
+        return (1 + note(node).needs_grad) * send_seconds(node, self.mesh, self.machine)
 
     def _seconds_again(self, node: Node, must: bool) -> float:
         if not must and is_never_computed_again(node) and (node in self.home or not flops(node)):
             return inf
         if not must and node in self.alone:
             return inf
-        return rank_seconds(node, self.t, self.machine) / (1 if note(node).needs_grad else 3)
+        return rank_seconds(node, self.mesh, self.machine) / (1 if note(node).needs_grad else 3)
 
 
-def send_seconds(node: Node, t: int, machine: Machine) -> float:
+def send_seconds(node: Node, mesh: Mesh, machine: Machine) -> float:
     """Seconds of one message with a rank's part of a value."""
-    return machine.message + local_payload(node, t) / machine.link_bandwidth
+    return machine.message + local_payload(node, mesh) / machine.link_bandwidth
 
 
 def _microseconds(seconds: float) -> str:
@@ -162,9 +163,9 @@ def _cost(ways: Ways) -> float:
     return sum(ways.values())
 
 
-def _alone(home: Mapping[Node, int], t: int, machine: Machine) -> set[Node]:
+def _alone(home: Mapping[Node, int], mesh: Mesh, machine: Machine) -> set[Node]:
     """What a stage is left for that would only make what others can compute again: its last operator that takes time."""
-    last = {stage: node for node, stage in home.items() if rank_seconds(node, t, machine)}
+    last = {stage: node for node, stage in home.items() if rank_seconds(node, mesh, machine)}
     settled = {stage for node, stage in home.items() if is_never_computed_again(node)}
     return {node for stage, node in last.items() if stage not in settled}
 

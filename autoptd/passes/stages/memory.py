@@ -9,7 +9,7 @@ In: a CONNECTED graph. Out: `Held`, per position of the backbone. Assumptions, w
   made. Values inside of a fused operator are not kept; a head fused with its loss keeps the gradients of its operands, those
   of parameters in float32 at least.
 
-    held = count_bytes(graph, backbone, Sizes(t=2, traced_rows=2, rows=1, pieces=8))
+    held = count_bytes(graph, backbone, Sizes(Mesh(t=2), traced_rows=2, rows=1, pieces=8))
     sum(held.kept)        # bytes of parameters with their state that have one reader
 """
 
@@ -24,8 +24,8 @@ from torch.fx import Graph, Node
 from autoptd.ir import markers
 from autoptd.ir.machine import Machine
 from autoptd.ir.notes import note, op_name, ops, tensor
+from autoptd.ir.sizes import Sizes, local_shapes
 from autoptd.passes.hook_gemms import gather_again
-from autoptd.passes.localize import Sizes, local_shapes
 from autoptd.passes.ops.costs import VIEWS
 
 COPIES = 4  # a parameter, its gradient, two moments

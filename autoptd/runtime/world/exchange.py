@@ -96,6 +96,10 @@ class ThreadRank(World):
     def report_fault(self, exc: BaseException) -> None:
         self.shared.fail(self.rank, self.at, exc)
 
+    def raise_first_fault(self) -> None:
+        if self.shared.fault:
+            raise Aborted
+
     def describe(self) -> str:
         """What the rank was last doing, for messages."""
         return f"{fault_site(self.rank, self.at)}" + (f" (last call: {self.last_call})" if self.last_call else "")

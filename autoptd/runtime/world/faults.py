@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
-from autoptd.errors import RuntimeFault
+from autoptd.errors import InternalError, RuntimeFault
 from autoptd.runtime.world.pages import Pages
 from autoptd.runtime.world.world import World, fault_site
 
@@ -70,6 +70,9 @@ class FaultBoard:
         self._first: dict[str, Any] | None = None  # as last read: the store may die with the rank that hosts it
         self._reported = False
         self._is_lost = False  # the store: gone, or silent
+        self.is_out = False  # the main thread has raised something
+        self.is_ended = False  # the world: its groups were aborted, no call can work
+        self.behind: tuple[str, Call] | None = None  # where the device is, if it has been there for a while
         self._requests: SimpleQueue[tuple[Callable[[dist.Store], Any], SimpleQueue[Any]] | None] = SimpleQueue()
         self._set_beat(store, 0)  # before any call, so that every rank has one
         own = store.clone()  # type: ignore[attr-defined]  # a connection that no blocking call of this rank holds
@@ -86,7 +89,9 @@ class FaultBoard:
             self._pages.close()
 
     def enter(self, call: Call) -> None:
-        """This rank makes `call` now."""
+        """This rank makes `call` now; on a world that has ended the first fault is raised."""
+        if self.is_ended:
+            self.raise_first()
         self._last, self._entered, self._is_waiting = call, time.monotonic(), True
         if self._pages is not None:
             self._pages.write((self._world.at, *call))
@@ -100,8 +105,33 @@ class FaultBoard:
         call, entered = self._last, self._entered
         return (call, time.monotonic() - entered) if self._is_waiting and call is not None else None
 
+    @property
+    def last_call(self) -> Call | None:
+        """The last call that this rank made."""
+        return self._last
+
+    @property
+    def is_known(self) -> bool:
+        """Whether there is a first fault."""
+        return self._first is not None
+
+    def first_fault(self) -> RuntimeFault:
+        """The first fault, which is known, as this rank shows it."""
+        if self._first is None:
+            raise InternalError(
+                fault_site(self._world.rank, self._world.at), "asks for a first fault, and none is known"
+            )
+        return _as_fault(self._first, self._world, self._last)
+
+    def raise_first(self) -> None:
+        """Raise the first fault if one is known; not again in a world that went on after it."""
+        if self._first is not None and (self.is_ended or not self.is_out):
+            self._reported = self.is_out = True
+            raise self.first_fault()
+
     def report(self, exc: BaseException) -> None:
         """Publish that this rank itself failed; faults that came from elsewhere are known already."""
+        self.is_out = True
         if self._reported:
             return
         self._reported = True
@@ -109,6 +139,12 @@ class FaultBoard:
 
     def fault_of_call(self, call: Call, exc: BaseException) -> RuntimeFault:
         """Return the fault to raise when `call` failed with `exc`; takes GRACE seconds, and PATIENCE more at most."""
+        self.is_out = True
+        return self.diagnose(call, exc)
+
+    def diagnose(self, call: Call, exc: BaseException, at: str | None = None) -> RuntimeFault:
+        """Find the fault of a call that failed while this rank, or its device, executed `at`; any thread may ask."""
+        at = at or self._world.at
         self._reported = True
         before = self._ask(self._beats)
         deadline = time.monotonic() + GRACE
@@ -116,10 +152,10 @@ class FaultBoard:
             time.sleep(0.1)
         first = self._first
         if first is None:
-            blame = self._blame(call, before, self._ask(self._beats))
+            blame = self._blame(call, at, before, self._ask(self._beats))
             first = {
                 "rank": self._world.rank,
-                "at": self._world.at,
+                "at": at,
                 "error": f"{call} failed; {blame}",
                 "cause": str(exc),
             }
@@ -193,7 +229,8 @@ class FaultBoard:
         return self._first is not None
 
     def _set_beat(self, store: dist.Store, count: int) -> None:
-        state = {"count": count, "at": self._world.at, "call": self._last, "is_waiting": self._is_waiting}
+        at, call = self.behind or (self._world.at, self._last)
+        state = {"count": count, "at": at, "call": call, "is_waiting": self._is_waiting or self.behind is not None}
         store.set(_beat_key(self._world.rank), json.dumps(state))
 
     def _beats(self, store: dist.Store) -> Beats:
@@ -202,16 +239,13 @@ class FaultBoard:
         texts = store.multi_get([_beat_key(rank) for rank in others])
         return {rank: json.loads(text) for rank, text in zip(others, texts, strict=True)}
 
-    def _blame(self, call: Call, before: Beats | None, after: Beats | None) -> str:
+    def _blame(self, call: Call, at: str, before: Beats | None, after: Beats | None) -> str:
         """Say which rank made another call, or which are gone (no beat in between), or in no call, or else who is where."""
         others = [rank for rank in range(self._world.mesh.size) if rank != self._world.rank]
         lasts = {rank: self._last_of(rank, after) for rank in others}
-        for rank, (at, last) in lasts.items():
+        for rank, (their_at, last) in lasts.items():
             if last is not None and call.differs(last):
-                mine, theirs = (
-                    f"{fault_site(self._world.rank, self._world.at)}: {call}",
-                    f"{fault_site(rank, at)}: {last}",
-                )
+                mine, theirs = f"{fault_site(self._world.rank, at)}: {call}", f"{fault_site(rank, their_at)}: {last}"
                 return f"call {call.number} of ranks {_listed(call.ranks)} is not the same on {mine}, and {theirs}"
         if before is None or after is None:
             dead = [rank for rank in others if self._pages is not None and self._pages.is_dead(rank)]
@@ -262,10 +296,10 @@ def _listed(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks))
 
 
-def _as_fault(first: dict[str, Any], world: World, call: Call) -> RuntimeFault:
+def _as_fault(first: dict[str, Any], world: World, call: Call | None) -> RuntimeFault:
     fact = first["error"] + (f" ({first['cause']})" if first.get("cause") else "")
     if first["rank"] != world.rank:
-        fact += f" [seen by {fault_site(world.rank, world.at)} in {call}]"
+        fact += f" [seen by {fault_site(world.rank, world.at)}{f' in {call}' if call else ''}]"
     return RuntimeFault(
         fault_site(first["rank"], first["at"]),
         fact,

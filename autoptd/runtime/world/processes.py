@@ -17,8 +17,10 @@ may be one whose communicator is split (`device_id=`); the names of groups do no
 
 NCCL makes a communicator for each pair of a group that talks, and runs its operations in order: so two directions share none.
 
-No wait is longer than `timeout` on gloo. On NCCL a wait blocks the stream, not the process: there the timeout is that
-of NCCL's watchdog, which ends the process.
+No wait is longer than `timeout`. On gloo a call fails then. On NCCL calls do not fail: a wait blocks the stream, and the host
+where it next needs a number. There a thread watches the device (`device_watch.py`): after `timeout`, or once another rank has
+published a fault, it prints the first fault and aborts the groups, so that the host goes on and raises it. NCCL's own
+watchdog, which ends the process without a word of ours, has a longer timeout and is the last resort.
 """
 
 from __future__ import annotations
@@ -32,16 +34,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autoptd.compat import default_store, env_store, gather_into, new_group, scatter_into
+from autoptd.compat import abort_groups, default_store, env_store, gather_into, new_group, scatter_into
 from autoptd.errors import InternalError, PlanError, RuntimeFault
 from autoptd.ir.mesh import Mesh
 from autoptd.runtime.devices import process_device
+from autoptd.runtime.world.device_watch import PROBES, WATCHDOG_MARGIN, DeviceWatch
 from autoptd.runtime.world.faults import Call, FaultBoard
 from autoptd.runtime.world.send_watcher import Departures
 from autoptd.runtime.world.world import Channel, Done, Group, Like, Needs, Pending, Then, World, equal_parts
 
 Tensor = torch.Tensor
 OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+ABORT_LIMIT = 10.0  # seconds that aborts are waited for
 P2P_CTAS = 4  # SMs that a send or receive may hold on CUDA while it waits: NCCL takes up to 32 within a node
 
 
@@ -60,6 +64,8 @@ class WaitingCall:
             self._board.leave()
         elif isinstance(exc, RuntimeError):  # what torch.distributed raises for timeouts and lost connections
             raise self._board.fault_of_call(self._call, exc) from exc
+        else:
+            self._board.leave()
 
 
 class DistributedWorld(World):
@@ -78,8 +84,9 @@ class DistributedWorld(World):
         if target.type == "cuda":
             torch.cuda.set_device(target)
         self._owns_default = not dist.is_initialized()
+        self._group_limit = timedelta(seconds=timeout + (WATCHDOG_MARGIN if self.backend in PROBES else 0.0))
         if self._owns_default:
-            _init_from_env(self.backend, timeout)
+            _init_from_env(self.backend, timeout, self._group_limit)
         if dist.get_world_size() != mesh.size:
             raise PlanError(
                 f"world size {dist.get_world_size()}",
@@ -91,18 +98,31 @@ class DistributedWorld(World):
         self._number = default_store().add(_count_key(self.rank), 1)
         store = dist.PrefixStore(f"autoptd {self._number}", default_store())
         self.board = FaultBoard(store, self, notes_calls=self.backend == "gloo")  # which ends a process without a word
+        self._handles: list[dist.ProcessGroup] = []
+        self._watch: DeviceWatch | None = None
         with self.call(Call("the creation of groups", "start")):
             try:
                 self._connect(needs)
             except RuntimeError as exc:
                 self._name_absent(exc)
                 raise
+        if make_probe := PROBES.get(self.backend):
+            self._watch = DeviceWatch(self.board, self, make_probe, lambda: abort_groups(self._handles, ABORT_LIMIT))
 
     def report_fault(self, exc: BaseException) -> None:
         self.board.report(exc)
 
+    def raise_first_fault(self) -> None:
+        self.board.raise_first()
+
+    def mark(self) -> None:
+        if self._watch is not None:
+            self._watch.mark()
+
     def close(self) -> None:
         """End the default process group if this world made it; the ranks should have finished together."""
+        if self._watch is not None:
+            self._watch.close()
         self.board.close()
         for channel in self._outgoing.values():
             channel.close()
@@ -148,7 +168,9 @@ class DistributedWorld(World):
 
     def _communicator(self, what: str, ranks: tuple[int, ...], max_ctas: int | None) -> dist.ProcessGroup | None:
         name = f"autoptd {self._number} {what}"
-        return new_group(name, ranks, self.backend, timedelta(seconds=self.timeout), max_ctas)
+        handle = new_group(name, ranks, self.backend, self._group_limit, max_ctas)
+        self._handles += [] if handle is None else [handle]
+        return handle
 
     def _name_absent(self, exc: Exception) -> None:
         """RuntimeFault if there are ranks that have not come as far as this one."""
@@ -357,14 +379,13 @@ def _default_backend(device: torch.device) -> str:
     return "nccl" if device.type == "cuda" else "gloo"
 
 
-def _init_from_env(backend: str, timeout: float) -> None:
+def _init_from_env(backend: str, timeout: float, group_limit: timedelta) -> None:
     """Make the default process group; torchrun's restarts share one store, so each attempt takes its own prefix."""
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise PlanError(
             "torch.distributed", f"{', '.join(missing)} not set", "start with torchrun, or use backend='local'"
         )
-    limit = timedelta(seconds=timeout)
-    store, rank, size = env_store(limit)
+    store, rank, size = env_store(timedelta(seconds=timeout))
     store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=group_limit)

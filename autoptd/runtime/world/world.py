@@ -297,6 +297,13 @@ class World(ABC):
     def report_fault(self, exc: BaseException) -> None:
         """Tell the other ranks that this one failed with `exc`, so that they show it instead of its consequences."""
 
+    @abstractmethod
+    def raise_first_fault(self) -> None:
+        """Raise what another rank failed with, if this one knows of it: its numbers are then not to be handed out."""
+
+    def mark(self) -> None:  # noqa: B027 - most devices cannot be behind their host
+        """Say that the device is to come as far as it was told to until now: it is asked whether it did."""
+
     def close(self) -> None:  # noqa: B027 - most worlds hold nothing
         """Give back what the world holds; no call may follow."""
 

@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import autoptd
 from autoptd.ir.notes import Note, output, set_note
-from autoptd.passes import bounds, constants, masks
+from autoptd.passes.axes import bounds, constants, masks
 from autoptd.passes.axes.bounds import bounds_of
 from autoptd.passes.axes.constants import Constants
 from autoptd.passes.axes.masks import HIDDEN, SEEN, Masked, leaves_keys, proves_causal, proves_window

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from autoptd.ir.notes import Note, op_name, ops, set_note
-from autoptd.passes import rules
+from autoptd.passes.ops import table as rules
 from autoptd.passes.ops.dim_links import operands
 from autoptd.passes.ops.probe import Claim, Probed, probe
 from tests.passes.ops.test_table import T, traced

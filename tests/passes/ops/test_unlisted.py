@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import autoptd
 from autoptd import PlanError
 from autoptd.ir.notes import note
-from autoptd.passes import unlisted
+from autoptd.passes.ops import unlisted
 from tests.passes.graphs import Net, annotate, find
 
 
@@ -105,7 +105,7 @@ def test_the_dump_says_so_too() -> None:
     from autoptd.passes import describe
 
     assert "probed: may be split by d0, d1, d2" in describe(graph)
-    assert note(find(graph, "unlisted.swish")).batch.dim == 0
+    assert note(find(graph, "unlisted.swish")).layout.batch.dim == 0
 
 
 WRONG = {
@@ -169,7 +169,7 @@ def test_a_backward_that_is_not_linear_sees_whole_gradients_only() -> None:
     model = Net(lambda self, x: F.linear(x, bounded(self.w)).square().sum(), w=(8, 16))
     x = torch.randn(8, 16)
     graph, *_ = annotate(model, x, t=2)
-    assert note(find(graph, "unlisted.bounded")).tp.kind == "I"
+    assert note(find(graph, "unlisted.bounded")).layout["tp"].kind == "I"
     autoptd.verify(model, t=2, num_microbatches=1, example_inputs=(x,), steps=2)
     with pytest.raises(PlanError, match="not linear"):
         annotate(model, x, pieces=2)

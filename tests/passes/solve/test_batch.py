@@ -120,12 +120,12 @@ ALLOWED: dict[str, Callable[..., Any]] = {
 def test_allowed(what: str) -> None:
     graph, _, _ = annotate(make(ALLOWED[what]), X, pieces=4)
     loss = output(graph).args[0]
-    assert note(loss).batch == P  # type: ignore[arg-type]
+    assert note(loss).layout.batch == P  # type: ignore[arg-type]
 
 
 def test_types_over_the_batch() -> None:
     graph, _, _ = annotate(make(lambda self, x: (F.linear(x, self.w).t() + torch.arange(4.0)[:1]).mean()), X, pieces=4)
-    found = {name: note(find(graph, name)).batch for name in ("w", "inputs", "linear", "t", "arange", "mean")}
+    found = {name: note(find(graph, name)).layout.batch for name in ("w", "inputs", "linear", "t", "arange", "mean")}
     assert found == {"w": R, "inputs": S(0, 0), "linear": S(0, 0), "t": S(1, 0), "arange": I, "mean": P}
 
 
@@ -134,7 +134,7 @@ def test_a_whole_addend_is_shared_among_the_pieces() -> None:
     graph, _ = connect(make(lambda self, x: F.linear(x, self.w).mean() + (self.w * self.w).sum()), X, pieces=4)
     shares = [node for node in ops(graph) if node.target is markers.share]
     assert [node.args[1] for node in shares] == [4]
-    assert shares[0].args[0] is find(graph, "sum") and note(shares[0]).batch == P
+    assert shares[0].args[0] is find(graph, "sum") and note(shares[0]).layout.batch == P
 
 
 def test_a_number_is_shared_among_the_pieces() -> None:
@@ -147,7 +147,7 @@ def test_a_bias_under_a_sum_over_the_batch_is_shared() -> None:
     """linear that contracts the batch itself: the bias of a Gram matrix is no part of any one microbatch."""
     graph, _ = connect(make(lambda self, x: F.linear(F.linear(x, self.w).t(), x.t(), self.rows[0]).sum()), X, pieces=4)
     product = find(graph, "linear", 1)
-    assert note(product).batch == P
+    assert note(product).layout.batch == P
     assert [node.args[1] for node in ops(graph) if node.target is markers.share] == [4]
 
 

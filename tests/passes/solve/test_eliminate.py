@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from autoptd.passes import eliminate
+from autoptd.passes.solve import eliminate
 from autoptd.passes.solve.eliminate import Factor, TableTooLarge, minimize, minimize_nearly
 
 

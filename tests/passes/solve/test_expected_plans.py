@@ -163,7 +163,7 @@ def test_every_parameter_is_split_as_expected(name: str, sequence_parallel: bool
         wanted = (expected.layer if in_layer else expected.outside).get(where, "whole")
         if in_layer or where in expected.outside or "norm" in where.lower() or ".ln_" in where:
             wanted = "whole" if wanted == "row" and kind == "bias" else wanted
-            found.setdefault(f"{where}.{kind} {wanted}", set()).add(split(model, path, kind, one.type))
+            found.setdefault(f"{where}.{kind} {wanted}", set()).add(split(model, path, kind, one.layout["tp"]))
     assert {text: kinds for text, kinds in found.items() if kinds != {text.split()[1]}} == {}
     assert {text.rpartition(".")[0] for text in found} >= {*expected.layer, *expected.outside}
 
@@ -224,7 +224,7 @@ def test_nothing_is_done_twice(name: str, sequence_parallel: bool) -> None:
     assert redundant == [] and not program.fallbacks
     graph = program.graphs["CONNECTED"]
     assert [node.name for node in gathers(graph) if is_only_sliced(node)] == []
-    made = Counter((node.args[0], note(node).tp) for node in ops(graph) if node.target is markers.convert)
+    made = Counter((node.args[0], note(node).layout["tp"]) for node in ops(graph) if node.target is markers.convert)
     assert [(source, kind) for (source, kind), times in made.items() if times > 1] == []
     sites = {star(note(node).module) for node in gathers(graph)}
     assert sum("q_proj" in one or "k_proj" in one or "v_proj" in one for one in sites) <= 1
@@ -233,13 +233,13 @@ def test_nothing_is_done_twice(name: str, sequence_parallel: bool) -> None:
 def gathers(graph: Graph) -> list[Node]:
     """Conversions from sharded, or partial, to whole."""
     found = [node for node in ops(graph) if node.target is markers.convert]
-    return [one for one in found if note(one.args[0]).tp.kind in "SP" and note(one).tp.kind in "IR"]  # type: ignore[arg-type]
+    return [one for one in found if note(one.args[0]).layout["tp"].kind in "SP" and note(one).layout["tp"].kind in "IR"]  # type: ignore[arg-type]
 
 
 def is_only_sliced(node: Node) -> bool:
     """Whether a whole value, or views of it, go nowhere but into slices of a rank."""
     for user in node.users:
-        if note(user).conversion and note(user).tp.kind == "S":
+        if note(user).conversion and note(user).layout["tp"].kind == "S":
             continue
         if op_name(user) in VIEWS and is_only_sliced(user):
             continue

@@ -41,7 +41,7 @@ def test_attention_whose_heads_do_not_divide(make: Any) -> None:
     assert whole and all(one.flops > 0 and "att" in one.site for one in whole)
     assert f"whole on every rank: {SIX[0]}" in describe(graph)
     mlp = find(graph, "gelu", 0) if len(found) == 6 else find(graph, "silu", 0)
-    assert note(mlp).tp.kind == "S"  # what divides is split
+    assert note(mlp).layout["tp"].kind == "S"  # what divides is split
 
 
 def heads_by_hand(heads: int) -> torch.nn.Module:
@@ -55,7 +55,9 @@ def test_attention_that_is_split_otherwise() -> None:
     """8 entries of a head divide by 4: attention is split by them, and says so."""
     graph, _ = connect(gpt(1, heads=6, width=48), X, Y, t=4)
     attention = find(graph, "scaled_dot_product_attention")
-    assert note(attention).tp.kind == "S" and note(attention).why == f"split by e: 8 = 4 x 2, because {SIX[0]}"
+    assert (
+        note(attention).layout["tp"].kind == "S" and note(attention).why == f"split by e: 8 = 4 x 2, because {SIX[0]}"
+    )
     assert note(attention).fallback == Fallback("transformer.h.0.attn", "aten.scaled_dot_product_attention", *SIX)
 
 

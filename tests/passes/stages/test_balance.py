@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoptd.ir.actions import ranks_of_stages
-from autoptd.passes import balance
+from autoptd.passes.stages import balance
 from autoptd.passes.stages.balance import Line, Value, evaluate, least_memory, place
 from autoptd.schedule import build_orders, finish_of
 

@@ -13,6 +13,7 @@ from torch.fx import Graph, Node
 import autoptd
 from autoptd import codegen
 from autoptd.ir.machine import Machine
+from autoptd.ir.mesh import Mesh
 from autoptd.ir.notes import note, op_name, ops
 from autoptd.passes.cut import check_cut, find_backbone
 from autoptd.passes.stages.crossing import place_values
@@ -47,7 +48,7 @@ def placed(between: Any, *inputs: Tensor, machine: Machine | None = None, **buff
     for node in backbone:
         stage += op_name(node) == "aten.linear"
         home[node] = stage
-    place_values(graph, home, 1, machine or Machine())
+    place_values(graph, home, Mesh(), machine or Machine())
     check_cut(graph, 3)
     return graph
 

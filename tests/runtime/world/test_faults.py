@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from autoptd.runtime import faults
+from autoptd.runtime.world import faults
 from autoptd.runtime.world.faults import Call, FaultBoard
 from autoptd.runtime.world.pages import Pages
 from tests.ports import free_port

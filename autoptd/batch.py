@@ -1,0 +1,107 @@
+"""How the rows of a call are divided: into replicas, microbatches, and what the trace sees.
+
+In: the call of a step, and the options. Out: a `Batch`. The batch is dim 0 of the first tensor, and of all that are as long
+(`runtime/batch.py`, which divides the calls of a run by the same rule).
+
+    batch = plan_batch(options, (ids, targets), {}, replicas=2)
+    batch.rows, batch.num_microbatches          # of a microbatch, of a replica
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from autoptd.compat import tree_flatten, tree_unflatten
+from autoptd.errors import PlanError
+from autoptd.options import Options
+from autoptd.runtime.batch import batch_rows
+
+
+@dataclass(frozen=True)
+class Batch:
+    """How a step's rows are divided: `rows` per microbatch, `num_microbatches` per replica, `traced_rows` seen by the trace."""
+
+    batched: tuple[int, ...]  # leaves that carry the batch axis
+    rows: int
+    num_microbatches: int
+    pieces: int
+    traced_rows: int
+
+    @property
+    def whole_rows(self) -> int:
+        """Rows of the second trace: those of a step, where they are more than the first one's."""
+        step = self.rows * self.pieces
+        return step if step > self.traced_rows else 2 * self.traced_rows
+
+
+def split_call(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """(args, kwargs) of a call given as a tuple, a dict or one tensor."""
+    if isinstance(example_inputs, dict):
+        return (), example_inputs
+    return (tuple(example_inputs) if isinstance(example_inputs, (tuple, list)) else (example_inputs,)), {}
+
+
+def first_share(example_inputs: Any, d: int) -> Any:
+    """The rows of the first of d replicas."""
+    leaves, tree = tree_flatten(example_inputs)
+    rows = batch_rows(leaves, d)
+    cut = [
+        leaf[: rows // d] if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == rows else leaf
+        for leaf in leaves
+    ]
+    return tree_unflatten(cut, tree)
+
+
+def plan_batch(options: Options, args: tuple[Any, ...], kwargs: dict[str, Any], replicas: int) -> Batch:
+    """Decide microbatches: see `Options.num_microbatches` for the default."""
+    leaves = tree_flatten((args, kwargs))[0]
+    tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.dim()]
+    if not tensors:
+        raise PlanError(
+            "example_inputs", "no tensor with a batch dim", "pass the tensors that the model is called with"
+        )
+    total = batch_rows(leaves, replicas * (options.num_microbatches or 1))
+    batched = tuple(i for i in tensors if leaves[i].shape[0] == total)
+    if total % replicas:
+        fact = f"{total} rows do not divide over d={replicas}"
+        if len(batched) < len(tensors):
+            sizes = ", ".join(f"tensor {i} has {leaves[i].shape[0]}" for i in tensors)
+            fact += (
+                f" (in their first dim, {sizes}: the batch is the first tensor's, or of most where that has one entry)"
+            )
+        raise PlanError("example_inputs", fact, f"a multiple of {replicas} rows")
+    share = total // replicas
+    m = options.num_microbatches or default_microbatches(share, options.p)
+    if share % m:
+        fits = [k for k in range(1, share + 1) if share % k == 0]
+        fact = f"{share} rows of a replica do not divide into {m} microbatches"
+        raise PlanError(f"num_microbatches={m}", fact, f"num_microbatches in {{{', '.join(map(str, fits))}}}")
+    rows, pieces = share // m, m * options.d
+    return Batch(batched, rows, m, pieces, rows if pieces == 1 else max(rows, 2))
+
+
+def default_microbatches(rows: int, p: int) -> int:
+    """The largest divisor of `rows` that is at most 4p, a multiple of p preferred."""
+    fits = [k for k in range(1, min(rows, 4 * p) + 1) if rows % k == 0]
+    return max([k for k in fits if k % p == 0] or fits)
+
+
+def resize(
+    args: tuple[Any, ...], kwargs: dict[str, Any], batch: Batch, rows: int
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The call with `rows` rows: the first ones of the example, repeated where it has fewer."""
+    leaves, tree = tree_flatten((args, kwargs))
+    for i in batch.batched:
+        times = -(-rows // leaves[i].shape[0])
+        leaves[i] = leaves[i].repeat(times, *[1] * (leaves[i].dim() - 1))[:rows]
+    return tree_unflatten(leaves, tree)  # type: ignore[return-value]
+
+
+def divided_remedy(batch: Batch, rows: int) -> str:
+    """What to do about an argument that is as long as the batch by chance."""
+    divided = ", ".join(map(str, batch.batched))
+    remedy = f"the first tensor of the call gives the batch; tensors {divided} have {rows} rows and are divided alike: "
+    return remedy + "pass the batch first, and give what is no batch a leading dim of 1"

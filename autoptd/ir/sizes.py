@@ -1,0 +1,54 @@
+"""How large a value is on one rank, in one microbatch.
+
+In: a node of an ANNOTATED graph, and the `Sizes` that its local shape depends on. Out: shapes.
+
+    local_shape(node, Sizes(Mesh(t=2), traced_rows=2, rows=1, pieces=8))
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from torch.fx import Node
+
+from autoptd.ir.mesh import Mesh
+from autoptd.ir.notes import note, value
+from autoptd.ir.types import shard_size
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Ranks of a `mesh`; the trace saw `traced_rows` rows, a microbatch has `rows`, a step `pieces` microbatches in all."""
+
+    mesh: Mesh
+    traced_rows: int
+    rows: int
+    pieces: int
+
+    @property
+    def rows_divisor(self) -> int:
+        return self.traced_rows // self.rows
+
+    @property
+    def global_rows(self) -> int:
+        return self.rows * self.pieces
+
+
+def local_shapes(node: Node, sizes: Sizes) -> list[tuple[int, ...]]:
+    """Local shape of each piece of a node's value (one, for a tensor)."""
+    found = value(node)
+    pieces = found if isinstance(found, (tuple, list)) else [found]
+    return [tuple(_local_size(node, dim, int(size), sizes) for dim, size in enumerate(one.shape)) for one in pieces]
+
+
+def local_shape(node: Node, sizes: Sizes) -> tuple[int, ...]:
+    """Local shape of a node's (first) value."""
+    return local_shapes(node, sizes)[0]
+
+
+def _local_size(node: Node, dim: int, size: int, sizes: Sizes) -> int:
+    layout = note(node).layout
+    if layout.batch.kind == "S" and layout.batch.dim == dim:
+        size //= sizes.rows_divisor
+    return shard_size(size, math.prod(pieces for at, _, pieces in layout.cuts(sizes.mesh) if at == dim))

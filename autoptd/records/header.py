@@ -1,0 +1,38 @@
+"""The header of an emitted file: what is in it, of which plan, and what its words mean."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autoptd.batch import Batch
+from autoptd.options import Options
+
+
+def about(options: Options, batch: Batch, ranks: Sequence[int], stage: int, wgrad: str) -> list[str]:
+    """The header of a stage file; `ranks` are the pipeline ranks of all stages, `wgrad` what takes weight gradients."""
+    b, m, rank = batch.rows, batch.num_microbatches, ranks[stage]
+    return [
+        f"Stage {stage} of {options.num_stages}: model chunk {ranks[:stage].count(rank)} of pipeline rank {rank}.",
+        "Written by AutoPTD. It reads top to bottom, can be stepped through, and is the same for all tensor and data ranks.",
+        f"plan: {options.mesh}, v={options.v}, {m} microbatch{'es' if m > 1 else ''} of {b} row{'s'[: b > 1]} per replica, "
+        f"schedule {options.schedule_name}.",
+        "Shapes in comments are a rank's, of one microbatch. `w`: parameters, `b`: buffers, `tp`: the tensor-parallel group.",
+        "Types over tp: I invariant, R replicated with a partial gradient, P partial sum, S sharded; rt.p_to_i turns P into I.",
+        *(["A sum with owned=True is made in place: nobody else reads what is summed."] if options.t > 1 else []),
+        *_about_hooks(options, wgrad),
+    ]
+
+
+def _about_hooks(options: Options, wgrad: str) -> list[str]:
+    """What an `rt.linear` in the file means, where there are any."""
+    said = []
+    if options.async_tensor_model_parallel_allreduce:
+        said.append("overlap=tp all-reduces the gradient of the input while the weight's is computed")
+    if wgrad == "main_grads":
+        said.append("wgrad=self.main_grads adds the weight's gradient to the sum from within the GEMM")
+    if wgrad == "deferred":
+        said.append("wgrad=self.deferred leaves the weight's gradient to action W")
+    lines = [f"rt.linear is F.linear with hooks on its backward: {'; '.join(said)}."] if said else []
+    if options.accumulate_allreduce_grads_in_fp32:
+        lines.append("All gradients add up in float32 (float64 for float64): parameter.main_grad.")
+    return lines

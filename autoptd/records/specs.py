@@ -1,0 +1,91 @@
+"""What the runtime needs to know of a compiled graph: parameters, inputs, crossings, stages and dropouts.
+
+In: the LOCAL graph, what was captured, the options. Out: the records of `program/program.py`, plain data.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Graph
+
+from autoptd import codegen, passes
+from autoptd import trace as tracing
+from autoptd.batch import Batch
+from autoptd.ir import markers
+from autoptd.ir.layout import Layout
+from autoptd.ir.notes import note, ops, placeholders, tensor
+from autoptd.ir.types import I, outer_size
+from autoptd.options import Options
+from autoptd.program.program import (
+    CrossingSpec,
+    DropoutSpec,
+    InputSpec,
+    ParamSpec,
+    StageSpec,
+)
+
+
+def param_specs(graph: Graph, captured: tracing.Captured, options: Options) -> tuple[ParamSpec, ...]:
+    """Every parameter of the model once; those that the loss does not use live on stage 0, whole."""
+    used = {note(node).name: node for node in placeholders(graph, "param")}
+    specs = []
+    for name, parameter in captured.parameters.items():
+        node = used.get(name)
+        record = note(node) if node is not None else None
+        specs.append(
+            ParamSpec(
+                name=name,
+                aliases=captured.aliases[name],
+                shape=tuple(parameter.shape),
+                dtype=str(parameter.dtype).removeprefix("torch."),
+                requires_grad=record is not None and record.needs_grad,
+                stages=record.stages if record else (0,),
+                layout=record.layout if record else Layout(),
+                dims=record.dims if record else tuple((size,) for size in parameter.shape),
+                why=record.why if record else "not used by the loss",
+                grad_dtype=_grad_dtype(parameter.dtype) if options.accumulate_allreduce_grads_in_fp32 else "",
+                adds=tuple(passes.adds_to_gradient(node, stage) for stage in record.stages) if node and record else (),
+            )
+        )
+    return tuple(specs)
+
+
+def _grad_dtype(dtype: torch.dtype) -> str:
+    return "float64" if dtype == torch.float64 else "float32"
+
+
+def input_specs(graph: Graph, captured: tracing.Captured, batch: Batch) -> tuple[InputSpec, ...]:
+    """The tensors of the call; batched ones with the rows of one microbatch."""
+    leaf_of = dict(captured.inputs)
+    specs = []
+    for node in placeholders(graph, "input"):
+        name = note(node).name
+        size = tuple(tensor(node).shape)
+        is_batched = leaf_of[name] in batch.batched
+        size = (batch.rows, *size[1:]) if is_batched else size
+        specs.append(InputSpec(name, leaf_of[name], is_batched, size, str(tensor(node).dtype).removeprefix("torch.")))
+    return tuple(specs)
+
+
+def crossing_spec(one: codegen.Crossing) -> CrossingSpec:
+    record = note(one.node)
+    shape, dtype = record.extra["local_shapes"][0], str(tensor(one.node).dtype).removeprefix("torch.")
+    why = "; ".join(part for part in (codegen.origin_text(one.node), record.placement) if part)
+    kind_letter = next((kind.kind for _, kind in record.layout.over_mesh), I.kind)
+    return CrossingSpec(one.name, one.source, one.targets, shape, dtype, record.needs_grad, kind_letter, why)
+
+
+def stage_spec(index: int, file: codegen.StageFile) -> StageSpec:
+    return StageSpec(index, file.crossings, file.inputs, file.outputs, file.params, file.buffers)
+
+
+def dropout_specs(graph: Graph) -> tuple[DropoutSpec, ...]:
+    """Every dropout of the model, in the order of its calls."""
+    specs = []
+    for node in ops(graph):
+        if node.target is markers.dropout:
+            record = note(node)
+            rows, why = record.extra["rows"], record.extra.get("reason", "")
+            batch = (rows.dim, outer_size(record.dims, rows)) if rows.kind == "S" else None
+            specs.append(DropoutSpec(record.extra["site"], record.module, node.args[1], batch, why))  # type: ignore[arg-type]
+    return tuple(sorted(specs, key=lambda one: one.site))

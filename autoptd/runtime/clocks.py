@@ -1,0 +1,80 @@
+"""Moments of a rank: when its host comes by or, on CUDA, when its device does, which is later, and is what takes time.
+
+In: the devices of this process's ranks. Out: a `Clock` for each, all with one origin. To take a moment never waits, on CUDA it
+leaves an event on the current stream; to ask for its seconds waits until the device has been there, so ask after the step.
+
+    (clock,) = clocks_of([world.device])
+    start = clock.now()
+    ...
+    clock.seconds(start)                            # since `clocks_of`
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from autoptd.runtime.world.world import on_device
+
+
+class Clock(ABC):
+    """Takes the time of one rank."""
+
+    @abstractmethod
+    def now(self) -> Any:
+        """Return this moment."""
+
+    @abstractmethod
+    def seconds(self, moment: Any) -> float:
+        """Return when a moment was, in seconds since the clock was made."""
+
+
+class HostClock(Clock):
+    """For ranks that compute where they run."""
+
+    def __init__(self, origin: float) -> None:
+        self._origin = origin
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+    def seconds(self, moment: float) -> float:
+        return moment - self._origin
+
+
+class DeviceClock(Clock):
+    """For a device that its host runs ahead of; `first` is the time at which it is made, when the device has nothing to do."""
+
+    def __init__(self, make_event: Callable[[], Any], first: float) -> None:
+        self._make_event, self._first = make_event, first
+        self._origin = self.now()
+
+    def now(self) -> Any:
+        event = self._make_event()
+        event.record()
+        return event
+
+    def seconds(self, moment: Any) -> float:
+        moment.synchronize()
+        return self._first + self._origin.elapsed_time(moment) / 1e3  # type: ignore[no-any-return]
+
+
+def clocks_of(devices: Sequence[torch.device]) -> list[Clock]:
+    """Return a clock for each device; waits until they have nothing to do."""
+    origin = time.perf_counter()
+    return [_clock(device, origin) for device in devices]
+
+
+def _clock(device: torch.device, origin: float) -> Clock:
+    if device.type != "cuda":
+        return HostClock(origin)
+    with on_device(device):
+        torch.cuda.synchronize()
+        return DeviceClock(lambda: torch.cuda.Event(enable_timing=True), time.perf_counter() - origin)
+
+
+__all__ = ["Clock", "DeviceClock", "HostClock", "clocks_of"]
