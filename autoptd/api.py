@@ -85,12 +85,12 @@ def parallelize(
     copies of parameters (default 100; 0: never); `seed` draws the dropout masks; `p2p` says how stages send where t > 1:
     "direct", "scatter_gather" or "auto"; `fuse` names the backend of fused operators: "eager", "triton", "inductor" or
     False (default: by device), `fuse_only` those to use; the next three are hooks on the backward of linear layers, see
-    `Options`. `memory` bounds the bytes of a rank; `machine` is what the plan is weighed for: "laptop-cpu", "a100", "h100",
-    "h200" or a `Machine` (ir/machine.py); `plan` is a plan.json (its path, or a dict) whose decisions are taken
-    (`ir/plan.py`). `weights` is a folder with model.safetensors, or several files and their index, as `save_pretrained` of
-    transformers writes it: each rank reads its own part, and the values of the model, which may be on meta, do not matter.
-    What is left out is the plan's, else the default of `Options`. `later` catches keywords of features that do not exist
-    yet.
+    `Options`. `memory` bounds the bytes of a rank; `machine` is what the plan is weighed for: a name as `plan(cluster=)`
+    takes it, such as "h100" (autoptd/machines), or a `Machine` (ir/machine.py); `plan` is a plan.json (its path, or a dict)
+    whose decisions are taken (`ir/plan.py`). `weights` is a folder with model.safetensors, or several files and their
+    index, as `save_pretrained` of transformers writes it: each rank reads its own part, and the values of the model, which
+    may be on meta, do not matter. What is left out is the plan's, else the default of `Options`. `later` catches keywords
+    of features that do not exist yet.
 
     `t="auto"` (p, d, v, num_microbatches likewise) lets the planner choose it, and whatever else of these is not given, for
     `gpus` ranks (under torchrun: all), the model's config and `machine` (by default the device's). `example_inputs` is the
@@ -99,34 +99,11 @@ def parallelize(
     Raises TraceError when the model cannot be captured faithfully and PlanError when the request cannot be met, before any
     rank starts.
     """
-    asked = {
-        "t": t,
-        "p": p,
-        "d": d,
-        "v": v,
-        "order": order,
-        "sequence_parallel": sequence_parallel,
-        "loss_fn": loss_fn,
-        "num_microbatches": num_microbatches,
-        "schedule": schedule,
-        "seed": seed,
-        "device": device,
-        "backend": backend,
-        "timeout": timeout,
-        "nan": nan,
-        "check_every": check_every,
-        "p2p": p2p,
-        "fuse": fuse,
-        "fuse_only": fuse_only,
-        "async_tensor_model_parallel_allreduce": async_tensor_model_parallel_allreduce,
-        "accumulate_allreduce_grads_in_fp32": accumulate_allreduce_grads_in_fp32,
-        "delay_wgrad_compute": delay_wgrad_compute,
-        "memory": memory,
-        "machine": machine,
-        "plan": plan,
-        "gpus": gpus,
-        **later,
-    }
+    # The signature is the list of the keywords: all of it is asked for, but what is no request.
+    asked = dict(locals())
+    for name in ("model", "example_inputs", "weights", "later"):
+        del asked[name]
+    asked |= later
     print_errors_once()
     check_module(model)
     is_chosen = is_auto(asked)

@@ -19,6 +19,7 @@ from torch import nn
 
 from autoptd.compat import tree_flatten
 from autoptd.errors import PlanError
+from autoptd.ir.machine_files import machine_file, machine_of_device, nearest_machines
 from autoptd.planner.cluster import Software, find_cluster, find_software
 from autoptd.planner.model_shape import shape_of
 from autoptd.planner.plan import plan
@@ -27,7 +28,7 @@ from autoptd.runtime.devices import device_of_ranks
 AUTO = "auto"
 OPEN = ("t", "p", "d", "v", "num_microbatches")  # what may be "auto"
 KEPT = ("sequence_parallel", "schedule", "memory")  # what the planner is told, where it is given
-CLUSTERS = {"laptop-cpu": "laptop-cpu", "a100": "dgx-a100", "h100": "dgx-h100", "h200": "dgx-h200"}  # by `machine=`
+CPU, USUAL = "laptop-cpu", "dgx-a100"  # the machine of ranks on CPUs, and of GPUs that are not described
 PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -58,7 +59,7 @@ def planned(model: nn.Module, example_inputs: Any, keywords: Mapping[str, Any]) 
     if dtype in PRECISIONS:
         wishes["precision"] = PRECISIONS[dtype]
     device = device_of_ranks(model.parameters(), keywords.get("device"), keywords.get("backend"))
-    name = _cluster(keywords.get("machine"), device)
+    name = _machine(keywords.get("machine"), device)
     cluster = find_cluster(name).with_software(_software(name, keywords))
     best = plan(shape, gpus=ranks, cluster=cluster, batch=rows, **wishes).record()
     chosen = {**best["mesh"], "num_microbatches": best["num_microbatches"], "schedule": best["schedule"]}
@@ -93,22 +94,21 @@ def _microbatch(rows: int, fixed: Mapping[str, int]) -> int:
     return rows // (fixed["d"] * fixed["num_microbatches"])
 
 
-def _cluster(machine: Any, device: torch.device) -> str:
-    """The cluster that a `machine` of `parallelize` stands for; by default that of the device of the ranks."""
-    if machine is None:
-        if device.type != "cuda":
-            return CLUSTERS["laptop-cpu"]
-        name = torch.cuda.get_device_name(device).lower()
-        machine = next((known for known in CLUSTERS if known in name), "a100")
-    if machine not in CLUSTERS:
-        remedy = f"{', '.join(map(repr, CLUSTERS))}, or plan=autoptd.plan(model, cluster=..., ...).record()"
-        raise PlanError(f"machine={machine!r}", "the planner does not know it", remedy)
-    return CLUSTERS[machine]
+def _machine(given: Any, device: torch.device) -> str:
+    """The name of the machine that `machine=` means; by default that of the device of the ranks."""
+    if given is None:
+        return (machine_of_device(torch.cuda.get_device_name(device)) or USUAL) if device.type == "cuda" else CPU
+    file = machine_file(given) if isinstance(given, str) else None
+    if file is None:
+        known = nearest_machines(str(given))
+        remedy = f"{known}, or plan=autoptd.plan(model, cluster=..., ...).record()"
+        raise PlanError(f"machine={given!r}", "the planner does not know it", remedy)
+    return file.stem
 
 
 def _software(cluster: str, keywords: Mapping[str, Any]) -> Software:
     """What the runtime holds and sums, as `keywords` say; `memory` counts tensors alone (passes/stages/memory.py)."""
-    software = find_software("autoptd-cpu" if cluster == CLUSTERS["laptop-cpu"] else "autoptd")
+    software = find_software("autoptd-cpu" if cluster == CPU else "autoptd")
     if keywords.get("accumulate_allreduce_grads_in_fp32"):
         software = replace(software, gradient_bytes=4, extra_parameter_bytes=4.0)
     if keywords.get("memory") is not None:

@@ -112,7 +112,7 @@ def compile_program(
     of_one_device, of_a_rank = (
         partial(local_shape, sizes=replace(sizes, mesh=mesh)) for mesh in (Mesh(), options.mesh)
     )
-    costs = {**passes.count_work(graph, options.t, of_one_device, of_a_rank), "cut": cut}
+    costs = replace(passes.count_work(graph, options.t, of_one_device, of_a_rank), cut=cut)
 
     crossing = codegen.crossings(graph)
     orders = connect_orders(orders, crossing)

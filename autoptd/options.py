@@ -1,6 +1,9 @@
-"""What a user may ask for, checked once: the one place where defaults live.
+"""What a user may ask for, checked once: the one place where keywords, their defaults and choices are declared.
 
-Options(t=2, p=2, d=2, v=2).mesh.size == 8
+A field of `Options` is a keyword of `parallelize`. Its metadata make the flag of the command line and what plan.json says; the
+signature of `parallelize` is written by hand, and a test compares the two.
+
+    Options(t=2, p=2, d=2, v=2).mesh.size == 8
 """
 
 from __future__ import annotations
@@ -8,13 +11,14 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from autoptd.errors import PlanError
 from autoptd.ir.fusion import FUSED
 from autoptd.ir.machine import Machine, find_machine, spelled
+from autoptd.ir.machine_files import machine_names
 from autoptd.ir.mesh import ORDER, Mesh
 from autoptd.ir.plan import Plan, nearest, read_plan
 
@@ -30,36 +34,55 @@ SCHEDULES: dict[str, int] = {  # model chunks per pipeline rank that a schedule 
 ZERO_BUBBLE = ("zb_h1", "zb_2p", "zbv")  # they place the weight gradients, as actions W, themselves
 P2P = ("auto", "scatter_gather", "direct")
 DELAYS = ("after_b", "before_reduce")
-GEMM_HOOKS = (
-    "async_tensor_model_parallel_allreduce",
-    "accumulate_allreduce_grads_in_fp32",
-    "delay_wgrad_compute",
-)
-MEMORY = ("memory", "memory_price", "machine")
+BACKENDS = ("local", "gloo", "nccl")
 FUSE = ("eager", "triton", "inductor", False)
-PLANNED = (
-    "seed",
-    "sequence_parallel",
-    "p2p",
-    "fuse",
-    "fuse_only",
-    *MEMORY,
-    *GEMM_HOOKS,
-)  # what a plan says under "options"
+
+
+class Missing(NamedTuple):
+    """A feature that does not exist yet, and the values of its keyword that ask for none."""
+
+    feature: str
+    neutral: tuple[Any, ...]
+
+
 NOT_YET = {
-    "c": "context parallelism",
-    "zero": "optimizer sharding",
-    "precision": "mixed precision",
-    "recompute": "activation recomputation",
-    "dropout_exact": "fused attention with random numbers of its own",
+    "c": Missing("context parallelism", (1,)),
+    "zero": Missing("optimizer sharding", (0, None)),
+    "precision": Missing("mixed precision", (None,)),
+    "recompute": Missing("activation recomputation", (None, False)),
+    "dropout_exact": Missing("fused attention with random numbers of its own", (True,)),
 }
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "c": (1,),
-    "zero": (0, None),
-    "precision": (None,),
-    "recompute": (None, False),
-    "dropout_exact": (True,),
-}
+
+
+@dataclass(frozen=True)
+class Keyword:
+    """What is known of a keyword of `parallelize` beside its default: metadata of its field of `Options`.
+
+    `flag` says how the command line reads it, a key of `FLAGS` in cli/parser.py; "" for a keyword without a flag. `help` and
+    `metavar` are argparse's; `is_for_training`: only `autoptd train` has the flag. `choices` are the values that it may have,
+    where they can be listed. `is_planned`: plan.json has it under "options", in the order of the fields.
+    """
+
+    flag: str = ""
+    help: str | None = None
+    metavar: str | None = None
+    choices: tuple[Any, ...] = ()
+    is_planned: bool = False
+    is_for_training: bool = False
+
+    def allows(self, value: Any) -> bool:
+        """Whether a value is one of the choices, if they are listed; 1 is not True."""
+        same = (value == choice and type(value) is type(choice) for choice in self.choices)
+        return not self.choices or any(same)
+
+
+def _about(flag: str = "", help: str | None = None, **more: Any) -> dict[str, Keyword]:
+    return {"keyword": Keyword(flag, help, **more)}
+
+
+HOOK = _about("on", choices=(False, True), is_planned=True)
+FOR_TRAINING: dict[str, Any] = {"is_for_training": True}
+IN_PLAN: dict[str, Any] = {"is_planned": True}
 
 
 @dataclass(frozen=True)
@@ -89,12 +112,12 @@ class Options:
     replaced. None takes "triton" where the ranks are on CUDA devices and Triton is there, else "eager". `fuse_only` names the
     fused operators that may be used, if not all: those of `program.fusions`.
 
-    `memory` is what a rank may hold, in bytes: parameters with gradients and AdamW's two moments, and the activations
-    of the microbatches in flight; None: the machine's (the default has no bound). `machine` is what plans are weighed
-    for: "laptop-cpu", "a100", "h100", "h200" or a `Machine` (ir/machine.py). `plan` pins decisions (`ir/plan.py`).
-    Where the fastest plan over tp does not fit, one that takes longer is looked for (`memory_price.py`): each byte that
-    a rank holds costs `memory_price` seconds per microbatch more. A saved plan tells it, so that it gives the same
-    program again.
+    `memory` is what a rank may hold, in bytes: parameters with gradients and AdamW's two moments, and the activations of
+    the microbatches in flight; None: the machine's (the default has no bound). `machine` is what plans are weighed for: a
+    name as `plan(cluster=)` takes it, such as "h100" (autoptd/machines), or a `Machine` (ir/machine.py). `plan` pins
+    decisions (`ir/plan.py`). Where the fastest plan over tp does not fit, one that takes longer is looked for
+    (`memory_price.py`): each byte that a rank holds costs `memory_price` seconds per microbatch more. A saved plan tells
+    it, so that it gives the same program again.
 
     The rest, all off by default, are hooks on the backward of linear layers (runtime/linear.py), under Megatron's names. A
     layer with a hook is a Python autograd function: about 10% slower at h=64, nothing from h=256 (benchmarks).
@@ -112,42 +135,85 @@ class Options:
       which keeps every microbatch's inputs and output gradients of these layers until then.
     """
 
-    t: int = 1
-    p: int = 1
-    d: int = 1
-    v: int = 1
-    order: str = ORDER
-    sequence_parallel: bool | str = False
-    loss_fn: Callable[..., Any] | None = None
-    num_microbatches: int | None = None
-    schedule: str | os.PathLike[str] | None = None  # a Path, once checked, where it is a file
-    seed: int = 0
-    device: str | None = None
-    backend: str | None = None
-    timeout: float = 300.0
-    nan: str = "raise"
-    check_every: int = 100
-    p2p: str = "auto"
-    fuse: str | bool | None = None
-    fuse_only: Sequence[str] | None = None
-    async_tensor_model_parallel_allreduce: bool = False
-    accumulate_allreduce_grads_in_fp32: bool = False
-    delay_wgrad_compute: str | None = None
-    memory: float | None = None
-    memory_price: float | None = None
-    machine: str | Machine | Mapping[str, Any] | None = None  # once checked, as a plan spells it
-    plan: Plan = field(default_factory=Plan)
+    t: int = field(default=1, metadata=_about("count", "tensor-parallel degree"))
+    p: int = field(default=1, metadata=_about("count", "pipeline-parallel degree"))
+    d: int = field(default=1, metadata=_about("count", "data-parallel degree"))
+    v: int = field(default=1, metadata=_about("count", "model chunks per pipeline rank"))
+    order: str = field(
+        default=ORDER,
+        metadata=_about("text", f"of ranks: mesh axes, fastest first (default {ORDER})", metavar="AXES"),
+    )
+    loss_fn: Callable[..., Any] | None = field(default=None, metadata=_about())
+    num_microbatches: int | None = field(default=None, metadata=_about("count", "per replica and step"))
+    schedule: str | os.PathLike[str] | None = field(  # a Path, once checked, where it is a file
+        default=None, metadata=_about("text", f"{', '.join(SCHEDULES)}, or a file with your own")
+    )
+    seed: int = field(default=0, metadata=_about("number", "of the dropout masks", **IN_PLAN))
+    sequence_parallel: bool | str = field(
+        default=False,
+        metadata=_about("switch", "split tokens too", metavar="auto", choices=(True, False, "auto"), **IN_PLAN),
+    )
+    p2p: str = field(
+        default="auto",
+        metadata=_about("choice", "how stages send where t > 1", choices=P2P, **IN_PLAN),
+    )
+    fuse: str | bool | None = field(
+        default=None,
+        metadata=_about(
+            "choice",
+            "of fused operators: eager, triton, inductor, or false",
+            metavar="BACKEND",
+            choices=FUSE,
+            **IN_PLAN,
+        ),
+    )
+    fuse_only: Sequence[str] | None = field(
+        default=None, metadata=_about("list", f"of {', '.join(FUSED)}, only these", metavar="A,B", **IN_PLAN)
+    )
+    memory: float | None = field(default=None, metadata=_about("bytes", "of a rank: 80e9, 80GB or 80GiB", **IN_PLAN))
+    memory_price: float | None = field(default=None, metadata=_about(**IN_PLAN))
+    machine: str | Machine | Mapping[str, Any] | None = field(  # once checked, as a plan spells it
+        default=None,
+        metadata=_about("text", f"what plans are weighed for: {', '.join(machine_names())}", **IN_PLAN),
+    )
+    async_tensor_model_parallel_allreduce: bool = field(default=False, metadata=HOOK)
+    accumulate_allreduce_grads_in_fp32: bool = field(default=False, metadata=HOOK)
+    delay_wgrad_compute: str | None = field(default=None, metadata=_about("choice", choices=DELAYS, **IN_PLAN))
+    device: str | None = field(
+        default=None, metadata=_about("text", "where ranks that are threads compute", **FOR_TRAINING)
+    )
+    backend: str | None = field(
+        default=None,
+        metadata=_about("choice", "local: ranks are threads of this process", choices=BACKENDS, **FOR_TRAINING),
+    )
+    timeout: float = field(default=300.0, metadata=_about())
+    nan: str = field(default="raise", metadata=_about(choices=("raise", "ignore")))
+    check_every: int = field(default=100, metadata=_about())
+    plan: Plan = field(
+        default_factory=Plan, metadata=_about("text", "a plan.json whose decisions are taken", metavar="FILE")
+    )
 
     def __post_init__(self) -> None:
-        for name in ("t", "p", "d", "v"):
-            _check_degree(name, getattr(self, name))
+        for item in fields(self):
+            keyword, value = item.metadata["keyword"], getattr(self, item.name)
+            if value is item.default:
+                continue
+            if keyword.flag == "count":
+                _check_degree(item.name, value)
+            if not keyword.allows(value):
+                remedy = ", ".join(map(repr, keyword.choices)) + " or None" * (item.default is None)
+                raise PlanError(f"{item.name}={value!r}", "no such choice", remedy)
         _ = self.mesh.axes  # PlanError where the order is none of its axes
-        if self.num_microbatches is not None:
-            _check_degree("num_microbatches", self.num_microbatches)
         if self.schedule is None:
             object.__setattr__(self, "schedule", "interleaved" if self.v > 1 else "1f1b")
         if is_path(self.schedule):
             object.__setattr__(self, "schedule", Path(str(self.schedule)))
+        object.__setattr__(self, "machine", spelled(self.machine))
+        self._check_schedule()
+        self._check_numbers()
+
+    def _check_schedule(self) -> None:
+        """The schedule runs v chunks on p ranks, and places the weight gradients itself or lets a keyword do it."""
         chunks = SCHEDULES.get(str(self.schedule), 0)
         if chunks > 1 and self.p == 1:
             fact = f"runs {chunks} model chunks per pipeline rank, and there is no pipeline (p=1)"
@@ -157,39 +223,24 @@ class Options:
         if self.v > 1 and self.p == 1:
             fact = "several model chunks per pipeline rank gain nothing without a pipeline (p=1)"
             raise PlanError(f"v={self.v}", fact, "v=1, or p >= 2")
-        if self.backend not in (None, "local", "gloo", "nccl"):
-            raise PlanError(f"backend={self.backend!r}", "no such backend", "'local', 'gloo', 'nccl' or None")
-        if self.nan not in ("raise", "ignore"):
-            raise PlanError(f"nan={self.nan!r}", "no such choice", "'raise' or 'ignore'")
+        if self.delay_wgrad_compute is not None and (self.schedule in ZERO_BUBBLE or isinstance(self.schedule, Path)):
+            fact = f"schedule={str(self.schedule)!r} places the weight gradients itself"
+            raise PlanError(f"delay_wgrad_compute={self.delay_wgrad_compute!r}", fact, "one of the two")
+
+    def _check_numbers(self) -> None:
+        """Seconds, bytes and steps are such; the fused operators exist."""
         if not isinstance(self.check_every, int) or isinstance(self.check_every, bool) or self.check_every < 0:
             raise PlanError(f"check_every={self.check_every!r}", "no number of steps", "for example 100; 0 for never")
-        if self.p2p not in P2P:
-            raise PlanError(f"p2p={self.p2p!r}", "no such way to send", ", ".join(map(repr, P2P)))
-        if self.fuse is not None and (self.fuse is True or self.fuse not in FUSE):
-            raise PlanError(f"fuse={self.fuse!r}", "no such backend", ", ".join(map(repr, FUSE)))
         unknown = sorted(set(self.fuse_only or ()) - set(FUSED))
         if isinstance(self.fuse_only, str) or unknown:
-            raise PlanError(
-                f"fuse_only={self.fuse_only!r}", "names no fused operators", f"a list of: {', '.join(FUSED)}"
-            )
+            remedy = f"a list of: {', '.join(FUSED)}"
+            raise PlanError(f"fuse_only={self.fuse_only!r}", "names no fused operators", remedy)
         if self.memory is not None and not self.memory > 0:
             raise PlanError(f"memory={self.memory}", "no positive number of bytes", "for example memory=80e9")
         if self.memory_price is not None and not 0 <= self.memory_price < math.inf:
             raise PlanError(f"memory_price={self.memory_price}", "no price in seconds per byte", "leave it out")
-        object.__setattr__(self, "machine", spelled(self.machine))
-        if not isinstance(self.sequence_parallel, bool) and self.sequence_parallel != "auto":
-            raise PlanError(f"sequence_parallel={self.sequence_parallel!r}", "no such choice", "True, False or 'auto'")
         if not self.timeout > 0:
             raise PlanError(f"timeout={self.timeout}", "no positive number of seconds", "for example timeout=300")
-        for name in GEMM_HOOKS[:2]:
-            if not isinstance(getattr(self, name), bool):
-                raise PlanError(f"{name}={getattr(self, name)!r}", "is on or off", f"{name}=True")
-        if self.delay_wgrad_compute not in (None, *DELAYS):
-            remedy = f"{', '.join(map(repr, DELAYS))} or None"
-            raise PlanError(f"delay_wgrad_compute={self.delay_wgrad_compute!r}", "no such place for W", remedy)
-        if self.delay_wgrad_compute is not None and (self.schedule in ZERO_BUBBLE or isinstance(self.schedule, Path)):
-            fact = f"schedule={str(self.schedule)!r} places the weight gradients itself"
-            raise PlanError(f"delay_wgrad_compute={self.delay_wgrad_compute!r}", fact, "one of the two")
 
     @property
     def mesh(self) -> Mesh:
@@ -211,19 +262,21 @@ class Options:
         return self.p * self.v
 
 
+KEYWORDS: dict[str, Keyword] = {item.name: item.metadata["keyword"] for item in fields(Options)}
+
+
 def make_options(*, plan: Any = None, **keywords: Any) -> Options:
     """Return Options from the keywords of `parallelize`, `compile` or `verify`; refuse what does not exist yet.
 
     `plan` is a dict or the path of a plan.json; a keyword may not contradict it. A keyword that is None is left out.
     """
-    for name, feature in NOT_YET.items():
-        value = keywords.pop(name, NEUTRAL[name][0])
-        if value not in NEUTRAL[name]:
-            raise PlanError(f"{name}={value!r}", f"{feature} is not there yet", f"leave the keyword {name} out")
-    known = set(Options.__dataclass_fields__)
+    for name, missing in NOT_YET.items():
+        value = keywords.pop(name, missing.neutral[0])
+        if value not in missing.neutral:
+            raise PlanError(f"{name}={value!r}", f"{missing.feature} is not there yet", f"leave the keyword {name} out")
     for name in keywords:
-        if name not in known:
-            raise PlanError(f"{name}=", "no such keyword", nearest(name, sorted(known)))
+        if name not in KEYWORDS:
+            raise PlanError(f"{name}=", "no such keyword", nearest(name, sorted(KEYWORDS)))
     keywords = {name: value for name, value in keywords.items() if value is not None}
     if plan is None:
         return Options(**keywords)
@@ -231,7 +284,8 @@ def make_options(*, plan: Any = None, **keywords: Any) -> Options:
         keywords["schedule"] = os.fspath(keywords["schedule"])  # as a plan spells it
     if "machine" in keywords:
         keywords["machine"] = spelled(keywords["machine"])  # likewise
-    said, pinned = read_plan(plan, keywords, frozenset(PLANNED))
+    planned = frozenset(name for name, keyword in KEYWORDS.items() if keyword.is_planned)
+    said, pinned = read_plan(plan, keywords, planned)
     return Options(**{**{name: value for name, value in said.items() if value is not None}, **keywords, "plan": pinned})
 
 

@@ -26,6 +26,7 @@ from autoptd.ir.notes import copy_graph
 from autoptd.ir.plan import Plan
 from autoptd.ir.sizes import Sizes
 from autoptd.options import Options
+from autoptd.program.costs import Cut
 from autoptd.program.program import Program
 from autoptd.program.weighed import weighed_record
 
@@ -68,7 +69,7 @@ class Placed(NamedTuple):
 
     graph: Graph
     connected: Connected
-    cut: dict[str, Any]
+    cut: Cut
 
 
 def place(traced: Traced, options: Options, keep: Keep, memory_price: float) -> Placed:

@@ -65,17 +65,17 @@ def predict(mesh: dict[str, int]) -> Row:
     """Milliseconds of the busiest rank per microbatch, and where the model is cut."""
     row: Row = {**mesh}
     for name, _, program in both(LARGE, mesh, 2 * mesh["p"], "meta"):
-        found = program.costs["cut"]
-        step_ms = 1e3 * found["finish"]
+        found = program.costs.cut
+        step_ms = 1e3 * found.finish
         row[name] = {
-            "busiest_ms": 1e3 * max(found["rank_seconds"]),
-            "rank_ms": [1e3 * x for x in found["rank_seconds"]],
+            "busiest_ms": 1e3 * max(found.rank_seconds),
+            "rank_ms": [1e3 * x for x in found.rank_seconds],
         }
         row[name] |= {
-            "after": found["after"],
-            "why": found["why"],
+            "after": list(found.after),
+            "why": found.why,
             "step_ms": step_ms,
-            "rank_gib": [x / 2**30 for x in found["rank_bytes"]],
+            "rank_gib": [x / 2**30 for x in found.rank_bytes],
         }
     row["gain"] = row["equal layers"]["busiest_ms"] / row["by time"]["busiest_ms"]
     row["step_gain"] = row["equal layers"]["step_ms"] / row["by time"]["step_ms"]
@@ -105,7 +105,7 @@ def execute(mesh: dict[str, int], rounds: int) -> Row:
     for name, taken in times.items():
         row[name] = {"busiest_ms": 1e3 * statistics.median(map(max, taken)), "after": running[name][1].plan["cut"]}
         row[name]["rank_ms"] = [1e3 * statistics.median(one) for one in zip(*taken, strict=True)]
-        row[name]["predicted_us"] = 1e6 * max(running[name][1].costs["cut"]["rank_seconds"])
+        row[name]["predicted_us"] = 1e6 * max(running[name][1].costs.cut.rank_seconds)
     ratios = sorted(max(a) / max(b) for a, b in zip(times["equal layers"], times["by time"], strict=True))
     row |= {"gain": statistics.median(ratios), "low": ratios[len(ratios) // 10], "high": ratios[-1 - len(ratios) // 10]}
     row["predicted"] = row["equal layers"]["predicted_us"] / row["by time"]["predicted_us"]

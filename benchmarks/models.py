@@ -120,13 +120,13 @@ def compile_timed(model: Any, keywords: dict[str, Any]) -> tuple[Row, Counter[st
     rest = time.process_time() - start - clock[0]
     costs = program.costs
     whole = Counter[str]()
-    for one in costs["gemms"]:
-        if one["redundant"]:
-            whole[f"{one['operator'].removeprefix('aten.')} in {one['module'] or 'the model'}"] += one["redundant"]
+    for one in costs.gemms:
+        if one.redundant:
+            whole[f"{one.operator.removeprefix('aten.')} in {one.module or 'the model'}"] += one.redundant
     facts = {
         "trace_s": round(clock[0], 2),
         "rest_s": round(rest, 2),
-        "sharded": 1 - costs["redundant_gemm_flops"] / max(1, costs["total_flops"]),
+        "sharded": 1 - costs.redundant_gemm_flops / max(1, costs.total_flops),
         "whole": list(whole),
         "unlisted": [one for one in program.unlisted if is_in_layer(one.split(":")[0].split(" in ")[1])],
     }

@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.lib import sc21_figures, sc21_tables, subramanian_figures  # noqa: E402
 from benchmarks.lib.figures import overview, replace_table, text_table, write_report  # noqa: E402
 
-ABOUT = """SC'21's tables and figures run on clusters/dgx-a100.toml with the software of 2021 (its one
+ABOUT = """SC'21's tables and figures run on machines/dgx-a100.toml with the software of 2021 (its one
 factor included), fp16, full recomputation unless a figure is about that, boundaries in t pieces unless a figure is about that;
 those of Subramanian et al. with their own cost model and machines. No value was read off a picture. "Agrees": whether
 what the paper states in words or numbers holds here too, numbers within a fifth; "Assumed": what its text does not say."""

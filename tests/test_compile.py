@@ -81,7 +81,7 @@ def hugging_face_program(which: str) -> Program:
 def test_hugging_face(which: str) -> None:
     program = hugging_face_program(which)
     check(program, hugging_face(which))
-    assert program.fallbacks == () and program.costs["redundant_gemm_flops"] == 0
+    assert program.fallbacks == () and program.costs.redundant_gemm_flops == 0
     for text in program.sources.values():
         assert text.count("def layer(") == 1 and "torch.ops" not in text
         assert text.count("F.scaled_dot_product_attention") == 1
@@ -178,9 +178,9 @@ def test_other_models(which: str, mesh: dict[str, Any]) -> None:
     program = compile(model, example_inputs=example, fuse=False, **mesh, **keywords)
     check(program, model)
     t, costs = program.mesh.t, program.costs
-    assert t * sum(costs["flops_per_stage"]) == costs["total_flops"] + (t - 1) * costs["redundant_gemm_flops"] > 0
+    assert t * sum(costs.flops_per_stage) == costs.total_flops + (t - 1) * costs.redundant_gemm_flops > 0
     assert program.fallbacks == ()
-    assert costs["redundant_gemm_flops"] == 0 or which != "unequal"
+    assert costs.redundant_gemm_flops == 0 or which != "unequal"
 
 
 def test_a_sum_has_no_count_and_weights_have() -> None:

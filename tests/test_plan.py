@@ -55,7 +55,7 @@ def test_layers_per_stage() -> None:
     program = compile_gpt(12, p=4, plan={"cut": [3, 4, 4, 1]})
     assert layers_per_stage(program) == [3, 4, 4, 1]
     assert program.plan["cut"] == ["transformer.h.2", "transformer.h.6", "transformer.h.10"]
-    assert program.costs["cut"]["why"].startswith("as the plan says: a step takes")
+    assert program.costs.cut.why.startswith("as the plan says: a step takes")
     assert layers_per_stage(compile_gpt(4, p=3, plan={"cut": [0, 4, 0]})) == [0, 4, 0]  # embedding and head alone
 
 
@@ -239,9 +239,9 @@ def test_a_stage_of_views_alone_is_refused() -> None:
 
 def test_memory_moves_the_cut_and_is_refused_where_nothing_fits() -> None:
     free = compile_gpt(8, p=4, num_microbatches=8)
-    held = free.costs["cut"]["rank_bytes"]
+    held = free.costs.cut.rank_bytes
     bound = compile_gpt(8, p=4, num_microbatches=8, memory=0.97 * max(held))
-    assert max(bound.costs["cut"]["rank_bytes"]) <= 0.97 * max(held) and bound.plan["cut"] != free.plan["cut"]
+    assert max(bound.costs.cut.rank_bytes) <= 0.97 * max(held) and bound.plan["cut"] != free.plan["cut"]
     assert bound.plan["options"]["memory"] == 0.97 * max(held)
     with pytest.raises(
         PlanError, match=r"memory: with the cut that spreads it best, the fullest rank holds [\d,]+ bytes"
@@ -256,13 +256,13 @@ def test_memory_knows_schedule_and_parameters() -> None:
     """GPipe holds all microbatches, 1F1B no more than p; a parameter is four times its bytes, once on a rank."""
 
     def held(**keywords: Any) -> list[float]:
-        return compile_gpt(4, num_microbatches=8, **keywords).costs["cut"]["rank_bytes"]
+        return compile_gpt(4, num_microbatches=8, **keywords).costs.cut.rank_bytes
 
     assert held(p=2, schedule="gpipe")[0] > held(p=2, schedule="1f1b")[0]
     assert held(p=2, accumulate_allreduce_grads_in_fp32=True)[0] > held(p=2)[0]
     program = compile_gpt(4, num_microbatches=8)
     params = sum(4 * 4 * one.numel() for one in gpt(4).parameters())
-    (total,) = program.costs["cut"]["rank_bytes"]
+    (total,) = program.costs.cut.rank_bytes
     assert params < total < 2 * params
     two = held(p=2, plan={"cut": [2, 2]})
     tied = 4 * 4 * VOCAB * 32

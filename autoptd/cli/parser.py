@@ -15,9 +15,7 @@ from typing import Any
 
 from autoptd.cli.settings import read_settings
 from autoptd.errors import PlanError
-from autoptd.ir.fusion import FUSED
-from autoptd.ir.mesh import ORDER
-from autoptd.options import DELAYS, FUSE, P2P, SCHEDULES
+from autoptd.options import KEYWORDS, SCHEDULES
 
 MODEL = """MODEL is one of
   gpt2, gpt3-175b, llama-3-8b, ...   a well-known size; `autoptd show --list` has all of them
@@ -36,7 +34,9 @@ Under torchrun all ranks take part; alone it looks at one process and at ranks a
 is slow is only said), 1 if something is wrong."""
 PLAN = "Search for the fastest (t, p, d, v, b) on a cluster. No GPU, no weights."
 SIZES = ("layers", "hidden", "heads", "seq", "vocab", "ffn", "kv_heads", "head_dim", "mlp_matrices")
-COUNTS = ("batch", "rows", "seq", "vocab", "num_microbatches", "steps", "t", "p", "d", "v", "ranks")  # of all but plan
+# Flags that are at least 1, of all commands but plan.
+DEGREES = tuple(name for name, keyword in KEYWORDS.items() if keyword.flag == "count")
+COUNTS = ("batch", "rows", "seq", "vocab", "steps", "ranks", *DEGREES)
 EXAMPLES = {
     "": """  autoptd show gpt3-175b --t 8 --p 12 --d 8 --v 4 --num-microbatches 64
   autoptd compile examples/gpt.py:make_gpt --t 2 --p 2 --out out
@@ -83,9 +83,7 @@ def parse(arguments: Sequence[str]) -> Namespace:
     for name in COUNTS if asked.command != "plan" else ():
         value = getattr(asked, name, None)
         if isinstance(value, int) and value < 1:
-            raise PlanError(
-                f"--{name.replace('_', '-')} {value}", "is below 1", "a count of at least 1, or leave it out"
-            )
+            raise PlanError(f"{_flag(name)} {value}", "is below 1", "a count of at least 1, or leave it out")
     needs_model = "model" in asked and asked.command != "plan" and not getattr(asked, "list", False)
     if needs_model and asked.model is None:
         raise PlanError("MODEL", "is missing", "for example: autoptd show gpt2 (autoptd show --list names the sizes)")
@@ -181,38 +179,27 @@ def _add_model(parser: ArgumentParser) -> None:
     sizes.add_argument("--rows", type=int, metavar="N", help="rows of a microbatch, instead of --batch (default 1)")
 
     mesh = parser.add_argument_group("the mesh and the plan: names are those of autoptd.parallelize")
-    for name, words in (("t", "tensor"), ("p", "pipeline"), ("d", "data")):
-        mesh.add_argument(f"--{name}", type=int, metavar="N", help=f"{words}-parallel degree")
-    mesh.add_argument("--v", type=int, metavar="N", help="model chunks per pipeline rank")
-    mesh.add_argument("--order", metavar="AXES", help=f"of ranks: mesh axes, fastest first (default {ORDER})")
-    mesh.add_argument("--num-microbatches", type=int, metavar="N", help="per replica and step")
-    mesh.add_argument("--schedule", help=f"{', '.join(SCHEDULES)}, or a file with your own")
-    mesh.add_argument(
-        "--sequence-parallel", nargs="?", const=True, type=_switch, metavar="auto", help="split tokens too"
-    )
-    mesh.add_argument("--p2p", choices=P2P, help="how stages send where t > 1")
-    mesh.add_argument(
-        "--fuse",
-        choices=FUSE,
-        type=_switch,
-        metavar="BACKEND",
-        help="of fused operators: eager, triton, inductor, or false",
-    )
-    mesh.add_argument("--fuse-only", type=_split, metavar="A,B", help=f"of {', '.join(FUSED)}, only these")
-    mesh.add_argument("--seed", type=int, help="of the dropout masks")
-    mesh.add_argument("--async-tensor-model-parallel-allreduce", action="store_true", default=None)
-    mesh.add_argument("--accumulate-allreduce-grads-in-fp32", action="store_true", default=None)
-    mesh.add_argument("--delay-wgrad-compute", choices=DELAYS)
-    mesh.add_argument("--memory", type=_bytes, metavar="BYTES", help="of a rank: 80e9, 80GB or 80GiB")
-    mesh.add_argument("--machine", help="what plans are weighed for: laptop-cpu, a100, h100, h200")
-    mesh.add_argument("--plan", metavar="FILE", help="a plan.json whose decisions are taken")
+    _add_keywords(mesh, is_for_training=False)
     mesh.add_argument("--option", action="append", metavar="NAME=VALUE", help="any other keyword of parallelize")
     parser.add_argument("--config", metavar="FILE", help="flags from a TOML, YAML or JSON file")
 
 
+def _add_keywords(group: Any, is_for_training: bool) -> None:
+    """The flags of the keywords of `parallelize`, as `Options` declares them."""
+    for name, keyword in KEYWORDS.items():
+        if keyword.flag and keyword.is_for_training == is_for_training:
+            about: dict[str, Any] = {"metavar": keyword.metavar} if keyword.metavar else {}
+            about |= {"choices": keyword.choices} if keyword.flag == "choice" else {}
+            group.add_argument(_flag(name), help=keyword.help, **{**FLAGS[keyword.flag], **about})
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
 def _add_training(parser: ArgumentParser) -> None:
     run = parser.add_argument_group("training")
-    run.add_argument("--backend", choices=("local", "gloo", "nccl"), help="local: ranks are threads of this process")
+    _add_keywords(run, is_for_training=True)
     run.add_argument(
         "--random", action="store_true", help="begin with random weights, where the folder MODEL has some of its own"
     )
@@ -221,7 +208,6 @@ def _add_training(parser: ArgumentParser) -> None:
     run.add_argument("--lr", type=float, default=1e-3, help="of AdamW (default %(default)s)")
     run.add_argument("--weight-decay", type=float, default=0.01, help="(default %(default)s)")
     run.add_argument("--clip", type=float, default=1.0, help="of the gradient's norm (default %(default)s)")
-    run.add_argument("--device", help="where ranks that are threads compute")
     run.add_argument("--log", metavar="FILE", help="a JSON object a step")
     run.add_argument("--tensorboard", metavar="DIR", help="where the package tensorboard is installed")
     run.add_argument(
@@ -255,7 +241,7 @@ def _add_planning(parser: ArgumentParser) -> None:
     sizes = parser.add_argument_group("the sizes: instead of MODEL, or other than its own")
     sizes.add_argument("--shape", metavar="FILE", help="a JSON file with these sizes")
     for name in SIZES:
-        sizes.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N")
+        sizes.add_argument(_flag(name), type=int, metavar="N")
     where = parser.add_argument_group("where, and what for")
     where.add_argument("--gpus", type=int, metavar="N", help="all are used")
     where.add_argument("--batch", type=int, metavar="N", help="sequences of a step")
@@ -322,6 +308,19 @@ def _config_of(arguments: Sequence[str]) -> str | None:
         if word.startswith("--config="):
             return word.partition("=")[2]
     return None
+
+
+# How a flag of a keyword is read (`options.Keyword.flag`): what argparse is told of it.
+FLAGS: dict[str, dict[str, Any]] = {
+    "text": {},
+    "count": {"type": int, "metavar": "N"},
+    "number": {"type": int},
+    "on": {"action": "store_true", "default": None},
+    "switch": {"type": _switch, "nargs": "?", "const": True},
+    "choice": {"type": _switch},
+    "list": {"type": _split},
+    "bytes": {"type": _bytes, "metavar": "BYTES"},
+}
 
 
 def _names(parser: ArgumentParser) -> set[str]:

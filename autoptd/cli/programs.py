@@ -21,34 +21,17 @@ from autoptd.cli.models import as_call, find_model, length_of, make_without_weig
 from autoptd.cli.settings import read_pairs
 from autoptd.errors import PlanError
 from autoptd.ir.plan import load_plan
+from autoptd.options import KEYWORDS
 from autoptd.program.program import Program
 from autoptd.reports.pictures import draw_program
 from autoptd.reports.report import write_report
 from autoptd.reports.summary import summarize
 
-KEYWORDS = (  # flags that are keywords of `parallelize`
-    *(
-        "t",
-        "p",
-        "d",
-        "v",
-        "order",
-        "num_microbatches",
-        "schedule",
-        "sequence_parallel",
-        "p2p",
-        "fuse",
-        "fuse_only",
-        "seed",
-    ),
-    *("async_tensor_model_parallel_allreduce", "accumulate_allreduce_grads_in_fp32", "delay_wgrad_compute"),
-    *("memory", "machine", "plan"),
-)
-
 
 def keywords_of(asked: Namespace) -> dict[str, Any]:
     """The keywords of `parallelize` that were asked for."""
-    given = {name: getattr(asked, name) for name in KEYWORDS if getattr(asked, name) is not None}
+    flags = {name: getattr(asked, name, None) for name, keyword in KEYWORDS.items() if keyword.flag}
+    given = {name: value for name, value in flags.items() if value is not None}
     return given | read_pairs("option", asked.option)
 
 

@@ -28,9 +28,7 @@ from autoptd.reports.report import write_report
 
 def train(asked: Namespace) -> int:
     """Train as asked; 0."""
-    keywords = keywords_of(asked) | {
-        name: getattr(asked, name) for name in ("backend", "device") if getattr(asked, name)
-    }
+    keywords = keywords_of(asked)
     seed = asked.seed or 0
     torch.manual_seed(seed)
     subject = find_model(asked.model, read_pairs("set", asked.set))

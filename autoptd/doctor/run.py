@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from autoptd.auto import CLUSTERS
+from autoptd.auto import CPU
 from autoptd.compat import new_group
 from autoptd.doctor.arrival import MARGIN, Lobby, number_of
 from autoptd.doctor.calls import Checks, check_group, settle
@@ -31,6 +31,7 @@ from autoptd.doctor.report import DoctorReport
 from autoptd.doctor.traffic import all_orders, needs_of_orders
 from autoptd.doctor.watch import PATIENCE, watch, watching_store
 from autoptd.errors import AutoptdError, PlanError, RuntimeFault
+from autoptd.ir.machine_files import machine_of_device
 from autoptd.ir.mesh import Mesh
 from autoptd.planner.cluster import Cluster, find_cluster
 from autoptd.runtime.world.processes import DistributedGroup, DistributedWorld
@@ -211,9 +212,9 @@ def _cluster(asked: Request, lobby: Lobby, verdict: Verdict | None) -> Cluster |
     if asked.cluster is not None:
         return find_cluster(asked.cluster)
     if verdict.device_name == "CPU":
-        return find_cluster(CLUSTERS["laptop-cpu"])
-    name = next((known for known in CLUSTERS if known in verdict.device_name.lower()), None)
-    return None if name is None else find_cluster(CLUSTERS[name])
+        return find_cluster(CPU)
+    name = machine_of_device(verdict.device_name)
+    return None if name is None else find_cluster(name)
 
 
 def _print(asked: Request, report: DoctorReport) -> int:

@@ -1,7 +1,7 @@
 """What a rank can do, in round numbers: the units in which the solver weighs compute, memory and communication.
 
-In: the keyword `machine=`, one of `PRESETS` by name, or a `Machine` (in a plan: an object of the fields that are not the
-default). Out: a `Machine`.
+In: the keyword `machine=`, the name of a file in `autoptd/machines`, or a `Machine` (in a plan: an object of the fields
+that are not the default). Out: a `Machine`. The files are the planner's clusters too: see `machine_files.py`.
 
     find_machine("h100").flops                          # 692.3e12
     autoptd.compile(model, t=8, machine="h100", ...)    # or machine=Machine(link_bandwidth=20e9)
@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from autoptd.errors import PlanError
-from autoptd.ir.plan import check_known, nearest
+from autoptd.ir.machine_files import gpu_of, machine_file, machine_names, nearest_machines
+from autoptd.ir.plan import check_known
 
 
 @dataclass(frozen=True)
@@ -73,57 +75,48 @@ class Machine:
         return dataclasses.replace(self, **changed, **{name: getattr(self, name) / factor for name in per})
 
 
-# What is sustained of a vendor's peaks: by large matrix products, and by large copies and collectives. What is left of the
-# memory is the allocator's, the driver's and the communicators'.
-GEMM, BYTES, MEMORY = 0.7, 0.8, 0.9
+# What is sustained of a vendor's peaks by products, copies and collectives of the sizes that a layer has. The
+# planner's own fractions are of large ones: usually higher, and where they are lower they count. What is left of
+# the memory is the allocator's, the driver's and the communicators'.
+GEMM, BYTES, MEMORY = 0.7, 0.8, 0.85
+HOPS = 5  # of the low-latency protocol of small messages: what a collective takes beside its bytes
 
 
-def _gpu(flops: float, memory_bandwidth: float, nvlink: float, network: float, memory: float) -> Machine:
-    """A GPU by the vendor's peaks; `nvlink` counts both directions, as data sheets do. Collectives start in about 15 us."""
-    return Machine(
-        flops=GEMM * flops,
-        memory_bandwidth=BYTES * memory_bandwidth,
-        link_bandwidth=BYTES * nvlink / 2,
-        latency=15e-6,
-        network_bandwidth=BYTES * network,
-        memory=MEMORY * memory,
-    )
+def _derived(record: Mapping[str, Any], site: str) -> Machine:
+    """A rank of a machine that has a file. What its table [solver] says is taken as it is."""
+    gpu, fast, network = gpu_of(record, site), record["fast"], record["network"]
+    cards = record["nics"] / record["gpus_per_node"]  # network cards of a rank
+    fields = {
+        "flops": min(GEMM, gpu["matrix_fraction"]) * gpu["matrix_flops"],
+        "memory_bandwidth": min(BYTES, gpu["memory_fraction"]) * gpu["memory_bandwidth"],
+        "link_bandwidth": min(BYTES, fast["fraction"]) * fast["bandwidth"],
+        "latency": HOPS * fast["small_latency"],
+        "network_bandwidth": min(BYTES, network["fraction"]) * network["bandwidth"] * cards,
+        "ranks_per_node": record["gpus_per_node"],
+        "message": fast["message"],
+        "memory": MEMORY * gpu["memory_bytes"],
+    }
+    return Machine(**{**fields, **record.get("solver", {})})
 
 
-PRESETS: dict[str, Machine] = {
-    # A core of a laptop: products in float32, gloo over the loopback, whose small collectives take some 300 us.
-    "laptop-cpu": Machine(
-        flops=40e9,
-        memory_bandwidth=10e9,
-        link_bandwidth=1e9,
-        latency=300e-6,
-        network_bandwidth=0.1e9,  # gigabit Ethernet
-        message=300e-6,
-        memory=4e9,
-    ),
-    # NVIDIA's data sheets, dense bf16, SXM, 80 GB (H200: 141 GB); a network card per GPU, as in DGX A100 (HDR, 200 Gb/s) and
-    # DGX H100 and H200 (NDR, 400 Gb/s).
-    "a100": _gpu(flops=312e12, memory_bandwidth=2.039e12, nvlink=600e9, network=25e9, memory=80e9),
-    "h100": _gpu(flops=989e12, memory_bandwidth=3.35e12, nvlink=900e9, network=50e9, memory=80e9),
-    "h200": _gpu(flops=989e12, memory_bandwidth=4.8e12, nvlink=900e9, network=50e9, memory=141e9),
-}
 DEFAULT = Machine()
 
 
 def find_machine(given: Any) -> Machine:
-    """The Machine that is meant: None (the defaults), the name of a preset, a Machine, or its fields as a plan has them."""
+    """The Machine that is meant: None (the defaults), a name, a Machine, or its fields as a plan has them."""
     if isinstance(given, Machine):
         return given
     if given is None:
         return DEFAULT
     if isinstance(given, str):
-        if given not in PRESETS:
-            raise PlanError(f"machine={given!r}", "no such machine", f"{nearest(given, PRESETS)}, or a Machine")
-        return PRESETS[given]
+        file = machine_file(given)
+        if file is None:
+            raise PlanError(f"machine={given!r}", "no such machine", f"{nearest_machines(given)}, or a Machine")
+        return _derived(tomllib.loads(file.read_text()), f"machine {file.stem}")
     if isinstance(given, Mapping):
         check_known("machine", given, [field.name for field in dataclasses.fields(Machine)])
         return Machine(**given)
-    raise PlanError("machine", f"is a {type(given).__name__}", f"one of {', '.join(PRESETS)}, or a Machine")
+    raise PlanError("machine", f"is a {type(given).__name__}", f"one of {', '.join(machine_names())}, or a Machine")
 
 
 def spelled(given: Any) -> str | dict[str, float] | None:
@@ -137,4 +130,4 @@ def spelled(given: Any) -> str | dict[str, float] | None:
     return fields | {name: one for name, one in leading.items() if one != getattr(Machine, name)}
 
 
-__all__ = ["PRESETS", "Machine", "find_machine", "spelled"]
+__all__ = ["Machine", "find_machine", "spelled"]

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 from torch.fx import Graph, Node
 
@@ -30,6 +29,7 @@ from autoptd.passes.stages.balance import Cuts, Finish, Line, Value, evaluate, l
 from autoptd.passes.stages.crossing import is_never_computed_again, place_values
 from autoptd.passes.stages.cut_pins import Places, layer_of
 from autoptd.passes.stages.memory import count_bytes
+from autoptd.program.costs import Cut
 
 WORTH = 0.95  # cutting inside a layer must bring the busiest rank's time down to this share
 GIB = 1 << 30
@@ -60,13 +60,11 @@ def cut(
     main_grads: bool = False,
     pinned: Sequence[int] | Sequence[str] | None = None,
     like: Graph | None = None,
-) -> dict[str, Any]:
+) -> Cut:
     """Fill `note(node).stages` and `placement`; `ranks` is the pipeline rank of every stage.
 
     `live` are the moments of the schedule, `finish` tells how long it takes for seconds per stage; `pinned` is the cut of a
-    plan; with `like`, a graph that is cut already, it is that of this graph. Returns what to write down: where it was cut and
-    why, FLOPs, seconds and bytes saved for backward per stage (of a microbatch), seconds (of a microbatch) and bytes per
-    rank, and the seconds of all microbatches by simulation.
+    plan; with `like`, a graph that is cut already, it is that of this graph. Returns where it was cut, why, and what it costs.
     """
     machine, sizes = machine or Machine(), sizes or Sizes(1, 2, 2, 1)
     backbone = find_backbone(graph)
@@ -82,17 +80,17 @@ def cut(
     if wanted is not None:
         _check_pinned(backbone, len(ranks))
     check_cut(graph, len(ranks))
-    seconds = chooser.line.work
-    return {
-        "after": [places.name(i) for i in cuts.chosen],
-        "why": why,
-        "flops": [sum(map(flops, backbone[a + 1 : b + 1])) for a, b in pairwise(bounds)],
-        "seconds": [sum(seconds[a + 1 : b + 1]) for a, b in pairwise(bounds)],
-        "saved_bytes": [sum(chooser.line.saved[a + 1 : b + 1]) for a, b in pairwise(bounds)],
-        "rank_seconds": list(cuts.loads),
-        "rank_bytes": list(cuts.held),
-        "finish": cuts.finish,
-    }
+    pieces = [slice(a + 1, b + 1) for a, b in pairwise(bounds)]
+    return Cut(
+        after=tuple(places.name(i) for i in cuts.chosen),
+        why=why,
+        flops=tuple(sum(map(flops, backbone[piece])) for piece in pieces),
+        seconds=tuple(sum(chooser.line.work[piece]) for piece in pieces),
+        saved_bytes=tuple(sum(chooser.line.saved[piece]) for piece in pieces),
+        rank_seconds=tuple(cuts.loads),
+        rank_bytes=tuple(cuts.held),
+        finish=cuts.finish,
+    )
 
 
 class _Chooser:

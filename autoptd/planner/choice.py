@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from autoptd.options import NEUTRAL, NOT_YET
+from autoptd.options import NOT_YET
 
 DEGREES = ("t", "p", "d", "c", "v", "b", "m")
 WORDS = {  # how an option that is on is called
@@ -98,7 +98,7 @@ class Choice:
 def is_missing(keyword: str, value: Any) -> bool:
     """Whether the runtime does not have this value of a keyword of `parallelize`."""
     usual = {"recompute": "none", "precision": "fp32"}  # the planner's names of what `Options` calls None
-    return keyword in NOT_YET and value not in NEUTRAL[keyword] and value != usual.get(keyword)
+    return keyword in NOT_YET and value not in NOT_YET[keyword].neutral and value != usual.get(keyword)
 
 
 def placement_text(inside: Mapping[str, int]) -> str:

@@ -1,7 +1,8 @@
 """A cluster as a TOML file: what a GPU, a node and the network can do, and how the software there uses them.
 
-In: the name of a file in `clusters/`, a path, or a `Cluster`. Out: a `Cluster`. Every number that such a file may set is a
-field below: peaks are a vendor's, fractions are what large transfers and products reach of them.
+In: the name of a machine (ir/machine_files.py), a path, or a `Cluster`. Out: a `Cluster`. Every number that such a
+file may set is a field below: peaks are a vendor's, fractions are what large transfers and products reach of them.
+`gpu` is a table, or the name of one in gpus.toml; the table [solver] is of `Machine` (ir/machine.py).
 
     find_cluster("dgx-a100").gpu.flops("bf16")      # 312e12
     find_cluster("my.toml")
@@ -18,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from autoptd.errors import PlanError
+from autoptd.ir.machine_files import gpu_of, machine_file, nearest_machines
 from autoptd.ir.plan import check_known, nearest
 
-FOLDER = Path(__file__).parent / "clusters"
 GENERATIONS = Path(__file__).parent / "software.toml"
 ELEMENT_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 OVERLAPS = ("tp_overlap", "tp_overlap_backward", "dp_overlap", "pp_overlap")
@@ -139,17 +140,16 @@ class Cluster:
 
 
 def find_cluster(given: Cluster | str | Path) -> Cluster:
-    """The Cluster that is meant: itself, a name of `clusters/`, or the path of a TOML file."""
+    """The Cluster that is meant: itself, the name of a machine, or the path of a TOML file."""
     if isinstance(given, Cluster):
         return given
     path = Path(given)
     if not path.suffix:
-        path = FOLDER / f"{given}.toml"
-        if not path.is_file():
-            known = sorted(file.stem for file in FOLDER.glob("*.toml"))
-            raise PlanError(
-                f"cluster={str(given)!r}", "no such cluster", f"{nearest(str(given), known)}, or a .toml file"
-            )
+        file = machine_file(str(given))
+        if file is None:
+            remedy = f"{nearest_machines(str(given))}, or a .toml file"
+            raise PlanError(f"cluster={str(given)!r}", "no such cluster", remedy)
+        path = file
     if not path.is_file():
         raise PlanError(f"cluster={str(given)!r}", "no such file", "a path, or the name of a cluster")
     try:
@@ -170,7 +170,9 @@ def find_software(given: Software | str) -> Software:
 
 def read_cluster(record: Mapping[str, Any], name: str) -> Cluster:
     """A Cluster of a record as a file has it; `software` is a name, or a table of `Software`'s fields with one as `base`."""
-    given = dict(record)
+    given = {key: value for key, value in record.items() if key != "solver"}
+    if "gpu" in given:
+        given["gpu"] = gpu_of(given, f"cluster {name}")
     parts: dict[str, Any] = {}
     for key, kind in (("gpu", Gpu), ("fast", Link), ("network", Link)):
         if key not in given:

@@ -2,11 +2,11 @@
 
 In: bytes, the size of a group, how many of its ranks share a node. Out: seconds. Numbers or numpy arrays alike.
 
-A ring over n ranks makes n - 1 steps, each moves an n-th of the buffer: `passes * bytes * (n - 1) / n` goes through the slowest
-link of the ring, after so many hops. In a node that link is a GPU's share of the fast links; over nodes it is what the cards
-of the group's ranks carry: the node's other GPUs are in groups that do the same at that time. There are two protocols, one
-with short hops and less bandwidth; and an all-reduce may go up and down a binary tree of nodes, whose hops take twice as
-long. The fastest counts.
+A ring over n ranks makes n - 1 steps, each moves an n-th of the buffer: what a rank sends (`program.calls.wire_bytes`) goes
+through the slowest link of the ring, after so many hops. In a node that link is a GPU's share of the fast links; over nodes it
+is what the cards of the group's ranks carry: the node's other GPUs are in groups that do the same at that time. There are two
+protocols, one with short hops and less bandwidth; and an all-reduce may go up and down a binary tree of nodes, whose hops take
+twice as long. The fastest counts.
 
     Network(find_cluster("dgx-a100")).all_reduce(100e6, group=8, local=8)
 """
@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from autoptd.planner.cluster import Cluster
+from autoptd.program.calls import RING_PASSES, wire_bytes
 
 Number = Any
 
@@ -31,11 +32,11 @@ class Network:
 
     def all_gather(self, nbytes: Number, group: Number, local: Number) -> Number:
         """Seconds of an all-gather whose result is `nbytes`, or of a reduce-scatter of that many, over `group` ranks."""
-        return self._ring(nbytes, group, local, passes=1)
+        return self._ring("all-gather", nbytes, group, local)
 
     def all_reduce(self, nbytes: Number, group: Number, local: Number) -> Number:
         """Seconds of an all-reduce of `nbytes` over `group` ranks, `local` of them in a node."""
-        return np.minimum(self._ring(nbytes, group, local, passes=2), self._tree(nbytes, group, local))
+        return np.minimum(self._ring("all-reduce", nbytes, group, local), self._tree(nbytes, group, local))
 
     def message(self, nbytes: Number, is_local: Number) -> Number:
         """Seconds of one message between two ranks, while the node's other GPUs send theirs."""
@@ -57,10 +58,10 @@ class Network:
         cluster = self.cluster
         return local * cluster.nics / cluster.gpus_per_node * cluster.network.bandwidth * cluster.network.fraction
 
-    def _ring(self, nbytes: Number, group: Number, local: Number, passes: int) -> Number:
-        fast, network = self.cluster.fast, self.cluster.network
+    def _ring(self, kind: str, nbytes: Number, group: Number, local: Number) -> Number:
+        fast, network, passes = self.cluster.fast, self.cluster.network, RING_PASSES[kind]
         nodes = np.ceil(np.asarray(group) / local)
-        transfer = passes * nbytes * (group - 1) / group / self.bandwidth(local, nodes)
+        transfer = wire_bytes(kind, nbytes, group) / self.bandwidth(local, nodes)
         large = passes * _hops(group, nodes, fast.latency, network.latency) + transfer
         fraction = np.where(nodes > 1, network.small, fast.small)
         small = passes * _hops(group, nodes, fast.small_latency, network.small_latency) + transfer / fraction

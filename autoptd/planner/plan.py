@@ -63,7 +63,7 @@ def plan(
     """Find the fastest ways to train on exactly `gpus` GPUs with `batch` sequences a step; the `keep` best are returned.
 
     `model_or_shape`: a `Shape`, a mapping with its fields, or a model with a `config` (nanoGPT's, Hugging Face's). `cluster`: a
-    name of planner/clusters/, a TOML file, a `Cluster`. Wishes: `t`, `p`, `d`, `v`, `c`, `microbatch` (a number, or
+    name of autoptd/machines, a TOML file, a `Cluster`. Wishes: `t`, `p`, `d`, `v`, `c`, `microbatch` (a number, or
     several that may be), `recompute` ("none", "selective", "full:1/4", "full:1/2", "full:3/4", "full": a share of each stage's
     layers), `sequence_parallel`, `zero` (0 to 3), each a value, a tuple of values to try, or "any"; `precision`, `schedule` (a
     name, several, or "any" for zero bubble and breadth first as well; without it 1f1b and interleaved), `software`, `memory`

@@ -73,11 +73,11 @@ def predict(
     """Predict one step of `batch` sequences, by the formulas of docs/planner.md; sizes are in sequences, times in seconds.
 
     `shape_or_model`: a `Shape`, a mapping with its fields, or a model with a `config` that tells them; `cluster`: a name of
-    clusters/, a path, a `Cluster`. `schedule`: one of `options.SCHEDULES` (1f1b, or interleaved where v > 1). `recompute`:
-    "none", "selective", "full", or a mix ("full:1/2": half of each stage's layers). `placement`: how many ranks of "tp", "cp",
-    "dp", "pp" share a node; by default ranks are numbered tp fastest, then cp, dp, pp. `software`: a generation of
-    software.toml in the place of the cluster's own. `most_actions`: how much of a long schedule is simulated before the rest is
-    taken to go on alike. PlanError where the request makes no sense.
+    autoptd/machines, a path, a `Cluster`. `schedule`: one of `options.SCHEDULES` (1f1b, or interleaved where v > 1).
+    `recompute`: "none", "selective", "full", or a mix ("full:1/2": half of each stage's layers). `placement`: how many
+    ranks of "tp", "cp", "dp", "pp" share a node; by default ranks are numbered tp fastest, then cp, dp, pp. `software`: a
+    generation of software.toml in the place of the cluster's own. `most_actions`: how much of a long schedule is simulated
+    before the rest is taken to go on alike. PlanError where the request makes no sense.
     """
     shape, cluster = shape_of(shape_or_model), find_cluster(cluster).with_software(software)
     asked = Setting(

@@ -1,7 +1,7 @@
 """The same prediction for any model that was compiled: from the counts and collectives of its traced, sharded graph.
 
 In: a `Program` (of a model on meta tensors as well) and a cluster. Out: a `Prediction`. Products run as fast as their sizes let
-them (`costs["products"]`; of a program that was saved without, as fast as large ones). What is not known of a graph: which of
+them (`costs.products`; of a program that was saved without, as fast as large ones). What is not known of a graph: which of
 its operators training systems fuse, so that each reads and writes memory. Backward of an operator that is no product moves
 half as much again as its forward. docs/planner.md says how far a shape's prediction is from this one.
 
@@ -24,6 +24,7 @@ from autoptd.planner.predict import Prediction
 from autoptd.planner.setting import Setting
 from autoptd.planner.terms import OPTIMIZER_BYTES, Passes
 from autoptd.planner.time import Clock
+from autoptd.program.costs import ProductCosts
 from autoptd.program.program import Collective, Program
 from autoptd.schedule import simulate
 
@@ -63,14 +64,14 @@ def predict_program(
     }
     breakdown = {name: float(seconds) * cluster.software.factor for name, seconds in parts.items()}
     seconds = sum(breakdown.values())
-    held = tuple(map(float, program.costs["cut"]["rank_bytes"]))
+    held = tuple(map(float, program.costs.cut.rank_bytes))
     kinds = {
         "held": held,
         "slack": tuple(cluster.software.slack * one for one in held),
         "context": (cluster.software.context_bytes,) * len(held),
     }
     memory = tuple(map(sum, zip(*kinds.values(), strict=True)))
-    flops = 3 * program.costs["total_flops"] * m * program.mesh.d / (program.mesh.size * seconds)
+    flops = 3 * program.costs.total_flops * m * program.mesh.d / (program.mesh.size * seconds)
     return Prediction(seconds, breakdown, memory, kinds, flops, flops, m, (), max(memory) <= cluster.gpu.memory_bytes)
 
 
@@ -86,9 +87,9 @@ class _Reader:
     def stage(self, index: int) -> Passes:
         """Seconds of a microbatch on one rank."""
         costs, gpu = self.program.costs, self.cluster.gpu
-        moved = costs["moved_bytes_per_stage"][index] / self.clock.copy_rate
+        moved = costs.moved_bytes_per_stage[index] / self.clock.copy_rate
         products, count = self.products(index)
-        starts = (costs["kernels_per_stage"][index] - count) * gpu.kernel_seconds
+        starts = (costs.kernels_per_stage[index] - count) * gpu.kernel_seconds
         forward, backward = (0.0, 0.0)
         for one in self.program.collectives:
             if one.stage == index and one.scope == "microbatch" and one.axis != "pp":
@@ -106,32 +107,32 @@ class _Reader:
     def products(self, index: int) -> tuple[tuple[float, float], int]:
         """Seconds of the products of a stage, forward and backward, and how many kernels of its forward they are."""
         costs, gpu = self.program.costs, self.cluster.gpu
-        rows = [row for row in costs.get("products", ()) if row["stage"] == index]
+        rows = [row for row in costs.products if row.stage == index]
         if not rows:
             rate = gpu.flops(self.clock.precision) * gpu.matrix_fraction
-            return (costs["flops_per_stage"][index] / rate, costs["backward_flops_per_stage"][index] / rate), 0
+            return (costs.flops_per_stage[index] / rate, costs.backward_flops_per_stage[index] / rate), 0
         forward, backward = 0.0, 0.0
         for row in rows:
-            one = self.attention(row) if "attention" in row["kind"] else self.plain(row)
+            one = self.attention(row) if "attention" in row.kind else self.plain(row)
             forward, backward = forward + one[0], backward + one[1]
-        return (forward, backward), sum(row["times"] for row in rows)
+        return (forward, backward), sum(row.times for row in rows)
 
-    def plain(self, row: dict[str, Any]) -> tuple[float, float]:
+    def plain(self, row: ProductCosts) -> tuple[float, float]:
         """Seconds of products of one size; of backward's two, as far as they are needed, a weight's adds to its gradient."""
-        batch, m, n, k = row["sizes"]
+        batch, m, n, k = row.sizes
         work = 2 * batch * m * n * k
         once = float(self.clock.product(batch, m, n, k))
         extra = 6 * n * k if batch == 1 else 0
         both = float(self.clock.product(batch, m, k, n)) + float(self.clock.product(batch, n, k, m, extra))
-        return row["forward"] / work * once, row["backward"] / work / 2 * both
+        return row.forward / work * once, row.backward / work / 2 * both
 
-    def attention(self, row: dict[str, Any]) -> tuple[float, float]:
+    def attention(self, row: ProductCosts) -> tuple[float, float]:
         """Seconds of attention in one kernel."""
         software, gpu = self.cluster.software, self.cluster.gpu
-        share = software.causal if row["kind"] == "causal attention" else 1.0
+        share = software.causal if row.kind == "causal attention" else 1.0
         rate = gpu.flops(self.clock.precision) * software.flash_fraction / share
-        start = row["times"] * gpu.kernel_seconds
-        return row["forward"] / rate + start, row["backward"] / rate + start
+        start = row.times * gpu.kernel_seconds
+        return row.forward / rate + start, row.backward / rate + start
 
     def call(self, one: Collective, kind: str) -> float:
         """Seconds of one direction of a collective."""

@@ -17,12 +17,17 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from autoptd.ir.mesh import Mesh
-from autoptd.program.program import Collective, Program
 
-LOCAL_KINDS = ("none", "slice", "zero-pad", "one rank keeps it")
-RING_PASSES = {"all-reduce": 2.0, "all-gather": 1.0, "reduce-scatter": 1.0}
+# The planner asks for a ring's bytes too, and `autoptd plan` does not wait for torch, which a program is made of.
+if TYPE_CHECKING:
+    from autoptd.program.program import Collective, Program
+
+LOCAL_WORK = ("one rank keeps it", "slice", "zero-pad")
+LOCAL_KINDS = ("none", *LOCAL_WORK)
+RING_PASSES = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1}  # how often the payload goes around the ring
 
 
 @dataclass(frozen=True)
@@ -49,8 +54,8 @@ class Call:
         return wire_bytes(self.kind, self.payload_bytes, self.group_size)
 
 
-def wire_bytes(kind: str, payload: int, group_size: int) -> float:
-    """Bytes that one rank of n sends for one collective over a ring; 0 for what is local.
+def wire_bytes(kind: str, payload: Any, group_size: Any) -> Any:
+    """Bytes that one rank of n sends for one collective over a ring; 0 for what is local. Numbers or numpy arrays alike.
 
     All-reduce 2 (n-1)/n of the payload (reduce-scatter, then all-gather), all-gather and reduce-scatter (n-1)/n: Patarasuk and
     Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations". All-to-all: the (n-1)/n of the rank's own
@@ -60,8 +65,8 @@ def wire_bytes(kind: str, payload: int, group_size: int) -> float:
         return 0.0
     if kind in ("send", "broadcast"):
         return float(payload)
-    others = (group_size - 1) / group_size
-    return payload * others / group_size if kind == "all-to-all" else RING_PASSES[kind] * payload * others
+    others = payload * (group_size - 1) / group_size
+    return others / group_size if kind == "all-to-all" else RING_PASSES[kind] * others
 
 
 def axis_text(mesh: Mesh, ranks: Sequence[int]) -> str:

@@ -33,6 +33,7 @@ from autoptd.ir.fusion import Fusion
 from autoptd.ir.layout import Layout
 from autoptd.ir.mesh import Mesh
 from autoptd.ir.types import Dims, Outer, Segmented, ValueType, outer_size, padded_size, placement
+from autoptd.program.costs import Costs, read_costs, tupled
 
 VERSION = 6
 GATHER = "gather"  # the conversion of a `Collective` that puts a scattered parcel together
@@ -293,7 +294,7 @@ class Program:
     unlisted: tuple[str, ...] = ()  # operators without a row of the table, and what probing found of them
     weighted: bool = False  # the loss stage has `count(...)`: labels to count before the first forward
     plan: dict[str, Any] = field(default_factory=dict)
-    costs: dict[str, Any] = field(default_factory=dict)
+    costs: Costs = field(default_factory=Costs)
     buffers: dict[str, torch.Tensor] = field(default_factory=dict, repr=False, compare=False)
     graphs: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
     explainer: Callable[[str], str] | None = field(default=None, repr=False, compare=False)
@@ -380,18 +381,19 @@ class Program:
         return Program(
             mesh=Mesh(**record.pop("mesh")),
             constants=tuple((leaf, value) for leaf, value in record.pop("constants")),
-            inputs=tuple(InputSpec(**_tupled(one)) for one in record.pop("inputs")),
+            inputs=tuple(InputSpec(**tupled(one)) for one in record.pop("inputs")),
             params=tuple(_param(one) for one in record.pop("params")),
-            crossings=tuple(CrossingSpec(**_tupled(one)) for one in record.pop("crossings")),
-            parcels=tuple(Parcel(**_tupled(one)) for one in record.pop("parcels")),
-            stages=tuple(StageSpec(**_tupled(one)) for one in record.pop("stages")),
-            collectives=tuple(Collective(**_tupled(one)) for one in record.pop("collectives")),
-            dropouts=tuple(DropoutSpec(**_tupled(one)) for one in record.pop("dropouts")),
+            crossings=tuple(CrossingSpec(**tupled(one)) for one in record.pop("crossings")),
+            parcels=tuple(Parcel(**tupled(one)) for one in record.pop("parcels")),
+            stages=tuple(StageSpec(**tupled(one)) for one in record.pop("stages")),
+            collectives=tuple(Collective(**tupled(one)) for one in record.pop("collectives")),
+            dropouts=tuple(DropoutSpec(**tupled(one)) for one in record.pop("dropouts")),
             fallbacks=tuple(Fallback(**one) for one in record.pop("fallbacks")),
             fusions=tuple(Fusion(**one) for one in record.pop("fusions")),
             unlisted=tuple(record.pop("unlisted")),
             looked_at=tuple((name, text) for name, text in record.pop("looked_at")),
             lines=tuple(Line(**one) for one in record.pop("lines")),
+            costs=read_costs(record.pop("costs")),
             orders=parse_orders((folder / "schedule.txt").read_text()),
             sources=sources,
             plan=json.loads((folder / "plan.json").read_text()),
@@ -428,15 +430,11 @@ def _plain(value: Any) -> Any:
     return {key: _plain(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
-def _tupled(record: dict[str, Any]) -> dict[str, Any]:
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in record.items()}
-
-
 def _param(record: dict[str, Any]) -> ParamSpec:
-    record = _tupled(record)
+    record = tupled(record)
     every = record.pop("dims")
     dims = tuple(tuple(Segmented(one) if isinstance(one, list) else one for one in atoms) for atoms in every)
-    types = {axis: ValueType(**_tupled(kind)) for axis, kind in record["layout"]["types"]}
+    types = {axis: ValueType(**tupled(kind)) for axis, kind in record["layout"]["types"]}
     return ParamSpec(**{**record, "layout": Layout(types), "dims": dims})
 
 

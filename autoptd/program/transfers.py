@@ -32,6 +32,7 @@ import torch
 
 from autoptd.ir.machine import Machine
 from autoptd.ir.mesh import Mesh
+from autoptd.program.calls import wire_bytes
 from autoptd.program.program import CrossingSpec, Parcel
 
 EQUAL_VALUE, EQUAL_GRADIENT = ("I", "R"), ("I", "P")
@@ -58,7 +59,7 @@ class _Planner:
         link = self._bandwidth(list(zip(self._ranks(source), self._ranks(target), strict=True)))
         gather = self._bandwidth([self.mesh.group(rank, ("tp",)) for rank in self._ranks(target)])
         whole = nbytes / link
-        scattered = nbytes / t / link + nbytes * (t - 1) / t / gather + self.machine.message
+        scattered = nbytes / t / link + wire_bytes("all-gather", nbytes, t) / gather + self.machine.message
         times = f"whole {1e6 * whole:.3g} us, 1/{t} each and gathered {1e6 * scattered:.3g} us"
         return (t, f"1/{t} each: {times}") if scattered < whole else (1, f"whole: {times}")
 

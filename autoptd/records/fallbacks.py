@@ -37,7 +37,7 @@ def warn_of_checkpoints(modules: Sequence[str]) -> None:
 def warn_of_fallbacks(program: Program) -> None:
     """Warn once if tensor ranks repeat each other's work to more than a hundredth of all FLOPs of matrix products."""
     found = [one for one in merged_fallbacks(program.fallbacks) if one["flops"]]
-    share = sum(one["flops"] for one in found) / max(1, program.costs.get("total_flops", 0))
+    share = sum(one["flops"] for one in found) / max(1, program.costs.total_flops)
     if share > WORTH_A_WARNING:
         reasons: dict[tuple[str, str], list[str]] = {}
         for one in found:

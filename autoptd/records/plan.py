@@ -7,7 +7,8 @@ from typing import Any
 from autoptd.batch import Batch
 from autoptd.ir.layout import Layout
 from autoptd.ir.mesh import ORDER
-from autoptd.options import PLANNED, Options
+from autoptd.options import KEYWORDS, Options
+from autoptd.program.costs import Cut
 from autoptd.program.program import (
     Fallback,
     ParamSpec,
@@ -18,7 +19,7 @@ from autoptd.records.fallbacks import any_layer, merged_fallbacks
 def plan_record(
     options: Options,
     batch: Batch,
-    cut: dict[str, Any],
+    cut: Cut,
     params: tuple[ParamSpec, ...],
     fallbacks: list[Fallback],
     weighed: dict[str, Any] | None,
@@ -39,8 +40,8 @@ def plan_record(
         "mesh": {"t": options.t, "p": options.p, "d": options.d, "v": options.v, **order},
         "num_microbatches": batch.num_microbatches,
         "schedule": str(options.schedule),
-        "options": {name: getattr(options, name) for name in PLANNED},
-        "cut": cut["after"],
+        "options": {name: getattr(options, name) for name, keyword in KEYWORDS.items() if keyword.is_planned},
+        "cut": list(cut.after),
         "shard": [*shard.values(), *(dict(one) for one in options.plan.shard if one.get("dim") is None)],
         "fallbacks": merged_fallbacks(fallbacks),
         **({"weighed": weighed} if weighed else {}),

@@ -57,7 +57,7 @@ def _text_of(groups: Mapping[str, list[str]]) -> str:
 
 def _costs(a: Program, b: Program) -> list[str]:
     """A table A | B of what people compare, where it differs; nothing for programs that were written by hand."""
-    if not (a.costs.get("cut") and b.costs.get("cut")):
+    if not (a.costs.cut.seconds and b.costs.cut.seconds):
         return []
     from autoptd.reports.summary import summarize  # the passes: two plans need none of them
 

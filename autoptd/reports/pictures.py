@@ -45,7 +45,7 @@ def painter(shape: Size) -> Callable[[Program, str, int | None], viz.Picture]:
 
 def simulated_run(program: Program) -> viz.Run:
     """The step as the cost model has it: a stage's seconds are a third forward, two thirds backward; messages take no time."""
-    seconds = program.costs.get("cut", {}).get("seconds")
+    seconds = program.costs.cut.seconds
     if not seconds:
         return _run("simulated", program, schedules.simulate(program.orders).spans, False, "")
     third = [max(one, LEAST) / 3 for one in seconds]
@@ -82,7 +82,7 @@ def _run(
     remark: str,
 ) -> viz.Run:
     """A run with what its ranks hold: bytes that a stage saves for backward, where the costs have them."""
-    saved = program.costs.get("cut", {}).get("saved_bytes")
+    saved = program.costs.cut.saved_bytes
     memory = [_held(row, saved or [1.0] * len(program.stages)) for row in spans]
     return viz.Run(name, spans, in_seconds, memory, bool(saved), remark)
 

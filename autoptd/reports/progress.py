@@ -31,34 +31,11 @@ from typing import Any, TextIO
 import torch
 
 from autoptd.errors import PlanError
+from autoptd.ir.machine_files import read_gpus
 from autoptd.ir.mesh import Coordinate
 from autoptd.parallel_model import ParallelModel, is_local
 from autoptd.runtime.stepclock import StepTimes
 from autoptd.viz.words import bytes_text, count_text
-
-
-def _peaks(half: float, **others: float) -> dict[str, float]:
-    """`half` is that of both bfloat16 and float16."""
-    return {"bfloat16": half, "float16": half, **others}
-
-
-# Words of a device's name, the most special first -> dtype -> FLOP/s of dense products, by the vendors' data sheets. "tf32" is
-# what float32 products are where torch was told to let them (`torch.set_float32_matmul_precision`). A dtype that is not here
-# has no peak, and a run in it no MFU.
-PEAKS: dict[str, dict[str, float]] = {
-    "B200": _peaks(2250e12),
-    "H200 NVL": _peaks(835e12, float32=60e12),
-    "H200": _peaks(989e12, tf32=494e12, float32=67e12),
-    "H100 NVL": _peaks(835e12, float32=60e12),
-    "H100 PCIe": _peaks(756e12, tf32=378e12, float32=51e12),
-    "H100": _peaks(989e12, tf32=494e12, float32=67e12),
-    "A100": _peaks(312e12, tf32=156e12, float32=19.5e12),
-    "L40S": _peaks(362e12, float32=91.6e12),
-    "A10G": _peaks(70e12),
-    "V100 SXM2": {"float16": 125e12, "float32": 15.7e12},
-    "V100 PCIE": {"float16": 112e12, "float32": 14e12},
-    "T4": {"float16": 65e12, "float32": 8.1e12},
-}
 
 
 class Progress:
@@ -166,7 +143,7 @@ class Progress:
     def model_flops(self) -> int:
         """Matrix products of a step of all ranks: three times the model's forward."""
         program = self.pm.program
-        return int(3 * program.costs.get("total_flops", 0) * program.num_microbatches * program.mesh.d)
+        return int(3 * program.costs.total_flops * program.num_microbatches * program.mesh.d)
 
     @property
     def tokens_per_second(self) -> float:
@@ -227,11 +204,19 @@ def progress_line(
 
 
 def known_peak(device: str, dtype: str) -> float | None:
-    """Peak FLOP/s of a GPU by its name, for products in a dtype ("bfloat16", "tf32"); None where `PEAKS` has none."""
+    """Peak FLOP/s of a GPU by its name, for products in a dtype ("bfloat16", "tf32"), by machines/gpus.toml; else None.
+
+    "tf32" is what float32 products are where torch was told to let them (`torch.set_float32_matmul_precision`).
+    """
     words = set(re.split(r"[^A-Za-z0-9]+", device))
-    if "MIG" in words:  # a part of one
+    named = [gpu for gpu in read_gpus().values() if words.issuperset(gpu["device"].split())]
+    if "MIG" in words or not named:  # a part of one
         return None
-    return next((peaks.get(dtype) for part, peaks in PEAKS.items() if words.issuperset(part.split())), None)
+    gpu = max(named, key=lambda gpu: len(gpu["device"].split()))  # "H100 NVL" goes before "H100"
+    half = gpu["matrix_flops"]
+    peaks = {"float16": half, "bfloat16": half if gpu.get("bf16", True) else None}
+    peaks |= {"tf32": gpu.get("tf32_flops"), "float32": gpu.get("float32_flops")}
+    return peaks.get(dtype)
 
 
 def peak_here(pm: ParallelModel) -> float | None:
@@ -264,4 +249,4 @@ def _board(folder: str | Path) -> Any:
     return SummaryWriter(str(folder))
 
 
-__all__ = ["PEAKS", "Progress", "known_peak", "peak_here", "progress_line"]
+__all__ = ["Progress", "known_peak", "peak_here", "progress_line"]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from autoptd.ir.actions import COMPUTES, Kind
@@ -116,7 +116,7 @@ def _summary(program: Program, one: Summary) -> str:
 
 
 def _stages(program: Program, summary: Summary) -> str:
-    cut, costs = program.costs.get("cut", {}), program.costs
+    cut, costs = program.costs.cut, program.costs
     names = (
         "stage",
         "pipeline rank",
@@ -140,12 +140,12 @@ def _stages(program: Program, summary: Summary) -> str:
                 str(program.rank_of_stage(stage)),
                 str(program.chunk_of_stage(stage)),
                 count_text(sum(held)),
-                f"{count_text(costs['flops_per_stage'][stage])}FLOP",
-                f"{count_text(costs['backward_flops_per_stage'][stage])}FLOP",
-                seconds_text(cut["seconds"][stage]) if "seconds" in cut else "",
-                bytes_text(cut["saved_bytes"][stage]) if "saved_bytes" in cut else "",
+                f"{count_text(costs.flops_per_stage[stage])}FLOP",
+                f"{count_text(costs.backward_flops_per_stage[stage])}FLOP",
+                seconds_text(cut.seconds[stage]) if cut.seconds else "",
+                bytes_text(cut.saved_bytes[stage]) if cut.saved_bytes else "",
                 bytes_text(sent),
-                cut.get("after", [])[stage] if stage < len(cut.get("after", [])) else "the end",
+                cut.after[stage] if stage < len(cut.after) else "the end",
             )
         )
     return "\n".join(
@@ -153,9 +153,7 @@ def _stages(program: Program, summary: Summary) -> str:
             _drawn(graph_picture(program, "model")),
             heading("Of one rank and one microbatch"),
             table(names, rows, range(1, 9)),
-            paragraph(
-                f"Cut {cut.get('why', '')}. Saved: what backward keeps. Sends: values and gradients to other stages."
-            ),
+            paragraph(f"Cut {cut.why}. Saved: what backward keeps. Sends: values and gradients to other stages."),
         ]
     )
 
@@ -180,7 +178,7 @@ def _layers(program: Program) -> str:
 def _modules(program: Program) -> list[str]:
     """Modules with parameters or matrix products, layers alike as one, in the order of the model."""
     named = [star(one.name.rpartition(".")[0]) for one in program.params]
-    return list(dict.fromkeys([*named, *(row["module"] for row in program.costs.get("gemms", ()))]))
+    return list(dict.fromkeys([*named, *(row.module for row in program.costs.gemms)]))
 
 
 def _module(program: Program, name: str) -> str:
@@ -201,11 +199,11 @@ def _module(program: Program, name: str) -> str:
         for one in alike.values()
     ]
     body = [table(("parameter", "shape", "a rank's", "type over tp", "tied to", "why"), rows)] if rows else []
-    gemms = [row for row in program.costs.get("gemms", ()) if row["module"] == name]
+    gemms = [row for row in program.costs.gemms if row.module == name]
     if gemms:
         work = Counter[str]()
         for row in gemms:
-            work[row["operator"].removeprefix("aten.")] += row["forward"] + row["backward"]
+            work[row.operator.removeprefix("aten.")] += row.forward + row.backward
         told = ", ".join(f"`{operator}` {count_text(flops)}FLOP" for operator, flops in work.items())
         body.append(paragraph(f"Matrix products of a rank and a microbatch, forward and backward, all layers: {told}."))
     calls = Counter(
@@ -258,10 +256,10 @@ def _decisions(program: Program) -> str:
         parts += [heading("Operators without a rule of AutoPTD's own"), *map(paragraph, program.unlisted)]
     if odd := odd_products(program):
         parts += [heading("Products that a GPU's aligned kernels do not take"), *map(paragraph, odd)]
-    cut = program.costs.get("cut", {})
+    cut = program.costs.cut
     parts += [
         heading("Where the model is cut"),
-        paragraph(f"Behind {_listed(cut.get('after', []))}: {cut.get('why', '')}."),
+        paragraph(f"Behind {_listed(cut.after)}: {cut.why}."),
     ]
     kinds = Counter(one.why for one in program.parcels)
     if kinds:
@@ -274,7 +272,7 @@ def _decisions(program: Program) -> str:
 
 def odd_products(program: Program) -> list[str]:
     """What is said of large matrix products whose rows do not all start at 16 bytes, in 16 bits: a head of 50,257 classes."""
-    sizes = {tuple(one["sizes"]): one["kind"] for one in program.costs.get("products", ())}
+    sizes = {row.sizes: row.kind for row in program.costs.products}
     found = []
     for (_, _, *lengths), kind in sizes.items():
         for length in lengths:
@@ -284,7 +282,7 @@ def odd_products(program: Program) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def _listed(names: list[str]) -> str:
+def _listed(names: Sequence[str]) -> str:
     return ", ".join(f"`{name}`" for name in names) or "nothing"
 
 

@@ -120,7 +120,7 @@ def summarize(program: Program) -> Summary:
         machine=named if isinstance(named, str) else "a machine of its own" if named else "the default machine",
         ranks=tuple(_rank(program, pp, int(peaks[pp]), run.busy[pp]) for pp in range(program.mesh.p)),
         traffic=tuple(_traffic(program, machine)),
-        model_flops=3 * program.costs["total_flops"] * program.num_microbatches * program.mesh.d,
+        model_flops=3 * program.costs.total_flops * program.num_microbatches * program.mesh.d,
         step_seconds=run.length,
         bubble=run.bubble,
         weighed=program.plan.get("weighed"),
@@ -147,7 +147,7 @@ def _rank(program: Program, pp: int, activations: int, seconds: float) -> RankCo
     trained = [one for one in held if one.requires_grad]
     stages = tuple(stage for stage, rank in enumerate(program.ranks) if rank == pp)
     extra = [one for one in trained if one.grad_dtype and _itemsize(one.dtype) < 8]  # a sum beside the gradient
-    flops = sum(costs["flops_per_stage"][stage] + costs["backward_flops_per_stage"][stage] for stage in stages)
+    flops = sum(costs.flops_per_stage[stage] + costs.backward_flops_per_stage[stage] for stage in stages)
     return RankCosts(
         pp,
         stages,

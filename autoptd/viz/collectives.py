@@ -139,8 +139,8 @@ def _left(program: Program) -> Iterator[str]:
         return
     yield "## Computed by every tensor rank in full"
     yield ""
-    total = program.costs.get("total_flops", 0)
-    redundant = program.costs.get("redundant_gemm_flops", 0)
+    total = program.costs.total_flops
+    redundant = program.costs.redundant_gemm_flops
     share = f" ({100 * redundant / total:.1f} % of all)" if total and redundant else ""
     yield f"- Matrix products: {count_text(redundant)} FLOPs forward{share}."
     counts = Counter((star(one.site), one.op, one.fact, one.remedy) for one in program.fallbacks)

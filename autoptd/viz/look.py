@@ -92,7 +92,7 @@ def heading(program: Program) -> tuple[str, tuple[str, ...]]:
 def work_shares(program: Program) -> list[float]:
     """Of every stage, in percent: forward and backward, of one microbatch on one rank."""
     costs, none = program.costs, [0] * len(program.stages)
-    both = zip(costs.get("flops_per_stage", none), costs.get("backward_flops_per_stage", none), strict=True)
+    both = zip(costs.flops_per_stage or none, costs.backward_flops_per_stage or none, strict=True)
     work = [forward + backward for forward, backward in both]
     return [100 * one / max(sum(work), 1) for one in work]
 

@@ -1,6 +1,6 @@
 """SC'21's figures 6 to 8 and 11 to 18 from the performance model, each beside what the paper states of it.
 
-Everything runs on clusters/dgx-a100.toml with the software of 2021 (its one factor included), fp16, full recomputation unless a
+Everything runs on machines/dgx-a100.toml with the software of 2021 (its one factor included), fp16, full recomputation unless a
 figure is about that, boundaries in t pieces unless a figure is about that. No value was read off a picture. A number
 that the text states counts as met within a fifth of it (`close`); what the text does not say is in the figure's note.
 """

@@ -205,7 +205,7 @@ def test_model_flops_are_those_of_the_program_with_half_of_the_scores(shape: Sha
     args, kwargs = batch(small, "cpu")
     program = autoptd.compile(build(small, "cpu", torch.float32), example_inputs=args or kwargs, num_microbatches=1)
     scores = small.layers * 12 * small.tokens * small.s * small.h
-    assert small.flops(small.tokens) == 3 * program.costs["total_flops"] - scores / 2
+    assert small.flops(small.tokens) == 3 * program.costs.total_flops - scores / 2
 
 
 def test_models_have_their_published_sizes() -> None:

@@ -13,8 +13,8 @@ from autoptd.cli import main
 from autoptd.cli.known import KNOWN
 from autoptd.cli.parser import EXAMPLES, parse
 from autoptd.cli.plan import read_shape, stated_sizes
+from autoptd.ir.machine_files import FOLDER
 from autoptd.ir.plan import load_plan
-from autoptd.planner.cluster import FOLDER
 from autoptd.planner.shape import Shape, find_shape
 from autoptd.planner.strategies import cases_text, which_when
 

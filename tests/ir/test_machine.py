@@ -9,14 +9,16 @@ import pytest
 
 import autoptd
 from autoptd import Machine, PlanError
-from autoptd.ir.machine import PRESETS, find_machine, spelled
+from autoptd.ir.machine import find_machine, spelled
+from autoptd.ir.machine_files import machine_names, machine_of_device
 from autoptd.options import make_options
+from autoptd.planner.cluster import find_cluster
 from tests.parity.models import batch, gpt
 
 SLOW = Machine(link_bandwidth=1e9, latency=1e-4, memory=1e9)
 
 
-@pytest.mark.parametrize("given", [None, *PRESETS, SLOW, Machine(), {"flops": 1e12}], ids=str)
+@pytest.mark.parametrize("given", [None, "h100", *machine_names(), SLOW, Machine(), {"flops": 1e12}], ids=str)
 def test_a_plan_spells_what_is_meant(given: Any) -> None:
     again = json.loads(json.dumps(spelled(given)))
     assert find_machine(again) == find_machine(given)
@@ -48,6 +50,31 @@ def test_a_plan_and_a_keyword_that_differ_are_refused() -> None:
 def test_the_keyword_memory_goes_before_the_machines() -> None:
     assert make_options(machine="h100").rank_machine.memory == 72e9
     assert make_options(machine="h100", memory=1e9).rank_machine.memory == 1e9
+
+
+@pytest.mark.parametrize(
+    ("name", "numbers"),
+    [
+        ("a100", (218.4e12, 1631.2e9, 240e9, 15e-6, 20e9, 8, 20e-6, 72e9)),
+        ("h100", (692.3e12, 2680e9, 360e9, 15e-6, 40e9, 8, 20e-6, 72e9)),
+        ("h200", (692.3e12, 3840e9, 360e9, 15e-6, 40e9, 8, 20e-6, 126.9e9)),
+        ("laptop-cpu", (40e9, 10e9, 1e9, 300e-6, 0.1e9, 8, 300e-6, 4e9)),
+        ("perlmutter", (218.4e12, 1631.2e9, 0.65 * 300e9, 15e-6, 0.67 * 25e9, 4, 20e-6, 0.85 * 84.9e9)),
+        ("jean-zay-a100", (218.4e12, 1631.2e9, 240e9, 15e-6, 0.8 * 12.5e9 / 2, 8, 20e-6, 0.85 * 84.9e9)),
+    ],
+)
+def test_what_is_derived_of_a_file(name: str, numbers: tuple[float, ...]) -> None:
+    """The first four are to the bit what plans were weighed for when each had a table of its own."""
+    fields = "flops memory_bandwidth link_bandwidth latency network_bandwidth ranks_per_node message memory".split()
+    assert find_machine(name) == Machine(**dict(zip(fields, numbers, strict=True)))  # type: ignore[arg-type]
+
+
+def test_solver_and_planner_take_the_same_names() -> None:
+    for name in machine_names():
+        assert find_cluster(name).name == name and find_machine(name).flops > 0
+        short = name.removeprefix("dgx-")
+        assert find_cluster(short) == find_cluster(name) and find_machine(short) == find_machine(name)
+    assert machine_of_device("NVIDIA H100 80GB HBM3") == "dgx-h100" and machine_of_device("NVIDIA L40S") is None
 
 
 def test_the_plan_is_weighed_for_it() -> None:

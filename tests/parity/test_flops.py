@@ -76,9 +76,9 @@ def test_costs_of_the_program_are_what_is_executed(make: Callable[[], nn.Module]
     program, work = recorded(make(), batch(ROWS), mesh)
     costs, m = program.costs, program.num_microbatches
     told: dict[str, Counter[tuple[int, str, str]]] = {"forward": Counter(), "backward": Counter()}
-    for row in costs["gemms"]:
+    for row in costs.gemms:
         for phase, found in told.items():
-            found[row["stage"], row["module"], row["operator"]] = m * row[phase]
+            found[row.stage, row.module, row.operator] = m * getattr(row, phase)
     replica = [
         done
         for rank, done in enumerate(work)
@@ -89,9 +89,9 @@ def test_costs_of_the_program_are_what_is_executed(make: Callable[[], nn.Module]
         for done in replica:
             executed += gemms(done, phase)
         assert executed == found
-    assert costs["redundant_gemm_flops"] == 0
-    assert sum(costs["flops_per_stage"]) == sum(row["forward"] for row in costs["gemms"])
-    assert sum(costs["flops_per_stage"]) * program.mesh.t == costs["total_flops"]  # here everything divides
+    assert costs.redundant_gemm_flops == 0
+    assert sum(costs.flops_per_stage) == sum(row.forward for row in costs.gemms)
+    assert sum(costs.flops_per_stage) * program.mesh.t == costs.total_flops  # here everything divides
     for one in gemms(work[0], "backward"):
         assert one[0] >= 0, "a product of the backward was charged to no line"
 
@@ -105,7 +105,7 @@ def test_hooks_on_linear_layers_change_no_product(wgrad: str) -> None:
     (plain, usual), (hooked, work) = (recorded(gpt(), batch(ROWS), mesh | more) for more in ({}, hooks))
     assert "rt.linear(" in hooked.sources["stage_0.py"]
     for name in ("flops_per_stage", "backward_flops_per_stage", "total_flops"):
-        assert hooked.costs[name] == plain.costs[name]
+        assert getattr(hooked.costs, name) == getattr(plain.costs, name)
     for rank in range(4):
         for phase in ("forward", "backward"):
             stages: list[Counter[int]] = [Counter(), Counter()]
@@ -153,9 +153,9 @@ def test_a_frozen_weight_costs_no_gradient_and_what_stays_whole_is_redundant() -
     """Eight features do not divide by three: every rank computes the product in full."""
     program, work = recorded(Frozen(), batch(ROWS), {"t": 3, "num_microbatches": 1})
     total = 2 * 8 * 8 * ROWS * LENGTH
-    (row,) = [row for row in program.costs["gemms"] if row["module"] == "fixed"]
-    assert row["total"] == row["forward"] == row["backward"] == row["redundant"] == total
-    assert program.costs["redundant_gemm_flops"] == total
+    (row,) = [row for row in program.costs.gemms if row.module == "fixed"]
+    assert row.total == row.forward == row.backward == row.redundant == total
+    assert program.costs.redundant_gemm_flops == total
     for done in work:
         found = [(one.phase, one.flops, one.is_whole) for one in done if one.module == "fixed" and one.flops]
         assert found == [("forward", total, True), ("backward", total, True)]

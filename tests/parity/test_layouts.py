@@ -299,7 +299,7 @@ def test_attention_is_split_by_heads(layout: type[Attention]) -> None:
     small = [one for one in mine if one not in large and {one.forward, one.backward} & moving]
     assert len(small) <= (2 if layout is OneKeyHead else 0)
     assert all(one.payload_bytes == residual * SIZE // WIDTH for one in small)
-    assert program.costs["redundant_gemm_flops"] == 0
+    assert program.costs.redundant_gemm_flops == 0
 
 
 @pytest.mark.parametrize("layout", LAYOUTS[::3])

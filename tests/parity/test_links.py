@@ -133,7 +133,7 @@ def test_a_request_that_means_nothing_is_no_error(mesh: dict[str, int]) -> None:
 
 
 def test_an_unknown_way_to_send_is_refused() -> None:
-    with pytest.raises(autoptd.PlanError, match=r"p2p='broadcast': no such way to send.*'scatter_gather'"):
+    with pytest.raises(autoptd.PlanError, match=r"p2p='broadcast': no such choice.*'scatter_gather'"):
         autoptd.compile(gpt(2), p=2, p2p="broadcast", example_inputs=batch())
 
 

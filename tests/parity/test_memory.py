@@ -262,7 +262,7 @@ def check_bytes_saved(
     ids, targets = torch.randint(vocab, (2, 4, 64))
     request = {"t": t, "num_microbatches": 4, "fuse": fuse, "machine": Machine()}
     pm = autoptd.parallelize(model, **request, backend="local", example_inputs=(ids, targets))
-    told = pm.program.costs["cut"]["saved_bytes"][0]
+    told = pm.program.costs.cut.saved_bytes[0]
     assert fused in counts(pm.program.fusions)
     assert told == pytest.approx(kept_by_autograd(pm, ids, targets), rel=0.05)
     pm.close()

@@ -45,11 +45,11 @@ def test_any_number_of_layers_over_four_stages(layers: int) -> None:
     assert all(len(note(node).stages) == 1 for node in backbone)
     order = [note(node).stages[0] for node in backbone]
     assert order == sorted(order)
-    assert sum(told["flops"]) == sum(map(flops, backbone)) and len(told["after"]) == 3
+    assert sum(told.flops) == sum(map(flops, backbone)) and len(told.after) == 3
     found = [layers_of(graph, stage) for stage in range(4)]
     assert sorted({one for some in found for one in some}) == list(range(layers))
     split = [one for some in found for one in some] != list(range(layers))
-    assert split == told["why"].startswith("inside layers")  # a layer is split where that is worth it only, and said so
+    assert split == told.why.startswith("inside layers")  # a layer is split where that is worth it only, and said so
 
 
 def test_seven_layers_are_balanced() -> None:
@@ -57,8 +57,8 @@ def test_seven_layers_are_balanced() -> None:
     told = cut(graph, range(4))
     sizes = [len(layers_of(graph, stage)) for stage in range(4)]
     assert sorted(sizes) == [1, 2, 2, 2]
-    assert sizes[3] == 1 or told["flops"][3] == max(told["flops"])  # the head counts as work
-    assert max(told["flops"]) <= 1.5 * sum(told["flops"]) / 4
+    assert sizes[3] == 1 or told.flops[3] == max(told.flops)  # the head counts as work
+    assert max(told.flops) <= 1.5 * sum(told.flops) / 4
 
 
 def test_the_balance_is_the_best_there_is() -> None:
@@ -72,7 +72,7 @@ def test_the_balance_is_the_best_there_is() -> None:
     modules = [note(node).module.split(".")[2] if ".h." in note(node).module else "" for node in backbone]
     ends = [i for i in range(len(backbone) - 1) if modules[i] != modules[i + 1] and modules[i]]
     best = min(max(sum(work[:a]), sum(work[a:b]), sum(work[b:])) for a, b in combinations([end + 1 for end in ends], 2))
-    assert max(told["flops"]) <= 1.06 * best  # FLOPs are most of the time; cuts inside layers are worth 5% at least
+    assert max(told.flops) <= 1.06 * best  # FLOPs are most of the time; cuts inside layers are worth 5% at least
 
 
 @pytest.mark.parametrize(("layers", "stages"), [(1, 1), (2, 2), (2, 3), (1, 2)])

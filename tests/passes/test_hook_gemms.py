@@ -128,9 +128,9 @@ def test_an_f_is_found_behind_a_view() -> None:
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
-        ({"async_tensor_model_parallel_allreduce": 1}, "on or off"),
-        ({"accumulate_allreduce_grads_in_fp32": "yes"}, "on or off"),
-        ({"delay_wgrad_compute": True}, "no such place for W"),
+        ({"async_tensor_model_parallel_allreduce": 1}, "no such choice"),
+        ({"accumulate_allreduce_grads_in_fp32": "yes"}, "no such choice"),
+        ({"delay_wgrad_compute": True}, "no such choice"),
         ({"delay_wgrad_compute": "later"}, "'after_b', 'before_reduce' or None"),
         ({**DELAY, "p": 2, "schedule": "zb_h1"}, "schedule='zb_h1' places the weight gradients itself"),
     ],

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from autoptd.errors import PlanError
-from autoptd.planner.cluster import FOLDER, Cluster, Software, find_cluster, find_software, read_cluster
+from autoptd.ir.machine_files import FOLDER, machine_names
+from autoptd.planner.cluster import Cluster, Software, find_cluster, find_software, read_cluster
 from autoptd.planner.estimate import estimate
 from autoptd.planner.layout import split_layers
 from autoptd.planner.network import Network
@@ -293,7 +294,7 @@ def test_layers_that_do_not_divide_leave_the_ends_fewer() -> None:
     assert sum(split_layers(97, 13, 0, 0, 1)) == 97
 
 
-@pytest.mark.parametrize("name", sorted(file.stem for file in FOLDER.glob("*.toml")))
+@pytest.mark.parametrize("name", machine_names())
 def test_every_cluster_file_can_be_read_and_names_its_source(name: str) -> None:
     cluster = find_cluster(name)
     assert cluster.source and cluster.name == name
@@ -325,6 +326,7 @@ def test_wrong_files_and_requests_are_refused() -> None:
         (record | {"software": {"causal": 2.0}}, "causal=2.0"),
         (record | {"software": {"attention": "none"}}, "attention"),
         (record | {"gpu": 3}, "no table"),
+        (record | {"gpu": "h1000"}, "no such GPU.*h100"),
         (record | {"gpus_per_node": 0}, "gpus_per_node=0"),
         (record | {"gpus_per_node": 1.5}, "whole number"),
         (record | {"fast": {"bandwidth": 0}}, "bandwidth=0"),

@@ -79,15 +79,16 @@ def test_on_a_real_cluster_too(sequence_parallel: bool) -> None:
 def test_products_are_counted_by_their_sizes() -> None:
     """They are those of the shape, and their FLOPs are the graph's."""
     program = program_of({"t": 2, "p": 2, "d": 2})
-    rows = program.costs["products"]
-    for way in ("forward", "backward"):
-        total = f"{'backward_' * (way == 'backward')}flops_per_stage"
-        assert [sum(row[way] for row in rows if row["stage"] == stage) for stage in (0, 1)] == program.costs[total]
+    rows = program.costs.products
+    for stage in (0, 1):
+        here = [row for row in rows if row.stage == stage]
+        assert sum(row.forward for row in here) == program.costs.flops_per_stage[stage]
+        assert sum(row.backward for row in here) == program.costs.backward_flops_per_stage[stage]
     sizes = Sizes(b=2, t=2, e=4)
     operators = [*layer_operators(SHAPE, sizes, "flash"), *head_operators(SHAPE, sizes)]
     wanted = {tuple(map(int, one.product)) for one in operators if one.product is not None}
-    assert {tuple(row["sizes"]) for row in rows if row["kind"] == "product"} == wanted
-    assert {row["kind"] for row in rows} == {"product", "causal attention"}
+    assert {row.sizes for row in rows if row.kind == "product"} == wanted
+    assert {row.kind for row in rows} == {"product", "causal attention"}
 
 
 def test_bytes_that_operators_move_are_those_of_the_shape() -> None:
@@ -96,8 +97,8 @@ def test_bytes_that_operators_move_are_those_of_the_shape() -> None:
     sizes = Sizes(b=2, t=2, e=4)
     layers = SHAPE.layers * sum(one.moved for one in layer_operators(SHAPE, sizes, "flash") if not one.forward_flops)
     ends = sum(one.moved for one in (*embedding_operators(SHAPE, sizes), *head_operators(SHAPE, sizes)))
-    assert sum(program.costs["moved_bytes_per_stage"]) == pytest.approx(layers + ends, rel=0.15)
-    assert min(program.costs["kernels_per_stage"]) >= 2 * 12
+    assert sum(program.costs.moved_bytes_per_stage) == pytest.approx(layers + ends, rel=0.15)
+    assert min(program.costs.kernels_per_stage) >= 2 * 12
 
 
 def test_a_model_that_is_no_gpt_can_be_predicted() -> None:

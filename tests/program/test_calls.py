@@ -1,5 +1,6 @@
 """Calls that are expected, and their wire bytes, by hand."""
 
+import numpy as np
 import pytest
 
 from autoptd.ir.mesh import MESH_AXES, Mesh
@@ -13,6 +14,14 @@ from autoptd.program.program import Collective, Program
 )
 def test_wire_bytes_of_a_ring_of_four(kind: str, expected: float) -> None:
     assert wire_bytes(kind, 1024, 4) == expected
+
+
+def test_wire_bytes_of_many_rings_at_once() -> None:
+    """The planner counts with arrays of candidates."""
+    payload, sizes = np.array([1024, 3000]), np.array([4, 3])
+    for kind in ("all-reduce", "all-gather", "all-to-all"):
+        told = [wire_bytes(kind, one, n) for one, n in zip(payload.tolist(), sizes.tolist(), strict=True)]
+        assert wire_bytes(kind, payload, sizes).tolist() == told
 
 
 @pytest.mark.parametrize("kind", ["none", "slice", "zero-pad", "one rank keeps it"])

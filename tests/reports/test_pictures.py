@@ -22,18 +22,18 @@ from tests.viz.programs import deep, full, gpt
 def test_the_simulated_step_takes_the_stages_seconds_and_holds_their_bytes() -> None:
     program = full()
     run = simulated_run(program)
-    cut = program.costs["cut"]
+    cut = program.costs.cut
     for rank, row in enumerate(run.spans):
         for action, start, end in row:
             share = 1 if action.kind is Kind.F else 2
-            assert end - start == pytest.approx(share * cut["seconds"][action.stage] / 3)
+            assert end - start == pytest.approx(share * cut.seconds[action.stage] / 3)
         assert run.memory[rank][-1][1] == pytest.approx(0.0, abs=1e-6)
     first = next(amount for _, amount in run.memory[1])
-    assert run.in_seconds and run.in_bytes and first == cut["saved_bytes"][1] > 0
+    assert run.in_seconds and run.in_bytes and first == cut.saved_bytes[1] > 0
 
 
 def test_bytes_saved_are_those_of_a_microbatch_and_shrink_with_t() -> None:
-    one, two = (sum(gpt(2, t=t).costs["cut"]["saved_bytes"]) for t in (1, 2))
+    one, two = (sum(gpt(2, t=t).costs.cut.saved_bytes) for t in (1, 2))
     assert one / 2 < two < one
 
 

@@ -108,14 +108,14 @@ def test_tensorboard_gets_all_numbers() -> None:
 @pytest.mark.parametrize(
     ("device", "dtype", "peak"),
     [
-        ("NVIDIA H100 80GB HBM3", "bfloat16", 989e12),
-        ("NVIDIA H100 80GB HBM3", "float32", 67e12),
-        ("NVIDIA H100 80GB HBM3", "tf32", 494e12),
+        ("NVIDIA H100 80GB HBM3", "bfloat16", 989.4e12),
+        ("NVIDIA H100 80GB HBM3", "float32", 66.9e12),
+        ("NVIDIA H100 80GB HBM3", "tf32", 494.7e12),
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bfloat16", None),
         ("NVIDIA H100 NVL", "bfloat16", 835e12),
         ("NVIDIA H100 PCIe", "bfloat16", 756e12),
         ("NVIDIA H200 NVL", "bfloat16", 835e12),
-        ("NVIDIA H200", "float16", 989e12),
+        ("NVIDIA H200", "float16", 989.4e12),
         ("NVIDIA A100-SXM4-80GB", "bfloat16", 312e12),
         ("Tesla V100-SXM2-32GB", "float16", 125e12),
         ("Tesla V100-SXM2-32GB", "bfloat16", None),

@@ -15,6 +15,7 @@ import torch
 
 import autoptd
 from autoptd.ir.fusion import Fusion
+from autoptd.program.costs import ProductCosts
 from autoptd.program.program import Program
 from autoptd.reports.report import odd_products, report_html, write_report
 from examples.gpt import GPT, GPTConfig
@@ -57,8 +58,8 @@ def test_products_of_odd_sizes_are_told_what_to_pad_to() -> None:
     program = deep()
     sizes = [(1, 512, 50257, 768), (1, 511, 6336, 768), (8, 512, 512, 61), (1, 512, 50257, 768)]
     kinds = ["head with its loss", "product", "product", "head with its loss"]
-    products = [{"sizes": list(one), "kind": kind} for one, kind in zip(sizes, kinds, strict=True)]
-    (told,) = odd_products(replace(program, costs={**program.costs, "products": products}))
+    products = tuple(ProductCosts(0, one, kind, 1, 0, 0) for one, kind in zip(sizes, kinds, strict=True))
+    (told,) = odd_products(replace(program, costs=replace(program.costs, products=products)))
     assert "head with its loss" in told and "50,257" in told and "50,304" in told
     assert not odd_products(program)
 

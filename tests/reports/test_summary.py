@@ -20,7 +20,7 @@ def test_memory_is_that_of_the_cut() -> None:
     """Without buffers: parameter, gradient, two moments, and the activations of the fullest moment."""
     for program in (full(), gpt(4, rows=8, p=2), gpt(2)):
         held = [one.total_bytes for one in summarize(program).ranks]
-        assert held == pytest.approx(program.costs["cut"]["rank_bytes"], rel=1e-6)
+        assert held == pytest.approx(program.costs.cut.rank_bytes, rel=1e-6)
 
 
 def test_every_rank_has_its_parameters_and_their_state() -> None:

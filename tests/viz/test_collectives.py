@@ -6,6 +6,7 @@ from typing import Any
 from autoptd.ir.fallback import Fallback
 from autoptd.ir.layout import Layout
 from autoptd.ir.mesh import Mesh
+from autoptd.program.costs import Costs
 from autoptd.program.program import Collective, CrossingSpec, ParamSpec, Program
 from autoptd.viz.collectives import collectives_markdown
 from autoptd.viz.words import bytes_text, count_text
@@ -77,7 +78,7 @@ def test_a_skip_to_a_stage_of_the_same_rank_is_not_sent() -> None:
 
 
 def test_what_is_computed_in_full_is_told() -> None:
-    costs = {"redundant_gemm_flops": 2_000_000, "total_flops": 8_000_000}
+    costs = Costs(redundant_gemm_flops=2_000_000, total_flops=8_000_000)
     found = tuple(Fallback(f"h.{i}.mlp", "my.op", "no rule knows my.op", "write another") for i in range(2))
     text = collectives_markdown(program((), costs=costs, fallbacks=found))
     assert "- Matrix products: 2 M FLOPs forward (25.0 % of all)." in text

@@ -8,8 +8,8 @@ five, since it computes the scores again: 2.5 times the forward where queries an
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
-from typing import Any
 
 from torch.fx import Graph, Node
 
@@ -20,16 +20,15 @@ from autoptd.ir.notes import converted_types, is_pair, is_tensor, is_whole, note
 from autoptd.ir.types import CONVERSIONS, ValueType
 from autoptd.passes.ops.dim_links import operands
 from autoptd.passes.ops.table import GEMMS
-from autoptd.program.calls import star
+from autoptd.program.calls import LOCAL_KINDS, LOCAL_WORK, star, wire_bytes
+from autoptd.program.costs import Costs, GemmCosts, ProductCosts
 
-LOCAL_WORK = ("one rank keeps it", "slice", "zero-pad")
 VIEWS = {
     f"aten.{name}" for name in "view reshape _unsafe_view transpose permute t expand select slice split chunk".split()
 }
 VIEWS |= {f"aten.{name}" for name in "split_with_sizes unbind unsqueeze squeeze unflatten flatten detach".split()}
 VIEWS |= {"getitem"}
 SORTS = ("aten.sort", "aten.argsort", "aten.topk", "aten.msort", "aten.searchsorted")
-RING_PASSES = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "all-to-all": 1}
 # What a plan pays beside its seconds, so that of two that are nearly as fast the simpler one is taken:
 PER_COLLECTIVE = 1.0  # for every collective, in latencies
 PER_ODD_LAYER = 1.0  # for layers that are odd (`odd_layer_price`), in all-reduces of what the first one reads
@@ -83,55 +82,38 @@ def backward_flops(node: Node, shape: Size = shape) -> int:
     return flops(node, shape) * sum(note(one).needs_grad for one in factors)
 
 
-def count_work(graph: Graph, t: int, whole: Size, local: Size) -> dict[str, Any]:
-    """Matrix products of one microbatch, of the model (`total`: its forward) and on one rank, by stage, module and operator.
+def count_work(graph: Graph, t: int, whole: Size, local: Size) -> Costs:
+    """Count the work of one microbatch by stage, by module and operator, and by the sizes of products.
 
-    `whole` and `local` give shapes of one microbatch, `redundant` is what all of the `t` ranks compute in full. A repeated
-    layer's number is a star. `moved_bytes_per_stage` is what a rank's other operators read and write in forward, and
-    `kernels_per_stage` how many operators there are that are more than a view. `products` are a rank's products by their sizes:
-    [batch, m, n, k] of `batch` products [m, k] x [k, n]; `kind` is "product", or the kernel that they are a part of.
+    `whole` and `local` give shapes of one microbatch, those of the model and those of a rank.
     """
-    rows: dict[tuple[int, str, str], dict[str, Any]] = {}
-    sized: dict[tuple[int, tuple[int, ...], str], dict[str, Any]] = {}
-    stages = sorted({stage for node in ops(graph) for stage in note(node).stages})
+    gemms: dict[tuple[int, str, str], Counter[str]] = {}
+    by_size: dict[tuple[int, tuple[int, ...], str], Counter[str]] = {}
+    sums: dict[int, Counter[str]] = {}
     for node in ops(graph):
         total, forward = flops(node, whole) // products(node), flops(node, local)
-        for stage in note(node).stages if total else ():
-            key = (stage, star(note(node).module), op_name(node))
-            row = rows.setdefault(key, {"times": 0, "total": 0, "forward": 0, "backward": 0, "redundant": 0})
-            row["times"] += 1
-            row["total"] += total
-            row["forward"] += forward
-            row["backward"] += backward_flops(node, local)
-            row["redundant"] += forward if t > 1 and is_whole(node) else 0
-            key_of_sizes = (stage, *product_sizes(node, local))
-            one = sized.setdefault(key_of_sizes, {"times": 0, "forward": 0, "backward": 0})
-            one["times"] += 1
-            one["forward"] += forward
-            one["backward"] += backward_flops(node, local)
-
-    def sums(what: str) -> list[int]:
-        return [sum(row[what] for (at, _, _), row in rows.items() if at == stage) for stage in stages]
-
-    return {
-        "flops_per_stage": sums("forward"),
-        "backward_flops_per_stage": sums("backward"),
-        "total_flops": sum(sums("total")),
-        "redundant_gemm_flops": sum(sums("redundant")),
-        "moved_bytes_per_stage": [
-            sum(moved_bytes(node, local) for node in ops(graph) if stage in note(node).stages) for stage in stages
-        ],
-        "kernels_per_stage": [
-            sum(stage in note(node).stages and has_kernel(node) for node in ops(graph)) for stage in stages
-        ],
-        "gemms": [
-            {"stage": stage, "module": module, "operator": operator, **row}
-            for (stage, module, operator), row in rows.items()
-        ],
-        "products": [
-            {"stage": stage, "sizes": list(sizes), "kind": kind, **row} for (stage, sizes, kind), row in sized.items()
-        ],
-    }
+        backward = backward_flops(node, local) if total else 0
+        redundant = forward if t > 1 and is_whole(node) else 0
+        for stage in note(node).stages:
+            stage_sums = sums.setdefault(stage, Counter())
+            stage_sums.update(moved=moved_bytes(node, local), kernels=int(has_kernel(node)))
+            if total:
+                row = gemms.setdefault((stage, star(note(node).module), op_name(node)), Counter())
+                sized = by_size.setdefault((stage, *product_sizes(node, local)), Counter())
+                row.update(times=1, total=total, forward=forward, backward=backward, redundant=redundant)
+                sized.update(times=1, forward=forward, backward=backward)
+                stage_sums.update(total=total, forward=forward, backward=backward, redundant=redundant)
+    by_stage = [sums[stage] for stage in sorted(sums)]
+    return Costs(
+        flops_per_stage=tuple(count["forward"] for count in by_stage),
+        backward_flops_per_stage=tuple(count["backward"] for count in by_stage),
+        total_flops=sum(count["total"] for count in by_stage),
+        redundant_gemm_flops=sum(count["redundant"] for count in by_stage),
+        moved_bytes_per_stage=tuple(count["moved"] for count in by_stage),
+        kernels_per_stage=tuple(count["kernels"] for count in by_stage),
+        gemms=tuple(GemmCosts(*key, **row) for key, row in gemms.items()),
+        products=tuple(ProductCosts(*key, **row) for key, row in by_size.items()),
+    )
 
 
 def product_sizes(node: Node, shape: Size) -> tuple[tuple[int, ...], str]:
@@ -216,7 +198,8 @@ def conversion_price(source: ValueType, target: ValueType, nbytes: int, degree: 
     if source == target or math.isinf(seconds):
         return seconds
     row = CONVERSIONS[source.kind, target.kind]
-    return seconds + PER_COLLECTIVE * machine.latency * sum(one in RING_PASSES for one in (row.forward, row.backward))
+    collectives = sum(kind not in LOCAL_KINDS for kind in (row.forward, row.backward))
+    return seconds + PER_COLLECTIVE * machine.latency * collectives
 
 
 def odd_layer_price(nbytes: int, degree: int, machine: Machine) -> float:
@@ -228,9 +211,8 @@ def odd_layer_price(nbytes: int, degree: int, machine: Machine) -> float:
 
 def collective_seconds(kind: str, nbytes: int, degree: int, machine: Machine) -> float:
     """Time of one direction of a conversion of a value of `nbytes` in all: a ring collective, local work, or nothing."""
-    share = nbytes * (degree - 1) / degree / machine.link_bandwidth
     if kind in LOCAL_WORK:
         return nbytes / machine.memory_bandwidth
-    if kind == "all-to-all":
-        return share / degree + machine.latency
-    return RING_PASSES[kind] * share + machine.latency if kind in RING_PASSES else 0
+    if kind in LOCAL_KINDS:
+        return 0
+    return wire_bytes(kind, nbytes, degree) / machine.link_bandwidth + machine.latency

@@ -26,11 +26,12 @@ from torch.fx import Node
 from autoptd.errors import PlanError
 from autoptd.ir.notes import note, op_name
 from autoptd.ir.types import CONVERSIONS, ValueType, type_text
-from autoptd.passes.ops.costs import LOCAL_WORK, flops
+from autoptd.passes.ops.costs import flops
 from autoptd.passes.solve.assign import Assignment, Problem
 from autoptd.passes.solve.eliminate import TableTooLarge, minimize
 from autoptd.passes.solve.strategies import Strategy
 from autoptd.passes.solve.symbols import Symbols
+from autoptd.program.calls import LOCAL_WORK
 
 SHOWN = 8
 KEPT = (

@@ -220,7 +220,7 @@ def calls_of_layer(program: Program, path: str) -> Iterator[tuple[str, str, int]
 def test_nothing_is_done_twice(name: str, sequence_parallel: bool) -> None:
     """No product is computed by every rank, nothing gathered is only sliced again, and q, k and v share what they read."""
     _, program = compiled(name, sequence_parallel)
-    redundant = [row["module"] for row in program.costs["gemms"] if row["redundant"]]
+    redundant = [row.module for row in program.costs.gemms if row.redundant]
     assert redundant == [] and not program.fallbacks
     graph = program.graphs["CONNECTED"]
     assert [node.name for node in gathers(graph) if is_only_sliced(node)] == []

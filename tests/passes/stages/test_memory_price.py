@@ -49,7 +49,7 @@ def compiled(**keywords: Any) -> Program:
 
 
 def held(program: Program) -> float:
-    return max(program.costs["cut"]["rank_bytes"])
+    return max(program.costs.cut.rank_bytes)
 
 
 def kinds(program: Program) -> set[str]:
