@@ -32,7 +32,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.close()
         return 1
     except Exception as error:
-
         if is_interrupt(error):
             return 130
         if "--debug" in given:

@@ -42,6 +42,7 @@ AXES: dict[str, tuple[Any, ...]] = {  # of each the simplest first
     "p": (1, 2, 3),
     "d": (1, 2),
     "v": (1, 2, 3),
+    "order": ("tp-dp-pp", "pp-dp-tp", "dp-pp-tp"),
     "num_microbatches": (1, 2, 3, 4),
     "sequence_parallel": (False, True, "auto"),
     "p2p": ("auto", "direct", "scatter_gather"),
