@@ -40,6 +40,13 @@ from autoptd.program.program import (
 )
 
 WORTH_A_WARNING = 0.01
+ABOUT_TYPES = (
+    "Types over tp: I invariant, R replicated with a partial gradient, P partial sum, S sharded; p_to_i: P to I."
+)
+ABOUT_COLLECTIVES = (
+    "AR all-reduce, AG all-gather, RS reduce-scatter, A2A all-to-all, fwd in forward, bwd in backward, with the",
+    "bytes of the whole value. A sum with owned=True is made in place: nobody else reads what is summed.",
+)
 LOSSES = ("cross_entropy", "linear_cross_entropy")
 
 
@@ -65,12 +72,11 @@ def about(options: Options, batch: Batch, ranks: Sequence[int], stage: int, wgra
     b, m, rank = batch.rows, batch.num_microbatches, ranks[stage]
     return [
         f"Stage {stage} of {options.num_stages}: model chunk {ranks[:stage].count(rank)} of pipeline rank {rank}.",
-        "Written by AutoPTD. It reads top to bottom, can be stepped through, and is the same for all tensor and data ranks.",
+        "Written by AutoPTD, to be read, stepped through and run again. All tensor and data ranks have the same file.",
         f"plan: {options.mesh}, v={options.v}, {m} microbatch{'es' if m > 1 else ''} of {b} row{'s'[: b > 1]} per replica, "
         f"schedule {options.schedule_name}.",
-        "Shapes in comments are a rank's, of one microbatch. `w`: parameters, `b`: buffers, `tp`: the tensor-parallel group.",
-        "Types over tp: I invariant, R replicated with a partial gradient, P partial sum, S sharded; rt.p_to_i turns P into I.",
-        *(["A sum with owned=True is made in place: nobody else reads what is summed."] if options.t > 1 else []),
+        "Shapes are a rank's, of one microbatch. `w`: parameters, `b`: buffers, `tp`: the tensor-parallel group.",
+        *([ABOUT_TYPES] if options.t > 1 else []),
         *_about_hooks(options, wgrad),
     ]
 

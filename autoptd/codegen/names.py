@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import operator
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from torch.fx import Node
 
@@ -36,15 +36,16 @@ def choose_names(
     given: dict[Node, str],
     results: list[Node],
     inside: dict[Node, int] | None = None,
-    same: dict[Node, Node] | None = None,
+    same: dict[Node, str] | None = None,
     held: dict[Node, int] | None = None,
     reserved: Collection[str] = (),
+    beyond: Sequence[Node] = (),
 ) -> dict[Node, str]:
     """Name the value of every node of `body`, run in this order; `given` are the arguments, `results` live to the end.
 
-    `inside` are readers that run inside of a loop, with the index in `body` of that loop's results; `same` says which of those
-    results carries which value on, and should keep its name; `held` until which index a value must be kept beyond its
-    last reader. `reserved` names are never taken.
+    `inside` are readers that run inside of a loop, with the index in `body` of that loop's results; `same` says what
+    those results are called by the loop; `held` until which index a value must be kept beyond its
+    last reader. `reserved` names are never taken. `beyond` are the operators that follow, in another function.
     """
     position = {node: i for i, node in enumerate(body)} | (inside or {})
     last_use = {node: max((position.get(user, -1) for user in node.users), default=-1) for node in [*given, *body]}
@@ -55,7 +56,7 @@ def choose_names(
     holder = {name: node for node, name in given.items()}
     names = dict(given)
     for i, node in enumerate(body):
-        wanted = names.get(same[node], "x") if same and node in same else _wanted(node, body, i, names)
+        wanted = same[node] if same and node in same else _wanted(node, [*body, *beyond], i, names)
         free = wanted = free_name(wanted)  # a parameter may be called w, or F
         count = 1
         while free in reserved or (free in holder and last_use[holder[free]] > i):
@@ -71,7 +72,7 @@ def _wanted(node: Node, body: list[Node], i: int, names: dict[Node, str]) -> str
         return str(note(node).extra["name"])
     if is_pair(node):
         return "pair"
-    assigned = _assigned(node, body, i)
+    assigned = assigned_name(body, i)
     if assigned:
         return assigned
     name = op_name(node).rpartition(".")[2]
@@ -96,8 +97,9 @@ def _base(name: str, source: Node) -> str:
     return name
 
 
-def _assigned(node: Node, body: list[Node], i: int) -> str:
-    """The variable that the user's source line assigns, if no operator of that line follows."""
+def assigned_name(body: list[Node], i: int) -> str:
+    """The variable that the user's source line of operator i assigns, if no operator of that line follows; else ""."""
+    node = body[i]
     is_piece = node.target is operator.getitem and _counts(node.args[0])  # type: ignore[arg-type]
     piece = node.args[1] if is_piece else note(node).extra.get("piece")
     if piece is not None:

@@ -1,6 +1,6 @@
-"""The repeated layers of a stage, as the loops that will be written: what a layer is given, and how that is spelled by `i`.
+"""The repeated layers of a program, as the loops that will be written: what a layer is given, and how that is spelled by `i`.
 
-In: the operators of a stage. Out: `Repeat`s. Layers are found by what they do (`ir/periods.py`); names of parameters only say
+In: operators in order, of the whole program. Out: `Repeat`s, and the `Run`s of their rounds that a stage has. Layers are found by what they do (`ir/periods.py`); names of parameters only say
 how to index them: those of `h.0.ln.weight`, `h.1.ln.weight`, ... become `w.h[i].ln.weight`. What else differs from layer to
 layer is spelled by `i`, too: numbers in arithmetic progression (`3 * i + 1`), what alternates (`(local, full)[i % 2]`), and any
 other list of values (`scales[i]`).
@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from types import SimpleNamespace
@@ -75,24 +75,40 @@ class Steps:
         return f"({', '.join(texts)})[{self.count}]"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Repeat:
-    """One loop: `operators` are those of its second period (in the first, a carried value and an outer one can be the same)."""
+    """A layer and all of its rounds, one after the other in `body`; most often they are spread over several stages."""
 
     at: Period
-    operators: tuple[Node, ...]
-    finals: tuple[Node, ...]  # what comes out of the last period, in the order of `carried`
+    body: tuple[Node, ...]
     weights: tuple[Weights, ...]
     numbers: dict[tuple[int, Path], tuple[int | float, ...]]  # (operator, where) -> one per period
+
+    @property
+    def operators(self) -> tuple[Node, ...]:
+        """Those of the second round, which is written: in the first, a carried value and an outer one can be the same."""
+        return self.round(1)
+
+    def round(self, k: int) -> tuple[Node, ...]:
+        """The operators of round k."""
+        return self.body[k * self.at.length : (k + 1) * self.at.length]
 
     @cached_property
     def steps(self) -> Steps:
         return next((Steps(one.first, one.step) for one in self.weights if one.step), Steps(0, 1))
 
     @property
-    def carried(self) -> list[tuple[int, Node]]:
-        """(index in a period, value before the loop) of what goes from period to period."""
-        return sorted(self.at.carried.items())
+    def carried(self) -> list[int]:
+        """Where in a round the values are made that the next round reads."""
+        return sorted(self.at.carried)
+
+    def entering(self, k: int) -> list[Node]:
+        """What round k reads of the round before; of the first one, what stands in its place."""
+        return [self.round(k - 1)[j] if k else self.at.carried[j] for j in self.carried]
+
+    def leaving(self, k: int) -> list[Node]:
+        """What round k hands on."""
+        return [self.round(k)[j] for j in self.carried]
 
     def own(self, nodes: Sequence[Node]) -> tuple[Weights, str] | None:
         """Which of `weights` the nodes of an operand belong to, and the name below it."""
@@ -100,22 +116,77 @@ class Repeat:
         return next(((one, rest) for one, rest in found if one in self.weights), None)
 
 
+@dataclass(frozen=True)
+class Run:
+    """Rounds `first` to `stop - 1` of a repeat, one after the other in the body of a stage."""
+
+    repeat: Repeat
+    first: int
+    stop: int
+    start: int  # index of its first operator in the stage's body
+
+    @property
+    def count(self) -> int:
+        return self.stop - self.first
+
+    @property
+    def end(self) -> int:
+        """Index of the stage's first operator behind it."""
+        return self.start + self.count * self.repeat.at.length
+
+    @property
+    def rounds(self) -> range:
+        return range(self.first, self.stop)
+
+    @property
+    def steps(self) -> Steps:
+        """The `i` of this run."""
+        every = self.repeat.steps
+        return Steps(every.first + self.first * every.step, every.step)
+
+    @property
+    def initials(self) -> list[Node]:
+        return self.repeat.entering(self.first)
+
+    @property
+    def finals(self) -> list[Node]:
+        return self.repeat.leaving(self.stop - 1)
+
+    def outer(self, nodes: Sequence[Node]) -> Sequence[Node]:
+        """Of an operand's values in all rounds, those of this run."""
+        return nodes[self.first : self.stop]
+
+
+def find_runs(repeats: Sequence[Repeat], body: Sequence[Node]) -> list[Run]:
+    """The rounds that a stage, whose operators are `body`, has from their first operator to their last."""
+    position = {node: i for i, node in enumerate(body)}
+    found: list[Run] = []
+    for repeat in repeats:
+        for k in range(repeat.at.count):
+            if not all(node in position for node in repeat.round(k)):
+                continue
+            start = position[repeat.round(k)[0]]
+            if found and found[-1].repeat is repeat and found[-1].stop == k and found[-1].end == start:
+                found[-1] = replace(found[-1], stop=k + 1)
+            else:
+                found.append(Run(repeat, k, k + 1, start))
+    return found
+
+
 def find_repeats(body: list[Node], results: set[Node]) -> list[Repeat]:
-    """The repeats of a stage, in order."""
+    """The repeats in a list of operators, of which `results` are read afterwards, in order."""
     found = find_periods(body, [_signature(node) for node in body], results, _is_alike, _rank)
     return [_repeat(body, one) for one in found]
 
 
 def _repeat(body: list[Node], at: Period) -> Repeat:
-    low, last = at.start + at.length, at.stop - at.length
-    operators = tuple(body[low : low + at.length])
     numbers = {}
     for j in range(at.length):
         every = [_numbers(body[at.start + k * at.length + j]) for k in range(at.count)]
         for path in every[0]:
             if len({repr(one[path]) for one in every}) > 1:
                 numbers[j, path] = tuple(one[path] for one in every)
-    return Repeat(at, operators, tuple(body[last + j] for j in sorted(at.carried)), weights_of(at), numbers)
+    return Repeat(at, tuple(body[at.start : at.stop]), weights_of(at), numbers)
 
 
 def _signature(node: Node) -> tuple[str, ...]:
@@ -188,7 +259,7 @@ class _WrittenFloat(float):
     __format__ = _WrittenInt.__format__  # type: ignore[assignment]
 
 
-def spelled(node: Node, numbers: dict[Path, str], text: Callable[[Node], str], site: str = "") -> str:
+def spelled(node: Node, numbers: dict[Path, str], text: Callable[[Node], str], site: str = '""') -> str:
     """The expression of `node` with other texts for some of its numbers."""
 
     def put(arg: Any, path: Path) -> Any:

@@ -33,7 +33,7 @@ from autoptd.ir.fusion import Fusion
 from autoptd.ir.mesh import Mesh
 from autoptd.ir.types import Dims, Outer, Segmented, ValueType, local_shape, outer_size, padded_size, type_text
 
-VERSION = 5
+VERSION = 6
 GATHER = "gather"  # the conversion of a `Collective` that puts a scattered parcel together
 
 
@@ -209,12 +209,12 @@ class Collective:
 
 @dataclass(frozen=True)
 class Line:
-    """One operator of an emitted file: line `number` of stage `stage`; `module` names a repeated layer by a star.
+    """One operator of an emitted file: line `number` of `file`; `module` names a repeated layer by a star.
 
     `is_whole`: neither what it reads nor what it gives is sharded, so that every tensor rank does all of its work.
     """
 
-    stage: int
+    file: str
     number: int
     module: str
     operator: str

@@ -168,7 +168,7 @@ def _layers(program: Program) -> str:
     if program.painter is not None:
         parts.append(_drawn(program.graph("layer")))
         for stage in range(len(program.stages)):
-            count = sum(line.stage == stage for line in program.lines)
+            count = sum(line.file in (f"stage_{stage}.py", "layers.py") for line in program.lines)
             if count <= LARGEST and len(program.stages) <= 4 and (full := program.graph("full", stage).svg):
                 parts.append(folded(f"Stage {stage}, every operator", "", picture(full)))
     parts.append(heading("Module by module"))
