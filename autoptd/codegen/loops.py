@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import re
 import textwrap
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
@@ -111,8 +112,12 @@ def write_layer(writer: Writer, layer: Layer, t: int) -> None:
     """The method: the operators of one round."""
     repeat, operators = layer.repeat, layer.repeat.operators
     at = repeat.at
-    given = {arg: layer.carried[j] for arg, j in _carried_nodes(repeat)}
-    reserved = {*layer.weights.values(), *layer.outer.values()}
+    carried = {arg: layer.carried[j] for arg, j in _carried_nodes(repeat)}
+    # In the round that is written, one value may be two arguments: then their names are kept for them.
+    often = Counter(nodes[1] for nodes in layer.outer)
+    once = {nodes[1]: name for nodes, name in layer.outer.items() if often[nodes[1]] == 1 and nodes[1] not in carried}
+    given = carried | once
+    reserved = {*layer.weights.values(), *layer.outer.values()} - {*once.values()}
     names = choose_names(list(operators), given, repeat.leaving(1), reserved=reserved)
     numbers = _Numbers(layer, names.values())
 

@@ -16,6 +16,7 @@ from autoptd.ir import markers
 from autoptd.ir.names import RESERVED, free_name
 from autoptd.ir.notes import is_pair, note, op_name
 
+KEEPING = {"rotary"}  # fused operators whose first operand stays what it was
 IN_PLACE_NAMES = {"view", "reshape", "_unsafe_view", "transpose", "permute", "contiguous", "to", "unsqueeze", "expand"}
 SHORT = {
     "scaled_dot_product_attention": "attention",
@@ -28,6 +29,7 @@ SHORT |= {"__and__": "mask", "__or__": "mask", "slice": "part", "pow": "power"}
 SHORT |= {"_unsafe_view": "view", "vocab_embedding": "rows", "cross_entropy": "loss"}
 
 
+WHOLE = "_whole"  # ends the name of what was gathered
 NEAR = 5  # operators of one source line lie this near to each other
 
 
@@ -77,17 +79,27 @@ def _wanted(node: Node, body: list[Node], i: int, names: dict[Node, str]) -> str
         return assigned
     name = op_name(node).rpartition(".")[2]
     source = node.args[0] if node.args and isinstance(node.args[0], Node) else None
-    if (
-        (node.target in (markers.convert, markers.share, markers.first_rows) or name in IN_PLACE_NAMES)
-        and source is not None
-        and (source in names or note(source).kind in ("param", "buffer"))
-    ):
-        return _base(names.get(source, ""), source)
+    if source is not None and _keeps_name(node, name, source):
+        if source in names or note(source).kind in ("param", "buffer"):
+            base = _base(names.get(source, ""), source)
+            return f"{base.removesuffix(WHOLE)}{WHOLE}" if _gathers(node) else base
     leaf = note(node).module.split(".")[-1]
     alone = sum(note(one).module == note(node).module and _counts(one) for one in body) == 1
     if alone and leaf.isidentifier() and leaf not in RESERVED:
         return leaf
     return SHORT.get(name, name)
+
+
+def _keeps_name(node: Node, name: str, source: Node) -> bool:
+    """Whether a result is called like the first operand; a slice of labels or of positions still is what it is called."""
+    if node.target in (markers.convert, markers.share, markers.first_rows) or name in IN_PLACE_NAMES | KEEPING:
+        return True
+    return name in ("slice", "pad") and not note(source).of_params
+
+
+def _gathers(node: Node) -> bool:
+    """Whether the result is all of what the operand is a shard of."""
+    return node.target is markers.convert and note(node).conversion in ("s_to_r", "s_to_i")
 
 
 def _base(name: str, source: Node) -> str:

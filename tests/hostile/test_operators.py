@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 import autoptd
 from autoptd.errors import PlanError
-from autoptd.passes import links, rules
+from autoptd.passes.ops import dim_links as links
+from autoptd.passes.ops import table as rules
 from autoptd.passes.ops.table import Rule
 from tests.hostile.against_torch import assert_parity, refusal
 from tests.thin import thinned

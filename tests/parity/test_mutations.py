@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import autoptd
-from autoptd.ir import parcels
+from autoptd.program import transfers as parcels
 from autoptd.program.program import Parcel, Program
 from autoptd.runtime import gradients, messages
 from autoptd.runtime.dropout import Drawing

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import autoptd
 from autoptd.ir import machine, types
-from autoptd.passes import strategies
+from autoptd.passes.solve import strategies
 from autoptd.program.calls import expected_calls
 from tests.parity.models import LENGTH, batch, gpt, uneven
 from tests.parity.test_mutations import edit_source

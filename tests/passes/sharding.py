@@ -25,9 +25,9 @@ from autoptd.ir import markers
 from autoptd.ir.mesh import Mesh
 from autoptd.ir.notes import note, op_name, set_note
 from autoptd.ir.types import Dims, I, P, R, S, Segmented, ValueType
-from autoptd.passes import rules
 from autoptd.passes.axes.axes import Letter
 from autoptd.passes.localize import Sizes, localize
+from autoptd.passes.ops import table as rules
 from autoptd.passes.ops.dim_links import operands
 from autoptd.passes.solve.strategies import NO_COLLECTIVE_FORMS
 from autoptd.runtime.dropout import Draw

@@ -16,9 +16,10 @@ import torch
 import torch.nn.functional as F
 
 from autoptd.ir.notes import op_name, ops
-from autoptd.passes import links, rules
 from autoptd.passes.axes.axes import Axes
 from autoptd.passes.axes.padding import THROUGH, is_exact
+from autoptd.passes.ops import dim_links as links
+from autoptd.passes.ops import table as rules
 from autoptd.passes.ops.table import FOURIER, TABLE, Rule, linear_groups
 from examples.gpt import GPT, GPTConfig
 from tests.passes.sharding import check_letter, check_linear, trace_call, trace_model
