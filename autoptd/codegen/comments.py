@@ -76,7 +76,7 @@ def numbers_text(numbers: Sequence[int]) -> str:
             runs[-1].append(number)
         else:
             runs.append([number])
-    texts = []
+    texts: list[str] = []
     for run in runs:
         texts += [f"{run[0]} to {run[-1]}"] if len(run) > 2 else map(str, run)
     return ", ".join(texts)

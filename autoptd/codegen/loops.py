@@ -23,7 +23,8 @@ from torch.fx import Node
 from autoptd.codegen.body import write_body
 from autoptd.codegen.comments import site_text
 from autoptd.codegen.names import assigned_name, choose_names
-from autoptd.codegen.repeats import Path, Repeat, Run, Weights, spelled
+from autoptd.codegen.repeats import Path, Repeat, Weights, spelled
+from autoptd.codegen.runs import Run
 from autoptd.codegen.writer import WIDTH, Writer, weight_text
 from autoptd.ir.names import RESERVED
 from autoptd.ir.notes import note

@@ -79,10 +79,10 @@ def _wanted(node: Node, body: list[Node], i: int, names: dict[Node, str]) -> str
         return assigned
     name = op_name(node).rpartition(".")[2]
     source = node.args[0] if node.args and isinstance(node.args[0], Node) else None
-    if source is not None and _keeps_name(node, name, source):
-        if source in names or note(source).kind in ("param", "buffer"):
-            base = _base(names.get(source, ""), source)
-            return f"{base.removesuffix(WHOLE)}{WHOLE}" if _gathers(node) else base
+    is_named = source is not None and (source in names or note(source).kind in ("param", "buffer"))
+    if is_named and _keeps_name(node, name, source):
+        base = _base(names.get(source, ""), source)
+        return f"{base.removesuffix(WHOLE)}{WHOLE}" if _gathers(node) else base
     leaf = note(node).module.split(".")[-1]
     alone = sum(note(one).module == note(node).module and _counts(one) for one in body) == 1
     if alone and leaf.isidentifier() and leaf not in RESERVED:

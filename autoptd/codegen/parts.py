@@ -19,7 +19,8 @@ from torch.fx import Graph, Node
 from autoptd.codegen.comments import origin_text
 from autoptd.codegen.loops import carried_name
 from autoptd.codegen.names import choose_names
-from autoptd.codegen.repeats import Repeat, Run, find_repeats, find_runs
+from autoptd.codegen.repeats import Repeat, find_repeats
+from autoptd.codegen.runs import Run, find_runs
 from autoptd.ir.notes import note, ops, output, placeholders
 from autoptd.ir.periods import SHORTEST
 
@@ -167,7 +168,7 @@ def _own_runs(part: Part) -> list[Run]:
 
 
 def _bring_together(part: Part) -> None:
-    """Move up what is computed on several stages, between two calls, so that it stands side by side: its values do not change."""
+    """Move up what is computed on several stages, between two calls, so that it stands side by side."""
     for low, high in part.gaps():
         groups: list[list[Node]] = []
         place: dict[Node, int] = {}  # index of a node's group

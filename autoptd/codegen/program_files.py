@@ -15,7 +15,7 @@ from torch.fx import Graph, Node
 from autoptd.codegen.blocks import make_method
 from autoptd.codegen.loops import make_layer
 from autoptd.codegen.parts import Crossing, Part, divide, name_values
-from autoptd.codegen.repeats import Run
+from autoptd.codegen.runs import Run
 from autoptd.codegen.stage_file import (
     LAYERS,
     About,

@@ -1,9 +1,9 @@
 """The repeated layers of a program, as the loops that will be written: what a layer is given, and how that is spelled by `i`.
 
-In: operators in order, of the whole program. Out: `Repeat`s, and the `Run`s of their rounds that a stage has. Layers are found by what they do (`ir/periods.py`); names of parameters only say
-how to index them: those of `h.0.ln.weight`, `h.1.ln.weight`, ... become `w.h[i].ln.weight`. What else differs from layer to
-layer is spelled by `i`, too: numbers in arithmetic progression (`3 * i + 1`), what alternates (`(local, full)[i % 2]`), and any
-other list of values (`scales[i]`).
+In: operators in order, of the whole program. Out: `Repeat`s. Layers are found by what they do (`ir/periods.py`); names of
+parameters only say how to index them: those of `h.0.ln.weight`, `h.1.ln.weight`, ... become `w.h[i].ln.weight`. What else
+differs from layer to layer is spelled by `i`, too: numbers in arithmetic progression (`3 * i + 1`), what alternates
+(`(local, full)[i % 2]`), and any other list of values (`scales[i]`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from types import SimpleNamespace
@@ -114,63 +114,6 @@ class Repeat:
         """Which of `weights` the nodes of an operand belong to, and the name below it."""
         found = _numbered(nodes)
         return next(((one, rest) for one, rest in found if one in self.weights), None)
-
-
-@dataclass(frozen=True)
-class Run:
-    """Rounds `first` to `stop - 1` of a repeat, one after the other in the body of a stage."""
-
-    repeat: Repeat
-    first: int
-    stop: int
-    start: int  # index of its first operator in the stage's body
-
-    @property
-    def count(self) -> int:
-        return self.stop - self.first
-
-    @property
-    def end(self) -> int:
-        """Index of the stage's first operator behind it."""
-        return self.start + self.count * self.repeat.at.length
-
-    @property
-    def rounds(self) -> range:
-        return range(self.first, self.stop)
-
-    @property
-    def steps(self) -> Steps:
-        """The `i` of this run."""
-        every = self.repeat.steps
-        return Steps(every.first + self.first * every.step, every.step)
-
-    @property
-    def initials(self) -> list[Node]:
-        return self.repeat.entering(self.first)
-
-    @property
-    def finals(self) -> list[Node]:
-        return self.repeat.leaving(self.stop - 1)
-
-    def outer(self, nodes: Sequence[Node]) -> Sequence[Node]:
-        """Of an operand's values in all rounds, those of this run."""
-        return nodes[self.first : self.stop]
-
-
-def find_runs(repeats: Sequence[Repeat], body: Sequence[Node]) -> list[Run]:
-    """The rounds that a stage, whose operators are `body`, has from their first operator to their last."""
-    position = {node: i for i, node in enumerate(body)}
-    found: list[Run] = []
-    for repeat in repeats:
-        for k in range(repeat.at.count):
-            if not all(node in position for node in repeat.round(k)):
-                continue
-            start = position[repeat.round(k)[0]]
-            if found and found[-1].repeat is repeat and found[-1].stop == k and found[-1].end == start:
-                found[-1] = replace(found[-1], stop=k + 1)
-            else:
-                found.append(Run(repeat, k, k + 1, start))
-    return found
 
 
 def find_repeats(body: list[Node], results: set[Node]) -> list[Repeat]:

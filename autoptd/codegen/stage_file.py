@@ -21,7 +21,7 @@ from autoptd.codegen.counts import counted_losses, write_count
 from autoptd.codegen.expressions import expression
 from autoptd.codegen.loops import Layer, write_layer, write_run
 from autoptd.codegen.parts import Block, Part
-from autoptd.codegen.repeats import Run
+from autoptd.codegen.runs import Run
 from autoptd.codegen.writer import WIDTH, Writer, weight_text
 from autoptd.ir.notes import is_whole, note, op_name
 from autoptd.program.calls import star

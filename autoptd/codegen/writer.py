@@ -131,6 +131,7 @@ def weight_text(root: str, name: str) -> str:
 
 
 def is_attribute(part: str) -> bool:
-    """Whether a part of a name is written as an attribute; Python reads names of other alphabets in a normal form of its own."""
+    """Whether a part of a name is written as an attribute."""
+    # Python reads names of other alphabets in a normal form of its own.
     is_name = part.isascii() and part.isidentifier() and not keyword.iskeyword(part)
     return is_name and not part.startswith("_") and part not in METHODS

@@ -288,7 +288,11 @@ def _listed(names: list[str]) -> str:
 
 
 def _files(program: Program) -> str:
-    parts = [paragraph("The program: one file a stage, the same on every tensor and data rank.")]
+    parts = [
+        paragraph(
+            "The program: one file a stage, the same on every tensor and data rank; layers.py has what several stages call."
+        )
+    ]
     for name, text in program.sources.items():
         parts.append(
             folded(name, f"{text.count(chr(10))} lines", source(python_html(text)), is_open=name == "stage_0.py")

@@ -86,7 +86,7 @@ class Stage:
     `totals` are the global counts that weighted-mean losses divide by: sums over all microbatches and replicas, set before the
     first forward of every step (numbers or 0-d tensors). `drawing`: the dropout masks of the next forward; None: no dropout.
     `fused` has the fused operators. `main_grads` and `deferred` are what an emitted `rt.linear` names as its `wgrad`. Of the
-    class, `layers` is the file of the methods that it shares with other stages, `is_compiled` whether torch's compiler has them.
+    class, `layers` is the file of the methods that it shares with other stages; `is_compiled`: torch's compiler has them.
     """
 
     layers = ""
