@@ -31,12 +31,14 @@ from autoptd.options import Options, make_options
 from autoptd.passes.dump import Forms
 from autoptd.passes.stages.memory_price import fit
 from autoptd.placing import Traced, has_weight_gradients, place, weigh_known
+from autoptd.program.buckets import plan_buckets
 from autoptd.program.program import Program
+from autoptd.program.stage_sums import stage_sums
 from autoptd.program.transfers import plan_parcels
 from autoptd.program.weighed import found_text
 from autoptd.records.collectives import collectives
 from autoptd.records.fallbacks import warn_of_checkpoints, warn_of_fallbacks
-from autoptd.records.header import about
+from autoptd.records.header import ABOUT_COLLECTIVES, about
 from autoptd.records.plan import plan_record
 from autoptd.records.specs import crossing_spec, dropout_specs, input_specs, param_specs, stage_spec
 from autoptd.reports.pictures import painter
@@ -116,11 +118,13 @@ def compile_program(
 
     crossing = codegen.crossings(graph)
     orders = connect_orders(orders, crossing)
-    files = [
-        codegen.write_stage(graph, k, options.t, crossing, about(options, batch, ranks, k, wgrad))
-        for k in range(options.num_stages)
-    ]
     params = param_specs(graph, captured, options)
+    buckets = [plan_buckets(params, orders, ranks, options.mesh, pp) for pp in range(options.p)]
+    told = []
+    for k, rank in enumerate(ranks):
+        sums = stage_sums(buckets[rank], k, options.mesh)
+        told.append(codegen.About(about(options, batch, ranks, k, wgrad), ABOUT_COLLECTIVES, ranks, sums))
+    files = codegen.write_program(graph, options.t, crossing, told)
     crossed = tuple(crossing_spec(one) for one in crossing)
     parcels = plan_parcels(crossed, ranks, options.mesh, options.p2p, machine)
     plan = plan_record(options, batch, cut, params, fallbacks, weighed)
@@ -135,18 +139,18 @@ def compile_program(
         params=params,
         crossings=crossed,
         parcels=parcels,
-        stages=tuple(stage_spec(k, file) for k, file in enumerate(files)),
+        stages=tuple(stage_spec(k, file) for k, file in enumerate(files.stages)),
         orders=orders,
-        sources={f"stage_{k}.py": file.text for k, file in enumerate(files)},
+        sources=files.sources,
         collectives=tuple(collectives(graph, options, parcels, params, orders)),
-        lines=tuple(line for file in files for line in file.lines),
+        lines=files.lines,
         seed=options.seed,
         dropouts=dropouts,
         fallbacks=tuple(fallbacks),
         fusions=tuple(fusions),
         fuse=options.fuse or False,
         unlisted=tuple(passes.unlisted_operators(graph)),
-        weighted=any(file.counts for file in files),
+        weighted=any(file.counts for file in files.stages),
         plan=plan,
         costs=costs,
         buffers={name: value.detach() for name, value in captured.buffers.items()},

@@ -39,7 +39,7 @@ STAGES = {  # what is timed: stage -> functions of these modules
     "cut": ("autoptd.passes.cut",),
     "localize": ("autoptd.passes.localize",),
     "schedule": ("autoptd.compile.make_orders",),
-    "emit": ("autoptd.codegen.write_stage", "autoptd.codegen.crossings"),
+    "emit": ("autoptd.codegen.write_program", "autoptd.codegen.crossings"),
     "copies": ("autoptd.passes.dump.copy_graph",),
 }
 

@@ -26,6 +26,7 @@ RANKS = 8
 OUTPUTS = {  # name or pattern -> what it shows; the first ones are to be opened first
     "graph.svg": "start here: the model as a graph, with the collectives that were inserted",
     "stage_*.py": "the program: one readable file per pipeline stage, the same on every tensor and data rank",
+    "layers.py": "what several stages call, their layers above all",
     "stages.svg": "what each stage holds, communicates and sends",
     "schedule.svg": "who computes which microbatch when, who is idle, what is held for backward",
     "trace.json": "the same for ui.perfetto.dev",

@@ -39,7 +39,7 @@ def check(program: Program, model: nn.Module) -> None:
     for crossing in program.crossings:
         assert made[crossing.name] == crossing.source < min(crossing.targets)
         assert all(crossing.name in program.stages[k].crossings for k in crossing.targets)
-    assert len(program.sources) == len(program.stages) == program.mesh.p * program.v
+    assert len(program.sources.keys() - {"layers.py"}) == len(program.stages) == program.mesh.p * program.v
     for text in program.sources.values():
         __builtins__["compile"](text, "stage", "exec")  # type: ignore[index]
     for node in ops(program.graphs["LOCAL"]):
@@ -82,9 +82,9 @@ def test_hugging_face(which: str) -> None:
     program = hugging_face_program(which)
     check(program, hugging_face(which))
     assert program.fallbacks == () and program.costs.redundant_gemm_flops == 0
+    assert program.sources["layers.py"].count("def layer(") == 1
     for text in program.sources.values():
-        assert text.count("def layer(") == 1 and "torch.ops" not in text
-        assert text.count("F.scaled_dot_product_attention") == 1
+        assert "torch.ops" not in text and text.count("F.scaled_dot_product_attention") <= 1
     assert program.weighted and [one.name for one in program.inputs] == ["input_ids", "labels"]
 
 

@@ -1,6 +1,18 @@
-"""LOCAL graph -> source text: one readable Python file per stage, built by a small writer."""
+"""LOCAL graph -> source text: one readable Python file per stage and one of what they share, built by a small writer."""
 
-from autoptd.codegen.comments import origin_text
-from autoptd.codegen.stage_file import Crossing, StageFile, collective_bytes, conversion_work, crossings, write_stage
+from autoptd.codegen.comments import collective_bytes, conversion_work, origin_text
+from autoptd.codegen.parts import Crossing, crossings
+from autoptd.codegen.program_files import ProgramFiles, write_program
+from autoptd.codegen.stage_file import About, StageFile
 
-__all__ = ["Crossing", "StageFile", "collective_bytes", "conversion_work", "crossings", "origin_text", "write_stage"]
+__all__ = [
+    "About",
+    "Crossing",
+    "ProgramFiles",
+    "StageFile",
+    "collective_bytes",
+    "conversion_work",
+    "crossings",
+    "origin_text",
+    "write_program",
+]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from torch.fx import Node
 
-from autoptd.codegen.comments import brief, call_site, comment_of, section_of
+from autoptd.codegen.comments import brief, reason_of, section_of, shape_of
 from autoptd.codegen.writer import Writer
 from autoptd.ir.notes import note
 
@@ -17,10 +17,14 @@ def write_body(
     body: Sequence[Node],
     names: dict[Node, str],
     t: int,
-    spell: Callable[[int, Node, str], str],
+    spell: Callable[[int, Node], str],
     layers: dict[str, str] | None = None,
+    is_shared: bool = False,
 ) -> None:
-    """Write `body`; `spell` gives the expression of its i-th operator and its collectives' site, `layers`: see `section_of`."""
+    """Write `body`; `spell` gives the expression of its i-th operator, `layers`: see `section_of`.
+
+    `is_shared`: several stages call it, and where they do says so.
+    """
     position = {node: i for i, node in enumerate(body)}
     section = None
     for i, node in enumerate(body):
@@ -33,15 +37,14 @@ def write_body(
             source = f"  ({note(node).source})" if note(node).source else ""
             writer.add(2, f"# {here}{source}")
         if (f := note(node).extra.get("swallowed")) is not None:
-            why = brief(node, f.why, layers)
-            writer.add(2, f"# overlap: all-reduce backward, {f.payload_bytes:,} B: {why}")
+            writer.comment(2, f"overlap: AR bwd, {f.payload_bytes:,} B: {brief(node, f.why, layers)}")
         target = names[node]
         if _is_unpacked(node, position):
             pieces = {user.args[1]: names[user] for user in node.users}
             target = ", ".join(pieces.get(k, "_") for k in range(len(node.meta["val"])))
             target += "," if len(node.meta["val"]) == 1 else ""
-        writer.add(2, f"{target} = {spell(i, node, call_site(node, layers))}", comment_of(node, t, layers))
-        writer.nodes[len(writer.lines)] = node
+        reason = reason_of(node, t, layers, is_shared)
+        writer.add(2, f"{target} = {spell(i, node)}", shape_of(node), above=reason, node=node)
 
 
 def _is_unpacked(node: Node, position: dict[Node, int]) -> bool:

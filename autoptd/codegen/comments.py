@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping, Sequence
+
 from torch.fx import Node
 
 from autoptd.ir import markers
 from autoptd.ir.layout import BATCH
 from autoptd.ir.notes import note, op_name, shape, tensor
 from autoptd.ir.types import CONVERSIONS, shard_size
+from autoptd.program.calls import star
+
+SHORT = {"all-reduce": "AR", "all-gather": "AG", "reduce-scatter": "RS", "all-to-all": "A2A"}
+WHEN = ("fwd", "bwd")
 
 
 def section_of(node: Node, layers: dict[str, str] | None = None) -> str:
@@ -28,26 +35,52 @@ def section_of(node: Node, layers: dict[str, str] | None = None) -> str:
     return path.split(".")[-1] or "the layer itself"
 
 
-def comment_of(node: Node, t: int, layers: dict[str, str] | None = None) -> str:
-    """Local shape where it changes; for a conversion its collectives, bytes and reason; for a split GEMM its reason."""
+def reason_of(node: Node, t: int, layers: dict[str, str] | None = None, is_shared: bool = False) -> str:
+    """What stands above a line: of a conversion its collectives, bytes and reason, of what tp splits its reason.
+
+    `is_shared`: it is known that several stages compute it.
+    """
     record = note(node)
     if node.target is markers.convert:
-        both = zip(conversion_work(node), ("forward", "backward"), strict=True)
-        work = [f"{what} {when}" for what, when in both if what != "none"]
-        work += ["again backward"] if "readers" in record.extra else []
+        work = [
+            f"{SHORT.get(what, what)} {when}"
+            for what, when in zip(conversion_work(node), WHEN, strict=True)
+            if what != "none"
+        ]
+        work += ["AG again bwd"] if "readers" in record.extra else []
         return f"{', '.join(work) or 'no communication'}, {collective_bytes(node, t):,} B: {brief(node, record.why, layers)}"
-    said = []
-    first = next((arg for arg in node.args if isinstance(arg, Node)), None)
-    literal = op_name(node) in ("aten.view", "aten.reshape", "aten.expand", "aten._unsafe_view")
-    if not literal and tensor(node).dim() and (first is None or local_shape_text(first) != local_shape_text(node)):
-        said.append(local_shape_text(node))
+    reasons = []
     if record.why.startswith(("column", "row")) or record.forms.keys() - {BATCH} or record.fallback or record.rule:
-        said.append(record.why or record.rule)
+        reasons.append(record.why or record.rule)
     if "reason" in record.extra:
-        said.append(record.extra["reason"])
-    if layers is None and record.placement.startswith("computed again") and len(record.stages) > 1:
-        said.append(f"computed on stages {', '.join(map(str, record.stages))}: cheaper than sent")
-    return "  ".join(said)
+        reasons.append(record.extra["reason"])
+    if layers is None and not is_shared and record.placement.startswith("computed again") and len(record.stages) > 1:
+        reasons.append(f"computed on stages {numbers_text(record.stages)}: cheaper than sent")
+    return "; ".join(reasons)
+
+
+def shape_of(node: Node) -> str:
+    """What stands behind a line: the local shape, where it changes and the line does not say it."""
+    first = next((arg for arg in node.args if isinstance(arg, Node)), None)
+    says_it = op_name(node) in ("aten.view", "aten.reshape", "aten.expand", "aten._unsafe_view")
+    if node.target is markers.convert or says_it or not tensor(node).dim():
+        return ""
+    is_new = first is None or local_shape_text(first) != local_shape_text(node)
+    return local_shape_text(node) if is_new else ""
+
+
+def numbers_text(numbers: Sequence[int]) -> str:
+    """`0, 2 to 5`: ascending numbers, runs of three and more by their ends."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    texts: list[str] = []
+    for run in runs:
+        texts += [f"{run[0]} to {run[-1]}"] if len(run) > 2 else map(str, run)
+    return ", ".join(texts)
 
 
 def origin_text(node: Node) -> str:
@@ -66,13 +99,18 @@ def brief(node: Node, why: str, layers: dict[str, str] | None = None) -> str:
     return why
 
 
-def call_site(node: Node, layers: dict[str, str] | None = None) -> str:
-    """What a collective calls itself in errors and records: its module, the number of a repeated layer as a star."""
+def site_text(node: Node, weights: Mapping[str, str] | None = None) -> str:
+    """What a collective calls itself in errors and records, as Python text: the path of its module.
+
+    In a layer, `weights` are the paths of what it is called with, and the names of these arguments: they know their path.
+    """
     path = note(node).module or "model"
-    for layer in layers or ():
-        if path == layer or path.startswith(f"{layer}."):
-            return ".".join([*layer.split(".")[:-1], "*"]) + path.removeprefix(layer)
-    return path
+    for layer, name in (weights or {}).items():
+        if path == layer:
+            return f"{name}.at()"
+        if path.startswith(f"{layer}."):
+            return f"{name}.at({json.dumps(path.removeprefix(f'{layer}.'))})"
+    return json.dumps(star(path) if weights is not None else path)
 
 
 def conversion_work(node: Node) -> tuple[str, str]:
@@ -101,3 +139,10 @@ def local_shape_text(node: Node) -> str:
     """`[2, 64, 96]`: the local shape of a node's (first) value."""
     shapes = note(node).extra.get("local_shapes") or [shape(node)]
     return str(list(shapes[0]))
+
+
+def value_text(node: Node, t: int = 1) -> str:
+    """`[1, 8, 32] float32, invariant over tp`: what a rank has of a value."""
+    dtype = str(tensor(node).dtype).removeprefix("torch.")
+    text = f"{local_shape_text(node)} {dtype}"
+    return f"{text}, {note(node).layout.text(note(node).dims)}" if t > 1 else text

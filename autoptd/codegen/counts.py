@@ -37,9 +37,9 @@ def write_count(writer: Writer, counted: list[Node], given: dict[Node, str]) -> 
     for node in counted:
         for arg in labels_of(node):
             visit(_whole(arg))
-    read = [arg for node in needed for arg in node.all_input_nodes]
-    read += [_whole(arg) for node in counted for arg in labels_of(node)]
-    names = choose_names(needed, inputs, needed)
+    counted_of = [_whole(arg) for node in counted for arg in labels_of(node)]
+    read = [*counted_of, *(arg for node in needed for arg in node.all_input_nodes)]
+    names = choose_names(needed, inputs, counted_of)
 
     def text(node: Node) -> str:
         return names.get(node) or weight_text("w" if note(node).kind == "param" else "b", note(node).name)

@@ -7,7 +7,6 @@ printed as the call of their aten overload, which means the same.
 from __future__ import annotations
 
 import ast
-import json
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -44,8 +43,8 @@ DROPPED = {"memory_format"}
 SILENT = {row.name for row in CONVERSIONS.values() if row.forward in LOCAL_KINDS and row.backward in LOCAL_KINDS}
 
 
-def expression(node: Node, text: Text, site: str = "") -> str:
-    """The expression of `node`; `text` gives the text of each operand, `site` is what its collectives call themselves."""
+def expression(node: Node, text: Text, site: str = '""') -> str:
+    """The expression of `node`; `text` gives the text of each operand, `site` that of what its collectives call themselves."""
     name = op_name(node)
     if node.target in markers.MARKERS:
         return MARKER_TEXTS[name](node, text, site)
@@ -145,16 +144,18 @@ def _whole_cross_entropy(node: Node, args: list[str]) -> str:
 
 def _convert(node: Node, text: Text, site: str) -> str:
     source, name, *places = node.args
-    labels = {"s_to_s": ["dim", "outer", "to_dim", "to_outer"]}.get(str(name), ["dim", "outer"])
-    keywords = {label: str(number) for label, number in zip(labels, places, strict=False)}
+    labels = {"s_to_s": ["dim", "blocks", "to_dim", "to_blocks"]}.get(str(name), ["dim", "blocks"])
+    named = zip(labels, places, strict=False)
+    keywords = {label: str(number) for label, number in named if "blocks" not in label or str(number) != "1"}
     keywords |= {key: str(number) for key, number in node.kwargs.items()}
     keywords |= {"owned": "True"} if note(node).extra.get("owned") else {}
     if name not in SILENT:
-        keywords["site"] = json.dumps(site)
+        keywords["site"] = site
     if "readers" in note(node).extra:
-        keywords = {"dim": keywords["dim"], "outer": keywords["outer"], "readers": str(note(node).extra["readers"])}
+        keywords = {key: text for key, text in keywords.items() if key in ("dim", "blocks")}
+        keywords |= {"readers": str(note(node).extra["readers"])}
         keywords |= {"overlap": "True"} if note(node).extra.get("overlap") else {}
-        return f"rt.gathered({_join([text(source), 'tp'], keywords | {'site': json.dumps(site)})})"  # type: ignore[arg-type]
+        return f"rt.gathered({_join([text(source), 'tp'], keywords | {'site': site})})"  # type: ignore[arg-type]
     return f"rt.{name}({_join([text(source), 'tp'], keywords)})"  # type: ignore[arg-type]
 
 
@@ -170,7 +171,7 @@ def _cross_entropy(node: Node, text: Text, site: str) -> str:
     if size:
         shown["size"] = str(size)
     if vocab:
-        call = f"rt.vocab_parallel_cross_entropy({_join([logits, targets, 'tp'], shown | {'site': json.dumps(site)})})"
+        call = f"rt.vocab_parallel_cross_entropy({_join([logits, targets, 'tp'], shown | {'site': site})})"
     else:
         call = f"{'rt' if is_ours else 'F'}.cross_entropy({_join([logits, targets], shown)})"
     return call if is_ours or total < 0 else f"{call} / self.totals[{total}]"  # type: ignore[operator]
@@ -221,7 +222,7 @@ def _linear(node: Node, text: Text, site: str) -> str:
     keywords = {"overlap": "tp"} if node.kwargs["overlap"] else {}
     keywords |= {"wgrad": f"self.{node.kwargs['wgrad']}"} if node.kwargs["wgrad"] else {}
     keywords |= {"transposed": "True"} if node.kwargs["transposed"] else {}
-    keywords |= {"site": json.dumps(site)} if node.kwargs["overlap"] else {}
+    keywords |= {"site": site} if node.kwargs["overlap"] else {}
     operands = [text(one) for one in (x, weight, bias) if one is not None]  # type: ignore[arg-type]
     return f"rt.linear({_join(operands, keywords)})"
 
@@ -248,7 +249,7 @@ def _linear_cross_entropy(node: Node, text: Text, site: str) -> str:
     shown |= _loss_literals(keywords, total, text)  # type: ignore[arg-type]
     if vocab:
         shown |= {"size": str(size)} if size else {}
-        shown["site"] = json.dumps(site)
+        shown["site"] = site
         return f"self.fused.vocab_parallel_linear_cross_entropy({_join([x, weight, targets, 'tp'], shown)})"
     return f"self.fused.linear_cross_entropy({_join([x, weight, targets], shown)})"
 

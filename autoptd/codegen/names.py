@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import operator
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from torch.fx import Node
 
@@ -16,6 +16,7 @@ from autoptd.ir import markers
 from autoptd.ir.names import RESERVED, free_name
 from autoptd.ir.notes import is_pair, note, op_name
 
+KEEPING = {"rotary"}  # fused operators whose first operand stays what it was
 IN_PLACE_NAMES = {"view", "reshape", "_unsafe_view", "transpose", "permute", "contiguous", "to", "unsqueeze", "expand"}
 SHORT = {
     "scaled_dot_product_attention": "attention",
@@ -28,6 +29,7 @@ SHORT |= {"__and__": "mask", "__or__": "mask", "slice": "part", "pow": "power"}
 SHORT |= {"_unsafe_view": "view", "vocab_embedding": "rows", "cross_entropy": "loss"}
 
 
+WHOLE = "_whole"  # ends the name of what was gathered
 NEAR = 5  # operators of one source line lie this near to each other
 
 
@@ -36,15 +38,16 @@ def choose_names(
     given: dict[Node, str],
     results: list[Node],
     inside: dict[Node, int] | None = None,
-    same: dict[Node, Node] | None = None,
+    same: dict[Node, str] | None = None,
     held: dict[Node, int] | None = None,
     reserved: Collection[str] = (),
+    beyond: Sequence[Node] = (),
 ) -> dict[Node, str]:
     """Name the value of every node of `body`, run in this order; `given` are the arguments, `results` live to the end.
 
-    `inside` are readers that run inside of a loop, with the index in `body` of that loop's results; `same` says which of those
-    results carries which value on, and should keep its name; `held` until which index a value must be kept beyond its
-    last reader. `reserved` names are never taken.
+    `inside` are readers that run inside of a loop, with the index in `body` of that loop's results; `same` says what
+    those results are called by the loop; `held` until which index a value must be kept beyond its
+    last reader. `reserved` names are never taken. `beyond` are the operators that follow, in another function.
     """
     position = {node: i for i, node in enumerate(body)} | (inside or {})
     last_use = {node: max((position.get(user, -1) for user in node.users), default=-1) for node in [*given, *body]}
@@ -55,7 +58,7 @@ def choose_names(
     holder = {name: node for node, name in given.items()}
     names = dict(given)
     for i, node in enumerate(body):
-        wanted = names.get(same[node], "x") if same and node in same else _wanted(node, body, i, names)
+        wanted = same[node] if same and node in same else _wanted(node, [*body, *beyond], i, names)
         free = wanted = free_name(wanted)  # a parameter may be called w, or F
         count = 1
         while free in reserved or (free in holder and last_use[holder[free]] > i):
@@ -71,22 +74,32 @@ def _wanted(node: Node, body: list[Node], i: int, names: dict[Node, str]) -> str
         return str(note(node).extra["name"])
     if is_pair(node):
         return "pair"
-    assigned = _assigned(node, body, i)
+    assigned = assigned_name(body, i)
     if assigned:
         return assigned
     name = op_name(node).rpartition(".")[2]
     source = node.args[0] if node.args and isinstance(node.args[0], Node) else None
-    if (
-        (node.target in (markers.convert, markers.share, markers.first_rows) or name in IN_PLACE_NAMES)
-        and source is not None
-        and (source in names or note(source).kind in ("param", "buffer"))
-    ):
-        return _base(names.get(source, ""), source)
+    is_named = source is not None and (source in names or note(source).kind in ("param", "buffer"))
+    if is_named and _keeps_name(node, name, source):
+        base = _base(names.get(source, ""), source)
+        return f"{base.removesuffix(WHOLE)}{WHOLE}" if _gathers(node) else base
     leaf = note(node).module.split(".")[-1]
     alone = sum(note(one).module == note(node).module and _counts(one) for one in body) == 1
     if alone and leaf.isidentifier() and leaf not in RESERVED:
         return leaf
     return SHORT.get(name, name)
+
+
+def _keeps_name(node: Node, name: str, source: Node) -> bool:
+    """Whether a result is called like the first operand; a slice of labels or of positions still is what it is called."""
+    if node.target in (markers.convert, markers.share, markers.first_rows) or name in IN_PLACE_NAMES | KEEPING:
+        return True
+    return name in ("slice", "pad") and not note(source).of_params
+
+
+def _gathers(node: Node) -> bool:
+    """Whether the result is all of what the operand is a shard of."""
+    return node.target is markers.convert and note(node).conversion in ("s_to_r", "s_to_i")
 
 
 def _base(name: str, source: Node) -> str:
@@ -96,8 +109,9 @@ def _base(name: str, source: Node) -> str:
     return name
 
 
-def _assigned(node: Node, body: list[Node], i: int) -> str:
-    """The variable that the user's source line assigns, if no operator of that line follows."""
+def assigned_name(body: list[Node], i: int) -> str:
+    """The variable that the user's source line of operator i assigns, if no operator of that line follows; else ""."""
+    node = body[i]
     is_piece = node.target is operator.getitem and _counts(node.args[0])  # type: ignore[arg-type]
     piece = node.args[1] if is_piece else note(node).extra.get("piece")
     if piece is not None:

@@ -1,9 +1,9 @@
-"""The repeated layers of a stage, as the loops that will be written: what a layer is given, and how that is spelled by `i`.
+"""The repeated layers of a program, as the loops that will be written: what a layer is given, and how that is spelled by `i`.
 
-In: the operators of a stage. Out: `Repeat`s. Layers are found by what they do (`ir/periods.py`); names of parameters only say
-how to index them: those of `h.0.ln.weight`, `h.1.ln.weight`, ... become `w.h[i].ln.weight`. What else differs from layer to
-layer is spelled by `i`, too: numbers in arithmetic progression (`3 * i + 1`), what alternates (`(local, full)[i % 2]`), and any
-other list of values (`scales[i]`).
+In: operators in order, of the whole program. Out: `Repeat`s. Layers are found by what they do (`ir/periods.py`); names of
+parameters only say how to index them: those of `h.0.ln.weight`, `h.1.ln.weight`, ... become `w.h[i].ln.weight`. What else
+differs from layer to layer is spelled by `i`, too: numbers in arithmetic progression (`3 * i + 1`), what alternates
+(`(local, full)[i % 2]`), and any other list of values (`scales[i]`).
 """
 
 from __future__ import annotations
@@ -75,24 +75,40 @@ class Steps:
         return f"({', '.join(texts)})[{self.count}]"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Repeat:
-    """One loop: `operators` are those of its second period (in the first, a carried value and an outer one can be the same)."""
+    """A layer and all of its rounds, one after the other in `body`; most often they are spread over several stages."""
 
     at: Period
-    operators: tuple[Node, ...]
-    finals: tuple[Node, ...]  # what comes out of the last period, in the order of `carried`
+    body: tuple[Node, ...]
     weights: tuple[Weights, ...]
     numbers: dict[tuple[int, Path], tuple[int | float, ...]]  # (operator, where) -> one per period
+
+    @property
+    def operators(self) -> tuple[Node, ...]:
+        """Those of the second round, which is written: in the first, a carried value and an outer one can be the same."""
+        return self.round(1)
+
+    def round(self, k: int) -> tuple[Node, ...]:
+        """The operators of round k."""
+        return self.body[k * self.at.length : (k + 1) * self.at.length]
 
     @cached_property
     def steps(self) -> Steps:
         return next((Steps(one.first, one.step) for one in self.weights if one.step), Steps(0, 1))
 
     @property
-    def carried(self) -> list[tuple[int, Node]]:
-        """(index in a period, value before the loop) of what goes from period to period."""
-        return sorted(self.at.carried.items())
+    def carried(self) -> list[int]:
+        """Where in a round the values are made that the next round reads."""
+        return sorted(self.at.carried)
+
+    def entering(self, k: int) -> list[Node]:
+        """What round k reads of the round before; of the first one, what stands in its place."""
+        return [self.round(k - 1)[j] if k else self.at.carried[j] for j in self.carried]
+
+    def leaving(self, k: int) -> list[Node]:
+        """What round k hands on."""
+        return [self.round(k)[j] for j in self.carried]
 
     def own(self, nodes: Sequence[Node]) -> tuple[Weights, str] | None:
         """Which of `weights` the nodes of an operand belong to, and the name below it."""
@@ -101,21 +117,19 @@ class Repeat:
 
 
 def find_repeats(body: list[Node], results: set[Node]) -> list[Repeat]:
-    """The repeats of a stage, in order."""
+    """The repeats in a list of operators, of which `results` are read afterwards, in order."""
     found = find_periods(body, [_signature(node) for node in body], results, _is_alike, _rank)
     return [_repeat(body, one) for one in found]
 
 
 def _repeat(body: list[Node], at: Period) -> Repeat:
-    low, last = at.start + at.length, at.stop - at.length
-    operators = tuple(body[low : low + at.length])
     numbers = {}
     for j in range(at.length):
         every = [_numbers(body[at.start + k * at.length + j]) for k in range(at.count)]
         for path in every[0]:
             if len({repr(one[path]) for one in every}) > 1:
                 numbers[j, path] = tuple(one[path] for one in every)
-    return Repeat(at, operators, tuple(body[last + j] for j in sorted(at.carried)), weights_of(at), numbers)
+    return Repeat(at, tuple(body[at.start : at.stop]), weights_of(at), numbers)
 
 
 def _signature(node: Node) -> tuple[str, ...]:
@@ -188,7 +202,7 @@ class _WrittenFloat(float):
     __format__ = _WrittenInt.__format__  # type: ignore[assignment]
 
 
-def spelled(node: Node, numbers: dict[Path, str], text: Callable[[Node], str], site: str = "") -> str:
+def spelled(node: Node, numbers: dict[Path, str], text: Callable[[Node], str], site: str = '""') -> str:
     """The expression of `node` with other texts for some of its numbers."""
 
     def put(arg: Any, path: Path) -> Any:

@@ -1,44 +1,51 @@
 """Write one stage as a Python file that a person can read top to bottom.
 
-In: a LOCAL graph, a stage's index, and a few lines about the plan. Out: `StageFile`: source text, and what it reads and
-writes. The file imports torch and autoptd.runtime only, has no branch on rank, and does not depend on the device; a repeated
-layer is written once; every collective has its own line with its bytes and its reason.
+In: what a stage computes (`parts.py`), the methods that it calls, and what to say about it. Out: `StageFile`: source text, and
+what it reads and writes. The file imports torch and autoptd.runtime only, has no branch on rank, and does not depend on the
+device; every collective has its own line, its bytes and its reason above.
 """
 
 from __future__ import annotations
 
+import re
 import textwrap
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from torch.fx import Graph, Node
+from torch.fx import Node
 
+from autoptd.codegen.blocks import Method, write_method, write_method_call
 from autoptd.codegen.body import write_body
-from autoptd.codegen.comments import collective_bytes, conversion_work, origin_text
+from autoptd.codegen.comments import numbers_text, site_text, value_text
 from autoptd.codegen.counts import counted_losses, write_count
 from autoptd.codegen.expressions import expression
-from autoptd.codegen.loops import Layer, make_layer, write_layer, write_loop
-from autoptd.codegen.names import choose_names
-from autoptd.codegen.repeats import Repeat, find_repeats
-from autoptd.codegen.writer import Writer, weight_text
-from autoptd.ir.notes import is_whole, note, op_name, ops, output, placeholders
+from autoptd.codegen.loops import Layer, write_layer, write_run
+from autoptd.codegen.parts import Block, Part
+from autoptd.codegen.runs import Run
+from autoptd.codegen.writer import WIDTH, Writer, weight_text
+from autoptd.ir.notes import is_whole, note, op_name
 from autoptd.program.calls import star
 from autoptd.program.program import Line
 
+LAYERS = "layers.py"  # the file of methods that several stages call
 FOOTER = """
 
 if __name__ == "__main__":
     rt.main(Stage{stage}, __file__)  # --check: this stage alone, on random numbers
 """
+IMPORTS = {r"\btorch\.": "import torch", r"\bF\.": "import torch.nn.functional as F"}
 
 
 @dataclass(frozen=True)
-class Crossing:
-    """A value that one stage makes and later stages read; `name` is its keyword in their forward."""
+class About:
+    """What the compiler says of a stage: its header, what its words for collectives mean, the pipeline ranks of all stages,
+    what is summed once a step.
+    """
 
-    node: Node
-    name: str
-    source: int
-    targets: tuple[int, ...]
+    header: Sequence[str]
+    legend: Sequence[str]
+    ranks: Sequence[int]
+    sums: Sequence[str]
 
 
 @dataclass(frozen=True)
@@ -55,125 +62,121 @@ class StageFile:
     lines: tuple[Line, ...]
 
 
-def crossings(graph: Graph) -> list[Crossing]:
-    """All values that cross from one stage to later ones, in order."""
-    found: list[Crossing] = []
-    taken: set[str] = set()
-    inputs = {note(node).name for node in placeholders(graph, "input")}
-    for node in ops(graph):
-        home = note(node).stages
-        targets = sorted({stage for user in node.users for stage in note(user).stages} - set(home))
-        if targets:
-            name = base = f"x_from_{home[0]}"
-            number = len(taken)
-            while name in taken | inputs:
-                name, number = f"{base}_{number}", number + 1
-            taken.add(name)
-            found.append(Crossing(node, name, home[0], tuple(targets)))
-    return found
+Methods = dict[object, Layer | Method]  # by `method_key`
 
 
-def write_stage(graph: Graph, stage: int, t: int, crossing: list[Crossing], about: list[str]) -> StageFile:
-    """Return the file of one stage; `about` are the lines of its header."""
-    body = [node for node in ops(graph) if stage in note(node).stages]
-    arriving = {one.node: one.name for one in crossing if stage in one.targets}
-    leaving = [one for one in crossing if one.source == stage]
-    loss = output(graph).args[0]
-    results = [one.node for one in leaving] + ([loss] if stage in note(output(graph)).stages else [])
-    read = dict.fromkeys(arg for node in body for arg in node.all_input_nodes if arg.op == "placeholder")
-    named = {kind: [node for node in read if note(node).kind == kind] for kind in ("input", "param", "buffer")}
-    given = arriving | {node: note(node).name for node in named["input"]}
+def method_key(call: Run | Block) -> object:
+    """What all calls of one method have in common."""
+    return call.repeat if isinstance(call, Run) else call.nodes
+
+
+def write_stage(
+    part: Part, names: dict[Node, str], t: int, about: About, methods: Methods, shared: Collection[object]
+) -> StageFile:
+    """Return the file of a stage, with the methods that it alone calls; those in `shared` are in `LAYERS`."""
     writer = Writer()
-    _write_header(writer, stage, about)
-    repeats = find_repeats(body, set(results))  # type: ignore[arg-type]
-    names = forward_names(body, given, results, repeats)  # type: ignore[arg-type]
-
-    def text(node: Node) -> str:
-        return names.get(node) or weight_text("w" if note(node).kind == "param" else "b", note(node).name)
-
-    layers: list[Layer] = []
-    for repeat in repeats:
-        layers.append(make_layer(repeat, text, [one.name for one in layers]))
-        write_layer(writer, layers[-1], t)
-    writer.add(1, f"def forward(self, {', '.join(given.values())}):")
-    for one in (one for one in crossing if stage in one.targets):
-        writer.add(2, f"# {one.name}: {origin_text(one.node)}, from stage {one.source}")
-    writer.add(2, "tp, w = self.tp, self.weights")
-    if named["buffer"]:
-        writer.add(2, "b = self.buffers")
-
-    def spell(_: int, node: Node, site: str) -> str:
-        return expression(node, text, site)
-
-    end = 0
-    for layer in layers:
-        write_body(writer, body[end : layer.repeat.at.start], names, t, spell)
-        write_loop(writer, layer, names, text)
-        end = layer.repeat.at.stop
-    write_body(writer, body[end:], names, t, spell)
-    returned = ", ".join(names[node] for node in results)  # type: ignore[index]
-    writer.add(2, f"return ({returned},)" if len(results) == 1 else f"return {returned}")
-    counted = counted_losses(body)
+    writer.add(0, f"class Stage{part.index}(rt.Stage):")
+    called = dict.fromkeys(method_key(call) for call in part.calls)
+    if there := [methods[key].name for key in called if key in shared]:
+        writer.add(1, f'layers = "{LAYERS}"', "has " + ", ".join(f"self.{name}" for name in there))
+        writer.lines.append("")
+    for key in called:
+        if key not in shared:
+            write_any(writer, methods[key], t)
+    _write_forward(writer, part, names, t, about, methods)
+    counted = counted_losses(part.body)
     if counted:
-        write_count(writer, counted, given)
+        write_count(writer, counted, part.given)
+    _write_sums(writer, about.sums)
+    writer = with_header(writer, about.header, about.legend)
     return StageFile(
-        text="\n".join(writer.lines) + "\n" + FOOTER.format(stage=stage),
-        crossings=tuple(arriving.values()),
-        inputs=tuple(note(node).name for node in named["input"]),
-        outputs=tuple(one.name for one in leaving),
-        params=tuple(note(node).name for node in named["param"]),
-        buffers=tuple(note(node).name for node in named["buffer"]),
+        text="\n".join(writer.lines) + "\n" + FOOTER.format(stage=part.index),
+        crossings=tuple(crossing.name for crossing in part.arriving),
+        inputs=tuple(note(node).name for node in part.read("input")),
+        outputs=tuple(crossing.name for crossing in part.leaving),
+        params=tuple(note(node).name for node in part.read("param")),
+        buffers=tuple(note(node).name for node in part.read("buffer")),
         counts=bool(counted),
-        lines=tuple(line_of(stage, number, node, t) for number, node in writer.nodes.items()),
+        lines=lines_of(f"stage_{part.index}.py", writer, t),
     )
 
 
-def line_of(stage: int, number: int, node: Node, t: int) -> Line:
-    """What stands on a line of the file."""
-    is_redundant = t > 1 and not note(node).conversion and is_whole(node)
-    return Line(stage, number, star(note(node).module), note(node).conversion or op_name(node), is_redundant)
+def _write_forward(writer: Writer, part: Part, names: dict[Node, str], t: int, about: About, methods: Methods) -> None:
+    def text(node: Node) -> str:
+        return names.get(node) or weight_text("w" if note(node).kind == "param" else "b", note(node).name)
 
+    def spell(_: int, node: Node) -> str:
+        return expression(node, text, site_text(node))
 
-def _write_header(writer: Writer, stage: int, about: list[str]) -> None:
-    writer.add(0, f'"""{about[0]}')
-    writer.gap()
-    for line in about[1:]:
-        for part in textwrap.wrap(line, 118, subsequent_indent="    ") or [""]:
-            writer.add(0, part)
-    writer.add(0, '"""')
-    writer.lines += [
-        "",
-        "import torch",
-        "import torch.nn.functional as F",
-        "",
-        "from autoptd import runtime as rt",
-        "",
-        "",
-    ]
-    writer.add(0, f"class Stage{stage}(rt.Stage):")
-
-
-def forward_names(
-    body: list[Node], given: dict[Node, str], results: list[Node], repeats: list[Repeat]
-) -> dict[Node, str]:
-    """The variables of forward; of a repeat only what comes out of it."""
-    shown: list[Node] = []
-    inside: dict[Node, int] = {}
-    held: dict[Node, int] = {}
-    same: dict[Node, Node] = {}
+    writer.add(1, f"def forward({', '.join(['self', *part.given.values()])}):")
+    for crossing in part.arriving:
+        source = f"from stage {crossing.source} (pipeline rank {about.ranks[crossing.source]})"
+        writer.comment(2, f"{crossing.name}: {value_text(crossing.node, t)}, {source}: {crossing.origin}")
+    for node in part.read("input"):
+        writer.comment(2, f"{note(node).name}: {value_text(node)}, of the batch")
+    writer.add(2, "tp, w = self.tp, self.weights")
+    if part.read("buffer"):
+        writer.add(2, "b = self.buffers")
     end = 0
-    for repeat in repeats:
-        shown += body[end : repeat.at.start]
-        first, behind = len(shown), len(shown) + len(repeat.finals)
-        loop = body[repeat.at.start : repeat.at.stop]
-        inside |= {node: first for node in loop if node not in repeat.finals}
-        # What every round reads, and what goes from round to round, must not share a name with another of them.
-        outer = [node for slots in repeat.at.operands for one in slots for node in one.nodes]
-        held |= dict.fromkeys([*outer, *repeat.finals], behind)
-        same |= {final: initial for final, (_, initial) in zip(repeat.finals, repeat.carried, strict=True)}
-        shown += repeat.finals
-        end = repeat.at.stop
-    return choose_names([*shown, *body[end:]], given, results, inside, same, held)
+    for call in part.calls:
+        write_body(writer, part.body[end : call.start], names, t, spell)
+        method = methods[method_key(call)]
+        if isinstance(method, Layer):
+            write_run(writer, method, call, names, text)  # type: ignore[arg-type]
+        else:
+            write_method_call(writer, method, part.index, names, text)
+        end = call.end
+    write_body(writer, part.body[end:], names, t, spell)
+    for crossing in part.leaving:
+        readers = f"stage{'s'[: len(crossing.targets) > 1]} {numbers_text(crossing.targets)}"
+        ranks = sorted({about.ranks[stage] for stage in crossing.targets})
+        where = f"{readers} (pipeline rank{'s'[: len(ranks) > 1]} {numbers_text(ranks)}) as {crossing.name}"
+        back = "; its gradient comes back" if note(crossing.node).needs_grad else ""
+        writer.comment(2, f"{names[crossing.node]} goes to {where}: {value_text(crossing.node, t)}{back}")
+    returned = ", ".join(names[node] for node in part.results)
+    writer.add(2, f"return ({returned},)" if len(part.results) == 1 else f"return {returned}")
 
 
-__all__ = ["Crossing", "StageFile", "collective_bytes", "conversion_work", "crossings", "forward_names", "write_stage"]
+def _write_sums(writer: Writer, sums: Sequence[str]) -> None:
+    """What this stage's pipeline rank sums when all its microbatches are done."""
+    if sums:
+        writer.lines += ["", ""]
+        writer.comment(0, "After the last microbatch, for the parameters of this stage:")
+        for line in sums:
+            writer.comment(0, f"- {line}")
+
+
+def write_any(writer: Writer, method: Layer | Method, t: int) -> None:
+    """Write a method of either kind."""
+    if isinstance(method, Layer):
+        write_layer(writer, method, t)
+    else:
+        write_method(writer, method, t)
+
+
+def lines_of(file: str, writer: Writer, t: int) -> tuple[Line, ...]:
+    """What stands on the lines of a file."""
+    lines = []
+    for number, node in writer.nodes.items():
+        is_redundant = t > 1 and not note(node).conversion and is_whole(node)
+        name = note(node).conversion or op_name(node)
+        lines.append(Line(file, number, star(note(node).module), name, is_redundant))
+    return tuple(lines)
+
+
+def with_header(body: Writer, header: Sequence[str], legend: Sequence[str]) -> Writer:
+    """A file: its docstring, imports and `body`; `legend` are the lines that only a file with collectives needs."""
+    writer, text = Writer(), "\n".join(body.lines)
+    has_calls = any(note(node).conversion for node in body.nodes.values())
+    writer.add(0, f'"""{header[0]}')
+    writer.gap()
+    for line in [*header[1:], *(legend if has_calls else [])]:
+        writer.lines += textwrap.wrap(line, WIDTH, subsequent_indent="    ")
+    writer.add(0, '"""')
+    imports = [line for word, line in IMPORTS.items() if re.search(word, text)]
+    writer.lines += ["", *imports, *([""] if imports else []), "from autoptd import runtime as rt", "", ""]
+    writer.extend(body)
+    return writer
+
+
+__all__ = ["LAYERS", "About", "StageFile", "lines_of", "method_key", "with_header", "write_any", "write_stage"]

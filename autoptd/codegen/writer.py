@@ -1,14 +1,19 @@
-"""Lines of source with their indentation, and the few texts that every part of a stage file is made of."""
+"""Lines of source with their indentation, and the few texts that every part of an emitted file is made of."""
 
 from __future__ import annotations
 
 import json
 import keyword
+import textwrap
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from torch.fx import Node
 
-WIDTH = 118
+from autoptd.ir.names import METHODS
+
+WIDTH = 110  # columns of an emitted line
+OPEN, CLOSE = "([{", ")]}"
 
 
 @dataclass
@@ -18,8 +23,35 @@ class Writer:
     lines: list[str] = field(default_factory=list)
     nodes: dict[int, Node] = field(default_factory=dict)
 
-    def add(self, indent: int, text: str, comment: str = "") -> None:
-        self.lines.append(" " * (4 * indent) + text + (f"  # {comment}" if comment else ""))
+    def add(self, indent: int, text: str, comment: str = "", *, above: str = "", node: Node | None = None) -> None:
+        """Add a statement, in several lines where it is too long for one.
+
+        `comment` stands behind it, where it does not fit above; `above` always above.
+        """
+        pad = " " * (4 * indent)
+        if comment and len(f"{pad}{text}  # {comment}") > WIDTH:
+            above, comment = f"{above}  {comment}" if above else comment, ""
+        if above:
+            self.comment(indent, above)
+        first = len(self.lines) + 1
+        self.lines += [pad + line for line in broken(text, WIDTH - len(pad))]
+        if comment:
+            self.lines[-1] += f"  # {comment}"
+        if node is not None:
+            self.nodes |= dict.fromkeys(range(first, len(self.lines) + 1), node)
+
+    def comment(self, indent: int, text: str) -> None:
+        """Add a comment on lines of its own."""
+        head = " " * (4 * indent) + "# "
+        further = head + "  "
+        self.lines += textwrap.wrap(
+            text,
+            WIDTH,
+            initial_indent=head,
+            subsequent_indent=further,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
 
     def extend(self, other: Writer) -> None:
         """Add what another one wrote."""
@@ -31,6 +63,57 @@ class Writer:
             self.lines.append("")
 
 
+def broken(text: str, width: int) -> list[str]:
+    """A statement as lines of at most `width` columns, broken within its longest brackets; as it is where it has none."""
+    pairs = [(start, end) for start, end in _brackets(text) if end > start + 1]
+    if len(text) <= width or not pairs:
+        return [text]
+    start, end = max(pairs, key=lambda pair: pair[1] - pair[0])
+    inside = text[start + 1 : end]
+    if len(inside) + 4 <= width:
+        return [text[: start + 1], f"    {inside}", text[end:]]
+    lines = [""]
+    for part in _split(inside):
+        if lines[-1] and len(lines[-1]) + len(part) + 6 > width:
+            lines.append("")
+        lines[-1] += f" {part}," if lines[-1] else f"{part},"
+    return [text[: start + 1], *(f"    {line}" for line in lines), text[end:]]
+
+
+def _depths(text: str) -> Iterator[tuple[int, str, int]]:
+    """(index, letter, brackets open behind it) of a text, strings left out."""
+    depth, quote, escaped = 0, "", False
+    for i, letter in enumerate(text):
+        if quote:
+            if letter == quote and not escaped:
+                quote = ""
+            escaped = letter == "\\" and not escaped
+            continue
+        if letter in "\"'":
+            quote, escaped = letter, False
+            continue
+        depth += (letter in OPEN) - (letter in CLOSE)
+        yield i, letter, depth
+
+
+def _brackets(text: str) -> Iterator[tuple[int, int]]:
+    """Where the outermost brackets of a text open and close."""
+    start = 0
+    for i, letter, depth in _depths(text):
+        if letter in OPEN and depth == 1:
+            start = i
+        elif letter in CLOSE and depth == 0:
+            yield start, i
+
+
+def _split(text: str) -> list[str]:
+    """The parts of a text between its outermost commas."""
+    cuts = [i for i, letter, depth in _depths(text) if letter == "," and depth == 0]
+    starts, ends = [0, *(i + 1 for i in cuts)], [*cuts, len(text)]
+    parts = [text[start:end].strip() for start, end in zip(starts, ends, strict=True)]
+    return [part for part in parts if part]
+
+
 def weight_text(root: str, name: str) -> str:
     """`w.transformer.h[0].ln_1.weight` for "transformer.h.0.ln_1.weight"; what is no name in Python: `w["my-emb"].weight`.
 
@@ -38,13 +121,17 @@ def weight_text(root: str, name: str) -> str:
     """
     text = root
     for part in name.split(".") if name else ():
-        # Python reads names of other alphabets in a normal form of its own.
-        is_name = part.isascii() and part.isidentifier() and not keyword.iskeyword(part) and not part.startswith("_")
-        text += (
-            f".{part}"
-            if is_name
-            else f"[{part}]"
-            if part.isdecimal() and str(int(part)) == part
-            else f"[{json.dumps(part)}]"
-        )
+        if is_attribute(part):
+            text += f".{part}"
+        elif part.isdecimal() and str(int(part)) == part:
+            text += f"[{part}]"
+        else:
+            text += f"[{json.dumps(part)}]"
     return text
+
+
+def is_attribute(part: str) -> bool:
+    """Whether a part of a name is written as an attribute."""
+    # Python reads names of other alphabets in a normal form of its own.
+    is_name = part.isascii() and part.isidentifier() and not keyword.iskeyword(part)
+    return is_name and not part.startswith("_") and part not in METHODS

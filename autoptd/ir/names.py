@@ -10,6 +10,7 @@ import keyword
 
 USED = frozenset({"self", "w", "b", "tp", "i", "F", "torch", "rt", "float", "range", *keyword.kwlist})
 RESERVED = frozenset({*USED, *dir(builtins)})
+METHODS = frozenset({"at"})  # of a namespace of weights: a module of this name is read as an item
 
 
 def free_name(wanted: str) -> str:

@@ -239,12 +239,12 @@ class Collective:
 
 @dataclass(frozen=True)
 class Line:
-    """One operator of an emitted file: line `number` of stage `stage`; `module` names a repeated layer by a star.
+    """One operator of an emitted file: line `number` of `file`; `module` names a repeated layer by a star.
 
     `is_whole`: neither what it reads nor what it gives is sharded, so that every tensor rank does all of its work.
     """
 
-    stage: int
+    file: str
     number: int
     module: str
     operator: str

@@ -7,18 +7,25 @@ from collections.abc import Sequence
 from autoptd.batch import Batch
 from autoptd.options import Options
 
+ABOUT_TYPES = (
+    "Types over tp: I invariant, R replicated with a partial gradient, P partial sum, S sharded; p_to_i: P to I."
+)
+ABOUT_COLLECTIVES = (
+    "AR all-reduce, AG all-gather, RS reduce-scatter, A2A all-to-all, fwd in forward, bwd in backward, with the",
+    "bytes of the whole value. A sum with owned=True is made in place: nobody else reads what is summed.",
+)
+
 
 def about(options: Options, batch: Batch, ranks: Sequence[int], stage: int, wgrad: str) -> list[str]:
     """The header of a stage file; `ranks` are the pipeline ranks of all stages, `wgrad` what takes weight gradients."""
     b, m, rank = batch.rows, batch.num_microbatches, ranks[stage]
     return [
         f"Stage {stage} of {options.num_stages}: model chunk {ranks[:stage].count(rank)} of pipeline rank {rank}.",
-        "Written by AutoPTD. It reads top to bottom, can be stepped through, and is the same for all tensor and data ranks.",
+        "Written by AutoPTD, to be read, stepped through and run again. All tensor and data ranks have the same file.",
         f"plan: {options.mesh}, v={options.v}, {m} microbatch{'es' if m > 1 else ''} of {b} row{'s'[: b > 1]} per replica, "
         f"schedule {options.schedule_name}.",
-        "Shapes in comments are a rank's, of one microbatch. `w`: parameters, `b`: buffers, `tp`: the tensor-parallel group.",
-        "Types over tp: I invariant, R replicated with a partial gradient, P partial sum, S sharded; rt.p_to_i turns P into I.",
-        *(["A sum with owned=True is made in place: nobody else reads what is summed."] if options.t > 1 else []),
+        "Shapes are a rank's, of one microbatch. `w`: parameters, `b`: buffers, `tp`: the tensor-parallel group.",
+        *([ABOUT_TYPES] if options.t > 1 else []),
         *_about_hooks(options, wgrad),
     ]
 

@@ -167,7 +167,7 @@ def _layers(program: Program) -> str:
     if program.painter is not None:
         parts.append(_drawn(program.graph("layer")))
         for stage in range(len(program.stages)):
-            count = sum(line.stage == stage for line in program.lines)
+            count = sum(line.file in (f"stage_{stage}.py", "layers.py") for line in program.lines)
             if count <= LARGEST and len(program.stages) <= 4 and (full := program.graph("full", stage).svg):
                 parts.append(folded(f"Stage {stage}, every operator", "", picture(full)))
     parts.append(heading("Module by module"))
@@ -287,7 +287,11 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _files(program: Program) -> str:
-    parts = [paragraph("The program: one file a stage, the same on every tensor and data rank.")]
+    parts = [
+        paragraph(
+            "The program: one file a stage, the same on every tensor and data rank; layers.py has what several stages call."
+        )
+    ]
     for name, text in program.sources.items():
         parts.append(
             folded(name, f"{text.count(chr(10))} lines", source(python_html(text)), is_open=name == "stage_0.py")

@@ -1,7 +1,7 @@
 """The conversions between value types, one differentiable function per row of `ir.types.CONVERSIONS`.
 
 In: this rank's tensor and the group of ranks of one mesh axis. Out: this rank's tensor of the new type. An S value is
-the local shard (`shards.py` says what `dim`, `outer` and the `size` of a padded dim mean). `site` names the emitted line in
+the local shard (`shards.py` says what `dim`, `blocks` and the `size` of a padded dim mean). `site` names the emitted line in
 errors.
 
     y = p_to_i(F.linear(x, w), tp, site="h.0.mlp.c_proj")     # Megatron's g
@@ -62,9 +62,9 @@ def p_to_r(x: Tensor, group: Group, *, site: str = "") -> Tensor:
     return _convert(x, group, _sum, _sum, site)
 
 
-def p_to_s(x: Tensor, group: Group, dim: int, outer: Outer, *, size: int = 0, site: str = "") -> Tensor:
+def p_to_s(x: Tensor, group: Group, dim: int, blocks: Outer = 1, *, size: int = 0, site: str = "") -> Tensor:
     """Forward: reduce-scatter. Backward: all-gather. The sequence-parallel g bar."""
-    return _convert(x, group, _scatter(dim, outer, size), _gather(dim, outer, size), site)
+    return _convert(x, group, _scatter(dim, blocks, size), _gather(dim, blocks, size), site)
 
 
 def i_to_p(x: Tensor, group: Group, *, site: str = "") -> Tensor:
@@ -89,57 +89,59 @@ def r_to_p(x: Tensor, group: Group, *, site: str = "") -> Tensor:
     return _convert(x, group, _one_rank, _one_rank, site)
 
 
-def s_to_r(x: Tensor, group: Group, dim: int, outer: Outer, *, size: int = 0, site: str = "") -> Tensor:
+def s_to_r(x: Tensor, group: Group, dim: int, blocks: Outer = 1, *, size: int = 0, site: str = "") -> Tensor:
     """Forward: all-gather. Backward: reduce-scatter. The sequence-parallel g, the conjugate of g bar."""
-    return _convert(x, group, _gather(dim, outer, size), _scatter(dim, outer, size), site)
+    return _convert(x, group, _gather(dim, blocks, size), _scatter(dim, blocks, size), site)
 
 
-def s_to_i(x: Tensor, group: Group, dim: int, outer: Outer, *, size: int = 0, site: str = "") -> Tensor:
+def s_to_i(x: Tensor, group: Group, dim: int, blocks: Outer = 1, *, size: int = 0, site: str = "") -> Tensor:
     """Forward: all-gather. Backward: slice. The scatter/gather optimisation's gather (SC'21, section 4.1)."""
-    return _convert(x, group, _gather(dim, outer, size), _slice(dim, outer, size), site)
+    return _convert(x, group, _gather(dim, blocks, size), _slice(dim, blocks, size), site)
 
 
-def i_to_s(x: Tensor, group: Group, dim: int, outer: Outer, *, size: int = 0, site: str = "") -> Tensor:
+def i_to_s(x: Tensor, group: Group, dim: int, blocks: Outer = 1, *, size: int = 0, site: str = "") -> Tensor:
     """Forward: slice. Backward: all-gather. The scatter/gather optimisation's scatter (SC'21, section 4.1)."""
-    return _convert(x, group, _slice(dim, outer, size), _gather(dim, outer, size), site)
+    return _convert(x, group, _slice(dim, blocks, size), _gather(dim, blocks, size), site)
 
 
-def r_to_s(x: Tensor, group: Group, dim: int, outer: Outer, *, size: int = 0, site: str = "") -> Tensor:
+def r_to_s(x: Tensor, group: Group, dim: int, blocks: Outer = 1, *, size: int = 0, site: str = "") -> Tensor:
     """Forward: slice. Backward: zero-pad."""
-    return _convert(x, group, _slice(dim, outer, size), _pad(dim, outer, size), site)
+    return _convert(x, group, _slice(dim, blocks, size), _pad(dim, blocks, size), site)
 
 
-def s_to_p(x: Tensor, group: Group, dim: int, outer: Outer, *, size: int = 0, site: str = "") -> Tensor:
+def s_to_p(x: Tensor, group: Group, dim: int, blocks: Outer = 1, *, size: int = 0, site: str = "") -> Tensor:
     """Forward: zero-pad. Backward: slice."""
-    return _convert(x, group, _pad(dim, outer, size), _slice(dim, outer, size), site)
+    return _convert(x, group, _pad(dim, blocks, size), _slice(dim, blocks, size), site)
 
 
-def s_to_s(x: Tensor, group: Group, dim: int, outer: Outer, to_dim: int, to_outer: Outer, *, site: str = "") -> Tensor:
-    """Forward: all-to-all, from sharded by (`dim`, `outer`) to by (`to_dim`, `to_outer`). Backward: the reverse.
+def s_to_s(
+    x: Tensor, group: Group, dim: int, to_dim: int, *, blocks: Outer = 1, to_blocks: Outer = 1, site: str = ""
+) -> Tensor:
+    """Forward: all-to-all, from sharded by (`dim`, `blocks`) to by (`to_dim`, `to_blocks`). Backward: the reverse.
 
-    Within one dim (only `outer` differs) each direction is an all-gather and a slice.
+    Within one dim (only `blocks` differ) each direction is an all-gather and a slice.
     """
     dim, to_dim = dim % x.ndim, to_dim % x.ndim
-    forward = _Exchange(dim, outer, to_dim, to_outer)
-    backward = _Exchange(to_dim, to_outer, dim, outer)
+    forward = _Exchange(dim, blocks, to_dim, to_blocks)
+    backward = _Exchange(to_dim, to_blocks, dim, blocks)
     return _convert(x, group, forward, backward, site)
 
 
-def gather(x: Tensor, group: Group, dim: int, outer: Outer, *, size: int = 0, site: str = "") -> Tensor:
+def gather(x: Tensor, group: Group, dim: int, blocks: Outer = 1, *, size: int = 0, site: str = "") -> Tensor:
     """The whole value of shards `x`, without a gradient."""
-    return _gather(dim, outer, size)(x, group, site)
+    return _gather(dim, blocks, size)(x, group, site)
 
 
-def gather_start(x: Tensor, group: Group, dim: int, outer: Outer, *, site: str = "") -> Pending:
+def gather_start(x: Tensor, group: Group, dim: int, blocks: Outer = 1, *, site: str = "") -> Pending:
     """Start `gather`; `x` must not be changed before `wait()`."""
-    shard, along = to_gather(x, dim, outer)
-    return Then(group.all_gather_start(shard, along, site), lambda whole: gathered_whole(whole, dim, outer))
+    shard, along = to_gather(x, dim, blocks)
+    return Then(group.all_gather_start(shard, along, site), lambda whole: gathered_whole(whole, dim, blocks))
 
 
-def scatter_start(x: Tensor, group: Group, dim: int, outer: Outer, *, site: str = "") -> Pending:
+def scatter_start(x: Tensor, group: Group, dim: int, blocks: Outer = 1, *, site: str = "") -> Pending:
     """Start a reduce-scatter of `x` to shards, without a gradient; `x` must not be changed before `wait()`."""
-    whole, along = to_scatter(x, dim, outer, group.size)
-    return Then(group.reduce_scatter_start(whole, along, site), lambda shard: scattered_shard(shard, dim, outer))
+    whole, along = to_scatter(x, dim, blocks, group.size)
+    return Then(group.reduce_scatter_start(whole, along, site), lambda shard: scattered_shard(shard, dim, blocks))
 
 
 # The directions of conversions.
@@ -164,47 +166,47 @@ def _one_rank(x: Tensor, group: Group, site: str) -> Tensor:
 class _Sharding:
     """Base of the directions that know where a shard sits."""
 
-    def __init__(self, dim: int, outer: Outer, size: int) -> None:
-        self.dim, self.outer, self.size = dim, outer, size
+    def __init__(self, dim: int, blocks: Outer, size: int) -> None:
+        self.dim, self.blocks, self.size = dim, blocks, size
 
 
 class _gather(_Sharding):
     def __call__(self, x: Tensor, group: Group, site: str) -> Tensor:
-        shard, dim = to_gather(x, self.dim, self.outer)
-        return gathered_whole(group.all_gather(shard, dim, site), self.dim, self.outer, self.size)
+        shard, dim = to_gather(x, self.dim, self.blocks)
+        return gathered_whole(group.all_gather(shard, dim, site), self.dim, self.blocks, self.size)
 
 
 class _scatter(_Sharding):
     def __call__(self, x: Tensor, group: Group, site: str) -> Tensor:
-        whole, dim = to_scatter(x, self.dim, self.outer, group.size, self.size)
-        return scattered_shard(group.reduce_scatter(whole, dim, site), self.dim, self.outer)
+        whole, dim = to_scatter(x, self.dim, self.blocks, group.size, self.size)
+        return scattered_shard(group.reduce_scatter(whole, dim, site), self.dim, self.blocks)
 
 
 class _slice(_Sharding):
     def __call__(self, x: Tensor, group: Group, site: str) -> Tensor:
-        return take_shard(x, self.dim, self.outer, group.index, group.size, self.size)
+        return take_shard(x, self.dim, self.blocks, group.index, group.size, self.size)
 
 
 class _pad(_Sharding):
     def __call__(self, x: Tensor, group: Group, site: str) -> Tensor:
-        return pad_shard(x, self.dim, self.outer, group.index, group.size, self.size)
+        return pad_shard(x, self.dim, self.blocks, group.index, group.size, self.size)
 
 
 class _Exchange(_Sharding):
-    """From shards of (dim, outer) to shards of (to_dim, to_outer)."""
+    """From shards of (dim, blocks) to shards of (to_dim, to_blocks)."""
 
-    def __init__(self, dim: int, outer: Outer, to_dim: int, to_outer: Outer) -> None:
-        super().__init__(dim, outer, 0)
-        self.to_dim, self.to_outer = to_dim, to_outer
+    def __init__(self, dim: int, blocks: Outer, to_dim: int, to_blocks: Outer) -> None:
+        super().__init__(dim, blocks, 0)
+        self.to_dim, self.to_blocks = to_dim, to_blocks
 
     def __call__(self, x: Tensor, group: Group, site: str) -> Tensor:
         if self.dim == self.to_dim:
-            if self.outer == self.to_outer:
+            if self.blocks == self.to_blocks:
                 return x
-            whole = gather(x, group, self.dim, self.outer, site=site)
-            return take_shard(whole, self.to_dim, self.to_outer, group.index, group.size)
-        parts = [take_shard(x, self.to_dim, self.to_outer, index, group.size) for index in range(group.size)]
-        return join_shards(group.all_to_all(parts, site), self.dim, self.outer)
+            whole = gather(x, group, self.dim, self.blocks, site=site)
+            return take_shard(whole, self.to_dim, self.to_blocks, group.index, group.size)
+        parts = [take_shard(x, self.to_dim, self.to_blocks, index, group.size) for index in range(group.size)]
+        return join_shards(group.all_to_all(parts, site), self.dim, self.blocks)
 
 
 class _Directions(NamedTuple):

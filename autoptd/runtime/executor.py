@@ -34,7 +34,7 @@ from autoptd.runtime.linear import WeightTerm
 from autoptd.runtime.messages import Messages
 from autoptd.runtime.nan import NanWatch
 from autoptd.runtime.parameters import RankParameters, from_rank_0, owners
-from autoptd.runtime.stage import Stage, load_stage
+from autoptd.runtime.stage import LAYERS, Methods, Stage, load_layers, load_stage
 from autoptd.runtime.timeline import Watch
 from autoptd.runtime.world.world import Needs, World
 
@@ -96,6 +96,7 @@ class Executor:
 
     def __init__(self, program: Program, world: World, params: RankParameters) -> None:
         self.program, self.world, self.params = program, world, params
+        self._fingerprint = program.fingerprint()
         self.steps = 0
         self.watch: Watch | None = None  # told when each action starts and ends, where somebody wants to know
         self._order = [(action, str(action)) for action in program.orders[world.coordinate.pp]]
@@ -141,7 +142,7 @@ class Executor:
 
     def files(self) -> dict[str, Program]:
         """The program of this rank's stages, by the names that their files have in tracebacks."""
-        return {type(stage).forward.__code__.co_filename: self.program for stage in self._stages.values()}
+        return {self._title(name): self.program for name in self.program.sources}
 
     def step(self, microbatches: Sequence[Microbatch], nan: str = "raise") -> torch.Tensor:
         """Run one step; return the detached loss of the global batch, the same on every rank.
@@ -181,11 +182,20 @@ class Executor:
         self.world.at = "between steps"
         return loss
 
+    def _title(self, name: str) -> str:
+        """What tracebacks call an emitted file."""
+        return f"<{name} of program {self._fingerprint}>"
+
+    @cached_property
+    def _layers(self) -> Methods:
+        """The methods that stages share: loaded once, so that those of this rank share what the compiler makes of them."""
+        is_compiled, source = self.program.fuse == "inductor", self.program.sources.get(LAYERS)
+        return load_layers(source, self._title(LAYERS), compiled=is_compiled) if source else {}
+
     def _load(self, index: int) -> Stage:
-        name = f"stage_{index}.py"
-        spec = self.program.stages[index]
-        title, is_compiled = f"<{name} of program {self.program.fingerprint()}>", self.program.fuse == "inductor"
-        made = load_stage(self.program.sources[name], title, compiled=is_compiled)
+        name, spec = f"stage_{index}.py", self.program.stages[index]
+        is_compiled = self.program.fuse == "inductor"
+        made = load_stage(self.program.sources[name], self._title(name), self._layers, compiled=is_compiled)
         return made(
             tp=self.world.group(("tp",)),
             weights=self.params.weights_of_stage(index),

@@ -4,7 +4,7 @@ In: this rank's shard. Out: the whole value, of which autograd saves nothing: ba
 once more for its weight's gradient (Korthikanti et al. 2022, section 4.2.2: the input of a column-split GEMM is saved as
 its shard). All readers share one such gather.
 
-    ln_1 = rt.gathered(ln_1, tp, dim=1, outer=1, readers=3, site="h.0.attn")      # S -> R
+    ln_1 = rt.gathered(ln_1, tp, dim=1, readers=3, site="h.0.attn")      # S -> R
     q, k, v = rt.linear(ln_1, w.q), rt.linear(ln_1, w.k), rt.linear(ln_1, w.v)
 
 With `overlap=True` the shards are gathered again while the input's gradient is computed; and where one GEMM alone reads the
@@ -30,9 +30,9 @@ class Again:
     """
 
     def __init__(
-        self, shard: Tensor, group: Group, dim: int, outer: Outer, readers: int, site: str, overlap: bool = False
+        self, shard: Tensor, group: Group, dim: int, blocks: Outer, readers: int, site: str, overlap: bool = False
     ) -> None:
-        self._shard, self._group, self._at, self._site = shard.detach(), group, (dim, outer), site
+        self._shard, self._group, self._at, self._site = shard.detach(), group, (dim, blocks), site
         self._left, self._overlap = readers, overlap
         self._pending: Pending | None = None
         self._whole: Tensor | None = None
@@ -78,16 +78,16 @@ class Gathered:
 
 
 def gathered(
-    x: Tensor, group: Group, dim: int, outer: Outer, *, readers: int, overlap: bool = False, site: str = ""
+    x: Tensor, group: Group, dim: int, blocks: Outer = 1, *, readers: int, overlap: bool = False, site: str = ""
 ) -> Gathered:
     """Turn the shard `x` into the whole value: S -> R, for `rt.linear` only; `readers` of them have a weight gradient.
 
-    Forward: all-gather. Backward: all-gather again, reduce-scatter. See `s_to_r` for `dim` and `outer`. `overlap` with one
+    Forward: all-gather. Backward: all-gather again, reduce-scatter. See `s_to_r` for `dim` and `blocks`. `overlap` with one
     reader says that no other GEMM reads the value.
     """
     if group.size == 1 or not readers or not torch.is_grad_enabled():
-        return Gathered(s_to_r(x, group, dim, outer, site=site), None)
-    again = Again(x, group, dim, outer, readers, site, overlap)
+        return Gathered(s_to_r(x, group, dim, blocks, site=site), None)
+    again = Again(x, group, dim, blocks, readers, site, overlap)
     if overlap and readers == 1:
-        return Gathered(gather(x.detach(), group, dim, outer, site=site), again, x)
-    return Gathered(s_to_r(x, group, dim, outer, site=site), again)
+        return Gathered(gather(x.detach(), group, dim, blocks, site=site), again, x)
+    return Gathered(s_to_r(x, group, dim, blocks, site=site), again)

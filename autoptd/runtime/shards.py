@@ -1,11 +1,11 @@
 """Cut a tensor into shards and join them again: pure tensor functions.
 
-A dim of N elements is viewed as [outer, N / outer]; rank `index` of `degree` owns the contiguous chunk `index` of the
-second factor in each of the `outer` blocks. With outer = 1 that is one contiguous slice; a fused QKV weight `[3 x
-heads x k, h]` split by heads has outer = 3, so that a shard is three row blocks. Blocks of unequal sizes (q, k and v of
-grouped queries) are given by these sizes instead: outer = (64, 32, 32).
+A dim of N elements is viewed as [blocks, N / blocks]; rank `index` of `degree` owns the contiguous chunk `index` of the
+second factor in each of the blocks. With blocks = 1 that is one contiguous slice; a fused QKV weight `[3 x
+heads x k, h]` split by heads has blocks = 3, so that a shard is three row blocks. Blocks of unequal sizes (q, k and v of
+grouped queries) are given by these sizes instead: blocks = (64, 32, 32).
 
-    take_shard(torch.arange(6), dim=0, outer=3, index=1, degree=2).tolist() == [1, 3, 5]
+    take_shard(torch.arange(6), dim=0, blocks=3, index=1, degree=2).tolist() == [1, 3, 5]
     join_shards([take_shard(x, 0, 3, i, 2) for i in range(2)], 0, 3)  # is x
 
 A dim of `size` elements that the ranks do not divide (a vocabulary) is *padded*: shards are equally long, as
@@ -26,98 +26,98 @@ from autoptd.errors import InternalError
 from autoptd.ir.types import Outer, shard_size
 
 
-def take_shard(x: torch.Tensor, dim: int, outer: Outer, index: int, degree: int, size: int = 0) -> torch.Tensor:
+def take_shard(x: torch.Tensor, dim: int, blocks: Outer, index: int, degree: int, size: int = 0) -> torch.Tensor:
     """Return shard `index` of `degree`, contiguous; it shares no memory with `x` unless it is all of it."""
     if degree == 1:
         return x
     dim = dim % x.ndim
     if size:
-        return _take_padded(x, dim, index, _padded_width(size, outer, degree), size)
-    if not isinstance(outer, int):
-        return torch.cat([take_shard(block, dim, 1, index, degree) for block in x.split(list(outer), dim)], dim)
-    blocks = x.unflatten(dim, (outer, _chunk(x.shape[dim], outer * degree) * degree))
-    width = blocks.shape[dim + 1] // degree
-    part = blocks.narrow(dim + 1, index * width, width)
+        return _take_padded(x, dim, index, _padded_width(size, blocks, degree), size)
+    if not isinstance(blocks, int):
+        return torch.cat([take_shard(block, dim, 1, index, degree) for block in x.split(list(blocks), dim)], dim)
+    viewed = x.unflatten(dim, (blocks, _chunk(x.shape[dim], blocks * degree) * degree))
+    width = viewed.shape[dim + 1] // degree
+    part = viewed.narrow(dim + 1, index * width, width)
     return part.clone(memory_format=torch.contiguous_format).flatten(dim, dim + 1)
 
 
-def join_shards(parts: Sequence[torch.Tensor], dim: int, outer: Outer, size: int = 0) -> torch.Tensor:
+def join_shards(parts: Sequence[torch.Tensor], dim: int, blocks: Outer, size: int = 0) -> torch.Tensor:
     """Return the whole of which `parts` are the shards, in order of index: the inverse of `take_shard`."""
     if len(parts) == 1:
         return parts[0]
     dim = dim % parts[0].ndim
     if size:
-        width = _padded_width(size, outer, len(parts))
+        width = _padded_width(size, blocks, len(parts))
         return torch.cat([part.narrow(dim, 0, real_rows(size, width, i)) for i, part in enumerate(parts)], dim)
-    if outer == 1:
+    if blocks == 1:
         return torch.cat(list(parts), dim)
-    if not isinstance(outer, int):
-        widths = [_chunk(block, len(parts)) for block in outer]
+    if not isinstance(blocks, int):
+        widths = [_chunk(block, len(parts)) for block in blocks]
         by_block = zip(*(part.split(widths, dim) for part in parts), strict=True)
         return torch.cat([piece for shards in by_block for piece in shards], dim)
-    width = _chunk(parts[0].shape[dim], outer)
-    return torch.cat([part.unflatten(dim, (outer, width)) for part in parts], dim + 1).flatten(dim, dim + 1)
+    width = _chunk(parts[0].shape[dim], blocks)
+    return torch.cat([part.unflatten(dim, (blocks, width)) for part in parts], dim + 1).flatten(dim, dim + 1)
 
 
-def pad_shard(x: torch.Tensor, dim: int, outer: Outer, index: int, degree: int, size: int = 0) -> torch.Tensor:
+def pad_shard(x: torch.Tensor, dim: int, blocks: Outer, index: int, degree: int, size: int = 0) -> torch.Tensor:
     """Return a tensor of the whole's size that holds shard `x` in its place and zeros elsewhere."""
     if degree == 1:
         return x
     dim = dim % x.ndim
     if size:
-        width = _padded_width(size, outer, degree)
+        width = _padded_width(size, blocks, degree)
         real = real_rows(size, width, index)
         whole = x.new_zeros([*x.shape[:dim], size, *x.shape[dim + 1 :]])
         whole.narrow(dim, min(index * width, size), real).copy_(x.narrow(dim, 0, real))
         return whole
-    if not isinstance(outer, int):
-        widths = [_chunk(block, degree) for block in outer]
+    if not isinstance(blocks, int):
+        widths = [_chunk(block, degree) for block in blocks]
         return torch.cat([pad_shard(block, dim, 1, index, degree) for block in x.split(widths, dim)], dim)
-    width = _chunk(x.shape[dim], outer)
-    shape = [*x.shape[:dim], outer, degree * width, *x.shape[dim + 1 :]]
+    width = _chunk(x.shape[dim], blocks)
+    shape = [*x.shape[:dim], blocks, degree * width, *x.shape[dim + 1 :]]
     whole = x.new_zeros(shape)
-    whole.narrow(dim + 1, index * width, width).copy_(x.unflatten(dim, (outer, width)))
+    whole.narrow(dim + 1, index * width, width).copy_(x.unflatten(dim, (blocks, width)))
     return whole.flatten(dim, dim + 1)
 
 
-def to_gather(x: torch.Tensor, dim: int, outer: Outer) -> tuple[torch.Tensor, int]:
+def to_gather(x: torch.Tensor, dim: int, blocks: Outer) -> tuple[torch.Tensor, int]:
     """Return a shard as it is gathered, and the dim along which: what comes of that, `gathered` makes the whole."""
     dim = dim % x.ndim
-    if outer == 1:
+    if blocks == 1:
         return x, dim
-    if not isinstance(outer, int):
+    if not isinstance(blocks, int):
         return x.unsqueeze(0), 0
-    return x.unflatten(dim, (outer, _chunk(x.shape[dim], outer))), dim + 1
+    return x.unflatten(dim, (blocks, _chunk(x.shape[dim], blocks))), dim + 1
 
 
-def gathered_whole(x: torch.Tensor, dim: int, outer: Outer, size: int = 0) -> torch.Tensor:
-    """Return the whole value, given all shards gathered as `to_gather` says; a view if `outer` is a number."""
-    if not isinstance(outer, int):
-        return join_shards(x.unbind(0), dim, outer)
-    if outer > 1:
+def gathered_whole(x: torch.Tensor, dim: int, blocks: Outer, size: int = 0) -> torch.Tensor:
+    """Return the whole value, given all shards gathered as `to_gather` says; a view if `blocks` is a number."""
+    if not isinstance(blocks, int):
+        return join_shards(x.unbind(0), dim, blocks)
+    if blocks > 1:
         dim = dim % (x.ndim - 1)
         return x.flatten(dim, dim + 1)
     return x.narrow(dim, 0, size) if size else x
 
 
-def to_scatter(x: torch.Tensor, dim: int, outer: Outer, degree: int, size: int = 0) -> tuple[torch.Tensor, int]:
+def to_scatter(x: torch.Tensor, dim: int, blocks: Outer, degree: int, size: int = 0) -> tuple[torch.Tensor, int]:
     """Return a whole value so that a rank's shard is an equal part along a dim, and this dim; `scattered_shard` follows."""
     dim = dim % x.ndim
     if size:
-        padding = _padded_width(size, outer, degree) * degree - _real_size(x, dim, size)
+        padding = _padded_width(size, blocks, degree) * degree - _real_size(x, dim, size)
         return F.pad(x, (0, 0) * (x.ndim - 1 - dim) + (0, padding)), dim
-    if outer == 1:
+    if blocks == 1:
         return x, dim
-    if not isinstance(outer, int):
-        return torch.stack([take_shard(x, dim, outer, index, degree) for index in range(degree)]), 0
-    return x.unflatten(dim, (outer, _chunk(x.shape[dim], outer))), dim + 1
+    if not isinstance(blocks, int):
+        return torch.stack([take_shard(x, dim, blocks, index, degree) for index in range(degree)]), 0
+    return x.unflatten(dim, (blocks, _chunk(x.shape[dim], blocks))), dim + 1
 
 
-def scattered_shard(x: torch.Tensor, dim: int, outer: Outer) -> torch.Tensor:
+def scattered_shard(x: torch.Tensor, dim: int, blocks: Outer) -> torch.Tensor:
     """Return a shard, given the equal part of a whole value that was laid out by `to_scatter`."""
-    if outer == 1:
+    if blocks == 1:
         return x
-    if not isinstance(outer, int):
+    if not isinstance(blocks, int):
         return x.squeeze(0)
     dim = dim % (x.ndim - 1)
     return x.flatten(dim, dim + 1)
@@ -142,9 +142,9 @@ def _real_size(x: torch.Tensor, dim: int, size: int) -> int:
     return size
 
 
-def _padded_width(size: int, outer: Outer, degree: int) -> int:
-    if outer != 1:
-        raise InternalError(f"a padded dim of {size}", f"has {outer} blocks, where one is planned")
+def _padded_width(size: int, blocks: Outer, degree: int) -> int:
+    if blocks != 1:
+        raise InternalError(f"a padded dim of {size}", f"has {blocks} blocks, where one is planned")
     return shard_size(size, degree)
 
 

@@ -1,10 +1,13 @@
 """The base class of emitted stages, and how their source becomes a class.
 
 In: the text of `stage_2.py`, which defines `class Stage2(rt.Stage)` with `forward` (and `count`, where a loss divides by the
-number of valid labels). Out: the class; an instance of it holds this rank's weights under the model's own names.
+number of valid labels), and that of `layers.py`, with the methods that several stages call. Out: the class; an instance of it
+holds this rank's weights under the model's own names.
 
-    stage = load_stage(program.sources["stage_2.py"], "stage_2.py")(tp=group, weights=weights, buffers={}, device=device)
+    layers = load_layers(program.sources["layers.py"], "layers.py")
+    stage = load_stage(program.sources["stage_2.py"], "stage_2.py", layers)(tp=group, weights=weights, ...)
     stage.weights.transformer.h[3].ln_1.weight          # a tensor: this rank's shard
+    stage.weights.transformer.h[3].at("attn.c_proj")    # "transformer.h.3.attn.c_proj"
     x, = stage.forward(x_from_1=x)
 """
 
@@ -12,13 +15,15 @@ from __future__ import annotations
 
 import linecache
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from autoptd.errors import InternalError
+from autoptd.ir.names import METHODS
+from autoptd.program.calls import star
 from autoptd.runtime.dropout import Draw, Drawing
 from autoptd.runtime.fused import Fused
 from autoptd.runtime.inductor import compile_layers
@@ -29,11 +34,19 @@ from autoptd.runtime.world.world import Group
 class Namespace:
     """Tensors by dotted name: `h.0.bias` is `.h[0].bias`. Built once; reading is plain attribute access.
 
-    Names with a leading underscore and names that Python cannot spell are read as items: `["my-emb"].weight`.
+    Names with a leading underscore, names that Python cannot spell and those of methods are read as items: `["my-emb"].weight`.
+    `path` is where it stands in the model.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, path: str = "", *, is_starred: bool = False) -> None:
         self._items: dict[int | str, Any] = {}
+        self._is_starred = is_starred
+        self._path = star(path) if is_starred else path
+        self._prefix = f"{self._path}." if path else ""
+
+    def at(self, name: str = "") -> str:
+        """Return the path of a module or parameter below this one: what a layer's collectives call themselves."""
+        return self._prefix + name if name else self._path
 
     def __getitem__(self, key: int | str) -> Any:
         return self._items[key]
@@ -45,13 +58,13 @@ class Namespace:
         for part in path:
             below = here._items.get(_key(part))
             if below is None:
-                here._set(part, below := Namespace())
+                here._set(part, below := Namespace(here.at(part), is_starred=self._is_starred))
             here = below
         here._set(last, value)
 
     def _set(self, part: str, value: Any) -> None:
         self._items[_key(part)] = value
-        if not part.isdecimal() and not part.startswith("_"):
+        if not part.isdecimal() and not part.startswith("_") and part not in METHODS:
             setattr(self, part, value)
 
 
@@ -59,9 +72,9 @@ def _key(part: str) -> int | str:
     return int(part) if part.isdecimal() and str(int(part)) == part else part
 
 
-def make_namespace(tensors: Mapping[str, torch.Tensor]) -> Namespace:
-    """Return the tensors of a flat mapping as a tree."""
-    root = Namespace()
+def make_namespace(tensors: Mapping[str, torch.Tensor], *, is_starred: bool = False) -> Namespace:
+    """Return the tensors of a flat mapping as a tree; `is_starred`: all layers have one path, `transformer.h.*`."""
+    root = Namespace(is_starred=is_starred)
     for name, tensor in tensors.items():
         root._put(name, tensor)
     return root
@@ -72,8 +85,12 @@ class Stage:
 
     `totals` are the global counts that weighted-mean losses divide by: sums over all microbatches and replicas, set before the
     first forward of every step (numbers or 0-d tensors). `drawing`: the dropout masks of the next forward; None: no dropout.
-    `fused` has the fused operators. `main_grads` and `deferred` are what an emitted `rt.linear` names as its `wgrad`.
+    `fused` has the fused operators. `main_grads` and `deferred` are what an emitted `rt.linear` names as its `wgrad`. Of the
+    class, `layers` is the file of the methods that it shares with other stages; `is_compiled`: torch's compiler has them.
     """
+
+    layers = ""
+    is_compiled = False
 
     def __init__(
         self,
@@ -86,8 +103,8 @@ class Stage:
     ) -> None:
         self.tp = tp
         self.fused = fused or Fused()
-        self.weights: Any = make_namespace(weights)
-        self.buffers: Any = make_namespace(buffers)
+        self.weights: Any = make_namespace(weights, is_starred=self.is_compiled)
+        self.buffers: Any = make_namespace(buffers, is_starred=self.is_compiled)
         self.device = device
         self.totals: tuple[float | torch.Tensor, ...] = ()
         self.drawing: Drawing | None = None
@@ -112,21 +129,52 @@ class Stage:
         raise NotImplementedError
 
 
-def load_stage(source: str, filename: str, *, compiled: bool = False) -> type[Stage]:
-    """Return the `Stage<i>` class that `source` defines; `compiled`: its layers by torch's compiler (`inductor.py`).
+LAYERS = "layers.py"  # the file of what several stages call
+Methods = Mapping[str, Callable[..., Any]]
 
-    Tracebacks and pdb show its lines: from disk if `filename` is a file, else from an entry in linecache.
+
+def load_layers(source: str, filename: str, *, compiled: bool = False) -> Methods:
+    """Return the methods that `layers.py` has for all stages; `filename` and `compiled` are those of `load_stage`."""
+    module, own = _execute(source, filename)
+    if compiled:
+        compile_layers(own, module)
+    return {name: method for name, method in vars(own).items() if callable(method)}
+
+
+def load_stage(source: str, filename: str, layers: Methods | None = None, *, compiled: bool = False) -> type[Stage]:
+    """Return the `Stage<i>` class that `source` defines, with the methods of `layers`.
+
+    `compiled`: its own layers by torch's compiler (`inductor.py`). Tracebacks and pdb show its lines: from disk if
+    `filename` is a file, else from an entry in linecache.
     """
+    module, own = _execute(source, filename)
+    if not own.__name__.removeprefix("Stage").isdigit():
+        raise InternalError(filename, f"defines {own.__name__!r} where one class Stage<i> is expected")
+    if compiled:
+        own.is_compiled = True
+        compile_layers(own, module, is_whole=not own.layers)
+    give_layers(own, layers or {})
+    return own
+
+
+def give_layers(stage: type[Stage], layers: Methods) -> None:
+    """Make `layers` methods of a stage; InternalError where it calls some and there are none."""
+    if stage.layers and not layers:
+        raise InternalError(stage.__name__, f"calls methods of {stage.layers}, which was not loaded")
+    for name, method in layers.items():
+        setattr(stage, name, method)
+
+
+def _execute(source: str, filename: str) -> tuple[types.ModuleType, type[Stage]]:
+    """The module that an emitted text makes, and the one class in it."""
     if not Path(filename).is_file():
         linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
     module = types.ModuleType(Path(filename).stem)
     module.__file__ = filename
     exec(compile(source, filename, "exec"), module.__dict__)  # the program's own text
-    own = [
-        one for one in vars(module).values() if isinstance(one, type) and issubclass(one, Stage) and one is not Stage
-    ]
-    if len(own) != 1 or not own[0].__name__.removeprefix("Stage").isdigit():
-        raise InternalError(filename, f"defines {[one.__name__ for one in own]} where one class Stage<i> is expected")
-    if compiled:
-        compile_layers(own[0], module)
-    return own[0]
+    every = [value for value in vars(module).values() if isinstance(value, type) and issubclass(value, Stage)]
+    own = [value for value in every if value is not Stage]
+    if len(own) != 1:
+        names = [value.__name__ for value in own]
+        raise InternalError(filename, f"defines {names} where one class Stage<i> or Layers is expected")
+    return module, own[0]

@@ -21,7 +21,7 @@ from autoptd.errors import AutoptdError, InternalError, PlanError
 from autoptd.ir.mesh import Mesh
 from autoptd.program.program import Program
 from autoptd.runtime.linear import WeightTerm
-from autoptd.runtime.stage import Stage
+from autoptd.runtime.stage import Stage, give_layers, load_layers
 from autoptd.runtime.world.threads import ThreadWorld, run_ranks
 from autoptd.runtime.world.world import Needs, World
 
@@ -62,6 +62,9 @@ def check_stage(stage: type[Stage], folder: str | Path, timeout: float = 60.0) -
     index = int(stage.__name__.removeprefix("Stage"))
     if index not in range(len(program.stages)):
         raise PlanError(f"{folder}/program.json", f"has no stage {index}", "the folder that this file was written to")
+    if stage.layers:
+        path = Path(folder) / stage.layers
+        give_layers(stage, load_layers(program.sources[stage.layers], str(path)))
     t = program.mesh.t
     world = ThreadWorld(Mesh(t=t), Needs(), "cpu", timeout)
     ranks = run_ranks(world, lambda rank: _run(stage, program, index, rank))

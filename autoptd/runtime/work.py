@@ -64,10 +64,7 @@ class Counting(TorchDispatchMode):
     def __init__(self, files: Mapping[str, Program], at: Callable[[], str]) -> None:
         super().__init__()
         self.lines = {
-            (file, line.number): line
-            for file, program in files.items()
-            for line in program.lines
-            if f"stage_{line.stage}.py" in file
+            (file, line.number): line for file, program in files.items() for line in program.lines if line.file in file
         }
         self.counts: Counter[tuple[tuple[str, int], Place | None, str]] = Counter()  # (phase, stage), line, what
         self._files, self._at = set(files), at
@@ -125,7 +122,7 @@ def sum_work(rank: int, runs: Iterable[Counting]) -> list[Work]:
             key: tuple[Any, ...] = (phase, stage, "", "", False)
             if place in run.lines:
                 line = run.lines[place]
-                key = (phase, line.stage, line.module, line.operator, line.is_whole)
+                key = (phase, stage, line.module, line.operator, line.is_whole)
             found.setdefault(key, Counter())[what] += amount
     ordered = sorted(found.items(), key=lambda one: (PHASES.index(one[0][0]), one[0][1:]))
     return [

@@ -92,7 +92,7 @@ EXPECTED = {
     "steps": "x = self.layer(i, w.layers[i], x, b.full)",
     "kinds": "x = self.layer(w.layers[i], w.layers[i + 1], w.layers[i + 2], x, b.full)",
     "shared": "x = self.layer(w.layers[0], x, ",
-    "skip": "x_2 = self.layer(w.layers[i], x_2, x, b.full)",
+    "skip": "x = self.layer(w.layers[i], x, x_whole, b.full)",
     "two stacks": "x = self.layer_2(w.tail[i], w.tail[i + 1], x)",  # column and row by turns: fewer collectives
 }
 

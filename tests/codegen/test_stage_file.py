@@ -42,8 +42,11 @@ def test_files_are_python_and_import_torch_and_the_runtime_only(mesh: dict[str, 
         tree = ast.parse(text)
         compile_text(text, name)
         imports = [ast.unparse(node) for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
-        assert imports == ["import torch", "import torch.nn.functional as F", "from autoptd import runtime as rt"]
-        assert ast.unparse(tree.body.pop()).startswith("if __name__ == '__main__':")
+        used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+        wanted = {"import torch": "torch" in used, "import torch.nn.functional as F": "F" in used}
+        assert imports == [line for line, is_used in wanted.items() if is_used] + ["from autoptd import runtime as rt"]
+        if name != "layers.py":
+            assert ast.unparse(tree.body.pop()).startswith("if __name__ == '__main__':")
         assert not [
             node for node in ast.walk(tree) if isinstance(node, (ast.If, ast.IfExp, ast.While, ast.Try, ast.Match))
         ]
@@ -78,14 +81,15 @@ def test_the_same_input_gives_the_same_bytes() -> None:
     assert first is not second and first.sources == second.sources and first.fingerprint() == second.fingerprint()
 
 
-def test_every_collective_has_its_line_with_bytes_and_reason() -> None:
+def test_every_collective_has_its_line_with_bytes_and_reason_above() -> None:
     found = 0
     for text in sources(p=2):
-        for line in text.splitlines():
+        for above, line in pairwise(text.splitlines()):
             calls = re.findall(r"rt\.(\w+)\(", line)
             if any(call in COLLECTIVES for call in calls):
                 found += 1
-                assert len(calls) == 1 and re.fullmatch(r"\s+\w+ = rt\.\w+\(.*\)  # .+, [\d,]+ B: .+", line), line
+                assert len(calls) == 1 and re.fullmatch(r"\s+\w+ = rt\.\w+\(.*\)", line), line
+                assert re.fullmatch(r"\s+# .+ (fwd|bwd), [\d,]+ B: .+", above), above
     assert found > 6
 
 
@@ -115,7 +119,7 @@ def test_every_stage_loops_over_its_own_layers() -> None:
 
 
 def test_the_code_does_not_depend_on_the_replicas() -> None:
-    one, two = (strip_comments(gpt(d=d, m=m).sources["stage_0.py"]) for d, m in ((1, 4), (2, 2)))
+    one, two = (strip_comments(gpt(d=d, m=m).sources["stage_0.py"]).split() for d, m in ((1, 4), (2, 2)))
     assert one == two
 
 
@@ -125,9 +129,12 @@ def test_names_of_the_user() -> None:
         "def forward(self, idx, targets):",
         "ln_1 = F.layer_norm(x, [128], w.ln_1.weight, w.ln_1.bias, 1e-05)",
         "q, k, v = torch.split(c_attn, 64, 2)  # [2, 32, 64]",
-        "c_fc = F.linear(ln_2, w.mlp.c_fc.weight, w.mlp.c_fc.bias)  # [2, 32, 256]  column: 512 = 2 x 256",
+        "# column: 512 = 2 x 256",
+        "c_fc = F.linear(ln_2, w.mlp.c_fc.weight, w.mlp.c_fc.bias)  # [2, 32, 256]",
+        "# column: 4 heads over 2 ranks",
         "y = F.scaled_dot_product_attention(q, k, v, is_causal=True)",
-        "logits = F.linear(ln_f, w.transformer.wte.weight)  # column: 256 = 2 x 128",
+        "# column: 256 = 2 x 128",
+        "logits = F.linear(ln_f, w.transformer.wte.weight)",
     ):
         assert wanted in lines
     assert any(re.fullmatch(r"# attn  \(gpt\.py:\d+\)", line) for line in lines)
@@ -135,13 +142,12 @@ def test_names_of_the_user() -> None:
 
 def test_lines_are_readable() -> None:
     for text in sources(p=2):
-        code = [line.split("  #")[0] for line in text.splitlines()]
-        assert max(map(len, code)) <= 130
+        assert max(map(len, text.splitlines())) <= 110
         assert "torch.ops" not in text and "\n\n\n\n" not in text and not text.startswith("\n")
 
 
 def test_the_loss_stage_counts_labels_before_the_first_forward() -> None:
-    first, last = sources(p=2)
+    first, last, _ = sources(p=2)
     assert "def count(" not in first and "def count(self, targets):" in last
     assert "rt.count_labels(targets, ignore_index=-100)" in last and "total=self.totals[0]" in last
 

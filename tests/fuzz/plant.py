@@ -19,12 +19,13 @@ from autoptd.runtime.world.threads import ThreadRank
 
 verify_module = importlib.import_module("autoptd.verify.verify")
 
+REST = r"(?:[^()]|\([^()]*\))*"  # of the arguments, one of which may be a call
 EDITS = {  # in the first stage file where it occurs: what to find, what to write
-    "no f": (r"= rt\.i_to_r\((\w+), tp[^)]*\)", r"= \1"),
-    "no g": (r"= rt\.p_to_i\((\w+), tp[^)]*\)", r"= \1"),
-    "bias on every rank": (r"= rt\.i_to_p\((w\.[\w.\[\]]+), tp[^)]*\)", r"= \1"),
+    "no f": (rf"= rt\.i_to_r\(\s*(\w+), tp{REST}\)", r"= \1"),
+    "no g": (rf"= rt\.p_to_i\(\s*(\w+), tp{REST}\)", r"= \1"),
+    "bias on every rank": (rf"= rt\.i_to_p\(\s*(w\.[\w.\[\]]+), tp{REST}\)", r"= \1"),
     "mean of microbatch means": (r"self\.totals\[\d\]", "((labels != -100).sum().clamp(min=1) * 2)"),
-    "other masks": (r"((?:rt\.dropout|_dropout_add)\([^\n]*?)self\.draw\(site=", r"\1self.draw(site=1 + "),
+    "other masks": (r"((?:rt\.dropout|_dropout_add)\([^=]*?)self\.draw\(site=", r"\1self.draw(site=1 + "),
 }
 FAULTS = [*EDITS, "no tied sum"]
 

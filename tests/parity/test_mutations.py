@@ -44,11 +44,11 @@ def edit_source(monkeypatch: pytest.MonkeyPatch, old: str, new: str) -> list[str
 
 EDITS = {
     "one f, in the backward of a column-split GEMM": (
-        '= rt.i_to_r(ln_2, tp, owned=True, site="transformer.h.*.mlp.c_fc")',
+        '= rt.i_to_r(ln_2, tp, owned=True, site=w.at("mlp.c_fc"))',
         "= ln_2",
     ),
     "one g, behind a row-split GEMM": (
-        '= rt.p_to_i(c_proj, tp, owned=True, site="transformer.h.*.attn.c_proj")',
+        '= rt.p_to_i(c_proj, tp, owned=True, site=w.at("attn.c_proj"))',
         "= c_proj",
     ),
     "a row bias is added by every rank": ("= rt.i_to_p(w.attn.c_proj.bias, tp)", "= w.attn.c_proj.bias"),
@@ -102,7 +102,7 @@ def test_one_gradient_bucket_less_is_found(monkeypatch: pytest.MonkeyPatch) -> N
 
 DROPOUT_EDITS = {
     "every microbatch draws the mask of row 0": ("self.draw(site=0), batch=0)", "self.draw(site=0))"),
-    "every tensor rank draws the mask of the first": ("batch=0, shard=(1, 1), tp=tp)", "batch=0)"),
+    "every tensor rank draws the mask of the first": ("batch=0, shard=(1, 1), tp=tp", "batch=0"),
     "two dropouts of a layer draw one mask": ("self.draw(site=3 * i + 3)", "self.draw(site=3 * i + 2)"),
 }
 

@@ -82,6 +82,7 @@ def test_it_is_the_plan_of_megatron() -> None:
     assert not {"s_to_s", "p_to_s"} & set(conversions)  # q, k and v arrive sharded as attention wants them
     source = program.sources["stage_0.py"]
     assert "[..., :16]" in source and "column: 4 = 2 x 2" in source
+    assert "row: its input arrives sharded, 4 KV heads over 2 ranks" in source
 
 
 def test_files_and_state_dict(tmp_path: Any) -> None:

@@ -26,14 +26,14 @@ aten = torch.ops.aten
 def owned(model: torch.nn.Module, **keywords: object) -> list[str]:
     """The sites of the sums in place, as emitted."""
     program = autoptd.compile(model, example_inputs=batch(), **keywords)
-    return re.findall(r'owned=True, site="([^"]*)"', "\n".join(program.sources.values()))
+    return re.findall(r'owned=True, site=(?:w\.at\()?"([^"]*)"', "\n".join(program.sources.values()))
 
 
 def test_the_sums_of_a_layer_are_made_in_place() -> None:
     layer = ["attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"]
-    assert owned(gpt(2), t=2) == [*(f"transformer.h.*.{name}" for name in layer), "transformer", "lm_head"]
+    assert owned(gpt(2), t=2) == [*layer, "transformer", "lm_head"]
     overlapped = owned(gpt(2), t=2, async_tensor_model_parallel_allreduce=True)
-    assert overlapped == [*(f"transformer.h.*.{name}" for name in ("attn.c_proj", "mlp.c_proj")), "transformer"]
+    assert overlapped == ["attn.c_proj", "mlp.c_proj", "transformer"]
     assert "layers.1" in owned(separate(2), t=2)  # a sum of partial sums
 
 

@@ -52,7 +52,7 @@ def noted_on(t: int, body: Any, *, waits: bool = False) -> list[Noted]:
 @pytest.mark.parametrize(("source", "target"), CONVERSIONS)
 def test_a_conversion_makes_the_calls_of_its_row(source: str, target: str) -> None:
     row = CONVERSIONS[source, target]
-    places = (0, 1, 1, 1) if row.name == "s_to_s" else (0, 1) if "S" in (source, target) else ()
+    places = (0, 1) if "S" in (source, target) else ()
 
     def body(group: rt.Group) -> None:
         x = torch.ones(12, 4, dtype=torch.float64)
@@ -67,7 +67,7 @@ def test_a_conversion_makes_the_calls_of_its_row(source: str, target: str) -> No
 def test_within_one_dim_shards_are_gathered() -> None:
     def body(group: rt.Group) -> None:
         x = torch.ones(6, 4, dtype=torch.float64, requires_grad=True)
-        rt.s_to_s(x, group, 0, 1, 0, 3, site="here").sum().backward()
+        rt.s_to_s(x, group, 0, 0, to_blocks=3, site="here").sum().backward()
 
     expected = [("all-gather", WHOLE, "here"), ("all-gather", WHOLE, "here backward")]
     assert noted_on(2, body) == [expected, expected]

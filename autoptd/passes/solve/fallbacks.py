@@ -44,8 +44,20 @@ def note_fallbacks(graph: Graph, assignment: Assignment, splitter: Splitter) -> 
             record.why += f"{':' if record.why == WHOLE else ', because'} {found.fact}"
         elif flops(node) and record.why == WHOLE:
             record.why += ": cheaper than the collectives of a split"
+        elif flops(node) and (noun := _split_noun(node, assignment, splitter, nouns)):
+            record.why = re.sub(r"(\d+) = \d+ x \d+", rf"\1 {noun} over {splitter.degree} ranks", record.why)
     if assignment.problem is not None and assignment.problem.searched:
         _say_searched(graph, assignment)
+
+
+def _split_noun(node: Node, assignment: Assignment, splitter: Splitter, nouns: dict[int, str]) -> str:
+    """What a split operator is split by, where people have a word for it: heads."""
+    for one, kind in assignment.strategies[node].needs.items():
+        if kind.kind == "S":
+            found = [nouns.get(id(splitter.axes.atoms(one, dim)[atom]), "") for dim, atom in kind.places]
+            if found[0] in COUNTED:
+                return found[0] if len(found) == 1 else "query heads"
+    return ""
 
 
 def _say_searched(graph: Graph, assignment: Assignment) -> None:

@@ -21,7 +21,7 @@ from autoptd.passes.axes.axes import Axes, Letter
 from autoptd.passes.axes.padding import Padding
 from autoptd.passes.ops.costs import compute_seconds, conversion_seconds, flops
 from autoptd.passes.ops.dim_links import operands
-from autoptd.passes.ops.table import addends, linear_groups
+from autoptd.passes.ops.table import GEMMS, addends, linear_groups
 from autoptd.passes.solve.shard_pins import Pins
 from autoptd.passes.solve.sharing import Sharing
 
@@ -191,6 +191,11 @@ def _split_why(node: Node, letter: Letter, t: int) -> str:
     each += copies_text(letter.copies, t)
     if op_name(node) == "aten.linear" and letter.name in ("o", "i"):
         return f"column{padded}: {each}" if letter.name == "o" else f"row: its input arrives sharded, {each}"
+    if op_name(node) in GEMMS and (of_weights := {note(one).kind == "param" for one in letter.places}) != {False}:
+        if letter.out is None:
+            return f"row: its input arrives sharded, {each}"
+        if of_weights == {True}:
+            return f"column{padded}: {each}"
     return f"split by {letter.name}{padded}: {each}"
 
 

@@ -1,0 +1,85 @@
+"""Write what several stages compute alike, rather than send, once: as a method that each of them calls.
+
+In: a `Block` and the names of the values around it. Out: lines such as
+
+    def make_mask(self):
+        position_ids = torch.arange(8, dtype=torch.int64, device=self.device)  # [8]
+        ...
+        return mask
+
+    mask = self.make_mask()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from torch.fx import Node
+
+from autoptd.codegen.body import write_body
+from autoptd.codegen.comments import numbers_text, site_text
+from autoptd.codegen.expressions import expression
+from autoptd.codegen.names import choose_names
+from autoptd.codegen.parts import Block
+from autoptd.codegen.writer import Writer, weight_text
+from autoptd.ir.names import free_name
+from autoptd.ir.notes import note
+
+FEW_NAMES = 2  # results that a method is called by
+
+
+@dataclass(frozen=True)
+class Method:
+    """The method of a block: its name, and those of its arguments."""
+
+    block: Block
+    name: str
+    arguments: dict[Node, str]
+
+
+def make_method(block: Block, outside: Callable[[Node], str], taken: Collection[str]) -> Method:
+    """Name the method; `outside` is what values are called in the first stage that has it."""
+    results = list(block.result_names.values())
+    base = "make_" + ("_".join(results) if len(results) <= FEW_NAMES else "shared")
+    name, number = base, 1
+    while name in taken:
+        number += 1
+        name = f"{base}_{number}"
+    return Method(block, name, {node: free_name(outside(node)) for node in block.read})
+
+
+def write_method(writer: Writer, method: Method, t: int) -> None:
+    """The method: the operators of the block."""
+    block = method.block
+    names = choose_names(list(block.nodes), method.arguments, list(block.results))
+
+    def text(node: Node) -> str:
+        return names.get(node) or weight_text("w" if note(node).kind == "param" else "b", note(node).name)
+
+    read = {note(arg).kind for node in block.nodes for arg in node.all_input_nodes}
+    writer.add(1, f"def {method.name}({', '.join(['self', *method.arguments.values()])}):")
+    writer.add(2, f'"""Computed on stages {numbers_text(block.stages)}: cheaper than sent."""')
+    writer.add(2, "tp, w = self.tp, self.weights")
+    if "buffer" in read:
+        writer.add(2, "b = self.buffers")
+    write_body(writer, block.nodes, names, t, lambda _, node: expression(node, text, site_text(node)), is_shared=True)
+    writer.add(2, f"return {', '.join(names[node] for node in block.results)}")
+    writer.gap()
+
+
+def write_method_call(
+    writer: Writer, method: Method, stage: int, names: dict[Node, str], outside: Callable[[Node], str]
+) -> None:
+    """The call in the forward of a stage, which may not need all of the results."""
+    results = [names[node] if _is_read(node, method.block, stage) else "_" for node in method.block.results]
+    writer.gap()
+    writer.add(2, f"{', '.join(results)} = self.{method.name}({', '.join(map(outside, method.arguments))})")
+    writer.gap()
+
+
+def _is_read(node: Node, block: Block, stage: int) -> bool:
+    """Whether a stage needs a result; the first one may have to send it."""
+    return stage == block.stages[0] or any(
+        stage in note(user).stages and user not in block.nodes for user in node.users
+    )

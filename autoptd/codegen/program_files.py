@@ -1,0 +1,85 @@
+"""Write the files of a program: one a stage, and `layers.py` with what several stages call.
+
+In: a LOCAL graph, what crosses between its stages, and what to say about each. Out: `ProgramFiles`. A layer that repeats is
+written once: where all of its rounds are in one stage in the file of that stage, else in `layers.py`. The same input gives the
+same bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch.fx import Graph, Node
+
+from autoptd.codegen.blocks import make_method
+from autoptd.codegen.loops import make_layer
+from autoptd.codegen.parts import Crossing, Part, divide, name_values
+from autoptd.codegen.runs import Run
+from autoptd.codegen.stage_file import (
+    LAYERS,
+    About,
+    Methods,
+    StageFile,
+    lines_of,
+    method_key,
+    with_header,
+    write_any,
+    write_stage,
+)
+from autoptd.codegen.writer import Writer, weight_text
+from autoptd.ir.notes import note
+from autoptd.program.program import Line
+
+HEAD = "What several stages of the program call, written once: every stage has these methods."
+
+
+@dataclass(frozen=True)
+class ProgramFiles:
+    """The texts of all files by name, what each stage reads and writes, and what stands on which line."""
+
+    sources: dict[str, str]
+    stages: tuple[StageFile, ...]
+    lines: tuple[Line, ...]
+
+
+def write_program(graph: Graph, t: int, crossing: Sequence[Crossing], about: Sequence[About]) -> ProgramFiles:
+    """Return the files of a program; `about` has what is said of every stage."""
+    parts = divide(graph, crossing, len(about))
+    names = [name_values(part) for part in parts]
+    methods: Methods = {}
+    homes: dict[object, set[int]] = {}  # the stages that call a method
+    for part in parts:
+        _name_methods(part, names[part.index], methods, homes)
+    shared = [key for key in methods if len(homes[key]) > 1]
+    files = tuple(write_stage(part, names[part.index], t, about[part.index], methods, shared) for part in parts)
+    sources = {f"stage_{part.index}.py": file.text for part, file in zip(parts, files, strict=True)}
+    lines = [line for file in files for line in file.lines]
+    if shared:
+        writer = Writer()
+        writer.add(0, "class Layers(rt.Stage):")
+        for key in shared:
+            write_any(writer, methods[key], t)
+        while not writer.lines[-1]:
+            writer.lines.pop()
+        writer = with_header(writer, [HEAD, *about[0].header[1:]], about[0].legend)
+        sources[LAYERS] = "\n".join(writer.lines) + "\n"
+        lines += lines_of(LAYERS, writer, t)
+    return ProgramFiles(sources, files, tuple(lines))
+
+
+def _name_methods(part: Part, names: dict[Node, str], methods: Methods, homes: dict[object, set[int]]) -> None:
+    """Add the methods that a stage calls, those that it is the first to call by the names of its forward."""
+
+    def text(node: Node) -> str:
+        return names.get(node) or weight_text("w" if note(node).kind == "param" else "b", note(node).name)
+
+    for call in part.calls:
+        key = method_key(call)
+        homes.setdefault(key, set()).add(part.index)
+        if key not in methods:
+            taken = [method.name for method in methods.values()]
+            methods[key] = make_layer(call, text, taken) if isinstance(call, Run) else make_method(call, text, taken)
+
+
+__all__ = ["ProgramFiles", "write_program"]

@@ -1,0 +1,37 @@
+"""What is summed of a stage's gradients after the last microbatch, as lines for people.
+
+In: the buckets of the stage's pipeline rank. Out: lines such as
+
+    all-reduce 2 buckets of 3,145,728 B (12 gradients) over dp
+    all-reduce 1 bucket of 131,072 B (transformer.wte.weight) over pipeline ranks 0, 3, which share it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autoptd.ir.mesh import Mesh
+from autoptd.program.buckets import BucketPlan
+
+
+def stage_sums(buckets: Sequence[BucketPlan], stage: int, mesh: Mesh) -> list[str]:
+    """The sums that gradients of stage `stage` are in, those over the same ranks as one."""
+    alike: dict[tuple[tuple[str, ...], tuple[int, ...]], list[BucketPlan]] = {}
+    for plan in buckets:
+        is_summed = plan.axes or len(plan.owners) > 1
+        if is_summed and any(stage in spec.stages for spec in plan.params):
+            alike.setdefault((plan.axes, plan.owners), []).append(plan)
+    return [_line(plans, axes, owners, mesh) for (axes, owners), plans in alike.items()]
+
+
+def _line(plans: Sequence[BucketPlan], axes: Sequence[str], owners: Sequence[int], mesh: Mesh) -> str:
+    specs = [spec for plan in plans for spec in plan.params]
+    size = sum(plan.nbytes(mesh) for plan in plans)
+    what = specs[0].name if len(specs) == 1 else f"{len(specs)} gradients"
+    over = [f"over {', then '.join(axes)}"] if axes else []
+    if len(owners) > 1:
+        over.append(
+            f"over pipeline ranks {', '.join(map(str, owners))}, which share {'it' if len(specs) == 1 else 'them'}"
+        )
+    buckets = f"{len(plans)} bucket{'s'[: len(plans) > 1]}"
+    return f"all-reduce {buckets} of {size:,} B ({what}) {', then '.join(over)}"
