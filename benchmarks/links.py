@@ -26,7 +26,7 @@ import torch.multiprocessing as mp
 
 import autoptd
 from autoptd.ir.mesh import Mesh
-from autoptd.program.program import Parcel
+from autoptd.program.specs import Parcel
 from autoptd.runtime.messages import gather, pack
 from autoptd.runtime.world.processes import DistributedWorld
 from autoptd.runtime.world.world import Needs, World

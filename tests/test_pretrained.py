@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import autoptd
 from autoptd.match_folder import counted
-from autoptd.program.program import ParamSpec
+from autoptd.program.specs import ParamSpec
 from autoptd.runtime import read_folder
 from tests.parity import test_segments, test_sharing
 from tests.parity.models import batch, gpt

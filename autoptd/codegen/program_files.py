@@ -29,7 +29,7 @@ from autoptd.codegen.stage_file import (
 )
 from autoptd.codegen.writer import Writer, weight_text
 from autoptd.ir.notes import note
-from autoptd.program.program import Line
+from autoptd.program.specs import Line
 
 HEAD = "What several stages of the program call, written once: every stage has these methods."
 

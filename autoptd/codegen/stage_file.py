@@ -25,7 +25,7 @@ from autoptd.codegen.runs import Run
 from autoptd.codegen.writer import WIDTH, Writer, weight_text
 from autoptd.ir.notes import is_whole, note, op_name
 from autoptd.program.calls import star
-from autoptd.program.program import Line
+from autoptd.program.specs import Line
 
 LAYERS = "layers.py"  # the file of methods that several stages call
 FOOTER = """

@@ -25,7 +25,8 @@ from autoptd.planner.setting import Setting
 from autoptd.planner.terms import OPTIMIZER_BYTES, Passes
 from autoptd.planner.time import Clock
 from autoptd.program.costs import ProductCosts
-from autoptd.program.program import Collective, Program
+from autoptd.program.program import Program
+from autoptd.program.specs import Collective
 from autoptd.schedule import simulate
 
 BACKWARD_MOVES = 1.5  # of what forward moves

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 from autoptd.ir.actions import Kind, Orders
 from autoptd.ir.mesh import Mesh
-from autoptd.program.program import ParamSpec
+from autoptd.program.specs import ParamSpec
 
 BUCKET_BYTES = 100 * 2**20  # enough for the links between GPUs; a whole model of a CPU's size
 EARLY = ("dp",)  # mesh axes whose sums may start inside a backward, proven by program/call_order.py

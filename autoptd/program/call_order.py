@@ -27,7 +27,7 @@ from autoptd.errors import InternalError
 from autoptd.ir.mesh import Mesh
 from autoptd.program.buckets import BucketPlan
 from autoptd.program.calls import LOCAL_KINDS
-from autoptd.program.program import Collective
+from autoptd.program.specs import Collective
 
 
 class Joint(Protocol):

@@ -23,7 +23,8 @@ from autoptd.ir.mesh import Mesh
 
 # The planner asks for a ring's bytes too, and `autoptd plan` does not wait for torch, which a program is made of.
 if TYPE_CHECKING:
-    from autoptd.program.program import Collective, Program
+    from autoptd.program.program import Program
+    from autoptd.program.specs import Collective
 
 LOCAL_WORK = ("one rank keeps it", "slice", "zero-pad")
 LOCAL_KINDS = ("none", *LOCAL_WORK)

@@ -33,7 +33,7 @@ import torch
 from autoptd.ir.machine import Machine
 from autoptd.ir.mesh import Mesh
 from autoptd.program.calls import wire_bytes
-from autoptd.program.program import CrossingSpec, Parcel
+from autoptd.program.specs import CrossingSpec, Parcel
 
 EQUAL_VALUE, EQUAL_GRADIENT = ("I", "R"), ("I", "P")
 

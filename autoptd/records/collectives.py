@@ -19,12 +19,7 @@ from autoptd.ir.notes import note, op_name, ops, tensor
 from autoptd.options import Options
 from autoptd.program.buckets import BucketPlan, plan_buckets
 from autoptd.program.call_order import check_call_order
-from autoptd.program.program import (
-    GATHER,
-    Collective,
-    ParamSpec,
-    Parcel,
-)
+from autoptd.program.specs import GATHER, Collective, ParamSpec, Parcel
 
 LOSSES = ("cross_entropy", "linear_cross_entropy")
 

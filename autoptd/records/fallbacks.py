@@ -8,10 +8,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from autoptd.program.program import (
-    Fallback,
-    Program,
-)
+from autoptd.program.program import Fallback, Program
 
 WORTH_A_WARNING = 0.01
 

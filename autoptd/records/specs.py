@@ -16,13 +16,7 @@ from autoptd.ir.layout import Layout
 from autoptd.ir.notes import note, ops, placeholders, tensor
 from autoptd.ir.types import I, outer_size
 from autoptd.options import Options
-from autoptd.program.program import (
-    CrossingSpec,
-    DropoutSpec,
-    InputSpec,
-    ParamSpec,
-    StageSpec,
-)
+from autoptd.program.specs import CrossingSpec, DropoutSpec, InputSpec, ParamSpec, StageSpec
 
 
 def param_specs(graph: Graph, captured: tracing.Captured, options: Options) -> tuple[ParamSpec, ...]:

@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, Any
 from autoptd.errors import PlanError
 from autoptd.ir.plan import load_plan
 from autoptd.program.calls import LOCAL_KINDS, call_site, star
-from autoptd.program.program import Collective, ParamSpec, Program
+from autoptd.program.program import Program
+from autoptd.program.specs import Collective, ParamSpec
 from autoptd.viz.words import bytes_text
 
 if TYPE_CHECKING:

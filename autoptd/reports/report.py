@@ -17,7 +17,8 @@ from pathlib import Path
 from autoptd.ir.actions import COMPUTES, Kind
 from autoptd.ir.types import ALIGNED, LEAST_ALIGNED, aligned
 from autoptd.program.calls import LOCAL_KINDS, Call, call_site, expected_calls, star, wire_bytes
-from autoptd.program.program import ParamSpec, Picture, Program
+from autoptd.program.program import Picture, Program
+from autoptd.program.specs import ParamSpec
 from autoptd.reports.pictures import executed_run, simulated_run
 from autoptd.reports.summary import AXES, WEIGHED, Summary, seconds_text, summarize, weighed_table
 from autoptd.runtime.record import Record

@@ -19,7 +19,8 @@ import torch
 from autoptd.compat import tree_flatten, tree_unflatten
 from autoptd.errors import PlanError
 from autoptd.ir.mesh import Coordinate
-from autoptd.program.program import InputSpec, Program
+from autoptd.program.program import Program
+from autoptd.program.specs import InputSpec
 from autoptd.runtime.parameters import dtype_of
 
 Args = tuple[Any, ...]

@@ -14,7 +14,7 @@ import torch
 
 from autoptd.errors import RuntimeFault
 from autoptd.ir.mesh import Role
-from autoptd.program.program import ParamSpec
+from autoptd.program.specs import ParamSpec
 from autoptd.runtime.check_batch import agree_on_largest, merge_over_ranks
 from autoptd.runtime.fingerprint import fingerprint_of
 from autoptd.runtime.parameters import RankParameters, owners

@@ -26,7 +26,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from autoptd.errors import InternalError, RuntimeFault
 from autoptd.ir.actions import Action, Kind
 from autoptd.kernels.forms import wide
-from autoptd.program.program import CrossingSpec, Program
+from autoptd.program.program import Program
+from autoptd.program.specs import CrossingSpec
 from autoptd.runtime.dropout import Drawing
 from autoptd.runtime.fused import Fused
 from autoptd.runtime.gradients import Gradients

@@ -18,7 +18,7 @@ import math
 
 import torch
 
-from autoptd.program.program import ParamSpec
+from autoptd.program.specs import ParamSpec
 from autoptd.runtime.parameters import RankParameters, own_entries
 
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -26,7 +26,8 @@ from autoptd.errors import InternalError, PlanError
 from autoptd.ir.mesh import Role
 from autoptd.kernels.forms import wide
 from autoptd.program.buckets import BUCKET_BYTES, BucketPlan, plan_buckets
-from autoptd.program.program import ParamSpec, Program
+from autoptd.program.program import Program
+from autoptd.program.specs import ParamSpec
 from autoptd.runtime.guard import guard_gradient, unguarded
 from autoptd.runtime.linear import WeightTerm
 from autoptd.runtime.parameters import RankParameters, dtype_of, in_place, shard_of

@@ -21,7 +21,8 @@ import torch
 
 from autoptd.errors import InternalError
 from autoptd.ir.actions import Action, Kind
-from autoptd.program.program import Parcel, Program
+from autoptd.program.program import Program
+from autoptd.program.specs import Parcel
 from autoptd.runtime.parameters import dtype_of
 from autoptd.runtime.world.world import Channel, Group, Pending, World
 

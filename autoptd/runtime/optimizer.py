@@ -22,7 +22,7 @@ import torch
 from torch import optim
 
 from autoptd.errors import PlanError
-from autoptd.program.program import ParamSpec
+from autoptd.program.specs import ParamSpec
 from autoptd.runtime.elementwise import check_elementwise
 from autoptd.runtime.fused_optimizer import lay_out, takes_fused
 from autoptd.runtime.guard import lower, raise_again, unguarded

@@ -21,7 +21,8 @@ import torch
 from torch import nn
 
 from autoptd.errors import PlanError
-from autoptd.program.program import ParamSpec, Program
+from autoptd.program.program import Program
+from autoptd.program.specs import ParamSpec
 from autoptd.runtime.guard import GuardedParameter, guard_gradient, unguarded
 from autoptd.runtime.read_folder import Folder, Reader
 from autoptd.runtime.shards import join_shards, pad_shard, take_shard

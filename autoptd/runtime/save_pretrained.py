@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from autoptd.errors import PlanError, RuntimeFault
-from autoptd.program.program import ParamSpec
+from autoptd.program.specs import ParamSpec
 from autoptd.runtime.parameters import RankParameters, dtype_of, gather_full
 from autoptd.runtime.read_folder import INDEX, SINGLE, library
 

@@ -15,7 +15,8 @@ from collections.abc import Iterable, Iterator
 
 from autoptd.ir.mesh import Coordinate
 from autoptd.program.calls import LOCAL_KINDS, Call, expected_calls, star, wire_bytes
-from autoptd.program.program import GATHER, Collective, Program
+from autoptd.program.program import Program
+from autoptd.program.specs import GATHER, Collective
 from autoptd.viz.words import bytes_text, count_text, letter
 
 

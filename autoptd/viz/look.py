@@ -9,7 +9,8 @@ import math
 from collections.abc import Iterable, Sequence
 
 from autoptd.program.calls import LOCAL_KINDS, wire_bytes
-from autoptd.program.program import Collective, Program
+from autoptd.program.program import Program
+from autoptd.program.specs import Collective
 from autoptd.viz.scene import Item, Line, line
 from autoptd.viz.words import bytes_text
 

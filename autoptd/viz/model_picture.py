@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from autoptd.program.program import Collective, CrossingSpec, Program
+from autoptd.program.program import Program
+from autoptd.program.specs import Collective, CrossingSpec
 from autoptd.viz import look
 from autoptd.viz.look import bars, told
 from autoptd.viz.scene import Item, Link, Scene, line

@@ -15,7 +15,8 @@ from torch.fx import Node
 
 from autoptd.ir import markers
 from autoptd.ir.notes import note, ops
-from autoptd.program.program import Collective, Program
+from autoptd.program.program import Program
+from autoptd.program.specs import Collective
 
 Calls = dict[tuple[Node, int], tuple[Collective, ...]]
 

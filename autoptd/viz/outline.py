@@ -23,7 +23,8 @@ from itertools import pairwise
 from torch.fx import Node
 
 from autoptd.ir.notes import note, ops, output
-from autoptd.program.program import Collective, Program
+from autoptd.program.program import Program
+from autoptd.program.specs import Collective
 from autoptd.viz.alike import Like, Shown, layer_of, pieces_of
 from autoptd.viz.node_calls import Calls, calls_of_nodes
 from autoptd.viz.views import hidden_inputs, is_shown, origin, short_op

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from autoptd.program.program import Collective
+from autoptd.program.specs import Collective
 
 INK, QUIET = "#26303b", "#6b7682"
 SIZE, SMALL, LEADING, PADDING = 11.0, 10.0, 1.36, 7.0  # of text, in pixels (points in DOT); line height over text size

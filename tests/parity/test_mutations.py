@@ -11,7 +11,8 @@ import torch
 
 import autoptd
 from autoptd.program import transfers as parcels
-from autoptd.program.program import Parcel, Program
+from autoptd.program.program import Program
+from autoptd.program.specs import Parcel
 from autoptd.runtime import gradients, messages
 from autoptd.runtime.dropout import Drawing
 from autoptd.runtime.executor import Executor

@@ -12,7 +12,7 @@ from autoptd.ir.mesh import Mesh
 from autoptd.ir.types import R
 from autoptd.program.buckets import BucketPlan
 from autoptd.program.call_order import check_call_order, find_deadlock
-from autoptd.program.program import Collective, ParamSpec
+from autoptd.program.specs import Collective, ParamSpec
 
 
 @dataclass(eq=False)

@@ -5,7 +5,8 @@ import pytest
 
 from autoptd.ir.mesh import MESH_AXES, Mesh
 from autoptd.program.calls import Call, axis_text, call_site, expected_calls, star, wire_bytes
-from autoptd.program.program import Collective, Program
+from autoptd.program.program import Program
+from autoptd.program.specs import Collective
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import pytest
 
 from autoptd.ir.machine import Machine
 from autoptd.ir.mesh import Mesh
-from autoptd.program.program import CrossingSpec, Parcel
+from autoptd.program.specs import CrossingSpec, Parcel
 from autoptd.program.transfers import plan_parcels
 
 MIB = 2**20

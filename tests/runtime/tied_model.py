@@ -19,7 +19,8 @@ from autoptd.ir.layout import Layout
 from autoptd.ir.machine import Machine
 from autoptd.ir.mesh import ORDER, Mesh
 from autoptd.ir.types import I, R, S, ValueType
-from autoptd.program.program import CrossingSpec, InputSpec, ParamSpec, Program, StageSpec
+from autoptd.program.program import Program
+from autoptd.program.specs import CrossingSpec, InputSpec, ParamSpec, StageSpec
 from autoptd.program.transfers import plan_parcels
 from autoptd.schedule import add_transfers, build_orders
 

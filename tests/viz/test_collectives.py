@@ -7,7 +7,8 @@ from autoptd.ir.fallback import Fallback
 from autoptd.ir.layout import Layout
 from autoptd.ir.mesh import Mesh
 from autoptd.program.costs import Costs
-from autoptd.program.program import Collective, CrossingSpec, ParamSpec, Program
+from autoptd.program.program import Program
+from autoptd.program.specs import Collective, CrossingSpec, ParamSpec
 from autoptd.viz.collectives import collectives_markdown
 from autoptd.viz.words import bytes_text, count_text
 

@@ -1,0 +1,230 @@
+"""The records of a program, plain data: parameters, inputs, what crosses between stages, and what is communicated.
+
+In: what the compiler decided (`records/`). Out: what the runtime, the reports and the pictures read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from autoptd.ir.layout import Layout
+from autoptd.ir.mesh import Mesh
+from autoptd.ir.types import Dims, Outer, ValueType, outer_size, padded_size, placement
+
+GATHER = "gather"  # the conversion of a `Collective` that puts a scattered parcel together
+
+
+@dataclass(frozen=True)
+class InputSpec:
+    """One tensor of the batch: leaf number `leaf` of the flattened `(args, kwargs)` of `step`.
+
+    `shape` is that of one microbatch; `batched` says that dim 0 carries the batch axis.
+    """
+
+    name: str
+    leaf: int
+    batched: bool
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """One parameter of the model, once, however many names (`aliases`, `name` first) it is tied under.
+
+    `type` is its type over tp (I, R or S), `shape` and `dims` are global, `stages` are the stages that use it. `adds` tells,
+    for each of them, how often the backward (and W) of one microbatch adds to the gradient; empty for once each. `grad_dtype`
+    is the dtype in which gradients add up, where that was asked for: then the parameter has a `main_grad`.
+    """
+
+    name: str
+    aliases: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    requires_grad: bool
+    stages: tuple[int, ...]
+    layout: Layout
+    dims: Dims
+    why: str = ""
+    adds: tuple[int, ...] = ()
+    grad_dtype: str = ""
+
+    @property
+    def sum_dtype(self) -> str:
+        """The dtype in which gradients add up, over microbatches and over ranks."""
+        return self.grad_dtype or self.dtype
+
+    def grad_bytes(self, mesh: Mesh) -> int:
+        """Bytes of a rank's part of the gradient, as it is summed: of a piece that ranks share, in its place of the whole."""
+        shape = self.shape if self.is_shared else self.local_shape(mesh)
+        return math.prod(shape) * int(getattr(torch, self.sum_dtype).itemsize)
+
+    def adds_in(self, stage: int) -> int:
+        return self.adds[self.stages.index(stage)] if self.adds else 1
+
+    @property
+    def shard(self) -> tuple[str, ValueType] | None:
+        """The axis of the mesh along which a rank owns a part, and the type; None where every rank owns all of it."""
+        return self.layout.shard
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether several ranks of the axis that cuts it hold the same piece."""
+        return self.shard is not None and self.shard[1].copies > 1
+
+    @property
+    def kind(self) -> str:
+        """The letter of its type: S if an axis cuts it, R if its gradient is a partial sum over one, else I."""
+        return "S" if self.shard else "R" if self.layout.over_mesh else "I"
+
+    @property
+    def outer(self) -> Outer:
+        """A rank owns one contiguous chunk of each of `outer` blocks of the dim that is cut (S only)."""
+        return outer_size(self.dims, self._cut)
+
+    @property
+    def cut_dim(self) -> int:
+        """The dim that is cut (S only)."""
+        return self._cut.dim
+
+    @property
+    def _cut(self) -> ValueType:
+        assert self.shard is not None, f"{self.name} is whole"
+        return self.shard[1]
+
+    def owners(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        """Pipeline ranks that hold a copy, ascending; `ranks` are those of all stages."""
+        return tuple(sorted({ranks[stage] for stage in self.stages}))
+
+    def local_bytes(self, mesh: Mesh) -> int:
+        """Bytes of one rank's part."""
+        return math.prod(self.local_shape(mesh)) * int(getattr(torch, self.dtype).itemsize)
+
+    def padded_size(self, mesh: Mesh) -> int:
+        """Rows of a dim that the ranks do not divide, of which the last ones hold zeros instead; 0 where nothing is padded."""
+        return padded_size(self.dims, self.shard[1], mesh.degree(self.shard[0])) if self.shard else 0
+
+    def local_shape(self, mesh: Mesh) -> tuple[int, ...]:
+        return self.layout.local_shape(self.dims, mesh) if self.shard else self.shape
+
+    def placement(self, mesh: Mesh) -> tuple[object, ...]:
+        """Where its elements lie on the ranks, whatever atoms its dims are written in: () where each has all."""
+        return placement(self.dims, self.shard[1], mesh.degree(self.shard[0])) if self.shard else ()
+
+    def type_text(self) -> str:
+        return self.layout.text(self.dims)
+
+
+@dataclass(frozen=True)
+class CrossingSpec:
+    """A value made by stage `source` and read by the stages `targets`; `shape` is local, of one microbatch.
+
+    `type` is the letter of its type over tp; `why`: what it is, and why it is sent and not computed again.
+    """
+
+    name: str
+    source: int
+    targets: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    has_grad: bool
+    type: str = "I"
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """One tensor of the message of stage `source` to stage `target`: the crossings `names` end to end, or their gradients.
+
+    Of its `numel` elements a tensor rank sends all (`parts` 1) or its `piece`, the last one filled up with zeros; then the
+    receivers gather the pieces over tp. How that is decided: `program/transfers.py`.
+    """
+
+    source: int
+    target: int
+    is_gradient: bool
+    names: tuple[str, ...]
+    dtype: str
+    numel: int
+    parts: int = 1
+    why: str = ""
+
+    @property
+    def piece(self) -> int:
+        """Elements that one tensor rank sends."""
+        return -(-self.numel // self.parts)
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that one tensor rank sends."""
+        return self.piece * int(getattr(torch, self.dtype).itemsize)
+
+    @property
+    def site(self) -> str:
+        """What records call the calls that it takes."""
+        return f"stage {self.source} to {self.target}"
+
+
+@dataclass(frozen=True)
+class StageSpec:
+    """What stage `index` reads and writes; `crossings` and `inputs` are keywords of its forward."""
+
+    index: int
+    crossings: tuple[str, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    params: tuple[str, ...]
+    buffers: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class DropoutSpec:
+    """One dropout of the model, number `site` in the order of calls: a share `rate` is dropped.
+
+    `batch` is where the value carries the rows of the batch: (dim, elements of that dim before them); None: nowhere.
+    """
+
+    site: int
+    module: str
+    rate: float
+    batch: tuple[int, int] | None
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective or send of one microbatch (or, with `scope="step"`, of one step), as the compiler inserted it.
+
+    `forward` and `backward` are what it does in the two directions; every tensor and data rank of the pipeline ranks `pp_ranks`
+    takes part. `payload_bytes` and `axis` are those of `ir.calls.Call`.
+    """
+
+    site: str
+    stage: int
+    conversion: str
+    axis: str
+    forward: str
+    backward: str
+    payload_bytes: int
+    group_size: int
+    why: str
+    scope: str = "microbatch"
+    pp_ranks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Line:
+    """One operator of an emitted file: line `number` of `file`; `module` names a repeated layer by a star.
+
+    `is_whole`: neither what it reads nor what it gives is sharded, so that every tensor rank does all of its work.
+    """
+
+    file: str
+    number: int
+    module: str
+    operator: str
+    is_whole: bool
