@@ -89,7 +89,7 @@ def test_grouped_queries_of_which_one_factor_divides() -> None:
 
     graph, _ = connect(Net(forward, w=(8, 12), q=(84, 12), k=(21, 12), v=(21, 12), o=(12, 84)), X, Y, t=4)
     attention = note(find(graph, "scaled_dot_product_attention"))
-    assert attention.why == "split by repeat: 4 = 4 x 1" and attention.fallback is None
+    assert attention.why == "split by repeat: 4 query heads per KV head over 4 ranks" and attention.fallback is None
     assert {one.op for one in fallbacks(graph)} == {"aten.linear"}
     assert facts(fallbacks(graph)) == {("3 KV heads do not divide over t=4", "t in {1, 3}")}
 
