@@ -25,7 +25,7 @@ from typing import Any, Protocol
 import torch
 
 from autoptd.errors import PlanError
-from autoptd.ir.actions import Action, Orders, format_orders, parse_orders, ranks_of_stages
+from autoptd.ir.actions import Orders, format_orders, parse_orders, ranks_of_stages
 from autoptd.ir.buffers import digest
 from autoptd.ir.fallback import Fallback
 from autoptd.ir.fusion import Fusion
@@ -225,18 +225,4 @@ def _param(record: dict[str, Any]) -> ParamSpec:
     return ParamSpec(**{**record, "layout": Layout(types), "dims": dims})
 
 
-__all__ = [
-    "Action",
-    "Collective",
-    "CrossingSpec",
-    "DropoutSpec",
-    "Fallback",
-    "Fusion",
-    "InputSpec",
-    "Line",
-    "ParamSpec",
-    "Parcel",
-    "Picture",
-    "Program",
-    "StageSpec",
-]
+__all__ = ["Picture", "Program"]

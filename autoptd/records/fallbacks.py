@@ -8,7 +8,8 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from autoptd.program.program import Fallback, Program
+from autoptd.ir.fallback import Fallback
+from autoptd.program.program import Program
 
 WORTH_A_WARNING = 0.01
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from autoptd.batch import Batch
+from autoptd.ir.fallback import Fallback
 from autoptd.ir.layout import Layout
 from autoptd.ir.mesh import ORDER
 from autoptd.options import KEYWORDS, Options
 from autoptd.program.costs import Cut
-from autoptd.program.program import Fallback
 from autoptd.program.specs import ParamSpec
 from autoptd.records.fallbacks import any_layer, merged_fallbacks
 
