@@ -215,7 +215,9 @@ class ParallelModel:
         """
         if self._is_process:
             args, kwargs = self._arranged(args, kwargs)
-            args, kwargs = take_rows(self._program, args, kwargs, self.options.d, self.coordinate)
+            args, kwargs = take_rows(
+                self._program, args, kwargs, self.options.mesh.replicas, self.options.mesh.replica_of(self._rank)
+            )
         if args and kwargs:
             return args, kwargs
         return kwargs or args
@@ -405,7 +407,12 @@ class ParallelModel:
     @property
     def coordinate(self) -> Coordinate:
         """This rank's place on the mesh; rank 0's in local."""
-        return self.options.mesh.coordinate(own_rank() if self._is_process else 0)
+        return self.options.mesh.coordinate(self._rank)
+
+    @property
+    def _rank(self) -> int:
+        """This process's rank; the first one where they are all here."""
+        return own_rank() if self._is_process else 0
 
     def show(self, folder: str | Path | None = None, record: Record | None = None) -> Picture:
         """Return the picture of the graph (of a loaded program, of its stages); notebooks show it.

@@ -154,6 +154,11 @@ class Mesh:
         return tuple(axis for axis in self.axes if AXES[axis].role is role)
 
     @property
+    def value_axes(self) -> tuple[str, ...]:
+        """The axes along which ranks have other parts of values and parameters."""
+        return self.axes_of(Role.VALUES)
+
+    @property
     def batch_axes(self) -> tuple[str, ...]:
         """The axes along which ranks have other samples."""
         return self.axes_of(Role.BATCH)
@@ -172,6 +177,23 @@ class Mesh:
     def pipeline_ranks(self) -> int:
         """How many ranks a pipeline has."""
         return math.prod(map(self.degree, self.stage_axes))
+
+    def replica_of(self, rank: int) -> int:
+        """Which part of the global batch a rank has."""
+        return self.group(rank, self.batch_axes).index(rank)
+
+    def pipeline_rank_of(self, rank: int) -> int:
+        """Where in its pipeline a rank is."""
+        return self.group(rank, self.stage_axes).index(rank)
+
+    def at_stage(self, rank: int, pipeline_rank: int) -> int:
+        """The rank at another place of the pipeline of `rank`."""
+        return self.group(rank, self.stage_axes)[pipeline_rank]
+
+    def ranks_at(self, pipeline_rank: int) -> list[int]:
+        """The ranks at one place of all pipelines; those at two places correspond."""
+        others = [axis for axis in self.axes if axis not in self.stage_axes]
+        return [self.at_stage(rank, pipeline_rank) for rank in self.group(0, others)]
 
     def __str__(self) -> str:
         degrees = f"t={self.t} p={self.p} d={self.d}"

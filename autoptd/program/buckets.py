@@ -25,11 +25,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autoptd.ir.actions import Kind, Orders
-from autoptd.ir.mesh import Mesh
+from autoptd.ir.mesh import AXES, Mesh, Role
 from autoptd.program.specs import ParamSpec
 
 BUCKET_BYTES = 100 * 2**20  # enough for the links between GPUs; a whole model of a CPU's size
-EARLY = ("dp",)  # mesh axes whose sums may start inside a backward, proven by program/call_order.py
+EARLY = (Role.BATCH,)  # of mesh axes whose sums may start inside a backward, proven by program/call_order.py
 GRADIENTS, TIED = "gradients ", "tied gradients "  # what the sites of these sums start with
 
 
@@ -47,11 +47,11 @@ class BucketPlan:
     @property
     def early_axes(self) -> tuple[str, ...]:
         """The axes whose sum may start inside a backward; the others wait until all actions are over."""
-        return tuple(axis for axis in self.axes if axis in EARLY)
+        return tuple(axis for axis in self.axes if AXES[axis].role in EARLY)
 
     @property
     def late_axes(self) -> tuple[str, ...]:
-        return tuple(axis for axis in self.axes if axis not in EARLY)
+        return tuple(axis for axis in self.axes if AXES[axis].role not in EARLY)
 
     @property
     def site(self) -> str:

@@ -115,7 +115,7 @@ def _calls_between_rows(plans: Sequence[BucketPlan], mesh: Mesh) -> list[RowCall
     """What a row makes with others, after its last action: sums over owners in the order of the program, then the loss."""
     tied = sorted((plan for plan in plans if len(plan.owners) > 1), key=lambda plan: plan.number)
     sums = [RowCall(plan.owners, plan.tied_site, plan.nbytes(mesh)) for plan in tied]
-    return [*sums, RowCall(tuple(range(mesh.p)), "loss", 8)]
+    return [*sums, RowCall(tuple(range(mesh.pipeline_ranks)), "loss", 8)]
 
 
 def _joined(rows: Sequence[Sequence[RowCall]]) -> list[list[RowCall]]:

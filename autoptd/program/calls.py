@@ -88,7 +88,7 @@ def call_site(one: Collective) -> str:
 
 def expected_calls(program: Program, rank: int, *, training: bool = True) -> Counter[Call]:
     """Return how often `rank` makes each call in one step (or one evaluation), as the program says."""
-    pp = program.mesh.coordinate(rank).pp
+    pp = program.mesh.pipeline_rank_of(rank)
     found: Counter[Call] = Counter()
     for one in program.collectives:
         if pp not in one.pp_ranks:

@@ -49,7 +49,7 @@ class _Planner:
 
     def parts(self, source: int, target: int, nbytes: int, is_equal: bool) -> tuple[int, str]:
         """(t, why) to scatter a parcel of `nbytes`, (1, why) to send it whole."""
-        t = self.mesh.t
+        t = len(self.mesh.group(0, self.mesh.value_axes))
         if t == 1:
             return 1, "whole: t=1"
         if not is_equal:
@@ -57,7 +57,7 @@ class _Planner:
         if self.p2p != "auto":
             return (1, "whole: p2p='direct'") if self.p2p == "direct" else (t, f"1/{t} each: p2p='scatter_gather'")
         link = self._bandwidth(list(zip(self._ranks(source), self._ranks(target), strict=True)))
-        gather = self._bandwidth([self.mesh.group(rank, ("tp",)) for rank in self._ranks(target)])
+        gather = self._bandwidth([self.mesh.group(rank, self.mesh.value_axes) for rank in self._ranks(target)])
         whole = nbytes / link
         scattered = nbytes / t / link + wire_bytes("all-gather", nbytes, t) / gather + self.machine.message
         times = f"whole {1e6 * whole:.3g} us, 1/{t} each and gathered {1e6 * scattered:.3g} us"
@@ -69,7 +69,7 @@ class _Planner:
 
     def _ranks(self, stage: int) -> list[int]:
         """The ranks that compute a stage; those of two stages correspond."""
-        return [self.mesh.move(rank, pp=self.ranks[stage]) for rank in self.mesh.group(0, ("tp", "dp"))]
+        return self.mesh.ranks_at(self.ranks[stage])
 
     def _bandwidth(self, groups: Sequence[Sequence[int]]) -> float:
         """Bytes per second of the slowest of some groups of ranks."""

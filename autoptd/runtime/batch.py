@@ -18,7 +18,6 @@ import torch
 
 from autoptd.compat import tree_flatten, tree_unflatten
 from autoptd.errors import PlanError
-from autoptd.ir.mesh import Coordinate
 from autoptd.program.program import Program
 from autoptd.program.specs import InputSpec
 from autoptd.runtime.parameters import dtype_of
@@ -124,10 +123,8 @@ def _to(x: torch.Tensor, device: torch.device) -> torch.Tensor:
     return x.to(device)
 
 
-def take_rows(
-    program: Program | None, args: Args, kwargs: Kwargs, replicas: int, at: Coordinate
-) -> tuple[Args, Kwargs]:
-    """Return the call with the rows of one of `replicas` replicas, of a call with the rows of all.
+def take_rows(program: Program | None, args: Args, kwargs: Kwargs, replicas: int, replica: int) -> tuple[Args, Kwargs]:
+    """Return the call with the rows of one replica of `replicas`, of a call with the rows of all.
 
     Batched arguments are the program's; before there is one, those whose dim 0 is as long as the batch (`batch_rows`).
     """
@@ -144,7 +141,7 @@ def take_rows(
         if rest:
             fact = f"{leaves[i].shape[0]} rows do not divide over d={replicas}"
             raise PlanError("local_batch", fact, "a batch that d divides: DataLoader(..., drop_last=True)")
-        leaves[i] = leaves[i].narrow(0, at.dp * rows, rows)
+        leaves[i] = leaves[i].narrow(0, replica * rows, rows)
     return tree_unflatten(leaves, tree)  # type: ignore[return-value]
 
 

@@ -21,7 +21,6 @@ from autoptd.errors import RuntimeFault
 from autoptd.runtime.fingerprint import hash_words
 from autoptd.runtime.world.world import World
 
-REPLICA = ("tp", "pp")  # the axes along which ranks read the same batch
 FIRST = 3  # steps that are checked at the start
 SITE = "check of the batch"
 
@@ -39,7 +38,9 @@ class BatchCheck:
         hashes = [hash_words(leaf).to(world.device) for leaf in leaves if isinstance(leaf, torch.Tensor)]
         which = number if call == "step" else -number
         self.mine = torch.stack([torch.tensor(which, device=world.device), *hashes])
-        self.pending = [world.group((axis,)).all_gather_start(self.mine.unsqueeze(0), 0, SITE) for axis in REPLICA]
+        # Along the other axes ranks read the same batch.
+        axes = [axis for axis in world.mesh.axes if axis not in world.mesh.batch_axes]
+        self.pending = [world.group((axis,)).all_gather_start(self.mine.unsqueeze(0), 0, SITE) for axis in axes]
 
     def finish(self) -> None:
         """Look at the answers; RuntimeFault on all ranks of all replicas where any two differ within one."""
@@ -51,8 +52,8 @@ class BatchCheck:
     def _fault(self) -> RuntimeFault:
         mesh, seen = self.world.mesh, merge_over_ranks(self.world, {self.world.rank: self.mine.tolist()}, SITE)
         facts = []
-        for dp in range(mesh.d):
-            replica = [rank for rank in sorted(seen) if mesh.coordinate(rank).dp == dp]
+        for number in range(mesh.replicas):
+            replica = [rank for rank in sorted(seen) if mesh.replica_of(rank) == number]
             facts += _differing(replica, seen)
         remedy = (
             "give all ranks of a replica the same batch: DistributedSampler(num_replicas=d, rank=pm.coordinate.dp), "
@@ -80,14 +81,14 @@ def _differing(replica: Sequence[int], seen: dict[int, list[int]]) -> list[str]:
 
 def agree_on_largest(world: World, value: torch.Tensor, site: str) -> int:
     """The largest `value` of all ranks; a collective."""
-    for axis in ("tp", "pp", "dp"):
+    for axis in world.mesh.axes:
         value = world.group((axis,)).all_reduce(value, site, op="max")
     return int(value)
 
 
 def merge_over_ranks(world: World, mine: dict[int, Any], site: str) -> dict[int, Any]:
     """The entries of all ranks; a collective."""
-    for axis in ("tp", "pp", "dp"):
+    for axis in world.mesh.axes:
         parts = world.group((axis,)).gather_objects(mine, site)
         mine = {rank: entry for part in parts for rank, entry in part.items()}
     return mine

@@ -100,7 +100,7 @@ class Executor:
         self._fingerprint = program.fingerprint()
         self.steps = 0
         self.watch: Watch | None = None  # told when each action starts and ends, where somebody wants to know
-        self._order = [(action, str(action)) for action in program.orders[world.coordinate.pp]]
+        self._order = [(action, str(action)) for action in program.orders[world.pipeline_rank]]
         self._rows = program.rows
         self._wires, self._messages = Wires(program), Messages(program, world)
         # Copies: never the user's own storage.
@@ -108,7 +108,7 @@ class Executor:
         self._stages = {
             spec.index: self._load(spec.index)
             for spec in program.stages
-            if program.rank_of_stage(spec.index) == world.coordinate.pp
+            if program.rank_of_stage(spec.index) == world.pipeline_rank
         }
         # Of the loss, on its stage's ranks; all ranks agree at the first step.
         self._seen_dtype: torch.dtype | None = None
@@ -260,7 +260,7 @@ class Executor:
             names = self.program.stages[index].inputs
             counts = [stage.count(**{name: one[name] for name in names}) for one in self._microbatches]
             sums = torch.stack([torch.stack(list(same)).sum().double() for same in zip(*counts, strict=True)])
-            sums = self.world.group(("dp",)).all_reduce(sums, "count of labels")
+            sums = self.world.hops(self.world.mesh.batch_axes).all_reduce(sums, "count of labels")
             self.world.mark()
             dtype = self._loss_dtype or self._seen_dtype
             if self._runs_ahead and dtype is not None:  # the second step or a later one
@@ -300,7 +300,7 @@ class Executor:
         """The dropout masks of a microbatch, which owns its rows of the global batch; an evaluation has none."""
         if not torch.is_grad_enabled():
             return None
-        first = (self.world.coordinate.dp * self.program.num_microbatches + number) * self._rows
+        first = (self.world.replica * self.program.num_microbatches + number) * self._rows
         return Drawing(self.program.seed, self.steps, first, self._rows)
 
     def _backward(self, action: Action) -> None:
@@ -333,11 +333,13 @@ class Executor:
     def _global_loss(self) -> torch.Tensor:
         """Sum the loss over replicas and give it to all ranks, in the dtype that the loss stage computes."""
         self.world.at = "loss"
-        total = self.world.hops(("dp", "pp")).all_reduce(self._loss, "loss")  # tensor ranks compute the same
-        if self.program.mesh.p == 1:
+        mesh = self.world.mesh
+        # Ranks that have other parts of values compute the same loss.
+        total = self.world.hops((*mesh.batch_axes, *mesh.stage_axes)).all_reduce(self._loss, "loss")
+        if mesh.pipeline_ranks == 1:
             return total.to(self._seen_dtype)
         if self._loss_dtype is None:
-            seen = self.world.group(("pp",)).gather_objects(self._seen_dtype, "dtype of the loss")
+            seen = self.world.hops(mesh.stage_axes).gather_objects(self._seen_dtype, "dtype of the loss")
             self._loss_dtype = next(dtype for dtype in seen if dtype is not None)
         return total.to(self._loss_dtype)
 

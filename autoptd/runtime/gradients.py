@@ -107,7 +107,7 @@ class Gradients:
         for spec in trained:
             set_grad_dtype(params.leaves[spec.name], dtype_of(spec.sum_dtype))
         plans = plan_buckets(
-            program.params, program.orders, program.ranks, world.mesh, world.coordinate.pp, bucket_bytes
+            program.params, program.orders, program.ranks, world.mesh, world.pipeline_rank, bucket_bytes
         )
         self.buckets = [bucket for plan in plans if not (bucket := Bucket(plan, world)).is_alone]
         self._bucket_of = {spec.name: bucket for bucket in self.buckets for spec in bucket.specs}
@@ -130,7 +130,7 @@ class Gradients:
         self.begin()
 
     def _stages_here(self, program: Program, spec: ParamSpec) -> list[int]:
-        return [stage for stage in spec.stages if program.rank_of_stage(stage) == self.world.coordinate.pp]
+        return [stage for stage in spec.stages if program.rank_of_stage(stage) == self.world.pipeline_rank]
 
     def begin(self) -> None:
         """Forget what an earlier, perhaps failed, step left."""

@@ -80,7 +80,7 @@ class RunningRanks(ABC):
 
     def replica_of(self, rank: Rank) -> int:
         """Which of the replicas in a call of `step` is that of `rank`."""
-        return rank.world.coordinate.dp if self.replicas > 1 else 0
+        return rank.world.replica if self.replicas > 1 else 0
 
     @property
     def has_rank_0(self) -> bool:
@@ -118,7 +118,7 @@ class LocalRanks(RunningRanks):
     def __init__(self, program: Program, full: Values, device: str = "cpu", timeout: float = 300.0) -> None:
         shared = ThreadWorld(program.mesh, needs_of(program), device, timeout)
         self._pool = Ranks(shared)
-        self.replicas = program.mesh.d
+        self.replicas = program.mesh.replicas
         try:
             self.here = self._pool.run(lambda world: make_rank(program, world, full))
         except BaseException:

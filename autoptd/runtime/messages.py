@@ -50,10 +50,10 @@ class Messages:
 
     def leave(self, send: Action, values: Mapping[str, Tensor]) -> None:
         """Leave a message for its SEND, or hand it over if the other stage is on this rank."""
-        if self._program.rank_of_stage(send.peer) == self._world.coordinate.pp:
+        if self._program.rank_of_stage(send.peer) == self._world.pipeline_rank:
             self._handed[Action(ANSWER[send.kind], send.peer, send.microbatch, send.stage)] = values
             return
-        parcels, tp = self._parcels_of(send), self._world.group(("tp",))
+        parcels, tp = self._parcels_of(send), self._world.group(self._world.mesh.value_axes)
         packed = sorted(name for one in parcels for name in one.names)
         if packed != sorted(values):
             raise InternalError(str(send), f"has {sorted(values)} to send, and parcels for {packed}")
@@ -107,12 +107,12 @@ class Messages:
         return self._parcels.get((*ends, action.kind in (Kind.SEND_B, Kind.RECV_B)), [])
 
     def _channel(self, action: Action) -> Channel:
-        peer = self._world.mesh.move(self._world.rank, pp=self._program.rank_of_stage(action.peer))
+        peer = self._world.mesh.at_stage(self._world.rank, self._program.rank_of_stage(action.peer))
         return self._world.outgoing(peer) if action.kind in ANSWER else self._world.incoming(peer)
 
     def _unpack(self, parcel: Parcel, arrived: Tensor) -> dict[str, Tensor]:
         """The tensors of a parcel by name: views of what arrived."""
-        flat = gather(parcel, arrived, self._world.group(("tp",)))
+        flat = gather(parcel, arrived, self._world.group(self._world.mesh.value_axes))
         shapes = [torch.Size(self._shapes[name]) for name in parcel.names]
         parts = flat.split([shape.numel() for shape in shapes])
         return {name: x.view(shape) for name, x, shape in zip(parcel.names, parts, shapes, strict=True)}

@@ -189,9 +189,9 @@ def resolve_groups(
 
 def gather_state(params: RankParameters, state: Mapping[torch.Tensor, Mapping[str, Any]]) -> State:
     """Return the optimizer's state with full CPU tensors by name on rank 0, {} elsewhere; a collective of all ranks."""
-    at = params.world.coordinate
+    world = params.world
     mine = {}
-    if at.dp == at.tp == 0:
+    if world.leads(world.mesh.batch_axes) and world.leads(world.mesh.value_axes):
         owned = [(spec, x) for spec, x in _local(params) if params.is_first_owner(spec) and x in state]
         mine = {spec.name: {key: _described(value, x) for key, value in state[x].items()} for spec, x in owned}
     everywhere = params.world.everyone().gather_objects(mine, "optimizer state")

@@ -88,11 +88,11 @@ class RankParameters:
                 yield spec, own.clone(memory_format=torch.contiguous_format)  # never the user's own storage
 
     def is_owner(self, spec: ParamSpec) -> bool:
-        return self.world.coordinate.pp in owners(self.program, spec)
+        return self.world.pipeline_rank in owners(self.program, spec)
 
     def is_first_owner(self, spec: ParamSpec) -> bool:
         """Whether this rank's pipeline rank is the one that counts, where several hold copies."""
-        return self.world.coordinate.pp == owners(self.program, spec)[0]
+        return self.world.pipeline_rank == owners(self.program, spec)[0]
 
     def weights_of_stage(self, stage: int) -> dict[str, torch.Tensor]:
         """Leaves of the parameters that `stage` uses, under all their names."""
@@ -192,8 +192,8 @@ def gather_full(
     A collective of all ranks: owners pass their part (laid out as the parameter), others None. `dtype` is the parameter's
     unless said otherwise.
     """
-    world, at = params.world, params.world.coordinate
-    if at.dp != 0:
+    world = params.world
+    if not world.leads(world.mesh.batch_axes):
         return None
     site = f"gather {spec.name}"
     if params.is_first_owner(spec):
@@ -207,9 +207,9 @@ def gather_full(
             full = join_shards(parts, kind.dim, spec.outer, spec.padded_size(world.mesh))
     else:
         full = torch.empty(spec.shape, dtype=dtype or dtype_of(spec.dtype), device=world.device)
-    if at.tp != 0:
+    if not world.leads(world.mesh.value_axes):
         return None
-    full = world.group(("pp",)).broadcast(full, owners(params.program, spec)[0], site)
+    full = world.group(world.mesh.stage_axes).broadcast(full, owners(params.program, spec)[0], site)
     world.mark()
     return full.to("cpu", copy=True) if world.rank == 0 else None
 

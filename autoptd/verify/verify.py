@@ -338,7 +338,7 @@ def masks_of(program: Program, step: int) -> Iterator[None]:
         yield
         return
     spec_of = {one.site: one for one in program.dropouts}
-    rows = program.rows * program.num_microbatches * program.mesh.d
+    rows = program.rows * program.num_microbatches * program.mesh.replicas
 
     def mask_of(site: int, x: torch.Tensor, keep: float) -> torch.Tensor:
         whole = torch.ones(x.shape, device=x.device)

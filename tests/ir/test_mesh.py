@@ -81,3 +81,14 @@ def test_a_coordinate_is_a_mapping_by_name():
         Coordinate(ep=1)
     with pytest.raises(AttributeError):
         _ = at.ep
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_places_by_role(mesh: Mesh):
+    for rank in range(mesh.size):
+        at = mesh.coordinate(rank)
+        assert (mesh.replica_of(rank), mesh.pipeline_rank_of(rank)) == (at.dp, at.pp)
+        assert [mesh.at_stage(rank, pp) for pp in range(mesh.p)] == [mesh.move(rank, pp=pp) for pp in range(mesh.p)]
+    for pp in range(mesh.p):
+        assert mesh.ranks_at(pp) == [mesh.at_stage(rank, pp) for rank in mesh.ranks_at(0)]
+        assert {mesh.pipeline_rank_of(rank) for rank in mesh.ranks_at(pp)} == {pp}

@@ -8,7 +8,7 @@ import pytest
 
 from autoptd.errors import InternalError
 from autoptd.ir.layout import Layout
-from autoptd.ir.mesh import Mesh
+from autoptd.ir.mesh import Mesh, Role
 from autoptd.ir.types import R
 from autoptd.program.buckets import BucketPlan
 from autoptd.program.call_order import check_call_order, find_deadlock
@@ -84,7 +84,7 @@ def test_an_early_sum_over_an_axis_that_backward_uses_is_found() -> None:
 
 def test_the_axes_of_early_sums_carry_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was wrong once: sums over tp that started in a backward."""
-    monkeypatch.setattr("autoptd.program.buckets.EARLY", ("dp", "tp"))
+    monkeypatch.setattr("autoptd.program.buckets.EARLY", (Role.BATCH, Role.VALUES))
     with pytest.raises(InternalError, match="over tp"):
         check_call_order([microbatch("tp")], [[plan("scale", 0, ("tp",), (0,))], []], MESH)
 

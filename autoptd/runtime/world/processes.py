@@ -135,7 +135,7 @@ class DistributedWorld(World):
 
     def _connect(self, needs: Needs) -> None:
         """Create all groups and channels in the order of `needs`, and let them connect."""
-        along_pp = set(self.mesh.groups(("pp",)))
+        along_pp = set(self.mesh.groups(self.mesh.stage_axes))
         handles: dict[tuple[int, ...], dist.ProcessGroup] = {}
         for number, ranks in enumerate(needs.groups(self.mesh)):
             ctas = P2P_CTAS if ranks in along_pp else None
@@ -149,7 +149,7 @@ class DistributedWorld(World):
             self._groups[ranks] = DistributedGroup(self, handle, ranks)
             # NCCL connects at the first use: let it be here, in one order. The group `down` is for its pairs only.
             dist.all_reduce(torch.ones(1, device=self.device), group=handle)
-        up = handles.get(self.mesh.group(self.rank, ("pp",)))
+        up = handles.get(self.mesh.group(self.rank, self.mesh.stage_axes))
         for source, target in needs.channels(self.mesh):
             if self.rank in (source, target):
                 self._open(source, target, up if source < target else down)

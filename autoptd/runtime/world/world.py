@@ -50,11 +50,9 @@ class Needs:
 
     def channels(self, mesh: Mesh) -> list[tuple[int, int]]:
         """(source rank, target rank) of all channels, in the same order on every rank: round by round."""
-        found = []
+        found: list[tuple[int, int]] = []
         for source, target in in_rounds(self.links):
-            for rank in mesh.group(0, ("dp", "tp")):
-                sender, receiver = owner_ranks(mesh, rank, (source,)), owner_ranks(mesh, rank, (target,))
-                found.append((sender[0], receiver[0]))
+            found += zip(mesh.ranks_at(source), mesh.ranks_at(target), strict=True)
         return found
 
 
@@ -74,8 +72,8 @@ def in_rounds(links: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def owner_ranks(mesh: Mesh, rank: int, pp_ranks: Sequence[int]) -> tuple[int, ...]:
-    """Ranks with the (dp, tp) coordinate of `rank` on each of `pp_ranks`, ascending."""
-    return tuple(sorted(mesh.move(rank, pp=pp) for pp in set(pp_ranks)))
+    """The ranks of the pipeline of `rank` at each of `pp_ranks`, ascending."""
+    return tuple(sorted(mesh.at_stage(rank, pp) for pp in set(pp_ranks)))
 
 
 class Pending(ABC):
@@ -257,6 +255,7 @@ class World(ABC):
     def __init__(self, rank: int, mesh: Mesh, device: torch.device, timeout: float) -> None:
         self.rank, self.mesh, self.device, self.timeout = rank, mesh, device, timeout
         self.coordinate = mesh.coordinate(rank)
+        self.replica, self.pipeline_rank = mesh.replica_of(rank), mesh.pipeline_rank_of(rank)
         self.at = "start"
         self._solo = SoloGroup(rank)
         self._along: dict[tuple[str, ...], Group] = {}  # `group`, once asked for
@@ -272,7 +271,7 @@ class World(ABC):
         return self._along[axes]
 
     def owners(self, pp_ranks: Sequence[int]) -> Group:
-        """Return the group of the ranks with this rank's (dp, tp) coordinate on `pp_ranks` (this rank's among them)."""
+        """Return the group of the ranks of this rank's pipeline at `pp_ranks` (this rank's among them)."""
         return self._group_of(owner_ranks(self.mesh, self.rank, pp_ranks))
 
     def hops(self, axes: tuple[str, ...]) -> Hops:
@@ -280,6 +279,10 @@ class World(ABC):
         if axes not in self._hops:
             self._hops[axes] = Hops(self, axes)
         return self._hops[axes]
+
+    def leads(self, axes: Sequence[str]) -> bool:
+        """Whether this rank is the first one along `axes`."""
+        return not any(self.coordinate[axis] for axis in axes)
 
     def everyone(self) -> Hops:
         """Return all ranks, reached along tp, dp and pp one after the other."""
