@@ -155,9 +155,10 @@ class ProcessRank(RunningRanks):
     def run(self, what: str, fn: Callable[[Rank], Result]) -> Result:
         self._world.at = what
         with on_device(self._world.device), unguarded():
-            result = fn(self.here[0])
-            self._world.mark()  # the caller may wait for what was made
-            return result
+            try:
+                return fn(self.here[0])
+            finally:
+                self._world.mark()  # the caller may wait for what was made, after an exception as well
 
     def close(self) -> None:
         self._world.close()

@@ -189,7 +189,9 @@ def test_a_rank_that_is_stopped_is_named(size: int, victim: int, mesh: str, tmp_
         said = launch.out(1) + launch.err(1)
         assert "does not answer: rank 0, or what else hosts " in said or "rank 0 is gone" in said, launch.said()
         return
-    gone = r"RuntimeFault: rank 0 at .*(rank 2 is gone: it was last known at |waited 5 s for rank 2, not arrived)"
+    gone = r"RuntimeFault: rank \d at .*(rank 2 is gone: it was last known at |waited 5 s for rank 2, not arrived)"
     assert re.search(gone, launch.out(0)), launch.said()
-    assert launch.out(0).count("RuntimeFault") == 1 and not launch.out(1) and not launch.out(3), launch.said()
+    assert launch.out(0).count("RuntimeFault") == 1, launch.said()
+    # Gloo's connecting has a limit of its own: where rank 0 hangs in there, another rank does not wait to print for it.
+    assert all(not launch.out(rank) or re.search(gone, launch.out(rank)) for rank in (1, 3)), launch.said()
     assert "t=2 p=2 d=1: " in launch.out(0), "what was found before is told"

@@ -36,7 +36,7 @@ def test_every_value_of_a_field_is_known(name: str) -> None:
     known = {*AXES[name], *(value for field, value in LEFT_OUT if field == name)}
     if declared(name):
         default = {field.name: field.default for field in dataclasses.fields(Options)}[name]
-        assert declared(name) | {default} - {None} <= known <= declared(name) | {default}
+        assert (declared(name) | {default}) - {None} <= known <= declared(name) | {default}
     else:
         assert name == "order" or (name in ("t", "p", "d", "v", "num_microbatches") and min(known) >= 1)
 

@@ -103,7 +103,7 @@ def test_hooks_on_linear_layers_change_no_product(wgrad: str) -> None:
     hooks |= {} if wgrad == "main_grads" else {"delay_wgrad_compute": wgrad}
     mesh = {"t": 2, "p": 2, "num_microbatches": 2, "plan": {"cut": [2, 2]}}  # other schedules ask for other cuts
     (plain, usual), (hooked, work) = (recorded(gpt(), batch(ROWS), mesh | more) for more in ({}, hooks))
-    assert "rt.linear(" in hooked.sources["stage_0.py"]
+    assert "rt.linear(" in "".join(hooked.sources.values())
     for name in ("flops_per_stage", "backward_flops_per_stage", "total_flops"):
         assert getattr(hooked.costs, name) == getattr(plain.costs, name)
     for rank in range(4):

@@ -66,17 +66,19 @@ class Device:
 
     def __init__(self, patience: float | None = None) -> None:
         self.patience, self.is_aborted = patience, False
+        self._lock = threading.Lock()
         self._queue: SimpleQueue[Issued] = SimpleQueue()
         self._all: list[Issued] = []
         threading.Thread(target=self._serve, name="device", daemon=True).start()
 
     def issue(self, start: Start) -> Issued:
-        if self.is_aborted:
-            raise RuntimeError("communicator was aborted")
-        issued = Issued(start, self)
-        self._all = [one for one in self._all if not one.is_completed()] + [issued]
-        self._queue.put(issued)
-        return issued
+        with self._lock:
+            if self.is_aborted:
+                raise RuntimeError("communicator was aborted")
+            issued = Issued(start, self)
+            self._all = [one for one in self._all if not one.is_completed()] + [issued]
+            self._queue.put(issued)
+            return issued
 
     def synchronize(self) -> None:
         """Wait as the host does for a number."""
@@ -84,9 +86,10 @@ class Device:
             one._ended.wait()
 
     def abort(self) -> None:
-        self.is_aborted = True
-        for one in self._all:
-            one.end()
+        with self._lock:
+            self.is_aborted = True
+            for one in self._all:
+                one.end()
 
     def _serve(self) -> None:
         while True:
