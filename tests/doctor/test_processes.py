@@ -175,7 +175,9 @@ def test_a_rank_that_never_comes_is_named(absent: int, tmp_path: Path) -> None:
     assert page_blocks()[2].strip() in re.sub(r"rank \d at start", "rank 0 at start", text)
 
 
-@pytest.mark.parametrize(("size", "victim", "mesh"), [(4, 2, "t=1 p=2 d=2"), (2, 0, "t=2 p=1 d=1")])
+@pytest.mark.parametrize(
+    ("size", "victim", "mesh"), [(4, 2, "t=1 p=2 d=2"), pytest.param(2, 0, "t=2 p=1 d=1", marks=pytest.mark.thorough)]
+)
 def test_a_rank_that_is_stopped_is_named(size: int, victim: int, mesh: str, tmp_path: Path) -> None:
     """Stopped, not ended: its connections stay open, and nothing fails but by the timeout."""
     launch = Launch(tmp_path, size, "--timeout", "5")
