@@ -41,7 +41,7 @@ def all_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verify_module, "CHECKS", ("reload", "evaluation"))
 
 
-@pytest.mark.parametrize("case", thinned(CASES, every=4), ids=lambda case: "-".join(map(str, case["mesh"])))
+@pytest.mark.parametrize("case", thinned(CASES, every=8), ids=lambda case: "-".join(map(str, case["mesh"])))
 @pytest.mark.usefixtures("all_checks")
 def test_case(case: Case) -> None:
     try:

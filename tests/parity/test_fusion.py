@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import autoptd
+from tests.thin import thinned
 
 VOCAB, TOKENS = 64, 32
 
@@ -175,7 +176,7 @@ HOOKS: dict[str, tuple[dict[str, Any], str]] = {  # options, and what takes the 
 
 
 @pytest.mark.parametrize("hooks", HOOKS)
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("name", thinned(["gpt2", "llama"]))
 def test_a_head_with_its_loss_beside_hooks_on_linear_layers(name: str, hooks: str) -> None:
     """GPT-2's head is the embedding too: in the same stage here."""
     torch.manual_seed(0)
