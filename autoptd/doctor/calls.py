@@ -259,7 +259,7 @@ METHODS: dict[str, tuple[tuple[torch.dtype, ...], Make]] = {
 
 def peer(world: World, pp: int) -> int:
     """The rank with this rank's dp and tp coordinates on pipeline rank `pp`."""
-    return world.mesh.move(world.rank, pp=pp)
+    return world.mesh.at_stage(world.rank, pp)
 
 
 def check_channels(checks: Checks, links: Sequence[tuple[int, int]], counts: Sequence[int]) -> None:

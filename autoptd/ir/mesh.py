@@ -134,10 +134,6 @@ class Mesh:
         """The rank at a coordinate."""
         return sum(self.strides[axis] * place for axis, place in at.items())
 
-    def move(self, rank: int, **places: int) -> int:
-        """The rank whose coordinate is that of `rank`, but for `places`."""
-        return self.rank({**self.coordinate(rank), **places})
-
     def group(self, rank: int, axes: Sequence[str]) -> tuple[int, ...]:
         """Ranks that differ from `rank` along `axes` only, in ascending order, `rank` included."""
         at = self.coordinate(rank)

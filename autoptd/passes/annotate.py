@@ -19,7 +19,6 @@ from autoptd.passes.solve.assign import Assignment, assign_tensor, find_plan
 from autoptd.passes.solve.batch import assign_batch, check_literals
 from autoptd.passes.solve.dropout_rows import place_rows
 from autoptd.passes.solve.fallbacks import note_fallbacks
-from autoptd.passes.solve.policies import POLICY
 from autoptd.passes.solve.shard_pins import find_pins, keep_layouts
 from autoptd.passes.solve.strategies import KeptPlan, Splitter
 from autoptd.passes.solve.symbols import name_axes
@@ -50,7 +49,7 @@ def annotate(
     if whole is not None:
         check_literals(graph, whole, constants)
     pins = find_pins(graph, shard) if layouts is None else keep_layouts(graph, layouts)
-    axis = POLICY.axis
+    (axis,) = mesh.value_axes
     if mesh.degree(axis) == 1:
         split = [pin for pin in pins.values() if pin.dim is not None]
         if split:

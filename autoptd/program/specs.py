@@ -36,9 +36,10 @@ class InputSpec:
 class ParamSpec:
     """One parameter of the model, once, however many names (`aliases`, `name` first) it is tied under.
 
-    `type` is its type over tp (I, R or S), `shape` and `dims` are global, `stages` are the stages that use it. `adds` tells,
-    for each of them, how often the backward (and W) of one microbatch adds to the gradient; empty for once each. `grad_dtype`
-    is the dtype in which gradients add up, where that was asked for: then the parameter has a `main_grad`.
+    `layout` has its type over every axis (I, R or S), `shape` and `dims` are global, `stages` are the stages that use
+    it. `adds` tells, for each of them, how often the backward (and W) of one microbatch adds to the gradient; empty for
+    once each. `grad_dtype` is the dtype in which gradients add up, where that was asked for: then the parameter has a
+    `main_grad`.
     """
 
     name: str

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from autoptd.errors import RuntimeFault
-from autoptd.ir.mesh import Role
 from autoptd.program.specs import ParamSpec
 from autoptd.runtime.check_batch import agree_on_largest, merge_over_ranks
 from autoptd.runtime.fingerprint import fingerprint_of
@@ -56,7 +55,7 @@ def _comparisons(params: RankParameters) -> Iterator[tuple[Group, list[ParamSpec
     # An I is updated by each rank for itself; on CUDA, operators whose sums have no fixed order let such copies
     # differ in the last bits.
     kinds = "R" if world.device.type == "cuda" else "IR"
-    for axis in mesh.axes_of(Role.VALUES):
+    for axis in mesh.value_axes:
         type_of = {spec: spec.layout[axis] for spec in local}
         yield world.group((axis,)), [spec for spec, kind in type_of.items() if kind.kind in kinds], mesh.degree(axis)
         for copies in sorted({kind.copies for kind in type_of.values() if kind.kind == "S"} - {1}):

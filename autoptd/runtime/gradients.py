@@ -23,7 +23,6 @@ import torch
 
 from autoptd.compat import set_grad_dtype
 from autoptd.errors import InternalError, PlanError
-from autoptd.ir.mesh import Role
 from autoptd.kernels.forms import wide
 from autoptd.program.buckets import BUCKET_BYTES, BucketPlan, plan_buckets
 from autoptd.program.program import Program
@@ -241,7 +240,7 @@ def grad_norm(params: RankParameters) -> torch.Tensor:
 
 def is_first_holder(spec: ParamSpec, world: World) -> bool:
     """Whether this rank is the first of those that hold its piece of a parameter, along the axes that cut values."""
-    for axis in world.mesh.axes_of(Role.VALUES):
+    for axis in world.mesh.value_axes:
         kind = spec.layout[axis]
         holders = kind.copies if kind.kind == "S" else world.mesh.degree(axis)
         if world.coordinate[axis] % holders:

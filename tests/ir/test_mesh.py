@@ -88,7 +88,9 @@ def test_places_by_role(mesh: Mesh):
     for rank in range(mesh.size):
         at = mesh.coordinate(rank)
         assert (mesh.replica_of(rank), mesh.pipeline_rank_of(rank)) == (at.dp, at.pp)
-        assert [mesh.at_stage(rank, pp) for pp in range(mesh.p)] == [mesh.move(rank, pp=pp) for pp in range(mesh.p)]
+        assert [mesh.at_stage(rank, pp) for pp in range(mesh.p)] == [
+            mesh.rank({**at, "pp": pp}) for pp in range(mesh.p)
+        ]
     for pp in range(mesh.p):
         assert mesh.ranks_at(pp) == [mesh.at_stage(rank, pp) for rank in mesh.ranks_at(0)]
         assert {mesh.pipeline_rank_of(rank) for rank in mesh.ranks_at(pp)} == {pp}
