@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from autoptd.reports.diff import diff
     from autoptd.reports.progress import Progress
 
+__version__ = "0.1.0"
+
 HOMES = {  # module -> the public names that it has
     "api": ("Machine", "ParallelModel", "Program", "compile", "parallelize", "verify"),
     "errors": ("AutoptdError", "InternalError", "PlanError", "RuntimeFault", "TraceError"),

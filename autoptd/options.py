@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from autoptd.errors import PlanError
+from autoptd.ir.elsewhere import remedy_for
 from autoptd.ir.fusion import FUSED
 from autoptd.ir.machine import Machine, find_machine, spelled
 from autoptd.ir.machine_files import machine_names
@@ -170,7 +171,9 @@ class Options:
     fuse_only: Sequence[str] | None = field(
         default=None, metadata=_about("list", f"of {', '.join(FUSED)}, only these", metavar="A,B", **IN_PLAN)
     )
-    memory: float | None = field(default=None, metadata=_about("bytes", "of a rank: 80e9, 80GB or 80GiB", **IN_PLAN))
+    memory: float | str | None = field(  # a float, once checked
+        default=None, metadata=_about("bytes", "of a rank: 80e9, 80GB or 80GiB", **IN_PLAN)
+    )
     memory_price: float | None = field(default=None, metadata=_about(**IN_PLAN))
     machine: str | Machine | Mapping[str, Any] | None = field(  # once checked, as a plan spells it
         default=None,
@@ -209,6 +212,7 @@ class Options:
         if is_path(self.schedule):
             object.__setattr__(self, "schedule", Path(str(self.schedule)))
         object.__setattr__(self, "machine", spelled(self.machine))
+        object.__setattr__(self, "memory", _check_memory(self.memory))
         self._check_schedule()
         self._check_numbers()
 
@@ -235,8 +239,6 @@ class Options:
         if isinstance(self.fuse_only, str) or unknown:
             remedy = f"a list of: {', '.join(FUSED)}"
             raise PlanError(f"fuse_only={self.fuse_only!r}", "names no fused operators", remedy)
-        if self.memory is not None and not self.memory > 0:
-            raise PlanError(f"memory={self.memory}", "no positive number of bytes", "for example memory=80e9")
         if self.memory_price is not None and not 0 <= self.memory_price < math.inf:
             raise PlanError(f"memory_price={self.memory_price}", "no price in seconds per byte", "leave it out")
         if not self.timeout > 0:
@@ -250,7 +252,7 @@ class Options:
     def rank_machine(self) -> Machine:
         """What a rank can do and hold."""
         machine = find_machine(self.machine)
-        return machine if self.memory is None else replace(machine, memory=self.memory)
+        return machine if self.memory is None else replace(machine, memory=float(self.memory))
 
     @property
     def schedule_name(self) -> str:
@@ -276,7 +278,7 @@ def make_options(*, plan: Any = None, **keywords: Any) -> Options:
             raise PlanError(f"{name}={value!r}", f"{missing.feature} is not there yet", f"leave the keyword {name} out")
     for name in keywords:
         if name not in KEYWORDS:
-            raise PlanError(f"{name}=", "no such keyword", nearest(name, sorted(KEYWORDS)))
+            raise PlanError(f"{name}=", "no such keyword", remedy_for(name) or nearest(name, sorted(KEYWORDS)))
     keywords = {name: value for name, value in keywords.items() if value is not None}
     if plan is None:
         return Options(**keywords)
@@ -308,6 +310,27 @@ def check_schedule(name: str, v: int) -> None:
         others = [other for other, chunks in SCHEDULES.items() if chunks in (0, v)]
         fact = f"schedule={name!r} runs {SCHEDULES[name]} model chunk{'s' * (SCHEDULES[name] > 1)} per pipeline rank"
         raise PlanError(f"v={v}", fact, f"v={SCHEDULES[name]}, or a schedule in {{{', '.join(others)}}}")
+
+
+def parse_bytes(text: str) -> float:
+    """Bytes of `80e9`, `80GB` or `80GiB`; ValueError for what is not a number of bytes."""
+    for unit, size in (("KiB", 2.0**10), ("MiB", 2.0**20), ("GiB", 2.0**30), ("KB", 1e3), ("MB", 1e6), ("GB", 1e9)):
+        if text.endswith(unit):
+            return float(text.removesuffix(unit)) * size
+    return float(text)
+
+
+def _check_memory(memory: Any) -> float | None:
+    """A rank's memory in bytes; PlanError for what is not a positive number of them."""
+    if memory is None:
+        return None
+    try:
+        nbytes = parse_bytes(memory) if isinstance(memory, str) else memory
+        if not isinstance(nbytes, bool) and nbytes > 0:
+            return nbytes
+    except (TypeError, ValueError):
+        pass
+    raise PlanError(f"memory={memory!r}", "is not a positive number of bytes", "for example memory=80e9 or '80GB'")
 
 
 def _check_degree(name: str, value: Any) -> None:

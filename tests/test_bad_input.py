@@ -130,9 +130,24 @@ def test_a_feature_that_is_not_there_yet(name: str) -> None:
         compile_gpt(**{name: FUTURE[name]})
 
 
-def test_a_keyword_that_does_not_exist() -> None:
-    with pytest.raises(autoptd.PlanError, match="tensor_parallel=: no such keyword"):
-        compile_gpt(tensor_parallel=2)
+ELSEWHERE = {
+    "tp": "it is called t here",
+    "pipeline_model_parallel_size": "it is called p here",
+    "dp": "it is called d here",
+    "bf16": "model.to",
+    "mixed_precision": "mixed precision is not there yet",
+    "fp16": "leave it out",
+    "world_size": "--nproc-per-node",
+    "gradient_accumulation_steps": "num_microbatches",
+    "max_grad_norm": "clip_grad_norm_",
+    "sequence_paralel": "sequence_parallel",
+}
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_a_keyword_that_does_not_exist(name: str) -> None:
+    with pytest.raises(autoptd.PlanError, match=rf"^{name}=: no such keyword\. Remedy: .*{ELSEWHERE[name]}"):
+        compile_gpt(**{name: 2})
 
 
 @pytest.mark.parametrize("wrong", [{"t": 0}, {"p": 1.5}, {"d": "2"}, {"schedule": "zigzag"}, {"v": 2}, {"timeout": 0}])

@@ -40,7 +40,7 @@ def test_a_new_keyword_has_a_flag_and_is_handed_on(monkeypatch: pytest.MonkeyPat
     assert "--new-way" not in commands["show"].format_help() and "--new-way" in commands["train"].format_help()
     asked = parse("train gpt2 --new-degree 4 --new-way left --t 2 --option nan=ignore".split())
     assert keywords_of(asked) == {"t": 2, "new_degree": 4, "new_way": "left", "nan": "ignore"}
-    with pytest.raises(SystemExit):
+    with pytest.raises(autoptd.PlanError, match="--new-way: invalid choice"):
         parse("train gpt2 --new-way up".split())
 
 

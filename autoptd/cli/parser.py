@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, NoReturn
 
+from autoptd import __version__
 from autoptd.cli.settings import read_settings
 from autoptd.errors import PlanError
-from autoptd.options import KEYWORDS, SCHEDULES
+from autoptd.ir.elsewhere import remedy_for
+from autoptd.ir.plan import nearest
+from autoptd.options import KEYWORDS, SCHEDULES, parse_bytes
 
 MODEL = """MODEL is one of
   gpt2, gpt3-175b, llama-3-8b, ...   a well-known size; `autoptd show --list` has all of them
@@ -72,14 +74,16 @@ EXAMPLES = {
 
 
 def parse(arguments: Sequence[str]) -> Namespace:
-    """Return what is asked; PlanError for a configuration that does not fit. Wrong flags end the process with 2."""
+    """Return what is asked; PlanError for what cannot be asked."""
     parser, commands = make_parser()
     if arguments and arguments[0] in commands:
         chosen = commands[arguments[0]]
         file = _config_of(arguments)
         if file is not None and "config" in _names(chosen):
             chosen.set_defaults(**read_settings(file, _names(chosen) - {"config", "debug", "help"}))
-    asked = parser.parse_args(arguments)
+    asked, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        raise _unknown_argument(asked.command, commands[asked.command], unknown[0])
     for name in COUNTS if asked.command != "plan" else ():
         value = getattr(asked, name, None)
         if isinstance(value, int) and value < 1:
@@ -92,16 +96,34 @@ def parse(arguments: Sequence[str]) -> Namespace:
     return asked
 
 
+class Parser(ArgumentParser):
+    """An `ArgumentParser` whose errors are those of all commands: one line that names site, fact and remedy."""
+
+    def error(self, message: str) -> NoReturn:
+        site, _, fact = message.removeprefix("argument ").rpartition(": ")
+        raise PlanError(site or self.prog, fact, f"{self.prog} --help lists what it takes")
+
+
+def _unknown_argument(name: str, command: ArgumentParser, word: str) -> PlanError:
+    """What is said of an argument that a command does not take."""
+    if not word.startswith("-"):
+        return PlanError(word, f"autoptd {name} does not take it", f"autoptd {name} --help lists what it takes")
+    flag = word.partition("=")[0]
+    known = [option for action in command._actions for option in action.option_strings if option.startswith("--")]
+    called_here = remedy_for(flag.lstrip("-").replace("-", "_"))
+    return PlanError(flag, f"is not a flag of autoptd {name}", called_here or nearest(flag, known))
+
+
 def make_parser() -> tuple[ArgumentParser, dict[str, ArgumentParser]]:
     """The parser, and those of its commands by name."""
-    parser = ArgumentParser(
+    parser = Parser(
         "autoptd",
         description="Write the model for one device; train it on any (t, p, d).",
         epilog=f"examples:\n{EXAMPLES['']}\n\nautoptd COMMAND --help says more.",
         formatter_class=RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action="version", version=f"autoptd {_version()}")
+    parser.add_argument("--version", action="version", version=f"autoptd {__version__}")
     places = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands: dict[str, ArgumentParser] = {}
 
@@ -267,19 +289,11 @@ def _add_planning(parser: ArgumentParser) -> None:
     parser.add_argument("--config", metavar="FILE", help="flags from a TOML, YAML or JSON file")
 
 
-def parse_bytes(text: str) -> float:
-    """Bytes of `80e9`, `80GB` or `80GiB`; ValueError for what is no number."""
-    for unit, size in (("KiB", 2.0**10), ("MiB", 2.0**20), ("GiB", 2.0**30), ("KB", 1e3), ("MB", 1e6), ("GB", 1e9)):
-        if text.endswith(unit):
-            return float(text.removesuffix(unit)) * size
-    return float(text)
-
-
 def _bytes(text: str) -> float:
     try:
         return parse_bytes(text)
     except ValueError as error:
-        raise ArgumentTypeError(f"{text!r} is no number of bytes: 80e9, 80GB or 80GiB") from error
+        raise ArgumentTypeError(f"{text!r} is not a number of bytes: 80e9, 80GB or 80GiB") from error
 
 
 def _switch(text: str) -> bool | str:
@@ -327,11 +341,4 @@ def _names(parser: ArgumentParser) -> set[str]:
     return {action.dest for action in parser._actions}
 
 
-def _version() -> Any:
-    try:
-        return version("autoptd")
-    except PackageNotFoundError:  # run from a checkout
-        return "(not installed)"
-
-
-__all__ = ["make_parser", "parse", "parse_bytes"]
+__all__ = ["make_parser", "parse"]

