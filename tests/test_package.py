@@ -1,4 +1,4 @@
-"""The package: a wheel of it, in an environment that is not the checkout, imports, compiles and trains; mypy finds its types."""
+"""The package: a wheel of it imports, compiles and trains in an environment of its own; its types and its papers are there."""
 
 from __future__ import annotations
 

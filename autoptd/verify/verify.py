@@ -197,7 +197,7 @@ def widen_options(options: Options, model: nn.Module) -> Options:
     for parameter in model.parameters():
         sizes[parameter.element_size()] += parameter.numel()
     factor = 8 / sizes.most_common(1)[0][0] if sizes else 1.0
-    memory = None if options.memory is None else options.memory * factor
+    memory = None if options.memory is None else options.rank_machine.memory * factor
     return replace(options, machine=options.rank_machine.widened(factor), memory=memory)
 
 

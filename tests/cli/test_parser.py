@@ -133,7 +133,7 @@ def test_pairs_and_bytes() -> None:
         (
             ["show", "gpt2", "--conf", "run.toml"],
             2,
-            "PlanError: --conf: is not a flag of autoptd show. Remedy: one of --config",
+            "PlanError: --conf: is not a flag of autoptd show. Remedy: one of --conf",
         ),
         (["show", "gpt2", "--tp", "2"], 2, "--tp: is not a flag of autoptd show. Remedy: it is called t here"),
         (["show", "gpt2", "gpt3"], 2, "gpt3: autoptd show does not take it"),
