@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import time
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 import torch._decomp.decompositions
 import torch.distributed as dist
+import torch.export._trace
 import torch.fx.proxy
 import torch.utils.checkpoint
 from torch._ops import OpOverload, OpOverloadPacket
@@ -55,7 +57,7 @@ def light_export() -> Iterator[None]:
     """
     names = vars(torch.fx.proxy)
     known = names.get("CapturedTraceback")  # a release that does not have it records stacks in its own way
-    with _use_lazy_graph_module(True):
+    with _use_lazy_graph_module(True), _quiet_failures():
         if known is not None:
             names["CapturedTraceback"] = _UserFrames
         try:
@@ -64,6 +66,20 @@ def light_export() -> Iterator[None]:
         finally:
             if known is not None:
                 names["CapturedTraceback"] = known
+
+
+@contextmanager
+def _quiet_failures() -> Iterator[None]:
+    """Keep torch.export from printing the graph so far, a page of it, before it raises: the `TraceError` names the line."""
+    logger = logging.getLogger("torch.fx.experimental.symbolic_shapes")
+    names, level = vars(torch.export._trace), logger.level
+    names["print"] = lambda *args, **kwargs: None
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        del names["print"]
+        logger.setLevel(level)
 
 
 @contextmanager

@@ -12,12 +12,10 @@ torch.export does the tracing; what it would lose silently is refused here or re
 from __future__ import annotations
 
 import inspect
-import logging
 import operator
 import re
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -128,7 +126,7 @@ def _export(
     device = next((p.device.type for p in wrapper.parameters()), "cpu")
     try:
         autocast = torch.autocast(device if device != "meta" else "cpu", enabled=False)
-        with watch_tracing(wrapper.model) as met, autocast, torch.enable_grad(), light_export(), quiet_shapes():
+        with watch_tracing(wrapper.model) as met, autocast, torch.enable_grad(), light_export():
             exported = torch.export.export(wrapper, args, kwargs, strict=False)
         check_functions(met.functions)
         return exported, tuple(checkpoint_sites(wrapper.model, met.checkpointed))
@@ -142,18 +140,6 @@ def _export(
             raise TraceError(line, fact, VALUE_REMEDY) from error
         remedy = "the model must run on these example inputs; torch.export must be able to trace it"
         raise TraceError(line, f"cannot be traced: {type(error).__name__}: {fact}", remedy) from error
-
-
-@contextmanager
-def quiet_shapes() -> Iterator[None]:
-    """Without what torch logs of a size that follows from values, a page of it: the `TraceError` says it in a line."""
-    logger = logging.getLogger("torch.fx.experimental.symbolic_shapes")
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
 
 
 def _user_line(error: BaseException) -> str:
