@@ -5,6 +5,8 @@ In: the LOCAL graph, what was captured, the options. Out: the records of `progra
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch.fx import Graph
 
@@ -67,6 +69,16 @@ def crossing_spec(one: codegen.Crossing) -> CrossingSpec:
     why = "; ".join(part for part in (codegen.origin_text(one.node), record.placement) if part)
     kind_letter = next((kind.kind for _, kind in record.layout.over_mesh), I.kind)
     return CrossingSpec(one.name, one.source, one.targets, shape, dtype, record.needs_grad, kind_letter, why)
+
+
+def crossing_links(crossings: Sequence[CrossingSpec]) -> list[tuple[int, int, bool]]:
+    """(source, target, whether a gradient comes back) of every two stages between which something crosses."""
+    merged: dict[tuple[int, int], bool] = {}
+    for crossing in crossings:
+        for target in crossing.targets:
+            has_grad = merged.get((crossing.source, target), False)
+            merged[crossing.source, target] = has_grad or crossing.has_grad
+    return [(*pair, has_grad) for pair, has_grad in sorted(merged.items())]
 
 
 def stage_spec(index: int, file: codegen.StageFile) -> StageSpec:

@@ -22,9 +22,9 @@ from dataclasses import dataclass, replace
 from torch.fx import Graph, Node
 
 from autoptd.ir import markers
-from autoptd.ir.machine import Machine
 from autoptd.ir.notes import note, op_name, ops, tensor
 from autoptd.ir.sizes import Sizes, local_shapes
+from autoptd.passes.context import Context
 from autoptd.passes.hook_gemms import gather_again
 from autoptd.passes.ops.costs import VIEWS
 
@@ -68,16 +68,19 @@ def saved_bytes(graph: Graph, sizes: Sizes) -> float:
     return sum(_bytes_saved(node, sizes) for node in ops(graph))
 
 
-def price_memory(machine: Machine, price: float, in_flight: float) -> Machine:
-    """The machine for which a byte that a rank holds costs `price` seconds per microbatch beside what it costs anyhow.
+def price_memory(ctx: Context, price: float) -> Context:
+    """The context in which a byte that a rank holds costs `price` seconds per microbatch beside what it costs anyhow.
 
     A parameter is held four times; what is saved for backward, once for each of the traced microbatches in flight.
     """
-    return replace(
+    machine = ctx.options.rank_machine
+    in_flight = max(map(max, ctx.live)) * ctx.rows / ctx.traced_rows
+    priced = replace(
         machine,
         per_parameter_byte=machine.per_parameter_byte + price * COPIES,
         per_saved_byte=machine.per_saved_byte + price * in_flight,
     )
+    return replace(ctx, machine=priced, options=replace(ctx.options, memory_price=price or None))
 
 
 def _positions(user: Node, order: dict[Node, int], readers: dict[Node, set[int]]) -> set[int]:

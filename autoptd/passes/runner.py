@@ -1,0 +1,232 @@
+"""Run passes one after the other, and hold each of them to what it says of itself.
+
+A pass is a function of a graph and a `Context`. It changes the graph in place (or returns another), and leaves what it finds
+in `ctx.found`. Its contract stands above it:
+
+    @graph_pass(takes=Form.ANNOTATED, gives=Form.CONNECTED, changes=("calls", "extra"), ensures=check)
+    def communicate(graph: Graph, ctx: Context) -> None: ...
+
+In: the passes, a graph in the form that the first one takes, the context. Out: the graph in the form that the last one gives;
+`Record` has a copy of it in every form before. A broken contract is an InternalError that names the pass.
+
+    record = Record()
+    graph = run_passes((annotate, communicate), copy_graph(traced), ctx, record)
+    record.graphs["ANNOTATED"], record.seconds["communicate"]
+
+A pass that is called by itself, as in its tests, is the bare function.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from enum import IntEnum
+from operator import attrgetter
+from typing import Any
+
+from torch.fx import Graph, Node
+
+from autoptd.errors import InternalError
+from autoptd.ir.notes import Note, copy_graph, note
+from autoptd.passes.context import Context
+from autoptd.passes.dump import write_forms
+
+Body = Callable[[Graph, Context], Graph | None]
+Check = Callable[[Graph, Context], None]  # raises InternalError
+CALLS = "calls"  # beside the fields of a Note, what a pass may change: which operators there are, and their arguments
+KEPT = tuple(item.name for item in fields(Note) if item.name != "extra")
+facts_of = attrgetter(*KEPT)
+
+
+class Form(IntEnum):
+    """What is true of a graph; later forms say more."""
+
+    TRACED = 0
+    ANNOTATED = 1
+    CONNECTED = 2
+    CUT = 3
+    LOCAL = 4
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A pass with its contract.
+
+    It takes a graph of one form and gives one of another, or of the same. Of the nodes that it takes it `changes` only these
+    fields of their notes (`extra` always), and calls only with "calls". It `finds` these of the context's `Findings`.
+    `requires` and `ensures` verify the graph before and after it.
+    """
+
+    run: Body
+    takes: Form
+    gives: Form
+    changes: frozenset[str]
+    finds: tuple[str, ...] = ()
+    requires: Check | None = None
+    ensures: Check | None = None
+
+    @property
+    def name(self) -> str:
+        return self.run.__name__
+
+    def __call__(self, graph: Graph, ctx: Context) -> Graph:
+        made = self.run(graph, ctx)
+        return graph if made is None else made
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.takes.name} -> {self.gives.name})"
+
+
+def graph_pass(
+    *,
+    takes: Form,
+    gives: Form,
+    changes: Sequence[str] = (),
+    finds: Sequence[str] = (),
+    requires: Check | None = None,
+    ensures: Check | None = None,
+) -> Callable[[Body], Pass]:
+    """Make a pass of a function of (graph, context): see `Pass`."""
+    unknown = set(changes) - {CALLS, *KEPT}
+    if unknown:
+        raise InternalError("graph_pass", f"notes have no {', '.join(sorted(unknown))}")
+
+    def decorate(run: Body) -> Pass:
+        return Pass(run, takes, gives, frozenset(changes), tuple(finds), requires, ensures)
+
+    return decorate
+
+
+class Record:
+    """What a run leaves behind: the graph in every form, and the CPU seconds of every pass, of their contracts and of copies.
+
+    With AUTOPTD_DUMP=out/ in the environment every form is written to out/passes as it is reached, unless `dump` is False.
+    With `every_pass`, `after` has a copy of the graph after each pass.
+    """
+
+    def __init__(self, *, every_pass: bool = False, dump: bool = True) -> None:
+        self.graphs: dict[str, Graph] = {}
+        self.after: dict[str, Graph] = {}
+        self.seconds: dict[str, float] = {}
+        self._every_pass = every_pass
+        self._folder = os.environ.get("AUTOPTD_DUMP") if dump else None
+
+    def keep(self, form: Form, graph: Graph) -> None:
+        """Keep `graph`, which nobody changes any more."""
+        self.graphs[form.name] = graph
+        if self._folder:
+            write_forms(self.graphs, self._folder)
+
+    def add(self, made: Pass, graph: Graph) -> None:
+        """Take notice of the graph behind a pass."""
+        if self._every_pass:
+            self.after[made.name] = copy_graph(graph)
+
+    @contextmanager
+    def timed(self, what: str) -> Iterator[None]:
+        """Add the seconds of a block."""
+        start = time.thread_time()
+        try:
+            yield
+        finally:
+            self.seconds[what] = self.seconds.get(what, 0.0) + time.thread_time() - start
+
+
+def run_passes(passes: Sequence[Pass], graph: Graph, ctx: Context, record: Record) -> Graph:
+    """Run `passes` on `graph`, which they change; return what the last one gives."""
+    form = passes[0].takes
+    for each in passes:
+        if each.takes != form:
+            raise InternalError(str(each), f"takes a graph that is {each.takes.name}, and gets one that is {form.name}")
+        if each.gives != form:
+            with record.timed("copies"):
+                record.keep(form, copy_graph(graph))
+        graph, form = _run_pass(each, graph, ctx, record), each.gives
+        record.add(each, graph)
+    record.keep(form, graph)
+    return graph
+
+
+def _run_pass(each: Pass, graph: Graph, ctx: Context, record: Record) -> Graph:
+    """Run one pass between its checks; InternalError where it breaks its contract."""
+    with record.timed("contracts"):
+        if each.requires is not None:
+            _verify(each, "requires", each.requires, graph, ctx)
+        before = _Seen(graph)
+    with record.timed(each.name):
+        graph = each(graph, ctx)
+    with record.timed("contracts"):
+        findings = [*_missing(each, ctx), *before.changes(graph, each.changes)]
+        if findings:
+            raise InternalError(str(each), "; ".join(findings))
+        if each.ensures is not None:
+            _verify(each, "ensures", each.ensures, graph, ctx)
+    return graph
+
+
+def _verify(each: Pass, what: str, check: Check, graph: Graph, ctx: Context) -> None:
+    try:
+        check(graph, ctx)
+    except InternalError as error:
+        raise InternalError(f"{each} {what} {error.site}", error.fact) from error
+
+
+def _missing(each: Pass, ctx: Context) -> Iterator[str]:
+    for name in each.finds:
+        if not ctx.found.has(name):
+            yield f"should find {name}, and has not"
+
+
+@dataclass
+class _Seen:
+    """A graph as it was: by a node's name its call and what was noted of it, for a pass may return a copy."""
+
+    graph: Graph
+    calls: dict[str, object] = field(default_factory=dict)
+    facts: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for node in self.graph.nodes:
+            self.calls[node.name] = _call(node)
+            self.facts[node.name] = facts_of(note(node))
+
+    def changes(self, graph: Graph, allowed: frozenset[str]) -> Iterator[str]:
+        """What has changed that may not, the first node of each kind."""
+        found: dict[str, Node] = {}
+        for node in graph.nodes:
+            if node.name not in self.facts:
+                found.setdefault(CALLS, node)
+                continue
+            if CALLS not in allowed and _call(node) != self.calls[node.name]:
+                found.setdefault(CALLS, node)
+            now, before = facts_of(note(node)), self.facts[node.name]
+            if now != before:
+                for name, new, old in zip(KEPT, now, before, strict=True):
+                    if new != old:
+                        found.setdefault(name, node)
+        for name, node in found.items():
+            if name not in allowed:
+                yield f"changes {name} of {node.name}, and may change {', '.join(sorted(allowed)) or 'nothing'}"
+        if CALLS not in allowed and len(graph.nodes) < len(self.facts):
+            yield f"removes {len(self.facts) - len(graph.nodes)} nodes"
+
+
+def _call(node: Node) -> object:
+    """What a node calls, and with what."""
+    return node.target, node.args, node.kwargs
+
+
+def up_to(form: Form, passes: Sequence[Pass]) -> tuple[Pass, ...]:
+    """Those passes that give a graph of this form, or an earlier one."""
+    return tuple(each for each in passes if each.gives <= form)
+
+
+def beyond(form: Form, passes: Sequence[Pass]) -> tuple[Pass, ...]:
+    """The passes that follow `up_to(form, passes)`."""
+    return tuple(each for each in passes if each.gives > form)
+
+
+__all__ = ["Form", "Pass", "Record", "beyond", "graph_pass", "run_passes", "up_to"]
