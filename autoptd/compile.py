@@ -24,7 +24,7 @@ from autoptd.batch import Batch, Traces, capture_rows, plan_batch, split_call, t
 from autoptd.errors import PlanError
 from autoptd.ir.buffers import Buffers
 from autoptd.ir.mesh import Mesh
-from autoptd.ir.notes import copy_graph, note
+from autoptd.ir.notes import note
 from autoptd.ir.plan import Plan
 from autoptd.ir.sizes import local_shape
 from autoptd.options import Options, make_options
@@ -179,7 +179,7 @@ def place(traced: Graph, ctx: Context, record: Record) -> tuple[Graph, Context]:
 
     def solve(price: float) -> tuple[Graph, Context]:
         priced = passes.price_memory(ctx, price)
-        return run_passes(up_to(Form.CUT, PASSES), copy_graph(traced), priced, record), priced
+        return run_passes(up_to(Form.CUT, PASSES), traced, priced, record), priced
 
     unit = 1 / ctx.options.rank_machine.link_bandwidth
     return fit(solve, first=ctx.options.memory_price or 0.0, unit=unit)[0]

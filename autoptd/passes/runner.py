@@ -7,10 +7,10 @@ in `ctx.found`. Its contract stands above it:
     def communicate(graph: Graph, ctx: Context) -> None: ...
 
 In: the passes, a graph in the form that the first one takes, the context. Out: the graph in the form that the last one gives;
-`Record` has a copy of it in every form before. A broken contract is an InternalError that names the pass.
+`Record` has it in every form before. A broken contract is an InternalError that names the pass.
 
     record = Record()
-    graph = run_passes((annotate, communicate), copy_graph(traced), ctx, record)
+    graph = run_passes((annotate, communicate), traced, ctx, record)
     record.graphs["ANNOTATED"], record.seconds["communicate"]
 
 A pass that is called by itself, as in its tests, is the bare function.
@@ -22,12 +22,11 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from enum import IntEnum
 from operator import attrgetter
-from typing import Any
 
-from torch.fx import Graph, Node
+from torch.fx import Graph
 
 from autoptd.errors import InternalError
 from autoptd.ir.notes import Note, copy_graph, note
@@ -125,6 +124,11 @@ class Record:
         if self._every_pass:
             self.after[made.name] = copy_graph(graph)
 
+    def copy(self, graph: Graph) -> Graph:
+        """A copy, in the time of copies."""
+        with self.timed("copies"):
+            return copy_graph(graph)
+
     @contextmanager
     def timed(self, what: str) -> Iterator[None]:
         """Add the seconds of a block."""
@@ -136,35 +140,44 @@ class Record:
 
 
 def run_passes(passes: Sequence[Pass], graph: Graph, ctx: Context, record: Record) -> Graph:
-    """Run `passes` on `graph`, which they change; return what the last one gives."""
+    """Run `passes` one after the other; return what the last one gives.
+
+    A TRACED graph stays as it is, for it may be run several times. One of a later form is changed: what passes have found
+    is about its nodes.
+    """
     form = passes[0].takes
+    if form is Form.TRACED:
+        record.keep(form, graph)
+        graph = record.copy(graph)
+    seen = _Seen(graph)
     for each in passes:
         if each.takes != form:
             raise InternalError(str(each), f"takes a graph that is {each.takes.name}, and gets one that is {form.name}")
-        if each.gives != form:
-            with record.timed("copies"):
-                record.keep(form, copy_graph(graph))
-        graph, form = _run_pass(each, graph, ctx, record), each.gives
+        if each.gives != form and form is not Form.TRACED:
+            record.keep(form, record.copy(graph))
+        graph, seen = _run_pass(each, graph, seen, ctx, record)
+        form = each.gives
         record.add(each, graph)
     record.keep(form, graph)
     return graph
 
 
-def _run_pass(each: Pass, graph: Graph, ctx: Context, record: Record) -> Graph:
+def _run_pass(each: Pass, graph: Graph, before: _Seen, ctx: Context, record: Record) -> tuple[Graph, _Seen]:
     """Run one pass between its checks; InternalError where it breaks its contract."""
     with record.timed("contracts"):
         if each.requires is not None:
             _verify(each, "requires", each.requires, graph, ctx)
-        before = _Seen(graph)
     with record.timed(each.name):
         graph = each(graph, ctx)
     with record.timed("contracts"):
-        findings = [*_missing(each, ctx), *before.changes(graph, each.changes)]
+        seen = _Seen(graph)
+        findings = [f"should find {name}, and has not" for name in each.finds if not ctx.found.has(name)]
+        findings += _changes(before, seen, each.changes)
         if findings:
             raise InternalError(str(each), "; ".join(findings))
         if each.ensures is not None:
             _verify(each, "ensures", each.ensures, graph, ctx)
-    return graph
+    return graph, seen
 
 
 def _verify(each: Pass, what: str, check: Check, graph: Graph, ctx: Context) -> None:
@@ -174,49 +187,28 @@ def _verify(each: Pass, what: str, check: Check, graph: Graph, ctx: Context) -> 
         raise InternalError(f"{each} {what} {error.site}", error.fact) from error
 
 
-def _missing(each: Pass, ctx: Context) -> Iterator[str]:
-    for name in each.finds:
-        if not ctx.found.has(name):
-            yield f"should find {name}, and has not"
-
-
-@dataclass
 class _Seen:
-    """A graph as it was: by a node's name its call and what was noted of it, for a pass may return a copy."""
+    """A graph as it was: what is noted of every node, and what it calls. By name, for a pass may return a copy."""
 
-    graph: Graph
-    calls: dict[str, object] = field(default_factory=dict)
-    facts: dict[str, tuple[Any, ...]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        for node in self.graph.nodes:
-            self.calls[node.name] = _call(node)
-            self.facts[node.name] = facts_of(note(node))
-
-    def changes(self, graph: Graph, allowed: frozenset[str]) -> Iterator[str]:
-        """What has changed that may not, the first node of each kind."""
-        found: dict[str, Node] = {}
-        for node in graph.nodes:
-            if node.name not in self.facts:
-                found.setdefault(CALLS, node)
-                continue
-            if CALLS not in allowed and _call(node) != self.calls[node.name]:
-                found.setdefault(CALLS, node)
-            now, before = facts_of(note(node)), self.facts[node.name]
-            if now != before:
-                for name, new, old in zip(KEPT, now, before, strict=True):
-                    if new != old:
-                        found.setdefault(name, node)
-        for name, node in found.items():
-            if name not in allowed:
-                yield f"changes {name} of {node.name}, and may change {', '.join(sorted(allowed)) or 'nothing'}"
-        if CALLS not in allowed and len(graph.nodes) < len(self.facts):
-            yield f"removes {len(self.facts) - len(graph.nodes)} nodes"
+    def __init__(self, graph: Graph) -> None:
+        self.facts = {node.name: facts_of(note(node)) for node in graph.nodes}
+        self.calls = {node.name: (node.target, node.args, node.kwargs) for node in graph.nodes}
 
 
-def _call(node: Node) -> object:
-    """What a node calls, and with what."""
-    return node.target, node.args, node.kwargs
+def _changes(before: _Seen, after: _Seen, allowed: frozenset[str]) -> Iterator[str]:
+    """What has changed that may not: the first node of each kind."""
+    found: dict[str, str] = {}
+    if CALLS not in allowed and before.calls != after.calls:
+        names = [*after.calls, *before.calls]
+        found[CALLS] = next(name for name in names if before.calls.get(name) != after.calls.get(name))
+    for name, facts in before.facts.items():
+        now = after.facts.get(name, facts)
+        if now != facts:
+            for field, new, old in zip(KEPT, now, facts, strict=True):
+                if new != old and field not in allowed:
+                    found.setdefault(field, name)
+    for field, name in found.items():
+        yield f"changes {field} of {name}, and may change {', '.join(sorted(allowed)) or 'nothing'}"
 
 
 def up_to(form: Form, passes: Sequence[Pass]) -> tuple[Pass, ...]:

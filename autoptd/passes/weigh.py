@@ -20,7 +20,7 @@ from autoptd.errors import PlanError
 from autoptd.ir.machine import Machine
 from autoptd.ir.markers import convert
 from autoptd.ir.mesh import Mesh
-from autoptd.ir.notes import converted_types, copy_graph, note, ops, payload, placeholders, shape, tensor
+from autoptd.ir.notes import converted_types, note, ops, payload, placeholders, shape, tensor
 from autoptd.ir.plan import Plan
 from autoptd.ir.sizes import Sizes, local_shape
 from autoptd.ir.types import CONVERSIONS
@@ -45,7 +45,7 @@ def weigh_known(traced: Graph, connected: Graph, ctx: Context, passes: Sequence[
     for known in (True, False):
         as_known = replace(ctx, options=replace(options, sequence_parallel=known, plan=Plan()))
         try:
-            graph = run_passes(passes, copy_graph(traced), as_known, Record(dump=False))
+            graph = run_passes(passes, traced, as_known, Record(dump=False))
         except PlanError as error:
             missing[str(known)] = error.fact
         else:
