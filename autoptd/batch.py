@@ -1,4 +1,4 @@
-"""How the rows of a call are divided: into replicas, microbatches, and what the trace sees; and the traces of these rows.
+"""How the rows of a call are divided: into replicas, microbatches, and what the trace sees; and these traces.
 
 In: the call of a step, and the options. Out: a `Batch`; `Traces`. The batch is dim 0 of the first tensor, and of all that
 are as long (`runtime/batch.py`, which divides the calls of a run by the same rule).

@@ -65,8 +65,9 @@ PASSES = (
 def compile(model: nn.Module, *, example_inputs: Any, **keywords: Any) -> Program:
     """Compile `model` for t*p*d ranks; keywords are those of `parallelize`.
 
-    `example_inputs` is the global batch: a tuple of positional or a dict of keyword arguments of the model. Raises TraceError
-    or PlanError, naming site, fact and remedy. Warns when tensor ranks repeat each other's work because t does not divide.
+    `example_inputs` is the global batch: a tuple of positional or a dict of keyword arguments of the model.
+    Raises TraceError or PlanError, naming site, fact and remedy. Warns when tensor ranks repeat each other's
+    work because t does not divide.
     """
     options = make_options(**planned(model, example_inputs, keywords))
     args, kwargs = split_call(example_inputs)
@@ -86,10 +87,10 @@ def compile_program(
     like: Program | None = None,
     record: Record | None = None,
 ) -> Program:
-    """Compile for the batch in `(args, kwargs)`, which holds the rows of `replicas` replicas (1 under torchrun, else d).
+    """Compile for the batch in `(args, kwargs)`: the rows of `replicas` replicas (1 under torchrun, else d).
 
-    With `like`, a program of the same model, parameters are stored and the model is cut as there. `record` gets the graph in
-    all its forms, and the seconds of every pass.
+    With `like`, a program of the same model, parameters are stored and the model is cut as there. `record`
+    gets the graph in all its forms, and the seconds of every pass.
     """
     tracing.check_module(model)
     tracing.check_device(model, args, kwargs)
@@ -131,7 +132,7 @@ def compile_program(
         collectives=tuple(collectives(graph, options, parcels, params, orders)),
         lines=files.lines,
         seed=options.seed,
-        dropouts=dropout_specs(graph),
+        dropouts=dropout_specs(record.graphs["CUT"]),
         fallbacks=found.fallbacks,
         fusions=found.fusions,
         fuse=options.fuse or False,
@@ -175,7 +176,7 @@ def make_context(options: Options, traces: Traces, batch: Batch, like: Program |
 
 
 def place(traced: Graph, ctx: Context, record: Record) -> tuple[Graph, Context]:
-    """TRACED to CUT, for the lowest price of memory at which a rank's bytes fit; the context with that price in it."""
+    """TRACED to CUT at the lowest price of memory for which a rank's bytes fit; the context has that price."""
 
     def solve(price: float) -> tuple[Graph, Context]:
         priced = passes.price_memory(ctx, price)
@@ -195,15 +196,17 @@ def compile_evaluation(
     *,
     replicas: int,
 ) -> Program:
-    """Compile for an evaluation of `(args, kwargs)`, on the ranks and the parameters of `trained`, the program that trains.
+    """Compile for an evaluation, on the ranks and the parameters of `trained`, the program that trains.
 
-    `modes` are those of the modules in training. Where eval mode only takes the dropouts away, and the sizes are those of
-    training, that is training's program itself, which draws no masks without gradients; for other sizes it is compiled again,
-    held to training's layout and cut, and so is a model that computes something else in eval mode. PlanError where eval mode
-    draws dropouts, or reads parameters elsewhere than training does.
+    `modes` are those of the modules in training. Where eval mode only takes the dropouts away, and the sizes
+    are those of training, that is training's program itself, which draws no masks without gradients; for
+    other sizes it is compiled again, held to training's layout and cut, and so is a model that computes
+    something else in eval mode. PlanError where eval mode draws dropouts, or reads parameters elsewhere than
+    training does.
     """
     price = trained.plan["options"]["memory_price"]
-    options = replace(options, memory=math.inf, memory_price=price, plan=Plan())  # nothing is kept for backward
+    # No bound: nothing is kept for backward.
+    options = replace(options, memory=math.inf, memory_price=price, plan=Plan())
     batch = plan_batch(options, args, kwargs, replicas)
     with tracing.evaluating(model):
         evaluated = capture_rows(model, options, args, kwargs, batch)

@@ -1,4 +1,8 @@
-"""TRACED -> ANNOTATED: axes for every tensor, then a type for every value over every axis, each with its reason."""
+"""TRACED -> ANNOTATED: axes for every tensor, then a type for every value over every axis, with its reason.
+
+In: a graph of whole operators. Out: the same, with `dims`, `layout`, `forms` and `why` in its notes; what was solved, and what
+is not split as one would expect, in `ctx.found`.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ from dataclasses import replace
 from torch.fx import Graph, Node
 
 from autoptd.errors import InternalError
+from autoptd.ir.fallback import Fallback
 from autoptd.ir.layout import BATCH
 from autoptd.ir.notes import is_tensor, note, output, shape, site
 from autoptd.passes.axes.axes import Axes
@@ -33,7 +38,8 @@ def _untraced(node: Node) -> Iterator[str]:
     record = note(node)
     depends = record.kind == "param" or any(note(operand).of_params for operand in node.all_input_nodes)
     if node.op != "output" and record.of_params != depends:
-        yield f"{site(node)} {'depends' if depends else 'does not depend'} on parameters, and its note says otherwise"
+        fact = "depends on parameters" if depends else "does not depend on parameters"
+        yield f"{site(node)} {fact}, and its note says otherwise"
     if record.needs_grad and not record.of_params:
         yield f"{site(node)} needs a gradient and depends on no parameter"
     if record.layout.types or record.stages:
@@ -48,7 +54,8 @@ def check_annotated(graph: Graph, ctx: Context) -> None:
         for node, strategy in assignment.strategies.items():
             kind = note(node).layout[assignment.axis]
             if kind != strategy.gives:
-                findings.append(f"{site(node)} is {kind} over {assignment.axis}, and was solved as {strategy.gives}")
+                fact = f"is {kind} over {assignment.axis}, and was solved as {strategy.gives}"
+                findings.append(f"{site(node)} {fact}")
     if findings:
         raise InternalError("ANNOTATED", "; ".join(findings))
 
@@ -81,8 +88,12 @@ def annotate(graph: Graph, ctx: Context) -> None:
     ctx.found.axes, ctx.found.assignments = Axes(graph), {}
     for policy in policies(ctx):
         policy.assign(graph, ctx.found.axes, ctx)
-    of_trace = fallbacks(graph)  # with the FLOPs of the traced rows
-    ctx.found.fallbacks = tuple(replace(one, flops=one.flops * ctx.rows // ctx.traced_rows) for one in of_trace)
+    ctx.found.fallbacks = tuple(_of_a_microbatch(found, ctx) for found in fallbacks(graph))
+
+
+def _of_a_microbatch(fallback: Fallback, ctx: Context) -> Fallback:
+    """The fallback with the FLOPs of a microbatch; the trace may have more rows."""
+    return replace(fallback, flops=fallback.flops * ctx.rows // ctx.traced_rows)
 
 
 __all__ = ["annotate", "check_annotated", "check_traced"]

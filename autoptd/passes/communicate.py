@@ -31,7 +31,7 @@ from autoptd.passes.solve.strategies import NO_COLLECTIVE_FORMS
 
 
 def check_axes(graph: Graph, ctx: Context) -> None:
-    """Hold the graph against the table of types, once for every axis that was solved; see `check_connected`."""
+    """Hold the graph against the table of types, once for every axis that was solved."""
     for axis in ctx.found.assignments:
         check_connected(graph, ctx.found.axes, axis, ctx.mesh.degree(axis))
 
@@ -66,7 +66,7 @@ def _convert(graph: Graph, assignment: Assignment, mesh: Mesh) -> None:
 
 
 def _divide_addends(graph: Graph, pieces: int) -> None:
-    """Give every piece of the batch its share of what is added to a sum over the batch, and its rows of constants."""
+    """Give every piece of the batch its share of addends of sums over the batch, and its rows of constants."""
     for node in list(ops(graph)):
         if note(node).layout.batch == P and adds_number(node):
             _share_number(node, pieces)

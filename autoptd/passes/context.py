@@ -1,7 +1,8 @@
 """What a pass is told, and where it leaves what it finds.
 
-In: the request, the sizes of the batch, the schedule, and what was captured beside the graph. Out: a `Context`, which every
-pass takes beside its graph, and its `Findings`, which are empty until passes fill them.
+In: the request, the sizes of the batch, the schedule, and what was captured beside the graph. Out: a
+`Context`, which every pass takes beside its graph, and its `Findings`, which are empty until passes fill
+them.
 
     ctx = Context(Options(t=2), buffers=Buffers(captured.buffers))
     passes.annotate(graph, ctx)
@@ -39,9 +40,9 @@ ONE_STAGE: Orders = [[Action(Kind.F, 0, 0), Action(Kind.B, 0, 0)]]
 
 @dataclass(eq=False, repr=False)
 class Findings:
-    """What passes find out about a graph beside what its nodes say. InternalError for what no pass has found yet.
+    """What passes find out about a graph beside what its nodes say; InternalError for what none has found yet.
 
-    annotate:     `axes`: which dims run together; `assignments`: the solver's answer over every axis that it solves;
+    annotate:     `axes`: which dims run together; `assignments`: the solver's answer over every mesh axis;
                   `fallbacks`: operators that are not split as one would expect
     find_fusions: `groups`: operators that a fused one may stand for
     cut:          `cut`: where the model is cut, why, and what it costs
@@ -75,12 +76,14 @@ class Findings:
 class Context:
     """All that passes are told.
 
-    `machine` is what a rank can do, with the bytes that it holds priced in. The trace saw `traced_rows` rows, a microbatch has
-    `rows`, a step `pieces` microbatches in all; `batched` names the inputs that carry them, and `whole` is a second trace, with
-    all rows of the batch (None where it is not split). `buffers` are the model's values, by which constants are evaluated.
+    `machine` is what a rank can do, with the bytes that it holds priced in. The trace saw `traced_rows` rows,
+    a microbatch has `rows`, a step `pieces` microbatches in all; `batched` names the inputs that carry them,
+    and `whole` is a second trace, with all rows of the batch (None where it is not split). `buffers` are the
+    model's values, by which constants are evaluated.
 
-    `orders` are the schedule without its transfers; `live` tells how many microbatches are in flight on the stages of each
-    rank when they are most, `makespan` how long a step takes for seconds per stage (None: too long to be simulated often).
+    `orders` are the schedule without its transfers; `live` tells how many microbatches are in flight on the
+    stages of each rank when they are most, `makespan` how long a step takes for seconds per stage (None: too
+    long to be simulated often).
 
     With `like`, a program of the same model, parameters are stored and layers cut as there.
     """

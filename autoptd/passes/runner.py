@@ -1,13 +1,14 @@
 """Run passes one after the other, and hold each of them to what it says of itself.
 
-A pass is a function of a graph and a `Context`. It changes the graph in place (or returns another), and leaves what it finds
-in `ctx.found`. Its contract stands above it:
+A pass is a function of a graph and a `Context`. It changes the graph in place (or returns another), and
+leaves what it finds in `ctx.found`. Its contract stands above it:
 
     @graph_pass(takes=Form.ANNOTATED, gives=Form.CONNECTED, changes=("calls", "extra"), ensures=check)
     def communicate(graph: Graph, ctx: Context) -> None: ...
 
-In: the passes, a graph in the form that the first one takes, the context. Out: the graph in the form that the last one gives;
-`Record` has it in every form before. A broken contract is an InternalError that names the pass.
+In: the passes, a graph in the form that the first one takes, the context. Out: the graph in the form that the
+last one gives; `Record` has it in every form before. A broken contract is an InternalError that names the
+pass.
 
     record = Record()
     graph = run_passes((annotate, communicate), traced, ctx, record)
@@ -35,7 +36,8 @@ from autoptd.passes.dump import write_forms
 
 Body = Callable[[Graph, Context], Graph | None]
 Check = Callable[[Graph, Context], None]  # raises InternalError
-CALLS = "calls"  # beside the fields of a Note, what a pass may change: which operators there are, and their arguments
+# What a pass may change beside the fields of a Note: which operators there are, and their arguments.
+CALLS = "calls"
 KEPT = tuple(item.name for item in fields(Note) if item.name != "extra")
 facts_of = attrgetter(*KEPT)
 
@@ -54,9 +56,9 @@ class Form(IntEnum):
 class Pass:
     """A pass with its contract.
 
-    It takes a graph of one form and gives one of another, or of the same. Of the nodes that it takes it `changes` only these
-    fields of their notes (`extra` always), and calls only with "calls". It `finds` these of the context's `Findings`.
-    `requires` and `ensures` verify the graph before and after it.
+    It takes a graph of one form and gives one of another, or of the same. Of the nodes that it takes it
+    `changes` only these fields of their notes (`extra` always), and calls only with "calls". It `finds` these
+    of the context's `Findings`. `requires` and `ensures` verify the graph before and after it.
     """
 
     run: Body
@@ -100,10 +102,10 @@ def graph_pass(
 
 
 class Record:
-    """What a run leaves behind: the graph in every form, and the CPU seconds of every pass, of their contracts and of copies.
+    """What a run leaves behind: the graph in every form; CPU seconds of passes, of contracts and of copies.
 
-    With AUTOPTD_DUMP=out/ in the environment every form is written to out/passes as it is reached, unless `dump` is False.
-    With `every_pass`, `after` has a copy of the graph after each pass.
+    With AUTOPTD_DUMP=out/ in the environment every form is written to out/passes as it is reached, unless
+    `dump` is False. With `every_pass`, `after` has a copy of the graph after each pass.
     """
 
     def __init__(self, *, every_pass: bool = False, dump: bool = True) -> None:
@@ -142,8 +144,8 @@ class Record:
 def run_passes(passes: Sequence[Pass], graph: Graph, ctx: Context, record: Record) -> Graph:
     """Run `passes` one after the other; return what the last one gives.
 
-    A TRACED graph stays as it is, for it may be run several times. One of a later form is changed: what passes have found
-    is about its nodes.
+    A TRACED graph stays as it is, for it may be run several times. One of a later form is changed: what
+    passes have found is about its nodes.
     """
     form = passes[0].takes
     if form is Form.TRACED:
@@ -152,7 +154,8 @@ def run_passes(passes: Sequence[Pass], graph: Graph, ctx: Context, record: Recor
     seen = _Seen(graph)
     for each in passes:
         if each.takes != form:
-            raise InternalError(str(each), f"takes a graph that is {each.takes.name}, and gets one that is {form.name}")
+            fact = f"takes a graph that is {each.takes.name}, and gets one that is {form.name}"
+            raise InternalError(str(each), fact)
         if each.gives != form and form is not Form.TRACED:
             record.keep(form, record.copy(graph))
         graph, seen = _run_pass(each, graph, seen, ctx, record)
@@ -188,7 +191,7 @@ def _verify(each: Pass, what: str, check: Check, graph: Graph, ctx: Context) -> 
 
 
 class _Seen:
-    """A graph as it was: what is noted of every node, and what it calls. By name, for a pass may return a copy."""
+    """A graph as it was: the facts and the call of every node, by name, for a pass may return a copy."""
 
     def __init__(self, graph: Graph) -> None:
         self.facts = {node.name: facts_of(note(node)) for node in graph.nodes}

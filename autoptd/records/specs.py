@@ -1,6 +1,6 @@
 """What the runtime needs to know of a compiled graph: parameters, inputs, crossings, stages and dropouts.
 
-In: the LOCAL graph, what was captured, the options. Out: the records of `program/program.py`, plain data.
+In: the LOCAL graph (of dropouts, that which is CUT), what was captured, the options. Out: the records of `program/program.py`, plain data.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from torch.fx import Graph
 from autoptd import codegen, passes
 from autoptd import trace as tracing
 from autoptd.batch import Batch
-from autoptd.ir import markers
 from autoptd.ir.layout import Layout
-from autoptd.ir.notes import note, ops, placeholders, tensor
+from autoptd.ir.notes import note, op_name, ops, placeholders, tensor
 from autoptd.ir.types import I, outer_size
 from autoptd.options import Options
 from autoptd.program.specs import CrossingSpec, DropoutSpec, InputSpec, ParamSpec, StageSpec
@@ -86,10 +85,10 @@ def stage_spec(index: int, file: codegen.StageFile) -> StageSpec:
 
 
 def dropout_specs(graph: Graph) -> tuple[DropoutSpec, ...]:
-    """Every dropout of the model, in the order of its calls."""
+    """Every dropout of the model, in the order of its calls; a graph after CUT may have them fused with other operators."""
     specs = []
     for node in ops(graph):
-        if node.target is markers.dropout:
+        if op_name(node) == "aten.dropout":
             record = note(node)
             rows, why = record.extra["rows"], record.extra.get("reason", "")
             batch = (rows.dim, outer_size(record.dims, rows)) if rows.kind == "S" else None

@@ -41,7 +41,7 @@ def requested_orders(options: Options, num_microbatches: int) -> Orders:
 
 
 def connect_orders(orders: Orders, links: Sequence[Link]) -> Orders:
-    """Return the schedule with its transfers (a user's own may have them), simulated to the end before anything runs."""
+    """Return the schedule with its transfers (a user's own may have them), once it was simulated to its end."""
     if not has_transfers(orders):
         orders = add_transfers(orders, links)
     elif not has_reduces(orders):

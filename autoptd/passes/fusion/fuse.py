@@ -109,7 +109,7 @@ def _checked(found: Found) -> Found:
 
 @graph_pass(takes=Form.LOCAL, gives=Form.LOCAL, changes=(CALLS,), finds=("fusions",))
 def substitute(plain: Graph, ctx: Context) -> Graph:
-    """Return a copy of a LOCAL graph in which every group that is on one stage is replaced; finds what was fused and what not.
+    """Return a copy of a LOCAL graph in which every group that is on one stage is replaced.
 
     `plain` stays as it is, for what explains plans by its operators. Layers alike are told together.
     """

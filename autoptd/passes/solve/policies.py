@@ -1,12 +1,13 @@
 """What the ranks along an axis may split, and how that is decided: one policy per axis.
 
-In: a TRACED graph, the named axes of its dims, the context. Out: the types of every value over the policy's axis, with reasons;
-what was solved, in `ctx.found.assignments`.
+In: a TRACED graph, the named axes of its dims, the context. Out: the types of every value over the policy's
+axis, with reasons; what was solved, in `ctx.found.assignments`.
 
-- The batch follows by rule from the inputs that carry it (`batch.py`): samples are never mixed, and nothing is chosen.
+- The batch follows by rule from the inputs that carry it (`batch.py`): samples are never mixed.
 - An axis of the mesh that divides values is solved: whatever is cheapest of what it may split (`assign.py`).
 
-A new mesh axis is a row of `policies`: an axis of context parallelism would be `Solved("cp", frozenset({Part.TOKENS}))`.
+A new mesh axis is a row of `policies`: an axis of context parallelism would be `Solved("cp",
+frozenset({Part.TOKENS}))`.
 
     for policy in policies(ctx):
         policy.assign(graph, axes, ctx)
@@ -62,10 +63,10 @@ class ByRule:
 
 @dataclass(frozen=True)
 class Solved:
-    """An axis of the mesh whose ranks have parts of values: the cheapest plan of those that split what it `may_split`.
+    """An axis whose ranks have parts of values: the cheapest plan of those that split what it `may_split`.
 
-    With `keeps_products`, matrix products stay split as they would be without tokens, and so do parameters; what stands between
-    them is split by tokens wherever it can be (Korthikanti et al. 2022).
+    With `keeps_products`, matrix products stay split as they would be without tokens, and so do parameters;
+    what stands between them is split by tokens wherever it can be (Korthikanti et al. 2022).
     """
 
     axis: str
@@ -101,7 +102,8 @@ def _tensor_policy(options: Options) -> Solved:
     plain = Solved("tp", frozenset({Part.WEIGHTS}))
     if not options.sequence_parallel:
         return plain
-    return replace(plain, may_split=plain.may_split | {Part.TOKENS}, keeps_products=options.sequence_parallel is True)
+    keeps = options.sequence_parallel is True
+    return replace(plain, may_split=plain.may_split | {Part.TOKENS}, keeps_products=keeps)
 
 
 def _pins(graph: Graph, ctx: Context) -> Pins:
