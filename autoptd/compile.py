@@ -161,7 +161,6 @@ def make_context(options: Options, traces: Traces, batch: Batch, like: Program |
     orders = schedule.requested_orders(options, batch.num_microbatches)
     return Context(
         options=options,
-        machine=options.rank_machine,
         traced_rows=batch.traced_rows,
         rows=batch.rows,
         pieces=batch.pieces,
@@ -179,7 +178,7 @@ def place(traced: Graph, ctx: Context, record: Record) -> tuple[Graph, Context]:
     """TRACED to CUT at the lowest price of memory for which a rank's bytes fit; the context has that price."""
 
     def solve(price: float) -> tuple[Graph, Context]:
-        priced = passes.price_memory(ctx, price)
+        priced = replace(ctx, options=replace(ctx.options, memory_price=price or None))
         return run_passes(up_to(Form.CUT, PASSES), traced, priced, record), priced
 
     unit = 1 / ctx.options.rank_machine.link_bandwidth

@@ -20,7 +20,6 @@ from autoptd.passes.runner import Form, Record, beyond, run_passes, up_to
 from autoptd.passes.solve.assign import Assignment
 from autoptd.passes.solve.explain import explain_split
 from autoptd.passes.solve.fallbacks import unlisted_operators
-from autoptd.passes.stages.memory import price_memory
 from autoptd.passes.weigh import weigh, weigh_known
 
 __all__ = [
@@ -45,7 +44,6 @@ __all__ = [
     "hook_gemms",
     "localize",
     "mark_owned",
-    "price_memory",
     "register_rule",
     "run_passes",
     "substitute",

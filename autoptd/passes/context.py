@@ -25,7 +25,7 @@ from autoptd.ir.actions import Action, Kind, Orders, ranks_of_stages
 from autoptd.ir.buffers import Buffers
 from autoptd.ir.fallback import Fallback
 from autoptd.ir.fusion import Fusion
-from autoptd.ir.machine import Machine, find_machine
+from autoptd.ir.machine import Machine
 from autoptd.ir.mesh import Mesh
 from autoptd.ir.sizes import Sizes
 from autoptd.options import Options
@@ -76,10 +76,9 @@ class Findings:
 class Context:
     """All that passes are told.
 
-    `machine` is what a rank can do, with the bytes that it holds priced in. The trace saw `traced_rows` rows,
-    a microbatch has `rows`, a step `pieces` microbatches in all; `batched` names the inputs that carry them,
-    and `whole` is a second trace, with all rows of the batch (None where it is not split). `buffers` are the
-    model's values, by which constants are evaluated.
+    The trace saw `traced_rows` rows, a microbatch has `rows`, a step `pieces` microbatches in all; `batched`
+    names the inputs that carry them, and `whole` is a second trace, with all rows of the batch (None where it
+    is not split). `buffers` are the model's values, by which constants are evaluated.
 
     `orders` are the schedule without its transfers; `live` tells how many microbatches are in flight on the
     stages of each rank when they are most, `makespan` how long a step takes for seconds per stage (None: too
@@ -89,7 +88,6 @@ class Context:
     """
 
     options: Options = field(default_factory=Options)
-    machine: Machine = field(default_factory=lambda: find_machine(None))
     traced_rows: int = 1
     rows: int = 1
     pieces: int = 1
@@ -105,6 +103,12 @@ class Context:
     @property
     def mesh(self) -> Mesh:
         return self.options.mesh
+
+    @cached_property
+    def machine(self) -> Machine:
+        """What a rank can do, with the bytes that it holds priced in (`memory_price`)."""
+        in_flight = max(map(max, self.live), default=0) * self.rows / self.traced_rows
+        return self.options.rank_machine.with_memory_priced(self.options.memory_price or 0.0, in_flight)
 
     @cached_property
     def sizes(self) -> Sizes:

@@ -1,6 +1,7 @@
 """What the runtime needs to know of a compiled graph: parameters, inputs, crossings, stages and dropouts.
 
-In: the LOCAL graph (of dropouts, that which is CUT), what was captured, the options. Out: the records of `program/program.py`, plain data.
+In: the LOCAL graph (of dropouts, that which is CUT), what was captured, the options. Out: the records of
+`program/program.py`, plain data.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from torch.fx import Graph, Node
 
 from autoptd import passes, trace
 from autoptd.ir.buffers import Buffers
-from autoptd.ir.machine import Machine, find_machine
+from autoptd.ir.machine import Machine
 from autoptd.ir.notes import note, op_name, ops
 from autoptd.options import Options
 from autoptd.passes import Context
@@ -51,8 +51,7 @@ def context(
         whole = trace.capture(model, twice, {}, None).graph
         batched = frozenset(name for name, _ in captured.inputs)
     made = Context(
-        options=Options(t=t),
-        machine=machine or find_machine(None),
+        options=Options(t=t, machine=machine),
         pieces=pieces,
         batched=batched,
         whole=whole,
