@@ -65,9 +65,8 @@ PASSES = (
 def compile(model: nn.Module, *, example_inputs: Any, **keywords: Any) -> Program:
     """Compile `model` for t*p*d ranks; keywords are those of `parallelize`.
 
-    `example_inputs` is the global batch: a tuple of positional or a dict of keyword arguments of the model.
-    Raises TraceError or PlanError, naming site, fact and remedy. Warns when tensor ranks repeat each other's
-    work because t does not divide.
+    `example_inputs` is the global batch: a tuple of positional or a dict of keyword arguments of the model. Raises TraceError
+    or PlanError, naming site, fact and remedy. Warns when tensor ranks repeat each other's work because t does not divide.
     """
     options = make_options(**planned(model, example_inputs, keywords))
     args, kwargs = split_call(example_inputs)
