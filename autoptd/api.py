@@ -22,9 +22,8 @@ from torch import nn
 
 from autoptd.auto import is_auto, planned
 from autoptd.batch import first_share, split_call
-from autoptd.compile import compile, compile_program
+from autoptd.compile import compile, compile_evaluation, compile_program
 from autoptd.errors import PlanError
-from autoptd.evaluation import compile_evaluation, modes_of
 from autoptd.ir.machine import Machine
 from autoptd.match_folder import fitting, format_of, with_values
 from autoptd.options import make_options
@@ -34,7 +33,7 @@ from autoptd.records.fallbacks import warn_of_fallbacks
 from autoptd.reports.excepthook import print_errors_once
 from autoptd.reports.pictures import draw_program
 from autoptd.runtime.read_folder import open_folder
-from autoptd.trace import check_module
+from autoptd.trace import check_module, modes_of
 from autoptd.trace.storage import shared_buffers
 from autoptd.verify.verify import verify
 

@@ -1,10 +1,11 @@
-"""How the rows of a call are divided: into replicas, microbatches, and what the trace sees.
+"""How the rows of a call are divided: into replicas, microbatches, and what the trace sees; and these traces.
 
-In: the call of a step, and the options. Out: a `Batch`. The batch is dim 0 of the first tensor, and of all that are as long
-(`runtime/batch.py`, which divides the calls of a run by the same rule).
+In: the call of a step, and the options. Out: a `Batch`; `Traces`. The batch is dim 0 of the first tensor, and of all that
+are as long (`runtime/batch.py`, which divides the calls of a run by the same rule).
 
     batch = plan_batch(options, (ids, targets), {}, replicas=2)
     batch.rows, batch.num_microbatches          # of a microbatch, of a replica
+    trace_rows(model, options, args, kwargs, batch).captured.graph
 """
 
 from __future__ import annotations
@@ -13,9 +14,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
+from torch.fx import Graph
 
+from autoptd import trace as tracing
 from autoptd.compat import tree_flatten, tree_unflatten
-from autoptd.errors import PlanError
+from autoptd.errors import AutoptdError, PlanError, TraceError
 from autoptd.options import Options
 from autoptd.runtime.batch import batch_rows
 
@@ -98,6 +102,62 @@ def resize(
         times = -(-rows // leaves[i].shape[0])
         leaves[i] = leaves[i].repeat(times, *[1] * (leaves[i].dim() - 1))[:rows]
     return tree_unflatten(leaves, tree)  # type: ignore[return-value]
+
+
+@dataclass(frozen=True)
+class Traces:
+    """A model as its rows showed it: with `traced_rows`, and (None where the batch is not split) with `whole_rows`."""
+
+    captured: tracing.Captured
+    whole: Graph | None
+
+
+def trace_rows(
+    model: nn.Module, options: Options, args: tuple[Any, ...], kwargs: dict[str, Any], batch: Batch, check: bool = True
+) -> Traces:
+    """Trace a call; with `check`, hold the trace against the model, if it has values."""
+    captured = capture_rows(model, options, args, kwargs, batch)
+    if check and tracing.has_values(model):
+        compare_rows(model, options, captured, resize(args, kwargs, batch, batch.traced_rows), batch)
+    whole = None
+    if batch.pieces > 1:
+        whole = tracing.capture(model, *resize(args, kwargs, batch, batch.whole_rows), options.loss_fn).graph
+    return Traces(captured, whole)
+
+
+def capture_rows(
+    model: nn.Module, options: Options, args: tuple[Any, ...], kwargs: dict[str, Any], batch: Batch
+) -> tracing.Captured:
+    """Trace with the rows of a microbatch; an argument that is as long as the batch by chance is the usual failure."""
+    try:
+        return tracing.capture(model, *resize(args, kwargs, batch, batch.traced_rows), options.loss_fn)
+    except TraceError as error:
+        rows = tree_flatten((args, kwargs))[0][batch.batched[0]].shape[0]
+        if batch.traced_rows == rows or not _can_trace(model, options, args, kwargs):
+            raise
+        fact = f"with {batch.traced_rows} of {rows} rows it {error.fact}"
+        raise TraceError(error.site, fact, divided_remedy(batch, rows)) from error
+
+
+def compare_rows(
+    model: nn.Module, options: Options, captured: tracing.Captured, call: tuple[Any, Any], batch: Batch
+) -> None:
+    """Hold the trace against the model; it may fail on fewer rows (a table that was divided by chance, and is indexed)."""
+    try:
+        tracing.compare(model, options.loss_fn, captured.graph, captured.buffers, *call)
+    except AutoptdError:
+        raise
+    except Exception as error:
+        fact = f"with {batch.traced_rows} rows it cannot be run: {type(error).__name__}: {error}"
+        raise TraceError("model", fact, divided_remedy(batch, batch.rows * batch.pieces)) from error
+
+
+def _can_trace(model: nn.Module, options: Options, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    try:
+        tracing.capture(model, args, kwargs, options.loss_fn)
+    except TraceError:
+        return False
+    return True
 
 
 def divided_remedy(batch: Batch, rows: int) -> str:

@@ -8,41 +8,58 @@ No process group, no GPU and no weights in memory are needed: meta parameters co
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from torch import nn
+from torch.fx import Graph
 
 from autoptd import codegen, passes, schedule
 from autoptd import trace as tracing
 from autoptd.auto import planned
-from autoptd.batch import Batch, divided_remedy, plan_batch, resize, split_call
-from autoptd.compat import tree_flatten
-from autoptd.errors import AutoptdError, TraceError
-from autoptd.ir.actions import Orders, ranks_of_stages
+from autoptd.batch import Batch, Traces, capture_rows, plan_batch, split_call, trace_rows
+from autoptd.errors import PlanError
 from autoptd.ir.buffers import Buffers
 from autoptd.ir.mesh import Mesh
 from autoptd.ir.notes import note
+from autoptd.ir.plan import Plan
 from autoptd.ir.sizes import local_shape
-from autoptd.kernels.forms import has_triton
 from autoptd.options import Options, make_options
-from autoptd.passes.dump import Forms
+from autoptd.passes import Context, Form, Record, beyond, run_passes, up_to
 from autoptd.passes.stages.memory_price import fit
-from autoptd.placing import Traced, has_weight_gradients, place, weigh_known
-from autoptd.program.buckets import plan_buckets
+from autoptd.program.follow import check_follows
 from autoptd.program.program import Program
-from autoptd.program.stage_sums import stage_sums
 from autoptd.program.transfers import plan_parcels
 from autoptd.program.weighed import found_text
 from autoptd.records.collectives import collectives
 from autoptd.records.fallbacks import warn_of_checkpoints, warn_of_fallbacks
-from autoptd.records.header import ABOUT_COLLECTIVES, about
+from autoptd.records.header import about_stages
 from autoptd.records.plan import plan_record
-from autoptd.records.specs import crossing_spec, dropout_specs, input_specs, param_specs, stage_spec
+from autoptd.records.specs import (
+    crossing_links,
+    crossing_spec,
+    dropout_specs,
+    input_specs,
+    param_specs,
+    stage_spec,
+)
 from autoptd.reports.pictures import painter
-from autoptd.runtime.devices import device_of_ranks
+from autoptd.runtime.batch import is_call_of
+from autoptd.runtime.devices import default_fusion
+
+PASSES = (
+    passes.annotate,
+    passes.communicate,
+    passes.find_fusions,
+    passes.cut,
+    passes.localize,
+    passes.substitute,
+    passes.hook_gemms,
+    passes.mark_owned,
+)
 
 
 def compile(model: nn.Module, *, example_inputs: Any, **keywords: Any) -> Program:
@@ -67,67 +84,36 @@ def compile_program(
     replicas: int,
     check: bool = True,
     like: Program | None = None,
+    record: Record | None = None,
 ) -> Program:
-    """Compile for the batch in `(args, kwargs)`, which holds the rows of `replicas` replicas (1 under torchrun, else d).
+    """Compile for the batch in `(args, kwargs)`: the rows of `replicas` replicas (1 under torchrun, else d).
 
-    With `like`, a program of the same model, parameters are stored and the model is cut as there.
+    With `like`, a program of the same model, parameters are stored and the model is cut as there. `record`
+    gets the graph in all its forms, and the seconds of every pass.
     """
     tracing.check_module(model)
     tracing.check_device(model, args, kwargs)
-    written = read_schedule(options)
-    if written is not None:
-        options = replace(options, num_microbatches=schedule.num_microbatches(written))
-    options = replace(options, fuse=default_fusion(model, options))
+    options, record = settle(model, options), record or Record()
     batch = plan_batch(options, args, kwargs, replicas)
-    forms = Forms()
-
-    call = resize(args, kwargs, batch, batch.traced_rows)
-    captured = capture_rows(model, options, args, kwargs, batch)
+    traces = trace_rows(model, options, args, kwargs, batch, check)
+    captured, traced = traces.captured, traces.captured.graph
     warn_of_checkpoints(captured.checkpointed)
-    if check and tracing.has_values(model):
-        compare_rows(model, options, captured, call, batch)
-    whole = None
-    if batch.pieces > 1:
-        whole = tracing.capture(model, *resize(args, kwargs, batch, batch.whole_rows), options.loss_fn).graph
-    forms.add("TRACED", captured.graph)
 
-    orders = written or make_orders(options, batch.num_microbatches)
-    known = Buffers(captured.buffers)
-    batched = {name for name, leaf in captured.inputs if leaf in batch.batched}
-    traced = Traced(captured.graph, whole, known, batched, batch, orders, like)
-    solve = partial(place, traced, options, forms.add)
-    machine = options.rank_machine
-    placed, price = fit(solve, first=options.memory_price or 0.0, unit=1 / machine.link_bandwidth)
-    options = replace(options, memory_price=price or None)
-    graph, (assignment, fallbacks, groups, sizes), cut = placed
-    weighed = weigh_known(traced, forms.graphs["CONNECTED"], options, sizes)
-    ranks = ranks_of_stages(orders)
-
-    passes.localize(graph, sizes)
-    dropouts = dropout_specs(graph)
-
-    wgrad = taker_of_weight_gradients(options, orders)
-    graph, fusions = passes.substitute(graph, groups)
-    passes.hook_gemms(graph, overlap=options.async_tensor_model_parallel_allreduce, wgrad=wgrad)
-    passes.mark_owned(graph)
-    forms.end("LOCAL", graph)
-    of_one_device, of_a_rank = (
-        partial(local_shape, sizes=replace(sizes, mesh=mesh)) for mesh in (Mesh(), options.mesh)
-    )
-    costs = replace(passes.count_work(graph, options.t, of_one_device, of_a_rank), cut=cut)
+    graph, ctx = place(traced, make_context(options, traces, batch, like), record)
+    weighed = passes.weigh_known(traced, record.graphs["CONNECTED"], ctx, up_to(Form.CONNECTED, PASSES))
+    graph = run_passes(beyond(Form.CUT, PASSES), graph, ctx, record)
+    options, found = ctx.options, ctx.found
 
     crossing = codegen.crossings(graph)
-    orders = connect_orders(orders, crossing)
+    crossings = tuple(map(crossing_spec, crossing))
+    orders = schedule.connect_orders(ctx.orders, crossing_links(crossings))
     params = param_specs(graph, captured, options)
-    buckets = [plan_buckets(params, orders, ranks, options.mesh, pp) for pp in range(options.p)]
-    told = []
-    for k, rank in enumerate(ranks):
-        sums = stage_sums(buckets[rank], k, options.mesh)
-        told.append(codegen.About(about(options, batch, ranks, k, wgrad), ABOUT_COLLECTIVES, ranks, sums))
-    files = codegen.write_program(graph, options.t, crossing, told)
-    crossed = tuple(crossing_spec(one) for one in crossing)
-    parcels = plan_parcels(crossed, ranks, options.mesh, options.p2p, machine)
-    plan = plan_record(options, batch, cut, params, fallbacks, weighed)
+    parcels = plan_parcels(crossings, ctx.ranks, options.mesh, options.p2p, options.rank_machine)
+    about = about_stages(options, batch, params, orders, ctx.wgrad_sink)
+    files = codegen.write_program(graph, options.t, crossing, about)
+    of_one_device, of_a_rank = (
+        partial(local_shape, sizes=replace(ctx.sizes, mesh=mesh)) for mesh in (Mesh(), options.mesh)
+    )
     return Program(
         mesh=options.mesh,
         v=options.v,
@@ -137,7 +123,7 @@ def compile_program(
         constants=captured.constants,
         inputs=input_specs(graph, captured, batch),
         params=params,
-        crossings=crossed,
+        crossings=crossings,
         parcels=parcels,
         stages=tuple(stage_spec(k, file) for k, file in enumerate(files.stages)),
         orders=orders,
@@ -145,97 +131,97 @@ def compile_program(
         collectives=tuple(collectives(graph, options, parcels, params, orders)),
         lines=files.lines,
         seed=options.seed,
-        dropouts=dropouts,
-        fallbacks=tuple(fallbacks),
-        fusions=tuple(fusions),
+        dropouts=dropout_specs(record.graphs["CUT"]),
+        fallbacks=found.fallbacks,
+        fusions=found.fusions,
         fuse=options.fuse or False,
         unlisted=tuple(passes.unlisted_operators(graph)),
         weighted=any(file.counts for file in files.stages),
-        plan=plan,
-        costs=costs,
+        plan=plan_record(options, batch, found.cut, params, found.fallbacks, weighed),
+        costs=replace(passes.count_work(graph, options.t, of_one_device, of_a_rank), cut=found.cut),
         buffers={name: value.detach() for name, value in captured.buffers.items()},
-        looked_at=known.looked_at(),
-        graphs=forms.graphs,
-        explainer=partial(passes.explain_split, assignment, remark=found_text(weighed)),
+        looked_at=ctx.buffers.looked_at(),
+        graphs=record.graphs,
+        explainer=partial(passes.explain_split, found.assignment, remark=found_text(weighed)),
         painter=painter(of_a_rank),
     )
 
 
-def default_fusion(model: nn.Module, options: Options) -> str | bool:
-    """The backend of fused operators: what was asked for, or the fastest for the device of the ranks."""
-    if options.fuse is not None:
-        return options.fuse
-    device = device_of_ranks(model.parameters(), options.device, options.backend)
-    return "triton" if device.type == "cuda" and has_triton() else "eager"
+def settle(model: nn.Module, options: Options) -> Options:
+    """The options with what the model, its device and a schedule of the user's own decide."""
+    written = schedule.written_orders(options)
+    if written is not None:
+        options = replace(options, num_microbatches=schedule.num_microbatches(written))
+    return replace(options, fuse=default_fusion(model.parameters(), options))
 
 
-def capture_rows(
-    model: nn.Module, options: Options, args: tuple[Any, ...], kwargs: dict[str, Any], batch: Batch
-) -> tracing.Captured:
-    """Trace with the rows of a microbatch; an argument that is as long as the batch by chance is the usual failure."""
-    try:
-        return tracing.capture(model, *resize(args, kwargs, batch, batch.traced_rows), options.loss_fn)
-    except TraceError as error:
-        rows = tree_flatten((args, kwargs))[0][batch.batched[0]].shape[0]
-        if batch.traced_rows == rows or not _can_trace(model, options, args, kwargs):
-            raise
-        fact = f"with {batch.traced_rows} of {rows} rows it {error.fact}"
-        raise TraceError(error.site, fact, divided_remedy(batch, rows)) from error
+def make_context(options: Options, traces: Traces, batch: Batch, like: Program | None) -> Context:
+    """All that passes are told."""
+    orders = schedule.requested_orders(options, batch.num_microbatches)
+    return Context(
+        options=options,
+        traced_rows=batch.traced_rows,
+        rows=batch.rows,
+        pieces=batch.pieces,
+        batched=frozenset(name for name, leaf in traces.captured.inputs if leaf in batch.batched),
+        whole=traces.whole,
+        buffers=Buffers(traces.captured.buffers),
+        orders=orders,
+        live=schedule.live_moments(orders),
+        makespan=schedule.finish_of(orders),
+        like=like,
+    )
 
 
-def compare_rows(
-    model: nn.Module, options: Options, captured: tracing.Captured, call: tuple[Any, Any], batch: Batch
-) -> None:
-    """Hold the trace against the model; it may fail on fewer rows (a table that was divided by chance, and is indexed)."""
-    try:
-        tracing.compare(model, options.loss_fn, captured.graph, captured.buffers, *call)
-    except AutoptdError:
-        raise
-    except Exception as error:
-        fact = f"with {batch.traced_rows} rows it cannot be run: {type(error).__name__}: {error}"
-        raise TraceError("model", fact, divided_remedy(batch, batch.rows * batch.pieces)) from error
+def place(traced: Graph, ctx: Context, record: Record) -> tuple[Graph, Context]:
+    """TRACED to CUT at the lowest price of memory for which a rank's bytes fit; the context has that price."""
+
+    def solve(price: float) -> tuple[Graph, Context]:
+        priced = replace(ctx, options=replace(ctx.options, memory_price=price or None))
+        return run_passes(up_to(Form.CUT, PASSES), traced, priced, record), priced
+
+    unit = 1 / ctx.options.rank_machine.link_bandwidth
+    return fit(solve, first=ctx.options.memory_price or 0.0, unit=unit)[0]
 
 
-def _can_trace(model: nn.Module, options: Options, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    try:
-        tracing.capture(model, args, kwargs, options.loss_fn)
-    except TraceError:
-        return False
-    return True
+def compile_evaluation(
+    model: nn.Module,
+    options: Options,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    trained: Program,
+    modes: Mapping[nn.Module, bool],
+    *,
+    replicas: int,
+) -> Program:
+    """Compile for an evaluation, on the ranks and the parameters of `trained`, the program that trains.
 
-
-def read_schedule(options: Options) -> Orders | None:
-    """The user's own schedule, where the request names a file."""
-    if not isinstance(options.schedule, Path):
-        return None
-    return schedule.read_schedule(options.schedule, options.p, options.v, options.num_microbatches)
-
-
-def make_orders(options: Options, m: int) -> Orders:
-    """The schedule: what every pipeline rank computes, and so which stages it holds."""
-    orders = schedule.build_orders(str(options.schedule), options.p, options.v, m)
-    if options.delay_wgrad_compute is not None:
-        orders = schedule.delay_weight_gradients(orders, options.delay_wgrad_compute)
-    return orders
-
-
-def taker_of_weight_gradients(options: Options, orders: Orders) -> str:
-    """The attribute of a stage that takes the gradients of linear layers' weights; "" for autograd."""
-    if has_weight_gradients(orders):
-        return "deferred"
-    return "main_grads" if options.accumulate_allreduce_grads_in_fp32 else ""
-
-
-def connect_orders(orders: Orders, crossing: list[codegen.Crossing]) -> Orders:
-    """The schedule with its transfers (a user's own may have them), simulated to the end before anything runs."""
-    merged: dict[tuple[int, int], bool] = {}
-    for one in crossing:
-        for target in one.targets:
-            merged[one.source, target] = merged.get((one.source, target), False) or note(one.node).needs_grad
-    links = [(*pair, has_grad) for pair, has_grad in sorted(merged.items())]
-    if not schedule.has_transfers(orders):
-        orders = schedule.add_transfers(orders, links)
-    elif not schedule.has_reduces(orders):
-        orders = schedule.add_reduces(orders)
-    schedule.simulate(orders, links=links)
-    return orders
+    `modes` are those of the modules in training. Where eval mode only takes the dropouts away, and the sizes
+    are those of training, that is training's program itself, which draws no masks without gradients; for
+    other sizes it is compiled again, held to training's layout and cut, and so is a model that computes
+    something else in eval mode. PlanError where eval mode draws dropouts, or reads parameters elsewhere than
+    training does.
+    """
+    price = trained.plan["options"]["memory_price"]
+    # No bound: nothing is kept for backward.
+    options = replace(options, memory=math.inf, memory_price=price, plan=Plan())
+    batch = plan_batch(options, args, kwargs, replicas)
+    with tracing.evaluating(model):
+        evaluated = capture_rows(model, options, args, kwargs, batch)
+        for node in tracing.dropouts(evaluated.graph):
+            fact = f"dropout of {node.args[1]} is drawn in eval mode as well"
+            raise PlanError(note(node).module or "model", fact, "F.dropout(x, p, training=self.training)")
+    is_same_size = is_call_of(trained, args, kwargs, replicas)
+    with tracing.in_modes(modes):
+        if is_same_size:
+            graph, buffers = trained.graphs["TRACED"], trained.buffers
+        else:
+            captured = capture_rows(model, options, args, kwargs, batch)
+            graph, buffers = captured.graph, captured.buffers
+        is_training = tracing.is_training_without_dropout(graph, evaluated.graph, buffers, evaluated.buffers)
+        if is_training and is_same_size:
+            return trained
+    with tracing.in_modes(modes) if is_training else tracing.evaluating(model):
+        program = compile_program(model, options, args, kwargs, replicas=replicas, check=False, like=trained)
+    check_follows(trained, program)
+    return replace(program, params=trained.params)

@@ -29,7 +29,7 @@ def test_every_pass_does_something_to_the_golden_graph() -> None:
     """Else its text says nothing about it."""
     texts = [text for path, text in WRITTEN.items() if path.startswith("passes/")]
     nodes, calls = zip(*(text.split("calls that are new or different:\n") for text in texts), strict=True)
-    names = ("trace", *golden.PASSES)
+    names = ("trace", *golden.NAMES)
     idle = [
         name
         for name, (before, now), new in zip(names[1:], pairwise(nodes), calls[1:], strict=True)

@@ -20,6 +20,8 @@ from autoptd.errors import PlanError
 from autoptd.ir.machine_files import gpu_of, machine_file, machine_names, nearest_machines
 from autoptd.ir.plan import check_known
 
+COPIES = 4  # of a parameter that is trained: itself, its gradient, AdamW's two moments
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -66,6 +68,15 @@ class Machine:
             object.__setattr__(self, "per_saved_byte", 0.02 / self.link_bandwidth)
         if not self.redundant:
             object.__setattr__(self, "redundant", 10 * self.latency)
+
+    def with_memory_priced(self, price: float, in_flight: float) -> Machine:
+        """The machine for which a byte that a rank holds costs `price` seconds per microbatch more.
+
+        A parameter is held in all its copies; what is saved for backward, once for each microbatch `in_flight`.
+        """
+        per_parameter_byte = self.per_parameter_byte + price * COPIES
+        per_saved_byte = self.per_saved_byte + price * in_flight
+        return dataclasses.replace(self, per_parameter_byte=per_parameter_byte, per_saved_byte=per_saved_byte)
 
     def widened(self, factor: float) -> Machine:
         """The machine on which values of `factor` times the bytes take the same time and room: it gets the same plan."""

@@ -4,27 +4,34 @@ What they share lies in folders: `ops` (what is known of an operator), `axes` (w
 over a mesh axis), `stages` (where to cut, and what fits).
 """
 
-from autoptd.passes.annotate import annotate, describe
+from autoptd.passes.annotate import annotate
 from autoptd.passes.communicate import check_connected, communicate, conversion_row
+from autoptd.passes.context import Context
 from autoptd.passes.cut import cut
-from autoptd.passes.fusion import Groups, find_fusions, substitute
+from autoptd.passes.dump import describe
+from autoptd.passes.fusion.chain import Groups
+from autoptd.passes.fusion.fuse import find_fusions, substitute
 from autoptd.passes.hook_gemms import adds_to_gradient, hook_gemms
 from autoptd.passes.localize import localize
 from autoptd.passes.ops.costs import backward_flops, count_work, flops
 from autoptd.passes.ops.unlisted import register_rule
 from autoptd.passes.own import mark_owned
+from autoptd.passes.runner import Form, Record, beyond, run_passes, up_to
 from autoptd.passes.solve.assign import Assignment
 from autoptd.passes.solve.explain import explain_split
-from autoptd.passes.solve.fallbacks import fallbacks, unlisted_operators
-from autoptd.passes.stages.memory import price_memory
-from autoptd.passes.weigh import weigh
+from autoptd.passes.solve.fallbacks import unlisted_operators
+from autoptd.passes.weigh import weigh, weigh_known
 
 __all__ = [
     "Assignment",
+    "Context",
+    "Form",
     "Groups",
+    "Record",
     "adds_to_gradient",
     "annotate",
     "backward_flops",
+    "beyond",
     "check_connected",
     "communicate",
     "conversion_row",
@@ -32,15 +39,16 @@ __all__ = [
     "cut",
     "describe",
     "explain_split",
-    "fallbacks",
     "find_fusions",
     "flops",
     "hook_gemms",
     "localize",
     "mark_owned",
-    "price_memory",
     "register_rule",
+    "run_passes",
     "substitute",
     "unlisted_operators",
+    "up_to",
     "weigh",
+    "weigh_known",
 ]

@@ -1,107 +1,99 @@
-"""TRACED -> ANNOTATED: axes for every tensor, then a type for every value over the batch and over tp, each with its reason."""
+"""TRACED -> ANNOTATED: axes for every tensor, then a type for every value over every axis, with its reason.
+
+In: a graph of whole operators. Out: the same, with `dims`, `layout`, `forms` and `why` in its notes; what was solved, and what
+is not split as one would expect, in `ctx.found`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import partial
-from typing import Any
+import math
+from collections.abc import Iterator
+from dataclasses import replace
 
-import torch
-from torch.fx import Graph
+from torch.fx import Graph, Node
 
-from autoptd.errors import PlanError
-from autoptd.ir.machine import Machine
-from autoptd.ir.mesh import Mesh
-from autoptd.ir.notes import note, op_name, payload, placeholders, shape
+from autoptd.errors import InternalError
+from autoptd.ir.fallback import Fallback
+from autoptd.ir.layout import BATCH
+from autoptd.ir.notes import is_tensor, note, output, shape, site
 from autoptd.passes.axes.axes import Axes
-from autoptd.passes.axes.constants import Constants
-from autoptd.passes.solve.assign import Assignment, assign_tensor, find_plan
-from autoptd.passes.solve.batch import assign_batch, check_literals
-from autoptd.passes.solve.dropout_rows import place_rows
-from autoptd.passes.solve.fallbacks import note_fallbacks
-from autoptd.passes.solve.shard_pins import find_pins, keep_layouts
-from autoptd.passes.solve.strategies import KeptPlan, Splitter
-from autoptd.passes.solve.symbols import name_axes
+from autoptd.passes.context import Context
+from autoptd.passes.runner import Form, graph_pass
+from autoptd.passes.solve.fallbacks import fallbacks
+from autoptd.passes.solve.policies import policies
 
 
-def annotate(
-    graph: Graph,
-    whole: Graph | None,
-    buffers: Mapping[str, torch.Tensor],
-    batched: set[str],
-    pieces: int,
-    mesh: Mesh,
-    machine: Machine,
-    *,
-    sequence_parallel: bool | str = False,
-    shard: Sequence[Mapping[str, Any]] = (),
-    layouts: Mapping[str, tuple[Any, ...]] | None = None,
-) -> tuple[Axes, Assignment]:
-    """Fill the types of every node; `whole` is a second trace, with all rows of the batch (None when it is not split).
-
-    With `sequence_parallel` tp may split values by tokens: with everything else free as well ("auto"), or (True: Korthikanti et
-    al. 2022) what stands between the matrix products that are split without it, which stay as they are. `shard` are the
-    entries of a plan that pin parameters; `layouts` are those of another program, which are kept instead.
-    """
-    axes, constants = Axes(graph), Constants(buffers)
-    assign_batch(graph, axes, batched, pieces, constants)
-    place_rows(graph, batched, pieces, buffers)
-    if whole is not None:
-        check_literals(graph, whole, constants)
-    pins = find_pins(graph, shard) if layouts is None else keep_layouts(graph, layouts)
-    (axis,) = mesh.value_axes
-    if mesh.degree(axis) == 1:
-        split = [pin for pin in pins.values() if pin.dim is not None]
-        if split:
-            raise PlanError("plan: shard", f"{split[0]}, but t=1 splits nothing", "t > 1, or leave it out")
-        return axes, Assignment(axis, {}, {}, lambda *_: 0.0, lambda *_: 0.0)
-    make_splitter = partial(Splitter, graph, axes, axis, mesh.degree(axis), machine, batched, pins=pins)
-    splitter = make_splitter(tokens=bool(sequence_parallel))
-    if sequence_parallel is True:
-        check_tokens(graph, splitter)
-        without = make_splitter(tokens=False)
-        splitter.kept = KeptPlan(without, find_plan(graph, without))
-    assignment = assign_tensor(graph, splitter)
-    note_fallbacks(graph, assignment, splitter)
-    assignment.letters = name_axes(graph, splitter)
-    return axes, assignment
+def check_traced(graph: Graph, ctx: Context) -> None:
+    """Hold a TRACED graph against what annotate relies on; InternalError lists all that is wrong."""
+    findings = [text for node in graph.nodes for text in _untraced(node)]
+    loss = output(graph).args[0]
+    if not isinstance(loss, Node) or not is_tensor(loss) or math.prod(shape(loss)) != 1:
+        findings.append(f"the output {loss} is no loss")
+    if findings:
+        raise InternalError("TRACED", "; ".join(findings))
 
 
-def check_tokens(graph: Graph, splitter: Splitter) -> None:
-    """Refuse sequence parallelism that was asked for where t ranks cannot share the tokens."""
-    places = [(node, dim) for node in placeholders(graph, "input") for dim in range(len(note(node).dims))]
-    axes = [axis for node, dim in places for axis in splitter.axes.atoms(node, dim) if id(axis) in splitter.tokens]
-    sizes = sorted({axis.size for axis in axes})
-    if sizes and not all(size % splitter.degree for size in sizes):
+def _untraced(node: Node) -> Iterator[str]:
+    """What is wrong with one node of a TRACED graph."""
+    record = note(node)
+    depends = record.kind == "param" or any(note(operand).of_params for operand in node.all_input_nodes)
+    if node.op != "output" and record.of_params != depends:
+        fact = "depends on parameters" if depends else "does not depend on parameters"
+        yield f"{site(node)} {fact}, and its note says otherwise"
+    if record.needs_grad and not record.of_params:
+        yield f"{site(node)} needs a gradient and depends on no parameter"
+    if record.layout.types or record.stages:
+        yield f"{site(node)} is {record.layout} of stages {record.stages} already"
+
+
+def check_annotated(graph: Graph, ctx: Context) -> None:
+    """Hold an ANNOTATED graph against what its notes must say; InternalError lists all that is wrong."""
+    axes = {BATCH, *ctx.found.assignments}
+    findings = [text for node in graph.nodes for text in _unannotated(node, axes)]
+    for assignment in ctx.found.assignments.values():
+        for node, strategy in assignment.strategies.items():
+            kind = note(node).layout[assignment.axis]
+            if kind != strategy.gives:
+                fact = f"is {kind} over {assignment.axis}, and was solved as {strategy.gives}"
+                findings.append(f"{site(node)} {fact}")
+    if findings:
+        raise InternalError("ANNOTATED", "; ".join(findings))
+
+
+def _unannotated(node: Node, axes: set[str]) -> Iterator[str]:
+    """What is wrong with the dims and types of one node."""
+    record = note(node)
+    if node.op == "output" or not is_tensor(node):
         return
-    fact, remedy = "no input has tokens beside its batch", "leave it out"
-    if sizes:
-        fact = f"{' and '.join(map(str, sizes))} tokens do not divide over t={splitter.degree}"
-        remedy = f"a multiple of {splitter.degree} tokens, or sequence_parallel='auto'"
-    raise PlanError("sequence_parallel=True", fact, remedy)
+    if record.dims and tuple(map(math.prod, record.dims)) != shape(node):
+        yield f"{site(node)} of shape {shape(node)} has dims {record.dims}"
+    for axis, kind in record.layout.types:
+        if axis not in axes:
+            yield f"{site(node)} is {kind} over {axis}, which no policy assigns"
+        for dim, atom in kind.places if kind.kind == "S" else ():
+            if dim >= len(record.dims) or atom > max(0, len(record.dims[dim]) - 1):
+                yield f"{site(node)} is {kind} over {axis}, and has dims {record.dims}"
 
 
-def describe(graph: Graph) -> str:
-    """One line per node: module, operator, shape, type over tp, reason. The text of `passes/NN_name.txt`."""
-    lines = []
-    for node in graph.nodes:
-        if node.op == "output":
-            continue
-        record = note(node)
-        label = record.conversion or (record.kind if node.op == "placeholder" else op_name(node).removeprefix("aten."))
-        name = record.name or record.module
-        size = str(list(record.extra.get("local_shapes", [shape(node)])[0]))
-        stages = ",".join(map(str, record.stages))
-        batch = {"S": "per row", "P": "sum over rows"}.get(record.layout.batch.kind, "")
-        kind = record.layout.text(record.dims) if record.dims or not record.layout.shards else ""
-        said = (
-            record.rule,
-            record.why,
-            record.extra.get("reason", ""),
-            record.extra.get("fused", ""),
-            record.placement,
-        )
-        why = "; ".join(part for part in said if part)
-        lines.append(f"{name:36} {label:24} {size:18} {kind:30} {batch:14} {stages:4} {why}".rstrip())
-    total = sum(payload(node) for node in graph.nodes if note(node).kind == "param")
-    return "\n".join([*lines, "", f"{len(lines)} nodes, {total:,} bytes of parameters", ""])
+@graph_pass(
+    takes=Form.TRACED,
+    gives=Form.ANNOTATED,
+    changes=("rule", "dims", "layout", "forms", "why", "fallback"),
+    finds=("axes", "assignments", "fallbacks"),
+    requires=check_traced,
+    ensures=check_annotated,
+)
+def annotate(graph: Graph, ctx: Context) -> None:
+    """Fill the types of every node, one axis after the other: see `solve/policies.py`."""
+    ctx.found.axes, ctx.found.assignments = Axes(graph), {}
+    for policy in policies(ctx):
+        policy.assign(graph, ctx.found.axes, ctx)
+    ctx.found.fallbacks = tuple(_of_a_microbatch(found, ctx) for found in fallbacks(graph))
+
+
+def _of_a_microbatch(fallback: Fallback, ctx: Context) -> Fallback:
+    """The fallback with the FLOPs of a microbatch; the trace may have more rows."""
+    return replace(fallback, flops=fallback.flops * ctx.rows // ctx.traced_rows)
+
+
+__all__ = ["annotate", "check_annotated", "check_traced"]

@@ -20,16 +20,32 @@ from autoptd.ir.notes import Note, note, op_name, ops, output, placeholders, set
 from autoptd.ir.types import CONVERSIONS, Conversion, I, P, R, S, ValueType, outer_size, padded_size
 from autoptd.passes.axes.axes import Axes, Place
 from autoptd.passes.axes.padding import Padding
+from autoptd.passes.context import Context
 from autoptd.passes.ops.dim_links import operands
 from autoptd.passes.ops.table import linear_groups
+from autoptd.passes.runner import CALLS, Form, graph_pass
 from autoptd.passes.solve.assign import Assignment
 from autoptd.passes.solve.batch import FIRST_ROWS, adds_number
 from autoptd.passes.solve.sharing import Sharing
 from autoptd.passes.solve.strategies import NO_COLLECTIVE_FORMS
 
 
-def communicate(graph: Graph, assignment: Assignment, pieces: int, mesh: Mesh) -> None:
-    """Insert conversions over the axis of the assignment, and shares of whole addends in sums over the batch."""
+def check_axes(graph: Graph, ctx: Context) -> None:
+    """Hold the graph against the table of types, once for every axis that was solved."""
+    for axis in ctx.found.assignments:
+        check_connected(graph, ctx.found.axes, axis, ctx.mesh.degree(axis))
+
+
+@graph_pass(takes=Form.ANNOTATED, gives=Form.CONNECTED, changes=(CALLS,), ensures=check_axes)
+def communicate(graph: Graph, ctx: Context) -> None:
+    """Insert conversions over every axis, and shares of whole addends in sums over the batch."""
+    for assignment in ctx.found.assignments.values():
+        _convert(graph, assignment, ctx.mesh)
+    _divide_addends(graph, ctx.pieces)
+
+
+def _convert(graph: Graph, assignment: Assignment, mesh: Mesh) -> None:
+    """Insert conversions over the axis of the assignment."""
     axis = assignment.axis
     order = {node: i for i, node in enumerate(graph.nodes)}
     for node in list(graph.nodes):
@@ -47,6 +63,10 @@ def communicate(graph: Graph, assignment: Assignment, pieces: int, mesh: Mesh) -
                 found = made[kind]
             for reader in readers if found is not node else ():
                 reader.replace_input_with(node, found)
+
+
+def _divide_addends(graph: Graph, pieces: int) -> None:
+    """Give every piece of the batch its share of addends of sums over the batch, and its rows of constants."""
     for node in list(ops(graph)):
         if note(node).layout.batch == P and adds_number(node):
             _share_number(node, pieces)

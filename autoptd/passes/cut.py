@@ -24,8 +24,10 @@ from autoptd.ir.machine import Machine
 from autoptd.ir.mesh import Mesh
 from autoptd.ir.notes import is_tensor, note, op_name, output
 from autoptd.ir.sizes import Sizes
+from autoptd.passes.context import Context
 from autoptd.passes.ops.costs import flops, local_payload, rank_seconds
-from autoptd.passes.stages.balance import Cuts, Finish, Line, Value, evaluate, least_memory, place
+from autoptd.passes.runner import Form, graph_pass
+from autoptd.passes.stages.balance import Cuts, Line, Value, evaluate, least_memory, place
 from autoptd.passes.stages.crossing import is_never_computed_again, place_values
 from autoptd.passes.stages.cut_pins import Places, layer_of
 from autoptd.passes.stages.memory import count_bytes
@@ -33,7 +35,6 @@ from autoptd.program.costs import Cut
 
 WORTH = 0.95  # cutting inside a layer must bring the busiest rank's time down to this share
 GIB = 1 << 30
-Moments = Sequence[Sequence[int]]  # microbatches in flight per stage, at the fullest moments of the ranks
 
 
 class TooFull(PlanError):
@@ -49,39 +50,26 @@ class Point:
     between_layers: bool
 
 
-def cut(
-    graph: Graph,
-    ranks: Sequence[int],
-    sizes: Sizes | None = None,
-    machine: Machine | None = None,
-    *,
-    live: Moments = (),
-    finish: Finish | None = None,
-    main_grads: bool = False,
-    pinned: Sequence[int] | Sequence[str] | None = None,
-    like: Graph | None = None,
-) -> Cut:
-    """Fill `note(node).stages` and `placement`; `ranks` is the pipeline rank of every stage.
-
-    `live` are the moments of the schedule, `finish` tells how long it takes for seconds per stage; `pinned` is the cut of a
-    plan; with `like`, a graph that is cut already, it is that of this graph. Returns where it was cut, why, and what it costs.
-    """
-    machine, sizes = machine or Machine(), sizes or Sizes(1, 2, 2, 1)
+@graph_pass(
+    takes=Form.CONNECTED,
+    gives=Form.CUT,
+    changes=("stages", "placement"),
+    finds=("cut",),
+    ensures=lambda graph, ctx: check_cut(graph, len(ctx.ranks)),
+)
+def cut(graph: Graph, ctx: Context) -> None:
+    """Fill `note(node).stages` and `placement`; finds where it was cut, why, and what it costs."""
     backbone = find_backbone(graph)
-    places = Places(backbone)
-    if like is not None:
-        pinned = places.like(Places(find_backbone(like)), pinned or ())
-    wanted = places.find(pinned, len(ranks)) if pinned is not None else None
-    chooser = _Chooser(graph, backbone, ranks, sizes, machine, live, finish, main_grads)
+    wanted = _wanted_cuts(backbone, ctx)
+    chooser = _Chooser(graph, backbone, ctx)
     cuts, why = chooser.choose() if wanted is None else chooser.follow(wanted)
     bounds = [-1, *cuts.chosen, len(backbone) - 1]
     home = {node: k for k, (a, b) in enumerate(pairwise(bounds)) for node in backbone[a + 1 : b + 1]}
-    place_values(graph, home, sizes.mesh, machine)
+    place_values(graph, home, ctx.mesh, ctx.machine)
     if wanted is not None:
-        _check_pinned(backbone, len(ranks))
-    check_cut(graph, len(ranks))
-    pieces = [slice(a + 1, b + 1) for a, b in pairwise(bounds)]
-    return Cut(
+        _check_pinned(backbone, len(ctx.ranks))
+    pieces, places = [slice(a + 1, b + 1) for a, b in pairwise(bounds)], Places(backbone)
+    ctx.found.cut = Cut(
         after=tuple(places.name(i) for i in cuts.chosen),
         why=why,
         flops=tuple(sum(map(flops, backbone[piece])) for piece in pieces),
@@ -93,23 +81,22 @@ def cut(
     )
 
 
+def _wanted_cuts(backbone: list[Node], ctx: Context) -> Sequence[int] | None:
+    """Where a plan, or the program to follow, has this model cut; None: wherever is best."""
+    pinned, places = ctx.options.plan.cut, Places(backbone)
+    if ctx.like is not None:
+        pinned = places.like(Places(find_backbone(ctx.like.graphs["CUT"])), ctx.like.plan["cut"])
+    return places.find(pinned, len(ctx.ranks)) if pinned is not None else None
+
+
 class _Chooser:
     """The choice of cuts for one graph: the line of its operators, and where it may be cut."""
 
-    def __init__(
-        self,
-        graph: Graph,
-        backbone: list[Node],
-        ranks: Sequence[int],
-        sizes: Sizes,
-        machine: Machine,
-        live: Moments,
-        finish: Finish | None,
-        main_grads: bool,
-    ) -> None:
-        self.ranks, self.machine, self.live, self.finish = ranks, machine, live, finish
+    def __init__(self, graph: Graph, backbone: list[Node], ctx: Context) -> None:
+        self.ranks, self.machine, self.live, self.finish = ctx.ranks, ctx.machine, ctx.live, ctx.makespan
+        sizes, machine = ctx.sizes, ctx.machine
         self.points = _find_points(backbone, sizes.mesh)
-        held = count_bytes(graph, backbone, sizes, main_grads)
+        held = count_bytes(graph, backbone, sizes, ctx.options.accumulate_allreduce_grads_in_fp32)
         self.line = Line(
             [rank_seconds(node, sizes.mesh, machine) / _trace_factor(node, sizes) for node in backbone],
             [point.at for point in self.points],

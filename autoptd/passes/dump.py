@@ -1,8 +1,6 @@
-"""The graph in its forms, one after the other: kept for pictures, and written as numbered texts.
+"""The graph in its forms as numbered texts.
 
-    forms = Forms()
-    forms.add("CONNECTED", graph)       # with AUTOPTD_DUMP=out/ in the environment: out/passes/02_connected.txt, at once
-    write_forms(forms.graphs, "out/")   # the same texts, later
+    write_forms(record.graphs, "out/")   # out/passes/02_connected.txt, ...
 
 Every text lists the nodes with their types and reasons, and ends with the change in operator counts: diff two of them first,
 debug second.
@@ -10,36 +8,13 @@ debug second.
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
 from torch.fx import Graph
 
-from autoptd import passes
-from autoptd.ir.notes import copy_graph, note, op_name, ops
-
-
-class Forms:
-    """Copies of the graph by form; writes each as it comes when AUTOPTD_DUMP names a folder."""
-
-    def __init__(self) -> None:
-        self.graphs: dict[str, Graph] = {}
-        self._folder = os.environ.get("AUTOPTD_DUMP")
-
-    def add(self, form: str, graph: Graph) -> None:
-        """Keep a copy of `graph`, which later passes change."""
-        self._keep(form, copy_graph(graph))
-
-    def end(self, form: str, graph: Graph) -> None:
-        """Keep `graph` itself: no pass follows."""
-        self._keep(form, graph)
-
-    def _keep(self, form: str, graph: Graph) -> None:
-        self.graphs[form] = graph
-        if self._folder:
-            write_forms(self.graphs, self._folder)
+from autoptd.ir.notes import note, op_name, ops, payload, shape
 
 
 def write_forms(graphs: Mapping[str, Graph], folder: str | Path) -> None:
@@ -52,6 +27,32 @@ def write_forms(graphs: Mapping[str, Graph], folder: str | Path) -> None:
         change = [
             f"{counts[key] - before[key]:+d} {key}" for key in sorted({*counts, *before}) if counts[key] != before[key]
         ]
-        text = "\n".join([passes.describe(graph), "change in operators:", *change, ""])
+        text = "\n".join([describe(graph), "change in operators:", *change, ""])
         (target / f"{number:02d}_{form.lower()}.txt").write_text(text)
         before = counts
+
+
+def describe(graph: Graph) -> str:
+    """One line per node: module, operator, shape, type over tp, reason. The text of `passes/NN_name.txt`."""
+    lines = []
+    for node in graph.nodes:
+        if node.op == "output":
+            continue
+        record = note(node)
+        label = record.conversion or (record.kind if node.op == "placeholder" else op_name(node).removeprefix("aten."))
+        name = record.name or record.module
+        size = str(list(record.extra.get("local_shapes", [shape(node)])[0]))
+        stages = ",".join(map(str, record.stages))
+        batch = {"S": "per row", "P": "sum over rows"}.get(record.layout.batch.kind, "")
+        kind = record.layout.text(record.dims) if record.dims or not record.layout.shards else ""
+        said = (
+            record.rule,
+            record.why,
+            record.extra.get("reason", ""),
+            record.extra.get("fused", ""),
+            record.placement,
+        )
+        why = "; ".join(part for part in said if part)
+        lines.append(f"{name:36} {label:24} {size:18} {kind:30} {batch:14} {stages:4} {why}".rstrip())
+    total = sum(payload(node) for node in graph.nodes if note(node).kind == "param")
+    return "\n".join([*lines, "", f"{len(lines)} nodes, {total:,} bytes of parameters", ""])

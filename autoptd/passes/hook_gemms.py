@@ -11,7 +11,7 @@ function. All other GEMMs stay what they were.
 - *wgrad*: where the weight is a parameter itself, its gradient does not go through autograd: "main_grads" or "deferred", the
   attribute of the stage that takes it (see runtime/linear.py). A head that is one operator with its loss has this hook too.
 
-    hook_gemms(graph, overlap=True, wgrad="deferred")
+    hook_gemms(graph, ctx)
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from torch.fx import Graph, Node
 
 from autoptd.ir import markers
 from autoptd.ir.notes import Swallowed, note, op_name, ops, tensor
+from autoptd.passes.context import Context
+from autoptd.passes.runner import CALLS, Form, graph_pass
 
 FOLDS = ("aten.view", "aten.reshape", "aten._unsafe_view")
 VIEWS = ("aten.view", "aten.reshape", "aten._unsafe_view", "aten.transpose", "aten.permute", "aten.contiguous")
@@ -31,8 +33,10 @@ WEIGHTS = {markers.linear: 1, HEAD: 2}  # the place of the weight among the oper
 PLAIN_KWARGS: dict[str, object] = {"alpha": 1, "beta": 1}
 
 
-def hook_gemms(graph: Graph, *, overlap: bool, wgrad: str) -> None:
+@graph_pass(takes=Form.LOCAL, gives=Form.LOCAL, changes=(CALLS,))
+def hook_gemms(graph: Graph, ctx: Context) -> None:
     """Replace every GEMM that one of the hooks applies to."""
+    overlap, wgrad = ctx.options.async_tensor_model_parallel_allreduce, ctx.wgrad_sink
     gathered = {gemm for node in ops(graph) for gemm in _mark_readers(node, overlap)}
     for node in list(ops(graph)):
         if node.target is HEAD and _is_parameter(node.args[2]):

@@ -24,11 +24,20 @@ from autoptd.ir.layout import BATCH
 from autoptd.ir.notes import converted_types, note, op_name, ops, shape, site, tensor, value
 from autoptd.ir.sizes import Sizes, local_shapes
 from autoptd.ir.types import I, S, ValueType, outer_size, padded_size
+from autoptd.passes.context import Context
 from autoptd.passes.ops.dim_links import argument, operands
+from autoptd.passes.runner import CALLS, Form, graph_pass
 
 
-def localize(graph: Graph, sizes: Sizes) -> int:
-    """Rewrite `graph` in place for local shapes; returns how many global counts the losses divide by."""
+@graph_pass(
+    takes=Form.CUT,
+    gives=Form.LOCAL,
+    changes=(CALLS, "axis"),
+    ensures=lambda graph, ctx: check_local(graph),
+)
+def localize(graph: Graph, ctx: Context) -> None:
+    """Rewrite `graph` in place for local shapes."""
+    sizes = ctx.sizes
     totals: Counter[int] = Counter()  # per stage: a loss of an early exit need not be in the last one
     for node in list(ops(graph)):
         record, name = note(node), op_name(node)
@@ -55,8 +64,6 @@ def localize(graph: Graph, sizes: Sizes) -> int:
             record = note(node)
             record.extra["global_shape"] = shape(node)
             record.extra["local_shapes"] = local_shapes(node, sizes)
-    check_local(graph)
-    return totals.total()
 
 
 def _local_cross_entropy(node: Node, totals: Counter[int], sizes: Sizes) -> None:

@@ -16,12 +16,15 @@ from torch.fx import Graph, Node
 
 from autoptd.ir import markers
 from autoptd.ir.notes import note, op_name, ops
+from autoptd.passes.context import Context
 from autoptd.passes.hook_gemms import FOLDS, gemm_operands
+from autoptd.passes.runner import Form, graph_pass
 
 FRESH = ("aten.linear", "aten.addmm", "aten.mm", "aten.bmm", "aten.matmul", "aten.add")
 
 
-def mark_owned(graph: Graph) -> None:
+@graph_pass(takes=Form.LOCAL, gives=Form.LOCAL)
+def mark_owned(graph: Graph, ctx: Context) -> None:
     """Set `extra["owned"]` of the conversions that may sum in place."""
     for node in ops(graph):
         if node.target is not markers.convert:

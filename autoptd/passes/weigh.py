@@ -1,7 +1,8 @@
 """What a plan over tp takes: seconds, bytes sent and bytes held, counted from its graph.
 
 In: a CONNECTED graph. Out: `Weight` (program/weighed.py), of one microbatch and one tensor rank, forward and backward;
-the memory of parameters is that of themselves, without gradients and optimizer state.
+the memory of parameters is that of themselves, without gradients and optimizer state. `weigh_known` has the record of a plan
+beside those that people know.
 
     weigh(graph, Sizes(t=8, traced_rows=2, rows=1, pieces=8), machine).sent_bytes
 """
@@ -9,20 +10,47 @@ the memory of parameters is that of themselves, without gradients and optimizer 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 from torch.fx import Graph, Node
 
+from autoptd.errors import PlanError
 from autoptd.ir.machine import Machine
 from autoptd.ir.markers import convert
 from autoptd.ir.mesh import Mesh
 from autoptd.ir.notes import converted_types, note, ops, payload, placeholders, shape, tensor
+from autoptd.ir.plan import Plan
 from autoptd.ir.sizes import Sizes, local_shape
 from autoptd.ir.types import CONVERSIONS
+from autoptd.passes.context import Context
 from autoptd.passes.hook_gemms import gather_again
 from autoptd.passes.ops.costs import collective_seconds, flops, local_payload, rank_seconds
+from autoptd.passes.runner import Pass, Record, run_passes
 from autoptd.passes.stages.memory import read_from_outside, saved_bytes
 from autoptd.program.calls import LOCAL_KINDS, wire_bytes
-from autoptd.program.weighed import Weight
+from autoptd.program.weighed import Weight, weighed_record
+
+
+def weigh_known(traced: Graph, connected: Graph, ctx: Context, passes: Sequence[Pass]) -> dict[str, Any] | None:
+    """What was found beside the plans that people know, where tokens may be split by price.
+
+    `connected` is the plan that was found; `passes` make a CONNECTED graph of one that is TRACED.
+    """
+    options, machine = ctx.options, ctx.options.rank_machine
+    if options.t == 1 or options.sequence_parallel != "auto":
+        return None
+    weights, missing = {"auto": weigh(connected, ctx.sizes, machine)}, {}
+    for known in (True, False):
+        as_known = replace(ctx, options=replace(options, sequence_parallel=known, plan=Plan()))
+        try:
+            graph = run_passes(passes, traced, as_known, Record(dump=False))
+        except PlanError as error:
+            missing[str(known)] = error.fact
+        else:
+            weights[str(known)] = weigh(graph, ctx.sizes, machine)
+    return weighed_record(weights, missing)
 
 
 def weigh(graph: Graph, sizes: Sizes, machine: Machine) -> Weight:
@@ -64,4 +92,4 @@ def _seconds(node: Node, mesh: Mesh, machine: Machine) -> float:
     return rank_seconds(node, mesh, machine)
 
 
-__all__ = ["weigh"]
+__all__ = ["weigh", "weigh_known"]

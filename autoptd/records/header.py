@@ -1,11 +1,16 @@
-"""The header of an emitted file: what is in it, of which plan, and what its words mean."""
+"""What emitted files say beside their code: of which plan they are, what their words mean, what is summed once a step."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from autoptd.batch import Batch
+from autoptd.codegen import About
+from autoptd.ir.actions import Orders, ranks_of_stages
 from autoptd.options import Options
+from autoptd.program.buckets import plan_buckets
+from autoptd.program.specs import ParamSpec
+from autoptd.program.stage_sums import stage_sums
 
 ABOUT_TYPES = (
     "Types over tp: I invariant, R replicated with a partial gradient, P partial sum, S sharded; p_to_i: P to I."
@@ -14,6 +19,19 @@ ABOUT_COLLECTIVES = (
     "AR all-reduce, AG all-gather, RS reduce-scatter, A2A all-to-all, fwd in forward, bwd in backward, with the",
     "bytes of the whole value. A sum with owned=True is made in place: nobody else reads what is summed.",
 )
+
+
+def about_stages(
+    options: Options, batch: Batch, params: tuple[ParamSpec, ...], orders: Orders, wgrad_sink: str
+) -> list[About]:
+    """What the compiler says of every stage."""
+    ranks = ranks_of_stages(orders)
+    buckets = [plan_buckets(params, orders, ranks, options.mesh, pp) for pp in range(options.p)]
+    found = []
+    for stage, rank in enumerate(ranks):
+        header = about(options, batch, ranks, stage, wgrad_sink)
+        found.append(About(header, ABOUT_COLLECTIVES, ranks, stage_sums(buckets[rank], stage, options.mesh)))
+    return found
 
 
 def about(options: Options, batch: Batch, ranks: Sequence[int], stage: int, wgrad: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from autoptd.batch import Batch
@@ -19,7 +20,7 @@ def plan_record(
     batch: Batch,
     cut: Cut,
     params: tuple[ParamSpec, ...],
-    fallbacks: list[Fallback],
+    fallbacks: Sequence[Fallback],
     weighed: dict[str, Any] | None,
 ) -> dict[str, Any]:
     """What `plan.json` says: the decisions, by the model's own names."""

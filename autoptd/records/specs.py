@@ -1,9 +1,12 @@
 """What the runtime needs to know of a compiled graph: parameters, inputs, crossings, stages and dropouts.
 
-In: the LOCAL graph, what was captured, the options. Out: the records of `program/program.py`, plain data.
+In: the LOCAL graph (of dropouts, that which is CUT), what was captured, the options. Out: the records of
+`program/program.py`, plain data.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch.fx import Graph
@@ -11,9 +14,8 @@ from torch.fx import Graph
 from autoptd import codegen, passes
 from autoptd import trace as tracing
 from autoptd.batch import Batch
-from autoptd.ir import markers
 from autoptd.ir.layout import Layout
-from autoptd.ir.notes import note, ops, placeholders, tensor
+from autoptd.ir.notes import note, op_name, ops, placeholders, tensor
 from autoptd.ir.types import I, outer_size
 from autoptd.options import Options
 from autoptd.program.specs import CrossingSpec, DropoutSpec, InputSpec, ParamSpec, StageSpec
@@ -69,15 +71,25 @@ def crossing_spec(one: codegen.Crossing) -> CrossingSpec:
     return CrossingSpec(one.name, one.source, one.targets, shape, dtype, record.needs_grad, kind_letter, why)
 
 
+def crossing_links(crossings: Sequence[CrossingSpec]) -> list[tuple[int, int, bool]]:
+    """(source, target, whether a gradient comes back) of every two stages between which something crosses."""
+    merged: dict[tuple[int, int], bool] = {}
+    for crossing in crossings:
+        for target in crossing.targets:
+            has_grad = merged.get((crossing.source, target), False)
+            merged[crossing.source, target] = has_grad or crossing.has_grad
+    return [(*pair, has_grad) for pair, has_grad in sorted(merged.items())]
+
+
 def stage_spec(index: int, file: codegen.StageFile) -> StageSpec:
     return StageSpec(index, file.crossings, file.inputs, file.outputs, file.params, file.buffers)
 
 
 def dropout_specs(graph: Graph) -> tuple[DropoutSpec, ...]:
-    """Every dropout of the model, in the order of its calls."""
+    """Every dropout of the model, in the order of its calls; a graph after CUT may have them fused with other operators."""
     specs = []
     for node in ops(graph):
-        if node.target is markers.dropout:
+        if op_name(node) == "aten.dropout":
             record = note(node)
             rows, why = record.extra["rows"], record.extra.get("reason", "")
             batch = (rows.dim, outer_size(record.dims, rows)) if rows.kind == "S" else None

@@ -88,6 +88,18 @@ def check_structure(program: Program, args: Args, kwargs: Kwargs) -> list[Any]:
     return leaves
 
 
+def is_call_of(program: Program, args: Args, kwargs: Kwargs, replicas: int) -> bool:
+    """Whether a call is one that the program takes: its structure, constants, shapes and dtypes."""
+    leaves, tree = flatten(args, kwargs)
+    if tree != program.tree or not all(is_same_constant(leaves[leaf], value) for leaf, value in program.constants):
+        return False
+    pairs = ((leaves[spec.leaf], spec) for spec in program.inputs)
+    return all(
+        tuple(x.shape) == expected_shape(program, spec, replicas) and str(x.dtype) == f"torch.{spec.dtype}"
+        for x, spec in pairs
+    )
+
+
 def is_same_constant(given: Any, compiled: Any) -> bool:
     """Whether two constants of a call are one value, of one type: -0.0 is not 0.0, and a NaN is itself."""
     if type(given) is not type(compiled):

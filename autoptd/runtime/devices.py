@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 
 from autoptd.compat import bound_device
+from autoptd.kernels.forms import has_triton
+from autoptd.options import Options
 
 
 def device_of_ranks(tensors: Iterable[torch.Tensor], device: str | None, backend: str | None) -> torch.device:
@@ -22,6 +24,14 @@ def device_of_ranks(tensors: Iterable[torch.Tensor], device: str | None, backend
     if has_launcher(backend):
         return process_device(device, backend)
     return thread_device(device or str(next((one.device for one in tensors if not one.is_meta), "cpu")))
+
+
+def default_fusion(tensors: Iterable[torch.Tensor], options: Options) -> str | bool:
+    """The backend of fused operators: what was asked for, or the fastest for the device of the ranks."""
+    if options.fuse is not None:
+        return options.fuse
+    device = device_of_ranks(tensors, options.device, options.backend)
+    return "triton" if device.type == "cuda" and has_triton() else "eager"
 
 
 def has_launcher(backend: str | None) -> bool:
@@ -55,4 +65,4 @@ def thread_device(device: str) -> torch.device:
     return target
 
 
-__all__ = ["device_of_ranks", "has_launcher", "process_device", "thread_device"]
+__all__ = ["default_fusion", "device_of_ranks", "has_launcher", "process_device", "thread_device"]

@@ -2,7 +2,7 @@
 
 `orders` says in which order a rank computes, `weight_gradients` may split its backwards, `transfers` adds what it sends
 and receives, `simulate` proves that the run ends and measures it, with `check` finding what is wrong in an order that
-somebody wrote (`written` reads one).
+somebody wrote (`written` reads one). `requested` has what a request asks for.
 
     orders = add_transfers(build_orders("1f1b", p=2, v=1, m=4), links=[(0, 1, True)])
     simulate(orders).bubble == 1 / 4
@@ -13,6 +13,7 @@ from autoptd.schedule.finish import finish_of
 from autoptd.schedule.live import live_moments
 from autoptd.schedule.measure import Memory, Simulation, Span
 from autoptd.schedule.orders import build_orders, gpipe, interleaved, looped_bfs, one_f_one_b
+from autoptd.schedule.requested import connect_orders, requested_orders, written_orders
 from autoptd.schedule.simulate import simulate
 from autoptd.schedule.transfers import add_reduces, add_transfers, has_reduces
 from autoptd.schedule.weight_gradients import PLACEMENTS, delay_weight_gradients
@@ -29,6 +30,7 @@ __all__ = [
     "add_reduces",
     "add_transfers",
     "build_orders",
+    "connect_orders",
     "delay_weight_gradients",
     "finish_of",
     "gpipe",
@@ -40,7 +42,9 @@ __all__ = [
     "num_microbatches",
     "one_f_one_b",
     "read_schedule",
+    "requested_orders",
     "simulate",
+    "written_orders",
     "zb_2p",
     "zb_h1",
     "zbv",

@@ -2,7 +2,7 @@
 
 from autoptd.trace.capture import Captured, capture
 from autoptd.trace.dropouts import dropouts
-from autoptd.trace.evaluation import is_training_without_dropout, seen_as_evaluation
+from autoptd.trace.evaluation import evaluating, in_modes, is_training_without_dropout, modes_of
 from autoptd.trace.faithful import compare
 from autoptd.trace.masks import given_masks
 from autoptd.trace.module import check_device, check_module, has_values
@@ -14,8 +14,10 @@ __all__ = [
     "check_module",
     "compare",
     "dropouts",
+    "evaluating",
     "given_masks",
     "has_values",
+    "in_modes",
     "is_training_without_dropout",
-    "seen_as_evaluation",
+    "modes_of",
 ]

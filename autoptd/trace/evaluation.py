@@ -1,10 +1,10 @@
-"""Whether evaluation computes what training computes without its dropouts: then training's own program evaluates.
+"""A model in eval mode: how it is traced, and whether it computes what training computes without its dropouts.
 
 In: the TRACED graphs of one model in training and in eval mode. Out: yes or no. The two are compared operator by operator, from
 the inputs to the loss; a dropout counts as its operand. (Attention with dropout was written out in training, and stays one
 operator in evaluation: not equal.)
 
-    with seen_as_evaluation():
+    with evaluating(model):
         evaluated = capture(model, ...)
     is_training_without_dropout(trained, evaluated.graph, trained_buffers, evaluated.buffers)
 """
@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
+from torch import nn
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
@@ -40,6 +41,31 @@ def seen_as_evaluation() -> Iterator[None]:
         yield
     finally:
         torch.is_grad_enabled = real
+
+
+def modes_of(model: nn.Module) -> dict[nn.Module, bool]:
+    """Whether each module is in training mode."""
+    return {module: module.training for module in model.modules()}
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """The model in eval mode for a while, as `torch.no_grad()` would have it."""
+    with in_modes(dict.fromkeys(model.modules(), False)), seen_as_evaluation():
+        yield
+
+
+@contextmanager
+def in_modes(modes: Mapping[nn.Module, bool]) -> Iterator[None]:
+    """These modules in these modes for a while; each gets its own back."""
+    before = {module: module.training for module in modes}
+    for module, mode in modes.items():
+        module.training = mode
+    try:
+        yield
+    finally:
+        for module, mode in before.items():
+            module.training = mode
 
 
 def is_training_without_dropout(trained: Graph, evaluated: Graph, before: Buffers, after: Buffers) -> bool:
@@ -81,4 +107,4 @@ def _is_equal(x: torch.Tensor, y: torch.Tensor) -> bool:
     return x is y or x.is_meta or y.is_meta or torch.equal(x, y.to(x.device))
 
 
-__all__ = ["is_training_without_dropout", "seen_as_evaluation"]
+__all__ = ["evaluating", "in_modes", "is_training_without_dropout", "modes_of", "seen_as_evaluation"]

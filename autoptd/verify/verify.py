@@ -33,15 +33,14 @@ from torch.overrides import TorchFunctionMode
 from autoptd.auto import planned
 from autoptd.batch import split_call
 from autoptd.compat import tree_map
-from autoptd.compile import compile_program
+from autoptd.compile import compile_evaluation, compile_program
 from autoptd.errors import InternalError, PlanError, RuntimeFault, TraceError
-from autoptd.evaluation import compile_evaluation, modes_of
 from autoptd.options import Options, make_options
 from autoptd.parallel_model import ParallelModel
 from autoptd.program.program import Program
 from autoptd.runtime.batch import check_call
 from autoptd.runtime.dropout import Draw, dropout
-from autoptd.trace import check_module, given_masks
+from autoptd.trace import check_module, given_masks, modes_of
 from autoptd.trace.loss import WithLoss
 from autoptd.trace.state import map_attribute_tensors
 from autoptd.verify.fresh import Call, fresh_calls, given_calls

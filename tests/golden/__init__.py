@@ -8,10 +8,7 @@
 
 from __future__ import annotations
 
-import functools
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -19,10 +16,11 @@ from unittest import mock
 import torch
 from torch.fx import Graph
 
-import autoptd
-from autoptd import passes
+from autoptd.compile import PASSES, compile_program
 from autoptd.ir.machine import Machine
 from autoptd.ir.notes import note, op_name, ops
+from autoptd.options import make_options
+from autoptd.passes import Record, describe
 from autoptd.passes.fusion import losses
 from autoptd.program.program import Program
 from autoptd.viz.collectives import collectives_markdown
@@ -32,8 +30,7 @@ FOLDER = Path(__file__).parent
 LENGTH, ROWS = 4, 4
 # Collectives start at once: models as small as these are split in many ways.
 MACHINE = Machine(latency=1e-9)
-# In the order of `compile.py`; each takes a graph first, and changes it or returns another.
-PASSES = ("annotate", "communicate", "find_fusions", "cut", "localize", "substitute", "hook_gemms", "mark_owned")
+NAMES = tuple(each.name for each in PASSES)
 HOOKS = {"async_tensor_model_parallel_allreduce": True, "accumulate_allreduce_grads_in_fp32": True}
 # As Megatron splits it: vocabulary in shards, f and g around the MLP.
 SHARD = [{"pattern": "embed.weight", "dim": 0, "axis": "tp"}]
@@ -46,13 +43,13 @@ PROGRAMS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-def build(name: str) -> Program:
+def build(name: str, record: Record | None = None) -> Program:
     """Compile one of `PROGRAMS`."""
     layers, keywords = PROGRAMS[name]
     torch.manual_seed(0)
-    ids = torch.zeros(ROWS, LENGTH, dtype=torch.long)
+    ids, options = torch.zeros(ROWS, LENGTH, dtype=torch.long), make_options(machine=MACHINE, **keywords)
     with mock.patch.object(losses, "LEAST_BYTES", 0):
-        return autoptd.compile(Small(layers), machine=MACHINE, example_inputs=(ids, ids.clone()), **keywords)
+        return compile_program(Small(layers), options, (ids, ids.clone()), {}, replicas=options.d, record=record)
 
 
 class Snapshot(NamedTuple):
@@ -60,6 +57,11 @@ class Snapshot(NamedTuple):
 
     nodes: str
     calls: tuple[str, ...]
+
+    @staticmethod
+    def of(graph: Graph) -> Snapshot:
+        """The text of a graph as it is."""
+        return Snapshot(describe(graph), calls(graph))
 
     def since(self, before: tuple[str, ...]) -> str:
         """The text of this graph, with those calls that were not there before."""
@@ -77,34 +79,14 @@ def calls(graph: Graph) -> tuple[str, ...]:
     return tuple(lines)
 
 
-@contextmanager
-def after_passes(found: dict[str, Snapshot]) -> Iterator[None]:
-    """Meanwhile, `found` gets the graph after every pass."""
-
-    def recording(name: str, run: Any) -> Any:
-        @functools.wraps(run)
-        def record(*args: Any, **kwargs: Any) -> Any:
-            result = run(*args, **kwargs)
-            graph = result[0] if isinstance(result, tuple) and isinstance(result[0], Graph) else args[0]
-            found[name] = Snapshot(passes.describe(graph), calls(graph))
-            return result
-
-        return record
-
-    with mock.patch.multiple(passes, **{name: recording(name, getattr(passes, name)) for name in PASSES}):
-        yield
-
-
 def texts() -> dict[str, str]:
     """Every golden text, by its path below this folder."""
-    found: dict[str, Snapshot] = {}
-    with after_passes(found):
-        program = build("one_block")
-    traced = program.graphs["TRACED"]
-    found = {"trace": Snapshot(passes.describe(traced), calls(traced)), **{name: found[name] for name in PASSES}}
+    record = Record(every_pass=True)
+    program = build("one_block", record)
     texts: dict[str, str] = {}
     before: tuple[str, ...] = ()
-    for number, (name, snapshot) in enumerate(found.items()):
+    for number, (name, graph) in enumerate([("trace", record.graphs["TRACED"]), *record.after.items()]):
+        snapshot = Snapshot.of(graph)
         texts[f"passes/{number}_{name}.txt"] = snapshot.since(before)
         before = snapshot.calls
     for name in PROGRAMS:

@@ -10,9 +10,11 @@ from torch import nn
 from torch.fx import Graph, Node
 
 from autoptd import passes, trace
-from autoptd.ir.machine import Machine, find_machine
-from autoptd.ir.mesh import Mesh
+from autoptd.ir.buffers import Buffers
+from autoptd.ir.machine import Machine
 from autoptd.ir.notes import note, op_name, ops
+from autoptd.options import Options
+from autoptd.passes import Context
 from autoptd.passes.axes.axes import Axes
 from autoptd.passes.solve.assign import Assignment
 
@@ -38,28 +40,38 @@ def traced(model: nn.Module, *inputs: Any) -> Graph:
     return trace.capture(model, inputs, {}, None).graph
 
 
-def annotate(
+def context(
     model: nn.Module, *inputs: Tensor, t: int = 1, pieces: int = 1, machine: Machine | None = None
-) -> tuple[Graph, Axes, Assignment]:
-    """TRACED and ANNOTATED; the first dim of every input is the batch when there are several pieces."""
+) -> tuple[Graph, Context]:
+    """A TRACED graph, and what passes are told; the first dim of every input is the batch when there are several pieces."""
     captured = trace.capture(model, inputs, {}, None)
-    doubled, batched = None, set()
+    whole, batched = None, frozenset[str]()
     if pieces > 1:
         twice = tuple(torch.cat([one, one]) for one in inputs)
-        doubled = trace.capture(model, twice, {}, None).graph
-        batched = {name for name, _ in captured.inputs}
-    axes, assignment = passes.annotate(
-        captured.graph, doubled, captured.buffers, batched, pieces, Mesh(t=t), machine or find_machine(None)
+        whole = trace.capture(model, twice, {}, None).graph
+        batched = frozenset(name for name, _ in captured.inputs)
+    made = Context(
+        options=Options(t=t, machine=machine),
+        pieces=pieces,
+        batched=batched,
+        whole=whole,
+        buffers=Buffers(captured.buffers),
     )
-    return captured.graph, axes, assignment
+    return captured.graph, made
 
 
-def connect(
-    model: nn.Module, *inputs: Tensor, t: int = 1, pieces: int = 1, machine: Machine | None = None
-) -> tuple[Graph, Axes]:
-    graph, axes, assignment = annotate(model, *inputs, t=t, pieces=pieces, machine=machine)
-    passes.communicate(graph, assignment, pieces, Mesh(t=t))
-    return graph, axes
+def annotate(model: nn.Module, *inputs: Tensor, **keywords: Any) -> tuple[Graph, Axes, Assignment]:
+    """ANNOTATED; keywords are those of `context`."""
+    graph, ctx = context(model, *inputs, **keywords)
+    passes.annotate(graph, ctx)
+    return graph, ctx.found.axes, ctx.found.assignment
+
+
+def connect(model: nn.Module, *inputs: Tensor, **keywords: Any) -> tuple[Graph, Axes]:
+    """CONNECTED, not verified; keywords are those of `context`."""
+    graph, ctx = context(model, *inputs, **keywords)
+    passes.communicate(passes.annotate(graph, ctx), ctx)
+    return graph, ctx.found.axes
 
 
 def find(graph: Graph, name: str, index: int = 0) -> Node:

@@ -25,10 +25,11 @@ from autoptd.ir import markers
 from autoptd.ir.layout import Layout
 from autoptd.ir.mesh import Mesh
 from autoptd.ir.notes import note, op_name, set_note
-from autoptd.ir.sizes import Sizes
 from autoptd.ir.types import Dims, I, P, R, S, Segmented, ValueType
+from autoptd.options import Options
 from autoptd.passes.axes.axes import Letter
-from autoptd.passes.localize import localize
+from autoptd.passes.context import Context
+from autoptd.passes.localize import check_local, localize
 from autoptd.passes.ops import table as rules
 from autoptd.passes.ops.dim_links import operands
 from autoptd.passes.solve.strategies import NO_COLLECTIVE_FORMS
@@ -160,8 +161,9 @@ def _local_node(node: Node, takes: dict[Node, ValueType], gives: ValueType, form
         record.layout = Layout({axis: kind})
         record.forms = {axis: form} if old is node and form else {}
     note(made).extra |= {"site": 0, "rows": note(made).layout.batch if gives.kind == "S" else I}  # of a dropout
-    sizes = Sizes(Mesh(t=t), 1, 1, 1) if axis == "tp" else Sizes(Mesh(), t, 1, t)
-    localize(graph, sizes)
+    ctx = Context(Options(t=t)) if axis == "tp" else Context(traced_rows=t, rows=1, pieces=t)
+    localize(graph, ctx)
+    check_local(graph)
     made.meta["operands"] = kept
     return made
 

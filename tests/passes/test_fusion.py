@@ -15,12 +15,13 @@ from torch.fx.node import map_arg
 
 from autoptd import trace
 from autoptd.ir import markers
+from autoptd.ir.buffers import Buffers
 from autoptd.ir.fusion import WIDEST, Fusion
-from autoptd.ir.mesh import Mesh
 from autoptd.ir.notes import copy_graph, note, ops, output
-from autoptd.ir.sizes import Sizes
-from autoptd.passes.fusion import find_fusions, losses, substitute
-from autoptd.passes.localize import localize
+from autoptd.options import Options
+from autoptd.passes import Context, find_fusions, localize, substitute
+from autoptd.passes.fusion import losses
+from autoptd.passes.localize import check_local
 from autoptd.runtime.fused import Fused
 
 B, S, H, HEADS = 2, 6, 8, 2
@@ -43,20 +44,27 @@ def random(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape)))
 
 
+def context(captured: trace.Captured, backend: str | bool = "eager") -> Context:
+    """What passes are told of a model on one rank."""
+    return Context(Options(fuse=backend), traced_rows=B, rows=B, buffers=Buffers(captured.buffers))
+
+
 def fused(model: Spelled, *tensors: Tensor, backend: str = "eager") -> list[Fusion]:
     """What is fused in a model; its values and gradients must stay what they are."""
     captured = trace.capture(model, tensors, {}, None)
     graph = captured.graph
     expected = run(copy_graph(graph), captured, tensors)
-    groups = find_fusions(graph, captured.buffers, backend)
-    localize(graph, Sizes(Mesh(), B, B, 1))
-    graph, fusions = substitute(graph, groups)
+    ctx = context(captured, backend)
+    for each in (find_fusions, localize, substitute):
+        graph = each(graph, ctx)
+        if each is localize:
+            check_local(graph)
     graph.lint()
     found = run(graph, captured, tensors)
     assert len(expected) == len(found)
     for a, b in zip(expected, found, strict=True):
         assert torch.allclose(a, b, rtol=1e-11, atol=1e-12)
-    return fusions
+    return list(ctx.found.fusions)
 
 
 def run(graph: Graph, captured: trace.Captured, tensors: tuple[Tensor, ...]) -> list[Tensor]:
@@ -155,9 +163,9 @@ def test_rows_wider_than_a_program_holds_are_told(monkeypatch: pytest.MonkeyPatc
 def has_sum(model: Spelled, a: Tensor, b: Tensor, backend: str) -> bool:
     """Whether a norm makes a sum itself."""
     captured = trace.capture(model, (a, b), {}, None)
-    groups = find_fusions(captured.graph, captured.buffers, backend)
-    localize(captured.graph, Sizes(Mesh(), B, B, 1))
-    graph, _ = substitute(captured.graph, groups)
+    graph, ctx = captured.graph, context(captured, backend)
+    for each in (find_fusions, localize, substitute):
+        graph = each(graph, ctx)
     return any("residual" in node.kwargs for node in ops(graph))
 
 
@@ -357,7 +365,9 @@ def test_masks(how: str) -> None:
 
 def is_causal_in(model: Spelled) -> bool:
     captured = trace.capture(model, (random(B, S, H),), {}, None)
-    (group,) = find_fusions(captured.graph, captured.buffers, "eager").chosen
+    ctx = context(captured)
+    find_fusions(captured.graph, ctx)
+    (group,) = ctx.found.groups.chosen
     return bool(group.keywords["causal"])
 
 
@@ -504,16 +514,19 @@ def test_a_bias_before_gelu_leaves_its_gemm_for_triton() -> None:
 
 def test_nothing_is_fused_without_a_backend() -> None:
     captured = trace.capture(Spelled(NORMS["llama"], w=random(H)), (random(B, S, H),), {}, None)
-    assert find_fusions(captured.graph, captured.buffers, False).chosen == ()
+    ctx = context(captured, False)
+    find_fusions(captured.graph, ctx)
+    assert ctx.found.groups.chosen == ()
 
 
 def test_a_group_that_a_stage_boundary_cuts() -> None:
     captured = trace.capture(Spelled(NORMS["llama"], w=random(H)), (random(B, S, H),), {}, None)
     graph = captured.graph
-    groups = find_fusions(graph, captured.buffers, "eager")
+    ctx = context(captured)
+    find_fusions(graph, ctx)
     for i, node in enumerate(ops(graph)):
         note(node).stages = (int(i > 2),)
-    localize(graph, Sizes(Mesh(), B, B, 1))
-    graph, fusions = substitute(graph, groups)
-    assert reasons(fusions) == ["a stage boundary cuts it"]
+    localize(graph, ctx)
+    graph = substitute(graph, ctx)
+    assert reasons(list(ctx.found.fusions)) == ["a stage boundary cuts it"]
     assert not any(node.target in markers.MARKERS for node in ops(graph))

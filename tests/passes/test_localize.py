@@ -9,11 +9,10 @@ from torch.fx import Graph
 
 from autoptd.errors import InternalError
 from autoptd.ir import markers
-from autoptd.ir.mesh import Mesh
 from autoptd.ir.notes import note, op_name, ops
-from autoptd.ir.sizes import Sizes
 from autoptd.ir.types import S
-from autoptd.passes import localize
+from autoptd.options import Options
+from autoptd.passes import Context, localize
 from autoptd.passes.localize import check_local
 from examples.gpt import GPT, GPTConfig
 from tests.passes.graphs import Net, connect, find
@@ -24,7 +23,8 @@ Tensor = torch.Tensor
 def local(model: torch.nn.Module, *inputs: Tensor, t: int = 1, pieces: int = 1, rows: int | None = None) -> Graph:
     graph, _ = connect(model, *inputs, t=t, pieces=pieces)
     traced = inputs[0].shape[0]
-    localize(graph, Sizes(Mesh(t=t), traced, rows or traced, pieces))
+    localize(graph, Context(Options(t=t), traced_rows=traced, rows=rows or traced, pieces=pieces))
+    check_local(graph)
     return graph
 
 

@@ -13,6 +13,7 @@ import autoptd
 from autoptd.ir import markers
 from autoptd.ir.mesh import Mesh
 from autoptd.ir.notes import Note, set_note
+from autoptd.passes import Context
 from autoptd.passes.own import FRESH, mark_owned
 from autoptd.runtime import i_to_r, linear, p_to_i
 from autoptd.runtime.linear import Deferred
@@ -59,7 +60,7 @@ class Built:
 
     def is_owned(self, node: Node) -> bool:
         self.graph.output(())
-        mark_owned(self.graph)
+        mark_owned(self.graph, Context())
         return bool(node.meta["autoptd"].extra.get("owned"))
 
 

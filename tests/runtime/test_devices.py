@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -21,8 +20,6 @@ from autoptd.planner.cluster import find_cluster
 from autoptd.runtime import devices
 from autoptd.runtime.world.threads import Ranks, ThreadWorld
 from tests.parity.models import batch, gpt
-
-compile_module = importlib.import_module("autoptd.compile")  # the package's `compile` is the function
 
 
 class Cuda:
@@ -109,11 +106,11 @@ def test_compiler_and_planner_ask_for_the_device_of_the_ranks(
         monkeypatch.setenv(name, value) if environment else monkeypatch.delenv(name, raising=False)
     asked: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: asked.append(device) or "NVIDIA H200")
-    monkeypatch.setattr(compile_module, "has_triton", lambda: True)
+    monkeypatch.setattr(devices, "has_triton", lambda: True)
     model, found = gpt(2), torch.device(expected)
     assert devices.device_of_ranks(model.parameters(), device, backend) == found
     options = Options(t=2, device=device, backend=backend)
-    assert compile_module.default_fusion(model, options) == ("triton" if found.type == "cuda" else "eager")
+    assert devices.default_fusion(model.parameters(), options) == ("triton" if found.type == "cuda" else "eager")
     clusters: list[str] = []
     monkeypatch.setattr(auto, "find_cluster", lambda name: clusters.append(name) or find_cluster(name))
     gpus = {} if environment else {"gpus": 2}

@@ -77,6 +77,15 @@ class Refusal:
     why: str
 
 
+@dataclass(frozen=True)
+class Groups:
+    """What was found on CONNECTED for a backend: `chosen`, and the refusals."""
+
+    chosen: tuple[Group, ...] = ()
+    refused: tuple[Refusal, ...] = ()
+    backend: str | bool = False
+
+
 Found = Group | Refusal | None
 
 

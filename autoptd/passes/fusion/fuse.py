@@ -3,16 +3,17 @@
 `find_fusions` only marks: types, cut and local shapes are proven on the plain operators, so that fusion changes nothing of what
 is proven. `substitute` replaces every group that ended up on one stage. Both tell in words what was not fused, and why.
 
-    groups = find_fusions(graph, buffers, "eager")
-    ...                                             # cut, localize
-    graph, fusions = substitute(graph, groups)      # [Fusion("rms_norm", "model.layers.*.input_layernorm", times=12), ...]
+    find_fusions(graph, ctx)
+    ...                                 # cut, localize
+    graph = substitute(graph, ctx)
+    ctx.found.fusions                   # (Fusion("rms_norm", "model.layers.*.input_layernorm", times=12), ...)
 """
 
 from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,8 +24,10 @@ from autoptd.ir import markers
 from autoptd.ir.fusion import CHUNK_BYTES, WIDEST, Fusion
 from autoptd.ir.notes import copy_nodes, note, op_name, ops, set_note, shape, value
 from autoptd.passes.axes.constants import Constants
+from autoptd.passes.context import Context
 from autoptd.passes.fusion import activations, attention, losses, norms, residual, rotary
-from autoptd.passes.fusion.chain import Found, Group, Refusal, Swapped, local_size
+from autoptd.passes.fusion.chain import Found, Group, Groups, Refusal, Swapped, local_size
+from autoptd.passes.runner import CALLS, Form, graph_pass
 from autoptd.program.calls import star
 
 aten = torch.ops.aten
@@ -58,28 +61,17 @@ PATTERNS = (
 )
 
 
-@dataclass(frozen=True)
-class Groups:
-    """What was found on CONNECTED for a backend: `chosen`, and the refusals."""
-
-    chosen: tuple[Group, ...] = ()
-    refused: tuple[Refusal, ...] = ()
-    backend: str | bool = False
-
-
-def find_fusions(
-    graph: Graph,
-    buffers: Mapping[str, torch.Tensor],
-    backend: str | bool,
-    only: Sequence[str] | None = None,
-) -> Groups:
+@graph_pass(takes=Form.CONNECTED, gives=Form.CONNECTED, finds=("groups",))
+def find_fusions(graph: Graph, ctx: Context) -> None:
     """Choose groups that share no operator, the last and largest first; marks their members for the dump.
 
-    `buffers` are the model's values, by which masks are told causal; `only` names the fused operators that may be used.
+    Masks are told causal by the values of buffers.
     """
+    backend, only = ctx.options.fuse or False, ctx.options.fuse_only
     if not backend:
-        return Groups()
-    constants = Constants(buffers)
+        ctx.found.groups = Groups()
+        return
+    constants = Constants(ctx.buffers)
     chosen: list[Group] = []
     refused: list[Refusal] = []
     taken: set[Node] = set()
@@ -99,7 +91,7 @@ def find_fusions(
             elif isinstance(found, Refusal):
                 refused.append(found)
     refused = [one for one in refused if one.result not in taken]
-    return Groups(tuple(reversed(chosen)), tuple(reversed(refused)), backend)
+    ctx.found.groups = Groups(tuple(reversed(chosen)), tuple(reversed(refused)), backend)
 
 
 def _checked(found: Found) -> Found:
@@ -115,11 +107,13 @@ def _checked(found: Found) -> Found:
     return found
 
 
-def substitute(plain: Graph, groups: Groups) -> tuple[Graph, list[Fusion]]:
-    """(a copy of a LOCAL graph in which every group that is on one stage is replaced, what was fused and what was not).
+@graph_pass(takes=Form.LOCAL, gives=Form.LOCAL, changes=(CALLS,), finds=("fusions",))
+def substitute(plain: Graph, ctx: Context) -> Graph:
+    """Return a copy of a LOCAL graph in which every group that is on one stage is replaced.
 
     `plain` stays as it is, for what explains plans by its operators. Layers alike are told together.
     """
+    groups = ctx.found.groups
     graph, copies = copy_nodes(plain)
     told: Counter[Fusion] = Counter()
     made: dict[Node, Node] = {}  # what stands in the place of a group's result
@@ -140,7 +134,8 @@ def substitute(plain: Graph, groups: Groups) -> tuple[Graph, list[Fusion]]:
             made[group.result] = _substitute(graph, group, made, groups.backend)
     unread = [member for group in chosen if group.result in made for member in group.members]
     erase_unread(graph, [*unread, *(one for one in made if one not in unread)])
-    return graph, [replace(one, times=times) for one, times in told.items()]
+    ctx.found.fusions = tuple(replace(one, times=times) for one, times in told.items())
+    return graph
 
 
 def _fusion(op: str, result: Node, why: str = "") -> Fusion:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
+from enum import Enum
 
 from torch.fx import Graph, Node
 
@@ -41,9 +42,15 @@ class Strategy:
     form: str = ""
 
 
+class Part(Enum):
+    """What an axis of the mesh may split, if its policy says so; the batch is none of it."""
+
+    TOKENS = "the other dims of inputs: positions in a sequence, pixels"
+    WEIGHTS = "all other dims: those of parameters, and what is made of them"
+
+
 class Splitter:
-    """What an axis of `degree` ranks may split: letters that they divide, and vocabularies; never the batch, and
-    other axes of inputs only where `tokens` may be split.
+    """What an axis of `degree` ranks may split: letters that they divide, and vocabularies, of the parts that it `may_split`.
 
     `batched` names the inputs whose dim 0 is the batch; `pins` hold parameters to what a plan says, `kept` all that is
     split without tokens to what it was there.
@@ -60,7 +67,7 @@ class Splitter:
         machine: Machine,
         batched: Collection[str],
         *,
-        tokens: bool,
+        may_split: frozenset[Part],
         pins: Pins,
     ) -> None:
         self.axes, self.axis, self.degree, self.machine, self.pins = axes, axis, degree, machine, pins
@@ -71,7 +78,8 @@ class Splitter:
                 for dim, ids in enumerate(axes.ids(node)):
                     of_inputs[dim == 0 and note(node).name in batched].update(ids)
         self.tokens = of_inputs[False] - of_inputs[True]
-        self.never_split = of_inputs[True] if tokens else of_inputs[True] | of_inputs[False]
+        self.may_split = may_split
+        self.never_split = of_inputs[True] | (set() if Part.TOKENS in may_split else self.tokens)
 
     @property
     def per_whole_byte(self) -> float:
@@ -95,6 +103,8 @@ class Splitter:
 
     def shards(self, node: Node) -> list[ValueType]:
         """The types in which a value may be stored in shards."""
+        if Part.WEIGHTS not in self.may_split:
+            return []
         places = [(dim, atom) for dim, sizes in enumerate(note(node).dims) for atom in range(len(sizes))]
         return [S(*at) for at in places if self.padding.divides_place(node, at)] + self.sharing.shards(node)
 
@@ -105,8 +115,14 @@ class Splitter:
         return [letter for letter in free if not self.padding.divides(node, letter)]
 
     def free_letters(self, node: Node) -> list[Letter]:
-        """All letters but those that tp may not split."""
-        return [one for one in self.axes.letters(node) if self.never_split.isdisjoint(self.axes.ids_of(node, one))]
+        """All letters but those that the axis may not split."""
+        return [letter for letter in self.axes.letters(node) if self._may_split(self.axes.ids_of(node, letter))]
+
+    def _may_split(self, ids: Collection[int]) -> bool:
+        """Whether the axis may split what runs along these named axes."""
+        if Part.WEIGHTS not in self.may_split and not self.tokens.issuperset(ids):
+            return False
+        return self.never_split.isdisjoint(ids)
 
 
 @dataclass(frozen=True)

@@ -17,18 +17,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch.fx import Graph, Node
 
 from autoptd.ir import markers
-from autoptd.ir.machine import Machine
+from autoptd.ir.machine import COPIES
 from autoptd.ir.notes import note, op_name, ops, tensor
 from autoptd.ir.sizes import Sizes, local_shapes
 from autoptd.passes.hook_gemms import gather_again
 from autoptd.passes.ops.costs import VIEWS
 
-COPIES = 4  # a parameter, its gradient, two moments
 FORGOTTEN = {f"aten.{name}" for name in "add sub sum mean neg clone cat to _to_copy cross_entropy_loss".split()}
 FORGOTTEN |= {"cross_entropy"}  # all these need no operand later
 LOSSES = ("aten.cross_entropy_loss", "cross_entropy")
@@ -66,18 +65,6 @@ def count_bytes(graph: Graph, backbone: Sequence[Node], sizes: Sizes, main_grads
 def saved_bytes(graph: Graph, sizes: Sizes) -> float:
     """Bytes that the backward of a microbatch keeps, of the whole graph."""
     return sum(_bytes_saved(node, sizes) for node in ops(graph))
-
-
-def price_memory(machine: Machine, price: float, in_flight: float) -> Machine:
-    """The machine for which a byte that a rank holds costs `price` seconds per microbatch beside what it costs anyhow.
-
-    A parameter is held four times; what is saved for backward, once for each of the traced microbatches in flight.
-    """
-    return replace(
-        machine,
-        per_parameter_byte=machine.per_parameter_byte + price * COPIES,
-        per_saved_byte=machine.per_saved_byte + price * in_flight,
-    )
 
 
 def _positions(user: Node, order: dict[Node, int], readers: dict[Node, set[int]]) -> set[int]:
@@ -143,4 +130,4 @@ def _is_needed(node: Node) -> bool:
     return False
 
 
-__all__ = ["Held", "count_bytes", "price_memory", "read_from_outside", "saved_bytes"]
+__all__ = ["Held", "count_bytes", "read_from_outside", "saved_bytes"]

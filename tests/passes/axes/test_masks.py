@@ -226,7 +226,7 @@ def test_long_rows_on_meta_are_compiled_a_block_at_a_time(window: int) -> None:
 
     with torch.device("meta"):
         model, ids = Decoder(window), torch.zeros(8, length, dtype=torch.long)
-    places = ("autoptd.passes.annotate.Constants", "autoptd.passes.fusion.fuse.Constants")
+    places = ("autoptd.passes.solve.policies.Constants", "autoptd.passes.fusion.fuse.Constants")
     with limits(1 << 22, 1 << 24, 512), mock.patch(places[0], Counted), mock.patch(places[1], Counted):
         program = autoptd.compile(model, d=2, num_microbatches=4, example_inputs=(ids,))
     assert [one.op for one in program.fusions] == (["attention"] if window > length else [])

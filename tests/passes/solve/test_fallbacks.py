@@ -13,8 +13,9 @@ from torch import Tensor
 import autoptd
 from autoptd.ir.fallback import Fallback, divisors
 from autoptd.ir.notes import note
-from autoptd.passes import describe, fallbacks
+from autoptd.passes import describe
 from autoptd.passes.ops.costs import flops
+from autoptd.passes.solve.fallbacks import fallbacks
 from tests.parity.models import batch, gpt, separate, skipping
 from tests.passes.graphs import Net, connect, find
 

@@ -1,0 +1,131 @@
+"""What a pass is told, and where it leaves what it finds.
+
+In: the request, the sizes of the batch, the schedule, and what was captured beside the graph. Out: a
+`Context`, which every pass takes beside its graph, and its `Findings`, which are empty until passes fill
+them.
+
+    ctx = Context(Options(t=2), buffers=Buffers(captured.buffers))
+    passes.annotate(graph, ctx)
+    ctx.found.assignments["tp"]
+
+A context that is made from another with `dataclasses.replace` has found nothing yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from torch.fx import Graph
+
+from autoptd.errors import InternalError
+from autoptd.ir.actions import Action, Kind, Orders, ranks_of_stages
+from autoptd.ir.buffers import Buffers
+from autoptd.ir.fallback import Fallback
+from autoptd.ir.fusion import Fusion
+from autoptd.ir.machine import Machine
+from autoptd.ir.mesh import Mesh
+from autoptd.ir.sizes import Sizes
+from autoptd.options import Options
+from autoptd.passes.axes.axes import Axes
+from autoptd.passes.fusion.chain import Groups
+from autoptd.passes.solve.assign import Assignment
+from autoptd.program.costs import Cut
+from autoptd.program.program import Program
+
+ONE_STAGE: Orders = [[Action(Kind.F, 0, 0), Action(Kind.B, 0, 0)]]
+
+
+@dataclass(eq=False, repr=False)
+class Findings:
+    """What passes find out about a graph beside what its nodes say; InternalError for what none has found yet.
+
+    annotate:     `axes`: which dims run together; `assignments`: the solver's answer over every mesh axis;
+                  `fallbacks`: operators that are not split as one would expect
+    find_fusions: `groups`: operators that a fused one may stand for
+    cut:          `cut`: where the model is cut, why, and what it costs
+    substitute:   `fusions`: what was fused and what was not
+    """
+
+    axes: Axes = field(init=False)
+    assignments: dict[str, Assignment] = field(init=False)
+    fallbacks: tuple[Fallback, ...] = field(init=False)
+    groups: Groups = field(init=False)
+    cut: Cut = field(init=False)
+    fusions: tuple[Fusion, ...] = field(init=False)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self.__dataclass_fields__:
+            raise InternalError("Findings", f"{name} is read, and no pass has found it yet")
+        raise AttributeError(name)
+
+    @property
+    def assignment(self) -> Assignment:
+        """The answer over the axis that is solved, where that is one."""
+        (found,) = self.assignments.values()
+        return found
+
+    def has(self, name: str) -> bool:
+        """Whether a pass has found it."""
+        return name in vars(self)
+
+
+@dataclass(frozen=True)
+class Context:
+    """All that passes are told.
+
+    The trace saw `traced_rows` rows, a microbatch has `rows`, a step `pieces` microbatches in all; `batched`
+    names the inputs that carry them, and `whole` is a second trace, with all rows of the batch (None where it
+    is not split). `buffers` are the model's values, by which constants are evaluated.
+
+    `orders` are the schedule without its transfers; `live` tells how many microbatches are in flight on the
+    stages of each rank when they are most, `makespan` how long a step takes for seconds per stage (None: too
+    long to be simulated often).
+
+    With `like`, a program of the same model, parameters are stored and layers cut as there.
+    """
+
+    options: Options = field(default_factory=Options)
+    traced_rows: int = 1
+    rows: int = 1
+    pieces: int = 1
+    batched: frozenset[str] = frozenset()
+    whole: Graph | None = None
+    buffers: Buffers = field(default_factory=lambda: Buffers({}))
+    orders: Orders = field(default_factory=lambda: ONE_STAGE)
+    live: Sequence[Sequence[int]] = ()
+    makespan: Callable[[Sequence[float]], float] | None = None
+    like: Program | None = None
+    found: Findings = field(init=False, default_factory=Findings)
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.options.mesh
+
+    @cached_property
+    def machine(self) -> Machine:
+        """What a rank can do, with the bytes that it holds priced in (`memory_price`)."""
+        in_flight = max(map(max, self.live), default=0) * self.rows / self.traced_rows
+        return self.options.rank_machine.with_memory_priced(self.options.memory_price or 0.0, in_flight)
+
+    @cached_property
+    def sizes(self) -> Sizes:
+        """What the local shape of a value depends on."""
+        return Sizes(self.mesh, self.traced_rows, self.rows, self.pieces)
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """The pipeline rank of every stage."""
+        return ranks_of_stages(self.orders)
+
+    @property
+    def wgrad_sink(self) -> str:
+        """The attribute of a stage that takes the gradients of linear layers' weights; "" for autograd."""
+        if any(action.kind is Kind.W for order in self.orders for action in order):
+            return "deferred"
+        return "main_grads" if self.options.accumulate_allreduce_grads_in_fp32 else ""
+
+
+__all__ = ["Context", "Findings"]

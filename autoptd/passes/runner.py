@@ -1,0 +1,227 @@
+"""Run passes one after the other, and hold each of them to what it says of itself.
+
+A pass is a function of a graph and a `Context`. It changes the graph in place (or returns another), and
+leaves what it finds in `ctx.found`. Its contract stands above it:
+
+    @graph_pass(takes=Form.ANNOTATED, gives=Form.CONNECTED, changes=("calls", "extra"), ensures=check)
+    def communicate(graph: Graph, ctx: Context) -> None: ...
+
+In: the passes, a graph in the form that the first one takes, the context. Out: the graph in the form that the
+last one gives; `Record` has it in every form before. A broken contract is an InternalError that names the
+pass.
+
+    record = Record()
+    graph = run_passes((annotate, communicate), traced, ctx, record)
+    record.graphs["ANNOTATED"], record.seconds["communicate"]
+
+A pass that is called by itself, as in its tests, is the bare function.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from enum import IntEnum
+from operator import attrgetter
+
+from torch.fx import Graph
+
+from autoptd.errors import InternalError
+from autoptd.ir.notes import Note, copy_graph, note
+from autoptd.passes.context import Context
+from autoptd.passes.dump import write_forms
+
+Body = Callable[[Graph, Context], Graph | None]
+Check = Callable[[Graph, Context], None]  # raises InternalError
+# What a pass may change beside the fields of a Note: which operators there are, and their arguments.
+CALLS = "calls"
+KEPT = tuple(item.name for item in fields(Note) if item.name != "extra")
+facts_of = attrgetter(*KEPT)
+
+
+class Form(IntEnum):
+    """What is true of a graph; later forms say more."""
+
+    TRACED = 0
+    ANNOTATED = 1
+    CONNECTED = 2
+    CUT = 3
+    LOCAL = 4
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A pass with its contract.
+
+    It takes a graph of one form and gives one of another, or of the same. Of the nodes that it takes it
+    `changes` only these fields of their notes (`extra` always), and calls only with "calls". It `finds` these
+    of the context's `Findings`. `requires` and `ensures` verify the graph before and after it.
+    """
+
+    run: Body
+    takes: Form
+    gives: Form
+    changes: frozenset[str]
+    finds: tuple[str, ...] = ()
+    requires: Check | None = None
+    ensures: Check | None = None
+
+    @property
+    def name(self) -> str:
+        return self.run.__name__
+
+    def __call__(self, graph: Graph, ctx: Context) -> Graph:
+        made = self.run(graph, ctx)
+        return graph if made is None else made
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.takes.name} -> {self.gives.name})"
+
+
+def graph_pass(
+    *,
+    takes: Form,
+    gives: Form,
+    changes: Sequence[str] = (),
+    finds: Sequence[str] = (),
+    requires: Check | None = None,
+    ensures: Check | None = None,
+) -> Callable[[Body], Pass]:
+    """Make a pass of a function of (graph, context): see `Pass`."""
+    unknown = set(changes) - {CALLS, *KEPT}
+    if unknown:
+        raise InternalError("graph_pass", f"notes have no {', '.join(sorted(unknown))}")
+
+    def decorate(run: Body) -> Pass:
+        return Pass(run, takes, gives, frozenset(changes), tuple(finds), requires, ensures)
+
+    return decorate
+
+
+class Record:
+    """What a run leaves behind: the graph in every form; CPU seconds of passes, of contracts and of copies.
+
+    With AUTOPTD_DUMP=out/ in the environment every form is written to out/passes as it is reached, unless
+    `dump` is False. With `every_pass`, `after` has a copy of the graph after each pass.
+    """
+
+    def __init__(self, *, every_pass: bool = False, dump: bool = True) -> None:
+        self.graphs: dict[str, Graph] = {}
+        self.after: dict[str, Graph] = {}
+        self.seconds: dict[str, float] = {}
+        self._every_pass = every_pass
+        self._folder = os.environ.get("AUTOPTD_DUMP") if dump else None
+
+    def keep(self, form: Form, graph: Graph) -> None:
+        """Keep `graph`, which nobody changes any more."""
+        self.graphs[form.name] = graph
+        if self._folder:
+            write_forms(self.graphs, self._folder)
+
+    def add(self, made: Pass, graph: Graph) -> None:
+        """Take notice of the graph behind a pass."""
+        if self._every_pass:
+            self.after[made.name] = copy_graph(graph)
+
+    def copy(self, graph: Graph) -> Graph:
+        """A copy, in the time of copies."""
+        with self.timed("copies"):
+            return copy_graph(graph)
+
+    @contextmanager
+    def timed(self, what: str) -> Iterator[None]:
+        """Add the seconds of a block."""
+        start = time.thread_time()
+        try:
+            yield
+        finally:
+            self.seconds[what] = self.seconds.get(what, 0.0) + time.thread_time() - start
+
+
+def run_passes(passes: Sequence[Pass], graph: Graph, ctx: Context, record: Record) -> Graph:
+    """Run `passes` one after the other; return what the last one gives.
+
+    A TRACED graph stays as it is, for it may be run several times. One of a later form is changed: what
+    passes have found is about its nodes.
+    """
+    form = passes[0].takes
+    if form is Form.TRACED:
+        record.keep(form, graph)
+        graph = record.copy(graph)
+    seen = _Seen(graph)
+    for each in passes:
+        if each.takes != form:
+            fact = f"takes a graph that is {each.takes.name}, and gets one that is {form.name}"
+            raise InternalError(str(each), fact)
+        if each.gives != form and form is not Form.TRACED:
+            record.keep(form, record.copy(graph))
+        graph, seen = _run_pass(each, graph, seen, ctx, record)
+        form = each.gives
+        record.add(each, graph)
+    record.keep(form, graph)
+    return graph
+
+
+def _run_pass(each: Pass, graph: Graph, before: _Seen, ctx: Context, record: Record) -> tuple[Graph, _Seen]:
+    """Run one pass between its checks; InternalError where it breaks its contract."""
+    with record.timed("contracts"):
+        if each.requires is not None:
+            _verify(each, "requires", each.requires, graph, ctx)
+    with record.timed(each.name):
+        graph = each(graph, ctx)
+    with record.timed("contracts"):
+        seen = _Seen(graph)
+        findings = [f"should find {name}, and has not" for name in each.finds if not ctx.found.has(name)]
+        findings += _changes(before, seen, each.changes)
+        if findings:
+            raise InternalError(str(each), "; ".join(findings))
+        if each.ensures is not None:
+            _verify(each, "ensures", each.ensures, graph, ctx)
+    return graph, seen
+
+
+def _verify(each: Pass, what: str, check: Check, graph: Graph, ctx: Context) -> None:
+    try:
+        check(graph, ctx)
+    except InternalError as error:
+        raise InternalError(f"{each} {what} {error.site}", error.fact) from error
+
+
+class _Seen:
+    """A graph as it was: the facts and the call of every node, by name, for a pass may return a copy."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.facts = {node.name: facts_of(note(node)) for node in graph.nodes}
+        self.calls = {node.name: (node.target, node.args, node.kwargs) for node in graph.nodes}
+
+
+def _changes(before: _Seen, after: _Seen, allowed: frozenset[str]) -> Iterator[str]:
+    """What has changed that may not: the first node of each kind."""
+    found: dict[str, str] = {}
+    if CALLS not in allowed and before.calls != after.calls:
+        names = [*after.calls, *before.calls]
+        found[CALLS] = next(name for name in names if before.calls.get(name) != after.calls.get(name))
+    for name, facts in before.facts.items():
+        now = after.facts.get(name, facts)
+        if now != facts:
+            for field, new, old in zip(KEPT, now, facts, strict=True):
+                if new != old and field not in allowed:
+                    found.setdefault(field, name)
+    for field, name in found.items():
+        yield f"changes {field} of {name}, and may change {', '.join(sorted(allowed)) or 'nothing'}"
+
+
+def up_to(form: Form, passes: Sequence[Pass]) -> tuple[Pass, ...]:
+    """Those passes that give a graph of this form, or an earlier one."""
+    return tuple(each for each in passes if each.gives <= form)
+
+
+def beyond(form: Form, passes: Sequence[Pass]) -> tuple[Pass, ...]:
+    """The passes that follow `up_to(form, passes)`."""
+    return tuple(each for each in passes if each.gives > form)
+
+
+__all__ = ["Form", "Pass", "Record", "beyond", "graph_pass", "run_passes", "up_to"]

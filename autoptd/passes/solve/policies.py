@@ -1,0 +1,137 @@
+"""What the ranks along an axis may split, and how that is decided: one policy per axis.
+
+In: a TRACED graph, the named axes of its dims, the context. Out: the types of every value over the policy's
+axis, with reasons; what was solved, in `ctx.found.assignments`.
+
+- The batch follows by rule from the inputs that carry it (`batch.py`): samples are never mixed.
+- An axis of the mesh that divides values is solved: whatever is cheapest of what it may split (`assign.py`).
+
+A new mesh axis is a row of `policies`: an axis of context parallelism would be `Solved("cp",
+frozenset({Part.TOKENS}))`.
+
+    for policy in policies(ctx):
+        policy.assign(graph, axes, ctx)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Protocol
+
+from torch.fx import Graph
+
+from autoptd.errors import PlanError
+from autoptd.ir.layout import BATCH
+from autoptd.ir.notes import note, placeholders
+from autoptd.options import Options
+from autoptd.passes.axes.axes import Axes
+from autoptd.passes.axes.constants import Constants
+from autoptd.passes.context import Context
+from autoptd.passes.solve.assign import Assignment, assign_tensor, find_plan
+from autoptd.passes.solve.batch import assign_batch, check_literals
+from autoptd.passes.solve.dropout_rows import place_rows
+from autoptd.passes.solve.fallbacks import note_fallbacks
+from autoptd.passes.solve.shard_pins import Pins, find_pins, keep_layouts
+from autoptd.passes.solve.strategies import KeptPlan, Part, Splitter
+from autoptd.passes.solve.symbols import name_axes
+
+
+class Policy(Protocol):
+    """How one axis gets its types."""
+
+    @property
+    def axis(self) -> str: ...
+
+    def assign(self, graph: Graph, axes: Axes, ctx: Context) -> None:
+        """Fill the type over the axis of every node; PlanError for what cannot be."""
+
+
+@dataclass(frozen=True)
+class ByRule:
+    """The batch: microbatches and replicas have other samples, and every operator keeps them apart."""
+
+    axis: str = BATCH
+
+    def assign(self, graph: Graph, axes: Axes, ctx: Context) -> None:
+        constants = Constants(ctx.buffers)
+        assign_batch(graph, axes, set(ctx.batched), ctx.pieces, constants)
+        place_rows(graph, set(ctx.batched), ctx.pieces, ctx.buffers)
+        if ctx.whole is not None:
+            check_literals(graph, ctx.whole, constants)
+
+
+@dataclass(frozen=True)
+class Solved:
+    """An axis whose ranks have parts of values: the cheapest plan of those that split what it `may_split`.
+
+    With `keeps_products`, matrix products stay split as they would be without tokens, and so do parameters;
+    what stands between them is split by tokens wherever it can be (Korthikanti et al. 2022).
+    """
+
+    axis: str
+    may_split: frozenset[Part]
+    keeps_products: bool = False
+
+    def assign(self, graph: Graph, axes: Axes, ctx: Context) -> None:
+        pins, degree = _pins(graph, ctx), ctx.mesh.degree(self.axis)
+        if degree == 1:
+            _refuse_pins(pins)
+            ctx.found.assignments[self.axis] = Assignment(self.axis, {}, {}, lambda *_: 0.0, lambda *_: 0.0)
+            return
+        make_splitter = partial(Splitter, graph, axes, self.axis, degree, ctx.machine, ctx.batched, pins=pins)
+        splitter = make_splitter(may_split=self.may_split)
+        if self.keeps_products:
+            _check_tokens(graph, splitter)
+            without = make_splitter(may_split=self.may_split - {Part.TOKENS})
+            splitter.kept = KeptPlan(without, find_plan(graph, without))
+        assignment = assign_tensor(graph, splitter)
+        note_fallbacks(graph, assignment, splitter)
+        assignment.letters = name_axes(graph, splitter)
+        ctx.found.assignments[self.axis] = assignment
+
+
+def policies(ctx: Context) -> tuple[Policy, ...]:
+    """The policies of all axes that types are given over, in the order in which they are."""
+    solved = {"tp": _tensor_policy(ctx.options)}
+    return (ByRule(), *(solved[axis] for axis in ctx.mesh.value_axes))
+
+
+def _tensor_policy(options: Options) -> Solved:
+    """tp splits weights and what is made of them; tokens where sequence parallelism is asked for."""
+    plain = Solved("tp", frozenset({Part.WEIGHTS}))
+    if not options.sequence_parallel:
+        return plain
+    keeps = options.sequence_parallel is True
+    return replace(plain, may_split=plain.may_split | {Part.TOKENS}, keeps_products=keeps)
+
+
+def _pins(graph: Graph, ctx: Context) -> Pins:
+    """The parameters whose sharding a plan says, or the program that this one is to be like."""
+    if ctx.like is None:
+        return find_pins(graph, ctx.options.plan.shard)
+    return keep_layouts(graph, ctx.like.layouts)
+
+
+def _refuse_pins(pins: Pins) -> None:
+    """Refuse shards along an axis of one rank."""
+    split = [pin for pin in pins.values() if pin.dim is not None]
+    if split:
+        raise PlanError("plan: shard", f"{split[0]}, but t=1 splits nothing", "t > 1, or leave it out")
+
+
+def _check_tokens(graph: Graph, splitter: Splitter) -> None:
+    """Refuse sequence parallelism that was asked for where t ranks cannot share the tokens."""
+    places = [(node, dim) for node in placeholders(graph, "input") for dim in range(len(note(node).dims))]
+    axes = [axis for node, dim in places for axis in splitter.axes.atoms(node, dim) if id(axis) in splitter.tokens]
+    sizes = sorted({axis.size for axis in axes})
+    if sizes and not all(size % splitter.degree for size in sizes):
+        return
+    fact, remedy = "no input has tokens beside its batch", "leave it out"
+    if sizes:
+        fact = f"{' and '.join(map(str, sizes))} tokens do not divide over t={splitter.degree}"
+        remedy = f"a multiple of {splitter.degree} tokens, or sequence_parallel='auto'"
+    raise PlanError("sequence_parallel=True", fact, remedy)
+
+
+__all__ = ["ByRule", "Policy", "Solved", "policies"]
