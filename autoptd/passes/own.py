@@ -16,9 +16,8 @@ from torch.fx import Graph, Node
 
 from autoptd.ir import markers
 from autoptd.ir.notes import note, op_name, ops
-from autoptd.passes.hook_gemms import FOLDS, gemm_operands
-
-FRESH = ("aten.linear", "aten.addmm", "aten.mm", "aten.bmm", "aten.matmul", "aten.add")
+from autoptd.ir.operators.table import operator_of
+from autoptd.passes.hook_gemms import gemm_operands
 
 
 def mark_owned(graph: Graph) -> None:
@@ -35,9 +34,9 @@ def _is_fresh(node: Node) -> bool:
     """Whether the operand of `node` is new, and nobody else's."""
     x = node.args[0]
     while isinstance(x, Node) and len(x.users) == 1 and note(x).stages == note(node).stages:
-        if x.target in (markers.linear, markers.vocab_embedding) or op_name(x) in FRESH:
+        if x.target is markers.vocab_embedding or operator_of(x).factors or op_name(x) == "aten.add":
             return True
-        if op_name(x) not in FOLDS:
+        if operator_of(x).moves != "fold":
             return False
         x = x.args[0]
     return False
@@ -50,7 +49,7 @@ def _is_read_by_gemms(node: Node) -> bool:
         operands = user.args if user.target is markers.linear else gemm_operands(user)
         if operands is not None and operands[0] is source and source not in operands[1:]:
             continue
-        if op_name(user) not in FOLDS or user.target is markers.linear:
+        if operator_of(user).moves != "fold":
             return False
         reads += [(user, one) for one in user.users]
     return bool(reads) and all(note(user).stages == note(node).stages for _, user in reads)

@@ -1,11 +1,18 @@
-"""Links of views, repetitions and pieces: operators that only move, cut, join or repeat entries (`dim_links.py`)."""
+"""Operators that only move, cut, join or repeat entries."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
 from torch.fx import Node
 
-from autoptd.ir.notes import op_name, shape, value
-from autoptd.passes.ops.dim_links import Link, Member, argument, operands, same_dim
+from autoptd.ir.notes import op_name, shape, tensor, value
+from autoptd.ir.operators.links import pointwise_links, same_dim
+from autoptd.ir.operators.record import EVERY, FIRST, Link, Member, Operator, argument, operands
+from autoptd.ir.sizes import Sizes, local_shapes
 
 
 def reshape_links(node: Node) -> list[Link]:
@@ -37,16 +44,21 @@ def bits_links(node: Node) -> list[Link]:
 
 def permute_links(node: Node) -> list[Link]:
     """transpose, t, permute: the dims in another order."""
+    return [Link(f"d{source}", {0: Member((source,))}, Member((d,))) for d, source in enumerate(dim_order(node))]
+
+
+def dim_order(node: Node) -> list[int]:
+    """For every dim of the result of a transpose or permute, which dim of the operand it is."""
     ndim, name = len(shape(node)), op_name(node)
     order = list(range(ndim))
     if name == "aten.permute":
-        order = [d % ndim for d in node.args[1]]  # type: ignore[operator, union-attr]
+        order = [d % ndim for d in argument(node, "dims")]
     elif name in ("aten.t", "aten.numpy_T"):
         order = order[::-1]
     else:
-        a, b = node.args[1] % ndim, node.args[2] % ndim  # type: ignore[operator]
+        a, b = (int(dim) % ndim for dim in node.args[1:3])  # type: ignore[arg-type]
         order[a], order[b] = order[b], order[a]
-    return [Link(f"d{source}", {0: Member((source,))}, Member((d,))) for d, source in enumerate(order)]
+    return order
 
 
 def expand_links(node: Node) -> list[Link]:
@@ -63,7 +75,7 @@ def expand_links(node: Node) -> list[Link]:
 
 def repeat_links(node: Node) -> list[Link]:
     """repeat_interleave(x, n, dim): n is a minor factor of the dim."""
-    repeat, dim = node.args[1], argument(node, 2, "dim")
+    repeat, dim = node.args[1], argument(node, "dim")
     if dim is None:
         return []
     ndim = len(shape(node))
@@ -105,7 +117,7 @@ def slice_links(node: Node) -> list[Link]:
     made = [same_dim(d) for d in range(len(x)) if d != dim]
     pieces = [_piece(user) for user in operands(node)[0].users if op_name(user) == "aten.slice"]
     others = {length for at, _, length in pieces if at == dim and length not in (size, x[dim])}
-    has_steps = argument(node, 4, "step", 1) != 1
+    has_steps = argument(node, "step") != 1
     if size == x[dim]:
         made.append(same_dim(dim))
     elif has_steps or size <= 1:
@@ -120,15 +132,15 @@ def slice_links(node: Node) -> list[Link]:
 def _piece(node: Node) -> tuple[int, int, int]:
     """(dim, start, length) of what a slice takes."""
     x = shape(operands(node)[0])
-    dim = argument(node, 1, "dim", 0) % len(x)
-    start = argument(node, 2, "start", 0) or 0
+    dim = argument(node, "dim") % len(x)
+    start = argument(node, "start") or 0
     return dim, max(start + x[dim], 0) if start < 0 else min(start, x[dim]), shape(node)[dim]
 
 
 def split_links(node: Node) -> list[Link]:
     """split and chunk: equal pieces correspond; unequal ones need the dim whole. The result stands for every piece."""
     x, pieces = shape(operands(node)[0]), value(node)
-    dim = argument(node, 2, "dim", 0) % len(x)
+    dim = argument(node, "dim") % len(x)
     made = [same_dim(d) for d in range(len(x)) if d != dim]
     sizes = {int(piece.shape[dim]) for piece in pieces}
     if len(sizes) == 1:
@@ -153,7 +165,7 @@ def getitem_links(node: Node) -> list[Link]:
 def drop_dim_links(node: Node) -> list[Link]:
     """select and unbind: one dim disappears and must be whole, the others stay."""
     x = shape(operands(node)[0])
-    dim = argument(node, 1, "dim", 0) % len(x)
+    dim = argument(node, "dim") % len(x)
     kept = [d for d in range(len(x)) if d != dim]
     made = [Link(f"d{d}", {0: Member((d,))}, Member((i,))) for i, d in enumerate(kept)]
     return [*made, Link(f"d{dim}", {0: Member((dim,))}, None, "a single index needs it whole")]
@@ -162,7 +174,7 @@ def drop_dim_links(node: Node) -> list[Link]:
 def stack_links(node: Node) -> list[Link]:
     """stack: a new dim appears, the others stay."""
     ndim, count = len(shape(node)), len(operands(node))
-    new = argument(node, 1, "dim", 0) % ndim
+    new = argument(node, "dim") % ndim
     kept = [d for d in range(ndim) if d != new]
     return [Link(f"d{d}", {k: Member((i,)) for k in range(count)}, Member((d,))) for i, d in enumerate(kept)]
 
@@ -170,7 +182,7 @@ def stack_links(node: Node) -> list[Link]:
 def cat_links(node: Node) -> list[Link]:
     """cat: equal pieces become a leading factor of the joined dim; unequal ones need it whole."""
     parts, ndim = operands(node), len(shape(node))
-    dim = argument(node, 1, "dim", 0) % ndim
+    dim = argument(node, "dim") % ndim
     made = [Link(f"d{d}", {k: Member((d,)) for k in range(len(parts))}, Member((d,))) for d in range(ndim) if d != dim]
     sizes = {shape(part)[dim] for part in parts}
     piece = {k: Member((dim,)) for k in range(len(parts))}
@@ -187,3 +199,133 @@ def pad_links(node: Node) -> list[Link]:
     padded = {len(after) - 1 - i // 2 for i, amount in enumerate(pads) if amount}  # type: ignore[arg-type]
     whole = [Link(f"d{d}", {0: Member((d,))}, None, "padding needs it whole") for d in sorted(padded)]
     return whole + [same_dim(d) for d in range(len(before)) if d not in padded]
+
+
+def local_repeats(node: Node, sizes: Sizes) -> dict[str, Any]:
+    """How often each dim is repeated."""
+    x, out = local_shapes(operands(node)[0], sizes)[0], local_shapes(node, sizes)[0]
+    padded = (1,) * (len(out) - len(x)) + x
+    return {"repeats": [after // before for before, after in zip(padded, out, strict=True)]}
+
+
+def local_interleaved(node: Node, sizes: Sizes) -> dict[str, Any]:
+    """How often each entry is repeated, where that is one number."""
+    if not isinstance(argument(node, "repeats"), int):
+        return {}
+    x, out = (local_shapes(one, sizes)[0] for one in (operands(node)[0], node))
+    return {"repeats": math.prod(out) // math.prod(x)}
+
+
+def local_split(name: str) -> Callable[[Node, Sizes], dict[str, Any]]:
+    """The size of all pieces, or that of each."""
+
+    def make(node: Node, sizes: Sizes) -> dict[str, Any]:
+        dim = argument(node, "dim") % tensor(node).dim()
+        pieces = [piece[dim] for piece in local_shapes(node, sizes)]
+        return {name: pieces[0] if isinstance(argument(node, name), int) else pieces}
+
+    return make
+
+
+def local_unflatten(node: Node, sizes: Sizes) -> dict[str, Any]:
+    """Sizes of the dims that one dim becomes."""
+    x = operands(node)[0]
+    dim = argument(node, "dim") % tensor(x).dim()
+    count = tensor(node).dim() - tensor(x).dim() + 1
+    return {"sizes": list(local_shapes(node, sizes)[0][dim : dim + count])}
+
+
+def local_bounds(node: Node, sizes: Sizes) -> dict[str, Any]:
+    """Bounds of a dim that is split scale with it; a split dim is only ever sliced into equal pieces."""
+    x = operands(node)[0]
+    dim = argument(node, "dim") % tensor(x).dim()
+    full, local = shape(x)[dim], local_shapes(x, sizes)[0][dim]
+    if local == full:
+        return {}
+    start, end = argument(node, "start") or 0, argument(node, "end")
+    bounds = {"start": start, "end": full if end is None else end}
+    return {name: _bound(at, full) * local // full for name, at in bounds.items()}  # of a padded dim: all of it
+
+
+def _bound(at: int, full: int) -> int:
+    """A bound of a slice, counted from the beginning."""
+    return min(max(at + full, 0) if at < 0 else at, full)
+
+
+FOLD = Operator("", links=reshape_links, linear=FIRST, moves="fold")
+TURN = Operator("", links=permute_links, linear=FIRST, moves="turn")
+SPLIT = Operator("", links=split_links, linear=FIRST, moves="pieces", text="torch.split")
+
+OPERATORS = [
+    replace(FOLD, name="aten.view", sizes=("size",), text=".reshape", keeps_name=True),
+    replace(FOLD, name="aten.reshape", sizes=("shape",), text=".reshape", keeps_name=True),
+    replace(
+        FOLD, name="aten._unsafe_view", sizes=("size",), is_view=True, text=".reshape", variable="view", keeps_name=True
+    ),
+    replace(FOLD, name="aten.flatten", text=".flatten"),
+    replace(FOLD, name="aten.unflatten", sizes=("sizes",), local_sizes=local_unflatten, text=".unflatten"),
+    replace(FOLD, name="aten.squeeze", text=".squeeze"),
+    replace(FOLD, name="aten.unsqueeze", text=".unsqueeze", keeps_name=True),
+    Operator("aten.view.dtype", links=bits_links, sizes=(), text=".view", keeps_name=True),
+    replace(TURN, name="aten.transpose", text=".transpose", keeps_name=True),
+    replace(TURN, name="aten.permute", text=".permute", keeps_name=True),
+    replace(TURN, name="aten.t", text=".t"),
+    *(replace(TURN, name=f"aten.{name}") for name in ("numpy_T", "swapaxes", "swapdims")),
+    Operator(
+        "aten.expand",
+        links=expand_links,
+        linear=FIRST,
+        moves="spread",
+        sizes=("size",),
+        text=".expand",
+        keeps_name=True,
+    ),
+    # Copies and casts: what is a view by its schema may be one.
+    Operator(
+        "aten.contiguous",
+        links=pointwise_links,
+        linear=FIRST,
+        moves="same",
+        is_view=False,
+        text=".contiguous",
+        keeps_name=True,
+    ),
+    Operator("aten.clone", links=pointwise_links, linear=FIRST, moves="same", keeps="nothing", text=".clone"),
+    Operator("aten.detach", links=pointwise_links, linear=FIRST, moves="same", cuts_gradient=True, text=".detach"),
+    Operator("aten.alias", moves="same"),
+    Operator(
+        "aten.to", links=pointwise_links, moves="cast", is_view=False, keeps="nothing", text=".to", keeps_name=True
+    ),
+    Operator("aten._to_copy", moves="cast", keeps="nothing", variable="x"),
+    # Pieces
+    Operator(
+        "aten.slice",
+        links=slice_links,
+        linear=FIRST,
+        moves="part",
+        sizes=("start", "end"),
+        local_sizes=local_bounds,
+        variable="part",
+    ),
+    Operator("aten.select", links=drop_dim_links, linear=FIRST, moves="part", text=".select"),
+    replace(SPLIT, name="aten.split", sizes=("split_size",), local_sizes=local_split("split_size")),
+    replace(SPLIT, name="aten.split_with_sizes", local_sizes=local_split("split_sizes")),
+    replace(SPLIT, name="aten.chunk", text="torch.chunk"),
+    replace(SPLIT, name="aten.unbind", links=drop_dim_links, text=".unbind"),
+    Operator("getitem", links=getitem_links, linear=FIRST, moves="pieces", is_view=True),
+    # Several entries for one, and several operands in one
+    Operator("aten.repeat", links=tile_links, linear=FIRST, sizes=("repeats",), local_sizes=local_repeats),
+    Operator(
+        "aten.repeat_interleave",
+        links=repeat_links,
+        linear=FIRST,
+        local_sizes=local_interleaved,
+        text="torch.repeat_interleave",
+    ),
+    Operator("aten.cat", links=cat_links, linear=EVERY, keeps="nothing", text="torch.cat"),
+    Operator("aten.stack", links=stack_links, linear=EVERY, text="torch.stack"),
+    Operator("aten.pad", links=pad_links, text="F.pad"),
+    Operator("aten.constant_pad_nd", links=pad_links),
+    Operator("aten.view_as_complex", links=complex_links),
+    Operator("aten.view_as_real", links=complex_links),
+]
