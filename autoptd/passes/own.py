@@ -15,7 +15,7 @@ from __future__ import annotations
 from torch.fx import Graph, Node
 
 from autoptd.ir import markers
-from autoptd.ir.notes import note, op_name, ops
+from autoptd.ir.notes import note, ops
 from autoptd.ir.operators.table import operator_of
 from autoptd.passes.hook_gemms import gemm_operands
 
@@ -34,9 +34,10 @@ def _is_fresh(node: Node) -> bool:
     """Whether the operand of `node` is new, and nobody else's."""
     x = node.args[0]
     while isinstance(x, Node) and len(x.users) == 1 and note(x).stages == note(node).stages:
-        if x.target is markers.vocab_embedding or operator_of(x).factors or op_name(x) == "aten.add":
+        record = operator_of(x)
+        if record.is_fresh:
             return True
-        if operator_of(x).moves != "fold":
+        if record.moves != "fold":
             return False
         x = x.args[0]
     return False

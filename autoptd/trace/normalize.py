@@ -23,7 +23,6 @@ from autoptd.trace.functionalize import functionalize
 
 aten = torch.ops.aten
 IDENTITIES = {"aten.alias", "aten.lift_fresh", "aten.lift_fresh_copy", "aten.detach_"}
-CASTS = {"aten.to", "aten._to_copy", "aten.type_as"}
 SIZES_OF_ANOTHER = {"aten.expand_as": aten.expand.default, "aten.view_as": aten.view.default}
 SIZES_OF_ANOTHER |= {"aten.reshape_as": aten.reshape.default}
 NEW = {"aten.new_zeros": aten.zeros.default, "aten.new_ones": aten.ones.default, "aten.new_full": aten.full.default}
@@ -105,7 +104,7 @@ def _normalize_one(graph: Graph, node: Node) -> None:
         _replace(graph, node, node.args[0])
     elif operator_of(node).reduces:
         _split_reduction(graph, node)
-    elif name in CASTS:
+    elif operator_of(node).moves == "cast":
         _normalize_cast(graph, node)
     elif name == "aten.rrelu" and not argument(node, "training"):  # its slope is drawn in training only
         lower, upper = argument(node, "lower"), argument(node, "upper")

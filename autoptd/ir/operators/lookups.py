@@ -94,7 +94,11 @@ OPERATORS = [
     Operator("aten.index_select", links=index_links, linear=FIRST, text="torch.index_select"),
     Operator("aten.one_hot", links=one_hot_links),
     Operator(
-        "aten.cross_entropy_loss", links=cross_entropy_links, keeps="probabilities", counts_labels=True, variable="loss"
+        "aten.cross_entropy_loss",
+        links=cross_entropy_links,
+        keeps="probabilities",
+        counts_labels=True,
+        variable="loss",
     ),
     Operator("aten.nll_loss", counts_labels=True),
     Operator("aten.nll_loss_nd", counts_labels=True),
@@ -104,6 +108,6 @@ OPERATORS = [
     Operator("aten.multi_margin_loss", "b c*, b, c* -> b", reduces=True),
     Operator("aten.multilabel_margin_loss", "b c*, b c* -> b", reduces=True),
     # Of the runtime, where the vocabulary is split
-    Operator("vocab_embedding", is_lookup=True, variable="rows"),
+    Operator("vocab_embedding", is_lookup=True, is_fresh=True, variable="rows"),
     Operator("cross_entropy", keeps="probabilities", variable="loss"),
 ]

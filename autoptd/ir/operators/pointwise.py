@@ -26,13 +26,28 @@ SUM = Operator("", links=pointwise_links, linear=((0, 1),), is_sum=True)
 FILLED = Operator("", fills=True, cuts_gradient=True)
 
 OPERATORS = [
-    replace(SUM, name="aten.add", is_finite=True, keeps="nothing", monotone=(1, 1), text="+", variable="x"),
+    replace(
+        SUM,
+        name="aten.add",
+        is_finite=True,
+        keeps="nothing",
+        is_fresh=True,
+        monotone=(1, 1),
+        text="+",
+        variable="x",
+    ),
     replace(SUM, name="aten.sub", is_finite=True, keeps="nothing", monotone=(1, -1), text="-", variable="x"),
     replace(SUM, name="aten.rsub"),
     Operator("aten.mul", links=pointwise_links, linear=((0,), (1,)), is_finite=True, keeps="operands", text="*"),
     Operator("aten.div", links=pointwise_links, linear=FIRST, is_finite=True, keeps="operands", text="/"),
     Operator(
-        "aten.neg", links=pointwise_links, linear=FIRST, is_finite=True, keeps="nothing", monotone=(-1,), text=".neg"
+        "aten.neg",
+        links=pointwise_links,
+        linear=FIRST,
+        is_finite=True,
+        keeps="nothing",
+        monotone=(-1,),
+        text=".neg",
     ),
     Operator("aten.pow", keeps="operands", text="**", variable="power"),
     # By a mask that all addends share

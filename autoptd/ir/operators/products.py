@@ -66,7 +66,10 @@ def convolution_links(node: Node) -> list[Link]:
     each = weight[0] // groups
     grouped = {k: Member((0,), tail=each) for k in (1, *biased)}
     made.append(Link("group", {0: Member((at,), tail=weight[1]), **grouped}, Member((at,), tail=each)))
-    return [*made, Link("o", {k: Member((0,), lead=groups) for k in (1, *biased)}, Member((at,), lead=groups))]
+    return [
+        *made,
+        Link("o", {k: Member((0,), lead=groups) for k in (1, *biased)}, Member((at,), lead=groups)),
+    ]
 
 
 def attention_links(node: Node) -> list[Link]:
@@ -163,12 +166,17 @@ def local_groups(node: Node, sizes: Sizes) -> dict[str, int]:
 
 
 HEAD = "linear_cross_entropy"
-GEMM = Operator("", linear=((0,), (1,)), factors=(0, 1), keeps="operands", is_finite=True)
+GEMM = Operator("", linear=((0,), (1,)), factors=(0, 1), keeps="operands", is_fresh=True, is_finite=True)
 
 OPERATORS = [
     replace(GEMM, name="aten.linear", links=linear_links, linear=((0, 2),), text="F.linear"),
     replace(
-        GEMM, name="aten.addmm", letters="m n, m k, k n -> m n", linear=((0, 1),), factors=(1, 2), text="torch.addmm"
+        GEMM,
+        name="aten.addmm",
+        letters="m n, m k, k n -> m n",
+        linear=((0, 1),),
+        factors=(1, 2),
+        text="torch.addmm",
     ),
     replace(GEMM, name="aten.matmul", links=matmul_links, text="@"),
     replace(GEMM, name="aten.mm", letters="m k, k n -> m n", text="torch.mm"),
@@ -209,6 +217,6 @@ OPERATORS = [
     ),
     *(Operator(f"aten.{name}.input", links=recurrent_links) for name in ("gru", "lstm", "rnn_tanh", "rnn_relu")),
     # Of the runtime: a GEMM with hooks, and a head fused with its loss.
-    Operator("linear", factors=(0, 1)),
+    Operator("linear", factors=(0, 1), is_fresh=True),
     Operator(HEAD, flops=head_flops, backward_flops=lambda node, shape: 0, product=head_product),
 ]

@@ -89,6 +89,7 @@ class Operator:
     flops, backward_flops, product: forward and backward floating-point operations, and sizes, of what is no plain GEMM.
     is_lookup: reads as much of its table as it gives. sorts: takes n log n.
     keeps: what backward needs (see `Keeps`). cuts_gradient: nothing, no gradient goes through.
+    is_fresh: its result is new memory that its backward does not need, and may be overwritten.
     is_random, counts_labels: draws numbers; divides by the number of its labels: never computed on more than one stage.
     monotone: whether the result grows (1) or falls (-1) with each operand.
 
@@ -118,6 +119,7 @@ class Operator:
     sorts: bool = False
     keeps: Keeps = ""
     cuts_gradient: bool = False
+    is_fresh: bool = False
     is_random: bool = False
     counts_labels: bool = False
     monotone: tuple[int, ...] = ()

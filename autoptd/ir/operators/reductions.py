@@ -14,7 +14,10 @@ def diff_links(node: Node) -> list[Link]:
     count, ndim = len(operands(node)), len(shape(node))
     at = argument(node, "dim") % ndim
     made = [Link(f"d{d}", {i: Member((d,)) for i in range(count)}, Member((d,))) for d in range(ndim) if d != at]
-    return [*made, *(Link(f"d{at}", {i: Member((at,))}, None, "neighbours meet along it") for i in range(count))]
+    return [
+        *made,
+        *(Link(f"d{at}", {i: Member((at,))}, None, "neighbours meet along it") for i in range(count)),
+    ]
 
 
 def last_two_whole(node: Node) -> list[Link]:
