@@ -76,7 +76,8 @@ def gather_again(node: Node) -> list[Node]:
         operands = gemm_operands(user)
         if operands is not None and operands[0] is source and operands[1] is not source and operands[2] is not source:
             gemms.append(user)
-        elif operator_of(user).moves == "fold" and tensor(user).shape[-1] == tensor(source).shape[-1]:
+        # What `rt.gathered` gives can be reshaped, and nothing else.
+        elif operator_of(user).text == ".reshape" and tensor(user).shape[-1] == tensor(source).shape[-1]:
             reads += [(user, one) for one in user.users]
         else:
             return []

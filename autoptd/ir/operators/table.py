@@ -14,6 +14,7 @@ not known has an empty record here: see `passes/ops/unlisted.py`.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -30,14 +31,24 @@ TABLE: dict[str, Operator] = {record.name: record for family in FAMILIES for rec
 
 def operator_of(node: Node) -> Operator:
     """What is known of the operator of a node: of its overload, or else of all its overloads; maybe nothing but the name."""
-    name = op_name(node)
-    found = TABLE.get(str(node.target)) or TABLE.get(name)
-    return found or Operator(name)
+    overload, name = _names(node.target) if isinstance(node.target, torch._ops.OpOverload) else ("", op_name(node))
+    return TABLE.get(overload) or TABLE.get(name) or _unknown(name)
+
+
+@cache
+def _names(overload: Any) -> tuple[str, str]:
+    """("aten.view.dtype", "aten.view")."""
+    return str(overload), overload._schema.name.replace("::", ".")
+
+
+@cache
+def _unknown(name: str) -> Operator:
+    return Operator(name)
 
 
 def is_listed(overload: Any) -> bool:
     """Whether it is known how an operator of torch's registry may be split."""
-    record = TABLE.get(str(overload)) or TABLE.get(overload._schema.name.replace("::", "."))
+    record = next((TABLE[name] for name in _names(overload) if name in TABLE), None)
     return (record is not None and record.is_split) or torch.Tag.pointwise in overload.tags
 
 
@@ -62,8 +73,14 @@ def is_view(node: Node) -> bool:
     known = operator_of(node).is_view
     if known is not None or not isinstance(node.target, torch._ops.OpOverload):
         return bool(known)
-    returns = node.target._schema.returns
-    return any(one.alias_info is not None and not one.alias_info.is_write for one in returns)
+    return _shares_memory(node.target)
+
+
+@cache
+def _shares_memory(overload: Any) -> bool:
+    """Whether a result is an alias of an operand that is not written to, as the schema says."""
+    aliases = [result.alias_info for result in overload._schema.returns]
+    return any(alias is not None and not alias.is_write for alias in aliases)
 
 
 def linear_groups(node: Node) -> list[tuple[Node, ...]]:
