@@ -30,7 +30,7 @@ TABLE: dict[str, Operator] = {record.name: record for family in FAMILIES for rec
 
 
 def operator_of(node: Node) -> Operator:
-    """What is known of the operator of a node: of its overload, or else of all its overloads; maybe nothing but the name."""
+    """Return what is known of the operator of a node, or of this overload; maybe nothing but its name."""
     overload, name = _names(node.target) if isinstance(node.target, torch._ops.OpOverload) else ("", op_name(node))
     return TABLE.get(overload) or TABLE.get(name) or _unknown(name)
 
@@ -69,7 +69,7 @@ def is_pointwise(node: Node) -> bool:
 
 
 def is_view(node: Node) -> bool:
-    """Whether an operator makes nothing new: its result shares the memory of an operand, by the schema or the record."""
+    """Whether the result shares the memory of an operand, by the record or by the schema."""
     known = operator_of(node).is_view
     if known is not None or not isinstance(node.target, torch._ops.OpOverload):
         return bool(known)
