@@ -10,6 +10,7 @@ from torch.fx import Node
 from autoptd.ir import markers
 from autoptd.ir.layout import BATCH
 from autoptd.ir.notes import note, op_name, shape, tensor
+from autoptd.ir.operators.table import says_shape
 from autoptd.ir.types import CONVERSIONS, shard_size
 from autoptd.program.calls import star
 
@@ -62,8 +63,7 @@ def reason_of(node: Node, t: int, layers: dict[str, str] | None = None, is_share
 def shape_of(node: Node) -> str:
     """What stands behind a line: the local shape, where it changes and the line does not say it."""
     first = next((arg for arg in node.args if isinstance(arg, Node)), None)
-    says_it = op_name(node) in ("aten.view", "aten.reshape", "aten.expand", "aten._unsafe_view")
-    if node.target is markers.convert or says_it or not tensor(node).dim():
+    if node.target is markers.convert or says_shape(node) or not tensor(node).dim():
         return ""
     is_new = first is None or local_shape_text(first) != local_shape_text(node)
     return local_shape_text(node) if is_new else ""

@@ -1,7 +1,7 @@
 """Print one node of a LOCAL graph as the Python expression a person would write.
 
 In: a node and the text of its operands. Out: `F.linear(x, w.attn.c_proj.weight)`. Operators without a row of their own are
-printed as the call of their aten overload, which means the same.
+printed as the call of their overload, which means the same.
 """
 
 from __future__ import annotations
@@ -17,28 +17,11 @@ from torch.fx import Node
 
 from autoptd.ir import markers
 from autoptd.ir.notes import note, op_name, tensor
+from autoptd.ir.operators.table import operator_of
 from autoptd.ir.types import CONVERSIONS
 from autoptd.program.calls import LOCAL_KINDS
 
 Text = Callable[[Node], str]
-CREATORS = {"aten.arange", "aten.full", "aten.zeros", "aten.ones", "aten.eye", "aten.scalar_tensor"}
-INFIX = {"aten.add": "+", "aten.sub": "-", "aten.mul": "*", "aten.div": "/", "aten.bitwise_and": "&", "aten.pow": "**"}
-INFIX |= {"aten.eq": "==", "aten.ne": "!=", "aten.lt": "<", "aten.le": "<=", "aten.gt": ">", "aten.ge": ">="}
-INFIX |= {"aten.matmul": "@", "aten.bitwise_or": "|", "aten.__and__": "&", "aten.__or__": "|", "aten.__xor__": "^"}
-FUNCTIONAL = {f"aten.{name}": f"F.{name}" for name in "linear layer_norm gelu silu relu rms_norm pad".split()}
-TORCH = (
-    "addmm mm bmm baddbmm einsum cumsum diff flip roll triu tril maximum minimum cat stack chunk split where".split()
-)
-TORCH += "logical_and logical_or logical_not repeat_interleave index_select gather argmax argmin".split()
-METHODS = {
-    f"aten.{name}": name for name in "transpose permute contiguous clone detach t tanh sigmoid rsqrt neg".split()
-}
-METHODS |= {f"aten.{name}": name for name in "unsqueeze squeeze sum cos sin exp log expand masked_fill select".split()}
-METHODS |= {
-    f"aten.{name}": name
-    for name in "mean amax amin abs square sqrt softmax log_softmax unbind clamp flatten unflatten".split()
-}
-METHODS |= {"aten.view": "reshape", "aten.reshape": "reshape", "aten._unsafe_view": "reshape", "aten.to": "to"}
 DROPPED = {"memory_format"}
 SILENT = {row.name for row in CONVERSIONS.values() if row.forward in LOCAL_KINDS and row.backward in LOCAL_KINDS}
 
@@ -52,11 +35,9 @@ def expression(node: Node, text: Text, site: str = '""') -> str:
         return f"{text(node.args[0])}[{node.args[1]}]"  # type: ignore[arg-type]
     args = [literal(arg, text) for arg in node.args]
     keywords = {key: literal(arg, text) for key, arg in node.kwargs.items() if key not in DROPPED}
-    if name in CREATORS:
+    record = operator_of(node)
+    if record.creates:
         keywords |= {"dtype": str(tensor(node).dtype), "device": "self.device"}
-        return f"torch.{name.removeprefix('aten.')}({_join(args, keywords)})"
-    if name in INFIX and len(args) == 2 and not keywords:
-        return f"{_operand(args[0], name)} {INFIX[name]} {_operand(args[1])}"
     if name == "aten.slice":
         return _slice(node, args)
     if name == "aten.index":
@@ -73,20 +54,19 @@ def expression(node: Node, text: Text, site: str = '""') -> str:
         names = ["attn_mask", "dropout_p", "is_causal"]
         given = {key: arg for key, arg in zip(names, args[3:], strict=False) if arg not in ("None", "0.0", "False")}
         return f"F.scaled_dot_product_attention({_join(args[:3], given | keywords)})"
-    if name in FUNCTIONAL:
-        return f"{FUNCTIONAL[name]}({_join(args, keywords)})"
-    if isinstance(node.args[-1], torch.dtype) and name == "aten.view":
-        return f"{args[0]}.view({args[1]})"
-    if name in METHODS:
-        sizes = (
-            [args[1][1:-1] or "()"]
-            if METHODS[name] in ("reshape", "expand", "permute") and len(args) == 2
-            else args[1:]
-        )
-        return f"{args[0]}.{METHODS[name]}({_join(sizes, keywords)})"
-    function = name.removeprefix("aten.").removesuffix("_with_sizes")
-    if function in TORCH:
-        return f"torch.{function}({_join(args, keywords)})"
+    return _call(node, record.text, args, keywords)
+
+
+def _call(node: Node, form: str, args: list[str], keywords: dict[str, str]) -> str:
+    """An operator in the form that its record says (`Operator.text`); that of torch's registry where there is none."""
+    if form.startswith("."):
+        is_listed = len(args) == 2 and form in (".reshape", ".expand", ".permute")
+        rest = [args[1][1:-1] or "()"] if is_listed else args[1:]
+        return f"{args[0]}{form}({_join(rest, keywords)})"
+    if form[:1].isalpha():
+        return f"{form}({_join(args, keywords)})"
+    if form and len(args) == 2 and not keywords:
+        return f"{_operand(args[0], form)} {form} {_operand(args[1])}"
     return f"torch.ops.{node.target}({_join(args, keywords)})"
 
 
@@ -114,7 +94,7 @@ def _operand(text: str, left_of: str = "") -> str:
     read = ast.parse(text, mode="eval").body
     is_negative = isinstance(read, ast.UnaryOp) and isinstance(read.operand, ast.Constant)
     is_tight = isinstance(read, (ast.Constant, ast.Attribute, ast.Subscript, ast.Call))
-    return text if is_tight or (is_negative and left_of != "aten.pow") else f"({text})"
+    return text if is_tight or (is_negative and left_of != "**") else f"({text})"
 
 
 def _join(args: list[str], keywords: dict[str, str]) -> str:

@@ -15,19 +15,9 @@ from torch.fx import Node
 from autoptd.ir import markers
 from autoptd.ir.names import RESERVED, free_name
 from autoptd.ir.notes import is_pair, note, op_name
+from autoptd.ir.operators.table import operator_of
 
 KEEPING = {"rotary"}  # fused operators whose first operand stays what it was
-IN_PLACE_NAMES = {"view", "reshape", "_unsafe_view", "transpose", "permute", "contiguous", "to", "unsqueeze", "expand"}
-SHORT = {
-    "scaled_dot_product_attention": "attention",
-    "_to_copy": "x",
-    "add": "x",
-    "sub": "x",
-    "cross_entropy_loss": "loss",
-}
-SHORT |= {"__and__": "mask", "__or__": "mask", "slice": "part", "pow": "power"}
-SHORT |= {"_unsafe_view": "view", "vocab_embedding": "rows", "cross_entropy": "loss"}
-
 
 WHOLE = "_whole"  # ends the name of what was gathered
 NEAR = 5  # operators of one source line lie this near to each other
@@ -87,12 +77,14 @@ def _wanted(node: Node, body: list[Node], i: int, names: dict[Node, str]) -> str
     alone = sum(note(one).module == note(node).module and _counts(one) for one in body) == 1
     if alone and leaf.isidentifier() and leaf not in RESERVED:
         return leaf
-    return SHORT.get(name, name)
+    return operator_of(node).variable or name
 
 
 def _keeps_name(node: Node, name: str, source: Node) -> bool:
     """Whether a result is called like the first operand; a slice of labels or of positions still is what it is called."""
-    if node.target in (markers.convert, markers.share, markers.first_rows) or name in IN_PLACE_NAMES | KEEPING:
+    if node.target in (markers.convert, markers.share, markers.first_rows) or name in KEEPING:
+        return True
+    if operator_of(node).keeps_name:
         return True
     return name in ("slice", "pad") and not note(source).of_params
 

@@ -17,12 +17,12 @@ from autoptd.ir import markers
 from autoptd.ir.layout import BATCH
 from autoptd.ir.mesh import Mesh
 from autoptd.ir.notes import Note, note, op_name, ops, output, placeholders, set_note, site
+from autoptd.ir.operators.record import operands
+from autoptd.ir.operators.table import linear_groups
 from autoptd.ir.types import CONVERSIONS, Conversion, I, P, R, S, ValueType, outer_size, padded_size
 from autoptd.passes.axes.axes import Axes, Place
 from autoptd.passes.axes.padding import Padding
 from autoptd.passes.context import Context
-from autoptd.passes.ops.dim_links import operands
-from autoptd.passes.ops.table import linear_groups
 from autoptd.passes.runner import CALLS, Form, graph_pass
 from autoptd.passes.solve.assign import Assignment
 from autoptd.passes.solve.batch import FIRST_ROWS, adds_number

@@ -23,11 +23,10 @@ from torch.fx import Graph, Node
 
 from autoptd.ir import markers
 from autoptd.ir.notes import Swallowed, note, op_name, ops, tensor
+from autoptd.ir.operators.table import operator_of
 from autoptd.passes.context import Context
 from autoptd.passes.runner import CALLS, Form, graph_pass
 
-FOLDS = ("aten.view", "aten.reshape", "aten._unsafe_view")
-VIEWS = ("aten.view", "aten.reshape", "aten._unsafe_view", "aten.transpose", "aten.permute", "aten.contiguous")
 HEAD = markers.FUSED["linear_cross_entropy"]
 WEIGHTS = {markers.linear: 1, HEAD: 2}  # the place of the weight among the operands
 PLAIN_KWARGS: dict[str, object] = {"alpha": 1, "beta": 1}
@@ -81,7 +80,8 @@ def gather_again(node: Node) -> list[Node]:
         operands = gemm_operands(user)
         if operands is not None and operands[0] is source and operands[1] is not source and operands[2] is not source:
             gemms.append(user)
-        elif op_name(user) in FOLDS and tensor(user).shape[-1] == tensor(source).shape[-1]:
+        # What `rt.gathered` gives can be reshaped, and nothing else.
+        elif operator_of(user).text == ".reshape" and tensor(user).shape[-1] == tensor(source).shape[-1]:
             reads += [(user, one) for one in user.users]
         else:
             return []
@@ -129,7 +129,8 @@ def _f_in_front(x: Node, reader: Node) -> Node | None:
     while len(x.users) == 1 and note(x).stages == note(reader).stages and x.op == "call_function":
         if x.target is markers.convert:
             return x if note(x).conversion == "i_to_r" and note(x).needs_grad else None
-        if op_name(x) not in VIEWS:
+        record = operator_of(x)
+        if record.moves not in ("fold", "turn", "same") or record.cuts_gradient:
             return None
         x = x.args[0]  # type: ignore[assignment]
     return None

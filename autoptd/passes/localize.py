@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,10 +21,11 @@ from autoptd.errors import InternalError
 from autoptd.ir import markers
 from autoptd.ir.layout import BATCH
 from autoptd.ir.notes import converted_types, note, op_name, ops, shape, site, tensor, value
+from autoptd.ir.operators.record import argument, operands, set_arguments
+from autoptd.ir.operators.table import operator_of
 from autoptd.ir.sizes import Sizes, local_shapes
 from autoptd.ir.types import I, S, ValueType, outer_size, padded_size
 from autoptd.passes.context import Context
-from autoptd.passes.ops.dim_links import argument, operands
 from autoptd.passes.runner import CALLS, Form, graph_pass
 
 
@@ -46,7 +46,7 @@ def localize(graph: Graph, ctx: Context) -> None:
             weight, ids = node.args[0], node.args[1]
             node.target, node.args, node.kwargs = (
                 markers.vocab_embedding,
-                (ids, weight, argument(node, 2, "padding_idx", -1)),
+                (ids, weight, argument(node, "padding_idx")),
                 {"size": _vocabulary(node, weight, S(0, 0), sizes)},
             )
         elif name == "aten.cross_entropy_loss" and forms:
@@ -57,8 +57,8 @@ def localize(graph: Graph, ctx: Context) -> None:
             _local_dropout(node, sizes)
         elif node.target is markers.convert:
             _local_placement(node, sizes)
-        elif str(node.target) in SIZE_ARGUMENTS:
-            SIZE_ARGUMENTS[str(node.target)](node, sizes)
+        else:
+            set_arguments(node, _local_sizes(node, sizes))
     for node in graph.nodes:
         if value(node) is not None and node.op != "output":
             record = note(node)
@@ -68,7 +68,7 @@ def localize(graph: Graph, ctx: Context) -> None:
 
 def _local_cross_entropy(node: Node, totals: Counter[int], sizes: Sizes) -> None:
     record, read = note(node), operands(node)
-    reduction = ("none", "mean", "sum")[argument(node, 3, "reduction", 1)]
+    reduction = ("none", "mean", "sum")[argument(node, "reduction")]
     total = -1
     if reduction == "mean" and "token_loss" in record.forms.values():
         stage = min(record.stages, default=0)
@@ -76,8 +76,8 @@ def _local_cross_entropy(node: Node, totals: Counter[int], sizes: Sizes) -> None
         totals[stage] += 1
     keywords = {
         "reduction": reduction,
-        "ignore_index": argument(node, 4, "ignore_index", -100),
-        "label_smoothing": argument(node, 5, "label_smoothing", 0.0),
+        "ignore_index": argument(node, "ignore_index"),
+        "label_smoothing": argument(node, "label_smoothing"),
         "vocab": "vocab_cross_entropy" in record.forms.values(),
         "size": _vocabulary(node, read[0], None, sizes),
         "total": total,
@@ -103,12 +103,12 @@ def _vocabulary(node: Node, table: Node, kind: ValueType | None, sizes: Sizes) -
 
 def _local_mean(node: Node, sizes: Sizes) -> None:
     x = operands(node)[0]
-    dims = argument(node, 1, "dim")
+    dims = argument(node, "dim")
     dims = [d % tensor(x).dim() for d in dims] if dims else list(range(tensor(x).dim()))
     count = math.prod(shape(x)[d] for d in dims)
     if note(x).layout.batch.kind == "S" and note(x).layout.batch.dim in dims:
         count = count // sizes.traced_rows * sizes.global_rows
-    node.target, node.args, node.kwargs = markers.mean, (x, dims, bool(argument(node, 2, "keepdim", False)), count), {}
+    node.target, node.args, node.kwargs = markers.mean, (x, dims, bool(argument(node, "keepdim")), count), {}
 
 
 def _local_dropout(node: Node, sizes: Sizes) -> None:
@@ -139,76 +139,12 @@ def _local_placement(node: Node, sizes: Sizes) -> None:
     node.args = (source, name, *(number for kind in kinds for number in (kind.dim, outer_size(dims, kind))))
 
 
-def _result_sizes(position: int) -> Callable[[Node, Sizes], None]:
-    def rewrite(node: Node, sizes: Sizes) -> None:
-        _set(node, position, list(local_shapes(node, sizes)[0]))
-
-    return rewrite
-
-
-def _repeats(node: Node, sizes: Sizes) -> None:
-    x, out = local_shapes(operands(node)[0], sizes)[0], local_shapes(node, sizes)[0]
-    _set(node, 1, [b // a for a, b in zip((1,) * (len(out) - len(x)) + x, out, strict=True)])
-
-
-def _interleaved(node: Node, sizes: Sizes) -> None:
-    x, out = (local_shapes(one, sizes)[0] for one in (operands(node)[0], node))
-    _set(node, 1, math.prod(out) // math.prod(x))
-
-
-def _split_size(node: Node, sizes: Sizes) -> None:
-    dim = argument(node, 2, "dim", 0) % tensor(node).dim()
-    pieces = [piece[dim] for piece in local_shapes(node, sizes)]
-    _set(node, 1, pieces[0] if isinstance(node.args[1], int) else pieces)
-
-
-def _unflatten_sizes(node: Node, sizes: Sizes) -> None:
-    x = operands(node)[0]
-    dim = argument(node, 1, "dim") % tensor(x).dim()
-    count = tensor(node).dim() - tensor(x).dim() + 1
-    _set(node, 2, list(local_shapes(node, sizes)[0][dim : dim + count]))
-
-
-def _slice_bounds(node: Node, sizes: Sizes) -> None:
-    """Bounds of a dim that is split scale with it; a split dim is only ever sliced into equal pieces."""
-    x = operands(node)[0]
-    dim = argument(node, 1, "dim", 0) % tensor(x).dim()
-    full, local = shape(x)[dim], local_shapes(x, sizes)[0][dim]
-    if local != full:
-        bounds = [argument(node, 2, "start", 0), argument(node, 3, "end", full)]
-        start, end = (min(max(b + full, 0) if b < 0 else b, full) if b is not None else full for b in bounds)
-        node.args = (x, dim, start * local // full, end * local // full)  # of a padded dim: all of it
-        node.kwargs = {}
-
-
-def _groups(node: Node, sizes: Sizes) -> None:
-    """Groups of a convolution, where a rank has some of them."""
-    x, weight = (local_shapes(one, sizes)[0] for one in operands(node)[:2])
-    if argument(node, 6, "groups", 1) != 1:
-        groups = x[len(x) - len(weight) + 1] // weight[1]
-        if "groups" in node.kwargs:
-            node.kwargs = {**node.kwargs, "groups": groups}
-        else:
-            _set(node, 6, groups)
-
-
-def _set(node: Node, position: int, new: Any) -> None:
-    node.args = (*node.args[:position], new, *node.args[position + 1 :])
-
-
-# By overload: x.view(dtype) has no sizes.
-SIZE_ARGUMENTS: dict[str, Callable[[Node, Sizes], None]] = {
-    **{f"aten.{name}.default": _result_sizes(1) for name in ["view", "reshape", "_unsafe_view", "expand"]},
-    **{f"aten.{name}.default": _result_sizes(0) for name in ["full", "zeros", "ones"]},
-    "aten.repeat.default": _repeats,
-    "aten.repeat_interleave.self_int": _interleaved,
-    **{f"aten.{name}.{overload}": _groups for name in ("conv1d", "conv2d") for overload in ("default", "padding")},
-    "aten.split.Tensor": _split_size,
-    "aten.split.sizes": _split_size,
-    "aten.split_with_sizes.default": _split_size,
-    "aten.unflatten.int": _unflatten_sizes,
-    "aten.slice.Tensor": _slice_bounds,
-}
+def _local_sizes(node: Node, sizes: Sizes) -> dict[str, Any]:
+    """The arguments of `node` that depend on sizes, as they are on one rank."""
+    record = operator_of(node)
+    if record.local_sizes:
+        return dict(record.local_sizes(node, sizes))
+    return {name: list(local_shapes(node, sizes)[0]) for name in record.sizes}
 
 
 def check_local(graph: Graph) -> None:

@@ -15,12 +15,11 @@ from __future__ import annotations
 from torch.fx import Graph, Node
 
 from autoptd.ir import markers
-from autoptd.ir.notes import note, op_name, ops
+from autoptd.ir.notes import note, ops
+from autoptd.ir.operators.table import operator_of
 from autoptd.passes.context import Context
-from autoptd.passes.hook_gemms import FOLDS, gemm_operands
+from autoptd.passes.hook_gemms import gemm_operands
 from autoptd.passes.runner import Form, graph_pass
-
-FRESH = ("aten.linear", "aten.addmm", "aten.mm", "aten.bmm", "aten.matmul", "aten.add")
 
 
 @graph_pass(takes=Form.LOCAL, gives=Form.LOCAL)
@@ -38,9 +37,10 @@ def _is_fresh(node: Node) -> bool:
     """Whether the operand of `node` is new, and nobody else's."""
     x = node.args[0]
     while isinstance(x, Node) and len(x.users) == 1 and note(x).stages == note(node).stages:
-        if x.target in (markers.linear, markers.vocab_embedding) or op_name(x) in FRESH:
+        record = operator_of(x)
+        if record.is_fresh:
             return True
-        if op_name(x) not in FOLDS:
+        if record.moves != "fold":
             return False
         x = x.args[0]
     return False
@@ -53,7 +53,7 @@ def _is_read_by_gemms(node: Node) -> bool:
         operands = user.args if user.target is markers.linear else gemm_operands(user)
         if operands is not None and operands[0] is source and source not in operands[1:]:
             continue
-        if op_name(user) not in FOLDS or user.target is markers.linear:
+        if operator_of(user).moves != "fold":
             return False
         reads += [(user, one) for one in user.users]
     return bool(reads) and all(note(user).stages == note(node).stages for _, user in reads)

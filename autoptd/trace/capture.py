@@ -29,6 +29,7 @@ from autoptd.compat import light_export, tree_flatten, tree_unflatten
 from autoptd.errors import AutoptdError, TraceError
 from autoptd.ir.names import USED
 from autoptd.ir.notes import Note, note, op_name, output, set_note
+from autoptd.ir.operators.table import operator_of
 from autoptd.trace.faithful import check_loss_fn, check_model
 from autoptd.trace.functions import check_functions
 from autoptd.trace.normalize import normalize
@@ -36,9 +37,6 @@ from autoptd.trace.storage import is_same_memory, tied_names
 from autoptd.trace.watch import Operands, checkpoint_sites, watch_tracing
 from autoptd.trace.watched import Watched, check_changes
 
-# Their results carry no gradient: they read a value, or only its shape.
-_FILLED = "zeros_like ones_like full_like empty_like rand_like randn_like randint_like"
-WITHOUT_GRADIENT = {getattr(torch.ops.aten, name) for name in ("detach", *_FILLED.split())}
 VALUE_REMEDY = "compute with the tensor itself (x * scale, torch.where, gather), or keep the number as an attribute"
 
 
@@ -330,5 +328,4 @@ def _mark_dependence(graph: Graph, parameters: dict[str, nn.Parameter]) -> None:
             is_float = any(
                 isinstance(one, torch.Tensor) and one.dtype.is_floating_point | one.is_complex() for one in pieces
             )
-            cuts = getattr(node.target, "overloadpacket", None) in WITHOUT_GRADIENT
-            record.needs_grad = is_float and not cuts and any(one.needs_grad for one in read)
+            record.needs_grad = is_float and not operator_of(node).cuts_gradient and any(one.needs_grad for one in read)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import accumulate
-from typing import Any
 
 import torch
 from torch.fx import Graph, Node
@@ -17,19 +16,16 @@ from torch.fx.node import map_arg
 
 from autoptd.errors import PlanError, TraceError
 from autoptd.ir.notes import note, op_name, set_note, shape, site, value
+from autoptd.ir.operators.record import argument
+from autoptd.ir.operators.table import operator_of
 from autoptd.trace import dropouts, indices
 from autoptd.trace.functionalize import functionalize
 
 aten = torch.ops.aten
 IDENTITIES = {"aten.alias", "aten.lift_fresh", "aten.lift_fresh_copy", "aten.detach_"}
-CASTS = {"aten.to", "aten._to_copy", "aten.type_as"}
 SIZES_OF_ANOTHER = {"aten.expand_as": aten.expand.default, "aten.view_as": aten.view.default}
 SIZES_OF_ANOTHER |= {"aten.reshape_as": aten.reshape.default}
 NEW = {"aten.new_zeros": aten.zeros.default, "aten.new_ones": aten.ones.default, "aten.new_full": aten.full.default}
-LOSSES = {"aten.mse_loss", "aten.l1_loss", "aten.smooth_l1_loss", "aten.huber_loss", "aten.kl_div"}
-LOSSES |= {"aten.soft_margin_loss", "aten.binary_cross_entropy", "aten.binary_cross_entropy_with_logits"}
-LOSSES |= {"aten.margin_ranking_loss", "aten.hinge_embedding_loss", "aten.poisson_nll_loss", "aten.triplet_margin_loss"}
-LOSSES |= {"aten.cosine_embedding_loss", "aten.multi_margin_loss", "aten.multilabel_margin_loss"}
 RECURRENT = {"aten.gru", "aten.lstm", "aten.rnn_tanh", "aten.rnn_relu"}
 
 
@@ -106,12 +102,12 @@ def _normalize_one(graph: Graph, node: Node) -> None:
         _normalize_cat(graph, node)
     elif _adds_nothing(node):
         _replace(graph, node, node.args[0])
-    elif name in LOSSES:
+    elif operator_of(node).reduces:
         _split_reduction(graph, node)
-    elif name in CASTS:
+    elif operator_of(node).moves == "cast":
         _normalize_cast(graph, node)
-    elif name == "aten.rrelu" and not _argument(node, "training"):  # its slope is drawn in training only
-        lower, upper = _argument(node, "lower"), _argument(node, "upper")
+    elif name == "aten.rrelu" and not argument(node, "training"):  # its slope is drawn in training only
+        lower, upper = argument(node, "lower"), argument(node, "upper")
         node.target, node.args, node.kwargs = aten.leaky_relu.default, (node.args[0], (lower + upper) / 2), {}
     elif name in RECURRENT and not _is_random(node):
         _put_time_first(graph, node)
@@ -204,7 +200,7 @@ def _normalize_broadcast(graph: Graph, node: Node) -> None:
 def _split_reduction(graph: Graph, node: Node) -> None:
     """A loss of every sample with a reduction becomes that loss, then the mean or the sum."""
     names = [one.name for one in node.target._schema.arguments]  # type: ignore[union-attr]
-    reduction = _argument(node, "reduction")
+    reduction = argument(node, "reduction")
     kwargs = dict(zip(names, node.args, strict=False)) | node.kwargs | {"reduction": 0}
     node.args, node.kwargs = tuple(kwargs.pop(name) for name in names[:2]), kwargs
     if reduction:
@@ -218,17 +214,10 @@ def _split_reduction(graph: Graph, node: Node) -> None:
             node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
 
 
-def _argument(node: Node, name: str) -> Any:
-    """An argument by its name in the operator's schema."""
-    names = {one.name: (i, one.default_value) for i, one in enumerate(node.target._schema.arguments)}  # type: ignore[union-attr]
-    at, default = names[name]
-    return node.args[at] if len(node.args) > at else node.kwargs.get(name, default)
-
-
 def _put_time_first(graph: Graph, node: Node) -> None:
     """Recurrent layers that read [batch, time, ...] give results whose batches are not in one dim: transpose around them."""
     names = [one.name for one in node.target._schema.arguments]  # type: ignore[union-attr]
-    if names[0] != "input" or names[-1] != "batch_first" or not _argument(node, "batch_first"):
+    if names[0] != "input" or names[-1] != "batch_first" or not argument(node, "batch_first"):
         return
     given = dict(zip(names, node.args, strict=False)) | node.kwargs | {"batch_first": False}
     x = given["input"]
@@ -261,7 +250,7 @@ def _is_random(node: Node) -> bool:
     if op_name(node) in (dropouts.NAME, dropouts.ATTENTION) or not isinstance(node.target, torch._ops.OpOverload):
         return False
     if op_name(node) in RECURRENT:  # between layers only
-        return bool(_argument(node, "dropout") and _argument(node, "train") and _argument(node, "num_layers") > 1)
+        return bool(argument(node, "dropout") and argument(node, "train") and argument(node, "num_layers") > 1)
     return torch.Tag.nondeterministic_seeded in node.target.tags
 
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from torch.fx import Node
 
 from autoptd.ir.notes import note, tensor
+from autoptd.ir.operators.table import operator_of
 from autoptd.ir.types import CONVERSIONS, type_text
 from autoptd.program.program import Program
 from autoptd.viz import look
@@ -36,7 +37,6 @@ from autoptd.viz.scene import Frame, Item, Line, Link, Scene, line
 from autoptd.viz.views import COLLECTIVES, origin, short_op
 from autoptd.viz.words import bytes_text, count_text, letter
 
-GEMMS = ("linear", "addmm", "matmul", "mm", "bmm", "baddbmm")
 LONGEST = 46  # letters in a line
 Work = Callable[[Node], tuple[int, int]]  # FLOPs of a node on one rank, forward and backward
 
@@ -241,7 +241,7 @@ class _Painter:
             return "", look.SMALL
         if "vocabulary" in record.why and record.why.startswith("split by"):
             return "split by vocabulary", look.VOCABULARY
-        if short_op(node) in GEMMS:
+        if operator_of(node).factors:
             weights = [note(made or one).layout["tp"].kind for _, one, made in box.params if len(tensor(one).shape) > 1]
             if record.layout["tp"].kind == "P":
                 return "row split: each rank sums over its inputs", look.ROW

@@ -22,17 +22,15 @@ from itertools import pairwise
 
 from torch.fx import Node
 
+from autoptd.ir import markers
 from autoptd.ir.notes import note, ops, output
+from autoptd.ir.operators.table import operator_of
 from autoptd.program.program import Program
 from autoptd.program.specs import Collective
 from autoptd.viz.alike import Like, Shown, layer_of, pieces_of
 from autoptd.viz.node_calls import Calls, calls_of_nodes
-from autoptd.viz.views import hidden_inputs, is_shown, origin, short_op
+from autoptd.viz.views import hidden_inputs, is_shown, origin
 
-ALONE = frozenset(
-    "linear addmm matmul mm bmm baddbmm scaled_dot_product_attention embedding vocab_embedding cross_entropy"
-    " cross_entropy_loss convert convolution".split()
-)  # never merged with their neighbours into one box
 STAGES_APART = 6  # of more stages, those that hold nothing but folded layers are drawn as one column
 Param = tuple[str, Node, Node | None]  # name in the operator's module, placeholder, conversion or None
 
@@ -240,9 +238,16 @@ class _Adder:
 
 def _can_join(before: Node, node: Node) -> bool:
     """Small operators of one module that follow each other share a box: no cycle can come of it."""
-    is_small = before.op == node.op == "call_function" and not {short_op(before), short_op(node)} & ALONE
+    is_small = before.op == node.op == "call_function" and not (_is_alone(before) or _is_alone(node))
     same = note(before).module == note(node).module and note(before).of_params == note(node).of_params
     return is_small and same and bool(note(node).module) and _kinds(before) == _kinds(node)
+
+
+def _is_alone(node: Node) -> bool:
+    """Whether an operator is never merged with its neighbours into one box: products, look-ups, losses, conversions."""
+    record = operator_of(node)
+    is_large = bool(record.factors or record.flops) or record.is_lookup or record.keeps == "probabilities"
+    return is_large or node.target is markers.convert
 
 
 def _kinds(node: Node) -> list[str]:

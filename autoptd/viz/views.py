@@ -16,12 +16,10 @@ from torch.fx import Node
 
 from autoptd.ir import markers
 from autoptd.ir.notes import is_tensor, note, op_name
+from autoptd.ir.operators.table import operator_of
 from autoptd.ir.types import CONVERSIONS
 
-VIEWS = frozenset(
-    "view reshape _unsafe_view flatten unflatten squeeze unsqueeze transpose permute t contiguous clone alias detach"
-    " expand split split_with_sizes chunk unbind getitem".split()
-)
+SHOWN_MOVES = ("", "part", "cast")  # what computes, takes a part of its operand, or changes its dtype
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
 COMMUNICATES = {row.name for row in CONVERSIONS.values() if {row.forward, row.backward} & set(COLLECTIVES)}
 
@@ -33,7 +31,7 @@ def short_op(node: Node) -> str:
 
 def is_shown(node: Node) -> bool:
     """Whether an operator is more than a view, and no local conversion of a parameter."""
-    return is_tensor(node) and short_op(node) not in VIEWS and not _is_told_by_reader(node)
+    return is_tensor(node) and operator_of(node).moves in SHOWN_MOVES and not _is_told_by_reader(node)
 
 
 def origin(node: Node) -> Node:
@@ -57,4 +55,4 @@ def _is_told_by_reader(node: Node) -> bool:
     return origin(node.all_input_nodes[0]).op == "placeholder"
 
 
-__all__ = ["COLLECTIVES", "COMMUNICATES", "VIEWS", "hidden_inputs", "is_shown", "origin", "short_op"]
+__all__ = ["COLLECTIVES", "COMMUNICATES", "hidden_inputs", "is_shown", "origin", "short_op"]

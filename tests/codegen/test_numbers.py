@@ -16,12 +16,14 @@ from hypothesis import strategies as st
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from autoptd.codegen.expressions import INFIX, expression
+from autoptd.codegen.expressions import expression
 from autoptd.codegen.repeats import Steps, spelled
 from autoptd.ir import markers
 from autoptd.ir.notes import Note, set_note
+from autoptd.ir.operators.table import TABLE
 
 aten = torch.ops.aten
+INFIX = [name for name, record in TABLE.items() if record.text and not record.text.strip("=!<>*/+-&|^@")]
 X = torch.tensor([[-2, 1, 3], [5, -1, 2]])
 HERE = "here"  # where the number stands
 

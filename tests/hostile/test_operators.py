@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 import autoptd
 from autoptd.errors import PlanError
-from autoptd.passes.ops import dim_links as links
-from autoptd.passes.ops import table as rules
-from autoptd.passes.ops.table import Rule
+from autoptd.ir.operators.record import Link, Member, Operator
+from autoptd.ir.operators.table import TABLE
 from tests.hostile.against_torch import assert_parity, refusal
 from tests.thin import thinned
 
@@ -266,13 +265,13 @@ def test_class_weights_of_parameters_keep_the_tokens_whole() -> None:
 def test_a_sum_over_the_batch_must_have_one_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever rule takes another dim for the batch: linear by a vector under the letters of linear by a matrix."""
 
-    def wrong(node: Any) -> list[links.Link]:
+    def wrong(node: Any) -> list[Link]:
         return [
-            links.Link(".1", {0: links.Member((1,))}, links.Member((0,))),
-            links.Link(".0", {0: links.Member((0,))}, None),
+            Link(".1", {0: Member((1,))}, Member((0,))),
+            Link(".0", {0: Member((0,))}, None),
         ]
 
-    monkeypatch.setitem(rules.TABLE, "aten.linear", Rule("aten.linear", links=wrong))
+    monkeypatch.setitem(TABLE, "aten.linear", Operator("aten.linear", links=wrong))
     model = Body(lambda s, h, y: F.linear(h, s.w).mean())
     model.layers = nn.ModuleList()
     with pytest.raises(PlanError, match="depends on the batch size in a way no rule explains"):

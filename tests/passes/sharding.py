@@ -25,13 +25,13 @@ from autoptd.ir import markers
 from autoptd.ir.layout import Layout
 from autoptd.ir.mesh import Mesh
 from autoptd.ir.notes import note, op_name, set_note
+from autoptd.ir.operators import table as rules
+from autoptd.ir.operators.record import operands
 from autoptd.ir.types import Dims, I, P, R, S, Segmented, ValueType
 from autoptd.options import Options
 from autoptd.passes.axes.axes import Letter
 from autoptd.passes.context import Context
 from autoptd.passes.localize import check_local, localize
-from autoptd.passes.ops import table as rules
-from autoptd.passes.ops.dim_links import operands
 from autoptd.passes.solve.strategies import NO_COLLECTIVE_FORMS
 from autoptd.runtime.dropout import Draw
 from autoptd.runtime.world.threads import ThreadWorld, run_ranks

@@ -7,12 +7,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx import Graph, Node
 
 import autoptd
+from autoptd.ir import markers
+from autoptd.ir.notes import Note, set_note
+from autoptd.passes.hook_gemms import gather_again
 from autoptd.passes.solve.ties import Ties
 from autoptd.program.program import Program
 from tests.parity.models import batch, gpt, separate
 
+aten = torch.ops.aten
 OVERLAP: dict[str, Any] = {"async_tensor_model_parallel_allreduce": True}
 MAIN: dict[str, Any] = {"accumulate_allreduce_grads_in_fp32": True}
 DELAY: dict[str, Any] = {"delay_wgrad_compute": "before_reduce"}
@@ -138,3 +143,22 @@ def test_an_f_is_found_behind_a_view() -> None:
 def test_options_are_checked(keywords: dict[str, Any], message: str) -> None:
     with pytest.raises(autoptd.PlanError, match=message):
         compiled(gpt(1), **keywords)
+
+
+@pytest.mark.parametrize(
+    ("fold", "is_gathered_again"), [(aten.reshape.default, True), (aten.flatten.using_ints, False)]
+)
+def test_what_is_gathered_again_may_be_reshaped_on_the_way_and_nothing_else(fold: Any, is_gathered_again: bool) -> None:
+    graph = Graph()
+
+    def noted(node: Node, *size: int, **fields: Any) -> Node:
+        set_note(node, Note(stages=(0,), needs_grad=True, **fields))
+        node.meta["val"] = torch.empty(size, device="meta")
+        return node
+
+    shard, weight = noted(graph.placeholder("shard"), 2, 2, 8), noted(graph.placeholder("weight"), 6, 8, kind="param")
+    whole = noted(graph.call_function(markers.convert, (shard, "s_to_r")), 2, 4, 8, conversion="s_to_r")
+    rows = [[8, 8]] if fold is aten.reshape.default else [0, 1]
+    folded = noted(graph.call_function(fold, (whole, *rows)), 8, 8)
+    gemm = noted(graph.call_function(aten.linear.default, (folded, weight)), 8, 6)
+    assert gather_again(whole) == ([gemm] if is_gathered_again else [])

@@ -13,8 +13,9 @@ import autoptd
 from autoptd.ir import markers
 from autoptd.ir.mesh import Mesh
 from autoptd.ir.notes import Note, set_note
+from autoptd.ir.operators.table import TABLE
 from autoptd.passes import Context
-from autoptd.passes.own import FRESH, mark_owned
+from autoptd.passes.own import mark_owned
 from autoptd.runtime import i_to_r, linear, p_to_i
 from autoptd.runtime.linear import Deferred
 from autoptd.runtime.world.threads import ThreadWorld, run_ranks
@@ -22,6 +23,7 @@ from autoptd.runtime.world.world import Needs, World
 from tests.parity.models import batch, gpt, separate
 
 aten = torch.ops.aten
+FRESH = [name for name, record in TABLE.items() if record.is_fresh and name.startswith("aten.")]
 
 
 def owned(model: torch.nn.Module, **keywords: object) -> list[str]:
@@ -103,8 +105,9 @@ def test_no_backward_needs_the_result_of_an_operator_that_may_be_overwritten(nam
     """Autograd would say so, of a result that is changed under its eyes."""
     operator = getattr(aten, name.removeprefix("aten."))
     operands = [torch.randn(3, 3, requires_grad=True) for _ in range(3 if name == "aten.addmm" else 2)]
-    if name == "aten.bmm":
-        operands = [torch.randn(2, 3, 3, requires_grad=True) for _ in range(2)]
+    if name in ("aten.bmm", "aten.baddbmm"):
+        count = 2 if name == "aten.bmm" else 3
+        operands = [torch.randn(2, 3, 3, requires_grad=True) for _ in range(count)]
     y = operator(*operands)
     y.detach().zero_()
     y.sum().backward()

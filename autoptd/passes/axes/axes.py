@@ -18,10 +18,10 @@ import torch
 from torch.fx import Graph, Node
 
 from autoptd.ir.notes import note, op_name, shape, value
+from autoptd.ir.operators.record import Link, Member, operands
+from autoptd.ir.operators.table import links
 from autoptd.ir.types import S, Segmented, ValueType
 from autoptd.passes.axes.axis import Axis, atoms, blocks, find_segment, is_useful, unify, unit
-from autoptd.passes.ops.dim_links import Link, Member, operands
-from autoptd.passes.ops.table import links
 from autoptd.passes.ops.unlisted import Unlisted, unlisted_links
 
 Place = tuple[int, int]  # (dim, atom)

@@ -9,6 +9,7 @@ is decided so but for the tiles on its edge.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -17,35 +18,14 @@ from torch import Tensor
 from torch.fx import Node
 
 from autoptd.ir.notes import op_name, value
+from autoptd.ir.operators.table import operator_of
 from autoptd.passes.axes.constants import KEPT, Constants
-from autoptd.passes.axes.pieces import FILLED, VIEWS, Call, Piece, call_of
+from autoptd.passes.axes.pieces import Call, Piece, call_of
 
 TILE = 512
 
-# How the result goes with each operand: 1 grows with it, -1 falls.
-DIRECTIONS = {
-    "aten.le": (-1, 1),
-    "aten.lt": (-1, 1),
-    "aten.ge": (1, -1),
-    "aten.gt": (1, -1),
-    "aten.add": (1, 1),
-    "aten.sub": (1, -1),
-    "aten.neg": (-1,),
-    "aten.logical_and": (1, 1),
-    "aten.bitwise_and": (1, 1),
-    "aten.__and__": (1, 1),
-    "aten.logical_or": (1, 1),
-    "aten.bitwise_or": (1, 1),
-    "aten.__or__": (1, 1),
-    "aten.logical_not": (-1,),
-    "aten.bitwise_not": (-1,),
-    "aten.minimum": (1, 1),
-    "aten.maximum": (1, 1),
-}
+OF_BOOLS = re.compile("logical|bitwise|__")  # what is monotone in bools, and in no other numbers
 CHOOSES = {"aten.where": 0, "aten.masked_fill": 1}  # which operand is the condition
-OF_BOOLS = {name for name in DIRECTIONS if "logical" in name or "bitwise" in name or "__" in name}
-KEEPS = (*VIEWS, *FILLED, "aten.expand", "aten.permute", "aten.transpose", "aten.t", "aten.slice", "aten.select")
-KEEPS = (*KEEPS, "aten.clone", "aten.alias", "aten.detach", "aten.contiguous", "aten.to", "aten._to_copy")
 
 
 class Bounds(NamedTuple):
@@ -91,18 +71,18 @@ def _derived(constants: Constants, piece: Piece, known: dict[Piece, Bounds | Non
 
 
 def _combined(node: Node, call: Call, read: Sequence[Bounds], sizes: tuple[int, ...]) -> Bounds | None:
-    name = op_name(node)
+    name, record = op_name(node), operator_of(node)
     if name in ("aten.tril", "aten.triu"):
         return _triangle(call, read[0], name == "aten.tril")
-    if len([arg for arg in node.args if isinstance(arg, Node)]) != len(read) and name not in FILLED:
+    if len([arg for arg in node.args if isinstance(arg, Node)]) != len(read) and not record.fills:
         return None  # reads an operand twice
     if name in CHOOSES:
         return _chosen(node, call, read, sizes)
     if name == "aten.eq" and len(read) == 2:
         (a, b), (c, d) = read
         return Bounds((a == b) & (c == d) & (a == c), (a <= d) & (c <= b))
-    signs = (1,) * len(read) if name in KEEPS else DIRECTIONS.get(name)
-    if signs is None or not _is_monotone(node, read):
+    signs = (1,) * len(read) if record.moves or record.fills else record.monotone
+    if len(signs) < len(read) or not _is_monotone(node, read):
         return None
     lo = [one.lo if sign > 0 else one.hi for one, sign in zip(read, signs, strict=False)]
     hi = [one.hi if sign > 0 else one.lo for one, sign in zip(read, signs, strict=False)]
@@ -111,16 +91,16 @@ def _combined(node: Node, call: Call, read: Sequence[Bounds], sizes: tuple[int, 
 
 def _is_monotone(node: Node, read: Sequence[Bounds]) -> bool:
     """Whether a row of the table holds for these arguments: small integers wrap around, and bits are no order."""
-    name, dtypes = op_name(node), [one.lo.dtype for one in read]
+    record, dtypes = operator_of(node), [one.lo.dtype for one in read]
     made = value(node).dtype
-    if name in ("aten.to", "aten._to_copy"):
+    if record.moves == "cast":
         return made.is_floating_point or made in dtypes or (made == torch.int64 and not dtypes[0].is_floating_point)
-    if name in OF_BOOLS:
+    if OF_BOOLS.search(record.name):
         return all(dtype == torch.bool for dtype in dtypes)
-    if name in ("aten.add", "aten.sub", "aten.neg"):
+    if record.name in ("aten.add", "aten.sub", "aten.neg"):
         first = isinstance(node.args[0], Node) and node.kwargs.get("alpha", 1) == 1
         return first and (made == torch.int64 or made.is_floating_point)
-    return name in FILLED or isinstance(node.args[0], Node)
+    return record.fills or isinstance(node.args[0], Node)
 
 
 def _chosen(node: Node, call: Call, read: Sequence[Bounds], sizes: tuple[int, ...]) -> Bounds | None:

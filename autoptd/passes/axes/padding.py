@@ -6,7 +6,7 @@ such a size is split only where all of this holds:
 
 - it is a vocabulary: rows that an embedding looks up, or classes of a cross-entropy. Both have a local form that knows the true
   size. (Other dims of odd sizes stay whole: see `fallbacks.py`.)
-- the operator is one of these two, or keeps the letter and is in `THROUGH`: its value and derivative at finite padding are
+- the operator is one of these two, or keeps the letter and its record says so: its value and derivative at finite padding are
   finite, so that a cotangent of zero stays zero. An unknown or contracting reader gets the whole value instead: the
   conversions of `runtime/shards.py` leave the padding behind.
 - the vocabulary is a whole dim of every tensor that carries it.
@@ -20,14 +20,9 @@ from __future__ import annotations
 from torch.fx import Graph, Node
 
 from autoptd.ir.notes import note, op_name, ops
+from autoptd.ir.operators.record import operands
+from autoptd.ir.operators.table import operator_of
 from autoptd.passes.axes.axes import Axes, Letter, Place
-from autoptd.passes.ops.dim_links import operands
-
-THROUGH = {"aten.linear", "aten.addmm", "aten.mm", "aten.matmul", "aten.einsum", "aten.add", "aten.sub", "aten.mul"}
-THROUGH |= {f"aten.{name}" for name in "div neg tanh to clone contiguous detach masked_fill".split()}
-THROUGH |= {f"aten.{name}" for name in "view reshape _unsafe_view flatten unflatten squeeze unsqueeze expand".split()}
-THROUGH |= {f"aten.{name}" for name in "t numpy_T transpose permute swapaxes swapdims".split()}
-THROUGH |= {f"aten.{name}" for name in "slice select split split_with_sizes chunk unbind".split()} | {"getitem"}
 
 
 class Padding:
@@ -65,4 +60,5 @@ def is_exact(node: Node, letter: Letter) -> bool:
         return True
     if op_name(node) == "aten.div" and any(one in letter.places for one in operands(node)[1:]):
         return False  # nothing is divided by the zeros of the padding
-    return letter.out is not None and op_name(node) in THROUGH
+    record = operator_of(node)
+    return letter.out is not None and (record.is_finite or bool(record.moves))

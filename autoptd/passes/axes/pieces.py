@@ -21,7 +21,9 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from autoptd.ir.notes import op_name, shape, value
-from autoptd.passes.ops.dim_links import argument
+from autoptd.ir.operators.record import argument
+from autoptd.ir.operators.table import is_pointwise, operator_of
+from autoptd.ir.operators.views import dim_order
 
 Window = tuple[tuple[int, int], ...]
 
@@ -60,14 +62,17 @@ def call_of(piece: Piece) -> Call | None:
     node = piece.node
     if node.op != "call_function" or not isinstance(value(node), Tensor):
         return None
-    row = ROWS.get(op_name(node), _pointwise)
+    record = operator_of(node)
+    if record.fills:
+        return _filled(piece)
+    row = MOVES.get(record.moves) or ROWS.get(op_name(node), _pointwise)
     return row(piece)
 
 
 def _pointwise(piece: Piece) -> Call | None:
     node, read = piece.node, piece.node.all_input_nodes
     tags = getattr(node.target, "tags", ())
-    is_known = len(read) == 1 if op_name(node) in SAME else torch.Tag.pointwise in tags or op_name(node) in UNTAGGED
+    is_known = len(read) == 1 if operator_of(node).moves in ("same", "cast") else is_pointwise(node)
     if not is_known or not read or torch.Tag.nondeterministic_seeded in tags:
         return None
     pieces = tuple(Piece(arg, _broadcast(piece.window, shape(arg))) for arg in read)
@@ -105,14 +110,8 @@ def _view(piece: Piece) -> Call | None:
 
 def _permute(piece: Piece) -> Call:
     x = piece.node.all_input_nodes[0]
-    ndim = len(shape(x))
-    order = list(range(ndim))
-    if op_name(piece.node) == "aten.permute":
-        order = [dim % ndim for dim in piece.node.args[1]]  # type: ignore[union-attr, operator]
-    elif ndim > 1:
-        a, b = (0, 1) if op_name(piece.node) == "aten.t" else (dim % ndim for dim in piece.node.args[1:3])  # type: ignore[operator]
-        order[a], order[b] = order[b], order[a]
-    window = [(0, 0)] * ndim
+    order = dim_order(piece.node)
+    window = [(0, 0)] * len(order)
     for place, dim in zip(piece.window, order, strict=True):
         window[dim] = place
     return Call(("permute", *order), (Piece(x, tuple(window)),), lambda values, sizes: values[0].permute(order))
@@ -121,10 +120,10 @@ def _permute(piece: Piece) -> Call:
 def _slice(piece: Piece) -> Call | None:
     node = piece.node
     x = node.all_input_nodes[0]
-    dim = argument(node, 1, "dim", 0) % len(shape(x))
-    if argument(node, 4, "step", 1) != 1:
+    dim = argument(node, "dim") % len(shape(x))
+    if argument(node, "step") != 1:
         return None
-    start = argument(node, 2, "start", 0) or 0
+    start = argument(node, "start") or 0
     start = min(start + shape(x)[dim] if start < 0 else start, shape(x)[dim])
     window = tuple((a + start, b + start) if at == dim else (a, b) for at, (a, b) in enumerate(piece.window))
     return Call(("slice",), (Piece(x, window),), lambda values, sizes: values[0])
@@ -141,7 +140,7 @@ def _select(piece: Piece) -> Call:
 def _triangle(piece: Piece) -> Call:
     node = piece.node
     rows, columns = piece.window[-2:]
-    diagonal = argument(node, 1, "diagonal", 0) + rows[0] - columns[0]
+    diagonal = argument(node, "diagonal") + rows[0] - columns[0]
     keep = torch.tril if op_name(node) == "aten.tril" else torch.triu
     inner = Piece(node.all_input_nodes[0], piece.window)
     return Call((op_name(node), diagonal), (inner,), lambda values, sizes: keep(values[0], diagonal))
@@ -158,7 +157,7 @@ def filling(node: Node) -> Any:
     """The number that `full`, `ones`, `zeros` and their kin fill in."""
     name = op_name(node)
     if "full" in name:
-        return argument(node, 2 if "new_full" in name else 1, "fill_value", 0)
+        return argument(node, "fill_value")
     return 1 if "ones" in name else 0
 
 
@@ -179,19 +178,17 @@ def key_of(node: Node) -> tuple[Any, ...]:
     return (str(node.target), str(map_arg((node.args, node.kwargs), lambda arg: None)))
 
 
-SAME = ("aten.clone", "aten.alias", "aten.detach", "aten.to", "aten._to_copy", "aten.contiguous")
-UNTAGGED = ("aten.__and__", "aten.__or__", "aten.__xor__", "aten.where")  # pointwise, though torch does not say so
-FILLED = ("aten.full", "aten.ones", "aten.zeros", "aten.full_like", "aten.ones_like", "aten.zeros_like")
-FILLED = (*FILLED, "aten.new_full", "aten.new_ones", "aten.new_zeros")
-VIEWS = ("aten.view", "aten.reshape", "aten._unsafe_view", "aten.unsqueeze", "aten.squeeze")
-
+# By how an operator moves entries; of others, a row by name, and what computes entry by entry.
+MOVES: dict[str, Callable[[Piece], Call | None]] = {
+    "same": _pointwise,
+    "cast": _pointwise,
+    "fold": _view,
+    "turn": _permute,
+    "spread": _expand,
+}
 ROWS: dict[str, Callable[[Piece], Call | None]] = {
-    **dict.fromkeys(SAME, _pointwise),
-    **dict.fromkeys(FILLED, _filled),
-    **dict.fromkeys(VIEWS, _view),
-    **dict.fromkeys(("aten.permute", "aten.transpose", "aten.t"), _permute),
-    **dict.fromkeys(("aten.tril", "aten.triu"), _triangle),
-    "aten.expand": _expand,
+    "aten.tril": _triangle,
+    "aten.triu": _triangle,
     "aten.slice": _slice,
     "aten.select": _select,
 }

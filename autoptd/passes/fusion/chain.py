@@ -19,9 +19,7 @@ from torch.fx import Node
 
 from autoptd.ir import markers
 from autoptd.ir.notes import is_tensor, note, op_name, shape, value
-
-CASTS = ("aten.to", "aten._to_copy")
-ROW_VIEWS = ("aten.view", "aten.reshape", "aten._unsafe_view", "aten.contiguous", "aten.flatten")
+from autoptd.ir.operators.table import operator_of
 
 
 @dataclass(frozen=True)
@@ -113,7 +111,7 @@ class Chain:
 
     def uncast(self, node: Any) -> Any:
         """What `node` is a cast of one floating dtype to another of, or `node`."""
-        while is_op(node, *CASTS) and is_tensor(node) and _is_floating(node) and _is_floating(node.args[0]):
+        while _is_cast(node) and is_tensor(node) and _is_floating(node) and _is_floating(node.args[0]):
             self.members.add(node)
             node = node.args[0]
         return node
@@ -179,6 +177,10 @@ def same_dtype(*nodes: Node | None) -> bool:
 def rows(node: Node) -> int:
     """Entries of a value over its last dim."""
     return math.prod(shape(node)[:-1])
+
+
+def _is_cast(node: Any) -> bool:
+    return isinstance(node, Node) and operator_of(node).moves == "cast"
 
 
 def _is_floating(node: Any) -> bool:

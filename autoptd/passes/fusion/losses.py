@@ -14,10 +14,10 @@ from torch.fx import Graph, Node
 from autoptd.ir import markers
 from autoptd.ir.fusion import CHUNK_ROWS
 from autoptd.ir.notes import note, op_name, set_note, shape, value
-from autoptd.passes.fusion.chain import ROW_VIEWS, Chain, Found, Group, Refusal, is_op, local_size, rows
-from autoptd.passes.ops.dim_links import argument
+from autoptd.ir.operators.record import argument
+from autoptd.ir.operators.table import operator_of, says_shape
+from autoptd.passes.fusion.chain import Chain, Found, Group, Refusal, is_op, local_size, rows
 
-VIEWS = ("aten.view", "aten.reshape", "aten._unsafe_view")
 LEAST_BYTES = 8 << 20  # of a microbatch's logits: with less a loss in chunks is no faster (benchmarks/fusion.py)
 
 
@@ -35,7 +35,7 @@ def linear_cross_entropy(node: Node) -> Found:
         return Refusal("linear_cross_entropy", node, "its targets are class probabilities")
     moved = []
     product = chain.uncast(logits)
-    while is_op(product, *ROW_VIEWS, "aten.slice") and _keeps_classes(product):
+    while _moves_rows(product) and _keeps_classes(product):
         moved.append(product)
         chain.members.add(product)
         product = chain.uncast(product.args[0])
@@ -43,7 +43,7 @@ def linear_cross_entropy(node: Node) -> Found:
         what = note(product).conversion or op_name(product).removeprefix("aten.")
         return Refusal("linear_cross_entropy", node, f"its logits come from {what}")
     x, weight, *bias = product.args
-    if argument(node, 3, "reduction", 1) == 0:
+    if argument(node, "reduction") == 0:
         return Refusal("linear_cross_entropy", node, "it gives a loss per token")
     tokens, width, itemsize = rows(logits), shape(weight)[1], value(product).element_size()
     # Kept for backward are, for every class, the logits of all tokens, or the weight's gradient, which adds up in float32.
@@ -60,6 +60,13 @@ def linear_cross_entropy(node: Node) -> Found:
         return Refusal("linear_cross_entropy", node, fact)
     operands = (x, weight, targets, bias[0] if bias else None)
     return replace(chain.group("linear_cross_entropy", *operands), literals=node, moved=tuple(reversed(moved)))
+
+
+def _moves_rows(node: Any) -> bool:
+    """Whether a node is a view or slice of the rows of a table."""
+    return isinstance(node, Node) and (
+        is_op(node, "aten.slice", "aten.contiguous") or operator_of(node).moves == "fold"
+    )
 
 
 def _keeps_classes(node: Node) -> bool:
@@ -80,7 +87,7 @@ def in_chunks(
     for view in group.moved:
         record = note(view)
         size = (*local_size(view)[:-1], local_size(x)[-1])
-        args = (x, list(size)) if op_name(view) in VIEWS else (x, *view.args[1:])
+        args = (x, list(size)) if says_shape(view) else (x, *view.args[1:])
         with graph.inserting_before(group.result):
             made = graph.call_function(view.target, args, view.kwargs)
         made.meta["val"] = value(view).new_empty((*shape(view)[:-1], shape(x)[-1]))
@@ -100,9 +107,9 @@ def in_chunks(
 def _loss_keywords(loss: Node) -> dict[str, Any]:
     """The keywords of a plain cross-entropy, as its marker has them."""
     return {
-        "reduction": ("none", "mean", "sum")[argument(loss, 3, "reduction", 1)],
-        "ignore_index": argument(loss, 4, "ignore_index", -100),
-        "label_smoothing": argument(loss, 5, "label_smoothing", 0.0),
+        "reduction": ("none", "mean", "sum")[argument(loss, "reduction")],
+        "ignore_index": argument(loss, "ignore_index"),
+        "label_smoothing": argument(loss, "label_smoothing"),
         "vocab": False,
         "size": 0,
         "total": -1,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
 
 from torch.fx import Graph, Node
 
@@ -17,69 +16,34 @@ from autoptd.ir import markers
 from autoptd.ir.machine import Machine
 from autoptd.ir.mesh import Mesh
 from autoptd.ir.notes import converted_types, is_pair, is_tensor, is_whole, note, op_name, ops, payload, shape, tensor
+from autoptd.ir.operators.products import products
+from autoptd.ir.operators.record import Product, Size, operands
+from autoptd.ir.operators.table import is_view, operator_of
 from autoptd.ir.types import CONVERSIONS, ValueType
-from autoptd.passes.ops.dim_links import operands
-from autoptd.passes.ops.table import GEMMS
 from autoptd.program.calls import LOCAL_KINDS, LOCAL_WORK, star, wire_bytes
 from autoptd.program.costs import Costs, GemmCosts, ProductCosts
 
-VIEWS = {
-    f"aten.{name}" for name in "view reshape _unsafe_view transpose permute t expand select slice split chunk".split()
-}
-VIEWS |= {f"aten.{name}" for name in "split_with_sizes unbind unsqueeze squeeze unflatten flatten detach".split()}
-VIEWS |= {"getitem"}
-SORTS = ("aten.sort", "aten.argsort", "aten.topk", "aten.msort", "aten.searchsorted")
 # What a plan pays beside its seconds, so that of two that are nearly as fast the simpler one is taken:
 PER_COLLECTIVE = 1.0  # for every collective, in latencies
 PER_ODD_LAYER = 1.0  # for layers that are odd (`odd_layer_price`), in all-reduces of what the first one reads
 
 
-Size = Callable[[Node], tuple[int, ...]]  # the shape of a node's value: whole, or a rank's
-
-
 def flops(node: Node, shape: Size = shape) -> int:
     """Forward floating-point operations of one node, by default on whole tensors; 0 for what is no matrix product."""
-    name = op_name(node)
-    if node.target is markers.linear:  # an `aten.linear` or `aten.addmm` with hooks
-        return 2 * math.prod(shape(node)) * shape(node.args[0])[-1]  # type: ignore[arg-type]
-    if node.target is markers.FUSED["linear_cross_entropy"]:
-        x, _, weight, *_ = node.args
-        return products(node) * 2 * math.prod(shape(x)) * shape(weight)[0]  # type: ignore[arg-type]
-    if name in GEMMS:
-        x = operands(node)[1 if name in ("aten.addmm", "aten.baddbmm") else 0]
-        return 2 * math.prod(shape(node)) * shape(x)[-1]
-    if name == "aten.einsum":
-        terms = str(node.args[0]).replace(" ", "").split("->")[0].split(",")
-        sizes = {
-            letter: n
-            for term, one in zip(terms, operands(node), strict=True)
-            for letter, n in zip(term, shape(one), strict=False)
-        }
-        return 2 * math.prod(sizes.values()) if len(terms) > 1 and "." not in "".join(terms) else 0
-    if name == "aten.scaled_dot_product_attention":
-        query, key, value = (shape(one) for one in operands(node)[:3])
-        return 2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
-    return 0
-
-
-def products(node: Node) -> int:
-    """Matrix products in a node's forward that the model has one of: a head fused with its loss makes its gradients too."""
-    if node.target is not markers.FUSED["linear_cross_entropy"]:
-        return 1
-    return 1 + sum(note(one).needs_grad for one in (node.args[0], node.args[2]))  # type: ignore[arg-type]
+    record = operator_of(node)
+    if record.factors:
+        rows = operands(node)[record.factors[0]]
+        return 2 * math.prod(shape(node)) * shape(rows)[-1]
+    return record.flops(node, shape) if record.flops else 0
 
 
 def backward_flops(node: Node, shape: Size = shape) -> int:
     """Floating-point operations of the backward of one node, by default on whole tensors."""
-    read = operands(node)
-    if op_name(node) == "aten.scaled_dot_product_attention":
-        query, key, value = (shape(one) for one in read[:3])
-        is_needed = any(note(one).needs_grad for one in read[:3])
-        return is_needed * 2 * math.prod(query[:-1]) * key[-2] * (3 * query[-1] + 2 * value[-1])
-    if node.target is markers.FUSED["linear_cross_entropy"]:
-        return 0
-    factors = read[1:3] if op_name(node) in ("aten.addmm", "aten.baddbmm") else read[:2]
-    return flops(node, shape) * sum(note(one).needs_grad for one in factors)
+    record, read = operator_of(node), operands(node)
+    if record.backward_flops:
+        return record.backward_flops(node, shape)
+    factors = [read[i] for i in record.factors] or read[:2]
+    return flops(node, shape) * sum(note(factor).needs_grad for factor in factors)
 
 
 def count_work(graph: Graph, t: int, whole: Size, local: Size) -> Costs:
@@ -116,22 +80,15 @@ def count_work(graph: Graph, t: int, whole: Size, local: Size) -> Costs:
     )
 
 
-def product_sizes(node: Node, shape: Size) -> tuple[tuple[int, ...], str]:
+def product_sizes(node: Node, shape: Size) -> Product:
     """(batch, m, n, k) of the products of a node, and what kernel they are a part of.
 
     Products with a weight are one, however many dims their rows have: a weight has two.
     """
-    name, read, made = op_name(node), operands(node), shape(node)
-    if name == "aten.scaled_dot_product_attention":
-        query, key = shape(read[0]), shape(read[1])
-        is_causal = node.kwargs.get("is_causal", node.args[5] if len(node.args) > 5 else False)
-        kind = "causal attention" if is_causal else "attention"
-        return (math.prod(query[:-2]), query[-2], key[-2], query[-1]), kind
-    if node.target is markers.FUSED["linear_cross_entropy"]:
-        x, weight = shape(node.args[0]), shape(node.args[2])  # type: ignore[arg-type]
-        return (1, math.prod(x[:-1]), weight[0], x[-1]), "head with its loss"
-    first = 1 if name in ("aten.addmm", "aten.baddbmm") else 0
-    is_batched = name in GEMMS and all(len(shape(one)) > 2 for one in read[first : first + 2])
+    record, read, made = operator_of(node), operands(node), shape(node)
+    if record.product:
+        return record.product(node, shape)
+    is_batched = bool(record.factors) and all(len(shape(read[i])) > 2 for i in record.factors)
     batch = math.prod(made[:-2]) if is_batched else 1
     rows, columns = math.prod(made[:-1]) // batch, made[-1] if made else 1
     return (batch, rows, columns, flops(node, shape) // max(2 * batch * rows * columns, 1)), "product"
@@ -139,7 +96,7 @@ def product_sizes(node: Node, shape: Size) -> tuple[tuple[int, ...], str]:
 
 def has_kernel(node: Node) -> bool:
     """Whether an operator computes, and is no view or conversion."""
-    return node.target is not markers.convert and op_name(node) not in VIEWS and (is_tensor(node) or is_pair(node))
+    return node.target is not markers.convert and not is_view(node) and (is_tensor(node) or is_pair(node))
 
 
 def moved_bytes(node: Node, shape: Size) -> int:
@@ -149,8 +106,7 @@ def moved_bytes(node: Node, shape: Size) -> int:
     """
     if flops(node) or not has_kernel(node):
         return 0
-    is_lookup = op_name(node) == "aten.embedding" or node.target is markers.vocab_embedding
-    read = [node] if is_lookup else [one for one in node.all_input_nodes if is_tensor(one)]
+    read = [node] if operator_of(node).is_lookup else [one for one in node.all_input_nodes if is_tensor(one)]
     made = list(node.users) if is_pair(node) else [node]
     return sum(math.prod(shape(one)) * tensor(one).element_size() for one in [*made, *read])
 
@@ -163,15 +119,15 @@ def compute_seconds(node: Node, machine: Machine) -> float:
 
 def rank_seconds(node: Node, mesh: Mesh, machine: Machine) -> float:
     """Roofline time of a node of a CONNECTED graph on one rank of a mesh, forward and backward, its collectives included."""
-    name = op_name(node)
+    record = operator_of(node)
     if node.target is markers.convert:
         source, target = converted_types(node)
         return conversion_seconds(source, target, payload(node), mesh.degree(note(node).axis), machine)
-    if name in VIEWS:
+    if is_view(node):
         return 0.0
-    read = [one for one in node.all_input_nodes if not (name == "aten.embedding" and note(one).kind == "param")]
+    read = [one for one in node.all_input_nodes if not (record.is_lookup and note(one).kind == "param")]
     moved = sum(local_payload(one, mesh) for one in [node, *read])
-    if name in SORTS:
+    if record.sorts:
         moved *= max(1.0, math.log2(shape(read[0])[-1] if shape(read[0]) else 1))
     work = flops(node) / max(note(one).layout.pieces(mesh) for one in [node, *node.all_input_nodes])
     return 3 * max(work / machine.flops, moved / machine.memory_bandwidth)

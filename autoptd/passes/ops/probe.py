@@ -22,7 +22,7 @@ from torch.fx import Node
 
 from autoptd.compat import OpOverload
 from autoptd.ir.notes import note, tensor
-from autoptd.passes.ops.dim_links import operands
+from autoptd.ir.operators.record import operands
 from autoptd.passes.ops.trials import Call, CannotTry, Claim, Slot, Trial, Unfit, make_trial
 
 # One for each size of the trace: no two dims of other sizes can be confused.

@@ -1,4 +1,4 @@
-"""Operators without a row in the axis table: the user's own rules, and what probing finds.
+"""Operators of which no record says how they may be split: the user's own rules, and what probing finds.
 
 `register_rule` takes a row of letters for an operator of torch's registry. When the operator is met, every letter is tried on
 random numbers (`probe.py`), and a row that is wrong is a PlanError. What nobody registered is probed for all of its dims.
@@ -20,7 +20,9 @@ from torch.fx import Node
 from autoptd.compat import OpOverloadPacket
 from autoptd.errors import PlanError
 from autoptd.ir.notes import op_name, shape, site
-from autoptd.passes.ops.dim_links import Link, Member, letter_links, operands
+from autoptd.ir.operators.links import letter_links
+from autoptd.ir.operators.record import Link, Member, Operator, operands
+from autoptd.ir.operators.table import is_listed
 from autoptd.passes.ops.probe import (
     NOT_LINEAR,
     CannotTry,
@@ -32,12 +34,11 @@ from autoptd.passes.ops.probe import (
     small_shapes,
     trials_of,
 )
-from autoptd.passes.ops.table import TABLE
 
 SITE = "register_rule"
 EXAMPLE = 'register_rule("ns::op", "b s d, d -> b s d"), "..." for any leading dims, d* for a dim that must stay whole'
 TERM = re.compile(r"(\.\.\.\s+|\.\.\.$)?([a-z]\w*\*?(\s+|$))*", re.IGNORECASE)
-REGISTERED: dict[str, str] = {}  # the users' rules: filled by register_rule alone, before anything is compiled
+REGISTERED: dict[str, Operator] = {}  # the users' rules: filled by register_rule alone, before anything is compiled
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ def register_rule(op: str, letters: str) -> None:
     if not isinstance(known, OpOverloadPacket):
         raise PlanError(SITE, f"torch knows no operator {op}", "import the module that defines it first")
     overload = getattr(known, known.overloads()[0])
-    if f"{namespace}.{name}" in TABLE or torch.Tag.pointwise in overload.tags:
+    if is_listed(overload):
         raise PlanError(SITE, f"{op} has a row of AutoPTD's own, which is proven", "leave it out")
     left, arrow, right = letters.partition("->")
     terms = [*left.split(","), right]
@@ -83,14 +84,15 @@ def register_rule(op: str, letters: str) -> None:
     # A dim of the result that no operand has cannot be cut: how long it is, no slice could say.
     starred |= {word for word in right.split() if word.rstrip("*") not in read}
     marked = [" ".join(f"{w}*" if (w := word.rstrip("*")) in starred else w for word in term.split()) for term in terms]
-    REGISTERED[f"{namespace}.{name}"] = f"{', '.join(marked[:-1])} -> {marked[-1]}"
+    record = Operator(f"{namespace}.{name}", f"{', '.join(marked[:-1])} -> {marked[-1]}")
+    REGISTERED[record.name] = record
 
 
 def unlisted_links(node: Node) -> Unlisted:
     """The links of an operator without a row, proven by trying where it can be tried."""
-    letters = REGISTERED.get(op_name(node))
-    if letters is not None:
-        return _registered(node, letters)
+    record = REGISTERED.get(op_name(node))
+    if record is not None:
+        return _registered(node, record.letters)
     found = probe(node)
     made = [_link(claim) for claim in found.claims]
     return Unlisted(made, "probed" if made else "", found.refused, found.is_linear)

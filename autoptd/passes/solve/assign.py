@@ -22,9 +22,9 @@ import numpy as np
 from torch.fx import Graph, Node
 
 from autoptd.ir.notes import note
+from autoptd.ir.operators.record import operands
 from autoptd.ir.types import I, ValueType
 from autoptd.passes.ops.costs import conversion_seconds
-from autoptd.passes.ops.dim_links import operands
 from autoptd.passes.solve.edges import Hub, edge_factors, edge_price, entry_factors, price_table, wanted
 from autoptd.passes.solve.eliminate import Factor, TableTooLarge, minimize, minimize_nearly
 from autoptd.passes.solve.shard_pins import Pins, refuse_conflict

@@ -20,20 +20,18 @@ from torch.fx import Graph, Node
 from autoptd.errors import PlanError
 from autoptd.ir.layout import BATCH
 from autoptd.ir.notes import note, op_name, output, shape, site, tensor, value
+from autoptd.ir.operators.lookups import UNCOUNTED
+from autoptd.ir.operators.record import argument, operands
+from autoptd.ir.operators.table import linear_groups, operator_of
 from autoptd.ir.types import I, P, R, S, ValueType
 from autoptd.passes.axes.axes import Axes, Letter, Place
 from autoptd.passes.axes.constants import Constants
-from autoptd.passes.ops.dim_links import argument, operands
-from autoptd.passes.ops.operator_links import UNCOUNTED
-from autoptd.passes.ops.table import linear_groups
 
 RULE_REMEDY = "keep samples apart (loss_fn with a mean or sum over samples), or run with d=1 and num_microbatches=1"
 UNKNOWN_REMEDY = 'autoptd.register_rule("ns::op", "b s d -> b s d") where it keeps samples apart, or plain operators '
 UNKNOWN_REMEDY += "(sums, products, views, gather), or d=1 and num_microbatches=1"
 COUNT_REMEDY = "F.cross_entropy(..., reduction='none').mean(), and class weights in a buffer"
 FIRST_ROWS = "first_rows"  # key of Note.extra: operands whose rows are all equal -> the place where they meet the batch
-SIZES = {"aten.view", "aten.reshape", "aten._unsafe_view", "aten.expand", "aten.full", "aten.zeros", "aten.ones"}
-SIZES |= {"aten.unflatten", "aten.split", "aten.slice", "aten.repeat"}
 
 
 def assign_batch(graph: Graph, axes: Axes, batched: set[str], pieces: int, constants: Constants) -> None:
@@ -115,12 +113,12 @@ def _keep_partial(node: Node, partial: list[Node], split: bool) -> ValueType:
 
 def _is_float_cast(node: Node) -> bool:
     """`loss.float()`: of every part what it is of the sum."""
-    return op_name(node) == "aten.to" and all(tensor(one).is_floating_point() for one in (node, *operands(node)))
+    return operator_of(node).moves == "cast" and all(tensor(one).is_floating_point() for one in (node, *operands(node)))
 
 
 def adds_number(node: Node) -> bool:
     """`loss + 0.5`, `1 - loss`: each part of the sum adds its part of the number (communicate.py)."""
-    if op_name(node) not in ("aten.add", "aten.sub", "aten.rsub") or not tensor(node).is_floating_point():
+    if not operator_of(node).is_sum or not tensor(node).is_floating_point():
         return False
     return len(operands(node)) == 1 and isinstance(node.args[0], Node)
 
@@ -178,7 +176,7 @@ def check_literals(graph: Graph, whole: Graph, constants: Constants) -> None:
             _check_constant(node, other, constants)
             continue
         _check_growth(node, other, growth)
-        if (op_name(node) not in SIZES or _is_slice_elsewhere(node)) and _literals(node) != _literals(other):
+        if (not operator_of(node).sizes or _is_slice_elsewhere(node)) and _literals(node) != _literals(other):
             raise PlanError(
                 site(node),
                 f"a number in {op_name(node)} is computed from the number of rows ({_literals(node)})",
@@ -191,7 +189,7 @@ def _is_slice_elsewhere(node: Node) -> bool:
     if op_name(node) != "aten.slice":
         return False
     x = operands(node)[0]
-    return note(x).layout.batch.kind != "S" or note(x).layout.batch.dim != argument(node, 1, "dim", 0) % tensor(x).dim()
+    return note(x).layout.batch.kind != "S" or note(x).layout.batch.dim != argument(node, "dim") % tensor(x).dim()
 
 
 def _check_made(node: Node, other: Node) -> None:

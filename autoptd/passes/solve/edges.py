@@ -15,14 +15,12 @@ import numpy as np
 from torch.fx import Node
 
 from autoptd.ir.notes import note, op_name, payload, value
+from autoptd.ir.operators.table import operator_of
 from autoptd.ir.types import I, R, ValueType, padded_size
 from autoptd.passes.ops.costs import collective_seconds, conversion_price, odd_layer_price
-from autoptd.passes.ops.table import GEMMS
 from autoptd.passes.solve.eliminate import Factor
 from autoptd.passes.solve.strategies import Splitter, Strategy
 
-SAVED_FOR_BACKWARD = {*GEMMS, "aten.layer_norm", "aten.rms_norm", "aten.softmax", "aten.scaled_dot_product_attention"}
-SAVED_FOR_BACKWARD |= {f"aten.{name}" for name in "gelu relu silu tanh sigmoid mul div pow cross_entropy_loss".split()}
 PARAMETER_USES = {("I", "P"), ("I", "R"), ("I", "S"), ("R", "S")}
 Hub = tuple[int, list[ValueType]]  # the variable of a type, and its choices
 
@@ -95,7 +93,7 @@ def edge_factors(
 def is_saved(node: Node, reader: Node) -> bool:
     """Whether `reader` keeps the value of `node`, an activation, for its backward."""
     is_activation = note(node).of_params and note(node).kind != "param"
-    return is_activation and op_name(reader) in SAVED_FOR_BACKWARD and note(reader).needs_grad
+    return is_activation and operator_of(reader).keeps in ("operands", "probabilities") and note(reader).needs_grad
 
 
 def gathers_again(reader: Node, source: ValueType, target: ValueType) -> bool:

@@ -20,9 +20,9 @@ from torch.fx import Graph, Node
 
 from autoptd.ir.fallback import Fallback, divisors
 from autoptd.ir.notes import note, op_name, ops
+from autoptd.ir.operators.record import operands
 from autoptd.passes.axes.axes import Letter
 from autoptd.passes.ops.costs import flops
-from autoptd.passes.ops.dim_links import operands
 from autoptd.passes.solve.assign import Assignment
 from autoptd.passes.solve.strategies import WHOLE, Splitter
 

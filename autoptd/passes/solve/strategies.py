@@ -17,12 +17,12 @@ from torch.fx import Graph, Node
 from autoptd.errors import PlanError
 from autoptd.ir.machine import Machine
 from autoptd.ir.notes import note, op_name, payload
+from autoptd.ir.operators.record import operands
+from autoptd.ir.operators.table import addends, linear_groups, operator_of
 from autoptd.ir.types import I, P, R, S, ValueType, division_text, placement, shard_size
 from autoptd.passes.axes.axes import Axes, Letter
 from autoptd.passes.axes.padding import Padding
 from autoptd.passes.ops.costs import compute_seconds, conversion_seconds, flops
-from autoptd.passes.ops.dim_links import operands
-from autoptd.passes.ops.table import GEMMS, addends, linear_groups
 from autoptd.passes.solve.shard_pins import Pins
 from autoptd.passes.solve.sharing import Sharing
 
@@ -196,7 +196,7 @@ def _every_strategy(node: Node, splitter: Splitter) -> list[Strategy]:
         if any(note(one).of_params for one in group):
             needs = {one: P if one in group else whole(one) for one in read}
             # A sum stays pending only where that saves something: half a latency decides against it where nothing is saved.
-            pending = in_full + (machine.latency / 2 if op_name(node) in ("aten.add", "aten.sub") else 0.0)
+            pending = in_full + (machine.latency / 2 if operator_of(node).is_sum else 0.0)
             made.append(Strategy(needs, P, pending, "linear in a pending sum"))
     return made
 
@@ -207,7 +207,7 @@ def _split_why(node: Node, letter: Letter, t: int) -> str:
     each += copies_text(letter.copies, t)
     if op_name(node) == "aten.linear" and letter.name in ("o", "i"):
         return f"column{padded}: {each}" if letter.name == "o" else f"row: its input arrives sharded, {each}"
-    if op_name(node) in GEMMS and (of_weights := {note(one).kind == "param" for one in letter.places}) != {False}:
+    if operator_of(node).factors and (of_weights := {note(one).kind == "param" for one in letter.places}) != {False}:
         if letter.out is None:
             return f"row: its input arrives sharded, {each}"
         if of_weights == {True}:

@@ -15,10 +15,10 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_aggregate
 
 from autoptd.ir.notes import note, op_name, ops, output, tensor, value
+from autoptd.ir.operators.table import linear_groups
 from autoptd.ir.periods import find_periods
 from autoptd.ir.types import ValueType
 from autoptd.passes.axes.axes import Letter
-from autoptd.passes.ops.table import linear_groups
 from autoptd.passes.solve.shard_pins import Pin
 
 SHORTEST = 6  # operators of a layer: a shorter repeat may be the queries, keys and values of one layer

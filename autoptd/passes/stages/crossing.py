@@ -26,11 +26,11 @@ from torch.fx import Graph, Node
 
 from autoptd.ir.machine import Machine
 from autoptd.ir.mesh import Mesh
-from autoptd.ir.notes import is_tensor, note, op_name, ops
+from autoptd.ir.notes import is_tensor, note, ops
+from autoptd.ir.operators.record import operands
+from autoptd.ir.operators.table import operator_of
 from autoptd.passes.ops.costs import flops, local_payload, rank_seconds
-from autoptd.passes.ops.dim_links import operands
 
-LOSSES = ("aten.cross_entropy_loss", "aten.nll_loss", "aten.nll_loss_nd")
 LONGEST = 8  # operators on activations in a chain that is computed again
 AGAIN, HERE = "computed again", "computed where it is read"
 Ways = dict[tuple[Node, bool], float]  # what it takes to have a value on a stage: (value, is it sent) -> seconds
@@ -54,7 +54,8 @@ def place_values(graph: Graph, home: Mapping[Node, int], mesh: Mesh, machine: Ma
 
 def is_never_computed_again(node: Node) -> bool:
     """What has one place in the backbone: GEMMs, random numbers and losses."""
-    return bool(flops(node)) or op_name(node) == "aten.dropout" or op_name(node) in LOSSES
+    record = operator_of(node)
+    return bool(flops(node)) or record.is_random or record.counts_labels
 
 
 class _Places:
@@ -173,7 +174,7 @@ def _alone(home: Mapping[Node, int], mesh: Mesh, machine: Machine) -> set[Node]:
 def _counted(graph: Graph, home: Mapping[Node, int]) -> set[Node]:
     """Labels and class weights that a loss may divide by the number of, with all that they are made from."""
     found: set[Node] = set()
-    stack = [one for node in ops(graph) if op_name(node) in LOSSES for one in operands(node)[1:]]
+    stack = [one for node in ops(graph) if operator_of(node).counts_labels for one in operands(node)[1:]]
     while stack:
         node = stack.pop()
         if node not in found and node not in home:

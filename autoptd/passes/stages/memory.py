@@ -23,14 +23,10 @@ from torch.fx import Graph, Node
 
 from autoptd.ir import markers
 from autoptd.ir.machine import COPIES
-from autoptd.ir.notes import note, op_name, ops, tensor
+from autoptd.ir.notes import note, ops, tensor
+from autoptd.ir.operators.table import is_view, operator_of
 from autoptd.ir.sizes import Sizes, local_shapes
 from autoptd.passes.hook_gemms import gather_again
-from autoptd.passes.ops.costs import VIEWS
-
-FORGOTTEN = {f"aten.{name}" for name in "add sub sum mean neg clone cat to _to_copy cross_entropy_loss".split()}
-FORGOTTEN |= {"cross_entropy"}  # all these need no operand later
-LOSSES = ("aten.cross_entropy_loss", "cross_entropy")
 
 
 @dataclass(frozen=True)
@@ -82,13 +78,13 @@ def _bytes_kept(node: Node, sizes: Sizes, main_grads: bool) -> float:
 def _bytes_saved(node: Node, sizes: Sizes) -> float:
     """Bytes that the backward of a microbatch keeps of a value."""
     record = note(node)
-    if not record.needs_grad or op_name(node) in VIEWS or gather_again(node) or record.extra.get("inner"):
+    if not record.needs_grad or is_view(node) or gather_again(node) or record.extra.get("inner"):
         return 0.0
     beside = 0.0
     if record.extra.get("fused") == "part of linear_cross_entropy":
         read = [one for one in read_from_outside(node) if note(one).needs_grad]
         beside = sum(_bytes(one, sizes) * (_width(one) if _is_weight(one) else 1) for one in read)
-    elif op_name(node) in LOSSES:
+    elif operator_of(node).keeps == "probabilities":
         beside = _bytes(node.args[0], sizes)  # type: ignore[arg-type]
     return beside + (_bytes(node, sizes) if _is_needed(node) else 0.0)
 
@@ -119,13 +115,13 @@ def _bytes(node: Node, sizes: Sizes) -> float:
 def _is_needed(node: Node) -> bool:
     """Whether anything that reads a value, or a view of it, needs it for its backward."""
     for user in node.users:
-        if op_name(user) in VIEWS:
+        if is_view(user):
             if _is_needed(user):
                 return True
         elif user.target is markers.convert:
             if gather_again(user):  # the shards are kept
                 return True
-        elif user.op != "output" and op_name(user) not in FORGOTTEN:
+        elif user.op != "output" and operator_of(user).keeps not in ("nothing", "probabilities"):
             return True
     return False
 

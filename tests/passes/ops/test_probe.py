@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from autoptd.ir.notes import Note, op_name, ops, set_note
-from autoptd.passes.ops import table as rules
-from autoptd.passes.ops.dim_links import operands
+from autoptd.ir.operators import table as rules
+from autoptd.ir.operators.record import operands
 from autoptd.passes.ops.probe import Claim, Probed, probe
 from tests.passes.ops.test_table import T, traced
 from tests.passes.sharding import trace_call

@@ -19,8 +19,8 @@ from torch.fx import Graph, Node
 
 import autoptd
 from autoptd.ir import markers
-from autoptd.ir.notes import note, op_name, ops
-from autoptd.passes.ops.costs import VIEWS
+from autoptd.ir.notes import note, ops
+from autoptd.ir.operators.table import is_view
 from autoptd.program.calls import LOCAL_KINDS, star
 from autoptd.program.program import Program
 
@@ -241,7 +241,7 @@ def is_only_sliced(node: Node) -> bool:
     for user in node.users:
         if note(user).conversion and note(user).layout["tp"].kind == "S":
             continue
-        if op_name(user) in VIEWS and is_only_sliced(user):
+        if is_view(user) and is_only_sliced(user):
             continue
         return False
     return True
