@@ -71,7 +71,7 @@ class ParamSpec:
 
     def grad_bytes(self, mesh: Mesh) -> int:
         """Bytes of a rank's part of the gradient, as it is summed: of a piece that ranks share, in its place of the whole."""
-        shape = self.shape if self.is_shared else self.local_shape(mesh)
+        shape = self.shape if self.is_shared else self.used_shape(mesh)
         return math.prod(shape) * itemsize(self.storage.sum_dtype)
 
     def adds_in(self, stage: int) -> int:
@@ -79,8 +79,8 @@ class ParamSpec:
 
     @property
     def shard(self) -> tuple[str, ValueType] | None:
-        """The axis of the mesh along which a rank owns a part, and the type; None where every rank owns all of it."""
-        return self.storage.layout.shard
+        """The axis of the mesh along which a rank uses a part, and the type; None where every rank uses all of it."""
+        return self.use.layout.shard
 
     @property
     def is_shared(self) -> bool:
@@ -123,7 +123,11 @@ class ParamSpec:
 
     def local_shape(self, mesh: Mesh) -> tuple[int, ...]:
         """Shape of what one rank stores."""
-        return self.storage.layout.local_shape(self.dims, mesh) if self.shard else self.shape
+        return self.storage.layout.local_shape(self.dims, mesh) if self.storage.layout.shards else self.shape
+
+    def used_shape(self, mesh: Mesh) -> tuple[int, ...]:
+        """Shape of what one rank computes with, and of its part of the gradient."""
+        return self.use.layout.local_shape(self.dims, mesh) if self.shard else self.shape
 
     def placement(self, mesh: Mesh) -> tuple[object, ...]:
         """Where its elements lie on the ranks, whatever atoms its dims are written in: () where each has all."""
