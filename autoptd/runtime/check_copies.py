@@ -50,13 +50,14 @@ def _comparisons(params: RankParameters) -> Iterator[tuple[Group, list[ParamSpec
     """(group, parameters, how many consecutive ranks of the group hold the same of them), in one order on all ranks."""
     world, mesh = params.world, params.world.mesh
     local = [spec for spec in params.specs if spec.name in params.local]
-    # What is used as I, each rank updates for itself; on CUDA, operators whose sums have no fixed order let such copies
+    for axis in mesh.batch_axes:
+        yield world.group((axis,)), local, mesh.degree(axis)
+    # An I is updated by each rank for itself; on CUDA, operators whose sums have no fixed order let such copies
     # differ in the last bits.
     kinds = "R" if world.device.type == "cuda" else "IR"
-    for axis in (*mesh.batch_axes, *mesh.value_axes):
-        type_of = {spec: spec.storage.layout[axis] for spec in local}
-        whole = [spec for spec, kind in type_of.items() if kind.is_whole and spec.use.layout[axis].kind in kinds]
-        yield world.group((axis,)), whole, mesh.degree(axis)
+    for axis in mesh.value_axes:
+        type_of = {spec: spec.use.layout[axis] for spec in local}
+        yield world.group((axis,)), [spec for spec, kind in type_of.items() if kind.kind in kinds], mesh.degree(axis)
         for copies in sorted({kind.copies for kind in type_of.values() if kind.kind == "S"} - {1}):
             yield world.group((axis,)), [spec for spec, kind in type_of.items() if kind.copies == copies], copies
     homes = {spec.name: owners(params.program, spec) for spec in local}
