@@ -31,7 +31,6 @@ import autoptd
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from autoptd.program.buckets import reduction_axes
 from autoptd.program.calls import Call, expected_calls
 from benchmarks.lib.report import save, save_picture
 from examples.gpt import GPT, GPTConfig
@@ -81,9 +80,8 @@ def measure(layout: Layout) -> list[Row]:
         pm.step(ids, targets)
     sent, planned = Counter(record.of(0)), expected_calls(pm.program, 0)
     mine = [pm.program.param(name) for name in pm.rank_parameters(0)]
-    gradients = sum(
-        spec.grad_bytes(pm.program.mesh) for spec in mine if reduction_axes(spec, pm.program.mesh) == ("dp",) or t == 1
-    )
+    of_replicas = [spec for spec in mine if t == 1 or [step.axis for step in spec.sums if step.axis != "pp"] == ["dp"]]
+    gradients = sum(spec.grad_bytes(pm.program.mesh) for spec in of_replicas)
     pm.close()
     rows = []
     if t > 1:

@@ -28,7 +28,7 @@ def check(program: Program, model: nn.Module) -> None:
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     assert sorted(alias for one in program.params for alias in one.aliases) == sorted(names)
     for one in program.params:
-        parts = program.mesh.t if one.layout["tp"].kind == "S" else 1
+        parts = program.mesh.t if one.storage.layout["tp"].kind == "S" else 1
         assert math.prod(one.local_shape(program.mesh)) * parts == math.prod(one.shape)
         assert one.why or program.mesh.t == 1
     read = {stage.index: set(stage.params) for stage in program.stages}
@@ -90,7 +90,7 @@ def test_hugging_face(which: str) -> None:
 
 def test_hugging_face_parameters_are_split_by_heads() -> None:
     fused = hugging_face_program("gpt2").param("transformer.h.0.attn.c_attn.weight")  # Conv1D: transposed
-    assert str(fused.layout["tp"]) == "S(1, 1)" and fused.dims[1][:2] == (3, 4) and fused.outer == 3
+    assert str(fused.storage.layout["tp"]) == "S(1, 1)" and fused.dims[1][:2] == (3, 4) and fused.outer == 3
     program = hugging_face_program("llama")
     split = {name: program.param(f"model.layers.1.self_attn.{name}_proj.weight").dims for name in "qkvo"}
     assert split["q"][0][:2] == (2, 2) and split["k"][0][0] == 2 and split["o"][1][:2] == (2, 2)

@@ -182,7 +182,7 @@ def test_parameters_are_sharded_as_the_plan_says(shard: list[dict[str, Any]]) ->
     program = compile_gpt(plan={"shard": shard}, t=2)
     for entry in shard:
         pattern = entry["pattern"].replace("*", "1")
-        kind = program.param(pattern).layout["tp"]
+        kind = program.param(pattern).storage.layout["tp"]
         assert (kind.dim if kind.kind == "S" else None) == entry["dim"], pattern
     assert compile_gpt(plan=program.plan).plan == program.plan
     autoptd.verify(gpt(4), t=2, p=2, plan={"shard": shard}, example_inputs=batch(), steps=1)

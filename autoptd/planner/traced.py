@@ -184,7 +184,7 @@ def _precision(program: Program) -> str:
     """That of most bytes of the parameters."""
     bytes_of: dict[str, int] = {}
     for spec in program.params:
-        name = PRECISIONS.get(str(spec.dtype), "fp32")
+        name = PRECISIONS.get(spec.storage.dtype, "fp32")
         bytes_of[name] = bytes_of.get(name, 0) + spec.local_bytes(program.mesh)
     return max(bytes_of, key=lambda name: (bytes_of[name], name))
 

@@ -1,22 +1,15 @@
-"""Which gradients are summed together: buckets, decided from integers alone.
+"""Which gradients are summed together: buckets, grouped by integers alone.
 
 In: the parameters of a program, its schedule, the mesh. Out: for each pipeline rank the buckets of its parameters, in the order
-in which their gradients become complete. The compiler lists them, the runtime makes them.
-
-| type over tp | summed over | because |
-|---|---|---|
-| I, S | dp     | every replica saw other rows (data parallelism is I -> R of the parameters over dp) |
-| R    | dp, then tp | each tensor rank holds a partial sum |
-| S in copies | dp, then tp | each rank that shares a piece does: it is put in its place of the whole |
-
-and, for a tied parameter with several owners, over the owner set after that.
+in which their gradients become complete. The compiler lists them, the runtime makes them. Over which axes a gradient is summed
+says the parameter (`ParamSpec.sums`, by the table in `ir/placement.py`); parameters with equal sums go together.
 
 A sum over dp may start inside a backward, as soon as a bucket is complete: dp has no other calls there. Sums over tp and over
 owners start after the last action: tensor ranks complete a bucket at different places of a backward, between whose own calls
 over tp a sum would come in another order on each of them.
 
     for bucket in plan_buckets(program.params, program.orders, program.ranks, program.mesh, pp=0):
-        print(bucket.site, bucket.axes, bucket.owners)
+        print(bucket.site, [(step.axis, step.row.backward) for step in bucket.sums], bucket.owners)
 """
 
 from __future__ import annotations
@@ -25,33 +18,40 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autoptd.ir.actions import Kind, Orders
-from autoptd.ir.mesh import AXES, Mesh, Role
+from autoptd.ir.mesh import Mesh, Role
+from autoptd.ir.placement import AxisConversion
 from autoptd.program.specs import ParamSpec
 
 BUCKET_BYTES = 100 * 2**20  # enough for the links between GPUs; a whole model of a CPU's size
-EARLY = (Role.BATCH,)  # of mesh axes whose sums may start inside a backward, proven by program/call_order.py
+# Of the axes whose sums may start inside a backward, proven by program/call_order.py.
+EARLY = (Role.BATCH,)
 GRADIENTS, TIED = "gradients ", "tied gradients "  # what the sites of these sums start with
 
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """Parameters whose gradients have one dtype and are summed together, over one of the mesh axes `axes` after the other and
-    then over the pipeline ranks `owners`. `number` is the place of the first one in the program.
+    """Parameters whose gradients have one dtype and go through the same `sums`, one after the other, each of several ranks;
+    along stages, of the pipeline ranks `owners`. `number` is the place of the first parameter in the program.
     """
 
     number: int
     params: tuple[ParamSpec, ...]
-    axes: tuple[str, ...]
+    sums: tuple[AxisConversion, ...]
     owners: tuple[int, ...]
 
     @property
-    def early_axes(self) -> tuple[str, ...]:
-        """The axes whose sum may start inside a backward; the others wait until all actions are over."""
-        return tuple(axis for axis in self.axes if AXES[axis].role in EARLY)
+    def early(self) -> tuple[AxisConversion, ...]:
+        """The sums that may start inside a backward; the others wait until all actions are over."""
+        return tuple(step for step in self.sums if step.role in EARLY)
 
     @property
-    def late_axes(self) -> tuple[str, ...]:
-        return tuple(axis for axis in self.axes if AXES[axis].role not in EARLY)
+    def late(self) -> tuple[AxisConversion, ...]:
+        return tuple(step for step in self.sums if step.role not in (*EARLY, Role.STAGES))
+
+    @property
+    def tied(self) -> tuple[AxisConversion, ...]:
+        """The sums over owners, the last ones."""
+        return tuple(step for step in self.sums if step.role is Role.STAGES)
 
     @property
     def site(self) -> str:
@@ -68,12 +68,6 @@ class BucketPlan:
         return sum(spec.grad_bytes(mesh) for spec in self.params)
 
 
-def reduction_axes(spec: ParamSpec, mesh: Mesh) -> tuple[str, ...]:
-    """Mesh axes over which the gradient of a parameter is a partial sum, in the order of summing (the table above)."""
-    pending = [axis for axis, kind in spec.layout.over_mesh if kind.kind == "R" or kind.copies > 1]
-    return (*mesh.batch_axes, *pending)
-
-
 def plan_buckets(
     params: Sequence[ParamSpec],
     orders: Orders,
@@ -84,7 +78,7 @@ def plan_buckets(
 ) -> list[BucketPlan]:
     """Return the buckets of pipeline rank `pp` in the order in which their gradients become complete; `ranks` are the stages'.
 
-    A bucket's parameters share the dtype of their gradients, group and owner set and follow the program's order, so that all
+    A bucket's parameters share the dtype of their gradients, sums and owner set and follow the program's order, so that all
     owners of a tied parameter make the same bucket of it.
     """
     position = {spec.name: i for i, spec in enumerate(params)}
@@ -99,8 +93,8 @@ def plan_buckets(
         if not spec.requires_grad or pp not in owners:
             continue
         # Tied ones are not grouped by `closes`, which differs from owner to owner.
-        axes = tuple(axis for axis in reduction_axes(spec, mesh) if mesh.degree(axis) > 1)
-        key = (axes, owners, spec.sum_dtype, closes(spec) if len(owners) == 1 else -1)
+        sums = tuple(step for step in spec.sums if _group_size(step, owners, mesh) > 1)
+        key = (sums, owners, spec.storage.sum_dtype, closes(spec) if len(owners) == 1 else -1)
         lists = runs.setdefault(key, [[]])
         if lists[-1] and sum(one.grad_bytes(mesh) for one in [*lists[-1], spec]) > bucket_bytes:
             lists.append([])
@@ -112,3 +106,7 @@ def plan_buckets(
     ]
     # Backward goes from the last parameters of a stage to its first.
     return sorted(plans, key=lambda one: (max(map(closes, one.params)), -one.number))
+
+
+def _group_size(step: AxisConversion, owners: Sequence[int], mesh: Mesh) -> int:
+    return len(owners) if step.role is Role.STAGES else mesh.degree(step.axis)

@@ -87,7 +87,7 @@ def check_call_order(collectives: Sequence[Collective], buckets: Sequence[Sequen
     busy = _calls_in_actions(collectives)
     for pp, plans in enumerate(buckets):
         for plan in plans:
-            for axis in plan.early_axes:
+            for axis, _ in plan.early:
                 if (pp, axis) in busy:
                     fact = (
                         f"may start in a backward of pipeline rank {pp}, which has calls over {axis}: {busy[pp, axis]}"
@@ -113,7 +113,7 @@ def _calls_in_actions(collectives: Sequence[Collective]) -> dict[tuple[int, str]
 
 def _calls_between_rows(plans: Sequence[BucketPlan], mesh: Mesh) -> list[RowCall]:
     """What a row makes with others, after its last action: sums over owners in the order of the program, then the loss."""
-    tied = sorted((plan for plan in plans if len(plan.owners) > 1), key=lambda plan: plan.number)
+    tied = sorted((plan for plan in plans if plan.tied), key=lambda plan: plan.number)
     sums = [RowCall(plan.owners, plan.tied_site, plan.nbytes(mesh)) for plan in tied]
     return [*sums, RowCall(tuple(range(mesh.pipeline_ranks)), "loss", 8)]
 

@@ -31,11 +31,12 @@ from autoptd.ir.fallback import Fallback
 from autoptd.ir.fusion import Fusion
 from autoptd.ir.layout import Layout
 from autoptd.ir.mesh import Mesh
+from autoptd.ir.placement import Placement
 from autoptd.ir.types import Segmented, ValueType
 from autoptd.program.costs import Costs, read_costs, tupled
 from autoptd.program.specs import Collective, CrossingSpec, DropoutSpec, InputSpec, Line, ParamSpec, Parcel, StageSpec
 
-VERSION = 6
+VERSION = 7
 
 
 class Picture(Protocol):
@@ -226,8 +227,13 @@ def _param(record: dict[str, Any]) -> ParamSpec:
     record = tupled(record)
     every = record.pop("dims")
     dims = tuple(tuple(Segmented(one) if isinstance(one, list) else one for one in atoms) for atoms in every)
+    placed = {name: _placement(record[name]) for name in ("storage", "use")}
+    return ParamSpec(**{**record, **placed, "dims": dims})
+
+
+def _placement(record: dict[str, Any]) -> Placement:
     types = {axis: ValueType(**tupled(kind)) for axis, kind in record["layout"]["types"]}
-    return ParamSpec(**{**record, "layout": Layout(types), "dims": dims})
+    return Placement(**{**record, "layout": Layout(types)})
 
 
 __all__ = ["Picture", "Program"]

@@ -8,11 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
-import torch
-
+from autoptd.errors import InternalError
 from autoptd.ir.layout import Layout
-from autoptd.ir.mesh import Mesh
+from autoptd.ir.mesh import Mesh, Role
+from autoptd.ir.placement import AxisConversion, Placement, Scope, conversions, itemsize, role_of
 from autoptd.ir.types import Dims, Outer, ValueType, outer_size, padded_size, placement
 
 GATHER = "gather"  # the conversion of a `Collective` that puts a scattered parcel together
@@ -36,41 +37,50 @@ class InputSpec:
 class ParamSpec:
     """One parameter of the model, once, however many names (`aliases`, `name` first) it is tied under.
 
-    `layout` has its type over every axis (I, R or S), `shape` and `dims` are global, `stages` are the stages that use
-    it. `adds` tells, for each of them, how often the backward (and W) of one microbatch adds to the gradient; empty for
-    once each. `grad_dtype` is the dtype in which gradients add up, where that was asked for: then the parameter has a
-    `main_grad`.
+    `storage` is what the optimizer steps, `use` what stages compute with, and `scope` how often one becomes the other (see
+    `ir/placement.py`). `shape` and `dims` are global, `stages` are the stages that use it. `adds` tells, for each of them, how
+    often the backward (and W) of one microbatch adds to the gradient; empty for once each.
     """
 
     name: str
     aliases: tuple[str, ...]
     shape: tuple[int, ...]
-    dtype: str
+    dims: Dims
     requires_grad: bool
     stages: tuple[int, ...]
-    layout: Layout
-    dims: Dims
+    storage: Placement
+    use: Placement
+    scope: Scope = "step"
     why: str = ""
     adds: tuple[int, ...] = ()
-    grad_dtype: str = ""
+
+    def __post_init__(self) -> None:
+        for axis, kind in self.storage.layout.over_mesh:
+            if kind.kind != "S":
+                raise InternalError(self.name, f"is stored as {kind} over {axis}, where only I and S can be stored")
+
+    @cached_property
+    def conversions(self) -> tuple[AxisConversion, ...]:
+        """What turns storage into use, over which axes."""
+        return conversions(self.storage.layout, self.use.layout)
 
     @property
-    def sum_dtype(self) -> str:
-        """The dtype in which gradients add up, over microbatches and over ranks."""
-        return self.grad_dtype or self.dtype
+    def sums(self) -> tuple[AxisConversion, ...]:
+        """Those of the conversions whose backward sums the gradient, in the order of summing."""
+        return tuple(step for step in self.conversions if step.is_sum)
 
     def grad_bytes(self, mesh: Mesh) -> int:
         """Bytes of a rank's part of the gradient, as it is summed: of a piece that ranks share, in its place of the whole."""
-        shape = self.shape if self.is_shared else self.local_shape(mesh)
-        return math.prod(shape) * int(getattr(torch, self.sum_dtype).itemsize)
+        shape = self.shape if self.is_shared else self.used_shape(mesh)
+        return math.prod(shape) * itemsize(self.storage.sum_dtype)
 
     def adds_in(self, stage: int) -> int:
         return self.adds[self.stages.index(stage)] if self.adds else 1
 
     @property
     def shard(self) -> tuple[str, ValueType] | None:
-        """The axis of the mesh along which a rank owns a part, and the type; None where every rank owns all of it."""
-        return self.layout.shard
+        """The axis of the mesh along which a rank uses a part, and the type; None where every rank uses all of it."""
+        return self.use.layout.shard
 
     @property
     def is_shared(self) -> bool:
@@ -80,7 +90,9 @@ class ParamSpec:
     @property
     def kind(self) -> str:
         """The letter of its type: S if an axis cuts it, R if its gradient is a partial sum over one, else I."""
-        return "S" if self.shard else "R" if self.layout.over_mesh else "I"
+        if self.shard:
+            return "S"
+        return "R" if self._within_layer.over_mesh else "I"
 
     @property
     def outer(self) -> Outer:
@@ -102,22 +114,34 @@ class ParamSpec:
         return tuple(sorted({ranks[stage] for stage in self.stages}))
 
     def local_bytes(self, mesh: Mesh) -> int:
-        """Bytes of one rank's part."""
-        return math.prod(self.local_shape(mesh)) * int(getattr(torch, self.dtype).itemsize)
+        """Bytes of what one rank stores."""
+        return math.prod(self.local_shape(mesh)) * itemsize(self.storage.dtype)
 
     def padded_size(self, mesh: Mesh) -> int:
         """Rows of a dim that the ranks do not divide, of which the last ones hold zeros instead; 0 where nothing is padded."""
         return padded_size(self.dims, self.shard[1], mesh.degree(self.shard[0])) if self.shard else 0
 
     def local_shape(self, mesh: Mesh) -> tuple[int, ...]:
-        return self.layout.local_shape(self.dims, mesh) if self.shard else self.shape
+        """Shape of what one rank stores."""
+        return self.storage.layout.local_shape(self.dims, mesh) if self.storage.layout.shards else self.shape
+
+    def used_shape(self, mesh: Mesh) -> tuple[int, ...]:
+        """Shape of what one rank computes with, and of its part of the gradient."""
+        return self.use.layout.local_shape(self.dims, mesh) if self.shard else self.shape
 
     def placement(self, mesh: Mesh) -> tuple[object, ...]:
         """Where its elements lie on the ranks, whatever atoms its dims are written in: () where each has all."""
         return placement(self.dims, self.shard[1], mesh.degree(self.shard[0])) if self.shard else ()
 
+    @property
+    def _within_layer(self) -> Layout:
+        """Its use over the axes along which ranks divide a layer's values."""
+        types = {axis: kind for axis, kind in self.use.layout.over_mesh if role_of(axis) is Role.VALUES}
+        return Layout(types)
+
     def type_text(self) -> str:
-        return self.layout.text(self.dims)
+        """Text for people: the type over tp that it is used in."""
+        return self._within_layer.text(self.dims)
 
 
 @dataclass(frozen=True)
@@ -162,7 +186,7 @@ class Parcel:
     @property
     def sent_bytes(self) -> int:
         """Bytes that one tensor rank sends."""
-        return self.piece * int(getattr(torch, self.dtype).itemsize)
+        return self.piece * itemsize(self.dtype)
 
     @property
     def site(self) -> str:

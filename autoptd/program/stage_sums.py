@@ -11,25 +11,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autoptd.ir.mesh import Mesh
+from autoptd.ir.placement import AxisConversion
 from autoptd.program.buckets import BucketPlan
 
 
 def stage_sums(buckets: Sequence[BucketPlan], stage: int, mesh: Mesh) -> list[str]:
     """The sums that gradients of stage `stage` are in, those over the same ranks as one."""
-    alike: dict[tuple[tuple[str, ...], tuple[int, ...]], list[BucketPlan]] = {}
+    alike: dict[tuple[tuple[AxisConversion, ...], tuple[int, ...]], list[BucketPlan]] = {}
     for plan in buckets:
-        is_summed = plan.axes or len(plan.owners) > 1
-        if is_summed and any(stage in spec.stages for spec in plan.params):
-            alike.setdefault((plan.axes, plan.owners), []).append(plan)
-    return [_line(plans, axes, owners, mesh) for (axes, owners), plans in alike.items()]
+        if plan.sums and any(stage in spec.stages for spec in plan.params):
+            alike.setdefault((plan.sums, plan.owners), []).append(plan)
+    return [_line(plans, mesh) for plans in alike.values()]
 
 
-def _line(plans: Sequence[BucketPlan], axes: Sequence[str], owners: Sequence[int], mesh: Mesh) -> str:
+def _line(plans: Sequence[BucketPlan], mesh: Mesh) -> str:
+    owners = plans[0].owners
+    axes = [axis for axis, _ in (*plans[0].early, *plans[0].late)]
     specs = [spec for plan in plans for spec in plan.params]
     size = sum(plan.nbytes(mesh) for plan in plans)
     what = specs[0].name if len(specs) == 1 else f"{len(specs)} gradients"
     over = [f"over {', then '.join(axes)}"] if axes else []
-    if len(owners) > 1:
+    if plans[0].tied:
         over.append(
             f"over pipeline ranks {', '.join(map(str, owners))}, which share {'it' if len(specs) == 1 else 'them'}"
         )

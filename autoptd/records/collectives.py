@@ -16,6 +16,7 @@ from autoptd import codegen
 from autoptd.ir.actions import Orders, ranks_of_stages
 from autoptd.ir.mesh import Mesh
 from autoptd.ir.notes import note, op_name, ops, tensor
+from autoptd.ir.placement import AxisConversion
 from autoptd.options import Options
 from autoptd.program.buckets import BucketPlan, plan_buckets
 from autoptd.program.call_order import check_call_order
@@ -161,12 +162,14 @@ def _bucket_sums(plan: BucketPlan, pp: int, ranks: Sequence[int], mesh: Mesh) ->
     kinds = "/".join(sorted({spec.kind for spec in plan.params}))
     why, tied = f"gradients of {count} parameters of type {kinds}", f"used by stages {_listed(plan)}"
 
-    def made(site: str, what: str, axis: str, size: int, why: str, ranks: tuple[int, ...]) -> Collective:
-        return Collective(site, max(here), what, axis, "none", "all-reduce", nbytes, size, why, "step", ranks)
+    def made(step: AxisConversion, site: str, what: str, size: int, why: str, ranks: tuple[int, ...]) -> Collective:
+        backward = step.row.backward
+        return Collective(site, max(here), what, step.axis, "none", backward, nbytes, size, why, "step", ranks)
 
-    found = [made(plan.site, "gradient sum", axis, mesh.degree(axis), why, (pp,)) for axis in plan.axes]
+    over_mesh = (*plan.early, *plan.late)
+    found = [made(step, plan.site, "gradient sum", mesh.degree(step.axis), why, (pp,)) for step in over_mesh]
     if pp == plan.owners[0]:
-        found.append(made(plan.tied_site, "tied sum", "pp", len(plan.owners), tied, plan.owners))
+        found += [made(step, plan.tied_site, "tied sum", len(plan.owners), tied, plan.owners) for step in plan.tied]
     return found
 
 

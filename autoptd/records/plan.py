@@ -26,7 +26,7 @@ def plan_record(
     """What `plan.json` says: the decisions, by the model's own names."""
     layers: dict[str, set[Layout]] = {}
     for one in params:
-        layers.setdefault(any_layer(one.name), set()).add(one.layout)
+        layers.setdefault(any_layer(one.name), set()).add(one.storage.layout)
     shard = {}  # layers that are sharded alike are one pattern
     for one in params:
         pattern = any_layer(one.name) if len(layers[any_layer(one.name)]) == 1 else one.name

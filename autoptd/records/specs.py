@@ -16,6 +16,7 @@ from autoptd import trace as tracing
 from autoptd.batch import Batch
 from autoptd.ir.layout import Layout
 from autoptd.ir.notes import note, op_name, ops, placeholders, tensor
+from autoptd.ir.placement import placements
 from autoptd.ir.types import I, outer_size
 from autoptd.options import Options
 from autoptd.program.specs import CrossingSpec, DropoutSpec, InputSpec, ParamSpec, StageSpec
@@ -28,18 +29,24 @@ def param_specs(graph: Graph, captured: tracing.Captured, options: Options) -> t
     for name, parameter in captured.parameters.items():
         node = used.get(name)
         record = note(node) if node is not None else None
+        stages = record.stages if record else (0,)
+        storage, use = placements(
+            record.layout if record else Layout(),
+            str(parameter.dtype).removeprefix("torch."),
+            stages,
+            _grad_dtype(parameter.dtype) if options.accumulate_allreduce_grads_in_fp32 else "",
+        )
         specs.append(
             ParamSpec(
                 name=name,
                 aliases=captured.aliases[name],
                 shape=tuple(parameter.shape),
-                dtype=str(parameter.dtype).removeprefix("torch."),
-                requires_grad=record is not None and record.needs_grad,
-                stages=record.stages if record else (0,),
-                layout=record.layout if record else Layout(),
                 dims=record.dims if record else tuple((size,) for size in parameter.shape),
+                requires_grad=record is not None and record.needs_grad,
+                stages=stages,
+                storage=storage,
+                use=use,
                 why=record.why if record else "not used by the loss",
-                grad_dtype=_grad_dtype(parameter.dtype) if options.accumulate_allreduce_grads_in_fp32 else "",
                 adds=tuple(passes.adds_to_gradient(node, stage) for stage in record.stages) if node and record else (),
             )
         )

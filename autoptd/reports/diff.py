@@ -133,7 +133,7 @@ def _programs(a: Program, b: Program) -> dict[str, list[str]]:
 
 def _about(one: ParamSpec) -> str:
     frozen = "" if one.requires_grad else ", frozen"
-    return f"{list(one.shape)} {one.dtype}{frozen}"
+    return f"{list(one.shape)} {one.storage.dtype}{frozen}"
 
 
 def _by_layer(a: Program, b: Program, text: Callable[[ParamSpec], str]) -> list[str]:

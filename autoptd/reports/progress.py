@@ -226,7 +226,7 @@ def peak_here(pm: ParallelModel) -> float | None:
         return None
     sizes = Counter[str]()
     for spec in pm.program.params:
-        sizes[spec.dtype] += math.prod(spec.shape)
+        sizes[spec.storage.dtype] += math.prod(spec.shape)
     dtype = sizes.most_common(1)[0][0]
     if dtype == "float32" and torch.backends.cuda.matmul.fp32_precision == "tf32":
         dtype = "tf32"

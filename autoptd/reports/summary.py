@@ -116,7 +116,7 @@ def summarize(program: Program) -> Summary:
         num_microbatches=program.num_microbatches,
         rows=program.rows,
         parameters=sum(math.prod(one.shape) for one in program.params),
-        dtypes=tuple(sorted({one.dtype for one in program.params})),
+        dtypes=tuple(sorted({one.storage.dtype for one in program.params})),
         machine=named if isinstance(named, str) else "a machine of its own" if named else "the default machine",
         ranks=tuple(_rank(program, pp, int(peaks[pp]), run.busy[pp]) for pp in range(program.mesh.p)),
         traffic=tuple(_traffic(program, machine)),
@@ -130,7 +130,7 @@ def summarize(program: Program) -> Summary:
 
 def _remarks(program: Program) -> Iterator[str]:
     """What is trained in 16 bits has no float32 copy: torch's optimizers step the parameter itself."""
-    narrow = {one.dtype for one in program.params if one.requires_grad and _itemsize(one.dtype) == 2}
+    narrow = {one.storage.dtype for one in program.params if one.requires_grad and _itemsize(one.storage.dtype) == 2}
     for dtype in sorted(narrow):
         lost = round(
             4 / torch.finfo(getattr(torch, dtype)).eps
@@ -146,7 +146,8 @@ def _rank(program: Program, pp: int, activations: int, seconds: float) -> RankCo
     held = [one for one in program.params if pp in one.owners(program.ranks)]
     trained = [one for one in held if one.requires_grad]
     stages = tuple(stage for stage, rank in enumerate(program.ranks) if rank == pp)
-    extra = [one for one in trained if one.grad_dtype and _itemsize(one.dtype) < 8]  # a sum beside the gradient
+    # A float32 sum beside the gradient, which has the parameter's dtype.
+    extra = [one for one in trained if one.storage.grad_dtype and _itemsize(one.storage.dtype) < 8]
     flops = sum(costs.flops_per_stage[stage] + costs.backward_flops_per_stage[stage] for stage in stages)
     return RankCosts(
         pp,
@@ -154,7 +155,7 @@ def _rank(program: Program, pp: int, activations: int, seconds: float) -> RankCo
         parameters=sum(math.prod(one.local_shape(program.mesh)) for one in held),
         parameter_bytes=sum(one.local_bytes(program.mesh) for one in held),
         gradient_bytes=sum(one.local_bytes(program.mesh) for one in trained)
-        + sum(one.local_bytes(program.mesh) // _itemsize(one.dtype) * _itemsize(one.grad_dtype) for one in extra),
+        + sum(math.prod(one.local_shape(program.mesh)) * _itemsize(one.storage.grad_dtype) for one in extra),
         optimizer_bytes=2 * sum(one.local_bytes(program.mesh) for one in trained),
         activation_bytes=activations,
         flops=flops * program.num_microbatches,

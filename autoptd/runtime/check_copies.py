@@ -56,7 +56,7 @@ def _comparisons(params: RankParameters) -> Iterator[tuple[Group, list[ParamSpec
     # differ in the last bits.
     kinds = "R" if world.device.type == "cuda" else "IR"
     for axis in mesh.value_axes:
-        type_of = {spec: spec.layout[axis] for spec in local}
+        type_of = {spec: spec.use.layout[axis] for spec in local}
         yield world.group((axis,)), [spec for spec, kind in type_of.items() if kind.kind in kinds], mesh.degree(axis)
         for copies in sorted({kind.copies for kind in type_of.values() if kind.kind == "S"} - {1}):
             yield world.group((axis,)), [spec for spec, kind in type_of.items() if kind.copies == copies], copies

@@ -1,14 +1,14 @@
 """Gradients of one step: gathered over microbatches, summed once over the ranks that hold parts, then handed to parameters.
 
 In: a rank's leaves, whose `.grad` autograd fills, or `add` where a GEMM brings its weight's gradient itself. Out:
-`parameter.grad`, of the loss of the global batch. A leaf's `.grad` has the dtype of `ParamSpec.sum_dtype`,
+`parameter.grad`, of the loss of the global batch. A leaf's `.grad` has the dtype of `Placement.sum_dtype`,
 and all sums run in that.
 
-Sums run on *buckets*: flat buffers of about 100 MB, over the ranks that `program/buckets.py` says: dp, then tp, then
-owners. The sum over dp starts once the last gradient of a bucket is complete, which hooks on the leaves notice and
-REDUCE actions make sure of; all replicas hold the same buckets and start them in the same order, each after the one
-before it. Sums over tp and owners wait for `finish`: inside a backward they would get between its own calls over tp, at
-another place on each tensor rank.
+Sums run on *buckets*: flat buffers of about 100 MB, as `program/buckets.py` groups them. A bucket has a list of sums: the
+backwards of what turns its parameters' storage into their use, over dp, then tp, then owners. The sum over dp starts once the
+last gradient of a bucket is complete, which hooks on the leaves notice and REDUCE actions make sure of; all replicas hold the
+same buckets and start them in the same order, each after the one before it. Sums over tp and owners wait for `finish`: inside a
+backward they would get between its own calls over tp, at another place on each tensor rank.
 
     gradients.begin(); ...; gradients.reduce(stage=2); ...; gradients.finish(); gradients.commit()
 """
@@ -18,11 +18,13 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 
 import torch
 
 from autoptd.compat import set_grad_dtype
 from autoptd.errors import InternalError, PlanError
+from autoptd.ir.placement import AxisConversion
 from autoptd.kernels.forms import wide
 from autoptd.program.buckets import BUCKET_BYTES, BucketPlan, plan_buckets
 from autoptd.program.program import Program
@@ -30,7 +32,20 @@ from autoptd.program.specs import ParamSpec
 from autoptd.runtime.guard import guard_gradient, unguarded
 from autoptd.runtime.linear import WeightTerm
 from autoptd.runtime.parameters import RankParameters, dtype_of, in_place, shard_of
-from autoptd.runtime.world.world import Pending, World
+from autoptd.runtime.world.world import Done, Group, Pending, World
+
+
+def _start_all_reduce(group: Group, flat: torch.Tensor, site: str) -> Pending:
+    return group.all_reduce_start(flat, site)
+
+
+# By the backward of a conversion: what it does to a flat buffer of gradients.
+START = {"all-reduce": _start_all_reduce}
+StartSum = Callable[[torch.Tensor, str], Pending]
+
+
+def _bound(sums: Sequence[AxisConversion], world: World) -> list[StartSum]:
+    return [partial(START[row.backward], world.group((axis,))) for axis, row in sums]
 
 
 class Bucket:
@@ -39,7 +54,8 @@ class Bucket:
     def __init__(self, plan: BucketPlan, world: World) -> None:
         self.number, self.specs, self.site, self.tied_site = plan.number, plan.params, plan.site, plan.tied_site
         self.world, self.owners = world, world.owners(plan.owners)
-        self.early, self.late = world.group(plan.early_axes), world.group(plan.late_axes)
+        self.early, self.late = _bound(plan.early, world), _bound(plan.late, world)
+        self.is_tied = bool(plan.tied)
         self.present_anywhere: set[str] | None = None
         self.begin()
 
@@ -47,10 +63,6 @@ class Bucket:
         self.left = {spec.name for spec in self.specs}  # whose gradient is not complete
         self.present: set[str] = set()
         self.pending: Pending | None = None
-
-    @property
-    def is_alone(self) -> bool:
-        return self.early.size == self.late.size == self.owners.size == 1
 
     def start(self, leaves: dict[str, torch.Tensor]) -> None:
         """Start the sum over the early axes, at any time; the leaves give their gradients up. A missing one counts as zeros."""
@@ -60,19 +72,26 @@ class Bucket:
         flat = torch.cat(grads) if len(grads) > 1 else grads[0]
         for leaf in mine:
             leaf.grad = None
-        self.pending = self.early.all_reduce_start(flat, self.site)
+        self.pending = self._start_sums(self.early, Done(flat))
 
     def start_late(self) -> None:
         """Wait for the sum over the early axes and start that over the others, after the last action."""
         assert self.pending is not None
-        if self.late.size > 1:
-            self.pending = self.late.all_reduce_start(self.pending.wait(), self.site)
+        self.pending = self._start_sums(self.late, self.pending)
+
+    def _start_sums(self, sums: Sequence[StartSum], pending: Pending) -> Pending:
+        """Start one sum after the other, each of what the one before it gives."""
+        for start in sums:
+            pending = start(pending.wait(), self.site)
+        return pending
 
     def result(self, leaves: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Wait; return the summed gradients by name, without those that no rank has. Blocks on the sum over owners."""
         assert self.pending is not None
-        flat = self.owners.all_reduce(self.pending.wait(), self.tied_site)
-        exists = self.present if self.owners.size == 1 else self._present_on_owners()
+        flat = self.pending.wait()
+        if self.is_tied:
+            flat = self.owners.all_reduce(flat, self.tied_site)
+        exists = self._present_on_owners() if self.is_tied else self.present
         shapes = [spec.shape if spec.is_shared else leaves[spec.name].shape for spec in self.specs]
         pieces = flat.split(list(map(math.prod, shapes)))
         named = zip(self.specs, shapes, pieces, strict=True)
@@ -104,17 +123,17 @@ class Gradients:
         trained = [spec for spec in program.params if spec.requires_grad and spec.name in params.local]
         here = {spec.name: self._stages_here(program, spec) for spec in trained}
         for spec in trained:
-            set_grad_dtype(params.leaves[spec.name], dtype_of(spec.sum_dtype))
+            set_grad_dtype(params.leaves[spec.name], dtype_of(spec.storage.sum_dtype))
         plans = plan_buckets(
             program.params, program.orders, program.ranks, world.mesh, world.pipeline_rank, bucket_bytes
         )
-        self.buckets = [bucket for plan in plans if not (bucket := Bucket(plan, world)).is_alone]
+        self.buckets = [Bucket(plan, world) for plan in plans if plan.sums]
         self._bucket_of = {spec.name: bucket for bucket in self.buckets for spec in bucket.specs}
         alone = [name for name in here if name not in self._bucket_of]
         self._alone = [(name, params.leaves[name], params.local[name], params.is_plain(name)) for name in alone]
         # Only gradients that are summed over dp, and so while backward runs, are counted and waited for: that is Python per
         # parameter.
-        self._counted = {spec.name: bucket for bucket in self.buckets if bucket.early.size > 1 for spec in bucket.specs}
+        self._counted = {spec.name: bucket for bucket in self.buckets if bucket.early for spec in bucket.specs}
         self._stages = {name: set(here[name]) for name in self._counted}
         self._expected = {
             spec.name: sum(map(spec.adds_in, here[spec.name])) * program.num_microbatches
@@ -241,7 +260,7 @@ def grad_norm(params: RankParameters) -> torch.Tensor:
 def is_first_holder(spec: ParamSpec, world: World) -> bool:
     """Whether this rank is the first of those that hold its piece of a parameter, along the axes that cut values."""
     for axis in world.mesh.value_axes:
-        kind = spec.layout[axis]
+        kind = spec.storage.layout[axis]
         holders = kind.copies if kind.kind == "S" else world.mesh.degree(axis)
         if world.coordinate[axis] % holders:
             return False

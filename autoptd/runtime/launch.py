@@ -230,5 +230,6 @@ def check_same_layout(trained: Program, evaluated: Program) -> None:
     """InternalError unless every parameter of `evaluated` lies where `trained` has it."""
     for spec in evaluated.params:
         home = trained.param(spec.name)
-        if spec.layout != home.layout or spec.dims != home.dims or not set(spec.stages) <= set(home.stages):
+        is_moved = spec.storage.layout != home.storage.layout or spec.dims != home.dims
+        if is_moved or not set(spec.stages) <= set(home.stages):
             raise InternalError(f"eval_step: {spec.name}", "is laid out differently than in training")

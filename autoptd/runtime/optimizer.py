@@ -136,7 +136,7 @@ def make_optimizer(
         {**options, "params": [one.local[name] for name in names for one in ranks if name in one.local]}
         for names, (_, options) in zip(groups, mine, strict=True)
     ]
-    dtypes = {dtype_of(spec.dtype) for spec in ranks[0].specs}  # of all ranks' parameters
+    dtypes = {dtype_of(spec.storage.dtype) for spec in ranks[0].specs}  # of all ranks' parameters
     if takes_fused(cls, [keywords, *(options for _, options in mine)], ranks[0].world.device, dtypes):
         keywords["fused"] = True
     with unguarded():

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoptd.errors import PlanError
+from autoptd.errors import InternalError, PlanError
 from autoptd.program.program import Program
 from autoptd.program.specs import ParamSpec
 from autoptd.runtime.guard import GuardedParameter, guard_gradient, unguarded
@@ -37,6 +37,14 @@ def dtype_of(name: str) -> torch.dtype:
     return getattr(torch, name.removeprefix("torch."))  # type: ignore[no-any-return]
 
 
+def check_use(spec: ParamSpec) -> None:
+    """InternalError unless the storage of a parameter is what stages use: leaves are its storage."""
+    work = [f"{step.row.forward} over {step.axis}" for step in spec.conversions if step.row.forward != "none"]
+    if work or spec.use.dtype != spec.storage.dtype or spec.scope != "step":
+        what = ", ".join([*work, f"{spec.storage.dtype} to {spec.use.dtype} once a {spec.scope}"])
+        raise InternalError(spec.name, f"stages cannot use what is stored as it is: {what}")
+
+
 def owners(program: Program, spec: ParamSpec) -> tuple[int, ...]:
     """Pipeline ranks that hold a copy of the parameter, ascending."""
     return spec.owners(program.ranks)
@@ -44,7 +52,7 @@ def owners(program: Program, spec: ParamSpec) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class MainGrad:
-    """A gradient in `ParamSpec.sum_dtype`, and the copy of it in the parameter's dtype, which is `parameter.grad`.
+    """A gradient in `Placement.sum_dtype`, and the copy of it in the parameter's dtype, which is `parameter.grad`.
 
     `version` tells whether the copy was changed since: then the copy counts.
     """
@@ -68,7 +76,10 @@ class RankParameters:
         self.local: dict[str, nn.Parameter] = {}
         self.leaves: dict[str, torch.Tensor] = {}
         self._main: dict[str, MainGrad] = {}
-        self._grad_dtypes = {spec.name: dtype_of(spec.grad_dtype) if spec.grad_dtype else None for spec in self.specs}
+        grad_dtypes = {spec.name: spec.storage.grad_dtype for spec in self.specs}
+        self._grad_dtypes = {name: dtype_of(dtype) if dtype else None for name, dtype in grad_dtypes.items()}
+        for spec in self.specs:
+            check_use(spec)
         for spec, shard in self._first_values(full):
             self.local[spec.name] = GuardedParameter(shard, requires_grad=spec.requires_grad)
             self.leaves[spec.name] = self.local[spec.name].detach().requires_grad_(spec.requires_grad)
@@ -82,7 +93,7 @@ class RankParameters:
             yield from ((spec, read_shard(spec, reader, self.world).contiguous()) for spec in mine)
             return
         for spec in self.specs:
-            whole = from_rank_0(self.world, spec.name, full[spec.name], dtype_of(spec.dtype))
+            whole = from_rank_0(self.world, spec.name, full[spec.name], dtype_of(spec.storage.dtype))
             if self.is_owner(spec):
                 own = shard_of(spec, whole, self.world)
                 yield spec, own.clone(memory_format=torch.contiguous_format)  # never the user's own storage
@@ -154,7 +165,7 @@ def read_shard(spec: ParamSpec, reader: Reader, world: World) -> torch.Tensor:
         parts = [reader.rows(name, spec.cut_dim, rows) for name in names]
     else:
         parts = [reader.whole(name) for name in names]
-    parts = [part.to(dtype_of(spec.dtype)) for part in parts]
+    parts = [part.to(dtype_of(spec.storage.dtype)) for part in parts]
     for name, part in zip(names[1:], parts[1:], strict=True):
         if not torch.equal(part, parts[0]):
             fact = f"is tied to {names[0]} in the model, and has other values than it in the files"
@@ -206,7 +217,7 @@ def gather_full(
             parts = world.group((axis,)).all_gather(full.unsqueeze(0), 0, site)[:: kind.copies].unbind()
             full = join_shards(parts, kind.dim, spec.outer, spec.padded_size(world.mesh))
     else:
-        full = torch.empty(spec.shape, dtype=dtype or dtype_of(spec.dtype), device=world.device)
+        full = torch.empty(spec.shape, dtype=dtype or dtype_of(spec.storage.dtype), device=world.device)
     if not world.leads(world.mesh.value_axes):
         return None
     full = world.group(world.mesh.stage_axes).broadcast(full, owners(params.program, spec)[0], site)
@@ -232,7 +243,7 @@ def gather_gradients(params: RankParameters) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     for spec in params.specs:
         if spec.name in present:
-            dtype, mine_of = dtype_of(spec.sum_dtype), params.gradient(spec.name)
+            dtype, mine_of = dtype_of(spec.storage.sum_dtype), params.gradient(spec.name)
             full = gather_full(params, spec, None if mine_of is None else mine_of.to(dtype), dtype)
             if full is not None:
                 found |= dict.fromkeys((spec.name, *spec.aliases), full)

@@ -79,7 +79,7 @@ def contents_of(
 
 
 def spec_bytes(spec: ParamSpec) -> int:
-    return torch.Size(spec.shape).numel() * dtype_of(spec.dtype).itemsize
+    return torch.Size(spec.shape).numel() * dtype_of(spec.storage.dtype).itemsize
 
 
 def parse_size(size: int | str) -> int:

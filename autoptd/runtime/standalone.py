@@ -78,7 +78,7 @@ def _run(stage: type[Stage], program: Program, index: int, world: World) -> Chec
     """One rank's forward and backward."""
     spec, made = program.stages[index], torch.Generator().manual_seed(index)
     weights = {
-        name: nn.Parameter(_random(one.local_shape(program.mesh), one.dtype, made, SCALE), one.requires_grad)
+        name: nn.Parameter(_random(one.used_shape(program.mesh), one.use.dtype, made, SCALE), one.requires_grad)
         for name in spec.params
         for one in [program.param(name)]
     }

@@ -81,7 +81,7 @@ def test_the_plan_is_weighed_for_it() -> None:
     """Collectives that take a second each leave a small GPT whole on every rank, but for what a redundant product costs."""
     costs = [{"latency": 1e-9}, {"latency": 1.0}, {"latency": 1.0, "redundant": 1e-9}]
     programs = [autoptd.compile(gpt(2), t=2, example_inputs=batch(), machine=Machine(**one)) for one in costs]
-    split, still, whole = ({one.layout["tp"].kind for one in program.params} for program in programs)
+    split, still, whole = ({one.use.layout["tp"].kind for one in program.params} for program in programs)
     assert split > {"S"} and still > {"S"} and whole == {"I"}
     assert programs[2].plan["options"]["machine"] == costs[2]
     with pytest.raises(PlanError, match="the fullest rank holds"):

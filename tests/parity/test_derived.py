@@ -110,6 +110,6 @@ def test_parity(style: str, mesh: dict[str, Any]) -> None:
 def test_derived_weights_are_derived_in_shards() -> None:
     """The frozen weight, its adapters and what they make are all split by rows, so that no rank makes a whole weight."""
     program = autoptd.compile(STYLES["lora, merged"](), t=2, example_inputs=batch(8), machine="h100")
-    types = {one.name: str(one.layout["tp"]) for one in program.params if one.name.startswith("up.0")}
+    types = {one.name: str(one.use.layout["tp"]) for one in program.params if one.name.startswith("up.0")}
     assert types["up.0.inner.weight"].startswith("S(0") and types["up.0.b"].startswith("S(0")
     assert program.costs.redundant_gemm_flops == 0

@@ -89,7 +89,7 @@ def skip_bucket(wanted: Callable[[gradients.Bucket], bool]) -> Callable[..., Non
     def changed(self: gradients.Bucket, leaves: dict[str, torch.Tensor]) -> None:
         start(self, leaves)
         if wanted(self):
-            flat = self.pending.wait() / (self.early.size * self.late.size)
+            flat = self.pending.wait() / self.world.mesh.d
             self.pending = Done(flat)
 
     return changed

@@ -302,7 +302,10 @@ def test_a_width_that_does_not_divide_beside_one_that_does() -> None:
     with pytest.warns(UserWarning, match="do not divide over t=4"):
         program = autoptd.compile(model, t=4, example_inputs=call)
     assert [one.site for one in program.fallbacks] == ["odd", "odd_back"]
-    assert program.param("wide.weight").layout["tp"].kind == "S" and program.param("odd.weight").layout["tp"].is_whole
+    assert (
+        program.param("wide.weight").use.layout["tp"].kind == "S"
+        and program.param("odd.weight").use.layout["tp"].is_whole
+    )
     autoptd.verify(model, t=4, p=2, example_inputs=call, steps=2)
 
 

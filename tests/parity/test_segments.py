@@ -76,7 +76,7 @@ def test_it_is_the_plan_of_megatron() -> None:
     program = autoptd.compile(phi(parallel=False, slices=False), t=2, example_inputs=example())
     assert program.costs.redundant_gemm_flops == 0 and program.fallbacks == ()
     spec = next(one for one in program.params if one.name == "layers.0.fused.weight")
-    assert spec.layout["tp"].dim == 0 and spec.outer == (32, 16, 16)
+    assert spec.storage.layout["tp"].dim == 0 and spec.outer == (32, 16, 16)
     assert spec.type_text() == "S(tp, dim 0: [32+16+16])"
     conversions = [one.conversion for one in program.collectives if "layers.1" in one.site]
     assert not {"s_to_s", "p_to_s"} & set(conversions)  # q, k and v arrive sharded as attention wants them

@@ -16,7 +16,6 @@ import autoptd
 from autoptd import runtime as rt
 from autoptd.ir.machine import Machine
 from autoptd.ir.mesh import Mesh
-from autoptd.program import buckets
 from autoptd.program.calls import expected_calls, wire_bytes
 from autoptd.reports.report import report_html
 from autoptd.reports.summary import summarize
@@ -28,6 +27,7 @@ from tests.parity.kept import kept_bytes
 from tests.parity.models import LENGTH, batch, gpt, separate, skipping, uneven
 from tests.parity.test_dropout import gpt as dropping_gpt
 from tests.parity.test_mutations import edit_source
+from tests.sums import sum_only_over
 from tests.thin import thinned
 
 MESHES: list[dict[str, Any]] = [
@@ -139,7 +139,7 @@ def test_what_is_wrong_is_found(old: str, new: str, monkeypatch: pytest.MonkeyPa
 
 def test_a_norm_weight_whose_gradient_is_not_summed_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replicated parameters in sharded regions: the classic silent bug of sequence parallelism."""
-    monkeypatch.setattr(buckets, "reduction_axes", lambda spec, mesh: ("dp",))
+    sum_only_over(monkeypatch, "dp")
     with pytest.raises(autoptd.AutoptdError, match=r"ln_f\.bias"):
         autoptd.verify(gpt(2), t=2, sequence_parallel=True, example_inputs=batch(), steps=1)
 
@@ -215,7 +215,7 @@ WHOLE_WEIGHTS = Machine(link_bandwidth=1e7, latency=1e-9, per_parameter_byte=1e-
 
 def matrices(program: autoptd.Program) -> dict[str, str]:
     """How the matrices of layers are stored."""
-    return {one.name: one.layout["tp"].kind for one in program.params if ".h." in one.name and len(one.shape) == 2}
+    return {one.name: one.use.layout["tp"].kind for one in program.params if ".h." in one.name and len(one.shape) == 2}
 
 
 def test_what_is_split_without_it_stays_split() -> None:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 import autoptd
 from autoptd.ir.machine import Machine
 from autoptd.ir.types import S
-from autoptd.program import buckets
 from tests.parity.models import Blocks, batch
+from tests.sums import sum_only_over
 
 WIDTH, HEADS, SIZE = 64, 8, 8
 CHEAP = Machine(flops=1e18, memory_bandwidth=1e15, latency=1e-7, per_parameter_byte=1e-10)
@@ -78,7 +78,7 @@ def request(t: int, **more: Any) -> dict[str, Any]:
 )
 def test_parity(t: int, kv: int, how: str) -> None:
     program = autoptd.compile(grouped(kv, how), **request(t))
-    found = {one.name: one.layout["tp"] for one in program.params if one.name.startswith("layers.1")}
+    found = {one.name: one.use.layout["tp"] for one in program.params if one.name.startswith("layers.1")}
     shared = S(0, 0, t // kv)
     assert found["layers.1.k.weight"] == found["layers.1.k.bias"] == found["layers.1.v.weight"] == shared
     assert found["layers.1.q.weight"] == S(0, 0, t // kv, (0, 1)) and found["layers.1.out.weight"].inner == (1, 1)
@@ -106,7 +106,7 @@ def test_masks_of_dropout_are_those_of_one_device(how: str) -> None:
 
 
 def test_dropout_leaves_heads_shared() -> None:
-    assert autoptd.compile(grouped(drop=0.2), **request(4)).param("layers.0.k.weight").layout["tp"] == S(0, 0, 2)
+    assert autoptd.compile(grouped(drop=0.2), **request(4)).param("layers.0.k.weight").use.layout["tp"] == S(0, 0, 2)
 
 
 def test_a_model_of_transformers() -> None:
@@ -116,7 +116,7 @@ def test_a_model_of_transformers() -> None:
     ids = torch.randint(0, 64, (4, 16), generator=torch.Generator().manual_seed(0))
     options = {**request(8), "example_inputs": {"input_ids": ids, "labels": ids}}
     program = autoptd.compile(transformers.LlamaForCausalLM(config), **options)
-    assert str(program.param("model.layers.0.self_attn.k_proj.weight").layout["tp"]) == "S(0, 0) x 4 copies"
+    assert str(program.param("model.layers.0.self_attn.k_proj.weight").use.layout["tp"]) == "S(0, 0) x 4 copies"
     autoptd.verify(transformers.LlamaForCausalLM(config), **options)
 
 
@@ -142,9 +142,7 @@ def test_a_piece_is_told_explained_and_saved(tmp_path: Path) -> None:
 
 
 def test_a_sum_over_sharers_that_is_left_out_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        buckets, "reduction_axes", lambda spec, mesh: ("dp", "tp") if spec.layout["tp"].kind == "R" else ("dp",)
-    )
+    sum_only_over(monkeypatch, "dp", "pp")
     with pytest.raises(autoptd.InternalError, match="differs"):
         autoptd.verify(grouped(), **request(4), steps=1)
 
@@ -152,5 +150,5 @@ def test_a_sum_over_sharers_that_is_left_out_is_found(monkeypatch: pytest.Monkey
 def test_what_does_not_divide_is_not_shared() -> None:
     """Two KV heads over six ranks would be shared by three, over which 4 query heads for each do not divide."""
     program = autoptd.compile(grouped(), **request(6))
-    assert all(one.layout["tp"].sharing == 1 for one in program.params)
+    assert all(one.use.layout["tp"].sharing == 1 for one in program.params)
     assert "2 KV heads and 4 query heads per KV head do not divide over t=6" in program.fallbacks[0].fact

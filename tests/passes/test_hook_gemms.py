@@ -34,7 +34,7 @@ def text(program: Program) -> str:
 def test_without_hooks_nothing_is_emitted() -> None:
     program = compiled(gpt(2), t=2, p=2)
     assert "rt.linear" not in text(program)
-    assert "W0.0" not in program.schedule and {spec.grad_dtype for spec in program.params} == {""}
+    assert "W0.0" not in program.schedule and {spec.storage.grad_dtype for spec in program.params} == {""}
     assert {spec.adds for spec in program.params} == {(1,), (1, 1)}
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
 from autoptd.errors import InternalError
 from autoptd.ir.layout import Layout
 from autoptd.ir.mesh import Mesh, Role
+from autoptd.ir.placement import placements
 from autoptd.ir.types import R
 from autoptd.program.buckets import BucketPlan
 from autoptd.program.call_order import check_call_order, find_deadlock
@@ -50,17 +51,9 @@ MESH = Mesh(t=2, p=2, d=2)
 def plan(
     name: str, number: int, axes: tuple[str, ...], owners: tuple[int, ...], shape: tuple[int, ...] = (4,)
 ) -> BucketPlan:
-    spec = ParamSpec(
-        name,
-        (name,),
-        shape,
-        "float32",
-        True,
-        owners,
-        Layout({"tp": R} if "tp" in axes else {}),
-        tuple((n,) for n in shape),
-    )
-    return BucketPlan(number, (spec,), axes, owners)
+    storage, use = placements(Layout({"tp": R} if "tp" in axes else {}), "float32", stages=owners)
+    spec = ParamSpec(name, (name,), shape, tuple((n,) for n in shape), True, owners, storage, use)
+    return BucketPlan(number, (spec,), tuple(step for step in spec.sums if step.axis in (*axes, "pp")), owners)
 
 
 def microbatch(axis: str, forward: str = "none", backward: str = "all-reduce", pp: int = 0) -> Collective:
@@ -91,7 +84,7 @@ def test_the_axes_of_early_sums_carry_nothing_else(monkeypatch: pytest.MonkeyPat
 
 def test_owners_that_sum_in_different_orders_are_found() -> None:
     one, other = plan("one", 0, (), (0, 1)), plan("other", 1, (), (0, 1), (8,))
-    swapped = [BucketPlan(1, one.params, (), (0, 1)), BucketPlan(0, other.params, (), (0, 1))]
+    swapped = [replace(one, number=1), replace(other, number=0)]
     check_call_order([], [[one, other], [other, one]], MESH)  # by number, in whatever order they are complete
     with pytest.raises(
         InternalError, match=r"pipeline rank 1 makes 'tied gradients other'.*rank 0 makes 'tied gradients one'"

@@ -62,6 +62,6 @@ def test_parts_of_ranks_add_up_to_the_models(case: Any) -> None:
             owners = [rank for rank in owners if rank.params.is_first_owner(spec)]
             parts = [
                 fingerprint_of(rank.params, spec)
-                for rank in owners[:: 1 if spec.layout["tp"].kind == "S" else len(owners)]
+                for rank in owners[:: 1 if spec.storage.layout["tp"].kind == "S" else len(owners)]
             ]
             assert sum(parts) == fingerprint(state[spec.name], spec.name), spec.name

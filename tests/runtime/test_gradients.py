@@ -18,6 +18,7 @@ from autoptd.runtime.parameters import gather_gradients
 from autoptd.runtime.record import recording
 from tests.runtime.test_executor import running, step
 from tests.runtime.tied_model import Case, make_batch, make_model, make_program
+from tests.sums import sum_only_over
 
 FULL = Case(t=2, p=2, d=2, v=2, m=2, schedule="interleaved")
 
@@ -146,19 +147,15 @@ def test_sums_over_tp_wait_for_the_last_action(monkeypatch: pytest.MonkeyPatch) 
         assert all(one.phase == "step" for one in calls[-4:])
 
 
-REMOVALS: dict[str, tuple[str, Any]] = {
-    "the sum over dp": (
-        "autoptd.program.buckets.reduction_axes",
-        lambda spec, mesh: ("tp",) if spec.layout["tp"].kind == "R" else (),
-    ),
-    "the sum over tp of R parameters": ("autoptd.program.buckets.reduction_axes", lambda spec, mesh: ("dp",)),
-    "the tied sum": ("autoptd.runtime.world.exchange.ThreadRank.owners", lambda self, pp_ranks: self._solo),
-}
+@pytest.mark.parametrize("removed", ["dp", "tp", "pp"])
+def test_a_removed_sum_shows(monkeypatch: pytest.MonkeyPatch, removed: str) -> None:
+    """Of all parameters over dp, of R parameters over tp, of tied ones over their owners."""
+    sum_only_over(monkeypatch, *({"dp", "tp", "pp"} - {removed}))
+    assert worst(FULL) > 1e-3
 
 
-@pytest.mark.parametrize("name", REMOVALS)
-def test_a_removed_sum_shows(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr(*REMOVALS[name])
+def test_a_tied_sum_that_owners_make_alone_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autoptd.runtime.world.exchange.ThreadRank.owners", lambda self, pp_ranks: self._solo)
     assert worst(FULL) > 1e-3
 
 

@@ -18,6 +18,7 @@ from autoptd.ir.actions import ranks_of_stages
 from autoptd.ir.layout import Layout
 from autoptd.ir.machine import Machine
 from autoptd.ir.mesh import ORDER, Mesh
+from autoptd.ir.placement import placements
 from autoptd.ir.types import I, R, S, ValueType
 from autoptd.program.program import Program
 from autoptd.program.specs import CrossingSpec, InputSpec, ParamSpec, StageSpec
@@ -199,4 +200,5 @@ def _param(
     requires_grad: bool = True,
 ) -> ParamSpec:
     dims = dims or tuple((size,) for size in shape)
-    return ParamSpec(name, aliases or (name,), shape, "float64", requires_grad, stages, Layout({"tp": kind}), dims)
+    storage, use = placements(Layout({"tp": kind}), "float64", stages)
+    return ParamSpec(name, aliases or (name,), shape, dims, requires_grad, stages, storage, use)

@@ -6,6 +6,7 @@ from typing import Any
 from autoptd.ir.fallback import Fallback
 from autoptd.ir.layout import Layout
 from autoptd.ir.mesh import Mesh
+from autoptd.ir.placement import placements
 from autoptd.program.costs import Costs
 from autoptd.program.program import Program
 from autoptd.program.specs import Collective, CrossingSpec, ParamSpec
@@ -19,7 +20,8 @@ def on_tp(module: str, stage: int, conversion: str, forward: str, backward: str,
 
 
 def program(collectives: tuple[Collective, ...], **fields: Any) -> Program:
-    tied = ParamSpec("wte", ("wte", "head"), (8, 8), "float32", True, (0, 1), Layout(), ((8,), (8,)))
+    storage, use = placements(Layout(), "float32", stages=(0, 1))
+    tied = ParamSpec("wte", ("wte", "head"), (8, 8), ((8,), (8,)), True, (0, 1), storage, use)
     base = {"constants": (), "inputs": (), "params": (tied,), "stages": (), "orders": [], "sources": {}, "tree": ""}
     base |= {"crossings": (CrossingSpec("x_from_0", 0, (1,), (2, 8), "bfloat16", True),)}
     return Program(

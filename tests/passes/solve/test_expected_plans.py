@@ -163,7 +163,7 @@ def test_every_parameter_is_split_as_expected(name: str, sequence_parallel: bool
         wanted = (expected.layer if in_layer else expected.outside).get(where, "whole")
         if in_layer or where in expected.outside or "norm" in where.lower() or ".ln_" in where:
             wanted = "whole" if wanted == "row" and kind == "bias" else wanted
-            found.setdefault(f"{where}.{kind} {wanted}", set()).add(split(model, path, kind, one.layout["tp"]))
+            found.setdefault(f"{where}.{kind} {wanted}", set()).add(split(model, path, kind, one.use.layout["tp"]))
     assert {text: kinds for text, kinds in found.items() if kinds != {text.split()[1]}} == {}
     assert {text.rpartition(".")[0] for text in found} >= {*expected.layer, *expected.outside}
 

@@ -53,7 +53,7 @@ def test_the_tied_optimum_is_the_optimum(layers: int, width: int, t: int, monkey
     types: dict[str, set[str]] = {}
     for one in program.params:
         if ".h." in one.name:
-            types.setdefault(one.name.split(".", 3)[3], set()).add(str(one.layout["tp"]))
+            types.setdefault(one.name.split(".", 3)[3], set()).add(str(one.use.layout["tp"]))
     assert all(len(found) == 1 for found in types.values()) and len(types) == 12
 
 

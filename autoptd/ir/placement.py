@@ -1,0 +1,108 @@
+"""Where a parameter is stored, where it is used, and what turns one into the other.
+
+In: the layout in which the graph reads a parameter. Out: two `Placement`s, each a layout and a dtype: its *storage*, which
+the optimizer steps, and its *use*, which stages compute with. Over every axis of the mesh where the two types differ, a row of
+`CONVERSIONS` turns storage into use; the row's backward is what the gradient goes through on its way from use to storage.
+
+| axis | storage | use | gradient      | because                                                        |
+|------|---------|-----|---------------|----------------------------------------------------------------|
+| dp   | I       | R   | all-reduce    | every replica sees other samples (data parallelism)            |
+| tp   | I       | I   | -             | every tensor rank computes all of it                           |
+| tp   | I       | R   | all-reduce    | every tensor rank computes a partial sum                       |
+| tp   | S       | S   | -             | a rank uses the shard that it stores                           |
+| pp   | I       | R   | all-reduce    | tied: stages of several pipeline ranks, its *owners*, use it   |
+
+None of these rows communicates in forward: stages compute with the storage itself. With storage S over dp (ZeRO) the row is
+S -> R: an all-gather before the use, and a reduce-scatter of the gradient.
+
+    storage, use = placements(Layout({"tp": R}), "float32", stages=(0, 3))
+    [(step.axis, step.row.backward) for step in conversions(storage.layout, use.layout)]
+    # [("dp", "all-reduce"), ("tp", "all-reduce"), ("pp", "all-reduce")]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+
+from autoptd.ir.layout import Layout
+from autoptd.ir.mesh import AXES, Role
+from autoptd.ir.types import CONVERSIONS, Conversion, R, ValueType
+
+# How often storage becomes use: once a step, or for every microbatch.
+Scope = Literal["step", "microbatch"]
+SUMS = frozenset({"all-reduce", "reduce-scatter"})
+# Gradients are summed over replicas first, then within a layer, then over the owners of a tied parameter.
+ORDER_OF_SUMS = (Role.BATCH, Role.VALUES, Role.STAGES)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the parts of values lie, and their dtype; `grad_dtype` is that of their gradients, "" for the same."""
+
+    layout: Layout
+    dtype: str
+    grad_dtype: str = ""
+
+    @property
+    def sum_dtype(self) -> str:
+        """The dtype in which gradients add up, over microbatches and over ranks."""
+        return self.grad_dtype or self.dtype
+
+
+class AxisConversion(NamedTuple):
+    """A row of `CONVERSIONS`, over one mesh axis."""
+
+    axis: str
+    row: Conversion
+
+    @property
+    def role(self) -> Role:
+        return role_of(self.axis)
+
+    @property
+    def is_sum(self) -> bool:
+        """Whether its backward sums gradients."""
+        return self.row.backward in SUMS
+
+
+def placements(layout: Layout, dtype: str, stages: Sequence[int], grad_dtype: str = "") -> tuple[Placement, Placement]:
+    """Return storage and use of a parameter that `stages` read in `layout`, where every replica and every owner stores it."""
+    types = dict(layout.over_mesh)
+    types |= dict.fromkeys(_axes_of(Role.BATCH), R)
+    if len(stages) > 1:
+        types |= dict.fromkeys(_axes_of(Role.STAGES), R)
+    use = Layout(types)
+    return Placement(Layout(dict(use.shards)), dtype, grad_dtype), Placement(use, dtype)
+
+
+def conversions(storage: Layout, use: Layout) -> tuple[AxisConversion, ...]:
+    """Return what turns storage into use, an entry per axis, in the order in which gradients go through it."""
+    axes = {axis for layout in (storage, use) for axis, _ in layout.over_mesh}
+    ordered = sorted(axes, key=lambda axis: (ORDER_OF_SUMS.index(role_of(axis)), axis))
+    rows = [(axis, _row(storage[axis], use[axis])) for axis in ordered]
+    return tuple(AxisConversion(axis, row) for axis, row in rows if row is not None)
+
+
+def _row(storage: ValueType, use: ValueType) -> Conversion | None:
+    if storage != use:
+        return CONVERSIONS[storage.kind, use.kind]
+    # Ranks that hold copies of a shard have partial sums of its gradient.
+    return CONVERSIONS["I", "R"] if use.copies > 1 else None
+
+
+def role_of(axis: str) -> Role:
+    """What the ranks along an axis divide."""
+    return AXES[axis].role
+
+
+def _axes_of(role: Role) -> list[str]:
+    return [axis for axis in AXES if role_of(axis) is role]
+
+
+def itemsize(dtype: str) -> int:
+    """Bytes of a number: 4 for "float32"."""
+    return int(getattr(torch, dtype).itemsize)
