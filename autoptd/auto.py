@@ -26,9 +26,12 @@ from autoptd.planner.plan import plan
 from autoptd.runtime.devices import device_of_ranks
 
 AUTO = "auto"
-OPEN = ("t", "p", "d", "v", "num_microbatches")  # what may be "auto"
-KEPT = ("sequence_parallel", "schedule", "memory")  # what the planner is told, where it is given
-CPU, USUAL = "laptop-cpu", "dgx-a100"  # the machine of ranks on CPUs, and of GPUs that are not described
+# What may be "auto".
+OPEN = ("t", "p", "d", "v", "num_microbatches")
+# What the planner is told, where it is given.
+KEPT = ("sequence_parallel", "schedule", "memory")
+# The machine of ranks on CPUs, and of GPUs that are not described.
+CPU, USUAL = "laptop-cpu", "dgx-a100"
 PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 

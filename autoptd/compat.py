@@ -54,7 +54,8 @@ def light_export() -> Iterator[None]:
     That is: frames of torch's own in every node's stack trace, and Python code of every graph on the way.
     """
     names = vars(torch.fx.proxy)
-    known = names.get("CapturedTraceback")  # a release that does not have it records stacks in its own way
+    # A release that does not have it records stacks in its own way.
+    known = names.get("CapturedTraceback")
     with _use_lazy_graph_module(True):
         if known is not None:
             names["CapturedTraceback"] = _UserFrames
@@ -129,7 +130,8 @@ def plain_checkpoints() -> Iterator[list[Any]]:
 
 def env_store(timeout: timedelta) -> tuple[dist.Store, int, int]:
     """Return (store, rank, world size) of the rendezvous that RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT name."""
-    from torch.distributed.rendezvous import rendezvous  # the module; its name in the package is ambiguous
+    # The module; its name in the package is ambiguous.
+    from torch.distributed.rendezvous import rendezvous
 
     return next(rendezvous("env://", timeout=timeout))  # type: ignore[no-any-return]
 
@@ -164,7 +166,8 @@ def mm_as(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return a @ b
     if a.is_cuda:
         return torch.mm(a, b, out_dtype=dtype)
-    return a.to(dtype) @ b.to(dtype)  # the CPU has no GEMM with another dtype for its result
+    # The CPU has no GEMM with another dtype for its result.
+    return a.to(dtype) @ b.to(dtype)
 
 
 def add_mm(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -174,9 +177,8 @@ def add_mm(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor, dtype: 
     if total.dtype == a.dtype:
         return total.addmm_(a, b)
     if not a.is_cuda:
-        return total.addmm_(
-            a.to(total.dtype), b.to(total.dtype)
-        )  # the CPU has no GEMM with another dtype for its result
+        # The CPU has no GEMM with another dtype for its result.
+        return total.addmm_(a.to(total.dtype), b.to(total.dtype))
     if _gemm_adds_to(total.dtype, a.dtype, a.device):
         return torch.ops.aten.addmm.dtype_out(total, a, b, total.dtype, out=total)  # type: ignore[no-any-return]
     return total.add_(mm_as(a, b, total.dtype))
@@ -228,10 +230,12 @@ def _nccl_options(backend: str, timeout: timedelta, max_ctas: int | None) -> Any
         return None
     options = dist.ProcessGroupNCCL.Options()
     options.is_high_priority_stream = True
-    options._timeout = timeout  # else torch warns that its own is overridden
+    # Else torch warns that its own is overridden.
+    options._timeout = timeout
     if max_ctas is None:
         return options
-    if hasattr(options, "config") and hasattr(options.config, "max_ctas"):  # a build against an older NCCL has neither
+    # A build against an older NCCL has neither.
+    if hasattr(options, "config") and hasattr(options.config, "max_ctas"):
         options.config.max_ctas = max_ctas
     return options
 
@@ -251,7 +255,8 @@ def abort_groups(groups: Sequence[dist.ProcessGroup], limit: float) -> None:
 
 
 def _abort(group: dist.ProcessGroup) -> None:
-    with suppress(RuntimeError):  # not in time, or no longer there
+    # Not in time, or no longer there.
+    with suppress(RuntimeError):
         group.abort()
 
 

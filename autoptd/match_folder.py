@@ -83,7 +83,8 @@ def written_names(model: nn.Module) -> dict[str, str]:
         return {}
     try:
         from transformers.core_model_loading import revert_weight_conversion
-    except ImportError:  # transformers before 5 renames nothing
+    # Transformers before 5 renames nothing.
+    except ImportError:
         return {}
     empty = {name: torch.empty_like(x, device="meta") for name, x in model.state_dict().items()}
     name_of = {id(x): name for name, x in empty.items()}

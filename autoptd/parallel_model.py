@@ -40,10 +40,13 @@ from autoptd.runtime.stepclock import StepTimes, measured
 from autoptd.runtime.timeline import Span
 from autoptd.viz import graph_picture
 
-Compile = Callable[[tuple[Any, ...], dict[str, Any], bool], Program]  # args, kwargs, compare trace and model once?
-CompileEval = Callable[[tuple[Any, ...], dict[str, Any], Program], Program]  # args, kwargs, the program that trains
+# Args, kwargs, compare trace and model once?
+Compile = Callable[[tuple[Any, ...], dict[str, Any], bool], Program]
+# Args, kwargs, the program that trains.
+CompileEval = Callable[[tuple[Any, ...], dict[str, Any], Program], Program]
 Draw = Callable[[Program, Path, Sequence[Span]], None]
-Holding = Callable[[Mapping[str, torch.Tensor]], AbstractContextManager[None]]  # the model has these buffers meanwhile
+# The model has these buffers meanwhile.
+Holding = Callable[[Mapping[str, torch.Tensor]], AbstractContextManager[None]]
 
 
 def is_local(options: Options) -> bool:
@@ -87,21 +90,26 @@ class ParallelModel:
         self.options = options
         self._is_process = not is_local(options)
         self._arguments = tuple(arguments)
-        self._form: CallForm | None = None  # of the compiled call
-        self._calls = 0  # of `step`: what all ranks have in common, as `steps` may be set
+        # Of the compiled call.
+        self._form: CallForm | None = None
+        # Of `step`: what all ranks have in common, as `steps` may be set.
+        self._calls = 0
         self._evaluations = 0
         self._state = {name: x.detach() for name, x in state.items()}
         self._names = list(self._state)
         self._compile, self._compile_eval, self._draw = compile, compile_eval, draw
         self._holding = holding or nullcontext
-        self._call: Any = None  # stands in for the (args, kwargs) that were compiled for
+        # Stands in for the (args, kwargs) that were compiled for.
+        self._call: Any = None
         self._weights, self._format = weights, format or FolderFormat()
         self._shared = shared or SharedBuffers()
         self._program: Program | None = None
         self._eval_program: Program | None = None
         self._ranks: RunningRanks | None = None
-        self._others: dict[str, torch.Tensor] = {}  # what the state dict holds besides parameters: persistent buffers
-        self._loaded: set[str] = set()  # those of them that were loaded since
+        # What the state dict holds besides parameters: persistent buffers.
+        self._others: dict[str, torch.Tensor] = {}
+        # Those of them that were loaded since.
+        self._loaded: set[str] = set()
         if program is not None:
             self._start(program)
 
@@ -195,7 +203,8 @@ class ParallelModel:
     @contextmanager
     def _batch_checked(self, ranks: RunningRanks, call: str, count: int, leaves: Sequence[Any]) -> Iterator[None]:
         """Where it is due, around this process' `count`-th call of its kind: do the ranks of a replica read the same?"""
-        if not self._is_process or not check_batch.is_due(count, self.options.check_every):  # in local there is but one
+        # In local there is but one.
+        if not self._is_process or not check_batch.is_due(count, self.options.check_every):
             yield
             return
 
@@ -280,7 +289,8 @@ class ParallelModel:
         if not ranks.has_rank_0:
             return {}
         found |= {name: x.to("cpu", copy=True) for name, x in self._others.items()}
-        return {name: found[name] for name in dict.fromkeys([*self._names, *found])}  # in the model's order
+        # In the model's order.
+        return {name: found[name] for name in dict.fromkeys([*self._names, *found])}
 
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor], strict: bool = True) -> LoadResult:
         """Load full tensors by original names: those of `state_dict` or of the unmodified model. Every rank passes all.
@@ -458,7 +468,8 @@ class ParallelModel:
             device = str(device_of_ranks(self._state.values(), options.device, "local"))
         self._ranks = start(program, self._weights or self._state, device=device, timeout=options.timeout)
         self._program = program
-        self._state = {}  # the model's own tensors are not needed any more
+        # The model's own tensors are not needed any more.
+        self._state = {}
 
     def _with_buffers(self, program: Program) -> Program:
         """The program with the state's buffers in it; PlanError where it was compiled for other values."""

@@ -27,8 +27,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         asked = parse(given)
         return COMMANDS[asked.command](asked)
     except KeyboardInterrupt:
-        return 130  # as shells have it: 128 and the number of the signal
-    except BrokenPipeError:  # `autoptd show ... | head`
+        # As shells have it: 128 and the number of the signal.
+        return 130
+    # `autoptd show ... | head`
+    except BrokenPipeError:
         sys.stderr.close()
         return 1
     except Exception as error:

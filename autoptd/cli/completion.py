@@ -13,7 +13,8 @@ from autoptd.cli.known import KNOWN
 from autoptd.cli.parser import make_parser
 from autoptd.options import SCHEDULES
 
-FILES = ("FILE", "A", "B")  # metavars of arguments that are paths
+# Metavars of arguments that are paths.
+FILES = ("FILE", "A", "B")
 FUNCTIONS = {
     "bash": '{name}() {{ compgen -W "{words}" -- "$1"; compgen -f -- "$1"; }}\n',
     "zsh": "{name}() {{ compadd -- {words}; _files; }}\n",

@@ -22,7 +22,8 @@ def doctor(asked: Namespace) -> int:
     is_launched = all(name in os.environ for name in LAUNCHED)
     if not (math.isfinite(asked.timeout) and asked.timeout > 0):
         raise PlanError(f"--timeout {asked.timeout:g}", "is no time to wait", "seconds above 0")
-    if os.environ.get("RANK", "0") == "0":  # who compares and writes
+    # Who compares and writes.
+    if os.environ.get("RANK", "0") == "0":
         if asked.json:
             check_writable("--json", asked.json)
         if asked.cluster is not None:

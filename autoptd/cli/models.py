@@ -34,14 +34,22 @@ from autoptd.errors import AutoptdError, PlanError
 from autoptd.ir.plan import nearest
 from autoptd.match_folder import fake_mode, fake_parameter
 
-LENGTH = 128  # tokens of a row, where nobody says
-LENGTHS = ("block_size", "max_position_embeddings", "n_positions")  # what configs call the longest row
-LONGEST = 8192  # of a row that nobody asked for: some configs allow millions
-UNSET = ("model_type", "transformers_version")  # of a config: not its values
-ROTARY = ("rope_theta", "rope_scaling")  # taken by configs that have them, under other names
-WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin*")  # files of a folder that hold weights
-MADE_EMPTY = (torch.empty, torch.rand, torch.randn)  # what parameters are made of
-LARGE = 1 << 30  # bytes of a tensor that is taken for a parameter before it is one: see `_Empty`
+# Tokens of a row, where nobody says.
+LENGTH = 128
+# What configs call the longest row.
+LENGTHS = ("block_size", "max_position_embeddings", "n_positions")
+# Of a row that nobody asked for: some configs allow millions.
+LONGEST = 8192
+# Of a config: not its values.
+UNSET = ("model_type", "transformers_version")
+# Taken by configs that have them, under other names.
+ROTARY = ("rope_theta", "rope_scaling")
+# Files of a folder that hold weights.
+WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin*")
+# What parameters are made of.
+MADE_EMPTY = (torch.empty, torch.rand, torch.randn)
+# Bytes of a tensor that is taken for a parameter before it is one: see `_Empty`
+LARGE = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -50,9 +58,12 @@ class Subject:
 
     name: str
     make: Callable[[], Any]
-    dtype: str = ""  # that of the parameters, if nobody says
-    length: int = 0  # tokens of a row; 0: see the model's config
-    is_causal_only: bool = False  # built without masks: a row has to lie within the window of its attention
+    # That of the parameters, if nobody says.
+    dtype: str = ""
+    # Tokens of a row; 0: see the model's config.
+    length: int = 0
+    # Built without masks: a row has to lie within the window of its attention.
+    is_causal_only: bool = False
 
 
 def find_model(name: str, keywords: Mapping[str, Any]) -> Subject:
@@ -83,7 +94,8 @@ def _causal() -> str:
     try:
         from transformers import AttentionInterface, AttentionMaskInterface
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
-    except ImportError:  # transformers before 4.53
+    # Transformers before 4.53.
+    except ImportError:
         return "sdpa"
     AttentionInterface.register("causal_sdpa", sdpa_attention_forward)
     AttentionMaskInterface.register("causal_sdpa", lambda *args, **kwargs: None)
@@ -109,7 +121,8 @@ def _from_config(
     except (ValueError, TypeError, KeyError) as error:
         raise PlanError(f"MODEL {name}", f"transformers makes no decoder of it: {error}", "another config") from error
     if getattr(model, "loss_type", "") is None:
-        model.loss_type = "ForCausalLM"  # what it takes anyhow, without a warning
+        # What it takes anyhow, without a warning.
+        model.loss_type = "ForCausalLM"
     return model  # type: ignore[no-any-return]
 
 
@@ -150,8 +163,10 @@ def _load_file(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # dataclasses look their module up
-    sys.path.insert(0, str(path.parent.resolve()))  # it may import its neighbours
+    # Dataclasses look their module up.
+    sys.modules[path.stem] = module
+    # It may import its neighbours.
+    sys.path.insert(0, str(path.parent.resolve()))
     spec.loader.exec_module(module)
     return module
 

@@ -112,7 +112,8 @@ def make_parser() -> tuple[ArgumentParser, dict[str, ArgumentParser]]:
             description=description or words,
             epilog=f"examples:\n{EXAMPLES[name]}" if name in EXAMPLES else None,
             formatter_class=RawDescriptionHelpFormatter,
-            allow_abbrev=False,  # `--conf run.toml` would be taken for --config, and the file not be read
+            # `--conf run.toml` would be taken for --config, and the file not be read.
+            allow_abbrev=False,
         )
         commands[name].add_argument("--debug", action="store_true", help="show the traceback of an error")
         return commands[name]
@@ -330,7 +331,8 @@ def _names(parser: ArgumentParser) -> set[str]:
 def _version() -> Any:
     try:
         return version("autoptd")
-    except PackageNotFoundError:  # run from a checkout
+    # Run from a checkout.
+    except PackageNotFoundError:
         return "(not installed)"
 
 

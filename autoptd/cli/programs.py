@@ -43,7 +43,8 @@ def rows_of(asked: Namespace) -> int:
         return int(asked.batch)
     plan = load_plan(asked.plan) if asked.plan else {}
     mesh = plan.get("mesh", {})
-    p, d = (getattr(asked, name) or mesh.get(name, 1) for name in ("p", "d"))  # none is 0: the parser sees to it
+    # None is 0: the parser sees to it.
+    p, d = (getattr(asked, name) or mesh.get(name, 1) for name in ("p", "d"))
     m = asked.num_microbatches or plan.get("num_microbatches") or 4 * p
     return int(d * m * (asked.rows or 1))
 

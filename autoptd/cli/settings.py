@@ -21,7 +21,8 @@ from typing import Any
 from autoptd.errors import PlanError
 from autoptd.ir.plan import nearest
 
-PAIRS = ("set", "option")  # flags that are NAME=VALUE, and mappings in a file
+# Flags that are NAME=VALUE, and mappings in a file.
+PAIRS = ("set", "option")
 
 
 def read_settings(path: str, known: Collection[str]) -> dict[str, Any]:

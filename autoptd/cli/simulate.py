@@ -34,7 +34,8 @@ def simulate(asked: Namespace) -> int:
     for rank, (busy, live) in enumerate(zip(result.busy, result.peak_live, strict=True)):
         print(f"  {rank:<13}  {busy:<5g}  {result.finish - busy:<5g}  {live}")
     if asked.out:
-        from autoptd.viz import Run, schedule_svg  # torch: only where there is something to draw
+        # Torch: only where there is something to draw.
+        from autoptd.viz import Run, schedule_svg
 
         run = Run("simulated", result.spans, memory=result.memory(1).curves)
         title = f"{name}, p={asked.p} v={v} m={m}"

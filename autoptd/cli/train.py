@@ -68,7 +68,8 @@ def train(asked: Namespace) -> int:
         if not is_interrupt(error):
             raise
         _tell_of_interrupt(asked, pm, len(progress.losses))
-        return 130  # as shells have it: 128 and the number of the signal
+        # As shells have it: 128 and the number of the signal.
+        return 130
     if asked.out:
         _write(asked, pm, as_call(model, *first))
     pm.close()

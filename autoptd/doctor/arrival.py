@@ -30,9 +30,12 @@ from autoptd.errors import PlanError, RuntimeFault
 
 Answer = TypeVar("Answer")
 NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-ATTEMPTS = 4  # to connect to the store, each as long as the timeout
-LINGER = 5.0  # seconds that rank 0 has to tell, before another rank does
-MARGIN = 25.0  # seconds that timeouts of the store and of NCCL are longer than ours
+# To connect to the store, each as long as the timeout.
+ATTEMPTS = 4
+# Seconds that rank 0 has to tell, before another rank does.
+LINGER = 5.0
+# Seconds that timeouts of the store and of NCCL are longer than ours.
+MARGIN = 25.0
 
 
 class Lobby:
@@ -145,7 +148,8 @@ def patiently(request: Callable[[], Answer], seconds: float) -> Answer:
     def serve() -> None:
         try:
             answers.put((request(), None))
-        except BaseException as error:  # for whoever asked
+        # For whoever asked.
+        except BaseException as error:
             answers.put((None, error))
 
     threading.Thread(target=serve, name="request", daemon=True).start()

@@ -32,10 +32,14 @@ from autoptd.runtime.world.processes import DistributedWorld
 from autoptd.runtime.world.world import Group, World, fault_site
 
 Tensor = torch.Tensor
-MOST_WRONG = 300  # a rank remembers no more, each call of a group or channel once for a dtype
-BRIEF = 0.05  # seconds in which a rank asks again without a pause: what takes microseconds is timed as well
-MANY_RANKS = 64  # in a larger group every rank looks at many parts: of two dtypes then
-FEW = 1 << 14  # elements: of more than that each rank hands a group's share into a gather
+# A rank remembers no more, each call of a group or channel once for a dtype.
+MOST_WRONG = 300
+# Seconds in which a rank asks again without a pause: what takes microseconds is timed as well.
+BRIEF = 0.05
+# In a larger group every rank looks at many parts: of two dtypes then.
+MANY_RANKS = 64
+# Elements: of more than that each rank hands a group's share into a gather.
+FEW = 1 << 14
 
 
 class Result(NamedTuple):
@@ -78,7 +82,8 @@ class Checks:
             return
         sources = [ranks[result.position]] if result.position >= 0 else [ranks[index] for index in found.owners]
         if result.size and 2 * len(sources) > max(result.size, 2):
-            sources = []  # everybody's numbers are wrong: it is the sum, and nobody's part
+            # Everybody's numbers are wrong: it is the sum, and nobody's part.
+            sources = []
         self.note(what, over, ranks, sources, str(result.expected.dtype).removeprefix("torch."), str(found))
 
     def note(self, what: str, over: str, ranks: Sequence[int], sources: Sequence[int], dtype: str, text: str) -> None:
@@ -210,7 +215,8 @@ def _whole(group: Group, count: int, dtype: torch.dtype, device: torch.device, d
 
 def _scattered(group: Group, got: Tensor, dim: int) -> Iterator[Result]:
     whole = total(group.size, got.numel() * group.size, got.dtype, got.device)
-    if dim:  # whose part of it is wrong cannot be told by the place any more
+    # Whose part of it is wrong cannot be told by the place any more.
+    if dim:
         yield Result(got, whole.view(2, -1).chunk(group.size, dim=1)[group.index])
         return
     offset = group.index * got.numel()
@@ -277,7 +283,8 @@ def check_channels(checks: Checks, links: Sequence[tuple[int, int]], counts: Seq
                 for count in _counts(counts, dtype)
             ]
             if world.rank == sender:
-                spread = [torch.stack([x, x], dim=-1)[..., 0] for x in wanted]  # not contiguous
+                # Not contiguous.
+                spread = [torch.stack([x, x], dim=-1)[..., 0] for x in wanted]
                 world.outgoing(receiver).send(spread, site).wait()
                 settle(world, site)
                 continue

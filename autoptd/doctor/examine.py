@@ -21,7 +21,8 @@ from autoptd.ir.actions import Orders
 from autoptd.ir.mesh import MESH_AXES, Mesh
 from autoptd.runtime.world.world import World, in_rounds
 
-COUNTS = (1, 1021, 1 << 20)  # elements
+# Elements.
+COUNTS = (1, 1021, 1 << 20)
 MOST_SUSPECTS = 6
 
 

@@ -42,8 +42,10 @@ SETTINGS = (
     "CUDA_DEVICE_MAX_CONNECTIONS",
     "PYTORCH_CUDA_ALLOC_CONF",
 )
-OWN_CONTEXT = 1.5e9  # bytes that CUDA and its libraries take in this process, at most
-PATIENCE = 10.0  # seconds for nvidia-smi
+# Bytes that CUDA and its libraries take in this process, at most.
+OWN_CONTEXT = 1.5e9
+# Seconds for nvidia-smi.
+PATIENCE = 10.0
 
 
 @dataclass(frozen=True)
@@ -58,8 +60,10 @@ class Facts:
     uuid: str = ""
     free: float = 0.0
     total: float = 0.0
-    in_use: float = 0.0  # by others, before this rank has anything
-    processes: tuple[str, ...] = ()  # others on its card, as far as they can be seen
+    # By others, before this rank has anything.
+    in_use: float = 0.0
+    # Others on its card, as far as they can be seen.
+    processes: tuple[str, ...] = ()
     versions: dict[str, str] = field(default_factory=dict)
     settings: dict[str, str] = field(default_factory=dict)
     asked: str = ""

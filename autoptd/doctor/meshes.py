@@ -43,7 +43,8 @@ def asked_mesh(size: int, t: int | None, p: int | None, d: int | None) -> Mesh |
         fact = fact if None not in given.values() else f"{size} ranks do not divide by {known}"
         raise PlanError(told, fact, f"t, p, d whose product is {size}, or leave them out")
     left = size // known
-    for name in ("d", "p", "t"):  # what is left open: the first of these that is
+    # What is left open: the first of these that is.
+    for name in ("d", "p", "t"):
         if given[name] is None:
             given[name], left = left, 1
     return Mesh(given["t"] or 1, given["p"] or 1, given["d"] or 1)

@@ -20,8 +20,10 @@ from functools import lru_cache
 import torch
 
 Tensor = torch.Tensor
-PERIODS = (1021, 4093, 16381, 65521)  # primes
-TOGETHER = 60  # ranks that add to an odd place: sums stay below 128
+# Primes.
+PERIODS = (1021, 4093, 16381, 65521)
+# Ranks that add to an odd place: sums stay below 128.
+TOGETHER = 60
 MOVED_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool)
 SUMMED_DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64)
 

@@ -27,7 +27,8 @@ from autoptd.planner.network import Network
 from autoptd.viz.words import bytes_text
 
 MOST_LINES = 12
-MOST_CALLS = 4  # that a line names
+# That a line names.
+MOST_CALLS = 4
 HEAD = ("over", "call", "groups", "latency", "bandwidth", "of the link", "slowest", "on ranks")
 
 

@@ -40,7 +40,8 @@ from autoptd.runtime.world.world import Needs, on_device
 
 THREADS = Mesh(t=2, p=2, d=2)
 MOST_THREADS = 64
-SMALL_COUNTS = (1, 1021, 1 << 16)  # elements, between threads
+# Elements, between threads.
+SMALL_COUNTS = (1, 1021, 1 << 16)
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,8 @@ class Request:
 def run_launched(asked: Request) -> int:
     """Meet the other ranks, look at everything, print; the status with which to end."""
     size = number_of("WORLD_SIZE")
-    asked_mesh(size, asked.t, asked.p, asked.d)  # before anybody waits
+    # Before anybody waits.
+    asked_mesh(size, asked.t, asked.p, asked.d)
     if size == 1:
         return run_alone(asked)
     lobby = Lobby(asked.timeout)
@@ -75,7 +77,8 @@ def run_launched(asked: Request) -> int:
     def end(fault: str) -> int:
         status = _end(asked, lobby, DoctorReport(verdict, tuple(meshes), _cluster(asked, lobby, verdict), fault))
         if fault and verdict is not None and verdict.backend == "nccl":
-            os._exit(status)  # an ordinary end would wait for kernels that never finish
+            # An ordinary end would wait for kernels that never finish.
+            os._exit(status)
         return status
 
     def end_at_once(error: RuntimeFault) -> None:
@@ -87,7 +90,8 @@ def run_launched(asked: Request) -> int:
             verdict = lobby.agree(own_facts(lobby.rank, str(asked), asked.device, asked.backend))
             if not verdict.stops:
                 _look_at_all(asked, lobby, verdict, meshes, end_at_once)
-    except (AutoptdError, RuntimeError, OSError) as error:  # torch's own among them: no connection, no such host
+    # Torch's own among them: no connection, no such host.
+    except (AutoptdError, RuntimeError, OSError) as error:
         return end(_told(error))
     return end("")
 
@@ -104,8 +108,10 @@ def _end(asked: Request, lobby: Lobby, report: DoctorReport) -> int:
         return report.status
     who = lobby.wait_until_told()
     if who == "mine":
-        _print(Request(), report)  # a file would be rank 0's
-    elif who == "lost":  # rank 0 may have told all, or be gone
+        # A file would be rank 0's.
+        _print(Request(), report)
+    # Rank 0 may have told all, or be gone.
+    elif who == "lost":
         print("\n".join(report.wrong), file=sys.stderr, flush=True)
     return report.status
 
@@ -119,7 +125,8 @@ def _look_at_all(
 ) -> None:
     """Look at one mesh after the other; what is found is added as it comes, as the next mesh may hang."""
     mesh = asked_mesh(lobby.size, asked.t, asked.p, asked.d)
-    margin = MARGIN if verdict.backend == "nccl" else 0.0  # the watchdog of NCCL ends a process without a word of ours
+    # The watchdog of NCCL ends a process without a word of ours.
+    margin = MARGIN if verdict.backend == "nccl" else 0.0
     limit = timedelta(seconds=asked.timeout + margin)
     store = dist.PrefixStore("default", lobby.store)
     store.set_timeout(limit)

@@ -18,7 +18,8 @@ from autoptd.planner.measure import SIZES
 from autoptd.program.calls import wire_bytes
 
 LIMITS = {"small": 4.0, "large": 2.0}
-LEAST = 1e-4  # seconds
+# Seconds.
+LEAST = 1e-4
 MANY = 50
 SMALL = SIZES[0]
 
@@ -32,13 +33,15 @@ class Timed:
     ranks: tuple[int, ...]
     nbytes: int
     seconds: float
-    hosts: int  # that the ranks are on
+    # That the ranks are on.
+    hosts: int
 
     @property
     def bandwidth(self) -> float:
         """Bytes/s that a rank sends over a ring, or through a channel."""
         name = {"message": "send"}.get(self.kind, self.kind.replace("_", "-"))
-        payload = self.nbytes * (len(self.ranks) if self.kind == "all_to_all" else 1)  # of all ranks together
+        # Of all ranks together.
+        payload = self.nbytes * (len(self.ranks) if self.kind == "all_to_all" else 1)
         return wire_bytes(name, payload, len(self.ranks)) / self.seconds
 
 
@@ -64,9 +67,8 @@ def find_slow(times: Sequence[Timed]) -> list[Slow]:
     alike: dict[tuple[str, str, int, int, int], list[Timed]] = defaultdict(list)
     for one in times:
         alike[one.kind, one.axis, one.nbytes, len(one.ranks), one.hosts].append(one)
-    calls: dict[tuple[bool, str, tuple[int, ...], int], list[Slow]] = defaultdict(
-        list
-    )  # of one group or channel, of a size
+    # Of one group or channel, of a size.
+    calls: dict[tuple[bool, str, tuple[int, ...], int], list[Slow]] = defaultdict(list)
     for some in alike.values():
         for one, usual in zip(some, _medians_of_others([one.seconds for one in some]), strict=True):
             slow = Slow(one.kind, one.axis, one.ranks, one.nbytes, one.seconds, usual, len(some) - 1)

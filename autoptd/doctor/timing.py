@@ -22,13 +22,17 @@ from autoptd.ir.mesh import MESH_AXES
 from autoptd.planner.measure import SIZES, repeated
 from autoptd.runtime.world.world import Group, World, in_rounds
 
-SMALL = SIZES[0]  # bytes
+# Bytes.
+SMALL = SIZES[0]
 LARGE = {"cpu": 1 << 23, "cuda": 1 << 28}
 TIMES = {"small": 10, "large": 4}
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
-GroupTimes = dict[tuple[str, str, int], float]  # axis, kind, bytes -> seconds
-LinkTimes = dict[tuple[int, int], float]  # target, bytes -> seconds
-Pair = tuple[int, int]  # source and target of a channel
+# Axis, kind, bytes -> seconds.
+GroupTimes = dict[tuple[str, str, int], float]
+# Target, bytes -> seconds.
+LinkTimes = dict[tuple[int, int], float]
+# Source and target of a channel.
+Pair = tuple[int, int]
 
 
 def sizes_on(device: torch.device) -> tuple[int, int]:

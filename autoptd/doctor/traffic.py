@@ -21,9 +21,12 @@ from autoptd.ir.actions import RECVS, SENDS, Action, Kind, Orders, ranks_of_stag
 from autoptd.runtime.world.world import Group, Needs, Pending
 from autoptd.schedule import add_transfers, build_orders
 
-SCHEDULES = {"1f1b": 1, "interleaved": 2, "looped_bfs": 2, "zbv": 2}  # name -> chunks of a rank
-LENGTHS = (257, 65_537, 1021)  # elements of a message, in turn
-BUCKET = 1 << 20  # elements of a sum over dp
+# Name -> chunks of a rank.
+SCHEDULES = {"1f1b": 1, "interleaved": 2, "looped_bfs": 2, "zbv": 2}
+# Elements of a message, in turn.
+LENGTHS = (257, 65_537, 1021)
+# Elements of a sum over dp.
+BUCKET = 1 << 20
 AWAITED_BY = {Kind.F: Kind.RECV_F, Kind.B: Kind.RECV_B}
 
 
@@ -71,8 +74,10 @@ class _Step:
         self._tp, self._dp = self._world.group(("tp",)), self._world.group(("dp",))
         self._arriving: dict[Action, Pending] = {}
         self._leaving: list[Pending] = []
-        self._sums: list[Pending] = []  # over dp, under way
-        self._count = 0  # of sums over tp: they have several sizes
+        # Over dp, under way.
+        self._sums: list[Pending] = []
+        # Of sums over tp: they have several sizes.
+        self._count = 0
         self.results: list[tuple[str, str, tuple[int, ...], Result]] = []
 
     def do(self, action: Action) -> None:

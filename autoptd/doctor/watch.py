@@ -19,9 +19,12 @@ from autoptd.errors import RuntimeFault
 from autoptd.runtime.world.faults import FaultBoard
 from autoptd.runtime.world.processes import DistributedWorld
 
-PATIENCE = 9.0  # seconds beyond the timeout, in which the rank itself may come to know
-BETWEEN = 0.25  # seconds
-PROBE = 2.0  # seconds between two requests to the store
+# Seconds beyond the timeout, in which the rank itself may come to know.
+PATIENCE = 9.0
+# Seconds.
+BETWEEN = 0.25
+# Seconds between two requests to the store.
+PROBE = 2.0
 
 
 @contextmanager

@@ -21,7 +21,8 @@ import torch
 from autoptd.kernels.forms import tiles
 
 Tensor = torch.Tensor
-Reduce = Callable[[Tensor, str], Tensor]  # (numbers of every row, "max" or "sum") -> those over all ranks
+# (numbers of every row, "max" or "sum") -> those over all ranks.
+Reduce = Callable[[Tensor, str], Tensor]
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,8 @@ class Loss:
 
     def factors(self, terms: Terms, labels: Labels, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return a, b, c of every row, with dloss/dz_j = a exp(z_j - M) - b [j = y] - c w_j."""
-        grad = grad.masked_fill(labels.ignored, 0.0)  # before any product: a mean over no valid row sends infinity
+        # Before any product: a mean over no valid row sends infinity.
+        grad = grad.masked_fill(labels.ignored, 0.0)
         hard = (1.0 - self.smoothing) * terms.share * grad
         if terms.weights is None:
             return hard / terms.total, hard, None

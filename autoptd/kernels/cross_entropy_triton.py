@@ -16,7 +16,8 @@ from autoptd.kernels.forms import wide
 from autoptd.kernels.rows_triton import computed
 
 Tensor = torch.Tensor
-BLOCK = 4096  # columns that a program works on at a time
+# Columns that a program works on at a time.
+BLOCK = 4096
 
 
 def terms(loss: Loss, z: Tensor, labels: Labels) -> Terms:
@@ -62,7 +63,8 @@ def gradients(loss: Loss, z: Tensor, terms: Terms, labels: Labels, grad: Tensor,
 @triton.jit
 def _terms(z, maximum, total, weighted, width, real, WIDE: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    top = tl.full([BLOCK], -float("inf"), WIDE)  # of every lane, as are the sums
+    # Of every lane, as are the sums.
+    top = tl.full([BLOCK], -float("inf"), WIDE)
     sums = tl.zeros([BLOCK], WIDE)
     values = tl.zeros([BLOCK], WIDE)
     for start in range(0, real, BLOCK):
@@ -70,7 +72,8 @@ def _terms(z, maximum, total, weighted, width, real, WIDE: tl.constexpr, BLOCK: 
         inside = column < real
         x = tl.load(z + row * width + column, mask=inside, other=-float("inf")).to(WIDE)
         new = tl.maximum(top, x)
-        shift = tl.where(new == -float("inf"), 0.0, new)  # so that nothing is -inf minus itself
+        # So that nothing is -inf minus itself.
+        shift = tl.where(new == -float("inf"), 0.0, new)
         sums = sums * tl.exp(top - shift) + tl.exp(x - shift)
         values += tl.where(inside, x, 0.0)
         top = new

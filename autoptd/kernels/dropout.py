@@ -21,8 +21,10 @@ import torch
 from autoptd.kernels.dropout_mask import WORD, Places, signed, threshold
 from autoptd.kernels.forms import has_triton
 
-MULTIPLIER_1, MULTIPLIER_2 = 0x7FEB352D, 0x846CA68B - (1 << 32)  # both odd, as int32
-TILE = 1 << 17  # elements that are worked on at a time: many for the calls they take, few for the caches
+# Both odd, as int32.
+MULTIPLIER_1, MULTIPLIER_2 = 0x7FEB352D, 0x846CA68B - (1 << 32)
+# Elements that are worked on at a time: many for the calls they take, few for the caches.
+TILE = 1 << 17
 
 
 def drop(x: torch.Tensor, rate: float, places: Places, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -44,7 +46,8 @@ def drop_torch(x: torch.Tensor, rate: float, places: Places, out: torch.Tensor |
     before = _numbers_before(x.shape, places, x.device)
     rows = torch.arange(places.first_row, places.first_row + x.shape[1], device=x.device).to(torch.int32)
     rows, column_key = rows.bitwise_xor_(signed(places.row_key)), signed(places.column_key)
-    if x.numel() <= TILE:  # rows and columns in one go: what counts is the number of calls
+    # Rows and columns in one go: what counts is the number of calls.
+    if x.numel() <= TILE:
         after = _numbers_after(0, x.shape[2], x.shape, places, x.device)
         columns = (before[:, None] + after).flatten().bitwise_xor_(column_key)
         words = premix_(torch.cat([rows, columns]))
@@ -77,7 +80,8 @@ def _numbers_before(size: torch.Size, places: Places, device: torch.device) -> t
     block = places.block or count * after
     if block < after:
         found = torch.arange(count, device=device) * (after * places.degree)
-    else:  # a block holds whole runs of the columns that lie after the rows
+    # A block holds whole runs of the columns that lie after the rows.
+    else:
         width = block // after
         starts = torch.arange(count // width, device=device) * (block * places.degree)
         found = (starts[:, None] + torch.arange(width, device=device) * after).flatten()

@@ -21,7 +21,8 @@ import torch
 from autoptd.errors import InternalError
 from autoptd.ir.fusion import WIDEST
 
-TILE = 1 << 17  # elements worked on at a time on a CPU: few enough for its caches, many for the calls they take
+# Elements worked on at a time on a CPU: few enough for its caches, many for the calls they take.
+TILE = 1 << 17
 Index = tuple[int | slice, ...]
 
 
@@ -67,7 +68,8 @@ def scaled(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Te
     """Return x times a number (0-d), rounded to `dtype` once: a number rounded before would make all of x wrong alike."""
     out = torch.empty_like(x, dtype=dtype)
     for at in tiles(x):
-        factor = scale.reshape((1,) * x[at].ndim)  # of no dims it would be rounded to the dtype of x
+        # Of no dims it would be rounded to the dtype of x.
+        factor = scale.reshape((1,) * x[at].ndim)
         torch.mul(x[at], factor, out=out[at])
     return out
 

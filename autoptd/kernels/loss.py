@@ -150,7 +150,8 @@ def chunked_loss(
     if how.wgrad is not None and weight.requires_grad:
         wanted, weight = wanted._replace(leaf=weight), weight.detach()
         if not flat.requires_grad:
-            flat = flat.detach().requires_grad_()  # so that backward comes here, even if nothing else needs a gradient
+            # So that backward comes here, even if nothing else needs a gradient.
+            flat = flat.detach().requires_grad_()
     return _ReducedLoss.apply(flat, weight, bias, labels, loss, how, total, wanted)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -246,7 +247,8 @@ class _ReducedLoss(torch.autograd.Function):
             share = share + terms.share.sum()
             if any(ctx.needs_input_grad):
                 sums.add(at, chunk.gradients(terms, torch.ones_like(terms.total)), x, weight)
-            del chunk  # before there is another one
+            # Before there is another one.
+            del chunk
         divisor = torch.ones_like(share)
         if how.reduction == "mean":
             divisor = share if total is None else divisor.mul_(total)

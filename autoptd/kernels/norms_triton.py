@@ -16,7 +16,8 @@ from autoptd.kernels.forms import wide
 from autoptd.kernels.rows_triton import computed, programs, row_size
 
 Tensor = torch.Tensor
-HELD = 8192  # elements of a row that backward keeps in registers, beside its sums
+# Elements of a row that backward keeps in registers, beside its sums.
+HELD = 8192
 
 
 def rms_norm_forward(
@@ -113,7 +114,8 @@ def _norm_backward(
     count = programs(rows, size["num_warps"], total.device)
     weight = weights[0]
     present = [one for one in weights if one is not None]
-    sums = factor.new_empty((len(present), count, width))  # every program writes its own
+    # Every program writes its own.
+    sums = factor.new_empty((len(present), count, width))
     if total.numel():
         _backward[(count,)](
             grad,
@@ -219,7 +221,8 @@ def _backward(
         row = tl.program_id(0).to(tl.int64) + step * count
         inside = column < tl.where(row < rows, width, 0)
         at = row * width + column
-        known = tl.minimum(row, rows - 1)  # behind the last row everything is 0
+        # Behind the last row everything is 0.
+        known = tl.minimum(row, rows - 1)
         r = tl.load(factor + known)
         middle = tl.load(mean + known)
         # Two policies, or the compiler would make one load of the two.

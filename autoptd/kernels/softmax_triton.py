@@ -84,7 +84,8 @@ def _forward(
     key = tl.arange(0, BLOCK)
     inside = key < keys
     x = tl.load(scores + row * keys + key, mask=inside, other=0.0)
-    x = (x.to(WIDE) * SCALE).to(x.dtype).to(WIDE)  # rounded as the plain form rounds
+    # Rounded as the plain form rounds.
+    x = (x.to(WIDE) * SCALE).to(x.dtype).to(WIDE)
     # After the scale, which may be negative.
     x = tl.where(inside, x, -float("inf"))
     if HAS_MASK:

@@ -14,9 +14,12 @@ from autoptd.planner.request import Request
 from autoptd.planner.search import Found, search
 from autoptd.planner.setting import RECOMPUTE
 
-DOUBLINGS = 10  # of the GPUs that are tried
-DEGREE_NAMES = {"b": "microbatch", **{name: name for name in "tpdcv"}}  # of columns, as keywords
-NEAR = 64  # how many smaller numbers of GPUs are tried, where the number itself is what does not do
+# Of the GPUs that are tried.
+DOUBLINGS = 10
+# Of columns, as keywords.
+DEGREE_NAMES = {"b": "microbatch", **{name: name for name in "tpdcv"}}
+# How many smaller numbers of GPUs are tried, where the number itself is what does not do.
+NEAR = 64
 
 
 def what_would_fit(request: Request, found: Found) -> tuple[str, str]:
@@ -33,7 +36,8 @@ def what_would_fit(request: Request, found: Found) -> tuple[str, str]:
     more = more_gpus(lambda count: _fits(request.but(gpus=count)), request.gpus)
     if more:
         helps.append(more)
-    if len(helps) == bool(more):  # nothing but more GPUs helps
+    # Nothing but more GPUs helps.
+    if len(helps) == bool(more):
         helps += _everything(request, more)
     if not helps:
         counts = range(request.gpus - 1, max(request.gpus - NEAR, 0), -1)

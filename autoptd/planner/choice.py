@@ -13,7 +13,8 @@ from typing import Any
 from autoptd.options import NOT_YET
 
 DEGREES = ("t", "p", "d", "c", "v", "b", "m")
-WORDS = {  # how an option that is on is called
+# How an option that is on is called.
+WORDS = {
     "recompute": "{} recomputation",
     "zero": "ZeRO-{}",
     "precision": "{}",
@@ -97,7 +98,8 @@ class Choice:
 
 def is_missing(keyword: str, value: Any) -> bool:
     """Whether the runtime does not have this value of a keyword of `parallelize`."""
-    usual = {"recompute": "none", "precision": "fp32"}  # the planner's names of what `Options` calls None
+    # The planner's names of what `Options` calls None.
+    usual = {"recompute": "none", "precision": "fp32"}
     return keyword in NOT_YET and value not in NOT_YET[keyword].neutral and value != usual.get(keyword)
 
 

@@ -25,7 +25,8 @@ from autoptd.ir.plan import check_known, nearest
 GENERATIONS = Path(__file__).parent / "software.toml"
 ELEMENT_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 OVERLAPS = ("tp_overlap", "tp_overlap_backward", "dp_overlap", "pp_overlap")
-SHARES = {*OVERLAPS, *"matrix_fraction memory_fraction unaligned unaligned_single".split()}  # 0 to 1
+# 0 to 1.
+SHARES = {*OVERLAPS, *"matrix_fraction memory_fraction unaligned unaligned_single".split()}
 SHARES |= {"fraction", "small", "causal", "flash_fraction"}
 MAY_BE_ZERO = {*OVERLAPS, *"units ramp kernel_seconds latency message small_latency nics".split()}
 MAY_BE_ZERO |= {"exchange_seconds", "extra_parameter_bytes", "context_bytes", "slack"}

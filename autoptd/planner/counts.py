@@ -23,8 +23,10 @@ from autoptd.planner.layout import vocab_rows
 from autoptd.planner.setting import full_share
 from autoptd.planner.shape import Shape
 
-Number = Any  # a number, or an array of them
-CORE = "core"  # of attention: what selective recomputation computes again (Korthikanti et al. 2022, section 5)
+# A number, or an array of them.
+Number = Any
+# Of attention: what selective recomputation computes again (Korthikanti et al. 2022, section 5)
+CORE = "core"
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,8 @@ REASONS = (
     "d does not divide the batch",
     "c does not divide the tokens",
 )
-LEAST_ACTIONS = 10_000  # simulated of a long schedule
+# Simulated of a long schedule.
+LEAST_ACTIONS = 10_000
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,8 @@ class DefaultModel:
         """Whether the schedule of a cell's way runs with its p and v."""
         schedules = self.request.schedules
         if len(schedules) == 1:
-            return np.ones(len(cells["way"]), dtype=bool)  # `_chunks` gave no others
+            # `_chunks` gave no others.
+            return np.ones(len(cells["way"]), dtype=bool)
         which = np.array([schedules.index(way[3]) for way in self.ways])[cells["way"]]
         different, back = unique_rows({"p": cells["p"], "v": cells["v"], "schedule": which}, ("p", "v", "schedule"))
         runs = {p: self._pairs(p) for p in divisors(self.request.gpus)}

@@ -32,7 +32,8 @@ from autoptd.planner.shape import Shape, find_shape
 from autoptd.planner.terms import Terms, count_terms
 
 Number = Any
-HIDDEN = {"zb_h1": 2, "zb_2p": 3}  # weight gradients that each rank in front has in the place of idle time
+# Weight gradients that each rank in front has in the place of idle time.
+HIDDEN = {"zb_h1": 2, "zb_2p": 3}
 
 
 @dataclass(frozen=True)
@@ -122,9 +123,11 @@ def _bubble(shape: Shape, setting: Setting, terms: Terms, busiest: Number, wait:
     if name in HIDDEN:
         weights = HIDDEN[name] * WEIGHT_SHARE * shape.layers / p * terms.layer.backward
         return np.where(p > 1, np.maximum(idle_1f1b - messages - (p - 1) * weights, 0.0) + messages, 0.0)
-    if name in ("1f1b", "interleaved"):  # among candidates with several chunks are some with one
+    # Among candidates with several chunks are some with one.
+    if name in ("1f1b", "interleaved"):
         around = through - p * busiest + 2 * (p - 1) * link
-        hop = 2 * link + shape.layers / p * terms.layer.whole - busiest  # the rest of the last round goes less far
+        # The rest of the last round goes less far.
+        hop = 2 * link + shape.layers / p * terms.layer.whole - busiest
         rest = np.maximum((m - 1) % p - 1, 0) * np.maximum(hop, 0.0)
         idle_1f1b = idle_1f1b + (m - 1) // p * np.maximum(around, 0.0) + rest
     return np.where(p > 1, np.where(v > 1, idle_chunks, idle_1f1b), 0.0)

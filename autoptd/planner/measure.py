@@ -32,10 +32,14 @@ Record = dict[str, Any]
 # Of calls that are timed as one, at least: the wait at their end is then nothing, and a GPU draws the power of real work.
 SECONDS = 0.05
 RUNS = 5
-SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 24)  # bytes of a collective's or message's buffer
-SIDES = {"cpu": (256, 512, 1024), "cuda": (2048, 4096, 8192)}  # of products
-SOFTWARE = {"cpu": "autoptd-cpu", "cuda": "autoptd"}  # of software.toml
-DEPTHS = {"cpu": (32, 128, 512, 1024), "cuda": (128, 512, 2048, 8192)}  # k
+# Bytes of a collective's or message's buffer.
+SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 24)
+# Of products.
+SIDES = {"cpu": (256, 512, 1024), "cuda": (2048, 4096, 8192)}
+# Of software.toml.
+SOFTWARE = {"cpu": "autoptd-cpu", "cuda": "autoptd"}
+# K.
+DEPTHS = {"cpu": (32, 128, 512, 1024), "cuda": (128, 512, 2048, 8192)}
 
 
 def measure_cluster(ranks: int = 2) -> Record:

@@ -72,7 +72,8 @@ def count_activations(shape: Shape, cluster: Cluster, setting: Setting) -> Activ
     value = e * setting.microbatch * shape.seq / setting.c * shape.hidden
     share, is_selective = setting.full_share, setting.recompute == "selective"
     kept = (1 - share) * (whole - core * is_selective) + share * value / sizes.r
-    again = whole - value / sizes.r if share else core * is_selective  # what one layer holds while it is computed again
+    # What one layer holds while it is computed again.
+    again = whole - value / sizes.r if share else core * is_selective
     head = head_operators(shape, sizes)
     logits = sum(one.saved for one in head if one.name == "cross-entropy")
     return Activations(

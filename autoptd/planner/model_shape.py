@@ -20,7 +20,8 @@ from typing import Any
 from autoptd.errors import PlanError
 from autoptd.planner.shape import Shape, find_shape
 
-NAMES: dict[str, tuple[str, ...]] = {  # field of Shape: names in configs, first match counts
+# Field of Shape: names in configs, first match counts.
+NAMES: dict[str, tuple[str, ...]] = {
     "layers": ("n_layer", "num_hidden_layers", "num_layers", "n_layers"),
     "hidden": ("n_embd", "hidden_size", "d_model", "n_embed"),
     "heads": ("n_head", "num_attention_heads", "n_heads", "num_heads"),
@@ -33,7 +34,8 @@ NAMES: dict[str, tuple[str, ...]] = {  # field of Shape: names in configs, first
 NEEDED = ("layers", "hidden", "heads", "seq")
 TIED = ("tie_word_embeddings", "tie_embeddings")
 DROPOUTS = ("dropout", "resid_pdrop", "attn_pdrop", "hidden_dropout", "attention_dropout", "residual_dropout")
-CLOSE = 0.02  # relative: how far a shape's parameters may be off the model's
+# Relative: how far a shape's parameters may be off the model's.
+CLOSE = 0.02
 
 
 def shape_of(given: Any) -> Shape:

@@ -20,9 +20,12 @@ from autoptd.planner.setting import Setting
 from autoptd.planner.terms import Passes, Terms
 from autoptd.schedule import Simulation, build_orders, simulate
 
-MOST_ACTIONS = 20_000  # simulated at once: some 0.05 s
-LEAST = 1e-12  # seconds: the simulation wants positive ones
-WEIGHT_SHARE = 0.5  # of a backward, where the schedule has weight gradients apart
+# Simulated at once: some 0.05 s.
+MOST_ACTIONS = 20_000
+# Seconds: the simulation wants positive ones.
+LEAST = 1e-12
+# Of a backward, where the schedule has weight gradients apart.
+WEIGHT_SHARE = 0.5
 
 
 @dataclass(frozen=True)

@@ -27,9 +27,12 @@ from autoptd.planner.request import make_request
 from autoptd.planner.search import Found, search
 from autoptd.planner.tables import plan_table
 
-FEW = 3  # of the best that are simulated
-POOL = 48  # candidates that the simulated ones come from
-MOST_ACTIONS = 40_000  # of all simulations together, but for the first: some 0.3 s
+# Of the best that are simulated.
+FEW = 3
+# Candidates that the simulated ones come from.
+POOL = 48
+# Of all simulations together, but for the first: some 0.3 s.
+MOST_ACTIONS = 40_000
 
 
 class Plan(RankedChoices):

@@ -22,11 +22,14 @@ from autoptd.planner.search import Columns, divisors
 from autoptd.planner.setting import RECOMPUTE
 from autoptd.planner.shape import Shape, find_shape
 
-DEGREES = {"t": "t", "p": "p", "d": "d", "c": "c", "v": "v", "microbatch": "b"}  # keyword -> column
+# Keyword -> column.
+DEGREES = {"t": "t", "p": "p", "d": "d", "c": "c", "v": "v", "microbatch": "b"}
 ANY = "any"
 ZERO = (0, 1, 2, 3)
-ANY_SCHEDULE = ("1f1b", "interleaved", "looped_bfs", "zb_h1", "zb_2p")  # gpipe takes 1f1b's time; zbv's form is a bound
-RUNS = {"recompute": ("none",), "zero": (0,)}  # what the runtime has, where it does not have the feature
+# Gpipe takes 1f1b's time; zbv's form is a bound.
+ANY_SCHEDULE = ("1f1b", "interleaved", "looped_bfs", "zb_h1", "zb_2p")
+# What the runtime has, where it does not have the feature.
+RUNS = {"recompute": ("none",), "zero": (0,)}
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,10 @@ from numpy.typing import NDArray
 
 Columns = Mapping[str, NDArray[np.int64]]
 Array = NDArray[np.float64]
-FIRST_CELLS = 512  # expanded at once in the first round, then four times as many in each that follows
-ROUNDING = 1e-9  # relative, of bounds: sums in another order
+# Expanded at once in the first round, then four times as many in each that follows.
+FIRST_CELLS = 512
+# Relative, of bounds: sums in another order.
+ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,8 @@ from autoptd.planner.cluster import ELEMENT_BYTES
 from autoptd.planner.search import ranks_in_a_domain
 from autoptd.planner.shape import Shape
 
-Number = Any  # a whole number, or an array of one for each candidate
+# A whole number, or an array of one for each candidate.
+Number = Any
 # of each stage's layers: recomputed in full, the others kept
 MIXES = {"full:1/4": 0.25, "full:1/2": 0.5, "full:3/4": 0.75}
 RECOMPUTE = ("none", "selective", *MIXES, "full")

@@ -17,7 +17,8 @@ from autoptd.errors import PlanError
 from autoptd.ir.plan import check_known
 
 FLAGS = ("biases", "positions", "tied", "dropout")
-DERIVED = ("ffn", "kv_heads", "head_dim")  # 0 stands for what a GPT has
+# 0 stands for what a GPT has.
+DERIVED = ("ffn", "kv_heads", "head_dim")
 
 
 @dataclass(frozen=True)

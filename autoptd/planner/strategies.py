@@ -16,8 +16,10 @@ from autoptd.planner.cluster import Cluster, find_cluster
 from autoptd.planner.plan import plan
 from autoptd.planner.tables import MEANING
 
-SLOWER = 10  # times less bandwidth between nodes
-WORK = ("compute", "recompute", "optimizer")  # what is done rather than waited for
+# Times less bandwidth between nodes.
+SLOWER = 10
+# What is done rather than waited for.
+WORK = ("compute", "recompute", "optimizer")
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ from typing import Any
 
 from autoptd.planner.ranked import RankedChoices
 
-NAMES = {  # of the terms
+# Of the terms.
+NAMES = {
     "compute": "compute",
     "recompute": "recompute",
     "exposed_memory": "memory",

@@ -80,7 +80,8 @@ class _Counter:
         self.e = self.clock.element_bytes
         is_split = setting.sequence_parallel
         self.sizes = Sizes(setting.microbatch, setting.t, setting.c, setting.t if is_split else 1, self.e)
-        self.value_bytes = self.e * setting.microbatch * shape.seq / setting.c * shape.hidden  # of a residual, whole
+        # Of a residual, whole.
+        self.value_bytes = self.e * setting.microbatch * shape.seq / setting.c * shape.hidden
 
     def terms(self) -> Terms:
         local, remote = self._links()
@@ -220,7 +221,8 @@ class _Counter:
     def _tie(self) -> Number:
         """The two copies of a tied embedding are summed between the first and the last pipeline rank."""
         setting = self.setting
-        if not self.shape.tied or setting.schedule_name == "zbv":  # whose first rank has both ends
+        # Whose first rank has both ends.
+        if not self.shape.tied or setting.schedule_name == "zbv":
             return 0.0
         nbytes = vocab_rows(self.shape, setting.t) * self.shape.hidden * self._gradient_bytes()
         is_local = setting.p <= setting.local("pp", self.cluster.gpus_per_node)

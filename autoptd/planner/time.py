@@ -18,7 +18,8 @@ from autoptd.planner.cluster import ELEMENT_BYTES, Cluster
 from autoptd.planner.counts import Operator
 
 Number = Any
-ALIGNED = 8  # elements
+# Elements.
+ALIGNED = 8
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,8 @@ from autoptd.program.program import Program
 from autoptd.program.specs import Collective
 from autoptd.schedule import simulate
 
-BACKWARD_MOVES = 1.5  # of what forward moves
+# Of what forward moves.
+BACKWARD_MOVES = 1.5
 PRECISIONS = {"torch.bfloat16": "bf16", "bfloat16": "bf16", "torch.float16": "fp16", "float16": "fp16"}
 
 

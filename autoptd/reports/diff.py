@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
 NOTHING = "nothing"
 COMPARED = ("mesh", "v", "num_microbatches", "schedule_name", "plan", "params", "collectives", "fallbacks")
-LEFT_OUT = ("buffers", "graphs", "explainer", "painter", "costs", "lines")  # values, and what follows from the rest
+# Values, and what follows from the rest.
+LEFT_OUT = ("buffers", "graphs", "explainer", "painter", "costs", "lines")
 
 
 def diff(a: Any, b: Any) -> str:
@@ -60,7 +61,8 @@ def _costs(a: Program, b: Program) -> list[str]:
     """A table A | B of what people compare, where it differs; nothing for programs that were written by hand."""
     if not (a.costs.cut.seconds and b.costs.cut.seconds):
         return []
-    from autoptd.reports.summary import summarize  # the passes: two plans need none of them
+    # The passes: two plans need none of them.
+    from autoptd.reports.summary import summarize
 
     sides = [_costs_of(summarize(one)) for one in (a, b)]
     rows = [(name, *(one.get(name, NOTHING) for one in sides)) for name in {**sides[0], **sides[1]}]

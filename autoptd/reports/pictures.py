@@ -24,7 +24,8 @@ from autoptd.program.program import Program
 from autoptd.runtime.timeline import Span
 
 Size = Callable[[Node], tuple[int, ...]]
-LEAST = 1e-12  # seconds: the simulation wants positive ones
+# Seconds: the simulation wants positive ones.
+LEAST = 1e-12
 
 
 def draw_program(program: Program, folder: Path, spans: Sequence[Span] = ()) -> None:

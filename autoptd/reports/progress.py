@@ -64,8 +64,10 @@ class Progress:
         self._peak = peak
         self.is_first = pm.coordinate == Coordinate()
         self.losses: list[float] = []
-        self.seconds: list[float] = []  # of every step, from the end of the one before
-        self.times: tuple[StepTimes, ...] = ()  # of the last step that was measured
+        # Of every step, from the end of the one before.
+        self.seconds: list[float] = []
+        # Of the last step that was measured.
+        self.times: tuple[StepTimes, ...] = ()
         self._steps_begun = 0
         self._is_measured = False
         self._stream = stream if stream is not None else sys.stderr
@@ -107,7 +109,8 @@ class Progress:
             self._log.flush()
         if self._board:
             for name, value in record.items():
-                if name != "step":  # of a number per rank, the largest
+                # Of a number per rank, the largest.
+                if name != "step":
                     self._board.add_scalar(name, max(value) if isinstance(value, list) else value, record["step"])
         self._tell(record)
 
@@ -210,9 +213,11 @@ def known_peak(device: str, dtype: str) -> float | None:
     """
     words = set(re.split(r"[^A-Za-z0-9]+", device))
     named = [gpu for gpu in read_gpus().values() if words.issuperset(gpu["device"].split())]
-    if "MIG" in words or not named:  # a part of one
+    # A part of one.
+    if "MIG" in words or not named:
         return None
-    gpu = max(named, key=lambda gpu: len(gpu["device"].split()))  # "H100 NVL" goes before "H100"
+    # "H100 NVL" goes before "H100".
+    gpu = max(named, key=lambda gpu: len(gpu["device"].split()))
     half = gpu["matrix_flops"]
     peaks = {"float16": half, "bfloat16": half if gpu.get("bf16", True) else None}
     peaks |= {"tf32": gpu.get("tf32_flops"), "float32": gpu.get("float32_flops")}

@@ -28,7 +28,8 @@ from autoptd.viz.highlight import python_html
 from autoptd.viz.page import Tab, folded, heading, markdown_html, page, paragraph, picture, source, table, tiles
 from autoptd.viz.words import bytes_text, count_text
 
-LARGEST = 600  # operators of a stage of which a picture is drawn in full
+# Operators of a stage of which a picture is drawn in full.
+LARGEST = 600
 
 
 def write_report(program: Program, path: str | Path, name: str = "", record: Record | None = None) -> None:

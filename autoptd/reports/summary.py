@@ -132,9 +132,8 @@ def _remarks(program: Program) -> Iterator[str]:
     """What is trained in 16 bits has no float32 copy: torch's optimizers step the parameter itself."""
     narrow = {one.dtype for one in program.params if one.requires_grad and _itemsize(one.dtype) == 2}
     for dtype in sorted(narrow):
-        lost = round(
-            4 / torch.finfo(getattr(torch, dtype)).eps
-        )  # of less than half a unit in the last place, nothing stays
+        # Of less than half a unit in the last place, nothing stays.
+        lost = round(4 / torch.finfo(getattr(torch, dtype)).eps)
         yield (
             f"{dtype} parameters are stepped as they are, with moments in {dtype}: an update of less than 1/{lost} of a weight "
             "is lost. Train in float32, or keep float32 copies of the parameters, step those, and copy them back."
@@ -146,7 +145,8 @@ def _rank(program: Program, pp: int, activations: int, seconds: float) -> RankCo
     held = [one for one in program.params if pp in one.owners(program.ranks)]
     trained = [one for one in held if one.requires_grad]
     stages = tuple(stage for stage, rank in enumerate(program.ranks) if rank == pp)
-    extra = [one for one in trained if one.grad_dtype and _itemsize(one.dtype) < 8]  # a sum beside the gradient
+    # A sum beside the gradient.
+    extra = [one for one in trained if one.grad_dtype and _itemsize(one.dtype) < 8]
     flops = sum(costs.flops_per_stage[stage] + costs.backward_flops_per_stage[stage] for stage in stages)
     return RankCosts(
         pp,
@@ -294,7 +294,8 @@ def seconds_text(seconds: float) -> str:
     for unit, scale in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
         if seconds * scale >= 1 or unit == "us":
             return f"{seconds * scale:.3g} {unit}"
-    raise AssertionError  # the last unit takes everything
+    # The last unit takes everything.
+    raise AssertionError
 
 
 def _table(names: tuple[str, ...], rows: list[tuple[str, ...]]) -> Iterator[str]:

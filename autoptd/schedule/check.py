@@ -20,7 +20,8 @@ from collections.abc import Iterator, Sequence
 from autoptd.ir.actions import COMPUTES, RECVS, SENDS, Action, Kind, ranks_of_stages
 from autoptd.schedule.wiring import Link, Wiring, partner
 
-Place = tuple[int, int]  # rank, index in its order
+# Rank, index in its order.
+Place = tuple[int, int]
 Places = dict[Action, Place]
 COMPUTE_OF = {Kind.SEND_F: Kind.F, Kind.RECV_F: Kind.F, Kind.SEND_B: Kind.B, Kind.RECV_B: Kind.B}
 
@@ -30,7 +31,8 @@ def find_faults(orders: Sequence[Sequence[Action]], links: Sequence[Link]) -> li
     places: Places = {}
     ranks = ranks_of_stages(orders)
     faults = list(_place(orders, ranks, places)) + list(_check_grid(places, ranks, len(orders)))
-    if not faults:  # what follows would only repeat them
+    # What follows would only repeat them.
+    if not faults:
         faults += _check_sequence(places)
         if has_transfers(orders):
             faults += _check_messages(places, Wiring(links, ranks))

@@ -14,8 +14,10 @@ from collections.abc import Callable, Sequence
 from autoptd.ir.actions import Action
 from autoptd.schedule.simulate import simulate
 
-LONGEST = 10_000  # actions: up to 30 ms a run
-LEAST = 1e-12  # seconds: the simulation wants positive ones
+# Actions: up to 30 ms a run.
+LONGEST = 10_000
+# Seconds: the simulation wants positive ones.
+LEAST = 1e-12
 
 
 def finish_of(orders: Sequence[Sequence[Action]]) -> Callable[[Sequence[float]], float] | None:

@@ -14,9 +14,12 @@ from numbers import Real
 
 from autoptd.ir.actions import COMPUTES, Action, Kind
 
-Span = tuple[Action, float, float]  # what, start, end
-Gap = tuple[float, float]  # start, end
-Curve = tuple[tuple[float, float], ...]  # (time, bytes from then on), times ascending
+# What, start, end.
+Span = tuple[Action, float, float]
+# Start, end.
+Gap = tuple[float, float]
+# (time, bytes from then on), times ascending.
+Curve = tuple[tuple[float, float], ...]
 
 
 @dataclass(frozen=True)

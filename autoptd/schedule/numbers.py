@@ -18,7 +18,8 @@ from collections.abc import Iterator, Sequence
 from autoptd.ir.actions import COMPUTES, SENDS, Action, Kind
 from autoptd.schedule.wiring import Wiring, partner
 
-Row = tuple[Kind, int, int]  # kind, stage, peer
+# Kind, stage, peer.
+Row = tuple[Kind, int, int]
 
 
 class Numbers:
@@ -28,7 +29,8 @@ class Numbers:
         self.wiring, self.width = wiring, m + 1
         kinds = COMPUTES if has_weights else (Kind.F, Kind.B)
         self.rows: list[Row] = []
-        self.ranks: list[int] = []  # whose it is
+        # Whose it is.
+        self.ranks: list[int] = []
         for stage, rank in enumerate(wiring.ranks):
             row = list(_rows(stage, kinds, wiring if has_transfers else None))
             self.rows += [*row, (Kind.REDUCE, stage, -1)] if has_reduces else row

@@ -34,8 +34,10 @@ from autoptd.schedule.sweep import Sweep
 from autoptd.schedule.wiring import Link, Wiring
 
 LinkTimes = float | Mapping[tuple[int, int], float] | Callable[[int, int], float]
-KIND, MICROBATCH = itemgetter(0), itemgetter(2)  # of an action
-SHOWN = 20  # faults printed of a broken schedule: one slip can cause thousands
+# Of an action.
+KIND, MICROBATCH = itemgetter(0), itemgetter(2)
+# Faults printed of a broken schedule: one slip can cause thousands.
+SHOWN = 20
 
 
 def simulate(
@@ -78,7 +80,8 @@ def number_actions(orders: Sequence[Sequence[Action]], links: Sequence[Link]) ->
         return None
     if min(min(map(MICROBATCH, order)) for order in orders) < -1:
         return None
-    kinds = set(map(KIND, orders[0]))  # where another rank has others, it does not do all that it must
+    # Where another rank has others, it does not do all that it must.
+    kinds = set(map(KIND, orders[0]))
     return Numbers(
         Wiring(links, ranks),
         m=1 + max(max(map(MICROBATCH, order)) for order in orders),
@@ -101,7 +104,8 @@ def have_one_order(numbers: Numbers, numbered: Sequence[Sequence[int]]) -> bool:
     """Whether all messages move if every rank ends each of its transfers before it begins the next."""
     queues = _messages(numbers, numbered)
     at = [0] * len(queues)
-    here: dict[int, int] = {}  # message -> the rank that stands at it
+    # Message -> the rank that stands at it.
+    here: dict[int, int] = {}
     runnable = list(range(len(queues)))
     while runnable:
         rank = runnable.pop()

@@ -18,8 +18,10 @@ from autoptd.schedule.numbers import Numbers, Row
 from autoptd.schedule.wiring import partner
 
 COMPUTE, SEND, RECEIVE, REDUCE = range(4)
-Need = tuple[int, float]  # distance to the number of what is needed, time that it travels
-Plan = tuple[int, float, list[Need], int]  # what, duration, needs, number of the channel: of a row of actions
+# Distance to the number of what is needed, time that it travels.
+Need = tuple[int, float]
+# What, duration, needs, number of the channel: of a row of actions.
+Plan = tuple[int, float, list[Need], int]
 
 
 class Sweep:
@@ -36,19 +38,27 @@ class Sweep:
         self.numbers, self.orders, self.numbered = numbers, orders, numbered
         self.durations, self.link_time = durations, link_time
         ranks = range(len(orders))
-        self.starts: list[list[float]] = [[] for _ in ranks]  # of computations
+        # Of computations.
+        self.starts: list[list[float]] = [[] for _ in ranks]
         self.ends: list[list[float]] = [[] for _ in ranks]
-        self.at = [0 for _ in ranks]  # index of the next action
+        # Index of the next action.
+        self.at = [0 for _ in ranks]
         self.clock: list[float] = [0 for _ in ranks]
-        self.blocked = [-1 for _ in ranks]  # the number that a rank waits for
+        # The number that a rank waits for.
+        self.blocked = [-1 for _ in ranks]
         self.runnable = deque(ranks)
-        self.waiting: dict[int, list[int]] = {}  # number -> ranks that wait for it
+        # Number -> ranks that wait for it.
+        self.waiting: dict[int, list[int]] = {}
         events = len(numbers.rows) * numbers.width
-        self.done: list[float | None] = [None] * events  # by number: computations, and RECVs whose message has arrived
-        self.half: list[float | None] = [None] * events  # RECVs of which one side has been issued: when
-        self.channels: dict[tuple[int, int], int] = {}  # (from rank, to rank) -> number of the channel
+        # By number: computations, and RECVs whose message has arrived.
+        self.done: list[float | None] = [None] * events
+        # RECVs of which one side has been issued: when.
+        self.half: list[float | None] = [None] * events
+        # (from rank, to rank) -> number of the channel.
+        self.channels: dict[tuple[int, int], int] = {}
         self.plans = [self._plan(row, needs) for row, needs in zip(numbers.rows, numbers.needs, strict=True)]
-        self.free: list[float] = [0] * len(self.channels)  # when the last message of a channel has moved
+        # When the last message of a channel has moved.
+        self.free: list[float] = [0] * len(self.channels)
 
     def _plan(self, row: Row, needs: Sequence[tuple[int, int]]) -> Plan:
         """What the sweep has to know of the actions of a row."""
@@ -110,7 +120,8 @@ class Sweep:
                 if what == SEND:
                     if done[number + needs[0][0]] is None:
                         return False
-                    number += needs[1][0]  # of the RECV
+                    # Of the RECV.
+                    number += needs[1][0]
                 issued = half[number]
                 if issued is None:
                     half[number] = clock
@@ -154,7 +165,8 @@ class Sweep:
                 where = self.orders[rank][self.at[rank]]
                 lines.append(f"rank {rank} waits in {where} for {what} of rank {owner[rank]}")
         path = [min(owner)]
-        while path[-1] not in path[:-1]:  # whoever a blocked rank waits for is blocked too, as all others are done
+        # Whoever a blocked rank waits for is blocked too, as all others are done.
+        while path[-1] not in path[:-1]:
             path.append(owner[path[-1]])
         circle = path[path.index(path[-1]) :]
         return f"deadlock: {'; '.join(lines)}; the circle is rank {' -> '.join(map(str, circle))}"

@@ -25,7 +25,8 @@ from autoptd.ir.actions import COMPUTES, SENDS, Action, Kind, Orders, ranks_of_s
 from autoptd.schedule.simulate import simulate
 from autoptd.schedule.wiring import Link, Wiring, partner
 
-GRADIENTS = (Kind.B, Kind.W, Kind.SEND_B)  # what a stage is reduced after
+# What a stage is reduced after.
+GRADIENTS = (Kind.B, Kind.W, Kind.SEND_B)
 
 
 def add_transfers(orders: Sequence[Sequence[Action]], links: Sequence[Link]) -> Orders:

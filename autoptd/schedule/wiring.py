@@ -17,7 +17,8 @@ from collections.abc import Sequence
 from autoptd.errors import InternalError
 from autoptd.ir.actions import Action, Kind
 
-Link = tuple[int, int, bool]  # source stage, target stage, has_grad
+# Source stage, target stage, has_grad.
+Link = tuple[int, int, bool]
 PARTNER = {
     Kind.SEND_F: Kind.RECV_F,
     Kind.RECV_F: Kind.SEND_F,
@@ -39,10 +40,14 @@ class Wiring:
 
     def __init__(self, links: Sequence[Link], ranks: Sequence[int]) -> None:
         self.ranks = ranks
-        self.sources: dict[int, list[int]] = defaultdict(list)  # stage -> stages whose values it reads
-        self.targets: dict[int, list[int]] = defaultdict(list)  # stage -> stages that read its values
-        self.grad_sources: dict[int, list[int]] = defaultdict(list)  # stage -> stages it gives gradients to
-        self.grad_targets: dict[int, list[int]] = defaultdict(list)  # stage -> stages it gets gradients from
+        # Stage -> stages whose values it reads.
+        self.sources: dict[int, list[int]] = defaultdict(list)
+        # Stage -> stages that read its values.
+        self.targets: dict[int, list[int]] = defaultdict(list)
+        # Stage -> stages it gives gradients to.
+        self.grad_sources: dict[int, list[int]] = defaultdict(list)
+        # Stage -> stages it gets gradients from.
+        self.grad_targets: dict[int, list[int]] = defaultdict(list)
         for source, target in sorted({(source, target) for source, target, _ in links}):
             if not 0 <= source < target:
                 raise InternalError(f"link from stage {source} to stage {target}", "values flow to later stages only")

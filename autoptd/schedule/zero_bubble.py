@@ -50,8 +50,10 @@ class _Game:
         self.stages = [[s for s in reversed(range(len(ranks))) if ranks[s] == rank] for rank in range(count)]
         self.orders: Orders = [[] for _ in range(count)]
         self.done: dict[Action, int] = {}
-        self.forwards, self.backwards = [0] * len(ranks), [0] * len(ranks)  # how many a stage has done
-        self.waiting: list[deque[Action]] = [deque() for _ in range(count)]  # the W of a rank
+        # How many a stage has done.
+        self.forwards, self.backwards = [0] * len(ranks), [0] * len(ranks)
+        # The W of a rank.
+        self.waiting: list[deque[Action]] = [deque() for _ in range(count)]
         self.live = [0] * count
 
     def to_the_end(self) -> None:

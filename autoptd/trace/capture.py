@@ -71,7 +71,8 @@ def capture(
     leaves, tree = tree_flatten((args, kwargs))
     fresh = [leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     call_args, call_kwargs = tree_unflatten(fresh, tree)
-    registered = {id(one): name for name, one in model.named_parameters()}  # fake while the forward is traced
+    # Fake while the forward is traced.
+    registered = {id(one): name for name, one in model.named_parameters()}
     wrapper = Watched(model, loss_fn, around=partial(Operands, model, registered))
     exported, checkpointed = _export(wrapper, call_args, call_kwargs)
     check_changes(wrapper, args, kwargs)
@@ -160,20 +161,21 @@ def _read(
 ) -> tuple[Graph, tuple[tuple[str, int], ...], dict[str, torch.Tensor]]:
     """Copy the exported graph with one placeholder per parameter, buffer and input, and a Note on every node."""
     signature = exported.graph_signature
-    parameters = dict(
-        signature.inputs_to_parameters
-    )  # properties of the signature: each access builds the mapping anew
+    # Properties of the signature: each access builds the mapping anew.
+    parameters = dict(signature.inputs_to_parameters)
     lifted = dict(signature.inputs_to_lifted_tensor_constants)
     constants = {**signature.inputs_to_buffers, **lifted}
     stored = {**dict(wrapper.named_buffers(remove_duplicate=False)), **exported.constants}
     graph, mapping = Graph(), dict[Node, Node]()
     given = [spec.arg.name for spec in signature.input_specs if spec.kind is InputKind.USER_INPUT]
-    leaf_of = {name: leaf for leaf, name in enumerate(given)}  # constants of the call are among them
+    # Constants of the call are among them.
+    leaf_of = {name: leaf for leaf, name in enumerate(given)}
     inputs: list[tuple[str, int]] = []
     buffers: dict[str, torch.Tensor] = {}
     seen: dict[str, Node] = {}
     for node in exported.graph.nodes:
-        if node in mapping:  # a reader of a region that was inlined
+        # A reader of a region that was inlined.
+        if node in mapping:
             continue
         if node.op == "placeholder" and node.name in parameters:
             name = first_name[parameters[node.name].removeprefix("model.")]
@@ -184,9 +186,8 @@ def _read(
             buffers[name] = stored[constants[node.name]].detach()
             _check_kept(buffers[name], wrapper)
             if node.name in lifted:
-                note(mapping[node]).extra["constant"] = buffers[
-                    name
-                ]  # made in forward: may follow the size of the batch
+                # Made in forward: may follow the size of the batch.
+                note(mapping[node]).extra["constant"] = buffers[name]
         elif node.op == "placeholder" and node.name in leaf_of:
             leaf = leaf_of[node.name]
             if isinstance(leaves[leaf], torch.Tensor):
@@ -311,7 +312,8 @@ def _forget_lost_gradients(graph: Graph) -> None:
     live = set(output(graph).all_input_nodes)
     for node in reversed(graph.nodes):
         if node not in live:
-            note(node).needs_grad = False  # the output itself as well: it has no value of its own
+            # The output itself as well: it has no value of its own.
+            note(node).needs_grad = False
         elif note(node).needs_grad:
             live.update(node.all_input_nodes)
 

@@ -16,7 +16,8 @@ from functools import partial
 
 import torch
 
-PIECE = 1 << 20  # entries that are compared at once
+# Entries that are compared at once.
+PIECE = 1 << 20
 
 
 class Reference:
@@ -38,10 +39,12 @@ class Reference:
         met: dict[str, float] = {}
 
         def look(name: str, gradient: torch.Tensor | None) -> torch.Tensor | None:
-            if gradient is None:  # a custom backward says so
+            # A custom backward says so.
+            if gradient is None:
                 return None
             met[name] = difference(self._gradients[name], gradient)
-            return gradient.new_zeros(()).expand_as(gradient)  # what autograd keeps in its place
+            # What autograd keeps in its place.
+            return gradient.new_zeros(()).expand_as(gradient)
 
         hooks = [leaf.register_hook(partial(look, name)) for name, leaf in parameters.items()]
         try:
@@ -78,7 +81,8 @@ def difference(one: torch.Tensor | None, other: torch.Tensor | None) -> float:
         return 0.0
     pairs = zip(_pieces(one), _pieces(other), strict=True)
     largest = float(torch.stack([(a.double() - b.double()).abs().max() for a, b in pairs]).max())
-    if math.isfinite(largest):  # then all entries are
+    # Then all entries are.
+    if math.isfinite(largest):
         return largest
     return math.inf if _is_finite(one) or _is_finite(other) else 0.0
 

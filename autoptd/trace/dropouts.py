@@ -60,7 +60,8 @@ def _rewrite_dropout(graph: Graph, node: Node) -> None:
     if not drops(node):
         node.replace_all_uses_with(node.args[0])
         graph.erase_node(node)
-    elif node.args[1] == 1:  # nothing is drawn
+    # Nothing is drawn.
+    elif node.args[1] == 1:
         node.target, node.args = aten.mul.Tensor, (node.args[0], 0.0)
 
 

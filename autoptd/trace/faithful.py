@@ -31,9 +31,12 @@ from autoptd.trace.watched import Watched, check_changes
 # is added to that entry: a gradient that is zero but for rounding must not be held against itself.
 TOLERANCES = {torch.float64: (1e-9, 1e-3), torch.float32: (1e-5, 1e-1)}
 TOLERANCE_OF_HALF = (2.0**-7, 1.0)
-SEVERAL = 4  # times what two runs of the model differ by, where its kernels add in any order
-LARGEST_SCORES = 1 << 28  # entries
-LARGEST_NOISE = 2.0**-4  # a model that differs more from itself is no function of its inputs
+# Times what two runs of the model differ by, where its kernels add in any order.
+SEVERAL = 4
+# Entries.
+LARGEST_SCORES = 1 << 28
+# A model that differs more from itself is no function of its inputs.
+LARGEST_NOISE = 2.0**-4
 
 Result = TypeVar("Result")
 

@@ -27,7 +27,8 @@ from autoptd.trace import dropouts
 
 aten = torch.ops.aten
 MAY_ALIAS = {"aten.reshape", "aten.contiguous", "aten.to", "aten.flatten", "aten.expand_as"}
-ASSIGNS = {"aten.copy_", "aten.fill_"}  # what was there before does not matter
+# What was there before does not matter.
+ASSIGNS = {"aten.copy_", "aten.fill_"}
 
 
 def functionalize(graph: Graph) -> None:
@@ -41,7 +42,8 @@ def functionalize(graph: Graph) -> None:
             continue
         target = node.args[0]
         assert isinstance(target, Node)
-        if op_name(node) == "aten.copy_" and _is_same(target, node.args[1]):  # the last step of `h[0] += 1`
+        # The last step of `h[0] += 1`
+        if op_name(node) == "aten.copy_" and _is_same(target, node.args[1]):
             latest[node] = target
             continue
         views = _views_to_base(target)
@@ -107,7 +109,8 @@ def _check_fresh(node: Node, views: list[Node], position: dict[Node, int], lates
         raise TraceError(site(node), "an argument of the model is changed in place", "write out of place: x = x + y")
     at = position[node]
     older = {one for view in views for one in _aliases(view, {*views}) if position.get(one, -1) < at}
-    older |= {old for old, new in latest.items() if new in older}  # later readers still name these
+    # Later readers still name these.
+    older |= {old for old, new in latest.items() if new in older}
     if _is_view(base) or any(position.get(user, -1) > at for one in older for user in one.users):
         fact = "an in-place write goes through a view"
         raise TraceError(site(node), fact, "write out of place: torch.where, torch.cat")
@@ -154,7 +157,8 @@ def _assigned(calls: _Calls, node: Node, target: Node) -> Node:
         source = calls.make(aten.to.dtype, source, wanted.dtype)
     if shape(source) != shape(target):
         source = calls.make(aten.expand.default, source, list(shape(target)))
-    return calls.make(aten.clone.default, source)  # of its own: the next write must not reach what was copied
+    # Of its own: the next write must not reach what was copied.
+    return calls.make(aten.clone.default, source)
 
 
 def _put_back(calls: _Calls, view: Node, whole: Node, piece: Node) -> Node:

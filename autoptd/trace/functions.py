@@ -24,9 +24,12 @@ from autoptd.trace.outside import outside_state
 
 STATE_REMEDY = "pass it as an argument of apply (a tensor that is an input of the model), or write it as a constant"
 REMEDY = "write it with differentiable torch operators"
-SIZES = (1e-2, 1.0, 1e2)  # of the random numbers; of the gradients that come in, their third power
-TOLERANCE = 1e-7  # in float64, of the largest entry
-LARGEST = 1 << 20  # entries of an argument that is tried as it is; larger ones are made small
+# Of the random numbers; of the gradients that come in, their third power.
+SIZES = (1e-2, 1.0, 1e2)
+# In float64, of the largest entry.
+TOLERANCE = 1e-7
+# Entries of an argument that is tried as it is; larger ones are made small.
+LARGEST = 1 << 20
 PLAIN = (int, float, bool, str, torch.dtype, type(None))
 
 
@@ -71,7 +74,8 @@ def run_forward(function: Any, args: Sequence[Any]) -> Any:
     has_context = function.setup_context is torch.autograd.Function.setup_context
     try:
         return function.forward(*([_Context(args)] if has_context else []), *args)
-    except AttributeError as error:  # a method of the context that changes what autograd does
+    # A method of the context that changes what autograd does.
+    except AttributeError as error:
         fact = f"its backward is not traced: {error}"
         raise TraceError(f"autograd.Function {function.__name__}", fact, REMEDY) from error
 

@@ -25,7 +25,8 @@ from torch.fx.node import map_arg
 from autoptd.ir.notes import note, set_note, shape, value
 
 aten = torch.ops.aten
-LARGEST = 1 << 20  # entries of an index that is looked at
+# Entries of an index that is looked at.
+LARGEST = 1 << 20
 
 
 def rewrite_index(graph: Graph, node: Node) -> None:
@@ -36,7 +37,8 @@ def rewrite_index(graph: Graph, node: Node) -> None:
     size, out = shape(x), shape(node)  # type: ignore[arg-type]
     if not indices or None in indices:
         return
-    met = out[: len(out) - (len(size) - len(indices))]  # the dims of all indices together
+    # The dims of all indices together.
+    met = out[: len(out) - (len(size) - len(indices))]
     places = [_counted_along(one, n, len(met)) for one, n in zip(indices, size, strict=False)]
     if None not in places:
         _index_to_view(graph, node, [place for place in places if place is not None], met)
@@ -86,7 +88,8 @@ def _index_to_gather(
     with graph.inserting_before(node):
         if order != list(range(len(size))):
             x = _call(graph, node, aten.permute.default, x, order)
-        from_end = _call(graph, node, aten.lt.Scalar, ids, 0)  # which gather does not know
+        # Which gather does not know.
+        from_end = _call(graph, node, aten.lt.Scalar, ids, 0)
         ids = _call(
             graph, node, aten.where.self, from_end, _call(graph, node, aten.add.Tensor, ids, size[looked_up]), ids
         )

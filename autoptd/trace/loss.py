@@ -24,7 +24,8 @@ class WithLoss(nn.Module):
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None) -> None:
         super().__init__()
         self.model, self.loss_fn = model, loss_fn
-        self.training = model.training  # nn.Module.__init__ says True
+        # nn.Module.__init__ says True.
+        self.training = model.training
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         if self.loss_fn is None:

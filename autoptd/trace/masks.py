@@ -20,7 +20,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from autoptd.compat import TorchDispatchMode, plain_checkpoints
 
 aten = torch.ops.aten
-MaskOf = Callable[[int, torch.Tensor, float], torch.Tensor]  # (site, a tensor of the size, share that is kept) -> bool
+# (site, a tensor of the size, share that is kept) -> bool.
+MaskOf = Callable[[int, torch.Tensor, float], torch.Tensor]
 
 
 @contextmanager
@@ -47,7 +48,8 @@ class _Masks(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is aten.bernoulli_.float:
-            x, keep = args[0], args[1] if len(args) > 1 else 0.5  # a default is not passed on
+            # A default is not passed on.
+            x, keep = args[0], args[1] if len(args) > 1 else 0.5
             return x.copy_(self._mask_of(next(self._sites), x, keep))
         if func is aten.native_dropout.default:
             x, rate = args[:2]

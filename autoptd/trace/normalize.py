@@ -40,7 +40,8 @@ def normalize(graph: Graph) -> None:
     for node in list(graph.nodes):
         if node.op == "call_function":
             _normalize_one(graph, node)
-    graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output"))  # dead dropouts as well
+    # Dead dropouts as well.
+    graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output"))
     for node in list(graph.nodes):
         if node.op == "placeholder" and not node.users and note(node).kind != "input":
             graph.erase_node(node)
@@ -74,7 +75,8 @@ def _normalize_one(graph: Graph, node: Node) -> None:
         node.target, node.args = aten.slice.Tensor, (x, dim, start, start + length)
     elif name in ("aten.split", "aten.split_with_sizes", "aten.chunk"):
         _normalize_split(node)
-    elif name == "aten.squeeze":  # of the dims that are 1 here; a rank's part may have more of them
+    # Of the dims that are 1 here; a rank's part may have more of them.
+    elif name == "aten.squeeze":
         _normalize_squeeze(graph, node)
     elif name in ("aten.mT", "aten.mH") and not value(node).is_complex():
         node.target, node.args = aten.transpose.int, (node.args[0], -2, -1)
@@ -96,9 +98,11 @@ def _normalize_one(graph: Graph, node: Node) -> None:
         node.target = aten.expand.default
     elif name == "aten.index":
         indices.rewrite_index(graph, node)
-    elif name in SIZES_OF_ANOTHER:  # the other tensor gives its shape only
+    # The other tensor gives its shape only.
+    elif name in SIZES_OF_ANOTHER:
         node.target, node.args = SIZES_OF_ANOTHER[name], (node.args[0], list(shape(node)))
-    elif name in NEW:  # the tensor gives its dtype only
+    # The tensor gives its dtype only.
+    elif name in NEW:
         node.target, node.args, node.kwargs = NEW[name], node.args[1:], {"dtype": value(node).dtype}
     elif name == "aten.broadcast_tensors":
         _normalize_broadcast(graph, node)
@@ -110,7 +114,8 @@ def _normalize_one(graph: Graph, node: Node) -> None:
         _split_reduction(graph, node)
     elif name in CASTS:
         _normalize_cast(graph, node)
-    elif name == "aten.rrelu" and not _argument(node, "training"):  # its slope is drawn in training only
+    # Its slope is drawn in training only.
+    elif name == "aten.rrelu" and not _argument(node, "training"):
         lower, upper = _argument(node, "lower"), _argument(node, "upper")
         node.target, node.args, node.kwargs = aten.leaky_relu.default, (node.args[0], (lower + upper) / 2), {}
     elif name in RECURRENT and not _is_random(node):
@@ -260,7 +265,8 @@ def _normalize_cast(graph: Graph, node: Node) -> None:
 def _is_random(node: Node) -> bool:
     if op_name(node) in (dropouts.NAME, dropouts.ATTENTION) or not isinstance(node.target, torch._ops.OpOverload):
         return False
-    if op_name(node) in RECURRENT:  # between layers only
+    # Between layers only.
+    if op_name(node) in RECURRENT:
         return bool(_argument(node, "dropout") and _argument(node, "train") and _argument(node, "num_layers") > 1)
     return torch.Tag.nondeterministic_seeded in node.target.tags
 

@@ -18,7 +18,8 @@ import torch
 
 from autoptd.trace.state import PLAIN
 
-FIXED = PLAIN  # but their name may be rebound
+# But their name may be rebound.
+FIXED = PLAIN
 MUTABLE = (torch.Tensor, dict, list, set, bytearray)
 LIBRARIES = {
     "torch",
@@ -79,7 +80,8 @@ def _outside_names(function: Any, code: types.CodeType) -> dict[str, Any]:
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
             found[name] = cell.cell_contents
-        except ValueError:  # not assigned yet
+        # Not assigned yet.
+        except ValueError:
             found[name] = NOTHING
     return found
 
@@ -88,11 +90,13 @@ def _may_change(name: str, value: Any, owner: Any) -> bool:
     """Whether a program may give what was read another value between two steps."""
     if value is NOTHING or callable(value) or isinstance(value, (types.ModuleType, enum.Enum)):
         return False
-    if not isinstance(value, (*FIXED, *MUTABLE)) and _is_library(type(value).__module__):  # a logger
+    # A logger.
+    if not isinstance(value, (*FIXED, *MUTABLE)) and _is_library(type(value).__module__):
         return False
     if isinstance(owner, types.ModuleType):
         return not _is_library(owner.__name__)
-    if isinstance(owner, types.FunctionType):  # a name of the function's own file, or of the function around it
+    # A name of the function's own file, or of the function around it.
+    if isinstance(owner, types.FunctionType):
         rebinds = name in _rebound(owner.__globals__)
         return rebinds or not isinstance(value, (*FIXED, tuple, frozenset))
     return not _is_library(getattr(owner, "__module__", None) or type(owner).__module__)

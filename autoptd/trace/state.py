@@ -31,9 +31,12 @@ from autoptd.errors import TraceError
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 OPAQUE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
-OWN = {key for key in vars(nn.Module()) if key.startswith("_")}  # of nn.Module itself: hooks and names, no state
-LARGEST = 4096  # entries of a container that are looked at
-DEEPEST = 5  # objects in objects
+# Of nn.Module itself: hooks and names, no state.
+OWN = {key for key in vars(nn.Module()) if key.startswith("_")}
+# Entries of a container that are looked at.
+LARGEST = 4096
+# Objects in objects.
+DEEPEST = 5
 MISSING = "missing"
 TENSOR = "a tensor"
 RANDOM = {"random": "Python's random module", "numpy.random": "numpy's random numbers"}
@@ -80,7 +83,8 @@ class State:
         self.tensors: dict[str, Tensor] = {}
         self.holders: list[tuple[Any, Any]] = []
         self.cached: list[Any] = []
-        self._kept: list[Any] = []  # alive, so that no other object gets its id
+        # Alive, so that no other object gets its id.
+        self._kept: list[Any] = []
         self._seen: set[int] = set()
         modules = dict(model.named_modules())
         if isinstance(loss_fn, nn.Module):
@@ -220,7 +224,8 @@ class State:
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
             try:
                 content = cell.cell_contents
-            except ValueError:  # not assigned yet
+            # Not assigned yet.
+            except ValueError:
                 continue
             self.holders.append((cell, content))
             self._visit(f"{path}.{name}", content, depth + 1)

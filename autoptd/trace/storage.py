@@ -34,7 +34,8 @@ class Extent:
 
     name: str
     tensor: Tensor
-    home: int  # 0 for real memory, else the storage
+    # 0 for real memory, else the storage.
+    home: int
     start: int
     end: int
 

@@ -41,7 +41,8 @@ class Watched(WithLoss):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         before = State.of_call(self.model, self.loss_fn)
-        before.clear_caches()  # every call is traced, and run, as a first one
+        # Every call is traced, and run, as a first one.
+        before.clear_caches()
         try:
             with self.around():
                 return super().forward(*args, **kwargs)

@@ -48,10 +48,13 @@ from autoptd.verify.fresh import Call, fresh_calls, given_calls
 from autoptd.verify.untouched import check_copy, put_back, rounding_of
 
 TOLERANCE = 1e-9
-NOISE = 1e-3  # of the largest gradient: smaller ones are not held against themselves
+# Of the largest gradient: smaller ones are not held against themselves.
+NOISE = 1e-3
 WIDENED_TOLERANCE = 1e-6
-FIRST_LR = 1e-2  # of the step of the model itself, so that what it changes stands out from the rounding of its dtype
-CHECKS = ("own dtype", "reload", "evaluation")  # what is done besides training in float64; most tests leave them out
+# Of the step of the model itself, so that what it changes stands out from the rounding of its dtype.
+FIRST_LR = 1e-2
+# What is done besides training in float64; most tests leave them out.
+CHECKS = ("own dtype", "reload", "evaluation")
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,8 @@ class Difference:
 
     @property
     def passed(self) -> bool:
-        return self.size <= self.allowed  # not with NaN
+        # Not with NaN.
+        return self.size <= self.allowed
 
 
 @dataclass(frozen=True)
@@ -107,7 +111,8 @@ class Widen(TorchFunctionMode):
     """Requests for float32 become float64: a model's own upcasts must not truncate a float64 check."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.empty_strided:  # the tracer's own: it rebuilds a constant of the model in its very dtype
+        # The tracer's own: it rebuilds a constant of the model in its very dtype.
+        if func is torch.empty_strided:
             return func(*args, **(kwargs or {}))
         if func is torch.Tensor.float:
             return args[0].double() if args[0].is_floating_point() else func(*args, **(kwargs or {}))
@@ -186,7 +191,8 @@ def widen_model(model: nn.Module) -> nn.Module:
         wide = copy.deepcopy(model).double()
         map_attribute_tensors(wide, lambda x: x.double() if x.is_floating_point() else x)
         return wide
-    except RuntimeError as error:  # a module that keeps a tensor with a history, as the old weight_norm does
+    # A module that keeps a tensor with a history, as the old weight_norm does.
+    except RuntimeError as error:
         fact = f"it cannot be copied: {str(error).splitlines()[0]}"
         raise PlanError("verify", fact, "keep only parameters and buffers on modules") from error
 
@@ -237,7 +243,8 @@ def compare_program(model: nn.Module, program: Program, setting: Setting, calls:
     except RuntimeFault as error:
         if all(one.passed for one in found):
             raise
-        notes.append(f"ended: {error}")  # a guard saw what had gone wrong before
+        # A guard saw what had gone wrong before.
+        notes.append(f"ended: {error}")
     finally:
         ours.pm.close()
     mesh = f"{setting.options.mesh} v={setting.options.v} m={program.num_microbatches}"
@@ -342,7 +349,8 @@ def masks_of(program: Program, step: int) -> Iterator[None]:
 
     def mask_of(site: int, x: torch.Tensor, keep: float) -> torch.Tensor:
         whole = torch.ones(x.shape, device=x.device)
-        if site not in spec_of:  # its result is not read
+        # Its result is not read.
+        if site not in spec_of:
             return whole.bool()
         spec = spec_of[site]
         return dropout(whole, spec.rate, Draw(program.seed, step, site, 0, rows), spec.batch) != 0

@@ -26,7 +26,8 @@ from autoptd.ir import markers
 from autoptd.ir.notes import note
 from autoptd.viz.views import origin
 
-LEAST = 3  # operators of a piece that is worth folding
+# Operators of a piece that is worth folding.
+LEAST = 3
 
 
 @dataclass(frozen=True)
@@ -98,9 +99,11 @@ def _operator(node: Node, layer: str) -> Hashable:
     """What the picture tells of one operator, without names."""
     record = note(node)
     args: tuple[Any, ...] = node.args
-    keywords = {key: arg for key, arg in node.kwargs.items() if key != "site"}  # the number of a dropout
+    # The number of a dropout.
+    keywords = {key: arg for key, arg in node.kwargs.items() if key != "site"}
     if node.target is markers.dropout:
-        args = (*args[:2], *args[3:])  # likewise
+        # Likewise.
+        args = (*args[:2], *args[3:])
     literals = map_aggregate((args, keywords), lambda arg: "." if isinstance(arg, (Node, float)) else arg)
     local = record.module.removeprefix(layer)
     return (

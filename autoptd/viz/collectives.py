@@ -47,7 +47,8 @@ def _totals(program: Program) -> Iterator[str]:
     yield ""
     p = program.mesh.p
     rows: dict[tuple[str, str, str], dict[int, list[tuple[Call, int]]]] = {}
-    for rank in range(p):  # every tensor and data rank of a pipeline rank does the same
+    # Every tensor and data rank of a pipeline rank does the same.
+    for rank in range(p):
         for call, times in expected_calls(program, program.mesh.rank(Coordinate(pp=rank))).items():
             when = "once a step" if call.phase == "step" else call.phase
             rows.setdefault((call.axis, call.kind, when), {}).setdefault(rank, []).append((call, times))

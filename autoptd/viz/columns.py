@@ -18,7 +18,8 @@ from math import hypot
 from autoptd.viz.layout import Curve, Layout, Place, Point, lay_out
 from autoptd.viz.scene import Frame, Link, Scene
 
-EDGE, TRACK, CORNER, SPACE = 10.0, 9.0, 8.0, 8.0  # pixels: around a gutter, between tracks, of corners, around lines
+# Pixels: around a gutter, between tracks, of corners, around lines.
+EDGE, TRACK, CORNER, SPACE = 10.0, 9.0, 8.0, 8.0
 
 
 def find_places(scene: Scene) -> Layout:
@@ -61,7 +62,8 @@ def _grid(scene: Scene) -> Layout:
     top = sum(_height(scene.links[k]) + SPACE for k in ties if scene.links[k].target in scene.rows[0])
     items = {name: _moved(one, margin, top) for name, one in part.items.items()}
     curves = {k: _moved_curve(one, margin, top) for k, one in zip(others, part.curves, strict=True)}
-    taken = dict.fromkeys(scene.rows, 0.0)  # pixels above each row
+    # Pixels above each row.
+    taken = dict.fromkeys(scene.rows, 0.0)
     for i, k in enumerate(ties):
         link = scene.links[k]
         source, target = items[link.source], items[link.target]

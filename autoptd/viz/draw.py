@@ -35,6 +35,7 @@ def draw(program: Program, folder: Path, runs: Sequence[Run]) -> None:
 def _write(picture: Picture, path: Path) -> None:
     picture.save(path.with_suffix(".dot"))
     if picture.svg is None:
-        path.with_suffix(".svg").unlink(missing_ok=True)  # one of an earlier program would be wrong
+        # One of an earlier program would be wrong.
+        path.with_suffix(".svg").unlink(missing_ok=True)
     else:
         picture.save(path.with_suffix(".svg"))

@@ -17,7 +17,8 @@ from autoptd.viz.scene import INK, LEADING, PADDING, QUIET, SIZE, Frame, Item, L
 
 MARGIN, GAP = 16.0, 12.0
 TITLE, SUBTITLE = 17.0, 12.0
-LETTER = 6.5  # radius of the letter on a link
+# Radius of the letter on a link.
+LETTER = 6.5
 STYLE = f"""
   text {{ font-family: Verdana, "DejaVu Sans", Helvetica, Arial, sans-serif; font-size: {SIZE:g}px; fill: {INK} }}
   .bold {{ font-weight: bold }}

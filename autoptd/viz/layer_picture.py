@@ -37,8 +37,10 @@ from autoptd.viz.views import COLLECTIVES, origin, short_op
 from autoptd.viz.words import bytes_text, count_text, letter
 
 GEMMS = ("linear", "addmm", "matmul", "mm", "bmm", "baddbmm")
-LONGEST = 46  # letters in a line
-Work = Callable[[Node], tuple[int, int]]  # FLOPs of a node on one rank, forward and backward
+# Letters in a line.
+LONGEST = 46
+# FLOPs of a node on one rank, forward and backward.
+Work = Callable[[Node], tuple[int, int]]
 
 
 def layer_scene(program: Program, *, folds: bool = True, stage: int | None = None, work: Work | None = None) -> Scene:
@@ -67,7 +69,8 @@ class _Painter:
         if self.drawn.loss:
             links.append(Link(self.drawn.loss, "result", weight=4))
         others = tuple(one for one in self.drawn.others if one.conversion != "loss sum" or not self.drawn.loss)
-        if self.is_alone:  # what it sends and gets is told in its boxes
+        # What it sends and gets is told in its boxes.
+        if self.is_alone:
             others = tuple(one for one in others if one.scope == "step")
         notes = tuple(f"Beside what is drawn: {one.text}." for one in bars(others))
         return Scene(title, subtitle, frames, tuple(links), self._legend(), notes=notes, calls=others)

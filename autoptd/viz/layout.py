@@ -18,8 +18,10 @@ from typing import Any
 
 from autoptd.viz.scene import SIZE, Frame, Item, Link, Scene
 
-FONT = "Verdana"  # the widest of the common fonts, so that text fits in its box with any of them
-POINTS = 72.0  # per inch: graphviz takes the sizes of boxes in inches
+# The widest of the common fonts, so that text fits in its box with any of them.
+FONT = "Verdana"
+# Per inch: graphviz takes the sizes of boxes in inches.
+POINTS = 72.0
 SHAPES = {"note": "note", "pill": "ellipse", "stack": "box3d"}
 Point = tuple[float, float]
 

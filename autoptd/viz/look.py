@@ -14,7 +14,8 @@ from autoptd.program.specs import Collective
 from autoptd.viz.scene import Item, Line, line
 from autoptd.viz.words import bytes_text
 
-KINDS = {  # of collectives
+# Of collectives.
+KINDS = {
     "all-reduce": "#c62f2f",
     "all-gather": "#7a3fd1",
     "reduce-scatter": "#0e7f57",
@@ -22,7 +23,8 @@ KINDS = {  # of collectives
     "send": "#1b6f8a",
 }
 EDGES = {"I": "#4a545e", "R": "#4a545e", "P": "#cc6a0a", "S": "#2463b5"}
-RANKS = ("#f6f8fa", "#f1f6ea", "#f8f2f8", "#edf5f9")  # ground of a stage, by pipeline rank
+# Ground of a stage, by pipeline rank.
+RANKS = ("#f6f8fa", "#f1f6ea", "#f8f2f8", "#edf5f9")
 COLUMN, ROW, WHOLE, VOCABULARY, SPLIT, SMALL = "#bcd4f5", "#f9d9a8", "#f7c6c6", "#d8c9ef", "#e3eefb", "#f6f7f8"
 FOLDED, INPUT, SENT, TIED = "#e6e8eb", "#fffdf0", "#1b6f8a", "#a0529c"
 ORDER = ("forward", "backward", "step")

@@ -20,7 +20,8 @@ from autoptd.viz.look import bars, told
 from autoptd.viz.scene import Item, Link, Scene, line
 from autoptd.viz.words import count_text
 
-RANKS_APART, CHUNKS_APART = 6, 6  # of more, those in the middle are drawn as one
+# Of more, those in the middle are drawn as one.
+RANKS_APART, CHUNKS_APART = 6, 6
 
 
 @dataclass(frozen=True)

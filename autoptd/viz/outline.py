@@ -29,12 +29,15 @@ from autoptd.viz.alike import Like, Shown, layer_of, pieces_of
 from autoptd.viz.node_calls import Calls, calls_of_nodes
 from autoptd.viz.views import hidden_inputs, is_shown, origin, short_op
 
+# Never merged with their neighbours into one box.
 ALONE = frozenset(
     "linear addmm matmul mm bmm baddbmm scaled_dot_product_attention embedding vocab_embedding cross_entropy"
     " cross_entropy_loss convert convolution".split()
-)  # never merged with their neighbours into one box
-STAGES_APART = 6  # of more stages, those that hold nothing but folded layers are drawn as one column
-Param = tuple[str, Node, Node | None]  # name in the operator's module, placeholder, conversion or None
+)
+# Of more stages, those that hold nothing but folded layers are drawn as one column.
+STAGES_APART = 6
+# Name in the operator's module, placeholder, conversion or None.
+Param = tuple[str, Node, Node | None]
 
 
 @dataclass

@@ -78,7 +78,8 @@ class Picture:
             )
         path.write_text(text)
 
-    def _repr_svg_(self) -> str | None:  # what notebooks show
+    # What notebooks show.
+    def _repr_svg_(self) -> str | None:
         return self.svg
 
 

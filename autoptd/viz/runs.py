@@ -17,8 +17,10 @@ from functools import cached_property
 from autoptd.ir.actions import COMPUTES, SENDS, Action, Kind
 
 UNITS = (("us", 1e6), ("ms", 1e3), ("s", 1.0))
-Span = tuple[Action, float, float]  # what, start, end
-Curve = Sequence[tuple[float, float]]  # (time, amount from then on), times ascending
+# What, start, end.
+Span = tuple[Action, float, float]
+# (time, amount from then on), times ascending.
+Curve = Sequence[tuple[float, float]]
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,8 @@ class Message:
 
     action: Action
     source: int
-    made: float  # when what makes it begins
+    # When what makes it begins.
+    made: float
     sent: float
     target: int
     read: float

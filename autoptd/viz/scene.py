@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from autoptd.program.specs import Collective
 
 INK, QUIET = "#26303b", "#6b7682"
-SIZE, SMALL, LEADING, PADDING = 11.0, 10.0, 1.36, 7.0  # of text, in pixels (points in DOT); line height over text size
+# Of text, in pixels (points in DOT); line height over text size.
+SIZE, SMALL, LEADING, PADDING = 11.0, 10.0, 1.36, 7.0
 NARROW, WIDE = frozenset("iljtfrI.,:;'|!()[] "), frozenset("mwMW@%&")
 
 
@@ -116,7 +117,8 @@ class Scene:
     legend: tuple[Item, ...] = ()
     rows: tuple[tuple[str, ...], ...] = ()
     notes: tuple[str, ...] = ()
-    calls: tuple[Collective, ...] = ()  # told in the notes
+    # Told in the notes.
+    calls: tuple[Collective, ...] = ()
 
     @property
     def items(self) -> Iterator[Item]:

@@ -24,9 +24,12 @@ from autoptd.ir.actions import COMPUTES, Action, Kind
 from autoptd.viz.runs import Curve, Message, Run, Span, meaning
 from autoptd.viz.words import bytes_text
 
-LEFT, RIGHT, HEAD, ROW, STRIP, GAP, AXIS = 84, 110, 92, 28, 24, 10, 56  # margins and heights, in pixels
-BOX_WIDTH, LEAST_BOX = 24.0, 9.0  # of a usual box: wanted, and the least that is drawn
-MIN_WIDTH, MAX_WIDTH = 640.0, 2400.0  # of the time axis
+# Margins and heights, in pixels.
+LEFT, RIGHT, HEAD, ROW, STRIP, GAP, AXIS = 84, 110, 92, 28, 24, 10, 56
+# Of a usual box: wanted, and the least that is drawn.
+BOX_WIDTH, LEAST_BOX = 24.0, 9.0
+# Of the time axis.
+MIN_WIDTH, MAX_WIDTH = 640.0, 2400.0
 MOST_RANKS, MOST_MESSAGES = 16, 600
 DARK = {Kind.F: (31, 83, 160), Kind.B: (28, 112, 62), Kind.W: (163, 84, 18)}
 LIGHT = {Kind.F: (176, 208, 246), Kind.B: (176, 226, 190), Kind.W: (247, 210, 168)}
@@ -81,7 +84,8 @@ def _wanted_width(run: Run) -> float:
 class _Scale:
     """How time becomes pixels: `windows` are the parts of the step that are drawn, each (from, to)."""
 
-    pixels: float  # per unit of time
+    # Per unit of time.
+    pixels: float
     windows: tuple[tuple[float, float], ...]
 
     @staticmethod

@@ -15,7 +15,8 @@ from typing import Any
 from autoptd.ir.actions import Action, Kind
 from autoptd.viz.runs import Message, Run
 
-MOST = 40_000  # actions in the file; of more, only some ranks are written
+# Actions in the file; of more, only some ranks are written.
+MOST = 40_000
 CATEGORIES = {Kind.F: "forward", Kind.B: "backward", Kind.W: "weight gradients"}
 Event = dict[str, Any]
 

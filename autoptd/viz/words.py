@@ -6,7 +6,8 @@ letter("i_to_r")              # "f": Megatron's name of I -> R
 
 from __future__ import annotations
 
-LETTERS = {"i_to_r": "f", "p_to_i": "g"}  # Shoeybi et al. 2019, section 3
+# Shoeybi et al. 2019, section 3.
+LETTERS = {"i_to_r": "f", "p_to_i": "g"}
 
 
 def letter(conversion: str) -> str:

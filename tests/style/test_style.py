@@ -66,7 +66,7 @@ def test_every_place_that_is_not_done_yet_has_something_to_do() -> None:
     [
         ("[[x for x in row] for row in rows]", [1]),
         ("[max(x for x in row) for row in rows]", [1]),
-        ("{x for x in (\n  y for y in z)}", [2]),
+        ("{x for x in f(\n  y for y in z)}", [1]),
         ("[x for x in rows if any(\n  y for y in x)]", [2]),
         ("a = [x for x in b]\nc = [x for x in a]", []),
         ("[x for row in rows for x in row]", []),

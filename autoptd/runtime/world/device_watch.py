@@ -36,9 +36,12 @@ from autoptd.errors import RuntimeFault
 from autoptd.runtime.world.faults import BEAT, Call, FaultBoard
 from autoptd.runtime.world.world import World, on_device
 
-GRACE = 5.0  # seconds that the main thread has to raise a fault that the board knows
-WATCHDOG_MARGIN = 30.0  # seconds for the diagnosis, GRACE and the abort
-BETWEEN = 0.25  # seconds
+# Seconds that the main thread has to raise a fault that the board knows.
+GRACE = 5.0
+# Seconds for the diagnosis, GRACE and the abort.
+WATCHDOG_MARGIN = 30.0
+# Seconds.
+BETWEEN = 0.25
 
 
 class Probe(Protocol):
@@ -63,7 +66,8 @@ class CudaProbe:
     def is_done(self) -> bool:
         try:
             return self._event.query()
-        except RuntimeError:  # the device is broken: whoever uses it next will be told
+        # The device is broken: whoever uses it next will be told.
+        except RuntimeError:
             return True
 
 
@@ -83,8 +87,10 @@ class Marks:
         self._make_probe = make_probe
         self._lock = Lock()
         self._waiting: deque[Mark] = deque()
-        self._spare: list[Probe] = []  # an event that is destroyed may make the host wait
-        self._progress = time.monotonic()  # when the device was last seen to reach one
+        # An event that is destroyed may make the host wait.
+        self._spare: list[Probe] = []
+        # When the device was last seen to reach one.
+        self._progress = time.monotonic()
 
     def add(self, at: str, call: Call) -> None:
         with self._lock:
@@ -122,7 +128,8 @@ class DeviceWatch:
         self._is_over = Event()
         self._thread = Thread(target=self._serve, name="device watch", daemon=True)
         self._thread.start()
-        atexit.register(self.close)  # as the board's thread
+        # As the board's thread.
+        atexit.register(self.close)
 
     def mark(self) -> None:
         """The device is to come as far as it was told to until now."""
@@ -176,7 +183,8 @@ class DeviceWatch:
         """From here on every call raises the first fault; what waits on the device goes on, with wrong numbers."""
         if not self._board.is_ended:
             self._board.is_ended = True
-            with suppress(RuntimeError):  # a process that ends may start no threads
+            # A process that ends may start no threads.
+            with suppress(RuntimeError):
                 self._abort()
 
 

@@ -25,8 +25,10 @@ from autoptd.ir.mesh import Mesh
 from autoptd.program.call_order import find_deadlock
 from autoptd.runtime.world.world import Channel, Done, Group, Like, Pending, World, equal_parts, fault_site
 
-Call = tuple[str, str, Any, Any]  # kind, site, shapes, dtypes
-Combine = Callable[[list[Any]], list[Any]]  # every rank's payload -> every rank's result
+# Kind, site, shapes, dtypes.
+Call = tuple[str, str, Any, Any]
+# Every rank's payload -> every rank's result.
+Combine = Callable[[list[Any]], list[Any]]
 
 
 class Aborted(Exception):
@@ -38,11 +40,14 @@ class Shared:
 
     def __init__(self, mesh: Mesh, timeout: float) -> None:
         self.mesh, self.timeout = mesh, timeout
-        self.fault: tuple[int, str, BaseException] | None = None  # rank, action, exception: the first one
+        # Rank, action, exception: the first one.
+        self.fault: tuple[int, str, BaseException] | None = None
         self.worlds: list[ThreadRank] = []
-        self.issued: list[list[_Posts]] = [[] for _ in range(mesh.size)]  # by every rank since the last check, in order
+        # By every rank since the last check, in order.
+        self.issued: list[list[_Posts]] = [[] for _ in range(mesh.size)]
         self._lock = threading.Lock()
-        self._waiting: list[threading.Event] = []  # one entry a waiting rank
+        # One entry a waiting rank.
+        self._waiting: list[threading.Event] = []
 
     def fail(self, rank: int, at: str, exc: BaseException) -> None:
         """Record the first fault and release everybody who waits."""
@@ -111,7 +116,8 @@ class _Posts:
     def __init__(self, ranks: tuple[int, ...]) -> None:
         self.ranks = ranks
         self.calls: list[Call | None] = [None] * len(ranks)
-        self.at: list[str] = [""] * len(ranks)  # what each rank was executing
+        # What each rank was executing.
+        self.at: list[str] = [""] * len(ranks)
 
     def text(self, rank: int) -> str:
         index = self.ranks.index(rank)

@@ -31,12 +31,17 @@ from autoptd.errors import InternalError, RuntimeFault
 from autoptd.runtime.world.pages import Pages
 from autoptd.runtime.world.world import World, fault_site
 
-BEAT = 1.0  # seconds between beats
-GRACE = 2.6  # seconds in which a living rank has beaten twice
-PATIENCE = 5.0  # seconds that the store has for an answer
-FIRST = "first fault"  # key: the fault that everybody shows
+# Seconds between beats.
+BEAT = 1.0
+# Seconds in which a living rank has beaten twice.
+GRACE = 2.6
+# Seconds that the store has for an answer.
+PATIENCE = 5.0
+# Key: the fault that everybody shows.
+FIRST = "first fault"
 Answer = TypeVar("Answer")
-Beats = dict[int, dict[str, Any]]  # by rank
+# By rank.
+Beats = dict[int, dict[str, Any]]
 
 
 class Call(NamedTuple):
@@ -46,7 +51,8 @@ class Call(NamedTuple):
     site: str
     ranks: tuple[int, ...] = ()
     number: int = 0
-    nbytes: int = -1  # that this rank hands in; -1: each rank has its own
+    # That this rank hands in; -1: each rank has its own.
+    nbytes: int = -1
 
     def __str__(self) -> str:
         size = f" of {self.nbytes} bytes" if self.nbytes >= 0 else ""
@@ -64,17 +70,26 @@ class FaultBoard:
     def __init__(self, store: dist.Store, world: World, *, notes_calls: bool = False) -> None:
         self._world = world
         self._pages = Pages(_name_of_run(store), world.rank) if notes_calls else None
-        self._last: Call | None = None  # the last call that this rank made
-        self._is_waiting = False  # in it
-        self._entered = 0.0  # when it made it
-        self._first: dict[str, Any] | None = None  # as last read: the store may die with the rank that hosts it
+        # The last call that this rank made.
+        self._last: Call | None = None
+        # In it.
+        self._is_waiting = False
+        # When it made it.
+        self._entered = 0.0
+        # As last read: the store may die with the rank that hosts it.
+        self._first: dict[str, Any] | None = None
         self._reported = False
-        self._is_lost = False  # the store: gone, or silent
-        self.is_out = False  # the main thread has raised something
-        self.is_ended = False  # the world: its groups were aborted, no call can work
-        self.behind: tuple[str, Call] | None = None  # where the device is, if it has been there for a while
+        # The store: gone, or silent.
+        self._is_lost = False
+        # The main thread has raised something.
+        self.is_out = False
+        # The world: its groups were aborted, no call can work.
+        self.is_ended = False
+        # Where the device is, if it has been there for a while.
+        self.behind: tuple[str, Call] | None = None
         self._requests: SimpleQueue[tuple[Callable[[dist.Store], Any], SimpleQueue[Any]] | None] = SimpleQueue()
-        self._set_beat(store, 0)  # before any call, so that every rank has one
+        # Before any call, so that every rank has one.
+        self._set_beat(store, 0)
         own = store.clone()  # type: ignore[attr-defined]  # a connection that no blocking call of this rank holds
         self._thread = Thread(target=self._serve, args=(own,), name="beat", daemon=True)
         self._thread.start()
@@ -177,7 +192,8 @@ class FaultBoard:
             self._requests.put((request, answer))
             with suppress(Empty):
                 return answer.get(timeout=PATIENCE)
-        self._is_lost = True  # the thread may hang in this request, or in its beat
+        # The thread may hang in this request, or in its beat.
+        self._is_lost = True
         return None
 
     def _serve(self, store: dist.Store) -> None:
@@ -198,11 +214,13 @@ class FaultBoard:
 
     def _try(self, request: Callable[..., Answer], *args: Any) -> Answer | None:
         if self._is_lost:
-            return None  # each attempt would make torch write a page of frames
+            # Each attempt would make torch write a page of frames.
+            return None
         try:
             return request(*args)
         except Exception:
-            self._is_lost = True  # the store is gone, and with it everybody who could read
+            # The store is gone, and with it everybody who could read.
+            self._is_lost = True
             return None
 
     def _publish(self, fault: dict[str, Any]) -> None:
@@ -215,7 +233,8 @@ class FaultBoard:
         if self._ask(write):
             self._linger()
         else:
-            self._first = self._first or fault  # the store is gone: nobody to tell
+            # The store is gone: nobody to tell.
+            self._first = self._first or fault
 
     def _linger(self) -> None:
         """Rank 0, which may host the store, stays until every beat thread has read the first fault."""

@@ -18,8 +18,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-SIZE = 4096  # bytes
-OLD = 3600  # seconds
+# Bytes.
+SIZE = 4096
+# Seconds.
+OLD = 3600
 BETWEEN, END = "\x1f", "\0"
 
 
@@ -30,7 +32,8 @@ class Pages:
         self._folder = Path(folder or ("/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()))
         self._prefix = f"autoptd-{run}-"
         self._own = self._path(rank)
-        for path in self._folder.glob("autoptd-*"):  # of runs that were killed
+        # Of runs that were killed.
+        for path in self._folder.glob("autoptd-*"):
             with suppress(OSError):
                 if time.time() - path.stat().st_mtime > OLD:
                     self._remove_dead(path)

@@ -45,8 +45,10 @@ from autoptd.runtime.world.world import Channel, Done, Group, Like, Needs, Pendi
 
 Tensor = torch.Tensor
 OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
-ABORT_LIMIT = 10.0  # seconds that aborts are waited for
-P2P_CTAS = 4  # SMs that a send or receive may hold on CUDA while it waits: NCCL takes up to 32 within a node
+# Seconds that aborts are waited for.
+ABORT_LIMIT = 10.0
+# SMs that a send or receive may hold on CUDA while it waits: NCCL takes up to 32 within a node.
+P2P_CTAS = 4
 
 
 class WaitingCall:
@@ -62,7 +64,8 @@ class WaitingCall:
     def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, _: TracebackType | None) -> None:
         if exc is None:
             self._board.leave()
-        elif isinstance(exc, RuntimeError):  # what torch.distributed raises for timeouts and lost connections
+        # What torch.distributed raises for timeouts and lost connections.
+        elif isinstance(exc, RuntimeError):
             raise self._board.fault_of_call(self._call, exc) from exc
         else:
             self._board.leave()
@@ -97,7 +100,8 @@ class DistributedWorld(World):
         # The worlds of this default group are numbered, by each rank for itself, as it makes all of them.
         self._number = default_store().add(_count_key(self.rank), 1)
         store = dist.PrefixStore(f"autoptd {self._number}", default_store())
-        self.board = FaultBoard(store, self, notes_calls=self.backend == "gloo")  # which ends a process without a word
+        # Which ends a process without a word.
+        self.board = FaultBoard(store, self, notes_calls=self.backend == "gloo")
         self._handles: list[dist.ProcessGroup] = []
         self._watch: DeviceWatch | None = None
         with self.call(Call("the creation of groups", "start")):
@@ -192,7 +196,8 @@ class DistributedGroup(Group):
     def __init__(self, world: DistributedWorld, handle: dist.ProcessGroup, ranks: tuple[int, ...]) -> None:
         super().__init__(ranks, ranks.index(world.rank))
         self._world, self.handle = world, handle
-        self._count = 0  # of calls; the same on all ranks
+        # Of calls; the same on all ranks.
+        self._count = 0
         self._reductions = {name: _reduction(op, is_async=False) for name, op in OPS.items()}
         self._async_sum = _reduction(dist.ReduceOp.SUM, is_async=True)
 
@@ -206,9 +211,11 @@ class DistributedGroup(Group):
 
     def _all_reduce(self, y: Tensor, site: str, op: str = "sum") -> Tensor:
         """Sum a contiguous tensor in place."""
-        with self._call("all_reduce", site, y):  # the group's own method: a third of the time of `dist.all_reduce`
+        # The group's own method: a third of the time of `dist.all_reduce`
+        with self._call("all_reduce", site, y):
             work = self.handle.allreduce([_as_real(y)], self._reductions[op])
-            if work is not None:  # NCCL hands out none here: the sum is queued on the current stream
+            # NCCL hands out none here: the sum is queued on the current stream.
+            if work is not None:
                 work.wait()
         return y
 
@@ -222,7 +229,8 @@ class DistributedGroup(Group):
         return _in_place_of(gathered, dim)
 
     def reduce_scatter(self, x: Tensor, dim: int, site: str) -> Tensor:
-        if self._world.backend == "gloo":  # has no reduce-scatter of its own: all-reduce everything, keep a part
+        # Has no reduce-scatter of its own: all-reduce everything, keep a part.
+        if self._world.backend == "gloo":
             return self._part(self._all_reduce(_fresh(x), site), dim, site)
         parts = _parts_first(x.detach(), dim, self.size, equal_parts(x, dim, self.size, site))
         mine = torch.empty_like(parts[0])
@@ -261,7 +269,8 @@ class DistributedGroup(Group):
         return Then(_Works(self._world, [work], gathered, call, kept=[x]), lambda whole: _in_place_of(whole, dim))
 
     def reduce_scatter_start(self, x: Tensor, dim: int, site: str) -> Pending:
-        if self._world.backend == "gloo":  # as in `reduce_scatter`
+        # As in `reduce_scatter`
+        if self._world.backend == "gloo":
             started = self._sum_start("reduce_scatter_start", _fresh(x), site)
             return Then(started, lambda whole: self._part(whole, dim, site))
         parts = _parts_first(x.detach(), dim, self.size, equal_parts(x, dim, self.size, site))
@@ -343,7 +352,8 @@ class _Works(Pending):
 
 
 def _fresh(x: Tensor) -> Tensor:
-    if torch.is_grad_enabled():  # not within an autograd function
+    # Not within an autograd function.
+    if torch.is_grad_enabled():
         x = x.detach()
     return x.clone() if x.is_contiguous() else x.contiguous()
 
@@ -367,7 +377,8 @@ def _as_real(x: Tensor) -> Tensor:
 
 def _reduction(op: Any, *, is_async: bool) -> Any:
     options = dist.AllreduceOptions()
-    options.reduceOp, options.asyncOp = op, is_async  # on CUDA: on a stream of NCCL's own, or on the current one
+    # On CUDA: on a stream of NCCL's own, or on the current one.
+    options.reduceOp, options.asyncOp = op, is_async
     return options
 
 

@@ -41,7 +41,8 @@ class Departure:
         try:
             for work in self._works:
                 work.wait()
-        except BaseException as exc:  # whoever waits shall see it
+        # Whoever waits shall see it.
+        except BaseException as exc:
             self._fault = exc
         self._works, self._tensors = [], []
         self._left.set()
@@ -73,4 +74,5 @@ class Departures:
 def _follow(queue: SimpleQueue[Departure | None]) -> None:
     while (departure := queue.get()) is not None:
         departure.follow()
-        del departure  # nothing is held while waiting for the next one
+        # Nothing is held while waiting for the next one.
+        del departure

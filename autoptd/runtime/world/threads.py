@@ -29,7 +29,8 @@ from autoptd.runtime.world.exchange import Meeting, Pipe, Shared, ThreadChannel,
 from autoptd.runtime.world.world import Needs, World, fault_site, on_device
 
 Result = TypeVar("Result")
-GRACE = 10.0  # seconds that the other ranks get to end after a fault
+# Seconds that the other ranks get to end after a fault.
+GRACE = 10.0
 
 
 class ThreadWorld(Shared):
@@ -89,7 +90,8 @@ class Ranks:
         results: dict[int, Any] = {}
         try:
             self._collect(results)
-        except BaseException as exc:  # KeyboardInterrupt in the caller: stop the ranks as well
+        # KeyboardInterrupt in the caller: stop the ranks as well.
+        except BaseException as exc:
             self.shared.fail(-1, "run", exc)
             self._collect(results)
             raise

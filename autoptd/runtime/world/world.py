@@ -25,7 +25,8 @@ import torch
 from autoptd.errors import InternalError
 from autoptd.ir.mesh import MESH_AXES, Mesh
 
-Like = tuple[Sequence[int], torch.dtype]  # shape and dtype of a tensor to come
+# Shape and dtype of a tensor to come.
+Like = tuple[Sequence[int], torch.dtype]
 
 
 @dataclass(frozen=True)
@@ -207,7 +208,8 @@ class Hops:
     """
 
     def __init__(self, world: World, axes: Sequence[str]) -> None:
-        self._world, self._axes = world, [axis for axis in world.mesh.axes if axis in axes]  # fastest first
+        # Fastest first.
+        self._world, self._axes = world, [axis for axis in world.mesh.axes if axis in axes]
         self.ranks = world.mesh.group(world.rank, tuple(axes))
         self.index, self.size = self.ranks.index(world.rank), len(self.ranks)
 
@@ -221,14 +223,16 @@ class Hops:
         """Return the `x` of the first rank; the `x` of the others only says shape and dtype."""
         for number, axis in enumerate(self._axes):
             later = self._axes[number + 1 :]
-            if not any(self._world.coordinate[one] for one in later):  # else it comes along one of them
+            # Else it comes along one of them.
+            if not any(self._world.coordinate[one] for one in later):
                 x = self._world.group((axis,)).broadcast(x, 0, site)
         return x
 
     def gather_objects(self, obj: Any, site: str) -> list[Any]:
         """Return every rank's object, in the order of `ranks`."""
         objects = [obj]
-        for axis in self._axes:  # of ranks in ascending order: the slower axis is the outer one
+        # Of ranks in ascending order: the slower axis is the outer one.
+        for axis in self._axes:
             gathered = self._world.group((axis,)).gather_objects(objects, site)
             objects = [one for part in gathered for one in part]
         return objects
@@ -258,7 +262,8 @@ class World(ABC):
         self.replica, self.pipeline_rank = mesh.replica_of(rank), mesh.pipeline_rank_of(rank)
         self.at = "start"
         self._solo = SoloGroup(rank)
-        self._along: dict[tuple[str, ...], Group] = {}  # `group`, once asked for
+        # `group`, once asked for.
+        self._along: dict[tuple[str, ...], Group] = {}
         self._hops: dict[tuple[str, ...], Hops] = {}
         self._groups: dict[tuple[int, ...], Group] = {}
         self._outgoing: dict[int, Channel] = {}
