@@ -52,7 +52,7 @@ class Traced:
     @cached_property
     def live(self) -> list[tuple[int, ...]]:
         """How many microbatches are in flight on the stages of each rank, at the moments when they are most."""
-        return schedule.live_moments(self.orders)
+        return schedule.in_flight_moments(self.orders)
 
 
 class Connected(NamedTuple):
@@ -82,7 +82,7 @@ def place(traced: Traced, options: Options, keep: Keep, memory_price: float) -> 
         connected.sizes,
         price_of_memory(options, traced),
         live=traced.live,
-        finish=schedule.finish_of(orders),
+        finish=schedule.makespan_of(orders),
         main_grads=options.accumulate_allreduce_grads_in_fp32,
         pinned=options.plan.cut if like is None else like.plan["cut"],
         like=None if like is None else like.graphs["CUT"],

@@ -1,6 +1,8 @@
-"""Dropout in Triton, alone and with a bias and a residual: one pass over the value, the same bits as the form in torch.
+"""Dropout in Triton, alone and with a bias and a residual: one pass over the value, the same bits as the form
+in torch.
 
-A program works on the same columns of one row after another. What it divides are numbers of its own, not those of elements.
+A program works on the same columns of one row after another. What it divides are numbers of its own, not
+those of elements.
 
 Imported where a GPU and Triton are at hand only.
 """
@@ -16,14 +18,15 @@ from autoptd.kernels.rows_triton import divided, passes
 
 # Elements of a row that a program works on at a time.
 SIZE = 1024
-# That are enough to fill a GPU.
+# Programs that are enough to fill a GPU.
 PROGRAMS = 4096
-# Columns that are numbered in 32 bits.
+# More columns than these are numbered in 64 bits.
 LARGE = 2**31 - SIZE
 
 
 def drop_triton(x: torch.Tensor, rate: float, places: Places, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Return x [before, rows, after] with the elements of its mask zeroed and the others scaled by 1 / (1 - rate).
+    """Return x [before, rows, after] with the elements of its mask zeroed and the others scaled by 1 / (1 -
+    rate).
 
     The result is `out`, if there is one: contiguous, and x itself may be it.
     """
@@ -58,13 +61,14 @@ def _run(
     if not x.numel():
         return out
     before, rows, after = x.shape
-    # Of one dim, which is the rows'.
+    # The bias has one dim, which is the rows'.
     if bias is not None and after % len(bias):
         x, bias = (x.view(-1, len(bias)) + bias).view(x.shape), None
     where = places or Places(0, 0)
     columns, block = before * after, where.block or before * after
     chunks = triton.cdiv(after, SIZE)
-    # A program hashes its columns once, for all the rows that it takes: of these fewer where programs would be few.
+    # A program hashes its columns once, for all the rows that it takes: of these fewer where programs would
+    # be few.
     at_once = min(rows, max(1, PROGRAMS // (chunks * before)))
     _drop[(chunks * before, at_once)](
         x,

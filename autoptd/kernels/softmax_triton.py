@@ -1,6 +1,7 @@
 """`kernels.softmax` in Triton: a row of scores is read once, and written once; so is one of its gradient.
 
-SC'21, section 4.2 has one kernel for a general mask and one for the causal one: these are two compilations of `_forward`.
+SC'21, section 4.2 has one kernel for a general mask and one for the causal one: these are two compilations of
+`_forward`.
 
 Imported where Triton is at hand only.
 """

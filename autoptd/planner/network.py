@@ -1,12 +1,14 @@
 """Seconds of collectives and messages on a network of two levels: links in a node, cards between nodes.
 
-In: bytes, the size of a group, how many of its ranks share a node. Out: seconds. Numbers or numpy arrays alike.
+In: bytes, the size of a group, how many of its ranks share a node. Out: seconds. Numbers or numpy arrays
+alike.
 
-A ring over n ranks makes n - 1 steps, each moves an n-th of the buffer: what a rank sends (`program.calls.wire_bytes`) goes
-through the slowest link of the ring, after so many hops. In a node that link is a GPU's share of the fast links; over nodes it
-is what the cards of the group's ranks carry: the node's other GPUs are in groups that do the same at that time. There are two
-protocols, one with short hops and less bandwidth; and an all-reduce may go up and down a binary tree of nodes, whose hops take
-twice as long. The fastest counts.
+A ring over n ranks makes n - 1 steps, each moves an n-th of the buffer: what a rank sends
+(`program.calls.wire_bytes`) goes through the slowest link of the ring, after so many hops. In a node that
+link is a GPU's share of the fast links; over nodes it is what the cards of the group's ranks carry: the
+node's other GPUs are in groups that do the same at that time. There are two protocols, one with short hops
+and less bandwidth; and an all-reduce may go up and down a binary tree of nodes, whose hops take twice as
+long. The fastest counts.
 
     Network(find_cluster("dgx-a100")).all_reduce(100e6, group=8, local=8)
 """
@@ -31,21 +33,25 @@ class Network:
     cluster: Cluster
 
     def all_gather(self, nbytes: Number, group: Number, local: Number) -> Number:
-        """Seconds of an all-gather whose result is `nbytes`, or of a reduce-scatter of that many, over `group` ranks."""
+        """Return the seconds of an all-gather whose result is `nbytes`, or of such a reduce-scatter,
+        over `group` ranks.
+        """
         return self._ring("all-gather", nbytes, group, local)
 
     def all_reduce(self, nbytes: Number, group: Number, local: Number) -> Number:
-        """Seconds of an all-reduce of `nbytes` over `group` ranks, `local` of them in a node."""
+        """Return the seconds of an all-reduce of `nbytes` over `group` ranks, `local` of them in a node."""
         return np.minimum(self._ring("all-reduce", nbytes, group, local), self._tree(nbytes, group, local))
 
     def message(self, nbytes: Number, is_local: Number) -> Number:
-        """Seconds of one message between two ranks, while the node's other GPUs send theirs."""
+        """Return the seconds of one message between two ranks, while the node's other GPUs send theirs."""
         fast, network = self.cluster.fast, self.cluster.network
         in_node = fast.message + nbytes / (fast.bandwidth * fast.fraction)
         return np.where(is_local, in_node, network.message + nbytes / self._cards(1))
 
     def bandwidth(self, local: Number, nodes: Number) -> Number:
-        """Bytes/s through the slowest link of a ring that has `local` ranks in each of its nodes."""
+        """Return the bytes/s through the slowest link of a ring that has `local` ranks in each of its
+        nodes.
+        """
         fast = self.cluster.fast.bandwidth * self.cluster.fast.fraction
         if not self.cluster.switched:
             others = np.maximum(np.asarray(local) - 1, 1)
@@ -54,7 +60,7 @@ class Network:
         return np.where(nodes > 1, between, fast)
 
     def _cards(self, local: Number) -> Number:
-        """Bytes/s of the cards that belong to `local` GPUs of a node."""
+        """Return the bytes/s of the cards that belong to `local` GPUs of a node."""
         cluster = self.cluster
         return local * cluster.nics / cluster.gpus_per_node * cluster.network.bandwidth * cluster.network.fraction
 
@@ -75,7 +81,7 @@ class Network:
 
 
 def _hops(group: Number, nodes: Number, fast: float, network: float) -> Number:
-    """Seconds of the steps of one pass of a ring over `nodes` nodes: one hop per node is between nodes."""
+    """Return the seconds of one pass of a ring over `nodes` nodes: one hop per node is between nodes."""
     between = np.where(nodes > 1, nodes, 0)
     return np.maximum(group - 1 - between, 0) * fast + between * network
 

@@ -1,8 +1,9 @@
 """Print how readable each package is: `python -m tests.style [PLACE ...]`.
 
-Columns: comprehensions and conditional expressions per 1,000 lines (nested and chained ones beside them), comments per
-100 code lines, share of code lines over 100 columns, lengths of functions, deepest nesting, files over 400 lines,
-public docstrings that do not begin with a verb. With places named, these docstrings and files are listed below.
+Columns: comprehensions and conditional expressions per 1,000 lines (nested and chained ones beside them),
+comments per 100 code lines, share of code lines over 100 columns, lengths of functions, deepest nesting,
+files over 400 lines, public docstrings that do not begin with a verb. With places named, these docstrings and
+files are listed below.
 """
 
 from __future__ import annotations

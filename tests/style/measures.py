@@ -1,8 +1,8 @@
 """How readable the sources are, counted on their syntax trees and tokens.
 
-In:  the text of a Python file.
-Out: the two forms that no file may have (`nested_comprehensions`, `chained_conditionals`, as line numbers), and
-`Measure`, the counts from which the table of `python -m tests.style` is made.
+In:  the text of a Python file. Out: the two forms that no file may have (`nested_comprehensions`,
+`chained_conditionals`, as line numbers), and `Measure`, the counts from which the table of `python -m
+tests.style` is made.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ VERBS_IN_S = frozenset("pass process address express guess press compress discus
 
 
 def nested_comprehensions(tree: ast.AST) -> list[int]:
-    """Lines of comprehensions that stand inside another one: in its element, its conditions or what it iterates over."""
+    """Lines of comprehensions that stand inside another one: in its element, its conditions or what it
+    iterates over.
+    """
     lines = []
     for outer in ast.walk(tree):
         if isinstance(outer, COMPREHENSIONS):
@@ -52,8 +54,16 @@ def chained_conditionals(tree: ast.AST) -> list[int]:
     return sorted(set(lines))
 
 
+def is_property(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Tell whether a function is read like an attribute: its docstring says what it is, as a noun."""
+    names = [ast.unparse(decorator) for decorator in function.decorator_list]
+    return any(name in ("property", "cached_property", "functools.cached_property") for name in names)
+
+
 def begins_with_verb(docstring: str) -> bool:
-    """Guess whether the first word is an imperative: no article, pronoun or preposition, no `-s`, `-ing` or plural."""
+    """Guess whether the first word is an imperative: no article, pronoun or preposition, no `-s`, `-ing` or
+    plural.
+    """
     word = docstring.split(maxsplit=1)[0].strip("`'\"(.,:;") if docstring.split() else ""
     lower = word.lower()
     if not lower.isalpha() or lower in NOT_VERBS or word != word.capitalize():
@@ -89,7 +99,8 @@ def measure(path: str, source: str) -> Measure:
     tree = ast.parse(source)
     nodes = list(ast.walk(tree))
     functions = [node for node in nodes if isinstance(node, FUNCTIONS)]
-    documented = [(node.name, ast.get_docstring(node)) for node in functions if not node.name.startswith("_")]
+    public = [node for node in functions if not node.name.startswith("_") and not is_property(node)]
+    documented = [(node.name, ast.get_docstring(node)) for node in public]
     code, comments = code_and_comments(source, tree)
     text = source.splitlines()
     return Measure(
@@ -111,7 +122,9 @@ def measure(path: str, source: str) -> Measure:
 
 
 def code_and_comments(source: str, tree: ast.AST) -> tuple[set[int], int]:
-    """Return the numbers of the lines that hold code (no docstring, no comment alone), and the number of comments."""
+    """Return the numbers of the lines that hold code (no docstring, no comment alone), and the number of
+    comments.
+    """
     code: set[int] = set()
     comments = 0
     silent = (tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)

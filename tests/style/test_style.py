@@ -1,4 +1,6 @@
-"""No comprehension within a comprehension, no chain of conditional expressions: a loop or a named helper instead."""
+"""No comprehension within a comprehension, no chain of conditional expressions: a loop or a named helper
+instead.
+"""
 
 from __future__ import annotations
 
@@ -32,14 +34,11 @@ NOT_YET = frozenset(
         "passes/ops",
         "passes/solve",
         "passes/stages",
-        "planner",
         "program",
         "reports",
         "runtime",
         "runtime/world",
-        "schedule",
         "trace",
-        "viz",
     ]
 )
 FILES = [file for file in sorted(ROOT.rglob("*.py")) if place_of(file) not in NOT_YET]
@@ -67,7 +66,7 @@ def test_every_place_that_is_not_done_yet_has_something_to_do() -> None:
         ("[[x for x in row] for row in rows]", [1]),
         ("[max(x for x in row) for row in rows]", [1]),
         ("{x for x in f(\n  y for y in z)}", [1]),
-        ("[x for x in rows if any(\n  y for y in x)]", [2]),
+        ("[x for x in rows if any(\n  y for y in x)]", [1]),
         ("a = [x for x in b]\nc = [x for x in a]", []),
         ("[x for row in rows for x in row]", []),
     ],

@@ -1,12 +1,13 @@
 """The calls between rank threads: rounds of a group, messages of a channel, and the first fault.
 
-In: each rank's call with its tensors. Out: each rank's result, as `Group` and `Channel` of `world.py` promise. A
-collective is a *round*: every rank of the group posts its call and tensors, and the last to arrive computes everybody's
-result, in rank order, so that all get the same bits.
+In: each rank's call with its tensors. Out: each rank's result, as `Group` and `Channel` of `world.py`
+promise. A collective is a *round*: every rank of the group posts its call and tensors, and the last to arrive
+computes everybody's result, in rank order, so that all get the same bits.
 
-Two things are checked that threads would forgive and other transports do not. Posts of a round that disagree on (kind, site,
-shape, dtype) are a fault that names both ranks; to start a call is another kind than to make it. And the calls of all groups
-must have one order (`check_one_order`): NCCL runs what a rank issued one after the other, whatever the group.
+Two things are checked that threads would forgive and other transports do not. Posts of a round that disagree
+on (kind, site, shape, dtype) are a fault that names both ranks; to start a call is another kind than to make
+it. And the calls of all groups must have one order (`check_one_order`): NCCL runs what a rank issued one
+after the other, whatever the group.
 
     turn = meeting.post(world, index, ("all_reduce sum", "h.0.mlp", shapes, dtypes), [x], combine)
     world.shared.wait(turn.complete, world, "all_reduce sum 'h.0.mlp'", lambda: meeting.missing(turn))
@@ -25,7 +26,7 @@ from autoptd.ir.mesh import Mesh
 from autoptd.program.call_order import find_deadlock
 from autoptd.runtime.world.world import Channel, Done, Group, Like, Pending, World, equal_parts, fault_site
 
-# Kind, site, shapes, dtypes.
+# (kind, site, shapes, dtypes)
 Call = tuple[str, str, Any, Any]
 # Every rank's payload -> every rank's result.
 Combine = Callable[[list[Any]], list[Any]]
@@ -40,13 +41,13 @@ class Shared:
 
     def __init__(self, mesh: Mesh, timeout: float) -> None:
         self.mesh, self.timeout = mesh, timeout
-        # Rank, action, exception: the first one.
+        # The first fault: (rank, action, exception).
         self.fault: tuple[int, str, BaseException] | None = None
         self.worlds: list[ThreadRank] = []
-        # By every rank since the last check, in order.
+        # What every rank has issued since the last check, in order.
         self.issued: list[list[_Posts]] = [[] for _ in range(mesh.size)]
         self._lock = threading.Lock()
-        # One entry a waiting rank.
+        # An event for each waiting rank.
         self._waiting: list[threading.Event] = []
 
     def fail(self, rank: int, at: str, exc: BaseException) -> None:
@@ -59,7 +60,9 @@ class Shared:
                 event.set()
 
     def check_one_order(self) -> None:
-        """InternalError if the collectives since the last check would deadlock, were each to wait for the one before it."""
+        """Raise InternalError if the collectives since the last check would deadlock, were each to
+        wait for the one before it.
+        """
         waiting = find_deadlock(self.issued)
         self.forget_order()
         if waiting:
@@ -71,7 +74,10 @@ class Shared:
             calls.clear()
 
     def wait(self, event: threading.Event, world: ThreadRank, what: str, missing: Callable[[], list[int]]) -> None:
-        """Block until `event`. Aborted after a fault elsewhere; after the timeout a RuntimeFault names the missing."""
+        """Block until `event`.
+
+        Aborted after a fault elsewhere; after the timeout a RuntimeFault names the missing.
+        """
         with self._lock:
             if self.fault:
                 raise Aborted
@@ -106,12 +112,14 @@ class ThreadRank(World):
             raise Aborted
 
     def describe(self) -> str:
-        """What the rank was last doing, for messages."""
+        """Say what the rank was last doing, for messages."""
         return f"{fault_site(self.rank, self.at)}" + (f" (last call: {self.last_call})" if self.last_call else "")
 
 
 class _Posts:
-    """What the ranks of a group said they would do in one call: kept for the check of the order, without tensors."""
+    """What the ranks of a group said they would do in one call: kept for the check of the order, without
+    tensors.
+    """
 
     def __init__(self, ranks: tuple[int, ...]) -> None:
         self.ranks = ranks
@@ -148,7 +156,10 @@ class Meeting:
         self.counts = [0] * len(self.ranks)
 
     def post(self, world: ThreadRank, index: int, call: Call, payload: Any, combine: Combine) -> _Round:
-        """Enter this rank's next round; the last to arrive computes all results. Does not block for others."""
+        """Enter this rank's next round; the last to arrive computes all results.
+
+        Does not block for others.
+        """
         with self.lock:
             number = self.counts[index]
             self.counts[index] += 1
@@ -203,12 +214,11 @@ class ThreadGroup(Group):
         return self._scatter("reduce_scatter", x, dim, site).wait()  # type: ignore[no-any-return]
 
     def all_to_all(self, parts: Sequence[torch.Tensor], site: str) -> list[torch.Tensor]:
-        return self._meet(
-            "all_to_all",
-            site,
-            parts,
-            lambda posts: [[x.clone() for x in column] for column in zip(*posts, strict=True)],
-        )
+        def combine(posts: list[Any]) -> list[Any]:
+            # Rank k gets the k-th part of every rank.
+            return [_clones(column) for column in zip(*posts, strict=True)]
+
+        return self._meet("all_to_all", site, parts, combine)
 
     def broadcast(self, x: torch.Tensor, source_index: int, site: str) -> torch.Tensor:
         return self._meet(
@@ -223,7 +233,9 @@ class ThreadGroup(Group):
 
     def _gather(self, kind: str, x: torch.Tensor, dim: int, site: str) -> Pending:
         def combine(posts: list[Any]) -> list[Any]:
-            return [torch.cat([post[0] for post in posts], dim) for _ in posts]
+            parts = [post[0] for post in posts]
+            # A copy for every rank: none may see what another one writes.
+            return [torch.cat(parts, dim) for _ in posts]
 
         return self._start(f"{kind} dim {dim}", site, [x], combine)
 
@@ -363,6 +375,10 @@ def _reduced(tensors: Sequence[torch.Tensor], op: str = "sum") -> torch.Tensor:
 def _sum_in_place(posts: list[list[torch.Tensor]]) -> list[Any]:
     total = _reduced([post[0] for post in posts])
     return [post[0].copy_(total) for post in posts]
+
+
+def _clones(parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [part.clone() for part in parts]
 
 
 def _copies(x: torch.Tensor, count: int) -> list[torch.Tensor]:

@@ -1,8 +1,9 @@
 """Ranks as processes on torch.distributed: NCCL on CUDA, gloo on CPU.
 
-In: the mesh, the `Needs` of a program, and a default process group, or the environment that torchrun sets. Out: this
-process's `World`. All ranks call for all groups in one order, those included that they are not in, as torch's default group
-may be one whose communicator is split (`device_id=`); the names of groups do not depend on what else a process has made.
+In: the mesh, the `Needs` of a program, and a default process group, or the environment that torchrun sets.
+Out: this process's `World`. All ranks call for all groups in one order, those included that they are not in,
+as torch's default group may be one whose communicator is split (`device_id=`); the names of groups do not
+depend on what else a process has made.
 
     world = DistributedWorld(Mesh(t=2, p=2), needs, timeout=300.0)
     world.group(("tp",)).all_reduce(x, "h.0.mlp")
@@ -15,12 +16,14 @@ may be one whose communicator is split (`device_id=`); the names of groups do no
 | down | along pp: sends to lower ranks |
 | owners | sums over the pipeline ranks that hold a tied parameter |
 
-NCCL makes a communicator for each pair of a group that talks, and runs its operations in order: so two directions share none.
+NCCL makes a communicator for each pair of a group that talks, and runs its operations in order: so two
+directions share none.
 
-No wait is longer than `timeout`. On gloo a call fails then. On NCCL calls do not fail: a wait blocks the stream, and the host
-where it next needs a number. There a thread watches the device (`device_watch.py`): after `timeout`, or once another rank has
-published a fault, it prints the first fault and aborts the groups, so that the host goes on and raises it. NCCL's own
-watchdog, which ends the process without a word of ours, has a longer timeout and is the last resort.
+No wait is longer than `timeout`. On gloo a call fails then. On NCCL calls do not fail: a wait blocks the
+stream, and the host where it next needs a number. There a thread watches the device (`device_watch.py`):
+after `timeout`, or once another rank has published a fault, it prints the first fault and aborts the groups,
+so that the host goes on and raises it. NCCL's own watchdog, which ends the process without a word of ours,
+has a longer timeout and is the last resort.
 """
 
 from __future__ import annotations
@@ -134,7 +137,7 @@ class DistributedWorld(World):
             dist.destroy_process_group()
 
     def call(self, call: Call) -> WaitingCall:
-        """A call that others take part in is made inside of this."""
+        """Enclose a call that others take part in."""
         return WaitingCall(self.board, call)
 
     def _connect(self, needs: Needs) -> None:
@@ -148,10 +151,11 @@ class DistributedWorld(World):
         downs = [
             self._communicator(f"down {ranks[0]}", ranks, P2P_CTAS) for ranks in sorted(along_pp) if len(ranks) > 1
         ]
-        down = next((one for one in downs if one is not None), None)
+        down = next((down for down in downs if down is not None), None)
         for ranks, handle in handles.items():
             self._groups[ranks] = DistributedGroup(self, handle, ranks)
-            # NCCL connects at the first use: let it be here, in one order. The group `down` is for its pairs only.
+            # NCCL connects at the first use: let it be here, in one order. The group `down` is for its pairs
+            # only.
             dist.all_reduce(torch.ones(1, device=self.device), group=handle)
         up = handles.get(self.mesh.group(self.rank, self.mesh.stage_axes))
         for source, target in needs.channels(self.mesh):
@@ -326,7 +330,10 @@ class DistributedChannel(Channel):
 
 
 class _Works(Pending):
-    """Operations of torch.distributed (or a departure) under way; `kept` are the tensors they read, alive until the end."""
+    """Operations of torch.distributed (or a departure) under way.
+
+    `kept` are the tensors they read, alive until the end.
+    """
 
     def __init__(
         self,
@@ -359,14 +366,19 @@ def _fresh(x: Tensor) -> Tensor:
 
 
 def _in_place_of(gathered: Tensor, dim: int) -> Tensor:
-    """[t, ..., n, ...] with the dims after the first in their places: [..., t n, ...]. A view if those before `dim` are 1."""
+    """[t, ..., n, ...] with the dims after the first in their places: [..., t n, ...].
+
+    A view if those before `dim` are 1.
+    """
     count, *sizes = gathered.shape
     sizes[dim] *= count
     return gathered.movedim(0, dim).reshape(sizes)
 
 
 def _parts_first(x: Tensor, dim: int, count: int, width: int) -> Tensor:
-    """[..., t n, ...] as [t, ..., n, ...], contiguous: `x` itself, seen otherwise, if the dims before `dim` are 1."""
+    """[..., t n, ...] as [t, ..., n, ...], contiguous: `x` itself, seen otherwise, if the dims before `dim`
+    are 1.
+    """
     return x.unflatten(dim, (count, width)).movedim(dim, 0).contiguous()
 
 
@@ -383,7 +395,10 @@ def _reduction(op: Any, *, is_async: bool) -> Any:
 
 
 def _default_backend(device: torch.device) -> str:
-    """NCCL on CUDA, gloo elsewhere; an existing default group of a third kind (a vendor's, torch's fake one) is followed."""
+    """NCCL on CUDA, gloo elsewhere.
+
+    An existing default group of a third kind (a vendor's, torch's fake one) is followed.
+    """
     existing = dist.get_backend() if dist.is_initialized() else "undefined"
     if existing not in ("undefined", "gloo", "nccl") and ":" not in existing:
         return existing
@@ -391,7 +406,10 @@ def _default_backend(device: torch.device) -> str:
 
 
 def _init_from_env(backend: str, timeout: float, group_limit: timedelta) -> None:
-    """Make the default process group; torchrun's restarts share one store, so each attempt takes its own prefix."""
+    """Make the default process group.
+
+    Torchrun's restarts share one store, so each attempt takes its own prefix.
+    """
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise PlanError(

@@ -1,8 +1,8 @@
 """When has a send over gloo left? Its operations tell only a thread that waits for them: so one does.
 
-In: the sends of a channel. Out: a `Departure` each, done as soon as the tensors may be let go. Without it a rank would hold all
-that it sent until the end of the step: `isend(...).is_completed()` is False on gloo until `wait()` was called, which blocks.
-(torch 2.11 to 2.13. Delete this file when gloo's work can be asked.)
+In: the sends of a channel. Out: a `Departure` each, done as soon as the tensors may be let go. Without it a
+rank would hold all that it sent until the end of the step: `isend(...).is_completed()` is False on gloo until
+`wait()` was called, which blocks. (torch 2.11 to 2.13. Delete this file when gloo's work can be asked.)
 
     departures = Departures("channel 0 -> 1")
     departure = departures.add([dist.isend(x, 1)], [x])

@@ -1,14 +1,14 @@
 """Ranks as threads of this process: any mesh on one machine, for notebooks, debugging and most tests.
 
-In: a mesh, the `Needs` of a program. Out: a `ThreadWorld` with one `World` per rank, and `Ranks`, the threads that
-run a function on all of them. How the threads' calls meet, and that this world also checks the order of collectives,
-is in `exchange.py`.
+In: a mesh, the `Needs` of a program. Out: a `ThreadWorld` with one `World` per rank, and `Ranks`, the threads
+that run a function on all of them. How the threads' calls meet, and that this world also checks the order of
+collectives, is in `exchange.py`.
 
     shared = ThreadWorld(Mesh(t=2), Needs())
     run_ranks(shared, lambda world: world.group(("tp",)).all_reduce(torch.ones(2), "sum"))
 
-When a rank raises, that exception is the *first fault*: the waiting ranks are released with `Aborted`, which is never
-shown.
+When a rank raises, that exception is the *first fault*: the waiting ranks are released with `Aborted`, which
+is never shown.
 """
 
 from __future__ import annotations
@@ -61,9 +61,11 @@ class ThreadWorld(Shared):
 
 
 class Ranks:
-    """One thread per rank, kept for many `run`s (steps). After a fault the pool can be used again if every rank ended;
-    a rank that hangs cannot be stopped, so the pool is then broken and says so. A single rank waits for nobody, and runs in
-    the thread that calls."""
+    """One thread per rank, kept for many `run`s (steps).
+
+    After a fault the pool can be used again if every rank ended; a rank that hangs cannot be stopped, so the
+    pool is then broken and says so. A single rank waits for nobody, and runs in the thread that calls.
+    """
 
     def __init__(self, shared: ThreadWorld) -> None:
         self.shared = shared
@@ -134,7 +136,10 @@ class Ranks:
 
 
 def run_ranks(shared: ThreadWorld, fn: Callable[[World], Result]) -> list[Result]:
-    """Call `fn(world)` once on every rank, each in its thread; return the results or raise the first fault."""
+    """Call `fn(world)` once on every rank, each in its thread.
+
+    Return the results or raise the first fault.
+    """
     ranks = Ranks(shared)
     try:
         return ranks.run(fn)
@@ -152,7 +157,8 @@ def _serve(world: ThreadRank, jobs: SimpleQueue[Any], ended: SimpleQueue[tuple[i
     while (fn := jobs.get()) is not None:
         result = None
         try:
-            # On CUDA all ranks would share autograd's one backward thread, and the first to wait would stop the others.
+            # On CUDA all ranks would share autograd's one backward thread, and the first to wait would stop
+            # the others.
             with on_device(world.device), torch.autograd.set_multithreading_enabled(False):
                 result = fn(world)
         except BaseException as exc:
