@@ -31,7 +31,7 @@ import torch
 import autoptd
 from autoptd.doctor.words import ranks_text
 from autoptd.runtime.devices import process_device
-from autoptd.runtime.world.processes import _default_backend
+from autoptd.runtime.world.rendezvous import default_backend
 from autoptd.viz.words import bytes_text
 
 SETTINGS = (
@@ -122,7 +122,7 @@ def own_facts(rank: int, asked: str, device: str | None, backend: str | None) ->
     common = {"rank": rank, "host": host, "asked": asked, "versions": _versions(), "settings": settings}
     try:
         target = process_device(device, backend)
-        chosen = backend or _default_backend(target)
+        chosen = backend or default_backend(target)
         if chosen == "nccl" and target.type != "cuda":
             raise RuntimeError(f"backend nccl needs a CUDA device, and this rank's is {target}")
         measured = _of_cuda(target) if target.type == "cuda" else _of_cpu()

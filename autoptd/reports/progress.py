@@ -209,7 +209,9 @@ def progress_line(
     if times:
         whole = sum(rank.seconds for rank in times)
         names = {"compute": "compute", "communication": "exchange", "waiting": rest}
-        parts += [f"{word} {sum(getattr(rank, name) for rank in times) / whole:.0%}" for name, word in names.items()]
+        for name, word in names.items():
+            seconds = sum(getattr(rank, name) for rank in times)
+            parts.append(f"{word} {seconds / whole:.0%}")
         parts.append(f"peak {bytes_text(max(rank.peak_bytes for rank in times))}{holder}")
     return "  ".join(parts)
 

@@ -19,9 +19,9 @@ from pathlib import Path
 
 from autoptd.ir.actions import COMPUTES, Kind
 from autoptd.ir.types import ALIGNED, LEAST_ALIGNED, aligned
-from autoptd.program.calls import LOCAL_KINDS, Call, call_site, expected_calls, star, wire_bytes
+from autoptd.program.calls import Call, expected_calls, wire_bytes
 from autoptd.program.program import Picture, Program
-from autoptd.program.specs import ParamSpec
+from autoptd.reports.modules import module_sections
 from autoptd.reports.pictures import executed_run, simulated_run
 from autoptd.reports.summary import AXES, WEIGHED, RankCosts, Summary, Traffic, seconds_text, summarize, weighed_table
 from autoptd.runtime.record import Record
@@ -176,58 +176,8 @@ def _layers(program: Program) -> str:
             if count <= MAX_DRAWN_OPERATORS and len(program.stages) <= 4 and (full := program.graph("full", stage).svg):
                 parts.append(folded(f"Stage {stage}, every operator", "", picture(full)))
     parts.append(heading("Module by module"))
-    parts += [_module(program, name) for name in _modules(program)]
+    parts += module_sections(program)
     return "\n".join(parts)
-
-
-def _modules(program: Program) -> list[str]:
-    """Modules with parameters or matrix products, layers alike as one, in the order of the model."""
-    named = [star(spec.name.rpartition(".")[0]) for spec in program.params]
-    return list(dict.fromkeys([*named, *(row.module for row in program.costs.gemms)]))
-
-
-def _module(program: Program, name: str) -> str:
-    params = [spec for spec in program.params if star(spec.name.rpartition(".")[0]) == name]
-    times = Counter(star(spec.name) for spec in params)
-    alike: dict[tuple[str, str], ParamSpec] = {}
-    for spec in params:
-        alike.setdefault((star(spec.name), spec.type_text()), spec)
-    rows = []
-    for spec in alike.values():
-        shapes = _shape(spec.shape), _shape(spec.local_shape(program.mesh))
-        own = spec.name.rpartition(".")[2]
-        rows.append((own, *shapes, spec.type_text(), ", ".join(spec.aliases[1:]), spec.why))
-    body = [table(("parameter", "shape", "local shape", "type over tp", "tied to", "why"), rows)] if rows else []
-    gemms = [row for row in program.costs.gemms if row.module == name]
-    if gemms:
-        work = Counter[str]()
-        for row in gemms:
-            work[row.operator.removeprefix("aten.")] += row.forward + row.backward
-        products = ", ".join(f"`{operator}` {count_text(flops)}FLOP" for operator, flops in work.items())
-        fact = "Matrix products of a rank and a microbatch, forward and backward, all layers"
-        body.append(paragraph(f"{fact}: {products}."))
-    calls = _calls_of(program, name)
-    if calls:
-        names = ("x", "collective over tp", "in", "payload", "why")
-        body.append(table(names, [(str(count), *key) for key, count in calls.items()], (0, 3)))
-    count = max(times.values(), default=1)
-    return folded(name or "the model itself", f"x {count}" if count > 1 else "", "\n".join(body))
-
-
-def _calls_of(program: Program, name: str) -> Counter[tuple[str, str, str, str]]:
-    """Count the collectives over tp of a module, by kind, phase, payload and reason."""
-    calls = Counter[tuple[str, str, str, str]]()
-    for call in program.collectives:
-        if call.axis != "tp" or call.scope != "microbatch" or call_site(call) != name:
-            continue
-        for phase, kind in (("forward", call.forward), ("backward", call.backward)):
-            if kind not in LOCAL_KINDS:
-                calls[kind, phase, bytes_text(call.payload_bytes), star(call.why)] += 1
-    return calls
-
-
-def _shape(size: tuple[int, ...]) -> str:
-    return "x".join(map(str, size)) or "one number"
 
 
 def _schedule(program: Program, runs: list[Run]) -> str:

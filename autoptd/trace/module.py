@@ -13,7 +13,7 @@ from torch import nn
 
 from autoptd.compat import FakeTensor, tree_flatten
 from autoptd.errors import PlanError
-from autoptd.trace.state import check_state_dict
+from autoptd.trace.attributes import check_state_dict
 from autoptd.trace.storage import check_storage
 
 

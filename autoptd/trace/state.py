@@ -19,7 +19,7 @@ import random
 import sys
 import types
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import _lru_cache_wrapper, partial
 from typing import Any
@@ -278,48 +278,6 @@ class Globals:
         for name, value in self.values.items():
             if self.space.get(name, self) is not value:
                 self.space[name] = value
-
-
-def check_state_dict(model: nn.Module) -> None:
-    """Refuse a state dict that is not the parameters and buffers under their own names: these the ranks load
-    and save.
-    """
-    own = dict(model.named_parameters(remove_duplicate=False))
-    expected = own | dict(model.named_buffers(remove_duplicate=False))
-    found = model.state_dict(keep_vars=True)
-    more = [name for name in found if name not in expected]
-    other = [name for name, attribute in own.items() if not _is_equal(found.get(name), attribute)]
-    if more or other:
-        what = [f"has {', '.join(more)} beside them"] * bool(more) + [f"lacks or changes {', '.join(other)}"] * bool(
-            other
-        )
-        fact = f"is not its parameters and buffers: it {' and '.join(what)}, which the ranks would not follow"
-        raise TraceError(
-            "state_dict of the model", fact, "leave out get_extra_state and hooks of state_dict; keep state in buffers"
-        )
-
-
-def _is_equal(found: Tensor | None, own: Tensor) -> bool:
-    if found is own or found is None:
-        return found is own
-    return found.shape == own.shape and (own.is_meta or torch.equal(found, own))
-
-
-def attribute_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield tensors that modules keep as plain attributes, in containers as well: neither parameters nor
-    buffers.
-    """
-    yield from State(model).tensors.items()
-
-
-def map_attribute_tensors(model: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
-    """Replace the tensors that modules keep as plain attributes, in lists and dicts as well."""
-    for holder, content in State(model).holders:
-        if not isinstance(holder, (dict, list)):
-            continue
-        for key, item in content.items() if isinstance(content, dict) else enumerate(content):
-            if isinstance(item, Tensor) and (made := change(item)) is not item:
-                holder[key] = made
 
 
 def _is_users(module: str) -> bool:

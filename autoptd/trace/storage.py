@@ -24,7 +24,7 @@ from torch.nn.parameter import is_lazy
 from autoptd.compat import FakeTensor
 from autoptd.errors import TraceError
 from autoptd.ir.buffers import SharedBuffers
-from autoptd.trace.state import attribute_tensors
+from autoptd.trace.attributes import attribute_tensors
 
 TIE = "tie them as one parameter (head.weight = emb.weight), or .clone() one of them"
 COPY = "register a .clone() of it, or compute it from the parameter in forward with .detach()"

@@ -26,9 +26,9 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from autoptd.compat import FakeTensor, plain_checkpoints, tree_leaves
 from autoptd.errors import TraceError
+from autoptd.trace.attributes import attribute_tensors
 from autoptd.trace.functions import Call, run_forward
 from autoptd.trace.numbers import make_tensor
-from autoptd.trace.state import attribute_tensors
 
 HOOK_REMEDY = "remove the hook: change the gradient after pm.step, or the model's forward"
 REENTRANT_REMEDY = "checkpoint(..., use_reentrant=False), with transformers gradient_checkpointing_enable("

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from autoptd.compat import tree_map
 from autoptd.errors import PlanError
 from autoptd.options import Options
-from autoptd.trace.state import map_attribute_tensors
+from autoptd.trace.attributes import map_attribute_tensors
 
 
 class Widen(TorchFunctionMode):

@@ -13,14 +13,13 @@ from __future__ import annotations
 import math
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Iterator
-
-from torch.fx import Node
+from collections.abc import Iterator
 
 from autoptd.ir.notes import note, tensor
-from autoptd.ir.types import CONVERSIONS, type_text
+from autoptd.ir.types import CONVERSIONS
 from autoptd.program.program import Program
 from autoptd.viz import colours
+from autoptd.viz.box_text import BoxText, Work
 from autoptd.viz.box_words import (
     collectives_of,
     conversion_of,
@@ -37,10 +36,6 @@ from autoptd.viz.scene import Frame, Item, Line, Link, Scene, line
 from autoptd.viz.views import COLLECTIVES, origin, short_op
 from autoptd.viz.words import bytes_text, count_text, letter
 
-GEMMS = ("linear", "addmm", "matmul", "mm", "bmm", "baddbmm")
-# FLOPs of a node on one rank, forward and backward.
-Work = Callable[[Node], tuple[int, int]]
-
 
 def layer_scene(program: Program, *, folds: bool = True, stage: int | None = None, work: Work | None = None) -> Scene:
     """Return the picture.
@@ -54,7 +49,7 @@ class _Painter:
     """Turns the parts of an outline into those of a scene."""
 
     def __init__(self, program: Program, drawn: Outline, work: Work | None) -> None:
-        self.program, self.drawn, self.work = program, drawn, work
+        self.program, self.drawn = program, drawn
         self.is_split = program.mesh.t > 1
         self.boxes = {box.id: box for box in drawn.boxes}
         self.place = {box.id: i for i, box in enumerate(drawn.boxes)}
@@ -62,6 +57,7 @@ class _Painter:
         self.is_alone = len(drawn.columns) == len(drawn.columns[0].stages) == 1 < len(program.stages)
         parts = Counter((box.column, box.layer, box.part) for box in drawn.boxes)
         self.framed = {key for key, count in parts.items() if key[2] and count > 1}
+        self.text = BoxText(self.is_split, self.framed, work)
 
     def scene(self) -> Scene:
         title, subtitle = colours.heading(self.program)
@@ -137,12 +133,16 @@ class _Painter:
         if box.is_input:
             kind = str(tensor(node).dtype).removeprefix("torch.")
             lines = (line((note(node).name, "bold"), (" input", "quiet")), line(f"{shape_text(node)} {kind}"))
-            return Item(box.id, lines, colours.INPUT, shape="note", tooltip=self._tooltip(box))
+            return Item(box.id, lines, colours.INPUT, shape="note", tooltip=self.text.tooltip(box))
         if box.is_received:
             return self._received(box)
         if box.sent_to >= 0:
-            lines = (line((f"to stage {box.sent_to}", "bold")), line(self._shape(node)), line(self._traffic(node)))
-            return Item(box.id, lines, "#f2fafc", colours.SENT, thick=1.6, tooltip=self._tooltip(box))
+            lines = (
+                line((f"to stage {box.sent_to}", "bold")),
+                line(self.text.shape(node)),
+                line(self.text.traffic(node)),
+            )
+            return Item(box.id, lines, "#f2fafc", colours.SENT, thick=1.6, tooltip=self.text.tooltip(box))
         if box.folded:
             return self._folded(box)
         if note(node).conversion:
@@ -160,15 +160,10 @@ class _Painter:
         made = origin(node)
         what = f"{short_op(made)} of {note(made).module or 'the model'}"
         first = line((f"from stage {stage}", "bold"), (passed, "quiet"))
-        lines = [first, line((what, "quiet")), line(self._shape(node))]
+        lines = [first, line((what, "quiet")), line(self.text.shape(node))]
         if self.is_alone:
-            lines.append(line(self._traffic(node)))
-        return Item(box.id, tuple(lines), "#f2fafc", colours.SENT, thick=1.6, tooltip=self._tooltip(box))
-
-    def _traffic(self, node: Node) -> str:
-        """Say what a value that crosses amounts to: `384 KiB, and its gradient back`."""
-        gradient = "and its gradient" if note(node).needs_grad else "no gradient"
-        return f"{bytes_text(local_bytes(node))}, {gradient} back"
+            lines.append(line(self.text.traffic(node)))
+        return Item(box.id, tuple(lines), "#f2fafc", colours.SENT, thick=1.6, tooltip=self.text.tooltip(box))
 
     def _folded(self, box: Box) -> Item:
         layers = list(box.folded)
@@ -203,22 +198,22 @@ class _Painter:
         lines += [line(bar.text + " again", bar=bar.bar) for bar in bars(again)]
         reason = record.why.partition(": ")[2] or record.why
         lines += [line((text, "quiet")) for text in textwrap.wrap(reason, 34)]
-        lines += self._params(box)
+        lines += self.text.params(box)
         kinds = collectives_of(box)
         color, thick = (colours.KINDS[kinds[0]], 2.0) if kinds else ("#9aa4ae", 1.0)
-        tooltip = self._tooltip(box)
+        tooltip = self.text.tooltip(box)
         return Item(box.id, tuple(lines), "#ffffff", color, "box", thick, not kinds, tooltip, tuple(box.calls))
 
     def _operator(self, box: Box) -> Item:
         node = box.nodes[-1]
-        name, what = self._title(box)
-        how, fill = self._split(node, box)
+        name, what = self.text.title(box)
+        how, fill = self.text.split(node, box)
         if is_sum(box):
-            lines = [line(("+ ", "bold"), what), line((self._shape(node), "quiet"))]
+            lines = [line(("+ ", "bold"), what), line((self.text.shape(node), "quiet"))]
         else:
             lines = [line((name, "bold"), (" " if name else ""), (what, "quiet" if name else "bold"))]
             lines += [line(how)] if how else []
-            lines += [line(self._shape(node)), *self._params(box)]
+            lines += [line(self.text.shape(node)), *self.text.params(box)]
         summed = [call for call in box.calls if call.forward in COLLECTIVES or call.backward in COLLECTIVES]
         lines += bars(summed)
         swallowed = "swallowed" in note(node).extra
@@ -227,50 +222,7 @@ class _Painter:
         border = colours.KINDS["all-reduce"] if summed else "#9aa4ae"
         shape = "pill" if is_sum(box) else "box"
         thick = 2.0 if summed else 1.0
-        return Item(box.id, tuple(lines), fill, border, shape, thick, False, self._tooltip(box), tuple(box.calls))
-
-    def _title(self, box: Box) -> tuple[str, str]:
-        """Return (module, operators) of a box: `c_attn`, `linear`; outside of layers the whole module path."""
-        names = list(dict.fromkeys(map(short_op, box.nodes)))
-        what = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
-        module = note(box.nodes[-1]).module
-        if box.layer:
-            module = module.removeprefix(box.layer).removeprefix(".")
-            if (box.column, box.layer, box.part) in self.framed:
-                module = "" if module == box.part else module.removeprefix(f"{box.part}.")
-        return ("" if module == what else module), what
-
-    def _split(self, node: Node, box: Box) -> tuple[str, str]:
-        """Return how an operator is split, in words and as a colour."""
-        record = note(node)
-        kind = record.layout["tp"].kind
-        if not self.is_split:
-            return "", colours.SMALL
-        if "vocabulary" in record.why and record.why.startswith("split by"):
-            return "split by vocabulary", colours.VOCABULARY
-        if short_op(node) in GEMMS:
-            matrices = [made or param for _, param, made in box.params if len(tensor(param).shape) > 1]
-            weights = [note(matrix).layout["tp"].kind for matrix in matrices]
-            if kind == "P":
-                return "row split: each rank sums over its inputs", colours.ROW
-            if kind == "S" and "S" in weights:
-                return "column split: each rank has its outputs", colours.COLUMN
-            if kind != "S":
-                return "whole on every rank", colours.WHOLE
-        return "", colours.SPLIT if kind == "S" else colours.SMALL
-
-    def _params(self, box: Box) -> list[Line]:
-        """Return parameters of an operator, and what is done on the way: `weight [96, 64] S(dim 0: 3 x [4] x
-        16)`.
-        """
-        rows: dict[str, list[str]] = {}
-        for name, node, conversion in box.params:
-            done = ""
-            # A conversion that communicates has a box of its own, and is shown there.
-            if conversion is not None and conversion not in box.nodes and note(conversion).conversion:
-                done = f", {conversion_of(conversion).forward}"
-            rows.setdefault(f"{self._shape(node)}{done}", []).append(name)
-        return [line((f"{', '.join(names)} {text}", "quiet")) for text, names in rows.items()]
+        return Item(box.id, tuple(lines), fill, border, shape, thick, False, self.text.tooltip(box), tuple(box.calls))
 
     def _result(self) -> Item:
         over = "microbatches and dp" if self.program.mesh.d > 1 else "microbatches"
@@ -283,7 +235,7 @@ class _Painter:
     def _edge(self, edge: Edge) -> Link:
         value, record = edge.value, note(edge.value)
         kind = record.layout["tp"].kind if self.is_split else "I"
-        size = f"{self._shape(value)}, {bytes_text(local_bytes(value))} on each rank"
+        size = f"{self.text.shape(value)}, {bytes_text(local_bytes(value))} on each rank"
         tooltip = f"{note(origin(value)).module or 'model'}: {size}"
         if edge.crosses and self.is_alone:
             return Link(edge.source, edge.target, colours.SENT, 3.0, tooltip=tooltip, weight=2)
@@ -325,39 +277,10 @@ class _Painter:
             calls=tie.calls,
         )
 
-    # words
-
-    def _shape(self, node: Node) -> str:
-        """Return shape and type: `[1, 128, 1152] S(dim 2: 3 x [12] x 64)`; no type where nothing is split."""
-        if not self.is_split:
-            return shape_text(node)
-        record = note(node)
-        kind = type_text(record.layout["tp"], record.dims, "tp").replace("S(tp, ", "S(")
-        return f"{shape_text(node)}  {kind}"
-
-    def _tooltip(self, box: Box) -> str:
-        """Say where a box comes from, its line of code, why it is as it is, and what it costs."""
-        node = box.nodes[-1]
-        record = note(node)
-        where = record.module or record.name
-        if record.source:
-            where = f"{record.module or 'model'} ({record.source})"
-        size = shape_text(node)
-        if "global_shape" in record.extra:
-            size += f" of {list(record.extra['global_shape'])} traced"
-        dtype = str(tensor(node).dtype).removeprefix("torch.")
-        lines = [where, record.code, f"why: {record.why}" if record.why else "", record.placement]
-        lines.append(f"{size} {dtype}: {bytes_text(local_bytes(node))} on each rank")
-        if self.work and not box.is_input and not box.is_received:
-            forward, backward = (sum(counts) for counts in zip(*map(self.work, box.nodes), strict=True))
-            if forward:
-                lines.append(f"{count_text(forward)} FLOPs forward, {count_text(backward)} backward on each rank")
-        return "\n".join(text for text in (*lines, *call_lines(box.calls)) if text)
-
     def _legend(self) -> tuple[Item, ...]:
         """Return samples of what is in this picture."""
         operators = [box for box in self.drawn.boxes if not (box.is_input or box.is_received or box.folded)]
-        fills = {self._split(box.nodes[-1], box)[1] for box in operators if not note(box.nodes[-1]).conversion}
+        fills = {self.text.split(box.nodes[-1], box)[1] for box in operators if not note(box.nodes[-1]).conversion}
         samples = [
             colours.sample("column split", colours.COLUMN),
             colours.sample("row split", colours.ROW),

@@ -76,7 +76,10 @@ class Box:
 
 @dataclass(frozen=True)
 class Column:
-    """The stages `stages`, consecutive; `calls` are what they do once a step, and what they send each other."""
+    """The stages `stages`, consecutive.
+
+    `calls` are what they do once a step, and what they send each other.
+    """
 
     stages: tuple[int, ...]
     calls: tuple[Collective, ...] = ()

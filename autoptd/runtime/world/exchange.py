@@ -24,7 +24,7 @@ import torch
 from autoptd.errors import InternalError, RuntimeFault
 from autoptd.ir.mesh import Mesh
 from autoptd.program.call_order import find_deadlock
-from autoptd.runtime.world.world import Channel, Done, Group, Like, Pending, World, equal_parts, fault_site
+from autoptd.runtime.world.world import Group, Pending, World, equal_parts, fault_site
 
 # (kind, site, shapes, dtypes)
 Call = tuple[str, str, Any, Any]
@@ -261,7 +261,7 @@ class ThreadGroup(Group):
         return self._start(kind, site, tensors, combine).wait()
 
     def _start(self, kind: str, site: str, tensors: Sequence[torch.Tensor], combine: Combine) -> Pending:
-        return self._post((kind, site, *_shapes_and_dtypes(tensors)), list(tensors), combine)
+        return self._post((kind, site, *shapes_and_dtypes(tensors)), list(tensors), combine)
 
     def _post(self, call: Call, payload: Any, combine: Combine) -> Pending:
         self._world.last_call = _call_text(call)
@@ -283,82 +283,6 @@ class _Turn(Pending):
 
     def is_done(self) -> bool:
         return self._turn.complete.is_set()
-
-
-class Pipe:
-    """The shared side of one channel: messages numbered in sending order, and who waits for which."""
-
-    def __init__(self, shared: Shared, source: int, target: int) -> None:
-        self.shared, self.source, self.target = shared, source, target
-        self.lock = threading.Lock()
-        self.clear()
-
-    def clear(self) -> None:
-        self.sent, self.received = 0, 0
-        self.messages: dict[int, tuple[list[torch.Tensor], str]] = {}
-        self.arrivals: dict[int, threading.Event] = {}
-
-    def put(self, tensors: list[torch.Tensor], site: str) -> None:
-        with self.lock:
-            self.messages[self.sent] = (tensors, site)
-            self.arrivals.setdefault(self.sent, threading.Event()).set()
-            self.sent += 1
-
-    def next_arrival(self) -> tuple[int, threading.Event]:
-        with self.lock:
-            number = self.received
-            self.received += 1
-            return number, self.arrivals.setdefault(number, threading.Event())
-
-    def take(self, number: int) -> tuple[list[torch.Tensor], str]:
-        with self.lock:
-            del self.arrivals[number]
-            return self.messages.pop(number)
-
-
-class ThreadChannel(Channel):
-    """One thread's end of a pipe."""
-
-    def __init__(self, world: ThreadRank, pipe: Pipe) -> None:
-        self._world, self._pipe = world, pipe
-
-    def send(self, tensors: Sequence[torch.Tensor], site: str) -> Pending:
-        self._world.last_call = f"send {site!r}"
-        self._pipe.put([x.detach().clone() for x in tensors], site)
-        return Done()
-
-    def receive(self, like: Sequence[Like], site: str) -> Pending:
-        return _Receipt(self._world, self._pipe, like, site)
-
-
-class _Receipt(Pending):
-    """A posted receive: the n-th posted takes the n-th message."""
-
-    def __init__(self, world: ThreadRank, pipe: Pipe, like: Sequence[Like], site: str) -> None:
-        self._world, self._pipe, self._site = world, pipe, site
-        self._like = ([tuple(shape) for shape, _ in like], [dtype for _, dtype in like])
-        self._number, self._event = pipe.next_arrival()
-        self._tensors: list[torch.Tensor] | None = None
-
-    def wait(self) -> list[torch.Tensor]:
-        if self._tensors is None:
-            world, source = self._world, self._pipe.source
-            world.last_call = f"receive {self._site!r} from rank {source}"
-            if world.shared.fault or not self._event.is_set():
-                world.shared.wait(self._event, world, world.last_call, lambda: [source])
-            tensors, sent_as = self._pipe.take(self._number)
-            if _shapes_and_dtypes(tensors) != self._like:
-                raise RuntimeFault(
-                    fault_site(world.rank, world.at),
-                    f"receives {self._site!r} as {self._like}, but rank {source} sent {sent_as!r} as "
-                    f"{_shapes_and_dtypes(tensors)}",
-                    "both ends of a channel must name the same tensors in the same order",
-                )
-            self._tensors = tensors
-        return self._tensors
-
-    def is_done(self) -> bool:
-        return self._tensors is not None or self._event.is_set()
 
 
 def _reduced(tensors: Sequence[torch.Tensor], op: str = "sum") -> torch.Tensor:
@@ -385,7 +309,7 @@ def _copies(x: torch.Tensor, count: int) -> list[torch.Tensor]:
     return [x.clone(memory_format=torch.contiguous_format) for _ in range(count)]
 
 
-def _shapes_and_dtypes(tensors: Sequence[torch.Tensor]) -> tuple[list[tuple[int, ...]], list[torch.dtype]]:
+def shapes_and_dtypes(tensors: Sequence[torch.Tensor]) -> tuple[list[tuple[int, ...]], list[torch.dtype]]:
     return [tuple(x.shape) for x in tensors], [x.dtype for x in tensors]
 
 

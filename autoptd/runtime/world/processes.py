@@ -28,7 +28,6 @@ has a longer timeout and is the last resort.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from datetime import timedelta
 from types import TracebackType
@@ -37,13 +36,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autoptd.compat import abort_groups, default_store, env_store, gather_into, new_group, scatter_into
+from autoptd.compat import abort_groups, default_store, gather_into, new_group, scatter_into
 from autoptd.errors import InternalError, PlanError, RuntimeFault
 from autoptd.ir.mesh import Mesh
 from autoptd.runtime.devices import process_device
 from autoptd.runtime.world.device_watch import PROBES, WATCHDOG_MARGIN, DeviceWatch
 from autoptd.runtime.world.faults import Call, FaultBoard
-from autoptd.runtime.world.send_watcher import Departures
+from autoptd.runtime.world.layouts import as_real, fresh, in_place_of, parts_first
+from autoptd.runtime.world.rendezvous import default_backend, init_from_env
+from autoptd.runtime.world.send_watcher import SendWatcher
 from autoptd.runtime.world.world import Channel, Done, Group, Like, Needs, Pending, Then, World, equal_parts
 
 Tensor = torch.Tensor
@@ -86,13 +87,13 @@ class DistributedWorld(World):
         backend: str | None = None,
     ) -> None:
         target = process_device(device, backend)
-        self.backend = backend or _default_backend(target)
+        self.backend = backend or default_backend(target)
         if target.type == "cuda":
             torch.cuda.set_device(target)
         self._owns_default = not dist.is_initialized()
         self._group_limit = timedelta(seconds=timeout + (WATCHDOG_MARGIN if self.backend in PROBES else 0.0))
         if self._owns_default:
-            _init_from_env(self.backend, timeout, self._group_limit)
+            init_from_env(self.backend, timeout, self._group_limit)
         if dist.get_world_size() != mesh.size:
             raise PlanError(
                 f"world size {dist.get_world_size()}",
@@ -206,7 +207,7 @@ class DistributedGroup(Group):
         self._async_sum = _reduction(dist.ReduceOp.SUM, is_async=True)
 
     def all_reduce(self, x: Tensor, site: str, op: str = "sum") -> Tensor:
-        return self._all_reduce(_fresh(x), site, op)
+        return self._all_reduce(fresh(x), site, op)
 
     def all_reduce_(self, x: Tensor, site: str) -> Tensor:
         if x.is_contiguous():
@@ -217,7 +218,7 @@ class DistributedGroup(Group):
         """Sum a contiguous tensor in place."""
         # The group's own method: a third of the time of `dist.all_reduce`
         with self._call("all_reduce", site, y):
-            work = self.handle.allreduce([_as_real(y)], self._reductions[op])
+            work = self.handle.allreduce([as_real(y)], self._reductions[op])
             # NCCL hands out none here: the sum is queued on the current stream.
             if work is not None:
                 work.wait()
@@ -230,13 +231,13 @@ class DistributedGroup(Group):
             work = gather_into(self.handle, gathered, x, is_async=False)
             if work is not None:
                 work.wait()
-        return _in_place_of(gathered, dim)
+        return in_place_of(gathered, dim)
 
     def reduce_scatter(self, x: Tensor, dim: int, site: str) -> Tensor:
         # Has no reduce-scatter of its own: all-reduce everything, keep a part.
         if self._world.backend == "gloo":
-            return self._part(self._all_reduce(_fresh(x), site), dim, site)
-        parts = _parts_first(x.detach(), dim, self.size, equal_parts(x, dim, self.size, site))
+            return self._part(self._all_reduce(fresh(x), site), dim, site)
+        parts = parts_first(x.detach(), dim, self.size, equal_parts(x, dim, self.size, site))
         mine = torch.empty_like(parts[0])
         with self._call("reduce_scatter", site, mine):
             work = scatter_into(self.handle, mine, parts, is_async=False)
@@ -252,7 +253,7 @@ class DistributedGroup(Group):
         return list(received)
 
     def broadcast(self, x: Tensor, source_index: int, site: str) -> Tensor:
-        y = _fresh(x)
+        y = fresh(x)
         with self._call("broadcast", site, y):
             dist.broadcast(y, self.ranks[source_index], group=self.handle)
         return y
@@ -262,7 +263,7 @@ class DistributedGroup(Group):
 
     def _sum_start(self, kind: str, flat: Tensor, site: str) -> Pending:
         with self._call(kind, site, flat) as call:
-            work = self.handle.allreduce([_as_real(flat.detach())], self._async_sum)
+            work = self.handle.allreduce([as_real(flat.detach())], self._async_sum)
         return _Works(self._world, [work], flat, call)
 
     def all_gather_start(self, x: Tensor, dim: int, site: str) -> Pending:
@@ -270,14 +271,14 @@ class DistributedGroup(Group):
         gathered = x.new_empty((self.size, *x.shape))
         with self._call("all_gather_start", site, x) as call:
             work = gather_into(self.handle, gathered, x, is_async=True)
-        return Then(_Works(self._world, [work], gathered, call, kept=[x]), lambda whole: _in_place_of(whole, dim))
+        return Then(_Works(self._world, [work], gathered, call, kept=[x]), lambda whole: in_place_of(whole, dim))
 
     def reduce_scatter_start(self, x: Tensor, dim: int, site: str) -> Pending:
         # As in `reduce_scatter`
         if self._world.backend == "gloo":
-            started = self._sum_start("reduce_scatter_start", _fresh(x), site)
+            started = self._sum_start("reduce_scatter_start", fresh(x), site)
             return Then(started, lambda whole: self._part(whole, dim, site))
-        parts = _parts_first(x.detach(), dim, self.size, equal_parts(x, dim, self.size, site))
+        parts = parts_first(x.detach(), dim, self.size, equal_parts(x, dim, self.size, site))
         mine = torch.empty_like(parts[0])
         with self._call("reduce_scatter_start", site, mine) as call:
             work = scatter_into(self.handle, mine, parts, is_async=True)
@@ -305,7 +306,7 @@ class DistributedChannel(Channel):
 
     def __init__(self, world: DistributedWorld, handle: dist.ProcessGroup, source: int, target: int) -> None:
         self._world, self.handle, self._source, self._target = world, handle, source, target
-        self._departures = Departures(f"sends of rank {source} to rank {target}")
+        self._sends = SendWatcher(f"sends of rank {source} to rank {target}")
 
     def send(self, tensors: Sequence[Tensor], site: str) -> Pending:
         kept = [x.detach().contiguous() for x in tensors]
@@ -314,7 +315,7 @@ class DistributedChannel(Channel):
         with self._world.call(Call("send", site)) as call:
             works: list[Any] = [dist.isend(x, self._target, group=self.handle) for x in kept]
         if self._world.backend == "gloo":
-            works, kept = [self._departures.add(works, kept)], []
+            works, kept = [self._sends.add(works, kept)], []
         return _Works(self._world, works, None, call, kept)
 
     def receive(self, like: Sequence[Like], site: str) -> Pending:
@@ -326,11 +327,11 @@ class DistributedChannel(Channel):
         return _Works(self._world, works, buffers, call)
 
     def close(self) -> None:
-        self._departures.close()
+        self._sends.close()
 
 
 class _Works(Pending):
-    """Operations of torch.distributed (or a departure) under way.
+    """Operations of torch.distributed (or a sent) under way.
 
     `kept` are the tensors they read, alive until the end.
     """
@@ -358,63 +359,8 @@ class _Works(Pending):
         return all(work.is_completed() for work in self._works)
 
 
-def _fresh(x: Tensor) -> Tensor:
-    # Not within an autograd function.
-    if torch.is_grad_enabled():
-        x = x.detach()
-    return x.clone() if x.is_contiguous() else x.contiguous()
-
-
-def _in_place_of(gathered: Tensor, dim: int) -> Tensor:
-    """[t, ..., n, ...] with the dims after the first in their places: [..., t n, ...].
-
-    A view if those before `dim` are 1.
-    """
-    count, *sizes = gathered.shape
-    sizes[dim] *= count
-    return gathered.movedim(0, dim).reshape(sizes)
-
-
-def _parts_first(x: Tensor, dim: int, count: int, width: int) -> Tensor:
-    """[..., t n, ...] as [t, ..., n, ...], contiguous: `x` itself, seen otherwise, if the dims before `dim`
-    are 1.
-    """
-    return x.unflatten(dim, (count, width)).movedim(dim, 0).contiguous()
-
-
-def _as_real(x: Tensor) -> Tensor:
-    """Complex numbers as pairs: what NCCL and gloo can add."""
-    return torch.view_as_real(x) if x.is_complex() else x
-
-
 def _reduction(op: Any, *, is_async: bool) -> Any:
     options = dist.AllreduceOptions()
     # On CUDA: on a stream of NCCL's own, or on the current one.
     options.reduceOp, options.asyncOp = op, is_async
     return options
-
-
-def _default_backend(device: torch.device) -> str:
-    """NCCL on CUDA, gloo elsewhere.
-
-    An existing default group of a third kind (a vendor's, torch's fake one) is followed.
-    """
-    existing = dist.get_backend() if dist.is_initialized() else "undefined"
-    if existing not in ("undefined", "gloo", "nccl") and ":" not in existing:
-        return existing
-    return "nccl" if device.type == "cuda" else "gloo"
-
-
-def _init_from_env(backend: str, timeout: float, group_limit: timedelta) -> None:
-    """Make the default process group.
-
-    Torchrun's restarts share one store, so each attempt takes its own prefix.
-    """
-    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-    if missing:
-        raise PlanError(
-            "torch.distributed", f"{', '.join(missing)} not set", "start with torchrun, or use backend='local'"
-        )
-    store, rank, size = env_store(timedelta(seconds=timeout))
-    store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=group_limit)
