@@ -50,16 +50,7 @@ def is_local(options: Options) -> bool:
 
 
 class StartedModel:
-    """A program, once there is one, and the ranks that run it.
-
-    `program` is the compiled model, or None: see `lazy`. `state` is the model's state dict: its parameters,
-    and persistent buffers. With `weights` the parameters' values are those of this folder instead; `format`
-    says how the model is saved as one. `compile_eval` compiles for the first `eval_step`, on the layout of
-    the program that trains; without it, evaluation runs that program's forward. Both compile the model while
-    it is `holding` the buffers of now. `draw` adds pictures to `show`. `arguments` are the names of the
-    model's own, by which a call is bound that passes them in another way than the first one. `shared` says
-    which of the model's buffers share their memory. Collective.
-    """
+    """A program, once there is one, and the ranks that run it; the keywords are explained at `ParallelModel`."""
 
     def __init__(
         self,
