@@ -74,6 +74,7 @@ class DefaultModel:
         """
         rows = list(self._degrees())
         table = np.array(rows, dtype=np.int64).reshape(-1, len(DEGREES)).T
+        # Every row of degrees with every way.
         columns = dict(zip(DEGREES, np.repeat(table, len(self.ways), axis=1), strict=True))
         columns["way"] = np.tile(np.arange(len(self.ways)), table.shape[1])
         keep = self._has_effect(columns)

@@ -104,6 +104,7 @@ def _seconds(shape: Shape, cluster: Cluster, setting: Setting, terms: Terms) -> 
 
     front, middle = layers.first * layer.whole + first.whole, layers.middle * layer.whole
     back = layers.last * layer.whole + last.whole
+    # A rank with both ends: the only one, or the first of a zbv.
     both, has_both = front + last.whole, _has_both_ends(setting)
     # The terms are those of the busiest rank: the first, the last or one between.
     busiest = np.where(has_both, np.maximum(both, middle), np.maximum(np.maximum(front, back), middle))
@@ -130,6 +131,7 @@ def _bubble(shape: Shape, setting: Setting, terms: Terms, busiest: Number, wait:
     """Return the seconds that the busiest rank is idle."""
     p, v, m = np.asarray(setting.p), np.asarray(setting.v), setting.num_microbatches
     name = setting.schedule_name
+    # One microbatch through all stages and back.
     through = shape.layers * terms.layer.whole + terms.embedding.whole + terms.head.whole
     messages = (p - 1) * (2 * wait + 2 * link)
     idle_1f1b = through - busiest + messages
@@ -188,6 +190,7 @@ def _once(shape: Shape, cluster: Cluster, setting: Setting, terms: Terms, microb
     held = _parameters(shape, setting)
     parameters = np.maximum(held.first, np.where(np.asarray(setting.p) == 1, 0, np.maximum(held.last, held.middle)))
     reduce = terms.reduce(parameters)
+    # Gradients may be summed beside the last microbatch; with chunks, beside the last group.
     window = microbatch * np.where(np.asarray(setting.v) > 1, np.minimum(setting.p, setting.num_microbatches), 1)
     hidden = np.minimum(cluster.software.dp_overlap * reduce, window)
     return {"dp_comm": reduce - hidden + terms.tie, "optimizer": terms.optimizer(parameters)}

@@ -30,6 +30,7 @@ def split_layers(layers: int, stages: int, first: float, last: float, layer: flo
         loads = [(count * layer, stage) for stage, count in enumerate(counts)]
         loads[0] = (loads[0][0] + first, 0)
         loads[-1] = (loads[-1][0] + last, stages - 1)
+        # Greedy is optimal here: all layers take the same time.
         heapq.heapify(loads)
         for _ in range(layers % stages):
             load, stage = heapq.heappop(loads)

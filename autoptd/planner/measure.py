@@ -127,6 +127,7 @@ def measure_links(device: str, ranks: int) -> Record:
         mp.spawn(_rank, args=(ranks, device, folder), nprocs=ranks)  # type: ignore[no-untyped-call]
         gathers, messages = torch.load(Path(folder) / "times.pt")
     hops = ranks - 1
+    # A ring over n ranks sends (n - 1) / n of the result, in n - 1 hops.
     per_byte, start = fit_line(np.array(SIZES) * hops / ranks, np.array(gathers))
     _, message = fit_line(np.array(SIZES, dtype=float), np.array(messages))
     return {

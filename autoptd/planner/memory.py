@@ -76,6 +76,7 @@ def count_activations(shape: Shape, cluster: Cluster, setting: Setting) -> Activ
     operators = layer_operators(shape, sizes, cluster.software.attention)
     whole = sum(operator.saved for operator in operators)
     core = sum(operator.saved for operator in operators if operator.part == CORE)
+    # The residual of a microbatch on one context rank.
     value = e * setting.microbatch * shape.seq / setting.c * shape.hidden
     share, is_selective = setting.full_share, setting.recompute == "selective"
     kept = (1 - share) * (whole - core * is_selective) + share * value / sizes.r
@@ -88,6 +89,7 @@ def count_activations(shape: Shape, cluster: Cluster, setting: Setting) -> Activ
         embedding=sum(operator.saved for operator in embedding_operators(shape, sizes)),
         head=sum(operator.saved for operator in head) - logits,
         once=again + 4 * value,
+        # Float32 logits, and their gradient in e bytes.
         logits=logits * (1 + e / 4),
     )
 

@@ -54,6 +54,7 @@ class Network:
         """
         fast = self.cluster.fast.bandwidth * self.cluster.fast.fraction
         if not self.cluster.switched:
+            # Each pair of GPUs has links of its own: those to GPUs outside of the group are idle.
             others = np.maximum(np.asarray(local) - 1, 1)
             fast = fast * others / max(self.cluster.gpus_per_node - 1, 1)
         between = np.where(np.asarray(local) > 1, np.minimum(fast, self._cards(local)), self._cards(local))
@@ -67,8 +68,10 @@ class Network:
     def _ring(self, kind: str, nbytes: Number, group: Number, local: Number) -> Number:
         fast, network, passes = self.cluster.fast, self.cluster.network, RING_PASSES[kind]
         nodes = np.ceil(np.asarray(group) / local)
+        # A ring's seconds: one hop per step, and the bytes that a rank sends through the slowest link.
         transfer = wire_bytes(kind, nbytes, group) / self.bandwidth(local, nodes)
         large = passes * _hops(group, nodes, fast.latency, network.latency) + transfer
+        # The low-latency protocol: shorter hops, but only a fraction of the bandwidth.
         fraction = np.where(nodes > 1, network.small, fast.small)
         small = passes * _hops(group, nodes, fast.small_latency, network.small_latency) + transfer / fraction
         return np.where(np.asarray(group) > 1, np.minimum(large, small), 0.0)
@@ -76,12 +79,14 @@ class Network:
     def _tree(self, nbytes: Number, group: Number, local: Number) -> Number:
         nodes = np.ceil(np.asarray(group) / local)
         depth = np.ceil(np.log2(np.maximum(nodes, 1)))
+        # Up and down the tree, and each of its hops takes as long as two of a ring.
         hops = 4 * depth * self.cluster.network.latency
         return np.where(nodes > 1, hops + 2 * nbytes / self.bandwidth(local, nodes), np.inf)
 
 
 def _hops(group: Number, nodes: Number, fast: float, network: float) -> Number:
     """Return the seconds of one pass of a ring over `nodes` nodes: one hop per node is between nodes."""
+    # A ring enters each node once.
     between = np.where(nodes > 1, nodes, 0)
     return np.maximum(group - 1 - between, 0) * fast + between * network
 

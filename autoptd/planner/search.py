@@ -120,6 +120,7 @@ def search(model: CostModel, keep: int = 10, only: Filter | None = None, at_once
     fits = np.flatnonzero(memory <= model.capacity_bytes)
     columns, held = take(columns, fits), memory[fits]
     least = (1 - ROUNDING) * model.least_seconds(columns) if len(fits) else np.zeros(0)
+    # The smallest bound first: once the bound is past the worst that is kept, nothing better can follow.
     order = np.argsort(least, kind="stable")
     best: list[tuple[Columns, Array, Array]] = []
     evaluated = done = 0
@@ -162,6 +163,7 @@ def _fastest(tables: Sequence[tuple[Columns, Array, Array]], keep: int) -> tuple
     seconds = np.concatenate([table[1] for table in tables])
     memory = np.concatenate([table[2] for table in tables])
     if len(seconds) > keep:
+        # All rows as fast as the last that is kept: ties are decided by the columns, below.
         close = np.flatnonzero(seconds <= np.partition(seconds, keep - 1)[keep - 1])
         columns, seconds, memory = take(columns, close), seconds[close], memory[close]
     order = np.lexsort([*(columns[name] for name in reversed(names)), seconds])[:keep]

@@ -112,6 +112,7 @@ class _Counter:
         operators = layer_operators(self.shape, self.sizes, self.cluster.software.attention)
         forward, backward = self.clock.forwards(operators), self.clock.backwards(operators)
         core = self.clock.forwards(operator for operator in operators if operator.part == CORE)
+        # The share of layers that backward computes again from their inputs, exchanges included.
         redone = self.setting.full_share
         again = core if self.setting.recompute == "selective" else redone * forward
         overlap = self.cluster.software.dp_overlap
@@ -177,6 +178,7 @@ class _Counter:
         Gradients go with them.
         """
         setting, n = self.setting, self.setting.microbatch * self.shape.seq
+        # Keys and values of the whole sequence: each rank sees those of all others.
         nbytes = 2 * self.e * n * kv_width(self.shape, setting.t)
         local = setting.local("cp", self.cluster.gpus_per_node)
         once = self.network.all_gather(nbytes, setting.c, local)
@@ -187,6 +189,8 @@ class _Counter:
     def _links(self) -> tuple[Number, Number]:
         """Time a boundary between stages of one node, and of two."""
         setting, software = self.setting, self.cluster.software
+        # Each tensor rank sends a t-th over the boundary (SC'21, section 4.1: scatter/gather); the receiver
+        # gathers.
         is_cut = setting.sequence_parallel or software.scatter
         nbytes = self.value_bytes / (setting.t if is_cut else 1)
         local = setting.local("tp", self.cluster.gpus_per_node)

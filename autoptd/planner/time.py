@@ -50,8 +50,10 @@ class Clock:
         """
         gpu = self.cluster.gpu
         rate = gpu.flops(self.precision) * gpu.matrix_fraction
+        # At k = ramp a product reaches half of its rate.
         work = 2 * batch * m * n * k * (1 + gpu.ramp / k)
         if gpu.units:
+            # The last wave of tiles is half empty on average: that is half a wave of units more.
             tiles = batch * np.maximum(m / gpu.tile, 1) * np.maximum(n / gpu.tile, 1)
             work = work * (1 + 0.5 * gpu.units / tiles)
         if self.element_bytes == 2:

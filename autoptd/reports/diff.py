@@ -167,6 +167,7 @@ def _by_layer(a: Program, b: Program, text: Callable[[ParamSpec], str]) -> list[
     for program in (a, b):
         for spec in program.params:
             alike.setdefault((program is a, star(spec.name)), set()).add(text(spec))
+    # Names whose layers differ among themselves are listed one by one.
     mixed = {name for (_, name), texts in alike.items() if len(texts) > 1}
 
     def texts(program: Program) -> dict[str, str]:

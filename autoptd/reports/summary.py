@@ -199,6 +199,7 @@ def _traffic(program: Program, machine: Any) -> Iterator[Traffic]:
     for pp in range(program.mesh.p):
         sums: dict[str, list[float]] = {}
         for call, times in expected_calls(program, program.mesh.rank(Coordinate(pp=pp))).items():
+            # `call.axis` may join several: "dp x tp".
             axis = next((name for name in ("dp", "pp", "tp") if name in call.axis), "tp")
             entry = sums.setdefault(axis, [0.0, 0.0])
             entry[0] += times * call.wire_bytes

@@ -47,6 +47,7 @@ def _mixed(program: Program, call: Call, step: int) -> Call:
     leaves, tree = tree_flatten(call)
     generator = torch.Generator().manual_seed(step)
     for number in (spec.leaf for spec in program.inputs if spec.batched):
+        # Rows move on, so that masks and labels meet other rows as well.
         leaves[number] = _mix(leaves[number].detach().roll(step, 0), generator)
     return tree_unflatten(leaves, tree)  # type: ignore[return-value]
 

@@ -139,6 +139,7 @@ def verify(
     wide_calls = [widen_inputs(wide_call) for wide_call in calls]
     for args, kwargs in wide_calls:
         check_call(program, args, kwargs, options.d)
+    # See `Setting`: noise must not be divided by itself.
     eps = max(1e-8, NOISE * check_widening(wide_model, program, options, *wide_calls[0]))
     setting = Setting(wide_options, lr, eps)
     large = replace(setting, lr=max(lr, FIRST_LR))
@@ -186,6 +187,7 @@ def compare_program(model: nn.Module, program: Program, setting: Setting, calls:
     notes: list[str] = []
     try:
         for step, (args, kwargs) in enumerate(calls):
+            # In the middle, so that both loading and training on are compared.
             if step and step == len(calls) // 2 and "reload" in CHECKS:
                 ours = ours.saved_and_loaded(model)
                 notes.append(f"saved, and loaded into a new one, before step {step}")

@@ -67,6 +67,7 @@ def _grid(scene: Scene) -> Layout:
     others = [k for k in range(len(scene.links)) if k not in ties]
     part = lay_out(replace(scene, links=tuple(scene.links[k] for k in others)))
     margin = EDGE + TRACK * len(ties) if ties else 0.0
+    # Ties into the first row need room above the picture.
     top = sum(_height(scene.links[k]) + SPACE for k in ties if scene.links[k].target in scene.rows[0])
     items = _moved_all(part.items, margin, top)
     curves = {k: _moved_curve(curve, margin, top) for k, curve in zip(others, part.curves, strict=True)}
@@ -88,6 +89,7 @@ def _grid(scene: Scene) -> Layout:
 
 
 def _side_by_side(scene: Scene) -> Layout:
+    # A scene without rows is made of frames alone.
     frames = [frame for frame in scene.frames if isinstance(frame, Frame)]
     column = {item.id: i for i, frame in enumerate(frames) for item in frame.items}
     ends = [(column[link.source], column[link.target]) for link in scene.links]

@@ -243,6 +243,7 @@ class _Adder:
         if layer in likes:
             if before is None or not before.folded:
                 before = self._new(node)
+            # One box stands for all folded layers in a row.
             before.folded.setdefault(layer, likes[layer])
             before.nodes.append(node)
             before.params += _params(node)
@@ -336,6 +337,7 @@ def _place_calls(drawn: Outline, left: list[Collective]) -> Outline:
     """Give what no node communicates to edges between columns, to ties, and to columns."""
     column_of = {stage: i for i, column in enumerate(drawn.columns) for stage in column.stages}
     boxes = {box.id: box for box in drawn.boxes}
+    # The records are frozen: each that gets a call is replaced.
     edges, ties, columns = list(drawn.edges), list(drawn.ties), list(drawn.columns)
     links: dict[tuple[int, int], int] = {}
     for i, edge in enumerate(edges):
@@ -343,6 +345,7 @@ def _place_calls(drawn: Outline, left: list[Collective]) -> Outline:
             links.setdefault((boxes[edge.source].column, boxes[edge.target].column), i)
     others = []
     for call in left:
+        # Messages between stages have a site of their own; everything else names a module or a parameter.
         ends = re.fullmatch(r"stage (\d+) to (\d+)", call.site)
         at = column_of.get(call.stage)
         if ends:

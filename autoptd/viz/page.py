@@ -142,6 +142,7 @@ def picture(svg: str) -> str:
 
 def source(html: str) -> str:
     """Return highlighted source with line numbers."""
+    # Numbers stand in a column of their own, so that copied code has none.
     lines = "\n".join(map(str, range(1, html.count("\n") + 1)))
     return f'<div class="source"><pre class="lines">{lines}</pre><pre><code>{html}</code></pre></div>'
 

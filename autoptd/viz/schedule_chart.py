@@ -101,6 +101,7 @@ class _Scale:
         usual = _usual(run)
         if run.length / usual * MIN_BOX_WIDTH <= MAX_WIDTH:
             return _Scale(width / run.length, ((run.begin, run.end),))
+        # Too long for one picture: boxes stay readable, and time is left out in the middle.
         pixels = 1.5 * MIN_BOX_WIDTH / usual
         half = width / 2 / pixels
         return _Scale(pixels, ((run.begin, run.begin + half), (run.end - half, run.end)))
@@ -240,6 +241,7 @@ class _Panel:
         """Draw what a rank holds over time as an area; `top` is the most that any of them holds."""
         times, high = [time for time, _ in curve], STRIP - 4
         for low, end in self.scale.windows:
+            # The curve is a step function: its value at the left edge is that of the last change before.
             first = bisect_right(times, low)
             held = curve[first - 1][1] if first else 0.0
             left, bottom = self.scale.x(low), y + high

@@ -29,7 +29,7 @@ def test_show_prints_the_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", *GPT, *mesh]) == 0
     text = capsys.readouterr().out
     for words in (
-        "on 8 ranks: t=2 p=2 d=2 v=1, 1f1b, 4 microbatches of 1 row",
+        "on 8 ranks: t=2 p=2 d=2 v=1, 1f1b, 4 microbatches of size 1",
         "Memory of a rank",
         "tp (tensor)",
         "Bubble: ",
