@@ -27,12 +27,13 @@ from autoptd.errors import PlanError
 from autoptd.ir.machine import Machine
 from autoptd.match_folder import fitting, format_of, with_values
 from autoptd.options import make_options
-from autoptd.parallel_model import ParallelModel, is_local
+from autoptd.parallel_model import ParallelModel
 from autoptd.program.program import Program
 from autoptd.records.fallbacks import warn_of_fallbacks
 from autoptd.reports.excepthook import print_errors_once
 from autoptd.reports.pictures import draw_program
 from autoptd.runtime.read_folder import open_folder
+from autoptd.started_model import is_local
 from autoptd.trace import check_module, modes_of
 from autoptd.trace.storage import shared_buffers
 from autoptd.verify.verify import verify

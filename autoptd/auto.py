@@ -1,8 +1,9 @@
 """`t="auto"`: the planner chooses what is left open, once it is known how many ranks there are.
 
-In: the model, the global batch, and the keywords of `parallelize`, of which one at least is "auto". Out: the keywords with
-numbers in them. What is neither "auto" nor given is chosen too; what is given stays. The plan is for this project's own runtime
-(software.toml, "autoptd"): parameters, gradients and moments in the parameters' dtype, as it holds them.
+In: the model, the global batch, and the keywords of `parallelize`, of which one at least is "auto". Out: the
+keywords with numbers in them. What is neither "auto" nor given is chosen too; what is given stays. The plan
+is for this project's own runtime (software.toml, "autoptd"): parameters, gradients and moments in the
+parameters' dtype, as it holds them.
 
     planned(model, (x, y), {"t": "auto", "p": 2, "gpus": 8, "machine": "h100"})      # {"t": 4, "p": 2, "d": 1, ...}
 """
@@ -26,19 +27,25 @@ from autoptd.planner.plan import plan
 from autoptd.runtime.devices import device_of_ranks
 
 AUTO = "auto"
-OPEN = ("t", "p", "d", "v", "num_microbatches")  # what may be "auto"
-KEPT = ("sequence_parallel", "schedule", "memory")  # what the planner is told, where it is given
-CPU, USUAL = "laptop-cpu", "dgx-a100"  # the machine of ranks on CPUs, and of GPUs that are not described
+# Keywords that may be "auto".
+OPEN = ("t", "p", "d", "v", "num_microbatches")
+# Keywords that constrain the planner, where they are given.
+KEPT = ("sequence_parallel", "schedule", "memory")
+# The machine of ranks on CPUs, and of GPUs that are not described.
+CPU, USUAL = "laptop-cpu", "dgx-a100"
 PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def is_auto(keywords: Mapping[str, Any]) -> bool:
-    """Whether something is left to the planner."""
+    """Tell whether something is left to the planner."""
     return any(keywords.get(name) == AUTO for name in OPEN)
 
 
 def planned(model: nn.Module, example_inputs: Any, keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `keywords` without `gpus` and, where one is "auto", with what the planner chose; PlanError where it cannot."""
+    """Return `keywords` without `gpus` and, where one is "auto", with what the planner chose.
+
+    PlanError where it cannot.
+    """
     keywords = dict(keywords)
     gpus = keywords.pop("gpus", None)
     if not is_auto(keywords):
@@ -50,34 +57,36 @@ def planned(model: nn.Module, example_inputs: Any, keywords: Mapping[str, Any]) 
         raise PlanError('"auto"', "the planner needs to know the batch", "example_inputs=the global batch")
     rows, tokens = _sizes(example_inputs)
     fixed = {name: value for name in OPEN if (value := keywords.get(name)) not in (None, AUTO)}
-    wishes = {name: value for name in KEPT if (value := keywords.get(name)) is not None and value != AUTO}
-    wishes |= {name: fixed[name] for name in ("t", "p", "d", "v") if name in fixed}
+    constraints = {name: value for name in KEPT if (value := keywords.get(name)) is not None and value != AUTO}
+    constraints |= {name: fixed[name] for name in ("t", "p", "d", "v") if name in fixed}
     if "num_microbatches" in fixed:
-        wishes["microbatch"] = _microbatch(rows, fixed)
+        constraints["microbatch"] = _microbatch(rows, fixed)
     shape = replace(shape_of(model), seq=tokens)
     dtype = next(model.parameters()).dtype
     if dtype in PRECISIONS:
-        wishes["precision"] = PRECISIONS[dtype]
+        constraints["precision"] = PRECISIONS[dtype]
     device = device_of_ranks(model.parameters(), keywords.get("device"), keywords.get("backend"))
     name = _machine(keywords.get("machine"), device)
     cluster = find_cluster(name).with_software(_software(name, keywords))
-    best = plan(shape, gpus=ranks, cluster=cluster, batch=rows, **wishes).record()
+    best = plan(shape, gpus=ranks, cluster=cluster, batch=rows, **constraints).record()
     chosen = {**best["mesh"], "num_microbatches": best["num_microbatches"], "schedule": best["schedule"]}
     asked = {name: value for name in KEPT if (value := keywords.get(name)) is not None}
     return {**keywords, **best["options"], **chosen, **asked}
 
 
 def _ranks(gpus: Any) -> int:
-    said = os.environ.get("WORLD_SIZE")
-    if gpus is None and said is None:
+    launched = os.environ.get("WORLD_SIZE")
+    if gpus is None and launched is None:
         raise PlanError('"auto"', "it is not known how many ranks there are", "gpus=8, or start under torchrun")
-    if gpus is not None and said is not None and int(said) != gpus:
-        raise PlanError(f"gpus={gpus}", f"torchrun started {said} ranks", "leave gpus out")
-    return int(said) if gpus is None else gpus  # type: ignore[arg-type]
+    if gpus is not None and launched is not None and int(launched) != gpus:
+        raise PlanError(f"gpus={gpus}", f"torchrun started {launched} ranks", "leave gpus out")
+    return int(launched) if gpus is None else gpus  # type: ignore[arg-type]
 
 
 def _sizes(example_inputs: Any) -> tuple[int, int]:
-    """Rows of the batch, tokens of a row: as the first tensor with a batch has them."""
+    """Return the samples of the batch and the sequence length, as the first tensor of at least two dims has
+    them.
+    """
     leaves = tree_flatten(example_inputs)[0]
     found = next((leaf.shape for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() > 1), None)
     if found is None:
@@ -95,9 +104,11 @@ def _microbatch(rows: int, fixed: Mapping[str, int]) -> int:
 
 
 def _machine(given: Any, device: torch.device) -> str:
-    """The name of the machine that `machine=` means; by default that of the device of the ranks."""
+    """Return the name of the machine that `machine=` means; by default that of the device of the ranks."""
     if given is None:
-        return (machine_of_device(torch.cuda.get_device_name(device)) or USUAL) if device.type == "cuda" else CPU
+        if device.type != "cuda":
+            return CPU
+        return machine_of_device(torch.cuda.get_device_name(device)) or USUAL
     file = machine_file(given) if isinstance(given, str) else None
     if file is None:
         known = nearest_machines(str(given))
@@ -107,7 +118,7 @@ def _machine(given: Any, device: torch.device) -> str:
 
 
 def _software(cluster: str, keywords: Mapping[str, Any]) -> Software:
-    """What the runtime holds and sums, as `keywords` say; `memory` counts tensors alone (passes/stages/memory.py)."""
+    """Describe what the runtime holds and sums, as `keywords` say; `memory` counts tensors alone."""
     software = find_software("autoptd-cpu" if cluster == CPU else "autoptd")
     if keywords.get("accumulate_allreduce_grads_in_fp32"):
         software = replace(software, gradient_bytes=4, extra_parameter_bytes=4.0)

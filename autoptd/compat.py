@@ -56,7 +56,8 @@ def light_export() -> Iterator[None]:
     That is: frames of torch's own in every node's stack trace, and Python code of every graph on the way.
     """
     names = vars(torch.fx.proxy)
-    known = names.get("CapturedTraceback")  # a release that does not have it records stacks in its own way
+    # A release that does not have it records stacks in its own way.
+    known = names.get("CapturedTraceback")
     with _use_lazy_graph_module(True), _quiet_failures():
         if known is not None:
             names["CapturedTraceback"] = _UserFrames
@@ -84,7 +85,9 @@ def _quiet_failures() -> Iterator[None]:
 
 @contextmanager
 def _lstm_of_one_shape() -> Iterator[None]:
-    """Let torch.export of 2.11 know the shape of an LSTM's last states: they have one dim of 1 too many there."""
+    """Let torch.export of 2.11 know the shape of an LSTM's last states: they have one dim of 1 too many
+    there.
+    """
     names = vars(torch._decomp.decompositions)
     known = names.get("one_layer_lstm")
     if known is None:
@@ -127,7 +130,10 @@ class _UserFrames:
 
 @contextmanager
 def plain_checkpoints() -> Iterator[list[Any]]:
-    """Let non-reentrant activation checkpoints call what they wrap and compute nothing again; yields what they wrap."""
+    """Let non-reentrant activation checkpoints call what they wrap and compute nothing again.
+
+    Yields what they wrap.
+    """
     met: list[Any] = []
     names = vars(torch.utils.checkpoint)
     known = names["_checkpoint_without_reentrant_generator"]
@@ -144,8 +150,11 @@ def plain_checkpoints() -> Iterator[list[Any]]:
 
 
 def env_store(timeout: timedelta) -> tuple[dist.Store, int, int]:
-    """Return (store, rank, world size) of the rendezvous that RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT name."""
-    from torch.distributed.rendezvous import rendezvous  # the module; its name in the package is ambiguous
+    """Return (store, rank, world size) of the rendezvous that RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT
+    name.
+    """
+    # The module; its name in the package is ambiguous.
+    from torch.distributed.rendezvous import rendezvous
 
     return next(rendezvous("env://", timeout=timeout))  # type: ignore[no-any-return]
 
@@ -157,7 +166,10 @@ def autograd_node_number() -> int | None:
 
 
 def last_node_number() -> int:
-    """Return the sequence number of the autograd node made last on this thread; below autograd, an operator's own."""
+    """Return the sequence number of the autograd node made last on this thread.
+
+    Below autograd, an operator's own.
+    """
     return torch.autograd._get_sequence_nr() - 1  # type: ignore[attr-defined]
 
 
@@ -180,19 +192,21 @@ def mm_as(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return a @ b
     if a.is_cuda:
         return torch.mm(a, b, out_dtype=dtype)
-    return a.to(dtype) @ b.to(dtype)  # the CPU has no GEMM with another dtype for its result
+    # The CPU has no GEMM with another dtype for its result.
+    return a.to(dtype) @ b.to(dtype)
 
 
 def add_mm(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return total + a @ b in `dtype`, added up in the place of `total`: by the GEMM itself where torch has such a one."""
+    """Return total + a @ b in `dtype`, added up in the place of `total`: by the GEMM itself where torch has
+    such a one.
+    """
     if total is None:
         return mm_as(a, b, dtype)
     if total.dtype == a.dtype:
         return total.addmm_(a, b)
     if not a.is_cuda:
-        return total.addmm_(
-            a.to(total.dtype), b.to(total.dtype)
-        )  # the CPU has no GEMM with another dtype for its result
+        # The CPU has no GEMM with another dtype for its result.
+        return total.addmm_(a.to(total.dtype), b.to(total.dtype))
     if _gemm_adds_to(total.dtype, a.dtype, a.device):
         return torch.ops.aten.addmm.dtype_out(total, a, b, total.dtype, out=total)  # type: ignore[no-any-return]
     return total.add_(mm_as(a, b, total.dtype))
@@ -200,7 +214,9 @@ def add_mm(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor, dtype: 
 
 @cache
 def _gemm_adds_to(wide: torch.dtype, narrow: torch.dtype, device: torch.device) -> bool:
-    """Whether the GEMM of `narrow` operands adds to a sum in `wide`: releases differ in what they take, so it is tried."""
+    """Whether the GEMM of `narrow` operands adds to a sum in `wide`: releases differ in what they take, so it
+    is tried.
+    """
     total, ones = torch.ones(16, 16, dtype=wide, device=device), torch.ones(16, 16, dtype=narrow, device=device)
     try:
         torch.ops.aten.addmm.dtype_out(total, ones, ones, wide, out=total)
@@ -212,10 +228,11 @@ def _gemm_adds_to(wide: torch.dtype, narrow: torch.dtype, device: torch.device) 
 def new_group(
     name: str, ranks: Sequence[int], backend: str, timeout: timedelta, max_ctas: int | None = None
 ) -> dist.ProcessGroup | None:
-    """`dist.new_group` under a name of ours, called by all ranks; None for those that are not in `ranks`.
+    """Call `dist.new_group` under a name of ours, on all ranks; None for those that are not in `ranks`.
 
-    torch names a group by how many groups the process has made (or hashes that with the ranks): where one process has made
-    another number of them, its name is another, and all wait for it. `max_ctas` bounds the SMs that NCCL takes for the group.
+    torch names a group by how many groups the process has made (or hashes that with the ranks): where one
+    process has made another number of them, its name is another, and all wait for it. `max_ctas` bounds the
+    SMs that NCCL takes for the group.
     """
     from torch.distributed import distributed_c10d as c10d
 
@@ -237,26 +254,31 @@ def new_group(
 def _nccl_options(backend: str, timeout: timedelta, max_ctas: int | None) -> Any:
     """Options of an NCCL group, with a bound on its CTAs if there is to be one; None elsewhere.
 
-    What is started beside computation runs on a stream of NCCL's own: of high priority, for a GEMM that was queued later would
-    else take all SMs, and the sum would start at its tail.
+    What is started beside computation runs on a stream of NCCL's own: of high priority, for a GEMM that was
+    queued later would else take all SMs, and the sum would start at its tail.
     """
     if backend != "nccl" or not hasattr(dist, "ProcessGroupNCCL"):
         return None
     options = dist.ProcessGroupNCCL.Options()
     options.is_high_priority_stream = True
-    options._timeout = timeout  # else torch warns that its own is overridden
+    # Else torch warns that its own is overridden.
+    options._timeout = timeout
     if max_ctas is None:
         return options
-    if hasattr(options, "config") and hasattr(options.config, "max_ctas"):  # a build against an older NCCL has neither
+    # A build against an older NCCL has neither.
+    if hasattr(options, "config") and hasattr(options.config, "max_ctas"):
         options.config.max_ctas = max_ctas
     return options
 
 
 def abort_groups(groups: Sequence[dist.ProcessGroup], limit: float) -> None:
-    """End by force what process groups have under way, on a device as well; waits for `limit` seconds at most.
+    """End by force what process groups have under way, on a device as well.
 
-    Side by side: to free one communicator may take the end of another's kernels, which wait until it is aborted too. On NCCL
-    an aborted group also tells its watchdog, which would end the process, that nothing is left to watch.
+    Waits for `limit` seconds at most.
+
+    Side by side: to free one communicator may take the end of another's kernels, which wait until it is
+    aborted too. On NCCL an aborted group also tells its watchdog, which would end the process, that nothing
+    is left to watch.
     """
     threads = [Thread(target=_abort, args=(group,), name="abort", daemon=True) for group in groups]
     for thread in threads:
@@ -267,19 +289,26 @@ def abort_groups(groups: Sequence[dist.ProcessGroup], limit: float) -> None:
 
 
 def _abort(group: dist.ProcessGroup) -> None:
-    with suppress(RuntimeError):  # not in time, or no longer there
+    # Not in time, or no longer there.
+    with suppress(RuntimeError):
         group.abort()
 
 
 def gather_into(handle: dist.ProcessGroup, whole: torch.Tensor, x: torch.Tensor, is_async: bool) -> Any:
-    """All-gather `x` into `whole`: [t, *x.shape], contiguous. Returns the Work, None where there is nothing to wait for."""
+    """Gather `x` of all ranks into `whole`: [t, *x.shape], contiguous.
+
+    Returns the Work, None where there is nothing to wait for.
+    """
     options = dist.distributed_c10d.AllgatherOptions()
     options.asyncOp = is_async
     return getattr(handle, _GATHER)(_flat(whole), _flat(x), options)
 
 
 def scatter_into(handle: dist.ProcessGroup, mine: torch.Tensor, x: torch.Tensor, is_async: bool) -> Any:
-    """Reduce-scatter `x`, [t, *mine.shape], into `mine`; both contiguous. Returns what `gather_into` does."""
+    """Sum and scatter `x`, [t, *mine.shape], into `mine`; both contiguous.
+
+    Returns what `gather_into` does.
+    """
     options = dist.distributed_c10d.ReduceScatterOptions()
     options.asyncOp = is_async
     return getattr(handle, _SCATTER)(_flat(mine), _flat(x), options)
@@ -296,12 +325,17 @@ _SCATTER = "reduce_scatter_single" if hasattr(dist.ProcessGroup, "reduce_scatter
 
 
 def bound_device() -> torch.device | None:
-    """The device that the default process group was made for with `device_id=`, if there is such a group."""
+    """Return the device that the default process group was made for with `device_id=`, if there is such a
+    group.
+    """
     return dist.group.WORLD.bound_device_id if dist.is_initialized() and dist.group.WORLD is not None else None
 
 
 def fake_process_group(rank: int, world_size: int) -> None:
-    """Make a default process group of which only this rank exists: collectives hand back local data. For tests."""
+    """Make a default process group of which only this rank exists: collectives hand back local data.
+
+    For tests.
+    """
     import torch.testing._internal.distributed.fake_pg  # noqa: F401 - registers the backend
 
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=dist.HashStore())
@@ -309,10 +343,10 @@ def fake_process_group(rank: int, world_size: int) -> None:
 
 @cache
 def interpreter_fault() -> str:
-    """Why Triton's interpreter cannot run kernels with a loop up to an argument; nothing where it can.
+    """Say why Triton's interpreter cannot run kernels with a loop up to an argument; nothing where it can.
 
-    That of Triton 3.6 makes a number of an array of one dim, which numpy 2.4 refuses; that of 3.9 does not, so it is tried.
-    Compiled kernels know nothing of it. To be deleted when Triton 3.6 is not served any more.
+    That of Triton 3.6 makes a number of an array of one dim, which numpy 2.4 refuses; that of 3.9 does not,
+    so it is tried. Compiled kernels know nothing of it. To be deleted when Triton 3.6 is not served any more.
     """
     import numpy
     import triton

@@ -167,8 +167,8 @@ def make_context(options: Options, traces: Traces, batch: Batch, like: Program |
         whole=traces.whole,
         buffers=Buffers(traces.captured.buffers),
         orders=orders,
-        live=schedule.live_moments(orders),
-        makespan=schedule.finish_of(orders),
+        live=schedule.in_flight_moments(orders),
+        makespan=schedule.makespan_of(orders),
         like=like,
     )
 

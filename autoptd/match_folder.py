@@ -1,13 +1,16 @@
-"""What a model and a folder of Hugging Face's format have to do with each other: names, shapes, buffers, config.
+"""What a model and a folder of Hugging Face's format have to do with each other: names, shapes, buffers,
+config.
 
-In: the user's model, its parameters perhaps on meta, and the folder's path. Out: the folder under the model's names, checked,
-and the model to be traced, whose parameters on meta are fake tensors: they have a real device and no memory.
+In: the user's model, its parameters perhaps on meta, and the folder's path. Out: the folder under the model's
+names, checked, and the model to be traced, whose parameters on meta are fake tensors: they have a real device
+and no memory.
 
     folder = fitting(model, open_folder("llama-8b"))      # PlanError lists all that does not fit
     model = with_values(model, folder)                    # a copy; buffers have their values
 
-Nothing here knows a model's class. What models of transformers tell about themselves is used where it is there:
-`base_model_prefix`, `initialize_weights`, `all_tied_weights_keys`, `_keys_to_ignore_on_load_unexpected`, `config`.
+Nothing here knows a model's class. What models of transformers tell about themselves is used where it is
+there: `base_model_prefix`, `initialize_weights`, `all_tied_weights_keys`,
+`_keys_to_ignore_on_load_unexpected`, `config`.
 """
 
 from __future__ import annotations
@@ -31,7 +34,10 @@ from autoptd.trace.storage import tied_names
 
 
 def fitting(model: nn.Module, folder: Folder) -> Folder:
-    """Return the folder under the names of the model; PlanError lists all that is missing, unexpected or of another shape."""
+    """Return the folder under the names of the model.
+
+    PlanError lists all that is missing, unexpected or of another shape.
+    """
     tied = tied_names(model)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     buffers = persistent_buffers(model)
@@ -42,18 +48,28 @@ def fitting(model: nn.Module, folder: Folder) -> Folder:
     missing = [names[0] for names in tied.values() if not found.keys() & set(names)]
     missing += [name for name in buffers if name not in found]
     derived = derived_names(model)
-    unexpected = [name for name in found if name not in wanted and not any(one.search(name) for one in derived)]
-    wrong = [text for name in wanted if name in found for text in misfits(name, wanted[name], folder)]
-    facts = [f"missing: {counted(missing)}"] if missing else []
-    facts += [f"unexpected: {counted(unexpected)}"] if unexpected else []
+    unexpected = [name for name in found if name not in wanted and not _matches(name, derived)]
+    wrong: list[str] = []
+    for name in wanted:
+        if name in found:
+            wrong += misfits(name, wanted[name], folder)
+    facts = []
+    if missing:
+        facts.append(f"missing: {counted(missing)}")
+    if unexpected:
+        facts.append(f"unexpected: {counted(unexpected)}")
     if facts or wrong:
         remedy = "a folder of this model: of the same class, built from the folder's own config"
         raise PlanError(f"weights={str(folder.path)!r}", "; ".join(facts + wrong), remedy)
     return Folder(folder.path, {name: found[name] for name in wanted if name in found})
 
 
+def _matches(name: str, patterns: Iterable[re.Pattern[str]]) -> bool:
+    return any(pattern.search(name) for pattern in patterns)
+
+
 def misfits(name: str, mine: torch.Tensor, folder: Folder) -> list[str]:
-    """What keeps the folder's tensor from becoming this one."""
+    """Say what keeps the folder's tensor from becoming this one."""
     entry = folder.entries[name]
     if entry.shape != tuple(mine.shape):
         return [f"{name} has shape {entry.shape}, not {tuple(mine.shape)}"]
@@ -63,27 +79,33 @@ def misfits(name: str, mine: torch.Tensor, folder: Folder) -> list[str]:
 
 
 def prefixed(model: nn.Module, wanted: Collection[str], found: Collection[str]) -> dict[str, str]:
-    """Rename what was saved from the base model (`wte.weight` is the model's `transformer.wte.weight`), or the reverse."""
+    """Rename what was saved from the base model (`wte.weight` is the model's `transformer.wte.weight`), or
+    the reverse.
+    """
     prefix = getattr(model, "base_model_prefix", "")
-    names = {}
-    for name in found if prefix else ():
-        other = name.removeprefix(f"{prefix}.") if name.startswith(f"{prefix}.") else f"{prefix}.{name}"
+    names: dict[str, str] = {}
+    if not prefix:
+        return names
+    for name in found:
+        is_prefixed = name.startswith(f"{prefix}.")
+        other = name.removeprefix(f"{prefix}.") if is_prefixed else f"{prefix}.{name}"
         if name not in wanted and other in wanted and other not in found:
             names[name] = other
     return names
 
 
 def written_names(model: nn.Module) -> dict[str, str]:
-    """The model's name -> another one that its files have for it.
+    """Map the model's names to others that its files have for them.
 
-    transformers renames some when it loads and saves: `lm_head.weight` of GPT-NeoX is `embed_out.weight`. What it cuts or joins
-    besides (experts) keeps the model's name.
+    transformers renames some when it loads and saves: `lm_head.weight` of GPT-NeoX is `embed_out.weight`.
+    What it cuts or joins besides (experts) keeps the model's name.
     """
     if not hasattr(model, "base_model_prefix"):
         return {}
     try:
         from transformers.core_model_loading import revert_weight_conversion
-    except ImportError:  # transformers before 5 renames nothing
+    # Transformers before 5 has no such module, and renames nothing.
+    except ImportError:
         return {}
     empty = {name: torch.empty_like(x, device="meta") for name, x in model.state_dict().items()}
     name_of = {id(x): name for name, x in empty.items()}
@@ -93,36 +115,42 @@ def written_names(model: nn.Module) -> dict[str, str]:
 
 
 def counted(names: Iterable[str]) -> str:
-    """`h.*.attn.bias (12), wpe.weight`: names that differ in numbers only are one."""
+    """List names once that differ in numbers only: `h.*.attn.bias (12), wpe.weight`."""
     count = Counter(re.sub(r"\b\d+\b", "*", name) for name in names)
     first = {re.sub(r"\b\d+\b", "*", name): name for name in names}
     return ", ".join(f"{text} ({times})" if times > 1 else first[text] for text, times in count.items())
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Buffers that belong to the model's state, under all their names."""
+    """Return the buffers that belong to the model's state, under all their names."""
     kept = model.state_dict(keep_vars=True)
     return {name: x for name, x in model.named_buffers(remove_duplicate=False) if name in kept}
 
 
 def derived_names(model: nn.Module) -> list[re.Pattern[str]]:
-    """Names that a folder may have in excess: buffers that the model makes itself (`*.rotary_emb.inv_freq`, wherever an older
-    version had it), and what its class says that it ignores."""
+    """Return patterns of names that a folder may have in excess: buffers that the model makes itself, and
+    what its class ignores.
+    """
     kept = persistent_buffers(model)
     made = [name for name, _ in model.named_buffers(remove_duplicate=False) if name not in kept]
     tails = {".".join(name.split(".")[-2:]) for name in made}
     own = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
-    return [re.compile(rf"(^|\.){re.escape(tail)}$") for tail in sorted(tails)] + [re.compile(one) for one in own]
+    return [re.compile(rf"(^|\.){re.escape(tail)}$") for tail in sorted(tails)] + [
+        re.compile(pattern) for pattern in own
+    ]
 
 
 def with_values(model: nn.Module, folder: Folder) -> nn.Module:
-    """Return a copy that can be traced: fake parameters for those on meta, the folder's persistent buffers, and the buffers
-    on meta with the values that the model gives them. Everything else is the model's own.
+    """Return a copy that can be traced: fake parameters for those on meta, the folder's persistent buffers,
+    and the buffers on meta with the values that the model gives them. Everything else is the model's own.
 
     PlanError for a buffer that nobody gives values.
     """
     mode, reader, kept = fake_mode(), folder.reader(), persistent_buffers(model)
-    memo: dict[int, object] = {id(one): fake_parameter(one, mode) if one.is_meta else one for one in model.parameters()}
+    # What deepcopy finds in its memo, it takes instead of a copy.
+    memo: dict[int, object] = {}
+    for parameter in model.parameters():
+        memo[id(parameter)] = fake_parameter(parameter, mode) if parameter.is_meta else parameter
     memo |= {id(x): reader.whole(name).to("cpu" if x.is_meta else x.device, x.dtype) for name, x in kept.items()}
     made = {name: x for name, x in model.named_buffers() if name not in kept}
     computed = computed_buffers(model, [name for name, x in made.items() if x.is_meta])
@@ -131,11 +159,13 @@ def with_values(model: nn.Module, folder: Folder) -> nn.Module:
 
 
 def computed_buffers(model: nn.Module, names: Collection[str]) -> dict[str, torch.Tensor]:
-    """Values of buffers that no file holds (tables of angles), as transformers' models set them after loading."""
+    """Return values of buffers that no file holds (tables of angles), as transformers' models set them
+    after loading.
+    """
     if not names:
         return {}
     mode = fake_mode()
-    memo: dict[int, object] = {id(one): fake_parameter(one, mode) for one in model.parameters()}
+    memo: dict[int, object] = {id(parameter): fake_parameter(parameter, mode) for parameter in model.parameters()}
     memo |= {id(x): torch.empty_like(x, device="cpu") for x in model.buffers()}
     scratch = copy.deepcopy(model, memo)
     before = {name: (x, x._version) for name, x in scratch.named_buffers()}
@@ -156,14 +186,16 @@ def fake_mode() -> FakeTensorMode:
 
 
 def fake_parameter(parameter: nn.Parameter, mode: FakeTensorMode) -> nn.Parameter:
-    """A parameter without memory that says that it is on the CPU."""
+    """Make a parameter without memory that says that it is on the CPU."""
     with mode:
         x = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="cpu")
         return nn.Parameter(x, requires_grad=parameter.requires_grad)
 
 
 def format_of(model: nn.Module) -> FolderFormat:
-    """How transformers would save the model: the names that it leaves out, and its config (nothing for other models)."""
+    """Return how transformers would save the model: the names that it leaves out, and its config (nothing
+    for other models).
+    """
     tied = frozenset(getattr(model, "all_tied_weights_keys", None) or {})
     return FolderFormat(tied, written_names(model), partial(write_configs, model))
 

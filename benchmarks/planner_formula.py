@@ -79,7 +79,7 @@ def compare(kind: str, count: int) -> dict[str, float]:
         if drawn is None:
             continue
         shape, cluster, way = drawn
-        closed, found = estimate(shape, cluster, Setting(**way)), predict(shape, cluster, **way, most_actions=10**9)
+        closed, found = estimate(shape, cluster, Setting(**way)), predict(shape, cluster, **way, max_actions=10**9)
         seconds.append(float(closed.step_seconds) / found.step_seconds - 1)
         held.append(float(closed.memory_bytes) / max(found.memory) - 1)
     means = {f"{name}_mean": sum(map(abs, found)) / count for name, found in (("time", seconds), ("memory", held))}

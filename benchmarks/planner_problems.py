@@ -46,8 +46,8 @@ def check(record: dict[str, Any]) -> dict[str, Any]:
     found = search(model, keep=10)
     searched = time.process_time() - start
     start = time.process_time()
-    cells = model.cells()
-    columns = take(cells.columns, np.flatnonzero(cells.reason < 0))
+    configs = model.configs()
+    columns = take(configs.columns, np.flatnonzero(configs.reason < 0))
     where, added = model.variants(columns)
     candidates = {**take(columns, where), **added}
     model.seconds(candidates), model.memory_bytes(candidates)

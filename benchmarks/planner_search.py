@@ -29,7 +29,9 @@ from autoptd.planner.search import search, take
 ROOT = Path(__file__).parent.parent
 FULL = {"recompute": "full", "precision": "bf16"}
 SWITCHES = {"recompute": "any", "zero": "any", "precision": "bf16"}
-PROBLEMS: list[tuple[str, tuple[int, int, int], int, int, dict[str, Any]]] = [  # name, (L, h, a), GPUs, batch, wishes
+PROBLEMS: list[
+    tuple[str, tuple[int, int, int], int, int, dict[str, Any]]
+] = [  # name, (L, h, a), GPUs, batch, constraints
     ("1.7 B", (24, 2304, 24), 32, 512, FULL),
     ("18.4 B", (40, 6144, 48), 256, 1024, FULL),
     ("145.6 B", (80, 12288, 96), 1536, 2304, FULL),
@@ -42,15 +44,15 @@ PROBLEMS: list[tuple[str, tuple[int, int, int], int, int, dict[str, Any]]] = [  
 
 def measure(problem: tuple[str, tuple[int, int, int], int, int, dict[str, Any]], runs: int) -> dict[str, Any]:
     """One row of the table."""
-    name, (layers, hidden, heads), gpus, batch, wishes = problem
+    name, (layers, hidden, heads), gpus, batch, constraints = problem
     shape = {"layers": layers, "hidden": hidden, "heads": heads, "seq": 2048}
-    asked = {"gpus": gpus, "cluster": "dgx-a100", "batch": batch, **wishes}
+    asked = {"gpus": gpus, "cluster": "dgx-a100", "batch": batch, **constraints}
     request = make_request(shape, **asked)
 
     def evaluate_all() -> int:
         model = DefaultModel(request)
-        cells = model.cells()
-        columns = take(cells.columns, np.flatnonzero((cells.reason < 0) & request.only(cells.columns)))
+        configs = model.configs()
+        columns = take(configs.columns, np.flatnonzero((configs.reason < 0) & request.only(configs.columns)))
         where, added = model.variants(columns)
         candidates = {**take(columns, where), **added}
         model.seconds(candidates), model.memory_bytes(candidates)

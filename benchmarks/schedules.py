@@ -70,7 +70,7 @@ def compare(schedule: str, v: int, m: int, unit: float, steps: int) -> Row:
     pm.close()
     finish, bubble = min(executed)
     row: Row = {"schedule": schedule, "v": v, "m": m, "peak_live_microbatches": max(simulated.peak_live) / v}
-    row["simulated"] = {"finish": simulated.finish, "bubble": simulated.bubble}
+    row["simulated"] = {"finish": simulated.makespan, "bubble": simulated.bubble}
     row["executed"] = {"finish": finish, "bubble": bubble, "all": [one for one, _ in executed]}
     return row
 

@@ -32,10 +32,19 @@ def _entry(name: str, thing: Any, level: int) -> Iterator[str]:
         yield from ("```python", signature, "```", "")
     yield from (_text(inspect.getdoc(thing) or ""), "")
     if inspect.isclass(thing) and not issubclass(thing, Exception):
-        for member, value in vars(thing).items():
+        for member, value in _members(thing).items():
             function = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
             if not member.startswith("_") and inspect.isfunction(function) and inspect.getdoc(function):
                 yield from _entry(f"{name.rpartition('.')[2]}.{member}", value, 3)
+
+
+def _members(thing: type) -> dict[str, Any]:
+    """The members of a class, those of its bases in AutoPTD first."""
+    members: dict[str, Any] = {}
+    for base in reversed(thing.__mro__):
+        if base.__module__.startswith("autoptd."):
+            members |= vars(base)
+    return members
 
 
 def _signature(name: str, thing: Any) -> str:

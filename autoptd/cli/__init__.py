@@ -1,6 +1,7 @@
 """The command line: `autoptd show gpt2 --t 4 --p 2`.
 
-`parser.py` says what may be asked, `commands.py` which function answers. Neither loads torch: `--help` is quick.
+`parser.py` says what may be asked, `commands.py` which function answers. Neither loads torch: `--help` is
+quick.
 
     main(["diff", "out/a", "out/b"])        # 0: they are the same, 1: they differ, 2: one cannot be read
 """
@@ -14,21 +15,26 @@ from collections.abc import Sequence
 from autoptd.cli.commands import COMMANDS
 from autoptd.cli.parser import parse
 from autoptd.errors import AutoptdError, PlanError, TraceError
-from autoptd.reports.excepthook import is_interrupt, is_told_here
+from autoptd.reports.excepthook import is_interrupt, is_reported_here
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; return how the process is to end: 0 well, 1 it differs or failed, 2 the request cannot be met.
+    """Run one command.
 
-    Errors are one line on stderr, one for all ranks of a node where they are alike; with `--debug` they have their traceback.
+    Return how the process is to end: 0 well, 1 it differs or failed, 2 the request cannot be met.
+
+    Errors are one line on stderr, one for all ranks of a node where they are alike; with `--debug` they have
+    their traceback.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         asked = parse(given)
         return COMMANDS[asked.command](asked)
     except KeyboardInterrupt:
-        return 130  # as shells have it: 128 and the number of the signal
-    except BrokenPipeError:  # `autoptd show ... | head`
+        # The shells' convention: 128 plus the number of the signal.
+        return 130
+    # The reader of the output is gone: `autoptd show ... | head`.
+    except BrokenPipeError:
         sys.stderr.close()
         return 1
     except Exception as error:
@@ -36,12 +42,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 130
         if "--debug" in given:
             traceback.print_exc()
-        elif is_told_here(error):
-            print(_told(error), file=sys.stderr)
+        elif is_reported_here(error):
+            print(_error_line(error), file=sys.stderr)
         return 2 if isinstance(error, (PlanError, TraceError)) else 1
 
 
-def _told(error: Exception) -> str:
+def _error_line(error: Exception) -> str:
     if isinstance(error, AutoptdError):
         return f"{type(error).__name__}: {error}"
     return f"{type(error).__name__}: {error} (--debug shows where)"

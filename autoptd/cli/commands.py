@@ -9,7 +9,8 @@ from argparse import Namespace
 from collections.abc import Callable
 from importlib import import_module
 
-FUNCTIONS = {  # command -> module of this package, function of it
+# Command -> (module of this package, its function)
+FUNCTIONS = {
     "show": ("programs", "show"),
     "compile": ("programs", "compile"),
     "verify": ("verify", "verify"),

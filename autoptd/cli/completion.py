@@ -13,7 +13,8 @@ from autoptd.cli.known import KNOWN
 from autoptd.cli.parser import make_parser
 from autoptd.options import SCHEDULES
 
-FILES = ("FILE", "A", "B")  # metavars of arguments that are paths
+# Metavars of arguments that are paths.
+FILES = ("FILE", "A", "B")
 FUNCTIONS = {
     "bash": '{name}() {{ compgen -W "{words}" -- "$1"; compgen -f -- "$1"; }}\n',
     "zsh": "{name}() {{ compadd -- {words}; _files; }}\n",
@@ -34,12 +35,16 @@ def script(shell: str) -> str:
         for action in command._actions:
             _set_completer(action)
     words = {MODELS: list(KNOWN), ORDERS: list(SCHEDULES)}
-    functions = "".join(FUNCTIONS[shell].format(name=name, words=" ".join(words[name])) for name in words)
+    functions = ""
+    for name in words:
+        functions += FUNCTIONS[shell].format(name=name, words=" ".join(words[name]))
     return shtab.complete(parser, shell, preamble=functions)
 
 
 def _set_completer(action: Action) -> None:
-    """Say what completes an argument, where that is more than its `choices`: shtab reads the attribute `complete`."""
+    """Say what completes an argument, where that is more than its `choices`: shtab reads the attribute
+    `complete`.
+    """
     completers = {"model": MODELS, "schedule": ORDERS}
     if action.dest in completers:
         function = completers[action.dest]

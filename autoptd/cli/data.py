@@ -15,7 +15,10 @@ from autoptd.errors import PlanError
 
 
 def load_tokens(path: str | None) -> torch.Tensor:
-    """Return the bytes of a file (or of all help topics) as a 1-D tensor; PlanError for one that cannot be read."""
+    """Return the bytes of a file (or of all help topics) as a 1-D tensor.
+
+    PlanError for one that cannot be read.
+    """
     if path is None:
         from pydoc_data.topics import topics
 
@@ -31,7 +34,9 @@ def load_tokens(path: str | None) -> torch.Tensor:
 def batches(
     tokens: torch.Tensor, batch: int, length: int, steps: int, seed: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield `steps` pairs of [batch, length] ids, at places that follow from the seed alone: the same on every rank."""
+    """Yield `steps` pairs of [batch, length] ids, at places that follow from the seed alone: the same on
+    every rank.
+    """
     if len(tokens) <= length:
         fact = f"a text of {len(tokens)} bytes is too short for rows of {length}"
         raise PlanError("--data", fact, f"a longer text, or --seq {max(1, len(tokens) // 2)}")

@@ -21,8 +21,9 @@ def doctor(asked: Namespace) -> int:
     """Look and print; 0: all right, 1: something is wrong."""
     is_launched = all(name in os.environ for name in LAUNCHED)
     if not (math.isfinite(asked.timeout) and asked.timeout > 0):
-        raise PlanError(f"--timeout {asked.timeout:g}", "is no time to wait", "seconds above 0")
-    if os.environ.get("RANK", "0") == "0":  # who compares and writes
+        raise PlanError(f"--timeout {asked.timeout:g}", "is not a time to wait", "seconds above 0")
+    # Rank 0 compares and writes: the others need neither file.
+    if os.environ.get("RANK", "0") == "0":
         if asked.json:
             check_writable("--json", asked.json)
         if asked.cluster is not None:

@@ -1,7 +1,8 @@
 """Well-known sizes, as their authors published them: configs of transformers, so that nothing is downloaded.
 
-In: a name. Out: `Known`, the config's type and values. Dropout is off, as in large runs: with `--set attn_pdrop=0.1`
-attention runs unfused. A name says a shape, not weights: what its training did besides (sparse layers of GPT-3) is not in it.
+In: a name. Out: `Known`, the config's type and values. Dropout is off, as in large runs: with `--set
+attn_pdrop=0.1` attention runs unfused. A name says a shape, not weights: what its training did besides
+(sparse layers of GPT-3) is not in it.
 
     KNOWN["gpt2"].values["n_layer"]         # 12
 """
@@ -23,7 +24,10 @@ QWEN = "Qwen team 2024 (Qwen2.5), table 1, and its published config"
 
 @dataclass(frozen=True)
 class Known:
-    """A config of transformers: its `kind` (`model_type`) and what is not the kind's default; `length` in tokens of a row."""
+    """A config of transformers: its `kind` (`model_type`) and what is not the kind's default.
+
+    `length`: tokens of a sample.
+    """
 
     kind: str
     values: Mapping[str, Any]

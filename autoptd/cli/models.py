@@ -1,8 +1,8 @@
 """From MODEL on the command line to a module and the batch that it is called with.
 
-In: `gpt2`, `config.json`, `package.module:factory` or `path/to/file.py:factory`, and keywords for it. Out: `Subject`. Without
-weights (`make_without_weights`) parameters are fake tensors: they have a device, and no memory; buffers and the batch that a
-factory brings have their values.
+In: `gpt2`, `config.json`, `package.module:factory` or `path/to/file.py:factory`, and keywords for it. Out:
+`Subject`. Without weights (`make_without_weights`) parameters are fake tensors: they have a device, and no
+memory; buffers and the batch that a factory brings have their values.
 
     subject = find_model("gpt2", {"n_layer": 2})
     model = make_without_weights(subject)
@@ -34,14 +34,22 @@ from autoptd.errors import AutoptdError, PlanError
 from autoptd.ir.plan import nearest
 from autoptd.match_folder import fake_mode, fake_parameter
 
-LENGTH = 128  # tokens of a row, where nobody says
-LENGTHS = ("block_size", "max_position_embeddings", "n_positions")  # what configs call the longest row
-LONGEST = 8192  # of a row that nobody asked for: some configs allow millions
-UNSET = ("model_type", "transformers_version")  # of a config: not its values
-ROTARY = ("rope_theta", "rope_scaling")  # taken by configs that have them, under other names
-WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin*")  # files of a folder that hold weights
-MADE_EMPTY = (torch.empty, torch.rand, torch.randn)  # what parameters are made of
-LARGE = 1 << 30  # bytes of a tensor that is taken for a parameter before it is one: see `_Empty`
+# Sequence length where neither the user nor the model says one.
+LENGTH = 128
+# What configs call the largest sequence length.
+LENGTHS = ("block_size", "max_position_embeddings", "n_positions")
+# The largest sequence length that is taken from a config: some allow millions of tokens.
+MAX_LENGTH = 8192
+# Entries of a config.json that are not values of the config.
+UNSET = ("model_type", "transformers_version")
+# Names that configs with rotary positions take, but do not list.
+ROTARY = ("rope_theta", "rope_scaling")
+# Files of a folder that hold weights.
+WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin*")
+# Functions that modules make their parameters with.
+MADE_EMPTY = (torch.empty, torch.rand, torch.randn)
+# A tensor of more bytes is taken for a parameter before it is one: see `_Empty`.
+LARGE = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -50,9 +58,12 @@ class Subject:
 
     name: str
     make: Callable[[], Any]
-    dtype: str = ""  # that of the parameters, if nobody says
-    length: int = 0  # tokens of a row; 0: see the model's config
-    is_causal_only: bool = False  # built without masks: a row has to lie within the window of its attention
+    # Of the parameters, unless the user says another one.
+    dtype: str = ""
+    # Tokens of a row; 0: see the model's config.
+    length: int = 0
+    # Built without masks: a row has to lie within the window of its attention.
+    is_causal_only: bool = False
 
 
 def find_model(name: str, keywords: Mapping[str, Any]) -> Subject:
@@ -71,19 +82,21 @@ def find_model(name: str, keywords: Mapping[str, Any]) -> Subject:
         factory = _find_factory(name)
         return Subject(name, lambda: _call(name, factory, keywords))
     remedy = f"{nearest(name, KNOWN)}; a config.json; package.module:factory; path/to/file.py:factory"
-    raise PlanError(f"MODEL {name}", "is no well-known size, config or factory", remedy)
+    raise PlanError(f"MODEL {name}", "is not a well-known size, config or factory", remedy)
 
 
 def _causal() -> str:
-    """Name an attention of transformers that is causal without a mask: tracing, it would build one of rows x length x length.
+    """Name an attention of transformers that is causal without a mask: tracing, it would build one of rows x
+    length x length.
 
-    All of `KNOWN` are plain causal decoders, which rows without padding need no mask for; `length_of` keeps rows within the
-    window of those that have one.
+    All of `KNOWN` are plain causal decoders, which rows without padding need no mask for; `length_of` keeps
+    rows within the window of those that have one.
     """
     try:
         from transformers import AttentionInterface, AttentionMaskInterface
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
-    except ImportError:  # transformers before 4.53
+    # Transformers before 4.53 has no such registry.
+    except ImportError:
         return "sdpa"
     AttentionInterface.register("causal_sdpa", sdpa_attention_forward)
     AttentionMaskInterface.register("causal_sdpa", lambda *args, **kwargs: None)
@@ -99,8 +112,9 @@ def _from_config(
         raise PlanError(f"MODEL {name}", "needs the package transformers", "pip install transformers") from error
     kind = keywords.get("model_type", values.get("model_type"))
     if not kind:
-        raise PlanError(f"MODEL {name}", "says no model_type", "a config of transformers")
-    given, asked = ({key: one[key] for key in one if key not in UNSET} for one in (values, keywords))
+        raise PlanError(f"MODEL {name}", "has no model_type", "a config of transformers")
+    given = {key: value for key, value in values.items() if key not in UNSET}
+    asked = {key: value for key, value in keywords.items() if key not in UNSET}
     try:
         _check_names(AutoConfig.for_model(kind, **given), given, asked)
         config = AutoConfig.for_model(kind, **{**given, **asked})
@@ -109,19 +123,20 @@ def _from_config(
     except (ValueError, TypeError, KeyError) as error:
         raise PlanError(f"MODEL {name}", f"transformers makes no decoder of it: {error}", "another config") from error
     if getattr(model, "loss_type", "") is None:
-        model.loss_type = "ForCausalLM"  # what it takes anyhow, without a warning
+        # The loss that transformers falls back to; set, it does not warn of that.
+        model.loss_type = "ForCausalLM"
     return model  # type: ignore[no-any-return]
 
 
 def _check_names(config: Any, given: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
-    """Refuse names that are none of a config's: transformers would take them, and change nothing."""
+    """Refuse names that a config does not have: transformers would take them, and change nothing."""
     made = inspect.signature(type(config)).parameters
     known = {*vars(config), *config.to_dict(), *config.attribute_map, *made, *given}
     known |= set(ROTARY) if "rope_parameters" in known else set()
     for key in asked:
         if key not in known:
-            names = sorted(one for one in known if not one.startswith("_"))
-            raise PlanError(f"--set {key}", f"is no field of {type(config).__name__}", nearest(key, names))
+            names = sorted(name for name in known if not name.startswith("_"))
+            raise PlanError(f"--set {key}", f"is not a field of {type(config).__name__}", nearest(key, names))
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -139,7 +154,7 @@ def _find_factory(name: str) -> Callable[..., Any]:
     module = _load_file(Path(where)) if where.endswith(".py") else _load_module(where)
     found = getattr(module, attribute, None)
     if not callable(found):
-        known = [one for one, value in vars(module).items() if callable(value) and not one.startswith("_")]
+        known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         raise PlanError(f"MODEL {name}", f"{where} has no function {attribute}", nearest(attribute, known))
     return found  # type: ignore[no-any-return]
 
@@ -150,8 +165,10 @@ def _load_file(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # dataclasses look their module up
-    sys.path.insert(0, str(path.parent.resolve()))  # it may import its neighbours
+    # Dataclasses look up the module that they are defined in.
+    sys.modules[path.stem] = module
+    # The file may import its neighbours.
+    sys.path.insert(0, str(path.parent.resolve()))
     spec.loader.exec_module(module)
     return module
 
@@ -181,14 +198,17 @@ def _call(name: str, factory: Callable[..., Any], keywords: Mapping[str, Any]) -
 
 
 def weights_in(name: str) -> Path | None:
-    """The folder that MODEL is, where there are weights beside its config."""
+    """Return the folder that MODEL is, where there are weights beside its config."""
     path = Path(name)
     is_folder = (path / "config.json").is_file()
     return path if is_folder and any(any(path.glob(pattern)) for pattern in WEIGHTS) else None
 
 
 def make_with_weights(subject: Subject, dtype: str | None = None) -> tuple[nn.Module, Any]:
-    """Return the module and, where its factory gives them, example_inputs; parameters in `dtype`, if given."""
+    """Return the module and, where its factory gives them, example_inputs.
+
+    Parameters in `dtype`, if given.
+    """
     return _split(subject, subject.make(), dtype)
 
 
@@ -211,11 +231,12 @@ def make_without_weights(subject: Subject, dtype: str | None = None) -> tuple[nn
 
 
 class _Empty(TorchFunctionMode):
-    """The time in which a model is made without memory for its parameters.
+    """A context in which a model is made without memory for its parameters.
 
-    A tensor becomes a parameter on meta when a module is given it, before anybody fills it; what a kernel hands out of empty
-    memory until then takes none. Larger ones than `LARGE` are on meta from the start: there may be less memory than for one.
-    All else, such as tables that buffers hold and the batch that a factory brings, is as ever.
+    A tensor becomes a parameter on meta when a module is given it, before anybody fills it; what a kernel
+    hands out of empty memory until then takes none. Larger ones than `LARGE` are on meta from the start:
+    there may be less memory than for one. All else, such as tables in buffers and the batch that a factory
+    brings, is left alone.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -231,7 +252,9 @@ class _Empty(TorchFunctionMode):
 
     @staticmethod
     def replacements() -> Callable[[nn.Module, str, nn.Parameter], nn.Parameter | None]:
-        """What modules call with a parameter that they are given: it returns the one on meta, for a tied one the same."""
+        """Return a hook that modules call with a new parameter: it gives the one on meta, for a tied
+        one the same.
+        """
         found = WeakIdKeyDictionary()
 
         def replace(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
@@ -252,16 +275,20 @@ def _split(subject: Subject, made: Any, dtype: str | None) -> tuple[nn.Module, A
     if dtype:
         found = getattr(torch, {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}.get(dtype, dtype), None)
         if not isinstance(found, torch.dtype):
-            raise PlanError(f"--dtype {dtype}", "is no dtype of torch", "bfloat16, float32, ...")
+            raise PlanError(f"--dtype {dtype}", "is not a dtype of torch", "bfloat16, float32, ...")
         model = model.to(found)
     return model, inputs
 
 
 def length_of(subject: Subject, model: nn.Module, asked: int | None) -> int:
-    """Tokens of a row: as asked, else what the size, else what the model's config says. PlanError beyond a size's window."""
+    """Choose the sequence length: as asked, else what the size, else what the model's config says.
+
+    PlanError beyond a size's window.
+    """
     config = getattr(model, "config", None)
-    said = next((getattr(config, name) for name in LENGTHS if isinstance(getattr(config, name, None), int)), LENGTH)
-    length = asked if asked is not None else subject.length or min(said, LONGEST)
+    lengths = [getattr(config, name, None) for name in LENGTHS]
+    longest = next((length for length in lengths if isinstance(length, int)), LENGTH)
+    length = asked if asked is not None else subject.length or min(longest, MAX_LENGTH)
     window = getattr(config, "sliding_window", None)
     if subject.is_causal_only and isinstance(window, int) and length > window:
         fact = f"{subject.name} attends to {window} tokens, and sizes by name are built without that window"
@@ -270,12 +297,13 @@ def length_of(subject: Subject, model: nn.Module, asked: int | None) -> int:
 
 
 def vocabulary_of(model: nn.Module, asked: int | None) -> int:
-    """Token ids are below this: as asked, else what the model's config says, else 256."""
+    """Return what token ids are below: as asked, else what the model's config says, else 256."""
     return asked if asked is not None else int(getattr(getattr(model, "config", None), "vocab_size", 256))
 
 
 def as_call(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> Any:
-    """The call of a decoder with token ids `x` and the ids `y` that follow: `(x, y)`, or keywords where it takes labels.
+    """Return the call of a decoder with ids `x` and the ids `y` that follow: `(x, y)`, or keywords where
+    it takes labels.
 
     Models of transformers shift labels themselves.
     """

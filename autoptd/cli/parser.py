@@ -1,7 +1,7 @@
 """What may be asked on the command line. No torch here: `--help` answers at once.
 
-In: the words after `autoptd`. Out: a namespace, `command` and one attribute per flag. A file given by `--config` (TOML, YAML or
-JSON) holds flags by their names; what is on the command line goes before it.
+In: the words after `autoptd`. Out: a namespace, `command` and one attribute per flag. A file given by
+`--config` (TOML, YAML or JSON) holds flags by their names; what is on the command line goes before it.
 
     parse(["show", "gpt2", "--t", "4"]).t       # 4
 """
@@ -32,8 +32,8 @@ SHOW = f"""What a model is on t*p*d ranks: memory of a rank, bytes on every link
 DOCTOR = """Try what the runtime does between ranks, on the ranks, devices and backend at hand: every collective and channel,
 with right results, in the order of schedules, and how fast beside the link; a wrong or slow pair of ranks is named.
 
-Under torchrun all ranks take part; alone it looks at one process and at ranks as threads. Ends with 0 if all is right (what
-is slow is only said), 1 if something is wrong."""
+Under torchrun all ranks take part; alone it checks one process and ranks as threads. Ends with 0 if all is right
+(slowness alone is no failure), 1 if something is wrong."""
 PLAN = "Search for the fastest (t, p, d, v, b) on a cluster. No GPU, no weights."
 SIZES = ("layers", "hidden", "heads", "seq", "vocab", "ffn", "kv_heads", "head_dim", "mlp_matrices")
 # Flags that are at least 1, of all commands but plan.
@@ -115,7 +115,7 @@ def _unknown_argument(name: str, command: ArgumentParser, word: str) -> PlanErro
 
 
 def make_parser() -> tuple[ArgumentParser, dict[str, ArgumentParser]]:
-    """The parser, and those of its commands by name."""
+    """Return the parser, and those of its commands by name."""
     parser = Parser(
         "autoptd",
         description="Write the model for one device; train it on any (t, p, d).",
@@ -134,59 +134,67 @@ def make_parser() -> tuple[ArgumentParser, dict[str, ArgumentParser]]:
             description=description or words,
             epilog=f"examples:\n{EXAMPLES[name]}" if name in EXAMPLES else None,
             formatter_class=RawDescriptionHelpFormatter,
-            allow_abbrev=False,  # `--conf run.toml` would be taken for --config, and the file not be read
+            # `--conf run.toml` would be taken as --config by argparse, but `_config_of` would not read the
+            # file.
+            allow_abbrev=False,
         )
         commands[name].add_argument("--debug", action="store_true", help="show the traceback of an error")
         return commands[name]
 
-    one = command("show", "what a model costs on t*p*d ranks: memory, traffic, bubble", SHOW)
-    one.add_argument("--list", action="store_true", help="list the well-known sizes")
-    _add_model(one)
-    one.add_argument("--out", metavar="DIR", help="write the pictures and report.html there")
-    one.add_argument("--explain", metavar="MODULE", help="say how tp splits a module or parameter, and why")
-    one.add_argument("--json", action="store_true", help="print the numbers as JSON")
+    show = command("show", "what a model costs on t*p*d ranks: memory, traffic, bubble", SHOW)
+    show.add_argument("--list", action="store_true", help="list the well-known sizes")
+    _add_model(show)
+    show.add_argument("--out", metavar="DIR", help="write the pictures and report.html there")
+    show.add_argument("--explain", metavar="MODULE", help="say how tp splits a module or parameter, and why")
+    show.add_argument("--json", action="store_true", help="print the numbers as JSON")
 
-    one = command("compile", "write the program: a Python file per stage, the plan, pictures, a report", MODEL)
-    _add_model(one)
-    one.add_argument("--out", metavar="DIR", help="where to; has to be given, here or in the file of --config")
+    compile = command("compile", "write the program: a Python file per stage, the plan, pictures, a report", MODEL)
+    _add_model(compile)
+    compile.add_argument("--out", metavar="DIR", help="where to; has to be given, here or in the file of --config")
 
-    one = command("verify", "train model and partition side by side in float64, compare everything", MODEL)
-    _add_model(one)
-    one.add_argument("--steps", type=int, default=5, help="optimizer steps (default %(default)s)")
+    verify = command("verify", "train model and partition side by side in float64, compare everything", MODEL)
+    _add_model(verify)
+    verify.add_argument("--steps", type=int, default=5, help="optimizer steps (default %(default)s)")
 
-    one = command("train", "train on text, a token a byte: alone, with ranks as threads, or under torchrun", MODEL)
-    _add_model(one)
-    _add_training(one)
+    train = command("train", "train on text, a token a byte: alone, with ranks as threads, or under torchrun", MODEL)
+    _add_model(train)
+    _add_training(train)
 
-    one = command("simulate", "run a schedule on paper: bubble, waits, what is held for backward")
-    _add_simulation(one)
+    simulate = command("simulate", "run a schedule on paper: bubble, waits, saved activations")
+    _add_simulation(simulate)
 
-    one = command("diff", "what differs between two plans or saved programs")
-    one.add_argument("a", metavar="A", help="a plan.json, or a folder with one")
-    one.add_argument("b", metavar="B", help="likewise")
+    diff = command("diff", "what differs between two plans or saved programs")
+    diff.add_argument("a", metavar="A", help="a plan.json, or a folder with one")
+    diff.add_argument("b", metavar="B", help="likewise")
 
-    one = command("plan", "choose (t, p, d, v, b) for a cluster, and say why", f"{PLAN}\n\n{MODEL}")
-    _add_planning(one)
+    plan = command("plan", "choose (t, p, d, v, b) for a cluster, and say why", f"{PLAN}\n\n{MODEL}")
+    _add_planning(plan)
 
-    one = command("measure", "describe this machine to the planner: products, memory, collectives")
-    one.add_argument("file", metavar="FILE", help="the TOML file to write")
-    one.add_argument(
+    measure = command("measure", "describe this machine to the planner: products, memory, collectives")
+    measure.add_argument("file", metavar="FILE", help="the TOML file to write")
+    measure.add_argument(
         "--ranks", type=int, default=2, help="processes that take part in collectives (default %(default)s)"
     )
 
-    one = command("doctor", "try every collective and channel on the ranks at hand; name what is wrong or slow", DOCTOR)
+    doctor = command(
+        "doctor", "try every collective and channel on the ranks at hand; name what is wrong or slow", DOCTOR
+    )
     for name, words in (("t", "tensor"), ("p", "pipeline"), ("d", "data")):
-        one.add_argument(f"--{name}", type=int, metavar="N", help=f"{words}-parallel degree (default: several meshes)")
-    one.add_argument("--backend", choices=("gloo", "nccl"), help="(default: nccl on CUDA devices, else gloo)")
-    one.add_argument("--device", help="of a rank (default: the GPU of LOCAL_RANK, else cpu)")
-    one.add_argument(
+        doctor.add_argument(
+            f"--{name}", type=int, metavar="N", help=f"{words}-parallel degree (default: several meshes)"
+        )
+    doctor.add_argument("--backend", choices=("gloo", "nccl"), help="(default: nccl on CUDA devices, else gloo)")
+    doctor.add_argument("--device", help="of a rank (default: the GPU of LOCAL_RANK, else cpu)")
+    doctor.add_argument(
         "--timeout", type=float, default=30.0, metavar="SECONDS", help="of a rank that hangs (default %(default)g)"
     )
-    one.add_argument("--cluster", help="whose links to compare with: a name, or a TOML file (default: by the device)")
-    one.add_argument("--json", metavar="FILE", help="write all that was found")
+    doctor.add_argument(
+        "--cluster", help="whose links to compare with: a name, or a TOML file (default: by the device)"
+    )
+    doctor.add_argument("--json", metavar="FILE", help="write all that was found")
 
-    one = command("completion", "print what completes commands and flags in a shell")
-    one.add_argument("shell", choices=("bash", "zsh"))
+    completion = command("completion", "print what completes commands and flags in a shell")
+    completion.add_argument("shell", choices=("bash", "zsh"))
     return parser, commands
 
 
@@ -195,10 +203,10 @@ def _add_model(parser: ArgumentParser) -> None:
     sizes = parser.add_argument_group("the model and its batch")
     sizes.add_argument("--set", action="append", metavar="NAME=VALUE", help="a keyword of the factory or the config")
     sizes.add_argument("--dtype", help="of the parameters, e.g. bfloat16 (show and compile: of well-known sizes, too)")
-    sizes.add_argument("--seq", type=int, metavar="N", help="tokens of a row (default: what the model says, or 128)")
-    sizes.add_argument("--vocab", type=int, metavar="N", help="token ids are below this (default: what the model says)")
-    sizes.add_argument("--batch", type=int, metavar="N", help="rows of the global batch")
-    sizes.add_argument("--rows", type=int, metavar="N", help="rows of a microbatch, instead of --batch (default 1)")
+    sizes.add_argument("--seq", type=int, metavar="N", help="sequence length (default: the model's, or 128)")
+    sizes.add_argument("--vocab", type=int, metavar="N", help="token ids are below this (default: the model's)")
+    sizes.add_argument("--batch", type=int, metavar="N", help="samples of the global batch")
+    sizes.add_argument("--rows", type=int, metavar="N", help="samples of a microbatch, instead of --batch (default 1)")
 
     mesh = parser.add_argument_group("the mesh and the plan: names are those of autoptd.parallelize")
     _add_keywords(mesh, is_for_training=False)
@@ -207,7 +215,7 @@ def _add_model(parser: ArgumentParser) -> None:
 
 
 def _add_keywords(group: Any, is_for_training: bool) -> None:
-    """The flags of the keywords of `parallelize`, as `Options` declares them."""
+    """Add the flags of the keywords of `parallelize`, as `Options` declares them."""
     for name, keyword in KEYWORDS.items():
         if keyword.flag and keyword.is_for_training == is_for_training:
             about: dict[str, Any] = {"metavar": keyword.metavar} if keyword.metavar else {}
@@ -269,23 +277,25 @@ def _add_planning(parser: ArgumentParser) -> None:
     where.add_argument("--batch", type=int, metavar="N", help="sequences of a step")
     where.add_argument("--cluster", default="dgx-a100", help="a name, or a TOML file (default %(default)s)")
     where.add_argument("--memory", type=_bytes, metavar="BYTES", help="of a GPU: 80e9, 80GB or 80GiB")
-    wishes = parser.add_argument_group("what may be: a value, or several; left out: whatever is best")
+    constraints = parser.add_argument_group("constraints: a value, or several; the planner chooses what is left out")
     for name in ("t", "p", "d", "c", "v", "microbatch"):
-        wishes.add_argument(f"--{name}", type=_numbers, metavar="N[,N]")
-    wishes.add_argument("--sequence-parallel", nargs="?", const=True, type=_switch, metavar="true|false|any")
-    wishes.add_argument("--recompute", metavar="none|selective|full|full:1/2|any")
-    wishes.add_argument("--zero", type=_level, metavar="0|1|2|3|any")
-    wishes.add_argument("--precision", metavar="fp32|bf16|fp16")
-    wishes.add_argument("--schedule", metavar="NAME|any", help="any: zero bubble too, and breadth first")
-    wishes.add_argument("--placement", metavar="ranks|any", help="of mesh axes on the nodes")
-    wishes.add_argument("--software", help="the generation that the times are of: docs/planner.md")
-    told = parser.add_argument_group("what is told")
-    told.add_argument("--keep", type=int, default=10, metavar="N", help="how many plans to list (default %(default)s)")
-    told.add_argument("--explain", action="store_true", help="say why")
-    told.add_argument(
+        constraints.add_argument(f"--{name}", type=_numbers, metavar="N[,N]")
+    constraints.add_argument("--sequence-parallel", nargs="?", const=True, type=_switch, metavar="true|false|any")
+    constraints.add_argument("--recompute", metavar="none|selective|full|full:1/2|any")
+    constraints.add_argument("--zero", type=_level, metavar="0|1|2|3|any")
+    constraints.add_argument("--precision", metavar="fp32|bf16|fp16")
+    constraints.add_argument("--schedule", metavar="NAME|any", help="any: zero bubble too, and breadth first")
+    constraints.add_argument("--placement", metavar="ranks|any", help="of mesh axes on the nodes")
+    constraints.add_argument("--software", help="the generation that the times are of: docs/planner.md")
+    output = parser.add_argument_group("output")
+    output.add_argument(
+        "--keep", type=int, default=10, metavar="N", help="how many plans to list (default %(default)s)"
+    )
+    output.add_argument("--explain", action="store_true", help="say why")
+    output.add_argument(
         "--when", action="store_true", help="instead: which strategy when, on one GPU, one node, slow network"
     )
-    told.add_argument("--out", metavar="FILE", help="write plan.json of the best: --plan FILE of the other commands")
+    output.add_argument("--out", metavar="FILE", help="write plan.json of the best: --plan FILE of the other commands")
     parser.add_argument("--config", metavar="FILE", help="flags from a TOML, YAML or JSON file")
 
 
@@ -308,7 +318,7 @@ def _numbers(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError as error:
-        raise ArgumentTypeError(f"{text!r} is no number, or numbers with commas: 2 or 1,2,4") from error
+        raise ArgumentTypeError(f"{text!r} is not a number, or numbers with commas: 2 or 1,2,4") from error
 
 
 def _level(text: str) -> int | str:
@@ -324,7 +334,7 @@ def _config_of(arguments: Sequence[str]) -> str | None:
     return None
 
 
-# How a flag of a keyword is read (`options.Keyword.flag`): what argparse is told of it.
+# How a flag of a keyword is read (`options.Keyword.flag`): what argparse is given for it.
 FLAGS: dict[str, dict[str, Any]] = {
     "text": {},
     "count": {"type": int, "metavar": "N"},

@@ -1,7 +1,8 @@
 """`autoptd plan`: which (t, p, d, v, b).
 
-Flags have the names of `autoptd.plan`'s keywords. Sizes come from MODEL's config, `--shape` and flags: the last counts. What
-follows from other sizes in MODEL (ffn = 4 hidden, kv_heads = heads, head_dim = hidden / heads) follows from the new ones too.
+Flags have the names of `autoptd.plan`'s keywords. Sizes come from MODEL's config, `--shape` and flags: the
+last counts. What follows from other sizes in MODEL (ffn = 4 hidden, kv_heads = heads, head_dim = hidden /
+heads) follows from the new ones too.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from autoptd.planner.model_shape import shape_of, shape_of_config
 from autoptd.planner.shape import Shape
 from autoptd.planner.strategies import cases_text, which_when
 
-WISHES = (
+CONSTRAINTS = (
     *("t", "p", "d", "c", "v", "microbatch", "sequence_parallel", "recompute", "zero", "precision", "schedule"),
     *("placement", "software", "memory"),
 )
-# flags of a single plan
+# Flags that belong to a single plan, and their defaults.
 ONE_PLAN = {"explain": False, "out": None, "keep": 10}
 
 
@@ -39,29 +40,29 @@ def plan(asked: Namespace) -> int:
     if asked.out:
         check_writable("--out", asked.out)
     shape = read_shape(asked)
-    wishes = {name: value for name in WISHES if (value := getattr(asked, name)) is not None}
-    wishes |= {"gpus": asked.gpus, "batch": asked.batch, "cluster": asked.cluster}
+    constraints = {name: value for name in CONSTRAINTS if (value := getattr(asked, name)) is not None}
+    constraints |= {"gpus": asked.gpus, "batch": asked.batch, "cluster": asked.cluster}
     if asked.when:
-        print(cases_text(which_when(shape, **wishes)))
+        print(cases_text(which_when(shape, **constraints)))
         return 0
-    found = planning.plan(shape, keep=asked.keep, **wishes)
+    found = planning.plan(shape, keep=asked.keep, **constraints)
     print(found)
     if asked.explain:
         print(f"\n{found.explain()}")
     if asked.out:
         found.save(asked.out)
-        print(f"\nwritten: {asked.out}")
+        print(f"\nwrote {asked.out}")
     return 0
 
 
 def _check_when(asked: Namespace) -> None:
-    said = [f"--{name.replace('_', '-')}" for name, usual in ONE_PLAN.items() if getattr(asked, name) != usual]
-    if said:
-        raise PlanError("--when", f"plans several cases, and {', '.join(said)} is of one plan", "one or the other")
+    given = [f"--{name.replace('_', '-')}" for name, usual in ONE_PLAN.items() if getattr(asked, name) != usual]
+    if given:
+        raise PlanError("--when", f"plans several cases, and {', '.join(given)} is for one plan", "one or the other")
 
 
 def read_shape(asked: Namespace) -> dict[str, Any]:
-    """The sizes that are asked for, by their names."""
+    """Return the sizes that are asked for, by their names."""
     sizes: dict[str, Any] = {}
     if asked.model:
         sizes |= _shape_of_model(asked)
@@ -71,7 +72,10 @@ def read_shape(asked: Namespace) -> dict[str, Any]:
 
 
 def _shape_of_model(asked: Namespace) -> dict[str, Any]:
-    """Of a well-known size from its config alone, which takes no time; of others from the model without weights."""
+    """Read the sizes of a known model from its config, which takes no time.
+
+    Of others from the model without weights.
+    """
     known = KNOWN.get(asked.model)
     if known and not asked.set:
         shape = shape_of_config(known.values, 2 if known.kind == "gpt2" else 3)
@@ -84,7 +88,7 @@ def _shape_of_model(asked: Namespace) -> dict[str, Any]:
 
 
 def stated_sizes(shape: Shape) -> dict[str, Any]:
-    """The sizes of a shape but for those that follow from others."""
+    """Return the sizes of a shape but for those that follow from others."""
     follow = {"ffn": 4 * shape.hidden, "kv_heads": shape.heads, "head_dim": shape.hidden // shape.heads}
     return {name: value for name, value in asdict(shape).items() if value != follow.get(name)}
 

@@ -1,6 +1,7 @@
 """`autoptd show` and `autoptd compile`: a model without weights to a program, its numbers, its pictures.
 
-The batch is d replicas times `num_microbatches` microbatches of `--rows` rows each, or the `--batch` rows that were asked for.
+The batch is d replicas times `num_microbatches` microbatches of `--rows` samples each, or the `--batch`
+samples that were asked for.
 """
 
 from __future__ import annotations
@@ -29,27 +30,30 @@ from autoptd.reports.summary import summarize
 
 
 def keywords_of(asked: Namespace) -> dict[str, Any]:
-    """The keywords of `parallelize` that were asked for."""
+    """Return the keywords of `parallelize` that were asked for."""
     flags = {name: getattr(asked, name, None) for name, keyword in KEYWORDS.items() if keyword.flag}
     given = {name: value for name, value in flags.items() if value is not None}
     return given | read_pairs("option", asked.option)
 
 
 def rows_of(asked: Namespace) -> int:
-    """Rows of the global batch; flags go before what a plan says."""
+    """Return the samples of the global batch; flags go before what a plan says."""
     if asked.batch is not None and asked.rows is not None:
-        raise PlanError("--batch and --rows", "both say how many rows a microbatch has", "one of the two")
+        raise PlanError("--batch and --rows", "both say how many samples a microbatch has", "one of the two")
     if asked.batch is not None:
         return int(asked.batch)
     plan = load_plan(asked.plan) if asked.plan else {}
     mesh = plan.get("mesh", {})
-    p, d = (getattr(asked, name) or mesh.get(name, 1) for name in ("p", "d"))  # none is 0: the parser sees to it
+    # No degree is 0 (the parser refuses it), so `or` falls through for None alone.
+    p, d = (getattr(asked, name) or mesh.get(name, 1) for name in ("p", "d"))
     m = asked.num_microbatches or plan.get("num_microbatches") or 4 * p
     return int(d * m * (asked.rows or 1))
 
 
 def example_inputs(asked: Namespace, subject: Any, model: nn.Module, given: Any) -> Any:
-    """The global batch: what the factory gave, else token ids drawn at random, the same in every process."""
+    """Return the global batch: what the factory gave, else token ids drawn at random, the same in every
+    process.
+    """
     if given is not None:
         return given
     length = length_of(subject, model, asked.seq)
@@ -67,10 +71,8 @@ def make_program(asked: Namespace) -> tuple[str, Program]:
     rows = next(spec.shape for spec in program.inputs if spec.batched)
     about = KNOWN[asked.model].source if asked.model in KNOWN else type(model).__name__
     took = time.perf_counter() - start
-    return (
-        f"{asked.model} ({about}), {'x'.join(map(str, rows[1:])) or 'no'} tokens a row, compiled in {took:.1f} s",
-        program,
-    )
+    size = "x".join(map(str, rows[1:])) or "no"
+    return f"{asked.model} ({about}), {size} tokens a sample, compiled in {took:.1f} s", program
 
 
 def show(asked: Namespace) -> int:
@@ -106,12 +108,12 @@ def compile(asked: Namespace) -> int:
 
 
 def _fallbacks(program: Program, folder: str | None) -> list[str]:
-    """One line for all that is not split as one would expect, and where the others are told."""
+    """Return one line for all that is not split as one would expect, and where the rest is listed."""
     merged = program.plan.get("fallbacks", [])
     if not merged:
         return []
     first = merged[0]
-    where = f"see {folder}/report.html" if folder else "--out DIR writes a report with all of them"
+    where = f"see {folder}/report.html" if folder else "--out DIR writes a report that lists all of them"
     more = f", and {len(merged) - 1} more: {where}" if len(merged) > 1 else ""
     return [f"Not split: {first['op']} in {first['site'] or 'the model'}: {first['fact']}. {first['remedy']}{more}"]
 
@@ -119,7 +121,7 @@ def _fallbacks(program: Program, folder: str | None) -> list[str]:
 def _write(program: Program, folder: Path, name: str) -> None:
     draw_program(program, folder)
     write_report(program, folder / "report.html", name)
-    print(f"written: {folder}/report.html, and what it shows in files of their own", file=sys.stderr)
+    print(f"wrote {folder}/report.html, and its pictures and tables as files", file=sys.stderr)
 
 
 __all__ = ["compile", "example_inputs", "keywords_of", "make_program", "rows_of", "show"]

@@ -21,11 +21,15 @@ from typing import Any
 from autoptd.errors import PlanError
 from autoptd.ir.plan import nearest
 
-PAIRS = ("set", "option")  # flags that are NAME=VALUE, and mappings in a file
+# Flags that are NAME=VALUE on the command line, and mappings in a file.
+PAIRS = ("set", "option")
 
 
 def read_settings(path: str, known: Collection[str]) -> dict[str, Any]:
-    """Return the settings of a file; PlanError for one that cannot be read, or that names what is no flag."""
+    """Return the settings of a file.
+
+    PlanError for one that cannot be read, or that names what is not a flag.
+    """
     try:
         text = Path(path).read_text()
         found = _parse(path, text)
@@ -36,7 +40,7 @@ def read_settings(path: str, known: Collection[str]) -> dict[str, Any]:
     settings = {str(key).replace("-", "_"): value for key, value in found.items()}
     for key in settings:
         if key not in known:
-            raise PlanError(f"--config {path}: {key}", "is no flag of this command", nearest(key, sorted(known)))
+            raise PlanError(f"--config {path}: {key}", "is not a flag of this command", nearest(key, sorted(known)))
     return settings
 
 
@@ -57,7 +61,7 @@ def _parse(path: str, text: str) -> Any:
 
 
 def check_writable(flag: str, path: str) -> None:
-    """PlanError where a file cannot be written there: said before the work that would be lost."""
+    """Raise PlanError where a file cannot be written there, before the work that would be lost."""
     file = Path(path)
     if file.is_dir():
         raise PlanError(f"{flag} {path}", "is a folder", "the name of a file")
@@ -72,10 +76,10 @@ def read_pairs(flag: str, given: Mapping[str, Any] | Iterable[str] | None) -> di
     if isinstance(given, Mapping):
         return dict(given)
     pairs = {}
-    for one in given or ():
-        name, equals, text = one.partition("=")
+    for pair in given or ():
+        name, equals, text = pair.partition("=")
         if not (name and equals):
-            raise PlanError(f"--{flag} {one}", "is no NAME=VALUE", f"--{flag} n_layer=4")
+            raise PlanError(f"--{flag} {pair}", "is not a NAME=VALUE", f"--{flag} n_layer=4")
         try:
             pairs[name.replace("-", "_")] = json.loads(text)
         except ValueError:

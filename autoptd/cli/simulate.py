@@ -26,15 +26,15 @@ def simulate(asked: Namespace) -> int:
     result = schedule.simulate(orders, forward=asked.forward, backward=asked.backward, link=asked.link, **weights)
     m = schedule.num_microbatches(orders)
     ideal = max(result.busy)
-    print(
-        f"{name}: p={asked.p} v={v} m={m}, forward {asked.forward:g}, backward {asked.backward:g}, message {asked.link:g}"
-    )
-    print(f"takes {result.finish:g}, {ideal:g} of it work; bubble {result.bubble:.1%} of the work")
+    times = f"forward {asked.forward:g}, backward {asked.backward:g}, message {asked.link:g}"
+    print(f"{name}: p={asked.p} v={v} m={m}, {times}")
+    print(f"takes {result.makespan:g}, {ideal:g} of it work; bubble {result.bubble:.1%} of the work")
     print("  pipeline rank  works  waits  microbatches of a chunk held at most")
     for rank, (busy, live) in enumerate(zip(result.busy, result.peak_live, strict=True)):
-        print(f"  {rank:<13}  {busy:<5g}  {result.finish - busy:<5g}  {live}")
+        print(f"  {rank:<13}  {busy:<5g}  {result.makespan - busy:<5g}  {live}")
     if asked.out:
-        from autoptd.viz import Run, schedule_svg  # torch: only where there is something to draw
+        # Imported here, as it loads torch: only where there is something to draw.
+        from autoptd.viz import Run, schedule_svg
 
         run = Run("simulated", result.spans, memory=result.memory(1).curves)
         title = f"{name}, p={asked.p} v={v} m={m}"
@@ -44,5 +44,5 @@ def simulate(asked: Namespace) -> int:
             Path(asked.out).write_text(text)
         except OSError as error:
             raise PlanError(f"--out {asked.out}", f"cannot be written: {error}", "another path") from error
-        print(f"written: {asked.out}")
+        print(f"wrote {asked.out}")
     return 0

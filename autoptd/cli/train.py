@@ -21,9 +21,9 @@ from autoptd.cli.settings import read_pairs
 from autoptd.errors import PlanError, RuntimeFault
 from autoptd.ir.mesh import Coordinate
 from autoptd.options import make_options
-from autoptd.parallel_model import is_local
 from autoptd.reports.excepthook import is_interrupt
 from autoptd.reports.report import write_report
+from autoptd.started_model import is_local
 
 
 def train(asked: Namespace) -> int:
@@ -46,10 +46,10 @@ def train(asked: Namespace) -> int:
         raise PlanError(f"--batch {rows}", f"does not divide over d={options.d}", f"a multiple of {options.d}")
     tokens = load_tokens(asked.data)
     first = next(batches(tokens, rows, length, 1, seed))
-    share = tuple(one[: rows // replicas] for one in first)
+    share = tuple(leaf[: rows // replicas] for leaf in first)
     if not asked.random and "weights" not in keywords and (folder := weights_in(asked.model)) is not None:
         keywords["weights"] = folder
-    _tell(f"weights: read from {keywords['weights']}" if "weights" in keywords else f"weights: random, of seed {seed}")
+    _say(f"weights: read from {keywords['weights']}" if "weights" in keywords else f"weights: random, of seed {seed}")
     pm = autoptd.parallelize(model, example_inputs=as_call(model, *share), **keywords)
     optimizer = pm.optimizer(torch.optim.AdamW, lr=asked.lr, weight_decay=asked.weight_decay)
     watched: dict[str, Any] = {"log": asked.log, "tensorboard": asked.tensorboard, "peak": asked.peak}
@@ -67,34 +67,38 @@ def train(asked: Namespace) -> int:
     except (KeyboardInterrupt, RuntimeFault) as error:
         if not is_interrupt(error):
             raise
-        _tell_of_interrupt(asked, pm, len(progress.losses))
-        return 130  # as shells have it: 128 and the number of the signal
+        _report_interrupt(asked, pm, len(progress.losses))
+        # The shells' convention: 128 plus the number of the signal.
+        return 130
     if asked.out:
         _write(asked, pm, as_call(model, *first))
     pm.close()
-    _tell(f"loss {progress.losses[0]:.4f} -> {progress.losses[-1]:.4f} in {asked.steps} steps")
+    _say(f"loss {progress.losses[0]:.4f} -> {progress.losses[-1]:.4f} in {asked.steps} steps")
     return 0
 
 
-def _tell_of_interrupt(asked: Namespace, pm: autoptd.ParallelModel, steps: int) -> None:
-    """Ctrl-C: one line of all ranks together, and the report, without a recorded step, as no rank waits for another now."""
+def _report_interrupt(asked: Namespace, pm: autoptd.ParallelModel, steps: int) -> None:
+    """Report Ctrl-C once for all ranks.
+
+    The report has no recorded step, as no rank waits for another any more.
+    """
     if pm.coordinate != Coordinate():
         return
     written = ""
     if asked.out:
         pm.show(asked.out)
         write_report(pm.program, Path(asked.out) / "report.html", asked.model)
-        written = f"; written: {asked.out}/report.html"
+        written = f"; wrote {asked.out}/report.html"
     print(f"interrupted after {steps} of {asked.steps} steps{written}", file=sys.stderr)
 
 
-def _tell(line: str) -> None:
+def _say(line: str) -> None:
     if os.environ.get("RANK", "0") == "0":
         print(line, file=sys.stderr)
 
 
 def _call(pm: autoptd.ParallelModel, call: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What `step` takes here, of a global batch."""
+    """Return what `step` takes here, of a global batch."""
     if isinstance(call, dict):
         return (), pm.local_batch(**call)
     return pm.local_batch(*call), {}
@@ -108,7 +112,7 @@ def _write(asked: Namespace, pm: autoptd.ParallelModel, call: Any) -> None:
     pm.show(asked.out, record)
     if pm.coordinate == Coordinate():
         write_report(pm.program, Path(asked.out) / "report.html", asked.model, record)
-        print(f"written: {asked.out}/report.html", file=sys.stderr)
+        print(f"wrote {asked.out}/report.html", file=sys.stderr)
 
 
 __all__ = ["train"]

@@ -1,5 +1,5 @@
-"""`autoptd doctor`: whether the collectives and channels of a launch are right, and how fast, before a model is trained
-on it.
+"""`autoptd doctor`: whether the collectives and channels of a launch are right, and how fast, before a model
+is trained on it.
 
 | file | what |
 |---|---|

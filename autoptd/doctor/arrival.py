@@ -1,12 +1,12 @@
 """The ranks meet in the store before any communicator is made, so that a rank that does not come is named.
 
-In: the environment that torchrun sets. Out: a `Lobby`, in which every rank hands in its facts and rank 0 says what
-they mean.
+In: the environment that torchrun sets. Out: a `Lobby`, in which every rank hands in its facts and rank 0 says
+what they mean.
 
     lobby = Lobby(timeout=30.0)
     verdict = lobby.agree(own_facts(...))       # RuntimeFault: ... waited 30 s for rank 3, not arrived
-    lobby.tell()                                # rank 0: the report is out
-    lobby.wait_until_told()                     # the others end after that: a launcher ends all ranks with the first one
+    lobby.report_printed()                      # rank 0: the report is out
+    lobby.wait_for_report()                     # the others end after that: a launcher ends all ranks with the first one
 
 Every rank makes a few requests and one wait, however many ranks there are; rank 0 alone reads all facts.
 """
@@ -30,13 +30,20 @@ from autoptd.errors import PlanError, RuntimeFault
 
 Answer = TypeVar("Answer")
 NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-ATTEMPTS = 4  # to connect to the store, each as long as the timeout
-LINGER = 5.0  # seconds that rank 0 has to tell, before another rank does
-MARGIN = 25.0  # seconds that timeouts of the store and of NCCL are longer than ours
+# Attempts to connect to the store, each as long as the timeout.
+ATTEMPTS = 4
+# Seconds that rank 0 has to print the report, before another rank does.
+LINGER = 5.0
+# Seconds by which timeouts of the store and of NCCL are longer than ours, so that ours comes first and names
+# the rank.
+MARGIN = 25.0
 
 
 class Lobby:
-    """One rank's connection to the store of a launch; making it waits for the store's host, for `timeout` seconds at most."""
+    """One rank's connection to the store of a launch.
+
+    Making it waits for the store's host, for `timeout` seconds at most.
+    """
 
     def __init__(self, timeout: float) -> None:
         missing = [name for name in NEEDED if not os.environ.get(name)]
@@ -49,7 +56,9 @@ class Lobby:
         self.store = dist.PrefixStore(f"autoptd doctor {attempt}", self._connect())
 
     def _connect(self) -> dist.Store:
-        """The store of torchrun's agent, or rank 0's; unlike torch's own rendezvous it does not wait for the others here."""
+        """Connect to the store of torchrun's agent, or rank 0's, without waiting for the other ranks as torch
+        would.
+        """
         by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         port = number_of("MASTER_PORT")
 
@@ -89,26 +98,28 @@ class Lobby:
         return Verdict.parse(self.store.get("verdict").decode())
 
     def lost(self) -> RuntimeFault:
-        """What to raise where the store has not answered for some time."""
+        """Return what to raise where the store has not answered for some time."""
         return RuntimeFault(
             f"rank {self.rank}",
             f"the store at {self._place} does not answer: rank 0, or what else hosts it, is stopped or gone",
             "look at that machine and at rank 0's own output",
         )
 
-    def tell(self) -> None:
-        """Rank 0 has printed the report."""
+    def report_printed(self) -> None:
+        """Say, on rank 0, that the report is printed."""
         with suppress(RuntimeError):
             patiently(lambda: self.store.set("told", "yes"), LINGER)
 
-    def wait_until_told(self) -> str:
-        """Wait for rank 0 to print the report: "told" by it or another, else "mine" to tell, or "lost": nobody can be asked."""
+    def wait_for_report(self) -> str:
+        """Wait for rank 0 to print the report: "told" by it or another, else "mine" to tell, or "lost":
+        nobody can be asked.
+        """
         try:
-            return patiently(self._ask_who_tells, 2 * LINGER)
+            return patiently(self._who_reports, 2 * LINGER)
         except RuntimeError:
             return "lost"
 
-    def _ask_who_tells(self) -> str:
+    def _who_reports(self) -> str:
         with suppress(RuntimeError):
             self.store.wait(["told"], timedelta(seconds=LINGER))
             return "told"
@@ -129,7 +140,9 @@ class Lobby:
         return f"waited {self.timeout:g} s for rank {ranks_text(absent)}, not arrived ({here})"
 
     def _absent(self, first: int, end: int, deadline: float) -> list[int]:
-        """The ranks of a range that have handed in nothing: halves in which all have are not looked at one by one."""
+        """The ranks of a range that have handed in nothing: halves in which all have are not looked at one by
+        one.
+        """
         if time.monotonic() > deadline or self.store.check([f"facts {rank}" for rank in range(first, end)]):
             return []
         if end - first == 1:
@@ -139,13 +152,17 @@ class Lobby:
 
 
 def patiently(request: Callable[[], Answer], seconds: float) -> Answer:
-    """Make a request to a store; RuntimeError if it takes too long: whatever its timeout, a stopped host never answers."""
+    """Make a request to a store.
+
+    RuntimeError if it takes too long: whatever its timeout, a stopped host never answers.
+    """
     answers: SimpleQueue[tuple[Answer | None, BaseException | None]] = SimpleQueue()
 
     def serve() -> None:
         try:
             answers.put((request(), None))
-        except BaseException as error:  # for whoever asked
+        # Raised again below, in the thread that asked.
+        except BaseException as error:
             answers.put((None, error))
 
     threading.Thread(target=serve, name="request", daemon=True).start()
@@ -159,11 +176,11 @@ def patiently(request: Callable[[], Answer], seconds: float) -> Answer:
 
 
 def number_of(name: str) -> int:
-    """The number that a variable of the environment is set to; PlanError where it is none."""
+    """Return the number that a variable of the environment is set to; PlanError where it is not one."""
     try:
         return int(os.environ[name])
     except ValueError:
-        raise PlanError(f"{name}={os.environ[name]!r}", "is no number", "start with torchrun") from None
+        raise PlanError(f"{name}={os.environ[name]!r}", "is not a number", "start with torchrun") from None
 
 
 def _first_line(error: Exception) -> str:

@@ -1,8 +1,8 @@
 """Every call of a group and of a channel, with its result held against the right one.
 
-In: a `World`. Out: the `Wrong`s that this rank saw, and how many results it looked at. All ranks make the same calls
-in the same order; those of channels go link by link, in one order for all ranks, so that one at a time is under way
-between two ranks.
+In: a `World`. Out: the `Wrong`s that this rank saw, and how many results it looked at. All ranks make the
+same calls in the same order; those of channels go link by link, in one order for all ranks, so that one at a
+time is under way between two ranks.
 
     checks = Checks(world)
     check_group(checks, "tp", world.group(("tp",)), counts=(1, 1021))
@@ -32,14 +32,20 @@ from autoptd.runtime.world.processes import DistributedWorld
 from autoptd.runtime.world.world import Group, World, fault_site
 
 Tensor = torch.Tensor
-MOST_WRONG = 300  # a rank remembers no more, each call of a group or channel once for a dtype
-BRIEF = 0.05  # seconds in which a rank asks again without a pause: what takes microseconds is timed as well
-MANY_RANKS = 64  # in a larger group every rank looks at many parts: of two dtypes then
-FEW = 1 << 14  # elements: of more than that each rank hands a group's share into a gather
+# A rank remembers no more faults, each call of a group or channel once for a dtype.
+MAX_WRONG = 300
+# Seconds of asking without a pause: calls of microseconds are timed as well.
+BRIEF = 0.05
+# In a larger group every rank checks many parts: only two dtypes are tried there.
+MANY_RANKS = 64
+# Elements: of a larger count, each rank hands only its share of it into a gather.
+MAX_WHOLE_ELEMENTS = 1 << 14
 
 
 class Result(NamedTuple):
-    """What a call gave, and what is right: the part of the rank at `position`, or a sum over `size` ranks from `offset` on."""
+    """What a call gave, and what is right: the part of the rank at `position`, or a sum over `size` ranks
+    from `offset` on.
+    """
 
     got: Tensor
     expected: Tensor
@@ -50,7 +56,10 @@ class Result(NamedTuple):
 
 @dataclass(frozen=True)
 class Wrong:
-    """A result that is not right on rank `seen_by`: `ranks` called `what`; `sources`: whose part is wrong, if known."""
+    """A result that is not right on rank `seen_by`: `ranks` called `what`.
+
+    `sources`: whose part is wrong, if known.
+    """
 
     what: str
     over: str
@@ -78,19 +87,22 @@ class Checks:
             return
         sources = [ranks[result.position]] if result.position >= 0 else [ranks[index] for index in found.owners]
         if result.size and 2 * len(sources) > max(result.size, 2):
-            sources = []  # everybody's numbers are wrong: it is the sum, and nobody's part
+            # The parts of most ranks look wrong: the sum itself is, not anybody's part.
+            sources = []
         self.note(what, over, ranks, sources, str(result.expected.dtype).removeprefix("torch."), str(found))
 
     def note(self, what: str, over: str, ranks: Sequence[int], sources: Sequence[int], dtype: str, text: str) -> None:
         """Remember what is wrong."""
         key = (what, over, tuple(ranks), tuple(sources), dtype)
-        if key not in self._noted and len(self.wrong) < MOST_WRONG:
+        if key not in self._noted and len(self.wrong) < MAX_WRONG:
             self._noted.add(key)
             self.wrong.append(Wrong(what, over, tuple(ranks), tuple(sources), self.world.rank, dtype, text))
 
 
 def settle(world: World, site: str) -> None:
-    """Wait until the device has done what was queued: on CUDA a call that hangs would else block this process for ever."""
+    """Wait until the device has done what was queued: on CUDA a call that hangs would else block this process
+    for ever.
+    """
     if world.device.type == "cuda":
         event = torch.cuda.Event()
         event.record()
@@ -120,13 +132,13 @@ def wait_until(world: World, site: str, is_done: Callable[[], bool]) -> None:
 
 
 def check_group(checks: Checks, over: str, group: Group, counts: Sequence[int]) -> None:
-    """All methods of a group, for every dtype and number of elements."""
+    """Check all methods of a group, for every dtype and number of elements."""
     world = checks.world
     for what, (dtypes, make) in METHODS.items():
         for dtype in dtypes if group.size <= MANY_RANKS else dtypes[:2]:
             for count in _counts(counts, dtype):
                 in_parts = what.startswith(("all_gather", "reduce_scatter", "all_to_all"))
-                length = count // group.size if in_parts and count > FEW else count
+                length = count // group.size if in_parts and count > MAX_WHOLE_ELEMENTS else count
                 site = f"doctor: {what} of {length} {str(dtype).removeprefix('torch.')} over {over}"
                 results = list(make(group, length, dtype, world.device, site))
                 settle(world, site)
@@ -140,7 +152,11 @@ def check_group(checks: Checks, over: str, group: Group, counts: Sequence[int]) 
 
 def _counts(counts: Sequence[int], dtype: torch.dtype) -> Sequence[int]:
     """The sizes of a dtype: large ones of those that activations and gradients have."""
-    return counts if dtype in (torch.float32, torch.bfloat16) else [one for one in counts if one <= FEW]
+    return (
+        counts
+        if dtype in (torch.float32, torch.bfloat16)
+        else [count for count in counts if count <= MAX_WHOLE_ELEMENTS]
+    )
 
 
 Make = Callable[[Group, int, torch.dtype, torch.device, str], Iterator[Result]]
@@ -163,8 +179,8 @@ def _all_reduce_start(
     lengths = (count, count + 3)
     flats = [share(group.index, group.size, length, dtype, device).clone() for length in lengths]
     pending = [group.all_reduce_start(flat, site) for flat in flats]
-    for length, one in reversed(list(zip(lengths, pending, strict=True))):
-        yield Result(one.wait(), total(group.size, length, dtype, device), size=group.size)
+    for length, sum_ in reversed(list(zip(lengths, pending, strict=True))):
+        yield Result(sum_.wait(), total(group.size, length, dtype, device), size=group.size)
 
 
 def _in_place(group: Group, count: int, dtype: torch.dtype, device: torch.device, site: str) -> Iterator[Result]:
@@ -177,14 +193,14 @@ def _in_place(group: Group, count: int, dtype: torch.dtype, device: torch.device
 
 def _all_gather(group: Group, count: int, dtype: torch.dtype, device: torch.device, site: str) -> Iterator[Result]:
     """Along the first dim, and along the second one of two."""
-    for dim in (0, 1) if count <= FEW else (0,):
+    for dim in (0, 1) if count <= MAX_WHOLE_ELEMENTS else (0,):
         yield from _gathered(group, group.all_gather(_own(group, count, dtype, device, dim), dim, site), dim)
 
 
 def _all_gather_start(
     group: Group, count: int, dtype: torch.dtype, device: torch.device, site: str
 ) -> Iterator[Result]:
-    for dim in (0, 1) if count <= FEW else (0,):
+    for dim in (0, 1) if count <= MAX_WHOLE_ELEMENTS else (0,):
         pending = group.all_gather_start(_own(group, count, dtype, device, dim), dim, site)
         yield from _gathered(group, pending.wait(), dim)
 
@@ -210,7 +226,8 @@ def _whole(group: Group, count: int, dtype: torch.dtype, device: torch.device, d
 
 def _scattered(group: Group, got: Tensor, dim: int) -> Iterator[Result]:
     whole = total(group.size, got.numel() * group.size, got.dtype, got.device)
-    if dim:  # whose part of it is wrong cannot be told by the place any more
+    # Along the second dim places are out of order: whose part is wrong cannot be told.
+    if dim:
         yield Result(got, whole.view(2, -1).chunk(group.size, dim=1)[group.index])
         return
     offset = group.index * got.numel()
@@ -218,14 +235,14 @@ def _scattered(group: Group, got: Tensor, dim: int) -> Iterator[Result]:
 
 
 def _reduce_scatter(group: Group, count: int, dtype: torch.dtype, device: torch.device, site: str) -> Iterator[Result]:
-    for dim in (0, 1) if count <= FEW else (0,):
+    for dim in (0, 1) if count <= MAX_WHOLE_ELEMENTS else (0,):
         yield from _scattered(group, group.reduce_scatter(_whole(group, count, dtype, device, dim), dim, site), dim)
 
 
 def _reduce_scatter_start(
     group: Group, count: int, dtype: torch.dtype, device: torch.device, site: str
 ) -> Iterator[Result]:
-    for dim in (0, 1) if count <= FEW else (0,):
+    for dim in (0, 1) if count <= MAX_WHOLE_ELEMENTS else (0,):
         pending = group.reduce_scatter_start(_whole(group, count, dtype, device, dim), dim, site)
         yield from _scattered(group, pending.wait(), dim)
 
@@ -258,12 +275,15 @@ METHODS: dict[str, tuple[tuple[torch.dtype, ...], Make]] = {
 
 
 def peer(world: World, pp: int) -> int:
-    """The rank with this rank's dp and tp coordinates on pipeline rank `pp`."""
+    """Return the rank with this rank's dp and tp coordinates on pipeline rank `pp`."""
     return world.mesh.at_stage(world.rank, pp)
 
 
 def check_channels(checks: Checks, links: Sequence[tuple[int, int]], counts: Sequence[int]) -> None:
-    """Two messages over every channel, of several tensors, one of them not contiguous; links in their order, one by one."""
+    """Check every channel with two messages of several tensors, one of them not contiguous.
+
+    Links one by one, in order.
+    """
     world = checks.world
     for source, target in links:
         if world.coordinate.pp not in (source, target):
@@ -277,7 +297,8 @@ def check_channels(checks: Checks, links: Sequence[tuple[int, int]], counts: Seq
                 for count in _counts(counts, dtype)
             ]
             if world.rank == sender:
-                spread = [torch.stack([x, x], dim=-1)[..., 0] for x in wanted]  # not contiguous
+                # A tensor that is not contiguous is sent.
+                spread = [torch.stack([x, x], dim=-1)[..., 0] for x in wanted]
                 world.outgoing(receiver).send(spread, site).wait()
                 settle(world, site)
                 continue

@@ -1,6 +1,7 @@
-"""Everything that is looked at on one mesh, by one rank; and what all ranks found, on each of them.
+"""Everything that is checked on one mesh, by one rank; and what all ranks found, on each of them.
 
-In: a `World`, whose groups and channels are those of `needs_of_orders`. Out: a `MeshReport`, the same on all ranks.
+In: a `World`, whose groups and channels are those of `needs_of_orders`. Out: a `MeshReport`, the same on all
+ranks.
 
     orders = all_orders(mesh.p)
     world = DistributedWorld(mesh, needs_of_orders(mesh.p, orders.values()), ...)
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from autoptd.doctor.calls import Checks, Wrong, check_channels, check_group
 from autoptd.doctor.slow import Slow, Timed, find_slow, is_slow, suspects_of
@@ -21,13 +23,17 @@ from autoptd.ir.actions import Orders
 from autoptd.ir.mesh import MESH_AXES, Mesh
 from autoptd.runtime.world.world import World, in_rounds
 
-COUNTS = (1, 1021, 1 << 20)  # elements
-MOST_SUSPECTS = 6
+# Elements of the tensors that calls are checked with.
+COUNTS = (1, 1021, 1 << 20)
+MAX_SUSPECTS = 6
 
 
 @dataclass(frozen=True)
 class MeshReport:
-    """What all ranks found on one mesh: `checks` results were looked at; `times` are those of groups and channels."""
+    """What all ranks found on one mesh: `checks` results were looked at.
+
+    `times` are those of groups and channels.
+    """
 
     mesh: Mesh
     schedules: tuple[str, ...]
@@ -45,25 +51,27 @@ def examine(
     counts: Sequence[int] = COUNTS,
     sizes: Sequence[int] | None = None,
 ) -> MeshReport:
-    """Check, then time; `hosts` numbers the machine of every rank, `sizes` are the bytes that are timed (none: nothing is)."""
+    """Check, then time.
+
+    `hosts` numbers the machine of every rank, `sizes` are the bytes that are timed (none: nothing is).
+    """
     checks = check_all(world, orders, counts)
     timed = sizes_on(world.device) if sizes is None else tuple(sizes)
     world.at = "doctor: times"
     times = _all_times(world, orders, hosts, timed) if timed else []
     slow = find_slow(times)
-    if suspects := suspects_of(slow, times, MOST_SUSPECTS):
+    if suspects := suspects_of(slow, times, MAX_SUSPECTS):
         again = _time_alone(world, suspects, hosts, timed)
-        slow = [one for one in slow if one.kind != "message" or is_slow(one, again)]
+        slow = [link for link in slow if link.kind != "message" or is_slow(link, again)]
     world.at = "doctor: what was found"
     found = world.everyone().gather_objects((checks.count, checks.wrong), "doctor: what was found")
-    wrong = [one for _, some in found for one in some]
-    return MeshReport(
-        world.mesh, tuple(orders), sum(count for count, _ in found), tuple(wrong), tuple(slow), tuple(times)
-    )
+    wrong = list(chain.from_iterable(faults for _, faults in found))
+    count = sum(count for count, _ in found)
+    return MeshReport(world.mesh, tuple(orders), count, tuple(wrong), tuple(slow), tuple(times))
 
 
 def check_all(world: World, orders: Mapping[str, Orders], counts: Sequence[int] = COUNTS) -> Checks:
-    """Every group, every channel, every schedule."""
+    """Check every group, every channel, every schedule."""
     checks, p = Checks(world), world.mesh.p
     for axis in MESH_AXES:
         world.at = f"doctor: group along {axis}"
@@ -76,40 +84,40 @@ def check_all(world: World, orders: Mapping[str, Orders], counts: Sequence[int] 
             check_group(checks, "owners", world.owners(owners), counts[:2])
     world.at = "doctor: channels"
     check_channels(checks, in_rounds(needs.links), counts)
-    for name, one in orders.items():
-        play(checks, name, one)
+    for name, order in orders.items():
+        play(checks, name, order)
     return checks
 
 
 def _all_times(world: World, orders: Mapping[str, Orders], hosts: Sequence[int], sizes: Sequence[int]) -> list[Timed]:
-    """The times of all groups and channels; of a group, that of its slowest rank."""
+    """Time all groups and channels; of a group, its slowest rank counts."""
     needs = needs_of_orders(world.mesh.p, orders.values())
-    mine = [
-        ((kind, axis, world.group((axis,)).ranks, nbytes), seconds)
-        for (axis, kind, nbytes), seconds in time_groups(world, sizes).items()
-    ]
-    links = time_links(world, rounds_of(world, needs.links), sizes)
-    mine += [(("message", "pp", (world.rank, target), nbytes), seconds) for (target, nbytes), seconds in links.items()]
+    mine: list[tuple[tuple[str, str, tuple[int, ...], int], float]] = []
+    for (axis, kind, nbytes), seconds in time_groups(world, sizes).items():
+        mine.append(((kind, axis, world.group((axis,)).ranks, nbytes), seconds))
+    for (target, nbytes), seconds in time_links(world, rounds_of(world, needs.links), sizes).items():
+        mine.append((("message", "pp", (world.rank, target), nbytes), seconds))
     slowest: dict[tuple[str, str, tuple[int, ...], int], float] = {}
     for some in world.everyone().gather_objects(mine, "doctor: times"):
         for key, seconds in some:
             slowest[key] = max(seconds, slowest.get(key, 0.0))
-    return [
-        Timed(kind, axis, ranks, nbytes, seconds, len({hosts[rank] for rank in ranks}))
-        for (kind, axis, ranks, nbytes), seconds in slowest.items()
-    ]
+    times = []
+    for (kind, axis, ranks, nbytes), seconds in slowest.items():
+        count = len({hosts[rank] for rank in ranks})
+        times.append(Timed(kind, axis, ranks, nbytes, seconds, count))
+    return times
 
 
 def _time_alone(world: World, pairs: Sequence[Pair], hosts: Sequence[int], sizes: Sequence[int]) -> list[Timed]:
-    """The times of some channels, one after the other, with all others quiet."""
+    """Time some channels one after the other, with all others quiet."""
     world.at = "doctor: times of single channels"
     links = time_links(world, [[pair] for pair in pairs], sizes)
     mine = [(world.rank, target, nbytes, seconds) for (target, nbytes), seconds in links.items()]
-    return [
-        Timed("message", "pp", (source, target), nbytes, seconds, len({hosts[source], hosts[target]}))
-        for some in world.everyone().gather_objects(mine, "doctor: times")
-        for source, target, nbytes, seconds in some
-    ]
+    times = []
+    for source, target, nbytes, seconds in chain.from_iterable(world.everyone().gather_objects(mine, "doctor: times")):
+        count = len({hosts[source], hosts[target]})
+        times.append(Timed("message", "pp", (source, target), nbytes, seconds, count))
+    return times
 
 
 __all__ = ["MeshReport", "check_all", "examine"]

@@ -1,9 +1,9 @@
 """What a rank says of itself before any communicator is made, and what is wrong with what all of them say.
 
-In: the environment. Out: a `Facts` per rank, small enough that thousands go through the store; and a `Verdict`, by
-the rank that has read all of them. What stops a launch, or makes it end in a riddle: versions that differ, two ranks
-on one GPU (NCCL refuses them), fewer GPUs than processes, commands that differ. What may slow it down: less memory
-than elsewhere, another process.
+In: the environment. Out: a `Facts` per rank, small enough that thousands go through the store; and a
+`Verdict`, by the rank that has read all of them. What stops a launch, or makes it end in a riddle: versions
+that differ, two ranks on one GPU (NCCL refuses them), fewer GPUs than processes, commands that differ. What
+may slow it down: less memory than elsewhere, another process.
 
     mine = own_facts(rank, asked="t=2 p=2", device=None, backend=None)
     judge([mine, ...]).stops        # [] : go on
@@ -31,7 +31,7 @@ import torch
 import autoptd
 from autoptd.doctor.words import ranks_text
 from autoptd.runtime.devices import process_device
-from autoptd.runtime.world.processes import _default_backend
+from autoptd.runtime.world.rendezvous import default_backend
 from autoptd.viz.words import bytes_text
 
 SETTINGS = (
@@ -42,13 +42,18 @@ SETTINGS = (
     "CUDA_DEVICE_MAX_CONNECTIONS",
     "PYTORCH_CUDA_ALLOC_CONF",
 )
-OWN_CONTEXT = 1.5e9  # bytes that CUDA and its libraries take in this process, at most
-PATIENCE = 10.0  # seconds for nvidia-smi
+# Bytes that CUDA and its libraries take in this process at most: more in use is another process's.
+OWN_CONTEXT = 1.5e9
+# Seconds that nvidia-smi may take.
+PATIENCE = 10.0
 
 
 @dataclass(frozen=True)
 class Facts:
-    """One rank: where it runs, on what, and with which software. `error`: why it has no device. Bytes are of its device."""
+    """One rank: where it runs, on what, and with which software.
+
+    `error`: why it has no device. Bytes are of its device.
+    """
 
     rank: int
     host: str
@@ -58,8 +63,10 @@ class Facts:
     uuid: str = ""
     free: float = 0.0
     total: float = 0.0
-    in_use: float = 0.0  # by others, before this rank has anything
-    processes: tuple[str, ...] = ()  # others on its card, as far as they can be seen
+    # Bytes that others use, before this rank has allocated anything.
+    in_use: float = 0.0
+    # Other processes on its card, as far as they can be seen.
+    processes: tuple[str, ...] = ()
     versions: dict[str, str] = field(default_factory=dict)
     settings: dict[str, str] = field(default_factory=dict)
     asked: str = ""
@@ -76,7 +83,10 @@ class Facts:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What all ranks go by: `hosts` numbers the machine of every rank. With `stops` there is no use in going on."""
+    """What all ranks go by: `hosts` numbers the machine of every rank.
+
+    With `stops` there is no use in going on.
+    """
 
     hosts: tuple[int, ...]
     host_names: tuple[str, ...]
@@ -99,7 +109,10 @@ class Verdict:
     @staticmethod
     def parse(text: str) -> Verdict:
         found = json.loads(text)
-        values: dict[str, Any] = {name: tuple(one) if isinstance(one, list) else one for name, one in found.items()}
+        values: dict[str, Any] = {}
+        for name, value in found.items():
+            # JSON has no tuples.
+            values[name] = tuple(value) if isinstance(value, list) else value
         return Verdict(**values)
 
 
@@ -109,7 +122,7 @@ def own_facts(rank: int, asked: str, device: str | None, backend: str | None) ->
     common = {"rank": rank, "host": host, "asked": asked, "versions": _versions(), "settings": settings}
     try:
         target = process_device(device, backend)
-        chosen = backend or _default_backend(target)
+        chosen = backend or default_backend(target)
         if chosen == "nccl" and target.type != "cuda":
             raise RuntimeError(f"backend nccl needs a CUDA device, and this rank's is {target}")
         measured = _of_cuda(target) if target.type == "cuda" else _of_cpu()
@@ -164,12 +177,16 @@ def _processes_on(uuid: str) -> tuple[str, ...]:
     """Other processes that nvidia-smi sees on a card; in a container it sees none."""
     query = ["nvidia-smi", "--query-compute-apps=gpu_uuid,pid,process_name,used_memory", "--format=csv,noheader"]
     try:
-        told = subprocess.run(query, capture_output=True, text=True, timeout=PATIENCE).stdout
+        output = subprocess.run(query, capture_output=True, text=True, timeout=PATIENCE).stdout
     except (OSError, subprocess.SubprocessError):
         return ()
-    rows = [[word.strip() for word in line.split(",")] for line in told.splitlines()]
-    mine = [row for row in rows if len(row) >= 4 and row[0].removeprefix("GPU-") == uuid.removeprefix("GPU-")]
-    return tuple(f"pid {row[1]} {Path(row[2]).name} {row[3]}" for row in mine if row[1] != str(os.getpid()))[:3]
+    found = []
+    for line in output.splitlines():
+        row = list(map(str.strip, line.split(",")))
+        is_here = len(row) >= 4 and row[0].removeprefix("GPU-") == uuid.removeprefix("GPU-")
+        if is_here and row[1] != str(os.getpid()):
+            found.append(f"pid {row[1]} {Path(row[2]).name} {row[3]}")
+    return tuple(found[:3])
 
 
 def _of_cpu() -> dict[str, object]:
@@ -180,25 +197,25 @@ def _of_cpu() -> dict[str, object]:
 
 
 def judge(ranks: Sequence[Facts]) -> Verdict:
-    """What is wrong with what the ranks say; ranks are in order."""
-    names = tuple(dict.fromkeys(one.host for one in ranks))
-    stops = [f"rank {one.rank} on {one.host} has no device: {one.error}" for one in ranks if one.error][:5]
-    working = [one for one in ranks if not one.error]
+    """Find what is wrong with what the ranks say; ranks are in order."""
+    names = tuple(dict.fromkeys(rank.host for rank in ranks))
+    stops = [f"rank {rank.rank} on {rank.host} has no device: {rank.error}" for rank in ranks if rank.error][:5]
+    working = [rank for rank in ranks if not rank.error]
     warnings: list[str] = []
-    for what in sorted({name for one in ranks for name in one.versions}):
-        lines = _differences(ranks, f"version of {what}", lambda one, what=what: one.versions.get(what, "none"))  # type: ignore[misc]
+    for what in sorted({name for rank in ranks for name in rank.versions}):
+        lines = _differences(ranks, f"version of {what}", lambda rank, what=what: rank.versions.get(what, "none"))  # type: ignore[misc]
         (warnings if what == "python" else stops).extend(lines)
-    stops += _differences(ranks, "command", lambda one: one.asked)
-    stops += _differences(working, "backend", lambda one: one.backend)
+    stops += _differences(ranks, "command", lambda rank: rank.asked)
+    stops += _differences(working, "backend", lambda rank: rank.backend)
     stops += _shared_devices(working)
-    warnings += _differences(working, "device", lambda one: one.name)
-    for name in sorted({name for one in ranks for name in one.settings}):
-        warnings += _differences(ranks, name, lambda one, name=name: one.settings.get(name, "not set"))  # type: ignore[misc]
+    warnings += _differences(working, "device", lambda rank: rank.name)
+    for name in sorted({name for rank in ranks for name in rank.settings}):
+        warnings += _differences(ranks, name, lambda rank, name=name: rank.settings.get(name, "not set"))  # type: ignore[misc]
     warnings += _taken_memory(working)
-    free = [one.free for one in working] or [0.0]
+    free = [rank.free for rank in working] or [0.0]
     first = working[0] if working else ranks[0]
     return Verdict(
-        tuple(names.index(one.host) for one in ranks),
+        tuple(names.index(rank.host) for rank in ranks),
         names,
         first.backend,
         first.name,
@@ -211,14 +228,17 @@ def judge(ranks: Sequence[Facts]) -> Verdict:
 
 
 def _differences(ranks: Sequence[Facts], what: str, of: Callable[[Facts], str]) -> list[str]:
-    """One line where ranks say different things: who says what, most ranks first."""
-    said: dict[str, list[int]] = defaultdict(list)
-    for one in ranks:
-        said[of(one)].append(one.rank)
-    if len(said) < 2:
+    """Return one line where ranks say different things: who says what, most ranks first."""
+    ranks_by_value: dict[str, list[int]] = defaultdict(list)
+    for rank in ranks:
+        ranks_by_value[of(rank)].append(rank.rank)
+    if len(ranks_by_value) < 2:
         return []
-    texts = [f"{value or 'none'} on rank {ranks_text(some)}" for value, some in sorted(said.items(), key=_by_count)]
-    return [f"{what} is not the same on all ranks: {'; '.join(texts[:4])}{'; ...' if len(texts) > 4 else ''}"]
+    texts = []
+    for value, some in sorted(ranks_by_value.items(), key=_by_count):
+        texts.append(f"{value or 'none'} on rank {ranks_text(some)}")
+    more = "; ..." if len(texts) > 4 else ""
+    return [f"{what} is not the same on all ranks: {'; '.join(texts[:4])}{more}"]
 
 
 def _by_count(item: tuple[str, list[int]]) -> tuple[int, str]:
@@ -226,29 +246,33 @@ def _by_count(item: tuple[str, list[int]]) -> tuple[int, str]:
 
 
 def _shared_devices(ranks: Sequence[Facts]) -> list[str]:
-    """NCCL refuses two ranks on one device: said before it does."""
+    """Name ranks that share a device, before NCCL refuses them."""
     on: dict[tuple[str, str], list[Facts]] = defaultdict(list)
-    for one in ranks:
-        if one.device.startswith("cuda") and one.backend == "nccl":
-            on[one.host, one.uuid].append(one)
-    return [
-        f"rank {ranks_text([one.rank for one in some])} share {some[0].device} of {host} ({some[0].name}): NCCL refuses two "
-        "ranks on one device; start as many processes as there are GPUs, and look at CUDA_VISIBLE_DEVICES"
-        for (host, _), some in on.items()
-        if len(some) > 1
-    ]
+    for rank in ranks:
+        if rank.device.startswith("cuda") and rank.backend == "nccl":
+            on[rank.host, rank.uuid].append(rank)
+    lines = []
+    for (host, _), sharing in on.items():
+        if len(sharing) > 1:
+            ranks_of_device = ranks_text([rank.rank for rank in sharing])
+            lines.append(
+                f"rank {ranks_of_device} share {sharing[0].device} of {host} ({sharing[0].name}): NCCL refuses two ranks "
+                "on one device; start as many processes as there are GPUs, and look at CUDA_VISIBLE_DEVICES"
+            )
+    return lines
 
 
 def _taken_memory(ranks: Sequence[Facts]) -> list[str]:
-    """Devices on which others have memory."""
-    taken = [one for one in ranks if one.in_use > 0]
-    lines = [
-        f"rank {one.rank}: {bytes_text(one.in_use)} of {one.device} on {one.host} are in use by another process"
-        + (f" ({'; '.join(one.processes)})" if one.processes else "")
-        + f"; {bytes_text(one.free)} of {bytes_text(one.total)} are free"
-        for one in taken[:5]
-    ]
-    return lines + ([f"... and {len(taken) - 5} ranks more"] if len(taken) > 5 else [])
+    """Name devices on which others have memory."""
+    taken = [rank for rank in ranks if rank.in_use > 0]
+    lines = []
+    for rank in taken[:5]:
+        processes = f" ({'; '.join(rank.processes)})" if rank.processes else ""
+        used = f"{bytes_text(rank.in_use)} of {rank.device} on {rank.host} are in use by another process{processes}"
+        lines.append(f"rank {rank.rank}: {used}; {bytes_text(rank.free)} of {bytes_text(rank.total)} are free")
+    if len(taken) > 5:
+        lines.append(f"... and {len(taken) - 5} ranks more")
+    return lines
 
 
 __all__ = ["Facts", "Verdict", "judge", "own_facts"]

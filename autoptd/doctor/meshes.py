@@ -1,5 +1,5 @@
-"""Which meshes are looked at, if none is asked for: every axis has several ranks on one of them, and tp has a whole
-node.
+"""Which meshes are looked at, if none is asked for: every axis has several ranks on one of them, and tp has a
+whole node.
 
 In: the number of ranks, and how many share a node. Out: meshes, in the order in which they are looked at.
 
@@ -17,7 +17,7 @@ from autoptd.ir.mesh import MESH_AXES, Mesh
 
 
 def meshes_for(size: int, per_node: int) -> list[Mesh]:
-    """The meshes of `size` ranks, `per_node` of them on a machine; tp stays within one."""
+    """Return the meshes to check of `size` ranks, `per_node` of them on a machine; tp stays within one."""
     found = [_best(size, per_node, frozenset())]
     seen = _wide(found[0])
     while (more := _best(size, per_node, _wide_anywhere(size, per_node) - seen)) and _wide(more) - seen:
@@ -25,38 +25,47 @@ def meshes_for(size: int, per_node: int) -> list[Mesh]:
         seen |= _wide(more)
     node = _divisor(size, per_node)
     if node > 1 and all(mesh.t != node for mesh in found):
-        found.append(max((one for one in _meshes(size, per_node) if one.t == node), key=_quality))
+        found.append(max((mesh for mesh in _meshes(size, per_node) if mesh.t == node), key=_quality))
     return found
 
 
 def asked_mesh(size: int, t: int | None, p: int | None, d: int | None) -> Mesh | None:
-    """The mesh that is asked for: one degree may be left out; None where none is given. PlanError where it does not fit."""
+    """Return the mesh that is asked for, None where no degree is given; one may be left out.
+
+    PlanError where it does not fit.
+    """
     given = {"t": t, "p": p, "d": d}
-    if all(one is None for one in given.values()):
+    if all(degree is None for degree in given.values()):
         return None
     known = 1
-    for one in given.values():
-        known *= one or 1
-    told = " ".join(f"{name}={one}" for name, one in given.items() if one is not None)
-    if size % known or (None not in given.values() and known != size):
-        fact = f"t*p*d is {known}, and there are {size} ranks" if None not in given.values() else f"{size} ranks"
-        fact = fact if None not in given.values() else f"{size} ranks do not divide by {known}"
-        raise PlanError(told, fact, f"t, p, d whose product is {size}, or leave them out")
+    for degree in given.values():
+        known *= degree or 1
+    is_full = None not in given.values()
+    if size % known or (is_full and known != size):
+        site = " ".join(f"{name}={degree}" for name, degree in given.items() if degree is not None)
+        fact = f"{size} ranks do not divide by {known}"
+        if is_full:
+            fact = f"t*p*d is {known}, and there are {size} ranks"
+        raise PlanError(site, fact, f"t, p, d whose product is {size}, or leave them out")
     left = size // known
-    for name in ("d", "p", "t"):  # what is left open: the first of these that is
+    # What is left of the ranks goes to the first of these degrees that is open.
+    for name in ("d", "p", "t"):
         if given[name] is None:
             given[name], left = left, 1
     return Mesh(given["t"] or 1, given["p"] or 1, given["d"] or 1)
 
 
 def _wide_anywhere(size: int, per_node: int) -> set[str]:
-    """The axes that can have several ranks: tp has none where every rank is alone on its machine."""
+    """Return the axes that can have several ranks: tp has none where every rank is alone on its machine."""
     return {axis for mesh in _meshes(size, per_node) for axis in _wide(mesh)}
 
 
 def _best(size: int, per_node: int, missing: AbstractSet[str]) -> Mesh:
-    """The mesh that has most axes wide, the missing ones first; then a pipeline, the largest t, and p and d alike."""
-    return max(_meshes(size, per_node), key=lambda one: (len(_wide(one) & missing), *_quality(one)))
+    """Return the mesh with most axes wide, the missing ones first.
+
+    Then a pipeline, the largest t, and p and d alike.
+    """
+    return max(_meshes(size, per_node), key=lambda mesh: (len(_wide(mesh) & missing), *_quality(mesh)))
 
 
 def _quality(mesh: Mesh) -> tuple[int, bool, int, int]:
@@ -68,7 +77,7 @@ def _wide(mesh: Mesh) -> set[str]:
 
 
 def _meshes(size: int, per_node: int) -> Iterator[Mesh]:
-    """All meshes whose tp stays within a node, smaller p first."""
+    """Yield all meshes whose tp stays within a node, smaller p first."""
     for t in range(1, _divisor(size, per_node) + 1):
         if _divisor(size, per_node) % t == 0:
             rest = size // t
@@ -76,8 +85,8 @@ def _meshes(size: int, per_node: int) -> Iterator[Mesh]:
 
 
 def _divisor(size: int, per_node: int) -> int:
-    """The most ranks of a node over which tp can be laid so that all its groups stay within nodes."""
-    return max(one for one in range(1, per_node + 1) if per_node % one == 0 and size % one == 0)
+    """Return the largest t for which all tp groups stay within nodes."""
+    return max(degree for degree in range(1, per_node + 1) if per_node % degree == 0 and size % degree == 0)
 
 
 __all__ = ["asked_mesh", "meshes_for"]

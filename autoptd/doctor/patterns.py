@@ -1,15 +1,16 @@
-"""Numbers whose right result is known on every rank: exact in any dtype that is sent, and different for every rank and
-place.
+"""Numbers whose right result is known on every rank: exact in any dtype that is sent, and different for every
+rank and place.
 
-In: who sends to whom, how many elements, of which dtype. Out: a tensor; and, of one that arrived, what is wrong with
-it.
+In: who sends to whom, how many elements, of which dtype. Out: a tensor; and, of one that arrived, what is
+wrong with it.
 
     got = group.all_reduce(share(group.index, group.size, 1021, torch.bfloat16, device), "sum")
     find_difference(got, total(group.size, 1021, torch.bfloat16, device), owners=True)      # None: it is right
 
-All are whole numbers of at most 8 bits, so that bfloat16 holds them and their sums, in whatever order they are added.
-Of a sum every even place has one rank that adds to it, its *owner*: a wrong one tells whose part is wrong. Every odd
-place has many. A pattern repeats after a prime number of places: a piece that lands elsewhere does not fit there.
+All are whole numbers of at most 8 bits, so that bfloat16 holds them and their sums, in whatever order they
+are added. Of a sum every even place has one rank that adds to it, its *owner*: a wrong one tells whose part
+is wrong. Every odd place has many. A pattern repeats after a prime number of places: a piece that lands
+elsewhere does not fit there.
 """
 
 from __future__ import annotations
@@ -20,15 +21,20 @@ from functools import lru_cache
 import torch
 
 Tensor = torch.Tensor
-PERIODS = (1021, 4093, 16381, 65521)  # primes
-TOGETHER = 60  # ranks that add to an odd place: sums stay below 128
+# Primes: a piece that lands elsewhere does not fit there.
+PERIODS = (1021, 4093, 16381, 65521)
+# At most so many ranks add to an odd place: sums stay below 128.
+TOGETHER = 60
 MOVED_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool)
 SUMMED_DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64)
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Of `count` elements `wrong` are not what they should be, the first at `place`; `owners`: whose they are, if known."""
+    """Of `count` elements `wrong` are not what they should be, the first at `place`.
+
+    `owners`: whose they are, if known.
+    """
 
     wrong: int
     count: int
@@ -43,17 +49,17 @@ class Difference:
 
 
 def share(index: int, size: int, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """What rank `index` of `size` hands into a sum or a maximum."""
+    """Return what rank `index` of `size` hands into a sum or a maximum."""
     return _laid(_share(index, size), count, dtype, device)
 
 
 def total(size: int, count: int, dtype: torch.dtype, device: torch.device, op: str = "sum") -> Tensor:
-    """The sum (`op="max"`: the maximum) of all shares."""
+    """Return the sum (`op="max"`: the maximum) of all shares."""
     return _laid(_total(size, op), count, dtype, device)
 
 
 def message(source: int, target: int, count: int, dtype: torch.dtype, device: torch.device, number: int = 0) -> Tensor:
-    """What `source` sends to `target` in its message `number`."""
+    """Return what `source` sends to `target` in its message `number`."""
     places = torch.arange(PERIODS[0])
     factor = 3 + (source // 251 + 5 * (target // 251)) % 97
     values = (places * factor + 17 * source + 29 * target + 101 * number) % 251 - 125
@@ -61,21 +67,26 @@ def message(source: int, target: int, count: int, dtype: torch.dtype, device: to
 
 
 def find_difference(got: Tensor, expected: Tensor, size: int = 0, offset: int = 0) -> Difference | None:
-    """What is wrong with what arrived; of a sum over `size` ranks, from its place `offset` on, also whose part is wrong."""
+    """Find what is wrong with what arrived.
+
+    Of a sum over `size` ranks, from its place `offset` on, also whose part is wrong.
+    """
     if got.shape != expected.shape or got.dtype != expected.dtype:
         return Difference(got.numel(), expected.numel(), 0, float("nan"), float("nan"))
     if torch.equal(got, expected):
         return None
     places = (got != expected).flatten().nonzero().flatten()
     first = int(places[0])
-    owners = set() if not size else {int(one) for one in _owners((places + offset) % period_of(size), size)}
-    is_, should = (float(one.flatten()[first]) for one in (got, expected))
-    return Difference(len(places), got.numel(), first, is_, should, tuple(sorted(owners)))
+    owners: set[int] = set()
+    if size:
+        owners = set(map(int, _owners((places + offset) % period_of(size), size)))
+    values = float(got.flatten()[first]), float(expected.flatten()[first])
+    return Difference(len(places), got.numel(), first, *values, tuple(sorted(owners)))
 
 
 def period_of(size: int) -> int:
-    """Places after which the shares of `size` ranks repeat: each rank owns one at least."""
-    return next((one for one in PERIODS if one >= 2 * size + 2), PERIODS[-1])
+    """Return the places after which the shares of `size` ranks repeat: each rank owns one at least."""
+    return next((period for period in PERIODS if period >= 2 * size + 2), PERIODS[-1])
 
 
 @lru_cache(maxsize=64)
@@ -88,7 +99,7 @@ def _share(index: int, size: int) -> Tensor:
 
 @lru_cache(maxsize=16)
 def _total(size: int, op: str) -> Tensor:
-    """What all `_share`s come to: for each odd place only those ranks are looked at that add to it."""
+    """Add up all `_share`s: for each odd place only those ranks are looked at that add to it."""
     places = torch.arange(period_of(size))
     found = torch.zeros_like(places) if op == "sum" or size > TOGETHER else torch.full_like(places, -2)
     for number in range(min(size, TOGETHER)):
@@ -98,12 +109,12 @@ def _total(size: int, op: str) -> Tensor:
 
 
 def _owners(places: Tensor, size: int) -> Tensor:
-    """The owners of those places that have one."""
+    """Return the owners of those places that have one."""
     return (places[places % 2 == 0] // 2 % size).unique()
 
 
 def _laid(pattern: Tensor, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """`count` elements of a pattern, over and over."""
+    """Return `count` elements of a pattern, over and over."""
     times = -(-count // len(pattern))
     return pattern.to(device, dtype).repeat(times)[:count]
 

@@ -1,7 +1,8 @@
 """What `autoptd doctor` found, as text and as plain data.
 
-In: the verdict on the launch, a `MeshReport` per mesh, and what stopped it, if something did. Out: `DoctorReport`;
-its text is a table of every collective and channel, and a line for everything that is wrong or slow.
+In: the verdict on the launch, a `MeshReport` per mesh, and what stopped it, if something did. Out:
+`DoctorReport`; its text is a table of every collective and channel, and a line for everything that is wrong
+or slow.
 
     report = DoctorReport(verdict, (mesh_report,), find_cluster("dgx-h100"))
     print(report)
@@ -26,8 +27,9 @@ from autoptd.planner.cluster import Cluster
 from autoptd.planner.network import Network
 from autoptd.viz.words import bytes_text
 
-MOST_LINES = 12
-MOST_CALLS = 4  # that a line names
+MAX_LINES = 12
+# How many calls a line names.
+MAX_CALLS = 4
 HEAD = ("over", "call", "groups", "latency", "bandwidth", "of the link", "slowest", "on ranks")
 
 
@@ -35,8 +37,8 @@ HEAD = ("over", "call", "groups", "latency", "bandwidth", "of the link", "slowes
 class DoctorReport:
     """See the module's docstring.
 
-    `verdict`: None where ranks did not meet; `cluster` says what the links should give (None: unknown); `fault` ended it
-    early.
+    `verdict`: None where ranks did not meet; `cluster` says what the links should give (None: unknown);
+    `fault` ended it early.
     """
 
     verdict: Verdict | None
@@ -57,14 +59,17 @@ class DoctorReport:
     def warnings(self) -> list[str]:
         """What may be slow."""
         of_launch = self.verdict.warnings if self.verdict else ()
-        return [*of_launch, *(_slow_line(mesh.mesh, one) for mesh in self.meshes for one in mesh.slow)]
+        lines = list(of_launch)
+        for mesh in self.meshes:
+            lines += [_slow_line(mesh.mesh, slow) for slow in mesh.slow]
+        return lines
 
     @property
     def status(self) -> int:
         return 1 if self.wrong else 0
 
     def record(self) -> dict[str, Any]:
-        """Everything as plain data."""
+        """Return everything as plain data."""
         cluster = None if self.cluster is None else self.cluster.name
         return {
             "status": self.status,
@@ -72,15 +77,15 @@ class DoctorReport:
             "warnings": self.warnings,
             "launch": asdict(self.verdict) if self.verdict else None,
             "cluster": cluster,
-            "meshes": [{**asdict(mesh), "times": [_time_record(one) for one in mesh.times]} for mesh in self.meshes],
+            "meshes": [{**asdict(mesh), "times": list(map(_time_record, mesh.times))} for mesh in self.meshes],
         }
 
     def __str__(self) -> str:
         return "\n".join(_lines(self))
 
 
-def _time_record(one: Timed) -> dict[str, Any]:
-    return {**asdict(one), "bytes_per_second": one.bandwidth}
+def _time_record(timed: Timed) -> dict[str, Any]:
+    return {**asdict(timed), "bytes_per_second": timed.bandwidth}
 
 
 def _lines(report: DoctorReport) -> Iterator[str]:
@@ -98,12 +103,13 @@ def _lines(report: DoctorReport) -> Iterator[str]:
     yield from ("", *report.notes) if report.notes else ()
     for title, found in (("Slow, or not alike", report.warnings), ("Wrong", report.wrong)):
         if found:
-            yield from ("", f"{title}:", *(f"  {line}" for line in found[:MOST_LINES]))
-            yield from (f"  ... and {len(found) - MOST_LINES} more: --json FILE has all",) * (len(found) > MOST_LINES)
+            yield from ("", f"{title}:", *(f"  {line}" for line in found[:MAX_LINES]))
+            yield from (f"  ... and {len(found) - MAX_LINES} more: --json FILE has all",) * (len(found) > MAX_LINES)
     yield ""
-    yield (
-        "Something is wrong." if report.wrong else "All right." if not report.warnings else "All right, but see above."
-    )
+    if report.wrong:
+        yield "Something is wrong."
+    else:
+        yield "All right, but see above." if report.warnings else "All right."
 
 
 def _launch_line(verdict: Verdict) -> str:
@@ -119,23 +125,23 @@ def _launch_line(verdict: Verdict) -> str:
 
 
 def _table(mesh: MeshReport, report: DoctorReport) -> Iterator[str]:
-    """A row for every call along every axis: of all its groups the median, and the slowest."""
+    """Yield a row for every call along every axis: of all its groups the median, and the slowest."""
     rows: list[tuple[str, ...]] = [HEAD]
     is_one_host = report.verdict is None or len(report.verdict.host_names) == 1
     alike: dict[tuple[str, str, int], list[Timed]] = defaultdict(list)
-    for one in mesh.times:
-        alike[one.axis, one.kind, one.hosts].append(one)
+    for timed in mesh.times:
+        alike[timed.axis, timed.kind, timed.hosts].append(timed)
     for (axis, kind, hosts), some in alike.items():
-        small = [one for one in some if one.nbytes <= SMALL]
-        large = [one for one in some if one.nbytes > SMALL] or small
-        slowest = min(large, key=lambda one: one.bandwidth)
-        usual = median(one.bandwidth for one in large)
+        small = [timed for timed in some if timed.nbytes <= SMALL]
+        large = [timed for timed in some if timed.nbytes > SMALL] or small
+        slowest = min(large, key=lambda timed: timed.bandwidth)
+        usual = median(timed.bandwidth for timed in large)
         rows.append(
             (
                 axis if is_one_host else f"{axis}, {hosts} host{'s' * (hosts > 1)}",
                 kind,
                 f"{len(large)} pairs" if kind == "message" else f"{len(large)} of {len(slowest.ranks)}",
-                seconds_text(median(one.seconds for one in small)) if small else "",
+                seconds_text(median(timed.seconds for timed in small)) if small else "",
                 bandwidth_text(usual),
                 _share_of_link(usual, slowest, report.cluster),
                 bandwidth_text(slowest.bandwidth) if len(large) > 1 else "",
@@ -144,63 +150,67 @@ def _table(mesh: MeshReport, report: DoctorReport) -> Iterator[str]:
         )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
-        yield "  " + "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
+        cells = [text.ljust(width) for text, width in zip(row, widths, strict=True)]
+        yield "  " + "  ".join(cells).rstrip()
 
 
-def _share_of_link(bandwidth: float, one: Timed, cluster: Cluster | None) -> str:
+def _share_of_link(bandwidth: float, timed: Timed, cluster: Cluster | None) -> str:
     if cluster is None:
         return "?"
-    local = max(len(one.ranks) // one.hosts, 1)
-    return f"{bandwidth / float(Network(cluster).bandwidth(local, one.hosts)):.0%}"
+    local = max(len(timed.ranks) // timed.hosts, 1)
+    return f"{bandwidth / float(Network(cluster).bandwidth(local, timed.hosts)):.0%}"
 
 
-def _ranks(one: Timed | Slow) -> str:
-    return f"{one.ranks[0]} > {one.ranks[1]}" if one.kind == "message" else ranks_text(one.ranks)
+def _ranks(timed: Timed | Slow) -> str:
+    return f"{timed.ranks[0]} > {timed.ranks[1]}" if timed.kind == "message" else ranks_text(timed.ranks)
 
 
 def _wrong_lines(mesh: Mesh, wrong: Sequence[Wrong]) -> list[str]:
-    """One line for each group, channel and rank whose part is wrong, with all calls and dtypes in which it was."""
+    """Return one line for each group, channel and rank whose part is wrong, with all calls and dtypes in
+    which it was.
+    """
     alike: dict[tuple[str, tuple[int, ...], tuple[int, ...]], list[Wrong]] = defaultdict(list)
-    for one in wrong:
-        alike[one.over, one.ranks, one.sources].append(one)
+    for fault in wrong:
+        alike[fault.over, fault.ranks, fault.sources].append(fault)
     return [_wrong_line(mesh, over, ranks, sources, some) for (over, ranks, sources), some in alike.items()]
 
 
 def _wrong_line(mesh: Mesh, over: str, ranks: Sequence[int], sources: Sequence[int], some: Sequence[Wrong]) -> str:
-    seen, dtypes = ranks_text([one.seen_by for one in some]), dict.fromkeys(one.dtype for one in some)
+    seen, dtypes = ranks_text([fault.seen_by for fault in some]), dict.fromkeys(fault.dtype for fault in some)
     if some[0].what.startswith("message"):
         place, whose = f"from rank {ranks[0]} to rank {ranks[1]}", "what arrives is wrong"
     else:
         place = f"over {over} of ranks {ranks_text(ranks)}"
-        whose = (
-            f"the part of rank {ranks_text(sources)} is wrong on rank {seen}" if sources else f"wrong on rank {seen}"
-        )
+        whose = f"wrong on rank {seen}"
+        if sources:
+            whose = f"the part of rank {ranks_text(sources)} is {whose}"
     first = some[0]
     what = f"{_calls_text(some)} of {', '.join(dtypes)}"
     return f"{place} ({mesh}): {whose}: {what} ({first.what} of {first.dtype}: {first.text})"
 
 
 def _calls_text(some: Sequence[Wrong]) -> str:
-    """`all_reduce, all_gather, also in 1f1b`: what was called alone, and in which schedules."""
-    alone = [one.what for one in some if " in " not in one.what]
-    inside = [one.what.partition(" in ") for one in some if " in " in one.what]
+    """Name what was called alone, and in which schedules: `all_reduce, all_gather, also in 1f1b`."""
+    alone = [fault.what for fault in some if " in " not in fault.what]
+    inside = [fault.what.partition(" in ") for fault in some if " in " in fault.what]
     calls = list(dict.fromkeys(alone or [what for what, _, _ in inside]))
     schedules = ", ".join(dict.fromkeys(name for _, _, name in inside))
-    text = ", ".join(calls[:MOST_CALLS]) + (", ..." if len(calls) > MOST_CALLS else "")
+    text = ", ".join(calls[:MAX_CALLS]) + (", ..." if len(calls) > MAX_CALLS else "")
     if not alone:
         return f"{text} with others under way, in {schedules},"
     return text + (f", also in {schedules}," if schedules else "")
 
 
-def _slow_line(mesh: Mesh, one: Slow) -> str:
-    size, took, usual = bytes_text(one.nbytes), seconds_text(one.seconds), seconds_text(one.usual)
-    beside = f"the median of {one.others} other{'s' * (one.others != 1)} is {usual}"
-    if one.kind == "message":
-        return f"from rank {one.ranks[0]} to rank {one.ranks[1]} ({mesh}): {size} take {took}, {beside}"
-    advice = (
-        "" if len(one.ranks) == 2 else f"; --p {len(one.ranks)} times its links one by one, where ranks are neighbours"
-    )
-    return f"over {one.axis} of ranks {ranks_text(one.ranks)} ({mesh}): {one.kind} of {size} takes {took}, {beside}{advice}"
+def _slow_line(mesh: Mesh, slow: Slow) -> str:
+    size, took, usual = bytes_text(slow.nbytes), seconds_text(slow.seconds), seconds_text(slow.usual)
+    beside = f"the median of {slow.others} other{'s' * (slow.others != 1)} is {usual}"
+    if slow.kind == "message":
+        return f"from rank {slow.ranks[0]} to rank {slow.ranks[1]} ({mesh}): {size} take {took}, {beside}"
+    advice = ""
+    if len(slow.ranks) > 2:
+        advice = f"; --p {len(slow.ranks)} times its links one by one, where ranks are neighbours"
+    place = f"over {slow.axis} of ranks {ranks_text(slow.ranks)} ({mesh})"
+    return f"{place}: {slow.kind} of {size} takes {took}, {beside}{advice}"
 
 
 __all__ = ["DoctorReport"]

@@ -1,7 +1,7 @@
 """The run of `autoptd doctor`: under torchrun on all its ranks, alone on one rank and on threads.
 
-In: what is asked. Out: a `DoctorReport`, on every rank the same; rank 0 prints it, and if it cannot, one of the
-others does.
+In: what is asked. Out: a `DoctorReport`, on every rank the same; rank 0 prints it, and if it cannot, one of
+the others does.
 
     run_launched(Request(timeout=30.0))     # on every rank of torchrun: the status with which it is to end
     run_alone(Request())
@@ -39,13 +39,17 @@ from autoptd.runtime.world.threads import ThreadWorld, run_ranks
 from autoptd.runtime.world.world import Needs, on_device
 
 THREADS = Mesh(t=2, p=2, d=2)
-MOST_THREADS = 64
-SMALL_COUNTS = (1, 1021, 1 << 16)  # elements, between threads
+MAX_THREADS = 64
+# Elements of the tensors that threads are checked with.
+SMALL_COUNTS = (1, 1021, 1 << 16)
 
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked: a mesh (or a part of one), a device and a backend; `timeout` in seconds; a file for the report as JSON."""
+    """What is asked: a mesh (or a part of one), a device and a backend.
+
+    `timeout` in seconds; a file for the report as JSON.
+    """
 
     t: int | None = None
     p: int | None = None
@@ -58,14 +62,15 @@ class Request:
 
     def __str__(self) -> str:
         """What all ranks must be asked alike."""
-        told = {name: getattr(self, name) for name in ("t", "p", "d", "backend", "timeout")}
-        return " ".join(f"{name}={value}" for name, value in told.items() if value is not None)
+        values = {name: getattr(self, name) for name in ("t", "p", "d", "backend", "timeout")}
+        return " ".join(f"{name}={value}" for name, value in values.items() if value is not None)
 
 
 def run_launched(asked: Request) -> int:
-    """Meet the other ranks, look at everything, print; the status with which to end."""
+    """Meet the other ranks, check everything, print; return the status with which to end."""
     size = number_of("WORLD_SIZE")
-    asked_mesh(size, asked.t, asked.p, asked.d)  # before anybody waits
+    # A mesh that does not fit is refused before any rank waits for another.
+    asked_mesh(size, asked.t, asked.p, asked.d)
     if size == 1:
         return run_alone(asked)
     lobby = Lobby(asked.timeout)
@@ -75,37 +80,44 @@ def run_launched(asked: Request) -> int:
     def end(fault: str) -> int:
         status = _end(asked, lobby, DoctorReport(verdict, tuple(meshes), _cluster(asked, lobby, verdict), fault))
         if fault and verdict is not None and verdict.backend == "nccl":
-            os._exit(status)  # an ordinary end would wait for kernels that never finish
+            # An ordinary end would wait for kernels that never finish.
+            os._exit(status)
         return status
 
     def end_at_once(error: RuntimeFault) -> None:
-        """The end for a process that is stuck, called by another thread."""
-        os._exit(end(_told(error)))
+        """End a process that is stuck; called by another thread."""
+        os._exit(end(_error_line(error)))
 
     try:
         with watching_store(lobby, asked.timeout + PATIENCE, end_at_once):
             verdict = lobby.agree(own_facts(lobby.rank, str(asked), asked.device, asked.backend))
             if not verdict.stops:
                 _look_at_all(asked, lobby, verdict, meshes, end_at_once)
-    except (AutoptdError, RuntimeError, OSError) as error:  # torch's own among them: no connection, no such host
-        return end(_told(error))
+    # RuntimeError and OSError are torch's own: no connection, no such host.
+    except (AutoptdError, RuntimeError, OSError) as error:
+        return end(_error_line(error))
     return end("")
 
 
-def _told(error: Exception) -> str:
+def _error_line(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
 def _end(asked: Request, lobby: Lobby, report: DoctorReport) -> int:
-    """Print the report if it is this rank's to print, rank 0's or the first one's that misses it; return the status."""
+    """Print the report if it is this rank's to print, rank 0's or the first one's that misses it.
+
+    Return the status.
+    """
     if lobby.rank == 0:
         _print(asked, report)
-        lobby.tell()
+        lobby.report_printed()
         return report.status
-    who = lobby.wait_until_told()
+    who = lobby.wait_for_report()
     if who == "mine":
-        _print(Request(), report)  # a file would be rank 0's
-    elif who == "lost":  # rank 0 may have told all, or be gone
+        # Rank 0 writes the file of --json, another rank only prints.
+        _print(Request(), report)
+    # Rank 0 may have printed all, or be gone.
+    elif who == "lost":
         print("\n".join(report.wrong), file=sys.stderr, flush=True)
     return report.status
 
@@ -118,18 +130,19 @@ def _look_at_all(
     on_fault: Callable[[RuntimeFault], None],
 ) -> None:
     """Look at one mesh after the other; what is found is added as it comes, as the next mesh may hang."""
-    mesh = asked_mesh(lobby.size, asked.t, asked.p, asked.d)
-    margin = MARGIN if verdict.backend == "nccl" else 0.0  # the watchdog of NCCL ends a process without a word of ours
+    # NCCL's watchdog would end the process before our own timeout names who is missing.
+    margin = MARGIN if verdict.backend == "nccl" else 0.0
     limit = timedelta(seconds=asked.timeout + margin)
     store = dist.PrefixStore("default", lobby.store)
     store.set_timeout(limit)
     dist.init_process_group(verdict.backend, store=store, rank=lobby.rank, world_size=lobby.size, timeout=limit)
-    for one in [mesh] if mesh else meshes_for(lobby.size, verdict.per_node):
+    asked_alone = asked_mesh(lobby.size, asked.t, asked.p, asked.d)
+    for mesh in [asked_alone] if asked_alone else meshes_for(lobby.size, verdict.per_node):
         if lobby.rank == 0:
-            print(f"autoptd doctor: {one} ...", file=sys.stderr)
-        orders = all_orders(one.p)
-        needs = needs_of_orders(one.p, orders.values())
-        world = DistributedWorld(one, needs, asked.device, asked.timeout, verdict.backend)
+            print(f"autoptd doctor: {mesh} ...", file=sys.stderr)
+        orders = all_orders(mesh.p)
+        needs = needs_of_orders(mesh.p, orders.values())
+        world = DistributedWorld(mesh, needs, asked.device, asked.timeout, verdict.backend)
         try:
             with on_device(world.device), watch(world, on_fault):
                 settle(world, "doctor: creation of groups")
@@ -142,7 +155,7 @@ def _look_at_all(
 
 
 def run_alone(asked: Request) -> int:
-    """Look at this process's backend, and at ranks as threads; print."""
+    """Check this process's backend, and ranks as threads; print."""
     return _print(asked, _alone(asked, 0))
 
 
@@ -152,17 +165,18 @@ def _alone(asked: Request, rank: int) -> DoctorReport:
     verdict = judge([facts])
     if verdict.stops:
         return DoctorReport(verdict)
-    one = check_backend(facts, asked.timeout)
+    alone = check_backend(facts, asked.timeout)
     threads = check_threads(mesh, facts.device, asked.timeout)
     count = max(torch.cuda.device_count() if facts.device.startswith("cuda") else 4, 2)
     notes = (
-        f"Looked at: a group of one over {facts.backend} ({one.checks} results), and ranks that are threads of this process.",
+        f"Checked: a group of one over {facts.backend} ({alone.checks} results), and ranks that are threads of this process.",
         "Several processes, their links and what these give:",
         f"  torchrun --nproc-per-node {count} -m -- autoptd doctor",
     )
-    fault = (
-        "" if not one.wrong else f"a group of one rank over {facts.backend}: {one.wrong[0].what}: {one.wrong[0].text}"
-    )
+    fault = ""
+    if alone.wrong:
+        first = alone.wrong[0]
+        fault = f"a group of one rank over {facts.backend}: {first.what}: {first.text}"
     return DoctorReport(verdict, (threads,), fault=fault, notes=notes)
 
 
@@ -171,14 +185,14 @@ def _mesh_of_threads(asked: Request) -> Mesh:
     if given == [None] * 3:
         return THREADS
     mesh = Mesh(asked.t or 1, asked.p or 1, asked.d or 1)
-    if mesh.size > MOST_THREADS:
+    if mesh.size > MAX_THREADS:
         command = f"torchrun --nproc-per-node {mesh.size} -m -- autoptd doctor --t {mesh.t} --p {mesh.p} --d {mesh.d}"
         raise PlanError(f"{mesh}", f"{mesh.size} ranks, and this process is alone", command)
     return mesh
 
 
 def check_backend(facts: Facts, timeout: float) -> MeshReport:
-    """Every collective of a group of this one process, over its backend."""
+    """Check every collective of a group of this one process, over its backend."""
     if dist.is_initialized():
         raise PlanError("torch.distributed", "has a default process group already", "a process of its own")
     limit = timedelta(seconds=timeout + MARGIN)
@@ -198,7 +212,10 @@ def check_backend(facts: Facts, timeout: float) -> MeshReport:
 
 
 def check_threads(mesh: Mesh, device: str, timeout: float) -> MeshReport:
-    """Everything between ranks that are threads, on one device; nothing is timed, as nothing is sent."""
+    """Check everything between ranks that are threads, on one device.
+
+    Nothing is timed, as nothing is sent.
+    """
     orders = all_orders(mesh.p)
     shared = ThreadWorld(mesh, needs_of_orders(mesh.p, orders.values()), device, timeout)
     hosts = [0] * mesh.size
@@ -206,7 +223,7 @@ def check_threads(mesh: Mesh, device: str, timeout: float) -> MeshReport:
 
 
 def _cluster(asked: Request, lobby: Lobby, verdict: Verdict | None) -> Cluster | None:
-    """What the links should give: what is asked for, or a known device's. Rank 0 alone needs to have the file."""
+    """Return what the links should give: as asked for, or a known device's. Only rank 0 needs the file."""
     if lobby.rank != 0 or verdict is None:
         return None
     if asked.cluster is not None:

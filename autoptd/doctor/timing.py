@@ -1,8 +1,8 @@
 """How long calls take: of every group along an axis of the mesh, and of every channel.
 
-In: a `World`. Out: seconds of this rank's groups and of the channels that it sends over. All groups along an axis are
-timed at the same time, as in training; channels round by round, each rank in one channel at a time, or one channel
-with the others quiet.
+In: a `World`. Out: seconds of this rank's groups and of the channels that it sends over. All groups along an
+axis are timed at the same time, as in training; channels round by round, each rank in one channel at a time,
+or one channel with the others quiet.
 
     time_groups(world, sizes)["tp", "all_reduce", 1 << 24]      # seconds: the fastest of a few
     time_links(world, rounds_of(world, links), sizes)[5, 1 << 24]      # to rank 5
@@ -22,22 +22,26 @@ from autoptd.ir.mesh import MESH_AXES
 from autoptd.planner.measure import SIZES, repeated
 from autoptd.runtime.world.world import Group, World, in_rounds
 
-SMALL = SIZES[0]  # bytes
+# Bytes of the small and of the large buffer.
+SMALL = SIZES[0]
 LARGE = {"cpu": 1 << 23, "cuda": 1 << 28}
 TIMES = {"small": 10, "large": 4}
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
-GroupTimes = dict[tuple[str, str, int], float]  # axis, kind, bytes -> seconds
-LinkTimes = dict[tuple[int, int], float]  # target, bytes -> seconds
-Pair = tuple[int, int]  # source and target of a channel
+# (axis, kind, bytes) -> seconds
+GroupTimes = dict[tuple[str, str, int], float]
+# (target, bytes) -> seconds
+LinkTimes = dict[tuple[int, int], float]
+# (source, target) of a channel
+Pair = tuple[int, int]
 
 
 def sizes_on(device: torch.device) -> tuple[int, int]:
-    """Bytes of the small and of the large buffer."""
+    """Return the bytes of the small and of the large buffer."""
     return SMALL, LARGE[device.type]
 
 
 def time_groups(world: World, sizes: Sequence[int]) -> GroupTimes:
-    """Seconds of every kind of collective over this rank's groups along tp, dp and pp."""
+    """Time every kind of collective over this rank's groups along tp, dp and pp, in seconds."""
     found: GroupTimes = {}
     for axis in MESH_AXES:
         group = world.group((axis,))
@@ -56,17 +60,19 @@ def _times(nbytes: int) -> int:
 
 
 def _meeting(world: World, group: Group) -> Callable[[], Any]:
-    one = torch.ones(1, device=world.device)
+    number = torch.ones(1, device=world.device)
 
     def meet() -> None:
-        group.all_reduce(one, "doctor: meeting")
+        group.all_reduce(number, "doctor: meeting")
         settle(world, "doctor: meeting")
 
     return meet
 
 
 def _call(group: Group, kind: str, nbytes: int, world: World) -> Callable[[], Any]:
-    """One call of a group whose payload is `nbytes`: the whole, of which a gather or scatter has a part per rank."""
+    """One call of a group whose payload is `nbytes`: the whole, of which a gather or scatter has a part per
+    rank.
+    """
     site = f"doctor: {kind} of {nbytes} bytes"
     count = max(nbytes // 4 // group.size, 1)
     whole = torch.zeros(count * group.size, device=world.device)
@@ -87,7 +93,9 @@ def _call(group: Group, kind: str, nbytes: int, world: World) -> Callable[[], An
 
 
 def rounds_of(world: World, links: Sequence[tuple[int, int]]) -> list[list[Pair]]:
-    """The channels of this rank's pipeline, by rank, in rounds in which each rank has one of them at most."""
+    """Return the channels of this rank's pipeline, by rank, in rounds in which each rank has one of them
+    at most.
+    """
     rounds: list[list[Pair]] = [[]]
     for source, target in in_rounds(links):
         pair = peer(world, source), peer(world, target)
@@ -98,9 +106,11 @@ def rounds_of(world: World, links: Sequence[tuple[int, int]]) -> list[list[Pair]
 
 
 def time_links(world: World, rounds: Sequence[Sequence[Pair]], sizes: Sequence[int]) -> LinkTimes:
-    """Seconds from a send to the receiver's answer, over the channels of each round that this rank sends over.
+    """Time a send with the receiver's answer, in seconds, over the channels of each round that this rank
+    sends over.
 
-    All ranks make as many rounds; what is in them may be different on ranks that have no channel between them.
+    All ranks make as many rounds; what is in them may be different on ranks that have no channel between
+    them.
     """
     found: LinkTimes = {}
     for pairs in rounds:

@@ -1,9 +1,9 @@
 """Messages, sums over tp and sums over dp under way at once, in the order in which a schedule has them.
 
-In: a world, and the orders of a schedule. Out: what is wrong, in `Checks`. It is a training step without a model: an
-F sums over tp and sends on; a B starts a sum over tp, waits for it, and sends back; meanwhile a sum over dp is under
-way, begun at the first B and waited for at the end, and another is begun at each REDUCE. Nothing is looked at before
-the end: that would hold the device up.
+In: a world, and the orders of a schedule. Out: what is wrong, in `Checks`. It is a training step without a
+model: an F sums over tp and sends on; a B starts a sum over tp, waits for it, and sends back; meanwhile a sum
+over dp is under way, begun at the first B and waited for at the end, and another is begun at each REDUCE.
+Nothing is looked at before the end: that would hold the device up.
 
     play(checks, "1f1b", step_orders("1f1b", p=2))
 """
@@ -21,32 +21,36 @@ from autoptd.ir.actions import RECVS, SENDS, Action, Kind, Orders, ranks_of_stag
 from autoptd.runtime.world.world import Group, Needs, Pending
 from autoptd.schedule import add_transfers, build_orders
 
-SCHEDULES = {"1f1b": 1, "interleaved": 2, "looped_bfs": 2, "zbv": 2}  # name -> chunks of a rank
-LENGTHS = (257, 65_537, 1021)  # elements of a message, in turn
-BUCKET = 1 << 20  # elements of a sum over dp
+# Schedule -> model chunks of a rank.
+SCHEDULES = {"1f1b": 1, "interleaved": 2, "looped_bfs": 2, "zbv": 2}
+# Elements of messages, used in turn.
+LENGTHS = (257, 65_537, 1021)
+# Elements of a sum over dp.
+BUCKET = 1 << 20
 AWAITED_BY = {Kind.F: Kind.RECV_F, Kind.B: Kind.RECV_B}
 
 
 def step_orders(name: str, p: int) -> Orders:
-    """What every pipeline rank does in a step of the schedule, with messages between neighbouring stages."""
+    """Return what every pipeline rank does in a step of the schedule, with messages between neighbouring
+    stages.
+    """
     v = SCHEDULES[name]
     m = 2 * p if p <= 4 else p
     return add_transfers(build_orders(name, p, v, m), [(stage, stage + 1, True) for stage in range(p * v - 1)])
 
 
 def all_orders(p: int) -> dict[str, Orders]:
-    """The orders of every schedule that p pipeline ranks are checked with."""
+    """Return the orders of every schedule that p pipeline ranks are checked with."""
     return {name: step_orders(name, p) for name, v in SCHEDULES.items() if p > 1 or v == 1}
 
 
 def needs_of_orders(p: int, orders: Iterable[Orders]) -> Needs:
-    """The channels of all these orders, and the group of those ranks that a tied embedding has."""
+    """Return the channels of all these orders, and the group of those ranks that a tied embedding has."""
     links: set[tuple[int, int]] = set()
-    for one in orders:
-        ranks = ranks_of_stages(one)
-        links |= {
-            (rank, ranks[action.peer]) for rank, order in enumerate(one) for action in order if action.kind in SENDS
-        }
+    for order in orders:
+        ranks = ranks_of_stages(order)
+        for rank, actions in enumerate(order):
+            links |= {(rank, ranks[action.peer]) for action in actions if action.kind in SENDS}
     return Needs(owners=((0, p - 1),) if p > 1 else (), links=tuple(sorted(links)))
 
 
@@ -71,8 +75,10 @@ class _Step:
         self._tp, self._dp = self._world.group(("tp",)), self._world.group(("dp",))
         self._arriving: dict[Action, Pending] = {}
         self._leaving: list[Pending] = []
-        self._sums: list[Pending] = []  # over dp, under way
-        self._count = 0  # of sums over tp: they have several sizes
+        # Sums over dp that are under way.
+        self._sums: list[Pending] = []
+        # How many sums over tp were made: their sizes take turns.
+        self._count = 0
         self.results: list[tuple[str, str, tuple[int, ...], Result]] = []
 
     def do(self, action: Action) -> None:
@@ -80,9 +86,8 @@ class _Step:
             self._send(action)
         elif action.kind in RECVS:
             (like,) = self._messages(action)
-            self._arriving[action] = self._world.incoming(self._peer(action)).receive(
-                [(like.shape, like.dtype)], f"doctor: {action}"
-            )
+            channel = self._world.incoming(self._peer(action))
+            self._arriving[action] = channel.receive([(like.shape, like.dtype)], f"doctor: {action}")
         elif action.kind in AWAITED_BY:
             self._take(action)
             if action.kind is Kind.B and not self._sums:
@@ -121,7 +126,8 @@ class _Step:
         """Wait for what a computation needs."""
         kind = AWAITED_BY[action.kind]
         mine = (kind, action.stage, action.microbatch)
-        for receive in [one for one in self._arriving if (one.kind, one.stage, one.microbatch) == mine]:
+        arrived = [action for action in self._arriving if (action.kind, action.stage, action.microbatch) == mine]
+        for receive in arrived:
             (got,), (expected,) = self._arriving.pop(receive).wait(), self._messages(receive)
             ends = (self._peer(receive), self._world.rank)
             self.results.append(("message", "pp", ends, Result(got, expected, 0)))

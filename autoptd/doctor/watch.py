@@ -1,8 +1,9 @@
 """Threads that speak for a rank whose process is stuck: in a call, or in a request to the store.
 
-In: a world of processes on NCCL, and what to do with a fault. On NCCL a call that hangs blocks its process (a copy to the host
-waits for the device), and the watchdog of torch ends it later without naming anybody. So a second thread asks how long the rank
-has been in its call, and finds out who is missing. Over gloo every call ends by itself.
+In: a world of processes on NCCL, and what to do with a fault. On NCCL a call that hangs blocks its process (a
+copy to the host waits for the device), and the watchdog of torch ends it later without naming anybody. So a
+second thread asks how long the rank has been in its call, and finds out who is missing. Over gloo every call
+ends by itself.
 
     with watch(world, on_fault=lambda fault: ...):      # called once, in the thread
         world.group(("tp",)).gather_objects(1, "site")
@@ -19,9 +20,12 @@ from autoptd.errors import RuntimeFault
 from autoptd.runtime.world.faults import FaultBoard
 from autoptd.runtime.world.processes import DistributedWorld
 
-PATIENCE = 9.0  # seconds beyond the timeout, in which the rank itself may come to know
-BETWEEN = 0.25  # seconds
-PROBE = 2.0  # seconds between two requests to the store
+# Seconds beyond the timeout in which the rank may notice by itself.
+PATIENCE = 9.0
+# Seconds between two looks at the rank's call.
+BETWEEN = 0.25
+# Seconds between two requests to the store.
+PROBE = 2.0
 
 
 @contextmanager
@@ -58,7 +62,9 @@ def watching(board: FaultBoard, limit: float, on_fault: Callable[[RuntimeFault],
 
 @contextmanager
 def watching_store(lobby: Lobby, limit: float, on_fault: Callable[[RuntimeFault], None]) -> Iterator[None]:
-    """Call `on_fault` once if the store leaves a request unanswered for `limit` seconds: torch's own would wait for ever."""
+    """Call `on_fault` once if the store leaves a request unanswered for `limit` seconds: torch's own would
+    wait for ever.
+    """
     is_over = threading.Event()
 
     def serve() -> None:

@@ -10,19 +10,19 @@ from collections.abc import Sequence
 
 from autoptd.viz.words import count_text
 
-MOST_RANGES = 8
+MAX_RANGES = 8
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """Ranks, three and more in a row as a range; the first of them where they are many."""
+    """List ranks, three and more in a row as a range; only the first ranges where they are many."""
     ranges: list[list[int]] = []
     for rank in sorted(set(ranks)):
         if ranges and rank == ranges[-1][1] + 1:
             ranges[-1][1] = rank
         else:
             ranges.append([rank, rank])
-    texts = [_range_text(*one) for one in ranges[:MOST_RANGES]]
-    return ", ".join(texts) + (", ..." if len(ranges) > MOST_RANGES else "")
+    texts = [_range_text(*span) for span in ranges[:MAX_RANGES]]
+    return ", ".join(texts) + (", ..." if len(ranges) > MAX_RANGES else "")
 
 
 def _range_text(first: int, last: int) -> str:
@@ -32,7 +32,7 @@ def _range_text(first: int, last: int) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """Seconds with a unit: `31 us`, `4.1 ms`."""
+    """Format seconds with a unit: `31 us`, `4.1 ms`."""
     for unit, factor in (("us", 1e6), ("ms", 1e3)):
         if seconds * factor < 1000:
             return f"{seconds * factor:.3g} {unit}"
@@ -40,7 +40,7 @@ def seconds_text(seconds: float) -> str:
 
 
 def bandwidth_text(bandwidth: float) -> str:
-    """Bytes/s with a decimal unit, as links are sold: `1.2 GB/s`."""
+    """Format bytes/s with a decimal unit, as links are sold: `1.2 GB/s`."""
     return f"{count_text(bandwidth)}B/s" if bandwidth >= 1000 else f"{bandwidth:.3g} B/s"
 
 

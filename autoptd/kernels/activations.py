@@ -1,6 +1,7 @@
 """The activations between the two layers of an MLP, each as one operator: bias and GELU, SwiGLU, GEGLU.
 
-In: what the first linear layers give. Kept for backward: the inputs only; what lies between is computed again.
+In: what the first linear layers give. Kept for backward: the inputs only; what lies between is computed
+again.
 
     x = swiglu(F.linear(x, w_gate), F.linear(x, w_up))          # silu(gate) * up
     x = bias_gelu(F.linear(x, w_fc), b_fc, approximate="tanh")  # gelu(x + bias)
@@ -28,7 +29,7 @@ def bias_gelu(x: Tensor, bias: Tensor, *, approximate: str = "none", backend: st
 
 
 def bias_gelu_plain(x: Tensor, bias: Tensor, *, approximate: str = "none") -> Tensor:
-    """`bias_gelu` as models spell it."""
+    """Compute `bias_gelu` as models spell it."""
     return F.gelu(x + bias, approximate=approximate)
 
 
@@ -38,7 +39,7 @@ def swiglu(gate: Tensor, up: Tensor, *, backend: str = "eager") -> Tensor:
 
 
 def swiglu_plain(gate: Tensor, up: Tensor) -> Tensor:
-    """`swiglu` as models spell it."""
+    """Compute `swiglu` as models spell it."""
     return F.silu(gate) * up
 
 
@@ -48,7 +49,7 @@ def geglu(gate: Tensor, up: Tensor, *, approximate: str = "none", backend: str =
 
 
 def geglu_plain(gate: Tensor, up: Tensor, *, approximate: str = "none") -> Tensor:
-    """`geglu` as models spell it."""
+    """Compute `geglu` as models spell it."""
     return F.gelu(gate, approximate=approximate) * up
 
 

@@ -12,7 +12,8 @@ import triton.language as tl
 from autoptd.kernels.rows_triton import computed, divided, passes
 
 Tensor = torch.Tensor
-SIZE = 1024  # elements of one program
+# Elements of one program.
+SIZE = 1024
 KINDS = {"none": 0, "tanh": 1, "silu": 2}
 
 
@@ -89,12 +90,15 @@ def _act(x, KIND: tl.constexpr):
         s = 1.0 / (1.0 + tl.exp(-x))
         return x * s, s * (1.0 + x * (1.0 - s))
     elif KIND == 1:
-        inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)  # sqrt(2 / pi)
-        s = 1.0 / (1.0 + tl.exp(-2.0 * inner))  # (1 + tanh(inner)) / 2
+        # sqrt(2 / pi)
+        inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
+        # (1 + tanh(inner)) / 2.
+        s = 1.0 / (1.0 + tl.exp(-2.0 * inner))
         return x * s, s + 2.0 * x * s * (1.0 - s) * 0.7978845608028654 * (1.0 + 0.134145 * x * x)
     else:
         s = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
-        return x * s, s + x * tl.exp(-0.5 * x * x) * 0.3989422804014327  # 1 / sqrt(2 pi)
+        # 1 / sqrt(2 pi)
+        return x * s, s + x * tl.exp(-0.5 * x * x) * 0.3989422804014327
 
 
 @triton.jit

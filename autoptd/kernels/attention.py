@@ -1,13 +1,14 @@
 """Attention by torch's fused kernels, where a model spells it as softmax(q k^T * scale + mask) v.
 
-In: q [..., s, k], k and v [..., n, k] with leading dims that broadcast, and a bool mask (True: attend) or one that is added.
-What the fused kernels ask for is seen to here: four dims, masks of the dtype of q whose last dim is contiguous, one mask
-where there is a causal one besides. Scores are never materialised.
+In: q [..., s, k], k and v [..., n, k] with leading dims that broadcast, and a bool mask (True: attend) or one
+that is added. What the fused kernels ask for is seen to here: four dims, masks of the dtype of q whose last
+dim is contiguous, one mask where there is a causal one besides. Scores are never materialised.
 
     y = attention(q, k, v, scale=0.125, causal=True)
 
-A row that attends to nothing gives zeros, where the plain form gives NaN. A row that a finite mask hides from every key has the
-plain form's value, and not its gradient: torch's kernels take its probabilities to be 1, for min + log(n) rounds to min.
+A row that attends to nothing gives zeros, where the plain form gives NaN. A row that a finite mask hides from
+every key has the plain form's value, and not its gradient: torch's kernels take its probabilities to be 1,
+for min + log(n) rounds to min.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ def attention(
     causal: bool = False,
     backend: str = "eager",
 ) -> Tensor:
-    """Return softmax(q k^T * scale + mask) v; scale is by default 1 / sqrt(k); causal: query i attends to keys 0 to i.
+    """Return softmax(q k^T * scale + mask) v.
+
+    Scale is by default 1 / sqrt(k); causal: query i attends to keys 0 to i.
 
     `backend` says nothing here: the kernel is torch's own choice.
     """
@@ -45,7 +48,7 @@ def attention(
 def attention_plain(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, scale: float | None = None, causal: bool = False
 ) -> Tensor:
-    """`attention` as models spell it."""
+    """Compute `attention` as models spell it."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     return masked_softmax_plain(q @ k.transpose(-1, -2), mask, scale=scale, causal=causal) @ v
 
@@ -54,7 +57,9 @@ def _four_dims(x: Tensor) -> Tensor:
     """x as [batch, heads, s, k]: the fused kernels take no other number of dims."""
     if x.stride(-1) != 1:
         x = x.contiguous()
-    return x if x.ndim == 4 else x.reshape(-1, *x.shape[-3:]) if x.ndim > 4 else x[(None,) * (4 - x.ndim)]
+    if x.ndim > 4:
+        return x.reshape(-1, *x.shape[-3:])
+    return x[(None,) * (4 - x.ndim)] if x.ndim < 4 else x
 
 
 def _fitted(mask: Tensor, q: Tensor, leading: torch.Size, keys: int, causal: bool) -> Tensor:

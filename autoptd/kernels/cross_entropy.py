@@ -1,14 +1,16 @@
-"""Cross-entropy of rows of logits whose columns may be split over ranks: what the fused and the unfused operator share.
+"""Cross-entropy of rows of logits whose columns may be split over ranks: what the fused and the unfused
+operator share.
 
-With M a row's maximum, S the sum of exp(z - M), y its target, w the class weights, e the label smoothing and V the classes:
+With M a row's maximum, S the sum of exp(z - M), y its target, w the class weights, e the label smoothing and
+V the classes:
 
     loss = (1 - e) w_y (log S - (z_y - M)) + e/V sum_j w_j (log S - (z_j - M))
     dloss/dz_j = ((1 - e) w_y + e/V sum_j w_j) exp(z_j - M) / S - (1 - e) w_y [j = y] - e/V w_j
 
-In: logits [N, n] of the columns that are here, and `Labels`. No softmax of the whole row is made: `shares` gives that of the
-columns here, in the logits' own place if they may be given up, and a few numbers a row over all ranks (`Terms`); `gradients`
-makes the gradient of it, in place again. N numbers are reduced over the ranks for the maximum, and N for each of the sums
-(Shoeybi et al. 2019, 3).
+In: logits [N, n] of the columns that are here, and `Labels`. No softmax of the whole row is made: `shares`
+gives that of the columns here, in the logits' own place if they may be given up, and a few numbers a row over
+all ranks (`Terms`); `gradients` makes the gradient of it, in place again. N numbers are reduced over the
+ranks for the maximum, and N for each of the sums (Shoeybi et al. 2019, 3).
 """
 
 from __future__ import annotations
@@ -21,12 +23,15 @@ import torch
 from autoptd.kernels.forms import tiles
 
 Tensor = torch.Tensor
-Reduce = Callable[[Tensor, str], Tensor]  # (numbers of every row, "max" or "sum") -> those over all ranks
+# (numbers of every row, "max" or "sum") -> those over all ranks.
+Reduce = Callable[[Tensor, str], Tensor]
 
 
 @dataclass(frozen=True)
 class Labels:
-    """The targets of N rows, for one rank: its column (0 if there is none), where there is none, and where it is ignored."""
+    """The targets of N rows, for one rank: its column (0 if there is none), where there is none, and where it
+    is ignored.
+    """
 
     column: Tensor
     elsewhere: Tensor
@@ -40,8 +45,8 @@ class Labels:
 class Terms:
     """Numbers of N rows over all ranks, but `here`: the sum of exp(z - M) over the columns that are here.
 
-    Share: of the divisor of a mean, the target's class weight, 0 where ignored. `weighted` is sum_j w_j (z_j - M) and `weights`
-    sum_j w_j; without smoothing they are None.
+    Share: of the divisor of a mean, the target's class weight, 0 where ignored. `weighted` is sum_j w_j (z_j
+    - M) and `weights` sum_j w_j; without smoothing they are None.
     """
 
     maximum: Tensor
@@ -55,8 +60,8 @@ class Terms:
 
 @dataclass(frozen=True)
 class Loss:
-    """Which cross-entropy: its smoothing, the number of classes, how many columns here are no padding, and the class weights
-    of the columns; and how numbers are reduced over the ranks.
+    """Which cross-entropy: its smoothing, the number of classes, how many columns here are no padding, and
+    the class weights of the columns; and how numbers are reduced over the ranks.
     """
 
     smoothing: float
@@ -66,7 +71,10 @@ class Loss:
     weight: Tensor | None = None
 
     def shares(self, z: Tensor, labels: Labels, out: Tensor) -> Terms:
-        """out = softmax over the columns here, 0 in the padding; `out` may be `z`. Return the terms over all ranks."""
+        """Set out = softmax over the columns here, 0 in the padding.
+
+        `out` may be `z`. Return the terms over all ranks.
+        """
         picked = z.gather(1, labels.column.unsqueeze(1)).squeeze(1)
         weighted = None
         if self.smoothing:
@@ -75,8 +83,8 @@ class Loss:
         return self.reduced(maximum, here, picked, weighted, labels)
 
     def reduced(self, maximum: Tensor, here: Tensor, picked: Tensor, weighted: Tensor | None, labels: Labels) -> Terms:
-        """Return the terms over all ranks, from those of the columns here: the maximum m, the sum of exp(z - m), the logit
-        of the target, and sum_j w_j z_j.
+        """Return the terms over all ranks, from those of the columns here: the maximum m, the sum of exp(z -
+        m), the logit of the target, and sum_j w_j z_j.
         """
         top = self.reduce(maximum, "max")
         here = here * (maximum - top).exp()
@@ -99,7 +107,10 @@ class Loss:
         return loss.masked_fill(labels.ignored, 0.0)
 
     def gradients(self, softmax: Tensor, terms: Terms, labels: Labels, grad: Tensor, out: Tensor) -> Tensor:
-        """out = the gradient of the logits, from `shares` and `grad`, that of every row's loss; `out` may be `softmax`."""
+        """Set out = the gradient of the logits, from `shares` and `grad`, that of every row's loss.
+
+        `out` may be `softmax`.
+        """
         factor, hard, soft = self.factors(terms, labels, grad)
         factor = (factor * terms.here).unsqueeze(1)
         picked = hard.masked_fill(labels.elsewhere, 0.0).neg_().unsqueeze(1)
@@ -112,7 +123,8 @@ class Loss:
 
     def factors(self, terms: Terms, labels: Labels, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return a, b, c of every row, with dloss/dz_j = a exp(z_j - M) - b [j = y] - c w_j."""
-        grad = grad.masked_fill(labels.ignored, 0.0)  # before any product: a mean over no valid row sends infinity
+        # First of all: the gradient of a mean over no valid row is infinite.
+        grad = grad.masked_fill(labels.ignored, 0.0)
         hard = (1.0 - self.smoothing) * terms.share * grad
         if terms.weights is None:
             return hard / terms.total, hard, None
@@ -121,9 +133,12 @@ class Loss:
 
 
 def softmax_here(z: Tensor, real: int, out: Tensor) -> tuple[Tensor, Tensor]:
-    """out = softmax of the first `real` columns, 0 in the others; return the maximum m, and the sum of exp(z - m).
+    """Set out = softmax of the first `real` columns, 0 in the others.
 
-    That sum is one over the largest share, which saves `torch.exp`: on a CPU it takes 30 times as long where it underflows.
+    Return the maximum m, and the sum of exp(z - m).
+
+    That sum is one over the largest share, which saves `torch.exp`: on a CPU it takes 30 times as long where
+    it underflows.
     """
     maximum, total = z.new_full((len(z),), -torch.inf), z.new_zeros(len(z))
     for at in tiles(z) if real else []:

@@ -1,6 +1,8 @@
-"""The passes over the logits of `kernels.cross_entropy` in Triton: one that reads them, one that puts their gradient in place.
+"""The passes over the logits of `kernels.cross_entropy` in Triton: one that reads them, one that puts their
+gradient in place.
 
-Both compute in float32 (float64 for float64), so that narrower logits need no copy. Class weights are not for these kernels.
+Both compute in float32 (float64 for float64), so that narrower logits need no copy. Class weights are not for
+these kernels.
 
 Imported where Triton is at hand only.
 """
@@ -16,7 +18,8 @@ from autoptd.kernels.forms import wide
 from autoptd.kernels.rows_triton import computed
 
 Tensor = torch.Tensor
-BLOCK = 4096  # columns that a program works on at a time
+# Columns that a program works on at a time.
+BLOCK = 4096
 
 
 def terms(loss: Loss, z: Tensor, labels: Labels) -> Terms:
@@ -62,7 +65,8 @@ def gradients(loss: Loss, z: Tensor, terms: Terms, labels: Labels, grad: Tensor,
 @triton.jit
 def _terms(z, maximum, total, weighted, width, real, WIDE: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    top = tl.full([BLOCK], -float("inf"), WIDE)  # of every lane, as are the sums
+    # Each lane has a maximum and a sum of its own; they are joined at the end.
+    top = tl.full([BLOCK], -float("inf"), WIDE)
     sums = tl.zeros([BLOCK], WIDE)
     values = tl.zeros([BLOCK], WIDE)
     for start in range(0, real, BLOCK):
@@ -70,7 +74,8 @@ def _terms(z, maximum, total, weighted, width, real, WIDE: tl.constexpr, BLOCK: 
         inside = column < real
         x = tl.load(z + row * width + column, mask=inside, other=-float("inf")).to(WIDE)
         new = tl.maximum(top, x)
-        shift = tl.where(new == -float("inf"), 0.0, new)  # so that nothing is -inf minus itself
+        # -inf minus itself would be NaN.
+        shift = tl.where(new == -float("inf"), 0.0, new)
         sums = sums * tl.exp(top - shift) + tl.exp(x - shift)
         values += tl.where(inside, x, 0.0)
         top = new

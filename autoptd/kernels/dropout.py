@@ -2,12 +2,13 @@
 
     bits = mix(premix(row ^ row_key) ^ premix(column ^ column_key));  kept are bits >= (rate - 1/2) * 2**32
 
-`premix` and `mix` are integer hashes of 32 bits: products with odd numbers and xor-shifts (those of C. Wellons' public search
-for the smallest bias). Rows and columns are hashed once each and broadcast, so that one `mix` is left for every element. All
-numbers are int32 that wrap around, and all comparisons integer ones: the mask is the same on every device and for every dtype.
+`premix` and `mix` are integer hashes of 32 bits: products with odd numbers and xor-shifts (those of C.
+Wellons' public search for the smallest bias). Rows and columns are hashed once each and broadcast, so that
+one `mix` is left for every element. All numbers are int32 that wrap around, and all comparisons integer ones:
+the mask is the same on every device and for every dtype.
 
-In: a value as [before, rows, after], its rows in the middle. Out: kept elements / (1 - rate), zeros elsewhere. No mask is
-stored: backward calls the same function on the gradient.
+In: a value as [before, rows, after], its rows in the middle. Out: kept elements / (1 - rate), zeros
+elsewhere. No mask is stored: backward calls the same function on the gradient.
 
     y = drop(x, 0.1, Places(*keys(seed=0, step=3, site=7), first_row=16))
 """
@@ -21,12 +22,15 @@ import torch
 from autoptd.kernels.dropout_mask import WORD, Places, signed, threshold
 from autoptd.kernels.forms import has_triton
 
-MULTIPLIER_1, MULTIPLIER_2 = 0x7FEB352D, 0x846CA68B - (1 << 32)  # both odd, as int32
-TILE = 1 << 17  # elements that are worked on at a time: many for the calls they take, few for the caches
+# Both odd, as int32.
+MULTIPLIER_1, MULTIPLIER_2 = 0x7FEB352D, 0x846CA68B - (1 << 32)
+# Elements that are worked on at a time: many for the calls they take, few for the caches.
+TILE = 1 << 17
 
 
 def drop(x: torch.Tensor, rate: float, places: Places, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Return x [before, rows, after] with the elements of its mask zeroed and the others scaled by 1 / (1 - rate).
+    """Return x [before, rows, after] with the elements of its mask zeroed and the others scaled by 1 / (1 -
+    rate).
 
     The result is `out`, if there is one: contiguous, and x itself may be it.
     """
@@ -38,13 +42,14 @@ def drop(x: torch.Tensor, rate: float, places: Places, out: torch.Tensor | None 
 
 
 def drop_torch(x: torch.Tensor, rate: float, places: Places, out: torch.Tensor | None = None) -> torch.Tensor:
-    """`drop` by torch operators, in place and tile by tile."""
+    """Run `drop` by torch operators, in place and tile by tile."""
     x = x.contiguous()
     out = torch.empty_like(x) if out is None else out
     before = _numbers_before(x.shape, places, x.device)
     rows = torch.arange(places.first_row, places.first_row + x.shape[1], device=x.device).to(torch.int32)
     rows, column_key = rows.bitwise_xor_(signed(places.row_key)), signed(places.column_key)
-    if x.numel() <= TILE:  # rows and columns in one go: what counts is the number of calls
+    # Rows and columns in one go: what counts is the number of calls.
+    if x.numel() <= TILE:
         after = _numbers_after(0, x.shape[2], x.shape, places, x.device)
         columns = (before[:, None] + after).flatten().bitwise_xor_(column_key)
         words = premix_(torch.cat([rows, columns]))
@@ -72,12 +77,16 @@ def _keep(x: torch.Tensor, bits: torch.Tensor, spare: torch.Tensor, rate: float,
 
 
 def _numbers_before(size: torch.Size, places: Places, device: torch.device) -> torch.Tensor:
-    """Global number of the first column of every index before the rows; `_numbers_after` is to be added, modulo 2**32."""
+    """Global number of the first column of every index before the rows.
+
+    `_numbers_after` is to be added, modulo 2**32.
+    """
     count, after = size[0], size[2]
     block = places.block or count * after
     if block < after:
         found = torch.arange(count, device=device) * (after * places.degree)
-    else:  # a block holds whole runs of the columns that lie after the rows
+    # A block holds whole runs of the columns that lie after the rows.
+    else:
         width = block // after
         starts = torch.arange(count // width, device=device) * (block * places.degree)
         found = (starts[:, None] + torch.arange(width, device=device) * after).flatten()
@@ -96,7 +105,10 @@ def _numbers_after(start: int, stop: int, size: torch.Size, places: Places, devi
 
 
 def premix_(h: torch.Tensor, spare: torch.Tensor | None = None) -> torch.Tensor:
-    """Hash int32 numbers (with a key: number ^ key) one to one, in place; `spare` is a buffer of the same size."""
+    """Hash int32 numbers (with a key: number ^ key) one to one, in place.
+
+    `spare` is a buffer of the same size.
+    """
     spare = torch.empty_like(h) if spare is None else spare
     _xor_shift_(h, 16, spare)
     mix_(h, spare)
@@ -104,7 +116,7 @@ def premix_(h: torch.Tensor, spare: torch.Tensor | None = None) -> torch.Tensor:
 
 
 def mix_(h: torch.Tensor, spare: torch.Tensor) -> torch.Tensor:
-    """The hash of every element, in place; `spare` is a buffer of the same size."""
+    """Hash every element, in place; `spare` is a buffer of the same size."""
     h.mul_(MULTIPLIER_1)
     _xor_shift_(h, 15, spare)
     return h.mul_(MULTIPLIER_2)
@@ -118,7 +130,10 @@ def _xor_shift_(h: torch.Tensor, by: int, spare: torch.Tensor) -> torch.Tensor:
 
 
 def _tiles(size: torch.Size) -> Iterator[tuple[slice, slice, list[slice]]]:
-    """Slices (before, after, rows) of tiles of at most TILE elements; a tile's columns are hashed once for all its rows."""
+    """Slices (before, after, rows) of tiles of at most TILE elements.
+
+    A tile's columns are hashed once for all its rows.
+    """
     count, rows, after = size
     width = max(min(after, TILE // max(1, min(rows, 64))), min(after, 512), 1)
     height = max(1, TILE // max(1, width * rows))

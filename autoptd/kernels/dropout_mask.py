@@ -1,7 +1,8 @@
-"""The numbers that say which elements a dropout keeps: its keys, the global places of the local elements, the threshold.
+"""The numbers that say which elements a dropout keeps: its keys, the global places of the local elements, the
+threshold.
 
-In: seed, step and site, and where a shard lies in the global value. Out: integers; `dropout` and `dropout_triton` hash them
-(the formula stands in `dropout`).
+In: seed, step and site, and where a shard lies in the global value. Out: integers; `dropout` and
+`dropout_triton` hash them (the formula stands in `dropout`).
 
     places = Places(*keys(seed=0, step=3, site=7), first_row=16)
 """
@@ -19,8 +20,9 @@ WORD = 1 << 32
 class Places:
     """Which elements of the global value the local ones are, and the keys of its mask.
 
-    Row i of the local value is global row `first_row + i`. Columns are numbered through everything but the rows, in order; of
-    them a shard has blocks of `block`, every one the `index`-th of `degree` (`block` = 0: all columns are here).
+    Row i of the local value is global row `first_row + i`. Columns are numbered through everything but the
+    rows, in order; of them a shard has blocks of `block`, every one the `index`-th of `degree` (`block` = 0:
+    all columns are here).
     """
 
     row_key: int
@@ -32,7 +34,9 @@ class Places:
 
 
 def keys(seed: int, step: int, site: int) -> tuple[int, int]:
-    """Two keys of 32 bits for one dropout of one step: 64-bit mixing (that of SplitMix64) of the three numbers."""
+    """Make two keys of 32 bits for one dropout of one step: 64-bit mixing (that of SplitMix64) of the
+    three numbers.
+    """
     key = 0
     for part in (seed, step, site):
         key = (key ^ part) + 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF
@@ -43,12 +47,12 @@ def keys(seed: int, step: int, site: int) -> tuple[int, int]:
 
 
 def threshold(rate: float) -> int:
-    """The least int32 that is kept: of 2**32 values, `rate` of them are below."""
+    """Return the least int32 that is kept: of 2**32 values, `rate` of them are below."""
     if not 0.0 < rate < 1.0:
         raise InternalError(f"dropout of {rate}", "is not between 0 and 1")
     return min(round(rate * WORD), WORD - 1) - (WORD >> 1)
 
 
 def signed(word: int) -> int:
-    """A word of 32 bits as an int32."""
+    """Return a word of 32 bits as an int32."""
     return word - WORD if word >= WORD >> 1 else word

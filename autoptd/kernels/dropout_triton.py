@@ -1,6 +1,8 @@
-"""Dropout in Triton, alone and with a bias and a residual: one pass over the value, the same bits as the form in torch.
+"""Dropout in Triton, alone and with a bias and a residual: one pass over the value, the same bits as the form
+in torch.
 
-A program works on the same columns of one row after another. What it divides are numbers of its own, not those of elements.
+A program works on the same columns of one row after another. What it divides are numbers of its own, not
+those of elements.
 
 Imported where a GPU and Triton are at hand only.
 """
@@ -14,13 +16,17 @@ import triton.language as tl
 from autoptd.kernels.dropout_mask import Places, signed, threshold
 from autoptd.kernels.rows_triton import divided, passes
 
-SIZE = 1024  # elements of a row that a program works on at a time
-PROGRAMS = 4096  # that are enough to fill a GPU
-LARGE = 2**31 - SIZE  # columns that are numbered in 32 bits
+# Elements of a row that a program works on at a time.
+SIZE = 1024
+# Programs that are enough to fill a GPU.
+PROGRAMS = 4096
+# More columns than these are numbered in 64 bits.
+LARGE = 2**31 - SIZE
 
 
 def drop_triton(x: torch.Tensor, rate: float, places: Places, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Return x [before, rows, after] with the elements of its mask zeroed and the others scaled by 1 / (1 - rate).
+    """Return x [before, rows, after] with the elements of its mask zeroed and the others scaled by 1 / (1 -
+    rate).
 
     The result is `out`, if there is one: contiguous, and x itself may be it.
     """
@@ -55,12 +61,14 @@ def _run(
     if not x.numel():
         return out
     before, rows, after = x.shape
-    if bias is not None and after % len(bias):  # of one dim, which is the rows'
+    # The bias has one dim, which is the rows'.
+    if bias is not None and after % len(bias):
         x, bias = (x.view(-1, len(bias)) + bias).view(x.shape), None
     where = places or Places(0, 0)
     columns, block = before * after, where.block or before * after
     chunks = triton.cdiv(after, SIZE)
-    # A program hashes its columns once, for all the rows that it takes: of these fewer where programs would be few.
+    # A program hashes its columns once, for all the rows that it takes: of these fewer where programs would
+    # be few.
     at_once = min(rows, max(1, PROGRAMS // (chunks * before)))
     _drop[(chunks * before, at_once)](
         x,
@@ -147,14 +155,16 @@ def _drop(
     for row in range(tl.program_id(1), rows, tl.num_programs(1)):
         at = (first + row) * after + z
         value = tl.load(x + at, mask=inside)
-        if IS_HALF:  # as torch does: one rounding, at the end
+        # As torch does: one rounding, at the end.
+        if IS_HALF:
             value = value.to(tl.float32)
         if HAS_BIAS:
             value += added.to(value.dtype)
         if HAS_MASK:
             bits = _mix(_premix(row + first_row, row_key) ^ hashed)
             kept = bits.to(tl.int32, bitcast=True) >= least
-            value = value * kept.to(value.dtype) * SCALE  # 0 times NaN is NaN
+            # 0 times NaN is NaN.
+            value = value * kept.to(value.dtype) * SCALE
         if HAS_RESIDUAL:
             value += tl.load(residual + at, mask=inside).to(value.dtype)
         tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)

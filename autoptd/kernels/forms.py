@@ -1,9 +1,10 @@
 """The forms of a fused operator, and the pieces that its form in torch operators works on.
 
-*plain*: the operator as models spell it, in torch operators: its definition. *eager*: one autograd function in torch
-operators, which passes over memory less often and keeps less for backward. *triton*: the same function, whose passes are
-Triton kernels. An operator of this package takes the form that `backend` names ("eager" or "triton"); Triton needs tensors
-on a GPU, elsewhere it runs in its interpreter (TRITON_INTERPRET=1) or not at all: then the form is the eager one.
+*plain*: the operator as models spell it, in torch operators: its definition. *eager*: one autograd function
+in torch operators, which passes over memory less often and keeps less for backward. *triton*: the same
+function, whose passes are Triton kernels. An operator of this package takes the form that `backend` names
+("eager" or "triton"); Triton needs tensors on a GPU, elsewhere it runs in its interpreter
+(TRITON_INTERPRET=1) or not at all: then the form is the eager one.
 
     forward = swiglu_triton if takes_triton(backend, gate, "swiglu") else swiglu_torch
 """
@@ -21,7 +22,8 @@ import torch
 from autoptd.errors import InternalError
 from autoptd.ir.fusion import WIDEST
 
-TILE = 1 << 17  # elements worked on at a time on a CPU: few enough for its caches, many for the calls they take
+# Elements worked on at a time on a CPU: few enough for its caches, many for the calls they take.
+TILE = 1 << 17
 Index = tuple[int | slice, ...]
 
 
@@ -33,7 +35,8 @@ def has_triton() -> bool:
 def takes_triton(backend: str, x: torch.Tensor, site: str, width: int = 0) -> bool:
     """Return whether the operator `site` on tensors like `x` runs its Triton form.
 
-    `width` is that of rows it must hold as a whole: wider than its WIDEST they take the form in torch operators.
+    `width` is that of rows it must hold as a whole: wider than its WIDEST they take the form in torch
+    operators.
     """
     if backend not in ("eager", "triton"):
         raise InternalError(site, f"has no form {backend!r}")
@@ -43,7 +46,9 @@ def takes_triton(backend: str, x: torch.Tensor, site: str, width: int = 0) -> bo
 
 
 def tiles(x: torch.Tensor) -> list[Index]:
-    """Return indices that cut `x` into pieces of about TILE elements along its leading dims; its last dim stays whole.
+    """Return indices that cut `x` into pieces of about TILE elements along its leading dims.
+
+    Its last dim stays whole.
 
     On a CPU only: elsewhere what counts is the number of calls, and there is one piece.
     """
@@ -59,15 +64,18 @@ def tiles(x: torch.Tensor) -> list[Index]:
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of sums and statistics: float64 for float64, else float32."""
+    """Return the dtype of sums and statistics: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def scaled(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return x times a number (0-d), rounded to `dtype` once: a number rounded before would make all of x wrong alike."""
+    """Return x times a number (0-d), rounded to `dtype` once: a number rounded before would make all of x
+    wrong alike.
+    """
     out = torch.empty_like(x, dtype=dtype)
     for at in tiles(x):
-        factor = scale.reshape((1,) * x[at].ndim)  # of no dims it would be rounded to the dtype of x
+        # Of no dims it would be rounded to the dtype of x.
+        factor = scale.reshape((1,) * x[at].ndim)
         torch.mul(x[at], factor, out=out[at])
     return out
 

@@ -1,13 +1,15 @@
 """The head and the cross-entropy as one operator, some rows at a time: the logits of all rows never exist.
 
-In: x [..., h], the head's weight [V, h], targets [...]. Out: what `F.cross_entropy(F.linear(x, weight, bias), targets)` gives.
-For a mean or a sum, the gradients of x and of the weight are computed in forward, from the logits of CHUNK_BYTES that are at
-hand, and backward scales them; for single losses ("none") backward computes the logits again.
+In: x [..., h], the head's weight [V, h], targets [...]. Out: what `F.cross_entropy(F.linear(x, weight, bias),
+targets)` gives. For a mean or a sum, the gradients of x and of the weight are computed in forward, from the
+logits of CHUNK_BYTES that are at hand, and backward scales them; for single losses ("none") backward computes
+the logits again.
 
     loss = linear_cross_entropy(x, w_head, targets)
 
-Kept for backward: the gradients, which are as large as x, weight and bias, those of the latter two in float32; for "none" x,
-weight, bias and three to six numbers a row. Sums over rows, and what is narrower than float32, are in float32.
+Kept for backward: the gradients, which are as large as x, weight and bias, those of the latter two in
+float32; for "none" x, weight, bias and three to six numbers a row. Sums over rows, and what is narrower than
+float32, are in float32.
 """
 
 from __future__ import annotations
@@ -45,12 +47,13 @@ def linear_cross_entropy(
     wgrad: Callable[[WeightSum], None] | None = None,
     backend: str = "eager",
 ) -> Tensor:
-    """Return the cross-entropy of the logits x weight^T + bias and class ids, with the options of `F.cross_entropy`.
+    """Return the cross-entropy of the logits x weight^T + bias and class ids, with the options of
+    `F.cross_entropy`.
 
-    `class_weight` [V] is its `weight`; `softcap` makes the logits softcap * tanh(logits / softcap); `total` is what a mean
-    divides by, if not by its own count; `chunk` is how many rows are done at a time; `dtype` is that of the loss (by default
-    that of x), which is computed in float32 at least. With `wgrad` the gradient of the weight, a leaf, is given to that in
-    backward, as it was added up, and not to autograd.
+    `class_weight` [V] is its `weight`; `softcap` makes the logits softcap * tanh(logits / softcap); `total`
+    is what a mean divides by, if not by its own count; `chunk` is how many rows are done at a time; `dtype`
+    is that of the loss (by default that of x), which is computed in float32 at least. With `wgrad` the
+    gradient of the weight, a leaf, is given to that in backward, as it was added up, and not to autograd.
     """
     ids = targets.reshape(-1)
     ignored = ids == ignore_index
@@ -77,7 +80,7 @@ def linear_cross_entropy_plain(
     softcap: float | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """`linear_cross_entropy` as models spell it."""
+    """Compute `linear_cross_entropy` as models spell it."""
     logits = F.linear(x, weight, bias)
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
@@ -88,7 +91,9 @@ def linear_cross_entropy_plain(
 
 
 def default_chunk(columns: int, dtype: torch.dtype, device: torch.device) -> int:
-    """Return how many rows have logits of about CHUNK_BYTES, of `columns` columns in the dtype they are computed in."""
+    """Return how many rows have logits of about CHUNK_BYTES, of `columns` columns in the dtype they are
+    computed in.
+    """
     most = CHUNK_BYTES["cuda" if device.type == "cuda" else "cpu"]
     return max(CHUNK_ROWS, most // max(1, columns * wide(dtype).itemsize))
 
@@ -150,7 +155,8 @@ def chunked_loss(
     if how.wgrad is not None and weight.requires_grad:
         wanted, weight = wanted._replace(leaf=weight), weight.detach()
         if not flat.requires_grad:
-            flat = flat.detach().requires_grad_()  # so that backward comes here, even if nothing else needs a gradient
+            # Autograd calls this backward only if an input needs a gradient.
+            flat = flat.detach().requires_grad_()
     return _ReducedLoss.apply(flat, weight, bias, labels, loss, how, total, wanted)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -163,7 +169,9 @@ def _widened(class_weight: Tensor, x: Tensor) -> Tensor:
 
 
 class _Chunk:
-    """The logits of some rows, in the dtype of the loss: then their softmax, then their gradient, in one place."""
+    """The logits of some rows, in the dtype of the loss: then their softmax, then their gradient, in one
+    place.
+    """
 
     def __init__(self, x: Tensor, weight: Tensor, bias: Tensor | None, labels: Labels, loss: Loss, how: How) -> None:
         self.labels, self.loss, self.how, self.dtype = labels, loss, how, x.dtype
@@ -183,7 +191,9 @@ class _Chunk:
         return self.loss.shares(self.z, self.labels, out=self.z)
 
     def gradients(self, terms: Terms, grad: Tensor) -> Tensor:
-        """Return the gradient of the logits before the softcap, in the dtype of x, for `grad`, that of the rows' losses."""
+        """Return the gradient of the logits before the softcap, in the dtype of x, for `grad`, that of the
+        rows' losses.
+        """
         if self.how.triton:
             from autoptd.kernels.cross_entropy_triton import gradients_
 
@@ -194,7 +204,10 @@ class _Chunk:
 
 
 class _Wanted(NamedTuple):
-    """Whether the gradients of x, weight and bias are wanted; the weight itself, where autograd does not see it."""
+    """Whether the gradients of x, weight and bias are wanted.
+
+    The weight itself, where autograd does not see it.
+    """
 
     x: bool
     weight: bool
@@ -222,7 +235,10 @@ class _Sums:
 
 
 class _ReducedLoss(torch.autograd.Function):
-    """The sum over rows, divided by the sum of their shares for a mean. The gradients kept are those of the sum."""
+    """The sum over rows, divided by the sum of their shares for a mean.
+
+    The gradients kept are those of the sum.
+    """
 
     @staticmethod
     def forward(
@@ -246,7 +262,8 @@ class _ReducedLoss(torch.autograd.Function):
             share = share + terms.share.sum()
             if any(ctx.needs_input_grad):
                 sums.add(at, chunk.gradients(terms, torch.ones_like(terms.total)), x, weight)
-            del chunk  # before there is another one
+            # Free it before the next chunk is allocated.
+            del chunk
         divisor = torch.ones_like(share)
         if how.reduction == "mean":
             divisor = share if total is None else divisor.mul_(total)

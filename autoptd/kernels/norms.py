@@ -1,7 +1,8 @@
 """RMS norm and layer norm over the last dim, alone or of the sum with a residual that they hand on.
 
-In: x [..., h], a weight (and a bias) [h]. Statistics are in float32, for float64 in float64; the result has the dtype of x, or
-the weight's if that is the wider one. Kept for backward: what was normed, and one or two numbers a row.
+In: x [..., h], a weight (and a bias) [h]. Statistics are in float32, for float64 in float64; the result has
+the dtype of x, or the weight's if that is the wider one. Kept for backward: what was normed, and one or two
+numbers a row.
 
     y, x = rms_norm(h, w, eps=1e-6, residual=x)    # of x + h, which is the new x
 """
@@ -42,7 +43,7 @@ def rms_norm(
 def rms_norm_plain(
     x: Tensor, weight: Tensor | None, *, eps: float, offset: float = 0.0, residual: Tensor | None = None
 ) -> Any:
-    """`rms_norm` as models spell it."""
+    """Compute `rms_norm` as models spell it."""
     total = x if residual is None else x + residual
     h = total.to(wide(total.dtype))
     y = (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)).to(total.dtype)
@@ -73,15 +74,17 @@ def layer_norm(
 def layer_norm_plain(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: float, residual: Tensor | None = None
 ) -> Any:
-    """`layer_norm` as models spell it."""
+    """Compute `layer_norm` as models spell it."""
     total = x if residual is None else x + residual
     y = F.layer_norm(total, total.shape[-1:], weight, bias, eps)
     return y if residual is None else (y, total)
 
 
 class _RmsNorm(torch.autograd.Function):
-    """Returns (y, sum); the sum is None without a residual. With r the row's factor, f = offset + weight and g the gradient:
-    dx = r f g - x r^3 mean(f g x).
+    """Returns (y, sum).
+
+    The sum is None without a residual. With r the row's factor, f = offset + weight and g the gradient: dx =
+    r f g - x r^3 mean(f g x).
     """
 
     @staticmethod

@@ -1,7 +1,10 @@
-"""`kernels.norms` in Triton: forward reads a row once, its residual with it; backward once, and sums the weights' gradients.
+"""`kernels.norms` in Triton: forward reads a row once, its residual with it.
 
-Backward runs a program or a few on every multiprocessor; each goes through rows of its own, keeps their sums, and these are
-added up. Where a row and its sums are more than a program's registers, it is read twice: from the cache the second time.
+Backward once, and sums the weights' gradients.
+
+Backward runs a program or a few on every multiprocessor; each goes through rows of its own, keeps their sums,
+and these are added up. Where a row and its sums are more than a program's registers, it is read twice: from
+the cache the second time.
 
 Imported where Triton is at hand only.
 """
@@ -16,7 +19,8 @@ from autoptd.kernels.forms import wide
 from autoptd.kernels.rows_triton import computed, programs, row_size
 
 Tensor = torch.Tensor
-HELD = 8192  # elements of a row that backward keeps in registers, beside its sums
+# Elements of a row that backward keeps in registers, beside its sums.
+HELD = 8192
 
 
 def rms_norm_forward(
@@ -113,7 +117,8 @@ def _norm_backward(
     count = programs(rows, size["num_warps"], total.device)
     weight = weights[0]
     present = [one for one in weights if one is not None]
-    sums = factor.new_empty((len(present), count, width))  # every program writes its own
+    # Every program writes its own sums.
+    sums = factor.new_empty((len(present), count, width))
     if total.numel():
         _backward[(count,)](
             grad,
@@ -219,7 +224,8 @@ def _backward(
         row = tl.program_id(0).to(tl.int64) + step * count
         inside = column < tl.where(row < rows, width, 0)
         at = row * width + column
-        known = tl.minimum(row, rows - 1)  # behind the last row everything is 0
+        # A lane behind the last row reads the last one, and counts 0.
+        known = tl.minimum(row, rows - 1)
         r = tl.load(factor + known)
         middle = tl.load(mean + known)
         # Two policies, or the compiler would make one load of the two.

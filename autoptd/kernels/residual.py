@@ -1,7 +1,8 @@
 """The end of a block as one operator: residual + dropout(x + bias), in one buffer.
 
-In: what the block's last linear layer gives, its bias if it was held back, the residual, and the places of the dropout's mask
-(see `dropout.py`). Kept for backward: nothing; the gradients are the one that comes, that one masked, and its sum over rows.
+In: what the block's last linear layer gives, its bias if it was held back, the residual, and the places of
+the dropout's mask (see `dropout.py`). Kept for backward: nothing; the gradients are the one that comes, that
+one masked, and its sum over rows.
 
     x = bias_dropout_add(F.linear(h, w_proj), b_proj, x, rate=0.1, places=Places(*keys(seed, step, site)))
 """
@@ -33,8 +34,8 @@ def bias_dropout_add(
 ) -> Tensor:
     """Return residual + drop(x + bias, rate, places), of x [..., h] and bias [h].
 
-    `size` is [before, rows, after], as which the mask sees x; by default its rows are its first dim. Without places, or at a
-    rate of 0, nothing is dropped.
+    `size` is [before, rows, after], as which the mask sees x; by default its rows are its first dim. Without
+    places, or at a rate of 0, nothing is dropped.
     """
     if places is None or rate == 0.0:
         rate, places = 0.0, None
@@ -57,7 +58,7 @@ def bias_dropout_add_plain(
     places: Places | None = None,
     size: Size | None = None,
 ) -> Tensor:
-    """`bias_dropout_add` as models spell it; only the mask is ours."""
+    """Compute `bias_dropout_add` as models spell it; only the mask is ours."""
     x = x if bias is None else x + bias
     if places is not None and rate:
         ones = torch.ones(size or (1, x.shape[0], x[0].numel()), dtype=x.dtype, device=x.device)

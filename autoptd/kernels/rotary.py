@@ -1,7 +1,8 @@
 """Rotary position embedding as one operator: x * cos + rotate(x) * sin, in one buffer.
 
-In: x [..., k], cos and sin that broadcast to [..., r] with r <= k; what lies beyond r passes through. Rotated are pairs
-(a, b) -> (-b, a): of the two halves of r, or of neighbours (`interleaved`). Kept for backward: cos and sin only.
+In: x [..., k], cos and sin that broadcast to [..., r] with r <= k; what lies beyond r passes through. Rotated
+are pairs (a, b) -> (-b, a): of the two halves of r, or of neighbours (`interleaved`). Kept for backward: cos
+and sin only.
 
     q = rotary(q, cos, sin)    # q [b, heads, s, k], cos and sin [b, 1, s, k]
 """
@@ -32,7 +33,7 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, ba
 
 
 def rotary_plain(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
-    """`rotary` as models spell it."""
+    """Compute `rotary` as models spell it."""
     turned, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
     a, b = pairs(turned, interleaved)
     rotated = torch.stack((-b, a), -1).flatten(-2) if interleaved else torch.cat((-b, a), -1)

@@ -12,15 +12,18 @@ import triton.language as tl
 from autoptd.kernels.rows_triton import computed, four_dims
 
 Tensor = torch.Tensor
-ELEMENTS = 2048  # pairs of one program
-LARGE = 2**31 - 2 * ELEMENTS  # offsets that 32 bits hold, those behind the last row included
+# Pairs of elements that one program rotates.
+ELEMENTS = 2048
+# Larger offsets, those behind the last row included, do not fit in 32 bits.
+LARGE = 2**31 - 2 * ELEMENTS
 
 
 def turned(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype, is_back: bool, interleaved: bool) -> Tensor:
     """Rotate x forward or back, into a tensor of `dtype`: see `kernels.rotary`."""
     x = x if x.stride(-1) == 1 and x.ndim <= 4 else x.contiguous()
     out = torch.empty_like(x, dtype=dtype)
-    if out.stride(-1) != 1:  # of an expanded x its dims are in another order
+    # empty_like keeps the strides of an expanded x: its dims may be in another order.
+    if out.stride(-1) != 1:
         out = torch.empty(x.shape, dtype=dtype, device=x.device)
     width = cos.shape[-1]
     size = (*x.shape[:-1], width)
@@ -124,7 +127,9 @@ def _pairs(
     HEIGHT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Load the first and the second elements of the pairs: neighbours as they lie in memory, then taken apart."""
+    """Load the first and the second elements of the pairs: neighbours as they lie in memory, then taken
+    apart.
+    """
     if INTERLEAVED:
         lane = tl.arange(0, 2 * BLOCK)[None, :]
         both = tl.load(at + lane, mask=known & (lane < 2 * half), other=0.0).to(WIDE)

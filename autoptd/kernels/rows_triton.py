@@ -1,6 +1,8 @@
-"""What Triton kernels share: sizes, dtypes, rows as [a, b, q, k] with strides of their own, and divisions by few instructions.
+"""What Triton kernels share: sizes, dtypes, rows as [a, b, q, k] with strides of their own, and divisions by
+few instructions.
 
-No kernel is tuned while it runs: the tuner of Triton keeps what it is at in the kernel, which ranks that are threads share.
+No kernel is tuned while it runs: the tuner of Triton keeps what it is at in the kernel, which ranks that are
+threads share.
 
 Imported where Triton is at hand only.
 """
@@ -35,7 +37,8 @@ def four_dims(x: Tensor) -> Tensor:
 
 
 def programs(rows: int, warps: int, device: torch.device) -> int:
-    """Return how many programs share the rows where each sums up over its own: as many as give a multiprocessor 16 warps.
+    """Return how many programs share the rows where each sums up over its own: as many as give a
+    multiprocessor 16 warps.
 
     Each of them writes a row of sums: one for a few rows would cost more than these.
     """
@@ -45,13 +48,18 @@ def programs(rows: int, warps: int, device: torch.device) -> int:
 
 
 def passes(period: int, numbers: int, size: int) -> int:
-    """How often `size` numbers in a row, of `numbers`, pass a multiple of `period`: 0 never, 1 once at most, 2 more often."""
-    return 0 if period >= numbers else 1 if period >= size else 2
+    """Return how often `size` numbers in a row, of `numbers`, pass a multiple of `period`: 0 never, 1
+    once at most, 2 more.
+    """
+    if period >= numbers:
+        return 0
+    return 1 if period >= size else 2
 
 
 @triton.jit
 def divided(first, lane, period, TIMES: tl.constexpr):
-    """Quotient and remainder of first + lane by the period, of which TIMES multiples (see `passes`) are on the way.
+    """Quotient and remainder of first + lane by the period, of which TIMES multiples (see `passes`) are on
+    the way.
 
     Divided is the first number alone, where that is enough: a division takes 20 instructions and more.
     """

@@ -1,8 +1,10 @@
-"""The softmax of attention scores with their scale and mask: one operator instead of four (SC'21, section 4.2).
+"""The softmax of attention scores with their scale and mask: one operator instead of four (SC'21, section
+4.2).
 
-In: scores [..., q, k], a mask that broadcasts to them (bool: True where to attend; else added), or causal: query i attends to
-keys 0 to i. Out: `softmax(scores * scale + mask)` over the last dim. Kept for backward: the result; and with a bool mask one
-bool a row of it, for the rows that attend to nothing: they are NaN, with a gradient of zero, as in the plain form.
+In: scores [..., q, k], a mask that broadcasts to them (bool: True where to attend; else added), or causal:
+query i attends to keys 0 to i. Out: `softmax(scores * scale + mask)` over the last dim. Kept for backward:
+the result; and with a bool mask one bool a row of it, for the rows that attend to nothing: they are NaN, with
+a gradient of zero, as in the plain form.
 
     weights = masked_softmax(q @ k.transpose(-1, -2), scale=k.shape[-1] ** -0.5, causal=True)
 """
@@ -28,7 +30,10 @@ def masked_softmax(
     dtype: torch.dtype | None = None,
     backend: str = "eager",
 ) -> Tensor:
-    """Return softmax(scores * scale + mask) over the last dim; `dtype` is that of computation and result, as in torch."""
+    """Return softmax(scores * scale + mask) over the last dim.
+
+    `dtype` is that of computation and result, as in torch.
+    """
     needs_no_grad(mask, "mask", "masked_softmax")
     if mask is not None and torch.broadcast_shapes(scores.shape, mask.shape) != scores.shape:
         return masked_softmax_plain(scores, mask, scale=scale, causal=causal, dtype=dtype)
@@ -44,7 +49,7 @@ def masked_softmax_plain(
     causal: bool = False,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """`masked_softmax` as models spell it."""
+    """Compute `masked_softmax` as models spell it."""
     scores = scores * scale
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask

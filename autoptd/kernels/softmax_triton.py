@@ -1,6 +1,7 @@
 """`kernels.softmax` in Triton: a row of scores is read once, and written once; so is one of its gradient.
 
-SC'21, section 4.2 has one kernel for a general mask and one for the causal one: these are two compilations of `_forward`.
+SC'21, section 4.2 has one kernel for a general mask and one for the causal one: these are two compilations of
+`_forward`.
 
 Imported where Triton is at hand only.
 """
@@ -84,7 +85,8 @@ def _forward(
     key = tl.arange(0, BLOCK)
     inside = key < keys
     x = tl.load(scores + row * keys + key, mask=inside, other=0.0)
-    x = (x.to(WIDE) * SCALE).to(x.dtype).to(WIDE)  # rounded as the plain form rounds
+    # Rounded as the plain form rounds.
+    x = (x.to(WIDE) * SCALE).to(x.dtype).to(WIDE)
     # After the scale, which may be negative.
     x = tl.where(inside, x, -float("inf"))
     if HAS_MASK:

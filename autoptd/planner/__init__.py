@@ -1,1 +1,3 @@
-"""The planner: how long a step takes and what it holds, from a description of the model and of the cluster alone."""
+"""The planner: how long a step takes and what it holds, from a description of the model and of the cluster
+alone.
+"""

@@ -1,7 +1,7 @@
 """What would fit where nothing does: the same question with one thing changed, until one change helps.
 
-In: a request for which the search found nothing. Out: the fact and the remedy of a PlanError. Every remedy was searched for: it
-is named with the plan that would be found.
+In: a request for which the search found nothing. Out: the fact and the remedy of a PlanError. Every remedy
+was searched for: it is named with the plan that would be found.
 """
 
 from __future__ import annotations
@@ -14,36 +14,44 @@ from autoptd.planner.request import Request
 from autoptd.planner.search import Found, search
 from autoptd.planner.setting import RECOMPUTE
 
-DOUBLINGS = 10  # of the GPUs that are tried
-DEGREE_NAMES = {"b": "microbatch", **{name: name for name in "tpdcv"}}  # of columns, as keywords
-NEAR = 64  # how many smaller numbers of GPUs are tried, where the number itself is what does not do
+# How often the number of GPUs is doubled, to find one on which something fits.
+MAX_DOUBLINGS = 10
+# Column of the search -> keyword of `plan`.
+DEGREE_NAMES = {"b": "microbatch", **{name: name for name in "tpdcv"}}
+# How many smaller numbers of GPUs are tried, where the number itself is the obstacle.
+MAX_FEWER_GPUS = 64
 
 
 def what_would_fit(request: Request, found: Found) -> tuple[str, str]:
-    """Fact and remedy: what is too large, and each single change that makes something fit."""
+    """Return fact and remedy: what is too large, and each single change that makes something fit."""
     where = f"{counted(request.gpus)} of {request.cluster.name}"
     capacity = request.memory_bytes / 1e9
-    if found.least_memory_cell:
-        degrees = " ".join(f"{name}={found.least_memory_cell[name]}" for name in ("t", "p", "d", "b"))
-        fact = f"nothing fits on {where}: the smallest, {degrees}, needs {found.least_memory / 1e9:,.1f} of {capacity:,.0f} GB"
+    if found.least_memory_config:
+        degrees = " ".join(f"{name}={found.least_memory_config[name]}" for name in ("t", "p", "d", "b"))
+        needed = f"{found.least_memory / 1e9:,.1f} of {capacity:,.0f} GB"
+        fact = f"nothing fits on {where}: the smallest, {degrees}, needs {needed}"
     else:
         reasons = ", ".join(f"{reason} ({count:,} times)" for reason, count in found.rejected.items())
-        fact = f"there is no such plan on {where}: {reasons or 'no degrees suit what was asked for'}"
+        fact = f"there is no such plan on {where}: {reasons or 'no degrees meet the constraints'}"
     helps = [f"{text}{_finds(changed)}" for text, changed in _changes(request) if _fits(changed)]
     more = more_gpus(lambda count: _fits(request.but(gpus=count)), request.gpus)
     if more:
         helps.append(more)
-    if len(helps) == bool(more):  # nothing but more GPUs helps
+    # No single change of the request helps: all that saves memory at once may.
+    if len(helps) == bool(more):
         helps += _everything(request, more)
     if not helps:
-        counts = range(request.gpus - 1, max(request.gpus - NEAR, 0), -1)
-        less = next((count for count in counts if _fits(request.but(gpus=count))), 0)
-        helps = [counted(less) if less else "a smaller model, or fewer wishes"]
+        counts = range(request.gpus - 1, max(request.gpus - MAX_FEWER_GPUS, 0), -1)
+        fewer = next((count for count in counts if _fits(request.but(gpus=count))), 0)
+        helps = [counted(fewer) if fewer else "a smaller model, or fewer constraints"]
     return fact, "; or ".join(helps)
 
 
 def _everything(request: Request, more: str) -> list[str]:
-    """The first of `_savings` that fits, or that does on fewer GPUs than `more`, as a list of one; else none."""
+    """Return the first of `_savings` that fits, or that fits on fewer GPUs than `more`, as a list of one.
+
+    Else none.
+    """
     savings = list(_savings(request))
     for text, changed in savings:
         if _fits(changed):
@@ -56,7 +64,9 @@ def _everything(request: Request, more: str) -> list[str]:
 
 
 def _savings(request: Request) -> Iterator[tuple[str, Request]]:
-    """All that saves memory at once: the degrees as asked for, then with sequence parallelism, then with no degree fixed."""
+    """Yield all that saves memory at once: first the degrees as requested, then with sequence
+    parallelism, then no degree fixed.
+    """
     names = ["recompute='full'", "zero=3"]
     changed = request.but(recompute=("full",), zero=(3,))
     if request.precision == "fp32":
@@ -74,7 +84,7 @@ def _savings(request: Request) -> Iterator[tuple[str, Request]]:
 
 
 def _changes(request: Request) -> Iterator[tuple[str, Request]]:
-    """The question with one thing changed, and how to ask it so."""
+    """Yield the request with one thing changed, and how to ask for it."""
     for column, values in request.pinned.items():
         free = {key: value for key, value in request.pinned.items() if key != column}
         yield f"another {DEGREE_NAMES[column]} than {_listed(values)}", request.but(pinned=free)
@@ -91,14 +101,16 @@ def _changes(request: Request) -> Iterator[tuple[str, Request]]:
 
 
 def more_gpus(fits: Callable[[int], bool], gpus: int) -> str:
-    """`2048 GPUs`: the first doubling at which something fits; "" where none of `DOUBLINGS` does."""
-    counts = (gpus * 2**k for k in range(1, DOUBLINGS + 1))
+    """Return the first doubling at which something fits (`2048 GPUs`), "" where none of `MAX_DOUBLINGS`
+    does.
+    """
+    counts = (gpus * 2**k for k in range(1, MAX_DOUBLINGS + 1))
     enough = next((count for count in counts if fits(count)), None)
     return counted(enough) if enough else ""
 
 
 def counted(gpus: int) -> str:
-    """`1 GPU`, `8 GPUs`."""
+    """Return `1 GPU`, `8 GPUs`."""
     return f"{gpus} GPU{'s' * (gpus != 1)}"
 
 
@@ -107,7 +119,7 @@ def _fits(request: Request) -> bool:
 
 
 def _finds(request: Request) -> str:
-    """` (t=8 p=16 d=1)`: the plan that would be found."""
+    """Return the plan that would be found: ` (t=8 p=16 d=1)`."""
     columns = search(DefaultModel(request), 1, request.only).columns
     return f" ({' '.join(f'{name}={int(columns[name][0])}' for name in ('t', 'p', 'd', 'b'))})"
 
@@ -117,7 +129,7 @@ def _mark(keyword: str) -> str:
 
 
 def _joined(words: list[str]) -> str:
-    """`a, b and c`."""
+    """Join words: `a, b and c`."""
     return f"{', '.join(words[:-1])} and {words[-1]}" if len(words) > 1 else words[0]
 
 

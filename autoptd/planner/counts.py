@@ -1,15 +1,17 @@
-"""What one rank does for one microbatch, counted from a shape: products, bytes moved, bytes kept, collectives.
+"""What one rank does for one microbatch, counted from a shape: products, bytes moved, bytes kept,
+collectives.
 
-In: a shape and sizes. Out: `Operator`s. All sizes may be numbers or numpy arrays of candidates. Symbols: b microbatch rows, s
-the sequence, h hidden, a heads, f the MLP's inner width, V vocabulary, t and c degrees, e bytes of an element. A rank sees
-n = b * s / c tokens; between the split products, where values are whole over tp, it works on n / r of them: r is t with
-sequence parallelism, else 1.
+In: a shape and sizes. Out: `Operator`s. All sizes may be numbers or numpy arrays of candidates. Symbols: b
+microbatch rows, s the sequence, h hidden, a heads, f the MLP's inner width, V vocabulary, t and c degrees, e
+bytes of an element. A rank sees n = b * s / c tokens; between the split products, where values are whole over
+tp, it works on n / r of them: r is t with sequence parallelism, else 1.
 
-FLOPs are two per multiply-add, of products only; attention counts both of its products in full. That is SC'21's count.
+FLOPs are two per multiply-add, of products only; attention counts both of its products in full. That is
+SC'21's count.
 
     layer = layer_operators(shape, Sizes(b=1, t=8, c=1, r=1, e=2), attention="unfused")
-    sum(one.forward_flops for one in layer)      # (24 b s h^2 + 4 b s^2 h) / 8 for a GPT
-    sum(one.saved for one in layer)              # s b h (10 + 24/t + 5 a s / (h t)): Korthikanti et al. 2022, equation 2
+    sum(op.forward_flops for op in layer)        # (24 b s h^2 + 4 b s^2 h) / 8 for a GPT
+    sum(op.saved for op in layer)                # s b h (10 + 24/t + 5 a s / (h t)): Korthikanti et al. 2022, equation 2
 """
 
 from __future__ import annotations
@@ -23,8 +25,10 @@ from autoptd.planner.layout import vocab_rows
 from autoptd.planner.setting import full_share
 from autoptd.planner.shape import Shape
 
-Number = Any  # a number, or an array of them
-CORE = "core"  # of attention: what selective recomputation computes again (Korthikanti et al. 2022, section 5)
+# A number, or a numpy array with one for each candidate.
+Number = Any
+# The core of attention: selective recomputation computes it again (Korthikanti et al. 2022, section 5).
+CORE = "core"
 
 
 @dataclass(frozen=True)
@@ -42,9 +46,10 @@ class Sizes:
 class Operator:
     """Forward and backward of one operator on one rank, for one microbatch.
 
-    `product` is (batch, m, n, k) of a matrix product, with `has_weight` where one factor is a weight. `fused` is (forward
-    FLOPs, backward FLOPs) of fused attention. `moved` are the bytes that an operator without product moves, `back`
-    those of its backward. `saved` are bytes that backward keeps. `part` is CORE for what selective recomputation repeats.
+    `product` is (batch, m, n, k) of a matrix product, with `has_weight` where one factor is a weight. `fused`
+    is (forward FLOPs, backward FLOPs) of fused attention. `moved` are the bytes that an operator without
+    product moves, `back` those of its backward. `saved` are bytes that backward keeps. `part` is CORE for
+    what selective recomputation repeats.
     """
 
     name: str
@@ -71,17 +76,19 @@ class Operator:
 
 
 def layer_operators(shape: Shape, sizes: Sizes, attention: str) -> list[Operator]:
-    """One transformer layer, in order; `attention` is "unfused" (scores in memory) or "flash"."""
+    """Return one transformer layer, in order; `attention` is "unfused" (scores in memory) or "flash"."""
     return [*attention_operators(shape, sizes, attention), *mlp_operators(shape, sizes)]
 
 
 def attention_operators(shape: Shape, sizes: Sizes, attention: str) -> list[Operator]:
-    """Norm, QKV, the core, the projection, and the residual addition."""
+    """Return norm, QKV, the core, the projection, and the residual addition."""
     s, t, e, h = shape.seq, sizes.t, sizes.e, shape.hidden
     n = sizes.b * s / sizes.c
     q, kv = shape.query_width / t, kv_width(shape, t)
     core = unfused_core(shape, sizes) if attention == "unfused" else flash_core(shape, sizes)
-    rotate = [] if shape.positions else [Operator("rotary", moved=2 * e * n * (q + kv), back=2 * e * n * (q + kv))]
+    # Queries and keys are read and written once, forward and backward.
+    rotated = 2 * e * n * (q + kv)
+    rotate = [] if shape.positions else [Operator("rotary", moved=rotated, back=rotated)]
     return [
         norm(shape, sizes, "attention norm"),
         Operator("qkv", (1, n, q + 2 * kv, h), has_weight=True, saved=e * n * (h / sizes.r + q + 2 * kv)),
@@ -93,12 +100,17 @@ def attention_operators(shape: Shape, sizes: Sizes, attention: str) -> list[Oper
 
 
 def kv_width(shape: Shape, t: Number) -> Number:
-    """Elements of all keys of a token on one of t tensor ranks; several ranks share a head where there are fewer than ranks."""
+    """Return the elements of a token's keys on one of t tensor ranks.
+
+    Where heads are fewer than ranks, several ranks share one.
+    """
     return shape.kv_width / np.minimum(t, shape.kv_heads)
 
 
 def unfused_core(shape: Shape, sizes: Sizes) -> list[Operator]:
-    """Scores, a fused scale-mask-softmax, dropout, and the product with V, each through memory (SC'21, section 4.2)."""
+    """Return scores, a fused scale-mask-softmax, dropout, and the product with V, each through memory
+    (SC'21, section 4.2).
+    """
     s, t, e = shape.seq, sizes.t, sizes.e
     rows = s / sizes.c
     heads, width = sizes.b * shape.heads / t, shape.head_dim
@@ -115,9 +127,12 @@ def unfused_core(shape: Shape, sizes: Sizes) -> list[Operator]:
 
 
 def flash_core(shape: Shape, sizes: Sizes) -> list[Operator]:
-    """One kernel that never writes the scores; its backward computes them again: five products for two.
+    """Return one kernel that never writes the scores.
 
-    It keeps a float32 per row and head; Q, K and V are kept as what QKV made, the output as what the projection reads.
+    Its backward computes them again: five products for two.
+
+    It keeps a float32 per row and head; Q, K and V are kept as what QKV made, the output as what the
+    projection reads.
     """
     s, t, e = shape.seq, sizes.t, sizes.e
     n = sizes.b * s / sizes.c
@@ -130,7 +145,9 @@ def flash_core(shape: Shape, sizes: Sizes) -> list[Operator]:
 
 
 def mlp_operators(shape: Shape, sizes: Sizes) -> list[Operator]:
-    """Norm, the matrices up, the activation (with its gate), the matrix down, and the residual addition."""
+    """Return norm, the matrices up, the activation (with its gate), the matrix down, and the residual
+    addition.
+    """
     e, h, f = sizes.e, shape.hidden, shape.ffn / sizes.t
     n = sizes.b * shape.seq / sizes.c
     ups = shape.mlp_matrices - 1
@@ -144,23 +161,32 @@ def mlp_operators(shape: Shape, sizes: Sizes) -> list[Operator]:
 
 
 def norm(shape: Shape, sizes: Sizes, name: str) -> Operator:
-    """A norm reads and writes its value; its backward reads the value and a gradient and writes one."""
+    """Count a norm: it reads and writes its value.
+
+    Its backward reads the value and a gradient and writes one.
+    """
     nbytes = sizes.e * sizes.b * shape.seq / sizes.c * shape.hidden / sizes.r
     return Operator(name, moved=2 * nbytes, back=3 * nbytes, saved=nbytes)
 
 
 def branch(shape: Shape, sizes: Sizes, name: str) -> Operator:
-    """Bias, dropout (its mask is a byte an element) and residual in one kernel; backward adds the branches' gradients."""
+    """Count bias, dropout (its mask is a byte an element) and residual in one kernel.
+
+    Backward adds the branches' gradients.
+    """
     elements = sizes.b * shape.seq / sizes.c * shape.hidden / sizes.r
     mask = elements if shape.dropout else 0
-    e = sizes.e
-    return Operator(
-        name, moved=3 * e * elements + mask, back=(5 if shape.dropout else 3) * e * elements + mask, saved=mask
-    )
+    moved = 3 * sizes.e * elements + mask
+    # Dropout's backward is a kernel of its own: it reads a gradient and writes one.
+    back = (5 if shape.dropout else 3) * sizes.e * elements + mask
+    return Operator(name, moved=moved, back=back, saved=mask)
 
 
 def embedding_operators(shape: Shape, sizes: Sizes) -> list[Operator]:
-    """The lookup, positions and dropout before the first layer. Backward adds to the table in place."""
+    """Return the lookup, positions and dropout before the first layer.
+
+    Backward adds to the table in place.
+    """
     elements = sizes.b * shape.seq / sizes.c * shape.hidden
     whole, part = sizes.e * elements, sizes.e * elements / sizes.r
     mask = elements / sizes.r if shape.dropout else 0
@@ -171,7 +197,9 @@ def embedding_operators(shape: Shape, sizes: Sizes) -> list[Operator]:
 
 
 def head_operators(shape: Shape, sizes: Sizes) -> list[Operator]:
-    """The last norm, the logits, and a cross-entropy in float32 (logits cast, exponentials, their gradient)."""
+    """Return the last norm, the logits, and a cross-entropy in float32 (logits cast, exponentials, their
+    gradient).
+    """
     n = sizes.b * shape.seq / sizes.c
     rows = vocab_rows(shape, sizes.t)
     logits = n * rows
@@ -179,21 +207,23 @@ def head_operators(shape: Shape, sizes: Sizes) -> list[Operator]:
     return [
         norm(shape, sizes, "last norm"),
         Operator("logits", (1, n, rows, shape.hidden), has_weight=True, saved=e * n * shape.hidden / sizes.r),
+        # Forward: read, cast to float32, exponentials read and written. Kept: the float32 logits.
         Operator("cross-entropy", moved=(e + 4 + 4 + 8) * logits, back=(4 + e) * logits, saved=4 * logits),
     ]
 
 
 def model_flops(shape: Shape, rows: Number, recompute: str = "none") -> Number:
-    """FLOPs of a step of `rows` sequences on all ranks: of the model alone, or with what `recompute` computes again.
+    """Count the FLOPs of a step of `rows` sequences on all ranks: of the model alone, or with what
+    `recompute` computes again.
 
     For a GPT "none" is 72 B s L h^2 (1 + s/(6h) + V/(12 L h)), and "full" is SC'21's equation 3.
     """
     sizes = Sizes(b=rows)
     layer = layer_operators(shape, sizes, "unfused")
-    forward = sum(one.forward_flops for one in layer)
-    core = sum(one.forward_flops for one in layer if one.part == CORE)
+    forward = sum(operator.forward_flops for operator in layer)
+    core = sum(operator.forward_flops for operator in layer if operator.part == CORE)
     again = core if recompute == "selective" else full_share(recompute) * forward
-    head = sum(one.forward_flops for one in head_operators(shape, sizes))
+    head = sum(operator.forward_flops for operator in head_operators(shape, sizes))
     return shape.layers * (3 * forward + again) + 3 * head
 
 

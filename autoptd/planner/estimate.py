@@ -1,7 +1,10 @@
-"""The closed form: step time and memory of many candidates at once, for a search. In the same terms as `predict.py`.
+"""The closed form: step time and memory of many candidates at once, for a search.
 
-In: a shape, a cluster, a `Setting` whose degrees are arrays. Out: an `Estimate` of arrays. It differs from `predict` in the
-pipeline only: no schedule is run, but its length is written down for stages that are equal but for their ends.
+In the same terms as `predict.py`.
+
+In: a shape, a cluster, a `Setting` whose degrees are arrays. Out: an `Estimate` of arrays. It differs from
+`predict` in the pipeline only: no schedule is run, but its length is written down for stages that are equal
+but for their ends.
 
 - 1F1B and GPipe: (m - 1) * (longest stage) + one microbatch through all stages and back. 1F1B has p of them in flight: where
   messages take time beside computation, each round of p may wait for the first one's way there and back.
@@ -10,8 +13,8 @@ pipeline only: no schedule is run, but its length is written down for stages tha
 - zero bubble: zb_h1 idles (p - 1) * (F + B - W), zb_2p (p - 1) * (F + B - 2 W) (Qi et al. 2023, table 2), F, B and W being a
   stage's; zbv not at all, which is a lower bound: it waits where F, B and W differ, every microbatch anew.
 
-    found = estimate(shape, cluster, Setting(t=np.array([8, 8]), p=np.array([12, 24]), d=np.array([4, 2]), batch=1536))
-    found.step_seconds
+    found = estimate(shape, cluster, Setting(t=np.array([8, 8]), p=np.array([12, 24]), d=np.array([4, 2]),
+    batch=1536)) found.step_seconds
 """
 
 from __future__ import annotations
@@ -32,12 +35,15 @@ from autoptd.planner.shape import Shape, find_shape
 from autoptd.planner.terms import Terms, count_terms
 
 Number = Any
-HIDDEN = {"zb_h1": 2, "zb_2p": 3}  # weight gradients that each rank in front has in the place of idle time
+# How many weight gradients each earlier rank computes instead of idling (Qi et al. 2023, table 2).
+HIDDEN = {"zb_h1": 2, "zb_2p": 3}
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Arrays with an entry for each candidate: seconds of a step, their parts as in `Prediction`, bytes of the fullest rank."""
+    """Arrays with an entry per candidate: seconds of a step, their parts as in `Prediction`, bytes of the
+    fullest rank.
+    """
 
     step_seconds: Number
     breakdown: dict[str, Number]
@@ -51,7 +57,10 @@ def estimate(
     setting: Setting,
     software: Software | str | None = None,
 ) -> Estimate:
-    """Estimate all candidates of `setting`. It is not checked: degrees must divide, as `setting.checked` asks of one."""
+    """Estimate all candidates of `setting`.
+
+    Degrees must divide: this is not checked here (`setting.checked` does for one).
+    """
     shape, cluster = find_shape(shape), find_cluster(cluster).with_software(software)
     terms = count_terms(shape, cluster, setting)
     parts = _seconds(shape, cluster, setting, terms)
@@ -70,10 +79,15 @@ class _Layers:
 
 
 def _layers(shape: Shape, setting: Setting) -> _Layers:
-    """Of `split_layers`: what is left over goes to stages 1, 2, ..., then 0, if the head weighs more than the embedding."""
-    p, stages = np.asarray(setting.p), np.asarray(setting.p) * setting.v
+    """Return the closed form of `split_layers`.
+
+    Layers that are left over go to stages 1, 2, ..., then 0, as the head weighs more than the embedding.
+    """
+    p = np.asarray(setting.p)
+    stages = p * setting.v
     base, more = shape.layers // stages * setting.v, shape.layers % stages
-    first, last = more // p + (more == stages - 1) * (more > 0), (np.minimum(more, stages - 2) + 1) // p
+    first = more // p + (more == stages - 1) * (more > 0)
+    last = (np.minimum(more, stages - 2) + 1) // p
     return _Layers(base + first, base + np.ceil(more / p), base + last)
 
 
@@ -81,13 +95,18 @@ def _seconds(shape: Shape, cluster: Cluster, setting: Setting, terms: Terms) -> 
     p, v, m = np.asarray(setting.p), np.asarray(setting.v), setting.num_microbatches
     layers, layer, first, last = _layers(shape, setting), terms.layer, terms.embedding, terms.head
     overlap, in_node = cluster.software.pp_overlap, setting.local("pp", cluster.gpus_per_node)
-    wait = (1 - overlap) * np.where(p > 1, np.where(in_node >= p, terms.link_local, terms.link_remote), 0.0)
-    hops, remote = p - 1 + (v > 1), np.ceil(p / in_node) - 1 + (v > 1) * (p > in_node)
+    link = np.where(in_node >= p, terms.link_local, terms.link_remote)
+    wait = (1 - overlap) * np.where(p > 1, link, 0.0)
+    # With several chunks a value also goes from the last rank back to the first.
+    hops = p - 1 + (v > 1)
+    remote = np.ceil(p / in_node) - 1 + (v > 1) * (p > in_node)
     mean_link = (remote * terms.link_remote + (hops - remote) * terms.link_local) / np.maximum(hops, 1)
 
     front, middle = layers.first * layer.whole + first.whole, layers.middle * layer.whole
     back = layers.last * layer.whole + last.whole
+    # A rank with both ends: the only one, or the first of a zbv.
     both, has_both = front + last.whole, _has_both_ends(setting)
+    # The terms are those of the busiest rank: the first, the last or one between.
     busiest = np.where(has_both, np.maximum(both, middle), np.maximum(np.maximum(front, back), middle))
     has_last = np.where(has_both, busiest == both, busiest == back)
     has_first = np.where(has_both, busiest == both, (busiest == front) & ~has_last)
@@ -109,9 +128,10 @@ def _seconds(shape: Shape, cluster: Cluster, setting: Setting, terms: Terms) -> 
 
 
 def _bubble(shape: Shape, setting: Setting, terms: Terms, busiest: Number, wait: Number, link: Number) -> Number:
-    """Seconds that the busiest rank is idle."""
+    """Return the seconds that the busiest rank is idle."""
     p, v, m = np.asarray(setting.p), np.asarray(setting.v), setting.num_microbatches
     name = setting.schedule_name
+    # One microbatch through all stages and back.
     through = shape.layers * terms.layer.whole + terms.embedding.whole + terms.head.whole
     messages = (p - 1) * (2 * wait + 2 * link)
     idle_1f1b = through - busiest + messages
@@ -122,21 +142,25 @@ def _bubble(shape: Shape, setting: Setting, terms: Terms, busiest: Number, wait:
     if name in HIDDEN:
         weights = HIDDEN[name] * WEIGHT_SHARE * shape.layers / p * terms.layer.backward
         return np.where(p > 1, np.maximum(idle_1f1b - messages - (p - 1) * weights, 0.0) + messages, 0.0)
-    if name in ("1f1b", "interleaved"):  # among candidates with several chunks are some with one
+    # `name` is one for all candidates: among those with several chunks are some with one, which run 1F1B.
+    if name in ("1f1b", "interleaved"):
         around = through - p * busiest + 2 * (p - 1) * link
-        hop = 2 * link + shape.layers / p * terms.layer.whole - busiest  # the rest of the last round goes less far
+        # Microbatches of a last, shorter round go around less far.
+        hop = 2 * link + shape.layers / p * terms.layer.whole - busiest
         rest = np.maximum((m - 1) % p - 1, 0) * np.maximum(hop, 0.0)
         idle_1f1b = idle_1f1b + (m - 1) // p * np.maximum(around, 0.0) + rest
     return np.where(p > 1, np.where(v > 1, idle_chunks, idle_1f1b), 0.0)
 
 
 def _has_both_ends(setting: Setting) -> Number:
-    """Whether the first pipeline rank has the head too: alone, or in a zbv."""
+    """Tell whether the first pipeline rank has the head too: it is alone, or in a zbv."""
     return (np.asarray(setting.p) == 1) | (setting.schedule_name == "zbv")
 
 
 def _groups(setting: Setting) -> tuple[Number, Number]:
-    """Microbatches of the first and of the last group that goes through the chunks together (orders.py)."""
+    """Return the microbatches of the first and of the last group that goes through the chunks together
+    (orders.py).
+    """
     p, m = np.asarray(setting.p), np.asarray(setting.num_microbatches)
     if setting.schedule_name == "looped_bfs":
         return m, m
@@ -145,17 +169,20 @@ def _groups(setting: Setting) -> tuple[Number, Number]:
 
 
 def _laps(shape: Shape, setting: Setting, terms: Terms, wait: Number, link: Number) -> Number:
-    """Seconds that a rank waits from chunk to chunk: a group's first microbatch comes back after p ranks.
+    """Return the seconds that a rank waits from chunk to chunk: a group's first microbatch comes back
+    after p ranks.
 
-    It waits so for the first group's forwards and for the last one's backwards; the others run one beside the other.
+    It waits so for the first group's forwards and for the last one's backwards; the others run one beside the
+    other.
     """
     p, v = np.asarray(setting.p), np.asarray(setting.v)
     first, last = _groups(setting)
     layers = shape.layers / (p * v)
-    forward, backward = (layers * one + wait for one in (terms.layer.whole_forward, terms.layer.whole_backward))
-    late = np.maximum(p * (forward + link) - first * forward, 0.0) + np.maximum(
-        p * (backward + link) - last * backward, 0.0
-    )
+    forward = layers * terms.layer.whole_forward + wait
+    backward = layers * terms.layer.whole_backward + wait
+    late_forward = np.maximum(p * (forward + link) - first * forward, 0.0)
+    late_backward = np.maximum(p * (backward + link) - last * backward, 0.0)
+    late = late_forward + late_backward
     return (v - 1) * late
 
 
@@ -163,23 +190,28 @@ def _once(shape: Shape, cluster: Cluster, setting: Setting, terms: Terms, microb
     held = _parameters(shape, setting)
     parameters = np.maximum(held.first, np.where(np.asarray(setting.p) == 1, 0, np.maximum(held.last, held.middle)))
     reduce = terms.reduce(parameters)
+    # Gradients may be summed beside the last microbatch; with chunks, beside the last group.
     window = microbatch * np.where(np.asarray(setting.v) > 1, np.minimum(setting.p, setting.num_microbatches), 1)
     hidden = np.minimum(cluster.software.dp_overlap * reduce, window)
     return {"dp_comm": reduce - hidden + terms.tie, "optimizer": terms.optimizer(parameters)}
 
 
 def _parameters(shape: Shape, setting: Setting) -> _Layers:
-    """Parameters on the same three ranks."""
+    """Return the parameters of the same three ranks."""
     t, layers = setting.t, _layers(shape, setting)
-    (embedding, head), one = end_parameters(shape, t), layer_parameters(shape, t)
+    embedding, head = end_parameters(shape, t)
+    layer = layer_parameters(shape, t)
     tied = vocab_rows(shape, t) * shape.hidden if shape.tied else 0
+    # A rank with both ends holds a tied matrix once.
     both = _has_both_ends(setting)
     front, back = np.where(both, embedding + head - tied, embedding), np.where(both, 0.0, head)
-    return _Layers(layers.first * one + front, layers.middle * one, layers.last * one + back)
+    return _Layers(layers.first * layer + front, layers.middle * layer, layers.last * layer + back)
 
 
 def fullest_bytes(shape: Shape, cluster: Cluster, setting: Setting) -> Number:
-    """Of the fullest rank: the first, which has most in flight, the second, or the last, which has the logits."""
+    """Return the bytes of the fullest rank: the first, which has most in flight, the second, or the last,
+    which has the logits.
+    """
     state, kept = state_bytes(setting, cluster.software), count_activations(shape, cluster, setting)
     p, v = np.asarray(setting.p), np.asarray(setting.v)
     layers, held = _layers(shape, setting), _parameters(shape, setting)
@@ -191,15 +223,15 @@ def fullest_bytes(shape: Shape, cluster: Cluster, setting: Setting) -> Number:
     last = held.last * each + live["last"] * layers.last * kept.layer
     heads, is_v = np.ceil(live["last"]) * kept.head + at_end, setting.schedule_name == "zbv"
     alone = first + np.where(is_v, 1, np.ceil(live["first"])) * kept.head + at_end
-    one = np.where(_has_both_ends(setting), alone, first + moment)
+    front = np.where(_has_both_ends(setting), alone, first + moment)
     others = np.maximum(np.where(p > 2, middle, 0.0), last + (moment if is_v else heads))
-    tensors = np.where(p == 1, one, np.maximum(one, others))
+    tensors = np.where(p == 1, front, np.maximum(front, others))
     software = cluster.software
     return (tensors + fetched_bytes(shape, setting, software)) * (1 + software.slack) + software.context_bytes
 
 
 def _live(setting: Setting, rank: Number) -> Number:
-    """(chunk, microbatch) pairs in flight on a pipeline rank at most (orders.py)."""
+    """Return how many (chunk, microbatch) pairs a pipeline rank has in flight at most (orders.py)."""
     p, v, m = np.asarray(setting.p), np.asarray(setting.v), setting.num_microbatches
     plain = {
         "gpipe": m,

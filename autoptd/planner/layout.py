@@ -1,6 +1,7 @@
 """Which stage has how many layers, and how many parameters that is.
 
-In: a shape, p * v stages, the seconds of a layer and of both ends. Out: layers per stage; parameters per rank.
+In: a shape, p * v stages, the seconds of a layer and of both ends. Out: layers per stage; parameters per
+rank.
 
     split_layers(106, 12, first=1.0, last=1.0, layer=1.0)      # [8, 9, 9, 9, 9, 9, 9, 9, 9, 9, 9, 8]
 """
@@ -19,13 +20,17 @@ Number = Any
 
 
 def split_layers(layers: int, stages: int, first: float, last: float, layer: float) -> list[int]:
-    """Layers of each stage: equal where they divide, as published systems demand; else what is left over goes one by one to the
-    stage that is shortest then, `first` and `last` being the seconds of the ends beside their layers."""
+    """Return the layers of each stage: equal where they divide, as published systems demand.
+
+    Else each layer that is left over goes to the stage that is shortest then; `first` and `last` are the
+    seconds of the ends beside their layers.
+    """
     counts = [layers // stages] * stages
     if layers % stages:
         loads = [(count * layer, stage) for stage, count in enumerate(counts)]
         loads[0] = (loads[0][0] + first, 0)
         loads[-1] = (loads[-1][0] + last, stages - 1)
+        # Greedy is optimal here: all layers take the same time.
         heapq.heapify(loads)
         for _ in range(layers % stages):
             load, stage = heapq.heappop(loads)
@@ -35,14 +40,20 @@ def split_layers(layers: int, stages: int, first: float, last: float, layer: flo
 
 
 def layer_parameters(shape: Shape, t: Number) -> Number:
-    """Parameters of a layer on one of t tensor ranks, some of which share key and value heads where these are fewer."""
+    """Count the parameters of a layer on one of t tensor ranks.
+
+    Where key and value heads are fewer, ranks share them.
+    """
     keys_and_values = 2 * shape.kv_width * (shape.hidden + (1 if shape.biases else 0))
     others = shape.layer_matrices + shape.layer_split_biases - keys_and_values
     return others / t + keys_and_values / np.minimum(t, shape.kv_heads) + shape.layer_whole
 
 
 def vocab_rows(shape: Shape, t: Number) -> Number:
-    """Rows of the embedding on one of t tensor ranks; where t does not divide the vocabulary, the last holds padding."""
+    """Return the rows of the embedding on one of t tensor ranks.
+
+    Where t does not divide the vocabulary, the last holds padding.
+    """
     if isinstance(t, int):
         return shard_size(shape.vocab, t)
     each = -(-shape.vocab // t)
@@ -51,13 +62,18 @@ def vocab_rows(shape: Shape, t: Number) -> Number:
 
 
 def end_parameters(shape: Shape, t: Number) -> tuple[Number, Number]:
-    """Parameters of the embedding and of the head with the last norm on one of t tensor ranks, each a copy of its own."""
+    """Count the parameters of the embedding and of the head with the last norm on one tensor rank, a copy
+    each.
+    """
     matrix = vocab_rows(shape, t) * shape.hidden
     return matrix + (shape.seq * shape.hidden if shape.positions else 0), matrix + shape.norm_parameters
 
 
 def stage_parameters(shape: Shape, counts: list[int], t: int) -> list[float]:
-    """Parameters of each stage on one tensor rank. A tied matrix is there once where one stage has both ends."""
+    """Count the parameters of each stage on one tensor rank.
+
+    A stage with both ends has a tied matrix once.
+    """
     layer = layer_parameters(shape, t)
     embedding, head = end_parameters(shape, t)
     found = [count * layer for count in counts]

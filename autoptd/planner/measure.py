@@ -1,14 +1,15 @@
 """Measure this machine, and write what a cluster file says of it: products, memory, collectives and messages.
 
-In: how many ranks of one node to measure with. Out: a record as `cluster.read_cluster` takes it, or a TOML file. GPUs are
-measured with bf16 products and NCCL, CPUs with float32, one thread a rank, and gloo. It takes half a minute.
+In: how many ranks of one node to measure with. Out: a record as `cluster.read_cluster` takes it, or a TOML
+file. GPUs are measured with bf16 products and NCCL, CPUs with float32, one thread a rank, and gloo. It takes
+half a minute.
 
     autoptd measure mine.toml --ranks 2
     autoptd.predict(shape, "mine.toml", ...)
 
-What is fitted: seconds of a product are `2 m n k (1 + ramp / k) / rate`, of a collective `hops * latency + bytes on the wire /
-bandwidth`; two numbers each, by least squares of relative errors. The network between nodes cannot be seen from one node: it is
-written as the links in the node, with a remark.
+What is fitted: seconds of a product are `2 m n k (1 + ramp / k) / rate`, of a collective `hops * latency +
+bytes on the wire / bandwidth`; two numbers each, by least squares of relative errors. The network between
+nodes cannot be seen from one node: it is written as the links in the node, with a remark.
 """
 
 from __future__ import annotations
@@ -29,22 +30,26 @@ from autoptd.compat import gather_into
 from autoptd.errors import PlanError
 
 Record = dict[str, Any]
-# Of calls that are timed as one, at least: the wait at their end is then nothing, and a GPU draws the power of real work.
-SECONDS = 0.05
+# Calls are timed together for at least this long: the wait at their end is then nothing, and a GPU draws the
+# power of real work.
+MIN_SECONDS = 0.05
 RUNS = 5
-SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 24)  # bytes of a collective's or message's buffer
-SIDES = {"cpu": (256, 512, 1024), "cuda": (2048, 4096, 8192)}  # of products
-SOFTWARE = {"cpu": "autoptd-cpu", "cuda": "autoptd"}  # of software.toml
-DEPTHS = {"cpu": (32, 128, 512, 1024), "cuda": (128, 512, 2048, 8192)}  # k
+# Bytes of a collective's or message's buffer.
+SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 24)
+# Rows and columns of the measured products.
+SIDES = {"cpu": (256, 512, 1024), "cuda": (2048, 4096, 8192)}
+# Names in software.toml.
+SOFTWARE = {"cpu": "autoptd-cpu", "cuda": "autoptd"}
+# The contracted dim k of the measured products.
+DEPTHS = {"cpu": (32, 128, 512, 1024), "cuda": (128, 512, 2048, 8192)}
 
 
 def measure_cluster(ranks: int = 2) -> Record:
-    """Measure; `ranks` processes take part in collectives (of GPUs: one each)."""
+    """Measure this machine; `ranks` processes take part in collectives (on GPUs, one each)."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if ranks < 1:
-        raise PlanError(
-            f"ranks={ranks}", "something must be measured", "1 rank, or 2 and more to see the links as well"
-        )
+        fact = "at least one rank must be measured"
+        raise PlanError(f"ranks={ranks}", fact, "1 rank, or 2 and more to measure the links as well")
     if device == "cuda" and ranks > torch.cuda.device_count():
         count = torch.cuda.device_count()
         raise PlanError(f"ranks={ranks}", f"this machine has {count} GPUs", f"1 to {count}")
@@ -67,7 +72,7 @@ def measure_cluster(ranks: int = 2) -> Record:
 
 
 def measure_compute(device: str) -> Record:
-    """Products, copies, and what starting a small operator takes, on one device with one thread."""
+    """Measure products, copies, and the start of a small operator, on one device with one thread."""
     rate, ramp = fit_products(time_products(device, torch.bfloat16 if device == "cuda" else torch.float32))
     rate_32 = rate if device == "cpu" else fit_products(time_products(device, torch.float32))[0]
     # Written once: a CPU would read memory that nobody wrote from one page of zeros, in its cache.
@@ -86,7 +91,10 @@ def measure_compute(device: str) -> Record:
 
 
 def time_products(device: str, dtype: torch.dtype) -> list[tuple[int, int, float]]:
-    """(multiply-adds, k, seconds) of products [side, k] x [k, side] of random numbers: ones draw less power, and run faster."""
+    """Time products [side, k] x [k, side]; return (multiply-adds, k, seconds) of each.
+
+    Factors are random: ones draw less power.
+    """
     found = []
     for side in SIDES[device]:
         for k in DEPTHS[device]:
@@ -96,7 +104,9 @@ def time_products(device: str, dtype: torch.dtype) -> list[tuple[int, int, float
 
 
 def fit_products(timed: Sequence[tuple[int, int, float]]) -> tuple[float, float]:
-    """FLOP/s of an endless product, and the k at which half of that is reached (0 where short ones are no slower)."""
+    """Fit the FLOP/s of an endless product, and the k at which half of that is reached (0 where short
+    ones are no slower).
+    """
     per_flop = np.array([seconds / (2 * count) for count, _, seconds in timed])
     slope, base = fit_line(np.array([1 / k for _, k, _ in timed]), per_flop)
     if base <= 0 or slope <= 0:
@@ -105,18 +115,19 @@ def fit_products(timed: Sequence[tuple[int, int, float]]) -> tuple[float, float]
 
 
 def fit_line(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
-    """(slope, base) of y = slope * x + base with the least squares of relative errors."""
+    """Fit (slope, base) of y = slope * x + base by least squares of relative errors."""
     columns = np.stack([x, np.ones_like(x)], axis=1) / y[:, None]
     slope, base = np.linalg.lstsq(columns, np.ones_like(y), rcond=None)[0]
     return float(slope), float(base)
 
 
 def measure_links(device: str, ranks: int) -> Record:
-    """All-gathers and messages of `ranks` processes."""
+    """Time all-gathers and messages of `ranks` processes."""
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(_rank, args=(ranks, device, folder), nprocs=ranks)  # type: ignore[no-untyped-call]
         gathers, messages = torch.load(Path(folder) / "times.pt")
     hops = ranks - 1
+    # A ring over n ranks sends (n - 1) / n of the result, in n - 1 hops.
     per_byte, start = fit_line(np.array(SIZES) * hops / ranks, np.array(gathers))
     _, message = fit_line(np.array(SIZES, dtype=float), np.array(messages))
     return {
@@ -129,7 +140,7 @@ def measure_links(device: str, ranks: int) -> Record:
 
 
 def _rank(rank: int, ranks: int, device: str, folder: str) -> None:
-    """One process: times go to a file, from rank 0."""
+    """Run one process; rank 0 writes the times to a file."""
     torch.set_num_threads(1)
     if device == "cuda":
         torch.cuda.set_device(rank)
@@ -152,14 +163,14 @@ def _rank(rank: int, ranks: int, device: str, folder: str) -> None:
 
 
 def _gather(whole: torch.Tensor, part: torch.Tensor) -> None:
-    """An all-gather as the runtime makes it."""
+    """Run an all-gather as the runtime does."""
     work = gather_into(dist.group.WORLD, whole, part, is_async=False)  # type: ignore[arg-type]
     if work is not None:
         work.wait()
 
 
 def _bounce(rank: int, value: torch.Tensor) -> None:
-    """A message from rank 0 to 1 and back."""
+    """Send a message from rank 0 to 1 and back."""
     if rank == 0:
         dist.send(value, 1)
         dist.recv(value, 1)
@@ -169,7 +180,7 @@ def _bounce(rank: int, value: torch.Tensor) -> None:
 
 
 def repeated(call: Callable[[], Any], device: str, meet: Callable[[], Any], times: int = 10) -> list[float]:
-    """Seconds of each of some calls that several ranks make equally often; before each of them they `meet`."""
+    """Time calls that several ranks make equally often, in seconds; they `meet` before each of them."""
     found = []
     for _ in range(times + 2):
         meet()
@@ -178,11 +189,14 @@ def repeated(call: Callable[[], Any], device: str, meet: Callable[[], Any], time
         call()
         _sync(device)
         found.append(time.perf_counter() - start)
+    # The first two warm up.
     return found[2:]
 
 
 def seconds_of(call: Callable[[], Any], device: str) -> float:
-    """Seconds of one call: of several runs of many calls, the fastest; what else runs on the machine only adds."""
+    """Time one call, in seconds: of several runs of many calls, the fastest, as other work on the machine
+    only adds.
+    """
 
     def run(times: int) -> float:
         _sync(device)
@@ -194,8 +208,8 @@ def seconds_of(call: Callable[[], Any], device: str) -> float:
 
     run(2)
     times = 1
-    while (took := run(times)) < SECONDS:
-        times = max(2 * times, int(1.2 * times * SECONDS / max(took, 1e-7)))
+    while (took := run(times)) < MIN_SECONDS:
+        times = max(2 * times, int(1.2 * times * MIN_SECONDS / max(took, 1e-7)))
     return min(run(times) for _ in range(RUNS)) / times
 
 
@@ -206,14 +220,14 @@ def _sync(device: str) -> None:
 
 
 def memory_bytes(device: str, ranks: int) -> float:
-    """What a rank may hold: a GPU's memory, or its share of the machine's."""
+    """Return what a rank may hold: a GPU's memory, or its share of the machine's."""
     if device == "cuda":
         return float(torch.cuda.get_device_properties(0).total_memory)
     return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks)
 
 
 def to_toml(record: Record, remark: str = "") -> str:
-    """A record of strings, numbers and tables of them as TOML."""
+    """Write a record of strings, numbers and tables of them as TOML."""
     tables = {name: value for name, value in record.items() if isinstance(value, dict)}
     lines = [f"# {remark}"] if remark else []
     lines += [f"{name} = {_value(value)}" for name, value in record.items() if name not in tables]

@@ -1,13 +1,14 @@
-"""Bytes that a rank holds: parameters with their state, and what the forwards in flight keep for their backwards.
+"""Bytes that a rank holds: parameters with their state, and what the forwards in flight keep for their
+backwards.
 
-In: a shape, a cluster, a setting. Out: bytes of a layer's and of the ends' activations for one microbatch, of a parameter's
-state, and of what is there for a moment only. Numbers or arrays alike.
+In: a shape, a cluster, a setting. Out: bytes of a layer's and of the ends' activations for one microbatch, of
+a parameter's state, and of what is there for a moment only. Numbers or arrays alike.
 
     state_bytes(Setting(d=4, zero=1), Software())       # State(weight=2, gradient=4, optimizer=3.0), in bf16
 
-Bytes per parameter: bf16 keeps the weight (2), its gradient (4, or 2 where the software sums it so), a float32 weight and two
-moments (12): 18. fp16: 2, 2, and a float32 gradient more: 20. fp32: 4, 4, 8. Software without `master_weights` keeps weight,
-gradient and both moments as wide as the weight: 2, 2, 4 in 16 bits.
+Bytes per parameter: bf16 keeps the weight (2), its gradient (4, or 2 where the software sums it so), a
+float32 weight and two moments (12): 18. fp16: 2, 2, and a float32 gradient more: 20. fp32: 4, 4, 8. Software
+without `master_weights` keeps weight, gradient and both moments as wide as the weight: 2, 2, 4 in 16 bits.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from autoptd.planner.setting import Setting
 from autoptd.planner.shape import Shape
 
 Number = Any
-# bytes of weight, gradient (0: as the software sums it), optimizer
+# Bytes of weight, gradient (0: as wide as the software sums it), optimizer.
 STATE = {"bf16": (2, 0, 12), "fp16": (2, 2, 16), "fp32": (4, 4, 8)}
 
 
@@ -39,8 +40,11 @@ class State:
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes that one microbatch keeps for backward on one rank: in a `layer`, the `embedding`, the `head`; and what is there
-    beside it `once`, while a layer runs: its own values under full recomputation, and gradients; `logits` on the last stage."""
+    """Bytes that one microbatch keeps for backward on one rank: in a `layer`, the `embedding`, the `head`.
+
+    And what is there beside it `once`, while a layer runs: its own values under full recomputation, and
+    gradients; `logits` on the last stage.
+    """
 
     layer: Number
     embedding: Number
@@ -50,7 +54,10 @@ class Activations:
 
 
 def state_bytes(setting: Setting, software: Software) -> State:
-    """Bytes per parameter; ZeRO-1 cuts the optimizer's over the replicas, 2 the gradient too, 3 the parameter as well."""
+    """Return bytes per parameter.
+
+    ZeRO-1 cuts the optimizer's over the replicas, 2 the gradient too, 3 the parameter as well.
+    """
     weight, gradient, optimizer = STATE[setting.precision]
     if not software.master_weights:
         gradient, optimizer = weight, 2 * weight
@@ -63,31 +70,35 @@ def state_bytes(setting: Setting, software: Software) -> State:
 
 
 def count_activations(shape: Shape, cluster: Cluster, setting: Setting) -> Activations:
-    """Bytes per microbatch; by the modes of Korthikanti et al. 2022, sections 4 and 5."""
+    """Count bytes per microbatch; the modes are those of Korthikanti et al. 2022, sections 4 and 5."""
     e = ELEMENT_BYTES[setting.precision]
     sizes = Sizes(setting.microbatch, setting.t, setting.c, setting.t if setting.sequence_parallel else 1, e)
     operators = layer_operators(shape, sizes, cluster.software.attention)
-    whole = sum(one.saved for one in operators)
-    core = sum(one.saved for one in operators if one.part == CORE)
+    whole = sum(operator.saved for operator in operators)
+    core = sum(operator.saved for operator in operators if operator.part == CORE)
+    # The residual of a microbatch on one context rank.
     value = e * setting.microbatch * shape.seq / setting.c * shape.hidden
     share, is_selective = setting.full_share, setting.recompute == "selective"
     kept = (1 - share) * (whole - core * is_selective) + share * value / sizes.r
-    again = whole - value / sizes.r if share else core * is_selective  # what one layer holds while it is computed again
+    # What one layer holds beside its input while it is computed again.
+    again = whole - value / sizes.r if share else core * is_selective
     head = head_operators(shape, sizes)
-    logits = sum(one.saved for one in head if one.name == "cross-entropy")
+    logits = sum(operator.saved for operator in head if operator.name == "cross-entropy")
     return Activations(
         layer=kept,
-        embedding=sum(one.saved for one in embedding_operators(shape, sizes)),
-        head=sum(one.saved for one in head) - logits,
+        embedding=sum(operator.saved for operator in embedding_operators(shape, sizes)),
+        head=sum(operator.saved for operator in head) - logits,
         once=again + 4 * value,
+        # Float32 logits, and their gradient in e bytes.
         logits=logits * (1 + e / 4),
     )
 
 
 def fetched_bytes(shape: Shape, setting: Setting, software: Software) -> Number:
-    """Bytes of what ZeRO cuts and is whole for the moment.
+    """Return the bytes of what ZeRO cuts and is whole for the moment.
 
-    Stage 3: parameters of the layer that runs and of the next; 2 and 3: the gradients of a layer, until they are summed.
+    Stage 3: parameters of the layer that runs and of the next; 2 and 3: the gradients of a layer, until they
+    are summed.
     """
     if setting.zero < 2:
         return 0.0

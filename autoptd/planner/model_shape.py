@@ -1,13 +1,13 @@
 """The shape of a model that somebody has: from its `config`, as nanoGPT and Hugging Face name things.
 
-In: a `Shape`, a mapping, or an object with `config` (its parameters are counted where it has `parameters()`). Out: a `Shape`.
-No torch is imported: a parameter is something with `numel()`.
+In: a `Shape`, a mapping, or an object with `config` (its parameters are counted where it has `parameters()`).
+Out: a `Shape`. No torch is imported: a parameter is something with `numel()`.
 
     shape_of(GPT(GPTConfig())).layers      # 12
 
-What configs do not say (two or three matrices in an MLP, biases, learned positions, a tied head where it is not said) is what
-makes the number of parameters come out, a plain GPT or Llama before others. Where none does, as for a mixture of experts,
-that is a PlanError.
+What configs do not say (two or three matrices in an MLP, biases, learned positions, a tied head where it is
+not said) is what makes the number of parameters come out, a plain GPT or Llama before others. Where none
+does, as for a mixture of experts, that is a PlanError.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from typing import Any
 from autoptd.errors import PlanError
 from autoptd.planner.shape import Shape, find_shape
 
-NAMES: dict[str, tuple[str, ...]] = {  # field of Shape: names in configs, first match counts
+# Field of Shape -> its names in configs; the first that a config has counts.
+NAMES: dict[str, tuple[str, ...]] = {
     "layers": ("n_layer", "num_hidden_layers", "num_layers", "n_layers"),
     "hidden": ("n_embd", "hidden_size", "d_model", "n_embed"),
     "heads": ("n_head", "num_attention_heads", "n_heads", "num_heads"),
@@ -33,11 +34,15 @@ NAMES: dict[str, tuple[str, ...]] = {  # field of Shape: names in configs, first
 NEEDED = ("layers", "hidden", "heads", "seq")
 TIED = ("tie_word_embeddings", "tie_embeddings")
 DROPOUTS = ("dropout", "resid_pdrop", "attn_pdrop", "hidden_dropout", "attention_dropout", "residual_dropout")
-CLOSE = 0.02  # relative: how far a shape's parameters may be off the model's
+# How far a shape's number of parameters may be off the model's, relative.
+MAX_ERROR = 0.02
 
 
 def shape_of(given: Any) -> Shape:
-    """The Shape of a shape, a mapping, or a model with a config; PlanError names what the config does not say."""
+    """Return the Shape of a shape, a mapping, or a model with a config.
+
+    PlanError names what the config does not say.
+    """
     if isinstance(given, Shape | Mapping):
         return find_shape(given)
     config = getattr(given, "config", None)
@@ -47,29 +52,32 @@ def shape_of(given: Any) -> Shape:
     shape = shape_of_config(config)
     if not hasattr(given, "parameters"):
         return shape
-    count = sum(one.numel() for one in given.parameters())
+    count = sum(parameter.numel() for parameter in given.parameters())
     for free in (("tied",), ("tied", "biases", "positions")):
-        found = min(_families(shape, _flags(config), free), key=lambda one: abs(one.parameters - count))
-        if abs(found.parameters - count) <= CLOSE * count:
+        families = _families(shape, _flags(config), free)
+        found = min(families, key=lambda family: abs(family.parameters - count))
+        if abs(found.parameters - count) <= MAX_ERROR * count:
             return found
     fact = f"{type(given).__name__} has {count:,} parameters, a decoder of its config's sizes {found.parameters:,}"
     raise PlanError("plan: model", fact, "a mapping of the sizes that it really has instead of the model")
 
 
 def shape_of_config(config: Any, mlp_matrices: int = 2) -> Shape:
-    """The Shape that a config (an object or a mapping) tells of, as a GPT or, with 3 `mlp_matrices`, as a Llama."""
+    """Read a Shape from a config (an object or a mapping), as a GPT or, with 3 `mlp_matrices`, as a Llama."""
     sizes = {field: value for field, names in NAMES.items() if (value := _first(config, names))}
     missing = [field for field in NEEDED if field not in sizes]
     if missing:
         tried = "; ".join(f"{field}: {', '.join(NAMES[field])}" for field in missing)
-        raise PlanError(
-            "plan: model", f"its config says nothing of {', '.join(missing)} ({tried})", "a mapping instead"
-        )
+        fact = f"its config has no {', '.join(missing)} ({tried})"
+        raise PlanError("plan: model", fact, "a mapping instead")
     return find_shape({**sizes, **_flags(config), "mlp_matrices": mlp_matrices})
 
 
 def _families(shape: Shape, said: Mapping[str, bool], free: Sequence[str]) -> Iterator[Shape]:
-    """The shape as a GPT and as a Llama, with every value of the `free` flags; what the config says stays."""
+    """Yield the shape as a GPT and as a Llama, with every value of the `free` flags.
+
+    What the config says stays.
+    """
     for matrices in (2, 3):
         usual = dict.fromkeys(("biases", "positions", "tied", "dropout"), matrices == 2)
         for values in itertools.product((matrices == 2, matrices != 2), repeat=len(free)):
@@ -78,7 +86,7 @@ def _families(shape: Shape, said: Mapping[str, bool], free: Sequence[str]) -> It
 
 
 def _flags(config: Any) -> dict[str, bool]:
-    """What the config says of ties and dropout."""
+    """Return what the config says of ties and dropout."""
     found = {}
     ties = [value for name in TIED if isinstance(value := _value(config, name), bool)]
     if ties:

@@ -1,7 +1,7 @@
 """How long a training step takes, and what each pipeline rank holds, for one way to run it.
 
-In: a shape, a cluster, the degrees. Out: a `Prediction`. The schedule itself is simulated, with stages as uneven as they are:
-the embedding on the first, the head and the loss on the last, layers that do not divide.
+In: a shape, a cluster, the degrees. Out: a `Prediction`. The schedule itself is simulated, with stages as
+uneven as they are: the embedding on the first, the head and the loss on the last, layers that do not divide.
 
     found = predict({"layers": 96, "hidden": 12288, "heads": 96, "seq": 2048}, "dgx-a100", t=8, p=12, d=4, batch=1536,
                     recompute="full")
@@ -21,7 +21,7 @@ from autoptd.planner.counts import model_flops
 from autoptd.planner.layout import split_layers, stage_parameters, vocab_rows
 from autoptd.planner.memory import count_activations, fetched_bytes, state_bytes
 from autoptd.planner.model_shape import shape_of
-from autoptd.planner.pipeline import MOST_ACTIONS, Run, run_pipeline
+from autoptd.planner.pipeline import MAX_ACTIONS, Run, run_pipeline
 from autoptd.planner.setting import Setting, checked
 from autoptd.planner.shape import Shape
 from autoptd.planner.terms import Terms, count_terms
@@ -31,11 +31,12 @@ from autoptd.planner.terms import Terms, count_terms
 class Prediction:
     """What one step costs.
 
-    `step_seconds` for one step of the whole batch; `breakdown`: its parts, in seconds, which add up to it: on the busiest
-    pipeline rank "compute", "recompute", "tp_comm" and "pp_comm" (what no computation hides), then its "bubble", "dp_comm"
-    (gradients, parameters of ZeRO, tied embeddings), "optimizer". `memory`: bytes that a GPU of each pipeline rank holds at
-    its peak; `memory_breakdown`: its parts, per pipeline rank. `flops_per_gpu`: model FLOP/s per GPU (nothing recomputed,
-    attention in full); `hardware_flops_per_gpu` counts what is recomputed too (SC'21's equation 3 for full). `fits`: whether
+    `step_seconds` for one step of the whole batch; `breakdown`: its parts, in seconds, which add up to it: on
+    the busiest pipeline rank "compute", "recompute", "tp_comm" and "pp_comm" (what no computation hides),
+    then its "bubble", "dp_comm" (gradients, parameters of ZeRO, tied embeddings), "optimizer". `memory`:
+    bytes that a GPU of each pipeline rank holds at its peak; `memory_breakdown`: its parts, per pipeline
+    rank. `flops_per_gpu`: model FLOP/s per GPU (nothing recomputed, attention in full);
+    `hardware_flops_per_gpu` counts what is recomputed too (SC'21's equation 3 for full). `fits`: whether
     every rank holds no more than the GPU has. `layers`: of each stage.
     """
 
@@ -68,16 +69,19 @@ def predict(
     precision: str = "bf16",
     placement: Mapping[str, int] | None = None,
     software: Software | str | None = None,
-    most_actions: int = MOST_ACTIONS,
+    max_actions: int = MAX_ACTIONS,
 ) -> Prediction:
-    """Predict one step of `batch` sequences, by the formulas of docs/planner.md; sizes are in sequences, times in seconds.
+    """Predict one step of `batch` sequences, by the formulas of docs/planner.md.
 
-    `shape_or_model`: a `Shape`, a mapping with its fields, or a model with a `config` that tells them; `cluster`: a name of
-    autoptd/machines, a path, a `Cluster`. `schedule`: one of `options.SCHEDULES` (1f1b, or interleaved where v > 1).
-    `recompute`: "none", "selective", "full", or a mix ("full:1/2": half of each stage's layers). `placement`: how many
-    ranks of "tp", "cp", "dp", "pp" share a node; by default ranks are numbered tp fastest, then cp, dp, pp. `software`: a
-    generation of software.toml in the place of the cluster's own. `most_actions`: how much of a long schedule is simulated
-    before the rest is taken to go on alike. PlanError where the request makes no sense.
+    Sizes are in sequences, times in seconds.
+
+    `shape_or_model`: a `Shape`, a mapping with its fields, or a model with a `config` that tells them;
+    `cluster`: a name of autoptd/machines, a path, a `Cluster`. `schedule`: one of `options.SCHEDULES` (1f1b,
+    or interleaved where v > 1). `recompute`: "none", "selective", "full", or a mix ("full:1/2": half of each
+    stage's layers). `placement`: how many ranks of "tp", "cp", "dp", "pp" share a node; by default ranks are
+    numbered tp fastest, then cp, dp, pp. `software`: a generation of software.toml instead of the cluster's
+    own. `max_actions`: how much of a long schedule is simulated before the rest is taken to go on alike.
+    PlanError where the request makes no sense.
     """
     shape, cluster = shape_of(shape_or_model), find_cluster(cluster).with_software(software)
     asked = Setting(
@@ -89,7 +93,7 @@ def predict(
     terms = count_terms(shape, cluster, setting)
     ends = float(terms.embedding.whole), float(terms.head.whole)
     layers = split_layers(shape.layers, setting.p * setting.v, *ends, float(terms.layer.whole))
-    run = run_pipeline(terms, layers, setting, cluster, most_actions)
+    run = run_pipeline(terms, layers, setting, cluster, max_actions)
     breakdown = _breakdown(shape, cluster, setting, terms, layers, run)
     memory = _memory(shape, cluster, setting, layers, run)
     seconds = sum(breakdown.values())
@@ -112,13 +116,13 @@ def _breakdown(
     shape: Shape, cluster: Cluster, setting: Setting, terms: Terms, layers: list[int], run: Run
 ) -> dict[str, float]:
     parameters = _parameters(shape, setting, layers, run)
-    reduce = max(float(terms.reduce(one)) for one in parameters)
+    reduce = max(float(terms.reduce(count)) for count in parameters)
     window = run.microbatch * (min(setting.p, setting.num_microbatches) if setting.v > 1 else 1)
     hidden = min(cluster.software.dp_overlap * reduce, window)
     found = {
         **run.breakdown,
         "dp_comm": run.breakdown["dp_comm"] + reduce - hidden + float(terms.tie),
-        "optimizer": max(float(terms.optimizer(one)) for one in parameters),
+        "optimizer": max(float(terms.optimizer(count)) for count in parameters),
     }
     return {name: seconds * cluster.software.factor for name, seconds in found.items()}
 
@@ -126,7 +130,7 @@ def _breakdown(
 def _memory(
     shape: Shape, cluster: Cluster, setting: Setting, layers: list[int], run: Run
 ) -> dict[str, tuple[float, ...]]:
-    """Bytes by kind, each for all pipeline ranks."""
+    """Return bytes by kind, each for all pipeline ranks."""
     p, state, kept = setting.p, state_bytes(setting, cluster.software), count_activations(shape, cluster, setting)
     parameters = _parameters(shape, setting, layers, run)
     per_stage = [count * float(kept.layer) for count in layers]
@@ -138,20 +142,23 @@ def _memory(
     last = run.ranks[-1]
     moment[last] = max(moment[last], float(kept.logits) + fetched)
     found = {
-        "parameters": [one * float(state.weight) for one in parameters],
-        "gradients": [one * float(state.gradient) for one in parameters],
-        "optimizer": [one * float(state.optimizer) for one in parameters],
+        "parameters": [count * float(state.weight) for count in parameters],
+        "gradients": [count * float(state.gradient) for count in parameters],
+        "optimizer": [count * float(state.optimizer) for count in parameters],
         "activations": list(activations),
         "buffers": moment,
     }
     tensors = [sum(row) for row in zip(*found.values(), strict=True)]
-    found["slack"] = [cluster.software.slack * one for one in tensors]
+    found["slack"] = [cluster.software.slack * nbytes for nbytes in tensors]
     found["context"] = [cluster.software.context_bytes] * p
     return {name: tuple(row) for name, row in found.items()}
 
 
 def _parameters(shape: Shape, setting: Setting, layers: list[int], run: Run) -> list[float]:
-    """Parameters of each pipeline rank; a rank that has both ends of the model has a tied matrix once."""
+    """Count the parameters of each pipeline rank.
+
+    A rank that has both ends of the model has a tied matrix once.
+    """
     found = [0.0] * setting.p
     for rank, count in zip(run.ranks, stage_parameters(shape, layers, setting.t), strict=True):
         found[rank] += count

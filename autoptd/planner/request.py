@@ -1,9 +1,10 @@
 """What a user asks the planner: a model, GPUs, a batch, and what is fixed or allowed.
 
-In: the keywords of `plan`. Out: a `Request`: a shape, a cluster, and for every choice the values that may be tried. What the
-runtime does not have yet (`options.NOT_YET`) is tried only where it is asked for.
+In: the keywords of `plan`. Out: a `Request`: a shape, a cluster, and for every choice the values that may be
+tried. What the runtime does not have yet (`options.NOT_YET`) is tried only where it is asked for.
 
-    make_request({"layers": 24, "hidden": 2304, "heads": 24, "seq": 2048}, gpus=32, cluster="dgx-a100", batch=512, t=8)
+    make_request({"layers": 24, "hidden": 2304, "heads": 24, "seq": 2048}, gpus=32, cluster="dgx-a100",
+    batch=512, t=8)
 """
 
 from __future__ import annotations
@@ -22,21 +23,24 @@ from autoptd.planner.search import Columns, divisors
 from autoptd.planner.setting import RECOMPUTE
 from autoptd.planner.shape import Shape, find_shape
 
-DEGREES = {"t": "t", "p": "p", "d": "d", "c": "c", "v": "v", "microbatch": "b"}  # keyword -> column
+# Keyword -> column.
+DEGREES = {"t": "t", "p": "p", "d": "d", "c": "c", "v": "v", "microbatch": "b"}
 ANY = "any"
 ZERO = (0, 1, 2, 3)
-ANY_SCHEDULE = ("1f1b", "interleaved", "looped_bfs", "zb_h1", "zb_2p")  # gpipe takes 1f1b's time; zbv's form is a bound
-RUNS = {"recompute": ("none",), "zero": (0,)}  # what the runtime has, where it does not have the feature
+# What "any" means. Left out: gpipe takes 1f1b's time with more memory; zbv's closed form is only a bound.
+ANY_SCHEDULE = ("1f1b", "interleaved", "looped_bfs", "zb_h1", "zb_2p")
+# The value that the runtime has of a feature that it does not have yet.
+RUNS = {"recompute": ("none",), "zero": (0,)}
 
 
 @dataclass(frozen=True)
 class Request:
     """One question to the planner.
 
-    `pinned`: columns of the search ("t", "p", "d", "c", "v", "b") with the values that are wanted; the others are free.
-    `recompute`, `sequence_parallel`, `zero`, `schedules`: the values to try; of schedules None is 1f1b, or interleaved where
-    v > 1. `placement`: "ranks", as ranks are numbered (tp fastest), or
-    "any". `memory_bytes` that a GPU may hold.
+    `pinned`: columns of the search ("t", "p", "d", "c", "v", "b") with the values that are wanted; the others
+    are free. `recompute`, `sequence_parallel`, `zero`, `schedules`: the values to try; of schedules None is
+    1f1b, or interleaved where v > 1. `placement`: "ranks", as ranks are numbered (tp fastest), or "any".
+    `memory_bytes` that a GPU may hold.
     """
 
     shape: Shape
@@ -53,21 +57,24 @@ class Request:
     memory_bytes: float = 0.0
 
     def wants(self, column: str, value: int) -> bool:
-        """Whether a value of a degree is wanted; c only where it is asked for, while the runtime does not have it."""
+        """Tell whether a value of a degree is wanted.
+
+        C only where it is asked for, while the runtime does not have it.
+        """
         if column == "c" and "c" not in self.pinned:
             return value == 1 or "c" not in NOT_YET
         return column not in self.pinned or value in self.pinned[column]
 
-    def only(self, cells: Columns) -> np.ndarray:
-        """Which cells are wanted."""
-        wanted = np.ones(len(cells["p"]), dtype=bool)
+    def only(self, configs: Columns) -> np.ndarray:
+        """Tell which configurations are wanted."""
+        wanted = np.ones(len(configs["p"]), dtype=bool)
         for column, values in self.pinned.items():
-            if column in cells:
-                wanted &= np.isin(cells[column], values)
+            if column in configs:
+                wanted &= np.isin(configs[column], values)
         return wanted
 
     def but(self, **changes: Any) -> Request:
-        """The same question with something else in it."""
+        """Return the same request with something else in it."""
         return replace(self, **changes)
 
 
@@ -87,7 +94,10 @@ def make_request(
     software: str | None = None,
     **degrees: Any,
 ) -> Request:
-    """Check a question; see `plan` for what the keywords mean. PlanError names what is wrong and what could be said."""
+    """Check the keywords of `plan` and return the Request.
+
+    PlanError names what is wrong and what could be said.
+    """
     found = find_cluster(cluster).with_software(software)
     for name, value in (("gpus", gpus), ("batch", batch)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -105,7 +115,7 @@ def make_request(
     if placement not in ("ranks", ANY):
         raise PlanError(f"placement={placement!r}", "no such choice", "'ranks' or 'any'")
     if memory is not None and not memory > 0:
-        raise PlanError(f"memory={memory}", "no positive number of bytes", "for example memory=80e9")
+        raise PlanError(f"memory={memory}", "not a positive number of bytes", "for example memory=80e9")
     return Request(
         shape=find_shape(shape),
         cluster=found,
@@ -123,7 +133,7 @@ def make_request(
 
 
 def _values(name: str, given: Any, known: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The values to try: those given, all for "any", for None what the runtime has."""
+    """Return the values to try: those given, all for "any", for None what the runtime has."""
     if given is None:
         return RUNS[name] if name in NOT_YET else known
     if given == ANY:
@@ -136,7 +146,7 @@ def _values(name: str, given: Any, known: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _schedules(given: Any) -> tuple[str, ...]:
-    """The schedules to try: those given, for "any" all whose time the closed form can tell."""
+    """Return the schedules to try: those given, for "any" all whose time the closed form can tell."""
     if given == ANY:
         return ANY_SCHEDULE
     values = given if isinstance(given, tuple | list) else (given,)

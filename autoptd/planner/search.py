@@ -1,10 +1,12 @@
-"""S3: the exact optimum over all candidates of a cost model, with bounds (Subramanian et al., arXiv:2410.00273, section 3.3).
+"""S3: the exact optimum over all candidates of a cost model, with bounds (Subramanian et al.,
+arXiv:2410.00273, section 3.3).
 
-In: a `CostModel`, which says what the candidates are, as columns of integers, and gives bytes and seconds for many of them at
-once. Out: the best few, in order, and why the others are not among them. A candidate is a *cell* (degrees, microbatch
-size and the like) with one of its *variants* (where its groups sit on the fast network): bytes belong to the cell, seconds to
-both. Cells that do not fit are dropped whole; the others are expanded from the smallest lower bound on, until the bound is
-past the worst that is kept. So the answer is that of evaluating everything, which tests hold.
+In: a `CostModel`, which says what the candidates are, as columns of integers, and gives bytes and seconds for
+many of them at once. Out: the best few, in order, and why the others are not among them. A candidate is a
+*configuration* (degrees, microbatch size and the like) with one of its *variants* (where its groups sit on
+the fast network): bytes belong to the configuration, seconds to both. Configs that do not fit are dropped
+whole; the others are expanded from the smallest lower bound on, until the bound is past the worst that is
+kept. So the answer is that of evaluating everything, which tests hold.
 
     found = search(model, keep=10)
     found.columns["p"][0], found.seconds[0]
@@ -14,8 +16,7 @@ Ties go to the smaller columns, in their order: the same problem has the same an
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -24,13 +25,18 @@ from numpy.typing import NDArray
 
 Columns = Mapping[str, NDArray[np.int64]]
 Array = NDArray[np.float64]
-FIRST_CELLS = 512  # expanded at once in the first round, then four times as many in each that follows
-ROUNDING = 1e-9  # relative, of bounds: sums in another order
+# Configurations expanded in the first round; each later round expands four times as many.
+FIRST_CONFIGS = 512
+# Bounds and seconds sum in another order: they may differ by this, relative.
+ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
-class Cells:
-    """All cells of a problem; `reason[i]` is an index into `reasons`, or -1 where cell i is a candidate."""
+class Configs:
+    """All configurations of a problem.
+
+    `reason[i]` is an index into `reasons`, or -1 where configuration i is a candidate.
+    """
 
     columns: Columns
     reasons: tuple[str, ...]
@@ -47,41 +53,44 @@ class CostModel(Protocol):
     def capacity_bytes(self) -> float:
         """What a rank may hold."""
 
-    def cells(self) -> Cells:
-        """All cells, those that are none with a reason."""
+    def configs(self) -> Configs:
+        """Return all configurations; one that is not a candidate has a reason."""
 
-    def memory_bytes(self, cells: Columns) -> Array:
-        """Bytes of the fullest rank."""
+    def memory_bytes(self, configs: Columns) -> Array:
+        """Return the bytes of the fullest rank."""
 
-    def least_seconds(self, cells: Columns) -> Array:
-        """Seconds that no variant of the cell is under."""
+    def least_seconds(self, configs: Columns) -> Array:
+        """Return seconds that no variant of the configuration is under."""
 
-    def variants(self, cells: Columns) -> tuple[NDArray[np.int64], Columns]:
-        """The variants of all cells: which cell each belongs to, and the columns that it adds."""
+    def variants(self, configs: Columns) -> tuple[NDArray[np.int64], Columns]:
+        """Return the variants of all configurations: which one each belongs to, and the columns that
+        it adds.
+        """
 
     def seconds(self, candidates: Columns) -> Array:
-        """Seconds per step of cells with their variants."""
+        """Return the seconds per step of configurations with their variants."""
 
 
 @dataclass(frozen=True)
 class Found:
     """The best candidates, fastest first, and what became of the rest.
 
-    `cells`: all that there are; `fitting`: of those, candidates that fit in memory; `evaluated`: candidates (cells with a
-    variant) whose seconds were computed; `bounded`: fitting cells whose lower bound was enough. `rejected`: cells by reason.
-    `least_memory`: bytes of the candidate that needs least, whether it fits or not.
+    `configs`: all that there are; `fitting`: of those, candidates that fit in memory; `evaluated`: candidates
+    (configurations with a variant) whose seconds were computed; `bounded`: fitting configurations whose lower
+    bound was enough. `rejected`: configurations by reason. `least_memory`: bytes of the candidate that needs
+    least, whether it fits or not.
     """
 
     columns: Columns
     seconds: Array
     memory: Array
-    cells: int
+    configs: int
     fitting: int
     evaluated: int
     bounded: int
     rejected: Mapping[str, int]
     least_memory: float
-    least_memory_cell: Mapping[str, int]
+    least_memory_config: Mapping[str, int]
 
     def __len__(self) -> int:
         return len(self.seconds)
@@ -94,22 +103,24 @@ NOT_ASKED = "is not what was asked for"
 Filter = Callable[[Columns], NDArray[np.bool_]]
 
 
-def search(model: CostModel, keep: int = 10, only: Filter | None = None, at_once: int = FIRST_CELLS) -> Found:
+def search(model: CostModel, keep: int = 10, only: Filter | None = None, at_once: int = FIRST_CONFIGS) -> Found:
     """Return the `keep` fastest candidates that fit, exactly: what evaluating every candidate would return.
 
-    `only` says of cells whether they are wanted, as an array of truths; the others are rejected as not asked for.
-    `at_once`: how many cells are expanded before bounds are looked at again; the answer does not depend on it.
+    `only` says of configurations whether they are wanted, as an array of truths; the others are rejected as
+    not asked for. `at_once`: how many configurations are expanded before bounds are looked at again; the
+    answer does not depend on it.
     """
-    cells = model.cells()
-    wanted = cells.reason < 0
+    configs = model.configs()
+    wanted = configs.reason < 0
     if only is not None:
-        wanted &= only(cells.columns)
+        wanted &= only(configs.columns)
     allowed = np.flatnonzero(wanted)
-    columns = take(cells.columns, allowed)
+    columns = take(configs.columns, allowed)
     memory = model.memory_bytes(columns) if len(allowed) else np.zeros(0)
     fits = np.flatnonzero(memory <= model.capacity_bytes)
     columns, held = take(columns, fits), memory[fits]
     least = (1 - ROUNDING) * model.least_seconds(columns) if len(fits) else np.zeros(0)
+    # The smallest bound first: once the bound is past the worst that is kept, nothing better can follow.
     order = np.argsort(least, kind="stable")
     best: list[tuple[Columns, Array, Array]] = []
     evaluated = done = 0
@@ -123,32 +134,36 @@ def search(model: CostModel, keep: int = 10, only: Filter | None = None, at_once
         best = [_fastest([*best, (candidates, seconds, held[chosen[where]])], keep)]
         worst = best[0][1][-1] if len(best[0][1]) == keep else np.inf
         evaluated, done, step = evaluated + len(where), done + len(chosen), 4 * step
-    rejected = {reason: int(np.sum(cells.reason == i)) for i, reason in enumerate(cells.reasons)}
-    rejected[NOT_ASKED] = int(np.sum(cells.reason < 0)) - len(allowed)
+    rejected = {reason: int(np.sum(configs.reason == i)) for i, reason in enumerate(configs.reasons)}
+    rejected[NOT_ASKED] = int(np.sum(configs.reason < 0)) - len(allowed)
     rejected[OUT_OF_MEMORY] = len(memory) - len(fits)
-    smallest = int(np.argmin(memory)) if len(memory) else -1
+    smallest: dict[str, int] = {}
+    if len(memory):
+        at = allowed[np.argmin(memory)]
+        smallest = {name: int(values[at]) for name, values in configs.columns.items()}
     found = best[0] if best else (take(columns, fits[:0]), np.zeros(0), np.zeros(0))
     return Found(
         *found,
-        cells=len(cells),
+        configs=len(configs),
         fitting=len(fits),
         evaluated=evaluated,
         bounded=len(order) - done,
         rejected={reason: count for reason, count in rejected.items() if count},
-        least_memory=float(memory[smallest]) if len(memory) else np.inf,
-        least_memory_cell={
-            name: int(values[allowed[smallest]]) for name, values in cells.columns.items() if len(memory)
-        },
+        least_memory=float(memory.min(initial=np.inf)),
+        least_memory_config=smallest,
     )
 
 
 def _fastest(tables: Sequence[tuple[Columns, Array, Array]], keep: int) -> tuple[Columns, Array, Array]:
-    """The first `keep` rows of all tables by seconds, ties by the columns in their order."""
+    """Return the first `keep` rows of all tables by seconds, ties by the columns in their order."""
     names = list(tables[0][0])
-    columns = {name: np.concatenate([table[0][name] for table in tables]) for name in names}
+    columns = {}
+    for name in names:
+        columns[name] = np.concatenate([table[0][name] for table in tables])
     seconds = np.concatenate([table[1] for table in tables])
     memory = np.concatenate([table[2] for table in tables])
     if len(seconds) > keep:
+        # All rows as fast as the last that is kept: ties are decided by the columns, below.
         close = np.flatnonzero(seconds <= np.partition(seconds, keep - 1)[keep - 1])
         columns, seconds, memory = take(columns, close), seconds[close], memory[close]
     order = np.lexsort([*(columns[name] for name in reversed(names)), seconds])[:keep]
@@ -156,16 +171,20 @@ def _fastest(tables: Sequence[tuple[Columns, Array, Array]], keep: int) -> tuple
 
 
 def take(columns: Columns, index: NDArray[np.int64]) -> dict[str, NDArray[np.int64]]:
-    """The rows `index` of a table."""
+    """Return the rows `index` of a table."""
     return {name: values[index] for name, values in columns.items()}
 
 
 def unique_rows(columns: Columns, names: Sequence[str]) -> tuple[dict[str, NDArray[np.int64]], NDArray[np.int64]]:
-    """The different rows of some columns, and for each row of the table which of them it is. Absent columns are left out."""
+    """Return the different rows of some columns, and for each row of the table which of them it is.
+
+    Absent columns are left out.
+    """
     names = [name for name in names if name in columns]
     code = np.zeros(len(columns[names[0]]), dtype=np.int64)
     for name in names:
         width = int(columns[name].max(initial=0)) + 1
+        # The code of a row would no longer fit in 64 bits: number the rows so far from 0.
         if int(code.max(initial=0)) >= 2**62 // width:
             code = np.unique(code, return_inverse=True)[1]
         code = code * width + columns[name]
@@ -174,16 +193,17 @@ def unique_rows(columns: Columns, names: Sequence[str]) -> tuple[dict[str, NDArr
 
 
 def divisors(number: int) -> list[int]:
-    """All divisors of a positive number, in order."""
+    """Return all divisors of a positive number, in order."""
     small = [i for i in range(1, int(number**0.5) + 1) if number % i == 0]
     return sorted({*small, *(number // i for i in small)})
 
 
 def placements(degrees: Sequence[NDArray[np.int64]], domain: int) -> tuple[NDArray[np.int64], list[NDArray[np.int64]]]:
-    """Every way to fill a fast domain: how many ranks of each axis share one.
+    """Return every way to fill a fast domain: how many ranks of each axis share one.
 
-    `degrees`: an array per axis, a row per cell. The numbers of an axis divide its degree, and their product is `domain`;
-    where all ranks fit in a domain, all share it. Returns the cell of each placement, and an array per axis.
+    `degrees`: an array per axis, a row per configuration. The numbers of an axis divide its degree, and their
+    product is `domain`; where all ranks fit in a domain, all share it. Returns the configuration of each
+    placement, and an array per axis.
     """
     total = np.prod(np.stack(degrees), axis=0)
     inside = np.array(list(_factorisations(domain, len(degrees))), dtype=np.int64)
@@ -193,14 +213,15 @@ def placements(degrees: Sequence[NDArray[np.int64]], domain: int) -> tuple[NDArr
     allowed &= (total > domain)[:, None]
     where, which = np.nonzero(allowed)
     small = np.flatnonzero(total <= domain)
-    cells = np.concatenate([small, where])
+    configs = np.concatenate([small, where])
     filled = [np.concatenate([degree[small], inside[which, axis]]) for axis, degree in enumerate(degrees)]
-    order = np.argsort(cells, kind="stable")
-    return cells[order], [values[order] for values in filled]
+    order = np.argsort(configs, kind="stable")
+    return configs[order], [values[order] for values in filled]
 
 
 def rank_order(degrees: Sequence[NDArray[np.int64]], domain: int) -> list[NDArray[np.int64]]:
-    """How many ranks of each axis share a fast domain where ranks are numbered along the first axis first, and so on.
+    """Return how many ranks of each axis share a fast domain where ranks are numbered along the first
+    axis first, and so on.
 
     The last axis is the pipeline's.
     """
@@ -212,11 +233,12 @@ def rank_order(degrees: Sequence[NDArray[np.int64]], domain: int) -> list[NDArra
 
 
 def ranks_in_a_domain(degree: Any, stride: Any, ranks: Any, domain: int, is_last: bool = False) -> Any:
-    """The fewest ranks that a group along an axis has in one of the domains where it has any.
+    """Return the fewest ranks that a group along an axis has in one of the domains where it has any.
 
-    `degree` ranks of the axis, `stride` apart in the numbering of all `ranks`; domains are `domain` ranks, one after the other.
-    Groups are taken to begin wherever their size lets them: of 6 ranks on nodes of 8 some lie 2 and 4. Of the last axis, the
-    pipeline, what counts are stages in a row that share a domain: each group begins at the front of one.
+    `degree` ranks of the axis, `stride` apart in the numbering of all `ranks`; domains are `domain` ranks,
+    one after the other. Groups are taken to begin wherever their size lets them: of 6 ranks on nodes of 8
+    some lie 2 and 4. Of the last axis, the pipeline, what counts are stages in a row that share a domain:
+    each group begins at the front of one.
     """
     steps = np.maximum(domain // stride, 1)
     whole_steps = np.minimum(degree, steps) if is_last else np.gcd(degree, steps)
@@ -225,10 +247,11 @@ def ranks_in_a_domain(degree: Any, stride: Any, ranks: Any, domain: int, is_last
     return np.where(ranks <= domain, degree, np.where(domain % stride == 0, whole_steps, apart))
 
 
-def _factorisations(number: int, count: int) -> itertools.chain[tuple[int, ...]]:
-    """All ordered ways to write a number as a product of `count` factors."""
+def _factorisations(number: int, count: int) -> Iterator[tuple[int, ...]]:
+    """Yield all ordered ways to write a number as a product of `count` factors."""
     if count == 1:
-        return itertools.chain([(number,)])
-    return itertools.chain.from_iterable(
-        ((first, *rest) for rest in _factorisations(number // first, count - 1)) for first in divisors(number)
-    )
+        yield (number,)
+        return
+    for first in divisors(number):
+        for rest in _factorisations(number // first, count - 1):
+            yield (first, *rest)

@@ -22,8 +22,9 @@ from autoptd.planner.cluster import ELEMENT_BYTES
 from autoptd.planner.search import ranks_in_a_domain
 from autoptd.planner.shape import Shape
 
-Number = Any  # a whole number, or an array of one for each candidate
-# of each stage's layers: recomputed in full, the others kept
+# A whole number, or an array of one for each candidate.
+Number = Any
+# The share of each stage's layers that is recomputed in full; the others are kept.
 MIXES = {"full:1/4": 0.25, "full:1/2": 0.5, "full:3/4": 0.75}
 RECOMPUTE = ("none", "selective", *MIXES, "full")
 DEGREES = ("t", "p", "d", "c", "v", "microbatch", "batch")
@@ -32,12 +33,15 @@ AXES = ("tp", "cp", "dp", "pp")
 
 @dataclass(frozen=True)
 class Setting:
-    """Degrees t, p, d, c, v; `microbatch` and `batch` in sequences. Any of these may be an array, all of one length.
+    """Degrees t, p, d, c, v.
 
-    `recompute` is "none", "selective" (the core of attention), "full" (every layer from its input) or a mix: "full:1/4" (or
-    1/2, 3/4) of the layers of each stage in full and none of the others, as an average where that is no whole number of layers.
-    `zero` 0 to 3: what of optimizer state, gradients and parameters is cut over the d * c ranks. `placement`: how many ranks
-    of each axis share a node; what is left out follows the order of ranks, tp fastest, then cp, dp, pp.
+    `microbatch` and `batch` in sequences. Any of these may be an array, all of one length.
+
+    `recompute` is "none", "selective" (the core of attention), "full" (every layer from its input) or a mix:
+    "full:1/4" (or 1/2, 3/4) of the layers of each stage in full and none of the others, as an average where
+    that is not a whole number of layers. `zero` 0 to 3: what of optimizer state, gradients and parameters is
+    cut over the d * c ranks. `placement`: how many ranks of each axis share a node; what is left out follows
+    the order of ranks, tp fastest, then cp, dp, pp.
     """
 
     t: Number = 1
@@ -77,7 +81,7 @@ class Setting:
         return self.schedule or ("interleaved" if np.any(np.asarray(self.v) > 1) else "1f1b")
 
     def local(self, axis: str, gpus_per_node: int) -> Number:
-        """How many ranks of a group along an axis share a node, of the group that is spread most (`ranks_in_a_domain`)."""
+        """Return how many ranks of a group along an axis share a node, in the group that is spread most."""
         if self.placement is not None and axis in self.placement:
             return self.placement[axis]
         degrees = {"tp": self.t, "cp": self.c, "dp": self.d, "pp": self.p}
@@ -88,12 +92,12 @@ class Setting:
 
 
 def full_share(recompute: str) -> float:
-    """The part of the layers that a mode of recomputation computes again from their inputs."""
+    """Return the part of the layers that a mode of recomputation computes again from their inputs."""
     return 1 if recompute == "full" else MIXES.get(recompute, 0)
 
 
 def checked(setting: Setting, shape: Shape, gpus_per_node: int) -> Setting:
-    """The setting, if the shape can be run so on such nodes; else PlanError with what could."""
+    """Return the setting if the shape can be run so on such nodes; else PlanError with what could."""
     for name in DEGREES:
         value = getattr(setting, name)
         if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
@@ -128,7 +132,9 @@ def checked(setting: Setting, shape: Shape, gpus_per_node: int) -> Setting:
 
 
 def _check_placement(setting: Setting, gpus_per_node: int) -> None:
-    """What of each axis shares a node is no more than the axis has, and together no more than the node has."""
+    """Raise PlanError where more ranks of an axis share a node than there are, or all together than a node
+    has.
+    """
     degrees = {"tp": setting.t, "cp": setting.c, "dp": setting.d, "pp": setting.p}
     for axis, value in (setting.placement or {}).items():
         if axis not in AXES:
@@ -139,9 +145,9 @@ def _check_placement(setting: Setting, gpus_per_node: int) -> None:
             raise PlanError("placement", fact, f"1 to {most}")
     inside = {axis: int(setting.local(axis, gpus_per_node)) for axis in AXES}
     if setting.placement and math.prod(inside.values()) > gpus_per_node:
-        told = " * ".join(f"{axis} {count}" for axis, count in inside.items() if count > 1)
+        used = " * ".join(f"{axis} {count}" for axis, count in inside.items() if count > 1)
         remedy = "smaller ones; what is left out is as ranks are numbered"
-        raise PlanError("placement", f"{told} is over a node of {gpus_per_node} GPUs", remedy)
+        raise PlanError("placement", f"{used} is over a node of {gpus_per_node} GPUs", remedy)
 
 
 __all__ = ["AXES", "DEGREES", "MIXES", "RECOMPUTE", "Setting", "checked", "full_share"]

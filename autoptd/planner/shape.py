@@ -1,4 +1,5 @@
-"""The shape of a decoder-only transformer: all that the performance model needs to know of a model nobody wants to trace.
+"""The shape of a decoder-only transformer: all that the performance model needs to know of a model nobody
+wants to trace.
 
 In: a mapping with the keys below (the first four are needed). Out: a `Shape`, which counts parameters.
 
@@ -17,18 +18,20 @@ from autoptd.errors import PlanError
 from autoptd.ir.plan import check_known
 
 FLAGS = ("biases", "positions", "tied", "dropout")
-DERIVED = ("ffn", "kv_heads", "head_dim")  # 0 stands for what a GPT has
+# Fields that may be left out: 0 stands for what a GPT has.
+DERIVED = ("ffn", "kv_heads", "head_dim")
 
 
 @dataclass(frozen=True)
 class Shape:
     """Sizes are numbers of elements; 0 and None stand for what a GPT has.
 
-    `layers` L, `hidden` h, `heads` a, `seq` s, `vocab` V, `ffn` the inner width of the MLP (4h), `kv_heads` key and value
-    heads (a), `head_dim` width of a head (h/a), `mlp_matrices` 2 (up, down) or 3 (gate, up, down: SwiGLU and its like).
-    `biases` of linear layers, learned `positions`, a head `tied` to the embedding, and `dropout` on the residual branches
-    and attention: where not said, a model with two MLP matrices is a GPT and has all four, one with three a Llama and none.
-    Without learned positions queries and keys are rotated; a Llama's norms have a weight and no bias.
+    `layers` L, `hidden` h, `heads` a, `seq` s, `vocab` V, `ffn` the inner width of the MLP (4h), `kv_heads`
+    key and value heads (a), `head_dim` width of a head (h/a), `mlp_matrices` 2 (up, down) or 3 (gate, up,
+    down: SwiGLU and its like). `biases` of linear layers, learned `positions`, a head `tied` to the
+    embedding, and `dropout` on the residual branches and attention: where not said, a model with two MLP
+    matrices is a GPT and has all four, one with three a Llama and none. Without learned positions queries and
+    keys are rotated; a Llama's norms have a weight and no bias.
     """
 
     layers: int
@@ -46,7 +49,8 @@ class Shape:
     dropout: bool | None = None
 
     def __post_init__(self) -> None:
-        for name in (field.name for field in dataclasses.fields(self) if field.name not in FLAGS):
+        names = [field.name for field in dataclasses.fields(self)]
+        for name in [name for name in names if name not in FLAGS]:
             value, least = getattr(self, name), 0 if name in DERIVED else 1
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise PlanError(f"shape: {name}={value!r}", "a size is a whole number of at least 1", f"{name}=...")
@@ -62,9 +66,8 @@ class Shape:
             if not isinstance(getattr(self, name), bool):
                 raise PlanError(f"shape: {name}={getattr(self, name)!r}", "is neither true nor false", f"{name}=True")
         if self.mlp_matrices not in (2, 3):
-            raise PlanError(
-                f"shape: mlp_matrices={self.mlp_matrices}", "an MLP has two or three", "2 (GPT) or 3 (gated)"
-            )
+            fact = "an MLP has two or three"
+            raise PlanError(f"shape: mlp_matrices={self.mlp_matrices}", fact, "2 (GPT) or 3 (gated)")
         if self.heads % self.kv_heads:
             fact = f"{self.heads} heads do not divide over them"
             raise PlanError(f"shape: kv_heads={self.kv_heads}", fact, "a divisor of heads")
@@ -92,13 +95,17 @@ class Shape:
 
     @property
     def layer_split_biases(self) -> int:
-        """Elements of the biases of a layer that tensor parallelism splits: those of QKV and of the MLP's first matrices."""
+        """Elements of the biases of a layer that tensor parallelism splits: those of QKV and of the MLP's
+        first matrices.
+        """
         widths = self.query_width + 2 * self.kv_width + (self.mlp_matrices - 1) * self.ffn
         return widths if self.biases else 0
 
     @property
     def layer_whole(self) -> int:
-        """Elements of a layer's parameters that every tensor rank holds: two norms, biases of the two row-split layers."""
+        """Elements of a layer's parameters that every tensor rank holds: two norms, biases of the two
+        row-split layers.
+        """
         return 2 * self.norm_parameters + (2 * self.hidden if self.biases else 0)
 
     @property
@@ -114,11 +121,11 @@ class Shape:
 
 
 def find_shape(given: Shape | Mapping[str, Any]) -> Shape:
-    """The Shape that is meant: itself, or one of a mapping with its fields."""
+    """Return the Shape that is meant: itself, or one of a mapping with its fields."""
     if isinstance(given, Shape):
         return given
     if not isinstance(given, Mapping):
-        raise PlanError("shape", f"{type(given).__name__} is no mapping", "layers, hidden, heads and seq at least")
+        raise PlanError("shape", f"{type(given).__name__} is not a mapping", "layers, hidden, heads and seq at least")
     names = [field.name for field in dataclasses.fields(Shape)]
     check_known("shape", given, names)
     missing = [name for name in names[:4] if given.get(name) is None]

@@ -1,7 +1,8 @@
-"""Which strategy when: the same model on one GPU, on one node, on all GPUs, and on a slow network, as far as `gpus` go.
+"""Which strategy when: the same model on one GPU, on one node, on all GPUs, and on a slow network, as far as
+`gpus` go.
 
-In: what `plan` takes. Out: `Case`s, and text: the best plan of each case, and what its time goes to beside computation. Nothing
-is a rule of thumb here: each case is a search of its own.
+In: what `plan` takes. Out: `Case`s, and text: the best plan of each case, and what its time goes to beside
+computation. Nothing is a rule of thumb here: each case is a search of its own.
 """
 
 from __future__ import annotations
@@ -11,13 +12,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autoptd.errors import PlanError
-from autoptd.planner.choice import Choice
+from autoptd.planner.candidate import Candidate
 from autoptd.planner.cluster import Cluster, find_cluster
 from autoptd.planner.plan import plan
 from autoptd.planner.tables import MEANING
 
-SLOWER = 10  # times less bandwidth between nodes
-WORK = ("compute", "recompute", "optimizer")  # what is done rather than waited for
+# How many times less bandwidth the slow network has between nodes.
+SLOWDOWN = 10
+# Terms in which a GPU works; in the others it waits.
+WORK = ("compute", "recompute", "optimizer")
 
 
 @dataclass(frozen=True)
@@ -26,12 +29,15 @@ class Case:
 
     name: str
     gpus: int
-    best: Choice | None
+    best: Candidate | None
     fact: str = ""
 
 
-def which_when(model_or_shape: Any, *, gpus: int, cluster: Any = "dgx-a100", batch: int, **wishes: Any) -> list[Case]:
-    """Plan the same model for one GPU, one node, `gpus` GPUs, and those with a network that is ten times slower.
+def which_when(
+    model_or_shape: Any, *, gpus: int, cluster: Any = "dgx-a100", batch: int, **constraints: Any
+) -> list[Case]:
+    """Plan the same model for one GPU, one node, `gpus` GPUs, and those with a network that is ten times
+    slower.
 
     Where `gpus` are no more than a node, that is one GPU and `gpus`.
     """
@@ -43,11 +49,11 @@ def which_when(model_or_shape: Any, *, gpus: int, cluster: Any = "dgx-a100", bat
     elif gpus >= node > 1:
         cases.append((f"one node, {node} GPUs", node, here))
     if gpus > node:
-        cases += [(f"{gpus} GPUs", gpus, here), (f"{gpus} GPUs, network {SLOWER} times slower", gpus, slowed(here))]
+        cases += [(f"{gpus} GPUs", gpus, here), (f"{gpus} GPUs, network {SLOWDOWN} times slower", gpus, slowed(here))]
     found = []
     for name, count, where in cases:
         try:
-            best = plan(model_or_shape, gpus=count, cluster=where, batch=batch, keep=1, **wishes).best
+            best = plan(model_or_shape, gpus=count, cluster=where, batch=batch, keep=1, **constraints).best
             found.append(Case(name, count, best))
         except PlanError as error:
             found.append(Case(name, count, None, error.fact))
@@ -55,13 +61,13 @@ def which_when(model_or_shape: Any, *, gpus: int, cluster: Any = "dgx-a100", bat
 
 
 def slowed(cluster: Cluster) -> Cluster:
-    """The cluster with a tenth of the bandwidth between nodes."""
-    return replace(cluster, network=replace(cluster.network, bandwidth=cluster.network.bandwidth / SLOWER))
+    """Return the cluster with a tenth of the bandwidth between nodes."""
+    return replace(cluster, network=replace(cluster.network, bandwidth=cluster.network.bandwidth / SLOWDOWN))
 
 
 def cases_text(cases: Sequence[Case]) -> str:
-    """One line a case, and what changes with the network."""
-    lines = [f"{case.name}: {_told(case)}" for case in cases]
+    """Write one line a case, and what changes with the network."""
+    lines = [f"{case.name}: {_case_text(case)}" for case in cases]
     fast, slow = (cases[-2].best, cases[-1].best) if len(cases) == 4 else (None, None)
     if fast and slow:
         moved = [key for key in ("t", "p", "d", "v", "b") if fast.degrees[key] != slow.degrees[key]]
@@ -71,7 +77,7 @@ def cases_text(cases: Sequence[Case]) -> str:
     return "\n".join(lines)
 
 
-def _told(case: Case) -> str:
+def _case_text(case: Case) -> str:
     if case.best is None:
         return case.fact
     best = case.best

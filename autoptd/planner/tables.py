@@ -1,17 +1,19 @@
 """A plan as text: the ranked table, and what became of the candidates that are not in it.
 
-In: `RankedChoices`. Out: lines for a terminal. Seconds of a step, TFLOP/s per GPU, GB (1e9 bytes) of the fullest GPU, and how
-the seconds divide in per cent.
+In: `RankedCandidates`. Out: lines for a terminal. Seconds of a step, TFLOP/s per GPU, GB (1e9 bytes) of the
+fullest GPU, and how the seconds divide in per cent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from autoptd.planner.ranked import RankedChoices
+from autoptd.planner.candidate import Candidate
+from autoptd.planner.ranked import RankedCandidates
 
-NAMES = {  # of the terms
+# Term -> its column.
+NAMES = {
     "compute": "compute",
     "recompute": "recompute",
     "exposed_memory": "memory",
@@ -33,47 +35,54 @@ MEANING = {
 }
 
 
-def plan_table(plan: RankedChoices) -> str:
-    """The choices, best first, and the counts of the rest."""
-    terms = [name for name in NAMES if any(one.seconds_by.get(name) for one in plan.choices)]
+def plan_table(plan: RankedCandidates) -> str:
+    """Tabulate the candidates, best first, and the counts of the rest."""
+    used: set[str] = set()
+    for candidate in plan.candidates:
+        used |= {name for name, seconds in candidate.seconds_by.items() if seconds}
+    terms = [name for name in NAMES if name in used]
     head = ["", "seconds", "TFLOP/s", "GB", *(NAMES[name] for name in terms), "plan"]
-    rows = [head]
-    for rank, one in enumerate(plan.choices, 1):
-        shares = [f"{100 * one.seconds_by.get(name, 0.0) / one.seconds:.1f}%" for name in terms]
-        rate, held = f"{one.flops_per_gpu / 1e12:.1f}", f"{one.bytes / 1e9:.1f}"
-        seconds = f"{'' if one.is_simulated else '~'}{one.seconds:.4g}"
-        rows.append([str(rank), seconds, rate, held, *shares, one.name + (" *" if one.not_yet else "")])
-    widths = [max(len(row[column]) for row in rows) for column in range(len(head) - 1)]
+    rows = [head, *(_row(rank, candidate, terms) for rank, candidate in enumerate(plan.candidates, 1))]
+    # The last column is not padded.
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)][:-1]
     lines = ["  ".join([*map(str.rjust, row, widths), row[-1]]).rstrip() for row in rows]
-    if any(not one.is_simulated for one in plan.choices):
+    if any(not candidate.is_simulated for candidate in plan.candidates):
         lines.append("~ by the closed formulas, its schedule not simulated")
-    missing = dict.fromkeys(name for one in plan.choices for name in one.not_yet)
+    missing = dict.fromkeys(name for candidate in plan.candidates for name in candidate.not_yet)
     if missing:
         lines.append(f"* needs what the runtime does not have yet, plan.json leaves it out: {', '.join(missing)}")
     return "\n".join([*lines, "", *count_lines(plan)])
 
 
+def _row(rank: int, candidate: Candidate, terms: Sequence[str]) -> list[str]:
+    shares = [f"{100 * candidate.seconds_by.get(name, 0.0) / candidate.seconds:.1f}%" for name in terms]
+    rate, held = f"{candidate.flops_per_gpu / 1e12:.1f}", f"{candidate.bytes / 1e9:.1f}"
+    seconds = f"{'' if candidate.is_simulated else '~'}{candidate.seconds:.4g}"
+    name = candidate.name + (" *" if candidate.not_yet else "")
+    return [str(rank), seconds, rate, held, *shares, name]
+
+
 def settings_text(settings: Mapping[str, Any]) -> str:
-    """`recompute=full, zero=1`."""
+    """Return `recompute=full, zero=1`."""
     return ", ".join(f"{name}={value}" for name, value in settings.items())
 
 
 def memory_text(held: Mapping[str, float]) -> str:
-    """`weights 7.9 GB, optimizer 2.9 GB`, the largest first."""
+    """Return `weights 7.9 GB, optimizer 2.9 GB`, the largest first."""
     parts = sorted(held.items(), key=lambda item: -item[1])
     return ", ".join(f"{name} {value / 1e9:.1f} GB" for name, value in parts if value)
 
 
-def count_lines(plan: RankedChoices) -> list[str]:
-    """How many cells there were, and why those that are out are out."""
+def count_lines(plan: RankedCandidates) -> list[str]:
+    """Say how many configurations there were, and why the rejected ones were."""
     found = plan.found
     lines = [
-        f"{found.cells:,} combinations of degrees, microbatch and switches, {found.fitting:,} of them candidates that fit; "
+        f"{found.configs:,} combinations of degrees, microbatch and switches, {found.fitting:,} of them candidates that fit; "
         f"{found.evaluated:,} candidates timed, {found.bounded:,} combinations set aside by a bound",
     ]
-    return lines + [
-        f"{count:9,d}  {reason}" for reason, count in sorted(found.rejected.items(), key=lambda one: -one[1])
-    ]
+    for reason, count in sorted(found.rejected.items(), key=lambda item: -item[1]):
+        lines.append(f"{count:9,d}  {reason}")
+    return lines
 
 
 __all__ = ["MEANING", "NAMES", "count_lines", "memory_text", "plan_table", "settings_text"]

@@ -1,7 +1,8 @@
-"""The terms of a step's time: seconds of a layer, of both ends of the model, of a boundary, and of what happens once a step.
+"""The terms of a step's time: seconds of a layer, of both ends of the model, of a boundary, and of what
+happens once a step.
 
-In: a shape, a cluster, a setting (one, or arrays of candidates). Out: `Terms`, from which `predict.py` simulates the schedule
-and `estimate.py` closes the sum. Both see the same terms; that is why they agree.
+In: a shape, a cluster, a setting (one, or arrays of candidates). Out: `Terms`, from which `predict.py`
+simulates the schedule and `estimate.py` closes the sum. Both see the same terms; that is why they agree.
 """
 
 from __future__ import annotations
@@ -21,15 +22,21 @@ from autoptd.planner.shape import Shape
 from autoptd.planner.time import Clock
 
 Number = Any
-# Bytes that the optimizer moves per parameter. 16-bit: the gradient is read, unscaled and written in 32 bits (6), checked (4),
-# its norm taken (4), clipped (8); Adam reads gradient, weight, two moments and writes three (28); the weight is cast (6).
+# Bytes that the optimizer moves per parameter. 16-bit: the gradient is read, unscaled and written in 32 bits
+# (6), checked (4), its norm taken (4), clipped (8); Adam reads gradient, weight, two moments and writes three
+# (28); the weight is cast (6).
 OPTIMIZER_BYTES = {2: 56, 4: 40}
 
 
 @dataclass(frozen=True)
 class Passes:
-    """Seconds of one microbatch on one rank: forward, backward, what is computed again; and communication that no computation
-    hides: over tp and cp (`exposed`; of what is computed again too, in the backward's), and that of ZeRO-2 and 3 (`fetch`)."""
+    """Seconds of one microbatch on one rank: forward, backward, what is computed again.
+
+    And exposed communication.
+
+    `exposed`: over tp and cp, as far as no computation hides it; the backward's has that of what is computed
+    again too. `fetch`: that of ZeRO-2 and 3.
+    """
 
     forward: Number
     backward: Number
@@ -54,9 +61,13 @@ class Passes:
 
 @dataclass(frozen=True)
 class Terms:
-    """Seconds: of a `layer`, the `embedding`, the `head` with its loss (one microbatch, one rank); of a message over a stage
-    boundary, in a node and between two, with what follows it; once a step of the gradients' `reduce` and of the `optimizer`,
-    both functions of the parameters on a rank, and of the `tie` of embedding and head over the pipeline."""
+    """Seconds of everything a step consists of.
+
+    One microbatch on one rank: a `layer`, the `embedding`, the `head` with its loss. A message over a stage
+    boundary, in a node and between two, with what follows it. Once a step: the gradients' `reduce` and the
+    `optimizer`, both functions of the parameters on a rank, and the `tie` of embedding and head over the
+    pipeline.
+    """
 
     layer: Passes
     embedding: Passes
@@ -69,7 +80,7 @@ class Terms:
 
 
 def count_terms(shape: Shape, cluster: Cluster, setting: Setting) -> Terms:
-    """Seconds of every term, numbers or arrays as the setting's degrees are."""
+    """Compute the seconds of every term, numbers or arrays as the setting's degrees are."""
     return _Counter(shape, cluster, setting).terms()
 
 
@@ -80,7 +91,8 @@ class _Counter:
         self.e = self.clock.element_bytes
         is_split = setting.sequence_parallel
         self.sizes = Sizes(setting.microbatch, setting.t, setting.c, setting.t if is_split else 1, self.e)
-        self.value_bytes = self.e * setting.microbatch * shape.seq / setting.c * shape.hidden  # of a residual, whole
+        # The residual of a microbatch, not split over tp.
+        self.value_bytes = self.e * setting.microbatch * shape.seq / setting.c * shape.hidden
 
     def terms(self) -> Terms:
         local, remote = self._links()
@@ -99,7 +111,8 @@ class _Counter:
     def _layer(self) -> Passes:
         operators = layer_operators(self.shape, self.sizes, self.cluster.software.attention)
         forward, backward = self.clock.forwards(operators), self.clock.backwards(operators)
-        core = self.clock.forwards(one for one in operators if one.part == CORE)
+        core = self.clock.forwards(operator for operator in operators if operator.part == CORE)
+        # The share of layers that backward computes again from their inputs, exchanges included.
         redone = self.setting.full_share
         again = core if self.setting.recompute == "selective" else redone * forward
         overlap = self.cluster.software.dp_overlap
@@ -120,22 +133,25 @@ class _Counter:
     def _end(
         self, operators: Sequence[Operator], exchanges: tuple[int, int], parameters: Number, is_read_again: bool
     ) -> Passes:
-        """An end of the model; `exchanges` over tp forward and backward, `is_read_again`: backward reads its parameters."""
+        """Time an end of the model.
+
+        `exchanges`: over tp, forward and backward; `is_read_again`: backward reads its parameters.
+        """
         forward, backward = self.clock.forwards(operators), self.clock.backwards(operators)
-        one, overlap = self._exchange(), self.cluster.software.dp_overlap
+        exchange, overlap = self._exchange(), self.cluster.software.dp_overlap
         fetch_forward, fetch_backward = self._fetch(parameters, 1, is_read_again)
         return Passes(
             forward,
             backward,
             0.0,
-            exchanges[0] * one,
-            exchanges[1] * one,
+            exchanges[0] * exchange,
+            exchanges[1] * exchange,
             _exposed(fetch_forward, forward, overlap),
             _exposed(fetch_backward, backward, overlap),
         )
 
     def _exchange(self) -> Number:
-        """Seconds of one summation of a residual over tp: an all-reduce, or a reduce-scatter and its all-gather."""
+        """Time one summation of a residual over tp: an all-reduce, or a reduce-scatter and its all-gather."""
         setting = self.setting
         local = setting.local("tp", self.cluster.gpus_per_node)
         if setting.sequence_parallel:
@@ -143,10 +159,11 @@ class _Counter:
         return self.network.all_reduce(self.value_bytes, setting.t, local)
 
     def _exchanges(self, forward: Number, backward: Number) -> tuple[Number, Number]:
-        """Seconds of a layer's exchanges over tp that are not hidden, forward and backward: two each way.
+        """Time a layer's exchanges over tp that are not hidden, forward and backward: two each way.
 
-        The backward's run beside the products of the weights' gradients. With sequence parallelism that is so for the
-        reduce-scatter and for the second gather of a product's input, and the gradient's own gather is like a forward's.
+        The backward's run beside the products of the weights' gradients. With sequence parallelism that is so
+        for the reduce-scatter and for the second gather of a product's input, and the gradient's own gather
+        is like a forward's.
         """
         software, both = self.cluster.software, 2 * self._exchange()
         one_way = _exposed(both, forward, software.tp_overlap)
@@ -156,18 +173,24 @@ class _Counter:
         return one_way, _exposed(both, backward, beside)
 
     def _ring(self, operators: Sequence[Operator]) -> tuple[Number, Number]:
-        """Keys and values travel around the cp ranks beside the attention of the last ones; gradients go with them."""
+        """Time keys and values on their way around the cp ranks, beside the attention of the last ones.
+
+        Gradients go with them.
+        """
         setting, n = self.setting, self.setting.microbatch * self.shape.seq
+        # Keys and values of the whole sequence: each rank sees those of all others.
         nbytes = 2 * self.e * n * kv_width(self.shape, setting.t)
         local = setting.local("cp", self.cluster.gpus_per_node)
         once = self.network.all_gather(nbytes, setting.c, local)
-        core = [one for one in operators if one.part == CORE]
+        core = [operator for operator in operators if operator.part == CORE]
         forward, backward = self.clock.forwards(core), self.clock.backwards(core)
         return np.maximum(once - forward, 0.0), np.maximum(2 * once - backward, 0.0)
 
     def _links(self) -> tuple[Number, Number]:
-        """Seconds of a boundary between stages of one node, and of two."""
+        """Time a boundary between stages of one node, and of two."""
         setting, software = self.setting, self.cluster.software
+        # Each tensor rank sends a t-th over the boundary (SC'21, section 4.1: scatter/gather); the receiver
+        # gathers.
         is_cut = setting.sequence_parallel or software.scatter
         nbytes = self.value_bytes / (setting.t if is_cut else 1)
         local = setting.local("tp", self.cluster.gpus_per_node)
@@ -177,10 +200,12 @@ class _Counter:
         return self.network.message(nbytes, True) + after, self.network.message(nbytes, False) + after
 
     def _reduce(self, parameters: Number) -> Number:
-        """Seconds of the gradients' sum over the replicas; with ZeRO, of their reduce-scatter and the parameters' way back.
+        """Time the gradients' sum over the replicas.
 
-        Stage 2 keeps a part of the gradients only, so it sums them in every microbatch, and stage 3 fetches parameters too:
-        `_fetch`.
+        With ZeRO, their reduce-scatter and the parameters' way back.
+
+        Stage 2 keeps a part of the gradients only, so it sums them in every microbatch, and stage 3 fetches
+        parameters too: `_fetch`.
         """
         if self.setting.zero == 3:
             return 0.0 * parameters
@@ -192,7 +217,7 @@ class _Counter:
         return self.network.all_reduce(nbytes, group, local)
 
     def _fetch(self, parameters: Number, count: int, is_read_again: bool = True) -> tuple[Number, Number]:
-        """Seconds of what ZeRO moves for one microbatch, forward and backward, in `count` collectives each.
+        """Time what ZeRO moves for one microbatch, forward and backward, in `count` collectives each.
 
         Stage 2 the gradients of these parameters; stage 3 the parameters for both directions as well.
         """
@@ -206,7 +231,7 @@ class _Counter:
         return gather, gradients + (gather if is_read_again else 0.0)
 
     def _replicas(self) -> tuple[Number, Number]:
-        """Ranks that hold the same parameters, and how many of them share a node."""
+        """Return the ranks that hold the same parameters, and how many of them share a node."""
         setting, node = self.setting, self.cluster.gpus_per_node
         return setting.replicas, np.minimum(setting.local("dp", node) * setting.local("cp", node), setting.replicas)
 
@@ -218,9 +243,10 @@ class _Counter:
         return parameters * OPTIMIZER_BYTES[self.e] / self.clock.copy_rate / share
 
     def _tie(self) -> Number:
-        """The two copies of a tied embedding are summed between the first and the last pipeline rank."""
+        """Time the sum of a tied embedding's two copies, between the first and the last pipeline rank."""
         setting = self.setting
-        if not self.shape.tied or setting.schedule_name == "zbv":  # whose first rank has both ends
+        # In a zbv the first rank has both ends.
+        if not self.shape.tied or setting.schedule_name == "zbv":
             return 0.0
         nbytes = vocab_rows(self.shape, setting.t) * self.shape.hidden * self._gradient_bytes()
         is_local = setting.p <= setting.local("pp", self.cluster.gpus_per_node)
@@ -228,7 +254,7 @@ class _Counter:
 
 
 def _exposed(communication: Number, computation: Number, overlap: float) -> Number:
-    """What is left of a communication beside a computation that hides the share `overlap` of it."""
+    """Return what is left of a communication beside a computation that hides the share `overlap` of it."""
     return communication - np.minimum(overlap * communication, computation)
 
 

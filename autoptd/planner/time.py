@@ -1,7 +1,7 @@
 """Seconds of products, of memory-bound operators and of collectives on a cluster.
 
-In: counts of `counts.py`, a cluster. Out: seconds, of one microbatch on one rank. Every function takes numbers or numpy arrays
-of candidates alike.
+In: counts of `counts.py`, a cluster. Out: seconds, of one microbatch on one rank. Every function takes
+numbers or numpy arrays of candidates alike.
 
     Clock(find_cluster("dgx-a100")).product(1, 2048, 9600, 25600)
 """
@@ -18,7 +18,8 @@ from autoptd.planner.cluster import ELEMENT_BYTES, Cluster
 from autoptd.planner.counts import Operator
 
 Number = Any
-ALIGNED = 8  # elements
+# Elements: a product of 16 bits is slower where a dim is not a multiple of this.
+ALIGNED = 8
 
 
 @dataclass(frozen=True)
@@ -38,19 +39,21 @@ class Clock:
         return self.cluster.gpu.memory_bandwidth * self.cluster.gpu.memory_fraction
 
     def moved(self, nbytes: Number) -> Number:
-        """Seconds of a kernel that moves so many bytes."""
+        """Return the seconds of a kernel that moves so many bytes."""
         return nbytes / self.copy_rate + self.cluster.gpu.kernel_seconds
 
     def product(self, batch: Number, m: Number, n: Number, k: Number, extra: Number = 0) -> Number:
-        """Seconds of `batch` products [m, k] x [k, n]: a roofline whose roof knows the shape.
+        """Return the seconds of `batch` products [m, k] x [k, n]: a roofline whose roof knows the shape.
 
-        The tiles of the result are dealt to the GPU's units in waves; on average the last wave is half empty. `extra`
-        bytes are moved besides the factors and the result.
+        The tiles of the result are dealt to the GPU's units in waves; on average the last wave is half empty.
+        `extra` bytes are moved besides the factors and the result.
         """
         gpu = self.cluster.gpu
         rate = gpu.flops(self.precision) * gpu.matrix_fraction
+        # At k = ramp a product reaches half of its rate.
         work = 2 * batch * m * n * k * (1 + gpu.ramp / k)
         if gpu.units:
+            # The last wave of tiles is half empty on average: that is half a wave of units more.
             tiles = batch * np.maximum(m / gpu.tile, 1) * np.maximum(n / gpu.tile, 1)
             work = work * (1 + 0.5 * gpu.units / tiles)
         if self.element_bytes == 2:
@@ -60,26 +63,30 @@ class Clock:
         nbytes = self.element_bytes * batch * (m * k + k * n + m * n) + extra
         return np.maximum(work / rate, nbytes / self.copy_rate) + gpu.kernel_seconds
 
-    def forward(self, one: Operator) -> Number:
-        """Seconds of an operator's forward."""
-        if one.fused is not None:
-            return self._fused(one.fused[0], one.moved)
-        return self.moved(one.moved) if one.product is None else self._product(one.product)
+    def forward(self, operator: Operator) -> Number:
+        """Return the seconds of an operator's forward."""
+        if operator.fused is not None:
+            return self._fused(operator.fused[0], operator.moved)
+        return self.moved(operator.moved) if operator.product is None else self._product(operator.product)
 
-    def backward(self, one: Operator) -> Number:
-        """Seconds of its backward: of a product two, of which the weight's adds to its gradient in float32."""
-        if one.fused is not None:
-            return self._fused(one.fused[1], one.back)
-        if one.product is None:
-            return self.moved(one.back)
-        batch, m, n, k = one.product
-        return self._product((batch, m, k, n)) + self._product((batch, n, k, m), 6 * n * k if one.has_weight else 0)
+    def backward(self, operator: Operator) -> Number:
+        """Return the seconds of its backward: of a product two, of which the weight's adds to its
+        gradient in float32.
+        """
+        if operator.fused is not None:
+            return self._fused(operator.fused[1], operator.back)
+        if operator.product is None:
+            return self.moved(operator.back)
+        batch, m, n, k = operator.product
+        # The weight's gradient is read and written in float32 where the product would write 16 bits.
+        extra = 6 * n * k if operator.has_weight else 0
+        return self._product((batch, m, k, n)) + self._product((batch, n, k, m), extra)
 
     def forwards(self, operators: Iterable[Operator]) -> Number:
-        return sum(self.forward(one) for one in operators)
+        return sum(self.forward(operator) for operator in operators)
 
     def backwards(self, operators: Iterable[Operator]) -> Number:
-        return sum(self.backward(one) for one in operators)
+        return sum(self.backward(operator) for operator in operators)
 
     def _product(self, sizes: tuple[Number, Number, Number, Number], extra: Number = 0) -> Number:
         return self.product(*sizes, extra)

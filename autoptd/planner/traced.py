@@ -1,9 +1,11 @@
-"""The same prediction for any model that was compiled: from the counts and collectives of its traced, sharded graph.
+"""The same prediction for any model that was compiled: from the counts and collectives of its traced, sharded
+graph.
 
-In: a `Program` (of a model on meta tensors as well) and a cluster. Out: a `Prediction`. Products run as fast as their sizes let
-them (`costs.products`; of a program that was saved without, as fast as large ones). What is not known of a graph: which of
-its operators training systems fuse, so that each reads and writes memory. Backward of an operator that is no product moves
-half as much again as its forward. docs/planner.md says how far a shape's prediction is from this one.
+In: a `Program` (of a model on meta tensors as well) and a cluster. Out: a `Prediction`. Products run as fast
+as their sizes let them (`costs.products`; of a program that was saved without, as fast as large ones). What
+is not known of a graph: which of its operators training systems fuse, so that each reads and writes memory.
+Backward of an operator that is not a product moves half as much again as its forward. docs/planner.md says
+how far a shape's prediction is from this one.
 
     program = autoptd.compile(model, t=8, p=4, d=2, example_inputs=batch)
     predict_program(program, "dgx-h100").breakdown
@@ -29,37 +31,40 @@ from autoptd.program.program import Program
 from autoptd.program.specs import Collective
 from autoptd.schedule import simulate
 
-BACKWARD_MOVES = 1.5  # of what forward moves
+# Bytes that backward moves, relative to forward.
+BACKWARD_MOVES = 1.5
 PRECISIONS = {"torch.bfloat16": "bf16", "bfloat16": "bf16", "torch.float16": "fp16", "float16": "fp16"}
 
 
 def predict_program(
     program: Program, cluster: Cluster | str | Path, *, software: Software | str | None = None
 ) -> Prediction:
-    """Predict a step of the program as it was compiled; its precision is that of most of its parameters' bytes.
+    """Predict a step of the program as it was compiled.
 
-    Memory is the compiler's own count (passes/stages/memory.py), "held": parameters with gradients and two moments, and
-    activations; and the allocator's slack and the context, as `predict` adds them.
+    Its precision is that of most of its parameters' bytes.
+
+    Memory is the compiler's own count (passes/stages/memory.py), "held": parameters with gradients and two
+    moments, and activations; and the allocator's slack and the context, as `predict` adds them.
     """
     cluster = find_cluster(cluster).with_software(software)
     found = _Reader(program, cluster)
     stages = [found.stage(index) for index in range(len(program.stages))]
     run = simulate(
         program.orders,
-        forward=[max(one.whole_forward, 1e-12) for one in stages],
-        backward=[max(one.whole_backward, 1e-12) for one in stages],
-        weight_gradient=[max(one.backward / 2, 1e-12) for one in stages],
+        forward=[max(stage.whole_forward, 1e-12) for stage in stages],
+        backward=[max(stage.whole_backward, 1e-12) for stage in stages],
+        weight_gradient=[max(stage.backward / 2, 1e-12) for stage in stages],
         link=found.link,
     )
     ranks, m = ranks_of_stages(program.orders), program.num_microbatches
     busiest = max(range(program.mesh.p), key=lambda rank: run.busy[rank])
-    mine = [one for one, rank in zip(stages, ranks, strict=True) if rank == busiest]
+    mine = [stage for stage, rank in zip(stages, ranks, strict=True) if rank == busiest]
     parts = {
-        "compute": m * sum(one.forward + one.backward for one in mine),
+        "compute": m * sum(stage.forward + stage.backward for stage in mine),
         "recompute": 0.0,
-        "tp_comm": m * sum(one.exposed_forward + one.exposed_backward for one in mine),
+        "tp_comm": m * sum(stage.exposed_forward + stage.exposed_backward for stage in mine),
         "pp_comm": 0.0,
-        "bubble": run.finish - run.busy[busiest],
+        "bubble": run.makespan - run.busy[busiest],
         "dp_comm": max(found.once(rank) for rank in range(program.mesh.p)),
         "optimizer": max(found.optimizer(rank) for rank in range(program.mesh.p)),
     }
@@ -68,7 +73,7 @@ def predict_program(
     held = tuple(map(float, program.costs.cut.rank_bytes))
     kinds = {
         "held": held,
-        "slack": tuple(cluster.software.slack * one for one in held),
+        "slack": tuple(cluster.software.slack * nbytes for nbytes in held),
         "context": (cluster.software.context_bytes,) * len(held),
     }
     memory = tuple(map(sum, zip(*kinds.values(), strict=True)))
@@ -86,16 +91,16 @@ class _Reader:
         self.setting = Setting(t=mesh.t, p=mesh.p, d=mesh.d)
 
     def stage(self, index: int) -> Passes:
-        """Seconds of a microbatch on one rank."""
+        """Time a microbatch on one rank."""
         costs, gpu = self.program.costs, self.cluster.gpu
         moved = costs.moved_bytes_per_stage[index] / self.clock.copy_rate
         products, count = self.products(index)
         starts = (costs.kernels_per_stage[index] - count) * gpu.kernel_seconds
         forward, backward = (0.0, 0.0)
-        for one in self.program.collectives:
-            if one.stage == index and one.scope == "microbatch" and one.axis != "pp":
-                forward += self.call(one, one.forward)
-                backward += self.call(one, one.backward)
+        for call in self.program.collectives:
+            if call.stage == index and call.scope == "microbatch" and call.axis != "pp":
+                forward += self.call(call, call.forward)
+                backward += self.call(call, call.backward)
         overlap = self.cluster.software.tp_overlap
         beside = max(overlap, self.cluster.software.tp_overlap_backward)
         return Passes(
@@ -106,7 +111,9 @@ class _Reader:
         )
 
     def products(self, index: int) -> tuple[tuple[float, float], int]:
-        """Seconds of the products of a stage, forward and backward, and how many kernels of its forward they are."""
+        """Time the products of a stage, forward and backward, and count the kernels of its forward
+        that they are.
+        """
         costs, gpu = self.program.costs, self.cluster.gpu
         rows = [row for row in costs.products if row.stage == index]
         if not rows:
@@ -114,12 +121,16 @@ class _Reader:
             return (costs.flops_per_stage[index] / rate, costs.backward_flops_per_stage[index] / rate), 0
         forward, backward = 0.0, 0.0
         for row in rows:
-            one = self.attention(row) if "attention" in row.kind else self.plain(row)
-            forward, backward = forward + one[0], backward + one[1]
+            seconds = self.attention(row) if "attention" in row.kind else self.plain(row)
+            forward += seconds[0]
+            backward += seconds[1]
         return (forward, backward), sum(row.times for row in rows)
 
     def plain(self, row: ProductCosts) -> tuple[float, float]:
-        """Seconds of products of one size; of backward's two, as far as they are needed, a weight's adds to its gradient."""
+        """Time products of one size.
+
+        Of backward's two, as far as they are needed, a weight's adds to its gradient.
+        """
         batch, m, n, k = row.sizes
         work = 2 * batch * m * n * k
         once = float(self.clock.product(batch, m, n, k))
@@ -128,60 +139,59 @@ class _Reader:
         return row.forward / work * once, row.backward / work / 2 * both
 
     def attention(self, row: ProductCosts) -> tuple[float, float]:
-        """Seconds of attention in one kernel."""
+        """Time attention in one kernel."""
         software, gpu = self.cluster.software, self.cluster.gpu
         share = software.causal if row.kind == "causal attention" else 1.0
         rate = gpu.flops(self.clock.precision) * software.flash_fraction / share
         start = row.times * gpu.kernel_seconds
         return row.forward / rate + start, row.backward / rate + start
 
-    def call(self, one: Collective, kind: str) -> float:
-        """Seconds of one direction of a collective."""
-        local = self._local(one)
+    def call(self, call: Collective, kind: str) -> float:
+        """Time one direction of a collective."""
+        local = self._local(call)
         if kind == "all-reduce":
-            return float(self.network.all_reduce(float(one.payload_bytes), one.group_size, local))
+            return float(self.network.all_reduce(float(call.payload_bytes), call.group_size, local))
         if kind in ("all-gather", "reduce-scatter"):
-            return float(self.network.all_gather(float(one.payload_bytes), one.group_size, local))
+            return float(self.network.all_gather(float(call.payload_bytes), call.group_size, local))
         if kind == "all-to-all":
-            return float(self.network.all_gather(one.payload_bytes / one.group_size, one.group_size, local))
+            return float(self.network.all_gather(call.payload_bytes / call.group_size, call.group_size, local))
         return 0.0
 
     def once(self, rank: int) -> float:
-        """Seconds of what a pipeline rank communicates once a step, as far as computation does not hide it."""
-        all_of_it = sum(self.call(one, kind) for one, kind in self._step_calls(rank))
+        """Time what a pipeline rank communicates once a step, as far as computation does not hide it."""
+        all_of_it = sum(self.call(call, kind) for call, kind in self._step_calls(rank))
         return all_of_it * (1 - self.cluster.software.dp_overlap)
 
     def optimizer(self, rank: int) -> float:
-        nbytes = sum(
-            spec.local_bytes(self.program.mesh)
-            for spec in self.program.params
-            if spec.requires_grad and rank in spec.owners(ranks_of_stages(self.program.orders))
-        )
+        ranks = ranks_of_stages(self.program.orders)
+        trained = [spec for spec in self.program.params if spec.requires_grad and rank in spec.owners(ranks)]
+        nbytes = sum(spec.local_bytes(self.program.mesh) for spec in trained)
         return nbytes / self.clock.element_bytes * OPTIMIZER_BYTES[self.clock.element_bytes] / self.clock.copy_rate
 
     def link(self, sender: int, receiver: int) -> float:
-        """Seconds of a message from stage to stage."""
-        sent = sum(one.sent_bytes for one in self.program.parcels if (one.source, one.target) == (sender, receiver))
+        """Time a message from stage to stage."""
+        buffers = [buffer for buffer in self.program.parcels if (buffer.source, buffer.target) == (sender, receiver)]
+        sent = sum(buffer.sent_bytes for buffer in buffers)
         in_node: Any = self.setting.local("pp", self.cluster.gpus_per_node)
         ranks = ranks_of_stages(self.program.orders)
         is_local = ranks[sender] // in_node == ranks[receiver] // in_node
         return float(self.network.message(float(sent), is_local)) + self.cluster.software.exchange_seconds
 
     def _step_calls(self, rank: int) -> Iterator[tuple[Collective, str]]:
-        for one in self.program.collectives:
-            if one.scope == "step" and rank in one.pp_ranks:
-                yield one, one.forward
-                yield one, one.backward
+        for call in self.program.collectives:
+            if call.scope == "step" and rank in call.pp_ranks:
+                yield call, call.forward
+                yield call, call.backward
 
-    def _local(self, one: Collective) -> int:
+    def _local(self, call: Collective) -> int:
         node = self.cluster.gpus_per_node
-        if one.axis in ("tp", "dp", "pp"):
-            return int(np.minimum(self.setting.local(one.axis, node), one.group_size))
-        return min(node, one.group_size)
+        if call.axis in ("tp", "dp", "pp"):
+            return int(np.minimum(self.setting.local(call.axis, node), call.group_size))
+        return min(node, call.group_size)
 
 
 def _precision(program: Program) -> str:
-    """That of most bytes of the parameters."""
+    """Return the precision of most bytes of the parameters."""
     bytes_of: dict[str, int] = {}
     for spec in program.params:
         name = PRECISIONS.get(spec.storage.dtype, "fp32")

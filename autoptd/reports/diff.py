@@ -1,9 +1,9 @@
 """What differs between two plans, or two saved programs, for people.
 
-In: two of: the path of a plan.json, that of a folder which `program.save` wrote, a `Program`, a plan as a dict. Out: text,
-grouped; "" where nothing differs. With a program on both sides the parameters' types and what is communicated are compared as
-well, and their costs stand side by side: those of `autoptd show` that differ. Layers that are alike are one line, their number
-a star.
+In: two plans or programs, each as the path of a plan.json, the path of a folder that `program.save` wrote, a
+`Program` or a plan as a dict. Out: text, grouped; "" where nothing differs. Two programs are compared by the
+types of their parameters and by what they communicate as well, and the costs of `autoptd show` that differ
+stand side by side. Equal layers share a line, with a star for their number.
 
     print(autoptd.diff("out/a", "out/b"))
     # mesh
@@ -33,11 +33,15 @@ if TYPE_CHECKING:
 
 NOTHING = "nothing"
 COMPARED = ("mesh", "v", "num_microbatches", "schedule_name", "plan", "params", "collectives", "fallbacks")
-LEFT_OUT = ("buffers", "graphs", "explainer", "painter", "costs", "lines")  # values, and what follows from the rest
+# Fields of a program that are not compared: values, and what follows from the rest.
+LEFT_OUT = ("buffers", "graphs", "explainer", "painter", "costs", "lines")
 
 
 def diff(a: Any, b: Any) -> str:
-    """Return what differs from `a` to `b`: `what: there -> here`, "" where nothing does. PlanError for what cannot be read."""
+    """Return what differs from `a` to `b`: `what: there -> here`, "" where nothing does.
+
+    PlanError for what cannot be read.
+    """
     (plan, program), (other_plan, other) = _read(a), _read(b)
     groups = _plans(plan, other_plan)
     if program is not None and other is not None:
@@ -53,41 +57,51 @@ def diff(a: Any, b: Any) -> str:
 
 
 def _text_of(groups: Mapping[str, list[str]]) -> str:
-    return "".join(f"{name}\n" + "".join(f"  {line}\n" for line in lines) for name, lines in groups.items() if lines)
+    text = ""
+    for name, lines in groups.items():
+        if lines:
+            text += "".join([f"{name}\n", *(f"  {line}\n" for line in lines)])
+    return text
 
 
 def _costs(a: Program, b: Program) -> list[str]:
-    """A table A | B of what people compare, where it differs; nothing for programs that were written by hand."""
+    """Tabulate the costs that differ, A beside B; nothing for programs that were written by hand."""
     if not (a.costs.cut.seconds and b.costs.cut.seconds):
         return []
-    from autoptd.reports.summary import summarize  # the passes: two plans need none of them
+    # Imported here, as it loads the passes: two plans need none of them.
+    from autoptd.reports.summary import summarize
 
-    sides = [_costs_of(summarize(one)) for one in (a, b)]
-    rows = [(name, *(one.get(name, NOTHING) for one in sides)) for name in {**sides[0], **sides[1]}]
+    left, right = _costs_of(summarize(a)), _costs_of(summarize(b))
+    rows = [(name, left.get(name, NOTHING), right.get(name, NOTHING)) for name in {**left, **right}]
     rows = [row for row in rows if row[1] != row[2]]
     table = [("", "A", "B"), *rows] if rows else []
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
+    lines = []
+    for row in table:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    return lines
 
 
-def _costs_of(one: Summary) -> dict[str, str]:
+def _costs_of(summary: Summary) -> dict[str, str]:
     from autoptd.reports.summary import seconds_text
 
-    fullest = max(one.ranks, key=lambda rank: rank.total_bytes)
+    fullest = max(summary.ranks, key=lambda rank: rank.total_bytes)
     costs = {
-        "ranks": str(one.mesh.size),
+        "ranks": str(summary.mesh.size),
         "memory of the fullest rank": bytes_text(fullest.total_bytes),
         "of it, activations": bytes_text(fullest.activation_bytes),
     }
-    costs |= {f"sent over {two.axis} by one rank, a step": bytes_text(two.sent_bytes) for two in one.traffic}
+    for traffic in summary.traffic:
+        costs[f"sent over {traffic.axis} by one rank, a step"] = bytes_text(traffic.sent_bytes)
     return costs | {
-        "seconds of a step": seconds_text(one.step_seconds),
-        "bubble, of the work": f"{one.bubble:.1%}",
+        "seconds of a step": seconds_text(summary.step_seconds),
+        "bubble, of the work": f"{summary.bubble:.1%}",
     }
 
 
 def _read(given: Any) -> tuple[Mapping[str, Any], Program | None]:
-    """The plan, and the program where there is one."""
+    """Return the plan, and the program where there is one."""
     if isinstance(given, Program):
         return given.plan, given
     if isinstance(given, (str, Path)) and (Path(given) / "program.json").is_file():
@@ -100,90 +114,112 @@ def _read(given: Any) -> tuple[Mapping[str, Any], Program | None]:
 
 
 def _plans(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, list[str]]:
-    whole = {"num_microbatches", "schedule", "version"}
     groups = {key: _entries(a.get(key, {}), b.get(key, {})) for key in ("mesh", "options")}
-    groups["schedule"] = _entries(*({key: plan[key] for key in sorted(whole) if key in plan} for plan in (a, b)))
-    cuts = [{"behind": ", ".join(map(str, plan["cut"])) or NOTHING} if "cut" in plan else {} for plan in (a, b)]
-    groups["cut"] = _entries(*cuts)
-    groups["fallbacks"] = _entries(*(_fallbacks(plan) for plan in (a, b)))
+    groups["schedule"] = _entries(_scalars(a), _scalars(b))
+    groups["cut"] = _entries(_cut(a), _cut(b))
+    groups["fallbacks"] = _entries(_fallbacks(a), _fallbacks(b))
     return groups
 
 
+def _scalars(plan: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: plan[key] for key in ("num_microbatches", "schedule", "version") if key in plan}
+
+
+def _cut(plan: Mapping[str, Any]) -> dict[str, str]:
+    return {"behind": ", ".join(map(str, plan["cut"])) or NOTHING} if "cut" in plan else {}
+
+
 def _fallbacks(plan: Mapping[str, Any]) -> dict[str, str]:
-    return {f"{one['op']} in {one['site'] or 'the model'}": one["fact"] for one in plan.get("fallbacks", ())}
+    fallbacks = plan.get("fallbacks", ())
+    return {f"{entry['op']} in {entry['site'] or 'the model'}": entry["fact"] for entry in fallbacks}
 
 
 def _shards(plan: Mapping[str, Any]) -> dict[str, str]:
-    return {
-        one["pattern"]: "whole" if one.get("dim") is None else f"split along dim {one['dim']}"
-        for one in plan.get("shard", ())
-    }
+    shards = {}
+    for entry in plan.get("shard", ()):
+        dim = entry.get("dim")
+        shards[entry["pattern"]] = "whole" if dim is None else f"split along dim {dim}"
+    return shards
 
 
 def _programs(a: Program, b: Program) -> dict[str, list[str]]:
     groups = {"parameters over tp": _by_layer(a, b, ParamSpec.type_text), "parameters": _by_layer(a, b, _about)}
     for scope in ("microbatch", "step"):
-        totals, sites = ([function(one, scope) for one in (a, b)] for function in (_totals, _sites))
-        groups[f"communicated in every {scope}"] = [*_entries(*totals), *_entries(*sites)]
-    names = [one.name for one in fields(Program) if one.name not in (*COMPARED, *LEFT_OUT)]
-    told = [name for name in names if name != "sources" and getattr(a, name) != getattr(b, name)]
+        totals = _entries(_totals(a, scope), _totals(b, scope))
+        sites = _entries(_sites(a, scope), _sites(b, scope))
+        groups[f"communicated in every {scope}"] = [*totals, *sites]
+    names = [field.name for field in fields(Program) if field.name not in (*COMPARED, *LEFT_OUT, "sources")]
+    others = [name for name in names if getattr(a, name) != getattr(b, name)]
     files = [name for name in sorted({*a.sources, *b.sources}) if a.sources.get(name) != b.sources.get(name)]
-    return groups | {"also differ": [", ".join([*told, *files])] if told or files else []}
+    return groups | {"also differ": [", ".join([*others, *files])] if others or files else []}
 
 
-def _about(one: ParamSpec) -> str:
-    frozen = "" if one.requires_grad else ", frozen"
-    return f"{list(one.shape)} {one.storage.dtype}{frozen}"
+def _about(spec: ParamSpec) -> str:
+    frozen = "" if spec.requires_grad else ", frozen"
+    return f"{list(spec.shape)} {spec.storage.dtype}{frozen}"
 
 
 def _by_layer(a: Program, b: Program, text: Callable[[ParamSpec], str]) -> list[str]:
-    """What differs in a text per parameter; one for all layers where theirs are alike on either side."""
+    """Compare a text per parameter, with one line for all layers where these have the same text on either
+    side.
+    """
     alike: dict[tuple[bool, str], set[str]] = {}
     for program in (a, b):
-        for one in program.params:
-            alike.setdefault((program is a, star(one.name)), set()).add(text(one))
+        for spec in program.params:
+            alike.setdefault((program is a, star(spec.name)), set()).add(text(spec))
+    # Names whose layers differ among themselves are listed one by one.
     mixed = {name for (_, name), texts in alike.items() if len(texts) > 1}
 
     def texts(program: Program) -> dict[str, str]:
-        return {one.name if star(one.name) in mixed else star(one.name): text(one) for one in program.params}
+        found = {}
+        for spec in program.params:
+            shared = star(spec.name)
+            found[spec.name if shared in mixed else shared] = text(spec)
+        return found
 
     return _entries(texts(a), texts(b))
 
 
 def _calls(program: Program, scope: str) -> Iterator[tuple[Collective, str, str]]:
-    """(collective, phase, kind) of every call of a scope."""
-    for one in program.collectives:
-        for phase, kind in (("forward", one.forward), ("backward", one.backward)):
-            if one.scope == scope and kind not in LOCAL_KINDS:
-                yield one, phase, kind
+    """Yield (collective, phase, kind) of every call of a scope."""
+    for call in program.collectives:
+        for phase, kind in (("forward", call.forward), ("backward", call.backward)):
+            if call.scope == scope and kind not in LOCAL_KINDS:
+                yield call, phase, kind
 
 
 def _totals(program: Program, scope: str) -> dict[str, str]:
-    """Calls of all stages together, and their payload."""
+    """Sum the calls of all stages, and their payload."""
     calls, nbytes = Counter[str](), Counter[str]()
-    for one, phase, kind in _calls(program, scope):
-        key = f"{kind} over {one.axis}" + (f", {phase}" if scope == "microbatch" else "")
+    for call, phase, kind in _calls(program, scope):
+        key = f"{kind} over {call.axis}" + (f", {phase}" if scope == "microbatch" else "")
         calls[key] += 1
-        nbytes[key] += one.payload_bytes
+        nbytes[key] += call.payload_bytes
     return {f"all {key}": f"{count} of {bytes_text(nbytes[key])} in all" for key, count in calls.items()}
 
 
 def _sites(program: Program, scope: str) -> dict[str, str]:
-    """What each kind of site communicates: of layers that are alike, how many they are."""
+    """Return what each kind of site communicates, and how often where layers are alike."""
     found: dict[str, Counter[str]] = {}
-    for one in program.collectives:
-        phases = {"forward": one.forward, "backward": one.backward}
+    for call in program.collectives:
+        phases = {"forward": call.forward, "backward": call.backward}
         kinds = [f"{kind} {phase}" for phase, kind in phases.items() if kind not in LOCAL_KINDS]
-        if one.scope == scope and kinds:
-            text = f"{' and '.join(kinds)} over {one.axis}, {bytes_text(one.payload_bytes)} on {one.group_size} ranks"
-            found.setdefault(call_site(one), Counter())[text.replace(" backward", "") if scope == "step" else text] += 1
-    return {
-        site: "; ".join(f"{times} x {text}" for text, times in sorted(texts.items())) for site, texts in found.items()
-    }
+        if call.scope == scope and kinds:
+            text = (
+                f"{' and '.join(kinds)} over {call.axis}, {bytes_text(call.payload_bytes)} on {call.group_size} ranks"
+            )
+            # Once a step there is neither a forward nor a backward.
+            if scope == "step":
+                text = text.replace(" backward", "")
+            found.setdefault(call_site(call), Counter())[text] += 1
+    sites = {}
+    for site, texts in found.items():
+        sites[site] = "; ".join(f"{times} x {text}" for text, times in sorted(texts.items()))
+    return sites
 
 
 def _entries(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
-    """`key: there -> here` for every key that differs, in the order of both."""
+    """Return `key: there -> here` for every key that differs, in the order of both."""
     keys = [key for key in {**a, **b} if key not in a or key not in b or a[key] != b[key]]
     return [f"{key}: {_text(a, key)} -> {_text(b, key)}" for key in keys]
 

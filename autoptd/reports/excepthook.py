@@ -1,10 +1,11 @@
-"""Who tells of an error that ends all ranks alike: one process a node, in one line where the user pressed Ctrl-C.
+"""Report an error that ends all ranks alike once: by one process a node, in one line where the user pressed
+Ctrl-C.
 
-A request that cannot be met fails on every rank of torchrun with the same words, and Ctrl-C reaches all of them. Every other
-exception is told by the rank that raised it.
+A request that cannot be met fails on every rank of torchrun with the same words, and Ctrl-C reaches all of
+them. Every other exception is reported by the rank that raised it.
 
     print_errors_once()          # once for all, by `parallelize`: uncaught errors of a script
-    if is_told_here(error): ...  # the command line asks for itself
+    if is_reported_here(error): ...  # the command line asks for itself
 """
 
 from __future__ import annotations
@@ -17,26 +18,27 @@ from autoptd.errors import PlanError, RuntimeFault, TraceError
 
 
 def is_interrupt(error: BaseException) -> bool:
-    """Whether it is Ctrl-C, or what a rank saw of another's."""
-    return isinstance(error, KeyboardInterrupt) or (
-        isinstance(error, RuntimeFault) and "KeyboardInterrupt" in error.fact
-    )
+    """Tell whether it is Ctrl-C, or what a rank saw of another's."""
+    is_of_another = isinstance(error, RuntimeFault) and "KeyboardInterrupt" in error.fact
+    return isinstance(error, KeyboardInterrupt) or is_of_another
 
 
-def is_told_here(error: BaseException) -> bool:
-    """Whether this process is to tell of `error`: false for what another process of the node tells in the same words."""
+def is_reported_here(error: BaseException) -> bool:
+    """Tell whether this process reports `error`: not what another process of the node reports in the same
+    words.
+    """
     is_alike = isinstance(error, (PlanError, TraceError)) or is_interrupt(error)
     return not is_alike or os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def print_errors_once() -> None:
-    """Let this process, if it is one of several ranks, keep quiet about uncaught errors that another one tells of."""
+    """Keep quiet, in one of several ranks, about uncaught errors that another one reports."""
     before = sys.excepthook
     if "LOCAL_RANK" not in os.environ or getattr(before, "is_of_autoptd", False):
         return
 
     def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        if not is_told_here(error):
+        if not is_reported_here(error):
             return
         if is_interrupt(error):
             print("KeyboardInterrupt", file=sys.stderr)

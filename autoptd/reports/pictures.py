@@ -1,4 +1,5 @@
-"""What the pictures of a program are drawn from: its simulated step, a recorded one, the work of its operators.
+"""What the pictures of a program are drawn from: its simulated step, a recorded one, the work of its
+operators.
 
 In: a `Program`, and the spans of a record if there is one. Out: `Run`s, and the files of `viz/draw.py`.
 
@@ -24,18 +25,24 @@ from autoptd.program.program import Program
 from autoptd.runtime.timeline import Span
 
 Size = Callable[[Node], tuple[int, ...]]
-LEAST = 1e-12  # seconds: the simulation wants positive ones
+# The simulation wants times above 0.
+MIN_SECONDS = 1e-12
 
 
 def draw_program(program: Program, folder: Path, spans: Sequence[Span] = ()) -> None:
-    """Write the graph in all its forms and the pictures; `spans` of a record are drawn beside the simulated step."""
+    """Write the graph in all its forms and the pictures.
+
+    `spans` of a record are drawn beside the simulated step.
+    """
     write_forms(program.graphs, folder)
     runs = [simulated_run(program), *([executed_run(program, spans)] if spans else [])]
     viz.draw(program, folder, runs)
 
 
 def painter(shape: Size) -> Callable[[Program, str, int | None], viz.Picture]:
-    """What draws a program's graph, given the shapes of a rank's values: tooltips tell the FLOPs of its operators."""
+    """Return what draws a program's graph, given the local shapes: tooltips show the FLOPs of its
+    operators.
+    """
 
     def work(node: Node) -> tuple[int, int]:
         return passes.flops(node, shape), passes.backward_flops(node, shape)
@@ -44,21 +51,23 @@ def painter(shape: Size) -> Callable[[Program, str, int | None], viz.Picture]:
 
 
 def simulated_run(program: Program) -> viz.Run:
-    """The step as the cost model has it: a stage's seconds are a third forward, two thirds backward; messages take no time."""
+    """Simulate the step as the cost model has it: of a stage's seconds a third is forward.
+
+    Messages take no time.
+    """
     seconds = program.costs.cut.seconds
     if not seconds:
         return _run("simulated", program, schedules.simulate(program.orders).spans, False, "")
-    third = [max(one, LEAST) / 3 for one in seconds]
-    result = schedules.simulate(
-        program.orders, forward=third, backward=[2 * one for one in third], weight_gradient=third
-    )
+    third = [max(time, MIN_SECONDS) / 3 for time in seconds]
+    backward = [2 * time for time in third]
+    result = schedules.simulate(program.orders, forward=third, backward=backward, weight_gradient=third)
     machine = program.plan.get("options", {}).get("machine") or "the default machine"
     remark = f"stages take the time that the cost model gives them on {machine}, messages between them none"
     return _run("simulated", program, result.spans, True, remark)
 
 
 def executed_run(program: Program, spans: Sequence[Span]) -> viz.Run:
-    """The recorded step of the first replica's first tensor ranks; spans of other ranks are left out.
+    """Return the recorded step of the first replica's first tensor ranks; spans of other ranks are left out.
 
     A process under torchrun records its own rank alone: the rows of the others are empty.
     """
@@ -81,14 +90,16 @@ def _run(
     in_seconds: bool,
     remark: str,
 ) -> viz.Run:
-    """A run with what its ranks hold: bytes that a stage saves for backward, where the costs have them."""
+    """Make a run with what its ranks hold: bytes that a stage saves for backward, where the costs have
+    them.
+    """
     saved = program.costs.cut.saved_bytes
     memory = [_held(row, saved or [1.0] * len(program.stages)) for row in spans]
     return viz.Run(name, spans, in_seconds, memory, bool(saved), remark)
 
 
 def _held(row: Sequence[tuple[Action, float, float]], sizes: Sequence[float]) -> list[tuple[float, float]]:
-    """What a rank holds after every change: a microbatch's share from its F to its B (to its W where there is one)."""
+    """Return what a rank holds after every change: a microbatch's share from its F to its B (or its W)."""
     last = Kind.W if any(action.kind is Kind.W for action, _, _ in row) else Kind.B
     held, points = 0.0, []
     for action, start, end in row:

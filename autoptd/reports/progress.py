@@ -1,7 +1,9 @@
-"""What a person sees of a training run: loss, tokens/s, FLOP/s, gradient norm, memory, where time goes. Rank 0 speaks alone.
+"""What a person sees of a training run: loss, tokens/s, FLOP/s, gradient norm, memory, where time goes.
 
-In: a `ParallelModel`, and the losses of its steps. Out: a line on stderr from time to time, a JSON object per step in a file,
-TensorBoard's scalars where its package is installed.
+Only rank 0 reports.
+
+In: a `ParallelModel`, and the losses of its steps. Out: a line on stderr from time to time, a JSON object per
+step in a file, TensorBoard's scalars where its package is installed.
 
     with autoptd.Progress(pm, tokens=batch * length, steps=1000, log="run.jsonl") as progress:
         for x, y in loader:
@@ -11,8 +13,8 @@ TensorBoard's scalars where its package is installed.
             progress.add(loss, norm)
     # step   20/1000  loss 2.914  norm 0.81  12.3 k tokens/s  1.20 TFLOP/s a rank (MFU 38.5%)  compute 71% ...
 
-Model FLOPs are those of the matrix products of the model itself, three times its forward (no recomputation, nothing that
-tensor ranks repeat); MFU is their share of the ranks' peak.
+Model FLOPs are those of the matrix products of the model itself, three times its forward (no recomputation,
+nothing that tensor ranks repeat); MFU is their share of the ranks' peak.
 """
 
 from __future__ import annotations
@@ -33,18 +35,20 @@ import torch
 from autoptd.errors import PlanError
 from autoptd.ir.machine_files import read_gpus
 from autoptd.ir.mesh import Coordinate
-from autoptd.parallel_model import ParallelModel, is_local
+from autoptd.parallel_model import ParallelModel
 from autoptd.runtime.stepclock import StepTimes
+from autoptd.started_model import is_local
 from autoptd.viz.words import bytes_text, count_text
 
 
 class Progress:
     """The progress of one run: see the module's docstring.
 
-    `tokens` of a step, all replicas together; `steps` of the run, if known; `peak` FLOP/s of a rank (left out: that of a
-    known GPU for products in the parameters' dtype, else there is no MFU); `measure_every` so many steps `step` measures
-    where time goes (0: never), which is that of `pm.step`: clipping and the optimizer are outside of it; `quiet` prints
-    nothing. Every rank makes one and calls it alike: measured steps are collective.
+    `tokens` of a step, all replicas together; `steps` of the run, if known; `peak` FLOP/s of a rank (left
+    out: that of a known GPU for products in the parameters' dtype, else there is no MFU); `measure_every` so
+    many steps `step` measures where time goes (0: never), which is that of `pm.step`: clipping and the
+    optimizer are outside of it; `quiet` prints nothing. Every rank makes one and calls it alike: measured
+    steps are collective.
     """
 
     def __init__(
@@ -64,14 +68,16 @@ class Progress:
         self._peak = peak
         self.is_first = pm.coordinate == Coordinate()
         self.losses: list[float] = []
-        self.seconds: list[float] = []  # of every step, from the end of the one before
-        self.times: tuple[StepTimes, ...] = ()  # of the last step that was measured
+        # Seconds of every step, from the end of the one before.
+        self.seconds: list[float] = []
+        # Times of each rank in the last step that was measured.
+        self.times: tuple[StepTimes, ...] = ()
         self._steps_begun = 0
         self._is_measured = False
         self._stream = stream if stream is not None else sys.stderr
         self._is_quiet = quiet or not self.is_first
         self._is_live = self._stream.isatty()
-        self._told_at = 0.0
+        self._printed_at = 0.0
         self._log = _open(log) if log is not None and self.is_first else None
         self._board = _board(tensorboard) if tensorboard is not None and self.is_first else None
         self._last = time.perf_counter()
@@ -84,7 +90,7 @@ class Progress:
         self.close()
 
     def step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """`pm.step`, measured where its turn has come: the first time at the second step, which is warm."""
+        """Run `pm.step`, and measure it where its turn has come: first at the second step, which is warm."""
         self._steps_begun += 1
         self._is_measured = self.measure_every > 0 and (self._steps_begun - 2) % self.measure_every == 0
         if not self._is_measured:
@@ -107,22 +113,23 @@ class Progress:
             self._log.flush()
         if self._board:
             for name, value in record.items():
-                if name != "step":  # of a number per rank, the largest
+                # A scalar is the largest of several ranks' numbers.
+                if name != "step":
                     self._board.add_scalar(name, max(value) if isinstance(value, list) else value, record["step"])
-        self._tell(record)
+        self._print(record)
 
     def _record(self, seconds: float, grad_norm: float | None) -> dict[str, Any]:
-        """What is logged of the last step; the shares of time only where it was measured."""
+        """Return what is logged of the last step; the shares of time only where it was measured."""
         flops = self.model_flops / seconds
         record: dict[str, Any] = {"step": len(self.losses), "loss": self.losses[-1], "seconds": seconds}
         record |= {} if grad_norm is None else {"grad_norm": grad_norm}
         record |= {"tokens_per_second": self.tokens / seconds, "model_flops_per_second": flops}
         record |= {"mfu": flops / self.peak / self.pm.program.mesh.size} if self.peak else {}
         if self._is_measured:
-            whole = sum(one.seconds for one in self.times)
+            whole = sum(rank.seconds for rank in self.times)
             for name in ("compute", "communication", "waiting"):
-                record[name] = sum(getattr(one, name) for one in self.times) / whole
-            record["step_seconds"] = max(one.seconds for one in self.times)
+                record[name] = sum(getattr(rank, name) for rank in self.times) / whole
+            record["step_seconds"] = max(rank.seconds for rank in self.times)
             record["peak_bytes"] = self.peak_bytes
         return record
 
@@ -135,8 +142,11 @@ class Progress:
 
     @property
     def peak_bytes(self) -> list[int]:
-        """Peak memory of every rank, of the last step that was measured; of ranks that share one process, once for all."""
-        found = [one.peak_bytes for one in self.times]
+        """Peak memory of every rank, of the last step that was measured.
+
+        Of ranks that share one process, once for all.
+        """
+        found = [rank.peak_bytes for rank in self.times]
         return [max(found)] if found and is_local(self.pm.options) else found
 
     @property
@@ -153,19 +163,19 @@ class Progress:
     def close(self) -> None:
         """End the line and the files."""
         if not self._is_quiet and self.losses:
-            self._tell(self._record(statistics.median(self.seconds[1:] or self.seconds), None), is_last=True)
-        for one in (self._log, self._board):
-            if one is not None:
-                one.close()
+            self._print(self._record(statistics.median(self.seconds[1:] or self.seconds), None), is_last=True)
+        for output in (self._log, self._board):
+            if output is not None:
+                output.close()
         self._log = self._board = None
 
-    def _tell(self, record: dict[str, Any], is_last: bool = False) -> None:
-        """A line that is written over at a terminal, else one every ten seconds."""
+    def _print(self, record: dict[str, Any], is_last: bool = False) -> None:
+        """Print a line: one that is overwritten at a terminal, else one every ten seconds."""
         now = time.perf_counter()
-        is_due = now - self._told_at >= (0.2 if self._is_live else 10.0)
+        is_due = now - self._printed_at >= (0.2 if self._is_live else 10.0)
         if self._is_quiet or not (is_due or is_last):
             return
-        self._told_at = now
+        self._printed_at = now
         mesh = self.pm.program.mesh
         shared = mesh.size > 1 and is_local(self.pm.options)
         rest = "bubble and rest" if mesh.p > 1 else "rest"
@@ -184,9 +194,10 @@ def progress_line(
     rest: str = "rest",
     holder: str = "",
 ) -> str:
-    """One line about a step; where time goes and memory are those of `times`, the last step that was measured.
+    """Format one line about a step; where time goes and memory are those of `times`, the last measured step.
 
-    `rest` is what the time is called that is neither compute nor exchange, `holder` says whose memory it is, if not a rank's.
+    `rest` is what the time is called that is neither compute nor exchange, `holder` says whose memory it is,
+    if not a rank's.
     """
     count = f"{record['step']:>{len(str(steps))}}/{steps}" if steps else f"{record['step']}"
     parts = [f"step {count}", f"loss {record['loss']:.4f}"]
@@ -196,23 +207,30 @@ def progress_line(
     mfu = f" (MFU {record['mfu']:.1%})" if "mfu" in record else ""
     parts.append(f"{count_text(record['model_flops_per_second'] / ranks)}FLOP/s a rank{mfu}")
     if times:
-        whole = sum(one.seconds for one in times)
+        whole = sum(rank.seconds for rank in times)
         names = {"compute": "compute", "communication": "exchange", "waiting": rest}
-        parts += [f"{word} {sum(getattr(one, name) for one in times) / whole:.0%}" for name, word in names.items()]
-        parts.append(f"peak {bytes_text(max(one.peak_bytes for one in times))}{holder}")
+        for name, word in names.items():
+            seconds = sum(getattr(rank, name) for rank in times)
+            parts.append(f"{word} {seconds / whole:.0%}")
+        parts.append(f"peak {bytes_text(max(rank.peak_bytes for rank in times))}{holder}")
     return "  ".join(parts)
 
 
 def known_peak(device: str, dtype: str) -> float | None:
-    """Peak FLOP/s of a GPU by its name, for products in a dtype ("bfloat16", "tf32"), by machines/gpus.toml; else None.
+    """Look up the peak FLOP/s of a GPU by its name, for products in a dtype ("bfloat16", "tf32").
 
-    "tf32" is what float32 products are where torch was told to let them (`torch.set_float32_matmul_precision`).
+    None if unknown.
+
+    "tf32" is what float32 products are where torch was told to let them
+    (`torch.set_float32_matmul_precision`).
     """
     words = set(re.split(r"[^A-Za-z0-9]+", device))
     named = [gpu for gpu in read_gpus().values() if words.issuperset(gpu["device"].split())]
-    if "MIG" in words or not named:  # a part of one
+    # A MIG slice is a part of a GPU.
+    if "MIG" in words or not named:
         return None
-    gpu = max(named, key=lambda gpu: len(gpu["device"].split()))  # "H100 NVL" goes before "H100"
+    # "H100 NVL" goes before "H100".
+    gpu = max(named, key=lambda gpu: len(gpu["device"].split()))
     half = gpu["matrix_flops"]
     peaks = {"float16": half, "bfloat16": half if gpu.get("bf16", True) else None}
     peaks |= {"tf32": gpu.get("tf32_flops"), "float32": gpu.get("float32_flops")}
@@ -221,7 +239,7 @@ def known_peak(device: str, dtype: str) -> float | None:
 
 def peak_here(pm: ParallelModel) -> float | None:
     """Peak FLOP/s of the GPU that the model is on, for products in the dtype of most of its parameters."""
-    devices = {one.device for one in pm.parameters() if one.is_cuda}
+    devices = {parameter.device for parameter in pm.parameters() if parameter.is_cuda}
     if not devices:
         return None
     sizes = Counter[str]()

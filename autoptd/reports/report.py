@@ -1,6 +1,9 @@
-"""One page about a program: numbers, pictures, tables, decisions, files; and what was measured, where a run was recorded.
+"""One page about a program: numbers, pictures, tables, decisions, files.
 
-In: a `Program`, and the `Record` of one step if there is one. Out: `report.html`, a single file that needs no network.
+And what was measured, where a run was recorded.
+
+In: a `Program`, and the `Record` of one step if there is one. Out: `report.html`, a single file that needs no
+network.
 
     with pm.record() as record:
         pm.step(x, y)
@@ -16,11 +19,11 @@ from pathlib import Path
 
 from autoptd.ir.actions import COMPUTES, Kind
 from autoptd.ir.types import ALIGNED, LEAST_ALIGNED, aligned
-from autoptd.program.calls import LOCAL_KINDS, Call, call_site, expected_calls, star, wire_bytes
+from autoptd.program.calls import Call, expected_calls, wire_bytes
 from autoptd.program.program import Picture, Program
-from autoptd.program.specs import ParamSpec
+from autoptd.reports.modules import module_sections
 from autoptd.reports.pictures import executed_run, simulated_run
-from autoptd.reports.summary import AXES, WEIGHED, Summary, seconds_text, summarize, weighed_table
+from autoptd.reports.summary import AXES, WEIGHED, RankCosts, Summary, Traffic, seconds_text, summarize, weighed_table
 from autoptd.runtime.record import Record
 from autoptd.viz import Run, graph_picture, schedule_svg
 from autoptd.viz.collectives import collectives_markdown
@@ -28,7 +31,8 @@ from autoptd.viz.highlight import python_html
 from autoptd.viz.page import Tab, folded, heading, markdown_html, page, paragraph, picture, source, table, tiles
 from autoptd.viz.words import bytes_text, count_text
 
-LARGEST = 600  # operators of a stage of which a picture is drawn in full
+# A stage of more operators is not drawn in full.
+MAX_DRAWN_OPERATORS = 600
 
 
 def write_report(program: Program, path: str | Path, name: str = "", record: Record | None = None) -> None:
@@ -57,62 +61,62 @@ def report_html(program: Program, name: str = "", record: Record | None = None) 
     return page(f"{name or 'A model'} on {ranks}", f"{about}; written by AutoPTD", tabs)
 
 
-def _summary(program: Program, one: Summary) -> str:
-    fullest = max(rank.total_bytes for rank in one.ranks)
-    share = one.idle_seconds / one.step_seconds if one.step_seconds else 0.0
+def _summary(program: Program, summary: Summary) -> str:
+    fullest = max(rank.total_bytes for rank in summary.ranks)
+    share = summary.idle_seconds / summary.step_seconds if summary.step_seconds else 0.0
+    m = summary.num_microbatches
     shown = [
-        (count_text(one.parameters), "parameters"),
+        (count_text(summary.parameters), "parameters"),
         (bytes_text(fullest), "on the fullest rank"),
-        (f"{count_text(one.model_flops)}FLOP", "matrix products of a step"),
+        (f"{count_text(summary.model_flops)}FLOP", "matrix products of a step"),
         (f"{share:.1%}", "bubble, of the simulated step"),
-        (str(one.num_microbatches * one.rows * one.mesh.d), "rows a step"),
-    ]
-    memory = [
-        (
-            f"{rank.pp}",
-            ", ".join(map(str, rank.stages)),
-            count_text(rank.parameters),
-            *map(bytes_text, (rank.parameter_bytes, rank.gradient_bytes, rank.optimizer_bytes, rank.activation_bytes)),
-            bytes_text(rank.total_bytes),
-            f"{count_text(rank.flops)}FLOP",
-            seconds_text(rank.seconds),
-        )
-        for rank in one.ranks
+        (str(m * summary.rows * summary.mesh.d), "samples a step"),
     ]
     columns = "pipeline rank,stages,parameters,bytes,gradients,optimizer,activations,total,work,computes".split(",")
-    sent = [
-        (
-            f"{two.axis} ({AXES[two.axis]} parallel)",
-            str(two.calls),
-            bytes_text(two.sent_bytes),
-            "between nodes" if two.is_between_nodes else "within a node",
-            seconds_text(two.seconds),
-            str(two.pp),
-        )
-        for two in one.traffic
+    sent = [_traffic_row(traffic) for traffic in summary.traffic]
+    sent_names = ("over", "calls", "bytes", "links", "time alone", "most on pipeline rank")
+    parts = [
+        tiles(shown),
+        heading("What a rank holds and does in a step"),
+        table(columns, [_rank_row(rank) for rank in summary.ranks], range(2, 10)),
+        paragraph(
+            "AdamW: gradients and both moments in the parameter's dtype. Activations: saved activations of the "
+            "microbatches in flight, at the fullest moment of the simulated schedule. Allocator, libraries and "
+            "communicators come on top."
+        ),
+        *map(paragraph, summary.remarks),
+        heading("What a rank sends in a step"),
+        table(sent_names, sent, (1, 2, 4, 5)) if sent else paragraph("Nothing."),
+        paragraph(
+            f"Schedule `{summary.schedule}`, {m} microbatch{'es' if m > 1 else ''} of size {summary.rows} per replica. "
+            f"The pipeline takes {seconds_text(summary.step_seconds)} by the cost model for {summary.machine}; the "
+            f"busiest rank waits for {seconds_text(summary.idle_seconds)} of it. None of these seconds was measured."
+        ),
     ]
-    return "\n".join(
-        [
-            tiles(shown),
-            heading("What a rank holds and does in a step"),
-            table(columns, memory, range(2, 10)),
-            paragraph(
-                "AdamW: gradients and both moments in the parameter's dtype. Activations: what backward keeps of the "
-                "microbatches in flight, at the fullest moment of the simulated schedule. Allocator, libraries and "
-                "communicators come on top."
-            ),
-            *map(paragraph, one.remarks),
-            heading("What a rank sends in a step"),
-            table(("over", "calls", "bytes", "links", "alone takes", "most on pipeline rank"), sent, (1, 2, 4, 5))
-            if sent
-            else paragraph("Nothing."),
-            paragraph(
-                f"Schedule `{one.schedule}`, {one.num_microbatches} microbatch{'es' if one.num_microbatches > 1 else ''} of "
-                f"{one.rows} row{'s'[: one.rows > 1]} per replica. The pipeline "
-                f"takes {seconds_text(one.step_seconds)} as the cost model has it for {one.machine}; the busiest rank waits "
-                f"{seconds_text(one.idle_seconds)} of it. None of these seconds was measured."
-            ),
-        ]
+    return "\n".join(parts)
+
+
+def _rank_row(rank: RankCosts) -> tuple[str, ...]:
+    nbytes = (rank.parameter_bytes, rank.gradient_bytes, rank.optimizer_bytes, rank.activation_bytes)
+    return (
+        f"{rank.pp}",
+        ", ".join(map(str, rank.stages)),
+        count_text(rank.parameters),
+        *map(bytes_text, nbytes),
+        bytes_text(rank.total_bytes),
+        f"{count_text(rank.flops)}FLOP",
+        seconds_text(rank.seconds),
+    )
+
+
+def _traffic_row(traffic: Traffic) -> tuple[str, ...]:
+    return (
+        f"{traffic.axis} ({AXES[traffic.axis]} parallel)",
+        str(traffic.calls),
+        bytes_text(traffic.sent_bytes),
+        "between nodes" if traffic.is_between_nodes else "within a node",
+        seconds_text(traffic.seconds),
+        str(traffic.pp),
     )
 
 
@@ -133,8 +137,8 @@ def _stages(program: Program, summary: Summary) -> str:
     rows = []
     for stage in range(len(program.stages)):
         wanted = set(program.stages[stage].params)
-        held = [math.prod(one.local_shape(program.mesh)) for one in program.params if one.name in wanted]
-        sent = sum(one.sent_bytes for one in program.parcels if one.source == stage)
+        held = [math.prod(spec.local_shape(program.mesh)) for spec in program.params if spec.name in wanted]
+        sent = sum(buffer.sent_bytes for buffer in program.parcels if buffer.source == stage)
         rows.append(
             (
                 f"{stage}",
@@ -154,13 +158,13 @@ def _stages(program: Program, summary: Summary) -> str:
             _drawn(graph_picture(program, "model")),
             heading("Of one rank and one microbatch"),
             table(names, rows, range(1, 9)),
-            paragraph(f"Cut {cut.why}. Saved: what backward keeps. Sends: values and gradients to other stages."),
+            paragraph(f"Cut {cut.why}. Saved: saved activations. Sends: values and gradients to other stages."),
         ]
     )
 
 
-def _drawn(one: Picture) -> str:
-    return picture(one.svg) if one.svg else paragraph(f"No picture: {one.why_not}.")
+def _drawn(drawn: Picture) -> str:
+    return picture(drawn.svg) if drawn.svg else paragraph(f"No picture: {drawn.why_not}.")
 
 
 def _layers(program: Program) -> str:
@@ -169,60 +173,11 @@ def _layers(program: Program) -> str:
         parts.append(_drawn(program.graph("layer")))
         for stage in range(len(program.stages)):
             count = sum(line.file in (f"stage_{stage}.py", "layers.py") for line in program.lines)
-            if count <= LARGEST and len(program.stages) <= 4 and (full := program.graph("full", stage).svg):
+            if count <= MAX_DRAWN_OPERATORS and len(program.stages) <= 4 and (full := program.graph("full", stage).svg):
                 parts.append(folded(f"Stage {stage}, every operator", "", picture(full)))
     parts.append(heading("Module by module"))
-    parts += [_module(program, name) for name in _modules(program)]
+    parts += module_sections(program)
     return "\n".join(parts)
-
-
-def _modules(program: Program) -> list[str]:
-    """Modules with parameters or matrix products, layers alike as one, in the order of the model."""
-    named = [star(one.name.rpartition(".")[0]) for one in program.params]
-    return list(dict.fromkeys([*named, *(row.module for row in program.costs.gemms)]))
-
-
-def _module(program: Program, name: str) -> str:
-    params = [one for one in program.params if star(one.name.rpartition(".")[0]) == name]
-    times = Counter(star(one.name) for one in params)
-    alike: dict[tuple[str, str], ParamSpec] = {}
-    for one in params:
-        alike.setdefault((star(one.name), one.type_text()), one)
-    rows = [
-        (
-            one.name.rpartition(".")[2],
-            _shape(one.shape),
-            _shape(one.local_shape(program.mesh)),
-            one.type_text(),
-            ", ".join(one.aliases[1:]),
-            one.why,
-        )
-        for one in alike.values()
-    ]
-    body = [table(("parameter", "shape", "a rank's", "type over tp", "tied to", "why"), rows)] if rows else []
-    gemms = [row for row in program.costs.gemms if row.module == name]
-    if gemms:
-        work = Counter[str]()
-        for row in gemms:
-            work[row.operator.removeprefix("aten.")] += row.forward + row.backward
-        told = ", ".join(f"`{operator}` {count_text(flops)}FLOP" for operator, flops in work.items())
-        body.append(paragraph(f"Matrix products of a rank and a microbatch, forward and backward, all layers: {told}."))
-    calls = Counter(
-        (kind, phase, bytes_text(one.payload_bytes), star(one.why))
-        for one in program.collectives
-        if one.axis == "tp" and one.scope == "microbatch" and call_site(one) == name
-        for phase, kind in (("forward", one.forward), ("backward", one.backward))
-        if kind not in LOCAL_KINDS
-    )
-    if calls:
-        names = ("x", "collective over tp", "in", "payload", "why")
-        body.append(table(names, [(str(count), *key) for key, count in calls.items()], (0, 3)))
-    count = max(times.values(), default=1)
-    return folded(name or "the model itself", f"x {count}" if count > 1 else "", "\n".join(body))
-
-
-def _shape(size: tuple[int, ...]) -> str:
-    return "x".join(map(str, size)) or "one number"
 
 
 def _schedule(program: Program, runs: list[Run]) -> str:
@@ -240,19 +195,19 @@ def _decisions(program: Program) -> str:
         parts += [heading(WEIGHED), paragraph(f"{weighed['found']}."), table(names, rows, range(1, len(names)))]
     parts.append(heading("What tp does not split as one would expect"))
     found = program.plan.get("fallbacks", [])
-    rows = [
-        (one["op"], one["site"] or "the model", one["fact"], one["remedy"], count_text(one["flops"])) for one in found
-    ]
+    rows = []
+    for entry in found:
+        flops = count_text(entry["flops"])
+        rows.append((entry["op"], entry["site"] or "the model", entry["fact"], entry["remedy"], flops))
     names = ("operator", "in", "fact", "remedy", "FLOPs that every tensor rank repeats")
-    parts.append(
-        table(names, rows, (4,)) if rows else paragraph("Nothing: every operator is split as one would expect.")
-    )
+    nothing = paragraph("Nothing: every operator is split as one would expect.")
+    parts.append(table(names, rows, (4,)) if rows else nothing)
     if program.fusions:
-        told = [
-            (one.op, one.site or "the model", str(one.times), one.why or f"fused, {one.form}".removesuffix(", "))
-            for one in program.fusions
-        ]
-        parts += [heading("What was fused, and why not"), table(("operator", "in", "x", "result"), told, (2,))]
+        fused = []
+        for fusion in program.fusions:
+            result = fusion.why or f"fused, {fusion.form}".removesuffix(", ")
+            fused.append((fusion.op, fusion.site or "the model", str(fusion.times), result))
+        parts += [heading("What was fused, and why not"), table(("operator", "in", "x", "result"), fused, (2,))]
     if program.unlisted:
         parts += [heading("Operators without a rule of AutoPTD's own"), *map(paragraph, program.unlisted)]
     if odd := odd_products(program):
@@ -262,7 +217,7 @@ def _decisions(program: Program) -> str:
         heading("Where the model is cut"),
         paragraph(f"Behind {_listed(cut.after)}: {cut.why}."),
     ]
-    kinds = Counter(one.why for one in program.parcels)
+    kinds = Counter(buffer.why for buffer in program.parcels)
     if kinds:
         parts += [heading("How values travel between stages")]
         parts.append(table(("x", "way"), [(str(count), why) for why, count in kinds.items()], (0,)))
@@ -272,7 +227,9 @@ def _decisions(program: Program) -> str:
 
 
 def odd_products(program: Program) -> list[str]:
-    """What is said of large matrix products whose rows do not all start at 16 bytes, in 16 bits: a head of 50,257 classes."""
+    """Say which large matrix products have rows that do not all start at 16 bytes, in 16 bits: a head of
+    50,257 classes.
+    """
     sizes = {row.sizes: row.kind for row in program.costs.products}
     found = []
     for (_, _, *lengths), kind in sizes.items():
@@ -288,15 +245,11 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _files(program: Program) -> str:
-    parts = [
-        paragraph(
-            "The program: one file a stage, the same on every tensor and data rank; layers.py has what several stages call."
-        )
-    ]
+    files = "one file a stage, the same on every tensor and data rank; layers.py has what several stages call"
+    parts = [paragraph(f"The program: {files}.")]
     for name, text in program.sources.items():
-        parts.append(
-            folded(name, f"{text.count(chr(10))} lines", source(python_html(text)), is_open=name == "stage_0.py")
-        )
+        count = text.count("\n")
+        parts.append(folded(name, f"{count} lines", source(python_html(text)), is_open=name == "stage_0.py"))
     return "\n".join(parts)
 
 
@@ -306,22 +259,23 @@ def _measured(program: Program, record: Record, runs: list[Run]) -> str:
         ("step, all microbatches", seconds_text(simulated.length), seconds_text(executed.length)),
     ]
     if executed.is_whole:
-        bubbles = (f"{one.bubble:.1%}" for one in runs)
+        bubbles = (f"{run.bubble:.1%}" for run in runs)
         rows.append(("bubble (idle over the busiest rank's work)", *bubbles))
     for stage in range(len(program.stages)):
         for kind, name in ((Kind.F, "forward"), (Kind.B, "backward"), (Kind.W, "weight gradients")):
-            said, seen = (_mean(run, stage, kind) for run in runs)
-            if seen is not None:
-                rows.append((f"stage {stage}, {name} of a microbatch", seconds_text(said or 0.0), seconds_text(seen)))
+            predicted, measured = (_mean(run, stage, kind) for run in runs)
+            if measured is not None:
+                times = seconds_text(predicted or 0.0), seconds_text(measured)
+                rows.append((f"stage {stage}, {name} of a microbatch", *times))
     kinds = dict(_call_rows(program, record))
-    equal = all(said == seen for said, seen in kinds.values())
-    table_of_calls = table(
-        ("kind", "predicted", "measured"),
-        [(key, *(f"{count} x, {bytes_text(sent)} sent" for count, sent in pair)) for key, pair in kinds.items()],
-    )
-    verdict = (
-        "Equal: what ran is what was compiled." if equal else "They DIFFER: the record is not of one training step."
-    )
+    equal = all(predicted == measured for predicted, measured in kinds.values())
+    call_rows = []
+    for key, pair in kinds.items():
+        call_rows.append((key, *(f"{count} x, {bytes_text(sent)} sent" for count, sent in pair)))
+    table_of_calls = table(("kind", "predicted", "measured"), call_rows)
+    verdict = "They DIFFER: the record is not of one training step."
+    if equal:
+        verdict = "Equal: what ran is what was compiled."
     return "\n".join(
         [
             paragraph(f"Predicted by the cost model, and measured in the recorded step: {executed.remark}."),
@@ -334,28 +288,31 @@ def _measured(program: Program, record: Record, runs: list[Run]) -> str:
 
 
 def _mean(run: Run, stage: int, kind: Kind) -> float | None:
-    found = [
-        end - start
-        for row in run.spans
-        for action, start, end in row
-        if action.kind in COMPUTES and (action.stage, action.kind) == (stage, kind)
-    ]
+    found = []
+    for row in run.spans:
+        for action, start, end in row:
+            if action.kind in COMPUTES and (action.stage, action.kind) == (stage, kind):
+                found.append(end - start)
     return sum(found) / len(found) if found else None
 
 
 def _call_rows(program: Program, record: Record) -> Iterator[tuple[str, tuple[tuple[int, float], ...]]]:
-    """`tp all-reduce`: (times, bytes sent) as compiled, and as recorded."""
-    seen = [call for call in record.collectives if call.kind != "objects" and call.phase != "evaluation"]
-    ranks = sorted({call.rank for call in seen})
-    said = [call for rank in ranks for call, times in expected_calls(program, rank).items() for _ in range(times)]
+    """Yield, per axis and kind (`tp all-reduce`), (times, bytes sent) as compiled and as recorded."""
+    recorded = [call for call in record.collectives if call.kind != "objects" and call.phase != "evaluation"]
     sums: dict[str, list[list[float]]] = {}
-    for side, calls in enumerate((said, seen)):
-        for call in calls:
-            entry = sums.setdefault(f"{call.axis} {call.kind}", [[0, 0.0], [0, 0.0]])[side]
-            entry[0] += 1
-            entry[1] += _sent(call)
+
+    def count(side: int, call: Call, times: int) -> None:
+        entry = sums.setdefault(f"{call.axis} {call.kind}", [[0, 0.0], [0, 0.0]])[side]
+        entry[0] += times
+        entry[1] += times * _sent(call)
+
+    for rank in sorted({call.rank for call in recorded}):
+        for call, times in expected_calls(program, rank).items():
+            count(0, call, times)
+    for call in recorded:
+        count(1, call, 1)
     for key, pair in sorted(sums.items()):
-        yield key, tuple((int(count), nbytes) for count, nbytes in pair)
+        yield key, tuple((int(times), nbytes) for times, nbytes in pair)
 
 
 def _sent(call: Call) -> float:

@@ -5,9 +5,10 @@ In: a `Program` (its graphs are not needed). Out: `Summary`, whose text is what 
     print(summarize(program))
     summarize(program).ranks[0].activation_bytes
 
-Memory is that of plain AdamW: gradients and both moments in the parameter's dtype (a float32 gradient beside it where
-that was asked for), and what backward keeps of the microbatches in flight at the fullest moment of the simulated schedule; the
-allocator's, the libraries' and the communicators' come on top. Seconds are the cost model's (`ir/machine.py`), not measured.
+Memory is that of plain AdamW: gradients and both moments in the parameter's dtype (a float32 gradient beside
+it where that was asked for), and saved activations of the microbatches in flight at the fullest moment of the
+simulated schedule; the allocator's, the libraries' and the communicators' come on top. Seconds are the cost
+model's (`ir/machine.py`), not measured.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from autoptd.program.calls import expected_calls
 from autoptd.program.program import Program
 from autoptd.program.weighed import KNOWN
 from autoptd.reports.pictures import simulated_run
+from autoptd.viz.runs import Curve
 from autoptd.viz.words import bytes_text, count_text
 
 AXES = {"tp": "tensor", "pp": "pipeline", "dp": "data"}
@@ -34,7 +36,10 @@ WEIGHED = "Plan over tp, of a rank and a microbatch, beside the known ones"
 
 @dataclass(frozen=True)
 class RankCosts:
-    """What every rank of pipeline rank `pp` holds, in bytes; `seconds` are those that it computes in a step, of `flops`."""
+    """What every rank of pipeline rank `pp` holds, in bytes.
+
+    `seconds` are those that it computes in a step, of `flops`.
+    """
 
     pp: int
     stages: tuple[int, ...]
@@ -53,7 +58,8 @@ class RankCosts:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What a rank sends along a mesh axis in a step, where a pipeline rank sends most: `sent_bytes` over a ring, in `calls`.
+    """What a rank sends along a mesh axis in a step, where a pipeline rank sends most: `sent_bytes` over a
+    ring, in `calls`.
 
     `seconds` is what the slowest link of the group takes for them, if nothing runs beside.
     """
@@ -68,9 +74,11 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Summary:
-    """See the module's docstring; `step_seconds` is the simulated pipeline, `bubble` idle over ideal time (SC'21, 2.2),
-    `weighed` the plan over tp beside those that are known (`program/weighed.py`), where it was chosen freely; `remarks`
-    what one should know before training.
+    """The costs of a program: see the module's docstring.
+
+    `step_seconds`: the simulated pipeline. `bubble`: idle over ideal time (SC'21, 2.2). `weighed`: the plan
+    over tp beside the known ones (`program/weighed.py`), where it was chosen freely. `remarks`: what one
+    should know before training.
     """
 
     mesh: Mesh
@@ -95,8 +103,8 @@ class Summary:
         return self.step_seconds - self.step_seconds / (1 + self.bubble)
 
     def record(self) -> dict[str, Any]:
-        """All numbers as plain data."""
-        ranks = [{**asdict(one), "total_bytes": one.total_bytes} for one in self.ranks]
+        """Return all numbers as plain data."""
+        ranks = [{**asdict(rank), "total_bytes": rank.total_bytes} for rank in self.ranks]
         return {**asdict(self), "ranks": ranks, "idle_seconds": self.idle_seconds}
 
     def __str__(self) -> str:
@@ -107,7 +115,7 @@ def summarize(program: Program) -> Summary:
     """Return the costs of a program."""
     machine = find_machine(program.plan.get("options", {}).get("machine"))
     run = simulated_run(program)
-    peaks = [max((amount for _, amount in curve), default=0.0) for curve in run.memory]
+    peaks = list(map(_peak, run.memory))
     named = program.plan.get("options", {}).get("machine")
     return Summary(
         mesh=program.mesh,
@@ -115,9 +123,9 @@ def summarize(program: Program) -> Summary:
         schedule=program.schedule_name,
         num_microbatches=program.num_microbatches,
         rows=program.rows,
-        parameters=sum(math.prod(one.shape) for one in program.params),
-        dtypes=tuple(sorted({one.storage.dtype for one in program.params})),
-        machine=named if isinstance(named, str) else "a machine of its own" if named else "the default machine",
+        parameters=sum(math.prod(spec.shape) for spec in program.params),
+        dtypes=tuple(sorted({spec.storage.dtype for spec in program.params})),
+        machine=_machine_name(named),
         ranks=tuple(_rank(program, pp, int(peaks[pp]), run.busy[pp]) for pp in range(program.mesh.p)),
         traffic=tuple(_traffic(program, machine)),
         model_flops=3 * program.costs.total_flops * program.num_microbatches * program.mesh.d,
@@ -128,13 +136,25 @@ def summarize(program: Program) -> Summary:
     )
 
 
+def _peak(curve: Curve) -> float:
+    return max((amount for _, amount in curve), default=0.0)
+
+
+def _machine_name(named: Any) -> str:
+    if isinstance(named, str):
+        return named
+    return "a machine of its own" if named else "the default machine"
+
+
 def _remarks(program: Program) -> Iterator[str]:
-    """What is trained in 16 bits has no float32 copy: torch's optimizers step the parameter itself."""
-    narrow = {one.storage.dtype for one in program.params if one.requires_grad and _itemsize(one.storage.dtype) == 2}
+    """Yield a warning about parameters in 16 bits: torch's optimizers keep no float32 copy, they step the
+    parameter itself.
+    """
+    dtypes = {spec.storage.dtype for spec in program.params if spec.requires_grad}
+    narrow = {dtype for dtype in dtypes if _itemsize(dtype) == 2}
     for dtype in sorted(narrow):
-        lost = round(
-            4 / torch.finfo(getattr(torch, dtype)).eps
-        )  # of less than half a unit in the last place, nothing stays
+        # A change of less than half a unit in the last place is rounded away.
+        lost = round(4 / torch.finfo(getattr(torch, dtype)).eps)
         yield (
             f"{dtype} parameters are stepped as they are, with moments in {dtype}: an update of less than 1/{lost} of a weight "
             "is lost. Train in float32, or keep float32 copies of the parameters, step those, and copy them back."
@@ -143,20 +163,23 @@ def _remarks(program: Program) -> Iterator[str]:
 
 def _rank(program: Program, pp: int, activations: int, seconds: float) -> RankCosts:
     costs = program.costs
-    held = [one for one in program.params if pp in one.owners(program.ranks)]
-    trained = [one for one in held if one.requires_grad]
+    held = [spec for spec in program.params if pp in spec.owners(program.ranks)]
+    trained = [spec for spec in held if spec.requires_grad]
     stages = tuple(stage for stage, rank in enumerate(program.ranks) if rank == pp)
-    # A float32 sum beside the gradient, which has the parameter's dtype.
-    extra = [one for one in trained if one.storage.grad_dtype and _itemsize(one.storage.dtype) < 8]
+    # Where gradients are summed in another dtype, the sum is there beside the gradient.
+    extra = [spec for spec in trained if spec.storage.grad_dtype and _itemsize(spec.storage.dtype) < 8]
+    trained_bytes = sum(spec.local_bytes(program.mesh) for spec in trained)
+    gradient_bytes = trained_bytes
+    for spec in extra:
+        gradient_bytes += math.prod(spec.local_shape(program.mesh)) * _itemsize(spec.storage.grad_dtype)
     flops = sum(costs.flops_per_stage[stage] + costs.backward_flops_per_stage[stage] for stage in stages)
     return RankCosts(
         pp,
         stages,
-        parameters=sum(math.prod(one.local_shape(program.mesh)) for one in held),
-        parameter_bytes=sum(one.local_bytes(program.mesh) for one in held),
-        gradient_bytes=sum(one.local_bytes(program.mesh) for one in trained)
-        + sum(math.prod(one.local_shape(program.mesh)) * _itemsize(one.storage.grad_dtype) for one in extra),
-        optimizer_bytes=2 * sum(one.local_bytes(program.mesh) for one in trained),
+        parameters=sum(math.prod(spec.local_shape(program.mesh)) for spec in held),
+        parameter_bytes=sum(spec.local_bytes(program.mesh) for spec in held),
+        gradient_bytes=gradient_bytes,
+        optimizer_bytes=2 * trained_bytes,
         activation_bytes=activations,
         flops=flops * program.num_microbatches,
         seconds=seconds,
@@ -168,12 +191,16 @@ def _itemsize(dtype: str) -> int:
 
 
 def _traffic(program: Program, machine: Any) -> Iterator[Traffic]:
-    """Per mesh axis, of the pipeline rank that sends most; sums over several axes count for the slower one, dp."""
+    """Yield the traffic per mesh axis, of the pipeline rank that sends most.
+
+    Sums over several axes count for the slower, dp.
+    """
     found: dict[str, list[tuple[float, int, int]]] = {}
     for pp in range(program.mesh.p):
         sums: dict[str, list[float]] = {}
         for call, times in expected_calls(program, program.mesh.rank(Coordinate(pp=pp))).items():
-            axis = next((one for one in ("dp", "pp", "tp") if one in call.axis), "tp")
+            # `call.axis` may join several: "dp x tp".
+            axis = next((name for name in ("dp", "pp", "tp") if name in call.axis), "tp")
             entry = sums.setdefault(axis, [0.0, 0.0])
             entry[0] += times * call.wire_bytes
             entry[1] += times
@@ -188,61 +215,66 @@ def _traffic(program: Program, machine: Any) -> Iterator[Traffic]:
 
 
 def _is_between_nodes(mesh: Mesh, axis: str, per_node: int) -> bool:
-    """Whether any two ranks that talk along an axis are on different nodes: neighbours over pp, whole groups else."""
+    """Tell whether any two ranks that talk along an axis are on different nodes: neighbours over pp, else
+    whole groups.
+    """
     groups = mesh.groups((axis,))
+    pairs = [(group[0], group[-1]) for group in groups]
     if axis in mesh.stage_axes:
-        return any(a // per_node != b // per_node for group in groups for a, b in pairwise(group))
-    return any(group[0] // per_node != group[-1] // per_node for group in groups)
+        pairs = list(chain.from_iterable(map(pairwise, groups)))
+    return any(a // per_node != b // per_node for a, b in pairs)
 
 
-def _lines(one: Summary) -> Iterator[str]:
-    mesh, m, b = one.mesh, one.num_microbatches, one.rows
+def _lines(summary: Summary) -> Iterator[str]:
+    mesh, m, b = summary.mesh, summary.num_microbatches, summary.rows
+    samples = m * b * mesh.d
     yield (
-        f"{count_text(one.parameters)} parameters ({', '.join(one.dtypes)}) on {mesh.size} rank{'s'[: mesh.size > 1]}: "
-        f"{mesh} v={one.v}, {one.schedule}, {m} microbatch{'es' if m > 1 else ''} of {b} row{'s'[: b > 1]} per replica, "
-        f"{m * b * mesh.d} row{'s'[: m * b * mesh.d > 1]} a step"
+        f"{count_text(summary.parameters)} parameters ({', '.join(summary.dtypes)}) on {mesh.size} "
+        f"rank{'s'[: mesh.size > 1]}: {mesh} v={summary.v}, {summary.schedule}, {m} microbatch{'es' if m > 1 else ''} "
+        f"of size {b} per replica, {samples} sample{'s'[: samples > 1]} a step"
     )
     yield ""
     yield "Memory of a rank (AdamW; activations at the fullest moment)"
     yield from _table(
         ("pipeline rank", "stages", "parameters", "bytes", "gradients", "optimizer", "activations", "total"),
-        [_memory_row(first, last) for first, last in _runs(one.ranks)],
+        [_memory_row(first, last) for first, last in _runs(summary.ranks)],
     )
-    yield from one.remarks
+    yield from summary.remarks
     yield ""
     yield "Sent by one rank in a step"
-    rows: list[tuple[str, ...]] = [
-        (
-            f"{one.axis} ({AXES[one.axis]})",
-            str(one.calls),
-            bytes_text(one.sent_bytes),
-            "between nodes" if one.is_between_nodes else "within a node",
-            seconds_text(one.seconds),
-            str(one.pp),
-        )
-        for one in one.traffic
-    ]
+    rows = [_traffic_row(traffic) for traffic in summary.traffic]
     if rows:
-        yield from _table(("over", "calls", "bytes", "links", "alone takes", "pipeline rank"), rows)
+        yield from _table(("over", "calls", "bytes", "links", "time alone", "pipeline rank"), rows)
     else:
         yield "  nothing"
     yield ""
-    busy, total = max(rank.seconds for rank in one.ranks), one.model_flops
+    busy, total = max(rank.seconds for rank in summary.ranks), summary.model_flops
     yield f"Work: {count_text(total)}FLOPs of matrix products in a step (forward and backward of the whole batch)"
     yield (
-        f"Pipeline, as the cost model has it for {one.machine}: {seconds_text(one.step_seconds)}, of which the busiest rank "
-        f"computes (over tp, communicates) {seconds_text(busy)}"
+        f"Pipeline, by the cost model for {summary.machine}: {seconds_text(summary.step_seconds)}; the busiest rank "
+        f"computes (and communicates over tp) for {seconds_text(busy)}"
     )
-    share = one.idle_seconds / one.step_seconds if one.step_seconds else 0.0
-    yield f"Bubble: {seconds_text(one.idle_seconds)} a step, {share:.1%} of it ({one.bubble:.1%} of the work)"
-    if one.weighed:
+    share = summary.idle_seconds / summary.step_seconds if summary.step_seconds else 0.0
+    yield f"Bubble: {seconds_text(summary.idle_seconds)} a step, {share:.1%} of it ({summary.bubble:.1%} of the work)"
+    if summary.weighed:
         yield ""
-        yield f"{WEIGHED}: {one.weighed['found']}"
-        yield from _table(*weighed_table(one.weighed))
+        yield f"{WEIGHED}: {summary.weighed['found']}"
+        yield from _table(*weighed_table(summary.weighed))
+
+
+def _traffic_row(traffic: Traffic) -> tuple[str, ...]:
+    return (
+        f"{traffic.axis} ({AXES[traffic.axis]})",
+        str(traffic.calls),
+        bytes_text(traffic.sent_bytes),
+        "between nodes" if traffic.is_between_nodes else "within a node",
+        seconds_text(traffic.seconds),
+        str(traffic.pp),
+    )
 
 
 def weighed_table(weighed: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Names of columns, and a row for every plan over tp."""
+    """Return names of columns, and a row for every plan over tp."""
     names = (
         "sequence_parallel",
         "sent over tp",
@@ -252,25 +284,28 @@ def weighed_table(weighed: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple[
         "of a t-th",
         "kept for backward",
     )
-    rows: list[tuple[str, ...]] = [
-        (
-            "auto: this one" if key == "auto" else KNOWN[key],
-            bytes_text(one["sent_bytes"]),
-            str(one["collectives"]),
-            seconds_text(one["seconds"]),
-            count_text(one["parameters"]),
-            f"x {one['over_least']:.2f}",
-            bytes_text(one["saved_bytes"]),
-        )
-        for key in ("auto", *KNOWN)
-        if (one := weighed.get(key))
-    ]
-    rows += [(f"{KNOWN[key]}: {why}", *[""] * (len(names) - 1)) for key, why in weighed.get("missing", {}).items()]
+    rows: list[tuple[str, ...]] = []
+    for key in ("auto", *KNOWN):
+        if plan := weighed.get(key):
+            rows.append(
+                (
+                    "auto: this one" if key == "auto" else KNOWN[key],
+                    bytes_text(plan["sent_bytes"]),
+                    str(plan["collectives"]),
+                    seconds_text(plan["seconds"]),
+                    count_text(plan["parameters"]),
+                    f"x {plan['over_least']:.2f}",
+                    bytes_text(plan["saved_bytes"]),
+                )
+            )
+    # A plan that could not be weighed has its reason in the first column.
+    empty = [""] * (len(names) - 1)
+    rows += [(f"{KNOWN[key]}: {why}", *empty) for key, why in weighed.get("missing", {}).items()]
     return names, rows
 
 
 def _runs(ranks: tuple[RankCosts, ...]) -> list[tuple[RankCosts, RankCosts]]:
-    """Neighbours that hold the same amounts, as (first, last)."""
+    """Return neighbours that hold the same amounts, as (first, last)."""
     runs = [[ranks[0]]]
     for before, after in pairwise(ranks):
         same = (after.parameters, after.total_bytes) == (before.parameters, before.total_bytes)
@@ -281,27 +316,40 @@ def _runs(ranks: tuple[RankCosts, ...]) -> list[tuple[RankCosts, RankCosts]]:
     return [(run[0], run[-1]) for run in runs]
 
 
-def _memory_row(one: RankCosts, last: RankCosts) -> tuple[str, ...]:
-    where = f"{one.pp}" if one is last else f"{one.pp}-{last.pp}"
-    stages = ", ".join(map(str, one.stages if len(one.stages) < 5 else one.stages[:3])) + ", ..." * (
-        len(one.stages) > 4
+def _memory_row(first: RankCosts, last: RankCosts) -> tuple[str, ...]:
+    where = f"{first.pp}" if first is last else f"{first.pp}-{last.pp}"
+    stages = ", ".join(map(str, first.stages))
+    if len(first.stages) > 4:
+        stages = ", ".join([*map(str, first.stages[:3]), "..."])
+    sizes = (
+        first.parameter_bytes,
+        first.gradient_bytes,
+        first.optimizer_bytes,
+        first.activation_bytes,
+        first.total_bytes,
     )
-    sizes = (one.parameter_bytes, one.gradient_bytes, one.optimizer_bytes, one.activation_bytes, one.total_bytes)
-    return (where, stages if one is last else f"{stages} and on", count_text(one.parameters), *map(bytes_text, sizes))
+    return (
+        where,
+        stages if first is last else f"{stages} and on",
+        count_text(first.parameters),
+        *map(bytes_text, sizes),
+    )
 
 
 def seconds_text(seconds: float) -> str:
-    """`12.3 ms`: three significant digits."""
+    """Format with three significant digits: `12.3 ms`."""
     for unit, scale in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
         if seconds * scale >= 1 or unit == "us":
             return f"{seconds * scale:.3g} {unit}"
-    raise AssertionError  # the last unit takes everything
+    # Not reached: the last unit takes everything.
+    raise AssertionError
 
 
 def _table(names: tuple[str, ...], rows: list[tuple[str, ...]]) -> Iterator[str]:
     widths = [max(map(len, column)) for column in zip(names, *rows, strict=True)]
     for row in (names, *rows):
-        yield "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        yield "  " + "  ".join(cells).rstrip()
 
 
 __all__ = ["WEIGHED", "RankCosts", "Summary", "Traffic", "seconds_text", "summarize", "weighed_table"]

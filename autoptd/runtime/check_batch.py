@@ -12,13 +12,15 @@ when the step is over: nobody waits for them meanwhile.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from autoptd.errors import RuntimeFault
 from autoptd.runtime.fingerprint import hash_words
+from autoptd.runtime.launch import Rank, RunningRanks
 from autoptd.runtime.world.world import World
 
 FIRST = 3  # steps that are checked at the start
@@ -60,6 +62,19 @@ class BatchCheck:
         )
         remedy += "and seed what is random in the data by pm.coordinate.dp, not by the rank"
         return RuntimeFault(self.site, "; ".join(facts), remedy)
+
+
+@contextmanager
+def batch_checked(ranks: RunningRanks, call: str, count: int, leaves: Sequence[Any]) -> Iterator[None]:
+    """Check around the `count`-th `step` or `eval_step` of this process that the ranks of a replica read the same."""
+
+    def start(rank: Rank) -> BatchCheck:
+        number = rank.executor.steps + 1 if call == "step" else count
+        return BatchCheck(rank.world, call, number, leaves)
+
+    check = ranks.unrecorded.run(SITE, start)
+    yield
+    ranks.unrecorded.run(SITE, lambda rank: check.finish())
 
 
 def _differing(replica: Sequence[int], seen: dict[int, list[int]]) -> list[str]:

@@ -1,16 +1,16 @@
 """Schedules as data: integers in, lists of `Action` per pipeline rank out. Nothing here imports torch.
 
-`orders` says in which order a rank computes, `weight_gradients` may split its backwards, `transfers` adds what it sends
-and receives, `simulate` proves that the run ends and measures it, with `check` finding what is wrong in an order that
-somebody wrote (`written` reads one). `requested` has what a request asks for.
+`orders` says in which order a rank computes, `weight_gradients` may split its backwards, `transfers` adds
+what it sends and receives, `simulate` proves that the run ends and measures it, with `check` finding what is
+wrong in an order that somebody wrote (`written` reads one). `requested` has what a request asks for.
 
     orders = add_transfers(build_orders("1f1b", p=2, v=1, m=4), links=[(0, 1, True)])
     simulate(orders).bubble == 1 / 4
 """
 
 from autoptd.schedule.check import has_transfers
-from autoptd.schedule.finish import finish_of
-from autoptd.schedule.live import live_moments
+from autoptd.schedule.in_flight import in_flight_moments
+from autoptd.schedule.makespan import makespan_of
 from autoptd.schedule.measure import Memory, Simulation, Span
 from autoptd.schedule.orders import build_orders, gpipe, interleaved, looped_bfs, one_f_one_b
 from autoptd.schedule.requested import connect_orders, requested_orders, written_orders
@@ -32,13 +32,13 @@ __all__ = [
     "build_orders",
     "connect_orders",
     "delay_weight_gradients",
-    "finish_of",
     "gpipe",
     "has_reduces",
     "has_transfers",
+    "in_flight_moments",
     "interleaved",
-    "live_moments",
     "looped_bfs",
+    "makespan_of",
     "num_microbatches",
     "one_f_one_b",
     "read_schedule",

@@ -1,12 +1,14 @@
-"""What is wrong in an order, seen without running it: `simulate` asks when an order is incomplete or gets stuck.
+"""What is wrong in an order, seen without running it: `simulate` asks when an order is incomplete or gets
+stuck.
 
-In: orders, with or without transfers, and the links they serve. Out: sentences, one per fault, none when all is well.
+In: orders, with or without transfers, and the links they serve. Out: sentences, one per fault, none when all
+is well.
 
-What is checked: every stage does every microbatch's F and B (and W, if there is any W) exactly once, on its own rank, in
-that sequence; a value
-is sent after it is made and its receive posted before it is used; every message that a link needs is sent once and
-received once; on each channel the receives are posted in the order of the sends; a stage is reduced after its last
-backward and its last W. `find_crossed` says which messages have no one order for all ranks.
+What is checked: every stage does every microbatch's F and B (and W, if there is any W) exactly once, on its
+own rank, in that sequence; a value is sent after it is made and its receive posted before it is used; every
+message that a link needs is sent once and received once; on each channel the receives are posted in the order
+of the sends; a stage is reduced after its last backward and its last W. `find_crossed` says which messages
+have no one order for all ranks.
 
     find_faults(parse_orders("B0.0 F0.0"), links=[])
     # ["rank 0: B0.0 stands before F0.0"]
@@ -20,7 +22,8 @@ from collections.abc import Iterator, Sequence
 from autoptd.ir.actions import COMPUTES, RECVS, SENDS, Action, Kind, ranks_of_stages
 from autoptd.schedule.wiring import Link, Wiring, partner
 
-Place = tuple[int, int]  # rank, index in its order
+# (rank, index in its order)
+Place = tuple[int, int]
 Places = dict[Action, Place]
 COMPUTE_OF = {Kind.SEND_F: Kind.F, Kind.RECV_F: Kind.F, Kind.SEND_B: Kind.B, Kind.RECV_B: Kind.B}
 
@@ -30,7 +33,8 @@ def find_faults(orders: Sequence[Sequence[Action]], links: Sequence[Link]) -> li
     places: Places = {}
     ranks = ranks_of_stages(orders)
     faults = list(_place(orders, ranks, places)) + list(_check_grid(places, ranks, len(orders)))
-    if not faults:  # what follows would only repeat them
+    # The later checks assume that every action is there, once and on its own rank.
+    if not faults:
         faults += _check_sequence(places)
         if has_transfers(orders):
             faults += _check_messages(places, Wiring(links, ranks))
@@ -42,7 +46,7 @@ def find_faults(orders: Sequence[Sequence[Action]], links: Sequence[Link]) -> li
 def find_crossed(orders: Sequence[Sequence[Action]]) -> str:
     """Say where ranks issue messages in orders that do not fit together; the orders have no other fault."""
     ranks = ranks_of_stages(orders)
-    queues = [[action for action in order if action.kind in COMPUTE_OF] for order in orders]
+    queues = [list(filter(_is_transfer, order)) for order in orders]
     at = [0] * len(orders)
 
     def peer(rank: int) -> int:
@@ -53,9 +57,11 @@ def find_crossed(orders: Sequence[Sequence[Action]]) -> str:
         return at[other] < len(queues[other]) and queues[other][at[other]] == partner(queues[rank][at[rank]])
 
     stuck = [rank for rank, queue in enumerate(queues) if queue]
+    # Play the messages as a rendezvous until no two ranks stand at the same one.
     while ready := [rank for rank in stuck if meets(rank)]:
-        for one in {ready[0], peer(ready[0])}:
-            at[one] += 1
+        # Both ends of a message move on together.
+        for rank in {ready[0], peer(ready[0])}:
+            at[rank] += 1
         stuck = [rank for rank in stuck if at[rank] < len(queues[rank])]
     path = [stuck[0]]
     while peer(path[-1]) not in path:
@@ -64,6 +70,10 @@ def find_crossed(orders: Sequence[Sequence[Action]]) -> str:
     waits = {peer(rank): partner(queues[rank][at[rank]]) for rank in circle}
     texts = [f"rank {rank} issues {queues[rank][at[rank]]} before {waits[rank]}" for rank in circle]
     return f"messages cross: {', '.join(texts)}; NCCL asks for one order on all ranks"
+
+
+def _is_transfer(action: Action) -> bool:
+    return action.kind in COMPUTE_OF
 
 
 def has_transfers(orders: Sequence[Sequence[Action]]) -> bool:
@@ -109,9 +119,10 @@ def _check_grid(places: Places, ranks: Sequence[int], p: int) -> Iterator[str]:
     microbatches = sorted({action.microbatch for action in computes})
     if not stages or len(stages) % p or stages[-1] != len(stages) - 1:
         yield f"the stages are {_brief(stages)}, not 0 .. {p}*v-1"
-    elif len({ranks.count(rank) for rank in range(p)}) > 1:
-        counts = ", ".join(str(ranks.count(rank)) for rank in range(p))
-        yield f"ranks have different numbers of stages: {counts}"
+    else:
+        counts = [ranks.count(rank) for rank in range(p)]
+        if len(set(counts)) > 1:
+            yield f"ranks have different numbers of stages: {', '.join(map(str, counts))}"
     if microbatches != list(range(len(microbatches))):
         yield f"the microbatches are {_brief(microbatches)}, not 0 .. m-1"
     kinds = COMPUTES if any(action.kind is Kind.W for action in computes) else (Kind.F, Kind.B)
@@ -124,7 +135,9 @@ def _check_grid(places: Places, ranks: Sequence[int], p: int) -> Iterator[str]:
 
 
 def _check_sequence(places: Places) -> Iterator[str]:
-    """Yield pairs of one rank that stand in the wrong sequence, and transfers of computations that do not exist."""
+    """Yield pairs of one rank that stand in the wrong sequence, and transfers of computations that do not
+    exist.
+    """
     for action in places:
         if action.kind is Kind.B:
             yield from _after(action, Action(Kind.F, action.stage, action.microbatch), places)
@@ -149,14 +162,15 @@ def _check_messages(places: Places, wiring: Wiring) -> Iterator[str]:
     """Yield messages that are needed and do not travel, travel halfway, or travel unneeded."""
     needed: set[Action] = set()
     for action, (rank, _) in places.items():
-        if action.kind in COMPUTES:
-            receives = [need for need in wiring.needs(action) if need.kind in RECVS]
-            needed.update(receives)
-            for receive in receives:
-                if receive not in places:
-                    yield f"rank {rank}: {action} needs {receive}, which is never posted"
-                if partner(receive) not in places:
-                    yield f"rank {wiring.ranks[receive.peer]}: {partner(receive)} is missing, which {action} needs"
+        if action.kind not in COMPUTES:
+            continue
+        receives = [need for need in wiring.needs(action) if need.kind in RECVS]
+        needed.update(receives)
+        for receive in receives:
+            if receive not in places:
+                yield f"rank {rank}: {action} needs {receive}, which is never posted"
+            if partner(receive) not in places:
+                yield f"rank {wiring.ranks[receive.peer]}: {partner(receive)} is missing, which {action} needs"
     for action, (rank, _) in places.items():
         if action.kind in COMPUTE_OF and (action if action.kind in RECVS else partner(action)) not in needed:
             yield f"rank {rank}: {action} serves no link between ranks"
@@ -193,4 +207,5 @@ def _check_reduces(places: Places) -> Iterator[str]:
 
 
 def _brief(numbers: Sequence[int]) -> str:
-    return (", ".join(map(str, numbers[:8])) or "none") + (", ..." if len(numbers) > 8 else "")
+    text = ", ".join(map(str, numbers[:8])) or "none"
+    return f"{text}, ..." if len(numbers) > 8 else text

@@ -3,18 +3,20 @@
 In: orders, with or without transfers, and a time per forward, backward and message. Out: a `Simulation`, or a
 PlanError that lists every fault, or shows who waits for whom in a deadlock.
 
-What the proof says. A rank waits in F and B only. RECV posts a receive, SEND starts a send, and neither waits. A
-message moves once its SEND and its RECV have both been issued *and* every earlier message of its channel (directed
-pair of ranks) has moved: that is a rendezvous on an in-order communicator, so nothing here relies on buffers in the
-transport or on tags. As every message is sent once and received once, waiting for all sends at the end of the step ends too.
+What the proof says. A rank waits in F and B only. RECV posts a receive, SEND starts a send, and neither
+waits. A message moves once its SEND and its RECV have both been issued *and* every earlier message of its
+channel (directed pair of ranks) has moved: that is a rendezvous on an in-order communicator, so nothing here
+relies on buffers in the transport or on tags. As every message is sent once and received once, waiting for
+all sends at the end of the step ends too.
 
-More than that: all ranks issue their messages in one order. The run ends even if every rank ends each SEND and RECV, over
-whatever communicator, before it begins what stands behind it, be it a computation with collectives of its own: those of
-tensor and data parallel ranks stand at the same places of one order. So it ends on any transport that begins operations in the
-order in which they were issued (NCCL, whose kernels wait for room on the device; gloo, whose isend completes when received).
+More than that: all ranks issue their messages in one order. The run ends even if every rank ends each SEND
+and RECV, over whatever communicator, before it begins what stands behind it, be it a computation with
+collectives of its own: those of tensor and data parallel ranks stand at the same places of one order. So it
+ends on any transport that begins operations in the order in which they were issued (NCCL, whose kernels wait
+for room on the device; gloo, whose isend completes when received).
 
     result = simulate(one_f_one_b(p=2, m=4))
-    # result.finish == 15, result.bubble == 0.25, result.peak_live == (2, 1)
+    # result.makespan == 15, result.bubble == 0.25, result.peak_live == (2, 1)
     # result.spans[1][0] == (parse("F1.0"), 1, 2)
 """
 
@@ -27,15 +29,17 @@ from operator import itemgetter
 from autoptd.errors import InternalError, PlanError
 from autoptd.ir.actions import RECVS, SENDS, Action, Kind, ranks_of_stages
 from autoptd.options import SCHEDULES
+from autoptd.schedule.action_ids import ActionIds
 from autoptd.schedule.check import find_crossed, find_faults, guess_links
 from autoptd.schedule.measure import Simulation
-from autoptd.schedule.numbers import Numbers
 from autoptd.schedule.sweep import Sweep
 from autoptd.schedule.wiring import Link, Wiring
 
 LinkTimes = float | Mapping[tuple[int, int], float] | Callable[[int, int], float]
-KIND, MICROBATCH = itemgetter(0), itemgetter(2)  # of an action
-SHOWN = 20  # faults printed of a broken schedule: one slip can cause thousands
+# Fields of an action: `map` with these is faster than attributes, over a million of actions.
+KIND, MICROBATCH = itemgetter(0), itemgetter(2)
+# Faults printed of a broken schedule: one slip can cause thousands.
+MAX_FAULTS = 20
 
 
 def simulate(
@@ -49,37 +53,39 @@ def simulate(
 ) -> Simulation:
     """Run `orders`, one per pipeline rank; raise PlanError if they are faulty or do not end.
 
-    `forward` and `backward` are durations, one for all stages or one per stage; where W actions split the backward, each
-    takes `weight_gradient` of it and B the rest. `link` is the duration of a message between ranks: one for all, or a
-    function or mapping of (stage that sends, stage that receives), where gradients take the time of (source, target)
-    unless the mapping has (target, source) as well. Times are computed with as they are given: exactly, if they are
-    integers or Fractions. `links` are the links that the orders must serve. Left out, they are those of the transfers in
-    the orders, or the chain 0 -> 1 -> 2 ... where there are none (values then move by themselves as soon as they are made).
+    `forward` and `backward` are durations, one for all stages or one per stage; where W actions split the
+    backward, each takes `weight_gradient` of it and B the rest. `link` is the duration of a message between
+    ranks: one for all, or a function or mapping of (stage that sends, stage that receives), where gradients
+    take the time of (source, target) unless the mapping has (target, source) as well. Times are computed with
+    as they are given: exactly, if they are integers or Fractions. `links` are the links that the orders must
+    serve. Left out, they are those of the transfers in the orders, or the chain 0 -> 1 -> 2 ... where there
+    are none (values then move by themselves as soon as they are made).
     """
     wanted = guess_links(orders) if links is None else links
-    numbers = number_actions(orders, wanted)
-    numbered = [numbers.of(order) for order in orders] if numbers else []
-    if numbers is None or not is_complete(numbers, numbered):
+    ids = find_ids(orders, wanted)
+    rows = [ids.of(order) for order in orders] if ids else []
+    if ids is None or not is_complete(ids, rows):
         raise _refusal(orders, wanted)
-    durations = _durations(numbers, forward, backward, weight_gradient)
-    sweep = Sweep(numbers, orders, numbered, durations, _link_time(link))
+    durations = _durations(ids, forward, backward, weight_gradient)
+    sweep = Sweep(ids, orders, rows, durations, _link_time(link))
     if not sweep.to_the_end():
         raise _refusal(orders, wanted, sweep.deadlock)
-    if not have_one_order(numbers, numbered):
+    if not have_one_order(ids, rows):
         raise _refusal(orders, wanted, lambda: find_crossed(orders))
     return Simulation(orders, sweep.starts, sweep.ends)
 
 
-def number_actions(orders: Sequence[Sequence[Action]], links: Sequence[Link]) -> Numbers | None:
-    """Number what `orders` must have to serve `links`; None where stages or microbatches have no such numbers."""
+def find_ids(orders: Sequence[Sequence[Action]], links: Sequence[Link]) -> ActionIds | None:
+    """Number what `orders` must have to serve `links`; None where stages or microbatches have no such ids."""
     ranks = ranks_of_stages(orders)
     stages_of_rank = {ranks.count(rank) for rank in range(len(orders))}
     if not ranks or -1 in ranks or len(stages_of_rank) > 1 or any(target >= len(ranks) for _, target, _ in links):
         return None
     if min(min(map(MICROBATCH, order)) for order in orders) < -1:
         return None
-    kinds = set(map(KIND, orders[0]))  # where another rank has others, it does not do all that it must
-    return Numbers(
+    # Rank 0 stands for all: a rank with other kinds does not do all that it must.
+    kinds = set(map(KIND, orders[0]))
+    return ActionIds(
         Wiring(links, ranks),
         m=1 + max(max(map(MICROBATCH, order)) for order in orders),
         has_weights=Kind.W in kinds,
@@ -88,20 +94,21 @@ def number_actions(orders: Sequence[Sequence[Action]], links: Sequence[Link]) ->
     )
 
 
-def is_complete(numbers: Numbers, numbered: Sequence[Sequence[int]]) -> bool:
-    """Whether every rank does all that it must, once, and nothing else."""
-    for rank, row in enumerate(numbered):
-        expected = numbers.expected(rank)
+def is_complete(ids: ActionIds, rows: Sequence[Sequence[int]]) -> bool:
+    """Tell whether every rank does all that it must, once, and nothing else."""
+    for rank, row in enumerate(rows):
+        expected = ids.expected(rank)
         if len(row) != len(expected) or set(row) != expected:
             return False
     return True
 
 
-def have_one_order(numbers: Numbers, numbered: Sequence[Sequence[int]]) -> bool:
-    """Whether all messages move if every rank ends each of its transfers before it begins the next."""
-    queues = _messages(numbers, numbered)
+def have_one_order(ids: ActionIds, rows: Sequence[Sequence[int]]) -> bool:
+    """Tell whether all messages move if every rank ends each of its transfers before it begins the next."""
+    queues = _messages(ids, rows)
     at = [0] * len(queues)
-    here: dict[int, int] = {}  # message -> the rank that stands at it
+    # Message -> the rank that stands at it, and waits for its peer.
+    here: dict[int, int] = {}
     runnable = list(range(len(queues)))
     while runnable:
         rank = runnable.pop()
@@ -119,15 +126,18 @@ def have_one_order(numbers: Numbers, numbered: Sequence[Sequence[int]]) -> bool:
     return all(place == len(queue) for place, queue in zip(at, queues, strict=True))
 
 
-def _messages(numbers: Numbers, numbered: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Per rank, the numbers of the messages that it sends or receives, in its order; a message has the number of its RECV."""
-    width = numbers.width
-    to_message: list[int | None] = [None] * len(numbers.rows)
-    for index, row in enumerate(numbers.rows):
+def _messages(ids: ActionIds, rows: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Return, per rank, the ids of the messages that it sends or receives, in its order.
+
+    A message has its RECV's id.
+    """
+    width = ids.width
+    to_message: list[int | None] = [None] * len(ids.rows)
+    for index, row in enumerate(ids.rows):
         if row[0] in SENDS or row[0] in RECVS:
-            to_message[index] = numbers.distance(row, numbers.message(row))
+            to_message[index] = ids.distance(row, ids.message(row))
     queues: list[list[int]] = []
-    for order in numbered:
+    for order in rows:
         queues.append([])
         for number in order:
             distance = to_message[number // width]
@@ -137,14 +147,14 @@ def _messages(numbers: Numbers, numbered: Sequence[Sequence[int]]) -> list[list[
 
 
 def _durations(
-    numbers: Numbers,
+    ids: ActionIds,
     forward: float | Sequence[float],
     backward: float | Sequence[float],
     weight_gradient: float | Sequence[float],
 ) -> dict[Kind, list[float]]:
-    num_stages = len(numbers.wiring.ranks)
+    num_stages = len(ids.wiring.ranks)
     durations = {Kind.F: _per_stage(forward, num_stages), Kind.B: _per_stage(backward, num_stages)}
-    if (Kind.W, 0, -1) in numbers.row_of:
+    if (Kind.W, 0, -1) in ids.row_of:
         durations[Kind.W] = _per_stage(weight_gradient, num_stages)
         rest = [whole - part for whole, part in zip(durations[Kind.B], durations[Kind.W], strict=True)]
         durations[Kind.B] = _per_stage(rest, num_stages)
@@ -153,13 +163,13 @@ def _durations(
 
 def _per_stage(duration: float | Sequence[float], num_stages: int) -> list[float]:
     values = [duration] * num_stages if isinstance(duration, Real) else list(duration)  # type: ignore[list-item, arg-type]
-    if len(values) != num_stages or not all(one > 0 for one in values):  # type: ignore[operator]
+    if len(values) != num_stages or not all(value > 0 for value in values):  # type: ignore[operator]
         raise ValueError(f"durations {values}: one positive number for each of {num_stages} stages is needed")
     return values  # type: ignore[return-value]
 
 
 def _link_time(link: LinkTimes) -> Callable[[int, int], float]:
-    """The duration of a message as a function of the stages that send and receive it."""
+    """Return the duration of a message as a function of the stages that send and receive it."""
 
     def time_of(sender: int, receiver: int) -> float:
         if callable(link):
@@ -178,12 +188,16 @@ def _link_time(link: LinkTimes) -> Callable[[int, int], float]:
 def _refusal(
     orders: Sequence[Sequence[Action]], links: Sequence[Link], stuck: Callable[[], str] | None = None
 ) -> Exception:
-    """The error for orders that are incomplete, or that got stuck: their faults, else what `stuck` says."""
+    """Make the error for orders that are incomplete, or that got stuck: their faults, else what `stuck`
+    says.
+    """
     faults = find_faults(orders, links)
     if not faults and stuck is None:
         return InternalError("schedule", f"the orders do not fit their {len(links)} links, and no fault is found")
-    more = [f"and {len(faults) - SHOWN} more"] if len(faults) > SHOWN else []
-    fact = "; ".join(faults[:SHOWN] + more) if faults or stuck is None else stuck()
+    if not faults and stuck is not None:
+        faults = [stuck()]
+    more = [f"and {len(faults) - MAX_FAULTS} more"] if len(faults) > MAX_FAULTS else []
+    fact = "; ".join(faults[:MAX_FAULTS] + more)
     remedy = f"correct these entries (SEND, RECV and REDUCE may be left out), or take one of {', '.join(SCHEDULES)}"
     return PlanError("schedule", fact, remedy)
 

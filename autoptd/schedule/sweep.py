@@ -1,10 +1,12 @@
-"""One pass over all actions of a schedule, each rank advancing until it waits: when everything starts and ends.
+"""One pass over all actions of a schedule, each rank advancing until it waits: when everything starts and
+ends.
 
-In: the numbers of the actions (numbers.py), which are complete and have one order per channel, and durations. Out: start
-and end of every computation, or, if they do not end, who waits for whom. Work is linear in the number of actions; the order
-in which the ranks get their turns changes nothing, as what an action waits for does not depend on it.
+In: the ids of the actions (action_ids.py), which are complete and have one order per channel, and durations.
+Out: start and end of every computation, or, if they do not end, who waits for whom. Work is linear in the
+number of actions; the order in which the ranks get their turns changes nothing, as what an action waits for
+does not depend on it.
 
-    sweep = Sweep(numbers, orders, [numbers.of(order) for order in orders], durations, lambda sender, receiver: 0)
+    sweep = Sweep(ids, orders, [ids.of(order) for order in orders], durations, lambda sender, receiver: 0)
     sweep.to_the_end()   # sweep.starts[rank], sweep.ends[rank]
 """
 
@@ -14,12 +16,14 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 from autoptd.ir.actions import COMPUTES, RECVS, SENDS, Action, Kind
-from autoptd.schedule.numbers import Numbers, Row
+from autoptd.schedule.action_ids import ActionIds, Row
 from autoptd.schedule.wiring import partner
 
 COMPUTE, SEND, RECEIVE, REDUCE = range(4)
-Need = tuple[int, float]  # distance to the number of what is needed, time that it travels
-Plan = tuple[int, float, list[Need], int]  # what, duration, needs, number of the channel: of a row of actions
+# (distance to the id of what is needed, time that it travels)
+Need = tuple[int, float]
+# Of a row of actions: (what, duration, needs, number of the channel)
+Plan = tuple[int, float, list[Need], int]
 
 
 class Sweep:
@@ -27,48 +31,52 @@ class Sweep:
 
     def __init__(
         self,
-        numbers: Numbers,
+        ids: ActionIds,
         orders: Sequence[Sequence[Action]],
-        numbered: Sequence[Sequence[int]],
+        rows: Sequence[Sequence[int]],
         durations: Mapping[Kind, Sequence[float]],
         link_time: Callable[[int, int], float],
     ) -> None:
-        self.numbers, self.orders, self.numbered = numbers, orders, numbered
+        self.ids, self.orders, self.rows = ids, orders, rows
         self.durations, self.link_time = durations, link_time
         ranks = range(len(orders))
-        self.starts: list[list[float]] = [[] for _ in ranks]  # of computations
+        # Of computations, per rank.
+        self.starts: list[list[float]] = [[] for _ in ranks]
         self.ends: list[list[float]] = [[] for _ in ranks]
-        self.at = [0 for _ in ranks]  # index of the next action
+        # Per rank, the index of its next action.
+        self.at = [0 for _ in ranks]
         self.clock: list[float] = [0 for _ in ranks]
-        self.blocked = [-1 for _ in ranks]  # the number that a rank waits for
+        # The id that a rank waits for, -1 for none.
+        self.blocked = [-1 for _ in ranks]
         self.runnable = deque(ranks)
-        self.waiting: dict[int, list[int]] = {}  # number -> ranks that wait for it
-        events = len(numbers.rows) * numbers.width
-        self.done: list[float | None] = [None] * events  # by number: computations, and RECVs whose message has arrived
-        self.half: list[float | None] = [None] * events  # RECVs of which one side has been issued: when
-        self.channels: dict[tuple[int, int], int] = {}  # (from rank, to rank) -> number of the channel
-        self.plans = [self._plan(row, needs) for row, needs in zip(numbers.rows, numbers.needs, strict=True)]
-        self.free: list[float] = [0] * len(self.channels)  # when the last message of a channel has moved
+        # Id -> ranks that wait for it.
+        self.waiting: dict[int, list[int]] = {}
+        events = len(ids.rows) * ids.width
+        # By id, when it ended: computations, and RECVs whose message has arrived.
+        self.done: list[float | None] = [None] * events
+        # By id of the RECV, when the first of its two sides was issued.
+        self.half: list[float | None] = [None] * events
+        # (from rank, to rank) -> number of the channel.
+        self.channels: dict[tuple[int, int], int] = {}
+        self.plans = [self._plan(row, needs) for row, needs in zip(ids.rows, ids.needs, strict=True)]
+        # When the last message of a channel has moved.
+        self.free: list[float] = [0] * len(self.channels)
 
     def _plan(self, row: Row, needs: Sequence[tuple[int, int]]) -> Plan:
-        """What the sweep has to know of the actions of a row."""
+        """Return what the sweep has to know of the actions of a row."""
         kind, stage, peer = row
-        ranks, distance = self.numbers.wiring.ranks, self.numbers.distance
+        ranks, distance = self.ids.wiring.ranks, self.ids.distance
         if kind in COMPUTES:
-            travels = (
-                self.link_time(source, stage) if source >= 0 and ranks[source] != ranks[stage] else 0
-                for _, source in needs
-            )
-            return (
-                COMPUTE,
-                self.durations[kind][stage],
-                [(need[0], x) for need, x in zip(needs, travels, strict=True)],
-                -1,
-            )
+            timed = []
+            for step, source in needs:
+                # A value that is not sent by an action of its own travels by itself from another rank.
+                is_remote = source >= 0 and ranks[source] != ranks[stage]
+                timed.append((step, self.link_time(source, stage) if is_remote else 0))
+            return COMPUTE, self.durations[kind][stage], timed, -1
         if kind in SENDS:
             channel = self.channels.setdefault((ranks[stage], ranks[peer]), len(self.channels))
             made = Kind.F if kind is Kind.SEND_F else Kind.B, stage, -1
-            found = [(distance(row, made), 0.0), (distance(row, self.numbers.message(row)), 0.0)]
+            found = [(distance(row, made), 0.0), (distance(row, self.ids.message(row)), 0.0)]
             return SEND, self.link_time(stage, peer), found, channel
         if kind in RECVS:
             channel = self.channels.setdefault((ranks[peer], ranks[stage]), len(self.channels))
@@ -84,7 +92,7 @@ class Sweep:
 
     def _advance(self, rank: int) -> bool:
         """Run `rank` until it is done or waits; False where an action stands before one that it needs."""
-        row, width, plans = self.numbered[rank], self.numbers.width, self.plans
+        row, width, plans = self.rows[rank], self.ids.width, self.plans
         done, half, free, waiting = self.done, self.half, self.free, self.waiting
         starts, ends, clock = self.starts[rank], self.ends[rank], self.clock[rank]
         for index in range(self.at[rank], len(row)):
@@ -110,13 +118,14 @@ class Sweep:
                 if what == SEND:
                     if done[number + needs[0][0]] is None:
                         return False
-                    number += needs[1][0]  # of the RECV
+                    # A message is known by the id of its RECV.
+                    number += needs[1][0]
                 issued = half[number]
                 if issued is None:
                     half[number] = clock
                     continue
-                # The other side waits for this one. All earlier messages of the channel are matched, as both sides issue in
-                # one order (`have_one_order`): this one moves when they have.
+                # The other side waits for this one. All earlier messages of the channel are matched, as both
+                # sides issue in one order (`have_one_order`): this one moves when they have.
                 begin = clock if clock > issued else issued
                 if free[channel] > begin:
                     begin = free[channel]
@@ -136,9 +145,9 @@ class Sweep:
             self.runnable.append(rank)
 
     def _is_reduced_last(self, number: int) -> bool:
-        """Whether a stage that is reduced has done all its B and W."""
-        width, rows = self.numbers.width, self.numbers.row_of
-        stage = self.numbers.rows[number // width][1]
+        """Tell whether a stage that is reduced has done all its B and W."""
+        width, rows = self.ids.width, self.ids.row_of
+        stage = self.ids.rows[number // width][1]
         firsts = [rows[kind, stage, -1] * width + 1 for kind in (Kind.B, Kind.W) if (kind, stage, -1) in rows]
         return all(None not in self.done[first : first + width - 1] for first in firsts)
 
@@ -148,13 +157,14 @@ class Sweep:
         lines = []
         for rank, number in enumerate(self.blocked):
             if number >= 0:
-                need = self.numbers.action(number)
-                owner[rank] = self.numbers.wiring.ranks[need.peer if need.kind in RECVS else need.stage]
+                need = self.ids.action(number)
+                owner[rank] = self.ids.wiring.ranks[need.peer if need.kind in RECVS else need.stage]
                 what = f"message {partner(need)}" if need.kind in RECVS else str(need)
                 where = self.orders[rank][self.at[rank]]
                 lines.append(f"rank {rank} waits in {where} for {what} of rank {owner[rank]}")
         path = [min(owner)]
-        while path[-1] not in path[:-1]:  # whoever a blocked rank waits for is blocked too, as all others are done
+        # Whoever a blocked rank waits for is blocked too, as all others are done.
+        while path[-1] not in path[:-1]:
             path.append(owner[path[-1]])
         circle = path[path.index(path[-1]) :]
         return f"deadlock: {'; '.join(lines)}; the circle is rank {' -> '.join(map(str, circle))}"

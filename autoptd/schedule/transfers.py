@@ -1,15 +1,18 @@
 """What each pipeline rank sends and receives, added to an order of forwards and backwards.
 
-In: orders of F, B and W, and the links between stages (wiring.py). Out: the same with transfers, and a REDUCE of every stage.
+In: orders of F, B and W, and the links between stages (wiring.py). Out: the same with transfers, and a REDUCE
+of every stage.
 
-Terms. A *channel* is the directed pair of pipeline ranks that a message travels on; it delivers in order and knows no tags. A
-RECV *posts* a receive and does not wait: the F or B that needs the message waits. A SEND never waits.
+Terms. A *channel* is the directed pair of pipeline ranks that a message travels on; it delivers in order and
+knows no tags. A RECV *posts* a receive and does not wait: the F or B that needs the message waits. A SEND
+never waits.
 
-All ranks issue their messages in **one order**, that in which a simulation makes them: a rank would get through its step even
-if each of its sends and receives ended before the next began. NCCL asks for that: kernels of all communicators of a device
-may be launched, and wait for room on it, in the order in which they were issued. It costs no time: a receive is posted before
-the computation during which its message is made, and after those that end earlier. Where a message is made long before its
-turn (looped_bfs), it waits on the receiver's side, where it is an input that the backward keeps anyway.
+All ranks issue their messages in **one order**, that in which a simulation makes them: a rank would get
+through its step even if each of its sends and receives ended before the next began. NCCL asks for that:
+kernels of all communicators of a device may be launched, and wait for room on it, in the order in which they
+were issued. It costs no time: a receive is posted before the computation during which its message is made,
+and after those that end earlier. Where a message is made long before its turn (looped_bfs), it waits on the
+receiver's side, where it is an input that the backward keeps anyway.
 
     add_transfers(one_f_one_b(p=2, m=1), links=[(0, 1, True)])
     # rank 0: F0.0 SEND_F0.0>1 RECV_B0.0<1 B0.0 REDUCE0
@@ -20,27 +23,31 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import chain
+from operator import itemgetter
 
 from autoptd.ir.actions import COMPUTES, SENDS, Action, Kind, Orders, ranks_of_stages
 from autoptd.schedule.simulate import simulate
 from autoptd.schedule.wiring import Link, Wiring, partner
 
-GRADIENTS = (Kind.B, Kind.W, Kind.SEND_B)  # what a stage is reduced after
+# Kinds of actions that a stage's REDUCE stands behind.
+GRADIENTS = (Kind.B, Kind.W, Kind.SEND_B)
 
 
 def add_transfers(orders: Sequence[Sequence[Action]], links: Sequence[Link]) -> Orders:
-    """Return the orders with every transfer that `links` ask for, and with the REDUCE of every stage, if there is none yet.
+    """Return the orders with every transfer that `links` ask for, and with the REDUCE of every stage, if
+    there is none yet.
 
-    Sends follow the computation that makes their value. Links within a rank need no transfer. PlanError for computations that
-    are not complete or do not end.
+    Sends follow the computation that makes their value. Links within a rank need no transfer. PlanError for
+    computations that are not complete or do not end.
     """
     wiring = Wiring(links, ranks_of_stages(orders))
-    computes = [[action for action in order if action.kind in COMPUTES] for order in orders]
-    sends = {
-        (kind, stage): [(one.kind, one.peer) for one in wiring.sends_after(Action(kind, stage, 0))]
-        for order in computes
-        for kind, stage in {(action.kind, action.stage) for action in order}
-    }
+    computes = [list(filter(_is_compute, order)) for order in orders]
+    sends: dict[tuple[Kind, int], list[tuple[Kind, int]]] = {}
+    for action in chain.from_iterable(computes):
+        if (action.kind, action.stage) not in sends:
+            after = wiring.sends_after(Action(action.kind, action.stage, 0))
+            sends[action.kind, action.stage] = [(send.kind, send.peer) for send in after]
     woven: Orders = [[] for _ in computes]
     for rank, action in _as_they_end(computes, links):
         woven[rank].append(action)
@@ -53,24 +60,29 @@ def add_transfers(orders: Sequence[Sequence[Action]], links: Sequence[Link]) -> 
     return [_keep_reduces(order, given) for order, given in zip(woven, orders, strict=True)]
 
 
-def _as_they_end(computes: Orders, links: Sequence[Link]) -> list[tuple[int, Action]]:
-    """All computations with their ranks, in the order in which they end.
+def _is_compute(action: Action) -> bool:
+    return action.kind in COMPUTES
 
-    Of those that end together a sender is before its receiver (forwards by ascending stage, backwards by descending): so the
-    receive is posted ahead of what the receiver computes at that time.
+
+def _as_they_end(computes: Orders, links: Sequence[Link]) -> list[tuple[int, Action]]:
+    """Return all computations with their ranks, in the order in which they end.
+
+    Of those that end together a sender is before its receiver (forwards by ascending stage, backwards by
+    descending): so the receive is posted ahead of what the receiver computes at that time.
     """
     ends = simulate(computes, links=links).ends
     found = []
     for rank, (order, row) in enumerate(zip(computes, ends, strict=True)):
         for action, end in zip(order, row, strict=True):
             is_forward = action.kind is Kind.F
-            found.append((end, not is_forward, action.stage if is_forward else -action.stage, rank, action))
-    found.sort(key=lambda one: one[:3])
+            place = action.stage if is_forward else -action.stage
+            found.append((end, not is_forward, place, rank, action))
+    found.sort(key=itemgetter(0, 1, 2))
     return [(rank, action) for _, _, _, rank, action in found]
 
 
 def has_reduces(orders: Sequence[Sequence[Action]]) -> bool:
-    """Whether the orders say when a stage is reduced."""
+    """Tell whether the orders say when a stage is reduced."""
     return any(action.kind is Kind.REDUCE for order in orders for action in order)
 
 

@@ -1,7 +1,8 @@
 """Where the weight gradients run that a backward leaves for later: a W for every B of an order.
 
-In: orders of F and B. Out: the same with W actions. The backward of a stage is then B, which gives what earlier stages
-wait for, and W, which nobody waits for but the stage's REDUCE (Qi et al. 2023, "Zero Bubble Pipeline Parallelism").
+In: orders of F and B. Out: the same with W actions. The backward of a stage is then B, which gives what
+earlier stages wait for, and W, which nobody waits for but the stage's REDUCE (Qi et al. 2023, "Zero Bubble
+Pipeline Parallelism").
 
     delay_weight_gradients(gpipe(p=1, m=2), "after_b")        # F0.0 F0.1 B0.0 W0.0 B0.1 W0.1
     delay_weight_gradients(gpipe(p=1, m=2), "before_reduce")  # F0.0 F0.1 B0.0 B0.1 W0.0 W0.1
@@ -17,7 +18,8 @@ PLACEMENTS = ("after_b", "before_reduce")
 
 
 def delay_weight_gradients(orders: Sequence[Sequence[Action]], placement: str) -> Orders:
-    """Return `orders` with a W for every B: right behind it, or all of a stage's behind its last B ("before_reduce").
+    """Return `orders` with a W for every B: right behind it, or all of a stage's behind its last B
+    ("before_reduce").
 
     Waiting for the last B keeps the inputs and output gradients of every GEMM alive for all microbatches.
     """

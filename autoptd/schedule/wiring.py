@@ -1,10 +1,11 @@
-"""Which stages tell each other what: the links of a pipeline, looked up by stage, and the two ends of a message.
+"""Which stages tell each other what: the links of a pipeline, looked up by stage, and the two ends of a
+message.
 
-In: the links between stages, and which pipeline rank has which stage. Out: what a computation waits for, and what is sent
-after it.
+In: the links between stages, and which pipeline rank has which stage. Out: what a computation waits for, and
+what is sent after it.
 
-Terms. A *link* (source, target, has_grad) says that stage `target` reads values of the earlier stage `source` (not
-always its neighbour), and that gradients flow back. One message carries all of that for one microbatch.
+Terms. A *link* (source, target, has_grad) says that stage `target` reads values of the earlier stage `source`
+(not always its neighbour), and that gradients flow back. One message carries all of that for one microbatch.
 
     Wiring([(0, 1, True)], ranks=(0, 1)).needs(parse("F1.0"))   # [RECV_F1.0<0]
 """
@@ -17,7 +18,8 @@ from collections.abc import Sequence
 from autoptd.errors import InternalError
 from autoptd.ir.actions import Action, Kind
 
-Link = tuple[int, int, bool]  # source stage, target stage, has_grad
+# (source stage, target stage, has_grad)
+Link = tuple[int, int, bool]
 PARTNER = {
     Kind.SEND_F: Kind.RECV_F,
     Kind.RECV_F: Kind.SEND_F,
@@ -32,17 +34,23 @@ def partner(transfer: Action) -> Action:
 
 
 class Wiring:
-    """The links, looked up by stage; links that are named twice are one (with gradient if one of them has it).
+    """The links, looked up by stage.
+
+    Links that are named twice are one (with gradient if one of them has it).
 
     `ranks` is the pipeline rank of every stage.
     """
 
     def __init__(self, links: Sequence[Link], ranks: Sequence[int]) -> None:
         self.ranks = ranks
-        self.sources: dict[int, list[int]] = defaultdict(list)  # stage -> stages whose values it reads
-        self.targets: dict[int, list[int]] = defaultdict(list)  # stage -> stages that read its values
-        self.grad_sources: dict[int, list[int]] = defaultdict(list)  # stage -> stages it gives gradients to
-        self.grad_targets: dict[int, list[int]] = defaultdict(list)  # stage -> stages it gets gradients from
+        # Stage -> stages whose values it reads.
+        self.sources: dict[int, list[int]] = defaultdict(list)
+        # Stage -> stages that read its values.
+        self.targets: dict[int, list[int]] = defaultdict(list)
+        # Stage -> stages it gives gradients to.
+        self.grad_sources: dict[int, list[int]] = defaultdict(list)
+        # Stage -> stages it gets gradients from.
+        self.grad_targets: dict[int, list[int]] = defaultdict(list)
         for source, target in sorted({(source, target) for source, target, _ in links}):
             if not 0 <= source < target:
                 raise InternalError(f"link from stage {source} to stage {target}", "values flow to later stages only")
@@ -56,19 +64,15 @@ class Wiring:
         """Return the sends of what the computation `action` made; a W makes nothing that others need."""
         if action.kind is Kind.W:
             return []
-        kind, peers = (
-            (Kind.SEND_F, self.targets[action.stage])
-            if action.kind is Kind.F
-            else (Kind.SEND_B, self.grad_sources[action.stage])
-        )
-        return [
-            Action(kind, action.stage, action.microbatch, peer)
-            for peer in peers
-            if not self.is_local(peer, action.stage)
-        ]
+        if action.kind is Kind.F:
+            kind, peers = Kind.SEND_F, self.targets[action.stage]
+        else:
+            kind, peers = Kind.SEND_B, self.grad_sources[action.stage]
+        remote = [peer for peer in peers if not self.is_local(peer, action.stage)]
+        return [Action(kind, action.stage, action.microbatch, peer) for peer in remote]
 
     def is_local(self, stage: int, other: int) -> bool:
-        """Whether both stages are on one rank."""
+        """Tell whether both stages are on one rank."""
         return self.ranks[stage] == self.ranks[other]
 
     def needs(self, action: Action) -> list[Action]:
@@ -78,9 +82,10 @@ class Wiring:
         forward = action.kind is Kind.F
         peers = self.sources[action.stage] if forward else self.grad_targets[action.stage]
         receive = Kind.RECV_F if forward else Kind.RECV_B
-        return [
-            Action(receive, action.stage, action.microbatch, peer)
-            if not self.is_local(peer, action.stage)
-            else Action(action.kind, peer, action.microbatch)
-            for peer in peers
-        ]
+        needs = []
+        for peer in peers:
+            if self.is_local(peer, action.stage):
+                needs.append(Action(action.kind, peer, action.microbatch))
+            else:
+                needs.append(Action(receive, action.stage, action.microbatch, peer))
+        return needs

@@ -1,8 +1,9 @@
 """A user's own schedule: read from a text file, checked, and compared with what was asked for.
 
-In: the text, one line per pipeline rank, as `ir/actions.py` writes it; empty lines and lines that start with # say nothing.
-Out: its orders. Sends, receives and REDUCE may be left out: they are added once it is known what crosses between the stages.
-How many pipeline ranks, chunks and microbatches there are, and which rank has which stage, is read from the actions.
+In: the text, one line per pipeline rank, as `ir/actions.py` writes it; empty lines and lines that start with
+# say nothing. Out: its orders. Sends, receives and REDUCE may be left out: they are added once it is known
+what crosses between the stages. How many pipeline ranks, chunks and microbatches there are, and which rank
+has which stage, is read from the actions.
 
     # two ranks, two microbatches: what the built-in "1f1b" does
     F0.0 F0.1 B0.0 B0.1
@@ -19,7 +20,10 @@ from autoptd.schedule.simulate import simulate
 
 
 def read_schedule(path: Path, p: int, v: int, m: int | None) -> Orders:
-    """Return the orders in the file; PlanError unless they run to their end, on p ranks with v chunks and (if given) m each."""
+    """Return the orders in the file.
+
+    PlanError unless they run to their end, on p ranks with v chunks and (if given) m each.
+    """
     site = f"schedule={str(path)!r}"
     try:
         orders = parse_orders(path.read_text())
@@ -34,10 +38,11 @@ def read_schedule(path: Path, p: int, v: int, m: int | None) -> Orders:
     except PlanError as error:
         raise PlanError(site, error.fact, error.remedy) from None
     found = {"p": len(orders), "v": num_stages(orders) // len(orders), "num_microbatches": num_microbatches(orders)}
-    asked = {"p": p, "v": v, "num_microbatches": m or found["num_microbatches"]}
-    wrong = [name for name in found if found[name] != asked[name]]
+    wanted = {"p": p, "v": v, "num_microbatches": m or found["num_microbatches"]}
+    wrong = [name for name in found if found[name] != wanted[name]]
     if wrong:
-        has, wants = (", ".join(f"{name}={values[name]}" for name in wrong) for values in (found, asked))
+        has = ", ".join(f"{name}={found[name]}" for name in wrong)
+        wants = ", ".join(f"{name}={wanted[name]}" for name in wrong)
         raise PlanError(site, f"is for {has}; asked for was {wants}", f"ask for {has}, or change the file")
     return orders
 

@@ -1,9 +1,11 @@
-"""Zero-bubble orders: each backward is split into B (input gradients) and W (weight gradients), and W fills the waits.
+"""Zero-bubble orders: each backward is split into B (input gradients) and W (weight gradients), and W fills
+the waits.
 
-Terms: p pipeline ranks, m microbatches; `ranks[s]` is the pipeline rank of stage s. A (stage, microbatch) is *live* on its rank
-from its F to its W. Qi et al. 2023, "Zero Bubble Pipeline Parallelism": B, which the rank before waits for, goes first; W can
-wait, but holds memory. The orders below come from playing the pipeline in unit time (F, B and W take 1 each), every rank
-taking what it can in turn: a forward and a backward by turns, a W when neither is there or no more may be live.
+Terms: p pipeline ranks, m microbatches; `ranks[s]` is the pipeline rank of stage s. A (stage, microbatch) is
+*live* on its rank from its F to its W. Qi et al. 2023, "Zero Bubble Pipeline Parallelism": B, which the rank
+before waits for, goes first; W can wait, but holds memory. The orders below come from playing the pipeline in
+unit time (F, B and W take 1 each), every rank taking what it can in turn: a forward and a backward by turns,
+a W when neither is there or no more may be live.
 
     zb_h1(p=2, m=2)
     # rank 0: F0.0 F0.1 B0.0 W0.0 B0.1 W0.1
@@ -20,23 +22,33 @@ from autoptd.ir.actions import Action, Kind, Orders
 
 
 def zb_h1(p: int, m: int) -> Orders:
-    """ZB-1P: 1F1B's memory (p microbatches live), a third of its bubble: (p-1) of the 3m units of work."""
-    return play(range(p), m, most_live=p)
+    """Run ZB-1P: 1F1B's memory (p microbatches live), a third of its bubble: (p-1) of the 3m units of
+    work.
+    """
+    return play(range(p), m, max_live=p)
 
 
 def zb_2p(p: int, m: int) -> Orders:
-    """ZB-2P: twice the memory (2p-1 microbatches live); no rank waits between its first action and its last."""
-    return play(range(p), m, most_live=2 * p - 1)
+    """Run ZB-2P: twice the memory (2p-1 microbatches live).
+
+    No rank waits between its first action and its last.
+    """
+    return play(range(p), m, max_live=2 * p - 1)
 
 
 def zbv(p: int, m: int) -> Orders:
-    """ZBV: two stages per rank in the shape of a V, 1F1B's memory (2p half-size stages live), (p-1) of 6m units idle."""
-    return play([*range(p), *reversed(range(p))], m, most_live=2 * p)
+    """Run ZBV: two stages per rank in a V, 1F1B's memory (2p half-size stages live), (p-1) of 6m units
+    idle.
+    """
+    return play([*range(p), *reversed(range(p))], m, max_live=2 * p)
 
 
-def play(ranks: Sequence[int], m: int, most_live: int) -> Orders:
-    """Play a pipeline of stages on `ranks` and return what each rank did; at most `most_live` (stage, microbatch) live."""
-    game = _Game(ranks, m, most_live)
+def play(ranks: Sequence[int], m: int, max_live: int) -> Orders:
+    """Play a pipeline of stages on `ranks` and return what each rank did.
+
+    At most `max_live` (stage, microbatch) live.
+    """
+    game = _Game(ranks, m, max_live)
     game.to_the_end()
     return game.orders
 
@@ -44,14 +56,19 @@ def play(ranks: Sequence[int], m: int, most_live: int) -> Orders:
 class _Game:
     """The state of play, one unit of time after the other."""
 
-    def __init__(self, ranks: Sequence[int], m: int, most_live: int) -> None:
-        self.ranks, self.m, self.most_live = ranks, m, most_live
+    def __init__(self, ranks: Sequence[int], m: int, max_live: int) -> None:
+        self.ranks, self.m, self.max_live = ranks, m, max_live
         count = 1 + max(ranks)
-        self.stages = [[s for s in reversed(range(len(ranks))) if ranks[s] == rank] for rank in range(count)]
+        # Stages of each rank, the last one first: its backward is what other ranks wait for longest.
+        self.stages: list[list[int]] = [[] for _ in range(count)]
+        for stage, rank in reversed(list(enumerate(ranks))):
+            self.stages[rank].append(stage)
         self.orders: Orders = [[] for _ in range(count)]
         self.done: dict[Action, int] = {}
-        self.forwards, self.backwards = [0] * len(ranks), [0] * len(ranks)  # how many a stage has done
-        self.waiting: list[deque[Action]] = [deque() for _ in range(count)]  # the W of a rank
+        # How many forwards and backwards each stage has done.
+        self.forwards, self.backwards = [0] * len(ranks), [0] * len(ranks)
+        # Weight gradients that each rank may compute, oldest first.
+        self.waiting: list[deque[Action]] = [deque() for _ in range(count)]
         self.live = [0] * count
 
     def to_the_end(self) -> None:
@@ -59,17 +76,17 @@ class _Game:
         while len(self.done) < 3 * self.m * len(self.ranks):
             chosen = [(rank, self._next(rank, now)) for rank in range(len(self.orders))]
             if not any(action for _, action in chosen):
-                raise InternalError("zero_bubble", f"nobody can go on with {self.most_live} live")
+                raise InternalError("zero_bubble", f"nobody can go on with {self.max_live} live")
             now += 1
             for rank, action in chosen:
                 if action is not None:
                     self._take(rank, now, action)
 
     def _next(self, rank: int, now: int) -> Action | None:
-        """What `rank` does now: forward and backward by turns, else a weight gradient."""
+        """Choose what `rank` does now: forward and backward by turns, else a weight gradient."""
         forward = next((s for s in self.stages[rank] if self._can_forward(s, now)), None)
         backward = next((s for s in self.stages[rank] if self._can_backward(s, now)), None)
-        has_room = self.live[rank] < self.most_live
+        has_room = self.live[rank] < self.max_live
         after_forward = not self.orders[rank] or self.orders[rank][-1].kind is Kind.F
         if backward is not None and (after_forward or forward is None or not has_room):
             return Action(Kind.B, backward, self.backwards[backward])

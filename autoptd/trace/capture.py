@@ -1,8 +1,8 @@
 """Capture an unmodified model and its loss as one FX graph of aten operators (form TRACED).
 
-In: a module, the call `(args, kwargs)` of one microbatch (at least two rows), where the loss is. Out: `Captured`, whose graph
-has placeholders for parameters (each tied group once), buffers and batch inputs, operators with module path and source line,
-and the loss as its only output.
+In: a module, the call `(args, kwargs)` of one microbatch (at least two rows), where the loss is. Out:
+`Captured`, whose graph has placeholders for parameters (each tied group once), buffers and batch inputs,
+operators with module path and source line, and the loss as its only output.
 
     captured = capture(model, (ids, targets), {}, loss_fn=None)
 
@@ -44,9 +44,9 @@ VALUE_REMEDY = "compute with the tensor itself (x * scale, torch.where, gather),
 class Captured:
     """The TRACED graph of a model, and what its placeholders stand for.
 
-    `aliases` maps the first name of every parameter to all its names; `inputs` are (placeholder name, leaf index) pairs of
-    the flattened call; `constants` are the leaves that are no tensors; `buffers` hold values of buffers and constants.
-    `checkpointed` are modules whose activation checkpoints are not in the graph.
+    `aliases` maps the first name of every parameter to all its names; `inputs` are (placeholder name, leaf
+    index) pairs of the flattened call; `constants` are the leaves that are not tensors; `buffers` hold values
+    of buffers and constants. `checkpointed` are modules whose activation checkpoints are not in the graph.
     """
 
     graph: Graph
@@ -69,7 +69,8 @@ def capture(
     leaves, tree = tree_flatten((args, kwargs))
     fresh = [leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     call_args, call_kwargs = tree_unflatten(fresh, tree)
-    registered = {id(one): name for name, one in model.named_parameters()}  # fake while the forward is traced
+    # The parameters themselves: while the forward is traced, the model has fake ones in their place.
+    registered = {id(parameter): name for name, parameter in model.named_parameters()}
     wrapper = Watched(model, loss_fn, around=partial(Operands, model, registered))
     exported, checkpointed = _export(wrapper, call_args, call_kwargs)
     check_changes(wrapper, args, kwargs)
@@ -88,7 +89,7 @@ def capture(
 
 
 def input_names(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
-    """A name for every leaf of the call: the parameter of the model's forward that it is passed as."""
+    """Name every leaf of the call by the parameter of the model's forward that it is passed as."""
     try:
         bound = list(inspect.signature(model.forward).parameters)
     except (TypeError, ValueError):
@@ -102,7 +103,9 @@ def input_names(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def distinct_names(names: list[str]) -> list[str]:
-    """Names that an emitted function can take as its arguments: Python's, different, and not those that it uses itself."""
+    """Return names that an emitted function can take as arguments: Python's, different, and not those
+    that it uses itself.
+    """
     made: list[str] = []
     for name in names:
         free = re.sub(r"\W", "_", name)
@@ -144,7 +147,10 @@ def _user_line(error: BaseException) -> str:
     """`file:line  code` of the innermost frame that is neither torch's nor AutoPTD's."""
     own = ("/torch/", "/autoptd/trace/", "/contextlib.py", "<string>", "<eval_with_key>")
     frames = traceback.extract_tb(error.__traceback__)
-    mine = [frame for frame in frames if not any(part in frame.filename for part in own)]
+    mine = []
+    for frame in frames:
+        if not any(part in frame.filename for part in own):
+            mine.append(frame)
     mine = [frame for frame in mine if "/autoptd/" not in frame.filename] or mine
     return f"{mine[-1].filename}:{mine[-1].lineno}  {mine[-1].line}" if mine else "model"
 
@@ -158,20 +164,21 @@ def _read(
 ) -> tuple[Graph, tuple[tuple[str, int], ...], dict[str, torch.Tensor]]:
     """Copy the exported graph with one placeholder per parameter, buffer and input, and a Note on every node."""
     signature = exported.graph_signature
-    parameters = dict(
-        signature.inputs_to_parameters
-    )  # properties of the signature: each access builds the mapping anew
+    # Properties of the signature build their mapping at each access: read them once.
+    parameters = dict(signature.inputs_to_parameters)
     lifted = dict(signature.inputs_to_lifted_tensor_constants)
     constants = {**signature.inputs_to_buffers, **lifted}
     stored = {**dict(wrapper.named_buffers(remove_duplicate=False)), **exported.constants}
     graph, mapping = Graph(), dict[Node, Node]()
     given = [spec.arg.name for spec in signature.input_specs if spec.kind is InputKind.USER_INPUT]
-    leaf_of = {name: leaf for leaf, name in enumerate(given)}  # constants of the call are among them
+    # All leaves of the call are numbered, constants as well.
+    leaf_of = {name: leaf for leaf, name in enumerate(given)}
     inputs: list[tuple[str, int]] = []
     buffers: dict[str, torch.Tensor] = {}
     seen: dict[str, Node] = {}
     for node in exported.graph.nodes:
-        if node in mapping:  # a reader of a region that was inlined
+        # A reader of a region that was inlined is mapped already.
+        if node in mapping:
             continue
         if node.op == "placeholder" and node.name in parameters:
             name = first_name[parameters[node.name].removeprefix("model.")]
@@ -182,9 +189,8 @@ def _read(
             buffers[name] = stored[constants[node.name]].detach()
             _check_kept(buffers[name], wrapper)
             if node.name in lifted:
-                note(mapping[node]).extra["constant"] = buffers[
-                    name
-                ]  # made in forward: may follow the size of the batch
+                # A constant that the forward makes may follow the size of the batch.
+                note(mapping[node]).extra["constant"] = buffers[name]
         elif node.op == "placeholder" and node.name in leaf_of:
             leaf = leaf_of[node.name]
             if isinstance(leaves[leaf], torch.Tensor):
@@ -255,9 +261,12 @@ def _inline(graph: Graph, node: Node, region: Any, read: list[Any], mapping: dic
 
 
 def _check_kept(constant: torch.Tensor, wrapper: Watched) -> None:
-    """A tensor attribute that the forward reads and replaces is state; one that it only writes concerns nobody."""
-    for path, one in wrapper.seen.replaced.items():
-        if is_same_memory(one, constant):
+    """A tensor attribute that the forward reads and replaces is state.
+
+    One that it only writes concerns nobody.
+    """
+    for path, replaced in wrapper.seen.replaced.items():
+        if is_same_memory(replaced, constant):
             fact = "a tensor attribute that the forward reads and then replaces, which the traced graph would not do"
             raise TraceError(path, fact, "keep state out of the forward, and pass it as an input")
 
@@ -267,21 +276,21 @@ def _check_sizes(node: Node) -> None:
     if isinstance(pieces, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         fact = f"the value of a tensor becomes a Python number ({op_name(node)})"
         raise TraceError("  ".join(source_line(node)) or "model", fact, VALUE_REMEDY)
-    for one in pieces if isinstance(pieces, (tuple, list)) else [pieces]:
-        if isinstance(one, torch.Tensor) and not all(isinstance(size, int) for size in one.shape):
+    for piece in pieces if isinstance(pieces, (tuple, list)) else [pieces]:
+        if isinstance(piece, torch.Tensor) and not all(isinstance(size, int) for size in piece.shape):
             fact = f"the size of {node.target}'s result depends on the values of a tensor"
             raise TraceError("  ".join(source_line(node)), fact, "use torch.where or a mask of fixed size")
 
 
 def module_path(node: Node) -> str:
-    """The user's module that ran the node: its dotted path, "" for the model itself."""
+    """Return the dotted path of the user's module that ran the node, "" for the model itself."""
     stack = node.meta.get("nn_module_stack") or {}
     path = list(stack.values())[-1][0] if stack else ""
     return path.removeprefix("model").removeprefix(".")
 
 
 def source_line(node: Node) -> tuple[str, str]:
-    """(`file.py:41`, code) of the user's innermost line that made the node."""
+    """Return (`file.py:41`, code) of the user's innermost line that made the node."""
     lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines()]
     frames = [i for i, line in enumerate(lines) if line.startswith("File ") and not _is_library(line)]
     if not frames:
@@ -305,27 +314,36 @@ def _drop_idle_detaches(graph: Graph) -> None:
 
 
 def _forget_lost_gradients(graph: Graph) -> None:
-    """No gradient reaches a value that the loss reads only through detach or zeros_like; its parameters are not trained."""
+    """No gradient reaches a value that the loss reads only through detach or zeros_like.
+
+    Its parameters are not trained.
+    """
     live = set(output(graph).all_input_nodes)
     for node in reversed(graph.nodes):
         if node not in live:
-            note(node).needs_grad = False  # the output itself as well: it has no value of its own
+            # The output itself as well: it has no value of its own.
+            note(node).needs_grad = False
         elif note(node).needs_grad:
             live.update(node.all_input_nodes)
 
 
 def _mark_dependence(graph: Graph, parameters: dict[str, nn.Parameter]) -> None:
-    """Fill `of_params` and `needs_grad`: which values depend on parameters, and which of them carry a gradient."""
+    """Fill `of_params` and `needs_grad`: which values depend on parameters, and which of them carry a
+    gradient.
+    """
     for node in graph.nodes:
         record = note(node)
         if record.kind == "param":
             record.of_params, record.needs_grad = True, parameters[record.name].requires_grad
         elif node.op in ("call_function", "output"):
-            read = [note(arg) for arg in node.all_input_nodes]
-            record.of_params = any(one.of_params for one in read)
-            found = node.meta.get("val")
-            pieces = found if isinstance(found, (tuple, list)) else [found]
-            is_float = any(
-                isinstance(one, torch.Tensor) and one.dtype.is_floating_point | one.is_complex() for one in pieces
-            )
-            record.needs_grad = is_float and not operator_of(node).cuts_gradient and any(one.needs_grad for one in read)
+            operands = [note(arg) for arg in node.all_input_nodes]
+            record.of_params = any(operand.of_params for operand in operands)
+            result = node.meta.get("val")
+            pieces = result if isinstance(result, (tuple, list)) else [result]
+            needs_grad = any(operand.needs_grad for operand in operands)
+            cuts = operator_of(node).cuts_gradient
+            record.needs_grad = needs_grad and not cuts and any(map(_is_differentiable, pieces))
+
+
+def _is_differentiable(piece: Any) -> bool:
+    return isinstance(piece, torch.Tensor) and (piece.dtype.is_floating_point or piece.is_complex())

@@ -1,8 +1,10 @@
-"""Dropout in a traced graph: what is kept, what fused attention with dropout becomes, and the number of every call site.
+"""Dropout in a traced graph: what is kept, what fused attention with dropout becomes, and the number of every
+call site.
 
-Kept is `aten.dropout(x, rate, True)` with 0 < rate < 1. Its mask is drawn at run time from the number of its site: 0, 1, 2 ...
-in the order in which the model calls dropout. Attention that drops probabilities inside of a fused kernel is written out,
-because the kernel's own random numbers would depend on the layout: scores, mask, softmax, dropout, values.
+Kept is `aten.dropout(x, rate, True)` with 0 < rate < 1. Its mask is drawn at run time from the number of its
+site: 0, 1, 2 ... in the order in which the model calls dropout. Attention that drops probabilities inside of
+a fused kernel is written out, because the kernel's own random numbers would depend on the layout: scores,
+mask, softmax, dropout, values.
 
     rewrite_dropouts(graph);  [note(node).extra["site"] for node in dropouts(graph)]     # [0, 1, 2, ...]
 """
@@ -28,12 +30,15 @@ UNFUSED = "unfused: exact dropout"
 
 
 def dropouts(graph: Graph) -> Iterator[Node]:
-    """The dropouts of a normalised graph, in order."""
+    """Return the dropouts of a normalised graph, in order."""
     return (node for node in ops(graph) if op_name(node) == NAME)
 
 
 def rewrite_dropouts(graph: Graph) -> None:
-    """Drop the ones that drop nothing, write attention with dropout out, number the sites; PlanError for other kinds."""
+    """Drop the ones that drop nothing, write attention with dropout out, number the sites.
+
+    PlanError for other kinds.
+    """
     futures: dict[tuple[int, int], Node] = {}
     for node in list(ops(graph)):
         if op_name(node) in OTHERS and drops(node):
@@ -48,7 +53,7 @@ def rewrite_dropouts(graph: Graph) -> None:
 
 
 def drops(node: Node) -> bool:
-    """Whether a dropout of any kind changes its operand."""
+    """Tell whether a dropout of any kind changes its operand."""
     return bool(node.args[1]) and bool(node.args[2])
 
 
@@ -60,12 +65,16 @@ def _rewrite_dropout(graph: Graph, node: Node) -> None:
     if not drops(node):
         node.replace_all_uses_with(node.args[0])
         graph.erase_node(node)
-    elif node.args[1] == 1:  # nothing is drawn
+    # With a rate of 1 nothing is drawn: the result is 0.
+    elif node.args[1] == 1:
         node.target, node.args = aten.mul.Tensor, (node.args[0], 0.0)
 
 
 def _unfuse(graph: Graph, node: Node, futures: dict[tuple[int, int], Node]) -> None:
-    """softmax(scale * q k^T, masked) with dropout, times v; `futures` are causal masks by size, made once for the graph."""
+    """softmax(scale * q k^T, masked) with dropout, times v.
+
+    `futures` are causal masks by size, made once for the graph.
+    """
     q, k, v, *rest = node.args
     given = dict(zip(("attn_mask", "dropout_p", "is_causal"), rest, strict=False)) | node.kwargs
     mask, scale = given.get("attn_mask"), given.get("scale")
@@ -84,7 +93,9 @@ def _unfuse(graph: Graph, node: Node, futures: dict[tuple[int, int], Node]) -> N
 
         if given.get("enable_gqa") and shape(q)[-3] != shape(k)[-3]:
             times = shape(q)[-3] // shape(k)[-3]
-            k, v = (call(name, aten.repeat_interleave.self_int, one, times, -3) for name, one in (("k", k), ("v", v)))
+            k, v = (
+                call(name, aten.repeat_interleave.self_int, heads, times, -3) for name, heads in (("k", k), ("v", v))
+            )
         scaled = call("q", aten.mul.Tensor, q, scale if scale is not None else shape(q)[-1] ** -0.5)
         scores = call("scores", aten.matmul.default, scaled, call("k", aten.transpose.int, k, -2, -1))
         if given.get("is_causal"):
@@ -94,7 +105,8 @@ def _unfuse(graph: Graph, node: Node, futures: dict[tuple[int, int], Node]) -> N
             scores = call("scores", aten.masked_fill.Scalar, scores, hidden, float("-inf"))
         elif mask is not None:
             scores = call("scores", aten.add.Tensor, scores, mask)
-        # Under a mask a row may have no key at all: its probabilities are zeros, not NaN, as in the fused operator.
+        # Under a mask a row may have no key at all: its probabilities are zeros, not NaN, as in the fused
+        # operator.
         softmax = aten._safe_softmax.default if mask is not None else aten.softmax.int
         probabilities = call("probabilities", softmax, scores, -1)
         dropped = call("probabilities", aten.dropout.default, probabilities, given["dropout_p"], True)
@@ -106,7 +118,10 @@ def _unfuse(graph: Graph, node: Node, futures: dict[tuple[int, int], Node]) -> N
 
 
 def _call(graph: Graph, record: Note, target: Any, *args: Any, like: Node | None = None, **kwargs: Any) -> Node:
-    """A new operator with the record of another; `like` gives the kind of fake tensor to one without operands."""
+    """A new operator with the record of another.
+
+    `like` gives the kind of fake tensor to one without operands.
+    """
     made = graph.call_function(target, args, kwargs)
     fakes, named = map_arg((args, kwargs), value)
     with torch.no_grad():

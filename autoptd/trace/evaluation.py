@@ -1,8 +1,8 @@
 """A model in eval mode: how it is traced, and whether it computes what training computes without its dropouts.
 
-In: the TRACED graphs of one model in training and in eval mode. Out: yes or no. The two are compared operator by operator, from
-the inputs to the loss; a dropout counts as its operand. (Attention with dropout was written out in training, and stays one
-operator in evaluation: not equal.)
+In: the TRACED graphs of one model in training and in eval mode. Out: yes or no. The two are compared operator
+by operator, from the inputs to the loss; a dropout counts as its operand. (Attention with dropout was written
+out in training, and stays one operator in evaluation: not equal.)
 
     with evaluating(model):
         evaluated = capture(model, ...)
@@ -29,7 +29,10 @@ Buffers = Mapping[str, torch.Tensor]
 
 @contextmanager
 def seen_as_evaluation() -> Iterator[None]:
-    """Let a model that asks `torch.is_grad_enabled()` hear no; torch itself goes on tracing with gradients."""
+    """Let a model that asks `torch.is_grad_enabled()` hear no.
+
+    Torch itself goes on tracing with gradients.
+    """
     real = torch.is_grad_enabled
 
     def is_grad_enabled() -> bool:
@@ -69,15 +72,20 @@ def in_modes(modes: Mapping[nn.Module, bool]) -> Iterator[None]:
 
 
 def is_training_without_dropout(trained: Graph, evaluated: Graph, before: Buffers, after: Buffers) -> bool:
-    """Whether the two graphs are the same but for dropouts; `before` and `after` are the values of their buffers."""
+    """Tell whether two graphs are the same but for dropouts.
+
+    `before` and `after` are the values of their buffers.
+    """
     numbers: dict[object, int] = {}
-    return _number(trained, numbers) == _number(evaluated, numbers) and all(
-        _is_equal(x, after[name]) for name, x in before.items() if name in after
-    )
+    if _number(trained, numbers) != _number(evaluated, numbers):
+        return False
+    return all(_is_equal(x, after[name]) for name, x in before.items() if name in after)
 
 
 def _number(graph: Graph, numbers: dict[object, int]) -> int:
-    """The number of a graph's result: values that are computed alike have one number, and a dropout has its operand's."""
+    """The number of a graph's result: values that are computed alike have one number, and a dropout has its
+    operand's.
+    """
     own: dict[Node, int] = {}
     for node in graph.nodes:
         args, kwargs = map_arg((node.args, node.kwargs), lambda arg: ("value", own[arg]))
@@ -97,7 +105,7 @@ def _number(graph: Graph, numbers: dict[object, int]) -> int:
 def _sizes(node: Node) -> tuple[object, ...]:
     found = value(node)
     pieces = found if isinstance(found, (tuple, list)) else [found]
-    return tuple((tuple(one.shape), one.dtype) for one in pieces if isinstance(one, torch.Tensor))
+    return tuple((tuple(piece.shape), piece.dtype) for piece in pieces if isinstance(piece, torch.Tensor))
 
 
 def _is_equal(x: torch.Tensor, y: torch.Tensor) -> bool:

@@ -1,8 +1,8 @@
 """Guard the promise that the traced graph computes what the model computes, gradients included.
 
-torch.export drops tensor hooks, backward hooks and the backward of custom autograd functions without a word. They are
-refused: on the model before tracing (`check_model`), in the forward while tracing (`watch.py`; functions by what
-`functions.py` finds), and whatever is left is caught by running both once (`compare`).
+torch.export drops tensor hooks, backward hooks and the backward of custom autograd functions without a word.
+They are refused: on the model before tracing (`check_model`), in the forward while tracing (`watch.py`;
+functions by what `functions.py` finds), and whatever is left is caught by running both once (`compare`).
 """
 
 from __future__ import annotations
@@ -27,23 +27,28 @@ from autoptd.trace.storage import check_storage
 from autoptd.trace.watch import HOOK_REMEDY
 from autoptd.trace.watched import Watched, check_changes
 
-# By the narrowest dtype that a gradient flows through: relative to a tensor's largest entry, and of the largest gradient what
-# is added to that entry: a gradient that is zero but for rounding must not be held against itself.
+# By the narrowest dtype that a gradient flows through: relative to a tensor's largest entry, and of the
+# largest gradient what is added to that entry: a gradient that is zero but for rounding must not be held
+# against itself.
 TOLERANCES = {torch.float64: (1e-9, 1e-3), torch.float32: (1e-5, 1e-1)}
 TOLERANCE_OF_HALF = (2.0**-7, 1.0)
-SEVERAL = 4  # times what two runs of the model differ by, where its kernels add in any order
-LARGEST_SCORES = 1 << 28  # entries
-LARGEST_NOISE = 2.0**-4  # a model that differs more from itself is no function of its inputs
+# Where kernels add in any order, a difference may be this many times that of two runs of the model.
+NOISE_FACTOR = 4
+# Attention scores of fewer entries fit in memory.
+MAX_SCORES = 1 << 28
+# A model that differs more from itself is not a function of its inputs.
+MAX_NOISE = 2.0**-4
 
 Result = TypeVar("Result")
 
 
 def check_model(model: nn.Module) -> None:
-    """Refuse what tracing would lose: backward hooks on modules, gradient hooks on parameters, an ambient autocast."""
+    """Refuse what tracing would lose: backward hooks on modules, gradient hooks on parameters, an ambient
+    autocast.
+    """
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
-        raise TraceError(
-            "autocast", "it is on around parallelize, and is not traced", "leave autocast off; cast the model"
-        )
+        fact = "it is on around parallelize, and is not traced"
+        raise TraceError("autocast", fact, "leave autocast off; cast the model")
     check_storage(model)
     for name, module in model.named_modules():
         if module._backward_hooks or module._backward_pre_hooks:
@@ -54,7 +59,7 @@ def check_model(model: nn.Module) -> None:
 
 
 def check_loss_fn(loss_fn: object) -> None:
-    """A loss function has no parameters of its own: nobody would train them."""
+    """Refuse a loss function with parameters of its own: nobody would train them."""
     names = [name for name, _ in loss_fn.named_parameters()] if isinstance(loss_fn, nn.Module) else []
     if names:
         fact = f"it is a module with parameters ({', '.join(names)}), and only the model's are trained"
@@ -71,12 +76,13 @@ def compare(
 ) -> None:
     """Run model and graph once on the same call: TraceError when the loss or a gradient differs.
 
-    They run the same operators in the same order, on CUDA with attention that adds in a fixed order. Where they differ by more
-    than the dtype's tolerance, the model runs again: kernels that add in any order give it a tolerance of its own.
+    They run the same operators in the same order, on CUDA with attention that adds in a fixed order. Where
+    they differ by more than the dtype's tolerance, the model runs again: kernels that add in any order give
+    it a tolerance of its own.
     """
     watched = Watched(model, loss_fn)
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    before = {name: one.detach().clone() for name, one in model.named_buffers()}
+    before = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
 
     sites = [note(node).extra["site"] for node in dropouts(graph)]
     is_exact = bool(sites) or _has_small_attention_on_cuda(graph, parameters)
@@ -95,11 +101,11 @@ def compare(
     if max(excess.values()) <= tolerance:
         return
     noise = max(run_model(lambda loss: wanted.differences(loss, parameters)).values())
-    if noise > LARGEST_NOISE:
-        fact = f"two runs on the same batch differ by {noise:.0e} of their values: it is no function of its inputs"
+    if noise > MAX_NOISE:
+        fact = f"two runs on the same batch differ by {noise:.0e} of their values: it is not a function of its inputs"
         raise TraceError("model", fact, "draw random numbers outside of the model and pass them as an input")
     for what, size in excess.items():
-        if not size <= max(tolerance, SEVERAL * noise):
+        if not size <= max(tolerance, NOISE_FACTOR * noise):
             raise TraceError(
                 what,
                 f"the traced graph gives another value than the model (largest difference {size:.2e} of its entries)",
@@ -108,16 +114,18 @@ def compare(
 
 
 def _has_small_attention_on_cuda(graph: Graph, parameters: dict[str, nn.Parameter]) -> bool:
-    """Whether the scores fit in memory: torch's own kernels never hold them, and add up their gradients in any order."""
+    """Whether the scores fit in memory: torch's own kernels never hold them, and add up their gradients in
+    any order.
+    """
     found = [node for node in ops(graph) if op_name(node) == ATTENTION]
     sizes = [math.prod(shape(node.args[0])[:-1]) * shape(node.args[1])[-2] for node in found]  # type: ignore[arg-type]
-    return any(one.is_cuda for one in parameters.values()) and max(sizes, default=LARGEST_SCORES) < LARGEST_SCORES
+    return any(parameter.is_cuda for parameter in parameters.values()) and max(sizes, default=MAX_SCORES) < MAX_SCORES
 
 
 def _tolerance(graph: Graph) -> tuple[float, float]:
     """The tolerance of the narrowest dtype that a gradient flows through."""
     values = [value(node) for node in graph.nodes if note(node).needs_grad and is_tensor(node)]
-    widths = {one.dtype: torch.finfo(one.dtype).eps for one in values if one.is_floating_point()}
+    widths = {tensor.dtype: torch.finfo(tensor.dtype).eps for tensor in values if tensor.is_floating_point()}
     narrowest = max(widths, key=widths.__getitem__, default=torch.float32)
     return TOLERANCES.get(narrowest, TOLERANCE_OF_HALF)
 
@@ -125,7 +133,7 @@ def _tolerance(graph: Graph) -> tuple[float, float]:
 def _check_buffers(model: nn.Module, before: dict[str, torch.Tensor]) -> None:
     """Restore and refuse buffers that the forward has changed."""
     after = dict(model.named_buffers())
-    changed = [name for name, one in before.items() if name in after and not _equal(one, after[name])]
+    changed = [name for name, value_before in before.items() if name in after and not _equal(value_before, after[name])]
     for name in changed:
         after[name].detach().copy_(before[name])
     if changed:
@@ -142,7 +150,7 @@ def run_graph(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Interpret a TRACED graph; returns the loss and the parameter leaves that it was computed from."""
     tensors = iter([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
-    device = next((one.device for one in parameters.values()), None)
+    device = next((parameter.device for parameter in parameters.values()), None)
     env: dict[Node, Any] = {}
     used: dict[str, torch.Tensor] = {}
     for node in graph.nodes:
@@ -166,4 +174,4 @@ def run_graph(
 def _device_keyword(node: Node, device: torch.device) -> dict[str, Any]:
     """Operators that make a tensor from nothing (arange) make it where the parameters are."""
     schema = getattr(node.target, "_schema", None)
-    return {"device": device} if schema and any(one.name == "device" for one in schema.arguments) else {}
+    return {"device": device} if schema and any(argument.name == "device" for argument in schema.arguments) else {}

@@ -1,9 +1,10 @@
 """Turn in-place operators into functional ones, so that every value of the graph is written once.
 
-In: an exported graph, whose in-place operators torch.export leaves as they are. Out: the same values without a write. A write
-to a fresh value is its functional form, of which all later readers read; a write through slices and single indices
-(`shifted[:, 1:] = ids[:, :-1]`) puts the new piece between the pieces around it. Refused by name: writes to parameters, buffers
-and arguments, through other views, and under a view that is read later.
+In: an exported graph, whose in-place operators torch.export leaves as they are. Out: the same values without
+a write. A write to a fresh value is its functional form, of which all later readers read; a write through
+slices and single indices (`shifted[:, 1:] = ids[:, :-1]`) puts the new piece between the pieces around it.
+Refused by name: writes to parameters, buffers and arguments, through other views, and under a view that is
+read later.
 
     h.mul_(2)              ->  mul = h * 2
     h[:, 1:] = x           ->  cat([h[:, :1], x], 1)
@@ -27,11 +28,15 @@ from autoptd.trace import dropouts
 
 aten = torch.ops.aten
 MAY_ALIAS = {"aten.reshape", "aten.contiguous", "aten.to", "aten.flatten", "aten.expand_as"}
-ASSIGNS = {"aten.copy_", "aten.fill_"}  # what was there before does not matter
+# Operators that overwrite their target, whatever was there.
+ASSIGNS = {"aten.copy_", "aten.fill_"}
 
 
 def functionalize(graph: Graph) -> None:
-    """Rewrite `graph` in place; TraceError or PlanError with the source line of a write that cannot be kept."""
+    """Rewrite `graph` in place.
+
+    TraceError or PlanError with the source line of a write that cannot be kept.
+    """
     latest: dict[Node, Node] = {}
     position = {node: i for i, node in enumerate(graph.nodes)}
     for node in list(ops(graph)):
@@ -41,14 +46,15 @@ def functionalize(graph: Graph) -> None:
             continue
         target = node.args[0]
         assert isinstance(target, Node)
-        if op_name(node) == "aten.copy_" and _is_same(target, node.args[1]):  # the last step of `h[0] += 1`
+        # `h[0] += 1` ends by writing the result, which is in place already, into h once more.
+        if op_name(node) == "aten.copy_" and _is_same(target, node.args[1]):
             latest[node] = target
             continue
         views = _views_to_base(target)
         _check_fresh(node, views, position, latest)
         for old, new in _written(graph, node, views):
             position[new] = position[node]
-            for key in [key for key, one in latest.items() if one is old] + [old]:
+            for key in [key for key, current in latest.items() if current is old] + [old]:
                 latest[key] = new
         latest[node] = latest[target]
     last = next(iter(reversed(graph.nodes)))
@@ -94,7 +100,9 @@ def _piece(node: Node) -> tuple[int, int, int] | None:
 
 
 def _check_fresh(node: Node, views: list[Node], position: dict[Node, int], latest: dict[Node, Node]) -> None:
-    """What `node` writes to, the last of `views`, is made by the forward, and not read by an older view later on."""
+    """What `node` writes to, the last of `views`, is made by the forward, and not read by an older view later
+    on.
+    """
     base = views[-1]
     record = note(base)
     if record.kind == "buffer":
@@ -106,9 +114,10 @@ def _check_fresh(node: Node, views: list[Node], position: dict[Node, int], lates
     if record.kind == "input":
         raise TraceError(site(node), "an argument of the model is changed in place", "write out of place: x = x + y")
     at = position[node]
-    older = {one for view in views for one in _aliases(view, {*views}) if position.get(one, -1) < at}
-    older |= {old for old, new in latest.items() if new in older}  # later readers still name these
-    if _is_view(base) or any(position.get(user, -1) > at for one in older for user in one.users):
+    older = {alias for view in views for alias in _aliases(view, {*views}) if position.get(alias, -1) < at}
+    # Readers behind the write name the old nodes of these values as well.
+    older |= {old for old, new in latest.items() if new in older}
+    if _is_view(base) or any(position.get(user, -1) > at for alias in older for user in alias.users):
         fact = "an in-place write goes through a view"
         raise TraceError(site(node), fact, "write out of place: torch.where, torch.cat")
 
@@ -134,7 +143,9 @@ def _is_view(node: Node) -> bool:
 
 
 def _written(graph: Graph, node: Node, views: list[Node]) -> Iterator[tuple[Node, Node]]:
-    """(old, new) of everything that `node` changes: what it writes to, the views on the way, as views of that."""
+    """(old, new) of everything that `node` changes: what it writes to, the views on the way, as views of
+    that.
+    """
     calls = _Calls(graph, node)
     made = _assigned(calls, node, views[0]) if op_name(node) in ASSIGNS else _pure(calls, node)
     for view, whole in pairwise(views):
@@ -154,7 +165,8 @@ def _assigned(calls: _Calls, node: Node, target: Node) -> Node:
         source = calls.make(aten.to.dtype, source, wanted.dtype)
     if shape(source) != shape(target):
         source = calls.make(aten.expand.default, source, list(shape(target)))
-    return calls.make(aten.clone.default, source)  # of its own: the next write must not reach what was copied
+    # A clone: the next write must not reach what was copied.
+    return calls.make(aten.clone.default, source)
 
 
 def _put_back(calls: _Calls, view: Node, whole: Node, piece: Node) -> Node:

@@ -1,8 +1,10 @@
-"""Custom autograd functions: traced as the operators of their forward, where their backward is the derivative of it.
+"""Custom autograd functions: traced as the operators of their forward, where their backward is the derivative
+of it.
 
-torch.export loses the backward of an `autograd.Function`. Many only save memory or time: what autograd makes of the forward is
-the same (BLOOM's GELU). That is tried on random numbers of several sizes, forward and backward; all others are refused by name,
-and so is a backward that reads what may change later (`outside.py`).
+torch.export loses the backward of an `autograd.Function`. Many only save memory or time: what autograd makes
+of the forward is the same (BLOOM's GELU). That is tried on random numbers of several sizes, forward and
+backward; all others are refused by name, and so is a backward that reads what may change later
+(`outside.py`).
 
 In: calls met while tracing (`run_forward`, `Call`). Out: nothing, or a TraceError (`check_functions`).
 
@@ -24,9 +26,12 @@ from autoptd.trace.outside import outside_state
 
 STATE_REMEDY = "pass it as an argument of apply (a tensor that is an input of the model), or write it as a constant"
 REMEDY = "write it with differentiable torch operators"
-SIZES = (1e-2, 1.0, 1e2)  # of the random numbers; of the gradients that come in, their third power
-TOLERANCE = 1e-7  # in float64, of the largest entry
-LARGEST = 1 << 20  # entries of an argument that is tried as it is; larger ones are made small
+# Scales of the random arguments; incoming gradients have the third power of it.
+SIZES = (1e-2, 1.0, 1e2)
+# Of the largest entry, in float64.
+TOLERANCE = 1e-7
+# Arguments of more entries are tried with smaller dims.
+MAX_ENTRIES = 1 << 20
 PLAIN = (int, float, bool, str, torch.dtype, type(None))
 
 
@@ -46,7 +51,7 @@ class Call:
         site = f"autograd.Function {function.__name__}"
         for arg in args:
             if isinstance(arg, Tensor) and not arg.dtype.is_floating_point:
-                raise TraceError(site, "its backward is not traced, and it takes tensors that are no floats", REMEDY)
+                raise TraceError(site, "its backward is not traced, and it takes tensors that are not floats", REMEDY)
             if not isinstance(arg, (Tensor, *PLAIN)):
                 fact = f"its backward is not traced, and it takes a {type(arg).__name__}"
                 raise TraceError(site, fact, REMEDY)
@@ -67,11 +72,12 @@ class _Context:
 
 
 def run_forward(function: Any, args: Sequence[Any]) -> Any:
-    """The forward of a function as plain operators, which autograd sees."""
+    """Run the forward of a function as plain operators, which autograd sees."""
     has_context = function.setup_context is torch.autograd.Function.setup_context
     try:
         return function.forward(*([_Context(args)] if has_context else []), *args)
-    except AttributeError as error:  # a method of the context that changes what autograd does
+    # The function calls a method of the context that changes what autograd does.
+    except AttributeError as error:
         fact = f"its backward is not traced: {error}"
         raise TraceError(f"autograd.Function {function.__name__}", fact, REMEDY) from error
 
@@ -95,35 +101,42 @@ def check_functions(met: Sequence[Call]) -> None:
 
 def _try(call: Call, size: float) -> None:
     small = _small_sizes([arg for arg in call.args if isinstance(arg, torch.Size)])
-    sizes = [[small.get(n, n) for n in arg] if isinstance(arg, torch.Size) else None for arg in call.args]
-    drawn = [
-        arg if n is None else size * torch.randn(n, dtype=torch.float64, device="cpu")
-        for arg, n in zip(call.args, sizes, strict=True)
-    ]
+    drawn: list[Any] = []
+    for arg in call.args:
+        if isinstance(arg, torch.Size):
+            shape = [small.get(n, n) for n in arg]
+            arg = size * torch.randn(shape, dtype=torch.float64, device="cpu")
+        drawn.append(arg)
     runs = (lambda args: run_forward(call.function, args), lambda args: call.function.apply(*args))
     try:
-        if any(one.requires_grad for one in _tensors(run_forward(call.function, drawn))):
+        if any(tensor.requires_grad for tensor in _tensors(run_forward(call.function, drawn))):
             raise Unfit("its forward reads parameters that are not among its arguments")
-        leaves = [[arg.clone().requires_grad_() for arg in drawn if isinstance(arg, Tensor)] for _ in range(2)]
+        leaves = _leaves(drawn), _leaves(drawn)
         found, wanted = (_tensors(run(_filled(drawn, own))) for run, own in zip(runs, leaves, strict=True))
-        ways = [size**3 * torch.randn_like(one) for one in wanted]
-        gradients = [_gradients(*pair, ways) for pair in zip((found, wanted), leaves, strict=True)]
+        ways = [size**3 * torch.randn_like(tensor) for tensor in wanted]
+        gradients = [_gradients(result, own, ways) for result, own in zip((found, wanted), leaves, strict=True)]
     except Unfit:
         raise
     except Exception as error:
         raise Unfit(f"it cannot be tried on random numbers: {error}") from error
-    for one, other in zip([*found, *gradients[0]], [*wanted, *gradients[1]], strict=True):
+    for mine, other in zip([*found, *gradients[0]], [*wanted, *gradients[1]], strict=True):
         scale = max(float(other.detach().abs().max()), 1e-300) if other.numel() else 1.0
-        if not torch.allclose(one, other, rtol=0.0, atol=TOLERANCE * scale):
+        if not torch.allclose(mine, other, rtol=0.0, atol=TOLERANCE * scale):
             raise Unfit("it is not the derivative of its forward")
 
 
+def _leaves(args: Sequence[Any]) -> list[Tensor]:
+    return [arg.clone().requires_grad_() for arg in args if isinstance(arg, Tensor)]
+
+
 def _gradients(made: list[Tensor], leaves: list[Tensor], ways: list[Tensor]) -> list[Tensor]:
-    live = [(one, way) for one, way in zip(made, ways, strict=True) if one.requires_grad]
+    live = [(tensor, way) for tensor, way in zip(made, ways, strict=True) if tensor.requires_grad]
     if not live:
         return [torch.zeros_like(leaf) for leaf in leaves]
-    found = torch.autograd.grad([one for one, _ in live], leaves, [way for _, way in live], allow_unused=True)
-    return [torch.zeros_like(leaf) if one is None else one for one, leaf in zip(found, leaves, strict=True)]
+    found = torch.autograd.grad([tensor for tensor, _ in live], leaves, [way for _, way in live], allow_unused=True)
+    return [
+        torch.zeros_like(leaf) if gradient is None else gradient for gradient, leaf in zip(found, leaves, strict=True)
+    ]
 
 
 def _filled(args: Sequence[Any], leaves: Sequence[Tensor]) -> list[Any]:
@@ -134,11 +147,11 @@ def _filled(args: Sequence[Any], leaves: Sequence[Tensor]) -> list[Any]:
 
 def _small_sizes(shapes: Sequence[torch.Size]) -> dict[int, int]:
     """Other sizes for the dims of large arguments: equal ones stay equal, and different ones different."""
-    if all(shape.numel() <= LARGEST for shape in shapes):
+    if all(shape.numel() <= MAX_ENTRIES for shape in shapes):
         return {}
     large = sorted({n for shape in shapes for n in shape if n > 8})
     return {n: 10 + 2 * i for i, n in enumerate(large)}
 
 
 def _tensors(made: Any) -> list[Tensor]:
-    return [one for one in (made if isinstance(made, (tuple, list)) else [made]) if isinstance(one, Tensor)]
+    return [tensor for tensor in (made if isinstance(made, (tuple, list)) else [made]) if isinstance(tensor, Tensor)]

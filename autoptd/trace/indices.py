@@ -1,13 +1,15 @@
 """Indices that count from zero are views, or what is left of them a gather.
 
-`mask[rows[:, None], keys]`, of `rows` and `keys` that are 0, 1, 2, ...: masks are built so where a function of a position is
-applied to all positions at once (what torch.vmap makes of it). `h[rows, last]` takes one entry of every row: the last token of
-each sample. As an index such tensors could be anything, and none of their dims could be split.
+`mask[rows[:, None], keys]`, of `rows` and `keys` that are 0, 1, 2, ...: masks are built so where a function
+of a position is applied to all positions at once (what torch.vmap makes of it). `h[rows, last]` takes one
+entry of every row: the last token of each sample. As an index such tensors could be anything, and none of
+their dims could be split.
 
 In: an `aten.index`. Out: the permute and view that it is, or the gather, or the index as it was.
 
     rewrite_index(graph, node)      # mask[arange(4)[:, None, None], arange(8)] -> mask.view(4, 1, 8)
-                                    # h[arange(4), last] -> h.gather(1, last[:, None, None].expand(4, 1, 16)).view(4, 16)
+                                    # h[arange(4), last] -> h.gather(1, last[:, None, None].expand(4, 1,
+                                    # 16)).view(4, 16)
 """
 
 from __future__ import annotations
@@ -25,19 +27,23 @@ from torch.fx.node import map_arg
 from autoptd.ir.notes import note, set_note, shape, value
 
 aten = torch.ops.aten
-LARGEST = 1 << 20  # entries of an index that is looked at
+# An index of more entries is not evaluated.
+MAX_ENTRIES = 1 << 20
 
 
 def rewrite_index(graph: Graph, node: Node) -> None:
-    """Make views, or a gather, of an index whose leading dims are counted, each along a dim of its own, but for one at most."""
+    """Make views, or a gather, of an index whose leading dims are counted, each along a dim of its own, but
+    for one at most.
+    """
     x, indices = node.args[0], list(node.args[1])  # type: ignore[arg-type]
     while indices and indices[-1] is None:
         indices.pop()
     size, out = shape(x), shape(node)  # type: ignore[arg-type]
     if not indices or None in indices:
         return
-    met = out[: len(out) - (len(size) - len(indices))]  # the dims of all indices together
-    places = [_counted_along(one, n, len(met)) for one, n in zip(indices, size, strict=False)]
+    # The dims that all indices, broadcast together, give the result.
+    met = out[: len(out) - (len(size) - len(indices))]
+    places = [_counted_along(index, n, len(met)) for index, n in zip(indices, size, strict=False)]
     if None not in places:
         _index_to_view(graph, node, [place for place in places if place is not None], met)
     elif places.count(None) == 1 and len(places) > 1:
@@ -86,10 +92,10 @@ def _index_to_gather(
     with graph.inserting_before(node):
         if order != list(range(len(size))):
             x = _call(graph, node, aten.permute.default, x, order)
-        from_end = _call(graph, node, aten.lt.Scalar, ids, 0)  # which gather does not know
-        ids = _call(
-            graph, node, aten.where.self, from_end, _call(graph, node, aten.add.Tensor, ids, size[looked_up]), ids
-        )
+        # gather does not take indices that count from the end.
+        from_end = _call(graph, node, aten.lt.Scalar, ids, 0)
+        from_start = _call(graph, node, aten.add.Tensor, ids, size[looked_up])
+        ids = _call(graph, node, aten.where.self, from_end, from_start, ids)
         ids = ids if value(ids).dtype == torch.int64 else _call(graph, node, aten.to.dtype, ids, torch.int64)
         ids = shaped(aten.expand.default, ids, *met)
         ids = shaped(aten.reshape.default, ids, *kept, free, *[1] * len(rest))
@@ -99,22 +105,30 @@ def _index_to_gather(
 
 
 def _counted_along(index: Node, size: int, ndim: int) -> int | None:
-    """The dim, of `ndim` aligned from the right, along which `index` is 0, 1, ..., size - 1; None if it is anything else."""
-    if value(index).dtype not in (torch.int64, torch.int32) or value(index).numel() != size or size > LARGEST:
+    """The dim, of `ndim` aligned from the right, along which `index` is 0, 1, ..., size - 1.
+
+    None if it is anything else.
+    """
+    if value(index).dtype not in (torch.int64, torch.int32) or value(index).numel() != size or size > MAX_ENTRIES:
         return None
     found = _evaluate(index, {})
     if found is None or not torch.equal(found.flatten(), torch.arange(size, dtype=found.dtype)):
         return None
     dims = [dim for dim, n in enumerate(found.shape) if n != 1]
-    return ndim - found.dim() + dims[0] if len(dims) == 1 else 0 if size == 1 else None
+    if len(dims) == 1:
+        return ndim - found.dim() + dims[0]
+    return 0 if size == 1 else None
 
 
 def _evaluate(node: Node, known: dict[Node, Tensor | None]) -> Tensor | None:
-    """The value of what is made from nothing but numbers; None where anything else is read, or a value is large."""
+    """The value of what is made from nothing but numbers.
+
+    None where anything else is read, or a value is large.
+    """
     if node not in known:
         known[node] = None
-        one = value(node)
-        if node.op == "call_function" and isinstance(one, Tensor) and one.numel() <= LARGEST:
+        known_value = value(node)
+        if node.op == "call_function" and isinstance(known_value, Tensor) and known_value.numel() <= MAX_ENTRIES:
             read = [_evaluate(arg, known) for arg in node.all_input_nodes]
             if all(arg is not None for arg in read):
                 args, kwargs = map_arg((node.args, node.kwargs), lambda arg: known[arg])

@@ -1,7 +1,7 @@
 """Find the scalar loss in what a model returns, so that the loss is the only output of the traced graph.
 
-Accepted: a scalar, a tuple or list with exactly one scalar in it (`(logits, loss)`), a mapping or output object with `.loss`,
-or `loss_fn(output, targets)` with `targets=` passed to the call.
+Accepted: a scalar, a tuple or list with exactly one scalar in it (`(logits, loss)`), a mapping or output
+object with `.loss`, or `loss_fn(output, targets)` with `targets=` passed to the call.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ class WithLoss(nn.Module):
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None) -> None:
         super().__init__()
         self.model, self.loss_fn = model, loss_fn
-        self.training = model.training  # nn.Module.__init__ says True
+        # nn.Module.__init__ sets it to True.
+        self.training = model.training
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         if self.loss_fn is None:

@@ -1,7 +1,7 @@
 """Run a model with dropout masks of one's choice, whatever way it calls dropout.
 
-Every dropout of torch, the one inside of attention included, asks for its random numbers by one of two operators. Those are
-answered here, in the order of the calls: the numbers of the sites in a traced graph.
+Every dropout of torch, the one inside of attention included, asks for its random numbers by one of two
+operators. Those are answered here, in the order of the calls: the numbers of the sites in a traced graph.
 
     with given_masks(lambda site, x, keep: torch.rand(x.shape) < keep):
         loss = model(ids, targets)
@@ -20,14 +20,18 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from autoptd.compat import TorchDispatchMode, plain_checkpoints
 
 aten = torch.ops.aten
-MaskOf = Callable[[int, torch.Tensor, float], torch.Tensor]  # (site, a tensor of the size, share that is kept) -> bool
+# (site, a tensor of the size, share that is kept) -> mask of booleans
+MaskOf = Callable[[int, torch.Tensor, float], torch.Tensor]
 
 
 @contextmanager
 def given_masks(mask_of: MaskOf, sites: Iterable[int] | None = None) -> Iterator[None]:
-    """While it lasts, dropouts take the masks of `mask_of`; `sites` are the numbers of the calls (default 0, 1, 2 ...).
+    """Let dropouts take the masks of `mask_of` meanwhile.
 
-    Activation checkpoints keep what they compute: a second computation would ask for the masks of other sites.
+    `sites` are the numbers of the calls (default 0, 1, 2 ...).
+
+    Activation checkpoints keep what they compute: a second computation would ask for the masks of other
+    sites.
     """
     masks = _Masks(mask_of, iter(sites if sites is not None else itertools.count()))
     with sdpa_kernel(SDPBackend.MATH), plain_checkpoints(), masks:
@@ -35,7 +39,7 @@ def given_masks(mask_of: MaskOf, sites: Iterable[int] | None = None) -> Iterator
 
 
 def any_mask(site: int, x: torch.Tensor, keep: float) -> torch.Tensor:
-    """A mask of a site that is the same on every call."""
+    """Return a mask of a site that is the same on every call."""
     generator = torch.Generator(x.device).manual_seed(site)
     return torch.rand(x.shape, generator=generator, device=x.device) < keep
 
@@ -47,7 +51,8 @@ class _Masks(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is aten.bernoulli_.float:
-            x, keep = args[0], args[1] if len(args) > 1 else 0.5  # a default is not passed on
+            # A rate that is the default is not among the arguments.
+            x, keep = args[0], args[1] if len(args) > 1 else 0.5
             return x.copy_(self._mask_of(next(self._sites), x, keep))
         if func is aten.native_dropout.default:
             x, rate = args[:2]

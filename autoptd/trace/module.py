@@ -13,12 +13,14 @@ from torch import nn
 
 from autoptd.compat import FakeTensor, tree_flatten
 from autoptd.errors import PlanError
-from autoptd.trace.state import check_state_dict
+from autoptd.trace.attributes import check_state_dict
 from autoptd.trace.storage import check_storage
 
 
 def check_module(model: nn.Module) -> None:
-    """The model must be a plain module with a plain state dict, whose parameters share no memory: a copy would not show it."""
+    """Refuse what is not a plain module with a plain state dict, and parameters that share memory: a copy
+    would not show it.
+    """
     if not isinstance(model, nn.Module):
         raise PlanError("model", f"is a {type(model).__name__}, not a torch.nn.Module", "pass the module itself")
     if hasattr(model, "_orig_mod"):
@@ -28,7 +30,7 @@ def check_module(model: nn.Module) -> None:
 
 
 def check_device(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Model and example inputs must be on one device."""
+    """Refuse a model and example inputs that are not on one device."""
     devices = {p.device for p in model.parameters()}
     if len(devices) > 1:
         raise PlanError("model", f"its parameters are on several devices: {sorted(map(str, devices))}", "model.to(one)")
@@ -40,5 +42,5 @@ def check_device(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def has_values(model: nn.Module) -> bool:
-    """Whether the model can be run: no parameter is on meta, or stands in for one (match_folder.py)."""
+    """Tell whether the model can be run: no parameter is on meta, or stands in for one (match_folder.py)."""
     return not any(p.is_meta or isinstance(p, FakeTensor) for p in model.parameters())

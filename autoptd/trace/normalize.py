@@ -1,14 +1,16 @@
 """Bring an exported graph into the few forms that the passes know, without changing what it computes.
 
-Removed: asserts, aliases, casts to the same dtype, dropout that drops nothing, literal devices, dead code. In-place operators
-become functional (`functionalize.py`), indices that count from zero become views (`indices.py`); the reduction of a pointwise
-loss becomes an operator of its own; every random operator but dropout (see `dropouts.py`) is refused by name.
+Removed: asserts, aliases, casts to the same dtype, dropout that drops nothing, literal devices, dead code.
+In-place operators become functional (`functionalize.py`), indices that count from zero become views
+(`indices.py`); the reduction of a pointwise loss becomes an operator of its own; every random operator but
+dropout (see `dropouts.py`) is refused by name.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
@@ -30,13 +32,17 @@ RECURRENT = {"aten.gru", "aten.lstm", "aten.rnn_tanh", "aten.rnn_relu"}
 
 
 def normalize(graph: Graph) -> None:
-    """Rewrite `graph` in place; raises TraceError or PlanError with the source line of what cannot be kept."""
+    """Rewrite `graph` in place.
+
+    Raises TraceError or PlanError with the source line of what cannot be kept.
+    """
     functionalize(graph)
     dropouts.rewrite_dropouts(graph)
     for node in list(graph.nodes):
         if node.op == "call_function":
             _normalize_one(graph, node)
-    graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output"))  # dead dropouts as well
+    # Random operators count as impure: this drops dead dropouts as well.
+    graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output"))
     for node in list(graph.nodes):
         if node.op == "placeholder" and not node.users and note(node).kind != "input":
             graph.erase_node(node)
@@ -45,7 +51,10 @@ def normalize(graph: Graph) -> None:
 
 
 def _check_operators(graph: Graph) -> None:
-    """Transforms of functions leave calls behind that mean nothing outside of them; sparse tensors have no dims to split."""
+    """Transforms of functions leave calls behind that mean nothing outside of them.
+
+    Sparse tensors have no dims to split.
+    """
     for node in graph.nodes:
         if note(node).kind == "param" and not value(node).numel():
             raise TraceError(site(node), f"a parameter without elements: {list(shape(node))}", "leave it out")
@@ -54,9 +63,9 @@ def _check_operators(graph: Graph) -> None:
             fact = f"torch.func or torch.vmap ({op_name(node)}) cannot be traced"
             raise TraceError(site(node), fact, "write it with operators on whole tensors, gradients by hand")
         pieces = value(node)
-        for one in pieces if isinstance(pieces, (tuple, list)) else [pieces]:
-            if isinstance(one, torch.Tensor) and one.layout is not torch.strided:
-                raise TraceError(site(node), f"a {one.layout} tensor", "dense tensors, or gather and index_add")
+        for piece in pieces if isinstance(pieces, (tuple, list)) else [pieces]:
+            if isinstance(piece, torch.Tensor) and piece.layout is not torch.strided:
+                raise TraceError(site(node), f"a {piece.layout} tensor", "dense tensors, or gather and index_add")
 
 
 def _normalize_one(graph: Graph, node: Node) -> None:
@@ -70,7 +79,8 @@ def _normalize_one(graph: Graph, node: Node) -> None:
         node.target, node.args = aten.slice.Tensor, (x, dim, start, start + length)
     elif name in ("aten.split", "aten.split_with_sizes", "aten.chunk"):
         _normalize_split(node)
-    elif name == "aten.squeeze":  # of the dims that are 1 here; a rank's part may have more of them
+    # The dims are named: a rank's part may have more dims of size 1.
+    elif name == "aten.squeeze":
         _normalize_squeeze(graph, node)
     elif name in ("aten.mT", "aten.mH") and not value(node).is_complex():
         node.target, node.args = aten.transpose.int, (node.args[0], -2, -1)
@@ -92,9 +102,11 @@ def _normalize_one(graph: Graph, node: Node) -> None:
         node.target = aten.expand.default
     elif name == "aten.index":
         indices.rewrite_index(graph, node)
-    elif name in SIZES_OF_ANOTHER:  # the other tensor gives its shape only
+    # Of the other tensor only the shape is read.
+    elif name in SIZES_OF_ANOTHER:
         node.target, node.args = SIZES_OF_ANOTHER[name], (node.args[0], list(shape(node)))
-    elif name in NEW:  # the tensor gives its dtype only
+    # Of the tensor only the dtype is read.
+    elif name in NEW:
         node.target, node.args, node.kwargs = NEW[name], node.args[1:], {"dtype": value(node).dtype}
     elif name == "aten.broadcast_tensors":
         _normalize_broadcast(graph, node)
@@ -106,7 +118,8 @@ def _normalize_one(graph: Graph, node: Node) -> None:
         _split_reduction(graph, node)
     elif operator_of(node).moves == "cast":
         _normalize_cast(graph, node)
-    elif name == "aten.rrelu" and not argument(node, "training"):  # its slope is drawn in training only
+    # rrelu draws its slope in training only.
+    elif name == "aten.rrelu" and not argument(node, "training"):
         lower, upper = argument(node, "lower"), argument(node, "upper")
         node.target, node.args, node.kwargs = aten.leaky_relu.default, (node.args[0], (lower + upper) / 2), {}
     elif name in RECURRENT and not _is_random(node):
@@ -151,9 +164,9 @@ def _normalize_split(node: Node) -> None:
 def _normalize_squeeze(graph: Graph, node: Node) -> None:
     x = node.args[0]
     size = shape(x)  # type: ignore[arg-type]
-    asked = node.args[1] if len(node.args) > 1 else list(range(len(size)))
-    dims = [dim % len(size) for dim in (asked if isinstance(asked, (list, tuple)) else [asked])] if size else []  # type: ignore[operator]
-    dims = [dim for dim in dims if size[dim] == 1]
+    given: Any = node.args[1] if len(node.args) > 1 else range(len(size))
+    given = [given] if isinstance(given, int) else given
+    dims = [dim % len(size) for dim in given if size and size[dim] == 1]
     if dims:
         node.target, node.args, node.kwargs = aten.squeeze.dims, (x, dims), {}
     else:
@@ -163,8 +176,9 @@ def _normalize_squeeze(graph: Graph, node: Node) -> None:
 def _normalize_movedim(node: Node) -> None:
     x, sources, targets = node.args
     count = len(shape(x))  # type: ignore[arg-type]
-    pairs = zip(*(one if isinstance(one, (list, tuple)) else [one] for one in (sources, targets)), strict=True)
-    moved = {to % count: source % count for source, to in pairs}  # type: ignore[operator]
+    if isinstance(sources, int):
+        sources, targets = [sources], [targets]
+    moved = {to % count: source % count for source, to in zip(sources, targets, strict=True)}  # type: ignore[operator, arg-type]
     rest = iter(dim for dim in range(count) if dim not in moved.values())
     node.target, node.args = aten.permute.default, (x, [moved[d] if d in moved else next(rest) for d in range(count)])
 
@@ -199,7 +213,7 @@ def _normalize_broadcast(graph: Graph, node: Node) -> None:
 
 def _split_reduction(graph: Graph, node: Node) -> None:
     """A loss of every sample with a reduction becomes that loss, then the mean or the sum."""
-    names = [one.name for one in node.target._schema.arguments]  # type: ignore[union-attr]
+    names = [parameter.name for parameter in node.target._schema.arguments]  # type: ignore[union-attr]
     reduction = argument(node, "reduction")
     kwargs = dict(zip(names, node.args, strict=False)) | node.kwargs | {"reduction": 0}
     node.args, node.kwargs = tuple(kwargs.pop(name) for name in names[:2]), kwargs
@@ -215,8 +229,10 @@ def _split_reduction(graph: Graph, node: Node) -> None:
 
 
 def _put_time_first(graph: Graph, node: Node) -> None:
-    """Recurrent layers that read [batch, time, ...] give results whose batches are not in one dim: transpose around them."""
-    names = [one.name for one in node.target._schema.arguments]  # type: ignore[union-attr]
+    """Recurrent layers that read [batch, time, ...] give results whose batches are not in one dim: transpose
+    around them.
+    """
+    names = [parameter.name for parameter in node.target._schema.arguments]  # type: ignore[union-attr]
     if names[0] != "input" or names[-1] != "batch_first" or not argument(node, "batch_first"):
         return
     given = dict(zip(names, node.args, strict=False)) | node.kwargs | {"batch_first": False}
@@ -249,7 +265,8 @@ def _normalize_cast(graph: Graph, node: Node) -> None:
 def _is_random(node: Node) -> bool:
     if op_name(node) in (dropouts.NAME, dropouts.ATTENTION) or not isinstance(node.target, torch._ops.OpOverload):
         return False
-    if op_name(node) in RECURRENT:  # between layers only
+    # Recurrent operators drop out between layers only.
+    if op_name(node) in RECURRENT:
         return bool(argument(node, "dropout") and argument(node, "train") and argument(node, "num_layers") > 1)
     return torch.Tag.nondeterministic_seeded in node.target.tags
 

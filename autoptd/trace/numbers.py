@@ -1,6 +1,8 @@
-"""Numbers that a model's forward makes tensors of, while it is traced on meta: a tensor there has no value to be kept.
+"""Numbers that a model's forward makes tensors of, while it is traced on meta: a tensor there has no value to
+be kept.
 
-`torch.tensor(-65504.0, device=x.device)` becomes `torch.full((), -65504.0, ...)`, an operator that says its number.
+`torch.tensor(-65504.0, device=x.device)` becomes `torch.full((), -65504.0, ...)`, an operator that says its
+number.
 
     make_tensor((-65504.0,), {"device": "meta"})
 """
@@ -14,7 +16,7 @@ from torch import Tensor
 
 
 def make_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """`torch.tensor(*args, **kwargs)`, by an operator where it is a number on meta."""
+    """Call `torch.tensor(*args, **kwargs)`, or an operator where it is a number on meta."""
     is_number = len(args) == 1 and isinstance(args[0], (bool, int, float))
     if is_number and kwargs.keys() <= {"dtype", "device"} and _is_meta(kwargs.get("device")):
         return torch.full((), args[0], **kwargs)

@@ -1,7 +1,9 @@
-"""Name what a function reads from outside that a program may change later: class attributes, objects, reassigned globals.
+"""Name what a function reads from outside that a program may change later: class attributes, objects,
+reassigned globals.
 
-In: the backward of a custom autograd function, as Python code; functions that it calls are looked at as well. Out: the first
-such name, "" for none. What tracing tries once with `AuxLoss.scale = 0.0` would stay so for ever.
+In: the backward of a custom autograd function, as Python code; functions that it calls are looked at as well.
+Out: the first such name, "" for none. What tracing tries once with `AuxLoss.scale = 0.0` would stay so for
+ever.
 
     outside_state(AuxLoss.backward)      # "AuxLoss.scale"
 """
@@ -18,7 +20,8 @@ import torch
 
 from autoptd.trace.state import PLAIN
 
-FIXED = PLAIN  # but their name may be rebound
+# Values that cannot change, though their name may be rebound.
+FIXED = PLAIN
 MUTABLE = (torch.Tensor, dict, list, set, bytearray)
 LIBRARIES = {
     "torch",
@@ -38,7 +41,7 @@ NOTHING = object()
 
 
 def outside_state(function: Any, seen: set[Any] | None = None) -> str:
-    """The name of something mutable that `function`, or what it calls, reads; "" where there is none."""
+    """Name something mutable that `function`, or what it calls, reads; "" where there is none."""
     seen = set() if seen is None else seen
     function = getattr(function, "__func__", function)
     code = getattr(function, "__code__", None)
@@ -79,7 +82,8 @@ def _outside_names(function: Any, code: types.CodeType) -> dict[str, Any]:
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
             found[name] = cell.cell_contents
-        except ValueError:  # not assigned yet
+        # The cell is not assigned yet.
+        except ValueError:
             found[name] = NOTHING
     return found
 
@@ -88,11 +92,13 @@ def _may_change(name: str, value: Any, owner: Any) -> bool:
     """Whether a program may give what was read another value between two steps."""
     if value is NOTHING or callable(value) or isinstance(value, (types.ModuleType, enum.Enum)):
         return False
-    if not isinstance(value, (*FIXED, *MUTABLE)) and _is_library(type(value).__module__):  # a logger
+    # An object of a library, such as a logger.
+    if not isinstance(value, (*FIXED, *MUTABLE)) and _is_library(type(value).__module__):
         return False
     if isinstance(owner, types.ModuleType):
         return not _is_library(owner.__name__)
-    if isinstance(owner, types.FunctionType):  # a name of the function's own file, or of the function around it
+    # The name belongs to the function's own file, or to the function around it.
+    if isinstance(owner, types.FunctionType):
         rebinds = name in _rebound(owner.__globals__)
         return rebinds or not isinstance(value, (*FIXED, tuple, frozenset))
     return not _is_library(getattr(owner, "__module__", None) or type(owner).__module__)

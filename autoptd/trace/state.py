@@ -1,9 +1,10 @@
 """What Python keeps between calls of a model: a traced graph has none of it, so a forward must not change it.
 
-In: a model (and its loss function). Looked at are plain values (numbers, strings, containers of them, objects that hold them)
-in the attributes of all modules, of their classes, in globals beside them and in what the loss function closes over, and the
-states of Python's and numpy's random numbers. `of_call` also follows the user's own code: the globals that its functions
-name, their defaults, attributes and `functools.lru_cache`. Out: what a call has changed, and the model as it was before.
+In: a model (and its loss function). Looked at are plain values (numbers, strings, containers of them, objects
+that hold them) in the attributes of all modules, of their classes, in globals beside them and in what the
+loss function closes over, and the states of Python's and numpy's random numbers. `of_call` also follows the
+user's own code: the globals that its functions name, their defaults, attributes and `functools.lru_cache`.
+Out: what a call has changed, and the model as it was before.
 
     before = State.of_call(model)
     model(x)
@@ -18,7 +19,7 @@ import random
 import sys
 import types
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import _lru_cache_wrapper, partial
 from typing import Any
@@ -31,9 +32,12 @@ from autoptd.errors import TraceError
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 OPAQUE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
-OWN = {key for key in vars(nn.Module()) if key.startswith("_")}  # of nn.Module itself: hooks and names, no state
-LARGEST = 4096  # entries of a container that are looked at
-DEEPEST = 5  # objects in objects
+# Of nn.Module itself: hooks and names, no state.
+OWN = {key for key in vars(nn.Module()) if key.startswith("_")}
+# Entries of a container that are looked at.
+MAX_ITEMS = 4096
+# Objects in objects.
+DEEPEST = 5
 MISSING = "missing"
 TENSOR = "a tensor"
 RANDOM = {"random": "Python's random module", "numpy.random": "numpy's random numbers"}
@@ -48,7 +52,7 @@ class Change:
     after: str
 
     def refuse(self) -> TraceError:
-        """The error that names it."""
+        """Make the error that names it."""
         if self.path in RANDOM:
             fact = f"the forward draws from {RANDOM[self.path]} (LayerDrop does): the traced graph would repeat one outcome"
             return TraceError(
@@ -65,13 +69,13 @@ class Change:
 class State:
     """All values that Python keeps for a model, as they are now.
 
-    `leaves` are texts by path, equal as long as the value is; `tensors` are by path as well; `holders` are pairs of what can be
-    written to and its content; `cached` are functions with `functools.lru_cache`.
+    `leaves` are texts by path, equal as long as the value is; `tensors` are by path as well; `holders` are
+    pairs of what can be written to and its content; `cached` are functions with `functools.lru_cache`.
     """
 
     @classmethod
     def of_call(cls, model: nn.Module, loss_fn: Any = None) -> State:
-        """All that a call may write to: what the model holds, and what the user's functions name."""
+        """Return all that a call may write to: what the model holds, and what the user's functions name."""
         return cls(model, loss_fn, follows_code=True)
 
     def __init__(self, model: nn.Module, loss_fn: Any = None, *, follows_code: bool = False) -> None:
@@ -80,7 +84,8 @@ class State:
         self.tensors: dict[str, Tensor] = {}
         self.holders: list[tuple[Any, Any]] = []
         self.cached: list[Any] = []
-        self._kept: list[Any] = []  # alive, so that no other object gets its id
+        # Alive, so that no other object gets its id.
+        self._kept: list[Any] = []
         self._seen: set[int] = set()
         modules = dict(model.named_modules())
         if isinstance(loss_fn, nn.Module):
@@ -88,7 +93,7 @@ class State:
         for path, module in modules.items():
             self._visit_module(path, module)
         classes = dict.fromkeys(type(module) for module in modules.values())
-        for cls in dict.fromkeys(base for one in classes for base in one.__mro__ if _is_users(base.__module__)):
+        for cls in dict.fromkeys(base for kind in classes for base in kind.__mro__ if _is_users(base.__module__)):
             self._visit_class(cls)
         for name in dict.fromkeys(cls.__module__ for cls in classes if _is_users(cls.__module__)):
             if name in sys.modules:
@@ -101,15 +106,17 @@ class State:
             self.leaves["numpy.random"] = str(hash((drawn[1].tobytes(), *drawn[2:])))
 
     def changes(self, after: State) -> list[Change]:
-        """What is different in `after`; tensors count as equal, they are looked at by who reads them."""
+        """Return what is different in `after`; tensors count as equal: whoever reads them compares these."""
         paths = dict.fromkeys([*self.leaves, *after.leaves])
         pairs = [(path, self.leaves.get(path, MISSING), after.leaves.get(path, MISSING)) for path in paths]
         return [Change(*pair) for pair in pairs if pair[1] != pair[2]]
 
     def clear_caches(self) -> None:
-        """Let every function with `functools.lru_cache` begin anew: what it kept cannot be taken out and put back."""
-        for one in self.cached:
-            one.cache_clear()
+        """Let every function with `functools.lru_cache` begin anew: what it kept cannot be taken out and put
+        back.
+        """
+        for function in self.cached:
+            function.cache_clear()
 
     def restore(self) -> None:
         """Give every attribute and container the content that it had."""
@@ -141,8 +148,8 @@ class State:
         self.holders.append((attributes, dict(attributes)))
         for kind in ("_parameters", "_buffers"):
             self.holders.append((attributes[kind], dict(attributes[kind])))
-            for name, one in attributes[kind].items():
-                self._keep(_join(path, name), one)
+            for name, attribute in attributes[kind].items():
+                self._keep(_join(path, name), attribute)
         for kind in ("_forward_hooks", "_forward_pre_hooks"):
             for number, hook in attributes[kind].items():
                 self._visit(_join(path, f"{kind}[{number}]"), hook, 0)
@@ -189,8 +196,8 @@ class State:
             self._enter(value)
             if hasattr(value, "__dict__"):
                 self.holders.append((vars(value), dict(vars(value))))
-            for name, one in content.items():
-                self._visit(f"{path}.{name}", one, depth + 1)
+            for name, item in content.items():
+                self._visit(f"{path}.{name}", item, depth + 1)
         else:
             self._keep(path, value)
 
@@ -199,14 +206,14 @@ class State:
         self.leaves[path] = f"{type(value).__name__} of {len(value)}"
         if not isinstance(value, (tuple, frozenset)):
             self.holders.append((value, value.copy()))
-        if len(value) > LARGEST or depth >= DEEPEST:
+        if len(value) > MAX_ITEMS or depth >= DEEPEST:
             return
         if isinstance(value, (set, frozenset)):
             self.leaves[path] = repr(sorted(map(repr, value)))
             return
         pairs: Iterable[tuple[Any, Any]] = value.items() if isinstance(value, dict) else enumerate(value)
-        for key, one in pairs:
-            self._visit(f"{path}[{key!r}]", one, depth + 1)
+        for key, item in pairs:
+            self._visit(f"{path}[{key!r}]", item, depth + 1)
 
     def _visit_function(self, path: str, value: types.FunctionType, depth: int) -> None:
         """What a function closes over, its own attributes and the globals beside it."""
@@ -220,7 +227,8 @@ class State:
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
             try:
                 content = cell.cell_contents
-            except ValueError:  # not assigned yet
+            # Not assigned yet.
+            except ValueError:
                 continue
             self.holders.append((cell, content))
             self._visit(f"{path}.{name}", content, depth + 1)
@@ -230,16 +238,18 @@ class State:
         self._visit(path, (value.__defaults__, value.__kwdefaults__), depth + 1)
         names = _names_in(value.__code__)
         modules = [value.__globals__.get(name) for name in names]
-        modules = [one for one in modules if isinstance(one, types.ModuleType) and _is_own_module(one.__name__)]
+        modules = [
+            module for module in modules if isinstance(module, types.ModuleType) and _is_own_module(module.__name__)
+        ]
         for space in (value.__globals__, *map(vars, modules)):
             held = {name: space[name] for name in names if name in space}
             self.holders.append((Globals(space, held), None))
-            for name, one in held.items():
-                if isinstance(one, type) and _is_own_module(one.__module__) and id(one) not in self._seen:
-                    self._enter(one)
-                    self._visit_class(one)
-                elif not isinstance(one, (type, types.ModuleType)):
-                    self._visit(f"{space.get('__name__', path)}.{name}", one, depth + 1)
+            for name, item in held.items():
+                if isinstance(item, type) and _is_own_module(item.__module__) and id(item) not in self._seen:
+                    self._enter(item)
+                    self._visit_class(item)
+                elif not isinstance(item, (type, types.ModuleType)):
+                    self._visit(f"{space.get('__name__', path)}.{name}", item, depth + 1)
 
     def _visit_cached(self, path: str, value: Any, depth: int) -> None:
         """A function with `functools.lru_cache`: what it has kept is made again."""
@@ -270,50 +280,14 @@ class Globals:
                 self.space[name] = value
 
 
-def check_state_dict(model: nn.Module) -> None:
-    """Refuse a state dict that is not the parameters and buffers under their own names: these the ranks load and save."""
-    own = dict(model.named_parameters(remove_duplicate=False))
-    expected = own | dict(model.named_buffers(remove_duplicate=False))
-    found = model.state_dict(keep_vars=True)
-    more = [name for name in found if name not in expected]
-    other = [name for name, one in own.items() if not _is_equal(found.get(name), one)]
-    if more or other:
-        what = [f"has {', '.join(more)} beside them"] * bool(more) + [f"lacks or changes {', '.join(other)}"] * bool(
-            other
-        )
-        fact = f"is not its parameters and buffers: it {' and '.join(what)}, which the ranks would not follow"
-        raise TraceError(
-            "state_dict of the model", fact, "leave out get_extra_state and hooks of state_dict; keep state in buffers"
-        )
-
-
-def _is_equal(found: Tensor | None, own: Tensor) -> bool:
-    if found is own or found is None:
-        return found is own
-    return found.shape == own.shape and (own.is_meta or torch.equal(found, own))
-
-
-def attribute_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Tensors that modules keep as plain attributes, in containers as well: neither parameters nor buffers."""
-    yield from State(model).tensors.items()
-
-
-def map_attribute_tensors(model: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
-    """Replace the tensors that modules keep as plain attributes, in lists and dicts as well."""
-    for holder, content in State(model).holders:
-        if not isinstance(holder, (dict, list)):
-            continue
-        for key, one in content.items() if isinstance(content, dict) else enumerate(content):
-            if isinstance(one, Tensor) and (made := change(one)) is not one:
-                holder[key] = made
-
-
 def _is_users(module: str) -> bool:
     return module.split(".")[0] not in ("torch", "builtins", "autoptd", "typing", "abc")
 
 
 def _is_own(function: Any) -> bool:
-    """Whether somebody wrote a function for this model: what is installed is trusted to count nothing by itself."""
+    """Whether somebody wrote a function for this model: what is installed is trusted to count nothing by
+    itself.
+    """
     if not isinstance(function, types.FunctionType) or "site-packages" in function.__code__.co_filename:
         return False
     return (function.__module__ or "").split(".")[0] not in sys.stdlib_module_names
@@ -333,8 +307,11 @@ def _function_of(member: Any) -> Any:
 
 def _names_in(code: types.CodeType) -> list[str]:
     """Names that a function's code reads or writes, in the functions within it as well."""
-    inner = [one for one in code.co_consts if isinstance(one, types.CodeType)]
-    return list(dict.fromkeys([*code.co_names, *(name for one in inner for name in _names_in(one))]))
+    names = list(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names += _names_in(constant)
+    return list(dict.fromkeys(names))
 
 
 def _plain_names(cls: type) -> dict[str, Any]:

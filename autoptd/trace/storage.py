@@ -1,10 +1,12 @@
 """Refuse parameters that share memory with anything else: the compiled program would keep a copy of each.
 
-Buffers may share theirs with other buffers and attributes: nothing writes to them until others are loaded (`shared_buffers`).
+Buffers may share theirs with other buffers and attributes: nothing writes to them until others are loaded
+(`shared_buffers`).
 
-In: the user's own model, before any copy of it is made (a copy cuts what is shared). Out: nothing, or a TraceError that names
-both tensors. One `nn.Parameter` under two names is tied, and no concern of this file. Two parameters over the same memory are
-no tie in torch either: each has its own gradient and its own moments, and an optimizer moves the values twice.
+In: the user's own model, before any copy of it is made (a copy cuts what is shared). Out: nothing, or a
+TraceError that names both tensors. One `nn.Parameter` under two names is tied, and no concern of this file.
+Two parameters over the same memory are no tie in torch either: each has its own gradient and its own moments,
+and an optimizer moves the values twice.
 
     check_storage(model)      # TraceError: head.weight: shares its memory with emb.weight ...
 """
@@ -22,7 +24,7 @@ from torch.nn.parameter import is_lazy
 from autoptd.compat import FakeTensor
 from autoptd.errors import TraceError
 from autoptd.ir.buffers import SharedBuffers
-from autoptd.trace.state import attribute_tensors
+from autoptd.trace.attributes import attribute_tensors
 
 TIE = "tie them as one parameter (head.weight = emb.weight), or .clone() one of them"
 COPY = "register a .clone() of it, or compute it from the parameter in forward with .detach()"
@@ -34,7 +36,8 @@ class Extent:
 
     name: str
     tensor: Tensor
-    home: int  # 0 for real memory, else the storage
+    # 0 for real memory, else the storage.
+    home: int
     start: int
     end: int
 
@@ -51,13 +54,15 @@ class Extent:
         return str(self.tensor.device), self.home
 
     def equals(self, other: Extent) -> bool:
-        """Whether both are the same view of the same memory."""
+        """Tell whether both are the same view of the same memory."""
         one, two = self.tensor, other.tensor
         is_same = self.start == other.start and one.shape == two.shape and one.dtype == two.dtype
         return is_same and one.stride() == two.stride()
 
     def overlaps(self, other: Extent) -> bool:
-        """Whether a byte belongs to both: columns of one matrix lie between each other and have none in common."""
+        """Tell whether a byte belongs to both: columns of one matrix lie between each other and have
+        none in common.
+        """
         if self.place != other.place or self.end <= other.start or other.end <= self.start:
             return False
         if self.tensor.is_contiguous() and other.tensor.is_contiguous():
@@ -74,19 +79,19 @@ class Extent:
 
 
 def check_storage(model: nn.Module) -> None:
-    """Refuse a parameter that overlaps another one, a buffer, or a tensor that a module keeps as a plain attribute."""
+    """Refuse a parameter that overlaps another one, a buffer, or a tensor that a module keeps as a plain
+    attribute.
+    """
     parameters = list(_extents(model.named_parameters()))
-    known = {id(one.tensor) for one in parameters}
-    others = [
-        one for one in _extents(chain(model.named_buffers(), attribute_tensors(model))) if id(one.tensor) not in known
-    ]
-    for one, two in _overlaps(sorted([*parameters, *others], key=lambda one: (one.place, one.start))):
+    known = {id(extent.tensor) for extent in parameters}
+    tensors = _extents(chain(model.named_buffers(), attribute_tensors(model)))
+    others = [extent for extent in tensors if id(extent.tensor) not in known]
+    for one, two in _overlaps(_by_place([*parameters, *others])):
         both = [extent for extent in (one, two) if id(extent.tensor) in known]
         if len(both) == 2 and not may_tie(one, two):
             first, second = sorted(both, key=parameters.index)
-            fact = (
-                f"is a parameter of its own that shares its memory with {first.name}: a step of one changes the other"
-            )
+            shared = f"shares its memory with {first.name}"
+            fact = f"is a parameter of its own that {shared}: a step of one changes the other"
             raise TraceError(second.name, fact, TIE)
         if len(both) == 1:
             other = two if both[0] is one else one
@@ -95,35 +100,46 @@ def check_storage(model: nn.Module) -> None:
 
 
 def shared_buffers(model: nn.Module) -> SharedBuffers:
-    """What a value that is loaded into a buffer would change besides."""
+    """Find what a value that is loaded into a buffer would change besides."""
     groups: list[list[Extent]] = []
     for extent in _extents(model.named_buffers(remove_duplicate=False)):
-        same = next((group for group in groups if group[0].place == extent.place and group[0].equals(extent)), None)
-        groups.append([extent]) if same is None else same.append(extent)
+        same = [group for group in groups if group[0].place == extent.place and group[0].equals(extent)]
+        if same:
+            same[0].append(extent)
+        else:
+            groups.append([extent])
     names = {extent.name for group in groups for extent in group}
     firsts = [group[0] for group in groups]
-    others = [one for one in _extents(attribute_tensors(model)) if not isinstance(one.tensor, nn.Parameter)]
+    others = [extent for extent in _extents(attribute_tensors(model)) if not isinstance(extent.tensor, nn.Parameter)]
     overlaps: dict[str, str] = {}
-    for one, two in _overlaps(sorted([*firsts, *others], key=lambda one: (one.place, one.start)), is_same_object=True):
+    for one, two in _overlaps(_by_place([*firsts, *others]), is_same_object=True):
         overlaps |= {here.name: there.name for here, there in ((one, two), (two, one)) if here.name in names}
-    twins = tuple(tuple(one.name for one in group) for group in groups if len(group) > 1)
-    overlaps |= {name: overlaps[group[0]] for group in twins for name in group if group[0] in overlaps}
-    return SharedBuffers(twins, overlaps)
+    twins = []
+    for group in groups:
+        if len(group) > 1:
+            twins.append(tuple(extent.name for extent in group))
+    # What overlaps the first of some equal buffers overlaps all of them.
+    overlaps |= {name: overlaps[twin[0]] for twin in twins for name in twin if twin[0] in overlaps}
+    return SharedBuffers(tuple(twins), overlaps)
+
+
+def _by_place(extents: list[Extent]) -> list[Extent]:
+    return sorted(extents, key=lambda extent: (extent.place, extent.start))
 
 
 def is_same_memory(one: Tensor, two: Tensor) -> bool:
-    """Whether both begin at the same byte."""
+    """Tell whether both begin at the same byte."""
     first, second = Extent.of("", one), Extent.of("", two)
     return first.place == second.place and first.start == second.start
 
 
 def may_tie(one: Extent, two: Extent) -> bool:
-    """Frozen parameters have neither gradients nor moments: the same view under two names is one parameter."""
+    """Allow frozen parameters, without gradients and moments, to be one: the same view under two names."""
     return one.equals(two) and not (one.tensor.requires_grad or two.tensor.requires_grad)
 
 
 def tied_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """First name of every parameter -> all its names: tied weights are one parameter."""
+    """Map the first name of every parameter to all its names: tied weights are one parameter."""
     groups: dict[int, list[str]] = {}
     frozen: dict[object, int] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -137,17 +153,20 @@ def tied_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
 
 
 def _extents(named: Iterator[tuple[str, Tensor]]) -> Iterator[Extent]:
-    for name, one in named:
-        if not is_lazy(one) and one.layout == torch.strided and one.numel():
-            yield Extent.of(name, one)
+    for name, tensor in named:
+        if not is_lazy(tensor) and tensor.layout == torch.strided and tensor.numel():
+            yield Extent.of(name, tensor)
 
 
 def _overlaps(ordered: list[Extent], *, is_same_object: bool = False) -> Iterator[tuple[Extent, Extent]]:
-    """Pairs that overlap, of extents in the order of their starts; those of one object too where that is asked for."""
+    """Pairs that overlap, of extents in the order of their starts.
+
+    Those of one object too where that is asked for.
+    """
     open_: list[Extent] = []
-    for one in ordered:
-        open_ = [other for other in open_ if other.place == one.place and other.end > one.start]
+    for extent in ordered:
+        open_ = [other for other in open_ if other.place == extent.place and other.end > extent.start]
         for other in open_:
-            if (is_same_object or other.tensor is not one.tensor) and other.overlaps(one):
-                yield other, one
-        open_.append(one)
+            if (is_same_object or other.tensor is not extent.tensor) and other.overlaps(extent):
+                yield other, extent
+        open_.append(extent)

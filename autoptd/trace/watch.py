@@ -1,7 +1,8 @@
 """See what the model does while it is traced, and refuse what torch.export would lose without a word.
 
-Met here: hooks on tensors, custom autograd functions (traced as their forward, `functions.py`), activation checkpoints (traced
-as plain calls), parameters that the model reads and has not registered, single positions as an index, numbers made tensors.
+Met here: hooks on tensors, custom autograd functions (traced as their forward, `functions.py`), activation
+checkpoints (traced as plain calls), parameters that the model reads and has not registered, single positions
+as an index, numbers made tensors.
 
     with watch_tracing(model) as met:
         exported = torch.export.export(...)
@@ -25,9 +26,9 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from autoptd.compat import FakeTensor, plain_checkpoints, tree_leaves
 from autoptd.errors import TraceError
+from autoptd.trace.attributes import attribute_tensors
 from autoptd.trace.functions import Call, run_forward
 from autoptd.trace.numbers import make_tensor
-from autoptd.trace.state import attribute_tensors
 
 HOOK_REMEDY = "remove the hook: change the gradient after pm.step, or the model's forward"
 REENTRANT_REMEDY = "checkpoint(..., use_reentrant=False), with transformers gradient_checkpointing_enable("
@@ -44,9 +45,10 @@ class Met:
 
 @contextmanager
 def watch_tracing(model: nn.Module) -> Iterator[Met]:
-    """While the model is traced, refuse tensor hooks, and trace custom autograd functions as their forward.
+    """Refuse tensor hooks while the model is traced, and trace custom autograd functions as their forward.
 
-    What torch makes for `torch.library.register_autograd` is no such function: the operator is one node, its backward with it.
+    What torch makes for `torch.library.register_autograd` is no such function: the operator is one node, its
+    backward with it.
     """
     met = Met()
 
@@ -74,18 +76,20 @@ def watch_tracing(model: nn.Module) -> Iterator[Met]:
 
 
 class Operands(TorchFunctionMode):
-    """Around the traced forward, looks at the operands of every call: the model's parameters are fake, others real."""
+    """Around the traced forward, looks at the operands of every call: the model's parameters are fake, others
+    real.
+    """
 
     def __init__(self, model: nn.Module, registered: dict[int, str]) -> None:
         super().__init__()
         self._model, self._registered = model, registered
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for one in args:
-            if isinstance(one, Tensor):
-                self._check(one)
-            elif isinstance(one, (list, tuple, dict)):
-                self._check_all(one)
+        for arg in args:
+            if isinstance(arg, Tensor):
+                self._check(arg)
+            elif isinstance(arg, (list, tuple, dict)):
+                self._check_all(arg)
         if kwargs:
             self._check_all(kwargs)
         if func is Tensor.__getitem__:
@@ -134,7 +138,7 @@ def _is_position(item: Any) -> bool:
 
 
 def users_line() -> str:
-    """`file.py:41` of the innermost running line that is neither torch's nor AutoPTD's."""
+    """Return `file.py:41` of the innermost running line that is neither torch's nor AutoPTD's."""
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
@@ -145,7 +149,10 @@ def users_line() -> str:
 
 
 def checkpoint_sites(model: nn.Module, functions: Any) -> list[str]:
-    """The modules that activation checkpoints wrap, by name; a function's own name where it is no module's."""
+    """Name the modules that activation checkpoints wrap.
+
+    A function by its own name where it is no module's.
+    """
     names = {id(module): name for name, module in model.named_modules()}
     found = []
     for function in functions:
@@ -154,6 +161,6 @@ def checkpoint_sites(model: nn.Module, functions: Any) -> list[str]:
             bound += function.args
             function = function.func
         bound += [function, getattr(function, "__self__", None)]
-        modules = [names[id(one)] for one in bound if names.get(id(one))]
+        modules = [names[id(argument)] for argument in bound if names.get(id(argument))]
         found.append(modules[0] if modules else getattr(function, "__qualname__", type(function).__name__))
     return list(dict.fromkeys(found))

@@ -1,7 +1,8 @@
 """Call a model and leave it as it was: what the call changed is looked at, and refused unless it is a cache.
 
-In: a model, a loss function and a call. Out: the loss; the model as before it, without fake tensors in it where it was traced.
-A cache is what the first call makes and the second one finds, the same for every batch: a mask, a table of sines.
+In: a model, a loss function and a call. Out: the loss; the model as before it, without fake tensors in it
+where it was traced. A cache is what the first call makes and the second one finds, the same for every batch:
+a mask, a table of sines.
 
     watched = Watched(model, loss_fn)
     loss = watched(*args, **kwargs)
@@ -41,20 +42,24 @@ class Watched(WithLoss):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         before = State.of_call(self.model, self.loss_fn)
-        before.clear_caches()  # every call is traced, and run, as a first one
+        # Every call is traced, and run, as a first one.
+        before.clear_caches()
         try:
             with self.around():
                 return super().forward(*args, **kwargs)
         finally:
             after = State.of_call(self.model, self.loss_fn)
             self.seen.changes = before.changes(after)
-            replaced = [path for path, one in before.tensors.items() if after.tensors.get(path) is not one]
+            replaced = [path for path, tensor in before.tensors.items() if after.tensors.get(path) is not tensor]
             self.seen.replaced = {path: before.tensors[path] for path in replaced}
             before.restore()
 
 
 class Seen:
-    """What a call has changed, and tensors that were attributes before and are none after it; one object for all calls."""
+    """What a call has changed, and tensors that were attributes before and are none after it.
+
+    One object for all calls.
+    """
 
     def __init__(self) -> None:
         self.changes: list[Change] = []
@@ -62,22 +67,24 @@ class Seen:
 
 
 def check_changes(watched: Watched, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuse what the last call has changed, unless it was a cache: what the first call makes and the second one finds."""
+    """Refuse what the last call has changed, unless it was a cache: what the first call makes and the second
+    one finds.
+    """
     changes = watched.seen.changes
     if not changes:
         return
-    drawn = [one for one in changes if one.path in RANDOM]
+    drawn = [change for change in changes if change.path in RANDOM]
     again = drawn or _changes_of_second_call(watched, args, kwargs)
     if again:
-        raise next((one for one in changes if one.path == again[0].path), again[0]).refuse()
+        raise next((change for change in changes if change.path == again[0].path), again[0]).refuse()
 
 
 def _changes_of_second_call(watched: Watched, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Change]:
     """Call twice without restoring in between: what the second call changes once more.
 
-    All is refused where the first call leaves something that another batch would have made otherwise: a call on the first row
-    alone, and one on the last, must give what they give to a model that has seen nothing. (The largest entry of the batch is in
-    one of them at most.)
+    All is refused where the first call leaves something that another batch would have made otherwise: a call
+    on the first row alone, and one on the last, must give what they give to a model that has seen nothing.
+    (The largest entry of the batch is in one of them at most.)
     """
     model, loss_fn = watched.model, watched.loss_fn
     twin = WithLoss(model, loss_fn)

@@ -1,12 +1,14 @@
 """New data for every step of `verify`: the user's own batches, or ones made of the example.
 
-In: the example call, and what the program divides. Out: a call for every step, the first of them the example itself.
+In: the example call, and what the program divides. Out: a call for every step, the first of them the example
+itself.
 
     calls = fresh_calls(program, (args, kwargs), steps=5)
 
-From one example others are made that hold nothing but its values: the rows of every tensor move on, the numbers in tensors
-of integers (tokens, labels) change places, and the rows of tensors of floats. What looks like a mask (zeros and ones, or
-numbers that forbid) only moves on, and ignored labels, which are negative, stay where they are in their row.
+From one example others are made that hold nothing but its values: the rows of every tensor move on, the
+numbers in tensors of integers (tokens, labels) change places, and the rows of tensors of floats. What looks
+like a mask (zeros and ones, or numbers that forbid) only moves on, and ignored labels, which are negative,
+stay where they are in their row.
 """
 
 from __future__ import annotations
@@ -26,13 +28,16 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def fresh_calls(program: Program, call: Call, steps: int) -> list[Call]:
-    """The example, and as many calls more as there are steps, each with other data; the same in every run."""
+    """Return the example, and as many calls more as there are steps, each with other data.
+
+    The same in every run.
+    """
     return [call, *(_mixed(program, call, step) for step in range(1, steps))]
 
 
 def given_calls(batches: Iterable[Any], steps: int) -> list[Call]:
-    """The calls of the first `steps` batches; PlanError where there are fewer."""
-    calls = [split_call(one) for one in itertools.islice(batches, steps)]
+    """Return the calls of the first `steps` batches; PlanError where there are fewer."""
+    calls = [split_call(batch) for batch in itertools.islice(batches, steps)]
     if len(calls) < steps:
         raise PlanError("batches", f"there are {len(calls)} for {steps} steps", f"steps={len(calls)}, or more batches")
     return calls
@@ -42,12 +47,13 @@ def _mixed(program: Program, call: Call, step: int) -> Call:
     leaves, tree = tree_flatten(call)
     generator = torch.Generator().manual_seed(step)
     for number in (spec.leaf for spec in program.inputs if spec.batched):
+        # Rows move on, so that masks and labels meet other rows as well.
         leaves[number] = _mix(leaves[number].detach().roll(step, 0), generator)
     return tree_unflatten(leaves, tree)  # type: ignore[return-value]
 
 
 def _mix(x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """The same values at other places."""
+    """Return the same values at other places."""
     if _is_mask(x):
         return x
     if x.is_floating_point() or x.is_complex():
@@ -58,7 +64,7 @@ def _mix(x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
 
 
 def _is_mask(x: torch.Tensor) -> bool:
-    """Whether these are decisions rather than data: zeros and ones, or numbers that forbid."""
+    """Tell whether these are decisions rather than data: zeros and ones, or numbers that forbid."""
     if x.dtype == torch.bool or bool(((x == 0) | (x == 1)).all()):
         return True
     return x.is_floating_point() and bool((~x.isfinite() | (x.abs() >= 1e4)).any())

@@ -1,7 +1,8 @@
-"""What `verify` does to the user's very own model: it trains a step, is compared with its float64 copy, and is put back.
+"""What `verify` does to the user's very own model: it trains a step, is compared with its float64 copy, and
+is put back.
 
-What `verify` trains is a float64 copy. A copy cuts parameters that share storage apart, and buffers that are views of them; a
-wider dtype hides one that was lost. Neither can be seen on the copy.
+What `verify` trains is a float64 copy. A copy cuts parameters that share storage apart, and buffers that are
+views of them; a wider dtype hides one that was lost. Neither can be seen on the copy.
 
     with put_back(model):
         losses = ...                        # trained, in its own dtype
@@ -18,7 +19,7 @@ from torch import nn
 
 from autoptd.errors import TraceError
 
-# of a loss, relative: how far two ways to compute it in this dtype, or in float64, may be apart
+# How far a loss in this dtype may be off one in float64, relative.
 ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-5, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}
 
 
@@ -33,13 +34,13 @@ def check_copy(model: nn.Module, ours: list[torch.Tensor], copied: list[torch.Te
 
 
 def rounding_of(model: nn.Module) -> float:
-    """That of the coarsest dtype of a parameter."""
+    """Return the rounding of the coarsest dtype of a parameter."""
     return max((ROUNDING.get(p.dtype, 0.0) for p in model.parameters()), default=1e-6)
 
 
 @contextmanager
 def put_back(model: nn.Module) -> Iterator[None]:
-    """Afterwards every parameter, gradient, buffer and attribute of `model` is what it was before."""
+    """Restore every parameter, gradient, buffer and attribute of `model` afterwards."""
     tensors = [*model.parameters(), *model.buffers()]
     values, gradients = [x.detach().clone() for x in tensors], [(p, p.grad) for p in model.parameters()]
     states = [(vars(module), dict(vars(module)), dict(module._buffers)) for module in model.modules()]

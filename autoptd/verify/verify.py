@@ -1,26 +1,29 @@
-"""Prove that a partitioned model computes what the model computes: loss, every gradient, every updated parameter.
+"""Prove that a partitioned model computes what the model computes: loss, every gradient, every updated
+parameter.
 
     report = autoptd.verify(model, t=2, p=2, d=2, example_inputs=(ids, targets))
     print(report)           # largest difference of losses, gradients and parameters, by name
 
-Both programs run in float64 for some optimizer steps, the partitioned one with its ranks as threads, and with the plan that
-the model has in its own dtype. Every step has new data (fresh.py). In the middle, the partitioned model is saved and loaded
-into a new one, optimizer included; at the end it evaluates. What a copy in float64 cannot show is looked for on the model
-itself, which makes one step and is put back (untouched.py): its first two losses are those of the copy, and of the partitioned
-model in the model's own dtype, up to that dtype's rounding.
+Both programs run in float64 for some optimizer steps, the partitioned one with its ranks as threads, and with
+the plan that the model has in its own dtype. Every step has new data (fresh.py). In the middle, the
+partitioned model is saved and loaded into a new one, optimizer included; at the end it evaluates. What a copy
+in float64 cannot show is looked for on the model itself, which makes one step and is put back (untouched.py):
+its first two losses are those of the copy, and of the partitioned model in the model's own dtype, up to that
+dtype's rounding.
 
-Differences are measured as max|x - ref| / max(max|ref|, 1e-3 * largest gradient, or the learning rate for parameters): a
-gradient that is mathematically zero (a key bias) is noise and must not be divided by itself. Casts to float32 inside the model
-(Hugging Face's norms and losses) would hide errors under 1e-7, so they are widened to float64 in both programs, and the widened
-reference is held against the untouched model at 1e-6. Where the model drops out, the reference draws the same masks, of the
-whole batch.
+Differences are measured as max|x - ref| / max(max|ref|, 1e-3 * largest gradient, or the learning rate for
+parameters): a gradient that is mathematically zero (a key bias) is noise and must not be divided by itself.
+Casts to float32 inside the model (Hugging Face's norms and losses) would hide errors under 1e-7, so they are
+widened to float64 in both programs, and the widened reference is held against the untouched model at 1e-6.
+Where the model drops out, the reference draws the same masks, of the whole batch.
 """
 
 from __future__ import annotations
 
 import copy
 import io
-from collections import Counter
+import itertools
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -28,11 +31,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from autoptd.auto import planned
 from autoptd.batch import split_call
-from autoptd.compat import tree_map
 from autoptd.compile import compile_evaluation, compile_program
 from autoptd.errors import InternalError, PlanError, RuntimeFault, TraceError
 from autoptd.options import Options, make_options
@@ -42,15 +43,18 @@ from autoptd.runtime.batch import check_call
 from autoptd.runtime.dropout import Draw, dropout
 from autoptd.trace import check_module, given_masks, modes_of
 from autoptd.trace.loss import WithLoss
-from autoptd.trace.state import map_attribute_tensors
 from autoptd.verify.fresh import Call, fresh_calls, given_calls
 from autoptd.verify.untouched import check_copy, put_back, rounding_of
+from autoptd.verify.widen import Widen, widen_inputs, widen_model, widen_options
 
 TOLERANCE = 1e-9
-NOISE = 1e-3  # of the largest gradient: smaller ones are not held against themselves
+# Gradients below this share of the largest one are compared with that, not with themselves.
+NOISE = 1e-3
 WIDENED_TOLERANCE = 1e-6
-FIRST_LR = 1e-2  # of the step of the model itself, so that what it changes stands out from the rounding of its dtype
-CHECKS = ("own dtype", "reload", "evaluation")  # what is done besides training in float64; most tests leave them out
+# The learning rate of the model's own step: large enough to stand out from the rounding of its dtype.
+FIRST_LR = 1e-2
+# Checks besides training in float64; most tests leave them out.
+CHECKS = ("own dtype", "reload", "evaluation")
 
 
 @dataclass(frozen=True)
@@ -68,7 +72,8 @@ class Difference:
 
     @property
     def passed(self) -> bool:
-        return self.size <= self.allowed  # not with NaN
+        # Written so that NaN does not pass.
+        return self.size <= self.allowed
 
 
 @dataclass(frozen=True)
@@ -82,16 +87,16 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        return all(one.passed for one in self.differences)
+        return all(difference.passed for difference in self.differences)
 
     def worst(self, what: str) -> Difference:
-        """The largest difference of one kind; NaN counts as the largest."""
-        mine = [one for one in self.differences if one.what == what]
-        return max(mine, key=lambda one: float("inf") if one.size != one.size else one.size)
+        """Return the largest difference of one kind; NaN counts as the largest."""
+        mine = [difference for difference in self.differences if difference.what == what]
+        return max(mine, key=lambda difference: math.inf if math.isnan(difference.size) else difference.size)
 
     def __str__(self) -> str:
-        kinds = list(dict.fromkeys(one.what for one in self.differences))
-        steps = max(one.step for one in self.differences) + 1
+        kinds = list(dict.fromkeys(difference.what for difference in self.differences))
+        steps = max(difference.step for difference in self.differences) + 1
         verdict = f"{'equal' if self.passed else 'DIFFERENT'} to {self.tolerance:g}"
         lines = [f"{self.mesh}: {verdict} over {steps} step{'s'[: steps > 1]}"]
         for kind in kinds:
@@ -100,19 +105,6 @@ class Report:
             where = f"at {worst.name}, step {worst.step}{allowed}"
             lines.append(f"  {kind:10}  largest difference {worst.size:.1e}  {where}")
         return "\n".join([*lines, *(f"  {note}" for note in self.notes)])
-
-
-class Widen(TorchFunctionMode):
-    """Requests for float32 become float64: a model's own upcasts must not truncate a float64 check."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.empty_strided:  # the tracer's own: it rebuilds a constant of the model in its very dtype
-            return func(*args, **(kwargs or {}))
-        if func is torch.Tensor.float:
-            return args[0].double() if args[0].is_floating_point() else func(*args, **(kwargs or {}))
-        wide = [torch.float64 if arg is torch.float32 else arg for arg in args]
-        named = {key: torch.float64 if arg is torch.float32 else arg for key, arg in (kwargs or {}).items()}
-        return func(*wide, **named)
 
 
 def verify(
@@ -126,11 +118,12 @@ def verify(
 ) -> Report:
     """Run `model` and its partitioned form side by side; raise InternalError with the report if they differ.
 
-    `example_inputs` is a global batch. Steps are made with the first ones of `batches`, each like `example_inputs`; without
-    it, with the example, then with others in which its tokens, labels and rows change places. Keywords are those of
-    `parallelize`. The model itself is not changed: it makes one step, and is put back. Where it cannot be evaluated, the
-    report says why. Raises PlanError when the model has no weights (meta) or trains no parameter, and TraceError when its
-    copy in float64 trains otherwise (weights tied by storage).
+    `example_inputs` is a global batch. Steps are made with the first ones of `batches`, each like
+    `example_inputs`; without it, with the example, then with others in which its tokens, labels and rows
+    change places. Keywords are those of `parallelize`. The model itself is not changed: it makes one step,
+    and is put back. Where it cannot be evaluated, the report says why. Raises PlanError when the model has no
+    weights (meta) or trains no parameter, and TraceError when its copy in float64 trains otherwise (weights
+    tied by storage).
     """
     options = make_options(**{**planned(model, example_inputs, keywords), "backend": "local"})
     call = split_call(example_inputs)
@@ -142,9 +135,10 @@ def verify(
     with Widen():
         program = compile_program(wide_model, wide_options, *widen_inputs(call), replicas=options.d)
     calls = fresh_calls(program, call, steps) if batches is None else given_calls(batches, steps)
-    wide_calls = [widen_inputs(one) for one in calls]
+    wide_calls = [widen_inputs(wide_call) for wide_call in calls]
     for args, kwargs in wide_calls:
         check_call(program, args, kwargs, options.d)
+    # See `Setting`: noise must not be divided by itself.
     eps = max(1e-8, NOISE * check_widening(wide_model, program, options, *wide_calls[0]))
     setting = Setting(wide_options, lr, eps)
     large = replace(setting, lr=max(lr, FIRST_LR))
@@ -162,7 +156,9 @@ def verify(
 
 @dataclass(frozen=True)
 class Setting:
-    """How both are trained: AdamW divides a gradient by its own size plus `eps`. With torch's 1e-8, one that is zero but for
+    """How both are trained, with AdamW.
+
+    It divides a gradient by its own size plus `eps`. With torch's 1e-8, a gradient that is zero but for
     rounding moves a weight by as much as a true one, and the rounding shows.
     """
 
@@ -175,40 +171,14 @@ class Setting:
 
 
 def checks_own_dtype(model: nn.Module) -> bool:
-    """Whether the model is compiled as it is, besides in float64."""
+    """Tell whether the model is compiled as it is, besides in float64."""
     return "own dtype" in CHECKS and any(p.dtype != torch.float64 for p in model.parameters())
 
 
-def widen_model(model: nn.Module) -> nn.Module:
-    """A float64 copy, plain tensor attributes included; tied weights stay tied."""
-    try:
-        wide = copy.deepcopy(model).double()
-        map_attribute_tensors(wide, lambda x: x.double() if x.is_floating_point() else x)
-        return wide
-    except RuntimeError as error:  # a module that keeps a tensor with a history, as the old weight_norm does
-        fact = f"it cannot be copied: {str(error).splitlines()[0]}"
-        raise PlanError("verify", fact, "keep only parameters and buffers on modules") from error
-
-
-def widen_options(options: Options, model: nn.Module) -> Options:
-    """Options by which the float64 copy of `model` gets the plan of the model: bytes are priced as those of its dtype."""
-    sizes = Counter[int]()
-    for parameter in model.parameters():
-        sizes[parameter.element_size()] += parameter.numel()
-    factor = 8 / sizes.most_common(1)[0][0] if sizes else 1.0
-    memory = None if options.memory is None else options.rank_machine.memory * factor
-    return replace(options, machine=options.rank_machine.widened(factor), memory=memory)
-
-
-def widen_inputs(call: Any) -> Any:
-    def wide(leaf: Any) -> Any:
-        return leaf.double() if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
-
-    return tree_map(wide, call)
-
-
 def compare_program(model: nn.Module, program: Program, setting: Setting, calls: list[Call]) -> Report:
-    """Train `model` and `program` from the same float64 weights on the same batches, and measure their differences."""
+    """Train `model` and `program` from the same float64 weights on the same batches, and measure their
+    differences.
+    """
     reference = copy.deepcopy(model)
     optimizer = setting.optimizer(reference.parameters())
     ours = Trained(model, program, setting)
@@ -216,6 +186,7 @@ def compare_program(model: nn.Module, program: Program, setting: Setting, calls:
     notes: list[str] = []
     try:
         for step, (args, kwargs) in enumerate(calls):
+            # In the middle, so that both loading and training on are compared.
             if step and step == len(calls) // 2 and "reload" in CHECKS:
                 ours = ours.saved_and_loaded(model)
                 notes.append(f"saved, and loaded into a new one, before step {step}")
@@ -224,9 +195,9 @@ def compare_program(model: nn.Module, program: Program, setting: Setting, calls:
             our_loss = ours.pm.step(*args, **kwargs)
             found.append(Difference("loss", "loss", step, _relative(our_loss, loss.detach(), 0.0)))
             found += _gradient_differences(ours.pm, reference, step)
-            for one in (optimizer, ours.optimizer):
-                one.step()
-                one.zero_grad()
+            for each in (optimizer, ours.optimizer):
+                each.step()
+                each.zero_grad()
             state = ours.pm.state_dict()
             for name, parameter in reference.named_parameters():
                 size = _relative(state[name], parameter.detach(), setting.lr)
@@ -234,9 +205,10 @@ def compare_program(model: nn.Module, program: Program, setting: Setting, calls:
         if "evaluation" in CHECKS:
             found, notes = [*found, *compare_evaluation(ours.pm, reference, setting, calls, notes)], notes
     except RuntimeFault as error:
-        if all(one.passed for one in found):
+        if all(difference.passed for difference in found):
             raise
-        notes.append(f"ended: {error}")  # a guard saw what had gone wrong before
+        # Something differed before, and a guard of the runtime noticed it.
+        notes.append(f"ended: {error}")
     finally:
         ours.pm.close()
     mesh = f"{setting.options.mesh} v={setting.options.v} m={program.num_microbatches}"
@@ -258,7 +230,7 @@ class Trained:
         self.optimizer = self.pm.optimizer(torch.optim.AdamW, lr=setting.lr, eps=setting.eps)
 
     def saved_and_loaded(self, model: nn.Module) -> Trained:
-        """A new one with the state of this, which ends, by way of a file as a user writes it."""
+        """Return a new one with the state of this, which ends, by way of a file as a user writes it."""
         file = io.BytesIO()
         torch.save({"model": self.pm.state_dict(), "optimizer": self.optimizer.state_dict()}, file)
         file.seek(0)
@@ -272,7 +244,7 @@ class Trained:
 
 
 def loss_of(model: nn.Module, program: Program, setting: Setting, call: Call, step: int) -> torch.Tensor:
-    """The loss of the unmodified model in float64, with the masks of this step (from 0 on)."""
+    """Compute the loss of the unmodified model in float64, with the masks of this step (from 0 on)."""
     with Widen(), masks_of(program, step + 1):
         return WithLoss(model, setting.options.loss_fn)(*call[0], **call[1])
 
@@ -296,7 +268,7 @@ def compare_evaluation(
 def compare_first_losses(
     model: nn.Module, program: Program, setting: Setting, calls: list[Call], wanted: list[torch.Tensor]
 ) -> list[Difference]:
-    """The first two losses of the partitioned model in the model's own dtype."""
+    """Compare the first two losses of the partitioned model in the model's own dtype."""
     pm = ParallelModel(program, setting.options, model.state_dict())
     found = []
     try:
@@ -315,7 +287,10 @@ def compare_first_losses(
 
 
 def first_losses(model: nn.Module, program: Program, setting: Setting, calls: list[Call]) -> list[torch.Tensor]:
-    """The losses of the first two calls (one, where there is no more), a step between; `model` is put back."""
+    """Return the losses of the first two calls (one, where there is no more), a step between.
+
+    `model` is put back.
+    """
     losses = []
     with put_back(model):
         optimizer = setting.optimizer(model.parameters())
@@ -332,16 +307,19 @@ def first_losses(model: nn.Module, program: Program, setting: Setting, calls: li
 
 @contextmanager
 def masks_of(program: Program, step: int) -> Iterator[None]:
-    """While it lasts, the unmodified model, called with the global batch, draws the dropout masks of a step of `program`."""
+    """Let the unmodified model, called with the global batch, draw the dropout masks of a step of
+    `program` meanwhile.
+    """
     if not program.dropouts:
         yield
         return
-    spec_of = {one.site: one for one in program.dropouts}
+    spec_of = {spec.site: spec for spec in program.dropouts}
     rows = program.rows * program.num_microbatches * program.mesh.replicas
 
     def mask_of(site: int, x: torch.Tensor, keep: float) -> torch.Tensor:
         whole = torch.ones(x.shape, device=x.device)
-        if site not in spec_of:  # its result is not read
+        # A dropout whose result is not read has no place in the program.
+        if site not in spec_of:
             return whole.bool()
         spec = spec_of[site]
         return dropout(whole, spec.rate, Draw(program.seed, step, site, 0, rows), spec.batch) != 0
@@ -370,7 +348,7 @@ def _relative(found: torch.Tensor, wanted: torch.Tensor, floor: float) -> float:
 def check_widening(
     model: nn.Module, program: Program, options: Options, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> float:
-    """Widening float32 casts must not change what the model computes by more than float32's own error.
+    """Check that widening float32 casts changes what the model computes by no more than float32's own error.
 
     Returns the largest entry of a gradient.
     """
@@ -384,10 +362,12 @@ def check_widening(
         with masks_of(program, 1):
             loss = WithLoss(model, options.loss_fn)(*args, **kwargs)
         wide = torch.autograd.grad(loss, parameters, allow_unused=True)
-    largest = max(float(one.abs().max()) for one in wide if one is not None)
+    # A parameter without a gradient has None.
     pairs = [(a, b) for a, b in zip(narrow, wide, strict=True) if a is not None and b is not None]
+    largest = max(float(b.abs().max()) for _, b in pairs)
     worst = max([_relative(plain.detach(), loss.detach(), 0.0), *(_relative(a, b, largest) for a, b in pairs)])
-    if not all(one.isfinite().all() for one in (plain, loss, *narrow, *wide) if one is not None):
+    values = [plain, loss, *itertools.chain.from_iterable(pairs)]
+    if not all(value.isfinite().all() for value in values):
         fact = "the model's own loss or gradients are not finite on this batch: there is nothing to compare"
         raise PlanError("verify", fact, "a batch and weights for which they are")
     if not worst <= WIDENED_TOLERANCE:

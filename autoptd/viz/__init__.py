@@ -1,7 +1,7 @@
 """Pictures of what was decided: plain data in, SVG, DOT and JSON text out.
 
-`picture` draws a program's graph at three levels; `schedule_chart` and `trace_file` a step over time; `collectives` is a table
-of what is communicated; `draw` writes all of it into a folder.
+`picture` draws a program's graph at three levels; `schedule_chart` and `trace_file` a step over time;
+`collectives` is a table of what is communicated; `draw` writes all of it into a folder.
 """
 
 from autoptd.viz.draw import draw

@@ -1,8 +1,8 @@
 """Find the layers of a model that a picture can tell by showing one of them.
 
-In: the shown operators of each stage (see `views`). Out: for a layer of a stage, the earlier layer that it equals, wholly or
-in a part: a cut may go through a layer. Names of layers, numbers of dropout sites and floats are not compared; operators,
-shapes, types over tp and the wiring are.
+In: the shown operators of each stage (see `views`). Out: for a layer of a stage, the earlier layer that it
+equals, wholly or in a part: a cut may go through a layer. Names of layers, numbers of dropout sites and
+floats are not compared; operators, shapes, types over tp and the wiring are.
 
 layer      module path up to its first number: `transformer.h.3`.
 piece      the operators of one layer in one stage, where they follow each other without others in between.
@@ -26,7 +26,8 @@ from autoptd.ir import markers
 from autoptd.ir.notes import note
 from autoptd.viz.views import origin
 
-LEAST = 3  # operators of a piece that is worth folding
+# A shorter piece is drawn in full: a box that says what it equals would take as much room.
+MIN_FOLDED_OPERATORS = 3
 
 
 @dataclass(frozen=True)
@@ -59,48 +60,66 @@ class Shown:
             return Like(self.wholes[whole])
         row = [_operator(node, piece.layer) for node in piece.nodes]
         for layer, other in self.rows.items():
-            at = _find_run(row, other)
-            if at is not None:
-                where = "first" if at == 0 else "last" if at + len(row) == len(other) else "middle"
-                return Like(layer, f"{where} {len(row)} of {len(other)} operators")
+            start = _find_run(row, other)
+            if start is not None:
+                return Like(layer, _part(start, len(row), len(other)))
         self.wholes[whole] = piece.layer
         self.rows.setdefault(piece.layer, row)
         return None
 
 
+def _part(start: int, count: int, total: int) -> str:
+    """Say which operators of a layer a piece of it equals: `first 12 of 20 operators`."""
+    where = "middle"
+    if start == 0:
+        where = "first"
+    elif start + count == total:
+        where = "last"
+    return f"{where} {count} of {total} operators"
+
+
 def layer_of(node: Node) -> str:
-    """The module path up to its first number (`transformer.h.3`), "" outside of layers."""
+    """Return the module path up to its first number (`transformer.h.3`), "" outside of layers."""
     match = re.match(r"(?:.*?\.)??\d+(?=\.|$)", note(node).module)
     return match[0] if match else ""
 
 
 def pieces_of(body: Sequence[Node]) -> dict[str, Piece]:
-    """The pieces of the shown operators of a stage, by layer; a layer that others interrupt has none."""
+    """Return the pieces of a stage's shown operators, by layer.
+
+    A layer that other operators interrupt has none.
+    """
     nodes: dict[str, list[Node]] = {}
     for node in body:
         nodes.setdefault(layer_of(node), []).append(node)
     nodes.pop("", None)
     place = {node: i for i, node in enumerate(body)}
-    return {
-        layer: Piece(layer, tuple(row))
-        for layer, row in nodes.items()
-        if len(row) >= LEAST and place[row[-1]] - place[row[0]] == len(row) - 1
-    }
+    pieces = {}
+    for layer, row in nodes.items():
+        is_unbroken = place[row[-1]] - place[row[0]] == len(row) - 1
+        if is_unbroken and len(row) >= MIN_FOLDED_OPERATORS:
+            pieces[layer] = Piece(layer, tuple(row))
+    return pieces
 
 
 def _find_run(row: list[Hashable], other: list[Hashable]) -> int | None:
-    """Where `row` begins in `other`."""
-    starts = range(len(other) - len(row) + 1)
-    return next((i for i in starts if other[i] == row[0] and other[i : i + len(row)] == row), None)
+    """Return where `row` begins in `other`, None where it is no part of it."""
+    for start in range(len(other) - len(row) + 1):
+        # The first operator alone is compared first: slices are dear, and most starts fail there.
+        if other[start] == row[0] and other[start : start + len(row)] == row:
+            return start
+    return None
 
 
 def _operator(node: Node, layer: str) -> Hashable:
-    """What the picture tells of one operator, without names."""
+    """Return what the picture shows of one operator, without names."""
     record = note(node)
     args: tuple[Any, ...] = node.args
-    keywords = {key: arg for key, arg in node.kwargs.items() if key != "site"}  # the number of a dropout
+    # Each dropout has a number of its own, as a keyword or as its third argument: layers are alike all the
+    # same.
+    keywords = {key: arg for key, arg in node.kwargs.items() if key != "site"}
     if node.target is markers.dropout:
-        args = (*args[:2], *args[3:])  # likewise
+        args = (*args[:2], *args[3:])
     literals = map_aggregate((args, keywords), lambda arg: "." if isinstance(arg, (Node, float)) else arg)
     local = record.module.removeprefix(layer)
     return (
@@ -114,7 +133,7 @@ def _operator(node: Node, layer: str) -> Hashable:
 
 
 def _wiring(piece: Piece) -> Hashable:
-    """All operators of a piece, and which reads which."""
+    """Return all operators of a piece, and which reads which."""
     place = {node: i for i, node in enumerate(piece.nodes)}
 
     def operand(arg: Node) -> Hashable:
@@ -125,10 +144,11 @@ def _wiring(piece: Piece) -> Hashable:
         kind = "value" if record.kind in ("op", "input") else record.kind
         return kind, own if own != record.name else "", record.layout
 
-    return tuple(
-        (_operator(node, piece.layer), tuple(operand(origin(arg)) for arg in node.all_input_nodes))
-        for node in piece.nodes
-    )
+    wiring = []
+    for node in piece.nodes:
+        operands = tuple(operand(origin(arg)) for arg in node.all_input_nodes)
+        wiring.append((_operator(node, piece.layer), operands))
+    return tuple(wiring)
 
 
 __all__ = ["Like", "Piece", "Shown", "layer_of", "pieces_of"]

@@ -20,55 +20,59 @@ from autoptd.viz.views import COLLECTIVES, origin, short_op
 
 
 def likeness(likes: Sequence[Like]) -> list[str]:
-    """What some folded layers equal: `5 x h.0`; `4 layers, like h.0, h.1 in turn`; `the last 12 of 20 operators of h.0`."""
-    wholes = [one.layer for one in likes if not one.part]
+    """Describe what folded layers equal: `5 x h.0`, `4 layers, like h.0, h.1 in turn`, `the last 12 of 20
+    operators of h.0`.
+    """
+    wholes = [like.layer for like in likes if not like.part]
     models = list(dict.fromkeys(map(short, wholes)))
     found = []
     if len(models) > 1:
         found.append(f"{len(wholes)} layers, like {', '.join(models)} in turn")
     elif models:
         found.append(f"{len(wholes)} x {models[0]}" if len(wholes) > 1 else f"like {models[0]}")
-    parts = Counter(f"the {one.part} of {short(one.layer)}" for one in likes if one.part)
-    return found + [f"{count} x {text}" if count > 1 else text for text, count in parts.items()]
+    parts = Counter(f"the {like.part} of {short(like.layer)}" for like in likes if like.part)
+    for text, count in parts.items():
+        found.append(f"{count} x {text}" if count > 1 else text)
+    return found
 
 
 def short(module: str) -> str:
-    """`h.3` for `transformer.h.3`: the last two names of a layer."""
+    """Return the last two names of a layer's path: `h.3` of `transformer.h.3`."""
     return ".".join(module.split(".")[-2:])
 
 
 def shape_text(node: Node) -> str:
-    """The shape of a rank's part of a value."""
+    """Return the local shape of a value."""
     shape = note(node).extra["local_shapes"][0]
     return str(list(shape)) if shape else "a number"
 
 
 def local_bytes(node: Node) -> int:
-    """Bytes of a rank's part of a value."""
+    """Return the bytes of a rank's part of a value."""
     return math.prod(note(node).extra["local_shapes"][0]) * tensor(node).element_size()
 
 
 def is_sum(box: Box) -> bool:
-    """Whether a box adds two activations: where a residual stream takes a branch in."""
+    """Tell whether a box adds two activations: where a residual stream takes a branch in."""
     node = box.nodes[-1]
     origins = [origin(arg) for arg in node.all_input_nodes]
     return len(box.nodes) == 1 and short_op(node) == "add" and len(origins) == 2 and not box.params
 
 
 def conversion_of(node: Node) -> Conversion:
-    """The row of the table of conversions that a node performs."""
+    """Find the row of the table of conversions that a node performs."""
     return next(row for row in CONVERSIONS.values() if row.name == note(node).conversion)
 
 
 def work_of(box: Box) -> tuple[str, str]:
-    """What a conversion does forward and backward; nothing is done backward for what has no gradient."""
+    """Return what a conversion does forward and backward; without a gradient nothing is done backward."""
     made = box.calls[0] if box.calls else conversion_of(box.nodes[-1])
     return made.forward, made.backward
 
 
 def collectives_of(box: Box) -> list[str]:
-    """The collectives of a conversion."""
-    return [one for one in work_of(box) if one in COLLECTIVES]
+    """Return the collectives of a conversion."""
+    return [kind for kind in work_of(box) if kind in COLLECTIVES]
 
 
 __all__ = ["collectives_of", "conversion_of", "is_sum", "likeness", "local_bytes", "shape_text", "short", "work_of"]

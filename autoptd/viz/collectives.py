@@ -1,7 +1,8 @@
-"""Tell in text what a program communicates: totals first, then every kind of site, then what needs no communication.
+"""Tell in text what a program communicates: totals first, then every kind of site, then what needs no
+communication.
 
-In: a `Program` (its graphs are not needed). Out: Markdown, the same bytes for the same program. Calls, their payload and their
-wire bytes are those of `program/calls.py`: what `pm.record()` finds executed.
+In: a `Program` (its graphs are not needed). Out: Markdown, the same bytes for the same program. Calls, their
+payload and their wire bytes are those of `program/calls.py`: what `pm.record()` finds executed.
 
     text = collectives_markdown(program)
     Path("collectives.md").write_text(text)
@@ -45,31 +46,50 @@ def collectives_markdown(program: Program) -> str:
 def _totals(program: Program) -> Iterator[str]:
     yield "## Per rank and step"
     yield ""
-    p = program.mesh.p
-    rows: dict[tuple[str, str, str], dict[int, list[tuple[Call, int]]]] = {}
-    for rank in range(p):  # every tensor and data rank of a pipeline rank does the same
-        for call, times in expected_calls(program, program.mesh.rank(Coordinate(pp=rank))).items():
-            when = "once a step" if call.phase == "step" else call.phase
-            rows.setdefault((call.axis, call.kind, when), {}).setdefault(rank, []).append((call, times))
+    rows = _calls_by_kind(program)
     if not rows:
         yield from ("Nothing: this program runs without communication.", "")
         return
-    yield from _header("over", "what", "when", "calls", "payload", "sent", "by a rank of", "others send")
+    yield from _header("over", "what", "when", "calls", "payload", "sent", "by a rank of", "other ranks")
     order = {"tp": 0, "dp": 1, "dp x tp": 2, "pp": 3}
     for key in sorted(rows, key=lambda key: (order.get(key[0], 9), key[2] == "once a step", key[1], key[2])):
-        sent = {rank: sum(times * call.wire_bytes for call, times in rows[key].get(rank, ())) for rank in range(p)}
-        most = max(sent, key=lambda rank: (sent[rank], -rank))
-        calls = rows[key][most]
+        sent = [0] * program.mesh.p
+        for rank, calls in rows[key].items():
+            sent[rank] = sum(times * call.wire_bytes for call, times in calls)
+        busiest = sent.index(max(sent))
+        calls = rows[key][busiest]
+        count = sum(times for _, times in calls)
         payload = sum(times * call.payload_bytes for call, times in calls)
-        numbers = str(sum(times for _, times in calls)), bytes_text(payload)
-        others = sorted({bytes_text(size) for rank, size in sent.items() if rank != most and size != sent[most]})
-        told = "less" if len(others) > 2 else ", ".join(others) if others else "the same" if p > 1 else ""
-        yield _row(*key, *numbers, bytes_text(sent[most]), f"pipeline rank {most}", told)
+        numbers = str(count), bytes_text(payload), bytes_text(sent[busiest])
+        yield _row(*key, *numbers, f"pipeline rank {busiest}", _others_text(sent, busiest))
     yield ""
 
 
+def _calls_by_kind(program: Program) -> dict[tuple[str, str, str], dict[int, list[tuple[Call, int]]]]:
+    """Return (axis, kind, when) -> pipeline rank -> its calls of a step, and how often it makes each."""
+    rows: dict[tuple[str, str, str], dict[int, list[tuple[Call, int]]]] = {}
+    # One rank stands for its pipeline rank: all tensor and data ranks of it make the same calls.
+    for rank in range(program.mesh.p):
+        for call, times in expected_calls(program, program.mesh.rank(Coordinate(pp=rank))).items():
+            when = "once a step" if call.phase == "step" else call.phase
+            rows.setdefault((call.axis, call.kind, when), {}).setdefault(rank, []).append((call, times))
+    return rows
+
+
+def _others_text(sent: list[int], busiest: int) -> str:
+    """Say what the other pipeline ranks send beside the busiest one."""
+    others = sorted({bytes_text(size) for size in sent if size != sent[busiest]})
+    if len(others) > 2:
+        return "less"
+    if others:
+        return ", ".join(others)
+    return "the same" if len(sent) > 1 else ""
+
+
 def _per_microbatch(program: Program) -> Iterator[str]:
-    found = [one for one in program.collectives if one.axis == "tp" and not _is_local(one) and one.conversion != GATHER]
+    calls = [call for call in program.collectives if call.axis == "tp" and not _is_local(call)]
+    # What is gathered again of a message stands with the messages.
+    found = [call for call in calls if call.conversion != GATHER]
     if not found:
         return
     yield "## Over tp, in every microbatch"
@@ -78,64 +98,65 @@ def _per_microbatch(program: Program) -> Iterator[str]:
     yield ""
     yield from _header("site", "x", "stages", "conversion", "forward", "backward", "payload", "ranks", "sent", "reason")
     for sites in _kinds(found):
-        one = sites[0]
-        wire = sum(wire_bytes(kind, one.payload_bytes, one.group_size) for kind in (one.forward, one.backward))
-        name = f"{letter(one.conversion)}: {one.conversion}" if letter(one.conversion) else one.conversion
-        numbers = bytes_text(one.payload_bytes), str(one.group_size), bytes_text(wire)
-        yield _row(*_site(sites), name, one.forward, one.backward, *numbers, _reason(one))
+        call = sites[0]
+        wire = sum(wire_bytes(kind, call.payload_bytes, call.group_size) for kind in (call.forward, call.backward))
+        name = f"{letter(call.conversion)}: {call.conversion}" if letter(call.conversion) else call.conversion
+        numbers = bytes_text(call.payload_bytes), str(call.group_size), bytes_text(wire)
+        yield _row(*_site(sites), name, call.forward, call.backward, *numbers, _reason(call))
     yield ""
 
 
 def _messages(program: Program) -> Iterator[str]:
-    """What is sent between stages, and gathered where it was scattered; equal ones in one row."""
+    """Yield what is sent between stages, and gathered where it was scattered; equal messages in one row."""
     found: dict[tuple[str, ...], list[str]] = {}
-    for one in program.parcels:
-        what = f"gradient{'s'[: len(one.names) > 1]}" if one.is_gradient else f"value{'s'[: len(one.names) > 1]}"
-        then = f"all-gather over tp, {bytes_text(one.parts * one.sent_bytes)}" if one.parts > 1 else ""
-        size = f"{len(one.names)} {what}, {one.numel} {one.dtype}"
-        found.setdefault((size, bytes_text(one.sent_bytes), then, one.why), []).append(f"{one.source} to {one.target}")
+    for buffer in program.parcels:
+        what = ("gradient" if buffer.is_gradient else "value") + "s"[: len(buffer.names) > 1]
+        size = f"{len(buffer.names)} {what}, {buffer.numel} {buffer.dtype}"
+        gathered = f"all-gather over tp, {bytes_text(buffer.parts * buffer.sent_bytes)}" if buffer.parts > 1 else ""
+        row = (size, bytes_text(buffer.sent_bytes), gathered, buffer.why)
+        found.setdefault(row, []).append(f"{buffer.source} to {buffer.target}")
     if not found:
         return
     yield "## Over pp, in every microbatch"
     yield ""
-    yield from _header("stages", "x", "elements", "a rank sends", "then", "reason")
+    yield from _header("stages", "x", "elements", "sent by a rank", "afterwards", "reason")
     for row, links in found.items():
-        shown = ", ".join(links if len(links) <= 4 else [*links[:3], "...", links[-1]])
-        yield _row(shown, str(len(links)), *row)
+        shown = links if len(links) <= 4 else [*links[:3], "...", links[-1]]
+        yield _row(", ".join(shown), str(len(links)), *row)
     yield ""
 
 
 def _per_step(program: Program) -> Iterator[str]:
-    found = [one for one in program.collectives if one.scope == "step"]
+    found = [call for call in program.collectives if call.scope == "step"]
     if not found:
         return
     yield "## Once a step"
     yield ""
     yield from _header("what", "of", "over", "collective", "payload", "ranks", "sent", "reason")
-    for one in found:
-        kind = one.forward if one.backward in LOCAL_KINDS else one.backward
-        sent = bytes_text(wire_bytes(kind, one.payload_bytes, one.group_size))
-        numbers = bytes_text(one.payload_bytes), str(one.group_size), sent
-        yield _row(one.conversion, one.site, one.axis, kind, *numbers, one.why)
+    for call in found:
+        kind = call.forward if call.backward in LOCAL_KINDS else call.backward
+        sent = bytes_text(wire_bytes(kind, call.payload_bytes, call.group_size))
+        numbers = bytes_text(call.payload_bytes), str(call.group_size), sent
+        yield _row(call.conversion, call.site, call.axis, kind, *numbers, call.why)
     yield ""
 
 
 def _local(program: Program) -> Iterator[str]:
-    found = [one for one in program.collectives if one.axis == "tp" and _is_local(one)]
+    found = [call for call in program.collectives if call.axis == "tp" and _is_local(call)]
     if not found:
         return
     yield "## Changes of type without communication"
     yield ""
     yield from _header("site", "x", "stages", "conversion", "forward", "backward", "value", "reason")
     for sites in _kinds(found):
-        one = sites[0]
-        size = bytes_text(one.payload_bytes)
-        yield _row(*_site(sites), one.conversion, one.forward, one.backward, size, _reason(one))
+        call = sites[0]
+        size = bytes_text(call.payload_bytes)
+        yield _row(*_site(sites), call.conversion, call.forward, call.backward, size, _reason(call))
     yield ""
 
 
 def _left(program: Program) -> Iterator[str]:
-    """What is computed more than once over tp, or split otherwise than one would expect, and why."""
+    """Yield what every tensor rank computes in full, or splits otherwise than one would expect, and why."""
     if program.mesh.t == 1:
         return
     yield "## Computed by every tensor rank in full"
@@ -144,7 +165,7 @@ def _left(program: Program) -> Iterator[str]:
     redundant = program.costs.redundant_gemm_flops
     share = f" ({100 * redundant / total:.1f} % of all)" if total and redundant else ""
     yield f"- Matrix products: {count_text(redundant)} FLOPs forward{share}."
-    counts = Counter((star(one.site), one.op, one.fact, one.remedy) for one in program.fallbacks)
+    counts = Counter((star(item.site), item.op, item.fact, item.remedy) for item in program.fallbacks)
     for (module, op, fact, remedy), times in counts.items():
         yield f"- {op} in {module or 'the model'} x {times}: {fact}. Remedy: {remedy}."
     if not counts:
@@ -153,37 +174,40 @@ def _left(program: Program) -> Iterator[str]:
 
 
 def _unlisted(program: Program) -> Iterator[str]:
-    """Operators that AutoPTD has no row for."""
+    """Yield the operators that AutoPTD has no row for."""
     if program.unlisted:
-        yield from ("## Operators without a rule of AutoPTD's own", "", *(f"- {one}." for one in program.unlisted), "")
+        yield "## Operators without a rule of AutoPTD's own"
+        yield ""
+        yield from (f"- {operator}." for operator in program.unlisted)
+        yield ""
 
 
-def _is_local(one: Collective) -> bool:
-    return one.forward in LOCAL_KINDS and one.backward in LOCAL_KINDS
+def _is_local(call: Collective) -> bool:
+    return call.forward in LOCAL_KINDS and call.backward in LOCAL_KINDS
 
 
 def _kinds(found: Iterable[Collective]) -> list[list[Collective]]:
-    """Sites that differ in layer and stage only, together; in the order of the program."""
+    """Group sites that differ in layer and stage only; in the order of the program."""
     groups: dict[tuple[str | int, ...], list[Collective]] = {}
-    for one in found:
-        key = (star(one.site), one.conversion, one.payload_bytes, one.group_size, _reason(one))
-        groups.setdefault(key, []).append(one)
+    for call in found:
+        key = (star(call.site), call.conversion, call.payload_bytes, call.group_size, _reason(call))
+        groups.setdefault(key, []).append(call)
     return list(groups.values())
 
 
 def _site(sites: list[Collective]) -> tuple[str, str, str]:
-    """(where, how often, in which stages)."""
+    """Return (where, how often, in which stages)."""
     name = star(sites[0].site) if len(sites) > 1 else sites[0].site
-    stages = sorted({one.stage for one in sites})
+    stages = sorted({call.stage for call in sites})
     is_range = len(stages) > 2 and stages[-1] - stages[0] == len(stages) - 1
     shown = f"{stages[0]}-{stages[-1]}" if is_range else ", ".join(map(str, stages))
     return name.strip() or "the model", str(len(sites)), shown
 
 
-def _reason(one: Collective) -> str:
-    """The reason, without the module where that is the site's own."""
-    where = star(one.site).partition(" (")[0]
-    return star(one.why).removeprefix(f"{where}: ")
+def _reason(call: Collective) -> str:
+    """Return the reason, without the module where that is the site's own."""
+    where = star(call.site).partition(" (")[0]
+    return star(call.why).removeprefix(f"{where}: ")
 
 
 def _header(*names: str) -> list[str]:

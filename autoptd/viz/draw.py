@@ -1,8 +1,10 @@
-"""Write what people look at into a folder: pictures of the graph and of the schedule, a trace, the table of collectives.
+"""Write what people look at into a folder: pictures of the graph and of the schedule, a trace, the table of
+collectives.
 
-In: a `Program` and `Run`s of a step. Out: `stages.svg` (what the stages send each other), `graph.svg` (the operators), both as
-.dot too; `schedule.svg`, `trace.json`, `collectives.md`. A program that was loaded from disk has no graphs: its `graph.*` files
-are left as they are. The .svg of graphs are left out where graphviz cannot be loaded.
+In: a `Program` and `Run`s of a step. Out: `stages.svg` (what the stages send each other), `graph.svg` (the
+operators), both as .dot too; `schedule.svg`, `trace.json`, `collectives.md`. A program that was loaded from
+disk has no graphs: its `graph.*` files are left as they are. The .svg of graphs are left out where graphviz
+cannot be loaded.
 
     draw(program, Path("out"), [Run("simulated", simulate(program.orders).spans)])
 """
@@ -35,6 +37,7 @@ def draw(program: Program, folder: Path, runs: Sequence[Run]) -> None:
 def _write(picture: Picture, path: Path) -> None:
     picture.save(path.with_suffix(".dot"))
     if picture.svg is None:
-        path.with_suffix(".svg").unlink(missing_ok=True)  # one of an earlier program would be wrong
+        # One of an earlier program would be wrong.
+        path.with_suffix(".svg").unlink(missing_ok=True)
     else:
         picture.save(path.with_suffix(".svg"))

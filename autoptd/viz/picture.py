@@ -1,4 +1,5 @@
-"""A picture of a compiled program: as DOT text always, and as SVG text where the graphviz package can be loaded.
+"""A picture of a compiled program: as DOT text always, and as SVG text where the graphviz package can be
+loaded.
 
 In: a `Program`, a level, a stage. Out: a `Picture`.
 
@@ -39,12 +40,15 @@ class Picture:
 
     @cached_property
     def dot(self) -> str:
-        """The picture in the DOT language: any graphviz draws it, plainer than `svg`."""
+        """Return the picture in the DOT language: any graphviz draws it, plainer than `svg`."""
         return scene_dot(self.scene)
 
     @property
     def svg(self) -> str | None:
-        """The picture as SVG with tooltips; None where graphviz is missing or fails: a picture is no reason to stop."""
+        """The picture as SVG with tooltips.
+
+        None where graphviz is missing or fails: a picture is no reason to stop.
+        """
         return self._drawn[0]
 
     @property
@@ -54,7 +58,7 @@ class Picture:
 
     @cached_property
     def _drawn(self) -> tuple[str | None, str]:
-        """The SVG, or why there is none; a failure is warned of as well."""
+        """Draw the SVG, or say why there is none; a failure is warned of as well."""
         try:
             return scene_svg(self.scene, find_places(self.scene)), ""
         except ImportError as error:
@@ -65,7 +69,10 @@ class Picture:
             return None, fact
 
     def save(self, path: str | Path) -> None:
-        """Write the picture to a file that ends in .dot or .svg; PlanError for an SVG that cannot be made here."""
+        """Write the picture to a file that ends in .dot or .svg.
+
+        PlanError for an SVG that cannot be made here.
+        """
         path = Path(path)
         if path.suffix not in (".dot", ".svg"):
             raise PlanError(f"picture {path.name}", "ends in neither .dot nor .svg", "graph.svg or graph.dot")
@@ -78,19 +85,20 @@ class Picture:
             )
         path.write_text(text)
 
-    def _repr_svg_(self) -> str | None:  # what notebooks show
+    # The name by which notebooks ask an object for its picture.
+    def _repr_svg_(self) -> str | None:
         return self.svg
 
 
 def graph_picture(
     program: Program, level: str = "layer", stage: int | None = None, work: Work | None = None
 ) -> Picture:
-    """Return the picture of a program; `stage`: of this one only; `work` gives the FLOPs that tooltips tell.
+    """Return the picture of a program, or of its `stage`; `work` gives the FLOPs that tooltips show.
 
     PlanError for an unknown level or stage, and for what needs graphs of a program that was loaded from disk.
     """
     if level not in LEVELS:
-        raise PlanError(f"level={level!r}", "is no level of a picture", f"one of {', '.join(LEVELS)}")
+        raise PlanError(f"level={level!r}", "is not a level of a picture", f"one of {', '.join(LEVELS)}")
     if stage is not None and stage not in range(len(program.stages)):
         raise PlanError(f"stage={stage!r}", f"there are stages 0 to {len(program.stages) - 1}", "one of these")
     if level == "model":

@@ -1,10 +1,10 @@
 """What a chart of a schedule shows: one run of a step, simulated or executed, as plain numbers.
 
-In: spans and curves of memory, which the driver takes from a simulation or from a record. Out: `Run`, with what can be read off
-them: idle shares, sends, the part of them that fits into a picture.
+In: spans and curves of memory, which the driver takes from a simulation or from a record. Out: `Run`, with
+what can be read off them: idle shares, sends, the part of them that fits into a picture.
 
     run = Run("simulated", result.spans)
-    run.finish, run.bubble, run.idle[0]
+    run.end, run.bubble, run.idle[0]
     list(run.messages(program.orders))
 """
 
@@ -17,8 +17,10 @@ from functools import cached_property
 from autoptd.ir.actions import COMPUTES, SENDS, Action, Kind
 
 UNITS = (("us", 1e6), ("ms", 1e3), ("s", 1.0))
-Span = tuple[Action, float, float]  # what, start, end
-Curve = Sequence[tuple[float, float]]  # (time, amount from then on), times ascending
+# Action, start, end.
+Span = tuple[Action, float, float]
+# (time, amount from then on), times ascending.
+Curve = Sequence[tuple[float, float]]
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,8 @@ class Message:
 
     action: Action
     source: int
-    made: float  # when what makes it begins
+    # When what makes it begins.
+    made: float
     sent: float
     target: int
     read: float
@@ -64,13 +67,13 @@ class Run:
         return min((row[0][1] for row in self.spans if row), default=0.0)
 
     @cached_property
-    def finish(self) -> float:
+    def end(self) -> float:
         """When the last rank is done."""
         return max((end for row in self.spans for _, _, end in row), default=1.0)
 
     @property
     def length(self) -> float:
-        return max(self.finish - self.begin, 1e-12)
+        return max(self.end - self.begin, 1e-12)
 
     @property
     def is_whole(self) -> bool:
@@ -79,12 +82,12 @@ class Run:
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
-        """How long each rank computes."""
-        return tuple(sum(end - start for action, start, end in row if action.kind in COMPUTES) for row in self.spans)
+        """Return how long each rank computes."""
+        return tuple(map(_busy, self.spans))
 
     @cached_property
     def idle(self) -> tuple[float, ...]:
-        """The share of the step in which each rank does not compute."""
+        """Return the share of the step in which each rank does not compute."""
         return tuple(max(0.0, 1 - busy / self.length) for busy in self.busy)
 
     @property
@@ -95,23 +98,25 @@ class Run:
 
     @cached_property
     def chunks(self) -> dict[int, int]:
-        """Which model chunk of its rank every stage is."""
-        held = ({action.stage for action, _, _ in row} for row in self.spans)
-        return {stage: k for stages in held for k, stage in enumerate(sorted(stages))}
+        """Return which model chunk of its rank every stage is."""
+        chunks: dict[int, int] = {}
+        for row in self.spans:
+            stages = {action.stage for action, _, _ in row}
+            chunks |= {stage: k for k, stage in enumerate(sorted(stages))}
+        return chunks
 
     @property
     def kinds(self) -> set[Kind]:
         return {action.kind for row in self.spans for action, _, _ in row}
 
     def messages(self, orders: Sequence[Sequence[Action]], ranks: Sequence[int] | None = None) -> Iterator[Message]:
-        """The messages of `orders` that go between two of `ranks` (all, if left out)."""
+        """Yield the messages of `orders` that go between two of `ranks` (all, if left out)."""
         shown = set(range(len(self.spans)) if ranks is None else ranks)
-        place = {
-            action: (rank, start, end)
-            for rank in sorted(shown)
-            for action, start, end in self.spans[rank]
-            if action.kind in (Kind.F, Kind.B)
-        }
+        place = {}
+        for rank in sorted(shown):
+            for action, start, end in self.spans[rank]:
+                if action.kind in (Kind.F, Kind.B):
+                    place[action] = (rank, start, end)
         for rank, order in enumerate(orders):
             for action in order if rank in shown else ():
                 if action.kind not in SENDS:
@@ -123,11 +128,16 @@ class Run:
                     yield Message(action, made[0], made[1], made[2], read[0], read[1])
 
 
+def _busy(spans: Sequence[Span]) -> float:
+    return sum(end - start for action, start, end in spans if action.kind in COMPUTES)
+
+
 def meaning(action: Action) -> str:
-    """`forward of stage 2, microbatch 1`."""
+    """Describe an action: `forward of stage 2, microbatch 1`."""
     names = {Kind.F: "forward", Kind.B: "backward", Kind.W: "weight gradients"}
-    where = f" of stage {action.stage}, microbatch {action.microbatch}"
-    return names.get(action.kind, str(action)) + (where if action.kind in names else "")
+    if action.kind not in names:
+        return str(action)
+    return f"{names[action.kind]} of stage {action.stage}, microbatch {action.microbatch}"
 
 
 __all__ = ["Curve", "Message", "Run", "Span", "meaning"]

@@ -1,4 +1,6 @@
-"""What a graph picture is made of: boxes of text lines, frames around them, and links. Plain data, without a layout.
+"""What a graph picture is made of: boxes of text lines, frames around them, and links.
+
+Plain data, without a layout.
 
 In: nothing. `layout.py` writes a scene in the DOT language and finds its places, `graph_svg.py` draws it.
 
@@ -14,13 +16,17 @@ from dataclasses import dataclass
 from autoptd.program.specs import Collective
 
 INK, QUIET = "#26303b", "#6b7682"
-SIZE, SMALL, LEADING, PADDING = 11.0, 10.0, 1.36, 7.0  # of text, in pixels (points in DOT); line height over text size
+# Sizes of text in pixels (points in DOT), line height over text size, pixels around the lines of a box.
+SIZE, SMALL, LEADING, PADDING = 11.0, 10.0, 1.36, 7.0
 NARROW, WIDE = frozenset("iljtfrI.,:;'|!()[] "), frozenset("mwMW@%&")
 
 
 @dataclass(frozen=True)
 class Line:
-    """One line of text: pieces of (text, style), style being "", "bold" or "quiet"; `bar` is the colour behind it, if any."""
+    """One line of text: pieces of (text, style), style being "", "bold" or "quiet".
+
+    `bar` is the colour behind it, if any.
+    """
 
     pieces: tuple[tuple[str, str], ...]
     bar: str = ""
@@ -41,7 +47,10 @@ class Line:
 
 @dataclass(frozen=True)
 class Item:
-    """A box: `shape` is "box", "note" (an input), "stack" (several) or "pill"; `calls` are what it communicates."""
+    """A box: `shape` is "box", "note" (an input), "stack" (several) or "pill".
+
+    `calls` are what it communicates.
+    """
 
     id: str
     lines: tuple[Line, ...]
@@ -57,11 +66,11 @@ class Item:
     @property
     def width(self) -> float:
         sides = 2 * PADDING + (10 if self.shape == "pill" else 0)
-        return max([self.least_width, *(one.width + sides for one in self.lines)])
+        return max([self.least_width, *(row.width + sides for row in self.lines)])
 
     @property
     def height(self) -> float:
-        return sum(one.height for one in self.lines) + PADDING
+        return sum(row.height for row in self.lines) + PADDING
 
 
 @dataclass(frozen=True)
@@ -78,11 +87,11 @@ class Frame:
 
     @property
     def items(self) -> Iterator[Item]:
-        for one in self.inside:
-            if isinstance(one, Frame):
-                yield from one.items
+        for part in self.inside:
+            if isinstance(part, Frame):
+                yield from part.items
             else:
-                yield one
+                yield part
 
 
 @dataclass(frozen=True)
@@ -107,7 +116,10 @@ class Link:
 
 @dataclass(frozen=True)
 class Scene:
-    """A whole picture. `legend` are samples of boxes; `rows` are ids of items side by side, where it is a grid."""
+    """A whole picture.
+
+    `legend` are samples of boxes; `rows` are ids of items side by side, where it is a grid.
+    """
 
     title: str
     subtitle: tuple[str, ...]
@@ -116,41 +128,51 @@ class Scene:
     legend: tuple[Item, ...] = ()
     rows: tuple[tuple[str, ...], ...] = ()
     notes: tuple[str, ...] = ()
-    calls: tuple[Collective, ...] = ()  # told in the notes
+    # Collectives that the notes name.
+    calls: tuple[Collective, ...] = ()
 
     @property
     def items(self) -> Iterator[Item]:
-        for one in self.frames:
-            if isinstance(one, Frame):
-                yield from one.items
+        for part in self.frames:
+            if isinstance(part, Frame):
+                yield from part.items
             else:
-                yield one
+                yield part
 
     @property
     def all_frames(self) -> Iterator[Frame]:
-        waiting = [one for one in self.frames if isinstance(one, Frame)]
+        waiting = [part for part in self.frames if isinstance(part, Frame)]
         while waiting:
-            one = waiting.pop(0)
-            yield one
-            waiting += [inner for inner in one.inside if isinstance(inner, Frame)]
+            frame = waiting.pop(0)
+            yield frame
+            waiting += [inner for inner in frame.inside if isinstance(inner, Frame)]
 
     @property
     def all_calls(self) -> Iterator[Collective]:
-        """Every collective that is told somewhere in the picture."""
+        """Yield every collective that is shown somewhere in the picture."""
         parts: list[Item | Frame | Link | Scene] = [*self.items, *self.all_frames, *self.links, self]
         for part in parts:
             yield from part.calls
 
 
 def line(*pieces: str | tuple[str, str], bar: str = "") -> Line:
-    """A line of plain strings and (text, style) pieces."""
-    return Line(tuple((one, "") if isinstance(one, str) else one for one in pieces), bar)
+    """Make a line of plain strings and (text, style) pieces."""
+    return Line(tuple((piece, "") if isinstance(piece, str) else piece for piece in pieces), bar)
 
 
 def text_width(text: str, is_bold: bool = False, size: float = SIZE) -> float:
-    """Pixels of a text in Verdana or DejaVu Sans, not less than in Helvetica; estimated by classes of letters."""
-    ems = sum(0.40 if one in NARROW else 0.96 if one in WIDE else 0.72 if one.isupper() else 0.63 for one in text)
+    """Estimate the pixels of a text in Verdana or DejaVu Sans; in Helvetica it takes no more."""
+    ems = sum(map(_ems, text))
     return size * ems * (1.1 if is_bold else 1.0)
+
+
+def _ems(letter: str) -> float:
+    """Estimate the width of a letter, relative to the text size."""
+    if letter in NARROW:
+        return 0.40
+    if letter in WIDE:
+        return 0.96
+    return 0.72 if letter.isupper() else 0.63
 
 
 __all__ = ["INK", "QUIET", "Frame", "Item", "Line", "Link", "Scene", "line", "text_width"]

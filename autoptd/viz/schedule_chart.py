@@ -1,11 +1,13 @@
 """Draw when every pipeline rank computes what: a row per rank, a box per action, time to the right.
 
-In: one or more `Run`s of a step (simulated, executed). Out: the text of an SVG file, the same bytes for the same input. Boxes
-carry the microbatch; forwards are blue, backwards green, weight gradients that run on their own (W) orange, and the shade is
-the model chunk, dark for the first and light for the last (Narayanan et al., SC'21, figure 4). Grey is idle time: the bubble.
-Thin lines are messages. The strip below a row is what its rank holds for backward.
+In: one or more `Run`s of a step (simulated, executed). Out: the text of an SVG file, the same bytes for the
+same input. Boxes carry the microbatch; forwards are blue, backwards green, weight gradients that run on their
+own (W) orange, and the shade is the model chunk, dark for the first and light for the last (Narayanan et al.,
+SC'21, figure 4). Grey is idle time: the bubble. Thin lines are messages. The strip below a row is what its
+rank holds for backward.
 
-Of many ranks the first and the last are drawn, and of a long step its beginning and its end: the picture says so.
+Of many ranks the first and the last are drawn, and of a long step its beginning and its end: the picture says
+so.
 
     text = schedule_svg([Run("simulated", result.spans)], program.orders, title="interleaved, p=2 v=2 m=8")
     Path("schedule.svg").write_text(text)
@@ -24,10 +26,13 @@ from autoptd.ir.actions import COMPUTES, Action, Kind
 from autoptd.viz.runs import Curve, Message, Run, Span, meaning
 from autoptd.viz.words import bytes_text
 
-LEFT, RIGHT, HEAD, ROW, STRIP, GAP, AXIS = 84, 110, 92, 28, 24, 10, 56  # margins and heights, in pixels
-BOX_WIDTH, LEAST_BOX = 24.0, 9.0  # of a usual box: wanted, and the least that is drawn
-MIN_WIDTH, MAX_WIDTH = 640.0, 2400.0  # of the time axis
-MOST_RANKS, MOST_MESSAGES = 16, 600
+# Margins and heights, in pixels.
+LEFT, RIGHT, HEAD, ROW, STRIP, GAP, AXIS = 84, 110, 92, 28, 24, 10, 56
+# Pixels of a usual box: wanted, and the least at which it can be read.
+BOX_WIDTH, MIN_BOX_WIDTH = 24.0, 9.0
+# Pixels of the time axis.
+MIN_WIDTH, MAX_WIDTH = 640.0, 2400.0
+MAX_RANKS, MAX_MESSAGES = 16, 600
 DARK = {Kind.F: (31, 83, 160), Kind.B: (28, 112, 62), Kind.W: (163, 84, 18)}
 LIGHT = {Kind.F: (176, 208, 246), Kind.B: (176, 226, 190), Kind.W: (247, 210, 168)}
 NAMES = {Kind.F: "forward", Kind.B: "backward", Kind.W: "weight gradients"}
@@ -51,7 +56,10 @@ STYLE = """
 
 
 def schedule_svg(runs: Sequence[Run], orders: Sequence[Sequence[Action]] = (), *, title: str = "") -> str:
-    """Return the chart of `runs`, one panel below the other, as SVG text; messages are drawn where `orders` have sends."""
+    """Return the chart of `runs`, one panel below the other, as SVG text.
+
+    Messages are drawn where `orders` have sends.
+    """
     width = max((_wanted_width(run) for run in runs), default=MIN_WIDTH)
     panels = [_Panel(run, _Scale.of(run, width), orders) for run in runs]
     right = max((ceil(panel.scale.right) for panel in panels), default=0) + RIGHT
@@ -66,10 +74,10 @@ def schedule_svg(runs: Sequence[Run], orders: Sequence[Sequence[Action]] = (), *
 
 
 def _usual(run: Run) -> float:
-    """The time of a usual computation."""
-    lengths = [
-        end - start for row in run.spans for action, start, end in row if action.kind in COMPUTES and end > start
-    ]
+    """Return the time of a usual computation."""
+    lengths = []
+    for row in run.spans:
+        lengths += [end - start for action, start, end in row if action.kind in COMPUTES and end > start]
     return median(lengths) if lengths else run.length
 
 
@@ -81,25 +89,29 @@ def _wanted_width(run: Run) -> float:
 class _Scale:
     """How time becomes pixels: `windows` are the parts of the step that are drawn, each (from, to)."""
 
-    pixels: float  # per unit of time
+    # Per unit of time.
+    pixels: float
     windows: tuple[tuple[float, float], ...]
 
     @staticmethod
     def of(run: Run, width: float) -> _Scale:
-        """All of the step if its boxes can be told apart, else its beginning and its end."""
+        """Choose what is drawn: all of the step if its boxes can be told apart, else its beginning
+        and its end.
+        """
         usual = _usual(run)
-        if run.length / usual * LEAST_BOX <= MAX_WIDTH:
-            return _Scale(width / run.length, ((run.begin, run.finish),))
-        pixels = 1.5 * LEAST_BOX / usual
+        if run.length / usual * MIN_BOX_WIDTH <= MAX_WIDTH:
+            return _Scale(width / run.length, ((run.begin, run.end),))
+        # Too long for one picture: boxes stay readable, and time is left out in the middle.
+        pixels = 1.5 * MIN_BOX_WIDTH / usual
         half = width / 2 / pixels
-        return _Scale(pixels, ((run.begin, run.begin + half), (run.finish - half, run.finish)))
+        return _Scale(pixels, ((run.begin, run.begin + half), (run.end - half, run.end)))
 
     @property
     def right(self) -> float:
         return self.x(self.windows[-1][1])
 
     def x(self, time: float) -> float:
-        """The place of a moment; of one that is left out, the edge of what is drawn."""
+        """Return the place of a moment; of one that is left out, the edge of what is drawn."""
         at = float(LEFT)
         for low, high in self.windows:
             if time <= high:
@@ -108,7 +120,7 @@ class _Scale:
         return at - (GAP if len(self.windows) > 1 else 0)
 
     def shown(self, start: float, end: float) -> bool:
-        """Whether any of a time is drawn."""
+        """Tell whether any of a time is drawn."""
         return any(start < high and end > low for low, high in self.windows)
 
 
@@ -124,9 +136,9 @@ class _Panel:
     def ranks(self) -> list[int]:
         """The ranks that are drawn."""
         count = len(self.run.spans)
-        if count <= MOST_RANKS:
+        if count <= MAX_RANKS:
             return list(range(count))
-        return [*range(MOST_RANKS // 2), *range(count - MOST_RANKS // 2, count)]
+        return [*range(MAX_RANKS // 2), *range(count - MAX_RANKS // 2, count)]
 
     @property
     def step(self) -> int:
@@ -139,40 +151,43 @@ class _Panel:
 
     def draw(self) -> Iterator[str]:
         run, ranks = self.run, self.ranks
-        span = f"{_n(run.length * run.scale)} {run.unit}" if run.in_seconds else ""
-        told = [one for one in (span, f"bubble {100 * run.bubble:.1f} %" if run.is_whole else "") if one]
-        yield f'<text class="panel" x="12" y="4">{escape(run.name)}: {", ".join(told)}</text>'
+        facts = []
+        if run.in_seconds:
+            facts.append(f"{_n(run.length * run.scale)} {run.unit}")
+        if run.is_whole:
+            facts.append(f"bubble {100 * run.bubble:.1f} %")
+        yield f'<text class="panel" x="12" y="4">{escape(run.name)}: {", ".join(facts)}</text>'
         messages = list(run.messages(self.orders, ranks)) if self.orders else []
-        messages = [one for one in messages if self.scale.shown(one.sent, one.read + 1e-9 * run.length)]
-        remarks = [one for one in (run.remark, *self._left_out(len(messages))) if one]
+        messages = [message for message in messages if self.scale.shown(message.sent, message.read + 1e-9 * run.length)]
+        remarks = [text for text in (run.remark, *self._left_out(len(messages))) if text]
         yield f'<text class="quiet" x="12" y="20">{escape("; ".join(remarks))}</text>'
         yield f'<text class="quiet" x="{_n(self.scale.right + 12)}" y="20">idle, most held</text>'
         top = max((amount for curve in run.memory for _, amount in curve), default=0.0)
         for i, rank in enumerate(ranks):
             yield from self._row(self._y(i), rank, top)
-        if len(messages) <= MOST_MESSAGES:
+        if len(messages) <= MAX_MESSAGES:
             row = {rank: i for i, rank in enumerate(ranks)}
-            yield from (self._message(one, row) for one in messages)
+            yield from (self._message(message, row) for message in messages)
         for i, rank in enumerate(ranks):
             yield from self._boxes(self._y(i), rank)
         yield from self._breaks()
         yield from self._axis()
 
     def _y(self, row: int) -> float:
-        """The top of a row; below the rows that are left out there is a gap."""
-        return 30 + row * self.step + (GAP if len(self.run.spans) > MOST_RANKS and row >= MOST_RANKS // 2 else 0)
+        """Return the top of a row; below the rows that are left out there is a gap."""
+        return 30 + row * self.step + (GAP if len(self.run.spans) > MAX_RANKS and row >= MAX_RANKS // 2 else 0)
 
     def _left_out(self, messages: int) -> Iterator[str]:
-        """What the picture does not show."""
+        """Yield what the picture does not show."""
         run = self.run
-        if len(run.spans) > MOST_RANKS:
-            yield f"ranks {MOST_RANKS // 2} to {len(run.spans) - MOST_RANKS // 2 - 1} are not drawn"
+        if len(run.spans) > MAX_RANKS:
+            yield f"ranks {MAX_RANKS // 2} to {len(run.spans) - MAX_RANKS // 2 - 1} are not drawn"
         if len(self.scale.windows) > 1:
             (_, first), (second, _) = self.scale.windows
             share = 100 * (second - first) / run.length
             times = f"{_n((first - run.begin) * run.scale)} to {_n((second - run.begin) * run.scale)}"
             yield f"{share:.0f} % of the time, from {times}, is left out"
-        if messages > MOST_MESSAGES:
+        if messages > MAX_MESSAGES:
             yield f"its {messages} messages are not drawn"
 
     def _row(self, y: float, rank: int, top: float) -> Iterator[str]:
@@ -211,21 +226,22 @@ class _Panel:
         """Model chunks of a rank."""
         return 1 + max(self.run.chunks.values(), default=0)
 
-    def _message(self, one: Message, row: dict[int, int]) -> str:
-        """A line between the rows, below the boxes."""
-        is_down = row[one.target] > row[one.source]
-        x, y = self.scale.x(one.sent), self._y(row[one.source]) + ROW * is_down
-        to_x, to_y = self.scale.x(one.read), self._y(row[one.target]) + ROW * (not is_down)
-        color = "#1f53a0" if one.action.kind is Kind.SEND_F else "#1c703e"
+    def _message(self, message: Message, row: dict[int, int]) -> str:
+        """Draw a line between the rows, below the boxes."""
+        is_down = row[message.target] > row[message.source]
+        x, y = self.scale.x(message.sent), self._y(row[message.source]) + ROW * is_down
+        to_x, to_y = self.scale.x(message.read), self._y(row[message.target]) + ROW * (not is_down)
+        color = "#1f53a0" if message.action.kind is Kind.SEND_F else "#1c703e"
         return (
             f'<path class="sent" stroke="{color}" d="M{_n(x)} {_n(y)}L{_n(to_x)} {_n(to_y)}">'
-            f"<title>{one.action}</title></path>"
+            f"<title>{message.action}</title></path>"
         )
 
     def _strip(self, y: float, curve: Curve, top: float) -> Iterator[str]:
-        """What a rank holds over time, as an area; `top` is the most that any of them holds."""
+        """Draw what a rank holds over time as an area; `top` is the most that any of them holds."""
         times, high = [time for time, _ in curve], STRIP - 4
         for low, end in self.scale.windows:
+            # The curve is a step function: its value at the left edge is that of the last change before.
             first = bisect_right(times, low)
             held = curve[first - 1][1] if first else 0.0
             left, bottom = self.scale.x(low), y + high
@@ -238,7 +254,7 @@ class _Panel:
             yield f'<path class="held" d="{"".join(path)}H{right}V{_n(bottom)}Z"/>'
 
     def _breaks(self) -> Iterator[str]:
-        """The gap where time is left out."""
+        """Draw the gap where time is left out."""
         if len(self.scale.windows) > 1:
             x, bottom = self.scale.x(self.scale.windows[0][1]), self._y(len(self.ranks) - 1) + self.step
             yield f'<rect class="cut" x="{_n(x + 1)}" y="28" width="{GAP - 2}" height="{_n(bottom - 26)}"/>'
@@ -260,7 +276,7 @@ class _Panel:
 
 
 def _legend(panels: Sequence[_Panel]) -> Iterator[str]:
-    """A swatch per kind and chunk: the first four chunks and the last. W is told where there is one."""
+    """Draw a swatch per kind and chunk (the first four and the last); W only where it occurs."""
     kinds = set().union(*(panel.run.kinds for panel in panels)) if panels else set()
     chunks = max((panel.chunks for panel in panels), default=1)
     shown = [chunk for chunk in range(chunks) if chunk < 4 or chunk == chunks - 1]
@@ -286,7 +302,7 @@ def _legend(panels: Sequence[_Panel]) -> Iterator[str]:
 
 
 def _label(text: str, x: float, y: float, width: float, is_dark: bool) -> str:
-    """The microbatch number in a box, smaller where it is tight and left out where it cannot be read."""
+    """Return the microbatch number in a box, smaller where it is tight, none where it cannot be read."""
     size = min(11.0, floor(10 * (width - 2) / (0.64 * len(text))) / 10)
     if size < 6:
         return ""
@@ -296,20 +312,20 @@ def _label(text: str, x: float, y: float, width: float, is_dark: bool) -> str:
 
 
 def _tick_step(finish: float, wanted: int) -> float:
-    """1, 2 or 5 times a power of ten: the smallest that gives at most `wanted` steps."""
+    """Return 1, 2 or 5 times a power of ten: the smallest that gives at most `wanted` steps."""
     power = 10.0 ** floor(log10(finish / wanted))
     return next((factor * power for factor in (1, 2, 5) if factor * power * wanted >= finish), 10 * power)
 
 
 def _shade(kind: Kind, chunk: int, chunks: int) -> tuple[str, bool]:
-    """The colour of a box and whether it is dark, so that its text must be light."""
+    """Return the colour of a box and whether it is dark, so that its text must be light."""
     share = chunk / (chunks - 1) if chunks > 1 else 0.0
     rgb = [round(dark + share * (light - dark)) for dark, light in zip(DARK[kind], LIGHT[kind], strict=True)]
     return "#" + "".join(f"{part:02x}" for part in rgb), share < 0.5
 
 
 def _n(value: float) -> str:
-    """At most two decimals, or three significant digits of something small; no trailing zeros."""
+    """Format with at most two decimals, or three significant digits of something small; no trailing zeros."""
     text = f"{value:.2f}" if abs(value) >= 0.1 or value == 0 else f"{value:.3g}"
     return text.rstrip("0").rstrip(".") if "." in text and "e" not in text else text
 

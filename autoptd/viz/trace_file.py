@@ -1,7 +1,8 @@
 """Write runs of a step as a trace that ui.perfetto.dev and chrome://tracing open.
 
-In: `Run`s, and the orders for their messages. Out: JSON text in Chrome's trace event format: a process per run, a track per
-rank, a slice per action, an arrow (flow) per message, a counter per rank of what it holds for backward.
+In: `Run`s, and the orders for their messages. Out: JSON text in Chrome's trace event format: a process per
+run, a track per rank, a slice per action, an arrow (flow) per message, a counter per rank of what it holds
+for backward.
 
     Path("trace.json").write_text(trace_json([simulated, executed], program.orders))
 """
@@ -15,7 +16,8 @@ from typing import Any
 from autoptd.ir.actions import Action, Kind
 from autoptd.viz.runs import Message, Run
 
-MOST = 40_000  # actions in the file; of more, only some ranks are written
+# Of more actions than these, only some ranks are written: viewers do not open larger files.
+MAX_ACTIONS = 40_000
 CATEGORIES = {Kind.F: "forward", Kind.B: "backward", Kind.W: "weight gradients"}
 Event = dict[str, Any]
 
@@ -30,18 +32,20 @@ def trace_json(runs: Sequence[Run], orders: Sequence[Sequence[Action]] = ()) -> 
     for process, run in enumerate(runs, 1):
         ranks = _ranks(run)
         if len(ranks) < len(run.spans):
-            left_out[run.name] = f"ranks {ranks[len(ranks) // 2 - 1] + 1} to {ranks[len(ranks) // 2] - 1} are left out"
-        events += [json.dumps(one, separators=(",", ":")) for one in _events(process, run, ranks, orders)]
+            # The first half of `ranks` are the first ranks, the second half the last ones.
+            half = len(ranks) // 2
+            left_out[run.name] = f"ranks {ranks[half - 1] + 1} to {ranks[half] - 1} are left out"
+        events += [json.dumps(event, separators=(",", ":")) for event in _events(process, run, ranks, orders)]
     other = json.dumps({"written by": "AutoPTD", **left_out})
     joined = ",\n".join(events)
     return f'{{"displayTimeUnit":"ms","otherData":{other},"traceEvents":[\n{joined}\n]}}\n'
 
 
 def _ranks(run: Run) -> list[int]:
-    """All ranks, or as many of the first and of the last as fit."""
+    """Return all ranks, or as many of the first and of the last as fit."""
     count = len(run.spans)
     longest = max(map(len, run.spans), default=1)
-    fit = max(2, MOST // max(longest, 1))
+    fit = max(2, MAX_ACTIONS // max(longest, 1))
     return list(range(count)) if count <= fit else [*range(fit // 2), *range(count - fit // 2, count)]
 
 
@@ -65,15 +69,20 @@ def _events(process: int, run: Run, ranks: Sequence[int], orders: Sequence[Seque
             unit = "bytes" if run.in_bytes else "microbatches"
             name = f"held for backward, pp rank {rank}"
             yield {"ph": "C", "pid": process, "name": name, "ts": _micros(run, time), "args": {unit: amount}}
-    for number, one in enumerate(run.messages(orders, ranks)):
-        yield from _flow(process, number, run, one)
+    for number, message in enumerate(run.messages(orders, ranks)):
+        yield from _flow(process, number, run, message)
 
 
-def _flow(process: int, number: int, run: Run, one: Message) -> Iterator[Event]:
-    """Both ends of a message, each within its slice, where viewers look for it."""
-    name = {"pid": process, "name": str(one.action), "cat": "message", "id": process * 10_000_000 + number}
-    yield {"ph": "s", "tid": one.source, "ts": _micros(run, one.made + 0.999 * (one.sent - one.made)), **name}
-    yield {"ph": "f", "bp": "e", "tid": one.target, "ts": _micros(run, one.read), **name}
+def _flow(process: int, number: int, run: Run, message: Message) -> Iterator[Event]:
+    """Yield both ends of a message, each within its slice, where viewers look for it."""
+    name = {"pid": process, "name": str(message.action), "cat": "message", "id": process * 10_000_000 + number}
+    yield {
+        "ph": "s",
+        "tid": message.source,
+        "ts": _micros(run, message.made + 0.999 * (message.sent - message.made)),
+        **name,
+    }
+    yield {"ph": "f", "bp": "e", "tid": message.target, "ts": _micros(run, message.read), **name}
 
 
 def _name(process: int, rank: int, what: str, name: str) -> Event:
@@ -81,7 +90,7 @@ def _name(process: int, rank: int, what: str, name: str) -> Event:
 
 
 def _micros(run: Run, time: float) -> float:
-    """Microseconds since the run began."""
+    """Return the microseconds since the run began."""
     return round((time - run.begin) * (1e6 if run.in_seconds else 1e3), 3)
 
 

@@ -1,7 +1,7 @@
 """Which operators a picture shows: those that do more than rearrange a value.
 
 view       an operator that only rearranges (view, transpose, split, ...): not shown, edges pass through it.
-hidden     besides views: a conversion of a parameter that moves nothing; its reader tells it.
+hidden     besides views: a conversion of a parameter that moves nothing; its reader shows it.
 origin     the shown operator or the placeholder behind any hidden ones.
 
     is_shown(linear), is_shown(transpose)       # True, False
@@ -25,31 +25,31 @@ COMMUNICATES = {row.name for row in CONVERSIONS.values() if {row.forward, row.ba
 
 
 def short_op(node: Node) -> str:
-    """`linear` for `aten.linear`."""
+    """Return `linear` for `aten.linear`."""
     return op_name(node).removeprefix("aten.")
 
 
 def is_shown(node: Node) -> bool:
-    """Whether an operator is more than a view, and no local conversion of a parameter."""
-    return is_tensor(node) and operator_of(node).moves in SHOWN_MOVES and not _is_told_by_reader(node)
+    """Tell whether an operator is drawn: neither a view nor a local conversion of a parameter."""
+    return is_tensor(node) and operator_of(node).moves in SHOWN_MOVES and not _is_shown_by_reader(node)
 
 
 def origin(node: Node) -> Node:
-    """The shown operator or the placeholder that `node` is a view of."""
+    """Return the shown operator or the placeholder that `node` is a view of."""
     while node.op == "call_function" and not is_shown(node) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node
 
 
 def hidden_inputs(node: Node) -> Iterator[Node]:
-    """The hidden operators between a shown one and the origins of its operands."""
+    """Yield the hidden operators between a shown one and the origins of its operands."""
     for arg in node.all_input_nodes:
         while arg.op == "call_function" and not is_shown(arg) and arg.all_input_nodes:
             yield arg
             arg = arg.all_input_nodes[0]
 
 
-def _is_told_by_reader(node: Node) -> bool:
+def _is_shown_by_reader(node: Node) -> bool:
     if node.target not in (markers.convert, markers.share) or note(node).conversion in COMMUNICATES:
         return False
     return origin(node.all_input_nodes[0]).op == "placeholder"

@@ -6,16 +6,17 @@ letter("i_to_r")              # "f": Megatron's name of I -> R
 
 from __future__ import annotations
 
-LETTERS = {"i_to_r": "f", "p_to_i": "g"}  # Shoeybi et al. 2019, section 3
+# Shoeybi et al. 2019, section 3.
+LETTERS = {"i_to_r": "f", "p_to_i": "g"}
 
 
 def letter(conversion: str) -> str:
-    """Megatron's name of a conversion, "" where it has none."""
+    """Return Megatron's name of a conversion, "" where it has none."""
     return LETTERS.get(conversion, "")
 
 
 def bytes_text(count: float) -> str:
-    """Bytes with a binary unit and at most three significant digits: `512 B`, `16 KiB`, `1.52 MiB`."""
+    """Format bytes with a binary unit and three significant digits at most: `512 B`, `16 KiB`, `1.52 MiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1000:
             return f"{_three(count)} {unit}"
@@ -24,7 +25,7 @@ def bytes_text(count: float) -> str:
 
 
 def count_text(count: float) -> str:
-    """A number with a unit: `640`, `14.7 M`, `1.2 T`."""
+    """Format a number with a unit: `640`, `14.7 M`, `1.2 T`."""
     for unit in ("", " k", " M", " G", " T"):
         if count < 1000:
             return f"{_three(count)}{unit}"
@@ -33,7 +34,13 @@ def count_text(count: float) -> str:
 
 
 def _three(value: float) -> str:
-    text = f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"
+    """Format with three significant digits at most, without trailing zeros."""
+    decimals = 0
+    if value < 10:
+        decimals = 2
+    elif value < 100:
+        decimals = 1
+    text = f"{value:.{decimals}f}"
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 

@@ -34,14 +34,14 @@ def model_of(
     return SubramanianModel(shape, SYSTEMS[name].with_domain(domain), gpus, BATCH, tensor)
 
 
-def placed(model: SubramanianModel, cells: Sequence[tuple[int, int, int]]) -> dict[str, np.ndarray]:
-    """Cells (t1, t2, p) with b = 1, each with its fastest placement, whether they fit in memory or not."""
-    t1, t2, p = np.array(cells, dtype=np.int64).T
+def placed(model: SubramanianModel, configs: Sequence[tuple[int, int, int]]) -> dict[str, np.ndarray]:
+    """Configs (t1, t2, p) with b = 1, each with its fastest placement, whether they fit in memory or not."""
+    t1, t2, p = np.array(configs, dtype=np.int64).T
     columns = {"t1": t1, "t2": t2, "p": p, "d": model.gpus // (t1 * t2 * p), "b": np.ones_like(t1)}
     where, added = model.variants(columns)
     candidates = {**take(columns, where), **added}
     seconds = model.seconds(candidates)
-    rows = [np.flatnonzero(where == i) for i in range(len(cells))]
+    rows = [np.flatnonzero(where == i) for i in range(len(configs))]
     return take(candidates, np.array([mine[np.argmin(seconds[mine])] for mine in rows]))
 
 
@@ -118,11 +118,11 @@ def tensor_ranks_and_domains() -> Figure:
 
 def long_sequences() -> Figure:
     model = model_of(VIT_64K, "2D")
-    cells = [(16 // 2**i, 2**i, 1) for i in range(5)] + [(16 // 2**i, 2**i, 16) for i in range(4)]
-    found = placed(model, cells)
+    configs = [(16 // 2**i, 2**i, 1) for i in range(5)] + [(16 // 2**i, 2**i, 16) for i in range(4)]
+    found = placed(model, configs)
     seconds = seconds_of(model, found)
     series: Series = {
-        f"p = {p}": {float(t2): s for (_, t2, at), s in zip(cells, seconds, strict=True) if at == p} for p in (1, 16)
+        f"p = {p}": {float(t2): s for (_, t2, at), s in zip(configs, seconds, strict=True) if at == p} for p in (1, 16)
     }
     without = [not len(search(model_of(VIT_64K, "1D", gpus=gpus), keep=1)) for gpus in SCALES]
     return Figure(

@@ -46,11 +46,11 @@ def test_days_of_training_are_those_of_the_fastest_step() -> None:
 def test_a_configuration_is_placed_as_the_search_places_it() -> None:
     model = model_of(GPT3_1T, gpus=4096)
     found = search(model, keep=1)
-    cell = tuple(int(found.columns[name][0]) for name in ("t1", "t2", "p"))
-    mine = placed(model, [cell])  # type: ignore[list-item]
+    config = tuple(int(found.columns[name][0]) for name in ("t1", "t2", "p"))
+    mine = placed(model, [config])  # type: ignore[list-item]
     assert int(found.columns["b"][0]) == 1 and model.seconds(mine)[0] == pytest.approx(found.seconds[0])
     (row,) = describe(model, mine)
-    assert row["p"] == cell[2] and "does not fit" not in row["GB"]
+    assert row["p"] == config[2] and "does not fit" not in row["GB"]
     assert sum(int(text) for name, text in row.items() if name.endswith("%")) == pytest.approx(100, abs=3)
     assert SAMPLES[GPT3_1T] == 488281250
 

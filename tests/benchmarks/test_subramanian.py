@@ -49,10 +49,10 @@ def problem(shape: Transformer, system: str, domain: int, gpus: int, tensor: str
 
 @pytest.mark.parametrize("row", OPTIMA, ids=lambda row: f"{row[1]}x{row[3]}-{row[4]}-{row[0].layers}")
 def test_published_optima(row: Any) -> None:
-    shape, system, domain, gpus, tensor, seconds, cell, inside, gigabytes, count = row
+    shape, system, domain, gpus, tensor, seconds, config, inside, gigabytes, count = row
     model = problem(shape, system, domain, gpus, tensor)
-    cells = model.cells()
-    where, _ = model.variants(take(cells.columns, np.flatnonzero(cells.reason < 0)))
+    configs = model.configs()
+    where, _ = model.variants(take(configs.columns, np.flatnonzero(configs.reason < 0)))
     assert len(where) == count
     found = search(model)
     if seconds is None:
@@ -61,7 +61,7 @@ def test_published_optima(row: Any) -> None:
         return
     best = {name: int(values[0]) for name, values in found.columns.items()}
     assert found.seconds[0] == pytest.approx(seconds, rel=1e-9)
-    assert tuple(best[name] for name in ("t1", "t2", "p", "d", "b")) == cell
+    assert tuple(best[name] for name in ("t1", "t2", "p", "d", "b")) == config
     assert tuple(best[name] for name in ("in_t1", "in_t2", "in_d", "in_p")) == inside
     assert found.memory[0] == pytest.approx(gigabytes * 1e9, rel=1e-9)
 
@@ -130,7 +130,7 @@ def test_quirk_norm_and_biases() -> None:
         for is_on in (True, False):
             quirks = dataclasses.replace(PUBLISHED, **{name: is_on})
             model = problem(GPT3_1T, "B200", 64, 4096, tensor, quirks=quirks)
-            cell = {
+            config = {
                 "t1": 8,
                 "t2": 1,
                 "p": 16,
@@ -142,7 +142,7 @@ def test_quirk_norm_and_biases() -> None:
                 "in_p": 1,
                 "panels": 8,
             }
-            columns = {key: np.array([value]) for key, value in cell.items()}
+            columns = {key: np.array([value]) for key, value in config.items()}
             found[name, is_on] = model.memory_terms(columns), model.seconds_terms(columns)
     kept = [found["summa_norm_is_seq_wide", is_on][0]["activations"][0] for is_on in (False, True)]
     norms = 2 * 2.0 * 2048 * (25600 - 2048) / 8 * (128 / 16) * 16  # 2 norms, 8 layers, 16 microbatches in flight

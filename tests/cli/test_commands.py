@@ -29,7 +29,7 @@ def test_show_prints_the_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", *GPT, *mesh]) == 0
     text = capsys.readouterr().out
     for words in (
-        "on 8 ranks: t=2 p=2 d=2 v=1, 1f1b, 4 microbatches of 1 row",
+        "on 8 ranks: t=2 p=2 d=2 v=1, 1f1b, 4 microbatches of size 1",
         "Memory of a rank",
         "tp (tensor)",
         "Bubble: ",
@@ -48,7 +48,7 @@ def test_json_is_json_whatever_else_is_asked(tmp_path: Path, capsys: pytest.Capt
     words = f"--t 2 --json --out {tmp_path} --explain transformer.h.0.mlp.c_fc"
     assert main(["show", *GPT, *words.split()]) == 0
     told = capsys.readouterr()
-    assert json.loads(told.out)["model"] and "written: " in told.err and "column" in told.err
+    assert json.loads(told.out)["model"] and "wrote " in told.err and "column" in told.err
 
 
 def test_more_fallbacks_are_where_they_can_be_read(tmp_path: Path) -> None:
@@ -185,9 +185,7 @@ def test_ctrl_c_is_one_line_and_leaves_a_report(
     monkeypatch.setattr("autoptd.Progress.add", interrupted)
     run = f"--t 2 --backend local --steps 4 --batch 4 --num-microbatches 2 --out {tmp_path}"
     assert main(["train", *GPT, *run.split()]) == 130
-    assert (
-        capsys.readouterr().err.splitlines()[-1] == f"interrupted after 0 of 4 steps; written: {tmp_path}/report.html"
-    )
+    assert capsys.readouterr().err.splitlines()[-1] == f"interrupted after 0 of 4 steps; wrote {tmp_path}/report.html"
     assert "Summary" in (tmp_path / "report.html").read_text()
 
 

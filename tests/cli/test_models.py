@@ -128,12 +128,12 @@ def test_buffers_and_batches_drawn_at_random_have_values(tmp_path: Path) -> None
 
 def test_names_that_a_config_does_not_have_are_refused(tmp_path: Path) -> None:
     for name, wrong, right in (("gpt2", "n_layers", "n_layer"), ("llama-3-8b", "n_layer", "")):
-        with pytest.raises(PlanError, match=f"--set {wrong}: is no field of .*{right}"):
+        with pytest.raises(PlanError, match=f"--set {wrong}: is not a field of .*{right}"):
             make_without_weights(find_model(name, {wrong: 2}))
     model, _ = make_without_weights(find_model("gpt2", {"num_hidden_layers": 1, "attn_pdrop": 0.1}))  # its other name
     assert model.config.n_layer == 1 and len(model.transformer.h) == 1
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "n_layer": 1, "n_embd": 16, "n_head": 2}))
-    with pytest.raises(PlanError, match="n_emb: is no field"):
+    with pytest.raises(PlanError, match="n_emb: is not a field"):
         make_without_weights(find_model(str(tmp_path), {"n_emb": 8}))
 
 

@@ -142,7 +142,7 @@ def test_pairs_and_bytes() -> None:
         (["shwo", "gpt2"], 2, "COMMAND: invalid choice: 'shwo'"),
         ([], 2, "COMMAND"),
         (["show", "gpt2", "--memory", "80G"], 2, "'80G' is not a number of bytes: 80e9, 80GB or 80GiB"),
-        (["plan", "gpt2", "--t", "x"], 2, "'x' is no number, or numbers with commas"),
+        (["plan", "gpt2", "--t", "x"], 2, "'x' is not a number, or numbers with commas"),
         (["simulate", "--p", "2", "--forward", "nan"], 2, "PlanError: --forward, --backward and --link: are times"),
         (["simulate", "--p", "2", "--out", "/proc/none/x.svg"], 2, "PlanError: --out /proc/none/x.svg"),
         (["compile", "gpt2"], 2, "PlanError: --out: is missing"),

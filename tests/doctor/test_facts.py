@@ -1,4 +1,6 @@
-"""What the ranks say of themselves, and what is wrong with it: no GPU is needed to say that two ranks share one."""
+"""What the ranks say of themselves, and what is wrong with it: no GPU is needed to say that two ranks share
+one.
+"""
 
 from __future__ import annotations
 

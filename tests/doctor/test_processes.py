@@ -1,4 +1,6 @@
-"""Real processes over gloo: all right, a rank that sends wrong numbers, one that never comes, one that is stopped midway."""
+"""Real processes over gloo: all right, a rank that sends wrong numbers, one that never comes, one that is
+stopped midway.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,10 @@ def shape(text: str) -> list[str]:
 
 
 def _serve(rank: int, size: int, port: int, folder: Path, words: list[str], spoil: bool, backend: str | None) -> None:
-    """One rank: `autoptd doctor` with the environment that torchrun would give it; what it prints goes to files."""
+    """One rank: `autoptd doctor` with the environment that torchrun would give it.
+
+    What it prints goes to files.
+    """
     for name, number in (("out", 1), ("err", 2)):
         file = os.open(folder / f"{rank}.{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(file, number)
@@ -77,7 +82,9 @@ def spoil_calls() -> None:
 
 
 class Launch:
-    """The processes of a launch, as torchrun would start them: those of `absent` are not, that of `spoiled` is wrong."""
+    """The processes of a launch, as torchrun would start them: those of `absent` are not, that of `spoiled`
+    is wrong.
+    """
 
     def __init__(
         self, folder: Path, size: int, *words: str, absent: int = -1, spoiled: int = -1, backend: str | None = None
@@ -194,6 +201,7 @@ def test_a_rank_that_is_stopped_is_named(size: int, victim: int, mesh: str, tmp_
     gone = r"RuntimeFault: rank \d at .*(rank 2 is gone: it was last known at |waited 5 s for rank 2, not arrived)"
     assert re.search(gone, launch.out(0)), launch.said()
     assert launch.out(0).count("RuntimeFault") == 1, launch.said()
-    # Gloo's connecting has a limit of its own: where rank 0 hangs in there, another rank does not wait to print for it.
+    # Gloo's connecting has a limit of its own: where rank 0 hangs in there, another rank does not wait to
+    # print for it.
     assert all(not launch.out(rank) or re.search(gone, launch.out(rank)) for rank in (1, 3)), launch.said()
     assert "t=2 p=2 d=1: " in launch.out(0), "what was found before is told"

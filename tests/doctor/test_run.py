@@ -57,7 +57,7 @@ def test_alone_it_looks_at_threads_and_says_how_to_start_processes(
         ("--t 0", {}, "--t 0: is below 1"),
         ("--json none/doctor.json", {}, "there is no folder none"),
         ("--cluster dgx-h1000", {}, "no such cluster"),
-        ("", {"WORLD_SIZE": "two"}, "WORLD_SIZE='two': is no number"),
+        ("", {"WORLD_SIZE": "two"}, "WORLD_SIZE='two': is not a number"),
     ],
 )
 def test_bad_input_is_one_line(

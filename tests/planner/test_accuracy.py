@@ -24,7 +24,10 @@ def test_korthikanti_the_calibration_set() -> None:
 
 
 def test_sc21_with_one_factor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Goals: 3% on average, 7% at worst, rank correlation 0.9. By the closed form, which is within 1% of the simulation."""
+    """Goals: 3% on average, 7% at worst, rank correlation 0.9.
+
+    By the closed form, which is within 1% of the simulation.
+    """
 
     class Closed:
         def __init__(self, shape: object, cluster: object, **way: object) -> None:

@@ -52,7 +52,10 @@ def test_zero_would_fit() -> None:
 
 
 def test_all_that_saves_memory_at_once() -> None:
-    """Where no single change helps; it says what has to be left open, and following it finds the plan that it names."""
+    """Where no single change helps.
+
+    It says what has to be left open, and following it finds the plan that it names.
+    """
     asked = {"gpus": 64, "batch": 512, "t": 1, "p": 1, "microbatch": 8, "sequence_parallel": False}
     found, _ = remedies_of(GPT3, **asked)
     text = next(one for one in found if "together" in one)
@@ -78,7 +81,7 @@ def test_what_would_fit_instead_of_a_pin() -> None:
     ("asked", "fact", "remedy"),
     [
         ({"gpus": 13}, "p is more than the layers", "12 GPUs"),
-        ({"gpus": 1, "schedule": "zbv"}, "no degrees suit", "2 GPUs"),
+        ({"gpus": 1, "schedule": "zbv"}, "no degrees meet", "2 GPUs"),
         ({"gpus": 8, "t": 3}, "there is no such plan", "another t than 3"),
     ],
 )

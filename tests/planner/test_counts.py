@@ -1,4 +1,6 @@
-"""Counts of a shape: SC'21's and Korthikanti's formulas, and exactly what the traced, sharded graph of a GPT has."""
+"""Counts of a shape: SC'21's and Korthikanti's formulas, and exactly what the traced, sharded graph of a GPT
+has.
+"""
 
 from __future__ import annotations
 
@@ -103,9 +105,9 @@ def test_parameters_of_a_rank_are_those_of_the_program(number: int) -> None:
 def test_bytes_kept_for_backward_are_those_of_the_program(number: int) -> None:
     """Exactly, per stage, but for what only one of the two counts.
 
-    The program counts a value where it is made, so what crosses a boundary (b s h / r) on the stage before it. It has one
-    value more, the result of attention beside its contiguous copy. The shape has the float32 per row and head that fused
-    attention keeps.
+    The program counts a value where it is made, so what crosses a boundary (b s h / r) on the stage before
+    it. It has one value more, the result of attention beside its contiguous copy. The shape has the float32
+    per row and head that fused attention keeps.
     """
     shape, mesh, program = dataclasses.replace(TINY, dropout=False), MESHES[number], compiled(number)
     t, stages = mesh["t"], mesh["p"] * mesh.get("v", 1)
@@ -189,7 +191,9 @@ def test_flops_of_a_rank_simplify_to_those_of_the_paper_over_t(t: int, p: int) -
 
 
 def test_the_graphs_own_flops_simplify_to_those_of_the_paper() -> None:
-    """SC'21, equation 3 without its fourth pass, and 2: from the traced graph's nodes and parameters, in symbols."""
+    """SC'21, equation 3 without its fourth pass, and 2: from the traced graph's nodes and parameters, in
+    symbols.
+    """
     layers, width, vocab = 3, 40, 56
     config = GPTConfig(vocab_size=vocab, block_size=12, n_layer=layers, n_head=4, n_embd=width)
     ids = torch.zeros(2, 12, dtype=torch.long)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from autoptd.planner.choice import Choice
+from autoptd.planner.candidate import Candidate
 from autoptd.planner.plan import Plan, plan
 from tests.planner.test_plan import GPT_22B, SMALL
 
@@ -20,7 +20,7 @@ def percent(text: str, before: str) -> float:
 def test_explain_says_what_the_table_says() -> None:
     found = plan(GPT_22B, gpus=64, batch=128, recompute="full", precision="bf16")
     lines = found.explain().splitlines()
-    best, next_ = found.choices[:2]
+    best, next_ = found.candidates[:2]
     assert lines[0].startswith(f"Chosen: {best.name}: {best.seconds:.4g} s")
     assert lines[3].startswith(f"Next: {next_.name}: {next_.seconds:.4g} s, ")
     assert percent(lines[3], " more") == pytest.approx(next_.seconds / best.seconds - 1, abs=6e-3)
@@ -34,8 +34,8 @@ def test_explain_says_what_the_table_says() -> None:
     }
     assert f"What decides is {meaning[worst]}: {apart[worst]:.3g} s more" in lines[3]
     assert "up to 8.2% off each other" in lines[4]  # SC'21's points: from 4.2% too low to 3.7% too high
-    close = sum(one.seconds <= 1.037 / 0.958 * best.seconds for one in found.choices[1:])
-    assert (f"{close} more of the {len(found.choices)} listed" in lines[4]) == (close > 0)
+    close = sum(one.seconds <= 1.037 / 0.958 * best.seconds for one in found.candidates[1:])
+    assert (f"{close} more of the {len(found.candidates)} listed" in lines[4]) == (close > 0)
     assert str(found).splitlines()[1].split()[1:4] == [
         f"{best.seconds:.4g}",
         f"{best.flops_per_gpu / 1e12:.1f}",
@@ -43,19 +43,21 @@ def test_explain_says_what_the_table_says() -> None:
     ]
 
 
-def best_where(found: Plan, keep: Any) -> Choice | None:
+def best_where(found: Plan, keep: Any) -> Candidate | None:
     """The fastest candidate that satisfies a test on its degrees, by going through all."""
     model: Any = found.model
-    cells, asked = model.cells(), model.request.only(model.cells().columns)
-    chosen = np.flatnonzero((cells.reason < 0) & asked)
-    columns = {name: values[chosen] for name, values in cells.columns.items()}
+    configs, asked = model.configs(), model.request.only(model.configs().columns)
+    chosen = np.flatnonzero((configs.reason < 0) & asked)
+    columns = {name: values[chosen] for name, values in configs.columns.items()}
     where, added = model.variants(columns)
     rows = {**{name: values[where] for name, values in columns.items()}, **added}
     held, seconds = model.memory_bytes(rows), model.seconds(rows)
     wanted = np.array([keep({name: int(values[at]) for name, values in rows.items()}) for at in range(len(where))])
     seconds = np.where(wanted & (held <= model.capacity_bytes), seconds, np.inf)
     at = int(np.argmin(seconds))
-    return model.choice({name: int(values[at]) for name, values in rows.items()}) if np.isfinite(seconds[at]) else None
+    return (
+        model.candidate({name: int(values[at]) for name, values in rows.items()}) if np.isfinite(seconds[at]) else None
+    )
 
 
 def test_takeaways_are_searched_for() -> None:

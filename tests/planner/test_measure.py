@@ -1,4 +1,7 @@
-"""What measuring makes of times: fits, and a file that can be read back. Nothing here depends on how fast the machine is."""
+"""What measuring makes of times: fits, and a file that can be read back.
+
+Nothing here depends on how fast the machine is.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ def test_lines_are_fitted_by_relative_errors() -> None:
 
 
 def test_what_is_measured_can_be_read_as_a_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "SECONDS", 0.0005)
+    monkeypatch.setattr(measure, "MIN_SECONDS", 0.0005)
     monkeypatch.setattr(measure, "SIDES", {"cpu": (32,), "cuda": (256,)})
     monkeypatch.setattr(measure, "DEPTHS", {"cpu": (8, 32), "cuda": (64, 256)})
     assert main(["measure", str(tmp_path / "mine.toml"), "--ranks", "1"]) == 0
@@ -40,7 +43,9 @@ def test_what_is_measured_can_be_read_as_a_cluster(tmp_path: Path, monkeypatch: 
 
 
 class Queue:
-    """A stand-in for a GPU and a clock: a call takes 10 us there and 1 us here, to wait takes a millisecond more."""
+    """A stand-in for a GPU and a clock: a call takes 10 us there and 1 us here, to wait takes a millisecond
+    more.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now, self.busy_until, self.calls = 0.0, 0.0, 0
@@ -60,7 +65,7 @@ def test_times_of_a_gpu_are_those_of_its_work(monkeypatch: pytest.MonkeyPatch) -
     """Waiting hides among many calls, and what was started before does not count."""
     queue = Queue(monkeypatch)
     assert measure.seconds_of(queue.call, "cuda") == pytest.approx(1e-5, rel=0.03)
-    assert queue.calls * 1e-5 > 5 * measure.SECONDS
+    assert queue.calls * 1e-5 > 5 * measure.MIN_SECONDS
     seen = measure.repeated(queue.call, "cuda", lambda: queue.call(0.5))
     assert len(seen) == 10 and max(seen) < 2e-3
 

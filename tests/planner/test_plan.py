@@ -1,4 +1,6 @@
-"""Plans: the search over the default model is exact, what a plan says is what the model says, and the runtime reads it."""
+"""Plans: the search over the default model is exact, what a plan says is what the model says, and the runtime
+reads it.
+"""
 
 from __future__ import annotations
 
@@ -42,8 +44,8 @@ GPT_22B = {"layers": 48, "hidden": 6144, "heads": 64, "seq": 2048}
     st.sampled_from([None, "gpipe", "interleaved", "zb_h1", "any"]),
 )
 def test_search_is_exact(shape, gpus, rows, memory, recompute, zero, placement, schedule) -> None:  # type: ignore[no-untyped-def]
-    wishes = {"memory": memory, "recompute": recompute, "zero": zero, "placement": placement, "schedule": schedule}
-    request = make_request(shape, gpus=gpus, cluster="dgx-a100", batch=rows, c=(1, 2), precision="bf16", **wishes)
+    constraints = {"memory": memory, "recompute": recompute, "zero": zero, "placement": placement, "schedule": schedule}
+    request = make_request(shape, gpus=gpus, cluster="dgx-a100", batch=rows, c=(1, 2), precision="bf16", **constraints)
     model = DefaultModel(request)
     assert as_rows(search(model, 6, at_once=8)) == everything(model, 6)
     assert is_bounded(model)
@@ -51,7 +53,10 @@ def test_search_is_exact(shape, gpus, rows, memory, recompute, zero, placement, 
 
 def test_pins_are_kept() -> None:
     found = plan(SMALL, gpus=16, batch=64, t=(2, 4), p=2, microbatch=1)
-    assert {(one.degrees["t"], one.degrees["p"], one.degrees["b"]) for one in found.choices} <= {(2, 2, 1), (4, 2, 1)}
+    assert {(one.degrees["t"], one.degrees["p"], one.degrees["b"]) for one in found.candidates} <= {
+        (2, 2, 1),
+        (4, 2, 1),
+    }
     assert found.rejected[NOT_ASKED] > 0
     free = plan(SMALL, gpus=16, batch=64)
     assert free.best.seconds <= found.best.seconds
@@ -71,8 +76,8 @@ def test_best_is_what_predict_says() -> None:
     assert best.flops_per_gpu == pytest.approx(said.flops_per_gpu, rel=1e-9)
     assert best.degrees["m"] == said.num_microbatches
     assert sum(best.seconds_by.values()) == pytest.approx(best.seconds)
-    assert [one.seconds for one in found.choices] == sorted(one.seconds for one in found.choices)
-    assert all(one.bytes <= found.capacity_bytes for one in found.choices)
+    assert [one.seconds for one in found.candidates] == sorted(one.seconds for one in found.candidates)
+    assert all(one.bytes <= found.capacity_bytes for one in found.candidates)
     assert best.degrees["t"] * best.degrees["p"] * best.degrees["d"] == 64
 
 
@@ -89,7 +94,9 @@ def test_closed_form_and_simulation_agree() -> None:
 
 
 def test_what_does_not_fit_when_simulated_is_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Formulas that are wrong by a tenth: nothing is returned that does not fit, and where nothing does, that is said."""
+    """Formulas that are wrong by a tenth: nothing is returned that does not fit, and where nothing does, that
+    is said.
+    """
     right = default.fullest_bytes
     monkeypatch.setattr(default, "fullest_bytes", lambda *asked: 0.9 * right(*asked))
     way: dict[str, Any] = {"t": 8, "p": 8, "d": 1, "v": 3, "microbatch": 1}
@@ -106,7 +113,7 @@ def test_what_does_not_fit_when_simulated_is_no_plan(monkeypatch: pytest.MonkeyP
 def test_what_the_runtime_lacks_is_left_out() -> None:
     """Not tried unless asked for; then it is marked, and plan.json says it nowhere but in the report."""
     usual = plan(SMALL, gpus=8, batch=32)
-    assert all(not one.not_yet for one in usual.choices)
+    assert all(not one.not_yet for one in usual.candidates)
     asked = plan(SMALL, gpus=8, batch=32, recompute="full", zero=1, precision="bf16", d=8)
     expected = {"recompute": "full", "zero": 1, "precision": "bf16"}
     assert asked.best.not_yet == {name: expected[name] for name in NOT_YET if name in expected}
@@ -118,10 +125,10 @@ def test_what_the_runtime_lacks_is_left_out() -> None:
 
 
 @pytest.mark.parametrize(
-    "wishes", [{}, {"p": 2, "v": 2}, {"t": 2, "sequence_parallel": True}, {"schedule": "gpipe", "p": 4}]
+    "constraints", [{}, {"p": 2, "v": 2}, {"t": 2, "sequence_parallel": True}, {"schedule": "gpipe", "p": 4}]
 )
-def test_options_read_the_plan(wishes: dict[str, Any], tmp_path: Path) -> None:
-    found = plan(SMALL, gpus=8, batch=64, **wishes)
+def test_options_read_the_plan(constraints: dict[str, Any], tmp_path: Path) -> None:
+    found = plan(SMALL, gpus=8, batch=64, **constraints)
     found.save(tmp_path / "plan.json")
     options = make_options(plan=tmp_path / "plan.json")
     best = found.best.degrees
@@ -148,7 +155,7 @@ def test_compile_runs_the_plan() -> None:
 def test_schedules(schedule: str) -> None:
     """Whatever formula a schedule has, what leads is simulated, and the runtime takes it."""
     found = plan(SMALL, gpus=4, batch=32, schedule=schedule)
-    assert [one.is_simulated for one in found.choices[:3]] == [True] * 3
+    assert [one.is_simulated for one in found.candidates[:3]] == [True] * 3
     assert str(make_options(plan=found.record()).schedule) == schedule
 
 
@@ -157,27 +164,30 @@ def test_any_context() -> None:
     c = found.best.degrees["c"]
     assert c > 1 and f" c={c} " in found.best.name
     assert found.best.not_yet.get("c") == (c if "c" in NOT_YET else None)
-    assert {one.degrees["c"] for one in plan({**SMALL, "seq": 8192}, gpus=8, batch=2).choices} == {1}
+    assert {one.degrees["c"] for one in plan({**SMALL, "seq": 8192}, gpus=8, batch=2).candidates} == {1}
 
 
 def test_any_schedule() -> None:
-    """The best over all schedules is the best of the best of each; the listed ones run with what they are listed with."""
-    wishes = {"gpus": 8, "batch": 16, "t": 1, "p": 8, "precision": "bf16", "cluster": "dgx-h100"}
+    """The best over all schedules is the best of the best of each.
+
+    The listed ones run with what they are listed with.
+    """
+    constraints = {"gpus": 8, "batch": 16, "t": 1, "p": 8, "precision": "bf16", "cluster": "dgx-h100"}
     shape = GPT_22B | {"layers": 16}
-    found = plan(shape, **wishes, schedule="any", keep=40, memory=400e9)
-    requests = [make_request(shape, **wishes, schedule=name, memory=400e9) for name in ANY_SCHEDULE]
+    found = plan(shape, **constraints, schedule="any", keep=40, memory=400e9)
+    requests = [make_request(shape, **constraints, schedule=name, memory=400e9) for name in ANY_SCHEDULE]
     each = [search(DefaultModel(request), 1, request.only).seconds[0] for request in requests]
     assert found.found.seconds[0] == min(each)
-    named = {one.options["schedule"] for one in found.choices}
+    named = {one.options["schedule"] for one in found.candidates}
     assert named == set(ANY_SCHEDULE)
-    for one in found.choices:
+    for one in found.candidates:
         runs = SCHEDULES[one.options["schedule"]]
         assert one.degrees["v"] == runs if runs else one.degrees["v"] > 1
         assert (one.options["schedule"] in one.name) == (one.options["schedule"] not in ("1f1b", "interleaved"))
     assert str(make_options(plan=found.record()).schedule) == found.best.options["schedule"]
-    assert {one.options["schedule"] for one in plan(SMALL, gpus=1, batch=4, schedule="any").choices} == {"1f1b"}
+    assert {one.options["schedule"] for one in plan(SMALL, gpus=1, batch=4, schedule="any").candidates} == {"1f1b"}
     two = plan(SMALL, gpus=8, batch=64, p=4, schedule=("gpipe", "zbv"), keep=100)
-    assert {one.options["schedule"] for one in two.choices} == {"gpipe", "zbv"}
+    assert {one.options["schedule"] for one in two.candidates} == {"gpipe", "zbv"}
 
 
 def test_gpipe_is_never_better_than_1f1b() -> None:
@@ -189,7 +199,7 @@ def test_gpipe_is_never_better_than_1f1b() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wishes", "site"),
+    ("constraints", "site"),
     [
         ({"cost_model": "subramanian"}, "cost_model"),
         ({"gpus": 0}, "gpus"),
@@ -205,9 +215,9 @@ def test_gpipe_is_never_better_than_1f1b() -> None:
         ({"q": 3}, "q="),
     ],
 )
-def test_refused(wishes: dict[str, Any], site: str) -> None:
+def test_refused(constraints: dict[str, Any], site: str) -> None:
     with pytest.raises(PlanError) as caught:
-        plan(SMALL, **{"gpus": 8, "batch": 8, **wishes})
+        plan(SMALL, **{"gpus": 8, "batch": 8, **constraints})
     assert site in caught.value.site
 
 
@@ -218,6 +228,6 @@ def test_same_question_same_answer() -> None:
 
 def test_rejections_add_up() -> None:
     found = plan(GPT_22B, gpus=64, batch=64, precision="bf16", cluster=find_cluster("dgx-a100"))
-    assert found.found.cells == found.found.fitting + sum(found.rejected.values())
+    assert found.found.configs == found.found.fitting + sum(found.rejected.values())
     assert found.rejected[OUT_OF_MEMORY] > 0
     assert all(f"{count:,d}  {reason}" in str(found) for reason, count in found.rejected.items())

@@ -1,4 +1,6 @@
-"""Predictions: parts add up, the closed form agrees with the simulated schedule, memory is that of published formulas."""
+"""Predictions: parts add up, the closed form agrees with the simulated schedule, memory is that of published
+formulas.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,10 @@ def test_parts_add_up_and_the_closed_form_agrees_with_the_simulation(way: dict[s
 @pytest.mark.parametrize("m", [1, 3, 7, 8, 9, 15, 16, 17, 41])
 @pytest.mark.parametrize("schedule", ["interleaved", "looped_bfs"])
 def test_the_closed_form_knows_microbatches_that_p_does_not_divide(schedule: str, m: int, cluster: str) -> None:
-    """Fewer than p wait for the way around the ranks, chunk by chunk; more go in groups that are larger than p."""
+    """Fewer than p wait for the way around the ranks, chunk by chunk.
+
+    More go in groups that are larger than p.
+    """
     way: dict[str, Any] = {"t": 8, "p": 8, "v": 3, "batch": m, "schedule": schedule}
     found, closed = predict(GPT3, cluster, **way), estimate(GPT3, cluster, Setting(**way))
     assert closed.step_seconds == pytest.approx(found.step_seconds, rel=0.01)
@@ -77,7 +82,9 @@ def test_stages_that_share_a_node_have_shorter_ways(m: int) -> None:
 
 @pytest.mark.parametrize("m", [1, 7, 8, 9, 20, 64])
 def test_messages_beside_computation_hold_up_rounds_of_1f1b(m: int) -> None:
-    """With p microbatches in flight each round waits for the messages there and back, where no stage is much the longest."""
+    """With p microbatches in flight each round waits for the messages there and back, where no stage is much
+    the longest.
+    """
     slow = find_cluster("dgx-h100")
     slow = replace(slow, network=replace(slow.network, message=2e-2))
     way: dict[str, Any] = {"t": 8, "p": 8, "batch": m}
@@ -116,19 +123,24 @@ def test_arrays_of_candidates_give_what_each_alone_gives() -> None:
 
 def test_a_long_schedule_is_not_simulated_whole_and_takes_as_long() -> None:
     way = {**BASE, "v": 3, "batch": 512}
-    whole = predict(GPT3, "dgx-a100", **way, most_actions=10**6)
-    short = predict(GPT3, "dgx-a100", **way, most_actions=2000)
+    whole = predict(GPT3, "dgx-a100", **way, max_actions=10**6)
+    short = predict(GPT3, "dgx-a100", **way, max_actions=2000)
     assert short.step_seconds == pytest.approx(whole.step_seconds, rel=1e-9)
     assert short.memory == pytest.approx(whole.memory)
 
 
 def activations(found: Prediction) -> float:
-    """GB of the second pipeline rank, which has no embedding, as if it were the first: one more microbatch in flight."""
+    """GB of the second pipeline rank, which has no embedding, as if it were the first: one more microbatch in
+    flight.
+    """
     return found.memory_breakdown["activations"][1] / 1e9 * 64 / 63
 
 
 def test_memory_of_the_trillion_parameter_model_is_that_of_the_formulas() -> None:
-    """SC'21's largest: 1.97e9 parameters a GPU, 39 GB at 20 bytes; activations of the first stage by Korthikanti et al."""
+    """SC'21's largest: 1.97e9 parameters a GPU, 39 GB at 20 bytes.
+
+    Activations of the first stage by Korthikanti et al.
+    """
     way: dict[str, Any] = {"t": 8, "p": 64, "d": 6, "batch": 3072, "precision": "fp16"}
     full = predict(TRILLION, "dgx-a100", **way, recompute="full")
     held = [full.memory_breakdown[name][1] for name in ("parameters", "gradients", "optimizer")]
@@ -227,7 +239,9 @@ def test_zbv_has_both_ends_on_its_first_rank() -> None:
 
 
 def test_zero_pays_for_what_it_cuts() -> None:
-    """Stage 2 sums gradients in every microbatch, stage 3 fetches the ends of the model as well as its layers."""
+    """Stage 2 sums gradients in every microbatch, stage 3 fetches the ends of the model as well as its
+    layers.
+    """
     small = Shape(layers=4, hidden=4096, heads=32, seq=2048)
 
     def once(zero: int, m: int, vocab: int = 1024) -> float:
@@ -244,7 +258,10 @@ def test_zero_pays_for_what_it_cuts() -> None:
 
 
 def test_a_vocabulary_that_does_not_divide() -> None:
-    """Padded over tensor ranks; single products of odd sizes are slower in 16 bits only, and not as much as attention's."""
+    """Padded over tensor ranks.
+
+    Single products of odd sizes are slower in 16 bits only, and not as much as attention's.
+    """
     odd, even = (Shape(layers=12, hidden=768, heads=12, seq=1024, vocab=vocab) for vocab in (50257, 50304))
 
     def apart(**way: Any) -> float:
@@ -325,7 +342,7 @@ def test_wrong_files_and_requests_are_refused() -> None:
         (record | {"software": 3}, "neither a name nor a table"),
         (record | {"software": {"causal": 2.0}}, "causal=2.0"),
         (record | {"software": {"attention": "none"}}, "attention"),
-        (record | {"gpu": 3}, "no table"),
+        (record | {"gpu": 3}, "not a table"),
         (record | {"gpu": "h1000"}, "no such GPU.*h100"),
         (record | {"gpus_per_node": 0}, "gpus_per_node=0"),
         (record | {"gpus_per_node": 1.5}, "whole number"),

@@ -1,4 +1,7 @@
-"""The search gives what evaluating everything gives, whatever the model says; placements and divisors by brute force."""
+"""The search gives what evaluating everything gives, whatever the model says.
+
+Placements and divisors by brute force.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,8 @@ from autoptd.planner.search import (
     OUT_OF_MEMORY,
     ROUNDING,
     Array,
-    Cells,
     Columns,
+    Configs,
     CostModel,
     Found,
     divisors,
@@ -29,7 +32,9 @@ CELLS = st.lists(st.tuples(*[st.sampled_from([1, 2, 3, 4, 6, 8, 16])] * 3), min_
 
 @dataclass(frozen=True)
 class Random:
-    """Cells with random bytes, variants with random seconds, few different ones so that there are ties, and a loose bound."""
+    """Configs with random bytes, variants with random seconds, few different ones so that there are ties, and
+    a loose bound.
+    """
 
     seed: int
     count: int
@@ -40,12 +45,12 @@ class Random:
     def _draw(self, name: int, size: int) -> np.ndarray:
         return np.random.default_rng([self.seed, name]).integers(1, 10, size).astype(float)
 
-    def cells(self) -> Cells:
+    def configs(self) -> Configs:
         reason = np.random.default_rng([self.seed, 4]).integers(-3, 2, self.count)
-        return Cells({"a": np.arange(self.count)[::-1].copy()}, ("first", "second"), np.maximum(reason, -1))
+        return Configs({"a": np.arange(self.count)[::-1].copy()}, ("first", "second"), np.maximum(reason, -1))
 
-    def memory_bytes(self, cells: Columns) -> Array:
-        return self._draw(0, self.count)[cells["a"]]
+    def memory_bytes(self, configs: Columns) -> Array:
+        return self._draw(0, self.count)[configs["a"]]
 
     def _widths(self) -> np.ndarray:
         return np.random.default_rng([self.seed, 3]).integers(0, 4, self.count)
@@ -53,11 +58,11 @@ class Random:
     def _table(self) -> np.ndarray:
         return self._draw(1, 4 * self.count).reshape(self.count, 4)
 
-    def least_seconds(self, cells: Columns) -> Array:
-        return self._table().min(axis=1)[cells["a"]] * self.loose
+    def least_seconds(self, configs: Columns) -> Array:
+        return self._table().min(axis=1)[configs["a"]] * self.loose
 
-    def variants(self, cells: Columns) -> tuple[np.ndarray, Columns]:
-        widths = self._widths()[cells["a"]]
+    def variants(self, configs: Columns) -> tuple[np.ndarray, Columns]:
+        widths = self._widths()[configs["a"]]
         where = np.repeat(np.arange(len(widths)), widths)
         return where, {"x": np.array([x for width in widths for x in range(width)], dtype=np.int64)}
 
@@ -67,8 +72,8 @@ class Random:
 
 def everything(model: CostModel, keep: int) -> list[tuple[float, ...]]:
     """Seconds and columns of the best, by evaluating and sorting all that fits."""
-    cells = model.cells()
-    columns = take(cells.columns, np.flatnonzero(cells.reason < 0))
+    configs = model.configs()
+    columns = take(configs.columns, np.flatnonzero(configs.reason < 0))
     if not len(next(iter(columns.values()))):
         return []
     where, added = model.variants(columns)
@@ -79,9 +84,9 @@ def everything(model: CostModel, keep: int) -> list[tuple[float, ...]]:
 
 
 def is_bounded(model: CostModel) -> bool:
-    """Whether no candidate is faster than the bound of its cell."""
-    cells = model.cells()
-    columns = take(cells.columns, np.flatnonzero(cells.reason < 0))
+    """Whether no candidate is faster than the bound of its config."""
+    configs = model.configs()
+    columns = take(configs.columns, np.flatnonzero(configs.reason < 0))
     where, added = model.variants(columns)
     seconds = model.seconds({**take(columns, where), **added}) if len(where) else np.zeros(0)
     return bool(np.all(model.least_seconds(columns)[where] * (1 - ROUNDING) <= seconds)) if len(where) else True
@@ -97,7 +102,7 @@ def test_search_is_exact(seed: int, count: int, loose: float, keep: int) -> None
     model = Random(seed, count, loose)
     found = search(model, keep, at_once=4)
     assert as_rows(found) == as_rows(search(model, keep)) == everything(model, keep)
-    assert found.fitting + sum(found.rejected.values()) == found.cells == count
+    assert found.fitting + sum(found.rejected.values()) == found.configs == count
     assert 0 <= found.bounded <= found.fitting
 
 
@@ -114,16 +119,16 @@ def test_a_bound_saves_work() -> None:
     st.lists(st.tuples(*[st.sampled_from([1, 2, 3, 4, 6, 8, 16])] * 3), min_size=1, max_size=5),
     st.sampled_from([1, 4, 6, 8]),
 )
-def test_placements(cells: list[tuple[int, ...]], domain: int) -> None:
+def test_placements(configs: list[tuple[int, ...]], domain: int) -> None:
     """All ways to fill a domain, no way twice."""
-    where, inside = placements([np.array(column) for column in zip(*cells, strict=True)], domain)
+    where, inside = placements([np.array(column) for column in zip(*configs, strict=True)], domain)
     expected = []
-    for index, cell in enumerate(cells):
-        if np.prod(cell) <= domain:
-            expected.append((index, *cell))
+    for index, config in enumerate(configs):
+        if np.prod(config) <= domain:
+            expected.append((index, *config))
             continue
-        for ways in itertools.product(*(range(1, domain + 1) for _ in cell)):
-            if np.prod(ways) == domain and all(n % way == 0 for n, way in zip(cell, ways, strict=True)):
+        for ways in itertools.product(*(range(1, domain + 1) for _ in config)):
+            if np.prod(ways) == domain and all(n % way == 0 for n, way in zip(config, ways, strict=True)):
                 expected.append((index, *ways))
     assert sorted(zip(where, *inside, strict=True)) == sorted(expected)
 

@@ -29,7 +29,9 @@ def program_of(mesh: dict[str, Any]) -> autoptd.Program:
 
 
 def ideal() -> Cluster:
-    """A cluster whose products run at one rate, whatever their shape: a program knows no single product's sizes."""
+    """A cluster whose products run at one rate, whatever their shape: a program knows no single product's
+    sizes.
+    """
     cluster = find_cluster("dgx-a100").with_software("autoptd")
     gpu = dataclasses.replace(cluster.gpu, units=0, ramp=0.0, kernel_seconds=0.0)
     whole = dataclasses.replace(cluster.software, causal=1.0, flash_fraction=gpu.matrix_fraction, scatter=False)
@@ -50,7 +52,9 @@ def test_a_program_and_its_shape_predict_alike() -> None:
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_on_a_real_cluster_too(sequence_parallel: bool) -> None:
-    """Products are as fast as their sizes let them, memory has what `predict` adds: as far apart as docs/planner.md says."""
+    """Products are as fast as their sizes let them, memory has what `predict` adds: as far apart as
+    docs/planner.md says.
+    """
     program = program_of({"t": 2, "p": 2, "d": 2, "sequence_parallel": sequence_parallel})
     traced = predict_program(program, "dgx-a100", software="autoptd")
     shape = predict(

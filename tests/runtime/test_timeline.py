@@ -58,7 +58,7 @@ def simulated(program: Program, seconds: Mapping[tuple[int, Kind], float]) -> fl
     )
     if any(action.kind is Kind.W for order in program.orders for action in order):
         backward = [one + other for one, other in zip(backward, weight_gradient, strict=True)]  # both parts
-    return simulate(program.orders, forward=forward, backward=backward, weight_gradient=weight_gradient).finish
+    return simulate(program.orders, forward=forward, backward=backward, weight_gradient=weight_gradient).makespan
 
 
 def lasted(timeline: Timeline) -> dict[tuple[int, Kind], float]:

@@ -32,7 +32,7 @@ def test_idle_is_before_between_and_after() -> None:
 def test_idle_and_busy_make_the_whole_time(name: str, v: int) -> None:
     result = simulate(build_orders(name, 3, v, 6), forward=[1, 2, 1] * v, backward=[3, 5, 3] * v)
     for gaps, busy in zip(result.idle, result.busy, strict=True):
-        assert sum(end - start for start, end in gaps) + busy == result.finish
+        assert sum(end - start for start, end in gaps) + busy == result.makespan
 
 
 def test_a_forward_keeps_its_bytes_until_its_backward_ends() -> None:
@@ -59,9 +59,9 @@ def test_links_may_differ() -> None:
     orders = one_f_one_b(p=3, m=1)
     links = [(0, 1, True), (1, 2, True)]
     for simulated in (orders, add_transfers(orders, links)):
-        assert simulate(simulated, link={(0, 1): 1, (1, 2): 10}).finish == 9 + 2 * 11
-        assert simulate(simulated, link={(0, 1): 1, (1, 2): 10, (2, 1): 0}).finish == 9 + 12
-        assert simulate(simulated, link=lambda sender, receiver: 5 * (receiver > sender)).finish == 9 + 10
+        assert simulate(simulated, link={(0, 1): 1, (1, 2): 10}).makespan == 9 + 2 * 11
+        assert simulate(simulated, link={(0, 1): 1, (1, 2): 10, (2, 1): 0}).makespan == 9 + 12
+        assert simulate(simulated, link=lambda sender, receiver: 5 * (receiver > sender)).makespan == 9 + 10
         with pytest.raises(ValueError, match="no time is negative"):
             simulate(simulated, link=-1)
 

@@ -31,7 +31,7 @@ def test_bubble_and_peak_of_one_chunk(name: str, p: int, m: int, transfers: bool
     orders = build_orders(name, p, 1, m)
     result = simulate(with_chain(orders, p) if transfers else orders)
     assert result.bubble == pytest.approx((p - 1) / m, abs=1e-12)
-    assert result.finish == (m + p - 1) * 3
+    assert result.makespan == (m + p - 1) * 3
     assert result.peak_live == tuple(m if name == "gpipe" else min(m, p - rank) for rank in range(p))
 
 
@@ -56,19 +56,19 @@ def test_spans_of_a_small_run():
         (parse("B0.1"), 7.0, 9.0),
     )
     assert result.spans[1][0] == (parse("F1.0"), 1.0, 2.0)
-    assert result.finish == 9.0
+    assert result.makespan == 9.0
 
 
 def test_durations_per_stage_and_the_busiest_rank_as_ideal():
     result = simulate(gpipe(p=2, m=1), forward=[1.0, 4.0], backward=[2.0, 8.0])
-    assert result.finish == 15.0
+    assert result.makespan == 15.0
     assert result.bubble == pytest.approx(15 / 12 - 1)
 
 
 @pytest.mark.parametrize("transfers", [False, True])
 def test_a_message_takes_its_time(transfers: bool):
     orders = one_f_one_b(p=2, m=1)
-    assert simulate(with_chain(orders, 2) if transfers else orders, link=0.5).finish == 6 + 2 * 0.5
+    assert simulate(with_chain(orders, 2) if transfers else orders, link=0.5).makespan == 6 + 2 * 0.5
 
 
 def test_messages_of_a_channel_move_one_after_the_other():
@@ -123,7 +123,7 @@ SLIPS = [
 
 
 def test_the_sound_one_is_sound():
-    assert simulate(parse_orders(SOUND)).finish == 6.0
+    assert simulate(parse_orders(SOUND)).makespan == 6.0
 
 
 @pytest.mark.parametrize(("old", "new", "finding"), SLIPS, ids=[finding for _, _, finding in SLIPS])

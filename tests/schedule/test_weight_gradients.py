@@ -48,7 +48,7 @@ def test_w_behind_b_keeps_the_work_and_lets_the_next_rank_go_on(name: str, p: in
     before, after = simulate(plain), simulate(delay_weight_gradients(plain, "after_b"))
     busy = [[sum(end - start for _, start, end in row) for row in run.spans] for run in (before, after)]
     assert busy[0] == busy[1]
-    assert after.finish < before.finish
+    assert after.makespan < before.makespan
     assert after.peak_live == before.peak_live
 
 

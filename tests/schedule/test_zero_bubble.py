@@ -49,8 +49,8 @@ def test_idle_is_a_third_of_that_of_1f1b(name: str, p: int) -> None:
         of_1f1b = simulate(one_f_one_b(p, m), forward=1, backward=2)
         result = simulate(build(name, p, m), **UNIT)
         work = 3 * m * (1 + (name == "zbv"))
-        assert of_1f1b.finish == 3 * m + 3 * (p - 1)
-        assert result.finish == work + (p - 1)
+        assert of_1f1b.makespan == 3 * m + 3 * (p - 1)
+        assert result.makespan == work + (p - 1)
 
 
 @pytest.mark.parametrize("p", [2, 4, 7])

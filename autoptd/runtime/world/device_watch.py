@@ -1,19 +1,21 @@
 """Ends the host's waits for a device that waits for ever: on NCCL, where calls do not fail.
 
-A collective on NCCL is queued on a stream, and the host goes on. If a peer dies, the stream stands still, and the host with it
-wherever it next asks the device for a number: in the executor, or in the script's `loss.item()`. Nothing fails there.
+A collective on NCCL is queued on a stream, and the host goes on. If a peer dies, the stream stands still, and
+the host with it wherever it next asks the device for a number: in the executor, or in the script's
+`loss.item()`. Nothing fails there.
 
-In: a rank's `FaultBoard`, and its process groups. Out: nothing, or the first fault on stderr, and the groups aborted, which
-lets the stream and the host go on. The main thread then raises the fault at its next call, or before it would hand out what the
-step made (`FaultBoard.raise_first`). A thread of its own does this, in two cases:
+In: a rank's `FaultBoard`, and its process groups. Out: nothing, or the first fault on stderr, and the groups
+aborted, which lets the stream and the host go on. The main thread then raises the fault at its next call, or
+before it would hand out what the step made (`FaultBoard.raise_first`). A thread of its own does this, in two
+cases:
 
 - the board knows a first fault, and the main thread does not come out by itself within GRACE seconds;
 - the device has ended nothing for more than `world.timeout` seconds, though it was given work. A rank that was killed publishes
   nothing; so this rank makes the diagnosis, and publishes it.
 
-What the device has ended is asked by *marks*: the executor leaves one behind every action. The watchdog of NCCL is the last
-resort: its timeout is longer than ours by WATCHDOG_MARGIN. (An error that NCCL itself sees, such as a lost
-connection, makes that watchdog end the process at once.)
+What the device has ended is asked by *marks*: the executor leaves one behind every action. The watchdog of
+NCCL is the last resort: its timeout is longer than ours by WATCHDOG_MARGIN. (An error that NCCL itself sees,
+such as a lost connection, makes that watchdog end the process at once.)
 
     watch = DeviceWatch(board, world, CudaProbe, abort=lambda: abort_groups(handles, LIMIT))
     watch.mark()                                    # the device is to get here
@@ -36,9 +38,12 @@ from autoptd.errors import RuntimeFault
 from autoptd.runtime.world.faults import BEAT, Call, FaultBoard
 from autoptd.runtime.world.world import World, on_device
 
-GRACE = 5.0  # seconds that the main thread has to raise a fault that the board knows
-WATCHDOG_MARGIN = 30.0  # seconds for the diagnosis, GRACE and the abort
-BETWEEN = 0.25  # seconds
+# Seconds that the main thread has to raise a fault that the board knows.
+GRACE = 5.0
+# Seconds for the diagnosis, GRACE and the abort.
+WATCHDOG_MARGIN = 30.0
+# Seconds between two looks at the device.
+BETWEEN = 0.25
 
 
 class Probe(Protocol):
@@ -63,7 +68,8 @@ class CudaProbe:
     def is_done(self) -> bool:
         try:
             return self._event.query()
-        except RuntimeError:  # the device is broken: whoever uses it next will be told
+        # The device is broken: whoever uses it next will be told.
+        except RuntimeError:
             return True
 
 
@@ -83,8 +89,10 @@ class Marks:
         self._make_probe = make_probe
         self._lock = Lock()
         self._waiting: deque[Mark] = deque()
-        self._spare: list[Probe] = []  # an event that is destroyed may make the host wait
-        self._progress = time.monotonic()  # when the device was last seen to reach one
+        # An event that is destroyed may make the host wait.
+        self._spare: list[Probe] = []
+        # When the device was last seen to reach a mark.
+        self._progress = time.monotonic()
 
     def add(self, at: str, call: Call) -> None:
         with self._lock:
@@ -94,7 +102,10 @@ class Marks:
             self._waiting.append(Mark(at, call, probe, time.monotonic()))
 
     def late(self, seconds: float) -> tuple[Mark, float] | None:
-        """The next mark, and for how long the device has not reached it; None if that is less than `seconds`."""
+        """Return the next mark, and for how long the device has not reached it.
+
+        None if that is less than `seconds`.
+        """
         with self._lock:
             if self._waiting and self._age() >= seconds:
                 self._drop_reached()
@@ -122,15 +133,19 @@ class DeviceWatch:
         self._is_over = Event()
         self._thread = Thread(target=self._serve, name="device watch", daemon=True)
         self._thread.start()
-        atexit.register(self.close)  # as the board's thread
+        # Like the board's thread: it must end before the interpreter does.
+        atexit.register(self.close)
 
     def mark(self) -> None:
-        """The device is to come as far as it was told to until now."""
+        """Mark what the device was told to do until now."""
         if (call := self._board.last_call) is not None and not self._board.is_ended:
             self._marks.add(self._world.at, call)
 
     def close(self) -> None:
-        """End the thread. If a fault is known the groups are aborted: their own end would wait for what cannot end."""
+        """End the thread.
+
+        If a fault is known the groups are aborted: their own end would wait for what cannot end.
+        """
         atexit.unregister(self.close)
         self._is_over.set()
         self._thread.join(timeout=2 * BEAT)
@@ -155,7 +170,9 @@ class DeviceWatch:
             self._end_world()
 
     def _fault_of_wait(self, found: tuple[Mark, float] | None) -> RuntimeFault | None:
-        """The diagnosis, if the device or a call of the host (one that asks the device for numbers) waits for too long."""
+        """The diagnosis, if the device or a call of the host (one that asks the device for numbers) waits for
+        too long.
+        """
         limit, waiting = self._world.timeout, self._board.waiting()
         if found is not None and found[1] > limit:
             mark, seconds = found
@@ -173,10 +190,14 @@ class DeviceWatch:
         return self._board.is_out
 
     def _end_world(self) -> None:
-        """From here on every call raises the first fault; what waits on the device goes on, with wrong numbers."""
+        """From here on every call raises the first fault.
+
+        What waits on the device goes on, with wrong numbers.
+        """
         if not self._board.is_ended:
             self._board.is_ended = True
-            with suppress(RuntimeError):  # a process that ends may start no threads
+            # A process that ends may start no threads.
+            with suppress(RuntimeError):
                 self._abort()
 
 

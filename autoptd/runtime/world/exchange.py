@@ -1,12 +1,13 @@
 """The calls between rank threads: rounds of a group, messages of a channel, and the first fault.
 
-In: each rank's call with its tensors. Out: each rank's result, as `Group` and `Channel` of `world.py` promise. A
-collective is a *round*: every rank of the group posts its call and tensors, and the last to arrive computes everybody's
-result, in rank order, so that all get the same bits.
+In: each rank's call with its tensors. Out: each rank's result, as `Group` and `Channel` of `world.py`
+promise. A collective is a *round*: every rank of the group posts its call and tensors, and the last to arrive
+computes everybody's result, in rank order, so that all get the same bits.
 
-Two things are checked that threads would forgive and other transports do not. Posts of a round that disagree on (kind, site,
-shape, dtype) are a fault that names both ranks; to start a call is another kind than to make it. And the calls of all groups
-must have one order (`check_one_order`): NCCL runs what a rank issued one after the other, whatever the group.
+Two things are checked that threads would forgive and other transports do not. Posts of a round that disagree
+on (kind, site, shape, dtype) are a fault that names both ranks; to start a call is another kind than to make
+it. And the calls of all groups must have one order (`check_one_order`): NCCL runs what a rank issued one
+after the other, whatever the group.
 
     turn = meeting.post(world, index, ("all_reduce sum", "h.0.mlp", shapes, dtypes), [x], combine)
     world.shared.wait(turn.complete, world, "all_reduce sum 'h.0.mlp'", lambda: meeting.missing(turn))
@@ -23,10 +24,12 @@ import torch
 from autoptd.errors import InternalError, RuntimeFault
 from autoptd.ir.mesh import Mesh
 from autoptd.program.call_order import find_deadlock
-from autoptd.runtime.world.world import Channel, Done, Group, Like, Pending, World, equal_parts, fault_site
+from autoptd.runtime.world.world import Group, Pending, World, equal_parts, fault_site
 
-Call = tuple[str, str, Any, Any]  # kind, site, shapes, dtypes
-Combine = Callable[[list[Any]], list[Any]]  # every rank's payload -> every rank's result
+# (kind, site, shapes, dtypes)
+Call = tuple[str, str, Any, Any]
+# Every rank's payload -> every rank's result.
+Combine = Callable[[list[Any]], list[Any]]
 
 
 class Aborted(Exception):
@@ -38,11 +41,14 @@ class Shared:
 
     def __init__(self, mesh: Mesh, timeout: float) -> None:
         self.mesh, self.timeout = mesh, timeout
-        self.fault: tuple[int, str, BaseException] | None = None  # rank, action, exception: the first one
+        # The first fault: (rank, action, exception).
+        self.fault: tuple[int, str, BaseException] | None = None
         self.worlds: list[ThreadRank] = []
-        self.issued: list[list[_Posts]] = [[] for _ in range(mesh.size)]  # by every rank since the last check, in order
+        # What every rank has issued since the last check, in order.
+        self.issued: list[list[_Posts]] = [[] for _ in range(mesh.size)]
         self._lock = threading.Lock()
-        self._waiting: list[threading.Event] = []  # one entry a waiting rank
+        # An event for each waiting rank.
+        self._waiting: list[threading.Event] = []
 
     def fail(self, rank: int, at: str, exc: BaseException) -> None:
         """Record the first fault and release everybody who waits."""
@@ -54,7 +60,9 @@ class Shared:
                 event.set()
 
     def check_one_order(self) -> None:
-        """InternalError if the collectives since the last check would deadlock, were each to wait for the one before it."""
+        """Raise InternalError if the collectives since the last check would deadlock, were each to
+        wait for the one before it.
+        """
         waiting = find_deadlock(self.issued)
         self.forget_order()
         if waiting:
@@ -66,7 +74,10 @@ class Shared:
             calls.clear()
 
     def wait(self, event: threading.Event, world: ThreadRank, what: str, missing: Callable[[], list[int]]) -> None:
-        """Block until `event`. Aborted after a fault elsewhere; after the timeout a RuntimeFault names the missing."""
+        """Block until `event`.
+
+        Aborted after a fault elsewhere; after the timeout a RuntimeFault names the missing.
+        """
         with self._lock:
             if self.fault:
                 raise Aborted
@@ -101,17 +112,20 @@ class ThreadRank(World):
             raise Aborted
 
     def describe(self) -> str:
-        """What the rank was last doing, for messages."""
+        """Say what the rank was last doing, for messages."""
         return f"{fault_site(self.rank, self.at)}" + (f" (last call: {self.last_call})" if self.last_call else "")
 
 
 class _Posts:
-    """What the ranks of a group said they would do in one call: kept for the check of the order, without tensors."""
+    """What the ranks of a group said they would do in one call: kept for the check of the order, without
+    tensors.
+    """
 
     def __init__(self, ranks: tuple[int, ...]) -> None:
         self.ranks = ranks
         self.calls: list[Call | None] = [None] * len(ranks)
-        self.at: list[str] = [""] * len(ranks)  # what each rank was executing
+        # What each rank was executing.
+        self.at: list[str] = [""] * len(ranks)
 
     def text(self, rank: int) -> str:
         index = self.ranks.index(rank)
@@ -142,7 +156,10 @@ class Meeting:
         self.counts = [0] * len(self.ranks)
 
     def post(self, world: ThreadRank, index: int, call: Call, payload: Any, combine: Combine) -> _Round:
-        """Enter this rank's next round; the last to arrive computes all results. Does not block for others."""
+        """Enter this rank's next round; the last to arrive computes all results.
+
+        Does not block for others.
+        """
         with self.lock:
             number = self.counts[index]
             self.counts[index] += 1
@@ -197,12 +214,11 @@ class ThreadGroup(Group):
         return self._scatter("reduce_scatter", x, dim, site).wait()  # type: ignore[no-any-return]
 
     def all_to_all(self, parts: Sequence[torch.Tensor], site: str) -> list[torch.Tensor]:
-        return self._meet(
-            "all_to_all",
-            site,
-            parts,
-            lambda posts: [[x.clone() for x in column] for column in zip(*posts, strict=True)],
-        )
+        def combine(posts: list[Any]) -> list[Any]:
+            # Rank k gets the k-th part of every rank.
+            return [_clones(column) for column in zip(*posts, strict=True)]
+
+        return self._meet("all_to_all", site, parts, combine)
 
     def broadcast(self, x: torch.Tensor, source_index: int, site: str) -> torch.Tensor:
         return self._meet(
@@ -217,7 +233,9 @@ class ThreadGroup(Group):
 
     def _gather(self, kind: str, x: torch.Tensor, dim: int, site: str) -> Pending:
         def combine(posts: list[Any]) -> list[Any]:
-            return [torch.cat([post[0] for post in posts], dim) for _ in posts]
+            parts = [post[0] for post in posts]
+            # A copy for every rank: none may see what another one writes.
+            return [torch.cat(parts, dim) for _ in posts]
 
         return self._start(f"{kind} dim {dim}", site, [x], combine)
 
@@ -243,7 +261,7 @@ class ThreadGroup(Group):
         return self._start(kind, site, tensors, combine).wait()
 
     def _start(self, kind: str, site: str, tensors: Sequence[torch.Tensor], combine: Combine) -> Pending:
-        return self._post((kind, site, *_shapes_and_dtypes(tensors)), list(tensors), combine)
+        return self._post((kind, site, *shapes_and_dtypes(tensors)), list(tensors), combine)
 
     def _post(self, call: Call, payload: Any, combine: Combine) -> Pending:
         self._world.last_call = _call_text(call)
@@ -267,82 +285,6 @@ class _Turn(Pending):
         return self._turn.complete.is_set()
 
 
-class Pipe:
-    """The shared side of one channel: messages numbered in sending order, and who waits for which."""
-
-    def __init__(self, shared: Shared, source: int, target: int) -> None:
-        self.shared, self.source, self.target = shared, source, target
-        self.lock = threading.Lock()
-        self.clear()
-
-    def clear(self) -> None:
-        self.sent, self.received = 0, 0
-        self.messages: dict[int, tuple[list[torch.Tensor], str]] = {}
-        self.arrivals: dict[int, threading.Event] = {}
-
-    def put(self, tensors: list[torch.Tensor], site: str) -> None:
-        with self.lock:
-            self.messages[self.sent] = (tensors, site)
-            self.arrivals.setdefault(self.sent, threading.Event()).set()
-            self.sent += 1
-
-    def next_arrival(self) -> tuple[int, threading.Event]:
-        with self.lock:
-            number = self.received
-            self.received += 1
-            return number, self.arrivals.setdefault(number, threading.Event())
-
-    def take(self, number: int) -> tuple[list[torch.Tensor], str]:
-        with self.lock:
-            del self.arrivals[number]
-            return self.messages.pop(number)
-
-
-class ThreadChannel(Channel):
-    """One thread's end of a pipe."""
-
-    def __init__(self, world: ThreadRank, pipe: Pipe) -> None:
-        self._world, self._pipe = world, pipe
-
-    def send(self, tensors: Sequence[torch.Tensor], site: str) -> Pending:
-        self._world.last_call = f"send {site!r}"
-        self._pipe.put([x.detach().clone() for x in tensors], site)
-        return Done()
-
-    def receive(self, like: Sequence[Like], site: str) -> Pending:
-        return _Receipt(self._world, self._pipe, like, site)
-
-
-class _Receipt(Pending):
-    """A posted receive: the n-th posted takes the n-th message."""
-
-    def __init__(self, world: ThreadRank, pipe: Pipe, like: Sequence[Like], site: str) -> None:
-        self._world, self._pipe, self._site = world, pipe, site
-        self._like = ([tuple(shape) for shape, _ in like], [dtype for _, dtype in like])
-        self._number, self._event = pipe.next_arrival()
-        self._tensors: list[torch.Tensor] | None = None
-
-    def wait(self) -> list[torch.Tensor]:
-        if self._tensors is None:
-            world, source = self._world, self._pipe.source
-            world.last_call = f"receive {self._site!r} from rank {source}"
-            if world.shared.fault or not self._event.is_set():
-                world.shared.wait(self._event, world, world.last_call, lambda: [source])
-            tensors, sent_as = self._pipe.take(self._number)
-            if _shapes_and_dtypes(tensors) != self._like:
-                raise RuntimeFault(
-                    fault_site(world.rank, world.at),
-                    f"receives {self._site!r} as {self._like}, but rank {source} sent {sent_as!r} as "
-                    f"{_shapes_and_dtypes(tensors)}",
-                    "both ends of a channel must name the same tensors in the same order",
-                )
-            self._tensors = tensors
-        return self._tensors
-
-    def is_done(self) -> bool:
-        return self._tensors is not None or self._event.is_set()
-
-
 def _reduced(tensors: Sequence[torch.Tensor], op: str = "sum") -> torch.Tensor:
     """Sum or maximum, in rank order, as a new contiguous tensor."""
     total = tensors[0].clone(memory_format=torch.contiguous_format)
@@ -359,11 +301,15 @@ def _sum_in_place(posts: list[list[torch.Tensor]]) -> list[Any]:
     return [post[0].copy_(total) for post in posts]
 
 
+def _clones(parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [part.clone() for part in parts]
+
+
 def _copies(x: torch.Tensor, count: int) -> list[torch.Tensor]:
     return [x.clone(memory_format=torch.contiguous_format) for _ in range(count)]
 
 
-def _shapes_and_dtypes(tensors: Sequence[torch.Tensor]) -> tuple[list[tuple[int, ...]], list[torch.dtype]]:
+def shapes_and_dtypes(tensors: Sequence[torch.Tensor]) -> tuple[list[tuple[int, ...]], list[torch.dtype]]:
     return [tuple(x.shape) for x in tensors], [x.dtype for x in tensors]
 
 

@@ -1,16 +1,16 @@
 """How ranks in several processes tell each other why they stopped, through a key-value store.
 
-Every rank's *beat* thread writes once a second what the rank is executing and the last call that it made. A rank whose call
-fails asks for the first fault: a peer's own exception if there is one, else the peer that made another call in its place, else
-the ranks whose beat stopped (gone), else those that wait in no call (hung). The first answer is kept in the store, so that all
-ranks say the same.
+Every rank's *beat* thread writes once a second what the rank is executing and the last call that it made. A
+rank whose call fails asks for the first fault: a peer's own exception if there is one, else the peer that
+made another call in its place, else the ranks whose beat stopped (gone), else those that wait in no call
+(hung). The first answer is kept in the store, so that all ranks say the same.
 
     board = FaultBoard(store, world)
     board.report(exc)                               # user code on this rank raised
     raise board.fault_of_call(call, exc)            # a call of this rank failed
 
-A request to a store whose host does not answer never ends, whatever timeout it was given. So requests are made by the beat
-thread, and whoever asks waits for PATIENCE seconds at most.
+A request to a store whose host does not answer never ends, whatever timeout it was given. So requests are
+made by the beat thread, and whoever asks waits for PATIENCE seconds at most.
 """
 
 from __future__ import annotations
@@ -31,50 +31,70 @@ from autoptd.errors import InternalError, RuntimeFault
 from autoptd.runtime.world.pages import Pages
 from autoptd.runtime.world.world import World, fault_site
 
-BEAT = 1.0  # seconds between beats
-GRACE = 2.6  # seconds in which a living rank has beaten twice
-PATIENCE = 5.0  # seconds that the store has for an answer
-FIRST = "first fault"  # key: the fault that everybody shows
+# Seconds between two beats of a rank.
+BEAT = 1.0
+# Seconds within which a living rank has beaten twice.
+GRACE = 2.6
+# Seconds that the store has to answer.
+PATIENCE = 5.0
+# The key of the fault that every rank shows.
+FIRST = "first fault"
 Answer = TypeVar("Answer")
-Beats = dict[int, dict[str, Any]]  # by rank
+# Rank -> its last beat.
+Beats = dict[int, dict[str, Any]]
 
 
 class Call(NamedTuple):
-    """What a rank calls that others take part in: call number `number` of the group of `ranks`, or a message of a channel."""
+    """What a rank calls that others take part in: call number `number` of the group of `ranks`, or a message
+    of a channel.
+    """
 
     kind: str
     site: str
     ranks: tuple[int, ...] = ()
     number: int = 0
-    nbytes: int = -1  # that this rank hands in; -1: each rank has its own
+    # Bytes that this rank hands in; -1 where they may differ from rank to rank.
+    nbytes: int = -1
 
     def __str__(self) -> str:
         size = f" of {self.nbytes} bytes" if self.nbytes >= 0 else ""
         return f"{self.kind} {self.site!r}{size}"
 
     def differs(self, other: Call) -> bool:
-        """Whether the two are one call of their group, made differently."""
+        """Tell whether the two are one call of their group, made differently."""
         same_place = (self.ranks, self.number) == (other.ranks, other.number) and self.number > 0
         return same_place and (self.kind, self.site, self.nbytes) != (other.kind, other.site, other.nbytes)
 
 
 class FaultBoard:
-    """One rank's access to the store in which faults and beats are written; `notes_calls`: on pages as well (`pages.py`)."""
+    """One rank's access to the store in which faults and beats are written.
+
+    `notes_calls`: on pages as well (`pages.py`).
+    """
 
     def __init__(self, store: dist.Store, world: World, *, notes_calls: bool = False) -> None:
         self._world = world
         self._pages = Pages(_name_of_run(store), world.rank) if notes_calls else None
-        self._last: Call | None = None  # the last call that this rank made
-        self._is_waiting = False  # in it
-        self._entered = 0.0  # when it made it
-        self._first: dict[str, Any] | None = None  # as last read: the store may die with the rank that hosts it
+        # The last call that this rank made.
+        self._last: Call | None = None
+        # Whether the rank is in that call now.
+        self._is_waiting = False
+        # When it made that call.
+        self._entered = 0.0
+        # The first fault as last read: the store may die with the rank that hosts it.
+        self._first: dict[str, Any] | None = None
         self._reported = False
-        self._is_lost = False  # the store: gone, or silent
-        self.is_out = False  # the main thread has raised something
-        self.is_ended = False  # the world: its groups were aborted, no call can work
-        self.behind: tuple[str, Call] | None = None  # where the device is, if it has been there for a while
+        # The store is gone, or silent.
+        self._is_lost = False
+        # The main thread has raised something.
+        self.is_out = False
+        # The groups of the world were aborted: no call can work.
+        self.is_ended = False
+        # Where the device is, if it has been there for a while.
+        self.behind: tuple[str, Call] | None = None
         self._requests: SimpleQueue[tuple[Callable[[dist.Store], Any], SimpleQueue[Any]] | None] = SimpleQueue()
-        self._set_beat(store, 0)  # before any call, so that every rank has one
+        # Every rank has a beat before its first call: without one it has not arrived.
+        self._set_beat(store, 0)
         own = store.clone()  # type: ignore[attr-defined]  # a connection that no blocking call of this rank holds
         self._thread = Thread(target=self._serve, args=(own,), name="beat", daemon=True)
         self._thread.start()
@@ -89,7 +109,7 @@ class FaultBoard:
             self._pages.close()
 
     def enter(self, call: Call) -> None:
-        """This rank makes `call` now; on a world that has ended the first fault is raised."""
+        """Note that this rank makes `call` now; on a world that has ended, raise the first fault."""
         if self.is_ended:
             self.raise_first()
         self._last, self._entered, self._is_waiting = call, time.monotonic(), True
@@ -97,11 +117,14 @@ class FaultBoard:
             self._pages.write((self._world.at, *call))
 
     def leave(self) -> None:
-        """Its call is over."""
+        """Note that the call is over."""
         self._is_waiting = False
 
     def waiting(self) -> tuple[Call, float] | None:
-        """The call in which this rank is, and for how many seconds; None outside of one. Any thread may ask."""
+        """Return the call in which this rank is, and for how many seconds.
+
+        None outside of one. Any thread may ask.
+        """
         call, entered = self._last, self._entered
         return (call, time.monotonic() - entered) if self._is_waiting and call is not None else None
 
@@ -116,7 +139,7 @@ class FaultBoard:
         return self._first is not None
 
     def first_fault(self) -> RuntimeFault:
-        """The first fault, which is known, as this rank shows it."""
+        """Return the first fault, which is known, as this rank shows it."""
         if self._first is None:
             raise InternalError(
                 fault_site(self._world.rank, self._world.at), "asks for a first fault, and none is known"
@@ -138,12 +161,18 @@ class FaultBoard:
         self._publish({"rank": self._world.rank, "at": self._world.at, "error": f"{type(exc).__name__}: {exc}"})
 
     def fault_of_call(self, call: Call, exc: BaseException) -> RuntimeFault:
-        """Return the fault to raise when `call` failed with `exc`; takes GRACE seconds, and PATIENCE more at most."""
+        """Return the fault to raise when `call` failed with `exc`.
+
+        Takes GRACE seconds, and PATIENCE more at most.
+        """
         self.is_out = True
         return self.diagnose(call, exc)
 
     def diagnose(self, call: Call, exc: BaseException, at: str | None = None) -> RuntimeFault:
-        """Find the fault of a call that failed while this rank, or its device, executed `at`; any thread may ask."""
+        """Find the fault of a call that failed while this rank, or its device, executed `at`.
+
+        Any thread may ask.
+        """
         at = at or self._world.at
         self._reported = True
         before = self._ask(self._beats)
@@ -166,18 +195,22 @@ class FaultBoard:
         return _as_fault(first, self._world, call)
 
     def absent(self) -> list[int]:
-        """The ranks that have no board yet; none where the store gives no answer."""
+        """Return the ranks that have no board yet; none where the store gives no answer."""
         everyone = range(self._world.mesh.size)
         return self._ask(lambda store: [rank for rank in everyone if not store.check([_beat_key(rank)])]) or []
 
     def _ask(self, request: Callable[[dist.Store], Answer]) -> Answer | None:
-        """Let the beat thread make a request; None when the store is gone, or was silent for PATIENCE seconds."""
+        """Let the beat thread make a request.
+
+        None when the store is gone, or was silent for PATIENCE seconds.
+        """
         answer: SimpleQueue[Answer | None] = SimpleQueue()
         if not self._is_lost:
             self._requests.put((request, answer))
             with suppress(Empty):
                 return answer.get(timeout=PATIENCE)
-        self._is_lost = True  # the thread may hang in this request, or in its beat
+        # The thread may hang in this request, or in its beat.
+        self._is_lost = True
         return None
 
     def _serve(self, store: dist.Store) -> None:
@@ -198,11 +231,13 @@ class FaultBoard:
 
     def _try(self, request: Callable[..., Answer], *args: Any) -> Answer | None:
         if self._is_lost:
-            return None  # each attempt would make torch write a page of frames
+            # The store is lost: each further attempt would make torch print a page of frames.
+            return None
         try:
             return request(*args)
         except Exception:
-            self._is_lost = True  # the store is gone, and with it everybody who could read
+            # The store is gone, and with it everybody who could read.
+            self._is_lost = True
             return None
 
     def _publish(self, fault: dict[str, Any]) -> None:
@@ -215,7 +250,8 @@ class FaultBoard:
         if self._ask(write):
             self._linger()
         else:
-            self._first = self._first or fault  # the store is gone: nobody to tell
+            # The store is gone: keep the fault for this rank.
+            self._first = self._first or fault
 
     def _linger(self) -> None:
         """Rank 0, which may host the store, stays until every beat thread has read the first fault."""
@@ -240,7 +276,9 @@ class FaultBoard:
         return {rank: json.loads(text) for rank, text in zip(others, texts, strict=True)}
 
     def _blame(self, call: Call, at: str, before: Beats | None, after: Beats | None) -> str:
-        """Say which rank made another call, or which are gone (no beat in between), or in no call, or else who is where."""
+        """Say which rank made another call, or which are gone (no beat in between), or in no call, or else
+        who is where.
+        """
         others = [rank for rank in range(self._world.mesh.size) if rank != self._world.rank]
         lasts = {rank: self._last_of(rank, after) for rank in others}
         for rank, (their_at, last) in lasts.items():
@@ -260,7 +298,9 @@ class FaultBoard:
         return _describe(others, lasts, "waiting as well")
 
     def _last_of(self, rank: int, beats: Beats | None) -> tuple[str, Call | None]:
-        """What a rank was executing, and its last call: by its page, where it is on this machine, else by its beat."""
+        """What a rank was executing, and its last call: by its page, where it is on this machine, else by its
+        beat.
+        """
         if self._pages is not None and (noted := self._pages.read(rank)) is not None:
             at, kind, site, ranks, number, nbytes = noted
             return at, Call(kind, site, _numbers(ranks), int(number), int(nbytes))
@@ -281,7 +321,7 @@ def _beat_key(rank: int) -> str:
 
 def _numbers(text: str) -> tuple[int, ...]:
     """(0, 2) of the text "(0, 2)"."""
-    return tuple(int(one) for one in text.strip("()").split(",") if one.strip())
+    return tuple(int(part) for part in text.strip("()").split(",") if part.strip())
 
 
 def _describe(ranks: Sequence[int], lasts: dict[int, tuple[str, Call | None]], what: str) -> str:

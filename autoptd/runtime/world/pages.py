@@ -1,7 +1,8 @@
 """Notes of the ranks of a machine, each of which the others can read after its death.
 
-Gloo ends a process by SIGABRT when a peer sends it more than it expects: no Python runs any more, its last beat may be a second
-old, and the store may have died with it. So each rank notes its calls in a *page*, a file in memory, before it makes them.
+Gloo ends a process by SIGABRT when a peer sends it more than it expects: no Python runs any more, its last
+beat may be a second old, and the store may have died with it. So each rank notes its calls in a *page*, a
+file in memory, before it makes them.
 
     pages = Pages("a name of this run", rank=0)
     pages.write(("F0.1", "all_reduce", 17))
@@ -18,8 +19,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-SIZE = 4096  # bytes
-OLD = 3600  # seconds
+# Bytes of a page.
+SIZE = 4096
+# Seconds after which a page of another run is removed.
+OLD = 3600
 BETWEEN, END = "\x1f", "\0"
 
 
@@ -30,7 +33,8 @@ class Pages:
         self._folder = Path(folder or ("/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()))
         self._prefix = f"autoptd-{run}-"
         self._own = self._path(rank)
-        for path in self._folder.glob("autoptd-*"):  # of runs that were killed
+        # Of runs that were killed.
+        for path in self._folder.glob("autoptd-*"):
             with suppress(OSError):
                 if time.time() - path.stat().st_mtime > OLD:
                     self._remove_dead(path)
@@ -47,12 +51,12 @@ class Pages:
             self._memory[: len(text)] = text
 
     def read(self, rank: int) -> list[str] | None:
-        """The last note of a rank; None where it has none on this machine."""
+        """Return the last note of a rank; None where it has none on this machine."""
         words = self._words(self._path(rank))
         return words[1:] or None if words else None
 
     def is_dead(self, rank: int) -> bool:
-        """Whether a rank of this machine has ended without removing its page."""
+        """Tell whether a rank of this machine has ended without removing its page."""
         return _is_dead(self._words(self._path(rank)))
 
     def close(self) -> None:

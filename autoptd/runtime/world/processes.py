@@ -1,8 +1,9 @@
 """Ranks as processes on torch.distributed: NCCL on CUDA, gloo on CPU.
 
-In: the mesh, the `Needs` of a program, and a default process group, or the environment that torchrun sets. Out: this
-process's `World`. All ranks call for all groups in one order, those included that they are not in, as torch's default group
-may be one whose communicator is split (`device_id=`); the names of groups do not depend on what else a process has made.
+In: the mesh, the `Needs` of a program, and a default process group, or the environment that torchrun sets.
+Out: this process's `World`. All ranks call for all groups in one order, those included that they are not in,
+as torch's default group may be one whose communicator is split (`device_id=`); the names of groups do not
+depend on what else a process has made.
 
     world = DistributedWorld(Mesh(t=2, p=2), needs, timeout=300.0)
     world.group(("tp",)).all_reduce(x, "h.0.mlp")
@@ -15,17 +16,18 @@ may be one whose communicator is split (`device_id=`); the names of groups do no
 | down | along pp: sends to lower ranks |
 | owners | sums over the pipeline ranks that hold a tied parameter |
 
-NCCL makes a communicator for each pair of a group that talks, and runs its operations in order: so two directions share none.
+NCCL makes a communicator for each pair of a group that talks, and runs its operations in order: so two
+directions share none.
 
-No wait is longer than `timeout`. On gloo a call fails then. On NCCL calls do not fail: a wait blocks the stream, and the host
-where it next needs a number. There a thread watches the device (`device_watch.py`): after `timeout`, or once another rank has
-published a fault, it prints the first fault and aborts the groups, so that the host goes on and raises it. NCCL's own
-watchdog, which ends the process without a word of ours, has a longer timeout and is the last resort.
+No wait is longer than `timeout`. On gloo a call fails then. On NCCL calls do not fail: a wait blocks the
+stream, and the host where it next needs a number. There a thread watches the device (`device_watch.py`):
+after `timeout`, or once another rank has published a fault, it prints the first fault and aborts the groups,
+so that the host goes on and raises it. NCCL's own watchdog, which ends the process without a word of ours,
+has a longer timeout and is the last resort.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from datetime import timedelta
 from types import TracebackType
@@ -34,19 +36,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autoptd.compat import abort_groups, default_store, env_store, gather_into, new_group, scatter_into
+from autoptd.compat import abort_groups, default_store, gather_into, new_group, scatter_into
 from autoptd.errors import InternalError, PlanError, RuntimeFault
 from autoptd.ir.mesh import Mesh
 from autoptd.runtime.devices import process_device
 from autoptd.runtime.world.device_watch import PROBES, WATCHDOG_MARGIN, DeviceWatch
 from autoptd.runtime.world.faults import Call, FaultBoard
-from autoptd.runtime.world.send_watcher import Departures
+from autoptd.runtime.world.layouts import as_real, fresh, in_place_of, parts_first
+from autoptd.runtime.world.rendezvous import default_backend, init_from_env
+from autoptd.runtime.world.send_watcher import SendWatcher
 from autoptd.runtime.world.world import Channel, Done, Group, Like, Needs, Pending, Then, World, equal_parts
 
 Tensor = torch.Tensor
 OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
-ABORT_LIMIT = 10.0  # seconds that aborts are waited for
-P2P_CTAS = 4  # SMs that a send or receive may hold on CUDA while it waits: NCCL takes up to 32 within a node
+# Seconds that aborts are waited for.
+ABORT_LIMIT = 10.0
+# SMs that a send or receive may hold on CUDA while it waits: NCCL takes up to 32 within a node.
+P2P_CTAS = 4
 
 
 class WaitingCall:
@@ -62,7 +68,8 @@ class WaitingCall:
     def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, _: TracebackType | None) -> None:
         if exc is None:
             self._board.leave()
-        elif isinstance(exc, RuntimeError):  # what torch.distributed raises for timeouts and lost connections
+        # What torch.distributed raises for timeouts and lost connections.
+        elif isinstance(exc, RuntimeError):
             raise self._board.fault_of_call(self._call, exc) from exc
         else:
             self._board.leave()
@@ -80,13 +87,13 @@ class DistributedWorld(World):
         backend: str | None = None,
     ) -> None:
         target = process_device(device, backend)
-        self.backend = backend or _default_backend(target)
+        self.backend = backend or default_backend(target)
         if target.type == "cuda":
             torch.cuda.set_device(target)
         self._owns_default = not dist.is_initialized()
         self._group_limit = timedelta(seconds=timeout + (WATCHDOG_MARGIN if self.backend in PROBES else 0.0))
         if self._owns_default:
-            _init_from_env(self.backend, timeout, self._group_limit)
+            init_from_env(self.backend, timeout, self._group_limit)
         if dist.get_world_size() != mesh.size:
             raise PlanError(
                 f"world size {dist.get_world_size()}",
@@ -97,7 +104,8 @@ class DistributedWorld(World):
         # The worlds of this default group are numbered, by each rank for itself, as it makes all of them.
         self._number = default_store().add(_count_key(self.rank), 1)
         store = dist.PrefixStore(f"autoptd {self._number}", default_store())
-        self.board = FaultBoard(store, self, notes_calls=self.backend == "gloo")  # which ends a process without a word
+        # Which ends a process without a word.
+        self.board = FaultBoard(store, self, notes_calls=self.backend == "gloo")
         self._handles: list[dist.ProcessGroup] = []
         self._watch: DeviceWatch | None = None
         with self.call(Call("the creation of groups", "start")):
@@ -130,7 +138,7 @@ class DistributedWorld(World):
             dist.destroy_process_group()
 
     def call(self, call: Call) -> WaitingCall:
-        """A call that others take part in is made inside of this."""
+        """Enclose a call that others take part in."""
         return WaitingCall(self.board, call)
 
     def _connect(self, needs: Needs) -> None:
@@ -144,10 +152,11 @@ class DistributedWorld(World):
         downs = [
             self._communicator(f"down {ranks[0]}", ranks, P2P_CTAS) for ranks in sorted(along_pp) if len(ranks) > 1
         ]
-        down = next((one for one in downs if one is not None), None)
+        down = next((down for down in downs if down is not None), None)
         for ranks, handle in handles.items():
             self._groups[ranks] = DistributedGroup(self, handle, ranks)
-            # NCCL connects at the first use: let it be here, in one order. The group `down` is for its pairs only.
+            # NCCL connects at the first use: let it be here, in one order. The group `down` is for its pairs
+            # only.
             dist.all_reduce(torch.ones(1, device=self.device), group=handle)
         up = handles.get(self.mesh.group(self.rank, self.mesh.stage_axes))
         for source, target in needs.channels(self.mesh):
@@ -192,12 +201,13 @@ class DistributedGroup(Group):
     def __init__(self, world: DistributedWorld, handle: dist.ProcessGroup, ranks: tuple[int, ...]) -> None:
         super().__init__(ranks, ranks.index(world.rank))
         self._world, self.handle = world, handle
-        self._count = 0  # of calls; the same on all ranks
+        # Of calls; the same on all ranks.
+        self._count = 0
         self._reductions = {name: _reduction(op, is_async=False) for name, op in OPS.items()}
         self._async_sum = _reduction(dist.ReduceOp.SUM, is_async=True)
 
     def all_reduce(self, x: Tensor, site: str, op: str = "sum") -> Tensor:
-        return self._all_reduce(_fresh(x), site, op)
+        return self._all_reduce(fresh(x), site, op)
 
     def all_reduce_(self, x: Tensor, site: str) -> Tensor:
         if x.is_contiguous():
@@ -206,9 +216,11 @@ class DistributedGroup(Group):
 
     def _all_reduce(self, y: Tensor, site: str, op: str = "sum") -> Tensor:
         """Sum a contiguous tensor in place."""
-        with self._call("all_reduce", site, y):  # the group's own method: a third of the time of `dist.all_reduce`
-            work = self.handle.allreduce([_as_real(y)], self._reductions[op])
-            if work is not None:  # NCCL hands out none here: the sum is queued on the current stream
+        # The group's own method: a third of the time of `dist.all_reduce`
+        with self._call("all_reduce", site, y):
+            work = self.handle.allreduce([as_real(y)], self._reductions[op])
+            # NCCL hands out none here: the sum is queued on the current stream.
+            if work is not None:
                 work.wait()
         return y
 
@@ -219,12 +231,13 @@ class DistributedGroup(Group):
             work = gather_into(self.handle, gathered, x, is_async=False)
             if work is not None:
                 work.wait()
-        return _in_place_of(gathered, dim)
+        return in_place_of(gathered, dim)
 
     def reduce_scatter(self, x: Tensor, dim: int, site: str) -> Tensor:
-        if self._world.backend == "gloo":  # has no reduce-scatter of its own: all-reduce everything, keep a part
-            return self._part(self._all_reduce(_fresh(x), site), dim, site)
-        parts = _parts_first(x.detach(), dim, self.size, equal_parts(x, dim, self.size, site))
+        # Has no reduce-scatter of its own: all-reduce everything, keep a part.
+        if self._world.backend == "gloo":
+            return self._part(self._all_reduce(fresh(x), site), dim, site)
+        parts = parts_first(x.detach(), dim, self.size, equal_parts(x, dim, self.size, site))
         mine = torch.empty_like(parts[0])
         with self._call("reduce_scatter", site, mine):
             work = scatter_into(self.handle, mine, parts, is_async=False)
@@ -240,7 +253,7 @@ class DistributedGroup(Group):
         return list(received)
 
     def broadcast(self, x: Tensor, source_index: int, site: str) -> Tensor:
-        y = _fresh(x)
+        y = fresh(x)
         with self._call("broadcast", site, y):
             dist.broadcast(y, self.ranks[source_index], group=self.handle)
         return y
@@ -250,7 +263,7 @@ class DistributedGroup(Group):
 
     def _sum_start(self, kind: str, flat: Tensor, site: str) -> Pending:
         with self._call(kind, site, flat) as call:
-            work = self.handle.allreduce([_as_real(flat.detach())], self._async_sum)
+            work = self.handle.allreduce([as_real(flat.detach())], self._async_sum)
         return _Works(self._world, [work], flat, call)
 
     def all_gather_start(self, x: Tensor, dim: int, site: str) -> Pending:
@@ -258,13 +271,14 @@ class DistributedGroup(Group):
         gathered = x.new_empty((self.size, *x.shape))
         with self._call("all_gather_start", site, x) as call:
             work = gather_into(self.handle, gathered, x, is_async=True)
-        return Then(_Works(self._world, [work], gathered, call, kept=[x]), lambda whole: _in_place_of(whole, dim))
+        return Then(_Works(self._world, [work], gathered, call, kept=[x]), lambda whole: in_place_of(whole, dim))
 
     def reduce_scatter_start(self, x: Tensor, dim: int, site: str) -> Pending:
-        if self._world.backend == "gloo":  # as in `reduce_scatter`
-            started = self._sum_start("reduce_scatter_start", _fresh(x), site)
+        # As in `reduce_scatter`
+        if self._world.backend == "gloo":
+            started = self._sum_start("reduce_scatter_start", fresh(x), site)
             return Then(started, lambda whole: self._part(whole, dim, site))
-        parts = _parts_first(x.detach(), dim, self.size, equal_parts(x, dim, self.size, site))
+        parts = parts_first(x.detach(), dim, self.size, equal_parts(x, dim, self.size, site))
         mine = torch.empty_like(parts[0])
         with self._call("reduce_scatter_start", site, mine) as call:
             work = scatter_into(self.handle, mine, parts, is_async=True)
@@ -292,7 +306,7 @@ class DistributedChannel(Channel):
 
     def __init__(self, world: DistributedWorld, handle: dist.ProcessGroup, source: int, target: int) -> None:
         self._world, self.handle, self._source, self._target = world, handle, source, target
-        self._departures = Departures(f"sends of rank {source} to rank {target}")
+        self._sends = SendWatcher(f"sends of rank {source} to rank {target}")
 
     def send(self, tensors: Sequence[Tensor], site: str) -> Pending:
         kept = [x.detach().contiguous() for x in tensors]
@@ -301,7 +315,7 @@ class DistributedChannel(Channel):
         with self._world.call(Call("send", site)) as call:
             works: list[Any] = [dist.isend(x, self._target, group=self.handle) for x in kept]
         if self._world.backend == "gloo":
-            works, kept = [self._departures.add(works, kept)], []
+            works, kept = [self._sends.add(works, kept)], []
         return _Works(self._world, works, None, call, kept)
 
     def receive(self, like: Sequence[Like], site: str) -> Pending:
@@ -313,11 +327,14 @@ class DistributedChannel(Channel):
         return _Works(self._world, works, buffers, call)
 
     def close(self) -> None:
-        self._departures.close()
+        self._sends.close()
 
 
 class _Works(Pending):
-    """Operations of torch.distributed (or a departure) under way; `kept` are the tensors they read, alive until the end."""
+    """Operations of torch.distributed (or a sent) under way.
+
+    `kept` are the tensors they read, alive until the end.
+    """
 
     def __init__(
         self,
@@ -342,50 +359,8 @@ class _Works(Pending):
         return all(work.is_completed() for work in self._works)
 
 
-def _fresh(x: Tensor) -> Tensor:
-    if torch.is_grad_enabled():  # not within an autograd function
-        x = x.detach()
-    return x.clone() if x.is_contiguous() else x.contiguous()
-
-
-def _in_place_of(gathered: Tensor, dim: int) -> Tensor:
-    """[t, ..., n, ...] with the dims after the first in their places: [..., t n, ...]. A view if those before `dim` are 1."""
-    count, *sizes = gathered.shape
-    sizes[dim] *= count
-    return gathered.movedim(0, dim).reshape(sizes)
-
-
-def _parts_first(x: Tensor, dim: int, count: int, width: int) -> Tensor:
-    """[..., t n, ...] as [t, ..., n, ...], contiguous: `x` itself, seen otherwise, if the dims before `dim` are 1."""
-    return x.unflatten(dim, (count, width)).movedim(dim, 0).contiguous()
-
-
-def _as_real(x: Tensor) -> Tensor:
-    """Complex numbers as pairs: what NCCL and gloo can add."""
-    return torch.view_as_real(x) if x.is_complex() else x
-
-
 def _reduction(op: Any, *, is_async: bool) -> Any:
     options = dist.AllreduceOptions()
-    options.reduceOp, options.asyncOp = op, is_async  # on CUDA: on a stream of NCCL's own, or on the current one
+    # On CUDA: on a stream of NCCL's own, or on the current one.
+    options.reduceOp, options.asyncOp = op, is_async
     return options
-
-
-def _default_backend(device: torch.device) -> str:
-    """NCCL on CUDA, gloo elsewhere; an existing default group of a third kind (a vendor's, torch's fake one) is followed."""
-    existing = dist.get_backend() if dist.is_initialized() else "undefined"
-    if existing not in ("undefined", "gloo", "nccl") and ":" not in existing:
-        return existing
-    return "nccl" if device.type == "cuda" else "gloo"
-
-
-def _init_from_env(backend: str, timeout: float, group_limit: timedelta) -> None:
-    """Make the default process group; torchrun's restarts share one store, so each attempt takes its own prefix."""
-    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-    if missing:
-        raise PlanError(
-            "torch.distributed", f"{', '.join(missing)} not set", "start with torchrun, or use backend='local'"
-        )
-    store, rank, size = env_store(timedelta(seconds=timeout))
-    store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=group_limit)

@@ -1,12 +1,13 @@
-"""When has a send over gloo left? Its operations tell only a thread that waits for them: so one does.
+"""Tell when a send over gloo has completed: its operations tell only a thread that waits for them, so one
+does.
 
-In: the sends of a channel. Out: a `Departure` each, done as soon as the tensors may be let go. Without it a rank would hold all
-that it sent until the end of the step: `isend(...).is_completed()` is False on gloo until `wait()` was called, which blocks.
-(torch 2.11 to 2.13. Delete this file when gloo's work can be asked.)
+In: the sends of a channel. Out: a `WatchedSend` each, done as soon as the tensors may be let go. Without it a
+rank would hold all that it sent until the end of the step: `isend(...).is_completed()` is False on gloo until
+`wait()` was called, which blocks. (torch 2.11 to 2.13. Delete this file when gloo's work can be asked.)
 
-    departures = Departures("channel 0 -> 1")
-    departure = departures.add([dist.isend(x, 1)], [x])
-    departure.is_completed()
+    watcher = SendWatcher("channel 0 -> 1")
+    sent = watcher.add([dist.isend(x, 1)], [x])
+    sent.is_completed()
 """
 
 from __future__ import annotations
@@ -19,20 +20,20 @@ from typing import Any
 import torch
 
 
-class Departure:
+class WatchedSend:
     """Sends under way, asked like a `Work` of torch.distributed; they keep their tensors alive."""
 
     def __init__(self, works: Sequence[Any], tensors: Sequence[torch.Tensor]) -> None:
         self._works, self._tensors = list(works), list(tensors)
-        self._left = threading.Event()
+        self._completed = threading.Event()
         self._fault: BaseException | None = None
 
     def is_completed(self) -> bool:
-        return self._left.is_set()
+        return self._completed.is_set()
 
     def wait(self) -> None:
-        """Block until all have left; raise what went wrong."""
-        self._left.wait()
+        """Block until all have completed; raise what went wrong."""
+        self._completed.wait()
         if self._fault is not None:
             raise self._fault
 
@@ -41,27 +42,28 @@ class Departure:
         try:
             for work in self._works:
                 work.wait()
-        except BaseException as exc:  # whoever waits shall see it
+        # Raised again by `wait`, in the thread that asks.
+        except BaseException as exc:
             self._fault = exc
         self._works, self._tensors = [], []
-        self._left.set()
+        self._completed.set()
 
 
-class Departures:
+class SendWatcher:
     """The sends of one channel in order, and the thread that waits for them; it starts with the first."""
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._queue: SimpleQueue[Departure | None] | None = None
+        self._queue: SimpleQueue[WatchedSend | None] | None = None
 
-    def add(self, works: Sequence[Any], tensors: Sequence[torch.Tensor]) -> Departure:
+    def add(self, works: Sequence[Any], tensors: Sequence[torch.Tensor]) -> WatchedSend:
         """Follow some sends that were started."""
         if self._queue is None:
             self._queue = SimpleQueue()
             threading.Thread(target=_follow, args=(self._queue,), name=self._name, daemon=True).start()
-        departure = Departure(works, tensors)
-        self._queue.put(departure)
-        return departure
+        sent = WatchedSend(works, tensors)
+        self._queue.put(sent)
+        return sent
 
     def close(self) -> None:
         """End the thread, behind the sends that it was given."""
@@ -70,7 +72,8 @@ class Departures:
             self._queue = None
 
 
-def _follow(queue: SimpleQueue[Departure | None]) -> None:
-    while (departure := queue.get()) is not None:
-        departure.follow()
-        del departure  # nothing is held while waiting for the next one
+def _follow(queue: SimpleQueue[WatchedSend | None]) -> None:
+    while (sent := queue.get()) is not None:
+        sent.follow()
+        # Nothing is held while waiting for the next one.
+        del sent

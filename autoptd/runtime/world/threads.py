@@ -1,14 +1,14 @@
 """Ranks as threads of this process: any mesh on one machine, for notebooks, debugging and most tests.
 
-In: a mesh, the `Needs` of a program. Out: a `ThreadWorld` with one `World` per rank, and `Ranks`, the threads that
-run a function on all of them. How the threads' calls meet, and that this world also checks the order of collectives,
-is in `exchange.py`.
+In: a mesh, the `Needs` of a program. Out: a `ThreadWorld` with one `World` per rank, and `Ranks`, the threads
+that run a function on all of them. How the threads' calls meet, and that this world also checks the order of
+collectives, is in `exchange.py`.
 
     shared = ThreadWorld(Mesh(t=2), Needs())
     run_ranks(shared, lambda world: world.group(("tp",)).all_reduce(torch.ones(2), "sum"))
 
-When a rank raises, that exception is the *first fault*: the waiting ranks are released with `Aborted`, which is never
-shown.
+When a rank raises, that exception is the *first fault*: the waiting ranks are released with `Aborted`, which
+is never shown.
 """
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ import torch
 from autoptd.errors import AutoptdError, RuntimeFault
 from autoptd.ir.mesh import Mesh
 from autoptd.runtime.devices import thread_device
-from autoptd.runtime.world.exchange import Meeting, Pipe, Shared, ThreadChannel, ThreadGroup, ThreadRank
+from autoptd.runtime.world.exchange import Meeting, Shared, ThreadGroup, ThreadRank
+from autoptd.runtime.world.pipes import Pipe, ThreadChannel
 from autoptd.runtime.world.world import Needs, World, fault_site, on_device
 
 Result = TypeVar("Result")
-GRACE = 10.0  # seconds that the other ranks get to end after a fault
+# Seconds that the other ranks get to end after a fault.
+GRACE = 10.0
 
 
 class ThreadWorld(Shared):
@@ -60,9 +62,11 @@ class ThreadWorld(Shared):
 
 
 class Ranks:
-    """One thread per rank, kept for many `run`s (steps). After a fault the pool can be used again if every rank ended;
-    a rank that hangs cannot be stopped, so the pool is then broken and says so. A single rank waits for nobody, and runs in
-    the thread that calls."""
+    """One thread per rank, kept for many `run`s (steps).
+
+    After a fault the pool can be used again if every rank ended; a rank that hangs cannot be stopped, so the
+    pool is then broken and says so. A single rank waits for nobody, and runs in the thread that calls.
+    """
 
     def __init__(self, shared: ThreadWorld) -> None:
         self.shared = shared
@@ -89,7 +93,8 @@ class Ranks:
         results: dict[int, Any] = {}
         try:
             self._collect(results)
-        except BaseException as exc:  # KeyboardInterrupt in the caller: stop the ranks as well
+        # KeyboardInterrupt in the caller: stop the ranks as well.
+        except BaseException as exc:
             self.shared.fail(-1, "run", exc)
             self._collect(results)
             raise
@@ -132,7 +137,10 @@ class Ranks:
 
 
 def run_ranks(shared: ThreadWorld, fn: Callable[[World], Result]) -> list[Result]:
-    """Call `fn(world)` once on every rank, each in its thread; return the results or raise the first fault."""
+    """Call `fn(world)` once on every rank, each in its thread.
+
+    Return the results or raise the first fault.
+    """
     ranks = Ranks(shared)
     try:
         return ranks.run(fn)
@@ -150,7 +158,8 @@ def _serve(world: ThreadRank, jobs: SimpleQueue[Any], ended: SimpleQueue[tuple[i
     while (fn := jobs.get()) is not None:
         result = None
         try:
-            # On CUDA all ranks would share autograd's one backward thread, and the first to wait would stop the others.
+            # On CUDA all ranks would share autograd's one backward thread, and the first to wait would stop
+            # the others.
             with on_device(world.device), torch.autograd.set_multithreading_enabled(False):
                 result = fn(world)
         except BaseException as exc:

@@ -1,15 +1,17 @@
 """What a rank sees of the others: groups for collectives, channels for point-to-point, and faults.
 
-A `World` is one rank's view; `threads.py` and `processes.py` each implement it. What is needed is said up front
-(`Needs`), so that every rank creates the same communicators in the same order. There is a group along each axis of the mesh,
-and none of everyone: what all ranks have to know goes along one axis after the other (`Hops`).
+A `World` is one rank's view; `threads.py` and `processes.py` each implement it. What is needed is said up
+front (`Needs`), so that every rank creates the same communicators in the same order. There is a group along
+each axis of the mesh, and none of everyone: what all ranks have to know goes along one axis after the other
+(`Hops`).
 
     whole = world.group(("tp",)).all_reduce(partial, "h.0.mlp")
     sent = world.outgoing(peer).send([x], "SEND_F2.1>3")
     (x,) = world.incoming(peer).receive([((4, 8), torch.float32)], "RECV_F3.1<2").wait()
 
-Terms: the *site* of a call says what it is for (an emitted line, an action) and shows up in errors; `world.at` is the
-action that the rank is executing. Calls of one group are made in the same order by all its ranks.
+Terms: the *site* of a call says what it is for (an emitted line, an action) and shows up in errors;
+`world.at` is the action that the rank is executing. Calls of one group are made in the same order by all its
+ranks.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -25,7 +28,8 @@ import torch
 from autoptd.errors import InternalError
 from autoptd.ir.mesh import MESH_AXES, Mesh
 
-Like = tuple[Sequence[int], torch.dtype]  # shape and dtype of a tensor to come
+# Shape and dtype of a tensor to come.
+Like = tuple[Sequence[int], torch.dtype]
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,9 @@ class Needs:
         return [ranks for ranks in dict.fromkeys(found) if len(ranks) > 1]
 
     def channels(self, mesh: Mesh) -> list[tuple[int, int]]:
-        """(source rank, target rank) of all channels, in the same order on every rank: round by round."""
+        """Return (source rank, target rank) of all channels, in the same order on every rank: round
+        by round.
+        """
         found: list[tuple[int, int]] = []
         for source, target in in_rounds(self.links):
             found += zip(mesh.ranks_at(source), mesh.ranks_at(target), strict=True)
@@ -57,22 +63,25 @@ class Needs:
 
 
 def in_rounds(links: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The links in an order in which they connect soon, if each takes both its ranks for a while: in rounds of disjoint ones.
+    """Order links so that they connect soon, if each takes both its ranks for a while: in rounds of
+    disjoint ones.
 
-    Between neighbours these are four, however long the pipeline is: 0-1, 2-3, ..., then 1-2, 3-4, ..., then the same downwards.
+    Between neighbours these are four, however long the pipeline is: 0-1, 2-3, ..., then 1-2, 3-4, ..., then
+    the same downwards.
     """
     rounds: list[list[tuple[int, int]]] = []
-    for link in sorted(set(links), key=lambda one: (one[0] > one[1], min(one), max(one))):
-        free = (one for one in rounds if all(set(link).isdisjoint(other) for other in one))
-        chosen = next(free, None)
-        if chosen is None:
-            rounds.append(chosen := [])
-        chosen.append(link)
-    return [link for one in rounds for link in one]
+    for link in sorted(set(links), key=lambda link: (link[0] > link[1], min(link), max(link))):
+        for links_of_round in rounds:
+            if set(link).isdisjoint(chain.from_iterable(links_of_round)):
+                links_of_round.append(link)
+                break
+        else:
+            rounds.append([link])
+    return list(chain.from_iterable(rounds))
 
 
 def owner_ranks(mesh: Mesh, rank: int, pp_ranks: Sequence[int]) -> tuple[int, ...]:
-    """The ranks of the pipeline of `rank` at each of `pp_ranks`, ascending."""
+    """Return the ranks of the pipeline of `rank` at each of `pp_ranks`, ascending."""
     return tuple(sorted(mesh.at_stage(rank, pp) for pp in set(pp_ranks)))
 
 
@@ -116,7 +125,8 @@ class Then(Pending):
 class Group(ABC):
     """One rank's handle on a set of ranks that communicate; `index` is this rank's position in `ranks`.
 
-    Results never share memory with another rank's tensors. Nothing here is differentiable: see `conversions.py`.
+    Results never share memory with another rank's tensors. Nothing here is differentiable: see
+    `conversions.py`.
     """
 
     def __init__(self, ranks: tuple[int, ...], index: int) -> None:
@@ -148,7 +158,10 @@ class Group(ABC):
 
     @abstractmethod
     def all_reduce_start(self, flat: torch.Tensor, site: str) -> Pending:
-        """Start summing `flat` (contiguous) in place; it must not be touched before `wait()`, which returns it."""
+        """Start summing `flat` (contiguous) in place.
+
+        It must not be touched before `wait()`, which returns it.
+        """
 
     @abstractmethod
     def all_gather_start(self, x: torch.Tensor, dim: int, site: str) -> Pending:
@@ -203,11 +216,13 @@ class SoloGroup(Group):
 class Hops:
     """Several axes of the mesh as one group of ranks: a call is made along one axis after the other.
 
-    For few bytes, as it is not overlapped. Calls of ranks with equal coordinates elsewhere meet, so all ranks make them.
+    For few bytes, as it is not overlapped. Calls of ranks with equal coordinates elsewhere meet, so all ranks
+    make them.
     """
 
     def __init__(self, world: World, axes: Sequence[str]) -> None:
-        self._world, self._axes = world, [axis for axis in world.mesh.axes if axis in axes]  # fastest first
+        # Fastest first.
+        self._world, self._axes = world, [axis for axis in world.mesh.axes if axis in axes]
         self.ranks = world.mesh.group(world.rank, tuple(axes))
         self.index, self.size = self.ranks.index(world.rank), len(self.ranks)
 
@@ -221,16 +236,18 @@ class Hops:
         """Return the `x` of the first rank; the `x` of the others only says shape and dtype."""
         for number, axis in enumerate(self._axes):
             later = self._axes[number + 1 :]
-            if not any(self._world.coordinate[one] for one in later):  # else it comes along one of them
+            # A rank that is not the first along a later axis gets it over that axis.
+            if not any(self._world.coordinate[other] for other in later):
                 x = self._world.group((axis,)).broadcast(x, 0, site)
         return x
 
     def gather_objects(self, obj: Any, site: str) -> list[Any]:
         """Return every rank's object, in the order of `ranks`."""
         objects = [obj]
-        for axis in self._axes:  # of ranks in ascending order: the slower axis is the outer one
+        # The fastest axis first: so objects end up in ascending order of ranks.
+        for axis in self._axes:
             gathered = self._world.group((axis,)).gather_objects(objects, site)
-            objects = [one for part in gathered for one in part]
+            objects = list(chain.from_iterable(gathered))
         return objects
 
 
@@ -239,7 +256,10 @@ class Channel(ABC):
 
     @abstractmethod
     def send(self, tensors: Sequence[torch.Tensor], site: str) -> Pending:
-        """Start sending; never blocks. The tensors must stay unchanged until `wait()`; the Pending keeps them alive."""
+        """Start sending; never blocks.
+
+        The tensors must stay unchanged until `wait()`; the Pending keeps them alive.
+        """
 
     @abstractmethod
     def receive(self, like: Sequence[Like], site: str) -> Pending:
@@ -258,7 +278,8 @@ class World(ABC):
         self.replica, self.pipeline_rank = mesh.replica_of(rank), mesh.pipeline_rank_of(rank)
         self.at = "start"
         self._solo = SoloGroup(rank)
-        self._along: dict[tuple[str, ...], Group] = {}  # `group`, once asked for
+        # `group`, once asked for.
+        self._along: dict[tuple[str, ...], Group] = {}
         self._hops: dict[tuple[str, ...], Hops] = {}
         self._groups: dict[tuple[int, ...], Group] = {}
         self._outgoing: dict[int, Channel] = {}
@@ -275,13 +296,15 @@ class World(ABC):
         return self._group_of(owner_ranks(self.mesh, self.rank, pp_ranks))
 
     def hops(self, axes: tuple[str, ...]) -> Hops:
-        """Return the ranks that differ from this one along `axes` only, reached along one axis after the other."""
+        """Return the ranks that differ from this one along `axes` only, reached along one axis after the
+        other.
+        """
         if axes not in self._hops:
             self._hops[axes] = Hops(self, axes)
         return self._hops[axes]
 
     def leads(self, axes: Sequence[str]) -> bool:
-        """Whether this rank is the first one along `axes`."""
+        """Tell whether this rank is the first one along `axes`."""
         return not any(self.coordinate[axis] for axis in axes)
 
     def everyone(self) -> Hops:
@@ -298,11 +321,15 @@ class World(ABC):
 
     @abstractmethod
     def report_fault(self, exc: BaseException) -> None:
-        """Tell the other ranks that this one failed with `exc`, so that they show it instead of its consequences."""
+        """Tell the other ranks that this one failed with `exc`, so that they show it instead of its
+        consequences.
+        """
 
     @abstractmethod
     def raise_first_fault(self) -> None:
-        """Raise what another rank failed with, if this one knows of it: its numbers are then not to be handed out."""
+        """Raise what another rank failed with, if this one knows of it: its numbers are then not to be handed
+        out.
+        """
 
     def mark(self) -> None:  # noqa: B027 - most devices cannot be behind their host
         """Say that the device is to come as far as it was told to until now: it is asked whether it did."""
@@ -326,17 +353,19 @@ class World(ABC):
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Make `device` the current one: Triton's kernels and NCCL's streams go there, whatever the caller made current."""
+    """Make `device` the current one: Triton's kernels and NCCL's streams go there, whatever the caller made
+    current.
+    """
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def fault_site(rank: int, at: str) -> str:
-    """The site of a RuntimeFault: which rank, and what it was executing."""
+    """Name the site of a RuntimeFault: which rank, and what it was executing."""
     return f"rank {rank} at {at}"
 
 
 def equal_parts(x: torch.Tensor, dim: int, parts: int, site: str) -> int:
-    """How long each of so many equal parts of `x` along `dim` is."""
+    """Return the lengths of so many equal parts of `x` along `dim`."""
     if x.shape[dim] % parts:
         raise InternalError(site, f"dim {dim} of {list(x.shape)} does not divide into {parts} parts")
     return x.shape[dim] // parts

@@ -1,7 +1,7 @@
-"""The cost model of Subramanian et al. as `autoptd.planner.search` wants it: cells, variants, bytes and seconds.
+"""The cost model of Subramanian et al. as `autoptd.planner.search` wants it: configs, variants, bytes and seconds.
 
-A cell is (t1, t2, p, d, b); its variants are the placements (how many ranks of each axis share a fast domain) and, under
-SUMMA, the numbers of panels. Bytes are the same for all variants of a cell. Units: bytes, seconds per iteration.
+A config is (t1, t2, p, d, b); its variants are the placements (how many ranks of each axis share a fast domain) and, under
+SUMMA, the numbers of panels. Bytes are the same for all variants of a config. Units: bytes, seconds per iteration.
 Source: arXiv:2410.00273, sections 3.2 and 3.3.
 """
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autoptd.errors import PlanError
-from autoptd.planner.search import Cells, Columns, divisors, placements, unique_rows
+from autoptd.planner.search import Columns, Configs, divisors, placements, unique_rows
 from benchmarks.lib.subramanian.operators import Array, Local, Operator, layer
 from benchmarks.lib.subramanian.system import PUBLISHED, TENSOR_MODES, Quirks, System, Transformer
 from benchmarks.lib.subramanian.times import (
@@ -61,7 +61,7 @@ class SubramanianModel:
     def capacity_bytes(self) -> float:
         return self.system.memory_bytes
 
-    def cells(self) -> Cells:
+    def configs(self) -> Configs:
         """All t1 * t2 * p * d = gpus with every microbatch size, and why some of them are none."""
         rows = []
         for t1 in divisors(self.gpus):
@@ -72,11 +72,11 @@ class SubramanianModel:
                     rows += [(t1, t2, p, d, b) for b in sizes]
         table = np.array(rows, dtype=np.int64).T
         columns = dict(zip(("t1", "t2", "p", "d", "b"), table, strict=True))
-        return Cells(columns, REASONS, self._reason_of(columns))
+        return Configs(columns, REASONS, self._reason_of(columns))
 
-    def _reason_of(self, cells: Columns) -> np.ndarray:
+    def _reason_of(self, configs: Columns) -> np.ndarray:
         """The first of `REASONS` that holds, as an index; -1: a candidate."""
-        t1, t2, e = cells["t1"], cells["t2"], self.shape.hidden
+        t1, t2, e = configs["t1"], configs["t2"], self.shape.hidden
         narrow = 3 * e // t1 < NARROWEST if self.tensor == "1D" else e // t1 < NARROWEST
         if self.tensor != "1D":
             narrow = narrow | (self.shape.seq // t2 < NARROWEST)
@@ -84,9 +84,9 @@ class SubramanianModel:
         wrong = (
             (self.shape.heads % t1 != 0) | (e % t1 != 0),
             narrow,
-            self.shape.layers % cells["p"] != 0,
-            self.batch % cells["d"] != 0,
-            cells["b"] * self.shape.seq % splits_tokens != 0,
+            self.shape.layers % configs["p"] != 0,
+            self.batch % configs["d"] != 0,
+            configs["b"] * self.shape.seq % splits_tokens != 0,
             (e % t2 != 0) & (self.tensor == "SUMMA"),
         )
         reason = np.full(len(t1), -1)
@@ -94,40 +94,40 @@ class SubramanianModel:
             reason[wrong[index]] = index
         return reason
 
-    def memory_bytes(self, cells: Columns) -> Array:
+    def memory_bytes(self, configs: Columns) -> Array:
         """Bytes of the fullest rank: the sum of `memory_terms`."""
-        return np.sum(list(self.memory_terms(cells).values()), axis=0)
+        return np.sum(list(self.memory_terms(configs).values()), axis=0)
 
-    def memory_terms(self, cells: Columns) -> dict[str, Array]:
+    def memory_terms(self, configs: Columns) -> dict[str, Array]:
         """Bytes: weights and gradients in 2 bytes, 12 of optimizer (spread over data ranks), 1F1B's microbatches in flight."""
-        rows, back = unique_rows(cells, ("b", "t1", "t2"))
+        rows, back = unique_rows(configs, ("b", "t1", "t2"))
         operators = self._operators(rows)
-        layers = self._layers(cells)
+        layers = self._layers(configs)
         weights = _weights(operators)[back] * layers
         kept = np.sum([np.broadcast_to(one.kept, len(rows["b"])) for one in operators], axis=0)[back] * layers
-        in_flight = np.minimum(cells["p"].astype(float), self._microbatches(cells))
+        in_flight = np.minimum(configs["p"].astype(float), self._microbatches(configs))
         return {
             "weights": weights,
             "gradients": weights,
-            "optimizer": 6 * weights / self._data_ranks(cells),
+            "optimizer": 6 * weights / self._data_ranks(configs),
             "activations": kept * in_flight,
         }
 
-    def least_seconds(self, cells: Columns) -> Array:
-        """A bound that no variant of a cell is under: the FLOPs and the bubble, no byte moved."""
-        rows, back = unique_rows(cells, ("b", "t1", "t2"))
+    def least_seconds(self, configs: Columns) -> Array:
+        """A bound that no variant of a config is under: the FLOPs and the bubble, no byte moved."""
+        rows, back = unique_rows(configs, ("b", "t1", "t2"))
         operators = self._operators(rows)
         works = [(one, work) for one in operators for work in (one.forward, one.backward)]
         layer = np.sum([compute_seconds(one, work, self.system, self.quirks) for one, work in works], axis=0)
-        return layer[back] * self._layers(cells) * (self._microbatches(cells) + cells["p"] - 1)
+        return layer[back] * self._layers(configs) * (self._microbatches(configs) + configs["p"] - 1)
 
-    def variants(self, cells: Columns) -> tuple[np.ndarray, Columns]:
-        """Placements (and panels) of each cell: the index of the cell, and its columns."""
-        where, inside = placements([cells[name] for name in ("t1", "t2", "d", "p")], self.system.domain)
+    def variants(self, configs: Columns) -> tuple[np.ndarray, Columns]:
+        """Placements (and panels) of each config: the index of the config, and its columns."""
+        where, inside = placements([configs[name] for name in ("t1", "t2", "d", "p")], self.system.domain)
         added = dict(zip(WIDTHS, inside, strict=True))
         if self.tensor != "SUMMA":
             return where, added | {"panels": np.ones_like(where)}
-        finest, back = np.unique(np.maximum(cells["t1"], cells["t2"]), return_inverse=True)
+        finest, back = np.unique(np.maximum(configs["t1"], configs["t2"]), return_inverse=True)
         pieces = [self._panels(int(n)) for n in finest]
         kind = back[where]
         repeat = np.array([len(one) for one in pieces], dtype=np.int64)[kind]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from autoptd.ir.actions import ranks_of_stages
 from autoptd.passes.stages import balance
 from autoptd.passes.stages.balance import Line, Value, evaluate, least_memory, place
-from autoptd.schedule import build_orders, finish_of
+from autoptd.schedule import build_orders, makespan_of
 
 
 def stages_of(line: Line, chosen: Sequence[int]) -> list[float]:
@@ -148,7 +148,7 @@ SCHEDULES = [
 def test_the_cut_against_the_best_simulated_one(name: str, p: int, v: int) -> None:
     """All ways to cut layers of one size between an embedding and a head, simulated; lines of any work in the mean."""
     orders = build_orders(name, p, v, 8)
-    ranks, finish = ranks_of_stages(orders), finish_of(orders)
+    ranks, finish = ranks_of_stages(orders), makespan_of(orders)
     assert finish is not None
     ratios = []
     for seed in range(8):

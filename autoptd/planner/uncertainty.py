@@ -1,11 +1,13 @@
 """How far two predictions may be off each other: what was found where they were compared with measurements.
 
-In: a cluster with its software, a precision, whether ZeRO-3 is in question. Out: a relative number, or infinity where nothing
-like it has been measured: another machine, other software, 32 bits where 16 were measured.
+In: a cluster with its software, a precision, whether ZeRO-3 is in question. Out: a relative number, or
+infinity where nothing like it has been measured: another machine, other software, 32 bits where 16 were
+measured.
 
-    doubt(find_cluster("dgx-a100"), "fp16")      # 0.082: SC'21's points are from 4.2% too low to 3.7% too high
+    uncertainty(find_cluster("dgx-a100"), "fp16")      # 0.082: SC'21's points are from 4.2% too low to 3.7% too high
 
-The numbers are the extremes of benchmarks/planner_accuracy.py's sets, with the software's factor, and of docs/planner.md.
+The numbers are the extremes of benchmarks/planner_accuracy.py's sets, with the software's factor, and of
+docs/planner.md.
 """
 
 from __future__ import annotations
@@ -15,12 +17,15 @@ from dataclasses import dataclass
 
 from autoptd.planner.cluster import Cluster, find_cluster
 
+# Predictions in both are the same: one measurement counts for either.
 HALF = ("fp16", "bf16")
 
 
 @dataclass(frozen=True)
 class Compared:
-    """Measurements of a cluster under a generation of software: `lowest` and `highest` of predicted over measured, less 1."""
+    """Measurements of a cluster under a generation of software: `lowest` and `highest` of predicted over
+    measured, less 1.
+    """
 
     cluster: str
     software: str
@@ -48,13 +53,16 @@ COMPARED = (
 )
 
 
-def doubt(cluster: Cluster, precision: str, is_zero_3: bool = False) -> float:
-    """How far two predictions were off each other at most, relative; infinity where none was compared."""
-    for one in COMPARED:
-        known = one.cluster == cluster.name and precision in one.precisions and one.is_zero_3 == is_zero_3
-        if known and cluster == find_cluster(one.cluster).with_software(one.software):
-            return one.apart
+def uncertainty(cluster: Cluster, precision: str, is_zero_3: bool = False) -> float:
+    """Return how far two predictions were off each other at most, relative.
+
+    Infinity where none was compared.
+    """
+    for row in COMPARED:
+        is_alike = row.cluster == cluster.name and precision in row.precisions and row.is_zero_3 == is_zero_3
+        if is_alike and cluster == find_cluster(row.cluster).with_software(row.software):
+            return row.apart
     return math.inf
 
 
-__all__ = ["COMPARED", "Compared", "doubt"]
+__all__ = ["COMPARED", "Compared", "uncertainty"]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from autoptd.planner.cluster import find_cluster
-from autoptd.planner.doubt import COMPARED, doubt
+from autoptd.planner.uncertainty import COMPARED, uncertainty
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "planner_accuracy.json"
 
@@ -28,8 +28,8 @@ def test_extremes_are_those_of_the_measured_sets() -> None:
 
 def test_what_was_not_compared_is_not_known() -> None:
     a100 = find_cluster("dgx-a100")
-    assert doubt(a100, "fp16") == pytest.approx(1.037 / 0.958 - 1)
-    assert doubt(a100.with_software("deepspeed-zero3-2021"), "fp16", is_zero_3=True) == pytest.approx(0.265)
+    assert uncertainty(a100, "fp16") == pytest.approx(1.037 / 0.958 - 1)
+    assert uncertainty(a100.with_software("deepspeed-zero3-2021"), "fp16", is_zero_3=True) == pytest.approx(0.265)
     for cluster, precision, is_zero_3 in (
         (a100, "fp32", False),
         (a100, "fp16", True),
@@ -37,4 +37,4 @@ def test_what_was_not_compared_is_not_known() -> None:
         (find_cluster("dgx-b200"), "bf16", False),
         (find_cluster("dgx2h-v100"), "fp16", False),
     ):
-        assert math.isinf(doubt(cluster, precision, is_zero_3))
+        assert math.isinf(uncertainty(cluster, precision, is_zero_3))

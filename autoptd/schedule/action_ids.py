@@ -1,14 +1,15 @@
-"""Actions as integers: a schedule of a million of them is checked and run in a second, with lists in the place of dicts.
+"""Actions as integers: a schedule of a million of them is checked and run in a second, with lists instead of
+dicts.
 
-In: the wiring of the stages, m, and which actions there are besides F and B. Out: `Numbers`, which gives every action that
-the schedule must have a number, and says per *row* what its actions do and wait for.
+In: the wiring of the stages, m, and which actions there are besides F and B. Out: `ActionIds`, which gives
+every action that the schedule must have an id, and says per *row* what its actions do and wait for.
 
-Terms. A row is a (kind, stage, peer): m actions that differ in their microbatch only. The number of an action is
-`row * width + microbatch + 1`; the + 1 is for REDUCE, whose microbatch is -1. So what an action waits for is a fixed distance
-away: `number + distance`, whatever the microbatch.
+Terms. A row is a (kind, stage, peer): m actions that differ in their microbatch only. The id of an action is
+`row * width + microbatch + 1`; the + 1 is for REDUCE, whose microbatch is -1. So what an action waits for is
+a fixed distance away: `id + distance`, whatever the microbatch.
 
-    numbers = Numbers(Wiring([(0, 1, True)], ranks=(0, 1)), m=2, has_weights=False, has_transfers=False, has_reduces=False)
-    numbers.of([parse("F0.0"), parse("B0.1")])   # [1, 5], as the rows are F0, B0, F1, B1 and the width is 3
+    ids = ActionIds(Wiring([(0, 1, True)], ranks=(0, 1)), m=2, has_weights=False, has_transfers=False, has_reduces=False)
+    ids.of([parse("F0.0"), parse("B0.1")])   # [1, 5], as the rows are F0, B0, F1, B1 and the width is 3
 """
 
 from __future__ import annotations
@@ -18,17 +19,19 @@ from collections.abc import Iterator, Sequence
 from autoptd.ir.actions import COMPUTES, SENDS, Action, Kind
 from autoptd.schedule.wiring import Wiring, partner
 
-Row = tuple[Kind, int, int]  # kind, stage, peer
+# (kind, stage, peer)
+Row = tuple[Kind, int, int]
 
 
-class Numbers:
-    """The numbers of all actions of a schedule; the lists are indexed by row."""
+class ActionIds:
+    """The ids of all actions of a schedule; the lists are indexed by row."""
 
     def __init__(self, wiring: Wiring, m: int, *, has_weights: bool, has_transfers: bool, has_reduces: bool) -> None:
         self.wiring, self.width = wiring, m + 1
         kinds = COMPUTES if has_weights else (Kind.F, Kind.B)
         self.rows: list[Row] = []
-        self.ranks: list[int] = []  # whose it is
+        # The rank of each row.
+        self.ranks: list[int] = []
         for stage, rank in enumerate(wiring.ranks):
             row = list(_rows(stage, kinds, wiring if has_transfers else None))
             self.rows += [*row, (Kind.REDUCE, stage, -1)] if has_reduces else row
@@ -37,15 +40,16 @@ class Numbers:
         self.needs = [tuple(self._needs(row, has_transfers)) for row in self.rows]
 
     def of(self, order: Sequence[Action]) -> list[int]:
-        """The number of every action; -1 for one that the schedule does not have."""
-        width, row_of, unknown = self.width, self.row_of, -1
-        return [
-            row_of[kind, stage, peer] * width + microbatch + 1 if (kind, stage, peer) in row_of else unknown
-            for kind, stage, microbatch, peer in order
-        ]
+        """Return the id of every action; -1 for one that the schedule does not have."""
+        width, row_of = self.width, self.row_of
+        ids = []
+        for kind, stage, microbatch, peer in order:
+            row = row_of.get((kind, stage, peer))
+            ids.append(-1 if row is None else row * width + microbatch + 1)
+        return ids
 
     def expected(self, rank: int) -> set[int]:
-        """The numbers of all that `rank` must do."""
+        """Return the ids of all that `rank` must do."""
         found: set[int] = set()
         for number, (kind, _, _) in enumerate(self.rows):
             if self.ranks[number] == rank:
@@ -54,23 +58,25 @@ class Numbers:
         return found
 
     def action(self, number: int) -> Action:
-        """The action that has a number."""
+        """Return the action that has an id."""
         kind, stage, peer = self.rows[number // self.width]
         return Action(kind, stage, number % self.width - 1, peer)
 
     def distance(self, row: Row, other: Row) -> int:
-        """From the number of an action of `row` to that of `other` for the same microbatch."""
+        """Return the step from the id of an action of `row` to that of `other` for the same microbatch."""
         return (self.row_of[other] - self.row_of[row]) * self.width
 
     def message(self, row: Row) -> Row:
-        """The row of the receives of a row of transfers."""
+        """Return the row of the receives of a row of transfers."""
         if row[0] not in SENDS:
             return row
         receive = partner(Action(row[0], row[1], 0, row[2]))
         return receive.kind, receive.stage, receive.peer
 
     def _needs(self, row: Row, has_transfers: bool) -> Iterator[tuple[int, int]]:
-        """What a computation waits for: (distance, stage that a value comes from without being sent, or -1)."""
+        """Yield what a computation waits for: (distance, stage that a value comes from without being
+        sent, or -1).
+        """
         kind, stage, _ = row
         if kind not in COMPUTES:
             return
@@ -84,7 +90,7 @@ class Numbers:
 
 
 def _rows(stage: int, kinds: Sequence[Kind], wiring: Wiring | None) -> Iterator[Row]:
-    """The computations of a stage and, with `wiring`, their transfers."""
+    """Yield the computations of a stage and, with `wiring`, their transfers."""
     for kind in kinds:
         yield kind, stage, -1
         if wiring is not None:

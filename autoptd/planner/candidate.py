@@ -1,7 +1,7 @@
-"""One way to run a model, as a person reads it: what a search found, with its seconds and bytes taken apart.
+"""One way to run a model, as a person reads it: what a search found, with its seconds and bytes by term.
 
-choice.name                 # "t=8 p=64 d=6 b=1 m=512, sequence parallel"
-choice.seconds_by["bubble"]
+candidate.name                 # "t=8 p=64 d=6 b=1 m=512, sequence parallel"
+candidate.seconds_by["bubble"]
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Any
 from autoptd.options import NOT_YET
 
 DEGREES = ("t", "p", "d", "c", "v", "b", "m")
-WORDS = {  # how an option that is on is called
+# How an option is named when it is on.
+WORDS = {
     "recompute": "{} recomputation",
     "zero": "ZeRO-{}",
     "precision": "{}",
@@ -22,14 +23,15 @@ WORDS = {  # how an option that is on is called
 
 
 @dataclass(frozen=True)
-class Choice:
+class Candidate:
     """A candidate.
 
-    `degrees`: t, p, d, c, v, b (sequences of a microbatch), m (microbatches of a replica and step). `options`: what else was
-    chosen, by the names of `parallelize`'s keywords, and "placement" (how many ranks of each axis share a node). `seconds` of a
-    step and `bytes` of the fullest rank, each the sum of its parts. `flops_per_gpu`: model FLOP/s.
-    `is_simulated`: the schedule was run on paper for it, else its seconds are a formula's. `formula_seconds` are that in any
-    case: what choices are compared by where not all are simulated.
+    `degrees`: t, p, d, c, v, b (sequences of a microbatch), m (microbatches of a replica and step).
+    `options`: what else was chosen, by the names of `parallelize`'s keywords, and "placement" (how many ranks
+    of each axis share a node). `seconds` of a step and `bytes` of the fullest rank, each the sum of its
+    parts. `flops_per_gpu`: model FLOP/s. `is_simulated`: the schedule was run on paper for it, else its
+    seconds are a formula's. `formula_seconds` are that in any case: what candidates are compared by where not
+    all are simulated.
     """
 
     degrees: Mapping[str, int]
@@ -54,7 +56,8 @@ class Choice:
 
     def _words(self) -> list[str]:
         words = ["sequence parallel"] if self.options.get("sequence_parallel") else []
-        if self.options.get("schedule") not in (None, "interleaved" if self.degrees["v"] > 1 else "1f1b"):
+        default = "interleaved" if self.degrees["v"] > 1 else "1f1b"
+        if self.options.get("schedule") not in (None, default):
             words.insert(0, self.options["schedule"])
         usual = {"recompute": "none", "zero": 0, "placement": None, "precision": None}
         for key, phrase in WORDS.items():
@@ -65,10 +68,11 @@ class Choice:
 
     @property
     def not_yet(self) -> dict[str, Any]:
-        """Options of this choice that the runtime does not have: name and value."""
-        found = {
-            key: self.options[key] for key in NOT_YET if key in self.options and is_missing(key, self.options[key])
-        }
+        """Options of this candidate that the runtime does not have: name and value."""
+        found = {}
+        for key in NOT_YET:
+            if key in self.options and is_missing(key, self.options[key]):
+                found[key] = self.options[key]
         if self.degrees["c"] > 1 and "c" in NOT_YET:
             found["c"] = self.degrees["c"]
         if self.options.get("placement") is not None:
@@ -76,7 +80,10 @@ class Choice:
         return found
 
     def plan_record(self) -> dict[str, Any]:
-        """What `parallelize(model, plan=...)` reads, as plan.json has it; what the runtime lacks is only told of."""
+        """Return what `parallelize(model, plan=...)` reads, as plan.json has it.
+
+        What the runtime lacks is only named.
+        """
         return {
             "version": 1,
             "mesh": {key: self.degrees[key] for key in ("t", "p", "d", "v")},
@@ -96,14 +103,15 @@ class Choice:
 
 
 def is_missing(keyword: str, value: Any) -> bool:
-    """Whether the runtime does not have this value of a keyword of `parallelize`."""
-    usual = {"recompute": "none", "precision": "fp32"}  # the planner's names of what `Options` calls None
+    """Tell whether the runtime does not have this value of a keyword of `parallelize`."""
+    # The planner has names for what `Options` calls None.
+    usual = {"recompute": "none", "precision": "fp32"}
     return keyword in NOT_YET and value not in NOT_YET[keyword].neutral and value != usual.get(keyword)
 
 
 def placement_text(inside: Mapping[str, int]) -> str:
-    """`tp 8, dp 2 to a node`."""
+    """Describe a placement: `tp 8, dp 2 to a node`."""
     return ", ".join(f"{axis} {count}" for axis, count in inside.items() if count > 1) + " to a node"
 
 
-__all__ = ["DEGREES", "Choice", "is_missing", "placement_text"]
+__all__ = ["DEGREES", "Candidate", "is_missing", "placement_text"]

@@ -1,0 +1,107 @@
+"""The model's persistent buffers while it is trained: what its state dict holds besides parameters.
+
+In: the model's state dict, the program, and values that are loaded later. Out: the program with these buffers
+in it, and the copies of the ranks set to what is loaded. What was read of a buffer while compiling may have
+decided something (ir/buffers.py): other values are refused here, or compiled for again by the caller.
+
+    buffers = ModelBuffers(shared)
+    program = buffers.take(program, model.state_dict(), weights=None)
+    new = buffers.values_of(state_dict); buffers.load(new)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+
+from autoptd.errors import PlanError
+from autoptd.ir.buffers import SharedBuffers
+from autoptd.program.program import Program
+from autoptd.runtime.launch import RunningRanks
+from autoptd.runtime.read_folder import Folder
+
+LOAD_BEFORE = "load it before: model.load_state_dict(...), then parallelize(model, ...)"
+LOAD_THEM_BEFORE = LOAD_BEFORE.replace("load it", "load them")
+
+
+class ModelBuffers:
+    """Persistent buffers by name (`values`); `shared` says which of them share their memory."""
+
+    def __init__(self, shared: SharedBuffers) -> None:
+        self.values: dict[str, torch.Tensor] = {}
+        self.shared = shared
+        # Names whose values were loaded since the ranks were started.
+        self.loaded: set[str] = set()
+
+    def take(self, program: Program, state: Mapping[str, torch.Tensor], weights: Folder | None) -> Program:
+        """Keep the buffers of `state`, and return the program with them in it.
+
+        A buffer on meta comes from the folder `weights`, else from the program. PlanError where the program
+        was compiled for other values.
+        """
+        parameters = {name for spec in program.params for name in (spec.name, *spec.aliases)}
+        reader = weights.reader() if weights is not None else None
+        for name, x in state.items():
+            if name in parameters:
+                continue
+            if x.is_meta and reader is not None and reader.has(name):
+                x = reader.whole(name).to(x.dtype)
+            self.values[name] = (program.buffers.get(name, x) if x.is_meta else x).clone()
+        if changed := program.differing(self.values):
+            fact = f"the program was compiled for other values of {', '.join(changed)} than the model has"
+            raise PlanError("model", fact, "compile it for this model")
+        buffers = {name: self.values.get(name, x).to(x.dtype) for name, x in program.buffers.items()}
+        return replace(program, buffers=buffers)
+
+    def now(self, ranks: RunningRanks) -> dict[str, torch.Tensor]:
+        """Return the model's buffers as training has them."""
+        return self.shared.complete({**self.values, **ranks.here[0].executor.buffers})
+
+    def values_of(self, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the buffers that `state_dict` brings, in the dtypes and on the devices of ours.
+
+        PlanError for another value of a buffer that overlaps something else: the ranks hold copies of both.
+        """
+        brought = {}
+        for name, own in self.values.items():
+            if (x := state_dict.get(name)) is not None:
+                brought[name] = x.detach().to(own)
+        brought = self.shared.complete(brought)
+        for name in self.shared.overlaps.keys() & brought.keys() & self.values.keys():
+            if not torch.equal(brought[name], self.values[name]):
+                other = self.shared.overlaps[name]
+                fact = f"brings another value of {name}, which shares its memory with {other}"
+                raise PlanError("load_state_dict", fact, LOAD_BEFORE)
+        return brought
+
+    def load(self, brought: Mapping[str, torch.Tensor]) -> None:
+        """Keep new values; the ranks copy theirs themselves (`copy_buffers`)."""
+        copy_buffers(self.values, brought)
+        self.loaded |= brought.keys()
+
+    def attach_evaluator(self, ranks: RunningRanks, trained: Program, program: Program) -> None:
+        """Let evaluations run `program`, with the buffers of now; `trained` is the program that trains.
+        Collective.
+        """
+        # Of buffers that were never loaded, and that training does not use, rank 0's values are in the
+        # program.
+        names = self.loaded | (self.values.keys() & trained.buffers.keys())
+        buffers = {name: x for name, x in self.now(ranks).items() if name in names}
+        if changed := program.differing(buffers):
+            fact = f"was compiled for other values of {', '.join(changed)} than were loaded"
+            raise PlanError("eval_step", fact, LOAD_THEM_BEFORE)
+        ranks.attach_evaluator(program)
+        for rank in ranks.here:
+            copy_buffers(rank.evaluator.buffers, buffers)
+
+
+@torch.no_grad()
+def copy_buffers(into: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:
+    """Copy the values of names that both have."""
+    for name in into.keys() & values.keys():
+        into[name].copy_(values[name])
+
+
+__all__ = ["LOAD_THEM_BEFORE", "ModelBuffers", "copy_buffers"]

@@ -1,0 +1,43 @@
+"""How tensors are laid out for collectives that join or scatter along any dim: torch's own work along the
+first.
+
+    whole = in_place_of(gathered, dim=1)        # [t, *x.shape] -> x.shape with dim 1 t times as long
+"""
+
+from __future__ import annotations
+
+import torch
+
+Tensor = torch.Tensor
+
+
+def fresh(x: Tensor) -> Tensor:
+    # Not within an autograd function.
+    if torch.is_grad_enabled():
+        x = x.detach()
+    return x.clone() if x.is_contiguous() else x.contiguous()
+
+
+def in_place_of(gathered: Tensor, dim: int) -> Tensor:
+    """[t, ..., n, ...] with the dims after the first in their places: [..., t n, ...].
+
+    A view if those before `dim` are 1.
+    """
+    count, *sizes = gathered.shape
+    sizes[dim] *= count
+    return gathered.movedim(0, dim).reshape(sizes)
+
+
+def parts_first(x: Tensor, dim: int, count: int, width: int) -> Tensor:
+    """[..., t n, ...] as [t, ..., n, ...], contiguous: `x` itself, seen otherwise, if the dims before `dim`
+    are 1.
+    """
+    return x.unflatten(dim, (count, width)).movedim(dim, 0).contiguous()
+
+
+def as_real(x: Tensor) -> Tensor:
+    """Complex numbers as pairs: what NCCL and gloo can add."""
+    return torch.view_as_real(x) if x.is_complex() else x
+
+
+__all__ = ["as_real", "fresh", "in_place_of", "parts_first"]

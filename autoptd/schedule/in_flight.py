@@ -1,0 +1,58 @@
+"""How many microbatches are in flight on the stages of each rank, at the moments when they are most.
+
+In: orders, of F, B and W at least. Out: vectors of one number per stage, of one rank's stages each (the
+others are 0). Of two moments of a rank where one has no fewer on any stage, only that one is kept.
+
+    in_flight_moments(one_f_one_b(p=2, m=4))
+    # [(2, 0), (0, 1)]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+
+from autoptd.ir.actions import Action, Kind
+
+
+def in_flight_moments(orders: Sequence[Sequence[Action]]) -> list[tuple[int, ...]]:
+    """Return vectors of the microbatches in flight per stage: F has begun and B (W, where there is one) has
+    not ended.
+    """
+    actions = list(chain.from_iterable(orders))
+    count = 1 + max(action.stage for action in actions)
+    last = Kind.W if any(action.kind is Kind.W for action in actions) else Kind.B
+    moments: list[tuple[int, ...]] = []
+    for order in orders:
+        moments += _fullest(_moments(order, count, last))
+    return moments
+
+
+def _moments(order: Sequence[Action], count: int, last: Kind) -> set[tuple[int, ...]]:
+    """Return what is in flight after every forward that a backward follows: between these, it only grows or
+    shrinks.
+    """
+    live, found, has_grown = [0] * count, set(), False
+    for action in order:
+        if action.kind is Kind.F:
+            live[action.stage] += 1
+            has_grown = True
+        elif action.kind is last:
+            if has_grown:
+                found.add(tuple(live))
+            live[action.stage] -= 1
+            has_grown = False
+    return found
+
+
+def _fullest(moments: set[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Leave out moments at which no stage has more in flight than at another one."""
+    kept: list[tuple[int, ...]] = []
+    for moment in sorted(moments, key=lambda moment: (-sum(moment), moment)):
+        if not any(_covers(other, moment) for other in kept):
+            kept.append(moment)
+    return kept
+
+
+def _covers(moment: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    return all(a >= b for a, b in zip(moment, other, strict=True))

@@ -1,0 +1,172 @@
+"""A model that is compiled when its arguments are known, and whose ranks are then started.
+
+In: a program, or a way to compile one; options; the model's state dict, or a folder of weights. Out: the
+program, the running ranks, and this process's place among them: what the verbs of `ParallelModel` work on.
+
+    pm = ParallelModel.lazy(compile, options, model.state_dict())
+    pm.compile_now((x, y), {})
+    pm.program, pm.coordinate
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+
+from autoptd.compat import tree_map
+from autoptd.errors import PlanError
+from autoptd.ir.buffers import SharedBuffers
+from autoptd.ir.mesh import Coordinate
+from autoptd.options import Options
+from autoptd.program.program import Program
+from autoptd.runtime.batch import CallForm
+from autoptd.runtime.devices import device_of_ranks
+from autoptd.runtime.launch import LocalRanks, ProcessRank, RunningRanks, is_launched, own_rank
+from autoptd.runtime.model_buffers import ModelBuffers
+from autoptd.runtime.read_folder import Folder
+from autoptd.runtime.save_pretrained import FolderFormat
+from autoptd.runtime.timeline import Span
+
+# (args, kwargs, whether to compare trace and model once) -> the program
+Compile = Callable[[tuple[Any, ...], dict[str, Any], bool], Program]
+# (args, kwargs, the program that trains) -> the program that evaluates
+CompileEval = Callable[[tuple[Any, ...], dict[str, Any], Program], Program]
+Draw = Callable[[Program, Path, Sequence[Span]], None]
+# A context in which the model has these buffers.
+Holding = Callable[[Mapping[str, torch.Tensor]], AbstractContextManager[None]]
+
+
+def is_local(options: Options) -> bool:
+    """Tell whether all ranks run in this process, so that `step` takes the global batch.
+
+    PlanError for a world that cannot be.
+    """
+    return not is_launched(options.mesh, options.backend)
+
+
+class StartedModel:
+    """A program, once there is one, and the ranks that run it; the keywords are explained at `ParallelModel`."""
+
+    def __init__(
+        self,
+        program: Program | None,
+        options: Options,
+        state: Mapping[str, torch.Tensor],
+        *,
+        compile: Compile | None = None,
+        compile_eval: CompileEval | None = None,
+        holding: Holding | None = None,
+        draw: Draw | None = None,
+        weights: Folder | None = None,
+        format: FolderFormat | None = None,
+        arguments: Sequence[str] = (),
+        shared: SharedBuffers | None = None,
+    ) -> None:
+        self.options = options
+        self._is_process = not is_local(options)
+        self._arguments = tuple(arguments)
+        # The form of the call that was compiled for: other spellings of it are brought into this form.
+        self._form: CallForm | None = None
+        # Calls of `step`. All ranks agree on it; `steps`, which the user may set, need not.
+        self._calls = 0
+        self._evaluations = 0
+        self._state = {name: x.detach() for name, x in state.items()}
+        self._names = list(self._state)
+        self._compile, self._compile_eval, self._draw = compile, compile_eval, draw
+        self._holding = holding or nullcontext
+        # Stands in for the (args, kwargs) that were compiled for.
+        self._call: Any = None
+        self._weights, self._format = weights, format or FolderFormat()
+        self._buffers = ModelBuffers(shared or SharedBuffers())
+        self._program: Program | None = None
+        self._eval_program: Program | None = None
+        self._ranks: RunningRanks | None = None
+        if program is not None:
+            self._start(program)
+
+    @classmethod
+    def lazy(cls, compile: Compile, options: Options, state: Mapping[str, torch.Tensor], **keywords: Any) -> Self:
+        """Return a model that is compiled by `compile_now`, else at the first step, for the arguments given
+        there.
+        """
+        return cls(None, options, state, compile=compile, **keywords)
+
+    def compile_now(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Compile for what `step` will take, and start the ranks. Collective."""
+        if self._compile is None:
+            raise PlanError("compile_now", "there is nothing to compile", "use ParallelModel.lazy")
+        self._call = tree_map(_stand_in, (args, kwargs))
+        with self._holding(self._state):
+            program = self._compile(args, kwargs, True)
+        self._start(program)
+        self._form = CallForm(self._arguments, len(args), tuple(kwargs))
+
+    @property
+    def program(self) -> Program:
+        """The compiled program."""
+        self._started("program")
+        assert self._program is not None
+        return self._program
+
+    @property
+    def coordinate(self) -> Coordinate:
+        """This rank's place on the mesh; rank 0's in local."""
+        return self.options.mesh.coordinate(self._rank)
+
+    @property
+    def _rank(self) -> int:
+        """This process's rank; the first one where they are all here."""
+        return own_rank() if self._is_process else 0
+
+    def close(self) -> None:
+        """Stop the ranks (threads, or the process group if it was made here); no call may follow."""
+        if self._ranks is not None:
+            self._ranks.close()
+
+    def _running(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Program, RunningRanks]:
+        """Return the program and its ranks; compile for this call if there is no program yet."""
+        if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+            fact = "autocast is on around it, and the compiled model does not follow it"
+            raise PlanError("pm.step", fact, "leave autocast off; cast the model before parallelize")
+        if self._program is None:
+            self.compile_now(args, kwargs)
+        assert self._program is not None and self._ranks is not None
+        self._ranks.check_equal_copies()
+        return self._program, self._ranks
+
+    def _arranged(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Bring a call into the form of the compiled one, where that is known."""
+        return self._form.arrange(args, kwargs) if self._form else (args, kwargs)
+
+    def _start(self, program: Program) -> None:
+        options = self.options
+        program = self._buffers.take(program, self._state, self._weights)
+        if self._is_process:
+            start: Callable[..., RunningRanks] = partial(ProcessRank, backend=options.backend)
+            device = options.device
+        else:
+            start = LocalRanks
+            device = str(device_of_ranks(self._state.values(), options.device, "local"))
+        self._ranks = start(program, self._weights or self._state, device=device, timeout=options.timeout)
+        self._program = program
+        # The ranks hold copies: the model's own tensors may be freed.
+        self._state = {}
+
+    def _started(self, what: str) -> RunningRanks:
+        if self._ranks is None:
+            fact = "the model is compiled at the first step, there are no ranks yet"
+            raise PlanError(f"pm.{what}", fact, "pass example_inputs= to parallelize")
+        return self._ranks
+
+
+def _stand_in(leaf: Any) -> Any:
+    """Return a tensor that a call can be compiled for, without memory."""
+    return leaf.new_zeros(()).expand_as(leaf) if isinstance(leaf, torch.Tensor) else leaf
+
+
+__all__ = ["StartedModel", "is_local"]
