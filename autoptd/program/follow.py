@@ -13,9 +13,14 @@ from autoptd.program.program import Program
 REMEDY = "let forward differ by dropouts alone in eval mode, or evaluate the unmodified model with pm.state_dict()"
 
 
+def layouts_of(program: Program) -> dict[str, tuple[object, ...]]:
+    """Where the elements of every parameter lie on the ranks, by its first name."""
+    return {spec.name: spec.placement(program.mesh) for spec in program.params}
+
+
 def check_follows(trained: Program, evaluated: Program) -> None:
     """PlanError unless every parameter and every message of `evaluated` is where `trained` has it."""
-    before, after = trained.layouts, evaluated.layouts
+    before, after = layouts_of(trained), layouts_of(evaluated)
     for spec in evaluated.params:
         read = {stage.index for stage in evaluated.stages if set(spec.aliases) & set(stage.params)}
         elsewhere = sorted(read - set(trained.param(spec.name).stages))
@@ -37,4 +42,4 @@ def _links(program: Program) -> set[tuple[int, int]]:
     return {(source, target) for source, target in ranks if source != target}
 
 
-__all__ = ["check_follows"]
+__all__ = ["check_follows", "layouts_of"]

@@ -138,11 +138,6 @@ class Program:
     def param(self, name: str) -> ParamSpec:
         return next(spec for spec in self.params if name in spec.aliases)
 
-    @property
-    def layouts(self) -> dict[str, tuple[Any, ...]]:
-        """Where the elements of every parameter lie on the ranks, by its first name."""
-        return {spec.name: spec.placement(self.mesh) for spec in self.params}
-
     def differing(self, buffers: Mapping[str, torch.Tensor]) -> list[str]:
         """Names of buffers that the program was compiled for other values of: those that the compiler has read."""
         return [name for name, text in self.looked_at if name in buffers and digest(buffers[name]) != text]

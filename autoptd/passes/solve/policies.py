@@ -35,6 +35,7 @@ from autoptd.passes.solve.fallbacks import note_fallbacks
 from autoptd.passes.solve.shard_pins import Pins, find_pins, keep_layouts
 from autoptd.passes.solve.strategies import KeptPlan, Part, Splitter
 from autoptd.passes.solve.symbols import name_axes
+from autoptd.program.follow import layouts_of
 
 
 class Policy(Protocol):
@@ -110,7 +111,7 @@ def _pins(graph: Graph, ctx: Context) -> Pins:
     """The parameters whose sharding a plan says, or the program that this one is to be like."""
     if ctx.like is None:
         return find_pins(graph, ctx.options.plan.shard)
-    return keep_layouts(graph, ctx.like.layouts)
+    return keep_layouts(graph, layouts_of(ctx.like))
 
 
 def _refuse_pins(pins: Pins) -> None:
