@@ -118,7 +118,7 @@ def connect(traced: Traced, options: Options, keep: Keep = lambda form, graph: N
     found = passes.fallbacks(graph)  # FLOPs of the traced rows
     fallbacks = [replace(one, flops=one.flops * batch.rows // batch.traced_rows) for one in found]
     passes.communicate(graph, assignment, batch.pieces, options.mesh)
-    passes.check_connected(graph, axes, assignment.axis, options.mesh.degree(assignment.axis))
+    passes.check_connected(graph, axes, assignment.axis, options.mesh)
     groups = passes.find_fusions(graph, traced.buffers, options.fuse or False, options.fuse_only)
     keep("CONNECTED", graph)
     sizes = Sizes(options.mesh, batch.traced_rows, batch.rows, batch.pieces)

@@ -18,7 +18,7 @@ from autoptd.codegen.blocks import Method, write_method, write_method_call
 from autoptd.codegen.body import write_body
 from autoptd.codegen.comments import numbers_text, site_text, value_text
 from autoptd.codegen.counts import counted_losses, write_count
-from autoptd.codegen.expressions import expression
+from autoptd.codegen.expressions import bound_axes, expression
 from autoptd.codegen.loops import Layer, write_layer, write_run
 from autoptd.codegen.parts import Block, Part
 from autoptd.codegen.runs import Run
@@ -114,9 +114,9 @@ def _write_forward(writer: Writer, part: Part, names: dict[Node, str], t: int, a
         writer.comment(2, f"{crossing.name}: {value_text(crossing.node, t)}, {source}: {crossing.origin}")
     for node in part.read("input"):
         writer.comment(2, f"{note(node).name}: {value_text(node)}, of the batch")
-    writer.add(2, "tp, w = self.tp, self.weights")
+    writer.bind(bound_axes(_own_nodes(part)) | {"w": "self.weights"})
     if part.read("buffer"):
-        writer.add(2, "b = self.buffers")
+        writer.bind({"b": "self.buffers"})
     end = 0
     for call in part.calls:
         write_body(writer, part.body[end : call.start], names, t, spell)
@@ -135,6 +135,12 @@ def _write_forward(writer: Writer, part: Part, names: dict[Node, str], t: int, a
         writer.comment(2, f"{names[crossing.node]} goes to {where}: {value_text(crossing.node, t)}{back}")
     returned = ", ".join(names[node] for node in part.results)
     writer.add(2, f"return ({returned},)" if len(part.results) == 1 else f"return {returned}")
+
+
+def _own_nodes(part: Part) -> list[Node]:
+    """What the forward of a stage computes itself, not by a call."""
+    bounds = [0, *(bound for call in part.calls for bound in (call.start, call.end)), len(part.body)]
+    return [node for start, end in zip(bounds[::2], bounds[1::2], strict=True) for node in part.body[start:end]]
 
 
 def _write_sums(writer: Writer, sums: Sequence[str]) -> None:

@@ -55,7 +55,7 @@ def annotate(
         if split:
             raise PlanError("plan: shard", f"{split[0]}, but t=1 splits nothing", "t > 1, or leave it out")
         return axes, Assignment(axis, {}, {}, lambda *_: 0.0, lambda *_: 0.0)
-    make_splitter = partial(Splitter, graph, axes, axis, mesh.degree(axis), machine, batched, pins=pins)
+    make_splitter = partial(Splitter, graph, axes, axis, mesh, machine, batched, pins=pins)
     splitter = make_splitter(tokens=bool(sequence_parallel))
     if sequence_parallel is True:
         check_tokens(graph, splitter)

@@ -7,7 +7,7 @@ in which their gradients become complete. The compiler lists them, the runtime m
 |---|---|---|
 | I, S | dp     | every replica saw other rows (data parallelism is I -> R of the parameters over dp) |
 | R    | dp, then tp | each tensor rank holds a partial sum |
-| S in copies | dp, then tp | each rank that shares a piece does: it is put in its place of the whole |
+| S over one sub-axis, R over another | dp, then the latter | each rank that has the shard does |
 
 and, for a tied parameter with several owners, over the owner set after that.
 
@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autoptd.ir.actions import Kind, Orders
-from autoptd.ir.mesh import AXES, Mesh, Role
+from autoptd.ir.mesh import Mesh, Role, role_of
 from autoptd.program.specs import ParamSpec
 
 BUCKET_BYTES = 100 * 2**20  # enough for the links between GPUs; a whole model of a CPU's size
@@ -47,11 +47,11 @@ class BucketPlan:
     @property
     def early_axes(self) -> tuple[str, ...]:
         """The axes whose sum may start inside a backward; the others wait until all actions are over."""
-        return tuple(axis for axis in self.axes if AXES[axis].role in EARLY)
+        return tuple(axis for axis in self.axes if role_of(axis) in EARLY)
 
     @property
     def late_axes(self) -> tuple[str, ...]:
-        return tuple(axis for axis in self.axes if AXES[axis].role not in EARLY)
+        return tuple(axis for axis in self.axes if role_of(axis) not in EARLY)
 
     @property
     def site(self) -> str:
@@ -70,7 +70,7 @@ class BucketPlan:
 
 def reduction_axes(spec: ParamSpec, mesh: Mesh) -> tuple[str, ...]:
     """Mesh axes over which the gradient of a parameter is a partial sum, in the order of summing (the table above)."""
-    pending = [axis for axis, kind in spec.layout.over_mesh if kind.kind == "R" or kind.copies > 1]
+    pending = [axis for axis, kind in spec.layout.over_mesh if kind.kind == "R"]
     return (*mesh.batch_axes, *pending)
 
 

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from autoptd.ir.actions import COMPUTES, Kind
+from autoptd.ir.sub_axes import base
 from autoptd.ir.types import ALIGNED, LEAST_ALIGNED, aligned
 from autoptd.program.calls import LOCAL_KINDS, Call, call_site, expected_calls, star, wire_bytes
 from autoptd.program.program import Picture, Program
@@ -210,7 +211,7 @@ def _module(program: Program, name: str) -> str:
     calls = Counter(
         (kind, phase, bytes_text(one.payload_bytes), star(one.why))
         for one in program.collectives
-        if one.axis == "tp" and one.scope == "microbatch" and call_site(one) == name
+        if base(one.axis) == "tp" and one.scope == "microbatch" and call_site(one) == name
         for phase, kind in (("forward", one.forward), ("backward", one.backward))
         if kind not in LOCAL_KINDS
     )

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from autoptd.ir.mesh import Coordinate
+from autoptd.ir.sub_axes import base
 from autoptd.program.calls import LOCAL_KINDS, Call, expected_calls, star, wire_bytes
 from autoptd.program.program import Program
 from autoptd.program.specs import GATHER, Collective
@@ -69,7 +70,9 @@ def _totals(program: Program) -> Iterator[str]:
 
 
 def _per_microbatch(program: Program) -> Iterator[str]:
-    found = [one for one in program.collectives if one.axis == "tp" and not _is_local(one) and one.conversion != GATHER]
+    found = [
+        one for one in program.collectives if base(one.axis) == "tp" and not _is_local(one) and one.conversion != GATHER
+    ]
     if not found:
         return
     yield "## Over tp, in every microbatch"
@@ -121,7 +124,7 @@ def _per_step(program: Program) -> Iterator[str]:
 
 
 def _local(program: Program) -> Iterator[str]:
-    found = [one for one in program.collectives if one.axis == "tp" and _is_local(one)]
+    found = [one for one in program.collectives if base(one.axis) == "tp" and _is_local(one)]
     if not found:
         return
     yield "## Changes of type without communication"

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from torch.fx import Node
 
 from autoptd.ir.notes import note, tensor
-from autoptd.ir.types import CONVERSIONS, type_text
+from autoptd.ir.types import CONVERSIONS
 from autoptd.program.program import Program
 from autoptd.viz import look
 from autoptd.viz.box_words import (
@@ -242,14 +242,14 @@ class _Painter:
         if "vocabulary" in record.why and record.why.startswith("split by"):
             return "split by vocabulary", look.VOCABULARY
         if short_op(node) in GEMMS:
-            weights = [note(made or one).layout["tp"].kind for _, one, made in box.params if len(tensor(one).shape) > 1]
-            if record.layout["tp"].kind == "P":
+            weights = [note(made or one).layout.letter for _, one, made in box.params if len(tensor(one).shape) > 1]
+            if record.layout.letter == "P":
                 return "row split: each rank sums over its inputs", look.ROW
-            if record.layout["tp"].kind == "S" and "S" in weights:
+            if record.layout.letter == "S" and "S" in weights:
                 return "column split: each rank has its outputs", look.COLUMN
-            if record.layout["tp"].kind != "S":
+            if record.layout.letter != "S":
                 return "whole on every rank", look.WHOLE
-        return "", look.SPLIT if record.layout["tp"].kind == "S" else look.SMALL
+        return "", look.SPLIT if record.layout.letter == "S" else look.SMALL
 
     def _params(self, box: Box) -> list[Line]:
         """`weight [96, 64] S(dim 0: 3 x [4] x 16)`: parameters in the box of their operator, and what is done on the way."""
@@ -270,7 +270,7 @@ class _Painter:
 
     def _edge(self, edge: Edge) -> Link:
         value, record = edge.value, note(edge.value)
-        kind = record.layout["tp"].kind if self.is_split else "I"
+        kind = record.layout.letter if self.is_split else "I"
         size = f"{self._shape(value)}, {bytes_text(local_bytes(value))} on each rank"
         tooltip = f"{note(origin(value)).module or 'model'}: {size}"
         if edge.crosses and self.is_alone:
@@ -306,7 +306,7 @@ class _Painter:
     def _shape(self, node: Node) -> str:
         """`[1, 128, 1152] S(dim 2: 3 x [12] x 64)`; without the type where nothing is split."""
         record = note(node)
-        kind = type_text(record.layout["tp"], record.dims, "tp").replace("S(tp, ", "S(") if self.is_split else ""
+        kind = record.layout.text(record.dims).replace("S(tp, ", "S(") if self.is_split else ""
         return f"{shape_text(node)}  {kind}".strip()
 
     def _tooltip(self, box: Box) -> str:
