@@ -23,6 +23,7 @@ from autoptd.codegen.loops import Layer, write_layer, write_run
 from autoptd.codegen.parts import Block, Part
 from autoptd.codegen.runs import Run
 from autoptd.codegen.writer import WIDTH, Writer, weight_text
+from autoptd.ir import sub_axes
 from autoptd.ir.notes import is_whole, note, op_name
 from autoptd.program.calls import star
 from autoptd.program.specs import Line
@@ -33,6 +34,7 @@ FOOTER = """
 if __name__ == "__main__":
     rt.main(Stage{stage}, __file__)  # --check: this stage alone, on random numbers
 """
+ABOUT_SUB_AXES = "axis:(b)n is a part of an axis whose ranks are a grid: a factor of n ranks, behind a slower one of b."
 IMPORTS = {r"\btorch\.": "import torch", r"\bF\.": "import torch.nn.functional as F"}
 
 
@@ -176,7 +178,8 @@ def with_header(body: Writer, header: Sequence[str], legend: Sequence[str]) -> W
     has_calls = any(note(node).conversion for node in body.nodes.values())
     writer.add(0, f'"""{header[0]}')
     writer.gap()
-    for line in [*header[1:], *(legend if has_calls else [])]:
+    about_sub_axes = [ABOUT_SUB_AXES] if sub_axes.PATTERN.search(text) else []
+    for line in [*header[1:], *about_sub_axes, *(legend if has_calls else [])]:
         writer.lines += textwrap.wrap(line, WIDTH, subsequent_indent="    ")
     writer.add(0, '"""')
     imports = [line for word, line in IMPORTS.items() if re.search(word, text)]
