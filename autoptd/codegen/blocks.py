@@ -19,7 +19,7 @@ from torch.fx import Node
 
 from autoptd.codegen.body import write_body
 from autoptd.codegen.comments import numbers_text, site_text
-from autoptd.codegen.expressions import expression
+from autoptd.codegen.expressions import bound_axes, expression
 from autoptd.codegen.names import choose_names
 from autoptd.codegen.parts import Block
 from autoptd.codegen.writer import Writer, weight_text
@@ -60,9 +60,9 @@ def write_method(writer: Writer, method: Method, t: int) -> None:
     read = {note(arg).kind for node in block.nodes for arg in node.all_input_nodes}
     writer.add(1, f"def {method.name}({', '.join(['self', *method.arguments.values()])}):")
     writer.add(2, f'"""Computed on stages {numbers_text(block.stages)}: cheaper than sent."""')
-    writer.add(2, "tp, w = self.tp, self.weights")
+    writer.bind(bound_axes(block.nodes) | {"w": "self.weights"})
     if "buffer" in read:
-        writer.add(2, "b = self.buffers")
+        writer.bind({"b": "self.buffers"})
     write_body(writer, block.nodes, names, t, lambda _, node: expression(node, text, site_text(node)), is_shared=True)
     writer.add(2, f"return {', '.join(names[node] for node in block.results)}")
     writer.gap()

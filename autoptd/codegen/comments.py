@@ -11,6 +11,7 @@ from autoptd.ir import markers
 from autoptd.ir.layout import BATCH
 from autoptd.ir.notes import note, op_name, shape, tensor
 from autoptd.ir.operators.table import says_shape
+from autoptd.ir.sub_axes import is_sub_axis, parse
 from autoptd.ir.types import CONVERSIONS, shard_size
 from autoptd.program.calls import star
 
@@ -123,15 +124,16 @@ def conversion_work(node: Node) -> tuple[str, str]:
 
 
 def collective_bytes(node: Node, t: int) -> int:
-    """Bytes of the whole value, its padding included, that a conversion moves (over tp, one microbatch)."""
+    """Bytes of the whole value, its padding included, that the ranks along the axis of a conversion move, in one microbatch."""
     count = 1
     for size in note(node).extra["local_shapes"][0]:
         count *= size
-    padded = node.kwargs.get("size", 0)
-    kind = note(node).layout[note(node).axis]
-    count *= kind.pieces(t)
-    if padded and kind.kind != "S":
-        count = count // padded * shard_size(padded, t) * t
+    padded, axis = node.kwargs.get("size", 0), note(node).axis
+    degree = parse(axis).size if is_sub_axis(axis) else t
+    if note(node).layout[axis].kind == "S":
+        count *= degree
+    elif padded:
+        count = count // padded * shard_size(padded, degree) * degree
     return count * tensor(node).element_size()
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch.fx import Node
 from autoptd.ir import markers
 from autoptd.ir.notes import note, op_name, tensor
 from autoptd.ir.operators.table import operator_of
+from autoptd.ir.sub_axes import is_sub_axis
 from autoptd.ir.types import CONVERSIONS
 from autoptd.program.calls import LOCAL_KINDS
 
@@ -68,6 +69,18 @@ def _call(node: Node, form: str, args: list[str], keywords: dict[str, str]) -> s
     if form and len(args) == 2 and not keywords:
         return f"{_operand(args[0], form)} {form} {_operand(args[1])}"
     return f"torch.ops.{node.target}({_join(args, keywords)})"
+
+
+def group_text(node: Node) -> str:
+    """What the call of `node` is made over: the variable of a mesh axis, see `bound_axes`, or the group of a sub-axis."""
+    axis = note(node).axis
+    return f'self.groups["{axis}"]' if is_sub_axis(axis) else axis
+
+
+def bound_axes(nodes: Iterable[Node]) -> dict[str, str]:
+    """The variables that the expressions of some nodes take for granted, one for each mesh axis, and what they stand for."""
+    axes = sorted({note(node).axis for node in nodes} - {""})
+    return {axis: f'self.groups["{axis}"]' for axis in axes if not is_sub_axis(axis)}
 
 
 def literal(value: Any, text: Text) -> str:
@@ -135,8 +148,8 @@ def _convert(node: Node, text: Text, site: str) -> str:
         keywords = {key: text for key, text in keywords.items() if key in ("dim", "blocks")}
         keywords |= {"readers": str(note(node).extra["readers"])}
         keywords |= {"overlap": "True"} if note(node).extra.get("overlap") else {}
-        return f"rt.gathered({_join([text(source), 'tp'], keywords | {'site': site})})"  # type: ignore[arg-type]
-    return f"rt.{name}({_join([text(source), 'tp'], keywords)})"  # type: ignore[arg-type]
+        return f"rt.gathered({_join([text(source), group_text(node)], keywords | {'site': site})})"  # type: ignore[arg-type]
+    return f"rt.{name}({_join([text(source), group_text(node)], keywords)})"  # type: ignore[arg-type]
 
 
 def _cross_entropy(node: Node, text: Text, site: str) -> str:
@@ -151,7 +164,7 @@ def _cross_entropy(node: Node, text: Text, site: str) -> str:
     if size:
         shown["size"] = str(size)
     if vocab:
-        call = f"rt.vocab_parallel_cross_entropy({_join([logits, targets, 'tp'], shown | {'site': site})})"
+        call = f"rt.vocab_parallel_cross_entropy({_join([logits, targets, group_text(node)], shown | {'site': site})})"
     else:
         call = f"{'rt' if is_ours else 'F'}.cross_entropy({_join([logits, targets], shown)})"
     return call if is_ours or total < 0 else f"{call} / self.totals[{total}]"  # type: ignore[operator]
@@ -182,24 +195,24 @@ def _vocab_embedding(node: Node, text: Text, site: str) -> str:
     ids, weight, padding = node.args
     keywords = {} if padding == -1 else {"padding_idx": str(padding)}
     keywords |= {"size": str(size)} if (size := node.kwargs["size"]) else {}
-    return f"rt.vocab_parallel_embedding({_join([text(ids), text(weight), 'tp'], keywords)})"  # type: ignore[arg-type]
+    return f"rt.vocab_parallel_embedding({_join([text(ids), text(weight), group_text(node)], keywords)})"  # type: ignore[arg-type]
 
 
 def _dropout(node: Node, text: Text, site: str) -> str:
     x, rate, number, batch, shard = node.args
     drawn = [text(x), repr(rate), f"self.draw(site={number})"]
-    return f"rt.dropout({_join(drawn, _mask_places(batch, shard))})"
+    return f"rt.dropout({_join(drawn, _mask_places(node, batch, shard))})"
 
 
-def _mask_places(batch: tuple[int, int] | None, shard: tuple[int, int] | None) -> dict[str, str]:
+def _mask_places(node: Node, batch: tuple[int, int] | None, shard: tuple[int, int] | None) -> dict[str, str]:
     """Where the rows of the batch and the shards lie in what drops out."""
     keywords = {} if batch is None else {"batch": str(batch[0]) if batch[1] == 1 else str(tuple(batch))}
-    return keywords | ({} if shard is None else {"shard": str(tuple(shard)), "tp": "tp"})
+    return keywords | ({} if shard is None else {"shard": str(tuple(shard)), "group": group_text(node)})
 
 
 def _linear(node: Node, text: Text, site: str) -> str:
     x, weight, bias = node.args
-    keywords = {"overlap": "tp"} if node.kwargs["overlap"] else {}
+    keywords = {"overlap": group_text(node)} if node.kwargs["overlap"] else {}
     keywords |= {"wgrad": f"self.{node.kwargs['wgrad']}"} if node.kwargs["wgrad"] else {}
     keywords |= {"transposed": "True"} if node.kwargs["transposed"] else {}
     keywords |= {"site": site} if node.kwargs["overlap"] else {}
@@ -218,7 +231,7 @@ def _bias_dropout_add(node: Node, text: Text, site: str) -> str:
     x, bias, residual = (literal(arg, text) for arg in node.args)
     rate, number, batch, shard = (node.kwargs[key] for key in ("rate", "site", "batch", "shard"))
     drawn = [x, bias, residual, repr(rate), f"self.draw(site={number})"]
-    return f"self.fused.bias_dropout_add({_join(drawn, _mask_places(batch, shard))})"
+    return f"self.fused.bias_dropout_add({_join(drawn, _mask_places(node, batch, shard))})"
 
 
 def _linear_cross_entropy(node: Node, text: Text, site: str) -> str:
@@ -230,7 +243,7 @@ def _linear_cross_entropy(node: Node, text: Text, site: str) -> str:
     if vocab:
         shown |= {"size": str(size)} if size else {}
         shown["site"] = site
-        return f"self.fused.vocab_parallel_linear_cross_entropy({_join([x, weight, targets, 'tp'], shown)})"
+        return f"self.fused.vocab_parallel_linear_cross_entropy({_join([x, weight, targets, group_text(node)], shown)})"
     return f"self.fused.linear_cross_entropy({_join([x, weight, targets], shown)})"
 
 

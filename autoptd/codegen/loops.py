@@ -22,6 +22,7 @@ from torch.fx import Node
 
 from autoptd.codegen.body import write_body
 from autoptd.codegen.comments import site_text
+from autoptd.codegen.expressions import bound_axes
 from autoptd.codegen.names import assigned_name, choose_names
 from autoptd.codegen.repeats import Path, Repeat, Weights, spelled
 from autoptd.codegen.runs import Run
@@ -140,7 +141,7 @@ def write_layer(writer: Writer, layer: Layer, t: int) -> None:
     write_body(body, operators, names, t, spell, _layers(layer))
     writer.add(1, f"def {layer.name}(self, {', '.join(layer.arguments)}):")
     writer.add(2, f'"""{_about(layer)}"""')
-    writer.add(2, "tp = self.tp")
+    writer.bind(bound_axes(operators))
     for name, values in numbers.lists.items():
         _write_list(writer, name, values)
     writer.gap()

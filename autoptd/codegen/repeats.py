@@ -141,7 +141,8 @@ def _signature(node: Node) -> tuple[str, ...]:
     made = value(node)
     dtypes = [one.dtype for one in (made if isinstance(made, (tuple, list)) else [made])]
     shapes = note(node).extra.get("local_shapes")
-    return str(node.target), str(literals), str(shapes), str(dtypes), str([_shape(arg) for arg in node.all_input_nodes])
+    read = [_shape(arg) for arg in node.all_input_nodes]
+    return str(node.target), str(literals), note(node).axis, str(shapes), str(dtypes), str(read)
 
 
 def _shape(node: Node) -> Any:

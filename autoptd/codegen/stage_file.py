@@ -18,11 +18,12 @@ from autoptd.codegen.blocks import Method, write_method, write_method_call
 from autoptd.codegen.body import write_body
 from autoptd.codegen.comments import numbers_text, site_text, value_text
 from autoptd.codegen.counts import counted_losses, write_count
-from autoptd.codegen.expressions import expression
+from autoptd.codegen.expressions import bound_axes, expression
 from autoptd.codegen.loops import Layer, write_layer, write_run
 from autoptd.codegen.parts import Block, Part
 from autoptd.codegen.runs import Run
 from autoptd.codegen.writer import WIDTH, Writer, weight_text
+from autoptd.ir import sub_axes
 from autoptd.ir.notes import is_whole, note, op_name
 from autoptd.program.calls import star
 from autoptd.program.specs import Line
@@ -33,6 +34,7 @@ FOOTER = """
 if __name__ == "__main__":
     rt.main(Stage{stage}, __file__)  # --check: this stage alone, on random numbers
 """
+ABOUT_SUB_AXES = "axis:(b)n is a part of an axis whose ranks are a grid: a factor of n ranks, behind a slower one of b."
 IMPORTS = {r"\btorch\.": "import torch", r"\bF\.": "import torch.nn.functional as F"}
 
 
@@ -114,9 +116,9 @@ def _write_forward(writer: Writer, part: Part, names: dict[Node, str], t: int, a
         writer.comment(2, f"{crossing.name}: {value_text(crossing.node, t)}, {source}: {crossing.origin}")
     for node in part.read("input"):
         writer.comment(2, f"{note(node).name}: {value_text(node)}, of the batch")
-    writer.add(2, "tp, w = self.tp, self.weights")
+    writer.bind(bound_axes(_own_nodes(part)) | {"w": "self.weights"})
     if part.read("buffer"):
-        writer.add(2, "b = self.buffers")
+        writer.bind({"b": "self.buffers"})
     end = 0
     for call in part.calls:
         write_body(writer, part.body[end : call.start], names, t, spell)
@@ -135,6 +137,12 @@ def _write_forward(writer: Writer, part: Part, names: dict[Node, str], t: int, a
         writer.comment(2, f"{names[crossing.node]} goes to {where}: {value_text(crossing.node, t)}{back}")
     returned = ", ".join(names[node] for node in part.results)
     writer.add(2, f"return ({returned},)" if len(part.results) == 1 else f"return {returned}")
+
+
+def _own_nodes(part: Part) -> list[Node]:
+    """What the forward of a stage computes itself, not by a call."""
+    bounds = [0, *(bound for call in part.calls for bound in (call.start, call.end)), len(part.body)]
+    return [node for start, end in zip(bounds[::2], bounds[1::2], strict=True) for node in part.body[start:end]]
 
 
 def _write_sums(writer: Writer, sums: Sequence[str]) -> None:
@@ -170,7 +178,8 @@ def with_header(body: Writer, header: Sequence[str], legend: Sequence[str]) -> W
     has_calls = any(note(node).conversion for node in body.nodes.values())
     writer.add(0, f'"""{header[0]}')
     writer.gap()
-    for line in [*header[1:], *(legend if has_calls else [])]:
+    about_sub_axes = [ABOUT_SUB_AXES] if sub_axes.PATTERN.search(text) else []
+    for line in [*header[1:], *about_sub_axes, *(legend if has_calls else [])]:
         writer.lines += textwrap.wrap(line, WIDTH, subsequent_indent="    ")
     writer.add(0, '"""')
     imports = [line for word, line in IMPORTS.items() if re.search(word, text)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import keyword
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from torch.fx import Node
@@ -52,6 +52,11 @@ class Writer:
             break_long_words=False,
             break_on_hyphens=False,
         )
+
+    def bind(self, values: Mapping[str, str]) -> None:
+        """Add the first statement of a method: variables and what they stand for."""
+        if values:
+            self.add(2, f"{', '.join(values)} = {', '.join(values.values())}")
 
     def extend(self, other: Writer) -> None:
         """Add what another one wrote."""

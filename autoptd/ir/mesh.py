@@ -6,6 +6,8 @@ SC'21, section 3: tensor-parallel ranks are neighbours, pipeline ranks are far a
     Mesh(t=2, p=2, d=2).coordinate(5) == Coordinate(pp=1, tp=1)
     Mesh(t=2, p=2, d=2, order="tp-pp-dp").coordinate(5) == Coordinate(dp=1, tp=1)
 
+An axis may be named in parts (`sub_axes.py`): `Mesh(t=8).group(5, ("tp:(2)4",)) == (4, 5, 6, 7)`.
+
 What the ranks along an axis divide is its `role`. Code that needs "the ranks that hold other samples" asks for a role
 (`mesh.batch_axes`, `mesh.replicas`, `mesh.pipeline_rank`), not for an axis by name.
 """
@@ -13,14 +15,15 @@ What the ranks along an axis divide is its `role`. Code that needs "the ranks th
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
-from itertools import product
+from itertools import pairwise, product
 from typing import NamedTuple
 
 from autoptd.errors import InternalError, PlanError
+from autoptd.ir.sub_axes import SubAxis, base, is_sub_axis, parse
 
 
 class Role(Enum):
@@ -50,6 +53,11 @@ AXES = {
 }
 MESH_AXES = tuple(AXES)  # in the default order, fastest first
 ORDER = "-".join(MESH_AXES)
+
+
+def role_of(axis: str) -> Role:
+    """What the ranks along an axis or sub-axis divide."""
+    return AXES[base(axis)].role
 
 
 class Coordinate(Mapping[str, int]):
@@ -105,8 +113,22 @@ class Mesh:
         return math.prod(map(self.degree, AXES))
 
     def degree(self, axis: str) -> int:
-        """Number of ranks along one mesh axis."""
+        """Number of ranks along one mesh axis or sub-axis."""
+        if is_sub_axis(axis):
+            return parse(axis).size
         return int(getattr(self, AXES[axis].degree))
+
+    def parts(self, axis: str, sub_axes: Iterable[str]) -> tuple[str, ...]:
+        """The fewest sub-axes that make up `axis`, slowest first, such that each of `sub_axes` consists of some: `axis`
+        itself if nothing else is named, none if they do not fit together.
+        """
+        factors = [parse(part) for part in sub_axes if part != axis]
+        if not factors:
+            return (axis,)
+        ends = sorted({1, self.degree(axis)}.union(*((factor.before, factor.end) for factor in factors)))
+        if any(end % start for start, end in pairwise(ends)):
+            return ()
+        return tuple(str(SubAxis(axis, start, end // start)) for start, end in pairwise(ends))
 
     @cached_property
     def axes(self) -> tuple[str, ...]:
@@ -120,12 +142,18 @@ class Mesh:
 
     @cached_property
     def strides(self) -> dict[str, int]:
-        """How far apart the numbers of two neighbours along an axis are."""
+        """How far apart the numbers of two neighbours along each mesh axis are."""
         found, step = {}, 1
         for axis in self.axes:
             found[axis] = step
             step *= self.degree(axis)
         return found
+
+    def stride(self, axis: str) -> int:
+        """How far apart the numbers of two neighbours along an axis or sub-axis are."""
+        if is_sub_axis(axis):
+            return self.strides[base(axis)] * (self.degree(base(axis)) // parse(axis).end)
+        return self.strides[axis]
 
     def coordinate(self, rank: int) -> Coordinate:
         return Coordinate(**{axis: rank // self.strides[axis] % self.degree(axis) for axis in self.axes})
@@ -136,9 +164,9 @@ class Mesh:
 
     def group(self, rank: int, axes: Sequence[str]) -> tuple[int, ...]:
         """Ranks that differ from `rank` along `axes` only, in ascending order, `rank` included."""
-        at = self.coordinate(rank)
-        first = rank - sum(self.strides[axis] * at[axis] for axis in axes)
-        steps = [range(0, self.strides[axis] * self.degree(axis), self.strides[axis]) for axis in axes]
+        along = [(self.stride(axis), self.degree(axis)) for axis in axes]
+        first = rank - sum(rank // stride % degree * stride for stride, degree in along)
+        steps = [range(0, stride * degree, stride) for stride, degree in along]
         return tuple(sorted(first + sum(offsets) for offsets in product(*steps)))
 
     def groups(self, axes: Sequence[str]) -> list[tuple[int, ...]]:

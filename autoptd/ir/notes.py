@@ -31,7 +31,8 @@ class Note:
     annotate:    `rule` (where its letters come from, if not from the table of operators), `dims`, `layout` (a type over every
                  axis), `forms` (by axis: how a contraction of what is split is computed locally), `why`, `fallback`
                  (why it is not split as one would expect)
-    communicate: `conversion` (name of the conversion a node performs), `axis` (over which)
+    communicate: `conversion` (name of the conversion a node performs)
+                 `axis`: the mesh axis or sub-axis over which a node communicates, or finds its place in a whole value
     cut:         `stages` that compute the node, ascending (the first one sends it); `placement`: why, where that is not plain
     """
 

@@ -10,6 +10,7 @@ the optimizer steps, and its *use*, which stages compute with. Over every axis o
 | tp   | I       | I   | -             | every tensor rank computes all of it                           |
 | tp   | I       | R   | all-reduce    | every tensor rank computes a partial sum                       |
 | tp   | S       | S   | -             | a rank uses the shard that it stores                           |
+| part of tp | I | R   | all-reduce    | the ranks of a sub-axis share a KV head, stored by each        |
 | pp   | I       | R   | all-reduce    | tied: stages of several pipeline ranks, its *owners*, use it   |
 
 None of these rows communicates in forward: stages compute with the storage itself. With storage S over dp (ZeRO) the row is
@@ -29,7 +30,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from autoptd.ir.layout import Layout
-from autoptd.ir.mesh import AXES, Role
+from autoptd.ir.mesh import AXES, Role, role_of
 from autoptd.ir.types import CONVERSIONS, Conversion, R, ValueType
 
 # How often storage becomes use: once a step, or for every microbatch.
@@ -88,15 +89,7 @@ def conversions(storage: Layout, use: Layout) -> tuple[AxisConversion, ...]:
 
 
 def _row(storage: ValueType, use: ValueType) -> Conversion | None:
-    if storage != use:
-        return CONVERSIONS[storage.kind, use.kind]
-    # Ranks that hold copies of a shard have partial sums of its gradient.
-    return CONVERSIONS["I", "R"] if use.copies > 1 else None
-
-
-def role_of(axis: str) -> Role:
-    """What the ranks along an axis divide."""
-    return AXES[axis].role
+    return None if storage == use else CONVERSIONS[storage.kind, use.kind]
 
 
 def _axes_of(role: Role) -> list[str]:

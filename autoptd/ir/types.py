@@ -10,10 +10,6 @@
 A tensor dim is an ordered product of *atoms* (`heads x head_dim`); `S(2, 1)` says that atom 1 of dim 2 is split over the
 ranks. Megatron's f (Shoeybi et al. 2019, section 3) is I -> R, its g is P -> I.
 
-Where t exceeds the number of KV heads, consecutive ranks *share* one: 2 heads over 4 ranks, two of which hold each. With them
-an atom of the query heads may be split, the *inner* one (`S(2, 0) / S(2, 1)`: 2 KV heads x 4 query heads are 4 pieces of 2);
-without one they hold equal copies, whose cotangents are partial sums, as those of an R are.
-
 Ranks hold equal shards. A vocabulary that the number of ranks does not divide is *padded*: 61 rows over 4 ranks are
 shards of 16, the last 3 rows of the last one are zeros (which operators may hold such shards:
 `passes/axes/padding.py`). Large ones are multiples of 64: 50,257 rows over 8 ranks are shards of 6,336, because odd
@@ -42,47 +38,14 @@ class Segmented(int):
 
 @dataclass(frozen=True)
 class ValueType:
-    """One of I, R, P, S; `dim` and `atom` say what an S splits.
-
-    `sharing` consecutive ranks have the same piece of that atom: copies of it, or pieces of the atom at `inner` (dim, atom).
-    """
+    """One of I, R, P, S; `dim` and `atom` say what an S splits."""
 
     kind: str
     dim: int = -1
     atom: int = -1
-    sharing: int = 1
-    inner: tuple[int, int] | None = None
 
     def __str__(self) -> str:
-        if self.kind != "S":
-            return self.kind
-        inner = f" / S({self.inner[0]}, {self.inner[1]})" if self.inner else f" x {self.sharing} copies"
-        return f"S({self.dim}, {self.atom})" + (inner if self.sharing > 1 else "")
-
-    @property
-    def places(self) -> tuple[tuple[int, int], ...]:
-        """(dim, atom) of what an S splits, the outer atom first."""
-        return ((self.dim, self.atom), *([self.inner] if self.inner else [])) if self.kind == "S" else ()
-
-    @property
-    def copies(self) -> int:
-        """How many ranks hold a piece of an S."""
-        return 1 if self.inner else self.sharing
-
-    def pieces(self, degree: int) -> int:
-        """Into how many different pieces `degree` ranks cut the value."""
-        return math.prod(self.cuts(degree).values())
-
-    def cuts(self, degree: int) -> dict[tuple[int, int], int]:
-        """Into how many pieces every split atom is cut, by (dim, atom); nothing is on one device."""
-        if degree == 1:
-            return {}
-        return dict(zip(self.places, (degree // self.sharing, self.sharing), strict=False))
-
-    @property
-    def is_chunked(self) -> bool:
-        """Whether ranks hold consecutive chunks of a dim's blocks, so that collectives can join and cut them."""
-        return self.sharing == 1 or self.inner == (self.dim, self.atom + 1)
+        return f"S({self.dim}, {self.atom})" if self.kind == "S" else self.kind
 
     @property
     def is_whole(self) -> bool:
@@ -94,8 +57,8 @@ R = ValueType("R")
 P = ValueType("P")
 
 
-def S(dim: int, atom: int, sharing: int = 1, inner: tuple[int, int] | None = None) -> ValueType:
-    return ValueType("S", dim, atom, sharing, inner)
+def S(dim: int, atom: int) -> ValueType:
+    return ValueType("S", dim, atom)
 
 
 @dataclass(frozen=True)
@@ -141,14 +104,12 @@ def type_text(kind: ValueType, dims: Dims, axis: str) -> str:
     """Text for people: `I`, `R`, `P`, or `S(tp, dim 0: 3 x [12] x 64)` with the sharded atom in brackets."""
     if kind.kind != "S":
         return kind.kind
-    shown = []
-    for dim in dict.fromkeys(dim for dim, _ in kind.places):
-        sizes = ["+".join(map(str, one.blocks)) if isinstance(one, Segmented) else str(one) for one in dims[dim]]
-        atoms = [f"[{size}]" if (dim, i) in kind.places else size for i, size in enumerate(sizes)]
-        shown.append(f"dim {dim}: {' x '.join(atoms)}")
-    if kind.copies > 1:
-        shown.append(f"{kind.copies} copies")
-    return f"S({axis}, {', '.join(shown)})"
+    sizes = [str(atom) for atom in dims[kind.dim]]
+    for i, atom in enumerate(dims[kind.dim]):
+        if isinstance(atom, Segmented):
+            sizes[i] = "+".join(map(str, atom.blocks))
+    sizes[kind.atom] = f"[{sizes[kind.atom]}]"
+    return f"S({axis}, dim {kind.dim}: {' x '.join(sizes)})"
 
 
 def shard_size(size: int, degree: int) -> int:
@@ -165,22 +126,9 @@ def aligned(size: int) -> int:
     return -(-size // ALIGNED) * ALIGNED if size >= LEAST_ALIGNED else size
 
 
-def placement(dims: Dims, kind: ValueType, degree: int) -> tuple[object, ...]:
-    """Where the elements of a parameter lie on the ranks, whatever atoms its dims are written in: () where each has all."""
-    if kind.kind != "S" or degree == 1:
-        return ()
-    return (
-        kind.dim,
-        outer_size(dims, kind),
-        kind.copies,
-        local_shape(dims, kind, degree),
-        padded_size(dims, kind, degree),
-    )
-
-
 def padded_size(dims: Dims, kind: ValueType, degree: int) -> int:
     """Size of the dim that `kind` pads to make `degree` equal shards; 0 where it divides, or nothing is sharded."""
-    size = dims[kind.dim][kind.atom] if kind.kind == "S" and kind.sharing == 1 else 0
+    size = dims[kind.dim][kind.atom] if kind.kind == "S" else 0
     return size if size % degree else 0
 
 
@@ -189,10 +137,3 @@ def division_text(size: int, degree: int) -> str:
     each = shard_size(size, degree)
     padding = each * degree - size
     return f"{size} = {degree} x {each}" + (f" - {padding}" if padding else "")
-
-
-def local_shape(dims: Sequence[Sequence[int]], kind: ValueType, degree: int) -> tuple[int, ...]:
-    """Shape of one rank's part of a tensor with these dims and type over an axis of `degree` ranks."""
-    cuts = kind.cuts(degree)
-    sizes = [[shard_size(atom, cuts.get((i, j), 1)) for j, atom in enumerate(atoms)] for i, atoms in enumerate(dims)]
-    return tuple(map(math.prod, sizes))

@@ -16,6 +16,7 @@ from autoptd.errors import InternalError
 from autoptd.ir.fallback import Fallback
 from autoptd.ir.layout import BATCH
 from autoptd.ir.notes import is_tensor, note, output, shape, site
+from autoptd.ir.sub_axes import base
 from autoptd.passes.axes.axes import Axes
 from autoptd.passes.context import Context
 from autoptd.passes.runner import Form, graph_pass
@@ -52,9 +53,9 @@ def check_annotated(graph: Graph, ctx: Context) -> None:
     findings = [text for node in graph.nodes for text in _unannotated(node, axes)]
     for assignment in ctx.found.assignments.values():
         for node, strategy in assignment.strategies.items():
-            kind = note(node).layout[assignment.axis]
-            if kind != strategy.gives:
-                fact = f"is {kind} over {assignment.axis}, and was solved as {strategy.gives}"
+            types = note(node).layout.over(assignment.axis)
+            if types != strategy.gives:
+                fact = f"is {types} over {assignment.axis}, and was solved as {strategy.gives}"
                 findings.append(f"{site(node)} {fact}")
     if findings:
         raise InternalError("ANNOTATED", "; ".join(findings))
@@ -68,11 +69,12 @@ def _unannotated(node: Node, axes: set[str]) -> Iterator[str]:
     if record.dims and tuple(map(math.prod, record.dims)) != shape(node):
         yield f"{site(node)} of shape {shape(node)} has dims {record.dims}"
     for axis, kind in record.layout.types:
-        if axis not in axes:
+        if base(axis) not in axes:
             yield f"{site(node)} is {kind} over {axis}, which no policy assigns"
-        for dim, atom in kind.places if kind.kind == "S" else ():
-            if dim >= len(record.dims) or atom > max(0, len(record.dims[dim]) - 1):
-                yield f"{site(node)} is {kind} over {axis}, and has dims {record.dims}"
+        if kind.kind != "S":
+            continue
+        if kind.dim >= len(record.dims) or kind.atom > max(0, len(record.dims[kind.dim]) - 1):
+            yield f"{site(node)} is {kind} over {axis}, and has dims {record.dims}"
 
 
 @graph_pass(

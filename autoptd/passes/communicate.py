@@ -8,59 +8,59 @@ against the table of types, independently of how the assignment was found.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch.fx import Graph, Node
 
 from autoptd.errors import InternalError
 from autoptd.ir import markers
-from autoptd.ir.layout import BATCH
+from autoptd.ir.layout import BATCH, Layout
 from autoptd.ir.mesh import Mesh
-from autoptd.ir.notes import Note, note, op_name, ops, output, placeholders, set_note, site
+from autoptd.ir.notes import Note, converted_types, note, op_name, ops, output, placeholders, set_note, site
 from autoptd.ir.operators.record import operands
 from autoptd.ir.operators.table import linear_groups
-from autoptd.ir.types import CONVERSIONS, Conversion, I, P, R, S, ValueType, outer_size, padded_size
+from autoptd.ir.steps import Step, shard_places, steps
+from autoptd.ir.sub_axes import base
+from autoptd.ir.types import CONVERSIONS, Conversion, I, P, R, S, ValueType, padded_size
 from autoptd.passes.axes.axes import Axes, Place
 from autoptd.passes.axes.padding import Padding
 from autoptd.passes.context import Context
 from autoptd.passes.runner import CALLS, Form, graph_pass
 from autoptd.passes.solve.assign import Assignment
 from autoptd.passes.solve.batch import FIRST_ROWS, adds_number
-from autoptd.passes.solve.sharing import Sharing
 from autoptd.passes.solve.strategies import NO_COLLECTIVE_FORMS
 
 
 def check_axes(graph: Graph, ctx: Context) -> None:
     """Hold the graph against the table of types, once for every axis that was solved."""
     for axis in ctx.found.assignments:
-        check_connected(graph, ctx.found.axes, axis, ctx.mesh.degree(axis))
+        check_connected(graph, ctx.found.axes, axis, ctx.mesh)
 
 
 @graph_pass(takes=Form.ANNOTATED, gives=Form.CONNECTED, changes=(CALLS,), ensures=check_axes)
 def communicate(graph: Graph, ctx: Context) -> None:
     """Insert conversions over every axis, and shares of whole addends in sums over the batch."""
     for assignment in ctx.found.assignments.values():
-        _convert(graph, assignment, ctx.mesh)
+        _meet_readers(graph, assignment, ctx.mesh)
     _divide_addends(graph, ctx.pieces)
 
 
-def _convert(graph: Graph, assignment: Assignment, mesh: Mesh) -> None:
-    """Insert conversions over the axis of the assignment."""
+def _meet_readers(graph: Graph, assignment: Assignment, mesh: Mesh) -> None:
+    """Give every reader its operands in the types that it needs over the axis of the assignment."""
     axis = assignment.axis
     order = {node: i for i, node in enumerate(graph.nodes)}
     for node in list(graph.nodes):
-        wanted: dict[ValueType, list[Node]] = {}
+        wanted: dict[Layout, list[Node]] = {}
         for reader in sorted(node.users, key=order.__getitem__):
             wanted.setdefault(assignment.needs(reader, node), []).append(reader)
-        made: dict[ValueType, Node] = {note(node).layout[axis]: node}
+        made: dict[Layout, Node] = {note(node).layout.over(axis): node}
         for target, readers in wanted.items():
             found = node
-            for kind in assignment.route(node, target):
-                if kind not in made:
-                    made[kind] = _insert(
-                        graph, found, axis, kind, readers[0], mesh, _behind(node, found, kind, assignment)
-                    )
-                found = made[kind]
+            for types in assignment.route(node, target):
+                if types not in made:
+                    behind = _behind(node, found, types, assignment)
+                    made[types] = _convert(graph, found, axis, types, readers[0], mesh, behind)
+                found = made[types]
             for reader in readers if found is not node else ():
                 reader.replace_input_with(node, found)
 
@@ -76,41 +76,54 @@ def _divide_addends(graph: Graph, pieces: int) -> None:
             _take_first_rows(graph, node, operand, place)
 
 
-def _behind(node: Node, source: Node, kind: ValueType, assignment: Assignment) -> Node | None:
+def _behind(node: Node, source: Node, types: Layout, assignment: Assignment) -> Node | None:
     """What a conversion of the value of `node` belongs to if it is placed right behind `source`; None: its reader.
 
     A pending sum that repeated layers begin with is converted where the sums between the layers are, as a part of a layer.
     """
-    if source is node and kind == assignment.entries.get(node) and node.op == "call_function":
+    if source is node and types == assignment.entries.get(node) and node.op == "call_function":
         return node
-    return assignment.enters.get(node, source) if note(source).layout[assignment.axis] == P else None
+    axis = assignment.axis
+    is_pending = note(source).layout.over(axis) == Layout({axis: P})
+    return assignment.enters.get(node, source) if is_pending else None
 
 
-def _insert(
-    graph: Graph, source: Node, axis: str, kind: ValueType, reader: Node, mesh: Mesh, behind: Node | None
+def _convert(
+    graph: Graph, source: Node, axis: str, types: Layout, reader: Node, mesh: Mesh, behind: Node | None
 ) -> Node:
-    """A conversion node that gives `source` as `kind` over an axis.
+    """`source` with other types over an axis: a node for every conversion that it takes.
 
-    It stands right behind `source`, as a part of `behind`'s module, or before `reader`.
+    They stand right behind `source`, as a part of `behind`'s module, or before `reader`.
     """
-    record, before = note(source), note(source).layout[axis]
-    row = CONVERSIONS[before.kind, kind.kind]
-    args = (source, row.name, *_placement(source, before, kind))
-    size = _padded_size(source, before, kind, mesh.degree(axis))
-    with graph.inserting_after(source) if behind is not None else graph.inserting_before(reader):
-        made = graph.call_function(markers.convert, args, {"size": size} if size else {})
+    path = steps(axis, note(source).layout.over(axis), types, mesh)
+    if path is None:
+        raise InternalError(site(source), f"there is no conversion from {note(source).layout.over(axis)} to {types}")
+    made = source
+    for step in path:
+        near = note(behind if behind is not None and note(source).kind == "op" else reader)
+        with graph.inserting_after(made) if behind is not None else graph.inserting_before(reader):
+            made = _insert(graph, made, axis, step, mesh, near)
+        note(made).why = _why(source, step.after, reader)
+    return made
+
+
+def _insert(graph: Graph, source: Node, axis: str, step: Step, mesh: Mesh, near: Note) -> Node:
+    """The node of one conversion over an axis or sub-axis."""
+    record, row = note(source), CONVERSIONS[step.before.kind, step.after.kind]
+    layout = record.layout.replacing(axis, step.layout)
+    size = _padded_size(source, step.before, step.after, mesh.degree(step.axis))
+    args = (source, row.name, *shard_places(record.dims, step.axis, (record.layout, layout), mesh))
+    made = graph.call_function(markers.convert, args, {"size": size} if size else {})
     made.meta["val"] = source.meta["val"]
-    near = note(behind if behind is not None and record.kind == "op" else reader)
     fresh = Note(
         module=near.module,
         source=near.source,
         of_params=record.of_params,
         needs_grad=record.needs_grad,
         dims=record.dims,
-        layout=record.layout.having(axis, kind),
+        layout=layout,
         conversion=row.name,
-        axis=axis,
-        why=_why(source, kind, reader),
+        axis=step.axis,
     )
     set_note(made, fresh)
     return made
@@ -119,12 +132,6 @@ def _insert(
 def conversion_row(name: str) -> Conversion:
     """The row of the conversion table that is called `name`."""
     return next(row for row in CONVERSIONS.values() if row.name == name)
-
-
-def _placement(source: Node, kind: ValueType, target: ValueType) -> tuple[int, ...]:
-    dims = note(source).dims
-    at = [(one.dim, outer_size(dims, one)) for one in (kind, target) if one.kind == "S"]
-    return tuple(number for place in at for number in place)
 
 
 def _padded_size(source: Node, kind: ValueType, target: ValueType, t: int) -> int:
@@ -179,74 +186,95 @@ def _share_addends(graph: Graph, node: Node, pieces: int) -> None:
         return
 
 
-def check_connected(graph: Graph, axes: Axes, axis: str, degree: int) -> None:
+def check_connected(graph: Graph, axes: Axes, axis: str, mesh: Mesh) -> None:
     """Every operator's operand and result types over an axis must be a row of the table; InternalError lists all that are not.
 
-    No atom is split that the degree does not divide, but a padded vocabulary.
+    Where there are types over sub-axes, the table is held against each of these. No atom is split that the degree does not
+    divide, but a padded vocabulary.
     """
-    table = _Table(axis, axes, Padding(graph, axes, degree), Sharing(graph, axes, degree))
+    table = _Table(axis, axes, mesh, graph)
     findings = [text for node in ops(graph) for text in _findings(node, table)]
     findings += [text for node in placeholders(graph, "param") for text in _odd_shards(node, table)]
     loss = output(graph).args[0]
-    if isinstance(loss, Node) and table.of(loss) != I:
-        findings.append(f"the loss is {table.of(loss)}, not whole")
+    if isinstance(loss, Node) and (types := note(loss).layout.over(axis)) != Layout():
+        findings.append(f"the loss is {types}, not whole")
     if findings:
         raise InternalError("CONNECTED", "; ".join(findings))
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Table:
-    """What the types over one axis are held against."""
+    """What the types over one mesh axis are held against."""
 
     axis: str
     axes: Axes
-    padding: Padding
-    sharing: Sharing
+    mesh: Mesh
+    graph: Graph
+    paddings: dict[int, Padding] = field(default_factory=dict)
 
-    def of(self, node: Node) -> ValueType:
-        return note(node).layout[self.axis]
+    def padding(self, axis: str) -> Padding:
+        """What the ranks along the axis, or a sub-axis, may split."""
+        degree = self.mesh.degree(axis)
+        if degree not in self.paddings:
+            self.paddings[degree] = Padding(self.graph, self.axes, degree)
+        return self.paddings[degree]
+
+    def parts(self, *nodes: Node) -> tuple[str, ...]:
+        """The axis, or the sub-axes over each of which the values of all nodes have a type."""
+        every = [part for node in nodes for part in note(node).layout.sub_axes]
+        return self.mesh.parts(self.axis, every)
 
 
 def _odd_shards(node: Node, table: _Table) -> Iterator[str]:
-    """Shards of a dim that is no vocabulary and does not divide, and of an atom that ranks do not share."""
-    kind, padding = table.of(node), table.padding
+    """Shards of a dim that is no vocabulary and does not divide."""
     origin = _origin(node)
-    if kind.sharing > 1:
-        if not table.sharing.allows(origin, kind):
-            yield f"{site(node)} is {kind} of {note(node).dims[kind.dim]}, which {padding.degree} ranks do not share"
-        return
-    if kind.kind == "S" and not padding.divides_place(origin, (kind.dim, kind.atom)):
-        yield f"{site(node)} is {kind} of {note(node).dims[kind.dim]}, which {padding.degree} ranks do not divide"
+    for axis, kind in note(node).layout.over(table.axis).shards:
+        if not table.padding(axis).divides_place(origin, (kind.dim, kind.atom)):
+            yield (
+                f"{site(node)} is {kind} of {note(node).dims[kind.dim]}, "
+                f"which {table.mesh.degree(axis)} ranks do not divide"
+            )
 
 
 def _findings(node: Node, table: _Table) -> Iterator[str]:
-    record, gives = note(node), table.of(node)
+    record = note(node)
     yield from _odd_shards(node, table)
-    if node.target is markers.convert and record.axis == table.axis:
-        source = operands(node)[0]
-        before = table.of(source)
-        row = CONVERSIONS.get((before.kind, gives.kind))
-        if row is None or row.name != record.conversion:
-            yield f"{site(node)} converts {before} to {gives} by {record.conversion}"
-        elif node.args[1:] != (row.name, *_placement(source, before, gives)):
-            yield f"{site(node)} converts {before} to {gives} with arguments {node.args[1:]}"
-        size = _padded_size(source, before, gives, table.padding.degree)
-        if node.kwargs.get("size", 0) != size or (size and row is not None and row.name == "s_to_s"):
-            yield f"{site(node)} converts a dim of {size} that is padded with size {node.kwargs.get('size', 0)}"
-        if not (before.is_chunked and gives.is_chunked):
-            yield f"{site(node)} converts {before} to {gives}: not both are chunks"
-        return
+    if node.target is markers.convert and base(record.axis) == table.axis:
+        yield from _wrong_conversion(node, table)
     if node.target in markers.MARKERS:
         return
-    read = [_origin(one) for one in operands(node)]
-    types = dict(zip(read, map(table.of, operands(node)), strict=True))
-    if not _is_row(node, types, table):
-        shown = ", ".join(f"{one.name}: {kind}" for one, kind in types.items())
-        yield f"{site(node)} maps ({shown}) to {gives}, which no rule allows"
+    parts = table.parts(node, *operands(node))
+    if not parts:
+        yield f"{site(node)} maps sub-axes of {table.axis} to others"
+    for part in parts:
+        types = {_origin(one): note(one).layout[part] for one in operands(node)}
+        gives = record.layout[part]
+        if not _is_row(node, types, gives, table.axes, table.padding(part)):
+            shown = ", ".join(f"{one.name}: {kind}" for one, kind in types.items())
+            over = f" over {part}" if len(parts) > 1 else ""
+            yield f"{site(node)} maps ({shown}) to {gives}{over}, which no rule allows"
 
 
-def _is_row(node: Node, types: dict[Node, ValueType], table: _Table) -> bool:
-    gives, axes = table.of(node), table.axes
+def _wrong_conversion(node: Node, table: _Table) -> Iterator[str]:
+    """A conversion must be a row of the table over its axis, in the right place, and change nothing over other axes."""
+    source, record = operands(node)[0], note(node)
+    before, gives = converted_types(node)
+    row = CONVERSIONS.get((before.kind, gives.kind))
+    wanted = shard_places(record.dims, record.axis, (note(source).layout, record.layout), table.mesh)
+    if row is None or row.name != record.conversion:
+        yield f"{site(node)} converts {before} to {gives} by {record.conversion}"
+    elif node.args[1:] != (row.name, *wanted):
+        yield f"{site(node)} converts {before} to {gives} with arguments {node.args[1:]}"
+    size = _padded_size(source, before, gives, table.mesh.degree(record.axis))
+    if node.kwargs.get("size", 0) != size or (size and row is not None and row.name == "s_to_s"):
+        yield f"{site(node)} converts a dim of {size} that is padded with size {node.kwargs.get('size', 0)}"
+    for part in table.parts(source, node):
+        if part != record.axis and note(source).layout[part] != record.layout[part]:
+            yield f"{site(node)} converts over {record.axis}, and changes the type over {part}"
+
+
+def _is_row(node: Node, types: dict[Node, ValueType], gives: ValueType, axes: Axes, padding: Padding) -> bool:
+    """Whether operands of these types give this one, over one axis or sub-axis."""
 
     def rest_is_whole(taken: set[Node], kinds: tuple[ValueType, ...]) -> bool:
         """Operands outside of `taken` are whole; one without a gradient may be I wherever R is asked for."""
@@ -258,10 +286,12 @@ def _is_row(node: Node, types: dict[Node, ValueType], table: _Table) -> bool:
     for group in linear_groups_of(node, types):
         if gives == P and all(types[one] == P for one in group) and rest_is_whole(set(group), (R,)):
             return True
-    whole = [letter for letter in axes.letters(node) if table.padding.divides(node, letter)]
-    for letter in whole + table.sharing.letters(node):
-        carried = all(types.get(one) == letter.needs(one) for one in letter.places)
-        expected = letter.gives or (I if letter.form in NO_COLLECTIVE_FORMS else P)
+    for letter in axes.letters(node):
+        if not padding.divides(node, letter):
+            continue
+        carried = all(types.get(one) == S(*place) for one, place in letter.places.items())
+        contracted = I if letter.form in NO_COLLECTIVE_FORMS else P
+        expected = S(*letter.out) if letter.out is not None else contracted
         taken = set(letter.places)
         if letter.out is None and not letter.form:
             for group in linear_groups_of(node, types):

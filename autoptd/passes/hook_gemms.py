@@ -54,6 +54,7 @@ def hook_gemms(graph: Graph, ctx: Context) -> None:
         if f is not None:
             record = note(f)
             note(node).extra["swallowed"] = Swallowed(record.conversion, _payload(f), record.why)
+            note(node).axis = record.axis
             f.replace_all_uses_with(f.args[0])  # type: ignore[arg-type]
             graph.erase_node(f)
 

@@ -19,11 +19,12 @@ from torch.fx.node import map_arg
 from autoptd.compat import FakeTensorMode
 from autoptd.errors import InternalError
 from autoptd.ir import markers
-from autoptd.ir.layout import BATCH
-from autoptd.ir.notes import converted_types, note, op_name, ops, shape, site, tensor, value
+from autoptd.ir.layout import BATCH, Layout
+from autoptd.ir.notes import note, op_name, ops, shape, site, tensor, value
 from autoptd.ir.operators.record import argument, operands, set_arguments
 from autoptd.ir.operators.table import operator_of
 from autoptd.ir.sizes import Sizes, local_shapes
+from autoptd.ir.steps import shard_places
 from autoptd.ir.types import I, S, ValueType, outer_size, padded_size
 from autoptd.passes.context import Context
 from autoptd.passes.runner import CALLS, Form, graph_pass
@@ -115,28 +116,32 @@ def _local_dropout(node: Node, sizes: Sizes) -> None:
     """The mask is numbered in the global value: say where in the local one the rows of the batch and the shards lie."""
     record = note(node)
     rows, dims = record.extra["rows"], [list(atoms) for atoms in record.dims]
-    of_batch = ((*place, pieces) for place, pieces in record.layout.batch.cuts(sizes.rows_divisor).items())
-    for dim, atom, pieces in (*of_batch, *record.layout.cuts(sizes.mesh)):
+    cuts = [*_batch_cuts(record.layout, sizes), *record.layout.cuts(sizes.mesh)]
+    for dim, atom, pieces in cuts:
         if dims[dim]:
             dims[dim][atom] //= pieces
-    split = record.layout.shard
-    record.axis = split[0] if split else ""
-    kinds = (rows, split[1] if split else I)
+    record.axis = record.layout.chunk_axis(record.dims, sizes.mesh) or ""
+    kinds = (rows, record.layout.shards[0][1] if record.axis else I)
     batch, shard = ((kind.dim, outer_size(dims, kind)) if kind.kind == "S" else None for kind in kinds)
     node.target, node.args = markers.dropout, (node.args[0], node.args[1], record.extra["site"], batch, shard)
 
 
+def _batch_cuts(layout: Layout, sizes: Sizes) -> list[tuple[int, int, int]]:
+    """(dim, atom, pieces) of what microbatches cut."""
+    batch = layout.batch
+    return [(batch.dim, batch.atom, sizes.rows_divisor)] if batch.kind == "S" and sizes.rows_divisor > 1 else []
+
+
 def _local_placement(node: Node, sizes: Sizes) -> None:
     """Where shards lie in a dim that carries the batch before them: a microbatch may have fewer rows than the trace."""
-    record, batch = note(node), note(node).layout.batch
-    if batch.kind != "S" or sizes.rows_divisor == 1:
-        return
+    record = note(node)
     dims = [list(atoms) for atoms in record.dims]
-    if dims[batch.dim]:
-        dims[batch.dim][batch.atom] //= sizes.rows_divisor
+    for dim, atom, pieces in _batch_cuts(record.layout, sizes):
+        if dims[dim]:
+            dims[dim][atom] //= pieces
     source, name = node.args[:2]
-    kinds = [kind for kind in converted_types(node) if kind.kind == "S"]
-    node.args = (source, name, *(number for kind in kinds for number in (kind.dim, outer_size(dims, kind))))
+    layouts = (note(source).layout, record.layout)  # type: ignore[arg-type]
+    node.args = (source, name, *shard_places(tuple(map(tuple, dims)), record.axis, layouts, sizes.mesh))
 
 
 def _local_sizes(node: Node, sizes: Sizes) -> dict[str, Any]:

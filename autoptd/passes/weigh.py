@@ -20,13 +20,13 @@ from autoptd.errors import PlanError
 from autoptd.ir.machine import Machine
 from autoptd.ir.markers import convert
 from autoptd.ir.mesh import Mesh
-from autoptd.ir.notes import converted_types, note, ops, payload, placeholders, shape, tensor
+from autoptd.ir.notes import converted_types, note, ops, placeholders, shape, tensor
 from autoptd.ir.plan import Plan
 from autoptd.ir.sizes import Sizes, local_shape
 from autoptd.ir.types import CONVERSIONS
 from autoptd.passes.context import Context
 from autoptd.passes.hook_gemms import gather_again
-from autoptd.passes.ops.costs import collective_seconds, flops, local_payload, rank_seconds
+from autoptd.passes.ops.costs import collective_seconds, converted_bytes, flops, local_payload, rank_seconds
 from autoptd.passes.runner import Pass, Record, run_passes
 from autoptd.passes.stages.memory import read_from_outside, saved_bytes
 from autoptd.program.calls import LOCAL_KINDS, wire_bytes
@@ -57,17 +57,17 @@ def weigh(graph: Graph, sizes: Sizes, machine: Machine) -> Weight:
     """Return what the plan takes on `machine`."""
     mesh, share = sizes.mesh, sizes.rows / sizes.traced_rows  # what a microbatch is of the trace
     seconds = sum(_seconds(node, mesh, machine) for node in ops(graph))
-    calls: list[tuple[str, int, int]] = []
+    calls: list[tuple[str, float, int]] = []
     for node in ops(graph):
         if node.target is convert:
             source, target = converted_types(node)
-            row = CONVERSIONS[source.kind, target.kind]
+            row, degree = CONVERSIONS[source.kind, target.kind], mesh.degree(note(node).axis)
+            nbytes = converted_bytes(node, mesh)
             kinds = [row.forward, row.backward if note(node).needs_grad else "none"]
             if gather_again(node):
                 kinds.append("all-gather")
-                seconds += collective_seconds("all-gather", payload(node), mesh.degree(note(node).axis), machine)
-            degree = mesh.degree(note(node).axis)
-            calls += [(kind, payload(node), degree) for kind in kinds if kind not in LOCAL_KINDS]
+                seconds += collective_seconds("all-gather", nbytes, degree, machine)
+            calls += [(kind, nbytes, degree) for kind in kinds if kind not in LOCAL_KINDS]
     params = list(placeholders(graph, "param"))
     held = [(math.prod(local_shape(one, sizes)), tensor(one).element_size()) for one in params]
     return Weight(

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from autoptd.ir.mesh import Mesh
+from autoptd.ir.sub_axes import SubAxis
 
 # The planner asks for a ring's bytes too, and `autoptd plan` does not wait for torch, which a program is made of.
 if TYPE_CHECKING:
@@ -35,8 +36,8 @@ RING_PASSES = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1}  # how oft
 class Call:
     """One collective or send in which `rank` takes part.
 
-    `axis` says along which mesh axes the ranks of the group differ: "tp", "dp", "dp x tp", "pp". `phase` is "forward",
-    "backward", or "step" for what comes once a step; `stage` is -1 there. `why` is not compared.
+    `axis` says along which mesh axes or sub-axes the ranks of the group differ: "tp", "dp", "dp x tp", "pp", "tp:(2)4".
+    `phase` is "forward", "backward", or "step" for what comes once a step; `stage` is -1 there. `why` is not compared.
     """
 
     rank: int
@@ -71,9 +72,18 @@ def wire_bytes(kind: str, payload: Any, group_size: Any) -> Any:
 
 
 def axis_text(mesh: Mesh, ranks: Sequence[int]) -> str:
-    """The mesh axes along which `ranks` differ: `dp x tp`."""
+    """The mesh axes or sub-axes along which `ranks` differ: `dp x tp`, `tp:(2)4`."""
     places = [mesh.coordinate(rank) for rank in ranks]
-    return " x ".join(axis for axis in reversed(mesh.axes) if len({place[axis] for place in places}) > 1)
+    texts = []
+    for axis in reversed(mesh.axes):
+        along = sorted({place[axis] for place in places})
+        degree = mesh.degree(axis)
+        if axis in mesh.value_axes and 1 < len(along) < degree:
+            factor = SubAxis(axis, degree // (len(along) * (along[1] - along[0])), len(along))
+            texts.append(str(factor))
+        elif len(along) > 1:
+            texts.append(axis)
+    return " x ".join(texts)
 
 
 def star(text: str) -> str:

@@ -19,7 +19,7 @@ def layouts_of(program: Program) -> dict[str, tuple[object, ...]]:
 
 
 def check_follows(trained: Program, evaluated: Program) -> None:
-    """PlanError unless every parameter and every message of `evaluated` is where `trained` has it."""
+    """PlanError unless every parameter of `evaluated` is where `trained` has it, and its calls go where groups are."""
     before, after = layouts_of(trained), layouts_of(evaluated)
     for spec in evaluated.params:
         read = {stage.index for stage in evaluated.stages if set(spec.aliases) & set(stage.params)}
@@ -29,6 +29,9 @@ def check_follows(trained: Program, evaluated: Program) -> None:
             raise PlanError(f"eval_step: {spec.name}", fact, REMEDY)
         if read and before[spec.name] != after[spec.name]:
             raise PlanError(f"eval_step: {spec.name}", "eval mode shards it in another way than training", REMEDY)
+    if unknown := sorted(set(evaluated.sub_axes) - set(trained.sub_axes)):
+        fact = f"eval mode communicates over {unknown[0]}, where training does not"
+        raise PlanError("eval_step", fact, REMEDY)
     known = _links(trained)
     for source, target in sorted(_links(evaluated) - known):
         fact = f"eval mode sends from pipeline rank {source} to {target}, where training sends nothing"

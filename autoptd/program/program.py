@@ -32,6 +32,7 @@ from autoptd.ir.fusion import Fusion
 from autoptd.ir.layout import Layout
 from autoptd.ir.mesh import Mesh
 from autoptd.ir.placement import Placement
+from autoptd.ir.sub_axes import is_sub_axis
 from autoptd.ir.types import Segmented, ValueType
 from autoptd.program.costs import Costs, read_costs, tupled
 from autoptd.program.specs import Collective, CrossingSpec, DropoutSpec, InputSpec, Line, ParamSpec, Parcel, StageSpec
@@ -126,6 +127,12 @@ class Program:
     def ranks(self) -> tuple[int, ...]:
         """The pipeline rank of every stage, as the schedule has it."""
         return ranks_of_stages(self.orders)
+
+    @cached_property
+    def sub_axes(self) -> tuple[str, ...]:
+        """The sub-axes over which anything is communicated, or parameters have types, in one order on all ranks."""
+        named = {axis for spec in self.params for axis in spec.use.layout.sub_axes}
+        return tuple(sorted(named | {call.axis for call in self.collectives if is_sub_axis(call.axis)}))
 
     def rank_of_stage(self, stage: int) -> int:
         """Pipeline rank that holds `stage`."""

@@ -12,9 +12,9 @@ from functools import cached_property
 
 from autoptd.errors import InternalError
 from autoptd.ir.layout import Layout
-from autoptd.ir.mesh import Mesh, Role
-from autoptd.ir.placement import AxisConversion, Placement, Scope, conversions, itemsize, role_of
-from autoptd.ir.types import Dims, Outer, ValueType, outer_size, padded_size, placement
+from autoptd.ir.mesh import Mesh, Role, role_of
+from autoptd.ir.placement import AxisConversion, Placement, Scope, conversions, itemsize
+from autoptd.ir.types import Dims, Outer, ValueType, outer_size
 
 GATHER = "gather"  # the conversion of a `Collective` that puts a scattered parcel together
 
@@ -70,29 +70,25 @@ class ParamSpec:
         return tuple(step for step in self.conversions if step.is_sum)
 
     def grad_bytes(self, mesh: Mesh) -> int:
-        """Bytes of a rank's part of the gradient, as it is summed: of a piece that ranks share, in its place of the whole."""
-        shape = self.shape if self.is_shared else self.used_shape(mesh)
-        return math.prod(shape) * itemsize(self.storage.sum_dtype)
+        """Bytes of a rank's part of the gradient, as it is summed."""
+        return math.prod(self.used_shape(mesh)) * itemsize(self.storage.sum_dtype)
 
     def adds_in(self, stage: int) -> int:
         return self.adds[self.stages.index(stage)] if self.adds else 1
 
     @property
-    def shard(self) -> tuple[str, ValueType] | None:
-        """The axis of the mesh along which a rank uses a part, and the type; None where every rank uses all of it."""
-        return self.use.layout.shard
+    def shard(self) -> ValueType | None:
+        """The type that cuts it, of several sub-axes that of the slowest one; None where every rank uses all of it."""
+        return self.use.layout.shards[0][1] if self.use.layout.shards else None
 
-    @property
-    def is_shared(self) -> bool:
-        """Whether several ranks of the axis that cuts it hold the same piece."""
-        return self.shard is not None and self.shard[1].copies > 1
+    def shard_axis(self, mesh: Mesh) -> str | None:
+        """The axis or sub-axis along which ranks own one chunk after the other; None where every rank owns all of it."""
+        return self.use.layout.chunk_axis(self.dims, mesh)
 
     @property
     def kind(self) -> str:
         """The letter of its type: S if an axis cuts it, R if its gradient is a partial sum over one, else I."""
-        if self.shard:
-            return "S"
-        return "R" if self._within_layer.over_mesh else "I"
+        return self._within_layer.letter
 
     @property
     def outer(self) -> Outer:
@@ -107,7 +103,7 @@ class ParamSpec:
     @property
     def _cut(self) -> ValueType:
         assert self.shard is not None, f"{self.name} is whole"
-        return self.shard[1]
+        return self.shard
 
     def owners(self, ranks: Sequence[int]) -> tuple[int, ...]:
         """Pipeline ranks that hold a copy, ascending; `ranks` are those of all stages."""
@@ -119,7 +115,7 @@ class ParamSpec:
 
     def padded_size(self, mesh: Mesh) -> int:
         """Rows of a dim that the ranks do not divide, of which the last ones hold zeros instead; 0 where nothing is padded."""
-        return padded_size(self.dims, self.shard[1], mesh.degree(self.shard[0])) if self.shard else 0
+        return self.use.layout.padded_size(self.dims, mesh)
 
     def local_shape(self, mesh: Mesh) -> tuple[int, ...]:
         """Shape of what one rank stores."""
@@ -131,7 +127,7 @@ class ParamSpec:
 
     def placement(self, mesh: Mesh) -> tuple[object, ...]:
         """Where its elements lie on the ranks, whatever atoms its dims are written in: () where each has all."""
-        return placement(self.dims, self.shard[1], mesh.degree(self.shard[0])) if self.shard else ()
+        return self.use.layout.placement(self.dims, mesh)
 
     @property
     def _within_layer(self) -> Layout:

@@ -3,6 +3,7 @@
 In: the buckets of the stage's pipeline rank. Out: lines such as
 
     all-reduce 2 buckets of 3,145,728 B (12 gradients) over dp
+    all-reduce 1 bucket of 4,096 B (4 gradients) over tp:(2)4, 4 of the ranks of tp
     all-reduce 1 bucket of 131,072 B (transformer.wte.weight) over pipeline ranks 0, 3, which share it
 """
 
@@ -12,6 +13,7 @@ from collections.abc import Sequence
 
 from autoptd.ir.mesh import Mesh
 from autoptd.ir.placement import AxisConversion
+from autoptd.ir.sub_axes import base, is_sub_axis
 from autoptd.program.buckets import BucketPlan
 
 
@@ -24,13 +26,17 @@ def stage_sums(buckets: Sequence[BucketPlan], stage: int, mesh: Mesh) -> list[st
     return [_line(plans, mesh) for plans in alike.values()]
 
 
+def _axis_text(axis: str, mesh: Mesh) -> str:
+    return f"{axis}, {mesh.degree(axis)} of the ranks of {base(axis)}" if is_sub_axis(axis) else axis
+
+
 def _line(plans: Sequence[BucketPlan], mesh: Mesh) -> str:
     owners = plans[0].owners
     axes = [axis for axis, _ in (*plans[0].early, *plans[0].late)]
     specs = [spec for plan in plans for spec in plan.params]
     size = sum(plan.nbytes(mesh) for plan in plans)
     what = specs[0].name if len(specs) == 1 else f"{len(specs)} gradients"
-    over = [f"over {', then '.join(axes)}"] if axes else []
+    over = [f"over {', then '.join(_axis_text(axis, mesh) for axis in axes)}"] if axes else []
     if plans[0].tied:
         over.append(
             f"over pipeline ranks {', '.join(map(str, owners))}, which share {'it' if len(specs) == 1 else 'them'}"

@@ -35,11 +35,11 @@ def collectives(
         for stage in note(node).stages:
             here = ranks[stage]
             if note(node).conversion:
-                found += _conversion(node, stage, here, options.t)
+                found += _conversion(node, stage, here, options.mesh)
             elif "swallowed" in note(node).extra:
-                found.append(_swallowed(node, stage, here, options.t))
+                found.append(_swallowed(node, stage, here, options.mesh))
             elif op_name(node) in LOSSES and node.kwargs["vocab"]:
-                found += _vocabulary_sums(node, stage, here, options.t)
+                found += _vocabulary_sums(node, stage, here, options.mesh)
     for one in parcels:
         found += _travel(one, ranks)
     buckets = [plan_buckets(params, orders, ranks, options.mesh, pp) for pp in range(options.p)]
@@ -48,11 +48,13 @@ def collectives(
     return found
 
 
-def _conversion(node: Node, stage: int, rank: int, t: int) -> list[Collective]:
+def _conversion(node: Node, stage: int, rank: int, mesh: Mesh) -> list[Collective]:
     record, (forward, backward) = note(node), codegen.conversion_work(node)
     site = f"{record.module} ({record.source})"
-    nbytes = codegen.collective_bytes(node, t)
-    made = Collective(site, stage, record.conversion, "tp", forward, backward, nbytes, t, record.why, pp_ranks=(rank,))
+    nbytes, degree, here = codegen.collective_bytes(node, mesh.t), mesh.degree(record.axis), (rank,)
+    made = Collective(
+        site, stage, record.conversion, record.axis, forward, backward, nbytes, degree, record.why, pp_ranks=here
+    )
     if "readers" not in record.extra:
         return [made]
     why = "the weight's gradient needs the whole input, of which the shard was kept"
@@ -62,16 +64,17 @@ def _conversion(node: Node, stage: int, rank: int, t: int) -> list[Collective]:
     ]
 
 
-def _swallowed(node: Node, stage: int, rank: int, t: int) -> Collective:
+def _swallowed(node: Node, stage: int, rank: int, mesh: Mesh) -> Collective:
     """An f that is part of a linear layer: see passes/hook_gemms.py."""
     record, f = note(node), note(node).extra["swallowed"]
     site = f"{record.module} ({record.source})"
+    degree = mesh.degree(record.axis)
     return Collective(
-        site, stage, f.conversion, "tp", "none", "all-reduce", f.payload_bytes, t, f.why, pp_ranks=(rank,)
+        site, stage, f.conversion, record.axis, "none", "all-reduce", f.payload_bytes, degree, f.why, pp_ranks=(rank,)
     )
 
 
-def _vocabulary_sums(node: Node, stage: int, rank: int, t: int) -> list[Collective]:
+def _vocabulary_sums(node: Node, stage: int, rank: int, mesh: Mesh) -> list[Collective]:
     """The reductions inside a vocabulary-parallel cross-entropy: a number per token each, the sums in one call."""
     record, size = note(node), torch.Size(note(node.args[1]).extra["local_shapes"][0]).numel()  # type: ignore[arg-type]
     itemsize = max(tensor(node).element_size(), 4)  # narrower logits are computed in float32
@@ -89,11 +92,11 @@ def _vocabulary_sums(node: Node, stage: int, rank: int, t: int) -> list[Collecti
             site=f"{record.module or 'model'} {name} ({record.source})",
             stage=stage,
             conversion=f"vocab_parallel_{op_name(node)}",
-            axis="tp",
+            axis=record.axis,
             forward="all-reduce",
             backward="none",
             payload_bytes=nbytes,
-            group_size=t,
+            group_size=mesh.degree(record.axis),
             why=why,
             pp_ranks=(rank,),
         )

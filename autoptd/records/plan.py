@@ -9,6 +9,7 @@ from autoptd.batch import Batch
 from autoptd.ir.fallback import Fallback
 from autoptd.ir.layout import Layout
 from autoptd.ir.mesh import ORDER
+from autoptd.ir.sub_axes import base
 from autoptd.options import KEYWORDS, Options
 from autoptd.program.costs import Cut
 from autoptd.program.specs import ParamSpec
@@ -30,9 +31,9 @@ def plan_record(
     shard = {}  # layers that are sharded alike are one pattern
     for one in params:
         pattern = any_layer(one.name) if len(layers[any_layer(one.name)]) == 1 else one.name
-        if one.shard:
-            axis, kind = one.shard
-            shard[pattern] = {"pattern": pattern, "dim": kind.dim, "axis": axis}
+        if one.use.layout.shards:
+            axis, kind = one.use.layout.shards[0]
+            shard[pattern] = {"pattern": pattern, "dim": kind.dim, "axis": base(axis)}
     order = {} if options.order == ORDER else {"order": options.order}
     return {
         "version": 1,

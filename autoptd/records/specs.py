@@ -17,7 +17,7 @@ from autoptd.batch import Batch
 from autoptd.ir.layout import Layout
 from autoptd.ir.notes import note, op_name, ops, placeholders, tensor
 from autoptd.ir.placement import placements
-from autoptd.ir.types import I, outer_size
+from autoptd.ir.types import outer_size
 from autoptd.options import Options
 from autoptd.program.specs import CrossingSpec, DropoutSpec, InputSpec, ParamSpec, StageSpec
 
@@ -74,8 +74,8 @@ def crossing_spec(one: codegen.Crossing) -> CrossingSpec:
     record = note(one.node)
     shape, dtype = record.extra["local_shapes"][0], str(tensor(one.node).dtype).removeprefix("torch.")
     why = "; ".join(part for part in (codegen.origin_text(one.node), record.placement) if part)
-    kind_letter = next((kind.kind for _, kind in record.layout.over_mesh), I.kind)
-    return CrossingSpec(one.name, one.source, one.targets, shape, dtype, record.needs_grad, kind_letter, why)
+    kind = record.layout.letter
+    return CrossingSpec(one.name, one.source, one.targets, shape, dtype, record.needs_grad, kind, why)
 
 
 def crossing_links(crossings: Sequence[CrossingSpec]) -> list[tuple[int, int, bool]]:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from autoptd.errors import RuntimeFault
+from autoptd.ir.layout import copy_axes
 from autoptd.program.specs import ParamSpec
 from autoptd.runtime.check_batch import agree_on_largest, merge_over_ranks
 from autoptd.runtime.fingerprint import fingerprint_of
@@ -34,7 +35,7 @@ def check_copies(params: RankParameters, step: int) -> None:
     if world.mesh.size == 1:
         return
     mine = {spec.name: fingerprint_of(params, spec) for spec in params.specs if spec.name in params.local}
-    findings = [text for group, specs, block in _comparisons(params) for text in _compare(group, specs, block, mine)]
+    findings = [text for group, specs in _comparisons(params) for text in _compare(group, specs, mine)]
     if agree_on_largest(world, torch.tensor(int(bool(findings)), device=world.device), SITE):
         told = merge_over_ranks(world, {world.rank: findings}, SITE)
         every = list(dict.fromkeys(text for rank in sorted(told) for text in told[rank]))
@@ -46,36 +47,38 @@ def check_copies(params: RankParameters, step: int) -> None:
         raise RuntimeFault(f"step {step}", fact, remedy)
 
 
-def _comparisons(params: RankParameters) -> Iterator[tuple[Group, list[ParamSpec], int]]:
-    """(group, parameters, how many consecutive ranks of the group hold the same of them), in one order on all ranks."""
+def _comparisons(params: RankParameters) -> Iterator[tuple[Group, list[ParamSpec]]]:
+    """(group, parameters of which all its ranks hold the same), in one order on all ranks."""
     world, mesh = params.world, params.world.mesh
     local = [spec for spec in params.specs if spec.name in params.local]
     for axis in mesh.batch_axes:
-        yield world.group((axis,)), local, mesh.degree(axis)
+        yield world.group((axis,)), local
     # An I is updated by each rank for itself; on CUDA, operators whose sums have no fixed order let such copies
     # differ in the last bits.
     kinds = "R" if world.device.type == "cuda" else "IR"
-    for axis in mesh.value_axes:
-        type_of = {spec: spec.use.layout[axis] for spec in local}
-        yield world.group((axis,)), [spec for spec, kind in type_of.items() if kind.kind in kinds], mesh.degree(axis)
-        for copies in sorted({kind.copies for kind in type_of.values() if kind.kind == "S"} - {1}):
-            yield world.group((axis,)), [spec for spec, kind in type_of.items() if kind.copies == copies], copies
+    alike: dict[str, list[ParamSpec]] = {}
+    for spec in local:
+        for axis in copy_axes(spec.use.layout, mesh):
+            if spec.use.layout[axis].kind in kinds:
+                alike.setdefault(axis, []).append(spec)
+    for axis in sorted(alike):
+        yield world.group((axis,)), alike[axis]
     homes = {spec.name: owners(params.program, spec) for spec in local}
     for ranks in sorted({one for one in homes.values() if len(one) > 1}):
-        yield world.owners(ranks), [spec for spec in local if homes[spec.name] == ranks], len(ranks)
+        yield world.owners(ranks), [spec for spec in local if homes[spec.name] == ranks]
 
 
-def _compare(group: Group, specs: Sequence[ParamSpec], block: int, mine: dict[str, torch.Tensor]) -> list[str]:
-    """What differs between the ranks of a group, each held against the first one of its block."""
+def _compare(group: Group, specs: Sequence[ParamSpec], mine: dict[str, torch.Tensor]) -> list[str]:
+    """What differs between the ranks of a group, each held against the first one."""
     if group.size == 1 or not specs:
         return []
     own = torch.stack([mine[spec.name] for spec in specs])
     prints = group.all_gather(own.unsqueeze(0), 0, SITE).tolist()
     return [
-        f"{spec.name} on rank {group.ranks[i]} is not as on rank {group.ranks[i // block * block]}"
+        f"{spec.name} on rank {group.ranks[i]} is not as on rank {group.ranks[0]}"
         for k, spec in enumerate(specs)
         for i in range(group.size)
-        if prints[i][k] != prints[i // block * block][k]
+        if prints[i][k] != prints[0][k]
     ]
 
 

@@ -4,7 +4,7 @@ A mask is a function of (seed, step, call site, global row, global column): row 
 the ranks and microbatches of every layout draw parts of the same masks, and backward draws them again: none is kept.
 
     drawing = Drawing(seed=0, step=3, first_row=16, rows=4)               # this microbatch
-    y = dropout(x, 0.1, drawing.draw(site=7), batch=0, shard=(2, 1), tp=tp)
+    y = dropout(x, 0.1, drawing.draw(site=7), batch=0, shard=(2, 1), group=tp)
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ def dropout(
     draw: Draw | None,
     batch: int | tuple[int, int] | None = None,
     shard: tuple[int, int] | None = None,
-    tp: Group | None = None,
+    group: Group | None = None,
 ) -> torch.Tensor:
     """Zero elements of x by the mask of `draw` and scale the others by 1 / (1 - rate); without a draw return x itself.
 
     `batch` is where x carries the rows: a dim, or (dim, elements of that dim before the rows); None: it carries none, and its
-    mask is that of row 0. `shard` says in the same way where x is split over `tp` (see `shards.py`).
+    mask is that of row 0. `shard` says in the same way where x is split over the ranks of `group` (see `shards.py`).
     """
     if draw is None:
         return x
-    size, places = where(x, draw, batch, shard, tp)
+    size, places = where(x, draw, batch, shard, group)
     return _Dropped.apply(x, rate, size, places)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -72,12 +72,12 @@ def bias_dropout_add(
     draw: Draw | None,
     batch: int | tuple[int, int] | None = None,
     shard: tuple[int, int] | None = None,
-    tp: Group | None = None,
+    group: Group | None = None,
     *,
     backend: str = "eager",
 ) -> torch.Tensor:
-    """Return residual + dropout(x + bias, rate, draw, batch, shard, tp) in one operator: see `kernels.residual`."""
-    size, places = (None, None) if draw is None else where(x, draw, batch, shard, tp)
+    """Return residual + dropout(x + bias, rate, draw, batch, shard, group) in one operator: see `kernels.residual`."""
+    size, places = (None, None) if draw is None else where(x, draw, batch, shard, group)
     return residual_kernel.bias_dropout_add(x, bias, residual, rate=rate, places=places, size=size, backend=backend)
 
 
@@ -86,7 +86,7 @@ def where(
     draw: Draw,
     batch: int | tuple[int, int] | None,
     shard: tuple[int, int] | None,
-    tp: Group | None,
+    group: Group | None,
 ) -> tuple[tuple[int, int, int], Places]:
     """Return x's [before, rows, after], and the places of its elements in the masks of `draw`: see `dropout`."""
     at = (batch, 1) if isinstance(batch, int) else batch
@@ -94,11 +94,11 @@ def where(
     before = math.prod(x.shape[: at[0]]) * at[1] if at is not None else 1
     size = (before, rows, x.numel() // (before * rows))
     block, degree, index = 0, 1, 0
-    if shard is not None and tp is not None and tp.size > 1:
+    if shard is not None and group is not None and group.size > 1:
         blocks = math.prod(x.shape[: shard[0]]) * shard[1]
         if at is not None and at < shard:
             blocks //= rows
-        block, degree, index = x.numel() // rows // blocks, tp.size, tp.index
+        block, degree, index = x.numel() // rows // blocks, group.size, group.index
     first_row = draw.first_row if at is not None else 0
     return size, Places(*keys(draw.seed, draw.step, draw.site), first_row, block, degree, index)
 

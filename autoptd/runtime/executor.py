@@ -37,7 +37,7 @@ from autoptd.runtime.nan import NanWatch
 from autoptd.runtime.parameters import RankParameters, from_rank_0, owners
 from autoptd.runtime.stage import LAYERS, Methods, Stage, load_layers, load_stage
 from autoptd.runtime.timeline import Watch
-from autoptd.runtime.world.world import Needs, World
+from autoptd.runtime.world.world import Group, Needs, World
 
 Microbatch = Mapping[str, torch.Tensor]
 FORWARD = (Kind.F, Kind.SEND_F, Kind.RECV_F)
@@ -54,7 +54,13 @@ def needs_of(program: Program) -> Needs:
     return Needs(
         owners=tuple(sorted(ranks for ranks in shared if len(ranks) > 1)),
         links=tuple(sorted((source, target) for source, target in links if source != target)),
+        sub_axes=program.sub_axes,
     )
+
+
+def groups_of(program: Program, world: World) -> dict[str, Group]:
+    """Return what a stage may communicate over, by axis."""
+    return {axis: world.group((axis,)) for axis in (*world.mesh.value_axes, *program.sub_axes)}
 
 
 class Wires:
@@ -198,7 +204,7 @@ class Executor:
         is_compiled = self.program.fuse == "inductor"
         made = load_stage(self.program.sources[name], self._title(name), self._layers, compiled=is_compiled)
         return made(
-            tp=self.world.group(("tp",)),
+            groups=groups_of(self.program, self.world),
             weights=self.params.weights_of_stage(index),
             buffers={buffer: self.buffers[buffer] for buffer in spec.buffers},
             device=self.world.device,

@@ -24,6 +24,7 @@ import torch
 
 from autoptd.compat import set_grad_dtype
 from autoptd.errors import InternalError, PlanError
+from autoptd.ir.layout import copy_axes
 from autoptd.ir.placement import AxisConversion
 from autoptd.kernels.forms import wide
 from autoptd.program.buckets import BUCKET_BYTES, BucketPlan, plan_buckets
@@ -31,7 +32,7 @@ from autoptd.program.program import Program
 from autoptd.program.specs import ParamSpec
 from autoptd.runtime.guard import guard_gradient, unguarded
 from autoptd.runtime.linear import WeightTerm
-from autoptd.runtime.parameters import RankParameters, dtype_of, in_place, shard_of
+from autoptd.runtime.parameters import RankParameters, dtype_of
 from autoptd.runtime.world.world import Done, Group, Pending, World
 
 
@@ -68,7 +69,7 @@ class Bucket:
         """Start the sum over the early axes, at any time; the leaves give their gradients up. A missing one counts as zeros."""
         mine = [leaves[spec.name] for spec in self.specs]
         self.present = {spec.name for spec in self.specs if leaves[spec.name].grad is not None}
-        grads = [self._spread(spec, _gradient(leaf)).reshape(-1) for spec, leaf in zip(self.specs, mine, strict=True)]
+        grads = [_gradient(leaf).reshape(-1) for leaf in mine]
         flat = torch.cat(grads) if len(grads) > 1 else grads[0]
         for leaf in mine:
             leaf.grad = None
@@ -92,10 +93,10 @@ class Bucket:
         if self.is_tied:
             flat = self.owners.all_reduce(flat, self.tied_site)
         exists = self._present_on_owners() if self.is_tied else self.present
-        shapes = [spec.shape if spec.is_shared else leaves[spec.name].shape for spec in self.specs]
+        shapes = [leaves[spec.name].shape for spec in self.specs]
         pieces = flat.split(list(map(math.prod, shapes)))
         named = zip(self.specs, shapes, pieces, strict=True)
-        return {spec.name: self._own(spec, x.view(shape)) for spec, shape, x in named if spec.name in exists}
+        return {spec.name: x.view(shape) for spec, shape, x in named if spec.name in exists}
 
     def _present_on_owners(self) -> set[str]:
         """Whose gradient some owner has. It is the same in every step: the owners ask each other once."""
@@ -103,14 +104,6 @@ class Bucket:
             everywhere = self.owners.gather_objects(self.present, f"{self.tied_site}: which exist")
             self.present_anywhere = set().union(*everywhere)
         return self.present_anywhere
-
-    def _spread(self, spec: ParamSpec, grad: torch.Tensor) -> torch.Tensor:
-        """What is summed: of a piece that ranks share, the whole with each rank's part of the sum in its place."""
-        return in_place(spec, grad, self.world) if spec.is_shared else grad
-
-    def _own(self, spec: ParamSpec, total: torch.Tensor) -> torch.Tensor:
-        """This rank's part of the sum."""
-        return shard_of(spec, total, self.world) if spec.is_shared else total
 
 
 class Gradients:
@@ -241,8 +234,8 @@ class Gradients:
 def grad_norm(params: RankParameters) -> torch.Tensor:
     """Return the 2-norm of all gradients of the model, every parameter counted once, on every rank (float64, 0-d).
 
-    Of type S every tensor rank counts its shard, the first one where ranks share it, as of types I and R; of a tied parameter
-    the first owner. Replicas hold equal gradients and are not summed over.
+    Over an axis where it is S every rank counts its shard, over others the first rank what all of them have; of a tied
+    parameter the first owner does. Replicas hold equal gradients and are not summed over.
     """
     world = params.world
     counted: list[torch.Tensor] = []
@@ -258,13 +251,8 @@ def grad_norm(params: RankParameters) -> torch.Tensor:
 
 
 def is_first_holder(spec: ParamSpec, world: World) -> bool:
-    """Whether this rank is the first of those that hold its piece of a parameter, along the axes that cut values."""
-    for axis in world.mesh.value_axes:
-        kind = spec.storage.layout[axis]
-        holders = kind.copies if kind.kind == "S" else world.mesh.degree(axis)
-        if world.coordinate[axis] % holders:
-            return False
-    return True
+    """Whether this rank is the first of those that hold its part of a parameter, along the axes that cut values."""
+    return all(world.group((axis,)).index == 0 for axis in copy_axes(spec.storage.layout, world.mesh))
 
 
 @unguarded()

@@ -25,8 +25,8 @@ from autoptd.program.program import Program
 from autoptd.program.specs import ParamSpec
 from autoptd.runtime.guard import GuardedParameter, guard_gradient, unguarded
 from autoptd.runtime.read_folder import Folder, Reader
-from autoptd.runtime.shards import join_shards, pad_shard, take_shard
-from autoptd.runtime.world.world import World
+from autoptd.runtime.shards import join_shards, take_shard
+from autoptd.runtime.world.world import Group, World
 
 # What parameters start with: full tensors by name, or a folder that has them.
 Values = Mapping[str, torch.Tensor] | Folder
@@ -185,14 +185,15 @@ def own_entries(spec: ParamSpec, x: torch.Tensor, dim: int, world: World) -> tor
 
 def own_piece(spec: ParamSpec, world: World) -> tuple[int, int]:
     """Which piece of a parameter that is cut this rank owns, and how many there are."""
-    assert spec.shard is not None, f"{spec.name} is whole"
-    axis, kind = spec.shard
-    return world.coordinate[axis] // kind.copies, world.mesh.degree(axis) // kind.copies
+    group = shard_group(spec, world)
+    return group.index, group.size
 
 
-def in_place(spec: ParamSpec, shard: torch.Tensor, world: World) -> torch.Tensor:
-    """Return the full tensor with this rank's part in its place and zeros elsewhere."""
-    return pad_shard(shard, spec.cut_dim, spec.outer, *own_piece(spec, world))
+def shard_group(spec: ParamSpec, world: World) -> Group:
+    """The ranks that own the pieces of a parameter that is cut, in their order."""
+    axis = spec.shard_axis(world.mesh)
+    assert axis is not None, f"{spec.name} is whole"
+    return world.group((axis,))
 
 
 def gather_full(
@@ -213,9 +214,8 @@ def gather_full(
             raise PlanError(spec.name, fact, "change gradients on all ranks alike: optimizer.zero_grad()")
         full = local.detach()
         if spec.shard:
-            axis, kind = spec.shard
-            parts = world.group((axis,)).all_gather(full.unsqueeze(0), 0, site)[:: kind.copies].unbind()
-            full = join_shards(parts, kind.dim, spec.outer, spec.padded_size(world.mesh))
+            parts = shard_group(spec, world).all_gather(full.unsqueeze(0), 0, site).unbind()
+            full = join_shards(parts, spec.cut_dim, spec.outer, spec.padded_size(world.mesh))
     else:
         full = torch.empty(spec.shape, dtype=dtype or dtype_of(spec.storage.dtype), device=world.device)
     if not world.leads(world.mesh.value_axes):

@@ -5,7 +5,7 @@ number of valid labels), and that of `layers.py`, with the methods that several 
 holds this rank's weights under the model's own names.
 
     layers = load_layers(program.sources["layers.py"], "layers.py")
-    stage = load_stage(program.sources["stage_2.py"], "stage_2.py", layers)(tp=group, weights=weights, ...)
+    stage = load_stage(program.sources["stage_2.py"], "stage_2.py", layers)(groups={"tp": group}, weights=weights, ...)
     stage.weights.transformer.h[3].ln_1.weight          # a tensor: this rank's shard
     stage.weights.transformer.h[3].at("attn.c_proj")    # "transformer.h.3.attn.c_proj"
     x, = stage.forward(x_from_1=x)
@@ -83,6 +83,7 @@ def make_namespace(tensors: Mapping[str, torch.Tensor], *, is_starred: bool = Fa
 class Stage:
     """One stage on one rank: what an emitted `forward` finds on `self`.
 
+    `groups` are the ranks that it communicates with, by mesh axis or sub-axis.
     `totals` are the global counts that weighted-mean losses divide by: sums over all microbatches and replicas, set before the
     first forward of every step (numbers or 0-d tensors). `drawing`: the dropout masks of the next forward; None: no dropout.
     `fused` has the fused operators. `main_grads` and `deferred` are what an emitted `rt.linear` names as its `wgrad`. Of the
@@ -95,13 +96,13 @@ class Stage:
     def __init__(
         self,
         *,
-        tp: Group,
+        groups: Mapping[str, Group],
         weights: Mapping[str, torch.Tensor],
         buffers: Mapping[str, torch.Tensor],
         device: torch.device,
         fused: Fused | None = None,
     ) -> None:
-        self.tp = tp
+        self.groups = groups
         self.fused = fused or Fused()
         self.weights: Any = make_namespace(weights, is_starred=self.is_compiled)
         self.buffers: Any = make_namespace(buffers, is_starred=self.is_compiled)

@@ -20,6 +20,7 @@ from torch import nn
 from autoptd.errors import AutoptdError, InternalError, PlanError
 from autoptd.ir.mesh import Mesh
 from autoptd.program.program import Program
+from autoptd.runtime.executor import groups_of
 from autoptd.runtime.linear import WeightTerm
 from autoptd.runtime.stage import Stage, give_layers, load_layers
 from autoptd.runtime.world.threads import ThreadWorld, run_ranks
@@ -66,7 +67,7 @@ def check_stage(stage: type[Stage], folder: str | Path, timeout: float = 60.0) -
         path = Path(folder) / stage.layers
         give_layers(stage, load_layers(program.sources[stage.layers], str(path)))
     t = program.mesh.t
-    world = ThreadWorld(Mesh(t=t), Needs(), "cpu", timeout)
+    world = ThreadWorld(Mesh(t=t), Needs(sub_axes=program.sub_axes), "cpu", timeout)
     ranks = run_ranks(world, lambda rank: _run(stage, program, index, rank))
     head = f"{stage.__name__} on {t} tensor rank{'s'[: t > 1]}; shapes are a rank's"
     wrong = list(dict.fromkeys(text for one in ranks for text in one.wrong))
@@ -83,7 +84,7 @@ def _run(stage: type[Stage], program: Program, index: int, world: World) -> Chec
         for one in [program.param(name)]
     }
     buffers = {name: program.buffers[name] for name in spec.buffers}
-    this = stage(tp=world.group(("tp",)), weights=weights, buffers=buffers, device=torch.device("cpu"))
+    this = stage(groups=groups_of(program, world), weights=weights, buffers=buffers, device=torch.device("cpu"))
     this.main_grads = _add
     inputs = {one.name: _random(one.shape, one.dtype, made) for one in program.inputs if one.name in spec.inputs}
     arriving = {

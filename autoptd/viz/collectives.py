@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from autoptd.ir.mesh import Coordinate
+from autoptd.ir.sub_axes import base
 from autoptd.program.calls import LOCAL_KINDS, Call, expected_calls, star, wire_bytes
 from autoptd.program.program import Program
 from autoptd.program.specs import GATHER, Collective
@@ -87,7 +88,7 @@ def _others_text(sent: list[int], busiest: int) -> str:
 
 
 def _per_microbatch(program: Program) -> Iterator[str]:
-    calls = [call for call in program.collectives if call.axis == "tp" and not _is_local(call)]
+    calls = [call for call in program.collectives if base(call.axis) == "tp" and not _is_local(call)]
     # What is gathered again of a message stands with the messages.
     found = [call for call in calls if call.conversion != GATHER]
     if not found:
@@ -142,7 +143,7 @@ def _per_step(program: Program) -> Iterator[str]:
 
 
 def _local(program: Program) -> Iterator[str]:
-    found = [call for call in program.collectives if call.axis == "tp" and _is_local(call)]
+    found = [call for call in program.collectives if base(call.axis) == "tp" and _is_local(call)]
     if not found:
         return
     yield "## Changes of type without communication"

@@ -234,7 +234,7 @@ class _Painter:
 
     def _edge(self, edge: Edge) -> Link:
         value, record = edge.value, note(edge.value)
-        kind = record.layout["tp"].kind if self.is_split else "I"
+        kind = record.layout.letter if self.is_split else "I"
         size = f"{self.text.shape(value)}, {bytes_text(local_bytes(value))} on each rank"
         tooltip = f"{note(origin(value)).module or 'model'}: {size}"
         if edge.crosses and self.is_alone:

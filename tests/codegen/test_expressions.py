@@ -13,7 +13,7 @@ from torch.fx import Graph, Node
 
 from autoptd.codegen.expressions import expression
 from autoptd.ir import markers
-from autoptd.ir.notes import op_name, ops
+from autoptd.ir.notes import Note, op_name, ops, set_note
 from tests.passes.ops.test_table import EXAMPLES, r, traced
 from tests.passes.sharding import trace_call
 
@@ -69,12 +69,13 @@ def test_text_means_the_operator(name: str) -> None:
     [
         (None, None, "rt.dropout(x, 0.1, self.draw(site=7))"),
         ((0, 1), None, "rt.dropout(x, 0.1, self.draw(site=7), batch=0)"),
-        ((1, 6), (0, 3), "rt.dropout(x, 0.1, self.draw(site=7), batch=(1, 6), shard=(0, 3), tp=tp)"),
+        ((1, 6), (0, 3), "rt.dropout(x, 0.1, self.draw(site=7), batch=(1, 6), shard=(0, 3), group=tp)"),
     ],
 )
 def test_text_of_a_dropout(batch: Any, shard: Any, text: str) -> None:
     graph = Graph()
     node = graph.call_function(markers.dropout, (graph.placeholder("x"), 0.1, 7, batch, shard))
+    set_note(node, Note(axis="tp"))
     assert expression(node, str) == text
 
 

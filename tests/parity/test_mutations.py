@@ -103,7 +103,7 @@ def test_one_gradient_bucket_less_is_found(monkeypatch: pytest.MonkeyPatch) -> N
 
 DROPOUT_EDITS = {
     "every microbatch draws the mask of row 0": ("self.draw(site=0), batch=0)", "self.draw(site=0))"),
-    "every tensor rank draws the mask of the first": ("batch=0, shard=(1, 1), tp=tp", "batch=0"),
+    "every tensor rank draws the mask of the first": ("batch=0, shard=(1, 1), group=tp", "batch=0"),
     "two dropouts of a layer draw one mask": ("self.draw(site=3 * i + 3)", "self.draw(site=3 * i + 2)"),
 }
 

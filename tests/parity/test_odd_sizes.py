@@ -30,8 +30,12 @@ def split_vocabularies(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     def only(node: Any, splitter: strategies.Splitter) -> list[strategies.Strategy]:
         made = every(node, splitter)
-        sharded = [one for one in made if one.gives.kind == "S"]
-        by_vocabulary = [one for one in sharded if splitter.padding.may_pad(node, (one.gives.dim, one.gives.atom))]
+        shards = {one.gives: kind for one in made for _, kind in one.gives.shards}
+        by_vocabulary = [
+            one
+            for one in made
+            if (kind := shards.get(one.gives)) and splitter.padding.may_pad(node, (kind.dim, kind.atom))
+        ]
         return by_vocabulary or made
 
     monkeypatch.setattr(strategies, "parameter_strategies", only)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autoptd
+from autoptd.ir.layout import Layout
 from autoptd.ir.machine import Machine
-from autoptd.ir.types import S
+from autoptd.ir.types import R, S
 from tests.parity.models import Blocks, batch
 from tests.sums import sum_only_over
 
+verify_module = importlib.import_module("autoptd.verify.verify")
 WIDTH, HEADS, SIZE = 64, 8, 8
 CHEAP = Machine(flops=1e18, memory_bandwidth=1e15, latency=1e-7, per_parameter_byte=1e-10)
 """Collectives are dear, the same work on several ranks is not: what real sizes are like."""
@@ -69,6 +72,23 @@ def grouped(kv: int = 2, how: str = "expand", drop: float = 0.0) -> Blocks:
     return Blocks([Block(kv, how, drop) for _ in range(2)], WIDTH)
 
 
+class Looked(Blocks):
+    """Grouped queries, and a sum over all keys that is not linear."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__([LookedBlock(2, "expand", 0.0)], WIDTH)
+
+
+class LookedBlock(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        q, k, v = (one(y).unflatten(-1, (-1, SIZE)).transpose(1, 2) for one in (self.q, self.k, self.v))
+        most = k.transpose(1, 2).flatten(2).logsumexp(-1, keepdim=True)
+        z = F.scaled_dot_product_attention(q, self.repeat(k), self.repeat(v), is_causal=True)
+        return self.rest(x + most, z)
+
+
 def request(t: int, **more: Any) -> dict[str, Any]:
     return {"t": t, "num_microbatches": 2, "machine": CHEAP, "example_inputs": batch(), **more}
 
@@ -78,10 +98,13 @@ def request(t: int, **more: Any) -> dict[str, Any]:
 )
 def test_parity(t: int, kv: int, how: str) -> None:
     program = autoptd.compile(grouped(kv, how), **request(t))
-    found = {one.name: one.use.layout["tp"] for one in program.params if one.name.startswith("layers.1")}
-    shared = S(0, 0, t // kv)
+    found = {one.name: one.use.layout.over("tp") for one in program.params if one.name.startswith("layers.1")}
+    slow, fast = f"tp:(1){kv}", f"tp:({kv}){t // kv}"
+    shared = Layout({slow: S(0, 0), fast: R})
     assert found["layers.1.k.weight"] == found["layers.1.k.bias"] == found["layers.1.v.weight"] == shared
-    assert found["layers.1.q.weight"] == S(0, 0, t // kv, (0, 1)) and found["layers.1.out.weight"].inner == (1, 1)
+    assert found["layers.1.q.weight"] == Layout({slow: S(0, 0), fast: S(0, 1)})
+    assert found["layers.1.out.weight"] == Layout({slow: S(1, 0), fast: S(1, 1)})
+    assert program.sub_axes == (slow, fast)
     assert program.costs.redundant_gemm_flops == 0
     autoptd.verify(grouped(kv, how), **request(t), steps=2)
 
@@ -93,11 +116,49 @@ def test_parity(t: int, kv: int, how: str) -> None:
         {"d": 2, "p": 2, "sequence_parallel": True},
         {"async_tensor_model_parallel_allreduce": True, "accumulate_allreduce_grads_in_fp32": True},
         {"p": 2, "schedule": "zb_h1"},
+        {"d": 2, "p": 2, "order": "dp-tp-pp"},
+        {"d": 2, "order": "pp-dp-tp", "sequence_parallel": "auto"},
     ],
     ids=str,
 )
 def test_parity_beside_other_options(more: dict[str, Any]) -> None:
     autoptd.verify(grouped(), **request(4, **more), steps=2)
+
+
+def test_evaluation_and_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify_module, "CHECKS", ("own dtype", "reload", "evaluation"))
+    autoptd.verify(grouped(), **request(4, d=2), steps=2)
+
+
+def test_layers_with_other_numbers_of_kv_heads() -> None:
+    """tp is seen as 2 x 4 ranks and as 4 x 2."""
+
+    def mixed() -> Blocks:
+        torch.manual_seed(0)
+        return Blocks([Block(2, "grouped", 0.0), Block(4, "expand", 0.0), Block(2, "grouped", 0.0)], WIDTH)
+
+    program = autoptd.compile(mixed(), **request(8))
+    assert program.sub_axes == ("tp:(1)2", "tp:(1)4", "tp:(2)4", "tp:(4)2")
+    assert [program.param(f"layers.{i}.k.weight").layout.sub_axes[0] for i in range(3)] == [
+        "tp:(1)2",
+        "tp:(1)4",
+        "tp:(1)2",
+    ]
+    autoptd.verify(mixed(), **request(8), steps=2)
+
+
+def test_one_kv_head_needs_no_sub_axes() -> None:
+    assert not autoptd.compile(grouped(1), **request(4)).sub_axes
+    autoptd.verify(grouped(1), **request(4), steps=2)
+
+
+def test_keys_that_are_gathered_from_their_sub_axis() -> None:
+    """A reader that needs all keys takes them over the slow sub-axis only: half of the ranks, not all."""
+    program = autoptd.compile(Looked(), **request(4))
+    gathers = [call for call in program.collectives if call.forward == "all-gather" and call.axis != "tp"]
+    assert {(call.axis, call.group_size) for call in gathers} == {("tp:(1)2", 2)}
+    assert 'self.groups["tp:(1)2"]' in program.sources["stage_0.py"]
+    autoptd.verify(Looked(), **request(4), steps=2)
 
 
 @pytest.mark.parametrize("how", ["expand", "apart", "far apart"])
@@ -106,7 +167,9 @@ def test_masks_of_dropout_are_those_of_one_device(how: str) -> None:
 
 
 def test_dropout_leaves_heads_shared() -> None:
-    assert autoptd.compile(grouped(drop=0.2), **request(4)).param("layers.0.k.weight").use.layout["tp"] == S(0, 0, 2)
+    program = autoptd.compile(grouped(drop=0.2), **request(4))
+    found = program.param("layers.0.k.weight").use.layout.over("tp")
+    assert found == Layout({"tp:(1)2": S(0, 0), "tp:(2)2": R})
 
 
 def test_a_model_of_transformers() -> None:
@@ -116,7 +179,8 @@ def test_a_model_of_transformers() -> None:
     ids = torch.randint(0, 64, (4, 16), generator=torch.Generator().manual_seed(0))
     options = {**request(8), "example_inputs": {"input_ids": ids, "labels": ids}}
     program = autoptd.compile(transformers.LlamaForCausalLM(config), **options)
-    assert str(program.param("model.layers.0.self_attn.k_proj.weight").use.layout["tp"]) == "S(0, 0) x 4 copies"
+    spec = program.param("model.layers.0.self_attn.k_proj.weight")
+    assert str(spec.use.layout.over("tp")) == "tp:(1)2: S(0, 0), tp:(2)4: R"
     autoptd.verify(transformers.LlamaForCausalLM(config), **options)
 
 
@@ -134,8 +198,8 @@ def test_the_norm_counts_a_shared_piece_once() -> None:
 def test_a_piece_is_told_explained_and_saved(tmp_path: Path) -> None:
     program = autoptd.compile(grouped(), **request(4))
     text = program.explain("layers.0.k")
-    assert "S(tp, dim 0: [2] x 8, 2 copies)  sharded: 2 = 2 x 1, 2 of 4 ranks share each" in text
-    assert "S(tp, dim 0: [2] x [4] x 8)" in program.explain("layers.0.q")
+    assert "S(tp:(1)2, dim 0: [2] x 8), R(tp:(2)2)  sharded: 2 = 2 x 1, 2 of 4 ranks share each" in text
+    assert "S(tp:(1)2, dim 0: [2] x 4 x 8), S(tp:(2)2, dim 0: 2 x [4] x 8)" in program.explain("layers.0.q")
     assert not program.fallbacks
     program.save(tmp_path)
     assert autoptd.Program.load(tmp_path).params == program.params
@@ -150,5 +214,5 @@ def test_a_sum_over_sharers_that_is_left_out_is_found(monkeypatch: pytest.Monkey
 def test_what_does_not_divide_is_not_shared() -> None:
     """Two KV heads over six ranks would be shared by three, over which 4 query heads for each do not divide."""
     program = autoptd.compile(grouped(), **request(6))
-    assert all(one.use.layout["tp"].sharing == 1 for one in program.params)
+    assert not program.sub_axes
     assert "2 KV heads and 4 query heads per KV head do not divide over t=6" in program.fallbacks[0].fact

@@ -13,12 +13,15 @@ from torch.fx import Graph, Node
 
 from autoptd.errors import InternalError
 from autoptd.ir import markers
+from autoptd.ir.layout import Layout
+from autoptd.ir.mesh import Mesh
 from autoptd.ir.notes import is_whole, note, op_name, ops, placeholders
 from autoptd.ir.types import CONVERSIONS, I, P, R, S
 from autoptd.passes import check_connected, conversion_row
 from autoptd.passes.axes.axes import Axes
 from autoptd.passes.ops.costs import flops
 from examples.gpt import GPT, GPTConfig
+from tests.parity import test_sharing
 from tests.passes.graphs import Net, connect, find
 
 Tensor = torch.Tensor
@@ -47,7 +50,7 @@ def collectives(graph: Graph, module: str) -> Counter[str]:
 @pytest.mark.parametrize("t", [2, 4, 8])
 def test_two_all_reduces_forward_and_two_backward_per_layer(t: int) -> None:
     graph, axes = gpt(t)
-    check_connected(graph, axes, "tp", t)
+    check_connected(graph, axes, "tp", Mesh(t=t))
     for layer in range(LAYERS):
         found = collectives(graph, rf"transformer\.h\.{layer}(\.|$)")
         assert found == {"all-reduce forward": 2, "all-reduce backward": 2}
@@ -124,7 +127,7 @@ def test_q_k_and_v_share_one_conversion() -> None:
 
     sizes = dict.fromkeys(("first", "q", "k", "v", "out"), (256, 256))
     graph, axes = connect(Net(forward, **sizes), torch.randn(2, 8, 256), t=2)
-    check_connected(graph, axes, "tp", 2)
+    check_connected(graph, axes, "tp", Mesh(t=2))
     products = [node for node in ops(graph) if op_name(node) == "aten.matmul"][1:4]
     assert len({node.args[0] for node in products}) == 1
 
@@ -146,17 +149,17 @@ def conversions(graph: Graph) -> Iterator[Node]:
 
 def test_each_removed_conversion_is_found(small: tuple[Graph, Axes]) -> None:
     graph, axes = small
-    check_connected(graph, axes, "tp", 2)
+    check_connected(graph, axes, "tp", Mesh(t=2))
     every = list(conversions(graph))
     assert len(every) > 4
     for node in every:
         readers = list(node.users)
         node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
         with pytest.raises(InternalError, match="CONNECTED"):
-            check_connected(graph, axes, "tp", 2)
+            check_connected(graph, axes, "tp", Mesh(t=2))
         for reader in readers:
             reader.replace_input_with(node.args[0], node)  # type: ignore[arg-type]
-        check_connected(graph, axes, "tp", 2)
+        check_connected(graph, axes, "tp", Mesh(t=2))
 
 
 def test_each_conversion_of_another_kind_is_found(small: tuple[Graph, Axes]) -> None:
@@ -172,9 +175,9 @@ def test_each_conversion_of_another_kind_is_found(small: tuple[Graph, Axes]) -> 
             record.layout, record.conversion = record.layout.having("tp", kind), row.name
             node.args = (node.args[0], row.name, *node.args[2:])
             with pytest.raises(InternalError, match="CONNECTED"):
-                check_connected(graph, axes, "tp", 2)
+                check_connected(graph, axes, "tp", Mesh(t=2))
         record.layout, record.conversion, node.args = kept
-    check_connected(graph, axes, "tp", 2)
+    check_connected(graph, axes, "tp", Mesh(t=2))
 
 
 def test_a_conversion_whose_name_does_not_fit_is_found(small: tuple[Graph, Axes]) -> None:
@@ -182,7 +185,7 @@ def test_a_conversion_whose_name_does_not_fit_is_found(small: tuple[Graph, Axes]
     node = next(node for node in conversions(graph) if note(node).conversion == "p_to_i")
     node.args = (node.args[0], "p_to_r", *node.args[2:])
     with pytest.raises(InternalError, match="converts"):
-        check_connected(graph, axes, "tp", 2)
+        check_connected(graph, axes, "tp", Mesh(t=2))
 
 
 def test_a_shard_of_another_place_is_found(small: tuple[Graph, Axes]) -> None:
@@ -190,7 +193,7 @@ def test_a_shard_of_another_place_is_found(small: tuple[Graph, Axes]) -> None:
     node = next(conversions(graph))
     node.args = (*node.args[:2], 1, 7)
     with pytest.raises(InternalError, match="with arguments"):
-        check_connected(graph, axes, "tp", 2)
+        check_connected(graph, axes, "tp", Mesh(t=2))
 
 
 def test_an_operator_of_the_wrong_type_is_found(small: tuple[Graph, Axes]) -> None:
@@ -198,7 +201,7 @@ def test_an_operator_of_the_wrong_type_is_found(small: tuple[Graph, Axes]) -> No
     node = find(graph, "gelu")
     note(node).layout = note(node).layout.having("tp", P)
     with pytest.raises(InternalError, match="gelu"):
-        check_connected(graph, axes, "tp", 2)
+        check_connected(graph, axes, "tp", Mesh(t=2))
 
 
 def test_the_loss_must_be_whole(small: tuple[Graph, Axes]) -> None:
@@ -207,12 +210,43 @@ def test_the_loss_must_be_whole(small: tuple[Graph, Axes]) -> None:
     partial = find(graph, "linear", 1)
     last.args = (partial,)
     with pytest.raises(InternalError, match="loss"):
-        check_connected(graph, axes, "tp", 2)
+        check_connected(graph, axes, "tp", Mesh(t=2))
 
 
 def test_t_1_has_no_conversions() -> None:
     model = GPT(GPTConfig(vocab_size=64, block_size=16, n_layer=1, n_head=4, n_embd=64))
     ids = torch.zeros(2, 16, dtype=torch.long)
     graph, axes = connect(model, ids, ids.clone(), t=1)
-    check_connected(graph, axes, "tp", 1)
+    check_connected(graph, axes, "tp", Mesh(t=1))
     assert not list(conversions(graph))
+
+
+SLOW, FAST = "tp:(1)2", "tp:(2)2"
+WRONG = {  # operator, other types of its value over tp, what is said of it
+    "keys without their gradient's sum": ("linear", 1, {SLOW: S(2, 0)}, "over tp:(2)2"),
+    "keys of the other sub-axis": ("linear", 1, {FAST: S(2, 0), SLOW: R}, "no rule allows"),
+    "queries as of the whole axis": ("linear", 0, {"tp": S(2, 2)}, "no rule allows"),
+    "heads that are repeats": ("linear", 0, {SLOW: S(2, 1), FAST: S(2, 0)}, "no rule allows"),
+    "three pieces": ("linear", 0, {"tp:(1)3": S(2, 0)}, "sub-axes"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_types_over_sub_axes_are_held_one_by_one(name: str) -> None:
+    graph, axes = connect(test_sharing.grouped(), *test_sharing.batch(), t=4, machine=test_sharing.CHEAP)
+    check_connected(graph, axes, "tp", Mesh(t=4))
+    operator, index, types, text = WRONG[name]
+    node = find(graph, operator, index)
+    assert note(node).layout.over("tp").sub_axes == (SLOW, FAST)
+    note(node).layout = note(node).layout.replacing("tp", Layout(types))
+    with pytest.raises(InternalError, match="CONNECTED") as found:
+        check_connected(graph, axes, "tp", Mesh(t=4))
+    assert text in str(found.value)
+
+
+def test_a_conversion_changes_its_own_axis_only() -> None:
+    graph, axes = connect(test_sharing.Looked(), *test_sharing.batch(), t=4, machine=test_sharing.CHEAP)
+    node = next(node for node in conversions(graph) if note(node).axis == SLOW and note(node).conversion[0] == "s")
+    note(node).layout = note(node).layout.replacing("tp", Layout({FAST: P}))
+    with pytest.raises(InternalError, match=r"changes the type over tp:\(2\)2"):
+        check_connected(graph, axes, "tp", Mesh(t=4))

@@ -15,6 +15,7 @@ import torch
 from torch.fx import Node
 
 import autoptd
+from autoptd.ir.mesh import Mesh
 from autoptd.ir.notes import note, ops
 from autoptd.passes.ops.costs import backward_flops, flops
 from autoptd.passes.solve.symbols import Symbols
@@ -171,7 +172,7 @@ def test_flops_of_a_rank_simplify_to_those_of_the_paper_over_t(t: int, p: int) -
 
     def local(node: Node) -> tuple[Any, ...]:
         sizes = list(symbols.shape(node))
-        for (dim, _), pieces in note(node).layout["tp"].cuts(t).items():
+        for dim, _, pieces in note(node).layout.cuts(Mesh(t=t)):
             assert pieces in (1, t)
             sizes[dim] = sizes[dim] / symbols.t if pieces == t else sizes[dim]
         return tuple(sizes)

@@ -59,6 +59,14 @@ def test_eight_processes_train_like_one_device(tmp_path: Path) -> None:
     assert told["pretrained"], "a saved folder gives another loss"
 
 
+def test_four_processes_share_two_kv_heads() -> None:
+    """The groups of sub-axes are made by all ranks in one order."""
+    results = finish(start("share_heads.py", 4), timeout=180)
+    assert [code for code, _, _ in results] == [0] * 4, "\n".join(err[-2000:] for _, _, err in results)
+    found = json.loads(results[0][1].splitlines()[-1])
+    assert max(found["worst"].values()) <= 1e-9 and found["axes"] == ["tp", "tp:(2)2"], found
+
+
 TWO, FOUR = {"p": 2}, {"p": 2, "d": 2}
 DEATHS = [  # mesh, which rank dies at which action of the step
     (TWO, 0, "F0.2"),

@@ -154,7 +154,7 @@ def stage_source(spec: StageSpec, layers: list[int], last: int) -> str:
         "from autoptd import runtime as rt",
         f"class Stage{spec.index}(rt.Stage):",
         f"    def forward(self, {', '.join([*spec.crossings, *spec.inputs])}):",
-        "        tp, w, b = self.tp, self.weights, self.buffers",
+        '        tp, w, b = self.groups["tp"], self.weights, self.buffers',
     ]
     if spec.index == 0:
         lines += [

@@ -12,7 +12,7 @@ In: a TRACED graph. Out: `note(node).dims`, the atom sizes of every dim, and the
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch.fx import Graph, Node
@@ -20,7 +20,7 @@ from torch.fx import Graph, Node
 from autoptd.ir.notes import note, op_name, shape, value
 from autoptd.ir.operators.record import Link, Member, operands
 from autoptd.ir.operators.table import links
-from autoptd.ir.types import S, Segmented, ValueType
+from autoptd.ir.types import Segmented
 from autoptd.passes.axes.axis import Axis, atoms, blocks, find_segment, is_useful, unify, unit
 from autoptd.passes.ops.unlisted import Unlisted, unlisted_links
 
@@ -31,8 +31,7 @@ Place = tuple[int, int]  # (dim, atom)
 class Letter:
     """One way to split an operator: the atom that each operand and the result carry.
 
-    `out` is None when the operator contracts it; `form` names the local computation of that contraction. `sharing`, `inner`
-    and `inner_out` are those of the types (`ir/types.py`), where ranks share the atom.
+    `out` is None when the operator contracts it; `form` names the local computation of that contraction.
     """
 
     name: str
@@ -41,27 +40,10 @@ class Letter:
     out: Place | None
     form: str = ""
     has_segments: bool = False  # a shard is a chunk of each segment: not so a microbatch's rows
-    sharing: int = 1
-    inner: dict[Node, Place] = field(default_factory=dict)
-    inner_out: Place | None = None
 
     def everywhere(self, node: Node) -> list[tuple[Node, Place]]:
         """Where `node`, the operator, has the letter: in operands, and in its result."""
         return [*self.places.items(), *([(node, self.out)] if self.out is not None else [])]
-
-    def needs(self, operand: Node) -> ValueType:
-        """The type of an operand that carries the letter."""
-        return S(*self.places[operand], self.sharing, self.inner.get(operand))
-
-    @property
-    def copies(self) -> int:
-        """How many ranks do the same: 1 but where a shared atom is not split further."""
-        return 1 if self.inner or self.inner_out else self.sharing
-
-    @property
-    def gives(self) -> ValueType | None:
-        """The type of the result, None when the operator contracts the letter."""
-        return None if self.out is None else S(*self.out, self.sharing, self.inner_out)
 
 
 class Axes:

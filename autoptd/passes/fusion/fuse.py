@@ -190,7 +190,7 @@ def _norm_of_sum(graph: Graph, group: Group, total: Node) -> dict[Node, Node]:
         with graph.inserting_before(group.result):
             piece = graph.call_function(operator.getitem, (call, k))
         piece.meta["val"] = value(old)
-        set_note(piece, replace(note(old), why="", forms={}, conversion=""))
+        set_note(piece, replace(note(old), why="", forms={}, conversion="", axis=""))
         old.replace_all_uses_with(piece)
         pieces[old] = piece
     return pieces
@@ -220,7 +220,7 @@ def _operand(graph: Graph, group: Group, operand: Any, made: dict[Node, Node]) -
     swapped.meta["val"] = value(source).transpose(-2, -1)
     local = [(*size[:-2], size[-1], size[-2]) for size in note(source).extra["local_shapes"]]
     extra = {"local_shapes": local, "global_shape": shape(swapped)}
-    set_note(swapped, replace(note(source), why="", forms={}, extra=extra))
+    set_note(swapped, replace(note(source), why="", forms={}, axis="", extra=extra))
     return swapped
 
 
@@ -230,7 +230,9 @@ def _dropout_add(graph: Graph, group: Group, operands: tuple[Any, ...]) -> Node:
     if bias is not None:
         x.args[0].args = x.args[0].args[:2]
     keywords = dict(zip(("rate", "site", "batch", "shard"), group.literals.args[1:], strict=True))
-    return _call(graph, group, markers.FUSED["bias_dropout_add"], operands, keywords)
+    made = _call(graph, group, markers.FUSED["bias_dropout_add"], operands, keywords)
+    note(made).axis = note(group.literals).axis
+    return made
 
 
 def _call(graph: Graph, group: Group, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:

@@ -92,7 +92,7 @@ def in_chunks(
             made = graph.call_function(view.target, args, view.kwargs)
         made.meta["val"] = value(view).new_empty((*shape(view)[:-1], shape(x)[-1]))
         extra = {"local_shapes": [size], "global_shape": shape(made)}
-        set_note(made, replace(record, layout=note(x).layout, dims=(), why="", forms={}, extra=extra))
+        set_note(made, replace(record, layout=note(x).layout, dims=(), why="", forms={}, axis="", extra=extra))
         x = made
     loss = group.literals
     keywords = dict(loss.kwargs)

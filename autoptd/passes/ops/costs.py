@@ -122,7 +122,7 @@ def rank_seconds(node: Node, mesh: Mesh, machine: Machine) -> float:
     record = operator_of(node)
     if node.target is markers.convert:
         source, target = converted_types(node)
-        return conversion_seconds(source, target, payload(node), mesh.degree(note(node).axis), machine)
+        return conversion_seconds(source, target, converted_bytes(node, mesh), mesh.degree(note(node).axis), machine)
     if is_view(node):
         return 0.0
     read = [one for one in node.all_input_nodes if not (record.is_lookup and note(one).kind == "param")]
@@ -138,7 +138,13 @@ def local_payload(node: Node, mesh: Mesh) -> float:
     return payload(node) / note(node).layout.pieces(mesh)
 
 
-def conversion_seconds(source: ValueType, target: ValueType, nbytes: int, degree: int, machine: Machine) -> float:
+def converted_bytes(node: Node, mesh: Mesh) -> float:
+    """Bytes of what the ranks along the axis of a conversion convert together: other axes may cut the value."""
+    others = [axis for axis, _ in note(node).layout.shards if axis != note(node).axis]
+    return payload(node) / math.prod(map(mesh.degree, others))
+
+
+def conversion_seconds(source: ValueType, target: ValueType, nbytes: float, degree: int, machine: Machine) -> float:
     """Time of a conversion, forward and backward, of a value of `nbytes` in all, by ring collectives over `degree` ranks."""
     if source == target:
         return 0.0
@@ -148,7 +154,7 @@ def conversion_seconds(source: ValueType, target: ValueType, nbytes: int, degree
     return sum(collective_seconds(one, nbytes, degree, machine) for one in (row.forward, row.backward))
 
 
-def conversion_price(source: ValueType, target: ValueType, nbytes: int, degree: int, machine: Machine) -> float:
+def conversion_price(source: ValueType, target: ValueType, nbytes: float, degree: int, machine: Machine) -> float:
     """What a plan pays for a conversion: its seconds, and the price of its collectives."""
     seconds = conversion_seconds(source, target, nbytes, degree, machine)
     if source == target or math.isinf(seconds):
@@ -165,7 +171,7 @@ def odd_layer_price(nbytes: int, degree: int, machine: Machine) -> float:
     return PER_ODD_LAYER * collective_seconds("all-reduce", nbytes, degree, machine)
 
 
-def collective_seconds(kind: str, nbytes: int, degree: int, machine: Machine) -> float:
+def collective_seconds(kind: str, nbytes: float, degree: int, machine: Machine) -> float:
     """Time of one direction of a conversion of a value of `nbytes` in all: a ring collective, local work, or nothing."""
     if kind in LOCAL_WORK:
         return nbytes / machine.memory_bandwidth

@@ -21,9 +21,9 @@ from typing import NamedTuple
 import numpy as np
 from torch.fx import Graph, Node
 
+from autoptd.ir.layout import Layout
 from autoptd.ir.notes import note
 from autoptd.ir.operators.record import operands
-from autoptd.ir.types import I, ValueType
 from autoptd.passes.ops.costs import conversion_seconds
 from autoptd.passes.solve.edges import Hub, edge_factors, edge_price, entry_factors, price_table, wanted
 from autoptd.passes.solve.eliminate import Factor, TableTooLarge, minimize, minimize_nearly
@@ -72,24 +72,26 @@ class Assignment:
 
     axis: str
     strategies: dict[Node, Strategy]
-    hubs: dict[Node, ValueType]
-    cost: Callable[[Node, ValueType, ValueType], float]
-    price: Callable[[Node, ValueType, ValueType], float]
+    hubs: dict[Node, Layout]
+    cost: Callable[[Node, Layout, Layout], float]
+    price: Callable[[Node, Layout, Layout], float]
     problem: Problem | None = None
     splitter: Splitter | None = None
     letters: dict[int, str] = field(default_factory=dict)
-    entries: dict[Node, ValueType] = field(default_factory=dict)
+    entries: dict[Node, Layout] = field(default_factory=dict)
     enters: dict[Node, Node] = field(default_factory=dict)
 
-    def needs(self, reader: Node, operand: Node) -> ValueType:
-        """The type that `reader` wants `operand` in; values without parameters are I and stay so unless it says otherwise."""
-        return I if reader.op == "output" or reader not in self.strategies else self.strategies[reader].needs[operand]
+    def needs(self, reader: Node, operand: Node) -> Layout:
+        """The types that `reader` wants `operand` in; values without parameters are I and stay so unless it says otherwise."""
+        if reader.op == "output" or reader not in self.strategies:
+            return Layout()
+        return self.strategies[reader].needs[operand]
 
-    def route(self, operand: Node, target: ValueType) -> list[ValueType]:
+    def route(self, operand: Node, target: Layout) -> list[Layout]:
         """The types to convert `operand` to, one after the other, to reach `target`: from its entry, directly or through its
         hub.
         """
-        made, hub = note(operand).layout[self.axis], self.hubs.get(operand)
+        made, hub = note(operand).layout.over(self.axis), self.hubs.get(operand)
         source = self.entries.get(operand, made)
         path = [source] if source != made else []
         if hub in (None, source, target) or self.price(operand, source, target) <= self.price(operand, hub, target):
@@ -107,7 +109,7 @@ def assign_tensor(graph: Graph, splitter: Splitter) -> Assignment:
     chosen = _chosen(problem)
     for node, strategy in chosen.items():
         record = note(node)
-        record.layout, record.why = record.layout.having(splitter.axis, strategy.gives), strategy.why
+        record.layout, record.why = record.layout.replacing(splitter.axis, strategy.gives), strategy.why
         if strategy.form:
             record.forms = {**record.forms, splitter.axis: strategy.form}
     price = partial(edge_price, splitter)
@@ -138,8 +140,8 @@ class Solved(NamedTuple):
     """A problem with its answer, the types of hubs and entries, and what stands for these between layers."""
 
     problem: Problem
-    hubs: dict[Node, ValueType]
-    entries: dict[Node, ValueType]
+    hubs: dict[Node, Layout]
+    entries: dict[Node, Layout]
     enters: dict[Node, Node]
 
 
@@ -162,8 +164,8 @@ def _solve_graph(graph: Graph, splitter: Splitter) -> Solved:
 def _try_graph(graph: Graph, splitter: Splitter) -> Solved:
     """Solve; the price of the answer is infinite where there is none."""
     solved = [node for node in graph.nodes if note(node).of_params and node.op != "output"]
-    letters = {node: splitter.letters(node) for node in solved if node.op == "call_function"}
-    ties = find_ties(graph, letters, splitter.shards, splitter.pins)
+    splits = {node: splitter.splits(node) for node in solved if node.op == "call_function"}
+    ties = find_ties(graph, splits, splitter.shards, splitter.pins)
     try:
         found = _solve(solved, _Strategies(splitter, ties.same), splitter, ties)
         if splitter.pins and not found.problem.is_possible:  # what is pinned may come from a vote, which ties no layers
@@ -285,7 +287,7 @@ def _solve(
         assert votes is not None
         votes[node][answer[i]] += 1
 
-    def types(found: dict[Node, Hub]) -> dict[Node, ValueType]:
+    def types(found: dict[Node, Hub]) -> dict[Node, Layout]:
         return {node: kinds[answer[i]] for node, (i, kinds) in found.items()}
 
     enters = {node: ties.enters[node][0] for node in entries}

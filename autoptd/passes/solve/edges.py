@@ -14,22 +14,26 @@ from typing import Any
 import numpy as np
 from torch.fx import Node
 
+from autoptd.ir.layout import Layout
+from autoptd.ir.machine import Machine
 from autoptd.ir.notes import note, op_name, payload, value
 from autoptd.ir.operators.table import operator_of
-from autoptd.ir.types import I, R, ValueType, padded_size
+from autoptd.ir.steps import Step
+from autoptd.ir.types import R, ValueType, padded_size
 from autoptd.passes.ops.costs import collective_seconds, conversion_price, odd_layer_price
 from autoptd.passes.solve.eliminate import Factor
 from autoptd.passes.solve.strategies import Splitter, Strategy
 
 PARAMETER_USES = {("I", "P"), ("I", "R"), ("I", "S"), ("R", "S")}
-Hub = tuple[int, list[ValueType]]  # the variable of a type, and its choices
+Hub = tuple[int, list[Layout]]  # the variable of a value's types, and its choices
+Price = Callable[[ValueType, ValueType, float, int, Machine], float]  # of one conversion, as costs.conversion_seconds
 
 
-def wanted(node: Node, readers: list[Node], strategies: dict[Node, list[Strategy]]) -> list[ValueType]:
+def wanted(node: Node, readers: list[Node], strategies: dict[Node, list[Strategy]]) -> list[Layout]:
     """The types in which the readers of `node` may want it, one after the other."""
-    found: list[ValueType] = []
+    found: list[Layout] = []
     for reader in readers:
-        found += [I] if reader.op == "output" else [one.needs[node] for one in strategies[reader]]
+        found += [Layout()] if reader.op == "output" else [one.needs[node] for one in strategies[reader]]
     return found
 
 
@@ -76,7 +80,7 @@ def edge_factors(
     if hub is not None:
         made.append(((at, hub[0]), price_table([[cost(a, h) for h in hub[1]] for a in gives])))
     for reader in readers:
-        needs = [I] if reader.op == "output" else [one.needs[node] for one in strategies[reader]]
+        needs = [Layout()] if reader.op == "output" else [one.needs[node] for one in strategies[reader]]
         kept = partial(_kept, splitter, node, reader, savers)
         if hub is None:
             table = price_table([[cost(a, b) + kept(a, b) for b in needs] for a in gives])
@@ -96,20 +100,19 @@ def is_saved(node: Node, reader: Node) -> bool:
     return is_activation and operator_of(reader).keeps in ("operands", "probabilities") and note(reader).needs_grad
 
 
-def gathers_again(reader: Node, source: ValueType, target: ValueType) -> bool:
+def gathers_again(splitter: Splitter, reader: Node, source: Layout, target: Layout) -> bool:
     """Whether backward of `reader` gathers its operand anew, so that the shards alone are kept."""
-    return source.kind == "S" and target == R and op_name(reader) in ("aten.linear", "aten.addmm")
+    is_gather = bool(source.shards) and not source.sub_axes and target == splitter.over(R)
+    return is_gather and op_name(reader) in ("aten.linear", "aten.addmm")
 
 
-def _kept(
-    splitter: Splitter, node: Node, reader: Node, savers: list[Node], source: ValueType, target: ValueType
-) -> float:
+def _kept(splitter: Splitter, node: Node, reader: Node, savers: list[Node], source: Layout, target: Layout) -> float:
     """The price of what backward of `reader` needs of the value of `node`; those who save it share one copy."""
     if reader not in savers:
         return 0.0
     machine, t, nbytes = splitter.machine, splitter.degree, payload(node)
-    again = gathers_again(reader, source, target)
-    pieces = t if again else target.pieces(t)
+    again = gathers_again(splitter, reader, source, target)
+    pieces = t if again else target.pieces(splitter.mesh)
     seconds = nbytes / pieces * machine.per_saved_byte + (nbytes * splitter.per_whole_byte if pieces == 1 else 0.0)
     seconds += collective_seconds("all-gather", nbytes, t, machine) if again else 0.0
     return seconds / len(savers)
@@ -121,24 +124,27 @@ def price_table(seconds: list[Any]) -> np.ndarray:
 
 
 def edge_price(
-    splitter: Splitter, node: Node, source: ValueType, target: ValueType, count: Callable[..., float] = conversion_price
+    splitter: Splitter, node: Node, source: Layout, target: Layout, count: Price = conversion_price
 ) -> float:
     """What the solver pays for converting the value of `node`, or (`count`) how long that takes; inf where it cannot be."""
-    if not _is_possible(splitter, node, source, target):
-        return math.inf
-    return count(source, target, payload(node), splitter.degree, splitter.machine)
-
-
-def _is_possible(splitter: Splitter, node: Node, source: ValueType, target: ValueType) -> bool:
-    """Whether the value of `node` can be converted from one type to the other."""
     if source == target:
-        return True
+        return 0.0
+    path = splitter.path(source, target)
+    if path is None or not _is_possible(splitter, node, path):
+        return math.inf
+    mesh, nbytes = splitter.mesh, payload(node)
+    return sum(count(*step[1:3], nbytes / step.others, mesh.degree(step.axis), splitter.machine) for step in path)
+
+
+def _is_possible(splitter: Splitter, node: Node, path: list[Step]) -> bool:
+    """Whether the value of `node` can be converted so."""
     if isinstance(value(node), (tuple, list)):
         return False  # the pieces of a split are converted one by one, behind their getitem
-    if source.kind == target.kind == "S" and any(
-        padded_size(note(node).dims, kind, splitter.degree) for kind in (source, target)
-    ):
-        return False  # an all-to-all of padded shards does not exist
-    if not (source.is_chunked and target.is_chunked):
-        return False  # nothing is cut into copies, or put together of them
-    return note(node).kind != "param" or (source.kind, target.kind) in PARAMETER_USES
+    for step in path:
+        kinds, degree = (step.before, step.after), splitter.mesh.degree(step.axis)
+        is_exchange = all(kind.kind == "S" for kind in kinds)
+        if is_exchange and any(padded_size(note(node).dims, kind, degree) for kind in kinds):
+            return False  # an all-to-all of padded shards does not exist
+        if note(node).kind == "param" and (step.before.kind, step.after.kind) not in PARAMETER_USES:
+            return False
+    return True

@@ -17,6 +17,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,8 +25,10 @@ import numpy as np
 from torch.fx import Node
 
 from autoptd.errors import PlanError
+from autoptd.ir.layout import Layout
 from autoptd.ir.notes import note, op_name
-from autoptd.ir.types import CONVERSIONS, ValueType, type_text
+from autoptd.ir.steps import Step
+from autoptd.ir.types import CONVERSIONS
 from autoptd.passes.ops.costs import flops
 from autoptd.passes.solve.assign import Assignment, Problem
 from autoptd.passes.solve.eliminate import TableTooLarge, minimize
@@ -86,18 +89,18 @@ class Formula:
 def formulas(assignment: Assignment, symbols: Symbols, node: Node) -> list[Formula]:
     """What a matrix product costs, and every conversion of what it reads and gives."""
     assert assignment.splitter is not None
-    split = any(kind.kind == "S" for kind in assignment.strategies[node].needs.values())
+    split = any(types.shards for types in assignment.strategies[node].needs.values())
     share = ", a t-th of them on each rank" if split else ", on every rank"
     found = [Formula("product:", symbols.flops(node), f"FLOPs forward{share}", flops(node))]
-    reads = [(f"reads {_name(one)}", one, kind) for one, kind in assignment.strategies[node].needs.items()]
+    reads = [(f"reads {_name(one)}", one, types) for one, types in assignment.strategies[node].needs.items()]
     gives = [("gives", node, one.needs[node]) for one in assignment.strategies.values() if node in one.needs]
-    for what, value, kind in dict.fromkeys(reads + gives):
-        source = note(value).layout[assignment.axis]
-        for target in assignment.route(value, kind):
+    for what, value, types in dict.fromkeys(reads + gives):
+        source = note(value).layout.over(assignment.axis)
+        for target in assignment.route(value, types):
+            path = assignment.splitter.path(source, target) or ()
+            expression = sum(symbols.conversion(value, step) for step in path)
             number = assignment.cost(value, source, target)
-            found.append(
-                Formula(_work(what, source, target), symbols.conversion(value, source, target), "seconds", number)
-            )
+            found.append(Formula(_work(what, path, target), expression, "seconds", number))
             source = target
     return found
 
@@ -106,14 +109,14 @@ def _name(node: Node) -> str:
     return note(node).name or op_name(node).removeprefix("aten.")
 
 
-def _work(what: str, source: ValueType, target: ValueType) -> str:
+def _work(what: str, path: Sequence[Step], target: Layout) -> str:
     """`reads layer_norm as R: all-reduce backward,`."""
-    row = CONVERSIONS[source.kind, target.kind]
-    kinds = [
-        f"{kind} {phase}" for kind, phase in ((row.forward, "forward"), (row.backward, "backward")) if kind != "none"
-    ]
-    far = [text for text in kinds if text.rpartition(" ")[0] not in LOCAL_WORK]
-    return f"{what} as {target.kind}: {', '.join(far or kinds) or 'nothing'},"
+    rows = [CONVERSIONS[step.before.kind, step.after.kind] for step in path]
+    kinds = [(kind, phase) for row in rows for kind, phase in ((row.forward, "forward"), (row.backward, "backward"))]
+    kinds = [(kind, phase) for kind, phase in kinds if kind != "none"]
+    far = [(kind, phase) for kind, phase in kinds if kind not in LOCAL_WORK]
+    shown = ", ".join(f"{kind} {phase}" for kind, phase in far or kinds)
+    return f"{what} as {target.letter}: {shown or 'nothing'},"
 
 
 def explain_split(assignment: Assignment, path: str, remark: str = "") -> str:
@@ -136,7 +139,7 @@ def explain_split(assignment: Assignment, path: str, remark: str = "") -> str:
     lines, shown = [], []
     for node in told:
         costs = formulas(assignment, symbols, node) if flops(node) else []
-        lines += [*_lines(problem, node, assignment.axis), *(f"  {one}" for one in costs)]
+        lines += [*_lines(problem, node), *(f"  {one}" for one in costs)]
         shown += [one.expression for one in costs]
     legend = [f"where {symbols.legend(*shown)}"] if shown else []
     remarks = [remark] if remark else []
@@ -149,13 +152,12 @@ def _path(node: Node) -> str:
     return note(node).name if note(node).kind == "param" else note(node).module
 
 
-def _lines(problem: Problem, node: Node, axis: str) -> list[str]:
+def _lines(problem: Problem, node: Node) -> list[str]:
     record = note(node)
     what = "parameter" if record.kind == "param" else op_name(node).removeprefix("aten.")
     lines = [f"{_path(node)}  {what}" + (f" ({record.source})" if record.source else "")]
     rows = [
-        (_price(one), type_text(one.strategy.gives, record.dims, axis), one.strategy.why)
-        for one in alternatives(problem, node)
+        (_price(one), one.strategy.gives.text(record.dims), one.strategy.why) for one in alternatives(problem, node)
     ]
     widths = [max(len(row[i]) for row in rows) for i in range(2)]
     lines += [f"  {price:{widths[0]}}  {kind:{widths[1]}}  {why}" for price, kind, why in rows[:SHOWN]]

@@ -52,9 +52,9 @@ def note_fallbacks(graph: Graph, assignment: Assignment, splitter: Splitter) -> 
 
 def _split_noun(node: Node, assignment: Assignment, splitter: Splitter, nouns: dict[int, str]) -> str:
     """What a split operator is split by, where people have a word for it: heads."""
-    for one, kind in assignment.strategies[node].needs.items():
-        if kind.kind == "S":
-            found = [nouns.get(id(splitter.axes.atoms(one, dim)[atom]), "") for dim, atom in kind.places]
+    for one, types in assignment.strategies[node].needs.items():
+        if types.shards:
+            found = [nouns.get(id(splitter.axes.atoms(one, kind.dim)[kind.atom]), "") for _, kind in types.shards]
             if found[0] in COUNTED:
                 return found[0] if len(found) == 1 else "query heads"
     return ""
@@ -95,7 +95,7 @@ def _blocked(node: Node, assignment: Assignment, splitter: Splitter, nouns: dict
     """A matrix product that stays whole, or attention that is not split by heads, because t does not divide."""
     if not flops(node):
         return None
-    places = [(one, kind) for one, kind in assignment.strategies[node].needs.items() if kind.kind == "S"]
+    places = [(one, kind) for one, types in assignment.strategies[node].needs.items() for _, kind in types.shards]
     split_by = {nouns.get(id(splitter.axes.atoms(one, kind.dim)[kind.atom])) for one, kind in places}
     is_whole = not places
     blocked = [(one.size, _noun(node, one, splitter, nouns)) for one in splitter.blocked(node)]

@@ -80,7 +80,7 @@ class Solved:
             _refuse_pins(pins)
             ctx.found.assignments[self.axis] = Assignment(self.axis, {}, {}, lambda *_: 0.0, lambda *_: 0.0)
             return
-        make_splitter = partial(Splitter, graph, axes, self.axis, degree, ctx.machine, ctx.batched, pins=pins)
+        make_splitter = partial(Splitter, graph, axes, self.axis, ctx.mesh, ctx.machine, ctx.batched, pins=pins)
         splitter = make_splitter(may_split=self.may_split)
         if self.keeps_products:
             _check_tokens(graph, splitter)

@@ -10,7 +10,7 @@ size is called by its axis' letter, and by `n` and its number where that has non
 
     symbols = Symbols(splitter, name_axes(graph, splitter))
     symbols.flops(c_fc)                   # 2*b*h*n3072*s
-    symbols.conversion(c_fc, I, R)        # L + 8*b*h*s*(t - 1)/(W*t)
+    symbols.conversion(c_fc, step)        # L + 8*b*h*s*(t - 1)/(W*t)
     symbols.number(symbols.flops(c_fc))   # 9663676416
 """
 
@@ -25,7 +25,7 @@ from torch.fx import Graph, Node
 
 from autoptd.ir import markers
 from autoptd.ir.notes import op_name, ops, shape, tensor
-from autoptd.ir.types import ValueType
+from autoptd.ir.steps import Step
 from autoptd.passes.axes.axes import Axis
 from autoptd.passes.ops.costs import conversion_seconds, flops
 from autoptd.passes.solve.fallbacks import HEADS, KV_HEADS, REPEAT, axis_nouns
@@ -72,10 +72,11 @@ class Symbols:
         """What `costs.flops` counts."""
         return flops(node, self.shape)
 
-    def conversion(self, node: Node, source: ValueType, target: ValueType) -> Expression:
+    def conversion(self, node: Node, step: Step) -> Expression:
         """What `costs.conversion_seconds` gives for the value of a node."""
-        nbytes = math.prod(self.shape(node)) * tensor(node).element_size()
-        return conversion_seconds(source, target, nbytes, self.t, self.machine)
+        nbytes = math.prod(self.shape(node)) * tensor(node).element_size() / step.others
+        degree = self.t if step.axis == self.splitter.axis else self.splitter.mesh.degree(step.axis)
+        return conversion_seconds(step.before, step.after, nbytes, degree, self.machine)
 
     def number(self, expression: Expression) -> float:
         """An expression at the traced sizes."""

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from torch.fx import Graph, Node
 from torch.fx.node import map_aggregate
 
+from autoptd.ir.layout import Layout
 from autoptd.ir.notes import note, op_name, ops, output, tensor, value
 from autoptd.ir.operators.table import linear_groups
 from autoptd.ir.periods import find_periods
-from autoptd.ir.types import ValueType
-from autoptd.passes.axes.axes import Letter
 from autoptd.passes.solve.shard_pins import Pin
+from autoptd.passes.solve.splits import Split
 
 SHORTEST = 6  # operators of a layer: a shorter repeat may be the queries, keys and values of one layer
 
@@ -36,11 +36,11 @@ class Ties:
 
 def find_ties(
     graph: Graph,
-    letters: dict[Node, list[Letter]],
-    shards: Callable[[Node], list[ValueType]],
+    splits: dict[Node, list[Split]],
+    shards: Callable[[Node], list[Layout]],
     pins: Mapping[Node, Pin],
 ) -> Ties:
-    """The ties of a graph; `letters` are those by which each operator may be split, `shards` are the types in which a
+    """The ties of a graph; `splits` are the ways in which each operator may be split, `shards` are the types in which a
     value may be stored in shards, `pins` what is decided already.
     """
     body = list(ops(graph))
@@ -51,7 +51,7 @@ def find_ties(
     }
     periods = find_periods(
         body,
-        [_signature(node, letters.get(node, []), facts) for node in body],
+        [_signature(node, splits.get(node, []), facts) for node in body],
         results={output(graph).args[0]},  # type: ignore[arg-type]
         rank=lambda period: () if period.length >= SHORTEST else None,
     )
@@ -69,21 +69,21 @@ def find_ties(
     return Ties(same, enters)
 
 
-def _signature(node: Node, letters: list[Letter], facts: dict[Node, str]) -> str:
+def _signature(node: Node, splits: list[Split], facts: dict[Node, str]) -> str:
     place = {arg: i for i, arg in enumerate(node.all_input_nodes)}
     literals = map_aggregate(
         (node.args, node.kwargs),
         lambda arg: f"x{place[arg]}" if isinstance(arg, Node) else "#" if isinstance(arg, (int, float)) else arg,
     )
-    split = [
-        (one.name, one.size, sorted((place[arg], str(one.needs(arg))) for arg in one.places), str(one.gives), one.form)
-        for one in letters
-    ]
+    ways = []
+    for split in splits:
+        needs = sorted((place[arg], str(split.needs(arg))) for arg in split.carriers)
+        ways.append((split.name, split.size, needs, str(split.gives), split.form))
     linear = [[place[arg] for arg in group] for group in linear_groups(node)]
-    return repr((op_name(node), str(literals), split, linear, facts.get(node), [facts.get(arg) for arg in place]))
+    return repr((op_name(node), str(literals), ways, linear, facts.get(node), [facts.get(arg) for arg in place]))
 
 
-def _facts(node: Node, shards: Callable[[Node], list[ValueType]]) -> str:
+def _facts(node: Node, shards: Callable[[Node], list[Layout]]) -> str:
     record, made = note(node), value(node)
     sizes = [tuple(one.shape) for one in (made if isinstance(made, (tuple, list)) else [made])]
     kept = record.of_params, record.needs_grad, record.kind == "param"

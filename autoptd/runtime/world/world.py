@@ -37,16 +37,17 @@ class Needs:
     """The communicators a program uses beside those along tp, dp and pp.
 
     `owners` are sets of pipeline ranks that hold copies of one parameter; `links` are
-    (source, target) pipeline ranks.
+    (source, target) pipeline ranks; `sub_axes` are those that values or parameters have types over.
     """
 
     owners: tuple[tuple[int, ...], ...] = ()
     links: tuple[tuple[int, int], ...] = ()
+    sub_axes: tuple[str, ...] = ()
 
     def groups(self, mesh: Mesh) -> list[tuple[int, ...]]:
         """Rank sets of all groups of two ranks or more, each once, in the same order on every rank."""
         found: list[tuple[int, ...]] = []
-        for axis in MESH_AXES:
+        for axis in (*MESH_AXES, *self.sub_axes):
             found += mesh.groups((axis,))
         for pp_ranks in self.owners:
             found += sorted({owner_ranks(mesh, rank, pp_ranks) for rank in range(mesh.size)})

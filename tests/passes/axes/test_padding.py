@@ -12,6 +12,7 @@ from torch.fx import Graph
 
 from autoptd.errors import InternalError
 from autoptd.ir.machine import Machine
+from autoptd.ir.mesh import Mesh
 from autoptd.ir.notes import note, op_name, ops
 from autoptd.ir.types import S
 from autoptd.passes import check_connected
@@ -53,7 +54,7 @@ def connected(forward: Callable[..., Tensor], t: int = 4) -> tuple[Graph, Axes]:
     """Memory is so dear here that whatever may be sharded is."""
     model = Net(forward, w=(V, 6), bias=(V,), extra=(2, 4, 3))  # 6: its hidden size is of no use to 4 ranks
     graph, axes = connect(model, IDS, LABELS, t=t, machine=FULL)
-    check_connected(graph, axes, "tp", t)
+    check_connected(graph, axes, "tp", Mesh(t=t))
     return graph, axes
 
 
@@ -85,7 +86,7 @@ def test_padding_stops_at_other_operators(which: str) -> None:
 def test_other_odd_dims_are_whole() -> None:
     forward = lambda self, x, y: F.linear(F.linear(F.embedding(x, self.w), self.up).tanh(), self.down).sum()  # noqa: E731
     graph, axes = connect(Net(forward, w=(8, 6), up=(61, 6), down=(6, 61)), IDS, LABELS, t=4)
-    check_connected(graph, axes, "tp", 4)
+    check_connected(graph, axes, "tp", Mesh(t=4))
     assert all(note(find(graph, name)).layout["tp"].is_whole for name in ("up", "down"))
 
 
@@ -95,7 +96,7 @@ def test_a_vocabulary_in_several_pieces_is_not_padded() -> None:
         return loss_of(logits.unflatten(-1, (31, 2)).tanh().flatten(-2), y)
 
     graph, axes = connect(Net(forward, w=(62, 6)), IDS, LABELS, t=4, machine=FULL)
-    check_connected(graph, axes, "tp", 4)
+    check_connected(graph, axes, "tp", Mesh(t=4))
     assert note(find(graph, "w")).layout["tp"].is_whole
 
 
@@ -103,7 +104,7 @@ def test_an_odd_shard_elsewhere_is_found() -> None:
     graph, axes = connected(HEADS["tied"])
     note(find(graph, "gelu")).layout = note(find(graph, "gelu")).layout.having("tp", S(2, 0))
     with pytest.raises(InternalError, match=r"gelu.* S\(2, 0\) of \(6,\), which 4 ranks do not divide"):
-        check_connected(graph, axes, "tp", 4)
+        check_connected(graph, axes, "tp", Mesh(t=4))
 
 
 def test_a_conversion_without_the_size_is_found() -> None:
@@ -111,4 +112,4 @@ def test_a_conversion_without_the_size_is_found() -> None:
     made = next(node for node in ops(graph) if node.kwargs == {"size": V})
     made.kwargs = {}
     with pytest.raises(InternalError, match="a dim of 61 that is padded with size 0"):
-        check_connected(graph, axes, "tp", 4)
+        check_connected(graph, axes, "tp", Mesh(t=4))

@@ -11,6 +11,8 @@ import sympy
 from torch import nn
 
 import autoptd
+from autoptd.ir.layout import Layout
+from autoptd.ir.steps import Step
 from autoptd.ir.types import I, P, R, S, ValueType
 from autoptd.passes.ops.costs import conversion_seconds, flops
 from autoptd.passes.solve.explain import formulas
@@ -70,7 +72,8 @@ def test_conversions_have_the_formula_of_their_collectives(source: ValueType, ta
     graph, _, assignment = annotate(gpt(1), *batch(4), t=4, pieces=2)
     assert assignment.splitter is not None
     symbols = Symbols(assignment.splitter, assignment.letters)
-    made = symbols.conversion(find(graph, "layer_norm"), source, target)
+    step = Step("tp", source, target, Layout({"tp": target}), 1)
+    made = symbols.conversion(find(graph, "layer_norm"), step)
     wanted = conversion_seconds(source, target, 4 * 8 * 32 * 4, 4, assignment.splitter.machine)
     assert symbols.number(made) == pytest.approx(wanted, rel=1e-12)
     b, s, h = (sympy.Symbol(name, positive=True) for name in "bsh")

@@ -1,0 +1,65 @@
+"""From one layout to another: the conversions that it takes, each over one axis or sub-axis.
+
+In: the types of a value over one mesh axis and its sub-axes, before and after. Out: `Step`s, rows of the table of conversions
+(`types.py`); None where there are none that lead there.
+
+    keys = Layout({"tp:(1)2": S(1, 0), "tp:(2)2": R})
+    steps("tp", Layout({"tp": P}), keys, Mesh(t=4))     # P -> S over tp:(1)2, then P -> R over tp:(2)2
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from autoptd.ir.layout import Layout
+from autoptd.ir.mesh import Mesh
+from autoptd.ir.types import CONVERSIONS, Dims, Outer, ValueType
+
+
+class Step(NamedTuple):
+    """One conversion over `axis`; `layout` has the types over the whole mesh axis after it.
+
+    The other axes cut the value into `others` pieces meanwhile: a group of ranks converts one of these.
+    """
+
+    axis: str
+    before: ValueType
+    after: ValueType
+    layout: Layout
+    others: int
+
+
+def steps(axis: str, source: Layout, target: Layout, mesh: Mesh) -> list[Step] | None:
+    """The conversions over a mesh axis from `source` to `target`, [] if they are equal; None if there is no way.
+
+    What cuts a value comes first, slow sub-axes before fast ones, and what gathers it last, fast ones first: the collectives in
+    between have less to do.
+    """
+    if source == target:
+        return []
+    parts = mesh.parts(axis, (*source.sub_axes, *target.sub_axes))
+    if not all(name in parts for layout in (source, target) for name, _ in layout.shards):
+        return None  # shards over an axis are not those that its sub-axes make of them one by one
+    types = {part: source[part] for part in parts}
+    changed = [part for part in parts if source[part] != target[part]]
+    gathered = [part for part in reversed(changed) if source[part].kind == "S"]
+    found = []
+    for part in [*(part for part in changed if part not in gathered), *gathered]:
+        before, types[part] = types[part], target[part]
+        if (before.kind, types[part].kind) not in CONVERSIONS:
+            return None
+        others = math.prod(mesh.degree(name) for name, kind in types.items() if name != part and kind.kind == "S")
+        layout = target if all(types[name] == target[name] for name in parts) else Layout(types)
+        found.append(Step(part, before, types[part], layout, others))
+    return found
+
+
+def shard_places(dims: Dims, axis: str, layouts: Iterable[Layout], mesh: Mesh) -> tuple[Outer, ...]:
+    """Where the shards over an axis lie in values of these layouts, for those that it cuts: dim and blocks of each."""
+    cut = [layout for layout in layouts if layout[axis].kind == "S"]
+    return tuple(number for layout in cut for number in (layout[axis].dim, layout.blocks(dims, axis, mesh)))
+
+
+__all__ = ["Step", "shard_places", "steps"]

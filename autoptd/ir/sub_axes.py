@@ -1,0 +1,64 @@
+"""Sub-axes: a mesh axis seen as a grid, by name.
+
+Of 8 tensor ranks with 2 KV heads, 4 consecutive ranks work on one head: tp is a grid of 2 x 4 ranks. `tp:(2)4` is the part of
+4 ranks that has a factor of 2 before it, `tp:(1)2` the slower part: Shardy's notation, "axis":(pre-size)size. Values of one
+program may factor tp differently. Wherever a mesh axis is named, a sub-axis can be: it has a degree, a stride and groups
+(`Mesh`), and values have a type over it (`Layout`).
+
+    str(SubAxis("tp", 2, 4))                # "tp:(2)4"
+    base("tp:(2)4")                         # "tp"
+    covers("tp", "tp:(2)4")                 # True
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from autoptd.errors import InternalError
+
+PATTERN = re.compile(r"(\w+):\((\d+)\)(\d+)")
+
+
+class SubAxis(NamedTuple):
+    """Of the ranks along `axis` the factor of `size` that has a slower one of `before` ranks."""
+
+    axis: str
+    before: int
+    size: int
+
+    def __str__(self) -> str:
+        return f"{self.axis}:({self.before}){self.size}"
+
+    @property
+    def end(self) -> int:
+        """How many ranks this factor and the slower one make."""
+        return self.before * self.size
+
+
+def is_sub_axis(axis: str) -> bool:
+    """Whether a name is that of a sub-axis."""
+    return ":" in axis
+
+
+def parse(axis: str) -> SubAxis:
+    """The sub-axis of a name; InternalError for another one."""
+    found = PATTERN.fullmatch(axis)
+    if found is None:
+        raise InternalError(axis, "is not the name of a sub-axis")
+    return SubAxis(found[1], int(found[2]), int(found[3]))
+
+
+def base(axis: str) -> str:
+    """The mesh axis of which this is a part, or that it is."""
+    return axis.partition(":")[0]
+
+
+def covers(axis: str, part: str) -> bool:
+    """Whether `part` is `axis` or a factor of it."""
+    if axis == part or base(axis) != base(part) or not is_sub_axis(part):
+        return axis == part
+    if not is_sub_axis(axis):
+        return True
+    whole, inner = parse(axis), parse(part)
+    return inner.before % whole.before == 0 and whole.end % inner.end == 0

@@ -1,0 +1,159 @@
+"""How operators and values may be split over a mesh axis: by one letter over all of it, or by one over each of its sub-axes.
+
+With 2 KV heads, 4 query heads for each and t = 4, no atom of 2 x 4 divides over the ranks, but the 8 query heads do: every rank
+gets 2, and needs the one KV head that these look at. So tp is seen as 2 x 2 ranks: the axis of the KV heads (*outer*) is cut
+over the slow sub-axis, the axis of the repeats (*inner*) over the fast one. What has both is in shards over both; keys and
+values, which have no repeats, are R over the fast one: equal there, with a partial gradient. Megatron repeats KV heads by hand
+for that.
+
+An axis is cut so where all of this holds: t is a multiple of its size, the rest divides the inner axis, an `expand`, a
+`repeat_interleave` or grouped attention brings the inner axis in, and some value has both side by side, as the heads.
+
+    factors = Factors(graph, axes, "tp", Mesh(t=4))
+    factors.splits(sdpa)[0].needs(k)    # tp:(1)2: S(1, 0), tp:(2)2: R
+    factors.shards(q_weight)            # [tp:(1)2: S(0, 0), tp:(2)2: S(0, 1)]
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from torch.fx import Graph, Node
+
+from autoptd.ir.layout import Layout
+from autoptd.ir.mesh import Mesh
+from autoptd.ir.notes import note, op_name, ops
+from autoptd.ir.sub_axes import SubAxis
+from autoptd.ir.types import R, S
+from autoptd.passes.axes.axes import Axes, Letter
+
+
+@dataclass(frozen=True)
+class Split:
+    """One way to split an operator: `letters`, by the axes and sub-axes that cut them, slowest first.
+
+    Over the sub-axes `whole` it runs whole, with operands of type R.
+    """
+
+    letters: tuple[tuple[str, Letter], ...]
+    whole: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return ", ".join(dict.fromkeys(letter.name for _, letter in self.letters))
+
+    @property
+    def size(self) -> int:
+        """How many entries are split over the ranks."""
+        return math.prod(letter.size for _, letter in self.letters)
+
+    @property
+    def form(self) -> str:
+        return self.letters[0][1].form
+
+    @property
+    def carriers(self) -> Collection[Node]:
+        """The operands that are cut."""
+        return self.letters[0][1].places.keys()
+
+    @property
+    def is_contracted(self) -> bool:
+        return self.letters[0][1].out is None
+
+    def needs(self, operand: Node) -> Layout:
+        """The types of an operand that is cut."""
+        types = {axis: S(*letter.places[operand]) if operand in letter.places else R for axis, letter in self.letters}
+        return Layout(types | dict.fromkeys(self.whole, R))
+
+    @property
+    def gives(self) -> Layout | None:
+        """The types of the result, None when the operator contracts what is split."""
+        if self.is_contracted:
+            return None
+        types = {axis: S(*letter.out) if letter.out is not None else R for axis, letter in self.letters}
+        return Layout(types | dict.fromkeys(self.whole, R))
+
+
+class Factors:
+    """The two sub-axes of `axis` that each pair (outer, inner) of a graph's axes is cut over."""
+
+    def __init__(self, graph: Graph, axes: Axes, axis: str, mesh: Mesh) -> None:
+        self.axes, self.mesh, degree = axes, mesh, mesh.degree(axis)
+        known = [node for node in graph.nodes if axes.has(node)]
+        of_inputs = {
+            axis_id for node in known if note(node).kind == "input" for dim in axes.ids(node) for axis_id in dim
+        }
+        neighbours = {pair for node in known for dim in axes.ids(node) for pair in itertools.pairwise(dim)}
+        self.pairs: dict[tuple[int, int], tuple[str, str]] = {}
+        for node in ops(graph):
+            letters = axes.letters(node) if axes.has(node) else []
+            for outer, inner in itertools.permutations(letters, 2):
+                pair = axes.ids_of(node, outer)[0], axes.ids_of(node, inner)[0]
+                is_free = pair in neighbours and of_inputs.isdisjoint(pair)
+                if is_free and _brings(node, outer, inner) and _divides(outer, inner, degree):
+                    slow, fast = SubAxis(axis, 1, outer.size), SubAxis(axis, outer.size, degree // outer.size)
+                    self.pairs[pair] = str(slow), str(fast)
+
+    def splits(self, node: Node) -> list[Split]:
+        """The ways to split `node` over sub-axes."""
+        if not self.pairs or not self.axes.has(node) or not self.axes.is_linear(node):
+            return []
+        of_axis = {self.axes.ids_of(node, letter)[0]: letter for letter in self.axes.letters(node)}
+        made = [
+            _split(of_axis[outer], of_axis.get(inner), *sub_axes)
+            for (outer, inner), sub_axes in self.pairs.items()
+            if outer in of_axis
+        ]
+        found = [split for split in made if split is not None and all(note(one).of_params for one in split.carriers)]
+        # Masks are numbered in the whole value: a rank must know where its piece lies.
+        return [split for split in found if op_name(node) != "aten.dropout" or self._is_chunk(node, split)]
+
+    def shards(self, node: Node) -> list[Layout]:
+        """The types of a stored value that is cut along an outer axis: with the inner one where it follows."""
+        if not self.pairs or not self.axes.has(node):
+            return []
+        found = []
+        for dim, axes in enumerate(self.axes.ids(node)):
+            for i, pair in enumerate(itertools.zip_longest(axes, axes[1:])):
+                if pair in self.pairs:
+                    slow, fast = self.pairs[pair]
+                    found.append(Layout({slow: S(dim, i), fast: S(dim, i + 1)}))
+                elif alone := [sub_axes for (outer, _), sub_axes in self.pairs.items() if outer == axes[i]]:
+                    slow, fast = alone[0]
+                    found.append(Layout({slow: S(dim, i), fast: R}))
+        return found
+
+    def _is_chunk(self, node: Node, split: Split) -> bool:
+        """Whether a rank's piece of the result is one chunk of the dims from the outer axis on."""
+        return split.gives is not None and split.gives.is_chunk(note(node).dims)
+
+
+def _divides(outer: Letter, inner: Letter, degree: int) -> bool:
+    return 1 < outer.size < degree and degree % outer.size == 0 and inner.size % (degree // outer.size) == 0
+
+
+def _split(outer: Letter, inner: Letter | None, slow: str, fast: str) -> Split | None:
+    """The split of both letters; where the operator does not have the inner one, whole over the fast sub-axis.
+
+    Then the outer one is not contracted: the sum over the ranks would count equal parts.
+    """
+    if outer.form or (inner is None and outer.out is None):
+        return None
+    if inner is None:
+        return Split(((slow, outer),), (fast,))
+    is_within = inner.places.keys() <= outer.places.keys()
+    if outer.out is None:
+        is_within = inner.places.keys() == outer.places.keys()
+    if inner.form or (outer.out is None) != (inner.out is None) or not is_within:
+        return None
+    return Split(((slow, outer), (fast, inner)))
+
+
+def _brings(node: Node, outer: Letter, inner: Letter) -> bool:
+    """Whether `node` repeats what has the `outer` axis along the `inner` one."""
+    if op_name(node) == "aten.scaled_dot_product_attention":
+        return (outer.name, inner.name) == ("kv", "repeat")
+    return not inner.places and bool(outer.places) and outer.out is not None
