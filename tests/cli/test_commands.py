@@ -56,7 +56,7 @@ def test_more_fallbacks_are_where_they_can_be_read(tmp_path: Path) -> None:
     found = {"op": "aten.linear", "site": "up", "fact": "8 does not divide", "remedy": "t=2", "flops": 1}
     program = replace(program, plan={**program.plan, "fallbacks": [found, found]})
     (alone,), (written,) = _fallbacks(program, None), _fallbacks(program, "out")
-    assert alone.endswith("and 1 more: --out DIR writes a report with all of them")
+    assert alone.endswith("and 1 more: --out DIR writes a report that lists all of them")
     assert written.endswith("and 1 more: see out/report.html")
 
 

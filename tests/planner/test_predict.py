@@ -348,11 +348,11 @@ def test_wrong_files_and_requests_are_refused() -> None:
         (record | {"gpus_per_node": 1.5}, "whole number"),
         (record | {"fast": {"bandwidth": 0}}, "bandwidth=0"),
         (record | {"network": {"bandwidth": -1e9}}, "bandwidth=-1"),
-        (record | {"gpu": {**gpu, "memory_bandwidth": "15e9"}}, "no number"),
+        (record | {"gpu": {**gpu, "memory_bandwidth": "15e9"}}, "not a number"),
         (record | {"gpu": {**gpu, "matrix_fraction": 87}}, "0 to 1"),
-        (record | {"gpu": {**gpu, "memory_bytes": float("nan")}}, "no number"),
-        (record | {"gpu": {**gpu, "bf16": 1}}, "no bool"),
-        (record | {"source": 1}, "no str"),
+        (record | {"gpu": {**gpu, "memory_bytes": float("nan")}}, "not a number"),
+        (record | {"gpu": {**gpu, "bf16": 1}}, "not a bool"),
+        (record | {"source": 1}, "not a str"),
     ]
     for one, told in wrong:
         with pytest.raises(PlanError, match=told):

@@ -122,7 +122,7 @@ class Mean(StraightThrough):
         (Net(StraightThrough), "not the derivative"),
         (Net(Clipped), "not the derivative"),
         (Net(Dirty), "mark_dirty"),
-        (Net(Mean, torch.zeros(2, dtype=torch.int64)), "no floats"),
+        (Net(Mean, torch.zeros(2, dtype=torch.int64)), "not floats"),
         (Net(Mean, nn.Linear(2, 2)), "takes a Linear"),
     ],
 )

@@ -20,7 +20,8 @@ import torch.distributed as dist
 from autoptd.errors import InternalError, PlanError, RuntimeFault
 from autoptd.ir.mesh import Mesh
 from autoptd.runtime.record import GROUP_METHODS
-from autoptd.runtime.world.processes import DistributedWorld, _in_place_of, _parts_first
+from autoptd.runtime.world.layouts import in_place_of, parts_first
+from autoptd.runtime.world.processes import DistributedWorld
 from autoptd.runtime.world.threads import Ranks, ThreadWorld, run_ranks
 from autoptd.runtime.world.world import Group, Hops, Needs, World, in_rounds
 from tests.ports import free_port
@@ -108,10 +109,10 @@ def exercise_dims(group: Group) -> None:
 def test_a_gather_along_the_first_dim_that_counts_is_not_copied() -> None:
     for shape, dim in (((4, 3, 2), 0), ((4, 1, 3, 2), 1), ((4, 1, 1, 3), 2)):
         gathered = torch.arange(float(math.prod(shape))).view(shape)
-        whole = _in_place_of(gathered, dim)
+        whole = in_place_of(gathered, dim)
         assert whole.data_ptr() == gathered.data_ptr()
         assert torch.equal(whole, torch.cat(list(gathered), dim))
-        assert _parts_first(whole, dim, 4, shape[dim + 1]).data_ptr() == gathered.data_ptr()
+        assert parts_first(whole, dim, 4, shape[dim + 1]).data_ptr() == gathered.data_ptr()
 
 
 def exercise_hops(hops: Hops) -> None:
