@@ -32,7 +32,7 @@ WEIGHTS = {markers.linear: 1, HEAD: 2}  # the place of the weight among the oper
 PLAIN_KWARGS: dict[str, object] = {"alpha": 1, "beta": 1}
 
 
-@graph_pass(takes=Form.LOCAL, gives=Form.LOCAL, changes=(CALLS,))
+@graph_pass(takes=Form.LOCAL, gives=Form.LOCAL, changes=(CALLS, "axis"))
 def hook_gemms(graph: Graph, ctx: Context) -> None:
     """Replace every GEMM that one of the hooks applies to."""
     overlap, wgrad = ctx.options.async_tensor_model_parallel_allreduce, ctx.wgrad_sink

@@ -17,29 +17,36 @@ from autoptd.runtime.parameters import check_use
 from autoptd.schedule import build_orders
 
 DP, TP, PP = ("dp", "all-reduce"), ("tp", "all-reduce"), ("pp", "all-reduce")
-# Type over tp in the graph, stages, what the gradient goes through.
-CASES: dict[str, tuple[ValueType, tuple[int, ...], list[tuple[str, str]]]] = {
-    "I": (I, (0,), [DP]),
-    "R": (R, (0,), [DP, TP]),
-    "S": (S(0, 0), (1,), [DP]),
-    "S in copies": (S(0, 0, 2), (0,), [DP, TP]),
-    "tied": (I, (0, 3), [DP, PP]),
-    "tied R": (R, (0, 3), [DP, TP, PP]),
-    "tied S": (S(0, 0), (0, 3), [DP, PP]),
+# Types over tp in the graph, stages, what the gradient goes through.
+CASES: dict[str, tuple[dict[str, ValueType], tuple[int, ...], list[tuple[str, str]]]] = {
+    "I": ({}, (0,), [DP]),
+    "R": ({"tp": R}, (0,), [DP, TP]),
+    "S": ({"tp": S(0, 0)}, (1,), [DP]),
+    "S over a sub-axis, R over the other": ({"tp:(1)4": S(0, 0), "tp:(4)2": R}, (0,), [DP, ("tp:(4)2", "all-reduce")]),
+    "S over both sub-axes": ({"tp:(1)4": S(0, 0), "tp:(4)2": S(1, 0)}, (0,), [DP]),
+    "tied": ({}, (0, 3), [DP, PP]),
+    "tied R": ({"tp": R}, (0, 3), [DP, TP, PP]),
+    "tied S": ({"tp": S(0, 0)}, (0, 3), [DP, PP]),
 }
 
 
 def spec_of(
     kind: ValueType = I, stages: tuple[int, ...] = (0,), dtype: str = "float32", grad_dtype: str = ""
 ) -> ParamSpec:
-    storage, use = placements(Layout({"tp": kind, BATCH: R}), dtype, stages, grad_dtype)
+    return typed_spec({"tp": kind}, stages, dtype, grad_dtype)
+
+
+def typed_spec(
+    types: dict[str, ValueType], stages: tuple[int, ...], dtype: str = "float32", grad_dtype: str = ""
+) -> ParamSpec:
+    storage, use = placements(Layout({**types, BATCH: R}), dtype, stages, grad_dtype)
     return ParamSpec("w", ("w",), (8, 4), ((8,), (4,)), True, stages, storage, use)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_gradient_is_summed_where_use_is_replicated_and_storage_is_not(case: str) -> None:
-    kind, stages, wanted = CASES[case]
-    spec = spec_of(kind, stages)
+    types, stages, wanted = CASES[case]
+    spec = typed_spec(types, stages)
     assert [(step.axis, step.row.backward) for step in spec.sums] == wanted
     assert spec.conversions == spec.sums and {step.row.forward for step in spec.sums} == {"none"}
     check_use(spec)

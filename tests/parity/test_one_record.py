@@ -115,7 +115,8 @@ def test_a_model_with_it_trains_as_on_one_device(mesh: dict[str, Any]) -> None:
 def test_it_is_split_like_a_gemm() -> None:
     program = autoptd.compile(Model(), example_inputs=example(), t=2, d=2)
     assert program.fallbacks == () and program.unlisted == ()
-    shards = {spec.name: spec.layout["tp"].dim for spec in program.params if spec.layout["tp"].kind == "S"}
+    types = {spec.name: spec.use.layout["tp"] for spec in program.params}
+    shards = {name: kind.dim for name, kind in types.items() if kind.kind == "S"}
     for part, dim in (("up", 0), ("gate", 0), ("down", 1)):
         assert shards[f"blocks.0.{part}.weight"] == dim
     sums = [call for call in program.collectives if call.axis == "tp" and call.site.startswith("blocks.0.")]

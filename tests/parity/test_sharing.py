@@ -139,7 +139,7 @@ def test_layers_with_other_numbers_of_kv_heads() -> None:
 
     program = autoptd.compile(mixed(), **request(8))
     assert program.sub_axes == ("tp:(1)2", "tp:(1)4", "tp:(2)4", "tp:(4)2")
-    assert [program.param(f"layers.{i}.k.weight").layout.sub_axes[0] for i in range(3)] == [
+    assert [program.param(f"layers.{i}.k.weight").use.layout.sub_axes[0] for i in range(3)] == [
         "tp:(1)2",
         "tp:(1)4",
         "tp:(1)2",
@@ -172,15 +172,17 @@ def test_dropout_leaves_heads_shared() -> None:
     assert found == Layout({"tp:(1)2": S(0, 0), "tp:(2)2": R})
 
 
-def test_a_model_of_transformers() -> None:
+@pytest.mark.parametrize(("t", "p", "is_tied"), [(8, 1, False), (4, 2, True)])
+def test_a_model_of_transformers(t: int, p: int, is_tied: bool) -> None:
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 8}
-    config = transformers.LlamaConfig(vocab_size=64, num_key_value_heads=2, max_position_embeddings=32, **sizes)
+    sizes |= {"vocab_size": 64, "num_key_value_heads": 2, "max_position_embeddings": 32}
+    config = transformers.LlamaConfig(tie_word_embeddings=is_tied, **sizes)
     ids = torch.randint(0, 64, (4, 16), generator=torch.Generator().manual_seed(0))
-    options = {**request(8), "example_inputs": {"input_ids": ids, "labels": ids}}
+    options = {**request(t, p=p), "example_inputs": {"input_ids": ids, "labels": ids}}
     program = autoptd.compile(transformers.LlamaForCausalLM(config), **options)
     spec = program.param("model.layers.0.self_attn.k_proj.weight")
-    assert str(spec.use.layout.over("tp")) == "tp:(1)2: S(0, 0), tp:(2)4: R"
+    assert str(spec.use.layout.over("tp")) == f"tp:(1)2: S(0, 0), tp:(2){t // 2}: R"
     autoptd.verify(transformers.LlamaForCausalLM(config), **options)
 
 
