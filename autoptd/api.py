@@ -121,7 +121,9 @@ def parallelize(
 
     def compile_for(args: tuple[Any, ...], kwargs: dict[str, Any], check: bool) -> Program:
         modes.update(modes_of(model))
-        program = compile_program(model, options, args, kwargs, replicas=replicas, check=check and is_first_process())
+        program = compile_program(
+            model, options, args, kwargs, replicas=replicas, check=check and is_first_process()
+        )
         if check and is_first_process():
             warn_of_fallbacks(program)
         return program

@@ -57,7 +57,9 @@ def planned(model: nn.Module, example_inputs: Any, keywords: Mapping[str, Any]) 
         raise PlanError('"auto"', "the planner needs to know the batch", "example_inputs=the global batch")
     rows, tokens = _sizes(example_inputs)
     fixed = {name: value for name in OPEN if (value := keywords.get(name)) not in (None, AUTO)}
-    constraints = {name: value for name in KEPT if (value := keywords.get(name)) is not None and value != AUTO}
+    constraints = {
+        name: value for name in KEPT if (value := keywords.get(name)) is not None and value != AUTO
+    }
     constraints |= {name: fixed[name] for name in ("t", "p", "d", "v") if name in fixed}
     if "num_microbatches" in fixed:
         constraints["microbatch"] = _microbatch(rows, fixed)
@@ -77,7 +79,9 @@ def planned(model: nn.Module, example_inputs: Any, keywords: Mapping[str, Any]) 
 def _ranks(gpus: Any) -> int:
     launched = os.environ.get("WORLD_SIZE")
     if gpus is None and launched is None:
-        raise PlanError('"auto"', "it is not known how many ranks there are", "gpus=8, or start under torchrun")
+        raise PlanError(
+            '"auto"', "it is not known how many ranks there are", "gpus=8, or start under torchrun"
+        )
     if gpus is not None and launched is not None and int(launched) != gpus:
         raise PlanError(f"gpus={gpus}", f"torchrun started {launched} ranks", "leave gpus out")
     return int(launched) if gpus is None else gpus  # type: ignore[arg-type]
@@ -96,7 +100,9 @@ def _sizes(example_inputs: Any) -> tuple[int, int]:
 
 def _microbatch(rows: int, fixed: Mapping[str, int]) -> int:
     if "d" not in fixed:
-        raise PlanError("num_microbatches", "is per replica, and d is left open", 'd=1, or num_microbatches="auto"')
+        raise PlanError(
+            "num_microbatches", "is per replica, and d is left open", 'd=1, or num_microbatches="auto"'
+        )
     if rows % (fixed["d"] * fixed["num_microbatches"]):
         fact = f"{rows} rows do not divide into d={fixed['d']} times {fixed['num_microbatches']}"
         raise PlanError("num_microbatches", fact, 'num_microbatches="auto"')

@@ -73,9 +73,7 @@ def plan_batch(options: Options, args: tuple[Any, ...], kwargs: dict[str, Any], 
         fact = f"{total} rows do not divide over d={replicas}"
         if len(batched) < len(tensors):
             sizes = ", ".join(f"tensor {i} has {leaves[i].shape[0]}" for i in tensors)
-            fact += (
-                f" (in their first dim, {sizes}: the batch is the first tensor's, or of most where that has one entry)"
-            )
+            fact += f" (in their first dim, {sizes}: the batch is the first tensor's, or of most where that has one entry)"
         raise PlanError("example_inputs", fact, f"a multiple of {replicas} rows")
     share = total // replicas
     m = options.num_microbatches or default_microbatches(share, options.p)
@@ -113,7 +111,12 @@ class Traces:
 
 
 def trace_rows(
-    model: nn.Module, options: Options, args: tuple[Any, ...], kwargs: dict[str, Any], batch: Batch, check: bool = True
+    model: nn.Module,
+    options: Options,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    batch: Batch,
+    check: bool = True,
 ) -> Traces:
     """Trace a call; with `check`, hold the trace against the model, if it has values."""
     captured = capture_rows(model, options, args, kwargs, batch)

@@ -119,7 +119,9 @@ class _UserFrames:
         while frame is not None:
             code = frame.f_code
             if not code.co_filename.startswith(cls.OWN):
-                line = traceback.FrameSummary(code.co_filename, frame.f_lineno, code.co_name, lookup_line=False)
+                line = traceback.FrameSummary(
+                    code.co_filename, frame.f_lineno, code.co_name, lookup_line=False
+                )
                 frames.append(line)
             frame = frame.f_back  # type: ignore[assignment]
         return cls(frames[::-1])
@@ -217,7 +219,10 @@ def _gemm_adds_to(wide: torch.dtype, narrow: torch.dtype, device: torch.device) 
     """Whether the GEMM of `narrow` operands adds to a sum in `wide`: releases differ in what they take, so it
     is tried.
     """
-    total, ones = torch.ones(16, 16, dtype=wide, device=device), torch.ones(16, 16, dtype=narrow, device=device)
+    total, ones = (
+        torch.ones(16, 16, dtype=wide, device=device),
+        torch.ones(16, 16, dtype=narrow, device=device),
+    )
     try:
         torch.ops.aten.addmm.dtype_out(total, ones, ones, wide, out=total)
     except (AttributeError, RuntimeError):
@@ -321,14 +326,18 @@ def _flat(x: torch.Tensor) -> torch.Tensor:
 
 # Methods of the group itself, a third of the time of those of torch.distributed; 2.13 has new names for them.
 _GATHER = "all_gather_single" if hasattr(dist.ProcessGroup, "all_gather_single") else "_allgather_base"
-_SCATTER = "reduce_scatter_single" if hasattr(dist.ProcessGroup, "reduce_scatter_single") else "_reduce_scatter_base"
+_SCATTER = (
+    "reduce_scatter_single" if hasattr(dist.ProcessGroup, "reduce_scatter_single") else "_reduce_scatter_base"
+)
 
 
 def bound_device() -> torch.device | None:
     """Return the device that the default process group was made for with `device_id=`, if there is such a
     group.
     """
-    return dist.group.WORLD.bound_device_id if dist.is_initialized() and dist.group.WORLD is not None else None
+    return (
+        dist.group.WORLD.bound_device_id if dist.is_initialized() and dist.group.WORLD is not None else None
+    )
 
 
 def fake_process_group(rank: int, world_size: int) -> None:

@@ -73,8 +73,12 @@ def misfits(name: str, mine: torch.Tensor, folder: Folder) -> list[str]:
     entry = folder.entries[name]
     if entry.shape != tuple(mine.shape):
         return [f"{name} has shape {entry.shape}, not {tuple(mine.shape)}"]
-    if entry.dtype != mine.dtype and not (entry.dtype and entry.dtype.is_floating_point and mine.is_floating_point()):
-        return [f"{name} has dtype {entry.dtype or 'of a quantised model'}, which is not cast to {mine.dtype}"]
+    if entry.dtype != mine.dtype and not (
+        entry.dtype and entry.dtype.is_floating_point and mine.is_floating_point()
+    ):
+        return [
+            f"{name} has dtype {entry.dtype or 'of a quantised model'}, which is not cast to {mine.dtype}"
+        ]
     return []
 
 
@@ -151,7 +155,9 @@ def with_values(model: nn.Module, folder: Folder) -> nn.Module:
     memo: dict[int, object] = {}
     for parameter in model.parameters():
         memo[id(parameter)] = fake_parameter(parameter, mode) if parameter.is_meta else parameter
-    memo |= {id(x): reader.whole(name).to("cpu" if x.is_meta else x.device, x.dtype) for name, x in kept.items()}
+    memo |= {
+        id(x): reader.whole(name).to("cpu" if x.is_meta else x.device, x.dtype) for name, x in kept.items()
+    }
     made = {name: x for name, x in model.named_buffers() if name not in kept}
     computed = computed_buffers(model, [name for name, x in made.items() if x.is_meta])
     memo |= {id(x): computed.get(name, x) for name, x in made.items()}
@@ -165,7 +171,9 @@ def computed_buffers(model: nn.Module, names: Collection[str]) -> dict[str, torc
     if not names:
         return {}
     mode = fake_mode()
-    memo: dict[int, object] = {id(parameter): fake_parameter(parameter, mode) for parameter in model.parameters()}
+    memo: dict[int, object] = {
+        id(parameter): fake_parameter(parameter, mode) for parameter in model.parameters()
+    }
     memo |= {id(x): torch.empty_like(x, device="cpu") for x in model.buffers()}
     scratch = copy.deepcopy(model, memo)
     before = {name: (x, x._version) for name, x in scratch.named_buffers()}

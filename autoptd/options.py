@@ -152,7 +152,9 @@ class Options:
     seed: int = field(default=0, metadata=_about("number", "of the dropout masks", **IN_PLAN))
     sequence_parallel: bool | str = field(
         default=False,
-        metadata=_about("switch", "split tokens too", metavar="auto", choices=(True, False, "auto"), **IN_PLAN),
+        metadata=_about(
+            "switch", "split tokens too", metavar="auto", choices=(True, False, "auto"), **IN_PLAN
+        ),
     )
     p2p: str = field(
         default="auto",
@@ -181,13 +183,17 @@ class Options:
     )
     async_tensor_model_parallel_allreduce: bool = field(default=False, metadata=HOOK)
     accumulate_allreduce_grads_in_fp32: bool = field(default=False, metadata=HOOK)
-    delay_wgrad_compute: str | None = field(default=None, metadata=_about("choice", choices=DELAYS, **IN_PLAN))
+    delay_wgrad_compute: str | None = field(
+        default=None, metadata=_about("choice", choices=DELAYS, **IN_PLAN)
+    )
     device: str | None = field(
         default=None, metadata=_about("text", "where ranks that are threads compute", **FOR_TRAINING)
     )
     backend: str | None = field(
         default=None,
-        metadata=_about("choice", "local: ranks are threads of this process", choices=BACKENDS, **FOR_TRAINING),
+        metadata=_about(
+            "choice", "local: ranks are threads of this process", choices=BACKENDS, **FOR_TRAINING
+        ),
     )
     timeout: float = field(default=300.0, metadata=_about())
     nan: str = field(default="raise", metadata=_about(choices=("raise", "ignore")))
@@ -221,28 +227,42 @@ class Options:
         chunks = SCHEDULES.get(str(self.schedule), 0)
         if chunks > 1 and self.p == 1:
             fact = f"runs {chunks} model chunks per pipeline rank, and there is no pipeline (p=1)"
-            raise PlanError(f"schedule={self.schedule!r}", fact, f"schedule='1f1b' with v=1, or p >= 2 with v={chunks}")
+            raise PlanError(
+                f"schedule={self.schedule!r}", fact, f"schedule='1f1b' with v=1, or p >= 2 with v={chunks}"
+            )
         if not isinstance(self.schedule, Path):
             check_schedule(str(self.schedule), self.v)
         if self.v > 1 and self.p == 1:
             fact = "several model chunks per pipeline rank gain nothing without a pipeline (p=1)"
             raise PlanError(f"v={self.v}", fact, "v=1, or p >= 2")
-        if self.delay_wgrad_compute is not None and (self.schedule in ZERO_BUBBLE or isinstance(self.schedule, Path)):
+        if self.delay_wgrad_compute is not None and (
+            self.schedule in ZERO_BUBBLE or isinstance(self.schedule, Path)
+        ):
             fact = f"schedule={str(self.schedule)!r} places the weight gradients itself"
             raise PlanError(f"delay_wgrad_compute={self.delay_wgrad_compute!r}", fact, "one of the two")
 
     def _check_numbers(self) -> None:
         """Seconds, bytes and steps are such; the fused operators exist."""
-        if not isinstance(self.check_every, int) or isinstance(self.check_every, bool) or self.check_every < 0:
-            raise PlanError(f"check_every={self.check_every!r}", "no number of steps", "for example 100; 0 for never")
+        if (
+            not isinstance(self.check_every, int)
+            or isinstance(self.check_every, bool)
+            or self.check_every < 0
+        ):
+            raise PlanError(
+                f"check_every={self.check_every!r}", "no number of steps", "for example 100; 0 for never"
+            )
         unknown = sorted(set(self.fuse_only or ()) - set(FUSED))
         if isinstance(self.fuse_only, str) or unknown:
             remedy = f"a list of: {', '.join(FUSED)}"
             raise PlanError(f"fuse_only={self.fuse_only!r}", "names no fused operators", remedy)
         if self.memory_price is not None and not 0 <= self.memory_price < math.inf:
-            raise PlanError(f"memory_price={self.memory_price}", "no price in seconds per byte", "leave it out")
+            raise PlanError(
+                f"memory_price={self.memory_price}", "no price in seconds per byte", "leave it out"
+            )
         if not self.timeout > 0:
-            raise PlanError(f"timeout={self.timeout}", "no positive number of seconds", "for example timeout=300")
+            raise PlanError(
+                f"timeout={self.timeout}", "no positive number of seconds", "for example timeout=300"
+            )
 
     @property
     def mesh(self) -> Mesh:
@@ -275,10 +295,14 @@ def make_options(*, plan: Any = None, **keywords: Any) -> Options:
     for name, missing in NOT_YET.items():
         value = keywords.pop(name, missing.neutral[0])
         if value not in missing.neutral:
-            raise PlanError(f"{name}={value!r}", f"{missing.feature} is not there yet", f"leave the keyword {name} out")
+            raise PlanError(
+                f"{name}={value!r}", f"{missing.feature} is not there yet", f"leave the keyword {name} out"
+            )
     for name in keywords:
         if name not in KEYWORDS:
-            raise PlanError(f"{name}=", "no such keyword", remedy_for(name) or nearest(name, sorted(KEYWORDS)))
+            raise PlanError(
+                f"{name}=", "no such keyword", remedy_for(name) or nearest(name, sorted(KEYWORDS))
+            )
     keywords = {name: value for name, value in keywords.items() if value is not None}
     if plan is None:
         return Options(**keywords)
@@ -288,7 +312,9 @@ def make_options(*, plan: Any = None, **keywords: Any) -> Options:
         keywords["machine"] = spelled(keywords["machine"])  # likewise
     planned = frozenset(name for name, keyword in KEYWORDS.items() if keyword.is_planned)
     said, pinned = read_plan(plan, keywords, planned)
-    return Options(**{**{name: value for name, value in said.items() if value is not None}, **keywords, "plan": pinned})
+    return Options(
+        **{**{name: value for name, value in said.items() if value is not None}, **keywords, "plan": pinned}
+    )
 
 
 def is_path(schedule: Any) -> bool:
@@ -305,7 +331,9 @@ def is_path(schedule: Any) -> bool:
 def check_schedule(name: str, v: int) -> None:
     """Refuse a schedule that does not exist, or that does not run `v` model chunks per pipeline rank."""
     if name not in SCHEDULES:
-        raise PlanError(f"schedule={name!r}", "no such schedule", f"one of {', '.join(SCHEDULES)}, or a .txt file")
+        raise PlanError(
+            f"schedule={name!r}", "no such schedule", f"one of {', '.join(SCHEDULES)}, or a .txt file"
+        )
     if SCHEDULES[name] not in (0, v):
         others = [other for other, chunks in SCHEDULES.items() if chunks in (0, v)]
         fact = f"schedule={name!r} runs {SCHEDULES[name]} model chunk{'s' * (SCHEDULES[name] > 1)} per pipeline rank"
@@ -314,7 +342,14 @@ def check_schedule(name: str, v: int) -> None:
 
 def parse_bytes(text: str) -> float:
     """Bytes of `80e9`, `80GB` or `80GiB`; ValueError for what is not a number of bytes."""
-    for unit, size in (("KiB", 2.0**10), ("MiB", 2.0**20), ("GiB", 2.0**30), ("KB", 1e3), ("MB", 1e6), ("GB", 1e9)):
+    for unit, size in (
+        ("KiB", 2.0**10),
+        ("MiB", 2.0**20),
+        ("GiB", 2.0**30),
+        ("KB", 1e3),
+        ("MB", 1e6),
+        ("GB", 1e9),
+    ):
         if text.endswith(unit):
             return float(text.removesuffix(unit)) * size
     return float(text)
@@ -330,9 +365,13 @@ def _check_memory(memory: Any) -> float | None:
             return nbytes
     except (TypeError, ValueError):
         pass
-    raise PlanError(f"memory={memory!r}", "is not a positive number of bytes", "for example memory=80e9 or '80GB'")
+    raise PlanError(
+        f"memory={memory!r}", "is not a positive number of bytes", "for example memory=80e9 or '80GB'"
+    )
 
 
 def _check_degree(name: str, value: Any) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise PlanError(f"{name}={value!r}", "a degree is a whole number of at least 1", f"for example {name}=1")
+        raise PlanError(
+            f"{name}={value!r}", "a degree is a whole number of at least 1", f"for example {name}=1"
+        )

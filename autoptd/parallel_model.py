@@ -185,7 +185,9 @@ class ParallelModel(StartedModel):
         """
         return optimizer.state_dict()
 
-    def load_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
+    def load_optimizer_state_dict(
+        self, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]
+    ) -> None:
         """Load what `optimizer_state_dict` returned; every rank passes all of it."""
         optimizer.load_state_dict(dict(state_dict))
 
@@ -217,7 +219,9 @@ class ParallelModel(StartedModel):
         """Return the local parameters of one rank of this process, by first original name."""
         found = [held for held in self._started("rank_parameters").here if held.world.rank == rank]
         if not found:
-            raise PlanError("rank_parameters", f"rank {rank} is not in this process", "a rank of this process")
+            raise PlanError(
+                "rank_parameters", f"rank {rank} is not in this process", "a rank of this process"
+            )
         return dict(found[0].params.local)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
@@ -243,7 +247,9 @@ class ParallelModel(StartedModel):
         """
         ranks = self._started("load_state_dict")
         if self._is_process:
-            ranks.unrecorded.run(check_state.SITE, lambda rank: check_state.check_state(rank.world, state_dict))
+            ranks.unrecorded.run(
+                check_state.SITE, lambda rank: check_state.check_state(rank.world, state_dict)
+            )
         missing, unexpected = check_loaded(self.program, self._buffers.values, state_dict)
         if strict and (missing or unexpected):
             fact = f"missing {missing or 'nothing'}, unexpected {unexpected or 'nothing'}"
@@ -280,7 +286,9 @@ class ParallelModel(StartedModel):
             if replace(again, looked_at=()).fingerprint() == replace(program, looked_at=()).fingerprint():
                 self._program = replace(program, looked_at=again.looked_at)
                 return
-        what = "is another model with these values" if self._compile is not None else "was compiled for others"
+        what = (
+            "is another model with these values" if self._compile is not None else "was compiled for others"
+        )
         fact = f"brings other values of {', '.join(changed)}, which were read while compiling: the program {what}"
         raise PlanError("load_state_dict", fact, LOAD_THEM_BEFORE)
 

@@ -90,7 +90,9 @@ class StartedModel:
             self._start(program)
 
     @classmethod
-    def lazy(cls, compile: Compile, options: Options, state: Mapping[str, torch.Tensor], **keywords: Any) -> Self:
+    def lazy(
+        cls, compile: Compile, options: Options, state: Mapping[str, torch.Tensor], **keywords: Any
+    ) -> Self:
         """Return a model that is compiled by `compile_now`, else at the first step, for the arguments given
         there.
         """
@@ -139,7 +141,9 @@ class StartedModel:
         self._ranks.check_equal_copies()
         return self._program, self._ranks
 
-    def _arranged(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _arranged(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Bring a call into the form of the compiled one, where that is known."""
         return self._form.arrange(args, kwargs) if self._form else (args, kwargs)
 

@@ -80,7 +80,9 @@ def measure(layout: Layout) -> list[Row]:
         pm.step(ids, targets)
     sent, planned = Counter(record.of(0)), expected_calls(pm.program, 0)
     mine = [pm.program.param(name) for name in pm.rank_parameters(0)]
-    of_replicas = [spec for spec in mine if t == 1 or [step.axis for step in spec.sums if step.axis != "pp"] == ["dp"]]
+    of_replicas = [
+        spec for spec in mine if t == 1 or [step.axis for step in spec.sums if step.axis != "pp"] == ["dp"]
+    ]
     gradients = sum(spec.grad_bytes(pm.program.mesh) for spec in of_replicas)
     pm.close()
     rows = []
@@ -99,7 +101,13 @@ def measure(layout: Layout) -> list[Row]:
 
 
 def _row(
-    layout: Layout, what: str, count: int, formula: float, planned: Counter[Call], sent: Counter[Call], per: int
+    layout: Layout,
+    what: str,
+    count: int,
+    formula: float,
+    planned: Counter[Call],
+    sent: Counter[Call],
+    per: int,
 ) -> Row:
     row: Row = {"mesh": str(layout), "what": what, "formula": formula}
     for name, calls in (("planned", planned), ("sent", sent)):
@@ -122,9 +130,17 @@ def picture(rows: list[Row]) -> Figure:
     figure = Figure(figsize=(8, 0.8 + 0.34 * len(rows)), layout="constrained")
     axes = figure.subplots()
     names = [f"{row['mesh']}: {row['what']}" for row in rows]
-    for shift, key, color in ((-0.25, "formula", "#bbbbbb"), (0.0, "planned", "#7aa6d6"), (0.25, "sent", "#203a5c")):
+    for shift, key, color in (
+        (-0.25, "formula", "#bbbbbb"),
+        (0.0, "planned", "#7aa6d6"),
+        (0.25, "sent", "#203a5c"),
+    ):
         axes.barh(
-            [i + shift for i in range(len(rows))], [row[key] / 1024 for row in rows], 0.25, label=key, color=color
+            [i + shift for i in range(len(rows))],
+            [row[key] / 1024 for row in rows],
+            0.25,
+            label=key,
+            color=color,
         )
     axes.set_yticks(range(len(rows)), names)
     axes.invert_yaxis()

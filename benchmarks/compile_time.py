@@ -28,7 +28,9 @@ MIB = 1 << 20
 SMALL = {"n_embd": 1024, "n_head": 16, "vocab_size": 51200, "block_size": 1024}
 MESH = {"t": 4, "p": 4, "d": 2, "v": 2, "num_microbatches": 8}
 TRILLION = {"n_layer": 128, "n_embd": 25600, "n_head": 160, "vocab_size": 51200, "block_size": 2048}
-CASES: dict[str, tuple[dict[str, int], dict[str, int], int]] = {  # name -> model, mesh, rows of the global batch
+CASES: dict[
+    str, tuple[dict[str, int], dict[str, int], int]
+] = {  # name -> model, mesh, rows of the global batch
     **{str(layers): ({"n_layer": layers, **SMALL}, MESH, 64) for layers in (12, 48, 96, 128)},
     "1.008T": (TRILLION, {"t": 8, "p": 64, "d": 6, "v": 2, "num_microbatches": 512}, 3072),
 }
@@ -122,7 +124,9 @@ def main() -> None:
     print(HEAD)
     rows = []
     for case in args.only:
-        done = subprocess.run([sys.executable, __file__, "--here", case], capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            [sys.executable, __file__, "--here", case], capture_output=True, text=True, check=True
+        )
         rows.append(json.loads(done.stdout.splitlines()[-1]))
         print(line(rows[-1]), flush=True)
     args.out.mkdir(parents=True, exist_ok=True)
@@ -136,7 +140,9 @@ HEAD = " layers  ranks  trace s  rest s rest/trace  peak MiB  files     KiB  lar
 
 def line(row: dict[str, Any]) -> str:
     ratio = row["rest_s"] / row["trace_s"]
-    sizes = f"{row['peak_mib']:>9} {row['stage_files']:>6} {row['source_kib']:>7} {row['largest_file_kib']:>8}"
+    sizes = (
+        f"{row['peak_mib']:>9} {row['stage_files']:>6} {row['source_kib']:>7} {row['largest_file_kib']:>8}"
+    )
     return f"{row['case']:>7} {row['ranks']:>6} {row['trace_s']:>8.2f} {row['rest_s']:>7.2f} {ratio:>10.2f} {sizes}"
 
 
@@ -144,7 +150,9 @@ def picture(rows: list[dict[str, Any]]) -> str:
     """Two bars per case: trace above, rest below, in seconds."""
     scale = 380 / max(row["trace_s"] + row["rest_s"] for row in rows)
     height = 50 + 34 * len(rows)
-    lines = [f'<svg xmlns="http://www.w3.org/2000/svg" width="620" height="{height}" font-family="sans-serif">']
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="620" height="{height}" font-family="sans-serif">'
+    ]
     lines.append('<rect width="100%" height="100%" fill="white"/>')
     lines.append(
         '<text x="10" y="24" font-size="14">seconds to compile: torch.export (grey), everything else (blue)</text>'

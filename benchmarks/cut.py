@@ -45,7 +45,9 @@ EXECUTED = [{"p": 2}, {"p": 4}, {"p": 2, "v": 2}]
 Row = dict[str, Any]
 
 
-def both(config: dict[str, int], mesh: dict[str, int], rows: int, device: str) -> Iterator[tuple[str, GPT, Program]]:
+def both(
+    config: dict[str, int], mesh: dict[str, int], rows: int, device: str
+) -> Iterator[tuple[str, GPT, Program]]:
     """The same model, cut by AutoPTD and into equal numbers of layers."""
     stages = mesh["p"] * mesh.get("v", 1)
     torch.manual_seed(0)
@@ -103,11 +105,18 @@ def execute(mesh: dict[str, int], rounds: int) -> Row:
             ranks.close()
     row: Row = {**mesh, "rounds": rounds}
     for name, taken in times.items():
-        row[name] = {"busiest_ms": 1e3 * statistics.median(map(max, taken)), "after": running[name][1].plan["cut"]}
+        row[name] = {
+            "busiest_ms": 1e3 * statistics.median(map(max, taken)),
+            "after": running[name][1].plan["cut"],
+        }
         row[name]["rank_ms"] = [1e3 * statistics.median(one) for one in zip(*taken, strict=True)]
         row[name]["predicted_us"] = 1e6 * max(running[name][1].costs.cut.rank_seconds)
     ratios = sorted(max(a) / max(b) for a, b in zip(times["equal layers"], times["by time"], strict=True))
-    row |= {"gain": statistics.median(ratios), "low": ratios[len(ratios) // 10], "high": ratios[-1 - len(ratios) // 10]}
+    row |= {
+        "gain": statistics.median(ratios),
+        "low": ratios[len(ratios) // 10],
+        "high": ratios[-1 - len(ratios) // 10],
+    }
     row["predicted"] = row["equal layers"]["predicted_us"] / row["by time"]["predicted_us"]
     return row
 
@@ -134,9 +143,13 @@ def mesh_text(row: Row) -> str:
 def picture(predicted: list[Row], executed: list[Row]) -> str:
     """Two bars per mesh: equal layers (grey), cut by time (blue), the longer one as long as the picture is wide."""
     height = 60 + 46 * (len(predicted) + len(executed)) + 30
-    lines = [f'<svg xmlns="http://www.w3.org/2000/svg" width="640" height="{height}" font-family="sans-serif">']
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="640" height="{height}" font-family="sans-serif">'
+    ]
     lines.append('<rect width="100%" height="100%" fill="white"/>')
-    lines.append('<text x="10" y="22" font-size="14">busiest rank: equal layers (grey), cut by time (blue)</text>')
+    lines.append(
+        '<text x="10" y="22" font-size="14">busiest rank: equal layers (grey), cut by time (blue)</text>'
+    )
     y = 44
     for title, rows in (
         ("predicted, h=4096, 32 layers, vocabulary 128k", predicted),
@@ -150,7 +163,9 @@ def picture(predicted: list[Row], executed: list[Row]) -> str:
             for name, color, top in (("equal layers", "#b8b8b8", y), ("by time", "#7aa6d6", y + 18)):
                 width = scale * row[name]["busiest_ms"]
                 lines.append(f'<rect x="110" y="{top}" width="{width:.1f}" height="15" fill="{color}"/>')
-                text = f"{row[name]['busiest_ms']:.1f} ms" + (f" ({row['gain']:.2f}x)" if name == "by time" else "")
+                text = f"{row[name]['busiest_ms']:.1f} ms" + (
+                    f" ({row['gain']:.2f}x)" if name == "by time" else ""
+                )
                 lines.append(f'<text x="{118 + width:.1f}" y="{top + 12}" font-size="12">{text}</text>')
             y += 44
         y += 22
@@ -184,7 +199,13 @@ def main() -> None:
     machine = {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()}
     machine |= {"load": os.getloadavg()[1], "python": platform.python_version(), "torch": torch.__version__}
     args.out.mkdir(parents=True, exist_ok=True)
-    record = {"machine": machine, "model": LARGE, "predicted": predicted, "executed_model": SMALL, "executed": executed}
+    record = {
+        "machine": machine,
+        "model": LARGE,
+        "predicted": predicted,
+        "executed_model": SMALL,
+        "executed": executed,
+    }
     (args.out / "cut.json").write_text(json.dumps(record, indent=1) + "\n")
     (args.out / "cut.svg").write_text(picture(predicted, executed))
 

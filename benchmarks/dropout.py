@@ -76,7 +76,9 @@ def picture(rows: list[dict[str, object]]) -> str:
     for i, row in enumerate(rows):
         y = 40 + 52 * i
         lines.append(f'<text x="10" y="{y + 22}" font-size="13">{row["what"]}</text>')
-        for k, (key, name, color) in enumerate((("ours_both", "ours", "#7aa6d6"), ("torch_both", "torch", "#c9c9c9"))):
+        for k, (key, name, color) in enumerate(
+            (("ours_both", "ours", "#7aa6d6"), ("torch_both", "torch", "#c9c9c9"))
+        ):
             width = 360 * float(str(row[key])) / widest
             lines.append(f'<rect x="160" y="{y + 20 * k}" width="{width:.1f}" height="16" fill="{color}"/>')
             text = f"{name} {float(str(row[key])):.1f}"

@@ -86,7 +86,13 @@ def _decoder(
 
 def _decoders(layers: int) -> dict[str, Family]:
     """Causal language models of transformers, called with labels."""
-    gpt2: Sizes = {"n_layer": layers, "n_head": HEADS, "n_embd": WIDTH, "n_positions": LENGTH, "vocab_size": VOCAB}
+    gpt2: Sizes = {
+        "n_layer": layers,
+        "n_head": HEADS,
+        "n_embd": WIDTH,
+        "n_positions": LENGTH,
+        "vocab_size": VOCAB,
+    }
     gpt2 |= {"use_cache": False}
     plain = {
         **_usual_sizes(layers),
@@ -100,7 +106,13 @@ def _decoders(layers: int) -> dict[str, Family]:
     by_turns = ["sliding_attention", "full_attention"] * (layers // 2)
     neo = {"num_layers": layers, "num_heads": HEADS, "hidden_size": WIDTH, "intermediate_size": 2 * WIDTH}
     neo |= {"vocab_size": VOCAB, "max_position_embeddings": LENGTH, "window_size": 8, "use_cache": False}
-    bloom = {"n_layer": layers, "n_head": HEADS, "hidden_size": WIDTH, "vocab_size": VOCAB, "use_cache": False}
+    bloom = {
+        "n_layer": layers,
+        "n_head": HEADS,
+        "hidden_size": WIDTH,
+        "vocab_size": VOCAB,
+        "use_cache": False,
+    }
     mpt = {"n_layers": layers, "n_heads": HEADS, "d_model": WIDTH, "vocab_size": VOCAB, "max_seq_len": LENGTH}
     opt = {**_usual_sizes(layers), "ffn_dim": 2 * WIDTH, "word_embed_proj_dim": WIDTH, "use_cache": False}
     return {
@@ -117,7 +129,10 @@ def _decoders(layers: int) -> dict[str, Family]:
         "qwen3": _decoder("Qwen3", "norms of q and k", {**grouped, "head_dim": 8}),
         "gemma2": _decoder("Gemma2", "soft-capping, windows by turns", gemma),
         "gemma3": _decoder(
-            "Gemma3", "norms of q and k, two rotary tables", {**gemma, "layer_types": by_turns}, config="Gemma3Text"
+            "Gemma3",
+            "norms of q and k, two rotary tables",
+            {**gemma, "layer_types": by_turns},
+            config="Gemma3Text",
         ),
         "phi": _decoder("Phi", "parallel residual, partial rotary", plain),
         "phi3": _decoder("Phi3", "q, k, v of grouped queries in one weight, gate and up too", grouped),
@@ -136,7 +151,9 @@ def _decoders(layers: int) -> dict[str, Family]:
             "Falcon", "ALiBi", {**plain, "multi_query": False, "alibi": True, "parallel_attn": False}
         ),
         "falcon-new": _decoder(
-            "Falcon", "grouped queries, two norms", {**plain, "new_decoder_architecture": True, "num_kv_heads": 4}
+            "Falcon",
+            "grouped queries, two norms",
+            {**plain, "new_decoder_architecture": True, "num_kv_heads": 4},
         ),
         "starcoder2": _decoder("Starcoder2", "grouped queries, biases", {**grouped, "sliding_window": 8}),
         "gpt-bigcode": _decoder("GPTBigCode", "one KV head, in one weight with q", gpt2),
@@ -145,7 +162,9 @@ def _decoders(layers: int) -> dict[str, Family]:
         "olmo2": _decoder("Olmo2", "norms behind, one norm over all heads", grouped),
         "granite": _decoder("Granite", "multipliers", grouped),
         "smollm3": _decoder(
-            "SmolLM3", "rotary by turns", {**grouped, "pad_token_id": 0, "no_rope_layers": [1, 0] * (layers // 2)}
+            "SmolLM3",
+            "rotary by turns",
+            {**grouped, "pad_token_id": 0, "no_rope_layers": [1, 0] * (layers // 2)},
         ),
     }
 
@@ -153,7 +172,13 @@ def _decoders(layers: int) -> dict[str, Family]:
 def _other_transformers(layers: int) -> dict[str, Family]:
     """What else transformers has: experts, state spaces, encoders, encoder-decoders."""
     usual = _usual_sizes(layers)
-    experts = {**usual, "num_key_value_heads": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "use_cache": False}
+    experts = {
+        **usual,
+        "num_key_value_heads": 4,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "use_cache": False,
+    }
     mamba = {
         "hidden_size": WIDTH,
         "state_size": 8,
@@ -164,9 +189,20 @@ def _other_transformers(layers: int) -> dict[str, Family]:
     by_token = {"experts_implementation": "batched_mm"}
     vit = {key: n for key, n in usual.items() if key not in ("vocab_size", "max_position_embeddings")}
     vit |= {"image_size": 16, "patch_size": 4, "num_labels": 8}
-    t5 = {"d_model": WIDTH, "d_kv": WIDTH // HEADS, "d_ff": 2 * WIDTH, "num_layers": layers, "num_heads": HEADS}
+    t5 = {
+        "d_model": WIDTH,
+        "d_kv": WIDTH // HEADS,
+        "d_ff": 2 * WIDTH,
+        "num_layers": layers,
+        "num_heads": HEADS,
+    }
     t5 |= {"vocab_size": VOCAB, "decoder_start_token_id": 0, "use_cache": False}
-    bart: Sizes = {"d_model": WIDTH, "vocab_size": VOCAB, "max_position_embeddings": 2 * LENGTH, "use_cache": False}
+    bart: Sizes = {
+        "d_model": WIDTH,
+        "vocab_size": VOCAB,
+        "max_position_embeddings": 2 * LENGTH,
+        "use_cache": False,
+    }
     for side in ("encoder", "decoder"):
         bart |= {f"{side}_layers": layers, f"{side}_attention_heads": HEADS, f"{side}_ffn_dim": 2 * WIDTH}
 
@@ -191,26 +227,42 @@ def _other_transformers(layers: int) -> dict[str, Family]:
 
 def _usual_sizes(layers: int) -> Sizes:
     sizes = {"num_hidden_layers": layers, "num_attention_heads": HEADS, "hidden_size": WIDTH}
-    return sizes | {"intermediate_size": 2 * WIDTH, "vocab_size": VOCAB, "max_position_embeddings": 2 * LENGTH}
+    return sizes | {
+        "intermediate_size": 2 * WIDTH,
+        "vocab_size": VOCAB,
+        "max_position_embeddings": 2 * LENGTH,
+    }
 
 
 def _other_packages(layers: int) -> dict[str, Family]:
     """Models that return logits."""
 
     def made(make: Callable[..., nn.Module], kind: str, ids: str, about: str, **more: Any) -> Family:
-        return Family(partial(make, layers, **more), kind, about, partial(next_token_call, ids), next_token_loss)
+        return Family(
+            partial(make, layers, **more), kind, about, partial(next_token_call, ids), next_token_loss
+        )
 
-    rotary = {"rotary_pos_emb": True, "ff_glu": True, "ff_swish": True, "use_rmsnorm": True, "attn_kv_heads": 4}
+    rotary = {
+        "rotary_pos_emb": True,
+        "ff_glu": True,
+        "ff_swish": True,
+        "use_rmsnorm": True,
+        "attn_kv_heads": 4,
+    }
     gated = {"n_query_groups": 4, "rotary_percentage": 1.0, "parallel_residual": False, "bias": False}
     gated |= {"norm_class_name": "RMSNorm", "mlp_class_name": "LLaMAMLP", "intermediate_size": 2 * WIDTH}
     encoder, attention = "nn.TransformerEncoderLayer", "nn.MultiheadAttention"
     return {
-        "x-transformers": made(_make_x_transformers, "other package", "x", "x_transformers, learned positions"),
+        "x-transformers": made(
+            _make_x_transformers, "other package", "x", "x_transformers, learned positions"
+        ),
         "x-transformers-rotary": made(
             _make_x_transformers, "other package", "x", "rotary, gated, grouped queries", **rotary
         ),
         "litgpt-pythia": made(_make_litgpt, "other package", "idx", "litgpt.GPT, parallel residual"),
-        "litgpt-llama": made(_make_litgpt, "other package", "idx", "grouped queries in one weight, gated", **gated),
+        "litgpt-llama": made(
+            _make_litgpt, "other package", "idx", "grouped queries in one weight, gated", **gated
+        ),
         "torchtitan": made(_make_torchtitan, "other package", "tokens", "its debug Llama 3, complex rotary"),
         "torch-encoder": made(EncoderLM, "torch", "ids", encoder),
         "torch-encoder-prenorm": made(EncoderLM, "torch", "ids", encoder, norm_first=True, activation="gelu"),
@@ -229,7 +281,13 @@ def _make_x_transformers(layers: int, **more: Any) -> nn.Module:
 
 def _make_litgpt(layers: int, **more: Any) -> nn.Module:
     package = importlib.import_module("litgpt.model")
-    sizes = {"n_layer": layers, "n_head": HEADS, "n_embd": WIDTH, "block_size": LENGTH, "padded_vocab_size": VOCAB}
+    sizes = {
+        "n_layer": layers,
+        "n_head": HEADS,
+        "n_embd": WIDTH,
+        "block_size": LENGTH,
+        "padded_vocab_size": VOCAB,
+    }
     return package.GPT(package.Config(**sizes, vocab_size=VOCAB, **more))
 
 
@@ -266,7 +324,9 @@ class AttentionLM(nn.Module):
         super().__init__()
         self.embed, self.need_weights = nn.Embedding(VOCAB, WIDTH), need_weights
         self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(layers))
-        self.layers = nn.ModuleList(nn.MultiheadAttention(WIDTH, HEADS, batch_first=True) for _ in range(layers))
+        self.layers = nn.ModuleList(
+            nn.MultiheadAttention(WIDTH, HEADS, batch_first=True) for _ in range(layers)
+        )
         self.head = nn.Linear(WIDTH, VOCAB)
         self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(LENGTH))
 

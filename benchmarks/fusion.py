@@ -52,7 +52,12 @@ def gpt2() -> nn.Module:
 def llama() -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "vocab_size": VOCAB}
+    sizes = {
+        "hidden_size": WIDTH,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "vocab_size": VOCAB,
+    }
     more = {"num_key_value_heads": HEADS // 2, "intermediate_size": 3 * WIDTH, "attn_implementation": "eager"}
     return LlamaForCausalLM(LlamaConfig(**sizes, **more))
 
@@ -85,7 +90,9 @@ def measure(name: str, seconds: float, with_inductor: bool) -> list[Row]:
         started["inductor"] = time.perf_counter() - start
     turns = take_turns({way: partial(step, pm, call) for way, pm in ways.items()}, 200, seconds=seconds)
     peaks = {way: peak_bytes(partial(step, pm, call)) for way, pm in ways.items()}
-    times = {one.op: sum(each.times for each in program.fusions if each.op == one.op) for one in program.fusions}
+    times = {
+        one.op: sum(each.times for each in program.fusions if each.op == one.op) for one in program.fusions
+    }
     rows = []
     for way in ways:
         if way == "none":
@@ -163,7 +170,11 @@ def measure_loss(seconds: float, tokens: int = ROWS * TOKENS) -> list[Row]:
         turns = take_turns(runs, 200, seconds=seconds / 4)
         gain = ratio_of(turns["plain"].wall, turns["chunks"].wall)
         rows.append(
-            {"MB of logits": 4e-6 * tokens * classes, "gain": gain._asdict(), "turns": len(turns["plain"].wall)}
+            {
+                "MB of logits": 4e-6 * tokens * classes,
+                "gain": gain._asdict(),
+                "turns": len(turns["plain"].wall),
+            }
         )
         print(f"  the loss in chunks of {rows[-1]['MB of logits']:5.1f} MB of logits: {gain}")
     return rows
@@ -172,7 +183,8 @@ def measure_loss(seconds: float, tokens: int = ROWS * TOKENS) -> list[Row]:
 def draw(rows: list[Row]) -> Figure:
     figure = Figure(figsize=(7, 0.8 + 0.3 * len(rows)), layout="constrained")
     bars = [
-        (f"{row['model']}: {row['fused']}", *(row["gain"][key] for key in ("median", "low", "high"))) for row in rows
+        (f"{row['model']}: {row['fused']}", *(row["gain"][key] for key in ("median", "low", "high")))
+        for row in rows
     ]
     ratio_bars(figure.subplots(), bars, "plain / fused, wall time of a step, cpu")
     return figure
@@ -185,14 +197,30 @@ def main() -> None:
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    print(f"plain / fused, wall time, median (95%), of a step of {ROWS} x {TOKENS} tokens, h={WIDTH}, {LAYERS} layers")
+    print(
+        f"plain / fused, wall time, median (95%), of a step of {ROWS} x {TOKENS} tokens, h={WIDTH}, {LAYERS} layers"
+    )
     rows = [row for name in MODELS for row in measure(name, args.seconds, args.inductor)]
     layout = measure_layout(args.seconds / 5)
     embedding, chunks = measure_embedding(args.seconds / 5), measure_loss(args.seconds / 2)
-    about = {"rows": ROWS, "tokens": TOKENS, "h": WIDTH, "heads": HEADS, "layers": LAYERS, "vocabulary": VOCAB}
+    about = {
+        "rows": ROWS,
+        "tokens": TOKENS,
+        "h": WIDTH,
+        "heads": HEADS,
+        "layers": LAYERS,
+        "vocabulary": VOCAB,
+    }
     save(
         "fusion",
-        {"sizes": about, "device": "cpu", "fusion": rows, "layout": layout, "embedding": embedding, "loss": chunks},
+        {
+            "sizes": about,
+            "device": "cpu",
+            "fusion": rows,
+            "layout": layout,
+            "embedding": embedding,
+            "loss": chunks,
+        },
     )
     save_picture("fusion", draw(rows))
 

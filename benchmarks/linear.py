@@ -82,7 +82,9 @@ def one_layer(width: int, pairs: int) -> Row:
         "main_grads": lambda: rt.linear(x, weight, bias, wgrad=add).backward(grad),
         "deferred": late,
     }
-    return {"width": width} | compare(runs, pairs, time.thread_time)  # of the processor: other programs do not count
+    return {"width": width} | compare(
+        runs, pairs, time.thread_time
+    )  # of the processor: other programs do not count
 
 
 def steps_of_rank(rank: int, port: int, widths: list[int], pairs: int, out: str) -> None:
@@ -92,7 +94,9 @@ def steps_of_rank(rank: int, port: int, widths: list[int], pairs: int, out: str)
     rows = []
     for width in widths:
         runs: dict[str, Callable[[], object]] = {}
-        ids, targets = (torch.randint(0, 256, (4, LENGTH), generator=torch.Generator().manual_seed(i)) for i in (0, 1))
+        ids, targets = (
+            torch.randint(0, 256, (4, LENGTH), generator=torch.Generator().manual_seed(i)) for i in (0, 1)
+        )
         for name, overlap in (("in the open", False), ("overlapped", True)):
             torch.manual_seed(0)
             model = GPT(GPTConfig(n_embd=width, n_head=width // 16, n_layer=LAYERS, block_size=LENGTH))
@@ -113,12 +117,18 @@ def two_processes(widths: list[int], pairs: int) -> list[Row]:
 
 def picture(layer: list[Row], step: list[Row]) -> str:
     """Both tables as bars; the line at 1 is the plain form."""
-    bars = [(f"layer h={int(row['width'])} {name}", row, name) for row in layer for name in ("main_grads", "deferred")]
+    bars = [
+        (f"layer h={int(row['width'])} {name}", row, name)
+        for row in layer
+        for name in ("main_grads", "deferred")
+    ]
     bars += [(f"step h={int(row['width'])} overlapped", row, "overlapped") for row in step]
     size = f'width="640" height="{60 + 22 * len(bars)}"'
     lines = [f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="12">']
     lines.append('<rect width="100%" height="100%" fill="white"/>')
-    lines.append('<text x="10" y="22" font-size="14">time with the hook / time without, median and middle half</text>')
+    lines.append(
+        '<text x="10" y="22" font-size="14">time with the hook / time without, median and middle half</text>'
+    )
     for i, (text, row, name) in enumerate(bars):
         y = 36 + 22 * i
         low, high = (210 + 200 * min(row[f"{name} {end}"], 1.8) for end in ("low", "high"))
@@ -126,7 +136,9 @@ def picture(layer: list[Row], step: list[Row]) -> str:
         lines.append(f'<text x="10" y="{y + 12}">{text}</text>')
         lines.append(f'<rect x="210" y="{y}" width="{200 * row[name]:.1f}" height="15" fill="{colour}"/>')
         lines.append(f'<path d="M{low:.1f} {y + 8}H{high:.1f}" stroke="#203a5c" stroke-width="3"/>')
-        lines.append(f'<text x="{max(high, 210 + 200 * row[name]) + 8:.1f}" y="{y + 12}">{row[name]:.2f}</text>')
+        lines.append(
+            f'<text x="{max(high, 210 + 200 * row[name]) + 8:.1f}" y="{y + 12}">{row[name]:.2f}</text>'
+        )
     lines.append(f'<path d="M410 30V{40 + 22 * len(bars)}" stroke="#b00020" stroke-dasharray="4"/></svg>')
     return "\n".join(lines) + "\n"
 
@@ -136,7 +148,9 @@ def show(title: str, rows: list[Row], names: tuple[str, ...]) -> None:
     first = next(key for key in rows[0] if key.endswith(" ms"))
     print(f"{'h':>6} {first:>15}" + "".join(f"{name:>26}" for name in names))
     for row in rows:
-        told = "".join(f"{row[name]:>10.2f} ({row[f'{name} low']:.2f} to {row[f'{name} high']:.2f})" for name in names)
+        told = "".join(
+            f"{row[name]:>10.2f} ({row[f'{name} low']:.2f} to {row[f'{name} high']:.2f})" for name in names
+        )
         print(f"{int(row['width']):>6} {row[first]:>15.3f}{told}", flush=True)
 
 
@@ -151,7 +165,11 @@ def main() -> None:
     torch.set_num_threads(1)
     load = os.getloadavg()[0]
     layer = [one_layer(width, max(24, 64 * args.pairs // width)) for width in args.widths]
-    show(f"a linear layer [h, 4h], {ROWS} rows, float32, 1 thread", layer, ("autograd", "main_grads", "deferred"))
+    show(
+        f"a linear layer [h, 4h], {ROWS} rows, float32, 1 thread",
+        layer,
+        ("autograd", "main_grads", "deferred"),
+    )
     step = two_processes(args.step_widths, args.step_pairs)
     show(f"a step of a GPT, {LAYERS} layers, 4 x {LENGTH} tokens, t=2 over gloo", step, ("overlapped",))
     machine = platform.processor() or platform.machine()

@@ -67,7 +67,9 @@ def measure(shapes: list[str]) -> list[Row]:
                 row: Row = {"shape": shape, "t": t, "sequence parallel": tokens, "recompute": "none"}
                 row |= {"paper": round(paper, 2), "without masks": round(without_masks, 2)}
                 rows.append(row | {"kept": round(kept, 2), "peak": round(peak, 2)})
-                print("  ".join(f"{value!s:>{max(len(key), 5)}}" for key, value in rows[-1].items()), flush=True)
+                print(
+                    "  ".join(f"{value!s:>{max(len(key), 5)}}" for key, value in rows[-1].items()), flush=True
+                )
     return rows
 
 
@@ -79,21 +81,44 @@ def picture(rows: list[Row]) -> Figure:
         mine = [row for row in same if row["sequence parallel"] == tokens or row["t"] == 1]
         ranks = [row["t"] for row in mine]
         (line,) = axes.plot(ranks, [row["kept"] for row in mine], marker="o", label=f"{name}, kept")
-        axes.plot(ranks, [row["peak"] for row in mine], ":", marker="x", color=line.get_color(), label=f"{name}, peak")
+        axes.plot(
+            ranks,
+            [row["peak"] for row in mine],
+            ":",
+            marker="x",
+            color=line.get_color(),
+            label=f"{name}, peak",
+        )
         axes.plot(ranks, [row["paper"] for row in mine], "--", color=line.get_color(), label=f"{name}, paper")
-    axes.set(xlabel="tensor ranks t", ylabel="bytes of a layer / (s b h)", ylim=(0, None), title=str(rows[0]["shape"]))
+    axes.set(
+        xlabel="tensor ranks t",
+        ylabel="bytes of a layer / (s b h)",
+        ylim=(0, None),
+        title=str(rows[0]["shape"]),
+    )
     axes.legend()
     return figure
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--all", action="store_true", help="both shapes, not the first only")
     shapes = list(SHAPES)[: None if parser.parse_args().all else 1]
     warnings.filterwarnings("ignore")
     print(
         "  ".join(
-            ["shape".rjust(18), "    t", "sequence parallel", "recompute", "paper", "without masks", " kept", " peak"]
+            [
+                "shape".rjust(18),
+                "    t",
+                "sequence parallel",
+                "recompute",
+                "paper",
+                "without masks",
+                " kept",
+                " peak",
+            ]
         )
     )
     rows = measure(shapes)

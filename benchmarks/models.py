@@ -44,7 +44,11 @@ MESHES: dict[str, dict[str, Any]] = {
     "t=2 sp": {"t": 2, "sequence_parallel": True},
 }
 MICROBATCHES = 4  # of 2 rows, on every mesh: one trace serves them all
-DEPTHS = (4, 6, 8)  # layers of the models whose plans are compared, of the first the seconds; parity is that of two
+DEPTHS = (
+    4,
+    6,
+    8,
+)  # layers of the models whose plans are compared, of the first the seconds; parity is that of two
 LIMIT = 600  # seconds for a family
 RESULTS, DOC = ROOT / "benchmarks" / "results" / "models.json", ROOT / "docs" / "models.md"
 BEGIN, END = "<!-- table: benchmarks/models.py -->\n", "<!-- end of table -->\n"
@@ -64,7 +68,9 @@ def measure(name: str, *, quick: bool) -> Row:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    torch.export.export(torch.nn.Linear(2, 2), (torch.zeros(2, 2),), strict=False)  # loads what it loads lazily
+    torch.export.export(
+        torch.nn.Linear(2, 2), (torch.zeros(2, 2),), strict=False
+    )  # loads what it loads lazily
     family = families()[name]
     row: Row = {"name": name, "kind": family.kind, "about": family.about}
     torch.manual_seed(0)
@@ -210,15 +216,23 @@ def table(rows: list[Row]) -> str:
     lines = [f"| {' | '.join(HEAD)} |", "|" + "---|" * len(HEAD)]
     lines += [f"| {' | '.join(cells(row))} |" for row in rows]
     notes = [
-        f"- {row['name']}: {row.get('skipped') or row['failed']}" for row in rows if {"skipped", "failed"} & row.keys()
+        f"- {row['name']}: {row.get('skipped') or row['failed']}"
+        for row in rows
+        if {"skipped", "failed"} & row.keys()
     ]
     for row in rows:
         notes += [f"- {row['name']}: no rule for {one}" for one in row.get("unlisted", ())]
         notes += [f"- {row['name']}: {one} is whole on every rank" for one in row.get("whole", ())]
         wrong = {mesh: found for mesh, found in row.get("parity", {}).items() if isinstance(found, str)}
         for fact in dict.fromkeys(wrong.values()):
-            notes.append(f"- {row['name']} with {', '.join(m for m, found in wrong.items() if found == fact)}: {fact}")
-    return "\n".join(lines) + "\n" + ("\nWhat is not as it should be:\n\n" + "\n".join(notes) + "\n" if notes else "")
+            notes.append(
+                f"- {row['name']} with {', '.join(m for m, found in wrong.items() if found == fact)}: {fact}"
+            )
+    return (
+        "\n".join(lines)
+        + "\n"
+        + ("\nWhat is not as it should be:\n\n" + "\n".join(notes) + "\n" if notes else "")
+    )
 
 
 def write(rows: list[Row]) -> None:
@@ -228,7 +242,9 @@ def write(rows: list[Row]) -> None:
             versions[package] = version(package)
         except PackageNotFoundError:
             versions[package] = "not installed"
-    RESULTS.write_text(json.dumps({"versions": versions, "meshes": list(MESHES), "rows": rows}, indent=1) + "\n")
+    RESULTS.write_text(
+        json.dumps({"versions": versions, "meshes": list(MESHES), "rows": rows}, indent=1) + "\n"
+    )
     text = DOC.read_text()
     before, rest = text.split(BEGIN)
     made = ", ".join(f"{name} {number}" for name, number in versions.items())
@@ -243,12 +259,18 @@ def run(name: str, *, quick: bool) -> Row:
     except subprocess.TimeoutExpired:
         return {"name": name, "about": "", "failed": f"took more than {LIMIT} s"}
     if done.returncode:
-        return {"name": name, "about": "", "failed": f"the process ended: {done.stderr.strip().splitlines()[-1]}"}
+        return {
+            "name": name,
+            "about": "",
+            "failed": f"the process ended: {done.stderr.strip().splitlines()[-1]}",
+        }
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", nargs="+", metavar="MODEL", help="these alone; the rows of the others stay")
     parser.add_argument("--quick", action="store_true", help="without parity; nothing is written")
     parser.add_argument("--jobs", type=int, default=1, help="models that are measured at a time")

@@ -105,12 +105,16 @@ def action_time(microbatches: int = 64, repeats: int = 41, device: str = "cpu") 
         for one in pieces:
             stage.forward(**one)[-1].backward()
 
-    extra = [-cpu_time(bare, device) + cpu_time(lambda: rank.executor.step(pieces), device) for _ in range(repeats)]
+    extra = [
+        -cpu_time(bare, device) + cpu_time(lambda: rank.executor.step(pieces), device) for _ in range(repeats)
+    ]
     pm.close()
     return {"what": "an action (F or B)", "microseconds": micro(extra, 2 * microbatches)}
 
 
-def thread_time(what: str, mesh: Mesh, call: Callable[[World], object], calls: int = 100, repeats: int = 21) -> Row:
+def thread_time(
+    what: str, mesh: Mesh, call: Callable[[World], object], calls: int = 100, repeats: int = 21
+) -> Row:
     """Per call and rank, of something that two rank threads do together."""
     needs = Needs(links=((0, 1),) if mesh.p > 1 else ())
 
@@ -123,7 +127,9 @@ def thread_time(what: str, mesh: Mesh, call: Callable[[World], object], calls: i
     return {"what": f"threads: {what}", "microseconds": micro(seconds, calls * mesh.size)}
 
 
-def call_time(what: str, run: Callable[[], object], calls: int = 1000, repeats: int = 21, device: str = "cpu") -> Row:
+def call_time(
+    what: str, run: Callable[[], object], calls: int = 1000, repeats: int = 21, device: str = "cpu"
+) -> Row:
     """Per call, in this thread."""
 
     def body() -> None:

@@ -30,7 +30,9 @@ what the paper states in words or numbers holds here too, numbers within a fifth
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
-    parser.add_argument("--doc", type=Path, default=ROOT / "docs" / "planner.md", help="where the overview goes")
+    parser.add_argument(
+        "--doc", type=Path, default=ROOT / "docs" / "planner.md", help="where the overview goes"
+    )
     args = parser.parse_args()
     tables = {}
     for name, (make, note) in sc21_tables.TABLES.items():
@@ -41,7 +43,8 @@ def main() -> None:
         figures.append(draw())
         one = figures[-1]
         print(
-            f"{one.name}: paper: {one.paper}. Here: {one.here}. Agrees: {one.agrees or 'nothing stated'}.", flush=True
+            f"{one.name}: paper: {one.paper}. Here: {one.here}. Agrees: {one.agrees or 'nothing stated'}.",
+            flush=True,
         )
     title = "Tables and figures of SC'21 and of Subramanian et al., predicted"
     write_report(args.out, "paper", title, ABOUT, tables, figures)

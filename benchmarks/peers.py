@@ -98,7 +98,14 @@ class Contender(NamedTuple):
 def ours(model: GPT, case: Case, ids: Tensor, targets: Tensor) -> tuple[Contender, dist.ProcessGroup | None]:
     """Also the group of its tensor ranks, where there are some."""
     pm = autoptd.parallelize(
-        model, case.t, case.p, case.d, v=case.v, num_microbatches=case.m, fuse=False, example_inputs=(ids, targets)
+        model,
+        case.t,
+        case.p,
+        case.d,
+        v=case.v,
+        num_microbatches=case.m,
+        fuse=False,
+        example_inputs=(ids, targets),
     )
     made = Contender(pm.step, list(pm.parameters()), lambda: pm.optimizer(torch.optim.SGD, lr=0.1))
     if case.t == 1:
@@ -122,11 +129,17 @@ def trained_by_hand(written: megatron_style.ParallelGPT) -> Contender:
     return _with_sgd(step, list(written.parameters()))
 
 
-def native(model: GPT, case: Case, tp: dist.ProcessGroup | None = None, *, sequence: bool = False) -> Contender:
+def native(
+    model: GPT, case: Case, tp: dist.ProcessGroup | None = None, *, sequence: bool = False
+) -> Contender:
     if case.p > 1:
-        made: Any = torch_native.Pipeline(model.config, model.state_dict(), p=case.p, v=case.v, t=case.t, m=case.m)
+        made: Any = torch_native.Pipeline(
+            model.config, model.state_dict(), p=case.p, v=case.v, t=case.t, m=case.m
+        )
     else:
-        made = torch_native.Whole(model.config, model.state_dict(), tp=tp, d=case.d, m=case.m, sequence=sequence)
+        made = torch_native.Whole(
+            model.config, model.state_dict(), tp=tp, d=case.d, m=case.m, sequence=sequence
+        )
     return _with_sgd(made.step, made.parameters())
 
 
@@ -147,7 +160,9 @@ def contenders(model: GPT, case: Case, ids: Tensor, targets: Tensor) -> dict[str
         found["torch DTensor"] = native(model, case, group)
         found["torch DTensor, sequence"] = native(model, case, group, sequence=True)
     else:
-        name = {True: "torch DDP", case.p > 1: "torch pipelining", case.t > 1: "torch pipelining + DTensor"}[True]
+        name = {True: "torch DDP", case.p > 1: "torch pipelining", case.t > 1: "torch pipelining + DTensor"}[
+            True
+        ]
         found[name] = native(model, case)
     return found
 
@@ -177,7 +192,9 @@ def measure(size: Size, case: Case, seconds: float, rounds: int, ceiling: bool) 
     peaks = {name: _largest(peak_bytes(one)) for name, one in runs.items()}
     wanted = [_sgd_step(model, whole_ids, whole_targets) for _ in range(3)]
     apart = {name: _largest(_apart(one, ids, targets, wanted, case.d)) for name, one in made.items()}
-    return {name: turns[name]._asdict() | {"peak MB": peaks[name] / 1e6, "parity": apart[name]} for name in made}
+    return {
+        name: turns[name]._asdict() | {"peak MB": peaks[name] / 1e6, "parity": apart[name]} for name in made
+    }
 
 
 def rows_of(size: Size, case: Case, draws: list[dict[str, Drawn]]) -> list[Row]:
@@ -195,7 +212,9 @@ def _row(size: Size, case: Case, name: str, draws: list[dict[str, Drawn]], token
     row |= {"pairs": len(wall), "draws": len(draws), "tokens/s": tokens / statistics.median(wall)}
     row |= {"ms": 1e3 * statistics.median(wall), "CPU ms": 1e3 * statistics.median(cpu)}
     if name != OURS:
-        row |= {which: ratio_of(pooled(name, which), pooled(OURS, which))._asdict() for which in ("wall", "cpu")}
+        row |= {
+            which: ratio_of(pooled(name, which), pooled(OURS, which))._asdict() for which in ("wall", "cpu")
+        }
     return row | {which: max(draw[name][which] for draw in draws) for which in ("peak MB", "parity")}
 
 
@@ -270,14 +289,22 @@ def show(rows: list[Row]) -> None:
             for x in ("wall", "cpu")
         ]
         told = f"{row['case']:<10}{row['h']:>5}  {row['who']:<28}{row['pairs']:>6}{row['tokens/s']:>10.0f}"
-        print(f"{told}{told_ratios[0]:>26}{told_ratios[1]:>24}{row['peak MB']:>8.2f}{row['parity']:>9.0e}", flush=True)
+        print(
+            f"{told}{told_ratios[0]:>26}{told_ratios[1]:>24}{row['peak MB']:>8.2f}{row['parity']:>9.0e}",
+            flush=True,
+        )
 
 
 def picture(rows: list[Row]) -> Figure:
     figure = Figure(figsize=(8, 1 + 0.28 * len(rows)), layout="constrained")
     for axes, which in zip(figure.subplots(1, 2, sharey=True), ("wall", "cpu"), strict=True):
         bars = [
-            (f"{row['case']}, h={row['h']}: {row['who']}", row[which]["median"], row[which]["low"], row[which]["high"])
+            (
+                f"{row['case']}, h={row['h']}: {row['who']}",
+                row[which]["median"],
+                row[which]["low"],
+                row[which]["high"],
+            )
             for row in rows
             if which in row
         ]
@@ -291,8 +318,12 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=6.0, help="of turns per case, 15 rounds at least")
     parser.add_argument("--draws", type=int, default=2, help="of each case, in new processes")
     parser.add_argument("--only", nargs="+", help="these cases: t=2, 'p=2 v=2', ...")
-    parser.add_argument("--widths", type=int, nargs="+", default=[size.h for size in SIZES], help="of the cases t=2")
-    parser.add_argument("--ceiling", action="store_true", help="ours and the hand-written programs only, for t=2")
+    parser.add_argument(
+        "--widths", type=int, nargs="+", default=[size.h for size in SIZES], help="of the cases t=2"
+    )
+    parser.add_argument(
+        "--ceiling", action="store_true", help="ours and the hand-written programs only, for t=2"
+    )
     args = parser.parse_args()
     todo = [(size, Case(t=2)) for size in SIZES if size.h in args.widths]
     todo += [] if args.ceiling else [(SMALL, case) for case in CASES]
@@ -303,7 +334,9 @@ def main() -> None:
         if args.only and str(case) not in args.only:
             continue
         how = (size, case, args.seconds / args.draws, math.ceil(15 / args.draws), args.ceiling)
-        found = rows_of(size, case, [spawn(measure, case.t * case.p * case.d, *how) for _ in range(args.draws)])
+        found = rows_of(
+            size, case, [spawn(measure, case.t * case.p * case.d, *how) for _ in range(args.draws)]
+        )
         rows += found
         show(found)
         save(name, {"rows": rows})  # a run that is cut short leaves what it has

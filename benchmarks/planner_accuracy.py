@@ -87,7 +87,9 @@ def korthikanti_layer(find: Callable[..., Cluster]) -> list[Point]:
 def fastest(shape: Row, cluster: Cluster, fixed: Row, microbatches: Sequence[int]) -> tuple[Prediction, Row]:
     """The fastest choice of microbatch and v that fits, where a source does not state them; `predict` of that."""
     layers, best, found = shape["layers"], float("inf"), dict(fixed)
-    for v in (v for v in range(1, layers + 1) if layers % (v * fixed["p"]) == 0 and (v == 1 or fixed["p"] > 1)):
+    for v in (
+        v for v in range(1, layers + 1) if layers % (v * fixed["p"]) == 0 and (v == 1 or fixed["p"] > 1)
+    ):
         for b in microbatches:
             m, rest = divmod(fixed["batch"], fixed["d"] * b)
             if rest or (v > 1 and m % fixed["p"]):
@@ -207,9 +209,13 @@ def line(name: str, found: Row) -> str:
 def picture(sets: dict[str, list[Point]]) -> str:
     """Predicted over measured, a column of dots per set; the band is 7% to each side."""
     width, height, top, low, high = 130 * len(sets) + 60, 320, 40, 0.7, 1.3
-    lines = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif">']
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif">'
+    ]
     lines.append('<rect width="100%" height="100%" fill="white"/>')
-    lines.append('<text x="10" y="22" font-size="14">predicted over measured, calibrated; band: 7% to each side</text>')
+    lines.append(
+        '<text x="10" y="22" font-size="14">predicted over measured, calibrated; band: 7% to each side</text>'
+    )
 
     def at(ratio: float) -> float:
         return top + (high - min(max(ratio, low), high)) / (high - low) * (height - top - 50)
@@ -219,7 +225,9 @@ def picture(sets: dict[str, list[Point]]) -> str:
     )
     for ratio in (0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3):
         lines.append(f'<text x="14" y="{at(ratio) + 4:.1f}" font-size="11">{ratio:.1f}</text>')
-        lines.append(f'<line x1="50" x2="{width - 10}" y1="{at(ratio):.1f}" y2="{at(ratio):.1f}" stroke="#ccc"/>')
+        lines.append(
+            f'<line x1="50" x2="{width - 10}" y1="{at(ratio):.1f}" y2="{at(ratio):.1f}" stroke="#ccc"/>'
+        )
     for column, (name, points) in enumerate(sets.items()):
         left = 60 + 130 * column
         lines.append(
@@ -264,7 +272,9 @@ def main() -> None:
             words = "{others} others: {mape:.1%} on average, {worst:.1%} at worst".format(**found)
             print(f"    factor from {half} alone ({found['factor']:.3f}), the {words}")
         for one in points["calibrated"] if args.points else ():
-            print(f"    {one.name:60} measured {one.measured:10.2f} predicted {one.predicted:10.2f} {one.error:+.1%}")
+            print(
+                f"    {one.name:60} measured {one.measured:10.2f} predicted {one.predicted:10.2f} {one.error:+.1%}"
+            )
     for name in missing:
         print(f"{name:24}  not run (--data)")
     if "BLOOM, memory" in sets:

@@ -79,11 +79,18 @@ def compare(kind: str, count: int) -> dict[str, float]:
         if drawn is None:
             continue
         shape, cluster, way = drawn
-        closed, found = estimate(shape, cluster, Setting(**way)), predict(shape, cluster, **way, max_actions=10**9)
+        closed, found = (
+            estimate(shape, cluster, Setting(**way)),
+            predict(shape, cluster, **way, max_actions=10**9),
+        )
         seconds.append(float(closed.step_seconds) / found.step_seconds - 1)
         held.append(float(closed.memory_bytes) / max(found.memory) - 1)
-    means = {f"{name}_mean": sum(map(abs, found)) / count for name, found in (("time", seconds), ("memory", held))}
-    return means | {f"{name}_worst": max(map(abs, found)) for name, found in (("time", seconds), ("memory", held))}
+    means = {
+        f"{name}_mean": sum(map(abs, found)) / count for name, found in (("time", seconds), ("memory", held))
+    }
+    return means | {
+        f"{name}_worst": max(map(abs, found)) for name, found in (("time", seconds), ("memory", held))
+    }
 
 
 def main() -> None:
@@ -97,9 +104,7 @@ def main() -> None:
     rows = {}
     for kind in KINDS:
         one = rows[kind] = compare(kind, args.settings)
-        cells = (
-            f"{one['time_mean']:11.2%} {one['time_worst']:7.2%} {one['memory_mean']:14.2%} {one['memory_worst']:7.2%}"
-        )
+        cells = f"{one['time_mean']:11.2%} {one['time_worst']:7.2%} {one['memory_mean']:14.2%} {one['memory_worst']:7.2%}"
         print(f"{kind:36} {cells}", flush=True)
     args.out.write_text(json.dumps({"settings": args.settings, "kinds": rows}, indent=1) + "\n")
 

@@ -51,19 +51,31 @@ def check(record: dict[str, Any]) -> dict[str, Any]:
     where, added = model.variants(columns)
     candidates = {**take(columns, where), **added}
     model.seconds(candidates), model.memory_bytes(candidates)
-    row = {"search_seconds": searched, "searched": found.evaluated, "all_seconds": time.process_time() - start}
+    row = {
+        "search_seconds": searched,
+        "searched": found.evaluated,
+        "all_seconds": time.process_time() - start,
+    }
     row |= {"candidates": len(where), "count_agrees": len(where) == record["candidates"]}
     row |= {"feasible_agrees": (len(found) > 0) == record["feasible"], "plan_agrees": True, "worst": 0.0}
     if record["feasible"] and len(found):
         published = np.array([record["time_s"], *record["runner_up_times_s"]])
         row["worst"] = float(np.max(np.abs(found.seconds[: len(published)] / published - 1)))
-        row["plan_agrees"] = _same_plan(record, {name: int(values[0]) for name, values in found.columns.items()})
+        row["plan_agrees"] = _same_plan(
+            record, {name: int(values[0]) for name, values in found.columns.items()}
+        )
     return row
 
 
 def _same_plan(record: dict[str, Any], best: dict[str, int]) -> bool:
     config = record["config"]
-    degrees = (config.get("t1", config["t"]), config.get("t2", 1), config["p"], config["d"], config["microbatch"])
+    degrees = (
+        config.get("t1", config["t"]),
+        config.get("t2", 1),
+        config["p"],
+        config["d"],
+        config["microbatch"],
+    )
     inside = {NAMES[axis]: width for axis, width in record["placement"].items()}
     same = degrees == tuple(best[name] for name in ("t1", "t2", "p", "d", "b"))
     return same and all(best[name] == width for name, width in inside.items())
@@ -91,7 +103,9 @@ def main() -> None:
     print(f"{'all':15s} {_line(rows)}")
     total, bounded = sum(row["candidates"] for row in rows), sum(row["searched"] for row in rows)
     evaluated, searched = sum(row["all_seconds"] for row in rows), sum(row["search_seconds"] for row in rows)
-    print(f"evaluated {total / evaluated:,.0f} candidates/s, searched {bounded / searched:,.0f} candidates/s, one core")
+    print(
+        f"evaluated {total / evaluated:,.0f} candidates/s, searched {bounded / searched:,.0f} candidates/s, one core"
+    )
     if arguments.results:
         summary = {
             "problems": len(rows),

@@ -86,7 +86,9 @@ def best(call: Callable[[], Any], runs: int) -> tuple[float, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results" / "planner_search.json")
+    parser.add_argument(
+        "--results", type=Path, default=ROOT / "benchmarks" / "results" / "planner_search.json"
+    )
     arguments = parser.parse_args()
     rows = []
     print(

@@ -74,7 +74,12 @@ class RealModel:
 
 
 def _sizes(width: int, inner: int, heads: int, kv_heads: int, vocabulary: int, **more: Any) -> Row:
-    sizes = {"hidden_size": width, "intermediate_size": inner, "num_attention_heads": heads, "vocab_size": vocabulary}
+    sizes = {
+        "hidden_size": width,
+        "intermediate_size": inner,
+        "num_attention_heads": heads,
+        "vocab_size": vocabulary,
+    }
     return sizes | ({"num_key_value_heads": kv_heads} if kv_heads != heads else {}) | more
 
 
@@ -101,7 +106,13 @@ MODELS: dict[str, RealModel] = {
     "gemma2-9b": RealModel("Gemma2", _sizes(3584, 14336, 16, 8, 256000, head_dim=256, sliding_window=4096)),
     "falcon-40b": RealModel(
         "Falcon",
-        {"hidden_size": 8192, "num_attention_heads": 128, "num_kv_heads": 8, "vocab_size": 65024, "bias": False}
+        {
+            "hidden_size": 8192,
+            "num_attention_heads": 128,
+            "num_kv_heads": 8,
+            "vocab_size": 65024,
+            "bias": False,
+        }
         | {"new_decoder_architecture": True, "attention_dropout": 0.0, "hidden_dropout": 0.0},
         layers="transformer.h",
         sums=1,
@@ -183,7 +194,8 @@ def row(name: str, tokens: int, choice: bool | str) -> Row:
 
 def text(one: Row) -> str:
     calls = {
-        phase: " ".join(f"{n} {kind}" for kind, n in one["layer"][phase].items()) for phase in ("forward", "backward")
+        phase: " ".join(f"{n} {kind}" for kind, n in one["layer"][phase].items())
+        for phase in ("forward", "backward")
     }
     alike = "" if one["layers are alike"] else ", layers differ"
     return (

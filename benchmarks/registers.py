@@ -135,7 +135,9 @@ def measure(call: Call, architecture: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--arch", type=int, default=90, help="compute capability, 90 for an H100")
     parser.add_argument("--only", default="", help="calls whose name has this in it")
     given = parser.parse_args()

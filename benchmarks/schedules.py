@@ -58,7 +58,11 @@ def compare(schedule: str, v: int, m: int, unit: float, steps: int) -> Row:
     has_w = any(action.kind is Kind.W for order in orders for action in order)
     forward, backward, weight_gradient = 1 / v, 2 / v, 1 / v
     simulated = simulate(orders, forward=forward, backward=backward, weight_gradient=weight_gradient)
-    units = {Kind.F: forward, Kind.B: backward - weight_gradient if has_w else backward, Kind.W: weight_gradient}
+    units = {
+        Kind.F: forward,
+        Kind.B: backward - weight_gradient if has_w else backward,
+        Kind.W: weight_gradient,
+    }
     delays = {(stage, kind): unit * time for kind, time in units.items() for stage in range(P * v)}
     ranks = pm._started("step")
     pm.step(x, target)
@@ -102,9 +106,13 @@ def picture(rows: list[Row]) -> str:
     """Bubbles as horizontal bars, simulated above executed."""
     widest = max(row[how]["bubble"] for row in rows for how in ("simulated", "executed"))
     height = 70 + 38 * len(rows)
-    lines = [f'<svg xmlns="http://www.w3.org/2000/svg" width="640" height="{height}" font-family="sans-serif">']
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="640" height="{height}" font-family="sans-serif">'
+    ]
     lines.append('<rect width="100%" height="100%" fill="white"/>')
-    lines.append(f'<text x="10" y="24" font-size="14">bubble over ideal time, p={P}, t_b = 2 t_f, W half of B</text>')
+    lines.append(
+        f'<text x="10" y="24" font-size="14">bubble over ideal time, p={P}, t_b = 2 t_f, W half of B</text>'
+    )
     lines.append('<text x="10" y="42" font-size="12" fill="#555">light: simulated; dark: executed</text>')
     for i, row in enumerate(rows):
         y = 56 + 38 * i

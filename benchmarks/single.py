@@ -57,7 +57,10 @@ def gpt(h: int, heads: int, layers: int, s: int, vocab: int = 256) -> GPTConfig:
 
 
 SETUPS = [Setup(f"h={h}", gpt(h, h // 16, 4, 64), 4) for h in (64, 128, 256, 512)]
-SETUPS += [Setup("h=128 m=4", gpt(128, 8, 4, 64), 2, m=4), Setup("h=256 V=8192", gpt(256, 16, 4, 256, 8192), 4)]
+SETUPS += [
+    Setup("h=128 m=4", gpt(128, 8, 4, 64), 2, m=4),
+    Setup("h=256 V=8192", gpt(256, 16, 4, 256, 8192), 4),
+]
 
 
 def model_flops(config: GPTConfig, tokens: int) -> float:
@@ -77,7 +80,9 @@ def gemm_ceiling(tokens: int, h: int) -> float:
     return 8 * tokens * h**2 / best
 
 
-def eager_step(model: Callable[..., Any], parameters: list[Tensor], ids: Tensor, targets: Tensor, m: int) -> Run:
+def eager_step(
+    model: Callable[..., Any], parameters: list[Tensor], ids: Tensor, targets: Tensor, m: int
+) -> Run:
     """A step of the model itself (or of what torch.compile made of it), as one writes it."""
 
     def run() -> float:
@@ -95,7 +100,9 @@ def eager_step(model: Callable[..., Any], parameters: list[Tensor], ids: Tensor,
 
 
 def our_step(model: GPT, ids: Tensor, targets: Tensor, m: int, **keywords: Any) -> Run:
-    pm = autoptd.parallelize(model, num_microbatches=m, backend="local", example_inputs=(ids, targets), **keywords)
+    pm = autoptd.parallelize(
+        model, num_microbatches=m, backend="local", example_inputs=(ids, targets), **keywords
+    )
     parameters = list(pm.parameters())
 
     def run() -> float:
@@ -113,7 +120,10 @@ def whole_model(setup: Setup, *, compiled: bool) -> dict[str, Run]:
     model = GPT(setup.config)
     ids, targets = batch(setup)
     parameters: list[Tensor] = list(model.parameters())
-    runs = {OURS: our_step(model, ids, targets, setup.m, fuse=False), FUSED: our_step(model, ids, targets, setup.m)}
+    runs = {
+        OURS: our_step(model, ids, targets, setup.m, fuse=False),
+        FUSED: our_step(model, ids, targets, setup.m),
+    }
     runs["eager"] = eager_step(model, parameters, ids, targets, setup.m)
     if compiled:
         runs["torch.compile"] = eager_step(torch.compile(model), parameters, ids, targets, setup.m)
@@ -136,7 +146,11 @@ def measure(setup: Setup, seconds: float, *, compiled: bool) -> list[Row]:
         wall = statistics.median(turns[name].wall)
         speed = model_flops(setup.config, tokens) / wall
         row: Row = {"setup": setup.name, "who": name, "turns": len(turns[name].wall), "ms": 1e3 * wall}
-        row |= {"CPU ms": 1e3 * statistics.median(turns[name].cpu), "GFLOP/s": speed / 1e9, "of GEMM": speed / ceiling}
+        row |= {
+            "CPU ms": 1e3 * statistics.median(turns[name].cpu),
+            "GFLOP/s": speed / 1e9,
+            "of GEMM": speed / ceiling,
+        }
         row["peak MB"] = peak_bytes(run) / 1e6
         if name != OURS:
             for which in ("wall", "cpu"):
@@ -151,9 +165,7 @@ def show(row: Row) -> None:
         f"{row[x]['median']:.3f} ({row[x]['low']:.3f}-{row[x]['high']:.3f})" if x in row else ""
         for x in ("wall", "cpu")
     ]
-    numbers = (
-        f"{row['ms']:>9.2f}{row['CPU ms']:>9.2f}{row['GFLOP/s']:>9.1f}{row['of GEMM']:>8.0%}{row['peak MB']:>9.2f}"
-    )
+    numbers = f"{row['ms']:>9.2f}{row['CPU ms']:>9.2f}{row['GFLOP/s']:>9.1f}{row['of GEMM']:>8.0%}{row['peak MB']:>9.2f}"
     print(f"{row['setup']:<20}{row['who']:<15}{numbers}{ratios[0]:>23}{ratios[1]:>23}", flush=True)
 
 
@@ -172,7 +184,9 @@ def picture(rows: list[Row]) -> Figure:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=6.0, help="of turns per row, 15 rounds at least")
-    parser.add_argument("--compiled", action="store_true", help="torch.compile everywhere, not at the first width only")
+    parser.add_argument(
+        "--compiled", action="store_true", help="torch.compile everywhere, not at the first width only"
+    )
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)

@@ -19,7 +19,9 @@ def find_faults(single: list[float], parallel: list[float], entropy: float) -> l
     if len(single) != len(parallel):
         return [f"{len(single)} steps on one device, {len(parallel)} in parallel"]
     faults = []
-    apart = [step for step, (a, b) in enumerate(zip(single, parallel, strict=True)) if not abs(a - b) <= TOLERANCE]
+    apart = [
+        step for step, (a, b) in enumerate(zip(single, parallel, strict=True)) if not abs(a - b) <= TOLERANCE
+    ]
     if apart:
         a, b = single[apart[0]], parallel[apart[0]]
         faults.append(f"the curves part at step {apart[0]}: {a:.6f} on one device, {b:.6f} in parallel")
@@ -35,7 +37,9 @@ def draw(single: list[float], parallel: list[float], entropy: float) -> str:
 
     def place(step: int, loss: float) -> tuple[float, float]:
         x = MARGIN + (WIDTH - 2 * MARGIN) * step / last
-        return round(x, 1), round(HEIGHT - MARGIN - (HEIGHT - 2 * MARGIN) * (loss - low) / (high - low or 1), 1)
+        return round(x, 1), round(
+            HEIGHT - MARGIN - (HEIGHT - 2 * MARGIN) * (loss - low) / (high - low or 1), 1
+        )
 
     def line(points: list[tuple[float, float]], stroke: str) -> str:
         return f'<polyline points="{" ".join(f"{x},{y}" for x, y in points)}" fill="none" {stroke}/>'

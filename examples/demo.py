@@ -48,7 +48,15 @@ def main() -> None:
         (args.out / name).unlink(missing_ok=True)
     run("One device, a plain torch loop", [sys.executable, here / "single.py", *sys.argv[1:]])
     # "--": without it torchrun takes the script's --d for an abbreviation of its --duplicate-... options and stops
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS), "--"]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(RANKS),
+        "--",
+    ]
     run(f"{RANKS} ranks: {' '.join(MESH)}", [*torchrun, here / "train.py", *MESH, *sys.argv[1:]])
 
     single, parallel = (read_losses(args.out / name) for name in ("single.json", "parallel.json"))

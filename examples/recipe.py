@@ -31,7 +31,9 @@ MAX_GRAD_NORM = 1.0
 
 def add_arguments(parser: ArgumentParser) -> ArgumentParser:
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--batch", type=int, default=32, help="rows of the global batch (default %(default)s)")
+    parser.add_argument(
+        "--batch", type=int, default=32, help="rows of the global batch (default %(default)s)"
+    )
     parser.add_argument("--length", type=int, default=64, help="tokens of a row (default %(default)s)")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=64)
@@ -39,7 +41,9 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--data", type=Path, help="text file (default: Python's help topics)")
-    parser.add_argument("--out", type=Path, default=Path("out"), help="folder for results (default %(default)s)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("out"), help="folder for results (default %(default)s)"
+    )
     return parser
 
 
@@ -59,7 +63,9 @@ class Log:
         self.args, self.path = args, args.out / name
         self.losses: list[float] = []
         self.times: list[float] = []  # at the start, and at the end of every step
-        self.is_live = sys.stderr.isatty()  # a terminal's line is written over, a log file takes a whole line each time
+        self.is_live = (
+            sys.stderr.isatty()
+        )  # a terminal's line is written over, a log file takes a whole line each time
         self.shown_at = 0.0
 
     def __enter__(self) -> Log:
@@ -77,7 +83,10 @@ class Log:
         done = f"{self.path.stem}: step {len(self.losses)}/{self.args.steps}"
         text = f"{done}  loss {self.losses[-1]:.3f}  {self.tokens_per_second():,.0f} tokens/s"
         print(
-            f"\r{text}\x1b[K" if self.is_live else text, end="" if self.is_live else "\n", file=sys.stderr, flush=True
+            f"\r{text}\x1b[K" if self.is_live else text,
+            end="" if self.is_live else "\n",
+            file=sys.stderr,
+            flush=True,
         )
 
     def tokens_per_second(self) -> float:

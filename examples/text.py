@@ -25,7 +25,9 @@ def load_tokens(path: str | Path | None = None) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).long()
 
 
-def batches(tokens: Tensor, batch: int, length: int, steps: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+def batches(
+    tokens: Tensor, batch: int, length: int, steps: int, seed: int
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield `steps` pairs (x, y) of shape [batch, length], drawn at random places that follow from the seed alone."""
     if len(tokens) <= length:
         raise ValueError(f"a text of {len(tokens)} bytes is too short for length={length}")

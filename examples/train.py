@@ -55,7 +55,9 @@ def parse_arguments() -> Namespace:
     parser.add_argument("--t", type=int, default=1, help="tensor parallel degree (default %(default)s)")
     parser.add_argument("--p", type=int, default=1, help="pipeline parallel degree (default %(default)s)")
     parser.add_argument("--d", type=int, default=1, help="data parallel degree (default %(default)s)")
-    parser.add_argument("--v", type=int, default=1, help="model chunks per pipeline rank (default %(default)s)")
+    parser.add_argument(
+        "--v", type=int, default=1, help="model chunks per pipeline rank (default %(default)s)"
+    )
     parser.add_argument("--num-microbatches", type=int, help="per replica and step")
     parser.add_argument("--schedule", help="gpipe, 1f1b, interleaved, looped_bfs, zb_h1, zb_2p or zbv")
     parser.add_argument("--backend", help="local (ranks are threads), gloo or nccl")

@@ -89,7 +89,11 @@ def misfits() -> list[Case]:
 
 
 def fits(case: Case) -> bool:
-    return SCHEDULES[case.schedule] in (0, case.v) and (case.v == 1 or case.p > 1) and (case.t > 1 or not case.sp)
+    return (
+        SCHEDULES[case.schedule] in (0, case.v)
+        and (case.v == 1 or case.p > 1)
+        and (case.t > 1 or not case.sp)
+    )
 
 
 def covering() -> list[Case]:
@@ -128,7 +132,9 @@ def settings(error: PlanError, case: Case) -> list[Case]:
         values = {"m" if key == "num_microbatches" else key: one for key, one in pairs}
         if values:
             last = pairs[-1][0]
-            found.append(case._replace(**{key: int(one) if one.isdigit() else one for key, one in values.items()}))
+            found.append(
+                case._replace(**{key: int(one) if one.isdigit() else one for key, one in values.items()})
+            )
     return found
 
 

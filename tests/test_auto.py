@@ -29,7 +29,9 @@ def model() -> GPT:
 def test_what_is_chosen_is_what_the_planner_finds_best() -> None:
     program = autoptd.compile(model(), t="auto", gpus=8, machine="h100", example_inputs=batch())
     found = autoptd.plan(model(), gpus=8, cluster="dgx-h100", batch=16, software="autoptd").best.degrees
-    assert {"t": program.mesh.t, "p": program.mesh.p, "d": program.mesh.d} == {key: found[key] for key in "tpd"}
+    assert {"t": program.mesh.t, "p": program.mesh.p, "d": program.mesh.d} == {
+        key: found[key] for key in "tpd"
+    }
     assert (program.v, program.num_microbatches) == (found["v"], found["m"])
 
 

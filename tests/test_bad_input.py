@@ -151,7 +151,9 @@ def test_a_keyword_that_does_not_exist(name: str) -> None:
         compile_gpt(**{name: 2})
 
 
-@pytest.mark.parametrize("wrong", [{"t": 0}, {"p": 1.5}, {"d": "2"}, {"schedule": "zigzag"}, {"v": 2}, {"timeout": 0}])
+@pytest.mark.parametrize(
+    "wrong", [{"t": 0}, {"p": 1.5}, {"d": "2"}, {"schedule": "zigzag"}, {"v": 2}, {"timeout": 0}]
+)
 def test_values_that_make_no_sense(wrong: dict[str, Any]) -> None:
     with pytest.raises(autoptd.PlanError):
         compile_gpt(**wrong)
@@ -221,7 +223,9 @@ def test_verify_refuses_a_model_whose_own_loss_is_not_finite() -> None:
     ids = torch.zeros(4, 2, dtype=torch.long)
     with pytest.raises(autoptd.PlanError, match="not finite"):
         autoptd.verify(
-            nn.Embedding(4, 4), loss_fn=lambda x, y: (x - x).log().sum(), example_inputs={"input": ids, "targets": ids}
+            nn.Embedding(4, 4),
+            loss_fn=lambda x, y: (x - x).log().sum(),
+            example_inputs={"input": ids, "targets": ids},
         )
 
 

@@ -20,7 +20,14 @@ from autoptd.program.program import Program
 from examples.gpt import GPT, GPTConfig
 
 Tensor = torch.Tensor
-MESHES: list[dict[str, Any]] = [{}, {"t": 2}, {"p": 2}, {"d": 2}, {"t": 2, "p": 2, "d": 2, "v": 2}, {"t": 4, "p": 4}]
+MESHES: list[dict[str, Any]] = [
+    {},
+    {"t": 2},
+    {"p": 2},
+    {"d": 2},
+    {"t": 2, "p": 2, "d": 2, "v": 2},
+    {"t": 4, "p": 4},
+]
 
 
 def check(program: Program, model: nn.Module) -> None:
@@ -56,8 +63,13 @@ def hugging_face(which: str) -> nn.Module:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     if which == "gpt2":
-        off = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0) | {"bos_token_id": 0, "eos_token_id": 0}
-        config = transformers.GPT2Config(vocab_size=128, n_positions=32, n_embd=64, n_layer=4, n_head=4, **off)
+        off = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0) | {
+            "bos_token_id": 0,
+            "eos_token_id": 0,
+        }
+        config = transformers.GPT2Config(
+            vocab_size=128, n_positions=32, n_embd=64, n_layer=4, n_head=4, **off
+        )
         return transformers.GPT2LMHeadModel(config)
     config = transformers.LlamaConfig(
         vocab_size=128,
@@ -152,7 +164,10 @@ class UnequalFused(nn.Module):
             gate, up = self.up(x).chunk(2, -1)
             x = x + self.down(F.silu(gate) * up)
         logits = self.head(x)
-        return {"logits": logits, "loss": F.cross_entropy(logits.view(-1, 32), targets.view(-1), ignore_index=-1)}
+        return {
+            "logits": logits,
+            "loss": F.cross_entropy(logits.view(-1, 32), targets.view(-1), ignore_index=-1),
+        }
 
 
 def ids(rows: int, size: int, high: int = 32) -> Tensor:
@@ -161,7 +176,11 @@ def ids(rows: int, size: int, high: int = 32) -> Tensor:
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Any]]] = {
     "gpt": (lambda: GPT(GPTConfig(32, 8, 7, 4, 16)), (ids(16, 8), ids(16, 8)), {}),
-    "regression": (Regression, {"x": torch.randn(16, 16), "targets": torch.randn(16, 16)}, {"loss_fn": F.mse_loss}),
+    "regression": (
+        Regression,
+        {"x": torch.randn(16, 16), "targets": torch.randn(16, 16)},
+        {"loss_fn": F.mse_loss},
+    ),
     "einsum": (Einsum, (ids(16, 8), ids(16, 8)), {}),
     "unequal": (UnequalFused, (ids(16, 8), ids(16, 8)), {}),
 }

@@ -38,7 +38,10 @@ def marked() -> dict[str, list[list[str]]]:
 
 
 def test_pages_have_marked_commands() -> None:
-    assert len(marked()) >= 8 and {name.split()[0] for name in marked()} >= {"README.md", "docs/howto/pin-a-plan.md"}
+    assert len(marked()) >= 8 and {name.split()[0] for name in marked()} >= {
+        "README.md",
+        "docs/howto/pin-a-plan.md",
+    }
 
 
 @pytest.mark.parametrize("page", sorted({name.split()[0] for name in marked()}))
@@ -68,7 +71,9 @@ def plain(text: str) -> list[str]:
     return [line for one in text.splitlines() if (line := " ".join(one.replace("transformer.", "").split()))]
 
 
-def test_the_walk_through_the_pipeline_is_the_real_dump(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_walk_through_the_pipeline_is_the_real_dump(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("autoptd.ir.machine.DEFAULT", Machine())  # not that of the tests
     monkeypatch.setenv("AUTOPTD_DUMP", str(tmp_path))
     ids, targets = torch.randint(256, (2, 16, 64), generator=torch.Generator().manual_seed(0))
@@ -76,7 +81,13 @@ def test_the_walk_through_the_pipeline_is_the_real_dump(tmp_path: Path, monkeypa
     program = autoptd.compile(GPT(GPTConfig()), **mesh, example_inputs=(ids, targets))
     sections = (ROOT / "docs/pipeline.md").read_text().split("\n## ")
     blocks = {text.split("\n")[0]: re.findall(r"```\w+\n(.*?)```", text, re.DOTALL) for text in sections}
-    forms = {"trace": "traced", "annotate": "annotated", "communicate": "connected", "cut": "cut", "localize": "local"}
+    forms = {
+        "trace": "traced",
+        "annotate": "annotated",
+        "communicate": "connected",
+        "cut": "cut",
+        "localize": "local",
+    }
     for number, (section, form) in enumerate(forms.items()):
         lines = plain((tmp_path / "passes" / f"{number:02}_{form}.txt").read_text())
         if section == "trace":  # only what it is about: the types come later
@@ -86,13 +97,20 @@ def test_the_walk_through_the_pipeline_is_the_real_dump(tmp_path: Path, monkeypa
     assert set(plain(blocks["annotate"][2])) - {"..."} <= set(told)
     monkeypatch.setenv("AUTOPTD_DUMP", str(tmp_path / "tokens"))
     autoptd.compile(
-        GPT(GPTConfig()), **mesh, sequence_parallel=True, machine=Machine(latency=1e-9), example_inputs=(ids, targets)
+        GPT(GPTConfig()),
+        **mesh,
+        sequence_parallel=True,
+        machine=Machine(latency=1e-9),
+        example_inputs=(ids, targets),
     )
     lines = plain((tmp_path / "tokens" / "passes" / "01_annotated.txt").read_text())
     assert set(plain(blocks["annotate"][1])) <= set(lines)
     for block, name in zip(blocks["emit"], ("layers.py", "stage_0.py"), strict=False):
         assert "".join(block.split()) in "".join(program.sources[name].split())
-    assert plain(blocks["schedule"][-1])[0].removeprefix("pipeline rank 0: ").removesuffix(" ...") in program.schedule
+    assert (
+        plain(blocks["schedule"][-1])[0].removeprefix("pipeline rank 0: ").removesuffix(" ...")
+        in program.schedule
+    )
 
 
 def test_links_lead_somewhere() -> None:
@@ -118,7 +136,9 @@ def test_the_tables_of_benchmarks_are_the_results() -> None:
     assert set(make_benchmarks.TABLES) | {f"gpu/{section.name}" for section in SECTIONS} == names
 
 
-def test_a_section_of_a_gpu_is_a_table_once_it_was_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_section_of_a_gpu_is_a_table_once_it_was_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(make_benchmarks, "RESULTS", tmp_path)
     page = "<!-- table: gpu/kernels -->\n<!-- end of table -->\n"
     assert "Not run" in make_benchmarks.filled(page)

@@ -79,7 +79,9 @@ def test_features_can_be_left_out() -> None:
     """A feature whose fault is known must not hide the others."""
     seen: list[Case] = []
     run_round(10, 0, Tally(), seen.append, without=["layer number", "mesh"])
-    assert {case["layer number"] for case in seen} == {"none"} and {case["mesh"] for case in seen} == {(1, 1, 1, 1)}
+    assert {case["layer number"] for case in seen} == {"none"} and {case["mesh"] for case in seen} == {
+        (1, 1, 1, 1)
+    }
     assert len({case["schedule"] for case in seen}) > 1
 
 
@@ -94,7 +96,10 @@ def test_a_buffer_that_is_not_loaded_shows() -> None:
     def forgetful(self: ParallelModel, state: dict[str, Any]) -> object:
         return right(self, {name: x for name, x in state.items() if name != "kept"}, strict=False)
 
-    with mock.patch.object(ParallelModel, "load_state_dict", forgetful), pytest.raises(InternalError, match="differs"):
+    with (
+        mock.patch.object(ParallelModel, "load_state_dict", forgetful),
+        pytest.raises(InternalError, match="differs"),
+    ):
         run_case(case)
 
 

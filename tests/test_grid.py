@@ -41,7 +41,9 @@ def test_what_does_not_fit_is_refused_with_settings_that_work(case: Case) -> Non
     assert case in [one._replace(model="gpt") for one in grid.misfits()]
     tally = Tally()
     assert tally.count(case) == "" and tally.outcomes == {"refused": 1}
-    assert {one: error for one, error in tally.seen.items() if error is None}  # what the remedy offers was run
+    assert {
+        one: error for one, error in tally.seen.items() if error is None
+    }  # what the remedy offers was run
 
 
 def test_settings_are_read_from_a_remedy() -> None:

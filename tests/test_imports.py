@@ -24,9 +24,7 @@ ALLOWED: dict[str, set[str]] = {  # package -> what it may import besides itself
     "kernels": EVERYWHERE,
     "runtime": EVERYWHERE | {"kernels"},
 }
-FACE = (
-    "face"  # the driver, the public face, the command line: every other file in autoptd/ sees all, no package sees it
-)
+FACE = "face"  # the driver, the public face, the command line: every other file in autoptd/ sees all, no package sees it
 FACES = ("cli", "doctor", "records", "reports", "verify")  # packages of it
 FILES = sorted(ROOT.rglob("*.py"))
 
@@ -161,8 +159,14 @@ def test_no_environment_is_read_at_import() -> None:
     reads = []
     for file in FILES:
         tree = ast.parse(file.read_text())
-        inside = {id(node) for one in ast.walk(tree) if isinstance(one, ast.FunctionDef) for node in ast.walk(one)}
+        inside = {
+            id(node) for one in ast.walk(tree) if isinstance(one, ast.FunctionDef) for node in ast.walk(one)
+        }
         for node in ast.walk(tree):
-            if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv") and id(node) not in inside:
+            if (
+                isinstance(node, ast.Attribute)
+                and node.attr in ("environ", "getenv")
+                and id(node) not in inside
+            ):
                 reads.append(str(file.relative_to(ROOT)))
     assert reads == []

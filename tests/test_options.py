@@ -13,7 +13,13 @@ from autoptd.cli.parser import FLAGS, make_parser, parse
 from autoptd.cli.programs import keywords_of
 from autoptd.options import KEYWORDS, NOT_YET, Keyword, Options
 
-NO_OPTIONS = {"model", "example_inputs", "weights", "gpus", "later"}  # parameters that are no field of Options
+NO_OPTIONS = {
+    "model",
+    "example_inputs",
+    "weights",
+    "gpus",
+    "later",
+}  # parameters that are no field of Options
 IN_PLANS_ONLY = {"memory_price"}  # what a saved plan tells, and nobody types
 
 
@@ -35,9 +41,13 @@ def test_every_keyword_is_declared_and_its_default_is_a_choice() -> None:
 
 def test_a_new_keyword_has_a_flag_and_is_handed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(KEYWORDS, "new_degree", Keyword("count", "of something new"))
-    monkeypatch.setitem(KEYWORDS, "new_way", Keyword("choice", choices=("left", "right"), is_for_training=True))
+    monkeypatch.setitem(
+        KEYWORDS, "new_way", Keyword("choice", choices=("left", "right"), is_for_training=True)
+    )
     _, commands = make_parser()
-    assert "--new-way" not in commands["show"].format_help() and "--new-way" in commands["train"].format_help()
+    assert (
+        "--new-way" not in commands["show"].format_help() and "--new-way" in commands["train"].format_help()
+    )
     asked = parse("train gpt2 --new-degree 4 --new-way left --t 2 --option nan=ignore".split())
     assert keywords_of(asked) == {"t": 2, "new_degree": 4, "new_way": "left", "nan": "ignore"}
     with pytest.raises(autoptd.PlanError, match="--new-way: invalid choice"):
@@ -55,7 +65,14 @@ def test_a_count_is_a_whole_number_of_at_least_1(name: str) -> None:
 
 @pytest.mark.parametrize(
     "given",
-    [{"nan": "drop"}, {"p2p": None}, {"sequence_parallel": 1}, {"fuse": True}, {"fuse": 0}, {"backend": "mpi"}],
+    [
+        {"nan": "drop"},
+        {"p2p": None},
+        {"sequence_parallel": 1},
+        {"fuse": True},
+        {"fuse": 0},
+        {"backend": "mpi"},
+    ],
     ids=str,
 )
 def test_other_values_than_the_choices_are_refused(given: dict[str, Any]) -> None:

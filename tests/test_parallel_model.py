@@ -152,14 +152,18 @@ def test_load_state_dict_lists_what_does_not_fit() -> None:
     with parallel(SMALL) as pm:
         state = pm.state_dict()
         with pytest.raises(PlanError, match=r"missing \['head.weight'\], unexpected \['extra'\]"):
-            pm.load_state_dict({"extra": torch.ones(1)} | {k: x for k, x in state.items() if k != "head.weight"})
+            pm.load_state_dict(
+                {"extra": torch.ones(1)} | {k: x for k, x in state.items() if k != "head.weight"}
+            )
         with pytest.raises(PlanError, match=r"offset has shape \(2,\), not \(6,\)"):
             pm.load_state_dict({"offset": torch.ones(2)}, strict=False)
         changed = {"offset": torch.full((6,), 0.25).double(), "table": torch.zeros(5, 6).double()}
         result = pm.load_state_dict(changed, strict=False)
         assert "wte.weight" in result.missing_keys
         after = pm.state_dict()
-        assert torch.equal(after["offset"], changed["offset"]) and torch.equal(after["table"], changed["table"])
+        assert torch.equal(after["offset"], changed["offset"]) and torch.equal(
+            after["table"], changed["table"]
+        )
         model = make_model()
         model.load_state_dict(after)
         assert pm.eval_step(*make_batch()).item() == pytest.approx(model(*make_batch()).item(), rel=1e-13)
@@ -198,9 +202,13 @@ def test_eval_step_runs_the_program_compiled_in_eval_mode() -> None:
 
     def compile_eval(args: Any, kwargs: Any, trained: Program) -> Program:
         asked.append((args[0].shape, trained is pm.program))
-        return make_program(dataclasses.replace(FULL, rows=12), model)  # another batch size shows which one runs
+        return make_program(
+            dataclasses.replace(FULL, rows=12), model
+        )  # another batch size shows which one runs
 
-    pm = ParallelModel(make_program(FULL, model), options_of(FULL), model.state_dict(), compile_eval=compile_eval)
+    pm = ParallelModel(
+        make_program(FULL, model), options_of(FULL), model.state_dict(), compile_eval=compile_eval
+    )
     try:
         for _ in range(2):
             assert pm.eval_step(*batch).item() == pytest.approx(model(*batch).item(), rel=1e-13)
@@ -234,7 +242,9 @@ def test_groups_by_name_glob_and_tensor_mean_all_copies() -> None:
         gradients = pm.gradients()
         opt.step()
         after = pm.state_dict()
-        torch.testing.assert_close(after["head.weight"], before["head.weight"] - 0.5 * gradients["head.weight"])
+        torch.testing.assert_close(
+            after["head.weight"], before["head.weight"] - 0.5 * gradients["head.weight"]
+        )
         torch.testing.assert_close(
             after["layers.1.scale"], before["layers.1.scale"] - 0.1 * gradients["layers.1.scale"]
         )
@@ -401,7 +411,9 @@ def _process(rank: int, size: int, port: int, case: Case, out: Any) -> None:
         state = pm.state_dict()
         assert bool(saved) == bool(state) == (rank == 0) and pm.gradients() == {}
         losses.append(pm.eval_step(*pm.local_batch(*make_batch())).item())
-        out.put((rank, losses, {name: x.numpy() for name, x in state.items()}, sorted(saved.get("state", {}))))
+        out.put(
+            (rank, losses, {name: x.numpy() for name, x in state.items()}, sorted(saved.get("state", {})))
+        )
         pm.close()
     except Exception as exc:
         out.put((rank, f"{type(exc).__name__}: {exc}", {}, []))

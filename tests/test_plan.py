@@ -25,7 +25,11 @@ def compile_gpt(layers: int = 4, **keywords: Any) -> Program:
 
 @pytest.mark.parametrize(
     "request_",
-    [{"t": 2, "p": 2, "d": 2, "seed": 3}, {"p": 2, "v": 2, "memory": 1e9}, {"p": 4, "delay_wgrad_compute": "after_b"}],
+    [
+        {"t": 2, "p": 2, "d": 2, "seed": 3},
+        {"p": 2, "v": 2, "memory": 1e9},
+        {"p": 4, "delay_wgrad_compute": "after_b"},
+    ],
 )
 def test_its_own_plan_gives_the_same_bytes(request_: dict[str, Any], tmp_path: Path) -> None:
     first = compile_gpt(5, **request_)
@@ -56,7 +60,11 @@ def test_layers_per_stage() -> None:
     assert layers_per_stage(program) == [3, 4, 4, 1]
     assert program.plan["cut"] == ["transformer.h.2", "transformer.h.6", "transformer.h.10"]
     assert program.costs.cut.why.startswith("as the plan says: a step takes")
-    assert layers_per_stage(compile_gpt(4, p=3, plan={"cut": [0, 4, 0]})) == [0, 4, 0]  # embedding and head alone
+    assert layers_per_stage(compile_gpt(4, p=3, plan={"cut": [0, 4, 0]})) == [
+        0,
+        4,
+        0,
+    ]  # embedding and head alone
 
 
 @pytest.mark.parametrize(
@@ -115,9 +123,17 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"cut": [4]}, {"p": 2}, "are 4 layers on 1 stages"),
     ({"cut": [2, 0, 2]}, {"p": 3}, "transformer.h.1 does not come behind transformer.h.1"),
     ({"cut": ["transformer.h.1"]}, {"p": 3}, "1 places cut the model into 2 stages, p\\*v is 3"),
-    ({"cut": ["transformer.h.2", "transformer.h.0"]}, {"p": 3}, "transformer.h.0 does not come behind transformer.h.2"),
+    (
+        {"cut": ["transformer.h.2", "transformer.h.0"]},
+        {"p": 3},
+        "transformer.h.0 does not come behind transformer.h.2",
+    ),
     ({"cut": ["transformer.g.1"]}, {"p": 2}, "'transformer.g.1' is no module .* one of transformer.h"),
-    ({"cut": ["transformer.h.1:mul"]}, {"p": 2}, "'transformer.h.1:mul': transformer.h.1 has no mul of its own"),
+    (
+        {"cut": ["transformer.h.1:mul"]},
+        {"p": 2},
+        "'transformer.h.1:mul': transformer.h.1 has no mul of its own",
+    ),
     ({"cut": ["transformer.h.1:add[2]"]}, {"p": 2}, "transformer.h.1 has 2 add of its own"),
     (
         {"cut": ["transformer.h.1.attn:split"]},
@@ -141,12 +157,22 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ),
     ({"shard": [sharded("transformer.h.0.mlp.c_fc.bias", 0)]}, {"t": 3}, "of 128, t=3 divides no factor"),
     (
-        {"shard": [sharded("transformer.h.*.mlp.c_fc.weight", 1), sharded("transformer.h.*.mlp.c_fc.bias", 0)]},
+        {
+            "shard": [
+                sharded("transformer.h.*.mlp.c_fc.weight", 1),
+                sharded("transformer.h.*.mlp.c_fc.bias", 0),
+            ]
+        },
         {"t": 2},
         "no plan has .*weight split along dim 1 and .*bias split along dim 0",
     ),
     (
-        {"shard": [sharded("transformer.h.*.mlp.c_fc.weight", 1), sharded("transformer.h.2.mlp.c_fc.weight", None)]},
+        {
+            "shard": [
+                sharded("transformer.h.*.mlp.c_fc.weight", 1),
+                sharded("transformer.h.2.mlp.c_fc.weight", None),
+            ]
+        },
         {"t": 2},
         "h.*.mlp.c_fc.weight split along dim 1, and transformer.h.2.mlp.c_fc.weight whole",
     ),
@@ -203,7 +229,9 @@ class Between(nn.Module):
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
         logits = self.b(self.between(self.a(x).bfloat16()))
-        labels = labels.view(logits.shape[0], 1, -1).expand(-1, logits[0].numel() // labels[0].numel() // VOCAB, -1)
+        labels = labels.view(logits.shape[0], 1, -1).expand(
+            -1, logits[0].numel() // labels[0].numel() // VOCAB, -1
+        )
         return F.cross_entropy(logits.flatten(0, -2).float(), labels.flatten())
 
 
@@ -220,7 +248,9 @@ class Twice(nn.Module):
 def test_a_stage_of_casts_alone_casts() -> None:
     x, labels = torch.randn(4, 3, 16), torch.zeros(4, 3, dtype=torch.long)
     model, plan = Between(Cast()), {"cut": [":to[0]", "between"]}
-    pm = autoptd.parallelize(model, p=3, plan=plan, num_microbatches=1, backend="local", example_inputs=(x, labels))
+    pm = autoptd.parallelize(
+        model, p=3, plan=plan, num_microbatches=1, backend="local", example_inputs=(x, labels)
+    )
     assert float(pm.step(x, labels)) == pytest.approx(float(model(x, labels).detach()), rel=1e-6)
     pm.close()
 
@@ -267,4 +297,6 @@ def test_memory_knows_schedule_and_parameters() -> None:
     two = held(p=2, plan={"cut": [2, 2]})
     tied = 4 * 4 * VOCAB * 32
     saved = total - params
-    assert sum(two) == pytest.approx(params + tied + saved * 1.5, rel=0.3)  # 2 and 1 microbatches of half the layers
+    assert sum(two) == pytest.approx(
+        params + tied + saved * 1.5, rel=0.3
+    )  # 2 and 1 microbatches of half the layers

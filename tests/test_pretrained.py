@@ -75,7 +75,9 @@ def test_load_step_save_load_elsewhere(name: str, tmp_path: Path) -> None:
     folder = written(model, tmp_path / "given")
     losses = []
     for mesh in (first, second):
-        pm = autoptd.parallelize(on_meta(make), **mesh, backend="local", example_inputs=example, weights=folder)
+        pm = autoptd.parallelize(
+            on_meta(make), **mesh, backend="local", example_inputs=example, weights=folder
+        )
         losses.append(one_step(pm, example))
         folder = tmp_path / "saved"
         pm.save_pretrained(folder, max_shard_size="10KB")
@@ -117,7 +119,9 @@ class Counting:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_every_rank_reads_its_own_part_only(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_rank_reads_its_own_part_only(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make, example, mesh, _ = MODELS[name]
     folder, opened = written(make().double(), tmp_path / "given"), read_folder.open_file
     read: Counter[str] = Counter()
@@ -166,11 +170,19 @@ def test_a_models_own_values_give_way_and_are_left_alone(tmp_path: Path) -> None
     pm = autoptd.parallelize(model, d=2, backend="local", example_inputs=(x,), weights=folder)
     given = Masked(2.0)
     given.load_state_dict(pm.state_dict())
-    assert given.scale.eq(2).all() and given.linear.weight.eq(2).all() and given.linear.weight.dtype == torch.float32
+    assert (
+        given.scale.eq(2).all()
+        and given.linear.weight.eq(2).all()
+        and given.linear.weight.dtype == torch.float32
+    )
     assert float(pm.step(x)) == pytest.approx(float(given(x).detach()), rel=1e-6)
     assert model.linear.weight.eq(1).all() and model.scale.eq(1).all()
     pm.save_pretrained(tmp_path / "saved")
-    assert set(read_folder.open_folder(tmp_path / "saved").entries) == {"linear.weight", "linear.bias", "scale"}
+    assert set(read_folder.open_folder(tmp_path / "saved").entries) == {
+        "linear.weight",
+        "linear.bias",
+        "scale",
+    }
     pm.close()
 
 
@@ -216,7 +228,9 @@ def test_a_buffer_without_values_is_refused(tmp_path: Path) -> None:
             return (self.linear(x) * self.table).sum()
 
     folder = written(Table().double(), tmp_path / "given")
-    with pytest.raises(autoptd.PlanError, match="table: buffers on the meta device, of which files hold no values"):
+    with pytest.raises(
+        autoptd.PlanError, match="table: buffers on the meta device, of which files hold no values"
+    ):
         autoptd.parallelize(on_meta(Table), backend="local", weights=folder)
 
 

@@ -33,7 +33,10 @@ Show = Callable[[Path, pytest.CaptureFixture[str]], str]
 SHOWN: dict[tuple[str, str], Show] = {}  # (page, the words a block begins with) -> what makes its text
 ELSEWHERE = {  # (page, the words a block begins with) -> the test that holds it
     ("docs/pipeline.md", ""): "tests/test_docs.py::test_the_walk_through_the_pipeline_is_the_real_dump",
-    ("docs/howto/check-a-launch.md", ""): "tests/doctor/test_processes.py::test_four_ranks_look_at_several_meshes",
+    (
+        "docs/howto/check-a-launch.md",
+        "",
+    ): "tests/doctor/test_processes.py::test_four_ranks_look_at_several_meshes",
 }
 
 
@@ -155,7 +158,9 @@ def _refused(model: str, **degrees: int) -> Show:
 
     def show(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
         found = own_models(folder)
-        return refusal(lambda: autoptd.compile(found["Net"](found[model]()), **degrees, example_inputs=(ROWS,)))
+        return refusal(
+            lambda: autoptd.compile(found["Net"](found[model]()), **degrees, example_inputs=(ROWS,))
+        )
 
     return show
 
@@ -186,14 +191,18 @@ def _headline(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
 @shows("README.md", "PlanError: num_microbatches=3")
 def _microbatches(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
     return refusal(
-        lambda: autoptd.compile(nn.Linear(8, 1), loss_fn=F.mse_loss, num_microbatches=3, example_inputs=(ROWS,))
+        lambda: autoptd.compile(
+            nn.Linear(8, 1), loss_fn=F.mse_loss, num_microbatches=3, example_inputs=(ROWS,)
+        )
     )
 
 
 @shows(OWN_MODEL, "t=2 p=1 d=1")
 def _verified(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
     torch.manual_seed(0)
-    with mock.patch.object(import_module("autoptd.verify.verify"), "CHECKS", CHECKS):  # tests leave most of them out
+    with mock.patch.object(
+        import_module("autoptd.verify.verify"), "CHECKS", CHECKS
+    ):  # tests leave most of them out
         return str(autoptd.verify(small_gpt(), t=2, num_microbatches=4, example_inputs=gpt_batch()))
 
 
@@ -201,7 +210,9 @@ def _verified(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
 def _other_weights(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes: dict[str, Any] = dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads"), 2)
+    sizes: dict[str, Any] = dict.fromkeys(
+        ("num_hidden_layers", "num_attention_heads", "num_key_value_heads"), 2
+    )
     sizes |= {"hidden_size": 16, "intermediate_size": 32, "vocab_size": 64}
     saved = LlamaForCausalLM(LlamaConfig(**sizes, attention_bias=True, tie_word_embeddings=True))
     saved.save_pretrained(folder / "llama-small")
@@ -212,7 +223,9 @@ def _other_weights(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
         patch.chdir(folder)
         model = LlamaForCausalLM(LlamaConfig(**sizes))
         return refusal(
-            lambda: autoptd.parallelize(model, t=2, backend="local", example_inputs=call, weights="llama-small")
+            lambda: autoptd.parallelize(
+                model, t=2, backend="local", example_inputs=call, weights="llama-small"
+            )
         )
 
 
@@ -230,7 +243,9 @@ def _nan(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
 
 @shows("docs/howto/train-on-8-gpus.md", "step  120/1000")
 def _progress(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
-    words = "train examples/gpt.py:make_gpt --t 2 --p 2 --backend local --steps 20 --batch 8 --seq 32 --random"
+    words = (
+        "train examples/gpt.py:make_gpt --t 2 --p 2 --backend local --steps 20 --batch 8 --seq 32 --random"
+    )
     assert main([*words.split(), "--measure-every", "1"]) == 0
     lines = capsys.readouterr().err.splitlines()
     return next(line for line in lines if "compute" in line and "norm" in line)
@@ -275,7 +290,9 @@ def own_models(folder: Path) -> dict[str, Any]:
 def test_every_block_of_output_is_held() -> None:
     unclaimed = [(page, text.splitlines()[0]) for page, text in blocks() if claim(page, text) is None]
     assert not unclaimed
-    assert {claim(page, text) for page, text in blocks()} >= {*SHOWN, *ELSEWHERE}, "an entry that no block needs"
+    assert {claim(page, text) for page, text in blocks()} >= {*SHOWN, *ELSEWHERE}, (
+        "an entry that no block needs"
+    )
     for (page, _), test in ELSEWHERE.items():
         file, _, name = test.partition("::")
         source = (ROOT / file).read_text()
@@ -285,7 +302,10 @@ def test_every_block_of_output_is_held() -> None:
 def each_block() -> list[Any]:
     """The keys of `SHOWN`; what takes a minute is thorough."""
     slow = {("README.md", "175 G parameters"): [pytest.mark.thorough]}
-    return [pytest.param(key, id=f"{Path(key[0]).stem}: {key[1]}", marks=slow.get(key, [])) for key in sorted(SHOWN)]
+    return [
+        pytest.param(key, id=f"{Path(key[0]).stem}: {key[1]}", marks=slow.get(key, []))
+        for key in sorted(SHOWN)
+    ]
 
 
 @pytest.mark.parametrize("key", each_block())

@@ -29,7 +29,14 @@ class Key(pickle.Pickler):
     def reducer_override(self, what: object) -> Any:
         if not isinstance(what, Tensor):
             return NotImplemented
-        about = (type(what), str(what.dtype), what.device.type, tuple(what.shape), what.stride(), what.requires_grad)
+        about = (
+            type(what),
+            str(what.dtype),
+            what.device.type,
+            tuple(what.shape),
+            what.stride(),
+            what.requires_grad,
+        )
         is_held = what.device.type == "cpu" and not isinstance(what, FakeTensor)
         data = what.detach().reshape(-1).view(torch.uint8).numpy().tobytes() if is_held else b""
         return tuple, ((about, data),)
@@ -40,7 +47,12 @@ def key_of(*what: Any) -> bytes | None:
     made = io.BytesIO()
     try:
         Key(made).dump((what, torch.get_default_dtype()))
-    except (pickle.PicklingError, AttributeError, TypeError, RuntimeError):  # the last of modules with parametrizations
+    except (
+        pickle.PicklingError,
+        AttributeError,
+        TypeError,
+        RuntimeError,
+    ):  # the last of modules with parametrizations
         return None
     return made.getvalue()
 

@@ -73,7 +73,9 @@ def find_model(name: str, keywords: Mapping[str, Any]) -> Subject:
         values = {**known.values, **keywords}
         length = next((int(values[key]) for key in LENGTHS if key in keywords), known.length)
         config = {"model_type": known.kind, **known.values}
-        return Subject(name, lambda: _from_config(name, config, keywords, _causal()), "bfloat16", length, True)
+        return Subject(
+            name, lambda: _from_config(name, config, keywords, _causal()), "bfloat16", length, True
+        )
     path = Path(name)
     if path.suffix == ".json" or (path / "config.json").is_file():
         values = _read_config(path if path.is_file() else path / "config.json")
@@ -109,7 +111,9 @@ def _from_config(
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError as error:
-        raise PlanError(f"MODEL {name}", "needs the package transformers", "pip install transformers") from error
+        raise PlanError(
+            f"MODEL {name}", "needs the package transformers", "pip install transformers"
+        ) from error
     kind = keywords.get("model_type", values.get("model_type"))
     if not kind:
         raise PlanError(f"MODEL {name}", "has no model_type", "a config of transformers")
@@ -121,7 +125,9 @@ def _from_config(
         config.use_cache = False
         model: Any = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     except (ValueError, TypeError, KeyError) as error:
-        raise PlanError(f"MODEL {name}", f"transformers makes no decoder of it: {error}", "another config") from error
+        raise PlanError(
+            f"MODEL {name}", f"transformers makes no decoder of it: {error}", "another config"
+        ) from error
     if getattr(model, "loss_type", "") is None:
         # The loss that transformers falls back to; set, it does not warn of that.
         model.loss_type = "ForCausalLM"
@@ -143,7 +149,9 @@ def _read_config(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise PlanError(f"MODEL {path}", f"cannot be read: {error}", "a config.json of transformers") from error
+        raise PlanError(
+            f"MODEL {path}", f"cannot be read: {error}", "a config.json of transformers"
+        ) from error
     if not isinstance(found, dict):
         raise PlanError(f"MODEL {path}", f"is a {type(found).__name__}", "a config.json of transformers")
     return found
@@ -178,7 +186,9 @@ def _load_module(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        raise PlanError(f"MODEL {name}", str(error), "a module on the path, or path/to/file.py:factory") from error
+        raise PlanError(
+            f"MODEL {name}", str(error), "a module on the path, or path/to/file.py:factory"
+        ) from error
 
 
 def _call(name: str, factory: Callable[..., Any], keywords: Mapping[str, Any]) -> Any:
@@ -261,7 +271,9 @@ class _Empty(TorchFunctionMode):
             if parameter.is_meta or is_lazy(parameter) or type(parameter) is not nn.Parameter:
                 return None
             if parameter not in found:
-                found[parameter] = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+                found[parameter] = nn.Parameter(
+                    torch.empty_like(parameter, device="meta"), parameter.requires_grad
+                )
             return found[parameter]  # type: ignore[no-any-return]
 
         return replace
@@ -271,9 +283,13 @@ def _split(subject: Subject, made: Any, dtype: str | None) -> tuple[nn.Module, A
     model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module):
         fact = f"its factory returns a {type(model).__name__}"
-        raise PlanError(f"MODEL {subject.name}", fact, "return the torch.nn.Module, or (module, example_inputs)")
+        raise PlanError(
+            f"MODEL {subject.name}", fact, "return the torch.nn.Module, or (module, example_inputs)"
+        )
     if dtype:
-        found = getattr(torch, {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}.get(dtype, dtype), None)
+        found = getattr(
+            torch, {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}.get(dtype, dtype), None
+        )
         if not isinstance(found, torch.dtype):
             raise PlanError(f"--dtype {dtype}", "is not a dtype of torch", "bfloat16, float32, ...")
         model = model.to(found)

@@ -90,7 +90,9 @@ def parse(arguments: Sequence[str]) -> Namespace:
             raise PlanError(f"{_flag(name)} {value}", "is below 1", "a count of at least 1, or leave it out")
     needs_model = "model" in asked and asked.command != "plan" and not getattr(asked, "list", False)
     if needs_model and asked.model is None:
-        raise PlanError("MODEL", "is missing", "for example: autoptd show gpt2 (autoptd show --list names the sizes)")
+        raise PlanError(
+            "MODEL", "is missing", "for example: autoptd show gpt2 (autoptd show --list names the sizes)"
+        )
     if asked.command == "compile" and asked.out is None:
         raise PlanError("--out", "is missing", "for example: autoptd compile gpt2 --t 2 --out out")
     return asked
@@ -107,9 +109,13 @@ class Parser(ArgumentParser):
 def _unknown_argument(name: str, command: ArgumentParser, word: str) -> PlanError:
     """What is said of an argument that a command does not take."""
     if not word.startswith("-"):
-        return PlanError(word, f"autoptd {name} does not take it", f"autoptd {name} --help lists what it takes")
+        return PlanError(
+            word, f"autoptd {name} does not take it", f"autoptd {name} --help lists what it takes"
+        )
     flag = word.partition("=")[0]
-    known = [option for action in command._actions for option in action.option_strings if option.startswith("--")]
+    known = [
+        option for action in command._actions for option in action.option_strings if option.startswith("--")
+    ]
     called_here = remedy_for(flag.lstrip("-").replace("-", "_"))
     return PlanError(flag, f"is not a flag of autoptd {name}", called_here or nearest(flag, known))
 
@@ -148,15 +154,21 @@ def make_parser() -> tuple[ArgumentParser, dict[str, ArgumentParser]]:
     show.add_argument("--explain", metavar="MODULE", help="say how tp splits a module or parameter, and why")
     show.add_argument("--json", action="store_true", help="print the numbers as JSON")
 
-    compile = command("compile", "write the program: a Python file per stage, the plan, pictures, a report", MODEL)
+    compile = command(
+        "compile", "write the program: a Python file per stage, the plan, pictures, a report", MODEL
+    )
     _add_model(compile)
-    compile.add_argument("--out", metavar="DIR", help="where to; has to be given, here or in the file of --config")
+    compile.add_argument(
+        "--out", metavar="DIR", help="where to; has to be given, here or in the file of --config"
+    )
 
     verify = command("verify", "train model and partition side by side in float64, compare everything", MODEL)
     _add_model(verify)
     verify.add_argument("--steps", type=int, default=5, help="optimizer steps (default %(default)s)")
 
-    train = command("train", "train on text, a token a byte: alone, with ranks as threads, or under torchrun", MODEL)
+    train = command(
+        "train", "train on text, a token a byte: alone, with ranks as threads, or under torchrun", MODEL
+    )
     _add_model(train)
     _add_training(train)
 
@@ -183,10 +195,16 @@ def make_parser() -> tuple[ArgumentParser, dict[str, ArgumentParser]]:
         doctor.add_argument(
             f"--{name}", type=int, metavar="N", help=f"{words}-parallel degree (default: several meshes)"
         )
-    doctor.add_argument("--backend", choices=("gloo", "nccl"), help="(default: nccl on CUDA devices, else gloo)")
+    doctor.add_argument(
+        "--backend", choices=("gloo", "nccl"), help="(default: nccl on CUDA devices, else gloo)"
+    )
     doctor.add_argument("--device", help="of a rank (default: the GPU of LOCAL_RANK, else cpu)")
     doctor.add_argument(
-        "--timeout", type=float, default=30.0, metavar="SECONDS", help="of a rank that hangs (default %(default)g)"
+        "--timeout",
+        type=float,
+        default=30.0,
+        metavar="SECONDS",
+        help="of a rank that hangs (default %(default)g)",
     )
     doctor.add_argument(
         "--cluster", help="whose links to compare with: a name, or a TOML file (default: by the device)"
@@ -201,16 +219,26 @@ def make_parser() -> tuple[ArgumentParser, dict[str, ArgumentParser]]:
 def _add_model(parser: ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", nargs="?")
     sizes = parser.add_argument_group("the model and its batch")
-    sizes.add_argument("--set", action="append", metavar="NAME=VALUE", help="a keyword of the factory or the config")
-    sizes.add_argument("--dtype", help="of the parameters, e.g. bfloat16 (show and compile: of well-known sizes, too)")
+    sizes.add_argument(
+        "--set", action="append", metavar="NAME=VALUE", help="a keyword of the factory or the config"
+    )
+    sizes.add_argument(
+        "--dtype", help="of the parameters, e.g. bfloat16 (show and compile: of well-known sizes, too)"
+    )
     sizes.add_argument("--seq", type=int, metavar="N", help="sequence length (default: the model's, or 128)")
-    sizes.add_argument("--vocab", type=int, metavar="N", help="token ids are below this (default: the model's)")
+    sizes.add_argument(
+        "--vocab", type=int, metavar="N", help="token ids are below this (default: the model's)"
+    )
     sizes.add_argument("--batch", type=int, metavar="N", help="samples of the global batch")
-    sizes.add_argument("--rows", type=int, metavar="N", help="samples of a microbatch, instead of --batch (default 1)")
+    sizes.add_argument(
+        "--rows", type=int, metavar="N", help="samples of a microbatch, instead of --batch (default 1)"
+    )
 
     mesh = parser.add_argument_group("the mesh and the plan: names are those of autoptd.parallelize")
     _add_keywords(mesh, is_for_training=False)
-    mesh.add_argument("--option", action="append", metavar="NAME=VALUE", help="any other keyword of parallelize")
+    mesh.add_argument(
+        "--option", action="append", metavar="NAME=VALUE", help="any other keyword of parallelize"
+    )
     parser.add_argument("--config", metavar="FILE", help="flags from a TOML, YAML or JSON file")
 
 
@@ -231,7 +259,9 @@ def _add_training(parser: ArgumentParser) -> None:
     run = parser.add_argument_group("training")
     _add_keywords(run, is_for_training=True)
     run.add_argument(
-        "--random", action="store_true", help="begin with random weights, where the folder MODEL has some of its own"
+        "--random",
+        action="store_true",
+        help="begin with random weights, where the folder MODEL has some of its own",
     )
     run.add_argument("--data", metavar="FILE", help="text (default: Python's own help topics)")
     run.add_argument("--steps", type=int, default=100, help="(default %(default)s)")
@@ -254,12 +284,16 @@ def _add_training(parser: ArgumentParser) -> None:
 
 def _add_simulation(parser: ArgumentParser) -> None:
     parser.add_argument("--p", type=int, required=True, help="pipeline ranks")
-    parser.add_argument("--v", type=int, default=1, help="model chunks per pipeline rank (default %(default)s)")
+    parser.add_argument(
+        "--v", type=int, default=1, help="model chunks per pipeline rank (default %(default)s)"
+    )
     parser.add_argument("--num-microbatches", type=int, help="per step (default 4p; a file's own)")
     parser.add_argument(
         "--schedule", help=f"{', '.join(SCHEDULES)}, or a file (default: 1f1b, interleaved where v > 1)"
     )
-    parser.add_argument("--forward", type=float, default=1.0, help="time of a stage's forward (default %(default)s)")
+    parser.add_argument(
+        "--forward", type=float, default=1.0, help="time of a stage's forward (default %(default)s)"
+    )
     parser.add_argument("--backward", type=float, default=2.0, help="likewise (default %(default)s)")
     parser.add_argument("--link", type=float, default=0.0, help="time of a message (default %(default)s)")
     parser.add_argument("--out", metavar="FILE", help="write the chart: schedule.svg")
@@ -267,7 +301,9 @@ def _add_simulation(parser: ArgumentParser) -> None:
 
 def _add_planning(parser: ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", nargs="?", help="its config gives the sizes")
-    parser.add_argument("--set", action="append", metavar="NAME=VALUE", help="a keyword of the factory or the config")
+    parser.add_argument(
+        "--set", action="append", metavar="NAME=VALUE", help="a keyword of the factory or the config"
+    )
     sizes = parser.add_argument_group("the sizes: instead of MODEL, or other than its own")
     sizes.add_argument("--shape", metavar="FILE", help="a JSON file with these sizes")
     for name in SIZES:
@@ -277,10 +313,14 @@ def _add_planning(parser: ArgumentParser) -> None:
     where.add_argument("--batch", type=int, metavar="N", help="sequences of a step")
     where.add_argument("--cluster", default="dgx-a100", help="a name, or a TOML file (default %(default)s)")
     where.add_argument("--memory", type=_bytes, metavar="BYTES", help="of a GPU: 80e9, 80GB or 80GiB")
-    constraints = parser.add_argument_group("constraints: a value, or several; the planner chooses what is left out")
+    constraints = parser.add_argument_group(
+        "constraints: a value, or several; the planner chooses what is left out"
+    )
     for name in ("t", "p", "d", "c", "v", "microbatch"):
         constraints.add_argument(f"--{name}", type=_numbers, metavar="N[,N]")
-    constraints.add_argument("--sequence-parallel", nargs="?", const=True, type=_switch, metavar="true|false|any")
+    constraints.add_argument(
+        "--sequence-parallel", nargs="?", const=True, type=_switch, metavar="true|false|any"
+    )
     constraints.add_argument("--recompute", metavar="none|selective|full|full:1/2|any")
     constraints.add_argument("--zero", type=_level, metavar="0|1|2|3|any")
     constraints.add_argument("--precision", metavar="fp32|bf16|fp16")
@@ -295,7 +335,9 @@ def _add_planning(parser: ArgumentParser) -> None:
     output.add_argument(
         "--when", action="store_true", help="instead: which strategy when, on one GPU, one node, slow network"
     )
-    output.add_argument("--out", metavar="FILE", help="write plan.json of the best: --plan FILE of the other commands")
+    output.add_argument(
+        "--out", metavar="FILE", help="write plan.json of the best: --plan FILE of the other commands"
+    )
     parser.add_argument("--config", metavar="FILE", help="flags from a TOML, YAML or JSON file")
 
 

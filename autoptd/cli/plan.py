@@ -23,7 +23,19 @@ from autoptd.planner.shape import Shape
 from autoptd.planner.strategies import cases_text, which_when
 
 CONSTRAINTS = (
-    *("t", "p", "d", "c", "v", "microbatch", "sequence_parallel", "recompute", "zero", "precision", "schedule"),
+    *(
+        "t",
+        "p",
+        "d",
+        "c",
+        "v",
+        "microbatch",
+        "sequence_parallel",
+        "recompute",
+        "zero",
+        "precision",
+        "schedule",
+    ),
     *("placement", "software", "memory"),
 )
 # Flags that belong to a single plan, and their defaults.
@@ -56,9 +68,13 @@ def plan(asked: Namespace) -> int:
 
 
 def _check_when(asked: Namespace) -> None:
-    given = [f"--{name.replace('_', '-')}" for name, usual in ONE_PLAN.items() if getattr(asked, name) != usual]
+    given = [
+        f"--{name.replace('_', '-')}" for name, usual in ONE_PLAN.items() if getattr(asked, name) != usual
+    ]
     if given:
-        raise PlanError("--when", f"plans several cases, and {', '.join(given)} is for one plan", "one or the other")
+        raise PlanError(
+            "--when", f"plans several cases, and {', '.join(given)} is for one plan", "one or the other"
+        )
 
 
 def read_shape(asked: Namespace) -> dict[str, Any]:

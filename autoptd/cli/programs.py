@@ -67,7 +67,9 @@ def make_program(asked: Namespace) -> tuple[str, Program]:
     subject = find_model(asked.model, read_pairs("set", asked.set))
     start = time.perf_counter()
     model, given = make_without_weights(subject, asked.dtype)
-    program = autoptd.compile(model, example_inputs=example_inputs(asked, subject, model, given), **keywords_of(asked))
+    program = autoptd.compile(
+        model, example_inputs=example_inputs(asked, subject, model, given), **keywords_of(asked)
+    )
     rows = next(spec.shape for spec in program.inputs if spec.batched)
     about = KNOWN[asked.model].source if asked.model in KNOWN else type(model).__name__
     took = time.perf_counter() - start
@@ -115,7 +117,9 @@ def _fallbacks(program: Program, folder: str | None) -> list[str]:
     first = merged[0]
     where = f"see {folder}/report.html" if folder else "--out DIR writes a report that lists all of them"
     more = f", and {len(merged) - 1} more: {where}" if len(merged) > 1 else ""
-    return [f"Not split: {first['op']} in {first['site'] or 'the model'}: {first['fact']}. {first['remedy']}{more}"]
+    return [
+        f"Not split: {first['op']} in {first['site'] or 'the model'}: {first['fact']}. {first['remedy']}{more}"
+    ]
 
 
 def _write(program: Program, folder: Path, name: str) -> None:

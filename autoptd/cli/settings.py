@@ -34,13 +34,17 @@ def read_settings(path: str, known: Collection[str]) -> dict[str, Any]:
         text = Path(path).read_text()
         found = _parse(path, text)
     except (OSError, ValueError) as error:
-        raise PlanError(f"--config {path}", f"cannot be read: {error}", "a TOML, YAML or JSON file") from error
+        raise PlanError(
+            f"--config {path}", f"cannot be read: {error}", "a TOML, YAML or JSON file"
+        ) from error
     if not isinstance(found, dict):
         raise PlanError(f"--config {path}", f"is a {type(found).__name__}", "flags by name: t = 2")
     settings = {str(key).replace("-", "_"): value for key, value in found.items()}
     for key in settings:
         if key not in known:
-            raise PlanError(f"--config {path}: {key}", "is not a flag of this command", nearest(key, sorted(known)))
+            raise PlanError(
+                f"--config {path}: {key}", "is not a flag of this command", nearest(key, sorted(known))
+            )
     return settings
 
 
@@ -52,7 +56,9 @@ def _parse(path: str, text: str) -> Any:
         try:
             import yaml
         except ImportError as error:
-            raise PlanError(f"--config {path}", "needs the package pyyaml", "pip install pyyaml, or TOML") from error
+            raise PlanError(
+                f"--config {path}", "needs the package pyyaml", "pip install pyyaml, or TOML"
+            ) from error
         try:
             return yaml.safe_load(text)
         except yaml.YAMLError as error:

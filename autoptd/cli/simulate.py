@@ -21,9 +21,13 @@ def simulate(asked: Namespace) -> int:
         orders = schedule.build_orders(name, asked.p, v, asked.num_microbatches or 4 * asked.p)
     is_finite = all(map(math.isfinite, (asked.forward, asked.backward, asked.link)))
     if not is_finite or min(asked.forward, asked.backward) <= 0 or asked.link < 0:
-        raise PlanError("--forward, --backward and --link", "are times, the first two above 0", "leave them out")
+        raise PlanError(
+            "--forward, --backward and --link", "are times, the first two above 0", "leave them out"
+        )
     weights = {"weight_gradient": asked.backward / 2}
-    result = schedule.simulate(orders, forward=asked.forward, backward=asked.backward, link=asked.link, **weights)
+    result = schedule.simulate(
+        orders, forward=asked.forward, backward=asked.backward, link=asked.link, **weights
+    )
     m = schedule.num_microbatches(orders)
     ideal = max(result.busy)
     times = f"forward {asked.forward:g}, backward {asked.backward:g}, message {asked.link:g}"

@@ -37,19 +37,27 @@ def train(asked: Namespace) -> int:
     model, given = make_with_weights(subject, asked.dtype)
     if given is not None:
         fact = "its factory brings a batch of its own: text does not fit it"
-        raise PlanError(f"MODEL {asked.model}", fact, "return the module alone, or write the loop: examples/train.py")
+        raise PlanError(
+            f"MODEL {asked.model}", fact, "return the module alone, or write the loop: examples/train.py"
+        )
     if vocabulary_of(model, asked.vocab) < 256:
         fact = f"its vocabulary of {vocabulary_of(model, asked.vocab)} has no place for 256 bytes"
         raise PlanError(f"MODEL {asked.model}", fact, "--set vocab_size=256")
     rows, length = rows_of(asked), length_of(subject, model, asked.seq)
     if rows % replicas:
-        raise PlanError(f"--batch {rows}", f"does not divide over d={options.d}", f"a multiple of {options.d}")
+        raise PlanError(
+            f"--batch {rows}", f"does not divide over d={options.d}", f"a multiple of {options.d}"
+        )
     tokens = load_tokens(asked.data)
     first = next(batches(tokens, rows, length, 1, seed))
     share = tuple(leaf[: rows // replicas] for leaf in first)
     if not asked.random and "weights" not in keywords and (folder := weights_in(asked.model)) is not None:
         keywords["weights"] = folder
-    _say(f"weights: read from {keywords['weights']}" if "weights" in keywords else f"weights: random, of seed {seed}")
+    _say(
+        f"weights: read from {keywords['weights']}"
+        if "weights" in keywords
+        else f"weights: random, of seed {seed}"
+    )
     pm = autoptd.parallelize(model, example_inputs=as_call(model, *share), **keywords)
     optimizer = pm.optimizer(torch.optim.AdamW, lr=asked.lr, weight_decay=asked.weight_decay)
     watched: dict[str, Any] = {"log": asked.log, "tensorboard": asked.tensorboard, "peak": asked.peak}

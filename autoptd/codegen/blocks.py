@@ -63,7 +63,9 @@ def write_method(writer: Writer, method: Method, t: int) -> None:
     writer.bind(bound_axes(block.nodes) | {"w": "self.weights"})
     if "buffer" in read:
         writer.bind({"b": "self.buffers"})
-    write_body(writer, block.nodes, names, t, lambda _, node: expression(node, text, site_text(node)), is_shared=True)
+    write_body(
+        writer, block.nodes, names, t, lambda _, node: expression(node, text, site_text(node)), is_shared=True
+    )
     writer.add(2, f"return {', '.join(names[node] for node in block.results)}")
     writer.gap()
 

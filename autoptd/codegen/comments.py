@@ -52,11 +52,21 @@ def reason_of(node: Node, t: int, layers: dict[str, str] | None = None, is_share
         work += ["AG again bwd"] if "readers" in record.extra else []
         return f"{', '.join(work) or 'no communication'}, {collective_bytes(node, t):,} B: {brief(node, record.why, layers)}"
     reasons = []
-    if record.why.startswith(("column", "row")) or record.forms.keys() - {BATCH} or record.fallback or record.rule:
+    if (
+        record.why.startswith(("column", "row"))
+        or record.forms.keys() - {BATCH}
+        or record.fallback
+        or record.rule
+    ):
         reasons.append(record.why or record.rule)
     if "reason" in record.extra:
         reasons.append(record.extra["reason"])
-    if layers is None and not is_shared and record.placement.startswith("computed again") and len(record.stages) > 1:
+    if (
+        layers is None
+        and not is_shared
+        and record.placement.startswith("computed again")
+        and len(record.stages) > 1
+    ):
         reasons.append(f"computed on stages {numbers_text(record.stages)}: cheaper than sent")
     return "; ".join(reasons)
 
@@ -86,9 +96,7 @@ def numbers_text(numbers: Sequence[int]) -> str:
 
 def origin_text(node: Node) -> str:
     """What a value that crosses is: `add of transformer.h.3`."""
-    return (
-        f"{(note(node).conversion or op_name(node)).removeprefix('aten.')} of {note(node).module or 'the model itself'}"
-    )
+    return f"{(note(node).conversion or op_name(node)).removeprefix('aten.')} of {note(node).module or 'the model itself'}"
 
 
 def brief(node: Node, why: str, layers: dict[str, str] | None = None) -> str:

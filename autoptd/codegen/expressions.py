@@ -24,7 +24,9 @@ from autoptd.program.calls import LOCAL_KINDS
 
 Text = Callable[[Node], str]
 DROPPED = {"memory_format"}
-SILENT = {row.name for row in CONVERSIONS.values() if row.forward in LOCAL_KINDS and row.backward in LOCAL_KINDS}
+SILENT = {
+    row.name for row in CONVERSIONS.values() if row.forward in LOCAL_KINDS and row.backward in LOCAL_KINDS
+}
 
 
 def expression(node: Node, text: Text, site: str = '""') -> str:
@@ -53,7 +55,9 @@ def expression(node: Node, text: Text, site: str = '""') -> str:
         return f"F.layer_norm({_join(args[:5], {})})"
     if name == "aten.scaled_dot_product_attention":
         names = ["attn_mask", "dropout_p", "is_causal"]
-        given = {key: arg for key, arg in zip(names, args[3:], strict=False) if arg not in ("None", "0.0", "False")}
+        given = {
+            key: arg for key, arg in zip(names, args[3:], strict=False) if arg not in ("None", "0.0", "False")
+        }
         return f"F.scaled_dot_product_attention({_join(args[:3], given | keywords)})"
     return _call(node, record.text, args, keywords)
 

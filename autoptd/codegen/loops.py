@@ -95,7 +95,12 @@ def _role(repeat: Repeat, nodes: tuple[Node, ...]) -> str:
         for arg, operand in zip(node.all_input_nodes, slots, strict=True):
             if operand.nodes == nodes and schema is not None:
                 return next(
-                    (one.name for one, given in zip(schema.arguments, node.args, strict=False) if given is arg), ""
+                    (
+                        one.name
+                        for one, given in zip(schema.arguments, node.args, strict=False)
+                        if given is arg
+                    ),
+                    "",
                 )
     return ""
 
@@ -117,7 +122,11 @@ def write_layer(writer: Writer, layer: Layer, t: int) -> None:
     carried = {arg: layer.carried[j] for arg, j in _carried_nodes(repeat)}
     # In the round that is written, one value may be two arguments: then their names are kept for them.
     often = Counter(nodes[1] for nodes in layer.outer)
-    once = {nodes[1]: name for nodes, name in layer.outer.items() if often[nodes[1]] == 1 and nodes[1] not in carried}
+    once = {
+        nodes[1]: name
+        for nodes, name in layer.outer.items()
+        if often[nodes[1]] == 1 and nodes[1] not in carried
+    }
     given = carried | once
     reserved = {*layer.weights.values(), *layer.outer.values()} - {*once.values()}
     names = choose_names(list(operators), given, repeat.leaving(1), reserved=reserved)
@@ -128,7 +137,11 @@ def write_layer(writer: Writer, layer: Layer, t: int) -> None:
     def spell(j: int, node: Node) -> str:
         texts = {}
         for arg, operand in zip(node.all_input_nodes, at.operands[j], strict=True):
-            own = repeat.own(operand.nodes) if operand.kind == "outer" and operand.nodes not in layer.outer else None
+            own = (
+                repeat.own(operand.nodes)
+                if operand.kind == "outer" and operand.nodes not in layer.outer
+                else None
+            )
             if operand.kind == "inner":
                 texts[arg] = names[operators[operand.index]]
             elif operand.kind == "carried":
@@ -207,7 +220,9 @@ def _about(layer: Layer) -> str:
     return f"One of {count} rounds: `{names[0]}` to `{names[-1]}` hold the parameters of {first[0]} to {first[-1]}, and so on."
 
 
-def write_run(writer: Writer, layer: Layer, run: Run, names: dict[Node, str], outside: Callable[[Node], str]) -> None:
+def write_run(
+    writer: Writer, layer: Layer, run: Run, names: dict[Node, str], outside: Callable[[Node], str]
+) -> None:
     """The calls of a layer in forward: a loop, or one call."""
     writer.gap()
     if run.count == 1:
@@ -217,10 +232,13 @@ def write_run(writer: Writer, layer: Layer, run: Run, names: dict[Node, str], ou
     writer.gap()
 
 
-def _write_call(writer: Writer, layer: Layer, run: Run, names: dict[Node, str], outside: Callable[[Node], str]) -> None:
+def _write_call(
+    writer: Writer, layer: Layer, run: Run, names: dict[Node, str], outside: Callable[[Node], str]
+) -> None:
     passed = [str(run.steps.first)] if layer.takes_i else []
     passed += [
-        _weights_at(weights, name, weights.first + run.first * weights.step) for weights, name in layer.weights.items()
+        _weights_at(weights, name, weights.first + run.first * weights.step)
+        for weights, name in layer.weights.items()
     ]
     passed += [outside(node) for node in run.initials]
     passed += [outside(nodes[run.first]) for nodes in layer.outer]
@@ -229,10 +247,16 @@ def _write_call(writer: Writer, layer: Layer, run: Run, names: dict[Node, str], 
     writer.add(2, f"{', '.join(names[node] for node in run.finals)} = self.{layer.name}({', '.join(passed)})")
 
 
-def _write_loop(writer: Writer, layer: Layer, run: Run, names: dict[Node, str], outside: Callable[[Node], str]) -> None:
+def _write_loop(
+    writer: Writer, layer: Layer, run: Run, names: dict[Node, str], outside: Callable[[Node], str]
+) -> None:
     steps, count = run.steps, run.count
     results = [names[node] for node in run.finals]
-    moved = [(name, outside(node)) for name, node in zip(results, run.initials, strict=True) if name != outside(node)]
+    moved = [
+        (name, outside(node))
+        for name, node in zip(results, run.initials, strict=True)
+        if name != outside(node)
+    ]
     if moved:
         writer.add(2, f"{', '.join(name for name, _ in moved)} = {', '.join(source for _, source in moved)}")
     passed = ["i"] if layer.takes_i else []
@@ -253,7 +277,9 @@ def _write_loop(writer: Writer, layer: Layer, run: Run, names: dict[Node, str], 
     last = steps.first + steps.step * count
     bounds = f"{steps.first}, {last}" + (f", {steps.step}" if steps.step != 1 else "")
     every = list(layer.weights)
-    comment = f"{every[0].path(run.first)} to {every[-1].path(run.stop - 1)}" if every and every[0].step else ""
+    comment = (
+        f"{every[0].path(run.first)} to {every[-1].path(run.stop - 1)}" if every and every[0].step else ""
+    )
     counter = "i" if any(re.search(r"\bi\b", text) for text in passed) else "_"
     writer.add(2, f"for {counter} in range({bounds}):", comment)
     writer.add(3, f"{', '.join(results)} = self.{layer.name}({', '.join(passed)})")
@@ -267,6 +293,8 @@ def _weights_at(weights: Weights, name: str, number: int | str) -> str:
 def _write_list(writer: Writer, name: str, values: Sequence[str]) -> None:
     """A list of one value per layer, wrapped."""
     writer.add(2, f"{name} = (")
-    for line in textwrap.wrap(", ".join(values) + ",", WIDTH - 12, break_long_words=False, break_on_hyphens=False):
+    for line in textwrap.wrap(
+        ", ".join(values) + ",", WIDTH - 12, break_long_words=False, break_on_hyphens=False
+    ):
         writer.add(3, line)
     writer.add(2, ")")

@@ -40,7 +40,9 @@ def choose_names(
     last reader. `reserved` names are never taken. `beyond` are the operators that follow, in another function.
     """
     position = {node: i for i, node in enumerate(body)} | (inside or {})
-    last_use = {node: max((position.get(user, -1) for user in node.users), default=-1) for node in [*given, *body]}
+    last_use = {
+        node: max((position.get(user, -1) for user in node.users), default=-1) for node in [*given, *body]
+    }
     for node, until in (held or {}).items():
         last_use[node] = max(last_use.get(node, -1), until)
     for node in results:
@@ -123,7 +125,11 @@ def assigned_name(body: list[Node], i: int) -> str:
 
 def _brings_to_layers(after: Node, node: Node) -> bool:
     """Whether `after` is the conversion behind `node` to the type in which layers begin: it keeps the name of the value."""
-    return after.target is markers.convert and after.args[0] is node and note(node).layout[note(after).axis].kind != "P"
+    return (
+        after.target is markers.convert
+        and after.args[0] is node
+        and note(node).layout[note(after).axis].kind != "P"
+    )
 
 
 def _counts(node: Node) -> bool:

@@ -61,7 +61,9 @@ class Block:
     @property
     def read(self) -> list[Node]:
         """The values it is given: all that it reads but its own, and parameters and buffers."""
-        found = dict.fromkeys(arg for node in self.nodes for arg in node.all_input_nodes if arg not in self.nodes)
+        found = dict.fromkeys(
+            arg for node in self.nodes for arg in node.all_input_nodes if arg not in self.nodes
+        )
         return [node for node in found if note(node).kind not in ("param", "buffer")]
 
     @cached_property
@@ -84,7 +86,9 @@ class Part:
 
     def read(self, kind: str) -> list[Node]:
         """The inputs, parameters or buffers that it reads, in order of first use."""
-        every = dict.fromkeys(arg for node in self.body for arg in node.all_input_nodes if arg.op == "placeholder")
+        every = dict.fromkeys(
+            arg for node in self.body for arg in node.all_input_nodes if arg.op == "placeholder"
+        )
         return [node for node in every if note(node).kind == kind]
 
     @property
@@ -103,7 +107,10 @@ class Part:
 
     def gaps(self) -> list[tuple[int, int]]:
         """The ranges of its body that no call stands for."""
-        ends, starts = [0, *(call.end for call in self.calls)], [*(call.start for call in self.calls), len(self.body)]
+        ends, starts = (
+            [0, *(call.end for call in self.calls)],
+            [*(call.start for call in self.calls), len(self.body)],
+        )
         return [(low, high) for low, high in zip(ends, starts, strict=True) if low < high]
 
     def add_calls(self, calls: Sequence[Run | Block]) -> None:
@@ -226,7 +233,9 @@ def _is_free(part: Part, nodes: Sequence[Node]) -> bool:
 def _results(nodes: Sequence[Node], homes: Sequence[Part]) -> tuple[Node, ...]:
     found = []
     for node in nodes:
-        is_read = any(set(note(user).stages) & set(note(node).stages) for user in node.users if user not in nodes)
+        is_read = any(
+            set(note(user).stages) & set(note(node).stages) for user in node.users if user not in nodes
+        )
         if is_read or any(node in part.results for part in homes):
             found.append(node)
     return tuple(found)
@@ -246,7 +255,9 @@ def name_values(part: Part) -> dict[Node, str]:
         inside |= {node: first for node in part.body[call.start : call.end] if node not in results}
         if isinstance(call, Run):
             # What every round reads, and what goes from round to round, must not share a name with another of them.
-            outer = [node for slots in call.repeat.at.operands for one in slots for node in call.outer(one.nodes)]
+            outer = [
+                node for slots in call.repeat.at.operands for one in slots for node in call.outer(one.nodes)
+            ]
             held |= dict.fromkeys([*outer, *results], behind)
             same |= dict(zip(results, _carried_names(call.repeat), strict=True))
         else:

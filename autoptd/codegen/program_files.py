@@ -52,7 +52,9 @@ def write_program(graph: Graph, t: int, crossing: Sequence[Crossing], about: Seq
     for part in parts:
         _name_methods(part, names[part.index], methods, homes)
     shared = [key for key in methods if len(homes[key]) > 1]
-    files = tuple(write_stage(part, names[part.index], t, about[part.index], methods, shared) for part in parts)
+    files = tuple(
+        write_stage(part, names[part.index], t, about[part.index], methods, shared) for part in parts
+    )
     sources = {f"stage_{part.index}.py": file.text for part, file in zip(parts, files, strict=True)}
     lines = [line for file in files for line in file.lines]
     if shared:
@@ -68,7 +70,9 @@ def write_program(graph: Graph, t: int, crossing: Sequence[Crossing], about: Seq
     return ProgramFiles(sources, files, tuple(lines))
 
 
-def _name_methods(part: Part, names: dict[Node, str], methods: Methods, homes: dict[object, set[int]]) -> None:
+def _name_methods(
+    part: Part, names: dict[Node, str], methods: Methods, homes: dict[object, set[int]]
+) -> None:
     """Add the methods that a stage calls, those that it is the first to call by the names of its forward."""
 
     def text(node: Node) -> str:
@@ -79,7 +83,9 @@ def _name_methods(part: Part, names: dict[Node, str], methods: Methods, homes: d
         homes.setdefault(key, set()).add(part.index)
         if key not in methods:
             taken = [method.name for method in methods.values()]
-            methods[key] = make_layer(call, text, taken) if isinstance(call, Run) else make_method(call, text, taken)
+            methods[key] = (
+                make_layer(call, text, taken) if isinstance(call, Run) else make_method(call, text, taken)
+            )
 
 
 __all__ = ["ProgramFiles", "write_program"]

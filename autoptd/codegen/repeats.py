@@ -69,7 +69,11 @@ class Steps:
         """One of `texts` per period; a list that alternates is written once."""
         for every in range(1, len(texts) // 2 + 1):
             if all(text == texts[k % every] for k, text in enumerate(texts)):
-                turned = [texts[(k - self.first) % every] for k in range(every)] if self.step == 1 else texts[:every]
+                turned = (
+                    [texts[(k - self.first) % every] for k in range(every)]
+                    if self.step == 1
+                    else texts[:every]
+                )
                 number = "i" if self.step == 1 else f"({self.count})"
                 return f"({', '.join(turned)})[{number} % {every}]" if every > 1 else texts[0]
         return f"({', '.join(texts)})[{self.count}]"
@@ -136,7 +140,8 @@ def _signature(node: Node) -> tuple[str, ...]:
     """What two operators must have in common to be one line: all but the numbers among their arguments."""
     place = {arg: f"node {i}" for i, arg in enumerate(node.all_input_nodes)}  # f(x, x, y) is not f(x, y, y)
     literals = map_aggregate(
-        (node.args, node.kwargs), lambda arg: place[arg] if isinstance(arg, Node) else "#" if _is_number(arg) else arg
+        (node.args, node.kwargs),
+        lambda arg: place[arg] if isinstance(arg, Node) else "#" if _is_number(arg) else arg,
     )
     made = value(node)
     dtypes = [one.dtype for one in (made if isinstance(made, (tuple, list)) else [made])]
@@ -177,7 +182,9 @@ def _is_alike(one: Node, other: Node) -> bool:
     different = {path: str(theirs[path]) for path in mine if repr(mine[path]) != repr(theirs[path])}
     if not different:
         return True
-    texts = [{arg: f"x{i}" for i, arg in enumerate(node.all_input_nodes)}.__getitem__ for node in (one, other)]
+    texts = [
+        {arg: f"x{i}" for i, arg in enumerate(node.all_input_nodes)}.__getitem__ for node in (one, other)
+    ]
     return spelled(one, different, texts[0]) == expression(other, texts[1])
 
 

@@ -34,7 +34,9 @@ FOOTER = """
 if __name__ == "__main__":
     rt.main(Stage{stage}, __file__)  # --check: this stage alone, on random numbers
 """
-ABOUT_SUB_AXES = "axis:(b)n is a part of an axis whose ranks are a grid: a factor of n ranks, behind a slower one of b."
+ABOUT_SUB_AXES = (
+    "axis:(b)n is a part of an axis whose ranks are a grid: a factor of n ranks, behind a slower one of b."
+)
 IMPORTS = {r"\btorch\.": "import torch", r"\bF\.": "import torch.nn.functional as F"}
 
 
@@ -103,7 +105,9 @@ def write_stage(
     )
 
 
-def _write_forward(writer: Writer, part: Part, names: dict[Node, str], t: int, about: About, methods: Methods) -> None:
+def _write_forward(
+    writer: Writer, part: Part, names: dict[Node, str], t: int, about: About, methods: Methods
+) -> None:
     def text(node: Node) -> str:
         return names.get(node) or weight_text("w" if note(node).kind == "param" else "b", note(node).name)
 
@@ -142,7 +146,9 @@ def _write_forward(writer: Writer, part: Part, names: dict[Node, str], t: int, a
 def _own_nodes(part: Part) -> list[Node]:
     """What the forward of a stage computes itself, not by a call."""
     bounds = [0, *(bound for call in part.calls for bound in (call.start, call.end)), len(part.body)]
-    return [node for start, end in zip(bounds[::2], bounds[1::2], strict=True) for node in part.body[start:end]]
+    return [
+        node for start, end in zip(bounds[::2], bounds[1::2], strict=True) for node in part.body[start:end]
+    ]
 
 
 def _write_sums(writer: Writer, sums: Sequence[str]) -> None:
@@ -188,4 +194,13 @@ def with_header(body: Writer, header: Sequence[str], legend: Sequence[str]) -> W
     return writer
 
 
-__all__ = ["LAYERS", "About", "StageFile", "lines_of", "method_key", "with_header", "write_any", "write_stage"]
+__all__ = [
+    "LAYERS",
+    "About",
+    "StageFile",
+    "lines_of",
+    "method_key",
+    "with_header",
+    "write_any",
+    "write_stage",
+]

@@ -23,7 +23,9 @@ class Writer:
     lines: list[str] = field(default_factory=list)
     nodes: dict[int, Node] = field(default_factory=dict)
 
-    def add(self, indent: int, text: str, comment: str = "", *, above: str = "", node: Node | None = None) -> None:
+    def add(
+        self, indent: int, text: str, comment: str = "", *, above: str = "", node: Node | None = None
+    ) -> None:
         """Add a statement, in several lines where it is too long for one.
 
         `comment` stands behind it, where it does not fit above; `above` always above.

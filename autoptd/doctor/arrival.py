@@ -130,7 +130,9 @@ class Lobby:
             self.store.wait([key], timedelta(seconds=self.timeout))
         except RuntimeError as error:
             raise RuntimeFault(
-                f"rank {self.rank} at start", why(), "look at their own output, and at the machines they were to run on"
+                f"rank {self.rank} at start",
+                why(),
+                "look at their own output, and at the machines they were to run on",
             ) from error
 
     def _who_is_absent(self) -> str:

@@ -85,13 +85,17 @@ class Checks:
         found = find_difference(result.got, result.expected, result.size, result.offset)
         if found is None:
             return
-        sources = [ranks[result.position]] if result.position >= 0 else [ranks[index] for index in found.owners]
+        sources = (
+            [ranks[result.position]] if result.position >= 0 else [ranks[index] for index in found.owners]
+        )
         if result.size and 2 * len(sources) > max(result.size, 2):
             # The parts of most ranks look wrong: the sum itself is, not anybody's part.
             sources = []
         self.note(what, over, ranks, sources, str(result.expected.dtype).removeprefix("torch."), str(found))
 
-    def note(self, what: str, over: str, ranks: Sequence[int], sources: Sequence[int], dtype: str, text: str) -> None:
+    def note(
+        self, what: str, over: str, ranks: Sequence[int], sources: Sequence[int], dtype: str, text: str
+    ) -> None:
         """Remember what is wrong."""
         key = (what, over, tuple(ranks), tuple(sources), dtype)
         if key not in self._noted and len(self.wrong) < MAX_WRONG:
@@ -144,10 +148,14 @@ def check_group(checks: Checks, over: str, group: Group, counts: Sequence[int]) 
                 settle(world, site)
                 for result in results:
                     checks.hold(what, over, group.ranks, result)
-    for index, obj in enumerate(group.gather_objects(("rank", group.index), f"doctor: gather_objects over {over}")):
+    for index, obj in enumerate(
+        group.gather_objects(("rank", group.index), f"doctor: gather_objects over {over}")
+    ):
         checks.count += 1
         if obj != ("rank", index):
-            checks.note("gather_objects", over, group.ranks, [group.ranks[index]], "objects", f"got {obj!r:.40}")
+            checks.note(
+                "gather_objects", over, group.ranks, [group.ranks[index]], "objects", f"got {obj!r:.40}"
+            )
 
 
 def _counts(counts: Sequence[int], dtype: torch.dtype) -> Sequence[int]:
@@ -162,12 +170,16 @@ def _counts(counts: Sequence[int], dtype: torch.dtype) -> Sequence[int]:
 Make = Callable[[Group, int, torch.dtype, torch.device, str], Iterator[Result]]
 
 
-def _all_reduce(group: Group, count: int, dtype: torch.dtype, device: torch.device, site: str) -> Iterator[Result]:
+def _all_reduce(
+    group: Group, count: int, dtype: torch.dtype, device: torch.device, site: str
+) -> Iterator[Result]:
     got = group.all_reduce(share(group.index, group.size, count, dtype, device), site)
     yield Result(got, total(group.size, count, dtype, device), size=group.size)
 
 
-def _maximum(group: Group, count: int, dtype: torch.dtype, device: torch.device, site: str) -> Iterator[Result]:
+def _maximum(
+    group: Group, count: int, dtype: torch.dtype, device: torch.device, site: str
+) -> Iterator[Result]:
     got = group.all_reduce(share(group.index, group.size, count, dtype, device), site, "max")
     yield Result(got, total(group.size, count, dtype, device, "max"), size=group.size)
 
@@ -183,7 +195,9 @@ def _all_reduce_start(
         yield Result(sum_.wait(), total(group.size, length, dtype, device), size=group.size)
 
 
-def _in_place(group: Group, count: int, dtype: torch.dtype, device: torch.device, site: str) -> Iterator[Result]:
+def _in_place(
+    group: Group, count: int, dtype: torch.dtype, device: torch.device, site: str
+) -> Iterator[Result]:
     """As it is, and of a tensor whose strides are not in order."""
     for rows in (1, 2):
         x = share(group.index, group.size, rows * count, dtype, device).view(count, rows).t().clone().t()
@@ -191,7 +205,9 @@ def _in_place(group: Group, count: int, dtype: torch.dtype, device: torch.device
         yield Result(got.flatten(), total(group.size, rows * count, dtype, device), size=group.size)
 
 
-def _all_gather(group: Group, count: int, dtype: torch.dtype, device: torch.device, site: str) -> Iterator[Result]:
+def _all_gather(
+    group: Group, count: int, dtype: torch.dtype, device: torch.device, site: str
+) -> Iterator[Result]:
     """Along the first dim, and along the second one of two."""
     for dim in (0, 1) if count <= MAX_WHOLE_ELEMENTS else (0,):
         yield from _gathered(group, group.all_gather(_own(group, count, dtype, device, dim), dim, site), dim)
@@ -234,9 +250,13 @@ def _scattered(group: Group, got: Tensor, dim: int) -> Iterator[Result]:
     yield Result(got, whole[offset : offset + got.numel()], size=group.size, offset=offset)
 
 
-def _reduce_scatter(group: Group, count: int, dtype: torch.dtype, device: torch.device, site: str) -> Iterator[Result]:
+def _reduce_scatter(
+    group: Group, count: int, dtype: torch.dtype, device: torch.device, site: str
+) -> Iterator[Result]:
     for dim in (0, 1) if count <= MAX_WHOLE_ELEMENTS else (0,):
-        yield from _scattered(group, group.reduce_scatter(_whole(group, count, dtype, device, dim), dim, site), dim)
+        yield from _scattered(
+            group, group.reduce_scatter(_whole(group, count, dtype, device, dim), dim, site), dim
+        )
 
 
 def _reduce_scatter_start(
@@ -247,14 +267,18 @@ def _reduce_scatter_start(
         yield from _scattered(group, pending.wait(), dim)
 
 
-def _all_to_all(group: Group, count: int, dtype: torch.dtype, device: torch.device, site: str) -> Iterator[Result]:
+def _all_to_all(
+    group: Group, count: int, dtype: torch.dtype, device: torch.device, site: str
+) -> Iterator[Result]:
     mine = group.ranks[group.index]
     parts = group.all_to_all([message(mine, other, count, dtype, device) for other in group.ranks], site)
     for index, part in enumerate(parts):
         yield Result(part, message(group.ranks[index], mine, count, dtype, device), index)
 
 
-def _broadcast(group: Group, count: int, dtype: torch.dtype, device: torch.device, site: str) -> Iterator[Result]:
+def _broadcast(
+    group: Group, count: int, dtype: torch.dtype, device: torch.device, site: str
+) -> Iterator[Result]:
     for source in dict.fromkeys((0, group.size - 1)):
         got = group.broadcast(_own(group, count, dtype, device), source, site)
         yield Result(got, message(group.ranks[source], 0, count, dtype, device), source)

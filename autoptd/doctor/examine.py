@@ -89,7 +89,9 @@ def check_all(world: World, orders: Mapping[str, Orders], counts: Sequence[int] 
     return checks
 
 
-def _all_times(world: World, orders: Mapping[str, Orders], hosts: Sequence[int], sizes: Sequence[int]) -> list[Timed]:
+def _all_times(
+    world: World, orders: Mapping[str, Orders], hosts: Sequence[int], sizes: Sequence[int]
+) -> list[Timed]:
     """Time all groups and channels; of a group, its slowest rank counts."""
     needs = needs_of_orders(world.mesh.p, orders.values())
     mine: list[tuple[tuple[str, str, tuple[int, ...], int], float]] = []
@@ -108,13 +110,17 @@ def _all_times(world: World, orders: Mapping[str, Orders], hosts: Sequence[int],
     return times
 
 
-def _time_alone(world: World, pairs: Sequence[Pair], hosts: Sequence[int], sizes: Sequence[int]) -> list[Timed]:
+def _time_alone(
+    world: World, pairs: Sequence[Pair], hosts: Sequence[int], sizes: Sequence[int]
+) -> list[Timed]:
     """Time some channels one after the other, with all others quiet."""
     world.at = "doctor: times of single channels"
     links = time_links(world, [[pair] for pair in pairs], sizes)
     mine = [(world.rank, target, nbytes, seconds) for (target, nbytes), seconds in links.items()]
     times = []
-    for source, target, nbytes, seconds in chain.from_iterable(world.everyone().gather_objects(mine, "doctor: times")):
+    for source, target, nbytes, seconds in chain.from_iterable(
+        world.everyone().gather_objects(mine, "doctor: times")
+    ):
         count = len({hosts[source], hosts[target]})
         times.append(Timed("message", "pp", (source, target), nbytes, seconds, count))
     return times

@@ -118,7 +118,10 @@ class Verdict:
 
 def own_facts(rank: int, asked: str, device: str | None, backend: str | None) -> Facts:
     """Say what can be said of this process; never raises."""
-    host, settings = socket.gethostname(), {name: os.environ[name] for name in sorted(os.environ) if _is_setting(name)}
+    host, settings = (
+        socket.gethostname(),
+        {name: os.environ[name] for name in sorted(os.environ) if _is_setting(name)},
+    )
     common = {"rank": rank, "host": host, "asked": asked, "versions": _versions(), "settings": settings}
     try:
         target = process_device(device, backend)
@@ -128,7 +131,9 @@ def own_facts(rank: int, asked: str, device: str | None, backend: str | None) ->
         measured = _of_cuda(target) if target.type == "cuda" else _of_cpu()
         return Facts(**common, backend=chosen, device=str(target), **measured)  # type: ignore[arg-type]
     except Exception as error:
-        return Facts(**common, backend=backend or "?", device=device or "?", error=f"{type(error).__name__}: {error}")  # type: ignore[arg-type]
+        return Facts(
+            **common, backend=backend or "?", device=device or "?", error=f"{type(error).__name__}: {error}"
+        )  # type: ignore[arg-type]
 
 
 def _is_setting(name: str) -> bool:
@@ -169,13 +174,23 @@ def _of_cuda(device: torch.device) -> dict[str, object]:
     properties = torch.cuda.get_device_properties(device)
     uuid = str(getattr(properties, "uuid", "")) or f"{os.environ.get('CUDA_VISIBLE_DEVICES', '')} {device}"
     in_use = max(total - free - OWN_CONTEXT, 0.0)
-    found = {"name": properties.name, "uuid": uuid, "free": float(free), "total": float(total), "in_use": in_use}
+    found = {
+        "name": properties.name,
+        "uuid": uuid,
+        "free": float(free),
+        "total": float(total),
+        "in_use": in_use,
+    }
     return {**found, "processes": _processes_on(uuid) if in_use else ()}
 
 
 def _processes_on(uuid: str) -> tuple[str, ...]:
     """Other processes that nvidia-smi sees on a card; in a container it sees none."""
-    query = ["nvidia-smi", "--query-compute-apps=gpu_uuid,pid,process_name,used_memory", "--format=csv,noheader"]
+    query = [
+        "nvidia-smi",
+        "--query-compute-apps=gpu_uuid,pid,process_name,used_memory",
+        "--format=csv,noheader",
+    ]
     try:
         output = subprocess.run(query, capture_output=True, text=True, timeout=PATIENCE).stdout
     except (OSError, subprocess.SubprocessError):
@@ -193,17 +208,25 @@ def _of_cpu() -> dict[str, object]:
     page = os.sysconf("SC_PAGE_SIZE")
     total = float(page * os.sysconf("SC_PHYS_PAGES"))
     known = "SC_AVPHYS_PAGES" in os.sysconf_names
-    return {"name": "CPU", "free": float(page * os.sysconf("SC_AVPHYS_PAGES")) if known else total, "total": total}
+    return {
+        "name": "CPU",
+        "free": float(page * os.sysconf("SC_AVPHYS_PAGES")) if known else total,
+        "total": total,
+    }
 
 
 def judge(ranks: Sequence[Facts]) -> Verdict:
     """Find what is wrong with what the ranks say; ranks are in order."""
     names = tuple(dict.fromkeys(rank.host for rank in ranks))
-    stops = [f"rank {rank.rank} on {rank.host} has no device: {rank.error}" for rank in ranks if rank.error][:5]
+    stops = [f"rank {rank.rank} on {rank.host} has no device: {rank.error}" for rank in ranks if rank.error][
+        :5
+    ]
     working = [rank for rank in ranks if not rank.error]
     warnings: list[str] = []
     for what in sorted({name for rank in ranks for name in rank.versions}):
-        lines = _differences(ranks, f"version of {what}", lambda rank, what=what: rank.versions.get(what, "none"))  # type: ignore[misc]
+        lines = _differences(
+            ranks, f"version of {what}", lambda rank, what=what: rank.versions.get(what, "none")
+        )  # type: ignore[misc]
         (warnings if what == "python" else stops).extend(lines)
     stops += _differences(ranks, "command", lambda rank: rank.asked)
     stops += _differences(working, "backend", lambda rank: rank.backend)
@@ -269,7 +292,9 @@ def _taken_memory(ranks: Sequence[Facts]) -> list[str]:
     for rank in taken[:5]:
         processes = f" ({'; '.join(rank.processes)})" if rank.processes else ""
         used = f"{bytes_text(rank.in_use)} of {rank.device} on {rank.host} are in use by another process{processes}"
-        lines.append(f"rank {rank.rank}: {used}; {bytes_text(rank.free)} of {bytes_text(rank.total)} are free")
+        lines.append(
+            f"rank {rank.rank}: {used}; {bytes_text(rank.free)} of {bytes_text(rank.total)} are free"
+        )
     if len(taken) > 5:
         lines.append(f"... and {len(taken) - 5} ranks more")
     return lines

@@ -58,7 +58,9 @@ def total(size: int, count: int, dtype: torch.dtype, device: torch.device, op: s
     return _laid(_total(size, op), count, dtype, device)
 
 
-def message(source: int, target: int, count: int, dtype: torch.dtype, device: torch.device, number: int = 0) -> Tensor:
+def message(
+    source: int, target: int, count: int, dtype: torch.dtype, device: torch.device, number: int = 0
+) -> Tensor:
     """Return what `source` sends to `target` in its message `number`."""
     places = torch.arange(PERIODS[0])
     factor = 3 + (source // 251 + 5 * (target // 251)) % 97

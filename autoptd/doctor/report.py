@@ -77,7 +77,9 @@ class DoctorReport:
             "warnings": self.warnings,
             "launch": asdict(self.verdict) if self.verdict else None,
             "cluster": cluster,
-            "meshes": [{**asdict(mesh), "times": list(map(_time_record, mesh.times))} for mesh in self.meshes],
+            "meshes": [
+                {**asdict(mesh), "times": list(map(_time_record, mesh.times))} for mesh in self.meshes
+            ],
         }
 
     def __str__(self) -> str:
@@ -104,7 +106,9 @@ def _lines(report: DoctorReport) -> Iterator[str]:
     for title, found in (("Slow, or not alike", report.warnings), ("Wrong", report.wrong)):
         if found:
             yield from ("", f"{title}:", *(f"  {line}" for line in found[:MAX_LINES]))
-            yield from (f"  ... and {len(found) - MAX_LINES} more: --json FILE has all",) * (len(found) > MAX_LINES)
+            yield from (f"  ... and {len(found) - MAX_LINES} more: --json FILE has all",) * (
+                len(found) > MAX_LINES
+            )
     yield ""
     if report.wrong:
         yield "Something is wrong."
@@ -175,7 +179,9 @@ def _wrong_lines(mesh: Mesh, wrong: Sequence[Wrong]) -> list[str]:
     return [_wrong_line(mesh, over, ranks, sources, some) for (over, ranks, sources), some in alike.items()]
 
 
-def _wrong_line(mesh: Mesh, over: str, ranks: Sequence[int], sources: Sequence[int], some: Sequence[Wrong]) -> str:
+def _wrong_line(
+    mesh: Mesh, over: str, ranks: Sequence[int], sources: Sequence[int], some: Sequence[Wrong]
+) -> str:
     seen, dtypes = ranks_text([fault.seen_by for fault in some]), dict.fromkeys(fault.dtype for fault in some)
     if some[0].what.startswith("message"):
         place, whose = f"from rank {ranks[0]} to rank {ranks[1]}", "what arrives is wrong"

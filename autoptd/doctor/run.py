@@ -78,7 +78,9 @@ def run_launched(asked: Request) -> int:
     meshes: list[MeshReport] = []
 
     def end(fault: str) -> int:
-        status = _end(asked, lobby, DoctorReport(verdict, tuple(meshes), _cluster(asked, lobby, verdict), fault))
+        status = _end(
+            asked, lobby, DoctorReport(verdict, tuple(meshes), _cluster(asked, lobby, verdict), fault)
+        )
         if fault and verdict is not None and verdict.backend == "nccl":
             # An ordinary end would wait for kernels that never finish.
             os._exit(status)
@@ -135,7 +137,9 @@ def _look_at_all(
     limit = timedelta(seconds=asked.timeout + margin)
     store = dist.PrefixStore("default", lobby.store)
     store.set_timeout(limit)
-    dist.init_process_group(verdict.backend, store=store, rank=lobby.rank, world_size=lobby.size, timeout=limit)
+    dist.init_process_group(
+        verdict.backend, store=store, rank=lobby.rank, world_size=lobby.size, timeout=limit
+    )
     asked_alone = asked_mesh(lobby.size, asked.t, asked.p, asked.d)
     for mesh in [asked_alone] if asked_alone else meshes_for(lobby.size, verdict.per_node):
         if lobby.rank == 0:

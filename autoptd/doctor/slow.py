@@ -77,13 +77,17 @@ def find_slow(times: Sequence[Timed]) -> list[Slow]:
     for some in alike.values():
         medians = _medians_of_others([timed.seconds for timed in some])
         for timed, usual in zip(some, medians, strict=True):
-            slow = Slow(timed.kind, timed.axis, timed.ranks, timed.nbytes, timed.seconds, usual, len(some) - 1)
+            slow = Slow(
+                timed.kind, timed.axis, timed.ranks, timed.nbytes, timed.seconds, usual, len(some) - 1
+            )
             calls[timed.kind == "message", timed.axis, timed.ranks, timed.nbytes].append(slow)
     worst: dict[tuple[bool, str, tuple[int, ...]], Slow] = {}
     for (is_message, axis, ranks, nbytes), found in calls.items():
         slow = sorted(found, key=lambda slow: slow.factor)[(len(found) - 1) // 2]
         place = is_message, axis, ranks
-        if _is_over(nbytes, slow.seconds, slow.usual) and (place not in worst or worst[place].factor < slow.factor):
+        if _is_over(nbytes, slow.seconds, slow.usual) and (
+            place not in worst or worst[place].factor < slow.factor
+        ):
             worst[place] = slow
     return sorted(worst.values(), key=lambda slow: -slow.factor)
 

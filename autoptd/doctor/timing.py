@@ -129,7 +129,10 @@ def time_links(world: World, rounds: Sequence[Sequence[Pair]], sizes: Sequence[i
 def _exchanges(world: World, source: int, target: int, nbytes: int) -> list[float]:
     """Seconds of some messages from `source` to `target`, each with an answer of one number."""
     site = f"doctor: {nbytes} bytes from rank {source} to rank {target}"
-    payload, answer = torch.zeros(nbytes, dtype=torch.uint8, device=world.device), torch.ones(1, device=world.device)
+    payload, answer = (
+        torch.zeros(nbytes, dtype=torch.uint8, device=world.device),
+        torch.ones(1, device=world.device),
+    )
 
     def send() -> None:
         sent = world.outgoing(target).send([payload], site)

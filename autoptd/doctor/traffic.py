@@ -36,7 +36,9 @@ def step_orders(name: str, p: int) -> Orders:
     """
     v = SCHEDULES[name]
     m = 2 * p if p <= 4 else p
-    return add_transfers(build_orders(name, p, v, m), [(stage, stage + 1, True) for stage in range(p * v - 1)])
+    return add_transfers(
+        build_orders(name, p, v, m), [(stage, stage + 1, True) for stage in range(p * v - 1)]
+    )
 
 
 def all_orders(p: int) -> dict[str, Orders]:
@@ -126,7 +128,9 @@ class _Step:
         """Wait for what a computation needs."""
         kind = AWAITED_BY[action.kind]
         mine = (kind, action.stage, action.microbatch)
-        arrived = [action for action in self._arriving if (action.kind, action.stage, action.microbatch) == mine]
+        arrived = [
+            action for action in self._arriving if (action.kind, action.stage, action.microbatch) == mine
+        ]
         for receive in arrived:
             (got,), (expected,) = self._arriving.pop(receive).wait(), self._messages(receive)
             ends = (self._peer(receive), self._world.rank)
@@ -137,7 +141,11 @@ class _Step:
         self._count += 1
         mine = share(self._tp.index, self._tp.size, count, torch.bfloat16, self._world.device)
         is_started = action.kind is Kind.B
-        got = self._tp.all_reduce_start(mine.clone(), site).wait() if is_started else self._tp.all_reduce(mine, site)
+        got = (
+            self._tp.all_reduce_start(mine.clone(), site).wait()
+            if is_started
+            else self._tp.all_reduce(mine, site)
+        )
         self._hold_sum("all_reduce_start" if is_started else "all_reduce", self._tp, "tp", got)
 
     def _start_sum(self) -> None:

@@ -28,7 +28,9 @@ class Kind(Enum):
     RECV_B = "RECV_B"
     REDUCE = "REDUCE"
 
-    __hash__ = object.__hash__  # a schedule has a million actions, looked up by hash: Enum's own is Python code
+    __hash__ = (
+        object.__hash__
+    )  # a schedule has a million actions, looked up by hash: Enum's own is Python code
 
 
 SENDS = (Kind.SEND_F, Kind.SEND_B)

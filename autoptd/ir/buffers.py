@@ -45,7 +45,9 @@ class Buffers(Mapping[str, torch.Tensor]):
 
     def looked_at(self) -> tuple[tuple[str, str], ...]:
         """(name, digest) of every buffer whose value was read."""
-        return tuple((name, digest(self._values[name])) for name in sorted(self._read) if self.has_value(name))
+        return tuple(
+            (name, digest(self._values[name])) for name in sorted(self._read) if self.has_value(name)
+        )
 
 
 @dataclass(frozen=True)

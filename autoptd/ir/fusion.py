@@ -16,7 +16,12 @@ CHUNK_ROWS = 128  # but of these rows at least: fewer make slow matrix products
 OURS = "masked_softmax bias_gelu swiglu geglu rms_norm layer_norm rotary bias_dropout_add linear_cross_entropy".split()
 # Elements of a row that a Triton program holds in its registers; wider rows spill (benchmarks/registers.py).
 WIDEST = {"rms_norm": 1 << 14, "layer_norm": 1 << 14, "masked_softmax": 1 << 15}
-FUSED = ("attention", "gelu", "silu", *OURS)  # the first three, and a layer_norm without a sum, are operators of torch
+FUSED = (
+    "attention",
+    "gelu",
+    "silu",
+    *OURS,
+)  # the first three, and a layer_norm without a sum, are operators of torch
 
 
 @dataclass(frozen=True)

@@ -111,7 +111,9 @@ class Layout:
         if len(places) < 2:
             return True
         factors = [parse(axis) for axis, _ in self.shards]
-        are_neighbours = all(slow.axis == fast.axis and slow.end == fast.before for slow, fast in pairwise(factors))
+        are_neighbours = all(
+            slow.axis == fast.axis and slow.end == fast.before for slow, fast in pairwise(factors)
+        )
         return are_neighbours and all(second == first + 1 for first, second in pairwise(places))
 
     def chunk_axis(self, dims: Dims, mesh: Mesh) -> str | None:
@@ -131,7 +133,13 @@ class Layout:
         if axis is None or mesh.degree(axis) == 1:
             return ()
         kind = self.shards[0][1]
-        return kind.dim, outer_size(dims, kind), axis, self.local_shape(dims, mesh), self.padded_size(dims, mesh)
+        return (
+            kind.dim,
+            outer_size(dims, kind),
+            axis,
+            self.local_shape(dims, mesh),
+            self.padded_size(dims, mesh),
+        )
 
     def padded_size(self, dims: Dims, mesh: Mesh) -> int:
         """Size of the dim that is padded to make equal shards; 0 where all axes divide what they cut."""

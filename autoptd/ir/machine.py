@@ -59,7 +59,9 @@ class Machine:
             may_be_zero = name in ("latency", "message", "per_parameter_byte", "per_saved_byte", "redundant")
             if not is_number or math.isnan(number) or number < 0 or (number == 0 and not may_be_zero):
                 what = "no number that is at least 0" if may_be_zero else "no positive number"
-                raise PlanError(f"machine: {name}={number!r}", what, "leave it out, or see autoptd/ir/machine.py")
+                raise PlanError(
+                    f"machine: {name}={number!r}", what, "leave it out, or see autoptd/ir/machine.py"
+                )
             if math.isinf(number) and name != "memory":
                 raise PlanError(f"machine: {name}={number!r}", "is not finite", "a large number")
         if not self.per_parameter_byte:
@@ -122,12 +124,16 @@ def find_machine(given: Any) -> Machine:
     if isinstance(given, str):
         file = machine_file(given)
         if file is None:
-            raise PlanError(f"machine={given!r}", "no such machine", f"{nearest_machines(given)}, or a Machine")
+            raise PlanError(
+                f"machine={given!r}", "no such machine", f"{nearest_machines(given)}, or a Machine"
+            )
         return _derived(tomllib.loads(file.read_text()), f"machine {file.stem}")
     if isinstance(given, Mapping):
         check_known("machine", given, [field.name for field in dataclasses.fields(Machine)])
         return Machine(**given)
-    raise PlanError("machine", f"is a {type(given).__name__}", f"one of {', '.join(machine_names())}, or a Machine")
+    raise PlanError(
+        "machine", f"is a {type(given).__name__}", f"one of {', '.join(machine_names())}, or a Machine"
+    )
 
 
 def spelled(given: Any) -> str | dict[str, float] | None:

@@ -62,7 +62,9 @@ def mean(x: Any, dims: list[int], keepdim: bool, count: int) -> Any:
     raise InternalError("mean", "a marker was executed")
 
 
-def dropout(x: Any, rate: float, site: int, batch: tuple[int, int] | None, shard: tuple[int, int] | None) -> Any:
+def dropout(
+    x: Any, rate: float, site: int, batch: tuple[int, int] | None, shard: tuple[int, int] | None
+) -> Any:
     """Dropout at call site number `site`; `batch` and `shard`: (dim, elements of it before) of the rows and of the shards."""
     raise InternalError("dropout", "a marker was executed")
 
@@ -80,5 +82,7 @@ def _fused(name: str) -> Callable[..., Any]:
     return marker
 
 
-FUSED = {name: _fused(name) for name in OURS}  # operators of autoptd/kernels, which take what passes/fusion gives them
+FUSED = {
+    name: _fused(name) for name in OURS
+}  # operators of autoptd/kernels, which take what passes/fusion gives them
 MARKERS = (convert, share, first_rows, vocab_embedding, cross_entropy, mean, dropout, linear, *FUSED.values())

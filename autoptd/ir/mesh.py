@@ -137,7 +137,9 @@ class Mesh:
         left_out = tuple(axis for axis in AXES if axis not in named)
         wide = [axis for axis in left_out if self.degree(axis) > 1]
         if wide:
-            raise PlanError(f"order={self.order!r}", f"leaves out {', '.join(wide)}", f"for example order={ORDER!r}")
+            raise PlanError(
+                f"order={self.order!r}", f"leaves out {', '.join(wide)}", f"for example order={ORDER!r}"
+            )
         return named + left_out
 
     @cached_property

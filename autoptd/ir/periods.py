@@ -84,13 +84,20 @@ def find_periods(
 
 class _Finder:
     def __init__(
-        self, body: Sequence[Node], signature: Sequence[Hashable], results: Collection[Node], agree: Agree, rank: Rank
+        self,
+        body: Sequence[Node],
+        signature: Sequence[Hashable],
+        results: Collection[Node],
+        agree: Agree,
+        rank: Rank,
     ) -> None:
         self.body, self.results, self.agree, self.rank = list(body), set(results), agree, rank
         number: dict[Hashable, int] = {}
         self.signature = [number.setdefault(one, len(number)) for one in signature]
         self.position = {node: i for i, node in enumerate(self.body)}
-        self.last_use = [max((self.position.get(user, -1) for user in node.users), default=-1) for node in self.body]
+        self.last_use = [
+            max((self.position.get(user, -1) for user in node.users), default=-1) for node in self.body
+        ]
         for node in self.results & self.position.keys():
             self.last_use[self.position[node]] = len(self.body)
 

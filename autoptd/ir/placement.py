@@ -70,7 +70,9 @@ class AxisConversion(NamedTuple):
         return self.row.backward in SUMS
 
 
-def placements(layout: Layout, dtype: str, stages: Sequence[int], grad_dtype: str = "") -> tuple[Placement, Placement]:
+def placements(
+    layout: Layout, dtype: str, stages: Sequence[int], grad_dtype: str = ""
+) -> tuple[Placement, Placement]:
     """Return storage and use of a parameter that `stages` read in `layout`, where every replica and every owner stores it."""
     types = dict(layout.over_mesh)
     types |= dict.fromkeys(_axes_of(Role.BATCH), R)

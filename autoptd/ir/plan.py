@@ -23,7 +23,18 @@ from typing import Any
 from autoptd.errors import PlanError
 
 VERSION = 1
-KEYS = ("version", "mesh", "num_microbatches", "schedule", "options", "cut", "shard", "fallbacks", "weighed", "planner")
+KEYS = (
+    "version",
+    "mesh",
+    "num_microbatches",
+    "schedule",
+    "options",
+    "cut",
+    "shard",
+    "fallbacks",
+    "weighed",
+    "planner",
+)
 MESH = ("t", "p", "d", "v", "order")
 
 
@@ -35,7 +46,9 @@ class Plan:
     shard: tuple[Mapping[str, Any], ...] = ()
 
 
-def read_plan(given: Any, keywords: Mapping[str, Any], options: frozenset[str]) -> tuple[dict[str, Any], Plan]:
+def read_plan(
+    given: Any, keywords: Mapping[str, Any], options: frozenset[str]
+) -> tuple[dict[str, Any], Plan]:
     """The keywords that the plan stands for, and what it pins.
 
     `keywords` are those that were passed beside it: where both speak they must agree. `options` are the keys that the plan's
@@ -48,7 +61,9 @@ def read_plan(given: Any, keywords: Mapping[str, Any], options: frozenset[str]) 
         raise PlanError("plan", fact, "save the plan again: program.save(folder)")
     for key, kind in (("mesh", dict), ("options", dict), ("cut", list), ("shard", list)):
         if key in plan and not isinstance(plan[key], kind):
-            raise PlanError(f"plan: {key}", f"is {plan[key]!r}", f"a JSON {'object' if kind is dict else 'list'}")
+            raise PlanError(
+                f"plan: {key}", f"is {plan[key]!r}", f"a JSON {'object' if kind is dict else 'list'}"
+            )
     check_known("plan: mesh", plan.get("mesh", {}), MESH)
     check_known("plan: options", plan.get("options", {}), sorted(options))
     said = {**plan.get("mesh", {}), **plan.get("options", {})}
@@ -70,7 +85,9 @@ def check_known(site: str, record: Mapping[str, Any], known: Any) -> None:
 def nearest(name: str, known: Any, most: int = 4) -> str:
     """`one of a, b, c`: the names that look most like `name`."""
     found = get_close_matches(name, list(known), n=most, cutoff=0.4) or list(known)[: 2 * most]
-    return f"one of {', '.join(found)}" if len(found) > 1 else f"{found[0]}" if found else "none: leave it out"
+    return (
+        f"one of {', '.join(found)}" if len(found) > 1 else f"{found[0]}" if found else "none: leave it out"
+    )
 
 
 def load_plan(given: Any) -> dict[str, Any]:
@@ -82,7 +99,9 @@ def load_plan(given: Any) -> dict[str, Any]:
         try:
             plan = json.loads(path.read_text())
         except (OSError, ValueError) as error:
-            raise PlanError(f"plan={str(given)!r}", f"cannot be read: {error}", "the path of a plan.json") from error
+            raise PlanError(
+                f"plan={str(given)!r}", f"cannot be read: {error}", "the path of a plan.json"
+            ) from error
     if not isinstance(plan, dict):
         raise PlanError("plan", f"is a {type(plan).__name__}", "a dict, or the path of a plan.json")
     return plan

@@ -39,7 +39,10 @@ def local_shapes(node: Node, sizes: Sizes) -> list[tuple[int, ...]]:
     """Local shape of each piece of a node's value (one, for a tensor)."""
     found = value(node)
     pieces = found if isinstance(found, (tuple, list)) else [found]
-    return [tuple(_local_size(node, dim, int(size), sizes) for dim, size in enumerate(one.shape)) for one in pieces]
+    return [
+        tuple(_local_size(node, dim, int(size), sizes) for dim, size in enumerate(one.shape))
+        for one in pieces
+    ]
 
 
 def local_shape(node: Node, sizes: Sizes) -> tuple[int, ...]:

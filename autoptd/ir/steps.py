@@ -50,7 +50,9 @@ def steps(axis: str, source: Layout, target: Layout, mesh: Mesh) -> list[Step] |
         before, types[part] = types[part], target[part]
         if (before.kind, types[part].kind) not in CONVERSIONS:
             return None
-        others = math.prod(mesh.degree(name) for name, kind in types.items() if name != part and kind.kind == "S")
+        others = math.prod(
+            mesh.degree(name) for name, kind in types.items() if name != part and kind.kind == "S"
+        )
         layout = target if all(types[name] == target[name] for name in parts) else Layout(types)
         found.append(Step(part, before, types[part], layout, others))
     return found

@@ -64,7 +64,9 @@ def gated_forward(gate: Tensor, up: Tensor, kind: str) -> Tensor:
     gate, up = gate.contiguous(), up.contiguous()
     out = torch.empty_like(gate)
     if gate.numel():
-        _gated[_grid(gate)](gate, up, out, gate.numel(), KIND=KINDS[kind], WIDE=computed(gate.dtype), SIZE=SIZE)
+        _gated[_grid(gate)](
+            gate, up, out, gate.numel(), KIND=KINDS[kind], WIDE=computed(gate.dtype), SIZE=SIZE
+        )
     return out
 
 
@@ -119,7 +121,9 @@ def _bias_gelu(
     at = first + tl.arange(0, SIZE)
     inside = at < count
     _, place = divided(first, tl.arange(0, SIZE), width, BIASES)
-    value = tl.load(x + at, mask=inside, other=0.0).to(WIDE) + tl.load(bias + place, mask=inside, other=0.0).to(WIDE)
+    value = tl.load(x + at, mask=inside, other=0.0).to(WIDE) + tl.load(
+        bias + place, mask=inside, other=0.0
+    ).to(WIDE)
     y, slope = _act(value, KIND)
     if BACK:
         y = slope * tl.load(grad + at, mask=inside, other=0.0).to(WIDE)
@@ -136,7 +140,9 @@ def _gated(gate, up, out, count, KIND: tl.constexpr, WIDE: tl.constexpr, SIZE: t
 
 
 @triton.jit
-def _gated_backward(grad, gate, up, d_gate, d_up, count, KIND: tl.constexpr, WIDE: tl.constexpr, SIZE: tl.constexpr):
+def _gated_backward(
+    grad, gate, up, d_gate, d_up, count, KIND: tl.constexpr, WIDE: tl.constexpr, SIZE: tl.constexpr
+):
     at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     inside = at < count
     g = tl.load(grad + at, mask=inside, other=0.0).to(WIDE)

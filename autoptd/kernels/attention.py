@@ -46,7 +46,13 @@ def attention(
 
 
 def attention_plain(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, scale: float | None = None, causal: bool = False
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    causal: bool = False,
 ) -> Tensor:
     """Compute `attention` as models spell it."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale

@@ -78,11 +78,17 @@ class Loss:
         picked = z.gather(1, labels.column.unsqueeze(1)).squeeze(1)
         weighted = None
         if self.smoothing:
-            weighted = z[:, : self.real].sum(1) if self.weight is None else z[:, : self.real] @ self.weight[: self.real]
+            weighted = (
+                z[:, : self.real].sum(1)
+                if self.weight is None
+                else z[:, : self.real] @ self.weight[: self.real]
+            )
         maximum, here = softmax_here(z, self.real, out)
         return self.reduced(maximum, here, picked, weighted, labels)
 
-    def reduced(self, maximum: Tensor, here: Tensor, picked: Tensor, weighted: Tensor | None, labels: Labels) -> Terms:
+    def reduced(
+        self, maximum: Tensor, here: Tensor, picked: Tensor, weighted: Tensor | None, labels: Labels
+    ) -> Terms:
         """Return the terms over all ranks, from those of the columns here: the maximum m, the sum of exp(z -
         m), the logit of the target, and sum_j w_j z_j.
         """

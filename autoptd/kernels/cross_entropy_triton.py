@@ -28,7 +28,15 @@ def terms(loss: Loss, z: Tensor, labels: Labels) -> Terms:
     picked = z.gather(1, labels.column.unsqueeze(1)).squeeze(1).to(maximum.dtype)
     if len(z):
         _terms[(len(z),)](
-            z, maximum, total, weighted, z.shape[1], loss.real, WIDE=computed(z.dtype), BLOCK=BLOCK, num_warps=8
+            z,
+            maximum,
+            total,
+            weighted,
+            z.shape[1],
+            loss.real,
+            WIDE=computed(z.dtype),
+            BLOCK=BLOCK,
+            num_warps=8,
         )
     return loss.reduced(maximum, total, picked, weighted if loss.smoothing else None, labels)
 
@@ -38,7 +46,9 @@ def gradients_(loss: Loss, z: Tensor, terms: Terms, labels: Labels, grad: Tensor
     return gradients(loss, z, terms, labels, grad, out=z)
 
 
-def gradients(loss: Loss, z: Tensor, terms: Terms, labels: Labels, grad: Tensor, out: Tensor | None = None) -> Tensor:
+def gradients(
+    loss: Loss, z: Tensor, terms: Terms, labels: Labels, grad: Tensor, out: Tensor | None = None
+) -> Tensor:
     """Return the gradient of the logits z [N, n], in `out` if there is one."""
     factor, hard, soft = loss.factors(terms, labels, grad)
     picked = hard.masked_fill(labels.elsewhere, 0.0)

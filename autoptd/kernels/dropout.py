@@ -70,7 +70,9 @@ def drop_torch(x: torch.Tensor, rate: float, places: Places, out: torch.Tensor |
     return out
 
 
-def _keep(x: torch.Tensor, bits: torch.Tensor, spare: torch.Tensor, rate: float, out: torch.Tensor) -> torch.Tensor:
+def _keep(
+    x: torch.Tensor, bits: torch.Tensor, spare: torch.Tensor, rate: float, out: torch.Tensor
+) -> torch.Tensor:
     """out = x / (1 - rate) where the mixed bits are large enough, 0 elsewhere."""
     mix_(bits, spare).ge_(threshold(rate))
     return torch.mul(x, bits, out=out).mul_(1.0 / (1.0 - rate))
@@ -93,7 +95,9 @@ def _numbers_before(size: torch.Size, places: Places, device: torch.device) -> t
     return (found + places.index * block).to(torch.int32)
 
 
-def _numbers_after(start: int, stop: int, size: torch.Size, places: Places, device: torch.device) -> torch.Tensor:
+def _numbers_after(
+    start: int, stop: int, size: torch.Size, places: Places, device: torch.device
+) -> torch.Tensor:
     """What the indices [start, stop) after the rows add to the number of a column."""
     block = places.block or size[0] * size[2]
     if block >= size[2] and stop <= WORD >> 1:

@@ -24,7 +24,9 @@ PROGRAMS = 4096
 LARGE = 2**31 - SIZE
 
 
-def drop_triton(x: torch.Tensor, rate: float, places: Places, out: torch.Tensor | None = None) -> torch.Tensor:
+def drop_triton(
+    x: torch.Tensor, rate: float, places: Places, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """Return x [before, rows, after] with the elements of its mask zeroed and the others scaled by 1 / (1 -
     rate).
 
@@ -45,9 +47,9 @@ def bias_dropout_add_forward(
     """Return residual + drop(x + bias), of x seen as `size` = [before, rows, after]: see `kernels.residual`."""
     x, residual = x.contiguous(), residual.contiguous()
     bias = None if bias is None else bias.contiguous()
-    return _run(x.view(size), bias, residual, rate, places, torch.empty(size, dtype=x.dtype, device=x.device)).view(
-        x.shape
-    )
+    return _run(
+        x.view(size), bias, residual, rate, places, torch.empty(size, dtype=x.dtype, device=x.device)
+    ).view(x.shape)
 
 
 def _run(

@@ -60,7 +60,11 @@ def linear_cross_entropy(
     labels = Labels(ids.masked_fill(ignored, 0), ignored, ignored)
     rows = len(weight)
     loss = Loss(
-        label_smoothing, rows, rows, _alone, class_weight if class_weight is None else _widened(class_weight, x)
+        label_smoothing,
+        rows,
+        rows,
+        _alone,
+        class_weight if class_weight is None else _widened(class_weight, x),
     )
     chunk = chunk or default_chunk(rows, x.dtype, x.device)
     how = How(reduction, chunk, softcap, can_use_triton(backend, x, class_weight), wgrad)
@@ -173,7 +177,9 @@ class _Chunk:
     place.
     """
 
-    def __init__(self, x: Tensor, weight: Tensor, bias: Tensor | None, labels: Labels, loss: Loss, how: How) -> None:
+    def __init__(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, labels: Labels, loss: Loss, how: How
+    ) -> None:
         self.labels, self.loss, self.how, self.dtype = labels, loss, how, x.dtype
         z = F.linear(x, weight, bias)
         self.z = z if how.triton else z.to(wide(z.dtype))
@@ -315,4 +321,11 @@ class _LossOfRows(torch.autograd.Function):
             sums.add(at, chunk.gradients(terms, grad[at]), x, weight)
             del chunk
         dw = None if sums.weight is None else sums.weight.to(weight.dtype)
-        return sums.x, dw, None if bias is None or sums.bias is None else sums.bias.to(bias.dtype), None, None, None
+        return (
+            sums.x,
+            dw,
+            None if bias is None or sums.bias is None else sums.bias.to(bias.dtype),
+            None,
+            None,
+            None,
+        )

@@ -147,7 +147,12 @@ def _rms_norm_forward(
 
 
 def _rms_norm_backward(
-    grad: Tensor, grad_total: Tensor | None, total: Tensor, factor: Tensor, weight: Tensor | None, offset: float
+    grad: Tensor,
+    grad_total: Tensor | None,
+    total: Tensor,
+    factor: Tensor,
+    weight: Tensor | None,
+    offset: float,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the gradients of what was normed and of the weight."""
     width = total.shape[-1]

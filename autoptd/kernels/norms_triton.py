@@ -32,7 +32,12 @@ def rms_norm_forward(
 
 
 def rms_norm_backward(
-    grad: Tensor, grad_total: Tensor | None, total: Tensor, factor: Tensor, weight: Tensor | None, offset: float
+    grad: Tensor,
+    grad_total: Tensor | None,
+    total: Tensor,
+    factor: Tensor,
+    weight: Tensor | None,
+    offset: float,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the gradients of what was normed and of the weight."""
     dx, (dw,) = _norm_backward(grad, grad_total, total, factor, factor, (weight,), offset, False)
@@ -239,7 +244,10 @@ def _backward(
         if HAS_WEIGHT:
             weight_sum += g * value
             if READS_TWICE:
-                scale = tl.load(weight + column, mask=inside, other=0.0, eviction_policy="evict_last").to(WIDE) + OFFSET
+                scale = (
+                    tl.load(weight + column, mask=inside, other=0.0, eviction_policy="evict_last").to(WIDE)
+                    + OFFSET
+                )
             g *= scale
         slope = tl.sum(g * value, 0) / width
         level = tl.sum(g, 0) / width
@@ -250,7 +258,9 @@ def _backward(
                 value -= middle
             value *= r
             if HAS_WEIGHT:
-                scale = tl.load(weight + column, mask=inside, other=0.0, eviction_policy="evict_first").to(WIDE)
+                scale = tl.load(weight + column, mask=inside, other=0.0, eviction_policy="evict_first").to(
+                    WIDE
+                )
                 g *= scale + OFFSET
         change = g - value * slope
         if CENTERED:

@@ -19,13 +19,17 @@ from autoptd.kernels.forms import needs_no_grad, takes_triton, tiles
 Tensor = torch.Tensor
 
 
-def rotary(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, backend: str = "eager") -> Tensor:
+def rotary(
+    x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, backend: str = "eager"
+) -> Tensor:
     """Return x * cos + rotate(x) * sin in the first r elements of the last dim, the others as they are."""
     needs_no_grad(cos, "cosines", "rotary")
     needs_no_grad(sin, "sines", "rotary")
     width = cos.shape[-1]
     if cos.shape != sin.shape or width % 2 or width > x.shape[-1]:
-        raise InternalError("rotary", f"cannot turn {tuple(x.shape)} by {tuple(cos.shape)} and {tuple(sin.shape)}")
+        raise InternalError(
+            "rotary", f"cannot turn {tuple(x.shape)} by {tuple(cos.shape)} and {tuple(sin.shape)}"
+        )
     turned = (*x.shape[:-1], width)
     if torch.broadcast_shapes(turned, cos.shape) != turned:
         return rotary_plain(x, cos, sin, interleaved=interleaved)

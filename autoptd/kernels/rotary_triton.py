@@ -18,7 +18,9 @@ ELEMENTS = 2048
 LARGE = 2**31 - 2 * ELEMENTS
 
 
-def turned(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype, is_back: bool, interleaved: bool) -> Tensor:
+def turned(
+    x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype, is_back: bool, interleaved: bool
+) -> Tensor:
     """Rotate x forward or back, into a tensor of `dtype`: see `kernels.rotary`."""
     x = x if x.stride(-1) == 1 and x.ndim <= 4 else x.contiguous()
     out = torch.empty_like(x, dtype=dtype)
@@ -100,8 +102,12 @@ def _turn(
     b = row // size_q % size_b
     a = row // size_q // size_b
     u, v = _pairs(x + (a * x_a + b * x_b + q * x_q), known, half, INTERLEAVED, WIDE, HEIGHT, BLOCK)
-    cos_u, cos_v = _pairs(cos + (a * cos_a + b * cos_b + q * cos_q), known, half, INTERLEAVED, WIDE, HEIGHT, BLOCK)
-    sin_u, sin_v = _pairs(sin + (a * sin_a + b * sin_b + q * sin_q), known, half, INTERLEAVED, WIDE, HEIGHT, BLOCK)
+    cos_u, cos_v = _pairs(
+        cos + (a * cos_a + b * cos_b + q * cos_q), known, half, INTERLEAVED, WIDE, HEIGHT, BLOCK
+    )
+    sin_u, sin_v = _pairs(
+        sin + (a * sin_a + b * sin_b + q * sin_q), known, half, INTERLEAVED, WIDE, HEIGHT, BLOCK
+    )
     if BACK:
         y_u, y_v = u * cos_u + v * sin_v, v * cos_v - u * sin_u
     else:
@@ -110,7 +116,9 @@ def _turn(
     y_u, y_v = y_u.to(out.dtype.element_ty), y_v.to(out.dtype.element_ty)
     if INTERLEAVED:
         lane = tl.arange(0, 2 * BLOCK)[None, :]
-        tl.store(out + lane, tl.reshape(tl.join(y_u, y_v), [HEIGHT, 2 * BLOCK]), mask=known & (lane < 2 * half))
+        tl.store(
+            out + lane, tl.reshape(tl.join(y_u, y_v), [HEIGHT, 2 * BLOCK]), mask=known & (lane < 2 * half)
+        )
     else:
         pair = tl.arange(0, BLOCK)[None, :]
         tl.store(out + pair, y_u, mask=known & (pair < half))

@@ -97,7 +97,9 @@ class _MaskedSoftmax(torch.autograd.Function):
             part = aten._softmax_backward_data(grad[at], out[at], -1, out.dtype)
             if dead is not None:
                 part.masked_fill_(dead[at], 0.0)
-            torch.mul(part, ctx.scale, out=dx[at]) if part.dtype == dx.dtype else dx[at].copy_(part.mul_(ctx.scale))
+            torch.mul(part, ctx.scale, out=dx[at]) if part.dtype == dx.dtype else dx[at].copy_(
+                part.mul_(ctx.scale)
+            )
         return dx, None, None, None, None, None
 
 

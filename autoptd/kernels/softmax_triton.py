@@ -15,7 +15,12 @@ import triton.language as tl
 from autoptd.kernels.rows_triton import computed, four_dims, row_size
 
 Tensor = torch.Tensor
-TYPES = {torch.float64: tl.float64, torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+TYPES = {
+    torch.float64: tl.float64,
+    torch.float32: tl.float32,
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+}
 
 
 def softmax_forward(

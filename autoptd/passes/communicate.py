@@ -97,7 +97,9 @@ def _convert(
     """
     path = steps(axis, note(source).layout.over(axis), types, mesh)
     if path is None:
-        raise InternalError(site(source), f"there is no conversion from {note(source).layout.over(axis)} to {types}")
+        raise InternalError(
+            site(source), f"there is no conversion from {note(source).layout.over(axis)} to {types}"
+        )
     made = source
     for step in path:
         near = note(behind if behind is not None and note(source).kind == "op" else reader)
@@ -142,7 +144,12 @@ def _padded_size(source: Node, kind: ValueType, target: ValueType, t: int) -> in
 def _why(source: Node, kind: ValueType, reader: Node) -> str:
     who = op_name(reader) if reader.op == "call_function" else "the loss"
     where = f"{note(reader).module}: " if note(reader).module else ""
-    need = {"I": "a whole value", "R": "a whole input whose gradient is summed", "P": "a partial sum", "S": "a shard"}
+    need = {
+        "I": "a whole value",
+        "R": "a whole input whose gradient is summed",
+        "P": "a partial sum",
+        "S": "a shard",
+    }
     return f"{where}{who.removeprefix('aten.')} needs {need[kind.kind]}"
 
 
@@ -180,7 +187,11 @@ def _share_addends(graph: Graph, node: Node, pieces: int) -> None:
             made.meta["val"] = one.meta["val"]
             record = note(one)
             fresh = Note(module=note(node).module, source=note(node).source, of_params=record.of_params)
-            fresh.needs_grad, fresh.dims, fresh.layout = record.needs_grad, record.dims, record.layout.having(BATCH, P)
+            fresh.needs_grad, fresh.dims, fresh.layout = (
+                record.needs_grad,
+                record.dims,
+                record.layout.having(BATCH, P),
+            )
             set_note(made, fresh)
             node.replace_input_with(one, made)
         return

@@ -158,9 +158,7 @@ class _Chooser:
     def _too_full(self, needed: float, which: str) -> TooFull:
         fact = f"with {which}, the fullest rank holds {_gib(needed)} and has {_gib(self.machine.memory)}"
         fact += " (parameters, gradients, AdamW's two moments; activations of the microbatches in flight)"
-        remedy = (
-            "a larger t or p, smaller microbatches (a larger num_microbatches), a schedule with fewer of them in flight"
-        )
+        remedy = "a larger t or p, smaller microbatches (a larger num_microbatches), a schedule with fewer of them in flight"
         return TooFull("memory", fact, remedy + " (1f1b), sequence_parallel='auto', or more memory")
 
 
@@ -188,7 +186,9 @@ def _values(backbone: list[Node], sizes: Sizes, machine: Machine) -> list[Value]
 def _check_pinned(backbone: list[Node], count: int) -> None:
     """A stage of a plan must have something to do: a view of what crosses is computed where it is read."""
     for stage in set(range(count)) - {stage for node in backbone for stage in note(node).stages}:
-        raise PlanError("plan: cut", f"stage {stage} has nothing to compute", "cut behind more than a view or a cast")
+        raise PlanError(
+            "plan: cut", f"stage {stage} has nothing to compute", "cut behind more than a view or a cast"
+        )
 
 
 def find_backbone(graph: Graph) -> list[Node]:
@@ -197,9 +197,15 @@ def find_backbone(graph: Graph) -> list[Node]:
     for node in graph.nodes:
         if note(node).kind == "input" or any(arg in of_inputs for arg in node.all_input_nodes):
             of_inputs.add(node)
-    found = [node for node in graph.nodes if node.op == "call_function" and note(node).of_params and node in of_inputs]
+    found = [
+        node
+        for node in graph.nodes
+        if node.op == "call_function" and note(node).of_params and node in of_inputs
+    ]
     if not found:
-        raise PlanError("model", "its loss does not depend on both parameters and inputs", "check what forward returns")
+        raise PlanError(
+            "model", "its loss does not depend on both parameters and inputs", "check what forward returns"
+        )
     return found
 
 
@@ -207,7 +213,8 @@ def _find_points(backbone: list[Node], mesh: Mesh) -> list[Point]:
     """Where the backbone can be cut, ascending; between two GEMMs at most two points: inside a layer and between layers."""
     order = {node: i for i, node in enumerate(backbone)}
     last_use = [
-        max((order.get(user, len(backbone)) for user in node.users), default=i) for i, node in enumerate(backbone)
+        max((order.get(user, len(backbone)) for user in node.users), default=i)
+        for i, node in enumerate(backbone)
     ]
     gemms = [i for i, node in enumerate(backbone) if flops(node)]
     best: dict[tuple[int, bool], Point] = {}

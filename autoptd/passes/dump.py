@@ -25,7 +25,9 @@ def write_forms(graphs: Mapping[str, Graph], folder: str | Path) -> None:
     for number, (form, graph) in enumerate(graphs.items()):
         counts = Counter(note(node).conversion or op_name(node) for node in ops(graph))
         change = [
-            f"{counts[key] - before[key]:+d} {key}" for key in sorted({*counts, *before}) if counts[key] != before[key]
+            f"{counts[key] - before[key]:+d} {key}"
+            for key in sorted({*counts, *before})
+            if counts[key] != before[key]
         ]
         text = "\n".join([describe(graph), "change in operators:", *change, ""])
         (target / f"{number:02d}_{form.lower()}.txt").write_text(text)
@@ -39,7 +41,9 @@ def describe(graph: Graph) -> str:
         if node.op == "output":
             continue
         record = note(node)
-        label = record.conversion or (record.kind if node.op == "placeholder" else op_name(node).removeprefix("aten."))
+        label = record.conversion or (
+            record.kind if node.op == "placeholder" else op_name(node).removeprefix("aten.")
+        )
         name = record.name or record.module
         size = str(list(record.extra.get("local_shapes", [shape(node)])[0]))
         stages = ",".join(map(str, record.stages))

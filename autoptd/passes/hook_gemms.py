@@ -79,7 +79,12 @@ def gather_again(node: Node) -> list[Node]:
     gemms, reads = [], [(node, user) for user in node.users]
     for source, user in reads:
         operands = gemm_operands(user)
-        if operands is not None and operands[0] is source and operands[1] is not source and operands[2] is not source:
+        if (
+            operands is not None
+            and operands[0] is source
+            and operands[1] is not source
+            and operands[2] is not source
+        ):
             gemms.append(user)
         # What `rt.gathered` gives can be reshaped, and nothing else.
         elif operator_of(user).text == ".reshape" and tensor(user).shape[-1] == tensor(source).shape[-1]:

@@ -129,7 +129,9 @@ def _local_dropout(node: Node, sizes: Sizes) -> None:
 def _batch_cuts(layout: Layout, sizes: Sizes) -> list[tuple[int, int, int]]:
     """(dim, atom, pieces) of what microbatches cut."""
     batch = layout.batch
-    return [(batch.dim, batch.atom, sizes.rows_divisor)] if batch.kind == "S" and sizes.rows_divisor > 1 else []
+    return (
+        [(batch.dim, batch.atom, sizes.rows_divisor)] if batch.kind == "S" and sizes.rows_divisor > 1 else []
+    )
 
 
 def _local_placement(node: Node, sizes: Sizes) -> None:

@@ -33,7 +33,9 @@ from autoptd.program.calls import LOCAL_KINDS, wire_bytes
 from autoptd.program.weighed import Weight, weighed_record
 
 
-def weigh_known(traced: Graph, connected: Graph, ctx: Context, passes: Sequence[Pass]) -> dict[str, Any] | None:
+def weigh_known(
+    traced: Graph, connected: Graph, ctx: Context, passes: Sequence[Pass]
+) -> dict[str, Any] | None:
     """What was found beside the plans that people know, where tokens may be split by price.
 
     `connected` is the plan that was found; `passes` make a CONNECTED graph of one that is TRACED.

@@ -215,7 +215,9 @@ def _record(kind: Any, record: Any, site: str) -> Any:
     needed = [item.name for item in fields if item.default is item.default_factory is dataclasses.MISSING]
     missing = [name for name in needed if name not in record]
     if missing:
-        raise PlanError(f"cluster {site}", f"does not say {', '.join(missing)}", "see autoptd/planner/cluster.py")
+        raise PlanError(
+            f"cluster {site}", f"does not say {', '.join(missing)}", "see autoptd/planner/cluster.py"
+        )
     return kind(**record)
 
 

@@ -141,7 +141,9 @@ def flash_core(shape: Shape, sizes: Sizes) -> list[Operator]:
     moved = e * n * (2 * q + 2 * kv)
     saved = 4 * n * shape.heads / t
     fused = (forward, forward * 5 / 2)
-    return [Operator("attention", fused=fused, moved=moved, back=2 * moved + e * n * q, saved=saved, part=CORE)]
+    return [
+        Operator("attention", fused=fused, moved=moved, back=2 * moved + e * n * q, saved=saved, part=CORE)
+    ]
 
 
 def mlp_operators(shape: Shape, sizes: Sizes) -> list[Operator]:
@@ -154,7 +156,9 @@ def mlp_operators(shape: Shape, sizes: Sizes) -> list[Operator]:
     return [
         norm(shape, sizes, "mlp norm"),
         Operator("mlp up", (1, n, ups * f, h), has_weight=True, saved=e * n * h / sizes.r),
-        Operator("activation", moved=e * n * f * (ups + 1), back=e * n * f * (2 * ups + 1), saved=e * n * f * ups),
+        Operator(
+            "activation", moved=e * n * f * (ups + 1), back=e * n * f * (2 * ups + 1), saved=e * n * f * ups
+        ),
         Operator("mlp down", (1, n, h, f), has_weight=True, saved=e * n * f),
         branch(shape, sizes, "mlp residual"),
     ]

@@ -24,7 +24,16 @@ from autoptd.planner.counts import model_flops
 from autoptd.planner.estimate import estimate, fullest_bytes
 from autoptd.planner.predict import Prediction, predict
 from autoptd.planner.request import Request
-from autoptd.planner.search import Array, Columns, Configs, divisors, placements, rank_order, take, unique_rows
+from autoptd.planner.search import (
+    Array,
+    Columns,
+    Configs,
+    divisors,
+    placements,
+    rank_order,
+    take,
+    unique_rows,
+)
 from autoptd.planner.setting import AXES, Setting
 from autoptd.planner.uncertainty import uncertainty
 
@@ -65,7 +74,9 @@ class DefaultModel:
         The column `way` is an index into them.
         """
         request = self.request
-        return list(itertools.product(request.recompute, request.sequence_parallel, request.zero, request.schedules))
+        return list(
+            itertools.product(request.recompute, request.sequence_parallel, request.zero, request.schedules)
+        )
 
     def configs(self) -> Configs:
         """Return all t * c * p * d = gpus, with every microbatch, number of chunks and way.
@@ -133,7 +144,9 @@ class DefaultModel:
             # `_chunks` gave only chunks that this schedule runs.
             return np.ones(len(configs["way"]), dtype=bool)
         which = np.array([schedules.index(way[3]) for way in self.ways])[configs["way"]]
-        different, back = unique_rows({"p": configs["p"], "v": configs["v"], "schedule": which}, ("p", "v", "schedule"))
+        different, back = unique_rows(
+            {"p": configs["p"], "v": configs["v"], "schedule": which}, ("p", "v", "schedule")
+        )
         runs = {p: self._pairs(p) for p in divisors(self.request.gpus)}
         rows = zip(*(different[name].tolist() for name in ("p", "v", "schedule")), strict=True)
         has_schedule = [(schedule, v) in runs[p] for p, v, schedule in rows]
@@ -258,7 +271,9 @@ class DefaultModel:
     def predicted(self, row: Mapping[str, int]) -> Prediction:
         """Run `predict` for a candidate."""
         setting = self._setting(row, row["way"])
-        return predict(self.request.shape, self.request.cluster, **vars(setting), max_actions=SIMULATED_ACTIONS)
+        return predict(
+            self.request.shape, self.request.cluster, **vars(setting), max_actions=SIMULATED_ACTIONS
+        )
 
     def _candidate(
         self,

@@ -113,7 +113,9 @@ def _seconds(shape: Shape, cluster: Cluster, setting: Setting, terms: Terms) -> 
     count = np.where(has_last, layers.last, np.where(has_first, layers.first, layers.middle))
 
     def of_busiest(name: str) -> Number:
-        return (count * getattr(layer, name) + has_first * getattr(first, name) + has_last * getattr(last, name)) * m
+        return (
+            count * getattr(layer, name) + has_first * getattr(first, name) + has_last * getattr(last, name)
+        ) * m
 
     parts = {
         "compute": of_busiest("forward") + of_busiest("backward"),
@@ -127,7 +129,9 @@ def _seconds(shape: Shape, cluster: Cluster, setting: Setting, terms: Terms) -> 
     return {name: seconds * cluster.software.factor for name, seconds in parts.items()}
 
 
-def _bubble(shape: Shape, setting: Setting, terms: Terms, busiest: Number, wait: Number, link: Number) -> Number:
+def _bubble(
+    shape: Shape, setting: Setting, terms: Terms, busiest: Number, wait: Number, link: Number
+) -> Number:
     """Return the seconds that the busiest rank is idle."""
     p, v, m = np.asarray(setting.p), np.asarray(setting.v), setting.num_microbatches
     name = setting.schedule_name
@@ -186,12 +190,18 @@ def _laps(shape: Shape, setting: Setting, terms: Terms, wait: Number, link: Numb
     return (v - 1) * late
 
 
-def _once(shape: Shape, cluster: Cluster, setting: Setting, terms: Terms, microbatch: Number) -> dict[str, Number]:
+def _once(
+    shape: Shape, cluster: Cluster, setting: Setting, terms: Terms, microbatch: Number
+) -> dict[str, Number]:
     held = _parameters(shape, setting)
-    parameters = np.maximum(held.first, np.where(np.asarray(setting.p) == 1, 0, np.maximum(held.last, held.middle)))
+    parameters = np.maximum(
+        held.first, np.where(np.asarray(setting.p) == 1, 0, np.maximum(held.last, held.middle))
+    )
     reduce = terms.reduce(parameters)
     # Gradients may be summed beside the last microbatch; with chunks, beside the last group.
-    window = microbatch * np.where(np.asarray(setting.v) > 1, np.minimum(setting.p, setting.num_microbatches), 1)
+    window = microbatch * np.where(
+        np.asarray(setting.v) > 1, np.minimum(setting.p, setting.num_microbatches), 1
+    )
     hidden = np.minimum(cluster.software.dp_overlap * reduce, window)
     return {"dp_comm": reduce - hidden + terms.tie, "optimizer": terms.optimizer(parameters)}
 
@@ -218,7 +228,11 @@ def fullest_bytes(shape: Shape, cluster: Cluster, setting: Setting) -> Number:
     each = state.weight + state.gradient + state.optimizer
     moment, at_end = kept.once, np.maximum(kept.logits, kept.once)
     live = {name: _live(setting, rank) / v for name, rank in (("first", 0), ("middle", 1), ("last", p - 1))}
-    first = held.first * each + live["first"] * layers.first * kept.layer + np.ceil(live["first"]) * kept.embedding
+    first = (
+        held.first * each
+        + live["first"] * layers.first * kept.layer
+        + np.ceil(live["first"]) * kept.embedding
+    )
     middle = held.middle * each + live["middle"] * layers.middle * kept.layer + moment
     last = held.last * each + live["last"] * layers.last * kept.layer
     heads, is_v = np.ceil(live["last"]) * kept.head + at_end, setting.schedule_name == "zbv"

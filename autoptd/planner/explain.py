@@ -34,14 +34,18 @@ def explain_plan(plan: RankedCandidates) -> str:
     """Explain a plan's best candidate."""
     lines = [*_chosen(plan), *_against_the_next(plan), *takeaways(plan)]
     if plan.best.not_yet:
-        lines.append(f"The runtime does not have yet, and plan.json leaves out: {settings_text(plan.best.not_yet)}.")
+        lines.append(
+            f"The runtime does not have yet, and plan.json leaves out: {settings_text(plan.best.not_yet)}."
+        )
     return "\n".join(lines)
 
 
 def _chosen(plan: RankedCandidates) -> list[str]:
     best = plan.best
     largest = sorted(best.seconds_by.items(), key=lambda item: -item[1])
-    shares = ", ".join(f"{MEANING[name]} {_percent(value / best.seconds)}" for name, value in largest if value)
+    shares = ", ".join(
+        f"{MEANING[name]} {_percent(value / best.seconds)}" for name, value in largest if value
+    )
     filled = _percent(best.bytes / plan.capacity_bytes)
     return [
         f"Chosen: {best.name}: {best.seconds:.4g} s a step, {best.flops_per_gpu / 1e12:.1f} TFLOP/s per GPU.",
@@ -61,7 +65,10 @@ def _against_the_next(plan: RankedCandidates) -> list[str]:
     lines = [f"Next: {other.name}: {other.seconds:.4g} s, {_percent(gap)} more.{_decided(best, other)}"]
     if math.isinf(error):
         unknown = "How far two predictions may be off each other is not known: for this cluster, software and precision"
-        return [*lines, f"{unknown} none was compared with a measurement; measure the first few if it matters."]
+        return [
+            *lines,
+            f"{unknown} none was compared with a measurement; measure the first few if it matters.",
+        ]
     limit = best.seconds * (1 + error)
     close = [candidate for candidate in plan.candidates[1:] if candidate.seconds <= limit]
     if close:

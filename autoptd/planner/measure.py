@@ -60,7 +60,9 @@ def measure_cluster(ranks: int = 2) -> Record:
     finally:
         torch.set_num_threads(threads)
     gpu["memory_bytes"] = memory_bytes(device, ranks)
-    link = measure_links(device, ranks) if ranks > 1 else {"bandwidth": gpu["memory_bandwidth"], "fraction": 1.0}
+    link = (
+        measure_links(device, ranks) if ranks > 1 else {"bandwidth": gpu["memory_bandwidth"], "fraction": 1.0}
+    )
     return {
         "source": f"measured on {torch.cuda.get_device_name() if device == 'cuda' else 'a CPU'} with {ranks} ranks",
         "gpus_per_node": ranks,
@@ -145,7 +147,10 @@ def _rank(rank: int, ranks: int, device: str, folder: str) -> None:
     if device == "cuda":
         torch.cuda.set_device(rank)
     dist.init_process_group(
-        "nccl" if device == "cuda" else "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks
+        "nccl" if device == "cuda" else "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=ranks,
     )
     gathers, messages = [], []
 

@@ -64,7 +64,8 @@ def state_bytes(setting: Setting, software: Software) -> State:
     cut = setting.replicas
     return State(
         weight / (cut if setting.zero >= 3 else 1),
-        (gradient or software.gradient_bytes) / (cut if setting.zero >= 2 else 1) + software.extra_parameter_bytes,
+        (gradient or software.gradient_bytes) / (cut if setting.zero >= 2 else 1)
+        + software.extra_parameter_bytes,
         optimizer / (cut if setting.zero >= 1 else 1),
     )
 

@@ -63,7 +63,13 @@ class Network:
     def _cards(self, local: Number) -> Number:
         """Return the bytes/s of the cards that belong to `local` GPUs of a node."""
         cluster = self.cluster
-        return local * cluster.nics / cluster.gpus_per_node * cluster.network.bandwidth * cluster.network.fraction
+        return (
+            local
+            * cluster.nics
+            / cluster.gpus_per_node
+            * cluster.network.bandwidth
+            * cluster.network.fraction
+        )
 
     def _ring(self, kind: str, nbytes: Number, group: Number, local: Number) -> Number:
         fast, network, passes = self.cluster.fast, self.cluster.network, RING_PASSES[kind]

@@ -104,14 +104,18 @@ def _fitting(model: DefaultModel, found: Found, keep: int) -> tuple[tuple[Candid
         least = min(held, key=lambda at: held[at].bytes)
         too_large = min(float(found.memory[at]) / candidate.bytes for at, candidate in held.items())
         request = request.but(memory_bytes=asked.memory_bytes * too_large)
-        needs = f"{held[least].name}, needs {held[least].bytes / 1e9:,.1f} of {asked.memory_bytes / 1e9:,.1f} GB"
+        needs = (
+            f"{held[least].name}, needs {held[least].bytes / 1e9:,.1f} of {asked.memory_bytes / 1e9:,.1f} GB"
+        )
         found = search(DefaultModel(request), max(keep, POOL), request.only)
     _, remedy = advice.what_would_fit(request, found)
     where = f"{advice.counted(asked.gpus)} of {asked.cluster.name}"
     raise PlanError("plan", f"nothing fits on {where}: the smallest that was simulated, {needs}", remedy)
 
 
-def _simulated(model: DefaultModel, found: Found, keep: int) -> tuple[tuple[Candidate, ...], dict[int, Candidate]]:
+def _simulated(
+    model: DefaultModel, found: Found, keep: int
+) -> tuple[tuple[Candidate, ...], dict[int, Candidate]]:
     """Simulate the schedules of the leading candidates.
 
     Return the best, and all that were simulated by their place.

@@ -89,7 +89,9 @@ def predict(
     )
     setting = checked(asked, shape, cluster.gpus_per_node)
     if precision == "bf16" and not cluster.gpu.bf16:
-        raise PlanError("precision='bf16'", f"the GPUs of {cluster.name} have no such products", "precision='fp16'")
+        raise PlanError(
+            "precision='bf16'", f"the GPUs of {cluster.name} have no such products", "precision='fp16'"
+        )
     terms = count_terms(shape, cluster, setting)
     ends = float(terms.embedding.whole), float(terms.head.whole)
     layers = split_layers(shape.layers, setting.p * setting.v, *ends, float(terms.layer.whole))
@@ -131,7 +133,11 @@ def _memory(
     shape: Shape, cluster: Cluster, setting: Setting, layers: list[int], run: Run
 ) -> dict[str, tuple[float, ...]]:
     """Return bytes by kind, each for all pipeline ranks."""
-    p, state, kept = setting.p, state_bytes(setting, cluster.software), count_activations(shape, cluster, setting)
+    p, state, kept = (
+        setting.p,
+        state_bytes(setting, cluster.software),
+        count_activations(shape, cluster, setting),
+    )
     parameters = _parameters(shape, setting, layers, run)
     per_stage = [count * float(kept.layer) for count in layers]
     per_stage[0] += float(kept.embedding)

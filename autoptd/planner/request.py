@@ -101,7 +101,9 @@ def make_request(
     found = find_cluster(cluster).with_software(software)
     for name, value in (("gpus", gpus), ("batch", batch)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise PlanError(f"{name}={value!r}", "a whole number of at least 1 is needed", f"for example {name}=64")
+            raise PlanError(
+                f"{name}={value!r}", "a whole number of at least 1 is needed", f"for example {name}=64"
+            )
     pinned: dict[str, tuple[int, ...]] = {}
     for name, value in degrees.items():
         if name not in DEGREES:
@@ -141,7 +143,9 @@ def _values(name: str, given: Any, known: tuple[Any, ...]) -> tuple[Any, ...]:
     values = given if isinstance(given, tuple | list) else (given,)
     for value in values:
         if value not in known:
-            raise PlanError(f"{name}={value!r}", "no such choice", f"{', '.join(map(repr, known))}, or {ANY!r}")
+            raise PlanError(
+                f"{name}={value!r}", "no such choice", f"{', '.join(map(repr, known))}, or {ANY!r}"
+            )
     return tuple(known[known.index(value)] for value in dict.fromkeys(values))
 
 
@@ -160,7 +164,9 @@ def _whole_numbers(name: str, given: Any) -> tuple[int, ...]:
     values = given if isinstance(given, tuple | list) else (given,)
     for value in values:
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise PlanError(f"{name}={value!r}", "a degree is a whole number of at least 1", f"for example {name}=1")
+            raise PlanError(
+                f"{name}={value!r}", "a degree is a whole number of at least 1", f"for example {name}=1"
+            )
     return tuple(values)
 
 

@@ -103,7 +103,9 @@ NOT_ASKED = "is not what was asked for"
 Filter = Callable[[Columns], NDArray[np.bool_]]
 
 
-def search(model: CostModel, keep: int = 10, only: Filter | None = None, at_once: int = FIRST_CONFIGS) -> Found:
+def search(
+    model: CostModel, keep: int = 10, only: Filter | None = None, at_once: int = FIRST_CONFIGS
+) -> Found:
     """Return the `keep` fastest candidates that fit, exactly: what evaluating every candidate would return.
 
     `only` says of configurations whether they are wanted, as an array of truths; the others are rejected as
@@ -175,7 +177,9 @@ def take(columns: Columns, index: NDArray[np.int64]) -> dict[str, NDArray[np.int
     return {name: values[index] for name, values in columns.items()}
 
 
-def unique_rows(columns: Columns, names: Sequence[str]) -> tuple[dict[str, NDArray[np.int64]], NDArray[np.int64]]:
+def unique_rows(
+    columns: Columns, names: Sequence[str]
+) -> tuple[dict[str, NDArray[np.int64]], NDArray[np.int64]]:
     """Return the different rows of some columns, and for each row of the table which of them it is.
 
     Absent columns are left out.
@@ -198,7 +202,9 @@ def divisors(number: int) -> list[int]:
     return sorted({*small, *(number // i for i in small)})
 
 
-def placements(degrees: Sequence[NDArray[np.int64]], domain: int) -> tuple[NDArray[np.int64], list[NDArray[np.int64]]]:
+def placements(
+    degrees: Sequence[NDArray[np.int64]], domain: int
+) -> tuple[NDArray[np.int64], list[NDArray[np.int64]]]:
     """Return every way to fill a fast domain: how many ranks of each axis share one.
 
     `degrees`: an array per axis, a row per configuration. The numbers of an axis divide its degree, and their

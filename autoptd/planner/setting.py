@@ -101,15 +101,25 @@ def checked(setting: Setting, shape: Shape, gpus_per_node: int) -> Setting:
     for name in DEGREES:
         value = getattr(setting, name)
         if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
-            raise PlanError(f"{name}={value!r}", "a whole number of at least 1 is needed", f"for example {name}=1")
+            raise PlanError(
+                f"{name}={value!r}", "a whole number of at least 1 is needed", f"for example {name}=1"
+            )
     degrees: dict[str, Any] = {name: int(getattr(setting, name)) for name in DEGREES}
     setting = replace(setting, **degrees)
-    for name, known in (("recompute", RECOMPUTE), ("precision", tuple(ELEMENT_BYTES)), ("zero", (0, 1, 2, 3))):
+    for name, known in (
+        ("recompute", RECOMPUTE),
+        ("precision", tuple(ELEMENT_BYTES)),
+        ("zero", (0, 1, 2, 3)),
+    ):
         if getattr(setting, name) not in known:
-            raise PlanError(f"{name}={getattr(setting, name)!r}", "no such choice", ", ".join(map(repr, known)))
+            raise PlanError(
+                f"{name}={getattr(setting, name)!r}", "no such choice", ", ".join(map(repr, known))
+            )
     check_schedule(setting.schedule_name, setting.v)
     if setting.v > 1 and setting.p == 1:
-        raise PlanError(f"v={setting.v}", "several chunks per pipeline rank gain nothing without a pipeline", "v=1")
+        raise PlanError(
+            f"v={setting.v}", "several chunks per pipeline rank gain nothing without a pipeline", "v=1"
+        )
     rows = setting.d * setting.microbatch
     if setting.batch % rows:
         fact = f"does not divide into microbatches of {setting.microbatch} on {setting.d} replicas"
@@ -124,9 +134,13 @@ def checked(setting: Setting, shape: Shape, gpus_per_node: int) -> Setting:
             fact = f"{size} ({name}) does not divide over them"
             raise PlanError(f"t={setting.t}", fact, f"a divisor of {math.gcd(shape.heads, shape.ffn)}")
     if shape.seq % setting.c:
-        raise PlanError(f"c={setting.c}", f"{shape.seq} tokens do not divide over them", f"a divisor of {shape.seq}")
+        raise PlanError(
+            f"c={setting.c}", f"{shape.seq} tokens do not divide over them", f"a divisor of {shape.seq}"
+        )
     if setting.sequence_parallel and shape.seq % (setting.t * setting.c):
-        raise PlanError("sequence_parallel=True", f"{shape.seq} tokens do not divide over t * c", "another t or c")
+        raise PlanError(
+            "sequence_parallel=True", f"{shape.seq} tokens do not divide over t * c", "another t or c"
+        )
     _check_placement(setting, gpus_per_node)
     return setting
 

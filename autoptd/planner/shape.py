@@ -53,18 +53,26 @@ class Shape:
         for name in [name for name in names if name not in FLAGS]:
             value, least = getattr(self, name), 0 if name in DERIVED else 1
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise PlanError(f"shape: {name}={value!r}", "a size is a whole number of at least 1", f"{name}=...")
+                raise PlanError(
+                    f"shape: {name}={value!r}", "a size is a whole number of at least 1", f"{name}=..."
+                )
         if not self.head_dim and self.hidden % self.heads:
             fact = f"{self.hidden} elements do not divide over {self.heads} heads"
-            raise PlanError(f"shape: hidden={self.hidden}", fact, f"a multiple of {self.heads}, or head_dim=...")
-        for name, usual in zip(DERIVED, (4 * self.hidden, self.heads, self.hidden // self.heads), strict=True):
+            raise PlanError(
+                f"shape: hidden={self.hidden}", fact, f"a multiple of {self.heads}, or head_dim=..."
+            )
+        for name, usual in zip(
+            DERIVED, (4 * self.hidden, self.heads, self.hidden // self.heads), strict=True
+        ):
             if not getattr(self, name):
                 object.__setattr__(self, name, usual)
         for name in FLAGS:
             if getattr(self, name) is None:
                 object.__setattr__(self, name, self.mlp_matrices == 2)
             if not isinstance(getattr(self, name), bool):
-                raise PlanError(f"shape: {name}={getattr(self, name)!r}", "is neither true nor false", f"{name}=True")
+                raise PlanError(
+                    f"shape: {name}={getattr(self, name)!r}", "is neither true nor false", f"{name}=True"
+                )
         if self.mlp_matrices not in (2, 3):
             fact = "an MLP has two or three"
             raise PlanError(f"shape: mlp_matrices={self.mlp_matrices}", fact, "2 (GPT) or 3 (gated)")
@@ -125,7 +133,9 @@ def find_shape(given: Shape | Mapping[str, Any]) -> Shape:
     if isinstance(given, Shape):
         return given
     if not isinstance(given, Mapping):
-        raise PlanError("shape", f"{type(given).__name__} is not a mapping", "layers, hidden, heads and seq at least")
+        raise PlanError(
+            "shape", f"{type(given).__name__} is not a mapping", "layers, hidden, heads and seq at least"
+        )
     names = [field.name for field in dataclasses.fields(Shape)]
     check_known("shape", given, names)
     missing = [name for name in names[:4] if given.get(name) is None]

@@ -49,7 +49,10 @@ def which_when(
     elif gpus >= node > 1:
         cases.append((f"one node, {node} GPUs", node, here))
     if gpus > node:
-        cases += [(f"{gpus} GPUs", gpus, here), (f"{gpus} GPUs, network {SLOWDOWN} times slower", gpus, slowed(here))]
+        cases += [
+            (f"{gpus} GPUs", gpus, here),
+            (f"{gpus} GPUs, network {SLOWDOWN} times slower", gpus, slowed(here)),
+        ]
     found = []
     for name, count, where in cases:
         try:
@@ -73,7 +76,9 @@ def cases_text(cases: Sequence[Case]) -> str:
         moved = [key for key in ("t", "p", "d", "v", "b") if fast.degrees[key] != slow.degrees[key]]
         changes = ", ".join(f"{key} {fast.degrees[key]} -> {slow.degrees[key]}" for key in moved)
         longer = 100 * (slow.seconds / fast.seconds - 1)
-        lines.append(f"On the slow network a step takes {longer:.0f}% more; the plan: {changes or 'the same'}.")
+        lines.append(
+            f"On the slow network a step takes {longer:.0f}% more; the plan: {changes or 'the same'}."
+        )
     return "\n".join(lines)
 
 

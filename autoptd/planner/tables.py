@@ -50,7 +50,9 @@ def plan_table(plan: RankedCandidates) -> str:
         lines.append("~ by the closed formulas, its schedule not simulated")
     missing = dict.fromkeys(name for candidate in plan.candidates for name in candidate.not_yet)
     if missing:
-        lines.append(f"* needs what the runtime does not have yet, plan.json leaves it out: {', '.join(missing)}")
+        lines.append(
+            f"* needs what the runtime does not have yet, plan.json leaves it out: {', '.join(missing)}"
+        )
     return "\n".join([*lines, "", *count_lines(plan)])
 
 

@@ -14,7 +14,15 @@ from typing import Any
 import numpy as np
 
 from autoptd.planner.cluster import Cluster
-from autoptd.planner.counts import CORE, Operator, Sizes, embedding_operators, head_operators, kv_width, layer_operators
+from autoptd.planner.counts import (
+    CORE,
+    Operator,
+    Sizes,
+    embedding_operators,
+    head_operators,
+    kv_width,
+    layer_operators,
+)
 from autoptd.planner.layout import end_parameters, layer_parameters, vocab_rows
 from autoptd.planner.network import Network
 from autoptd.planner.setting import Setting
@@ -99,7 +107,9 @@ class _Counter:
         embedding, head = end_parameters(self.shape, self.setting.t)
         return Terms(
             layer=self._layer(),
-            embedding=self._end(embedding_operators(self.shape, self.sizes), (1, 0), embedding, is_read_again=False),
+            embedding=self._end(
+                embedding_operators(self.shape, self.sizes), (1, 0), embedding, is_read_again=False
+            ),
             head=self._end(head_operators(self.shape, self.sizes), (0, 1), head, is_read_again=True),
             link_local=local,
             link_remote=remote,
@@ -131,7 +141,11 @@ class _Counter:
         )
 
     def _end(
-        self, operators: Sequence[Operator], exchanges: tuple[int, int], parameters: Number, is_read_again: bool
+        self,
+        operators: Sequence[Operator],
+        exchanges: tuple[int, int],
+        parameters: Number,
+        is_read_again: bool,
     ) -> Passes:
         """Time an end of the model.
 
@@ -233,7 +247,9 @@ class _Counter:
     def _replicas(self) -> tuple[Number, Number]:
         """Return the ranks that hold the same parameters, and how many of them share a node."""
         setting, node = self.setting, self.cluster.gpus_per_node
-        return setting.replicas, np.minimum(setting.local("dp", node) * setting.local("cp", node), setting.replicas)
+        return setting.replicas, np.minimum(
+            setting.local("dp", node) * setting.local("cp", node), setting.replicas
+        )
 
     def _gradient_bytes(self) -> int:
         return self.cluster.software.gradient_bytes if self.e == 2 else 4

@@ -78,7 +78,9 @@ def predict_program(
     }
     memory = tuple(map(sum, zip(*kinds.values(), strict=True)))
     flops = 3 * program.costs.total_flops * m * program.mesh.d / (program.mesh.size * seconds)
-    return Prediction(seconds, breakdown, memory, kinds, flops, flops, m, (), max(memory) <= cluster.gpu.memory_bytes)
+    return Prediction(
+        seconds, breakdown, memory, kinds, flops, flops, m, (), max(memory) <= cluster.gpu.memory_bytes
+    )
 
 
 class _Reader:
@@ -154,7 +156,9 @@ class _Reader:
         if kind in ("all-gather", "reduce-scatter"):
             return float(self.network.all_gather(float(call.payload_bytes), call.group_size, local))
         if kind == "all-to-all":
-            return float(self.network.all_gather(call.payload_bytes / call.group_size, call.group_size, local))
+            return float(
+                self.network.all_gather(call.payload_bytes / call.group_size, call.group_size, local)
+            )
         return 0.0
 
     def once(self, rank: int) -> float:
@@ -166,11 +170,18 @@ class _Reader:
         ranks = ranks_of_stages(self.program.orders)
         trained = [spec for spec in self.program.params if spec.requires_grad and rank in spec.owners(ranks)]
         nbytes = sum(spec.local_bytes(self.program.mesh) for spec in trained)
-        return nbytes / self.clock.element_bytes * OPTIMIZER_BYTES[self.clock.element_bytes] / self.clock.copy_rate
+        return (
+            nbytes
+            / self.clock.element_bytes
+            * OPTIMIZER_BYTES[self.clock.element_bytes]
+            / self.clock.copy_rate
+        )
 
     def link(self, sender: int, receiver: int) -> float:
         """Time a message from stage to stage."""
-        buffers = [buffer for buffer in self.program.parcels if (buffer.source, buffer.target) == (sender, receiver)]
+        buffers = [
+            buffer for buffer in self.program.parcels if (buffer.source, buffer.target) == (sender, receiver)
+        ]
         sent = sum(buffer.sent_bytes for buffer in buffers)
         in_node: Any = self.setting.local("pp", self.cluster.gpus_per_node)
         ranks = ranks_of_stages(self.program.orders)

@@ -82,7 +82,9 @@ def plan_buckets(
     owners of a tied parameter make the same bucket of it.
     """
     position = {spec.name: i for i, spec in enumerate(params)}
-    last_backward = {action.stage: i for i, action in enumerate(orders[pp]) if action.kind in (Kind.B, Kind.W)}
+    last_backward = {
+        action.stage: i for i, action in enumerate(orders[pp]) if action.kind in (Kind.B, Kind.W)
+    }
 
     def closes(spec: ParamSpec) -> int:
         return max(last_backward.get(stage, -1) for stage in spec.stages)

@@ -79,7 +79,9 @@ class RowCall:
         return f"{self.site!r} of {self.payload_bytes} bytes over pipeline ranks {list(self.ranks)}"
 
 
-def check_call_order(collectives: Sequence[Collective], buckets: Sequence[Sequence[BucketPlan]], mesh: Mesh) -> None:
+def check_call_order(
+    collectives: Sequence[Collective], buckets: Sequence[Sequence[BucketPlan]], mesh: Mesh
+) -> None:
     """InternalError unless all members of every group make the same calls in the same order: see the module.
 
     `buckets` are those of every pipeline rank.
@@ -89,9 +91,7 @@ def check_call_order(collectives: Sequence[Collective], buckets: Sequence[Sequen
         for plan in plans:
             for axis, _ in plan.early:
                 if (pp, axis) in busy:
-                    fact = (
-                        f"may start in a backward of pipeline rank {pp}, which has calls over {axis}: {busy[pp, axis]}"
-                    )
+                    fact = f"may start in a backward of pipeline rank {pp}, which has calls over {axis}: {busy[pp, axis]}"
                     raise InternalError(plan.site, fact)
     rows = [_calls_between_rows(plans, mesh) for plans in buckets]
     made = _joined(rows)

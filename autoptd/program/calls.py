@@ -29,7 +29,11 @@ if TYPE_CHECKING:
 
 LOCAL_WORK = ("one rank keeps it", "slice", "zero-pad")
 LOCAL_KINDS = ("none", *LOCAL_WORK)
-RING_PASSES = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1}  # how often the payload goes around the ring
+RING_PASSES = {
+    "all-reduce": 2,
+    "all-gather": 1,
+    "reduce-scatter": 1,
+}  # how often the payload goes around the ring
 
 
 @dataclass(frozen=True)
@@ -108,7 +112,15 @@ def expected_calls(program: Program, rank: int, *, training: bool = True) -> Cou
             if kind not in LOCAL_KINDS and (training or phase == "forward"):
                 when, stage = ("step", -1) if is_once else (phase, one.stage)
                 call = Call(
-                    rank, kind, one.axis, one.payload_bytes, one.group_size, when, stage, call_site(one), one.why
+                    rank,
+                    kind,
+                    one.axis,
+                    one.payload_bytes,
+                    one.group_size,
+                    when,
+                    stage,
+                    call_site(one),
+                    one.why,
                 )
                 found[call] += 1 if is_once else program.num_microbatches
     return found

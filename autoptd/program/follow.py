@@ -10,7 +10,9 @@ from __future__ import annotations
 from autoptd.errors import PlanError
 from autoptd.program.program import Program
 
-REMEDY = "let forward differ by dropouts alone in eval mode, or evaluate the unmodified model with pm.state_dict()"
+REMEDY = (
+    "let forward differ by dropouts alone in eval mode, or evaluate the unmodified model with pm.state_dict()"
+)
 
 
 def layouts_of(program: Program) -> dict[str, tuple[object, ...]]:
@@ -28,7 +30,9 @@ def check_follows(trained: Program, evaluated: Program) -> None:
             fact = f"eval mode reads it in stage {elsewhere[0]}, where training does not"
             raise PlanError(f"eval_step: {spec.name}", fact, REMEDY)
         if read and before[spec.name] != after[spec.name]:
-            raise PlanError(f"eval_step: {spec.name}", "eval mode shards it in another way than training", REMEDY)
+            raise PlanError(
+                f"eval_step: {spec.name}", "eval mode shards it in another way than training", REMEDY
+            )
     if unknown := sorted(set(evaluated.sub_axes) - set(trained.sub_axes)):
         fact = f"eval mode communicates over {unknown[0]}, where training does not"
         raise PlanError("eval_step", fact, REMEDY)

@@ -35,7 +35,16 @@ from autoptd.ir.placement import Placement
 from autoptd.ir.sub_axes import is_sub_axis
 from autoptd.ir.types import Segmented, ValueType
 from autoptd.program.costs import Costs, read_costs, tupled
-from autoptd.program.specs import Collective, CrossingSpec, DropoutSpec, InputSpec, Line, ParamSpec, Parcel, StageSpec
+from autoptd.program.specs import (
+    Collective,
+    CrossingSpec,
+    DropoutSpec,
+    InputSpec,
+    Line,
+    ParamSpec,
+    Parcel,
+    StageSpec,
+)
 
 VERSION = 7
 
@@ -64,7 +73,9 @@ class Program:
     num_microbatches: int
     schedule_name: str
     tree: str  # structure of the (args, kwargs) that `step` takes
-    constants: tuple[tuple[int, Any], ...]  # leaves of the call that are no tensors: baked in, compared at every step
+    constants: tuple[
+        tuple[int, Any], ...
+    ]  # leaves of the call that are no tensors: baked in, compared at every step
     inputs: tuple[InputSpec, ...]
     params: tuple[ParamSpec, ...]
     crossings: tuple[CrossingSpec, ...]
@@ -75,7 +86,9 @@ class Program:
     parcels: tuple[Parcel, ...] = ()  # what travels between pipeline ranks for one microbatch
     lines: tuple[Line, ...] = ()
     seed: int = 0  # of the dropout masks
-    looked_at: tuple[tuple[str, str], ...] = ()  # buffers whose values the compiler has read, with their digests
+    looked_at: tuple[
+        tuple[str, str], ...
+    ] = ()  # buffers whose values the compiler has read, with their digests
     dropouts: tuple[DropoutSpec, ...] = ()
     fallbacks: tuple[Fallback, ...] = ()  # operators that tp does not split as one would expect, and why
     fuse: str | bool = False  # the backend of fused operators
@@ -87,7 +100,9 @@ class Program:
     buffers: dict[str, torch.Tensor] = field(default_factory=dict, repr=False, compare=False)
     graphs: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
     explainer: Callable[[str], str] | None = field(default=None, repr=False, compare=False)
-    painter: Callable[[Program, str, int | None], Picture] | None = field(default=None, repr=False, compare=False)
+    painter: Callable[[Program, str, int | None], Picture] | None = field(
+        default=None, repr=False, compare=False
+    )
 
     @property
     def loss_stage(self) -> int:
@@ -109,7 +124,9 @@ class Program:
         PlanError for a name that the model does not have, and for a program that was loaded: the solver's tables are not saved.
         """
         if self.explainer is None:
-            raise PlanError("explain", "a loaded program has no costs of alternatives", "compile the model again")
+            raise PlanError(
+                "explain", "a loaded program has no costs of alternatives", "compile the model again"
+            )
         return self.explainer(module)
 
     def graph(self, level: str = "layer", stage: int | None = None) -> Picture:
@@ -151,7 +168,11 @@ class Program:
 
     def fingerprint(self) -> str:
         """Hash of everything that ranks must agree on before the first step."""
-        text = json.dumps(self._record(), sort_keys=True) + json.dumps(self.sources, sort_keys=True) + self.schedule
+        text = (
+            json.dumps(self._record(), sort_keys=True)
+            + json.dumps(self.sources, sort_keys=True)
+            + self.schedule
+        )
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def save(self, folder: str | Path) -> None:

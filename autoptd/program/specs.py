@@ -57,7 +57,9 @@ class ParamSpec:
     def __post_init__(self) -> None:
         for axis, kind in self.storage.layout.over_mesh:
             if kind.kind != "S":
-                raise InternalError(self.name, f"is stored as {kind} over {axis}, where only I and S can be stored")
+                raise InternalError(
+                    self.name, f"is stored as {kind} over {axis}, where only I and S can be stored"
+                )
 
     @cached_property
     def conversions(self) -> tuple[AxisConversion, ...]:

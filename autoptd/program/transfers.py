@@ -55,9 +55,15 @@ class _Planner:
         if not is_equal:
             return 1, "whole: differs from tensor rank to tensor rank"
         if self.p2p != "auto":
-            return (1, "whole: p2p='direct'") if self.p2p == "direct" else (t, f"1/{t} each: p2p='scatter_gather'")
+            return (
+                (1, "whole: p2p='direct'")
+                if self.p2p == "direct"
+                else (t, f"1/{t} each: p2p='scatter_gather'")
+            )
         link = self._bandwidth(list(zip(self._ranks(source), self._ranks(target), strict=True)))
-        gather = self._bandwidth([self.mesh.group(rank, self.mesh.value_axes) for rank in self._ranks(target)])
+        gather = self._bandwidth(
+            [self.mesh.group(rank, self.mesh.value_axes) for rank in self._ranks(target)]
+        )
         whole = nbytes / link
         scattered = nbytes / t / link + wire_bytes("all-gather", nbytes, t) / gather + self.machine.message
         times = f"whole {1e6 * whole:.3g} us, 1/{t} each and gathered {1e6 * scattered:.3g} us"

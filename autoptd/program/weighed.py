@@ -40,7 +40,11 @@ def weighed_record(weights: Mapping[str, Weight], reasons: Mapping[str, str] | N
     """The plans as plain data, with what was found in words; `reasons` say why a known plan is missing."""
     found = weights["auto"]
     same = next((name for name in KNOWN if name in weights and weights[name] == found), None)
-    why = f"the same as {KNOWN[same]}" if same else "; ".join(_difference(found, weights, name) for name in KNOWN)
+    why = (
+        f"the same as {KNOWN[same]}"
+        if same
+        else "; ".join(_difference(found, weights, name) for name in KNOWN)
+    )
     rows = {name: {**asdict(one), "over_least": round(one.over_least, 4)} for name, one in weights.items()}
     return {"found": why, **rows, **({"missing": dict(reasons)} if reasons else {})}
 

@@ -53,14 +53,25 @@ def _conversion(node: Node, stage: int, rank: int, mesh: Mesh) -> list[Collectiv
     site = f"{record.module} ({record.source})"
     nbytes, degree, here = codegen.collective_bytes(node, mesh.t), mesh.degree(record.axis), (rank,)
     made = Collective(
-        site, stage, record.conversion, record.axis, forward, backward, nbytes, degree, record.why, pp_ranks=here
+        site,
+        stage,
+        record.conversion,
+        record.axis,
+        forward,
+        backward,
+        nbytes,
+        degree,
+        record.why,
+        pp_ranks=here,
     )
     if "readers" not in record.extra:
         return [made]
     why = "the weight's gradient needs the whole input, of which the shard was kept"
     return [
         made,
-        dataclasses.replace(made, conversion="gathered again", forward="none", backward="all-gather", why=why),
+        dataclasses.replace(
+            made, conversion="gathered again", forward="none", backward="all-gather", why=why
+        ),
     ]
 
 
@@ -70,7 +81,16 @@ def _swallowed(node: Node, stage: int, rank: int, mesh: Mesh) -> Collective:
     site = f"{record.module} ({record.source})"
     degree = mesh.degree(record.axis)
     return Collective(
-        site, stage, f.conversion, record.axis, "none", "all-reduce", f.payload_bytes, degree, f.why, pp_ranks=(rank,)
+        site,
+        stage,
+        f.conversion,
+        record.axis,
+        "none",
+        "all-reduce",
+        f.payload_bytes,
+        degree,
+        f.why,
+        pp_ranks=(rank,),
     )
 
 
@@ -141,7 +161,11 @@ def _step_collectives(
         )
         for axis in ("dp", "pp")  # tensor ranks have it all
     ]
-    found = [one for stage in range(options.num_stages) for one in _label_count(graph, stage, ranks[stage], options.d)]
+    found = [
+        one
+        for stage in range(options.num_stages)
+        for one in _label_count(graph, stage, ranks[stage], options.d)
+    ]
     for pp, plans in enumerate(buckets):
         for plan in plans:
             found += _bucket_sums(plan, pp, ranks, mesh)
@@ -154,7 +178,17 @@ def _label_count(graph: Graph, stage: int, rank: int, d: int) -> list[Collective
     count = sum(1 for node in losses if stage in note(node).stages)
     why = "valid labels of the global batch, which the mean divides by"
     made = Collective(
-        "count of labels", stage, "label count", "dp", "all-reduce", "none", 8 * count, d, why, "step", (rank,)
+        "count of labels",
+        stage,
+        "label count",
+        "dp",
+        "all-reduce",
+        "none",
+        8 * count,
+        d,
+        why,
+        "step",
+        (rank,),
     )
     return [made] if count else []
 
@@ -165,14 +199,20 @@ def _bucket_sums(plan: BucketPlan, pp: int, ranks: Sequence[int], mesh: Mesh) ->
     kinds = "/".join(sorted({spec.kind for spec in plan.params}))
     why, tied = f"gradients of {count} parameters of type {kinds}", f"used by stages {_listed(plan)}"
 
-    def made(step: AxisConversion, site: str, what: str, size: int, why: str, ranks: tuple[int, ...]) -> Collective:
+    def made(
+        step: AxisConversion, site: str, what: str, size: int, why: str, ranks: tuple[int, ...]
+    ) -> Collective:
         backward = step.row.backward
-        return Collective(site, max(here), what, step.axis, "none", backward, nbytes, size, why, "step", ranks)
+        return Collective(
+            site, max(here), what, step.axis, "none", backward, nbytes, size, why, "step", ranks
+        )
 
     over_mesh = (*plan.early, *plan.late)
     found = [made(step, plan.site, "gradient sum", mesh.degree(step.axis), why, (pp,)) for step in over_mesh]
     if pp == plan.owners[0]:
-        found += [made(step, plan.tied_site, "tied sum", len(plan.owners), tied, plan.owners) for step in plan.tied]
+        found += [
+            made(step, plan.tied_site, "tied sum", len(plan.owners), tied, plan.owners) for step in plan.tied
+        ]
     return found
 
 

@@ -27,7 +27,9 @@ def warn_of_checkpoints(modules: Sequence[str]) -> None:
     """Warn once that activation checkpoints in the model are not kept."""
     if modules:
         named = ", ".join(dict.fromkeys(map(any_layer, modules)))
-        message = f"activation checkpointing in the model ({named}) is not honoured: these activations are kept, "
+        message = (
+            f"activation checkpointing in the model ({named}) is not honoured: these activations are kept, "
+        )
         message += "and nothing is computed again. Numbers are the same, memory is that without it"
         warnings.warn(message, stacklevel=3)
 
@@ -41,7 +43,8 @@ def warn_of_fallbacks(program: Program) -> None:
         for one in found:
             reasons.setdefault((one["fact"], one["remedy"]), []).append(one["site"] or "the model")
         told = "; ".join(
-            f"{', '.join(dict.fromkeys(sites))}: {fact} ({remedy})" for (fact, remedy), sites in reasons.items()
+            f"{', '.join(dict.fromkeys(sites))}: {fact} ({remedy})"
+            for (fact, remedy), sites in reasons.items()
         )
         message = f"{100 * share:.0f} % of the FLOPs of matrix products are done by every tensor rank in full. {told}. "
         warnings.warn(message + "See program.fallbacks", stacklevel=3)

@@ -12,9 +12,7 @@ from autoptd.program.buckets import plan_buckets
 from autoptd.program.specs import ParamSpec
 from autoptd.program.stage_sums import stage_sums
 
-ABOUT_TYPES = (
-    "Types over tp: I invariant, R replicated with a partial gradient, P partial sum, S sharded; p_to_i: P to I."
-)
+ABOUT_TYPES = "Types over tp: I invariant, R replicated with a partial gradient, P partial sum, S sharded; p_to_i: P to I."
 ABOUT_COLLECTIVES = (
     "AR all-reduce, AG all-gather, RS reduce-scatter, A2A all-to-all, fwd in forward, bwd in backward, with the",
     "bytes of the whole value. A sum with owned=True is made in place: nobody else reads what is summed.",

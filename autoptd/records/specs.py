@@ -47,7 +47,9 @@ def param_specs(graph: Graph, captured: tracing.Captured, options: Options) -> t
                 storage=storage,
                 use=use,
                 why=record.why if record else "not used by the loss",
-                adds=tuple(passes.adds_to_gradient(node, stage) for stage in record.stages) if node and record else (),
+                adds=tuple(passes.adds_to_gradient(node, stage) for stage in record.stages)
+                if node and record
+                else (),
             )
         )
     return tuple(specs)
@@ -66,7 +68,9 @@ def input_specs(graph: Graph, captured: tracing.Captured, batch: Batch) -> tuple
         size = tuple(tensor(node).shape)
         is_batched = leaf_of[name] in batch.batched
         size = (batch.rows, *size[1:]) if is_batched else size
-        specs.append(InputSpec(name, leaf_of[name], is_batched, size, str(tensor(node).dtype).removeprefix("torch.")))
+        specs.append(
+            InputSpec(name, leaf_of[name], is_batched, size, str(tensor(node).dtype).removeprefix("torch."))
+        )
     return tuple(specs)
 
 

@@ -143,7 +143,10 @@ def _shards(plan: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _programs(a: Program, b: Program) -> dict[str, list[str]]:
-    groups = {"parameters over tp": _by_layer(a, b, ParamSpec.type_text), "parameters": _by_layer(a, b, _about)}
+    groups = {
+        "parameters over tp": _by_layer(a, b, ParamSpec.type_text),
+        "parameters": _by_layer(a, b, _about),
+    }
     for scope in ("microbatch", "step"):
         totals = _entries(_totals(a, scope), _totals(b, scope))
         sites = _entries(_sites(a, scope), _sites(b, scope))
@@ -205,9 +208,7 @@ def _sites(program: Program, scope: str) -> dict[str, str]:
         phases = {"forward": call.forward, "backward": call.backward}
         kinds = [f"{kind} {phase}" for phase, kind in phases.items() if kind not in LOCAL_KINDS]
         if call.scope == scope and kinds:
-            text = (
-                f"{' and '.join(kinds)} over {call.axis}, {bytes_text(call.payload_bytes)} on {call.group_size} ranks"
-            )
+            text = f"{' and '.join(kinds)} over {call.axis}, {bytes_text(call.payload_bytes)} on {call.group_size} ranks"
             # Once a step there is neither a forward nor a backward.
             if scope == "step":
                 text = text.replace(" backward", "")

@@ -38,7 +38,9 @@ def _module(program: Program, name: str) -> str:
         shapes = _shape(spec.shape), _shape(spec.local_shape(program.mesh))
         own = spec.name.rpartition(".")[2]
         rows.append((own, *shapes, spec.type_text(), ", ".join(spec.aliases[1:]), spec.why))
-    body = [table(("parameter", "shape", "local shape", "type over tp", "tied to", "why"), rows)] if rows else []
+    body = (
+        [table(("parameter", "shape", "local shape", "type over tp", "tied to", "why"), rows)] if rows else []
+    )
     gemms = [row for row in program.costs.gemms if row.module == name]
     if gemms:
         work = Counter[str]()

@@ -98,7 +98,9 @@ class Progress:
         loss, self.times = self.pm.measured_step(*args, **kwargs)
         return loss
 
-    def add(self, loss: torch.Tensor | float, grad_norm: torch.Tensor | float | None = None, **more: float) -> None:
+    def add(
+        self, loss: torch.Tensor | float, grad_norm: torch.Tensor | float | None = None, **more: float
+    ) -> None:
         """Note that a step is over, optimizer included; `more` are numbers of your own, for the log."""
         self.losses.append(float(loss))
         now = time.perf_counter()
@@ -115,7 +117,9 @@ class Progress:
             for name, value in record.items():
                 # A scalar is the largest of several ranks' numbers.
                 if name != "step":
-                    self._board.add_scalar(name, max(value) if isinstance(value, list) else value, record["step"])
+                    self._board.add_scalar(
+                        name, max(value) if isinstance(value, list) else value, record["step"]
+                    )
         self._print(record)
 
     def _record(self, seconds: float, grad_norm: float | None) -> dict[str, Any]:
@@ -179,7 +183,9 @@ class Progress:
         mesh = self.pm.program.mesh
         shared = mesh.size > 1 and is_local(self.pm.options)
         rest = "bubble and rest" if mesh.p > 1 else "rest"
-        text = progress_line(record, self.steps, mesh.size, self.times, rest, " for all ranks" if shared else "")
+        text = progress_line(
+            record, self.steps, mesh.size, self.times, rest, " for all ranks" if shared else ""
+        )
         self._stream.write(f"\r{text}\x1b[K" if self._is_live else f"{text}\n")
         if is_last and self._is_live:
             self._stream.write("\n")
@@ -263,7 +269,9 @@ def _board(folder: str | Path) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
-        raise PlanError(f"tensorboard={str(folder)!r}", "the package is missing", "pip install tensorboard") from error
+        raise PlanError(
+            f"tensorboard={str(folder)!r}", "the package is missing", "pip install tensorboard"
+        ) from error
     return SummaryWriter(str(folder))
 
 

@@ -23,12 +23,32 @@ from autoptd.program.calls import Call, expected_calls, wire_bytes
 from autoptd.program.program import Picture, Program
 from autoptd.reports.modules import module_sections
 from autoptd.reports.pictures import executed_run, simulated_run
-from autoptd.reports.summary import AXES, WEIGHED, RankCosts, Summary, Traffic, seconds_text, summarize, weighed_table
+from autoptd.reports.summary import (
+    AXES,
+    WEIGHED,
+    RankCosts,
+    Summary,
+    Traffic,
+    seconds_text,
+    summarize,
+    weighed_table,
+)
 from autoptd.runtime.record import Record
 from autoptd.viz import Run, graph_picture, schedule_svg
 from autoptd.viz.collectives import collectives_markdown
 from autoptd.viz.highlight import python_html
-from autoptd.viz.page import Tab, folded, heading, markdown_html, page, paragraph, picture, source, table, tiles
+from autoptd.viz.page import (
+    Tab,
+    folded,
+    heading,
+    markdown_html,
+    page,
+    paragraph,
+    picture,
+    source,
+    table,
+    tiles,
+)
 from autoptd.viz.words import bytes_text, count_text
 
 # A stage of more operators is not drawn in full.
@@ -72,7 +92,9 @@ def _summary(program: Program, summary: Summary) -> str:
         (f"{share:.1%}", "bubble, of the simulated step"),
         (str(m * summary.rows * summary.mesh.d), "samples a step"),
     ]
-    columns = "pipeline rank,stages,parameters,bytes,gradients,optimizer,activations,total,work,computes".split(",")
+    columns = (
+        "pipeline rank,stages,parameters,bytes,gradients,optimizer,activations,total,work,computes".split(",")
+    )
     sent = [_traffic_row(traffic) for traffic in summary.traffic]
     sent_names = ("over", "calls", "bytes", "links", "time alone", "most on pipeline rank")
     parts = [
@@ -158,7 +180,9 @@ def _stages(program: Program, summary: Summary) -> str:
             _drawn(graph_picture(program, "model")),
             heading("Of one rank and one microbatch"),
             table(names, rows, range(1, 9)),
-            paragraph(f"Cut {cut.why}. Saved: saved activations. Sends: values and gradients to other stages."),
+            paragraph(
+                f"Cut {cut.why}. Saved: saved activations. Sends: values and gradients to other stages."
+            ),
         ]
     )
 
@@ -173,7 +197,11 @@ def _layers(program: Program) -> str:
         parts.append(_drawn(program.graph("layer")))
         for stage in range(len(program.stages)):
             count = sum(line.file in (f"stage_{stage}.py", "layers.py") for line in program.lines)
-            if count <= MAX_DRAWN_OPERATORS and len(program.stages) <= 4 and (full := program.graph("full", stage).svg):
+            if (
+                count <= MAX_DRAWN_OPERATORS
+                and len(program.stages) <= 4
+                and (full := program.graph("full", stage).svg)
+            ):
                 parts.append(folded(f"Stage {stage}, every operator", "", picture(full)))
     parts.append(heading("Module by module"))
     parts += module_sections(program)
@@ -192,7 +220,11 @@ def _decisions(program: Program) -> str:
     parts: list[str] = []
     if weighed := program.plan.get("weighed"):
         names, rows = weighed_table(weighed)
-        parts += [heading(WEIGHED), paragraph(f"{weighed['found']}."), table(names, rows, range(1, len(names)))]
+        parts += [
+            heading(WEIGHED),
+            paragraph(f"{weighed['found']}."),
+            table(names, rows, range(1, len(names))),
+        ]
     parts.append(heading("What tp does not split as one would expect"))
     found = program.plan.get("fallbacks", [])
     rows = []
@@ -207,7 +239,10 @@ def _decisions(program: Program) -> str:
         for fusion in program.fusions:
             result = fusion.why or f"fused, {fusion.form}".removesuffix(", ")
             fused.append((fusion.op, fusion.site or "the model", str(fusion.times), result))
-        parts += [heading("What was fused, and why not"), table(("operator", "in", "x", "result"), fused, (2,))]
+        parts += [
+            heading("What was fused, and why not"),
+            table(("operator", "in", "x", "result"), fused, (2,)),
+        ]
     if program.unlisted:
         parts += [heading("Operators without a rule of AutoPTD's own"), *map(paragraph, program.unlisted)]
     if odd := odd_products(program):
@@ -222,7 +257,10 @@ def _decisions(program: Program) -> str:
         parts += [heading("How values travel between stages")]
         parts.append(table(("x", "way"), [(str(count), why) for why, count in kinds.items()], (0,)))
     options = program.plan.get("options", {})
-    parts += [heading("Options"), table(("option", "value"), [(key, str(value)) for key, value in options.items()])]
+    parts += [
+        heading("Options"),
+        table(("option", "value"), [(key, str(value)) for key, value in options.items()]),
+    ]
     return "\n".join(parts)
 
 
@@ -236,7 +274,9 @@ def odd_products(program: Program) -> list[str]:
         for length in lengths:
             if length >= LEAST_ALIGNED and length % 8:
                 fact = f"A {kind} has rows of {length:,} elements, which 8 does not divide."
-                found.append(f"{fact} Pad to {ALIGNED} in the model: {aligned(length):,}, the last of them unused.")
+                found.append(
+                    f"{fact} Pad to {ALIGNED} in the model: {aligned(length):,}, the last of them unused."
+                )
     return list(dict.fromkeys(found))
 
 

@@ -45,7 +45,9 @@ class CallForm:
         if not is_bound or set(given) != set(wanted) or len(wanted) != self.positions + len(self.keywords):
             fact = f"was called with {_call_text(len(args), kwargs)}, compiled was {_call_text(self.positions, self.keywords)}"
             raise PlanError("step", fact, "pass what example_inputs holds")
-        return tuple(given[name] for name in wanted[: self.positions]), {name: given[name] for name in self.keywords}
+        return tuple(given[name] for name in wanted[: self.positions]), {
+            name: given[name] for name in self.keywords
+        }
 
 
 def _call_text(positions: int, keywords: Collection[str]) -> str:
@@ -70,7 +72,9 @@ def check_call(program: Program, args: Args, kwargs: Kwargs, replicas: int) -> N
         if not isinstance(leaf, torch.Tensor):
             findings.append(f"{spec.name} is {leaf!r}, a tensor {list(shape)} was compiled")
         elif tuple(leaf.shape) != shape or leaf.dtype != dtype:
-            findings.append(f"{spec.name} is {_text(leaf.shape, leaf.dtype)}, {_text(shape, dtype)} was compiled")
+            findings.append(
+                f"{spec.name} is {_text(leaf.shape, leaf.dtype)}, {_text(shape, dtype)} was compiled"
+            )
     for number, value in program.constants:
         if not is_same_constant(leaves[number], value):
             findings.append(f"argument {number} is {leaves[number]!r}, {value!r} was compiled")
@@ -91,7 +95,9 @@ def check_structure(program: Program, args: Args, kwargs: Kwargs) -> list[Any]:
 def is_call_of(program: Program, args: Args, kwargs: Kwargs, replicas: int) -> bool:
     """Whether a call is one that the program takes: its structure, constants, shapes and dtypes."""
     leaves, tree = flatten(args, kwargs)
-    if tree != program.tree or not all(is_same_constant(leaves[leaf], value) for leaf, value in program.constants):
+    if tree != program.tree or not all(
+        is_same_constant(leaves[leaf], value) for leaf, value in program.constants
+    ):
         return False
     pairs = ((leaves[spec.leaf], spec) for spec in program.inputs)
     return all(
@@ -135,7 +141,9 @@ def _to(x: torch.Tensor, device: torch.device) -> torch.Tensor:
     return x.to(device)
 
 
-def take_rows(program: Program | None, args: Args, kwargs: Kwargs, replicas: int, replica: int) -> tuple[Args, Kwargs]:
+def take_rows(
+    program: Program | None, args: Args, kwargs: Kwargs, replicas: int, replica: int
+) -> tuple[Args, Kwargs]:
     """Return the call with the rows of one replica of `replicas`, of a call with the rows of all.
 
     Batched arguments are the program's; before there is one, those whose dim 0 is as long as the batch (`batch_rows`).

@@ -42,24 +42,31 @@ class BatchCheck:
         self.mine = torch.stack([torch.tensor(which, device=world.device), *hashes])
         # Along the other axes ranks read the same batch.
         axes = [axis for axis in world.mesh.axes if axis not in world.mesh.batch_axes]
-        self.pending = [world.group((axis,)).all_gather_start(self.mine.unsqueeze(0), 0, SITE) for axis in axes]
+        self.pending = [
+            world.group((axis,)).all_gather_start(self.mine.unsqueeze(0), 0, SITE) for axis in axes
+        ]
 
     def finish(self) -> None:
         """Look at the answers; RuntimeFault on all ranks of all replicas where any two differ within one."""
         world = self.world
-        differs = torch.stack([(pending.wait() != self.mine).any() for pending in self.pending]).any().to(torch.int64)
+        differs = (
+            torch.stack([(pending.wait() != self.mine).any() for pending in self.pending])
+            .any()
+            .to(torch.int64)
+        )
         if agree_on_largest(world, differs, SITE):
             raise self._fault()
 
     def _fault(self) -> RuntimeFault:
-        mesh, seen = self.world.mesh, merge_over_ranks(self.world, {self.world.rank: self.mine.tolist()}, SITE)
+        mesh, seen = (
+            self.world.mesh,
+            merge_over_ranks(self.world, {self.world.rank: self.mine.tolist()}, SITE),
+        )
         facts = []
         for number in range(mesh.replicas):
             replica = [rank for rank in sorted(seen) if mesh.replica_of(rank) == number]
             facts += _differing(replica, seen)
-        remedy = (
-            "give all ranks of a replica the same batch: DistributedSampler(num_replicas=d, rank=pm.coordinate.dp), "
-        )
+        remedy = "give all ranks of a replica the same batch: DistributedSampler(num_replicas=d, rank=pm.coordinate.dp), "
         remedy += "and seed what is random in the data by pm.coordinate.dp, not by the rank"
         return RuntimeFault(self.site, "; ".join(facts), remedy)
 

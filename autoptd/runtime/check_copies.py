@@ -41,9 +41,7 @@ def check_copies(params: RankParameters, step: int) -> None:
         every = list(dict.fromkeys(text for rank in sorted(told) for text in told[rank]))
         more = f"; and {len(every) - MOST_NAMED} more" if len(every) > MOST_NAMED else ""
         fact = f"copies that must be equal are not: {'; '.join(every[:MOST_NAMED])}{more}"
-        remedy = (
-            "change gradients and parameters on all ranks alike: pm.clip_grad_norm_, pm.optimizer, pm.load_state_dict"
-        )
+        remedy = "change gradients and parameters on all ranks alike: pm.clip_grad_norm_, pm.optimizer, pm.load_state_dict"
         raise RuntimeFault(f"step {step}", fact, remedy)
 
 

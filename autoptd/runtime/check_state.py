@@ -38,13 +38,17 @@ def _digest(name: str, x: torch.Tensor) -> int:
 
 def _fault(seen: dict[int, dict[str, int]]) -> RuntimeFault:
     usual = Counter(frozenset(given.items()) for given in seen.values()).most_common(1)[0][0]
-    others = {rank: set(given.items()) ^ usual for rank, given in sorted(seen.items()) if given.items() != usual}
+    others = {
+        rank: set(given.items()) ^ usual for rank, given in sorted(seen.items()) if given.items() != usual
+    }
     names = sorted({name for differing in others.values() for name, _ in differing})
     like = next(rank for rank in sorted(seen) if rank not in others)
     which = ", ".join(names[:MANY]) + (f" and {len(names) - MANY} more" if len(names) > MANY else "")
     ranks = f"rank{'s' * (len(others) > 1)} {', '.join(map(str, others))}"
     fact = f"{ranks} got another state dict than rank {like}: {which} differ{'s' * (len(names) == 1)}"
-    return RuntimeFault("load_state_dict", fact, "pass the same state dict on all ranks: each takes its own shards")
+    return RuntimeFault(
+        "load_state_dict", fact, "pass the same state dict on all ranks: each takes its own shards"
+    )
 
 
 __all__ = ["SITE", "check_state"]

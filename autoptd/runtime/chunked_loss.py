@@ -16,7 +16,14 @@ from collections.abc import Callable
 import torch
 
 from autoptd.errors import PlanError
-from autoptd.kernels.loss import How, WeightSum, can_use_triton, chunked_loss, default_chunk, linear_cross_entropy
+from autoptd.kernels.loss import (
+    How,
+    WeightSum,
+    can_use_triton,
+    chunked_loss,
+    default_chunk,
+    linear_cross_entropy,
+)
 from autoptd.runtime.vocab import local_labels, sharded_loss
 from autoptd.runtime.world.world import Group
 
@@ -49,7 +56,9 @@ def vocab_parallel_linear_cross_entropy(
     options are those of `kernels.loss.linear_cross_entropy`.
     """
     if targets.is_floating_point():
-        raise PlanError(site or "cross_entropy", "targets are class probabilities, not ids", "targets of dtype int64")
+        raise PlanError(
+            site or "cross_entropy", "targets are class probabilities, not ids", "targets of dtype int64"
+        )
     if group.size == 1:
         return linear_cross_entropy(
             x,

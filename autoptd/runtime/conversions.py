@@ -74,7 +74,9 @@ def i_to_p(x: Tensor, group: Group, *, site: str = "") -> Tensor:
     """
     if group.index == 0:
         return x.view_as(x) if group.size > 1 else x
-    y = x.clone()  # autograd passes the gradient on as it is; an autograd function of our own takes five times as long
+    y = (
+        x.clone()
+    )  # autograd passes the gradient on as it is; an autograd function of our own takes five times as long
     y.detach().zero_()
     return y
 
@@ -141,7 +143,9 @@ def gather_start(x: Tensor, group: Group, dim: int, blocks: Outer = 1, *, site: 
 def scatter_start(x: Tensor, group: Group, dim: int, blocks: Outer = 1, *, site: str = "") -> Pending:
     """Start a reduce-scatter of `x` to shards, without a gradient; `x` must not be changed before `wait()`."""
     whole, along = to_scatter(x, dim, blocks, group.size)
-    return Then(group.reduce_scatter_start(whole, along, site), lambda shard: scattered_shard(shard, dim, blocks))
+    return Then(
+        group.reduce_scatter_start(whole, along, site), lambda shard: scattered_shard(shard, dim, blocks)
+    )
 
 
 # The directions of conversions.

@@ -38,7 +38,9 @@ def has_launcher(backend: str | None) -> bool:
     """Whether ranks will be processes: there is a process group, or what torchrun tells, and threads were not asked for."""
     if backend == "local":
         return False
-    return (dist.is_available() and dist.is_initialized()) or ("RANK" in os.environ and "WORLD_SIZE" in os.environ)
+    return (dist.is_available() and dist.is_initialized()) or (
+        "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    )
 
 
 def process_device(device: str | None, backend: str | None) -> torch.device:

@@ -78,7 +78,9 @@ def bias_dropout_add(
 ) -> torch.Tensor:
     """Return residual + dropout(x + bias, rate, draw, batch, shard, group) in one operator: see `kernels.residual`."""
     size, places = (None, None) if draw is None else where(x, draw, batch, shard, group)
-    return residual_kernel.bias_dropout_add(x, bias, residual, rate=rate, places=places, size=size, backend=backend)
+    return residual_kernel.bias_dropout_add(
+        x, bias, residual, rate=rate, places=places, size=size, backend=backend
+    )
 
 
 def where(
@@ -107,7 +109,9 @@ class _Dropped(torch.autograd.Function):
     """The gradient goes through the same mask: it is drawn again."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, rate: float, size: tuple[int, int, int], places: Places) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, rate: float, size: tuple[int, int, int], places: Places
+    ) -> torch.Tensor:
         ctx.how = rate, size, places
         return drop(x.reshape(size), rate, places).view(x.shape)
 

@@ -50,14 +50,18 @@ def check_elementwise(cls: type[optim.Optimizer], keywords: Mapping[str, Any]) -
     if own and (reason := try_halves(cls, keywords)):
         fact = f"derives from {base.__name__} with a {own[0]} of its own: {reason}"
         raise PlanError(
-            f"optimizer {cls.__name__}", fact, f"{base.__name__}; or set elementwise = True if that is meant so"
+            f"optimizer {cls.__name__}",
+            fact,
+            f"{base.__name__}; or set elementwise = True if that is meant so",
         )
 
 
 def _own_methods(cls: type, base: type) -> list[str]:
     """Names of base's methods (but for the constructor) that classes between the two define anew."""
     between = cls.__mro__[: cls.__mro__.index(base)]
-    return sorted({name for one in between for name in vars(one) if hasattr(base, name) and not name.startswith("__")})
+    return sorted(
+        {name for one in between for name in vars(one) if hasattr(base, name) and not name.startswith("__")}
+    )
 
 
 @torch.random.fork_rng(devices=[])
@@ -74,7 +78,9 @@ def try_halves(cls: type[optim.Optimizer], keywords: Mapping[str, Any]) -> str:
                 return [half.contiguous() for x in xs for half in (x.chunk(2, dim) if dim < x.dim() else [x])]
 
             halves = _train(cls, keywords, halve(first), [halve(some) for some in grads])
-            if not all(torch.allclose(a, b, rtol=1e-9, atol=1e-12) for a, b in zip(halves, halve(whole), strict=True)):
+            if not all(
+                torch.allclose(a, b, rtol=1e-9, atol=1e-12) for a, b in zip(halves, halve(whole), strict=True)
+            ):
                 return "halves of a tensor are updated differently from the whole"
     except Exception as error:
         return f"it could not be tried ({type(error).__name__}: {error})"

@@ -110,7 +110,9 @@ class Executor:
         self._rows = program.rows
         self._wires, self._messages = Wires(program), Messages(program, world)
         # Copies: never the user's own storage.
-        self.buffers = {name: from_rank_0(world, name, x).clone() for name, x in sorted(program.buffers.items())}
+        self.buffers = {
+            name: from_rank_0(world, name, x).clone() for name, x in sorted(program.buffers.items())
+        }
         self._stages = {
             spec.index: self._load(spec.index)
             for spec in program.stages
@@ -280,7 +282,9 @@ class Executor:
         for source in self._wires.sources[stage]:
             message = self._messages.take(Action(Kind.RECV_F, stage, number, source))
             for spec in self._wires.values[source, stage]:
-                arrived[spec.name] = message[spec.name].requires_grad_(spec.has_grad and torch.is_grad_enabled())
+                arrived[spec.name] = message[spec.name].requires_grad_(
+                    spec.has_grad and torch.is_grad_enabled()
+                )
         batch = {name: self._microbatches[number][name] for name in self.program.stages[stage].inputs}
         self._stages[stage].drawing = self._drawing(number)
         results = list(self._stages[stage].forward(**arrived, **batch))
@@ -328,7 +332,10 @@ class Executor:
             torch.autograd.backward(roots, grads)  # type: ignore[arg-type]
         self._late[stage, number] = self._stages[stage].deferred.take()
         for source in self._wires.grad_sources[stage]:
-            back = {spec.name: _gradient_of(kept.inputs[spec.name]) for spec in self._wires.gradients[source, stage]}
+            back = {
+                spec.name: _gradient_of(kept.inputs[spec.name])
+                for spec in self._wires.gradients[source, stage]
+            }
             self._messages.leave(Action(Kind.SEND_B, stage, number, source), back)
 
     def _weight_gradients(self, action: Action) -> None:
@@ -360,9 +367,7 @@ def _nan_fault(now: int, step: int, ranks: Sequence[int]) -> RuntimeFault:
         remedy = "look at this batch and the learning rate, or pass nan='ignore'"
         return RuntimeFault(f"step {step}", f"the loss is {where}; its gradients were dropped", remedy)
     fact = f"the loss of step {step} was {where}, which on CUDA is seen one step later: its gradients were handed over"
-    remedy = (
-        "go back to a checkpoint from before it, and look at that batch and the learning rate; or pass nan='ignore'"
-    )
+    remedy = "go back to a checkpoint from before it, and look at that batch and the learning rate; or pass nan='ignore'"
     return RuntimeFault(f"step {now}", fact, remedy)
 
 

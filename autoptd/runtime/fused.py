@@ -27,4 +27,6 @@ class Fused:
         self.rotary = partial(rotary, backend=self.backend)
         self.linear_cross_entropy = partial(linear_cross_entropy, backend=self.backend)
         self.bias_dropout_add = partial(bias_dropout_add, backend=self.backend)
-        self.vocab_parallel_linear_cross_entropy = partial(vocab_parallel_linear_cross_entropy, backend=self.backend)
+        self.vocab_parallel_linear_cross_entropy = partial(
+            vocab_parallel_linear_cross_entropy, backend=self.backend
+        )

@@ -27,9 +27,15 @@ def takes_fused(
     dtypes: Iterable[torch.dtype],
 ) -> bool:
     """Whether `fused=True` is the default of an optimizer; `groups` are the keywords of all, and those of each group."""
-    if cls not in FUSED or device.type not in ("cpu", "cuda") or not all(one.is_floating_point for one in dtypes):
+    if (
+        cls not in FUSED
+        or device.type not in ("cpu", "cuda")
+        or not all(one.is_floating_point for one in dtypes)
+    ):
         return False
-    return not any(name in one or isinstance(one.get("lr"), torch.Tensor) for one in groups for name in CHOICES)
+    return not any(
+        name in one or isinstance(one.get("lr"), torch.Tensor) for one in groups for name in CHOICES
+    )
 
 
 def lay_out(groups: Iterable[Mapping[str, Any]]) -> None:

@@ -30,7 +30,14 @@ class Again:
     """
 
     def __init__(
-        self, shard: Tensor, group: Group, dim: int, blocks: Outer, readers: int, site: str, overlap: bool = False
+        self,
+        shard: Tensor,
+        group: Group,
+        dim: int,
+        blocks: Outer,
+        readers: int,
+        site: str,
+        overlap: bool = False,
     ) -> None:
         self._shard, self._group, self._at, self._site = shard.detach(), group, (dim, blocks), site
         self._left, self._overlap = readers, overlap
@@ -78,7 +85,14 @@ class Gathered:
 
 
 def gathered(
-    x: Tensor, group: Group, dim: int, blocks: Outer = 1, *, readers: int, overlap: bool = False, site: str = ""
+    x: Tensor,
+    group: Group,
+    dim: int,
+    blocks: Outer = 1,
+    *,
+    readers: int,
+    overlap: bool = False,
+    site: str = "",
 ) -> Gathered:
     """Turn the shard `x` into the whole value: S -> R, for `rt.linear` only; `readers` of them have a weight gradient.
 

@@ -53,7 +53,12 @@ class Bucket:
     """The gradients of a planned bucket, on one rank. Call `start`, `start_late` and `result`, in this order."""
 
     def __init__(self, plan: BucketPlan, world: World) -> None:
-        self.number, self.specs, self.site, self.tied_site = plan.number, plan.params, plan.site, plan.tied_site
+        self.number, self.specs, self.site, self.tied_site = (
+            plan.number,
+            plan.params,
+            plan.site,
+            plan.tied_site,
+        )
         self.world, self.owners = world, world.owners(plan.owners)
         self.early, self.late = _bound(plan.early, world), _bound(plan.late, world)
         self.is_tied = bool(plan.tied)
@@ -123,10 +128,14 @@ class Gradients:
         self.buckets = [Bucket(plan, world) for plan in plans if plan.sums]
         self._bucket_of = {spec.name: bucket for bucket in self.buckets for spec in bucket.specs}
         alone = [name for name in here if name not in self._bucket_of]
-        self._alone = [(name, params.leaves[name], params.local[name], params.is_plain(name)) for name in alone]
+        self._alone = [
+            (name, params.leaves[name], params.local[name], params.is_plain(name)) for name in alone
+        ]
         # Only gradients that are summed over dp, and so while backward runs, are counted and waited for: that is Python per
         # parameter.
-        self._counted = {spec.name: bucket for bucket in self.buckets if bucket.early for spec in bucket.specs}
+        self._counted = {
+            spec.name: bucket for bucket in self.buckets if bucket.early for spec in bucket.specs
+        }
         self._stages = {name: set(here[name]) for name in self._counted}
         self._expected = {
             spec.name: sum(map(spec.adds_in, here[spec.name])) * program.num_microbatches
@@ -168,7 +177,9 @@ class Gradients:
             raise InternalError(f"gradient of {name}", "grew after its reduction had started")
         self._counts[name] += 1
         if self._counts[name] > self._expected[name]:
-            raise InternalError(f"gradient of {name}", f"a backward too many: {self._expected[name]} were expected")
+            raise InternalError(
+                f"gradient of {name}", f"a backward too many: {self._expected[name]} were expected"
+            )
         if self._counts[name] == self._expected[name]:
             self._complete(name)
 

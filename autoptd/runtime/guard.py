@@ -54,14 +54,22 @@ def refuse(func: Callable[..., Any], caller: str, what: str) -> None:
     if caller == CLIPPING:
         fact = "clips by the norm of what this rank holds, and each rank by another"
         raise PlanError(
-            "torch.nn.utils clipping", fact, "pm.clip_grad_norm_(max_norm), which clips by the norm of the model"
+            "torch.nn.utils clipping",
+            fact,
+            "pm.clip_grad_norm_(max_norm), which clips by the norm of the model",
         )
     if func in READS and caller == SCALING:
         fact = "each rank would look for infinities in what it holds, and skip steps that other ranks take"
-        raise PlanError("torch.amp.GradScaler", fact, "train in float32 or bfloat16, which need no loss scaling")
+        raise PlanError(
+            "torch.amp.GradScaler", fact, "train in float32 or bfloat16, which need no loss scaling"
+        )
     if func in READS and caller.startswith(OPTIMIZERS) and caller != AVERAGES:
-        fact = "a torch optimizer over pm.parameters() leaves out what other ranks hold, and copies drift apart"
-        raise PlanError("torch.optim", fact, "pm.optimizer(torch.optim.AdamW, lr=...), a real optimizer of that class")
+        fact = (
+            "a torch optimizer over pm.parameters() leaves out what other ranks hold, and copies drift apart"
+        )
+        raise PlanError(
+            "torch.optim", fact, "pm.optimizer(torch.optim.AdamW, lr=...), a real optimizer of that class"
+        )
     if func in HOOKS:
         fact = f"a hook on a {what} is not called: gradients are summed over microbatches and ranks elsewhere"
         raise PlanError(getattr(func, "__name__", str(func)), fact, "change parameter.grad after pm.step")
@@ -145,7 +153,10 @@ def raise_again(parameters: Iterable[Tensor]) -> None:
 def _caller() -> str:
     """The module that made a call: the nearest one that only hands calls on is not it."""
     frame = sys._getframe(2)
-    while frame.f_globals.get("__name__") in ("torch.overrides", "torch._tensor", "torch.functional") and frame.f_back:
+    while (
+        frame.f_globals.get("__name__") in ("torch.overrides", "torch._tensor", "torch.functional")
+        and frame.f_back
+    ):
         frame = frame.f_back
     return str(frame.f_globals.get("__name__", ""))
 

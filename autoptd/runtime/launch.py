@@ -73,9 +73,7 @@ class RunningRanks(ABC):
             copies = [rank.params.local[spec.name] for rank in self.here if spec.name in rank.params.local]
             if len({one._version for one in copies}) > 1:
                 fact = "was changed on some ranks only: each of the ranks in this process has its own tensor"
-                remedy = (
-                    "step pm.optimizer(...), not one made of pm.parameters(); set values by pm.load_state_dict(...)"
-                )
+                remedy = "step pm.optimizer(...), not one made of pm.parameters(); set values by pm.load_state_dict(...)"
                 raise PlanError(spec.name, fact, remedy)
 
     def replica_of(self, rank: Rank) -> int:
@@ -90,7 +88,9 @@ class RunningRanks(ABC):
     def timed(self, delays: Delays | None = None) -> Iterator[Timeline]:
         """Time what these ranks execute in a `with` block, `delays` added; no rank may be running at either end."""
         clocks = clocks_of([rank.world.device for rank in self.here])
-        timeline = Timeline({rank.world.rank: clock for rank, clock in zip(self.here, clocks, strict=True)}, delays)
+        timeline = Timeline(
+            {rank.world.rank: clock for rank, clock in zip(self.here, clocks, strict=True)}, delays
+        )
         executors = {one: rank.world.rank for rank in self.here for one in (rank.executor, rank.evaluator)}
         before = {executor: executor.watch for executor in executors}
         for executor, rank in executors.items():

@@ -43,7 +43,9 @@ class Messages:
 
     def begin(self) -> None:
         """Forget what is under way."""
-        self._handed: dict[Action, Mapping[str, Tensor]] = {}  # to a stage of this rank, by the RECV it would take
+        self._handed: dict[
+            Action, Mapping[str, Tensor]
+        ] = {}  # to a stage of this rank, by the RECV it would take
         self._arriving: dict[Action, Pending] = {}  # by RECV
         self._leaving: dict[Action, list[Tensor]] = {}  # by SEND
         self._sent: list[Pending] = []

@@ -91,7 +91,9 @@ class NamedOptimizer(optim.Optimizer):
             fact = f"is a torch optimizer's own: it numbers its {sum(map(len, saved))} parameters, and has no names"
             remedy = "a state dict of pm.optimizer(...); or put names for numbers, in 'state' and in 'param_groups'"
             raise PlanError(
-                site, fact, remedy + ": those of model.named_parameters(), in the order of the torch optimizer"
+                site,
+                fact,
+                remedy + ": those of model.named_parameters(), in the order of the torch optimizer",
             )
         remedy = "make the optimizer with the groups that were saved"
         if len(saved) != len(self.binding.groups):
@@ -143,7 +145,9 @@ def make_optimizer(
         made = type(cls.__name__, (NamedOptimizer, cls), {"__doc__": cls.__doc__})(local, **keywords)
     made.binding = Binding(tuple(ranks), run, groups)
     every = [x for group in made.param_groups for x in group["params"]]
-    if len(ranks) == 1:  # whose step may have returned before its device met a fault; threads are told by their pool
+    if (
+        len(ranks) == 1
+    ):  # whose step may have returned before its device met a fault; threads are told by their pool
         made.register_step_pre_hook(lambda *_: ranks[0].world.raise_first_fault())
     made.register_step_pre_hook(lambda *_: lower(every))
     made.register_step_pre_hook(lambda optimizer, *_: lay_out(optimizer.param_groups))
@@ -181,7 +185,9 @@ def resolve_groups(
         names = list(dict.fromkeys(name for item in wanted for name in _names(item, specs, name_of)))
         twice = sorted(seen.intersection(names))
         if twice:
-            raise PlanError("optimizer groups", f"{', '.join(twice)} are in two groups", "name each parameter once")
+            raise PlanError(
+                "optimizer groups", f"{', '.join(twice)} are in two groups", "name each parameter once"
+            )
         seen.update(names)
         groups.append((names, {key: value for key, value in group.items() if key != "params"}))
     return groups
@@ -193,7 +199,9 @@ def gather_state(params: RankParameters, state: Mapping[torch.Tensor, Mapping[st
     mine = {}
     if world.leads(world.mesh.batch_axes) and world.leads(world.mesh.value_axes):
         owned = [(spec, x) for spec, x in _local(params) if params.is_first_owner(spec) and x in state]
-        mine = {spec.name: {key: _described(value, x) for key, value in state[x].items()} for spec, x in owned}
+        mine = {
+            spec.name: {key: _described(value, x) for key, value in state[x].items()} for spec, x in owned
+        }
     everywhere = params.world.everyone().gather_objects(mine, "optimizer state")
     described = {name: record for part in everywhere for name, record in part.items()}
     found: State = {}
@@ -244,12 +252,18 @@ def _names(item: Any, specs: Sequence[ParamSpec], name_of: Mapping[int, str]) ->
     if isinstance(item, torch.Tensor):
         if id(item) not in name_of:
             fact = f"a tensor of shape {tuple(item.shape)} is no local parameter"
-            raise PlanError("optimizer groups", fact, "take tensors from pm.named_parameters(), or give names")
+            raise PlanError(
+                "optimizer groups", fact, "take tensors from pm.named_parameters(), or give names"
+            )
         return [name_of[id(item)]]
-    found = [spec.name for spec in specs if any(fnmatchcase(name, item) for name in (spec.name, *spec.aliases))]
+    found = [
+        spec.name for spec in specs if any(fnmatchcase(name, item) for name in (spec.name, *spec.aliases))
+    ]
     if not found:
         raise PlanError(
-            "optimizer groups", f"{item!r} names no parameter", "the model's own names, or globs such as '*.bias'"
+            "optimizer groups",
+            f"{item!r} names no parameter",
+            "the model's own names, or globs such as '*.bias'",
         )
     return found
 
@@ -259,7 +273,10 @@ def _agree(run: Run[Any], mine: list[list[str]], order: Sequence[str]) -> tuple[
     everywhere = run(lambda params: params.world.everyone().gather_objects(mine, "optimizer groups"))
     if len({len(groups) for groups in everywhere}) > 1:
         sizes = [len(groups) for groups in everywhere]
-        raise PlanError("optimizer groups", f"ranks have {sizes} groups", "make the same groups on every rank")
+        raise PlanError(
+            "optimizer groups", f"ranks have {sizes} groups", "make the same groups on every rank"
+        )
     return tuple(
-        tuple(name for name in order if any(name in groups[i] for groups in everywhere)) for i in range(len(mine))
+        tuple(name for name in order if any(name in groups[i] for groups in everywhere))
+        for i in range(len(mine))
     )

@@ -83,7 +83,9 @@ class RankParameters:
         for spec, shard in self._first_values(full):
             self.local[spec.name] = GuardedParameter(shard, requires_grad=spec.requires_grad)
             self.leaves[spec.name] = self.local[spec.name].detach().requires_grad_(spec.requires_grad)
-        self._born = [(name, one, one.data_ptr(), self.leaves[name].requires_grad) for name, one in self.local.items()]
+        self._born = [
+            (name, one, one.data_ptr(), self.leaves[name].requires_grad) for name, one in self.local.items()
+        ]
 
     def _first_values(self, full: Values) -> Iterator[tuple[ParamSpec, torch.Tensor]]:
         """This rank's part of every parameter that it owns, contiguous."""
@@ -116,7 +118,11 @@ class RankParameters:
         if parameter is None or (grad := parameter.grad) is None:
             return None
         known = self._main.get(name)
-        return known.main if known is not None and grad is known.copy and grad._version == known.version else grad
+        return (
+            known.main
+            if known is not None and grad is known.copy and grad._version == known.version
+            else grad
+        )
 
     def is_plain(self, name: str) -> bool:
         """Whether `.grad` is all there is to the gradient of a parameter: no `.main_grad`."""
@@ -139,7 +145,9 @@ class RankParameters:
         """Refuse a parameter that was given another storage: stages would go on with the old one."""
         for name, parameter, address, requires_grad in self._born:
             if parameter.data_ptr() != address:
-                raise PlanError(name, "its .data was replaced", "change values in place: parameter.data.copy_(...)")
+                raise PlanError(
+                    name, "its .data was replaced", "change values in place: parameter.data.copy_(...)"
+                )
             if parameter.requires_grad != requires_grad:
                 fact = "its requires_grad was changed, which the compiled program does not follow"
                 raise PlanError(name, fact, "set requires_grad on the model before parallelize")
@@ -148,7 +156,9 @@ class RankParameters:
 def from_rank_0(world: World, name: str, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Return rank 0's `x` on this rank's device; a collective."""
     if x.is_meta:
-        raise PlanError(name, "is on the meta device and has no values", "model.to_empty(...) and initialise it")
+        raise PlanError(
+            name, "is on the meta device and has no values", "model.to_empty(...) and initialise it"
+        )
     if world.rank == 0:
         own = x.detach().to(world.device, dtype)
     else:  # whose values nobody reads, nor copies to a device
@@ -169,7 +179,9 @@ def read_shard(spec: ParamSpec, reader: Reader, world: World) -> torch.Tensor:
     for name, part in zip(names[1:], parts[1:], strict=True):
         if not torch.equal(part, parts[0]):
             fact = f"is tied to {names[0]} in the model, and has other values than it in the files"
-            raise PlanError(name, fact, "build the model untied (tie_word_embeddings=False), or correct the files")
+            raise PlanError(
+                name, fact, "build the model untied (tie_word_embeddings=False), or correct the files"
+            )
     return parts[0].to(world.device)
 
 
@@ -271,5 +283,7 @@ def check_loaded(
         if name in full and tuple(full[name].shape) != tuple(shape)
     ]
     if wrong:
-        raise PlanError("load_state_dict", "; ".join(wrong), "load the state dict of a model with the same sizes")
+        raise PlanError(
+            "load_state_dict", "; ".join(wrong), "load the state dict of a model with the same sizes"
+        )
     return [name for name in shapes if name not in full], [name for name in full if name not in shapes]

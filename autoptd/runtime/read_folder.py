@@ -24,7 +24,9 @@ import torch
 
 from autoptd.errors import PlanError
 
-SAMPLE = 4096  # bytes at the start, in the middle and at the end of a file, by which ranks compare what they read
+SAMPLE = (
+    4096  # bytes at the start, in the middle and at the end of a file, by which ranks compare what they read
+)
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {
     "BOOL": torch.bool,
@@ -123,7 +125,9 @@ def open_file(file: Path) -> Any:
     try:
         return safetensors.safe_open(str(file), framework="pt", device="cpu")
     except (safetensors.SafetensorError, OSError) as error:
-        raise PlanError(f"weights={str(file)!r}", f"cannot be read: {error}", "fetch or write the file anew") from error
+        raise PlanError(
+            f"weights={str(file)!r}", f"cannot be read: {error}", "fetch or write the file anew"
+        ) from error
 
 
 def library() -> Any:
@@ -150,10 +154,14 @@ def open_folder(path: str | os.PathLike[str]) -> Folder:
     said: dict[str, str] = json.loads((path / INDEX).read_text())["weight_map"]
     files = sorted(set(said.values()))
     if lost := [file for file in files if not (path / file).exists()]:
-        raise PlanError(site, f"its index names files that are not there: {', '.join(lost)}", "fetch all of its files")
+        raise PlanError(
+            site, f"its index names files that are not there: {', '.join(lost)}", "fetch all of its files"
+        )
     found = {file: headers(path / file) for file in files}
     if lost := [name for name, file in said.items() if name not in found[file]]:
-        raise PlanError(site, f"its index names tensors that are not there: {', '.join(lost)}", "write it anew")
+        raise PlanError(
+            site, f"its index names tensors that are not there: {', '.join(lost)}", "write it anew"
+        )
     return Folder(path, {name: found[file][name] for name, file in said.items()})
 
 
@@ -162,15 +170,14 @@ def headers(file: Path) -> dict[str, Entry]:
     opened = open_file(file)
     slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 - it is no dict
     return {
-        name: Entry(file, name, tuple(one.get_shape()), DTYPES.get(one.get_dtype())) for name, one in slices.items()
+        name: Entry(file, name, tuple(one.get_shape()), DTYPES.get(one.get_dtype()))
+        for name, one in slices.items()
     }
 
 
 def nothing_to_read(path: Path) -> tuple[str, str]:
     """(fact, remedy) for a folder without safetensors."""
     if any(path.glob("*.bin")) or any(path.glob("*.pt*")):
-        fact = (
-            f"holds pickled weights ({next(iter([*path.glob('*.bin'), *path.glob('*.pt*')])).name}), which are not read"
-        )
+        fact = f"holds pickled weights ({next(iter([*path.glob('*.bin'), *path.glob('*.pt*')])).name}), which are not read"
         return fact, "convert it once: AutoModelForCausalLM.from_pretrained(folder).save_pretrained(another)"
     return f"holds neither {SINGLE} nor {INDEX}", "a folder as save_pretrained writes it"

@@ -48,7 +48,9 @@ class RankRecord:
 
     def run(self, fn: Callable[[Rank], Result]) -> Result:
         """Call `fn(rank)`, counting what it computes."""
-        self.runs.append(Counting(self.rank.executor.files() | self.rank.evaluator.files(), lambda: self.world.at))
+        self.runs.append(
+            Counting(self.rank.executor.files() | self.rank.evaluator.files(), lambda: self.world.at)
+        )
         with self.runs[-1]:
             return fn(self.rank)
 
@@ -138,7 +140,9 @@ def recording(ranks: RunningRanks) -> Iterator[tuple[RecordingRanks, Record]]:
                 uncover()
 
 
-def cover(world: World, note: Note, start: Note | None = None, wait: Note | None = None) -> Callable[[], None]:
+def cover(
+    world: World, note: Note, start: Note | None = None, wait: Note | None = None
+) -> Callable[[], None]:
     """Make every call of a rank's communicators inside of a `note` of it; returns what ends it.
 
     What only starts a collective is inside of `start`, if given; its `wait()` is inside of `wait`, if given.

@@ -70,7 +70,11 @@ def contents_of(
     """Every parameter once, and persistent buffers, in the order of the model's state dict."""
     params = {how.kept_name(spec): spec for spec in specs}
     wanted = params.keys() | others.keys()
-    names = {name: how.names.get(name, name) for name in dict.fromkeys([*order, *params, *others]) if name in wanted}
+    names = {
+        name: how.names.get(name, name)
+        for name in dict.fromkeys([*order, *params, *others])
+        if name in wanted
+    }
     return Contents(
         {names[name]: spec for name, spec in params.items()},
         {names[name]: x for name, x in others.items()},

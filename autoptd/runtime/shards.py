@@ -26,7 +26,9 @@ from autoptd.errors import InternalError
 from autoptd.ir.types import Outer, shard_size
 
 
-def take_shard(x: torch.Tensor, dim: int, blocks: Outer, index: int, degree: int, size: int = 0) -> torch.Tensor:
+def take_shard(
+    x: torch.Tensor, dim: int, blocks: Outer, index: int, degree: int, size: int = 0
+) -> torch.Tensor:
     """Return shard `index` of `degree`, contiguous; it shares no memory with `x` unless it is all of it."""
     if degree == 1:
         return x
@@ -34,7 +36,9 @@ def take_shard(x: torch.Tensor, dim: int, blocks: Outer, index: int, degree: int
     if size:
         return _take_padded(x, dim, index, _padded_width(size, blocks, degree), size)
     if not isinstance(blocks, int):
-        return torch.cat([take_shard(block, dim, 1, index, degree) for block in x.split(list(blocks), dim)], dim)
+        return torch.cat(
+            [take_shard(block, dim, 1, index, degree) for block in x.split(list(blocks), dim)], dim
+        )
     viewed = x.unflatten(dim, (blocks, _chunk(x.shape[dim], blocks * degree) * degree))
     width = viewed.shape[dim + 1] // degree
     part = viewed.narrow(dim + 1, index * width, width)
@@ -48,7 +52,9 @@ def join_shards(parts: Sequence[torch.Tensor], dim: int, blocks: Outer, size: in
     dim = dim % parts[0].ndim
     if size:
         width = _padded_width(size, blocks, len(parts))
-        return torch.cat([part.narrow(dim, 0, real_rows(size, width, i)) for i, part in enumerate(parts)], dim)
+        return torch.cat(
+            [part.narrow(dim, 0, real_rows(size, width, i)) for i, part in enumerate(parts)], dim
+        )
     if blocks == 1:
         return torch.cat(list(parts), dim)
     if not isinstance(blocks, int):
@@ -59,7 +65,9 @@ def join_shards(parts: Sequence[torch.Tensor], dim: int, blocks: Outer, size: in
     return torch.cat([part.unflatten(dim, (blocks, width)) for part in parts], dim + 1).flatten(dim, dim + 1)
 
 
-def pad_shard(x: torch.Tensor, dim: int, blocks: Outer, index: int, degree: int, size: int = 0) -> torch.Tensor:
+def pad_shard(
+    x: torch.Tensor, dim: int, blocks: Outer, index: int, degree: int, size: int = 0
+) -> torch.Tensor:
     """Return a tensor of the whole's size that holds shard `x` in its place and zeros elsewhere."""
     if degree == 1:
         return x
@@ -100,7 +108,9 @@ def gathered_whole(x: torch.Tensor, dim: int, blocks: Outer, size: int = 0) -> t
     return x.narrow(dim, 0, size) if size else x
 
 
-def to_scatter(x: torch.Tensor, dim: int, blocks: Outer, degree: int, size: int = 0) -> tuple[torch.Tensor, int]:
+def to_scatter(
+    x: torch.Tensor, dim: int, blocks: Outer, degree: int, size: int = 0
+) -> tuple[torch.Tensor, int]:
     """Return a whole value so that a rank's shard is an equal part along a dim, and this dim; `scattered_shard` follows."""
     dim = dim % x.ndim
     if size:

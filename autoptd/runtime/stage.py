@@ -142,7 +142,9 @@ def load_layers(source: str, filename: str, *, compiled: bool = False) -> Method
     return {name: method for name, method in vars(own).items() if callable(method)}
 
 
-def load_stage(source: str, filename: str, layers: Methods | None = None, *, compiled: bool = False) -> type[Stage]:
+def load_stage(
+    source: str, filename: str, layers: Methods | None = None, *, compiled: bool = False
+) -> type[Stage]:
     """Return the `Stage<i>` class that `source` defines, with the methods of `layers`.
 
     `compiled`: its own layers by torch's compiler (`inductor.py`). Tracebacks and pdb show its lines: from disk if

@@ -58,11 +58,15 @@ def check_stage(stage: type[Stage], folder: str | Path, timeout: float = 60.0) -
     PlanError where program.json is missing or has no such stage.
     """
     if not (Path(folder) / "program.json").is_file():
-        raise PlanError(f"{folder}/program.json", "is missing", "run the file in the folder that program.save wrote")
+        raise PlanError(
+            f"{folder}/program.json", "is missing", "run the file in the folder that program.save wrote"
+        )
     program = Program.load(folder)
     index = int(stage.__name__.removeprefix("Stage"))
     if index not in range(len(program.stages)):
-        raise PlanError(f"{folder}/program.json", f"has no stage {index}", "the folder that this file was written to")
+        raise PlanError(
+            f"{folder}/program.json", f"has no stage {index}", "the folder that this file was written to"
+        )
     if stage.layers:
         path = Path(folder) / stage.layers
         give_layers(stage, load_layers(program.sources[stage.layers], str(path)))
@@ -79,14 +83,20 @@ def _run(stage: type[Stage], program: Program, index: int, world: World) -> Chec
     """One rank's forward and backward."""
     spec, made = program.stages[index], torch.Generator().manual_seed(index)
     weights = {
-        name: nn.Parameter(_random(one.used_shape(program.mesh), one.use.dtype, made, SCALE), one.requires_grad)
+        name: nn.Parameter(
+            _random(one.used_shape(program.mesh), one.use.dtype, made, SCALE), one.requires_grad
+        )
         for name in spec.params
         for one in [program.param(name)]
     }
     buffers = {name: program.buffers[name] for name in spec.buffers}
-    this = stage(groups=groups_of(program, world), weights=weights, buffers=buffers, device=torch.device("cpu"))
+    this = stage(
+        groups=groups_of(program, world), weights=weights, buffers=buffers, device=torch.device("cpu")
+    )
     this.main_grads = _add
-    inputs = {one.name: _random(one.shape, one.dtype, made) for one in program.inputs if one.name in spec.inputs}
+    inputs = {
+        one.name: _random(one.shape, one.dtype, made) for one in program.inputs if one.name in spec.inputs
+    }
     arriving = {
         one.name: _random(one.shape, one.dtype, made).requires_grad_(one.has_grad)
         for one in program.crossings
@@ -94,10 +104,14 @@ def _run(stage: type[Stage], program: Program, index: int, world: World) -> Chec
     }
     if this.counts:
         this.totals = tuple(float(one) for one in this.count(**inputs))
-    results = this.forward(**{name: arriving.get(name, inputs.get(name)) for name in (*spec.crossings, *spec.inputs)})  # type: ignore[arg-type]
+    results = this.forward(
+        **{name: arriving.get(name, inputs.get(name)) for name in (*spec.crossings, *spec.inputs)}
+    )  # type: ignore[arg-type]
     names = [*spec.outputs, *(["loss"] if index == program.loss_stage else [])]
     if len(results) != len(names):
-        raise InternalError(stage.__name__, f"returns {len(results)} values where program.json has {len(names)}")
+        raise InternalError(
+            stage.__name__, f"returns {len(results)} values where program.json has {len(names)}"
+        )
     roots = [one for one in results if one.requires_grad]
     if roots:
         torch.autograd.backward(roots, [torch.ones_like(one) for one in roots])
@@ -143,7 +157,9 @@ def _wrong(
     """What is NaN, infinite or without a gradient, by name."""
     leaves = {name: x for name, x in (*arriving.items(), *weights.items()) if x.requires_grad}
     missing = [name for name, x in leaves.items() if x.grad is None]
-    tensors = results | {f"the gradient of {name}": x.grad for name, x in leaves.items() if x.grad is not None}
+    tensors = results | {
+        f"the gradient of {name}": x.grad for name, x in leaves.items() if x.grad is not None
+    }
     broken = [name for name, x in tensors.items() if x.is_floating_point() and not bool(x.isfinite().all())]
     found = [f"NaN or infinite: {_few(broken)}"] if broken else []
     return found + ([f"no gradient: {_few(missing)}"] if missing else [])

@@ -25,7 +25,11 @@ from autoptd.runtime.record import Note, cover
 from autoptd.runtime.world.world import World, on_device
 
 Result = TypeVar("Result")
-AT_THE_END = ("loss", "count of labels", "dtype of the loss")  # ranks meet there: most of it is waiting for the slowest
+AT_THE_END = (
+    "loss",
+    "count of labels",
+    "dtype of the loss",
+)  # ranks meet there: most of it is waiting for the slowest
 
 
 @dataclass(frozen=True)
@@ -65,16 +69,21 @@ class _Watch:
         return sum(self.clock.seconds(end) - self.clock.seconds(start) for start, end in times)
 
 
-def measured(ranks: RunningRanks, step: Callable[[RunningRanks], Result]) -> tuple[Result, tuple[StepTimes, ...]]:
+def measured(
+    ranks: RunningRanks, step: Callable[[RunningRanks], Result]
+) -> tuple[Result, tuple[StepTimes, ...]]:
     """Call `step(ranks)`; return what it does, and the times of all ranks of the world, ascending. A collective."""
     device = ranks.here[0].world.device
     with ranks.timed() as timeline:
         clocks = {number: watch.clock for number, watch in timeline.watches.items()}
         watches = {one.world.rank: _Watch(one.world, clocks[one.world.rank]) for one in ranks.here}
         notes: list[Note] = [watches[one.world.rank].note for one in ranks.here]
-        starts: list[Note] = [_nothing] * len(notes) if device.type == "cuda" else notes  # the device goes on meanwhile
+        starts: list[Note] = (
+            [_nothing] * len(notes) if device.type == "cuda" else notes
+        )  # the device goes on meanwhile
         covered = [
-            cover(one.world, note, start, wait=note) for one, note, start in zip(ranks.here, notes, starts, strict=True)
+            cover(one.world, note, start, wait=note)
+            for one, note, start in zip(ranks.here, notes, starts, strict=True)
         ]
         clock = clocks[ranks.here[0].world.rank]
         with on_device(device):
@@ -90,7 +99,9 @@ def measured(ranks: RunningRanks, step: Callable[[RunningRanks], Result]) -> tup
     def gather(rank: Rank) -> tuple[StepTimes, ...]:
         mine = rank.world.rank
         spans = [one for one in timeline.watches[mine].spans if one.action.kind in COMPUTES]
-        inside, between = (watches[mine].seconds(times) for times in (watches[mine].inside, watches[mine].between))
+        inside, between = (
+            watches[mine].seconds(times) for times in (watches[mine].inside, watches[mine].between)
+        )
         compute = sum(one.end - one.start for one in spans) - inside
         communication = inside + between
         waiting = max(0.0, seconds - compute - communication)

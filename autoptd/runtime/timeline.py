@@ -56,7 +56,9 @@ class Watch:
     def spans(self) -> list[Span]:
         """In the order of execution; to be asked between steps, as it waits for the device."""
         seconds = self.clock.seconds
-        self._spans += [Span(self.rank, action, seconds(start), seconds(end)) for action, start, end in self._taken]
+        self._spans += [
+            Span(self.rank, action, seconds(start), seconds(end)) for action, start, end in self._taken
+        ]
         self._taken.clear()
         return self._spans
 

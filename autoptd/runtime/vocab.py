@@ -62,10 +62,17 @@ def vocab_parallel_cross_entropy(
     computed in float32; the result has their dtype.
     """
     if targets.is_floating_point():
-        raise PlanError(site or "cross_entropy", "targets are class probabilities, not ids", "targets of dtype int64")
+        raise PlanError(
+            site or "cross_entropy", "targets are class probabilities, not ids", "targets of dtype int64"
+        )
     if group.size == 1 and total is None:
         return F.cross_entropy(
-            logits, targets, weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing
+            logits,
+            targets,
+            weight,
+            ignore_index=ignore_index,
+            reduction=reduction,
+            label_smoothing=label_smoothing,
         )
     classes = logits.movedim(min(1, logits.ndim - 1), -1)
     rows = classes.reshape(-1, classes.shape[-1])

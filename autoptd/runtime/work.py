@@ -64,9 +64,14 @@ class Counting(TorchDispatchMode):
     def __init__(self, files: Mapping[str, Program], at: Callable[[], str]) -> None:
         super().__init__()
         self.lines = {
-            (file, line.number): line for file, program in files.items() for line in program.lines if line.file in file
+            (file, line.number): line
+            for file, program in files.items()
+            for line in program.lines
+            if line.file in file
         }
-        self.counts: Counter[tuple[tuple[str, int], Place | None, str]] = Counter()  # (phase, stage), line, what
+        self.counts: Counter[tuple[tuple[str, int], Place | None, str]] = (
+            Counter()
+        )  # (phase, stage), line, what
         self._files, self._at = set(files), at
         self._line_of_node: dict[int, Place] = {}
         self._is_paused = False

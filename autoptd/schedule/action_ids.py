@@ -26,7 +26,9 @@ Row = tuple[Kind, int, int]
 class ActionIds:
     """The ids of all actions of a schedule; the lists are indexed by row."""
 
-    def __init__(self, wiring: Wiring, m: int, *, has_weights: bool, has_transfers: bool, has_reduces: bool) -> None:
+    def __init__(
+        self, wiring: Wiring, m: int, *, has_weights: bool, has_transfers: bool, has_reduces: bool
+    ) -> None:
         self.wiring, self.width = wiring, m + 1
         kinds = COMPUTES if has_weights else (Kind.F, Kind.B)
         self.rows: list[Row] = []

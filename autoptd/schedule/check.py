@@ -92,7 +92,9 @@ def guess_links(orders: Sequence[Sequence[Action]]) -> list[Link]:
             if action.kind in COMPUTE_OF:
                 ends = (min(action.stage, action.peer), max(action.stage, action.peer))
                 grads[ends] = grads.get(ends, False) or COMPUTE_OF[action.kind] is Kind.B
-    return [(source, target, grad) for (source, target), grad in sorted(grads.items()) if 0 <= source < target]
+    return [
+        (source, target, grad) for (source, target), grad in sorted(grads.items()) if 0 <= source < target
+    ]
 
 
 def _place(orders: Sequence[Sequence[Action]], ranks: Sequence[int], places: Places) -> Iterator[str]:
@@ -198,7 +200,9 @@ def _check_reduces(places: Places) -> Iterator[str]:
     reduced = {action.stage for action in places if action.kind is Kind.REDUCE}
     last: dict[int, Action] = {}
     for action, (_, index) in places.items():
-        if action.kind in (Kind.B, Kind.W) and (action.stage not in last or index > places[last[action.stage]][1]):
+        if action.kind in (Kind.B, Kind.W) and (
+            action.stage not in last or index > places[last[action.stage]][1]
+        ):
             last[action.stage] = action
     yield from (f"{Action(Kind.REDUCE, stage)} names no stage" for stage in sorted(reduced - set(last)))
     if reduced:

@@ -24,7 +24,9 @@ def gpipe(p: int, m: int) -> Orders:
     """Run all forwards, then all backwards (SC'21, section 2.2.1, figure 3): bubble (p-1)/m, m
     microbatches live.
     """
-    return [_alternate(_one_stage(Kind.F, rank, m), _one_stage(Kind.B, rank, m), warmup=m) for rank in range(p)]
+    return [
+        _alternate(_one_stage(Kind.F, rank, m), _one_stage(Kind.B, rank, m), warmup=m) for rank in range(p)
+    ]
 
 
 def one_f_one_b(p: int, m: int) -> Orders:

@@ -79,7 +79,12 @@ def find_ids(orders: Sequence[Sequence[Action]], links: Sequence[Link]) -> Actio
     """Number what `orders` must have to serve `links`; None where stages or microbatches have no such ids."""
     ranks = ranks_of_stages(orders)
     stages_of_rank = {ranks.count(rank) for rank in range(len(orders))}
-    if not ranks or -1 in ranks or len(stages_of_rank) > 1 or any(target >= len(ranks) for _, target, _ in links):
+    if (
+        not ranks
+        or -1 in ranks
+        or len(stages_of_rank) > 1
+        or any(target >= len(ranks) for _, target, _ in links)
+    ):
         return None
     if min(min(map(MICROBATCH, order)) for order in orders) < -1:
         return None
@@ -193,7 +198,9 @@ def _refusal(
     """
     faults = find_faults(orders, links)
     if not faults and stuck is None:
-        return InternalError("schedule", f"the orders do not fit their {len(links)} links, and no fault is found")
+        return InternalError(
+            "schedule", f"the orders do not fit their {len(links)} links, and no fault is found"
+        )
     if not faults and stuck is not None:
         faults = [stuck()]
     more = [f"and {len(faults) - MAX_FAULTS} more"] if len(faults) > MAX_FAULTS else []

@@ -53,7 +53,9 @@ class Wiring:
         self.grad_targets: dict[int, list[int]] = defaultdict(list)
         for source, target in sorted({(source, target) for source, target, _ in links}):
             if not 0 <= source < target:
-                raise InternalError(f"link from stage {source} to stage {target}", "values flow to later stages only")
+                raise InternalError(
+                    f"link from stage {source} to stage {target}", "values flow to later stages only"
+                )
             self.sources[target].append(source)
             self.targets[source].append(target)
         for source, target in sorted({(source, target) for source, target, has_grad in links if has_grad}):

@@ -37,7 +37,11 @@ def read_schedule(path: Path, p: int, v: int, m: int | None) -> Orders:
         simulate(orders)
     except PlanError as error:
         raise PlanError(site, error.fact, error.remedy) from None
-    found = {"p": len(orders), "v": num_stages(orders) // len(orders), "num_microbatches": num_microbatches(orders)}
+    found = {
+        "p": len(orders),
+        "v": num_stages(orders) // len(orders),
+        "num_microbatches": num_microbatches(orders),
+    }
     wanted = {"p": p, "v": v, "num_microbatches": m or found["num_microbatches"]}
     wrong = [name for name in found if found[name] != wanted[name]]
     if wrong:

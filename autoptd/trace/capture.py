@@ -37,7 +37,9 @@ from autoptd.trace.storage import is_same_memory, tied_names
 from autoptd.trace.watch import Operands, checkpoint_sites, watch_tracing
 from autoptd.trace.watched import Watched, check_changes
 
-VALUE_REMEDY = "compute with the tensor itself (x * scale, torch.where, gather), or keep the number as an attribute"
+VALUE_REMEDY = (
+    "compute with the tensor itself (x * scale, torch.where, gather), or keep the number as an attribute"
+)
 
 
 @dataclass
@@ -85,7 +87,9 @@ def capture(
     constants = tuple((i, leaf) for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor))
     every = dict(model.named_parameters(remove_duplicate=False))
     parameters = {name: every[name] for name in aliases}
-    return Captured(graph, aliases, parameters, buffers, persistent, inputs, constants, str(tree), checkpointed)
+    return Captured(
+        graph, aliases, parameters, buffers, persistent, inputs, constants, str(tree), checkpointed
+    )
 
 
 def input_names(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
@@ -213,7 +217,9 @@ def _placeholder(graph: Graph, node: Node, kind: str, name: str) -> Node:
     return made
 
 
-def _copy(graph: Graph, node: Node, mapping: dict[Node, Node], root: nn.Module, detached: bool = False) -> None:
+def _copy(
+    graph: Graph, node: Node, mapping: dict[Node, Node], root: nn.Module, detached: bool = False
+) -> None:
     """Copy one operator; a no_grad region is inlined with its results detached."""
     name = str(node.target)
     if name == "wrap_with_set_grad_enabled":
@@ -225,11 +231,15 @@ def _copy(graph: Graph, node: Node, mapping: dict[Node, Node], root: nn.Module, 
         body = getattr(root, region.target)
         if enabled:
             line = next((line for line, _ in map(source_line, body.graph.nodes) if line), "model")
-            raise TraceError(line, "autocast inside the model is not traced", "cast explicitly with .to(dtype)")
+            raise TraceError(
+                line, "autocast inside the model is not traced", "cast explicitly with .to(dtype)"
+            )
         _inline(graph, node, body, read, mapping, detached)
         return
     if isinstance(node.target, torch._ops.HigherOrderOperator):
-        raise TraceError(source_line(node)[0], f"{name} cannot be partitioned", "write this part with plain operators")
+        raise TraceError(
+            source_line(node)[0], f"{name} cannot be partitioned", "write this part with plain operators"
+        )
     _check_sizes(node)
     made = graph.node_copy(node, lambda old: mapping[old])
     made.meta = {"val": node.meta.get("val")}
@@ -238,7 +248,9 @@ def _copy(graph: Graph, node: Node, mapping: dict[Node, Node], root: nn.Module, 
     mapping[node] = made
 
 
-def _inline(graph: Graph, node: Node, region: Any, read: list[Any], mapping: dict[Node, Node], detached: bool) -> None:
+def _inline(
+    graph: Graph, node: Node, region: Any, read: list[Any], mapping: dict[Node, Node], detached: bool
+) -> None:
     inner = dict(zip(region.graph.find_nodes(op="placeholder"), (mapping[arg] for arg in read), strict=True))
     for step in region.graph.nodes:
         if step.op == "call_function":
@@ -249,7 +261,11 @@ def _inline(graph: Graph, node: Node, region: Any, read: list[Any], mapping: dic
     pieces = []
     for result in results:
         piece = inner[result]
-        if detached and isinstance(piece.meta.get("val"), torch.Tensor) and piece.meta["val"].is_floating_point():
+        if (
+            detached
+            and isinstance(piece.meta.get("val"), torch.Tensor)
+            and piece.meta["val"].is_floating_point()
+        ):
             inside = piece
             piece = graph.call_function(torch.ops.aten.detach.default, (inside,))
             piece.meta["val"] = inside.meta["val"].detach()

@@ -94,7 +94,8 @@ def _unfuse(graph: Graph, node: Node, futures: dict[tuple[int, int], Node]) -> N
         if given.get("enable_gqa") and shape(q)[-3] != shape(k)[-3]:
             times = shape(q)[-3] // shape(k)[-3]
             k, v = (
-                call(name, aten.repeat_interleave.self_int, heads, times, -3) for name, heads in (("k", k), ("v", v))
+                call(name, aten.repeat_interleave.self_int, heads, times, -3)
+                for name, heads in (("k", k), ("v", v))
             )
         scaled = call("q", aten.mul.Tensor, q, scale if scale is not None else shape(q)[-1] ** -0.5)
         scores = call("scores", aten.matmul.default, scaled, call("k", aten.transpose.int, k, -2, -1))
@@ -117,7 +118,9 @@ def _unfuse(graph: Graph, node: Node, futures: dict[tuple[int, int], Node]) -> N
     graph.erase_node(node)
 
 
-def _call(graph: Graph, record: Note, target: Any, *args: Any, like: Node | None = None, **kwargs: Any) -> Node:
+def _call(
+    graph: Graph, record: Note, target: Any, *args: Any, like: Node | None = None, **kwargs: Any
+) -> Node:
     """A new operator with the record of another.
 
     `like` gives the kind of fake tensor to one without operands.
@@ -125,6 +128,8 @@ def _call(graph: Graph, record: Note, target: Any, *args: Any, like: Node | None
     made = graph.call_function(target, args, kwargs)
     fakes, named = map_arg((args, kwargs), value)
     with torch.no_grad():
-        made.meta["val"] = value(like).new_ones(*fakes, **named) if like is not None else target(*fakes, **named)
+        made.meta["val"] = (
+            value(like).new_ones(*fakes, **named) if like is not None else target(*fakes, **named)
+        )
     set_note(made, replace(record, extra={}))
     return made

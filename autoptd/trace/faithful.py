@@ -119,7 +119,10 @@ def _has_small_attention_on_cuda(graph: Graph, parameters: dict[str, nn.Paramete
     """
     found = [node for node in ops(graph) if op_name(node) == ATTENTION]
     sizes = [math.prod(shape(node.args[0])[:-1]) * shape(node.args[1])[-2] for node in found]  # type: ignore[arg-type]
-    return any(parameter.is_cuda for parameter in parameters.values()) and max(sizes, default=MAX_SCORES) < MAX_SCORES
+    return (
+        any(parameter.is_cuda for parameter in parameters.values())
+        and max(sizes, default=MAX_SCORES) < MAX_SCORES
+    )
 
 
 def _tolerance(graph: Graph) -> tuple[float, float]:
@@ -133,16 +136,26 @@ def _tolerance(graph: Graph) -> tuple[float, float]:
 def _check_buffers(model: nn.Module, before: dict[str, torch.Tensor]) -> None:
     """Restore and refuse buffers that the forward has changed."""
     after = dict(model.named_buffers())
-    changed = [name for name, value_before in before.items() if name in after and not _equal(value_before, after[name])]
+    changed = [
+        name
+        for name, value_before in before.items()
+        if name in after and not _equal(value_before, after[name])
+    ]
     for name in changed:
         after[name].detach().copy_(before[name])
     if changed:
         fact = "changed by the forward, which the traced graph would not do"
-        raise TraceError(f"buffer {', '.join(changed)}", fact, "keep buffers constant in forward, or model.eval()")
+        raise TraceError(
+            f"buffer {', '.join(changed)}", fact, "keep buffers constant in forward, or model.eval()"
+        )
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return torch.equal(one.nan_to_num(), other.nan_to_num()) if one.is_floating_point() else torch.equal(one, other)
+    return (
+        torch.equal(one.nan_to_num(), other.nan_to_num())
+        if one.is_floating_point()
+        else torch.equal(one, other)
+    )
 
 
 def run_graph(
@@ -166,7 +179,9 @@ def run_graph(
             made_here = {} if node.all_input_nodes or device is None else _device_keyword(node, device)
             kwargs = map_arg(node.kwargs, env.__getitem__) | made_here
             # The layout of what a view takes is that of the kernels it was traced with.
-            target = torch.ops.aten.reshape.default if node.target is torch.ops.aten.view.default else node.target
+            target = (
+                torch.ops.aten.reshape.default if node.target is torch.ops.aten.view.default else node.target
+            )
             env[node] = target(*map_arg(node.args, env.__getitem__), **kwargs)
     return env[output(graph).args[0]], used
 
@@ -174,4 +189,8 @@ def run_graph(
 def _device_keyword(node: Node, device: torch.device) -> dict[str, Any]:
     """Operators that make a tensor from nothing (arange) make it where the parameters are."""
     schema = getattr(node.target, "_schema", None)
-    return {"device": device} if schema and any(argument.name == "device" for argument in schema.arguments) else {}
+    return (
+        {"device": device}
+        if schema and any(argument.name == "device" for argument in schema.arguments)
+        else {}
+    )

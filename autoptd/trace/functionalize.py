@@ -66,14 +66,20 @@ def functionalize(graph: Graph) -> None:
 
 def _writes(node: Node) -> bool:
     name = op_name(node)
-    return name.startswith("aten.") and name.endswith("_") and not name.endswith("__") and name != "aten.detach_"
+    return (
+        name.startswith("aten.") and name.endswith("_") and not name.endswith("__") and name != "aten.detach_"
+    )
 
 
 def _is_same(target: Node, source: Any) -> bool:
     """Whether `source` is `target`, or the same piece of the same value."""
     if not isinstance(source, Node) or _piece(target) is None or _piece(source) is None:
         return source is target
-    return source.args[0] is target.args[0] and _piece(source) == _piece(target) and source.target is target.target
+    return (
+        source.args[0] is target.args[0]
+        and _piece(source) == _piece(target)
+        and source.target is target.target
+    )
 
 
 def _views_to_base(target: Node) -> list[Node]:
@@ -112,7 +118,9 @@ def _check_fresh(node: Node, views: list[Node], position: dict[Node, int], lates
         fact = f"parameter {record.name} is changed in place"
         raise TraceError(site(node), fact, "do not write to parameters in forward")
     if record.kind == "input":
-        raise TraceError(site(node), "an argument of the model is changed in place", "write out of place: x = x + y")
+        raise TraceError(
+            site(node), "an argument of the model is changed in place", "write out of place: x = x + y"
+        )
     at = position[node]
     older = {alias for view in views for alias in _aliases(view, {*views}) if position.get(alias, -1) < at}
     # Readers behind the write name the old nodes of these values as well.

@@ -24,7 +24,9 @@ from torch import Tensor
 from autoptd.errors import TraceError
 from autoptd.trace.outside import outside_state
 
-STATE_REMEDY = "pass it as an argument of apply (a tensor that is an input of the model), or write it as a constant"
+STATE_REMEDY = (
+    "pass it as an argument of apply (a tensor that is an input of the model), or write it as a constant"
+)
 REMEDY = "write it with differentiable torch operators"
 # Scales of the random arguments; incoming gradients have the third power of it.
 SIZES = (1e-2, 1.0, 1e2)
@@ -51,7 +53,9 @@ class Call:
         site = f"autograd.Function {function.__name__}"
         for arg in args:
             if isinstance(arg, Tensor) and not arg.dtype.is_floating_point:
-                raise TraceError(site, "its backward is not traced, and it takes tensors that are not floats", REMEDY)
+                raise TraceError(
+                    site, "its backward is not traced, and it takes tensors that are not floats", REMEDY
+                )
             if not isinstance(arg, (Tensor, *PLAIN)):
                 fact = f"its backward is not traced, and it takes a {type(arg).__name__}"
                 raise TraceError(site, fact, REMEDY)
@@ -114,7 +118,9 @@ def _try(call: Call, size: float) -> None:
         leaves = _leaves(drawn), _leaves(drawn)
         found, wanted = (_tensors(run(_filled(drawn, own))) for run, own in zip(runs, leaves, strict=True))
         ways = [size**3 * torch.randn_like(tensor) for tensor in wanted]
-        gradients = [_gradients(result, own, ways) for result, own in zip((found, wanted), leaves, strict=True)]
+        gradients = [
+            _gradients(result, own, ways) for result, own in zip((found, wanted), leaves, strict=True)
+        ]
     except Unfit:
         raise
     except Exception as error:
@@ -133,9 +139,12 @@ def _gradients(made: list[Tensor], leaves: list[Tensor], ways: list[Tensor]) -> 
     live = [(tensor, way) for tensor, way in zip(made, ways, strict=True) if tensor.requires_grad]
     if not live:
         return [torch.zeros_like(leaf) for leaf in leaves]
-    found = torch.autograd.grad([tensor for tensor, _ in live], leaves, [way for _, way in live], allow_unused=True)
+    found = torch.autograd.grad(
+        [tensor for tensor, _ in live], leaves, [way for _, way in live], allow_unused=True
+    )
     return [
-        torch.zeros_like(leaf) if gradient is None else gradient for gradient, leaf in zip(found, leaves, strict=True)
+        torch.zeros_like(leaf) if gradient is None else gradient
+        for gradient, leaf in zip(found, leaves, strict=True)
     ]
 
 
@@ -154,4 +163,8 @@ def _small_sizes(shapes: Sequence[torch.Size]) -> dict[int, int]:
 
 
 def _tensors(made: Any) -> list[Tensor]:
-    return [tensor for tensor in (made if isinstance(made, (tuple, list)) else [made]) if isinstance(tensor, Tensor)]
+    return [
+        tensor
+        for tensor in (made if isinstance(made, (tuple, list)) else [made])
+        if isinstance(tensor, Tensor)
+    ]

@@ -78,7 +78,9 @@ def _index_to_gather(
     x, out, ids = node.args[0], shape(node), indices[places.index(None)]
     size = shape(x)  # type: ignore[arg-type]
     looked_up = places.index(None)
-    counted = sorted((dim for dim in range(len(places)) if dim != looked_up), key=lambda dim: (places[dim], dim))
+    counted = sorted(
+        (dim for dim in range(len(places)) if dim != looked_up), key=lambda dim: (places[dim], dim)
+    )
     kept = [size[dim] for dim in counted]
     is_counted = all(size[dim] == 1 or places[dim] == k for k, dim in enumerate(counted))
     if value(ids).dtype not in (torch.int64, torch.int32) or not is_counted or list(met[: len(kept)]) != kept:
@@ -109,7 +111,11 @@ def _counted_along(index: Node, size: int, ndim: int) -> int | None:
 
     None if it is anything else.
     """
-    if value(index).dtype not in (torch.int64, torch.int32) or value(index).numel() != size or size > MAX_ENTRIES:
+    if (
+        value(index).dtype not in (torch.int64, torch.int32)
+        or value(index).numel() != size
+        or size > MAX_ENTRIES
+    ):
         return None
     found = _evaluate(index, {})
     if found is None or not torch.equal(found.flatten(), torch.arange(size, dtype=found.dtype)):
@@ -128,11 +134,17 @@ def _evaluate(node: Node, known: dict[Node, Tensor | None]) -> Tensor | None:
     if node not in known:
         known[node] = None
         known_value = value(node)
-        if node.op == "call_function" and isinstance(known_value, Tensor) and known_value.numel() <= MAX_ENTRIES:
+        if (
+            node.op == "call_function"
+            and isinstance(known_value, Tensor)
+            and known_value.numel() <= MAX_ENTRIES
+        ):
             read = [_evaluate(arg, known) for arg in node.all_input_nodes]
             if all(arg is not None for arg in read):
                 args, kwargs = map_arg((node.args, node.kwargs), lambda arg: known[arg])
-                kwargs = {key: arg for key, arg in kwargs.items() if key not in ("device", "pin_memory", "layout")}
+                kwargs = {
+                    key: arg for key, arg in kwargs.items() if key not in ("device", "pin_memory", "layout")
+                }
                 with torch.device("cpu"):
                     known[node] = node.target(*args, **kwargs)
     return known[node]

@@ -31,7 +31,9 @@ class WithLoss(nn.Module):
         if self.loss_fn is None:
             return find_loss(self.model(*args, **kwargs))
         if "targets" not in kwargs:
-            raise TraceError("step", "loss_fn is given but the call has no targets", "pass targets= beside the inputs")
+            raise TraceError(
+                "step", "loss_fn is given but the call has no targets", "pass targets= beside the inputs"
+            )
         targets = kwargs.pop("targets")
         return find_loss(self.loss_fn(self.model(*args, **kwargs), targets))
 

@@ -22,9 +22,13 @@ def check_module(model: nn.Module) -> None:
     would not show it.
     """
     if not isinstance(model, nn.Module):
-        raise PlanError("model", f"is a {type(model).__name__}, not a torch.nn.Module", "pass the module itself")
+        raise PlanError(
+            "model", f"is a {type(model).__name__}, not a torch.nn.Module", "pass the module itself"
+        )
     if hasattr(model, "_orig_mod"):
-        raise PlanError("model", "is wrapped by torch.compile", "pass the module that it wraps: model._orig_mod")
+        raise PlanError(
+            "model", "is wrapped by torch.compile", "pass the module that it wraps: model._orig_mod"
+        )
     check_storage(model)
     check_state_dict(model)
 
@@ -33,7 +37,9 @@ def check_device(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     """Refuse a model and example inputs that are not on one device."""
     devices = {p.device for p in model.parameters()}
     if len(devices) > 1:
-        raise PlanError("model", f"its parameters are on several devices: {sorted(map(str, devices))}", "model.to(one)")
+        raise PlanError(
+            "model", f"its parameters are on several devices: {sorted(map(str, devices))}", "model.to(one)"
+        )
     for i, leaf in enumerate(tree_flatten((args, kwargs))[0]):
         if isinstance(leaf, torch.Tensor) and devices and leaf.device not in devices:
             home = next(iter(devices))

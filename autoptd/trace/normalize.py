@@ -27,7 +27,11 @@ aten = torch.ops.aten
 IDENTITIES = {"aten.alias", "aten.lift_fresh", "aten.lift_fresh_copy", "aten.detach_"}
 SIZES_OF_ANOTHER = {"aten.expand_as": aten.expand.default, "aten.view_as": aten.view.default}
 SIZES_OF_ANOTHER |= {"aten.reshape_as": aten.reshape.default}
-NEW = {"aten.new_zeros": aten.zeros.default, "aten.new_ones": aten.ones.default, "aten.new_full": aten.full.default}
+NEW = {
+    "aten.new_zeros": aten.zeros.default,
+    "aten.new_ones": aten.ones.default,
+    "aten.new_full": aten.full.default,
+}
 RECURRENT = {"aten.gru", "aten.lstm", "aten.rnn_tanh", "aten.rnn_relu"}
 
 
@@ -65,7 +69,9 @@ def _check_operators(graph: Graph) -> None:
         pieces = value(node)
         for piece in pieces if isinstance(pieces, (tuple, list)) else [pieces]:
             if isinstance(piece, torch.Tensor) and piece.layout is not torch.strided:
-                raise TraceError(site(node), f"a {piece.layout} tensor", "dense tensors, or gather and index_add")
+                raise TraceError(
+                    site(node), f"a {piece.layout} tensor", "dense tensors, or gather and index_add"
+                )
 
 
 def _normalize_one(graph: Graph, node: Node) -> None:
@@ -96,7 +102,9 @@ def _normalize_one(graph: Graph, node: Node) -> None:
     elif name == "aten.nll_loss_nd":
         _normalize_nll(node)
     elif name == "aten.embedding" and True in node.args[3:]:
-        fact = "embedding with scale_grad_by_freq or sparse gradients: they depend on how the batch is divided"
+        fact = (
+            "embedding with scale_grad_by_freq or sparse gradients: they depend on how the batch is divided"
+        )
         raise PlanError(site(node), fact, "an embedding without scale_grad_by_freq and sparse")
     elif name == "aten.broadcast_to":
         node.target = aten.expand.default
@@ -129,8 +137,12 @@ def _normalize_one(graph: Graph, node: Node) -> None:
         raise PlanError(site(node), fact, "a norm without running statistics, or model.eval()")
     elif _is_random(node):
         fact = "a random operator would draw other numbers on every layout"
-        raise PlanError(site(node), fact, "pass the numbers to the model as an input; nn.Dropout is drawn exactly")
-    node.kwargs = {key: arg for key, arg in node.kwargs.items() if key not in ("device", "pin_memory", "layout")}
+        raise PlanError(
+            site(node), fact, "pass the numbers to the model as an input; nn.Dropout is drawn exactly"
+        )
+    node.kwargs = {
+        key: arg for key, arg in node.kwargs.items() if key not in ("device", "pin_memory", "layout")
+    }
 
 
 def _adds_nothing(node: Node) -> bool:
@@ -180,7 +192,10 @@ def _normalize_movedim(node: Node) -> None:
         sources, targets = [sources], [targets]
     moved = {to % count: source % count for source, to in zip(sources, targets, strict=True)}  # type: ignore[operator, arg-type]
     rest = iter(dim for dim in range(count) if dim not in moved.values())
-    node.target, node.args = aten.permute.default, (x, [moved[d] if d in moved else next(rest) for d in range(count)])
+    node.target, node.args = (
+        aten.permute.default,
+        (x, [moved[d] if d in moved else next(rest) for d in range(count)]),
+    )
 
 
 def _is_gather(node: Node) -> bool:
@@ -195,7 +210,12 @@ def _is_gather(node: Node) -> bool:
 def _normalize_nll(node: Node) -> None:
     """nll_loss of log-probabilities is cross_entropy of them: their log_softmax is they themselves."""
     x = node.args[0]
-    while isinstance(x, Node) and op_name(x) in ("aten.view", "aten.flatten", "aten.reshape", "aten.transpose"):
+    while isinstance(x, Node) and op_name(x) in (
+        "aten.view",
+        "aten.flatten",
+        "aten.reshape",
+        "aten.transpose",
+    ):
         x = x.args[0]
     if isinstance(x, Node) and op_name(x) == "aten.log_softmax":
         node.target = aten.cross_entropy_loss.default
@@ -263,11 +283,15 @@ def _normalize_cast(graph: Graph, node: Node) -> None:
 
 
 def _is_random(node: Node) -> bool:
-    if op_name(node) in (dropouts.NAME, dropouts.ATTENTION) or not isinstance(node.target, torch._ops.OpOverload):
+    if op_name(node) in (dropouts.NAME, dropouts.ATTENTION) or not isinstance(
+        node.target, torch._ops.OpOverload
+    ):
         return False
     # Recurrent operators drop out between layers only.
     if op_name(node) in RECURRENT:
-        return bool(argument(node, "dropout") and argument(node, "train") and argument(node, "num_layers") > 1)
+        return bool(
+            argument(node, "dropout") and argument(node, "train") and argument(node, "num_layers") > 1
+        )
     return torch.Tag.nondeterministic_seeded in node.target.tags
 
 

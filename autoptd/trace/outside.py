@@ -107,7 +107,9 @@ def _may_change(name: str, value: Any, owner: Any) -> bool:
 def _rebound(names: dict[str, Any]) -> set[str]:
     """Globals that a function beside them, or a method of a class beside them, assigns."""
     found: set[str] = set()
-    pending = [value for value in names.values() if getattr(value, "__module__", None) == names.get("__name__")]
+    pending = [
+        value for value in names.values() if getattr(value, "__module__", None) == names.get("__name__")
+    ]
     for value in pending:
         methods = list(vars(value).values()) if isinstance(value, type) else [value]
         for method in methods:

@@ -58,11 +58,11 @@ class Change:
             return TraceError(
                 "model", fact, "switch it off (layerdrop=0), or draw outside and pass the numbers as an input"
             )
-        values = "" if " 0x" in self.before + self.after else f" ({self.before} before it, {self.after} after it)"
-        fact = f"is changed by the forward{values}, which the traced graph would not do"
-        remedy = (
-            "keep no Python state in forward: count in the training loop, and pass what the model needs as an input"
+        values = (
+            "" if " 0x" in self.before + self.after else f" ({self.before} before it, {self.after} after it)"
         )
+        fact = f"is changed by the forward{values}, which the traced graph would not do"
+        remedy = "keep no Python state in forward: count in the training loop, and pass what the model needs as an input"
         return TraceError(self.path, fact, remedy)
 
 
@@ -93,7 +93,9 @@ class State:
         for path, module in modules.items():
             self._visit_module(path, module)
         classes = dict.fromkeys(type(module) for module in modules.values())
-        for cls in dict.fromkeys(base for kind in classes for base in kind.__mro__ if _is_users(base.__module__)):
+        for cls in dict.fromkeys(
+            base for kind in classes for base in kind.__mro__ if _is_users(base.__module__)
+        ):
             self._visit_class(cls)
         for name in dict.fromkeys(cls.__module__ for cls in classes if _is_users(cls.__module__)):
             if name in sys.modules:
@@ -134,7 +136,9 @@ class State:
             elif isinstance(holder, Globals):
                 holder.restore()
             elif isinstance(holder, dict):
-                if list(holder) != list(content) or any(holder[key] is not value for key, value in content.items()):
+                if list(holder) != list(content) or any(
+                    holder[key] is not value for key, value in content.items()
+                ):
                     holder.clear()
                     holder.update(content)
             elif isinstance(holder, list):
@@ -164,7 +168,9 @@ class State:
             self._visit(f"{cls.__qualname__}.{name}", value, DEEPEST - 1)
         for name, value in vars(cls).items():
             function = _function_of(value)
-            is_followed = isinstance(function, types.FunctionType) and (function.__closure__ or self._follows_code)
+            is_followed = isinstance(function, types.FunctionType) and (
+                function.__closure__ or self._follows_code
+            )
             if is_followed or isinstance(function, _lru_cache_wrapper):
                 self._visit(f"{cls.__qualname__}.{name}", function, 0)
 
@@ -239,7 +245,9 @@ class State:
         names = _names_in(value.__code__)
         modules = [value.__globals__.get(name) for name in names]
         modules = [
-            module for module in modules if isinstance(module, types.ModuleType) and _is_own_module(module.__name__)
+            module
+            for module in modules
+            if isinstance(module, types.ModuleType) and _is_own_module(module.__name__)
         ]
         for space in (value.__globals__, *map(vars, modules)):
             held = {name: space[name] for name in names if name in space}
@@ -295,7 +303,9 @@ def _is_own(function: Any) -> bool:
 
 def _is_own_module(name: str) -> bool:
     file = getattr(sys.modules.get(name), "__file__", None) or ""
-    return _is_users(name) and name.split(".")[0] not in sys.stdlib_module_names and "site-packages" not in file
+    return (
+        _is_users(name) and name.split(".")[0] not in sys.stdlib_module_names and "site-packages" not in file
+    )
 
 
 def _function_of(member: Any) -> Any:
@@ -327,7 +337,9 @@ def _plain_values(values: dict[str, Any]) -> dict[str, Any]:
 def _attributes(value: Any) -> dict[str, Any]:
     """What an object holds, by `__dict__` and by `__slots__`."""
     slots = [name for cls in type(value).__mro__ for name in _as_names(cls.__dict__.get("__slots__", ()))]
-    held = {name: getattr(value, name) for name in slots if not name.startswith("__") and hasattr(value, name)}
+    held = {
+        name: getattr(value, name) for name in slots if not name.startswith("__") and hasattr(value, name)
+    }
     return {**held, **getattr(value, "__dict__", {})}
 
 

@@ -110,7 +110,9 @@ def shared_buffers(model: nn.Module) -> SharedBuffers:
             groups.append([extent])
     names = {extent.name for group in groups for extent in group}
     firsts = [group[0] for group in groups]
-    others = [extent for extent in _extents(attribute_tensors(model)) if not isinstance(extent.tensor, nn.Parameter)]
+    others = [
+        extent for extent in _extents(attribute_tensors(model)) if not isinstance(extent.tensor, nn.Parameter)
+    ]
     overlaps: dict[str, str] = {}
     for one, two in _overlaps(_by_place([*firsts, *others]), is_same_object=True):
         overlaps |= {here.name: there.name for here, there in ((one, two), (two, one)) if here.name in names}

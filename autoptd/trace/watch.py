@@ -114,7 +114,9 @@ class Operands(TorchFunctionMode):
         name = names[0] if names else f"a {kind} of shape {tuple(one.shape)}"
         fact = f"is read by the forward ({users_line()}) but is no registered parameter of the model: it would not be trained"
         raise TraceError(
-            name, fact, "assign it to a module (self.name = nn.Parameter(...), nn.ParameterList), or .detach() it"
+            name,
+            fact,
+            "assign it to a module (self.name = nn.Parameter(...), nn.ParameterList), or .detach() it",
         )
 
 

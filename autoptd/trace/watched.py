@@ -50,7 +50,9 @@ class Watched(WithLoss):
         finally:
             after = State.of_call(self.model, self.loss_fn)
             self.seen.changes = before.changes(after)
-            replaced = [path for path, tensor in before.tensors.items() if after.tensors.get(path) is not tensor]
+            replaced = [
+                path for path, tensor in before.tensors.items() if after.tensors.get(path) is not tensor
+            ]
             self.seen.replaced = {path: before.tensors[path] for path in replaced}
             before.restore()
 
@@ -107,7 +109,9 @@ def _changes_of_second_call(watched: Watched, args: tuple[Any, ...], kwargs: dic
         if found or not has_values:
             return found
         for row in (0, -1):
-            others = tree_map(partial(_one_row, row=row, sizes=_leading_sizes((args, kwargs))), (args, kwargs))
+            others = tree_map(
+                partial(_one_row, row=row, sizes=_leading_sizes((args, kwargs))), (args, kwargs)
+            )
             later = run(others)
             before.restore()
             if not torch.equal(later.nan_to_num(), run(others).nan_to_num()):
@@ -121,13 +125,19 @@ def _changes_of_second_call(watched: Watched, args: tuple[Any, ...], kwargs: dic
 
 def _leading_sizes(call: Any) -> list[int]:
     return [
-        leaf.shape[0] for leaf in tree_leaves(call) if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] > 1
+        leaf.shape[0]
+        for leaf in tree_leaves(call)
+        if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] > 1
     ]
 
 
 def _one_row(leaf: Any, row: int, sizes: list[int]) -> Any:
     """One row of what is as long as the batch (most tensors are), in the place of all."""
-    is_batch = isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == max(sizes, key=sizes.count, default=0)
+    is_batch = (
+        isinstance(leaf, Tensor)
+        and leaf.dim() > 0
+        and leaf.shape[0] == max(sizes, key=sizes.count, default=0)
+    )
     return leaf[row].expand_as(leaf).clone() if is_batch else leaf
 
 

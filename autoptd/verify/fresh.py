@@ -39,7 +39,9 @@ def given_calls(batches: Iterable[Any], steps: int) -> list[Call]:
     """Return the calls of the first `steps` batches; PlanError where there are fewer."""
     calls = [split_call(batch) for batch in itertools.islice(batches, steps)]
     if len(calls) < steps:
-        raise PlanError("batches", f"there are {len(calls)} for {steps} steps", f"steps={len(calls)}, or more batches")
+        raise PlanError(
+            "batches", f"there are {len(calls)} for {steps} steps", f"steps={len(calls)}, or more batches"
+        )
     return calls
 
 

@@ -28,7 +28,11 @@ def check_copy(model: nn.Module, ours: list[torch.Tensor], copied: list[torch.Te
     for step, (loss, wanted) in enumerate(zip(map(float, ours), map(float, copied), strict=True)):
         if not abs(loss - wanted) <= rounding_of(model) * max(abs(wanted), abs(float(copied[0]))):
             fact = f"in step {step} its loss is {loss:.9g}, that of a float64 copy {wanted:.9g}: "
-            fact += "parameters, buffers or attributes share storage, which a copy cuts" if step else "a copy differs"
+            fact += (
+                "parameters, buffers or attributes share storage, which a copy cuts"
+                if step
+                else "a copy differs"
+            )
             remedy = "tie weights by assigning the Parameter itself, and read it in forward where it is read"
             raise TraceError("model", fact, remedy)
 

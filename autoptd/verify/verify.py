@@ -129,7 +129,9 @@ def verify(
     call = split_call(example_inputs)
     check_module(model)
     if any(p.is_meta for p in model.parameters()):
-        raise PlanError("verify", "the model is on meta: there are no weights to compare", "build it on a real device")
+        raise PlanError(
+            "verify", "the model is on meta: there are no weights to compare", "build it on a real device"
+        )
     own = compile_program(model, options, *call, replicas=options.d) if checks_own_dtype(model) else None
     wide_model, wide_options = widen_model(model), widen_options(options, model)
     with Widen():
@@ -223,7 +225,9 @@ class Trained:
 
         def compile_eval(args: tuple[Any, ...], kwargs: dict[str, Any], trained: Program) -> Program:
             with Widen():
-                return compile_evaluation(model, options, args, kwargs, trained, modes_of(model), replicas=options.d)
+                return compile_evaluation(
+                    model, options, args, kwargs, trained, modes_of(model), replicas=options.d
+                )
 
         self.program, self.setting = program, setting
         self.pm = ParallelModel(program, options, model.state_dict(), compile_eval=compile_eval)
@@ -286,7 +290,9 @@ def compare_first_losses(
     return found
 
 
-def first_losses(model: nn.Module, program: Program, setting: Setting, calls: list[Call]) -> list[torch.Tensor]:
+def first_losses(
+    model: nn.Module, program: Program, setting: Setting, calls: list[Call]
+) -> list[torch.Tensor]:
     """Return the losses of the first two calls (one, where there is no more), a step between.
 
     `model` is put back.
@@ -354,7 +360,9 @@ def check_widening(
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not parameters:
-        raise PlanError("verify", "the model has no parameter that requires a gradient", "nothing is trained here")
+        raise PlanError(
+            "verify", "the model has no parameter that requires a gradient", "nothing is trained here"
+        )
     with masks_of(program, 1):
         plain = WithLoss(model, options.loss_fn)(*args, **kwargs)
     narrow = torch.autograd.grad(plain, parameters, allow_unused=True)
@@ -365,7 +373,9 @@ def check_widening(
     # A parameter without a gradient has None.
     pairs = [(a, b) for a, b in zip(narrow, wide, strict=True) if a is not None and b is not None]
     largest = max(float(b.abs().max()) for _, b in pairs)
-    worst = max([_relative(plain.detach(), loss.detach(), 0.0), *(_relative(a, b, largest) for a, b in pairs)])
+    worst = max(
+        [_relative(plain.detach(), loss.detach(), 0.0), *(_relative(a, b, largest) for a, b in pairs)]
+    )
     values = [plain, loss, *itertools.chain.from_iterable(pairs)]
     if not all(value.isfinite().all() for value in values):
         fact = "the model's own loss or gradients are not finite on this batch: there is nothing to compare"

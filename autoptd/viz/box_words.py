@@ -75,4 +75,13 @@ def collectives_of(box: Box) -> list[str]:
     return [kind for kind in work_of(box) if kind in COLLECTIVES]
 
 
-__all__ = ["collectives_of", "conversion_of", "is_sum", "likeness", "local_bytes", "shape_text", "short", "work_of"]
+__all__ = [
+    "collectives_of",
+    "conversion_of",
+    "is_sum",
+    "likeness",
+    "local_bytes",
+    "shape_text",
+    "short",
+    "work_of",
+]

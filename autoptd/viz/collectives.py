@@ -97,10 +97,14 @@ def _per_microbatch(program: Program) -> Iterator[str]:
     yield ""
     yield "`x N`: so many sites of this kind. Megatron's f is I to R, its g is P to I."
     yield ""
-    yield from _header("site", "x", "stages", "conversion", "forward", "backward", "payload", "ranks", "sent", "reason")
+    yield from _header(
+        "site", "x", "stages", "conversion", "forward", "backward", "payload", "ranks", "sent", "reason"
+    )
     for sites in _kinds(found):
         call = sites[0]
-        wire = sum(wire_bytes(kind, call.payload_bytes, call.group_size) for kind in (call.forward, call.backward))
+        wire = sum(
+            wire_bytes(kind, call.payload_bytes, call.group_size) for kind in (call.forward, call.backward)
+        )
         name = f"{letter(call.conversion)}: {call.conversion}" if letter(call.conversion) else call.conversion
         numbers = bytes_text(call.payload_bytes), str(call.group_size), bytes_text(wire)
         yield _row(*_site(sites), name, call.forward, call.backward, *numbers, _reason(call))
@@ -113,7 +117,9 @@ def _messages(program: Program) -> Iterator[str]:
     for buffer in program.parcels:
         what = ("gradient" if buffer.is_gradient else "value") + "s"[: len(buffer.names) > 1]
         size = f"{len(buffer.names)} {what}, {buffer.numel} {buffer.dtype}"
-        gathered = f"all-gather over tp, {bytes_text(buffer.parts * buffer.sent_bytes)}" if buffer.parts > 1 else ""
+        gathered = (
+            f"all-gather over tp, {bytes_text(buffer.parts * buffer.sent_bytes)}" if buffer.parts > 1 else ""
+        )
         row = (size, bytes_text(buffer.sent_bytes), gathered, buffer.why)
         found.setdefault(row, []).append(f"{buffer.source} to {buffer.target}")
     if not found:

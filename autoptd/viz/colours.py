@@ -26,7 +26,14 @@ KINDS = {
 EDGES = {"I": "#4a545e", "R": "#4a545e", "P": "#cc6a0a", "S": "#2463b5"}
 # Ground of a stage, by pipeline rank: light, as boxes stand on it.
 RANKS = ("#f6f8fa", "#f1f6ea", "#f8f2f8", "#edf5f9")
-COLUMN, ROW, WHOLE, VOCABULARY, SPLIT, SMALL = "#bcd4f5", "#f9d9a8", "#f7c6c6", "#d8c9ef", "#e3eefb", "#f6f7f8"
+COLUMN, ROW, WHOLE, VOCABULARY, SPLIT, SMALL = (
+    "#bcd4f5",
+    "#f9d9a8",
+    "#f7c6c6",
+    "#d8c9ef",
+    "#e3eefb",
+    "#f6f7f8",
+)
 FOLDED, INPUT, SENT, TIED = "#e6e8eb", "#fffdf0", "#1b6f8a", "#a0529c"
 MAX_TOOLTIP_CALLS = 8
 ORDER = ("forward", "backward", "step")
@@ -49,7 +56,9 @@ def bars(calls: Iterable[Collective], times: str = "") -> tuple[Line, ...]:
         count = f"{len(sizes)} {kind}s" if len(sizes) > 1 else kind
         over = "" if kind == "send" or (axis == "tp" and phase != "step") else f" over {axis}"
         when = "once a step" if phase == "step" else phase
-        lines.append(line(f"{when}: {count}{over}, {bytes_text(sum(sizes))}{times}", bar=KINDS.get(kind, "#555555")))
+        lines.append(
+            line(f"{when}: {count}{over}, {bytes_text(sum(sizes))}{times}", bar=KINDS.get(kind, "#555555"))
+        )
     return tuple(lines)
 
 

@@ -85,7 +85,9 @@ def _grid(scene: Scene) -> Layout:
         width = max((line.width for line in link.lines), default=0.0)
         label = x + SPACE + width / 2, lane - _height(link) / 2 - 2
         curves[k] = Curve(_rounded(points), end, label)
-    return Layout(part.width + margin, part.height + top, items, {}, tuple(curves[k] for k in range(len(scene.links))))
+    return Layout(
+        part.width + margin, part.height + top, items, {}, tuple(curves[k] for k in range(len(scene.links)))
+    )
 
 
 def _side_by_side(scene: Scene) -> Layout:
@@ -141,7 +143,9 @@ def _plan_gutters(routed: Sequence[tuple[int, Link, int, int]], count: int) -> l
     return gutters
 
 
-def _route(link: Link, items: dict[str, Place], gutters: list[_Gutter], first: int, last: int, lane: float) -> Curve:
+def _route(
+    link: Link, items: dict[str, Place], gutters: list[_Gutter], first: int, last: int, lane: float
+) -> Curve:
     """Return the way of one link; `lane` is the y of its lane."""
     source, target = items[link.source], items[link.target]
     start = (source.x + source.width / 2, source.y)

@@ -36,7 +36,10 @@ STYLE = f"""
 def scene_svg(scene: Scene, places: Layout) -> str:
     """Return the picture as SVG text."""
     head, top = _head(scene, max(places.width, 760.0))
-    texts = [text_width(scene.title, True, TITLE), *(text_width(text, False, SUBTITLE) for text in scene.subtitle)]
+    texts = [
+        text_width(scene.title, True, TITLE),
+        *(text_width(text, False, SUBTITLE) for text in scene.subtitle),
+    ]
     width, height = ceil(max(places.width, *texts) + 2 * MARGIN), ceil(top + places.height + MARGIN)
     body = [f'<g transform="translate({MARGIN:g} {top:g})">']
     for frame in scene.all_frames:
@@ -124,7 +127,9 @@ def _lines(lines: Sequence[Line], left: float, top: float, width: float) -> Iter
         base = top + SIZE * (LEADING + 1) / 2 - 1.5
         x = left
         if line.bar:
-            place = f'x="{_n(left - 2)}" y="{_n(top + 1)}" width="{_n(width + 4)}" height="{_n(line.height - 2)}"'
+            place = (
+                f'x="{_n(left - 2)}" y="{_n(top + 1)}" width="{_n(width + 4)}" height="{_n(line.height - 2)}"'
+            )
             yield f'<rect {place} rx="3" fill="{line.bar}"/>'
             x, base = left + 3, base + 1
         spans = []
@@ -153,7 +158,9 @@ def _arrow(before: Point, tip: Point, link: Link) -> str:
     angle = atan2(tip[1] - before[1], tip[0] - before[0])
     half = 2.6 + link.width / 2
     back = (tip[0] - 8 * cos(angle), tip[1] - 8 * sin(angle))
-    sides = [(back[0] + half * cos(angle + turn), back[1] + half * sin(angle + turn)) for turn in (pi / 2, -pi / 2)]
+    sides = [
+        (back[0] + half * cos(angle + turn), back[1] + half * sin(angle + turn)) for turn in (pi / 2, -pi / 2)
+    ]
     return f'<polygon points="{" ".join(map(_xy, (tip, *sides)))}" fill="{link.color}"/>'
 
 

@@ -37,7 +37,9 @@ from autoptd.viz.views import COLLECTIVES, origin, short_op
 from autoptd.viz.words import bytes_text, count_text, letter
 
 
-def layer_scene(program: Program, *, folds: bool = True, stage: int | None = None, work: Work | None = None) -> Scene:
+def layer_scene(
+    program: Program, *, folds: bool = True, stage: int | None = None, work: Work | None = None
+) -> Scene:
     """Return the picture.
 
     `folds`: layers like an earlier one as one box; `stage`: this one only; `work` for the tooltips.
@@ -66,7 +68,9 @@ class _Painter:
         if self.drawn.loss:
             links.append(Link(self.drawn.loss, "result", weight=4))
         # The box of the result shows the sum of the loss.
-        others = tuple(call for call in self.drawn.others if call.conversion != "loss sum" or not self.drawn.loss)
+        others = tuple(
+            call for call in self.drawn.others if call.conversion != "loss sum" or not self.drawn.loss
+        )
         # The boxes of a stage alone show what it sends and receives.
         if self.is_alone:
             others = tuple(call for call in others if call.scope == "step")
@@ -86,10 +90,14 @@ class _Painter:
             inside.append(self._result())
         stages = column.stages
         fill = (
-            colours.RANKS[self.program.rank_of_stage(stages[0]) % len(colours.RANKS)] if len(stages) == 1 else "#fbfbfb"
+            colours.RANKS[self.program.rank_of_stage(stages[0]) % len(colours.RANKS)]
+            if len(stages) == 1
+            else "#fbfbfb"
         )
         tooltip = "\n".join(call_lines(column.calls))
-        return Frame(f"stage_{stages[0]}", self._heading(column), tuple(inside), fill, "#9aa4ae", tooltip, column.calls)
+        return Frame(
+            f"stage_{stages[0]}", self._heading(column), tuple(inside), fill, "#9aa4ae", tooltip, column.calls
+        )
 
     def _heading(self, column: Column) -> tuple[Line, ...]:
         program, stages = self.program, column.stages
@@ -118,13 +126,17 @@ class _Painter:
             of_part = [box for box in boxes if box.part == part]
             if (of_part[0].column, layer, part) in self.framed:
                 items = tuple(self._item(box) for box in of_part)
-                inside.append(Frame(f"{of_part[0].id}_part", (line((part, "bold")),), items, "#ffffff", "#cfd5db"))
+                inside.append(
+                    Frame(f"{of_part[0].id}_part", (line((part, "bold")),), items, "#ffffff", "#cfd5db")
+                )
             else:
                 inside += map(self._item, of_part)
         folded = [like.layer for box in self.drawn.boxes for like in box.folded.values()]
         count = folded.count(layer)
         more = (f"  {count} more like it are folded" if count else "", "quiet")
-        yield Frame(f"{boxes[0].id}_layer", (line((layer, "bold"), more),), tuple(inside), "#ffffff", "#9aa4ae")
+        yield Frame(
+            f"{boxes[0].id}_layer", (line((layer, "bold"), more),), tuple(inside), "#ffffff", "#9aa4ae"
+        )
 
     # boxes
 
@@ -170,7 +182,9 @@ class _Painter:
         name = f"{short(layers[0])} ... {short(layers[-1])}" if len(layers) > 1 else short(layers[0])
         equal = likeness(list(box.folded.values()))
         # Layers may share a parameter: each is counted once.
-        params = sum(math.prod(note(param).extra["local_shapes"][0]) for _, param, _ in dict.fromkeys(box.params))
+        params = sum(
+            math.prod(note(param).extra["local_shapes"][0]) for _, param, _ in dict.fromkeys(box.params)
+        )
         lines = [line((name, "bold")), *(line(text) for text in equal)]
         if params:
             count = len(self.drawn.columns[box.column].stages)
@@ -202,7 +216,9 @@ class _Painter:
         kinds = collectives_of(box)
         color, thick = (colours.KINDS[kinds[0]], 2.0) if kinds else ("#9aa4ae", 1.0)
         tooltip = self.text.tooltip(box)
-        return Item(box.id, tuple(lines), "#ffffff", color, "box", thick, not kinds, tooltip, tuple(box.calls))
+        return Item(
+            box.id, tuple(lines), "#ffffff", color, "box", thick, not kinds, tooltip, tuple(box.calls)
+        )
 
     def _operator(self, box: Box) -> Item:
         node = box.nodes[-1]
@@ -222,7 +238,9 @@ class _Painter:
         border = colours.KINDS["all-reduce"] if summed else "#9aa4ae"
         shape = "pill" if is_sum(box) else "box"
         thick = 2.0 if summed else 1.0
-        return Item(box.id, tuple(lines), fill, border, shape, thick, False, self.text.tooltip(box), tuple(box.calls))
+        return Item(
+            box.id, tuple(lines), fill, border, shape, thick, False, self.text.tooltip(box), tuple(box.calls)
+        )
 
     def _result(self) -> Item:
         over = "microbatches and dp" if self.program.mesh.d > 1 else "microbatches"
@@ -245,7 +263,16 @@ class _Painter:
                 lines = (line((f"of these {bytes_text(local_bytes(value))}", "quiet")),)
             tooltip = "\n".join([tooltip, *call_lines(edge.calls)])
             return Link(
-                edge.source, edge.target, colours.SENT, 3.5, False, "", lines, tooltip, weight=0, calls=edge.calls
+                edge.source,
+                edge.target,
+                colours.SENT,
+                3.5,
+                False,
+                "",
+                lines,
+                tooltip,
+                weight=0,
+                calls=edge.calls,
             )
         gap = self.place[edge.target] - self.place[edge.source]
         return Link(
@@ -280,7 +307,9 @@ class _Painter:
     def _legend(self) -> tuple[Item, ...]:
         """Return samples of what is in this picture."""
         operators = [box for box in self.drawn.boxes if not (box.is_input or box.is_received or box.folded)]
-        fills = {self.text.split(box.nodes[-1], box)[1] for box in operators if not note(box.nodes[-1]).conversion}
+        fills = {
+            self.text.split(box.nodes[-1], box)[1] for box in operators if not note(box.nodes[-1]).conversion
+        }
         samples = [
             colours.sample("column split", colours.COLUMN),
             colours.sample("row split", colours.ROW),
@@ -292,12 +321,17 @@ class _Painter:
         if any(box.folded for box in self.drawn.boxes):
             found.append(colours.sample("layers like one drawn before", colours.FOLDED, shape="stack"))
         if self.is_split:
-            if any(note(box.nodes[-1]).conversion and not box.folded and not collectives_of(box) for box in operators):
+            if any(
+                note(box.nodes[-1]).conversion and not box.folded and not collectives_of(box)
+                for box in operators
+            ):
                 found.append(colours.sample("type changes without communication", dashed=True))
             calls = [call for box in self.drawn.boxes for call in box.calls]
             found += colours.legend_of_kinds(calls)
             if any(letter(call.conversion) for call in calls):
-                found.append(Item("", (line(("f, g", "bold"), "  Megatron-LM's names of I to R and P to I"),)))
+                found.append(
+                    Item("", (line(("f, g", "bold"), "  Megatron-LM's names of I to R and P to I"),))
+                )
             found += colours.LEGEND_OF_TYPES
         return tuple(found)
 

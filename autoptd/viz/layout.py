@@ -151,7 +151,12 @@ def _item(item: Item) -> str:
 
 
 def _link(number: int, link: Link) -> str:
-    fields = {"id": f"link_{number}", "color": link.color, "penwidth": f"{link.width:g}", "tooltip": link.tooltip}
+    fields = {
+        "id": f"link_{number}",
+        "color": link.color,
+        "penwidth": f"{link.width:g}",
+        "tooltip": link.tooltip,
+    }
     if link.dashed:
         fields["style"] = "dashed"
     if link.lines:

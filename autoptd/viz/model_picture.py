@@ -140,7 +140,18 @@ class _Painter:
                 lines.append(line((f"passes by stage{plural} {_range(between)}", "quiet")))
             values = [f"{name}: {crossing.why}" for name, crossing in zip(names, crossings, strict=True)]
             tooltip = "\n".join([*values[:8], *call_lines(calls)])
-            yield Link(first.id, second.id, colours.SENT, 3.0, False, "", tuple(lines), tooltip, weight=0, calls=calls)
+            yield Link(
+                first.id,
+                second.id,
+                colours.SENT,
+                3.0,
+                False,
+                "",
+                tuple(lines),
+                tooltip,
+                weight=0,
+                calls=calls,
+            )
 
     def _ties(self) -> Iterator[Link]:
         """Yield the ties of parameters that several boxes read: each two neighbours among these are joined."""
@@ -150,7 +161,10 @@ class _Painter:
             for first, second in pairwise(cells):
                 site = next((site for site in waiting if spec.name in site), "")
                 calls = tuple(waiting.pop(site, ()))
-                lines = (line("one parameter: ", (spec.name, "bold")), *(line(bar.text) for bar in bars(calls)))
+                lines = (
+                    line("one parameter: ", (spec.name, "bold")),
+                    *(line(bar.text) for bar in bars(calls)),
+                )
                 tooltip = "\n".join([f"{', '.join(spec.aliases)} of {list(spec.shape)}", *call_lines(calls)])
                 options = {"weight": 0, "has_head": False, "calls": calls}
                 yield Link(first.id, second.id, colours.TIED, 1.8, True, "", lines, tooltip, **options)  # type: ignore[arg-type]
@@ -160,10 +174,14 @@ class _Painter:
         """Return samples of what is in this picture."""
         found = colours.legend_of_kinds(self.program.collectives)
         found += (
-            [colours.sample("sent to another stage", border=colours.SENT, thick=2.0)] if self.program.crossings else []
+            [colours.sample("sent to another stage", border=colours.SENT, thick=2.0)]
+            if self.program.crossings
+            else []
         )
         found += (
-            [colours.sample("one parameter, read by several", border=colours.TIED, dashed=True)] if self.tied else []
+            [colours.sample("one parameter, read by several", border=colours.TIED, dashed=True)]
+            if self.tied
+            else []
         )
         return tuple(found)
 
@@ -205,7 +223,11 @@ def _modules(program: Program, stages: Sequence[int]) -> list[str]:
                 layers.setdefault(name.rpartition(".")[0] or name, [])
     found = []
     for prefix, numbers in layers.items():
-        ends = [f"{prefix}{number}" for number in dict.fromkeys((min(numbers), max(numbers)))] if numbers else [prefix]
+        ends = (
+            [f"{prefix}{number}" for number in dict.fromkeys((min(numbers), max(numbers)))]
+            if numbers
+            else [prefix]
+        )
         count = len(set(numbers))
         found.append(" ... ".join(ends) + (f" ({count} layers)" if count > 1 else ""))
     return found
@@ -220,7 +242,11 @@ def _wrapped(words: Sequence[str], limit: int = 44, most: int = 4) -> list[str]:
             lines.append(word)
         else:
             lines[-1] = joined
-    return lines if len(lines) <= most else [*lines[: most - 1], f"and {len(lines) - most + 1} lines of names more"]
+    return (
+        lines
+        if len(lines) <= most
+        else [*lines[: most - 1], f"and {len(lines) - most + 1} lines of names more"]
+    )
 
 
 def _span(values: Sequence[float], text: Callable[[float], str]) -> str:

@@ -191,7 +191,9 @@ def _column_boxes(
     """Return the boxes of a column: values received from earlier columns, inputs, operators."""
     received: dict[Node, None] = {}
     for stage in stages:
-        received |= dict.fromkeys(arg for arg in _received(stage, bodies[stage]) if note(arg).stages[0] not in stages)
+        received |= dict.fromkeys(
+            arg for arg in _received(stage, bodies[stage]) if note(arg).stages[0] not in stages
+        )
     boxes = [Box(f"from_s{stages[0]}_{node.name}", index, "", "", [node]) for node in received]
     for node in program.graphs["LOCAL"].nodes:
         if note(node).kind == "input" and set(stages) & set(note(node).stages):

@@ -182,4 +182,15 @@ def _inline(text: str) -> str:
     return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))
 
 
-__all__ = ["Tab", "folded", "heading", "markdown_html", "page", "paragraph", "picture", "source", "table", "tiles"]
+__all__ = [
+    "Tab",
+    "folded",
+    "heading",
+    "markdown_html",
+    "page",
+    "paragraph",
+    "picture",
+    "source",
+    "table",
+    "tiles",
+]

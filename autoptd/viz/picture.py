@@ -100,7 +100,9 @@ def graph_picture(
     if level not in LEVELS:
         raise PlanError(f"level={level!r}", "is not a level of a picture", f"one of {', '.join(LEVELS)}")
     if stage is not None and stage not in range(len(program.stages)):
-        raise PlanError(f"stage={stage!r}", f"there are stages 0 to {len(program.stages) - 1}", "one of these")
+        raise PlanError(
+            f"stage={stage!r}", f"there are stages 0 to {len(program.stages) - 1}", "one of these"
+        )
     if level == "model":
         return Picture(model_scene(program, stage))
     if "LOCAL" not in program.graphs:

@@ -109,7 +109,9 @@ class Run:
     def kinds(self) -> set[Kind]:
         return {action.kind for row in self.spans for action, _, _ in row}
 
-    def messages(self, orders: Sequence[Sequence[Action]], ranks: Sequence[int] | None = None) -> Iterator[Message]:
+    def messages(
+        self, orders: Sequence[Sequence[Action]], ranks: Sequence[int] | None = None
+    ) -> Iterator[Message]:
         """Yield the messages of `orders` that go between two of `ranks` (all, if left out)."""
         shown = set(range(len(self.spans)) if ranks is None else ranks)
         place = {}

@@ -158,7 +158,11 @@ class _Panel:
             facts.append(f"bubble {100 * run.bubble:.1f} %")
         yield f'<text class="panel" x="12" y="4">{escape(run.name)}: {", ".join(facts)}</text>'
         messages = list(run.messages(self.orders, ranks)) if self.orders else []
-        messages = [message for message in messages if self.scale.shown(message.sent, message.read + 1e-9 * run.length)]
+        messages = [
+            message
+            for message in messages
+            if self.scale.shown(message.sent, message.read + 1e-9 * run.length)
+        ]
         remarks = [text for text in (run.remark, *self._left_out(len(messages))) if text]
         yield f'<text class="quiet" x="12" y="20">{escape("; ".join(remarks))}</text>'
         yield f'<text class="quiet" x="{_n(self.scale.right + 12)}" y="20">idle, most held</text>'
@@ -175,7 +179,9 @@ class _Panel:
 
     def _y(self, row: int) -> float:
         """Return the top of a row; below the rows that are left out there is a gap."""
-        return 30 + row * self.step + (GAP if len(self.run.spans) > MAX_RANKS and row >= MAX_RANKS // 2 else 0)
+        return (
+            30 + row * self.step + (GAP if len(self.run.spans) > MAX_RANKS and row >= MAX_RANKS // 2 else 0)
+        )
 
     def _left_out(self, messages: int) -> Iterator[str]:
         """Yield what the picture does not show."""
@@ -247,7 +253,9 @@ class _Panel:
             left, bottom = self.scale.x(low), y + high
             path = [f"M{_n(left)} {_n(bottom)}V{_n(bottom - high * held / top if top else bottom)}"]
             for time, amount in curve[first : bisect_right(times, end)]:
-                path.append(f"H{_n(self.scale.x(time))}V{_n(bottom - high * amount / top if top else bottom)}")
+                path.append(
+                    f"H{_n(self.scale.x(time))}V{_n(bottom - high * amount / top if top else bottom)}"
+                )
             right = _n(left + (end - low) * self.scale.pixels)
             width = _n((end - low) * self.scale.pixels)
             yield f'<rect class="strip" x="{_n(left)}" y="{_n(y)}" width="{width}" height="{high}"/>'

@@ -49,11 +49,19 @@ def _ranks(run: Run) -> list[int]:
     return list(range(count)) if count <= fit else [*range(fit // 2), *range(count - fit // 2, count)]
 
 
-def _events(process: int, run: Run, ranks: Sequence[int], orders: Sequence[Sequence[Action]]) -> Iterator[Event]:
+def _events(
+    process: int, run: Run, ranks: Sequence[int], orders: Sequence[Sequence[Action]]
+) -> Iterator[Event]:
     yield _name(process, 0, "process_name", run.name)
     for rank in ranks:
         yield _name(process, rank, "thread_name", f"pp rank {rank}")
-        yield {"ph": "M", "pid": process, "tid": rank, "name": "thread_sort_index", "args": {"sort_index": rank}}
+        yield {
+            "ph": "M",
+            "pid": process,
+            "tid": rank,
+            "name": "thread_sort_index",
+            "args": {"sort_index": rank},
+        }
         for action, start, end in run.spans[rank]:
             yield {
                 "ph": "X",
@@ -75,7 +83,12 @@ def _events(process: int, run: Run, ranks: Sequence[int], orders: Sequence[Seque
 
 def _flow(process: int, number: int, run: Run, message: Message) -> Iterator[Event]:
     """Yield both ends of a message, each within its slice, where viewers look for it."""
-    name = {"pid": process, "name": str(message.action), "cat": "message", "id": process * 10_000_000 + number}
+    name = {
+        "pid": process,
+        "name": str(message.action),
+        "cat": "message",
+        "id": process * 10_000_000 + number,
+    }
     yield {
         "ph": "s",
         "tid": message.source,

@@ -30,14 +30,20 @@ from benchmarks.gpu.sections import LOG, SECTIONS, How, Section, run_section, se
 
 def parse(words: list[str]) -> argparse.Namespace:
     form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__, formatter_class=form)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu", description=__doc__, formatter_class=form
+    )
     parser.add_argument("--minutes", type=float, default=9.0, help="for everything (default 9)")
-    parser.add_argument("--out", type=Path, default=Path("out/gpu"), help="the folder of results (default out/gpu)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("out/gpu"), help="the folder of results (default out/gpu)"
+    )
     parser.add_argument(
         "--sections", nargs="+", choices=[one.name for one in SECTIONS], help="only these, in their order"
     )
     parser.add_argument("--resume", action="store_true", help="keep what the folder has, and do the rest")
-    parser.add_argument("--require-cuda", action="store_true", help="end with status 2 where there is no CUDA device")
+    parser.add_argument(
+        "--require-cuda", action="store_true", help="end with status 2 where there is no CUDA device"
+    )
     parser.add_argument(
         "--profile", metavar="NAME", choices=list(SHAPES), help=f"one of: {', '.join(SHAPES)}; nothing else"
     )
@@ -80,8 +86,15 @@ def main(words: list[str]) -> int:
 def tell_machine(folder: Path, is_toy: bool) -> None:
     found = about() | {"others": others() if torch.cuda.is_available() else "", "is toy": is_toy}
     (folder / "machine.json").write_text(json.dumps(found, indent=1) + "\n")
-    card, versions = found.get("card", {}), ", ".join(f"{name} {text}" for name, text in found["versions"].items())
-    where = f"{card['name']}" if card else "no CUDA device: toy sizes, Triton's interpreter, times that mean nothing"
+    card, versions = (
+        found.get("card", {}),
+        ", ".join(f"{name} {text}" for name, text in found["versions"].items()),
+    )
+    where = (
+        f"{card['name']}"
+        if card
+        else "no CUDA device: toy sizes, Triton's interpreter, times that mean nothing"
+    )
     print(f"{where}; {versions}", flush=True)
     (folder / LOG).unlink(missing_ok=True)
     if found["others"]:
@@ -101,13 +114,17 @@ def run_sections(chosen: list[Section], folder: Path, end: float, how: How) -> N
         print(f"{section.title}: begins, {limit:.0f} s for it, {left:.0f} s in all", flush=True)
         journal = run_section(section, folder, limit, how)
         left = max(0.0, end - time.time())
-        print(f"{section.title}: {journal.content['state']}, {counted(journal)}; {left:.0f} s left", flush=True)
+        print(
+            f"{section.title}: {journal.content['state']}, {counted(journal)}; {left:.0f} s left", flush=True
+        )
         write_report(folder)
 
 
 def counted(journal: Journal) -> str:
     """`12 rows done, 1 failed, 2 not begun`."""
-    states = [row["state"] for row in journal.rows] + ["not begun"] * len(journal.content.get("not begun", ()))
+    states = [row["state"] for row in journal.rows] + ["not begun"] * len(
+        journal.content.get("not begun", ())
+    )
     told = [
         f"{states.count(state)} {state}"
         for state in ("done", "failed", "cut", "skipped", "not begun")
@@ -131,7 +148,9 @@ def verdict(folder: Path) -> str:
     if not rows and not wrong:
         return "no check was made"
     made = sum(row["state"] in ("done", "failed") for row in rows)
-    return "\n".join([f"{max(0, made - len(wrong))} of {made} checks hold", *(f"  differs: {text}" for text in wrong)])
+    return "\n".join(
+        [f"{max(0, made - len(wrong))} of {made} checks hold", *(f"  differs: {text}" for text in wrong)]
+    )
 
 
 if __name__ == "__main__":

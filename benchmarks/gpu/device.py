@@ -71,7 +71,9 @@ class Device:
         gc.collect()
         with warnings.catch_warnings():  # looking at some objects of torch's warns
             warnings.simplefilter("ignore")
-            storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in _live_tensors()}
+            storages = {
+                one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in _live_tensors()
+            }
         return sum(storages.values())
 
     def peak(self, run: Run) -> int:
@@ -146,7 +148,8 @@ class CudaDevice(Device):
             self.sync()
         on_device = [one for one in prof.events() or () if one.device_type == DeviceType.CUDA]
         return sum(
-            not getattr(one, "is_user_annotation", False) and not one.name.startswith(NO_KERNEL) for one in on_device
+            not getattr(one, "is_user_annotation", False) and not one.name.startswith(NO_KERNEL)
+            for one in on_device
         )
 
     def waits(self, run: Run) -> dict[Site, int]:
@@ -210,7 +213,9 @@ def gemm_rate(device: Device) -> float:
     side = 8192 if device.is_cuda else 64
     a, b = (torch.randn(side, side, device=device.name).bfloat16() for _ in range(2))
     product = torch.empty_like(a)
-    return 2 * side**3 / (1e-6 * device.microseconds(lambda: torch.mm(a, b, out=product), 0.2 * device.is_cuda))
+    return (
+        2 * side**3 / (1e-6 * device.microseconds(lambda: torch.mm(a, b, out=product), 0.2 * device.is_cuda))
+    )
 
 
 def copy_rate(device: Device) -> float:
@@ -221,7 +226,9 @@ def copy_rate(device: Device) -> float:
 
 
 def _live_tensors() -> list[torch.Tensor]:
-    return [one for one in gc.get_objects() if type(one) in (torch.Tensor, torch.nn.Parameter) and not one.is_meta]
+    return [
+        one for one in gc.get_objects() if type(one) in (torch.Tensor, torch.nn.Parameter) and not one.is_meta
+    ]
 
 
 class _Waiting(TorchDispatchMode):

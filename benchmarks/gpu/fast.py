@@ -16,15 +16,33 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.forms import Form, close_world, compiled, eager, measure, of_rank, ours
-from benchmarks.gpu.models import GPT_1B, GPT_175B, LLAMA_1B, LLAMA_8B, NANOGPT, Call, Shape, batch, build, sized
+from benchmarks.gpu.models import (
+    GPT_1B,
+    GPT_175B,
+    LLAMA_1B,
+    LLAMA_8B,
+    NANOGPT,
+    Call,
+    Shape,
+    batch,
+    build,
+    sized,
+)
 from benchmarks.gpu.rows import Found, Row, Setting
 
 FUSED, PLAIN, INDUCTOR = "ours, fused", "ours, plain", "ours, inductor"
 EAGER, COMPILED, AUTOTUNED = "eager", "torch.compile", "torch.compile, max-autotune-no-cudagraphs"
-FIRST = ((FUSED, EAGER), (COMPILED,), (PLAIN,))  # what is measured first; each time with all that is there before
+FIRST = (
+    (FUSED, EAGER),
+    (COMPILED,),
+    (PLAIN,),
+)  # what is measured first; each time with all that is there before
 COMPILERS = ((FUSED, COMPILED), (INDUCTOR,), (AUTOTUNED,))
 PUBLISHED = {LLAMA_1B.name: "40,150 tokens/s on each of 8 H100s at d=8"}
-HOOKS: dict[str, Any] = {"async_tensor_model_parallel_allreduce": True, "accumulate_allreduce_grads_in_fp32": True}
+HOOKS: dict[str, Any] = {
+    "async_tensor_model_parallel_allreduce": True,
+    "accumulate_allreduce_grads_in_fp32": True,
+}
 
 
 def maker(model: torch.nn.Module, call: Call, is_toy: bool) -> Callable[[str], Form]:
@@ -34,7 +52,9 @@ def maker(model: torch.nn.Module, call: Call, is_toy: bool) -> Callable[[str], F
     makers: dict[str, Callable[[], Form]] = {
         EAGER: lambda: eager(model, call, optimizer),
         COMPILED: lambda: eager(model, call, optimizer, compiled(model, is_toy)),
-        AUTOTUNED: lambda: eager(model, call, optimizer, compiled(model, is_toy, "max-autotune-no-cudagraphs")),
+        AUTOTUNED: lambda: eager(
+            model, call, optimizer, compiled(model, is_toy, "max-autotune-no-cudagraphs")
+        ),
         FUSED: lambda: ours(model, call, fuse=triton),
         PLAIN: lambda: ours(model, call, fuse=False),
         INDUCTOR: lambda: ours(model, call, fuse=triton if is_toy else "inductor"),
@@ -69,7 +89,9 @@ def train(shape: Shape, batches: Sequence[Sequence[str]], setting: Setting) -> I
             except Exception as exc:  # the others are worth their time
                 refused[name] = f"{type(exc).__name__}: {exc}"[:300]
         seconds = 0.0 if setting.is_toy else min(12.0, max(3.0, setting.left() / 4))
-        rows, about = measure(forms, setting, layers=shape.layers, tokens=shape.tokens, flops=flops, seconds=seconds)
+        rows, about = measure(
+            forms, setting, layers=shape.layers, tokens=shape.tokens, flops=flops, seconds=seconds
+        )
         for row in rows:
             row["starts in, s"] = started[row["form"]]
         rows += [{"form": name, "why": why} for name, why in refused.items()]
@@ -100,7 +122,9 @@ def rank(shape: Shape, mesh: dict[str, int], microbatches: int, setting: Setting
         if mesh.get("p", 1) == 1:
             flops += 6 * tokens * shape.vocab * shape.h / mesh["t"]
         seconds = 0.0 if setting.is_toy else min(8.0, max(3.0, setting.left() / 4))
-        rows, about = measure(forms, setting, layers=layers * microbatches, tokens=tokens, flops=flops, seconds=seconds)
+        rows, about = measure(
+            forms, setting, layers=layers * microbatches, tokens=tokens, flops=flops, seconds=seconds
+        )
         told: Found = {"rank of": " ".join(f"{key}={n}" for key, n in mesh.items()), "layers": layers}
         yield {**told, "microbatches": microbatches, "model FLOPs of a step": flops, **about, "forms": rows}
         if setting.left() <= 10.0:
@@ -117,8 +141,26 @@ ROWS = [
         seconds=120,
         gigabytes=45,
     ),
-    Row("Llama 8B, a rank at t=8", partial(rank, LLAMA_8B, {"t": 8}, 4), seconds=90, gigabytes=30, is_short=False),
-    Row("nanoGPT 124M, compilers", partial(train, NANOGPT, COMPILERS), seconds=180, gigabytes=20, is_short=False),
-    Row("Llama 1.34B, compilers", partial(train, LLAMA_1B, COMPILERS), seconds=240, gigabytes=50, is_short=False),
+    Row(
+        "Llama 8B, a rank at t=8",
+        partial(rank, LLAMA_8B, {"t": 8}, 4),
+        seconds=90,
+        gigabytes=30,
+        is_short=False,
+    ),
+    Row(
+        "nanoGPT 124M, compilers",
+        partial(train, NANOGPT, COMPILERS),
+        seconds=180,
+        gigabytes=20,
+        is_short=False,
+    ),
+    Row(
+        "Llama 1.34B, compilers",
+        partial(train, LLAMA_1B, COMPILERS),
+        seconds=240,
+        gigabytes=50,
+        is_short=False,
+    ),
     Row("GPT 1.3B", partial(train, GPT_1B, FIRST), seconds=130, gigabytes=50, is_short=False),
 ]

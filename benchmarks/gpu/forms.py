@@ -95,7 +95,9 @@ def ours(model: nn.Module, call: Call, **asked: Any) -> Form:
     return Form(step, lambda: step(False), held, predicted, pm.close)
 
 
-def of_rank(shape: Shape, setting: Setting, mesh: dict[str, int], microbatches: int, **asked: Any) -> tuple[Form, int]:
+def of_rank(
+    shape: Shape, setting: Setting, mesh: dict[str, int], microbatches: int, **asked: Any
+) -> tuple[Form, int]:
     """One rank in the middle of a pipeline, or of its tensor ranks, with nobody else there, no optimizer; and its layers."""
     model = build(shape, "meta", torch.bfloat16)
     args, kwargs = batch(shape, setting.where, microbatches)
@@ -114,7 +116,9 @@ def of_rank(shape: Shape, setting: Setting, mesh: dict[str, int], microbatches: 
     held = bytes_of(list(rank.params.local.values()), None)
     costs = summarize(rank.executor.program).ranks[rank.world.coordinate.pp]
     names = [name.split(".") for name in rank.params.local]
-    layers = {next(part for part in name if part.isdecimal()) for name in names if any(map(str.isdecimal, name))}
+    layers = {
+        next(part for part in name if part.isdecimal()) for name in names if any(map(str.isdecimal, name))
+    }
 
     def step() -> None:
         one_rank.step(rank, call)
@@ -135,7 +139,8 @@ def measure(
     if device.is_cuda:
         about |= {key: text for key, text in card().items() if key in ("SM clock, MHz", "power, W")}  # type: ignore[assignment]
     rows = [
-        row_of(name, form, turns, device, layers, tokens, flops, about["GEMM FLOP/s"]) for name, form in forms.items()
+        row_of(name, form, turns, device, layers, tokens, flops, about["GEMM FLOP/s"])
+        for name, form in forms.items()
     ]
     return rows, about
 

@@ -11,7 +11,11 @@ from typing import Any
 from benchmarks.gpu.rows import Found, Journal
 
 FUSED, COMPILED = "ours, fused", "torch.compile"
-RATIO, SHARE, MEMORY = "its time over that of ours, fused", "share of the GEMM ceiling", "predicted over measured"
+RATIO, SHARE, MEMORY = (
+    "its time over that of ours, fused",
+    "share of the GEMM ceiling",
+    "predicted over measured",
+)
 FASTER, BUSY, NEAR, WORTH = 1.05, 0.60, 0.03, 1.03
 STAGE = "GPT-3 175B, a middle stage's rank at t=8 p=8"
 
@@ -26,18 +30,24 @@ def goals(folder: Path) -> list[list[str]]:
         rows.append([f"{model}: torch.compile's time over ours", f">= {FASTER}", text])
     for model in ("Llama 1.34B", STAGE):
         share = _of(fast.get(model), FUSED, SHARE)
-        rows.append([f"{model}: share of the GEMM ceiling", f">= {BUSY:.0%}", f"{share:.1%}" if share else "not run"])
+        rows.append(
+            [f"{model}: share of the GEMM ceiling", f">= {BUSY:.0%}", f"{share:.1%}" if share else "not run"]
+        )
     for model in fast:
         memory = _of(fast[model], FUSED, MEMORY)
         if memory:
             rows.append([f"{model}: predicted over measured memory", f"1 +- {NEAR}", f"{memory:.3f}"])
     compared = [
-        row for row in kernels if row["name"].endswith(", with torch.compile") and len(row.get("forms", ())) == 3
+        row
+        for row in kernels
+        if row["name"].endswith(", with torch.compile") and len(row.get("forms", ())) == 3
     ]
     tried = {row["name"].removesuffix(", with torch.compile"): row["wins"] for row in compared}
     worthless = [f"{name} ({wins:.2f})" for name, wins in tried.items() if wins < WORTH]
     found = (", ".join(worthless) or "none") if tried else "not run"
-    rows.append([f"fused operators that win less than {WORTH} beside eager and torch.compile", "off there", found])
+    rows.append(
+        [f"fused operators that win less than {WORTH} beside eager and torch.compile", "off there", found]
+    )
     return rows
 
 

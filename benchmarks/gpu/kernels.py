@@ -88,7 +88,9 @@ def on_device(device: Device, run: Callable[[], object]) -> Found:
 def operator_row(operator: Operator, sizes: Sizes, with_compiler: bool, setting: Setting) -> Iterator[Found]:
     """Ours beside the plain form, as torch runs it; then beside torch's compiler."""
     device = setting.device
-    tensors = operator.inputs(sizes, maker(setting.where, torch.float32 if setting.is_toy else torch.bfloat16))
+    tensors = operator.inputs(
+        sizes, maker(setting.where, torch.float32 if setting.is_toy else torch.bfloat16)
+    )
     nbytes, work = least_bytes(operator, tensors), flops(operator, sizes)
     rates = {"copy bytes/s": copy_rate(device)} | ({"GEMM FLOP/s": gemm_rate(device)} if work else {})
     plain: dict[str, Callable[..., Any]] = {"ours": operator.fused, "eager": operator.plain}
@@ -131,7 +133,11 @@ def loss_chunks(sizes: Sizes, setting: Setting) -> Iterator[Found]:
 def _loss_form(name: str, form: Callable[..., Any], tensors: Sequence[Maybe], device: Device) -> Found:
     _, both = steps_of(form, tensors, 2)
     both()
-    return {"form": name, "us": device.microseconds(both, 0.05 * device.is_cuda), "peak bytes": device.peak(both)}
+    return {
+        "form": name,
+        "us": device.microseconds(both, 0.05 * device.is_cuda),
+        "peak bytes": device.peak(both),
+    }
 
 
 def weight_gradient(setting: Setting) -> Iterator[Found]:
@@ -140,7 +146,9 @@ def weight_gradient(setting: Setting) -> Iterator[Found]:
     rows, n, k = (16, 8, 24) if setting.is_toy else (2048, 12288, 6144)
     make = maker(setting.where, torch.bfloat16)
     grads, x, total = make(rows, n), make(rows, k), torch.zeros(n, k, device=setting.where)
-    calls: dict[str, Callable[[], object]] = {"mm, add_": lambda: total.add_(mm_as(grads.t(), x, torch.float32))}
+    calls: dict[str, Callable[[], object]] = {
+        "mm, add_": lambda: total.add_(mm_as(grads.t(), x, torch.float32))
+    }
     if device.is_cuda:
         addmm = torch.ops.aten.addmm.dtype_out
         calls["addmm in place"] = lambda: addmm(total, grads.t(), x, torch.float32, out=total)
@@ -167,7 +175,9 @@ def odd_heads(setting: Setting) -> Iterator[Found]:
             return torch.autograd.grad(F.linear(x, weight), (x, weight), grad)
 
         found = on_device(device, both)
-        forms.append({"form": f"{columns} columns", **found, "us a thousand columns": 1000 * found["us"] / columns})
+        forms.append(
+            {"form": f"{columns} columns", **found, "us a thousand columns": 1000 * found["us"] / columns}
+        )
         yield {"sizes": f"[{rows}, {h}]", "forms": forms}
 
 
@@ -179,9 +189,13 @@ def attention_backends(setting: Setting) -> Iterator[Found]:
     make = maker(setting.where, torch.bfloat16)
     b, s = (2, 8) if setting.is_toy else (2, 4096)
     backends = (
-        ["FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION"] if device.is_cuda else ["MATH", "FLASH_ATTENTION"]
+        ["FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION"]
+        if device.is_cuda
+        else ["MATH", "FLASH_ATTENTION"]
     )
-    for heads, kv, size in ((4, 4, 8), (4, 2, 8)) if setting.is_toy else ((32, 32, 64), (32, 32, 128), (32, 8, 128)):
+    for heads, kv, size in (
+        ((4, 4, 8), (4, 2, 8)) if setting.is_toy else ((32, 32, 64), (32, 32, 128), (32, 8, 128))
+    ):
         q, k, v = (make(b, s, n, size).transpose(1, 2).requires_grad_() for n in (heads, kv, kv))
         grad = make(b, s, heads, size).transpose(1, 2)
 

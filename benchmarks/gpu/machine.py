@@ -63,9 +63,13 @@ def card() -> dict[str, str]:
 def others() -> str:
     """What else is on the card, in words; "" for nothing. Asked before this process allocates."""
     told = _smi(["--query-compute-apps=pid,process_name,used_memory", *_which()])
-    processes = [line for line in told if line.split(",")[0].strip() not in (str(os.getpid()), str(os.getppid()))]
+    processes = [
+        line for line in told if line.split(",")[0].strip() not in (str(os.getpid()), str(os.getppid()))
+    ]
     if processes:
-        return f"{len(processes)} other process(es) on the card: {'; '.join(line.strip() for line in processes)}"
+        return (
+            f"{len(processes)} other process(es) on the card: {'; '.join(line.strip() for line in processes)}"
+        )
     used = card().get("used, MiB", "")
     if used.isdigit() and int(used) > IDLE_MIB:
         return f"{used} MiB of the card are in use, by processes that cannot be seen from here"

@@ -49,7 +49,10 @@ class Shape:
 
     def layer_flops(self, tokens: int) -> float:
         """Model FLOPs of a layer, both ways: 6 per weight of a product, and of attention's scores the causal half."""
-        weights = 2 * self.h**2 * (1 + self.kv / self.heads) + (3 if self.family == "llama" else 2) * self.h * self.wide
+        weights = (
+            2 * self.h**2 * (1 + self.kv / self.heads)
+            + (3 if self.family == "llama" else 2) * self.h * self.wide
+        )
         return tokens * (6 * weights + 6 * self.s * self.h)
 
     def flops(self, tokens: int) -> float:

@@ -118,15 +118,21 @@ def _rms(form: Callable[..., Any], x: Tensor, w: Tensor, residual: Maybe = None,
     return form(x, w, eps=1e-5, residual=residual, **more)
 
 
-def _layer(form: Callable[..., Any], x: Tensor, w: Tensor, b: Tensor, residual: Maybe = None, **more: Any) -> Any:
+def _layer(
+    form: Callable[..., Any], x: Tensor, w: Tensor, b: Tensor, residual: Maybe = None, **more: Any
+) -> Any:
     return form(x, w, b, eps=1e-5, residual=residual, **more)
 
 
-def _pair(fused: Callable[..., Any], plain: Callable[..., Any], **options: Any) -> dict[str, Callable[..., Any]]:
+def _pair(
+    fused: Callable[..., Any], plain: Callable[..., Any], **options: Any
+) -> dict[str, Callable[..., Any]]:
     return {"fused": partial(fused, backend="triton", **options), "plain": partial(plain, **options)}
 
 
-def _norms(wrapped: Callable[..., Any], fused: Callable[..., Any], plain: Callable[..., Any]) -> dict[str, Any]:
+def _norms(
+    wrapped: Callable[..., Any], fused: Callable[..., Any], plain: Callable[..., Any]
+) -> dict[str, Any]:
     return {"fused": partial(wrapped, fused, backend="triton"), "plain": partial(wrapped, plain)}
 
 
@@ -134,16 +140,29 @@ DROPPED: dict[str, Any] = {"rate": 0.1, "places": PLACES}
 OPERATORS = (
     Operator("rms_norm", **_norms(_rms, rms_norm, rms_norm_plain), inputs=_norm, grads=2),
     Operator("swiglu", **_pair(swiglu, swiglu_plain), inputs=_gated, grads=2),
-    Operator("linear_cross_entropy", **_pair(linear_cross_entropy, linear_cross_entropy_plain), inputs=_head, grads=2),
+    Operator(
+        "linear_cross_entropy",
+        **_pair(linear_cross_entropy, linear_cross_entropy_plain),
+        inputs=_head,
+        grads=2,
+    ),
     Operator("rotary", **_pair(rotary, rotary_plain), inputs=_turned, grads=1),
     Operator("rms_norm of a sum", **_norms(_rms, rms_norm, rms_norm_plain), inputs=_norm_and_sum, grads=3),
     Operator(
-        "layer_norm of a sum", **_norms(_layer, layer_norm, layer_norm_plain), inputs=_layer_norm_and_sum, grads=4
+        "layer_norm of a sum",
+        **_norms(_layer, layer_norm, layer_norm_plain),
+        inputs=_layer_norm_and_sum,
+        grads=4,
     ),
     Operator("bias_gelu", **_pair(bias_gelu, bias_gelu_plain, approximate="none"), inputs=_biased, grads=2),
-    Operator("bias_gelu, tanh", **_pair(bias_gelu, bias_gelu_plain, approximate="tanh"), inputs=_biased, grads=2),
     Operator(
-        "bias_dropout_add", **_pair(bias_dropout_add, bias_dropout_add_plain, **DROPPED), inputs=_residual, grads=3
+        "bias_gelu, tanh", **_pair(bias_gelu, bias_gelu_plain, approximate="tanh"), inputs=_biased, grads=2
+    ),
+    Operator(
+        "bias_dropout_add",
+        **_pair(bias_dropout_add, bias_dropout_add_plain, **DROPPED),
+        inputs=_residual,
+        grads=3,
     ),
     Operator(
         "masked_softmax, causal",
@@ -170,11 +189,17 @@ def maker(device: str, dtype: torch.dtype, seed: int = 0, layout: str = "as it i
 
     def make(*shape: int) -> Tensor:
         if layout == "sliced":
-            return torch.randn(*shape[:-1], 2 * shape[-1], device=device, generator=generator).to(dtype)[..., ::2]
+            return torch.randn(*shape[:-1], 2 * shape[-1], device=device, generator=generator).to(dtype)[
+                ..., ::2
+            ]
         if layout == "transposed" and len(shape) > 1:
-            turned = torch.randn(*shape[:-2], shape[-1], shape[-2], device=device, generator=generator).to(dtype)
+            turned = torch.randn(*shape[:-2], shape[-1], shape[-2], device=device, generator=generator).to(
+                dtype
+            )
             return turned.transpose(-1, -2)
-        if layout == "expanded" and len(shape) > 2:  # values, over their batch; of equal weights gradients may be zero
+        if (
+            layout == "expanded" and len(shape) > 2
+        ):  # values, over their batch; of equal weights gradients may be zero
             return torch.randn(1, *shape[1:], device=device, generator=generator).to(dtype).expand(shape)
         return torch.randn(*shape, device=device, generator=generator).to(dtype)
 
@@ -201,7 +226,9 @@ def run(form: Callable[..., Any], tensors: Sequence[Maybe], grads: int) -> list[
     given = leaves(tensors, grads)
     found = outputs(form(*given))
     torch.autograd.backward(found, cotangents(found))
-    return [x.detach() for x in found] + [x.grad for x in given[:grads] if x is not None and x.grad is not None]
+    return [x.detach() for x in found] + [
+        x.grad for x in given[:grads] if x is not None and x.grad is not None
+    ]
 
 
 def least_bytes(operator: Operator, tensors: Sequence[Maybe]) -> int:
@@ -223,5 +250,7 @@ def flops(operator: Operator, sizes: Sizes) -> float:
         return 6.0 * sizes.tokens * sizes.h * sizes.vocab
     if operator.name.startswith("attention"):
         products = 2 + 5  # forward; backward, which makes the scores again
-        return products * math.prod((sizes.b, sizes.heads, sizes.s, sizes.s, sizes.head_dim))  # of each the causal half
+        return products * math.prod(
+            (sizes.b, sizes.heads, sizes.s, sizes.s, sizes.head_dim)
+        )  # of each the causal half
     return 0.0

@@ -14,7 +14,20 @@ from benchmarks.gpu.goals import goals
 from benchmarks.gpu.rows import Found, Journal
 from benchmarks.gpu.sections import PROFILE, SECTIONS
 
-HIDDEN = ("name", "state", "seconds", "why", "trace", "tail", "files", "end", "ok", "places", "forms", "host, us")
+HIDDEN = (
+    "name",
+    "state",
+    "seconds",
+    "why",
+    "trace",
+    "tail",
+    "files",
+    "end",
+    "ok",
+    "places",
+    "forms",
+    "host, us",
+)
 Table = list[list[str]]
 
 
@@ -68,7 +81,10 @@ def section_parts(folder: Path, name: str) -> list[str]:
     if open_ones:
         parts.append(
             markdown(
-                [["row", "", "why"], *([row["name"], row["state"], short(row.get("why", ""))] for row in open_ones)]
+                [
+                    ["row", "", "why"],
+                    *([row["name"], row["state"], short(row.get("why", ""))] for row in open_ones),
+                ]
             )
         )
     if journal.content.get("not begun"):

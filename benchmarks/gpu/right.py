@@ -47,12 +47,19 @@ def marked_tests(setting: Setting) -> Iterator[Found]:
     chosen = [str(path.relative_to(ROOT)) for path in files if path.parent.name != "benchmarks"]
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-rs", "-p", "no:cacheprovider", *chosen]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=max(1.0, setting.left()))
-    yield {"ok": done.returncode == 0, **read_summary(done.stdout), "files": chosen, "tail": done.stdout[-3000:]}
+    yield {
+        "ok": done.returncode == 0,
+        **read_summary(done.stdout),
+        "files": chosen,
+        "tail": done.stdout[-3000:],
+    }
 
 
 def read_summary(text: str) -> dict[str, int]:
     """How many tests passed, failed, were skipped: of pytest's last line."""
-    found = re.findall(r"(\d+) (passed|failed|skipped|error)", text.strip().splitlines()[-1] if text.strip() else "")
+    found = re.findall(
+        r"(\d+) (passed|failed|skipped|error)", text.strip().splitlines()[-1] if text.strip() else ""
+    )
     return {word: int(count) for count, word in found}
 
 
@@ -71,10 +78,14 @@ def check_operator(operator: Operator, setting: Setting) -> Iterator[Found]:
     for sizes in TOY if setting.is_toy else ODD:
         for layout in LAYOUTS[:2] if setting.is_toy else LAYOUTS:
             where = f"{sizes.name}, {layout}"
-            errors = errors_of(operator, operator.inputs(sizes, maker(setting.where, torch.float32, layout=layout)))
+            errors = errors_of(
+                operator, operator.inputs(sizes, maker(setting.where, torch.float32, layout=layout))
+            )
             found["float32, worst"] = max([found["float32, worst"], *(_number(mine) for mine, _ in errors)])
             _complain(found, f"{where}, float32", errors, [max(single, 2 * other) for _, other in errors])
-            errors = errors_of(operator, operator.inputs(sizes, maker(setting.where, torch.bfloat16, layout=layout)))
+            errors = errors_of(
+                operator, operator.inputs(sizes, maker(setting.where, torch.bfloat16, layout=layout))
+            )
             for number, pair in enumerate(errors):
                 sums = squares.setdefault(number, [0.0, 0.0])
                 squares[number] = [a + x * x for a, x in zip(sums, pair, strict=True)]
@@ -141,14 +152,20 @@ def parity(asked: dict[str, Any], setting: Setting, dropout: float = 0.1) -> Ite
     """`verify`: loss, gradients, parameters in float64 at 1e-9, and the first losses in the model's own dtype."""
     model, (args, _) = small_gpt(setting, dropout, asked.get("p", 1) * asked.get("v", 1))
     yield verified(
-        model, args, {"num_microbatches": 4 // asked.get("d", 1), "steps": 1 if setting.is_toy else 2, **asked}
+        model,
+        args,
+        {"num_microbatches": 4 // asked.get("d", 1), "steps": 1 if setting.is_toy else 2, **asked},
     )
 
 
 def verified(model: nn.Module, example: Any, asked: dict[str, Any]) -> Found:
     report = autoptd.verify(model, example_inputs=example, **asked)
     kinds = dict.fromkeys(one.what for one in report.differences)
-    return {"ok": report.passed, **{f"{kind}, largest": report.worst(kind).size for kind in kinds}, "mesh": report.mesh}
+    return {
+        "ok": report.passed,
+        **{f"{kind}, largest": report.worst(kind).size for kind in kinds},
+        "mesh": report.mesh,
+    }
 
 
 def family(name: str, fuse: str, setting: Setting) -> Iterator[Found]:
@@ -174,12 +191,28 @@ def compile_again(setting: Setting) -> Iterator[Found]:
             autoptd.parallelize(model, backend="local", example_inputs=args).close()
         except autoptd.TraceError as exc:
             refused.append(str(exc)[:300])
-        yield {"ok": not refused, "times": number + 1, "TraceErrors": len(refused), "why": "; ".join(refused[:1])}
+        yield {
+            "ok": not refused,
+            "times": number + 1,
+            "TraceErrors": len(refused),
+            "why": "; ".join(refused[:1]),
+        }
         if setting.left() <= 5.0:
             break
-    more = setting.device.peak(lambda: autoptd.parallelize(model, backend="local", example_inputs=args).close())
-    found = {"peak over the model's bytes": more / size, "left behind, bytes": setting.device.allocated() - before}
-    yield {"ok": not refused, "times": number + 1, "TraceErrors": len(refused), "why": "; ".join(refused[:1]), **found}
+    more = setting.device.peak(
+        lambda: autoptd.parallelize(model, backend="local", example_inputs=args).close()
+    )
+    found = {
+        "peak over the model's bytes": more / size,
+        "left behind, bytes": setting.device.allocated() - before,
+    }
+    yield {
+        "ok": not refused,
+        "times": number + 1,
+        "TraceErrors": len(refused),
+        "why": "; ".join(refused[:1]),
+        **found,
+    }
 
 
 MESHES: dict[str, dict[str, Any]] = {
@@ -216,12 +249,17 @@ ROWS = [
     *_parity_rows(FIRST),
     *right_steps.ROWS,
     *right_nccl.ROWS[:2],
-    *(Row(f"operator: {one.name}", partial(check_operator, one), 30, 6, one.name in IN_SHORT) for one in OPERATORS),
+    *(
+        Row(f"operator: {one.name}", partial(check_operator, one), 30, 6, one.name in IN_SHORT)
+        for one in OPERATORS
+    ),
     *_fused_rows("triton"),
     *_parity_rows(list(MESHES)[4:]),
     *right_nccl.ROWS[2:],
     *(
-        Row(f"parity: p=2 {name}", partial(parity, {"p": 2, "v": chunks or 2, "schedule": name}), 30, 2, False)
+        Row(
+            f"parity: p=2 {name}", partial(parity, {"p": 2, "v": chunks or 2, "schedule": name}), 30, 2, False
+        )
         for name, chunks in SCHEDULES.items()
     ),
     Row("a bf16 model compiles again and again", compile_again, seconds=60, gigabytes=8, is_short=False),

@@ -64,7 +64,9 @@ def collectives() -> Found:
     }
     wrong = [name for name, call in calls.items() if not torch.equal(_first(call()), x)]
     with device.side_stream(is_urgent=True):
-        wrong += [f"{name} on another stream" for name, call in calls.items() if not torch.equal(_first(call()), x)]
+        wrong += [
+            f"{name} on another stream" for name, call in calls.items() if not torch.equal(_first(call()), x)
+        ]
     device.join()
     times = {name: device.host_microseconds(call, 21) for name, call in calls.items()}
     device.sync()
@@ -135,7 +137,9 @@ def trained() -> Found:
     args, _ = batch(shape, device.name)
     losses = {}
     for backend in (dist.get_backend(), "local"):
-        pm = autoptd.parallelize(model, backend=backend, example_inputs=args, num_microbatches=2, device=device.name)
+        pm = autoptd.parallelize(
+            model, backend=backend, example_inputs=args, num_microbatches=2, device=device.name
+        )
         optimizer = pm.optimizer(torch.optim.AdamW, lr=1e-2)
         losses[backend] = []
         for _ in range(4):
@@ -206,23 +210,60 @@ def ends(setting: Setting) -> Iterator[Found]:
     seconds = time.time() - start_of_it
     words = [line for line in done.stderr.splitlines() if "imed out" in line or "imeout" in line]
     ok = done.returncode != 0 and bool(words)
-    yield {"ok": ok, "status": done.returncode, "ended after, s": round(seconds, 1), "says": "\n".join(words)[:600]}
+    yield {
+        "ok": ok,
+        "status": done.returncode,
+        "ended after, s": round(seconds, 1),
+        "says": "\n".join(words)[:600],
+    }
 
 
 def _run(name: str, setting: Setting) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "benchmarks.gpu.right_nccl", name]
     limit = max(1.0, min(DEAD_AFTER, setting.left()))
-    environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    environment = {
+        key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    }
     return subprocess.run(command, capture_output=True, text=True, timeout=limit, env=environment)
 
 
 ROWS = [
     Row("NCCL: groups of one", partial(in_process, "collectives"), seconds=40, gigabytes=2),
-    Row("NCCL: a model as the only process", partial(in_process, "trained"), seconds=50, gigabytes=2, is_short=False),
-    Row("NCCL: sends to itself in a batch", partial(in_process, "sends"), seconds=40, gigabytes=2, is_short=False),
-    Row("NCCL: what comes too late ends the process", ends, seconds=DEAD_AFTER + 10, gigabytes=2, is_short=False),
-    Row("NCCL: memory of a communicator", partial(in_process, "memory"), seconds=40, gigabytes=8, is_short=False),
-    Row("NCCL: a collective in a CUDA graph", partial(in_process, "captured"), seconds=40, gigabytes=2, is_short=False),
+    Row(
+        "NCCL: a model as the only process",
+        partial(in_process, "trained"),
+        seconds=50,
+        gigabytes=2,
+        is_short=False,
+    ),
+    Row(
+        "NCCL: sends to itself in a batch",
+        partial(in_process, "sends"),
+        seconds=40,
+        gigabytes=2,
+        is_short=False,
+    ),
+    Row(
+        "NCCL: what comes too late ends the process",
+        ends,
+        seconds=DEAD_AFTER + 10,
+        gigabytes=2,
+        is_short=False,
+    ),
+    Row(
+        "NCCL: memory of a communicator",
+        partial(in_process, "memory"),
+        seconds=40,
+        gigabytes=8,
+        is_short=False,
+    ),
+    Row(
+        "NCCL: a collective in a CUDA graph",
+        partial(in_process, "captured"),
+        seconds=40,
+        gigabytes=2,
+        is_short=False,
+    ),
 ]
 
 if __name__ == "__main__":

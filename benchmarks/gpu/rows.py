@@ -136,7 +136,9 @@ def _fits(row: Row, setting: Setting, journal: Journal) -> bool:
     free = setting.device.free() / 1e9
     if free >= row.gigabytes:
         return True
-    journal.put(row.name, "skipped", why=f"needs about {row.gigabytes:.0f} GB, {free:.0f} GB are free", seconds=0.0)
+    journal.put(
+        row.name, "skipped", why=f"needs about {row.gigabytes:.0f} GB, {free:.0f} GB are free", seconds=0.0
+    )
     return False
 
 
@@ -155,12 +157,18 @@ def _run(row: Row, setting: Setting, journal: Journal) -> bool:
     except SkipRow as exc:
         journal.put(row.name, "skipped", **{**found, "why": str(exc)})
     except subprocess.TimeoutExpired as exc:
-        journal.put(row.name, "cut", **{**found, "why": f"what it started took more than {exc.timeout:.0f} s"})
+        journal.put(
+            row.name, "cut", **{**found, "why": f"what it started took more than {exc.timeout:.0f} s"}
+        )
     except ModuleNotFoundError as exc:
         is_ours = (exc.name or "").split(".")[0] in ("autoptd", "benchmarks", "examples")
-        journal.put(row.name, "failed" if is_ours else "skipped", **{**found, "why": f"needs a package: {exc}"})
+        journal.put(
+            row.name, "failed" if is_ours else "skipped", **{**found, "why": f"needs a package: {exc}"}
+        )
     except torch.OutOfMemoryError as exc:
-        journal.put(row.name, "skipped", **{**found, "why": f"out of memory: {str(exc).splitlines()[0][:200]}"})
+        journal.put(
+            row.name, "skipped", **{**found, "why": f"out of memory: {str(exc).splitlines()[0][:200]}"}
+        )
     except Exception as exc:
         if fault := _interpreter_fault(exc):
             journal.put(row.name, "skipped", **{**found, "why": fault})

@@ -103,7 +103,9 @@ def overlapped_linear(setting: Setting) -> Iterator[Found]:
         run()
         sums = sum(device.microseconds(spin, 0.02) for spin in group.spins.values())
         both = device.microseconds(run, 0.05)
-        forms.append({"form": f"a stream of {'high' if is_urgent else 'usual'} priority", **hidden(alone, sums, both)})
+        forms.append(
+            {"form": f"a stream of {'high' if is_urgent else 'usual'} priority", **hidden(alone, sums, both)}
+        )
         yield {"layer": f"[{tokens}, {h}] x [{h}, {out}]", "blocks": BLOCKS, "forms": forms}
 
 
@@ -121,7 +123,9 @@ def bucket_overlap(shape: Shape, setting: Setting) -> Iterator[Found]:
     args, kwargs = batch(shape, setting.where)
     call: Any = args or kwargs
     fuse = "eager" if setting.is_toy else "triton"
-    rank = one_rank.one_rank(model, call, rank=0, device=setting.where, num_microbatches=1, d=RANKS, fuse=fuse)
+    rank = one_rank.one_rank(
+        model, call, rank=0, device=setting.where, num_microbatches=1, d=RANKS, fuse=fuse
+    )
     group, found = rank.world.group(("dp",)), []
 
     def step() -> None:
@@ -151,7 +155,9 @@ def graph_gain(shape: Shape, setting: Setting) -> Iterator[Found]:
     model = build(shape, setting.where, torch.float32 if setting.is_toy else torch.bfloat16)
     args, kwargs = batch(shape, setting.where)
     fuse = "eager" if setting.is_toy else "triton"
-    pm = autoptd.parallelize(model, num_microbatches=1, backend="local", example_inputs=args or kwargs, fuse=fuse)
+    pm = autoptd.parallelize(
+        model, num_microbatches=1, backend="local", example_inputs=args or kwargs, fuse=fuse
+    )
     rank = pm._running(args, kwargs)[1].here[0]
     (piece,) = cut(pm.program, args, kwargs, rank.executor.inputs, 0, rank.world.device)
     pm.step(*args, **kwargs)  # counts of labels are set
@@ -230,14 +236,18 @@ def optimizers(shape: Shape, setting: Setting) -> Iterator[Found]:
         nbytes = 7 * sum(one.nbytes for one in parameters)  # reads four, writes three
         us = device.microseconds(optimizer.step, 0.1 * device.is_cuda)
         host = device.host_microseconds(optimizer.step)
-        forms.append({"form": f"AdamW, {name}", "us": us, "bytes/s": nbytes / (1e-6 * us), "host, us a call": host})
+        forms.append(
+            {"form": f"AdamW, {name}", "us": us, "bytes/s": nbytes / (1e-6 * us), "host, us a call": host}
+        )
         yield {"parameters": flat[0].numel(), "forms": forms}
         grads = [one.grad for one in parameters if one.grad is not None]
         if name == "fused":
             norm = partial(torch.nn.utils.get_total_norm, grads, foreach=True)
             us = device.microseconds(norm, 0.1 * device.is_cuda)
             nbytes = sum(one.nbytes for one in grads)
-            forms.append({"form": "norm of the gradients, foreach", "us": us, "bytes/s": nbytes / (1e-6 * us)})
+            forms.append(
+                {"form": "norm of the gradients, foreach", "us": us, "bytes/s": nbytes / (1e-6 * us)}
+            )
         del parameters, optimizer, grads
         device.release()
     yield {"parameters": flat[0].numel(), "forms": forms}
@@ -283,9 +293,19 @@ ROWS = [
     Row("a graph of a stage, h=2048", partial(large_only, partial(graph_gain, WIDE)), 50, 16, False),
     Row("an overlapped input-gradient", overlapped_linear, seconds=30, gigabytes=4),
     Row(
-        "sums of gradients beside backward", partial(bucket_overlap, NANOGPT), seconds=50, gigabytes=16, is_short=False
+        "sums of gradients beside backward",
+        partial(bucket_overlap, NANOGPT),
+        seconds=50,
+        gigabytes=16,
+        is_short=False,
     ),
     Row("a product beside kernels that wait", stays, seconds=30, gigabytes=4),
-    Row("optimizers, 1.34B parameters", partial(optimizers, LLAMA_1B), seconds=40, gigabytes=16, is_short=False),
+    Row(
+        "optimizers, 1.34B parameters",
+        partial(optimizers, LLAMA_1B),
+        seconds=40,
+        gigabytes=16,
+        is_short=False,
+    ),
     Row("clipping, 1.34B parameters", partial(clipping, LLAMA_1B), seconds=60, gigabytes=50, is_short=False),
 ]

@@ -81,7 +81,9 @@ def run_section(section: Section, folder: Path, seconds: float, how: How) -> Jou
     while end - time.time() > NEAR_END:
         status = _watch(section, folder, end, how)
         journal = Journal.open(folder, section.name)
-        is_complete = journal.content["is_complete"]  # said at its very end: how it leaves does not matter then
+        is_complete = journal.content[
+            "is_complete"
+        ]  # said at its very end: how it leaves does not matter then
         if status == 0 or is_complete:
             journal.content["state"] = "finished" if is_complete else "cut"
             break
@@ -102,14 +104,26 @@ def _told(status: int) -> str:
 
 def _watch(section: Section, folder: Path, end: float, how: How) -> int | None:
     """Run one child until it ends, or until its row (or the section) has no time left: None. What it prints goes to log.txt."""
-    command = [sys.executable, "-m", "benchmarks.gpu", "--child", section.name, "--out", str(folder), "--end", str(end)]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.gpu",
+        "--child",
+        section.name,
+        "--out",
+        str(folder),
+        "--end",
+        str(end),
+    ]
     command += ["--toy"] * how.is_toy + ["--short"] * how.is_short
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     if how.is_toy:
         environment["TRITON_INTERPRET"] = "1"
     with (
         (folder / LOG).open("a") as log,
-        subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True) as child,
+        subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True
+        ) as child,
     ):
         try:
             while child.poll() is None:
@@ -154,7 +168,10 @@ def serve(name: str, folder: Path, end: float, how: How) -> int:
     rows = [row for row in rows_of(name) if row.is_short or not how.is_short]
     status = run_rows(rows, Setting(find_device(), how.is_toy, folder, end), journal)
     states = [journal.state_of(row.name) for row in rows]
-    journal.content |= {"is_complete": all(states), "not begun": [r.name for r in rows if not journal.state_of(r.name)]}
+    journal.content |= {
+        "is_complete": all(states),
+        "not begun": [r.name for r in rows if not journal.state_of(r.name)],
+    }
     journal.content["about, at the end"] = about()
     journal.write()
     return status

@@ -34,7 +34,9 @@ def prediction(row: Row, find: Callable[..., Cluster]) -> Prediction:
     rows = row["d"] * row["microbatch"]
     shape = {name: row[name] for name in ("layers", "hidden")}
     shape |= {"heads": row["heads"] or (96 if row["hidden"] == 14400 else 64), "seq": 2048, "vocab": 250880}
-    keywords = {name: row[name] for name in ("t", "p", "d", "microbatch")} | {"batch": row["batch"] // rows * rows}
+    keywords = {name: row[name] for name in ("t", "p", "d", "microbatch")} | {
+        "batch": row["batch"] // rows * rows
+    }
     precision = "bf16" if is_bf16 else "fp16"
     return predict(shape, cluster, **keywords, recompute="full", zero=1, precision=precision)
 
@@ -48,7 +50,10 @@ def seconds(find: Callable[..., Cluster], folder: Path) -> list[Point]:
 def memory(find: Callable[..., Cluster], folder: Path) -> list[Point]:
     """The sweep's memory, GB of the fullest of its first and last nodes."""
     rows = [row for row in sweep_rows(folder) if row["mem_gb"]]
-    return [Point(name_of(row), row["mem_gb"] * MIB_PER_GB, max(prediction(row, find).memory) / GB) for row in rows]
+    return [
+        Point(name_of(row), row["mem_gb"] * MIB_PER_GB, max(prediction(row, find).memory) / GB)
+        for row in rows
+    ]
 
 
 def out_of_memory(find: Callable[..., Cluster], folder: Path) -> dict[str, list[str]]:
@@ -65,5 +70,13 @@ def out_of_memory(find: Callable[..., Cluster], folder: Path) -> dict[str, list[
 
 
 def name_of(row: Row) -> str:
-    names = (("h", "hidden"), ("L", "layers"), ("a", "heads"), ("t", "t"), ("p", "p"), ("d", "d"), ("b", "microbatch"))
+    names = (
+        ("h", "hidden"),
+        ("L", "layers"),
+        ("a", "heads"),
+        ("t", "t"),
+        ("p", "p"),
+        ("d", "d"),
+        ("b", "microbatch"),
+    )
     return f"{row['date']}, line {row['line']}: " + " ".join(f"{short}={row[name]}" for short, name in names)

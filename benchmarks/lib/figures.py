@@ -75,7 +75,9 @@ def figure_rows(figure: Figure) -> Rows:
         value = column.get(x)
         return "" if x not in column else "does not fit" if value is None else f"{value:.3g}"
 
-    return [{figure.x: f"{x:g}"} | {label: cell(column, x) for label, column in figure.series.items()} for x in xs]
+    return [
+        {figure.x: f"{x:g}"} | {label: cell(column, x) for label, column in figure.series.items()} for x in xs
+    ]
 
 
 def picture(figure: Figure) -> str:
@@ -91,10 +93,14 @@ def picture(figure: Figure) -> str:
     lines = ['<svg xmlns="http://www.w3.org/2000/svg" width="540" height="320" font-family="sans-serif">']
     lines.append('<rect width="100%" height="100%" fill="white"/>')
     lines.append(f'<text x="10" y="20" font-size="13">{figure.title.replace("&", "and")}</text>')
-    lines.append(f'<text x="10" y="38" font-size="11" fill="#555">{figure.y} ({scale}) against {figure.x}</text>')
+    lines.append(
+        f'<text x="10" y="38" font-size="11" fill="#555">{figure.y} ({scale}) against {figure.x}</text>'
+    )
     lines.append('<line x1="40" x2="380" y1="270" y2="270" stroke="#999"/>')
     for i, x in enumerate(xs):
-        lines.append(f'<text x="{50 + 320 * i / max(1, len(xs) - 1):.0f}" y="286" font-size="11">{x:g}</text>')
+        lines.append(
+            f'<text x="{50 + 320 * i / max(1, len(xs) - 1):.0f}" y="286" font-size="11">{x:g}</text>'
+        )
     for number, (label, column) in enumerate(figure.series.items()):
         color = COLORS[number % len(COLORS)]
         places = [
@@ -105,7 +111,9 @@ def picture(figure: Figure) -> str:
         points = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
         lines.append(f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="2"/>')
         lines += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{color}"/>' for x, y in places]
-        lines.append(f'<text x="392" y="{70 + 18 * number}" font-size="11" fill="{color}">{label[:24]}</text>')
+        lines.append(
+            f'<text x="392" y="{70 + 18 * number}" font-size="11" fill="{color}">{label[:24]}</text>'
+        )
     return "\n".join([*lines, "</svg>"]) + "\n"
 
 
@@ -132,7 +140,12 @@ def replace_table(document: Path, maker: str, rows: Rows) -> None:
 
 
 def write_report(
-    folder: Path, name: str, title: str, about: str, tables: Mapping[str, tuple[Rows, str]], figures: Sequence[Figure]
+    folder: Path,
+    name: str,
+    title: str,
+    about: str,
+    tables: Mapping[str, tuple[Rows, str]],
+    figures: Sequence[Figure],
 ) -> None:
     """Write NAME.md with everything in it, NAME.json, and NAME/*.svg with one picture per figure."""
     (folder / name).mkdir(parents=True, exist_ok=True)
@@ -141,8 +154,16 @@ def write_report(
         parts += [f"## {label}", *([f"Assumed: {note}."] if note else []), text_table(rows)]
     for one in figures:
         parts += [f"## {one.name}: {one.title}", f"![{one.name}]({name}/{one.name}.svg)"]
-        words = [f"Paper: {one.paper}.", f"Here: {one.here}.", *([f"Agrees: {one.agrees}."] if one.agrees else [])]
-        parts += [" ".join(words), *([f"Assumed: {one.note}."] if one.note else []), text_table(figure_rows(one))]
+        words = [
+            f"Paper: {one.paper}.",
+            f"Here: {one.here}.",
+            *([f"Agrees: {one.agrees}."] if one.agrees else []),
+        ]
+        parts += [
+            " ".join(words),
+            *([f"Assumed: {one.note}."] if one.note else []),
+            text_table(figure_rows(one)),
+        ]
         (folder / name / f"{one.name}.svg").write_text(picture(one))
     record = {label: rows for label, (rows, _) in tables.items()} | {
         one.name: dataclasses.asdict(one) for one in figures

@@ -19,7 +19,10 @@ from examples.gpt import GPTConfig
 
 
 def is_installed() -> bool:
-    return importlib.util.find_spec("megatron") is not None and importlib.util.find_spec("megatron.core") is not None
+    return (
+        importlib.util.find_spec("megatron") is not None
+        and importlib.util.find_spec("megatron.core") is not None
+    )
 
 
 class Core(nn.Module):

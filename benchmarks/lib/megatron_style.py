@@ -143,7 +143,9 @@ class ParallelBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         b, s, _ = x.shape
-        q, k, v = (one.view(b, s, self.heads, -1).transpose(1, 2) for one in self.c_attn(self.ln_1(x)).chunk(3, -1))
+        q, k, v = (
+            one.view(b, s, self.heads, -1).transpose(1, 2) for one in self.c_attn(self.ln_1(x)).chunk(3, -1)
+        )
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.attn_proj(y.transpose(1, 2).reshape(b, s, -1))
         return x + self.mlp_proj(F.gelu(self.c_fc(self.ln_2(x))))
@@ -152,13 +154,17 @@ class ParallelBlock(nn.Module):
 class ParallelGPT(nn.Module):
     """The GPT of examples/gpt.py on t ranks, embeddings and head tied. `head`: "vocab" or "gathered", see the module."""
 
-    def __init__(self, config: GPTConfig, state: State, group: dist.ProcessGroup, head: str = "vocab") -> None:
+    def __init__(
+        self, config: GPTConfig, state: State, group: dist.ProcessGroup, head: str = "vocab"
+    ) -> None:
         super().__init__()
         self.group, self.head = group, head
         wte = state["transformer.wte.weight"]
         self.wte = _rows(wte, group) if head == "vocab" else nn.Parameter(wte.clone())
         self.wpe = nn.Parameter(state["transformer.wpe.weight"].clone())
-        self.h = nn.ModuleList(ParallelBlock(config, state, f"transformer.h.{i}", group) for i in range(config.n_layer))
+        self.h = nn.ModuleList(
+            ParallelBlock(config, state, f"transformer.h.{i}", group) for i in range(config.n_layer)
+        )
         self.ln_f = LayerNorm(state, "transformer.ln_f")
         self.register_buffer("positions", torch.arange(config.block_size))
 
@@ -182,7 +188,9 @@ class ParallelGPT(nn.Module):
     def _embed(self, ids: Tensor) -> Tensor:
         if self.head == "gathered":
             x = F.embedding(ids, self.wte)
-            return x if self.group.rank() == 0 else x.detach()  # the whole gradient is everyone's: count it once
+            return (
+                x if self.group.rank() == 0 else x.detach()
+            )  # the whole gradient is everyone's: count it once
         local = ids - self.group.rank() * len(self.wte)
         elsewhere = (local < 0) | (local >= len(self.wte))
         x = F.embedding(local.masked_fill(elsewhere, 0), self.wte)

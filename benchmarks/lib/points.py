@@ -67,4 +67,9 @@ def held_out(points: Sequence[Point], fits: Callable[[Point], bool]) -> Row:
     chosen, others = ([one for one in points if fits(one) is which] for which in (True, False))
     factor = geometric_ratio(chosen)
     errors = np.abs([factor * one.predicted / one.measured - 1 for one in others])
-    return {"factor": factor, "others": len(others), "mape": float(errors.mean()), "worst": float(errors.max())}
+    return {
+        "factor": factor,
+        "others": len(others),
+        "mape": float(errors.mean()),
+        "worst": float(errors.max()),
+    }

@@ -28,7 +28,12 @@ def spawn(fn: Callable[..., Any], size: int, *args: Any) -> Any:
 
 
 def _rank(rank: int, size: int, port: int, out: str, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     result = fn(*args)

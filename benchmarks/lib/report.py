@@ -23,7 +23,11 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 def machine() -> dict[str, Any]:
     """Processor, cores, versions, and the load of the last minutes: above 0.3 at the start, others were at work too."""
-    found: dict[str, Any] = {"processor": _processor(), "cores": os.cpu_count(), "load at start": round(LOAD, 2)}
+    found: dict[str, Any] = {
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "load at start": round(LOAD, 2),
+    }
     if torch.cuda.is_available():
         found["gpu"] = torch.cuda.get_device_name()
     return found | {"python": platform.python_version(), "torch": torch.__version__}
@@ -61,7 +65,11 @@ def _processor() -> str:
     """The model's name where Linux tells it."""
     info = Path("/proc/cpuinfo")
     names = (
-        [line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+        [
+            line.partition(":")[2].strip()
+            for line in info.read_text().splitlines()
+            if line.startswith("model name")
+        ]
         if info.exists()
         else []
     )

@@ -84,7 +84,9 @@ def microbatch_formula() -> Figure:
     title = "(b'/b + p - 1) (t_f + t_b), p = t = 8"
     agrees = verdict(all(1 < best(column) < 16 for column in series.values()))
     what = "an optimum between the ends"
-    return Figure("fig08", title, "b", "normalised throughput", series, what, here, agrees, "batches 128 and 512")
+    return Figure(
+        "fig08", title, "b", "normalised throughput", series, what, here, agrees, "batches 128 and 512"
+    )
 
 
 def weak_scaling() -> Figure:
@@ -102,7 +104,11 @@ def weak_scaling() -> Figure:
 def interleaving() -> Figure:
     series: Series = {}
     for batch in (12, 24, 36, 48, 60):
-        ways = {"1F1B": (1, CLUSTER), "interleaved": (2, CLUSTER), "interleaved, no scatter/gather": (2, DIRECT)}
+        ways = {
+            "1F1B": (1, CLUSTER),
+            "interleaved": (2, CLUSTER),
+            "interleaved, no scatter/gather": (2, DIRECT),
+        }
         for label, (v, cluster) in ways.items():
             series.setdefault(label, {})[batch] = speed(GPT3, cluster, t=8, p=12, v=v, batch=batch)
     plain, chunks, direct = series.values()
@@ -127,7 +133,9 @@ def tensor_against_pipeline() -> Figure:
         f"batch {batch}": {t: speed(shape, t=t, p=64 // t, batch=batch) for t in (2, 4, 8, 16, 32)}
         for batch in (32, 128)
     }
-    here = ", ".join(f"{one}: best t = {best(row):g}, {spread(row):.1f} times the worst" for one, row in series.items())
+    here = ", ".join(
+        f"{one}: best t = {best(row):g}, {spread(row):.1f} times the worst" for one, row in series.items()
+    )
     at_node = [best(row) == 8 for row in series.values()]
     agrees = verdict(*at_node, close(max(map(spread, series.values())), 2))
     title, paper = "Tensor against pipeline, 162B on 64 GPUs", "best at t = 8, others up to 2 times slower"
@@ -137,18 +145,24 @@ def tensor_against_pipeline() -> Figure:
 
 def pipeline_against_data() -> Figure:
     series: Series = {
-        f"batch {batch}": {p: speed(SMALL, p=p, d=64 // p, batch=batch) for p in (2, 4, 8, 16, 32) if batch >= 64 // p}
+        f"batch {batch}": {
+            p: speed(SMALL, p=p, d=64 // p, batch=batch) for p in (2, 4, 8, 16, 32) if batch >= 64 // p
+        }
         for batch in (32, 128, 512)
     }
     does = all(map(falls, series.values()))
     here = f"{'falls' if does else 'does not fall'} with p for each batch"
     title, note = "Pipeline against data, 5.9B on 64 GPUs", "batches 32, 128 and 512; t = 1"
-    return Figure("fig14", title, "p", SPEED, series, "falls with p for each batch", here, verdict(does), note)
+    return Figure(
+        "fig14", title, "p", SPEED, series, "falls with p for each batch", here, verdict(does), note
+    )
 
 
 def tensor_against_data() -> Figure:
     series: Series = {
-        f"batch {batch}": {t: speed(SMALL, t=t, d=64 // t, batch=batch) for t in (2, 4, 8, 16, 32) if batch >= 64 // t}
+        f"batch {batch}": {
+            t: speed(SMALL, t=t, d=64 // t, batch=batch) for t in (2, 4, 8, 16, 32) if batch >= 64 // t
+        }
         for batch in (32, 128, 512)
     }
     losses = {t: 1 - (series["batch 512"][2 * t] or 0) / (series["batch 512"][t] or 1) for t in (2, 4, 8, 16)}
@@ -201,7 +215,9 @@ def scatter_gather() -> Figure:
     gain = max((series["scatter/gather"][x] or 0) / (y or 1) - 1 for x, y in series["direct"].items())
     title, note = "Scatter/gather, 175B on 96 GPUs", "batches 12 to 60, t = 8, p = 12, v = 2, b = 1"
     agrees = verdict(close(gain, 0.11))
-    return Figure("fig18", title, "batch", SPEED, series, "gains up to 11%", f"gains up to {gain:.0%}", agrees, note)
+    return Figure(
+        "fig18", title, "batch", SPEED, series, "gains up to 11%", f"gains up to {gain:.0%}", agrees, note
+    )
 
 
 FIGURES = (

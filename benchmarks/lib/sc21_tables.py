@@ -72,14 +72,21 @@ def training_time() -> Rows:
         rows.append(
             {"model": name, "tokens": f"{tokens / 1e9:.0f}e9", "gpus": n}
             | {"t, p, d": "{t}, {p}, {d}".format(**degrees), "b": chosen["microbatch"], "v": chosen["v"]}
-            | {"days, paper": days, "equation 4, paper's X": round(formula, 1), "predicted steps": round(ours, 1)}
+            | {
+                "days, paper": days,
+                "equation 4, paper's X": round(formula, 1),
+                "predicted steps": round(ours, 1),
+            }
         )
     return rows
 
 
 TABLES = {  # with what the text does not say
     "Table 1": (table1, "b and v: the fastest that fit, by the model itself"),
-    "Table 2": (table2, "v: the fastest that fits, by the model itself; t = 8 and p = the model-parallel size / 8"),
+    "Table 2": (
+        table2,
+        "v: the fastest that fits, by the model itself; t = 8 and p = the model-parallel size / 8",
+    ),
     "Training time (section 5.1)": (
         training_time,
         "b and v: the fastest that fit; t, p and d of the 175B row; those of the 1T row are table 1's",

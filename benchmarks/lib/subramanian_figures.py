@@ -24,7 +24,13 @@ MACHINES = [(name, domain) for name in ("A100", "H200", "B200") for domain in (4
 # 1e12 tokens; 80 epochs of 350,000 samples (their run_configs.py)
 SAMPLES = {GPT3_1T: 1e12 / 2048, VIT_64K: 80 * 350_000}
 NAMES = {GPT3_1T: "GPT3-1T", VIT_64K: "ViT-64K"}
-TERMS = {"compute": "compute", "exposed_memory": "memory", "tp_comm": "TP", "bubble": "bubble", "dp_comm": "DP"}
+TERMS = {
+    "compute": "compute",
+    "exposed_memory": "memory",
+    "tp_comm": "TP",
+    "bubble": "bubble",
+    "dp_comm": "DP",
+}
 TERMS |= {"pp_comm": "PP"}
 
 
@@ -59,7 +65,9 @@ def describe(model: SubramanianModel, candidates: Columns) -> Rows:
         row |= {f"in a domain: {', '.join(x[3:] for x in inside)}": ", ".join(str(one[x]) for x in inside)}
         full = "" if held[i] <= model.capacity_bytes else ", does not fit"
         row |= {"GB": f"{held[i] / 1e9:.1f}{full}", "seconds": f"{seconds[i]:.4g}"}
-        rows.append(row | {f"{label} %": f"{100 * terms[name][i] / seconds[i]:.0f}" for name, label in TERMS.items()})
+        rows.append(
+            row | {f"{label} %": f"{100 * terms[name][i] / seconds[i]:.0f}" for name, label in TERMS.items()}
+        )
     return rows
 
 
@@ -122,7 +130,8 @@ def long_sequences() -> Figure:
     found = placed(model, configs)
     seconds = seconds_of(model, found)
     series: Series = {
-        f"p = {p}": {float(t2): s for (_, t2, at), s in zip(configs, seconds, strict=True) if at == p} for p in (1, 16)
+        f"p = {p}": {float(t2): s for (_, t2, at), s in zip(configs, seconds, strict=True) if at == p}
+        for p in (1, 16)
     }
     without = [not len(search(model_of(VIT_64K, "1D", gpus=gpus), keep=1)) for gpus in SCALES]
     return Figure(
@@ -151,7 +160,10 @@ def optimal_configurations(shape: Transformer, tensor: str, name: str) -> Figure
         for term, label in TERMS.items():
             series[label][gpus] = 100 * float(terms[term][0]) / float(found.seconds[0])
         rows += [{"GPUs": gpus} | row for row in describe(model, found.columns)]
-    where = [f"{row['GPUs']} GPUs: {row['seconds']} s, t = {row['t']}, p = {row['p']}, d = {row['d']}" for row in rows]
+    where = [
+        f"{row['GPUs']} GPUs: {row['seconds']} s, t = {row['t']}, p = {row['p']}, d = {row['d']}"
+        for row in rows
+    ]
     return Figure(
         name,
         f"{NAMES[shape]}, {tensor}, on B200: the fastest configuration",
@@ -181,9 +193,7 @@ def days_of_training(shape: Transformer, tensor: str) -> tuple[Series, str, dict
     small, large = series["B200-NVS4"], series["B200-NVS64"]
     gains = {n: (small[n] or 0) / (large[n] or 1) - 1 for n in SCALES if small[n] and large[n]}
     first = min(gains)
-    words = (
-        f"on B200 domains of 64 are {gains[first]:.0%} faster than of 4 on {first} GPUs, {gains[GPUS]:.0%} on {GPUS}"
-    )
+    words = f"on B200 domains of 64 are {gains[first]:.0%} faster than of 4 on {first} GPUs, {gains[GPUS]:.0%} on {GPUS}"
     return series, words, gains
 
 

@@ -57,7 +57,12 @@ class MLP(nn.Module):
 class Block(nn.Module):
     def __init__(self, h: int, heads: int) -> None:
         super().__init__()
-        self.ln_1, self.attn, self.ln_2, self.mlp = nn.LayerNorm(h), Attention(h, heads), nn.LayerNorm(h), MLP(h)
+        self.ln_1, self.attn, self.ln_2, self.mlp = (
+            nn.LayerNorm(h),
+            Attention(h, heads),
+            nn.LayerNorm(h),
+            MLP(h),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attn(self.ln_1(x))
@@ -174,7 +179,9 @@ class Whole:
 class Pipeline:
     """p pipeline ranks of v chunks, each split over t; 1F1B, interleaved for v > 1. `ids` and `targets` are on every rank."""
 
-    def __init__(self, config: GPTConfig, state: State, *, p: int, v: int = 1, t: int = 1, m: int = 4) -> None:
+    def __init__(
+        self, config: GPTConfig, state: State, *, p: int, v: int = 1, t: int = 1, m: int = 4
+    ) -> None:
         mesh = dist.init_device_mesh("cpu", (p, t), mesh_dim_names=("pp", "tp"))
         self.rank, self.p, group = mesh.get_local_rank("pp"), p, mesh.get_group("pp")
         count, each = p * v, config.n_layer // (p * v)
@@ -189,7 +196,9 @@ class Pipeline:
         ]
         schedule: Any = Schedule1F1B(made[0], m, cross_entropy) if v == 1 else None
         self.schedule: Any = schedule or ScheduleInterleaved1F1B(made, m, cross_entropy)
-        self.tied = [one.embeddings.wte if one.embeddings else one.lm_head for one in (self.stages[0], self.stages[-1])]
+        self.tied = [
+            one.embeddings.wte if one.embeddings else one.lm_head for one in (self.stages[0], self.stages[-1])
+        ]
         self.ends = group  # first and last rank are all of them at p=2
         assert p == 2, "tied weights: make a group of the first and the last rank"
 
@@ -200,7 +209,9 @@ class Pipeline:
         weight = (self.tied[0] if self.rank == 0 else self.tied[1]).weight
         if isinstance(weight, DTensor):  # an embedding's gradient comes out whole, a linear layer's split
             weight.grad = weight.grad.redistribute(weight.device_mesh, weight.placements)
-        dist.all_reduce(weight.grad.to_local() if isinstance(weight, DTensor) else weight.grad, group=self.ends)
+        dist.all_reduce(
+            weight.grad.to_local() if isinstance(weight, DTensor) else weight.grad, group=self.ends
+        )
         return torch.stack(losses).mean() if losses else None
 
     def parameters(self) -> list[nn.Parameter]:

@@ -18,7 +18,18 @@ from benchmarks.gpu import machine, right, right_steps, sections
 from benchmarks.gpu.__main__ import holds, main
 from benchmarks.gpu.device import CudaDevice, Device, find_device
 from benchmarks.gpu.goals import goals
-from benchmarks.gpu.models import GPT_175B, LLAMA_1B, LLAMA_8B, NANOGPT, SHAPES, Shape, batch, build, replace, toy
+from benchmarks.gpu.models import (
+    GPT_175B,
+    LLAMA_1B,
+    LLAMA_8B,
+    NANOGPT,
+    SHAPES,
+    Shape,
+    batch,
+    build,
+    replace,
+    toy,
+)
 from benchmarks.gpu.operators import OPERATORS, TOY, Operator, maker
 from benchmarks.gpu.report import section_parts, text_of, write_report
 from benchmarks.gpu.rows import GO_ON, Found, Journal, Row, Setting, SkipRow, run_rows
@@ -177,7 +188,9 @@ def test_a_row_that_is_too_large_says_so_and_a_broken_device_ends_the_process(se
     ]
     journal = Journal.open(setting.folder, "some")
     assert run_rows(rows, replace(setting, device=Small(), is_toy=False), journal) == 0
-    assert journal.rows[0]["why"] == "needs about 40 GB, 8 GB are free" and journal.state_of("small") == "done"
+    assert (
+        journal.rows[0]["why"] == "needs about 40 GB, 8 GB are free" and journal.state_of("small") == "done"
+    )
     again = Journal.open(setting.folder, "others")
     assert run_rows(rows, replace(setting, device=Broken()), again) == GO_ON and len(again.rows) == 1
     assert run_rows(rows, setting, again) == 0 and [row["state"] for row in again.rows] == ["done", "done"]
@@ -203,7 +216,9 @@ def test_every_row_has_a_name_of_its_own() -> None:
 def test_model_flops_are_those_of_the_program_with_half_of_the_scores(shape: Shape) -> None:
     small = toy(shape)
     args, kwargs = batch(small, "cpu")
-    program = autoptd.compile(build(small, "cpu", torch.float32), example_inputs=args or kwargs, num_microbatches=1)
+    program = autoptd.compile(
+        build(small, "cpu", torch.float32), example_inputs=args or kwargs, num_microbatches=1
+    )
     scores = small.layers * 12 * small.tokens * small.s * small.h
     assert small.flops(small.tokens) == 3 * program.costs.total_flops - scores / 2
 
@@ -225,12 +240,18 @@ def test_models_have_their_published_sizes() -> None:
 
 def test_a_wrong_kernel_fails_its_check(setting: Setting) -> None:
     right_one = next(one for one in OPERATORS if one.name == "swiglu")
-    wrong = Operator("swiglu", lambda x, y: right_one.plain(x, y) * (1 + 1e-4), right_one.plain, right_one.inputs, 2)
+    wrong = Operator(
+        "swiglu", lambda x, y: right_one.plain(x, y) * (1 + 1e-4), right_one.plain, right_one.inputs, 2
+    )
     *_, found = right.check_operator(wrong, setting)
     assert not found["ok"] and "float32" in found["why"] and found["float32, worst"] > 1e-5
     inputs = right_one.inputs(TOY[0], maker("cpu", torch.bfloat16))
     rounded = Operator(
-        "swiglu", lambda x, y: (right_one.plain(x, y) * 1.01).to(x.dtype), right_one.plain, right_one.inputs, 2
+        "swiglu",
+        lambda x, y: (right_one.plain(x, y) * 1.01).to(x.dtype),
+        right_one.plain,
+        right_one.inputs,
+        2,
     )
     assert any(mine > 1.05 * other for mine, other in right.errors_of(rounded, inputs))
 
@@ -277,7 +298,10 @@ class Closes:
 
 
 def test_others_on_the_card_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: dict[str, list[str]] = {"apps": ["77, python, 5000"], "gpu": ["some card, 1, 2, 3, 4, 5, 6, 7, 30000, 80000"]}
+    told: dict[str, list[str]] = {
+        "apps": ["77, python, 5000"],
+        "gpu": ["some card, 1, 2, 3, 4, 5, 6, 7, 30000, 80000"],
+    }
     monkeypatch.setattr(machine, "_smi", lambda words: told["apps" if "compute-apps" in words[0] else "gpu"])
     assert "1 other process" in machine.others() and "python" in machine.others()
     told["apps"] = []
@@ -293,7 +317,12 @@ def test_the_page_tells_what_was_found_and_what_was_not_run(tmp_path: Path) -> N
     journal.content["not begun"] = ["another"]
     journal.write()
     text = write_report(tmp_path).read_text()
-    assert "**differs**" in text and "a.py / 1" in text and "**none known**" in text and "Not begun: another." in text
+    assert (
+        "**differs**" in text
+        and "a.py / 1" in text
+        and "**none known**" in text
+        and "Not begun: another." in text
+    )
     assert section_parts(tmp_path, "fast") == ["Not run."]
     assert text_of("share hidden", 0.5) == "50.0%" and text_of("GEMM FLOP/s", 7.9e14) == "790 T"
     assert (
@@ -307,7 +336,11 @@ def test_goals_are_told_beside_what_was_found(tmp_path: Path) -> None:
     fast, kernels = Journal.open(tmp_path, "fast"), Journal.open(tmp_path, "kernels")
     ratio = {"median": 1.1, "low": 1.0, "high": 1.2}
     ours = {"form": "ours, fused", "share of the GEMM ceiling": 0.5, "predicted over measured": 0.99}
-    fast.put("Llama 1.34B", "done", forms=[ours, {"form": "torch.compile", "its time over that of ours, fused": ratio}])
+    fast.put(
+        "Llama 1.34B",
+        "done",
+        forms=[ours, {"form": "torch.compile", "its time over that of ours, fused": ratio}],
+    )
     forms = [{"form": name} for name in ("ours", "eager", "torch.compile")]
     kernels.put("swiglu, x, with torch.compile", "done", wins=1.01, forms=forms)
     kernels.put("rotary, x", "done", wins=0.5, forms=forms[:2])  # beside eager alone: says nothing yet

@@ -15,7 +15,10 @@ from benchmarks.lib.subramanian_figures import SAMPLES, days_of, describe, model
 
 def test_a_figure_as_a_table_and_a_picture() -> None:
     figure = Figure("f", "A & B", "x", "y", {"one": {1: 2.0, 4: 8.0}, "two": {1: None}}, "grows", "grows")
-    assert figure_rows(figure) == [{"x": "1", "one": "2", "two": "does not fit"}, {"x": "4", "one": "8", "two": ""}]
+    assert figure_rows(figure) == [
+        {"x": "1", "one": "2", "two": "does not fit"},
+        {"x": "4", "one": "8", "two": ""},
+    ]
     assert text_table(figure_rows(figure)).splitlines()[0] == "| x | one | two |"
     drawn = picture(figure)
     assert drawn.count("<circle") == 2 and "A and B" in drawn
@@ -58,6 +61,7 @@ def test_a_configuration_is_placed_as_the_search_places_it() -> None:
 def test_days_of_the_sweep_are_not_compared_by_their_lines() -> None:
     """A line number is no text: line 1005 is after line 607."""
     points = [
-        Point(name, 1.0, 1.0) for name in ("02-20, line 476: h=1", "02-21, line 607: h=1", "02-28, line 1005: h=1")
+        Point(name, 1.0, 1.0)
+        for name in ("02-20, line 476: h=1", "02-21, line 607: h=1", "02-28, line 1005: h=1")
     ]
     assert [bloom.is_of_the_first_day(one) for one in points] == [True, False, False]

@@ -43,7 +43,9 @@ def test_layers_of_a_real_model_are_written_once() -> None:
 
 def test_the_results_are_megatrons_plans() -> None:
     rows = json.loads((plans.RESULTS / "plans.json").read_text())["rows"]
-    every = {(name, tokens, choice) for name in plans.MODELS for tokens in plans.TOKENS for choice in plans.CHOICES}
+    every = {
+        (name, tokens, choice) for name in plans.MODELS for tokens in plans.TOKENS for choice in plans.CHOICES
+    }
     assert {(one["model"], one["tokens"], one["sequence parallel"]) for one in rows} == every
     for one in rows:
         if one["sequence parallel"] != "auto":

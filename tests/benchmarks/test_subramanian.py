@@ -27,7 +27,9 @@ from tests.planner.test_search import as_rows, everything, is_bounded
 
 # Optima of the authors' code (arXiv:2410.00273, commit 54278b0) at a batch of 4096: seconds, (t1, t2, p, d, b), how many of
 # these axes share a fast domain (t1, t2, d, p), GB, and how many candidates there are; None: nothing fits.
-OPTIMA: list[tuple[Transformer, str, int, int, str, float | None, tuple[int, ...], tuple[int, ...], float, int]] = [
+OPTIMA: list[
+    tuple[Transformer, str, int, int, str, float | None, tuple[int, ...], tuple[int, ...], float, int]
+] = [
     (GPT3_1T, "A100", 4, 128, "1D", None, (), (), 0, 1281),
     (GPT3_1T, "A100", 8, 4096, "1D", 62.96902458085203, (8, 1, 32, 16, 1), (8, 1, 1, 1), 75.74442752, 2544),
     (GPT3_1T, "B200", 64, 4096, "1D", 8.847747144812418, (4, 1, 16, 64, 1), (4, 1, 8, 2), 153.15314944, 4032),
@@ -35,15 +37,39 @@ OPTIMA: list[tuple[Transformer, str, int, int, str, float | None, tuple[int, ...
     (GPT3_1T, "A100", 8, 1024, "2D", 222.9785621308554, (4, 2, 64, 2, 1), (4, 2, 1, 1), 71.169093120, 18114),
     (GPT3_1T, "H200", 64, 8192, "2D", 10.722511726432339, (4, 4, 64, 8, 1), (4, 4, 2, 2), 39.02546656, 46344),
     (GPT3_1T, "A100", 64, 128, "SUMMA", None, (), (), 0, 11723),
-    (GPT3_1T, "B200", 64, 512, "SUMMA", 55.372934706590705, (2, 1, 64, 4, 1), (2, 1, 4, 8), 177.004955648, 44177),
+    (
+        GPT3_1T,
+        "B200",
+        64,
+        512,
+        "SUMMA",
+        55.372934706590705,
+        (2, 1, 64, 4, 1),
+        (2, 1, 4, 8),
+        177.004955648,
+        44177,
+    ),
     (VIT_64K, "A100", 4, 256, "1D", None, (), (), 0, 1296),
     (VIT_64K, "A100", 64, 1024, "2D", 1229.2698540603992, (4, 8, 8, 4, 1), (4, 8, 1, 2), 74.02621824, 22422),
     (VIT_64K, "A100", 64, 512, "SUMMA", 2370.37565938856, (8, 4, 2, 8, 1), (8, 4, 1, 2), 75.69703584, 26823),
-    (VIT_64K, "H200", 64, 2048, "SUMMA", 200.14532622761095, (4, 4, 8, 16, 1), (4, 4, 2, 2), 139.66447464, 49141),
+    (
+        VIT_64K,
+        "H200",
+        64,
+        2048,
+        "SUMMA",
+        200.14532622761095,
+        (4, 4, 8, 16, 1),
+        (4, 4, 2, 2),
+        139.66447464,
+        49141,
+    ),
 ]
 
 
-def problem(shape: Transformer, system: str, domain: int, gpus: int, tensor: str, **keywords: Any) -> SubramanianModel:
+def problem(
+    shape: Transformer, system: str, domain: int, gpus: int, tensor: str, **keywords: Any
+) -> SubramanianModel:
     return SubramanianModel(shape, SYSTEMS[system].with_domain(domain), gpus, 4096, tensor, **keywords)
 
 
@@ -95,7 +121,12 @@ def test_terms_add_up_and_bubble_is_a_share_of_the_rest() -> None:
     published |= {"pp_comm": 0.38603922285714287, "dp_comm": 0.6606760628274619, "bubble": 7.597201178369669}
     assert terms == pytest.approx(published, rel=1e-9)
     held = {name: float(values[0]) / 1e9 for name, values in model.memory_terms(found.columns).items()}
-    published = {"weights": 7.8656512, "gradients": 7.8656512, "optimizer": 2.9496192, "activations": 57.06350592}
+    published = {
+        "weights": 7.8656512,
+        "gradients": 7.8656512,
+        "optimizer": 2.9496192,
+        "activations": 57.06350592,
+    }
     assert held == pytest.approx(published, rel=1e-9)
 
 
@@ -145,7 +176,9 @@ def test_quirk_norm_and_biases() -> None:
             columns = {key: np.array([value]) for key, value in config.items()}
             found[name, is_on] = model.memory_terms(columns), model.seconds_terms(columns)
     kept = [found["summa_norm_is_seq_wide", is_on][0]["activations"][0] for is_on in (False, True)]
-    norms = 2 * 2.0 * 2048 * (25600 - 2048) / 8 * (128 / 16) * 16  # 2 norms, 8 layers, 16 microbatches in flight
+    norms = (
+        2 * 2.0 * 2048 * (25600 - 2048) / 8 * (128 / 16) * 16
+    )  # 2 norms, 8 layers, 16 microbatches in flight
     assert kept[0] - kept[1] == pytest.approx(norms)
     compute = [found["whole_biases_in_1d", is_on][1]["compute"][0] for is_on in (True, False)]
     assert compute[0] > compute[1]

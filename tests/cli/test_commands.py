@@ -69,11 +69,17 @@ def test_show_says_why(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", "--list"]) == 0 and "gpt3-175b" in capsys.readouterr().out
 
 
-def test_compile_writes_a_program_whose_stages_run_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compile_writes_a_program_whose_stages_run_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     mesh = "--t 2 --p 2 --num-microbatches 2 --delay-wgrad-compute after_b".split()
     assert main(["compile", *GPT, *mesh, "--out", str(tmp_path)]) == 0
-    assert {"stage_0.py", "plan.json", "report.html", "graph.dot"} <= {path.name for path in tmp_path.iterdir()}
-    done = subprocess.run([sys.executable, tmp_path / "stage_1.py", "--check"], capture_output=True, text=True)
+    assert {"stage_0.py", "plan.json", "report.html", "graph.dot"} <= {
+        path.name for path in tmp_path.iterdir()
+    }
+    done = subprocess.run(
+        [sys.executable, tmp_path / "stage_1.py", "--check"], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     assert "Stage1 on 2 tensor ranks" in done.stdout and "returns    loss  [] float32 = 5.5" in done.stdout
     assert "goes back  gradient of x_from_0  [1, 8, 16] float32" in done.stdout
@@ -88,10 +94,14 @@ def test_a_stage_with_nan_or_without_gradients_is_no_success(
     stage = runpy.run_path(str(tmp_path / "stage_0.py"))["Stage0"]
     assert check_stage(stage, tmp_path).wrong == []
     with monkeypatch.context() as patch:
-        patch.setattr("autoptd.runtime.standalone._random", lambda size, dtype, made, scale=1.0: infinite(size, dtype))
+        patch.setattr(
+            "autoptd.runtime.standalone._random", lambda size, dtype, made, scale=1.0: infinite(size, dtype)
+        )
         with pytest.raises(SystemExit) as end:
             standalone.main(stage, str(tmp_path / "stage_0.py"), ["--check"])
-        assert str(end.value.code).startswith("Stage0: NaN or infinite: ") and "the gradient of" in str(end.value.code)
+        assert str(end.value.code).startswith("Stage0: NaN or infinite: ") and "the gradient of" in str(
+            end.value.code
+        )
     with monkeypatch.context() as patch:
         patch.setattr(torch.autograd, "backward", lambda *args: None)
         found = check_stage(stage, tmp_path)
@@ -122,15 +132,15 @@ def test_verify_and_its_status(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_train_learns_logs_and_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log, out = tmp_path / "run.jsonl", tmp_path / "out"
-    run = (
-        f"--t 2 --backend local --steps 4 --batch 4 --num-microbatches 2 --lr 0.01 --log {log} --out {out} --peak 1e12"
-    )
+    run = f"--t 2 --backend local --steps 4 --batch 4 --num-microbatches 2 --lr 0.01 --log {log} --out {out} --peak 1e12"
     (tmp_path / "text.txt").write_text("to be or not to be, that is the question " * 9)
     assert main(["train", *GPT, *run.split(), "--data", str(tmp_path / "text.txt")]) == 0
     records = [json.loads(line) for line in log.read_text().splitlines()]
     assert [one["step"] for one in records] == [1, 2, 3, 4] and records[-1]["loss"] < records[0]["loss"]
     assert all(one["mfu"] > 0 and one["grad_norm"] > 0 and one["lr"] == 0.01 for one in records)
-    assert sum(records[1][name] for name in ("compute", "communication", "waiting")) == pytest.approx(1, abs=0.01)
+    assert sum(records[1][name] for name in ("compute", "communication", "waiting")) == pytest.approx(
+        1, abs=0.01
+    )
     page = (out / "report.html").read_text()
     assert "Equal: what ran is what was compiled." in page
     assert "step 4/4  loss" in capsys.readouterr().err
@@ -141,7 +151,9 @@ def test_train_takes_the_weights_of_a_folder(tmp_path: Path, capsys: pytest.Capt
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     torch.manual_seed(5)
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, vocab_size=256, initializer_range=0.5))
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**sizes, vocab_size=256, initializer_range=0.5)
+    )
     model.save_pretrained(tmp_path)
     x, _ = next(batches(load_tokens(None), 4, 8, 1, 0))
     with torch.no_grad():
@@ -185,7 +197,10 @@ def test_ctrl_c_is_one_line_and_leaves_a_report(
     monkeypatch.setattr("autoptd.Progress.add", interrupted)
     run = f"--t 2 --backend local --steps 4 --batch 4 --num-microbatches 2 --out {tmp_path}"
     assert main(["train", *GPT, *run.split()]) == 130
-    assert capsys.readouterr().err.splitlines()[-1] == f"interrupted after 0 of 4 steps; wrote {tmp_path}/report.html"
+    assert (
+        capsys.readouterr().err.splitlines()[-1]
+        == f"interrupted after 0 of 4 steps; wrote {tmp_path}/report.html"
+    )
     assert "Summary" in (tmp_path / "report.html").read_text()
 
 

@@ -13,7 +13,14 @@ from torch import nn
 
 import autoptd
 from autoptd.cli.known import KNOWN
-from autoptd.cli.models import as_call, find_model, length_of, make_with_weights, make_without_weights, vocabulary_of
+from autoptd.cli.models import (
+    as_call,
+    find_model,
+    length_of,
+    make_with_weights,
+    make_without_weights,
+    vocabulary_of,
+)
 from autoptd.compat import FakeTensor
 from autoptd.errors import PlanError
 
@@ -57,7 +64,9 @@ def test_a_known_size_is_built_without_memory(name: str) -> None:
     subject = find_model(name, {few: 2})
     model, inputs = make_without_weights(subject)
     assert inputs is None and all(isinstance(one, FakeTensor) for one in model.parameters())
-    assert sum(one.numel() for one in model.parameters()) == count(KNOWN[name].kind, {**KNOWN[name].values, few: 2})
+    assert sum(one.numel() for one in model.parameters()) == count(
+        KNOWN[name].kind, {**KNOWN[name].values, few: 2}
+    )
     assert {one.dtype for one in model.parameters()} == {torch.bfloat16}
     assert not any(isinstance(one, FakeTensor) or one.is_meta for one in model.buffers())
     assert length_of(subject, model, None) == KNOWN[name].length and length_of(subject, model, 16) == 16
@@ -68,7 +77,9 @@ def test_a_known_size_is_built_without_memory(name: str) -> None:
 
 def test_ties_and_buffers_stay() -> None:
     model, _ = make_without_weights(find_model(GPT, {"n_layer": 1}))
-    assert model.lm_head.weight is model.transformer.wte.weight and isinstance(model.lm_head.weight, FakeTensor)
+    assert model.lm_head.weight is model.transformer.wte.weight and isinstance(
+        model.lm_head.weight, FakeTensor
+    )
     with torch.no_grad():
         real, _ = make_with_weights(find_model(GPT, {"n_layer": 1}))
     assert not isinstance(real.lm_head.weight, FakeTensor) and real.lm_head.weight.std() > 0
@@ -88,7 +99,11 @@ def test_a_factory_may_bring_its_batch_and_tables(tmp_path: Path) -> None:
         "def fail(**sizes): return nn.Linear(4, sizes['size'])\n"
     )
     model, inputs = make_without_weights(find_model(f"{tmp_path}/mine.py:make", {}), "bf16")
-    assert inputs[0].shape == (2, 4) and model.table.tolist() == [0, 1, 2] and model.up.weight.dtype == torch.bfloat16
+    assert (
+        inputs[0].shape == (2, 4)
+        and model.table.tolist() == [0, 1, 2]
+        and model.up.weight.dtype == torch.bfloat16
+    )
     for name, keywords, told in (
         ("mine.py:bad", {}, "returns a int"),
         ("mine.py:make", {"x": 1}, "unexpected keyword"),
@@ -130,9 +145,13 @@ def test_names_that_a_config_does_not_have_are_refused(tmp_path: Path) -> None:
     for name, wrong, right in (("gpt2", "n_layers", "n_layer"), ("llama-3-8b", "n_layer", "")):
         with pytest.raises(PlanError, match=f"--set {wrong}: is not a field of .*{right}"):
             make_without_weights(find_model(name, {wrong: 2}))
-    model, _ = make_without_weights(find_model("gpt2", {"num_hidden_layers": 1, "attn_pdrop": 0.1}))  # its other name
+    model, _ = make_without_weights(
+        find_model("gpt2", {"num_hidden_layers": 1, "attn_pdrop": 0.1})
+    )  # its other name
     assert model.config.n_layer == 1 and len(model.transformer.h) == 1
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "n_layer": 1, "n_embd": 16, "n_head": 2}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "gpt2", "n_layer": 1, "n_embd": 16, "n_head": 2})
+    )
     with pytest.raises(PlanError, match="n_emb: is not a field"):
         make_without_weights(find_model(str(tmp_path), {"n_emb": 8}))
 
@@ -153,7 +172,9 @@ def test_a_config_of_transformers(tmp_path: Path) -> None:
         "num_attention_heads": 2,
         "vocab_size": 64,
     }
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "transformers_version": "1", **sizes}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "llama", "transformers_version": "1", **sizes})
+    )
     for name in (str(tmp_path), f"{tmp_path}/config.json"):
         model, _ = make_without_weights(find_model(name, {"num_hidden_layers": 2}))
         assert isinstance(model, nn.Module) and model.config.num_hidden_layers == 2

@@ -41,7 +41,9 @@ assert "torch" not in sys.modules
     ids=str,
 )
 def test_what_needs_no_torch_does_not_load_it(words: list[str]) -> None:
-    done = subprocess.run([sys.executable, "-c", NO_TORCH.format(words=words)], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", NO_TORCH.format(words=words)], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     assert any(word in done.stdout for word in ("autoptd", "bubble"))
 
@@ -63,11 +65,21 @@ def test_examples_are_accepted() -> None:
 
 
 def test_flags_are_the_keywords_of_parallelize() -> None:
-    asked = parse("show gpt2 --t 4 --num-microbatches 8 --sequence-parallel --memory 80GB --set n_layer=2".split())
+    asked = parse(
+        "show gpt2 --t 4 --num-microbatches 8 --sequence-parallel --memory 80GB --set n_layer=2".split()
+    )
     assert (asked.t, asked.num_microbatches, asked.sequence_parallel, asked.memory) == (4, 8, True, 80e9)
     assert parse("show gpt2 --sequence-parallel auto".split()).sequence_parallel == "auto"
-    asked = parse("plan gpt2 --gpus 8 --batch 64 --t 1,2 --sequence-parallel any --zero 1 --memory 80GB".split())
-    assert (asked.t, asked.p, asked.sequence_parallel, asked.zero, asked.memory) == ((1, 2), None, "any", 1, 80e9)
+    asked = parse(
+        "plan gpt2 --gpus 8 --batch 64 --t 1,2 --sequence-parallel any --zero 1 --memory 80GB".split()
+    )
+    assert (asked.t, asked.p, asked.sequence_parallel, asked.zero, asked.memory) == (
+        (1, 2),
+        None,
+        "any",
+        1,
+        80e9,
+    )
     assert parse("show gpt2 --fuse false --fuse-only gelu,rotary".split()).fuse_only == ["gelu", "rotary"]
 
 
@@ -135,7 +147,11 @@ def test_pairs_and_bytes() -> None:
             2,
             "PlanError: --conf: is not a flag of autoptd show. Remedy: one of --conf",
         ),
-        (["show", "gpt2", "--tp", "2"], 2, "--tp: is not a flag of autoptd show. Remedy: it is called t here"),
+        (
+            ["show", "gpt2", "--tp", "2"],
+            2,
+            "--tp: is not a flag of autoptd show. Remedy: it is called t here",
+        ),
         (["show", "gpt2", "gpt3"], 2, "gpt3: autoptd show does not take it"),
         (["show", "gpt2", "--t"], 2, "--t: expected one argument"),
         (["show", "gpt2", "--t", "two"], 2, "--t: invalid int value: 'two'"),
@@ -143,7 +159,11 @@ def test_pairs_and_bytes() -> None:
         ([], 2, "COMMAND"),
         (["show", "gpt2", "--memory", "80G"], 2, "'80G' is not a number of bytes: 80e9, 80GB or 80GiB"),
         (["plan", "gpt2", "--t", "x"], 2, "'x' is not a number, or numbers with commas"),
-        (["simulate", "--p", "2", "--forward", "nan"], 2, "PlanError: --forward, --backward and --link: are times"),
+        (
+            ["simulate", "--p", "2", "--forward", "nan"],
+            2,
+            "PlanError: --forward, --backward and --link: are times",
+        ),
         (["simulate", "--p", "2", "--out", "/proc/none/x.svg"], 2, "PlanError: --out /proc/none/x.svg"),
         (["compile", "gpt2"], 2, "PlanError: --out: is missing"),
     ],

@@ -60,7 +60,9 @@ def test_what_follows_from_a_models_sizes_follows_from_the_new_ones() -> None:
     asked = parse("plan examples/gpt.py:make_gpt --set n_embd=32 --hidden 64 --gpus 8 --batch 8".split())
     shape = find_shape(read_shape(asked))
     assert (shape.hidden, shape.ffn, shape.heads, shape.head_dim, shape.kv_heads) == (64, 256, 4, 16, 4)
-    asked = parse("plan examples/gpt.py:make_gpt --set n_embd=32 --heads 8 --ffn 100 --gpus 8 --batch 8".split())
+    asked = parse(
+        "plan examples/gpt.py:make_gpt --set n_embd=32 --heads 8 --ffn 100 --gpus 8 --batch 8".split()
+    )
     shape = find_shape(read_shape(asked))
     assert (shape.hidden, shape.ffn, shape.heads, shape.head_dim, shape.kv_heads) == (32, 100, 8, 4, 8)
     llama = Shape(32, 4096, 32, 8192, vocab=128256, ffn=14336, kv_heads=8, mlp_matrices=3)

@@ -36,7 +36,11 @@ def infix_calls() -> Iterator[tuple[Any, tuple[Any, ...]]]:
             first, second, *rest = overload._schema.arguments
             kinds = [str(one.type) for one in (first, second)]
             has_numbers = {"Tensor", "number"} == set(kinds)
-            if has_numbers and all(one.has_default_value() for one in rest) and "out" not in overload._overloadname:
+            if (
+                has_numbers
+                and all(one.has_default_value() for one in rest)
+                and "out" not in overload._overloadname
+            ):
                 yield overload, tuple("x" if kind == "Tensor" else HERE for kind in kinds)
         if "Tensor" in packet.overloads():  # traces have numbers there, too
             yield packet.Tensor, ("x", HERE)
@@ -74,7 +78,12 @@ CALLS: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
     "share": (markers.share, ("y", HERE), {}),
     "mean": (markers.mean, ("y", [0], False, HERE), {}),
 }
-TAKE_BOOLS = [name for name in CALLS if name.startswith("aten")] + ["masked_fill", "where", "where other", "full"]
+TAKE_BOOLS = [name for name in CALLS if name.startswith("aten")] + [
+    "masked_fill",
+    "where",
+    "where other",
+    "full",
+]
 TENSORS = {"x": X, "y": X * 0.7, "mask": X > 0, "long": torch.arange(40)}
 MEANT: dict[Any, Callable[..., Any]] = {
     markers.share: lambda x, pieces: x / pieces,
@@ -148,9 +157,20 @@ def test_a_number_of_a_layer_is_read_back(name: str, steps: Steps, way: str, off
     numbers = [of[way](k) for k in range(5)]
     nodes = [node for number in numbers if (node := make(name, number)) is not None]
     assume(len(nodes) == len(numbers))
-    paths = [path for path in places(nodes[0]) if at(nodes[0], path) is numbers[0] or at(nodes[0], path) == numbers[0]]
-    path = next(path for path in paths if at(nodes[1], path) == numbers[1] and at(nodes[2], path) == numbers[2])
-    assume(all(is_one_line(nodes[1], node, {path: str(number)}) for node, number in zip(nodes, numbers, strict=True)))
+    paths = [
+        path
+        for path in places(nodes[0])
+        if at(nodes[0], path) is numbers[0] or at(nodes[0], path) == numbers[0]
+    ]
+    path = next(
+        path for path in paths if at(nodes[1], path) == numbers[1] and at(nodes[2], path) == numbers[2]
+    )
+    assume(
+        all(
+            is_one_line(nodes[1], node, {path: str(number)})
+            for node, number in zip(nodes, numbers, strict=True)
+        )
+    )
     text = spelled(nodes[1], {path: steps.spell(numbers)}, name_of)
     for k, node in enumerate(nodes):
         assert_same(text, node.meta["val"], i=steps.first + k * steps.step)

@@ -43,8 +43,12 @@ def test_a_layer_of_several_stages_is_in_no_stage_file() -> None:
 
 def test_stages_alike_have_files_alike() -> None:
     first, second = (gpt().sources[f"stage_{k}.py"] for k in (2, 3))
-    changed = [(one, two) for one, two in zip(first.splitlines(), second.splitlines(), strict=True) if one != two]
-    assert len(changed) <= 8 and all(re.sub(r"\d+", "", one) == re.sub(r"\d+", "", two) for one, two in changed)
+    changed = [
+        (one, two) for one, two in zip(first.splitlines(), second.splitlines(), strict=True) if one != two
+    ]
+    assert len(changed) <= 8 and all(
+        re.sub(r"\d+", "", one) == re.sub(r"\d+", "", two) for one, two in changed
+    )
 
 
 def test_a_program_of_one_stage_has_one_file() -> None:
@@ -53,8 +57,13 @@ def test_a_program_of_one_stage_has_one_file() -> None:
 
 def test_a_stage_says_what_arrives_and_where_its_values_go() -> None:
     text = gpt().sources["stage_2.py"]
-    assert "# x_from_1: [4, 32, 128] float32, I, from stage 1 (pipeline rank 1): add of transformer.h.2" in text
-    assert "# x goes to stage 3 (pipeline rank 0) as x_from_2: [4, 32, 128] float32, I; its gradient comes back" in text
+    assert (
+        "# x_from_1: [4, 32, 128] float32, I, from stage 1 (pipeline rank 1): add of transformer.h.2" in text
+    )
+    assert (
+        "# x goes to stage 3 (pipeline rank 0) as x_from_2: [4, 32, 128] float32, I; its gradient comes back"
+        in text
+    )
     assert "# idx: [4, 32] int64, of the batch" in gpt(d=1).sources["stage_0.py"]
 
 

@@ -121,7 +121,9 @@ def test_numbers_are_spelled_by_i() -> None:
 def test_the_loop_means_the_layers(way: str) -> None:
     torch.manual_seed(0)
     mesh = {"p": 2, "d": 2} if way in ("same", "kinds") else {"t": 2, "p": 2, "v": 2}
-    autoptd.verify(Stack(way, 6), **mesh, num_microbatches=2, example_inputs=batch(4 * mesh.get("d", 1)), steps=2)
+    autoptd.verify(
+        Stack(way, 6), **mesh, num_microbatches=2, example_inputs=batch(4 * mesh.get("d", 1)), steps=2
+    )
 
 
 def test_what_is_made_in_the_first_layer_for_all_is_no_loop_argument_of_itself() -> None:
@@ -156,7 +158,9 @@ def values(text: str, steps: Steps, count: int) -> list[float]:
 @pytest.mark.parametrize(
     "of", [lambda k: k, lambda k: 3 * k + 1, lambda k: 10 - k, lambda k: (4, 9)[k % 2], lambda k: 1 / (k + 1)]
 )
-def test_an_expression_of_i_gives_every_period_its_number(first: int, step: int, of: Callable[[int], float]) -> None:
+def test_an_expression_of_i_gives_every_period_its_number(
+    first: int, step: int, of: Callable[[int], float]
+) -> None:
     steps, wanted = Steps(first, step), [of(k) for k in range(6)]
     assert values(steps.spell(wanted), steps, 6) == wanted
     assert all(math.isfinite(one) for one in wanted)

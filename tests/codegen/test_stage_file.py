@@ -15,7 +15,18 @@ from autoptd.program.program import Program
 from examples.gpt import GPT, GPTConfig
 
 Tensor = torch.Tensor
-COLLECTIVES = ("p_to_i", "i_to_r", "p_to_r", "s_to_i", "s_to_r", "p_to_s", "i_to_s", "r_to_s", "s_to_s", "i_to_p")
+COLLECTIVES = (
+    "p_to_i",
+    "i_to_r",
+    "p_to_r",
+    "s_to_i",
+    "s_to_r",
+    "p_to_s",
+    "i_to_s",
+    "r_to_s",
+    "s_to_s",
+    "i_to_p",
+)
 
 
 @cache
@@ -26,7 +37,9 @@ def gpt(layers: int = 4, t: int = 2, p: int = 1, v: int = 1, d: int = 1, m: int 
         model = GPT(GPTConfig(vocab_size=256, block_size=32, n_layer=layers, n_head=4, n_embd=128))
         ids = torch.zeros(8, 32, dtype=torch.long)
     plan = {"cut": [layers // (p * v)] * (p * v)} if layers % (p * v) == 0 else None
-    return compile(model, t=t, p=p, v=v, d=d, num_microbatches=m, plan=plan, example_inputs=(ids, ids.clone()))
+    return compile(
+        model, t=t, p=p, v=v, d=d, num_microbatches=m, plan=plan, example_inputs=(ids, ids.clone())
+    )
 
 
 EVERY = [{}, {"t": 1}, {"t": 4}, {"p": 2}, {"p": 2, "v": 2}, {"d": 2}, {"layers": 7, "p": 2, "v": 2}]
@@ -44,11 +57,15 @@ def test_files_are_python_and_import_torch_and_the_runtime_only(mesh: dict[str, 
         imports = [ast.unparse(node) for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
         used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
         wanted = {"import torch": "torch" in used, "import torch.nn.functional as F": "F" in used}
-        assert imports == [line for line, is_used in wanted.items() if is_used] + ["from autoptd import runtime as rt"]
+        assert imports == [line for line, is_used in wanted.items() if is_used] + [
+            "from autoptd import runtime as rt"
+        ]
         if name != "layers.py":
             assert ast.unparse(tree.body.pop()).startswith("if __name__ == '__main__':")
         assert not [
-            node for node in ast.walk(tree) if isinstance(node, (ast.If, ast.IfExp, ast.While, ast.Try, ast.Match))
+            node
+            for node in ast.walk(tree)
+            if isinstance(node, (ast.If, ast.IfExp, ast.While, ast.Try, ast.Match))
         ]
         assert not re.search(r"\brank\b(?!s)", strip_comments(text)) and "cuda" not in text
 
@@ -67,9 +84,13 @@ def test_every_name_is_assigned_before_it_is_read(mesh: dict[str, int]) -> None:
         for function in (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)):
             known = {"torch", "F", "rt", "range", "float", *(arg.arg for arg in function.args.args)}
             for statement in function.body:
-                stored = [n for n in ast.walk(statement) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
+                stored = [
+                    n for n in ast.walk(statement) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
+                ]
                 loop = {statement.target.id} if isinstance(statement, ast.For) else set()  # type: ignore[union-attr]
-                loaded = [n for n in ast.walk(statement) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)]
+                loaded = [
+                    n for n in ast.walk(statement) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)
+                ]
                 assert {n.id for n in loaded} <= known | loop
                 known |= {n.id for n in stored}
 
@@ -78,7 +99,11 @@ def test_the_same_input_gives_the_same_bytes() -> None:
     first = gpt(p=2, v=2)
     gpt.cache_clear()
     second = gpt(p=2, v=2)
-    assert first is not second and first.sources == second.sources and first.fingerprint() == second.fingerprint()
+    assert (
+        first is not second
+        and first.sources == second.sources
+        and first.fingerprint() == second.fingerprint()
+    )
 
 
 def test_every_collective_has_its_line_with_bytes_and_reason_above() -> None:

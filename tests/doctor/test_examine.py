@@ -10,14 +10,24 @@ from autoptd.doctor.report import DoctorReport
 from autoptd.errors import RuntimeFault
 from autoptd.ir.mesh import Mesh
 from autoptd.runtime.world.threads import ThreadWorld
-from tests.doctor.broken import SlowChannel, SlowGroup, WrongChannel, WrongGather, WrongScatter, WrongSum, examined
+from tests.doctor.broken import (
+    SlowChannel,
+    SlowGroup,
+    WrongChannel,
+    WrongGather,
+    WrongScatter,
+    WrongSum,
+    examined,
+)
 
 
 def wrong_lines(*args: object, **keys: object) -> list[str]:
     return DoctorReport(None, (examined(*args, **keys),)).wrong  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("mesh", [Mesh(), Mesh(t=3), Mesh(p=3), Mesh(d=2), Mesh(t=2, p=2, d=2), Mesh(p=5)], ids=str)
+@pytest.mark.parametrize(
+    "mesh", [Mesh(), Mesh(t=3), Mesh(p=3), Mesh(d=2), Mesh(t=2, p=2, d=2), Mesh(p=5)], ids=str
+)
 def test_all_is_right(mesh: Mesh) -> None:
     report = examined(mesh)
     assert report.wrong == () and report.slow == () and report.times == ()
@@ -29,8 +39,12 @@ def test_every_group_and_channel_is_timed() -> None:
     mesh, sizes = Mesh(t=2, p=3), (4096, 1 << 14)
     times = examined(mesh, sizes=sizes).times
     collectives = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
-    expected = {(kind, ranks, size) for kind in collectives for size in sizes for ranks in mesh.groups(("tp",))}
-    expected |= {(kind, ranks, size) for kind in collectives for size in sizes for ranks in mesh.groups(("pp",))}
+    expected = {
+        (kind, ranks, size) for kind in collectives for size in sizes for ranks in mesh.groups(("tp",))
+    }
+    expected |= {
+        (kind, ranks, size) for kind in collectives for size in sizes for ranks in mesh.groups(("pp",))
+    }
     links = {(0, 2), (2, 4), (4, 0), (1, 3), (3, 5), (5, 1)}  # of the looped schedules, too
     links |= {(target, source) for source, target in links}
     expected |= {("message", link, size) for link in links for size in sizes}
@@ -49,13 +63,17 @@ def test_a_wrong_channel_is_named_with_its_direction() -> None:
 def test_whose_part_of_a_sum_is_wrong_is_named() -> None:
     """Rank 2 hands in wrong numbers: all of its group see it, and know whose they are."""
     (line,) = wrong_lines(Mesh(t=4), groups={(2, "tp"): WrongSum})
-    assert line.startswith("over tp of ranks 0-3 (t=4 p=1 d=1): the part of rank 2 is wrong on rank 0-3: all_reduce")
+    assert line.startswith(
+        "over tp of ranks 0-3 (t=4 p=1 d=1): the part of rank 2 is wrong on rank 0-3: all_reduce"
+    )
     assert "of float32 (" in line
 
 
 def test_who_gets_a_part_wrong_is_named() -> None:
     (line,) = wrong_lines(Mesh(t=3, d=2), groups={(4, "tp"): WrongGather})
-    assert line.startswith("over tp of ranks 3-5 (t=3 p=1 d=2): the part of rank 3 is wrong on rank 4: all_gather of ")
+    assert line.startswith(
+        "over tp of ranks 3-5 (t=3 p=1 d=2): the part of rank 3 is wrong on rank 4: all_gather of "
+    )
     assert "bool" in line and "int64" in line
 
 
@@ -74,7 +92,9 @@ def test_a_wrong_sum_beside_messages_names_its_schedule() -> None:
 
     (line,) = wrong_lines(Mesh(p=2, d=2), groups={(3, "dp"): OnlyStarted})
     assert line.startswith("over dp of ranks 2, 3 (t=1 p=2 d=2): the part of rank 3 is wrong on rank 2, 3: ")
-    assert ": all_reduce_start with others under way, in 1f1b, interleaved, looped_bfs, zbv, of float32" in line
+    assert (
+        ": all_reduce_start with others under way, in 1f1b, interleaved, looped_bfs, zbv, of float32" in line
+    )
 
 
 def test_a_slow_channel_is_named() -> None:
@@ -95,7 +115,9 @@ def test_a_slow_group_is_named() -> None:
 def test_what_is_never_done_ends_with_the_timeout() -> None:
     world = ThreadWorld(Mesh(), timeout=0.05).worlds[0]
     world.at = "doctor: channels"
-    with pytest.raises(RuntimeFault, match=r"rank 0 at doctor: channels: sum of 4 float32: not done after 0\.05 s"):
+    with pytest.raises(
+        RuntimeFault, match=r"rank 0 at doctor: channels: sum of 4 float32: not done after 0\.05 s"
+    ):
         wait_until(world, "sum of 4 float32", lambda: False)
 
 

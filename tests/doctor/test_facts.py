@@ -51,12 +51,36 @@ def test_all_alike_is_well() -> None:
 @pytest.mark.parametrize(
     ("rank", "change", "told"),
     [
-        (2, {"versions": {"torch": "2.12.0", "nccl": "2.28.9", "autoptd": "0.1.0 (abc)"}}, "version of torch is not"),
-        (1, {"versions": {"torch": "2.11.0", "nccl": "2.27.0", "autoptd": "0.1.0 (abc)"}}, "2.27.0 on rank 1"),
-        (3, {"versions": {"torch": "2.11.0", "nccl": "2.28.9", "autoptd": "0.1.0 (x)"}}, "0.1.0 (x) on rank 3"),
-        (1, {"asked": "t=2 timeout=30.0"}, "command is not the same on all ranks: timeout=30.0 on rank 0, 2, 3; t=2"),
-        (3, {"uuid": "GPU-0", "device": "cuda:0"}, "rank 2, 3 share cuda:0 of node1 (NVIDIA H100): NCCL refuses two"),
-        (1, {"error": "RuntimeError: cuda:1 is asked for, and 1 are visible"}, "rank 1 on node0 has no device: Runt"),
+        (
+            2,
+            {"versions": {"torch": "2.12.0", "nccl": "2.28.9", "autoptd": "0.1.0 (abc)"}},
+            "version of torch is not",
+        ),
+        (
+            1,
+            {"versions": {"torch": "2.11.0", "nccl": "2.27.0", "autoptd": "0.1.0 (abc)"}},
+            "2.27.0 on rank 1",
+        ),
+        (
+            3,
+            {"versions": {"torch": "2.11.0", "nccl": "2.28.9", "autoptd": "0.1.0 (x)"}},
+            "0.1.0 (x) on rank 3",
+        ),
+        (
+            1,
+            {"asked": "t=2 timeout=30.0"},
+            "command is not the same on all ranks: timeout=30.0 on rank 0, 2, 3; t=2",
+        ),
+        (
+            3,
+            {"uuid": "GPU-0", "device": "cuda:0"},
+            "rank 2, 3 share cuda:0 of node1 (NVIDIA H100): NCCL refuses two",
+        ),
+        (
+            1,
+            {"error": "RuntimeError: cuda:1 is asked for, and 1 are visible"},
+            "rank 1 on node0 has no device: Runt",
+        ),
     ],
 )
 def test_what_a_launch_would_break_of_stops_it(rank: int, change: dict[str, object], told: str) -> None:
@@ -69,8 +93,14 @@ def test_what_a_launch_would_break_of_stops_it(rank: int, change: dict[str, obje
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"settings": {}}, "NCCL_SOCKET_IFNAME is not the same on all ranks: ib0 on rank 0-2; not set on rank 3"),
-        ({"name": "NVIDIA A100"}, "device is not the same on all ranks: NVIDIA H100 on rank 0-2; NVIDIA A100 on"),
+        (
+            {"settings": {}},
+            "NCCL_SOCKET_IFNAME is not the same on all ranks: ib0 on rank 0-2; not set on rank 3",
+        ),
+        (
+            {"name": "NVIDIA A100"},
+            "device is not the same on all ranks: NVIDIA H100 on rank 0-2; NVIDIA A100 on",
+        ),
         (
             {"in_use": 20e9, "free": 59e9, "processes": ("pid 77 python 19000 MiB",)},
             "rank 3: 18.6 GiB of cuda:1 on node1 are in use by another process (pid 77 python 19000 MiB); 54.9 GiB of",

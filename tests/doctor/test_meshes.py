@@ -44,11 +44,19 @@ def test_a_part_of_a_mesh_is_made_whole() -> None:
 @pytest.mark.parametrize(
     ("size", "t", "p", "d", "told"),
     [
-        (8, 2, 2, 1, r"t=2 p=2 d=1: t\*p\*d is 4, and there are 8 ranks\. Remedy: t, p, d whose product is 8"),
+        (
+            8,
+            2,
+            2,
+            1,
+            r"t=2 p=2 d=1: t\*p\*d is 4, and there are 8 ranks\. Remedy: t, p, d whose product is 8",
+        ),
         (8, 3, None, None, "t=3: 8 ranks do not divide by 3"),
         (2, 2, 2, None, "t=2 p=2: 2 ranks do not divide by 4"),
     ],
 )
-def test_what_does_not_fit_is_refused(size: int, t: int | None, p: int | None, d: int | None, told: str) -> None:
+def test_what_does_not_fit_is_refused(
+    size: int, t: int | None, p: int | None, d: int | None, told: str
+) -> None:
     with pytest.raises(PlanError, match=told):
         asked_mesh(size, t, p, d)

@@ -37,7 +37,9 @@ def test_every_rank_owns_places_and_is_told_by_them(size: int) -> None:
 def test_a_difference_says_where_and_what() -> None:
     got = torch.arange(5.0)
     assert find_difference(got, got.clone()) is None
-    assert str(find_difference(got, torch.tensor([0.0, 1, 7, 3, 9]))) == "2 of 5 elements; element 2 is 2, not 7"
+    assert (
+        str(find_difference(got, torch.tensor([0.0, 1, 7, 3, 9]))) == "2 of 5 elements; element 2 is 2, not 7"
+    )
     assert find_difference(torch.full((1,), float("nan")), torch.ones(1)) is not None
     assert find_difference(got, got.double()) is not None and find_difference(got[1:], got) is not None
 

@@ -49,7 +49,9 @@ def shape(text: str) -> list[str]:
     return [line.strip() for line in text.splitlines()]
 
 
-def _serve(rank: int, size: int, port: int, folder: Path, words: list[str], spoil: bool, backend: str | None) -> None:
+def _serve(
+    rank: int, size: int, port: int, folder: Path, words: list[str], spoil: bool, backend: str | None
+) -> None:
     """One rank: `autoptd doctor` with the environment that torchrun would give it.
 
     What it prints goes to files.
@@ -87,7 +89,13 @@ class Launch:
     """
 
     def __init__(
-        self, folder: Path, size: int, *words: str, absent: int = -1, spoiled: int = -1, backend: str | None = None
+        self,
+        folder: Path,
+        size: int,
+        *words: str,
+        absent: int = -1,
+        spoiled: int = -1,
+        backend: str | None = None,
     ) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["autoptd.doctor.run", "autoptd.cli.doctor"])
@@ -143,7 +151,9 @@ def test_four_ranks_look_at_several_meshes(tmp_path: Path) -> None:
     assert all(one["bytes_per_second"] > 0 for mesh in record["meshes"] for one in mesh["times"])
     assert not any(launch.out(rank) for rank in (1, 2, 3)), "rank 0 alone prints"
     shown, *_ = page_blocks()
-    assert shape(shown) == shape(text)[: len(shape(shown))], "docs/howto/check-a-launch.md shows another table"
+    assert shape(shown) == shape(text)[: len(shape(shown))], (
+        "docs/howto/check-a-launch.md shows another table"
+    )
 
 
 def test_no_call_waits_for_a_later_one_where_a_device_is_one_queue(tmp_path: Path) -> None:
@@ -159,7 +169,8 @@ def test_wrong_numbers_are_told_by_both_ends(tmp_path: Path) -> None:
     lines = [line for line in launch.out(0).partition("\nWrong:\n")[2].splitlines() if line.startswith("  ")]
     assert len(lines) == 4, launch.out(0)
     assert any(
-        line.startswith("  from rank 1 to rank 0 (t=1 p=2 d=1): what arrives is wrong: message") for line in lines
+        line.startswith("  from rank 1 to rank 0 (t=1 p=2 d=1): what arrives is wrong: message")
+        for line in lines
     )
     for axis, mesh in (("pp", "t=1 p=2 d=1"), ("tp", "t=2 p=1 d=1"), ("dp", "t=1 p=1 d=2")):
         start = f"  over {axis} of ranks 0, 1 ({mesh}): the part of rank 1 is wrong on rank 0, 1: all_reduce"
@@ -183,7 +194,8 @@ def test_a_rank_that_never_comes_is_named(absent: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "victim", "mesh"), [(4, 2, "t=1 p=2 d=2"), pytest.param(2, 0, "t=2 p=1 d=1", marks=pytest.mark.thorough)]
+    ("size", "victim", "mesh"),
+    [(4, 2, "t=1 p=2 d=2"), pytest.param(2, 0, "t=2 p=1 d=1", marks=pytest.mark.thorough)],
 )
 def test_a_rank_that_is_stopped_is_named(size: int, victim: int, mesh: str, tmp_path: Path) -> None:
     """Stopped, not ended: its connections stay open, and nothing fails but by the timeout."""
@@ -196,7 +208,9 @@ def test_a_rank_that_is_stopped_is_named(size: int, victim: int, mesh: str, tmp_
     assert time.monotonic() - began < 60
     if victim == 0:  # which has the store: nobody can be asked whether it is gone
         said = launch.out(1) + launch.err(1)
-        assert "does not answer: rank 0, or what else hosts " in said or "rank 0 is gone" in said, launch.said()
+        assert "does not answer: rank 0, or what else hosts " in said or "rank 0 is gone" in said, (
+            launch.said()
+        )
         return
     gone = r"RuntimeFault: rank \d at .*(rank 2 is gone: it was last known at |waited 5 s for rank 2, not arrived)"
     assert re.search(gone, launch.out(0)), launch.said()

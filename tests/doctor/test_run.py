@@ -51,7 +51,11 @@ def test_alone_it_looks_at_threads_and_says_how_to_start_processes(
     [
         ("--t 2 --p 2", {"WORLD_SIZE": "2"}, "t=2 p=2: 2 ranks do not divide by 4"),
         ("--t 2 --p 2 --d 1", {"WORLD_SIZE": "8"}, "t*p*d is 4, and there are 8 ranks"),
-        ("--t 16 --p 16", {}, "256 ranks, and this process is alone. Remedy: torchrun --nproc-per-node 256 -m -- "),
+        (
+            "--t 16 --p 16",
+            {},
+            "256 ranks, and this process is alone. Remedy: torchrun --nproc-per-node 256 -m -- ",
+        ),
         ("--timeout 0", {}, "--timeout 0: is not a time to wait"),
         ("--timeout nan", {}, "--timeout nan: is not a time to wait"),
         ("--t 0", {}, "--t 0: is below 1"),
@@ -61,9 +65,15 @@ def test_alone_it_looks_at_threads_and_says_how_to_start_processes(
     ],
 )
 def test_bad_input_is_one_line(
-    words: str, env: dict[str, str], told: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    words: str,
+    env: dict[str, str],
+    told: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name, value in {"RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", **env}.items() if env else ():
+    for name, value in (
+        {"RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", **env}.items() if env else ()
+    ):
         monkeypatch.setenv(name, value)
     assert main(["doctor", *words.split()]) == 2
     said = capsys.readouterr().err
@@ -91,7 +101,9 @@ def test_the_report_of_thousands_is_short() -> None:
     links = [Timed("message", "pp", (rank, rank + 192), 1 << 28, 0.02, 2) for rank in range(2880)]
     times = tuple(groups + links)
     report = DoctorReport(
-        judge(gpus(3072, 8)), (MeshReport(mesh, ("1f1b",), 10**6, wrong, slow, times),), find_cluster("dgx-h100")
+        judge(gpus(3072, 8)),
+        (MeshReport(mesh, ("1f1b",), 10**6, wrong, slow, times),),
+        find_cluster("dgx-h100"),
     )
     text = str(report)
     assert len(text.splitlines()) < 40 and max(map(len, text.splitlines())) < 400

@@ -31,7 +31,9 @@ def test_small_messages_may_wait_for_the_processor() -> None:
     usual = [link(rank, rank + 1, 300e-6, 4096) for rank in range(5)]
     assert find_slow([*usual, link(5, 6, 900e-6, 4096)]) == []
     assert [one.ranks for one in find_slow([*usual, link(5, 6, 5e-3, 4096)])] == [(5, 6)]
-    assert find_slow([link(rank, rank + 1, 1e-6 + 2e-5 * (rank == 3), 4096) for rank in range(5)]) == [], "microseconds"
+    assert find_slow([link(rank, rank + 1, 1e-6 + 2e-5 * (rank == 3), 4096) for rank in range(5)]) == [], (
+        "microseconds"
+    )
 
 
 def test_many_pairs_are_compared_with_their_median() -> None:

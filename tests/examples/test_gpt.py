@@ -49,8 +49,12 @@ def test_initial_values() -> None:
 def test_attention_is_the_textbook_formula_on_3_heads_head_dim() -> None:
     attention = make_small().transformer.h[0].attn
     x = torch.randn(3, 6, 8, dtype=torch.float64)
-    q, k, v = (x @ attention.c_attn.weight.T + attention.c_attn.bias).view(3, 6, 3, 2, 4).permute(2, 0, 3, 1, 4)
-    scores = q @ k.transpose(-1, -2) / math.sqrt(4) + torch.full((6, 6), -math.inf, dtype=torch.float64).triu(1)
+    q, k, v = (
+        (x @ attention.c_attn.weight.T + attention.c_attn.bias).view(3, 6, 3, 2, 4).permute(2, 0, 3, 1, 4)
+    )
+    scores = q @ k.transpose(-1, -2) / math.sqrt(4) + torch.full((6, 6), -math.inf, dtype=torch.float64).triu(
+        1
+    )
     y = (scores.softmax(-1) @ v).permute(0, 2, 1, 3).reshape(3, 6, 8)
     expected = y @ attention.c_proj.weight.T + attention.c_proj.bias
     assert torch.allclose(attention(x), expected, rtol=0, atol=1e-12)
@@ -89,7 +93,9 @@ def test_text_is_english_bytes_or_the_file(tmp_path: Path) -> None:
     tokens = load_tokens()
     assert tokens.dim() == 1 and tokens.dtype == torch.int64 and tokens.min() >= 0 and tokens.max() < 256
     assert len(tokens) > 300_000
-    assert 3.0 < unigram_entropy(tokens) < 3.5  # 3.26 for Python 3.11; the text grows a little with every version
+    assert (
+        3.0 < unigram_entropy(tokens) < 3.5
+    )  # 3.26 for Python 3.11; the text grows a little with every version
     (tmp_path / "mine.txt").write_bytes(b"abab")
     assert load_tokens(tmp_path / "mine.txt").tolist() == [97, 98, 97, 98]
     assert unigram_entropy(load_tokens(tmp_path / "mine.txt")) == pytest.approx(math.log(2))
@@ -100,7 +106,9 @@ def test_batches_follow_from_the_seed_alone() -> None:
     first, again, other = (list(batches(tokens, 4, 8, 3, seed)) for seed in (0, 0, 1))
     assert len(first) == 3 and all(x.shape == y.shape == (4, 8) for x, y in first)
     assert all(torch.equal(y, x + 1) for x, y in first)
-    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True) for a, b in zip(a, b, strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(first, again, strict=True) for a, b in zip(a, b, strict=True)
+    )
     assert not torch.equal(first[0][0], other[0][0]) and not torch.equal(first[0][0], first[1][0])
     last = max(int(y.max()) for _, y in batches(tokens, 64, 8, 20, 0))
     assert last == 99  # the last byte of the text is reached
@@ -123,10 +131,25 @@ def test_curves_are_drawn_whatever_they_hold() -> None:
 
 
 def test_single_writes_its_losses_without_autoptd(tmp_path: Path) -> None:
-    sizes = ["--steps", "3", "--batch", "2", "--length", "8", "--layers", "1", "--hidden", "8", "--heads", "2"]
+    sizes = [
+        "--steps",
+        "3",
+        "--batch",
+        "2",
+        "--length",
+        "8",
+        "--layers",
+        "1",
+        "--hidden",
+        "8",
+        "--heads",
+        "2",
+    ]
     (tmp_path / "autoptd.py").write_text("raise RuntimeError('the reference must not import what it judges')")
     command = [sys.executable, EXAMPLES / "single.py", "--out", tmp_path, *sizes]
-    subprocess.run(command, check=True, capture_output=True, env={"PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"})
+    subprocess.run(
+        command, check=True, capture_output=True, env={"PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    )
     result = json.loads((tmp_path / "single.json").read_text())
     assert len(result["losses"]) == 3 and abs(result["losses"][0] - math.log(256)) < 0.3
     assert result["tokens_per_second"] > 0 and result["settings"]["hidden"] == 8

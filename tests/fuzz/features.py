@@ -73,7 +73,15 @@ CHOICES: dict[str, list[Any]] = {
     "head size": [4, 2, 6],
     "queries per key": [1, 2, 0],  # 0: one key for all
     "wide": [False, True],  # the residual is wider than all heads
-    "norm": ["layer", "none", "layer without bias", "layer without weight", "rms", "rms by hand", "rms plus one"],
+    "norm": [
+        "layer",
+        "none",
+        "layer without bias",
+        "layer without weight",
+        "rms",
+        "rms by hand",
+        "rms plus one",
+    ],
     "norm place": ["before", "after", "both"],
     "final norm": [True, False],
     "bias": [True, False],
@@ -88,7 +96,16 @@ CHOICES: dict[str, list[Any]] = {
     "mask": ["forward", "buffer"],
     "window": [False, True],  # every second layer sees two tokens only
     "padding": [False, True],  # a third input: which tokens may be seen
-    "positions": ["none", "learned", "sliced", "sines", "rotary halves", "rotary pairs", "rotary complex", "slopes"],
+    "positions": [
+        "none",
+        "learned",
+        "sliced",
+        "sines",
+        "rotary halves",
+        "rotary pairs",
+        "rotary complex",
+        "slopes",
+    ],
     "activation": ["gelu", "relu", "silu", "squared relu", "quick gelu", "gelu tanh"],
     "gate": ["none", "separate", "fused", "glu", "paired"],
     "mlp per rank": [4, 2, 3],  # times t
@@ -116,7 +133,13 @@ CHOICES: dict[str, list[Any]] = {
     "second loss": ["none", "z", "decay"],
     "result": ["loss", "tuple", "dict", "loss_fn"],
     "hooks": ["none", "overlap", "main", "after_b", "before_reduce", "all"],  # of linear layers
-    "skips": ["none", "first to last", "first to all", "nested", "nested and joined"],  # of the residual between layers
+    "skips": [
+        "none",
+        "first to last",
+        "first to all",
+        "nested",
+        "nested and joined",
+    ],  # of the residual between layers
     "memory": ["none", "embedding", "encoder"],  # that all layers attend to
     "p2p": ["auto", "scatter_gather", "direct"],
     "sequence parallel": ["no", "auto", "yes"],
@@ -166,7 +189,13 @@ class Case:
             return asked
         if v == 1:
             return "zb_h1"
-        return "zbv" if v == 2 and asked.startswith("zb") else "looped_bfs" if asked == "gpipe" else "interleaved"
+        return (
+            "zbv"
+            if v == 2 and asked.startswith("zb")
+            else "looped_bfs"
+            if asked == "gpipe"
+            else "interleaved"
+        )
 
     @property
     def hooks(self) -> str:
@@ -274,4 +303,6 @@ class Case:
 def cases(without: Collection[str] = ()) -> st.SearchStrategy[Case]:
     """All cases; of the features in `without`, the simplest choice only."""
     drawn = {name: choices[:1] if name in without else choices for name, choices in CHOICES.items()}
-    return st.fixed_dictionaries({name: st.sampled_from(choices) for name, choices in drawn.items()}).map(Case)
+    return st.fixed_dictionaries({name: st.sampled_from(choices) for name, choices in drawn.items()}).map(
+        Case
+    )

@@ -58,7 +58,10 @@ def helpers(case: Case) -> list[str]:
         lines += ["", "", "def quick_gelu(x):", "    return x * torch.sigmoid(1.702 * x)"]
     size = case["head size"]
     if case["positions"] == "rotary halves":
-        body = ["first, second = x.chunk(2, dim=-1)", "return x * cos + torch.cat((-second, first), dim=-1) * sin"]
+        body = [
+            "first, second = x.chunk(2, dim=-1)",
+            "return x * cos + torch.cat((-second, first), dim=-1) * sin",
+        ]
         lines += ["", "", "def turn(x, cos, sin):", *indent(body)]
     if case["positions"] == "rotary pairs":
         body = [
@@ -112,7 +115,9 @@ def attention_class(case: Case) -> list[str]:
     if case["query norm"] != "none":
         whole = case["query norm"] == "all heads" and case["qkv"] == "separate"
         sizes = (heads * size, case.kv_heads * size) if whole else (size, size)
-        second = f"nn.LayerNorm({sizes[1]})" if sizes[1] > 2 else f"nn.RMSNorm({sizes[1]})"  # of two: always +1, -1
+        second = (
+            f"nn.LayerNorm({sizes[1]})" if sizes[1] > 2 else f"nn.RMSNorm({sizes[1]})"
+        )  # of two: always +1, -1
         init += [f"self.q_norm, self.k_norm = nn.RMSNorm({sizes[0]}, eps=1e-6), {second}"]
         if whole:
             project = [line.replace("self.q(x)", "self.q_norm(self.q(x))") for line in project]
@@ -198,14 +203,23 @@ def _projections(case: Case) -> tuple[list[str], list[str]]:
             [*alone, *(f"self.{name} = {linear(case, width, kv * size)}" for name in "kv")],
             ["q, k, v = self.q(x), self.k(x), self.v(x)", *split],
         ),
-        "three": (fused, [f"q, k, v = self.qkv(x).view(b, s, 3, {heads}, {size}).permute(2, 0, 3, 1, 4).unbind(0)"]),
+        "three": (
+            fused,
+            [f"q, k, v = self.qkv(x).view(b, s, 3, {heads}, {size}).permute(2, 0, 3, 1, 4).unbind(0)"],
+        ),
         "pieces": (fused, [f"q, k, v = self.qkv(x).split({each}, dim=-1)", *split]),
-        "slices": (fused, ["y = self.qkv(x)", f"q, k, v = y[..., :{a}], y[..., {a}:{z}], y[..., {z}:]", *split]),
+        "slices": (
+            fused,
+            ["y = self.qkv(x)", f"q, k, v = y[..., :{a}], y[..., {a}:{z}], y[..., {z}:]", *split],
+        ),
         "per head": (
             fused,
             [f"q, k, v = self.qkv(x).view(b, s, {heads}, {3 * size}).transpose(1, 2).chunk(3, dim=-1)"],
         ),
-        "grouped": (fused, [*grouped, "q, k, v = y[..., :-2, :].flatten(2, 3), y[..., -2, :], y[..., -1, :]"]),
+        "grouped": (
+            fused,
+            [*grouped, "q, k, v = y[..., :-2, :].flatten(2, 3), y[..., -2, :], y[..., -1, :]"],
+        ),
         "grouped split": (
             fused,
             [*grouped, f"q, k, v = (z.reshape(b, s, -1, {size}) for z in y.split([{group}, 1, 1], dim=3))"],
@@ -281,7 +295,11 @@ def _masks(case: Case) -> tuple[list[str], list[str]]:
             init += ["self.local = local"] if case["window"] else []
             lines += ["mask = torch.ones(s, s, dtype=torch.bool).tril()"]
             lines += ["mask = mask.triu(-1) if self.local else mask"] if case["window"] else []
-        lines += ["mask = mask & (keep[:, None, None, :] | torch.eye(s, dtype=torch.bool))"] if case["padding"] else []
+        lines += (
+            ["mask = mask & (keep[:, None, None, :] | torch.eye(s, dtype=torch.bool))"]
+            if case["padding"]
+            else []
+        )
     if case["positions"] == "slopes":
         init += [f"self.register_buffer('slopes', 2.0 ** -torch.arange({case.heads})[:, None, None])"]
         lines += ["places = torch.arange(s)", "slope = self.slopes * (places[None, :] - places[:, None])"]
@@ -294,7 +312,9 @@ def _scores(case: Case, init: list[str]) -> list[str]:
     native = case.queries_per_key > 1 and case["more heads"] == "native"
     if kind.startswith("fused"):
         more = ", enable_gqa=True" if native else ""
-        more += f", dropout_p={case['dropout']} if self.training else 0.0" if case.drops("of attention") else ""
+        more += (
+            f", dropout_p={case['dropout']} if self.training else 0.0" if case.drops("of attention") else ""
+        )
         if kind == "fused":
             return [f"y = F.scaled_dot_product_attention(q, k, v, is_causal=True{more})"]
         if kind == "fused with mask":
@@ -303,9 +323,16 @@ def _scores(case: Case, init: list[str]) -> list[str]:
         lines = [f"bias = {start}.masked_fill(~mask, float('-inf'))"]
         return [*lines, f"y = F.scaled_dot_product_attention(q, k, v, attn_mask=bias{more})"]
     kv, size = case.kv_heads, case["head size"]
-    groups = [f"q = q.reshape(b, {kv}, {case.queries_per_key}, s, {size})", "k, v = k.unsqueeze(2), v.unsqueeze(2)"]
+    groups = [
+        f"q = q.reshape(b, {kv}, {case.queries_per_key}, s, {size})",
+        "k, v = k.unsqueeze(2), v.unsqueeze(2)",
+    ]
     flat = [f"scores = scores.reshape(b, {case.heads}, s, s)"]
-    lines = [*(groups if native else []), f"scores = q @ k.transpose(-2, -1) * {scale}", *(flat if native else [])]
+    lines = [
+        *(groups if native else []),
+        f"scores = q @ k.transpose(-2, -1) * {scale}",
+        *(flat if native else []),
+    ]
     lines += ["scores = 5.0 * torch.tanh(scores / 5.0)"] if case["attention cap"] else []
     lines += ["scores = scores + slope.to(scores)"] if case["positions"] == "slopes" else []
     if kind == "softmax":

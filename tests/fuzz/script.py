@@ -115,10 +115,14 @@ def _model_class(case: Case) -> list[str]:
     if case["final norm"] and case["norm"] != "none":
         init += [f"self.norm = {norm(case)}"]
         body += ["x = self.norm(x)"]
-    body += {"sbh": ["x = x.transpose(0, 1)"], "folded": [f"x = x.view(-1, s, {width})"]}.get(case["stream"], [])
+    body += {"sbh": ["x = x.transpose(0, 1)"], "folded": [f"x = x.view(-1, s, {width})"]}.get(
+        case["stream"], []
+    )
     head_init, head = _head(case)
     tail = [] if case["result"] == "loss_fn" else [*_loss(case), _result(case)]
-    arguments = ["ids"] + (["labels"] if case["result"] != "loss_fn" else []) + (["keep"] if case["padding"] else [])
+    arguments = (
+        ["ids"] + (["labels"] if case["result"] != "loss_fn" else []) + (["keep"] if case["padding"] else [])
+    )
     if case.call.endswith("between"):
         arguments.insert(1, "between")
     if case["value head"] and case["result"] != "loss_fn":
@@ -133,17 +137,29 @@ def _model_class(case: Case) -> list[str]:
 def _layers(case: Case) -> list[str]:
     count, stack = case["layers"], case.stack
     block = "Block(i % 2 == 1)" if case["window"] else "Block()"
-    joins = [f"self.join = {linear(case, 2 * case.width, case.width)}"] if case.skips.endswith("joined") else []
+    joins = (
+        [f"self.join = {linear(case, 2 * case.width, case.width)}"] if case.skips.endswith("joined") else []
+    )
     if stack == "shared":
         cross = ["self.cross = Cross()"] if case["memory"] != "none" else []
         return [f"self.block = {block.replace('i % 2 == 1', 'True')}", *cross, *joins]
     if stack == "in turn":
         two = f"[{block.replace('i % 2 == 1', 'False')}, {block.replace('i % 2 == 1', 'True')}]"
-        cross = [f"self.cross = nn.ModuleList(Cross() for _ in range({count}))"] if case["memory"] != "none" else []
+        cross = (
+            [f"self.cross = nn.ModuleList(Cross() for _ in range({count}))"]
+            if case["memory"] != "none"
+            else []
+        )
         return [*cross, *joins, f"self.layers = nn.ModuleList(({two} * {count})[:{count}])"]
     kind = "ModuleList(" if stack == "list" else "Sequential(*"
-    cross = [f"self.cross = nn.ModuleList(Cross() for _ in range({count}))"] if case["memory"] != "none" else []
-    return [*cross, *joins, f"self.layers = nn.{kind}({block} for {'i' if case['window'] else '_'} in range({count})))"]
+    cross = (
+        [f"self.cross = nn.ModuleList(Cross() for _ in range({count}))"] if case["memory"] != "none" else []
+    )
+    return [
+        *cross,
+        *joins,
+        f"self.layers = nn.{kind}({block} for {'i' if case['window'] else '_'} in range({count})))",
+    ]
 
 
 def _run_layers(case: Case) -> list[str]:
@@ -157,7 +173,9 @@ def _run_layers(case: Case) -> list[str]:
             f"    x = {'self.join(torch.cat((x, skips.pop()), dim=-1))' if skips.endswith('joined') else 'x + skips.pop()'}"
         ]
     inside += (
-        [f"x = x + self.cross{'' if case.stack == 'shared' else '[i]'}(x, memory)"] if case["memory"] != "none" else []
+        [f"x = x + self.cross{'' if case.stack == 'shared' else '[i]'}(x, memory)"]
+        if case["memory"] != "none"
+        else []
     )
     layer = "self.block" if case.stack == "shared" else "self.layers[i]"
     inside += [f"x = {layer}({signature(case)})"]
@@ -270,7 +288,10 @@ def _call(case: Case) -> list[str]:
         first, *others = inputs.values()
         call = f"({', '.join([first, *between, *others])})"
     arguments = [f"t={t}, p={p}, d={d}, v={v}, num_microbatches={case.num_microbatches}"]
-    arguments += [f"schedule='{case.schedule}'", *(["loss_fn=loss_fn"] if case["result"] == "loss_fn" else [])]
+    arguments += [
+        f"schedule='{case.schedule}'",
+        *(["loss_fn=loss_fn"] if case["result"] == "loss_fn" else []),
+    ]
     arguments += _hooks(case.hooks)
     arguments += [f"p2p='{case['p2p']}'"] if case["p2p"] != "auto" else []
     arguments += [f"machine={MACHINES[case['machine']]}"] if case["machine"] in MACHINES else []
@@ -278,7 +299,10 @@ def _call(case: Case) -> list[str]:
     lines = [f"call = {call}"]
     if case.buffer.endswith("loaded"):
         lines += [*_other(case), f"check_loaded(model, other, {', '.join(arguments)}, example_inputs=call)"]
-    return [*lines, f"autoptd.verify(model, {', '.join(arguments)}, example_inputs=call, steps={case['steps']})"]
+    return [
+        *lines,
+        f"autoptd.verify(model, {', '.join(arguments)}, example_inputs=call, steps={case['steps']})",
+    ]
 
 
 def _other(case: Case) -> list[str]:

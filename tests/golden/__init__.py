@@ -37,7 +37,10 @@ SHARD = [{"pattern": "embed.weight", "dim": 0, "axis": "tp"}]
 # Name -> layers, keywords. `one_block` has every pass do something; `deep` has first, middle and last stages with layers
 # that repeat; `alone` is one rank.
 PROGRAMS: dict[str, tuple[int, dict[str, Any]]] = {
-    "one_block": (1, {"t": 2, "p": 2, "num_microbatches": 2, "fuse": "eager", "plan": {"shard": SHARD}, **HOOKS}),
+    "one_block": (
+        1,
+        {"t": 2, "p": 2, "num_microbatches": 2, "fuse": "eager", "plan": {"shard": SHARD}, **HOOKS},
+    ),
     "deep": (6, {"t": 2, "p": 3, "num_microbatches": 2, "plan": {"cut": [2, 2, 2]}}),
     "alone": (1, {}),
 }
@@ -49,7 +52,9 @@ def build(name: str, record: Record | None = None) -> Program:
     torch.manual_seed(0)
     ids, options = torch.zeros(ROWS, LENGTH, dtype=torch.long), make_options(machine=MACHINE, **keywords)
     with mock.patch.object(losses, "LEAST_BYTES", 0):
-        return compile_program(Small(layers), options, (ids, ids.clone()), {}, replicas=options.d, record=record)
+        return compile_program(
+            Small(layers), options, (ids, ids.clone()), {}, replicas=options.d, record=record
+        )
 
 
 class Snapshot(NamedTuple):

@@ -30,7 +30,9 @@ def main() -> int:
     parser.add_argument("--part", default="0/1", help="I/N: every N-th case from the I-th on")
     parser.add_argument("--processes", type=int, default=0, help="so many of the cases in real processes too")
     parser.add_argument("--show", type=int, help="print the source of this case, and run it alone")
-    parser.add_argument("--folder", type=Path, default=Path("out/hostile"), help="where failing cases are written")
+    parser.add_argument(
+        "--folder", type=Path, default=Path("out/hostile"), help="where failing cases are written"
+    )
     args = parser.parse_args()
     torch.set_num_threads(1)
     logging.disable(logging.CRITICAL)  # torch logs whole graphs where it cannot trace
@@ -78,7 +80,10 @@ class Tally:
 
     def report(self, seconds: float) -> str:
         total = sum(self.outcomes.values(), Counter[str]())
-        lines = [f"{total.total()} cases in {seconds:.0f} s: " + ", ".join(f"{total[kind]} {kind}" for kind in KINDS)]
+        lines = [
+            f"{total.total()} cases in {seconds:.0f} s: "
+            + ", ".join(f"{total[kind]} {kind}" for kind in KINDS)
+        ]
         for family, counts in self.outcomes.items():
             lines.append(f"  {family:10} " + "  ".join(f"{counts[kind]:4} {kind}" for kind in KINDS))
         for kind, facts in self.facts.items():

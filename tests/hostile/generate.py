@@ -74,11 +74,21 @@ MESHES: list[dict[str, Any]] = [
     {"t": 2, "p": 2, "d": 2, "num_microbatches": 2},
     {"t": 2, "p": 2, "d": 2, "num_microbatches": 4, "schedule": "zbv", "v": 2},
     {"t": 2, "p": 1, "d": 2, "num_microbatches": 4, "sequence_parallel": "auto", "fuse": False},
-    {"t": 2, "p": 2, "d": 1, "num_microbatches": 2, "p2p": "scatter_gather", "delay_wgrad_compute": "after_b"},
+    {
+        "t": 2,
+        "p": 2,
+        "d": 1,
+        "num_microbatches": 2,
+        "p2p": "scatter_gather",
+        "delay_wgrad_compute": "after_b",
+    },
     {"t": 2, "p": 1, "d": 1, "num_microbatches": 2, "async_tensor_model_parallel_allreduce": True},
 ]
 SMALL_MACHINE = {"latency": 1e-9, "per_saved_byte": 1e-12}  # sizes decide, as in the tests
-STATEFUL = ("state", "ranks")  # of these what Python holds is not moved to another mesh, and they take more steps
+STATEFUL = (
+    "state",
+    "ranks",
+)  # of these what Python holds is not moved to another mesh, and they take more steps
 
 
 @dataclass(frozen=True)
@@ -89,7 +99,9 @@ class Case:
     setting: Setting
 
     def __str__(self) -> str:
-        how = {name: one for name, one in vars(self.setting).items() if one and name not in ("meddles", "steps")}
+        how = {
+            name: one for name, one in vars(self.setting).items() if one and name not in ("meddles", "steps")
+        }
         return f"case {self.number}: {self.recipe.family}: {self.recipe.name}  {how}"
 
     @property

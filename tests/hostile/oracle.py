@@ -139,7 +139,9 @@ def _judged(
     source: str, setting: Setting, wanted: list[Step] | None, backend: str | None, rank: int
 ) -> tuple[str, str]:
     phase = Phase()
-    refusals = (TraceError, PlanError) if not (setting.meddles[0] or setting.data_by_rank) else autoptd.AutoptdError
+    refusals = (
+        (TraceError, PlanError) if not (setting.meddles[0] or setting.data_by_rank) else autoptd.AutoptdError
+    )
     try:
         autoptd_loop(source, setting, wanted, backend, rank, phase)
     except Different as error:
@@ -193,7 +195,11 @@ def autoptd_loop(
         args, kwargs = case["batch"](0)
         args, kwargs = (first_rows(one, share) for one in (args, kwargs))
         pm = autoptd.parallelize(
-            model, **mesh, backend=backend, timeout=40, example_inputs=(kwargs if kwargs and not args else args)
+            model,
+            **mesh,
+            backend=backend,
+            timeout=40,
+            example_inputs=(kwargs if kwargs and not args else args),
         )
         phase.pm = pm
         return pm, pm.optimizer(cls, **keywords)
@@ -238,13 +244,19 @@ def first_rows(nested: Any, share: int) -> Any:
         return {key: first_rows(one, share) for key, one in nested.items()}
     if isinstance(nested, (tuple, list)):
         return type(nested)(first_rows(one, share) for one in nested)
-    return nested[: len(nested) // share] if isinstance(nested, Tensor) and nested.dim() and share > 1 else nested
+    return (
+        nested[: len(nested) // share]
+        if isinstance(nested, Tensor) and nested.dim() and share > 1
+        else nested
+    )
 
 
 def compare(wanted: Step, step: int, loss: Tensor, gradients: Tensors, state: Tensors) -> None:
     compare_one("loss", step, loss, wanted.loss)
     if set(gradients) != set(wanted.gradients):
-        raise Different(f"gradients of step {step}: there or not are {sorted(set(gradients) ^ set(wanted.gradients))}")
+        raise Different(
+            f"gradients of step {step}: there or not are {sorted(set(gradients) ^ set(wanted.gradients))}"
+        )
     largest = max((float(x.abs().max()) for x in wanted.gradients.values()), default=0.0)
     for name, x in wanted.gradients.items():
         compare_one(f"gradient {name}", step, gradients[name], x, NOISE * largest)
@@ -256,7 +268,9 @@ def compare_one(what: str, step: int, x: Tensor, wanted: Tensor | None, floor: f
     if wanted is None:
         return
     if x.dtype != wanted.dtype or x.shape != wanted.shape:
-        raise Different(f"{what} of step {step} is {x.dtype} {list(x.shape)} for {wanted.dtype} {list(wanted.shape)}")
+        raise Different(
+            f"{what} of step {step} is {x.dtype} {list(x.shape)} for {wanted.dtype} {list(wanted.shape)}"
+        )
     size = relative(x, wanted, floor)
     if size > TOLERANCE:
         raise Different(f"{what} of step {step} differs by {size:.1e}", size)

@@ -81,10 +81,17 @@ def worst_of_ranks(module: list[str], size: int) -> Outcome:
     port, processes = free_port(), []
     for rank in range(size):
         env = {**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
-        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        env |= {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(ROOT),
+        }
         command = [sys.executable, "-m", *module]
         processes.append(
-            subprocess.Popen(command, env=env, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            subprocess.Popen(
+                command, env=env, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            )
         )
     start, found = time.monotonic(), []
     try:
@@ -93,7 +100,9 @@ def worst_of_ranks(module: list[str], size: int) -> Outcome:
             lines = [line for line in out.splitlines() if line.startswith('{"kind"')]
             last = errors.strip().splitlines()[-1:] or ["nothing was said"]
             found.append(
-                Outcome(**json.loads(lines[-1])) if lines else Outcome("raw", f"{process.returncode}: {last[0]}")
+                Outcome(**json.loads(lines[-1]))
+                if lines
+                else Outcome("raw", f"{process.returncode}: {last[0]}")
             )
     except subprocess.TimeoutExpired:
         found.append(Outcome("raw", f"rank {len(found)} did not end within {SECONDS:.0f} s"))

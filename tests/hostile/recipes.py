@@ -84,7 +84,9 @@ def numbers() -> Iterator[Recipe]:
     """Numbers of a layer's own, of every kind and in every place."""
     for number, place in itertools.product(NUMBERS, PLACES):
         init = ("self.numbers = [3, -1, 0.5, 2]",) if "numbers" in number else ()
-        yield Recipe("numbers", f"{number} in {place}", init=init, loop=(f"h = {place.replace('{c}', number)}",))
+        yield Recipe(
+            "numbers", f"{number} in {place}", init=init, loop=(f"h = {place.replace('{c}', number)}",)
+        )
 
 
 FLAT = ("flat = 0.3 * torch.randn(VOCAB * WIDTH + WIDTH)",)
@@ -135,14 +137,21 @@ USES: dict[str, tuple[tuple[str, ...], str]] = {  # init, what is added to the l
     "data in forward": ((), "self.emb.weight.data[y]"),
     "clone as buffer": (("self.register_buffer('kept', self.emb.weight.data.clone())",), "self.kept[y]"),
     "buffers that overlap": (
-        ("table = torch.randn(2, WIDTH)", "self.register_buffer('a', table)", "self.register_buffer('kept', table[0])"),
+        (
+            "table = torch.randn(2, WIDTH)",
+            "self.register_buffer('a', table)",
+            "self.register_buffer('kept', table[0])",
+        ),
         "(self.a[1] + self.kept)",
     ),
     "parameter in a list": (("self.kept = [nn.Parameter(torch.randn(WIDTH))]",), "self.kept[0]"),
     "parameter of another module in a list": (("self.kept = [self.emb]",), "self.kept[0](y)"),
     "global tensor": ((), "TABLE[y]"),
     "global parameter": ((), "PARAMETER"),
-    "transposed view of a parameter": (("self.register_buffer('kept', self.head.weight.data.t())",), "self.kept[:, 0]"),
+    "transposed view of a parameter": (
+        ("self.register_buffer('kept', self.head.weight.data.t())",),
+        "self.kept[:, 0]",
+    ),
 }
 
 
@@ -155,7 +164,9 @@ def storage() -> Iterator[Recipe]:
     top = ("TABLE = torch.randn(VOCAB, WIDTH)", "PARAMETER = nn.Parameter(torch.randn(WIDTH))")
     for name, (init, value) in USES.items():
         yield Recipe("storage", name, top=top, init=init, end=(f"h = h + 0.5 * {value}",))
-        yield Recipe("storage", f"{name}, in layers", top=top, init=init, loop=(f"h = h + layer(h + {value})",))
+        yield Recipe(
+            "storage", f"{name}, in layers", top=top, init=init, loop=(f"h = h + layer(h + {value})",)
+        )
 
 
 BUFFERS: dict[str, tuple[str, str]] = {  # value by variant, what is done with it
@@ -174,13 +185,22 @@ BUFFERS: dict[str, tuple[str, str]] = {  # value by variant, what is done with i
     "where": ("torch.arange(WIDTH) < 3 * variant", "torch.where(self.kept, h, -h)"),
     "causal": ("causal(6 - 4 * variant)", "attend(h, self.kept)"),
     "causal, added": ("causal(6 - 4 * variant).double().log()", "attend(h, self.kept)"),
-    "causal, all seen": ("causal(6) if variant else torch.ones(6, 6, dtype=torch.bool)", "attend(h, self.kept)"),
+    "causal, all seen": (
+        "causal(6) if variant else torch.ones(6, 6, dtype=torch.bool)",
+        "attend(h, self.kept)",
+    ),
     "causal, by hand": ("causal(6 - 4 * variant)", "by_hand(h, self.kept)"),
     "causal, by hand, as floats": ("causal(6 - 4 * variant).double()", "by_hand(h, self.kept == 1)"),
-    "rotary": ("torch.outer(torch.arange(6.0), 10.0 ** -torch.arange(6.0) * (1 + variant))", "turn(h, self.kept)"),
+    "rotary": (
+        "torch.outer(torch.arange(6.0), 10.0 ** -torch.arange(6.0) * (1 + variant))",
+        "turn(h, self.kept)",
+    ),
     "temperature": ("torch.tensor(2.0 + variant)", "(h / self.kept).softmax(-1)"),
     "whole number": ("torch.tensor(2 + variant)", "h * self.kept"),
-    "eps": ("torch.tensor(1e-3 * (1 + 9 * variant))", "h * (h.square().mean(-1, keepdim=True) + self.kept).rsqrt()"),
+    "eps": (
+        "torch.tensor(1e-3 * (1 + 9 * variant))",
+        "h * (h.square().mean(-1, keepdim=True) + self.kept).rsqrt()",
+    ),
 }
 CAUSAL = (
     "def causal(window):",
@@ -206,7 +226,11 @@ def buffers() -> Iterator[Recipe]:
     for name, (value, use) in BUFFERS.items():
         init = (f"self.register_buffer('kept', {value})",)
         for is_layer, loads in itertools.product((False, True), (False, True)):
-            where = {"loop": (f"h = h + layer({use})",)} if is_layer else {"start": ("h = self.emb(x)", f"h = {use}")}
+            where = (
+                {"loop": (f"h = h + layer({use})",)}
+                if is_layer
+                else {"start": ("h = self.emb(x)", f"h = {use}")}
+            )
             title = f"{name}{' in layers' * is_layer}{', loaded' * loads}"
             yield Recipe("buffers", title, top=CAUSAL, init=init, loads=loads, **where)  # type: ignore[arg-type]
     weights = ("self.register_buffer('kept', torch.ones(VOCAB) + variant * torch.arange(VOCAB))",)
@@ -258,7 +282,10 @@ STATE: dict[str, tuple[tuple[str, ...], str]] = {  # init, a factor
     ),
     "hook of a gradient": (("self.emb.weight.register_hook(lambda g: g * 2)",), "1.0"),
     "hook of a hidden": ((), "self.hooked(h)"),
-    "hook of a module's output": (("self.layers[0].register_forward_hook(lambda m, a, out: out * 2)",), "1.0"),
+    "hook of a module's output": (
+        ("self.layers[0].register_forward_hook(lambda m, a, out: out * 2)",),
+        "1.0",
+    ),
     "backward hook": (("self.layers[0].register_full_backward_hook(lambda m, a, b: (a[0] * 2,))",), "1.0"),
     "dropout of zero": (("self.drop = nn.Dropout(0.0)",), "self.drop(h)"),
     "dropout in eval": (("self.drop = nn.Dropout(0.5).eval()",), "self.drop(h)"),
@@ -375,7 +402,10 @@ LOSSES = [  # of logits, h, x, y, values [b, s], mask [b, s], sign [b]: of what 
     "F.cross_entropy(logits.mT, y, reduction='none').sum(dtype=torch.float64)",
 ]
 OPERATORS = [  # of h [b, s, 12]; no casts to coarser dtypes, which round the parts of a sum and not the sum
-    *(f"torch.special.{name}(h)" for name in ("erf", "erfcx", "expit", "i0e", "log_ndtr", "sinc", "psi", "ndtr")),
+    *(
+        f"torch.special.{name}(h)"
+        for name in ("erf", "erfcx", "expit", "i0e", "log_ndtr", "sinc", "psi", "ndtr")
+    ),
     *("h.frac()", "h.fmod(0.7)", "torch.hypot(h, h.flip(-1))", "torch.atan2(h, h.roll(1, -1))", "h.lgamma()"),
     *(
         "torch.xlogy(h, h.abs() + 1)",
@@ -383,9 +413,29 @@ OPERATORS = [  # of h [b, s, 12]; no casts to coarser dtypes, which round the pa
         "torch.copysign(h, h.roll(1, 1))",
         "h.nan_to_num()",
     ),
-    *("h.cumsum(1)", "h.cumsum(-1)", "h.cumsum(0)", "(h / 9).cumprod(1)", "h.cummax(1).values", "h.logcumsumexp(1)"),
-    *("h.flip(1)", "h.flip(0)", "h.roll(1, 0)", "h.roll((1, 1), (1, 2))", "h.roll(3)", "h - h.mean(0)", "h / h.std(0)"),
-    *("h.sort(-1).values", "h.sort(1).values", "h.sort(0).values", "h.topk(3, -1).values.mean(-1, keepdim=True) + h"),
+    *(
+        "h.cumsum(1)",
+        "h.cumsum(-1)",
+        "h.cumsum(0)",
+        "(h / 9).cumprod(1)",
+        "h.cummax(1).values",
+        "h.logcumsumexp(1)",
+    ),
+    *(
+        "h.flip(1)",
+        "h.flip(0)",
+        "h.roll(1, 0)",
+        "h.roll((1, 1), (1, 2))",
+        "h.roll(3)",
+        "h - h.mean(0)",
+        "h / h.std(0)",
+    ),
+    *(
+        "h.sort(-1).values",
+        "h.sort(1).values",
+        "h.sort(0).values",
+        "h.topk(3, -1).values.mean(-1, keepdim=True) + h",
+    ),
     *(
         "h.kthvalue(2, -1, keepdim=True).values + h",
         "h.median(1, keepdim=True).values + h",
@@ -404,9 +454,22 @@ OPERATORS = [  # of h [b, s, 12]; no casts to coarser dtypes, which round the pa
         "h / h.norm(dim=(1, 2), keepdim=True)",
     ),
     *("F.group_norm(h.mT, 3).mT", "F.instance_norm(h)", "F.batch_norm(h.mT, None, None, training=True).mT"),
-    *("F.batch_norm(h.mT, torch.zeros(12), torch.ones(12)).mT", "F.local_response_norm(h, 3)", "F.softmin(h, -1)"),
-    *("F.avg_pool1d(h, 3, 1, 1)", "F.max_pool1d(h, 3, 1, 1)", "F.avg_pool1d(h.mT, 3, 1, 1).mT", "F.lp_pool1d(h, 2, 1)"),
-    *("F.interpolate(h, scale_factor=2.0)[..., ::2]", "F.pad(h, (1, 1))[..., 2:]", "F.pad(h, (0, 0, 1, 0))[:, :-1]"),
+    *(
+        "F.batch_norm(h.mT, torch.zeros(12), torch.ones(12)).mT",
+        "F.local_response_norm(h, 3)",
+        "F.softmin(h, -1)",
+    ),
+    *(
+        "F.avg_pool1d(h, 3, 1, 1)",
+        "F.max_pool1d(h, 3, 1, 1)",
+        "F.avg_pool1d(h.mT, 3, 1, 1).mT",
+        "F.lp_pool1d(h, 2, 1)",
+    ),
+    *(
+        "F.interpolate(h, scale_factor=2.0)[..., ::2]",
+        "F.pad(h, (1, 1))[..., 2:]",
+        "F.pad(h, (0, 0, 1, 0))[:, :-1]",
+    ),
     *(
         "F.pad(h, (1, 1), mode='circular')[..., 2:]",
         "F.pixel_shuffle(h.view(-1, 6, 12, 1).transpose(1, 2)[:, :12], 1).mT[:, :, 0]",
@@ -434,7 +497,10 @@ OPERATORS = [  # of h [b, s, 12]; no casts to coarser dtypes, which round the pa
     ),
     *("torch.baddbmm(h, h @ h.mT, h, alpha=0.1)", "h.gather(1, y.unsqueeze(-1).expand(-1, -1, 12) % 6)"),
     *("h.index_select(1, torch.tensor([5, 4, 3, 2, 1, 0]))", "h.index_select(0, torch.arange(h.shape[0]))"),
-    *("h[torch.arange(h.shape[0]), y[:, 0] % 6].unsqueeze(1) + h", "h.take_along_dim(y.unsqueeze(-1) % 6, 1)"),
+    *(
+        "h[torch.arange(h.shape[0]), y[:, 0] % 6].unsqueeze(1) + h",
+        "h.take_along_dim(y.unsqueeze(-1) % 6, 1)",
+    ),
     *(
         "h.scatter(1, (y % 6).unsqueeze(-1).expand(-1, -1, 12), h)",
         "h.scatter_add(1, (y % 6).unsqueeze(-1).expand(-1, -1, 12), h)",
@@ -444,8 +510,14 @@ OPERATORS = [  # of h [b, s, 12]; no casts to coarser dtypes, which round the pa
         "h.masked_fill(mask.bool().unsqueeze(-1), 0.0)",
         "h[mask > 0].mean(0) + h",
     ),
-    *("h.masked_select(mask.bool().unsqueeze(-1)).mean() + h", "F.one_hot(y, VOCAB).double() @ self.emb.weight + h"),
-    *("h * torch.bucketize(values, torch.linspace(-1, 1, 5)).unsqueeze(-1)", "h * h.argmax(-1, keepdim=True)"),
+    *(
+        "h.masked_select(mask.bool().unsqueeze(-1)).mean() + h",
+        "F.one_hot(y, VOCAB).double() @ self.emb.weight + h",
+    ),
+    *(
+        "h * torch.bucketize(values, torch.linspace(-1, 1, 5)).unsqueeze(-1)",
+        "h * h.argmax(-1, keepdim=True)",
+    ),
     *(
         "h * (h > 0).sum(-1, keepdim=True)",
         "h.repeat_interleave(2, 1)[:, ::2]",
@@ -514,12 +586,18 @@ def probes() -> Iterator[Recipe]:
     """Operators that no table lists, and losses: what is taken for a mean, a sum, or independent of the other samples."""
     for loss in LOSSES:
         yield Recipe(
-            "probes", f"loss {loss}", loss=loss, call="x, y, mask, values, sign", takes="x, y, mask, values, sign"
+            "probes",
+            f"loss {loss}",
+            loss=loss,
+            call="x, y, mask, values, sign",
+            takes="x, y, mask, values, sign",
         )
     for operator in OPERATORS:
         takes = "x, y, mask, values, sign"
         yield Recipe("probes", operator, end=(f"h = {operator}",), call=takes, takes=takes)
-        yield Recipe("probes", f"{operator} in layers", loop=(f"h = h + layer({operator})",), call=takes, takes=takes)
+        yield Recipe(
+            "probes", f"{operator} in layers", loop=(f"h = h + layer({operator})",), call=takes, takes=takes
+        )
 
 
 PARAMETERS = [
@@ -598,13 +676,19 @@ def aliases() -> Iterator[Recipe]:
         yield Recipe("aliases", f"parameter {name} in {read}", init=init, loop=(f"h = h + layer({use})",))
     for call, takes in CALLS:
         start = ["h = self.emb(x)"]
-        start += ["y = pair[1] if isinstance(pair, tuple) else pair['y'] if isinstance(pair, dict) else pair[0]"] * (
-            "pair" in takes
+        start += [
+            "y = pair[1] if isinstance(pair, tuple) else pair['y'] if isinstance(pair, dict) else pair[0]"
+        ] * ("pair" in takes)
+        start += ["h = h * (more if isinstance(more, (float, int, torch.Tensor)) else 1.0)"] * (
+            "more" in takes
         )
-        start += ["h = h * (more if isinstance(more, (float, int, torch.Tensor)) else 1.0)"] * ("more" in takes)
         start += ["y = torch.cat((short, short[:, :2]), 1)"] * ("short" in takes)
         yield Recipe(
-            "aliases", f"called with {call}", start=tuple(start), call=call, takes=takes.replace("more", "more")
+            "aliases",
+            f"called with {call}",
+            start=tuple(start),
+            call=call,
+            takes=takes.replace("more", "more"),
         )
     for write in WRITES:
         yield Recipe("aliases", write, loop=("h = h + layer(h)", write))

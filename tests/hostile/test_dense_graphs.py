@@ -17,7 +17,8 @@ class Dense(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.layers = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(depth)
+            nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+            for _ in range(depth)
         )
 
     def forward(self, x: Tensor) -> Tensor:

@@ -41,7 +41,9 @@ class Narrow(nn.Module):
 CASES = [(form, mesh) for form in FORMS for mesh in MESHES]
 
 
-@pytest.mark.parametrize(("form", "mesh"), thinned(CASES, [f"{form} {mesh}" for form, mesh in CASES], every=3))
+@pytest.mark.parametrize(
+    ("form", "mesh"), thinned(CASES, [f"{form} {mesh}" for form, mesh in CASES], every=3)
+)
 def test_a_loss_of_16_bits(form: str, mesh: dict[str, Any]) -> None:
     model = Narrow(FORMS[form]).bfloat16()
     x = torch.randn(64, 16, generator=torch.Generator().manual_seed(0)).bfloat16()

@@ -54,7 +54,9 @@ JOINS: dict[str, Callable[[Tensor, Tensor, int], Tensor]] = {
     "falling": lambda h, y, i: h + y * (3 - i) - (1 - i),
     "over and times": lambda h, y, i: (h + y).div(10 + i).tanh() * (10 + i),
     "alpha": lambda h, y, i: torch.add(h, y, alpha=i + 1),
-    "slices": lambda h, y, i: h + F.pad(y[..., i + 1 :], (i + 1, 0)) + F.pad(y[..., : 2 * i + 3], (0, 13 - 2 * i)),
+    "slices": lambda h, y, i: (
+        h + F.pad(y[..., i + 1 :], (i + 1, 0)) + F.pad(y[..., : 2 * i + 3], (0, 13 - 2 * i))
+    ),
     "rolled": lambda h, y, i: h + y.roll(i + 1, -1) * (i + 1),
     "comparison": lambda h, y, i: h + y * (y > i - 1),
     "clamped": lambda h, y, i: h + y.clamp(-(i + 1), i + 1) * (i - 1),
@@ -105,9 +107,9 @@ class Named(nn.Module):
                 )
                 * 0.5
             )
-            h = h + getattr(one.linear, self.called).view(WIDTH).expand_as(h) * getattr(self.shared, self.called).view(
-                1, WIDTH
-            )
+            h = h + getattr(one.linear, self.called).view(WIDTH).expand_as(h) * getattr(
+                self.shared, self.called
+            ).view(1, WIDTH)
         h = h * getattr(self, self.called).expand_as(h)
         h = h.masked_fill(h > 5, float("-inf")).clamp(min=-9)
         return F.cross_entropy(self.out(h).flatten(0, 1), labels.flatten())

@@ -15,7 +15,13 @@ from autoptd.parallel_model import ParallelModel
 from tests.parity.models import VOCAB, batch
 from tests.parity.test_dropout import Styles, gpt, parameters_dropped, written_out
 
-MESHES = [(2, 1, 1, 1, True), (1, 2, 1, 2, False), (2, 2, 1, 2, False), (2, 2, 2, 1, True), (4, 2, 1, 2, True)]
+MESHES = [
+    (2, 1, 1, 1, True),
+    (1, 2, 1, 2, False),
+    (2, 2, 1, 2, False),
+    (2, 2, 2, 1, True),
+    (4, 2, 1, 2, True),
+]
 MESHES = [one if i < 3 else pytest.param(*one, marks=pytest.mark.thorough) for i, one in enumerate(MESHES)]
 
 

@@ -72,7 +72,9 @@ def test_all_sources_are_python() -> None:
 
 def returns(change: Callable[[Tensor], Tensor], name: str = "step") -> object:
     right = getattr(ParallelModel, name)
-    return mock.patch.object(ParallelModel, name, lambda self, *args, **kwargs: change(right(self, *args, **kwargs)))
+    return mock.patch.object(
+        ParallelModel, name, lambda self, *args, **kwargs: change(right(self, *args, **kwargs))
+    )
 
 
 def test_what_is_wrong_is_told() -> None:

@@ -25,7 +25,8 @@ class Model(nn.Module):
         self.emb, self.out = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
         self.like, self.side = nn.Parameter(torch.rand(WIDTH)), nn.Linear(WIDTH, WIDTH)
         self.layers = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 64), nn.GELU(), nn.Linear(64, WIDTH)) for _ in range(4)
+            nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 64), nn.GELU(), nn.Linear(64, WIDTH))
+            for _ in range(4)
         )
         self.add = add
 
@@ -37,7 +38,9 @@ class Model(nn.Module):
         return F.cross_entropy(self.out(h).flatten(0, 1), y.flatten())
 
 
-CASES: dict[str, tuple[Callable[[Tensor, Tensor, int], Tensor], set[str]]] = {  # and which gradients are None in torch
+CASES: dict[
+    str, tuple[Callable[[Tensor, Tensor, int], Tensor], set[str]]
+] = {  # and which gradients are None in torch
     "a parameter's shape on several stages": (
         lambda like, k, i: torch.zeros_like(like),
         {"like", "side.weight", "side.bias"},

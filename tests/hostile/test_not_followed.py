@@ -34,7 +34,9 @@ class Extra(Net):
 
 def test_a_state_dict_with_more_or_other_names_is_refused() -> None:
     renamed = Net()
-    renamed._register_state_dict_hook(lambda module, state, prefix, local: state.update(table=state.pop("emb.weight")))
+    renamed._register_state_dict_hook(
+        lambda module, state, prefix, local: state.update(table=state.pop("emb.weight"))
+    )
     for model, fact in (
         (Extra(), "has _extra_state beside them"),
         (renamed, "has table .*lacks or changes emb.w"),
@@ -67,5 +69,7 @@ class Divided(nn.Module):
 
 def test_a_table_as_long_as_the_batch_is_one_clear_error() -> None:
     call = (torch.arange(8)[:, None].expand(8, 6).flip(0), torch.randn(8, 4, dtype=torch.float64))
-    with pytest.raises(TraceError, match=r"with 4 rows it cannot be run: IndexError.*tensors 0, 1 have 8 rows"):
+    with pytest.raises(
+        TraceError, match=r"with 4 rows it cannot be run: IndexError.*tensors 0, 1 have 8 rows"
+    ):
         autoptd.parallelize(Divided(), num_microbatches=2, backend="local", example_inputs=call)

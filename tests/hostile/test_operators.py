@@ -34,7 +34,9 @@ class Body(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.head, self.emb = head, nn.Embedding(32, 16)
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16)) for _ in range(3))
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16)) for _ in range(3)
+        )
         self.w, self.c, self.bias = (
             nn.Parameter(torch.randn(16)),
             nn.Parameter(torch.randn(())),
@@ -133,18 +135,24 @@ INDEXED: dict[str, Head] = {
     "two tokens": two_tokens,
     "log probabilities": log_probabilities,
     "token of the largest": lambda s, h, y: h[rows(h), h[..., 0].argmax(1)].square().mean(),
-    "of heads": lambda s, h, y: h.view(h.shape[0], 6, 4, 4)[torch.arange(0, h.shape[0]), y.int()].square().mean(),
+    "of heads": lambda s, h, y: (
+        h.view(h.shape[0], 6, 4, 4)[torch.arange(0, h.shape[0]), y.int()].square().mean()
+    ),
 }
 OTHERS: dict[str, Head] = {
     "batch norm in eval mode": lambda s, h, y: s.bn(h.transpose(1, 2)).square().mean(),
     "batch norm of rows": lambda s, h, y: s.bn(h.flatten(0, 1)).square().mean(),
     "gru": lambda s, h, y: sum(one.square().mean() for one in s.gru(h)),  # type: ignore[return-value]
-    "gru with a state": lambda s, h, y: s.gru(h, h[:, :2, :5].transpose(0, 1).contiguous())[0].square().mean(),
+    "gru with a state": lambda s, h, y: (
+        s.gru(h, h[:, :2, :5].transpose(0, 1).contiguous())[0].square().mean()
+    ),
     "lstm": lambda s, h, y: s.lstm(h)[0][:, -1].square().mean() + s.lstm(h)[1][1].mean(),
     "rnn": lambda s, h, y: s.rnn(h.transpose(0, 1))[0].square().mean(),
     "rrelu": lambda s, h, y: F.rrelu(h, training=False).mean(),
     "fourier": fourier_mixing,
-    "inverse fourier": lambda s, h, y: torch.fft.irfft(torch.fft.rfft(h, dim=1) * s.c, n=6, dim=1).square().mean(),
+    "inverse fourier": lambda s, h, y: (
+        torch.fft.irfft(torch.fft.rfft(h, dim=1) * s.c, n=6, dim=1).square().mean()
+    ),
     "logcumsumexp": lambda s, h, y: h.logcumsumexp(1).mean(),
     "matrix_exp": lambda s, h, y: torch.matrix_exp(h[:, :, :6]).mean(),
     "orthogonal": lambda s, h, y: (h @ torch.matrix_exp(s.square - s.square.T)).square().mean(),
@@ -152,14 +160,18 @@ OTHERS: dict[str, Head] = {
     "deviation": lambda s, h, y: (h / (1 + h.std(-1, True)[..., None])).square().mean(),
     "variance of parameters": lambda s, h, y: h.mean() * s.w.var(unbiased=False) + s.w.std(True) * h.sum(),
     "bits": lambda s, h, y: (h * (h.view(torch.int64) > 0)).mean(),
-    "repeats": lambda s, h, y: h.repeat_interleave(torch.tensor([1, 2, 0, 1, 1, 3]), 1, output_size=8).tanh().mean(),
+    "repeats": lambda s, h, y: (
+        h.repeat_interleave(torch.tensor([1, 2, 0, 1, 1, 3]), 1, output_size=8).tanh().mean()
+    ),
     "gradient": lambda s, h, y: sum(one.square().mean() for one in torch.gradient(h, dim=(1, 2))),  # type: ignore[return-value]
     "gradient along one dim": lambda s, h, y: torch.gradient(h, dim=1)[0].square().mean(),
     "one piece": lambda s, h, y: (h.chunk(1, -1)[0] * h[:, :1].unbind(1)[0][:, None]).square().mean(),
 }
 LOSSES: dict[str, Head] = {
     "triplet": lambda s, h, y: F.triplet_margin_loss(h[:, 0], h[:, 1], h[:, 2]),
-    "triplet summed": lambda s, h, y: F.triplet_margin_loss(*h[:, :3].unbind(1), reduction="sum", swap=True, p=1.5),
+    "triplet summed": lambda s, h, y: F.triplet_margin_loss(
+        *h[:, :3].unbind(1), reduction="sum", swap=True, p=1.5
+    ),
     "triplet with distance": lambda s, h, y: F.triplet_margin_with_distance_loss(h[:, 0], h[:, 1], h[:, 2]),
     "ranking": lambda s, h, y: F.margin_ranking_loss(h[:, 0, 0], h[:, 1, 0], signs(y), margin=0.1),
     "poisson": lambda s, h, y: F.poisson_nll_loss(h[:, 0, 0], y * 1.0, full=True),
@@ -176,7 +188,9 @@ EVERY = [(name, MESHES[(k + i) % 4]) for k, name in enumerate(ALL) for i in rang
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize(("name", "mesh"), thinned(EVERY, [f"{name} {mesh}" for name, mesh in EVERY], every=6))
+@pytest.mark.parametrize(
+    ("name", "mesh"), thinned(EVERY, [f"{name} {mesh}" for name, mesh in EVERY], every=6)
+)
 def test_the_models_numbers(name: str, mesh: dict[str, Any]) -> None:
     assert_parity(Body(ALL[name]), [data(0), data(1)], **mesh)
 
@@ -191,14 +205,19 @@ def test_the_models_numbers(name: str, mesh: dict[str, Any]) -> None:
 )
 def test_a_linear_by_a_vector_beside_the_hooks_of_gemms(hooks: dict[str, Any]) -> None:
     head = VECTORS["linear"]
-    assert_parity(Body(head), [data(0), data(1)], t=2, p=2 if "schedule" in hooks else 1, num_microbatches=2, **hooks)
+    assert_parity(
+        Body(head), [data(0), data(1)], t=2, p=2 if "schedule" in hooks else 1, num_microbatches=2, **hooks
+    )
 
 
 REFUSED: dict[str, tuple[Head, str]] = {
     "nan_to_num": (lambda s, h, y: h.mean().nan_to_num(), "nan_to_num of a sum over samples.*nan='ignore'"),
     "clamp": (lambda s, h, y: h.mean().clamp(min=0), "clamp of a sum over samples"),
     "variance of all": (lambda s, h, y: h.var(unbiased=False), "var mixes the samples"),
-    "fourier over the batch": (lambda s, h, y: torch.fft.fft(h, dim=0).abs().mean(), "the transform needs it whole"),
+    "fourier over the batch": (
+        lambda s, h, y: torch.fft.fft(h, dim=0).abs().mean(),
+        "the transform needs it whole",
+    ),
     "batch norm in training": (
         lambda s, h, y: F.batch_norm(h[:, 0], None, None, training=True).mean(),
         "statistics run",

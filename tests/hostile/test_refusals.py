@@ -77,7 +77,8 @@ class Trusting(torch.optim.SGD):
 
 
 @pytest.mark.parametrize(
-    ("cls", "keywords"), [(MyAdam, {"lr": 0.1}), (Quiet, {}), (Noting, {"lr": 0.1}), (torch.optim.Rprop, {"lr": 0.1})]
+    ("cls", "keywords"),
+    [(MyAdam, {"lr": 0.1}), (Quiet, {}), (Noting, {"lr": 0.1}), (torch.optim.Rprop, {"lr": 0.1})],
 )
 def test_optimizers_that_update_every_element_by_itself(cls: Any, keywords: dict[str, Any]) -> None:
     model, pm = make((X, Y), t=2, d=2)
@@ -95,7 +96,9 @@ def test_optimizers_that_update_every_element_by_itself(cls: Any, keywords: dict
 
 def test_an_optimizer_that_looks_at_whole_parameters() -> None:
     _, pm = make((X, Y), t=2)
-    with pytest.raises(PlanError, match=r"Trusting: derives from SGD with a step of its own: halves of a tensor"):
+    with pytest.raises(
+        PlanError, match=r"Trusting: derives from SGD with a step of its own: halves of a tensor"
+    ):
         pm.optimizer(Trusting, lr=0.1)
     pm.close()
 
@@ -106,7 +109,9 @@ def test_the_state_dict_of_a_torch_optimizer() -> None:
     model(X, Y).backward()
     theirs = torch.optim.AdamW(model.parameters(), lr=0.1)
     theirs.step()
-    with pytest.raises(PlanError, match=r"a torch optimizer's own: it numbers its 4 parameters, and has no names"):
+    with pytest.raises(
+        PlanError, match=r"a torch optimizer's own: it numbers its 4 parameters, and has no names"
+    ):
         opt.load_state_dict(theirs.state_dict())
     some = pm.optimizer(torch.optim.AdamW, ["*.weight"], lr=0.1)
     with pytest.raises(PlanError, match=r"group 0 lacks down\.bias, up\.bias, unlike this optimizer's"):

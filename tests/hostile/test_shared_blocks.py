@@ -148,9 +148,13 @@ def test_gradients_of_copies_are_equal_to_the_bit(sequence_parallel: bool) -> No
     for p in model.parameters():
         nn.init.normal_(p, std=0.5)
     x = torch.randint(VOCAB, (4, LENGTH))
-    pm = autoptd.parallelize(model, t=2, sequence_parallel=sequence_parallel, backend="local", example_inputs=(x, x))
+    pm = autoptd.parallelize(
+        model, t=2, sequence_parallel=sequence_parallel, backend="local", example_inputs=(x, x)
+    )
     pm.step(x, x)
-    ranks = [{name: p.grad.as_subclass(Tensor) for name, p in pm.rank_parameters(rank).items()} for rank in (0, 1)]
+    ranks = [
+        {name: p.grad.as_subclass(Tensor) for name, p in pm.rank_parameters(rank).items()} for rank in (0, 1)
+    ]
     copies = [spec.name for spec in pm.program.params if spec.storage.layout["tp"].is_whole]
     assert "layers.0.o.bias" in copies and "layers.0.b.bias" in copies
     assert [name for name in copies if not torch.equal(ranks[0][name], ranks[1][name])] == []

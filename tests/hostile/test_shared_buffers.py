@@ -52,7 +52,9 @@ def loaded(model: nn.Module, values: dict[str, torch.Tensor]) -> tuple[nn.Module
 
 
 @pytest.mark.parametrize("kind", ["same", "view", "hidden", "apart"])
-@pytest.mark.parametrize("names", [("first",), ("second",), ("first", "second"), ("second", "first")], ids=str)
+@pytest.mark.parametrize(
+    "names", [("first",), ("second",), ("first", "second"), ("second", "first")], ids=str
+)
 def test_one_buffer_under_two_names_has_one_value(kind: str, names: tuple[str, ...]) -> None:
     if kind == "hidden" and "second" in names:
         return

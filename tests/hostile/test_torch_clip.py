@@ -170,7 +170,9 @@ def test_copies_that_drift_apart(mesh: dict[str, int]) -> None:
     step(pm)
     pm.rank_parameters(1)["2.weight"].grad.mul_(0.5)
     opt.step()
-    with pytest.raises(RuntimeFault, match=r"step 2: .*2\.weight on rank 1 is not as on rank 0.*pm\.clip_grad_norm_"):
+    with pytest.raises(
+        RuntimeFault, match=r"step 2: .*2\.weight on rank 1 is not as on rank 0.*pm\.clip_grad_norm_"
+    ):
         step(pm)
     pm.close()
 

@@ -136,7 +136,9 @@ def test_memory_side_by_side_is_not_shared() -> None:
 def test_frozen_views_of_one_memory_are_one_parameter() -> None:
     model = tied_by_storage().requires_grad_(False)
     model.scale = nn.Parameter(torch.ones(16))
-    model._forward = lambda self, x: F.cross_entropy(self.head(self.emb(x) * self.scale).flatten(0, 1), x.flatten())
+    model._forward = lambda self, x: F.cross_entropy(
+        self.head(self.emb(x) * self.scale).flatten(0, 1), x.flatten()
+    )
     program = autoptd.compile(model, d=2, example_inputs=(IDS,))
     assert ("emb.weight", "head.weight") in [spec.aliases for spec in program.params]
 
@@ -191,10 +193,14 @@ STATE = [
     counted("a number", lambda self: add_one(self, "calls"), calls=0),
     counted("a submodule's", lambda self: add_one(self.head, "in_features")),
     counted("a container's", lambda self: self.seen.append(len(self.seen)), seen=[]),
-    counted("a nested dict's", lambda self: self.cfg["a"].update(n=self.cfg["a"]["n"] + 1), cfg={"a": {"n": 0}}),
+    counted(
+        "a nested dict's", lambda self: self.cfg["a"].update(n=self.cfg["a"]["n"] + 1), cfg={"a": {"n": 0}}
+    ),
     counted("an object's", lambda self: add_one(self.holder, "step"), holder=Holder()),
     counted(
-        "a deque of an object", lambda self: self.holder.history.append(self.holder.history[-1] * 2), holder=Holder()
+        "a deque of an object",
+        lambda self: self.holder.history.append(self.holder.history[-1] * 2),
+        holder=Holder(),
     ),
     counted("slots", lambda self: add_one(self.holder, "n"), holder=Slots()),
     counted("a set", lambda self: self.seen.add(len(self.seen)), seen=set()),
@@ -314,7 +320,12 @@ def lazy_buffer(self: Any, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     ("forward", "attributes"),
-    [(lazy_mask, {}), (cache_by_length, {"tables": {}}), (sizes_of_the_call, {"last": None}), (lazy_buffer, {})],
+    [
+        (lazy_mask, {}),
+        (cache_by_length, {"tables": {}}),
+        (sizes_of_the_call, {"last": None}),
+        (lazy_buffer, {}),
+    ],
 )
 def test_caches_are_no_state(forward: Callable[..., Tensor], attributes: dict[str, Any]) -> None:
     model = Model(forward, **attributes)
@@ -545,7 +556,9 @@ def test_values_that_become_python_numbers_are_refused(forward: Callable[..., Te
 )
 def test_an_index_of_one_position_is_a_gather(read: Callable[[Tensor, Tensor], Tensor]) -> None:
     def forward(self: Any, x: Tensor) -> Tensor:
-        return token_loss(self, x) + read(self.head.weight, self.head.weight[:, 0].argmax() % 16).square().sum()
+        return (
+            token_loss(self, x) + read(self.head.weight, self.head.weight[:, 0].argmax() % 16).square().sum()
+        )
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

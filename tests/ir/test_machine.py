@@ -22,7 +22,9 @@ SLOW = Machine(link_bandwidth=1e9, latency=1e-4, memory=1e9)
 def test_a_plan_spells_what_is_meant(given: Any) -> None:
     again = json.loads(json.dumps(spelled(given)))
     assert find_machine(again) == find_machine(given)
-    assert make_options(machine=given, plan={"options": {"machine": again}}).rank_machine == find_machine(given)
+    assert make_options(machine=given, plan={"options": {"machine": again}}).rank_machine == find_machine(
+        given
+    )
 
 
 @pytest.mark.parametrize(
@@ -74,7 +76,9 @@ def test_solver_and_planner_take_the_same_names() -> None:
         assert find_cluster(name).name == name and find_machine(name).flops > 0
         short = name.removeprefix("dgx-")
         assert find_cluster(short) == find_cluster(name) and find_machine(short) == find_machine(name)
-    assert machine_of_device("NVIDIA H100 80GB HBM3") == "dgx-h100" and machine_of_device("NVIDIA L40S") is None
+    assert (
+        machine_of_device("NVIDIA H100 80GB HBM3") == "dgx-h100" and machine_of_device("NVIDIA L40S") is None
+    )
 
 
 def test_the_plan_is_weighed_for_it() -> None:

@@ -35,7 +35,9 @@ def test_rank_is_the_inverse_of_coordinate(mesh: Mesh):
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-@pytest.mark.parametrize("axes", [("tp",), ("dp",), ("pp",), ("dp", "tp"), ("tp", "pp"), ("tp", "dp", "pp"), ()])
+@pytest.mark.parametrize(
+    "axes", [("tp",), ("dp",), ("pp",), ("dp", "tp"), ("tp", "pp"), ("tp", "dp", "pp"), ()]
+)
 def test_groups_hold_every_rank_once_and_differ_along_their_axes_only(mesh: Mesh, axes: tuple[str, ...]):
     groups = mesh.groups(axes)
     assert sorted(rank for group in groups for rank in group) == list(range(mesh.size))

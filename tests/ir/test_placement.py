@@ -22,7 +22,11 @@ CASES: dict[str, tuple[dict[str, ValueType], tuple[int, ...], list[tuple[str, st
     "I": ({}, (0,), [DP]),
     "R": ({"tp": R}, (0,), [DP, TP]),
     "S": ({"tp": S(0, 0)}, (1,), [DP]),
-    "S over a sub-axis, R over the other": ({"tp:(1)4": S(0, 0), "tp:(4)2": R}, (0,), [DP, ("tp:(4)2", "all-reduce")]),
+    "S over a sub-axis, R over the other": (
+        {"tp:(1)4": S(0, 0), "tp:(4)2": R},
+        (0,),
+        [DP, ("tp:(4)2", "all-reduce")],
+    ),
     "S over both sub-axes": ({"tp:(1)4": S(0, 0), "tp:(4)2": S(1, 0)}, (0,), [DP]),
     "tied": ({}, (0, 3), [DP, PP]),
     "tied R": ({"tp": R}, (0, 3), [DP, TP, PP]),
@@ -115,7 +119,11 @@ def test_storage_that_replicas_divide_is_a_row_of_the_table(scope: str) -> None:
         ("pp", "none", "all-reduce"),
     ]
     mesh = Mesh(t=2, p=4, d=2)
-    assert (sharded.local_shape(mesh), sharded.used_shape(mesh), sharded.grad_bytes(mesh)) == ((4, 4), (8, 4), 128)
+    assert (sharded.local_shape(mesh), sharded.used_shape(mesh), sharded.grad_bytes(mesh)) == (
+        (4, 4),
+        (8, 4),
+        128,
+    )
     with pytest.raises(InternalError, match="all-gather over dp"):
         check_use(sharded)
 

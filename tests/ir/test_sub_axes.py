@@ -19,7 +19,9 @@ HEADS = ((2,), (6,), (2, 4, 16))
 
 
 def test_a_name_says_which_factor_it_is() -> None:
-    assert str(SubAxis("tp", 2, 4)) == FAST and parse(FAST) == ("tp", 2, 4) and base(FAST) == base("tp") == "tp"
+    assert (
+        str(SubAxis("tp", 2, 4)) == FAST and parse(FAST) == ("tp", 2, 4) and base(FAST) == base("tp") == "tp"
+    )
     with pytest.raises(InternalError):
         parse("tp:2")
 
@@ -48,7 +50,9 @@ def test_the_parts_of_an_axis_are_as_few_as_can_be() -> None:
     assert Mesh(t=6).parts("tp", ["tp:(1)2", "tp:(1)3"]) == ()
 
 
-@pytest.mark.parametrize("mesh", [Mesh(t=8), Mesh(t=8, d=2, p=3), Mesh(t=8, d=2, p=3, order="dp-tp-pp")], ids=str)
+@pytest.mark.parametrize(
+    "mesh", [Mesh(t=8), Mesh(t=8, d=2, p=3), Mesh(t=8, d=2, p=3, order="dp-tp-pp")], ids=str
+)
 def test_groups_of_sub_axes_are_a_grid_of_the_axis(mesh: Mesh) -> None:
     for axis in (SLOW, FAST):
         groups = mesh.groups((axis,))

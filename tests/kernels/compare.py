@@ -65,7 +65,9 @@ def results(operator: Operator, tensors: Sequence[Tensor | None], grads: int, **
         again = operator(*given, **options)
     for x, y in zip(again if isinstance(again, tuple) else [again], kept, strict=True):
         assert not x.requires_grad and torch.equal(x.nan_to_num(), y.detach().nan_to_num())
-    return [x.detach() for x in kept] + [x.grad for x in leaves[:grads] if x is not None and x.grad is not None]
+    return [x.detach() for x in kept] + [
+        x.grad for x in leaves[:grads] if x is not None and x.grad is not None
+    ]
 
 
 def check_same(
@@ -92,12 +94,19 @@ def check_gradients(operator: Operator, *tensors: Tensor) -> None:
 
 
 def check_errors(
-    fused: Operator, plain: Operator, tensors: Sequence[Tensor], grads: int, dtype: torch.dtype, slack: float = 2.0
+    fused: Operator,
+    plain: Operator,
+    tensors: Sequence[Tensor],
+    grads: int,
+    dtype: torch.dtype,
+    slack: float = 2.0,
 ) -> None:
     """The error of the fused form in `dtype` against float64: at most `slack` times the plain form's and one rounding."""
     narrow = [x.to(dtype) if x.is_floating_point() else x for x in tensors]
     exact = results(plain, [x.double() if x.is_floating_point() else x for x in narrow], grads)
-    for found, other, true in zip(results(fused, narrow, grads), results(plain, narrow, grads), exact, strict=True):
+    for found, other, true in zip(
+        results(fused, narrow, grads), results(plain, narrow, grads), exact, strict=True
+    ):
         assert found.dtype == other.dtype
         error, allowed = ((x.double() - true).abs().max() for x in (found, other))
         assert error <= slack * allowed + torch.finfo(dtype).eps * true.abs().max()

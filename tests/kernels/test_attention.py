@@ -11,7 +11,14 @@ from autoptd.kernels.attention import attention, attention_plain
 from tests.kernels.compare import check_errors, check_same, few, kept_bytes, layouts, random, seeds, sizes
 
 Tensor = torch.Tensor
-LEADING = [((2, 3), (2, 3)), ((2, 3), (2, 1)), ((4,), (4,)), ((), ()), ((2, 1, 3), (2, 2, 1)), ((1, 3), (2, 3))]
+LEADING = [
+    ((2, 3), (2, 3)),
+    ((2, 3), (2, 1)),
+    ((4,), (4,)),
+    ((), ()),
+    ((2, 1, 3), (2, 2, 1)),
+    ((1, 3), (2, 3)),
+]
 
 
 @few
@@ -36,7 +43,10 @@ def test_equals_plain(
     seed: int,
 ) -> None:
     q = random(*leading[0], s, k, seed=seed, layout=layout)
-    keys, values = random(*leading[1], n, k, seed=seed + 1), random(*leading[1], n, k, seed=seed + 2, layout=layout)
+    keys, values = (
+        random(*leading[1], n, k, seed=seed + 1),
+        random(*leading[1], n, k, seed=seed + 2, layout=layout),
+    )
     whole = torch.broadcast_shapes(*leading)
     for shape in ((s, n), (n,), (s, 1), (*whole[:-1], *(1 for _ in whole[-1:]), s, n)):
         mask = None if kind == "none" else random(*shape, seed=seed + 3)
@@ -48,14 +58,18 @@ def test_equals_plain(
 
 
 def test_values_of_another_width() -> None:
-    check_same(attention, attention_plain, [random(2, 3, 4, 6), random(2, 3, 5, 6), random(2, 3, 5, 2)], grads=3)
+    check_same(
+        attention, attention_plain, [random(2, 3, 4, 6), random(2, 3, 5, 6), random(2, 3, 5, 2)], grads=3
+    )
 
 
 def test_least_numbers_of_a_wider_dtype_stay_finite() -> None:
     """A row that is masked by float32's least number attends to all keys alike, in bfloat16 as well."""
     q, k, v = (random(1, 2, 3, 8, seed=i).bfloat16() for i in range(3))
     mask = torch.full((3, 3), torch.finfo(torch.float32).min)
-    torch.testing.assert_close(attention(q, k, v, mask), v.mean(-2, keepdim=True).expand(v.shape), rtol=0, atol=2e-2)
+    torch.testing.assert_close(
+        attention(q, k, v, mask), v.mean(-2, keepdim=True).expand(v.shape), rtol=0, atol=2e-2
+    )
 
 
 def test_a_row_that_attends_to_nothing_gives_zeros() -> None:
@@ -68,7 +82,9 @@ def test_a_row_that_attends_to_nothing_gives_zeros() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_errors(dtype: torch.dtype) -> None:
     mask = random(20, 20, seed=4)
-    check_errors(attention, attention_plain, [*(random(2, 3, 20, 16, seed=i) for i in range(3)), mask], 3, dtype)
+    check_errors(
+        attention, attention_plain, [*(random(2, 3, 20, 16, seed=i) for i in range(3)), mask], 3, dtype
+    )
 
 
 def test_keeps_no_scores() -> None:

@@ -42,7 +42,9 @@ def plain_mask(size: tuple[int, int, int], rate: float, places: Places) -> Word:
     return bits.view(np.int32).astype(np.int64) >= round((rate - 0.5) * 2**32)
 
 
-def mask(size: tuple[int, int, int], rate: float, places: Places, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def mask(
+    size: tuple[int, int, int], rate: float, places: Places, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
     return drop_torch(torch.ones(size, dtype=dtype), rate, places) != 0
 
 
@@ -69,7 +71,9 @@ def test_a_strided_value_and_what_is_not_a_number() -> None:
     x = torch.full((1, 4, 50), float("inf"))
     kept = mask((1, 4, 50), 0.3, places)
     found = drop(x, 0.3, places)
-    assert bool(found[kept].isinf().all()) and bool(found[~kept].isnan().all())  # as torch's own: 0 times infinity
+    assert bool(found[kept].isinf().all()) and bool(
+        found[~kept].isnan().all()
+    )  # as torch's own: 0 times infinity
 
 
 @pytest.mark.parametrize("rate", [1e-12, 1e-3, 0.5, 1 - 1e-3, 1 - 1e-12])
@@ -92,7 +96,9 @@ SHARDS = [*(((6, 2, 40), factors) for factors in FACTORS), ((1, 3, 12), (12,))]
 
 @pytest.mark.parametrize(("size", "factors"), SHARDS)
 @pytest.mark.parametrize("degree", [2, 3])
-def test_shards_are_parts_of_the_whole_mask(size: tuple[int, int, int], factors: tuple[int, ...], degree: int) -> None:
+def test_shards_are_parts_of_the_whole_mask(
+    size: tuple[int, int, int], factors: tuple[int, ...], degree: int
+) -> None:
     """The columns are factored, any factor that divides is split, and the shards' masks joined again."""
     before, rows, after = size
     whole = mask(size, 0.4, Places(*keys(0, 1, 2))).permute(1, 0, 2).reshape(rows, *factors)
@@ -103,7 +109,11 @@ def test_shards_are_parts_of_the_whole_mask(size: tuple[int, int, int], factors:
             continue
         block = math.prod(factors[i:]) // degree
         # The local value: its factors before the rows are those of the whole, or split as well.
-        local = (before // degree, after) if math.prod(factors[:i]) * factor <= before else (before, after // degree)
+        local = (
+            (before // degree, after)
+            if math.prod(factors[:i]) * factor <= before
+            else (before, after // degree)
+        )
         parts = []
         for index in range(degree):
             places = Places(*keys(0, 1, 2), block=block, degree=degree, index=index)
@@ -117,7 +127,9 @@ def test_shards_are_parts_of_the_whole_mask(size: tuple[int, int, int], factors:
 # Statistics. Bounds are five standard deviations of what independent draws would give.
 
 
-def bits(seed: int, step: int, site: int, rows: int = 64, columns: int = 1024, rate: float = 0.5) -> torch.Tensor:
+def bits(
+    seed: int, step: int, site: int, rows: int = 64, columns: int = 1024, rate: float = 0.5
+) -> torch.Tensor:
     return mask((1, rows, columns), rate, Places(*keys(seed, step, site)))[0].double()
 
 
@@ -138,7 +150,9 @@ def test_share_of_kept_elements(rate: float) -> None:
 
 def test_share_over_many_small_masks() -> None:
     kept = torch.stack([bits(0, step, site, 4, 64, 0.1) for step in range(40) for site in range(40)])
-    assert is_rate(kept, 0.1) and is_rate(kept.flatten(1), 0.1, 1, 6.0) and is_rate(kept.flatten(1), 0.1, 0, 6.0)
+    assert (
+        is_rate(kept, 0.1) and is_rate(kept.flatten(1), 0.1, 1, 6.0) and is_rate(kept.flatten(1), 0.1, 0, 6.0)
+    )
 
 
 def make_pairs() -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
@@ -169,7 +183,9 @@ def test_no_correlation_of_four_corners() -> None:
     signs = 2 * bits(0, 1, 0, 512, 2048) - 1
     for by in (1, 2, 5, 64):
         for across in (1, 3, 32, 1000):
-            corners = signs[by:, across:] * signs[:-by, across:] * signs[by:, :-across] * signs[:-by, :-across]
+            corners = (
+                signs[by:, across:] * signs[:-by, across:] * signs[by:, :-across] * signs[:-by, :-across]
+            )
             assert abs(float(corners.mean())) <= 5.0 / corners.numel() ** 0.5
 
 
@@ -186,7 +202,10 @@ def test_patterns_of_neighbours() -> None:
 
 def test_no_two_masks_are_equal() -> None:
     found = {
-        bits(seed, step, site, 2, 64).numpy().tobytes() for seed in range(6) for step in range(6) for site in range(60)
+        bits(seed, step, site, 2, 64).numpy().tobytes()
+        for seed in range(6)
+        for step in range(6)
+        for site in range(60)
     }
     assert len(found) == 6 * 6 * 60
     rows = bits(0, 1, 0, 4096, 64).bool()
@@ -217,12 +236,16 @@ def check_triton(device: str, dtype: torch.dtype) -> None:
         x, places = torch.randn(size).to(dtype), Places(*keys(0, 3, 7), **where)
         wanted, found = drop_torch(x, 0.1, places), drop_triton(x.to(device), 0.1, places).cpu()
         assert torch.equal(found != 0, wanted != 0)
-        unit = torch.finfo(dtype).eps if dtype in (torch.bfloat16, torch.float16) else 0.0  # the interpreter cuts off
+        unit = (
+            torch.finfo(dtype).eps if dtype in (torch.bfloat16, torch.float16) else 0.0
+        )  # the interpreter cuts off
         assert bool(((found - wanted).abs() <= unit * wanted.abs()).all())
 
 
 @pytest.mark.parametrize("dtype", thinned([torch.float32, torch.float64, torch.bfloat16, torch.float16]))
-def test_triton_has_the_same_bits_in_its_interpreter(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triton_has_the_same_bits_in_its_interpreter(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if torch.cuda.is_available():
         pytest.skip("on the GPU itself: below")
     monkeypatch.setenv("TRITON_INTERPRET", "1")

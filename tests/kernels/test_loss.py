@@ -94,7 +94,9 @@ def test_gradients() -> None:
             targets = labels(3, classes=4)
             return fused(*x, targets, reduction=reduction, softcap=softcap, chunk=2, label_smoothing=0.1)
 
-        check_gradients(of_tensors, *(x.requires_grad_() for x in (random(3, 2), random(4, 2, seed=1), random(4))))
+        check_gradients(
+            of_tensors, *(x.requires_grad_() for x in (random(3, 2), random(4, 2, seed=1), random(4)))
+        )
 
 
 @pytest.mark.parametrize("wanted", [0, 1, 2])
@@ -166,7 +168,11 @@ def test_a_product_is_added_by_the_gemm_itself_on_a_gpu(monkeypatch: pytest.Monk
         is_cuda = True
 
     def dtype_out(total: Tensor, a: Tensor, b: Tensor, out_dtype: torch.dtype, *, out: Tensor) -> Tensor:
-        assert out is total and out_dtype == total.dtype == torch.float32 and a.dtype == b.dtype == torch.bfloat16
+        assert (
+            out is total
+            and out_dtype == total.dtype == torch.float32
+            and a.dtype == b.dtype == torch.bfloat16
+        )
         out.copy_(total + a.float() @ b.float())
         return out
 

@@ -28,11 +28,15 @@ shapes = st.lists(st.integers(1, 6), min_size=1, max_size=4).map(tuple)
 
 
 def rms(form: Operator, **options: Any) -> Operator:
-    return lambda x, weight=None, residual=None, **more: form(x, weight, residual=residual, eps=1e-3, **options, **more)
+    return lambda x, weight=None, residual=None, **more: form(
+        x, weight, residual=residual, eps=1e-3, **options, **more
+    )
 
 
 def layer(form: Operator) -> Operator:
-    return lambda x, weight, bias, residual=None, **more: form(x, weight, bias, residual=residual, eps=1e-3, **more)
+    return lambda x, weight, bias, residual=None, **more: form(
+        x, weight, bias, residual=residual, eps=1e-3, **more
+    )
 
 
 @few
@@ -69,7 +73,9 @@ def test_dtypes_are_those_of_the_plain_form() -> None:
 
 
 def test_gradients() -> None:
-    x, weight, bias, residual = (random(*size, seed=4).requires_grad_() for size in ((3, 4), (4,), (4,), (3, 4)))
+    x, weight, bias, residual = (
+        random(*size, seed=4).requires_grad_() for size in ((3, 4), (4,), (4,), (3, 4))
+    )
     check_gradients(rms(rms_norm, offset=1.0), x, weight, residual)
     check_gradients(rms(rms_norm), x, weight)
     check_gradients(layer(layer_norm), x, weight, bias, residual)

@@ -10,7 +10,16 @@ from hypothesis import strategies as st
 from autoptd.kernels.dropout import drop
 from autoptd.kernels.dropout_mask import Places, keys
 from autoptd.kernels.residual import bias_dropout_add, bias_dropout_add_plain
-from tests.kernels.compare import check_errors, check_gradients, check_same, few, kept_bytes, layouts, random, seeds
+from tests.kernels.compare import (
+    check_errors,
+    check_gradients,
+    check_same,
+    few,
+    kept_bytes,
+    layouts,
+    random,
+    seeds,
+)
 
 PLACES = Places(*keys(0, 1, 2), first_row=3)
 shapes = st.lists(st.integers(1, 6), min_size=2, max_size=4).map(tuple)
@@ -18,7 +27,9 @@ shapes = st.lists(st.integers(1, 6), min_size=2, max_size=4).map(tuple)
 
 @few
 @given(shapes, st.booleans(), st.sampled_from([0.0, 0.4]), layouts, layouts, seeds)
-def test_equals_plain(shape: tuple[int, ...], biased: bool, rate: float, layout: str, other: str, seed: int) -> None:
+def test_equals_plain(
+    shape: tuple[int, ...], biased: bool, rate: float, layout: str, other: str, seed: int
+) -> None:
     x, residual = random(*shape, seed=seed, layout=layout), random(*shape, seed=seed + 1, layout=other)
     bias = random(shape[-1], seed=seed + 2) if biased else None
     for size in (None, (shape[0], shape[1], x[0, 0].numel())):
@@ -40,7 +51,9 @@ def test_tensors_that_do_not_fit_take_the_plain_form() -> None:
 
 def test_gradients() -> None:
     tensors = random(2, 3, 4), random(4, seed=1), random(2, 3, 4, seed=2)
-    check_gradients(lambda *x: bias_dropout_add(*x, rate=0.4, places=PLACES), *(x.requires_grad_() for x in tensors))
+    check_gradients(
+        lambda *x: bias_dropout_add(*x, rate=0.4, places=PLACES), *(x.requires_grad_() for x in tensors)
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -53,14 +53,18 @@ def test_tables_of_another_dtype() -> None:
 def test_gradients() -> None:
     for interleaved in (False, True):
         check_gradients(
-            lambda x, interleaved=interleaved: rotary(x, random(3, 4), random(3, 4, seed=1), interleaved=interleaved),
+            lambda x, interleaved=interleaved: rotary(
+                x, random(3, 4), random(3, 4, seed=1), interleaved=interleaved
+            ),
             random(2, 3, 5).requires_grad_(),
         )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_errors(dtype: torch.dtype) -> None:
-    check_errors(rotary, rotary_plain, [random(5, 9, 8), random(9, 8, seed=1), random(9, 8, seed=2)], 1, dtype)
+    check_errors(
+        rotary, rotary_plain, [random(5, 9, 8), random(9, 8, seed=1), random(9, 8, seed=2)], 1, dtype
+    )
 
 
 def test_keeps_its_tables() -> None:

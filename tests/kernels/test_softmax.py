@@ -79,7 +79,9 @@ def test_gradients() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_errors(dtype: torch.dtype) -> None:
     def of(form):  # type: ignore[no-untyped-def]
-        return lambda x: form(x, scale=0.7, causal=True, dtype=torch.float32 if x.dtype == torch.bfloat16 else None)
+        return lambda x: form(
+            x, scale=0.7, causal=True, dtype=torch.float32 if x.dtype == torch.bfloat16 else None
+        )
 
     check_errors(of(masked_softmax), of(masked_softmax_plain), [4 * random(3, 40, 40)], 1, dtype)
 

@@ -28,8 +28,12 @@ def test_compiles_without_spilling(call: Call) -> None:
     for launch in found:
         if has_tools():
             code = compiled(launch)
-            assert code.spills <= SPILLS.get((call.name, launch.name), 0), f"{launch.name}: {code.spills} spills"
-            assert code.widest >= call.widest or launch.name not in call.wide, f"{launch.name}: {code.widest} bits"
+            assert code.spills <= SPILLS.get((call.name, launch.name), 0), (
+                f"{launch.name}: {code.spills} spills"
+            )
+            assert code.widest >= call.widest or launch.name not in call.wide, (
+                f"{launch.name}: {code.widest} bits"
+            )
         else:
             assert cubin(launch)
 

@@ -38,7 +38,12 @@ DTYPES = [torch.float64, torch.bfloat16]
 
 
 def check(
-    fused: Operator, plain: Operator, tensors: list[Tensor | None], grads: int, dtype: torch.dtype, **options: Any
+    fused: Operator,
+    plain: Operator,
+    tensors: list[Tensor | None],
+    grads: int,
+    dtype: torch.dtype,
+    **options: Any,
 ) -> None:
     """In float64 the same; in narrower dtypes the error is at most twice the plain form's, and two roundings."""
     on = [None if x is None else x.to(DEVICE) for x in tensors]
@@ -46,10 +51,15 @@ def check(
         return check_same(fused, plain, on, grads, {"backend": "triton"}, **options)
     narrow = [x.to(dtype) if x is not None and x.is_floating_point() else x for x in on]
     exact = results(
-        plain, [x.double() if x is not None and x.is_floating_point() else x for x in narrow], grads, **options
+        plain,
+        [x.double() if x is not None and x.is_floating_point() else x for x in narrow],
+        grads,
+        **options,
     )
     other = results(plain, narrow, grads, **options)
-    for x, y, true in zip(results(fused, narrow, grads, **options, backend="triton"), other, exact, strict=True):
+    for x, y, true in zip(
+        results(fused, narrow, grads, **options, backend="triton"), other, exact, strict=True
+    ):
         assert x.dtype == y.dtype and x.shape == y.shape
         error, allowed = ((each.double() - true).abs().nan_to_num().max() for each in (x, y))
         assert error <= 2 * allowed + 2 * torch.finfo(dtype).eps * true.abs().nan_to_num().max()
@@ -139,7 +149,16 @@ def test_bias_of_rows_that_programs_cut(width: int, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(dropout_triton, "SIZE", 16)
     inputs = [random(2, 2, width), random(width, seed=1), random(2, 2, width, seed=2)]
     for size in ((1, 2, 2 * width), (4, 1, width)):
-        check(bias_dropout_add, bias_dropout_add_plain, inputs, 3, torch.float64, rate=0.4, places=PLACES, size=size)
+        check(
+            bias_dropout_add,
+            bias_dropout_add_plain,
+            inputs,
+            3,
+            torch.float64,
+            rate=0.4,
+            places=PLACES,
+            size=size,
+        )
 
 
 def test_a_bias_of_one_dim() -> None:
@@ -167,7 +186,9 @@ def test_norms(weighted: bool, adds: bool, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("given", ["weight", "bias", "both"])
-def test_norms_of_rows_that_are_read_twice(given: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_norms_of_rows_that_are_read_twice(
+    given: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As those of 16,384 elements are in backward: their sums are all that registers hold."""
     monkeypatch.setattr(norms_triton, "HELD", 8)
     x, residual = random(7, 20), random(7, 20, seed=1)
@@ -209,17 +230,25 @@ def test_rows_that_are_too_wide_take_the_form_in_torch(monkeypatch: pytest.Monke
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("is_large", [False, True])
-def test_rotary(is_large: bool, interleaved: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rotary(
+    is_large: bool, interleaved: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(rotary_triton, "LARGE", 0 if is_large else 1 << 30)
     for shape, layout in (((2, 3, 2, 8), "transposed"), ((2, 2, 3, 7), "sliced"), ((5, 6), "as it is")):
-        x, cos, sin = random(*shape, layout=layout), random(shape[-2], 6, seed=1), random(shape[-2], 6, seed=2)
+        x, cos, sin = (
+            random(*shape, layout=layout),
+            random(shape[-2], 6, seed=1),
+            random(shape[-2], 6, seed=2),
+        )
         check(rotary, rotary_plain, [x, cos, sin], 1, dtype, interleaved=interleaved)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_rotary_of_a_value_that_repeats_its_tokens(interleaved: bool, dtype: torch.dtype) -> None:
-    of_one_row = random(8, 1).t()[:, None].expand(1, 5, 8)  # strides (1, 0, 1): what is made like it has another order
+    of_one_row = (
+        random(8, 1).t()[:, None].expand(1, 5, 8)
+    )  # strides (1, 0, 1): what is made like it has another order
     for x in (of_one_row, of_one_row[None], random(1, 2, 1, 8).expand(1, 2, 5, 8)):
         cos, sin = random(5, 6, seed=1), random(5, 6, seed=2)
         check(rotary, rotary_plain, [x, cos, sin], 1, dtype, interleaved=interleaved)
@@ -250,7 +279,11 @@ def test_rows_as_wide_as_models_have_them(width: int) -> None:
 def test_norms_as_wide_as_large_models_have_them(dtype: torch.dtype) -> None:
     """Of odd widths too: at 12,288 and above backward reads its rows twice."""
     for width in (12288, 9001):
-        x, weight, bias, residual = random(3, width), *(random(width, seed=i) for i in (1, 2)), random(3, width, seed=3)
+        x, weight, bias, residual = (
+            random(3, width),
+            *(random(width, seed=i) for i in (1, 2)),
+            random(3, width, seed=3),
+        )
         check(
             lambda x, w, b, other, **more: layer_norm(x, w, b, eps=1e-3, residual=other, **more),
             lambda x, w, b, other, **more: layer_norm_plain(x, w, b, eps=1e-3, residual=other, **more),
@@ -268,7 +301,9 @@ def test_products_are_added_up_in_place() -> None:
     total = add_mm(None, a, b, torch.float32)
     free = torch.cuda.max_memory_allocated()
     again = add_mm(total, a, b, torch.float32)
-    assert again.data_ptr() == total.data_ptr() and torch.cuda.max_memory_allocated() < free + total.nbytes // 2
+    assert (
+        again.data_ptr() == total.data_ptr() and torch.cuda.max_memory_allocated() < free + total.nbytes // 2
+    )
     torch.testing.assert_close(again.double(), 2 * product, rtol=1e-5, atol=1e-4)
 
 
@@ -283,7 +318,9 @@ def test_more_elements_than_32_bits_number() -> None:
 
     x, y = make((1 << 31) + 3), make((1 << 31) + 3)
     with torch.no_grad():
-        assert torch.equal(swiglu(x, y, backend="triton")[-5000:], swiglu(x[-5000:], y[-5000:], backend="triton"))
+        assert torch.equal(
+            swiglu(x, y, backend="triton")[-5000:], swiglu(x[-5000:], y[-5000:], backend="triton")
+        )
     del x, y
     rows = (1 << 21) + 1  # of 1,024: 2^31 + 1,024
     x, bias = make(rows, 1024), make(1024)
@@ -306,11 +343,15 @@ def check_large_dropout(make: Callable[..., Tensor]) -> None:
     x = make(1, (1 << 21) + 1, 1024)
     found = dropout_triton.drop_triton(x, 0.1, Places(*key))
     first = x.shape[1] - 8
-    assert torch.equal(found[:, first:], dropout_triton.drop_triton(x[:, first:], 0.1, Places(*key, first_row=first)))
+    assert torch.equal(
+        found[:, first:], dropout_triton.drop_triton(x[:, first:], 0.1, Places(*key, first_row=first))
+    )
     del x, found
     row = make(1, 1, (1 << 31) + 3)
     found = dropout_triton.drop_triton(row, 0.1, Places(*key))
-    tail = torch.cat([row[..., 1 << 31 :], row[..., :4093]], -1)  # block 2**19 of 2**20, each of 4,096: from 2**31 on
+    tail = torch.cat(
+        [row[..., 1 << 31 :], row[..., :4093]], -1
+    )  # block 2**19 of 2**20, each of 4,096: from 2**31 on
     wanted = dropout_triton.drop_triton(tail, 0.1, Places(*key, block=4096, degree=1 << 20, index=1 << 19))
     assert torch.equal(found[..., 1 << 31 :], wanted[..., :3])
 
@@ -372,7 +413,9 @@ def test_loss_of_one_rank_among_others(smoothing: float) -> None:
         assert x is None or torch.allclose(x, y, rtol=0, atol=1e-11)
     grad = random(4, seed=3).to(DEVICE)
     gradients_(loss, ours, found, labels, grad)
-    torch.testing.assert_close(ours, loss.gradients(other, wanted, labels, grad, out=other), rtol=0, atol=1e-11)
+    torch.testing.assert_close(
+        ours, loss.gradients(other, wanted, labels, grad, out=other), rtol=0, atol=1e-11
+    )
     assert bool(ours[0].any()) and not ours[:, 4990:].any() and not ours[3].any()
 
 
@@ -393,7 +436,10 @@ def kept_sizes() -> Iterator[list[int]]:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_loss_of_logits_that_exist(dtype: torch.dtype, layout: str) -> None:
     """The logits are read again in backward: nothing of their size is kept beside them, nor written into them."""
-    logits, targets = random(5, 70, layout=layout).to(DEVICE, dtype), torch.tensor([3, -100, 0, 69, 7], device=DEVICE)
+    logits, targets = (
+        random(5, 70, layout=layout).to(DEVICE, dtype),
+        torch.tensor([3, -100, 0, 69, 7], device=DEVICE),
+    )
     for smoothing in (0.0, 0.1):
         exact = logits.double().clone().requires_grad_()
         wanted = torch.nn.functional.cross_entropy(exact, targets, label_smoothing=smoothing)

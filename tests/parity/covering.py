@@ -109,7 +109,9 @@ class Feasible:
     """Which values of the bound axes go together: a bit for each of their combinations that does."""
 
     def __init__(self) -> None:
-        combinations = [dict(zip(BOUND, values, strict=True)) for values in itertools.product(*map(AXES.get, BOUND))]  # type: ignore[arg-type]
+        combinations = [
+            dict(zip(BOUND, values, strict=True)) for values in itertools.product(*map(AXES.get, BOUND))
+        ]  # type: ignore[arg-type]
         rows = [case for case in combinations if goes_together(case)]
         self.every = (1 << len(rows)) - 1
         self.bits: dict[tuple[str, Any], int] = {}
@@ -177,7 +179,9 @@ def name_of(case: Case) -> str:
     """A short name: what differs from the simplest."""
     mesh = f"t{case['t']}p{case['p']}d{case['d']}v{case['v']}m{case['num_microbatches']}"
     said = {
-        name: value for name, value in case.items() if name not in ("t", "p", "d", "v", "num_microbatches", "model")
+        name: value
+        for name, value in case.items()
+        if name not in ("t", "p", "d", "v", "num_microbatches", "model")
     }
     short = [f"{name}={value}" for name, value in said.items() if value != AXES[name][0]]
     return "-".join([case["model"], mesh, *short])
@@ -225,7 +229,12 @@ def run(case: Case) -> None:
                 optimizer.zero_grad()
             compare("parameter", step, ours.pm.state_dict(), aliases(reference), floor=LR)
             if case["evaluate"] and step in (0, STEPS - 1):
-                compare("evaluation", step, {"": ours.pm.eval_step(**batch)}, {"": evaluated(kind, reference, batch)})
+                compare(
+                    "evaluation",
+                    step,
+                    {"": ours.pm.eval_step(**batch)},
+                    {"": evaluated(kind, reference, batch)},
+                )
             if case["reload"] != "no" and step == 1:
                 other = other_mesh(keywords) if case["reload"] == "other mesh" else keywords
                 ours = ours.moved_to(Trainer(kind, untouched, batch, other))
@@ -252,7 +261,9 @@ def evaluated(kind: Kind, model: nn.Module, batch: Batch) -> Tensor:
     return loss
 
 
-def compare(what: str, step: int, ours: dict[str, Tensor], theirs: dict[str, Tensor], floor: float = 0.0) -> None:
+def compare(
+    what: str, step: int, ours: dict[str, Tensor], theirs: dict[str, Tensor], floor: float = 0.0
+) -> None:
     """Everything in `theirs`, and no gradient that is not there, at 1e-9 of its largest entry (and of the noise's)."""
     largest = max(float(x.detach().abs().max()) for x in theirs.values())
     floor = max(floor, NOISE * largest if what == "gradient" else 0.0)

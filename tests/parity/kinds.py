@@ -20,7 +20,9 @@ Batch = dict[str, Tensor]
 
 class Mlp(nn.Sequential):
     def __init__(self, drop: float, width: int = WIDTH) -> None:
-        super().__init__(nn.Linear(width, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH), nn.Dropout(drop))
+        super().__init__(
+            nn.Linear(width, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH), nn.Dropout(drop)
+        )
 
 
 class Attention(nn.Module):
@@ -34,7 +36,9 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor:
         q, k, v = (y.unflatten(-1, (-1, 2)).transpose(1, 2) for y in self.qkv(x).split(self.sizes, dim=-1))
         if memory is not None:
-            _, k, v = (y.unflatten(-1, (-1, 2)).transpose(1, 2) for y in self.qkv(memory).split(self.sizes, dim=-1))
+            _, k, v = (
+                y.unflatten(-1, (-1, 2)).transpose(1, 2) for y in self.qkv(memory).split(self.sizes, dim=-1)
+            )
         k, v = (y.repeat_interleave(q.shape[1] // y.shape[1], 1) for y in (k, v))
         rate = self.drop if self.training else 0.0
         z = F.scaled_dot_product_attention(q, k, v, is_causal=memory is None, dropout_p=rate)

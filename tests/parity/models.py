@@ -209,7 +209,11 @@ class CrossBlock(nn.Module):
         super().__init__()
         self.mixer = Mixer(width)
         self.norm = nn.LayerNorm(width)
-        self.q, self.kv, self.out = nn.Linear(width, width), nn.Linear(width, 2 * width), nn.Linear(width, width)
+        self.q, self.kv, self.out = (
+            nn.Linear(width, width),
+            nn.Linear(width, 2 * width),
+            nn.Linear(width, width),
+        )
 
     def forward(self, x: Tensor, memory: Tensor) -> Tensor:
         k, v = self.kv(memory).chunk(2, dim=-1)

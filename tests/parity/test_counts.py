@@ -82,7 +82,9 @@ def test_executed_calls_are_those_of_the_program(make: Callable[[], nn.Module], 
             executed = Counter(call for call in record.of(rank) if call.kind != "objects")
             assert executed == expected_calls(pm.program, rank)
             assert all(call.why for call in executed)
-        control = [call.site for call in record.collectives if call.kind == "objects"]  # what ranks ask each other once
+        control = [
+            call.site for call in record.collectives if call.kind == "objects"
+        ]  # what ranks ask each other once
         assert control.count(CONTROL) == (pm.program.mesh.size if step == 0 and pm.program.mesh.p > 1 else 0)
         assert step == 0 or not control
     with pm.record() as record:
@@ -90,7 +92,9 @@ def test_executed_calls_are_those_of_the_program(make: Callable[[], nn.Module], 
     evaluated = pm._eval_program
     assert evaluated is not None
     for rank in range(pm.program.mesh.size):
-        found = Counter(call for call in record.of(rank) if call.phase != "step" or call.site in ("loss", LABELS))
+        found = Counter(
+            call for call in record.of(rank) if call.phase != "step" or call.site in ("loss", LABELS)
+        )
         assert found == expected_calls(evaluated, rank, training=False)
     pm.close()
 
@@ -120,7 +124,9 @@ def test_a_gpt_communicates_what_the_formulas_say(size: dict[str, int]) -> None:
     with pm.record() as record:
         pm.step(ids, targets)
     for rank in range(t * p * d):
-        assert tally(record.of(rank)) == formulas(model, size, pm.program.mesh.coordinate(rank).pp), f"rank {rank}"
+        assert tally(record.of(rank)) == formulas(model, size, pm.program.mesh.coordinate(rank).pp), (
+            f"rank {rank}"
+        )
     pm.close()
 
 
@@ -139,8 +145,12 @@ def formulas(model: nn.Module, size: dict[str, int], pp: int) -> Tally:
     found: Tally = Counter()
     mine = [stage for stage in range(stages) if stage % p == pp]
     if t > 1:
-        found["all-reduce", "tp", "forward", hidden] += 2 * m * len(mine) * LAYERS // stages  # g: attention, MLP
-        found["all-reduce", "tp", "backward", hidden] += 2 * m * len(mine) * LAYERS // stages  # f: attention, MLP
+        found["all-reduce", "tp", "forward", hidden] += (
+            2 * m * len(mine) * LAYERS // stages
+        )  # g: attention, MLP
+        found["all-reduce", "tp", "backward", hidden] += (
+            2 * m * len(mine) * LAYERS // stages
+        )  # f: attention, MLP
     if t > 1 and 0 in mine:
         found["all-reduce", "tp", "forward", hidden] += m  # embedding of tokens and positions, one sum
     if t > 1 and stages - 1 in mine:
@@ -186,7 +196,9 @@ def test_interleaving_sends_v_times_as_much(p: int) -> None:
     ids, targets = batch(ROWS)
     for v in (1, 2):
         model = gpt(8)
-        pm = autoptd.parallelize(model, p=p, v=v, num_microbatches=4, backend="local", example_inputs=(ids, targets))
+        pm = autoptd.parallelize(
+            model, p=p, v=v, num_microbatches=4, backend="local", example_inputs=(ids, targets)
+        )
         with pm.record() as record:
             pm.step(ids, targets)
         totals.append(sum(call.payload_bytes for call in record.collectives if call.kind == "send"))
@@ -214,7 +226,9 @@ def test_scattering_sends_a_part_of_t(t: int, p: int, v: int) -> None:
         pm.close()
     boundaries = p * v - 1
     for phase in ("forward", "backward"):
-        sent = {one: sum(calls["send", "pp", phase, one] for calls in found[0]) for one in (hidden, hidden // t)}
+        sent = {
+            one: sum(calls["send", "pp", phase, one] for calls in found[0]) for one in (hidden, hidden // t)
+        }
         assert sent == {hidden: 0, hidden // t: m * boundaries}
         assert sum(calls["all-gather", "tp", phase, hidden] for calls in found[0]) == m * boundaries
         assert sum(calls["send", "pp", phase, hidden] for calls in found[1]) == m * boundaries
@@ -227,7 +241,9 @@ def test_scattering_sends_a_part_of_t(t: int, p: int, v: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("mesh", [{"t": 2, "d": 2}, {"p": 2, "num_microbatches": 2}], ids=str)
-def test_divisors_that_stay_on_the_device_are_those_of_the_host(mesh: dict[str, int], dtype: torch.dtype) -> None:
+def test_divisors_that_stay_on_the_device_are_those_of_the_host(
+    mesh: dict[str, int], dtype: torch.dtype
+) -> None:
     """As on CUDA from the second step on, where a number would wait for the device."""
     ids, targets = batch()
     found: list[list[Tensor]] = []

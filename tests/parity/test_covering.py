@@ -11,7 +11,18 @@ import pytest
 from autoptd.options import Options
 from autoptd.runtime.world.threads import ThreadRank
 from tests.parity import covering
-from tests.parity.covering import AXES, BOUND, LEFT_OUT, OUTSIDE, OWN, Case, cases, declared, goes_together, name_of
+from tests.parity.covering import (
+    AXES,
+    BOUND,
+    LEFT_OUT,
+    OUTSIDE,
+    OWN,
+    Case,
+    cases,
+    declared,
+    goes_together,
+    name_of,
+)
 
 PAIRS = len(cases(2))
 ALL = [pytest.param(case, marks=[pytest.mark.thorough] * (i >= PAIRS)) for i, case in enumerate(cases(3))]

@@ -20,7 +20,13 @@ MESHES = [(1, 1, 1, 1), (1, 2, 1, 2), (2, 2, 2, 1), (4, 2, 1, 2)]
 def gpt(layers: int = 4, dropout: float = 0.1) -> GPT:
     """Dropout after the embeddings, in attention (fused), after its projection and after the MLP."""
     torch.manual_seed(0)
-    sizes: dict[str, Any] = {"vocab_size": VOCAB, "block_size": LENGTH, "n_layer": layers, "n_head": 4, "n_embd": 32}
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "block_size": LENGTH,
+        "n_layer": layers,
+        "n_head": 4,
+        "n_embd": 32,
+    }
     return GPT(GPTConfig(**sizes, dropout=dropout))
 
 
@@ -70,7 +76,9 @@ def attend(self: Styles, x: Tensor, **keywords: Any) -> Tensor:
 
 def written_out(self: Styles, x: Tensor) -> Tensor:
     q, k, v = self.heads_of(x)
-    scores = (q @ k.transpose(-2, -1) / 2).masked_fill(torch.ones(LENGTH, LENGTH).triu(1).bool(), float("-inf"))
+    scores = (q @ k.transpose(-2, -1) / 2).masked_fill(
+        torch.ones(LENGTH, LENGTH).triu(1).bool(), float("-inf")
+    )
     return self.join(self.drop(scores.softmax(-1)) @ v)
 
 
@@ -140,7 +148,9 @@ def masked(kind: str) -> Callable[[Styles, Tensor], Tensor]:
             some = causal & (torch.arange(LENGTH) != 3)[:, None]  # the fourth query has no key at all
             return attend(self, x, attn_mask=some)
         return attend(
-            self, x, attn_mask=self.bias.masked_fill(~causal, float("-inf")) if kind == "bias" else self.bias[0]
+            self,
+            x,
+            attn_mask=self.bias.masked_fill(~causal, float("-inf")) if kind == "bias" else self.bias[0],
         )
 
     return style

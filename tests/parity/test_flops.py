@@ -51,7 +51,9 @@ def gemms(work: list[Work], phase: str) -> Counter[tuple[int, str, str]]:
     return found
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: "t{t}p{p}d{d}v{v}m{num_microbatches}".format(**mesh))
+@pytest.mark.parametrize(
+    "mesh", MESHES, ids=lambda mesh: "t{t}p{p}d{d}v{v}m{num_microbatches}".format(**mesh)
+)
 def test_every_product_of_a_gpt_is_its_share_of_the_whole(mesh: dict[str, int]) -> None:
     t, p, d, v, _ = mesh.values()
     stages, rows = p * v, ROWS // d  # of a replica and step
@@ -72,8 +74,12 @@ def test_every_product_of_a_gpt_is_its_share_of_the_whole(mesh: dict[str, int]) 
 
 
 @pytest.mark.parametrize("make", [gpt, separate])
-@pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: "t{t}p{p}d{d}v{v}m{num_microbatches}".format(**mesh))
-def test_costs_of_the_program_are_what_is_executed(make: Callable[[], nn.Module], mesh: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    "mesh", MESHES, ids=lambda mesh: "t{t}p{p}d{d}v{v}m{num_microbatches}".format(**mesh)
+)
+def test_costs_of_the_program_are_what_is_executed(
+    make: Callable[[], nn.Module], mesh: dict[str, int]
+) -> None:
     program, work = recorded(make(), batch(ROWS), mesh)
     costs, m = program.costs, program.num_microbatches
     told: dict[str, Counter[tuple[int, str, str]]] = {"forward": Counter(), "backward": Counter()}
@@ -100,9 +106,17 @@ def test_costs_of_the_program_are_what_is_executed(make: Callable[[], nn.Module]
 @pytest.mark.parametrize("wgrad", thinned(["main_grads", "before_reduce", "after_b"]))
 def test_hooks_on_linear_layers_change_no_product(wgrad: str) -> None:
     """What waits for its W is charged to the stage, and to no line."""
-    hooks: dict[str, Any] = {"async_tensor_model_parallel_allreduce": True, "accumulate_allreduce_grads_in_fp32": True}
+    hooks: dict[str, Any] = {
+        "async_tensor_model_parallel_allreduce": True,
+        "accumulate_allreduce_grads_in_fp32": True,
+    }
     hooks |= {} if wgrad == "main_grads" else {"delay_wgrad_compute": wgrad}
-    mesh = {"t": 2, "p": 2, "num_microbatches": 2, "plan": {"cut": [2, 2]}}  # other schedules ask for other cuts
+    mesh = {
+        "t": 2,
+        "p": 2,
+        "num_microbatches": 2,
+        "plan": {"cut": [2, 2]},
+    }  # other schedules ask for other cuts
     (plain, usual), (hooked, work) = (recorded(gpt(), batch(ROWS), mesh | more) for more in ({}, hooks))
     assert "rt.linear(" in "".join(hooked.sources.values())
     for name in ("flops_per_stage", "backward_flops_per_stage", "total_flops"):
@@ -141,7 +155,11 @@ class Frozen(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.fixed, self.head = nn.Embedding(VOCAB, 8), nn.Linear(8, 8), nn.Linear(8, VOCAB, bias=False)
+        self.embed, self.fixed, self.head = (
+            nn.Embedding(VOCAB, 8),
+            nn.Linear(8, 8),
+            nn.Linear(8, VOCAB, bias=False),
+        )
         self.fixed.weight.requires_grad_(False)
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:

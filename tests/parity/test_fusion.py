@@ -33,8 +33,19 @@ def llama(attention: str = "eager") -> nn.Module:
 def gemma() -> nn.Module:
     from transformers import Gemma2Config, Gemma2ForCausalLM
 
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": VOCAB, "head_dim": 8}
-    more = {"num_key_value_heads": 2, "intermediate_size": 32, "attn_implementation": "eager", "sliding_window": 4}
+    sizes = {
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "vocab_size": VOCAB,
+        "head_dim": 8,
+    }
+    more = {
+        "num_key_value_heads": 2,
+        "intermediate_size": 32,
+        "attn_implementation": "eager",
+        "sliding_window": 4,
+    }
     return Gemma2ForCausalLM(Gemma2Config(**sizes, **more, final_logit_softcapping=None))
 
 
@@ -168,7 +179,9 @@ def test_a_scaled_mean_counts_its_labels_over_chunks(monkeypatch: pytest.MonkeyP
     autoptd.verify(llama(), **request, steps=1)
 
 
-HOOKS: dict[str, tuple[dict[str, Any], str]] = {  # options, and what takes the weight's gradient of a fused head
+HOOKS: dict[
+    str, tuple[dict[str, Any], str]
+] = {  # options, and what takes the weight's gradient of a fused head
     "overlap": ({"async_tensor_model_parallel_allreduce": True}, ""),
     "main": ({"accumulate_allreduce_grads_in_fp32": True}, "wgrad=self.main_grads"),
     "W behind B": ({"delay_wgrad_compute": "after_b"}, "wgrad=self.deferred"),

@@ -124,7 +124,9 @@ def gradient_error(hooks: dict[str, Any]) -> float:
     model, (ids, targets) = gpt(1).bfloat16(), batch(256)
     truth = gpt(1).bfloat16().double()
     truth(ids, targets)[1].backward()
-    pm = autoptd.parallelize(model, num_microbatches=256, backend="local", example_inputs=(ids, targets), **hooks)
+    pm = autoptd.parallelize(
+        model, num_microbatches=256, backend="local", example_inputs=(ids, targets), **hooks
+    )
     try:
         pm.step(ids, targets)
         found = pm.gradients()

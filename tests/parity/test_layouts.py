@@ -72,7 +72,9 @@ class ThreeBySlices(Fused):
     def parts(self, x: Tensor) -> Parts:
         b, s, h = x.shape
         y = self.qkv(x)
-        q, k, v = (y[..., first : first + h].view(b, s, HEADS, SIZE).transpose(1, 2) for first in (0, h, 2 * h))
+        q, k, v = (
+            y[..., first : first + h].view(b, s, HEADS, SIZE).transpose(1, 2) for first in (0, h, 2 * h)
+        )
         return q, k, v
 
 
@@ -82,7 +84,10 @@ class ThreeTransposed(ThreeByChunk):
     def __init__(self) -> None:
         super().__init__()
         self.qkv = nn.Identity()  # type: ignore[assignment]
-        self.weight, self.bias = nn.Parameter(0.2 * torch.randn(WIDTH, 3 * WIDTH)), nn.Parameter(torch.randn(3 * WIDTH))
+        self.weight, self.bias = (
+            nn.Parameter(0.2 * torch.randn(WIDTH, 3 * WIDTH)),
+            nn.Parameter(torch.randn(3 * WIDTH)),
+        )
 
     def parts(self, x: Tensor) -> Parts:
         y = torch.addmm(self.bias, x.view(-1, WIDTH), self.weight)
@@ -178,7 +183,9 @@ class ByEinsum(Attention):
 
     def __init__(self) -> None:
         super().__init__()
-        self.wq, self.wk, self.wv, self.wo = (nn.Parameter(0.3 * torch.randn(WIDTH, HEADS, SIZE)) for _ in range(4))
+        self.wq, self.wk, self.wv, self.wo = (
+            nn.Parameter(0.3 * torch.randn(WIDTH, HEADS, SIZE)) for _ in range(4)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (torch.einsum("bsd,dhk->bhsk", x, weight) for weight in (self.wq, self.wk, self.wv))
@@ -306,7 +313,9 @@ def test_attention_is_split_by_heads(layout: type[Attention]) -> None:
 def test_state_dict_goes_through_meshes_unchanged(layout: type[Attention]) -> None:
     """Random weights into t=4 p=2; what comes out of it into t=2 d=2: bit by bit the same each time."""
     model = decoder(layout)
-    wanted = {name: torch.randn_like(x) if x.is_floating_point() else x for name, x in model.state_dict().items()}
+    wanted = {
+        name: torch.randn_like(x) if x.is_floating_point() else x for name, x in model.state_dict().items()
+    }
     state = wanted
     for mesh in ({"t": 4, "p": 2}, {"t": 2, "d": 2}):
         pm = autoptd.parallelize(model, **mesh, backend="local", example_inputs=batch(4))

@@ -30,7 +30,9 @@ class Chain(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
-COLUMNS = {"shard": [{"pattern": f"layers.{i}.weight", "dim": int(i in (2, 5)), "axis": "tp"} for i in range(6)]}
+COLUMNS = {
+    "shard": [{"pattern": f"layers.{i}.weight", "dim": int(i in (2, 5)), "axis": "tp"} for i in range(6)]
+}
 """Splits of a Chain of six layers with which a gathered value, too, crosses: two column-parallel layers follow each other."""
 
 
@@ -118,7 +120,9 @@ def test_scattered_and_direct_give_the_same_bits(t: int, dtype: torch.dtype) -> 
     losses, gradients = [], []
     for p2p in ("direct", "scatter_gather"):
         model = skipping().to(dtype)
-        pm = autoptd.parallelize(model, t, 2, v=2, num_microbatches=2, p2p=p2p, backend="local", example_inputs=batch())
+        pm = autoptd.parallelize(
+            model, t, 2, v=2, num_microbatches=2, p2p=p2p, backend="local", example_inputs=batch()
+        )
         losses.append((pm.step(*batch()), pm.eval_step(*batch())))
         gradients.append(pm.gradients())
         pm.close()

@@ -42,7 +42,9 @@ class Made(TorchDispatchMode):
         self.found = found
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        read = {x.untyped_storage().data_ptr() for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)}
+        read = {
+            x.untyped_storage().data_ptr() for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)
+        }
         out = func(*args, **(kwargs or {}))
         for x in tree_flatten(out)[0]:
             if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in read:
@@ -60,7 +62,11 @@ class Watched:
         self.peak = 0
         self.after_last: list[int] = []  # of every (stage, microbatch) that is through: storages still alive
         self.messages = 0  # the most that were posted or left, and not taken
-        last = Kind.W if any(one.kind is Kind.W for order in self.executor.program.orders for one in order) else Kind.B
+        last = (
+            Kind.W
+            if any(one.kind is Kind.W for order in self.executor.program.orders for one in order)
+            else Kind.B
+        )
         for kind, do in list(self.executor._do.items()):
             self.executor._do[kind] = lambda action, do=do: self._see(action, do, last)
 
@@ -172,7 +178,9 @@ def messages_under_way(request_: dict[str, Any]) -> list[int]:
     plan: dict[str, Any] = {}
     for m in (6, 24):
         model = skipping()
-        program = autoptd.compile(model, **request_, plan=plan, num_microbatches=m, example_inputs=batch(2 * m))
+        program = autoptd.compile(
+            model, **request_, plan=plan, num_microbatches=m, example_inputs=batch(2 * m)
+        )
         plan = {"cut": program.plan["cut"]}  # the same for both
         most.append(max(one.messages for one in run_watched(program, model, rows=2 * m)))
     return most
@@ -194,7 +202,9 @@ class SentWhenTaken(Pending):
 
 
 @pytest.mark.parametrize("request_", [{"p": 3}, {"p": 2, "v": 3}], ids=str)
-def test_what_was_sent_is_let_go_when_it_has_left(monkeypatch: pytest.MonkeyPatch, request_: dict[str, Any]) -> None:
+def test_what_was_sent_is_let_go_when_it_has_left(
+    monkeypatch: pytest.MonkeyPatch, request_: dict[str, Any]
+) -> None:
     send = ThreadChannel.send
     refs: dict[ThreadChannel, list[weakref.ref[Tensor]]] = {}
     held: list[int] = []

@@ -273,9 +273,17 @@ EDGES: dict[str, tuple[dict[str, Any], tuple[int, int], dict[str, int]]] = {  # 
     "one row of one token": ({"layers": 2}, (1, 1), {"t": 2, "p": 2}),
     "an odd head size": ({"layers": 2, "width": 12}, (4, LENGTH), {"t": 4, "p": 2}),
     "a prime width": ({"layers": 2, "heads": 1, "width": 31}, (4, LENGTH), {"t": 2, "p": 2}),
-    "as many heads, of one entry each": ({"layers": 1, "heads": 31, "width": 31}, (4, LENGTH), {"t": 2, "d": 2}),
+    "as many heads, of one entry each": (
+        {"layers": 1, "heads": 31, "width": 31},
+        (4, LENGTH),
+        {"t": 2, "d": 2},
+    ),
     "six heads over four ranks": ({"layers": 2, "heads": 6, "width": 36}, (4, LENGTH), {"t": 4, "d": 2}),
-    "six heads of eight over four ranks": ({"layers": 2, "heads": 6, "width": 48}, (4, LENGTH), {"t": 4, "p": 2}),
+    "six heads of eight over four ranks": (
+        {"layers": 2, "heads": 6, "width": 48},
+        (4, LENGTH),
+        {"t": 4, "p": 2},
+    ),
 }
 
 
@@ -323,7 +331,9 @@ def test_as_many_stages_as_there_are_places_to_cut_and_no_more() -> None:
 
 
 def test_one_row_cannot_be_two_replicas() -> None:
-    with pytest.raises(autoptd.PlanError, match=r"1 rows do not divide over d=2\. Remedy: a multiple of 2 rows"):
+    with pytest.raises(
+        autoptd.PlanError, match=r"1 rows do not divide over d=2\. Remedy: a multiple of 2 rows"
+    ):
         autoptd.compile(gpt(1), d=2, example_inputs=tuple(one[:1] for one in batch()))
 
 

@@ -72,7 +72,11 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.RMSNorm(WIDTH)
-        self.up, self.gate, self.down = Projection(WIDTH, HIDDEN), Projection(WIDTH, HIDDEN), Projection(HIDDEN, WIDTH)
+        self.up, self.gate, self.down = (
+            Projection(WIDTH, HIDDEN),
+            Projection(WIDTH, HIDDEN),
+            Projection(HIDDEN, WIDTH),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.norm(x)
@@ -88,7 +92,9 @@ class Model(nn.Module):
         x = self.embed(ids)
         for block in self.blocks:
             x = block(x)
-        return F.cross_entropy(project(x, self.embed.weight, [*ids.shape, VOCAB]).flatten(0, 1), targets.flatten())
+        return F.cross_entropy(
+            project(x, self.embed.weight, [*ids.shape, VOCAB]).flatten(0, 1), targets.flatten()
+        )
 
 
 def example() -> tuple[Tensor, Tensor]:
@@ -127,7 +133,11 @@ def test_it_is_split_like_a_gemm() -> None:
 
 def test_its_products_are_counted() -> None:
     program = autoptd.compile(Model(), example_inputs=example(), t=2, num_microbatches=1)
-    blocks = [gemm for gemm in program.costs.gemms if gemm.operator == RECORD.name and gemm.module.startswith("blocks")]
+    blocks = [
+        gemm
+        for gemm in program.costs.gemms
+        if gemm.operator == RECORD.name and gemm.module.startswith("blocks")
+    ]
     assert sum(gemm.forward for gemm in blocks) == 4 * 3 * 2 * ROWS * LENGTH * WIDTH * HIDDEN // 2
     assert sum(gemm.backward for gemm in blocks) == 2 * sum(gemm.forward for gemm in blocks)
     assert all(gemm.redundant == 0 for gemm in blocks)

@@ -50,7 +50,9 @@ def phi(**how: bool) -> Blocks:
 
 def example() -> tuple[Tensor, Tensor]:
     source = torch.Generator().manual_seed(1)
-    return torch.randint(VOCAB, (8, LENGTH), generator=source), torch.randint(VOCAB, (8, LENGTH), generator=source)
+    return torch.randint(VOCAB, (8, LENGTH), generator=source), torch.randint(
+        VOCAB, (8, LENGTH), generator=source
+    )
 
 
 @pytest.mark.parametrize("parallel", [False, True])
@@ -92,7 +94,9 @@ def test_files_and_state_dict(tmp_path: Any) -> None:
     loaded = autoptd.Program.load(tmp_path)
     assert loaded.params == program.params
     sharded = [
-        (one.outer, two.outer) for one, two in zip(loaded.params, program.params, strict=True) if "fused" in one.name
+        (one.outer, two.outer)
+        for one, two in zip(loaded.params, program.params, strict=True)
+        if "fused" in one.name
     ]
     assert sharded and all(one == two == (32, 16, 16, 48, 48) for one, two in sharded)
     assert all(isinstance(one.dims[0][0], Segmented) for one in loaded.params if "fused" in one.name)

@@ -43,7 +43,9 @@ HOOKS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("mesh", thinned(MESHES), ids=str)
-@pytest.mark.parametrize("model", [gpt, separate, skipping, dropping_gpt], ids=["gpt", "separate", "skip", "dropout"])
+@pytest.mark.parametrize(
+    "model", [gpt, separate, skipping, dropping_gpt], ids=["gpt", "separate", "skip", "dropout"]
+)
 def test_parity(model: Any, mesh: dict[str, Any]) -> None:
     ids, targets = batch()
     labels = targets if model is skipping else uneven(targets)
@@ -60,7 +62,9 @@ def conversions(program: autoptd.Program, layer: str = "") -> Counter[str]:
     return Counter(
         one.conversion
         for one in program.collectives
-        if one.axis == "tp" and one.scope == "microbatch" and {one.forward, one.backward} & {"all-gather", "all-reduce"}
+        if one.axis == "tp"
+        and one.scope == "microbatch"
+        and {one.forward, one.backward} & {"all-gather", "all-reduce"}
         if layer in one.site
     )
 
@@ -79,7 +83,9 @@ def test_a_layer_has_two_gathers_and_two_reduce_scatters() -> None:
         )
         if choice is True:
             assert conversions(program, "transformer.h.1.") == {"s_to_r": 2, "p_to_s": 2, "gathered again": 2}
-            assert "all-reduce" not in {one.forward for one in program.collectives if "transformer" in one.site}
+            assert "all-reduce" not in {
+                one.forward for one in program.collectives if "transformer" in one.site
+            }
     plain = autoptd.compile(wide_gpt(), t=8, num_microbatches=2, example_inputs=(ids, ids))
     assert conversions(plain, "transformer.h.1.") == {"i_to_r": 2, "p_to_i": 2}
 
@@ -87,7 +93,9 @@ def test_a_layer_has_two_gathers_and_two_reduce_scatters() -> None:
 @pytest.mark.parametrize("model", [gpt, separate], ids=["gpt", "separate"])
 @pytest.mark.parametrize("hooks", [{}, OVERLAP, HOOKS], ids=["plain", "overlap", "all"])
 def test_executed_calls_are_those_of_the_program(model: Any, hooks: dict[str, Any]) -> None:
-    pm = autoptd.parallelize(model(), 2, 2, 1, sequence_parallel=True, **hooks, backend="local", example_inputs=batch())
+    pm = autoptd.parallelize(
+        model(), 2, 2, 1, sequence_parallel=True, **hooks, backend="local", example_inputs=batch()
+    )
     pm.step(*batch())
     with pm.record() as record:
         pm.step(*batch())
@@ -109,7 +117,11 @@ def test_norms_and_residuals_are_kept_as_shards() -> None:
     per_layer = [(sizes[3] - sizes[1]) / 2 for sizes in (one, plain, two)]
     unit = 4 * LENGTH * 32 * 4  # bytes of one activation, float32
     assert per_layer[2] == per_layer[0] / 4
-    assert [round(size / unit) for size in per_layer] == [16, 7, 4]  # 4 + 12, 4 + 12/t, (4 + 12)/t activations
+    assert [round(size / unit) for size in per_layer] == [
+        16,
+        7,
+        4,
+    ]  # 4 + 12, 4 + 12/t, (4 + 12)/t activations
 
 
 def test_what_cannot_be_is_refused_and_auto_goes_on() -> None:
@@ -210,18 +222,26 @@ def test_gather_and_reduce_scatter_run_beside_the_gemms(monkeypatch: pytest.Monk
 
 
 # On links this slow, and with parameters that cost next to nothing, whole weights beat gathered activations.
-WHOLE_WEIGHTS = Machine(link_bandwidth=1e7, latency=1e-9, per_parameter_byte=1e-13, per_saved_byte=1e-12, redundant=1.0)
+WHOLE_WEIGHTS = Machine(
+    link_bandwidth=1e7, latency=1e-9, per_parameter_byte=1e-13, per_saved_byte=1e-12, redundant=1.0
+)
 
 
 def matrices(program: autoptd.Program) -> dict[str, str]:
     """How the matrices of layers are stored."""
-    return {one.name: one.use.layout["tp"].kind for one in program.params if ".h." in one.name and len(one.shape) == 2}
+    return {
+        one.name: one.use.layout["tp"].kind
+        for one in program.params
+        if ".h." in one.name and len(one.shape) == 2
+    }
 
 
 def test_what_is_split_without_it_stays_split() -> None:
     """Korthikanti's plan whatever the prices; "auto" finds another, and says so beside the known ones."""
     request: dict[str, Any] = {"t": 2, "machine": WHOLE_WEIGHTS, "example_inputs": batch()}
-    plain, asked, free = (autoptd.compile(gpt(4), sequence_parallel=way, **request) for way in (False, True, "auto"))
+    plain, asked, free = (
+        autoptd.compile(gpt(4), sequence_parallel=way, **request) for way in (False, True, "auto")
+    )
     assert set(matrices(plain).values()) == {"S"} and matrices(asked) == matrices(plain)
     assert conversions(asked, "transformer.h.1.") == {"s_to_r": 2, "p_to_s": 2, "gathered again": 2}
     assert "R" in matrices(free).values()
@@ -238,7 +258,9 @@ def test_what_is_split_without_it_stays_split() -> None:
 
 def test_weighed_bytes_are_those_of_the_collectives() -> None:
     """`weighed` is counted on the graph, `collectives` is what runs."""
-    program = autoptd.compile(gpt(4), t=2, sequence_parallel="auto", machine=WHOLE_WEIGHTS, example_inputs=batch())
+    program = autoptd.compile(
+        gpt(4), t=2, sequence_parallel="auto", machine=WHOLE_WEIGHTS, example_inputs=batch()
+    )
     sent = [
         wire_bytes(kind, one.payload_bytes, one.group_size)
         for one in program.collectives
@@ -248,7 +270,9 @@ def test_weighed_bytes_are_those_of_the_collectives() -> None:
     assert program.plan["weighed"]["auto"]["sent_bytes"] == sum(sent)
 
 
-@pytest.mark.parametrize("mesh", thinned([{"t": 4, "d": 2}, {"t": 2, "p": 2, "v": 2}, {"t": 2}], every=2), ids=str)
+@pytest.mark.parametrize(
+    "mesh", thinned([{"t": 4, "d": 2}, {"t": 2, "p": 2, "v": 2}, {"t": 2}], every=2), ids=str
+)
 @pytest.mark.parametrize("model", [gpt, separate, dropping_gpt], ids=["gpt", "separate", "dropout"])
 @pytest.mark.parametrize("choice", [True, "auto"])
 def test_parity_where_auto_finds_another_plan(model: Any, mesh: dict[str, Any], choice: bool | str) -> None:
@@ -259,7 +283,12 @@ def test_parity_where_auto_finds_another_plan(model: Any, mesh: dict[str, Any], 
 
 def test_auto_pays_for_what_it_holds_where_memory_is_short() -> None:
     """`memory=` counts for parameters too: less is held than by the plan that takes fewest seconds."""
-    request: dict[str, Any] = {"t": 2, "machine": WHOLE_WEIGHTS, "sequence_parallel": "auto", "example_inputs": batch()}
+    request: dict[str, Any] = {
+        "t": 2,
+        "machine": WHOLE_WEIGHTS,
+        "sequence_parallel": "auto",
+        "example_inputs": batch(),
+    }
     free = summarize(autoptd.compile(gpt(4), **request)).ranks[0].total_bytes
     short = autoptd.compile(gpt(4), memory=0.95 * free, **request)
     assert summarize(short).ranks[0].total_bytes <= 0.95 * free

@@ -94,7 +94,8 @@ def request(t: int, **more: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("t", "kv", "how"), [(4, 2, "expand"), (4, 2, "interleave"), (4, 2, "grouped"), (8, 2, "grouped"), (8, 4, "expand")]
+    ("t", "kv", "how"),
+    [(4, 2, "expand"), (4, 2, "interleave"), (4, 2, "grouped"), (8, 2, "grouped"), (8, 4, "expand")],
 )
 def test_parity(t: int, kv: int, how: str) -> None:
     program = autoptd.compile(grouped(kv, how), **request(t))

@@ -53,7 +53,9 @@ class RmsNorm(nn.Module):
 def turn(x: Tensor) -> Tensor:
     """Rotary positions by complex numbers."""
     angles = torch.outer(torch.arange(LENGTH).double(), torch.tensor([1.0, 0.1], dtype=torch.float64))
-    turned = torch.view_as_complex(x.reshape(*x.shape[:-1], 2, 2)) * torch.polar(torch.ones_like(angles), angles)
+    turned = torch.view_as_complex(x.reshape(*x.shape[:-1], 2, 2)) * torch.polar(
+        torch.ones_like(angles), angles
+    )
     return torch.view_as_real(turned).flatten(-2).type_as(x)
 
 
@@ -68,10 +70,14 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         b, s, _ = x.shape
-        q, k, v = (y.view(b, s, -1, WIDTH // HEADS).transpose(1, 2) for y in (self.q(x), self.k(x), self.v(x)))
+        q, k, v = (
+            y.view(b, s, -1, WIDTH // HEADS).transpose(1, 2) for y in (self.q(x), self.k(x), self.v(x))
+        )
         k, v = (y.repeat_interleave(HEADS // self.kv_heads, dim=1) for y in (turn(k), v))
         scores = torch.where(CAUSAL, turn(q) @ k.mT / 2, -1e9)
-        return self.out((F.softmax(scores, dim=-1, dtype=torch.float32).type_as(v) @ v).transpose(1, 2).flatten(2))
+        return self.out(
+            (F.softmax(scores, dim=-1, dtype=torch.float32).type_as(v) @ v).transpose(1, 2).flatten(2)
+        )
 
 
 class Block(nn.Module):
@@ -141,7 +147,11 @@ class FoldedHeads(Decoder):
     def forward(self, ids: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
         x, (b, s) = self.embed(ids), ids.shape
         slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625])
-        slope = (((mask.cumsum(-1) - 1) * mask)[:, None, :] * slopes[:, None]).reshape(b * HEADS, 1, s).to(x.dtype)
+        slope = (
+            (((mask.cumsum(-1) - 1) * mask)[:, None, :] * slopes[:, None])
+            .reshape(b * HEADS, 1, s)
+            .to(x.dtype)
+        )
         for one in self.layers:
             assert isinstance(one, Attention)
             parts = (
@@ -160,7 +170,11 @@ class OddNames(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.d = nn.ModuleDict(
-            {"my-emb": nn.Embedding(VOCAB, WIDTH), "class": nn.Linear(WIDTH, WIDTH), "_put": nn.Linear(WIDTH, WIDTH)}
+            {
+                "my-emb": nn.Embedding(VOCAB, WIDTH),
+                "class": nn.Linear(WIDTH, WIDTH),
+                "_put": nn.Linear(WIDTH, WIDTH),
+            }
         )
         self.x = nn.Parameter(torch.ones(WIDTH))
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
@@ -195,7 +209,9 @@ class Saturated(Decoder):
     """Large scores and no norms: gradients behind the softmax are next to nothing, and AdamW makes them large."""
 
     def __init__(self) -> None:
-        super().__init__(4, lambda: nn.ModuleDict({name: nn.Linear(WIDTH, WIDTH) for name in ("q", "k", "v", "out")}))
+        super().__init__(
+            4, lambda: nn.ModuleDict({name: nn.Linear(WIDTH, WIDTH) for name in ("q", "k", "v", "out")})
+        )
         for p in self.parameters():
             nn.init.normal_(p, std=0.4)
 
@@ -240,7 +256,8 @@ class ByHand(Decoder):
     def forward(self, ids: Tensor, positions: Tensor, labels: Tensor) -> Tensor:
         logs = self.head(self.body(ids) + self.table[positions]).log_softmax(-1)
         picked = (
-            logs.gather(-1, labels.unsqueeze(-1)).squeeze().mean() + (F.one_hot(labels, VOCAB) * logs).sum(-1).mean()
+            logs.gather(-1, labels.unsqueeze(-1)).squeeze().mean()
+            + (F.one_hot(labels, VOCAB) * logs).sum(-1).mean()
         )
         return F.nll_loss(logs.flatten(0, 1), labels.flatten()) - picked
 
@@ -288,7 +305,10 @@ IDS, LABELS = batch()
 STYLES: dict[str, tuple[Callable[[], Model], dict[str, Any]]] = {
     "grouped queries, complex rotary, glu": (with_labels(Decoder), {"t": 2, "p": 2, "num_microbatches": 4}),
     "early exits": (with_labels(lambda: EarlyExits(3)), {"p": 3, "num_microbatches": 3, "schedule": "gpipe"}),
-    "early exits interleaved": (with_labels(lambda: EarlyExits(4)), {"p": 2, "v": 2, "d": 2, "num_microbatches": 2}),
+    "early exits interleaved": (
+        with_labels(lambda: EarlyExits(4)),
+        {"p": 2, "v": 2, "d": 2, "num_microbatches": 2},
+    ),
     "half detached": (with_labels(HalfDetached), {"p": 4}),
     "folded heads, one row": (
         lambda: (FoldedHeads(), (IDS, torch.ones_like(IDS), LABELS)),
@@ -341,7 +361,9 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "bounds that follow the rows": (
         changed(
-            lambda self, ids, labels: (self.body(ids) * self.embed.weight[ids.shape[0] : ids.shape[0] + LENGTH]).mean()
+            lambda self, ids, labels: (
+                self.body(ids) * self.embed.weight[ids.shape[0] : ids.shape[0] + LENGTH]
+            ).mean()
         ),
         "computed from the number of rows",
     ),
@@ -350,11 +372,19 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         "not known before the forward",
     ),
     "gradients by frequency": (
-        changed(lambda self, ids, labels: F.embedding(ids, self.embed.weight, scale_grad_by_freq=True).square().mean()),
+        changed(
+            lambda self, ids, labels: (
+                F.embedding(ids, self.embed.weight, scale_grad_by_freq=True).square().mean()
+            )
+        ),
         "how the batch is divided",
     ),
     "labelled rows only": (
-        changed(lambda self, ids, labels: F.cross_entropy(self.head(self.body(ids))[labels > 3], labels[labels > 3])),
+        changed(
+            lambda self, ids, labels: F.cross_entropy(
+                self.head(self.body(ids))[labels > 3], labels[labels > 3]
+            )
+        ),
         "depends on the values|a size may follow it",  # torch 2.11 asks for the number earlier
     ),
 }

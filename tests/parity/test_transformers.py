@@ -24,13 +24,17 @@ def gpt2(**more: Any) -> nn.Module:
 
 
 def grouped_llama() -> nn.Module:
-    config = transformers.LlamaConfig(num_attention_heads=8, num_key_value_heads=4, attention_dropout=0.1, **LLAMA)
+    config = transformers.LlamaConfig(
+        num_attention_heads=8, num_key_value_heads=4, attention_dropout=0.1, **LLAMA
+    )
     return transformers.LlamaForCausalLM(config)
 
 
 def neox() -> nn.Module:
     dropouts = {"attention_dropout": 0.1, "hidden_dropout": 0.2}
-    config = transformers.GPTNeoXConfig(num_attention_heads=4, use_parallel_residual=True, **dropouts, **LLAMA)
+    config = transformers.GPTNeoXConfig(
+        num_attention_heads=4, use_parallel_residual=True, **dropouts, **LLAMA
+    )
     return transformers.GPTNeoXForCausalLM(config)
 
 
@@ -63,6 +67,10 @@ def test_family(make: Callable[[], nn.Module], by_tokens: bool, is_masked: bool)
     call = {"input_ids": ids, "labels": ids.masked_fill(ids < 5, -100)}
     if is_masked:
         padding = torch.arange(LENGTH) >= LENGTH - torch.arange(len(ids))[:, None] % 4
-        call = {**call, "attention_mask": (~padding).long(), "labels": call["labels"].masked_fill(padding, -100)}
+        call = {
+            **call,
+            "attention_mask": (~padding).long(),
+            "labels": call["labels"].masked_fill(padding, -100),
+        }
     mesh = {"t": 2, "p": 2, "d": 2, "sequence_parallel": by_tokens}
     autoptd.verify(make().train(), **mesh, example_inputs=call, steps=2)

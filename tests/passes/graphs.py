@@ -77,7 +77,9 @@ def connect(model: nn.Module, *inputs: Tensor, **keywords: Any) -> tuple[Graph, 
 def find(graph: Graph, name: str, index: int = 0) -> Node:
     """The index-th operator called `aten.{name}`, or the placeholder of that name."""
     same = [node for node in ops(graph) if op_name(node) in (name, f"aten.{name}")]
-    return [*same, *(node for node in graph.nodes if node.op == "placeholder" and note(node).name == name)][index]
+    return [*same, *(node for node in graph.nodes if node.op == "placeholder" and note(node).name == name)][
+        index
+    ]
 
 
 def dims_text(node: Node) -> str:

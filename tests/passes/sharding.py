@@ -115,9 +115,13 @@ def _check(
 
     def body(rank: int, group: Group | None) -> Answer:
         inputs = {one: parts[one][rank] for one in read}
-        mine = [_parts(one, gives, note(node).dims, t)[rank] if gives.kind == "S" else one for one in cotangents]
+        mine = [
+            _parts(one, gives, note(node).dims, t)[rank] if gives.kind == "S" else one for one in cotangents
+        ]
         place = group or SimpleNamespace(index=rank, size=t)
-        return _answer(lambda leaves: _run_local(local, leaves, env, place), inputs, mine, _without_gradient(node))
+        return _answer(
+            lambda leaves: _run_local(local, leaves, env, place), inputs, mine, _without_gradient(node)
+        )
 
     if form in ("vocab_embedding", "vocab_cross_entropy"):
         world = ThreadWorld(Mesh(t=t), Needs(), timeout=20.0)
@@ -145,7 +149,9 @@ def _without_gradient(node: Node) -> list[Node]:
     return operands(node)[WITHOUT_GRADIENT.get(op_name(node), 9) :]
 
 
-def _local_node(node: Node, takes: dict[Node, ValueType], gives: ValueType, form: str, t: int, axis: str) -> Node:
+def _local_node(
+    node: Node, takes: dict[Node, ValueType], gives: ValueType, form: str, t: int, axis: str
+) -> Node:
     """The node as `localize` rewrites it, alone in a graph whose placeholders are its operands."""
     graph = Graph()
     mapping: dict[Node, Node] = {}
@@ -160,7 +166,10 @@ def _local_node(node: Node, takes: dict[Node, ValueType], gives: ValueType, form
         record = set_note(new, type(note(old))(**vars(note(old)) | {"extra": {}, "forms": {}}))
         record.layout = Layout({axis: kind})
         record.forms = {axis: form} if old is node and form else {}
-    note(made).extra |= {"site": 0, "rows": note(made).layout.batch if gives.kind == "S" else I}  # of a dropout
+    note(made).extra |= {
+        "site": 0,
+        "rows": note(made).layout.batch if gives.kind == "S" else I,
+    }  # of a dropout
     ctx = Context(Options(t=t)) if axis == "tp" else Context(traced_rows=t, rows=1, pieces=t)
     localize(graph, ctx)
     check_local(graph)
@@ -227,17 +236,25 @@ def _compare(
         found = _combine([values[i] for values, _ in answers], gives, note(node).dims)
         findings += _differs(f"value {i} as {gives}", found, wanted)
     for one, gradient in whole[1].items():
-        cotangent = {"R": P, "P": R}.get(takes[one].kind, takes[one])  # the type of the cotangent of an operand
+        cotangent = {"R": P, "P": R}.get(
+            takes[one].kind, takes[one]
+        )  # the type of the cotangent of an operand
         pieces = [gradients.get(one, torch.zeros(())) for _, gradients in answers]
         if cotangent == R:
-            findings += [text for piece in pieces for text in _differs(f"gradient of {one.name}", piece, gradient)]
+            findings += [
+                text for piece in pieces for text in _differs(f"gradient of {one.name}", piece, gradient)
+            ]
         else:
             found = _combine(pieces, cotangent, note(one).dims)
             findings += _differs(f"gradient of {one.name}, {takes[one]}", found, gradient)
             is_segmented = cotangent.kind == "S" and isinstance(
                 note(one).dims[cotangent.dim][cotangent.atom], Segmented
             )
-            if cotangent.kind == "S" and not is_segmented and _padding(pieces, note(one).dims, cotangent).any():
+            if (
+                cotangent.kind == "S"
+                and not is_segmented
+                and _padding(pieces, note(one).dims, cotangent).any()
+            ):
                 findings.append(f"gradient of {one.name}, {takes[one]}: the padding has one")
     return findings
 
@@ -255,7 +272,9 @@ def _differs(what: str, found: Tensor, wanted: Tensor) -> list[str]:
         return [] if torch.equal(found, wanted) else [f"{what}: other values"]
     finite = wanted.nan_to_num(posinf=1e300, neginf=-1e300)
     error = (found.nan_to_num(posinf=1e300, neginf=-1e300) - finite).abs().max() if wanted.numel() else 0.0
-    return [] if error <= 1e-9 * max(1.0, float(finite.abs().max())) else [f"{what}: off by {float(error):.1e}"]
+    return (
+        [] if error <= 1e-9 * max(1.0, float(finite.abs().max())) else [f"{what}: off by {float(error):.1e}"]
+    )
 
 
 def _parts(value: Any, kind: ValueType, dims: Dims, t: int) -> list[Any]:
@@ -313,7 +332,9 @@ def _padding(pieces: list[Tensor], dims: Dims, kind: ValueType) -> Tensor:
 def _joined(pieces: list[Tensor], dims: Dims, kind: ValueType) -> Tensor:
     local = [list(atoms) for atoms in dims]
     local[kind.dim][kind.atom] = -(-local[kind.dim][kind.atom] // len(pieces))
-    return torch.cat([_atoms(piece, tuple(map(tuple, local)), kind) for piece in pieces], kind.dim + kind.atom)
+    return torch.cat(
+        [_atoms(piece, tuple(map(tuple, local)), kind) for piece in pieces], kind.dim + kind.atom
+    )
 
 
 def _atoms(x: Tensor, dims: Dims, kind: ValueType) -> Tensor:

@@ -43,7 +43,9 @@ def collectives(graph: Graph, module: str) -> Counter[str]:
     for node in ops(graph):
         if note(node).conversion and re.match(module, note(node).module):
             row = conversion_row(note(node).conversion)
-            found.update(f"{what} {when}" for what, when in ((row.forward, "forward"), (row.backward, "backward")))
+            found.update(
+                f"{what} {when}" for what, when in ((row.forward, "forward"), (row.backward, "backward"))
+            )
     return Counter({what: count for what, count in found.items() if "all-" in what or "scatter" in what})
 
 
@@ -76,7 +78,9 @@ def test_parameters_are_split_as_megatron_splits_them() -> None:
     graph, _ = gpt(4)
     found = {note(node).name: note(node).layout["tp"] for node in placeholders(graph, "param")}
     layer = "transformer.h.1."
-    assert {name.removeprefix(layer): str(kind) for name, kind in found.items() if name.startswith(layer)} == {
+    assert {
+        name.removeprefix(layer): str(kind) for name, kind in found.items() if name.startswith(layer)
+    } == {
         "ln_1.weight": "I",
         "ln_1.bias": "I",
         "attn.c_attn.weight": "S(0, 1)",  # q | k | v, each split by heads
@@ -246,7 +250,9 @@ def test_types_over_sub_axes_are_held_one_by_one(name: str) -> None:
 
 def test_a_conversion_changes_its_own_axis_only() -> None:
     graph, axes = connect(test_sharing.Looked(), *test_sharing.batch(), t=4, machine=test_sharing.CHEAP)
-    node = next(node for node in conversions(graph) if note(node).axis == SLOW and note(node).conversion[0] == "s")
+    node = next(
+        node for node in conversions(graph) if note(node).axis == SLOW and note(node).conversion[0] == "s"
+    )
     note(node).layout = note(node).layout.replacing("tp", Layout({FAST: P}))
     with pytest.raises(InternalError, match=r"changes the type over tp:\(2\)2"):
         check_connected(graph, axes, "tp", Mesh(t=4))

@@ -44,7 +44,9 @@ def cut(graph: Graph, stages: int) -> Cut:
 
 def layers_of(graph: Graph, stage: int) -> list[int]:
     """Layers that have an operator in a stage."""
-    modules = [note(node).module for node in ops(graph) if note(node).of_params and stage in note(node).stages]
+    modules = [
+        note(node).module for node in ops(graph) if note(node).of_params and stage in note(node).stages
+    ]
     return sorted({int(found[1]) for one in modules if (found := re.match(r"transformer\.h\.(\d+)", one))})
 
 
@@ -61,7 +63,9 @@ def test_any_number_of_layers_over_four_stages(layers: int) -> None:
     found = [layers_of(graph, stage) for stage in range(4)]
     assert sorted({one for some in found for one in some}) == list(range(layers))
     split = [one for some in found for one in some] != list(range(layers))
-    assert split == told.why.startswith("inside layers")  # a layer is split where that is worth it only, and said so
+    assert split == told.why.startswith(
+        "inside layers"
+    )  # a layer is split where that is worth it only, and said so
 
 
 def test_seven_layers_are_balanced() -> None:
@@ -83,8 +87,13 @@ def test_the_balance_is_the_best_there_is() -> None:
     work = [flops(node) for node in backbone]
     modules = [note(node).module.split(".")[2] if ".h." in note(node).module else "" for node in backbone]
     ends = [i for i in range(len(backbone) - 1) if modules[i] != modules[i + 1] and modules[i]]
-    best = min(max(sum(work[:a]), sum(work[a:b]), sum(work[b:])) for a, b in combinations([end + 1 for end in ends], 2))
-    assert max(told.flops) <= 1.06 * best  # FLOPs are most of the time; cuts inside layers are worth 5% at least
+    best = min(
+        max(sum(work[:a]), sum(work[a:b]), sum(work[b:]))
+        for a, b in combinations([end + 1 for end in ends], 2)
+    )
+    assert (
+        max(told.flops) <= 1.06 * best
+    )  # FLOPs are most of the time; cuts inside layers are worth 5% at least
 
 
 @pytest.mark.parametrize(("layers", "stages"), [(1, 1), (2, 2), (2, 3), (1, 2)])
@@ -105,9 +114,12 @@ def test_more_stages_than_cut_points() -> None:
 
 def test_a_stage_that_is_left_a_collective_makes_it_and_sends_it() -> None:
     """Twelve stages of six layers: some hold nothing but the sum behind a layer, which their readers could make again."""
-    program = autoptd.compile(neox(), t=2, p=4, v=3, schedule="looped_bfs", num_microbatches=3, example_inputs=batch(3))
+    program = autoptd.compile(
+        neox(), t=2, p=4, v=3, schedule="looped_bfs", num_microbatches=3, example_inputs=batch(3)
+    )
     alone = [
-        [node for node in find_backbone(program.graphs["CUT"]) if stage in note(node).stages] for stage in range(12)
+        [node for node in find_backbone(program.graphs["CUT"]) if stage in note(node).stages]
+        for stage in range(12)
     ]
     assert all(alone) and any(all(node.target is convert for node in nodes) for nodes in alone)
 

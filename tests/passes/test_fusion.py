@@ -89,7 +89,9 @@ def run(graph: Graph, captured: trace.Captured, tensors: tuple[Tensor, ...]) -> 
 def call(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if node.target is markers.FUSED["linear_cross_entropy"]:
         x, targets, weight, bias = args
-        kept = {key: kwargs[key] for key in ("reduction", "ignore_index", "label_smoothing", "chunk", "dtype")}
+        kept = {
+            key: kwargs[key] for key in ("reduction", "ignore_index", "label_smoothing", "chunk", "dtype")
+        }
         return Fused().linear_cross_entropy(x, weight, targets, bias=bias, **kept)
     if node.target in markers.MARKERS:
         return getattr(Fused(), node.target.__name__)(*args, **kwargs)  # type: ignore[union-attr]
@@ -145,7 +147,9 @@ def test_norms_of_sums(how: Callable[..., Tensor], joined: bool, norm: Callable[
     model = Spelled(lambda a, b, w: how(a, b, lambda x: norm(x, w)), w=random(H))
     a, b = random(B, S, H), random(B, S, H).cos()
     fusions = fused(model, a, b, backend="triton")
-    assert all(has_sum(model, a, b, backend) == (joined and backend == "triton") for backend in ("eager", "triton"))
+    assert all(
+        has_sum(model, a, b, backend) == (joined and backend == "triton") for backend in ("eager", "triton")
+    )
     assert ("layer_norm" in names(fusions)) == (joined and norm is layer_normed)
 
 
@@ -153,7 +157,9 @@ def test_rows_wider_than_a_program_holds_are_told(monkeypatch: pytest.MonkeyPatc
     """They are fused by torch's operators, which make no sum of their own."""
     model = Spelled(lambda a, b, w: NORMS["llama"](a + b, w), w=random(H))
     a, b = random(B, S, H), random(B, S, H).cos()
-    assert [one.form for one in fused(model, a, b, backend="triton")] == [""] and has_sum(model, a, b, "triton")
+    assert [one.form for one in fused(model, a, b, backend="triton")] == [""] and has_sum(
+        model, a, b, "triton"
+    )
     monkeypatch.setitem(WIDEST, "rms_norm", H - 1)
     (told,) = fused(model, a, b, backend="triton")
     assert told.op == "rms_norm" and not told.why and "7 elements at most, not 8" in told.form
@@ -170,7 +176,9 @@ def has_sum(model: Spelled, a: Tensor, b: Tensor, backend: str) -> bool:
 
 
 def test_an_rms_norm_without_weight() -> None:
-    model = Spelled(lambda x, w: (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)) @ w, w=random(H, H))
+    model = Spelled(
+        lambda x, w: (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)) @ w, w=random(H, H)
+    )
     assert names(fused(model, random(B, S, H))) == ["rms_norm"]
 
 
@@ -191,7 +199,9 @@ def centred(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("how", LAYER_NORMS)
 def test_layer_norms(how: str) -> None:
-    assert names(fused(Spelled(LAYER_NORMS[how], w=random(H), b=random(H)), random(B, S, H))) == ["layer_norm"]
+    assert names(fused(Spelled(LAYER_NORMS[how], w=random(H), b=random(H)), random(B, S, H))) == [
+        "layer_norm"
+    ]
 
 
 NO_NORMS: dict[str, Callable[..., Tensor]] = {
@@ -219,7 +229,10 @@ def test_a_mean_that_is_read_elsewhere() -> None:
 
 
 ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
-    "new gelu": (lambda x: 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3))), "gelu"),
+    "new gelu": (
+        lambda x: 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3))),
+        "gelu",
+    ),
     "fast gelu": (
         lambda x: 0.5 * x * (1.0 + torch.tanh(x * math.sqrt(2 / math.pi) * (1.0 + 0.044715 * x * x))),
         "gelu",
@@ -243,7 +256,9 @@ def test_an_activation_with_other_constants() -> None:
         return x * 0.5 * (1.0 + torch.tanh(0.79788456 * x * (1 + 0.044715 * x * x)))
 
     fusions = fused(Spelled(bloom, w=random(H, H)), random(B, S, H))
-    assert names(fusions) == [] and any("differ from those of gelu_tanh by" in why for why in reasons(fusions))
+    assert names(fusions) == [] and any(
+        "differ from those of gelu_tanh by" in why for why in reasons(fusions)
+    )
 
 
 def test_no_activation() -> None:
@@ -293,7 +308,9 @@ def test_rotary(turn: Callable[[Tensor], Tensor]) -> None:
     assert names(fused(Spelled(spelled, w=random(H, H)), random(B, S, H))) == ["rotary"]
 
 
-ANGLES: dict[str, Callable[[Tensor], tuple[Any, Any]]] = {  # of [S, H]: cosines and sines that the kernel does not take
+ANGLES: dict[
+    str, Callable[[Tensor], tuple[Any, Any]]
+] = {  # of [S, H]: cosines and sines that the kernel does not take
     "of two shapes": lambda a: (a.cos(), a.sin()[None]),
     "one a position": lambda a: (a[:, :1].cos(), a[:, :1].sin()),
     "one": lambda a: (a[1, 1].cos(), a[1, 1].sin()),
@@ -343,7 +360,9 @@ MASKS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {  # of scores, and 
 }
 
 
-def attend(mask: Callable[[Tensor], Tensor], scale: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
+def attend(
+    mask: Callable[[Tensor], Tensor], scale: Callable[[Tensor, Tensor], Tensor]
+) -> Callable[..., Tensor]:
     def spelled(x: Tensor, w: Tensor) -> Tensor:
         q, k, v = ((x @ one).view(B, S, HEADS, -1).transpose(1, 2) for one in w.chunk(3, -1))
         return mask(scale(q, k)).softmax(-1) @ v
@@ -485,14 +504,18 @@ def test_targets_that_are_probabilities() -> None:
 
 
 def test_few_tokens_keep_their_logits() -> None:
-    model = Spelled(lambda x, t, w: F.cross_entropy(F.linear(x, w).flatten(0, 1), t.flatten()), w=random(11, 64))
+    model = Spelled(
+        lambda x, t, w: F.cross_entropy(F.linear(x, w).flatten(0, 1), t.flatten()), w=random(11, 64)
+    )
     fusions = fused(model, random(B, S, 64), torch.zeros(B, S, dtype=torch.long))
     assert names(fusions) == [] and "12 tokens are no more than the width 64" in reasons(fusions)[0]
 
 
 def test_small_logits_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(losses, "LEAST_BYTES", 8 << 20)  # not that of the tests
-    model = Spelled(lambda x, t, w: F.cross_entropy(F.linear(x, w).flatten(0, 1), t.flatten()), w=random(11, H))
+    model = Spelled(
+        lambda x, t, w: F.cross_entropy(F.linear(x, w).flatten(0, 1), t.flatten()), w=random(11, H)
+    )
     fusions = fused(model, random(B, S, H), torch.zeros(B, S, dtype=torch.long))
     assert names(fusions) == [] and "MB: a loss in chunks is slower below 8.4 MB" in reasons(fusions)[0]
 

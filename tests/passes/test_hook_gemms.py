@@ -125,7 +125,9 @@ def test_an_f_is_found_behind_a_view() -> None:
     from tests.parity.test_transformers import gpt2
 
     ids, _ = batch()
-    program = autoptd.compile(gpt2().train(), example_inputs={"input_ids": ids, "labels": ids}, t=2, **OVERLAP)
+    program = autoptd.compile(
+        gpt2().train(), example_inputs={"input_ids": ids, "labels": ids}, t=2, **OVERLAP
+    )
     assert "w.attn.c_attn.weight, w.attn.c_attn.bias, overlap=tp, transposed=True," in text(program)
     assert "i_to_r" not in text(program)
 
@@ -148,7 +150,9 @@ def test_options_are_checked(keywords: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("fold", "is_gathered_again"), [(aten.reshape.default, True), (aten.flatten.using_ints, False)]
 )
-def test_what_is_gathered_again_may_be_reshaped_on_the_way_and_nothing_else(fold: Any, is_gathered_again: bool) -> None:
+def test_what_is_gathered_again_may_be_reshaped_on_the_way_and_nothing_else(
+    fold: Any, is_gathered_again: bool
+) -> None:
     graph = Graph()
 
     def noted(node: Node, *size: int, **fields: Any) -> Node:
@@ -156,7 +160,10 @@ def test_what_is_gathered_again_may_be_reshaped_on_the_way_and_nothing_else(fold
         node.meta["val"] = torch.empty(size, device="meta")
         return node
 
-    shard, weight = noted(graph.placeholder("shard"), 2, 2, 8), noted(graph.placeholder("weight"), 6, 8, kind="param")
+    shard, weight = (
+        noted(graph.placeholder("shard"), 2, 2, 8),
+        noted(graph.placeholder("weight"), 6, 8, kind="param"),
+    )
     whole = noted(graph.call_function(markers.convert, (shard, "s_to_r")), 2, 4, 8, conversion="s_to_r")
     rows = [[8, 8]] if fold is aten.reshape.default else [0, 1]
     folded = noted(graph.call_function(fold, (whole, *rows)), 8, 8)

@@ -20,7 +20,9 @@ from tests.passes.graphs import Net, connect, find
 Tensor = torch.Tensor
 
 
-def local(model: torch.nn.Module, *inputs: Tensor, t: int = 1, pieces: int = 1, rows: int | None = None) -> Graph:
+def local(
+    model: torch.nn.Module, *inputs: Tensor, t: int = 1, pieces: int = 1, rows: int | None = None
+) -> Graph:
     graph, _ = connect(model, *inputs, t=t, pieces=pieces)
     traced = inputs[0].shape[0]
     localize(graph, Context(Options(t=t), traced_rows=traced, rows=rows or traced, pieces=pieces))
@@ -42,7 +44,9 @@ def split() -> Graph:
 
 
 def test_shapes_of_one_rank_and_one_microbatch(split: Graph) -> None:
-    assert shapes(split, "idx", "transformer.h.0.attn.c_attn.weight", "transformer.h.0.mlp.c_proj.weight") == [
+    assert shapes(
+        split, "idx", "transformer.h.0.attn.c_attn.weight", "transformer.h.0.mlp.c_proj.weight"
+    ) == [
         (1, 16),
         (96, 64),
         (64, 128),
@@ -59,7 +63,9 @@ def test_the_loss_is_divided_by_a_global_count(split: Graph) -> None:
 
 
 def test_a_mean_is_divided_by_the_global_count() -> None:
-    graph = local(Net(lambda self, x: F.linear(x, self.w).mean(), w=(6, 6)), torch.randn(4, 6), pieces=8, rows=2)
+    graph = local(
+        Net(lambda self, x: F.linear(x, self.w).mean(), w=(6, 6)), torch.randn(4, 6), pieces=8, rows=2
+    )
     assert find(graph, "mean").args[1:] == ([0, 1], False, 2 * 8 * 6)
 
 
@@ -71,8 +77,13 @@ def test_sizes_follow_the_microbatch() -> None:
 
     graph = local(Net(forward, w=(6, 6)), torch.randn(4, 6), pieces=8, rows=1)
     assert shapes(graph, "view", "expand", "reshape") == [(1, 2, 3), (5, 1, 2, 3), (5, 6)]
-    assert shapes(graph, "zeros", "first_rows") == [(4, 6), (1, 6)]  # a constant of equal rows is cut to the microbatch
-    assert note(find(graph, "reshape")).layout.batch == S(0, 1)  # five copies of the batch, one after the other
+    assert shapes(graph, "zeros", "first_rows") == [
+        (4, 6),
+        (1, 6),
+    ]  # a constant of equal rows is cut to the microbatch
+    assert note(find(graph, "reshape")).layout.batch == S(
+        0, 1
+    )  # five copies of the batch, one after the other
 
     def apart(self: Net, x: Tensor) -> Tensor:
         b = x.shape[0]
@@ -126,5 +137,7 @@ def test_one_piece_on_one_rank_changes_nothing() -> None:
     before, _ = connect(model, ids, ids.clone())
     after = local(model, ids, ids.clone())
     pairs = zip(ops(before), ops(after), strict=True)
-    changed = [op_name(one) for one, other in pairs if (one.target, str(one.args)) != (other.target, str(other.args))]
+    changed = [
+        op_name(one) for one, other in pairs if (one.target, str(one.args)) != (other.target, str(other.args))
+    ]
     assert changed == ["aten.view", "aten.view"]  # -1 is written out

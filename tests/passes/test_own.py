@@ -49,7 +49,9 @@ class Built:
         for node in (self.x, self.w):
             self.noted(node)
 
-    def noted(self, node: Node, conversion: str = "", shape: tuple[int, ...] = (4, 4), stage: int = 0) -> Node:
+    def noted(
+        self, node: Node, conversion: str = "", shape: tuple[int, ...] = (4, 4), stage: int = 0
+    ) -> Node:
         set_note(node, Note(conversion=conversion, stages=(stage,)))
         node.meta["val"] = torch.empty(shape, device="meta")
         return node
@@ -66,7 +68,9 @@ class Built:
         return bool(node.meta["autoptd"].extra.get("owned"))
 
 
-@pytest.mark.parametrize("other", ["nobody", "a view", "another reader", "a reader of the view", "another stage"])
+@pytest.mark.parametrize(
+    "other", ["nobody", "a view", "another reader", "a reader of the view", "another stage"]
+)
 def test_an_operand_with_another_reader_stays(other: str) -> None:
     built = Built()
     y = built.op(aten.linear.default, built.x, built.w)

@@ -89,12 +89,32 @@ def find_nothing(graph: Graph, ctx: Context) -> None:
 
 
 FAULTS: dict[str, tuple[str, Fault, str]] = {  # name -> pass, what it does wrong, what is said
-    "a type without its dim": ("annotate", turn_a_type, r"annotate \(TRACED -> ANNOTATED\) ensures ANNOTATED: .*S\(7"),
+    "a type without its dim": (
+        "annotate",
+        turn_a_type,
+        r"annotate \(TRACED -> ANNOTATED\) ensures ANNOTATED: .*S\(7",
+    ),
     "another type than was solved": ("annotate", another_type, "annotate .* is R over tp, and was solved as"),
-    "an edge without its conversion": ("communicate", drop_a_conversion, r"communicate .* ensures CONNECTED: .* maps"),
-    "a type changed by communicate": ("communicate", another_type, "communicate .*: changes layout of layer_norm"),
-    "a type changed by the search for patterns": ("find_fusions", another_type, "find_fusions .*: changes layout of"),
-    "a call changed by the search for patterns": ("find_fusions", rewire, "find_fusions .*: changes calls of gelu"),
+    "an edge without its conversion": (
+        "communicate",
+        drop_a_conversion,
+        r"communicate .* ensures CONNECTED: .* maps",
+    ),
+    "a type changed by communicate": (
+        "communicate",
+        another_type,
+        "communicate .*: changes layout of layer_norm",
+    ),
+    "a type changed by the search for patterns": (
+        "find_fusions",
+        another_type,
+        "find_fusions .*: changes layout of",
+    ),
+    "a call changed by the search for patterns": (
+        "find_fusions",
+        rewire,
+        "find_fusions .*: changes calls of gelu",
+    ),
     "an operator without a stage": ("cut", forget_a_stage, r"cut \(CONNECTED -> CUT\) ensures CUT: "),
     "a cut that is not told": ("cut", find_nothing, r"cut .*: should find cut, and has not"),
     "a type changed by the cut": (
@@ -132,7 +152,9 @@ def test_a_graph_that_is_not_traced_well_is_not_annotate_s_fault() -> None:
 
 def test_passes_in_another_order() -> None:
     graph, ctx = traced()
-    with pytest.raises(InternalError, match=r"cut .*takes a graph that is CONNECTED, and gets one that is ANNOTATED"):
+    with pytest.raises(
+        InternalError, match=r"cut .*takes a graph that is CONNECTED, and gets one that is ANNOTATED"
+    ):
         run_passes((passes.annotate, passes.cut), graph, ctx, Record())
 
 
@@ -169,4 +191,7 @@ def test_forms_are_written_as_they_are_reached(tmp_path: Path, monkeypatch: pyte
     graph, ctx = traced()
     with pytest.raises(InternalError):
         run_passes(with_fault("communicate", drop_a_conversion), graph, ctx, Record())
-    assert sorted(file.name for file in (tmp_path / "passes").iterdir()) == ["00_traced.txt", "01_annotated.txt"]
+    assert sorted(file.name for file in (tmp_path / "passes").iterdir()) == [
+        "00_traced.txt",
+        "01_annotated.txt",
+    ]

@@ -36,7 +36,9 @@ def test_what_would_fit() -> None:
         request.but(sequence_parallel=(True,))
     )
     assert fits(request.but(recompute=("full",)))
-    assert any(one.startswith("recompute='selective'") for one in found) == fits(request.but(recompute=("selective",)))
+    assert any(one.startswith("recompute='selective'") for one in found) == fits(
+        request.but(recompute=("selective",))
+    )
     count = int(found[-1].removesuffix(" GPUs"))
     assert fits(request.but(gpus=count))
     assert not fits(request.but(gpus=count // 2))
@@ -44,7 +46,9 @@ def test_what_would_fit() -> None:
 
 def test_zero_would_fit() -> None:
     large = {**GPT_22B, "layers": 128}
-    found, request = remedies_of(large, gpus=64, batch=64, precision="bf16", t=8, p=1, microbatch=1, recompute="full")
+    found, request = remedies_of(
+        large, gpus=64, batch=64, precision="bf16", t=8, p=1, microbatch=1, recompute="full"
+    )
     stages = [int(one[len("zero=")]) for one in found if one.startswith("zero=")]
     assert stages
     assert stages == [stage for stage in (1, 2, 3) if fits(request.but(zero=(stage,)))]
@@ -67,7 +71,10 @@ def test_all_that_saves_memory_at_once() -> None:
     found, _ = remedies_of(GPT3, gpus=64, batch=64, **pins)
     text = next(one for one in found if "together" in one)
     assert "left open" not in text and "sequence_parallel" not in text  # what was asked for can stay
-    assert plan(GPT3, gpus=64, batch=64, recompute="full", zero=3, precision="bf16", **pins).best.degrees["d"] == 64
+    assert (
+        plan(GPT3, gpus=64, batch=64, recompute="full", zero=3, precision="bf16", **pins).best.degrees["d"]
+        == 64
+    )
 
 
 def test_what_would_fit_instead_of_a_pin() -> None:

@@ -66,7 +66,9 @@ def compiled(number: int) -> autoptd.Program:
 def test_a_shape_counts_what_the_sharded_graph_of_a_gpt_does(number: int) -> None:
     shape, mesh, program = TINY, MESHES[number], compiled(number)
     t, stages = mesh["t"], mesh["p"] * mesh.get("v", 1)
-    sizes = Sizes(b=ROWS // mesh["d"] // mesh["num_microbatches"], t=t, r=t if "sequence_parallel" in mesh else 1, e=4)
+    sizes = Sizes(
+        b=ROWS // mesh["d"] // mesh["num_microbatches"], t=t, r=t if "sequence_parallel" in mesh else 1, e=4
+    )
     expected: dict[str, Counter[tuple[int, str, str]]] = {"forward": Counter(), "backward": Counter()}
 
     def add(stage: int, module: str, operator: str, one: Operator, times: int = 1) -> None:
@@ -112,7 +114,9 @@ def test_bytes_kept_for_backward_are_those_of_the_program(number: int) -> None:
     """
     shape, mesh, program = dataclasses.replace(TINY, dropout=False), MESHES[number], compiled(number)
     t, stages = mesh["t"], mesh["p"] * mesh.get("v", 1)
-    sizes = Sizes(b=ROWS // mesh["d"] // mesh["num_microbatches"], t=t, r=t if "sequence_parallel" in mesh else 1, e=4)
+    sizes = Sizes(
+        b=ROWS // mesh["d"] // mesh["num_microbatches"], t=t, r=t if "sequence_parallel" in mesh else 1, e=4
+    )
     layer = layer_operators(shape, sizes, "flash")
     (attention,) = [one for one in layer if one.fused is not None]
     tokens = sizes.b * shape.seq
@@ -148,7 +152,9 @@ def symbols_of(program: autoptd.Program) -> tuple[Symbols, list[Node]]:
 def in_letters(expression: Any, letters: dict[str, Any]) -> Any:
     """With h for the sizes that follow from it: q, k and v beside one another, a head's width, the MLP's."""
     h = letters["h"]
-    return sympy.expand(expression.subs({letters["n3"]: 3, letters["n10"]: h / letters["a"], letters["n160"]: 4 * h}))
+    return sympy.expand(
+        expression.subs({letters["n3"]: 3, letters["n10"]: h / letters["a"], letters["n160"]: 4 * h})
+    )
 
 
 @pytest.mark.parametrize(("t", "p"), [(2, 1), (4, 1), (2, 2)])
@@ -161,7 +167,9 @@ def test_flops_of_a_rank_simplify_to_those_of_the_paper_over_t(t: int, p: int) -
     config = GPTConfig(vocab_size=56, block_size=12, n_layer=layers, n_head=4, n_embd=40)
     ids = torch.zeros(4, 12, dtype=torch.long)
     dims = {"transformer.wte.weight": 0, "transformer.wpe.weight": None}
-    plan: dict[str, Any] = {"shard": [{"pattern": name, "dim": dim, "axis": "tp"} for name, dim in dims.items()]}
+    plan: dict[str, Any] = {
+        "shard": [{"pattern": name, "dim": dim, "axis": "tp"} for name, dim in dims.items()]
+    }
     plan |= {"cut": [layers // p] * p} if p > 1 else {}
     program = autoptd.compile(GPT(config), t=t, p=p, num_microbatches=2, example_inputs=(ids, ids), plan=plan)
     symbols, nodes = symbols_of(program)
@@ -182,7 +190,9 @@ def test_flops_of_a_rank_simplify_to_those_of_the_paper_over_t(t: int, p: int) -
         forward, backward = (
             in_letters(sum(count(node, local) for node in mine), letters) for count in (flops, backward_flops)
         )
-        own = 24 * b * s * (layers // p) * h**2 * (1 + s / (6 * h)) + (2 * b * s * h * v if stage == p - 1 else 0)
+        own = 24 * b * s * (layers // p) * h**2 * (1 + s / (6 * h)) + (
+            2 * b * s * h * v if stage == p - 1 else 0
+        )
         assert sympy.simplify(forward - own / symbols.t) == 0
         again = 2 * b * s**2 * h * (layers // p)
         assert sympy.simplify(backward - (2 * own + again) / symbols.t) == 0
@@ -200,7 +210,9 @@ def test_the_graphs_own_flops_simplify_to_those_of_the_paper() -> None:
     ids = torch.zeros(2, 12, dtype=torch.long)
     program = autoptd.compile(GPT(config), t=2, example_inputs=(ids, ids))
     symbols, nodes = symbols_of(program)
-    assert len(nodes) == 5 * layers + 1 == len([node for node in ops(program.graphs["TRACED"]) if flops(node)])
+    assert (
+        len(nodes) == 5 * layers + 1 == len([node for node in ops(program.graphs["TRACED"]) if flops(node)])
+    )
     forward = sum(map(symbols.flops, nodes))
     letters = {one.name: one for one in symbols.values}
     b, s, h, v = (letters[name] for name in "bshV")
@@ -213,7 +225,9 @@ def test_the_graphs_own_flops_simplify_to_those_of_the_paper() -> None:
     at_sizes = paper.subs({b: 2, s: 12, h: width, v: vocab})
     assert program.costs.total_flops * program.num_microbatches == at_sizes
     count = sum(torch.Size(spec.shape).numel() for spec in program.params)
-    formula = 12 * layers * h**2 * (1 + sympy.Rational(13, 12) / h + (v + s) / (12 * layers * h)) + 2 * h  # a last norm
+    formula = (
+        12 * layers * h**2 * (1 + sympy.Rational(13, 12) / h + (v + s) / (12 * layers * h)) + 2 * h
+    )  # a last norm
     assert count == sympy.expand(formula).subs({s: 12, h: width, v: vocab})
 
 
@@ -243,7 +257,8 @@ def test_a_llama_has_the_parameters_that_it_has() -> None:
 def test_more_tensor_ranks_than_key_heads_share_them() -> None:
     """Llama's 8 key heads over 16 ranks: half the queries of t = 8, and as many keys and values."""
     eight, sixteen = (
-        {one.name: one for one in layer_operators(LLAMA, Sizes(b=1, t=t), "flash")}["qkv"].product for t in (8, 16)
+        {one.name: one for one in layer_operators(LLAMA, Sizes(b=1, t=t), "flash")}["qkv"].product
+        for t in (8, 16)
     )
     assert eight is not None and sixteen is not None
     assert (eight[2], sixteen[2]) == (1024 + 2 * 128, 512 + 2 * 128)

@@ -52,11 +52,15 @@ def best_where(found: Plan, keep: Any) -> Candidate | None:
     where, added = model.variants(columns)
     rows = {**{name: values[where] for name, values in columns.items()}, **added}
     held, seconds = model.memory_bytes(rows), model.seconds(rows)
-    wanted = np.array([keep({name: int(values[at]) for name, values in rows.items()}) for at in range(len(where))])
+    wanted = np.array(
+        [keep({name: int(values[at]) for name, values in rows.items()}) for at in range(len(where))]
+    )
     seconds = np.where(wanted & (held <= model.capacity_bytes), seconds, np.inf)
     at = int(np.argmin(seconds))
     return (
-        model.candidate({name: int(values[at]) for name, values in rows.items()}) if np.isfinite(seconds[at]) else None
+        model.candidate({name: int(values[at]) for name, values in rows.items()})
+        if np.isfinite(seconds[at])
+        else None
     )
 
 
@@ -64,7 +68,11 @@ def test_takeaways_are_searched_for() -> None:
     """Each takeaway's alternative is the best of its kind, found here by going through all candidates."""
     found = plan(GPT_22B, gpus=64, batch=128, recompute="full", precision="bf16")
     one, two, three = found.explain().splitlines()[5:8]
-    t, size, b = found.best.degrees["t"], found.best.degrees["t"] * found.best.degrees["p"], found.best.degrees["b"]
+    t, size, b = (
+        found.best.degrees["t"],
+        found.best.degrees["t"] * found.best.degrees["p"],
+        found.best.degrees["b"],
+    )
     assert t <= 8
     assert "takeaway 1" in one and f"holds: t={t}. With t over 8" in one
     for text, keep in (

@@ -18,7 +18,11 @@ from autoptd.planner.cluster import find_cluster
 
 
 def test_products_are_fitted_by_rate_and_ramp() -> None:
-    timed = [(side * side * k, k, 2 * side * side * k * (1 + 40 / k) / 3e10) for side in (256, 512) for k in (32, 512)]
+    timed = [
+        (side * side * k, k, 2 * side * side * k * (1 + 40 / k) / 3e10)
+        for side in (256, 512)
+        for k in (32, 512)
+    ]
     rate, ramp = measure.fit_products(timed)
     assert rate == pytest.approx(3e10) and ramp == pytest.approx(40)
     flat = [(1000 * k, k, 2 * 1000 * k / 3e10 * (1 - 1 / k)) for k in (32, 512)]  # short ones are faster
@@ -38,7 +42,11 @@ def test_what_is_measured_can_be_read_as_a_cluster(tmp_path: Path, monkeypatch: 
     cluster = find_cluster(tmp_path / "mine.toml")
     assert cluster.gpus_per_node == 1 and cluster.software == find_cluster("laptop-cpu").software
     assert cluster.software.context_bytes < 1e9  # no CUDA, no NCCL
-    assert cluster.gpu.matrix_flops > 1e6 and cluster.gpu.memory_bandwidth > 1e6 and cluster.gpu.memory_bytes > 1e6
+    assert (
+        cluster.gpu.matrix_flops > 1e6
+        and cluster.gpu.memory_bandwidth > 1e6
+        and cluster.gpu.memory_bytes > 1e6
+    )
     assert "cannot be measured" in (tmp_path / "mine.toml").read_text()
 
 

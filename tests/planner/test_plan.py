@@ -44,8 +44,16 @@ GPT_22B = {"layers": 48, "hidden": 6144, "heads": 64, "seq": 2048}
     st.sampled_from([None, "gpipe", "interleaved", "zb_h1", "any"]),
 )
 def test_search_is_exact(shape, gpus, rows, memory, recompute, zero, placement, schedule) -> None:  # type: ignore[no-untyped-def]
-    constraints = {"memory": memory, "recompute": recompute, "zero": zero, "placement": placement, "schedule": schedule}
-    request = make_request(shape, gpus=gpus, cluster="dgx-a100", batch=rows, c=(1, 2), precision="bf16", **constraints)
+    constraints = {
+        "memory": memory,
+        "recompute": recompute,
+        "zero": zero,
+        "placement": placement,
+        "schedule": schedule,
+    }
+    request = make_request(
+        shape, gpus=gpus, cluster="dgx-a100", batch=rows, c=(1, 2), precision="bf16", **constraints
+    )
     model = DefaultModel(request)
     assert as_rows(search(model, 6, at_once=8)) == everything(model, 6)
     assert is_bounded(model)
@@ -68,7 +76,10 @@ def test_best_is_what_predict_says() -> None:
     found = plan(GPT_22B, gpus=64, batch=128, recompute="full", precision="bf16")
     best = found.best
     degrees = {name: best.degrees[name] for name in ("t", "p", "d", "c", "v")}
-    options = {name: best.options[name] for name in ("schedule", "recompute", "sequence_parallel", "zero", "precision")}
+    options = {
+        name: best.options[name]
+        for name in ("schedule", "recompute", "sequence_parallel", "zero", "precision")
+    }
     said = predict(GPT_22B, "dgx-a100", **degrees, microbatch=best.degrees["b"], batch=128, **options)
     assert best.is_simulated
     assert best.seconds == pytest.approx(said.step_seconds, rel=1e-9)
@@ -83,7 +94,9 @@ def test_best_is_what_predict_says() -> None:
 
 def test_closed_form_and_simulation_agree() -> None:
     """On what the search lists; that is what makes its order worth something."""
-    model = DefaultModel(make_request(GPT_22B, gpus=64, cluster="dgx-a100", batch=128, precision="bf16", zero=1))
+    model = DefaultModel(
+        make_request(GPT_22B, gpus=64, cluster="dgx-a100", batch=128, precision="bf16", zero=1)
+    )
     found = search(model, 12)
     for at in range(0, len(found), 3):
         row = {name: int(values[at]) for name, values in found.columns.items()}
@@ -100,7 +113,9 @@ def test_what_does_not_fit_when_simulated_is_no_plan(monkeypatch: pytest.MonkeyP
     right = default.fullest_bytes
     monkeypatch.setattr(default, "fullest_bytes", lambda *asked: 0.9 * right(*asked))
     way: dict[str, Any] = {"t": 8, "p": 8, "d": 1, "v": 3, "microbatch": 1}
-    needed = max(predict(GPT_22B | {"seq": 1024}, "dgx-a100", **way | {"batch": 31, "precision": "fp16"}).memory)
+    needed = max(
+        predict(GPT_22B | {"seq": 1024}, "dgx-a100", **way | {"batch": 31, "precision": "fp16"}).memory
+    )
     asked: dict[str, Any] = {"gpus": 64, "batch": 31, "precision": "fp16", "memory": 0.95 * needed}
     shape = GPT_22B | {"seq": 1024}
     with pytest.raises(PlanError, match="the smallest that was simulated") as caught:
@@ -183,9 +198,13 @@ def test_any_schedule() -> None:
     for one in found.candidates:
         runs = SCHEDULES[one.options["schedule"]]
         assert one.degrees["v"] == runs if runs else one.degrees["v"] > 1
-        assert (one.options["schedule"] in one.name) == (one.options["schedule"] not in ("1f1b", "interleaved"))
+        assert (one.options["schedule"] in one.name) == (
+            one.options["schedule"] not in ("1f1b", "interleaved")
+        )
     assert str(make_options(plan=found.record()).schedule) == found.best.options["schedule"]
-    assert {one.options["schedule"] for one in plan(SMALL, gpus=1, batch=4, schedule="any").candidates} == {"1f1b"}
+    assert {one.options["schedule"] for one in plan(SMALL, gpus=1, batch=4, schedule="any").candidates} == {
+        "1f1b"
+    }
     two = plan(SMALL, gpus=8, batch=64, p=4, schedule=("gpipe", "zbv"), keep=100)
     assert {one.options["schedule"] for one in two.candidates} == {"gpipe", "zbv"}
 
@@ -193,7 +212,10 @@ def test_any_schedule() -> None:
 def test_gpipe_is_never_better_than_1f1b() -> None:
     """In seconds and bytes, by the closed form: why "any" leaves it out."""
     degrees = {"t": np.array([1, 2, 8, 1]), "p": np.array([1, 2, 4, 8]), "d": np.array([2, 1, 1, 2])}
-    found = [estimate(GPT_22B, "dgx-a100", Setting(**degrees, batch=32, schedule=name)) for name in ("gpipe", "1f1b")]
+    found = [
+        estimate(GPT_22B, "dgx-a100", Setting(**degrees, batch=32, schedule=name))
+        for name in ("gpipe", "1f1b")
+    ]
     assert (found[0].step_seconds == found[1].step_seconds).all()
     assert (found[0].memory_bytes >= found[1].memory_bytes).all()
 

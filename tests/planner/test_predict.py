@@ -49,7 +49,9 @@ def test_parts_add_up_and_the_closed_form_agrees_with_the_simulation(way: dict[s
     found = predict(GPT3, "dgx-a100", **way)
     assert found.step_seconds == pytest.approx(sum(found.breakdown.values()))
     assert min(found.breakdown.values()) >= 0
-    assert found.memory == pytest.approx([sum(row) for row in zip(*found.memory_breakdown.values(), strict=True)])
+    assert found.memory == pytest.approx(
+        [sum(row) for row in zip(*found.memory_breakdown.values(), strict=True)]
+    )
     assert len(found.memory) == way["p"]
     closed = estimate(GPT3, "dgx-a100", Setting(**way))
     assert closed.step_seconds == pytest.approx(found.step_seconds, rel=0.01)
@@ -61,7 +63,9 @@ def test_parts_add_up_and_the_closed_form_agrees_with_the_simulation(way: dict[s
 @pytest.mark.parametrize("cluster", ["dgx-a100", "dgx-h100"])
 @pytest.mark.parametrize("m", [1, 3, 7, 8, 9, 15, 16, 17, 41])
 @pytest.mark.parametrize("schedule", ["interleaved", "looped_bfs"])
-def test_the_closed_form_knows_microbatches_that_p_does_not_divide(schedule: str, m: int, cluster: str) -> None:
+def test_the_closed_form_knows_microbatches_that_p_does_not_divide(
+    schedule: str, m: int, cluster: str
+) -> None:
     """Fewer than p wait for the way around the ranks, chunk by chunk.
 
     More go in groups that are larger than p.
@@ -108,7 +112,10 @@ def test_every_schedule_has_its_closed_form(schedule: str) -> None:
     assert closed.step_seconds == pytest.approx(found.step_seconds, rel=0.05 if schedule == "zb_2p" else 0.02)
     assert closed.memory_bytes == pytest.approx(max(found.memory), rel=0.02)
     zbv = {**BASE, "schedule": "zbv", "v": 2}
-    assert estimate(GPT3, "dgx-a100", Setting(**zbv)).step_seconds < predict(GPT3, "dgx-a100", **zbv).step_seconds
+    assert (
+        estimate(GPT3, "dgx-a100", Setting(**zbv)).step_seconds
+        < predict(GPT3, "dgx-a100", **zbv).step_seconds
+    )
 
 
 def test_arrays_of_candidates_give_what_each_alone_gives() -> None:
@@ -155,11 +162,15 @@ def test_memory_of_the_trillion_parameter_model_is_that_of_the_formulas() -> Non
 def test_a_mix_of_recomputed_layers_lies_between_the_two() -> None:
     """Seconds of what is computed again, and bytes of layers: in proportion to the share."""
     way: dict[str, Any] = {"t": 8, "p": 8, "d": 1, "batch": 32}
-    none, half, full = (predict(GPT3, "dgx-a100", **way, recompute=mode) for mode in ("none", "full:1/2", "full"))
+    none, half, full = (
+        predict(GPT3, "dgx-a100", **way, recompute=mode) for mode in ("none", "full:1/2", "full")
+    )
     assert half.breakdown["recompute"] == pytest.approx(full.breakdown["recompute"] / 2)
     middle = (none.memory_breakdown["activations"][3] + full.memory_breakdown["activations"][3]) / 2
     assert half.memory_breakdown["activations"][3] == pytest.approx(middle)
-    assert half.memory_breakdown["buffers"] == full.memory_breakdown["buffers"]  # a layer that is computed again is one
+    assert (
+        half.memory_breakdown["buffers"] == full.memory_breakdown["buffers"]
+    )  # a layer that is computed again is one
     assert none.flops_per_gpu > half.flops_per_gpu > full.flops_per_gpu
     again = [one.hardware_flops_per_gpu / one.flops_per_gpu - 1 for one in (half, full)]
     assert again[1] == pytest.approx(2 * again[0])
@@ -210,7 +221,8 @@ def test_ranks_that_do_not_divide_a_node_are_spread_over_two() -> None:
         rows, of_stage = setting.local("pp", node), t * d
         for stage in range(p - 1):
             is_local = all(
-                (stage * of_stage + i) // node == ((stage + 1) * of_stage + i) // node for i in range(of_stage)
+                (stage * of_stage + i) // node == ((stage + 1) * of_stage + i) // node
+                for i in range(of_stage)
             )
             assert is_local or stage // rows != (stage + 1) // rows
     way: dict[str, Any] = {"batch": 96, "recompute": "full", "precision": "fp16"}
@@ -221,7 +233,9 @@ def test_ranks_that_do_not_divide_a_node_are_spread_over_two() -> None:
 
 
 def test_zbv_has_both_ends_on_its_first_rank() -> None:
-    llama = Shape(layers=32, hidden=4096, heads=32, seq=8192, vocab=128256, ffn=14336, kv_heads=8, mlp_matrices=3)
+    llama = Shape(
+        layers=32, hidden=4096, heads=32, seq=8192, vocab=128256, ffn=14336, kv_heads=8, mlp_matrices=3
+    )
     way: dict[str, Any] = {"p": 4, "v": 2, "batch": 16, "schedule": "zbv"}
     found = predict(llama, "dgx-h100", **way)
     held = found.memory_breakdown["parameters"]
@@ -246,13 +260,16 @@ def test_zero_pays_for_what_it_cuts() -> None:
 
     def once(zero: int, m: int, vocab: int = 1024) -> float:
         shape = replace(small, vocab=vocab)
-        return predict(shape, "dgx-a100", d=64, batch=64 * m, zero=zero, recompute="full").breakdown["dp_comm"]
+        return predict(shape, "dgx-a100", d=64, batch=64 * m, zero=zero, recompute="full").breakdown[
+            "dp_comm"
+        ]
 
     assert once(1, 8) == pytest.approx(once(1, 1)) and once(2, 1) == pytest.approx(once(1, 1), rel=0.2)
     assert once(2, 8) > 4 * once(2, 1)
     assert once(3, 1, 128000) - once(3, 1) > 2 * (once(1, 1, 128000) - once(1, 1)) / 3
     held = [
-        predict(small, "dgx-a100", d=64, batch=64, zero=zero).memory_breakdown["buffers"][0] for zero in (0, 1, 2, 3)
+        predict(small, "dgx-a100", d=64, batch=64, zero=zero).memory_breakdown["buffers"][0]
+        for zero in (0, 1, 2, 3)
     ]
     assert held[0] == held[1] < held[2] < held[3]
 
@@ -333,7 +350,10 @@ def test_wrong_files_and_requests_are_refused() -> None:
     gpu = {"matrix_flops": 1e12, "float32_flops": 1e12, "memory_bytes": 1e9, "memory_bandwidth": 1e9}
     record = {"gpus_per_node": 1, "gpu": gpu, "fast": {"bandwidth": 1e9}, "network": {"bandwidth": 1e9}}
     assert isinstance(read_cluster(record, "mine"), Cluster)
-    assert read_cluster(record | {"software": {"base": "nemo-2024", "factor": 2.0}}, "mine").software.tp_overlap == 0.7
+    assert (
+        read_cluster(record | {"software": {"base": "nemo-2024", "factor": 2.0}}, "mine").software.tp_overlap
+        == 0.7
+    )
     wrong: list[tuple[dict[str, Any], str]] = [
         (record | {"gpu": {**gpu, "speed": 1}}, "speed"),
         (record | {"gpu": {}}, "matrix_flops"),

@@ -89,7 +89,9 @@ def is_bounded(model: CostModel) -> bool:
     columns = take(configs.columns, np.flatnonzero(configs.reason < 0))
     where, added = model.variants(columns)
     seconds = model.seconds({**take(columns, where), **added}) if len(where) else np.zeros(0)
-    return bool(np.all(model.least_seconds(columns)[where] * (1 - ROUNDING) <= seconds)) if len(where) else True
+    return (
+        bool(np.all(model.least_seconds(columns)[where] * (1 - ROUNDING) <= seconds)) if len(where) else True
+    )
 
 
 def as_rows(found: Found) -> list[tuple[float, ...]]:

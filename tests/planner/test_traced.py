@@ -34,7 +34,9 @@ def ideal() -> Cluster:
     """
     cluster = find_cluster("dgx-a100").with_software("autoptd")
     gpu = dataclasses.replace(cluster.gpu, units=0, ramp=0.0, kernel_seconds=0.0)
-    whole = dataclasses.replace(cluster.software, causal=1.0, flash_fraction=gpu.matrix_fraction, scatter=False)
+    whole = dataclasses.replace(
+        cluster.software, causal=1.0, flash_fraction=gpu.matrix_fraction, scatter=False
+    )
     return dataclasses.replace(cluster, gpu=gpu, software=whole)
 
 
@@ -76,7 +78,9 @@ def test_on_a_real_cluster_too(sequence_parallel: bool) -> None:
     assert kinds["context"] == shape.memory_breakdown["context"] and kinds["slack"][0] == pytest.approx(
         0.1 * kinds["held"][0]
     )
-    little = dataclasses.replace(find_cluster("dgx-a100"), gpu=dataclasses.replace(ideal().gpu, memory_bytes=3.6e9))
+    little = dataclasses.replace(
+        find_cluster("dgx-a100"), gpu=dataclasses.replace(ideal().gpu, memory_bytes=3.6e9)
+    )
     assert max(kinds["held"]) < 3.6e9 and not predict_program(program, little).fits
 
 
@@ -99,7 +103,9 @@ def test_bytes_that_operators_move_are_those_of_the_shape() -> None:
     """Up to what a training system fuses: here every operator reads and writes memory itself."""
     program = program_of({"t": 2, "p": 2, "d": 2})
     sizes = Sizes(b=2, t=2, e=4)
-    layers = SHAPE.layers * sum(one.moved for one in layer_operators(SHAPE, sizes, "flash") if not one.forward_flops)
+    layers = SHAPE.layers * sum(
+        one.moved for one in layer_operators(SHAPE, sizes, "flash") if not one.forward_flops
+    )
     ends = sum(one.moved for one in (*embedding_operators(SHAPE, sizes), *head_operators(SHAPE, sizes)))
     assert sum(program.costs.moved_bytes_per_stage) == pytest.approx(layers + ends, rel=0.15)
     assert min(program.costs.kernels_per_stage) >= 2 * 12
@@ -116,7 +122,8 @@ def test_a_model_that_is_no_gpt_can_be_predicted() -> None:
 
     slow, fast = (
         predict_program(
-            autoptd.compile(Tower(), t=t, example_inputs=(torch.zeros(512, 256),), num_microbatches=1), "laptop-cpu"
+            autoptd.compile(Tower(), t=t, example_inputs=(torch.zeros(512, 256),), num_microbatches=1),
+            "laptop-cpu",
         )
         for t in (1, 2)
     )

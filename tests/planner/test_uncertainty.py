@@ -23,13 +23,17 @@ def test_extremes_are_those_of_the_measured_sets() -> None:
         assert worst == pytest.approx(sets[one.source]["calibrated"]["worst"], abs=2e-3), one.source
         if "points" in sets[one.source]:
             errors = [point["predicted"] / point["measured"] - 1 for point in sets[one.source]["points"]]
-            assert (one.lowest, one.highest) == pytest.approx((min(errors), max(errors)), abs=2e-3), one.source
+            assert (one.lowest, one.highest) == pytest.approx((min(errors), max(errors)), abs=2e-3), (
+                one.source
+            )
 
 
 def test_what_was_not_compared_is_not_known() -> None:
     a100 = find_cluster("dgx-a100")
     assert uncertainty(a100, "fp16") == pytest.approx(1.037 / 0.958 - 1)
-    assert uncertainty(a100.with_software("deepspeed-zero3-2021"), "fp16", is_zero_3=True) == pytest.approx(0.265)
+    assert uncertainty(a100.with_software("deepspeed-zero3-2021"), "fp16", is_zero_3=True) == pytest.approx(
+        0.265
+    )
     for cluster, precision, is_zero_3 in (
         (a100, "fp32", False),
         (a100, "fp16", True),

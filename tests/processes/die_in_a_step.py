@@ -34,7 +34,9 @@ Batch = tuple[torch.Tensor, ...]
 
 def compiled(mesh: dict[str, Any]) -> tuple[Program, Options, Batch]:
     """The program of a mesh, with all kinds of actions in it, and a replica's batch."""
-    options = Options(**mesh, num_microbatches=4, delay_wgrad_compute="after_b", backend="gloo", timeout=TIMEOUT)
+    options = Options(
+        **mesh, num_microbatches=4, delay_wgrad_compute="after_b", backend="gloo", timeout=TIMEOUT
+    )
     share = batch(4)
     return compile_program(gpt(2), options, share, {}, replicas=1, check=False), options, share
 
@@ -58,7 +60,9 @@ def run_rank(made: tuple[Program, Options, Batch], is_victim: bool, action: str,
     pm.step(*share)
 
 
-def fork_ranks(made: tuple[Program, Options, Batch], victim: int, action: str, folder: Path) -> dict[int, int]:
+def fork_ranks(
+    made: tuple[Program, Options, Batch], victim: int, action: str, folder: Path
+) -> dict[int, int]:
     """Start the ranks of one case; returns rank -> process id. Each writes to `folder` when it ends, and what it raises."""
     folder.mkdir()
     port = free_port()
@@ -96,7 +100,11 @@ def main(cases: list[Any]) -> None:
             ends = {rank: (folder / str(rank)).read_text().split(" ", 1) for rank in codes}
             results.append(
                 {
-                    rank: {"code": codes[rank], "seconds": float(ends[rank][0]) - killed, "error": ends[rank][1]}
+                    rank: {
+                        "code": codes[rank],
+                        "seconds": float(ends[rank][0]) - killed,
+                        "error": ends[rank][1],
+                    }
                     for rank in codes
                 }
             )

@@ -60,7 +60,9 @@ def evaluated_by_rank(pm: ParallelModel, rank: int, update: Callable[[], Any]) -
 def loaded_by_rank(pm: ParallelModel, rank: int, update: Callable[[], Any]) -> None:
     state = gpt(2).state_dict()
     pm.load_state_dict(state)
-    pm.load_state_dict({name: x + (name == "transformer.wpe.weight" and rank == 3) for name, x in state.items()})
+    pm.load_state_dict(
+        {name: x + (name == "transformer.wpe.weight" and rank == 3) for name, x in state.items()}
+    )
 
 
 def sampled(pm: ParallelModel, update: Callable[[], Any], **sampler: int) -> None:

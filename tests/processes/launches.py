@@ -66,13 +66,20 @@ def serve(rank: int, launches: list[Launch], timeout: float, out: Any) -> None:
 
 def run_launch(rank: int, launch: Launch, timeout: float) -> None:
     time.sleep(1.0 if rank in launch.starts_late else 0.0)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(launch.size), MASTER_ADDR="127.0.0.1")
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(launch.size), MASTER_ADDR="127.0.0.1"
+    )
     with default_group(rank, launch, timeout):
         for number, work in enumerate(launch.work):
             os.environ["MASTER_PORT"] = str(launch.port + 1 + number)
             if isinstance(work, Case):
                 model = make_model(work.layers)
-                check(make_program(work, model), model, [make_batch(work.rows, seed) for seed in (1, 2)], timeout)
+                check(
+                    make_program(work, model),
+                    model,
+                    [make_batch(work.rows, seed) for seed in (1, 2)],
+                    timeout,
+                )
             else:
                 whole = gpt(8, width=16).double()
                 check(Program.load(work), whole, [gpt_batch(24), gpt_batch(24)], timeout)
@@ -135,16 +142,21 @@ def check(program: Program, model: nn.Module, batches: list[tuple[Tensor, Tensor
         wanted.backward()
         wanted = wanted.detach()
         loss = ranks.run("step", step)
-        require(abs(float(loss - wanted)) <= LIMIT * abs(float(wanted)), f"{program.schedule_name}: loss {loss}")
+        require(
+            abs(float(loss - wanted)) <= LIMIT * abs(float(wanted)), f"{program.schedule_name}: loss {loss}"
+        )
     gradients = ranks.run("gradients", lambda rank: gather_gradients(rank.params))
     trained = {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
     require(
-        not gradients or set(trained) <= set(gradients), f"gradients of {set(trained) - set(gradients)} are missing"
+        not gradients or set(trained) <= set(gradients),
+        f"gradients of {set(trained) - set(gradients)} are missing",
     )
     largest = max(float(grad.abs().max()) for grad in trained.values())
     for name, grad in trained.items() if gradients else ():
         off = float((gradients[name] - grad).abs().max())
-        require(off <= LIMIT * max(float(grad.abs().max()), 1e-3 * largest), f"gradient of {name} is off by {off}")
+        require(
+            off <= LIMIT * max(float(grad.abs().max()), 1e-3 * largest), f"gradient of {name} is off by {off}"
+        )
     evaluated = ranks.run("evaluate", lambda rank: rank.executor.evaluate(microbatches(rank, batch)))
     require(abs(float(evaluated - wanted)) <= LIMIT * abs(float(wanted)), f"evaluation: {evaluated}")
     ranks.close()

@@ -76,7 +76,12 @@ def run(rank: int, port: int, how: str, waits_in: str) -> Any:
     told, raised = io.StringIO(), []
     with redirect_stderr(told):
         # `synchronize` is `loss.item()`: the host waits, and nothing of ours is below it.
-        for act in (partial(step, ranks, waits_in), device.synchronize, optimizer.step, partial(step, ranks, waits_in)):
+        for act in (
+            partial(step, ranks, waits_in),
+            device.synchronize,
+            optimizer.step,
+            partial(step, ranks, waits_in),
+        ):
             try:
                 act()
                 raised.append("")

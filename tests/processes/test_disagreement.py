@@ -27,7 +27,9 @@ def test_ranks_that_differ_are_named_on_all_ranks() -> None:
         assert remedy in both
         for rank, first in pairs:
             assert f"rank {rank} got other inputs or targets than rank {first} of the same replica" in both
-    assert said["one_gradient_changed t=2 p=2"].startswith("RuntimeFault: step 2: copies that must be equal are not")
+    assert said["one_gradient_changed t=2 p=2"].startswith(
+        "RuntimeFault: step 2: copies that must be equal are not"
+    )
     assert "ln_1.weight on rank 1 is not as on rank 0" in said["one_gradient_changed t=2 p=2"]
     assert "on rank 1" in said["one_gradient_changed t=2 d=2"]
     assert said["torch_clips t=2 p=2"].startswith("PlanError: torch.nn.utils clipping")

@@ -34,4 +34,6 @@ def test_one_rank_of_3072_runs_a_step() -> None:
     """The last one: its stages 63 and 127 receive from both sides, the second has the loss."""
     done = subprocess.run([sys.executable, "-c", RUN, "3071"], capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert int(done.stdout.split("parameters ")[1]) >= 12  # an attention and an MLP at least: this rank's two stages
+    assert (
+        int(done.stdout.split("parameters ")[1]) >= 12
+    )  # an attention and an MLP at least: this rank's two stages

@@ -82,7 +82,9 @@ def run(launches: list[Launch], timeout: float = 60.0, patience: float = 300.0) 
         said[number, rank] = text
     assert not any(said.values()), next(text for text in said.values() if text)
     assert not hung, f"ranks {hung} hung"
-    assert set(said) == {(number, rank) for number, launch in enumerate(launches) for rank in range(launch.size)}
+    assert set(said) == {
+        (number, rank) for number, launch in enumerate(launches) for rank in range(launch.size)
+    }
 
 
 def test_all_meshes_and_schedules_train_like_one_device() -> None:
@@ -107,7 +109,11 @@ def test_a_default_group_of_the_users() -> None:
 def test_operations_in_one_order_over_all_communicators() -> None:
     """What NCCL asks for, and no Work of synchronous collectives: on the stand-in, which gets stuck otherwise."""
     run(
-        [launch_of([case for case in MESHES if size_of(case) == size], size, "in_order") for size in (3, 4, 6, 8)], 20.0
+        [
+            launch_of([case for case in MESHES if size_of(case) == size], size, "in_order")
+            for size in (3, 4, 6, 8)
+        ],
+        20.0,
     )
 
 
@@ -115,7 +121,9 @@ def test_operations_in_one_order_over_all_communicators() -> None:
 def programs(tmp_path: Path) -> list[Path]:
     """Compiled ones, where W actions do something and scattered messages are gathered."""
     found = []
-    for number, keywords in enumerate([{"p": 4, "v": 2, "schedule": "zbv"}, {"t": 2, "p": 2, "p2p": "scatter_gather"}]):
+    for number, keywords in enumerate(
+        [{"p": 4, "v": 2, "schedule": "zbv"}, {"t": 2, "p": 2, "p2p": "scatter_gather"}]
+    ):
         model = gpt(8, width=16).double()
         program = autoptd.compile(model, **keywords, backend="local", example_inputs=batch(24))  # type: ignore[arg-type]
         program.save(tmp_path / str(number))

@@ -27,7 +27,12 @@ def start(script: str, world_size: int, *arguments: str) -> list[subprocess.Pope
     processes = []
     for rank in range(world_size):
         env = {**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
-        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        env |= {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(ROOT),
+        }
         command = [sys.executable, str(HERE / script), *arguments]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         processes.append(subprocess.Popen(command, env=env, cwd=ROOT, **pipes))  # type: ignore[call-overload]
@@ -95,15 +100,15 @@ def test_a_rank_killed_at_any_kind_of_action_ends_the_others_and_is_named() -> N
             told = f"rank {victim} killed at {action}; rank {rank} said after {end['seconds']:.1f} s:\n{end['error']}"
             assert end["code"] == 1 and 0 <= end["seconds"] < 15, told
             assert end["error"].startswith("RuntimeFault: ") and f"rank {victim}" in end["error"], told
-            assert any(re.search(one.replace("RANK", rank), end["error"]) for one in waits_of(mesh, action)), told
+            assert any(
+                re.search(one.replace("RANK", rank), end["error"]) for one in waits_of(mesh, action)
+            ), told
 
 
 def waits_of(mesh: dict[str, int], action: str) -> list[str]:
     """What a rank may say that it was doing: waiting for a message or, in the end, for the sum of a gradient or the loss."""
     message = r"rank RANK at ([FB]\d\.\d|end of the pipeline): (receive|send) '(RECV|SEND)_[FB]\d\.\d[<>]\d'"
-    gradient = (
-        r"rank RANK at (gradients: all_reduce\w* '(tied )?gradients transformer\.wte\.weight|loss: all_reduce 'loss')"
-    )
+    gradient = r"rank RANK at (gradients: all_reduce\w* '(tied )?gradients transformer\.wte\.weight|loss: all_reduce 'loss')"
     another = r"seen by rank RANK at \w+(\.\d)? in \w+ '"
     if mesh == FOUR:
         return [message, gradient, another]

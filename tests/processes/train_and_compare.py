@@ -85,7 +85,9 @@ def save_and_load(
     return {"identical": first[0] == first[1], "eval_equals_step": float(evaluated) == first[0][0]}
 
 
-def save_and_load_pretrained(pm: autoptd.ParallelModel, share: tuple[torch.Tensor, ...], folder: Path) -> bool:
+def save_and_load_pretrained(
+    pm: autoptd.ParallelModel, share: tuple[torch.Tensor, ...], folder: Path
+) -> bool:
     """Whether ranks that read their parts of what was saved, and have no other values, give the same loss."""
     pm.save_pretrained(folder, max_shard_size="20KB")
     empty = {name: x.to("meta") for name, x in gpt().state_dict().items()}

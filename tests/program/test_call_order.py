@@ -53,7 +53,9 @@ def plan(
 ) -> BucketPlan:
     storage, use = placements(Layout({"tp": R} if "tp" in axes else {}), "float32", stages=owners)
     spec = ParamSpec(name, (name,), shape, tuple((n,) for n in shape), True, owners, storage, use)
-    return BucketPlan(number, (spec,), tuple(step for step in spec.sums if step.axis in (*axes, "pp")), owners)
+    return BucketPlan(
+        number, (spec,), tuple(step for step in spec.sums if step.axis in (*axes, "pp")), owners
+    )
 
 
 def microbatch(axis: str, forward: str = "none", backward: str = "all-reduce", pp: int = 0) -> Collective:
@@ -87,7 +89,8 @@ def test_owners_that_sum_in_different_orders_are_found() -> None:
     swapped = [replace(one, number=1), replace(other, number=0)]
     check_call_order([], [[one, other], [other, one]], MESH)  # by number, in whatever order they are complete
     with pytest.raises(
-        InternalError, match=r"pipeline rank 1 makes 'tied gradients other'.*rank 0 makes 'tied gradients one'"
+        InternalError,
+        match=r"pipeline rank 1 makes 'tied gradients other'.*rank 0 makes 'tied gradients one'",
     ):
         check_call_order([], [[one, other], swapped], MESH)
 

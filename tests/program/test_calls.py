@@ -11,7 +11,13 @@ from autoptd.program.specs import Collective
 
 @pytest.mark.parametrize(
     ("kind", "expected"),
-    [("all-reduce", 1536.0), ("all-gather", 768.0), ("reduce-scatter", 768.0), ("all-to-all", 192.0), ("send", 1024.0)],
+    [
+        ("all-reduce", 1536.0),
+        ("all-gather", 768.0),
+        ("reduce-scatter", 768.0),
+        ("all-to-all", 192.0),
+        ("send", 1024.0),
+    ],
 )
 def test_wire_bytes_of_a_ring_of_four(kind: str, expected: float) -> None:
     assert wire_bytes(kind, 1024, 4) == expected
@@ -54,7 +60,9 @@ def test_star(text: str, starred: str) -> None:
         (Mesh(1, 1, 1), MESH_AXES, ""),
     ],
 )
-def test_axis_text_names_the_axes_along_which_ranks_differ(mesh: Mesh, axes: tuple[str, ...], text: str) -> None:
+def test_axis_text_names_the_axes_along_which_ranks_differ(
+    mesh: Mesh, axes: tuple[str, ...], text: str
+) -> None:
     assert axis_text(mesh, mesh.group(0, axes)) == text
 
 

@@ -9,9 +9,7 @@ from autoptd.program.costs import Costs, Cut, read_costs
 from autoptd.program.program import Program
 from tests.viz.programs import full
 
-KEYS = (
-    "flops_per_stage backward_flops_per_stage total_flops redundant_gemm_flops moved_bytes_per_stage kernels_per_stage"
-)
+KEYS = "flops_per_stage backward_flops_per_stage total_flops redundant_gemm_flops moved_bytes_per_stage kernels_per_stage"
 ROW = ["stage", "module", "operator", "times", "total", "forward", "backward", "redundant"]
 CUT = ["after", "why", "flops", "seconds", "saved_bytes", "rank_seconds", "rank_bytes", "finish"]
 
@@ -28,4 +26,6 @@ def test_the_keys_of_program_json(tmp_path: Path) -> None:
 
 def test_what_an_older_file_does_not_say_is_empty() -> None:
     assert read_costs({}) == Costs() and not Costs().cut.seconds
-    assert read_costs({"total_flops": 8, "cut": {"after": ["h.0"]}}) == Costs(total_flops=8, cut=Cut(("h.0",)))
+    assert read_costs({"total_flops": 8, "cut": {"after": ["h.0"]}}) == Costs(
+        total_flops=8, cut=Cut(("h.0",))
+    )

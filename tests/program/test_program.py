@@ -53,7 +53,9 @@ def test_show_leaves_everything_that_the_readme_names(tmp_path: Path) -> None:
     pm = autoptd.parallelize(gpt(), p=2, v=2, backend="local", example_inputs=batch())
     pm.show(tmp_path)
     pm.close()
-    missing = [name for name in [*FILES, "collectives.md", "passes/04_local.txt"] if not (tmp_path / name).exists()]
+    missing = [
+        name for name in [*FILES, "collectives.md", "passes/04_local.txt"] if not (tmp_path / name).exists()
+    ]
     assert not missing
 
 
@@ -62,7 +64,9 @@ def test_compiling_again_in_another_process_gives_the_same_bytes(tmp_path: Path)
         "import sys, autoptd; from tests.parity.models import batch, gpt;"
         "autoptd.compile(gpt(), t=2, p=2, v=2, example_inputs=batch()).save(sys.argv[1])"
     )
-    subprocess.run([sys.executable, "-c", script, str(tmp_path / "a")], check=True, cwd=Path(__file__).parents[2])
+    subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path / "a")], check=True, cwd=Path(__file__).parents[2]
+    )
     with mock.patch.object(machine, "DEFAULT", machine.Machine()):  # not that of the tests
         autoptd.compile(gpt(), t=2, p=2, v=2, example_inputs=batch()).save(tmp_path / "b")
     for file in sorted((tmp_path / "a").glob("*.*")):

@@ -17,7 +17,9 @@ def value(
     return CrossingSpec(name, 0, (1,), (numel,), dtype, has_grad, type)
 
 
-def plan(*specs: CrossingSpec, mesh: Mesh = FOUR, p2p: str = "scatter_gather", **machine: float) -> tuple[Parcel, ...]:
+def plan(
+    *specs: CrossingSpec, mesh: Mesh = FOUR, p2p: str = "scatter_gather", **machine: float
+) -> tuple[Parcel, ...]:
     return plan_parcels(specs, range(mesh.p), mesh, p2p, Machine(**machine))  # type: ignore[arg-type]
 
 
@@ -47,12 +49,20 @@ def test_direct_sends_everything_whole() -> None:
 
 def test_stages_of_one_rank_send_nothing() -> None:
     skip = CrossingSpec("x", 0, (1, 2), (12,), "float32", True)
-    ends = [(one.source, one.target) for one in plan_parcels([skip], (0, 1, 0), Mesh(2, 2), "direct", Machine())]
+    ends = [
+        (one.source, one.target) for one in plan_parcels([skip], (0, 1, 0), Mesh(2, 2), "direct", Machine())
+    ]
     assert ends == [(0, 1), (1, 0)]
 
 
 def test_small_crossings_of_one_kind_are_packed() -> None:
-    specs = value("a"), value("b", dtype="bool", has_grad=False), value("c"), value("d", "S"), value("e", numel=8 * MIB)
+    specs = (
+        value("a"),
+        value("b", dtype="bool", has_grad=False),
+        value("c"),
+        value("d", "S"),
+        value("e", numel=8 * MIB),
+    )
     names = [(one.is_gradient, one.names, one.numel) for one in plan(*specs)]
     values = [(False, ("a", "c"), 24), (False, ("b",), 12), (False, ("d",), 12), (False, ("e",), 8 * MIB)]
     assert names == [*values, (True, ("a", "c"), 24), (True, ("d",), 12), (True, ("e",), 8 * MIB)]

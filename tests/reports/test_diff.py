@@ -21,7 +21,9 @@ from tests.parity.models import batch, gpt
 
 @cache
 def program(layers: int = 2, sequence_parallel: bool = False, **request: Any) -> Program:
-    return autoptd.compile(gpt(layers), example_inputs=batch(), sequence_parallel=sequence_parallel, **request)
+    return autoptd.compile(
+        gpt(layers), example_inputs=batch(), sequence_parallel=sequence_parallel, **request
+    )
 
 
 def test_equal_programs_do_not_differ(tmp_path: Path) -> None:
@@ -35,7 +37,10 @@ def test_another_split_is_told_by_layer_and_by_collective() -> None:
     assert "  sequence_parallel: false -> true" in lines
     assert "  transformer.h.*.ln_2.weight: I -> R" in lines
     was, now = "2 x all-reduce forward", "2 x reduce-scatter forward and all-gather backward"
-    assert f"  transformer.h.*.mlp.c_proj: {was} over tp, 2 KiB on 2 ranks -> {now} over tp, 2 KiB on 2 ranks" in lines
+    assert (
+        f"  transformer.h.*.mlp.c_proj: {was} over tp, 2 KiB on 2 ranks -> {now} over tp, 2 KiB on 2 ranks"
+        in lines
+    )
     assert "communicated in every microbatch" in lines and "communicated in every step" in lines
     assert not any("c_fc.weight" in line for line in lines)  # split alike by both
 
@@ -44,7 +49,9 @@ def test_mesh_cut_and_schedule() -> None:
     plans = program(layers=4, p=2), program(layers=4, p=2, v=2), program(layers=4, p=4, schedule="gpipe")
     told = autoptd.diff(plans[0].plan, plans[1].plan).splitlines()
     assert "  v: 1 -> 2" in told and "  schedule: 1f1b -> interleaved" in told
-    assert any(line.startswith("  behind: transformer.h.") and " -> transformer.h.0, " in line for line in told)
+    assert any(
+        line.startswith("  behind: transformer.h.") and " -> transformer.h.0, " in line for line in told
+    )
     assert "  p: 2 -> 4" in autoptd.diff(plans[0], plans[2]).splitlines()
 
 
@@ -96,5 +103,7 @@ def test_how_the_command_ends(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         assert str(wrong) in captured.err and not captured.out
     (tmp_path / "program.json").write_text("{}")
     assert main(["diff", str(tmp_path), str(a)]) == 2
-    done = subprocess.run([sys.executable, "-m", "autoptd", "diff", a, b], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "autoptd", "diff", a, b], capture_output=True, text=True, check=False
+    )
     assert (done.returncode, done.stdout) == (1, "mesh\n  t: 2 -> 4\n"), done.stderr

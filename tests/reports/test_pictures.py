@@ -41,7 +41,9 @@ def test_weight_gradients_hold_until_they_run() -> None:
     run = simulated_run(gpt(4, rows=8, p=2, schedule="zb_h1"))
     ends = {end for action, _, end in run.spans[0] if action.kind is Kind.W}
     falls = [
-        time for (_, before), (time, after) in zip(run.memory[0], run.memory[0][1:], strict=False) if after < before
+        time
+        for (_, before), (time, after) in zip(run.memory[0], run.memory[0][1:], strict=False)
+        if after < before
     ]
     assert falls and set(falls) <= ends
 
@@ -66,7 +68,9 @@ def test_show_draws_what_was_executed_beside_what_was_simulated(tmp_path: Path) 
     assert picture.svg == (tmp_path / "graph.svg").read_text()
     run = executed_run(pm.program, record.spans)
     for row, order in zip(run.spans, pm.program.orders, strict=True):  # of tensor rank 0 only
-        assert [action for action, _, _ in row if action.kind in COMPUTES] == [a for a in order if a.kind in COMPUTES]
+        assert [action for action, _, _ in row if action.kind in COMPUTES] == [
+            a for a in order if a.kind in COMPUTES
+        ]
 
 
 def test_only_ranks_that_were_recorded_are_named() -> None:

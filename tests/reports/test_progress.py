@@ -68,14 +68,18 @@ def test_the_wait_for_what_was_started_is_communication(monkeypatch: pytest.Monk
 def test_what_is_logged(tmp_path: Path) -> None:
     pm, x = make()
     told, log = io.StringIO(), tmp_path / "deep" / "run.jsonl"
-    with autoptd.Progress(pm, tokens=32, steps=5, log=log, peak=1e9, measure_every=3, stream=told) as progress:
+    with autoptd.Progress(
+        pm, tokens=32, steps=5, log=log, peak=1e9, measure_every=3, stream=told
+    ) as progress:
         for _ in range(5):
             loss = progress.step(x, x)
             progress.add(loss, pm.clip_grad_norm_(1.0), lr=0.5)
         seconds = progress.seconds
     pm.close()
     records = [json.loads(line) for line in log.read_text().splitlines()]
-    assert [one["step"] for one in records] == [1, 2, 3, 4, 5] and [one["loss"] for one in records] == progress.losses
+    assert [one["step"] for one in records] == [1, 2, 3, 4, 5] and [
+        one["loss"] for one in records
+    ] == progress.losses
     assert ["compute" in one for one in records] == [False, True, False, False, True]
     for one, took in zip(records, seconds, strict=True):
         assert one["tokens_per_second"] == pytest.approx(32 / took) and one["lr"] == 0.5
@@ -140,7 +144,13 @@ def test_other_ranks_are_quiet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_words_and_refusals(tmp_path: Path) -> None:
-    record = {"step": 7, "loss": 2.5, "grad_norm": 0.8123, "tokens_per_second": 12345.0, "model_flops_per_second": 8e12}
+    record = {
+        "step": 7,
+        "loss": 2.5,
+        "grad_norm": 0.8123,
+        "tokens_per_second": 12345.0,
+        "model_flops_per_second": 8e12,
+    }
     line = progress_line(record | {"mfu": 0.385}, 1000, 8, ())
     assert line == "step    7/1000  loss 2.5000  norm 0.812  12.3 k tokens/s  1 TFLOP/s a rank (MFU 38.5%)"
     pm, _ = make()

@@ -35,14 +35,25 @@ def test_it_has_everything_and_fetches_nothing() -> None:
     assert "a &lt;GPT&gt; on 8 ranks" in text and text.count("shadowrootmode") >= 3
     for name in program.sources:
         assert f"<summary>{name} " in text
-    for words in ("transformer.h.*.mlp.c_fc", "matrix products of a step", "cut behind", "Where the model is cut"):
+    for words in (
+        "transformer.h.*.mlp.c_fc",
+        "matrix products of a step",
+        "cut behind",
+        "Where the model is cut",
+    ):
         assert words in text, words
     assert not re.search(r'(src|href)="(?!#|data:)', text)
 
 
 def test_what_fell_back_and_what_was_fused_is_told() -> None:
     program = deep()
-    found = {"op": "aten.linear", "site": "h.*.up", "fact": "8 does not divide", "remedy": "t=2", "flops": 5000}
+    found = {
+        "op": "aten.linear",
+        "site": "h.*.up",
+        "fact": "8 does not divide",
+        "remedy": "t=2",
+        "flops": 5000,
+    }
 
     fusions = (Fusion("gelu", "h.*", 7), Fusion("x", "", 1, "no"))
     told = report_html(replace(program, plan={**program.plan, "fallbacks": [found]}, fusions=fusions))
@@ -118,7 +129,13 @@ const later = () => new Promise(done => setTimeout(done));
 
 def browse(page: Path) -> tuple[str, str]:
     """The page as it is after its scripts, and what the browser said meanwhile."""
-    flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--virtual-time-budget=5000"]
+    flags = [
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--enable-logging=stderr",
+        "--virtual-time-budget=5000",
+    ]
     command = [str(CHROME), *flags, f"--user-data-dir={page.parent}/chrome", "--dump-dom", f"file://{page}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     return done.stdout, done.stderr

@@ -46,7 +46,9 @@ def test_traffic_is_that_of_the_busiest_rank() -> None:
         sent = []
         for pp in range(2):
             calls = expected_calls(program, 4 * pp)
-            sent.append(sum(times * call.wire_bytes for call, times in calls.items() if _axis(call.axis) == axis))
+            sent.append(
+                sum(times * call.wire_bytes for call, times in calls.items() if _axis(call.axis) == axis)
+            )
         assert one.sent_bytes == round(max(sent)) > 0 and one.seconds > 0
 
 
@@ -88,7 +90,10 @@ class Narrow(nn.Module):
 
     def __init__(self, dtype: torch.dtype, trained: torch.dtype) -> None:
         super().__init__()
-        self.frozen, self.trained = nn.Linear(4, 4, dtype=dtype).requires_grad_(False), nn.Linear(4, 4, dtype=trained)
+        self.frozen, self.trained = (
+            nn.Linear(4, 4, dtype=dtype).requires_grad_(False),
+            nn.Linear(4, 4, dtype=trained),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.trained(self.frozen(x).to(self.trained.weight.dtype)).float().square().mean()

@@ -112,7 +112,9 @@ def test_the_total_divides() -> None:
         def of(**options: Any) -> Tensor:
             weight = shard(tensors(V, H, seed=1), 0, world.rank, 2)
             group = world.group(("tp",))
-            return vocab_parallel_linear_cross_entropy(tensors(N, H), weight, torch.arange(N), group, **options)
+            return vocab_parallel_linear_cross_entropy(
+                tensors(N, H), weight, torch.arange(N), group, **options
+            )
 
         return of(total=torch.tensor(40.0)) * 40, of(reduction="sum")
 

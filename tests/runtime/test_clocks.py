@@ -94,4 +94,6 @@ def test_a_measured_step_adds_up_on_the_device(streams: list[FakeStream]) -> Non
 def test_a_host_that_is_its_own_device_is_timed_by_its_clock() -> None:
     first, second = clocks_of([torch.device("cpu")] * 2)
     before, after = first.now(), first.now()
-    assert 0 <= first.seconds(before) <= first.seconds(after) and first.seconds(after) == second.seconds(after)
+    assert 0 <= first.seconds(before) <= first.seconds(after) and first.seconds(after) == second.seconds(
+        after
+    )

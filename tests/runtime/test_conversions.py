@@ -48,13 +48,17 @@ def assemble(parts: Sequence[Tensor], how: str, split: tuple[int, int]) -> Tenso
     return parts[0]
 
 
-def convert(t: int, x: list[Tensor], grads: list[Tensor], fn: Callable[..., Tensor], args: tuple[int, ...]) -> tuple:
+def convert(
+    t: int, x: list[Tensor], grads: list[Tensor], fn: Callable[..., Tensor], args: tuple[int, ...]
+) -> tuple:
     """Return every rank's output and input gradient."""
 
     def body(world: World) -> tuple[Tensor, Tensor]:
         leaf = x[world.rank].requires_grad_()
         y = fn(leaf * 1.0, world.group(("tp",)), *args, site="test")
-        strided = grads[world.rank].movedim(0, -1).contiguous().movedim(-1, 0)  # cotangents need not be contiguous
+        strided = (
+            grads[world.rank].movedim(0, -1).contiguous().movedim(-1, 0)
+        )  # cotangents need not be contiguous
         y.backward(strided)
         assert leaf.grad is not None
         return y.detach(), leaf.grad
@@ -99,8 +103,12 @@ def test_s_to_s(before: tuple[int, int], after: tuple[int, int], t: int) -> None
 def test_i_to_s_round_trip(split: tuple[int, int]) -> None:
     """I -> S -> I, the scatter/gather at a boundary, changes neither value nor gradient."""
     value, cotangent = draw(1), draw(2)
-    there_and_back = lambda x, group, site: rt.s_to_i(rt.i_to_s(x, group, *split, site=site), group, *split, site=site)  # noqa: E731
-    ys, dxs = convert(4, spread(value, "equal", split, 4), spread(cotangent, "equal", split, 4), there_and_back, ())
+    there_and_back = lambda x, group, site: rt.s_to_i(
+        rt.i_to_s(x, group, *split, site=site), group, *split, site=site
+    )  # noqa: E731
+    ys, dxs = convert(
+        4, spread(value, "equal", split, 4), spread(cotangent, "equal", split, 4), there_and_back, ()
+    )
     assert all(torch.equal(y, value) for y in ys)
     assert all(torch.equal(dx, cotangent) for dx in dxs)
 
@@ -122,7 +130,9 @@ def test_shards_of_fused_rows() -> None:
     assert torch.equal(padded[0] + padded[1], x) and padded[1].tolist()[:4] == [0, 0, 2, 3]
 
 
-@pytest.mark.parametrize(("size", "t"), [(size, t) for size in (1, 2, 5, 61, 2049) for t in (2, 3, 4, 8) if size % t])
+@pytest.mark.parametrize(
+    ("size", "t"), [(size, t) for size in (1, 2, 5, 61, 2049) for t in (2, 3, 4, 8) if size % t]
+)
 def test_padded_shards_round_trip(size: int, t: int) -> None:
     x = torch.arange(1.0, 1 + 3 * size).reshape(size, 3)
     shards = [rt.take_shard(x, 0, 1, index, t, size) for index in range(t)]
@@ -130,7 +140,9 @@ def test_padded_shards_round_trip(size: int, t: int) -> None:
     stacked = torch.cat(shards)
     assert torch.equal(stacked[:size], x) and not stacked[size:].any() and stacked[size:].numel()
     assert torch.equal(rt.join_shards(shards, 0, 1, size), x)
-    assert torch.equal(sum(rt.pad_shard(shard, 0, 1, index, t, size) for index, shard in enumerate(shards)), x)
+    assert torch.equal(
+        sum(rt.pad_shard(shard, 0, 1, index, t, size) for index, shard in enumerate(shards)), x
+    )
 
 
 def test_a_dim_that_does_not_divide_is_refused_unless_its_size_is_said() -> None:
@@ -144,8 +156,12 @@ def test_a_dim_that_does_not_divide_is_refused_unless_its_size_is_said() -> None
 
 @pytest.mark.parametrize("t", [2, 5, 7])
 @pytest.mark.parametrize(("dim", "size"), [(0, 3), (2, 11)])
-@pytest.mark.parametrize(("source", "target"), [pair for pair in CONVERSIONS if "S" in pair and pair != ("S", "S")])
-def test_conversion_of_padded_shards_is_its_definition(source: str, target: str, dim: int, size: int, t: int) -> None:
+@pytest.mark.parametrize(
+    ("source", "target"), [pair for pair in CONVERSIONS if "S" in pair and pair != ("S", "S")]
+)
+def test_conversion_of_padded_shards_is_its_definition(
+    source: str, target: str, dim: int, size: int, t: int
+) -> None:
     """What lies in the padding of the shards that come in is noise: no conversion may let it out."""
     shape = [*SHAPE[:dim], size, *SHAPE[dim + 1 :]]
     value, cotangent = draw(1, shape), draw(2, shape)
@@ -164,7 +180,9 @@ def test_conversion_of_padded_shards_is_its_definition(source: str, target: str,
         return joined.narrow(dim, 0, size)
 
     function = partial(getattr(rt, CONVERSIONS[source, target].name), size=size)
-    ys, dxs = convert(t, parts_of(value, VALUE[source]), parts_of(cotangent, COTANGENT[target]), function, (dim, 1))
+    ys, dxs = convert(
+        t, parts_of(value, VALUE[source]), parts_of(cotangent, COTANGENT[target]), function, (dim, 1)
+    )
     torch.testing.assert_close(whole_of(ys, VALUE[target]), value, rtol=0, atol=1e-12)
     torch.testing.assert_close(whole_of(dxs, COTANGENT[source]), cotangent, rtol=0, atol=1e-12)
 

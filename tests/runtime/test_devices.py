@@ -82,7 +82,13 @@ def test_a_device_that_is_not_there_hangs_nobody() -> None:
     ids, targets = batch(4)
     with pytest.raises((RuntimeFault, AssertionError, RuntimeError)):
         autoptd.parallelize(
-            gpt(2), t=2, backend="local", device="cuda", timeout=5.0, example_inputs=(ids, targets), fuse="eager"
+            gpt(2),
+            t=2,
+            backend="local",
+            device="cuda",
+            timeout=5.0,
+            example_inputs=(ids, targets),
+            fuse="eager",
         )
 
 
@@ -110,7 +116,9 @@ def test_compiler_and_planner_ask_for_the_device_of_the_ranks(
     model, found = gpt(2), torch.device(expected)
     assert devices.device_of_ranks(model.parameters(), device, backend) == found
     options = Options(t=2, device=device, backend=backend)
-    assert devices.default_fusion(model.parameters(), options) == ("triton" if found.type == "cuda" else "eager")
+    assert devices.default_fusion(model.parameters(), options) == (
+        "triton" if found.type == "cuda" else "eager"
+    )
     clusters: list[str] = []
     monkeypatch.setattr(auto, "find_cluster", lambda name: clusters.append(name) or find_cluster(name))
     gpus = {} if environment else {"gpus": 2}
@@ -131,5 +139,7 @@ def test_sends_and_receives_get_few_ctas(monkeypatch: pytest.MonkeyPatch) -> Non
     for options in (compat._nccl_options("nccl", limit, None), compat._nccl_options("nccl", limit, 4)):
         assert options.is_high_priority_stream and options._timeout == limit
     assert compat._nccl_options("nccl", limit, None).config.max_ctas == 32
-    monkeypatch.setattr(Options, "__init__", lambda self: None)  # built against an NCCL that has no such bound
+    monkeypatch.setattr(
+        Options, "__init__", lambda self: None
+    )  # built against an NCCL that has no such bound
     assert isinstance(compat._nccl_options("nccl", limit, 4), Options)

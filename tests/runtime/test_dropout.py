@@ -29,10 +29,14 @@ def run(model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch, steps: int = 1,
         mask = dropout(torch.ones_like(x), rate, draw, batch, shard, tp) != 0
         place = (draw.first_row if batch is not None else 0, tp.index if shard is not None else 0)
         seen = parts.setdefault((draw.step, draw.site), {})
-        assert torch.equal(seen.setdefault(place, (mask, batch, shard))[0], mask)  # on every rank that holds it
+        assert torch.equal(
+            seen.setdefault(place, (mask, batch, shard))[0], mask
+        )  # on every rank that holds it
         return dropout(x, rate, draw, batch, shard, tp)
 
-    def record_fused(x: torch.Tensor, bias: Any, residual: torch.Tensor, *how: Any, backend: str, **where: Any) -> Any:
+    def record_fused(
+        x: torch.Tensor, bias: Any, residual: torch.Tensor, *how: Any, backend: str, **where: Any
+    ) -> Any:
         record(x, *how, **where)
         return bias_dropout_add(x, bias, residual, *how, backend=backend, **where)
 
@@ -76,7 +80,13 @@ def test_every_layout_draws_the_same_masks(layout: dict[str, int], monkeypatch: 
     assert all(torch.equal(found[key], wanted[key]) for key in wanted)
 
 
-FOLDS = ["tokens_folded", "sequence_first", "batch_and_heads_folded", "heads_before_batch", "parameters_dropped"]
+FOLDS = [
+    "tokens_folded",
+    "sequence_first",
+    "batch_and_heads_folded",
+    "heads_before_batch",
+    "parameters_dropped",
+]
 
 
 @pytest.mark.parametrize("name", [*FOLDS, "constants_dropped"])

@@ -50,7 +50,9 @@ def running(program: Program, model: TiedModel, timeout: float = 20.0) -> Iterat
         ranks.close()
 
 
-def step(ranks: LocalRanks, program: Program, batch: tuple[Tensor, Tensor], nan: str = "raise") -> list[Tensor]:
+def step(
+    ranks: LocalRanks, program: Program, batch: tuple[Tensor, Tensor], nan: str = "raise"
+) -> list[Tensor]:
     """One step on every rank; the losses that the ranks return."""
     losses: dict[int, Tensor] = {}
 
@@ -140,7 +142,10 @@ def test_a_missing_transfer_is_found(kind: Kind) -> None:
     orders = [[one for one in order if one.kind is not kind] for order in program.orders]
     broken = dataclasses.replace(program, orders=orders)
     words = "waited" if kind is Kind.SEND_F else "not posted"
-    with running(broken, model, timeout=0.5) as ranks, pytest.raises((InternalError, RuntimeFault), match=words):
+    with (
+        running(broken, model, timeout=0.5) as ranks,
+        pytest.raises((InternalError, RuntimeFault), match=words),
+    ):
         step(ranks, broken, make_batch())
 
 
@@ -204,10 +209,14 @@ def test_a_device_that_is_behind_tells_of_a_nan_one_step_later() -> None:
         before = ranks.run("gradients", lambda rank: gather_gradients(rank.params))
         with torch.no_grad():
             weight.copy_(good)
-        with pytest.raises(RuntimeFault, match=r"^step 2: the loss of step 1 was NaN on rank 3 .* seen one step later"):
+        with pytest.raises(
+            RuntimeFault, match=r"^step 2: the loss of step 1 was NaN on rank 3 .* seen one step later"
+        ):
             step(ranks, program, make_batch())
         after = ranks.run("gradients", lambda rank: gather_gradients(rank.params))
-        assert all(torch.allclose(before[name], after[name], rtol=0, atol=0, equal_nan=True) for name in before)
+        assert all(
+            torch.allclose(before[name], after[name], rtol=0, atol=0, equal_nan=True) for name in before
+        )
         assert all(step(ranks, program, make_batch())[0].isfinite() for _ in range(2))
 
 
@@ -235,7 +244,9 @@ def test_namespace_reads_like_the_model() -> None:
     root: Any = make_namespace(
         {"h.0.ln.weight": torch.ones(1), "h.11.ln.weight": torch.zeros(1), "2.bias": torch.full((1,), 5.0)}
     )
-    assert root.h[11].ln.weight.item() == 0 and root["h"][0].ln.weight.item() == 1 and root[2].bias.item() == 5
+    assert (
+        root.h[11].ln.weight.item() == 0 and root["h"][0].ln.weight.item() == 1 and root[2].bias.item() == 5
+    )
 
 
 def test_tracebacks_show_emitted_lines() -> None:

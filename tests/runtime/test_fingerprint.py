@@ -57,7 +57,9 @@ def test_parts_of_ranks_add_up_to_the_models(case: Any) -> None:
         program, state = make_program(case, model), pm.state_dict()
         for spec in program.params:
             owners = [
-                rank for rank in pm._ranks.here if spec.name in rank.params.local and rank.world.coordinate.dp == 0
+                rank
+                for rank in pm._ranks.here
+                if spec.name in rank.params.local and rank.world.coordinate.dp == 0
             ]
             owners = [rank for rank in owners if rank.params.is_first_owner(spec)]
             parts = [

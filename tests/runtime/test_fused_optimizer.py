@@ -50,17 +50,24 @@ class Strided(nn.Module):
 
 @pytest.mark.parametrize("mesh", [{}, {"d": 2}], ids=str)
 @pytest.mark.parametrize("cls", [optim.AdamW, optim.SGD])
-def test_strided_parameters_and_gradients_are_stepped_right(cls: type[optim.Optimizer], mesh: dict[str, int]) -> None:
+def test_strided_parameters_and_gradients_are_stepped_right(
+    cls: type[optim.Optimizer], mesh: dict[str, int]
+) -> None:
     x = torch.randn(8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     model = Strided()
     pm = autoptd.parallelize(Strided(), **mesh, backend="local", example_inputs=(x,))
     keywords = {"momentum": 0.9} if cls is optim.SGD else {"weight_decay": 0.1}
-    ours, plain = pm.optimizer(cls, lr=0.1, **keywords), cls(model.parameters(), lr=0.1, foreach=False, **keywords)
+    ours, plain = (
+        pm.optimizer(cls, lr=0.1, **keywords),
+        cls(model.parameters(), lr=0.1, foreach=False, **keywords),
+    )
     assert all(group["fused"] for group in ours.param_groups)
     for number in range(4):
         pm.step(x)
         model(x).backward()
-        for one in pm.parameters() if number else ():  # a user's own change of gradients may lay them out otherwise
+        for one in (
+            pm.parameters() if number else ()
+        ):  # a user's own change of gradients may lay them out otherwise
             if one.dim() == 2 and one.grad is not None:
                 one.grad = (2 * one.grad).t().contiguous().t()
         if number and model.weight.grad is not None:

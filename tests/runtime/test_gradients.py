@@ -103,7 +103,9 @@ def test_owners_of_a_tied_parameter_make_the_same_buckets() -> None:
 
 
 @pytest.mark.parametrize("without", [(0,), (1,), (0, 1)])
-def test_owners_agree_whether_a_tied_gradient_exists(monkeypatch: pytest.MonkeyPatch, without: tuple[int, ...]) -> None:
+def test_owners_agree_whether_a_tied_gradient_exists(
+    monkeypatch: pytest.MonkeyPatch, without: tuple[int, ...]
+) -> None:
     """One that no owner has stays None; one that some owner has, all have. They ask each other in the first step only."""
     model, start = make_model(), Bucket.start
     program = make_program(Case(p=2), model)
@@ -120,7 +122,9 @@ def test_owners_agree_whether_a_tied_gradient_exists(monkeypatch: pytest.MonkeyP
             for group in rank.world.communicators()[0]:
                 ask = group.gather_objects
                 monkeypatch.setattr(
-                    group, "gather_objects", lambda one, site, ask=ask: (asked.append(site), ask(one, site))[1]
+                    group,
+                    "gather_objects",
+                    lambda one, site, ask=ask: (asked.append(site), ask(one, site))[1],
                 )
         for _ in range(2):
             step(ranks, program, make_batch())
@@ -206,7 +210,11 @@ def test_norm_without_gradients_is_zero() -> None:
 
 def test_squares_are_summed_in_float64_whatever_the_dtypes() -> None:
     """Squares of these overflow float32, and those of the small ones vanish in it."""
-    large = [torch.full((3,), 1e25), torch.full((4,), 2.0, dtype=torch.bfloat16), torch.ones(2, dtype=torch.float64)]
+    large = [
+        torch.full((3,), 1e25),
+        torch.full((4,), 2.0, dtype=torch.bfloat16),
+        torch.ones(2, dtype=torch.float64),
+    ]
     assert _sum_of_squares(large, torch.device("cpu")).item() == pytest.approx(3e50, rel=1e-6)
     small = [torch.full((5,), 1e-30), torch.full((2, 2), 1e-30)]
     assert _sum_of_squares(small, torch.device("cpu")).item() == pytest.approx(9e-60, rel=1e-6)

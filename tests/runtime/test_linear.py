@@ -44,7 +44,9 @@ INPUTS: dict[str, Callable[[], Tensor]] = {
 @pytest.mark.parametrize("has_bias", [True, False])
 @pytest.mark.parametrize("is_transposed", [False, True])
 @pytest.mark.parametrize("name", INPUTS)
-def test_values_and_gradients_are_those_of_f_linear(name: str, is_transposed: bool, has_bias: bool, wgrad: str) -> None:
+def test_values_and_gradients_are_those_of_f_linear(
+    name: str, is_transposed: bool, has_bias: bool, wgrad: str
+) -> None:
     torch.manual_seed(0)
     x, bias = INPUTS[name](), normal(3) if has_bias else None
     weight = normal(*((6, 3) if is_transposed else (3, 6)))
@@ -110,7 +112,11 @@ class Telling(SoloGroup):
 def test_the_reduction_runs_beside_the_weight_gemm() -> None:
     events: list[str] = []
     y = rt.linear(
-        strided(), normal(2, 6), overlap=Telling(events), wgrad=lambda gemm: events.append("GEMM"), site="c_fc"
+        strided(),
+        normal(2, 6),
+        overlap=Telling(events),
+        wgrad=lambda gemm: events.append("GEMM"),
+        site="c_fc",
     )
     y.sum().backward()
     assert events == ["start c_fc backward", "GEMM", "wait"]
@@ -126,7 +132,11 @@ def test_overlap_sums_the_input_gradient_and_nothing_else(has_gradient: bool) ->
         for overlap in (False, True):
             x = inputs.clone().requires_grad_(has_gradient)
             weight, bias = weights[world.rank].clone().requires_grad_(), biases.clone().requires_grad_()
-            y = rt.linear(x, weight, bias, overlap=group) if overlap else F.linear(rt.i_to_r(x, group), weight, bias)
+            y = (
+                rt.linear(x, weight, bias, overlap=group)
+                if overlap
+                else F.linear(rt.i_to_r(x, group), weight, bias)
+            )
             (y * y.detach()).sum().backward()
             results.append([y.detach(), x.grad, weight.grad, bias.grad])
         return results

@@ -54,11 +54,14 @@ def test_a_step_takes_as_long_as_simulated(schedule: str) -> None:
 def simulated(program: Program, seconds: Mapping[tuple[int, Kind], float]) -> float:
     """When the simulation ends, given the time of each action by (stage, kind)."""
     forward, backward, weight_gradient = (
-        [seconds.get((stage.index, kind), 1.0) for stage in program.stages] for kind in (Kind.F, Kind.B, Kind.W)
+        [seconds.get((stage.index, kind), 1.0) for stage in program.stages]
+        for kind in (Kind.F, Kind.B, Kind.W)
     )
     if any(action.kind is Kind.W for order in program.orders for action in order):
         backward = [one + other for one, other in zip(backward, weight_gradient, strict=True)]  # both parts
-    return simulate(program.orders, forward=forward, backward=backward, weight_gradient=weight_gradient).makespan
+    return simulate(
+        program.orders, forward=forward, backward=backward, weight_gradient=weight_gradient
+    ).makespan
 
 
 def lasted(timeline: Timeline) -> dict[tuple[int, Kind], float]:
@@ -113,4 +116,6 @@ def test_a_record_has_the_spans() -> None:
     with running(program, model) as ranks:
         with recording(ranks) as (recorded, record):
             step(recorded, program, make_batch())  # type: ignore[arg-type]
-        assert [span.action for span in record.spans] == [action for order in program.orders for action in order]
+        assert [span.action for span in record.spans] == [
+            action for order in program.orders for action in order
+        ]

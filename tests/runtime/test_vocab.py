@@ -42,7 +42,9 @@ def shard(x: Tensor, dim: int, rank: int, t: int, noise: float = 0.0) -> Tensor:
     return part
 
 
-def check_cross_entropy(t: int, logits: Tensor, targets: Tensor, weight: Tensor | None, **options: object) -> None:
+def check_cross_entropy(
+    t: int, logits: Tensor, targets: Tensor, weight: Tensor | None, **options: object
+) -> None:
     vocabulary = logits.shape[1]
     size = vocabulary if vocabulary % t else 0
     whole = logits.clone().requires_grad_()
@@ -81,7 +83,9 @@ def test_cross_entropy_options(labels: list[int], t: int) -> None:
     for reduction, smoothing, weighted in product(("mean", "sum", "none"), (0.0, 0.1), (False, True)):
         weight = tensors(V, seed=3).abs() if weighted else None
         logits = 5 * tensors(N, V)
-        check_cross_entropy(t, logits, torch.tensor(labels), weight, reduction=reduction, label_smoothing=smoothing)
+        check_cross_entropy(
+            t, logits, torch.tensor(labels), weight, reduction=reduction, label_smoothing=smoothing
+        )
 
 
 @pytest.mark.parametrize("t", [2, 3, 4, 8])
@@ -150,7 +154,9 @@ def test_a_given_total_divides_before_anything_is_rounded(dtype: torch.dtype, t:
         found = torch.cat([grad for _, grad in results], 1).double()
         assert whole.grad is not None
         slope = float((found * whole.grad).sum() / whole.grad.square().sum())
-        assert abs(slope - 1) < (1e-12 if dtype == torch.float64 else 4e-4)  # a rounded total would leave 1e-3 and more
+        assert abs(slope - 1) < (
+            1e-12 if dtype == torch.float64 else 4e-4
+        )  # a rounded total would leave 1e-3 and more
         for loss, _ in results:
             torch.testing.assert_close(loss, expected.detach().to(dtype))
 
@@ -163,7 +169,9 @@ def test_cross_entropy_sends_numbers_per_row_only() -> None:
         group = world.group(("tp",))
         reduce = group.all_reduce
         group.all_reduce = lambda x, *args, **kw: (seen.append(x.numel()), reduce(x, *args, **kw))[1]  # type: ignore
-        rt.vocab_parallel_cross_entropy(tensors(N, V // 2).requires_grad_(), torch.arange(N), group).backward()
+        rt.vocab_parallel_cross_entropy(
+            tensors(N, V // 2).requires_grad_(), torch.arange(N), group
+        ).backward()
 
     run_ranks(shared, body)
     assert sorted(seen) == [N, N, 2 * N, 2 * N]
@@ -226,7 +234,9 @@ def test_embedding(padding_idx: int, t: int) -> None:
 
     def body(world: World) -> tuple[Tensor, Tensor]:
         weight = shard(whole, 0, world.rank, t, noise=50.0).requires_grad_()
-        x = rt.vocab_parallel_embedding(ids, weight, world.group(("tp",)), padding_idx, size=V if V % t else 0)
+        x = rt.vocab_parallel_embedding(
+            ids, weight, world.group(("tp",)), padding_idx, size=V if V % t else 0
+        )
         x.backward(cotangent)
         assert weight.grad is not None
         return x.detach(), weight.grad
@@ -242,5 +252,7 @@ def test_embedding_id_out_of_range_fails(bad: int) -> None:
     with pytest.raises(RuntimeFault, match="out of range"):
         run_ranks(
             world_of(2),
-            lambda world: rt.vocab_parallel_embedding(torch.tensor([0, bad]), tensors(V // 2, H), world.group(("tp",))),
+            lambda world: rt.vocab_parallel_embedding(
+                torch.tensor([0, bad]), tensors(V // 2, H), world.group(("tp",))
+            ),
         )

@@ -61,7 +61,10 @@ CALLS: dict[str, tuple[Callable[[], Tensor], dict[str, int]]] = {
     "attention": (lambda: attend(4), {FLASH: 2 * SCORES, f"{FLASH}_backward": 5 * SCORES}),
     "shared heads": (lambda: attend(2), {FLASH: 2 * SCORES, f"{FLASH}_backward": 5 * SCORES}),
     "convolution": (convolve, {"convolution": WINDOW, "convolution_backward": 2 * WINDOW}),
-    "groups": (lambda: convolve(2), {"convolution": WINDOW // 2, "convolution_backward": WINDOW // 2 + WINDOW}),
+    "groups": (
+        lambda: convolve(2),
+        {"convolution": WINDOW // 2, "convolution_backward": WINDOW // 2 + WINDOW},
+    ),
     "no product": (lambda: torch.ones(3, 5) + 1, {}),
 }
 

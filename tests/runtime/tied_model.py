@@ -97,7 +97,8 @@ def make_program(case: Case, model: TiedModel) -> Program:
     """The program of `model`; layers are dealt out to stages in equal runs."""
     stages, b = case.p * case.v, case.rows // (case.m * case.d)
     of_stage = [
-        list(range(case.layers))[k * case.layers // stages : (k + 1) * case.layers // stages] for k in range(stages)
+        list(range(case.layers))[k * case.layers // stages : (k + 1) * case.layers // stages]
+        for k in range(stages)
     ]
     last = stages - 1
     dtype = "float64"
@@ -106,7 +107,13 @@ def make_program(case: Case, model: TiedModel) -> Program:
         crossings.append(CrossingSpec("first", 0, tuple(sorted({1, last})), (b, LENGTH, WIDTH), dtype, True))
         crossings.append(CrossingSpec("mask", 0, (last,), (b, LENGTH, 1), dtype, False))
     params = [
-        _param("wte.weight", (VOCAB, WIDTH), S(0, 0), tuple(sorted({0, last})), aliases=("wte.weight", "head.weight"))
+        _param(
+            "wte.weight",
+            (VOCAB, WIDTH),
+            S(0, 0),
+            tuple(sorted({0, last})),
+            aliases=("wte.weight", "head.weight"),
+        )
     ]
     params.append(_param("offset", (WIDTH,), I, (0,), requires_grad=False))
     for k, layers in enumerate(of_stage):

@@ -78,7 +78,9 @@ def test_no_slip_passes_silently(case: tuple[Orders, list[Link]]) -> None:
 
 def check_dependencies(orders: Orders, links: list[Link], result: Simulation) -> None:
     """What training needs, said without any code of the schedules."""
-    home = {action.stage: rank for rank, order in enumerate(orders) for action in order if action.kind is Kind.F}
+    home = {
+        action.stage: rank for rank, order in enumerate(orders) for action in order if action.kind is Kind.F
+    }
     counts = Counter(action for order in orders for action in order)
     assert set(counts.values()) == {1}
     stages, microbatches = range(1 + max(home)), range(1 + max(action.microbatch for action in counts))
@@ -112,7 +114,9 @@ def check_messages(orders: Orders, links: list[Link], home: dict[int, int], m: i
         for j in range(m) if home[source] != home[target] else ():
             wanted |= {Action(Kind.SEND_F, source, j, target), Action(Kind.RECV_F, target, j, source)}
             wanted |= (
-                {Action(Kind.SEND_B, target, j, source), Action(Kind.RECV_B, source, j, target)} if grad else set()
+                {Action(Kind.SEND_B, target, j, source), Action(Kind.RECV_B, source, j, target)}
+                if grad
+                else set()
             )
     assert {action for order in orders for action in order if action.kind in (*SENDS, *RECVS)} == wanted
     for order in orders:
@@ -124,5 +128,7 @@ def check_messages(orders: Orders, links: list[Link], home: dict[int, int], m: i
                 assert compute < index if action.kind in SENDS else index < compute
             if action.kind is Kind.REDUCE:
                 assert all(
-                    i < index for one, i in at.items() if one.stage == action.stage and one.kind in (Kind.B, Kind.W)
+                    i < index
+                    for one, i in at.items()
+                    if one.stage == action.stage and one.kind in (Kind.B, Kind.W)
                 )

@@ -23,7 +23,9 @@ def test_what_waits_for_its_weight_gradients_is_live() -> None:
 def test_several_chunks(p: int, v: int, m: int) -> None:
     orders = build_orders("interleaved", p, v, m)
     moments = in_flight_moments(orders)
-    assert max(map(sum, moments)) == min(m * v, 2 * (p - 1) + (v - 1) * p + 1)  # rank 0: its warm-up and one more
+    assert max(map(sum, moments)) == min(
+        m * v, 2 * (p - 1) + (v - 1) * p + 1
+    )  # rank 0: its warm-up and one more
     for rank, order in enumerate(orders):
         live = [0] * (p * v)
         for action in order:

@@ -9,7 +9,14 @@ import pytest
 from autoptd.ir.actions import COMPUTES, Kind
 from autoptd.schedule import Simulation, add_transfers, build_orders, gpipe, one_f_one_b, simulate, zb_h1
 
-GRID = [("gpipe", 1), ("1f1b", 1), ("interleaved", 1), ("interleaved", 2), ("interleaved", 3), ("looped_bfs", 3)]
+GRID = [
+    ("gpipe", 1),
+    ("1f1b", 1),
+    ("interleaved", 1),
+    ("interleaved", 2),
+    ("interleaved", 3),
+    ("looped_bfs", 3),
+]
 
 
 @pytest.mark.parametrize("p", [2, 3, 4, 7])

@@ -4,7 +4,12 @@ from collections import Counter
 from types import SimpleNamespace
 
 import pytest
-from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B, ScheduleLoopedBFS
+from torch.distributed.pipelining import (
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleLoopedBFS,
+)
 
 from autoptd.errors import PlanError
 from autoptd.ir.actions import Action, Kind, Orders, format_orders, parse_orders
@@ -15,7 +20,9 @@ GRID = [(name, p, 1, m) for name in ("gpipe", "1f1b") for p in (1, 2, 3, 4, 8) f
     ("interleaved", p, v, rounds * p) for p in (1, 2, 3, 4) for v in (1, 2, 3) for rounds in (1, 2, 5)
 ]
 GRID += [
-    ("interleaved", p, v, m) for p, m in ((2, 1), (4, 3), (2, 3), (3, 5), (4, 7), (4, 10), (3, 8)) for v in (1, 2, 3)
+    ("interleaved", p, v, m)
+    for p, m in ((2, 1), (4, 3), (2, 3), (3, 5), (4, 7), (4, 10), (3, 8))
+    for v in (1, 2, 3)
 ]
 GRID += [("looped_bfs", p, v, m) for p in (1, 2, 3, 4) for v in (1, 2, 3) for m in (1, 2, 5, 8)]
 
@@ -29,7 +36,10 @@ def test_golden_interleaved():
 
 
 def test_golden_one_f_one_b():
-    assert format_orders(one_f_one_b(p=2, m=3)) == "F0.0 F0.1 B0.0 F0.2 B0.1 B0.2\nF1.0 B1.0 F1.1 B1.1 F1.2 B1.2\n"
+    assert (
+        format_orders(one_f_one_b(p=2, m=3))
+        == "F0.0 F0.1 B0.0 F0.2 B0.1 B0.2\nF1.0 B1.0 F1.1 B1.1 F1.2 B1.2\n"
+    )
 
 
 def test_golden_gpipe():
@@ -42,7 +52,10 @@ def test_every_stage_does_every_microbatch_once(name: str, p: int, v: int, m: in
     assert len(orders) == p
     for rank, order in enumerate(orders):
         wanted = Counter(
-            Action(kind, chunk * p + rank, j) for kind in (Kind.F, Kind.B) for chunk in range(v) for j in range(m)
+            Action(kind, chunk * p + rank, j)
+            for kind in (Kind.F, Kind.B)
+            for chunk in range(v)
+            for j in range(m)
         )
         assert Counter(order) == wanted
         for action in order:

@@ -36,7 +36,9 @@ def test_bubble_and_peak_of_one_chunk(name: str, p: int, m: int, transfers: bool
 
 
 @pytest.mark.parametrize("transfers", [False, True])
-@pytest.mark.parametrize(("p", "v", "m"), [(2, 2, 2), (2, 2, 4), (4, 2, 8), (4, 3, 12), (3, 4, 9), (8, 2, 32)])
+@pytest.mark.parametrize(
+    ("p", "v", "m"), [(2, 2, 2), (2, 2, 4), (4, 2, 8), (4, 3, 12), (3, 4, 9), (8, 2, 32)]
+)
 def test_bubble_and_peak_of_interleaved(p: int, v: int, m: int, transfers: bool):
     orders = interleaved(p, v, m)
     result = simulate(with_chain(orders, p * v) if transfers else orders, forward=1.5, backward=2.5)
@@ -114,7 +116,11 @@ SLIPS = [
     ("SEND_F0.0>1", "SEND_F0.0>1 SEND_F0.0>1", "SEND_F0.0>1 stands twice"),
     ("RECV_F1.0<0", "RECV_F1.0<0 RECV_F1.0<0", "RECV_F1.0<0 stands twice"),
     ("SEND_F0.0>1", "SEND_F0.0>1 SEND_F0.7>1", "SEND_F0.7>1 is there without F0.7"),
-    ("SEND_F0.0>1", "SEND_F0.0>1 SEND_F0.0>9", "rank 0: SEND_F0.0>9 is a transfer with stage 9, which does not exist"),
+    (
+        "SEND_F0.0>1",
+        "SEND_F0.0>1 SEND_F0.0>9",
+        "rank 0: SEND_F0.0>9 is a transfer with stage 9, which does not exist",
+    ),
     ("B0.0 REDUCE0", "REDUCE0 B0.0", "rank 0: REDUCE0 stands before B0.0"),
     ("REDUCE0", "", "B0.0 is there without REDUCE0"),
     ("REDUCE0", "REDUCE0 REDUCE2", "REDUCE2 names no stage"),
@@ -133,7 +139,9 @@ def test_a_slip_is_named(old: str, new: str, finding: str):
 
 
 def test_all_findings_come_at_once():
-    fact = fact_of(SOUND.replace("RECV_F1.0<0 F1.0", "F1.0 RECV_F1.0<0").replace("B0.0 REDUCE0", "REDUCE0 B0.0"))
+    fact = fact_of(
+        SOUND.replace("RECV_F1.0<0 F1.0", "F1.0 RECV_F1.0<0").replace("B0.0 REDUCE0", "REDUCE0 B0.0")
+    )
     assert "F1.0 stands before RECV_F1.0<0" in fact
     assert "REDUCE0 stands before B0.0" in fact
 

@@ -30,7 +30,11 @@ def chain(num_stages: int) -> list[Link]:
 def cases(draw: st.DrawFn) -> tuple[Orders, int, list[Link]]:
     """Any schedule with a chain and some skips, several of which may lose their gradient or be named twice."""
     name = draw(st.sampled_from(list(SCHEDULES)))
-    p, v, rounds = draw(st.integers(1, 4)), SCHEDULES[name] or draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    p, v, rounds = (
+        draw(st.integers(1, 4)),
+        SCHEDULES[name] or draw(st.integers(1, 3)),
+        draw(st.integers(1, 3)),
+    )
     stages = st.integers(0, p * v - 1)
     skips = draw(st.lists(st.tuples(stages, stages, st.booleans()), max_size=6))
     links = chain(p * v) + [(min(one, two), max(one, two), grad) for one, two, grad in skips if one != two]

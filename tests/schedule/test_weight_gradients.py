@@ -17,14 +17,19 @@ def links(stages: int) -> list[tuple[int, int, bool]]:
 
 def test_golden_placements() -> None:
     assert format_orders(delay_weight_gradients(gpipe(1, 2), "after_b")) == "F0.0 F0.1 B0.0 W0.0 B0.1 W0.1\n"
-    assert format_orders(delay_weight_gradients(gpipe(1, 2), "before_reduce")) == "F0.0 F0.1 B0.0 B0.1 W0.0 W0.1\n"
+    assert (
+        format_orders(delay_weight_gradients(gpipe(1, 2), "before_reduce"))
+        == "F0.0 F0.1 B0.0 B0.1 W0.0 W0.1\n"
+    )
     with pytest.raises(ValueError, match="placement 'later'"):
         delay_weight_gradients(gpipe(1, 2), "later")
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize(("name", "p", "v", "m"), SCHEDULES)
-def test_every_backward_has_its_w_before_the_reduce(name: str, p: int, v: int, m: int, placement: str) -> None:
+def test_every_backward_has_its_w_before_the_reduce(
+    name: str, p: int, v: int, m: int, placement: str
+) -> None:
     plain = build_orders(name, p, v, m)
     orders = add_transfers(delay_weight_gradients(plain, placement), links(p * v))
     simulate(orders, links=links(p * v))
@@ -39,7 +44,9 @@ def test_every_backward_has_its_w_before_the_reduce(name: str, p: int, v: int, m
                 for one in order
                 if one.kind is Kind.SEND_B and (one.stage, one.microbatch) == (w.stage, w.microbatch)
             ]
-            assert all(at[backward] < at[send] < at[w] for send in sends)  # nobody waits for a weight gradient
+            assert all(
+                at[backward] < at[send] < at[w] for send in sends
+            )  # nobody waits for a weight gradient
 
 
 @pytest.mark.parametrize(("name", "p", "v", "m"), SCHEDULES)

@@ -37,7 +37,10 @@ def test_one_by_hand_trains(tmp_path: Path) -> None:
     program = compiled(p=2, v=2, schedule=path)
     assert program.ranks == (0, 1, 1, 0)
     assert (program.num_microbatches, program.schedule_name) == (2, "mine.txt")
-    assert "schedule mine.txt." in program.sources["stage_0.py"] and "self.deferred" in program.sources["stage_0.py"]
+    assert (
+        "schedule mine.txt." in program.sources["stage_0.py"]
+        and "self.deferred" in program.sources["stage_0.py"]
+    )
     program.save(tmp_path / "out")
     assert Program.load(tmp_path / "out") == program
     autoptd.verify(gpt(4), t=2, p=2, v=2, d=2, schedule=str(path), example_inputs=batch(), steps=2)
@@ -57,10 +60,14 @@ def test_a_zero_bubble_one_too(tmp_path: Path, name: str, v: int) -> None:
 def same_program(tmp_path: Path, name: str, v: int, bare: bool) -> None:
     """`bare`: without transfers and REDUCE, which are then added as they are for the built-in."""
     built = compiled(p=2, v=v, schedule=name, num_microbatches=4)
-    words = [[action for action in order if not bare or action.kind in (Kind.F, Kind.B)] for order in built.orders]
+    words = [
+        [action for action in order if not bare or action.kind in (Kind.F, Kind.B)] for order in built.orders
+    ]
     path = written(tmp_path, "\n".join(" ".join(map(str, order)) for order in words))
     fed = compiled(p=2, v=v, schedule=path)
-    sources = {file: text.replace("schedule mine.txt", f"schedule {name}") for file, text in fed.sources.items()}
+    sources = {
+        file: text.replace("schedule mine.txt", f"schedule {name}") for file, text in fed.sources.items()
+    }
     plan = {**fed.plan, "schedule": name}
     assert dataclasses.replace(fed, sources=sources, schedule_name=name, plan=plan) == built
 

@@ -9,7 +9,11 @@ import pytest
 from autoptd.ir.actions import Action, Kind, format_orders, ranks_of_stages
 from autoptd.schedule import build_orders, one_f_one_b, simulate, zb_2p, zb_h1
 
-UNIT = {"forward": 1, "backward": 2, "weight_gradient": 1}  # of which W takes one, so that F, B and W take one each
+UNIT = {
+    "forward": 1,
+    "backward": 2,
+    "weight_gradient": 1,
+}  # of which W takes one, so that F, B and W take one each
 NAMES = ["zb_h1", "zb_2p", "zbv"]
 GRID = [(name, p, m) for name in NAMES for p in range(1, 7) for m in (1, 2, 3, 5, 8, 12)]
 

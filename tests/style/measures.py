@@ -91,7 +91,9 @@ class Measure:
     long_files: list[str] = field(default_factory=list)
 
     def __add__(self, other: Measure) -> Measure:
-        return Measure(**{part.name: getattr(self, part.name) + getattr(other, part.name) for part in fields(self)})
+        return Measure(
+            **{part.name: getattr(self, part.name) + getattr(other, part.name) for part in fields(self)}
+        )
 
 
 def measure(path: str, source: str) -> Measure:
@@ -155,7 +157,11 @@ def depth_of_statement(statement: ast.AST) -> int:
         return 0
     own = int(isinstance(statement, LEVELS))
     # An `elif` is an If alone in the orelse of another: it stands on the same level.
-    if isinstance(statement, ast.If) and len(statement.orelse) == 1 and isinstance(statement.orelse[0], ast.If):
+    if (
+        isinstance(statement, ast.If)
+        and len(statement.orelse) == 1
+        and isinstance(statement.orelse[0], ast.If)
+    ):
         inside = max((depth_of_statement(child) for child in statement.body), default=0)
         return max(own + inside, depth_of_statement(statement.orelse[0]))
     return own + max((depth_of_statement(child) for child in blocks(statement)), default=0)

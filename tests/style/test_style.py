@@ -40,8 +40,12 @@ FILES = [file for file in sorted(ROOT.rglob("*.py")) if place_of(file) not in NO
 @pytest.mark.parametrize("file", FILES, ids=[str(file.relative_to(ROOT)) for file in FILES])
 def test_a_line_says_one_thing(file: Path) -> None:
     tree = ast.parse(file.read_text())
-    assert nested_comprehensions(tree) == [], "a comprehension within another: write a loop, or name the inner one"
-    assert chained_conditionals(tree) == [], "`a if x else b if y else c`: write `if` statements, or a named helper"
+    assert nested_comprehensions(tree) == [], (
+        "a comprehension within another: write a loop, or name the inner one"
+    )
+    assert chained_conditionals(tree) == [], (
+        "`a if x else b if y else c`: write `if` statements, or a named helper"
+    )
 
 
 def test_every_place_that_is_not_done_yet_has_something_to_do() -> None:
@@ -81,7 +85,9 @@ def test_chained_conditionals_are_found(source: str, lines: list[int]) -> None:
 
 
 def test_lines_comments_and_levels_are_counted() -> None:
-    source = '"""Doc.\n\nMore.\n"""\n# why\nx = 1  # trailing\n\ndef f():\n    """Return one."""\n    return 1\n'
+    source = (
+        '"""Doc.\n\nMore.\n"""\n# why\nx = 1  # trailing\n\ndef f():\n    """Return one."""\n    return 1\n'
+    )
     assert code_and_comments(source, ast.parse(source)) == ({6, 8, 10}, 2)
     assert measure("m.py", source).lengths == [3]
     nested = "def f():\n for a in b:\n  if a:\n   pass\n  elif c:\n   pass\n  else:\n   while d:\n    pass\n"

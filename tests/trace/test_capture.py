@@ -93,7 +93,9 @@ def test_an_integer_is_no_loss() -> None:
 
 
 def test_loss_fn_with_targets() -> None:
-    found = captured(Net(lambda self, x: self.first(x)), X, loss_fn=F.cross_entropy, targets=torch.tensor([0, 1, 2, 5]))
+    found = captured(
+        Net(lambda self, x: self.first(x)), X, loss_fn=F.cross_entropy, targets=torch.tensor([0, 1, 2, 5])
+    )
     assert names(found.graph) == ["linear", "cross_entropy_loss"]
     assert [name for name, _ in found.inputs] == ["args", "targets"]
 
@@ -157,7 +159,9 @@ def test_tied_weights_are_one_parameter() -> None:
     found = captured(gpt(), ids(2, 8), ids(2, 8))
     assert found.aliases["transformer.wte.weight"] == ("transformer.wte.weight", "lm_head.weight")
     assert "lm_head.weight" not in found.aliases and len(found.parameters) == len(found.aliases)
-    node = next(node for node in placeholders(found.graph, "param") if note(node).name == "transformer.wte.weight")
+    node = next(
+        node for node in placeholders(found.graph, "param") if note(node).name == "transformer.wte.weight"
+    )
     assert {op_name(user) for user in node.users} == {"aten.embedding", "aten.linear"}
 
 
@@ -180,7 +184,9 @@ def test_a_frozen_parameter_carries_no_gradient() -> None:
     model.first.requires_grad_(False)
     found = captured(model, X)
     carries = {
-        note(node).name or op_name(node): note(node).needs_grad for node in found.graph.nodes if node.op != "output"
+        note(node).name or op_name(node): note(node).needs_grad
+        for node in found.graph.nodes
+        if node.op != "output"
     }
     assert not carries["first.weight"] and carries["second.weight"]
     first, second = (node for node in ops(found.graph) if op_name(node) == "aten.linear")
@@ -229,7 +235,9 @@ def test_weights_on_meta_are_captured() -> None:
         model, x = gpt(), torch.zeros(2, 8, dtype=torch.long)
     meta = trace.capture(model, (x, x), {}, None)
     real = trace.capture(gpt(), (ids(2, 8), ids(2, 8)), {}, None)
-    wanted = [name for name in names(real.graph) if name != "contiguous"]  # what is contiguous depends on the kernel
+    wanted = [
+        name for name in names(real.graph) if name != "contiguous"
+    ]  # what is contiguous depends on the kernel
     assert [name for name in names(meta.graph) if name != "contiguous"] == wanted
 
 

@@ -96,4 +96,9 @@ def test_a_gradient_of_zeros_beside_infinite_ones() -> None:
     """Sizes that are no numbers divide nothing."""
     leaf, other = torch.tensor([1.0], requires_grad=True), torch.tensor([0.0], requires_grad=True)
     wanted = Reference((leaf * NAN).sum() + (other * 0.0).sum(), {"a": leaf, "b": other}, share=0.1)
-    assert wanted.differences((leaf * NAN).sum() + (other * 1e-3).sum(), {"a": leaf, "b": other})["gradient of b"] > 0.5
+    assert (
+        wanted.differences((leaf * NAN).sum() + (other * 1e-3).sum(), {"a": leaf, "b": other})[
+            "gradient of b"
+        ]
+        > 0.5
+    )

@@ -169,7 +169,15 @@ def divides_what_topk_gives(self: Net, x: Tensor) -> Tensor:
     return top.square().sum()
 
 
-IN_PLACE = [adds_in_place, fills_in_place, relu_in_place, grown_zeros, writes_a_row, shifts, writes_a_slice_again]
+IN_PLACE = [
+    adds_in_place,
+    fills_in_place,
+    relu_in_place,
+    grown_zeros,
+    writes_a_row,
+    shifts,
+    writes_a_slice_again,
+]
 IN_PLACE += [adds_to_a_row, writes_what_was_copied, divides_what_topk_gives]
 
 
@@ -293,7 +301,9 @@ def test_running_statistics_are_refused_in_training(norm: nn.Module) -> None:
 
 def test_statistics_by_function_are_refused_too() -> None:
     """Without a counter that is written: torch.export shows no trace of the change."""
-    model = Net(lambda self, x: F.batch_norm(self.first(x), self.mean, self.var, training=True).square().mean())
+    model = Net(
+        lambda self, x: F.batch_norm(self.first(x), self.mean, self.var, training=True).square().mean()
+    )
     model.register_buffer("mean", torch.zeros(6))
     model.register_buffer("var", torch.ones(6))
     with pytest.raises(PlanError, match=r"buffer|statistics"):
@@ -407,7 +417,9 @@ def test_activation_checkpointing_is_traced_through_or_refused() -> None:
 
 
 @pytest.mark.parametrize("kind", [nn.Dropout1d, nn.AlphaDropout, nn.FeatureAlphaDropout])
-def test_other_kinds_of_dropout_are_refused_in_training_with_their_module(kind: Callable[[float], nn.Module]) -> None:
+def test_other_kinds_of_dropout_are_refused_in_training_with_their_module(
+    kind: Callable[[float], nn.Module],
+) -> None:
     model = Net(lambda self, x: self.drop(self.first(x)).mean())
     model.drop = kind(0.1)
     with pytest.raises(PlanError, match="draws other masks") as caught:

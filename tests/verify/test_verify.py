@@ -110,7 +110,9 @@ def test_fresh_data_has_the_values_of_the_example() -> None:
     for step, (other, _) in enumerate(others, 1):
         new_ids, new_labels, new_keep, new_bias, new_floats = other
         for old, new in ((ids, new_ids), (labels, new_labels)):
-            assert torch.equal(old.flatten().sort().values, new.flatten().sort().values) and not torch.equal(old, new)
+            assert torch.equal(old.flatten().sort().values, new.flatten().sort().values) and not torch.equal(
+                old, new
+            )
         assert torch.equal(new_labels == -100, (labels == -100).roll(step, 0))
         assert torch.equal(new_keep, keep.roll(step, 0)) and torch.equal(new_bias, bias.roll(step, 0))
         assert sorted(map(tuple, new_floats.tolist())) == sorted(map(tuple, call[4].tolist()))
@@ -161,7 +163,9 @@ def test_a_wrong_program_is_found(monkeypatch: pytest.MonkeyPatch, number: int, 
     lossy(monkeypatch, edit)
     with pytest.raises(autoptd.InternalError, match="differs from the model") as raised:
         autoptd.verify(gpt(1), num_microbatches=2, example_inputs=tokens(0), steps=1, fuse=False)
-    wrong = [line.split()[0] for line in str(raised.value).splitlines() if "largest" in line and "e-0" in line]
+    wrong = [
+        line.split()[0] for line in str(raised.value).splitlines() if "largest" in line and "e-0" in line
+    ]
     assert what.split()[0] in wrong
 
 
@@ -186,7 +190,9 @@ def test_a_lost_optimizer_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_command_line_tells_all(capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = [part for one in ("n_layer=1", "n_head=2", "n_embd=8", "vocab_size=64") for part in ("--set", one)]
+    sizes = [
+        part for one in ("n_layer=1", "n_head=2", "n_embd=8", "vocab_size=64") for part in ("--set", one)
+    ]
     arguments = ["verify", "examples/gpt.py:make_gpt", *sizes, "--seq", "8", "--batch", "2", "--steps", "2"]
     assert main(arguments) == 0
     text = capsys.readouterr().out

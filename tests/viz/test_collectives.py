@@ -14,7 +14,9 @@ from autoptd.viz.collectives import collectives_markdown
 from autoptd.viz.words import bytes_text, count_text
 
 
-def on_tp(module: str, stage: int, conversion: str, forward: str, backward: str, size: int = 1024) -> Collective:
+def on_tp(
+    module: str, stage: int, conversion: str, forward: str, backward: str, size: int = 1024
+) -> Collective:
     site, why = f"{module} (m.py:7)", f"{module}: a reason"
     return Collective(site, stage, conversion, "tp", forward, backward, size, 4, why, pp_ranks=(stage,))
 
@@ -22,10 +24,23 @@ def on_tp(module: str, stage: int, conversion: str, forward: str, backward: str,
 def program(collectives: tuple[Collective, ...], **fields: Any) -> Program:
     storage, use = placements(Layout(), "float32", stages=(0, 1))
     tied = ParamSpec("wte", ("wte", "head"), (8, 8), ((8,), (8,)), True, (0, 1), storage, use)
-    base = {"constants": (), "inputs": (), "params": (tied,), "stages": (), "orders": [], "sources": {}, "tree": ""}
+    base = {
+        "constants": (),
+        "inputs": (),
+        "params": (tied,),
+        "stages": (),
+        "orders": [],
+        "sources": {},
+        "tree": "",
+    }
     base |= {"crossings": (CrossingSpec("x_from_0", 0, (1,), (2, 8), "bfloat16", True),)}
     return Program(
-        mesh=Mesh(4, 2, 2), v=1, num_microbatches=3, schedule_name="1f1b", collectives=collectives, **(base | fields)
+        mesh=Mesh(4, 2, 2),
+        v=1,
+        num_microbatches=3,
+        schedule_name="1f1b",
+        collectives=collectives,
+        **(base | fields),
     )
 
 
@@ -40,12 +55,16 @@ LAYERS = tuple(on_tp(f"h.{k}.attn", k // 2, "i_to_r", "none", "all-reduce") for 
 
 
 def test_totals_count_microbatches_calls_and_both_directions() -> None:
-    gradients = Collective("stage 0", 0, "gradient sum", "dp", "none", "all-reduce", 4096, 2, "gradients", "step", (0,))
+    gradients = Collective(
+        "stage 0", 0, "gradient sum", "dp", "none", "all-reduce", 4096, 2, "gradients", "step", (0,)
+    )
     tied = Collective("wte", 0, "tied sum", "pp", "none", "all-reduce", 256, 2, "tied", "step", (0, 1))
     sent = Collective("stage 0 to 1", 0, "send", "pp", "send", "none", 32, 2, "x_from_0", pp_ranks=(0,))
     back = Collective("stage 1 to 0", 1, "send", "pp", "none", "send", 32, 2, "x_from_0", pp_ranks=(1,))
     gather = on_tp("h.0.mlp", 0, "s_to_r", "all-gather", "reduce-scatter")
-    told = rows(collectives_markdown(program((*LAYERS, gather, gradients, tied, sent, back))), "Per rank and step")
+    told = rows(
+        collectives_markdown(program((*LAYERS, gather, gradients, tied, sent, back))), "Per rank and step"
+    )
     assert told == [
         ["tp", "all-gather", "forward", "3", "3 KiB", "2.25 KiB", "pipeline rank 0", "0 B"],
         ["tp", "all-reduce", "backward", "6", "6 KiB", "9 KiB", "pipeline rank 0", "the same"],
@@ -61,7 +80,18 @@ def test_layers_are_folded_and_single_sites_keep_their_name() -> None:
     other = on_tp("h.3.mlp", 1, "p_to_i", "all-reduce", "none", size=2048)
     told = rows(collectives_markdown(program((*LAYERS, other))), "Over tp, in every microbatch")
     assert told == [
-        ["h.*.attn (m.py:7)", "4", "0, 1", "f: i_to_r", "none", "all-reduce", "1 KiB", "4", "1.5 KiB", "a reason"],
+        [
+            "h.*.attn (m.py:7)",
+            "4",
+            "0, 1",
+            "f: i_to_r",
+            "none",
+            "all-reduce",
+            "1 KiB",
+            "4",
+            "1.5 KiB",
+            "a reason",
+        ],
         ["h.3.mlp (m.py:7)", "1", "1", "g: p_to_i", "all-reduce", "none", "2 KiB", "4", "3 KiB", "a reason"],
     ]
 

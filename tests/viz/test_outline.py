@@ -53,7 +53,9 @@ def test_each_crossing_is_an_edge_with_its_sends_and_every_operator_is_fed() -> 
     boxes = {box.id: box for box in drawn.boxes}
     crossing = [one for one in drawn.edges if one.crosses]
     links = [(boxes[one.source].column, boxes[one.target].column) for one in crossing]
-    assert sorted(links) == sorted((one.source, target) for one in program.crossings for target in one.targets)
+    assert sorted(links) == sorted(
+        (one.source, target) for one in program.crossings for target in one.targets
+    )
     assert all({one.conversion for one in edge.calls} <= {"send"} for edge in crossing)
     fed = {edge.target for edge in drawn.edges}
     roots = {title(box) for box in drawn.boxes if box.id not in fed}
@@ -79,7 +81,9 @@ def test_layers_like_one_drawn_before_are_folded_and_all_are_there() -> None:
     folded = [box for box in drawn.boxes if box.folded]
     assert [box.column for box in folded] == [0, 1]
     assert all(like.layer == "transformer.h.0" for box in folded for like in box.folded.values())
-    in_full = {layer_of(node) for box in drawn.boxes if not (box.folded or box.is_received) for node in box.nodes}
+    in_full = {
+        layer_of(node) for box in drawn.boxes if not (box.folded or box.is_received) for node in box.nodes
+    }
     assert in_full - {""} == {"transformer.h.0"}
     assert {layer for box in folded for layer in box.folded} | in_full == {""} | {
         f"transformer.h.{k}" for k in range(7)
@@ -93,7 +97,10 @@ def folded(program: Program) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
 
 
 def test_only_equal_layers_in_one_piece_are_folded() -> None:
-    assert folded(of(Stack(16, 16, 32, 16))) == [(("layers.1",), ("layers.0",)), (("layers.3",), ("layers.0",))]
+    assert folded(of(Stack(16, 16, 32, 16))) == [
+        (("layers.1",), ("layers.0",)),
+        (("layers.3",), ("layers.0",)),
+    ]
     assert folded(of(Stack(16, 32, 16, 32))) == [(("layers.2", "layers.3"), ("layers.0", "layers.1"))]
     assert folded(of(Stack(16, 32, 64))) == []
     assert folded(of(InlinedStack(16, 16, 16))) == []
@@ -116,7 +123,9 @@ def test_of_many_stages_those_that_only_repeat_layers_are_one_column() -> None:
 def test_a_value_that_passes_stages_by_is_received_where_it_is_read() -> None:
     program = of(Skipping(), p=4)
     drawn = outline(program)
-    passing = [box for box in drawn.boxes if box.is_received and box.column - note(box.nodes[0]).stages[0] > 1]
+    passing = [
+        box for box in drawn.boxes if box.is_received and box.column - note(box.nodes[0]).stages[0] > 1
+    ]
     assert len(passing) == 1 and passing[0].column == 3
     assert calls_in(program) == Counter(program.collectives)
 
@@ -126,4 +135,6 @@ def test_one_stage_has_ends_for_what_it_gets_and_sends() -> None:
     assert [one.stages for one in drawn.columns] == [(1,)]
     assert [note(box.nodes[0]).stages[0] for box in drawn.boxes if box.is_received] == [0]
     assert {box.sent_to for box in drawn.boxes if box.sent_to >= 0} == {2}
-    assert {edge.target for edge in drawn.edges if edge.crosses} == {box.id for box in drawn.boxes if box.sent_to >= 0}
+    assert {edge.target for edge in drawn.edges if edge.crosses} == {
+        box.id for box in drawn.boxes if box.sent_to >= 0
+    }

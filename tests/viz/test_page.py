@@ -46,10 +46,14 @@ def check_page(text: str) -> Balance:
 
 def test_a_page_is_well_formed_and_escapes() -> None:
     inside = (
-        table(["a<b"], [["`x` & <y>"]], [0]) + tiles([("1 & 2", "<what>")]) + folded("a<b", "& c", "<p>d</p>", True)
+        table(["a<b"], [["`x` & <y>"]], [0])
+        + tiles([("1 & 2", "<what>")])
+        + folded("a<b", "& c", "<p>d</p>", True)
     )
     text = page(
-        "<title>", "a & b", [Tab("One", inside), Tab("Two words", picture("<svg><g id='x'/></svg>") + source("x\n"))]
+        "<title>",
+        "a & b",
+        [Tab("One", inside), Tab("Two words", picture("<svg><g id='x'/></svg>") + source("x\n"))],
     )
     ids = check_page(text).ids
     assert ids == ["tab-one", "tab-two-words"] and 'href="#two-words"' in text
@@ -74,6 +78,10 @@ def test_markdown_of_our_own() -> None:
     html = markdown_html(
         "# Top\n\nSome `code`,\ntwo lines.\n\n## Next\n\n| a | b |\n|---|---|\n| 1 \\| 2 | 3 |\n\n- one\n- two\n"
     )
-    assert "<h2>Top</h2>" in html and "<h3>Next</h3>" in html and "<p>Some <code>code</code>, two lines.</p>" in html
+    assert (
+        "<h2>Top</h2>" in html
+        and "<h3>Next</h3>" in html
+        and "<p>Some <code>code</code>, two lines.</p>" in html
+    )
     assert "<td>1 | 2</td><td>3</td>" in html and "<ul><li>one</li><li>two</li></ul>" in html
     check_page(html)

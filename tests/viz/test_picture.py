@@ -66,7 +66,10 @@ def test_conversions_have_a_bar_per_direction_with_kind_and_bytes() -> None:
 
 def test_gemms_say_how_they_are_split_and_where_their_parameters_are() -> None:
     told = texts(scene(full()).items)
-    assert any("c_attn linear\ncolumn split" in one and "weight [12, 8]  S(dim 0: 3 x [2] x 4)" in one for one in told)
+    assert any(
+        "c_attn linear\ncolumn split" in one and "weight [12, 8]  S(dim 0: 3 x [2] x 4)" in one
+        for one in told
+    )
     assert any("c_proj linear\nrow split" in one and "bias [8]  I, one rank keeps it" in one for one in told)
     whole = texts(scene(gpt(2, t=3)).items)
     assert any("c_proj linear\nwhole on every rank" in one for one in whole)
@@ -88,7 +91,11 @@ def test_links_tell_the_type_and_what_crosses() -> None:
     sends = [link for link in links if any("send" in one.text for one in link.lines)]
     assert len(sends) == 3 and all(bytes_text(2 * 8 * 8 * 4 / 2) in link.lines[0].text for link in sends)
     (tie,) = [link for link in links if not link.has_head]
-    assert tie.dashed and "transformer.wte.weight" in tie.lines[0].text and "all-reduce over pp" in tie.lines[1].text
+    assert (
+        tie.dashed
+        and "transformer.wte.weight" in tie.lines[0].text
+        and "all-reduce over pp" in tie.lines[1].text
+    )
 
 
 def test_a_value_that_passes_stages_by_says_so_at_both_levels() -> None:
@@ -101,7 +108,11 @@ def test_a_value_that_passes_stages_by_says_so_at_both_levels() -> None:
 def test_tooltips_tell_source_why_and_cost() -> None:
     (item,) = [one for one in scene(full()).items if "c_fc linear" in one.lines[0].text]
     assert re.search(r"transformer\.h\.0\.mlp\.c_fc \(gpt\.py:\d+\)\n", item.tooltip)
-    assert "why: column" in item.tooltip and "FLOPs forward" in item.tooltip and "backward on each rank" in item.tooltip
+    assert (
+        "why: column" in item.tooltip
+        and "FLOPs forward" in item.tooltip
+        and "backward on each rank" in item.tooltip
+    )
     forward = 2 * 8 * 8 * 16  # one row of 8 tokens, 8 inputs, 32 outputs of which half
     assert f"{forward / 1000:.2f}".rstrip("0") + " k FLOPs" in item.tooltip
     (f,) = [one for one in scene(full()).items if one.id in fed_by(full(), item)]
@@ -121,7 +132,9 @@ def test_without_tensor_parallelism_no_types_are_told() -> None:
 
 def test_the_legend_has_what_is_in_the_picture_only() -> None:
     with_types, without = ("\n".join(texts(scene(make()).legend)) for make in (full, deep))
-    assert "column split" in with_types and "partial sum" in with_types and "GEMM that every" not in with_types
+    assert (
+        "column split" in with_types and "partial sum" in with_types and "GEMM that every" not in with_types
+    )
     assert "column split" not in without and "layers like one drawn before" in without
     assert "all-gather" not in "\n".join(texts(scene(gpt(2, t=2)).legend))
 

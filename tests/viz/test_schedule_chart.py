@@ -14,8 +14,18 @@ from autoptd.viz import Run, schedule_svg
 
 SVG = "{http://www.w3.org/2000/svg}"
 ONE_F_ONE_B = [
-    [(parse("F0.0"), 0.0, 1.0), (parse("F0.1"), 1.0, 2.0), (parse("B0.0"), 4.0, 6.0), (parse("B0.1"), 7.0, 9.0)],
-    [(parse("F1.0"), 1.0, 2.0), (parse("B1.0"), 2.0, 4.0), (parse("F1.1"), 4.0, 5.0), (parse("B1.1"), 5.0, 7.0)],
+    [
+        (parse("F0.0"), 0.0, 1.0),
+        (parse("F0.1"), 1.0, 2.0),
+        (parse("B0.0"), 4.0, 6.0),
+        (parse("B0.1"), 7.0, 9.0),
+    ],
+    [
+        (parse("F1.0"), 1.0, 2.0),
+        (parse("B1.0"), 2.0, 4.0),
+        (parse("F1.1"), 4.0, 5.0),
+        (parse("B1.1"), 5.0, 7.0),
+    ],
 ]
 SENDS = [
     [*map(parse, ("F0.0", "SEND_F0.0>1", "F0.1", "SEND_F0.1>1", "B0.0", "B0.1"))],
@@ -92,7 +102,9 @@ def test_title_bubble_idle_shares_and_remarks_are_told_and_escaped():
 
 def test_seconds_are_told_in_a_unit_that_fits():
     for factor, wanted in ((1e-6, "9 us"), (1e-3, "9 ms"), (1.0, "9 s"), (1000.0, "9000 s")):
-        spans = [[(action, factor * start, factor * end) for action, start, end in row] for row in ONE_F_ONE_B]
+        spans = [
+            [(action, factor * start, factor * end) for action, start, end in row] for row in ONE_F_ONE_B
+        ]
         assert f"simulated: {wanted}, bubble 50.0 %" in words(chart(*spans, in_seconds=True))
 
 
@@ -129,7 +141,9 @@ def test_runs_are_panels_of_one_width():
     text = schedule_svg([Run("simulated", ONE_F_ONE_B), Run("executed", slower, in_seconds=True)])
     assert {one.split(":")[0] for one in words(text)} >= {"simulated", "executed"}
     idle = [
-        one for one in ET.fromstring(text).iter(f"{SVG}rect") if one.get("class") == "idle" and one.get("width") != "14"
+        one
+        for one in ET.fromstring(text).iter(f"{SVG}rect")
+        if one.get("class") == "idle" and one.get("width") != "14"
     ]
     assert len({one.get("width") for one in idle}) == 1 and len(idle) == 4
 

@@ -41,7 +41,9 @@ def test_every_event_has_what_the_format_asks_for(runs: list[Run]) -> None:
     assert {one["ph"] for one in found} == set(REQUIRED)
     for one in found:
         assert set(one) >= REQUIRED[one["ph"]], one
-        assert all(one.get(key, 0) >= 0 and isinstance(one.get(key, 0), (int, float)) for key in ("ts", "dur"))
+        assert all(
+            one.get(key, 0) >= 0 and isinstance(one.get(key, 0), (int, float)) for key in ("ts", "dur")
+        )
     assert json.loads(trace_json(runs, ORDERS))["displayTimeUnit"] == "ms"
 
 

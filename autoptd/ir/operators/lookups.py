@@ -78,14 +78,20 @@ def cross_entropy_links(node: Node) -> list[Link]:
     for d in range(len(targets)):
         members = {0: Member((d + (d > 0),)), 1: Member((d,))}
         made.append(
-            Link(f"n{d}", members, None, whole, "token_loss") if reduction else Link(f"n{d}", members, Member((d,)))
+            Link(f"n{d}", members, None, whole, "token_loss")
+            if reduction
+            else Link(f"n{d}", members, Member((d,)))
         )
     return made
 
 
 # Losses of every entry, and what reads several entries for one.
-POINTWISE_LOSSES = "mse_loss l1_loss smooth_l1_loss huber_loss kl_div soft_margin_loss binary_cross_entropy".split()
-POINTWISE_LOSSES += "binary_cross_entropy_with_logits margin_ranking_loss hinge_embedding_loss poisson_nll_loss".split()
+POINTWISE_LOSSES = (
+    "mse_loss l1_loss smooth_l1_loss huber_loss kl_div soft_margin_loss binary_cross_entropy".split()
+)
+POINTWISE_LOSSES += (
+    "binary_cross_entropy_with_logits margin_ranking_loss hinge_embedding_loss poisson_nll_loss".split()
+)
 
 OPERATORS = [
     Operator("aten.embedding", links=embedding_links, linear=FIRST, is_lookup=True),

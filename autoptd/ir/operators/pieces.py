@@ -80,7 +80,11 @@ def cat_links(node: Node) -> list[Link]:
     """cat: equal pieces become a leading factor of the joined dim; unequal ones need it whole."""
     parts, ndim = operands(node), len(shape(node))
     dim = argument(node, "dim") % ndim
-    made = [Link(f"d{d}", {k: Member((d,)) for k in range(len(parts))}, Member((d,))) for d in range(ndim) if d != dim]
+    made = [
+        Link(f"d{d}", {k: Member((d,)) for k in range(len(parts))}, Member((d,)))
+        for d in range(ndim)
+        if d != dim
+    ]
     sizes = {shape(part)[dim] for part in parts}
     piece = {k: Member((dim,)) for k in range(len(parts))}
     if len(sizes) == 1:
@@ -147,7 +151,9 @@ def local_bounds(node: Node, sizes: Sizes) -> dict[str, Any]:
         return {}
     start, end = argument(node, "start") or 0, argument(node, "end")
     bounds = {"start": start, "end": full if end is None else end}
-    return {name: _bound(at, full) * local // full for name, at in bounds.items()}  # of a padded dim: all of it
+    return {
+        name: _bound(at, full) * local // full for name, at in bounds.items()
+    }  # of a padded dim: all of it
 
 
 def _bound(at: int, full: int) -> int:

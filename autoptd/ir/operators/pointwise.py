@@ -38,7 +38,9 @@ OPERATORS = [
     ),
     replace(SUM, name="aten.sub", is_finite=True, keeps="nothing", monotone=(1, -1), text="-", variable="x"),
     replace(SUM, name="aten.rsub"),
-    Operator("aten.mul", links=pointwise_links, linear=((0,), (1,)), is_finite=True, keeps="operands", text="*"),
+    Operator(
+        "aten.mul", links=pointwise_links, linear=((0,), (1,)), is_finite=True, keeps="operands", text="*"
+    ),
     Operator("aten.div", links=pointwise_links, linear=FIRST, is_finite=True, keeps="operands", text="/"),
     Operator(
         "aten.neg",
@@ -57,9 +59,15 @@ OPERATORS = [
     Operator("aten.silu", keeps="operands", text="F.silu"),
     Operator("aten.tanh", keeps="operands", is_finite=True, text=".tanh"),
     Operator("aten.sigmoid", keeps="operands", text=".sigmoid"),
-    *(Operator(f"aten.{name}", text=f".{name}") for name in "rsqrt cos sin exp log abs square sqrt clamp".split()),
+    *(
+        Operator(f"aten.{name}", text=f".{name}")
+        for name in "rsqrt cos sin exp log abs square sqrt clamp".split()
+    ),
     Operator("aten.glu", links=glu_links),
-    *(Operator(f"aten.{name}", links=pointwise_links) for name in ("hardswish", "log_sigmoid", "floor_divide")),
+    *(
+        Operator(f"aten.{name}", links=pointwise_links)
+        for name in ("hardswish", "log_sigmoid", "floor_divide")
+    ),
     # Choices and comparisons
     Operator("aten.where", links=pointwise_links, text="torch.where"),
     Operator("aten.masked_fill", links=pointwise_links, is_finite=True, text=".masked_fill"),
@@ -86,7 +94,9 @@ OPERATORS = [
     Operator("aten.resolve_conj", links=pointwise_links, is_view=False),
     # Made of literals
     *(
-        Operator(f"aten.{name}", links=free_links, sizes=("size",), fills=True, creates=True, text=f"torch.{name}")
+        Operator(
+            f"aten.{name}", links=free_links, sizes=("size",), fills=True, creates=True, text=f"torch.{name}"
+        )
         for name in ("full", "zeros", "ones")
     ),
     *(

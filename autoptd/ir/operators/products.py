@@ -86,7 +86,9 @@ def attention_links(node: Node) -> list[Link]:
     made = []
     for d in range(ndim - 2):
         members = {i: Member((d,)) for i, size in enumerate((q, k, v)) if size[d] == out[d]}
-        members |= {i: Member((d - ndim + len(m),)) for i, m in masks.items() if _carries(m, d - ndim, out[d])}
+        members |= {
+            i: Member((d - ndim + len(m),)) for i, m in masks.items() if _carries(m, d - ndim, out[d])
+        }
         if k[d] in (1, out[d]):
             made.append(Link(f"b{d}", members, Member((d,))))
         elif any(i in members for i in masks):
@@ -96,12 +98,16 @@ def attention_links(node: Node) -> list[Link]:
             grouped = {0: Member((d,), tail=repeat), 1: Member((d,)), 2: Member((d,))}
             made.append(Link("kv", grouped, Member((d,), tail=repeat)))
             made.append(Link("repeat", {0: Member((d,), lead=k[d])}, Member((d,), lead=k[d])))
-    query = {0: Member((ndim - 2,))} | {i: Member((len(m) - 2,)) for i, m in masks.items() if _carries(m, -2, q[-2])}
+    query = {0: Member((ndim - 2,))} | {
+        i: Member((len(m) - 2,)) for i, m in masks.items() if _carries(m, -2, q[-2])
+    }
     keys = {1: Member((ndim - 2,)), 2: Member((ndim - 2,))}
     keys |= {i: Member((len(m) - 1,)) for i, m in masks.items() if _carries(m, -1, k[-2])}
     made.append(Link("l", query, Member((ndim - 2,)), "attention positions are counted from the first query"))
     made.append(Link("m", keys, None, "softmax runs over all keys"))
-    made.append(Link("k", {0: Member((ndim - 1,)), 1: Member((ndim - 1,))}, None, "scores need the whole head"))
+    made.append(
+        Link("k", {0: Member((ndim - 1,)), 1: Member((ndim - 1,))}, None, "scores need the whole head")
+    )
     made.append(Link("e", {2: Member((ndim - 1,))}, Member((ndim - 1,))))
     return made
 
@@ -215,7 +221,10 @@ OPERATORS = [
         Operator(f"aten.{name}", links=convolution_links, linear=((0, 2),), local_sizes=local_groups)
         for name in ("conv1d", "conv2d")
     ),
-    *(Operator(f"aten.{name}.input", links=recurrent_links) for name in ("gru", "lstm", "rnn_tanh", "rnn_relu")),
+    *(
+        Operator(f"aten.{name}.input", links=recurrent_links)
+        for name in ("gru", "lstm", "rnn_tanh", "rnn_relu")
+    ),
     # Of the runtime: a GEMM with hooks, and a head fused with its loss.
     Operator("linear", factors=(0, 1), is_fresh=True),
     Operator(HEAD, flops=head_flops, backward_flops=lambda node, shape: 0, product=head_product),

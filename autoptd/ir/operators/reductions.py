@@ -13,7 +13,9 @@ def diff_links(node: Node) -> list[Link]:
     """diff(x, n, dim, prepend, append): neighbours along `dim` meet, all else runs together."""
     count, ndim = len(operands(node)), len(shape(node))
     at = argument(node, "dim") % ndim
-    made = [Link(f"d{d}", {i: Member((d,)) for i in range(count)}, Member((d,))) for d in range(ndim) if d != at]
+    made = [
+        Link(f"d{d}", {i: Member((d,)) for i in range(count)}, Member((d,))) for d in range(ndim) if d != at
+    ]
     return [
         *made,
         *(Link(f"d{at}", {i: Member((at,))}, None, "neighbours meet along it") for i in range(count)),
@@ -45,7 +47,9 @@ def last_dims_whole(node: Node) -> list[Link]:
 def weight_norm_links(node: Node) -> list[Link]:
     """_weight_norm(v, g, dim): the slices of v along dim have a norm each, and g scales them."""
     kept, size = argument(node, "dim"), shape(node)
-    if kept == -1 or tuple(shape(operands(node)[1])) != tuple(n if d == kept else 1 for d, n in enumerate(size)):
+    if kept == -1 or tuple(shape(operands(node)[1])) != tuple(
+        n if d == kept else 1 for d, n in enumerate(size)
+    ):
         return []
     made = [Link("o", {0: Member((kept,)), 1: Member((kept,))}, Member((kept,)))]
     others = [d for d in range(len(size)) if d != kept]

@@ -31,7 +31,9 @@ TABLE: dict[str, Operator] = {record.name: record for family in FAMILIES for rec
 
 def operator_of(node: Node) -> Operator:
     """Return what is known of the operator of a node, or of this overload; maybe nothing but its name."""
-    overload, name = _names(node.target) if isinstance(node.target, torch._ops.OpOverload) else ("", op_name(node))
+    overload, name = (
+        _names(node.target) if isinstance(node.target, torch._ops.OpOverload) else ("", op_name(node))
+    )
     return TABLE.get(overload) or TABLE.get(name) or _unknown(name)
 
 

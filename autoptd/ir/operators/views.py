@@ -42,7 +42,9 @@ def bits_links(node: Node) -> list[Link]:
 
 def permute_links(node: Node) -> list[Link]:
     """transpose, t, permute: the dims in another order."""
-    return [Link(f"d{source}", {0: Member((source,))}, Member((d,))) for d, source in enumerate(dim_order(node))]
+    return [
+        Link(f"d{source}", {0: Member((source,))}, Member((d,))) for d, source in enumerate(dim_order(node))
+    ]
 
 
 def dim_order(node: Node) -> list[int]:
@@ -128,7 +130,9 @@ OPERATORS = [
         keeps_name=True,
     ),
     Operator("aten.clone", links=pointwise_links, linear=FIRST, moves="same", keeps="nothing", text=".clone"),
-    Operator("aten.detach", links=pointwise_links, linear=FIRST, moves="same", cuts_gradient=True, text=".detach"),
+    Operator(
+        "aten.detach", links=pointwise_links, linear=FIRST, moves="same", cuts_gradient=True, text=".detach"
+    ),
     Operator("aten.alias", moves="same"),
     Operator(
         "aten.to",

@@ -68,7 +68,9 @@ class Axes:
     def sizes(self, node: Node) -> tuple[tuple[int, ...], ...]:
         """Atom sizes of every dim of a node's value; a dim of size 1 has none."""
         every = [self.atoms(node, dim) for dim in range(len(self._dims[node]))]
-        return tuple(tuple(Segmented(blocks(axis)) if axis.segments else axis.size for axis in dim) for dim in every)
+        return tuple(
+            tuple(Segmented(blocks(axis)) if axis.segments else axis.size for axis in dim) for dim in every
+        )
 
     def unit(self, node: Node, place: Place) -> int:
         """What the number of ranks that split the atom at `place` must divide."""
@@ -122,7 +124,9 @@ class Axes:
                 if read[i] is operand and place[0] in member.dims and link.segment is not None:
                     return "an uneven slice needs it whole"
         origin = self.origin(node)
-        return f"{origin}: other values in pieces of this dim" if origin else "its rule does not keep this dim"
+        return (
+            f"{origin}: other values in pieces of this dim" if origin else "its rule does not keep this dim"
+        )
 
     def _connect(self, node: Node) -> None:
         found = links(node)
@@ -174,8 +178,13 @@ class Axes:
     def _segment_letters(self, node: Node, link: Link) -> list[Letter]:
         """A slice that is one segment: by the segmented atom of its operand, and the first factor of the piece."""
         source, dim = self._read[node][0], link.operands[0].dims[0]
-        whole, piece = self.atoms(source, dim), [one for one in atoms(self._pieces.get(node, [])) if one.size != 1]
-        if len(whole) != 1 or not any(piece and atoms(one)[0] is atoms(piece)[0] for one in whole[0].segments or ()):
+        whole, piece = (
+            self.atoms(source, dim),
+            [one for one in atoms(self._pieces.get(node, [])) if one.size != 1],
+        )
+        if len(whole) != 1 or not any(
+            piece and atoms(one)[0] is atoms(piece)[0] for one in whole[0].segments or ()
+        ):
             return []
         if [id(one) for one in piece] != [id(one) for one in self.atoms(node, dim)]:
             return []  # the factorisations disagree
@@ -205,7 +214,9 @@ class Axes:
             # Ranks own consecutive ids: of a vocabulary in several pieces only the first factor may be split.
             clash |= link.form.startswith("vocab_") and any(atom for _, atom in places.values())
             used_whole = any(read.count(one) > _count(link, read, one) for one in places)
-            clash |= bool(axis.segments) and op_name(node) == "aten.dropout"  # masks are numbered in equal blocks
+            clash |= (
+                bool(axis.segments) and op_name(node) == "aten.dropout"
+            )  # masks are numbered in equal blocks
             if not clash and not used_whole:
                 to = out[i][1] if out is not None else None
                 made.append(Letter(link.name, unit(axis), places, to, link.form, bool(axis.segments)))

@@ -83,7 +83,9 @@ def _split(axis: Axis, major: int) -> tuple[Axis, Axis]:
 def _merge(one: Axis, other: Axis) -> None:
     """Make two unsplit axes of one size the same, where their segments agree."""
     if one.segments and other.segments:
-        sizes = [[math.prod(axis.size for axis in piece) for piece in each.segments or ()] for each in (one, other)]
+        sizes = [
+            [math.prod(axis.size for axis in piece) for piece in each.segments or ()] for each in (one, other)
+        ]
         if sizes[0] != sizes[1]:
             return
         for mine, theirs in zip(one.segments, other.segments, strict=True):

@@ -42,7 +42,9 @@ def bounds_of(constants: Constants, piece: Piece) -> Bounds | None:
 
 def _bounds(constants: Constants, piece: Piece, known: dict[Piece, Bounds | None]) -> Bounds | None:
     if piece not in known:
-        known[piece] = _exact(constants.entries(piece)) if piece.numel <= KEPT else _derived(constants, piece, known)
+        known[piece] = (
+            _exact(constants.entries(piece)) if piece.numel <= KEPT else _derived(constants, piece, known)
+        )
         if known[piece] is not None and any(x.is_floating_point() and x.isnan().any() for x in known[piece]):
             known[piece] = None
     return known[piece]
@@ -94,7 +96,11 @@ def _is_monotone(node: Node, read: Sequence[Bounds]) -> bool:
     record, dtypes = operator_of(node), [one.lo.dtype for one in read]
     made = value(node).dtype
     if record.moves == "cast":
-        return made.is_floating_point or made in dtypes or (made == torch.int64 and not dtypes[0].is_floating_point)
+        return (
+            made.is_floating_point
+            or made in dtypes
+            or (made == torch.int64 and not dtypes[0].is_floating_point)
+        )
     if OF_BOOLS.search(record.name):
         return all(dtype == torch.bool for dtype in dtypes)
     if record.name in ("aten.add", "aten.sub", "aten.neg"):
@@ -125,7 +131,10 @@ def _triangle(call: Call, x: Bounds, is_lower: bool) -> Bounds:
     zero = torch.zeros((), dtype=x.lo.dtype, device=x.lo.device)
     lo, hi = torch.minimum(x.lo, zero), torch.maximum(x.hi, zero)
     return Bounds(
-        *(torch.where(keeps, own, torch.where(clears, zero, any_)) for own, any_ in zip(x, (lo, hi), strict=True))
+        *(
+            torch.where(keeps, own, torch.where(clears, zero, any_))
+            for own, any_ in zip(x, (lo, hi), strict=True)
+        )
     )
 
 

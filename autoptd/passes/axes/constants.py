@@ -42,7 +42,9 @@ class Constants:
     def is_constant(self, node: Node) -> bool:
         """True for buffers and for operators that read nothing but constants."""
         if node not in self._constant:
-            is_op = node.op == "call_function" and op_name(node) != "aten.dropout"  # which differs from step to step
+            is_op = (
+                node.op == "call_function" and op_name(node) != "aten.dropout"
+            )  # which differs from step to step
             reads = is_op and all(self.is_constant(arg) for arg in node.all_input_nodes)
             self._constant[node] = reads or note(node).kind == "buffer"
         return self._constant[node]
@@ -207,7 +209,11 @@ def _count(node: Node) -> int:
 def _call(piece: Piece) -> Call | None:
     """The call that computes a piece: all of a node from all of its operands, where no row knows less."""
     node = piece.node
-    if (found := call_of(piece)) is not None or piece != whole(node) or not all(map(is_tensor, node.all_input_nodes)):
+    if (
+        (found := call_of(piece)) is not None
+        or piece != whole(node)
+        or not all(map(is_tensor, node.all_input_nodes))
+    ):
         return found
     return Call(key_of(node), tuple(map(whole, node.all_input_nodes)), lambda values, sizes: values[0])
 

@@ -86,7 +86,10 @@ def _leaves_keys(piece: Piece, constants: Constants) -> bool:
     for tile in open_rows.nonzero().flatten().tolist():
         rows = (tile * TILE, min((tile + 1) * TILE, piece.sizes[-2]))
         if not bool(
-            (constants.entries(Piece(piece.node, (*piece.window[:-2], rows, piece.window[-1]))).amax(-1) >= SEEN).all()
+            (
+                constants.entries(Piece(piece.node, (*piece.window[:-2], rows, piece.window[-1]))).amax(-1)
+                >= SEEN
+            ).all()
         ):
             return False
     return True
@@ -159,7 +162,9 @@ def _hides_all_but(masked: Masked, piece: Piece, window: int, constants: Constan
         is_open |= ~is_right
     else:
         is_open[:] = True
-    return all(_is_right(masked, Piece(piece.node, part), window, constants) for part in _parts(piece, is_open))
+    return all(
+        _is_right(masked, Piece(piece.node, part), window, constants) for part in _parts(piece, is_open)
+    )
 
 
 def _parts(piece: Piece, is_open: Tensor) -> Iterator[Window]:
@@ -172,7 +177,11 @@ def _parts(piece: Piece, is_open: Tensor) -> Iterator[Window]:
             while j < len(row) and row[j] and (j - start + 1) * TILE * TILE <= BLOCK:
                 j += 1
             if j > start:
-                yield (*piece.window[:-2], (i * TILE, min((i + 1) * TILE, rows)), (start * TILE, min(j * TILE, keys)))
+                yield (
+                    *piece.window[:-2],
+                    (i * TILE, min((i + 1) * TILE, rows)),
+                    (start * TILE, min(j * TILE, keys)),
+                )
             else:
                 j += 1
 

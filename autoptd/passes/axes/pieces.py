@@ -50,7 +50,9 @@ class Call:
 
     key: tuple[Any, ...]
     pieces: tuple[Piece, ...]
-    run: Callable[[Sequence[Tensor], tuple[int, ...]], Tensor]  # of the values of the pieces, and the sizes to give
+    run: Callable[
+        [Sequence[Tensor], tuple[int, ...]], Tensor
+    ]  # of the values of the pieces, and the sizes to give
 
 
 def whole(node: Node) -> Piece:
@@ -114,7 +116,9 @@ def _permute(piece: Piece) -> Call:
     window = [(0, 0)] * len(order)
     for place, dim in zip(piece.window, order, strict=True):
         window[dim] = place
-    return Call(("permute", *order), (Piece(x, tuple(window)),), lambda values, sizes: values[0].permute(order))
+    return Call(
+        ("permute", *order), (Piece(x, tuple(window)),), lambda values, sizes: values[0].permute(order)
+    )
 
 
 def _slice(piece: Piece) -> Call | None:

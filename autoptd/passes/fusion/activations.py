@@ -23,7 +23,9 @@ KNOWN: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
 }
-FORMULA = tuple(f"aten.{name}" for name in "mul div add sub neg pow tanh erf sigmoid exp reciprocal sqrt".split())
+FORMULA = tuple(
+    f"aten.{name}" for name in "mul div add sub neg pow tanh erf sigmoid exp reciprocal sqrt".split()
+)
 LONGEST = 12  # operators of a formula
 EXACT, CLOSE = 1e-12, 1e-6
 

@@ -20,7 +20,17 @@ from torch.fx import Node
 from autoptd.ir.notes import note, op_name, shape, value
 from autoptd.passes.axes.constants import Constants
 from autoptd.passes.axes.masks import Masked, leaves_keys, proves_causal
-from autoptd.passes.fusion.chain import Chain, Found, Refusal, Swapped, is_op, last_dim, number, same_dtype, splits
+from autoptd.passes.fusion.chain import (
+    Chain,
+    Found,
+    Refusal,
+    Swapped,
+    is_op,
+    last_dim,
+    number,
+    same_dtype,
+    splits,
+)
 
 PRODUCTS = ("aten.matmul", "aten.bmm")
 
@@ -43,8 +53,12 @@ def attention(node: Node, constants: Constants) -> Found:
         return None
     chain = Chain(node)
     softmax, v = chain.uncast(node.args[0]), node.args[1]
-    if is_op(softmax, "aten.dropout") and is_op(chain.uncast(softmax.args[0]), "aten.softmax", "aten._safe_softmax"):
-        return Refusal("attention", node, "its probabilities drop out, by masks that do not depend on the layout")
+    if is_op(softmax, "aten.dropout") and is_op(
+        chain.uncast(softmax.args[0]), "aten.softmax", "aten._safe_softmax"
+    ):
+        return Refusal(
+            "attention", node, "its probabilities drop out, by masks that do not depend on the layout"
+        )
     if not is_op(softmax, "aten.softmax") or not last_dim(softmax, softmax.args[1]):
         return None
     chain.members.add(softmax)
@@ -57,7 +71,9 @@ def attention(node: Node, constants: Constants) -> Found:
     if not is_op(key, "aten.transpose", "aten.permute", "aten.t"):
         return Refusal("attention", node, "its keys do not come transposed")
     if any(len(shape(one)) != 4 or shape(one)[:-2] != shape(v)[:-2] for one in (q, key)):
-        return Refusal("attention", node, "queries, keys and values are not [batch, heads, tokens, size] alike")
+        return Refusal(
+            "attention", node, "queries, keys and values are not [batch, heads, tokens, size] alike"
+        )
     if not same_dtype(node, q, key, v, *([] if scores.mask is None else [scores.mask])):
         return Refusal("attention", node, "its parts have several dtypes")
     if scores.mask is not None and not leaves_keys(scores.mask, constants):
@@ -76,7 +92,9 @@ def _of_torch(node: Node, constants: Constants) -> Found:
         return None
     masked = Masked(node, mask, -math.inf if value(mask).dtype == torch.bool else None, hides=False)
     scale = given.get("scale")
-    if not proves_causal(masked, (*shape(q)[:-1], shape(k)[-2]), constants) or (scale is not None and scale <= 0):
+    if not proves_causal(masked, (*shape(q)[:-1], shape(k)[-2]), constants) or (
+        scale is not None and scale <= 0
+    ):
         return None
     return Chain(node).group("attention", q, k, v, None, causal=True, **given)
 

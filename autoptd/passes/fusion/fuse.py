@@ -180,7 +180,11 @@ def _norm_of_sum(graph: Graph, group: Group, total: Node) -> dict[Node, Node]:
     """One operator with two results: the norm, and the sum. What stands for either."""
     added, residual = total.args
     call = _call(
-        graph, group, markers.FUSED[group.op], (added, *group.operands[1:]), group.keywords | {"residual": residual}
+        graph,
+        group,
+        markers.FUSED[group.op],
+        (added, *group.operands[1:]),
+        group.keywords | {"residual": residual},
     )
     note(call).extra["reason"] += ", with the sum before it"
     call.meta["val"] = (value(group.result), value(total))
@@ -245,7 +249,9 @@ def _call(graph: Graph, group: Group, target: Any, args: tuple[Any, ...], kwargs
     reason = f"fused: {', '.join(dict.fromkeys(op_name(one).removeprefix('aten.') for one in members))}"
     if op_name(result) == "aten.scaled_dot_product_attention":
         reason = "its mask is causal, and not read"
-    extra = {key: one for key, one in record.extra.items() if key not in ("fused", "inner")} | {"reason": reason}
+    extra = {key: one for key, one in record.extra.items() if key not in ("fused", "inner")} | {
+        "reason": reason
+    }
     set_note(made, replace(record, why="", forms={}, conversion="", extra=extra))
     return made
 

@@ -18,7 +18,9 @@ from autoptd.ir.operators.record import argument
 from autoptd.ir.operators.table import operator_of, says_shape
 from autoptd.passes.fusion.chain import Chain, Found, Group, Refusal, is_op, local_size, rows
 
-LEAST_BYTES = 8 << 20  # of a microbatch's logits: with less a loss in chunks is no faster (benchmarks/fusion.py)
+LEAST_BYTES = (
+    8 << 20
+)  # of a microbatch's logits: with less a loss in chunks is no faster (benchmarks/fusion.py)
 
 
 def linear_cross_entropy(node: Node) -> Found:
@@ -50,16 +52,18 @@ def linear_cross_entropy(node: Node) -> Found:
     times = max(1, 4 // itemsize)
     if note(weight).needs_grad and tokens <= times * width:
         least = f"the width {width:,}" if times == 1 else f"{times} times the width {width:,}"
-        fact = f"{tokens:,} tokens are no more than {least}: the head's gradient would take what its logits do"
+        fact = (
+            f"{tokens:,} tokens are no more than {least}: the head's gradient would take what its logits do"
+        )
         return Refusal("linear_cross_entropy", node, fact)
     logits_bytes = value(logits).numel() * value(product).element_size()
     if logits_bytes < LEAST_BYTES:
-        fact = (
-            f"its logits take {logits_bytes / 1e6:.2g} MB: a loss in chunks is slower below {LEAST_BYTES / 1e6:.1f} MB"
-        )
+        fact = f"its logits take {logits_bytes / 1e6:.2g} MB: a loss in chunks is slower below {LEAST_BYTES / 1e6:.1f} MB"
         return Refusal("linear_cross_entropy", node, fact)
     operands = (x, weight, targets, bias[0] if bias else None)
-    return replace(chain.group("linear_cross_entropy", *operands), literals=node, moved=tuple(reversed(moved)))
+    return replace(
+        chain.group("linear_cross_entropy", *operands), literals=node, moved=tuple(reversed(moved))
+    )
 
 
 def _moves_rows(node: Any) -> bool:
@@ -92,7 +96,9 @@ def in_chunks(
             made = graph.call_function(view.target, args, view.kwargs)
         made.meta["val"] = value(view).new_empty((*shape(view)[:-1], shape(x)[-1]))
         extra = {"local_shapes": [size], "global_shape": shape(made)}
-        set_note(made, replace(record, layout=note(x).layout, dims=(), why="", forms={}, axis="", extra=extra))
+        set_note(
+            made, replace(record, layout=note(x).layout, dims=(), why="", forms={}, axis="", extra=extra)
+        )
         x = made
     loss = group.literals
     keywords = dict(loss.kwargs)

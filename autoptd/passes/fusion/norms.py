@@ -77,7 +77,9 @@ def norm_of_sum(node: Node) -> Found:
         return None
     x, _, *rest = node.args
     given = dict(zip(("weight", "bias", "eps"), rest, strict=False)) | node.kwargs
-    return Chain(node).group("layer_norm", x, given.get("weight"), given.get("bias"), eps=given.get("eps", 1e-5))
+    return Chain(node).group(
+        "layer_norm", x, given.get("weight"), given.get("bias"), eps=given.get("eps", 1e-5)
+    )
 
 
 def sum_of(node: Any) -> tuple[Node, Node] | None:
@@ -195,7 +197,12 @@ def _centred(chain: Chain, node: Any) -> Any:
     if not is_op(node, "aten.sub") or len(node.args) != 2:
         return None
     y, mean = chain.uncast(node.args[0]), node.args[1]
-    is_mean = is_op(mean, "aten.mean") and len(mean.args) > 2 and mean.args[2] and last_dim(mean.args[0], mean.args[1])
+    is_mean = (
+        is_op(mean, "aten.mean")
+        and len(mean.args) > 2
+        and mean.args[2]
+        and last_dim(mean.args[0], mean.args[1])
+    )
     if not is_mean or chain.uncast(mean.args[0]) is not y:
         return None
     chain.members |= {node, mean}

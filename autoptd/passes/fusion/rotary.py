@@ -24,7 +24,9 @@ def rotary(node: Node) -> Found:
                     continue
                 if shape(cos) != shape(sin) or shape(cos)[-1:] != shape(x)[-1:]:
                     return Refusal(
-                        "rotary", node, "its cosines and sines are not of one shape, as wide as what is turned"
+                        "rotary",
+                        node,
+                        "its cosines and sines are not of one shape, as wide as what is turned",
                     )
                 if note(cos).needs_grad or note(sin).needs_grad:
                     return Refusal("rotary", node, "the angles need a gradient")
@@ -53,7 +55,11 @@ def _rotation(chain: Chain, node: Any, x: Any) -> bool | None:
     ):
         stack = node.args[0]
         parts, dim = stack.args[0], stack.args[1] if len(stack.args) > 1 else 0
-        if len(parts) == 2 and dim % len(shape(stack)) == len(shape(stack)) - 1 and is_op(parts[0], "aten.neg"):
+        if (
+            len(parts) == 2
+            and dim % len(shape(stack)) == len(shape(stack)) - 1
+            and is_op(parts[0], "aten.neg")
+        ):
             even, odd = _piece(chain, parts[1], x), _piece(chain, parts[0].args[0], x)
             size = shape(x)[-1]
             if even == (0, size, 2) and odd == (1, size, 2) and shape(node) == shape(x):

@@ -15,7 +15,18 @@ from torch.fx import Graph, Node
 from autoptd.ir import markers
 from autoptd.ir.machine import Machine
 from autoptd.ir.mesh import Mesh
-from autoptd.ir.notes import converted_types, is_pair, is_tensor, is_whole, note, op_name, ops, payload, shape, tensor
+from autoptd.ir.notes import (
+    converted_types,
+    is_pair,
+    is_tensor,
+    is_whole,
+    note,
+    op_name,
+    ops,
+    payload,
+    shape,
+    tensor,
+)
 from autoptd.ir.operators.products import products
 from autoptd.ir.operators.record import Product, Size, operands
 from autoptd.ir.operators.table import is_view, operator_of
@@ -122,7 +133,9 @@ def rank_seconds(node: Node, mesh: Mesh, machine: Machine) -> float:
     record = operator_of(node)
     if node.target is markers.convert:
         source, target = converted_types(node)
-        return conversion_seconds(source, target, converted_bytes(node, mesh), mesh.degree(note(node).axis), machine)
+        return conversion_seconds(
+            source, target, converted_bytes(node, mesh), mesh.degree(note(node).axis), machine
+        )
     if is_view(node):
         return 0.0
     read = [one for one in node.all_input_nodes if not (record.is_lookup and note(one).kind == "param")]
@@ -144,7 +157,9 @@ def converted_bytes(node: Node, mesh: Mesh) -> float:
     return payload(node) / math.prod(map(mesh.degree, others))
 
 
-def conversion_seconds(source: ValueType, target: ValueType, nbytes: float, degree: int, machine: Machine) -> float:
+def conversion_seconds(
+    source: ValueType, target: ValueType, nbytes: float, degree: int, machine: Machine
+) -> float:
     """Time of a conversion, forward and backward, of a value of `nbytes` in all, by ring collectives over `degree` ranks."""
     if source == target:
         return 0.0
@@ -154,7 +169,9 @@ def conversion_seconds(source: ValueType, target: ValueType, nbytes: float, degr
     return sum(collective_seconds(one, nbytes, degree, machine) for one in (row.forward, row.backward))
 
 
-def conversion_price(source: ValueType, target: ValueType, nbytes: float, degree: int, machine: Machine) -> float:
+def conversion_price(
+    source: ValueType, target: ValueType, nbytes: float, degree: int, machine: Machine
+) -> float:
     """What a plan pays for a conversion: its seconds, and the price of its collectives."""
     seconds = conversion_seconds(source, target, nbytes, degree, machine)
     if source == target or math.isinf(seconds):

@@ -59,9 +59,15 @@ class Call:
         try:
             made = self.target(*args, **dict(kwargs))
         except Exception as error:  # an operator may fail in any way on sizes it was not made for
-            raise CannotTry(f"it fails on random numbers: {(str(error).splitlines() or [repr(error)])[0]}") from error
+            raise CannotTry(
+                f"it fails on random numbers: {(str(error).splitlines() or [repr(error)])[0]}"
+            ) from error
         pieces = tuple(made) if isinstance(made, (tuple, list)) else (made,)
-        if not pieces or any(not isinstance(one, Tensor) for one in pieces) or len({one.dim() for one in pieces}) > 1:
+        if (
+            not pieces
+            or any(not isinstance(one, Tensor) for one in pieces)
+            or len({one.dim() for one in pieces}) > 1
+        ):
             raise CannotTry("it gives no tensor, or several with unlike dims")
         return pieces
 
@@ -126,8 +132,12 @@ class Trial:
         if len(sizes) != 1:
             return f"the sizes {sorted(sizes)} differ"
         ways = divisions(sizes.pop())
-        for i, (drawn, cotangents, whole) in enumerate(zip(self.drawn, self.cotangents, self.whole, strict=True)):
-            for division in ways if i == 0 else ways[-2:]:  # of the first numbers all ways, of the others the hardest
+        for i, (drawn, cotangents, whole) in enumerate(
+            zip(self.drawn, self.cotangents, self.whole, strict=True)
+        ):
+            for division in (
+                ways if i == 0 else ways[-2:]
+            ):  # of the first numbers all ways, of the others the hardest
                 try:
                     text = self._differs(claim, division, drawn, cotangents, whole)
                 except CannotTry as error:
@@ -173,7 +183,8 @@ class Trial:
                 continue
             turned = [one.flip(tuple(range(one.dim()))) for one in cotangents]
             rest = [
-                one - other if one.is_floating_point() else one for one, other in zip(cotangents, turned, strict=True)
+                one - other if one.is_floating_point() else one
+                for one, other in zip(cotangents, turned, strict=True)
             ]
             shares = [answer(self.call, drawn, some).gradients for some in (turned, rest)]
             sums = [(list(two), one) for one, *two in zip(whole.gradients, *shares, strict=True)]
@@ -196,9 +207,15 @@ def make_trial(call: Call) -> Trial:
     drawn, cotangents, whole = [], [], []
     for seed, draw in enumerate(DRAWS):
         source = torch.Generator().manual_seed(1000 + seed)
-        tensors = [_draw(size, dtype, call, draw, source) for size, dtype in zip(call.shapes, call.dtypes, strict=True)]
+        tensors = [
+            _draw(size, dtype, call, draw, source)
+            for size, dtype in zip(call.shapes, call.dtypes, strict=True)
+        ]
         first = answer(call, tensors, None)
-        wanted = [torch.randn(one.shape, generator=source, dtype=torch.float64).to(one.dtype) for one in first.values]
+        wanted = [
+            torch.randn(one.shape, generator=source, dtype=torch.float64).to(one.dtype)
+            for one in first.values
+        ]
         found = answer(call, tensors, wanted)
         if not _equal(found, answer(call, tensors, wanted)):
             raise Unfit("it gives other values when it is called again")
@@ -216,7 +233,9 @@ def make_trial(call: Call) -> Trial:
 
 def answer(call: Call, tensors: Sequence[Tensor], cotangents: Sequence[Tensor] | None) -> Answer:
     """Run a call; gradients for these cotangents, where the trace says that it has any."""
-    leaves = [one.detach().clone().requires_grad_(one.is_floating_point() and call.needs_grad) for one in tensors]
+    leaves = [
+        one.detach().clone().requires_grad_(one.is_floating_point() and call.needs_grad) for one in tensors
+    ]
     with torch.enable_grad():
         read = [one.clone() if one.requires_grad else one for one in leaves]
         values = call.run(read)
@@ -246,7 +265,9 @@ def _check_layout(call: Call, tensors: list[Tensor], first: Answer) -> None:
     except CannotTry:
         return  # it says so itself
     pairs = list(zip(turned.values, first.values, strict=True))
-    if any(one.shape != two.shape or not _close(one, two, _tolerance(first.values), 0.0) for one, two in pairs):
+    if any(
+        one.shape != two.shape or not _close(one, two, _tolerance(first.values), 0.0) for one, two in pairs
+    ):
         raise Unfit("it reads how its operands lie in memory")
 
 
@@ -258,7 +279,8 @@ def _says_something(found: Answer) -> bool:
     if gradients and not any(map(_size_of, gradients)):
         return False
     return all(
-        one.numel() and bool((one != (0 if one.numel() == 1 else one.flatten()[0])).any()) for one in found.values
+        one.numel() and bool((one != (0 if one.numel() == 1 else one.flatten()[0])).any())
+        for one in found.values
     )
 
 
@@ -267,15 +289,22 @@ def _differ(values: Sequence[Tensor]) -> bool:
     return any(one.shape != values[0].shape or not torch.equal(one, values[0]) for one in values[1:])
 
 
-def _draw(size: tuple[int, ...], dtype: torch.dtype, call: Call, draw: Draw, source: torch.Generator) -> Tensor:
+def _draw(
+    size: tuple[int, ...], dtype: torch.dtype, call: Call, draw: Draw, source: torch.Generator
+) -> Tensor:
     if dtype.is_floating_point:
         return draw(size, source)
     if dtype == torch.bool:
         return torch.rand(size, generator=source) > 0.5
     sizes = [
-        n for one, kind in zip(call.shapes, call.dtypes, strict=True) for n in one if kind.is_floating_point and n > 1
+        n
+        for one, kind in zip(call.shapes, call.dtypes, strict=True)
+        for n in one
+        if kind.is_floating_point and n > 1
     ]
-    return torch.randint(min(sizes, default=5), size, generator=source, dtype=dtype)  # an index of any of their dims
+    return torch.randint(
+        min(sizes, default=5), size, generator=source, dtype=dtype
+    )  # an index of any of their dims
 
 
 def _take(x: Tensor, dim: int | None, ids: Tensor) -> Tensor:
@@ -296,7 +325,9 @@ def _matches(
         return is_alike and _close(sum(parts, torch.zeros_like(wanted)), wanted, *limits)
     targets = [wanted.index_select(dim, ids) for ids in division]
     pieces = [torch.zeros_like(two) if one is None else one for one, two in zip(found, targets, strict=True)]
-    return all(one.shape == two.shape and _close(one, two, *limits) for one, two in zip(pieces, targets, strict=True))
+    return all(
+        one.shape == two.shape and _close(one, two, *limits) for one, two in zip(pieces, targets, strict=True)
+    )
 
 
 def _close(one: Tensor, two: Tensor, tolerance: float, scale: float) -> bool:
@@ -321,7 +352,9 @@ def _equal(one: Answer, two: Answer) -> bool:
     """To the bit; what is not finite is compared as it is."""
     pairs = zip((*one.values, *one.gradients), (*two.values, *two.gradients), strict=True)
     return all(
-        a is b if a is None or b is None else a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num())
+        a is b
+        if a is None or b is None
+        else a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num())
         for a, b in pairs
     )
 

@@ -38,7 +38,9 @@ from autoptd.passes.ops.probe import (
 SITE = "register_rule"
 EXAMPLE = 'register_rule("ns::op", "b s d, d -> b s d"), "..." for any leading dims, d* for a dim that must stay whole'
 TERM = re.compile(r"(\.\.\.\s+|\.\.\.$)?([a-z]\w*\*?(\s+|$))*", re.IGNORECASE)
-REGISTERED: dict[str, Operator] = {}  # the users' rules: filled by register_rule alone, before anything is compiled
+REGISTERED: dict[
+    str, Operator
+] = {}  # the users' rules: filled by register_rule alone, before anything is compiled
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,9 @@ class Unlisted:
 
     def __str__(self) -> str:
         names = ", ".join(link.name for link in self.links if not link.whole)
-        return f"{self.origin}: may be split by {names}" if names else self.origin or f"probed: {self.refused}"
+        return (
+            f"{self.origin}: may be split by {names}" if names else self.origin or f"probed: {self.refused}"
+        )
 
 
 def register_rule(op: str, letters: str) -> None:
@@ -78,12 +82,17 @@ def register_rule(op: str, letters: str) -> None:
     for term in terms:
         words = [word.rstrip("*") for word in term.split()]
         if len(set(words)) < len(words):
-            raise PlanError(SITE, f"{letters!r} has a letter twice in {term.strip()!r}", "one letter for each dim")
+            raise PlanError(
+                SITE, f"{letters!r} has a letter twice in {term.strip()!r}", "one letter for each dim"
+            )
     read = {word.rstrip("*") for term in terms[:-1] for word in term.split()}
     starred = {word.rstrip("*") for term in terms for word in term.split() if word.endswith("*")}
     # A dim of the result that no operand has cannot be cut: how long it is, no slice could say.
     starred |= {word for word in right.split() if word.rstrip("*") not in read}
-    marked = [" ".join(f"{w}*" if (w := word.rstrip("*")) in starred else w for word in term.split()) for term in terms]
+    marked = [
+        " ".join(f"{w}*" if (w := word.rstrip("*")) in starred else w for word in term.split())
+        for term in terms
+    ]
     record = Operator(f"{namespace}.{name}", f"{', '.join(marked[:-1])} -> {marked[-1]}")
     REGISTERED[record.name] = record
 
@@ -112,7 +121,11 @@ def _registered(node: Node, letters: str) -> Unlisted:
         call = call_of(node)
         sizes = [list(one) for one in call.shapes]
         each = dict(
-            zip((link.name for link in made), small_shapes(tuple((k,) for k in range(2, 2 + len(made)))), strict=True)
+            zip(
+                (link.name for link in made),
+                small_shapes(tuple((k,) for k in range(2, 2 + len(made)))),
+                strict=True,
+            )
         )
         for link in made:
             for i, member in link.operands.items():
@@ -126,10 +139,14 @@ def _registered(node: Node, letters: str) -> Unlisted:
     except CannotTry as error:
         return Unlisted(made, f"registered, not probed ({error})")
     if not all(trial.is_linear() for trial in trials):
-        raise PlanError(site(node), f"no rule can hold for {op_name(node)}: {NOT_LINEAR}", "leave register_rule out")
+        raise PlanError(
+            site(node), f"no rule can hold for {op_name(node)}: {NOT_LINEAR}", "leave register_rule out"
+        )
     for link in made:
         if not link.whole:
-            places = tuple(link.operands[i].dims[0] if i in link.operands else None for i in range(len(call.shapes)))
+            places = tuple(
+                link.operands[i].dims[0] if i in link.operands else None for i in range(len(call.shapes))
+            )
             text = contradiction(trials, Claim(places, link.out.dims[0] if link.out is not None else None))
             if text:
                 i, member = next(iter(link.operands.items()))
@@ -143,11 +160,17 @@ def _check_fits(node: Node, letters: str) -> None:
     """The rule must name every dim of every tensor, and equal letters must be equally long."""
     left, right = letters.split(" -> ")
     terms, sizes = [*left.split(", "), right], [*(shape(one) for one in operands(node)), shape(node)]
-    remedy = f"a rule for these shapes: {', '.join(str(list(one)) for one in sizes[:-1])} -> {list(sizes[-1])}"
+    remedy = (
+        f"a rule for these shapes: {', '.join(str(list(one)) for one in sizes[:-1])} -> {list(sizes[-1])}"
+    )
     if len(terms) != len(sizes):
         fact = f"{op_name(node)} reads {len(sizes) - 1} tensors, its rule {letters!r} names {len(terms) - 1}"
         raise PlanError(site(node), fact, remedy)
-    dots = [len(size) - len(term.split()) + 1 for term, size in zip(terms, sizes, strict=True) if "..." in term.split()]
+    dots = [
+        len(size) - len(term.split()) + 1
+        for term, size in zip(terms, sizes, strict=True)
+        if "..." in term.split()
+    ]
     if "..." in terms[-1].split() and dots[-1] != max(dots[:-1], default=0):
         fact = f"{op_name(node)} has a tensor of {len(sizes[-1])} dims where its rule {letters!r} says {terms[-1]!r}"
         raise PlanError(site(node), fact, remedy)
@@ -156,7 +179,9 @@ def _check_fits(node: Node, letters: str) -> None:
         words = term.split()
         named = [word for word in words if word != "..."]
         if len(named) > len(size) or (len(named) < len(size) and "..." not in words):
-            fact = f"{op_name(node)} has a tensor of {len(size)} dims where its rule {letters!r} says {term!r}"
+            fact = (
+                f"{op_name(node)} has a tensor of {len(size)} dims where its rule {letters!r} says {term!r}"
+            )
             raise PlanError(site(node), fact, remedy)
         for word, length in zip(reversed(named), reversed(size), strict=False):
             lengths.setdefault(word, set()).add(length)

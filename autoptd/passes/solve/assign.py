@@ -94,7 +94,9 @@ class Assignment:
         made, hub = note(operand).layout.over(self.axis), self.hubs.get(operand)
         source = self.entries.get(operand, made)
         path = [source] if source != made else []
-        if hub in (None, source, target) or self.price(operand, source, target) <= self.price(operand, hub, target):
+        if hub in (None, source, target) or self.price(operand, source, target) <= self.price(
+            operand, hub, target
+        ):
             return [*path, target] if target != source else path
         assert hub is not None
         return [*path, hub, target]
@@ -168,7 +170,9 @@ def _try_graph(graph: Graph, splitter: Splitter) -> Solved:
     ties = find_ties(graph, splits, splitter.shards, splitter.pins)
     try:
         found = _solve(solved, _Strategies(splitter, ties.same), splitter, ties)
-        if splitter.pins and not found.problem.is_possible:  # what is pinned may come from a vote, which ties no layers
+        if (
+            splitter.pins and not found.problem.is_possible
+        ):  # what is pinned may come from a vote, which ties no layers
             found = _solve(solved, _Strategies(splitter, {}), splitter, Ties())
         return found
     except TableTooLarge:
@@ -217,7 +221,9 @@ class _Strategies(dict[Node, list[Strategy]]):
         else:
             there, here = (list(dict.fromkeys(operands(one))) for one in (head, node))
             own = dict(zip(there, here, strict=True))
-            self[node] = [replace(one, needs={own[arg]: kind for arg, kind in one.needs.items()}) for one in self[head]]
+            self[node] = [
+                replace(one, needs={own[arg]: kind for arg, kind in one.needs.items()}) for one in self[head]
+            ]
         return self[node]
 
 
@@ -263,7 +269,9 @@ def _solve(
         others = [other for other in ties.enters.get(node, ()) if other in variable]
         key = (variable[node], tuple(sorted(variable.get(reader, -1) for reader in readers)), bool(others))
         if key not in tables:
-            found: list[Factor] = [((variable[node],), price_table([one.seconds for one in strategies[node]]))]
+            found: list[Factor] = [
+                ((variable[node],), price_table([one.seconds for one in strategies[node]]))
+            ]
             source: Hub = variable[node], [one.gives for one in strategies[node]]
             if others:
                 kinds = [*source[1], *(one.gives for other in others for one in strategies[other])]
@@ -276,7 +284,10 @@ def _solve(
                 kinds = source[1] + wanted(node, readers, strategies)
                 hub = len(choices), list(dict.fromkeys(kinds))
                 choices.append(len(hub[1]))
-            tables[key] = found + edge_factors(node, readers, strategies, variable, source, hub, splitter), hub
+            tables[key] = (
+                found + edge_factors(node, readers, strategies, variable, source, hub, splitter),
+                hub,
+            )
         times[key] += 1
         if (of_node := tables[key][1]) is not None:
             hubs[node] = of_node

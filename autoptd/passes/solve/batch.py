@@ -27,8 +27,12 @@ from autoptd.ir.types import I, P, R, S, ValueType
 from autoptd.passes.axes.axes import Axes, Letter, Place
 from autoptd.passes.axes.constants import Constants
 
-RULE_REMEDY = "keep samples apart (loss_fn with a mean or sum over samples), or run with d=1 and num_microbatches=1"
-UNKNOWN_REMEDY = 'autoptd.register_rule("ns::op", "b s d -> b s d") where it keeps samples apart, or plain operators '
+RULE_REMEDY = (
+    "keep samples apart (loss_fn with a mean or sum over samples), or run with d=1 and num_microbatches=1"
+)
+UNKNOWN_REMEDY = (
+    'autoptd.register_rule("ns::op", "b s d -> b s d") where it keeps samples apart, or plain operators '
+)
 UNKNOWN_REMEDY += "(sums, products, views, gather), or d=1 and num_microbatches=1"
 COUNT_REMEDY = "F.cross_entropy(..., reduction='none').mean(), and class weights in a buffer"
 FIRST_ROWS = "first_rows"  # key of Note.extra: operands whose rows are all equal -> the place where they meet the batch
@@ -44,7 +48,9 @@ def assign_batch(graph: Graph, axes: Axes, batched: set[str], pieces: int, const
             record.layout = record.layout.having(BATCH, R)
         elif record.kind == "input" and record.name in batched:
             if len(record.dims[0]) != 1 and shape(node)[0] != 1:
-                raise PlanError(record.name, f"the model folds the batch dim into {record.dims[0]}", RULE_REMEDY)
+                raise PlanError(
+                    record.name, f"the model folds the batch dim into {record.dims[0]}", RULE_REMEDY
+                )
             record.layout = record.layout.having(BATCH, S(0, 0))
         elif node.op == "call_function":
             record.layout = record.layout.having(BATCH, _type_of(node, axes, constants))
@@ -113,7 +119,9 @@ def _keep_partial(node: Node, partial: list[Node], split: bool) -> ValueType:
 
 def _is_float_cast(node: Node) -> bool:
     """`loss.float()`: of every part what it is of the sum."""
-    return operator_of(node).moves == "cast" and all(tensor(one).is_floating_point() for one in (node, *operands(node)))
+    return operator_of(node).moves == "cast" and all(
+        tensor(one).is_floating_point() for one in (node, *operands(node))
+    )
 
 
 def adds_number(node: Node) -> bool:
@@ -189,18 +197,25 @@ def _is_slice_elsewhere(node: Node) -> bool:
     if op_name(node) != "aten.slice":
         return False
     x = operands(node)[0]
-    return note(x).layout.batch.kind != "S" or note(x).layout.batch.dim != argument(node, "dim") % tensor(x).dim()
+    return (
+        note(x).layout.batch.kind != "S"
+        or note(x).layout.batch.dim != argument(node, "dim") % tensor(x).dim()
+    )
 
 
 def _check_made(node: Node, other: Node) -> None:
     """A constant made in forward (`torch.tensor(x.shape[0])`) must be the same in both traces."""
-    ours, theirs = (note(one).extra.get("constant") if note(one).kind == "buffer" else None for one in (node, other))
+    ours, theirs = (
+        note(one).extra.get("constant") if note(one).kind == "buffer" else None for one in (node, other)
+    )
     if ours is None or theirs is None:
         return
     has_values = not (ours.is_meta or theirs.is_meta)  # what has none cannot run either
     if ours.shape != theirs.shape or (has_values and not torch.equal(ours, theirs)):
         reader = next(iter(node.users))
-        raise PlanError(site(reader), "a constant is computed from the number of rows in the batch", RULE_REMEDY)
+        raise PlanError(
+            site(reader), "a constant is computed from the number of rows in the batch", RULE_REMEDY
+        )
 
 
 def _check_constant(node: Node, other: Node, constants: Constants) -> None:
@@ -219,7 +234,9 @@ def _check_constant(node: Node, other: Node, constants: Constants) -> None:
             remedy = "make it without the batch dim (it is broadcast), or pass it as an input"
             raise PlanError(site(node), f"{fact} (on meta, or too large)", remedy)
         if not are_equal:
-            raise PlanError(site(node), "a constant is computed from the number of rows in the batch", RULE_REMEDY)
+            raise PlanError(
+                site(node), "a constant is computed from the number of rows in the batch", RULE_REMEDY
+            )
 
 
 def _is_batch(node: Node) -> bool:
@@ -239,7 +256,9 @@ def _check_growth(node: Node, other: Node, growth: Fraction) -> None:
         wanted[kind.dim] *= growth
     if tuple(wanted) != shape(other):
         raise PlanError(
-            site(node), f"its shape {shape(node)} depends on the batch size in a way no rule explains", RULE_REMEDY
+            site(node),
+            f"its shape {shape(node)} depends on the batch size in a way no rule explains",
+            RULE_REMEDY,
         )
 
 

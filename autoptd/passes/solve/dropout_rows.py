@@ -30,9 +30,13 @@ def place_rows(graph: Graph, batched: set[str], pieces: int, buffers: Mapping[st
         return
     for node, kind in zip(found, _types(graph, found, batched, pieces, buffers), strict=True):
         note(node).extra["rows"] = kind if kind.kind == "S" else I
-        columns = math.prod(shape(node)) // (_size(note(node).dims[kind.dim], kind.atom) if kind.kind == "S" else 1)
+        columns = math.prod(shape(node)) // (
+            _size(note(node).dims[kind.dim], kind.atom) if kind.kind == "S" else 1
+        )
         if columns > MOST_COLUMNS:
-            fact = f"{columns:,} elements per row of the batch are more than the 2**32 that a mask tells apart"
+            fact = (
+                f"{columns:,} elements per row of the batch are more than the 2**32 that a mask tells apart"
+            )
             raise PlanError(site(node), fact, "dropout on a smaller value, or p=0")
 
 

@@ -26,7 +26,9 @@ from autoptd.passes.solve.strategies import Splitter, Strategy
 
 PARAMETER_USES = {("I", "P"), ("I", "R"), ("I", "S"), ("R", "S")}
 Hub = tuple[int, list[Layout]]  # the variable of a value's types, and its choices
-Price = Callable[[ValueType, ValueType, float, int, Machine], float]  # of one conversion, as costs.conversion_seconds
+Price = Callable[
+    [ValueType, ValueType, float, int, Machine], float
+]  # of one conversion, as costs.conversion_seconds
 
 
 def wanted(node: Node, readers: list[Node], strategies: dict[Node, list[Strategy]]) -> list[Layout]:
@@ -97,7 +99,11 @@ def edge_factors(
 def is_saved(node: Node, reader: Node) -> bool:
     """Whether `reader` keeps the value of `node`, an activation, for its backward."""
     is_activation = note(node).of_params and note(node).kind != "param"
-    return is_activation and operator_of(reader).keeps in ("operands", "probabilities") and note(reader).needs_grad
+    return (
+        is_activation
+        and operator_of(reader).keeps in ("operands", "probabilities")
+        and note(reader).needs_grad
+    )
 
 
 def gathers_again(splitter: Splitter, reader: Node, source: Layout, target: Layout) -> bool:
@@ -106,14 +112,18 @@ def gathers_again(splitter: Splitter, reader: Node, source: Layout, target: Layo
     return is_gather and op_name(reader) in ("aten.linear", "aten.addmm")
 
 
-def _kept(splitter: Splitter, node: Node, reader: Node, savers: list[Node], source: Layout, target: Layout) -> float:
+def _kept(
+    splitter: Splitter, node: Node, reader: Node, savers: list[Node], source: Layout, target: Layout
+) -> float:
     """The price of what backward of `reader` needs of the value of `node`; those who save it share one copy."""
     if reader not in savers:
         return 0.0
     machine, t, nbytes = splitter.machine, splitter.degree, payload(node)
     again = gathers_again(splitter, reader, source, target)
     pieces = t if again else target.pieces(splitter.mesh)
-    seconds = nbytes / pieces * machine.per_saved_byte + (nbytes * splitter.per_whole_byte if pieces == 1 else 0.0)
+    seconds = nbytes / pieces * machine.per_saved_byte + (
+        nbytes * splitter.per_whole_byte if pieces == 1 else 0.0
+    )
     seconds += collective_seconds("all-gather", nbytes, t, machine) if again else 0.0
     return seconds / len(savers)
 
@@ -133,7 +143,9 @@ def edge_price(
     if path is None or not _is_possible(splitter, node, path):
         return math.inf
     mesh, nbytes = splitter.mesh, payload(node)
-    return sum(count(*step[1:3], nbytes / step.others, mesh.degree(step.axis), splitter.machine) for step in path)
+    return sum(
+        count(*step[1:3], nbytes / step.others, mesh.degree(step.axis), splitter.machine) for step in path
+    )
 
 
 def _is_possible(splitter: Splitter, node: Node, path: list[Step]) -> bool:

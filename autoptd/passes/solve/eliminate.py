@@ -75,7 +75,9 @@ class _Elimination:
 
     def __init__(self, choices: list[int], factors: list[Factor], largest: int) -> None:
         self.choices, self.largest = choices, largest
-        self.pool: dict[int, Factor] = {i: _without_decided(factor, choices) for i, factor in enumerate(factors)}
+        self.pool: dict[int, Factor] = {
+            i: _without_decided(factor, choices) for i, factor in enumerate(factors)
+        }
         self.touching: dict[int, set[int]] = defaultdict(set)
         for i, (variables, _) in self.pool.items():
             for variable in variables:
@@ -121,7 +123,9 @@ class _Elimination:
             near, best, arg = _eliminate(variable, self.choices, [self.pool[i] for i in touched])
             order.append((variable, near, arg))
             self._replace(touched, [(tuple(near), best)] if near else [])
-        answer = [known[one] if known is not None and one in self.held else 0 for one in range(len(self.choices))]
+        answer = [
+            known[one] if known is not None and one in self.held else 0 for one in range(len(self.choices))
+        ]
         for variable, near, arg in reversed(order):
             answer[variable] = int(arg[tuple(answer[other] for other in near)])
         return answer
@@ -156,7 +160,9 @@ def _without_decided(factor: Factor, choices: list[int]) -> Factor:
     return open_ones, table.reshape([choices[one] for one in open_ones])
 
 
-def _eliminate(variable: int, choices: list[int], factors: list[Factor]) -> tuple[list[int], np.ndarray, np.ndarray]:
+def _eliminate(
+    variable: int, choices: list[int], factors: list[Factor]
+) -> tuple[list[int], np.ndarray, np.ndarray]:
     """Sum the factors that touch `variable` and minimise it out: (neighbours, least cost, which choice)."""
     near = sorted({other for variables, _ in factors for other in variables} - {variable})
     axes = [variable, *near]

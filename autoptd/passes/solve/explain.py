@@ -112,7 +112,11 @@ def _name(node: Node) -> str:
 def _work(what: str, path: Sequence[Step], target: Layout) -> str:
     """`reads layer_norm as R: all-reduce backward,`."""
     rows = [CONVERSIONS[step.before.kind, step.after.kind] for step in path]
-    kinds = [(kind, phase) for row in rows for kind, phase in ((row.forward, "forward"), (row.backward, "backward"))]
+    kinds = [
+        (kind, phase)
+        for row in rows
+        for kind, phase in ((row.forward, "forward"), (row.backward, "backward"))
+    ]
     kinds = [(kind, phase) for kind, phase in kinds if kind != "none"]
     far = [(kind, phase) for kind, phase in kinds if kind not in LOCAL_WORK]
     shown = ", ".join(f"{kind} {phase}" for kind, phase in far or kinds)
@@ -157,7 +161,8 @@ def _lines(problem: Problem, node: Node) -> list[str]:
     what = "parameter" if record.kind == "param" else op_name(node).removeprefix("aten.")
     lines = [f"{_path(node)}  {what}" + (f" ({record.source})" if record.source else "")]
     rows = [
-        (_price(one), one.strategy.gives.text(record.dims), one.strategy.why) for one in alternatives(problem, node)
+        (_price(one), one.strategy.gives.text(record.dims), one.strategy.why)
+        for one in alternatives(problem, node)
     ]
     widths = [max(len(row[i]) for row in rows) for i in range(2)]
     lines += [f"  {price:{widths[0]}}  {kind:{widths[1]}}  {why}" for price, kind, why in rows[:SHOWN]]

@@ -28,7 +28,9 @@ from autoptd.passes.solve.strategies import WHOLE, Splitter
 
 HEADS, KV_HEADS, REPEAT = "heads", "KV heads", "query heads per KV head"
 COUNTED = (HEADS, KV_HEADS, REPEAT)
-PLAIN_OPERATORS = 'autoptd.register_rule("ns::op", "... -> ..."), or plain operators (sums, products, views, gather)'
+PLAIN_OPERATORS = (
+    'autoptd.register_rule("ns::op", "... -> ..."), or plain operators (sums, products, views, gather)'
+)
 
 
 def note_fallbacks(graph: Graph, assignment: Assignment, splitter: Splitter) -> None:
@@ -54,7 +56,9 @@ def _split_noun(node: Node, assignment: Assignment, splitter: Splitter, nouns: d
     """What a split operator is split by, where people have a word for it: heads."""
     for one, types in assignment.strategies[node].needs.items():
         if types.shards:
-            found = [nouns.get(id(splitter.axes.atoms(one, kind.dim)[kind.atom]), "") for _, kind in types.shards]
+            found = [
+                nouns.get(id(splitter.axes.atoms(one, kind.dim)[kind.atom]), "") for _, kind in types.shards
+            ]
             if found[0] in COUNTED:
                 return found[0] if len(found) == 1 else "query heads"
     return ""
@@ -65,10 +69,10 @@ def _say_searched(graph: Graph, assignment: Assignment) -> None:
     free = (node for node in ops(graph) if node in assignment.strategies and note(node).fallback is None)
     node = next(free, None)
     if node is not None:
-        fact = (
-            "the model's operators hang together too closely for the cheapest plan to be found: a near one was searched"
+        fact = "the model's operators hang together too closely for the cheapest plan to be found: a near one was searched"
+        note(node).fallback = Fallback(
+            note(node).module, op_name(node), fact, "a plan= that pins its parameters"
         )
-        note(node).fallback = Fallback(note(node).module, op_name(node), fact, "a plan= that pins its parameters")
 
 
 def fallbacks(graph: Graph) -> list[Fallback]:
@@ -80,7 +84,9 @@ def unlisted_operators(graph: Graph) -> list[str]:
     """What was found out about operators without a row: `mine.scale in h.*.mlp: probed: may be split by d0, d2`."""
     found = [(re.sub(r"\b\d+\b", "*", note(node).module), node) for node in ops(graph) if note(node).rule]
     return list(
-        dict.fromkeys(f"{op_name(node)} in {module or 'the model'}: {note(node).rule}" for module, node in found)
+        dict.fromkeys(
+            f"{op_name(node)} in {module or 'the model'}: {note(node).rule}" for module, node in found
+        )
     )
 
 
@@ -91,11 +97,15 @@ def _unknown(node: Node, splitter: Splitter) -> Fallback | None:
     return Fallback(note(node).module, op_name(node), fact, PLAIN_OPERATORS, flops(node))
 
 
-def _blocked(node: Node, assignment: Assignment, splitter: Splitter, nouns: dict[int, str]) -> Fallback | None:
+def _blocked(
+    node: Node, assignment: Assignment, splitter: Splitter, nouns: dict[int, str]
+) -> Fallback | None:
     """A matrix product that stays whole, or attention that is not split by heads, because t does not divide."""
     if not flops(node):
         return None
-    places = [(one, kind) for one, types in assignment.strategies[node].needs.items() for _, kind in types.shards]
+    places = [
+        (one, kind) for one, types in assignment.strategies[node].needs.items() for _, kind in types.shards
+    ]
     split_by = {nouns.get(id(splitter.axes.atoms(one, kind.dim)[kind.atom])) for one, kind in places}
     is_whole = not places
     blocked = [(one.size, _noun(node, one, splitter, nouns)) for one in splitter.blocked(node)]
@@ -106,7 +116,9 @@ def _blocked(node: Node, assignment: Assignment, splitter: Splitter, nouns: dict
     texts = [f"{size} {noun}" if noun in COUNTED else f"{noun} {size}" for size, noun in named]
     fact = f"{' and '.join(texts)} {'do' if of_heads or len(named) > 1 else 'does'} not divide over t={splitter.degree}"
     fits = ", ".join(map(str, divisors(size for size, _ in named)))
-    return Fallback(note(node).module, op_name(node), fact, f"t in {{{fits}}}", flops(node) if is_whole else 0)
+    return Fallback(
+        note(node).module, op_name(node), fact, f"t in {{{fits}}}", flops(node) if is_whole else 0
+    )
 
 
 def _noun(node: Node, letter: Letter, splitter: Splitter, nouns: dict[int, str]) -> str:
@@ -131,7 +143,9 @@ def axis_nouns(graph: Graph, splitter: Splitter) -> dict[int, str]:
             if letter.out is not None and (len(letter.places) > 1 or letter.name == "repeat"):
                 groups.setdefault(letter.name, []).append(splitter.axes.ids_of(node, letter)[0])
         for name, (first, *others) in groups.items():
-            found.setdefault(first, REPEAT if name == "repeat" else KV_HEADS if others or name == "kv" else HEADS)
+            found.setdefault(
+                first, REPEAT if name == "repeat" else KV_HEADS if others or name == "kv" else HEADS
+            )
             for axis in others:
                 found.setdefault(axis, REPEAT)
     return found

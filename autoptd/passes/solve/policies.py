@@ -80,7 +80,9 @@ class Solved:
             _refuse_pins(pins)
             ctx.found.assignments[self.axis] = Assignment(self.axis, {}, {}, lambda *_: 0.0, lambda *_: 0.0)
             return
-        make_splitter = partial(Splitter, graph, axes, self.axis, ctx.mesh, ctx.machine, ctx.batched, pins=pins)
+        make_splitter = partial(
+            Splitter, graph, axes, self.axis, ctx.mesh, ctx.machine, ctx.batched, pins=pins
+        )
         splitter = make_splitter(may_split=self.may_split)
         if self.keeps_products:
             _check_tokens(graph, splitter)
@@ -124,7 +126,9 @@ def _refuse_pins(pins: Pins) -> None:
 def _check_tokens(graph: Graph, splitter: Splitter) -> None:
     """Refuse sequence parallelism that was asked for where t ranks cannot share the tokens."""
     places = [(node, dim) for node in placeholders(graph, "input") for dim in range(len(note(node).dims))]
-    axes = [axis for node, dim in places for axis in splitter.axes.atoms(node, dim) if id(axis) in splitter.tokens]
+    axes = [
+        axis for node, dim in places for axis in splitter.axes.atoms(node, dim) if id(axis) in splitter.tokens
+    ]
     sizes = sorted({axis.size for axis in axes})
     if sizes and not all(size % splitter.degree for size in sizes):
         return

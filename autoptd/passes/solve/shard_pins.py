@@ -87,7 +87,9 @@ def _read(entry: Mapping[str, Any]) -> Pin:
     pattern, dim, axis = entry.get("pattern"), entry.get("dim"), entry.get("axis", "tp")
     if not isinstance(pattern, str) or not (dim is None or isinstance(dim, int)) or axis not in ("tp", None):
         example = '{"pattern": "h.*.mlp.c_fc.weight", "dim": 0, "axis": "tp"}'
-        raise PlanError(SITE, f"{dict(entry)} is no entry", f"for example {example}, or dim null to keep it whole")
+        raise PlanError(
+            SITE, f"{dict(entry)} is no entry", f"for example {example}, or dim null to keep it whole"
+        )
     return Pin(pattern, dim)
 
 
@@ -99,7 +101,9 @@ def refuse_conflict(pins: Pins, is_possible: Callable[[Pins], bool]) -> PlanErro
         for some in combinations(each, count):
             if not is_possible({node: pin for node, pin in pins.items() if pin in some}):
                 fact = " and ".join(map(str, some))
-                return PlanError(SITE, f"no plan has {fact}", remedy if count == 1 else "leave one of the two out")
+                return PlanError(
+                    SITE, f"no plan has {fact}", remedy if count == 1 else "leave one of the two out"
+                )
     return PlanError(SITE, f"no plan has {', '.join(map(str, each))} together", "leave some of them out")
 
 

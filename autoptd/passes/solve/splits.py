@@ -65,7 +65,10 @@ class Split:
 
     def needs(self, operand: Node) -> Layout:
         """The types of an operand that is cut."""
-        types = {axis: S(*letter.places[operand]) if operand in letter.places else R for axis, letter in self.letters}
+        types = {
+            axis: S(*letter.places[operand]) if operand in letter.places else R
+            for axis, letter in self.letters
+        }
         return Layout(types | dict.fromkeys(self.whole, R))
 
     @property
@@ -84,7 +87,11 @@ class Factors:
         self.axes, self.mesh, degree = axes, mesh, mesh.degree(axis)
         known = [node for node in graph.nodes if axes.has(node)]
         of_inputs = {
-            axis_id for node in known if note(node).kind == "input" for dim in axes.ids(node) for axis_id in dim
+            axis_id
+            for node in known
+            if note(node).kind == "input"
+            for dim in axes.ids(node)
+            for axis_id in dim
         }
         neighbours = {pair for node in known for dim in axes.ids(node) for pair in itertools.pairwise(dim)}
         self.pairs: dict[tuple[int, int], tuple[str, str]] = {}
@@ -107,7 +114,11 @@ class Factors:
             for (outer, inner), sub_axes in self.pairs.items()
             if outer in of_axis
         ]
-        found = [split for split in made if split is not None and all(note(one).of_params for one in split.carriers)]
+        found = [
+            split
+            for split in made
+            if split is not None and all(note(one).of_params for one in split.carriers)
+        ]
         # Masks are numbered in the whole value: a rank must know where its piece lies.
         return [split for split in found if op_name(node) != "aten.dropout" or self._is_chunk(node, split)]
 

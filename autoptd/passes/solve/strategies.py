@@ -129,12 +129,18 @@ class Splitter:
     def blocked(self, node: Node) -> list[Letter]:
         """The letters by which `node` would be split if t divided them; those that sub-axes split are none of them."""
         factored = {axis for pair in self.factors.pairs for axis in pair}
-        free = [letter for letter in self.free_letters(node) if factored.isdisjoint(self.axes.ids_of(node, letter))]
+        free = [
+            letter
+            for letter in self.free_letters(node)
+            if factored.isdisjoint(self.axes.ids_of(node, letter))
+        ]
         return [letter for letter in free if not self.padding.divides(node, letter)]
 
     def free_letters(self, node: Node) -> list[Letter]:
         """All letters but those that the axis may not split."""
-        return [letter for letter in self.axes.letters(node) if self._may_split(self.axes.ids_of(node, letter))]
+        return [
+            letter for letter in self.axes.letters(node) if self._may_split(self.axes.ids_of(node, letter))
+        ]
 
     def _may_split(self, ids: Collection[int]) -> bool:
         """Whether the axis may split what runs along these named axes."""
@@ -224,7 +230,9 @@ def _split_why(node: Node, split: Split, pieces: int, t: int) -> str:
     each += alike_text(pieces, t)
     if op_name(node) == "aten.linear" and split.name in ("o", "i"):
         return f"column{padded}: {each}" if split.name == "o" else f"row: its input arrives sharded, {each}"
-    if operator_of(node).factors and (of_weights := {note(one).kind == "param" for one in split.carriers}) != {False}:
+    if operator_of(node).factors and (
+        of_weights := {note(one).kind == "param" for one in split.carriers}
+    ) != {False}:
         if split.is_contracted:
             return f"row: its input arrives sharded, {each}"
         if of_weights == {True}:

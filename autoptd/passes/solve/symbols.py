@@ -42,7 +42,11 @@ def name_axes(graph: Graph, splitter: Splitter) -> dict[int, str]:
         if op_name(node) == "aten.embedding":
             letters |= {id(axis): "h" for axis in splitter.axes.atoms(node, len(shape(node)) - 1)}
     letters |= dict.fromkeys(splitter.padding.vocabularies, "V")
-    return letters | dict.fromkeys(splitter.tokens, "s") | dict.fromkeys(splitter.never_split - splitter.tokens, "b")
+    return (
+        letters
+        | dict.fromkeys(splitter.tokens, "s")
+        | dict.fromkeys(splitter.never_split - splitter.tokens, "b")
+    )
 
 
 class Symbols:
@@ -90,7 +94,9 @@ class Symbols:
     def _size(self, axis: Axis) -> Expression:
         letter = self.letters.get(id(axis), "n")
         plain = sympy.Symbol(letter, positive=True)
-        is_plain = letter != "n" and self.values.get(plain, axis.size) == axis.size  # of two vocabularies, the first
+        is_plain = (
+            letter != "n" and self.values.get(plain, axis.size) == axis.size
+        )  # of two vocabularies, the first
         return self._symbol(letter if is_plain else f"{letter}{axis.size}", axis.size)
 
     def _symbol(self, name: str, number: float) -> Expression:

@@ -64,7 +64,11 @@ def find_ties(
             same[body[i]] = body[period.start + (i - period.start) % period.length]
         for operand in (one for slots in period.operands for one in slots):
             heads = {same.get(node) for node in operand.nodes}
-            if operand.kind == "outer" and heads == {None} and all(note(one).kind == "param" for one in operand.nodes):
+            if (
+                operand.kind == "outer"
+                and heads == {None}
+                and all(note(one).kind == "param" for one in operand.nodes)
+            ):
                 same |= dict.fromkeys(operand.nodes, operand.nodes[0])
     return Ties(same, enters)
 
@@ -73,14 +77,18 @@ def _signature(node: Node, splits: list[Split], facts: dict[Node, str]) -> str:
     place = {arg: i for i, arg in enumerate(node.all_input_nodes)}
     literals = map_aggregate(
         (node.args, node.kwargs),
-        lambda arg: f"x{place[arg]}" if isinstance(arg, Node) else "#" if isinstance(arg, (int, float)) else arg,
+        lambda arg: (
+            f"x{place[arg]}" if isinstance(arg, Node) else "#" if isinstance(arg, (int, float)) else arg
+        ),
     )
     ways = []
     for split in splits:
         needs = sorted((place[arg], str(split.needs(arg))) for arg in split.carriers)
         ways.append((split.name, split.size, needs, str(split.gives), split.form))
     linear = [[place[arg] for arg in group] for group in linear_groups(node)]
-    return repr((op_name(node), str(literals), ways, linear, facts.get(node), [facts.get(arg) for arg in place]))
+    return repr(
+        (op_name(node), str(literals), ways, linear, facts.get(node), [facts.get(arg) for arg in place])
+    )
 
 
 def _facts(node: Node, shards: Callable[[Node], list[Layout]]) -> str:

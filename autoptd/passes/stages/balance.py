@@ -132,13 +132,16 @@ def _told(table: _Table, line: Line, ends: Array, finish: Finish | None) -> Cuts
 class _Table:
     """Costs of every stage between two boundaries; boundary 0 is the start of the line, the last one its end."""
 
-    def __init__(self, line: Line, ranks: Sequence[int], live: Sequence[Sequence[int]], memory: float) -> None:
+    def __init__(
+        self, line: Line, ranks: Sequence[int], live: Sequence[Sequence[int]], memory: float
+    ) -> None:
         self.ranks, self.memory = np.asarray(ranks), memory
         self.live = np.asarray(live, dtype=float).reshape(-1, len(ranks))
         self.at = at = np.array([0, *(point + 1 for point in line.points), len(line.work)])
         none = np.zeros(len(line.work))
         self.work, self.kept, self.saved = (
-            np.concatenate([[0.0], np.cumsum(x if len(x) else none)])[at] for x in (line.work, line.kept, line.saved)
+            np.concatenate([[0.0], np.cumsum(x if len(x) else none)])[at]
+            for x in (line.work, line.kept, line.saved)
         )
         self.whole = max(float(self.work[-1]), 1e-30)
         self.size = len(at)
@@ -219,7 +222,9 @@ def _balance(table: _Table, costs: Array, memory: float) -> Array | None:
     per_stage = list(costs) if costs.ndim == 3 else [costs] * count
     if not math.isinf(memory):
         room = {peak: table.bytes_of(peak) <= memory for peak in set(peaks.tolist())}
-        per_stage = [np.where(room[peak], one, np.inf) for one, peak in zip(per_stage, peaks.tolist(), strict=True)]
+        per_stage = [
+            np.where(room[peak], one, np.inf) for one, peak in zip(per_stage, peaks.tolist(), strict=True)
+        ]
     peak = np.full(table.size, np.inf)
     peak[0] = 0.0
     for stage in per_stage:

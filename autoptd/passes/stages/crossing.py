@@ -33,7 +33,9 @@ from autoptd.passes.ops.costs import flops, local_payload, rank_seconds
 
 LONGEST = 8  # operators on activations in a chain that is computed again
 AGAIN, HERE = "computed again", "computed where it is read"
-Ways = dict[tuple[Node, bool], float]  # what it takes to have a value on a stage: (value, is it sent) -> seconds
+Ways = dict[
+    tuple[Node, bool], float
+]  # what it takes to have a value on a stage: (value, is it sent) -> seconds
 
 
 def place_values(graph: Graph, home: Mapping[Node, int], mesh: Mesh, machine: Machine) -> None:
@@ -71,7 +73,9 @@ class _Places:
         self.weights: dict[
             Node, set[int]
         ] = {}  # parameters, and what is made of them alone: stages that have it anyway
-        self.wanted: dict[int, list[Node]] = defaultdict(list)  # what a stage reads and does not make, in model order
+        self.wanted: dict[int, list[Node]] = defaultdict(
+            list
+        )  # what a stage reads and does not make, in model order
         for node in reversed(graph.nodes):
             stages = {home[user] for user in node.users if user in home}
             if note(node).of_params and node not in home:
@@ -91,7 +95,9 @@ class _Places:
                 else:
                     self.computed.setdefault(one, set()).add(stage)
                     what = "it" if one is node else node.name
-                    self.again[one, stage] = f"{_microseconds(ways[one, is_sent])}; to send {what} takes {there}"
+                    self.again[one, stage] = (
+                        f"{_microseconds(ways[one, is_sent])}; to send {what} takes {there}"
+                    )
 
     def tell(self, node: Node) -> str:
         """Why a node is on several stages, elsewhere than in the order of the model, or sent; "" where it is read at home."""
@@ -139,7 +145,11 @@ class _Places:
 
     def _seconds_to_send(self, node: Node, stage: int) -> float:
         """To send a value to one more stage and its gradient back; infinite where nobody before has it to send."""
-        if not is_tensor(node) or node in self.counted or not any(one < stage for one in self.computed.get(node, ())):
+        if (
+            not is_tensor(node)
+            or node in self.counted
+            or not any(one < stage for one in self.computed.get(node, ()))
+        ):
             return inf
         return (1 + note(node).needs_grad) * send_seconds(node, self.mesh, self.machine)
 

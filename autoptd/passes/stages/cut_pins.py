@@ -67,7 +67,9 @@ class Places:
         for (one, a), (other, b) in pairwise(zip(names, found, strict=True)):
             if a >= b:
                 fact = f"{other} does not come behind {one} in the model"
-                raise PlanError(SITE, fact, "the places in the order in which the model computes them, each once")
+                raise PlanError(
+                    SITE, fact, "the places in the order in which the model computes them, each once"
+                )
         for one, at in zip(names, found, strict=True):
             self._check_crossing(str(one), at)
         return tuple(found)
@@ -99,7 +101,9 @@ class Places:
         same = self.operators.get((path, label), [])
         if number >= len(same):
             fact = f"{name!r}: {path or 'the model itself'} has {len(same) or 'no'} {label} of its own"
-            raise PlanError(SITE, fact, nearest(label, [one for module, one in self.operators if module == path]))
+            raise PlanError(
+                SITE, fact, nearest(label, [one for module, one in self.operators if module == path])
+            )
         return same[number]
 
     def _of_counts(self, counts: list[int], stages: int) -> tuple[list[str], list[int]]:
@@ -111,11 +115,15 @@ class Places:
             remedy = f"{stages} numbers that add up to {len(layers)} layers ({run}), or names of modules"
             raise PlanError(SITE, fact, remedy)
         names, found = [], []
-        first = next((i for i, node in enumerate(self.backbone) if layer_of(note(node).module) == layers[0]), 0)
+        first = next(
+            (i for i, node in enumerate(self.backbone) if layer_of(note(node).module) == layers[0]), 0
+        )
         for count in list(accumulate(counts))[:-1]:
             at = self.ends[layers[count - 1]] if count else first - 1
             if at < 0:
-                raise PlanError(SITE, f"nothing comes before {layers[0]}", "at least one layer on the first stage")
+                raise PlanError(
+                    SITE, f"nothing comes before {layers[0]}", "at least one layer on the first stage"
+                )
             names.append(layers[count - 1] if count else f"the front of {layers[0]}")
             found.append(at)
         return names, found
@@ -134,7 +142,9 @@ class Places:
         """What lives on behind a cut must be tensors, and something must be left to do."""
         if at == len(self.backbone) - 1:
             raise PlanError(
-                SITE, f"{name} is the end of the model: nothing is left for the stages behind it", "a place before it"
+                SITE,
+                f"{name} is the end of the model: nothing is left for the stages behind it",
+                "a place before it",
             )
         order = {node: i for i, node in enumerate(self.backbone)}
         for node in self.backbone[: at + 1]:

@@ -73,7 +73,9 @@ class Shared:
         for calls in self.issued:
             calls.clear()
 
-    def wait(self, event: threading.Event, world: ThreadRank, what: str, missing: Callable[[], list[int]]) -> None:
+    def wait(
+        self, event: threading.Event, world: ThreadRank, what: str, missing: Callable[[], list[int]]
+    ) -> None:
         """Block until `event`.
 
         Aborted after a fault elsewhere; after the timeout a RuntimeFault names the missing.
@@ -113,7 +115,9 @@ class ThreadRank(World):
 
     def describe(self) -> str:
         """Say what the rank was last doing, for messages."""
-        return f"{fault_site(self.rank, self.at)}" + (f" (last call: {self.last_call})" if self.last_call else "")
+        return f"{fault_site(self.rank, self.at)}" + (
+            f" (last call: {self.last_call})" if self.last_call else ""
+        )
 
 
 class _Posts:
@@ -201,7 +205,10 @@ class ThreadGroup(Group):
 
     def all_reduce(self, x: torch.Tensor, site: str, op: str = "sum") -> torch.Tensor:
         return self._meet(
-            f"all_reduce {op}", site, [x], lambda posts: _copies(_reduced([p[0] for p in posts], op), self.size)
+            f"all_reduce {op}",
+            site,
+            [x],
+            lambda posts: _copies(_reduced([p[0] for p in posts], op), self.size),
         )
 
     def all_reduce_(self, x: torch.Tensor, site: str) -> torch.Tensor:
@@ -222,7 +229,10 @@ class ThreadGroup(Group):
 
     def broadcast(self, x: torch.Tensor, source_index: int, site: str) -> torch.Tensor:
         return self._meet(
-            f"broadcast from {source_index}", site, [x], lambda posts: _copies(posts[source_index][0], self.size)
+            f"broadcast from {source_index}",
+            site,
+            [x],
+            lambda posts: _copies(posts[source_index][0], self.size),
         )
 
     def all_reduce_start(self, flat: torch.Tensor, site: str) -> Pending:
@@ -317,5 +327,9 @@ def _call_text(call: Call | None) -> str:
     if call is None:
         return "nothing"
     kind, site, shapes, dtypes = call
-    sizes = "" if shapes is None else ", ".join(f"{list(s)} {str(d)[6:]}" for s, d in zip(shapes, dtypes, strict=True))
+    sizes = (
+        ""
+        if shapes is None
+        else ", ".join(f"{list(s)} {str(d)[6:]}" for s, d in zip(shapes, dtypes, strict=True))
+    )
     return f"{kind} {site!r}" + (f" of {sizes}" if sizes else "")

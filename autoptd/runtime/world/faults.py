@@ -92,7 +92,9 @@ class FaultBoard:
         self.is_ended = False
         # Where the device is, if it has been there for a while.
         self.behind: tuple[str, Call] | None = None
-        self._requests: SimpleQueue[tuple[Callable[[dist.Store], Any], SimpleQueue[Any]] | None] = SimpleQueue()
+        self._requests: SimpleQueue[tuple[Callable[[dist.Store], Any], SimpleQueue[Any]] | None] = (
+            SimpleQueue()
+        )
         # Every rank has a beat before its first call: without one it has not arrived.
         self._set_beat(store, 0)
         own = store.clone()  # type: ignore[attr-defined]  # a connection that no blocking call of this rank holds
@@ -158,7 +160,9 @@ class FaultBoard:
         if self._reported:
             return
         self._reported = True
-        self._publish({"rank": self._world.rank, "at": self._world.at, "error": f"{type(exc).__name__}: {exc}"})
+        self._publish(
+            {"rank": self._world.rank, "at": self._world.at, "error": f"{type(exc).__name__}: {exc}"}
+        )
 
     def fault_of_call(self, call: Call, exc: BaseException) -> RuntimeFault:
         """Return the fault to raise when `call` failed with `exc`.
@@ -197,7 +201,9 @@ class FaultBoard:
     def absent(self) -> list[int]:
         """Return the ranks that have no board yet; none where the store gives no answer."""
         everyone = range(self._world.mesh.size)
-        return self._ask(lambda store: [rank for rank in everyone if not store.check([_beat_key(rank)])]) or []
+        return (
+            self._ask(lambda store: [rank for rank in everyone if not store.check([_beat_key(rank)])]) or []
+        )
 
     def _ask(self, request: Callable[[dist.Store], Answer]) -> Answer | None:
         """Let the beat thread make a request.
@@ -266,7 +272,12 @@ class FaultBoard:
 
     def _set_beat(self, store: dist.Store, count: int) -> None:
         at, call = self.behind or (self._world.at, self._last)
-        state = {"count": count, "at": at, "call": call, "is_waiting": self._is_waiting or self.behind is not None}
+        state = {
+            "count": count,
+            "at": at,
+            "call": call,
+            "is_waiting": self._is_waiting or self.behind is not None,
+        }
         store.set(_beat_key(self._world.rank), json.dumps(state))
 
     def _beats(self, store: dist.Store) -> Beats:
@@ -283,7 +294,10 @@ class FaultBoard:
         lasts = {rank: self._last_of(rank, after) for rank in others}
         for rank, (their_at, last) in lasts.items():
             if last is not None and call.differs(last):
-                mine, theirs = f"{fault_site(self._world.rank, at)}: {call}", f"{fault_site(rank, their_at)}: {last}"
+                mine, theirs = (
+                    f"{fault_site(self._world.rank, at)}: {call}",
+                    f"{fault_site(rank, their_at)}: {last}",
+                )
                 return f"call {call.number} of ranks {_listed(call.ranks)} is not the same on {mine}, and {theirs}"
         if before is None or after is None:
             dead = [rank for rank in others if self._pages is not None and self._pages.is_dead(rank)]

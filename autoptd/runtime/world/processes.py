@@ -65,7 +65,9 @@ class WaitingCall:
         self._board.enter(self._call)
         return self._call
 
-    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, _: TracebackType | None
+    ) -> None:
         if exc is None:
             self._board.leave()
         # What torch.distributed raises for timeouts and lost connections.
@@ -115,7 +117,9 @@ class DistributedWorld(World):
                 self._name_absent(exc)
                 raise
         if make_probe := PROBES.get(self.backend):
-            self._watch = DeviceWatch(self.board, self, make_probe, lambda: abort_groups(self._handles, ABORT_LIMIT))
+            self._watch = DeviceWatch(
+                self.board, self, make_probe, lambda: abort_groups(self._handles, ABORT_LIMIT)
+            )
 
     def report_fault(self, exc: BaseException) -> None:
         self.board.report(exc)
@@ -150,7 +154,9 @@ class DistributedWorld(World):
             if (handle := self._communicator(f"group {number}", ranks, ctas)) is not None:
                 handles[ranks] = handle
         downs = [
-            self._communicator(f"down {ranks[0]}", ranks, P2P_CTAS) for ranks in sorted(along_pp) if len(ranks) > 1
+            self._communicator(f"down {ranks[0]}", ranks, P2P_CTAS)
+            for ranks in sorted(along_pp)
+            if len(ranks) > 1
         ]
         down = next((down for down in downs if down is not None), None)
         for ranks, handle in handles.items():
@@ -175,7 +181,9 @@ class DistributedWorld(World):
             self._incoming[source] = channel
             dist.recv(warm, source, group=handle)
 
-    def _communicator(self, what: str, ranks: tuple[int, ...], max_ctas: int | None) -> dist.ProcessGroup | None:
+    def _communicator(
+        self, what: str, ranks: tuple[int, ...], max_ctas: int | None
+    ) -> dist.ProcessGroup | None:
         name = f"autoptd {self._number} {what}"
         handle = new_group(name, ranks, self.backend, self._group_limit, max_ctas)
         self._handles += [] if handle is None else [handle]
@@ -271,7 +279,9 @@ class DistributedGroup(Group):
         gathered = x.new_empty((self.size, *x.shape))
         with self._call("all_gather_start", site, x) as call:
             work = gather_into(self.handle, gathered, x, is_async=True)
-        return Then(_Works(self._world, [work], gathered, call, kept=[x]), lambda whole: in_place_of(whole, dim))
+        return Then(
+            _Works(self._world, [work], gathered, call, kept=[x]), lambda whole: in_place_of(whole, dim)
+        )
 
     def reduce_scatter_start(self, x: Tensor, dim: int, site: str) -> Pending:
         # As in `reduce_scatter`

@@ -35,7 +35,9 @@ def init_from_env(backend: str, timeout: float, group_limit: timedelta) -> None:
 
     Torchrun's restarts share one store, so each attempt takes its own prefix.
     """
-    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    missing = [
+        name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ
+    ]
     if missing:
         fact = f"{', '.join(missing)} not set"
         raise PlanError("torch.distributed", fact, "start with torchrun, or use backend='local'")

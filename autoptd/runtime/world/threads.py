@@ -37,7 +37,9 @@ GRACE = 10.0
 class ThreadWorld(Shared):
     """What the rank threads share; `worlds[rank]` is the World of one rank."""
 
-    def __init__(self, mesh: Mesh, needs: Needs | None = None, device: str = "cpu", timeout: float = 300.0) -> None:
+    def __init__(
+        self, mesh: Mesh, needs: Needs | None = None, device: str = "cpu", timeout: float = 300.0
+    ) -> None:
         super().__init__(mesh, timeout)
         needs = needs or Needs()
         meetings = {ranks: Meeting(self, ranks) for ranks in needs.groups(mesh)}
@@ -84,7 +86,9 @@ class Ranks:
             raise RuntimeFault("ranks as threads", "the ranks were closed", "start the model anew")
         if self._stuck:
             raise RuntimeFault(
-                "ranks as threads", f"ranks {self._stuck} still hang after an earlier fault", "start the model anew"
+                "ranks as threads",
+                f"ranks {self._stuck} still hang after an earlier fault",
+                "start the model anew",
             )
         if len(self._jobs) == 1:
             return [self._run_alone(fn)]

@@ -55,7 +55,9 @@ class SubramanianModel:
             raise PlanError(f"tensor={self.tensor!r}", "no such mode", ", ".join(map(repr, TENSOR_MODES)))
         for name in ("gpus", "batch"):
             if getattr(self, name) < 1:
-                raise PlanError(f"{name}={getattr(self, name)}", "not a number of them", f"for example {name}=1024")
+                raise PlanError(
+                    f"{name}={getattr(self, name)}", "not a number of them", f"for example {name}=1024"
+                )
 
     @property
     def capacity_bytes(self) -> float:
@@ -132,7 +134,9 @@ class SubramanianModel:
         kind = back[where]
         repeat = np.array([len(one) for one in pieces], dtype=np.int64)[kind]
         start = np.concatenate([[0], np.cumsum(repeat)])[:-1]
-        nth = np.arange(int(repeat.sum())) - np.repeat(start, repeat)  # which of its panel numbers a variant has
+        nth = np.arange(int(repeat.sum())) - np.repeat(
+            start, repeat
+        )  # which of its panel numbers a variant has
         longest = max((len(one) for one in pieces), default=0)
         padded = [one + [0] * (longest - len(one)) for one in pieces]
         numbers = np.array(padded, dtype=np.int64).reshape(len(pieces), longest)

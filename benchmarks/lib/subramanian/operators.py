@@ -182,7 +182,9 @@ def _summa(name: str, local: Local, inner: int, outer: int) -> Operator:
     across, down = _over(local.t1, left), _over(local.t2, right)
     return Operator(
         name,
-        Work(2 * rows * part * inner, moved, (_sent("broadcast", across, "t1"), _sent("broadcast", down, "t2"))),
+        Work(
+            2 * rows * part * inner, moved, (_sent("broadcast", across, "t1"), _sent("broadcast", down, "t2"))
+        ),
         Work(
             rows * inner * (2 * part - 1) + inner * part * (2 * rows - 1),
             2 * moved,
@@ -208,7 +210,10 @@ def _bias(name: str, rows: Array, width: Array) -> Operator:
 def _activation(name: str, count: Array) -> Operator:
     """GELU through tanh: 8 FLOPs an element forward, 13 backward."""
     return Operator(
-        name, Work(8 * count, 2 * ELEMENT * count), Work(13 * count, 3 * ELEMENT * count), kept=ELEMENT * count
+        name,
+        Work(8 * count, 2 * ELEMENT * count),
+        Work(13 * count, 3 * ELEMENT * count),
+        kept=ELEMENT * count,
     )
 
 
@@ -251,7 +256,10 @@ def _attention(name: str, local: Local, ratio: float) -> Operator:
     heads = local.b * local.split(local.shape.heads)
     mine, whole = heads * local.seq, heads * seq  # rows of all heads: of the queries, of the keys
     scores = mine * seq
-    one, other = scores * (2 * q - 1), mine * q * (2 * seq - 1)  # a product with inner size q; with inner size l
+    one, other = (
+        scores * (2 * q - 1),
+        mine * q * (2 * seq - 1),
+    )  # a product with inner size q; with inner size l
     split = whole * q * (2 * local.seq - 1)  # with the queries as inner size
     softmax = ratio * (3 * scores + mine * (seq - 1))  # with dropout
     softmax_backward = ratio * (4 * scores + mine * (seq - 1))

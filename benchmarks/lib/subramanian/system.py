@@ -31,7 +31,9 @@ class Transformer:
             if getattr(self, name) < 1:
                 raise PlanError(f"shape: {name}", f"is {getattr(self, name)}", "a whole number of at least 1")
         if self.hidden % self.heads:
-            raise PlanError("shape: heads", f"hidden={self.hidden} does not divide over {self.heads}", "a divisor")
+            raise PlanError(
+                "shape: heads", f"hidden={self.hidden} does not divide over {self.heads}", "a divisor"
+            )
 
 
 @dataclass(frozen=True)

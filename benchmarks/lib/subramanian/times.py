@@ -81,7 +81,9 @@ def layer_seconds(
             communication = communication + step + np.maximum(step * panels - (busy + waiting), 0.0)
         elif work.collectives:
             whole = np.ones_like(panels)
-            communication = communication + _collectives_seconds(work.collectives, whole, groups, system, quirks)
+            communication = communication + _collectives_seconds(
+                work.collectives, whole, groups, system, quirks
+            )
     return LayerSeconds(compute, exposed, communication)
 
 
@@ -92,7 +94,11 @@ def compute_seconds(operator: Operator, work: Work, system: System, quirks: Quir
 
 
 def _collectives_seconds(
-    collectives: Sequence[Collective], parts: Array, groups: Mapping[str, Group], system: System, quirks: Quirks
+    collectives: Sequence[Collective],
+    parts: Array,
+    groups: Mapping[str, Group],
+    system: System,
+    quirks: Quirks,
 ) -> Array:
     """One after the other, each of a `parts`-th of its bytes."""
     seconds = np.zeros_like(parts)

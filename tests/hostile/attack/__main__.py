@@ -18,13 +18,17 @@ from tests.hostile.attack.judge import judge
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.hostile.attack", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.hostile.attack", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("--cases", type=int, default=300, help="stop after so many")
     parser.add_argument("--first", type=int, default=0, help="leave out so many")
     parser.add_argument("--seed", type=int, default=11, help="the same seed draws the same cases")
     parser.add_argument("--minutes", type=float, default=1e9, help="stop after so long")
     parser.add_argument("--show", type=int, help="print the source of this case, and run it alone")
-    parser.add_argument("--folder", type=Path, default=Path("out/attack"), help="where failing cases are written")
+    parser.add_argument(
+        "--folder", type=Path, default=Path("out/attack"), help="where failing cases are written"
+    )
     args = parser.parse_args()
     torch.set_num_threads(1)
     logging.disable(logging.CRITICAL)  # torch logs whole graphs where it cannot trace

@@ -142,7 +142,18 @@ LOSS_FNS = [
     "lambda logits, y: F.mse_loss(logits.softmax(-1), F.one_hot(y, V).to(logits.dtype))",
 ]
 SIZES = [(16, 4), (8, 4), (8, 2), (16, 2), (24, 4)]
-DEGREES = [(1, 1, 1), (2, 1, 1), (4, 1, 1), (3, 1, 1), (1, 2, 1), (1, 3, 1), (1, 1, 2), (2, 2, 1), (2, 2, 1), (2, 2, 2)]
+DEGREES = [
+    (1, 1, 1),
+    (2, 1, 1),
+    (4, 1, 1),
+    (3, 1, 1),
+    (1, 2, 1),
+    (1, 3, 1),
+    (1, 1, 2),
+    (2, 2, 1),
+    (2, 2, 1),
+    (2, 2, 2),
+]
 DEGREES += [(2, 3, 1), (4, 2, 1), (2, 1, 2), (1, 2, 2)]
 SWITCHES: list[dict[str, Any]] = [
     {"sequence_parallel": True},
@@ -233,7 +244,9 @@ def draw_mesh(draw: random.Random) -> dict[str, Any]:
     t, p, d = draw.choice(DEGREES)
     mesh: dict[str, Any] = {"t": t, "p": p, "d": d, "num_microbatches": draw.choice((1, 2, 2, 4))}
     if p > 1:
-        schedule = draw.choice(("", "", "gpipe", "1f1b", "interleaved", "zb_h1", "zbv", "looped_bfs", "zb_2p"))
+        schedule = draw.choice(
+            ("", "", "gpipe", "1f1b", "interleaved", "zb_h1", "zbv", "looped_bfs", "zb_2p")
+        )
         mesh |= {"schedule": schedule} if schedule else {}
         if schedule in ("interleaved", "zbv", "looped_bfs"):
             mesh |= {"v": 2 if p < 3 else 1} if schedule != "zbv" else {"v": 2}
@@ -264,7 +277,14 @@ def write(parts: dict[str, Any], script: Script, draw: random.Random) -> str:
     for at in ("1", "2"):
         block = block.replace(f"{{{at}}}", norm.use.replace("{n}", f"self.norm{at}"))
     state: Part = parts["state"]
-    init = [parts["start"].init, state.init, parts["memory"].init, parts["loop"].init, head.init, parts["shared"].init]
+    init = [
+        parts["start"].init,
+        state.init,
+        parts["memory"].init,
+        parts["loop"].init,
+        head.init,
+        parts["shared"].init,
+    ]
     end = head.use
     passes = call.passes
     if script.loss_fn:

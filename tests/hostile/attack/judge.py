@@ -114,7 +114,9 @@ def plain_loop(source: str, script: Script, shaken: float = 0.0) -> Seen:
                 noise = torch.randn(parameter.shape, generator=draw, dtype=torch.float64)
                 parameter.mul_((1 + shaken * noise).to(parameter.dtype))
     named = dict(model.named_parameters())
-    optimizer = make_optimizer(script, named, lambda cls, groups, **kw: cls(groups, **kw), list(named.values()))
+    optimizer = make_optimizer(
+        script, named, lambda cls, groups, **kw: cls(groups, **kw), list(named.values())
+    )
     rates = make_schedule(script, optimizer)
     seen = Seen()
 
@@ -172,7 +174,9 @@ def autoptd_loop(source: str, script: Script, phase: list[str], backend: str | N
         if is_lazy:
             pm.compile_now(args, kwargs)
         phase.append(pm)  # type: ignore[arg-type]
-        return pm, make_optimizer(script, firsts, lambda cls, groups, **kw: pm.optimizer(cls, groups, **kw), None)
+        return pm, make_optimizer(
+            script, firsts, lambda cls, groups, **kw: pm.optimizer(cls, groups, **kw), None
+        )
 
     pm, optimizer = build(script.mesh)
     rates = make_schedule(script, optimizer)
@@ -224,7 +228,11 @@ def autoptd_loop(source: str, script: Script, phase: list[str], backend: str | N
 
 def every_parameter(pm: autoptd.ParallelModel, backend: str | None) -> list[nn.Parameter]:
     ranks = range(pm.options.mesh.size) if backend else ()
-    found = [one for rank in ranks for one in pm.rank_parameters(rank).values()] if backend else list(pm.parameters())
+    found = (
+        [one for rank in ranks for one in pm.rank_parameters(rank).values()]
+        if backend
+        else list(pm.parameters())
+    )
     return list({id(one): one for one in found}.values())
 
 
@@ -235,10 +243,15 @@ def another(state: Tensors, what: str, parameters: set[str]) -> Tensors:
         names = [name for name in names if len(name) % 2]
     if what == "buffers":
         names = [name for name in names if name not in parameters]
-    return {name: state[name] * 1.125 if state[name].is_floating_point() else state[name].clone() for name in names}
+    return {
+        name: state[name] * 1.125 if state[name].is_floating_point() else state[name].clone()
+        for name in names
+    }
 
 
-def make_optimizer(script: Script, named: dict[str, nn.Parameter], make: Callable[..., Any], tensors: Any) -> Any:
+def make_optimizer(
+    script: Script, named: dict[str, nn.Parameter], make: Callable[..., Any], tensors: Any
+) -> Any:
     """AdamW; in groups by name for AutoPTD, by tensor for torch."""
     keywords: dict[str, Any] = {"lr": 1e-2, "eps": 1e-3, "weight_decay": 0.1}
     if not script.groups:
@@ -282,7 +295,9 @@ def compare(found: Seen, wanted: Seen, tolerance: float) -> None:
         raise Different(f"there or not are {sorted(set(ours) ^ set(theirs))[:6]}")
     for (what, x, _), (_, expected, floor) in zip(found.numbers, wanted.numbers, strict=True):
         if x.dtype != expected.dtype or x.shape != expected.shape:
-            raise Different(f"{what} is {x.dtype} {list(x.shape)} for {expected.dtype} {list(expected.shape)}")
+            raise Different(
+                f"{what} is {x.dtype} {list(x.shape)} for {expected.dtype} {list(expected.shape)}"
+            )
         size = gap(x, expected, floor)
         if size > tolerance:
             raise Different(f"{what} differs by {size:.1e}", size)
@@ -305,4 +320,7 @@ def is_rounding(source: str, script: Script, wanted: Seen, size: float) -> bool:
 
 def is_exact(source: str, script: Script, backend: str | None) -> bool:
     """Whether the numbers of a float32 case are equal in float64; there is nothing finer to ask for one in float64."""
-    return script.dtype == "float64" or judge(source, replace(script, dtype="float64"), backend=backend).kind == "equal"
+    return (
+        script.dtype == "float64"
+        or judge(source, replace(script, dtype="float64"), backend=backend).kind == "equal"
+    )

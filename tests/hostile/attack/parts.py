@@ -24,7 +24,9 @@ SPLIT = "q, k, v = (x.unflatten(-1, (H, D)).transpose(1, 2) for x in self.qkv(h)
 MERGE = "return self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))"
 CAUSAL = "masked_fill(torch.ones(L, L, dtype=torch.bool).triu(1), float('-inf'))"
 APART = "self.q, self.k, self.v, self.out = (nn.Linear(W, W, bias=i != 3) for _ in range(4))"
-GROUPED = "self.q, self.kv, self.out = nn.Linear(W, W), nn.Linear(W, 2 * D * (H // 2)), nn.Linear(W, W, bias=False)"
+GROUPED = (
+    "self.q, self.kv, self.out = nn.Linear(W, W), nn.Linear(W, 2 * D * (H // 2)), nn.Linear(W, W, bias=False)"
+)
 GROUPS = """\
 q = self.q(h).view(-1, L, H, D).transpose(1, 2)
 k, v = self.kv(h).view(-1, L, 2, H // 2, D).permute(2, 0, 3, 1, 4)"""
@@ -386,7 +388,9 @@ MLPS = [
         "x = torch.addmm(self.b, h.reshape(-1, W), self.w)\nreturn torch.mm(x.tanh(), self.v).view(h.shape)",
     ),
     Part(
-        "tied up and down", "self.up = nn.Linear(W, 3 * W)", "return F.linear(F.gelu(self.up(h)), self.up.weight.t())"
+        "tied up and down",
+        "self.up = nn.Linear(W, 3 * W)",
+        "return F.linear(F.gelu(self.up(h)), self.up.weight.t())",
     ),
     Part("tied, twice through", "self.up = nn.Linear(W, W)", "return self.up(self.up(h).relu())"),
     Part(
@@ -449,7 +453,9 @@ MLPS = [
         "self.up, self.down, self.act = nn.Linear(W, 2 * W), nn.Linear(2 * W, W), nn.PReLU(L)",
         "return self.down(self.act(self.up(h)))",
     ),
-    Part("prelu, one slope", "self.up, self.act = nn.Linear(W, W), nn.PReLU()", "return self.act(self.up(h))"),
+    Part(
+        "prelu, one slope", "self.up, self.act = nn.Linear(W, W), nn.PReLU()", "return self.act(self.up(h))"
+    ),
     Part(
         "snake",
         "self.up, self.down = nn.Linear(W, 2 * W), nn.Linear(2 * W, W)\nself.alpha = nn.Parameter(torch.ones(2 * W))",
@@ -511,7 +517,11 @@ MLPS = [
         WIDE,
         "x = self.up(h).transpose(0, 2).index_put((torch.tensor([0, 1, 1]),), torch.ones(3, L, 1, dtype=h.dtype).expand(3, L, h.shape[0]), accumulate=True)\nreturn self.down(x.transpose(0, 2))",
     ),
-    Part("checkpointed", WIDE, "return checkpoint(lambda x: self.down(F.gelu(self.up(x))), h, use_reentrant=False)"),
+    Part(
+        "checkpointed",
+        WIDE,
+        "return checkpoint(lambda x: self.down(F.gelu(self.up(x))), h, use_reentrant=False)",
+    ),
     Part("own function", WIDE, "return self.down(Square.apply(self.up(h), 0.5 + self.i))"),
     Part(
         "functional_call",
@@ -571,7 +581,9 @@ NORMS = [
     ),
     Part("groups", "{n} = nn.GroupNorm(2, W)", "{n}(h.mT).mT"),
     Part("tokens and channels", "{n} = nn.LayerNorm((L, W))", "{n}(h)"),
-    Part("F.normalize", "{n} = nn.Parameter(torch.ones(W))", "F.normalize(h, p=2 + self.i % 2, dim=-1) * {n}"),
+    Part(
+        "F.normalize", "{n} = nn.Parameter(torch.ones(W))", "F.normalize(h, p=2 + self.i % 2, dim=-1) * {n}"
+    ),
     Part(
         "var_mean",
         "{n} = nn.Parameter(torch.ones(W))",

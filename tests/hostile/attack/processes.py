@@ -25,8 +25,14 @@ from tests.hostile.processes import worst_of_ranks
 
 LARGEST = 4  # ranks
 BY_RANK = {  # a line of the source -> what makes it differ between ranks, and has to be refused
-    "data": ("manual_seed(50 + step)", "manual_seed(50 + step + 1000 * int(__import__('os').environ['RANK']))"),
-    "weights": ("manual_seed(3 + variant)", "manual_seed(3 + variant + int(__import__('os').environ['RANK']))"),
+    "data": (
+        "manual_seed(50 + step)",
+        "manual_seed(50 + step + 1000 * int(__import__('os').environ['RANK']))",
+    ),
+    "weights": (
+        "manual_seed(3 + variant)",
+        "manual_seed(3 + variant + int(__import__('os').environ['RANK']))",
+    ),
     "numbers": ("self.i = i", "self.i = i + int(__import__('os').environ['RANK'])"),
 }
 
@@ -73,7 +79,12 @@ def main() -> int:
         if kind and "RuntimeFault" in found.detail:  # ranks that differ are found while they run
             found = replace(found, kind="refused")
         failed += found.kind in ("raw", "wrong")
-        print(f"{found.kind:8} {kind} by rank: " if kind else f"{found.kind:8} ", case, found.detail[:300], flush=True)
+        print(
+            f"{found.kind:8} {kind} by rank: " if kind else f"{found.kind:8} ",
+            case,
+            found.detail[:300],
+            flush=True,
+        )
     return 1 if failed else 0
 
 

@@ -36,7 +36,9 @@ STARTS = [
         "angles = torch.arange(L)[:, None] / 50 ** (torch.arange(0, W, 2) / W)\ntable = torch.zeros(L, W)\ntable[:, : W // 2], table[:, W // 2 :] = angles.sin(), angles.cos()\nh = self.emb(ids) + table",
     ),
     Part(
-        "one-hot", "self.emb = nn.Linear(V, W, bias=False)", "h = self.emb(F.one_hot(ids, V).to(self.emb.weight.dtype))"
+        "one-hot",
+        "self.emb = nn.Linear(V, W, bias=False)",
+        "h = self.emb(F.one_hot(ids, V).to(self.emb.weight.dtype))",
     ),
     Part(
         "one-hot by a matrix",
@@ -49,9 +51,15 @@ STARTS = [
         "self.table = nn.Parameter(torch.randn(V, W))",
         "h = self.table.index_select(0, ids.flatten()).view(*ids.shape, W)",
     ),
-    Part("gathered columns", "self.table = nn.Parameter(torch.randn(W, V))", "h = self.table[:, ids].permute(1, 2, 0)"),
     Part(
-        "factored", "self.emb, self.up = nn.Embedding(V, 3), nn.Linear(3, W, bias=False)", "h = self.up(self.emb(ids))"
+        "gathered columns",
+        "self.table = nn.Parameter(torch.randn(W, V))",
+        "h = self.table[:, ids].permute(1, 2, 0)",
+    ),
+    Part(
+        "factored",
+        "self.emb, self.up = nn.Embedding(V, 3), nn.Linear(3, W, bias=False)",
+        "h = self.up(self.emb(ids))",
     ),
     Part(
         "types of tokens",
@@ -78,7 +86,9 @@ STARTS = [
         "self.emb, self.gone = nn.Embedding(V, W), nn.Parameter(torch.randn(W))",
         "h = self.emb(ids)\nh[~keep] = self.gone",
     ),
-    Part("masked_fill of ids", "self.emb = nn.Embedding(V, W)", "h = self.emb(ids.masked_fill(~keep, V - 1))"),
+    Part(
+        "masked_fill of ids", "self.emb = nn.Embedding(V, W)", "h = self.emb(ids.masked_fill(~keep, V - 1))"
+    ),
     Part(
         "hashed",
         "self.emb, self.two = nn.Embedding(7, W), nn.Embedding(5, W)",
@@ -99,14 +109,22 @@ STARTS = [
         "self.emb = nn.Embedding.from_pretrained(torch.randn(V, W), freeze=False)",
         "h = self.emb(ids)",
     ),
-    Part("scaled down gradient", "self.emb = nn.Embedding(V, W)", "h = self.emb(ids)\nh = h * 0.1 + h.detach() * 0.9"),
+    Part(
+        "scaled down gradient",
+        "self.emb = nn.Embedding(V, W)",
+        "h = self.emb(ids)\nh = h * 0.1 + h.detach() * 0.9",
+    ),
     Part(
         "values beside",
         "self.emb, self.of = nn.Embedding(V, W), nn.Linear(3, W)",
         "h = self.emb(ids) + self.of(values)",
     ),
     Part("values only", "self.of = nn.Sequential(nn.Linear(3, W), nn.Tanh())", "h = self.of(values)"),
-    Part("patches", "self.cut = nn.Conv1d(3, W, 3, padding=1)", "h = self.cut(values.transpose(1, 2)).transpose(1, 2)"),
+    Part(
+        "patches",
+        "self.cut = nn.Conv1d(3, W, 3, padding=1)",
+        "h = self.cut(values.transpose(1, 2)).transpose(1, 2)",
+    ),
     Part("reversed", "self.emb = nn.Embedding(V, W)", "h = self.emb(ids.flip(1)).flip(1)"),
     Part(
         "sampled by where they are",
@@ -133,7 +151,11 @@ MEMORIES = [
         "self.remember = nn.TransformerEncoderLayer(W, H, 2 * W, dropout=0.0, batch_first=True, norm_first=True)",
         "memory = self.remember(h.flip(1))",
     ),
-    Part("no_grad teacher", "self.remember = nn.Linear(W, W)", "with torch.no_grad():\n    memory = self.remember(h)"),
+    Part(
+        "no_grad teacher",
+        "self.remember = nn.Linear(W, W)",
+        "with torch.no_grad():\n    memory = self.remember(h)",
+    ),
     Part(
         "parameters",
         "self.remember = nn.Parameter(torch.randn(L, W))",
@@ -197,20 +219,32 @@ STATES = [  # what the model keeps beside its weights: read by every layer, `h` 
 ]
 LOOPS = [
     Part("plain", "", "for block in self.blocks:\n    h = block(h, keep, memory)"),
-    Part("by index", "", "for n in range(len(self.blocks)):\n    h = self.blocks[n](h, keep=keep, memory=memory)"),
+    Part(
+        "by index",
+        "",
+        "for n in range(len(self.blocks)):\n    h = self.blocks[n](h, keep=keep, memory=memory)",
+    ),
     Part("backwards", "", "for block in reversed(self.blocks):\n    h = block(h, keep, memory)"),
     Part(
-        "checkpointed", "", "for block in self.blocks:\n    h = checkpoint(block, h, keep, memory, use_reentrant=False)"
+        "checkpointed",
+        "",
+        "for block in self.blocks:\n    h = checkpoint(block, h, keep, memory, use_reentrant=False)",
     ),
     Part(
-        "twice through all", "", "for _ in range(2):\n    for block in self.blocks:\n        h = block(h, keep, memory)"
+        "twice through all",
+        "",
+        "for _ in range(2):\n    for block in self.blocks:\n        h = block(h, keep, memory)",
     ),
     Part(
         "first block twice",
         "",
         "h = self.blocks[0](h, keep, memory)\nfor block in self.blocks:\n    h = block(h, keep, memory)",
     ),
-    Part("first block at the end", "", "for block in [*self.blocks, self.blocks[0]]:\n    h = block(h, keep, memory)"),
+    Part(
+        "first block at the end",
+        "",
+        "for block in [*self.blocks, self.blocks[0]]:\n    h = block(h, keep, memory)",
+    ),
     Part(
         "unet",
         "self.joins = nn.ModuleList(nn.Linear(2 * W, W) for _ in range(len(self.blocks) // 2))",
@@ -261,7 +295,11 @@ LOOPS = [
         "self.gammas = [0.5 + n for n in range(len(self.blocks))]",
         "for gamma, block in zip(self.gammas, self.blocks):\n    h = h + block(h, keep, memory) / gamma",
     ),
-    Part("only some", "", "for n, block in enumerate(self.blocks):\n    h = h if n == 1 else block(h, keep, memory)"),
+    Part(
+        "only some",
+        "",
+        "for n, block in enumerate(self.blocks):\n    h = h if n == 1 else block(h, keep, memory)",
+    ),
     Part(
         "stopped in the middle",
         "",
@@ -278,7 +316,9 @@ LOOPS = [
         "for n, block in enumerate(self.blocks):\n    h = h.clone()\n    h += block(h.clone(), keep, memory)\n    h[:, n % L] *= 0.5",
     ),
     Part(
-        "memory goes on", "", "for block in self.blocks:\n    memory = memory + 0.1 * h\n    h = block(h, keep, memory)"
+        "memory goes on",
+        "",
+        "for block in self.blocks:\n    memory = memory + 0.1 * h\n    h = block(h, keep, memory)",
     ),
     Part(
         "mask goes on",
@@ -297,7 +337,10 @@ SHARED = [
         "head and table",
         "if hasattr(self, 'emb') and isinstance(self.emb, nn.Embedding) and self.emb.weight.shape == self.head.weight.shape:\n    self.head.weight = self.emb.weight",
     ),
-    Part("mlps of pairs", "for n in range(1, len(self.blocks), 2):\n    self.blocks[n].mlp = self.blocks[n - 1].mlp"),
+    Part(
+        "mlps of pairs",
+        "for n in range(1, len(self.blocks), 2):\n    self.blocks[n].mlp = self.blocks[n - 1].mlp",
+    ),
     Part("mixers of all", "for block in self.blocks:\n    block.mixer = self.blocks[0].mixer"),
     Part("second norms of all", "for block in self.blocks[1:]:\n    block.norm2 = self.blocks[0].norm2"),
     Part("first and last", "self.blocks[-1] = self.blocks[0]"),
@@ -339,7 +382,9 @@ HEADS = [
     ),
     Part("sum", PLAIN_HEAD, f"{LOGITS}\nreturn F.cross_entropy(logits.mT, y, reduction='sum')"),
     Part(
-        "sum over a number", PLAIN_HEAD, f"{LOGITS}\nreturn F.cross_entropy(logits.mT, y, reduction='sum') / 7 + 0.25"
+        "sum over a number",
+        PLAIN_HEAD,
+        f"{LOGITS}\nreturn F.cross_entropy(logits.mT, y, reduction='sum') / 7 + 0.25",
     ),
     Part(
         "by log_softmax and gather",
@@ -413,7 +458,11 @@ HEADS = [
         PLAIN_HEAD,
         "return F.cross_entropy(self.head(self.norm(h.masked_fill(~keep[..., None], float('-inf')).amax(1))), y[:, 1])",
     ),
-    Part("a reward", "self.head = nn.Linear(W, 1)", "return F.mse_loss(self.head(h).squeeze(-1), values[..., 0])"),
+    Part(
+        "a reward",
+        "self.head = nn.Linear(W, 1)",
+        "return F.mse_loss(self.head(h).squeeze(-1), values[..., 0])",
+    ),
     Part(
         "a reward by a vector",
         "self.head, self.norm = nn.Linear(W, V), nn.LayerNorm(W)\nself.v = nn.Parameter(torch.randn(W))",
@@ -480,13 +529,21 @@ HEADS = [
         f"{LOGITS}\nratio = (logits.log_softmax(-1).gather(-1, y[..., None])[..., 0] + 3).exp()\ngain = values[..., 0]\nreturn -torch.min(ratio * gain, ratio.clamp(0.8, 1.2) * gain).mean()",
     ),
     Part("hinge", PLAIN_HEAD, f"{LOGITS}\nreturn F.multi_margin_loss(logits[:, 0], y[:, 0])"),
-    Part("cosine", PLAIN_HEAD, "return (1 - F.cosine_similarity(self.norm(h), memory.detach() + 1e-3, dim=-1)).mean()"),
+    Part(
+        "cosine",
+        PLAIN_HEAD,
+        "return (1 - F.cosine_similarity(self.norm(h), memory.detach() + 1e-3, dim=-1)).mean()",
+    ),
     Part(
         "ctc-like forward sums",
         PLAIN_HEAD,
         f"{LOGITS}\nreturn -logits.log_softmax(-1)[..., 0].cumsum(1).logsumexp(1).mean()",
     ),
-    Part("weight decay in the loss", PLAIN_HEAD, f"{LOGITS}\nreturn {CE} + 1e-3 * self.head.weight.square().sum()"),
+    Part(
+        "weight decay in the loss",
+        PLAIN_HEAD,
+        f"{LOGITS}\nreturn {CE} + 1e-3 * self.head.weight.square().sum()",
+    ),
     Part(
         "all weights in the loss",
         PLAIN_HEAD,
@@ -521,9 +578,15 @@ HEADS = [
         PLAIN_HEAD,
         f"{LOGITS}\nreturn F.cross_entropy(logits.mT, y, reduction='sum') / y.numel()",
     ),
-    Part("divided by rows", PLAIN_HEAD, f"{LOGITS}\nreturn F.cross_entropy(logits.mT, y, reduction='sum') / len(y)"),
     Part(
-        "scalar of a scalar", PLAIN_HEAD, f"{LOGITS}\nreturn ({CE} * torch.tensor(2.0)).reshape(1).squeeze().double()"
+        "divided by rows",
+        PLAIN_HEAD,
+        f"{LOGITS}\nreturn F.cross_entropy(logits.mT, y, reduction='sum') / len(y)",
+    ),
+    Part(
+        "scalar of a scalar",
+        PLAIN_HEAD,
+        f"{LOGITS}\nreturn ({CE} * torch.tensor(2.0)).reshape(1).squeeze().double()",
     ),
     Part("negative and back", PLAIN_HEAD, f"{LOGITS}\nreturn -(1 - {CE}) + 1"),
 ]
@@ -581,15 +644,25 @@ CALLS = [
         "ids, y, keep, values, torch.randn(3, L + B + 1, generator=draw, dtype=values.dtype)[:, :L].clone()",
         "values = values * table.t()",
     ),
-    Call("names of the emitted code", "w, F_, tp, rt", "ids, y, keep, values", "ids, y, keep, values = w, F_, tp, rt"),
+    Call(
+        "names of the emitted code",
+        "w, F_, tp, rt",
+        "ids, y, keep, values",
+        "ids, y, keep, values = w, F_, tp, rt",
+    ),
     Call("more names", "x, layer, i, h", "ids, y, keep, values", "ids, y, keep, values = x, layer, i, h"),
     Call("int32 ids", passes="ids.int(), y, keep, values", start="ids = ids.long()"),
     Call("float mask", passes="ids, y, keep.to(values.dtype), values", start="keep = keep > 0.5"),
-    Call("lengths", passes="ids, y, keep.long().sum(1), values", start="keep = torch.arange(L) < keep[:, None]"),
+    Call(
+        "lengths", passes="ids, y, keep.long().sum(1), values", start="keep = torch.arange(L) < keep[:, None]"
+    ),
     Call("mask of four dims", passes="ids, y, keep[:, None, None], values", start="keep = keep[:, 0, 0]"),
     Call("labels are the ids", passes="ids, ids, keep, values"),
     Call(
-        "one tensor of both", "both, keep, values", "torch.stack([ids, y], 1), keep, values", "ids, y = both.unbind(1)"
+        "one tensor of both",
+        "both, keep, values",
+        "torch.stack([ids, y], 1), keep, values",
+        "ids, y = both.unbind(1)",
     ),
     Call(
         "one longer tensor",
@@ -598,7 +671,8 @@ CALLS = [
         "ids, y = both[:, :-1], both[:, 1:]",
     ),
     Call(
-        "noncontiguous", passes="ids.t().contiguous().t(), y, keep, values.transpose(1, 2).contiguous().transpose(1, 2)"
+        "noncontiguous",
+        passes="ids.t().contiguous().t(), y, keep, values.transpose(1, 2).contiguous().transpose(1, 2)",
     ),
     Call(
         "named tuple",

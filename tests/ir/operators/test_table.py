@@ -20,7 +20,14 @@ from tests.passes.sharding import trace_call
 ROOT = Path(__file__).parents[3] / "autoptd"
 aten = torch.ops.aten
 # What shares memory only where strides, or the operands' values, allow it.
-MAY_COPY = ("aten.reshape", "aten.flatten", "aten._unsafe_view", "aten.contiguous", "aten.resolve_conj", "aten.einsum")
+MAY_COPY = (
+    "aten.reshape",
+    "aten.flatten",
+    "aten._unsafe_view",
+    "aten.contiguous",
+    "aten.resolve_conj",
+    "aten.einsum",
+)
 
 
 def memory(x: Tensor) -> int:
@@ -120,7 +127,11 @@ FEW = 4  # words that happen to be names of operators
 
 def names_in(value: ast.expr) -> tuple[set[str], set[str]]:
     """Names of operators in an expression: those said to be of torch, and words that are called like one."""
-    texts = [node.value for node in ast.walk(value) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    texts = [
+        node.value
+        for node in ast.walk(value)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
     explicit = {text for text in texts if text.startswith(("aten.", "aten::"))}
     for node in ast.walk(value):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "aten":

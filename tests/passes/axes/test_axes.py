@@ -52,7 +52,10 @@ def attention_grouped(self: Net, x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("forward", "wanted"),
     [
-        (attention_thirds, {"qkv": "3x6x4, 24", "out": "24, 6x4", "linear": "2, 5, 3x6x4", "reshape": "2, 5, 6x4"}),
+        (
+            attention_thirds,
+            {"qkv": "3x6x4, 24", "out": "24, 6x4", "linear": "2, 5, 3x6x4", "reshape": "2, 5, 6x4"},
+        ),
         (attention_per_head, {"qkv": "6x3x4, 24", "out": "24, 6x4", "linear": "2, 5, 6x3x4"}),
         (attention_folded, {"qkv": "3x6x4, 24", "out": "24, 6x4", "permute": "3, 2, 6, 5, 4"}),
     ],
@@ -68,7 +71,9 @@ def test_kv_heads_are_found_in_all_weights() -> None:
     axes = Axes(graph)
     found = {name: dims_text(find(graph, name)) for name in ("q", "k", "v", "out")}
     assert found == {"q": "2x3x4, 24", "k": "2x4, 24", "v": "2x4, 24", "out": "24, 2x3x4"}
-    heads = [axes.atoms(find(graph, name), 0)[0] for name in ("q", "k", "v")] + [axes.atoms(find(graph, "out"), 1)[0]]
+    heads = [axes.atoms(find(graph, name), 0)[0] for name in ("q", "k", "v")] + [
+        axes.atoms(find(graph, "out"), 1)[0]
+    ]
     assert all(one is heads[0] for one in heads)
 
 
@@ -88,7 +93,9 @@ def test_grouped_attention_by_keyword() -> None:
 
 
 def test_an_incompatible_view_runs_whole_there() -> None:
-    graph = traced(Net(lambda self, x: F.linear(x, self.w).view(2, 5, 4, 6).view(2, 5, 3, 8).sum(), w=(24, 24)), X)
+    graph = traced(
+        Net(lambda self, x: F.linear(x, self.w).view(2, 5, 4, 6).view(2, 5, 3, 8).sum(), w=(24, 24)), X
+    )
     axes = Axes(graph)
     first, second = find(graph, "view"), find(graph, "view", 1)
     assert [one.size for one in axes.letters(first)] == [2, 5, 4, 6] and dims_text(first) == "2, 5, 4, 6"
@@ -101,7 +108,9 @@ def test_both_dims_of_a_square_weight_are_different_axes() -> None:
     axes = Axes(graph)
     weight, product = find(graph, "w"), find(graph, "linear")
     assert axes.atoms(weight, 0)[0] is not axes.atoms(weight, 1)[0]
-    letters = {one.name: (one.places[weight], one.out) for one in axes.letters(product) if weight in one.places}
+    letters = {
+        one.name: (one.places[weight], one.out) for one in axes.letters(product) if weight in one.places
+    }
     assert letters == {"i": ((1, 0), None), "o": ((0, 0), (2, 0))}
 
 
@@ -159,11 +168,15 @@ def test_unequal_pieces_are_segments() -> None:
     [([20, 14, 6], (20, 14, 6)), ([21, 13, 6], None), ([39, 1], None), ([10, 10, 20], (10, 10, 20))],
 )
 def test_segments_without_a_common_divisor_are_none(sizes: list[int], blocks: tuple[int, ...] | None) -> None:
-    graph = traced(Net(lambda self, x: sum(one.sum() for one in F.linear(x, self.w).split(sizes, -1)), w=(40, 24)), X)
+    graph = traced(
+        Net(lambda self, x: sum(one.sum() for one in F.linear(x, self.w).split(sizes, -1)), w=(40, 24)), X
+    )
     axes = Axes(graph)
     (atom,) = note(find(graph, "w")).dims[0]
     assert getattr(atom, "blocks", None) == blocks
-    assert [one.size for one in axes.letters(find(graph, "slice"))] == ([2, 5, math.gcd(*sizes)] if blocks else [2, 5])
+    assert [one.size for one in axes.letters(find(graph, "slice"))] == (
+        [2, 5, math.gcd(*sizes)] if blocks else [2, 5]
+    )
 
 
 def test_rows_and_vocabularies_have_no_segments() -> None:

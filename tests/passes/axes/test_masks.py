@@ -74,7 +74,9 @@ CAUSAL = {
     "tril": lambda: torch.ones(S, S, dtype=torch.bool).tril(),
     "not triu": lambda: ~torch.ones(S, S, dtype=torch.bool).triu(1),
     "a slice": lambda: torch.ones(1, 1, 2 * S, 2 * S, dtype=torch.bool).tril()[:, :, :S, :S],
-    "a slice from the middle": lambda: torch.ones(2 * S, 2 * S, dtype=torch.bool).tril()[5 : 5 + S, 5 : 5 + S],
+    "a slice from the middle": lambda: torch.ones(2 * S, 2 * S, dtype=torch.bool).tril()[
+        5 : 5 + S, 5 : 5 + S
+    ],
     "of packed rows": packed,
     "transposed": lambda: (q() <= k()).t(),
     "added": lambda: torch.zeros(S, S).masked_fill(k() > q(), -math.inf),
@@ -127,7 +129,9 @@ def test_windows(width: int) -> None:
         node, known = traced(make)
         assert proves_window(masked_by(node), (2, 2, S, S), known) == width
         assert not proves_causal(masked_by(node), (2, 2, S, S), known)
-    node, known = traced(lambda: (k() <= q()) & (k() > q() - width) & ~((q() == width + 3) & (k() == width + 3)))
+    node, known = traced(
+        lambda: (k() <= q()) & (k() > q() - width) & ~((q() == width + 3) & (k() == width + 3))
+    )
     assert proves_window(masked_by(node), (2, 2, S, S), known) is None or width + 3 >= S
 
 
@@ -189,7 +193,10 @@ def test_random_masks_lie_within_their_bounds_and_pieces_are_theirs(seed: int) -
     found = bounds_of(known, whole(node))
     if found is not None:
         tiles = -(-S // TILE)
-        lo, hi = (x.expand(tiles, tiles).repeat_interleave(TILE, 0).repeat_interleave(TILE, 1)[:S, :S] for x in found)
+        lo, hi = (
+            x.expand(tiles, tiles).repeat_interleave(TILE, 0).repeat_interleave(TILE, 1)[:S, :S]
+            for x in found
+        )
         assert (lo <= wanted).all() and (wanted <= hi).all()
     seen = torch.ones(S, S, dtype=torch.bool).tril()
     assert proves_causal(masked_by(node), (1, 1, S, S), known) == torch.equal(wanted, seen)
@@ -206,11 +213,17 @@ class Decoder(torch.nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         at = torch.arange(ids.shape[1], device=ids.device)[None].expand(ids.shape[0], -1)
-        mask = (at[:, None, None] <= at[:, None, :, None]) & (at[:, None, None] > at[:, None, :, None] - self.window)
+        mask = (at[:, None, None] <= at[:, None, :, None]) & (
+            at[:, None, None] > at[:, None, :, None] - self.window
+        )
         lowest = torch.tensor(torch.finfo(torch.float32).min, device=ids.device)
         added = torch.where(mask, torch.zeros((), device=ids.device), lowest)
         x = self.emb(ids)[:, None]
-        return self.head(torch.nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=added)).square().mean()
+        return (
+            self.head(torch.nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=added))
+            .square()
+            .mean()
+        )
 
 
 @pytest.mark.parametrize("window", [1 << 15, 1000])

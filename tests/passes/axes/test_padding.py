@@ -44,7 +44,9 @@ HEADS: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
     "a scale per class": lambda self, x, y: loss_of(F.linear(embed(self, x), self.w) * self.bias, y),
 }
 WHOLE: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
-    "divided by values per class": lambda self, x, y: loss_of(F.linear(embed(self, x), self.w) / self.bias, y),
+    "divided by values per class": lambda self, x, y: loss_of(
+        F.linear(embed(self, x), self.w) / self.bias, y
+    ),
     "roots": lambda self, x, y: loss_of(F.linear(embed(self, x), self.w).abs().sqrt(), y),
     "joined": lambda self, x, y: loss_of(torch.cat([F.linear(embed(self, x), self.w), self.extra], -1), y),
 }
@@ -80,7 +82,9 @@ def test_padding_stops_at_other_operators(which: str) -> None:
     for name in ("div", "sqrt", "cat"):
         for node in (one for one in ops(graph) if op_name(one) == f"aten.{name}"):
             assert note(node).layout["tp"].is_whole
-    assert any(note(node).conversion.startswith("s_to_") and node.kwargs == {"size": V} for node in ops(graph))
+    assert any(
+        note(node).conversion.startswith("s_to_") and node.kwargs == {"size": V} for node in ops(graph)
+    )
 
 
 def test_other_odd_dims_are_whole() -> None:

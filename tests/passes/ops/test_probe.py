@@ -63,11 +63,11 @@ def r(*size: int) -> Tensor:
     return torch.randn(size, generator=torch.Generator().manual_seed(sum(size)))
 
 
-ORACLE = (
-    "linear,linear square,matmul broadcast,embedding,layer_norm,cross_entropy none,softmax middle,cumsum,flip,roll,"
-)
+ORACLE = "linear,linear square,matmul broadcast,embedding,layer_norm,cross_entropy none,softmax middle,cumsum,flip,roll,"
 ORACLE += "triu,sum dims,mean dims,amax,argmax,transpose,slice thirds,split,select,unbind,cat,stack,pad,"
-ORACLE += "add broadcast,einsum,einsum outer,einsum trace,prod,where,glu,gather,index,one_hot,extremes,topk sort"
+ORACLE += (
+    "add broadcast,einsum,einsum outer,einsum trace,prod,where,glu,gather,index,one_hot,extremes,topk sort"
+)
 
 
 @pytest.mark.parametrize("name", ORACLE.split(","))
@@ -79,8 +79,14 @@ def test_what_is_found_is_what_the_table_says(name: str) -> None:
         read = operands(node)
         for link in rules.links(node) or ():
             dims = [*link.operands.values(), *([link.out] if link.out else [])]
-            if link.operands and not link.whole and all(len(one.dims) == one.lead == one.tail == 1 for one in dims):
-                places = tuple(link.operands[i].dims[0] if i in link.operands else None for i in range(len(read)))
+            if (
+                link.operands
+                and not link.whole
+                and all(len(one.dims) == one.lead == one.tail == 1 for one in dims)
+            ):
+                places = tuple(
+                    link.operands[i].dims[0] if i in link.operands else None for i in range(len(read))
+                )
                 claim = places, link.out.dims[0] if link.out else None
                 table.add(claim)
                 has_addends = link.out is None and len(read) > len(
@@ -107,7 +113,12 @@ ADVERSARIAL: dict[str, tuple[str, Callable[..., Any], list[Tensor], Claims]] = {
         [r(2, 4, 6)],
         {((0,), 0), ((1,), 1)},
     ),
-    "cdist": ("aten.cdist", torch.cdist, [r(2, 4, 3), r(2, 5, 3)], {((0, 0), 0), ((1, None), 1), ((None, 1), 2)}),
+    "cdist": (
+        "aten.cdist",
+        torch.cdist,
+        [r(2, 4, 3), r(2, 5, 3)],
+        {((0, 0), 0), ((1, None), 1), ((None, 1), 2)},
+    ),
     "diagonal": ("aten.diagonal", lambda x: x.diagonal(0, 1, 2), [r(2, 4, 4)], {((0,), 0)}),
     "unfold": ("aten.unfold", lambda x: x.unfold(1, 2, 1), [r(2, 4, 6)], {((0,), 0), ((2,), 2)}),
     "avg_pool1d": ("aten.avg_pool1d", lambda x: F.avg_pool1d(x, 2), [r(2, 4, 6)], {((0,), 0), ((1,), 1)}),
@@ -137,7 +148,9 @@ ADVERSARIAL: dict[str, tuple[str, Callable[..., Any], list[Tensor], Claims]] = {
     ),
     "blocks": (
         "",
-        define("blocks(Tensor x) -> Tensor", lambda x: x - x.roll(1, 0) * (torch.arange(x.shape[0]) % 2)[:, None]),
+        define(
+            "blocks(Tensor x) -> Tensor", lambda x: x - x.roll(1, 0) * (torch.arange(x.shape[0]) % 2)[:, None]
+        ),
         [r(8, 6)],
         {((1,), 1)},
     ),
@@ -149,7 +162,9 @@ ADVERSARIAL: dict[str, tuple[str, Callable[..., Any], list[Tensor], Claims]] = {
     ),
     "gradient of another": (
         "",
-        define("centred(Tensor x) -> Tensor", lambda x: x.detach() + (x - x.mean(0)) - (x - x.mean(0)).detach()),
+        define(
+            "centred(Tensor x) -> Tensor", lambda x: x.detach() + (x - x.mean(0)) - (x - x.mean(0)).detach()
+        ),
         [r(4, 6)],
         {((1,), 1)},
     ),
@@ -217,7 +232,11 @@ def test_operators_that_are_refused(what: str) -> None:
 
 def test_random_and_writing_operators_are_not_even_tried() -> None:
     node = call_node(T.relu, r(4, 6))
-    for target, reason in ((T.rand_like.default, "random"), (T.bernoulli.default, "random"), (T.mul_.Tensor, "writes")):
+    for target, reason in (
+        (T.rand_like.default, "random"),
+        (T.bernoulli.default, "random"),
+        (T.mul_.Tensor, "writes"),
+    ):
         node.target = target
         assert reason in probe(node).refused
 

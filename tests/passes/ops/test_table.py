@@ -70,7 +70,10 @@ EXAMPLES: dict[str, Example] = {
     "vdot": (torch.vdot, [r(6), r(6)]),
     "einsum without an arrow": (lambda x, w: torch.einsum("bsi,i", x, w), [r(2, 4, 6), r(6)]),
     "einsum of a trace": (lambda x: torch.einsum("ii", x), [r(6, 6)]),
-    "batch_norm": (lambda x, m, v, w, b: F.batch_norm(x, m, v.exp(), w, b), [r(4, 6, 2), r(6), r(6), r(6), r(6)]),
+    "batch_norm": (
+        lambda x, m, v, w, b: F.batch_norm(x, m, v.exp(), w, b),
+        [r(4, 6, 2), r(6), r(6), r(6), r(6)],
+    ),
     "batch_norm training": (lambda x, w, b: F.batch_norm(x, None, None, w, b, True), [r(4, 6), r(6), r(6)]),
     "gru": (lambda x, h, a, b: T.gru.input(x, h, [a, b], False, 1, 0.0, True, False, False)[0], GRU),
     "gru batch first": (
@@ -81,8 +84,14 @@ EXAMPLES: dict[str, Example] = {
         lambda x, h, c, a, b: T.lstm.input(x, [h, c], [a, b], False, 1, 0.0, True, False, False)[0],
         [r(3, 4, 6), r(1, 4, 2), r(1, 4, 2), r(8, 6), r(8, 2)],
     ),
-    "rnn tanh": (lambda x, h, a, b: T.rnn_tanh.input(x, h, [a, b], False, 1, 0.0, True, False, False)[0], RNN),
-    "rnn relu": (lambda x, h, a, b: T.rnn_relu.input(x, h, [a, b], False, 1, 0.0, True, False, False)[1], RNN),
+    "rnn tanh": (
+        lambda x, h, a, b: T.rnn_tanh.input(x, h, [a, b], False, 1, 0.0, True, False, False)[0],
+        RNN,
+    ),
+    "rnn relu": (
+        lambda x, h, a, b: T.rnn_relu.input(x, h, [a, b], False, 1, 0.0, True, False, False)[1],
+        RNN,
+    ),
     "view as integers": (lambda x: (x.view(torch.int64) > 0) * x, [r(4, 6)]),
     "view as shorter integers": (lambda x: x.view(torch.int32) > 0, [r(4, 6)]),
     "rsub of tensors": (torch.rsub, [r(4, 6), r(4, 6)]),
@@ -91,9 +100,15 @@ EXAMPLES: dict[str, Example] = {
     "margin_ranking_loss": (lambda x, y: F.margin_ranking_loss(x, y, y.sign(), 0.5), [r(4, 6), -r(4, 6)]),
     "hinge_embedding_loss": (lambda x, y: F.hinge_embedding_loss(x, y.sign()), [r(4, 6), r(4, 6)]),
     "poisson_nll_loss": (lambda x, y: F.poisson_nll_loss(x, y.exp(), full=True), [r(4, 6), r(4, 6)]),
-    "cosine_embedding_loss": (lambda x, y, z: F.cosine_embedding_loss(x, y, z.sign()), [r(4, 6), r(4, 6), r(4)]),
+    "cosine_embedding_loss": (
+        lambda x, y, z: F.cosine_embedding_loss(x, y, z.sign()),
+        [r(4, 6), r(4, 6), r(4)],
+    ),
     "triplet_margin_loss": (F.triplet_margin_loss, [r(4, 6), r(4, 6) + 1, r(4, 6) + 2]),
-    "multi_margin_loss": (lambda x, i, w: F.multi_margin_loss(x, i, weight=w.exp()), [r(4, 6), ids(6, 4), r(6)]),
+    "multi_margin_loss": (
+        lambda x, i, w: F.multi_margin_loss(x, i, weight=w.exp()),
+        [r(4, 6), ids(6, 4), r(6)],
+    ),
     "multilabel_margin_loss": (F.multilabel_margin_loss, [r(4, 6), labels(6, 4, 6).clamp(min=-1)]),
     **{f"fft {name}": (fourier(name), [r(4, 6, 2)]) for name in FOURIER},
     "fft of chosen dims": (lambda x: torch.fft.fftn(x, dim=(0, 2)).abs(), [r(4, 6, 2)]),
@@ -101,7 +116,10 @@ EXAMPLES: dict[str, Example] = {
     "linear folded": (lambda x, w, b: F.linear(x, w, b).view(2, 3, 2, 6), [r(2, 3, 6), r(12, 6), r(12)]),
     "addmm": (torch.addmm, [r(6), r(4, 12), r(12, 6)]),
     "addmm 2D": (torch.addmm, [r(4, 6), r(4, 12), r(12, 6)]),
-    "addmm scaled": (lambda a, b, c: torch.addmm(a, b, c, beta=2.0, alpha=0.5), [r(1, 6), r(4, 12), r(12, 6)]),
+    "addmm scaled": (
+        lambda a, b, c: torch.addmm(a, b, c, beta=2.0, alpha=0.5),
+        [r(1, 6), r(4, 12), r(12, 6)],
+    ),
     "matmul 2D": (torch.matmul, [r(4, 6), r(6, 12)]),
     "matmul 3D 2D": (torch.matmul, [r(2, 4, 6), r(6, 12)]),
     "matmul 4D": (torch.matmul, [r(2, 6, 4, 6), r(2, 6, 6, 4)]),
@@ -125,7 +143,10 @@ EXAMPLES: dict[str, Example] = {
     "weight norm by columns": (lambda v, g: torch._weight_norm(v, g, 1), [r(4, 6), r(1, 6)]),
     "rms_norm": (lambda x, w: F.rms_norm(x, (6,), w), [r(2, 4, 6), r(6)]),
     "sdpa": (sdpa, [r(2, 6, 4, 2), r(2, 6, 4, 2), r(2, 6, 4, 2)]),
-    "sdpa causal": (lambda q, k, v: sdpa(q, k, v, is_causal=True), [r(2, 6, 4, 2), r(2, 6, 4, 2), r(2, 6, 4, 6)]),
+    "sdpa causal": (
+        lambda q, k, v: sdpa(q, k, v, is_causal=True),
+        [r(2, 6, 4, 2), r(2, 6, 4, 2), r(2, 6, 4, 6)],
+    ),
     "sdpa cross": (sdpa, [r(2, 6, 4, 2), r(2, 6, 8, 2), r(2, 6, 8, 2)]),
     "sdpa scaled": (lambda q, k, v: sdpa(q, k, v, scale=0.3), [r(2, 6, 4, 2), r(2, 6, 4, 2), r(2, 6, 4, 2)]),
     "sdpa 3D": (sdpa, [r(6, 4, 2), r(6, 4, 2), r(6, 4, 2)]),
@@ -151,8 +172,14 @@ EXAMPLES: dict[str, Example] = {
     "cross_entropy sum": (lambda x, y: F.cross_entropy(x, y, reduction="sum"), [r(6, 12), labels(12, 6)]),
     "cross_entropy none": (lambda x, y: F.cross_entropy(x, y, reduction="none"), [r(6, 12), labels(12, 6)]),
     "cross_entropy ignore": (lambda x, y: F.cross_entropy(x, y, ignore_index=2), [r(6, 12), ids(4, 6)]),
-    "cross_entropy smooth": (lambda x, y: F.cross_entropy(x, y, label_smoothing=0.1), [r(6, 12), labels(12, 6)]),
-    "cross_entropy weight": (lambda x, y, w: F.cross_entropy(x, y, w.abs()), [r(6, 12), labels(12, 6), r(12)]),
+    "cross_entropy smooth": (
+        lambda x, y: F.cross_entropy(x, y, label_smoothing=0.1),
+        [r(6, 12), labels(12, 6)],
+    ),
+    "cross_entropy weight": (
+        lambda x, y, w: F.cross_entropy(x, y, w.abs()),
+        [r(6, 12), labels(12, 6), r(12)],
+    ),
     "cross_entropy weight none": (
         lambda x, y, w: F.cross_entropy(x, y, w.abs(), reduction="none", label_smoothing=0.1),
         [r(6, 12), labels(12, 6), r(12)],
@@ -271,7 +298,10 @@ EXAMPLES: dict[str, Example] = {
     "huber_loss": (lambda x, y: F.huber_loss(x, y, delta=0.3), [r(4, 6), r(4, 6)]),
     "kl_div": (lambda x, y: F.kl_div(x, y.softmax(-1), reduction="sum"), [r(4, 6), r(4, 6)]),
     "soft_margin_loss": (lambda x, y: F.soft_margin_loss(x, y.sign()), [r(4, 6), r(4, 6)]),
-    "binary_cross_entropy": (lambda x, y: F.binary_cross_entropy(x.sigmoid(), y.sigmoid()), [r(4, 6), r(4, 6)]),
+    "binary_cross_entropy": (
+        lambda x, y: F.binary_cross_entropy(x.sigmoid(), y.sigmoid()),
+        [r(4, 6), r(4, 6)],
+    ),
     "with logits": (
         lambda x, y, w: F.binary_cross_entropy_with_logits(x, y.sigmoid(), pos_weight=w.exp()),
         [r(4, 6), r(4, 6), r(6)],
@@ -305,7 +335,10 @@ EXAMPLES: dict[str, Example] = {
     "topk sort": (lambda x: [x.topk(2, 1).values, x.sort(0).values], [r(4, 6)]),
     "complex": (lambda x: torch.view_as_real(torch.view_as_complex(x) * 2.0), [r(4, 6, 2)]),
     "conv1d": (F.conv1d, [r(4, 6, 5), r(6, 6, 2), r(6)]),
-    "conv1d depthwise": (lambda x, w, b: F.conv1d(x, w, b, padding=1, groups=6), [r(4, 6, 5), r(6, 1, 2), r(6)]),
+    "conv1d depthwise": (
+        lambda x, w, b: F.conv1d(x, w, b, padding=1, groups=6),
+        [r(4, 6, 5), r(6, 1, 2), r(6)],
+    ),
     "conv1d grouped": (lambda x, w, b: F.conv1d(x, w, b, groups=6), [r(4, 12, 5), r(24, 2, 2), r(24)]),
     "conv1d of one sample": (lambda x, w: F.conv1d(x, w, groups=3), [r(6, 5), r(12, 2, 2)]),
     "conv2d": (lambda x, w: F.group_norm(F.conv2d(x, w), 2), [r(2, 6, 4, 3), r(4, 6, 2, 2)]),
@@ -313,7 +346,10 @@ EXAMPLES: dict[str, Example] = {
     "tensor_split": (lambda x: torch.tensor_split(x, 3, -1), [r(4, 6)]),
     "nll": (lambda x: F.nll_loss(x.log_softmax(-1), torch.tensor([1, 0, 3, 2])), [r(4, 6)]),
     "gelu": (lambda x: F.gelu(x, approximate="tanh"), [r(4, 6)]),
-    "pointwise": (lambda x: (F.silu(x).tanh() + x.relu().exp().sigmoid()).pow(2).rsqrt().clamp(max=2), [r(4, 6)]),
+    "pointwise": (
+        lambda x: (F.silu(x).tanh() + x.relu().exp().sigmoid()).pow(2).rsqrt().clamp(max=2),
+        [r(4, 6)],
+    ),
     "maximum": (torch.maximum, [r(4, 6), r(6)]),
     "lerp": (torch.lerp, [r(4, 6), r(6), r(4, 1)]),
     "addcmul": (torch.addcmul, [r(4, 6), r(6), r(4, 1)]),
@@ -350,13 +386,18 @@ def claims_of(graph: Any, env: Any, axes: Axes) -> list[str]:
             for t in (t for t in (2, 3) if letter.size % t == 0):
                 where = f"{op_name(node)}, letter {letter.name} over {t}"
                 findings += [f"{where}: {text}" for text in check_letter(node, env, letter, t, "tp")]
-                if letter.form not in ("vocab_embedding", "vocab_cross_entropy") and takes_whole_dims(node, letter):
-                    findings += [f"{where} (batch): {text}" for text in check_letter(node, env, letter, t, "batch")]
+                if letter.form not in ("vocab_embedding", "vocab_cross_entropy") and takes_whole_dims(
+                    node, letter
+                ):
+                    findings += [
+                        f"{where} (batch): {text}" for text in check_letter(node, env, letter, t, "batch")
+                    ]
         for group in linear_groups(node):
             if all(env[one].is_floating_point() for one in group if isinstance(env[one], torch.Tensor)):
                 names = ", ".join(one.name for one in group)
                 findings += [
-                    f"{op_name(node)}, linear in {names}: {text}" for text in check_linear(node, env, group, 2)
+                    f"{op_name(node)}, linear in {names}: {text}"
+                    for text in check_linear(node, env, group, 2)
                 ]
     return findings
 
@@ -409,7 +450,11 @@ def small_gpt() -> torch.nn.Module:
     return GPT(GPTConfig(vocab_size=12, block_size=4, n_layer=2, n_head=6, n_embd=12))
 
 
-MODELS: dict[str, Callable[[], torch.nn.Module]] = {"gpt": small_gpt, "einsum": Einsum, "unequal": UnequalFused}
+MODELS: dict[str, Callable[[], torch.nn.Module]] = {
+    "gpt": small_gpt,
+    "einsum": Einsum,
+    "unequal": UnequalFused,
+}
 
 
 @pytest.mark.parametrize("which", MODELS)
@@ -417,7 +462,9 @@ def test_every_claim_of_a_model(which: str) -> None:
     """Operators whose axes are refined by all others of the model."""
     torch.manual_seed(0)
     size = (2, 4) if which == "gpt" else (2, 8)
-    graph, env = trace_model(MODELS[which](), [ids(12, *size), labels(12, *size) if which == "gpt" else ids(12, *size)])
+    graph, env = trace_model(
+        MODELS[which](), [ids(12, *size), labels(12, *size) if which == "gpt" else ids(12, *size)]
+    )
     assert claims_of(graph, env, Axes(graph)) == []
 
 

@@ -48,21 +48,45 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
         loss_of(lambda self, x: torch.cdist(x, x)),
         "aten.cdist mixes the samples of the batch .probed",
     ),
-    "nothing is known": (loss_of(lambda self, x: x.as_strided((2, 3), (1, 1))), "no rule knows.*register_rule"),
+    "nothing is known": (
+        loss_of(lambda self, x: x.as_strided((2, 3), (1, 1))),
+        "no rule knows.*register_rule",
+    ),
     "fold of samples": (loss_of(lambda self, x: x.reshape(2, -1)), "folds the batch"),
-    "fold with features": (loss_of(lambda self, x: x.reshape(-1, 8)), "mixes the samples|folds the batch|depends on"),
+    "fold with features": (
+        loss_of(lambda self, x: x.reshape(-1, 8)),
+        "mixes the samples|folds the batch|depends on",
+    ),
     "exp of the mean": (lambda self, x: F.linear(x, self.w).mean().exp(), "sum over samples is not a sum"),
-    "root of the mean": (lambda self, x: F.linear(x, self.w).square().mean().sqrt(), "sum over samples is not a sum"),
-    "square of the mean": (lambda self, x: F.linear(x, self.w).mean().square(), "sum over samples is not a sum"),
-    "product of two means": (lambda self, x: x.mean() * F.linear(x, self.w).mean(), "sum over samples is not a sum"),
-    "mean times itself": (lambda self, x: mean_times_itself(F.linear(x, self.w).mean()), "is not a sum over samples"),
+    "root of the mean": (
+        lambda self, x: F.linear(x, self.w).square().mean().sqrt(),
+        "sum over samples is not a sum",
+    ),
+    "square of the mean": (
+        lambda self, x: F.linear(x, self.w).mean().square(),
+        "sum over samples is not a sum",
+    ),
+    "product of two means": (
+        lambda self, x: x.mean() * F.linear(x, self.w).mean(),
+        "sum over samples is not a sum",
+    ),
+    "mean times itself": (
+        lambda self, x: mean_times_itself(F.linear(x, self.w).mean()),
+        "is not a sum over samples",
+    ),
     "ratio of sums": (lambda self, x: F.linear(x, self.w).sum() / x.sum(), "sum over samples is not a sum"),
-    "NaN of the mean": (lambda self, x: F.linear(x, self.w).mean().nan_to_num(), "nan_to_num of a sum over samples"),
+    "NaN of the mean": (
+        lambda self, x: F.linear(x, self.w).mean().nan_to_num(),
+        "nan_to_num of a sum over samples",
+    ),
     "cast of the mean to numbers": (
         lambda self, x: F.linear(x, self.w).mean().long() * x.mean(),
         "to of a sum over samples",
     ),
-    "sum by size": (lambda self, x: F.linear(x, self.w).sum() / x.shape[0], "computed from the number of rows"),
+    "sum by size": (
+        lambda self, x: F.linear(x, self.w).sum() / x.shape[0],
+        "computed from the number of rows",
+    ),
     "sum by tensor of size": (
         lambda self, x: F.linear(x, self.w).sum() / torch.tensor(float(x.shape[0])),
         "constant is computed from the number of rows",
@@ -124,14 +148,21 @@ def test_allowed(what: str) -> None:
 
 
 def test_types_over_the_batch() -> None:
-    graph, _, _ = annotate(make(lambda self, x: (F.linear(x, self.w).t() + torch.arange(4.0)[:1]).mean()), X, pieces=4)
-    found = {name: note(find(graph, name)).layout.batch for name in ("w", "inputs", "linear", "t", "arange", "mean")}
+    graph, _, _ = annotate(
+        make(lambda self, x: (F.linear(x, self.w).t() + torch.arange(4.0)[:1]).mean()), X, pieces=4
+    )
+    found = {
+        name: note(find(graph, name)).layout.batch
+        for name in ("w", "inputs", "linear", "t", "arange", "mean")
+    }
     assert found == {"w": R, "inputs": S(0, 0), "linear": S(0, 0), "t": S(1, 0), "arange": I, "mean": P}
 
 
 def test_a_whole_addend_is_shared_among_the_pieces() -> None:
     """An l2 term of the weights is added to the loss once, not once per microbatch."""
-    graph, _ = connect(make(lambda self, x: F.linear(x, self.w).mean() + (self.w * self.w).sum()), X, pieces=4)
+    graph, _ = connect(
+        make(lambda self, x: F.linear(x, self.w).mean() + (self.w * self.w).sum()), X, pieces=4
+    )
     shares = [node for node in ops(graph) if node.target is markers.share]
     assert [node.args[1] for node in shares] == [4]
     assert shares[0].args[0] is find(graph, "sum") and note(shares[0]).layout.batch == P
@@ -145,7 +176,9 @@ def test_a_number_is_shared_among_the_pieces() -> None:
 
 def test_a_bias_under_a_sum_over_the_batch_is_shared() -> None:
     """linear that contracts the batch itself: the bias of a Gram matrix is no part of any one microbatch."""
-    graph, _ = connect(make(lambda self, x: F.linear(F.linear(x, self.w).t(), x.t(), self.rows[0]).sum()), X, pieces=4)
+    graph, _ = connect(
+        make(lambda self, x: F.linear(F.linear(x, self.w).t(), x.t(), self.rows[0]).sum()), X, pieces=4
+    )
     product = find(graph, "linear", 1)
     assert note(product).layout.batch == P
     assert [node.args[1] for node in ops(graph) if node.target is markers.share] == [4]

@@ -27,8 +27,18 @@ from autoptd.program.program import Program
 transformers = pytest.importorskip("transformers")
 
 LENGTH, ROWS, T = 1024, 2, 4
-LLAMA = {"num_hidden_layers": 2, "hidden_size": 4096, "intermediate_size": 11008, "max_position_embeddings": LENGTH}
-BERT = {"num_hidden_layers": 2, "hidden_size": 1024, "intermediate_size": 4096, "max_position_embeddings": LENGTH}
+LLAMA = {
+    "num_hidden_layers": 2,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "max_position_embeddings": LENGTH,
+}
+BERT = {
+    "num_hidden_layers": 2,
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "max_position_embeddings": LENGTH,
+}
 
 
 def gpt2() -> nn.Module:
@@ -37,12 +47,16 @@ def gpt2() -> nn.Module:
 
 
 def llama(kv: int = 8) -> nn.Module:
-    config = transformers.LlamaConfig(num_attention_heads=32, num_key_value_heads=kv, use_cache=False, **LLAMA)
+    config = transformers.LlamaConfig(
+        num_attention_heads=32, num_key_value_heads=kv, use_cache=False, **LLAMA
+    )
     return transformers.LlamaForCausalLM(config)
 
 
 def neox() -> nn.Module:
-    config = transformers.GPTNeoXConfig(num_attention_heads=32, use_parallel_residual=True, use_cache=False, **LLAMA)
+    config = transformers.GPTNeoXConfig(
+        num_attention_heads=32, use_parallel_residual=True, use_cache=False, **LLAMA
+    )
     return transformers.GPTNeoXForCausalLM(config)
 
 
@@ -52,7 +66,9 @@ def gptj() -> nn.Module:
 
 
 def bert() -> nn.Module:
-    return transformers.BertForMaskedLM(transformers.BertConfig(num_attention_heads=16, vocab_size=30524, **BERT))
+    return transformers.BertForMaskedLM(
+        transformers.BertConfig(num_attention_heads=16, vocab_size=30524, **BERT)
+    )
 
 
 @dataclass(frozen=True)
@@ -147,7 +163,12 @@ def compiled(name: str, sequence_parallel: bool) -> tuple[nn.Module, Program]:
     with torch.device("meta"):
         model, ids = PLANS[name].make().train(), torch.zeros(ROWS, LENGTH, dtype=torch.long)
     inputs = {"input_ids": ids, "labels": ids.clone()}
-    request: dict[str, Any] = {"t": T, "machine": "h100", "num_microbatches": 1, "sequence_parallel": sequence_parallel}
+    request: dict[str, Any] = {
+        "t": T,
+        "machine": "h100",
+        "num_microbatches": 1,
+        "sequence_parallel": sequence_parallel,
+    }
     return model, autoptd.compile(model, example_inputs=inputs, **request)
 
 
@@ -163,7 +184,9 @@ def test_every_parameter_is_split_as_expected(name: str, sequence_parallel: bool
         wanted = (expected.layer if in_layer else expected.outside).get(where, "whole")
         if in_layer or where in expected.outside or "norm" in where.lower() or ".ln_" in where:
             wanted = "whole" if wanted == "row" and kind == "bias" else wanted
-            found.setdefault(f"{where}.{kind} {wanted}", set()).add(split(model, path, kind, one.use.layout["tp"]))
+            found.setdefault(f"{where}.{kind} {wanted}", set()).add(
+                split(model, path, kind, one.use.layout["tp"])
+            )
     assert {text: kinds for text, kinds in found.items() if kinds != {text.split()[1]}} == {}
     assert {text.rpartition(".")[0] for text in found} >= {*expected.layer, *expected.outside}
 
@@ -224,7 +247,9 @@ def test_nothing_is_done_twice(name: str, sequence_parallel: bool) -> None:
     assert redundant == [] and not program.fallbacks
     graph = program.graphs["CONNECTED"]
     assert [node.name for node in gathers(graph) if is_only_sliced(node)] == []
-    made = Counter((node.args[0], note(node).layout["tp"]) for node in ops(graph) if node.target is markers.convert)
+    made = Counter(
+        (node.args[0], note(node).layout["tp"]) for node in ops(graph) if node.target is markers.convert
+    )
     assert [(source, kind) for (source, kind), times in made.items() if times > 1] == []
     sites = {star(note(node).module) for node in gathers(graph)}
     assert sum("q_proj" in one or "k_proj" in one or "v_proj" in one for one in sites) <= 1
@@ -233,7 +258,11 @@ def test_nothing_is_done_twice(name: str, sequence_parallel: bool) -> None:
 def gathers(graph: Graph) -> list[Node]:
     """Conversions from sharded, or partial, to whole."""
     found = [node for node in ops(graph) if node.target is markers.convert]
-    return [one for one in found if note(one.args[0]).layout["tp"].kind in "SP" and note(one).layout["tp"].kind in "IR"]  # type: ignore[arg-type]
+    return [
+        one
+        for one in found
+        if note(one.args[0]).layout["tp"].kind in "SP" and note(one).layout["tp"].kind in "IR"
+    ]  # type: ignore[arg-type]
 
 
 def is_only_sliced(node: Node) -> bool:

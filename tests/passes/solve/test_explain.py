@@ -31,7 +31,9 @@ def test_prices_are_differences_of_whole_plans() -> None:
         assert first.is_chosen and first.seconds == 0.0 and first.strategy is assignment.strategies[node]
         assert all(one.seconds >= 0.0 for one in rest)
     down = alternatives(problem, find(graph, "linear", 1))
-    assert down[0].strategy.why.startswith("row") and any(one.strategy.why.startswith("column") for one in down)
+    assert down[0].strategy.why.startswith("row") and any(
+        one.strategy.why.startswith("column") for one in down
+    )
 
 
 def test_layers_that_repeat_are_priced_as_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,9 +57,12 @@ def test_attention_that_is_split_otherwise() -> None:
     graph, _ = connect(gpt(1, heads=6, width=48), X, Y, t=4)
     attention = find(graph, "scaled_dot_product_attention")
     assert (
-        note(attention).layout["tp"].kind == "S" and note(attention).why == f"split by e: 8 = 4 x 2, because {SIX[0]}"
+        note(attention).layout["tp"].kind == "S"
+        and note(attention).why == f"split by e: 8 = 4 x 2, because {SIX[0]}"
     )
-    assert note(attention).fallback == Fallback("transformer.h.0.attn", "aten.scaled_dot_product_attention", *SIX)
+    assert note(attention).fallback == Fallback(
+        "transformer.h.0.attn", "aten.scaled_dot_product_attention", *SIX
+    )
 
 
 def test_grouped_queries() -> None:
@@ -90,7 +93,10 @@ def test_grouped_queries_of_which_one_factor_divides() -> None:
 
     graph, _ = connect(Net(forward, w=(8, 12), q=(84, 12), k=(21, 12), v=(21, 12), o=(12, 84)), X, Y, t=4)
     attention = note(find(graph, "scaled_dot_product_attention"))
-    assert attention.why == "split by repeat: 4 query heads per KV head over 4 ranks" and attention.fallback is None
+    assert (
+        attention.why == "split by repeat: 4 query heads per KV head over 4 ranks"
+        and attention.fallback is None
+    )
     assert {one.op for one in fallbacks(graph)} == {"aten.linear"}
     assert facts(fallbacks(graph)) == {("3 KV heads do not divide over t=4", "t in {1, 3}")}
 
@@ -129,7 +135,9 @@ def test_program_plan_and_files_tell_it(tmp_path: Any) -> None:
     assert len(said) == 1
     assert len(program.fallbacks) == 6
     record = program.plan["fallbacks"]
-    assert [one["site"] for one in record] == [f"transformer.h.*.attn{end}" for end in (".c_attn", "", ".c_proj")]
+    assert [one["site"] for one in record] == [
+        f"transformer.h.*.attn{end}" for end in (".c_attn", "", ".c_proj")
+    ]
     assert sum(one["flops"] for one in record) == program.costs.redundant_gemm_flops > 0
     assert "whole on every rank: 5 heads do not divide over t=4" in program.sources["stage_0.py"]
     program.save(tmp_path)

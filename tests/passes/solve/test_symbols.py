@@ -29,9 +29,13 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(
-    "request_", [{}, {"sequence_parallel": True, "p": 2, "machine": {"link_bandwidth": 5e11}}], ids=["", "tokens"]
+    "request_",
+    [{}, {"sequence_parallel": True, "p": 2, "machine": {"link_bandwidth": 5e11}}],
+    ids=["", "tokens"],
 )
-def test_every_formula_that_is_shown_is_the_number_that_was_minimised(name: str, request_: dict[str, Any]) -> None:
+def test_every_formula_that_is_shown_is_the_number_that_was_minimised(
+    name: str, request_: dict[str, Any]
+) -> None:
     """After all passes: conversions and hooks are in the graph by then."""
     make, inputs = MODELS[name]
     program = autoptd.compile(
@@ -57,7 +61,9 @@ def test_what_is_printed_can_be_evaluated_by_hand() -> None:
     (sums,) = re.findall(r"as R: all-reduce backward, (.*) seconds: (.*)", text)
     assert product[0] == "2*b*h*n128*s"
     for formula, number in (product, sums):
-        assert float(f"{float(sympy.sympify(formula, locals=names(values)).subs(values)):.3g}") == float(number)
+        assert float(f"{float(sympy.sympify(formula, locals=names(values)).subs(values)):.3g}") == float(
+            number
+        )
 
 
 def names(values: dict[str, str]) -> dict[str, Any]:

@@ -16,7 +16,9 @@ from examples.gpt import GPT, GPTConfig
 from tests.codegen.test_repeats import Stack, batch
 
 
-def solve(model: nn.Module, inputs: Any, t: int, monkeypatch: pytest.MonkeyPatch) -> tuple[Program, list[float]]:
+def solve(
+    model: nn.Module, inputs: Any, t: int, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Program, list[float]]:
     """The program of the tied solver, and the costs that it found: tied, then with every layer by itself.
 
     Layers by themselves would dodge the price of a first layer that is not like the others: there is none here.
@@ -44,7 +46,9 @@ def gpt(layers: int, width: int) -> tuple[nn.Module, Any]:
 
 @pytest.mark.parametrize("t", [2, 4])
 @pytest.mark.parametrize("layers, width", [(2, 64), (3, 128), (5, 256)])
-def test_the_tied_optimum_is_the_optimum(layers: int, width: int, t: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tied_optimum_is_the_optimum(
+    layers: int, width: int, t: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     program, (tied, free) = solve(*gpt(layers, width), t, monkeypatch)
     assert (
         free <= tied <= free * 1.0001

@@ -30,7 +30,10 @@ def links_of(line: Line, a: int, b: int) -> float:
 
 
 def loads_of(stages: list[float], ranks: Sequence[int]) -> list[float]:
-    return [sum(cost for cost, rank in zip(stages, ranks, strict=True) if rank == one) for one in sorted(set(ranks))]
+    return [
+        sum(cost for cost, rank in zip(stages, ranks, strict=True) if rank == one)
+        for one in sorted(set(ranks))
+    ]
 
 
 @st.composite
@@ -40,7 +43,9 @@ def lines(draw: st.DrawFn) -> Line:
     values = [Value(i, (i + 1,), draw(st.sampled_from([0.1, 0.1, 0.4]))) for i in range(len(work) - 1)]
     for _ in range(draw(st.integers(0, 2))):  # skips, which some stages neither make nor read
         made = draw(st.integers(0, len(work) - 2))
-        values.append(Value(made, tuple(sorted(draw(st.sets(st.integers(made + 1, len(work) - 1), min_size=1)))), 0.3))
+        values.append(
+            Value(made, tuple(sorted(draw(st.sets(st.integers(made + 1, len(work) - 1), min_size=1)))), 0.3)
+        )
     return Line(work, points, values)
 
 
@@ -93,7 +98,9 @@ def test_memory_is_a_bound() -> None:
     assert place(line, [0, 1], live, memory=32.0) is None and least_memory(line, [0, 1], live) == 33.0
 
 
-def held_of(line: Line, chosen: Sequence[int], ranks: Sequence[int], live: Sequence[Sequence[int]]) -> list[float]:
+def held_of(
+    line: Line, chosen: Sequence[int], ranks: Sequence[int], live: Sequence[Sequence[int]]
+) -> list[float]:
     """Bytes of every rank, counted one by one."""
     bounds = list(pairwise([-1, *chosen, len(line.work) - 1]))
     held = []
@@ -114,7 +121,11 @@ def test_memory_against_all_ways(line: Line, ranks: list[int], data: st.DataObje
     kept, saved = ([data.draw(sizes) for _ in line.work] for _ in range(2))
     shared = [(3.0, (0, len(line.work) - 1)), (2.0, (1, 2))]
     line = Line(line.work, line.points, line.values, kept, saved, shared)
-    live = [[data.draw(st.integers(0, 3)) * (rank == one) for rank in ranks] for one in set(ranks) for _ in range(2)]
+    live = [
+        [data.draw(st.integers(0, 3)) * (rank == one) for rank in ranks]
+        for one in set(ranks)
+        for _ in range(2)
+    ]
     ways = list(combinations(line.points, len(ranks) - 1))
     if not ways:
         return
@@ -154,7 +165,11 @@ def test_the_cut_against_the_best_simulated_one(name: str, p: int, v: int) -> No
     for seed in range(8):
         draw = random.Random(seed)
         size = draw.randint(p * v + 1, p * v + 3)
-        layers = [1.0] * (size - 2) if seed % 2 else [draw.choice([0.5, 1.0, 1.0, 2.0, 4.0]) for _ in range(size - 2)]
+        layers = (
+            [1.0] * (size - 2)
+            if seed % 2
+            else [draw.choice([0.5, 1.0, 1.0, 2.0, 4.0]) for _ in range(size - 2)]
+        )
         line = Line([draw.choice([0.1, 0.3]), *layers, draw.choice([0.5, 2.0, 4.0])], range(size - 1))
         ways = combinations(line.points, p * v - 1)
         best = min(finish(stages_of(line, chosen)) for chosen in ways)

@@ -75,7 +75,9 @@ def test_of_a_value_and_its_view_one_crosses() -> None:
     graph = placed(between, X)
     assert [op_name(one.node) for one in codegen.crossings(graph)] == ["aten.linear", "aten.add", "aten.add"]
     view = find(graph, "view")
-    assert note(view).stages == (0, 1) and note(view).placement.startswith("computed again on stage 1 in <0.1 us")
+    assert note(view).stages == (0, 1) and note(view).placement.startswith(
+        "computed again on stage 1 in <0.1 us"
+    )
 
 
 def test_a_cast_crosses_in_its_narrow_form() -> None:
@@ -91,7 +93,9 @@ def test_a_cast_crosses_in_its_narrow_form() -> None:
 
 
 def test_the_smaller_value_crosses_and_is_expanded_again() -> None:
-    graph = placed(lambda _, f, x: f[2](f[1](y := f[0](x)) * y.mean(0, keepdim=True).expand(512, 2, 8).sum(0)), X)
+    graph = placed(
+        lambda _, f, x: f[2](f[1](y := f[0](x)) * y.mean(0, keepdim=True).expand(512, 2, 8).sum(0)), X
+    )
     assert "expand" not in crossings(graph)
 
 
@@ -120,7 +124,11 @@ def test_a_costly_value_of_inputs_is_computed_once_and_sent(which: str) -> None:
     made = find(graph, which)
     assert note(made).stages == (1,)
     sent = [one for one in codegen.crossings(graph) if one.source == 1 and not note(one.node).needs_grad]
-    assert len(sent) == 1 and sent[0].targets == (2,) and note(sent[0].node).placement.startswith("sent to stage 2 in")
+    assert (
+        len(sent) == 1
+        and sent[0].targets == (2,)
+        and note(sent[0].node).placement.startswith("sent to stage 2 in")
+    )
     assert sent[0].node.meta["val"].shape == (2, 8)  # what is read of it, not all of it
 
 
@@ -145,7 +153,12 @@ def test_a_chain_of_activations_starts_from_what_is_there() -> None:
 
     again, sent = (placed(between, X, machine=one) for one in (COMPUTE_AGAIN, SEND))
     assert note(find(again, "gelu")).stages == (0, 1) and set(crossings(again)) == {"linear", "matmul", "add"}
-    assert note(find(sent, "gelu")).stages == (0,) and set(crossings(sent)) == {"linear", "matmul", "add", "tanh"}
+    assert note(find(sent, "gelu")).stages == (0,) and set(crossings(sent)) == {
+        "linear",
+        "matmul",
+        "add",
+        "tanh",
+    }
 
 
 def test_labels_that_are_counted_are_never_sent() -> None:
@@ -163,7 +176,9 @@ class Merged(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.base, self.a, self.b = (nn.Parameter(torch.randn(*size) / 3) for size in ((16, 16), (16, 2), (2, 16)))
+        self.base, self.a, self.b = (
+            nn.Parameter(torch.randn(*size) / 3) for size in ((16, 16), (16, 2), (2, 16))
+        )
         self.base.requires_grad_(False)
         self.embed, self.norm = nn.Embedding(VOCAB, 16), nn.LayerNorm(16)
         self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
@@ -184,7 +199,9 @@ def test_no_weight_crosses(machine: Machine) -> None:
     model = Merged()
     program = autoptd.compile(model, p=3, plan={"cut": [1, 2, 1]}, example_inputs=batch(6), machine=machine)
     backbone = set(find_backbone(program.graphs["CUT"]))
-    assert all(one.node in backbone for one in codegen.crossings(program.graphs["CUT"]) if note(one.node).of_params)
+    assert all(
+        one.node in backbone for one in codegen.crossings(program.graphs["CUT"]) if note(one.node).of_params
+    )
     for name in ("base", "a", "b", "embed.weight", "norm.weight"):
         assert program.param(name).stages == (0, 2), name
     sums = [one for one in program.collectives if one.conversion == "tied sum"]
@@ -202,7 +219,14 @@ class Shared(nn.Module):
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
         x = self.embed(ids)
-        for layer in (self.shared, self.layers[0], self.layers[1], self.shared, self.layers[2], self.layers[3]):
+        for layer in (
+            self.shared,
+            self.layers[0],
+            self.layers[1],
+            self.shared,
+            self.layers[2],
+            self.layers[3],
+        ):
             x = x + F.gelu(layer(x))
         return F.cross_entropy((x @ self.embed.weight.T).flatten(0, 1), labels.flatten())
 
@@ -248,7 +272,9 @@ class Tangled(nn.Module):
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
         x = first = self.embed(ids)
-        table = (torch.outer(torch.arange(8).to(self.freq.dtype), self.freq[0]) @ self.freq.T @ self.freq).sin()
+        table = (
+            torch.outer(torch.arange(8).to(self.freq.dtype), self.freq[0]) @ self.freq.T @ self.freq
+        ).sin()
         keep, flat = (ids > 3)[..., None], first.tanh().view(-1, 16)
         wide = first.mean(1, keepdim=True).expand_as(first)
         for i, layer in enumerate(self.layers):

@@ -55,7 +55,9 @@ def test_a_mark_is_late_since_the_device_reached_the_one_before(monkeypatch: pyt
     device.probes[1].done = True
     assert marks.late(5.0) is None
     marks.add("F0.0", SUM)
-    assert len(device.probes) == 2 and sum(one.recorded for one in device.probes) == 3, "probes are used again"
+    assert len(device.probes) == 2 and sum(one.recorded for one in device.probes) == 3, (
+        "probes are used again"
+    )
 
 
 @contextmanager
@@ -67,7 +69,9 @@ def watched(monkeypatch: pytest.MonkeyPatch, timeout: float = 60.0) -> Iterator[
     monkeypatch.setattr(device_watch, "BETWEEN", 0.02)
     store, device, aborted = dist.HashStore(), FakeDevice(), []
     worlds = [
-        SimpleNamespace(rank=rank, at="F0.1", timeout=timeout, device=torch.device("cpu"), mesh=SimpleNamespace(size=2))
+        SimpleNamespace(
+            rank=rank, at="F0.1", timeout=timeout, device=torch.device("cpu"), mesh=SimpleNamespace(size=2)
+        )
         for rank in range(2)
     ]
     mine, other = (FaultBoard(store, world) for world in worlds)  # type: ignore[arg-type]
@@ -102,7 +106,9 @@ def test_a_fault_of_a_peer_is_told_once_and_ends_the_world(
         with pytest.raises(RuntimeFault, match="no such word"):
             here.mine.raise_first()
     assert aborted == ["groups"]
-    assert capsys.readouterr().err.count("autoptd: RuntimeFault: rank 1 at F0.1: ValueError: no such word") == 1
+    assert (
+        capsys.readouterr().err.count("autoptd: RuntimeFault: rank 1 at F0.1: ValueError: no such word") == 1
+    )
 
 
 def test_a_main_thread_that_comes_out_keeps_its_groups(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -133,7 +133,9 @@ def test_a_store_whose_host_is_silent_holds_nobody_up(monkeypatch: pytest.Monkey
         thread.join(30)
         assert not thread.is_alive()
         if what == "fault_of_call":
-            assert "rank 1 at F0.0: receive 'RECV_B0.0<1' failed; the store does not answer: rank 0" in str(found[0])
+            assert "rank 1 at F0.0: receive 'RECV_B0.0<1' failed; the store does not answer: rank 0" in str(
+                found[0]
+            )
     finally:
         os.kill(host.pid or 0, signal.SIGKILL)
         host.join(10)

@@ -55,7 +55,10 @@ def exercise_group(group: Group) -> None:
     pending = [group.all_reduce_start(flat, "first"), group.all_reduce_start(second, "second")]
     assert pending[1].wait() is second and pending[0].wait() is flat and all(one.is_done() for one in pending)
     assert flat.tolist() == [size] * 4 and second.tolist() == [sum(range(size))] * 2
-    started = group.all_gather_start(x, 0, "gather later"), group.reduce_scatter_start(torch.cat(parts), 0, "later")
+    started = (
+        group.all_gather_start(x, 0, "gather later"),
+        group.reduce_scatter_start(torch.cat(parts), 0, "later"),
+    )
     assert started[1].wait().tolist() == [sum(range(size)), size * me]
     assert torch.equal(started[0].wait(), gathered)
     exercise_dims(group)
@@ -85,8 +88,13 @@ def exercise_dims(group: Group) -> None:
     me, size = group.index, group.size
     for shape in ((2, 4, 6), (1, 1, 4), (1, 4)):
         values = [torch.arange(float(math.prod(shape))).view(shape) * (k + 1) for k in range(size)]
-        for dim, mine in ((dim, one) for dim in range(len(shape)) for one in (values[me], values[me].mT.clone().mT)):
-            for whole in (group.all_gather(mine, dim, "gather"), group.all_gather_start(mine, dim, "later").wait()):
+        for dim, mine in (
+            (dim, one) for dim in range(len(shape)) for one in (values[me], values[me].mT.clone().mT)
+        ):
+            for whole in (
+                group.all_gather(mine, dim, "gather"),
+                group.all_gather_start(mine, dim, "later").wait(),
+            ):
                 assert torch.equal(whole, torch.cat(values, dim))
             wide = torch.cat([mine] * size, dim)
             part = sum(values).clone()
@@ -130,7 +138,10 @@ def exercise_channels(world: World) -> None:
     ids, scalar = torch.tensor([world.rank, 7]), torch.tensor(2.5, dtype=torch.float64)
     likes = [((3, 2), torch.float32), ((2,), torch.int64), ((), torch.float64)]
     received = [world.incoming(peer).receive(like, "receive") for like in (likes, likes[1:], [])]
-    sent = [world.outgoing(peer).send(message, "send") for message in ([matrix, ids, scalar], [ids + 1, scalar], [])]
+    sent = [
+        world.outgoing(peer).send(message, "send")
+        for message in ([matrix, ids, scalar], [ids + 1, scalar], [])
+    ]
     first, second, nothing = (one.wait() for one in received)
     for one in sent:
         one.wait()
@@ -225,7 +236,12 @@ def test_mismatch_names_both_calls() -> None:
 
     with pytest.raises(RuntimeFault) as caught:
         run_ranks(ThreadWorld(Mesh(t=2), timeout=20.0), body)
-    for words in ("rank 0 at F0.0", "rank 1 at F0.1", "all_reduce sum 'h.0.mlp' of [2] float32", "'h.0.attn' of [3]"):
+    for words in (
+        "rank 0 at F0.0",
+        "rank 1 at F0.1",
+        "all_reduce sum 'h.0.mlp' of [2] float32",
+        "'h.0.attn' of [3]",
+    ):
         assert words in str(caught.value)
 
 
@@ -242,7 +258,12 @@ def test_timeout_names_who_waits_and_who_is_missing() -> None:
     ranks = Ranks(ThreadWorld(Mesh(t=2), timeout=0.3))
     with pytest.raises(RuntimeFault) as caught:
         ranks.run(body)
-    for words in ("rank 0 at F1.0", "all_reduce sum 'h.2'", "rank 1 at B1.3", "last call: all_reduce sum 'h.1'"):
+    for words in (
+        "rank 0 at F1.0",
+        "all_reduce sum 'h.2'",
+        "rank 1 at B1.3",
+        "last call: all_reduce sum 'h.1'",
+    ):
         assert words in str(caught.value)
     with pytest.raises(RuntimeFault, match="still hang"):
         ranks.run(lambda world: None)
@@ -422,7 +443,9 @@ def test_a_rank_that_does_not_come_is_named() -> None:
     said = in_processes(3, _come_or_not, free_port())
     assert set(said) == {0, 2}
     for rank, text in said.items():
-        assert text.startswith(f"RuntimeFault: rank {rank} at start: waited 2 s for rank 1, not arrived"), text
+        assert text.startswith(f"RuntimeFault: rank {rank} at start: waited 2 s for rank 1, not arrived"), (
+            text
+        )
 
 
 def call_another(world: World) -> None:
