@@ -105,7 +105,7 @@ def test_i_to_s_round_trip(split: tuple[int, int]) -> None:
     value, cotangent = draw(1), draw(2)
     there_and_back = lambda x, group, site: rt.s_to_i(
         rt.i_to_s(x, group, *split, site=site), group, *split, site=site
-    )  # noqa: E731
+    )
     ys, dxs = convert(
         4, spread(value, "equal", split, 4), spread(cotangent, "equal", split, 4), there_and_back, ()
     )
