@@ -40,7 +40,9 @@ def test_sequence_parallelism_lets_tp_split_tokens(asked: bool | str, keeps: boo
     assert policy == Solved("tp", frozenset(Part), keeps_products=keeps)
 
 
-@pytest.mark.parametrize("may_split", [{Part.TOKENS}, {Part.WEIGHTS}, set(Part)], ids=["tokens", "weights", "both"])
+@pytest.mark.parametrize(
+    "may_split", [{Part.TOKENS}, {Part.WEIGHTS}, set(Part)], ids=["tokens", "weights", "both"]
+)
 def test_an_axis_splits_what_its_policy_says(may_split: set[Part]) -> None:
     """With tokens alone every rank has all weights, and its own positions of what is made of them: context parallelism."""
     model = Net(feed_forward, up=(64, 16), down=(16, 64))
