@@ -21,10 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from autoptd.errors import PlanError
+from autoptd.ir.mesh import DEGREES
 
 VERSION = 1
 KEYS = ("version", "mesh", "num_microbatches", "schedule", "options", "cut", "shard", "fallbacks", "weighed", "planner")
-MESH = ("t", "p", "d", "v", "order")
+MESH = (*DEGREES, "v", "order")
 
 
 @dataclass(frozen=True)

@@ -223,7 +223,9 @@ class Trained:
 
         def compile_eval(args: tuple[Any, ...], kwargs: dict[str, Any], trained: Program) -> Program:
             with Widen():
-                return compile_evaluation(model, options, args, kwargs, trained, modes_of(model), replicas=options.mesh.replicas)
+                return compile_evaluation(
+                    model, options, args, kwargs, trained, modes_of(model), replicas=options.mesh.replicas
+                )
 
         self.program, self.setting = program, setting
         self.pm = ParallelModel(program, options, model.state_dict(), compile_eval=compile_eval)
