@@ -1,4 +1,4 @@
-"""A new mesh axis is a row of a table: the patch of docs/decisions adds one to a copy of the package, which then trains with it."""
+"""A new mesh axis is a row of a table: a copy of the package that the patch of docs/decisions adds one to trains with it."""
 
 from __future__ import annotations
 
