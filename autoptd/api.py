@@ -109,7 +109,7 @@ def parallelize(
     is_chosen = is_auto(asked)
     options = make_options(**planned(model, example_inputs, asked))
     if is_chosen and not is_local(options):
-        example_inputs = first_share(example_inputs, options.d)
+        example_inputs = first_share(example_inputs, options.mesh.replicas)
     folder = None
     if weights is not None:
         folder = fitting(model, open_folder(weights))
@@ -117,7 +117,7 @@ def parallelize(
     elif any(parameter.is_meta for parameter in model.parameters()):
         remedy = "build it on a real device, or pass weights='a folder with its safetensors'"
         raise PlanError("model", "its weights are on meta: there is nothing to train", remedy)
-    replicas, modes = options.d if is_local(options) else 1, dict[nn.Module, bool]()
+    replicas, modes = options.mesh.replicas if is_local(options) else 1, dict[nn.Module, bool]()
 
     def compile_for(args: tuple[Any, ...], kwargs: dict[str, Any], check: bool) -> Program:
         modes.update(modes_of(model))

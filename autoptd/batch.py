@@ -81,7 +81,7 @@ def plan_batch(options: Options, args: tuple[Any, ...], kwargs: dict[str, Any], 
         fits = [k for k in range(1, share + 1) if share % k == 0]
         fact = f"{share} rows of a replica do not divide into {m} microbatches"
         raise PlanError(f"num_microbatches={m}", fact, f"num_microbatches in {{{', '.join(map(str, fits))}}}")
-    rows, pieces = share // m, m * options.d
+    rows, pieces = share // m, m * options.mesh.replicas
     return Batch(batched, rows, m, pieces, rows if pieces == 1 else max(rows, 2))
 
 

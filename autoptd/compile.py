@@ -70,7 +70,7 @@ def compile(model: nn.Module, *, example_inputs: Any, **keywords: Any) -> Progra
     """
     options = make_options(**planned(model, example_inputs, keywords))
     args, kwargs = split_call(example_inputs)
-    program = compile_program(model, options, args, kwargs, replicas=options.d)
+    program = compile_program(model, options, args, kwargs, replicas=options.mesh.replicas)
     warn_of_fallbacks(program)
     return program
 

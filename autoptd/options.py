@@ -20,7 +20,7 @@ from autoptd.ir.elsewhere import remedy_for
 from autoptd.ir.fusion import FUSED
 from autoptd.ir.machine import Machine, find_machine, spelled
 from autoptd.ir.machine_files import machine_names
-from autoptd.ir.mesh import ORDER, Mesh
+from autoptd.ir.mesh import DEGREES, ORDER, Mesh
 from autoptd.ir.plan import Plan, nearest, read_plan
 
 SCHEDULES: dict[str, int] = {  # model chunks per pipeline rank that a schedule runs; 0: any number
@@ -266,7 +266,7 @@ class Options:
 
     @property
     def mesh(self) -> Mesh:
-        return Mesh(self.t, self.p, self.d, self.order)
+        return Mesh(**{name: getattr(self, name) for name in DEGREES}, order=self.order)
 
     @property
     def rank_machine(self) -> Machine:

@@ -14,7 +14,17 @@ from typing import Any
 import autoptd
 
 PAGE = Path(__file__).parent / "api.md"
-FIRST = ("parallelize", "ParallelModel", "Progress", "compile", "Program", "verify", "diff", "register_rule", "Machine")
+FIRST = (
+    "parallelize",
+    "ParallelModel",
+    "Progress",
+    "compile",
+    "Program",
+    "verify",
+    "diff",
+    "register_rule",
+    "Machine",
+)
 
 
 def page() -> str:

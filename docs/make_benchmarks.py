@@ -48,8 +48,12 @@ def _peers(found: Found) -> list[str]:
             ours = row
             continue
         mega = [f"{one['peak MB']:.1f}" for one in (ours, row)]
-        rows.append([row["case"], row["h"], row["who"], row["pairs"], _ratio(row["wall"]), _ratio(row["cpu"]), *mega])
-    return [_table(["case", "h", "beside", "turns", "wall time", "CPU time", "peak MB, ours", "theirs"], rows)]
+        rows.append(
+            [row["case"], row["h"], row["who"], row["pairs"], _ratio(row["wall"]), _ratio(row["cpu"]), *mega]
+        )
+    return [
+        _table(["case", "h", "beside", "turns", "wall time", "CPU time", "peak MB, ours", "theirs"], rows)
+    ]
 
 
 def _peers_and_lines(found: Found) -> list[str]:
@@ -61,9 +65,23 @@ def _single(found: Found) -> list[str]:
     rows = []
     for row in found["rows"]:
         ratios = [_ratio(row[one]) if one in row else "" for one in ("wall", "cpu")]
-        speed = [f"{row['ms']:.2f}", f"{row['GFLOP/s']:.1f}", f"{row['of GEMM']:.0%}", f"{row['peak MB']:.1f}"]
+        speed = [
+            f"{row['ms']:.2f}",
+            f"{row['GFLOP/s']:.1f}",
+            f"{row['of GEMM']:.0%}",
+            f"{row['peak MB']:.1f}",
+        ]
         rows.append([row["setup"], row["who"], *speed, *ratios])
-    header = ["model", "form", "ms", "GFLOP/s", "of GEMM", "peak MB", "wall time / ours plain", "CPU time / ours plain"]
+    header = [
+        "model",
+        "form",
+        "ms",
+        "GFLOP/s",
+        "of GEMM",
+        "peak MB",
+        "wall time / ours plain",
+        "CPU time / ours plain",
+    ]
     return [_table(header, rows)]
 
 
@@ -78,7 +96,11 @@ def _fusion(found: Found) -> list[str]:
         ]
         for row in found["fusion"]
     ]
-    sizes, layout, embedding = found["sizes"], found["layout"]["gain of [s, b, h]"], found["embedding"]["gain"]
+    sizes, layout, embedding = (
+        found["sizes"],
+        found["layout"]["gain of [s, b, h]"],
+        found["embedding"]["gain"],
+    )
     about = (
         f"{sizes['rows']} x {sizes['tokens']} tokens, h={sizes['h']}, {sizes['layers']} layers, "
         f"vocabulary {sizes['vocabulary']}, {found['device']}. A block of attention laid out as [s, b, h] over [b, s, h] "
@@ -86,7 +108,8 @@ def _fusion(found: Found) -> list[str]:
         "no pattern stands for it."
     )
     loss = _table(
-        ["MB of logits", "gain"], [[f"{row['MB of logits']:.1f}", _ratio(row["gain"])] for row in found["loss"]]
+        ["MB of logits", "gain"],
+        [[f"{row['MB of logits']:.1f}", _ratio(row["gain"])] for row in found["loss"]],
     )
     header = ["model", "fused", "times", "gain", "peak memory"]
     return [_table(header, rows), about, "The head and its loss in chunks alone:", loss]
@@ -108,7 +131,9 @@ def _collectives(found: Found) -> list[str]:
 
 
 def _overhead(found: Found) -> list[str]:
-    return [_table(["", "microseconds"], [[row["what"], f"{row['microseconds']:.0f}"] for row in found["rows"]])]
+    return [
+        _table(["", "microseconds"], [[row["what"], f"{row['microseconds']:.0f}"] for row in found["rows"]])
+    ]
 
 
 def _registers(found: Found) -> list[str]:
@@ -123,7 +148,9 @@ def _schedules(found: Found) -> list[str]:
         bubbles = [f"{row[how]['bubble']:.1%}" for how in ("simulated", "executed")]
         gain, held = f"{row['executed']['gain']:.2f}", f"{row['peak_live_microbatches']:g}"
         rows.append([row["schedule"], row["v"], row["m"], *bubbles, gain, held])
-    return [_table(["schedule", "v", "m", "simulated", "executed", "gain over 1F1B", "microbatches held"], rows)]
+    return [
+        _table(["schedule", "v", "m", "simulated", "executed", "gain over 1F1B", "microbatches held"], rows)
+    ]
 
 
 def _plans(found: Found) -> list[str]:
@@ -133,13 +160,27 @@ def _plans(found: Found) -> list[str]:
     for row in found["rows"]:
         mine, known = row["layer"], row["megatron"]
         sent = [
-            f"{_calls(mine[phase])}, {mine[f'{phase} bytes'] / 2**20:,.0f} MiB" for phase in ("forward", "backward")
+            f"{_calls(mine[phase])}, {mine[f'{phase} bytes'] / 2**20:,.0f} MiB"
+            for phase in ("forward", "backward")
         ]
         theirs = " + ".join(f"{known[f'{phase} bytes'] / 2**20:,.0f}" for phase in ("forward", "backward"))
         times = [f"{1e6 * one['seconds']:,.0f}" for one in (mine, known)]
-        what = [row["model"], row["t"], row["tokens"], row["sequence parallel"], f"{row['parameters over 1/t']:.2f}"]
+        what = [
+            row["model"],
+            row["t"],
+            row["tokens"],
+            row["sequence parallel"],
+            f"{row['parameters over 1/t']:.2f}",
+        ]
         rows.append(
-            [*what, *sent, f"{theirs} MiB", *times, f"{1e3 * row['seconds']:.1f}", f"{row['kept bytes'] / 2**20:,.0f}"]
+            [
+                *what,
+                *sent,
+                f"{theirs} MiB",
+                *times,
+                f"{1e3 * row['seconds']:.1f}",
+                f"{row['kept bytes'] / 2**20:,.0f}",
+            ]
         )
     return [_table(header, rows)]
 
@@ -167,7 +208,9 @@ def _machine(found: Found) -> list[str]:
     one = found["machine"]
     what = one.get("gpu") or f"{one['cores']} cores of an {one['processor']}"
     return (
-        [f"{what}, torch {one['torch']}; load at the start {one['load at start']}."] if "load at start" in one else []
+        [f"{what}, torch {one['torch']}; load at the start {one['load at start']}."]
+        if "load at start" in one
+        else []
     )
 
 

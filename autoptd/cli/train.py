@@ -33,7 +33,7 @@ def train(asked: Namespace) -> int:
     torch.manual_seed(seed)
     subject = find_model(asked.model, read_pairs("set", asked.set))
     options = make_options(**keywords)
-    replicas = 1 if is_local(options) else options.d
+    replicas = 1 if is_local(options) else options.mesh.replicas
     model, given = make_with_weights(subject, asked.dtype)
     if given is not None:
         fact = "its factory brings a batch of its own: text does not fit it"

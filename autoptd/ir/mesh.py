@@ -52,6 +52,7 @@ AXES = {
     )
 }
 MESH_AXES = tuple(AXES)  # in the default order, fastest first
+DEGREES = ("t", "p", "d")  # the keywords of the axes, in the order in which people write them
 ORDER = "-".join(MESH_AXES)
 
 
@@ -129,6 +130,11 @@ class Mesh:
         if any(end % start for start, end in pairwise(ends)):
             return ()
         return tuple(str(SubAxis(axis, start, end // start)) for start, end in pairwise(ends))
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        """Number of ranks along every axis, by the keyword of `parallelize`."""
+        return {name: int(getattr(self, name)) for name in DEGREES}
 
     @cached_property
     def axes(self) -> tuple[str, ...]:
@@ -222,7 +228,7 @@ class Mesh:
         return [self.at_stage(rank, pipeline_rank) for rank in self.group(0, others)]
 
     def __str__(self) -> str:
-        degrees = f"t={self.t} p={self.p} d={self.d}"
+        degrees = " ".join(f"{name}={degree}" for name, degree in self.degrees.items())
         return degrees if self.order == ORDER else f"{degrees} order={self.order}"
 
 

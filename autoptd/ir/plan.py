@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from autoptd.errors import PlanError
+from autoptd.ir.mesh import DEGREES
 
 VERSION = 1
 KEYS = (
@@ -35,7 +36,7 @@ KEYS = (
     "weighed",
     "planner",
 )
-MESH = ("t", "p", "d", "v", "order")
+MESH = (*DEGREES, "v", "order")
 
 
 @dataclass(frozen=True)

@@ -159,38 +159,28 @@ def _step_collectives(
             scope="step",
             pp_ranks=tuple(range(mesh.p)),
         )
-        for axis in ("dp", "pp")  # tensor ranks have it all
+        for axis in (*mesh.batch_axes, *mesh.stage_axes)  # tensor ranks have it all
     ]
-    found = [
-        one
-        for stage in range(options.num_stages)
-        for one in _label_count(graph, stage, ranks[stage], options.d)
-    ]
+    found = []
+    for stage in range(options.num_stages):
+        found += _label_count(graph, stage, ranks[stage], mesh)
     for pp, plans in enumerate(buckets):
         for plan in plans:
             found += _bucket_sums(plan, pp, ranks, mesh)
     return [one for one in [*found, *losses] if one.group_size > 1]
 
 
-def _label_count(graph: Graph, stage: int, rank: int, d: int) -> list[Collective]:
+def _label_count(graph: Graph, stage: int, rank: int, mesh: Mesh) -> list[Collective]:
     """What weighted means divide by, counted before the first forward."""
     losses = [node for node in ops(graph) if op_name(node) in LOSSES and node.kwargs["total"] >= 0]  # type: ignore[operator]
     count = sum(1 for node in losses if stage in note(node).stages)
     why = "valid labels of the global batch, which the mean divides by"
-    made = Collective(
-        "count of labels",
-        stage,
-        "label count",
-        "dp",
-        "all-reduce",
-        "none",
-        8 * count,
-        d,
-        why,
-        "step",
-        (rank,),
-    )
-    return [made] if count else []
+    what = ("count of labels", stage, "label count")
+    sums = [
+        Collective(*what, axis, "all-reduce", "none", 8 * count, mesh.degree(axis), why, "step", (rank,))
+        for axis in mesh.batch_axes
+    ]
+    return sums if count else []
 
 
 def _bucket_sums(plan: BucketPlan, pp: int, ranks: Sequence[int], mesh: Mesh) -> list[Collective]:

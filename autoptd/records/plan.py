@@ -37,7 +37,7 @@ def plan_record(
     order = {} if options.order == ORDER else {"order": options.order}
     return {
         "version": 1,
-        "mesh": {"t": options.t, "p": options.p, "d": options.d, "v": options.v, **order},
+        "mesh": {**options.mesh.degrees, "v": options.v, **order},
         "num_microbatches": batch.num_microbatches,
         "schedule": str(options.schedule),
         "options": {name: getattr(options, name) for name, keyword in KEYWORDS.items() if keyword.is_planned},

@@ -157,7 +157,7 @@ class Progress:
     def model_flops(self) -> int:
         """Matrix products of a step of all ranks: three times the model's forward."""
         program = self.pm.program
-        return int(3 * program.costs.total_flops * program.num_microbatches * program.mesh.d)
+        return int(3 * program.costs.total_flops * program.num_microbatches * program.mesh.replicas)
 
     @property
     def tokens_per_second(self) -> float:

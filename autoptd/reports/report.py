@@ -90,7 +90,7 @@ def _summary(program: Program, summary: Summary) -> str:
         (bytes_text(fullest), "on the fullest rank"),
         (f"{count_text(summary.model_flops)}FLOP", "matrix products of a step"),
         (f"{share:.1%}", "bubble, of the simulated step"),
-        (str(m * summary.rows * summary.mesh.d), "samples a step"),
+        (str(m * summary.rows * summary.mesh.replicas), "samples a step"),
     ]
     columns = (
         "pipeline rank,stages,parameters,bytes,gradients,optimizer,activations,total,work,computes".split(",")

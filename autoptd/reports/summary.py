@@ -128,7 +128,7 @@ def summarize(program: Program) -> Summary:
         machine=_machine_name(named),
         ranks=tuple(_rank(program, pp, int(peaks[pp]), run.busy[pp]) for pp in range(program.mesh.p)),
         traffic=tuple(_traffic(program, machine)),
-        model_flops=3 * program.costs.total_flops * program.num_microbatches * program.mesh.d,
+        model_flops=3 * program.costs.total_flops * program.num_microbatches * program.mesh.replicas,
         step_seconds=run.length,
         bubble=run.bubble,
         weighed=program.plan.get("weighed"),
@@ -227,7 +227,7 @@ def _is_between_nodes(mesh: Mesh, axis: str, per_node: int) -> bool:
 
 def _lines(summary: Summary) -> Iterator[str]:
     mesh, m, b = summary.mesh, summary.num_microbatches, summary.rows
-    samples = m * b * mesh.d
+    samples = m * b * mesh.replicas
     yield (
         f"{count_text(summary.parameters)} parameters ({', '.join(summary.dtypes)}) on {mesh.size} "
         f"rank{'s'[: mesh.size > 1]}: {mesh} v={summary.v}, {summary.schedule}, {m} microbatch{'es' if m > 1 else ''} "

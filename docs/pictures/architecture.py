@@ -16,7 +16,10 @@ BEFORE, RUNS, SHOWS = "#dceaf7", "#e3f3e1", "#f6ecd9"
 PARTS = {
     "you": ("nn.Module, batch,\nparallelize(t, p, d)", "#ffffff"),
     "trace": ("one graph of whole operators,\nproven equal to the model", BEFORE),
-    "passes: annotate, communicate": ("which rank has what of every value,\nand the collectives that follow", BEFORE),
+    "passes: annotate, communicate": (
+        "which rank has what of every value,\nand the collectives that follow",
+        BEFORE,
+    ),
     "passes: fuse, cut, localize": ("stages, and the shapes of one rank", BEFORE),
     "schedule": ("who computes which microbatch when;\nsimulated to its end", BEFORE),
     "codegen": ("a readable Python file per stage,\nthe same for all ranks", BEFORE),

@@ -22,11 +22,15 @@ def main() -> None:
     with torch.device("meta"):
         model = GPT2LMHeadModel(GPT2Config())
         ids = torch.zeros(8, 128, dtype=torch.long)
-    program = autoptd.compile(model, t=2, p=2, v=2, machine="a100", example_inputs={"input_ids": ids, "labels": ids})
+    program = autoptd.compile(
+        model, t=2, p=2, v=2, machine="a100", example_inputs={"input_ids": ids, "labels": ids}
+    )
     program.graph("layer").save(HERE / "gpt2_layer.svg")
     program.graph("model").save(HERE / "gpt2_stages.svg")
     title = f"GPT-2, {program.schedule_name}, p={program.mesh.p} v={program.v} m={program.num_microbatches}"
-    (HERE / "gpt2_schedule.svg").write_text(schedule_svg([simulated_run(program)], program.orders, title=title))
+    (HERE / "gpt2_schedule.svg").write_text(
+        schedule_svg([simulated_run(program)], program.orders, title=title)
+    )
 
 
 if __name__ == "__main__":
