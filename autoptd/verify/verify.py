@@ -129,18 +129,19 @@ def verify(
     call = split_call(example_inputs)
     check_module(model)
     if any(p.is_meta for p in model.parameters()):
-<<<<<<< HEAD
         raise PlanError(
             "verify", "the model is on meta: there are no weights to compare", "build it on a real device"
         )
-    own = compile_program(model, options, *call, replicas=options.d) if checks_own_dtype(model) else None
-=======
-        raise PlanError("verify", "the model is on meta: there are no weights to compare", "build it on a real device")
-    own = compile_program(model, options, *call, replicas=options.mesh.replicas) if checks_own_dtype(model) else None
->>>>>>> ep
+    own = (
+        compile_program(model, options, *call, replicas=options.mesh.replicas)
+        if checks_own_dtype(model)
+        else None
+    )
     wide_model, wide_options = widen_model(model), widen_options(options, model)
     with Widen():
-        program = compile_program(wide_model, wide_options, *widen_inputs(call), replicas=options.mesh.replicas)
+        program = compile_program(
+            wide_model, wide_options, *widen_inputs(call), replicas=options.mesh.replicas
+        )
     calls = fresh_calls(program, call, steps) if batches is None else given_calls(batches, steps)
     wide_calls = [widen_inputs(wide_call) for wide_call in calls]
     for args, kwargs in wide_calls:
@@ -231,11 +232,7 @@ class Trained:
         def compile_eval(args: tuple[Any, ...], kwargs: dict[str, Any], trained: Program) -> Program:
             with Widen():
                 return compile_evaluation(
-<<<<<<< HEAD
-                    model, options, args, kwargs, trained, modes_of(model), replicas=options.d
-=======
                     model, options, args, kwargs, trained, modes_of(model), replicas=options.mesh.replicas
->>>>>>> ep
                 )
 
         self.program, self.setting = program, setting
