@@ -21,7 +21,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -131,9 +131,12 @@ def own_facts(rank: int, asked: str, device: str | None, backend: str | None) ->
         measured = _of_cuda(target) if target.type == "cuda" else _of_cpu()
         return Facts(**common, backend=chosen, device=str(target), **measured)  # type: ignore[arg-type]
     except Exception as error:
-        return Facts(
-            **common, backend=backend or "?", device=device or "?", error=f"{type(error).__name__}: {error}"
-        )  # type: ignore[arg-type]
+        fact = f"{type(error).__name__}: {error}"
+        return Facts(**common, backend=backend or "?", device=device or "?", error=fact)  # type: ignore[arg-type]
+
+
+def _version_of(package: str, rank: Facts) -> str:
+    return rank.versions.get(package, "none")
 
 
 def _is_setting(name: str) -> bool:
@@ -224,9 +227,8 @@ def judge(ranks: Sequence[Facts]) -> Verdict:
     working = [rank for rank in ranks if not rank.error]
     warnings: list[str] = []
     for what in sorted({name for rank in ranks for name in rank.versions}):
-        lines = _differences(
-            ranks, f"version of {what}", lambda rank, what=what: rank.versions.get(what, "none")
-        )  # type: ignore[misc]
+        version = partial(_version_of, what)
+        lines = _differences(ranks, f"version of {what}", version)
         (warnings if what == "python" else stops).extend(lines)
     stops += _differences(ranks, "command", lambda rank: rank.asked)
     stops += _differences(working, "backend", lambda rank: rank.backend)

@@ -104,9 +104,8 @@ def _run(stage: type[Stage], program: Program, index: int, world: World) -> Chec
     }
     if this.counts:
         this.totals = tuple(float(one) for one in this.count(**inputs))
-    results = this.forward(
-        **{name: arriving.get(name, inputs.get(name)) for name in (*spec.crossings, *spec.inputs)}
-    )  # type: ignore[arg-type]
+    arguments = {name: arriving.get(name, inputs.get(name)) for name in (*spec.crossings, *spec.inputs)}
+    results = this.forward(**arguments)  # type: ignore[arg-type]
     names = [*spec.outputs, *(["loss"] if index == program.loss_stage else [])]
     if len(results) != len(names):
         raise InternalError(
