@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from autoptd.errors import PlanError
 from autoptd.ir.elsewhere import remedy_for
 from autoptd.ir.fusion import FUSED
-from autoptd.ir.machine import Machine, find_machine, spelled
+from autoptd.ir.machine import Machine, find_machine, machine_record
 from autoptd.ir.machine_files import machine_names
 from autoptd.ir.mesh import ORDER, Mesh
 from autoptd.ir.plan import Plan, nearest, read_plan
@@ -217,7 +217,7 @@ class Options:
             object.__setattr__(self, "schedule", "interleaved" if self.v > 1 else "1f1b")
         if is_path(self.schedule):
             object.__setattr__(self, "schedule", Path(str(self.schedule)))
-        object.__setattr__(self, "machine", spelled(self.machine))
+        object.__setattr__(self, "machine", machine_record(self.machine))
         object.__setattr__(self, "memory", _check_memory(self.memory))
         self._check_schedule()
         self._check_numbers()
@@ -309,7 +309,7 @@ def make_options(*, plan: Any = None, **keywords: Any) -> Options:
     if isinstance(keywords.get("schedule"), os.PathLike):
         keywords["schedule"] = os.fspath(keywords["schedule"])  # as a plan spells it
     if "machine" in keywords:
-        keywords["machine"] = spelled(keywords["machine"])  # likewise
+        keywords["machine"] = machine_record(keywords["machine"])  # likewise
     planned = frozenset(name for name, keyword in KEYWORDS.items() if keyword.is_planned)
     said, pinned = read_plan(plan, keywords, planned)
     return Options(

@@ -136,7 +136,7 @@ def find_machine(given: Any) -> Machine:
     )
 
 
-def spelled(given: Any) -> str | dict[str, float] | None:
+def machine_record(given: Any) -> str | dict[str, float] | None:
     """A machine as a plan spells it: a name, or the fields that are not the default."""
     machine = find_machine(given)
     if given is None or isinstance(given, str):
@@ -147,4 +147,4 @@ def spelled(given: Any) -> str | dict[str, float] | None:
     return fields | {name: one for name, one in leading.items() if one != getattr(Machine, name)}
 
 
-__all__ = ["Machine", "find_machine", "spelled"]
+__all__ = ["Machine", "find_machine", "machine_record"]

@@ -79,7 +79,7 @@ def check_known(site: str, record: Mapping[str, Any], known: Any) -> None:
     """PlanError for a key that does not exist, with the ones that are nearest to it."""
     for key in record:
         if key not in known:
-            raise PlanError(site, f"has a key {key!r}, which there is not", nearest(str(key), known))
+            raise PlanError(site, f"unknown key {key!r}", nearest(str(key), known))
 
 
 def nearest(name: str, known: Any, most: int = 4) -> str:
