@@ -73,31 +73,34 @@ def parallelize(
 ) -> ParallelModel:
     """Return `model` running on t*p*d ranks: t tensor, p pipeline, d data parallel (Narayanan et al., SC'21).
 
-    The model is not changed; its weights are copied. `example_inputs` is exactly what `step` takes: a tuple of positional or
-    a dict of keyword arguments; this replica's share of the batch under torchrun, the global batch with backend="local"
-    (ranks as threads of this process). Without it, the model is compiled at the first `step`.
+    The model is not changed; its weights are copied. `example_inputs` is exactly what `step` takes: a tuple
+    of positional or a dict of keyword arguments; this replica's share of the batch under torchrun, the
+    global batch with backend="local" (ranks as threads of this process). Without it, the model is compiled
+    at the first `step`.
 
-    `v` model chunks per pipeline rank; `order` the mesh axes, fastest first ("tp-dp-pp": tensor-parallel ranks are
-    neighbours); `loss_fn(output, targets)` where the model returns no loss; `num_microbatches` per replica and step
-    (default: the largest divisor of the replica's rows that is <= 4p, a multiple of p preferred); `schedule` one of
-    `autoptd.options.SCHEDULES` or the path of a text file with your own; `backend` "local", "gloo" or "nccl"; `timeout` in
-    seconds; `nan="ignore"` lets a NaN loss pass; `check_every` steps the ranks of a replica compare their batches, and
-    copies of parameters (default 100; 0: never); `seed` draws the dropout masks; `p2p` says how stages send where t > 1:
-    "direct", "scatter_gather" or "auto"; `fuse` names the backend of fused operators: "eager", "triton", "inductor" or
-    False (default: by device), `fuse_only` those to use; the next three are hooks on the backward of linear layers, see
-    `Options`. `memory` bounds the bytes of a rank; `machine` is what the plan is weighed for: a name as `plan(cluster=)`
-    takes it, such as "h100" (autoptd/machines), or a `Machine` (ir/machine.py); `plan` is a plan.json (its path, or a dict)
-    whose decisions are taken (`ir/plan.py`). `weights` is a folder with model.safetensors, or several files and their
-    index, as `save_pretrained` of transformers writes it: each rank reads its own part, and the values of the model, which
-    may be on meta, do not matter. What is left out is the plan's, else the default of `Options`. `later` catches keywords
+    `v` model chunks per pipeline rank; `order` the mesh axes, fastest first ("tp-dp-pp": tensor-parallel
+    ranks are neighbours); `loss_fn(output, targets)` where the model returns no loss; `num_microbatches`
+    per replica and step (default: the largest divisor of the replica's rows that is <= 4p, a multiple of p
+    preferred); `schedule` one of `autoptd.options.SCHEDULES` or the path of a text file with your own;
+    `backend` "local", "gloo" or "nccl"; `timeout` in seconds; `nan="ignore"` lets a NaN loss pass;
+    `check_every` steps the ranks of a replica compare their batches, and copies of parameters (default 100;
+    0: never); `seed` draws the dropout masks; `p2p` says how stages send where t > 1: "direct",
+    "scatter_gather" or "auto"; `fuse` names the backend of fused operators: "eager", "triton", "inductor"
+    or False (default: by device), `fuse_only` those to use; the next three are hooks on the backward of
+    linear layers, see `Options`. `memory` bounds the bytes of a rank; `machine` is what the plan is weighed
+    for: a name as `plan(cluster=)` takes it, such as "h100" (autoptd/machines), or a `Machine`
+    (ir/machine.py); `plan` is a plan.json (its path, or a dict) whose decisions are taken (`ir/plan.py`).
+    `weights` is a folder with model.safetensors, or several files and their index, as `save_pretrained` of
+    transformers writes it: each rank reads its own part, and the values of the model, which may be on meta,
+    do not matter. What is left out is the plan's, else the default of `Options`. `later` catches keywords
     of features that do not exist yet.
 
-    `t="auto"` (p, d, v, num_microbatches likewise) lets the planner choose it, and whatever else of these is not given, for
-    `gpus` ranks (under torchrun: all), the model's config and `machine` (by default the device's). `example_inputs` is the
-    global batch then, under torchrun as well.
+    `t="auto"` (p, d, v, num_microbatches likewise) lets the planner choose it, and whatever else of these
+    is not given, for `gpus` ranks (under torchrun: all), the model's config and `machine` (by default the
+    device's). `example_inputs` is the global batch then, under torchrun as well.
 
-    Raises TraceError when the model cannot be captured faithfully and PlanError when the request cannot be met, before any
-    rank starts.
+    Raises TraceError when the model cannot be captured faithfully and PlanError when the request cannot be
+    met, before any rank starts.
     """
     # The signature is the list of the keywords: all of it is asked for, but what is no request.
     asked = dict(locals())
@@ -149,7 +152,9 @@ def parallelize(
 
 @contextmanager
 def with_buffers(model: nn.Module, values: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """The model has these values in its buffers for a while, in tensors of their own; names that are no buffers are ignored."""
+    """The model has these values in its buffers for a while, in tensors of their own; names that are no
+    buffers are ignored.
+    """
     before: list[tuple[nn.Module, str, torch.Tensor]] = []
     made: dict[int, torch.Tensor] = {}  # modules may share a buffer
     for path, module in model.named_modules():

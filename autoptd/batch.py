@@ -1,7 +1,7 @@
 """How the rows of a call are divided: into replicas, microbatches, and what the trace sees; and these traces.
 
-In: the call of a step, and the options. Out: a `Batch`; `Traces`. The batch is dim 0 of the first tensor, and of all that
-are as long (`runtime/batch.py`, which divides the calls of a run by the same rule).
+In: the call of a step, and the options. Out: a `Batch`; `Traces`. The batch is dim 0 of the first tensor,
+and of all that are as long (`runtime/batch.py`, which divides the calls of a run by the same rule).
 
     batch = plan_batch(options, (ids, targets), {}, replicas=2)
     batch.rows, batch.num_microbatches          # of a microbatch, of a replica
@@ -26,7 +26,9 @@ from autoptd.runtime.batch import batch_rows
 
 @dataclass(frozen=True)
 class Batch:
-    """How a step's rows are divided: `rows` per microbatch, `num_microbatches` per replica, `traced_rows` seen by the trace."""
+    """How a step's rows are divided: `rows` per microbatch, `num_microbatches` per replica, `traced_rows`
+    seen by the trace.
+    """
 
     batched: tuple[int, ...]  # leaves that carry the batch axis
     rows: int
@@ -104,7 +106,9 @@ def resize(
 
 @dataclass(frozen=True)
 class Traces:
-    """A model as its rows showed it: with `traced_rows`, and (None where the batch is not split) with `whole_rows`."""
+    """A model as its rows showed it: with `traced_rows`, and (None where the batch is not split) with
+    `whole_rows`.
+    """
 
     captured: tracing.Captured
     whole: Graph | None
@@ -131,7 +135,9 @@ def trace_rows(
 def capture_rows(
     model: nn.Module, options: Options, args: tuple[Any, ...], kwargs: dict[str, Any], batch: Batch
 ) -> tracing.Captured:
-    """Trace with the rows of a microbatch; an argument that is as long as the batch by chance is the usual failure."""
+    """Trace with the rows of a microbatch; an argument that is as long as the batch by chance is the usual
+    failure.
+    """
     try:
         return tracing.capture(model, *resize(args, kwargs, batch, batch.traced_rows), options.loss_fn)
     except TraceError as error:
@@ -145,7 +151,9 @@ def capture_rows(
 def compare_rows(
     model: nn.Module, options: Options, captured: tracing.Captured, call: tuple[Any, Any], batch: Batch
 ) -> None:
-    """Hold the trace against the model; it may fail on fewer rows (a table that was divided by chance, and is indexed)."""
+    """Hold the trace against the model; it may fail on fewer rows (a table that was divided by chance, and
+    is indexed).
+    """
     try:
         tracing.compare(model, options.loss_fn, captured.graph, captured.buffers, *call)
     except AutoptdError:

@@ -65,8 +65,9 @@ PASSES = (
 def compile(model: nn.Module, *, example_inputs: Any, **keywords: Any) -> Program:
     """Compile `model` for t*p*d ranks; keywords are those of `parallelize`.
 
-    `example_inputs` is the global batch: a tuple of positional or a dict of keyword arguments of the model. Raises TraceError
-    or PlanError, naming site, fact and remedy. Warns when tensor ranks repeat each other's work because t does not divide.
+    `example_inputs` is the global batch: a tuple of positional or a dict of keyword arguments of the model.
+    Raises TraceError or PlanError, naming site, fact and remedy. Warns when tensor ranks repeat each
+    other's work because t does not divide.
     """
     options = make_options(**planned(model, example_inputs, keywords))
     args, kwargs = split_call(example_inputs)
@@ -174,7 +175,9 @@ def make_context(options: Options, traces: Traces, batch: Batch, like: Program |
 
 
 def place(traced: Graph, ctx: Context, record: Record) -> tuple[Graph, Context]:
-    """TRACED to CUT at the lowest price of memory for which a rank's bytes fit; the context has that price."""
+    """TRACED to CUT at the lowest price of memory for which a rank's bytes fit; the context has that
+    price.
+    """
 
     def solve(price: float) -> tuple[Graph, Context]:
         priced = replace(ctx, options=replace(ctx.options, memory_price=price or None))

@@ -209,7 +209,9 @@ def format_of(model: nn.Module) -> FolderFormat:
 
 
 def write_configs(model: nn.Module, folder: Path) -> None:
-    """Write the files beside the weights: config.json and generation_config.json, of models that have them."""
+    """Write the files beside the weights: config.json and generation_config.json, of models that have
+    them.
+    """
     config: Any = copy.deepcopy(getattr(model, "config", None))
     if hasattr(config, "save_pretrained"):
         config.architectures = [type(model).__name__]

@@ -1,7 +1,8 @@
-"""What a user may ask for, checked once: the one place where keywords, their defaults and choices are declared.
+"""What a user may ask for, checked once: the one place where keywords, their defaults and choices are
+declared.
 
-A field of `Options` is a keyword of `parallelize`. Its metadata make the flag of the command line and what plan.json says; the
-signature of `parallelize` is written by hand, and a test compares the two.
+A field of `Options` is a keyword of `parallelize`. Its metadata make the flag of the command line and what
+plan.json says; the signature of `parallelize` is written by hand, and a test compares the two.
 
     Options(t=2, p=2, d=2, v=2).mesh.size == 8
 """
@@ -59,9 +60,10 @@ NOT_YET = {
 class Keyword:
     """What is known of a keyword of `parallelize` beside its default: metadata of its field of `Options`.
 
-    `flag` says how the command line reads it, a key of `FLAGS` in cli/parser.py; "" for a keyword without a flag. `help` and
-    `metavar` are argparse's; `is_for_training`: only `autoptd train` has the flag. `choices` are the values that it may have,
-    where they can be listed. `is_planned`: plan.json has it under "options", in the order of the fields.
+    `flag` says how the command line reads it, a key of `FLAGS` in cli/parser.py; "" for a keyword without a
+    flag. `help` and `metavar` are argparse's; `is_for_training`: only `autoptd train` has the flag.
+    `choices` are the values that it may have, where they can be listed. `is_planned`: plan.json has it
+    under "options", in the order of the fields.
     """
 
     flag: str = ""
@@ -92,48 +94,54 @@ class Options:
 
     `order` says which ranks are neighbours: the mesh axes, fastest first.
 
-    `num_microbatches` counts per replica and step; None takes the largest divisor of the replica's rows that is at most 4p,
-    a multiple of p preferred. `schedule` is one of `SCHEDULES`, or the path of a text file with a schedule of your
-    own (schedule/written.py), which says m as well; None takes 1f1b for v=1, else interleaved.
-    `sequence_parallel` lets tp split values by tokens as well. True is Korthikanti's plan (Korthikanti et al. 2022): all
-    matrices stay split as without; norms, dropouts and residuals are a t-th (values of some KB stay whole: starting a second
-    collective would cost more); all-gathers and reduce-scatters stand in the place of all-reduces, at the same bytes. The
-    tokens must divide over t. "auto" may split anything by tokens, where that is cheapest; what it found is told beside the
-    known plans.
-    `seed` draws the dropout masks. `timeout` is in seconds. `nan="ignore"` lets a NaN loss pass; CUDA sees one a step late.
-    `check_every=100` compares, in every 100th step, the batches of the ranks that must read the same (in the first three steps
-    too), and the copies of parameters that must be equal (before the second step too); 0 never does.
-    `p2p` says how a value that
-    is equal on all tensor ranks travels between stages: "direct", each rank sends all of it; "scatter_gather", each sends 1/t
-    and the receivers gather (SC'21, section 4.1); "auto", whichever is faster by the description of the machine
+    `num_microbatches` counts per replica and step; None takes the largest divisor of the replica's rows
+    that is at most 4p, a multiple of p preferred. `schedule` is one of `SCHEDULES`, or the path of a text
+    file with a schedule of your own (schedule/written.py), which says m as well; None takes 1f1b for v=1,
+    else interleaved. `sequence_parallel` lets tp split values by tokens as well. True is Korthikanti's plan
+    (Korthikanti et al. 2022): all matrices stay split as without; norms, dropouts and residuals are a t-th
+    (values of some KB stay whole: starting a second collective would cost more); all-gathers and
+    reduce-scatters stand in the place of all-reduces, at the same bytes. The tokens must divide over t.
+    "auto" may split anything by tokens, where that is cheapest; what it found is told beside the known
+    plans. `seed` draws the dropout masks. `timeout` is in seconds. `nan="ignore"` lets a NaN loss pass;
+    CUDA sees one a step late. `check_every=100` compares, in every 100th step, the batches of the ranks
+    that must read the same (in the first three steps too), and the copies of parameters that must be equal
+    (before the second step too); 0 never does. `p2p` says how a value that is equal on all tensor ranks
+    travels between stages: "direct", each rank sends all of it; "scatter_gather", each sends 1/t and the
+    receivers gather (SC'21, section 4.1); "auto", whichever is faster by the description of the machine
     (ir/machine.py; the rule: program/transfers.py).
 
-    `fuse` says by what patterns of operators are replaced (passes/fusion): "eager", operators of torch's; "triton", kernels for
-    CUDA devices; "inductor", every distinct layer compiled by torch's compiler, at the start of a run; False, nothing is
-    replaced. None takes "triton" where the ranks are on CUDA devices and Triton is there, else "eager". `fuse_only` names the
-    fused operators that may be used, if not all: those of `program.fusions`.
+    `fuse` says by what patterns of operators are replaced (passes/fusion): "eager", operators of torch's;
+    "triton", kernels for CUDA devices; "inductor", every distinct layer compiled by torch's compiler, at
+    the start of a run; False, nothing is replaced. None takes "triton" where the ranks are on CUDA devices
+    and Triton is there, else "eager". `fuse_only` names the fused operators that may be used, if not all:
+    those of `program.fusions`.
 
-    `memory` is what a rank may hold, in bytes: parameters with gradients and AdamW's two moments, and the activations of
-    the microbatches in flight; None: the machine's (the default has no bound). `machine` is what plans are weighed for: a
-    name as `plan(cluster=)` takes it, such as "h100" (autoptd/machines), or a `Machine` (ir/machine.py). `plan` pins
-    decisions (`ir/plan.py`). Where the fastest plan over tp does not fit, one that takes longer is looked for
-    (`memory_price.py`): each byte that a rank holds costs `memory_price` seconds per microbatch more. A saved plan tells
-    it, so that it gives the same program again.
+    `memory` is what a rank may hold, in bytes: parameters with gradients and AdamW's two moments, and the
+    activations of the microbatches in flight; None: the machine's (the default has no bound). `machine` is
+    what plans are weighed for: a name as `plan(cluster=)` takes it, such as "h100" (autoptd/machines), or a
+    `Machine` (ir/machine.py). `plan` pins decisions (`ir/plan.py`). Where the fastest plan over tp does not
+    fit, one that takes longer is looked for (`memory_price.py`): each byte that a rank holds costs
+    `memory_price` seconds per microbatch more. A saved plan tells it, so that it gives the same program
+    again.
 
-    The rest, all off by default, are hooks on the backward of linear layers (runtime/linear.py), under Megatron's names. A
-    layer with a hook is a Python autograd function: about 10% slower at h=64, nothing from h=256 (benchmarks).
+    The rest, all off by default, are hooks on the backward of linear layers (runtime/linear.py), under
+    Megatron's names. A layer with a hook is a Python autograd function: about 10% slower at h=64, nothing
+    from h=256 (benchmarks).
 
-    - `async_tensor_model_parallel_allreduce`: the all-reduce of the input's gradient of a column-split layer runs beside the
-      GEMM of the weight's gradient. Gains up to the shorter of the two per layer, where communication needs no compute.
-      An input that several layers share (separate q, k, v) keeps its own all-reduce, in the open. On GPUs up to Hopper it
-      wants CUDA_DEVICE_MAX_CONNECTIONS=1, so that the all-reduce starts before that GEMM.
-    - `accumulate_allreduce_grads_in_fp32`: gradients add up over microbatches, and over ranks, in float32 (float64 for
-      float64), whatever the parameters' dtype: `parameter.main_grad`. `parameter.grad` is its copy in the parameter's
-      dtype. Costs 4 bytes a parameter and twice the reduced bytes where that dtype is bf16. Linear layers add to the sum
-      from within the GEMM (Megatron's gradient_accumulation_fusion), with float32 parameters too.
-    - `delay_wgrad_compute`: B leaves the GEMMs of the weights' gradients to actions W, so that an earlier stage need not
-      wait for them: "after_b" runs W right behind its B; "before_reduce" all W of a stage before its gradients are reduced,
-      which keeps every microbatch's inputs and output gradients of these layers until then.
+    - `async_tensor_model_parallel_allreduce`: the all-reduce of the input's gradient of a column-split
+      layer runs beside the GEMM of the weight's gradient. Gains up to the shorter of the two per layer,
+      where communication needs no compute. An input that several layers share (separate q, k, v) keeps its
+      own all-reduce, in the open. On GPUs up to Hopper it wants CUDA_DEVICE_MAX_CONNECTIONS=1, so that the
+      all-reduce starts before that GEMM.
+    - `accumulate_allreduce_grads_in_fp32`: gradients add up over microbatches, and over ranks, in float32
+      (float64 for float64), whatever the parameters' dtype: `parameter.main_grad`. `parameter.grad` is its
+      copy in the parameter's dtype. Costs 4 bytes a parameter and twice the reduced bytes where that dtype
+      is bf16. Linear layers add to the sum from within the GEMM (Megatron's gradient_accumulation_fusion),
+      with float32 parameters too.
+    - `delay_wgrad_compute`: B leaves the GEMMs of the weights' gradients to actions W, so that an earlier
+      stage need not wait for them: "after_b" runs W right behind its B; "before_reduce" all W of a stage
+      before its gradients are reduced, which keeps every microbatch's inputs and output gradients of these
+      layers until then.
     """
 
     t: int = field(default=1, metadata=_about("count", "tensor-parallel degree"))
@@ -223,7 +231,9 @@ class Options:
         self._check_numbers()
 
     def _check_schedule(self) -> None:
-        """The schedule runs v chunks on p ranks, and places the weight gradients itself or lets a keyword do it."""
+        """The schedule runs v chunks on p ranks, and places the weight gradients itself or lets a keyword
+        do it.
+        """
         chunks = SCHEDULES.get(str(self.schedule), 0)
         if chunks > 1 and self.p == 1:
             fact = f"runs {chunks} model chunks per pipeline rank, and there is no pipeline (p=1)"
@@ -288,9 +298,11 @@ KEYWORDS: dict[str, Keyword] = {item.name: item.metadata["keyword"] for item in 
 
 
 def make_options(*, plan: Any = None, **keywords: Any) -> Options:
-    """Return Options from the keywords of `parallelize`, `compile` or `verify`; refuse what does not exist yet.
+    """Return Options from the keywords of `parallelize`, `compile` or `verify`; refuse what does not exist
+    yet.
 
-    `plan` is a dict or the path of a plan.json; a keyword may not contradict it. A keyword that is None is left out.
+    `plan` is a dict or the path of a plan.json; a keyword may not contradict it. A keyword that is None is
+    left out.
     """
     for name, missing in NOT_YET.items():
         value = keywords.pop(name, missing.neutral[0])

@@ -113,7 +113,7 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"options": {"seed": 1}}, {"seed": 2}, "the plan says seed=1, the keyword seed=2"),
     ({"version": 7}, {}, "is version 7"),
     ({"meshes": {"t": 2}}, {}, "unknown key 'meshes'. Remedy: one of mesh"),
-    ({"mesh": {"tp": 2}}, {}, "plan: mesh: has a key 'tp'"),
+    ({"mesh": {"tp": 2}}, {}, "plan: mesh: unknown key 'tp'"),
     ({"options": {"sead": 2}}, {}, "unknown key 'sead'. Remedy: "),
     ({"mesh": [2]}, {}, "plan: mesh: is"),
     ({"cut": "transformer.h.1"}, {"p": 2}, "plan: cut: is 'transformer.h.1'"),

@@ -1,7 +1,8 @@
 """What is communicated, with bytes and reasons: per microbatch by stages, per step by buckets and losses.
 
-In: the LOCAL graph, what stages send each other, parameters and the schedule. Out: `Collective`s, which the runtime's calls are
-counted against (`program/calls.py`), and the proof that all ranks make theirs in one order (`program/call_order.py`).
+In: the LOCAL graph, what stages send each other, parameters and the schedule. Out: `Collective`s, which the
+runtime's calls are counted against (`program/calls.py`), and the proof that all ranks make theirs in one
+order (`program/call_order.py`).
 """
 
 from __future__ import annotations
@@ -95,7 +96,9 @@ def _absorbed(node: Node, stage: int, rank: int, mesh: Mesh) -> Collective:
 
 
 def _vocabulary_sums(node: Node, stage: int, rank: int, mesh: Mesh) -> list[Collective]:
-    """The reductions inside a vocabulary-parallel cross-entropy: a number per token each, the sums in one call."""
+    """The reductions inside a vocabulary-parallel cross-entropy: a number per token each, the sums in one
+    call.
+    """
     record, size = note(node), torch.Size(note(node.args[1]).extra["local_shapes"][0]).numel()  # type: ignore[arg-type]
     itemsize = max(tensor(node).element_size(), 4)  # narrower logits are computed in float32
     sums = ["sum of exponentials", "picked logit"]

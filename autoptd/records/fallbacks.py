@@ -15,7 +15,9 @@ WORTH_A_WARNING = 0.01
 
 
 def merged_fallbacks(fallbacks: Sequence[Fallback]) -> list[dict[str, Any]]:
-    """One record for all layers that have the same operator and the same fact, with the sum of their FLOPs."""
+    """One record for all layers that have the same operator and the same fact, with the sum of their
+    FLOPs.
+    """
     merged: dict[Fallback, int] = {}
     for one in fallbacks:
         key = dataclasses.replace(one, site=any_layer(one.site), flops=0)
@@ -35,7 +37,9 @@ def warn_of_checkpoints(modules: Sequence[str]) -> None:
 
 
 def warn_of_fallbacks(program: Program) -> None:
-    """Warn once if tensor ranks repeat each other's work to more than a hundredth of all FLOPs of matrix products."""
+    """Warn once if tensor ranks repeat each other's work to more than a hundredth of all FLOPs of matrix
+    products.
+    """
     found = [one for one in merged_fallbacks(program.fallbacks) if one["flops"]]
     share = sum(one["flops"] for one in found) / max(1, program.costs.total_flops)
     if share > WORTH_A_WARNING:

@@ -1,4 +1,6 @@
-"""What emitted files say beside their code: of which plan they are, what their words mean, what is summed once a step."""
+"""What emitted files say beside their code: of which plan they are, what their words mean, what is summed
+once a step.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def about_stages(
 
 
 def about(options: Options, batch: Batch, ranks: Sequence[int], stage: int, wgrad: str) -> list[str]:
-    """The header of a stage file; `ranks` are the pipeline ranks of all stages, `wgrad` what takes weight gradients."""
+    """The header of a stage file; `ranks` are the pipeline ranks of all stages, `wgrad` what takes weight
+    gradients.
+    """
     b, m, rank = batch.rows, batch.num_microbatches, ranks[stage]
     return [
         f"Stage {stage} of {options.num_stages}: model chunk {ranks[:stage].count(rank)} of pipeline rank {rank}.",

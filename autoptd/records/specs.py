@@ -97,7 +97,9 @@ def stage_spec(index: int, file: codegen.StageFile) -> StageSpec:
 
 
 def dropout_specs(graph: Graph) -> tuple[DropoutSpec, ...]:
-    """Every dropout of the model, in the order of its calls; a graph after CUT may have them fused with other operators."""
+    """Every dropout of the model, in the order of its calls; a graph after CUT may have them fused with
+    other operators.
+    """
     specs = []
     for node in ops(graph):
         if op_name(node) == "aten.dropout":

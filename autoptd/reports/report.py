@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from autoptd.ir.actions import COMPUTES, Kind
-from autoptd.ir.types import ALIGNED, LEAST_ALIGNED, aligned
+from autoptd.ir.types import ALIGNED, MIN_ALIGNED, aligned
 from autoptd.program.calls import Call, expected_calls, wire_bytes
 from autoptd.program.program import Picture, Program
 from autoptd.reports.modules import module_sections
@@ -272,7 +272,7 @@ def odd_products(program: Program) -> list[str]:
     found = []
     for (_, _, *lengths), kind in sizes.items():
         for length in lengths:
-            if length >= LEAST_ALIGNED and length % 8:
+            if length >= MIN_ALIGNED and length % 8:
                 fact = f"A {kind} has rows of {length:,} elements, which 8 does not divide."
                 found.append(
                     f"{fact} Pad to {ALIGNED} in the model: {aligned(length):,}, the last of them unused."

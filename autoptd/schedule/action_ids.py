@@ -8,8 +8,9 @@ Terms. A row is a (kind, stage, peer): m actions that differ in their microbatch
 `row * width + microbatch + 1`; the + 1 is for REDUCE, whose microbatch is -1. So what an action waits for is
 a fixed distance away: `id + distance`, whatever the microbatch.
 
-    ids = ActionIds(Wiring([(0, 1, True)], ranks=(0, 1)), m=2, has_weights=False, has_transfers=False, has_reduces=False)
-    ids.of([parse("F0.0"), parse("B0.1")])   # [1, 5], as the rows are F0, B0, F1, B1 and the width is 3
+    ids = ActionIds(Wiring([(0, 1, True)], ranks=(0, 1)), m=2, has_weights=False, has_transfers=False,
+    has_reduces=False) ids.of([parse("F0.0"), parse("B0.1")])   # [1, 5], as the rows are F0, B0, F1, B1 and
+    the width is 3
 """
 
 from __future__ import annotations

@@ -115,7 +115,9 @@ def _place(orders: Sequence[Sequence[Action]], ranks: Sequence[int], places: Pla
 
 
 def _check_grid(places: Places, ranks: Sequence[int], p: int) -> Iterator[str]:
-    """Yield what is missing for stages 0 .. p*v-1 and microbatches 0 .. m-1 to have their F, B (and W) each."""
+    """Yield what is missing for stages 0 .. p*v-1 and microbatches 0 .. m-1 to have their F, B (and W)
+    each.
+    """
     computes = [action for action in places if action.kind in COMPUTES]
     stages = sorted({action.stage for action in computes})
     microbatches = sorted({action.microbatch for action in computes})

@@ -99,7 +99,9 @@ def add_reduces(orders: Sequence[Sequence[Action]]) -> Orders:
 
 
 def _keep_reduces(order: list[Action], given: Sequence[Action]) -> list[Action]:
-    """Put every REDUCE of `given` into `order`, behind the computation that it stands behind, and its sends."""
+    """Put every REDUCE of `given` into `order`, behind the computation that it stands behind, and its
+    sends.
+    """
     behind: dict[Action | None, list[Action]] = defaultdict(list)
     latest = None
     for action in given:

@@ -154,7 +154,9 @@ class _Painter:
             )
 
     def _ties(self) -> Iterator[Link]:
-        """Yield the ties of parameters that several boxes read: each two neighbours among these are joined."""
+        """Yield the ties of parameters that several boxes read: each two neighbours among these are
+        joined.
+        """
         waiting = dict(self.tied)
         for spec in self.program.params:
             cells = list(dict.fromkeys(self.home[k] for k in spec.stages if k in self.home))

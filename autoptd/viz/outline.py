@@ -3,9 +3,9 @@ earlier one.
 
 In: a `Program` with its LOCAL graph. Out: an `Outline` of plain records, in graph order.
 
-box        one operator, conversion or input of one column; or a run of small operators of one module; or folded layers.
-column     a stage; or several stages in a row that hold nothing but folded layers, drawn as one.
-folded     layers with the operators, shapes and types of earlier ones: "h.1 ... h.5, 5 x h.0".
+box        one operator, conversion or input of one column; or a run of small operators of one module; or
+folded layers. column     a stage; or several stages in a row that hold nothing but folded layers, drawn as
+one. folded     layers with the operators, shapes and types of earlier ones: "h.1 ... h.5, 5 x h.0".
 
 Every collective of the program is in one box, edge, tie or column (`calls`), or in `outline.others`.
 
@@ -274,7 +274,9 @@ def _can_join(before: Node, node: Node) -> bool:
 
 
 def _is_alone(node: Node) -> bool:
-    """Whether an operator is never merged with its neighbours into one box: products, look-ups, losses, conversions."""
+    """Whether an operator is never merged with its neighbours into one box: products, look-ups, losses,
+    conversions.
+    """
     record = operator_of(node)
     is_large = bool(record.factors or record.flops) or record.is_lookup or record.keeps == "probabilities"
     return is_large or node.target is markers.convert

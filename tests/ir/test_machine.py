@@ -32,8 +32,8 @@ def test_a_plan_spells_what_is_meant(given: Any) -> None:
     [
         ("h10", r"machine='h10': no such machine.*h100"),
         (3, r"machine: is a int"),
-        ({"flop": 1.0}, r"machine: has a key 'flop'.*flops"),
-        ({"flops": 0}, r"machine: flops=0: no positive number"),
+        ({"flop": 1.0}, r"machine: unknown key 'flop'.*flops"),
+        ({"flops": 0}, r"machine: flops=0: not a positive number"),
         ({"latency": -1.0}, r"machine: latency=-1.0"),
         ({"flops": "fast"}, r"machine: flops='fast'"),
         ({"flops": float("inf")}, r"machine: flops=inf: is not finite"),

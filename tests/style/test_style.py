@@ -24,7 +24,6 @@ from tests.style.measures import (
 NOT_YET = frozenset(
     [
         "codegen",
-        "ir",
         "passes",
         "passes/axes",
         "passes/ops",

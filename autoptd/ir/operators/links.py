@@ -3,7 +3,8 @@
 In: a node. Out: its links, each a set of dims of operands and result that run together. What only one
 family needs is in the file of that family. A row of letters reads like einsum, aligned from the right:
 
-    letter_links(node, "... i, o i, o -> ... o")     # a letter missing on the right is contracted, a starred one stays whole
+    letter_links(node, "... i, o i, o -> ... o")     # a letter missing on the right is contracted, a
+    starred one stays whole
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ NORMAL = "needs all values at once"
 
 
 def letter_links(node: Node, letters: str) -> list[Link]:
-    """Return the links that a row of letters gives for this node's shapes; none where the row does not fit them.
+    """Return the links that a row of letters gives for this node's shapes; none where the row does not fit
+    them.
 
     An operand with fewer dims than its pattern is broadcast, and keeps the rightmost letters; the result has
     all of them.
@@ -86,7 +88,9 @@ def _letter_per_dim(pattern: list[str], ndim: int, lead: int) -> list[str]:
 
 
 def pointwise_links(node: Node) -> list[Link]:
-    """Return one link for every dim of the result; an operand that is broadcast along it has no part in it."""
+    """Return one link for every dim of the result; an operand that is broadcast along it has no part in
+    it.
+    """
     out = shape(node)
     links = []
     for dim, size in enumerate(out):

@@ -1,4 +1,6 @@
-"""Operators that cut, join or repeat: their entries are some of those of their operands, or all of them several times."""
+"""Operators that cut, join or repeat: their entries are some of those of their operands, or all of them
+several times.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Operators that compute every entry by itself, and those that make tensors of literals.
 
-Pointwise operators are known by torch's tag: here are those that have none, and of which more is known than that.
+Pointwise operators are known by torch's tag: here are those that have none, and of which more is known than
+that.
 """
 
 from __future__ import annotations

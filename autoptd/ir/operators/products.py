@@ -47,7 +47,8 @@ def einsum_links(node: Node) -> list[Link]:
         letters = term.replace("...", "")
         if len(set(letters)) < len(letters):
             return []
-    # "...ij,jk->...ik" as a row of letters: "... i j, j k -> ... i k". `.` stands for `...` while letters are spaced.
+    # "...ij,jk->...ik" as a row of letters: "... i j, j k -> ... i k". `.` stands for `...` while letters
+    # are spaced.
     left, right = (" ".join(part.replace("...", ".")) for part in equation.split("->"))
     return letter_links(node, f"{left} -> {right}".replace(" , ", ", ").replace(".", "..."))
 
@@ -88,8 +89,9 @@ def attention_links(node: Node) -> list[Link]:
     """Link scaled_dot_product_attention: batch dims, heads and the value's head_dim may be split; sequences
     stay whole.
 
-    Softmax couples all keys, and `is_causal` counts positions from the first one. With `enable_gqa` the query
-    heads are KV heads x repeat: the KV heads run through all three operands, the repeat through the query only.
+    Softmax couples all keys, and `is_causal` counts positions from the first one. With `enable_gqa` the
+    query heads are KV heads x repeat: the KV heads run through all three operands, the repeat through the
+    query only.
     """
     q, k, v = (shape(operand) for operand in operands(node)[:3])
     ndim = len(q)

@@ -151,7 +151,9 @@ class Operator:
 
 
 def operands(node: Node) -> list[Node]:
-    """Return the tensor arguments of a node in schema order, lists flattened; an absent one takes no place."""
+    """Return the tensor arguments of a node in schema order, lists flattened; an absent one takes no
+    place.
+    """
     found: list[Node] = []
 
     def visit(arg: Any) -> None:

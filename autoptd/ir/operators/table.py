@@ -1,13 +1,13 @@
 """All records of operators, and what follows from them.
 
-In: a node. Out: its record, and answers that need the node besides. Most operators are one line of letters, read
-like einsum and aligned from the right, `...` standing for any leading dims; a starred letter (`h*`) must stay
-whole. A letter that is missing on the right is contracted: split by it, the result is P.
+In: a node. Out: its record, and answers that need the node besides. Most operators are one line of letters,
+read like einsum and aligned from the right, `...` standing for any leading dims; a starred letter (`h*`)
+must stay whole. A letter that is missing on the right is contracted: split by it, the result is P.
 
     Operator("aten.mm", "m k, k n -> m n")
 
-Views, slices, splits and the like are computed from shapes (`views.py`). Pointwise operators are known by torch's
-tag. An operator that is not known has an empty record: see `passes/ops/unlisted.py`.
+Views, slices, splits and the like are computed from shapes (`views.py`). Pointwise operators are known by
+torch's tag. An operator that is not known has an empty record: see `passes/ops/unlisted.py`.
 
     operator_of(node).keeps         # "operands"
     is_view(node)
@@ -87,8 +87,8 @@ def _shares_memory(overload: Any) -> bool:
 
 
 def linear_groups(node: Node) -> list[tuple[Node, ...]]:
-    """Return the groups of operands in which `node` is jointly linear: it maps their partial sums to a partial
-    sum.
+    """Return the groups of operands in which `node` is jointly linear: it maps their partial sums to a
+    partial sum.
     """
     record, read = operator_of(node), operands(node)
     # A rounded quotient is not linear; a literal that is added would be added once per rank.
@@ -102,15 +102,16 @@ def linear_groups(node: Node) -> list[tuple[Node, ...]]:
         # An absent operand, such as a bias, takes no place.
         present = [i for i in group if i < len(read)]
         members = list(dict.fromkeys(read[i] for i in present))
-        # x * x is linear in each factor but not in x: a tensor that is read outside of the group too does not count.
+        # x * x is linear in each factor but not in x: a tensor that is read outside of the group too does
+        # not count.
         if sum(map(read.count, members)) == len(present):
             groups.append(tuple(members))
     return groups
 
 
 def addends(node: Node, split: set[Node]) -> set[Node]:
-    """Return the operands that are added to a contraction over the `split` ones (a bias): they must be partial
-    sums like it.
+    """Return the operands that are added to a contraction over the `split` ones (a bias): they must be
+    partial sums like it.
     """
     joint: set[Node] = set()
     for group in linear_groups(node):
