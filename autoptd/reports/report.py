@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from autoptd.ir.actions import COMPUTES, Kind
+from autoptd.ir.actions import Kind
 from autoptd.ir.types import ALIGNED, MIN_ALIGNED, aligned
 from autoptd.program.calls import Call, expected_calls, wire_bytes
 from autoptd.program.program import Picture, Program
@@ -51,8 +51,8 @@ from autoptd.viz.page import (
 )
 from autoptd.viz.words import bytes_text, count_text
 
-# A stage of more operators is not drawn in full.
-MAX_DRAWN_OPERATORS = 600
+# A stage of more operators, or of more stages, is not drawn in full.
+MAX_DRAWN_OPERATORS, MAX_DRAWN_STAGES = 600, 4
 
 
 def write_report(program: Program, path: str | Path, name: str = "", record: Record | None = None) -> None:
@@ -144,18 +144,8 @@ def _traffic_row(traffic: Traffic) -> tuple[str, ...]:
 
 def _stages(program: Program, summary: Summary) -> str:
     cut, costs = program.costs.cut, program.costs
-    names = (
-        "stage",
-        "pipeline rank",
-        "chunk",
-        "parameters",
-        "forward",
-        "backward",
-        "seconds",
-        "saved",
-        "sends",
-        "cut behind",
-    )
+    columns = "stage,pipeline rank,chunk,parameters,forward,backward,seconds,saved,sends,cut behind"
+    names = columns.split(",")
     rows = []
     for stage in range(len(program.stages)):
         wanted = set(program.stages[stage].params)
@@ -197,11 +187,10 @@ def _layers(program: Program) -> str:
         parts.append(_drawn(program.graph("layer")))
         for stage in range(len(program.stages)):
             count = sum(line.file in (f"stage_{stage}.py", "layers.py") for line in program.lines)
-            if (
-                count <= MAX_DRAWN_OPERATORS
-                and len(program.stages) <= 4
-                and (full := program.graph("full", stage).svg)
-            ):
+            if count > MAX_DRAWN_OPERATORS or len(program.stages) > MAX_DRAWN_STAGES:
+                continue
+            full = program.graph("full", stage).svg
+            if full:
                 parts.append(folded(f"Stage {stage}, every operator", "", picture(full)))
     parts.append(heading("Module by module"))
     parts += module_sections(program)
@@ -226,9 +215,8 @@ def _decisions(program: Program) -> str:
             table(names, rows, range(1, len(names))),
         ]
     parts.append(heading("What tp does not split as one would expect"))
-    found = program.plan.get("fallbacks", [])
     rows = []
-    for entry in found:
+    for entry in program.plan.get("fallbacks", []):
         flops = count_text(entry["flops"])
         rows.append((entry["op"], entry["site"] or "the model", entry["fact"], entry["remedy"], flops))
     names = ("operator", "in", "fact", "remedy", "FLOPs that every tensor rank repeats")
@@ -268,16 +256,16 @@ def odd_products(program: Program) -> list[str]:
     """Say which large matrix products have rows that do not all start at 16 bytes, in 16 bits: a head of
     50,257 classes.
     """
-    sizes = {row.sizes: row.kind for row in program.costs.products}
-    found = []
-    for (_, _, *lengths), kind in sizes.items():
+    kind_of = {row.sizes: row.kind for row in program.costs.products}
+    remarks = []
+    # (batch, m, n, k): rows of operands and result are n or k long.
+    for (_, _, *lengths), kind in kind_of.items():
         for length in lengths:
             if length >= MIN_ALIGNED and length % 8:
                 fact = f"A {kind} has rows of {length:,} elements, which 8 does not divide."
-                found.append(
-                    f"{fact} Pad to {ALIGNED} in the model: {aligned(length):,}, the last of them unused."
-                )
-    return list(dict.fromkeys(found))
+                remedy = f"Pad to {ALIGNED} in the model: {aligned(length):,}, the last of them unused."
+                remarks.append(f"{fact} {remedy}")
+    return list(dict.fromkeys(remarks))
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -328,12 +316,13 @@ def _measured(program: Program, record: Record, runs: list[Run]) -> str:
 
 
 def _mean(run: Run, stage: int, kind: Kind) -> float | None:
-    found = []
+    """Return the mean time of a computation of a stage, over microbatches; None where the run has none."""
+    times = []
     for row in run.spans:
         for action, start, end in row:
-            if action.kind in COMPUTES and (action.stage, action.kind) == (stage, kind):
-                found.append(end - start)
-    return sum(found) / len(found) if found else None
+            if (action.stage, action.kind) == (stage, kind):
+                times.append(end - start)
+    return sum(times) / len(times) if times else None
 
 
 def _call_rows(program: Program, record: Record) -> Iterator[tuple[str, tuple[tuple[int, float], ...]]]:

@@ -156,8 +156,9 @@ def _remarks(program: Program) -> Iterator[str]:
         # A change of less than half a unit in the last place is rounded away.
         lost = round(4 / torch.finfo(getattr(torch, dtype)).eps)
         yield (
-            f"{dtype} parameters are stepped as they are, with moments in {dtype}: an update of less than 1/{lost} of a weight "
-            "is lost. Train in float32, or keep float32 copies of the parameters, step those, and copy them back."
+            f"{dtype} parameters are stepped as they are, with moments in {dtype}: an update of less than "
+            f"1/{lost} of a weight is lost. Train in float32, or keep float32 copies of the parameters, step "
+            "those, and copy them back."
         )
 
 
@@ -195,7 +196,8 @@ def _traffic(program: Program, machine: Any) -> Iterator[Traffic]:
 
     Sums over several axes count for the slower, dp.
     """
-    found: dict[str, list[tuple[float, int, int]]] = {}
+    # Axis -> (bytes sent, calls, -pipeline rank): of equal ones, `max` takes the first rank.
+    by_axis: dict[str, list[tuple[float, int, int]]] = {}
     for pp in range(program.mesh.p):
         sums: dict[str, list[float]] = {}
         for call, times in expected_calls(program, program.mesh.rank(Coordinate(pp=pp))).items():
@@ -205,10 +207,10 @@ def _traffic(program: Program, machine: Any) -> Iterator[Traffic]:
             entry[0] += times * call.wire_bytes
             entry[1] += times
         for axis, (sent, calls) in sums.items():
-            found.setdefault(axis, []).append((sent, int(calls), -pp))
+            by_axis.setdefault(axis, []).append((sent, int(calls), -pp))
     for axis in AXES:
-        if axis in found:
-            sent, calls, pp = max(found[axis])
+        if axis in by_axis:
+            sent, calls, pp = max(by_axis[axis])
             apart = _is_between_nodes(program.mesh, axis, machine.ranks_per_node)
             seconds = sent / (machine.network_bandwidth if apart else machine.link_bandwidth)
             yield Traffic(axis, calls, round(sent), -pp, apart, seconds)
@@ -228,10 +230,12 @@ def _is_between_nodes(mesh: Mesh, axis: str, per_node: int) -> bool:
 def _lines(summary: Summary) -> Iterator[str]:
     mesh, m, b = summary.mesh, summary.num_microbatches, summary.rows
     samples = m * b * mesh.d
+    ranks = f"{mesh.size} rank{'s' if mesh.size > 1 else ''}"
+    microbatches = f"{m} microbatch{'es' if m > 1 else ''}"
     yield (
-        f"{count_text(summary.parameters)} parameters ({', '.join(summary.dtypes)}) on {mesh.size} "
-        f"rank{'s'[: mesh.size > 1]}: {mesh} v={summary.v}, {summary.schedule}, {m} microbatch{'es' if m > 1 else ''} "
-        f"of size {b} per replica, {samples} sample{'s'[: samples > 1]} a step"
+        f"{count_text(summary.parameters)} parameters ({', '.join(summary.dtypes)}) on {ranks}: "
+        f"{mesh} v={summary.v}, {summary.schedule}, {microbatches} of size {b} per replica, "
+        f"{samples} sample{'s' if samples > 1 else ''} a step"
     )
     yield ""
     yield "Memory of a rank (AdamW; activations at the fullest moment)"
@@ -338,11 +342,10 @@ def _memory_row(first: RankCosts, last: RankCosts) -> tuple[str, ...]:
 
 def seconds_text(seconds: float) -> str:
     """Format with three significant digits: `12.3 ms`."""
-    for unit, scale in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
-        if seconds * scale >= 1 or unit == "us":
+    for unit, scale in (("s", 1.0), ("ms", 1e3)):
+        if seconds * scale >= 1:
             return f"{seconds * scale:.3g} {unit}"
-    # Not reached: the last unit takes everything.
-    raise AssertionError
+    return f"{seconds * 1e6:.3g} us"
 
 
 def _table(names: tuple[str, ...], rows: list[tuple[str, ...]]) -> Iterator[str]:

@@ -167,12 +167,13 @@ def _height(link: Link) -> float:
 
 def _rounded(points: Sequence[Point]) -> tuple[Point, ...]:
     """Return straight lines with round corners, as cubic curves."""
-    found = [points[0]]
+    curve = [points[0]]
     for corner, after in pairwise(points[1:]):
-        before = found[-1]
+        before = curve[-1]
         first, second = _towards(corner, before), _towards(corner, after)
-        found += [before, first, first, corner, corner, second]
-    return (*found, found[-1], points[-1], points[-1])
+        # A straight line to where the corner begins, and a curve with both control points in the corner.
+        curve += [before, first, first, corner, corner, second]
+    return (*curve, curve[-1], points[-1], points[-1])
 
 
 def _towards(corner: Point, other: Point) -> Point:

@@ -89,11 +89,9 @@ class _Painter:
         if self.drawn.loss and self.boxes[self.drawn.loss].column == index:
             inside.append(self._result())
         stages = column.stages
-        fill = (
-            colours.RANKS[self.program.rank_of_stage(stages[0]) % len(colours.RANKS)]
-            if len(stages) == 1
-            else "#fbfbfb"
-        )
+        fill = "#fbfbfb"
+        if len(stages) == 1:
+            fill = colours.RANKS[self.program.rank_of_stage(stages[0]) % len(colours.RANKS)]
         tooltip = "\n".join(call_lines(column.calls))
         return Frame(
             f"stage_{stages[0]}", self._heading(column), tuple(inside), fill, "#9aa4ae", tooltip, column.calls

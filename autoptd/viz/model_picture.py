@@ -174,18 +174,12 @@ class _Painter:
 
     def _legend(self) -> tuple[Item, ...]:
         """Return samples of what is in this picture."""
-        found = colours.legend_of_kinds(self.program.collectives)
-        found += (
-            [colours.sample("sent to another stage", border=colours.SENT, thick=2.0)]
-            if self.program.crossings
-            else []
-        )
-        found += (
-            [colours.sample("one parameter, read by several", border=colours.TIED, dashed=True)]
-            if self.tied
-            else []
-        )
-        return tuple(found)
+        samples = colours.legend_of_kinds(self.program.collectives)
+        if self.program.crossings:
+            samples.append(colours.sample("sent to another stage", border=colours.SENT, thick=2.0))
+        if self.tied:
+            samples.append(colours.sample("one parameter, read by several", border=colours.TIED, dashed=True))
+        return tuple(samples)
 
 
 def find_cells(program: Program) -> list[Cell]:
@@ -194,8 +188,8 @@ def find_cells(program: Program) -> list[Cell]:
     cells: dict[tuple[int, int], list[int]] = {}
     for k in range(len(program.stages)):
         cells.setdefault((rows[program.chunk_of_stage(k)], columns[program.rank_of_stage(k)]), []).append(k)
-    found = [Cell(row, column, tuple(stages)) for (row, column), stages in cells.items()]
-    return sorted(found, key=lambda cell: cell.stages)
+    merged = [Cell(row, column, tuple(stages)) for (row, column), stages in cells.items()]
+    return sorted(merged, key=lambda cell: cell.stages)
 
 
 def _groups(count: int, apart: int) -> list[int]:
@@ -223,16 +217,14 @@ def _modules(program: Program, stages: Sequence[int]) -> list[str]:
                 layers.setdefault(match[1], []).append(int(match[2]))
             else:
                 layers.setdefault(name.rpartition(".")[0] or name, [])
-    found = []
+    names = []
     for prefix, numbers in layers.items():
-        ends = (
-            [f"{prefix}{number}" for number in dict.fromkeys((min(numbers), max(numbers)))]
-            if numbers
-            else [prefix]
-        )
         count = len(set(numbers))
-        found.append(" ... ".join(ends) + (f" ({count} layers)" if count > 1 else ""))
-    return found
+        if count > 1:
+            names.append(f"{prefix}{min(numbers)} ... {prefix}{max(numbers)} ({count} layers)")
+        else:
+            names.append(f"{prefix}{numbers[0]}" if numbers else prefix)
+    return names
 
 
 def _wrapped(words: Sequence[str], limit: int = 44, most: int = 4) -> list[str]:
@@ -244,11 +236,9 @@ def _wrapped(words: Sequence[str], limit: int = 44, most: int = 4) -> list[str]:
             lines.append(word)
         else:
             lines[-1] = joined
-    return (
-        lines
-        if len(lines) <= most
-        else [*lines[: most - 1], f"and {len(lines) - most + 1} lines of names more"]
-    )
+    if len(lines) <= most:
+        return lines
+    return [*lines[: most - 1], f"and {len(lines) - most + 1} lines of names more"]
 
 
 def _span(values: Sequence[float], text: Callable[[float], str]) -> str:

@@ -30,15 +30,15 @@ def calls_of_nodes(program: Program) -> tuple[Calls, list[Collective]]:
     waiting: dict[tuple[str, int, str], deque[int]] = {}
     for i, call in enumerate(program.collectives):
         waiting.setdefault((call.site, call.stage, call.conversion), deque()).append(i)
-    made: Calls = {}
+    calls: Calls = {}
     for node in ops(program.graphs["LOCAL"]):
         for stage in note(node).stages:
             queues = [waiting.get((site, stage, conversion)) for site, conversion in _sites(node)]
             taken = [queue.popleft() for queue in queues if queue]
             if taken:
-                made[node, stage] = tuple(program.collectives[i] for i in taken)
+                calls[node, stage] = tuple(program.collectives[i] for i in taken)
     left = sorted(chain.from_iterable(waiting.values()))
-    return made, [program.collectives[i] for i in left]
+    return calls, [program.collectives[i] for i in left]
 
 
 def _sites(node: Node) -> list[tuple[str, str]]:

@@ -157,8 +157,12 @@ def outline(program: Program, *, folds: bool = True, stage: int | None = None) -
 def _find_likes(body: Sequence[Node], shown: Shown) -> dict[str, Like]:
     """Return the layers of a stage that equal earlier ones."""
     pieces = pieces_of([node for node in body if is_shown(node)])
-    found = {layer: shown.find(piece) for layer, piece in pieces.items()}
-    return {layer: like for layer, like in found.items() if like is not None}
+    likes = {}
+    for layer, piece in pieces.items():
+        like = shown.find(piece)
+        if like is not None:
+            likes[layer] = like
+    return likes
 
 
 def _columns(bodies: dict[int, list[Node]], likes: dict[int, dict[str, Like]]) -> list[tuple[int, ...]]:
@@ -214,14 +218,16 @@ def _received(stage: int, body: list[Node]) -> list[Node]:
 
 def _sent(program: Program, stage: int) -> list[tuple[int, Node]]:
     """Return (stage that reads it, value) of everything that a stage sends."""
-    found: dict[tuple[int, Node], None] = {}
+    # A dict in place of a set: in the order of the graph.
+    sent: dict[tuple[int, Node], None] = {}
     for node in ops(program.graphs["LOCAL"]):
         if stage in note(node).stages:
             continue
         for arg in node.all_input_nodes:
+            # The first of the stages that compute a value sends it to those that do not.
             if arg.op == "call_function" and note(arg).stages[0] == stage:
-                found |= dict.fromkeys((k, arg) for k in note(node).stages if k not in note(arg).stages)
-    return sorted(found, key=lambda pair: pair[0])
+                sent |= dict.fromkeys((k, arg) for k in note(node).stages if k not in note(arg).stages)
+    return sorted(sent, key=lambda pair: pair[0])
 
 
 @dataclass
@@ -274,8 +280,8 @@ def _can_join(before: Node, node: Node) -> bool:
 
 
 def _is_alone(node: Node) -> bool:
-    """Whether an operator is never merged with its neighbours into one box: products, look-ups, losses,
-    conversions.
+    """Tell whether an operator is never merged with its neighbours into one box: products, look-ups,
+    losses, conversions.
     """
     record = operator_of(node)
     is_large = bool(record.factors or record.flops) or record.is_lookup or record.keeps == "probabilities"

@@ -112,12 +112,13 @@ class _Scale:
 
     def x(self, time: float) -> float:
         """Return the place of a moment; of one that is left out, the edge of what is drawn."""
-        at = float(LEFT)
+        gap = GAP if len(self.windows) > 1 else 0
+        left = float(LEFT)
         for low, high in self.windows:
             if time <= high:
-                return at + max(time - low, 0.0) * self.pixels
-            at += (high - low) * self.pixels + (GAP if len(self.windows) > 1 else 0)
-        return at - (GAP if len(self.windows) > 1 else 0)
+                return left + max(time - low, 0.0) * self.pixels
+            left += (high - low) * self.pixels + gap
+        return left - gap
 
     def shown(self, start: float, end: float) -> bool:
         """Tell whether any of a time is drawn."""
@@ -157,12 +158,12 @@ class _Panel:
         if run.is_whole:
             facts.append(f"bubble {100 * run.bubble:.1f} %")
         yield f'<text class="panel" x="12" y="4">{escape(run.name)}: {", ".join(facts)}</text>'
-        messages = list(run.messages(self.orders, ranks)) if self.orders else []
-        messages = [
-            message
-            for message in messages
-            if self.scale.shown(message.sent, message.read + 1e-9 * run.length)
-        ]
+        messages = []
+        # Of a message that takes no time, a moment is to be shown.
+        moment = 1e-9 * run.length
+        for message in run.messages(self.orders, ranks) if self.orders else ():
+            if self.scale.shown(message.sent, message.read + moment):
+                messages.append(message)
         remarks = [text for text in (run.remark, *self._left_out(len(messages))) if text]
         yield f'<text class="quiet" x="12" y="20">{escape("; ".join(remarks))}</text>'
         yield f'<text class="quiet" x="{_n(self.scale.right + 12)}" y="20">idle, most held</text>'
@@ -179,9 +180,8 @@ class _Panel:
 
     def _y(self, row: int) -> float:
         """Return the top of a row; below the rows that are left out there is a gap."""
-        return (
-            30 + row * self.step + (GAP if len(self.run.spans) > MAX_RANKS and row >= MAX_RANKS // 2 else 0)
-        )
+        is_below_gap = len(self.run.spans) > MAX_RANKS and row >= MAX_RANKS // 2
+        return 30 + row * self.step + (GAP if is_below_gap else 0)
 
     def _left_out(self, messages: int) -> Iterator[str]:
         """Yield what the picture does not show."""
