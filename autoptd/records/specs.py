@@ -29,9 +29,11 @@ def param_specs(graph: Graph, captured: tracing.Captured, options: Options) -> t
     for name, parameter in captured.parameters.items():
         grad_dtype = _grad_dtype(parameter.dtype) if options.accumulate_allreduce_grads_in_fp32 else ""
         # A parameter that the loss does not use, unless its node says more.
-        layout, stages, why = Layout(), (0,), "not used by the loss"
+        layout, why = Layout(), "not used by the loss"
+        stages: tuple[int, ...] = (0,)
         dims: Dims = tuple((size,) for size in parameter.shape)
-        requires_grad, adds = False, ()
+        requires_grad = False
+        adds: tuple[int, ...] = ()
         node = used.get(name)
         if node is not None:
             record = note(node)

@@ -132,6 +132,7 @@ class Progress:
         if self.peak:
             record["mfu"] = flops / self.peak / self.pm.program.mesh.size
         if self._is_measured:
+            # Shares of the time of all ranks together.
             whole = sum(rank.seconds for rank in self.times)
             for name in ("compute", "communication", "waiting"):
                 record[name] = sum(getattr(rank, name) for rank in self.times) / whole
@@ -177,6 +178,7 @@ class Progress:
 
     def _print(self, record: dict[str, Any], is_last: bool = False) -> None:
         """Print a line: one that is overwritten at a terminal, else one every ten seconds."""
+        # Seconds between two lines: a terminal shows one that changes, a log file keeps them all.
         now = time.perf_counter()
         is_due = now - self._printed_at >= (0.2 if self._is_live else 10.0)
         if self._is_quiet or not (is_due or is_last):
@@ -251,6 +253,7 @@ def peak_here(pm: ParallelModel) -> float | None:
     devices = {parameter.device for parameter in pm.parameters() if parameter.is_cuda}
     if not devices:
         return None
+    # A model may keep a few parameters (norms) in another dtype.
     sizes = Counter[str]()
     for spec in pm.program.params:
         sizes[spec.storage.dtype] += math.prod(spec.shape)

@@ -49,7 +49,7 @@ from autoptd.viz.page import (
     table,
     tiles,
 )
-from autoptd.viz.words import bytes_text, count_text
+from autoptd.viz.words import bytes_text, count_text, plural
 
 # A stage of more operators, or of more stages, is not drawn in full.
 MAX_DRAWN_OPERATORS, MAX_DRAWN_STAGES = 600, 4
@@ -73,10 +73,11 @@ def report_html(program: Program, name: str = "", record: Record | None = None) 
         Tab("Decisions", _decisions(program)),
         Tab("Files", _files(program)),
     ]
+    # Measured numbers stand right behind the predicted ones.
     if record:
         tabs.insert(1, Tab("Measured", _measured(program, record, runs)))
     mesh = program.mesh
-    ranks = f"{mesh.size} rank{'s'[: mesh.size > 1]}"
+    ranks = plural(mesh.size, "rank")
     about = f"{ranks}: t={mesh.t} tensor x p={mesh.p} pipeline x d={mesh.d} data parallel, v={program.v}"
     return page(f"{name or 'A model'} on {ranks}", f"{about}; written by AutoPTD", tabs)
 
@@ -110,7 +111,7 @@ def _summary(program: Program, summary: Summary) -> str:
         heading("What a rank sends in a step"),
         table(sent_names, sent, (1, 2, 4, 5)) if sent else paragraph("Nothing."),
         paragraph(
-            f"Schedule `{summary.schedule}`, {m} microbatch{'es' if m > 1 else ''} of size {summary.rows} per replica. "
+            f"Schedule `{summary.schedule}`, {plural(m, 'microbatch')} of size {summary.rows} per replica. "
             f"The pipeline takes {seconds_text(summary.step_seconds)} by the cost model for {summary.machine}; the "
             f"busiest rank waits for {seconds_text(summary.idle_seconds)} of it. None of these seconds was measured."
         ),
@@ -148,6 +149,7 @@ def _stages(program: Program, summary: Summary) -> str:
     names = columns.split(",")
     rows = []
     for stage in range(len(program.stages)):
+        # A tied parameter counts on every stage that uses it.
         wanted = set(program.stages[stage].params)
         held = [math.prod(spec.local_shape(program.mesh)) for spec in program.params if spec.name in wanted]
         sent = sum(buffer.sent_bytes for buffer in program.parcels if buffer.source == stage)
@@ -295,6 +297,7 @@ def _measured(program: Program, record: Record, runs: list[Run]) -> str:
             if measured is not None:
                 times = seconds_text(predicted or 0.0), seconds_text(measured)
                 rows.append((f"stage {stage}, {name} of a microbatch", *times))
+    # The calls are counted exactly, unlike the times: any difference is an error.
     kinds = dict(_call_rows(program, record))
     equal = all(predicted == measured for predicted, measured in kinds.values())
     call_rows = []
@@ -327,6 +330,7 @@ def _mean(run: Run, stage: int, kind: Kind) -> float | None:
 
 def _call_rows(program: Program, record: Record) -> Iterator[tuple[str, tuple[tuple[int, float], ...]]]:
     """Yield, per axis and kind (`tp all-reduce`), (times, bytes sent) as compiled and as recorded."""
+    # Objects (checks of the batch, say) and evaluations are no part of the compiled step.
     recorded = [call for call in record.collectives if call.kind != "objects" and call.phase != "evaluation"]
     sums: dict[str, list[list[float]]] = {}
 

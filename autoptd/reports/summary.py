@@ -28,7 +28,7 @@ from autoptd.program.program import Program
 from autoptd.program.weighed import KNOWN
 from autoptd.reports.pictures import simulated_run
 from autoptd.viz.runs import Curve
-from autoptd.viz.words import bytes_text, count_text
+from autoptd.viz.words import bytes_text, count_text, plural
 
 AXES = {"tp": "tensor", "pp": "pipeline", "dp": "data"}
 WEIGHED = "Plan over tp, of a rank and a microbatch, beside the known ones"
@@ -113,10 +113,10 @@ class Summary:
 
 def summarize(program: Program) -> Summary:
     """Return the costs of a program."""
-    machine = find_machine(program.plan.get("options", {}).get("machine"))
+    named = program.plan.get("options", {}).get("machine")
+    machine = find_machine(named)
     run = simulated_run(program)
     peaks = list(map(_peak, run.memory))
-    named = program.plan.get("options", {}).get("machine")
     return Summary(
         mesh=program.mesh,
         v=program.v,
@@ -128,6 +128,7 @@ def summarize(program: Program) -> Summary:
         machine=_machine_name(named),
         ranks=tuple(_rank(program, pp, int(peaks[pp]), run.busy[pp]) for pp in range(program.mesh.p)),
         traffic=tuple(_traffic(program, machine)),
+        # Backward has twice the products of forward.
         model_flops=3 * program.costs.total_flops * program.num_microbatches * program.mesh.d,
         step_seconds=run.length,
         bubble=run.bubble,
@@ -180,6 +181,7 @@ def _rank(program: Program, pp: int, activations: int, seconds: float) -> RankCo
         parameters=sum(math.prod(spec.local_shape(program.mesh)) for spec in held),
         parameter_bytes=sum(spec.local_bytes(program.mesh) for spec in held),
         gradient_bytes=gradient_bytes,
+        # AdamW's two moments, in the parameter's dtype.
         optimizer_bytes=2 * trained_bytes,
         activation_bytes=activations,
         flops=flops * program.num_microbatches,
@@ -221,6 +223,7 @@ def _is_between_nodes(mesh: Mesh, axis: str, per_node: int) -> bool:
     whole groups.
     """
     groups = mesh.groups((axis,))
+    # Ranks are numbered node by node: a group is on one node if its first and last rank are.
     pairs = [(group[0], group[-1]) for group in groups]
     if axis in mesh.stage_axes:
         pairs = list(chain.from_iterable(map(pairwise, groups)))
@@ -230,12 +233,10 @@ def _is_between_nodes(mesh: Mesh, axis: str, per_node: int) -> bool:
 def _lines(summary: Summary) -> Iterator[str]:
     mesh, m, b = summary.mesh, summary.num_microbatches, summary.rows
     samples = m * b * mesh.d
-    ranks = f"{mesh.size} rank{'s' if mesh.size > 1 else ''}"
-    microbatches = f"{m} microbatch{'es' if m > 1 else ''}"
     yield (
-        f"{count_text(summary.parameters)} parameters ({', '.join(summary.dtypes)}) on {ranks}: "
-        f"{mesh} v={summary.v}, {summary.schedule}, {microbatches} of size {b} per replica, "
-        f"{samples} sample{'s' if samples > 1 else ''} a step"
+        f"{count_text(summary.parameters)} parameters ({', '.join(summary.dtypes)}) on "
+        f"{plural(mesh.size, 'rank')}: {mesh} v={summary.v}, {summary.schedule}, "
+        f"{plural(m, 'microbatch')} of size {b} per replica, {plural(samples, 'sample')} a step"
     )
     yield ""
     yield "Memory of a rank (AdamW; activations at the fullest moment)"

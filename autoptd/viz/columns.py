@@ -104,6 +104,7 @@ def _side_by_side(scene: Scene) -> Layout:
             inner[first].append(k)
         else:
             routed.append((k, link, first, last))
+    # Every column is a picture of its own for graphviz; they are put side by side.
     parts = []
     for frame, numbers in zip(frames, inner, strict=True):
         links = tuple(scene.links[k] for k in numbers)

@@ -105,6 +105,7 @@ def _curve(edge: dict[str, Any], height: float) -> Curve:
     tip: Point | None = None
     points: list[Point] = []
     for word in edge["pos"].replace(";", " ").split():
+        # `x,y` is a control point, `e,x,y` the tip of an arrow, `s,x,y` its tail.
         ends = word.split(",")
         x, y = float(ends[-2]), height - float(ends[-1])
         if len(ends) == 2:

@@ -65,6 +65,7 @@ class _Painter:
         links = (*self._ties(), *self._links())
         notes = tuple(f"Beside what is drawn: {bar.text}." for bar in bars(self.left))
         ids = tuple(map(tuple, rows.values()))
+        # All boxes of the grid are as wide as the widest.
         items = list(map(self._cell, self.cells))
         width = max(item.width for item in items)
         items = [replace(item, least_width=width) for item in items]
@@ -144,11 +145,9 @@ class _Painter:
                 first.id,
                 second.id,
                 colours.SENT,
-                3.0,
-                False,
-                "",
-                tuple(lines),
-                tooltip,
+                width=3.0,
+                lines=tuple(lines),
+                tooltip=tooltip,
                 weight=0,
                 calls=calls,
             )
@@ -168,8 +167,19 @@ class _Painter:
                     *(line(bar.text) for bar in bars(calls)),
                 )
                 tooltip = "\n".join([f"{', '.join(spec.aliases)} of {list(spec.shape)}", *call_lines(calls)])
-                options = {"weight": 0, "has_head": False, "calls": calls}
-                yield Link(first.id, second.id, colours.TIED, 1.8, True, "", lines, tooltip, **options)  # type: ignore[arg-type]
+                yield Link(
+                    first.id,
+                    second.id,
+                    colours.TIED,
+                    width=1.8,
+                    dashed=True,
+                    lines=lines,
+                    tooltip=tooltip,
+                    weight=0,
+                    has_head=False,
+                    calls=calls,
+                )
+        # Sums of parameters whose stages share a box, or are not drawn.
         self.left += [call for calls in waiting.values() for call in calls]
 
     def _legend(self) -> tuple[Item, ...]:
@@ -203,8 +213,13 @@ def _groups(count: int, apart: int) -> list[int]:
 
 def _peers(program: Program, stage: int) -> list[int]:
     """Return a stage and those that it talks to."""
-    ends = [(crossing.source, target) for crossing in program.crossings for target in crossing.targets]
-    return sorted({stage} | {k for pair in ends if stage in pair for k in pair})
+    peers = {stage}
+    for crossing in program.crossings:
+        if crossing.source == stage:
+            peers.update(crossing.targets)
+        elif stage in crossing.targets:
+            peers.add(crossing.source)
+    return sorted(peers)
 
 
 def _modules(program: Program, stages: Sequence[int]) -> list[str]:

@@ -136,6 +136,7 @@ def outline(program: Program, *, folds: bool = True, stage: int | None = None) -
     boxes: list[Box] = []
     for i, column in enumerate(columns):
         boxes += _column_boxes(program, i, column, bodies, likes, made)
+    # The box of every node, by stage: a value that is computed again stands on several.
     home = {(k, node): box.id for box in boxes for k in columns[box.column] for node in box.nodes}
     if stage is not None:
         # A stage alone: boxes stand for the stages that read what it sends.
@@ -195,9 +196,10 @@ def _column_boxes(
     """Return the boxes of a column: values received from earlier columns, inputs, operators."""
     received: dict[Node, None] = {}
     for stage in stages:
-        received |= dict.fromkeys(
-            arg for arg in _received(stage, bodies[stage]) if note(arg).stages[0] not in stages
-        )
+        for value in _received(stage, bodies[stage]):
+            # What stages of one column send each other stays within it.
+            if note(value).stages[0] not in stages:
+                received[value] = None
     boxes = [Box(f"from_s{stages[0]}_{node.name}", index, "", "", [node]) for node in received]
     for node in program.graphs["LOCAL"].nodes:
         if note(node).kind == "input" and set(stages) & set(note(node).stages):
@@ -305,27 +307,27 @@ def _params(node: Node) -> tuple[Param, ...]:
 
 
 def _edges(boxes: list[Box], columns: list[tuple[int, ...]], home: dict[tuple[int, Node], str]) -> list[Edge]:
-    found: dict[tuple[str, str], Edge] = {}
+    edges: dict[tuple[str, str], Edge] = {}
     for box in boxes:
         stage = columns[box.column][0]
         if box.is_received:
             value = box.nodes[0]
             source = home.get((note(value).stages[0], origin(value)))
             if source:
-                found[source, box.id] = Edge(source, box.id, value, crosses=True)
+                edges[source, box.id] = Edge(source, box.id, value, crosses=True)
             continue
         if box.sent_to >= 0:
             source = home.get((stage, origin(box.nodes[0])))
             if source:
-                found[source, box.id] = Edge(source, box.id, box.nodes[0], crosses=True)
+                edges[source, box.id] = Edge(source, box.id, box.nodes[0], crosses=True)
             continue
         if box.is_input:
             continue
         for arg in chain.from_iterable(node.all_input_nodes for node in box.nodes):
             given = _given(arg, stage, home)
             if given is not None and given != box.id:
-                found.setdefault((given, box.id), Edge(given, box.id, arg))
-    return list(found.values())
+                edges.setdefault((given, box.id), Edge(given, box.id, arg))
+    return list(edges.values())
 
 
 def _given(arg: Node, stage: int, home: dict[tuple[int, Node], str]) -> str | None:
