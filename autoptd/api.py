@@ -75,7 +75,8 @@ def parallelize(
 ) -> ParallelModel:
     """Return `model` running on t*p*d ranks: t tensor, p pipeline, d data parallel (Narayanan et al., SC'21).
 
-    The model is not changed; its weights are copied. What is left out is the plan's, else the default of `Options`.
+    The model is not changed; its weights are copied. What is left out is the plan's, else the default of
+    `Options`.
 
     v: model chunks per pipeline rank.
     order: the mesh axes, fastest first ("tp-dp-pp": tensor-parallel ranks are neighbours).
@@ -104,16 +105,16 @@ def parallelize(
         (autoptd/machines), or a `Machine` (ir/machine.py).
     plan: a plan.json (its path, or a dict) whose decisions are taken (`ir/plan.py`).
     weights: a folder with model.safetensors, or several files and their index, as `save_pretrained` of
-        transformers writes it. Each rank reads its own part; the values of the model, which may be on meta, do
-        not matter.
+        transformers writes it. Each rank reads its own part; the values of the model, which may be on meta,
+        do not matter.
     later: catches keywords of features that do not exist yet.
 
-    `t="auto"` (p, d, v, num_microbatches likewise) lets the planner choose it, and whatever else of these is not
-    given, for `gpus` ranks (under torchrun: all), the model's config and `machine` (by default the device's).
-    `example_inputs` is the global batch then, under torchrun as well.
+    `t="auto"` (p, d, v, num_microbatches likewise) lets the planner choose it, and whatever else of these
+    is not given, for `gpus` ranks (under torchrun: all), the model's config and `machine` (by default the
+    device's). `example_inputs` is the global batch then, under torchrun as well.
 
-    Raises TraceError when the model cannot be captured faithfully and PlanError when the request cannot be met,
-    before any rank starts.
+    Raises TraceError when the model cannot be captured faithfully and PlanError when the request cannot be
+    met, before any rank starts.
     """
     # The signature is the list of keywords: every argument is a request, but for these four.
     requested = dict(locals())

@@ -1,7 +1,9 @@
-"""How the rows of a call are divided into replicas and microbatches, and the traces of a model with few and many rows.
+"""How the rows of a call are divided into replicas and microbatches, and the traces of a model with few and
+many rows.
 
-In: the call of a step, and the options. Out: a `Batch`, and `Traces`. The batch is dim 0 of the first tensor, and of
-all tensors that are as long (`runtime/batch.py` divides the calls of a run by the same rule).
+In: the call of a step, and the options. Out: a `Batch`, and `Traces`. The batch is dim 0 of the first
+tensor, and of all tensors that are as long (`runtime/batch.py` divides the calls of a run by the same
+rule).
 
     batch = plan_batch(options, (ids, targets), {}, replicas=2)
     batch.rows, batch.num_microbatches          # of a microbatch, of a replica
@@ -89,7 +91,8 @@ def plan_batch(options: Options, args: tuple[Any, ...], kwargs: dict[str, Any], 
         fact = f"{share} rows of a replica do not divide into {m} microbatches"
         raise PlanError(f"num_microbatches={m}", fact, f"num_microbatches in {{{', '.join(map(str, fits))}}}")
     rows, pieces = share // m, m * options.d
-    # A microbatch of one row is traced with two: a dim of size 1 is broadcast, and would be taken for no batch.
+    # A microbatch of one row is traced with two: a dim of size 1 is broadcast, and would be taken for no
+    # batch.
     return Batch(batched, rows, m, pieces, rows if pieces == 1 else max(rows, 2))
 
 
@@ -133,6 +136,7 @@ def trace_rows(
     With `check`, the trace is compared with the model, if it has values.
     """
     captured = capture_rows(model, options, args, kwargs, batch)
+    # Parameters on meta have no values to compare.
     if check and tracing.has_values(model):
         compare_rows(model, options, captured, resize(args, kwargs, batch, batch.traced_rows), batch)
     whole = None
@@ -151,6 +155,7 @@ def capture_rows(
         return tracing.capture(model, *resize(args, kwargs, batch, batch.traced_rows), options.loss_fn)
     except TraceError as error:
         rows = tree_flatten((args, kwargs))[0][batch.batched[0]].shape[0]
+        # Fewer rows are to blame only if the whole batch can be traced.
         if batch.traced_rows == rows or not _can_trace(model, options, args, kwargs):
             raise
         fact = f"with {batch.traced_rows} of {rows} rows it {error.fact}"

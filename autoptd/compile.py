@@ -106,7 +106,7 @@ def compile_program(
     graph = run_passes(beyond(Form.CUT, PASSES), graph, ctx, record)
     options, found = ctx.options, ctx.found
 
-    # What the runtime runs: orders, parameters, transfers, files.
+    # What the runtime runs: crossings first, as orders and transfers follow from them.
     crossing = codegen.crossings(graph)
     crossings = tuple(map(crossing_spec, crossing))
     orders = schedule.connect_orders(ctx.orders, crossing_links(crossings))

@@ -1,8 +1,9 @@
-"""What a user may ask for, checked once: the one place where keywords, their defaults and choices are declared.
+"""What a user may ask for, checked once: the one place where keywords, their defaults and choices are
+declared.
 
-In: keywords of `parallelize`, and a plan. Out: `Options`. A field of `Options` is a keyword: its metadata make the
-flag of the command line and the entry in plan.json. The signature of `parallelize` is written by hand, and a test
-compares the two.
+In: keywords of `parallelize`, and a plan. Out: `Options`. A field of `Options` is a keyword: its metadata
+make the flag of the command line and the entry in plan.json. The signature of `parallelize` is written by
+hand, and a test compares the two.
 
     Options(t=2, p=2, d=2, v=2).mesh.size == 8
 """
@@ -96,56 +97,56 @@ class Options:
     """One request: t, p, d degrees, v model chunks per pipeline rank, and how to run.
 
     order: which ranks are neighbours: the mesh axes, fastest first.
-    num_microbatches: per replica and step; None takes the largest divisor of the replica's rows that is at most
-        4p, a multiple of p preferred.
-    schedule: one of `SCHEDULES`, or the path of a text file with a schedule of your own (schedule/written.py),
-        which gives m as well; None takes 1f1b for v=1, else interleaved.
+    num_microbatches: per replica and step; None takes the largest divisor of the replica's rows that is at
+        most 4p, a multiple of p preferred.
+    schedule: one of `SCHEDULES`, or the path of a text file with a schedule of your own
+        (schedule/written.py), which gives m as well; None takes 1f1b for v=1, else interleaved.
     seed: draws the dropout masks.
-    sequence_parallel: lets tp split values by tokens as well, which must divide over t. True is Korthikanti's
-        plan (Korthikanti et al. 2022): all matrices stay split as without; norms, dropouts and residuals are a
-        t-th (values of some KB stay whole: starting a second collective would cost more); all-gathers and
-        reduce-scatters replace the all-reduces, at the same bytes. "auto" may split anything by tokens, where
-        that is cheapest; reports compare its plan with the known ones.
-    p2p: how a value that is equal on all tensor ranks travels between stages: "direct", each rank sends all of
-        it; "scatter_gather", each sends 1/t and the receivers gather (SC'21, section 4.1); "auto", whichever is
-        faster on the described machine (ir/machine.py; the rule: program/transfers.py).
+    sequence_parallel: lets tp split values by tokens as well, which must divide over t. True is
+        Korthikanti's plan (Korthikanti et al. 2022): all matrices stay split as without; norms, dropouts
+        and residuals are a t-th (values of some KB stay whole: starting a second collective would cost
+        more); all-gathers and reduce-scatters replace the all-reduces, at the same bytes. "auto" may split
+        anything by tokens, where that is cheapest; reports compare its plan with the known ones.
+    p2p: how a value that is equal on all tensor ranks travels between stages: "direct", each rank sends all
+        of it; "scatter_gather", each sends 1/t and the receivers gather (SC'21, section 4.1); "auto",
+        whichever is faster on the described machine (ir/machine.py; the rule: program/transfers.py).
     fuse: by what patterns of operators are replaced (passes/fusion): "eager", operators of torch; "triton",
-        kernels for CUDA devices; "inductor", every distinct layer compiled by torch's compiler, at the start of a
-        run; False, nothing is replaced. None takes "triton" where the ranks are on CUDA devices and Triton is
-        installed, else "eager".
+        kernels for CUDA devices; "inductor", every distinct layer compiled by torch's compiler, at the
+        start of a run; False, nothing is replaced. None takes "triton" where the ranks are on CUDA devices
+        and Triton is installed, else "eager".
     fuse_only: the fused operators that may be used, if not all: those of `program.fusions`.
-    memory: what a rank may hold, in bytes: parameters with gradients and AdamW's two moments, and the activations
-        of the microbatches in flight; None: the machine's (the default has no bound).
-    memory_price: seconds per microbatch that each byte of a rank costs more. Where the fastest plan over tp does
-        not fit, it is raised until one does (`memory_price.py`); a saved plan has it, and so gives the same
-        program again.
-    machine: what plans are weighed for: a name as `plan(cluster=)` takes it, such as "h100" (autoptd/machines),
-        or a `Machine` (ir/machine.py).
+    memory: what a rank may hold, in bytes: parameters with gradients and AdamW's two moments, and the
+        activations of the microbatches in flight; None: the machine's (the default has no bound).
+    memory_price: seconds per microbatch that each byte of a rank costs more. Where the fastest plan over tp
+        does not fit, it is raised until one does (`memory_price.py`); a saved plan has it, and so gives the
+        same program again.
+    machine: what plans are weighed for: a name as `plan(cluster=)` takes it, such as "h100"
+        (autoptd/machines), or a `Machine` (ir/machine.py).
     timeout: in seconds.
     nan: "ignore" lets a NaN loss pass; CUDA sees one a step late.
-    check_every: 100 compares, in every 100th step, the batches of the ranks that must read the same (in the first
-        three steps too), and the copies of parameters that must be equal (before the second step too); 0 never
-        does.
+    check_every: 100 compares, in every 100th step, the batches of the ranks that must read the same (in the
+        first three steps too), and the copies of parameters that must be equal (before the second step
+        too); 0 never does.
     plan: pinned decisions (`ir/plan.py`).
 
-    Three keywords, all off by default, are hooks on the backward of linear layers (runtime/linear.py), under
-    Megatron's names. A layer with a hook is a Python autograd function: about 10% slower at h=64, not at all from
-    h=256 (benchmarks).
+    Three keywords, all off by default, are hooks on the backward of linear layers (runtime/linear.py),
+    under Megatron's names. A layer with a hook is a Python autograd function: about 10% slower at h=64, not
+    at all from h=256 (benchmarks).
 
-    async_tensor_model_parallel_allreduce: the all-reduce of the input's gradient of a column-split layer runs
-        beside the GEMM of the weight's gradient. Gains up to the shorter of the two per layer, where communication
-        needs no compute. An input that several layers share (separate q, k, v) keeps its own all-reduce, which is
-        not hidden. On GPUs up to Hopper it wants CUDA_DEVICE_MAX_CONNECTIONS=1, so that the all-reduce starts
-        before that GEMM.
-    accumulate_allreduce_grads_in_fp32: gradients add up over microbatches, and over ranks, in float32 (float64
-        for float64), whatever the parameters' dtype: `parameter.main_grad`. `parameter.grad` is its copy in the
-        parameter's dtype. Costs 4 bytes a parameter and twice the reduced bytes where that dtype is bf16. Linear
-        layers add to the sum from within the GEMM (Megatron's gradient_accumulation_fusion), with float32
-        parameters too.
-    delay_wgrad_compute: B leaves the GEMMs of the weights' gradients to actions W, so that an earlier stage need
-        not wait for them: "after_b" runs W right behind its B; "before_reduce" all W of a stage before its
-        gradients are reduced, which keeps every microbatch's inputs and output gradients of these layers until
-        then.
+    async_tensor_model_parallel_allreduce: the all-reduce of the input's gradient of a column-split layer
+        runs beside the GEMM of the weight's gradient. Gains up to the shorter of the two per layer, where
+        communication needs no compute. An input that several layers share (separate q, k, v) keeps its own
+        all-reduce, which is not hidden. On GPUs up to Hopper it wants CUDA_DEVICE_MAX_CONNECTIONS=1, so
+        that the all-reduce starts before that GEMM.
+    accumulate_allreduce_grads_in_fp32: gradients add up over microbatches, and over ranks, in float32
+        (float64 for float64), whatever the parameters' dtype: `parameter.main_grad`. `parameter.grad` is
+        its copy in the parameter's dtype. Costs 4 bytes a parameter and twice the reduced bytes where that
+        dtype is bf16. Linear layers add to the sum from within the GEMM (Megatron's
+        gradient_accumulation_fusion), with float32 parameters too.
+    delay_wgrad_compute: B leaves the GEMMs of the weights' gradients to actions W, so that an earlier stage
+        need not wait for them: "after_b" runs W right behind its B; "before_reduce" all W of a stage before
+        its gradients are reduced, which keeps every microbatch's inputs and output gradients of these
+        layers until then.
     """
 
     t: int = field(default=1, metadata=_about("count", "tensor-parallel degree"))
@@ -296,9 +297,11 @@ KEYWORDS: dict[str, Keyword] = {item.name: item.metadata["keyword"] for item in 
 
 
 def make_options(*, plan: Any = None, **keywords: Any) -> Options:
-    """Return Options from the keywords of `parallelize`, `compile` or `verify`; refuse what does not exist yet.
+    """Return Options from the keywords of `parallelize`, `compile` or `verify`; refuse what does not exist
+    yet.
 
-    `plan` is a dict or the path of a plan.json; a keyword may not contradict it. A keyword that is None is left out.
+    `plan` is a dict or the path of a plan.json; a keyword may not contradict it. A keyword that is None is
+    left out.
     """
     for name, missing in NOT_YET.items():
         value = keywords.pop(name, missing.neutral[0])

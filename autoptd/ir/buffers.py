@@ -76,6 +76,7 @@ class SharedBuffers:
 def digest(x: torch.Tensor) -> str:
     """Return a hash of a tensor's shape, dtype and entries."""
     state = hashlib.sha256(f"{tuple(x.shape)} {x.dtype}".encode())
+    # As bytes: NaN and -0.0 count as what they are.
     flat = x.detach().contiguous().reshape(-1).view(torch.uint8)
     for block in flat.split(BLOCK_BYTES):
         state.update(block.cpu().numpy().data)

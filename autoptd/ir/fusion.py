@@ -15,7 +15,8 @@ CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}
 # A chunk has at least these rows: fewer make slow matrix products.
 CHUNK_ROWS = 128
 # Operators that have kernels in autoptd/kernels.
-OURS = "masked_softmax bias_gelu swiglu geglu rms_norm layer_norm rotary bias_dropout_add linear_cross_entropy".split()
+OURS = "masked_softmax bias_gelu swiglu geglu rms_norm layer_norm rotary".split()
+OURS += ["bias_dropout_add", "linear_cross_entropy"]
 # Elements of a row that a Triton program holds in registers; wider rows spill (benchmarks/registers.py).
 WIDEST = {"rms_norm": 1 << 14, "layer_norm": 1 << 14, "masked_softmax": 1 << 15}
 # The first three, and a layer_norm without a sum, are operators of torch.

@@ -27,6 +27,7 @@ from autoptd.ir.mesh import Mesh
 from autoptd.ir.sub_axes import SubAxis, base, covers, is_sub_axis, parse
 from autoptd.ir.types import Dims, I, Outer, ValueType, outer_size, padded_size, shard_size, type_text
 
+# No axis of the mesh: its "ranks" are the microbatches of all replicas.
 BATCH = "batch"
 
 
@@ -40,6 +41,7 @@ class Layout:
     types: tuple[tuple[str, ValueType], ...]
 
     def __init__(self, types: Mapping[str, ValueType] | None = None) -> None:
+        # Without the I's, equal layouts are equal tuples.
         named = [(axis, kind) for axis, kind in (types or {}).items() if kind != I]
         object.__setattr__(self, "types", tuple(sorted(named, key=_place)))
 
@@ -139,6 +141,7 @@ class Layout:
         """Return where the elements of a parameter lie on the ranks, equal for equal places whatever atoms
         its dims are written in: () where each rank has all.
         """
+        # One rank along the axis has all of it, whatever the type says.
         axis = self.chunk_axis(dims, mesh)
         if axis is None or mesh.degree(axis) == 1:
             return ()

@@ -48,6 +48,7 @@ def nearest_machines(name: str) -> str:
 
 def machine_of_device(device: str) -> str | None:
     """Return NVIDIA's own machine whose GPUs CUDA calls `device`; None where none is described."""
+    # "NVIDIA H100 80GB HBM3" contains "h100".
     own = [name for name in machine_names() if name.startswith(MAKER)]
     return next((name for name in own if name.removeprefix(MAKER) in device.lower()), None)
 

@@ -182,6 +182,7 @@ class Mesh:
 
     def groups(self, axes: Sequence[str]) -> list[tuple[int, ...]]:
         """Return all groups along `axes`, in a fixed order; together they hold every rank once."""
+        # Every member gives the same tuple.
         return sorted({self.group(rank, axes) for rank in range(self.size)})
 
     def axes_of(self, role: Role) -> tuple[str, ...]:
@@ -227,6 +228,7 @@ class Mesh:
 
     def ranks_at(self, pipeline_rank: int) -> list[int]:
         """Return the ranks at one place of all pipelines; those at two places correspond."""
+        # Rank 0's group along the other axes has one rank of every pipeline.
         others = [axis for axis in self.axes if axis not in self.stage_axes]
         return [self.at_stage(rank, pipeline_rank) for rank in self.group(0, others)]
 

@@ -19,6 +19,7 @@ from autoptd.ir.fallback import Fallback
 from autoptd.ir.layout import Layout
 from autoptd.ir.types import Dims, ValueType
 
+# Of `node.meta`.
 KEY = "autoptd"
 NO_TYPES = Layout()
 
@@ -114,6 +115,7 @@ def op_name(node: Node) -> str:
     """Return `aten.linear` for torch.ops.aten.linear.default; the function's own name for Python
     functions.
     """
+    # Overloads share a name: "aten.view" is view.default and view.dtype.
     target = node.target
     if isinstance(target, torch._ops.OpOverload):
         return str(target._schema.name).replace("::", ".")

@@ -60,6 +60,7 @@ class Period:
 
     @property
     def stop(self) -> int:
+        """Index of the first operator behind the last period."""
         return self.start + self.length * self.count
 
     @property

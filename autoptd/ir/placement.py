@@ -94,6 +94,7 @@ def conversions(storage: Layout, use: Layout) -> tuple[AxisConversion, ...]:
     """Return what turns storage into use, an entry per axis, in the order in which gradients go through
     it.
     """
+    # Over an axis that neither names, both are I: there is nothing to convert.
     axes = {axis for layout in (storage, use) for axis, _ in layout.over_mesh}
     ordered = sorted(axes, key=lambda axis: (ORDER_OF_SUMS.index(role_of(axis)), axis))
     rows = [(axis, _row(storage[axis], use[axis])) for axis in ordered]

@@ -8,8 +8,8 @@ decisions that are pinned. Every key is optional:
      "cut": [3, 4, 4, 1],
      "shard": [{"pattern": "h.*.mlp.c_fc.weight", "dim": 0, "axis": "tp"}]}
 
-`cut` has the layers of each stage, or the p*v - 1 modules to cut behind: ["h.2", "h.6", "h.10"]; `shard` is explained
-in `passes/solve/shard_pins.py`.
+`cut` has the layers of each stage, or the p*v - 1 modules to cut behind: ["h.2", "h.6", "h.10"]; `shard` is
+explained in `passes/solve/shard_pins.py`.
 
 `fallbacks`, `weighed` (the plan over tp beside the known ones: program/weighed.py) and `planner` (why the
 planner chose this: planner/plan.py) are reports and pin nothing.
@@ -74,6 +74,7 @@ def read_plan(
     check_known("plan: options", plan.get("options", {}), sorted(options))
     planned = {**plan.get("mesh", {}), **plan.get("options", {})}
     planned |= {key: plan[key] for key in ("num_microbatches", "schedule") if plan.get(key) is not None}
+    # A keyword may repeat what the plan says, and not contradict it.
     for name, value in planned.items():
         if keywords.get(name) is not None and keywords[name] != value:
             fact = f"the plan says {name}={value!r}, the keyword {name}={keywords[name]!r}"

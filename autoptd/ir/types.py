@@ -44,6 +44,7 @@ class ValueType:
     """One of I, R, P, S; `dim` and `atom` say what an S splits."""
 
     kind: str
+    # -1 unless the kind is S.
     dim: int = -1
     atom: int = -1
 
@@ -74,6 +75,7 @@ class Conversion:
     backward: str
 
 
+# (from, to) -> what ranks do with the value in forward, and with the cotangent in backward.
 CONVERSIONS: dict[tuple[str, str], Conversion] = {
     ("I", "R"): Conversion("i_to_r", "none", "all-reduce"),
     ("P", "I"): Conversion("p_to_i", "all-reduce", "none"),

@@ -1,4 +1,5 @@
-"""All communication of a program, with bytes and reasons: per microbatch by stages, per step by buckets and losses.
+"""All communication of a program, with bytes and reasons: per microbatch by stages, per step by buckets and
+losses.
 
 In: the LOCAL graph, what stages send each other, parameters and the schedule. Out: `Collective`s, which the
 runtime's calls are counted against (`program/calls.py`), and the proof that all ranks make theirs in one
@@ -47,6 +48,7 @@ def collectives(
                 calls += _vocabulary_sums(node, stage, rank, options.mesh)
     for parcel in parcels:
         calls += _transfer(parcel, ranks)
+    # The same plans that the runtime makes of the program: what is listed here is what runs.
     buckets = [plan_buckets(params, orders, ranks, options.mesh, pp) for pp in range(options.p)]
     calls += _step_collectives(graph, options, buckets, ranks)
     check_call_order(calls, buckets, options.mesh)
@@ -70,6 +72,7 @@ def _conversion(node: Node, stage: int, rank: int, mesh: Mesh) -> list[Collectiv
         why=record.why,
         pp_ranks=(rank,),
     )
+    # Linear layers that read a gathered value keep the shard, and gather it again for the weight's gradient.
     if "readers" not in record.extra:
         return [call]
     why = "the weight's gradient needs the whole input, of which the shard was kept"
@@ -97,13 +100,14 @@ def _absorbed(node: Node, stage: int, rank: int, mesh: Mesh) -> Collective:
 
 
 def _vocabulary_sums(node: Node, stage: int, rank: int, mesh: Mesh) -> list[Collective]:
-    """Return the reductions inside a vocabulary-parallel cross-entropy: a number per token each, the sums in one
-    call.
+    """Return the reductions inside a vocabulary-parallel cross-entropy: a number per token each, the sums
+    in one call.
     """
     record = note(node)
     tokens = torch.Size(note(node.args[1]).extra["local_shapes"][0]).numel()  # type: ignore[arg-type]
     # Narrower logits are computed in float32.
     itemsize = max(tensor(node).element_size(), 4)
+    # What every token adds to one call, beside the maximum.
     sums = ["sum of exponentials", "picked logit"]
     if op_name(node) == "cross_entropy" and node.args[2] is not None:
         sums.append("class weight")
@@ -179,6 +183,7 @@ def _step_collectives(
             axis=axis,
             forward="all-reduce",
             backward="none",
+            # One float64.
             payload_bytes=8,
             group_size=mesh.degree(axis),
             why="every rank returns the loss of the global batch, summed in float64",
@@ -202,6 +207,7 @@ def _label_count(graph: Graph, stage: int, rank: int, d: int) -> list[Collective
         axis="dp",
         forward="all-reduce",
         backward="none",
+        # An int64 or float64 of each loss.
         payload_bytes=8 * count,
         group_size=d,
         why="valid labels of the global batch, which the mean divides by",

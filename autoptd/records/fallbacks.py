@@ -2,7 +2,8 @@
 
 In: `Fallback`s, one per operator. Out: one record for all layers alike, and a warning where they cost much.
 
-    merged_fallbacks(program.fallbacks)     # [{"site": "h.*.attn", "op": "aten.linear", ..., "flops": 12_000}]
+    merged_fallbacks(program.fallbacks)     # [{"site": "h.*.attn", "op": "aten.linear", ..., "flops":
+    12_000}]
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ WORTH_A_WARNING = 0.01
 
 
 def merged_fallbacks(fallbacks: Sequence[Fallback]) -> list[dict[str, Any]]:
-    """Merge the records of layers that have the same operator and the same fact into one, with the sum of their
-    FLOPs.
+    """Merge the records of layers that have the same operator and the same fact into one, with the sum of
+    their FLOPs.
     """
     flops_of: dict[Fallback, int] = {}
     for fallback in fallbacks:
@@ -50,6 +51,7 @@ def warn_of_fallbacks(program: Program) -> None:
     share = sum(record["flops"] for record in repeated) / max(1, program.costs.total_flops)
     if share <= WORTH_A_WARNING:
         return
+    # Sites with one reason share a clause.
     sites_of: dict[tuple[str, str], list[str]] = {}
     for record in repeated:
         sites_of.setdefault((record["fact"], record["remedy"]), []).append(record["site"] or "the model")

@@ -1,7 +1,7 @@
 """Texts of emitted files beside their code: the plan, the words, what is summed once a step.
 
-In: options, batch, parameters and orders. Out: an `About` per stage, which codegen writes at the head and the end of
-the stage's file.
+In: options, batch, parameters and orders. Out: an `About` per stage, which codegen writes at the head and
+the end of the stage's file.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from autoptd.program.buckets import plan_buckets
 from autoptd.program.specs import ParamSpec
 from autoptd.program.stage_sums import stage_sums
 
-ABOUT_TYPES = "Types over tp: I invariant, R replicated with a partial gradient, P partial sum, S sharded; p_to_i: P to I."
+ABOUT_TYPES = "Types over tp: I invariant, R replicated with a partial gradient, P partial sum, S sharded; "
+ABOUT_TYPES += "p_to_i: P to I."
 ABOUT_COLLECTIVES = (
-    "AR all-reduce, AG all-gather, RS reduce-scatter, A2A all-to-all, fwd in forward, bwd in backward, with the",
+    "AR all-reduce, AG all-gather, RS reduce-scatter, A2A all-to-all, fwd in forward, bwd in backward, "
+    "with the",
     "bytes of the whole value. A sum with owned=True is made in place: nobody else reads what is summed.",
 )
 
@@ -40,6 +42,7 @@ def about_stages(
 def about(options: Options, batch: Batch, ranks: Sequence[int], stage: int, wgrad_sink: str) -> list[str]:
     """Return the header of a stage file; `ranks` are the pipeline ranks of all stages."""
     rank, m = ranks[stage], batch.num_microbatches
+    # Chunks of a rank are counted in the order of its stages.
     chunk = ranks[:stage].count(rank)
     microbatches = f"{m} microbatch{'es' if m > 1 else ''}"
     rows = f"{batch.rows} row{'s' if batch.rows > 1 else ''}"

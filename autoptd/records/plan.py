@@ -41,6 +41,7 @@ def plan_record(
         "shard": _shard_pins(options, params),
         "fallbacks": merged_fallbacks(fallbacks),
     }
+    # For people alone: `ir/plan.py` reads past it.
     return {**record, "weighed": weighed} if weighed else record
 
 
@@ -54,6 +55,7 @@ def _shard_pins(options: Options, params: tuple[ParamSpec, ...]) -> list[dict[st
         # Layers that are sharded alike are one pattern.
         pattern = any_layer(spec.name) if len(layouts[any_layer(spec.name)]) == 1 else spec.name
         if spec.use.layout.shards:
+            # Sub-axes of one axis cut neighbouring atoms of one dim: the pin names the axis.
             axis, kind = spec.use.layout.shards[0]
             pins[pattern] = {"pattern": pattern, "dim": kind.dim, "axis": base(axis)}
     return [*pins.values(), *(dict(pin) for pin in options.plan.shard if pin.get("dim") is None)]

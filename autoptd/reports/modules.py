@@ -41,8 +41,8 @@ def _module(program: Program, name: str) -> str:
         rows.append((own, *shapes, spec.type_text(), ", ".join(spec.aliases[1:]), spec.why))
     body = []
     if rows:
-        names = ("parameter", "shape", "local shape", "type over tp", "tied to", "why")
-        body.append(table(names, rows))
+        heads = ("parameter", "shape", "local shape", "type over tp", "tied to", "why")
+        body.append(table(heads, rows))
     gemms = [row for row in program.costs.gemms if row.module == name]
     if gemms:
         work = Counter[str]()

@@ -176,7 +176,8 @@ def _check_messages(places: Places, wiring: Wiring) -> Iterator[str]:
             if receive not in places:
                 yield f"rank {rank}: {action} needs {receive}, which is never posted"
             if partner(receive) not in places:
-                yield f"rank {wiring.ranks[receive.peer]}: {partner(receive)} is missing, which {action} needs"
+                sender = wiring.ranks[receive.peer]
+                yield f"rank {sender}: {partner(receive)} is missing, which {action} needs"
     for action, (rank, _) in places.items():
         if action.kind in COMPUTE_OF and (action if action.kind in RECVS else partner(action)) not in needed:
             yield f"rank {rank}: {action} serves no link between ranks"

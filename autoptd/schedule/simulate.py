@@ -204,7 +204,8 @@ def _refusal(
         faults = [stuck()]
     more = [f"and {len(faults) - MAX_FAULTS} more"] if len(faults) > MAX_FAULTS else []
     fact = "; ".join(faults[:MAX_FAULTS] + more)
-    remedy = f"correct these entries (SEND, RECV and REDUCE may be left out), or take one of {', '.join(SCHEDULES)}"
+    remedy = "correct these entries (SEND, RECV and REDUCE may be left out), or take one of "
+    remedy += ", ".join(SCHEDULES)
     return PlanError("schedule", fact, remedy)
 
 

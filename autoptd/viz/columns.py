@@ -65,6 +65,7 @@ def _grid(scene: Scene) -> Layout:
     """
     ties = [k for k, link in enumerate(scene.links) if not link.has_head]
     others = [k for k in range(len(scene.links)) if k not in ties]
+    # Ties would pull boxes of other rows together: graphviz does not see them.
     part = lay_out(replace(scene, links=tuple(scene.links[k] for k in others)))
     margin = EDGE + TRACK * len(ties) if ties else 0.0
     # Ties into the first row need room above the picture.

@@ -233,10 +233,9 @@ class _Painter:
             lines = [line(("+ ", "bold"), what), line((self.text.shape(node), "quiet"))]
         else:
             # Without a module of its own, an operator's name is the heading.
-            title = (
-                line((name, "bold"), " ", (what, "quiet")) if name else line(("", "bold"), "", (what, "bold"))
-            )
-            lines = [title, line(how)] if how else [title]
+            lines = [line((name, "bold"), (" " if name else ""), (what, "quiet" if name else "bold"))]
+            if how:
+                lines.append(line(how))
             lines += [line(self.text.shape(node)), *self.text.params(box)]
         summed = [call for call in box.calls if call.forward in COLLECTIVES or call.backward in COLLECTIVES]
         lines += bars(summed)
@@ -316,7 +315,8 @@ class _Painter:
 
     def _legend(self) -> tuple[Item, ...]:
         """Return samples of what is in this picture."""
-        operators, conversions = [], []
+        operators: list[Box] = []
+        conversions: list[Box] = []
         for box in self.drawn.boxes:
             if not (box.is_input or box.is_received or box.folded):
                 group = conversions if note(box.nodes[-1]).conversion else operators

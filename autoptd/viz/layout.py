@@ -175,7 +175,8 @@ def _columns(scene: Scene) -> Iterator[str]:
     """Yield an invisible row of points above the frames, which keeps them in their order."""
     heads = {f"top_{frame.id}": next(frame.items).id for frame in scene.frames if isinstance(frame, Frame)}
     if len(heads) > 1:
-        yield f"  {{ rank=same; node [style=invis, shape=point, width=0.01]; {' -> '.join(heads)} [style=invis] }}"
+        row = f"{' -> '.join(heads)} [style=invis]"
+        yield f"  {{ rank=same; node [style=invis, shape=point, width=0.01]; {row} }}"
         yield from (f"  {top} -> {head} [style=invis, weight=10]" for top, head in heads.items())
 
 

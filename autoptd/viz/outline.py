@@ -125,6 +125,7 @@ def outline(program: Program, *, folds: bool = True, stage: int | None = None) -
     """
     graph = program.graphs["LOCAL"]
     made, left = calls_of_nodes(program)
+    # Shared by all stages: a layer is drawn in full once in the picture.
     shown = Shown()
     stages = range(len(program.stages)) if stage is None else [stage]
     bodies: dict[int, list[Node]] = {k: [] for k in stages}

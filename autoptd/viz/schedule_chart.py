@@ -60,6 +60,7 @@ def schedule_svg(runs: Sequence[Run], orders: Sequence[Sequence[Action]] = (), *
 
     Messages are drawn where `orders` have sends.
     """
+    # All panels have the width of the widest, each with a time scale of its own.
     width = max((_wanted_width(run) for run in runs), default=MIN_WIDTH)
     panels = [_Panel(run, _Scale.of(run, width), orders) for run in runs]
     right = max((ceil(panel.scale.right) for panel in panels), default=0) + RIGHT
@@ -68,7 +69,8 @@ def schedule_svg(runs: Sequence[Run], orders: Sequence[Sequence[Action]] = (), *
         body += [f'<g transform="translate(0 {_n(y)})">', *panel.draw(), "</g>"]
         y += panel.height
     height = ceil(y)
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{right}" height="{height}" viewBox="0 0 {right} {height}">'
+    size = f'width="{right}" height="{height}" viewBox="0 0 {right} {height}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size}>'
     back = f'<rect width="{right}" height="{height}" fill="#fff"/>'
     return "\n".join([head, f"<style>{STYLE}</style>", back, *body, "</svg>"]) + "\n"
 
@@ -223,7 +225,9 @@ class _Panel:
         left, right = scale.x(start), scale.x(end)
         times = f"{_n((start - run.begin) * run.scale)} to {_n((end - run.begin) * run.scale)} {run.unit}"
         hint = f"<title>{action}: {meaning(action)}; {times}</title>"
-        box = f'<rect x="{_n(left)}" y="{_n(y)}" width="{_n(max(right - left, 0.5))}" height="{ROW}" fill="{color}"/>'
+        # What takes no time is a line.
+        width = _n(max(right - left, 0.5))
+        box = f'<rect x="{_n(left)}" y="{_n(y)}" width="{width}" height="{ROW}" fill="{color}"/>'
         label = _label(str(action.microbatch), (left + right) / 2, y + ROW / 2 + 4, right - left, is_dark)
         return f'<g class="box">{hint}{box}{label}</g>'
 

@@ -9,7 +9,10 @@ from autoptd.ir.notes import note, op_name, shape, value
 from autoptd.ir.operators.links import pointwise_links, same_dim
 from autoptd.ir.operators.record import FIRST, Link, Member, Operator, argument, operands
 
-UNCOUNTED = "its labels or class weights are computed from parameters, so their number is not known before the forward"
+UNCOUNTED = (
+    "its labels or class weights are computed from parameters, so their number is not known before the "
+)
+UNCOUNTED += "forward"
 
 
 def embedding_links(node: Node) -> list[Link]:
