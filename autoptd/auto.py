@@ -5,8 +5,8 @@ keywords with numbers in them. What is neither "auto" nor given is chosen too; w
 is for this project's own runtime (software.toml, "autoptd"): parameters, gradients and moments in the
 parameters' dtype, as it holds them.
 
-    planned(model, (x, y), {"t": "auto", "p": 2, "gpus": 8, "machine": "h100"})      # {"t": 4, "p": 2, "d":
-    1, ...}
+    planned(model, (x, y), {"t": "auto", "p": 2, "gpus": 8, "machine": "h100"})
+    # {"t": 4, "p": 2, "d": 1, ...}
 """
 
 from __future__ import annotations

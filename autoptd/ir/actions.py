@@ -1,10 +1,13 @@
 """The words of a schedule: what one pipeline rank does, in order.
 
-    F2.1          forward of stage 2 on microbatch 1 B2.1          its backward W2.1          its weight
-    gradients, where B2.1 left them for later SEND_F2.1>3   send stage 2's outputs for stage 3;
-    RECV_F3.1<2   post the receive of it, on stage 3's rank SEND_B3.1>2   send the gradients of those values
-    back; RECV_B2.1<3   post the receive of it, on stage 2's rank REDUCE2       stage 2's parameter
-    gradients are complete on this rank: reduce them
+    F2.1          forward of stage 2 on microbatch 1
+    B2.1          its backward
+    W2.1          its weight gradients, where B2.1 left them for later
+    SEND_F2.1>3   send stage 2's outputs for stage 3
+    RECV_F3.1<2   post the receive of it, on stage 3's rank
+    SEND_B3.1>2   send the gradients of those values back
+    RECV_B2.1<3   post the receive of it, on stage 2's rank
+    REDUCE2       stage 2's parameter gradients are complete on this rank: reduce them
 
 Every action prints as its text and parses back: `parse("F2.1") == Action(Kind.F, 2, 1)`.
 """

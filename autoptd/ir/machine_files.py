@@ -3,8 +3,9 @@
 In: a name. Out: its file, and what that says. From it the solver derives a `Machine` (ir/machine.py), the
 planner a `Cluster` (planner/cluster.py, which explains the fields), and progress the peaks of a GPU.
 
-    machine_file("h100").stem                          # "dgx-h100": NVIDIA's own go by the name of their
-    GPU too machine_of_device("NVIDIA H100 80GB HBM3")         # "dgx-h100"
+    # NVIDIA's own machines go by the name of their GPU too.
+    machine_file("h100").stem                          # "dgx-h100"
+    machine_of_device("NVIDIA H100 80GB HBM3")         # "dgx-h100"
 """
 
 from __future__ import annotations

@@ -8,8 +8,9 @@ the same period), *carried* (made in the period before; in the first one, any va
 or *outer* (a placeholder, or a value from before the repeat; it may be another one in every period: a
 layer's weights, the mask of its kind).
 
-    (one,) = find_periods(body, signature, results=set()) one.operands[3][1]          # of operator 3 in a
-    period, operand 1: Operand("outer", nodes=(h.0.weight, h.1.weight, ...))
+    (period,) = find_periods(body, signature, results=set())
+    # Of operator 3 in a period, operand 1:
+    period.operands[3][1]          # Operand("outer", nodes=(h.0.weight, h.1.weight, ...))
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ In: a `Program`, and the spans of a record if there is one. Out: `Run`s, and the
 
     with pm.record() as record:
         pm.step(x, y)
-    draw_program(pm.program, Path("out"), record.spans)      # schedule.svg: simulated, and below it what
-        was executed
+    # schedule.svg: simulated, and below it what was executed
+    draw_program(pm.program, Path("out"), record.spans)
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """How the dims of an operator's operands and result correspond: what many operators share.
 
 In: a node. Out: its links, each a set of dims of operands and result that run together. What only one
-family needs is in the file of that family. A row of letters reads like einsum, aligned from the right:
+family needs is in the file of that family. A row of letters reads like einsum, aligned from the right: a
+letter that is missing on the right is contracted, a starred one stays whole.
 
-    letter_links(node, "... i, o i, o -> ... o")     # a letter missing on the right is contracted, a
-    starred one stays whole
+    letter_links(node, "... i, o i, o -> ... o")
 """
 
 from __future__ import annotations
