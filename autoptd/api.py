@@ -1,5 +1,7 @@
 """The calls that users make: `parallelize`, `compile`, `verify`.
 
+In: an unmodified model, degrees, a batch. Out: a `ParallelModel` that trains like the model.
+
 pm = autoptd.parallelize(model, t=2, p=2, d=2, example_inputs=(x, y))
 opt = pm.optimizer(torch.optim.AdamW, lr=3e-4)
 for x, y in loader:
@@ -73,41 +75,57 @@ def parallelize(
 ) -> ParallelModel:
     """Return `model` running on t*p*d ranks: t tensor, p pipeline, d data parallel (Narayanan et al., SC'21).
 
-    The model is not changed; its weights are copied. `example_inputs` is exactly what `step` takes: a tuple of positional or
-    a dict of keyword arguments; this replica's share of the batch under torchrun, the global batch with backend="local"
-    (ranks as threads of this process). Without it, the model is compiled at the first `step`.
+    The model is not changed; its weights are copied. What is left out is the plan's, else the default of
+    `Options`.
 
-    `v` model chunks per pipeline rank; `order` the mesh axes, fastest first ("tp-dp-pp": tensor-parallel ranks are
-    neighbours); `loss_fn(output, targets)` where the model returns no loss; `num_microbatches` per replica and step
-    (default: the largest divisor of the replica's rows that is <= 4p, a multiple of p preferred); `schedule` one of
-    `autoptd.options.SCHEDULES` or the path of a text file with your own; `backend` "local", "gloo" or "nccl"; `timeout` in
-    seconds; `nan="ignore"` lets a NaN loss pass; `check_every` steps the ranks of a replica compare their batches, and
-    copies of parameters (default 100; 0: never); `seed` draws the dropout masks; `p2p` says how stages send where t > 1:
-    "direct", "scatter_gather" or "auto"; `fuse` names the backend of fused operators: "eager", "triton", "inductor" or
-    False (default: by device), `fuse_only` those to use; the next three are hooks on the backward of linear layers, see
-    `Options`. `memory` bounds the bytes of a rank; `machine` is what the plan is weighed for: a name as `plan(cluster=)`
-    takes it, such as "h100" (autoptd/machines), or a `Machine` (ir/machine.py); `plan` is a plan.json (its path, or a dict)
-    whose decisions are taken (`ir/plan.py`). `weights` is a folder with model.safetensors, or several files and their
-    index, as `save_pretrained` of transformers writes it: each rank reads its own part, and the values of the model, which
-    may be on meta, do not matter. What is left out is the plan's, else the default of `Options`. `later` catches keywords
-    of features that do not exist yet.
+    v: model chunks per pipeline rank.
+    order: the mesh axes, fastest first ("tp-dp-pp": tensor-parallel ranks are neighbours).
+    sequence_parallel: True splits norms, dropouts and residuals by tokens over tp; "auto" splits whatever is
+        cheapest.
+    example_inputs: exactly what `step` takes, a tuple of positional or a dict of keyword arguments: this
+        replica's share of the batch under torchrun, the global batch with backend="local". Without it, the
+        model is compiled at the first `step`.
+    loss_fn: `loss_fn(output, targets)`, where the model returns no loss.
+    num_microbatches: per replica and step (default: the largest divisor of the replica's rows that is at most
+        4p, a multiple of p preferred).
+    schedule: one of `autoptd.options.SCHEDULES`, or the path of a text file with your own.
+    seed: draws the dropout masks.
+    device, backend: "local" (ranks are threads of this process, on `device`), "gloo" or "nccl".
+    timeout: in seconds.
+    nan: "ignore" lets a NaN loss pass.
+    check_every: every so many steps the ranks of a replica compare their batches, and copies of parameters
+        (default 100; 0: never).
+    p2p: how stages send where t > 1: "direct", "scatter_gather" or "auto".
+    fuse, fuse_only: the backend of fused operators, "eager", "triton", "inductor" or False (default: by
+        device), and those to use.
+    async_tensor_model_parallel_allreduce, accumulate_allreduce_grads_in_fp32, delay_wgrad_compute: hooks on
+        the backward of linear layers, see `Options`.
+    memory: what a rank may hold, in bytes.
+    machine: what the plan is weighed for: a name as `plan(cluster=)` takes it, such as "h100"
+        (autoptd/machines), or a `Machine` (ir/machine.py).
+    plan: a plan.json (its path, or a dict) whose decisions are taken (`ir/plan.py`).
+    weights: a folder with model.safetensors, or several files and their index, as `save_pretrained` of
+        transformers writes it. Each rank reads its own part; the values of the model, which may be on meta,
+        do not matter.
+    later: catches keywords of features that do not exist yet.
 
-    `t="auto"` (p, d, v, num_microbatches likewise) lets the planner choose it, and whatever else of these is not given, for
-    `gpus` ranks (under torchrun: all), the model's config and `machine` (by default the device's). `example_inputs` is the
-    global batch then, under torchrun as well.
+    `t="auto"` (p, d, v, num_microbatches likewise) lets the planner choose it, and whatever else of these
+    is not given, for `gpus` ranks (under torchrun: all), the model's config and `machine` (by default the
+    device's). `example_inputs` is the global batch then, under torchrun as well.
 
-    Raises TraceError when the model cannot be captured faithfully and PlanError when the request cannot be met, before any
-    rank starts.
+    Raises TraceError when the model cannot be captured faithfully and PlanError when the request cannot be
+    met, before any rank starts.
     """
-    # The signature is the list of the keywords: all of it is asked for, but what is no request.
-    asked = dict(locals())
+    # The signature is the list of keywords: every argument is a request, but for these four.
+    requested = dict(locals())
     for name in ("model", "example_inputs", "weights", "later"):
-        del asked[name]
-    asked |= later
+        del requested[name]
+    requested |= later
     print_errors_once()
     check_module(model)
-    is_chosen = is_auto(asked)
-    options = make_options(**planned(model, example_inputs, asked))
+    is_chosen = is_auto(requested)
+    options = make_options(**planned(model, example_inputs, requested))
+    # The planner wants the global batch, a process of torchrun its replica's share.
     if is_chosen and not is_local(options):
         example_inputs = first_share(example_inputs, options.mesh.replicas)
     folder = None
@@ -117,9 +135,12 @@ def parallelize(
     elif any(parameter.is_meta for parameter in model.parameters()):
         remedy = "build it on a real device, or pass weights='a folder with its safetensors'"
         raise PlanError("model", "its weights are on meta: there is nothing to train", remedy)
-    replicas, modes = options.mesh.replicas if is_local(options) else 1, dict[nn.Module, bool]()
+    # The batch is the global one for threads, this replica's share for a process.
+    replicas = options.mesh.replicas if is_local(options) else 1
+    modes: dict[nn.Module, bool] = {}
 
     def compile_for(args: tuple[Any, ...], kwargs: dict[str, Any], check: bool) -> Program:
+        # Later evaluations are compared with training in these modes.
         modes.update(modes_of(model))
         program = compile_program(
             model, options, args, kwargs, replicas=replicas, check=check and is_first_process()
@@ -138,8 +159,8 @@ def parallelize(
         "compile_eval": compile_eval,
         "draw": draw_program,
         "shared": shared_buffers(model),
+        "holding": partial(with_buffers, model),
     }
-    keywords["holding"] = partial(with_buffers, model)
     pm = ParallelModel.lazy(compile_for, options, model.state_dict(), **keywords)
     if example_inputs is not None:
         args, kwargs = split_call(example_inputs)
@@ -149,18 +170,22 @@ def parallelize(
 
 @contextmanager
 def with_buffers(model: nn.Module, values: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """The model has these values in its buffers for a while, in tensors of their own; names that are no buffers are ignored."""
+    """Set the model's buffers to these values for a while, in tensors of their own.
+
+    Names that are no buffers are ignored.
+    """
     before: list[tuple[nn.Module, str, torch.Tensor]] = []
-    made: dict[int, torch.Tensor] = {}  # modules may share a buffer
+    # By identity: modules may share a buffer.
+    copies: dict[int, torch.Tensor] = {}
     for path, module in model.named_modules():
         for name, own in module._buffers.items():
             value = values.get(f"{path}.{name}" if path else name)
             if own is None or value is None or own.is_meta or torch.equal(own, value.to(own.device)):
                 continue
             before.append((module, name, own))
-            made.setdefault(id(own), value.to(own, copy=True))
+            copies.setdefault(id(own), value.to(own, copy=True))
     for module, name, own in before:
-        module._buffers[name] = made[id(own)]
+        module._buffers[name] = copies[id(own)]
     try:
         yield
     finally:
@@ -169,16 +194,20 @@ def with_buffers(model: nn.Module, values: Mapping[str, torch.Tensor]) -> Iterat
 
 
 def argument_names(model: nn.Module) -> tuple[str, ...]:
-    """Names of what the model's forward takes by position."""
+    """Return the names of the arguments that the model's forward takes by position; () without a
+    signature.
+    """
     try:
-        taken = inspect.signature(model.forward).parameters.values()
+        parameters = inspect.signature(model.forward).parameters.values()
     except (TypeError, ValueError):
         return ()
-    return tuple(one.name for one in taken if one.kind is one.POSITIONAL_OR_KEYWORD)
+    return tuple(item.name for item in parameters if item.kind is item.POSITIONAL_OR_KEYWORD)
 
 
 def is_first_process() -> bool:
-    """Model and trace are compared by one process of a torchrun world: the answer is the same in all."""
+    """Tell whether this process compares model and trace for its torchrun world: the answer is the same in
+    all.
+    """
     return os.environ.get("RANK", "0") == "0"
 
 

@@ -5,7 +5,8 @@ keywords with numbers in them. What is neither "auto" nor given is chosen too; w
 is for this project's own runtime (software.toml, "autoptd"): parameters, gradients and moments in the
 parameters' dtype, as it holds them.
 
-    planned(model, (x, y), {"t": "auto", "p": 2, "gpus": 8, "machine": "h100"})      # {"t": 4, "p": 2, "d": 1, ...}
+    planned(model, (x, y), {"t": "auto", "p": 2, "gpus": 8, "machine": "h100"})
+    # {"t": 4, "p": 2, "d": 1, ...}
 """
 
 from __future__ import annotations
@@ -56,13 +57,14 @@ def planned(model: nn.Module, example_inputs: Any, keywords: Mapping[str, Any]) 
     if example_inputs is None:
         raise PlanError('"auto"', "the planner needs to know the batch", "example_inputs=the global batch")
     rows, tokens = _sizes(example_inputs)
-    fixed = {name: value for name in OPEN if (value := keywords.get(name)) not in (None, AUTO)}
-    constraints = {
-        name: value for name in KEPT if (value := keywords.get(name)) is not None and value != AUTO
-    }
+    given = {name: value for name, value in keywords.items() if value is not None}
+    fixed = {name: given[name] for name in OPEN if given.get(name, AUTO) != AUTO}
+    # What the planner may not choose; `sequence_parallel="auto"` leaves it the choice, and stays in `given`.
+    constraints = {name: given[name] for name in KEPT if given.get(name, AUTO) != AUTO}
     constraints |= {name: fixed[name] for name in ("t", "p", "d", "v") if name in fixed}
     if "num_microbatches" in fixed:
         constraints["microbatch"] = _microbatch(rows, fixed)
+    # The model's config may allow longer sequences than the batch has.
     shape = replace(shape_of(model), seq=tokens)
     dtype = next(model.parameters()).dtype
     if dtype in PRECISIONS:
@@ -72,11 +74,13 @@ def planned(model: nn.Module, example_inputs: Any, keywords: Mapping[str, Any]) 
     cluster = find_cluster(name).with_software(_software(name, keywords))
     best = plan(shape, gpus=ranks, cluster=cluster, batch=rows, **constraints).record()
     chosen = {**best["mesh"], "num_microbatches": best["num_microbatches"], "schedule": best["schedule"]}
-    asked = {name: value for name in KEPT if (value := keywords.get(name)) is not None}
-    return {**keywords, **best["options"], **chosen, **asked}
+    return {**keywords, **best["options"], **chosen, **{name: given[name] for name in KEPT if name in given}}
 
 
 def _ranks(gpus: Any) -> int:
+    """Return the number of ranks: that of torchrun, else `gpus`; PlanError where they disagree or both
+    are missing.
+    """
     launched = os.environ.get("WORLD_SIZE")
     if gpus is None and launched is None:
         raise PlanError(
@@ -99,6 +103,7 @@ def _sizes(example_inputs: Any) -> tuple[int, int]:
 
 
 def _microbatch(rows: int, fixed: Mapping[str, int]) -> int:
+    """Return the rows of a microbatch, which the planner is told instead of their number."""
     if "d" not in fixed:
         raise PlanError(
             "num_microbatches", "is per replica, and d is left open", 'd=1, or num_microbatches="auto"'

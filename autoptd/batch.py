@@ -1,7 +1,9 @@
-"""How the rows of a call are divided: into replicas, microbatches, and what the trace sees; and these traces.
+"""How the rows of a call are divided into replicas and microbatches, and the traces of a model with few and
+many rows.
 
-In: the call of a step, and the options. Out: a `Batch`; `Traces`. The batch is dim 0 of the first tensor, and of all that
-are as long (`runtime/batch.py`, which divides the calls of a run by the same rule).
+In: the call of a step, and the options. Out: a `Batch`, and `Traces`. The batch is dim 0 of the first
+tensor, and of all tensors that are as long (`runtime/batch.py` divides the calls of a run by the same
+rule).
 
     batch = plan_batch(options, (ids, targets), {}, replicas=2)
     batch.rows, batch.num_microbatches          # of a microbatch, of a replica
@@ -26,9 +28,12 @@ from autoptd.runtime.batch import batch_rows
 
 @dataclass(frozen=True)
 class Batch:
-    """How a step's rows are divided: `rows` per microbatch, `num_microbatches` per replica, `traced_rows` seen by the trace."""
+    """How a step's rows are divided: `rows` per microbatch, `num_microbatches` per replica, `pieces`
+    microbatches over all replicas, `traced_rows` in the trace.
+    """
 
-    batched: tuple[int, ...]  # leaves that carry the batch axis
+    # Numbers of the call's leaves that have the batch in dim 0.
+    batched: tuple[int, ...]
     rows: int
     num_microbatches: int
     pieces: int
@@ -42,38 +47,42 @@ class Batch:
 
 
 def split_call(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """(args, kwargs) of a call given as a tuple, a dict or one tensor."""
+    """Return (args, kwargs) of a call given as a tuple, a dict or one tensor."""
     if isinstance(example_inputs, dict):
         return (), example_inputs
-    return (tuple(example_inputs) if isinstance(example_inputs, (tuple, list)) else (example_inputs,)), {}
+    if isinstance(example_inputs, (tuple, list)):
+        return tuple(example_inputs), {}
+    return (example_inputs,), {}
 
 
 def first_share(example_inputs: Any, d: int) -> Any:
-    """The rows of the first of d replicas."""
+    """Return the call with the rows of the first of d replicas."""
     leaves, tree = tree_flatten(example_inputs)
     rows = batch_rows(leaves, d)
-    cut = [
-        leaf[: rows // d] if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == rows else leaf
-        for leaf in leaves
-    ]
-    return tree_unflatten(cut, tree)
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == rows:
+            leaves[i] = leaf[: rows // d]
+    return tree_unflatten(leaves, tree)
 
 
 def plan_batch(options: Options, args: tuple[Any, ...], kwargs: dict[str, Any], replicas: int) -> Batch:
-    """Decide microbatches: see `Options.num_microbatches` for the default."""
+    """Decide microbatches: see `Options.num_microbatches` for the default.
+
+    PlanError where the rows do not divide over `replicas` and microbatches.
+    """
     leaves = tree_flatten((args, kwargs))[0]
     tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.dim()]
     if not tensors:
-        raise PlanError(
-            "example_inputs", "no tensor with a batch dim", "pass the tensors that the model is called with"
-        )
+        remedy = "pass the tensors that the model is called with"
+        raise PlanError("example_inputs", "no tensor with a batch dim", remedy)
     total = batch_rows(leaves, replicas * (options.num_microbatches or 1))
     batched = tuple(i for i in tensors if leaves[i].shape[0] == total)
     if total % replicas:
         fact = f"{total} rows do not divide over d={replicas}"
         if len(batched) < len(tensors):
             sizes = ", ".join(f"tensor {i} has {leaves[i].shape[0]}" for i in tensors)
-            fact += f" (in their first dim, {sizes}: the batch is the first tensor's, or of most where that has one entry)"
+            fact += f" (in their first dim, {sizes}: the batch is the first tensor's, "
+            fact += "or of most where that has one entry)"
         raise PlanError("example_inputs", fact, f"a multiple of {replicas} rows")
     share = total // replicas
     m = options.num_microbatches or default_microbatches(share, options.p)
@@ -82,11 +91,13 @@ def plan_batch(options: Options, args: tuple[Any, ...], kwargs: dict[str, Any], 
         fact = f"{share} rows of a replica do not divide into {m} microbatches"
         raise PlanError(f"num_microbatches={m}", fact, f"num_microbatches in {{{', '.join(map(str, fits))}}}")
     rows, pieces = share // m, m * options.mesh.replicas
+    # A microbatch of one row is traced with two: a dim of size 1 is broadcast, and would be taken for no
+    # batch.
     return Batch(batched, rows, m, pieces, rows if pieces == 1 else max(rows, 2))
 
 
 def default_microbatches(rows: int, p: int) -> int:
-    """The largest divisor of `rows` that is at most 4p, a multiple of p preferred."""
+    """Return the largest divisor of `rows` that is at most 4p, a multiple of p preferred."""
     fits = [k for k in range(1, min(rows, 4 * p) + 1) if rows % k == 0]
     return max([k for k in fits if k % p == 0] or fits)
 
@@ -94,7 +105,7 @@ def default_microbatches(rows: int, p: int) -> int:
 def resize(
     args: tuple[Any, ...], kwargs: dict[str, Any], batch: Batch, rows: int
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The call with `rows` rows: the first ones of the example, repeated where it has fewer."""
+    """Return the call with `rows` rows: the first ones of the example, repeated where it has fewer."""
     leaves, tree = tree_flatten((args, kwargs))
     for i in batch.batched:
         times = -(-rows // leaves[i].shape[0])
@@ -104,7 +115,9 @@ def resize(
 
 @dataclass(frozen=True)
 class Traces:
-    """A model as its rows showed it: with `traced_rows`, and (None where the batch is not split) with `whole_rows`."""
+    """A model as its rows showed it: with `traced_rows`, and (None where the batch is not split) with
+    `whole_rows`.
+    """
 
     captured: tracing.Captured
     whole: Graph | None
@@ -118,8 +131,12 @@ def trace_rows(
     batch: Batch,
     check: bool = True,
 ) -> Traces:
-    """Trace a call; with `check`, hold the trace against the model, if it has values."""
+    """Trace a call with few rows and, where the batch is split, with many: what differs follows the batch.
+
+    With `check`, the trace is compared with the model, if it has values.
+    """
     captured = capture_rows(model, options, args, kwargs, batch)
+    # Parameters on meta have no values to compare.
     if check and tracing.has_values(model):
         compare_rows(model, options, captured, resize(args, kwargs, batch, batch.traced_rows), batch)
     whole = None
@@ -131,11 +148,14 @@ def trace_rows(
 def capture_rows(
     model: nn.Module, options: Options, args: tuple[Any, ...], kwargs: dict[str, Any], batch: Batch
 ) -> tracing.Captured:
-    """Trace with the rows of a microbatch; an argument that is as long as the batch by chance is the usual failure."""
+    """Trace with the rows of a microbatch; an argument that is as long as the batch by chance is the usual
+    failure.
+    """
     try:
         return tracing.capture(model, *resize(args, kwargs, batch, batch.traced_rows), options.loss_fn)
     except TraceError as error:
         rows = tree_flatten((args, kwargs))[0][batch.batched[0]].shape[0]
+        # Fewer rows are to blame only if the whole batch can be traced.
         if batch.traced_rows == rows or not _can_trace(model, options, args, kwargs):
             raise
         fact = f"with {batch.traced_rows} of {rows} rows it {error.fact}"
@@ -145,7 +165,9 @@ def capture_rows(
 def compare_rows(
     model: nn.Module, options: Options, captured: tracing.Captured, call: tuple[Any, Any], batch: Batch
 ) -> None:
-    """Hold the trace against the model; it may fail on fewer rows (a table that was divided by chance, and is indexed)."""
+    """Hold the trace against the model; it may fail on fewer rows (a table that was divided by chance, and
+    is indexed).
+    """
     try:
         tracing.compare(model, options.loss_fn, captured.graph, captured.buffers, *call)
     except AutoptdError:
@@ -164,7 +186,9 @@ def _can_trace(model: nn.Module, options: Options, args: tuple[Any, ...], kwargs
 
 
 def divided_remedy(batch: Batch, rows: int) -> str:
-    """What to do about an argument that is as long as the batch by chance."""
+    """Return the remedy for an argument that is as long as the batch by chance."""
     divided = ", ".join(map(str, batch.batched))
-    remedy = f"the first tensor of the call gives the batch; tensors {divided} have {rows} rows and are divided alike: "
-    return remedy + "pass the batch first, and give what is no batch a leading dim of 1"
+    return (
+        f"the first tensor of the call gives the batch; tensors {divided} have {rows} rows and are divided alike: "
+        "pass the batch first, and give what is no batch a leading dim of 1"
+    )

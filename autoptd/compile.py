@@ -1,4 +1,4 @@
-"""The driver: one stage a line. An unmodified model and a request in, a `Program` out.
+"""The driver: one stage a line. In: an unmodified model and a request. Out: a `Program`.
 
     program = compile(model, t=2, p=2, d=2, v=2, example_inputs=(ids, targets))
     program.save("out/")
@@ -65,8 +65,9 @@ PASSES = (
 def compile(model: nn.Module, *, example_inputs: Any, **keywords: Any) -> Program:
     """Compile `model` for t*p*d ranks; keywords are those of `parallelize`.
 
-    `example_inputs` is the global batch: a tuple of positional or a dict of keyword arguments of the model. Raises TraceError
-    or PlanError, naming site, fact and remedy. Warns when tensor ranks repeat each other's work because t does not divide.
+    `example_inputs` is the global batch: a tuple of positional or a dict of keyword arguments of the model.
+    Raises TraceError or PlanError, naming site, fact and remedy. Warns when tensor ranks repeat each
+    other's work because t does not divide.
     """
     options = make_options(**planned(model, example_inputs, keywords))
     args, kwargs = split_call(example_inputs)
@@ -99,11 +100,13 @@ def compile_program(
     captured, traced = traces.captured, traces.captured.graph
     warn_of_checkpoints(captured.checkpointed)
 
+    # The passes, up to the cut as often as it takes to find a plan that fits in memory.
     graph, ctx = place(traced, make_context(options, traces, batch, like), record)
     weighed = passes.weigh_known(traced, record.graphs["CONNECTED"], ctx, up_to(Form.CONNECTED, PASSES))
     graph = run_passes(beyond(Form.CUT, PASSES), graph, ctx, record)
     options, found = ctx.options, ctx.found
 
+    # What the runtime runs: crossings first, as orders and transfers follow from them.
     crossing = codegen.crossings(graph)
     crossings = tuple(map(crossing_spec, crossing))
     orders = schedule.connect_orders(ctx.orders, crossing_links(crossings))
@@ -111,9 +114,9 @@ def compile_program(
     parcels = plan_parcels(crossings, ctx.ranks, options.mesh, options.p2p, options.rank_machine)
     about = about_stages(options, batch, params, orders, ctx.wgrad_sink)
     files = codegen.write_program(graph, options.t, crossing, about)
-    of_one_device, of_a_rank = (
-        partial(local_shape, sizes=replace(ctx.sizes, mesh=mesh)) for mesh in (Mesh(), options.mesh)
-    )
+    # Shapes of nodes, for counts of FLOPs: of a microbatch on one device, and on a rank.
+    of_one_device = partial(local_shape, sizes=replace(ctx.sizes, mesh=Mesh()))
+    of_a_rank = partial(local_shape, sizes=replace(ctx.sizes, mesh=options.mesh))
     return Program(
         mesh=options.mesh,
         v=options.v,
@@ -148,7 +151,7 @@ def compile_program(
 
 
 def settle(model: nn.Module, options: Options) -> Options:
-    """The options with what the model, its device and a schedule of the user's own decide."""
+    """Complete the options by what the model, its device and a schedule of the user's own decide."""
     written = schedule.written_orders(options)
     if written is not None:
         options = replace(options, num_microbatches=schedule.num_microbatches(written))
@@ -156,7 +159,7 @@ def settle(model: nn.Module, options: Options) -> Options:
 
 
 def make_context(options: Options, traces: Traces, batch: Batch, like: Program | None) -> Context:
-    """All that passes are told."""
+    """Gather what passes read beside their graph."""
     orders = schedule.requested_orders(options, batch.num_microbatches)
     return Context(
         options=options,
@@ -174,7 +177,9 @@ def make_context(options: Options, traces: Traces, batch: Batch, like: Program |
 
 
 def place(traced: Graph, ctx: Context, record: Record) -> tuple[Graph, Context]:
-    """TRACED to CUT at the lowest price of memory for which a rank's bytes fit; the context has that price."""
+    """Run TRACED to CUT at the lowest price of memory at which a rank's bytes fit; the context returned has
+    that price.
+    """
 
     def solve(price: float) -> tuple[Graph, Context]:
         priced = replace(ctx, options=replace(ctx.options, memory_price=price or None))
@@ -196,11 +201,11 @@ def compile_evaluation(
 ) -> Program:
     """Compile for an evaluation, on the ranks and the parameters of `trained`, the program that trains.
 
-    `modes` are those of the modules in training. Where eval mode only takes the dropouts away, and the sizes
-    are those of training, that is training's program itself, which draws no masks without gradients; for
-    other sizes it is compiled again, held to training's layout and cut, and so is a model that computes
-    something else in eval mode. PlanError where eval mode draws dropouts, or reads parameters elsewhere than
-    training does.
+    `modes` are those of the modules in training. Where eval mode only takes the dropouts away, and the
+    sizes are those of training, the result is training's program itself, which draws no masks without
+    gradients. For other sizes it is compiled again, held to training's layout and cut, and so is a model
+    that computes something else in eval mode. PlanError where eval mode draws dropouts, or reads parameters
+    elsewhere than training does.
     """
     price = trained.plan["options"]["memory_price"]
     # No bound: nothing is kept for backward.
@@ -211,6 +216,7 @@ def compile_evaluation(
         for node in tracing.dropouts(evaluated.graph):
             fact = f"dropout of {node.args[1]} is drawn in eval mode as well"
             raise PlanError(note(node).module or "model", fact, "F.dropout(x, p, training=self.training)")
+    # Training's graph at this size, to compare with that of eval mode.
     is_same_size = is_call_of(trained, args, kwargs, replicas)
     with tracing.in_modes(modes):
         if is_same_size:

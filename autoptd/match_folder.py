@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import copy
 import re
-from collections import Counter
 from collections.abc import Collection, Iterable
 from functools import partial
 from pathlib import Path
@@ -111,18 +110,27 @@ def written_names(model: nn.Module) -> dict[str, str]:
     # Transformers before 5 has no such module, and renames nothing.
     except ImportError:
         return {}
+    # Renamed as it would be saved; a tensor that comes out itself was renamed only.
     empty = {name: torch.empty_like(x, device="meta") for name, x in model.state_dict().items()}
     name_of = {id(x): name for name, x in empty.items()}
     written: dict[str, torch.Tensor] = revert_weight_conversion(model, dict(empty))  # type: ignore[arg-type]
-    renamed = {name_of[id(x)]: name for name, x in written.items() if id(x) in name_of}
-    return {name: other for name, other in renamed.items() if name != other}
+    names = {}
+    for other, x in written.items():
+        name = name_of.get(id(x), other)
+        if name != other:
+            names[name] = other
+    return names
 
 
 def counted(names: Iterable[str]) -> str:
     """List names once that differ in numbers only: `h.*.attn.bias (12), wpe.weight`."""
-    count = Counter(re.sub(r"\b\d+\b", "*", name) for name in names)
-    first = {re.sub(r"\b\d+\b", "*", name): name for name in names}
-    return ", ".join(f"{text} ({times})" if times > 1 else first[text] for text, times in count.items())
+    alike: dict[str, list[str]] = {}
+    for name in names:
+        alike.setdefault(re.sub(r"\b\d+\b", "*", name), []).append(name)
+    # A name that is alone keeps its numbers.
+    return ", ".join(
+        f"{text} ({len(group)})" if len(group) > 1 else group[0] for text, group in alike.items()
+    )
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -132,16 +140,18 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def derived_names(model: nn.Module) -> list[re.Pattern[str]]:
-    """Return patterns of names that a folder may have in excess: buffers that the model makes itself, and
+    """Return patterns of names that a folder may have in excess: buffers that the model computes itself, and
     what its class ignores.
     """
     kept = persistent_buffers(model)
-    made = [name for name, _ in model.named_buffers(remove_duplicate=False) if name not in kept]
-    tails = {".".join(name.split(".")[-2:]) for name in made}
-    own = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
-    return [re.compile(rf"(^|\.){re.escape(tail)}$") for tail in sorted(tails)] + [
-        re.compile(pattern) for pattern in own
-    ]
+    tails = set()
+    for name, _ in model.named_buffers(remove_duplicate=False):
+        if name not in kept:
+            # Module and buffer: what encloses them may be called otherwise in the folder.
+            tails.add(".".join(name.split(".")[-2:]))
+    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    patterns = [rf"(^|\.){re.escape(tail)}$" for tail in sorted(tails)]
+    return [re.compile(pattern) for pattern in (*patterns, *ignored)]
 
 
 def with_values(model: nn.Module, folder: Folder) -> nn.Module:
@@ -155,34 +165,45 @@ def with_values(model: nn.Module, folder: Folder) -> nn.Module:
     memo: dict[int, object] = {}
     for parameter in model.parameters():
         memo[id(parameter)] = fake_parameter(parameter, mode) if parameter.is_meta else parameter
-    memo |= {
-        id(x): reader.whole(name).to("cpu" if x.is_meta else x.device, x.dtype) for name, x in kept.items()
-    }
-    made = {name: x for name, x in model.named_buffers() if name not in kept}
-    computed = computed_buffers(model, [name for name, x in made.items() if x.is_meta])
-    memo |= {id(x): computed.get(name, x) for name, x in made.items()}
+    for name, buffer in kept.items():
+        device = torch.device("cpu") if buffer.is_meta else buffer.device
+        memo[id(buffer)] = reader.whole(name).to(device, buffer.dtype)
+    derived = {name: buffer for name, buffer in model.named_buffers() if name not in kept}
+    computed = computed_buffers(model, [name for name, buffer in derived.items() if buffer.is_meta])
+    for name, buffer in derived.items():
+        memo[id(buffer)] = computed.get(name, buffer)
     return copy.deepcopy(model, memo)
 
 
 def computed_buffers(model: nn.Module, names: Collection[str]) -> dict[str, torch.Tensor]:
     """Return values of buffers that no file holds (tables of angles), as transformers' models set them
     after loading.
+
+    PlanError for a buffer that keeps no values.
     """
     if not names:
         return {}
     mode = fake_mode()
-    memo: dict[int, object] = {
-        id(parameter): fake_parameter(parameter, mode) for parameter in model.parameters()
-    }
-    memo |= {id(x): torch.empty_like(x, device="cpu") for x in model.buffers()}
+    # A copy without memory for its parameters, and with buffers that can be computed.
+    memo: dict[int, object] = {}
+    for parameter in model.parameters():
+        memo[id(parameter)] = fake_parameter(parameter, mode)
+    for buffer in model.buffers():
+        memo[id(buffer)] = torch.empty_like(buffer, device="cpu")
     scratch = copy.deepcopy(model, memo)
-    before = {name: (x, x._version) for name, x in scratch.named_buffers()}
+    before = {name: (buffer, buffer._version) for name, buffer in scratch.named_buffers()}
     initialize = getattr(scratch, "initialize_weights", None)
     if initialize is not None:
+        # The user's random state stays what it is.
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             initialize()
     now = dict(scratch.named_buffers())
-    lost = [name for name in names if now[name] is before[name][0] and now[name]._version == before[name][1]]
+    # Neither replaced nor written to.
+    lost = []
+    for name in names:
+        buffer, version = before[name]
+        if now[name] is buffer and buffer._version == version:
+            lost.append(name)
     if lost:
         remedy = "give them their values on the model (module.name = tensor), or build it on a real device"
         raise PlanError(counted(lost), "buffers on the meta device, of which files hold no values", remedy)
@@ -209,7 +230,9 @@ def format_of(model: nn.Module) -> FolderFormat:
 
 
 def write_configs(model: nn.Module, folder: Path) -> None:
-    """Write the files beside the weights: config.json and generation_config.json, of models that have them."""
+    """Write the files beside the weights: config.json and generation_config.json, of models that have
+    them.
+    """
     config: Any = copy.deepcopy(getattr(model, "config", None))
     if hasattr(config, "save_pretrained"):
         config.architectures = [type(model).__name__]

@@ -1,7 +1,9 @@
-"""What a user may ask for, checked once: the one place where keywords, their defaults and choices are declared.
+"""What a user may ask for, checked once: the one place where keywords, their defaults and choices are
+declared.
 
-A field of `Options` is a keyword of `parallelize`. Its metadata make the flag of the command line and what plan.json says; the
-signature of `parallelize` is written by hand, and a test compares the two.
+In: keywords of `parallelize`, and a plan. Out: `Options`. A field of `Options` is a keyword: its metadata
+make the flag of the command line and the entry in plan.json. The signature of `parallelize` is written by
+hand, and a test compares the two.
 
     Options(t=2, p=2, d=2, v=2).mesh.size == 8
 """
@@ -18,12 +20,13 @@ from typing import Any, NamedTuple
 from autoptd.errors import PlanError
 from autoptd.ir.elsewhere import remedy_for
 from autoptd.ir.fusion import FUSED
-from autoptd.ir.machine import Machine, find_machine, spelled
+from autoptd.ir.machine import Machine, find_machine, machine_record
 from autoptd.ir.machine_files import machine_names
 from autoptd.ir.mesh import DEGREES, ORDER, Mesh
 from autoptd.ir.plan import Plan, nearest, read_plan
 
-SCHEDULES: dict[str, int] = {  # model chunks per pipeline rank that a schedule runs; 0: any number
+# Model chunks per pipeline rank that a schedule runs; 0: any number.
+SCHEDULES: dict[str, int] = {
     "gpipe": 1,
     "1f1b": 1,
     "interleaved": 0,
@@ -32,11 +35,13 @@ SCHEDULES: dict[str, int] = {  # model chunks per pipeline rank that a schedule 
     "zb_2p": 1,
     "zbv": 2,
 }
-ZERO_BUBBLE = ("zb_h1", "zb_2p", "zbv")  # they place the weight gradients, as actions W, themselves
+# Schedules that place the weight gradients, as actions W, themselves.
+ZERO_BUBBLE = ("zb_h1", "zb_2p", "zbv")
 P2P = ("auto", "scatter_gather", "direct")
 DELAYS = ("after_b", "before_reduce")
 BACKENDS = ("local", "gloo", "nccl")
 FUSE = ("eager", "triton", "inductor", False)
+UNIT_BYTES = {"KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30, "KB": 1e3, "MB": 1e6, "GB": 1e9}
 
 
 class Missing(NamedTuple):
@@ -59,9 +64,10 @@ NOT_YET = {
 class Keyword:
     """What is known of a keyword of `parallelize` beside its default: metadata of its field of `Options`.
 
-    `flag` says how the command line reads it, a key of `FLAGS` in cli/parser.py; "" for a keyword without a flag. `help` and
-    `metavar` are argparse's; `is_for_training`: only `autoptd train` has the flag. `choices` are the values that it may have,
-    where they can be listed. `is_planned`: plan.json has it under "options", in the order of the fields.
+    `flag` says how the command line reads it, a key of `FLAGS` in cli/parser.py; "" for a keyword without a
+    flag. `help` and `metavar` are argparse's; `is_for_training`: only `autoptd train` has the flag.
+    `choices` are the values that it may have, where they can be listed. `is_planned`: plan.json has it
+    under "options", in the order of the fields.
     """
 
     flag: str = ""
@@ -72,7 +78,7 @@ class Keyword:
     is_for_training: bool = False
 
     def allows(self, value: Any) -> bool:
-        """Whether a value is one of the choices, if they are listed; 1 is not True."""
+        """Tell whether a value is one of the choices, if they are listed; 1 is not True."""
         same = (value == choice and type(value) is type(choice) for choice in self.choices)
         return not self.choices or any(same)
 
@@ -90,50 +96,57 @@ IN_PLAN: dict[str, Any] = {"is_planned": True}
 class Options:
     """One request: t, p, d degrees, v model chunks per pipeline rank, and how to run.
 
-    `order` says which ranks are neighbours: the mesh axes, fastest first.
+    order: which ranks are neighbours: the mesh axes, fastest first.
+    num_microbatches: per replica and step; None takes the largest divisor of the replica's rows that is at
+        most 4p, a multiple of p preferred.
+    schedule: one of `SCHEDULES`, or the path of a text file with a schedule of your own
+        (schedule/written.py), which gives m as well; None takes 1f1b for v=1, else interleaved.
+    seed: draws the dropout masks.
+    sequence_parallel: lets tp split values by tokens as well, which must divide over t. True is
+        Korthikanti's plan (Korthikanti et al. 2022): all matrices stay split as without; norms, dropouts
+        and residuals are a t-th (values of some KB stay whole: starting a second collective would cost
+        more); all-gathers and reduce-scatters replace the all-reduces, at the same bytes. "auto" may split
+        anything by tokens, where that is cheapest; reports compare its plan with the known ones.
+    p2p: how a value that is equal on all tensor ranks travels between stages: "direct", each rank sends all
+        of it; "scatter_gather", each sends 1/t and the receivers gather (SC'21, section 4.1); "auto",
+        whichever is faster on the described machine (ir/machine.py; the rule: program/transfers.py).
+    fuse: by what patterns of operators are replaced (passes/fusion): "eager", operators of torch; "triton",
+        kernels for CUDA devices; "inductor", every distinct layer compiled by torch's compiler, at the
+        start of a run; False, nothing is replaced. None takes "triton" where the ranks are on CUDA devices
+        and Triton is installed, else "eager".
+    fuse_only: the fused operators that may be used, if not all: those of `program.fusions`.
+    memory: what a rank may hold, in bytes: parameters with gradients and AdamW's two moments, and the
+        activations of the microbatches in flight; None: the machine's (the default has no bound).
+    memory_price: seconds per microbatch that each byte of a rank costs more. Where the fastest plan over tp
+        does not fit, it is raised until one does (`memory_price.py`); a saved plan has it, and so gives the
+        same program again.
+    machine: what plans are weighed for: a name as `plan(cluster=)` takes it, such as "h100"
+        (autoptd/machines), or a `Machine` (ir/machine.py).
+    timeout: in seconds.
+    nan: "ignore" lets a NaN loss pass; CUDA sees one a step late.
+    check_every: 100 compares, in every 100th step, the batches of the ranks that must read the same (in the
+        first three steps too), and the copies of parameters that must be equal (before the second step
+        too); 0 never does.
+    plan: pinned decisions (`ir/plan.py`).
 
-    `num_microbatches` counts per replica and step; None takes the largest divisor of the replica's rows that is at most 4p,
-    a multiple of p preferred. `schedule` is one of `SCHEDULES`, or the path of a text file with a schedule of your
-    own (schedule/written.py), which says m as well; None takes 1f1b for v=1, else interleaved.
-    `sequence_parallel` lets tp split values by tokens as well. True is Korthikanti's plan (Korthikanti et al. 2022): all
-    matrices stay split as without; norms, dropouts and residuals are a t-th (values of some KB stay whole: starting a second
-    collective would cost more); all-gathers and reduce-scatters stand in the place of all-reduces, at the same bytes. The
-    tokens must divide over t. "auto" may split anything by tokens, where that is cheapest; what it found is told beside the
-    known plans.
-    `seed` draws the dropout masks. `timeout` is in seconds. `nan="ignore"` lets a NaN loss pass; CUDA sees one a step late.
-    `check_every=100` compares, in every 100th step, the batches of the ranks that must read the same (in the first three steps
-    too), and the copies of parameters that must be equal (before the second step too); 0 never does.
-    `p2p` says how a value that
-    is equal on all tensor ranks travels between stages: "direct", each rank sends all of it; "scatter_gather", each sends 1/t
-    and the receivers gather (SC'21, section 4.1); "auto", whichever is faster by the description of the machine
-    (ir/machine.py; the rule: program/transfers.py).
+    Three keywords, all off by default, are hooks on the backward of linear layers (runtime/linear.py),
+    under Megatron's names. A layer with a hook is a Python autograd function: about 10% slower at h=64, not
+    at all from h=256 (benchmarks).
 
-    `fuse` says by what patterns of operators are replaced (passes/fusion): "eager", operators of torch's; "triton", kernels for
-    CUDA devices; "inductor", every distinct layer compiled by torch's compiler, at the start of a run; False, nothing is
-    replaced. None takes "triton" where the ranks are on CUDA devices and Triton is there, else "eager". `fuse_only` names the
-    fused operators that may be used, if not all: those of `program.fusions`.
-
-    `memory` is what a rank may hold, in bytes: parameters with gradients and AdamW's two moments, and the activations of
-    the microbatches in flight; None: the machine's (the default has no bound). `machine` is what plans are weighed for: a
-    name as `plan(cluster=)` takes it, such as "h100" (autoptd/machines), or a `Machine` (ir/machine.py). `plan` pins
-    decisions (`ir/plan.py`). Where the fastest plan over tp does not fit, one that takes longer is looked for
-    (`memory_price.py`): each byte that a rank holds costs `memory_price` seconds per microbatch more. A saved plan tells
-    it, so that it gives the same program again.
-
-    The rest, all off by default, are hooks on the backward of linear layers (runtime/linear.py), under Megatron's names. A
-    layer with a hook is a Python autograd function: about 10% slower at h=64, nothing from h=256 (benchmarks).
-
-    - `async_tensor_model_parallel_allreduce`: the all-reduce of the input's gradient of a column-split layer runs beside the
-      GEMM of the weight's gradient. Gains up to the shorter of the two per layer, where communication needs no compute.
-      An input that several layers share (separate q, k, v) keeps its own all-reduce, in the open. On GPUs up to Hopper it
-      wants CUDA_DEVICE_MAX_CONNECTIONS=1, so that the all-reduce starts before that GEMM.
-    - `accumulate_allreduce_grads_in_fp32`: gradients add up over microbatches, and over ranks, in float32 (float64 for
-      float64), whatever the parameters' dtype: `parameter.main_grad`. `parameter.grad` is its copy in the parameter's
-      dtype. Costs 4 bytes a parameter and twice the reduced bytes where that dtype is bf16. Linear layers add to the sum
-      from within the GEMM (Megatron's gradient_accumulation_fusion), with float32 parameters too.
-    - `delay_wgrad_compute`: B leaves the GEMMs of the weights' gradients to actions W, so that an earlier stage need not
-      wait for them: "after_b" runs W right behind its B; "before_reduce" all W of a stage before its gradients are reduced,
-      which keeps every microbatch's inputs and output gradients of these layers until then.
+    async_tensor_model_parallel_allreduce: the all-reduce of the input's gradient of a column-split layer
+        runs beside the GEMM of the weight's gradient. Gains up to the shorter of the two per layer, where
+        communication needs no compute. An input that several layers share (separate q, k, v) keeps its own
+        all-reduce, which is not hidden. On GPUs up to Hopper it wants CUDA_DEVICE_MAX_CONNECTIONS=1, so
+        that the all-reduce starts before that GEMM.
+    accumulate_allreduce_grads_in_fp32: gradients add up over microbatches, and over ranks, in float32
+        (float64 for float64), whatever the parameters' dtype: `parameter.main_grad`. `parameter.grad` is
+        its copy in the parameter's dtype. Costs 4 bytes a parameter and twice the reduced bytes where that
+        dtype is bf16. Linear layers add to the sum from within the GEMM (Megatron's
+        gradient_accumulation_fusion), with float32 parameters too.
+    delay_wgrad_compute: B leaves the GEMMs of the weights' gradients to actions W, so that an earlier stage
+        need not wait for them: "after_b" runs W right behind its B; "before_reduce" all W of a stage before
+        its gradients are reduced, which keeps every microbatch's inputs and output gradients of these
+        layers until then.
     """
 
     t: int = field(default=1, metadata=_about("count", "tensor-parallel degree"))
@@ -217,52 +230,48 @@ class Options:
             object.__setattr__(self, "schedule", "interleaved" if self.v > 1 else "1f1b")
         if is_path(self.schedule):
             object.__setattr__(self, "schedule", Path(str(self.schedule)))
-        object.__setattr__(self, "machine", spelled(self.machine))
+        object.__setattr__(self, "machine", machine_record(self.machine))
         object.__setattr__(self, "memory", _check_memory(self.memory))
         self._check_schedule()
         self._check_numbers()
 
     def _check_schedule(self) -> None:
-        """The schedule runs v chunks on p ranks, and places the weight gradients itself or lets a keyword do it."""
+        """Check that the schedule runs v chunks on p ranks, and either places the weight gradients itself
+        or leaves them to a keyword.
+        """
         chunks = SCHEDULES.get(str(self.schedule), 0)
         if chunks > 1 and self.p == 1:
             fact = f"runs {chunks} model chunks per pipeline rank, and there is no pipeline (p=1)"
-            raise PlanError(
-                f"schedule={self.schedule!r}", fact, f"schedule='1f1b' with v=1, or p >= 2 with v={chunks}"
-            )
+            remedy = f"schedule='1f1b' with v=1, or p >= 2 with v={chunks}"
+            raise PlanError(f"schedule={self.schedule!r}", fact, remedy)
         if not isinstance(self.schedule, Path):
             check_schedule(str(self.schedule), self.v)
         if self.v > 1 and self.p == 1:
             fact = "several model chunks per pipeline rank gain nothing without a pipeline (p=1)"
             raise PlanError(f"v={self.v}", fact, "v=1, or p >= 2")
-        if self.delay_wgrad_compute is not None and (
-            self.schedule in ZERO_BUBBLE or isinstance(self.schedule, Path)
-        ):
+        places_wgrads = self.schedule in ZERO_BUBBLE or isinstance(self.schedule, Path)
+        if self.delay_wgrad_compute is not None and places_wgrads:
             fact = f"schedule={str(self.schedule)!r} places the weight gradients itself"
             raise PlanError(f"delay_wgrad_compute={self.delay_wgrad_compute!r}", fact, "one of the two")
 
     def _check_numbers(self) -> None:
-        """Seconds, bytes and steps are such; the fused operators exist."""
-        if (
-            not isinstance(self.check_every, int)
-            or isinstance(self.check_every, bool)
-            or self.check_every < 0
-        ):
-            raise PlanError(
-                f"check_every={self.check_every!r}", "no number of steps", "for example 100; 0 for never"
-            )
+        """Check seconds, bytes and steps, and that the fused operators exist."""
+        # True is an int, and no number of steps.
+        is_whole = isinstance(self.check_every, int) and not isinstance(self.check_every, bool)
+        if not is_whole or self.check_every < 0:
+            remedy = "for example 100; 0 for never"
+            raise PlanError(f"check_every={self.check_every!r}", "not a number of steps", remedy)
         unknown = sorted(set(self.fuse_only or ()) - set(FUSED))
         if isinstance(self.fuse_only, str) or unknown:
             remedy = f"a list of: {', '.join(FUSED)}"
             raise PlanError(f"fuse_only={self.fuse_only!r}", "names no fused operators", remedy)
         if self.memory_price is not None and not 0 <= self.memory_price < math.inf:
-            raise PlanError(
-                f"memory_price={self.memory_price}", "no price in seconds per byte", "leave it out"
-            )
+            fact = "not a price in seconds per byte"
+            raise PlanError(f"memory_price={self.memory_price}", fact, "leave it out")
+        # NaN is not above 0 either.
         if not self.timeout > 0:
-            raise PlanError(
-                f"timeout={self.timeout}", "no positive number of seconds", "for example timeout=300"
-            )
+            fact = "not a positive number of seconds"
+            raise PlanError(f"timeout={self.timeout}", fact, "for example timeout=300")
 
     @property
     def mesh(self) -> Mesh:
@@ -270,7 +279,7 @@ class Options:
 
     @property
     def rank_machine(self) -> Machine:
-        """What a rank can do and hold."""
+        """The machine, with the memory that a rank may hold."""
         machine = find_machine(self.machine)
         return machine if self.memory is None else replace(machine, memory=float(self.memory))
 
@@ -288,75 +297,67 @@ KEYWORDS: dict[str, Keyword] = {item.name: item.metadata["keyword"] for item in 
 
 
 def make_options(*, plan: Any = None, **keywords: Any) -> Options:
-    """Return Options from the keywords of `parallelize`, `compile` or `verify`; refuse what does not exist yet.
+    """Return Options from the keywords of `parallelize`, `compile` or `verify`; refuse what does not exist
+    yet.
 
-    `plan` is a dict or the path of a plan.json; a keyword may not contradict it. A keyword that is None is left out.
+    `plan` is a dict or the path of a plan.json; a keyword may not contradict it. A keyword that is None is
+    left out.
     """
     for name, missing in NOT_YET.items():
         value = keywords.pop(name, missing.neutral[0])
         if value not in missing.neutral:
-            raise PlanError(
-                f"{name}={value!r}", f"{missing.feature} is not there yet", f"leave the keyword {name} out"
-            )
+            fact = f"{missing.feature} is not there yet"
+            raise PlanError(f"{name}={value!r}", fact, f"leave the keyword {name} out")
     for name in keywords:
         if name not in KEYWORDS:
-            raise PlanError(
-                f"{name}=", "no such keyword", remedy_for(name) or nearest(name, sorted(KEYWORDS))
-            )
+            remedy = remedy_for(name) or nearest(name, sorted(KEYWORDS))
+            raise PlanError(f"{name}=", "no such keyword", remedy)
     keywords = {name: value for name, value in keywords.items() if value is not None}
     if plan is None:
         return Options(**keywords)
+    # These two as a plan has them, so that the two can be compared.
     if isinstance(keywords.get("schedule"), os.PathLike):
-        keywords["schedule"] = os.fspath(keywords["schedule"])  # as a plan spells it
+        keywords["schedule"] = os.fspath(keywords["schedule"])
     if "machine" in keywords:
-        keywords["machine"] = spelled(keywords["machine"])  # likewise
-    planned = frozenset(name for name, keyword in KEYWORDS.items() if keyword.is_planned)
-    said, pinned = read_plan(plan, keywords, planned)
-    return Options(
-        **{**{name: value for name, value in said.items() if value is not None}, **keywords, "plan": pinned}
-    )
+        keywords["machine"] = machine_record(keywords["machine"])
+    in_plan = frozenset(name for name, keyword in KEYWORDS.items() if keyword.is_planned)
+    planned, pinned = read_plan(plan, keywords, in_plan)
+    planned = {name: value for name, value in planned.items() if value is not None}
+    return Options(**{**planned, **keywords, "plan": pinned})
 
 
 def is_path(schedule: Any) -> bool:
-    """Whether a schedule is a user's own: a path, a name that ends in .txt, or that of a file."""
+    """Tell whether a schedule is a user's own: a path, a name that ends in .txt, or that of a file."""
     if isinstance(schedule, os.PathLike):
         return True
-    return (
-        schedule not in SCHEDULES
-        and isinstance(schedule, str)
-        and (schedule.endswith(".txt") or Path(schedule).is_file())
-    )
+    if schedule in SCHEDULES or not isinstance(schedule, str):
+        return False
+    return schedule.endswith(".txt") or Path(schedule).is_file()
 
 
 def check_schedule(name: str, v: int) -> None:
     """Refuse a schedule that does not exist, or that does not run `v` model chunks per pipeline rank."""
     if name not in SCHEDULES:
-        raise PlanError(
-            f"schedule={name!r}", "no such schedule", f"one of {', '.join(SCHEDULES)}, or a .txt file"
-        )
-    if SCHEDULES[name] not in (0, v):
-        others = [other for other, chunks in SCHEDULES.items() if chunks in (0, v)]
-        fact = f"schedule={name!r} runs {SCHEDULES[name]} model chunk{'s' * (SCHEDULES[name] > 1)} per pipeline rank"
-        raise PlanError(f"v={v}", fact, f"v={SCHEDULES[name]}, or a schedule in {{{', '.join(others)}}}")
+        remedy = f"one of {', '.join(SCHEDULES)}, or a .txt file"
+        raise PlanError(f"schedule={name!r}", "no such schedule", remedy)
+    chunks = SCHEDULES[name]
+    if chunks not in (0, v):
+        others = [other for other, runs in SCHEDULES.items() if runs in (0, v)]
+        plural = "s" if chunks > 1 else ""
+        fact = f"schedule={name!r} runs {chunks} model chunk{plural} per pipeline rank"
+        raise PlanError(f"v={v}", fact, f"v={chunks}, or a schedule in {{{', '.join(others)}}}")
 
 
 def parse_bytes(text: str) -> float:
-    """Bytes of `80e9`, `80GB` or `80GiB`; ValueError for what is not a number of bytes."""
-    for unit, size in (
-        ("KiB", 2.0**10),
-        ("MiB", 2.0**20),
-        ("GiB", 2.0**30),
-        ("KB", 1e3),
-        ("MB", 1e6),
-        ("GB", 1e9),
-    ):
+    """Return the bytes of `80e9`, `80GB` or `80GiB`; ValueError for what is not a number of bytes."""
+    for unit, nbytes in UNIT_BYTES.items():
         if text.endswith(unit):
-            return float(text.removesuffix(unit)) * size
+            return float(text.removesuffix(unit)) * nbytes
     return float(text)
 
 
 def _check_memory(memory: Any) -> float | None:
-    """A rank's memory in bytes; PlanError for what is not a positive number of them."""
+    """Return a rank's memory in bytes; PlanError for what is not a positive number of them."""
     if memory is None:
         return None
     try:
@@ -365,13 +366,11 @@ def _check_memory(memory: Any) -> float | None:
             return nbytes
     except (TypeError, ValueError):
         pass
-    raise PlanError(
-        f"memory={memory!r}", "is not a positive number of bytes", "for example memory=80e9 or '80GB'"
-    )
+    remedy = "for example memory=80e9 or '80GB'"
+    raise PlanError(f"memory={memory!r}", "is not a positive number of bytes", remedy)
 
 
 def _check_degree(name: str, value: Any) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise PlanError(
-            f"{name}={value!r}", "a degree is a whole number of at least 1", f"for example {name}=1"
-        )
+        fact = "a degree is a whole number of at least 1"
+        raise PlanError(f"{name}={value!r}", fact, f"for example {name}=1")

@@ -22,7 +22,7 @@ from autoptd.codegen.names import choose_names
 from autoptd.codegen.repeats import Repeat, find_repeats
 from autoptd.codegen.runs import Run, find_runs
 from autoptd.ir.notes import note, ops, output, placeholders
-from autoptd.ir.periods import SHORTEST
+from autoptd.ir.periods import MIN_OPERATORS
 
 LINE = 60  # operators that one source line may stand for
 MIN_BLOCK = 4  # operators that are worth a method
@@ -166,7 +166,7 @@ def _own_runs(part: Part) -> list[Run]:
     """What repeats within a stage beside the layers of the program: there, other stages may read what goes on inside."""
     found: list[Run] = []
     for low, high in part.gaps():
-        if high - low < 2 * SHORTEST:
+        if high - low < 2 * MIN_OPERATORS:
             continue
         some = part.body[low:high]
         later = {*part.results, *(arg for node in part.body[high:] for arg in node.all_input_nodes)}

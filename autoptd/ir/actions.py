@@ -3,8 +3,10 @@
     F2.1          forward of stage 2 on microbatch 1
     B2.1          its backward
     W2.1          its weight gradients, where B2.1 left them for later
-    SEND_F2.1>3   send stage 2's outputs for stage 3;      RECV_F3.1<2   post the receive of it, on stage 3's rank
-    SEND_B3.1>2   send the gradients of those values back; RECV_B2.1<3   post the receive of it, on stage 2's rank
+    SEND_F2.1>3   send stage 2's outputs for stage 3
+    RECV_F3.1<2   post the receive of it, on stage 3's rank
+    SEND_B3.1>2   send the gradients of those values back
+    RECV_B2.1<3   post the receive of it, on stage 2's rank
     REDUCE2       stage 2's parameter gradients are complete on this rank: reduce them
 
 Every action prints as its text and parses back: `parse("F2.1") == Action(Kind.F, 2, 1)`.
@@ -28,19 +30,21 @@ class Kind(Enum):
     RECV_B = "RECV_B"
     REDUCE = "REDUCE"
 
-    __hash__ = (
-        object.__hash__
-    )  # a schedule has a million actions, looked up by hash: Enum's own is Python code
+    # A schedule has a million actions, looked up by hash: Enum's own hash is Python code.
+    __hash__ = object.__hash__
 
 
 SENDS = (Kind.SEND_F, Kind.SEND_B)
 RECVS = (Kind.RECV_F, Kind.RECV_B)
 COMPUTES = (Kind.F, Kind.B, Kind.W)
+# Kind, stage, microbatch, peer.
 _TEXT = re.compile(r"(SEND_F|SEND_B|RECV_F|RECV_B|REDUCE|F|B|W)(\d+)(?:\.(\d+))?(?:[<>](\d+))?")
 
 
 class Action(NamedTuple):
-    """One entry of a schedule: `stage` does `kind` for `microbatch`; `peer` is the other stage of a transfer."""
+    """One entry of a schedule: `stage` does `kind` for `microbatch`; `peer` is the other stage of a
+    transfer.
+    """
 
     kind: Kind
     stage: int
@@ -56,16 +60,19 @@ class Action(NamedTuple):
 def parse(text: str) -> Action:
     """Return the action that `text` spells; ValueError when it spells none."""
     match = _TEXT.fullmatch(text)
-    action = match and Action(
-        Kind(match[1]), int(match[2]), int(match[3]) if match[3] else -1, int(match[4]) if match[4] else -1
-    )
-    if not action or str(action) != text:
-        raise ValueError(f"{text!r} is not an action")
-    return action
+    if match:
+        kind, stage, microbatch, peer = match.groups(default="-1")
+        action = Action(Kind(kind), int(stage), int(microbatch), int(peer))
+        # The pattern takes `F02`, or an arrow the wrong way, too.
+        if str(action) == text:
+            return action
+    raise ValueError(f"{text!r} is not an action")
 
 
 def phase_of(text: str) -> tuple[str, int]:
-    """("forward" or "backward", stage) of what happens during the action that `text` spells; ("step", -1) between actions."""
+    """Return ("forward" or "backward", stage) for the action that `text` spells; ("step", -1) between
+    actions, and for REDUCE.
+    """
     try:
         action = parse(text)
     except ValueError:
@@ -75,32 +82,40 @@ def phase_of(text: str) -> tuple[str, int]:
     return "forward" if action.kind in (Kind.F, Kind.SEND_F, Kind.RECV_F) else "backward", action.stage
 
 
-Orders = list[list[Action]]  # one list per pipeline rank
+# One list of actions per pipeline rank.
+Orders = list[list[Action]]
 
 
 def ranks_of_stages(orders: Sequence[Sequence[Action]]) -> tuple[int, ...]:
-    """The pipeline rank of every stage: the first one whose order runs it; -1 for a number that no order runs."""
-    found: dict[int, int] = {}
+    """Return the pipeline rank of every stage: the first one whose order runs it; -1 for a stage that none
+    runs.
+    """
+    rank_of: dict[int, int] = {}
     for rank, order in enumerate(orders):
-        for stage in {stage for kind, stage, _, _ in order if kind in COMPUTES}:
-            found.setdefault(stage, rank)
-    return tuple(found.get(stage, -1) for stage in range(max(found, default=-1) + 1))
+        for stage in {action.stage for action in order if action.kind in COMPUTES}:
+            rank_of.setdefault(stage, rank)
+    return tuple(rank_of.get(stage, -1) for stage in range(max(rank_of, default=-1) + 1))
 
 
 def format_orders(orders: Sequence[Sequence[Action]]) -> str:
-    """One line per pipeline rank, actions separated by spaces."""
+    """Format orders as one line per pipeline rank, actions separated by spaces."""
     return "".join(" ".join(map(str, order)) + "\n" for order in orders)
 
 
 def parse_orders(text: str) -> Orders:
-    """Inverse of `format_orders`; empty lines and lines that start with # are skipped. ValueError names line and word."""
+    """Return the orders that `format_orders` wrote; empty lines and lines that start with # are skipped.
+
+    ValueError names line and word.
+    """
     orders: Orders = []
     for number, line in enumerate(text.splitlines(), 1):
-        if line.strip() and not line.lstrip().startswith("#"):
-            orders.append([])
-            for place, word in enumerate(line.split(), 1):
-                try:
-                    orders[-1].append(parse(word))
-                except ValueError as error:
-                    raise ValueError(f"line {number}, word {place}: {error}") from None
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        order = []
+        for place, word in enumerate(line.split(), 1):
+            try:
+                order.append(parse(word))
+            except ValueError as error:
+                raise ValueError(f"line {number}, word {place}: {error}") from None
+        orders.append(order)
     return orders

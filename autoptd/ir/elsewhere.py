@@ -1,12 +1,15 @@
-"""What keywords of other tools are called here: Megatron-LM's, torchtitan's, DDP's and FSDP's, Accelerate's, DeepSpeed's.
+"""Keywords of other tools, and what to write instead: Megatron-LM, torchtitan, DDP, FSDP, Accelerate,
+DeepSpeed.
 
-In: the name of an unknown keyword. Out: the remedy that an error about it gives, or None for a name that is not known either.
+In: the name of an unknown keyword. Out: the remedy for the error message, or None for a name that no tool
+has.
 
     remedy_for("tensor_model_parallel_size")        # "it is called t here"
 """
 
 from __future__ import annotations
 
+# Remedies that several names share.
 PRECISION = "mixed precision is not there yet: model.to(torch.bfloat16) before, or leave it out"
 RANKS = "leave it out: t * p * d ranks run, as many as torchrun starts (--nproc-per-node)"
 ROWS = "num_microbatches=m: a replica's rows of the batch are divided by it"
@@ -78,5 +81,5 @@ REMEDIES = {name: remedy for remedy, names in _REMEDIES.items() for name in name
 
 
 def remedy_for(name: str) -> str | None:
-    """Return what to write instead of a keyword of another tool; None where it is none that is known."""
+    """Return what to write instead of another tool's keyword; None for a name that is not listed."""
     return REMEDIES.get(name)

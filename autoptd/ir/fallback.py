@@ -1,6 +1,7 @@
-"""What tensor parallelism could not do, and why: one record per operator, for people.
+"""What tensor parallelism could not split, and why: one record per operator, for people.
 
-Fallback("transformer.h.0.attn", "aten.linear", "6 heads do not divide over t=4", "t in {1, 2, 3, 6}", flops=1000)
+Fallback("transformer.h.0.attn", "aten.linear", "6 heads do not divide over t=4", "t in {1, 2, 3, 6}",
+flops=1000)
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Fallback:
-    """An operator that is not split as one would expect: `site` is its module, `fact` the reason, `remedy` what would help.
+    """An operator that is not split as one would expect: `site` is its module, `fact` the reason, `remedy`
+    what would help.
 
-    `flops` are those (forward, whole tensors) that every tensor rank does in full because of it; 0 where it is split otherwise.
+    `flops` are forward FLOPs of whole tensors that every tensor rank repeats because of it; 0 where it is
+    split otherwise.
     """
 
     site: str
@@ -24,5 +27,5 @@ class Fallback:
 
 
 def divisors(sizes: Iterable[int]) -> list[int]:
-    """All numbers that divide one of `sizes` at least, ascending."""
+    """Return all numbers that divide at least one of `sizes`, ascending."""
     return sorted({k for size in sizes for k in range(1, size + 1) if size % k == 0})

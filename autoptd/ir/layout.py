@@ -1,14 +1,15 @@
 """Where the parts of a value lie on the ranks: one value type per axis.
 
-In: the types over the axes that divide the value, by the axis' name; over every other axis it is `I`. The axes are those of the
-mesh, sub-axes of them (`sub_axes.py`), and `BATCH`: all microbatches of all replicas, over which values are typed as over an
-axis of ranks.
+In: types by the name of their axis; an axis that is left out has `I`. Axes are those of the mesh, sub-axes
+of them (`sub_axes.py`), and `BATCH`: all microbatches of all replicas, over which values are typed as over
+an axis of ranks. Out: types, local shapes, and where shards lie.
 
     layout = Layout({"tp": S(2, 0), BATCH: S(0, 0)})
     layout["tp"], layout["pp"], layout.batch        # S(2, 0), I, S(0, 0)
     layout.local_shape(dims, Mesh(t=4))             # of one tensor rank, with all rows of the batch
 
-With 2 KV heads, 4 query heads for each and t = 4, no atom of 2 x 4 divides over the ranks, but two sub-axes of them do:
+With 2 KV heads, 4 query heads for each and t = 4, no atom of 2 x 4 divides over the ranks, but two sub-axes
+of them do:
 
     queries = Layout({"tp:(1)2": S(2, 0), "tp:(2)2": S(2, 1)})      # every rank has 2 of the 8 heads
     keys = Layout({"tp:(1)2": S(2, 0), "tp:(2)2": R})               # and the KV head that these look at
@@ -26,6 +27,7 @@ from autoptd.ir.mesh import Mesh
 from autoptd.ir.sub_axes import SubAxis, base, covers, is_sub_axis, parse
 from autoptd.ir.types import Dims, I, Outer, ValueType, outer_size, padded_size, shard_size, type_text
 
+# No axis of the mesh: its "ranks" are the microbatches of all replicas.
 BATCH = "batch"
 
 
@@ -39,11 +41,14 @@ class Layout:
     types: tuple[tuple[str, ValueType], ...]
 
     def __init__(self, types: Mapping[str, ValueType] | None = None) -> None:
+        # Without the I's, equal layouts are equal tuples.
         named = [(axis, kind) for axis, kind in (types or {}).items() if kind != I]
         object.__setattr__(self, "types", tuple(sorted(named, key=_place)))
 
     def __getitem__(self, axis: str) -> ValueType:
         for name, kind in self.types:
+            # A type over an axis is that over each of its sub-axes; types over sub-axes make none of the
+            # axis.
             if covers(name, axis):
                 return kind
             if covers(axis, name):
@@ -54,15 +59,15 @@ class Layout:
         return ", ".join(f"{axis}: {kind}" for axis, kind in self.types) or "I"
 
     def having(self, axis: str, kind: ValueType) -> Layout:
-        """This layout, with another type over one axis."""
+        """Return this layout with another type over one axis."""
         return self.replacing(axis, Layout({axis: kind}))
 
     def replacing(self, axis: str, types: Layout) -> Layout:
-        """This layout, with other types over one axis and its sub-axes: those of `types`."""
+        """Return this layout with the types of `types` over one axis and its sub-axes."""
         return Layout({name: kind for name, kind in self.types if base(name) != axis} | dict(types.types))
 
     def over(self, axis: str) -> Layout:
-        """The types over one axis and its sub-axes alone."""
+        """Return the types over one axis and its sub-axes alone."""
         return Layout({name: kind for name, kind in self.types if base(name) == axis})
 
     @property
@@ -102,33 +107,41 @@ class Layout:
         return frozenset(kind.dim for _, kind in self.shards)
 
     def is_chunk(self, dims: Dims) -> bool:
-        """Whether consecutive ranks have consecutive chunks of the value, or of each of its blocks.
+        """Tell whether consecutive ranks have consecutive chunks of the value, or of each of its blocks.
 
         Sub-axes that cut neighbouring atoms do together what their axis would do with the product of these.
         """
+        if len(self.shards) < 2:
+            return True
+        # All atoms of the value, in the order of its elements.
         order = [(dim, atom) for dim, atoms in enumerate(dims) for atom in range(len(atoms))]
         places = [order.index((kind.dim, kind.atom)) for _, kind in self.shards]
-        if len(places) < 2:
-            return True
         factors = [parse(axis) for axis, _ in self.shards]
-        are_neighbours = all(
-            slow.axis == fast.axis and slow.end == fast.before for slow, fast in pairwise(factors)
-        )
-        return are_neighbours and all(second == first + 1 for first, second in pairwise(places))
+        for slow, fast in pairwise(factors):
+            if slow.axis != fast.axis or slow.end != fast.before:
+                return False
+        return all(second == first + 1 for first, second in pairwise(places))
 
     def chunk_axis(self, dims: Dims, mesh: Mesh) -> str | None:
-        """The axis along which the chunks of the value lie, None if it is not cut; InternalError where there is not one."""
+        """Return the axis along which the chunks of the value lie, None if it is not cut.
+
+        InternalError where the shards are not chunks along one axis.
+        """
         if not self.is_chunk(dims):
             raise InternalError(str(self), "consecutive ranks do not have consecutive chunks")
         axes = [axis for axis, _ in self.shards]
         if len(axes) < 2:
             return axes[0] if axes else None
+        # Neighbouring sub-axes are one larger sub-axis, or the axis itself.
         first, last = parse(axes[0]), parse(axes[-1])
         whole = SubAxis(first.axis, first.before, last.end // first.before)
         return whole.axis if whole.size == mesh.degree(whole.axis) else str(whole)
 
     def placement(self, dims: Dims, mesh: Mesh) -> tuple[object, ...]:
-        """Where the elements of a parameter lie on the ranks, whatever atoms its dims are written in: () where each has all."""
+        """Return where the elements of a parameter lie on the ranks, equal for equal places whatever atoms
+        its dims are written in: () where each rank has all.
+        """
+        # One rank along the axis has all of it, whatever the type says.
         axis = self.chunk_axis(dims, mesh)
         if axis is None or mesh.degree(axis) == 1:
             return ()
@@ -142,51 +155,61 @@ class Layout:
         )
 
     def padded_size(self, dims: Dims, mesh: Mesh) -> int:
-        """Size of the dim that is padded to make equal shards; 0 where all axes divide what they cut."""
+        """Return the size of the dim that is padded to make equal shards; 0 where all axes divide what they
+        cut.
+        """
         return max((padded_size(dims, kind, mesh.degree(axis)) for axis, kind in self.shards), default=0)
 
     def pieces(self, mesh: Mesh) -> int:
-        """Into how many different pieces the ranks of a mesh cut the value."""
+        """Count the different pieces into which the ranks of a mesh cut the value."""
         return math.prod(mesh.degree(axis) for axis, _ in self.shards)
 
     def cuts(self, mesh: Mesh) -> Iterator[tuple[int, int, int]]:
-        """(dim, atom, pieces) of everything that the ranks of a mesh cut."""
+        """Yield (dim, atom, pieces) of everything that the ranks of a mesh cut."""
         for axis, kind in self.shards:
             if mesh.degree(axis) > 1:
                 yield kind.dim, kind.atom, mesh.degree(axis)
 
     def local_dims(self, dims: Dims, mesh: Mesh) -> Dims:
-        """The atoms of one rank's part of a value with these dims."""
+        """Return the atoms of one rank's part of a value with these dims."""
         sizes = [list(atoms) for atoms in dims]
         for dim, atom, pieces in self.cuts(mesh):
             sizes[dim][atom] = shard_size(sizes[dim][atom], pieces)
         return tuple(map(tuple, sizes))
 
     def local_shape(self, dims: Dims, mesh: Mesh) -> tuple[int, ...]:
-        """Shape of one rank's part of a value with these dims."""
+        """Return the shape of one rank's part of a value with these dims."""
         return tuple(map(math.prod, self.local_dims(dims, mesh)))
 
     def blocks(self, dims: Dims, axis: str, mesh: Mesh) -> Outer:
-        """In how many blocks, or blocks of which sizes, the shards over `axis` lie in the part that the others leave."""
+        """Return how many blocks, or blocks of which sizes, the shards over `axis` make in the part that
+        the other axes leave.
+        """
         others = Layout({name: kind for name, kind in self.types if name not in (axis, BATCH)})
         return outer_size(others.local_dims(dims, mesh), self[axis])
 
     def text(self, dims: Dims) -> str:
-        """Text for people: `I`, or the types over all axes of the mesh, with the atoms that are cut in brackets."""
+        """Format the layout for people: `I`, or the types over all axes of the mesh, with the atoms that
+        are cut in brackets.
+        """
         texts = []
         for axis, kind in self.over_mesh:
+            # An S names its axis; of the others, only those over a sub-axis have to.
             is_named = kind.kind == "S" or not is_sub_axis(axis)
             texts.append(type_text(kind, dims, axis) if is_named else f"{kind}({axis})")
         return ", ".join(texts) or "I"
 
 
 def copy_axes(layout: Layout, mesh: Mesh) -> list[str]:
-    """The axes and sub-axes along which ranks that divide values hold the same part of a value."""
-    parts = [part for axis in mesh.value_axes for part in mesh.parts(axis, layout.over(axis).sub_axes)]
-    return [part for part in parts if layout[part].is_whole]
+    """Return the axes and sub-axes along which ranks that divide values hold the same part of a value."""
+    axes = []
+    for axis in mesh.value_axes:
+        parts = mesh.parts(axis, layout.over(axis).sub_axes)
+        axes += [part for part in parts if layout[part].is_whole]
+    return axes
 
 
 def _place(entry: tuple[str, ValueType]) -> tuple[str, int]:
-    """Where a type stands among the others."""
+    """Return the sorting key of a type: sub-axes of one axis stand slowest first."""
     axis, _ = entry
     return base(axis), parse(axis).before if is_sub_axis(axis) else 0

@@ -1,7 +1,9 @@
-"""What a rank can do, in round numbers: the units in which the solver weighs compute, memory and communication.
+"""What a rank can do, in round numbers: the units in which the solver weighs compute, memory and
+communication.
 
-In: the keyword `machine=`, the name of a file in `autoptd/machines`, or a `Machine` (in a plan: an object of the fields
-that are not the default). Out: a `Machine`. The files are the planner's clusters too: see `machine_files.py`.
+In: the keyword `machine=`: the name of a file in `autoptd/machines`, or a `Machine` (in a plan: an object
+of the fields that are not the default). Out: a `Machine`. The files describe the planner's clusters too
+(`machine_files.py`).
 
     find_machine("h100").flops                          # 692.3e12
     autoptd.compile(model, t=8, machine="h100", ...)    # or machine=Machine(link_bandwidth=20e9)
@@ -20,25 +22,32 @@ from autoptd.errors import PlanError
 from autoptd.ir.machine_files import gpu_of, machine_file, machine_names, nearest_machines
 from autoptd.ir.plan import check_known
 
-COPIES = 4  # of a parameter that is trained: itself, its gradient, AdamW's two moments
+# Copies of a parameter that is trained: itself, its gradient, AdamW's two moments.
+COPIES = 4
+# Numbers that may be 0; 0 of the last three stands for their default.
+MAY_BE_ZERO = ("latency", "message", "per_parameter_byte", "per_saved_byte", "redundant")
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Per rank: `flops` per second, `memory_bandwidth` and `link_bandwidth` in bytes per second, `latency` in seconds.
+    """Per rank: `flops` per second, `memory_bandwidth` and `link_bandwidth` in bytes per second, `latency`
+    in seconds.
 
-    `link_bandwidth` is that between the `ranks_per_node` ranks of a node, one direction of it; `network_bandwidth` that
-    between nodes. `latency` is what a collective over tp takes beside its bytes, `message` what a message between stages,
-    or one more collective of theirs, does; `memory` is in bytes (no bound unless it is given).
+    `link_bandwidth` is that between the `ranks_per_node` ranks of a node, in one direction;
+    `network_bandwidth` that between nodes. `latency` is the fixed cost of a collective over tp, `message`
+    that of a message between stages, or of one more collective of theirs. `memory` is in bytes (unbounded
+    by default).
 
-    The defaults are a node of 8 GPUs with a 200 Gb/s card each. `redundant` is what a matrix product costs, in seconds, beside
-    its time, where every rank does it in full: whoever asks for t ranks wants products split, also those of a small model,
-    which would be faster whole. Unless given: ten collectives.
+    The defaults are a node of 8 GPUs with a 200 Gb/s network card each. `redundant` is the penalty, in
+    seconds, of a matrix product that every rank computes in full, beside its time: whoever asks for t ranks
+    wants products split, even those of a small model, which would be faster whole. By default ten
+    collectives.
 
-    `per_parameter_byte` and `per_saved_byte` are the prices, in seconds per microbatch, of a byte that a rank keeps (parameter,
-    gradient and optimizer state follow it) and of a byte saved for backward. They are never zero: on time alone an
-    all-gather followed by redundant GEMMs beats an all-reduce. Unless given: what a link takes for 4 bytes, for a fiftieth of
-    one; where memory is short, saved bytes are made dearer (`memory_price.py`).
+    `per_parameter_byte` and `per_saved_byte` are the prices, in seconds per microbatch, of a byte of a
+    parameter that a rank stores (its gradient and optimizer state come with it) and of a byte saved for
+    backward. They are never zero: on time alone an all-gather followed by redundant GEMMs beats an
+    all-reduce. By default the time of a link for 4 bytes, and for a fiftieth of one; where memory is short,
+    `memory_price.py` raises both.
     """
 
     flops: float = 300e12
@@ -47,23 +56,16 @@ class Machine:
     latency: float = 15e-6
     network_bandwidth: float = 25e9
     ranks_per_node: int = 8
-    per_parameter_byte: float = 0.0  # 0: by the link
+    # 0 in these three: derived from the link, or from the latency.
+    per_parameter_byte: float = 0.0
     per_saved_byte: float = 0.0
-    redundant: float = 0.0  # 0: by the latency
+    redundant: float = 0.0
     message: float = 20e-6
     memory: float = math.inf
 
     def __post_init__(self) -> None:
         for name, number in dataclasses.asdict(self).items():
-            is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
-            may_be_zero = name in ("latency", "message", "per_parameter_byte", "per_saved_byte", "redundant")
-            if not is_number or math.isnan(number) or number < 0 or (number == 0 and not may_be_zero):
-                what = "no number that is at least 0" if may_be_zero else "no positive number"
-                raise PlanError(
-                    f"machine: {name}={number!r}", what, "leave it out, or see autoptd/ir/machine.py"
-                )
-            if math.isinf(number) and name != "memory":
-                raise PlanError(f"machine: {name}={number!r}", "is not finite", "a large number")
+            _check_number(name, number)
         if not self.per_parameter_byte:
             object.__setattr__(self, "per_parameter_byte", 4 / self.link_bandwidth)
         if not self.per_saved_byte:
@@ -72,39 +74,54 @@ class Machine:
             object.__setattr__(self, "redundant", 10 * self.latency)
 
     def with_memory_priced(self, price: float, in_flight: float) -> Machine:
-        """The machine for which a byte that a rank holds costs `price` seconds per microbatch more.
+        """Return the machine on which a byte that a rank holds costs `price` seconds per microbatch more.
 
-        A parameter is held in all its copies; what is saved for backward, once for each microbatch `in_flight`.
+        A parameter is held in all its copies; what is saved for backward, once for each microbatch
+        `in_flight`.
         """
         per_parameter_byte = self.per_parameter_byte + price * COPIES
         per_saved_byte = self.per_saved_byte + price * in_flight
         return dataclasses.replace(self, per_parameter_byte=per_parameter_byte, per_saved_byte=per_saved_byte)
 
     def widened(self, factor: float) -> Machine:
-        """The machine on which values of `factor` times the bytes take the same time and room: it gets the same plan."""
+        """Return the machine on which values of `factor` times the bytes take the same time and room: it
+        gets the same plan.
+        """
         times = ("memory_bandwidth", "link_bandwidth", "network_bandwidth", "memory")
         per = ("per_parameter_byte", "per_saved_byte")
         changed = {name: getattr(self, name) * factor for name in times}
         return dataclasses.replace(self, **changed, **{name: getattr(self, name) / factor for name in per})
 
 
-# What is sustained of a vendor's peaks by products, copies and collectives of the sizes that a layer has. The
-# planner's own fractions are of large ones: usually higher, and where they are lower they count. What is left of
-# the memory is the allocator's, the driver's and the communicators'.
+def _check_number(name: str, number: Any) -> None:
+    """Refuse what is not a positive number, or 0 where that may be; only `memory` may be infinite."""
+    is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
+    may_be_zero = name in MAY_BE_ZERO
+    if not is_number or math.isnan(number) or number < 0 or (number == 0 and not may_be_zero):
+        fact = "not a number that is at least 0" if may_be_zero else "not a positive number"
+        raise PlanError(f"machine: {name}={number!r}", fact, "leave it out, or see autoptd/ir/machine.py")
+    if math.isinf(number) and name != "memory":
+        raise PlanError(f"machine: {name}={number!r}", "is not finite", "a large number")
+
+
+# Fractions of a vendor's peaks that products, copies and collectives of a layer's sizes sustain. The
+# planner's own fractions are for large ones: usually higher, and where they are lower they count. The rest
+# of the memory belongs to the allocator, the driver and the communicators.
 GEMM, BYTES, MEMORY = 0.7, 0.8, 0.85
-HOPS = 5  # of the low-latency protocol of small messages: what a collective takes beside its bytes
+# The fixed cost of a collective, in hops of the low-latency protocol for small messages.
+HOPS = 5
 
 
 def _derived(record: Mapping[str, Any], site: str) -> Machine:
-    """A rank of a machine that has a file. What its table [solver] says is taken as it is."""
+    """Return a rank of a machine that has a file; what its table [solver] says is taken as it is."""
     gpu, fast, network = gpu_of(record, site), record["fast"], record["network"]
-    cards = record["nics"] / record["gpus_per_node"]  # network cards of a rank
+    cards_per_rank = record["nics"] / record["gpus_per_node"]
     fields = {
         "flops": min(GEMM, gpu["matrix_fraction"]) * gpu["matrix_flops"],
         "memory_bandwidth": min(BYTES, gpu["memory_fraction"]) * gpu["memory_bandwidth"],
         "link_bandwidth": min(BYTES, fast["fraction"]) * fast["bandwidth"],
         "latency": HOPS * fast["small_latency"],
-        "network_bandwidth": min(BYTES, network["fraction"]) * network["bandwidth"] * cards,
+        "network_bandwidth": min(BYTES, network["fraction"]) * network["bandwidth"] * cards_per_rank,
         "ranks_per_node": record["gpus_per_node"],
         "message": fast["message"],
         "memory": MEMORY * gpu["memory_bytes"],
@@ -116,7 +133,9 @@ DEFAULT = Machine()
 
 
 def find_machine(given: Any) -> Machine:
-    """The Machine that is meant: None (the defaults), a name, a Machine, or its fields as a plan has them."""
+    """Return the Machine that is meant: None (the defaults), a name, a Machine, or its fields as a plan has
+    them.
+    """
     if isinstance(given, Machine):
         return given
     if given is None:
@@ -136,15 +155,16 @@ def find_machine(given: Any) -> Machine:
     )
 
 
-def spelled(given: Any) -> str | dict[str, float] | None:
-    """A machine as a plan spells it: a name, or the fields that are not the default."""
+def machine_record(given: Any) -> str | dict[str, float] | None:
+    """Return a machine as a plan has it: a name, or the fields that are not the default."""
     machine = find_machine(given)
     if given is None or isinstance(given, str):
         return given
-    leading = {name: getattr(machine, name) for name in ("link_bandwidth", "latency")}  # others follow them
+    # Prices and penalty default to these two: they are left out where they follow from them.
+    leading = {name: getattr(machine, name) for name in ("link_bandwidth", "latency")}
     usual = dataclasses.asdict(Machine(**leading))
-    fields = {name: one for name, one in dataclasses.asdict(machine).items() if one != usual[name]}
-    return fields | {name: one for name, one in leading.items() if one != getattr(Machine, name)}
+    fields = {name: number for name, number in dataclasses.asdict(machine).items() if number != usual[name]}
+    return fields | {name: number for name, number in leading.items() if number != getattr(Machine, name)}
 
 
-__all__ = ["Machine", "find_machine", "spelled"]
+__all__ = ["Machine", "find_machine", "machine_record"]

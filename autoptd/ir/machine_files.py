@@ -1,9 +1,10 @@
-"""The machines that are described: a TOML file each in `autoptd/machines`, their GPUs in `gpus.toml` there.
+"""The described machines: a TOML file each in `autoptd/machines`, their GPUs in `gpus.toml` there.
 
-In: a name. Out: its file, and what that says. Three derive from it what they need: the solver a `Machine` (ir/machine.py), the
-planner a `Cluster` (planner/cluster.py), whose fields are explained there, and progress the peaks of a GPU.
+In: a name. Out: its file, and what that says. From it the solver derives a `Machine` (ir/machine.py), the
+planner a `Cluster` (planner/cluster.py, which explains the fields), and progress the peaks of a GPU.
 
-    machine_file("h100").stem                          # "dgx-h100": NVIDIA's own go by the name of their GPU too
+    # NVIDIA's own machines go by the name of their GPU too.
+    machine_file("h100").stem                          # "dgx-h100"
     machine_of_device("NVIDIA H100 80GB HBM3")         # "dgx-h100"
 """
 
@@ -19,41 +20,49 @@ from autoptd.ir.plan import nearest
 
 FOLDER = Path(__file__).parents[1] / "machines"
 GPUS = FOLDER / "gpus.toml"
+# NVIDIA's own machines: they go by the name of their GPU too.
 MAKER = "dgx-"
-OF_PROGRESS = ("device", "tf32_flops")  # what gpus.toml says for reports/progress.py alone
+# Fields of gpus.toml that only reports/progress.py reads.
+OF_PROGRESS = ("device", "tf32_flops")
 
 
 def machine_names() -> list[str]:
-    """The machines that have a file."""
+    """Return the names of all described machines, sorted."""
     return sorted(file.stem for file in FOLDER.glob("*.toml") if file != GPUS)
 
 
 def machine_file(name: str) -> Path | None:
-    """The file of a machine, by its name or by that of the GPU of one of NVIDIA's own; None where there is none."""
+    """Return the file of a machine, by its name or by that of the GPU in one of NVIDIA's own; None for an
+    unknown name.
+    """
     known = machine_names()
     found = next((full for full in (name, MAKER + name) if full in known), None)
     return None if found is None else FOLDER / f"{found}.toml"
 
 
 def nearest_machines(name: str) -> str:
-    """The names that look most like `name`."""
+    """Format the names that look most like `name`."""
     known = machine_names()
-    return nearest(name, [*known, *(full.removeprefix(MAKER) for full in known if full.startswith(MAKER))])
+    short = [full.removeprefix(MAKER) for full in known if full.startswith(MAKER)]
+    return nearest(name, [*known, *short])
 
 
 def machine_of_device(device: str) -> str | None:
-    """The machine of NVIDIA's own whose GPUs CUDA calls `device`; None where none is described."""
+    """Return NVIDIA's own machine whose GPUs CUDA calls `device`; None where none is described."""
+    # "NVIDIA H100 80GB HBM3" contains "h100".
     own = [name for name in machine_names() if name.startswith(MAKER)]
     return next((name for name in own if name.removeprefix(MAKER) in device.lower()), None)
 
 
 def read_gpus() -> dict[str, dict[str, Any]]:
-    """What gpus.toml says, by the names of its GPUs."""
+    """Return the tables of gpus.toml, by the names of its GPUs."""
     return tomllib.loads(GPUS.read_text())
 
 
 def gpu_of(record: Mapping[str, Any], site: str) -> Any:
-    """The [gpu] of a machine's record: its own table, or the one of gpus.toml that it names."""
+    """Return the [gpu] of a machine's record: its own table, or the one of gpus.toml that it names;
+    PlanError for an unknown name.
+    """
     given = record.get("gpu")
     if not isinstance(given, str):
         return given

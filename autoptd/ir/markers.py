@@ -17,24 +17,24 @@ def convert(
 ) -> Any:
     """Turn a value of one type over tp into another: `name` is a row of `ir.types.CONVERSIONS`.
 
-    `dim` and `outer` place the shards (see `ir.types.outer_size`); `to_dim` and `to_outer` those of an S -> S. `size` is
-    that of a padded dim (see `ir.types.padded_size`).
+    `dim` and `outer` place the shards (see `ir.types.outer_size`); `to_dim` and `to_outer` those of an S ->
+    S. `size` is that of a padded dim (see `ir.types.padded_size`).
     """
     raise InternalError("convert", "a marker was executed")
 
 
 def share(x: Any, pieces: int) -> Any:
-    """One of `pieces` equal parts of a whole value that is added to a sum over the batch."""
+    """Return one of `pieces` equal parts of a whole value that is added to a sum over the batch."""
     raise InternalError("share", "a marker was executed")
 
 
 def first_rows(x: Any, dim: int) -> Any:
-    """As many rows of a constant as a microbatch has; all its rows are equal."""
+    """Return as many rows of a constant as a microbatch has; all its rows are equal."""
     raise InternalError("first_rows", "a marker was executed")
 
 
 def vocab_embedding(ids: Any, weight: Any, padding_idx: int = -1, *, size: int = 0) -> Any:
-    """Embedding from this rank's rows: the partial sum over tp; `size`: rows of a padded vocabulary in all."""
+    """Look ids up in this rank's rows: a partial sum over tp. `size`: all rows of a padded vocabulary."""
     raise InternalError("vocab_embedding", "a marker was executed")
 
 
@@ -50,31 +50,36 @@ def cross_entropy(
     size: int,
     total: int,
 ) -> Any:
-    """Cross-entropy of one microbatch; `vocab`: over logits split by vocabulary, of `size` where it is padded (else 0).
+    """Compute the cross-entropy of one microbatch.
 
-    `total` >= 0: divided by that global count.
+    `vocab`: the logits are split by vocabulary, of `size` where it is padded (else 0). `total` >= 0: the
+    sum is divided by that global count.
     """
     raise InternalError("cross_entropy", "a marker was executed")
 
 
 def mean(x: Any, dims: list[int], keepdim: bool, count: int) -> Any:
-    """Sum over `dims` divided by the global `count` of entries."""
+    """Divide the sum over `dims` by the global `count` of entries."""
     raise InternalError("mean", "a marker was executed")
 
 
 def dropout(
     x: Any, rate: float, site: int, batch: tuple[int, int] | None, shard: tuple[int, int] | None
 ) -> Any:
-    """Dropout at call site number `site`; `batch` and `shard`: (dim, elements of it before) of the rows and of the shards."""
+    """Dropout at call site number `site`; `batch` and `shard`: (dim, elements of it before) of the rows and
+    of the shards.
+    """
     raise InternalError("dropout", "a marker was executed")
 
 
 def linear(x: Any, weight: Any, bias: Any, *, overlap: bool, wgrad: str, transposed: bool) -> Any:
-    """A linear layer with hooks on its backward: see passes/hook_gemms.py, and `rt.linear`."""
+    """Apply a linear layer with hooks on its backward: see passes/hook_gemms.py, and `rt.linear`."""
     raise InternalError("linear", "a marker was executed")
 
 
 def _fused(name: str) -> Callable[..., Any]:
+    """Make the marker of a fused operator."""
+
     def marker(*operands: Any, **keywords: Any) -> Any:
         raise InternalError(name, "a marker was executed")
 
@@ -82,7 +87,6 @@ def _fused(name: str) -> Callable[..., Any]:
     return marker
 
 
-FUSED = {
-    name: _fused(name) for name in OURS
-}  # operators of autoptd/kernels, which take what passes/fusion gives them
+# Operators of autoptd/kernels, which take what passes/fusion gives them.
+FUSED = {name: _fused(name) for name in OURS}
 MARKERS = (convert, share, first_rows, vocab_embedding, cross_entropy, mean, dropout, linear, *FUSED.values())

@@ -1,15 +1,16 @@
 """The device mesh: its named axes, which rank sits where, and which ranks form a group.
 
-Axes and the order of ranks are decided here and nowhere else. By default tp is fastest, then dp, pp slowest (Narayanan et al.,
-SC'21, section 3: tensor-parallel ranks are neighbours, pipeline ranks are far apart); `order` says otherwise.
+In: degrees and an order of axes. Out: coordinates, ranks and groups; nothing else decides them. By default
+tp is fastest, then dp, pp slowest (Narayanan et al., SC'21, section 3: tensor-parallel ranks are
+neighbours, pipeline ranks are far apart); `order` says otherwise.
 
     Mesh(t=2, p=2, d=2).coordinate(5) == Coordinate(pp=1, tp=1)
     Mesh(t=2, p=2, d=2, order="tp-pp-dp").coordinate(5) == Coordinate(dp=1, tp=1)
 
 An axis may be named in parts (`sub_axes.py`): `Mesh(t=8).group(5, ("tp:(2)4",)) == (4, 5, 6, 7)`.
 
-What the ranks along an axis divide is its `role`. Code that needs "the ranks that hold other samples" asks for a role
-(`mesh.batch_axes`, `mesh.replicas`, `mesh.pipeline_rank`), not for an axis by name.
+What the ranks along an axis divide is its `role`. Code that needs "the ranks that hold other samples" asks
+for a role (`mesh.batch_axes`, `mesh.replicas`, `mesh.pipeline_rank`), not for an axis by name.
 """
 
 from __future__ import annotations
@@ -43,21 +44,21 @@ class MeshAxis(NamedTuple):
     word: str
 
 
-AXES = {
-    one.name: one
-    for one in (
-        MeshAxis("tp", "t", Role.VALUES, "tensor"),
-        MeshAxis("dp", "d", Role.BATCH, "data"),
-        MeshAxis("pp", "p", Role.STAGES, "pipeline"),
-    )
-}
-MESH_AXES = tuple(AXES)  # in the default order, fastest first
-DEGREES = ("t", "p", "d")  # the keywords of the axes, in the order in which people write them
+# In the default order, fastest first. A new kind of parallelism begins with its row here.
+TABLE = (
+    MeshAxis("tp", "t", Role.VALUES, "tensor"),
+    MeshAxis("dp", "d", Role.BATCH, "data"),
+    MeshAxis("pp", "p", Role.STAGES, "pipeline"),
+)
+AXES = {axis.name: axis for axis in TABLE}
+MESH_AXES = tuple(AXES)
+# The keywords of the axes, in the order in which people write them.
+DEGREES = ("t", "p", "d")
 ORDER = "-".join(MESH_AXES)
 
 
 def role_of(axis: str) -> Role:
-    """What the ranks along an axis or sub-axis divide."""
+    """Return what the ranks along an axis or sub-axis divide."""
     return AXES[base(axis)].role
 
 
@@ -93,7 +94,8 @@ class Coordinate(Mapping[str, int]):
         return _coordinate, (self._places,)
 
     def __repr__(self) -> str:
-        return f"Coordinate({', '.join(f'{axis}={place}' for axis, place in self._places.items())})"
+        places = [f"{axis}={place}" for axis, place in self._places.items()]
+        return f"Coordinate({', '.join(places)})"
 
 
 def _coordinate(places: Mapping[str, int]) -> Coordinate:
@@ -102,7 +104,9 @@ def _coordinate(places: Mapping[str, int]) -> Coordinate:
 
 @dataclass(frozen=True)
 class Mesh:
-    """t x p x d ranks: `t` tensor, `p` pipeline and `d` data parallel; `order` names the axes, fastest first."""
+    """t x p x d ranks: `t` tensor, `p` pipeline and `d` data parallel; `order` names the axes, fastest
+    first.
+    """
 
     t: int = 1
     p: int = 1
@@ -114,19 +118,23 @@ class Mesh:
         return math.prod(map(self.degree, AXES))
 
     def degree(self, axis: str) -> int:
-        """Number of ranks along one mesh axis or sub-axis."""
+        """Return the number of ranks along one mesh axis or sub-axis."""
         if is_sub_axis(axis):
             return parse(axis).size
         return int(getattr(self, AXES[axis].degree))
 
     def parts(self, axis: str, sub_axes: Iterable[str]) -> tuple[str, ...]:
-        """The fewest sub-axes that make up `axis`, slowest first, such that each of `sub_axes` consists of some: `axis`
-        itself if nothing else is named, none if they do not fit together.
+        """Return the fewest sub-axes that make up `axis`, slowest first, such that each of `sub_axes`
+        consists of some: `axis` itself if nothing else is named, none if they do not fit together.
         """
         factors = [parse(part) for part in sub_axes if part != axis]
         if not factors:
             return (axis,)
-        ends = sorted({1, self.degree(axis)}.union(*((factor.before, factor.end) for factor in factors)))
+        # Where one factor ends and the next begins, as the number of ranks in all slower ones.
+        bounds = {1, self.degree(axis)}
+        for factor in factors:
+            bounds |= {factor.before, factor.end}
+        ends = sorted(bounds)
         if any(end % start for start, end in pairwise(ends)):
             return ()
         return tuple(str(SubAxis(axis, start, end // start)) for start, end in pairwise(ends))
@@ -151,38 +159,41 @@ class Mesh:
     @cached_property
     def strides(self) -> dict[str, int]:
         """How far apart the numbers of two neighbours along each mesh axis are."""
-        found, step = {}, 1
+        strides, step = {}, 1
         for axis in self.axes:
-            found[axis] = step
+            strides[axis] = step
             step *= self.degree(axis)
-        return found
+        return strides
 
     def stride(self, axis: str) -> int:
-        """How far apart the numbers of two neighbours along an axis or sub-axis are."""
+        """Return how far apart the numbers of two neighbours along an axis or sub-axis are."""
         if is_sub_axis(axis):
             return self.strides[base(axis)] * (self.degree(base(axis)) // parse(axis).end)
         return self.strides[axis]
 
     def coordinate(self, rank: int) -> Coordinate:
+        """Return the coordinate of a rank."""
         return Coordinate(**{axis: rank // self.strides[axis] % self.degree(axis) for axis in self.axes})
 
     def rank(self, at: Mapping[str, int]) -> int:
-        """The rank at a coordinate."""
+        """Return the rank at a coordinate."""
         return sum(self.strides[axis] * place for axis, place in at.items())
 
     def group(self, rank: int, axes: Sequence[str]) -> tuple[int, ...]:
-        """Ranks that differ from `rank` along `axes` only, in ascending order, `rank` included."""
+        """Return the ranks that differ from `rank` along `axes` only, in ascending order, `rank` included."""
         along = [(self.stride(axis), self.degree(axis)) for axis in axes]
+        # The member at 0 along all of `axes`, from which the others are reached.
         first = rank - sum(rank // stride % degree * stride for stride, degree in along)
         steps = [range(0, stride * degree, stride) for stride, degree in along]
         return tuple(sorted(first + sum(offsets) for offsets in product(*steps)))
 
     def groups(self, axes: Sequence[str]) -> list[tuple[int, ...]]:
-        """All groups along `axes`, in a fixed order; together they hold every rank once."""
+        """Return all groups along `axes`, in a fixed order; together they hold every rank once."""
+        # Every member gives the same tuple.
         return sorted({self.group(rank, axes) for rank in range(self.size)})
 
     def axes_of(self, role: Role) -> tuple[str, ...]:
-        """The axes of one role, fastest first."""
+        """Return the axes of one role, fastest first."""
         return tuple(axis for axis in self.axes if AXES[axis].role is role)
 
     @property
@@ -211,19 +222,20 @@ class Mesh:
         return math.prod(map(self.degree, self.stage_axes))
 
     def replica_of(self, rank: int) -> int:
-        """Which part of the global batch a rank has."""
+        """Return which part of the global batch a rank has."""
         return self.group(rank, self.batch_axes).index(rank)
 
     def pipeline_rank_of(self, rank: int) -> int:
-        """Where in its pipeline a rank is."""
+        """Return the place of a rank in its pipeline."""
         return self.group(rank, self.stage_axes).index(rank)
 
     def at_stage(self, rank: int, pipeline_rank: int) -> int:
-        """The rank at another place of the pipeline of `rank`."""
+        """Return the rank at another place of the pipeline of `rank`."""
         return self.group(rank, self.stage_axes)[pipeline_rank]
 
     def ranks_at(self, pipeline_rank: int) -> list[int]:
-        """The ranks at one place of all pipelines; those at two places correspond."""
+        """Return the ranks at one place of all pipelines; those at two places correspond."""
+        # Rank 0's group along the other axes has one rank of every pipeline.
         others = [axis for axis in self.axes if axis not in self.stage_axes]
         return [self.at_stage(rank, pipeline_rank) for rank in self.group(0, others)]
 
@@ -233,7 +245,7 @@ class Mesh:
 
 
 def read_order(order: str) -> tuple[str, ...]:
-    """The axes that `"tp-dp-pp"` names, fastest first; PlanError where it is not of that form."""
+    """Return the axes that `"tp-dp-pp"` names, fastest first; PlanError for anything else."""
     named = tuple(order.split("-")) if isinstance(order, str) else ()
     if not named or set(named) - AXES.keys() or len(set(named)) != len(named):
         remedy = f"mesh axes, each once, fastest first, with dashes: order={ORDER!r}"

@@ -10,9 +10,10 @@ import keyword
 
 USED = frozenset({"self", "w", "b", "tp", "i", "F", "torch", "rt", "float", "range", *keyword.kwlist})
 RESERVED = frozenset({*USED, *dir(builtins)})
-METHODS = frozenset({"at"})  # of a namespace of weights: a module of this name is read as an item
+# Methods of a namespace of weights: a module of this name is read as an item.
+METHODS = frozenset({"at"})
 
 
 def free_name(wanted: str) -> str:
-    """`wanted`, or where a variable must not be called that: `wanted_`."""
+    """Return `wanted`, or `wanted_` where a variable must not be called that."""
     return wanted if wanted.isidentifier() and wanted not in RESERVED else f"{wanted}_"

@@ -1,4 +1,5 @@
-"""What AutoPTD knows about one node of the graph: the record in `node.meta["autoptd"]`, read and written here only.
+"""What AutoPTD knows about one node of the graph: the record in `node.meta["autoptd"]`, read and written
+here only.
 
 note(node).module == "transformer.h.0.attn"        # the user's module that made the node
 str(note(node).layout) == "batch: S(0, 0), tp: S(2, 1)"      # its types, once annotated
@@ -18,6 +19,7 @@ from autoptd.ir.fallback import Fallback
 from autoptd.ir.layout import Layout
 from autoptd.ir.types import Dims, ValueType
 
+# Of `node.meta`.
 KEY = "autoptd"
 NO_TYPES = Layout()
 
@@ -26,14 +28,17 @@ NO_TYPES = Layout()
 class Note:
     """Facts of one node; each stage of the compiler fills its own.
 
-    trace:       `kind` ("param", "buffer", "input", "op", "output"), `name` of a placeholder in the model or call,
-                 `module` path, `source` line and its `code`, `of_params` (depends on a parameter), `needs_grad`
-    annotate:    `rule` (where its letters come from, if not from the table of operators), `dims`, `layout` (a type over every
-                 axis), `forms` (by axis: how a contraction of what is split is computed locally), `why`, `fallback`
-                 (why it is not split as one would expect)
-    communicate: `conversion` (name of the conversion a node performs)
-                 `axis`: the mesh axis or sub-axis over which a node communicates, or finds its place in a whole value
-    cut:         `stages` that compute the node, ascending (the first one sends it); `placement`: why, where that is not plain
+    trace:       `kind` ("param", "buffer", "input", "op", "output"), `name` of a placeholder in the model or
+                 call, `module` path, `source` line and its `code`, `of_params` (depends on a parameter),
+                 `needs_grad`
+    annotate:    `rule` (where its letters come from, if not from the table of operators), `dims`, `layout` (a
+                 type over every axis), `forms` (by axis: how a contraction of what is split is computed
+                 locally), `why`, `fallback` (why it is not split as one would expect)
+    communicate: `conversion` (name of the conversion a node performs), `axis` (the mesh axis or sub-axis over
+                 which a node communicates, or finds its place in a whole value)
+    cut:         `stages` that compute the node, ascending (the first one sends it); `placement`: why, where
+                 that is not plain
+    all:         `extra`, what one pass leaves for another, by name
     """
 
     kind: str = "op"
@@ -57,8 +62,8 @@ class Note:
 
 
 @dataclass(frozen=True)
-class Swallowed:
-    """A conversion that became part of an operator: `note(node).extra["swallowed"]`."""
+class Absorbed:
+    """A conversion that became part of an operator: `note(node).extra["absorbed"]`."""
 
     conversion: str
     payload_bytes: int
@@ -76,14 +81,14 @@ def set_note(node: Node, record: Note) -> Note:
 
 
 def value(node: Node) -> Any:
-    """The fake value of a node: a tensor, a tuple of tensors, or None."""
+    """Return the fake value of a node: a tensor, a tuple of tensors, or None."""
     return node.meta.get("val")
 
 
 def tensor(node: Node) -> torch.Tensor:
-    """The fake tensor of a node; of the first piece where the node yields several (split, chunk)."""
-    found = node.meta["val"]
-    return found[0] if isinstance(found, (tuple, list)) else found
+    """Return the fake tensor of a node; of the first piece where the node yields several (split, chunk)."""
+    fake = node.meta["val"]
+    return fake[0] if isinstance(fake, (tuple, list)) else fake
 
 
 def is_tensor(node: Node) -> bool:
@@ -91,7 +96,7 @@ def is_tensor(node: Node) -> bool:
 
 
 def is_pair(node: Node) -> bool:
-    """Whether `node` is a fused operator with two results, which readers take by getitem."""
+    """Tell whether `node` is a fused operator with two results, which its users take by getitem."""
     return node.target in markers.FUSED.values() and isinstance(value(node), tuple)
 
 
@@ -100,14 +105,17 @@ def shape(node: Node) -> tuple[int, ...]:
 
 
 def payload(node: Node) -> int:
-    """Bytes of the value of a node, all pieces together."""
-    found = value(node)
-    pieces = found if isinstance(found, (tuple, list)) else [found]
-    return sum(one.numel() * one.element_size() for one in pieces if isinstance(one, torch.Tensor))
+    """Return the bytes of a node's value, all pieces together."""
+    fake = value(node)
+    pieces = fake if isinstance(fake, (tuple, list)) else [fake]
+    return sum(piece.numel() * piece.element_size() for piece in pieces if isinstance(piece, torch.Tensor))
 
 
 def op_name(node: Node) -> str:
-    """`aten.linear` for torch.ops.aten.linear.default; the function's own name for Python functions."""
+    """Return `aten.linear` for torch.ops.aten.linear.default; the function's own name for Python
+    functions.
+    """
+    # Overloads share a name: "aten.view" is view.default and view.dtype.
     target = node.target
     if isinstance(target, torch._ops.OpOverload):
         return str(target._schema.name).replace("::", ".")
@@ -115,18 +123,20 @@ def op_name(node: Node) -> str:
 
 
 def converted_types(node: Node) -> tuple[ValueType, ValueType]:
-    """The types between which a conversion converts, over its axis."""
+    """Return the types between which a conversion converts, over its axis."""
     axis, source = note(node).axis, node.args[0]
     return note(source).layout[axis], note(node).layout[axis]  # type: ignore[arg-type]
 
 
 def is_whole(node: Node) -> bool:
-    """Whether neither what an operator reads nor what it gives is sharded: at t > 1 every tensor rank does all of its work."""
-    return not any(note(one).layout.shards for one in (node, *node.all_input_nodes))
+    """Tell whether neither the operands of a node nor its result are sharded: every tensor rank does all of
+    its work.
+    """
+    return not any(note(read).layout.shards for read in (node, *node.all_input_nodes))
 
 
 def site(node: Node) -> str:
-    """Where a node comes from, for messages: module, operator, source line."""
+    """Format where a node comes from, for messages: module, operator, source line."""
     record = note(node)
     where = f" ({record.source})" if record.source else ""
     name = record.name if node.op == "placeholder" else op_name(node)
@@ -146,18 +156,19 @@ def output(graph: Graph) -> Node:
 
 
 def copy_graph(graph: Graph) -> Graph:
-    """A copy whose records can be changed without touching the original's."""
+    """Copy a graph; the records of the copy can be changed without touching the original's."""
     return copy_nodes(graph)[0]
 
 
 def copy_nodes(graph: Graph) -> tuple[Graph, dict[Node, Node]]:
-    """A copy, and which node of it is which of the original's."""
+    """Copy a graph; return the copy, and its node for every node of the original."""
     new = Graph()
     mapping: dict[Node, Node] = {}
     for node in graph.nodes:
-        made = new.node_copy(node, lambda old: mapping[old])
-        made.meta = dict(node.meta)
-        if KEY in made.meta:
-            made.meta[KEY] = replace(made.meta[KEY], extra=dict(made.meta[KEY].extra))
-        mapping[node] = made
+        copied = new.node_copy(node, lambda old: mapping[old])
+        # `node_copy` shares meta: without records of its own, annotating the copy would change the original.
+        copied.meta = dict(node.meta)
+        if KEY in copied.meta:
+            copied.meta[KEY] = replace(copied.meta[KEY], extra=dict(copied.meta[KEY].extra))
+        mapping[node] = copied
     return new, mapping

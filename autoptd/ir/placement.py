@@ -1,8 +1,9 @@
 """Where a parameter is stored, where it is used, and what turns one into the other.
 
-In: the layout in which the graph reads a parameter. Out: two `Placement`s, each a layout and a dtype: its *storage*, which
-the optimizer steps, and its *use*, which stages compute with. Over every axis of the mesh where the two types differ, a row of
-`CONVERSIONS` turns storage into use; the row's backward is what the gradient goes through on its way from use to storage.
+In: the layout in which the graph reads a parameter. Out: two `Placement`s, each a layout and a dtype: its
+*storage*, which the optimizer steps, and its *use*, which stages compute with. Over every axis of the mesh
+where the two types differ, a row of `CONVERSIONS` turns storage into use; the row's backward is what the
+gradient goes through on its way from use to storage.
 
 | axis | storage | use | gradient      | because                                                        |
 |------|---------|-----|---------------|----------------------------------------------------------------|
@@ -13,8 +14,8 @@ the optimizer steps, and its *use*, which stages compute with. Over every axis o
 | part of tp | I | R   | all-reduce    | the ranks of a sub-axis share a KV head, stored by each        |
 | pp   | I       | R   | all-reduce    | tied: stages of several pipeline ranks, its *owners*, use it   |
 
-None of these rows communicates in forward: stages compute with the storage itself. With storage S over dp (ZeRO) the row is
-S -> R: an all-gather before the use, and a reduce-scatter of the gradient.
+None of these rows communicates in forward: stages compute with the storage itself. With storage S over dp
+(ZeRO) the row is S -> R: an all-gather before the use, and a reduce-scatter of the gradient.
 
     storage, use = placements(Layout({"tp": R}), "float32", stages=(0, 3))
     [(step.axis, step.row.backward) for step in conversions(storage.layout, use.layout)]
@@ -42,7 +43,9 @@ ORDER_OF_SUMS = (Role.BATCH, Role.VALUES, Role.STAGES)
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the parts of values lie, and their dtype; `grad_dtype` is that of their gradients, "" for the same."""
+    """Where the parts of values lie, and their dtype; `grad_dtype` is that of their gradients, "" for the
+    same.
+    """
 
     layout: Layout
     dtype: str
@@ -73,8 +76,13 @@ class AxisConversion(NamedTuple):
 def placements(
     layout: Layout, dtype: str, stages: Sequence[int], grad_dtype: str = ""
 ) -> tuple[Placement, Placement]:
-    """Return storage and use of a parameter that `stages` read in `layout`, where every replica and every owner stores it."""
+    """Return storage and use of a parameter that `stages` read in `layout`.
+
+    Every replica, and every owner of a tied parameter, stores it. `grad_dtype` is that in which gradients
+    add up, "" for the parameter's.
+    """
     types = dict(layout.over_mesh)
+    # R over an axis: its ranks have partial sums of the gradient.
     types |= dict.fromkeys(_axes_of(Role.BATCH), R)
     if len(stages) > 1:
         types |= dict.fromkeys(_axes_of(Role.STAGES), R)
@@ -83,7 +91,10 @@ def placements(
 
 
 def conversions(storage: Layout, use: Layout) -> tuple[AxisConversion, ...]:
-    """Return what turns storage into use, an entry per axis, in the order in which gradients go through it."""
+    """Return what turns storage into use, an entry per axis, in the order in which gradients go through
+    it.
+    """
+    # Over an axis that neither names, both are I: there is nothing to convert.
     axes = {axis for layout in (storage, use) for axis, _ in layout.over_mesh}
     ordered = sorted(axes, key=lambda axis: (ORDER_OF_SUMS.index(role_of(axis)), axis))
     rows = [(axis, _row(storage[axis], use[axis])) for axis in ordered]
@@ -99,5 +110,5 @@ def _axes_of(role: Role) -> list[str]:
 
 
 def itemsize(dtype: str) -> int:
-    """Bytes of a number: 4 for "float32"."""
+    """Return the bytes of a number: 4 for "float32"."""
     return int(getattr(torch, dtype).itemsize)

@@ -1,14 +1,18 @@
-"""A plan given by hand, or saved by a program before: `plan=` of `parallelize`.
+"""A plan given by hand, or saved by an earlier program: `plan=` of `parallelize`.
 
-In: a dict, or the path of a plan.json (or of the folder that has it). Out: keywords of `Options`, and a `Plan`: the decisions
-that are pinned. Every key is optional:
+In: a dict, or the path of a plan.json or of its folder. Out: keywords of `Options`, and a `Plan`: the
+decisions that are pinned. Every key is optional:
 
-    {"version": 1, "mesh": {"t": 2, "p": 4}, "num_microbatches": 8, "schedule": "1f1b", "options": {"seed": 1},
-     "cut": [3, 4, 4, 1],                   # layers per stage, or the p*v - 1 modules to cut behind: ["h.2", "h.6", "h.10"]
-     "shard": [{"pattern": "h.*.mlp.c_fc.weight", "dim": 0, "axis": "tp"}]}      # see `passes/solve/shard_pins.py`
+    {"version": 1, "mesh": {"t": 2, "p": 4}, "num_microbatches": 8, "schedule": "1f1b",
+     "options": {"seed": 1},
+     "cut": [3, 4, 4, 1],
+     "shard": [{"pattern": "h.*.mlp.c_fc.weight", "dim": 0, "axis": "tp"}]}
 
-`fallbacks`, `weighed` (the plan over tp beside those that are known: program/weighed.py) and `planner` (why the planner chose
-this: planner/plan.py) are reports and ask for nothing.
+`cut` has the layers of each stage, or the p*v - 1 modules to cut behind: ["h.2", "h.6", "h.10"]; `shard` is
+explained in `passes/solve/shard_pins.py`.
+
+`fallbacks`, `weighed` (the plan over tp beside the known ones: program/weighed.py) and `planner` (why the
+planner chose this: planner/plan.py) are reports and pin nothing.
 """
 
 from __future__ import annotations
@@ -37,11 +41,14 @@ KEYS = (
     "planner",
 )
 MESH = (*DEGREES, "v", "order")
+JSON_KINDS = {"mesh": dict, "options": dict, "cut": list, "shard": list}
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is pinned: `cut`, numbers of layers or names (`passes/stages/cut_pins.py`), and `shard` (`solve/shard_pins.py`)."""
+    """What is pinned: `cut`, numbers of layers or names (`passes/stages/cut_pins.py`), and `shard`
+    (`solve/shard_pins.py`).
+    """
 
     cut: tuple[int, ...] | tuple[str, ...] | None = None
     shard: tuple[Mapping[str, Any], ...] = ()
@@ -50,49 +57,49 @@ class Plan:
 def read_plan(
     given: Any, keywords: Mapping[str, Any], options: frozenset[str]
 ) -> tuple[dict[str, Any], Plan]:
-    """The keywords that the plan stands for, and what it pins.
+    """Return the keywords that the plan stands for, and what it pins.
 
-    `keywords` are those that were passed beside it: where both speak they must agree. `options` are the keys that the plan's
-    `options` may have.
+    `keywords` are those that were passed beside it: PlanError where both give one and disagree. `options`
+    are the keys that the plan's `options` may have.
     """
     plan = load_plan(given)
     check_known("plan", plan, KEYS)
     if plan.get("version", VERSION) != VERSION:
         fact = f"is version {plan['version']!r}, this AutoPTD reads version {VERSION}"
         raise PlanError("plan", fact, "save the plan again: program.save(folder)")
-    for key, kind in (("mesh", dict), ("options", dict), ("cut", list), ("shard", list)):
+    for key, kind in JSON_KINDS.items():
         if key in plan and not isinstance(plan[key], kind):
-            raise PlanError(
-                f"plan: {key}", f"is {plan[key]!r}", f"a JSON {'object' if kind is dict else 'list'}"
-            )
+            remedy = "a JSON object" if kind is dict else "a JSON list"
+            raise PlanError(f"plan: {key}", f"is {plan[key]!r}", remedy)
     check_known("plan: mesh", plan.get("mesh", {}), MESH)
     check_known("plan: options", plan.get("options", {}), sorted(options))
-    said = {**plan.get("mesh", {}), **plan.get("options", {})}
-    said |= {key: plan[key] for key in ("num_microbatches", "schedule") if plan.get(key) is not None}
-    for name, value in said.items():
+    planned = {**plan.get("mesh", {}), **plan.get("options", {})}
+    planned |= {key: plan[key] for key in ("num_microbatches", "schedule") if plan.get(key) is not None}
+    # A keyword may repeat what the plan says, and not contradict it.
+    for name, value in planned.items():
         if keywords.get(name) is not None and keywords[name] != value:
             fact = f"the plan says {name}={value!r}, the keyword {name}={keywords[name]!r}"
             raise PlanError(f"plan and {name}=", fact, "leave one of the two out")
-    return said, Plan(_cut(plan.get("cut")), tuple(plan.get("shard", ())))
+    return planned, Plan(_cut(plan.get("cut")), tuple(plan.get("shard", ())))
 
 
 def check_known(site: str, record: Mapping[str, Any], known: Any) -> None:
-    """PlanError for a key that does not exist, with the ones that are nearest to it."""
+    """Raise PlanError for a key that is not `known`, with the nearest ones."""
     for key in record:
         if key not in known:
-            raise PlanError(site, f"has a key {key!r}, which there is not", nearest(str(key), known))
+            raise PlanError(site, f"unknown key {key!r}", nearest(str(key), known))
 
 
 def nearest(name: str, known: Any, most: int = 4) -> str:
-    """`one of a, b, c`: the names that look most like `name`."""
-    found = get_close_matches(name, list(known), n=most, cutoff=0.4) or list(known)[: 2 * most]
-    return (
-        f"one of {', '.join(found)}" if len(found) > 1 else f"{found[0]}" if found else "none: leave it out"
-    )
+    """Format the names that look most like `name`: `one of a, b, c`."""
+    names = get_close_matches(name, list(known), n=most, cutoff=0.4) or list(known)[: 2 * most]
+    if len(names) > 1:
+        return f"one of {', '.join(names)}"
+    return names[0] if names else "none: leave it out"
 
 
 def load_plan(given: Any) -> dict[str, Any]:
-    """The plan in a dict, a plan.json, or a folder that has one, unchecked; PlanError where there is none."""
+    """Return the plan in a dict, a plan.json, or its folder, unchecked; PlanError where there is none."""
     plan = given
     if isinstance(given, (str, Path)):
         path = Path(given)
@@ -100,19 +107,20 @@ def load_plan(given: Any) -> dict[str, Any]:
         try:
             plan = json.loads(path.read_text())
         except (OSError, ValueError) as error:
-            raise PlanError(
-                f"plan={str(given)!r}", f"cannot be read: {error}", "the path of a plan.json"
-            ) from error
+            fact = f"cannot be read: {error}"
+            raise PlanError(f"plan={str(given)!r}", fact, "the path of a plan.json") from error
     if not isinstance(plan, dict):
         raise PlanError("plan", f"is a {type(plan).__name__}", "a dict, or the path of a plan.json")
     return plan
 
 
 def _cut(given: list[Any] | None) -> tuple[int, ...] | tuple[str, ...] | None:
+    """Check the pinned cut: numbers of layers per stage, or names of modules to cut behind."""
     if given is None:
         return None
-    is_number = [isinstance(one, int) and not isinstance(one, bool) and one >= 0 for one in given]
-    if (given and all(is_number)) or all(isinstance(one, str) for one in given):
+    # True is an int, and no number of layers.
+    is_number = [isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in given]
+    if (given and all(is_number)) or all(isinstance(item, str) for item in given):
         return tuple(given)
     remedy = "numbers of layers per stage ([3, 4, 4, 1]) or names of modules to cut behind (['h.2', 'h.6'])"
     raise PlanError("plan: cut", f"is {given!r}", remedy)

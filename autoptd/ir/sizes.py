@@ -19,7 +19,10 @@ from autoptd.ir.types import shard_size
 
 @dataclass(frozen=True)
 class Sizes:
-    """Ranks of a `mesh`; the trace saw `traced_rows` rows, a microbatch has `rows`, a step `pieces` microbatches in all."""
+    """What a local shape depends on: the ranks of `mesh`, and how a step's rows are divided.
+
+    The trace saw `traced_rows`; a microbatch has `rows`, and a step `pieces` microbatches over all replicas.
+    """
 
     mesh: Mesh
     traced_rows: int
@@ -36,17 +39,17 @@ class Sizes:
 
 
 def local_shapes(node: Node, sizes: Sizes) -> list[tuple[int, ...]]:
-    """Local shape of each piece of a node's value (one, for a tensor)."""
-    found = value(node)
-    pieces = found if isinstance(found, (tuple, list)) else [found]
-    return [
-        tuple(_local_size(node, dim, int(size), sizes) for dim, size in enumerate(one.shape))
-        for one in pieces
-    ]
+    """Return the local shape of each piece of a node's value (one, for a tensor)."""
+    fake = value(node)
+    shapes = []
+    for piece in fake if isinstance(fake, (tuple, list)) else [fake]:
+        local = [_local_size(node, dim, int(size), sizes) for dim, size in enumerate(piece.shape)]
+        shapes.append(tuple(local))
+    return shapes
 
 
 def local_shape(node: Node, sizes: Sizes) -> tuple[int, ...]:
-    """Local shape of a node's (first) value."""
+    """Return the local shape of a node's (first) value."""
     return local_shapes(node, sizes)[0]
 
 
@@ -54,4 +57,5 @@ def _local_size(node: Node, dim: int, size: int, sizes: Sizes) -> int:
     layout = note(node).layout
     if layout.batch.kind == "S" and layout.batch.dim == dim:
         size //= sizes.rows_divisor
-    return shard_size(size, math.prod(pieces for at, _, pieces in layout.cuts(sizes.mesh) if at == dim))
+    # Several atoms of one dim may be cut, each by another axis.
+    return shard_size(size, math.prod(pieces for cut, _, pieces in layout.cuts(sizes.mesh) if cut == dim))

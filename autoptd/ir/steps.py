@@ -1,7 +1,7 @@
-"""From one layout to another: the conversions that it takes, each over one axis or sub-axis.
+"""The conversions from one layout to another, each over one axis or sub-axis.
 
-In: the types of a value over one mesh axis and its sub-axes, before and after. Out: `Step`s, rows of the table of conversions
-(`types.py`); None where there are none that lead there.
+In: the types of a value over one mesh axis and its sub-axes, before and after. Out: `Step`s, rows of the
+table of conversions (`types.py`); None where no rows lead there.
 
     keys = Layout({"tp:(1)2": S(1, 0), "tp:(2)2": R})
     steps("tp", Layout({"tp": P}), keys, Mesh(t=4))     # P -> S over tp:(1)2, then P -> R over tp:(2)2
@@ -32,34 +32,38 @@ class Step(NamedTuple):
 
 
 def steps(axis: str, source: Layout, target: Layout, mesh: Mesh) -> list[Step] | None:
-    """The conversions over a mesh axis from `source` to `target`, [] if they are equal; None if there is no way.
+    """Return the conversions over a mesh axis from `source` to `target`: [] if they are equal, None if
+    there is no way.
 
-    What cuts a value comes first, slow sub-axes before fast ones, and what gathers it last, fast ones first: the collectives in
-    between have less to do.
+    What cuts a value comes first, slow sub-axes before fast ones, and what gathers it last, fast ones
+    first: the collectives in between move less.
     """
     if source == target:
         return []
     parts = mesh.parts(axis, (*source.sub_axes, *target.sub_axes))
+    # Shards over an axis are not those that its sub-axes make of them one by one.
     if not all(name in parts for layout in (source, target) for name, _ in layout.shards):
-        return None  # shards over an axis are not those that its sub-axes make of them one by one
+        return None
     types = {part: source[part] for part in parts}
     changed = [part for part in parts if source[part] != target[part]]
     gathered = [part for part in reversed(changed) if source[part].kind == "S"]
+    others_first = [part for part in changed if part not in gathered]
     found = []
-    for part in [*(part for part in changed if part not in gathered), *gathered]:
+    for part in [*others_first, *gathered]:
         before, types[part] = types[part], target[part]
         if (before.kind, types[part].kind) not in CONVERSIONS:
             return None
-        others = math.prod(
-            mesh.degree(name) for name, kind in types.items() if name != part and kind.kind == "S"
-        )
+        cutting = [name for name, kind in types.items() if name != part and kind.kind == "S"]
+        # Named by the mesh axis where the target is: types over its sub-axes would be another layout.
         layout = target if all(types[name] == target[name] for name in parts) else Layout(types)
-        found.append(Step(part, before, types[part], layout, others))
+        found.append(Step(part, before, types[part], layout, math.prod(map(mesh.degree, cutting))))
     return found
 
 
 def shard_places(dims: Dims, axis: str, layouts: Iterable[Layout], mesh: Mesh) -> tuple[Outer, ...]:
-    """Where the shards over an axis lie in values of these layouts, for those that it cuts: dim and blocks of each."""
+    """Return where the shards over an axis lie in values of these layouts: dim and blocks of each that it
+    cuts.
+    """
     cut = [layout for layout in layouts if layout[axis].kind == "S"]
     return tuple(number for layout in cut for number in (layout[axis].dim, layout.blocks(dims, axis, mesh)))
 

@@ -1,9 +1,10 @@
 """Sub-axes: a mesh axis seen as a grid, by name.
 
-Of 8 tensor ranks with 2 KV heads, 4 consecutive ranks work on one head: tp is a grid of 2 x 4 ranks. `tp:(2)4` is the part of
-4 ranks that has a factor of 2 before it, `tp:(1)2` the slower part: Shardy's notation, "axis":(pre-size)size. Values of one
-program may factor tp differently. Wherever a mesh axis is named, a sub-axis can be: it has a degree, a stride and groups
-(`Mesh`), and values have a type over it (`Layout`).
+In: names. Out: degrees and places. Of 8 tensor ranks with 2 KV heads, 4 consecutive ranks work on one head:
+tp is a grid of 2 x 4 ranks. `tp:(2)4` is the part of 4 ranks that has a factor of 2 before it, `tp:(1)2`
+the slower part: Shardy's notation, "axis":(pre-size)size. Values of one program may factor tp differently.
+Wherever a mesh axis is named, a sub-axis can be: it has a degree, a stride and groups (`Mesh`), and values
+have a type over it (`Layout`).
 
     str(SubAxis("tp", 2, 4))                # "tp:(2)4"
     base("tp:(2)4")                         # "tp"
@@ -21,7 +22,7 @@ PATTERN = re.compile(r"(\w+):\((\d+)\)(\d+)")
 
 
 class SubAxis(NamedTuple):
-    """Of the ranks along `axis` the factor of `size` that has a slower one of `before` ranks."""
+    """The factor of `size` of the ranks along `axis`, with `before` ranks in all slower factors."""
 
     axis: str
     before: int
@@ -37,12 +38,12 @@ class SubAxis(NamedTuple):
 
 
 def is_sub_axis(axis: str) -> bool:
-    """Whether a name is that of a sub-axis."""
+    """Tell whether a name is that of a sub-axis."""
     return ":" in axis
 
 
 def parse(axis: str) -> SubAxis:
-    """The sub-axis of a name; InternalError for another one."""
+    """Return the sub-axis of a name; InternalError for any other name."""
     found = PATTERN.fullmatch(axis)
     if found is None:
         raise InternalError(axis, "is not the name of a sub-axis")
@@ -50,15 +51,16 @@ def parse(axis: str) -> SubAxis:
 
 
 def base(axis: str) -> str:
-    """The mesh axis of which this is a part, or that it is."""
+    """Return the mesh axis of a sub-axis; a mesh axis is its own."""
     return axis.partition(":")[0]
 
 
 def covers(axis: str, part: str) -> bool:
-    """Whether `part` is `axis` or a factor of it."""
+    """Tell whether `part` is `axis` or a factor of it."""
     if axis == part or base(axis) != base(part) or not is_sub_axis(part):
         return axis == part
     if not is_sub_axis(axis):
         return True
+    # A factor of a factor: it begins and ends where the larger one has a boundary.
     whole, inner = parse(axis), parse(part)
     return inner.before % whole.before == 0 and whole.end % inner.end == 0

@@ -7,13 +7,13 @@
 | `P`  partial            | partial sum | equal       |
 | `S(dim, atom)` sharded  | sharded     | sharded     |
 
-A tensor dim is an ordered product of *atoms* (`heads x head_dim`); `S(2, 1)` says that atom 1 of dim 2 is split over the
-ranks. Megatron's f (Shoeybi et al. 2019, section 3) is I -> R, its g is P -> I.
+A tensor dim is an ordered product of *atoms* (`heads x head_dim`); `S(2, 1)` says that atom 1 of dim 2 is
+split over the ranks. Megatron's f (Shoeybi et al. 2019, section 3) is I -> R, its g is P -> I.
 
-Ranks hold equal shards. A vocabulary that the number of ranks does not divide is *padded*: 61 rows over 4 ranks are
-shards of 16, the last 3 rows of the last one are zeros (which operators may hold such shards:
-`passes/axes/padding.py`). Large ones are multiples of 64: 50,257 rows over 8 ranks are shards of 6,336, because odd
-sizes keep matrix products off a GPU's fast kernels.
+Ranks hold equal shards. A vocabulary that the number of ranks does not divide is *padded*: 61 rows over 4
+ranks are shards of 16, the last 3 rows of the last one are zeros (which operators may hold such shards:
+`passes/axes/padding.py`). Large ones are multiples of 64: 50,257 rows over 8 ranks are shards of 6,336,
+because odd sizes keep matrix products off a GPU's fast kernels.
 """
 
 from __future__ import annotations
@@ -22,18 +22,21 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-Dims = tuple[tuple[int, ...], ...]  # the atom sizes of every dim of a tensor; a dim of size 1 has no atoms
+# The atom sizes of every dim of a tensor; a dim of size 1 has no atoms.
+Dims = tuple[tuple[int, ...], ...]
 
 
 class Segmented(int):
-    """The size of an atom that is a sum of segments, `128 = 64 + 32 + 32`: a shard is one contiguous chunk of each block."""
+    """The size of an atom that is a sum of segments, `128 = 64 + 32 + 32`: a shard is one contiguous chunk
+    of each block.
+    """
 
     blocks: tuple[int, ...]
 
     def __new__(cls, blocks: Sequence[int]) -> Segmented:
-        made = super().__new__(cls, sum(blocks))
-        made.blocks = tuple(blocks)
-        return made
+        size = super().__new__(cls, sum(blocks))
+        size.blocks = tuple(blocks)
+        return size
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,7 @@ class ValueType:
     """One of I, R, P, S; `dim` and `atom` say what an S splits."""
 
     kind: str
+    # -1 unless the kind is S.
     dim: int = -1
     atom: int = -1
 
@@ -58,18 +62,20 @@ P = ValueType("P")
 
 
 def S(dim: int, atom: int) -> ValueType:
+    """Return the type of a value of which one atom of one dim is split over the ranks."""
     return ValueType("S", dim, atom)
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """What it takes to turn a value of one type into another: `name` is also the runtime function's."""
+    """What turns a value of one type into another: `name` is also the runtime function's."""
 
     name: str
     forward: str
     backward: str
 
 
+# (from, to) -> what ranks do with the value in forward, and with the cotangent in backward.
 CONVERSIONS: dict[tuple[str, str], Conversion] = {
     ("I", "R"): Conversion("i_to_r", "none", "all-reduce"),
     ("P", "I"): Conversion("p_to_i", "all-reduce", "none"),
@@ -87,21 +93,30 @@ CONVERSIONS: dict[tuple[str, str], Conversion] = {
 }
 
 
-ALIGNED, LEAST_ALIGNED = 64, 1024
-Outer = int | tuple[int, ...]  # how many equal blocks, or the sizes of unequal ones
+# Padded shards of at least MIN_ALIGNED entries are multiples of ALIGNED.
+ALIGNED, MIN_ALIGNED = 64, 1024
+# How many equal blocks, or the sizes of unequal ones.
+Outer = int | tuple[int, ...]
 
 
-def outer_size(dims: Sequence[Sequence[int]], at: ValueType) -> Outer:
-    """A shard is one contiguous chunk of each of so many blocks: the elements of the dim before the sharded atom."""
-    atoms = dims[at.dim]
-    size = math.prod(atoms[: at.atom])
-    if not atoms or not isinstance(sharded := atoms[at.atom], Segmented):
-        return size
-    return tuple(block * math.prod(atoms[at.atom + 1 :]) for block in sharded.blocks) * size
+def outer_size(dims: Sequence[Sequence[int]], kind: ValueType) -> Outer:
+    """Return of how many blocks a shard is one contiguous chunk each: the elements of the dim before the
+    sharded atom.
+
+    Of a `Segmented` atom, the sizes of the blocks.
+    """
+    atoms = dims[kind.dim]
+    count = math.prod(atoms[: kind.atom])
+    if not atoms or not isinstance(sharded := atoms[kind.atom], Segmented):
+        return count
+    behind = math.prod(atoms[kind.atom + 1 :])
+    return tuple(block * behind for block in sharded.blocks) * count
 
 
 def type_text(kind: ValueType, dims: Dims, axis: str) -> str:
-    """Text for people: `I`, `R`, `P`, or `S(tp, dim 0: 3 x [12] x 64)` with the sharded atom in brackets."""
+    """Format a type for people: `I`, `R`, `P`, or `S(tp, dim 0: 3 x [12] x 64)` with the sharded atom in
+    brackets.
+    """
     if kind.kind != "S":
         return kind.kind
     sizes = [str(atom) for atom in dims[kind.dim]]
@@ -113,27 +128,33 @@ def type_text(kind: ValueType, dims: Dims, axis: str) -> str:
 
 
 def shard_size(size: int, degree: int) -> int:
-    """Entries of one shard of `size` entries: of a padded dim the last ranks' shards are filled up with zeros.
+    """Return the entries of one shard of `size` entries: the last ranks' shards of a padded dim are filled
+    up with zeros.
 
-    Padded shards of some size are multiples of `ALIGNED`.
+    Large padded shards are multiples of `ALIGNED`.
     """
+    # Rounded up.
     each = -(-size // degree)
     return each if each * degree == size else aligned(each)
 
 
 def aligned(size: int) -> int:
-    """The next size whose matrix products take a GPU's aligned kernels; small ones stay what they are."""
-    return -(-size // ALIGNED) * ALIGNED if size >= LEAST_ALIGNED else size
+    """Round a size up to one whose matrix products take a GPU's aligned kernels; small ones stay what they
+    are.
+    """
+    return -(-size // ALIGNED) * ALIGNED if size >= MIN_ALIGNED else size
 
 
 def padded_size(dims: Dims, kind: ValueType, degree: int) -> int:
-    """Size of the dim that `kind` pads to make `degree` equal shards; 0 where it divides, or nothing is sharded."""
+    """Return the size of the dim that `kind` pads to make `degree` equal shards; 0 where it divides, or
+    nothing is sharded.
+    """
     size = dims[kind.dim][kind.atom] if kind.kind == "S" else 0
     return size if size % degree else 0
 
 
 def division_text(size: int, degree: int) -> str:
-    """`256 = 2 x 128`; of a padded dim `61 = 4 x 16 - 3`."""
+    """Format a division: `256 = 2 x 128`; of a padded dim `61 = 4 x 16 - 3`."""
     each = shard_size(size, degree)
     padding = each * degree - size
     return f"{size} = {degree} x {each}" + (f" - {padding}" if padding else "")

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from autoptd.ir.types import ALIGNED, LEAST_ALIGNED, shard_size
+from autoptd.ir.types import ALIGNED, MIN_ALIGNED, shard_size
 from autoptd.planner.shape import Shape
 
 Number = Any
@@ -57,7 +57,7 @@ def vocab_rows(shape: Shape, t: Number) -> Number:
     if isinstance(t, int):
         return shard_size(shape.vocab, t)
     each = -(-shape.vocab // t)
-    is_aligned = (each * t != shape.vocab) & (each >= LEAST_ALIGNED)
+    is_aligned = (each * t != shape.vocab) & (each >= MIN_ALIGNED)
     return np.where(is_aligned, -(-each // ALIGNED) * ALIGNED, each)
 
 

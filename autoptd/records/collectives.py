@@ -1,7 +1,9 @@
-"""What is communicated, with bytes and reasons: per microbatch by stages, per step by buckets and losses.
+"""All communication of a program, with bytes and reasons: per microbatch by stages, per step by buckets and
+losses.
 
-In: the LOCAL graph, what stages send each other, parameters and the schedule. Out: `Collective`s, which the runtime's calls are
-counted against (`program/calls.py`), and the proof that all ranks make theirs in one order (`program/call_order.py`).
+In: the LOCAL graph, what stages send each other, parameters and the schedule. Out: `Collective`s, which the
+runtime's calls are counted against (`program/calls.py`), and the proof that all ranks make theirs in one
+order (`program/call_order.py`).
 """
 
 from __future__ import annotations
@@ -28,183 +30,227 @@ LOSSES = ("cross_entropy", "linear_cross_entropy")
 def collectives(
     graph: Graph, options: Options, parcels: Sequence[Parcel], params: tuple[ParamSpec, ...], orders: Orders
 ) -> list[Collective]:
-    """Everything that is communicated, per microbatch and per step, with payload bytes and the reason."""
-    found = []
+    """List everything that is communicated, per microbatch and per step, with payload bytes and the reason.
+
+    InternalError where two ranks of a group would make their calls in different orders.
+    """
+    calls = []
     ranks = ranks_of_stages(orders)
     for node in ops(graph):
+        # A node that several stages compute communicates on each of them.
         for stage in note(node).stages:
-            here = ranks[stage]
+            rank = ranks[stage]
             if note(node).conversion:
-                found += _conversion(node, stage, here, options.mesh)
-            elif "swallowed" in note(node).extra:
-                found.append(_swallowed(node, stage, here, options.mesh))
+                calls += _conversion(node, stage, rank, options.mesh)
+            elif "absorbed" in note(node).extra:
+                calls.append(_absorbed(node, stage, rank, options.mesh))
             elif op_name(node) in LOSSES and node.kwargs["vocab"]:
-                found += _vocabulary_sums(node, stage, here, options.mesh)
-    for one in parcels:
-        found += _travel(one, ranks)
+                calls += _vocabulary_sums(node, stage, rank, options.mesh)
+    for parcel in parcels:
+        calls += _transfer(parcel, ranks)
+    # The same plans that the runtime makes of the program: what is listed here is what runs.
     buckets = [plan_buckets(params, orders, ranks, options.mesh, pp) for pp in range(options.p)]
-    found += _step_collectives(graph, options, buckets, ranks)
-    check_call_order(found, buckets, options.mesh)
-    return found
+    calls += _step_collectives(graph, options, buckets, ranks)
+    check_call_order(calls, buckets, options.mesh)
+    return calls
 
 
 def _conversion(node: Node, stage: int, rank: int, mesh: Mesh) -> list[Collective]:
+    """Return the collective of a conversion, and that of gathering its input again in backward, if it
+    does.
+    """
     record, (forward, backward) = note(node), codegen.conversion_work(node)
-    site = f"{record.module} ({record.source})"
-    nbytes, degree, here = codegen.collective_bytes(node, mesh.t), mesh.degree(record.axis), (rank,)
-    made = Collective(
-        site,
-        stage,
-        record.conversion,
-        record.axis,
-        forward,
-        backward,
-        nbytes,
-        degree,
-        record.why,
-        pp_ranks=here,
+    call = Collective(
+        site=f"{record.module} ({record.source})",
+        stage=stage,
+        conversion=record.conversion,
+        axis=record.axis,
+        forward=forward,
+        backward=backward,
+        payload_bytes=codegen.collective_bytes(node, mesh.t),
+        group_size=mesh.degree(record.axis),
+        why=record.why,
+        pp_ranks=(rank,),
     )
+    # Linear layers that read a gathered value keep the shard, and gather it again for the weight's gradient.
     if "readers" not in record.extra:
-        return [made]
+        return [call]
     why = "the weight's gradient needs the whole input, of which the shard was kept"
-    return [
-        made,
-        dataclasses.replace(
-            made, conversion="gathered again", forward="none", backward="all-gather", why=why
-        ),
-    ]
+    again = dataclasses.replace(
+        call, conversion="gathered again", forward="none", backward="all-gather", why=why
+    )
+    return [call, again]
 
 
-def _swallowed(node: Node, stage: int, rank: int, mesh: Mesh) -> Collective:
-    """An f that is part of a linear layer: see passes/hook_gemms.py."""
-    record, f = note(node), note(node).extra["swallowed"]
-    site = f"{record.module} ({record.source})"
-    degree = mesh.degree(record.axis)
+def _absorbed(node: Node, stage: int, rank: int, mesh: Mesh) -> Collective:
+    """Return the all-reduce of an f that is part of a linear layer: see passes/hook_gemms.py."""
+    record, f = note(node), note(node).extra["absorbed"]
     return Collective(
-        site,
-        stage,
-        f.conversion,
-        record.axis,
-        "none",
-        "all-reduce",
-        f.payload_bytes,
-        degree,
-        f.why,
+        site=f"{record.module} ({record.source})",
+        stage=stage,
+        conversion=f.conversion,
+        axis=record.axis,
+        forward="none",
+        backward="all-reduce",
+        payload_bytes=f.payload_bytes,
+        group_size=mesh.degree(record.axis),
+        why=f.why,
         pp_ranks=(rank,),
     )
 
 
 def _vocabulary_sums(node: Node, stage: int, rank: int, mesh: Mesh) -> list[Collective]:
-    """The reductions inside a vocabulary-parallel cross-entropy: a number per token each, the sums in one call."""
-    record, size = note(node), torch.Size(note(node.args[1]).extra["local_shapes"][0]).numel()  # type: ignore[arg-type]
-    itemsize = max(tensor(node).element_size(), 4)  # narrower logits are computed in float32
+    """Return the reductions inside a vocabulary-parallel cross-entropy: a number per token each, the sums
+    in one call.
+    """
+    record = note(node)
+    tokens = torch.Size(note(node.args[1]).extra["local_shapes"][0]).numel()  # type: ignore[arg-type]
+    # Narrower logits are computed in float32.
+    itemsize = max(tensor(node).element_size(), 4)
+    # What every token adds to one call, beside the maximum.
     sums = ["sum of exponentials", "picked logit"]
-    sums += ["class weight"] if op_name(node) == "cross_entropy" and node.args[2] is not None else []
-    sums += ["sum of logits", "sum of weights"] if node.kwargs["label_smoothing"] else []
-    chunk: int = node.kwargs.get("chunk", size)  # type: ignore[assignment]
-    calls = [
-        (name, itemsize * count * min(chunk, size - start), f"{what} of every token")
-        for start in range(0, size, chunk)
-        for name, count, what in (("maximum", 1, "maximum"), ("sums", len(sums), ", ".join(sums)))
-    ]
-    return [
-        Collective(
-            site=f"{record.module or 'model'} {name} ({record.source})",
+    if op_name(node) == "cross_entropy" and node.args[2] is not None:
+        sums.append("class weight")
+    if node.kwargs["label_smoothing"]:
+        sums += ["sum of logits", "sum of weights"]
+    reductions = (("maximum", 1, "maximum"), ("sums", len(sums), ", ".join(sums)))
+    chunk: int = node.kwargs.get("chunk", tokens)  # type: ignore[assignment]
+    calls = []
+    for start in range(0, tokens, chunk):
+        for name, count, what in reductions:
+            call = Collective(
+                site=f"{record.module or 'model'} {name} ({record.source})",
+                stage=stage,
+                conversion=f"vocab_parallel_{op_name(node)}",
+                axis=record.axis,
+                forward="all-reduce",
+                backward="none",
+                payload_bytes=itemsize * count * min(chunk, tokens - start),
+                group_size=mesh.degree(record.axis),
+                why=f"{what} of every token",
+                pp_ranks=(rank,),
+            )
+            calls.append(call)
+    return calls
+
+
+def _transfer(parcel: Parcel, ranks: Sequence[int]) -> list[Collective]:
+    """Return the send of a parcel, and the gather of a scattered one on the other side."""
+    names = ", ".join(parcel.names)
+    what = f"gradient of {names}" if parcel.is_gradient else f"stage {parcel.target} reads {names}"
+
+    def call(
+        stage: int, kind: str, conversion: str, axis: str, nbytes: int, size: int, why: str
+    ) -> Collective:
+        return Collective(
+            site=parcel.site,
             stage=stage,
-            conversion=f"vocab_parallel_{op_name(node)}",
-            axis=record.axis,
-            forward="all-reduce",
-            backward="none",
+            conversion=conversion,
+            axis=axis,
+            forward="none" if parcel.is_gradient else kind,
+            backward=kind if parcel.is_gradient else "none",
             payload_bytes=nbytes,
-            group_size=mesh.degree(record.axis),
-            why=why,
-            pp_ranks=(rank,),
+            group_size=size,
+            why=f"{what}; {why}",
+            pp_ranks=(ranks[stage],),
         )
-        for name, nbytes, why in calls
-    ]
 
-
-def _travel(one: Parcel, ranks: Sequence[int]) -> list[Collective]:
-    """The send of a parcel, and the gather of a scattered one on the other side."""
-    names = ", ".join(one.names)
-    what = f"gradient of {names}" if one.is_gradient else f"stage {one.target} reads {names}"
-
-    def made(stage: int, kind: str, what_for: str, axis: str, nbytes: int, size: int, why: str) -> Collective:
-        forward, backward = ("none", kind) if one.is_gradient else (kind, "none")
-        at, why = (ranks[stage],), f"{what}; {why}"
-        return Collective(one.site, stage, what_for, axis, forward, backward, nbytes, size, why, pp_ranks=at)
-
-    found = [made(one.source, "send", "send", "pp", one.sent_bytes, 2, one.why)]
-    if one.parts > 1:
-        why = f"stage {one.source} sends 1/{one.parts} from each tensor rank"
-        found.append(made(one.target, "all-gather", GATHER, "tp", one.parts * one.sent_bytes, one.parts, why))
-    return found
+    calls = [call(parcel.source, "send", "send", "pp", parcel.sent_bytes, 2, parcel.why)]
+    if parcel.parts > 1:
+        why = f"stage {parcel.source} sends 1/{parcel.parts} from each tensor rank"
+        nbytes = parcel.parts * parcel.sent_bytes
+        calls.append(call(parcel.target, "all-gather", GATHER, "tp", nbytes, parcel.parts, why))
+    return calls
 
 
 def _step_collectives(
     graph: Graph, options: Options, buckets: Sequence[Sequence[BucketPlan]], ranks: Sequence[int]
 ) -> list[Collective]:
+    """Return what is communicated once per step: counts of labels, sums of gradients, the loss."""
     mesh = options.mesh
-    losses = [
-        Collective(
+    calls = []
+    for stage, rank in enumerate(ranks):
+        calls += _label_count(graph, stage, rank, mesh)
+    for pp, plans in enumerate(buckets):
+        for plan in plans:
+            calls += _bucket_sums(plan, pp, ranks, mesh)
+    # Not over tp: tensor ranks have the whole loss.
+    for axis in (*mesh.batch_axes, *mesh.stage_axes):
+        call = Collective(
             site="loss",
             stage=options.num_stages - 1,
             conversion="loss sum",
             axis=axis,
             forward="all-reduce",
             backward="none",
+            # One float64.
             payload_bytes=8,
             group_size=mesh.degree(axis),
             why="every rank returns the loss of the global batch, summed in float64",
             scope="step",
             pp_ranks=tuple(range(mesh.p)),
         )
-        for axis in (*mesh.batch_axes, *mesh.stage_axes)  # tensor ranks have it all
-    ]
-    found = []
-    for stage in range(options.num_stages):
-        found += _label_count(graph, stage, ranks[stage], mesh)
-    for pp, plans in enumerate(buckets):
-        for plan in plans:
-            found += _bucket_sums(plan, pp, ranks, mesh)
-    return [one for one in [*found, *losses] if one.group_size > 1]
+        calls.append(call)
+    return [call for call in calls if call.group_size > 1]
 
 
 def _label_count(graph: Graph, stage: int, rank: int, mesh: Mesh) -> list[Collective]:
-    """What weighted means divide by, counted before the first forward."""
+    """Return the counts of labels that weighted means divide by: they are summed before the first forward."""
     losses = [node for node in ops(graph) if op_name(node) in LOSSES and node.kwargs["total"] >= 0]  # type: ignore[operator]
     count = sum(1 for node in losses if stage in note(node).stages)
-    why = "valid labels of the global batch, which the mean divides by"
-    what = ("count of labels", stage, "label count")
-    sums = [
-        Collective(*what, axis, "all-reduce", "none", 8 * count, mesh.degree(axis), why, "step", (rank,))
-        for axis in mesh.batch_axes
-    ]
-    return sums if count else []
+    calls = []
+    for axis in mesh.batch_axes if count else ():
+        call = Collective(
+            site="count of labels",
+            stage=stage,
+            conversion="label count",
+            axis=axis,
+            forward="all-reduce",
+            backward="none",
+            # An int64 or float64 of each loss.
+            payload_bytes=8 * count,
+            group_size=mesh.degree(axis),
+            why="valid labels of the global batch, which the mean divides by",
+            scope="step",
+            pp_ranks=(rank,),
+        )
+        calls.append(call)
+    return calls
 
 
 def _bucket_sums(plan: BucketPlan, pp: int, ranks: Sequence[int], mesh: Mesh) -> list[Collective]:
-    count, nbytes = len(plan.params), plan.nbytes(mesh)
-    here = [stage for spec in plan.params for stage in spec.stages if ranks[stage] == pp]
-    kinds = "/".join(sorted({spec.kind for spec in plan.params}))
-    why, tied = f"gradients of {count} parameters of type {kinds}", f"used by stages {_listed(plan)}"
+    """Return the gradient sums of a bucket of pipeline rank `pp`: over the mesh, and over the owners of a
+    tied one.
+    """
+    # The last stage of this rank that uses the bucket: its gradients are complete behind that one's backward.
+    stage = max(stage for spec in plan.params for stage in spec.stages if ranks[stage] == pp)
 
-    def made(
-        step: AxisConversion, site: str, what: str, size: int, why: str, ranks: tuple[int, ...]
+    def call(
+        step: AxisConversion, site: str, conversion: str, size: int, why: str, pp_ranks: tuple[int, ...]
     ) -> Collective:
-        backward = step.row.backward
         return Collective(
-            site, max(here), what, step.axis, "none", backward, nbytes, size, why, "step", ranks
+            site=site,
+            stage=stage,
+            conversion=conversion,
+            axis=step.axis,
+            forward="none",
+            backward=step.row.backward,
+            payload_bytes=plan.nbytes(mesh),
+            group_size=size,
+            why=why,
+            scope="step",
+            pp_ranks=pp_ranks,
         )
 
-    over_mesh = (*plan.early, *plan.late)
-    found = [made(step, plan.site, "gradient sum", mesh.degree(step.axis), why, (pp,)) for step in over_mesh]
+    kinds = "/".join(sorted({spec.kind for spec in plan.params}))
+    why = f"gradients of {len(plan.params)} parameters of type {kinds}"
+    calls = []
+    for step in (*plan.early, *plan.late):
+        calls.append(call(step, plan.site, "gradient sum", mesh.degree(step.axis), why, (pp,)))
+    # Listed once, by the first owner.
     if pp == plan.owners[0]:
-        found += [
-            made(step, plan.tied_site, "tied sum", len(plan.owners), tied, plan.owners) for step in plan.tied
-        ]
-    return found
-
-
-def _listed(plan: BucketPlan) -> str:
-    return ", ".join(map(str, sorted({stage for spec in plan.params for stage in spec.stages})))
+        stages = sorted({stage for spec in plan.params for stage in spec.stages})
+        why = f"used by stages {', '.join(map(str, stages))}"
+        for step in plan.tied:
+            calls.append(call(step, plan.tied_site, "tied sum", len(plan.owners), why, plan.owners))
+    return calls

@@ -1,4 +1,8 @@
-"""What emitted files say beside their code: of which plan they are, what their words mean, what is summed once a step."""
+"""Texts of emitted files beside their code: the plan, the words, what is summed once a step.
+
+In: options, batch, parameters and orders. Out: an `About` per stage, which codegen writes at the head and
+the end of the stage's file.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +16,11 @@ from autoptd.program.buckets import plan_buckets
 from autoptd.program.specs import ParamSpec
 from autoptd.program.stage_sums import stage_sums
 
-ABOUT_TYPES = "Types over tp: I invariant, R replicated with a partial gradient, P partial sum, S sharded; p_to_i: P to I."
+ABOUT_TYPES = "Types over tp: I invariant, R replicated with a partial gradient, P partial sum, S sharded; "
+ABOUT_TYPES += "p_to_i: P to I."
 ABOUT_COLLECTIVES = (
-    "AR all-reduce, AG all-gather, RS reduce-scatter, A2A all-to-all, fwd in forward, bwd in backward, with the",
+    "AR all-reduce, AG all-gather, RS reduce-scatter, A2A all-to-all, fwd in forward, bwd in backward, "
+    "with the",
     "bytes of the whole value. A sum with owned=True is made in place: nobody else reads what is summed.",
 )
 
@@ -22,40 +28,48 @@ ABOUT_COLLECTIVES = (
 def about_stages(
     options: Options, batch: Batch, params: tuple[ParamSpec, ...], orders: Orders, wgrad_sink: str
 ) -> list[About]:
-    """What the compiler says of every stage."""
+    """Return the texts of every stage's file; `wgrad_sink` is what takes weight gradients (see `Context`)."""
     ranks = ranks_of_stages(orders)
     buckets = [plan_buckets(params, orders, ranks, options.mesh, pp) for pp in range(options.p)]
-    found = []
+    stages = []
     for stage, rank in enumerate(ranks):
         header = about(options, batch, ranks, stage, wgrad_sink)
-        found.append(About(header, ABOUT_COLLECTIVES, ranks, stage_sums(buckets[rank], stage, options.mesh)))
-    return found
+        sums = stage_sums(buckets[rank], stage, options.mesh)
+        stages.append(About(header, ABOUT_COLLECTIVES, ranks, sums))
+    return stages
 
 
-def about(options: Options, batch: Batch, ranks: Sequence[int], stage: int, wgrad: str) -> list[str]:
-    """The header of a stage file; `ranks` are the pipeline ranks of all stages, `wgrad` what takes weight gradients."""
-    b, m, rank = batch.rows, batch.num_microbatches, ranks[stage]
-    return [
-        f"Stage {stage} of {options.num_stages}: model chunk {ranks[:stage].count(rank)} of pipeline rank {rank}.",
-        "Written by AutoPTD, to be read, stepped through and run again. All tensor and data ranks have the same file.",
-        f"plan: {options.mesh}, v={options.v}, {m} microbatch{'es' if m > 1 else ''} of {b} row{'s'[: b > 1]} per replica, "
+def about(options: Options, batch: Batch, ranks: Sequence[int], stage: int, wgrad_sink: str) -> list[str]:
+    """Return the header of a stage file; `ranks` are the pipeline ranks of all stages."""
+    rank, m = ranks[stage], batch.num_microbatches
+    # Chunks of a rank are counted in the order of its stages.
+    chunk = ranks[:stage].count(rank)
+    microbatches = f"{m} microbatch{'es' if m > 1 else ''}"
+    rows = f"{batch.rows} row{'s' if batch.rows > 1 else ''}"
+    lines = [
+        f"Stage {stage} of {options.num_stages}: model chunk {chunk} of pipeline rank {rank}.",
+        "Written by AutoPTD, to be read, stepped through and run again. "
+        "All tensor and data ranks have the same file.",
+        f"plan: {options.mesh}, v={options.v}, {microbatches} of {rows} per replica, "
         f"schedule {options.schedule_name}.",
-        "Shapes are a rank's, of one microbatch. `w`: parameters, `b`: buffers, `tp`: the tensor-parallel group.",
-        *([ABOUT_TYPES] if options.t > 1 else []),
-        *_about_hooks(options, wgrad),
+        "Shapes are a rank's, of one microbatch. "
+        "`w`: parameters, `b`: buffers, `tp`: the tensor-parallel group.",
     ]
+    if options.t > 1:
+        lines.append(ABOUT_TYPES)
+    return lines + _about_hooks(options, wgrad_sink)
 
 
-def _about_hooks(options: Options, wgrad: str) -> list[str]:
-    """What an `rt.linear` in the file means, where there are any."""
-    said = []
+def _about_hooks(options: Options, wgrad_sink: str) -> list[str]:
+    """Explain `rt.linear`, where the file has any."""
+    hooks = []
     if options.async_tensor_model_parallel_allreduce:
-        said.append("overlap=tp all-reduces the gradient of the input while the weight's is computed")
-    if wgrad == "main_grads":
-        said.append("wgrad=self.main_grads adds the weight's gradient to the sum from within the GEMM")
-    if wgrad == "deferred":
-        said.append("wgrad=self.deferred leaves the weight's gradient to action W")
-    lines = [f"rt.linear is F.linear with hooks on its backward: {'; '.join(said)}."] if said else []
+        hooks.append("overlap=tp all-reduces the gradient of the input while the weight's is computed")
+    if wgrad_sink == "main_grads":
+        hooks.append("wgrad=self.main_grads adds the weight's gradient to the sum from within the GEMM")
+    if wgrad_sink == "deferred":
+        hooks.append("wgrad=self.deferred leaves the weight's gradient to action W")
+    lines = [f"rt.linear is F.linear with hooks on its backward: {'; '.join(hooks)}."] if hooks else []
     if options.accumulate_allreduce_grads_in_fp32:
         lines.append("All gradients add up in float32 (float64 for float64): parameter.main_grad.")
     return lines

@@ -1,4 +1,7 @@
-"""What `plan.json` says: the decisions, by the model's own names."""
+"""The record in `plan.json`: the decisions, by the model's own names.
+
+In: options, batch, cut, parameters. Out: a dict that `ir/plan.py` reads again; equal layers are one pattern.
+"""
 
 from __future__ import annotations
 
@@ -24,25 +27,35 @@ def plan_record(
     fallbacks: Sequence[Fallback],
     weighed: dict[str, Any] | None,
 ) -> dict[str, Any]:
-    """What `plan.json` says: the decisions, by the model's own names."""
-    layers: dict[str, set[Layout]] = {}
-    for one in params:
-        layers.setdefault(any_layer(one.name), set()).add(one.storage.layout)
-    shard = {}  # layers that are sharded alike are one pattern
-    for one in params:
-        pattern = any_layer(one.name) if len(layers[any_layer(one.name)]) == 1 else one.name
-        if one.use.layout.shards:
-            axis, kind = one.use.layout.shards[0]
-            shard[pattern] = {"pattern": pattern, "dim": kind.dim, "axis": base(axis)}
-    order = {} if options.order == ORDER else {"order": options.order}
-    return {
+    """Return what `plan.json` has: the decisions, and reports (fallbacks, `weighed` plans) for people."""
+    mesh: dict[str, Any] = {**options.mesh.degrees, "v": options.v}
+    if options.order != ORDER:
+        mesh["order"] = options.order
+    record = {
         "version": 1,
-        "mesh": {**options.mesh.degrees, "v": options.v, **order},
+        "mesh": mesh,
         "num_microbatches": batch.num_microbatches,
         "schedule": str(options.schedule),
         "options": {name: getattr(options, name) for name, keyword in KEYWORDS.items() if keyword.is_planned},
         "cut": list(cut.after),
-        "shard": [*shard.values(), *(dict(one) for one in options.plan.shard if one.get("dim") is None)],
+        "shard": _shard_pins(options, params),
         "fallbacks": merged_fallbacks(fallbacks),
-        **({"weighed": weighed} if weighed else {}),
     }
+    # For people alone: `ir/plan.py` reads past it.
+    return {**record, "weighed": weighed} if weighed else record
+
+
+def _shard_pins(options: Options, params: tuple[ParamSpec, ...]) -> list[dict[str, Any]]:
+    """Return what pins every sharded parameter, and the pins of the request that keep something whole."""
+    layouts: dict[str, set[Layout]] = {}
+    for spec in params:
+        layouts.setdefault(any_layer(spec.name), set()).add(spec.storage.layout)
+    pins = {}
+    for spec in params:
+        # Layers that are sharded alike are one pattern.
+        pattern = any_layer(spec.name) if len(layouts[any_layer(spec.name)]) == 1 else spec.name
+        if spec.use.layout.shards:
+            # Sub-axes of one axis cut neighbouring atoms of one dim: the pin names the axis.
+            axis, kind = spec.use.layout.shards[0]
+            pins[pattern] = {"pattern": pattern, "dim": kind.dim, "axis": base(axis)}
+    return [*pins.values(), *(dict(pin) for pin in options.plan.shard if pin.get("dim") is None)]

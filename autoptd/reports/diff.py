@@ -44,13 +44,11 @@ def diff(a: Any, b: Any) -> str:
     """
     (plan, program), (other_plan, other) = _read(a), _read(b)
     groups = _plans(plan, other_plan)
-    if program is not None and other is not None:
-        groups = {name: lines for name, lines in groups.items() if name != "shard"}
-        groups |= _programs(program, other)
-    else:
-        groups["shard"] = _entries(_shards(plan), _shards(other_plan))
     if program is None or other is None:
+        groups["shard"] = _entries(_shards(plan), _shards(other_plan))
         return _text_of(groups)
+    # Of two programs, the types of all parameters say more than the patterns of the plans.
+    groups |= _programs(program, other)
     if not any(groups.values()):
         return "" if program.fingerprint() == other.fingerprint() else "also differ\n  program.json\n"
     return _text_of({**groups, "costs, as the cost model has them": _costs(program, other)})
@@ -151,6 +149,7 @@ def _programs(a: Program, b: Program) -> dict[str, list[str]]:
         totals = _entries(_totals(a, scope), _totals(b, scope))
         sites = _entries(_sites(a, scope), _sites(b, scope))
         groups[f"communicated in every {scope}"] = [*totals, *sites]
+    # Every other field: a new one is compared without anybody thinking of it.
     names = [field.name for field in fields(Program) if field.name not in (*COMPARED, *LEFT_OUT, "sources")]
     others = [name for name in names if getattr(a, name) != getattr(b, name)]
     files = [name for name in sorted({*a.sources, *b.sources}) if a.sources.get(name) != b.sources.get(name)]
@@ -174,11 +173,11 @@ def _by_layer(a: Program, b: Program, text: Callable[[ParamSpec], str]) -> list[
     mixed = {name for (_, name), texts in alike.items() if len(texts) > 1}
 
     def texts(program: Program) -> dict[str, str]:
-        found = {}
+        text_of = {}
         for spec in program.params:
             shared = star(spec.name)
-            found[spec.name if shared in mixed else shared] = text(spec)
-        return found
+            text_of[spec.name if shared in mixed else shared] = text(spec)
+        return text_of
 
     return _entries(texts(a), texts(b))
 
@@ -203,18 +202,19 @@ def _totals(program: Program, scope: str) -> dict[str, str]:
 
 def _sites(program: Program, scope: str) -> dict[str, str]:
     """Return what each kind of site communicates, and how often where layers are alike."""
-    found: dict[str, Counter[str]] = {}
+    texts_of: dict[str, Counter[str]] = {}
     for call in program.collectives:
         phases = {"forward": call.forward, "backward": call.backward}
         kinds = [f"{kind} {phase}" for phase, kind in phases.items() if kind not in LOCAL_KINDS]
         if call.scope == scope and kinds:
-            text = f"{' and '.join(kinds)} over {call.axis}, {bytes_text(call.payload_bytes)} on {call.group_size} ranks"
+            text = " and ".join(kinds)
             # Once a step there is neither a forward nor a backward.
             if scope == "step":
                 text = text.replace(" backward", "")
-            found.setdefault(call_site(call), Counter())[text] += 1
+            text += f" over {call.axis}, {bytes_text(call.payload_bytes)} on {call.group_size} ranks"
+            texts_of.setdefault(call_site(call), Counter())[text] += 1
     sites = {}
-    for site, texts in found.items():
+    for site, texts in texts_of.items():
         sites[site] = "; ".join(f"{times} x {text}" for text, times in sorted(texts.items()))
     return sites
 

@@ -27,12 +27,14 @@ def is_reported_here(error: BaseException) -> bool:
     """Tell whether this process reports `error`: not what another process of the node reports in the same
     words.
     """
+    # Plans and traces are the same in every process, and so are their errors.
     is_alike = isinstance(error, (PlanError, TraceError)) or is_interrupt(error)
     return not is_alike or os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def print_errors_once() -> None:
     """Keep quiet, in one of several ranks, about uncaught errors that another one reports."""
+    # A second `parallelize` finds the hook of the first.
     before = sys.excepthook
     if "LOCAL_RANK" not in os.environ or getattr(before, "is_of_autoptd", False):
         return

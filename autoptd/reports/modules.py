@@ -30,6 +30,7 @@ def _modules(program: Program) -> list[str]:
 def _module(program: Program, name: str) -> str:
     params = [spec for spec in program.params if star(spec.name.rpartition(".")[0]) == name]
     times = Counter(star(spec.name) for spec in params)
+    # One row for the same parameter of all layers, unless they differ in type.
     alike: dict[tuple[str, str], ParamSpec] = {}
     for spec in params:
         alike.setdefault((star(spec.name), spec.type_text()), spec)
@@ -38,9 +39,10 @@ def _module(program: Program, name: str) -> str:
         shapes = _shape(spec.shape), _shape(spec.local_shape(program.mesh))
         own = spec.name.rpartition(".")[2]
         rows.append((own, *shapes, spec.type_text(), ", ".join(spec.aliases[1:]), spec.why))
-    body = (
-        [table(("parameter", "shape", "local shape", "type over tp", "tied to", "why"), rows)] if rows else []
-    )
+    body = []
+    if rows:
+        heads = ("parameter", "shape", "local shape", "type over tp", "tied to", "why")
+        body.append(table(heads, rows))
     gemms = [row for row in program.costs.gemms if row.module == name]
     if gemms:
         work = Counter[str]()

@@ -5,7 +5,8 @@ In: a `Program`, and the spans of a record if there is one. Out: `Run`s, and the
 
     with pm.record() as record:
         pm.step(x, y)
-    draw_program(pm.program, Path("out"), record.spans)      # schedule.svg: simulated, and below it what was executed
+    # schedule.svg: simulated, and below it what was executed
+    draw_program(pm.program, Path("out"), record.spans)
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch.fx import Node
 
 from autoptd import passes, viz
 from autoptd import schedule as schedules
-from autoptd.ir.actions import COMPUTES, Action, Kind
+from autoptd.ir.actions import Action, Kind
 from autoptd.ir.mesh import Coordinate
 from autoptd.passes.dump import write_forms
 from autoptd.program.program import Program
@@ -51,9 +52,9 @@ def painter(shape: Size) -> Callable[[Program, str, int | None], viz.Picture]:
 
 
 def simulated_run(program: Program) -> viz.Run:
-    """Simulate the step as the cost model has it: of a stage's seconds a third is forward.
+    """Simulate the step by the seconds of the cost model, of which a third is forward; messages take no time.
 
-    Messages take no time.
+    Without them (a program written by hand) a forward takes 1.
     """
     seconds = program.costs.cut.seconds
     if not seconds:
@@ -74,12 +75,14 @@ def executed_run(program: Program, spans: Sequence[Span]) -> viz.Run:
     mesh = program.mesh
     rows: list[list[tuple[Action, float, float]]] = [[] for _ in range(mesh.p)]
     for rank, action, start, end in spans:
-        at = mesh.coordinate(rank)
-        if at == Coordinate(pp=at.pp):
-            rows[at.pp].append((action, start, end))
-    found = [str(mesh.rank(Coordinate(pp=pp))) for pp in range(mesh.p) if rows[pp]]
-    ranks = ", ".join(found[:8]) + ", ..." * (len(found) > 8)
-    remark = f"recorded on rank{'s'[: len(found) > 1]} {ranks}; recording takes time as well"
+        coordinate = mesh.coordinate(rank)
+        # The first rank of its place in the pipeline stands for the others there.
+        if coordinate == Coordinate(pp=coordinate.pp):
+            rows[coordinate.pp].append((action, start, end))
+    recorded = [str(mesh.rank(Coordinate(pp=pp))) for pp in range(mesh.p) if rows[pp]]
+    ranks = ", ".join(recorded[:8]) + (", ..." if len(recorded) > 8 else "")
+    plural = "s" if len(recorded) > 1 else ""
+    remark = f"recorded on rank{plural} {ranks}; recording takes time as well"
     return _run("executed", program, rows, True, remark)
 
 
@@ -103,9 +106,13 @@ def _held(row: Sequence[tuple[Action, float, float]], sizes: Sequence[float]) ->
     last = Kind.W if any(action.kind is Kind.W for action, _, _ in row) else Kind.B
     held, points = 0.0, []
     for action, start, end in row:
-        if action.kind in COMPUTES and action.kind in (Kind.F, last):
-            held += sizes[action.stage] * (1 if action.kind is Kind.F else -1)
-            points.append((start if action.kind is Kind.F else end, held))
+        # Memory is taken when a forward begins, and free when the last backward ends.
+        if action.kind is Kind.F:
+            held += sizes[action.stage]
+            points.append((start, held))
+        elif action.kind is last:
+            held -= sizes[action.stage]
+            points.append((end, held))
     return points
 
 

@@ -92,6 +92,7 @@ class Progress:
     def step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Run `pm.step`, and measure it where its turn has come: first at the second step, which is warm."""
         self._steps_begun += 1
+        # Every rank counts its steps alike: measured steps are collective.
         self._is_measured = self.measure_every > 0 and (self._steps_begun - 2) % self.measure_every == 0
         if not self._is_measured:
             return self.pm.step(*args, **kwargs)
@@ -116,20 +117,22 @@ class Progress:
         if self._board:
             for name, value in record.items():
                 # A scalar is the largest of several ranks' numbers.
+                scalar = max(value) if isinstance(value, list) else value
                 if name != "step":
-                    self._board.add_scalar(
-                        name, max(value) if isinstance(value, list) else value, record["step"]
-                    )
+                    self._board.add_scalar(name, scalar, record["step"])
         self._print(record)
 
     def _record(self, seconds: float, grad_norm: float | None) -> dict[str, Any]:
         """Return what is logged of the last step; the shares of time only where it was measured."""
         flops = self.model_flops / seconds
         record: dict[str, Any] = {"step": len(self.losses), "loss": self.losses[-1], "seconds": seconds}
-        record |= {} if grad_norm is None else {"grad_norm": grad_norm}
+        if grad_norm is not None:
+            record["grad_norm"] = grad_norm
         record |= {"tokens_per_second": self.tokens / seconds, "model_flops_per_second": flops}
-        record |= {"mfu": flops / self.peak / self.pm.program.mesh.size} if self.peak else {}
+        if self.peak:
+            record["mfu"] = flops / self.peak / self.pm.program.mesh.size
         if self._is_measured:
+            # Shares of the time of all ranks together.
             whole = sum(rank.seconds for rank in self.times)
             for name in ("compute", "communication", "waiting"):
                 record[name] = sum(getattr(rank, name) for rank in self.times) / whole
@@ -150,8 +153,8 @@ class Progress:
 
         Of ranks that share one process, once for all.
         """
-        found = [rank.peak_bytes for rank in self.times]
-        return [max(found)] if found and is_local(self.pm.options) else found
+        peaks = [rank.peak_bytes for rank in self.times]
+        return [max(peaks)] if peaks and is_local(self.pm.options) else peaks
 
     @property
     def model_flops(self) -> int:
@@ -175,17 +178,17 @@ class Progress:
 
     def _print(self, record: dict[str, Any], is_last: bool = False) -> None:
         """Print a line: one that is overwritten at a terminal, else one every ten seconds."""
+        # Seconds between two lines: a terminal shows one that changes, a log file keeps them all.
         now = time.perf_counter()
         is_due = now - self._printed_at >= (0.2 if self._is_live else 10.0)
         if self._is_quiet or not (is_due or is_last):
             return
         self._printed_at = now
         mesh = self.pm.program.mesh
-        shared = mesh.size > 1 and is_local(self.pm.options)
+        # Ranks that are threads share the memory of one process.
+        holder = " for all ranks" if mesh.size > 1 and is_local(self.pm.options) else ""
         rest = "bubble and rest" if mesh.p > 1 else "rest"
-        text = progress_line(
-            record, self.steps, mesh.size, self.times, rest, " for all ranks" if shared else ""
-        )
+        text = progress_line(record, self.steps, mesh.size, self.times, rest, holder)
         self._stream.write(f"\r{text}\x1b[K" if self._is_live else f"{text}\n")
         if is_last and self._is_live:
             self._stream.write("\n")
@@ -244,10 +247,13 @@ def known_peak(device: str, dtype: str) -> float | None:
 
 
 def peak_here(pm: ParallelModel) -> float | None:
-    """Peak FLOP/s of the GPU that the model is on, for products in the dtype of most of its parameters."""
+    """Return the peak FLOP/s of the GPU that the model is on, for products in the dtype of most of its
+    parameters; None without a known GPU.
+    """
     devices = {parameter.device for parameter in pm.parameters() if parameter.is_cuda}
     if not devices:
         return None
+    # A model may keep a few parameters (norms) in another dtype.
     sizes = Counter[str]()
     for spec in pm.program.params:
         sizes[spec.storage.dtype] += math.prod(spec.shape)
@@ -269,9 +275,8 @@ def _board(folder: str | Path) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
-        raise PlanError(
-            f"tensorboard={str(folder)!r}", "the package is missing", "pip install tensorboard"
-        ) from error
+        site = f"tensorboard={str(folder)!r}"
+        raise PlanError(site, "the package is missing", "pip install tensorboard") from error
     return SummaryWriter(str(folder))
 
 

@@ -17,8 +17,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from autoptd.ir.actions import COMPUTES, Kind
-from autoptd.ir.types import ALIGNED, LEAST_ALIGNED, aligned
+from autoptd.ir.actions import Kind
+from autoptd.ir.types import ALIGNED, MIN_ALIGNED, aligned
 from autoptd.program.calls import Call, expected_calls, wire_bytes
 from autoptd.program.program import Picture, Program
 from autoptd.reports.modules import module_sections
@@ -49,10 +49,10 @@ from autoptd.viz.page import (
     table,
     tiles,
 )
-from autoptd.viz.words import bytes_text, count_text
+from autoptd.viz.words import bytes_text, count_text, plural
 
-# A stage of more operators is not drawn in full.
-MAX_DRAWN_OPERATORS = 600
+# A stage of more operators, or of more stages, is not drawn in full.
+MAX_DRAWN_OPERATORS, MAX_DRAWN_STAGES = 600, 4
 
 
 def write_report(program: Program, path: str | Path, name: str = "", record: Record | None = None) -> None:
@@ -73,10 +73,11 @@ def report_html(program: Program, name: str = "", record: Record | None = None) 
         Tab("Decisions", _decisions(program)),
         Tab("Files", _files(program)),
     ]
+    # Measured numbers stand right behind the predicted ones.
     if record:
         tabs.insert(1, Tab("Measured", _measured(program, record, runs)))
     mesh = program.mesh
-    ranks = f"{mesh.size} rank{'s'[: mesh.size > 1]}"
+    ranks = plural(mesh.size, "rank")
     about = f"{ranks}: t={mesh.t} tensor x p={mesh.p} pipeline x d={mesh.d} data parallel, v={program.v}"
     return page(f"{name or 'A model'} on {ranks}", f"{about}; written by AutoPTD", tabs)
 
@@ -110,7 +111,7 @@ def _summary(program: Program, summary: Summary) -> str:
         heading("What a rank sends in a step"),
         table(sent_names, sent, (1, 2, 4, 5)) if sent else paragraph("Nothing."),
         paragraph(
-            f"Schedule `{summary.schedule}`, {m} microbatch{'es' if m > 1 else ''} of size {summary.rows} per replica. "
+            f"Schedule `{summary.schedule}`, {plural(m, 'microbatch')} of size {summary.rows} per replica. "
             f"The pipeline takes {seconds_text(summary.step_seconds)} by the cost model for {summary.machine}; the "
             f"busiest rank waits for {seconds_text(summary.idle_seconds)} of it. None of these seconds was measured."
         ),
@@ -144,20 +145,11 @@ def _traffic_row(traffic: Traffic) -> tuple[str, ...]:
 
 def _stages(program: Program, summary: Summary) -> str:
     cut, costs = program.costs.cut, program.costs
-    names = (
-        "stage",
-        "pipeline rank",
-        "chunk",
-        "parameters",
-        "forward",
-        "backward",
-        "seconds",
-        "saved",
-        "sends",
-        "cut behind",
-    )
+    columns = "stage,pipeline rank,chunk,parameters,forward,backward,seconds,saved,sends,cut behind"
+    names = columns.split(",")
     rows = []
     for stage in range(len(program.stages)):
+        # A tied parameter counts on every stage that uses it.
         wanted = set(program.stages[stage].params)
         held = [math.prod(spec.local_shape(program.mesh)) for spec in program.params if spec.name in wanted]
         sent = sum(buffer.sent_bytes for buffer in program.parcels if buffer.source == stage)
@@ -197,11 +189,10 @@ def _layers(program: Program) -> str:
         parts.append(_drawn(program.graph("layer")))
         for stage in range(len(program.stages)):
             count = sum(line.file in (f"stage_{stage}.py", "layers.py") for line in program.lines)
-            if (
-                count <= MAX_DRAWN_OPERATORS
-                and len(program.stages) <= 4
-                and (full := program.graph("full", stage).svg)
-            ):
+            if count > MAX_DRAWN_OPERATORS or len(program.stages) > MAX_DRAWN_STAGES:
+                continue
+            full = program.graph("full", stage).svg
+            if full:
                 parts.append(folded(f"Stage {stage}, every operator", "", picture(full)))
     parts.append(heading("Module by module"))
     parts += module_sections(program)
@@ -226,9 +217,8 @@ def _decisions(program: Program) -> str:
             table(names, rows, range(1, len(names))),
         ]
     parts.append(heading("What tp does not split as one would expect"))
-    found = program.plan.get("fallbacks", [])
     rows = []
-    for entry in found:
+    for entry in program.plan.get("fallbacks", []):
         flops = count_text(entry["flops"])
         rows.append((entry["op"], entry["site"] or "the model", entry["fact"], entry["remedy"], flops))
     names = ("operator", "in", "fact", "remedy", "FLOPs that every tensor rank repeats")
@@ -268,16 +258,16 @@ def odd_products(program: Program) -> list[str]:
     """Say which large matrix products have rows that do not all start at 16 bytes, in 16 bits: a head of
     50,257 classes.
     """
-    sizes = {row.sizes: row.kind for row in program.costs.products}
-    found = []
-    for (_, _, *lengths), kind in sizes.items():
+    kind_of = {row.sizes: row.kind for row in program.costs.products}
+    remarks = []
+    # (batch, m, n, k): rows of operands and result are n or k long.
+    for (_, _, *lengths), kind in kind_of.items():
         for length in lengths:
-            if length >= LEAST_ALIGNED and length % 8:
+            if length >= MIN_ALIGNED and length % 8:
                 fact = f"A {kind} has rows of {length:,} elements, which 8 does not divide."
-                found.append(
-                    f"{fact} Pad to {ALIGNED} in the model: {aligned(length):,}, the last of them unused."
-                )
-    return list(dict.fromkeys(found))
+                remedy = f"Pad to {ALIGNED} in the model: {aligned(length):,}, the last of them unused."
+                remarks.append(f"{fact} {remedy}")
+    return list(dict.fromkeys(remarks))
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -307,6 +297,7 @@ def _measured(program: Program, record: Record, runs: list[Run]) -> str:
             if measured is not None:
                 times = seconds_text(predicted or 0.0), seconds_text(measured)
                 rows.append((f"stage {stage}, {name} of a microbatch", *times))
+    # The calls are counted exactly, unlike the times: any difference is an error.
     kinds = dict(_call_rows(program, record))
     equal = all(predicted == measured for predicted, measured in kinds.values())
     call_rows = []
@@ -328,16 +319,18 @@ def _measured(program: Program, record: Record, runs: list[Run]) -> str:
 
 
 def _mean(run: Run, stage: int, kind: Kind) -> float | None:
-    found = []
+    """Return the mean time of a computation of a stage, over microbatches; None where the run has none."""
+    times = []
     for row in run.spans:
         for action, start, end in row:
-            if action.kind in COMPUTES and (action.stage, action.kind) == (stage, kind):
-                found.append(end - start)
-    return sum(found) / len(found) if found else None
+            if (action.stage, action.kind) == (stage, kind):
+                times.append(end - start)
+    return sum(times) / len(times) if times else None
 
 
 def _call_rows(program: Program, record: Record) -> Iterator[tuple[str, tuple[tuple[int, float], ...]]]:
     """Yield, per axis and kind (`tp all-reduce`), (times, bytes sent) as compiled and as recorded."""
+    # Objects (checks of the batch, say) and evaluations are no part of the compiled step.
     recorded = [call for call in record.collectives if call.kind != "objects" and call.phase != "evaluation"]
     sums: dict[str, list[list[float]]] = {}
 

@@ -28,7 +28,7 @@ from autoptd.program.program import Program
 from autoptd.program.weighed import KNOWN
 from autoptd.reports.pictures import simulated_run
 from autoptd.viz.runs import Curve
-from autoptd.viz.words import bytes_text, count_text
+from autoptd.viz.words import bytes_text, count_text, plural
 
 AXES = {"tp": "tensor", "pp": "pipeline", "dp": "data"}
 WEIGHED = "Plan over tp, of a rank and a microbatch, beside the known ones"
@@ -113,10 +113,10 @@ class Summary:
 
 def summarize(program: Program) -> Summary:
     """Return the costs of a program."""
-    machine = find_machine(program.plan.get("options", {}).get("machine"))
+    named = program.plan.get("options", {}).get("machine")
+    machine = find_machine(named)
     run = simulated_run(program)
     peaks = list(map(_peak, run.memory))
-    named = program.plan.get("options", {}).get("machine")
     return Summary(
         mesh=program.mesh,
         v=program.v,
@@ -128,6 +128,7 @@ def summarize(program: Program) -> Summary:
         machine=_machine_name(named),
         ranks=tuple(_rank(program, pp, int(peaks[pp]), run.busy[pp]) for pp in range(program.mesh.p)),
         traffic=tuple(_traffic(program, machine)),
+        # Backward has twice the products of forward.
         model_flops=3 * program.costs.total_flops * program.num_microbatches * program.mesh.replicas,
         step_seconds=run.length,
         bubble=run.bubble,
@@ -156,8 +157,9 @@ def _remarks(program: Program) -> Iterator[str]:
         # A change of less than half a unit in the last place is rounded away.
         lost = round(4 / torch.finfo(getattr(torch, dtype)).eps)
         yield (
-            f"{dtype} parameters are stepped as they are, with moments in {dtype}: an update of less than 1/{lost} of a weight "
-            "is lost. Train in float32, or keep float32 copies of the parameters, step those, and copy them back."
+            f"{dtype} parameters are stepped as they are, with moments in {dtype}: an update of less than "
+            f"1/{lost} of a weight is lost. Train in float32, or keep float32 copies of the parameters, step "
+            "those, and copy them back."
         )
 
 
@@ -179,6 +181,7 @@ def _rank(program: Program, pp: int, activations: int, seconds: float) -> RankCo
         parameters=sum(math.prod(spec.local_shape(program.mesh)) for spec in held),
         parameter_bytes=sum(spec.local_bytes(program.mesh) for spec in held),
         gradient_bytes=gradient_bytes,
+        # AdamW's two moments, in the parameter's dtype.
         optimizer_bytes=2 * trained_bytes,
         activation_bytes=activations,
         flops=flops * program.num_microbatches,
@@ -195,7 +198,8 @@ def _traffic(program: Program, machine: Any) -> Iterator[Traffic]:
 
     Sums over several axes count for the slower, dp.
     """
-    found: dict[str, list[tuple[float, int, int]]] = {}
+    # Axis -> (bytes sent, calls, -pipeline rank): of equal ones, `max` takes the first rank.
+    by_axis: dict[str, list[tuple[float, int, int]]] = {}
     for pp in range(program.mesh.p):
         sums: dict[str, list[float]] = {}
         for call, times in expected_calls(program, program.mesh.rank(Coordinate(pp=pp))).items():
@@ -205,10 +209,10 @@ def _traffic(program: Program, machine: Any) -> Iterator[Traffic]:
             entry[0] += times * call.wire_bytes
             entry[1] += times
         for axis, (sent, calls) in sums.items():
-            found.setdefault(axis, []).append((sent, int(calls), -pp))
+            by_axis.setdefault(axis, []).append((sent, int(calls), -pp))
     for axis in AXES:
-        if axis in found:
-            sent, calls, pp = max(found[axis])
+        if axis in by_axis:
+            sent, calls, pp = max(by_axis[axis])
             apart = _is_between_nodes(program.mesh, axis, machine.ranks_per_node)
             seconds = sent / (machine.network_bandwidth if apart else machine.link_bandwidth)
             yield Traffic(axis, calls, round(sent), -pp, apart, seconds)
@@ -219,6 +223,7 @@ def _is_between_nodes(mesh: Mesh, axis: str, per_node: int) -> bool:
     whole groups.
     """
     groups = mesh.groups((axis,))
+    # Ranks are numbered node by node: a group is on one node if its first and last rank are.
     pairs = [(group[0], group[-1]) for group in groups]
     if axis in mesh.stage_axes:
         pairs = list(chain.from_iterable(map(pairwise, groups)))
@@ -229,9 +234,9 @@ def _lines(summary: Summary) -> Iterator[str]:
     mesh, m, b = summary.mesh, summary.num_microbatches, summary.rows
     samples = m * b * mesh.replicas
     yield (
-        f"{count_text(summary.parameters)} parameters ({', '.join(summary.dtypes)}) on {mesh.size} "
-        f"rank{'s'[: mesh.size > 1]}: {mesh} v={summary.v}, {summary.schedule}, {m} microbatch{'es' if m > 1 else ''} "
-        f"of size {b} per replica, {samples} sample{'s'[: samples > 1]} a step"
+        f"{count_text(summary.parameters)} parameters ({', '.join(summary.dtypes)}) on "
+        f"{plural(mesh.size, 'rank')}: {mesh} v={summary.v}, {summary.schedule}, "
+        f"{plural(m, 'microbatch')} of size {b} per replica, {plural(samples, 'sample')} a step"
     )
     yield ""
     yield "Memory of a rank (AdamW; activations at the fullest moment)"
@@ -338,11 +343,10 @@ def _memory_row(first: RankCosts, last: RankCosts) -> tuple[str, ...]:
 
 def seconds_text(seconds: float) -> str:
     """Format with three significant digits: `12.3 ms`."""
-    for unit, scale in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
-        if seconds * scale >= 1 or unit == "us":
+    for unit, scale in (("s", 1.0), ("ms", 1e3)):
+        if seconds * scale >= 1:
             return f"{seconds * scale:.3g} {unit}"
-    # Not reached: the last unit takes everything.
-    raise AssertionError
+    return f"{seconds * 1e6:.3g} us"
 
 
 def _table(names: tuple[str, ...], rows: list[tuple[str, ...]]) -> Iterator[str]:

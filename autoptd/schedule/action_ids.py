@@ -8,8 +8,9 @@ Terms. A row is a (kind, stage, peer): m actions that differ in their microbatch
 `row * width + microbatch + 1`; the + 1 is for REDUCE, whose microbatch is -1. So what an action waits for is
 a fixed distance away: `id + distance`, whatever the microbatch.
 
-    ids = ActionIds(Wiring([(0, 1, True)], ranks=(0, 1)), m=2, has_weights=False, has_transfers=False, has_reduces=False)
-    ids.of([parse("F0.0"), parse("B0.1")])   # [1, 5], as the rows are F0, B0, F1, B1 and the width is 3
+    wiring = Wiring([(0, 1, True)], ranks=(0, 1))
+    ids = ActionIds(wiring, m=2, has_weights=False, has_transfers=False, has_reduces=False)
+    ids.of([parse("F0.0"), parse("B0.1")])   # [1, 5]: the rows are F0, B0, F1, B1, and the width is 3
 """
 
 from __future__ import annotations
@@ -52,12 +53,17 @@ class ActionIds:
 
     def expected(self, rank: int) -> set[int]:
         """Return the ids of all that `rank` must do."""
-        found: set[int] = set()
+        expected: set[int] = set()
         for number, (kind, _, _) in enumerate(self.rows):
-            if self.ranks[number] == rank:
-                first = number * self.width
-                found.update((first,) if kind is Kind.REDUCE else range(first + 1, first + self.width))
-        return found
+            if self.ranks[number] != rank:
+                continue
+            # The id for microbatch -1, which REDUCE alone has.
+            first = number * self.width
+            if kind is Kind.REDUCE:
+                expected.add(first)
+            else:
+                expected.update(range(first + 1, first + self.width))
+        return expected
 
     def action(self, number: int) -> Action:
         """Return the action that has an id."""

@@ -47,6 +47,7 @@ def find_crossed(orders: Sequence[Sequence[Action]]) -> str:
     """Say where ranks issue messages in orders that do not fit together; the orders have no other fault."""
     ranks = ranks_of_stages(orders)
     queues = [list(filter(_is_transfer, order)) for order in orders]
+    # Per rank, the index of its next message.
     at = [0] * len(orders)
 
     def peer(rank: int) -> int:
@@ -63,6 +64,7 @@ def find_crossed(orders: Sequence[Sequence[Action]]) -> str:
         for rank in {ready[0], peer(ready[0])}:
             at[rank] += 1
         stuck = [rank for rank in stuck if at[rank] < len(queues[rank])]
+    # Follow who waits for whom until a rank comes again: from there on it is the circle.
     path = [stuck[0]]
     while peer(path[-1]) not in path:
         path.append(peer(path[-1]))
@@ -92,9 +94,9 @@ def guess_links(orders: Sequence[Sequence[Action]]) -> list[Link]:
             if action.kind in COMPUTE_OF:
                 ends = (min(action.stage, action.peer), max(action.stage, action.peer))
                 grads[ends] = grads.get(ends, False) or COMPUTE_OF[action.kind] is Kind.B
-    return [
-        (source, target, grad) for (source, target), grad in sorted(grads.items()) if 0 <= source < target
-    ]
+    # A transfer from a stage to itself, or without a second one, is a fault that is found elsewhere.
+    ends_of_links = [(source, target) for source, target in sorted(grads) if 0 <= source < target]
+    return [(source, target, grads[source, target]) for source, target in ends_of_links]
 
 
 def _place(orders: Sequence[Sequence[Action]], ranks: Sequence[int], places: Places) -> Iterator[str]:
@@ -115,7 +117,9 @@ def _place(orders: Sequence[Sequence[Action]], ranks: Sequence[int], places: Pla
 
 
 def _check_grid(places: Places, ranks: Sequence[int], p: int) -> Iterator[str]:
-    """Yield what is missing for stages 0 .. p*v-1 and microbatches 0 .. m-1 to have their F, B (and W) each."""
+    """Yield what is missing for stages 0 .. p*v-1 and microbatches 0 .. m-1 to have their F, B (and W)
+    each.
+    """
     computes = [action for action in places if action.kind in COMPUTES]
     stages = sorted({action.stage for action in computes})
     microbatches = sorted({action.microbatch for action in computes})
@@ -172,7 +176,8 @@ def _check_messages(places: Places, wiring: Wiring) -> Iterator[str]:
             if receive not in places:
                 yield f"rank {rank}: {action} needs {receive}, which is never posted"
             if partner(receive) not in places:
-                yield f"rank {wiring.ranks[receive.peer]}: {partner(receive)} is missing, which {action} needs"
+                sender = wiring.ranks[receive.peer]
+                yield f"rank {sender}: {partner(receive)} is missing, which {action} needs"
     for action, (rank, _) in places.items():
         if action.kind in COMPUTE_OF and (action if action.kind in RECVS else partner(action)) not in needed:
             yield f"rank {rank}: {action} serves no link between ranks"

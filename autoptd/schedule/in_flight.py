@@ -32,17 +32,17 @@ def _moments(order: Sequence[Action], count: int, last: Kind) -> set[tuple[int, 
     """Return what is in flight after every forward that a backward follows: between these, it only grows or
     shrinks.
     """
-    live, found, has_grown = [0] * count, set(), False
+    live, moments, has_grown = [0] * count, set(), False
     for action in order:
         if action.kind is Kind.F:
             live[action.stage] += 1
             has_grown = True
         elif action.kind is last:
             if has_grown:
-                found.add(tuple(live))
+                moments.add(tuple(live))
             live[action.stage] -= 1
             has_grown = False
-    return found
+    return moments
 
 
 def _fullest(moments: set[tuple[int, ...]]) -> list[tuple[int, ...]]:

@@ -66,7 +66,9 @@ class Simulation:
 
     @cached_property
     def bubble(self) -> float:
-        """The idle share over ideal time of SC'21, section 2.2, where ideal is the busiest rank's own work."""
+        """The idle share over ideal time of SC'21, section 2.2, where ideal is the busiest rank's own
+        work.
+        """
         ideal = max(self.busy)
         return (self.makespan - ideal) / ideal
 

@@ -41,7 +41,9 @@ def requested_orders(options: Options, num_microbatches: int) -> Orders:
 
 
 def connect_orders(orders: Orders, links: Sequence[Link]) -> Orders:
-    """Return the schedule with its transfers (a user's own may have them), once it was simulated to its end."""
+    """Return the schedule with its transfers (a user's own may have them), once it was simulated to its
+    end.
+    """
     if not has_transfers(orders):
         orders = add_transfers(orders, links)
     elif not has_reduces(orders):

@@ -79,12 +79,10 @@ def find_ids(orders: Sequence[Sequence[Action]], links: Sequence[Link]) -> Actio
     """Number what `orders` must have to serve `links`; None where stages or microbatches have no such ids."""
     ranks = ranks_of_stages(orders)
     stages_of_rank = {ranks.count(rank) for rank in range(len(orders))}
-    if (
-        not ranks
-        or -1 in ranks
-        or len(stages_of_rank) > 1
-        or any(target >= len(ranks) for _, target, _ in links)
-    ):
+    # Every stage has a rank, and every rank as many stages.
+    if not ranks or -1 in ranks or len(stages_of_rank) > 1:
+        return None
+    if any(target >= len(ranks) for _, target, _ in links):
         return None
     if min(min(map(MICROBATCH, order)) for order in orders) < -1:
         return None
@@ -120,6 +118,7 @@ def have_one_order(ids: ActionIds, rows: Sequence[Sequence[int]]) -> bool:
         queue, place = queues[rank], at[rank]
         while place < len(queue):
             message = queue[place]
+            # The first of the two ranks waits there; the second takes both past it.
             if message not in here:
                 here[message] = rank
                 break
@@ -205,7 +204,8 @@ def _refusal(
         faults = [stuck()]
     more = [f"and {len(faults) - MAX_FAULTS} more"] if len(faults) > MAX_FAULTS else []
     fact = "; ".join(faults[:MAX_FAULTS] + more)
-    remedy = f"correct these entries (SEND, RECV and REDUCE may be left out), or take one of {', '.join(SCHEDULES)}"
+    remedy = "correct these entries (SEND, RECV and REDUCE may be left out), or take one of "
+    remedy += ", ".join(SCHEDULES)
     return PlanError("schedule", fact, remedy)
 
 

@@ -88,28 +88,33 @@ def has_reduces(orders: Sequence[Sequence[Action]]) -> bool:
 
 def add_reduces(orders: Sequence[Sequence[Action]]) -> Orders:
     """Return the orders with the REDUCE of every stage behind its last B, W and SEND_B."""
-    found: Orders = []
+    reduced: Orders = []
     for order in orders:
         last = {action.stage: index for index, action in enumerate(order) if action.kind in GRADIENTS}
         behind = {index: Action(Kind.REDUCE, stage) for stage, index in last.items()}
-        found.append([])
+        reduced.append([])
         for index, action in enumerate(order):
-            found[-1] += (action, behind[index]) if index in behind else (action,)
-    return found
+            reduced[-1].append(action)
+            if index in behind:
+                reduced[-1].append(behind[index])
+    return reduced
 
 
 def _keep_reduces(order: list[Action], given: Sequence[Action]) -> list[Action]:
-    """Put every REDUCE of `given` into `order`, behind the computation that it stands behind, and its sends."""
+    """Put every REDUCE of `given` into `order`, behind the computation that it stands behind, and its
+    sends.
+    """
     behind: dict[Action | None, list[Action]] = defaultdict(list)
     latest = None
     for action in given:
         if action.kind is Kind.REDUCE:
             behind[latest].append(action)
         latest = action if action.kind in COMPUTES else latest
-    found, latest = behind[None], None
+    kept, latest = behind[None], None
     for action in order:
+        # Sends of a computation stand between it and its REDUCE.
         if action.kind not in SENDS:
-            found += behind.pop(latest, ())
-        found.append(action)
+            kept += behind.pop(latest, ())
+        kept.append(action)
         latest = action if action.kind in COMPUTES else latest
-    return found + behind[latest]
+    return kept + behind[latest]

@@ -29,14 +29,15 @@ def delay_weight_gradients(orders: Sequence[Sequence[Action]], placement: str) -
 
 
 def _delay(order: Sequence[Action], at_once: bool) -> list[Action]:
+    # The index of the last backward of every stage.
     last = {action.stage: index for index, action in enumerate(order) if action.kind is Kind.B}
     waiting: dict[int, list[Action]] = {stage: [] for stage in last}
-    found: list[Action] = []
+    delayed: list[Action] = []
     for index, action in enumerate(order):
-        found.append(action)
+        delayed.append(action)
         if action.kind is Kind.B:
             waiting[action.stage].append(Action(Kind.W, action.stage, action.microbatch))
             if at_once or last[action.stage] == index:
-                found += waiting[action.stage]
+                delayed += waiting[action.stage]
                 waiting[action.stage] = []
-    return found
+    return delayed

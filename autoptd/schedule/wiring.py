@@ -34,11 +34,9 @@ def partner(transfer: Action) -> Action:
 
 
 class Wiring:
-    """The links, looked up by stage.
+    """The links, looked up by stage; `ranks` is the pipeline rank of every stage.
 
     Links that are named twice are one (with gradient if one of them has it).
-
-    `ranks` is the pipeline rank of every stage.
     """
 
     def __init__(self, links: Sequence[Link], ranks: Sequence[int]) -> None:
@@ -53,9 +51,8 @@ class Wiring:
         self.grad_targets: dict[int, list[int]] = defaultdict(list)
         for source, target in sorted({(source, target) for source, target, _ in links}):
             if not 0 <= source < target:
-                raise InternalError(
-                    f"link from stage {source} to stage {target}", "values flow to later stages only"
-                )
+                site = f"link from stage {source} to stage {target}"
+                raise InternalError(site, "values flow to later stages only")
             self.sources[target].append(source)
             self.targets[source].append(target)
         for source, target in sorted({(source, target) for source, target, has_grad in links if has_grad}):

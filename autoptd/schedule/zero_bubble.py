@@ -72,8 +72,10 @@ class _Game:
         self.live = [0] * count
 
     def to_the_end(self) -> None:
+        """Play until every stage has done F, B and W of every microbatch."""
         now = 0
         while len(self.done) < 3 * self.m * len(self.ranks):
+            # All ranks choose by what was done before this unit of time.
             chosen = [(rank, self._next(rank, now)) for rank in range(len(self.orders))]
             if not any(action for _, action in chosen):
                 raise InternalError("zero_bubble", f"nobody can go on with {self.max_live} live")

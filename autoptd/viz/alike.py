@@ -120,6 +120,7 @@ def _operator(node: Node, layer: str) -> Hashable:
     keywords = {key: arg for key, arg in node.kwargs.items() if key != "site"}
     if node.target is markers.dropout:
         args = (*args[:2], *args[3:])
+    # Floats too: some models scale attention by the number of the layer.
     literals = map_aggregate((args, keywords), lambda arg: "." if isinstance(arg, (Node, float)) else arg)
     local = record.module.removeprefix(layer)
     return (

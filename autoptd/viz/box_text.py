@@ -3,7 +3,8 @@
 In: a `Box` of an outline. Out: text and lines for its `Item`.
 
     text = BoxText(is_split=True, framed=set(), work=None)
-    text.title(box), text.shape(node)           # ("c_attn", "linear"), "[1, 128, 1152] S(dim 2: 3 x [12] x 64)"
+    text.title(box)           # ("c_attn", "linear")
+    text.shape(node)          # "[1, 128, 1152] S(dim 2: 3 x [12] x 64)"
 """
 
 from __future__ import annotations

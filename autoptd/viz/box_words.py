@@ -25,15 +25,15 @@ def likeness(likes: Sequence[Like]) -> list[str]:
     """
     wholes = [like.layer for like in likes if not like.part]
     models = list(dict.fromkeys(map(short, wholes)))
-    found = []
+    texts = []
     if len(models) > 1:
-        found.append(f"{len(wholes)} layers, like {', '.join(models)} in turn")
+        texts.append(f"{len(wholes)} layers, like {', '.join(models)} in turn")
     elif models:
-        found.append(f"{len(wholes)} x {models[0]}" if len(wholes) > 1 else f"like {models[0]}")
+        texts.append(f"{len(wholes)} x {models[0]}" if len(wholes) > 1 else f"like {models[0]}")
     parts = Counter(f"the {like.part} of {short(like.layer)}" for like in likes if like.part)
     for text, count in parts.items():
-        found.append(f"{count} x {text}" if count > 1 else text)
-    return found
+        texts.append(f"{count} x {text}" if count > 1 else text)
+    return texts
 
 
 def short(module: str) -> str:
@@ -66,8 +66,9 @@ def conversion_of(node: Node) -> Conversion:
 
 def work_of(box: Box) -> tuple[str, str]:
     """Return what a conversion does forward and backward; without a gradient nothing is done backward."""
-    made = box.calls[0] if box.calls else conversion_of(box.nodes[-1])
-    return made.forward, made.backward
+    # What it was compiled to says more than the table: without a gradient, backward is "none".
+    work = box.calls[0] if box.calls else conversion_of(box.nodes[-1])
+    return work.forward, work.backward
 
 
 def collectives_of(box: Box) -> list[str]:

@@ -52,6 +52,7 @@ def _totals(program: Program) -> Iterator[str]:
         yield from ("Nothing: this program runs without communication.", "")
         return
     yield from _header("over", "what", "when", "calls", "payload", "sent", "by a rank of", "other ranks")
+    # What moves most often first; an axis that is not listed comes last.
     order = {"tp": 0, "dp": 1, "dp x tp": 2, "pp": 3}
     for key in sorted(rows, key=lambda key: (order.get(key[0], 9), key[2] == "once a step", key[1], key[2])):
         sent = [0] * program.mesh.p
@@ -90,8 +91,8 @@ def _others_text(sent: list[int], busiest: int) -> str:
 def _per_microbatch(program: Program) -> Iterator[str]:
     calls = [call for call in program.collectives if base(call.axis) == "tp" and not _is_local(call)]
     # What is gathered again of a message stands with the messages.
-    found = [call for call in calls if call.conversion != GATHER]
-    if not found:
+    over_tp = [call for call in calls if call.conversion != GATHER]
+    if not over_tp:
         return
     yield "## Over tp, in every microbatch"
     yield ""
@@ -100,11 +101,10 @@ def _per_microbatch(program: Program) -> Iterator[str]:
     yield from _header(
         "site", "x", "stages", "conversion", "forward", "backward", "payload", "ranks", "sent", "reason"
     )
-    for sites in _kinds(found):
+    for sites in _kinds(over_tp):
         call = sites[0]
-        wire = sum(
-            wire_bytes(kind, call.payload_bytes, call.group_size) for kind in (call.forward, call.backward)
-        )
+        wire = wire_bytes(call.forward, call.payload_bytes, call.group_size)
+        wire += wire_bytes(call.backward, call.payload_bytes, call.group_size)
         name = f"{letter(call.conversion)}: {call.conversion}" if letter(call.conversion) else call.conversion
         numbers = bytes_text(call.payload_bytes), str(call.group_size), bytes_text(wire)
         yield _row(*_site(sites), name, call.forward, call.backward, *numbers, _reason(call))
@@ -113,21 +113,22 @@ def _per_microbatch(program: Program) -> Iterator[str]:
 
 def _messages(program: Program) -> Iterator[str]:
     """Yield what is sent between stages, and gathered where it was scattered; equal messages in one row."""
-    found: dict[tuple[str, ...], list[str]] = {}
+    links_of: dict[tuple[str, ...], list[str]] = {}
     for buffer in program.parcels:
-        what = ("gradient" if buffer.is_gradient else "value") + "s"[: len(buffer.names) > 1]
-        size = f"{len(buffer.names)} {what}, {buffer.numel} {buffer.dtype}"
-        gathered = (
-            f"all-gather over tp, {bytes_text(buffer.parts * buffer.sent_bytes)}" if buffer.parts > 1 else ""
-        )
-        row = (size, bytes_text(buffer.sent_bytes), gathered, buffer.why)
-        found.setdefault(row, []).append(f"{buffer.source} to {buffer.target}")
-    if not found:
+        what = "gradient" if buffer.is_gradient else "value"
+        plural = "s" if len(buffer.names) > 1 else ""
+        size = f"{len(buffer.names)} {what}{plural}, {buffer.numel} {buffer.dtype}"
+        afterwards = ""
+        if buffer.parts > 1:
+            afterwards = f"all-gather over tp, {bytes_text(buffer.parts * buffer.sent_bytes)}"
+        row = (size, bytes_text(buffer.sent_bytes), afterwards, buffer.why)
+        links_of.setdefault(row, []).append(f"{buffer.source} to {buffer.target}")
+    if not links_of:
         return
     yield "## Over pp, in every microbatch"
     yield ""
     yield from _header("stages", "x", "elements", "sent by a rank", "afterwards", "reason")
-    for row, links in found.items():
+    for row, links in links_of.items():
         shown = links if len(links) <= 4 else [*links[:3], "...", links[-1]]
         yield _row(", ".join(shown), str(len(links)), *row)
     yield ""

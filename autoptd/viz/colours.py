@@ -12,7 +12,7 @@ from autoptd.program.calls import LOCAL_KINDS, wire_bytes
 from autoptd.program.program import Program
 from autoptd.program.specs import Collective
 from autoptd.viz.scene import Item, Line, line
-from autoptd.viz.words import bytes_text
+from autoptd.viz.words import bytes_text, plural
 
 # The colour of a collective, wherever it is drawn.
 KINDS = {
@@ -54,6 +54,7 @@ def bars(calls: Iterable[Collective], times: str = "") -> tuple[Line, ...]:
     for phase, kind, axis in sorted(sums, key=lambda key: (ORDER.index(key[0]), key[1], key[2])):
         sizes = sums[phase, kind, axis]
         count = f"{len(sizes)} {kind}s" if len(sizes) > 1 else kind
+        # Sends are over pp, and within a stage tp is the only axis: neither has to be named.
         over = "" if kind == "send" or (axis == "tp" and phase != "step") else f" over {axis}"
         when = "once a step" if phase == "step" else phase
         lines.append(
@@ -85,12 +86,10 @@ def call_lines(calls: Sequence[Collective]) -> list[str]:
 def heading(program: Program) -> tuple[str, tuple[str, ...]]:
     """Return title and subtitle of a picture of the graph."""
     mesh, m, rows = program.mesh, program.num_microbatches, program.rows
-    ranks = f"{mesh.size} rank{'s'[: mesh.size > 1]}"
-    title = f"{ranks}: t={mesh.t} tensor x p={mesh.p} pipeline x d={mesh.d} data parallel"
+    title = f"{plural(mesh.size, 'rank')}: t={mesh.t} tensor x p={mesh.p} pipeline x d={mesh.d} data parallel"
     chunks = f", each with v={program.v} model chunks" if program.v > 1 else ""
-    count = len(program.stages)
-    stages = f"{count} stage{'s'[: count > 1]} on {mesh.p} pipeline rank{'s'[: mesh.p > 1]}{chunks}"
-    microbatches = f"{m} microbatch{'es' if m > 1 else ''} of {rows} sample{'s'[: rows != 1]}"
+    stages = f"{plural(len(program.stages), 'stage')} on {plural(mesh.p, 'pipeline rank')}{chunks}"
+    microbatches = f"{plural(m, 'microbatch')} of {plural(rows, 'sample')}"
     first = f"{stages}; in a step every replica runs {microbatches}, schedule {program.schedule_name}."
     return title, (
         first,

@@ -65,6 +65,7 @@ def _grid(scene: Scene) -> Layout:
     """
     ties = [k for k, link in enumerate(scene.links) if not link.has_head]
     others = [k for k in range(len(scene.links)) if k not in ties]
+    # Ties would pull boxes of other rows together: graphviz does not see them.
     part = lay_out(replace(scene, links=tuple(scene.links[k] for k in others)))
     margin = EDGE + TRACK * len(ties) if ties else 0.0
     # Ties into the first row need room above the picture.
@@ -104,6 +105,7 @@ def _side_by_side(scene: Scene) -> Layout:
             inner[first].append(k)
         else:
             routed.append((k, link, first, last))
+    # Every column is a picture of its own for graphviz; they are put side by side.
     parts = []
     for frame, numbers in zip(frames, inner, strict=True):
         links = tuple(scene.links[k] for k in numbers)
@@ -167,12 +169,13 @@ def _height(link: Link) -> float:
 
 def _rounded(points: Sequence[Point]) -> tuple[Point, ...]:
     """Return straight lines with round corners, as cubic curves."""
-    found = [points[0]]
+    curve = [points[0]]
     for corner, after in pairwise(points[1:]):
-        before = found[-1]
+        before = curve[-1]
         first, second = _towards(corner, before), _towards(corner, after)
-        found += [before, first, first, corner, corner, second]
-    return (*found, found[-1], points[-1], points[-1])
+        # A straight line to where the corner begins, and a curve with both control points in the corner.
+        curve += [before, first, first, corner, corner, second]
+    return (*curve, curve[-1], points[-1], points[-1])
 
 
 def _towards(corner: Point, other: Point) -> Point:

@@ -89,11 +89,9 @@ class _Painter:
         if self.drawn.loss and self.boxes[self.drawn.loss].column == index:
             inside.append(self._result())
         stages = column.stages
-        fill = (
-            colours.RANKS[self.program.rank_of_stage(stages[0]) % len(colours.RANKS)]
-            if len(stages) == 1
-            else "#fbfbfb"
-        )
+        fill = "#fbfbfb"
+        if len(stages) == 1:
+            fill = colours.RANKS[self.program.rank_of_stage(stages[0]) % len(colours.RANKS)]
         tooltip = "\n".join(call_lines(column.calls))
         return Frame(
             f"stage_{stages[0]}", self._heading(column), tuple(inside), fill, "#9aa4ae", tooltip, column.calls
@@ -217,7 +215,14 @@ class _Painter:
         color, thick = (colours.KINDS[kinds[0]], 2.0) if kinds else ("#9aa4ae", 1.0)
         tooltip = self.text.tooltip(box)
         return Item(
-            box.id, tuple(lines), "#ffffff", color, "box", thick, not kinds, tooltip, tuple(box.calls)
+            box.id,
+            tuple(lines),
+            "#ffffff",
+            color,
+            thick=thick,
+            dashed=not kinds,
+            tooltip=tooltip,
+            calls=tuple(box.calls),
         )
 
     def _operator(self, box: Box) -> Item:
@@ -227,19 +232,25 @@ class _Painter:
         if is_sum(box):
             lines = [line(("+ ", "bold"), what), line((self.text.shape(node), "quiet"))]
         else:
+            # Without a module of its own, an operator's name is the heading.
             lines = [line((name, "bold"), (" " if name else ""), (what, "quiet" if name else "bold"))]
-            lines += [line(how)] if how else []
+            if how:
+                lines.append(line(how))
             lines += [line(self.text.shape(node)), *self.text.params(box)]
         summed = [call for call in box.calls if call.forward in COLLECTIVES or call.backward in COLLECTIVES]
         lines += bars(summed)
-        swallowed = "swallowed" in note(node).extra
-        if swallowed:
+        # The all-reduce of a GEMM with a hook is hidden behind its second GEMM.
+        if "absorbed" in note(node).extra:
             lines.append(line(("while the weight's gradient is computed", "quiet")))
-        border = colours.KINDS["all-reduce"] if summed else "#9aa4ae"
-        shape = "pill" if is_sum(box) else "box"
-        thick = 2.0 if summed else 1.0
         return Item(
-            box.id, tuple(lines), fill, border, shape, thick, False, self.text.tooltip(box), tuple(box.calls)
+            box.id,
+            tuple(lines),
+            fill,
+            border=colours.KINDS["all-reduce"] if summed else "#9aa4ae",
+            shape="pill" if is_sum(box) else "box",
+            thick=2.0 if summed else 1.0,
+            tooltip=self.text.tooltip(box),
+            calls=tuple(box.calls),
         )
 
     def _result(self) -> Item:
@@ -266,11 +277,9 @@ class _Painter:
                 edge.source,
                 edge.target,
                 colours.SENT,
-                3.5,
-                False,
-                "",
-                lines,
-                tooltip,
+                width=3.5,
+                lines=lines,
+                tooltip=tooltip,
                 weight=0,
                 calls=edge.calls,
             )
@@ -279,10 +288,11 @@ class _Painter:
             edge.source,
             edge.target,
             colours.EDGES[kind],
-            1.4 if kind in "IR" else 1.8,
-            kind == "P",
-            kind if self.is_split else "",
+            width=1.4 if kind in "IR" else 1.8,
+            dashed=kind == "P",
+            letter=kind if self.is_split else "",
             tooltip=tooltip,
+            # Neighbours in order stand below each other; residual links give way to them.
             weight=6 if gap == 1 else 1,
         )
 
@@ -294,11 +304,10 @@ class _Painter:
             tie.first,
             tie.second,
             colours.TIED,
-            1.8,
-            True,
-            "",
-            lines,
-            tooltip,
+            width=1.8,
+            dashed=True,
+            lines=lines,
+            tooltip=tooltip,
             weight=0,
             has_head=False,
             calls=tie.calls,
@@ -306,10 +315,13 @@ class _Painter:
 
     def _legend(self) -> tuple[Item, ...]:
         """Return samples of what is in this picture."""
-        operators = [box for box in self.drawn.boxes if not (box.is_input or box.is_received or box.folded)]
-        fills = {
-            self.text.split(box.nodes[-1], box)[1] for box in operators if not note(box.nodes[-1]).conversion
-        }
+        operators: list[Box] = []
+        conversions: list[Box] = []
+        for box in self.drawn.boxes:
+            if not (box.is_input or box.is_received or box.folded):
+                group = conversions if note(box.nodes[-1]).conversion else operators
+                group.append(box)
+        fills = {self.text.split(box.nodes[-1], box)[1] for box in operators}
         samples = [
             colours.sample("column split", colours.COLUMN),
             colours.sample("row split", colours.ROW),
@@ -317,23 +329,19 @@ class _Painter:
             colours.sample("works on a shard", colours.SPLIT),
             colours.sample("GEMM that every rank computes", colours.WHOLE),
         ]
-        found = [sample for sample in samples if sample.fill in fills]
+        legend = [sample for sample in samples if sample.fill in fills]
         if any(box.folded for box in self.drawn.boxes):
-            found.append(colours.sample("layers like one drawn before", colours.FOLDED, shape="stack"))
-        if self.is_split:
-            if any(
-                note(box.nodes[-1]).conversion and not box.folded and not collectives_of(box)
-                for box in operators
-            ):
-                found.append(colours.sample("type changes without communication", dashed=True))
-            calls = [call for box in self.drawn.boxes for call in box.calls]
-            found += colours.legend_of_kinds(calls)
-            if any(letter(call.conversion) for call in calls):
-                found.append(
-                    Item("", (line(("f, g", "bold"), "  Megatron-LM's names of I to R and P to I"),))
-                )
-            found += colours.LEGEND_OF_TYPES
-        return tuple(found)
+            legend.append(colours.sample("layers like one drawn before", colours.FOLDED, shape="stack"))
+        if not self.is_split:
+            return tuple(legend)
+        if not all(map(collectives_of, conversions)):
+            legend.append(colours.sample("type changes without communication", dashed=True))
+        calls = [call for box in self.drawn.boxes for call in box.calls]
+        legend += colours.legend_of_kinds(calls)
+        if any(letter(call.conversion) for call in calls):
+            megatron = line(("f, g", "bold"), "  Megatron-LM's names of I to R and P to I")
+            legend.append(Item("", (megatron,)))
+        return (*legend, *colours.LEGEND_OF_TYPES)
 
 
 __all__ = ["Work", "layer_scene"]

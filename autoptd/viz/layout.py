@@ -105,6 +105,7 @@ def _curve(edge: dict[str, Any], height: float) -> Curve:
     tip: Point | None = None
     points: list[Point] = []
     for word in edge["pos"].replace(";", " ").split():
+        # `x,y` is a control point, `e,x,y` the tip of an arrow, `s,x,y` its tail.
         ends = word.split(",")
         x, y = float(ends[-2]), height - float(ends[-1])
         if len(ends) == 2:
@@ -174,7 +175,8 @@ def _columns(scene: Scene) -> Iterator[str]:
     """Yield an invisible row of points above the frames, which keeps them in their order."""
     heads = {f"top_{frame.id}": next(frame.items).id for frame in scene.frames if isinstance(frame, Frame)}
     if len(heads) > 1:
-        yield f"  {{ rank=same; node [style=invis, shape=point, width=0.01]; {' -> '.join(heads)} [style=invis] }}"
+        row = f"{' -> '.join(heads)} [style=invis]"
+        yield f"  {{ rank=same; node [style=invis, shape=point, width=0.01]; {row} }}"
         yield from (f"  {top} -> {head} [style=invis, weight=10]" for top, head in heads.items())
 
 

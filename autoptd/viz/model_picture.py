@@ -65,6 +65,7 @@ class _Painter:
         links = (*self._ties(), *self._links())
         notes = tuple(f"Beside what is drawn: {bar.text}." for bar in bars(self.left))
         ids = tuple(map(tuple, rows.values()))
+        # All boxes of the grid are as wide as the widest.
         items = list(map(self._cell, self.cells))
         width = max(item.width for item in items)
         items = [replace(item, least_width=width) for item in items]
@@ -144,17 +145,17 @@ class _Painter:
                 first.id,
                 second.id,
                 colours.SENT,
-                3.0,
-                False,
-                "",
-                tuple(lines),
-                tooltip,
+                width=3.0,
+                lines=tuple(lines),
+                tooltip=tooltip,
                 weight=0,
                 calls=calls,
             )
 
     def _ties(self) -> Iterator[Link]:
-        """Yield the ties of parameters that several boxes read: each two neighbours among these are joined."""
+        """Yield the ties of parameters that several boxes read: each two neighbours among these are
+        joined.
+        """
         waiting = dict(self.tied)
         for spec in self.program.params:
             cells = list(dict.fromkeys(self.home[k] for k in spec.stages if k in self.home))
@@ -166,24 +167,29 @@ class _Painter:
                     *(line(bar.text) for bar in bars(calls)),
                 )
                 tooltip = "\n".join([f"{', '.join(spec.aliases)} of {list(spec.shape)}", *call_lines(calls)])
-                options = {"weight": 0, "has_head": False, "calls": calls}
-                yield Link(first.id, second.id, colours.TIED, 1.8, True, "", lines, tooltip, **options)  # type: ignore[arg-type]
+                yield Link(
+                    first.id,
+                    second.id,
+                    colours.TIED,
+                    width=1.8,
+                    dashed=True,
+                    lines=lines,
+                    tooltip=tooltip,
+                    weight=0,
+                    has_head=False,
+                    calls=calls,
+                )
+        # Sums of parameters whose stages share a box, or are not drawn.
         self.left += [call for calls in waiting.values() for call in calls]
 
     def _legend(self) -> tuple[Item, ...]:
         """Return samples of what is in this picture."""
-        found = colours.legend_of_kinds(self.program.collectives)
-        found += (
-            [colours.sample("sent to another stage", border=colours.SENT, thick=2.0)]
-            if self.program.crossings
-            else []
-        )
-        found += (
-            [colours.sample("one parameter, read by several", border=colours.TIED, dashed=True)]
-            if self.tied
-            else []
-        )
-        return tuple(found)
+        samples = colours.legend_of_kinds(self.program.collectives)
+        if self.program.crossings:
+            samples.append(colours.sample("sent to another stage", border=colours.SENT, thick=2.0))
+        if self.tied:
+            samples.append(colours.sample("one parameter, read by several", border=colours.TIED, dashed=True))
+        return tuple(samples)
 
 
 def find_cells(program: Program) -> list[Cell]:
@@ -192,8 +198,8 @@ def find_cells(program: Program) -> list[Cell]:
     cells: dict[tuple[int, int], list[int]] = {}
     for k in range(len(program.stages)):
         cells.setdefault((rows[program.chunk_of_stage(k)], columns[program.rank_of_stage(k)]), []).append(k)
-    found = [Cell(row, column, tuple(stages)) for (row, column), stages in cells.items()]
-    return sorted(found, key=lambda cell: cell.stages)
+    merged = [Cell(row, column, tuple(stages)) for (row, column), stages in cells.items()]
+    return sorted(merged, key=lambda cell: cell.stages)
 
 
 def _groups(count: int, apart: int) -> list[int]:
@@ -207,8 +213,13 @@ def _groups(count: int, apart: int) -> list[int]:
 
 def _peers(program: Program, stage: int) -> list[int]:
     """Return a stage and those that it talks to."""
-    ends = [(crossing.source, target) for crossing in program.crossings for target in crossing.targets]
-    return sorted({stage} | {k for pair in ends if stage in pair for k in pair})
+    peers = {stage}
+    for crossing in program.crossings:
+        if crossing.source == stage:
+            peers.update(crossing.targets)
+        elif stage in crossing.targets:
+            peers.add(crossing.source)
+    return sorted(peers)
 
 
 def _modules(program: Program, stages: Sequence[int]) -> list[str]:
@@ -221,16 +232,14 @@ def _modules(program: Program, stages: Sequence[int]) -> list[str]:
                 layers.setdefault(match[1], []).append(int(match[2]))
             else:
                 layers.setdefault(name.rpartition(".")[0] or name, [])
-    found = []
+    names = []
     for prefix, numbers in layers.items():
-        ends = (
-            [f"{prefix}{number}" for number in dict.fromkeys((min(numbers), max(numbers)))]
-            if numbers
-            else [prefix]
-        )
         count = len(set(numbers))
-        found.append(" ... ".join(ends) + (f" ({count} layers)" if count > 1 else ""))
-    return found
+        if count > 1:
+            names.append(f"{prefix}{min(numbers)} ... {prefix}{max(numbers)} ({count} layers)")
+        else:
+            names.append(f"{prefix}{numbers[0]}" if numbers else prefix)
+    return names
 
 
 def _wrapped(words: Sequence[str], limit: int = 44, most: int = 4) -> list[str]:
@@ -242,11 +251,9 @@ def _wrapped(words: Sequence[str], limit: int = 44, most: int = 4) -> list[str]:
             lines.append(word)
         else:
             lines[-1] = joined
-    return (
-        lines
-        if len(lines) <= most
-        else [*lines[: most - 1], f"and {len(lines) - most + 1} lines of names more"]
-    )
+    if len(lines) <= most:
+        return lines
+    return [*lines[: most - 1], f"and {len(lines) - most + 1} lines of names more"]
 
 
 def _span(values: Sequence[float], text: Callable[[float], str]) -> str:

@@ -30,15 +30,15 @@ def calls_of_nodes(program: Program) -> tuple[Calls, list[Collective]]:
     waiting: dict[tuple[str, int, str], deque[int]] = {}
     for i, call in enumerate(program.collectives):
         waiting.setdefault((call.site, call.stage, call.conversion), deque()).append(i)
-    made: Calls = {}
+    calls: Calls = {}
     for node in ops(program.graphs["LOCAL"]):
         for stage in note(node).stages:
             queues = [waiting.get((site, stage, conversion)) for site, conversion in _sites(node)]
             taken = [queue.popleft() for queue in queues if queue]
             if taken:
-                made[node, stage] = tuple(program.collectives[i] for i in taken)
+                calls[node, stage] = tuple(program.collectives[i] for i in taken)
     left = sorted(chain.from_iterable(waiting.values()))
-    return made, [program.collectives[i] for i in left]
+    return calls, [program.collectives[i] for i in left]
 
 
 def _sites(node: Node) -> list[tuple[str, str]]:
@@ -48,8 +48,8 @@ def _sites(node: Node) -> list[tuple[str, str]]:
     if record.conversion:
         again = [(here, "gathered again")] if "readers" in record.extra else []
         return [(here, record.conversion), *again]
-    if "swallowed" in record.extra:
-        return [(here, record.extra["swallowed"].conversion)]
+    if "absorbed" in record.extra:
+        return [(here, record.extra["absorbed"].conversion)]
     if node.target is markers.cross_entropy and node.kwargs["vocab"]:
         sites = (f"{record.module or 'model'} {what} ({record.source})" for what in ("maximum", "sums"))
         return [(site, "vocab_parallel_cross_entropy") for site in sites]

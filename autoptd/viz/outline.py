@@ -3,9 +3,9 @@ earlier one.
 
 In: a `Program` with its LOCAL graph. Out: an `Outline` of plain records, in graph order.
 
-box        one operator, conversion or input of one column; or a run of small operators of one module; or folded layers.
-column     a stage; or several stages in a row that hold nothing but folded layers, drawn as one.
-folded     layers with the operators, shapes and types of earlier ones: "h.1 ... h.5, 5 x h.0".
+box        one operator, conversion or input of one column; or a run of small operators of one module; or
+folded layers. column     a stage; or several stages in a row that hold nothing but folded layers, drawn as
+one. folded     layers with the operators, shapes and types of earlier ones: "h.1 ... h.5, 5 x h.0".
 
 Every collective of the program is in one box, edge, tie or column (`calls`), or in `outline.others`.
 
@@ -125,6 +125,7 @@ def outline(program: Program, *, folds: bool = True, stage: int | None = None) -
     """
     graph = program.graphs["LOCAL"]
     made, left = calls_of_nodes(program)
+    # Shared by all stages: a layer is drawn in full once in the picture.
     shown = Shown()
     stages = range(len(program.stages)) if stage is None else [stage]
     bodies: dict[int, list[Node]] = {k: [] for k in stages}
@@ -136,6 +137,7 @@ def outline(program: Program, *, folds: bool = True, stage: int | None = None) -
     boxes: list[Box] = []
     for i, column in enumerate(columns):
         boxes += _column_boxes(program, i, column, bodies, likes, made)
+    # The box of every node, by stage: a value that is computed again stands on several.
     home = {(k, node): box.id for box in boxes for k in columns[box.column] for node in box.nodes}
     if stage is not None:
         # A stage alone: boxes stand for the stages that read what it sends.
@@ -157,8 +159,12 @@ def outline(program: Program, *, folds: bool = True, stage: int | None = None) -
 def _find_likes(body: Sequence[Node], shown: Shown) -> dict[str, Like]:
     """Return the layers of a stage that equal earlier ones."""
     pieces = pieces_of([node for node in body if is_shown(node)])
-    found = {layer: shown.find(piece) for layer, piece in pieces.items()}
-    return {layer: like for layer, like in found.items() if like is not None}
+    likes = {}
+    for layer, piece in pieces.items():
+        like = shown.find(piece)
+        if like is not None:
+            likes[layer] = like
+    return likes
 
 
 def _columns(bodies: dict[int, list[Node]], likes: dict[int, dict[str, Like]]) -> list[tuple[int, ...]]:
@@ -191,9 +197,10 @@ def _column_boxes(
     """Return the boxes of a column: values received from earlier columns, inputs, operators."""
     received: dict[Node, None] = {}
     for stage in stages:
-        received |= dict.fromkeys(
-            arg for arg in _received(stage, bodies[stage]) if note(arg).stages[0] not in stages
-        )
+        for value in _received(stage, bodies[stage]):
+            # What stages of one column send each other stays within it.
+            if note(value).stages[0] not in stages:
+                received[value] = None
     boxes = [Box(f"from_s{stages[0]}_{node.name}", index, "", "", [node]) for node in received]
     for node in program.graphs["LOCAL"].nodes:
         if note(node).kind == "input" and set(stages) & set(note(node).stages):
@@ -214,14 +221,16 @@ def _received(stage: int, body: list[Node]) -> list[Node]:
 
 def _sent(program: Program, stage: int) -> list[tuple[int, Node]]:
     """Return (stage that reads it, value) of everything that a stage sends."""
-    found: dict[tuple[int, Node], None] = {}
+    # A dict in place of a set: in the order of the graph.
+    sent: dict[tuple[int, Node], None] = {}
     for node in ops(program.graphs["LOCAL"]):
         if stage in note(node).stages:
             continue
         for arg in node.all_input_nodes:
+            # The first of the stages that compute a value sends it to those that do not.
             if arg.op == "call_function" and note(arg).stages[0] == stage:
-                found |= dict.fromkeys((k, arg) for k in note(node).stages if k not in note(arg).stages)
-    return sorted(found, key=lambda pair: pair[0])
+                sent |= dict.fromkeys((k, arg) for k in note(node).stages if k not in note(arg).stages)
+    return sorted(sent, key=lambda pair: pair[0])
 
 
 @dataclass
@@ -274,7 +283,9 @@ def _can_join(before: Node, node: Node) -> bool:
 
 
 def _is_alone(node: Node) -> bool:
-    """Whether an operator is never merged with its neighbours into one box: products, look-ups, losses, conversions."""
+    """Tell whether an operator is never merged with its neighbours into one box: products, look-ups,
+    losses, conversions.
+    """
     record = operator_of(node)
     is_large = bool(record.factors or record.flops) or record.is_lookup or record.keeps == "probabilities"
     return is_large or node.target is markers.convert
@@ -297,27 +308,27 @@ def _params(node: Node) -> tuple[Param, ...]:
 
 
 def _edges(boxes: list[Box], columns: list[tuple[int, ...]], home: dict[tuple[int, Node], str]) -> list[Edge]:
-    found: dict[tuple[str, str], Edge] = {}
+    edges: dict[tuple[str, str], Edge] = {}
     for box in boxes:
         stage = columns[box.column][0]
         if box.is_received:
             value = box.nodes[0]
             source = home.get((note(value).stages[0], origin(value)))
             if source:
-                found[source, box.id] = Edge(source, box.id, value, crosses=True)
+                edges[source, box.id] = Edge(source, box.id, value, crosses=True)
             continue
         if box.sent_to >= 0:
             source = home.get((stage, origin(box.nodes[0])))
             if source:
-                found[source, box.id] = Edge(source, box.id, box.nodes[0], crosses=True)
+                edges[source, box.id] = Edge(source, box.id, box.nodes[0], crosses=True)
             continue
         if box.is_input:
             continue
         for arg in chain.from_iterable(node.all_input_nodes for node in box.nodes):
             given = _given(arg, stage, home)
             if given is not None and given != box.id:
-                found.setdefault((given, box.id), Edge(given, box.id, arg))
-    return list(found.values())
+                edges.setdefault((given, box.id), Edge(given, box.id, arg))
+    return list(edges.values())
 
 
 def _given(arg: Node, stage: int, home: dict[tuple[int, Node], str]) -> str | None:

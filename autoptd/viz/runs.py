@@ -114,6 +114,7 @@ class Run:
     ) -> Iterator[Message]:
         """Yield the messages of `orders` that go between two of `ranks` (all, if left out)."""
         shown = set(range(len(self.spans)) if ranks is None else ranks)
+        # Transfers are not timed: a message is drawn between the computations at its ends.
         place = {}
         for rank in sorted(shown):
             for action, start, end in self.spans[rank]:

@@ -18,6 +18,7 @@ from autoptd.program.specs import Collective
 INK, QUIET = "#26303b", "#6b7682"
 # Sizes of text in pixels (points in DOT), line height over text size, pixels around the lines of a box.
 SIZE, SMALL, LEADING, PADDING = 11.0, 10.0, 1.36, 7.0
+# Letters of unusual width, for `text_width`.
 NARROW, WIDE = frozenset("iljtfrI.,:;'|!()[] "), frozenset("mwMW@%&")
 
 

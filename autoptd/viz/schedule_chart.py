@@ -60,6 +60,7 @@ def schedule_svg(runs: Sequence[Run], orders: Sequence[Sequence[Action]] = (), *
 
     Messages are drawn where `orders` have sends.
     """
+    # All panels have the width of the widest, each with a time scale of its own.
     width = max((_wanted_width(run) for run in runs), default=MIN_WIDTH)
     panels = [_Panel(run, _Scale.of(run, width), orders) for run in runs]
     right = max((ceil(panel.scale.right) for panel in panels), default=0) + RIGHT
@@ -68,7 +69,8 @@ def schedule_svg(runs: Sequence[Run], orders: Sequence[Sequence[Action]] = (), *
         body += [f'<g transform="translate(0 {_n(y)})">', *panel.draw(), "</g>"]
         y += panel.height
     height = ceil(y)
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{right}" height="{height}" viewBox="0 0 {right} {height}">'
+    size = f'width="{right}" height="{height}" viewBox="0 0 {right} {height}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size}>'
     back = f'<rect width="{right}" height="{height}" fill="#fff"/>'
     return "\n".join([head, f"<style>{STYLE}</style>", back, *body, "</svg>"]) + "\n"
 
@@ -112,12 +114,13 @@ class _Scale:
 
     def x(self, time: float) -> float:
         """Return the place of a moment; of one that is left out, the edge of what is drawn."""
-        at = float(LEFT)
+        gap = GAP if len(self.windows) > 1 else 0
+        left = float(LEFT)
         for low, high in self.windows:
             if time <= high:
-                return at + max(time - low, 0.0) * self.pixels
-            at += (high - low) * self.pixels + (GAP if len(self.windows) > 1 else 0)
-        return at - (GAP if len(self.windows) > 1 else 0)
+                return left + max(time - low, 0.0) * self.pixels
+            left += (high - low) * self.pixels + gap
+        return left - gap
 
     def shown(self, start: float, end: float) -> bool:
         """Tell whether any of a time is drawn."""
@@ -157,12 +160,12 @@ class _Panel:
         if run.is_whole:
             facts.append(f"bubble {100 * run.bubble:.1f} %")
         yield f'<text class="panel" x="12" y="4">{escape(run.name)}: {", ".join(facts)}</text>'
-        messages = list(run.messages(self.orders, ranks)) if self.orders else []
-        messages = [
-            message
-            for message in messages
-            if self.scale.shown(message.sent, message.read + 1e-9 * run.length)
-        ]
+        messages = []
+        # Of a message that takes no time, a moment is to be shown.
+        moment = 1e-9 * run.length
+        for message in run.messages(self.orders, ranks) if self.orders else ():
+            if self.scale.shown(message.sent, message.read + moment):
+                messages.append(message)
         remarks = [text for text in (run.remark, *self._left_out(len(messages))) if text]
         yield f'<text class="quiet" x="12" y="20">{escape("; ".join(remarks))}</text>'
         yield f'<text class="quiet" x="{_n(self.scale.right + 12)}" y="20">idle, most held</text>'
@@ -179,9 +182,8 @@ class _Panel:
 
     def _y(self, row: int) -> float:
         """Return the top of a row; below the rows that are left out there is a gap."""
-        return (
-            30 + row * self.step + (GAP if len(self.run.spans) > MAX_RANKS and row >= MAX_RANKS // 2 else 0)
-        )
+        is_below_gap = len(self.run.spans) > MAX_RANKS and row >= MAX_RANKS // 2
+        return 30 + row * self.step + (GAP if is_below_gap else 0)
 
     def _left_out(self, messages: int) -> Iterator[str]:
         """Yield what the picture does not show."""
@@ -223,7 +225,9 @@ class _Panel:
         left, right = scale.x(start), scale.x(end)
         times = f"{_n((start - run.begin) * run.scale)} to {_n((end - run.begin) * run.scale)} {run.unit}"
         hint = f"<title>{action}: {meaning(action)}; {times}</title>"
-        box = f'<rect x="{_n(left)}" y="{_n(y)}" width="{_n(max(right - left, 0.5))}" height="{ROW}" fill="{color}"/>'
+        # What takes no time is a line.
+        width = _n(max(right - left, 0.5))
+        box = f'<rect x="{_n(left)}" y="{_n(y)}" width="{width}" height="{ROW}" fill="{color}"/>'
         label = _label(str(action.microbatch), (left + right) / 2, y + ROW / 2 + 4, right - left, is_dark)
         return f'<g class="box">{hint}{box}{label}</g>'
 

@@ -1,6 +1,7 @@
 """Words and numbers that pictures and tables share.
 
 bytes_text(16384)             # "16 KiB"
+plural(2, "rank")             # "2 ranks"
 letter("i_to_r")              # "f": Megatron's name of I -> R
 """
 
@@ -33,6 +34,12 @@ def count_text(count: float) -> str:
     return f"{_three(count)} P"
 
 
+def plural(count: int, word: str) -> str:
+    """Format a count with its noun: `1 rank`, `4 ranks`, `8 microbatches`."""
+    ending = "es" if word.endswith(("ch", "s", "x")) else "s"
+    return f"{count} {word}" if count == 1 else f"{count} {word}{ending}"
+
+
 def _three(value: float) -> str:
     """Format with three significant digits at most, without trailing zeros."""
     decimals = 0
@@ -44,4 +51,4 @@ def _three(value: float) -> str:
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
-__all__ = ["LETTERS", "bytes_text", "count_text", "letter"]
+__all__ = ["LETTERS", "bytes_text", "count_text", "letter", "plural"]

@@ -9,7 +9,7 @@ import pytest
 
 import autoptd
 from autoptd import Machine, PlanError
-from autoptd.ir.machine import find_machine, spelled
+from autoptd.ir.machine import find_machine, machine_record
 from autoptd.ir.machine_files import machine_names, machine_of_device
 from autoptd.options import make_options
 from autoptd.planner.cluster import find_cluster
@@ -20,7 +20,7 @@ SLOW = Machine(link_bandwidth=1e9, latency=1e-4, memory=1e9)
 
 @pytest.mark.parametrize("given", [None, "h100", *machine_names(), SLOW, Machine(), {"flops": 1e12}], ids=str)
 def test_a_plan_spells_what_is_meant(given: Any) -> None:
-    again = json.loads(json.dumps(spelled(given)))
+    again = json.loads(json.dumps(machine_record(given)))
     assert find_machine(again) == find_machine(given)
     assert make_options(machine=given, plan={"options": {"machine": again}}).rank_machine == find_machine(
         given
@@ -32,8 +32,8 @@ def test_a_plan_spells_what_is_meant(given: Any) -> None:
     [
         ("h10", r"machine='h10': no such machine.*h100"),
         (3, r"machine: is a int"),
-        ({"flop": 1.0}, r"machine: has a key 'flop'.*flops"),
-        ({"flops": 0}, r"machine: flops=0: no positive number"),
+        ({"flop": 1.0}, r"machine: unknown key 'flop'.*flops"),
+        ({"flops": 0}, r"machine: flops=0: not a positive number"),
         ({"latency": -1.0}, r"machine: latency=-1.0"),
         ({"flops": "fast"}, r"machine: flops='fast'"),
         ({"flops": float("inf")}, r"machine: flops=inf: is not finite"),

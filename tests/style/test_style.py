@@ -24,8 +24,6 @@ from tests.style.measures import (
 NOT_YET = frozenset(
     [
         "codegen",
-        "ir",
-        "ir/operators",
         "passes",
         "passes/axes",
         "passes/ops",

@@ -1,9 +1,10 @@
 """How the dims of an operator's operands and result correspond: what many operators share.
 
-In: a node. Out: its links, each a set of dims of operands and result that run together. What one family alone computes is in
-its file. A row of letters reads like einsum, aligned from the right:
+In: a node. Out: its links, each a set of dims of operands and result that run together. What only one
+family needs is in the file of that family. A row of letters reads like einsum, aligned from the right: a
+letter that is missing on the right is contracted, a starred one stays whole.
 
-    letter_links(node, "... i, o i, o -> ... o")     # a letter missing on the right is contracted, a starred one stays whole
+    letter_links(node, "... i, o i, o -> ... o")
 """
 
 from __future__ import annotations
@@ -20,64 +21,96 @@ NORMAL = "needs all values at once"
 
 
 def letter_links(node: Node, letters: str) -> list[Link]:
-    """Links of a row of letters, for this node's shapes; none where the row does not fit them.
+    """Return the links that a row of letters gives for this node's shapes; none where the row does not fit
+    them.
 
-    An operand with fewer dims than its pattern is broadcast, and keeps the rightmost letters; the result has them all.
+    An operand with fewer dims than its pattern is broadcast, and keeps the rightmost letters; the result has
+    all of them.
     """
     left, right = letters.split("->")
     patterns, result = [pattern.split() for pattern in left.split(",")], right.split()
-    sizes, out_shape = [shape(one) for one in operands(node)], shape(node)
-    dotted = [len(size) - len(p) + 1 for size, p in zip(sizes, patterns, strict=False) if "..." in p]
-    lead = max(dotted, default=0)
-    if len(out_shape) != len(result) - ("..." in result) + (lead if dotted and "..." in result else 0):
+    sizes, out_shape = [shape(operand) for operand in operands(node)], shape(node)
+    # How many dims `...` stands for: as many as the operand with the most leading dims has.
+    pairs = zip(sizes, patterns, strict=False)
+    leads = [len(size) - len(pattern) + 1 for size, pattern in pairs if "..." in pattern]
+    lead = max(leads, default=0)
+    result_ndim = len(result) - 1 + lead if "..." in result else len(result)
+    if len(out_shape) != result_ndim:
         return []
-    spell = [_spell(p, len(size), lead) for size, p in zip(sizes, patterns, strict=False)]
-    result = _spell(result, len(out_shape), lead)
-    names = dict.fromkeys(name for word in [*spell, result] for name in word)
-    every = list(zip([*spell, result], [*sizes, out_shape], strict=True))
-    if any(len({size[word.index(name)] for word, size in every if name in word} - {1}) > 1 for name in names):
+    words = [_letter_per_dim(p, len(size), lead) for size, p in zip(sizes, patterns, strict=False)]
+    result = _letter_per_dim(result, len(out_shape), lead)
+    size_of = _sizes_of_letters([*words, result], [*sizes, out_shape])
+    if size_of is None:
         return []
-    made = []
-    for name in names:
-        members = {i: Member((word.index(name),)) for i, word in enumerate(spell) if name in word}
-        members = {i: one for i, one in members.items() if sizes[i][one.dims[0]] != 1}
-        out = Member((result.index(name),)) if name in result else None
+    links = []
+    for letter in size_of:
+        members = {}
+        for number, (word, size) in enumerate(zip(words, sizes, strict=True)):
+            # A dim of size 1 is broadcast: nothing of it can be split.
+            if letter in word and size[word.index(letter)] != 1:
+                members[number] = Member((word.index(letter),))
+        out = Member((result.index(letter),)) if letter in result else None
         if out is not None and out_shape[out.dims[0]] == 1:
             continue
-        plain = name.rstrip("*")
-        whole = f"{plain} must stay whole" if name.endswith("*") else ""
+        plain = letter.rstrip("*")
+        whole = f"{plain} must stay whole" if letter.endswith("*") else ""
         if members or out is not None:
-            made.append(Link(plain, members, out, whole))
-    return made
+            links.append(Link(plain, members, out, whole))
+    return links
 
 
-def _spell(pattern: list[str], ndim: int, lead: int) -> list[str]:
-    """One letter for every dim: `...` becomes numbered letters, and a tensor of fewer dims keeps the rightmost ones."""
+def _sizes_of_letters(words: list[list[str]], sizes: list[tuple[int, ...]]) -> dict[str, int] | None:
+    """Return the size of every letter, in the order of first use; None where operands disagree on one."""
+    size_of: dict[str, int] = {}
+    for word, word_sizes in zip(words, sizes, strict=True):
+        for letter in dict.fromkeys(word):
+            # Of a letter that stands twice in a word, the first place counts.
+            size = word_sizes[word.index(letter)]
+            known = size_of.setdefault(letter, size)
+            if known == 1:
+                size_of[letter] = size
+            elif size not in (1, known):
+                return None
+    return size_of
+
+
+def _letter_per_dim(pattern: list[str], ndim: int, lead: int) -> list[str]:
+    """Return one letter for every dim: `...` becomes numbered letters, and a tensor of fewer dims than its
+    pattern keeps the rightmost ones.
+    """
     if "..." in pattern:
-        at = pattern.index("...")
-        dots = ndim - len(pattern) + 1
-        pattern = [*pattern[:at], *(f".{lead - dots + i}" for i in range(dots)), *pattern[at + 1 :]]
+        place = pattern.index("...")
+        count = ndim - len(pattern) + 1
+        # Numbered from the right of all leading dims, so that broadcast operands meet at the same letters.
+        dots = [f".{lead - count + i}" for i in range(count)]
+        pattern = [*pattern[:place], *dots, *pattern[place + 1 :]]
     return pattern[len(pattern) - ndim :]
 
 
 def pointwise_links(node: Node) -> list[Link]:
-    """One link for every dim of the result; operands that are broadcast along it do not carry it."""
+    """Return one link for every dim of the result; an operand that is broadcast along it has no part in
+    it.
+    """
     out = shape(node)
-    made = []
+    links = []
     for dim, size in enumerate(out):
-        if size != 1:
-            back = dim - len(out)
-            members = {
-                i: Member((len(shape(one)) + back,))
-                for i, one in enumerate(operands(node))
-                if len(shape(one)) + back >= 0 and shape(one)[back] == size
-            }
-            made.append(Link(f"d{dim}", members, Member((dim,))))
-    return made
+        if size == 1:
+            continue
+        # Counted from the right, where operands of fewer dims are aligned.
+        back = dim - len(out)
+        members = {}
+        for number, operand in enumerate(operands(node)):
+            operand_dim = len(shape(operand)) + back
+            if operand_dim >= 0 and shape(operand)[operand_dim] == size:
+                members[number] = Member((operand_dim,))
+        links.append(Link(f"d{dim}", members, Member((dim,))))
+    return links
 
 
 def along(name: str, default: Any = -1) -> Callable[[Node], list[Link]]:
-    """Operators that keep the shape and need the dims given by one argument whole (softmax, cumsum)."""
+    """Return the links of operators that keep the shape and need whole the dims that argument `name` gives
+    (softmax, cumsum).
+    """
 
     def make(node: Node) -> list[Link]:
         ndim = len(shape(node))
@@ -88,39 +121,47 @@ def along(name: str, default: Any = -1) -> Callable[[Node], list[Link]]:
 
 
 def reduction(whole: str, form: str = "") -> Callable[[Node], list[Link]]:
-    """Operators that reduce the dims given by argument `dim` (all, if absent); `whole` says why those cannot be split."""
+    """Return the links of operators that reduce the dims given by argument `dim` (all, if absent).
+
+    `whole` says why those cannot be split, "" if they can.
+    """
 
     def make(node: Node) -> list[Link]:
         size = shape(operands(node)[0])
         dims = argument(node, "dim")
+        # `dim=[]` reduces everything too.
         dims = range(len(size)) if dims is None or dims == [] else dims_of(dims, len(size))
-        keep = len(shape(node)) == len(size)
-        made, at = [], 0
+        keeps_dims = len(shape(node)) == len(size)
+        links, out_dim = [], 0
         for d in range(len(size)):
             if d in dims:
-                made.append(Link(f"d{d}", {0: Member((d,))}, None, whole, form))
-                at += keep
+                links.append(Link(f"d{d}", {0: Member((d,))}, None, whole, form))
+                out_dim += keeps_dims
             else:
-                made.append(Link(f"d{d}", {0: Member((d,))}, Member((at,))))
-                at += 1
-        return [link for link in made if size[link.operands[0].dims[0]] != 1]
+                links.append(Link(f"d{d}", {0: Member((d,))}, Member((out_dim,))))
+                out_dim += 1
+        return [link for link in links if size[link.operands[0].dims[0]] != 1]
 
     return make
 
 
 def free_links(node: Node) -> list[Link]:
-    """full, zeros, ones: every dim of the result is free, whatever the operands are."""
+    """Return a link for every dim of full, zeros, ones: free in the result, whatever the operands are."""
     return [Link(f"d{d}", {}, Member((d,))) for d, size in enumerate(shape(node)) if size != 1]
 
 
 def no_links(node: Node) -> list[Link]:
-    """arange and the like: computed whole."""
+    """Return no links, for arange and the like: every rank computes all of it."""
     return []
 
 
 def same_dim(dim: int, whole: str = "") -> Link:
+    """Link one dim of the first operand to the same dim of the result."""
     return Link(f"d{dim}", {0: Member((dim,))}, Member((dim,)), whole)
 
 
 def dims_of(dims: Any, ndim: int) -> list[int]:
-    return [d % ndim for d in (dims if isinstance(dims, (list, tuple)) else [dims])] if ndim else []
+    """Return one dim, or several, as a list counted from the left; a tensor without dims has none."""
+    if not ndim:
+        return []
+    return [d % ndim for d in (dims if isinstance(dims, (list, tuple)) else [dims])]

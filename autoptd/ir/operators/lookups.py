@@ -9,83 +9,97 @@ from autoptd.ir.notes import note, op_name, shape, value
 from autoptd.ir.operators.links import pointwise_links, same_dim
 from autoptd.ir.operators.record import FIRST, Link, Member, Operator, argument, operands
 
-UNCOUNTED = "its labels or class weights are computed from parameters, so their number is not known before the forward"
+UNCOUNTED = (
+    "its labels or class weights are computed from parameters, so their number is not known before the "
+)
+UNCOUNTED += "forward"
 
 
 def embedding_links(node: Node) -> list[Link]:
-    """embedding(weight, ids): a split of the vocabulary gives partial sums of rows."""
-    ids = len(shape(operands(node)[1]))
-    made = [
-        Link("vocabulary", {0: Member((0,))}, None, form="vocab_embedding"),
-        Link("h", {0: Member((1,))}, Member((ids,))),
-    ]
+    """Link embedding(weight, ids): a split of the vocabulary gives partial sums of rows."""
+    ndim = len(shape(operands(node)[1]))
+    vocabulary = Link("vocabulary", {0: Member((0,))}, None, form="vocab_embedding")
     if argument(node, "scale_grad_by_freq") or argument(node, "sparse"):
-        made[0] = Link(
-            "vocabulary", {0: Member((0,))}, None, "gradients by frequency and sparse gradients need all rows"
-        )
-    return made + [Link(f"n{d}", {1: Member((d,))}, Member((d,))) for d in range(ids)]
+        whole = "gradients by frequency and sparse gradients need all rows"
+        vocabulary = Link("vocabulary", {0: Member((0,))}, None, whole)
+    hidden = Link("h", {0: Member((1,))}, Member((ndim,)))
+    return [vocabulary, hidden, *(Link(f"n{d}", {1: Member((d,))}, Member((d,))) for d in range(ndim))]
 
 
 def gather_links(node: Node) -> list[Link]:
-    """gather(x, dim, index): the dims beside `dim` run together where they are equally long; `dim` of x is looked up."""
-    x, index = (shape(one) for one in operands(node))
+    """Link gather(x, dim, index): the other dims run together where they are equally long; `dim` of x is
+    looked up.
+    """
+    x, index = (shape(operand) for operand in operands(node))
     dim = argument(node, "dim") % len(x) if x else 0
-    made = [Link("looked up", {0: Member((dim,))}, None, "any entry may be looked up")] if x else []
+    links = [Link("looked up", {0: Member((dim,))}, None, "any entry may be looked up")] if x else []
     for d in range(len(index)):
         if d == dim:
-            made.append(Link(f"d{d}", {1: Member((d,))}, Member((d,))))
+            links.append(Link(f"d{d}", {1: Member((d,))}, Member((d,))))
         elif x[d] == index[d]:
-            made.append(Link(f"d{d}", {0: Member((d,)), 1: Member((d,))}, Member((d,))))
+            links.append(Link(f"d{d}", {0: Member((d,)), 1: Member((d,))}, Member((d,))))
         else:
-            made.append(Link(f"d{d}", {0: Member((d,))}, None, "an uneven slice needs it whole"))
-    return made
+            links.append(Link(f"d{d}", {0: Member((d,))}, None, "an uneven slice needs it whole"))
+    return links
 
 
 def index_links(node: Node) -> list[Link]:
-    """x[:, ids] and index_select: one tensor of positions in one dim; that dim is looked up, as in an embedding."""
+    """Link x[:, ids] and index_select: one tensor of positions in one dim, looked up as in an embedding."""
     read = operands(node)
     if op_name(node) == "aten.index_select":
         dim = argument(node, "dim") % max(1, len(shape(read[0])))
     else:
-        places = [i for i, one in enumerate(node.args[1]) if one is not None]  # type: ignore[arg-type, union-attr]
-        if len(places) != 1 or value(read[1]).dtype in (torch.bool, torch.uint8):
-            return []  # several index tensors meet elementwise; a mask gives sizes that depend on its values
-        dim = places[0]
-    x, ids = (shape(one) for one in read)
-    made = [Link("looked up", {0: Member((dim,))}, None, "any entry may be looked up")] if x else []
-    made += [
-        Link(f"d{d}", {0: Member((d,))}, Member((d if d < dim else d - 1 + len(ids),)))
-        for d in range(len(x))
-        if d != dim
-    ]
-    return made + [Link(f"n{d}", {1: Member((d,))}, Member((dim + d,))) for d in range(len(ids))]
+        indexed = [d for d, index in enumerate(node.args[1]) if index is not None]  # type: ignore[arg-type, union-attr]
+        # Several index tensors meet elementwise; a mask gives sizes that depend on its values.
+        if len(indexed) != 1 or value(read[1]).dtype in (torch.bool, torch.uint8):
+            return []
+        dim = indexed[0]
+    x, ids = (shape(operand) for operand in read)
+    links = [Link("looked up", {0: Member((dim,))}, None, "any entry may be looked up")] if x else []
+    for d in range(len(x)):
+        if d != dim:
+            # The dims of ids stand where `dim` stood: what is behind it moves.
+            out_dim = d if d < dim else d - 1 + len(ids)
+            links.append(Link(f"d{d}", {0: Member((d,))}, Member((out_dim,))))
+    return links + [Link(f"n{d}", {1: Member((d,))}, Member((dim + d,))) for d in range(len(ids))]
 
 
 def one_hot_links(node: Node) -> list[Link]:
-    """one_hot(ids): a new last dim, in which each id has its place."""
+    """Link one_hot(ids): the dims of ids; the last dim of the result is new, and holds the place of each
+    id.
+    """
     return [same_dim(d) for d in range(len(shape(node)) - 1)]
 
 
 def cross_entropy_links(node: Node) -> list[Link]:
-    """cross_entropy_loss(logits, targets, weight?): the vocabulary and the tokens may be split, each with its local form."""
+    """Link cross_entropy_loss(logits, targets, weight?): vocabulary and tokens may be split, each with its
+    local form.
+    """
     logits, targets = shape(operands(node)[0]), shape(operands(node)[1])
-    if len(targets) == len(logits) or len(logits) < 2:  # class probabilities, or one unbatched sample
+    # Class probabilities, or one unbatched sample.
+    if len(targets) == len(logits) or len(logits) < 2:
         return []
-    reduction = argument(node, "reduction")
-    whole = UNCOUNTED if reduction == 1 and any(note(one).of_params for one in operands(node)[1:]) else ""
-    vocabulary = {0: Member((1,))} | ({2: Member((0,))} if len(operands(node)) > 2 else {})
-    made = [Link("vocabulary", vocabulary, None, form="vocab_cross_entropy")]
+    is_reduced = bool(argument(node, "reduction"))
+    whole = ""
+    # 1 is a mean, which divides by the number (or the weight) of its labels.
+    if argument(node, "reduction") == 1:
+        reads_params = any(note(operand).of_params for operand in operands(node)[1:])
+        whole = UNCOUNTED if reads_params else ""
+    vocabulary = {0: Member((1,))}
+    if len(operands(node)) > 2:
+        vocabulary[2] = Member((0,))
+    links = [Link("vocabulary", vocabulary, None, form="vocab_cross_entropy")]
     for d in range(len(targets)):
+        # Logits are [n, vocabulary, ...]: behind the first dim, those of the targets stand one further.
         members = {0: Member((d + (d > 0),)), 1: Member((d,))}
-        made.append(
-            Link(f"n{d}", members, None, whole, "token_loss")
-            if reduction
-            else Link(f"n{d}", members, Member((d,)))
-        )
-    return made
+        if is_reduced:
+            links.append(Link(f"n{d}", members, None, whole, "token_loss"))
+        else:
+            links.append(Link(f"n{d}", members, Member((d,))))
+    return links
 
 
-# Losses of every entry, and what reads several entries for one.
+# Losses that have a value for every entry; below them, those that read several entries for one value.
 POINTWISE_LOSSES = (
     "mse_loss l1_loss smooth_l1_loss huber_loss kl_div soft_margin_loss binary_cross_entropy".split()
 )
@@ -113,7 +127,7 @@ OPERATORS = [
     Operator("aten.triplet_margin_loss", "... h*, ... h*, ... h* -> ...", reduces=True),
     Operator("aten.multi_margin_loss", "b c*, b, c* -> b", reduces=True),
     Operator("aten.multilabel_margin_loss", "b c*, b c* -> b", reduces=True),
-    # Of the runtime, where the vocabulary is split
+    # Operators of the runtime: where the vocabulary is split.
     Operator("vocab_embedding", is_lookup=True, is_fresh=True, variable="rows"),
     Operator("cross_entropy", keeps="probabilities", variable="loss"),
 ]

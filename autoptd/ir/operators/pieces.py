@@ -1,4 +1,6 @@
-"""Operators that cut, join or repeat: their entries are some of those of their operands, or all of them several times."""
+"""Operators that cut, join or repeat: their entries are some of those of their operands, or all of them
+several times.
+"""
 
 from __future__ import annotations
 
@@ -16,134 +18,142 @@ from autoptd.ir.sizes import Sizes, local_shapes
 
 
 def slice_links(node: Node) -> list[Link]:
-    """slice: one of several pieces of a dim, all equal or not; with steps it needs its dim whole."""
+    """Link slice: one of several pieces of a dim, all equal or not; with a step it needs its dim whole."""
     x = shape(operands(node)[0])
     dim, start, size = _piece(node)
-    made = [same_dim(d) for d in range(len(x)) if d != dim]
+    links = [same_dim(d) for d in range(len(x)) if d != dim]
+    # Slices of the same tensor: q, k and v cut from one projection are equal pieces only if all of them are.
     pieces = [_piece(user) for user in operands(node)[0].users if op_name(user) == "aten.slice"]
-    others = {length for at, _, length in pieces if at == dim and length not in (size, x[dim])}
+    others = {length for d, _, length in pieces if d == dim and length not in (size, x[dim])}
     has_steps = argument(node, "step") != 1
     if size == x[dim]:
-        made.append(same_dim(dim))
+        links.append(same_dim(dim))
     elif has_steps or size <= 1:
-        made.append(Link(f"d{dim}", {0: Member((dim,))}, None, "an uneven slice needs it whole"))
+        links.append(Link(f"d{dim}", {0: Member((dim,))}, None, "an uneven slice needs it whole"))
     elif x[dim] % size == 0 and start % size == 0 and not others:
-        made.append(Link(f"d{dim}", {0: Member((dim,), lead=x[dim] // size)}, Member((dim,))))
+        links.append(Link(f"d{dim}", {0: Member((dim,), lead=x[dim] // size)}, Member((dim,))))
     else:
-        made.append(Link(f"d{dim}", {0: Member((dim,))}, Member((dim,)), segment=(start, size)))
-    return made
+        links.append(Link(f"d{dim}", {0: Member((dim,))}, Member((dim,)), segment=(start, size)))
+    return links
 
 
 def _piece(node: Node) -> tuple[int, int, int]:
-    """(dim, start, length) of what a slice takes."""
+    """Return (dim, start, length) of what a slice takes."""
     x = shape(operands(node)[0])
     dim = argument(node, "dim") % len(x)
-    start = argument(node, "start") or 0
-    return dim, max(start + x[dim], 0) if start < 0 else min(start, x[dim]), shape(node)[dim]
+    return dim, _bound(argument(node, "start") or 0, x[dim]), shape(node)[dim]
 
 
 def split_links(node: Node) -> list[Link]:
-    """split and chunk: equal pieces correspond; unequal ones need the dim whole. The result stands for every piece."""
+    """Link split and chunk: equal pieces correspond; unequal ones need the dim whole.
+
+    The result stands for every piece.
+    """
     x, pieces = shape(operands(node)[0]), value(node)
     dim = argument(node, "dim") % len(x)
-    made = [same_dim(d) for d in range(len(x)) if d != dim]
+    links = [same_dim(d) for d in range(len(x)) if d != dim]
     sizes = {int(piece.shape[dim]) for piece in pieces}
     if len(sizes) == 1:
-        made.append(Link(f"d{dim}", {0: Member((dim,), lead=len(pieces))}, Member((dim,))))
+        links.append(Link(f"d{dim}", {0: Member((dim,), lead=len(pieces))}, Member((dim,))))
     else:
-        made.append(Link(f"d{dim}", {0: Member((dim,))}, None, "unequal pieces need it whole"))
-    return made
+        links.append(Link(f"d{dim}", {0: Member((dim,))}, None, "unequal pieces need it whole"))
+    return links
 
 
 def getitem_links(node: Node) -> list[Link]:
-    """One piece of a split: dims in which the pieces are equal correspond."""
+    """Link one piece of a split: dims in which the pieces are equal correspond."""
     sizes = [tuple(piece.shape) for piece in value(operands(node)[0])]
-    if len({len(size) for size in sizes}) > 1:  # results of several kinds (embedding_bag)
+    # Results of several kinds, as of embedding_bag.
+    if len({len(size) for size in sizes}) > 1:
         return []
-    equal = [d for d in range(len(sizes[0])) if len({size[d] for size in sizes}) == 1]
-    return [
-        same_dim(d) if d in equal else Link(f"d{d}", {0: Member((d,))}, None, "unequal pieces need it whole")
-        for d in range(len(sizes[0]))
-    ]
+    links = []
+    for d, lengths in enumerate(zip(*sizes, strict=True)):
+        if len(set(lengths)) == 1:
+            links.append(same_dim(d))
+        else:
+            links.append(Link(f"d{d}", {0: Member((d,))}, None, "unequal pieces need it whole"))
+    return links
 
 
 def drop_dim_links(node: Node) -> list[Link]:
-    """select and unbind: one dim disappears and must be whole, the others stay."""
+    """Link select and unbind: one dim disappears and must be whole, the others stay."""
     x = shape(operands(node)[0])
     dim = argument(node, "dim") % len(x)
     kept = [d for d in range(len(x)) if d != dim]
-    made = [Link(f"d{d}", {0: Member((d,))}, Member((i,))) for i, d in enumerate(kept)]
-    return [*made, Link(f"d{dim}", {0: Member((dim,))}, None, "a single index needs it whole")]
+    links = [Link(f"d{d}", {0: Member((d,))}, Member((i,))) for i, d in enumerate(kept)]
+    return [*links, Link(f"d{dim}", {0: Member((dim,))}, None, "a single index needs it whole")]
 
 
 def cat_links(node: Node) -> list[Link]:
-    """cat: equal pieces become a leading factor of the joined dim; unequal ones need it whole."""
+    """Link cat: equal pieces become a leading factor of the joined dim; unequal ones need it whole."""
     parts, ndim = operands(node), len(shape(node))
     dim = argument(node, "dim") % ndim
-    made = [
-        Link(f"d{d}", {k: Member((d,)) for k in range(len(parts))}, Member((d,)))
-        for d in range(ndim)
-        if d != dim
-    ]
-    sizes = {shape(part)[dim] for part in parts}
-    piece = {k: Member((dim,)) for k in range(len(parts))}
-    if len(sizes) == 1:
-        return [*made, Link(f"d{dim}", piece, Member((dim,), lead=len(parts)))]
-    singles = [Link(f"d{dim}", {k: one}, None, "unequal pieces need it whole") for k, one in piece.items()]
-    return [*made, *singles]
+    numbers = range(len(parts))
+    links = []
+    for d in range(ndim):
+        if d != dim:
+            links.append(Link(f"d{d}", dict.fromkeys(numbers, Member((d,))), Member((d,))))
+    piece = Member((dim,))
+    if len({shape(part)[dim] for part in parts}) == 1:
+        return [*links, Link(f"d{dim}", dict.fromkeys(numbers, piece), Member((dim,), lead=len(parts)))]
+    whole = "unequal pieces need it whole"
+    return [*links, *(Link(f"d{dim}", {number: piece}, None, whole) for number in numbers)]
 
 
 def stack_links(node: Node) -> list[Link]:
-    """stack: a new dim appears, the others stay."""
-    ndim, count = len(shape(node)), len(operands(node))
+    """Link stack: a new dim appears, the others stay."""
+    ndim, numbers = len(shape(node)), range(len(operands(node)))
     new = argument(node, "dim") % ndim
-    kept = [d for d in range(ndim) if d != new]
-    return [Link(f"d{d}", {k: Member((i,)) for k in range(count)}, Member((d,))) for i, d in enumerate(kept)]
+    links = []
+    for i, d in enumerate(d for d in range(ndim) if d != new):
+        links.append(Link(f"d{d}", dict.fromkeys(numbers, Member((i,))), Member((d,))))
+    return links
 
 
 def pad_links(node: Node) -> list[Link]:
-    """pad: padded dims must be whole, the others stay."""
+    """Link pad: padded dims must be whole, the others stay."""
     before, after = shape(operands(node)[0]), shape(node)
-    pads = node.args[1]
-    padded = {len(after) - 1 - i // 2 for i, amount in enumerate(pads) if amount}  # type: ignore[arg-type]
+    # (left, right) of the last dim, then of the one before it, ...
+    amounts = node.args[1]
+    padded = {len(after) - 1 - i // 2 for i, amount in enumerate(amounts) if amount}  # type: ignore[arg-type]
     whole = [Link(f"d{d}", {0: Member((d,))}, None, "padding needs it whole") for d in sorted(padded)]
     return whole + [same_dim(d) for d in range(len(before)) if d not in padded]
 
 
 def repeat_links(node: Node) -> list[Link]:
-    """repeat_interleave(x, n, dim): n is a minor factor of the dim."""
+    """Link repeat_interleave(x, n, dim): n is a minor factor of the dim, as of KV heads that are repeated."""
     repeat, dim = node.args[1], argument(node, "dim")
     if dim is None:
         return []
     ndim = len(shape(node))
     grown = dim % ndim
-    made = [same_dim(d) for d in range(ndim) if d != grown]
+    links = [same_dim(d) for d in range(ndim) if d != grown]
+    # A tensor of counts: how far each entry is repeated is not known here.
     if not isinstance(repeat, int):
-        return made
+        return links
     before = shape(operands(node)[0])[grown]
-    return [
-        *made,
-        Link(f"d{grown}", {0: Member((grown,))}, Member((grown,), tail=repeat)),
-        Link("repeat", {}, Member((grown,), lead=before)),
-    ]
+    links.append(Link(f"d{grown}", {0: Member((grown,))}, Member((grown,), tail=repeat)))
+    links.append(Link("repeat", {}, Member((grown,), lead=before)))
+    return links
 
 
 def tile_links(node: Node) -> list[Link]:
-    """repeat: how often a dim is repeated becomes its leading factor."""
+    """Link repeat: how often a dim is repeated becomes its leading factor."""
     before, after = shape(operands(node)[0]), shape(node)
+    # Dims that the result has on the left of those of the operand.
     new = len(after) - len(before)
-    made = []
+    links = []
     for d, size in enumerate(after):
         old = before[d - new] if d >= new else 1
         if old > 1:
-            made.append(Link(f"d{d}", {0: Member((d - new,))}, Member((d,), lead=size // old)))
+            links.append(Link(f"d{d}", {0: Member((d - new,))}, Member((d,), lead=size // old)))
         if size > old:
-            made.append(Link(f"times{d}", {}, Member((d,), tail=old)))
-    return made
+            links.append(Link(f"times{d}", {}, Member((d,), tail=old)))
+    return links
 
 
 def local_bounds(node: Node, sizes: Sizes) -> dict[str, Any]:
-    """Bounds of a dim that is split scale with it; a split dim is only ever sliced into equal pieces."""
+    """Scale the bounds of a slice of a split dim, which is only ever sliced into equal pieces."""
     x = operands(node)[0]
     dim = argument(node, "dim") % tensor(x).dim()
     full, local = shape(x)[dim], local_shapes(x, sizes)[0][dim]
@@ -151,18 +161,17 @@ def local_bounds(node: Node, sizes: Sizes) -> dict[str, Any]:
         return {}
     start, end = argument(node, "start") or 0, argument(node, "end")
     bounds = {"start": start, "end": full if end is None else end}
-    return {
-        name: _bound(at, full) * local // full for name, at in bounds.items()
-    }  # of a padded dim: all of it
+    # Of a padded dim, which is only ever taken whole, this is the whole shard.
+    return {name: _bound(bound, full) * local // full for name, bound in bounds.items()}
 
 
-def _bound(at: int, full: int) -> int:
-    """A bound of a slice, counted from the beginning."""
-    return min(max(at + full, 0) if at < 0 else at, full)
+def _bound(bound: int, full: int) -> int:
+    """Return a bound of a slice, counted from the beginning and within the dim."""
+    return max(bound + full, 0) if bound < 0 else min(bound, full)
 
 
 def local_split(name: str) -> Callable[[Node, Sizes], dict[str, Any]]:
-    """The size of all pieces, or that of each."""
+    """Return how argument `name` becomes the local size of all pieces, or the list of the sizes of each."""
 
     def make(node: Node, sizes: Sizes) -> dict[str, Any]:
         dim = argument(node, "dim") % tensor(node).dim()
@@ -173,17 +182,17 @@ def local_split(name: str) -> Callable[[Node, Sizes], dict[str, Any]]:
 
 
 def local_repeats(node: Node, sizes: Sizes) -> dict[str, Any]:
-    """How often each dim is repeated."""
+    """Return how often a rank repeats each of its dims."""
     x, out = local_shapes(operands(node)[0], sizes)[0], local_shapes(node, sizes)[0]
     padded = (1,) * (len(out) - len(x)) + x
     return {"repeats": [after // before for before, after in zip(padded, out, strict=True)]}
 
 
 def local_interleaved(node: Node, sizes: Sizes) -> dict[str, Any]:
-    """How often each entry is repeated, where that is one number."""
+    """Return how often a rank repeats each of its entries, where that is one number."""
     if not isinstance(argument(node, "repeats"), int):
         return {}
-    x, out = (local_shapes(one, sizes)[0] for one in (operands(node)[0], node))
+    x, out = local_shapes(operands(node)[0], sizes)[0], local_shapes(node, sizes)[0]
     return {"repeats": math.prod(out) // math.prod(x)}
 
 

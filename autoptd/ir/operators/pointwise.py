@@ -1,6 +1,7 @@
 """Operators that compute every entry by itself, and those that make tensors of literals.
 
-Pointwise operators are known by torch's tag: here are those that have none, and of which more is known than that.
+Pointwise operators are known by torch's tag: here are those that have none, and of which more is known than
+that.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ from autoptd.ir.operators.record import FIRST, Link, Member, Operator, argument
 
 
 def glu_links(node: Node) -> list[Link]:
-    """glu: both halves of a dim give one."""
+    """Link glu: both halves of a dim give one."""
     ndim = len(shape(node))
     halved = argument(node, "dim") % ndim
-    made = [same_dim(d) for d in range(ndim) if d != halved]
-    return [*made, Link("half", {0: Member((halved,), lead=2)}, Member((halved,)))]
+    links = [same_dim(d) for d in range(ndim) if d != halved]
+    return [*links, Link("half", {0: Member((halved,), lead=2)}, Member((halved,)))]
 
 
+# Jointly linear in both operands: partial sums add up only where both are partial.
 SUM = Operator("", links=pointwise_links, linear=((0, 1),), is_sum=True)
 FILLED = Operator("", fills=True, cuts_gradient=True)
 
@@ -52,7 +54,7 @@ OPERATORS = [
         text=".neg",
     ),
     Operator("aten.pow", keeps="operands", text="**", variable="power"),
-    # By a mask that all addends share
+    # Linear: all addends share one mask.
     Operator("aten.dropout", links=pointwise_links, linear=FIRST, is_random=True),
     Operator("aten.gelu", keeps="operands", text="F.gelu"),
     Operator("aten.relu", keeps="operands", text="F.relu"),
@@ -68,7 +70,7 @@ OPERATORS = [
         Operator(f"aten.{name}", links=pointwise_links)
         for name in ("hardswish", "log_sigmoid", "floor_divide")
     ),
-    # Choices and comparisons
+    # Choices and comparisons.
     Operator("aten.where", links=pointwise_links, text="torch.where"),
     Operator("aten.masked_fill", links=pointwise_links, is_finite=True, text=".masked_fill"),
     Operator("aten.minimum", monotone=(1, 1), text="torch.minimum"),
@@ -89,10 +91,10 @@ OPERATORS = [
     Operator("aten.__or__", links=pointwise_links, monotone=(1, 1), text="|", variable="mask"),
     Operator("aten.__xor__", links=pointwise_links, text="^"),
     *(Operator(f"aten.{name}", links=pointwise_links) for name in ("isfinite", "isnan", "isinf")),
-    # Complex numbers
+    # Complex numbers.
     *(Operator(f"aten.{name}", links=pointwise_links) for name in "real imag complex polar _conj".split()),
     Operator("aten.resolve_conj", links=pointwise_links, is_view=False),
-    # Made of literals
+    # Made of literals.
     *(
         Operator(
             f"aten.{name}", links=free_links, sizes=("size",), fills=True, creates=True, text=f"torch.{name}"
@@ -103,7 +105,7 @@ OPERATORS = [
         Operator(f"aten.{name}", links=no_links, creates=True, text=f"torch.{name}")
         for name in ("arange", "eye", "scalar_tensor")
     ),
-    # Of another tensor, these take the shape or the dtype alone.
+    # These take only the shape, or the dtype, of another tensor.
     *(replace(FILLED, name=f"aten.{name}_like", links=pointwise_links) for name in ("full", "zeros", "ones")),
     *(replace(FILLED, name=f"aten.new_{name}", cuts_gradient=False) for name in ("full", "zeros", "ones")),
     *(Operator(f"aten.{name}_like", cuts_gradient=True) for name in ("empty", "rand", "randn", "randint")),

@@ -1,10 +1,9 @@
-"""Operators that multiply: GEMMs, einsum, attention, convolutions, recurrent layers, and how many products they make."""
+"""Operators that multiply: GEMMs, einsum, attention, convolutions, recurrent layers; and their FLOPs."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
 
 from torch.fx import Node
@@ -17,107 +16,136 @@ from autoptd.ir.sizes import Sizes, local_shapes
 
 
 def linear_links(node: Node) -> list[Link]:
-    """linear: a weight of one dim gives no dim of its own in the result; it has no bias, or one number."""
+    """Link linear: a weight of one dim gives no dim of its own in the result; it has no bias, or one
+    number.
+    """
     has_rows = len(shape(operands(node)[1])) > 1
     return letter_links(node, "... i, o i, o -> ... o" if has_rows else "... i, i, -> ...")
 
 
 def matmul_links(node: Node) -> list[Link]:
-    """matmul: a vector on either side has no dim of its own in the result."""
-    left, right = (len(shape(one)) for one in operands(node))
-    letters = "... m k, ... k n -> ... m n" if right > 1 else "... k, k -> ..."
-    return letter_links(node, letters if left > 1 or right == 1 else "k, ... k n -> ... n")
+    """Link matmul: a vector on either side has no dim of its own in the result."""
+    left, right = (len(shape(operand)) for operand in operands(node))
+    if right == 1:
+        return letter_links(node, "... k, k -> ...")
+    if left == 1:
+        return letter_links(node, "k, ... k n -> ... n")
+    return letter_links(node, "... m k, ... k n -> ... m n")
 
 
 def einsum_links(node: Node) -> list[Link]:
-    """einsum: its equation is a row, where it has no letter twice in one term.
+    """Link einsum by its own equation, unless a letter comes twice in one term (a diagonal).
 
     Without an arrow the result has the letters that occur once, in alphabetical order.
     """
     equation = str(node.args[0]).replace(" ", "")
     if "->" not in equation:
-        found = Counter(equation.replace("...", "").replace(",", ""))
-        single = "".join(sorted(letter for letter, count in found.items() if count == 1))
+        count_of = Counter(equation.replace("...", "").replace(",", ""))
+        single = "".join(sorted(letter for letter, count in count_of.items() if count == 1))
         equation += "->" + ("..." if "..." in equation else "") + single
-    terms = equation.replace("->", ",").split(",")
-    if any(len(set(term.replace("...", ""))) < len(term.replace("...", "")) for term in terms):
-        return []
+    for term in equation.replace("->", ",").split(","):
+        letters = term.replace("...", "")
+        if len(set(letters)) < len(letters):
+            return []
+    # "...ij,jk->...ik" as a row of letters: "... i j, j k -> ... i k". `.` stands for `...` while letters
+    # are spaced.
     left, right = (" ".join(part.replace("...", ".")) for part in equation.split("->"))
     return letter_links(node, f"{left} -> {right}".replace(" , ", ", ").replace(".", "..."))
 
 
 def recurrent_links(node: Node) -> list[Link]:
-    """gru, lstm, rnn, time first: the samples of input, initial states and results; time and channels stay whole."""
+    """Link gru, lstm, rnn, time first: the samples of input, initial states and results; time and channels
+    stay whole.
+    """
     states = argument(node, "hx")
     count = len(states) if isinstance(states, (list, tuple)) else 1
     return [Link("b", {k: Member((1,)) for k in range(count + 1)}, Member((1,)))]
 
 
 def convolution_links(node: Node) -> list[Link]:
-    """conv1d, conv2d: samples; channels in (contracted) and out, of grouped ones the groups and what each of them gives."""
-    x, weight = (shape(one) for one in operands(node)[:2])
-    at = len(shape(node)) - len(weight) + 1  # of the channels; there may be no samples
-    groups = x[at] // weight[1]
-    biased = [2] if len(operands(node)) > 2 else []
-    made = [same_dim(0)] if at else []
+    """Link conv1d and conv2d: samples, channels in (contracted) and channels out.
+
+    The channels of a grouped one are the groups, and what each of them gives.
+    """
+    x, weight = (shape(operand) for operand in operands(node)[:2])
+    # The dim of the channels: 0 where there are no samples.
+    channels = len(shape(node)) - len(weight) + 1
+    groups = x[channels] // weight[1]
+    # Operands that have the channels out in dim 0: the weight, and the bias if there is one.
+    giving = (1, 2) if len(operands(node)) > 2 else (1,)
+    links = [same_dim(0)] if channels else []
     if groups == 1:
-        made.append(Link("i", {0: Member((at,)), 1: Member((1,))}, None))
-        return [*made, Link("o", {k: Member((0,)) for k in (1, *biased)}, Member((at,)))]
+        links.append(Link("i", {0: Member((channels,)), 1: Member((1,))}, None))
+        return [*links, Link("o", dict.fromkeys(giving, Member((0,))), Member((channels,)))]
     each = weight[0] // groups
-    grouped = {k: Member((0,), tail=each) for k in (1, *biased)}
-    made.append(Link("group", {0: Member((at,), tail=weight[1]), **grouped}, Member((at,), tail=each)))
-    return [
-        *made,
-        Link("o", {k: Member((0,), lead=groups) for k in (1, *biased)}, Member((at,), lead=groups)),
-    ]
+    of_group = {0: Member((channels,), tail=weight[1]), **dict.fromkeys(giving, Member((0,), tail=each))}
+    of_each = dict.fromkeys(giving, Member((0,), lead=groups))
+    links.append(Link("group", of_group, Member((channels,), tail=each)))
+    links.append(Link("o", of_each, Member((channels,), lead=groups)))
+    return links
 
 
 def attention_links(node: Node) -> list[Link]:
-    """scaled_dot_product_attention: heads and batch dims and the value's head_dim may be split; sequences stay whole.
+    """Link scaled_dot_product_attention: batch dims, heads and the value's head_dim may be split; sequences
+    stay whole.
 
-    Softmax couples all keys, and `is_causal` counts positions from the first one. With `enable_gqa` the query heads are
-    KV heads x repeat: the KV heads run through all three operands, the repeat through the query only.
+    Softmax couples all keys, and `is_causal` counts positions from the first one. With `enable_gqa` the
+    query heads are KV heads x repeat: the KV heads run through all three operands, the repeat through the
+    query only.
     """
-    q, k, v = (shape(one) for one in operands(node)[:3])
-    out, ndim = shape(node), len(q)
-    masks = {3: shape(operands(node)[3])} if len(operands(node)) > 3 else {}
+    q, k, v = (shape(operand) for operand in operands(node)[:3])
+    ndim = len(q)
     if len(k) != ndim or len(v) != ndim:
         return []
-    made = []
+    links = []
     for d in range(ndim - 2):
-        members = {i: Member((d,)) for i, size in enumerate((q, k, v)) if size[d] == out[d]}
-        members |= {
-            i: Member((d - ndim + len(m),)) for i, m in masks.items() if _carries(m, d - ndim, out[d])
-        }
-        if k[d] in (1, out[d]):
-            made.append(Link(f"b{d}", members, Member((d,))))
-        elif any(i in members for i in masks):
-            made.append(Link(f"b{d}", members, None, "grouped heads under a mask per head"))
-        else:
-            repeat = q[d] // k[d]
-            grouped = {0: Member((d,), tail=repeat), 1: Member((d,)), 2: Member((d,))}
-            made.append(Link("kv", grouped, Member((d,), tail=repeat)))
-            made.append(Link("repeat", {0: Member((d,), lead=k[d])}, Member((d,), lead=k[d])))
-    query = {0: Member((ndim - 2,))} | {
-        i: Member((len(m) - 2,)) for i, m in masks.items() if _carries(m, -2, q[-2])
-    }
-    keys = {1: Member((ndim - 2,)), 2: Member((ndim - 2,))}
-    keys |= {i: Member((len(m) - 1,)) for i, m in masks.items() if _carries(m, -1, k[-2])}
-    made.append(Link("l", query, Member((ndim - 2,)), "attention positions are counted from the first query"))
-    made.append(Link("m", keys, None, "softmax runs over all keys"))
-    made.append(
-        Link("k", {0: Member((ndim - 1,)), 1: Member((ndim - 1,))}, None, "scores need the whole head")
-    )
-    made.append(Link("e", {2: Member((ndim - 1,))}, Member((ndim - 1,))))
-    return made
+        links += _batch_dim_links(node, d)
+    # q is [..., l, k], k is [..., m, k], v is [..., m, e], and the mask [..., l, m].
+    row, column = ndim - 2, ndim - 1
+    queries = {0: Member((row,)), **_of_mask(node, -2, q[-2])}
+    keys = {1: Member((row,)), 2: Member((row,)), **_of_mask(node, -1, k[-2])}
+    channels = {0: Member((column,)), 1: Member((column,))}
+    links.append(Link("l", queries, Member((row,)), "attention positions are counted from the first query"))
+    links.append(Link("m", keys, None, "softmax runs over all keys"))
+    links.append(Link("k", channels, None, "scores need the whole head"))
+    links.append(Link("e", {2: Member((column,))}, Member((column,))))
+    return links
 
 
-def _carries(size: Sequence[int], back: int, wanted: int) -> bool:
-    return len(size) >= -back and size[back] == wanted and wanted != 1
+def _batch_dim_links(node: Node, d: int) -> list[Link]:
+    """Return the links of one dim before the sequences: of samples, or of heads."""
+    q, k, v = (shape(operand) for operand in operands(node)[:3])
+    size = shape(node)[d]
+    of_mask = _of_mask(node, d - len(q), size)
+    members = {i: Member((d,)) for i, operand in enumerate((q, k, v)) if operand[d] == size} | of_mask
+    if k[d] in (1, size):
+        return [Link(f"b{d}", members, Member((d,)))]
+    if of_mask:
+        return [Link(f"b{d}", members, None, "grouped heads under a mask per head")]
+    repeat = q[d] // k[d]
+    heads = {0: Member((d,), tail=repeat), 1: Member((d,)), 2: Member((d,))}
+    repeats = {0: Member((d,), lead=k[d])}
+    return [
+        Link("kv", heads, Member((d,), tail=repeat)),
+        Link("repeat", repeats, Member((d,), lead=k[d])),
+    ]
+
+
+def _of_mask(node: Node, back: int, size: int) -> dict[int, Member]:
+    """Return the part that the mask, operand 3, has in a link: none if it is broadcast along it.
+
+    `back` is the dim, counted from the right; `size` that of the other operands.
+    """
+    if len(operands(node)) < 4:
+        return {}
+    mask = shape(operands(node)[3])
+    if size == 1 or len(mask) < -back or mask[back] != size:
+        return {}
+    return {3: Member((len(mask) + back,))}
 
 
 def einsum_flops(node: Node, shape: Size) -> int:
-    """Of one product of two factors or more, whose dims are all named."""
+    """Count the forward FLOPs of a product of two factors or more, whose dims are all named; 0 for others."""
     terms = str(node.args[0]).replace(" ", "").split("->")[0].split(",")
     sizes: dict[str, int] = {}
     for term, operand in zip(terms, operands(node), strict=True):
@@ -126,37 +154,43 @@ def einsum_flops(node: Node, shape: Size) -> int:
 
 
 def attention_flops(node: Node, shape: Size) -> int:
-    """Both products in full, whatever the mask."""
+    """Count the forward FLOPs of attention: both products in full, whatever the mask."""
     query, key, value = (shape(operand) for operand in operands(node)[:3])
     return 2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
 
 
 def attention_backward_flops(node: Node, shape: Size) -> int:
-    """Five products: fused kernels compute the scores again."""
+    """Count the backward FLOPs of attention: five products, as fused kernels compute the scores again."""
     query, key, value = (shape(operand) for operand in operands(node)[:3])
     is_needed = any(note(operand).needs_grad for operand in operands(node)[:3])
     return is_needed * 2 * math.prod(query[:-1]) * key[-2] * (3 * query[-1] + 2 * value[-1])
 
 
 def attention_product(node: Node, shape: Size) -> Product:
+    """Return (batch, queries, keys, head_dim) and the kernel's name."""
     query, key = shape(operands(node)[0]), shape(operands(node)[1])
     kind = "causal attention" if argument(node, "is_causal") else "attention"
     return (math.prod(query[:-2]), query[-2], key[-2], query[-1]), kind
 
 
 def head_flops(node: Node, shape: Size) -> int:
-    """A head fused with its loss makes the gradients of its operands in forward."""
+    """Count the forward FLOPs of a head that is fused with its loss: it makes the gradients of its operands
+    in forward.
+    """
     x, _, weight, *_ = operands(node)
     return products(node) * 2 * math.prod(shape(x)) * shape(weight)[0]
 
 
 def head_product(node: Node, shape: Size) -> Product:
+    """Return (1, tokens, vocabulary, hidden) and the kernel's name."""
     x, _, weight, *_ = (shape(operand) for operand in operands(node))
     return (1, math.prod(x[:-1]), weight[0], x[-1]), "head with its loss"
 
 
 def products(node: Node) -> int:
-    """Matrix products in a node's forward that the model has one of: a head fused with its loss makes its gradients too."""
+    """Count the matrix products in a node's forward where the model has one: a head that is fused with its
+    loss makes its gradients there too.
+    """
     if node.target is not markers.FUSED[HEAD]:
         return 1
     x, _, weight, *_ = operands(node)
@@ -164,7 +198,7 @@ def products(node: Node) -> int:
 
 
 def local_groups(node: Node, sizes: Sizes) -> dict[str, int]:
-    """Groups of a convolution, where a rank has some of them."""
+    """Return the groups of a convolution that a rank has, where the channels are grouped."""
     x, weight = (local_shapes(operand, sizes)[0] for operand in operands(node)[:2])
     if argument(node, "groups") == 1:
         return {}
@@ -172,6 +206,7 @@ def local_groups(node: Node, sizes: Sizes) -> dict[str, int]:
 
 
 HEAD = "linear_cross_entropy"
+# Linear in each factor by itself: one of them may be a partial sum while the other is whole.
 GEMM = Operator("", linear=((0,), (1,)), factors=(0, 1), keeps="operands", is_fresh=True, is_finite=True)
 
 OPERATORS = [
@@ -225,7 +260,7 @@ OPERATORS = [
         Operator(f"aten.{name}.input", links=recurrent_links)
         for name in ("gru", "lstm", "rnn_tanh", "rnn_relu")
     ),
-    # Of the runtime: a GEMM with hooks, and a head fused with its loss.
+    # Operators of the runtime: a GEMM with hooks, and a head that is fused with its loss.
     Operator("linear", factors=(0, 1), is_fresh=True),
     Operator(HEAD, flops=head_flops, backward_flops=lambda node, shape: 0, product=head_product),
 ]

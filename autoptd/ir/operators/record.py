@@ -20,11 +20,14 @@ from torch.fx import Node
 
 from autoptd.ir.sizes import Sizes
 
-Size = Callable[[Node], tuple[int, ...]]  # the shape of a node's value: whole, or a rank's
-Product = tuple[tuple[int, ...], str]  # (batch, m, n, k), and what kernel it is a part of
+# Gives the shape of a node's value: that of one device, or a rank's.
+Size = Callable[[Node], tuple[int, ...]]
+# (batch, m, n, k), and the name of the kernel that computes it.
+Product = tuple[tuple[int, ...], str]
 
-FIRST = ((0,),)  # linear in the first operand
-EVERY = ((-1,),)  # linear in all operands together
+# Values of `Operator.linear`: linear in the first operand; linear in all operands together.
+FIRST = ((0,),)
+EVERY = ((-1,),)
 
 # How the entries of the result are those of the operand: in the same order, in other dims ("fold"); with
 # dims in another order ("turn"); repeated without a copy ("spread"); in several pieces ("pieces"), or one
@@ -148,15 +151,17 @@ class Operator:
 
 
 def operands(node: Node) -> list[Node]:
-    """Return the tensor arguments of a node in schema order, lists flattened; an absent one takes no place."""
+    """Return the tensor arguments of a node in schema order, lists flattened; an absent one takes no
+    place.
+    """
     found: list[Node] = []
 
     def visit(arg: Any) -> None:
         if isinstance(arg, Node):
             found.append(arg)
         elif isinstance(arg, (list, tuple)):
-            for one in arg:
-                visit(one)
+            for item in arg:
+                visit(item)
 
     for arg in (*node.args, *node.kwargs.values()):
         visit(arg)
@@ -165,13 +170,18 @@ def operands(node: Node) -> list[Node]:
 
 def argument(node: Node, name: str, default: Any = None) -> Any:
     """Return the argument `name` of a node, or its default: `default` where the schema has none."""
-    position, usual = _arguments(node.target).get(name, (len(node.args), None))
-    usual = default if usual is None else usual
-    return node.args[position] if len(node.args) > position else node.kwargs.get(name, usual)
+    # Past the end of the positional ones, where the schema has no such argument.
+    absent = (len(node.args), None)
+    position, usual = _arguments(node.target).get(name, absent)
+    if len(node.args) > position:
+        return node.args[position]
+    return node.kwargs.get(name, default if usual is None else usual)
 
 
 def set_arguments(node: Node, given: Mapping[str, Any]) -> None:
-    """Give a node other arguments, each by position or by name as before; the next one by position."""
+    """Set some arguments of a node, each by position or by name as before; a new one by position if it is
+    the next.
+    """
     args, kwargs = list(node.args), dict(node.kwargs)
     for name, new in given.items():
         position = _arguments(node.target)[name][0]
@@ -186,8 +196,9 @@ def set_arguments(node: Node, given: Mapping[str, Any]) -> None:
 
 @cache
 def _arguments(overload: Any) -> dict[str, tuple[int, Any]]:
-    """Place and default of every argument."""
-    return {one.name: (i, one.default_value) for i, one in enumerate(overload._schema.arguments)}
+    """Return position and default of every argument, by name."""
+    listed = enumerate(overload._schema.arguments)
+    return {declared.name: (i, declared.default_value) for i, declared in listed}
 
 
 __all__ = [

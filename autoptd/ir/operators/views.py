@@ -14,12 +14,13 @@ from autoptd.ir.sizes import Sizes, local_shapes
 
 
 def reshape_links(node: Node) -> list[Link]:
-    """A view: the smallest groups of dims with equal products correspond."""
+    """Link a view: the smallest groups of dims with equal products correspond."""
     before, after = shape(operands(node)[0]), shape(node)
-    made, i, j = [], 0, 0
+    links, i, j = [], 0, 0
     while i < len(before) and j < len(after):
         left, right = [i], [j]
         product_in, product_out = before[i], after[j]
+        # The smaller product takes in its next dim until both are equal.
         while product_in != product_out:
             if product_in < product_out:
                 i += 1
@@ -29,26 +30,28 @@ def reshape_links(node: Node) -> list[Link]:
                 j += 1
                 right.append(j)
                 product_out *= after[j]
-        made.append(Link(f"d{left[0]}", {0: Member(tuple(left))}, Member(tuple(right))))
+        links.append(Link(f"d{left[0]}", {0: Member(tuple(left))}, Member(tuple(right))))
         i, j = i + 1, j + 1
-    return made
+    return links
 
 
 def bits_links(node: Node) -> list[Link]:
-    """x.view(dtype): the same bits; where entries get another size, those of the last dim are joined or cut."""
+    """Link x.view(dtype): the same bits; where entries get another size, those of the last dim are joined
+    or cut.
+    """
     before, after = shape(operands(node)[0]), shape(node)
     return [same_dim(d) for d in range(len(after)) if before[d] == after[d]]
 
 
 def permute_links(node: Node) -> list[Link]:
-    """transpose, t, permute: the dims in another order."""
+    """Link transpose, t, permute: the dims in another order."""
     return [
         Link(f"d{source}", {0: Member((source,))}, Member((d,))) for d, source in enumerate(dim_order(node))
     ]
 
 
 def dim_order(node: Node) -> list[int]:
-    """For every dim of the result of a transpose or permute, which dim of the operand it is."""
+    """Return, for every dim of the result of a transpose or permute, which dim of the operand it is."""
     ndim, name = len(shape(node)), op_name(node)
     order = list(range(ndim))
     if name == "aten.permute":
@@ -62,30 +65,31 @@ def dim_order(node: Node) -> list[int]:
 
 
 def expand_links(node: Node) -> list[Link]:
-    """expand: kept dims correspond, new ones are free in the result."""
+    """Link expand: kept dims correspond, new ones are free in the result."""
     before, after = shape(operands(node)[0]), shape(node)
-    made = []
+    links = []
     for d, size in enumerate(after):
         source = d - len(after) + len(before)
-        same = source >= 0 and before[source] == size
+        is_kept = source >= 0 and before[source] == size
         if size != 1:
-            made.append(Link(f"d{d}", {0: Member((source,))} if same else {}, Member((d,))))
-    return made
+            links.append(Link(f"d{d}", {0: Member((source,))} if is_kept else {}, Member((d,))))
+    return links
 
 
 def complex_links(node: Node) -> list[Link]:
-    """view_as_complex and view_as_real: the last real dim holds the two parts."""
+    """Link view_as_complex and view_as_real: the last real dim holds the two parts."""
     return [same_dim(d) for d in range(min(len(shape(node)), len(shape(operands(node)[0]))))]
 
 
 def local_unflatten(node: Node, sizes: Sizes) -> dict[str, Any]:
-    """Sizes of the dims that one dim becomes."""
+    """Return a rank's sizes of the dims that one dim becomes."""
     x = operands(node)[0]
     dim = argument(node, "dim") % tensor(x).dim()
     count = tensor(node).dim() - tensor(x).dim() + 1
     return {"sizes": list(local_shapes(node, sizes)[0][dim : dim + count])}
 
 
+# Views by the order of their entries: the same order in other dims, and another order of the dims.
 FOLD = Operator("", links=reshape_links, linear=FIRST, moves="fold")
 TURN = Operator("", links=permute_links, linear=FIRST, moves="turn")
 
