@@ -42,8 +42,8 @@ from autoptd.program.specs import (
     InputSpec,
     Line,
     ParamSpec,
-    Parcel,
     StageSpec,
+    TransferBuffer,
 )
 
 VERSION = 7
@@ -83,7 +83,7 @@ class Program:
     orders: Orders
     sources: dict[str, str]  # file name -> text
     collectives: tuple[Collective, ...] = ()
-    parcels: tuple[Parcel, ...] = ()  # what travels between pipeline ranks for one microbatch
+    transfers: tuple[TransferBuffer, ...] = ()  # what travels between pipeline ranks for one microbatch
     lines: tuple[Line, ...] = ()
     seed: int = 0  # of the dropout masks
     looked_at: tuple[
@@ -200,7 +200,7 @@ class Program:
             inputs=tuple(InputSpec(**tupled(one)) for one in record.pop("inputs")),
             params=tuple(_param(one) for one in record.pop("params")),
             crossings=tuple(CrossingSpec(**tupled(one)) for one in record.pop("crossings")),
-            parcels=tuple(Parcel(**tupled(one)) for one in record.pop("parcels")),
+            transfers=tuple(TransferBuffer(**tupled(one)) for one in record.pop("transfers")),
             stages=tuple(StageSpec(**tupled(one)) for one in record.pop("stages")),
             collectives=tuple(Collective(**tupled(one)) for one in record.pop("collectives")),
             dropouts=tuple(DropoutSpec(**tupled(one)) for one in record.pop("dropouts")),

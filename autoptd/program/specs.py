@@ -16,7 +16,7 @@ from autoptd.ir.mesh import Mesh, Role, role_of
 from autoptd.ir.placement import AxisConversion, Placement, Scope, conversions, itemsize
 from autoptd.ir.types import Dims, Outer, ValueType, outer_size
 
-GATHER = "gather"  # the conversion of a `Collective` that puts a scattered parcel together
+GATHER = "gather"  # the conversion of a `Collective` that puts a scattered buffer together
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ class CrossingSpec:
 
 
 @dataclass(frozen=True)
-class Parcel:
+class TransferBuffer:
     """One tensor of the message of stage `source` to stage `target`: the crossings `names` end to end, or their gradients.
 
     Of its `numel` elements a tensor rank sends all (`parts` 1) or its `piece`, the last one filled up with zeros; then the

@@ -1,10 +1,10 @@
 """What travels between two stages, and how: decided at compile time, from sizes alone.
 
-In: the crossings of a program, the pipeline rank of every stage, the mesh, `p2p` and a `Machine`. Out: `Parcel`s.
+In: the crossings of a program, the pipeline rank of every stage, the mesh, `p2p` and a `Machine`. Out: `TransferBuffer`s.
 
 A *message* is what one stage sends another for one microbatch: the values of the crossings between them or, on the way back,
-their gradients. A *parcel* is one tensor of a message. Small crossings of one dtype are packed into one parcel, end to end: a
-send has a price of its own. A parcel is sent whole by every tensor rank to its peer, or *scattered* (SC'21, section 4.1): each
+their gradients. A *transfer buffer* is one tensor of a message. Small crossings of one dtype are packed into one buffer, end to end: a
+send has a price of its own. A buffer is sent whole by every tensor rank to its peer, or *scattered* (SC'21, section 4.1): each
 sends its 1/t, and the receivers all-gather over tp. Only what is equal on all tensor ranks can be:
 
 | type over tp | value | gradient |
@@ -18,8 +18,9 @@ sends its 1/t, and the receivers all-gather over tp. Only what is equal on all t
 Scattering trades n(t-1)/t bytes of a link between stages for as many within the tensor group and one call more. On links of one
 speed that is a loss; between nodes, whose links are slower than those inside, a gain for all but small values.
 
-    plan_parcels(program.crossings, ranks=(0, 1), mesh=Mesh(t=4, p=2), p2p="scatter_gather", machine=Machine())
-    # (Parcel(source=0, target=1, names=("x_from_0",), ..., numel=4096, parts=4), Parcel(source=1, target=0, ...))
+    plan_transfers(program.crossings, ranks=(0, 1), mesh=Mesh(t=4, p=2), p2p="scatter_gather", machine=Machine())
+    # (TransferBuffer(source=0, target=1, names=("x_from_0",), ..., numel=4096, parts=4),
+    #  TransferBuffer(source=1, target=0, ...))
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ import torch
 from autoptd.ir.machine import Machine
 from autoptd.ir.mesh import Mesh
 from autoptd.program.calls import wire_bytes
-from autoptd.program.specs import CrossingSpec, Parcel
+from autoptd.program.specs import CrossingSpec, TransferBuffer
 
 EQUAL_VALUE, EQUAL_GRADIENT = ("I", "R"), ("I", "P")
 
 
 @dataclass(frozen=True)
 class _Planner:
-    """What the decisions about one parcel look at."""
+    """What the decisions about one buffer look at."""
 
     ranks: Sequence[int]
     mesh: Mesh
@@ -48,7 +49,7 @@ class _Planner:
     machine: Machine
 
     def parts(self, source: int, target: int, nbytes: int, is_equal: bool) -> tuple[int, str]:
-        """(t, why) to scatter a parcel of `nbytes`, (1, why) to send it whole."""
+        """(t, why) to scatter a buffer of `nbytes`, (1, why) to send it whole."""
         t = len(self.mesh.group(0, self.mesh.value_axes))
         if t == 1:
             return 1, "whole: t=1"
@@ -70,7 +71,7 @@ class _Planner:
         return (t, f"1/{t} each: {times}") if scattered < whole else (1, f"whole: {times}")
 
     def is_small(self, nbytes: int) -> bool:
-        """Copying it into a parcel of several, a read and a write, takes less time than a send of its own."""
+        """Copying it into a buffer of several, a read and a write, takes less time than a send of its own."""
         return 2 * nbytes / self.machine.memory_bandwidth < self.machine.message
 
     def _ranks(self, stage: int) -> list[int]:
@@ -84,9 +85,9 @@ class _Planner:
         return machine.network_bandwidth if is_apart else machine.link_bandwidth
 
 
-def plan_parcels(
+def plan_transfers(
     crossings: Sequence[CrossingSpec], ranks: Sequence[int], mesh: Mesh, p2p: str, machine: Machine
-) -> tuple[Parcel, ...]:
+) -> tuple[TransferBuffer, ...]:
     """Return everything that one microbatch sends between pipeline ranks, message by message.
 
     `ranks` is the pipeline rank of every stage; stages of one rank hand their values over and send nothing.
@@ -97,7 +98,7 @@ def plan_parcels(
         for target in one.targets:
             if ranks[one.source] != ranks[target]:
                 links.setdefault((one.source, target), []).append(one)
-    found: list[Parcel] = []
+    found: list[TransferBuffer] = []
     for (source, target), specs in sorted(links.items()):
         found += _message(planner, source, target, specs, is_gradient=False)
         found += _message(planner, target, source, [one for one in specs if one.has_grad], is_gradient=True)
@@ -106,8 +107,8 @@ def plan_parcels(
 
 def _message(
     planner: _Planner, source: int, target: int, specs: Sequence[CrossingSpec], is_gradient: bool
-) -> Iterator[Parcel]:
-    """The parcels of one message, in the order of their first crossings."""
+) -> Iterator[TransferBuffer]:
+    """The buffers of one message, in the order of their first crossings."""
     equal = EQUAL_GRADIENT if is_gradient else EQUAL_VALUE
     packs: dict[tuple[str, bool, str], list[CrossingSpec]] = {}
     for one in specs:
@@ -116,11 +117,13 @@ def _message(
     for (dtype, is_equal, _), pack in packs.items():
         parts, why = planner.parts(source, target, sum(map(_nbytes, pack)), is_equal)
         numel = sum(math.prod(one.shape) for one in pack)
-        yield Parcel(source, target, is_gradient, tuple(one.name for one in pack), dtype, numel, parts, why)
+        yield TransferBuffer(
+            source, target, is_gradient, tuple(one.name for one in pack), dtype, numel, parts, why
+        )
 
 
 def _nbytes(one: CrossingSpec) -> int:
     return math.prod(one.shape) * int(getattr(torch, one.dtype).itemsize)
 
 
-__all__ = ["Parcel", "plan_parcels"]
+__all__ = ["TransferBuffer", "plan_transfers"]

@@ -20,13 +20,17 @@ from autoptd.ir.placement import AxisConversion
 from autoptd.options import Options
 from autoptd.program.buckets import BucketPlan, plan_buckets
 from autoptd.program.call_order import check_call_order
-from autoptd.program.specs import GATHER, Collective, ParamSpec, Parcel
+from autoptd.program.specs import GATHER, Collective, ParamSpec, TransferBuffer
 
 LOSSES = ("cross_entropy", "linear_cross_entropy")
 
 
 def collectives(
-    graph: Graph, options: Options, parcels: Sequence[Parcel], params: tuple[ParamSpec, ...], orders: Orders
+    graph: Graph,
+    options: Options,
+    buffers: Sequence[TransferBuffer],
+    params: tuple[ParamSpec, ...],
+    orders: Orders,
 ) -> list[Collective]:
     """Everything that is communicated, per microbatch and per step, with payload bytes and the reason."""
     found = []
@@ -40,7 +44,7 @@ def collectives(
                 found.append(_swallowed(node, stage, here, options.mesh))
             elif op_name(node) in LOSSES and node.kwargs["vocab"]:
                 found += _vocabulary_sums(node, stage, here, options.mesh)
-    for one in parcels:
+    for one in buffers:
         found += _travel(one, ranks)
     buckets = [plan_buckets(params, orders, ranks, options.mesh, pp) for pp in range(options.p)]
     found += _step_collectives(graph, options, buckets, ranks)
@@ -124,8 +128,8 @@ def _vocabulary_sums(node: Node, stage: int, rank: int, mesh: Mesh) -> list[Coll
     ]
 
 
-def _travel(one: Parcel, ranks: Sequence[int]) -> list[Collective]:
-    """The send of a parcel, and the gather of a scattered one on the other side."""
+def _travel(one: TransferBuffer, ranks: Sequence[int]) -> list[Collective]:
+    """The send of a buffer, and the gather of a scattered one on the other side."""
     names = ", ".join(one.names)
     what = f"gradient of {names}" if one.is_gradient else f"stage {one.target} reads {names}"
 

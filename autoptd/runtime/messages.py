@@ -1,6 +1,6 @@
 """The messages of one rank's stages: packed, scattered and sent; received, gathered and taken apart.
 
-In: the parcels of a program (`program/transfers.py`: what goes together, and what is scattered over tp), this rank's
+In: the buffers of a program (`program/transfers.py`: what goes together, and what is scattered over tp), this rank's
 world, and the values of crossings by name, or their gradients. Out: the same on the rank of the other stage; a stage of
 this rank is handed them as they are.
 
@@ -9,7 +9,7 @@ this rank is handed them as they are.
     messages.receive(RECV_F1.1<0)                   # allocates the buffers and posts; never waits
     messages.take(RECV_F1.1<0)["x_from_0"]          # waits, then gathers over tp
 
-A scattered parcel is gathered by the F or B that needs it, not when it arrives: tensor ranks run these in one order, so their
+A scattered buffer is gathered by the F or B that needs it, not when it arrives: tensor ranks run these in one order, so their
 gathers meet. Memory: a buffer exists from its RECV to the F or B, what is sent from the F or B until it has left.
 """
 
@@ -22,7 +22,7 @@ import torch
 from autoptd.errors import InternalError
 from autoptd.ir.actions import Action, Kind
 from autoptd.program.program import Program
-from autoptd.program.specs import Parcel
+from autoptd.program.specs import TransferBuffer
 from autoptd.runtime.parameters import dtype_of
 from autoptd.runtime.world.world import Channel, Group, Pending, World
 
@@ -36,9 +36,9 @@ class Messages:
     def __init__(self, program: Program, world: World) -> None:
         self._program, self._world = program, world
         self._shapes = {one.name: one.shape for one in program.crossings}
-        self._parcels: dict[tuple[int, int, bool], list[Parcel]] = {}
-        for one in program.parcels:
-            self._parcels.setdefault((one.source, one.target, one.is_gradient), []).append(one)
+        self._buffers: dict[tuple[int, int, bool], list[TransferBuffer]] = {}
+        for one in program.transfers:
+            self._buffers.setdefault((one.source, one.target, one.is_gradient), []).append(one)
         self.begin()
 
     def begin(self) -> None:
@@ -55,11 +55,11 @@ class Messages:
         if self._program.rank_of_stage(send.peer) == self._world.pipeline_rank:
             self._handed[Action(ANSWER[send.kind], send.peer, send.microbatch, send.stage)] = values
             return
-        parcels, tp = self._parcels_of(send), self._world.group(self._world.mesh.value_axes)
-        packed = sorted(name for one in parcels for name in one.names)
+        buffers, tp = self._buffers_of(send), self._world.group(self._world.mesh.value_axes)
+        packed = sorted(name for one in buffers for name in one.names)
         if packed != sorted(values):
-            raise InternalError(str(send), f"has {sorted(values)} to send, and parcels for {packed}")
-        self._leaving[send] = [pack(one, values, tp) for one in parcels]
+            raise InternalError(str(send), f"has {sorted(values)} to send, and buffers for {packed}")
+        self._leaving[send] = [pack(one, values, tp) for one in buffers]
 
     def wait_for(self, receive: Action) -> None:
         """Wait until a message has arrived, and leave it for `take`."""
@@ -74,7 +74,7 @@ class Messages:
             raise InternalError(self._world.at, f"needs {receive}, which was not posted")
         values: dict[str, Tensor] = {}
         arrived = self._arriving.pop(receive).wait()
-        for one, x in zip(self._parcels_of(receive), arrived, strict=True):
+        for one, x in zip(self._buffers_of(receive), arrived, strict=True):
             values |= self._unpack(one, x)
         return values
 
@@ -88,7 +88,7 @@ class Messages:
     def receive(self, action: Action) -> None:
         """Allocate the buffers of a message and post their receive."""
         self._let_go()
-        like = [((one.piece,), dtype_of(one.dtype)) for one in self._parcels_of(action)]
+        like = [((one.piece,), dtype_of(one.dtype)) for one in self._buffers_of(action)]
         self._arriving[action] = self._channel(action).receive(like, str(action))
 
     def finish(self) -> None:
@@ -104,36 +104,36 @@ class Messages:
                 pending.wait()  # at once; raises what went wrong
         self._sent = [pending for pending in self._sent if not pending.is_done()]
 
-    def _parcels_of(self, action: Action) -> list[Parcel]:
+    def _buffers_of(self, action: Action) -> list[TransferBuffer]:
         ends = (action.stage, action.peer) if action.kind in ANSWER else (action.peer, action.stage)
-        return self._parcels.get((*ends, action.kind in (Kind.SEND_B, Kind.RECV_B)), [])
+        return self._buffers.get((*ends, action.kind in (Kind.SEND_B, Kind.RECV_B)), [])
 
     def _channel(self, action: Action) -> Channel:
         peer = self._world.mesh.at_stage(self._world.rank, self._program.rank_of_stage(action.peer))
         return self._world.outgoing(peer) if action.kind in ANSWER else self._world.incoming(peer)
 
-    def _unpack(self, parcel: Parcel, arrived: Tensor) -> dict[str, Tensor]:
-        """The tensors of a parcel by name: views of what arrived."""
-        flat = gather(parcel, arrived, self._world.group(self._world.mesh.value_axes))
-        shapes = [torch.Size(self._shapes[name]) for name in parcel.names]
+    def _unpack(self, buffer: TransferBuffer, arrived: Tensor) -> dict[str, Tensor]:
+        """The tensors of a buffer by name: views of what arrived."""
+        flat = gather(buffer, arrived, self._world.group(self._world.mesh.value_axes))
+        shapes = [torch.Size(self._shapes[name]) for name in buffer.names]
         parts = flat.split([shape.numel() for shape in shapes])
-        return {name: x.view(shape) for name, x, shape in zip(parcel.names, parts, shapes, strict=True)}
+        return {name: x.view(shape) for name, x, shape in zip(buffer.names, parts, shapes, strict=True)}
 
 
-def pack(parcel: Parcel, values: Mapping[str, Tensor], tp: Group) -> Tensor:
-    """Return what this tensor rank sends of a parcel, flat; a piece is a copy, so that the whole can be let go."""
-    tensors = [values[name].detach().reshape(-1) for name in parcel.names]
+def pack(buffer: TransferBuffer, values: Mapping[str, Tensor], tp: Group) -> Tensor:
+    """Return what this tensor rank sends of a buffer, flat; a piece is a copy, so that the whole can be let go."""
+    tensors = [values[name].detach().reshape(-1) for name in buffer.names]
     flat = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
-    if parcel.parts == 1:
+    if buffer.parts == 1:
         return flat
-    piece = flat.new_zeros(parcel.piece)
-    mine = flat[tp.index * parcel.piece : (tp.index + 1) * parcel.piece]
+    piece = flat.new_zeros(buffer.piece)
+    mine = flat[tp.index * buffer.piece : (tp.index + 1) * buffer.piece]
     piece[: len(mine)] = mine
     return piece
 
 
-def gather(parcel: Parcel, arrived: Tensor, tp: Group) -> Tensor:
-    """Return the whole parcel, flat, from what this tensor rank received."""
-    if parcel.parts == 1:
+def gather(buffer: TransferBuffer, arrived: Tensor, tp: Group) -> Tensor:
+    """Return the whole buffer, flat, from what this tensor rank received."""
+    if buffer.parts == 1:
         return arrived
-    return tp.all_gather(arrived, 0, parcel.site)[: parcel.numel]
+    return tp.all_gather(arrived, 0, buffer.site)[: buffer.numel]

@@ -103,9 +103,10 @@ def test_s_to_s(before: tuple[int, int], after: tuple[int, int], t: int) -> None
 def test_i_to_s_round_trip(split: tuple[int, int]) -> None:
     """I -> S -> I, the scatter/gather at a boundary, changes neither value nor gradient."""
     value, cotangent = draw(1), draw(2)
-    there_and_back = lambda x, group, site: rt.s_to_i(
-        rt.i_to_s(x, group, *split, site=site), group, *split, site=site
-    )
+
+    def there_and_back(x, group, site):  # type: ignore[no-untyped-def]
+        return rt.s_to_i(rt.i_to_s(x, group, *split, site=site), group, *split, site=site)
+
     ys, dxs = convert(
         4, spread(value, "equal", split, 4), spread(cotangent, "equal", split, 4), there_and_back, ()
     )
