@@ -49,7 +49,7 @@ def reason_of(node: Node, t: int, layers: dict[str, str] | None = None, is_share
             for what, when in zip(conversion_work(node), WHEN, strict=True)
             if what != "none"
         ]
-        work += ["AG again bwd"] if "readers" in record.extra else []
+        work += ["AG again bwd"] if "uses" in record.extra else []
         return f"{', '.join(work) or 'no communication'}, {collective_bytes(node, t):,} B: {brief(node, record.why, layers)}"
     reasons = []
     if (

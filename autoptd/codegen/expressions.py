@@ -148,11 +148,11 @@ def _convert(node: Node, text: Text, site: str) -> str:
     keywords |= {"owned": "True"} if note(node).extra.get("owned") else {}
     if name not in SILENT:
         keywords["site"] = site
-    if "readers" in note(node).extra:
+    if "uses" in note(node).extra:
         keywords = {key: text for key, text in keywords.items() if key in ("dim", "blocks")}
-        keywords |= {"readers": str(note(node).extra["readers"])}
+        keywords |= {"uses": str(note(node).extra["uses"])}
         keywords |= {"overlap": "True"} if note(node).extra.get("overlap") else {}
-        return f"rt.gathered({_join([text(source), group_text(node)], keywords | {'site': site})})"  # type: ignore[arg-type]
+        return f"rt.all_gather_again({_join([text(source), group_text(node)], keywords | {'site': site})})"  # type: ignore[arg-type]
     return f"rt.{name}({_join([text(source), group_text(node)], keywords)})"  # type: ignore[arg-type]
 
 

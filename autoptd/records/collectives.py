@@ -68,7 +68,7 @@ def _conversion(node: Node, stage: int, rank: int, mesh: Mesh) -> list[Collectiv
         record.why,
         pp_ranks=here,
     )
-    if "readers" not in record.extra:
+    if "uses" not in record.extra:
         return [made]
     why = "the weight's gradient needs the whole input, of which the shard was kept"
     return [

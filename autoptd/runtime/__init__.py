@@ -16,7 +16,7 @@ from autoptd.runtime.conversions import (
     s_to_s,
 )
 from autoptd.runtime.dropout import dropout
-from autoptd.runtime.gathered import gathered
+from autoptd.runtime.regather import all_gather_again
 from autoptd.runtime.linear import linear
 from autoptd.runtime.losses import count_labels
 from autoptd.runtime.shards import join_shards, pad_shard, take_shard
@@ -33,7 +33,7 @@ __all__ = [
     "count_labels",
     "cross_entropy",
     "dropout",
-    "gathered",
+    "all_gather_again",
     "i_to_p",
     "i_to_r",
     "i_to_s",

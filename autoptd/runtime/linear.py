@@ -4,7 +4,7 @@ In: what `F.linear` takes, and the hooks. Out: the same values and the same grad
 
 - `overlap=tp`: the input is of type I, and f (I -> R) is part of this function: the input's gradient is all-reduced while
   the weight's is computed (Narayanan et al., SC'21, section 4; Megatron's asynchronous all-reduce).
-- an input that is `rt.gathered`: its shard is kept, and gathered again for the weight's gradient.
+- an input that is `rt.all_gather_again`: its shard is kept, and gathered again for the weight's gradient.
 - `wgrad=self.main_grads`: backward adds the weight's gradient itself to the sum over microbatches, in the dtype of that sum.
 - `wgrad=self.deferred`: backward leaves the GEMM of the weight's gradient in a list, which action W runs.
 
@@ -24,7 +24,7 @@ import torch.nn.functional as F
 
 from autoptd.compat import add_mm
 from autoptd.kernels.loss import WeightSum
-from autoptd.runtime.gathered import Again, Gathered
+from autoptd.runtime.regather import Regather, RegatheredInput
 from autoptd.runtime.world.world import Group
 
 Tensor = torch.Tensor
@@ -37,13 +37,13 @@ class WeightGemm(NamedTuple):
     """
 
     weight: Tensor
-    input: Tensor | Again
+    input: Tensor | Regather
     output_grad: Tensor
     is_transposed: bool
 
     def factors(self) -> tuple[Tensor, Tensor]:
         """(a, b), two-dimensional, with the gradient a @ b."""
-        x = self.input.take() if isinstance(self.input, Again) else self.input
+        x = self.input.take() if isinstance(self.input, Regather) else self.input
         rows, grads = _rows(x), _rows(self.output_grad)
         return (rows.t(), grads) if self.is_transposed else (grads.t(), rows)
 
@@ -72,7 +72,7 @@ class Deferred:
 
 
 def linear(
-    x: Tensor | Gathered,
+    x: Tensor | RegatheredInput,
     weight: Tensor,
     bias: Tensor | None = None,
     *,
@@ -83,8 +83,12 @@ def linear(
 ) -> Tensor:
     """Return `F.linear(x, weight, bias)`; `transposed` for a weight stored as [in, out]. See the module for the hooks."""
     again = whole = None
-    if isinstance(x, Gathered):
-        again, whole, x = x.again, x.x if x.shard is not None else None, x.x if x.shard is None else x.shard
+    if isinstance(x, RegatheredInput):
+        again, whole, x = (
+            x.regather,
+            x.x if x.shard is not None else None,
+            x.x if x.shard is None else x.shard,
+        )
     if not torch.is_grad_enabled():
         return F.linear(x, weight.t() if transposed else weight, bias)
     held = weight if wgrad is not None and weight.requires_grad else None
@@ -100,7 +104,7 @@ class _Hooks(NamedTuple):
     wants_input_grad: bool
     overlap: Group | None
     wgrad: WeightGradient | None
-    again: Again | None
+    regather: Regather | None
     reduces: bool  # the input's gradient, for the shard that `again` gathers
     is_transposed: bool
     site: str
@@ -117,24 +121,24 @@ class _Linear(torch.autograd.Function):
         ctx.hooks, ctx.shape = hooks, x.shape
         ctx.wants_weight_grad = hooks.held is not None or ctx.needs_input_grad[2]
         used: Tensor = hooks.held if weight is None else weight  # type: ignore[assignment]
-        ctx.save_for_backward(x if ctx.wants_weight_grad and hooks.again is None else None, used)
+        ctx.save_for_backward(x if ctx.wants_weight_grad and hooks.regather is None else None, used)
         return F.linear(x, used.t() if hooks.is_transposed else used, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, Tensor | None, Tensor | None, None]:
         hooks: _Hooks = ctx.hooks
         x, weight = ctx.saved_tensors
-        if hooks.again is not None and ctx.wants_weight_grad and not isinstance(hooks.wgrad, Deferred):
-            hooks.again.start()
+        if hooks.regather is not None and ctx.wants_weight_grad and not isinstance(hooks.wgrad, Deferred):
+            hooks.regather.start()
         input_grad = weight_grad = bias_grad = pending = None
         if hooks.wants_input_grad:
             input_grad = (_rows(grad) @ (weight.t() if hooks.is_transposed else weight)).view(ctx.shape)
             if hooks.overlap is not None:
                 pending = hooks.overlap.all_reduce_start(input_grad, f"{hooks.site} backward")
             elif hooks.reduces:
-                pending = hooks.again.reduce_start(input_grad)  # type: ignore[union-attr]
+                pending = hooks.regather.reduce_start(input_grad)  # type: ignore[union-attr]
         if ctx.wants_weight_grad:
-            gemm = WeightGemm(weight, hooks.again or x, grad, hooks.is_transposed)
+            gemm = WeightGemm(weight, hooks.regather or x, grad, hooks.is_transposed)
             if hooks.held is None:
                 weight_grad = torch.mm(*gemm.factors())
             else:
