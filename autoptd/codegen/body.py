@@ -36,7 +36,7 @@ def write_body(
             writer.gap()
             source = f"  ({note(node).source})" if note(node).source else ""
             writer.add(2, f"# {here}{source}")
-        if (f := note(node).extra.get("swallowed")) is not None:
+        if (f := note(node).extra.get("absorbed")) is not None:
             writer.comment(2, f"overlap: AR bwd, {f.payload_bytes:,} B: {brief(node, f.why, layers)}")
         target = names[node]
         if _is_unpacked(node, position):

@@ -57,8 +57,8 @@ class Note:
 
 
 @dataclass(frozen=True)
-class Swallowed:
-    """A conversion that became part of an operator: `note(node).extra["swallowed"]`."""
+class Absorbed:
+    """A conversion that became part of an operator: `note(node).extra["absorbed"]`."""
 
     conversion: str
     payload_bytes: int

@@ -22,7 +22,7 @@ from typing import Any
 from torch.fx import Graph, Node
 
 from autoptd.ir import markers
-from autoptd.ir.notes import Swallowed, note, op_name, ops, tensor
+from autoptd.ir.notes import Absorbed, note, op_name, ops, tensor
 from autoptd.ir.operators.table import operator_of
 from autoptd.passes.context import Context
 from autoptd.passes.runner import CALLS, Form, graph_pass
@@ -53,7 +53,7 @@ def hook_gemms(graph: Graph, ctx: Context) -> None:
         node.kwargs = {"overlap": f is not None, "wgrad": where, "transposed": is_transposed}
         if f is not None:
             record = note(f)
-            note(node).extra["swallowed"] = Swallowed(record.conversion, _payload(f), record.why)
+            note(node).extra["absorbed"] = Absorbed(record.conversion, _payload(f), record.why)
             note(node).axis = record.axis
             f.replace_all_uses_with(f.args[0])  # type: ignore[arg-type]
             graph.erase_node(f)

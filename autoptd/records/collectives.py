@@ -40,8 +40,8 @@ def collectives(
             here = ranks[stage]
             if note(node).conversion:
                 found += _conversion(node, stage, here, options.mesh)
-            elif "swallowed" in note(node).extra:
-                found.append(_swallowed(node, stage, here, options.mesh))
+            elif "absorbed" in note(node).extra:
+                found.append(_absorbed(node, stage, here, options.mesh))
             elif op_name(node) in LOSSES and node.kwargs["vocab"]:
                 found += _vocabulary_sums(node, stage, here, options.mesh)
     for one in buffers:
@@ -79,9 +79,9 @@ def _conversion(node: Node, stage: int, rank: int, mesh: Mesh) -> list[Collectiv
     ]
 
 
-def _swallowed(node: Node, stage: int, rank: int, mesh: Mesh) -> Collective:
+def _absorbed(node: Node, stage: int, rank: int, mesh: Mesh) -> Collective:
     """An f that is part of a linear layer: see passes/hook_gemms.py."""
-    record, f = note(node), note(node).extra["swallowed"]
+    record, f = note(node), note(node).extra["absorbed"]
     site = f"{record.module} ({record.source})"
     degree = mesh.degree(record.axis)
     return Collective(

@@ -232,8 +232,8 @@ class _Painter:
             lines += [line(self.text.shape(node)), *self.text.params(box)]
         summed = [call for call in box.calls if call.forward in COLLECTIVES or call.backward in COLLECTIVES]
         lines += bars(summed)
-        swallowed = "swallowed" in note(node).extra
-        if swallowed:
+        absorbed = "absorbed" in note(node).extra
+        if absorbed:
             lines.append(line(("while the weight's gradient is computed", "quiet")))
         border = colours.KINDS["all-reduce"] if summed else "#9aa4ae"
         shape = "pill" if is_sum(box) else "box"

@@ -48,8 +48,8 @@ def _sites(node: Node) -> list[tuple[str, str]]:
     if record.conversion:
         again = [(here, "gathered again")] if "uses" in record.extra else []
         return [(here, record.conversion), *again]
-    if "swallowed" in record.extra:
-        return [(here, record.extra["swallowed"].conversion)]
+    if "absorbed" in record.extra:
+        return [(here, record.extra["absorbed"].conversion)]
     if node.target is markers.cross_entropy and node.kwargs["vocab"]:
         sites = (f"{record.module or 'model'} {what} ({record.source})" for what in ("maximum", "sums"))
         return [(site, "vocab_parallel_cross_entropy") for site in sites]
