@@ -29,7 +29,7 @@ from autoptd.ir.mesh import Mesh
 from autoptd.program.specs import TransferBuffer
 from autoptd.runtime.messages import gather, pack
 from autoptd.runtime.world.processes import DistributedWorld
-from autoptd.runtime.world.world import Needs, World
+from autoptd.runtime.world.world import Communicators, World
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
@@ -38,7 +38,7 @@ from examples.gpt import GPT, GPTConfig  # noqa: E402
 
 T = 2
 SIZES = (2**8, 2**12, 2**16, 2**20)  # elements of one tensor, float32
-NEEDS = Needs(links=((0, 1), (1, 0)))
+COMMUNICATORS = Communicators(links=((0, 1), (1, 0)))
 Row = dict[str, Any]
 
 
@@ -75,7 +75,7 @@ def measure(rank: int, port: int, rounds: int, results: Any) -> None:
     store = torch.distributed.TCPStore("127.0.0.1", port, 2 * T, rank == 0)
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2 * T)
     torch.set_num_threads(1)
-    world = DistributedWorld(Mesh(t=T, p=2), NEEDS, timeout=60.0)
+    world = DistributedWorld(Mesh(t=T, p=2), COMMUNICATORS, timeout=60.0)
     rows = []
     for size in SIZES:
         ways = {

@@ -37,13 +37,13 @@ from autoptd.runtime.nan import NanWatch
 from autoptd.runtime.parameters import RankParameters, from_rank_0, owners
 from autoptd.runtime.stage import LAYERS, Methods, Stage, load_layers, load_stage
 from autoptd.runtime.timeline import Watch
-from autoptd.runtime.world.world import Group, Needs, World
+from autoptd.runtime.world.world import Communicators, Group, World
 
 Microbatch = Mapping[str, torch.Tensor]
 FORWARD = (Kind.F, Kind.SEND_F, Kind.RECV_F)
 
 
-def needs_of(program: Program) -> Needs:
+def communicators_of(program: Program) -> Communicators:
     """Return the communicators that running `program` takes."""
     shared = {owners(program, spec) for spec in program.params}
     links = set()
@@ -51,7 +51,7 @@ def needs_of(program: Program) -> Needs:
         source = program.rank_of_stage(one.source)
         for target in map(program.rank_of_stage, one.targets):
             links |= {(source, target), (target, source)} if one.has_grad else {(source, target)}
-    return Needs(
+    return Communicators(
         owners=tuple(sorted(ranks for ranks in shared if len(ranks) > 1)),
         links=tuple(sorted((source, target) for source, target in links if source != target)),
         sub_axes=program.sub_axes,

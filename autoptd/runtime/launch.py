@@ -23,7 +23,7 @@ from autoptd.ir.mesh import Mesh
 from autoptd.program.program import Program
 from autoptd.runtime.clocks import clocks_of
 from autoptd.runtime.devices import has_launcher
-from autoptd.runtime.executor import Executor, needs_of
+from autoptd.runtime.executor import Executor, communicators_of
 from autoptd.runtime.guard import unguarded
 from autoptd.runtime.parameters import RankParameters, Values
 from autoptd.runtime.read_folder import Folder
@@ -116,7 +116,7 @@ class LocalRanks(RunningRanks):
     """All ranks as threads of this process."""
 
     def __init__(self, program: Program, full: Values, device: str = "cpu", timeout: float = 300.0) -> None:
-        shared = ThreadWorld(program.mesh, needs_of(program), device, timeout)
+        shared = ThreadWorld(program.mesh, communicators_of(program), device, timeout)
         self._pool = Ranks(shared)
         self.replicas = program.mesh.replicas
         try:
@@ -148,7 +148,7 @@ class ProcessRank(RunningRanks):
         timeout: float = 300.0,
         backend: str | None = None,
     ) -> None:
-        self._world = DistributedWorld(program.mesh, needs_of(program), device, timeout, backend)
+        self._world = DistributedWorld(program.mesh, communicators_of(program), device, timeout, backend)
         self.replicas = 1
         self.here = [make_rank(program, self._world, full)]
 

@@ -1,17 +1,18 @@
-"""`F.linear` as an autograd function of the runtime's own: what the compiler emits where a hook on its backward is wanted.
+"""`F.linear` as an autograd function of the runtime's own, emitted where the compiler hooks into its backward.
 
-In: what `F.linear` takes, and the hooks. Out: the same values and the same gradients. The hooks, each of use without the other:
+In: the arguments of `F.linear`, and the hooks. Out: the same values and the same gradients. Each hook works without
+the others:
 
 - `overlap=tp`: the input is of type I, and f (I -> R) is part of this function: the input's gradient is all-reduced while
   the weight's is computed (Narayanan et al., SC'21, section 4; Megatron's asynchronous all-reduce).
-- an input that is `rt.all_gather_again`: its shard is kept, and gathered again for the weight's gradient.
-- `wgrad=self.main_grads`: backward adds the weight's gradient itself to the sum over microbatches, in the dtype of that sum.
-- `wgrad=self.deferred`: backward leaves the GEMM of the weight's gradient in a list, which action W runs.
+- an input from `rt.all_gather_again`: its shard is saved, and gathered again for the weight's gradient.
+- `wgrad=self.main_grads`: backward adds the weight's gradient to the sum over microbatches, in the dtype of that sum.
+- `wgrad=self.deferred`: backward appends the GEMM of the weight's gradient to a list, which action W runs.
 
     c_fc = rt.linear(ln_2, w.c_fc.weight, w.c_fc.bias, overlap=tp, wgrad=self.main_grads)
 
-With a `wgrad`, autograd does not see the weight at all, so that nothing counts, hooks or adds up its gradient a second time;
-the weight must then be a leaf.
+With a `wgrad`, autograd does not see the weight at all: otherwise it would add the gradient a second time. The weight
+must then be a leaf.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ Tensor = torch.Tensor
 class WeightGemm(NamedTuple):
     """The GEMM of a weight's gradient: `output_grad^T input`, or its transpose for a weight stored as [in, out].
 
-    Holds the tensors as autograd gave them: with a view of the gradient only, autograd could think it free for reuse.
+    It holds the tensors that autograd passed, not views: autograd reuses the memory of a gradient in place when it
+    holds the only reference to it.
     """
 
     weight: Tensor
@@ -42,22 +44,23 @@ class WeightGemm(NamedTuple):
     is_transposed: bool
 
     def factors(self) -> tuple[Tensor, Tensor]:
-        """(a, b), two-dimensional, with the gradient a @ b."""
+        """Return two matrices (a, b) whose product a @ b is the gradient."""
         x = self.input.take() if isinstance(self.input, Regather) else self.input
         rows, grads = _rows(x), _rows(self.output_grad)
         return (rows.t(), grads) if self.is_transposed else (grads.t(), rows)
 
     def add_to(self, grad: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """Run the GEMM; return its result in `dtype`, added to `grad` in its place if there is one."""
+        """Run the GEMM and return its result in `dtype`, added in place to `grad` if there is one."""
         return add_mm(grad, *self.factors(), dtype)
 
 
-WeightTerm = WeightGemm | WeightSum  # the latter of a head that is one operator with its loss
+# A `WeightSum` comes from a head that is one operator with its loss.
+WeightTerm = WeightGemm | WeightSum
 WeightGradient = Callable[[WeightTerm], None]
 
 
 class Deferred:
-    """Takes the GEMMs of one backward; the executor takes them from here, and runs them at W."""
+    """The GEMMs that one backward left; the executor takes them and runs them at the action W."""
 
     def __init__(self) -> None:
         self.gemms: list[WeightTerm] = []
@@ -66,7 +69,7 @@ class Deferred:
         self.gemms.append(gemm)
 
     def take(self) -> list[WeightTerm]:
-        """Return what has come since the last call, and forget it."""
+        """Return the GEMMs collected since the last call, and forget them."""
         gemms, self.gemms = self.gemms, []
         return gemms
 
@@ -82,36 +85,40 @@ def linear(
     site: str = "",
 ) -> Tensor:
     """Return `F.linear(x, weight, bias)`; `transposed` for a weight stored as [in, out]. See the module for the hooks."""
-    again = whole = None
+    regather = whole = None
     if isinstance(x, RegatheredInput):
-        again, whole, x = (
-            x.regather,
-            x.x if x.shard is not None else None,
-            x.x if x.shard is None else x.shard,
-        )
+        regather = x.regather
+        if x.shard is None:
+            x = x.x
+        else:
+            whole, x = x.x, x.shard
     if not torch.is_grad_enabled():
-        return F.linear(x, weight.t() if transposed else weight, bias)
-    held = weight if wgrad is not None and weight.requires_grad else None
+        return F.linear(x if whole is None else whole, weight.t() if transposed else weight, bias)
+    hidden = weight if wgrad is not None and weight.requires_grad else None
     wants_input_grad = x.requires_grad
-    if held is not None and not wants_input_grad:
-        x = x.detach().requires_grad_()  # so that backward comes here, even if nothing else needs a gradient
-    hooks = _Hooks(held, wants_input_grad, overlap, wgrad, again, whole is not None, transposed, site)
-    return _Linear.apply(x, whole, None if held is not None else weight, bias, hooks)  # type: ignore[no-any-return, no-untyped-call]
+    if hidden is not None and not wants_input_grad:
+        # Autograd calls our backward only if one of the inputs that it sees needs a gradient.
+        x = x.detach().requires_grad_()
+    visible = weight if hidden is None else None
+    hooks = _Hooks(hidden, wants_input_grad, overlap, wgrad, regather, whole is not None, transposed, site)
+    return _Linear.apply(x, whole, visible, bias, hooks)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Hooks(NamedTuple):
-    held: Tensor | None  # the weight, where it is kept from autograd
+    """`hidden` is the weight, where autograd must not see it; `reduces`: backward reduce-scatters the input's gradient."""
+
+    hidden: Tensor | None
     wants_input_grad: bool
     overlap: Group | None
     wgrad: WeightGradient | None
     regather: Regather | None
-    reduces: bool  # the input's gradient, for the shard that `again` gathers
+    reduces: bool
     is_transposed: bool
     site: str
 
 
 class _Linear(torch.autograd.Function):
-    """`x` is the input, or its shard if `whole` is the input: then the gradient is that of the shard."""
+    """`x` is the input. Where `whole` is given, that is the input, and `x` its shard, which gets the gradient."""
 
     @staticmethod
     def forward(
@@ -151,4 +158,5 @@ class _Linear(torch.autograd.Function):
 
 
 def _rows(x: Tensor) -> Tensor:
+    """View [..., n] as a matrix [rows, n]."""
     return x.reshape(-1, x.shape[-1])

@@ -24,7 +24,7 @@ from autoptd.runtime.executor import groups_of
 from autoptd.runtime.linear import WeightTerm
 from autoptd.runtime.stage import Stage, give_layers, load_layers
 from autoptd.runtime.world.threads import ThreadWorld, run_ranks
-from autoptd.runtime.world.world import Needs, World
+from autoptd.runtime.world.world import Communicators, World
 
 SCALE = 0.02  # of random parameters, so that the values of many layers stay finite
 
@@ -71,7 +71,7 @@ def check_stage(stage: type[Stage], folder: str | Path, timeout: float = 60.0) -
         path = Path(folder) / stage.layers
         give_layers(stage, load_layers(program.sources[stage.layers], str(path)))
     t = program.mesh.t
-    world = ThreadWorld(Mesh(t=t), Needs(sub_axes=program.sub_axes), "cpu", timeout)
+    world = ThreadWorld(Mesh(t=t), Communicators(sub_axes=program.sub_axes), "cpu", timeout)
     ranks = run_ranks(world, lambda rank: _run(stage, program, index, rank))
     head = f"{stage.__name__} on {t} tensor rank{'s'[: t > 1]}; shapes are a rank's"
     wrong = list(dict.fromkeys(text for one in ranks for text in one.wrong))

@@ -21,7 +21,7 @@ from autoptd.reports.report import report_html
 from autoptd.reports.summary import summarize
 from autoptd.runtime.world.exchange import ThreadGroup
 from autoptd.runtime.world.threads import ThreadWorld, run_ranks
-from autoptd.runtime.world.world import Needs, Pending, World
+from autoptd.runtime.world.world import Communicators, Pending, World
 from examples.gpt import GPT, GPTConfig
 from tests.parity.kept import kept_bytes
 from tests.parity.models import LENGTH, batch, gpt, separate, skipping, uneven
@@ -207,7 +207,7 @@ def events_of_backward(monkeypatch: pytest.MonkeyPatch, readers: int) -> list[st
         with Gemms(found.append if world.rank == 0 else lambda event: None):
             total.backward()
 
-    run_ranks(ThreadWorld(Mesh(t=2), Needs(), timeout=20.0), body)
+    run_ranks(ThreadWorld(Mesh(t=2), Communicators(), timeout=20.0), body)
     return found
 
 
