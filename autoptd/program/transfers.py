@@ -2,10 +2,11 @@
 
 In: the crossings of a program, the pipeline rank of every stage, the mesh, `p2p` and a `Machine`. Out: `TransferBuffer`s.
 
-A *message* is what one stage sends another for one microbatch: the values of the crossings between them or, on the way back,
-their gradients. A *transfer buffer* is one tensor of a message. Small crossings of one dtype are packed into one buffer, end to end: a
-send has a price of its own. A buffer is sent whole by every tensor rank to its peer, or *scattered* (SC'21, section 4.1): each
-sends its 1/t, and the receivers all-gather over tp. Only what is equal on all tensor ranks can be:
+A *message* is what one stage sends another for one microbatch: the values of the crossings between them or, on the
+way back, their gradients. A *transfer buffer* is one tensor of a message. Small crossings of one dtype are packed into
+one buffer, end to end, because every send has a fixed cost. A buffer is sent whole by every tensor rank to its peer, or
+*scattered* (SC'21, section 4.1): each sends 1/t of it, and the receivers all-gather over tp. Only a value that is equal
+on all tensor ranks can be scattered:
 
 | type over tp | value | gradient |
 |---|---|---|

@@ -126,19 +126,22 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         x = x if whole is None else whole
         ctx.hooks, ctx.shape = hooks, x.shape
-        ctx.wants_weight_grad = hooks.held is not None or ctx.needs_input_grad[2]
-        used: Tensor = hooks.held if weight is None else weight  # type: ignore[assignment]
-        ctx.save_for_backward(x if ctx.wants_weight_grad and hooks.regather is None else None, used)
+        ctx.wants_weight_grad = hooks.hidden is not None or ctx.needs_input_grad[2]
+        used: Tensor = hooks.hidden if weight is None else weight  # type: ignore[assignment]
+        saved = x if ctx.wants_weight_grad and hooks.regather is None else None
+        ctx.save_for_backward(saved, used)
         return F.linear(x, used.t() if hooks.is_transposed else used, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, Tensor | None, Tensor | None, None]:
         hooks: _Hooks = ctx.hooks
         x, weight = ctx.saved_tensors
+        # A deferred GEMM gathers at its W: started here, the whole value would be held until then.
         if hooks.regather is not None and ctx.wants_weight_grad and not isinstance(hooks.wgrad, Deferred):
             hooks.regather.start()
         input_grad = weight_grad = bias_grad = pending = None
         if hooks.wants_input_grad:
+            # dL/dx = dL/dy w, communicated while dL/dw = (dL/dy)^T x is computed.
             input_grad = (_rows(grad) @ (weight.t() if hooks.is_transposed else weight)).view(ctx.shape)
             if hooks.overlap is not None:
                 pending = hooks.overlap.all_reduce_start(input_grad, f"{hooks.site} backward")
@@ -146,7 +149,7 @@ class _Linear(torch.autograd.Function):
                 pending = hooks.regather.reduce_start(input_grad)  # type: ignore[union-attr]
         if ctx.wants_weight_grad:
             gemm = WeightGemm(weight, hooks.regather or x, grad, hooks.is_transposed)
-            if hooks.held is None:
+            if hooks.hidden is None:
                 weight_grad = torch.mm(*gemm.factors())
             else:
                 hooks.wgrad(gemm)  # type: ignore[misc]
