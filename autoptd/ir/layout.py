@@ -127,8 +127,10 @@ class Layout:
         whole = SubAxis(first.axis, first.before, last.end // first.before)
         return whole.axis if whole.size == mesh.degree(whole.axis) else str(whole)
 
-    def placement(self, dims: Dims, mesh: Mesh) -> tuple[object, ...]:
-        """Where the elements of a parameter lie on the ranks, whatever atoms its dims are written in: () where each has all."""
+    def element_layout(self, dims: Dims, mesh: Mesh) -> tuple[object, ...]:
+        """Return which elements each rank has, as a value that compares equal however the dims are written in atoms; () where
+        every rank has all of them.
+        """
         axis = self.chunk_axis(dims, mesh)
         if axis is None or mesh.degree(axis) == 1:
             return ()

@@ -17,7 +17,7 @@ REMEDY = (
 
 def layouts_of(program: Program) -> dict[str, tuple[object, ...]]:
     """Where the elements of every parameter lie on the ranks, by its first name."""
-    return {spec.name: spec.placement(program.mesh) for spec in program.params}
+    return {spec.name: spec.element_layout(program.mesh) for spec in program.params}
 
 
 def check_follows(trained: Program, evaluated: Program) -> None:

@@ -127,9 +127,9 @@ class ParamSpec:
         """Shape of what one rank computes with, and of its part of the gradient."""
         return self.use.layout.local_shape(self.dims, mesh) if self.shard else self.shape
 
-    def placement(self, mesh: Mesh) -> tuple[object, ...]:
-        """Where its elements lie on the ranks, whatever atoms its dims are written in: () where each has all."""
-        return self.use.layout.placement(self.dims, mesh)
+    def element_layout(self, mesh: Mesh) -> tuple[object, ...]:
+        """Return which of its elements each rank uses, comparable between programs; () where every rank uses all."""
+        return self.use.layout.element_layout(self.dims, mesh)
 
     @property
     def _within_layer(self) -> Layout:
