@@ -39,7 +39,7 @@ class Regather:
         site: str,
         overlap: bool = False,
     ) -> None:
-        # Detached: holding the graph of the shard from within its own backward would be a cycle.
+        # Detached: the second gather needs the values only, and must not keep the graph before it alive.
         self._shard, self._group, self._split, self._site = shard.detach(), group, (dim, blocks), site
         self._uses_left, self._overlap = uses, overlap
         self._pending: Pending | None = None
