@@ -26,7 +26,7 @@ BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Elements at a time: on the CPU so few that intermediate values stay in the cache, elsewhere so few that they fit.
 CPU_CHUNK_ELEMENTS = 1 << 15
 CHUNK_ELEMENTS = 1 << 24
-# Multipliers of splitmix64's kind: odd, so that multiplication is a bijection, and without a pattern in their bits.
+# The multipliers of splitmix64: odd, so that multiplication is a bijection, and without a pattern in their bits.
 GOLDEN, SILVER = -0x61C8864680B583EB, -0x40A7B892E31B1A47
 
 

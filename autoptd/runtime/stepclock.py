@@ -101,7 +101,7 @@ def measured(
         inside = watch.seconds(watch.inside)
         compute = sum(span.end - span.start for span in spans) - inside
         communication = inside + watch.seconds(watch.between)
-        # Clocks of host and device differ by microseconds, so the rest may come out just below 0.
+        # Spans and calls are timed at slightly different moments, so the rest may come out just below 0.
         waiting = max(0.0, seconds - compute - communication)
         times = StepTimes(mine, seconds, compute, communication, waiting, peak_bytes(rank.world.device))
         return tuple(rank.world.everyone().gather_objects(times, "times of the step"))

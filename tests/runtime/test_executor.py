@@ -111,7 +111,7 @@ def test_evaluation_gives_the_loss_and_no_gradients(case: Case) -> None:
         assert abs(loss - model(*make_batch()).detach()) < 1e-14 and not loss.requires_grad
         for rank in ranks.here:
             assert all(x.grad is None for x in [*rank.params.local.values(), *rank.params.leaves.values()])
-            assert not rank.executor._kept and not rank.executor._messages._arriving
+            assert not rank.executor._saved and not rank.executor._messages._arriving
 
 
 def test_sent_outputs_are_let_go() -> None:
