@@ -73,14 +73,12 @@ class Contents:
 def contents_of(
     specs: Sequence[ParamSpec], others: Mapping[str, torch.Tensor], order: Sequence[str], how: FolderFormat
 ) -> Contents:
-    """Every parameter once, and persistent buffers, in the order of the model's state dict."""
+    """Collect every parameter once, and persistent buffers, in the order of the model's state dict."""
     params = {how.kept_name(spec): spec for spec in specs}
-    wanted = params.keys() | others.keys()
-    names = {
-        name: how.names.get(name, name)
-        for name in dict.fromkeys([*order, *params, *others])
-        if name in wanted
-    }
+    names: dict[str, str] = {}
+    for name in [*order, *params, *others]:
+        if name in params or name in others:
+            names[name] = how.names.get(name, name)
     return Contents(
         {names[name]: spec for name, spec in params.items()},
         {names[name]: x for name, x in others.items()},
