@@ -24,15 +24,14 @@ def run(model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch, steps: int = 1,
     parts: Parts = {}
 
     def record(
-        x: torch.Tensor, rate: float, draw: Draw, batch: Any = None, shard: Any = None, tp: Any = None
+        x: torch.Tensor, rate: float, draw: Draw, batch: Any = None, shard: Any = None, group: Any = None
     ) -> torch.Tensor:
-        mask = dropout(torch.ones_like(x), rate, draw, batch, shard, tp) != 0
-        place = (draw.first_row if batch is not None else 0, tp.index if shard is not None else 0)
+        mask = dropout(torch.ones_like(x), rate, draw, batch, shard, group) != 0
+        place = (draw.first_row if batch is not None else 0, group.index if shard is not None else 0)
         seen = parts.setdefault((draw.step, draw.site), {})
-        assert torch.equal(
-            seen.setdefault(place, (mask, batch, shard))[0], mask
-        )  # on every rank that holds it
-        return dropout(x, rate, draw, batch, shard, tp)
+        # Equal on every rank that holds it.
+        assert torch.equal(seen.setdefault(place, (mask, batch, shard))[0], mask)
+        return dropout(x, rate, draw, batch, shard, group)
 
     def record_fused(
         x: torch.Tensor, bias: Any, residual: torch.Tensor, *how: Any, backend: str, **where: Any
