@@ -87,7 +87,7 @@ class RowCall:
 def check_call_order(
     collectives: Sequence[Collective], buckets: Sequence[Sequence[BucketPlan]], mesh: Mesh
 ) -> None:
-    """InternalError unless all members of every group make the same calls in the same order: see the module.
+    """Raise InternalError unless all members of every group make the same calls in the same order: see the module.
 
     `buckets` has a list for every pipeline rank.
     """

@@ -21,7 +21,7 @@ def layouts_of(program: Program) -> dict[str, tuple[object, ...]]:
 
 
 def check_follows(trained: Program, evaluated: Program) -> None:
-    """PlanError unless `evaluated` shards every parameter as `trained` does, and has no other groups or channels."""
+    """Raise PlanError unless `evaluated` shards every parameter as `trained` does, and has no other groups or channels."""
     before, after = layouts_of(trained), layouts_of(evaluated)
     for spec in evaluated.params:
         # Of its stages, those that really read it: the program may list it for more.

@@ -32,7 +32,7 @@ def is_due(step: int, every: int) -> bool:
 
 
 def check_copies(params: RankParameters, step: int) -> None:
-    """RuntimeFault on all ranks unless all copies of all parameters are equal; a collective."""
+    """Raise RuntimeFault on all ranks unless all copies of all parameters are equal; a collective."""
     world = params.world
     if world.mesh.size == 1:
         return

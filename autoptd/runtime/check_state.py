@@ -26,7 +26,7 @@ MOST_NAMED = 3
 
 
 def check_state(world: World, state_dict: Mapping[str, torch.Tensor]) -> None:
-    """RuntimeFault on all ranks where any two were given different names, shapes or values; a collective."""
+    """Raise RuntimeFault on all ranks where any two were given different names, shapes or values; a collective."""
     mine = {name: _digest(name, x) for name, x in state_dict.items() if isinstance(x, torch.Tensor)}
     total = torch.tensor(sum(mine.values()) % (1 << 62), device=world.device)
     # All totals are equal if the largest is the smallest.

@@ -36,7 +36,7 @@ SCALES = (1.0, 1e-3, 1e3, 1e-6)
 
 
 def check_elementwise(cls: type[optim.Optimizer], keywords: Mapping[str, Any]) -> None:
-    """PlanError for a class that is neither known nor found by trial to update every element by itself."""
+    """Raise PlanError for a class that is neither known nor found by trial to update every element by itself."""
     if cls in ELEMENTWISE or getattr(cls, "elementwise", False):
         return
     base = next((parent for parent in cls.__mro__ if parent in ELEMENTWISE), None)

@@ -66,7 +66,7 @@ class RunningRanks(ABC):
 
     @unguarded()
     def check_equal_copies(self) -> None:
-        """PlanError where a parameter was changed on some of this process's ranks only."""
+        """Raise PlanError where a parameter was changed on some of this process's ranks only."""
         if len(self.here) == 1:
             return
         for spec in self.here[0].params.specs:
@@ -210,7 +210,7 @@ def own_rank() -> int:
 
 
 def check_same_program(program: Program, world: World) -> None:
-    """RuntimeFault on all ranks unless all compiled the same; a collective."""
+    """Raise RuntimeFault on all ranks unless all compiled the same; a collective."""
     prints = world.everyone().gather_objects(program.fingerprint(), "fingerprint of the program")
     others = [rank for rank, text in enumerate(prints) if text != prints[0]]
     if others:
@@ -222,7 +222,7 @@ def check_same_program(program: Program, world: World) -> None:
 
 
 def check_same_folder(folder: Folder, world: World) -> None:
-    """RuntimeFault on all ranks unless all see the same files: nodes may have old copies of their own."""
+    """Raise RuntimeFault on all ranks unless all see the same files: nodes may have old copies of their own."""
     prints = world.everyone().gather_objects(folder.fingerprint(), "fingerprint of the weights")
     others = [rank for rank, text in enumerate(prints) if text != prints[0]]
     if others:
@@ -231,7 +231,7 @@ def check_same_folder(folder: Folder, world: World) -> None:
 
 
 def check_same_layout(trained: Program, evaluated: Program) -> None:
-    """InternalError unless `evaluated` stores every parameter as `trained` does, on ranks that have it."""
+    """Raise InternalError unless `evaluated` stores every parameter as `trained` does, on ranks that have it."""
     for spec in evaluated.params:
         home = trained.param(spec.name)
         is_moved = spec.storage.layout != home.storage.layout or spec.dims != home.dims

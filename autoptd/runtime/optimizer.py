@@ -87,7 +87,7 @@ class NamedOptimizer(optim.Optimizer):
             super().zero_grad(set_to_none)
 
     def _check_saved(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """PlanError unless the saved groups hold the parameters that this optimizer's hold."""
+        """Raise PlanError unless the saved groups hold the parameters that this optimizer's hold."""
         site = "optimizer.load_state_dict"
         saved = [list(group["params"]) for group in groups]
         if any(isinstance(name, int) for names in saved for name in names):

@@ -39,7 +39,7 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def check_use(spec: ParamSpec) -> None:
-    """InternalError unless stages can use the storage of a parameter as it is: leaves are views of it."""
+    """Raise InternalError unless stages can use the storage of a parameter as it is: leaves are views of it."""
     work = [f"{step.row.forward} over {step.axis}" for step in spec.conversions if step.row.forward != "none"]
     if work or spec.use.dtype != spec.storage.dtype or spec.scope != "step":
         what = ", ".join([*work, f"{spec.storage.dtype} to {spec.use.dtype} once a {spec.scope}"])
@@ -148,7 +148,7 @@ class RankParameters:
 
     @unguarded()
     def check_storage(self) -> None:
-        """PlanError for a parameter with another storage or `requires_grad` than at the start: stages use the old ones."""
+        """Raise PlanError for a parameter with another storage or `requires_grad` than at the start: stages use the old ones."""
         for name, parameter, address, requires_grad in self._initial:
             if parameter.data_ptr() != address:
                 raise PlanError(
