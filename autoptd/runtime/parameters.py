@@ -148,7 +148,7 @@ class RankParameters:
 
     @unguarded()
     def check_storage(self) -> None:
-        """Raise PlanError for a parameter with another storage or `requires_grad` than at the start: stages use the old ones."""
+        """Raise PlanError where the storage or `requires_grad` of a parameter was replaced: stages use the old ones."""
         for name, parameter, address, requires_grad in self._initial:
             if parameter.data_ptr() != address:
                 raise PlanError(
