@@ -32,7 +32,7 @@ from autoptd.passes import Context, Form, Record, beyond, run_passes, up_to
 from autoptd.passes.stages.memory_price import fit
 from autoptd.program.follow import check_follows
 from autoptd.program.program import Program
-from autoptd.program.transfers import plan_parcels
+from autoptd.program.transfers import plan_transfers
 from autoptd.program.weighed import found_text
 from autoptd.records.collectives import collectives
 from autoptd.records.fallbacks import warn_of_checkpoints, warn_of_fallbacks
@@ -111,7 +111,7 @@ def compile_program(
     crossings = tuple(map(crossing_spec, crossing))
     orders = schedule.connect_orders(ctx.orders, crossing_links(crossings))
     params = param_specs(graph, captured, options)
-    parcels = plan_parcels(crossings, ctx.ranks, options.mesh, options.p2p, options.rank_machine)
+    transfers = plan_transfers(crossings, ctx.ranks, options.mesh, options.p2p, options.rank_machine)
     about = about_stages(options, batch, params, orders, ctx.wgrad_sink)
     files = codegen.write_program(graph, options.t, crossing, about)
     # Shapes of nodes, for counts of FLOPs: of a microbatch on one device, and on a rank.
@@ -127,11 +127,11 @@ def compile_program(
         inputs=input_specs(graph, captured, batch),
         params=params,
         crossings=crossings,
-        parcels=parcels,
+        transfers=transfers,
         stages=tuple(stage_spec(k, file) for k, file in enumerate(files.stages)),
         orders=orders,
         sources=files.sources,
-        collectives=tuple(collectives(graph, options, parcels, params, orders)),
+        collectives=tuple(collectives(graph, options, transfers, params, orders)),
         lines=files.lines,
         seed=options.seed,
         dropouts=dropout_specs(record.graphs["CUT"]),

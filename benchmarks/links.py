@@ -26,10 +26,10 @@ import torch.multiprocessing as mp
 
 import autoptd
 from autoptd.ir.mesh import Mesh
-from autoptd.program.specs import Parcel
+from autoptd.program.specs import TransferBuffer
 from autoptd.runtime.messages import gather, pack
 from autoptd.runtime.world.processes import DistributedWorld
-from autoptd.runtime.world.world import Needs, World
+from autoptd.runtime.world.world import Communicators, World
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
@@ -38,31 +38,31 @@ from examples.gpt import GPT, GPTConfig  # noqa: E402
 
 T = 2
 SIZES = (2**8, 2**12, 2**16, 2**20)  # elements of one tensor, float32
-NEEDS = Needs(links=((0, 1), (1, 0)))
+COMMUNICATORS = Communicators(links=((0, 1), (1, 0)))
 Row = dict[str, Any]
 
 
-def parcel(count: int, size: int, parts: int) -> Parcel:
+def buffer(count: int, size: int, parts: int) -> TransferBuffer:
     """`count` tensors of `size` elements end to end."""
-    return Parcel(0, 1, False, tuple(f"x{i}" for i in range(count)), "float32", count * size, parts)
+    return TransferBuffer(0, 1, False, tuple(f"x{i}" for i in range(count)), "float32", count * size, parts)
 
 
-def seconds(world: World, parcels: list[Parcel], rounds: int) -> float:
-    """Median of the round trip of a message of `parcels`, on every rank."""
+def seconds(world: World, buffers: list[TransferBuffer], rounds: int) -> float:
+    """Median of the round trip of a message of `buffers`, on every rank."""
     at, tp = world.coordinate, world.group(("tp",))
     peer = world.rank + (T if at.pp == 0 else -T)
-    values = {name: torch.ones(one.numel // len(one.names)) for one in parcels for name in one.names}
-    like, answer = [((one.piece,), torch.float32) for one in parcels], [((1,), torch.float32)]
+    values = {name: torch.ones(one.numel // len(one.names)) for one in buffers for name in one.names}
+    like, answer = [((one.piece,), torch.float32) for one in buffers], [((1,), torch.float32)]
     taken = []
     for _ in range(rounds):
         start = time.perf_counter()
         if at.pp == 0:
             receipt = world.incoming(peer).receive(answer, "answer")
-            sent = world.outgoing(peer).send([pack(one, values, tp) for one in parcels], "message")
+            sent = world.outgoing(peer).send([pack(one, values, tp) for one in buffers], "message")
             receipt.wait()
         else:
             arrived = world.incoming(peer).receive(like, "message").wait()
-            for one, x in zip(parcels, arrived, strict=True):
+            for one, x in zip(buffers, arrived, strict=True):
                 gather(one, x, tp)
             sent = world.outgoing(peer).send([torch.ones(1)], "answer")
         sent.wait()
@@ -75,16 +75,16 @@ def measure(rank: int, port: int, rounds: int, results: Any) -> None:
     store = torch.distributed.TCPStore("127.0.0.1", port, 2 * T, rank == 0)
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2 * T)
     torch.set_num_threads(1)
-    world = DistributedWorld(Mesh(t=T, p=2), NEEDS, timeout=60.0)
+    world = DistributedWorld(Mesh(t=T, p=2), COMMUNICATORS, timeout=60.0)
     rows = []
     for size in SIZES:
         ways = {
-            "four, each alone": [parcel(1, size, 1)] * 4,
-            "four, packed": [parcel(4, size, 1)],
-            "one, whole": [parcel(1, size, 1)],
-            "one, scattered": [parcel(1, size, T)],
+            "four, each alone": [buffer(1, size, 1)] * 4,
+            "four, packed": [buffer(4, size, 1)],
+            "one, whole": [buffer(1, size, 1)],
+            "one, scattered": [buffer(1, size, T)],
         }
-        took = {way: 1e6 * seconds(world, parcels, rounds) for way, parcels in ways.items()}
+        took = {way: 1e6 * seconds(world, buffers, rounds) for way, buffers in ways.items()}
         rows.append({"bytes": 4 * size, **took})
     world.close()
     torch.distributed.destroy_process_group()
@@ -100,7 +100,7 @@ def sent_bytes(t: int) -> Row:
     found: Row = {"t": t}
     for p2p in ("direct", "scatter_gather"):
         program = autoptd.compile(model, t=t, p=2, num_microbatches=1, p2p=p2p, example_inputs=example)
-        found[p2p] = sum(one.sent_bytes for one in program.parcels if not one.is_gradient)
+        found[p2p] = sum(one.sent_bytes for one in program.transfers if not one.is_gradient)
     return found
 
 

@@ -37,7 +37,7 @@ from autoptd.runtime.batch import cut
 from autoptd.runtime.launch import Rank
 from autoptd.runtime.world.processes import DistributedWorld
 from autoptd.runtime.world.threads import ThreadWorld, run_ranks
-from autoptd.runtime.world.world import Group, Needs, World
+from autoptd.runtime.world.world import Communicators, Group, World
 from benchmarks.lib.report import save, save_picture
 
 Row = dict[str, Any]
@@ -116,13 +116,13 @@ def thread_time(
     what: str, mesh: Mesh, call: Callable[[World], object], calls: int = 100, repeats: int = 21
 ) -> Row:
     """Per call and rank, of something that two rank threads do together."""
-    needs = Needs(links=((0, 1),) if mesh.p > 1 else ())
+    communicators = Communicators(links=((0, 1),) if mesh.p > 1 else ())
 
     def body(world: World) -> None:
         for _ in range(calls):
             call(world)
 
-    shared = ThreadWorld(mesh, needs)
+    shared = ThreadWorld(mesh, communicators)
     seconds = [cpu_time(lambda: run_ranks(shared, body)) for _ in range(repeats)]
     return {"what": f"threads: {what}", "microseconds": micro(seconds, calls * mesh.size)}
 
@@ -157,7 +157,7 @@ def thread_times() -> list[Row]:
 def process_times(device: str = "cpu", calls: int = 1000, repeats: int = 21) -> list[Row]:
     """Rank 1 of t=2 through torch.distributed, whose "fake" group takes no time of its own."""
     fake_process_group(rank=1, world_size=2)
-    world = DistributedWorld(Mesh(t=2), Needs(), device=device)
+    world = DistributedWorld(Mesh(t=2), Communicators(), device=device)
     tp: Group = world.group(("tp",))
     x, leaf, bias = torch.ones(3, 64, device=device)
     leaf, bias = (one.clone().requires_grad_() for one in (leaf, bias))

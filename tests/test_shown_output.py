@@ -20,7 +20,7 @@ from autoptd.cli import main
 from autoptd.ir.machine import Machine
 from autoptd.ir.mesh import Mesh
 from autoptd.runtime.world.threads import ThreadWorld, run_ranks
-from autoptd.runtime.world.world import Needs, World
+from autoptd.runtime.world.world import Communicators, World
 from examples.gpt import GPT, GPTConfig
 
 ROOT = Path(__file__).parents[1]
@@ -265,8 +265,8 @@ def _hang(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
             leave.wait(20)
 
     try:
-        needs = Needs(owners=((0, 1),), links=((0, 1), (1, 0)))
-        return refusal(lambda: run_ranks(ThreadWorld(Mesh(t=2, p=2), needs, timeout=0.3), body))
+        communicators = Communicators(owners=((0, 1),), links=((0, 1), (1, 0)))
+        return refusal(lambda: run_ranks(ThreadWorld(Mesh(t=2, p=2), communicators, timeout=0.3), body))
     finally:
         leave.set()
 

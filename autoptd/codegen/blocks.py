@@ -1,4 +1,4 @@
-"""Write what several stages compute alike, rather than send, once: as a method that each of them calls.
+"""Write operators that several stages compute, instead of sending a value, once: as a method that each of them calls.
 
 In: a `Block` and the names of the values around it. Out: lines such as
 
@@ -26,7 +26,8 @@ from autoptd.codegen.writer import Writer, weight_text
 from autoptd.ir.names import free_name
 from autoptd.ir.notes import note
 
-FEW_NAMES = 2  # results that a method is called by
+# A method with at most so many results is named after them.
+MAX_NAMED_RESULTS = 2
 
 
 @dataclass(frozen=True)
@@ -39,9 +40,9 @@ class Method:
 
 
 def make_method(block: Block, outside: Callable[[Node], str], taken: Collection[str]) -> Method:
-    """Name the method; `outside` is what values are called in the first stage that has it."""
+    """Name the method; `outside` gives the names of values in the first stage that calls it."""
     results = list(block.result_names.values())
-    base = "make_" + ("_".join(results) if len(results) <= FEW_NAMES else "shared")
+    base = "make_" + ("_".join(results) if len(results) <= MAX_NAMED_RESULTS else "shared")
     name, number = base, 1
     while name in taken:
         number += 1
@@ -50,18 +51,18 @@ def make_method(block: Block, outside: Callable[[Node], str], taken: Collection[
 
 
 def write_method(writer: Writer, method: Method, t: int) -> None:
-    """The method: the operators of the block."""
+    """Write the method: the operators of the block, and what it returns."""
     block = method.block
     names = choose_names(list(block.nodes), method.arguments, list(block.results))
 
     def text(node: Node) -> str:
         return names.get(node) or weight_text("w" if note(node).kind == "param" else "b", note(node).name)
 
-    read = {note(arg).kind for node in block.nodes for arg in node.all_input_nodes}
+    kinds = {note(arg).kind for node in block.nodes for arg in node.all_input_nodes}
     writer.add(1, f"def {method.name}({', '.join(['self', *method.arguments.values()])}):")
     writer.add(2, f'"""Computed on stages {numbers_text(block.stages)}: cheaper than sent."""')
     writer.bind(bound_axes(block.nodes) | {"w": "self.weights"})
-    if "buffer" in read:
+    if "buffer" in kinds:
         writer.bind({"b": "self.buffers"})
     write_body(
         writer, block.nodes, names, t, lambda _, node: expression(node, text, site_text(node)), is_shared=True
@@ -73,7 +74,7 @@ def write_method(writer: Writer, method: Method, t: int) -> None:
 def write_method_call(
     writer: Writer, method: Method, stage: int, names: dict[Node, str], outside: Callable[[Node], str]
 ) -> None:
-    """The call in the forward of a stage, which may not need all of the results."""
+    """Write the call in the forward of a stage, which may not need all of the results."""
     results = [names[node] if _is_read(node, method.block, stage) else "_" for node in method.block.results]
     writer.gap()
     writer.add(2, f"{', '.join(results)} = self.{method.name}({', '.join(map(outside, method.arguments))})")
@@ -81,7 +82,7 @@ def write_method_call(
 
 
 def _is_read(node: Node, block: Block, stage: int) -> bool:
-    """Whether a stage needs a result; the first one may have to send it."""
-    return stage == block.stages[0] or any(
-        stage in note(user).stages and user not in block.nodes for user in node.users
-    )
+    """Tell whether a stage needs a result; the first stage may have to send it."""
+    if stage == block.stages[0]:
+        return True
+    return any(stage in note(user).stages and user not in block.nodes for user in node.users)

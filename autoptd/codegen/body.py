@@ -1,4 +1,11 @@
-"""Write operators one per line, a blank line and the module's path where the source module changes."""
+"""Write operators one per line, with a blank line and the module's path where the source module changes.
+
+In: operators, their names, and a function that gives their expressions. Out: lines such as
+
+    # transformer.h.3.mlp  (model.py:84)
+    # column: 256 = 2 x 128
+    c_fc = F.linear(ln_2, w.mlp.c_fc.weight, w.mlp.c_fc.bias)  # [2, 64, 128]
+"""
 
 from __future__ import annotations
 
@@ -17,38 +24,39 @@ def write_body(
     body: Sequence[Node],
     names: dict[Node, str],
     t: int,
-    spell: Callable[[int, Node], str],
+    express: Callable[[int, Node], str],
     layers: dict[str, str] | None = None,
     is_shared: bool = False,
 ) -> None:
-    """Write `body`; `spell` gives the expression of its i-th operator, `layers`: see `section_of`.
+    """Write `body`; `express` gives the expression of its i-th operator. For `layers` see `section_of`.
 
-    `is_shared`: several stages call it, and where they do says so.
+    `is_shared`: the body is a method of several stages, whose docstring names them.
     """
     position = {node: i for i, node in enumerate(body)}
     section = None
     for i, node in enumerate(body):
         if node.target is operator.getitem and _is_unpacked(node.args[0], position):  # type: ignore[arg-type]
             continue
-        here = section_of(node, layers)
-        if here != section:
-            section = here
+        module = section_of(node, layers)
+        if module != section:
+            section = module
             writer.gap()
             source = f"  ({note(node).source})" if note(node).source else ""
-            writer.add(2, f"# {here}{source}")
+            writer.add(2, f"# {module}{source}")
         if (f := note(node).extra.get("absorbed")) is not None:
             writer.comment(2, f"overlap: AR bwd, {f.payload_bytes:,} B: {brief(node, f.why, layers)}")
         target = names[node]
         if _is_unpacked(node, position):
             pieces = {user.args[1]: names[user] for user in node.users}
-            target = ", ".join(pieces.get(k, "_") for k in range(len(node.meta["val"])))
-            target += "," if len(node.meta["val"]) == 1 else ""
+            count = len(node.meta["val"])
+            target = ", ".join(pieces.get(k, "_") for k in range(count))
+            target += "," if count == 1 else ""
         reason = reason_of(node, t, layers, is_shared)
-        writer.add(2, f"{target} = {spell(i, node)}", shape_of(node), above=reason, node=node)
+        writer.add(2, f"{target} = {express(i, node)}", shape_of(node), above=reason, node=node)
 
 
 def _is_unpacked(node: Node, position: dict[Node, int]) -> bool:
-    """A tuple whose pieces are taken right behind it is written as `q, k, v = ...`."""
+    """Tell whether a tuple is written as `q, k, v = ...`: its pieces are taken right after it."""
     if not isinstance(node.meta["val"], (tuple, list)) or node not in position:
         return False
     near = range(position[node] + 1, position[node] + 1 + len(node.users))

@@ -1,4 +1,7 @@
-"""What stands in the comments of a stage file: modules, shapes, the bytes and reasons of collectives."""
+"""Format the comments of a stage file: modules, shapes, the bytes and reasons of collectives.
+
+In: a node of a LOCAL graph. Out: texts such as `AR fwd, 65,536 B: row: its input arrives sharded`.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +23,10 @@ WHEN = ("fwd", "bwd")
 
 
 def section_of(node: Node, layers: dict[str, str] | None = None) -> str:
-    """The source module that a line is shown under.
+    """Return the source module that a line is shown under: a path that ends one name below a layer.
 
-    In a loop, `layers` has the paths of the layers and how each is shown ("" if there is one): the path from there to one name
-    below. Elsewhere the path to one name below a layer.
+    In the method of a layer, `layers` maps the paths of its modules to how they are shown ("" if there is one): then the
+    path begins there.
     """
     path = note(node).module
     if layers is None:
@@ -38,41 +41,39 @@ def section_of(node: Node, layers: dict[str, str] | None = None) -> str:
 
 
 def reason_of(node: Node, t: int, layers: dict[str, str] | None = None, is_shared: bool = False) -> str:
-    """What stands above a line: of a conversion its collectives, bytes and reason, of what tp splits its reason.
+    """Return the comment above a line: collectives, bytes and reason of a conversion; why tp splits another operator.
 
-    `is_shared`: it is known that several stages compute it.
+    `is_shared`: the method says that several stages compute it.
     """
     record = note(node)
     if node.target is markers.convert:
-        work = [
-            f"{SHORT.get(what, what)} {when}"
-            for what, when in zip(conversion_work(node), WHEN, strict=True)
-            if what != "none"
-        ]
-        work += ["AG again bwd"] if "readers" in record.extra else []
-        return f"{', '.join(work) or 'no communication'}, {collective_bytes(node, t):,} B: {brief(node, record.why, layers)}"
+        return _conversion_reason(node, t, layers)
     reasons = []
-    if (
-        record.why.startswith(("column", "row"))
-        or record.forms.keys() - {BATCH}
-        or record.fallback
-        or record.rule
-    ):
+    is_split = record.why.startswith(("column", "row")) or bool(record.forms.keys() - {BATCH})
+    if is_split or record.fallback or record.rule:
         reasons.append(record.why or record.rule)
     if "reason" in record.extra:
         reasons.append(record.extra["reason"])
-    if (
-        layers is None
-        and not is_shared
-        and record.placement.startswith("computed again")
-        and len(record.stages) > 1
-    ):
+    is_repeated = record.placement.startswith("computed again") and len(record.stages) > 1
+    if is_repeated and layers is None and not is_shared:
         reasons.append(f"computed on stages {numbers_text(record.stages)}: cheaper than sent")
     return "; ".join(reasons)
 
 
+def _conversion_reason(node: Node, t: int, layers: dict[str, str] | None) -> str:
+    """Return `AR fwd, 65,536 B: why`."""
+    work = []
+    for kind, when in zip(conversion_work(node), WHEN, strict=True):
+        if kind != "none":
+            work.append(f"{SHORT.get(kind, kind)} {when}")
+    if "uses" in note(node).extra:
+        work.append("AG again bwd")
+    why = brief(node, note(node).why, layers)
+    return f"{', '.join(work) or 'no communication'}, {collective_bytes(node, t):,} B: {why}"
+
+
 def shape_of(node: Node) -> str:
-    """What stands behind a line: the local shape, where it changes and the line does not say it."""
+    """Return the comment after a line: the local shape, where it changes and the expression does not show it."""
     first = next((arg for arg in node.args if isinstance(arg, Node)), None)
     if node.target is markers.convert or says_shape(node) or not tensor(node).dim():
         return ""
@@ -81,7 +82,7 @@ def shape_of(node: Node) -> str:
 
 
 def numbers_text(numbers: Sequence[int]) -> str:
-    """`0, 2 to 5`: ascending numbers, runs of three and more by their ends."""
+    """Format ascending numbers as `0, 2 to 5`: runs of three and more by their ends."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:
@@ -95,12 +96,13 @@ def numbers_text(numbers: Sequence[int]) -> str:
 
 
 def origin_text(node: Node) -> str:
-    """What a value that crosses is: `add of transformer.h.3`."""
-    return f"{(note(node).conversion or op_name(node)).removeprefix('aten.')} of {note(node).module or 'the model itself'}"
+    """Describe a value that crosses: `add of transformer.h.3`."""
+    operator = (note(node).conversion or op_name(node)).removeprefix("aten.")
+    return f"{operator} of {note(node).module or 'the model itself'}"
 
 
 def brief(node: Node, why: str, layers: dict[str, str] | None = None) -> str:
-    """A reason without the path that the section above `node` shows already."""
+    """Return a reason without the path that the section of `node` already shows."""
     why = why.removeprefix(f"{note(node).module}: " if note(node).module else "")
     for layer, shown in (layers or {}).items():
         if why.startswith((f"{layer}.", f"{layer}: ")):
@@ -109,9 +111,10 @@ def brief(node: Node, why: str, layers: dict[str, str] | None = None) -> str:
 
 
 def site_text(node: Node, weights: Mapping[str, str] | None = None) -> str:
-    """What a collective calls itself in errors and records, as Python text: the path of its module.
+    """Return the site of a collective, for errors and records, as Python text: the path of its module.
 
-    In a layer, `weights` are the paths of what it is called with, and the names of these arguments: they know their path.
+    In the method of a layer, `weights` are the paths of the modules that it is called with, by argument: the path is
+    asked of the argument, since it differs from layer to layer.
     """
     path = note(node).module or "model"
     for layer, name in (weights or {}).items():
@@ -123,22 +126,24 @@ def site_text(node: Node, weights: Mapping[str, str] | None = None) -> str:
 
 
 def conversion_work(node: Node) -> tuple[str, str]:
-    """What a conversion does forward and backward: its row of the table, less what this node does not need."""
+    """Return what a conversion does forward and backward: its row of the table, less what this node does not need."""
     row = next(row for row in CONVERSIONS.values() if row.name == note(node).conversion)
     forward, backward = row.forward, row.backward
-    if row.name == "s_to_s" and node.args[2] == node.args[4]:  # within one dim: see the runtime's s_to_s
+    if row.name == "s_to_s" and node.args[2] == node.args[4]:
+        # Within one dim: see the runtime's s_to_s.
         forward = backward = "none" if node.args[3] == node.args[5] else "all-gather"
     return forward, backward if note(node).needs_grad else "none"
 
 
 def collective_bytes(node: Node, t: int) -> int:
-    """Bytes of the whole value, its padding included, that the ranks along the axis of a conversion move, in one microbatch."""
+    """Return the bytes of the whole value of a conversion, with its padding, of one microbatch."""
     count = 1
     for size in note(node).extra["local_shapes"][0]:
         count *= size
     padded, axis = node.kwargs.get("size", 0), note(node).axis
     degree = parse(axis).size if is_sub_axis(axis) else t
     if note(node).layout[axis].kind == "S":
+        # The local shape is that of a shard.
         count *= degree
     elif padded:
         count = count // padded * shard_size(padded, degree) * degree
@@ -146,13 +151,13 @@ def collective_bytes(node: Node, t: int) -> int:
 
 
 def local_shape_text(node: Node) -> str:
-    """`[2, 64, 96]`: the local shape of a node's (first) value."""
+    """Return the local shape of a node's (first) value: `[2, 64, 96]`."""
     shapes = note(node).extra.get("local_shapes") or [shape(node)]
     return str(list(shapes[0]))
 
 
 def value_text(node: Node, t: int = 1) -> str:
-    """`[1, 8, 32] float32, invariant over tp`: what a rank has of a value."""
+    """Describe what a rank has of a value: `[1, 8, 32] float32, invariant over tp`."""
     dtype = str(tensor(node).dtype).removeprefix("torch.")
     text = f"{local_shape_text(node)} {dtype}"
     return f"{text}, {note(node).layout.text(note(node).dims)}" if t > 1 else text

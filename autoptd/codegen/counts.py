@@ -1,4 +1,10 @@
-"""Write `count` of a loss stage: what a weighted mean divides by, summed over all microbatches before the first forward."""
+"""Write `count` of a loss stage: the counts that weighted means divide by, needed before the first forward.
+
+In: the losses of a stage. Out: a method that computes their counts from the labels of one microbatch:
+
+    def count(self, targets):
+        return (rt.count_labels(targets, ignore_index=-100),)
+"""
 
 from __future__ import annotations
 
@@ -12,19 +18,20 @@ from autoptd.ir.notes import note
 
 
 def counted_losses(body: list[Node]) -> list[Node]:
-    """The losses of a stage that divide by a count."""
+    """Return the losses of a stage that divide by a count."""
     losses = (markers.cross_entropy, markers.FUSED["linear_cross_entropy"])
     return [node for node in body if node.target in losses and node.kwargs["total"] != -1]
 
 
 def labels_of(loss: Node) -> list[Node]:
-    """The labels of a loss, and the weights of their classes where it has them."""
+    """Return the labels of a loss, and the weights of their classes where it has them."""
+    # The fused loss has its other operands in the place of class weights.
     read = loss.args[1:] if loss.target is markers.cross_entropy else loss.args[1:2]
-    return [one for one in read if isinstance(one, Node)]
+    return [arg for arg in read if isinstance(arg, Node)]
 
 
 def write_count(writer: Writer, counted: list[Node], given: dict[Node, str]) -> None:
-    """The method, from the labels of one microbatch to the tuple of its counts; `given` are the inputs."""
+    """Write the method, from the labels of one microbatch to the tuple of its counts; `given` are the stage's inputs."""
     needed: list[Node] = []
 
     def visit(node: Node) -> None:
@@ -61,4 +68,5 @@ def write_count(writer: Writer, counted: list[Node], given: dict[Node, str]) -> 
 
 
 def _whole(node: Node) -> Node:
+    """Return a value as it is before its conversion: counts need no communication."""
     return node.args[0] if node.target is markers.convert else node  # type: ignore[return-value]

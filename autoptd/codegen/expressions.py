@@ -1,7 +1,7 @@
-"""Print one node of a LOCAL graph as the Python expression a person would write.
+"""Print one node of a LOCAL graph as the Python expression that a person would write.
 
-In: a node and the text of its operands. Out: `F.linear(x, w.attn.c_proj.weight)`. Operators without a row of their own are
-printed as the call of their overload, which means the same.
+In: a node and the text of its operands. Out: `F.linear(x, w.attn.c_proj.weight)`. Operators without a text of their own
+are printed as the call of their overload, which computes the same.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SILENT = {
 
 
 def expression(node: Node, text: Text, site: str = '""') -> str:
-    """The expression of `node`; `text` gives the text of each operand, `site` that of what its collectives call themselves."""
+    """Return the expression of `node`; `text` gives the text of each operand, `site` is that of its collectives' site."""
     name = op_name(node)
     if node.target in markers.MARKERS:
         return MARKER_TEXTS[name](node, text, site)
@@ -44,8 +44,8 @@ def expression(node: Node, text: Text, site: str = '""') -> str:
     if name == "aten.slice":
         return _slice(node, args)
     if name == "aten.index":
-        taken = [":" if one is None else text(one) for one in node.args[1]]  # type: ignore[union-attr]
-        return f"{args[0]}[{', '.join(taken)}]"
+        indices = [":" if index is None else text(index) for index in node.args[1]]  # type: ignore[union-attr]
+        return f"{args[0]}[{', '.join(indices)}]"
     if name == "aten.cross_entropy_loss":
         return _whole_cross_entropy(node, args)
     if name == "aten.embedding" and "True" not in args[3:]:
@@ -55,15 +55,17 @@ def expression(node: Node, text: Text, site: str = '""') -> str:
         return f"F.layer_norm({_join(args[:5], {})})"
     if name == "aten.scaled_dot_product_attention":
         names = ["attn_mask", "dropout_p", "is_causal"]
-        given = {
-            key: arg for key, arg in zip(names, args[3:], strict=False) if arg not in ("None", "0.0", "False")
-        }
+        given = {}
+        for key, arg in zip(names, args[3:], strict=False):
+            # Not what is the default.
+            if arg not in ("None", "0.0", "False"):
+                given[key] = arg
         return f"F.scaled_dot_product_attention({_join(args[:3], given | keywords)})"
     return _call(node, record.text, args, keywords)
 
 
 def _call(node: Node, form: str, args: list[str], keywords: dict[str, str]) -> str:
-    """An operator in the form that its record says (`Operator.text`); that of torch's registry where there is none."""
+    """Return the call of an operator in the form of its record (`Operator.text`), by default of torch's registry."""
     if form.startswith("."):
         is_listed = len(args) == 2 and form in (".reshape", ".expand", ".permute")
         rest = [args[1][1:-1] or "()"] if is_listed else args[1:]
@@ -76,23 +78,23 @@ def _call(node: Node, form: str, args: list[str], keywords: dict[str, str]) -> s
 
 
 def group_text(node: Node) -> str:
-    """What the call of `node` is made over: the variable of a mesh axis, see `bound_axes`, or the group of a sub-axis."""
+    """Return the group of the call of `node`: the variable of a mesh axis (`bound_axes`), or the group of a sub-axis."""
     axis = note(node).axis
     return f'self.groups["{axis}"]' if is_sub_axis(axis) else axis
 
 
 def bound_axes(nodes: Iterable[Node]) -> dict[str, str]:
-    """The variables that the expressions of some nodes take for granted, one for each mesh axis, and what they stand for."""
+    """Return the variables that the expressions of some nodes use, one for each mesh axis, and their values."""
     axes = sorted({note(node).axis for node in nodes} - {""})
     return {axis: f'self.groups["{axis}"]' for axis in axes if not is_sub_axis(axis)}
 
 
 def literal(value: Any, text: Text) -> str:
-    """Python text of an argument."""
+    """Return the Python text of an argument."""
     if isinstance(value, Node):
         return text(value)
     if isinstance(value, (list, tuple)):
-        inner = ", ".join(literal(one, text) for one in value)
+        inner = ", ".join(literal(item, text) for item in value)
         return f"[{inner}]"
     if isinstance(value, float) and not math.isfinite(value):
         return f'float("{value}")'
@@ -102,15 +104,13 @@ def literal(value: Any, text: Text) -> str:
 
 
 def _operand(text: str, left_of: str = "") -> str:
-    """One side of an infix operator: in parentheses unless it binds more tightly than any operator.
-
-    What is written for a number may be any expression (`i + 1`, of a loop). `-2 ** x` is `-(2 ** x)`.
-    """
+    """Return one side of an infix operator, in parentheses unless it binds more tightly than any operator."""
     if re.fullmatch(r"\w+(\.\w+)*", text):
         return text
-    read = ast.parse(text, mode="eval").body
-    is_negative = isinstance(read, ast.UnaryOp) and isinstance(read.operand, ast.Constant)
-    is_tight = isinstance(read, (ast.Constant, ast.Attribute, ast.Subscript, ast.Call))
+    # Parsed, because a number may be written as any expression (`i + 1`, of a loop); `-2 ** x` is `-(2 ** x)`.
+    tree = ast.parse(text, mode="eval").body
+    is_negative = isinstance(tree, ast.UnaryOp) and isinstance(tree.operand, ast.Constant)
+    is_tight = isinstance(tree, (ast.Constant, ast.Attribute, ast.Subscript, ast.Call))
     return text if is_tight or (is_negative and left_of != "**") else f"({text})"
 
 
@@ -119,7 +119,7 @@ def _join(args: list[str], keywords: dict[str, str]) -> str:
 
 
 def _slice(node: Node, args: list[str]) -> str:
-    """`x[..., 8:]`; a last dim is counted from the end."""
+    """Return `x[..., 8:]`; the last dim is written as such."""
     size = tensor(node.args[0]).shape  # type: ignore[arg-type]
     dim, start, end, step = (*node.args[1:], *(0, None, None, 1)[len(node.args) - 1 :])
     dim, start = dim % len(size), start or 0  # type: ignore[operator]
@@ -148,11 +148,11 @@ def _convert(node: Node, text: Text, site: str) -> str:
     keywords |= {"owned": "True"} if note(node).extra.get("owned") else {}
     if name not in SILENT:
         keywords["site"] = site
-    if "readers" in note(node).extra:
+    if "uses" in note(node).extra:
         keywords = {key: text for key, text in keywords.items() if key in ("dim", "blocks")}
-        keywords |= {"readers": str(note(node).extra["readers"])}
+        keywords |= {"uses": str(note(node).extra["uses"])}
         keywords |= {"overlap": "True"} if note(node).extra.get("overlap") else {}
-        return f"rt.gathered({_join([text(source), group_text(node)], keywords | {'site': site})})"  # type: ignore[arg-type]
+        return f"rt.all_gather_again({_join([text(source), group_text(node)], keywords | {'site': site})})"  # type: ignore[arg-type]
     return f"rt.{name}({_join([text(source), group_text(node)], keywords)})"  # type: ignore[arg-type]
 
 
@@ -175,7 +175,7 @@ def _cross_entropy(node: Node, text: Text, site: str) -> str:
 
 
 def _loss_literals(keywords: Mapping[str, Any], total: int, text: Text) -> dict[str, str]:
-    """Options of a cross-entropy, those that are not as usual; a mean over the whole batch divides by a total of the stage."""
+    """Return the options of a cross-entropy that are not defaults; a mean over the whole batch divides by a total."""
     usual = {"label_smoothing": 0.0, "ignore_index": -100, "dtype": None, "wgrad": "", "reduction": "mean"}
     if total >= 0:
         keywords = {key: value for key, value in keywords.items() if key != "reduction"}
@@ -187,7 +187,7 @@ def _loss_literals(keywords: Mapping[str, Any], total: int, text: Text) -> dict[
 def _mean(node: Node, text: Text, site: str) -> str:
     x, dims, keepdim, count = node.args
     before, after = tensor(x).dtype, tensor(node).dtype  # type: ignore[arg-type]
-    # A mean adds up in float32 what it gives in 16 bits: their sum may be out of range, and is rounded once more.
+    # A mean in 16 bits sums in float32: a sum in 16 bits could overflow, and would be rounded once more.
     wide = torch.float32 if after in (torch.bfloat16, torch.float16) else after
     keywords = {"keepdim": "True"} if keepdim else {}
     keywords |= {"dtype": str(wide)} if wide != before else {}
@@ -209,9 +209,13 @@ def _dropout(node: Node, text: Text, site: str) -> str:
 
 
 def _mask_places(node: Node, batch: tuple[int, int] | None, shard: tuple[int, int] | None) -> dict[str, str]:
-    """Where the rows of the batch and the shards lie in what drops out."""
-    keywords = {} if batch is None else {"batch": str(batch[0]) if batch[1] == 1 else str(tuple(batch))}
-    return keywords | ({} if shard is None else {"shard": str(tuple(shard)), "group": group_text(node)})
+    """Return the keywords that say where the rows of the batch, and the shards, are in a value."""
+    keywords = {}
+    if batch is not None:
+        keywords["batch"] = str(batch[0]) if batch[1] == 1 else str(tuple(batch))
+    if shard is not None:
+        keywords |= {"shard": str(tuple(shard)), "group": group_text(node)}
+    return keywords
 
 
 def _linear(node: Node, text: Text, site: str) -> str:
@@ -220,7 +224,7 @@ def _linear(node: Node, text: Text, site: str) -> str:
     keywords |= {"wgrad": f"self.{node.kwargs['wgrad']}"} if node.kwargs["wgrad"] else {}
     keywords |= {"transposed": "True"} if node.kwargs["transposed"] else {}
     keywords |= {"site": site} if node.kwargs["overlap"] else {}
-    operands = [text(one) for one in (x, weight, bias) if one is not None]  # type: ignore[arg-type]
+    operands = [text(operand) for operand in (x, weight, bias) if operand is not None]  # type: ignore[arg-type]
     return f"rt.linear({_join(operands, keywords)})"
 
 

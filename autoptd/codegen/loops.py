@@ -24,24 +24,29 @@ from autoptd.codegen.body import write_body
 from autoptd.codegen.comments import site_text
 from autoptd.codegen.expressions import bound_axes
 from autoptd.codegen.names import assigned_name, choose_names
-from autoptd.codegen.repeats import Path, Repeat, Weights, spelled
+from autoptd.codegen.repeats import Path, Repeat, Weights, expression_with
 from autoptd.codegen.runs import Run
 from autoptd.codegen.writer import WIDTH, Writer, weight_text
 from autoptd.ir.names import RESERVED
 from autoptd.ir.notes import note
 
-LONGEST = 60  # letters of a list of values that stands within a line
+# A list of values with more characters gets a variable of its own.
+MAX_INLINE_CHARS = 60
 
 
 @dataclass(frozen=True)
 class Layer:
-    """The method of a repeat: its name, and those of its arguments."""
+    """The method of a repeat: its name, and the names of its arguments.
+
+    `weights` are a layer's own parameters and buffers, `carried` what goes from round to round (by index in a round),
+    `outer` all other values (one node per round).
+    """
 
     repeat: Repeat
     name: str
-    weights: dict[Weights, str]  # what a layer calls its own parameters and buffers
-    carried: dict[int, str]  # index in a round -> argument
-    outer: dict[tuple[Node, ...], str]  # values that are not a layer's own -> argument
+    weights: dict[Weights, str]
+    carried: dict[int, str]
+    outer: dict[tuple[Node, ...], str]
 
     @property
     def takes_i(self) -> bool:
@@ -54,18 +59,23 @@ class Layer:
 
 
 def make_layer(run: Run, outside: Callable[[Node], str], taken: Collection[str]) -> Layer:
-    """Name the method and its arguments; `outside` is what values are called where `run` is, its first call."""
+    """Name the method and its arguments; `outside` gives the names of values at `run`, its first call."""
     repeat = run.repeat
     weights: dict[Weights, str] = {}
     for kind, letter in (("param", "w"), ("buffer", "b")):
-        same = [one for one in repeat.weights if one.kind == kind]
-        weights |= {one: letter if len(same) == 1 else f"{letter}{k}" for k, one in enumerate(same)}
+        same = [each for each in repeat.weights if each.kind == kind]
+        for k, each in enumerate(same):
+            weights[each] = letter if len(same) == 1 else f"{letter}{k}"
     carried: dict[int, str] = {}
     for j in repeat.carried:
         carried[j] = _free(carried_name(repeat, j), {*weights.values(), *carried.values()})
-    operands = [one for slots in repeat.at.operands for one in slots if one.kind == "outer"]
-    given = dict.fromkeys(one.nodes for one in operands if repeat.own(one.nodes) is None)
+    given: dict[tuple[Node, ...], None] = {}
+    for slots in repeat.at.operands:
+        for operand in slots:
+            if operand.kind == "outer" and repeat.own(operand.nodes) is None:
+                given[operand.nodes] = None
     outer: dict[tuple[Node, ...], str] = {}
+    # Parameters and buffers last.
     for nodes in sorted(given, key=lambda nodes: note(nodes[0]).kind in ("param", "buffer")):
         here = nodes[run.first]
         wanted = note(here).name if note(here).kind in ("param", "buffer") else outside(here)
@@ -84,24 +94,18 @@ def _method_name(taken: Collection[str]) -> str:
 
 
 def carried_name(repeat: Repeat, j: int) -> str:
-    """What the model's own code calls the value that goes from round to round: `hidden_states`."""
+    """Return the model's own name of a value that goes from round to round: `hidden_states`."""
     return assigned_name(list(repeat.operators), j) or "x"
 
 
 def _role(repeat: Repeat, nodes: tuple[Node, ...]) -> str:
-    """What an operator calls the operand that is another value in every period: `attn_mask`."""
+    """Return an operator's name for the operand whose values are `nodes`, one per period: `attn_mask`; "" without one."""
     for node, slots in zip(repeat.operators, repeat.at.operands, strict=True):
         schema = getattr(node.target, "_schema", None)
         for arg, operand in zip(node.all_input_nodes, slots, strict=True):
             if operand.nodes == nodes and schema is not None:
-                return next(
-                    (
-                        one.name
-                        for one, given in zip(schema.arguments, node.args, strict=False)
-                        if given is arg
-                    ),
-                    "",
-                )
+                pairs = zip(schema.arguments, node.args, strict=False)
+                return next((argument.name for argument, given in pairs if given is arg), "")
     return ""
 
 
@@ -116,42 +120,30 @@ def _free(wanted: str, taken: Collection[str]) -> str:
 
 
 def write_layer(writer: Writer, layer: Layer, t: int) -> None:
-    """The method: the operators of one round."""
+    """Write the method: the operators of one round, the second one (see `Repeat.operators`)."""
     repeat, operators = layer.repeat, layer.repeat.operators
-    at = repeat.at
-    carried = {arg: layer.carried[j] for arg, j in _carried_nodes(repeat)}
-    # In the round that is written, one value may be two arguments: then their names are kept for them.
-    often = Counter(nodes[1] for nodes in layer.outer)
-    once = {
-        nodes[1]: name
-        for nodes, name in layer.outer.items()
-        if often[nodes[1]] == 1 and nodes[1] not in carried
-    }
-    given = carried | once
-    reserved = {*layer.weights.values(), *layer.outer.values()} - {*once.values()}
-    names = choose_names(list(operators), given, repeat.leaving(1), reserved=reserved)
+    names = _layer_names(layer)
     numbers = _Numbers(layer, names.values())
+    paths = {weights.path(1): name for weights, name in layer.weights.items() if weights.step}
 
-    paths = {one.path(1): name for one, name in layer.weights.items() if one.step}
-
-    def spell(j: int, node: Node) -> str:
+    def express(j: int, node: Node) -> str:
         texts = {}
-        for arg, operand in zip(node.all_input_nodes, at.operands[j], strict=True):
-            own = (
-                repeat.own(operand.nodes)
-                if operand.kind == "outer" and operand.nodes not in layer.outer
-                else None
-            )
+        for arg, operand in zip(node.all_input_nodes, repeat.at.operands[j], strict=True):
             if operand.kind == "inner":
                 texts[arg] = names[operators[operand.index]]
             elif operand.kind == "carried":
                 texts[arg] = layer.carried[operand.index]
+            elif operand.nodes in layer.outer:
+                texts[arg] = layer.outer[operand.nodes]
             else:
-                texts[arg] = weight_text(layer.weights[own[0]], own[1]) if own else layer.outer[operand.nodes]
-        return spelled(node, numbers.texts(j), texts.__getitem__, site_text(node, paths))
+                own = repeat.own(operand.nodes)
+                assert own is not None, f"{node} reads a value that {layer.name} is not given"
+                weights, name = own
+                texts[arg] = weight_text(layer.weights[weights], name)
+        return expression_with(node, numbers.texts(j), texts.__getitem__, site_text(node, paths))
 
     body = Writer()
-    write_body(body, operators, names, t, spell, _layers(layer))
+    write_body(body, operators, names, t, express, _layers(layer))
     writer.add(1, f"def {layer.name}(self, {', '.join(layer.arguments)}):")
     writer.add(2, f'"""{_about(layer)}"""')
     writer.bind(bound_axes(operators))
@@ -163,29 +155,43 @@ def write_layer(writer: Writer, layer: Layer, t: int) -> None:
     writer.gap()
 
 
+def _layer_names(layer: Layer) -> dict[Node, str]:
+    """Choose the names of all values in the method of a layer."""
+    repeat = layer.repeat
+    carried = {arg: layer.carried[j] for arg, j in _carried_nodes(repeat)}
+    # A value that is two arguments in the written round has no single name: both names are reserved instead.
+    uses = Counter(nodes[1] for nodes in layer.outer)
+    outer = {}
+    for nodes, name in layer.outer.items():
+        if uses[nodes[1]] == 1 and nodes[1] not in carried:
+            outer[nodes[1]] = name
+    reserved = {*layer.weights.values(), *layer.outer.values()} - {*outer.values()}
+    return choose_names(list(repeat.operators), carried | outer, repeat.leaving(1), reserved=reserved)
+
+
 class _Numbers:
-    """How the numbers that differ from layer to layer are written; long lists of them have a variable, in `lists`."""
+    """Expressions of the numbers that differ from layer to layer; long lists of them get a variable, in `lists`."""
 
     def __init__(self, layer: Layer, names: Collection[str]) -> None:
         self.repeat, self.taken = layer.repeat, {*layer.arguments, *names}
         self.lists: dict[str, list[str]] = {}
 
     def texts(self, j: int) -> dict[Path, str]:
-        """Those of operator j, by where they stand among its arguments."""
-        found = {}
-        for (where, path), values in self.repeat.numbers.items():
-            if where != j:
+        """Return those of operator j, by where they are among its arguments."""
+        texts = {}
+        for (operator, path), values in self.repeat.numbers.items():
+            if operator != j:
                 continue
-            found[path] = self.repeat.steps.spell(values)
-            if len(found[path]) > LONGEST:
+            texts[path] = self.repeat.steps.express(values)
+            if len(texts[path]) > MAX_INLINE_CHARS:
                 name = _free(str(path[-1]), {*self.taken, *self.lists})
                 self.lists[name] = [repr(number) for number in values]
-                found[path] = f"{name}[{self.repeat.steps.count}]"
-        return found
+                texts[path] = f"{name}[{self.repeat.steps.count}]"
+        return texts
 
 
 def _carried_nodes(repeat: Repeat) -> list[tuple[Node, int]]:
-    """(value, index in a round) of what the second round, which is written, reads of the first."""
+    """Return (value, index in a round) of what the second round, the one written, reads of the first."""
     found = []
     for node, slots in zip(repeat.operators, repeat.at.operands, strict=True):
         for arg, operand in zip(node.all_input_nodes, slots, strict=True):
@@ -195,20 +201,21 @@ def _carried_nodes(repeat: Repeat) -> list[tuple[Node, int]]:
 
 
 def _layers(layer: Layer) -> dict[str, str]:
-    """Paths of the modules in the period that is written, and how comments show them: "" where there is one."""
-    paths = dict.fromkeys(one.path(1) for one in layer.weights)
+    """Return the paths of the modules in the written round, and how comments show them: "" where there is one."""
+    paths = dict.fromkeys(weights.path(1) for weights in layer.weights)
     if len(paths) == 1:
         return dict.fromkeys(paths, "")
     shown = {}
-    for one in layer.weights:
-        numbers = [one.first + k * one.step for k in range(layer.repeat.at.count)]
-        shown[one.path(1)] = f"{one.prefix.split('.')[-1]}[{layer.repeat.steps.spell(numbers)}]"
+    for weights in layer.weights:
+        numbers = [weights.first + k * weights.step for k in range(layer.repeat.at.count)]
+        shown[weights.path(1)] = f"{weights.prefix.split('.')[-1]}[{layer.repeat.steps.express(numbers)}]"
     return shown
 
 
 def _about(layer: Layer) -> str:
+    """Return the docstring of the method."""
     count = layer.repeat.at.count
-    paths = {one.path(0): one.path(count - 1) for one in layer.weights}
+    paths = {weights.path(0): weights.path(count - 1) for weights in layer.weights}
     called = " and ".join(f"`{name}`" for name in layer.weights.values())
     if not paths:
         return f"One of {count} equal rounds."
@@ -223,7 +230,7 @@ def _about(layer: Layer) -> str:
 def write_run(
     writer: Writer, layer: Layer, run: Run, names: dict[Node, str], outside: Callable[[Node], str]
 ) -> None:
-    """The calls of a layer in forward: a loop, or one call."""
+    """Write the calls of a layer in forward: a loop, or one call."""
     writer.gap()
     if run.count == 1:
         _write_call(writer, layer, run, names, outside)
@@ -252,23 +259,23 @@ def _write_loop(
 ) -> None:
     steps, count = run.steps, run.count
     results = [names[node] for node in run.finals]
-    moved = [
-        (name, outside(node))
-        for name, node in zip(results, run.initials, strict=True)
-        if name != outside(node)
-    ]
+    # The loop overwrites its results: before it, they must be the initial values.
+    moved = {}
+    for name, node in zip(results, run.initials, strict=True):
+        if name != outside(node):
+            moved[name] = outside(node)
     if moved:
-        writer.add(2, f"{', '.join(name for name, _ in moved)} = {', '.join(source for _, source in moved)}")
+        writer.add(2, f"{', '.join(moved)} = {', '.join(moved.values())}")
     passed = ["i"] if layer.takes_i else []
     for weights, name in layer.weights.items():
-        number = steps.spell([weights.first + k * weights.step for k in run.rounds])
+        number = steps.express([weights.first + k * weights.step for k in run.rounds])
         passed.append(_weights_at(weights, name, number))
     passed += results
     lists: set[str] = set()
     for nodes, name in layer.outer.items():
         texts = [outside(node) for node in run.outer(nodes)]
         text = texts[0] if len(set(texts)) == 1 else steps.choose(texts)
-        if len(text) > LONGEST and len(set(texts)) > 1:
+        if len(text) > MAX_INLINE_CHARS and len(set(texts)) > 1:
             listed = _free(f"{name}_of", {*names.values(), *lists})
             lists.add(listed)
             _write_list(writer, listed, texts)
@@ -276,25 +283,24 @@ def _write_loop(
         passed.append(text)
     last = steps.first + steps.step * count
     bounds = f"{steps.first}, {last}" + (f", {steps.step}" if steps.step != 1 else "")
-    every = list(layer.weights)
-    comment = (
-        f"{every[0].path(run.first)} to {every[-1].path(run.stop - 1)}" if every and every[0].step else ""
-    )
+    modules = list(layer.weights)
+    comment = ""
+    if modules and modules[0].step:
+        comment = f"{modules[0].path(run.first)} to {modules[-1].path(run.stop - 1)}"
     counter = "i" if any(re.search(r"\bi\b", text) for text in passed) else "_"
     writer.add(2, f"for {counter} in range({bounds}):", comment)
     writer.add(3, f"{', '.join(results)} = self.{layer.name}({', '.join(passed)})")
 
 
 def _weights_at(weights: Weights, name: str, number: int | str) -> str:
-    """`w.transformer.h[3]`; `name` is what the layer calls them, `w` or `w0`, `b` or `b1`."""
+    """Return `w.transformer.h[3]`; `name` is the layer's argument for it: `w` or `w0`, `b` or `b1`."""
     return f"{weight_text(name[0], weights.prefix)}[{number}]"
 
 
 def _write_list(writer: Writer, name: str, values: Sequence[str]) -> None:
-    """A list of one value per layer, wrapped."""
+    """Write a list of one value per layer, wrapped."""
     writer.add(2, f"{name} = (")
-    for line in textwrap.wrap(
-        ", ".join(values) + ",", WIDTH - 12, break_long_words=False, break_on_hyphens=False
-    ):
+    text = ", ".join(values) + ","
+    for line in textwrap.wrap(text, WIDTH - 12, break_long_words=False, break_on_hyphens=False):
         writer.add(3, line)
     writer.add(2, ")")

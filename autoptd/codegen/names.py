@@ -1,7 +1,8 @@
 """Choose the variable of every value in an emitted function: the user's own names, as far as they are known.
 
-The last operator of a source line `q, k, v = ...` gives its variables their names; an operator that is all there is of a
-module is called like the module; others are called by their operator. A name is taken again as soon as its value is dead.
+In: operators in order, and the names of arguments. Out: a name for every value. The last operator of a source line
+`q, k, v = ...` has these variables as its names; a module's only operator is named like the module; others are named
+after their operator. A name is reused as soon as its value is dead.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ from autoptd.ir.names import RESERVED, free_name
 from autoptd.ir.notes import is_pair, note, op_name
 from autoptd.ir.operators.table import operator_of
 
-KEEPING = {"rotary"}  # fused operators whose first operand stays what it was
-
-WHOLE = "_whole"  # ends the name of what was gathered
-NEAR = 5  # operators of one source line lie this near to each other
+# Fused operators whose result has the name of their first operand.
+KEEPING = {"rotary"}
+# The suffix of gathered values.
+WHOLE = "_whole"
+# Operators of one source line are at most so far apart.
+MAX_DISTANCE = 5
 
 
 def choose_names(
@@ -35,14 +38,15 @@ def choose_names(
 ) -> dict[Node, str]:
     """Name the value of every node of `body`, run in this order; `given` are the arguments, `results` live to the end.
 
-    `inside` are readers that run inside of a loop, with the index in `body` of that loop's results; `same` says what
-    those results are called by the loop; `held` until which index a value must be kept beyond its
-    last reader. `reserved` names are never taken. `beyond` are the operators that follow, in another function.
+    `inside` are readers that run inside of a loop, with the index in `body` of that loop's results; `same` are the names
+    of those results in the loop; `held` is the index up to which a value lives beyond its last reader. `reserved` names
+    are never chosen. `beyond` are the operators that follow, in another function.
     """
     position = {node: i for i, node in enumerate(body)} | (inside or {})
-    last_use = {
-        node: max((position.get(user, -1) for user in node.users), default=-1) for node in [*given, *body]
-    }
+    last_use: dict[Node, int] = {}
+    for node in [*given, *body]:
+        readers = [position.get(user, -1) for user in node.users]
+        last_use[node] = max(readers, default=-1)
     for node, until in (held or {}).items():
         last_use[node] = max(last_use.get(node, -1), until)
     for node in results:
@@ -51,7 +55,8 @@ def choose_names(
     names = dict(given)
     for i, node in enumerate(body):
         wanted = same[node] if same and node in same else _wanted(node, [*body, *beyond], i, names)
-        free = wanted = free_name(wanted)  # a parameter may be called w, or F
+        # The user may have chosen w, or F, which emitted files use themselves.
+        free = wanted = free_name(wanted)
         count = 1
         while free in reserved or (free in holder and last_use[holder[free]] > i):
             count += 1
@@ -62,7 +67,8 @@ def choose_names(
 
 
 def _wanted(node: Node, body: list[Node], i: int, names: dict[Node, str]) -> str:
-    if "name" in note(node).extra:  # what a rewriting of the graph calls it
+    # Given by a pass that made the node.
+    if "name" in note(node).extra:
         return str(note(node).extra["name"])
     if is_pair(node):
         return "pair"
@@ -76,14 +82,14 @@ def _wanted(node: Node, body: list[Node], i: int, names: dict[Node, str]) -> str
         base = _base(names.get(source, ""), source)
         return f"{base.removesuffix(WHOLE)}{WHOLE}" if _gathers(node) else base
     leaf = note(node).module.split(".")[-1]
-    alone = sum(note(one).module == note(node).module and _counts(one) for one in body) == 1
-    if alone and leaf.isidentifier() and leaf not in RESERVED:
+    of_module = [other for other in body if note(other).module == note(node).module and _counts(other)]
+    if len(of_module) == 1 and leaf.isidentifier() and leaf not in RESERVED:
         return leaf
     return operator_of(node).variable or name
 
 
 def _keeps_name(node: Node, name: str, source: Node) -> bool:
-    """Whether a result is called like the first operand; a slice of labels or of positions still is what it is called."""
+    """Tell whether a result has the name of the first operand: a slice of labels is still called labels."""
     if node.target in (markers.convert, markers.share, markers.first_rows) or name in KEEPING:
         return True
     if operator_of(node).keeps_name:
@@ -92,19 +98,19 @@ def _keeps_name(node: Node, name: str, source: Node) -> bool:
 
 
 def _gathers(node: Node) -> bool:
-    """Whether the result is all of what the operand is a shard of."""
+    """Tell whether the result is the whole value of which the operand is a shard."""
     return node.target is markers.convert and note(node).conversion in ("s_to_r", "s_to_i")
 
 
 def _base(name: str, source: Node) -> str:
-    """A conversion keeps its operand's name; of a parameter, its last two words."""
+    """Return the name of an operand that its result keeps; for a parameter, its last two words."""
     if note(source).kind in ("param", "buffer"):
         return "_".join(word for word in note(source).name.split(".")[-2:] if word.isidentifier()) or "x"
     return name
 
 
 def assigned_name(body: list[Node], i: int) -> str:
-    """The variable that the user's source line of operator i assigns, if no operator of that line follows; else ""."""
+    """Return the variable that the source line of operator i assigns, if no operator of that line follows; else ""."""
     node = body[i]
     is_piece = node.target is operator.getitem and _counts(node.args[0])  # type: ignore[arg-type]
     piece = node.args[1] if is_piece else note(node).extra.get("piece")
@@ -112,19 +118,18 @@ def assigned_name(body: list[Node], i: int) -> str:
         targets = _targets(note(node if "piece" in note(node).extra else node.args[0]).code)  # type: ignore[arg-type]
         return targets[piece] if len(targets) > piece else ""  # type: ignore[index, operator]
     line, module = note(node).source, note(node).module
-    later = [
-        (k, note(after).module)
-        for k, after in enumerate(body[i + 1 :])
-        if note(after).source == line and not _brings_to_layers(after, node)
-    ]
-    if any(_owns(owner, module) or (k < NEAR and _is_near(owner, module)) for k, owner in later):
-        return ""
+    for distance, after in enumerate(body[i + 1 :]):
+        if note(after).source != line or _brings_to_layers(after, node):
+            continue
+        other = note(after).module
+        if _owns(other, module) or (distance < MAX_DISTANCE and _is_near(other, module)):
+            return ""
     targets = _targets(note(node).code)
     return targets[0] if len(targets) == 1 else ""
 
 
 def _brings_to_layers(after: Node, node: Node) -> bool:
-    """Whether `after` is the conversion behind `node` to the type in which layers begin: it keeps the name of the value."""
+    """Tell whether `after` converts `node` to the type in which layers begin: it keeps the name of the value."""
     return (
         after.target is markers.convert
         and after.args[0] is node
@@ -133,23 +138,23 @@ def _brings_to_layers(after: Node, node: Node) -> bool:
 
 
 def _counts(node: Node) -> bool:
-    """Whether a value may have the name of its module: no conversion, and no pair."""
+    """Tell whether a value may have the name of its module: it is neither a conversion nor a pair."""
     return node.target not in markers.MARKERS[:3] and not is_pair(node)
 
 
 def _owns(owner: str, module: str) -> bool:
-    """A line of `owner` may have called `module`."""
+    """Tell whether a line of `owner` may have called `module`."""
     return owner != module and (not owner or module.startswith(f"{owner}."))
 
 
 def _is_near(other: str, module: str) -> bool:
-    """The same module, or another one that the same line may have called; layers are not called by one line."""
+    """Tell whether two modules are the same, or may have been called by one line; layers are called by several."""
     parent, _, leaf = module.rpartition(".")
     return other == module or (not leaf.isdigit() and other.startswith(f"{parent}." if parent else ""))
 
 
 def _targets(code: str) -> list[str]:
-    """Names on the left of an assignment; [] when the line is anything else."""
+    """Return the names on the left of an assignment; [] for any other line."""
     try:
         parsed = ast.parse(code.strip()).body
     except SyntaxError:
@@ -158,6 +163,6 @@ def _targets(code: str) -> list[str]:
         return []
     target = parsed[0].target if isinstance(parsed[0], ast.AugAssign) else parsed[0].targets[0]
     elements = target.elts if isinstance(target, ast.Tuple) else [target]
-    names = [one.id for one in elements if isinstance(one, ast.Name)]
-    fine = len(names) == len(elements) and not set(names) & RESERVED
-    return names if fine else []
+    names = [element.id for element in elements if isinstance(element, ast.Name)]
+    is_usable = len(names) == len(elements) and not set(names) & RESERVED
+    return names if is_usable else []

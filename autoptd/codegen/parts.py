@@ -1,7 +1,7 @@
-"""Divide a program's operators among its files: what each stage has of its own, and what several stages have alike.
+"""Divide a program's operators among its files: each stage's own ones, and those that several stages share.
 
-In: a LOCAL graph. Out: a `Part` a stage, whose `calls` are the pieces of it that are methods: `Run`s of a layer that repeats
-(`repeats.py`), and `Block`s of operators that several stages compute again rather than send.
+In: a LOCAL graph. Out: a `Part` per stage, whose `calls` are the pieces of it that become methods: `Run`s of a repeated
+layer (`repeats.py`), and `Block`s of operators that several stages compute instead of sending a value.
 
     parts = divide(graph, crossings(graph), stages=4)
     parts[2].calls      # [Run(repeat, first=6, stop=9, ...)]
@@ -24,13 +24,15 @@ from autoptd.codegen.runs import Run, find_runs
 from autoptd.ir.notes import note, ops, output, placeholders
 from autoptd.ir.periods import MIN_OPERATORS
 
-LINE = 60  # operators that one source line may stand for
-MIN_BLOCK = 4  # operators that are worth a method
+# One source line makes at most so many operators.
+MAX_OPERATORS_OF_LINE = 60
+# So many operators are worth a method.
+MIN_BLOCK = 4
 
 
 @dataclass(frozen=True)
 class Crossing:
-    """A value that one stage makes and later stages read; `name` is its keyword in their forward."""
+    """A value that one stage computes and later stages read; `name` is its keyword in their forward."""
 
     node: Node
     name: str
@@ -44,10 +46,13 @@ class Crossing:
 
 @dataclass(frozen=True)
 class Block:
-    """Operators that all stages of `stages` compute, one after the other, from index `start` of a stage's body."""
+    """Operators that all of `stages` compute, contiguous in a stage's body from index `start` on.
+
+    `results` are those that are read outside of the block, on any stage.
+    """
 
     nodes: tuple[Node, ...]
-    results: tuple[Node, ...]  # what is read outside of the block, on any stage
+    results: tuple[Node, ...]
     start: int
 
     @property
@@ -60,32 +65,34 @@ class Block:
 
     @property
     def read(self) -> list[Node]:
-        """The values it is given: all that it reads but its own, and parameters and buffers."""
-        found = dict.fromkeys(
-            arg for node in self.nodes for arg in node.all_input_nodes if arg not in self.nodes
-        )
-        return [node for node in found if note(node).kind not in ("param", "buffer")]
+        """Its arguments: all that it reads, except its own values, parameters and buffers."""
+        read: dict[Node, None] = {}
+        for node in self.nodes:
+            for arg in node.all_input_nodes:
+                if arg not in self.nodes and note(arg).kind not in ("param", "buffer"):
+                    read[arg] = None
+        return list(read)
 
     @cached_property
     def result_names(self) -> dict[Node, str]:
-        """What its results are called, as far as their operators tell."""
+        """The names of its results, chosen from its own operators alone."""
         names = choose_names(list(self.nodes), {}, list(self.results))
         return {node: names[node] for node in self.results}
 
 
 @dataclass
 class Part:
-    """What a stage computes: its operators in order, what it reads, what it hands on."""
+    """What a stage computes: its operators in order, the crossings that it reads and writes, the results of forward."""
 
     index: int
     body: list[Node]
     arriving: list[Crossing]
     leaving: list[Crossing]
-    results: list[Node]  # of forward, in order
+    results: list[Node]
     calls: list[Run | Block] = field(default_factory=list)
 
     def read(self, kind: str) -> list[Node]:
-        """The inputs, parameters or buffers that it reads, in order of first use."""
+        """Return the inputs, parameters or buffers that it reads, in order of first use."""
         every = dict.fromkeys(
             arg for node in self.body for arg in node.all_input_nodes if arg.op == "placeholder"
         )
@@ -106,25 +113,30 @@ class Part:
         return [call for call in self.calls if isinstance(call, Block)]
 
     def gaps(self) -> list[tuple[int, int]]:
-        """The ranges of its body that no call stands for."""
-        ends, starts = (
-            [0, *(call.end for call in self.calls)],
-            [*(call.start for call in self.calls), len(self.body)],
-        )
-        return [(low, high) for low, high in zip(ends, starts, strict=True) if low < high]
+        """Return the ranges (low, high) of its body outside of its calls."""
+        gaps = []
+        low = 0
+        for call in self.calls:
+            gaps.append((low, call.start))
+            low = call.end
+        gaps.append((low, len(self.body)))
+        return [(low, high) for low, high in gaps if low < high]
 
     def add_calls(self, calls: Sequence[Run | Block]) -> None:
         self.calls = sorted([*self.calls, *calls], key=lambda call: call.start)
 
 
 def crossings(graph: Graph) -> list[Crossing]:
-    """All values that cross from one stage to later ones, in order."""
+    """Return all values that cross from one stage to later ones, in order."""
     found: list[Crossing] = []
     taken: set[str] = set()
     inputs = {note(node).name for node in placeholders(graph, "input")}
     for node in ops(graph):
         home = note(node).stages
-        targets = sorted({stage for user in node.users for stage in note(user).stages} - set(home))
+        readers: set[int] = set()
+        for user in node.users:
+            readers.update(note(user).stages)
+        targets = sorted(readers - set(home))
         if targets:
             name = base = f"x_from_{home[0]}"
             number = len(taken)
@@ -136,67 +148,76 @@ def crossings(graph: Graph) -> list[Crossing]:
 
 
 def divide(graph: Graph, crossing: Sequence[Crossing], stages: int) -> list[Part]:
-    """The parts of all stages."""
+    """Return the parts of all stages."""
     parts = [_part(graph, stage, crossing) for stage in range(stages)]
     loss: Node = output(graph).args[0]  # type: ignore[assignment]
     repeats = find_repeats(list(ops(graph)), {loss})
     for part in parts:
         part.calls = list(find_runs(repeats, part.body))
-    called = Counter(id(run.repeat) for part in parts for run in part.runs for _ in run.rounds)
-    for part in parts:  # a layer that is called once is no method
-        part.calls = [run for run in part.runs if called[id(run.repeat)] > 1]
+    rounds: Counter[int] = Counter()
+    for part in parts:
+        for run in part.runs:
+            rounds[id(run.repeat)] += run.count
+    for part in parts:
+        # A layer that is called once is not worth a method.
+        part.calls = [run for run in part.runs if rounds[id(run.repeat)] > 1]
         part.add_calls(_own_runs(part))
     _add_blocks(parts)
     return parts
 
 
 def _part(graph: Graph, stage: int, crossing: Sequence[Crossing]) -> Part:
-    leaving = [one for one in crossing if one.source == stage]
+    leaving = [each for each in crossing if each.source == stage]
     loss: list[Node] = [output(graph).args[0]] if stage in note(output(graph)).stages else []  # type: ignore[list-item]
     return Part(
         index=stage,
         body=[node for node in ops(graph) if stage in note(node).stages],
-        arriving=[one for one in crossing if stage in one.targets],
+        arriving=[each for each in crossing if stage in each.targets],
         leaving=leaving,
-        results=[one.node for one in leaving] + loss,
+        results=[each.node for each in leaving] + loss,
     )
 
 
 def _own_runs(part: Part) -> list[Run]:
-    """What repeats within a stage beside the layers of the program: there, other stages may read what goes on inside."""
+    """Find what repeats within a stage beside the layers of the program, where other stages may read inner values."""
     found: list[Run] = []
     for low, high in part.gaps():
         if high - low < 2 * MIN_OPERATORS:
             continue
-        some = part.body[low:high]
-        later = {*part.results, *(arg for node in part.body[high:] for arg in node.all_input_nodes)}
-        found += find_runs(find_repeats(some, later.intersection(some)), part.body)
+        operators = part.body[low:high]
+        later = set(part.results)
+        for node in part.body[high:]:
+            later.update(node.all_input_nodes)
+        found += find_runs(find_repeats(operators, later.intersection(operators)), part.body)
     return found
 
 
 def _bring_together(part: Part) -> None:
-    """Move up what is computed on several stages, between two calls, so that it stands side by side."""
+    """Make the operators of the same several stages contiguous, between two calls, by moving later ones up."""
     for low, high in part.gaps():
         groups: list[list[Node]] = []
-        place: dict[Node, int] = {}  # index of a node's group
-        last: dict[tuple[int, ...], int] = {}  # that of the last group of some stages
+        # The index of a node's group, and of the last group of the same stages.
+        group_of: dict[Node, int] = {}
+        last: dict[tuple[int, ...], int] = {}
         for node in part.body[low:high]:
             stages = note(node).stages
-            at = last.get(stages, -1) if len(stages) > 1 else -1
-            if any(place.get(arg, -1) > at for arg in node.all_input_nodes) or at < 0:
-                at = last[stages] = len(groups)
+            group = last.get(stages, -1) if len(stages) > 1 else -1
+            # Not above what it reads.
+            if any(group_of.get(arg, -1) > group for arg in node.all_input_nodes) or group < 0:
+                group = last[stages] = len(groups)
                 groups.append([])
-            groups[at].append(node)
-            place[node] = at
+            groups[group].append(node)
+            group_of[node] = group
         part.body[low:high] = [node for group in groups for node in group]
 
 
 def _add_blocks(parts: Sequence[Part]) -> None:
-    """Find what several stages compute alike, between their layers."""
+    """Find the operators that several stages compute, between their layers."""
     for part in parts:
         _bring_together(part)
+    # By stages: their operators; and those that on some stage follow an operator of other stages, so begin a block.
     alike: dict[tuple[int, ...], list[Node]] = {}
-    apart: set[Node] = set()  # first operators, of a stage at least, behind something else
+    apart: set[Node] = set()
     for part in parts:
         for low, high in part.gaps():
             for before, node in zip([None, *part.body[low : high - 1]], part.body[low:high], strict=True):
@@ -224,25 +245,28 @@ def _runs_of(nodes: Sequence[Node], apart: set[Node]) -> list[list[Node]]:
 
 
 def _is_free(part: Part, nodes: Sequence[Node]) -> bool:
-    """Whether the operators stand side by side in a stage, and in no layer of it."""
+    """Tell whether the operators are contiguous in a stage, and outside of its layers."""
     start = part.body.index(nodes[0])
     is_side_by_side = part.body[start : start + len(nodes)] == list(nodes)
     return is_side_by_side and any(low <= start and start + len(nodes) <= high for low, high in part.gaps())
 
 
 def _results(nodes: Sequence[Node], homes: Sequence[Part]) -> tuple[Node, ...]:
-    found = []
+    """Return the nodes that one of their stages reads outside of them, or returns."""
+    results = []
     for node in nodes:
-        is_read = any(
-            set(note(user).stages) & set(note(node).stages) for user in node.users if user not in nodes
-        )
+        readers: set[int] = set()
+        for user in node.users:
+            if user not in nodes:
+                readers.update(note(user).stages)
+        is_read = not readers.isdisjoint(note(node).stages)
         if is_read or any(node in part.results for part in homes):
-            found.append(node)
-    return tuple(found)
+            results.append(node)
+    return tuple(results)
 
 
 def name_values(part: Part) -> dict[Node, str]:
-    """The variables of a stage's forward; of a call only what comes out of it."""
+    """Choose the variables of a stage's forward; a call has its results only."""
     shown: list[Node] = []
     inside: dict[Node, int] = {}
     held: dict[Node, int] = {}
@@ -254,11 +278,11 @@ def name_values(part: Part) -> dict[Node, str]:
         first, behind = len(shown), len(shown) + len(results)
         inside |= {node: first for node in part.body[call.start : call.end] if node not in results}
         if isinstance(call, Run):
-            # What every round reads, and what goes from round to round, must not share a name with another of them.
-            outer = [
-                node for slots in call.repeat.at.operands for one in slots for node in call.outer(one.nodes)
-            ]
-            held |= dict.fromkeys([*outer, *results], behind)
+            # Values that rounds read, or pass on, live to the end of the loop: none may reuse the name of another.
+            for slots in call.repeat.at.operands:
+                for operand in slots:
+                    held |= dict.fromkeys(call.outer(operand.nodes), behind)
+            held |= dict.fromkeys(results, behind)
             same |= dict(zip(results, _carried_names(call.repeat), strict=True))
         else:
             held |= dict.fromkeys(results, behind)
@@ -270,13 +294,13 @@ def name_values(part: Part) -> dict[Node, str]:
 
 
 def _following(body: Sequence[Node]) -> list[Node]:
-    """The operators of the model behind the last one of a stage, as far as its layer may reach."""
-    found: list[Node] = []
+    """Return the operators of the model after the last one of a stage that may belong to the same source line."""
+    following: list[Node] = []
     node = body[-1].next if body else None
-    while node is not None and node.op == "call_function" and len(found) < LINE:
-        found.append(node)
+    while node is not None and node.op == "call_function" and len(following) < MAX_OPERATORS_OF_LINE:
+        following.append(node)
         node = node.next
-    return found
+    return following
 
 
 def _carried_names(repeat: Repeat) -> list[str]:

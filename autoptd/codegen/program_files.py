@@ -1,8 +1,7 @@
-"""Write the files of a program: one a stage, and `layers.py` with what several stages call.
+"""Write the files of a program: one per stage, and `layers.py` with the methods that several stages call.
 
-In: a LOCAL graph, what crosses between its stages, and what to say about each. Out: `ProgramFiles`. A layer that repeats is
-written once: where all of its rounds are in one stage in the file of that stage, else in `layers.py`. The same input gives the
-same bytes.
+In: a LOCAL graph, its crossings, and an `About` for every stage. Out: `ProgramFiles`. A repeated layer is written once:
+in the file of a stage if all of its rounds are there, else in `layers.py`. The same input gives the same bytes.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ HEAD = "What several stages of the program call, written once: every stage has t
 
 @dataclass(frozen=True)
 class ProgramFiles:
-    """The texts of all files by name, what each stage reads and writes, and what stands on which line."""
+    """The texts of all files by name, what each stage reads and writes, and the operator on every line."""
 
     sources: dict[str, str]
     stages: tuple[StageFile, ...]
@@ -44,11 +43,12 @@ class ProgramFiles:
 
 
 def write_program(graph: Graph, t: int, crossing: Sequence[Crossing], about: Sequence[About]) -> ProgramFiles:
-    """Return the files of a program; `about` has what is said of every stage."""
+    """Return the files of a program; `about` has an entry for every stage."""
     parts = divide(graph, crossing, len(about))
     names = [name_values(part) for part in parts]
     methods: Methods = {}
-    homes: dict[object, set[int]] = {}  # the stages that call a method
+    # By method: the stages that call it.
+    homes: dict[object, set[int]] = {}
     for part in parts:
         _name_methods(part, names[part.index], methods, homes)
     shared = [key for key in methods if len(homes[key]) > 1]
@@ -73,7 +73,7 @@ def write_program(graph: Graph, t: int, crossing: Sequence[Crossing], about: Seq
 def _name_methods(
     part: Part, names: dict[Node, str], methods: Methods, homes: dict[object, set[int]]
 ) -> None:
-    """Add the methods that a stage calls, those that it is the first to call by the names of its forward."""
+    """Add the methods that a stage is the first to call: their arguments are named like the values of its forward."""
 
     def text(node: Node) -> str:
         return names.get(node) or weight_text("w" if note(node).kind == "param" else "b", note(node).name)
@@ -81,11 +81,13 @@ def _name_methods(
     for call in part.calls:
         key = method_key(call)
         homes.setdefault(key, set()).add(part.index)
-        if key not in methods:
-            taken = [method.name for method in methods.values()]
-            methods[key] = (
-                make_layer(call, text, taken) if isinstance(call, Run) else make_method(call, text, taken)
-            )
+        if key in methods:
+            continue
+        taken = [method.name for method in methods.values()]
+        if isinstance(call, Run):
+            methods[key] = make_layer(call, text, taken)
+        else:
+            methods[key] = make_method(call, text, taken)
 
 
 __all__ = ["ProgramFiles", "write_program"]

@@ -1,9 +1,9 @@
-"""The repeated layers of a program, as the loops that will be written: what a layer is given, and how that is spelled by `i`.
+"""Find the repeated layers of a program, and express what differs between them by the number `i` of the layer.
 
-In: operators in order, of the whole program. Out: `Repeat`s. Layers are found by what they do (`ir/periods.py`); names of
-parameters only say how to index them: those of `h.0.ln.weight`, `h.1.ln.weight`, ... become `w.h[i].ln.weight`. What else
-differs from layer to layer is spelled by `i`, too: numbers in arithmetic progression (`3 * i + 1`), what alternates
-(`(local, full)[i % 2]`), and any other list of values (`scales[i]`).
+In: the operators of the whole program, in order. Out: `Repeat`s. Layers are found by what they compute
+(`ir/periods.py`); the names of parameters only say how to index them: `h.0.ln.weight`, `h.1.ln.weight`, ... become
+`w.h[i].ln.weight`. What else differs is expressed by `i`, too: numbers in arithmetic progression (`3 * i + 1`),
+alternating values (`(local, full)[i % 2]`), and any other list of values (`scales[i]`).
 """
 
 from __future__ import annotations
@@ -24,14 +24,17 @@ from autoptd.codegen.expressions import expression
 from autoptd.ir.notes import note, value
 from autoptd.ir.periods import Period, find_periods
 
-Path = tuple[int | str, ...]  # where a number stands in the arguments of an operator: ("dim",) or (1, 0)
-FEW = 3  # parameters of one layer that all periods share and that are passed one by one
-FEWEST = 10  # operators of a repeat that has no parameters of its own
+# Where a number is among the arguments of an operator: ("dim",) or (1, 0).
+Path = tuple[int | str, ...]
+# Up to so many parameters that all periods share are passed one by one.
+MAX_PASSED = 3
+# A repeat without parameters of its own has at least so many operators: a few equal lines are easier to read than a loop.
+MIN_OPERATORS = 10
 
 
 @dataclass(frozen=True)
 class Weights:
-    """What a layer has under one path: that of period k is `{prefix}.{first + k * step}` (step 0: all share one layer's)."""
+    """The parameters or buffers of a layer: in period k those below `{prefix}.{first + k * step}` (step 0: shared by all)."""
 
     kind: str
     prefix: str
@@ -50,10 +53,11 @@ class Steps:
     first: int
     step: int
 
-    def spell(self, values: Sequence[int | float]) -> str:
-        """One number per period, as an expression of `i`."""
-        if not all(isinstance(one, int) for one in values) or len({b - a for a, b in pairwise(values)}) > 1:
-            return self.choose([repr(one) for one in values])
+    def express(self, values: Sequence[int | float]) -> str:
+        """Return one number per period, as an expression of `i`."""
+        is_linear = len({after - before for before, after in pairwise(values)}) <= 1
+        if not is_linear or not all(isinstance(number, int) for number in values):
+            return self.choose([repr(number) for number in values])
         slope = int(values[1] - values[0])
         if slope % self.step:
             return _times(slope, self.count, int(values[0]))
@@ -63,88 +67,106 @@ class Steps:
     def count(self) -> str:
         """The number of the period, 0, 1, ..."""
         text = _times(1, "i", -self.first)
-        return text if self.step == 1 else f"({text}) // {self.step}" if self.first else f"i // {self.step}"
+        if self.step == 1:
+            return text
+        return f"({text}) // {self.step}" if self.first else f"i // {self.step}"
 
     def choose(self, texts: Sequence[str]) -> str:
-        """One of `texts` per period; a list that alternates is written once."""
-        for every in range(1, len(texts) // 2 + 1):
-            if all(text == texts[k % every] for k, text in enumerate(texts)):
-                turned = (
-                    [texts[(k - self.first) % every] for k in range(every)]
-                    if self.step == 1
-                    else texts[:every]
-                )
-                number = "i" if self.step == 1 else f"({self.count})"
-                return f"({', '.join(turned)})[{number} % {every}]" if every > 1 else texts[0]
+        """Return an expression that selects one of `texts` per period; a list that alternates is written once."""
+        for length in range(1, len(texts) // 2 + 1):
+            if any(text != texts[k % length] for k, text in enumerate(texts)):
+                continue
+            if length == 1:
+                return texts[0]
+            if self.step == 1:
+                # Rotated so that `i` itself can be the index.
+                rotated = [texts[(k - self.first) % length] for k in range(length)]
+                return f"({', '.join(rotated)})[i % {length}]"
+            return f"({', '.join(texts[:length])})[({self.count}) % {length}]"
         return f"({', '.join(texts)})[{self.count}]"
 
 
 @dataclass(frozen=True, eq=False)
 class Repeat:
-    """A layer and all of its rounds, one after the other in `body`; most often they are spread over several stages."""
+    """A layer and all of its rounds, one after the other in `body`; usually several stages share them.
+
+    `numbers` has those that differ, one per period, by (operator, where it is among the arguments).
+    """
 
     at: Period
     body: tuple[Node, ...]
     weights: tuple[Weights, ...]
-    numbers: dict[tuple[int, Path], tuple[int | float, ...]]  # (operator, where) -> one per period
+    numbers: dict[tuple[int, Path], tuple[int | float, ...]]
 
     @property
     def operators(self) -> tuple[Node, ...]:
-        """Those of the second round, which is written: in the first, a carried value and an outer one can be the same."""
+        """The second round, which is the one written: in the first, a carried value and an outer one can be the same."""
         return self.round(1)
 
     def round(self, k: int) -> tuple[Node, ...]:
-        """The operators of round k."""
+        """Return the operators of round k."""
         return self.body[k * self.at.length : (k + 1) * self.at.length]
 
     @cached_property
     def steps(self) -> Steps:
-        return next((Steps(one.first, one.step) for one in self.weights if one.step), Steps(0, 1))
+        """The loop's `i`: the numbers of its layers in the model, 0, 1, ... without such."""
+        for weights in self.weights:
+            if weights.step:
+                return Steps(weights.first, weights.step)
+        return Steps(0, 1)
 
     @property
     def carried(self) -> list[int]:
-        """Where in a round the values are made that the next round reads."""
+        """The operators of a round, by index, whose results the next round reads."""
         return sorted(self.at.carried)
 
     def entering(self, k: int) -> list[Node]:
-        """What round k reads of the round before; of the first one, what stands in its place."""
+        """Return what round k reads of the round before; for the first round, the initial values."""
         return [self.round(k - 1)[j] if k else self.at.carried[j] for j in self.carried]
 
     def leaving(self, k: int) -> list[Node]:
-        """What round k hands on."""
+        """Return what the next round reads of round k."""
         return [self.round(k)[j] for j in self.carried]
 
     def own(self, nodes: Sequence[Node]) -> tuple[Weights, str] | None:
-        """Which of `weights` the nodes of an operand belong to, and the name below it."""
-        found = _numbered(nodes)
-        return next(((one, rest) for one, rest in found if one in self.weights), None)
+        """Return which of `weights` the nodes of an operand belong to, and the name below it; None for other operands."""
+        for weights, name in _numbered(nodes):
+            if weights in self.weights:
+                return weights, name
+        return None
 
 
 def find_repeats(body: list[Node], results: set[Node]) -> list[Repeat]:
-    """The repeats in a list of operators, of which `results` are read afterwards, in order."""
-    found = find_periods(body, [_signature(node) for node in body], results, _is_alike, _rank)
-    return [_repeat(body, one) for one in found]
+    """Return the repeats in a list of operators, in order; `results` are read after it."""
+    periods = find_periods(body, [_signature(node) for node in body], results, _is_alike, _rank)
+    return [_repeat(body, period) for period in periods]
 
 
 def _repeat(body: list[Node], at: Period) -> Repeat:
     numbers = {}
     for j in range(at.length):
-        every = [_numbers(body[at.start + k * at.length + j]) for k in range(at.count)]
-        for path in every[0]:
-            if len({repr(one[path]) for one in every}) > 1:
-                numbers[j, path] = tuple(one[path] for one in every)
+        by_period = [_numbers(body[at.start + k * at.length + j]) for k in range(at.count)]
+        for path in by_period[0]:
+            values = tuple(numbers_of_period[path] for numbers_of_period in by_period)
+            # By text, since -0.0 is not 0.0, nor 1.0 the same as 1.
+            if len(set(map(repr, values))) > 1:
+                numbers[j, path] = values
     return Repeat(at, tuple(body[at.start : at.stop]), weights_of(at), numbers)
 
 
 def _signature(node: Node) -> tuple[str, ...]:
-    """What two operators must have in common to be one line: all but the numbers among their arguments."""
-    place = {arg: f"node {i}" for i, arg in enumerate(node.all_input_nodes)}  # f(x, x, y) is not f(x, y, y)
-    literals = map_aggregate(
-        (node.args, node.kwargs),
-        lambda arg: place[arg] if isinstance(arg, Node) else "#" if _is_number(arg) else arg,
-    )
-    made = value(node)
-    dtypes = [one.dtype for one in (made if isinstance(made, (tuple, list)) else [made])]
+    """Return what two operators must have in common to be one line: all but the numbers among their arguments."""
+    # Operands by position, because f(x, x, y) is not f(x, y, y).
+    place = {arg: f"node {i}" for i, arg in enumerate(node.all_input_nodes)}
+
+    def described(arg: Any) -> Any:
+        if isinstance(arg, Node):
+            return place[arg]
+        return "#" if _is_number(arg) else arg
+
+    literals = map_aggregate((node.args, node.kwargs), described)
+    result = value(node)
+    dtypes = [x.dtype for x in (result if isinstance(result, (tuple, list)) else [result])]
     shapes = note(node).extra.get("local_shapes")
     read = [_shape(arg) for arg in node.all_input_nodes]
     return str(node.target), str(literals), note(node).axis, str(shapes), str(dtypes), str(read)
@@ -159,13 +181,13 @@ def _is_number(arg: Any) -> bool:
 
 
 def _numbers(node: Node) -> dict[Path, int | float]:
-    """All numbers among the arguments, by where they stand."""
+    """Return all numbers among the arguments, by where they are."""
     found: dict[Path, int | float] = {}
 
     def visit(arg: Any, path: Path) -> None:
         if isinstance(arg, (list, tuple)):
-            for i, one in enumerate(arg):
-                visit(one, (*path, i))
+            for i, item in enumerate(arg):
+                visit(item, (*path, i))
         elif _is_number(arg):
             found[path] = arg
 
@@ -176,16 +198,17 @@ def _numbers(node: Node) -> dict[Path, int | float]:
     return found
 
 
-def _is_alike(one: Node, other: Node) -> bool:
-    """Whether the two are one line of code: the same text, but for numbers that may come from outside."""
-    mine, theirs = _numbers(one), _numbers(other)
+def _is_alike(node: Node, other: Node) -> bool:
+    """Tell whether two operators are one line of code: their expressions differ in nothing but numbers."""
+    mine, theirs = _numbers(node), _numbers(other)
     different = {path: str(theirs[path]) for path in mine if repr(mine[path]) != repr(theirs[path])}
     if not different:
         return True
-    texts = [
-        {arg: f"x{i}" for i, arg in enumerate(node.all_input_nodes)}.__getitem__ for node in (one, other)
-    ]
-    return spelled(one, different, texts[0]) == expression(other, texts[1])
+    # Some numbers change the form of an expression: a slice from 0 is written without it.
+    names = {arg: f"x{i}" for i, arg in enumerate(node.all_input_nodes)}
+    names_of_other = {arg: f"x{i}" for i, arg in enumerate(other.all_input_nodes)}
+    text = expression_with(node, different, names.__getitem__)
+    return text == expression(other, names_of_other.__getitem__)
 
 
 class _WrittenInt(int):
@@ -210,68 +233,86 @@ class _WrittenFloat(float):
     __format__ = _WrittenInt.__format__  # type: ignore[assignment]
 
 
-def spelled(node: Node, numbers: dict[Path, str], text: Callable[[Node], str], site: str = '""') -> str:
-    """The expression of `node` with other texts for some of its numbers."""
+def expression_with(
+    node: Node, numbers: dict[Path, str], text: Callable[[Node], str], site: str = '""'
+) -> str:
+    """Return the expression of `node` with other texts for some of its numbers."""
 
-    def put(arg: Any, path: Path) -> Any:
+    def replaced(arg: Any, path: Path) -> Any:
         if path in numbers:
-            made = _WrittenInt(arg) if isinstance(arg, int) else _WrittenFloat(arg)
-            made.text = numbers[path]
-            return made
+            number = _WrittenInt(arg) if isinstance(arg, int) else _WrittenFloat(arg)
+            number.text = numbers[path]
+            return number
         if isinstance(arg, (list, tuple)):
-            return type(arg)(put(one, (*path, i)) for i, one in enumerate(arg))
+            return type(arg)(replaced(item, (*path, i)) for i, item in enumerate(arg))
         return arg
 
-    args = tuple(put(arg, (i,)) for i, arg in enumerate(node.args))
-    kwargs = {key: put(arg, (key,)) for key, arg in node.kwargs.items()}
+    args = tuple(replaced(arg, (i,)) for i, arg in enumerate(node.args))
+    kwargs = {key: replaced(arg, (key,)) for key, arg in node.kwargs.items()}
+    # A stand-in: a node of the graph itself cannot have other arguments for a moment.
     line: Any = SimpleNamespace(op=node.op, target=node.target, args=args, kwargs=kwargs, meta=node.meta)
     return expression(line, text, site)
 
 
 def weights_of(at: Period) -> tuple[Weights, ...]:
-    """What the parameters and buffers of the periods are numbered by: as few paths as hold all, in order of first use."""
-    slots = [one.nodes for operands in at.operands for one in operands if one.kind == "outer"]
-    candidates = [found[0][0] for found in map(_numbered, dict.fromkeys(slots)) if found]
-    often = Counter(candidates)
-    return tuple(one for one in dict.fromkeys(candidates) if one.step or often[one] > FEW)
+    """Return what the parameters and buffers of the periods are numbered by, in order of first use."""
+    candidates: list[Weights] = []
+    for nodes in dict.fromkeys(_outer_slots(at)):
+        if ways := _numbered(nodes):
+            # The first way has the shortest prefix, and so holds the most.
+            candidates.append(ways[0][0])
+    uses = Counter(candidates)
+    return tuple(weights for weights in uses if weights.step or uses[weights] > MAX_PASSED)
+
+
+def _outer_slots(at: Period) -> list[tuple[Node, ...]]:
+    """Return the operands from outside of the periods: one node per period each."""
+    return [operand.nodes for operands in at.operands for operand in operands if operand.kind == "outer"]
 
 
 def _numbered(nodes: Sequence[Node]) -> list[tuple[Weights, str]]:
-    """The ways to see parameters or buffers as numbered: `h.0.ln.weight`, `h.1.ln.weight` are (h, from 0 by 1), ln.weight."""
+    """Return the ways to number parameters or buffers: for `h.0.ln.weight`, `h.1.ln.weight` (h, from 0 by 1), ln.weight."""
     kinds = {note(node).kind for node in nodes}
     if len(kinds) > 1 or not kinds <= {"param", "buffer"}:
         return []
     names = [note(node).name.split(".") for node in nodes]
-    found = []
-    for at, part in enumerate(names[0]):
-        if not part.isdecimal() or any(len(name) <= at or not name[at].isdecimal() for name in names):
+    ways = []
+    for i in range(len(names[0])):
+        if any(len(name) <= i or not name[i].isdecimal() for name in names):
             continue
-        numbers = [int(name[at]) for name in names]
+        numbers = [int(name[i]) for name in names]
         step = numbers[1] - numbers[0]
-        rest = {(".".join(name[:at]), ".".join(name[at + 1 :])) for name in names}
+        # Around the number, all names must be the same.
+        rest = {(".".join(name[:i]), ".".join(name[i + 1 :])) for name in names}
         if len(rest) == 1 and numbers == [numbers[0] + k * step for k in range(len(numbers))]:
             prefix, suffix = next(iter(rest))
-            found.append((Weights(next(iter(kinds)), prefix, numbers[0], step), suffix))
-    return found
+            ways.append((Weights(next(iter(kinds)), prefix, numbers[0], step), suffix))
+    return ways
 
 
 def _rank(at: Period) -> tuple[int, ...] | None:
-    """Fewest sets of weights first: a period begins where a layer begins."""
+    """Rank by the number of `Weights`: with the fewest, a period begins where a layer begins. None: not worth a loop."""
     weights = weights_of(at)
-    if not any(one.step for one in weights) and (at.length < FEWEST or not _has_weights(at)):
-        return None  # three alike lines are easier to read than a loop
+    is_numbered = any(each.step for each in weights)
+    if not is_numbered and (at.length < MIN_OPERATORS or not _has_weights(at)):
+        return None
     return (len(weights),)
 
 
 def _has_weights(at: Period) -> bool:
-    slots = [one.nodes for operands in at.operands for one in operands if one.kind == "outer"]
-    return any(note(nodes[0]).kind == "param" for nodes in slots)
+    return any(note(nodes[0]).kind == "param" for nodes in _outer_slots(at))
 
 
 def _times(slope: int, variable: str, offset: int) -> str:
-    """`3 * i + 1`, in the shortest form."""
-    text = variable if slope == 1 else f"{slope} * {variable}" if re.fullmatch(r"\w+", variable) else ""
-    text = text or f"{slope} * ({variable})"
+    """Return `3 * i + 1`, in the shortest form."""
     if slope == 0:
         return str(offset)
-    return text if not offset else f"{text} + {offset}" if offset > 0 else f"{text} - {-offset}"
+    text = variable
+    if slope != 1:
+        is_name = re.fullmatch(r"\w+", variable)
+        text = f"{slope} * {variable}" if is_name else f"{slope} * ({variable})"
+    if offset > 0:
+        text += f" + {offset}"
+    elif offset < 0:
+        text += f" - {-offset}"
+    return text

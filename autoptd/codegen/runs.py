@@ -1,6 +1,6 @@
-"""The rounds of a repeat that a stage has: where they stand among its operators, and what goes in and out of them.
+"""Find the rounds of a repeat in a stage: where they are among its operators, and what goes in and out of them.
 
-In: the `Repeat`s of a program, the operators of a stage. Out: `Run`s. A round within which a stage ends is in none.
+In: the `Repeat`s of a program, the operators of a stage. Out: `Run`s. A round that is cut by the end of a stage is in none.
 
     find_runs(repeats, body)    # [Run(repeat, first=6, stop=9, start=0)]: layers 6 to 8
 """
@@ -17,12 +17,12 @@ from autoptd.codegen.repeats import Repeat, Steps
 
 @dataclass(frozen=True)
 class Run:
-    """Rounds `first` to `stop - 1` of a repeat, one after the other in the body of a stage."""
+    """Rounds `first` to `stop - 1` of a repeat, contiguous in the body of a stage from index `start` on."""
 
     repeat: Repeat
     first: int
     stop: int
-    start: int  # index of its first operator in the stage's body
+    start: int
 
     @property
     def count(self) -> int:
@@ -30,7 +30,7 @@ class Run:
 
     @property
     def end(self) -> int:
-        """Index of the stage's first operator behind it."""
+        """The index behind its last operator."""
         return self.start + self.count * self.repeat.at.length
 
     @property
@@ -52,21 +52,22 @@ class Run:
         return self.repeat.leaving(self.stop - 1)
 
     def outer(self, nodes: Sequence[Node]) -> Sequence[Node]:
-        """Of an operand's values in all rounds, those of this run."""
+        """Select the values of an operand in the rounds of this run, from those in all rounds."""
         return nodes[self.first : self.stop]
 
 
 def find_runs(repeats: Sequence[Repeat], body: Sequence[Node]) -> list[Run]:
-    """The rounds that a stage, whose operators are `body`, has from their first operator to their last."""
+    """Return the complete rounds among the operators `body` of a stage, consecutive ones as one run."""
     position = {node: i for i, node in enumerate(body)}
-    found: list[Run] = []
+    runs: list[Run] = []
     for repeat in repeats:
         for k in range(repeat.at.count):
             if not all(node in position for node in repeat.round(k)):
                 continue
             start = position[repeat.round(k)[0]]
-            if found and found[-1].repeat is repeat and found[-1].stop == k and found[-1].end == start:
-                found[-1] = replace(found[-1], stop=k + 1)
+            last = runs[-1] if runs else None
+            if last and last.repeat is repeat and last.stop == k and last.end == start:
+                runs[-1] = replace(last, stop=k + 1)
             else:
-                found.append(Run(repeat, k, k + 1, start))
-    return found
+                runs.append(Run(repeat, k, k + 1, start))
+    return runs

@@ -1,8 +1,8 @@
 """Write one stage as a Python file that a person can read top to bottom.
 
-In: what a stage computes (`parts.py`), the methods that it calls, and what to say about it. Out: `StageFile`: source text, and
-what it reads and writes. The file imports torch and autoptd.runtime only, has no branch on rank, and does not depend on the
-device; every collective has its own line, its bytes and its reason above.
+In: what a stage computes (`parts.py`), the methods that it calls, and an `About`. Out: `StageFile`: source text, and what
+it reads and writes. The file imports torch and autoptd.runtime only, has no branch on rank, and does not depend on the
+device; every collective has its own line, with its bytes and reason above.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from autoptd.ir.notes import is_whole, note, op_name
 from autoptd.program.calls import star
 from autoptd.program.specs import Line
 
-LAYERS = "layers.py"  # the file of methods that several stages call
+# The file of methods that several stages call.
+LAYERS = "layers.py"
 FOOTER = """
 
 if __name__ == "__main__":
@@ -42,8 +43,10 @@ IMPORTS = {r"\btorch\.": "import torch", r"\bF\.": "import torch.nn.functional a
 
 @dataclass(frozen=True)
 class About:
-    """What the compiler says of a stage: its header, what its words for collectives mean, the pipeline ranks of all stages,
-    what is summed once a step.
+    """What the compiler says about a stage.
+
+    `header` begins its file, `legend` explains the abbreviations of collectives, `ranks` is the pipeline rank of every
+    stage, and `sums` are the lines about what is summed once per step.
     """
 
     header: Sequence[str]
@@ -66,11 +69,12 @@ class StageFile:
     lines: tuple[Line, ...]
 
 
-Methods = dict[object, Layer | Method]  # by `method_key`
+# By `method_key`.
+Methods = dict[object, Layer | Method]
 
 
 def method_key(call: Run | Block) -> object:
-    """What all calls of one method have in common."""
+    """Return what all calls of one method have in common."""
     return call.repeat if isinstance(call, Run) else call.nodes
 
 
@@ -81,8 +85,9 @@ def write_stage(
     writer = Writer()
     writer.add(0, f"class Stage{part.index}(rt.Stage):")
     called = dict.fromkeys(method_key(call) for call in part.calls)
-    if there := [methods[key].name for key in called if key in shared]:
-        writer.add(1, f'layers = "{LAYERS}"', "has " + ", ".join(f"self.{name}" for name in there))
+    if names_of_shared := [methods[key].name for key in called if key in shared]:
+        texts = [f"self.{name}" for name in names_of_shared]
+        writer.add(1, f'layers = "{LAYERS}"', f"has {', '.join(texts)}")
         writer.lines.append("")
     for key in called:
         if key not in shared:
@@ -111,7 +116,7 @@ def _write_forward(
     def text(node: Node) -> str:
         return names.get(node) or weight_text("w" if note(node).kind == "param" else "b", note(node).name)
 
-    def spell(_: int, node: Node) -> str:
+    def express(_: int, node: Node) -> str:
         return expression(node, text, site_text(node))
 
     writer.add(1, f"def forward({', '.join(['self', *part.given.values()])}):")
@@ -123,16 +128,17 @@ def _write_forward(
     writer.bind(bound_axes(_own_nodes(part)) | {"w": "self.weights"})
     if part.read("buffer"):
         writer.bind({"b": "self.buffers"})
+    # Between the calls, the operators that are the stage's own.
     end = 0
     for call in part.calls:
-        write_body(writer, part.body[end : call.start], names, t, spell)
+        write_body(writer, part.body[end : call.start], names, t, express)
         method = methods[method_key(call)]
         if isinstance(method, Layer):
             write_run(writer, method, call, names, text)  # type: ignore[arg-type]
         else:
             write_method_call(writer, method, part.index, names, text)
         end = call.end
-    write_body(writer, part.body[end:], names, t, spell)
+    write_body(writer, part.body[end:], names, t, express)
     for crossing in part.leaving:
         readers = f"stage{'s'[: len(crossing.targets) > 1]} {numbers_text(crossing.targets)}"
         ranks = sorted({about.ranks[stage] for stage in crossing.targets})
@@ -144,15 +150,17 @@ def _write_forward(
 
 
 def _own_nodes(part: Part) -> list[Node]:
-    """What the forward of a stage computes itself, not by a call."""
-    bounds = [0, *(bound for call in part.calls for bound in (call.start, call.end)), len(part.body)]
-    return [
-        node for start, end in zip(bounds[::2], bounds[1::2], strict=True) for node in part.body[start:end]
-    ]
+    """Return what the forward of a stage computes itself, outside of the calls of methods."""
+    own: list[Node] = []
+    end = 0
+    for call in part.calls:
+        own += part.body[end : call.start]
+        end = call.end
+    return own + part.body[end:]
 
 
 def _write_sums(writer: Writer, sums: Sequence[str]) -> None:
-    """What this stage's pipeline rank sums when all its microbatches are done."""
+    """Write what this stage's pipeline rank sums when all its microbatches are done, as comments."""
     if sums:
         writer.lines += ["", ""]
         writer.comment(0, "After the last microbatch, for the parameters of this stage:")
@@ -169,7 +177,7 @@ def write_any(writer: Writer, method: Layer | Method, t: int) -> None:
 
 
 def lines_of(file: str, writer: Writer, t: int) -> tuple[Line, ...]:
-    """What stands on the lines of a file."""
+    """Return the operators on the lines of a file."""
     lines = []
     for number, node in writer.nodes.items():
         is_redundant = t > 1 and not note(node).conversion and is_whole(node)
@@ -179,17 +187,24 @@ def lines_of(file: str, writer: Writer, t: int) -> tuple[Line, ...]:
 
 
 def with_header(body: Writer, header: Sequence[str], legend: Sequence[str]) -> Writer:
-    """A file: its docstring, imports and `body`; `legend` are the lines that only a file with collectives needs."""
+    """Put the docstring and the imports before `body`; only a file with collectives gets the `legend`."""
     writer, text = Writer(), "\n".join(body.lines)
     has_calls = any(note(node).conversion for node in body.nodes.values())
     writer.add(0, f'"""{header[0]}')
     writer.gap()
-    about_sub_axes = [ABOUT_SUB_AXES] if sub_axes.PATTERN.search(text) else []
-    for line in [*header[1:], *about_sub_axes, *(legend if has_calls else [])]:
+    lines = list(header[1:])
+    if sub_axes.PATTERN.search(text):
+        lines.append(ABOUT_SUB_AXES)
+    if has_calls:
+        lines += legend
+    for line in lines:
         writer.lines += textwrap.wrap(line, WIDTH, subsequent_indent="    ")
     writer.add(0, '"""')
     imports = [line for word, line in IMPORTS.items() if re.search(word, text)]
-    writer.lines += ["", *imports, *([""] if imports else []), "from autoptd import runtime as rt", "", ""]
+    writer.lines += ["", *imports]
+    if imports:
+        writer.lines.append("")
+    writer.lines += ["from autoptd import runtime as rt", "", ""]
     writer.extend(body)
     return writer
 

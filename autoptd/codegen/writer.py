@@ -1,4 +1,9 @@
-"""Lines of source with their indentation, and the few texts that every part of an emitted file is made of."""
+"""Collect lines of emitted source: indentation, line breaks, comments, and which operator is on which line.
+
+In: statements and comments. Out: `Writer.lines`, each of at most `WIDTH` columns.
+
+    writer.add(2, "x = F.gelu(x)", "[2, 64, 96]", above="column: 256 = 2 x 128", node=node)
+"""
 
 from __future__ import annotations
 
@@ -12,13 +17,14 @@ from torch.fx import Node
 
 from autoptd.ir.names import METHODS
 
-WIDTH = 110  # columns of an emitted line
+# Columns of an emitted line.
+WIDTH = 110
 OPEN, CLOSE = "([{", ")]}"
 
 
 @dataclass
 class Writer:
-    """Lines of source, and which operator is on which line (counted from 1)."""
+    """Lines of source, and the operator on each line (counted from 1)."""
 
     lines: list[str] = field(default_factory=list)
     nodes: dict[int, Node] = field(default_factory=dict)
@@ -28,7 +34,7 @@ class Writer:
     ) -> None:
         """Add a statement, in several lines where it is too long for one.
 
-        `comment` stands behind it, where it does not fit above; `above` always above.
+        `comment` goes after it, or above where it does not fit; `above` always goes above.
         """
         pad = " " * (4 * indent)
         if comment and len(f"{pad}{text}  # {comment}") > WIDTH:
@@ -61,17 +67,18 @@ class Writer:
             self.add(2, f"{', '.join(values)} = {', '.join(values.values())}")
 
     def extend(self, other: Writer) -> None:
-        """Add what another one wrote."""
+        """Append the lines of another writer."""
         self.nodes |= {len(self.lines) + number: node for number, node in other.nodes.items()}
         self.lines += other.lines
 
     def gap(self) -> None:
+        """Add a blank line, but not a second one, nor at the start of a block."""
         if self.lines and self.lines[-1] and not self.lines[-1].endswith(":"):
             self.lines.append("")
 
 
 def broken(text: str, width: int) -> list[str]:
-    """A statement as lines of at most `width` columns, broken within its longest brackets; as it is where it has none."""
+    """Break a statement into lines of at most `width` columns, within its longest brackets; one without stays whole."""
     pairs = [(start, end) for start, end in _brackets(text) if end > start + 1]
     if len(text) <= width or not pairs:
         return [text]
@@ -88,7 +95,7 @@ def broken(text: str, width: int) -> list[str]:
 
 
 def _depths(text: str) -> Iterator[tuple[int, str, int]]:
-    """(index, letter, brackets open behind it) of a text, strings left out."""
+    """Yield (index, character, depth of brackets after it) of a text, without its string literals."""
     depth, quote, escaped = 0, "", False
     for i, letter in enumerate(text):
         if quote:
@@ -104,7 +111,7 @@ def _depths(text: str) -> Iterator[tuple[int, str, int]]:
 
 
 def _brackets(text: str) -> Iterator[tuple[int, int]]:
-    """Where the outermost brackets of a text open and close."""
+    """Yield where the outermost brackets of a text open and close."""
     start = 0
     for i, letter, depth in _depths(text):
         if letter in OPEN and depth == 1:
@@ -114,7 +121,7 @@ def _brackets(text: str) -> Iterator[tuple[int, int]]:
 
 
 def _split(text: str) -> list[str]:
-    """The parts of a text between its outermost commas."""
+    """Split a text at its outermost commas."""
     cuts = [i for i, letter, depth in _depths(text) if letter == "," and depth == 0]
     starts, ends = [0, *(i + 1 for i in cuts)], [*cuts, len(text)]
     parts = [text[start:end].strip() for start, end in zip(starts, ends, strict=True)]
@@ -122,9 +129,9 @@ def _split(text: str) -> list[str]:
 
 
 def weight_text(root: str, name: str) -> str:
-    """`w.transformer.h[0].ln_1.weight` for "transformer.h.0.ln_1.weight"; what is no name in Python: `w["my-emb"].weight`.
+    """Return `w.transformer.h[0].ln_1.weight` for "transformer.h.0.ln_1.weight"; `w["my-emb"].weight` for other names.
 
-    The empty name is the root itself: a layer may be no more than a parameter in a list.
+    The empty name is the root itself: a layer may be a single parameter in a list.
     """
     text = root
     for part in name.split(".") if name else ():
@@ -138,7 +145,7 @@ def weight_text(root: str, name: str) -> str:
 
 
 def is_attribute(part: str) -> bool:
-    """Whether a part of a name is written as an attribute."""
-    # Python reads names of other alphabets in a normal form of its own.
+    """Tell whether a part of a name can be written as an attribute."""
+    # Not other alphabets: Python normalises identifiers, and would not find the name.
     is_name = part.isascii() and part.isidentifier() and not keyword.iskeyword(part)
     return is_name and not part.startswith("_") and part not in METHODS

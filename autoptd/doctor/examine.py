@@ -1,10 +1,10 @@
 """Everything that is checked on one mesh, by one rank; and what all ranks found, on each of them.
 
-In: a `World`, whose groups and channels are those of `needs_of_orders`. Out: a `MeshReport`, the same on all
+In: a `World`, whose groups and channels are those of `communicators_of_orders`. Out: a `MeshReport`, the same on all
 ranks.
 
     orders = all_orders(mesh.p)
-    world = DistributedWorld(mesh, needs_of_orders(mesh.p, orders.values()), ...)
+    world = DistributedWorld(mesh, communicators_of_orders(mesh.p, orders.values()), ...)
     report = examine(world, orders, hosts=[0, 0, 1, 1])
     report.wrong, report.slow
 """
@@ -18,7 +18,7 @@ from itertools import chain
 from autoptd.doctor.calls import Checks, Wrong, check_channels, check_group
 from autoptd.doctor.slow import Slow, Timed, find_slow, is_slow, suspects_of
 from autoptd.doctor.timing import Pair, rounds_of, sizes_on, time_groups, time_links
-from autoptd.doctor.traffic import needs_of_orders, play
+from autoptd.doctor.traffic import communicators_of_orders, play
 from autoptd.ir.actions import Orders
 from autoptd.ir.mesh import MESH_AXES, Mesh
 from autoptd.runtime.world.world import World, in_rounds
@@ -77,13 +77,13 @@ def check_all(world: World, orders: Mapping[str, Orders], counts: Sequence[int] 
         world.at = f"doctor: group along {axis}"
         if (group := world.group((axis,))).size > 1:
             check_group(checks, axis, group, counts)
-    needs = needs_of_orders(p, orders.values())
-    for owners in needs.owners:
+    communicators = communicators_of_orders(p, orders.values())
+    for owners in communicators.owners:
         world.at = "doctor: group of owners"
         if world.coordinate.pp in owners and len(owners) < p:
             check_group(checks, "owners", world.owners(owners), counts[:2])
     world.at = "doctor: channels"
-    check_channels(checks, in_rounds(needs.links), counts)
+    check_channels(checks, in_rounds(communicators.links), counts)
     for name, order in orders.items():
         play(checks, name, order)
     return checks
@@ -93,11 +93,11 @@ def _all_times(
     world: World, orders: Mapping[str, Orders], hosts: Sequence[int], sizes: Sequence[int]
 ) -> list[Timed]:
     """Time all groups and channels; of a group, its slowest rank counts."""
-    needs = needs_of_orders(world.mesh.p, orders.values())
+    communicators = communicators_of_orders(world.mesh.p, orders.values())
     mine: list[tuple[tuple[str, str, tuple[int, ...], int], float]] = []
     for (axis, kind, nbytes), seconds in time_groups(world, sizes).items():
         mine.append(((kind, axis, world.group((axis,)).ranks, nbytes), seconds))
-    for (target, nbytes), seconds in time_links(world, rounds_of(world, needs.links), sizes).items():
+    for (target, nbytes), seconds in time_links(world, rounds_of(world, communicators.links), sizes).items():
         mine.append((("message", "pp", (world.rank, target), nbytes), seconds))
     slowest: dict[tuple[str, str, tuple[int, ...], int], float] = {}
     for some in world.everyone().gather_objects(mine, "doctor: times"):

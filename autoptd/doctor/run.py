@@ -28,7 +28,7 @@ from autoptd.doctor.examine import COUNTS, MeshReport, examine
 from autoptd.doctor.facts import Facts, Verdict, judge, own_facts
 from autoptd.doctor.meshes import asked_mesh, meshes_for
 from autoptd.doctor.report import DoctorReport
-from autoptd.doctor.traffic import all_orders, needs_of_orders
+from autoptd.doctor.traffic import all_orders, communicators_of_orders
 from autoptd.doctor.watch import PATIENCE, watch, watching_store
 from autoptd.errors import AutoptdError, PlanError, RuntimeFault
 from autoptd.ir.machine_files import machine_of_device
@@ -36,7 +36,7 @@ from autoptd.ir.mesh import Mesh
 from autoptd.planner.cluster import Cluster, find_cluster
 from autoptd.runtime.world.processes import DistributedGroup, DistributedWorld
 from autoptd.runtime.world.threads import ThreadWorld, run_ranks
-from autoptd.runtime.world.world import Needs, on_device
+from autoptd.runtime.world.world import Communicators, on_device
 
 THREADS = Mesh(t=2, p=2, d=2)
 MAX_THREADS = 64
@@ -145,8 +145,8 @@ def _look_at_all(
         if lobby.rank == 0:
             print(f"autoptd doctor: {mesh} ...", file=sys.stderr)
         orders = all_orders(mesh.p)
-        needs = needs_of_orders(mesh.p, orders.values())
-        world = DistributedWorld(mesh, needs, asked.device, asked.timeout, verdict.backend)
+        communicators = communicators_of_orders(mesh.p, orders.values())
+        world = DistributedWorld(mesh, communicators, asked.device, asked.timeout, verdict.backend)
         try:
             with on_device(world.device), watch(world, on_fault):
                 settle(world, "doctor: creation of groups")
@@ -203,7 +203,7 @@ def check_backend(facts: Facts, timeout: float) -> MeshReport:
     store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, timeout=limit)
     dist.init_process_group(facts.backend, store=store, rank=0, world_size=1, timeout=limit)
     try:
-        world = DistributedWorld(Mesh(), Needs(), facts.device, timeout, facts.backend)
+        world = DistributedWorld(Mesh(), Communicators(), facts.device, timeout, facts.backend)
         handle = new_group("autoptd doctor", (0,), facts.backend, limit)
         checks = Checks(world)
         if handle is not None:
@@ -221,7 +221,7 @@ def check_threads(mesh: Mesh, device: str, timeout: float) -> MeshReport:
     Nothing is timed, as nothing is sent.
     """
     orders = all_orders(mesh.p)
-    shared = ThreadWorld(mesh, needs_of_orders(mesh.p, orders.values()), device, timeout)
+    shared = ThreadWorld(mesh, communicators_of_orders(mesh.p, orders.values()), device, timeout)
     hosts = [0] * mesh.size
     return run_ranks(shared, lambda world: examine(world, orders, hosts, counts=SMALL_COUNTS, sizes=()))[0]
 

@@ -18,7 +18,7 @@ from autoptd.doctor.calls import Checks, Result, peer, settle
 from autoptd.doctor.patterns import message, share, total
 from autoptd.errors import InternalError
 from autoptd.ir.actions import RECVS, SENDS, Action, Kind, Orders, ranks_of_stages
-from autoptd.runtime.world.world import Group, Needs, Pending
+from autoptd.runtime.world.world import Communicators, Group, Pending
 from autoptd.schedule import add_transfers, build_orders
 
 # Schedule -> model chunks of a rank.
@@ -46,14 +46,14 @@ def all_orders(p: int) -> dict[str, Orders]:
     return {name: step_orders(name, p) for name, v in SCHEDULES.items() if p > 1 or v == 1}
 
 
-def needs_of_orders(p: int, orders: Iterable[Orders]) -> Needs:
+def communicators_of_orders(p: int, orders: Iterable[Orders]) -> Communicators:
     """Return the channels of all these orders, and the group of those ranks that a tied embedding has."""
     links: set[tuple[int, int]] = set()
     for order in orders:
         ranks = ranks_of_stages(order)
         for rank, actions in enumerate(order):
             links |= {(rank, ranks[action.peer]) for action in actions if action.kind in SENDS}
-    return Needs(owners=((0, p - 1),) if p > 1 else (), links=tuple(sorted(links)))
+    return Communicators(owners=((0, p - 1),) if p > 1 else (), links=tuple(sorted(links)))
 
 
 def play(checks: Checks, name: str, orders: Orders) -> None:
@@ -159,4 +159,4 @@ class _Step:
         self.results.append((what, over, group.ranks, Result(got, expected, size=group.size)))
 
 
-__all__ = ["SCHEDULES", "all_orders", "needs_of_orders", "play", "step_orders"]
+__all__ = ["SCHEDULES", "all_orders", "communicators_of_orders", "play", "step_orders"]

@@ -137,9 +137,9 @@ class Layout:
         whole = SubAxis(first.axis, first.before, last.end // first.before)
         return whole.axis if whole.size == mesh.degree(whole.axis) else str(whole)
 
-    def placement(self, dims: Dims, mesh: Mesh) -> tuple[object, ...]:
-        """Return where the elements of a parameter lie on the ranks, equal for equal places whatever atoms
-        its dims are written in: () where each rank has all.
+    def element_layout(self, dims: Dims, mesh: Mesh) -> tuple[object, ...]:
+        """Return which elements each rank has, as a value that compares equal however the dims are written in
+        atoms; () where every rank has all of them.
         """
         # One rank along the axis has all of it, whatever the type says.
         axis = self.chunk_axis(dims, mesh)

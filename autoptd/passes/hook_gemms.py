@@ -65,7 +65,7 @@ def _mark_readers(node: Node, overlap: bool) -> list[Node]:
     """
     gemms = gather_again(node)
     if gemms:
-        count = note(node).extra["readers"] = sum(note(gemm_operands(gemm)[1]).needs_grad for gemm in gemms)  # type: ignore[index]
+        count = note(node).extra["uses"] = sum(note(gemm_operands(gemm)[1]).needs_grad for gemm in gemms)  # type: ignore[index]
         # One reader that counts, beside others, could not reduce for all.
         if overlap and (len(gemms) == 1 or count > 1):
             note(node).extra["overlap"] = True
@@ -86,7 +86,7 @@ def gather_again(node: Node) -> list[Node]:
             and operands[2] is not source
         ):
             gemms.append(user)
-        # What `rt.gathered` gives can be reshaped, and nothing else.
+        # The result of `rt.all_gather_again` can be reshaped, and nothing else.
         elif operator_of(user).text == ".reshape" and tensor(user).shape[-1] == tensor(source).shape[-1]:
             reads += [(user, one) for one in user.users]
         else:

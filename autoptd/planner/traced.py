@@ -180,7 +180,9 @@ class _Reader:
     def link(self, sender: int, receiver: int) -> float:
         """Time a message from stage to stage."""
         buffers = [
-            buffer for buffer in self.program.parcels if (buffer.source, buffer.target) == (sender, receiver)
+            buffer
+            for buffer in self.program.transfers
+            if (buffer.source, buffer.target) == (sender, receiver)
         ]
         sent = sum(buffer.sent_bytes for buffer in buffers)
         in_node: Any = self.setting.local("pp", self.cluster.gpus_per_node)

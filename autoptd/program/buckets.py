@@ -1,12 +1,13 @@
 """Which gradients are summed together: buckets, grouped by integers alone.
 
-In: the parameters of a program, its schedule, the mesh. Out: for each pipeline rank the buckets of its parameters, in the order
-in which their gradients become complete. The compiler lists them, the runtime makes them. Over which axes a gradient is summed
-says the parameter (`ParamSpec.sums`, by the table in `ir/placement.py`); parameters with equal sums go together.
+In: the parameters of a program, its schedule, the mesh. Out: for each pipeline rank the buckets of its parameters, in
+the order in which their gradients become complete. The compiler lists them in the plan, the runtime allocates them. The
+parameter says over which axes its gradient is summed (`ParamSpec.sums`, by the table in `ir/placement.py`); parameters
+with equal sums share buckets.
 
-A sum over dp may start inside a backward, as soon as a bucket is complete: dp has no other calls there. Sums over tp and over
-owners start after the last action: tensor ranks complete a bucket at different places of a backward, between whose own calls
-over tp a sum would come in another order on each of them.
+A sum over dp may start inside a backward, as soon as a bucket is complete: dp has no other calls there. Sums over tp and
+over owners start after the last action: tensor ranks complete a bucket at different places of a backward, whose own
+calls over tp would then come in another order on each of them.
 
     for bucket in plan_buckets(program.params, program.orders, program.ranks, program.mesh, pp=0):
         print(bucket.site, [(step.axis, step.row.backward) for step in bucket.sums], bucket.owners)
@@ -22,16 +23,19 @@ from autoptd.ir.mesh import Mesh, Role
 from autoptd.ir.placement import AxisConversion
 from autoptd.program.specs import ParamSpec
 
-BUCKET_BYTES = 100 * 2**20  # enough for the links between GPUs; a whole model of a CPU's size
-# Of the axes whose sums may start inside a backward, proven by program/call_order.py.
+# Large enough to use the full bandwidth between GPUs.
+BUCKET_BYTES = 100 * 2**20
+# Roles of the axes whose sums may start inside a backward; program/call_order.py proves that they may.
 EARLY = (Role.BATCH,)
-GRADIENTS, TIED = "gradients ", "tied gradients "  # what the sites of these sums start with
+# Prefixes of the sites of these sums.
+GRADIENTS, TIED = "gradients ", "tied gradients "
 
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """Parameters whose gradients have one dtype and go through the same `sums`, one after the other, each of several ranks;
-    along stages, of the pipeline ranks `owners`. `number` is the place of the first parameter in the program.
+    """Parameters whose gradients share a dtype and the `sums`, which run one after the other.
+
+    The sum along stages is over the pipeline ranks `owners`. `number` is the index of the first parameter in the program.
     """
 
     number: int
@@ -55,13 +59,13 @@ class BucketPlan:
 
     @property
     def site(self) -> str:
-        """What errors and records call its sums over mesh axes."""
+        """The site of its sums over mesh axes, in errors and records."""
         first, last = self.params[0].name, self.params[-1].name
         return f"{GRADIENTS}{first}" + (f" to {last}" if len(self.params) > 1 else "")
 
     @property
     def tied_site(self) -> str:
-        """What errors and records call its sum over the owners."""
+        """The site of its sum over owners, in errors and records."""
         return self.site.replace(GRADIENTS, TIED, 1)
 
     def nbytes(self, mesh: Mesh) -> int:
@@ -76,17 +80,18 @@ def plan_buckets(
     pp: int,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> list[BucketPlan]:
-    """Return the buckets of pipeline rank `pp` in the order in which their gradients become complete; `ranks` are the stages'.
+    """Return the buckets of pipeline rank `pp`, in the order in which their gradients become complete.
 
-    A bucket's parameters share the dtype of their gradients, sums and owner set and follow the program's order, so that all
-    owners of a tied parameter make the same bucket of it.
+    `ranks` is the pipeline rank of every stage. The parameters of a bucket share the dtype of their gradients, sums and
+    owners, and follow the program's order, so that all owners of a tied parameter put it in the same bucket.
     """
     position = {spec.name: i for i, spec in enumerate(params)}
     last_backward = {
         action.stage: i for i, action in enumerate(orders[pp]) if action.kind in (Kind.B, Kind.W)
     }
 
-    def closes(spec: ParamSpec) -> int:
+    def completed(spec: ParamSpec) -> int:
+        """Return the index of the last action that adds to the gradient."""
         return max(last_backward.get(stage, -1) for stage in spec.stages)
 
     runs: dict[tuple[object, ...], list[list[ParamSpec]]] = {}
@@ -94,11 +99,11 @@ def plan_buckets(
         owners = spec.owners(ranks)
         if not spec.requires_grad or pp not in owners:
             continue
-        # Tied ones are not grouped by `closes`, which differs from owner to owner.
         sums = tuple(step for step in spec.sums if _group_size(step, owners, mesh) > 1)
-        key = (sums, owners, spec.storage.sum_dtype, closes(spec) if len(owners) == 1 else -1)
+        # Tied ones are not grouped by when they complete, which differs from owner to owner.
+        key = (sums, owners, spec.storage.sum_dtype, completed(spec) if len(owners) == 1 else -1)
         lists = runs.setdefault(key, [[]])
-        if lists[-1] and sum(one.grad_bytes(mesh) for one in [*lists[-1], spec]) > bucket_bytes:
+        if lists[-1] and sum(other.grad_bytes(mesh) for other in [*lists[-1], spec]) > bucket_bytes:
             lists.append([])
         lists[-1].append(spec)
     plans = [
@@ -107,7 +112,7 @@ def plan_buckets(
         for run in lists
     ]
     # Backward goes from the last parameters of a stage to its first.
-    return sorted(plans, key=lambda one: (max(map(closes, one.params)), -one.number))
+    return sorted(plans, key=lambda plan: (max(map(completed, plan.params)), -plan.number))
 
 
 def _group_size(step: AxisConversion, owners: Sequence[int], mesh: Mesh) -> int:

@@ -1,15 +1,15 @@
-"""The order in which ranks make their calls: that all members of a group have the same, proven from the program.
+"""Prove from the program that all members of a group make their calls in the same order.
 
-In: the collectives, buckets and pipeline ranks of a program. Out: nothing, or an InternalError. On gloo, calls in different
-orders end the processes; on NCCL they hang, or add up what does not belong together.
+In: the collectives, buckets and pipeline ranks of a program. Out: nothing, or an InternalError. On gloo, calls in
+different orders end the processes; on NCCL they hang, or add up unrelated tensors.
 
-A *row* is what all ranks of one pipeline rank do: the same lines in the same order. So calls of groups that lie within a row
-(over tp, over dp) come in one order if each has a fixed place in the row. Only a sum that a hook starts within a backward has
-none: two tensor ranks may reach the hook with other calls of that backward in between. What is proven:
+A *row* is what all ranks of one pipeline rank execute: the same lines in the same order. So calls of groups within a row
+(over tp, over dp) come in one order if each has a fixed place in the row. Only a sum that a hook starts within a
+backward has none: two tensor ranks may reach the hook before and after another call of that backward. Proven is that
 
-1. such sums are over mesh axes that carry nothing else during actions;
-2. the calls of a group that spans rows (owners of a parameter, everyone for the loss) come in one order on all its rows;
-3. rows that wait for each other in these calls all come to the end.
+1. such sums are over mesh axes without other calls during actions;
+2. the calls of a group that spans rows (owners of a parameter, all ranks for the loss) come in one order on its rows;
+3. rows that wait for each other in these calls all reach the end.
 
 Sends and receives are proven by `schedule.simulate`: on every channel, receives are posted in the order of the sends.
 
@@ -31,7 +31,7 @@ from autoptd.program.specs import Collective
 
 
 class Joint(Protocol):
-    """A call that several ranks make together; the same object for all of them."""
+    """A call that several ranks make together: one object for all of them."""
 
     @property
     def ranks(self) -> tuple[int, ...]: ...
@@ -41,10 +41,12 @@ Call = TypeVar("Call", bound=Joint)
 
 
 def find_deadlock(issued: Sequence[Sequence[Call]]) -> list[tuple[int, Call]]:
-    """Let every rank make its calls one after the other, each with all of its ranks; return who got stuck in which call.
+    """Simulate ranks that make their calls one after the other, each with all of its ranks; return a chain of stuck ones.
 
-    A list of (rank, its call), each waiting for the next; the last one waits for one before it, or for a rank that has ended.
+    These are pairs (rank, its call), each waiting for the rank of the next pair; the last one waits for a rank before it,
+    or for one that has ended. The list is empty if all ranks reach the end.
     """
+    # Index of the call that each rank makes next, and how many ranks have arrived at a call.
     place = [0] * len(issued)
     arrived: dict[int, int] = {}
     ready = list(range(len(issued)))
@@ -54,22 +56,25 @@ def find_deadlock(issued: Sequence[Sequence[Call]]) -> list[tuple[int, Call]]:
             continue
         call = issued[rank][place[rank]]
         arrived[id(call)] = arrived.get(id(call), 0) + 1
-        if arrived[id(call)] == len(call.ranks):  # the last one to arrive takes all of them on
-            for one in call.ranks:
-                place[one] += 1
+        # The last one to arrive completes the call for all of its ranks.
+        if arrived[id(call)] == len(call.ranks):
+            for member in call.ranks:
+                place[member] += 1
             ready += call.ranks
-    stuck = {rank: issued[rank][at] for rank, at in enumerate(place) if at < len(issued[rank])}
+    stuck = {rank: issued[rank][index] for rank, index in enumerate(place) if index < len(issued[rank])}
+    # From any stuck rank, follow who waits for whom.
     chain: dict[int, Call] = {}
     following = next(iter(stuck), None)
     while following is not None and following not in chain:
         chain[following] = call = stuck[following]
-        following = next((one for one in call.ranks if one in stuck and stuck[one] is not call), None)
+        missing = [member for member in call.ranks if member in stuck and stuck[member] is not call]
+        following = missing[0] if missing else None
     return list(chain.items())
 
 
 @dataclass(frozen=True)
 class RowCall:
-    """A call of a group that spans pipeline ranks: those of `ranks` make it together."""
+    """A call that the pipeline ranks `ranks` make together."""
 
     ranks: tuple[int, ...]
     site: str
@@ -82,9 +87,9 @@ class RowCall:
 def check_call_order(
     collectives: Sequence[Collective], buckets: Sequence[Sequence[BucketPlan]], mesh: Mesh
 ) -> None:
-    """InternalError unless all members of every group make the same calls in the same order: see the module.
+    """Raise InternalError unless all members of every group make the same calls in the same order: see the module.
 
-    `buckets` are those of every pipeline rank.
+    `buckets` has a list for every pipeline rank.
     """
     busy = _calls_in_actions(collectives)
     for pp, plans in enumerate(buckets):
@@ -94,42 +99,43 @@ def check_call_order(
                     fact = f"may start in a backward of pipeline rank {pp}, which has calls over {axis}: {busy[pp, axis]}"
                     raise InternalError(plan.site, fact)
     rows = [_calls_between_rows(plans, mesh) for plans in buckets]
-    made = _joined(rows)
-    if chain := find_deadlock(made):
+    if chain := find_deadlock(_joined(rows)):
         texts = [f"pipeline rank {pp} makes {call}" for pp, call in chain]
         raise InternalError("order of collectives", f"ranks wait for each other: {'; '.join(texts)}")
 
 
 def _calls_in_actions(collectives: Sequence[Collective]) -> dict[tuple[int, str], str]:
-    """For (pipeline rank, mesh axis), the site of a collective that its actions make over that axis, if there is one."""
+    """Return the site of a collective that actions make, by pipeline rank and mesh axis, where there is one."""
+    # Sends have their own channels, and do not block collectives.
     silent = {*LOCAL_KINDS, "send"}
-    return {
-        (pp, one.axis): one.site
-        for one in collectives
-        if one.scope == "microbatch" and not {one.forward, one.backward} <= silent
-        for pp in one.pp_ranks
-    }
+    sites: dict[tuple[int, str], str] = {}
+    for collective in collectives:
+        if collective.scope == "microbatch" and not {collective.forward, collective.backward} <= silent:
+            for pp in collective.pp_ranks:
+                sites[pp, collective.axis] = collective.site
+    return sites
 
 
 def _calls_between_rows(plans: Sequence[BucketPlan], mesh: Mesh) -> list[RowCall]:
-    """What a row makes with others, after its last action: sums over owners in the order of the program, then the loss."""
+    """Return the calls of a row with others, after its last action: sums over owners in program order, then the loss."""
     tied = sorted((plan for plan in plans if plan.tied), key=lambda plan: plan.number)
     sums = [RowCall(plan.owners, plan.tied_site, plan.nbytes(mesh)) for plan in tied]
     return [*sums, RowCall(tuple(range(mesh.pipeline_ranks)), "loss", 8)]
 
 
 def _joined(rows: Sequence[Sequence[RowCall]]) -> list[list[RowCall]]:
-    """The rows, with one object for what they make together: the k-th calls of a group. They must be equal."""
+    """Return the rows with one object for each joint call, the k-th calls of a group; InternalError if these differ."""
+    # By (ranks, k): the first row that makes the call, and its object.
     first: dict[tuple[tuple[int, ...], int], tuple[int, RowCall]] = {}
     joined: list[list[RowCall]] = []
     for pp, calls in enumerate(rows):
         count: Counter[tuple[int, ...]] = Counter()
         joined.append([])
         for call in calls:
-            other, made = first.setdefault((call.ranks, count[call.ranks]), (pp, call))
+            other, joint = first.setdefault((call.ranks, count[call.ranks]), (pp, call))
             count[call.ranks] += 1
-            if made != call:
-                fact = f"pipeline rank {pp} makes {call} where pipeline rank {other} makes {made}"
+            if joint != call:
+                fact = f"pipeline rank {pp} makes {call} where pipeline rank {other} makes {joint}"
                 raise InternalError("order of collectives", fact)
-            joined[-1].append(made)
+            joined[-1].append(joint)
     return joined

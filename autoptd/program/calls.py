@@ -1,14 +1,14 @@
-"""What ranks say to each other, one record a call: as the compiler expects it, and in the same words as it was executed.
+"""The calls by which ranks communicate: as the compiler expects them, in the same records as the executed ones.
 
-In: a `Program`. Out: how often a rank makes which call in one training step or evaluation. The runtime's record of what did
-happen holds the same `Call`s, so that the two can be compared as multisets.
+In: a `Program`. Out: how often a rank makes which call in one training step or evaluation. The runtime records the
+executed calls as the same `Call`s, so that the two can be compared as multisets.
 
     calls = expected_calls(program, rank=3)
-    sum(times * one.wire_bytes for one, times in calls.items() if one.axis == "tp")
+    sum(times * call.wire_bytes for call, times in calls.items() if call.axis == "tp")
 
-Payload is the whole value that a collective works on: what a rank hands in for an all-reduce, a broadcast and a send, the parts
-of all ranks together for an all-gather, a reduce-scatter and an all-to-all. Sites name layers by a star (`h.*.attn`): a
-repeated layer is one line of the emitted file.
+Payload is the whole value that a collective works on: a rank's input for an all-reduce, a broadcast and a send, the
+parts of all ranks together for an all-gather, a reduce-scatter and an all-to-all. Sites name layers by a star
+(`h.*.attn`): a repeated layer is one line of the emitted file.
 """
 
 from __future__ import annotations
@@ -22,18 +22,15 @@ from typing import TYPE_CHECKING, Any
 from autoptd.ir.mesh import Mesh
 from autoptd.ir.sub_axes import SubAxis
 
-# The planner asks for a ring's bytes too, and `autoptd plan` does not wait for torch, which a program is made of.
+# The planner uses `wire_bytes` too, and `autoptd plan` must not import torch, which a program needs.
 if TYPE_CHECKING:
     from autoptd.program.program import Program
     from autoptd.program.specs import Collective
 
 LOCAL_WORK = ("one rank keeps it", "slice", "zero-pad")
 LOCAL_KINDS = ("none", *LOCAL_WORK)
-RING_PASSES = {
-    "all-reduce": 2,
-    "all-gather": 1,
-    "reduce-scatter": 1,
-}  # how often the payload goes around the ring
+# How often the payload goes around the ring.
+RING_PASSES = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1}
 
 
 @dataclass(frozen=True)
@@ -61,11 +58,12 @@ class Call:
 
 
 def wire_bytes(kind: str, payload: Any, group_size: Any) -> Any:
-    """Bytes that one rank of n sends for one collective over a ring; 0 for what is local. Numbers or numpy arrays alike.
+    """Return the bytes that one rank of n sends for one collective over a ring; 0 for local work.
 
-    All-reduce 2 (n-1)/n of the payload (reduce-scatter, then all-gather), all-gather and reduce-scatter (n-1)/n: Patarasuk and
-    Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations". All-to-all: the (n-1)/n of the rank's own
-    n-th that is not for itself. A send, or a broadcast passed along the ring: all of it.
+    All-reduce 2 (n-1)/n of the payload (reduce-scatter, then all-gather), all-gather and reduce-scatter (n-1)/n:
+    Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations". All-to-all: (n-1)/n
+    of the rank's own n-th, the part that is not for itself. A send, or a broadcast passed along the ring: all of it.
+    Payload and size may be numbers or numpy arrays.
     """
     if kind in LOCAL_KINDS or kind == "objects":
         return 0.0
@@ -76,12 +74,13 @@ def wire_bytes(kind: str, payload: Any, group_size: Any) -> Any:
 
 
 def axis_text(mesh: Mesh, ranks: Sequence[int]) -> str:
-    """The mesh axes or sub-axes along which `ranks` differ: `dp x tp`, `tp:(2)4`."""
+    """Name the mesh axes or sub-axes along which `ranks` differ: `dp x tp`, `tp:(2)4`."""
     places = [mesh.coordinate(rank) for rank in ranks]
     texts = []
     for axis in reversed(mesh.axes):
         along = sorted({place[axis] for place in places})
         degree = mesh.degree(axis)
+        # Some of the coordinates of an axis, at equal distances, are a sub-axis of it.
         if axis in mesh.value_axes and 1 < len(along) < degree:
             factor = SubAxis(axis, degree // (len(along) * (along[1] - along[0])), len(along))
             texts.append(str(factor))
@@ -91,36 +90,36 @@ def axis_text(mesh: Mesh, ranks: Sequence[int]) -> str:
 
 
 def star(text: str) -> str:
-    """`transformer.h.*.attn` for `transformer.h.3.attn`: numbers in module paths become stars."""
+    """Return `transformer.h.*.attn` for `transformer.h.3.attn`: numbers in module paths become stars."""
     return re.sub(r"(?<=\.)\d+(?=[.: ]|$)|\b\d+(?=\.[a-z_])", "*", text)
 
 
-def call_site(one: Collective) -> str:
-    """The site under which the calls of a collective are made: its own, layers starred, without the source line."""
-    return star(one.site.partition(" (")[0]) or "model"
+def call_site(collective: Collective) -> str:
+    """Return the site of the calls of a collective: its own, with layers as stars and without the source line."""
+    return star(collective.site.partition(" (")[0]) or "model"
 
 
 def expected_calls(program: Program, rank: int, *, training: bool = True) -> Counter[Call]:
-    """Return how often `rank` makes each call in one step (or one evaluation), as the program says."""
+    """Return how often `rank` makes each call in one step (or one evaluation), according to the program."""
     pp = program.mesh.pipeline_rank_of(rank)
-    found: Counter[Call] = Counter()
-    for one in program.collectives:
-        if pp not in one.pp_ranks:
+    calls: Counter[Call] = Counter()
+    for collective in program.collectives:
+        if pp not in collective.pp_ranks:
             continue
-        is_once = one.scope == "step"
-        for phase, kind in (("forward", one.forward), ("backward", one.backward)):
-            if kind not in LOCAL_KINDS and (training or phase == "forward"):
-                when, stage = ("step", -1) if is_once else (phase, one.stage)
-                call = Call(
-                    rank,
-                    kind,
-                    one.axis,
-                    one.payload_bytes,
-                    one.group_size,
-                    when,
-                    stage,
-                    call_site(one),
-                    one.why,
-                )
-                found[call] += 1 if is_once else program.num_microbatches
-    return found
+        is_once = collective.scope == "step"
+        for direction, kind in (("forward", collective.forward), ("backward", collective.backward)):
+            if kind in LOCAL_KINDS or (direction == "backward" and not training):
+                continue
+            call = Call(
+                rank,
+                kind,
+                collective.axis,
+                collective.payload_bytes,
+                collective.group_size,
+                phase="step" if is_once else direction,
+                stage=-1 if is_once else collective.stage,
+                site=call_site(collective),
+                why=collective.why,
+            )
+            calls[call] += 1 if is_once else program.num_microbatches
+    return calls

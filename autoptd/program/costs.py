@@ -1,7 +1,7 @@
-"""What a program costs, counted from its graph: work, bytes, and the seconds by which it was cut.
+"""What a program costs, counted from its graph: work, bytes, and the predicted seconds that decided its cuts.
 
-In: what `passes.count_work` counts and `passes.cut` decides; of a saved program, the record in program.json. Out: `Costs`.
-FLOPs are two per multiply-add, of matrix products alone; all is of one microbatch on one rank unless it says otherwise.
+In: the results of `passes.count_work` and `passes.cut`; of a saved program, the record in program.json. Out: `Costs`.
+FLOPs are two per multiply-add, of matrix products only; everything is for one microbatch on one rank unless stated.
 
     program.costs.total_flops, program.costs.cut.rank_bytes
 """
@@ -47,7 +47,7 @@ class ProductCosts:
 
 @dataclass(frozen=True)
 class Cut:
-    """Where the model is cut and why: `after` are the modules behind which stages end, all but the last.
+    """Where the model is cut and why: `after` are the last modules of all stages but the last one.
 
     FLOPs (forward, of the whole model), seconds and bytes saved for backward are per stage and microbatch; seconds of a
     microbatch and bytes held, per pipeline rank. `finish`: seconds of the simulated schedule.
@@ -65,11 +65,11 @@ class Cut:
 
 @dataclass(frozen=True)
 class Costs:
-    """All of it; a program that was written by hand has none.
+    """The costs of a program; empty for one that was written by hand.
 
-    `total_flops` is the forward of the whole model, `redundant_gemm_flops` what all tensor ranks compute in full.
-    `moved_bytes_per_stage` is what operators that are no products read and write in forward, `kernels_per_stage` how many
-    operators are more than a view.
+    `total_flops` is the forward of the whole model, `redundant_gemm_flops` what every tensor rank computes in full.
+    `moved_bytes_per_stage` is what operators other than products read and write in forward, `kernels_per_stage` the
+    number of operators that are not views.
     """
 
     flops_per_stage: tuple[int, ...] = ()
@@ -84,7 +84,7 @@ class Costs:
 
 
 def read_costs(record: Mapping[str, Any]) -> Costs:
-    """Return the costs that a program.json has; what an older one does not say is empty."""
+    """Return the costs in the record of a program.json; fields that an older file lacks are empty."""
     rows = {
         "gemms": tuple(GemmCosts(**row) for row in record.get("gemms", ())),
         "products": tuple(ProductCosts(**tupled(row)) for row in record.get("products", ())),
@@ -93,7 +93,7 @@ def read_costs(record: Mapping[str, Any]) -> Costs:
 
 
 def tupled(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a record that JSON made lists of, as tuples again."""
+    """Return a record with tuples for its lists: JSON has no tuples."""
     return {key: tuple(value) if isinstance(value, list) else value for key, value in record.items()}
 
 

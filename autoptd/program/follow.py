@@ -1,6 +1,6 @@
-"""Whether a program can run on the ranks and the parameters of another: an evaluation on those of training.
+"""Check that a program can run on the ranks and parameters of another: an evaluation on those of training.
 
-In: the program that trains, and one that evaluates. Out: nothing, or a PlanError with what lies elsewhere.
+In: the program that trains, and one that evaluates. Out: nothing, or a PlanError that names the first difference.
 
     check_follows(trained, evaluated)
 """
@@ -16,14 +16,15 @@ REMEDY = (
 
 
 def layouts_of(program: Program) -> dict[str, tuple[object, ...]]:
-    """Where the elements of every parameter lie on the ranks, by its first name."""
-    return {spec.name: spec.placement(program.mesh) for spec in program.params}
+    """Return the element layout of every parameter, by its first name."""
+    return {spec.name: spec.element_layout(program.mesh) for spec in program.params}
 
 
 def check_follows(trained: Program, evaluated: Program) -> None:
-    """PlanError unless every parameter of `evaluated` is where `trained` has it, and its calls go where groups are."""
+    """Raise PlanError unless `evaluated` shards every parameter as `trained` does, and has no other groups or channels."""
     before, after = layouts_of(trained), layouts_of(evaluated)
     for spec in evaluated.params:
+        # Of its stages, those that really read it: the program may list it for more.
         read = {stage.index for stage in evaluated.stages if set(spec.aliases) & set(stage.params)}
         elsewhere = sorted(read - set(trained.param(spec.name).stages))
         if elsewhere:
@@ -43,10 +44,15 @@ def check_follows(trained: Program, evaluated: Program) -> None:
 
 
 def _links(program: Program) -> set[tuple[int, int]]:
-    """(source, target) pipeline ranks of everything that travels forward."""
-    pairs = {(crossing.source, target) for crossing in program.crossings for target in crossing.targets}
-    ranks = {(program.rank_of_stage(source), program.rank_of_stage(target)) for source, target in pairs}
-    return {(source, target) for source, target in ranks if source != target}
+    """Return the pairs (source, target) of pipeline ranks that values are sent between in forward."""
+    links = set()
+    for crossing in program.crossings:
+        source = program.rank_of_stage(crossing.source)
+        for stage in crossing.targets:
+            target = program.rank_of_stage(stage)
+            if source != target:
+                links.add((source, target))
+    return links
 
 
 __all__ = ["check_follows", "layouts_of"]

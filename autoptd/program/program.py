@@ -1,14 +1,15 @@
 """The result of a compilation: everything that the runtime needs to train, as plain data.
 
-A `Program` holds one readable source file per stage, the records below, the schedule, and the values of buffers. It can be
-written to a folder and read back without tracing:
+A `Program` holds one readable source file per stage, the records below, the schedule, and the values of buffers. It can
+be written to a folder and read back without tracing:
 
     program.save("out/")            # stage_0.py ... program.json, schedule.txt, constants.pt
     program = Program.load("out/")
 
-Calling convention of a stage: `Stage.forward` takes, by keyword, the crossings it reads and the batch inputs it reads, each
-one microbatch; it returns a tuple of the crossings it writes, in the order of `StageSpec.outputs`. The loss stage returns its
-loss last. Loss values add up: the sum over all microbatches and data-parallel replicas is the loss of the global batch.
+Calling convention of a stage: `Stage.forward` takes, by keyword, the crossings and the batch inputs that it reads, of one
+microbatch; it returns a tuple of the crossings that it writes, in the order of `StageSpec.outputs`. The loss stage
+returns its loss last. Loss values add up: the sum over all microbatches and data-parallel replicas is the loss of the
+global batch.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -42,11 +43,13 @@ from autoptd.program.specs import (
     InputSpec,
     Line,
     ParamSpec,
-    Parcel,
     StageSpec,
+    TransferBuffer,
 )
 
+# Of the format of program.json.
 VERSION = 7
+Spec = TypeVar("Spec")
 
 
 class Picture(Protocol):
@@ -72,29 +75,35 @@ class Program:
     v: int
     num_microbatches: int
     schedule_name: str
-    tree: str  # structure of the (args, kwargs) that `step` takes
-    constants: tuple[
-        tuple[int, Any], ...
-    ]  # leaves of the call that are no tensors: baked in, compared at every step
+    # Structure of the (args, kwargs) of `step`; and its leaves that are not tensors, by number: they are constants in
+    # the emitted files, compared at every step.
+    tree: str
+    constants: tuple[tuple[int, Any], ...]
     inputs: tuple[InputSpec, ...]
     params: tuple[ParamSpec, ...]
     crossings: tuple[CrossingSpec, ...]
     stages: tuple[StageSpec, ...]
     orders: Orders
-    sources: dict[str, str]  # file name -> text
+    # File name -> text.
+    sources: dict[str, str]
     collectives: tuple[Collective, ...] = ()
-    parcels: tuple[Parcel, ...] = ()  # what travels between pipeline ranks for one microbatch
+    # What pipeline ranks send each other for one microbatch.
+    transfers: tuple[TransferBuffer, ...] = ()
     lines: tuple[Line, ...] = ()
-    seed: int = 0  # of the dropout masks
-    looked_at: tuple[
-        tuple[str, str], ...
-    ] = ()  # buffers whose values the compiler has read, with their digests
+    # Of the dropout masks.
+    seed: int = 0
+    # Buffers whose values the compiler has read, with digests of these.
+    looked_at: tuple[tuple[str, str], ...] = ()
     dropouts: tuple[DropoutSpec, ...] = ()
-    fallbacks: tuple[Fallback, ...] = ()  # operators that tp does not split as one would expect, and why
-    fuse: str | bool = False  # the backend of fused operators
-    fusions: tuple[Fusion, ...] = ()  # what they stand for, and what they do not, with the reason
-    unlisted: tuple[str, ...] = ()  # operators without a row of the table, and what probing found of them
-    weighted: bool = False  # the loss stage has `count(...)`: labels to count before the first forward
+    # Operators that tp does not split as one would expect, and why.
+    fallbacks: tuple[Fallback, ...] = ()
+    # The backend of fused operators; what was fused, and what was not, with the reason.
+    fuse: str | bool = False
+    fusions: tuple[Fusion, ...] = ()
+    # Operators without a record, and what probing found out about them.
+    unlisted: tuple[str, ...] = ()
+    # Whether the loss stage has `count(...)`, of the labels before the first forward.
+    weighted: bool = False
     plan: dict[str, Any] = field(default_factory=dict)
     costs: Costs = field(default_factory=Costs)
     buffers: dict[str, torch.Tensor] = field(default_factory=dict, repr=False, compare=False)
@@ -118,10 +127,11 @@ class Program:
         return format_orders(self.orders)
 
     def explain(self, module: str) -> str:
-        """Return how tp splits the parameters and matrix products of a module (or one parameter), why, and what every other
-        way would have cost: seconds per microbatch more than the chosen plan, memory priced in.
+        """Explain how tp splits the parameters and matrix products of a module (or one parameter), and why.
 
-        PlanError for a name that the model does not have, and for a program that was loaded: the solver's tables are not saved.
+        For every alternative the text has its additional cost over the chosen plan, in seconds per microbatch with
+        memory priced in. PlanError for a name that the model does not have, and for a loaded program: the solver's
+        tables are not saved.
         """
         if self.explainer is None:
             raise PlanError(
@@ -132,8 +142,8 @@ class Program:
     def graph(self, level: str = "layer", stage: int | None = None) -> Picture:
         """Return a picture of the program: `.svg` and `.dot` are its text, `.save("graph.svg")` writes it, notebooks show it.
 
-        `level` is "model" (the stages and what they send each other), "layer" (the operators of one of each distinct layer) or
-        "full" (all operators); with `stage`, of that stage alone. PlanError for others.
+        `level` is "model" (the stages and what they send each other), "layer" (the operators of each distinct layer) or
+        "full" (all operators); `stage` restricts it to one stage. PlanError for other values.
         """
         if self.painter is None:
             remedy = "autoptd.viz.graph_picture(program, 'model'), or compile the model again"
@@ -142,37 +152,36 @@ class Program:
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """The pipeline rank of every stage, as the schedule has it."""
+        """The pipeline rank of every stage, according to the schedule."""
         return ranks_of_stages(self.orders)
 
     @cached_property
     def sub_axes(self) -> tuple[str, ...]:
         """The sub-axes over which anything is communicated, or parameters have types, in one order on all ranks."""
-        named = {axis for spec in self.params for axis in spec.use.layout.sub_axes}
-        return tuple(sorted(named | {call.axis for call in self.collectives if is_sub_axis(call.axis)}))
+        axes = {axis for spec in self.params for axis in spec.use.layout.sub_axes}
+        axes |= {collective.axis for collective in self.collectives if is_sub_axis(collective.axis)}
+        return tuple(sorted(axes))
 
     def rank_of_stage(self, stage: int) -> int:
-        """Pipeline rank that holds `stage`."""
+        """Return the pipeline rank that holds `stage`."""
         return self.ranks[stage]
 
     def chunk_of_stage(self, stage: int) -> int:
-        """Which model chunk of its pipeline rank `stage` is: 0 for the rank's first one."""
+        """Return which model chunk of its pipeline rank `stage` is: 0 for the rank's first one."""
         return self.ranks[:stage].count(self.ranks[stage])
 
     def param(self, name: str) -> ParamSpec:
         return next(spec for spec in self.params if name in spec.aliases)
 
     def differing(self, buffers: Mapping[str, torch.Tensor]) -> list[str]:
-        """Names of buffers that the program was compiled for other values of: those that the compiler has read."""
+        """Return the names of buffers with other values than those that the compiler has read."""
         return [name for name, text in self.looked_at if name in buffers and digest(buffers[name]) != text]
 
     def fingerprint(self) -> str:
-        """Hash of everything that ranks must agree on before the first step."""
-        text = (
-            json.dumps(self._record(), sort_keys=True)
-            + json.dumps(self.sources, sort_keys=True)
-            + self.schedule
-        )
+        """Hash everything that ranks must agree on before the first step."""
+        record = json.dumps(self._record(), sort_keys=True)
+        sources = json.dumps(self.sources, sort_keys=True)
+        text = record + sources + self.schedule
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def save(self, folder: str | Path) -> None:
@@ -188,7 +197,7 @@ class Program:
 
     @staticmethod
     def load(folder: str | Path) -> Program:
-        """Read a program that `save` wrote; the graphs stay behind."""
+        """Read a program that `save` wrote; its graphs are not saved."""
         folder = Path(folder)
         record = json.loads((folder / "program.json").read_text())
         if record.pop("version") != VERSION:
@@ -197,18 +206,18 @@ class Program:
         return Program(
             mesh=Mesh(**record.pop("mesh")),
             constants=tuple((leaf, value) for leaf, value in record.pop("constants")),
-            inputs=tuple(InputSpec(**tupled(one)) for one in record.pop("inputs")),
-            params=tuple(_param(one) for one in record.pop("params")),
-            crossings=tuple(CrossingSpec(**tupled(one)) for one in record.pop("crossings")),
-            parcels=tuple(Parcel(**tupled(one)) for one in record.pop("parcels")),
-            stages=tuple(StageSpec(**tupled(one)) for one in record.pop("stages")),
-            collectives=tuple(Collective(**tupled(one)) for one in record.pop("collectives")),
-            dropouts=tuple(DropoutSpec(**tupled(one)) for one in record.pop("dropouts")),
-            fallbacks=tuple(Fallback(**one) for one in record.pop("fallbacks")),
-            fusions=tuple(Fusion(**one) for one in record.pop("fusions")),
+            inputs=_specs(InputSpec, record.pop("inputs")),
+            params=tuple(_param(row) for row in record.pop("params")),
+            crossings=_specs(CrossingSpec, record.pop("crossings")),
+            transfers=_specs(TransferBuffer, record.pop("transfers")),
+            stages=_specs(StageSpec, record.pop("stages")),
+            collectives=_specs(Collective, record.pop("collectives")),
+            dropouts=_specs(DropoutSpec, record.pop("dropouts")),
+            fallbacks=_specs(Fallback, record.pop("fallbacks")),
+            fusions=_specs(Fusion, record.pop("fusions")),
             unlisted=tuple(record.pop("unlisted")),
             looked_at=tuple((name, text) for name, text in record.pop("looked_at")),
-            lines=tuple(Line(**one) for one in record.pop("lines")),
+            lines=_specs(Line, record.pop("lines")),
             costs=read_costs(record.pop("costs")),
             orders=parse_orders((folder / "schedule.txt").read_text()),
             sources=sources,
@@ -225,11 +234,11 @@ class Program:
 
 
 def _json(record: dict[str, Any]) -> str:
-    """JSON with one line per entry of a list, so that people can read it and a diff shows what changed."""
+    """Format JSON with one line per entry of a list, so that people can read it and a diff shows what changed."""
     parts = []
     for key, value in record.items():
         if isinstance(value, list) and value and isinstance(value[0], (dict, list)):
-            lines = ",\n".join(f"  {json.dumps(one)}" for one in value)
+            lines = ",\n".join(f"  {json.dumps(entry)}" for entry in value)
             parts.append(f" {json.dumps(key)}: [\n{lines}\n ]")
         else:
             parts.append(f" {json.dumps(key)}: {json.dumps(value)}")
@@ -237,6 +246,7 @@ def _json(record: dict[str, Any]) -> str:
 
 
 def _plain(value: Any) -> Any:
+    """Return a value as dicts, lists and what JSON has."""
     if isinstance(value, Segmented):
         return list(value.blocks)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -246,12 +256,18 @@ def _plain(value: Any) -> Any:
     return {key: _plain(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
+def _specs(kind: type[Spec], rows: list[dict[str, Any]]) -> tuple[Spec, ...]:
+    return tuple(kind(**tupled(row)) for row in rows)
+
+
 def _param(record: dict[str, Any]) -> ParamSpec:
     record = tupled(record)
-    every = record.pop("dims")
-    dims = tuple(tuple(Segmented(one) if isinstance(one, list) else one for one in atoms) for atoms in every)
+    dims = []
+    for atoms in record.pop("dims"):
+        # A list stands for the blocks of a `Segmented`: see `_plain`.
+        dims.append(tuple(Segmented(atom) if isinstance(atom, list) else atom for atom in atoms))
     placed = {name: _placement(record[name]) for name in ("storage", "use")}
-    return ParamSpec(**{**record, **placed, "dims": dims})
+    return ParamSpec(**{**record, **placed, "dims": tuple(dims)})
 
 
 def _placement(record: dict[str, Any]) -> Placement:

@@ -16,14 +16,15 @@ from autoptd.ir.mesh import Mesh, Role, role_of
 from autoptd.ir.placement import AxisConversion, Placement, Scope, conversions, itemsize
 from autoptd.ir.types import Dims, Outer, ValueType, outer_size
 
-GATHER = "gather"  # the conversion of a `Collective` that puts a scattered parcel together
+# The conversion of a `Collective` that gathers a scattered transfer buffer.
+GATHER = "gather"
 
 
 @dataclass(frozen=True)
 class InputSpec:
     """One tensor of the batch: leaf number `leaf` of the flattened `(args, kwargs)` of `step`.
 
-    `shape` is that of one microbatch; `batched` says that dim 0 carries the batch axis.
+    `shape` is that of one microbatch; `batched`: dim 0 is the batch.
     """
 
     name: str
@@ -35,11 +36,11 @@ class InputSpec:
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """One parameter of the model, once, however many names (`aliases`, `name` first) it is tied under.
+    """One parameter of the model, under all of its names (`aliases`, `name` first).
 
-    `storage` is what the optimizer steps, `use` what stages compute with, and `scope` how often one becomes the other (see
-    `ir/placement.py`). `shape` and `dims` are global, `stages` are the stages that use it. `adds` tells, for each of them, how
-    often the backward (and W) of one microbatch adds to the gradient; empty for once each.
+    `storage` is what the optimizer steps, `use` what stages compute with, and `scope` how often storage is converted to
+    use (see `ir/placement.py`). `shape` and `dims` are global, `stages` are the stages that use it. `adds` has, for each
+    of them, how often the backward (and W) of one microbatch adds to the gradient; empty for once each.
     """
 
     name: str
@@ -63,16 +64,16 @@ class ParamSpec:
 
     @cached_property
     def conversions(self) -> tuple[AxisConversion, ...]:
-        """What turns storage into use, over which axes."""
+        """The conversions from storage to use, by axis."""
         return conversions(self.storage.layout, self.use.layout)
 
     @property
     def sums(self) -> tuple[AxisConversion, ...]:
-        """Those of the conversions whose backward sums the gradient, in the order of summing."""
+        """The conversions whose backward sums the gradient, in the order of summing."""
         return tuple(step for step in self.conversions if step.is_sum)
 
     def grad_bytes(self, mesh: Mesh) -> int:
-        """Bytes of a rank's part of the gradient, as it is summed."""
+        """Return the bytes of a rank's part of the gradient, in the dtype in which it is summed."""
         return math.prod(self.used_shape(mesh)) * itemsize(self.storage.sum_dtype)
 
     def adds_in(self, stage: int) -> int:
@@ -80,11 +81,11 @@ class ParamSpec:
 
     @property
     def shard(self) -> ValueType | None:
-        """The type that cuts it, of several sub-axes that of the slowest one; None where every rank uses all of it."""
+        """The S type over the axis that cuts it (over the slowest of several sub-axes); None if every rank uses all of it."""
         return self.use.layout.shards[0][1] if self.use.layout.shards else None
 
     def shard_axis(self, mesh: Mesh) -> str | None:
-        """The axis or sub-axis along which ranks own one chunk after the other; None where every rank owns all of it."""
+        """Return the axis or sub-axis along which ranks own consecutive chunks; None if every rank owns all of it."""
         return self.use.layout.chunk_axis(self.dims, mesh)
 
     @property
@@ -108,28 +109,28 @@ class ParamSpec:
         return self.shard
 
     def owners(self, ranks: Sequence[int]) -> tuple[int, ...]:
-        """Pipeline ranks that hold a copy, ascending; `ranks` are those of all stages."""
+        """Return the pipeline ranks that hold a copy, ascending; `ranks` is the pipeline rank of every stage."""
         return tuple(sorted({ranks[stage] for stage in self.stages}))
 
     def local_bytes(self, mesh: Mesh) -> int:
-        """Bytes of what one rank stores."""
+        """Return the bytes that one rank stores."""
         return math.prod(self.local_shape(mesh)) * itemsize(self.storage.dtype)
 
     def padded_size(self, mesh: Mesh) -> int:
-        """Rows of a dim that the ranks do not divide, of which the last ones hold zeros instead; 0 where nothing is padded."""
+        """Return the size of the cut dim if the ranks do not divide it, so that the last ones have padding; else 0."""
         return self.use.layout.padded_size(self.dims, mesh)
 
     def local_shape(self, mesh: Mesh) -> tuple[int, ...]:
-        """Shape of what one rank stores."""
+        """Return the shape of what one rank stores."""
         return self.storage.layout.local_shape(self.dims, mesh) if self.storage.layout.shards else self.shape
 
     def used_shape(self, mesh: Mesh) -> tuple[int, ...]:
-        """Shape of what one rank computes with, and of its part of the gradient."""
+        """Return the shape of what one rank computes with, and of its part of the gradient."""
         return self.use.layout.local_shape(self.dims, mesh) if self.shard else self.shape
 
-    def placement(self, mesh: Mesh) -> tuple[object, ...]:
-        """Where its elements lie on the ranks, whatever atoms its dims are written in: () where each has all."""
-        return self.use.layout.placement(self.dims, mesh)
+    def element_layout(self, mesh: Mesh) -> tuple[object, ...]:
+        """Return which of its elements each rank uses, comparable between programs; () where every rank uses all."""
+        return self.use.layout.element_layout(self.dims, mesh)
 
     @property
     def _within_layer(self) -> Layout:
@@ -138,15 +139,15 @@ class ParamSpec:
         return Layout(types)
 
     def type_text(self) -> str:
-        """Text for people: the type over tp that it is used in."""
+        """Describe the type in which a layer uses it, for people."""
         return self._within_layer.text(self.dims)
 
 
 @dataclass(frozen=True)
 class CrossingSpec:
-    """A value made by stage `source` and read by the stages `targets`; `shape` is local, of one microbatch.
+    """A value that stage `source` computes and the stages `targets` read; `shape` is local, of one microbatch.
 
-    `type` is the letter of its type over tp; `why`: what it is, and why it is sent and not computed again.
+    `type` is the letter of its type over tp; `why` says what it is, and why it is sent rather than recomputed.
     """
 
     name: str
@@ -160,11 +161,11 @@ class CrossingSpec:
 
 
 @dataclass(frozen=True)
-class Parcel:
-    """One tensor of the message of stage `source` to stage `target`: the crossings `names` end to end, or their gradients.
+class TransferBuffer:
+    """One tensor of the message from stage `source` to `target`: the crossings `names` end to end, or their gradients.
 
-    Of its `numel` elements a tensor rank sends all (`parts` 1) or its `piece`, the last one filled up with zeros; then the
-    receivers gather the pieces over tp. How that is decided: `program/transfers.py`.
+    Of its `numel` elements a tensor rank sends all (`parts` 1) or its `piece`, the last one filled up with zeros; then
+    the receivers gather the pieces over tp. Which of the two: `program/transfers.py`.
     """
 
     source: int
@@ -188,7 +189,7 @@ class Parcel:
 
     @property
     def site(self) -> str:
-        """What records call the calls that it takes."""
+        """The site of its calls, in errors and records."""
         return f"stage {self.source} to {self.target}"
 
 
@@ -208,7 +209,7 @@ class StageSpec:
 class DropoutSpec:
     """One dropout of the model, number `site` in the order of calls: a share `rate` is dropped.
 
-    `batch` is where the value carries the rows of the batch: (dim, elements of that dim before them); None: nowhere.
+    `batch` is where the value has the rows of the batch: (dim, elements of that dim before them); None: nowhere.
     """
 
     site: int
@@ -222,8 +223,8 @@ class DropoutSpec:
 class Collective:
     """One collective or send of one microbatch (or, with `scope="step"`, of one step), as the compiler inserted it.
 
-    `forward` and `backward` are what it does in the two directions; every tensor and data rank of the pipeline ranks `pp_ranks`
-    takes part. `payload_bytes` and `axis` are those of `ir.calls.Call`.
+    `forward` and `backward` are its kinds in the two directions; every tensor and data rank of the pipeline ranks
+    `pp_ranks` takes part. `payload_bytes` and `axis` are those of `program.calls.Call`.
     """
 
     site: str
@@ -243,7 +244,7 @@ class Collective:
 class Line:
     """One operator of an emitted file: line `number` of `file`; `module` names a repeated layer by a star.
 
-    `is_whole`: neither what it reads nor what it gives is sharded, so that every tensor rank does all of its work.
+    `is_whole`: neither its operands nor its result are sharded, so that every tensor rank does all of its work.
     """
 
     file: str

@@ -1,4 +1,4 @@
-"""What is summed of a stage's gradients after the last microbatch, as lines for people.
+"""Describe how a stage's gradients are summed after the last microbatch, as lines for people.
 
 In: the buckets of the stage's pipeline rank. Out: lines such as
 
@@ -18,7 +18,7 @@ from autoptd.program.buckets import BucketPlan
 
 
 def stage_sums(buckets: Sequence[BucketPlan], stage: int, mesh: Mesh) -> list[str]:
-    """The sums that gradients of stage `stage` are in, those over the same ranks as one."""
+    """Describe the sums of the gradients of stage `stage`, one line for all over the same ranks."""
     alike: dict[tuple[tuple[AxisConversion, ...], tuple[int, ...]], list[BucketPlan]] = {}
     for plan in buckets:
         if plan.sums and any(stage in spec.stages for spec in plan.params):
@@ -36,10 +36,12 @@ def _line(plans: Sequence[BucketPlan], mesh: Mesh) -> str:
     specs = [spec for plan in plans for spec in plan.params]
     size = sum(plan.nbytes(mesh) for plan in plans)
     what = specs[0].name if len(specs) == 1 else f"{len(specs)} gradients"
-    over = [f"over {', then '.join(_axis_text(axis, mesh) for axis in axes)}"] if axes else []
+    over = []
+    if axes:
+        texts = [_axis_text(axis, mesh) for axis in axes]
+        over.append(f"over {', then '.join(texts)}")
     if plans[0].tied:
-        over.append(
-            f"over pipeline ranks {', '.join(map(str, owners))}, which share {'it' if len(specs) == 1 else 'them'}"
-        )
+        ranks = ", ".join(map(str, owners))
+        over.append(f"over pipeline ranks {ranks}, which share {'it' if len(specs) == 1 else 'them'}")
     buckets = f"{len(plans)} bucket{'s'[: len(plans) > 1]}"
     return f"all-reduce {buckets} of {size:,} B ({what}) {', then '.join(over)}"

@@ -1,11 +1,12 @@
-"""What travels between two stages, and how: decided at compile time, from sizes alone.
+"""What stages send each other, and how: decided at compile time, from sizes alone.
 
-In: the crossings of a program, the pipeline rank of every stage, the mesh, `p2p` and a `Machine`. Out: `Parcel`s.
+In: the crossings of a program, the pipeline rank of every stage, the mesh, `p2p` and a `Machine`. Out: `TransferBuffer`s.
 
-A *message* is what one stage sends another for one microbatch: the values of the crossings between them or, on the way back,
-their gradients. A *parcel* is one tensor of a message. Small crossings of one dtype are packed into one parcel, end to end: a
-send has a price of its own. A parcel is sent whole by every tensor rank to its peer, or *scattered* (SC'21, section 4.1): each
-sends its 1/t, and the receivers all-gather over tp. Only what is equal on all tensor ranks can be:
+A *message* is what one stage sends another for one microbatch: the values of the crossings between them or, on the
+way back, their gradients. A *transfer buffer* is one tensor of a message. Small crossings of one dtype are packed into
+one buffer, end to end, because every send has a fixed cost. A buffer is sent whole by every tensor rank to its peer, or
+*scattered* (SC'21, section 4.1): each sends 1/t of it, and the receivers all-gather over tp. Only a value that is equal
+on all tensor ranks can be scattered:
 
 | type over tp | value | gradient |
 |---|---|---|
@@ -18,8 +19,9 @@ sends its 1/t, and the receivers all-gather over tp. Only what is equal on all t
 Scattering trades n(t-1)/t bytes of a link between stages for as many within the tensor group and one call more. On links of one
 speed that is a loss; between nodes, whose links are slower than those inside, a gain for all but small values.
 
-    plan_parcels(program.crossings, ranks=(0, 1), mesh=Mesh(t=4, p=2), p2p="scatter_gather", machine=Machine())
-    # (Parcel(source=0, target=1, names=("x_from_0",), ..., numel=4096, parts=4), Parcel(source=1, target=0, ...))
+    plan_transfers(program.crossings, ranks=(0, 1), mesh=Mesh(t=4, p=2), p2p="scatter_gather", machine=Machine())
+    # (TransferBuffer(source=0, target=1, names=("x_from_0",), ..., numel=4096, parts=4),
+    #  TransferBuffer(source=1, target=0, ...))
 """
 
 from __future__ import annotations
@@ -33,14 +35,14 @@ import torch
 from autoptd.ir.machine import Machine
 from autoptd.ir.mesh import Mesh
 from autoptd.program.calls import wire_bytes
-from autoptd.program.specs import CrossingSpec, Parcel
+from autoptd.program.specs import CrossingSpec, TransferBuffer
 
 EQUAL_VALUE, EQUAL_GRADIENT = ("I", "R"), ("I", "P")
 
 
 @dataclass(frozen=True)
 class _Planner:
-    """What the decisions about one parcel look at."""
+    """Decides about one buffer at a time."""
 
     ranks: Sequence[int]
     mesh: Mesh
@@ -48,79 +50,84 @@ class _Planner:
     machine: Machine
 
     def parts(self, source: int, target: int, nbytes: int, is_equal: bool) -> tuple[int, str]:
-        """(t, why) to scatter a parcel of `nbytes`, (1, why) to send it whole."""
+        """Return (t, why) to scatter a buffer of `nbytes`, (1, why) to send it whole."""
         t = len(self.mesh.group(0, self.mesh.value_axes))
         if t == 1:
             return 1, "whole: t=1"
         if not is_equal:
             return 1, "whole: differs from tensor rank to tensor rank"
-        if self.p2p != "auto":
-            return (
-                (1, "whole: p2p='direct'")
-                if self.p2p == "direct"
-                else (t, f"1/{t} each: p2p='scatter_gather'")
-            )
+        if self.p2p == "direct":
+            return 1, "whole: p2p='direct'"
+        if self.p2p == "scatter_gather":
+            return t, f"1/{t} each: p2p='scatter_gather'"
         link = self._bandwidth(list(zip(self._ranks(source), self._ranks(target), strict=True)))
         gather = self._bandwidth(
             [self.mesh.group(rank, self.mesh.value_axes) for rank in self._ranks(target)]
         )
+        # Seconds of either way; the scattered one has a call more.
         whole = nbytes / link
         scattered = nbytes / t / link + wire_bytes("all-gather", nbytes, t) / gather + self.machine.message
         times = f"whole {1e6 * whole:.3g} us, 1/{t} each and gathered {1e6 * scattered:.3g} us"
         return (t, f"1/{t} each: {times}") if scattered < whole else (1, f"whole: {times}")
 
     def is_small(self, nbytes: int) -> bool:
-        """Copying it into a parcel of several, a read and a write, takes less time than a send of its own."""
+        """Tell whether copying a crossing into a shared buffer, a read and a write, is faster than a send of its own."""
         return 2 * nbytes / self.machine.memory_bandwidth < self.machine.message
 
     def _ranks(self, stage: int) -> list[int]:
-        """The ranks that compute a stage; those of two stages correspond."""
+        """Return the ranks that compute a stage, in an order in which those of two stages are peers."""
         return self.mesh.ranks_at(self.ranks[stage])
 
     def _bandwidth(self, groups: Sequence[Sequence[int]]) -> float:
-        """Bytes per second of the slowest of some groups of ranks."""
+        """Return the bytes per second of the slowest of some groups of ranks."""
         machine = self.machine
-        is_apart = any(len({rank // machine.ranks_per_node for rank in group}) > 1 for group in groups)
-        return machine.network_bandwidth if is_apart else machine.link_bandwidth
+        for group in groups:
+            nodes = {rank // machine.ranks_per_node for rank in group}
+            if len(nodes) > 1:
+                return machine.network_bandwidth
+        return machine.link_bandwidth
 
 
-def plan_parcels(
+def plan_transfers(
     crossings: Sequence[CrossingSpec], ranks: Sequence[int], mesh: Mesh, p2p: str, machine: Machine
-) -> tuple[Parcel, ...]:
+) -> tuple[TransferBuffer, ...]:
     """Return everything that one microbatch sends between pipeline ranks, message by message.
 
-    `ranks` is the pipeline rank of every stage; stages of one rank hand their values over and send nothing.
+    `ranks` is the pipeline rank of every stage; stages of the same rank pass tensors on without sending them.
     """
     planner = _Planner(ranks, mesh, p2p, machine)
     links: dict[tuple[int, int], list[CrossingSpec]] = {}
-    for one in crossings:
-        for target in one.targets:
-            if ranks[one.source] != ranks[target]:
-                links.setdefault((one.source, target), []).append(one)
-    found: list[Parcel] = []
+    for spec in crossings:
+        for target in spec.targets:
+            if ranks[spec.source] != ranks[target]:
+                links.setdefault((spec.source, target), []).append(spec)
+    buffers: list[TransferBuffer] = []
     for (source, target), specs in sorted(links.items()):
-        found += _message(planner, source, target, specs, is_gradient=False)
-        found += _message(planner, target, source, [one for one in specs if one.has_grad], is_gradient=True)
-    return tuple(found)
+        buffers += _message(planner, source, target, specs, is_gradient=False)
+        returning = [spec for spec in specs if spec.has_grad]
+        buffers += _message(planner, target, source, returning, is_gradient=True)
+    return tuple(buffers)
 
 
 def _message(
     planner: _Planner, source: int, target: int, specs: Sequence[CrossingSpec], is_gradient: bool
-) -> Iterator[Parcel]:
-    """The parcels of one message, in the order of their first crossings."""
+) -> Iterator[TransferBuffer]:
+    """Yield the buffers of one message, in the order of their first crossings."""
     equal = EQUAL_GRADIENT if is_gradient else EQUAL_VALUE
+    # Small crossings share a key, and so a buffer; a large one has a key of its own.
     packs: dict[tuple[str, bool, str], list[CrossingSpec]] = {}
-    for one in specs:
-        alone = "" if planner.is_small(_nbytes(one)) else one.name
-        packs.setdefault((one.dtype, one.type in equal, alone), []).append(one)
+    for spec in specs:
+        alone = "" if planner.is_small(_nbytes(spec)) else spec.name
+        packs.setdefault((spec.dtype, spec.type in equal, alone), []).append(spec)
     for (dtype, is_equal, _), pack in packs.items():
         parts, why = planner.parts(source, target, sum(map(_nbytes, pack)), is_equal)
-        numel = sum(math.prod(one.shape) for one in pack)
-        yield Parcel(source, target, is_gradient, tuple(one.name for one in pack), dtype, numel, parts, why)
+        numel = sum(math.prod(spec.shape) for spec in pack)
+        names = tuple(spec.name for spec in pack)
+        yield TransferBuffer(source, target, is_gradient, names, dtype, numel, parts, why)
 
 
-def _nbytes(one: CrossingSpec) -> int:
-    return math.prod(one.shape) * int(getattr(torch, one.dtype).itemsize)
+def _nbytes(spec: CrossingSpec) -> int:
+    return math.prod(spec.shape) * int(getattr(torch, spec.dtype).itemsize)
 
 
-__all__ = ["Parcel", "plan_parcels"]
+__all__ = ["TransferBuffer", "plan_transfers"]

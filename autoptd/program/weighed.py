@@ -1,7 +1,7 @@
-"""A plan over tp beside those that people know: what `sequence_parallel="auto"` found, in numbers and in words.
+"""Compare the plan of `sequence_parallel="auto"` with the known ones, in numbers and in words.
 
-In: the `Weight` of every plan by the value of `sequence_parallel` that asks for it. Out: a record, which `plan.json` has as
-`weighed`, and a sentence. `show` and the report have it as a table (summary.py).
+In: the `Weight` of every plan by its value of `sequence_parallel`. Out: a record, which is `weighed` in `plan.json`, and
+a sentence. `show` and the report print it as a table (summary.py).
 
     weighed = {"auto": Weight(...), "True": Weight(...), "False": Weight(...)}
     found_text(weighed_record(weighed))      # "sequence_parallel='auto': -43% bytes sent, ... beside Korthikanti's (True)"
@@ -18,8 +18,10 @@ KNOWN = {"True": "Korthikanti's (True)", "False": "without (False)"}
 
 @dataclass(frozen=True)
 class Weight:
-    """Of a rank and a microbatch, forward and backward: seconds by the machine's description, bytes sent over tp and in how
-    many collectives, parameters held (`least_parameters` if all were split), and bytes kept for backward.
+    """The cost of a plan on one rank, for one microbatch forward and backward.
+
+    Predicted seconds, bytes sent over tp and the number of collectives, parameters held (`least_parameters` if all were
+    split), and bytes saved for backward.
     """
 
     seconds: float
@@ -32,42 +34,41 @@ class Weight:
 
     @property
     def over_least(self) -> float:
-        """How often the t-th part of all parameters a rank holds."""
+        """The parameters that a rank holds, over the t-th part of all parameters."""
         return self.parameters / max(1, self.least_parameters)
 
 
 def weighed_record(weights: Mapping[str, Weight], reasons: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """The plans as plain data, with what was found in words; `reasons` say why a known plan is missing."""
-    found = weights["auto"]
-    same = next((name for name in KNOWN if name in weights and weights[name] == found), None)
-    why = (
-        f"the same as {KNOWN[same]}"
-        if same
-        else "; ".join(_difference(found, weights, name) for name in KNOWN)
-    )
-    rows = {name: {**asdict(one), "over_least": round(one.over_least, 4)} for name, one in weights.items()}
-    return {"found": why, **rows, **({"missing": dict(reasons)} if reasons else {})}
+    """Return the plans as plain data, with a comparison in words; `reasons` say why a known plan is missing."""
+    chosen = weights["auto"]
+    same = [name for name in KNOWN if weights.get(name) == chosen]
+    differences = [_difference(chosen, weights, name) for name in KNOWN]
+    text = f"the same as {KNOWN[same[0]]}" if same else "; ".join(differences)
+    record: dict[str, Any] = {"found": text}
+    for name, weight in weights.items():
+        record[name] = {**asdict(weight), "over_least": round(weight.over_least, 4)}
+    if reasons:
+        record["missing"] = dict(reasons)
+    return record
 
 
-def _difference(found: Weight, weights: Mapping[str, Weight], name: str) -> str:
+def _difference(chosen: Weight, weights: Mapping[str, Weight], name: str) -> str:
+    """Describe the chosen plan relative to a known one: `-43% bytes sent, +2% seconds beside ...`."""
     if name not in weights:
         return f"{KNOWN[name]} cannot be"
     known = weights[name]
-    parts = [
-        f"{100 * (ours / theirs - 1):+.0f}% {what}"
-        for what, ours, theirs in (
-            ("bytes sent", found.sent_bytes, known.sent_bytes),
-            ("seconds", found.seconds, known.seconds),
-            ("parameters", found.parameters, known.parameters),
-            ("kept for backward", found.saved_bytes, known.saved_bytes),
-        )
-        if theirs
-    ]
+    pairs = (
+        ("bytes sent", chosen.sent_bytes, known.sent_bytes),
+        ("seconds", chosen.seconds, known.seconds),
+        ("parameters", chosen.parameters, known.parameters),
+        ("kept for backward", chosen.saved_bytes, known.saved_bytes),
+    )
+    parts = [f"{100 * (ours / theirs - 1):+.0f}% {what}" for what, ours, theirs in pairs if theirs]
     return f"{', '.join(parts)} beside {KNOWN[name]}"
 
 
 def found_text(record: Mapping[str, Any] | None) -> str:
-    """What was found, in a sentence; "" where nothing was weighed."""
+    """Return the comparison as a sentence; "" where nothing was compared."""
     return f"sequence_parallel='auto' found: {record['found']}" if record else ""
 
 

@@ -22,13 +22,17 @@ from autoptd.ir.placement import AxisConversion
 from autoptd.options import Options
 from autoptd.program.buckets import BucketPlan, plan_buckets
 from autoptd.program.call_order import check_call_order
-from autoptd.program.specs import GATHER, Collective, ParamSpec, Parcel
+from autoptd.program.specs import GATHER, Collective, ParamSpec, TransferBuffer
 
 LOSSES = ("cross_entropy", "linear_cross_entropy")
 
 
 def collectives(
-    graph: Graph, options: Options, parcels: Sequence[Parcel], params: tuple[ParamSpec, ...], orders: Orders
+    graph: Graph,
+    options: Options,
+    buffers: Sequence[TransferBuffer],
+    params: tuple[ParamSpec, ...],
+    orders: Orders,
 ) -> list[Collective]:
     """List everything that is communicated, per microbatch and per step, with payload bytes and the reason.
 
@@ -46,8 +50,8 @@ def collectives(
                 calls.append(_absorbed(node, stage, rank, options.mesh))
             elif op_name(node) in LOSSES and node.kwargs["vocab"]:
                 calls += _vocabulary_sums(node, stage, rank, options.mesh)
-    for parcel in parcels:
-        calls += _transfer(parcel, ranks)
+    for buffer in buffers:
+        calls += _transfer(buffer, ranks)
     # The same plans that the runtime makes of the program: what is listed here is what runs.
     buckets = [plan_buckets(params, orders, ranks, options.mesh, pp) for pp in range(options.p)]
     calls += _step_collectives(graph, options, buckets, ranks)
@@ -73,7 +77,7 @@ def _conversion(node: Node, stage: int, rank: int, mesh: Mesh) -> list[Collectiv
         pp_ranks=(rank,),
     )
     # Linear layers that read a gathered value keep the shard, and gather it again for the weight's gradient.
-    if "readers" not in record.extra:
+    if "uses" not in record.extra:
         return [call]
     why = "the weight's gradient needs the whole input, of which the shard was kept"
     again = dataclasses.replace(
@@ -134,32 +138,32 @@ def _vocabulary_sums(node: Node, stage: int, rank: int, mesh: Mesh) -> list[Coll
     return calls
 
 
-def _transfer(parcel: Parcel, ranks: Sequence[int]) -> list[Collective]:
-    """Return the send of a parcel, and the gather of a scattered one on the other side."""
-    names = ", ".join(parcel.names)
-    what = f"gradient of {names}" if parcel.is_gradient else f"stage {parcel.target} reads {names}"
+def _transfer(buffer: TransferBuffer, ranks: Sequence[int]) -> list[Collective]:
+    """Return the send of a buffer, and the gather of a scattered one on the other side."""
+    names = ", ".join(buffer.names)
+    what = f"gradient of {names}" if buffer.is_gradient else f"stage {buffer.target} reads {names}"
 
     def call(
         stage: int, kind: str, conversion: str, axis: str, nbytes: int, size: int, why: str
     ) -> Collective:
         return Collective(
-            site=parcel.site,
+            site=buffer.site,
             stage=stage,
             conversion=conversion,
             axis=axis,
-            forward="none" if parcel.is_gradient else kind,
-            backward=kind if parcel.is_gradient else "none",
+            forward="none" if buffer.is_gradient else kind,
+            backward=kind if buffer.is_gradient else "none",
             payload_bytes=nbytes,
             group_size=size,
             why=f"{what}; {why}",
             pp_ranks=(ranks[stage],),
         )
 
-    calls = [call(parcel.source, "send", "send", "pp", parcel.sent_bytes, 2, parcel.why)]
-    if parcel.parts > 1:
-        why = f"stage {parcel.source} sends 1/{parcel.parts} from each tensor rank"
-        nbytes = parcel.parts * parcel.sent_bytes
-        calls.append(call(parcel.target, "all-gather", GATHER, "tp", nbytes, parcel.parts, why))
+    calls = [call(buffer.source, "send", "send", "pp", buffer.sent_bytes, 2, buffer.why)]
+    if buffer.parts > 1:
+        why = f"stage {buffer.source} sends 1/{buffer.parts} from each tensor rank"
+        nbytes = buffer.parts * buffer.sent_bytes
+        calls.append(call(buffer.target, "all-gather", GATHER, "tp", nbytes, buffer.parts, why))
     return calls
 
 

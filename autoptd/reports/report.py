@@ -152,7 +152,7 @@ def _stages(program: Program, summary: Summary) -> str:
         # A tied parameter counts on every stage that uses it.
         wanted = set(program.stages[stage].params)
         held = [math.prod(spec.local_shape(program.mesh)) for spec in program.params if spec.name in wanted]
-        sent = sum(buffer.sent_bytes for buffer in program.parcels if buffer.source == stage)
+        sent = sum(buffer.sent_bytes for buffer in program.transfers if buffer.source == stage)
         rows.append(
             (
                 f"{stage}",
@@ -242,7 +242,7 @@ def _decisions(program: Program) -> str:
         heading("Where the model is cut"),
         paragraph(f"Behind {_listed(cut.after)}: {cut.why}."),
     ]
-    kinds = Counter(buffer.why for buffer in program.parcels)
+    kinds = Counter(buffer.why for buffer in program.transfers)
     if kinds:
         parts += [heading("How values travel between stages")]
         parts.append(table(("x", "way"), [(str(count), why) for why, count in kinds.items()], (0,)))

@@ -16,24 +16,24 @@ from autoptd.runtime.conversions import (
     s_to_s,
 )
 from autoptd.runtime.dropout import dropout
-from autoptd.runtime.gathered import gathered
 from autoptd.runtime.linear import linear
 from autoptd.runtime.losses import count_labels
+from autoptd.runtime.regather import all_gather_again
 from autoptd.runtime.shards import join_shards, pad_shard, take_shard
 from autoptd.runtime.stage import Stage
 from autoptd.runtime.standalone import main
 from autoptd.runtime.vocab import cross_entropy, vocab_parallel_cross_entropy, vocab_parallel_embedding
-from autoptd.runtime.world.world import Group, Needs, World
+from autoptd.runtime.world.world import Communicators, Group, World
 
 __all__ = [
+    "Communicators",
     "Group",
-    "Needs",
     "Stage",
     "World",
+    "all_gather_again",
     "count_labels",
     "cross_entropy",
     "dropout",
-    "gathered",
     "i_to_p",
     "i_to_r",
     "i_to_s",

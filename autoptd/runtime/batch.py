@@ -1,7 +1,7 @@
 """Cut the arguments of `step` into microbatches, after comparing them with what was compiled.
 
-In: the (args, kwargs) of one call. Out: per microbatch a dict of batch inputs by name. Row order: replica r's microbatch j owns
-the global rows from r*B/d + j*b onward (b rows per microbatch, B per step).
+In: the (args, kwargs) of one call. Out: a dict of batch inputs by name for each microbatch. Microbatch j of replica r
+owns the global rows from r*B/d + j*b on (b rows per microbatch, B per step).
 
     check_call(program, args, kwargs, replicas=1)
     microbatches = cut(program, args, kwargs, names={"ids"}, replica=0, device=torch.device("cpu"))
@@ -28,14 +28,14 @@ Kwargs = dict[str, Any]
 
 @dataclass(frozen=True)
 class CallForm:
-    """How the arguments of a call are passed: so many by position, then these keywords; `names` are those of the positions."""
+    """How the arguments of a call are passed: the first `positions` of `names` by position, then these keywords."""
 
     names: tuple[str, ...]
     positions: int
     keywords: tuple[str, ...]
 
     def arrange(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-        """Return a call as one of this form: by position what came by keyword, and the other way round, as Python binds it."""
+        """Return the call in this form, moving arguments between positions and keywords as Python would bind them."""
         if len(args) == self.positions and tuple(kwargs) == self.keywords:
             return args, kwargs
         given = dict(zip(self.names, args, strict=False))
@@ -45,19 +45,22 @@ class CallForm:
         if not is_bound or set(given) != set(wanted) or len(wanted) != self.positions + len(self.keywords):
             fact = f"was called with {_call_text(len(args), kwargs)}, compiled was {_call_text(self.positions, self.keywords)}"
             raise PlanError("step", fact, "pass what example_inputs holds")
-        return tuple(given[name] for name in wanted[: self.positions]), {
-            name: given[name] for name in self.keywords
-        }
+        by_position = tuple(given[name] for name in wanted[: self.positions])
+        return by_position, {name: given[name] for name in self.keywords}
 
 
 def _call_text(positions: int, keywords: Collection[str]) -> str:
-    """`2 arguments by position and mask=`."""
-    parts = [f"{positions} argument{'s' * (positions != 1)} by position"] if positions or not keywords else []
-    return " and ".join([*parts, *([", ".join(f"{name}=" for name in keywords)] if keywords else [])])
+    """Return `2 arguments by position and mask=`."""
+    parts = []
+    if positions or not keywords:
+        parts.append(f"{positions} argument{'s' * (positions != 1)} by position")
+    if keywords:
+        parts.append(", ".join(f"{name}=" for name in keywords))
+    return " and ".join(parts)
 
 
 def expected_shape(program: Program, spec: InputSpec, replicas: int) -> tuple[int, ...]:
-    """Shape of an argument that holds the rows of `replicas` replicas."""
+    """Return the shape of an argument that holds the rows of `replicas` replicas."""
     if not spec.batched:
         return spec.shape
     return (spec.shape[0] * program.num_microbatches * replicas, *spec.shape[1:])
@@ -84,7 +87,7 @@ def check_call(program: Program, args: Args, kwargs: Kwargs, replicas: int) -> N
 
 
 def check_structure(program: Program, args: Args, kwargs: Kwargs) -> list[Any]:
-    """The leaves of a call; PlanError where its arguments are not those that were compiled."""
+    """Return the leaves of a call; PlanError where its arguments are not those that were compiled."""
     leaves, tree = flatten(args, kwargs)
     if tree != program.tree:
         fact = "its arguments are not those that were compiled: another number of them, other keywords, or nested otherwise"
@@ -93,30 +96,31 @@ def check_structure(program: Program, args: Args, kwargs: Kwargs) -> list[Any]:
 
 
 def is_call_of(program: Program, args: Args, kwargs: Kwargs, replicas: int) -> bool:
-    """Whether a call is one that the program takes: its structure, constants, shapes and dtypes."""
+    """Tell whether a call has the structure, constants, shapes and dtypes that were compiled."""
     leaves, tree = flatten(args, kwargs)
-    if tree != program.tree or not all(
-        is_same_constant(leaves[leaf], value) for leaf, value in program.constants
-    ):
+    if tree != program.tree:
         return False
-    pairs = ((leaves[spec.leaf], spec) for spec in program.inputs)
-    return all(
-        tuple(x.shape) == expected_shape(program, spec, replicas) and str(x.dtype) == f"torch.{spec.dtype}"
-        for x, spec in pairs
-    )
+    if not all(is_same_constant(leaves[number], value) for number, value in program.constants):
+        return False
+    for spec in program.inputs:
+        x = leaves[spec.leaf]
+        if tuple(x.shape) != expected_shape(program, spec, replicas) or str(x.dtype) != f"torch.{spec.dtype}":
+            return False
+    return True
 
 
 def is_same_constant(given: Any, compiled: Any) -> bool:
-    """Whether two constants of a call are one value, of one type: -0.0 is not 0.0, and a NaN is itself."""
+    """Tell whether two constants of a call are the same value of the same type."""
     if type(given) is not type(compiled):
         return False
+    # By text, -0.0 is not 0.0, and a NaN equals itself.
     return repr(given) == repr(compiled) if isinstance(given, (float, complex)) else given == compiled
 
 
 def cut(
     program: Program, args: Args, kwargs: Kwargs, names: Collection[str], replica: int, device: torch.device
 ) -> list[dict[str, torch.Tensor]]:
-    """Return the microbatches of one of the replicas whose rows the call holds, with the inputs called `names`."""
+    """Return the microbatches of replica `replica`, of those whose rows the call holds, with the inputs `names`."""
     leaves, _ = flatten(args, kwargs)
     count = program.num_microbatches
     microbatches: list[dict[str, torch.Tensor]] = [{} for _ in range(count)]
@@ -124,9 +128,11 @@ def cut(
         if spec.name not in names:
             continue
         x = leaves[spec.leaf].detach()
-        rows = spec.shape[0] * count if spec.batched else 0
-        if spec.batched and x.shape[0] > rows:
-            x = x.narrow(0, replica * rows, rows)
+        if spec.batched:
+            # Ranks as threads are called with the rows of all replicas, a process with those of its own.
+            rows = spec.shape[0] * count
+            if x.shape[0] > rows:
+                x = x.narrow(0, replica * rows, rows)
         x = _to(x, device)
         pieces = x.split(spec.shape[0]) if spec.batched and count > 1 else [x] * count
         for microbatch, piece in zip(microbatches, pieces, strict=True):
@@ -135,8 +141,9 @@ def cut(
 
 
 def _to(x: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """`x` on `device`; from the host to a CUDA device without waiting, through memory that nobody writes to meanwhile."""
+    """Return `x` on `device`; from the host to a CUDA device without waiting."""
     if device.type == "cuda" and x.device.type == "cpu":
+        # Through pinned memory of our own: the copy runs later, when the caller may have overwritten `x`.
         return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x).to(device, non_blocking=True)
     return x.to(device)
 
@@ -144,9 +151,10 @@ def _to(x: torch.Tensor, device: torch.device) -> torch.Tensor:
 def take_rows(
     program: Program | None, args: Args, kwargs: Kwargs, replicas: int, replica: int
 ) -> tuple[Args, Kwargs]:
-    """Return the call with the rows of one replica of `replicas`, of a call with the rows of all.
+    """Return a call with the rows of one replica, given a call with the rows of all `replicas`.
 
-    Batched arguments are the program's; before there is one, those whose dim 0 is as long as the batch (`batch_rows`).
+    The program knows which arguments are batched; before there is one, those whose dim 0 has the batch's length
+    (`batch_rows`). PlanError where the replicas do not divide the rows.
     """
     leaves, tree = tree_flatten((args, kwargs))
     tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.dim()]
@@ -154,7 +162,8 @@ def take_rows(
         return args, kwargs
     batched = [i for i in tensors if leaves[i].shape[0] == batch_rows(leaves, replicas)]
     if program is not None:
-        check_structure(program, args, kwargs)  # not its sizes: those of an evaluation may be others
+        # Not its sizes: an evaluation may have others.
+        check_structure(program, args, kwargs)
         batched = [spec.leaf for spec in program.inputs if spec.batched and spec.leaf in tensors]
     for i in batched:
         rows, rest = divmod(leaves[i].shape[0], replicas)
@@ -166,10 +175,10 @@ def take_rows(
 
 
 def batch_rows(leaves: Sequence[Any], pieces: int) -> int:
-    """The rows of a call: dim 0 of its first tensor.
+    """Return the number of rows of a call: dim 0 of its first tensor.
 
-    A first tensor of one entry (a temperature) is no batch where others have more rows, nor is one of one row that `pieces` do
-    not divide: the batch is then what most tensors have, and of equally many the first.
+    Exceptions are a first tensor of one entry (a temperature) where others have more rows, and one of one row that
+    `pieces` do not divide: then it is the most frequent size of the others, the first of equally frequent ones.
     """
     sizes = [leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()]
     first = next(leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim())
@@ -180,8 +189,9 @@ def batch_rows(leaves: Sequence[Any], pieces: int) -> int:
 
 
 def flatten(args: Args, kwargs: Kwargs) -> tuple[list[Any], str]:
-    """The leaves of a call, and the text of how they are nested; most calls are tensors by position."""
-    if not kwargs and all(isinstance(one, torch.Tensor) for one in args):
+    """Return the leaves of a call, and a text of how they are nested."""
+    # The common case, tensors by position, without the cost of walking a tree.
+    if not kwargs and all(isinstance(arg, torch.Tensor) for arg in args):
         return list(args), _tree_of_leaves(len(args))
     leaves, tree = tree_flatten((args, kwargs))
     return leaves, str(tree)

@@ -1,8 +1,8 @@
-"""All ranks of a replica must read the same batch: what to do about `torch.manual_seed(1337 + rank)`.
+"""Check that all ranks of a replica read the same batch: they do not after `torch.manual_seed(1337 + rank)`.
 
-In: the arguments of a `step` or an `eval_step` on this rank. Out: nothing, or one RuntimeFault on all ranks together, which
-names the ranks whose inputs or targets differ. Hashes are sent before the first forward, over tp and over pp, and looked at
-when the step is over: nobody waits for them meanwhile.
+In: the arguments of a `step` or an `eval_step` on this rank. Out: nothing, or one RuntimeFault on all ranks together,
+which names the ranks whose inputs or targets differ. Hashes are sent before the first forward, over tp and over pp, and
+compared after the step, so that no rank waits for them.
 
     check = BatchCheck(world, "step", number=1, leaves=[ids, targets])
     ...                                            # the step
@@ -23,45 +23,42 @@ from autoptd.runtime.fingerprint import hash_words
 from autoptd.runtime.launch import Rank, RunningRanks
 from autoptd.runtime.world.world import World
 
-FIRST = 3  # steps that are checked at the start
+# Every one of the first steps is checked, whatever `every` says: that is when a data loader is wrong.
+FIRST_STEPS = 3
 SITE = "check of the batch"
 
 
 def is_due(number: int, every: int) -> bool:
-    """Whether step number `number` (from 1) is checked; `every` 0 checks none."""
-    return every > 0 and (number <= FIRST or number % every == 0)
+    """Tell whether step number `number` (from 1) is checked; `every` 0 checks none."""
+    return every > 0 and (number <= FIRST_STEPS or number % every == 0)
 
 
 class BatchCheck:
-    """The check of call `number` of `step` or `eval_step`, under way from its creation; both ends are collectives."""
+    """The check of call `number` of `step` or `eval_step`, started by its creation; that and `finish` are collectives."""
 
     def __init__(self, world: World, call: str, number: int, leaves: Sequence[Any]) -> None:
         self.world, self.site = world, f"{call} {number}"
         hashes = [hash_words(leaf).to(world.device) for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        # The call comes first, so that a rank that is a step behind is not mistaken for one with another batch.
         which = number if call == "step" else -number
         self.mine = torch.stack([torch.tensor(which, device=world.device), *hashes])
-        # Along the other axes ranks read the same batch.
+        # Along all axes but those that split the batch, ranks read the same of it.
         axes = [axis for axis in world.mesh.axes if axis not in world.mesh.batch_axes]
         self.pending = [
             world.group((axis,)).all_gather_start(self.mine.unsqueeze(0), 0, SITE) for axis in axes
         ]
 
     def finish(self) -> None:
-        """Look at the answers; RuntimeFault on all ranks of all replicas where any two differ within one."""
+        """Compare; RuntimeFault on all ranks of all replicas where any two differ within one."""
         world = self.world
-        differs = (
-            torch.stack([(pending.wait() != self.mine).any() for pending in self.pending])
-            .any()
-            .to(torch.int64)
-        )
+        differences = [(pending.wait() != self.mine).any() for pending in self.pending]
+        differs = torch.stack(differences).any().to(torch.int64)
         if agree_on_largest(world, differs, SITE):
             raise self._fault()
 
     def _fault(self) -> RuntimeFault:
-        mesh, seen = (
-            self.world.mesh,
-            merge_over_ranks(self.world, {self.world.rank: self.mine.tolist()}, SITE),
-        )
+        mesh = self.world.mesh
+        seen = merge_over_ranks(self.world, {self.world.rank: self.mine.tolist()}, SITE)
         facts = []
         for number in range(mesh.replicas):
             replica = [rank for rank in sorted(seen) if mesh.replica_of(rank) == number]
@@ -85,31 +82,31 @@ def batch_checked(ranks: RunningRanks, call: str, count: int, leaves: Sequence[A
 
 
 def _differing(replica: Sequence[int], seen: dict[int, list[int]]) -> list[str]:
-    """What is wrong with the ranks of one replica that do not read what most of them read (of two: the first)."""
+    """Describe the ranks of one replica that do not read what most of them read (of two ranks, the first is right)."""
     usual = Counter(tuple(seen[rank]) for rank in replica).most_common(1)[0][0]
     like = next(rank for rank in replica if tuple(seen[rank]) == usual)
     others = [rank for rank in replica if tuple(seen[rank]) != usual]
     if not others:
         return []
-    places = {i for rank in others for i, value in enumerate(seen[rank]) if value != usual[i]}
-    what = (
-        f"tensor {', '.join(str(i - 1) for i in sorted(places) if i)} of the call"
-        if places - {0}
-        else "which step it is"
-    )
+    # Entry 0 is the number of the call, entry i + 1 the hash of tensor i.
+    differing: set[int] = set()
+    for rank in others:
+        differing |= {i for i, value in enumerate(seen[rank]) if value != usual[i]}
+    tensors = [str(i - 1) for i in sorted(differing - {0})]
+    what = f"tensor {', '.join(tensors)} of the call" if tensors else "which step it is"
     ranks = f"rank{'s' * (len(others) > 1)} {', '.join(map(str, others))}"
     return [f"{ranks} got other inputs or targets than rank {like} of the same replica ({what} differs)"]
 
 
 def agree_on_largest(world: World, value: torch.Tensor, site: str) -> int:
-    """The largest `value` of all ranks; a collective."""
+    """Return the largest `value` of all ranks; a collective."""
     for axis in world.mesh.axes:
         value = world.group((axis,)).all_reduce(value, site, op="max")
     return int(value)
 
 
 def merge_over_ranks(world: World, mine: dict[int, Any], site: str) -> dict[int, Any]:
-    """The entries of all ranks; a collective."""
+    """Return the entries of all ranks, `mine` being this rank's; a collective."""
     for axis in world.mesh.axes:
         parts = world.group((axis,)).gather_objects(mine, site)
         mine = {rank: entry for part in parts for rank, entry in part.items()}

@@ -1,7 +1,8 @@
-"""Copies of a parameter must stay equal: over dp, on the tensor ranks that hold the same of it, and on all owners.
+"""Check that copies of a parameter stay equal: over dp, on tensor ranks that hold the same of it, and on all owners.
 
-In: a rank's parameters. Out: nothing, or one RuntimeFault on all ranks together, which names parameters and ranks. What some
-ranks did to their gradients alone shows here after the next update. Fingerprints of 64 bits are compared (`fingerprint.py`).
+In: a rank's parameters. Out: nothing, or one RuntimeFault on all ranks together, which names parameters and ranks. A
+gradient that was changed on some ranks only shows here after the next update. 64-bit fingerprints are compared
+(`fingerprint.py`).
 
     check_copies(rank.params, step=200)            # a collective
 """
@@ -25,20 +26,24 @@ MOST_NAMED = 5
 
 
 def is_due(step: int, every: int) -> bool:
-    """Whether copies are compared before step number `step`: the second one sees the first update; `every` 0 compares none."""
+    """Tell whether copies are compared before step number `step`; `every` 0 compares none."""
+    # The second step is the first to see an update.
     return every > 0 and (step == 2 or step % every == 0)
 
 
 def check_copies(params: RankParameters, step: int) -> None:
-    """RuntimeFault on all ranks unless all copies of all parameters are equal; a collective."""
+    """Raise RuntimeFault on all ranks unless all copies of all parameters are equal; a collective."""
     world = params.world
     if world.mesh.size == 1:
         return
     mine = {spec.name: fingerprint_of(params, spec) for spec in params.specs if spec.name in params.local}
-    findings = [text for group, specs in _comparisons(params) for text in _compare(group, specs, mine)]
+    findings: list[str] = []
+    for group, specs in _comparisons(params):
+        findings += _compare(group, specs, mine)
     if agree_on_largest(world, torch.tensor(int(bool(findings)), device=world.device), SITE):
-        told = merge_over_ranks(world, {world.rank: findings}, SITE)
-        every = list(dict.fromkeys(text for rank in sorted(told) for text in told[rank]))
+        by_rank = merge_over_ranks(world, {world.rank: findings}, SITE)
+        # All ranks of a group find the same.
+        every = list(dict.fromkeys(text for rank in sorted(by_rank) for text in by_rank[rank]))
         more = f"; and {len(every) - MOST_NAMED} more" if len(every) > MOST_NAMED else ""
         fact = f"copies that must be equal are not: {'; '.join(every[:MOST_NAMED])}{more}"
         remedy = "change gradients and parameters on all ranks alike: pm.clip_grad_norm_, pm.optimizer, pm.load_state_dict"
@@ -46,13 +51,13 @@ def check_copies(params: RankParameters, step: int) -> None:
 
 
 def _comparisons(params: RankParameters) -> Iterator[tuple[Group, list[ParamSpec]]]:
-    """(group, parameters of which all its ranks hold the same), in one order on all ranks."""
+    """Yield (group, parameters of which all its ranks hold the same), in one order on all ranks."""
     world, mesh = params.world, params.world.mesh
     local = [spec for spec in params.specs if spec.name in params.local]
     for axis in mesh.batch_axes:
         yield world.group((axis,)), local
-    # An I is updated by each rank for itself; on CUDA, operators whose sums have no fixed order let such copies
-    # differ in the last bits.
+    # The gradient of an R is summed, and equal to the bit. That of an I is computed by each rank for itself: on CUDA,
+    # operators whose sums have no fixed order make such copies differ in the last bits.
     kinds = "R" if world.device.type == "cuda" else "IR"
     alike: dict[str, list[ParamSpec]] = {}
     for spec in local:
@@ -62,22 +67,23 @@ def _comparisons(params: RankParameters) -> Iterator[tuple[Group, list[ParamSpec
     for axis in sorted(alike):
         yield world.group((axis,)), alike[axis]
     homes = {spec.name: owners(params.program, spec) for spec in local}
-    for ranks in sorted({one for one in homes.values() if len(one) > 1}):
+    for ranks in sorted({home for home in homes.values() if len(home) > 1}):
         yield world.owners(ranks), [spec for spec in local if homes[spec.name] == ranks]
 
 
 def _compare(group: Group, specs: Sequence[ParamSpec], mine: dict[str, torch.Tensor]) -> list[str]:
-    """What differs between the ranks of a group, each held against the first one."""
+    """Describe what differs between the ranks of a group, each compared with the first one."""
     if group.size == 1 or not specs:
         return []
     own = torch.stack([mine[spec.name] for spec in specs])
+    # [rank, parameter]
     prints = group.all_gather(own.unsqueeze(0), 0, SITE).tolist()
-    return [
-        f"{spec.name} on rank {group.ranks[i]} is not as on rank {group.ranks[0]}"
-        for k, spec in enumerate(specs)
-        for i in range(group.size)
-        if prints[i][k] != prints[0][k]
-    ]
+    findings = []
+    for k, spec in enumerate(specs):
+        for i, rank in enumerate(group.ranks):
+            if prints[i][k] != prints[0][k]:
+                findings.append(f"{spec.name} on rank {rank} is not as on rank {group.ranks[0]}")
+    return findings
 
 
 __all__ = ["check_copies", "is_due"]

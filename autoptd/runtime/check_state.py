@@ -1,7 +1,8 @@
-"""All ranks must load the same state dict: each takes its own shards from the one that it is given.
+"""Check that all ranks load the same state dict: each takes its own shards from the one that it is given.
 
-In: what this rank was given. Out: nothing, or one RuntimeFault on all ranks together, which names the ranks and the tensors
-that differ. Of every tensor the shape and 65,536 values are looked at, evenly spread: another checkpoint differs everywhere.
+In: this rank's state dict. Out: nothing, or one RuntimeFault on all ranks together, which names the ranks and the
+tensors that differ. Of every tensor the shape and 65,536 values, evenly spread, are compared: another checkpoint differs
+everywhere.
 
     check_state(world, state_dict)
 """
@@ -20,13 +21,15 @@ from autoptd.runtime.fingerprint import hash_words
 from autoptd.runtime.world.world import World
 
 SITE = "check of the state dict"
-MANY = 3  # tensors that a fault names
+# How many tensors a fault names.
+MOST_NAMED = 3
 
 
 def check_state(world: World, state_dict: Mapping[str, torch.Tensor]) -> None:
-    """RuntimeFault on all ranks where any two were given different names, shapes or values; a collective."""
+    """Raise RuntimeFault on all ranks where any two were given different names, shapes or values; a collective."""
     mine = {name: _digest(name, x) for name, x in state_dict.items() if isinstance(x, torch.Tensor)}
     total = torch.tensor(sum(mine.values()) % (1 << 62), device=world.device)
+    # All totals are equal if the largest is the smallest.
     if agree_on_largest(world, total, SITE) != -agree_on_largest(world, -total, SITE):
         raise _fault(merge_over_ranks(world, {world.rank: mine}, SITE))
 
@@ -37,13 +40,16 @@ def _digest(name: str, x: torch.Tensor) -> int:
 
 
 def _fault(seen: dict[int, dict[str, int]]) -> RuntimeFault:
+    """Name the ranks whose state dict is not the one that most ranks have; `seen` has all digests by rank and name."""
     usual = Counter(frozenset(given.items()) for given in seen.values()).most_common(1)[0][0]
     others = {
         rank: set(given.items()) ^ usual for rank, given in sorted(seen.items()) if given.items() != usual
     }
     names = sorted({name for differing in others.values() for name, _ in differing})
     like = next(rank for rank in sorted(seen) if rank not in others)
-    which = ", ".join(names[:MANY]) + (f" and {len(names) - MANY} more" if len(names) > MANY else "")
+    which = ", ".join(names[:MOST_NAMED])
+    if len(names) > MOST_NAMED:
+        which += f" and {len(names) - MOST_NAMED} more"
     ranks = f"rank{'s' * (len(others) > 1)} {', '.join(map(str, others))}"
     fact = f"{ranks} got another state dict than rank {like}: {which} differ{'s' * (len(names) == 1)}"
     return RuntimeFault(

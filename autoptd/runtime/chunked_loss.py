@@ -1,12 +1,13 @@
 """The head and the cross-entropy as one operator, with the vocabulary split over a group of ranks.
 
-In: x of type R (the same on every rank; its gradient is a part on each, to be summed by the caller's f), this rank's rows of
-the head's weight, global ids. Out: the loss, of type I. As `vocab_parallel_cross_entropy(F.linear(x, weight), targets, group)`,
-with the same options and the same errors, but the logits of all rows never exist: see `kernels/loss.py`.
+In: x of type R (the same on every rank; its gradient is a partial sum on each, which the caller's f adds up), this
+rank's rows of the head's weight, global ids. Out: the loss, of type I. It equals
+`vocab_parallel_cross_entropy(F.linear(x, weight), targets, group)`, with the same options and errors, but the logits
+of all rows never exist at once: see `kernels/loss.py`.
 
     loss = vocab_parallel_linear_cross_entropy(x, w.lm_head.weight, targets, tp, size=50257, site="loss")
 
-For a chunk of N rows two reductions are made: N numbers for the maximum, and N for each of the sums.
+Each chunk of N rows takes two reductions: of N numbers for the maximum, and of N for each of the sums.
 """
 
 from __future__ import annotations

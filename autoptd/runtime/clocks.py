@@ -1,7 +1,8 @@
-"""Moments of a rank: when its host comes by or, on CUDA, when its device does, which is later, and is what takes time.
+"""Clocks of ranks: of the host or, on CUDA, of the device, which runs behind the host and is what takes the time.
 
-In: the devices of this process's ranks. Out: a `Clock` for each, all with one origin. To take a moment never waits, on CUDA it
-leaves an event on the current stream; to ask for its seconds waits until the device has been there, so ask after the step.
+In: the devices of this process's ranks. Out: a `Clock` for each, all with one origin. `now()` never waits: on CUDA it
+records an event on the current stream. `seconds()` waits until the device has reached that event, so call it after the
+step.
 
     (clock,) = clocks_of([world.device])
     start = clock.now()
@@ -22,7 +23,7 @@ from autoptd.runtime.world.world import on_device
 
 
 class Clock(ABC):
-    """Takes the time of one rank."""
+    """The clock of one rank: `now` returns moments of a type of its own, `seconds` converts them."""
 
     @abstractmethod
     def now(self) -> Any:
@@ -30,11 +31,11 @@ class Clock(ABC):
 
     @abstractmethod
     def seconds(self, moment: Any) -> float:
-        """Return when a moment was, in seconds since the clock was made."""
+        """Return the time of a moment, in seconds since the clocks were made."""
 
 
 class HostClock(Clock):
-    """For ranks that compute where they run."""
+    """The host's clock, for ranks on a CPU."""
 
     def __init__(self, origin: float) -> None:
         self._origin = origin
@@ -47,7 +48,7 @@ class HostClock(Clock):
 
 
 class DeviceClock(Clock):
-    """For a device that its host runs ahead of; `first` is the time at which it is made, when the device has nothing to do."""
+    """A device's clock; `first` is the host's time at its creation, when the device must be idle."""
 
     def __init__(self, make_event: Callable[[], Any], first: float) -> None:
         self._make_event, self._first = make_event, first
@@ -64,7 +65,7 @@ class DeviceClock(Clock):
 
 
 def clocks_of(devices: Sequence[torch.device]) -> list[Clock]:
-    """Return a clock for each device; waits until they have nothing to do."""
+    """Return a clock for each device; waits until all of them are idle."""
     origin = time.perf_counter()
     return [_clock(device, origin) for device in devices]
 

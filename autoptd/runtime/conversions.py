@@ -1,14 +1,14 @@
 """The conversions between value types, one differentiable function per row of `ir.types.CONVERSIONS`.
 
 In: this rank's tensor and the group of ranks of one mesh axis. Out: this rank's tensor of the new type. An S value is
-the local shard (`shards.py` says what `dim`, `blocks` and the `size` of a padded dim mean). `site` names the emitted line in
+the local shard (`shards.py` defines `dim`, `blocks` and the `size` of a padded dim). `site` names the emitted line in
 errors.
 
     y = p_to_i(F.linear(x, w), tp, site="h.0.mlp.c_proj")     # Megatron's g
 
 Over a group of one rank every conversion is the identity. The comments f, g name the operators of Shoeybi et al. 2019,
 section 3; g bar and its conjugate are those of Korthikanti et al. 2022, section 4.2.2. Cotangents from autograd may be
-strided or expanded; every path below makes what it sends contiguous.
+strided or expanded; every function below makes contiguous what it sends.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Direction = Callable[[Tensor, Group, str], Tensor]
 def i_to_r(x: Tensor, group: Group, *, owned: bool = False, site: str = "") -> Tensor:
     """Forward: none. Backward: all-reduce. Megatron's f.
 
-    `owned`: nobody else holds the gradient of the result (GEMMs make it), so that it is summed in place.
+    `owned`: nothing else holds the gradient of the result (GEMMs make it), so it is summed in place.
     """
     return _convert(x, group, _keep, _sum_in_place if owned else _sum, site)
 
@@ -45,14 +45,14 @@ def i_to_r(x: Tensor, group: Group, *, owned: bool = False, site: str = "") -> T
 def p_to_i(x: Tensor, group: Group, *, owned: bool = False, site: str = "") -> Tensor:
     """Forward: all-reduce. Backward: none. Megatron's g.
 
-    `owned`: nobody else reads `x`, and no backward needs it (a GEMM made it), so that it is summed in place. Either way
-    autograd need not know of the sum, as the gradient passes through.
+    `owned`: nothing else reads `x`, and no backward needs it (a GEMM made it), so it is summed in place. Autograd need
+    not know of the sum, since the gradient passes through unchanged.
     """
     if group.size == 1:
         return x
     y = x if owned else x.clone(memory_format=torch.contiguous_format)
-    # Not by `detach`, whose writes autograd counts: where `y` is a view, as a linear's result may be, it would make new nodes
-    # for it, or refuse. passes/own.py sees to it that no backward needs what is overwritten.
+    # `.data` rather than `detach`, whose writes autograd counts: where `y` is a view, as a linear's result may be, it
+    # would rebuild the graph of `y`, or refuse. passes/own.py makes sure that no backward needs the overwritten values.
     group.all_reduce_(y.data, site)
     return y
 
@@ -70,19 +70,19 @@ def p_to_s(x: Tensor, group: Group, dim: int, blocks: Outer = 1, *, size: int = 
 def i_to_p(x: Tensor, group: Group, *, site: str = "") -> Tensor:
     """Forward: one rank keeps it, the others hold zeros. Backward: none. A bias that must be added once.
 
-    A node of autograd on every rank: what reads `x` elsewhere too adds its gradients in one order on all of them, to the bit.
+    Every rank gets an autograd node: where `x` has other readers, all ranks then add up its gradients in the same order,
+    and their sums are equal to the bit.
     """
     if group.index == 0:
         return x.view_as(x) if group.size > 1 else x
-    y = (
-        x.clone()
-    )  # autograd passes the gradient on as it is; an autograd function of our own takes five times as long
+    # Zeros by a clone, through which autograd passes the gradient: an autograd function of our own is five times slower.
+    y = x.clone()
     y.detach().zero_()
     return y
 
 
 def r_to_i(x: Tensor, group: Group, *, site: str = "") -> Tensor:
-    """Forward: none. Backward: one rank keeps the cotangent (equal on all), so that its partial sum is right."""
+    """Forward: none. Backward: one rank keeps the cotangent, which is equal on all, so that their sum is right."""
     return _convert(x, group, _keep, _one_rank, site)
 
 
@@ -130,7 +130,7 @@ def s_to_s(
 
 
 def gather(x: Tensor, group: Group, dim: int, blocks: Outer = 1, *, size: int = 0, site: str = "") -> Tensor:
-    """The whole value of shards `x`, without a gradient."""
+    """Return the whole value of shards `x`, without a gradient."""
     return _gather(dim, blocks, size)(x, group, site)
 
 
@@ -148,7 +148,7 @@ def scatter_start(x: Tensor, group: Group, dim: int, blocks: Outer = 1, *, site:
     )
 
 
-# The directions of conversions.
+# The directions of conversions: from a tensor of one type to one of another, without autograd.
 
 
 def _keep(x: Tensor, group: Group, site: str) -> Tensor:
@@ -168,7 +168,7 @@ def _one_rank(x: Tensor, group: Group, site: str) -> Tensor:
 
 
 class _Sharding:
-    """Base of the directions that know where a shard sits."""
+    """Base of the directions from or to shards of (dim, blocks)."""
 
     def __init__(self, dim: int, blocks: Outer, size: int) -> None:
         self.dim, self.blocks, self.size = dim, blocks, size
@@ -214,7 +214,7 @@ class _Exchange(_Sharding):
 
 
 class _Directions(NamedTuple):
-    """What a conversion does: forward, backward, over which ranks."""
+    """A conversion: what it does forward and backward, and over which ranks."""
 
     forward: Direction
     backward: Direction
@@ -223,12 +223,13 @@ class _Directions(NamedTuple):
 
 
 class _Converted(torch.autograd.Function):
-    """Runs one direction forward and another backward. A direction that keeps its input hands autograd a view of it."""
+    """Runs one direction forward and another backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, how: _Directions) -> Tensor:
         ctx.how = how
         y = how.forward(x, how.group, how.site)
+        # Autograd does not accept an input as the output.
         return x.view_as(x) if y is x else y
 
     @staticmethod

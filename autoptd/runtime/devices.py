@@ -1,7 +1,7 @@
-"""Which device a rank takes: one rule for the compiler, the planner and the runtime, before there are any ranks.
+"""Which device a rank uses: one rule for the compiler, the planner and the runtime, before there are any ranks.
 
-In: the `device` and `backend` that were asked for, and the model's tensors. Out: a torch.device. Ranks as processes take the
-GPU of their LOCAL_RANK, wherever the model is; ranks as threads stay where the model is.
+In: the requested `device` and `backend`, and the model's tensors. Out: a torch.device. Ranks as processes use the GPU of
+their LOCAL_RANK, wherever the model is; ranks as threads stay where the model is.
 
     device_of_ranks(model.parameters(), None, None)    # under torchrun on a node with GPUs: cuda:3, of a model on the CPU too
 """
@@ -20,14 +20,16 @@ from autoptd.options import Options
 
 
 def device_of_ranks(tensors: Iterable[torch.Tensor], device: str | None, backend: str | None) -> torch.device:
-    """The device that this process's rank (or ranks, as threads) will take, of a model that has these tensors."""
+    """Return the device of this process's rank (or of its ranks, as threads), for a model with these tensors."""
     if has_launcher(backend):
         return process_device(device, backend)
-    return thread_device(device or str(next((one.device for one in tensors if not one.is_meta), "cpu")))
+    if device is None:
+        device = str(next((tensor.device for tensor in tensors if not tensor.is_meta), "cpu"))
+    return thread_device(device)
 
 
 def default_fusion(tensors: Iterable[torch.Tensor], options: Options) -> str | bool:
-    """The backend of fused operators: what was asked for, or the fastest for the device of the ranks."""
+    """Return the backend of fused operators: the one requested, or the fastest for the device of the ranks."""
     if options.fuse is not None:
         return options.fuse
     device = device_of_ranks(tensors, options.device, options.backend)
@@ -35,16 +37,16 @@ def default_fusion(tensors: Iterable[torch.Tensor], options: Options) -> str | b
 
 
 def has_launcher(backend: str | None) -> bool:
-    """Whether ranks will be processes: there is a process group, or what torchrun tells, and threads were not asked for."""
+    """Tell whether ranks are processes: there is a process group or torchrun's environment, and `backend` is not local."""
     if backend == "local":
         return False
-    return (dist.is_available() and dist.is_initialized()) or (
-        "RANK" in os.environ and "WORLD_SIZE" in os.environ
-    )
+    if dist.is_available() and dist.is_initialized():
+        return True
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def process_device(device: str | None, backend: str | None) -> torch.device:
-    """This process's device; "cuda" is that of the default group, if it has one, else that of LOCAL_RANK, else the current."""
+    """Return this process's device; "cuda" is that of the default group, else that of LOCAL_RANK, else the current one."""
     if device is None:
         device = "cuda" if backend != "gloo" and torch.cuda.is_available() else "cpu"
     target = torch.device(device)
@@ -55,12 +57,13 @@ def process_device(device: str | None, backend: str | None) -> torch.device:
         return bound
     if "LOCAL_RANK" not in os.environ:
         return torch.device("cuda", torch.cuda.current_device())
-    # A launcher may show each process its own device only.
+    # A launcher may make only its own device visible to each process: then that is number 0.
     return torch.device("cuda", int(os.environ["LOCAL_RANK"]) if torch.cuda.device_count() > 1 else 0)
 
 
 def thread_device(device: str) -> torch.device:
-    """The device of all rank threads; "cuda" is the caller's current one, as threads have current devices of their own."""
+    """Return the device of all rank threads; "cuda" is the caller's current device."""
+    # Given a number here, because every thread has a current device of its own.
     target = torch.device(device)
     if target.type == "cuda" and target.index is None:
         return torch.device("cuda", torch.cuda.current_device())

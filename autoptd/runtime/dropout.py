@@ -1,7 +1,8 @@
-"""Dropout on one rank: the mask of the global value, whichever part of it is here.
+"""Dropout on one rank: this rank's part of the mask of the global value.
 
-A mask is a function of (seed, step, call site, global row, global column): row along the batch, column through all else. So
-the ranks and microbatches of every layout draw parts of the same masks, and backward draws them again: none is kept.
+In: this rank's part of a value, and which mask it draws. Out: the value after dropout. A mask is a function of (seed,
+step, call site, global row, global column), row along the batch, column through all other dims. So the ranks and
+microbatches of every layout draw parts of the same masks, and backward draws them again: none is saved.
 
     drawing = Drawing(seed=0, step=3, first_row=16, rows=4)               # this microbatch
     y = dropout(x, 0.1, drawing.draw(site=7), batch=0, shard=(2, 1), group=tp)
@@ -23,7 +24,7 @@ from autoptd.runtime.world.world import Group
 
 @dataclass(frozen=True)
 class Draw:
-    """The masks of one call site for one microbatch: `rows` rows of the global batch, from `first_row` on."""
+    """The mask of one call site for one microbatch: `rows` rows of the global batch, from `first_row` on."""
 
     seed: int
     step: int
@@ -34,7 +35,7 @@ class Draw:
 
 @dataclass(frozen=True)
 class Drawing:
-    """Which masks a microbatch of a step draws."""
+    """The masks that a microbatch of a step draws, for all call sites."""
 
     seed: int
     step: int
@@ -55,8 +56,9 @@ def dropout(
 ) -> torch.Tensor:
     """Zero elements of x by the mask of `draw` and scale the others by 1 / (1 - rate); without a draw return x itself.
 
-    `batch` is where x carries the rows: a dim, or (dim, elements of that dim before the rows); None: it carries none, and its
-    mask is that of row 0. `shard` says in the same way where x is split over the ranks of `group` (see `shards.py`).
+    `batch` is where x has the rows of the batch: a dim, or (dim, elements of that dim before the rows); None: nowhere,
+    and its mask is that of row 0. `shard` says in the same form where x is split over the ranks of `group` (see
+    `shards.py`).
     """
     if draw is None:
         return x
@@ -90,23 +92,25 @@ def where(
     shard: tuple[int, int] | None,
     group: Group | None,
 ) -> tuple[tuple[int, int, int], Places]:
-    """Return x's [before, rows, after], and the places of its elements in the masks of `draw`: see `dropout`."""
-    at = (batch, 1) if isinstance(batch, int) else batch
-    rows = draw.rows if at is not None else 1
-    before = math.prod(x.shape[: at[0]]) * at[1] if at is not None else 1
+    """Return x's shape as [before, rows, after], and the places of its elements in the mask of `draw`: see `dropout`."""
+    if batch is None:
+        before, rows, first_row = 1, 1, 0
+    else:
+        batch = (batch, 1) if isinstance(batch, int) else batch
+        before, rows, first_row = math.prod(x.shape[: batch[0]]) * batch[1], draw.rows, draw.first_row
     size = (before, rows, x.numel() // (before * rows))
     block, degree, index = 0, 1, 0
     if shard is not None and group is not None and group.size > 1:
+        # Within a row, x is `blocks` blocks of `block` elements; in the global value each is `degree` times as long.
         blocks = math.prod(x.shape[: shard[0]]) * shard[1]
-        if at is not None and at < shard:
+        if batch is not None and batch < shard:
             blocks //= rows
         block, degree, index = x.numel() // rows // blocks, group.size, group.index
-    first_row = draw.first_row if at is not None else 0
     return size, Places(*keys(draw.seed, draw.step, draw.site), first_row, block, degree, index)
 
 
 class _Dropped(torch.autograd.Function):
-    """The gradient goes through the same mask: it is drawn again."""
+    """Dropout whose backward draws the same mask again."""
 
     @staticmethod
     def forward(

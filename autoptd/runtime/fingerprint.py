@@ -1,14 +1,15 @@
-"""A fingerprint of 64 bits that adds up: of shards, along whichever dim, the sum is that of the whole.
+"""A 64-bit fingerprint that is additive: the fingerprints of shards, along any dim, add up to that of the whole.
 
 In: a tensor, its name, and where its rows and columns lie in the whole. Out: the sum over elements of
-mix(bits, name, row, column) modulo 2**64, as an int64 (0-d). Row is the place in dim 0, column in all other dims.
+mix(bits, name, row, column) modulo 2**64, as an int64 (0-d). Row is the index in dim 0, column the flat index in all
+other dims.
 
     whole = fingerprint(x, "head.weight")
     some, others = torch.arange(3), torch.arange(3, 8)
     parts = [fingerprint(x[:3], "head.weight", rows=some), fingerprint(x[3:], "head.weight", rows=others)]
     assert sum(parts) == whole            # int64 wraps around
 
-It sees a flipped bit, another sign of zero, and rows or elements that changed places; it is no defence against an adversary.
+It detects a flipped bit, another sign of zero, and permuted rows or elements; it is no defence against an adversary.
 """
 
 from __future__ import annotations
@@ -22,18 +23,20 @@ from autoptd.program.specs import ParamSpec
 from autoptd.runtime.parameters import RankParameters, own_entries
 
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-CHUNK = {"cpu": 1 << 15}  # elements at a time, so that what is in between stays in the cache
-LARGE_CHUNK = 1 << 24
-GOLDEN, SILVER = -0x61C8864680B583EB, -0x40A7B892E31B1A47  # odd, and without a pattern in their bits
+# Elements at a time: on the CPU so few that intermediate values stay in the cache, elsewhere so few that they fit.
+CPU_CHUNK_ELEMENTS = 1 << 15
+CHUNK_ELEMENTS = 1 << 24
+# The multipliers of splitmix64: odd, so that multiplication is a bijection, and without a pattern in their bits.
+GOLDEN, SILVER = -0x61C8864680B583EB, -0x40A7B892E31B1A47
 
 
 @torch.no_grad()
 def fingerprint(
     x: torch.Tensor, name: str, rows: torch.Tensor | None = None, columns: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return the fingerprint of `x`, whose rows and columns are number `rows` and `columns` of the whole (default 0, 1 ...).
+    """Return the fingerprint of `x`, whose rows and columns have the indices `rows` and `columns` in the whole.
 
-    Entries of a negative row or column are padding, and count nothing.
+    These default to 0, 1, ...; entries with a negative row or column are padding, and are not counted.
     """
     x = x.detach()
     if x.is_complex():
@@ -43,42 +46,47 @@ def fingerprint(
     bits = x.view(BITS[x.element_size()])
     rows = torch.arange(count, device=x.device) if rows is None else rows.to(x.device)
     columns = torch.arange(x.shape[1], device=x.device) if columns is None else columns.to(x.device)
-    if (bits_of_pair := x.shape[1] // max(1, len(columns))) > 1:  # complex: two numbers a column
-        columns = (columns[:, None] * bits_of_pair + torch.arange(bits_of_pair, device=x.device)).flatten()
+    # A complex tensor has two numbers in each column.
+    numbers = x.shape[1] // max(1, len(columns))
+    if numbers > 1:
+        columns = (columns[:, None] * numbers + torch.arange(numbers, device=x.device)).flatten()
     if bool((rows < 0).any()):
         bits, rows = bits[rows >= 0], rows[rows >= 0]
     if bool((columns < 0).any()):
         bits, columns = bits[:, columns >= 0], columns[columns >= 0]
-    start = _stir(rows * GOLDEN + _key(name))[:, None]
+    # mix(bits, name, row, column) = fold((bits + offset[row]) * factor[column]), where fold(y) = y ^ (y >> 32).
+    offset = _stir(rows * GOLDEN + _key(name))[:, None]
     factor = _stir(columns * SILVER + 1) | 1
     total = torch.zeros((), dtype=torch.int64, device=x.device)
-    chunk = CHUNK.get(x.device.type, LARGE_CHUNK)
-    high = max(1, chunk // max(1, bits.shape[1]))
-    for some, begin in zip(bits.split(high), start.split(high), strict=True):
-        for part, times in zip(some.split(chunk, 1), factor.split(chunk), strict=True):
-            # Widened first: operands of two dtypes take torch ten times as long.
-            mixed = part.to(torch.int64, copy=True).add_(begin).mul_(times)
+    chunk = CPU_CHUNK_ELEMENTS if x.device.type == "cpu" else CHUNK_ELEMENTS
+    height = max(1, chunk // max(1, bits.shape[1]))
+    for some_rows, offsets in zip(bits.split(height), offset.split(height), strict=True):
+        for part, factors in zip(some_rows.split(chunk, 1), factor.split(chunk), strict=True):
+            # Widened first: torch is ten times slower on operands of two dtypes.
+            mixed = part.to(torch.int64, copy=True).add_(offsets).mul_(factors)
             total += mixed.bitwise_xor_(mixed >> 32).sum()
     return total
 
 
 def fingerprint_of(params: RankParameters, spec: ParamSpec) -> torch.Tensor:
     """Return the fingerprint of this rank's part of a parameter; those of all parts add up to that of the whole."""
+    # Entries are owned as 1, 2, ... because `own_entries` fills up padding with 0: after the subtraction, padding is -1.
     x = params.local[spec.name]
     if not spec.shard:
         return fingerprint(x, spec.name)
     entries = own_entries(spec, torch.arange(1, spec.shape[spec.cut_dim] + 1), 0, params.world) - 1
     if spec.cut_dim == 0:
         return fingerprint(x, spec.name, rows=entries)
+    # The cut dim is one of those that make up the column: take this rank's columns of the whole, -1 for padding.
     sizes = spec.shape[1:]
-    places = torch.arange(math.prod(sizes)).view(sizes)
-    columns = places.index_select(spec.cut_dim - 1, entries.clamp(min=0))
+    whole_columns = torch.arange(math.prod(sizes)).view(sizes)
+    columns = whole_columns.index_select(spec.cut_dim - 1, entries.clamp(min=0))
     width = [-1 if dim == spec.cut_dim - 1 else 1 for dim in range(len(sizes))]
     return fingerprint(x, spec.name, columns=columns.where(entries.view(width) >= 0, -1).flatten())
 
 
 def hash_words(x: torch.Tensor, most: int = 1 << 16) -> torch.Tensor:
-    """Return a hash of a tensor's values, of at most `most` of them, evenly spread: cheap enough for the inputs of a step."""
+    """Hash at most `most` values of a tensor, evenly spread: cheap enough for the inputs of every step."""
     flat = x.detach().reshape(-1)
     if flat.dtype == torch.bool:
         flat = flat.to(torch.int8)
@@ -88,6 +96,7 @@ def hash_words(x: torch.Tensor, most: int = 1 << 16) -> torch.Tensor:
 
 
 def _stir(x: torch.Tensor) -> torch.Tensor:
+    """Spread every bit of 64-bit integers over all bits: multiply, and fold the high bits into the low ones."""
     for factor in (GOLDEN, SILVER):
         x = (x ^ (x >> 29)) * factor
     return x ^ (x >> 32)

@@ -1,4 +1,4 @@
-"""The fused operators of a stage, bound to a backend: what emitted files call as `self.fused.rms_norm(x, weight, eps=1e-6)`."""
+"""The fused operators of a stage, bound to a backend; emitted files call `self.fused.rms_norm(x, weight, eps=1e-6)`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from autoptd.runtime.dropout import bias_dropout_add
 
 
 class Fused:
-    """Operators of autoptd/kernels by one backend: "triton" uses its kernels for tensors on CUDA devices, others torch's."""
+    """The operators of autoptd/kernels with one backend: "triton" for tensors on CUDA devices, else torch's operators."""
 
     def __init__(self, backend: str = "eager") -> None:
         self.backend = "triton" if backend == "triton" else "eager"

@@ -1,11 +1,13 @@
-"""Torch's fused optimizers by default: one pass over parameters, gradients and moments in place of one per operation.
+"""Use torch's fused optimizers by default: one pass over parameters, gradients and moments instead of one per operation.
 
-In: the class and keywords given to `pm.optimizer`, the device and the dtypes. Out: whether `fused=True` is added. Torch has
-such a form of some classes; it is taken unless the user said otherwise. All ranks decide alike, for copies of a parameter must
-stay equal.
+In: the class and keywords given to `pm.optimizer`, the device and the dtypes. Out: whether `fused=True` is added. Some
+of torch's classes have such a form; it is used unless the user chose. All ranks decide alike, because copies of a
+parameter must stay equal.
 
-The fused kernels of the CPU read tensors as they lie in memory, whatever their strides (torch 2.11 to 2.13; CUDA's refuse
-unlike ones). Parameters and loaded state are contiguous, and `lay_out` makes gradients so before every step.
+    takes_fused(torch.optim.AdamW, [{"lr": 1e-3}], torch.device("cpu"), [torch.float32])    # True
+
+The CPU's fused kernels ignore strides (torch 2.11 to 2.13; CUDA's refuse tensors with different ones). Parameters and
+loaded state are contiguous, and `lay_out` makes gradients contiguous before every step.
 """
 
 from __future__ import annotations
@@ -16,8 +18,10 @@ from typing import Any
 import torch
 from torch import optim
 
-FUSED: tuple[type[optim.Optimizer], ...] = (optim.Adam, optim.AdamW, optim.SGD)  # on the CPU and on CUDA
-CHOICES = ("fused", "foreach", "differentiable", "capturable")  # who says one of these has chosen
+# Classes with a fused form on the CPU and on CUDA.
+FUSED: tuple[type[optim.Optimizer], ...] = (optim.Adam, optim.AdamW, optim.SGD)
+# A user who passes one of these has chosen.
+CHOICES = ("fused", "foreach", "differentiable", "capturable")
 
 
 def takes_fused(
@@ -26,16 +30,16 @@ def takes_fused(
     device: torch.device,
     dtypes: Iterable[torch.dtype],
 ) -> bool:
-    """Whether `fused=True` is the default of an optimizer; `groups` are the keywords of all, and those of each group."""
-    if (
-        cls not in FUSED
-        or device.type not in ("cpu", "cuda")
-        or not all(one.is_floating_point for one in dtypes)
-    ):
+    """Tell whether `fused=True` is the default of an optimizer; `groups` are its keywords, and those of each group."""
+    if cls not in FUSED or device.type not in ("cpu", "cuda"):
         return False
-    return not any(
-        name in one or isinstance(one.get("lr"), torch.Tensor) for one in groups for name in CHOICES
-    )
+    if not all(dtype.is_floating_point for dtype in dtypes):
+        return False
+    for keywords in groups:
+        # A learning rate in a tensor is not supported by all fused kernels.
+        if isinstance(keywords.get("lr"), torch.Tensor) or any(name in keywords for name in CHOICES):
+            return False
+    return True
 
 
 def lay_out(groups: Iterable[Mapping[str, Any]]) -> None:

@@ -1,14 +1,14 @@
-"""Gradients of one step: gathered over microbatches, summed once over the ranks that hold parts, then handed to parameters.
+"""Gradients of one step: accumulated over microbatches, summed once over ranks, then added to `parameter.grad`.
 
 In: a rank's leaves, whose `.grad` autograd fills, or `add` where a GEMM brings its weight's gradient itself. Out:
-`parameter.grad`, of the loss of the global batch. A leaf's `.grad` has the dtype of `Placement.sum_dtype`,
-and all sums run in that.
+`parameter.grad`, of the loss of the global batch. A leaf's `.grad` has the dtype `Placement.sum_dtype`, in which all
+sums are computed.
 
-Sums run on *buckets*: flat buffers of about 100 MB, as `program/buckets.py` groups them. A bucket has a list of sums: the
-backwards of what turns its parameters' storage into their use, over dp, then tp, then owners. The sum over dp starts once the
-last gradient of a bucket is complete, which hooks on the leaves notice and REDUCE actions make sure of; all replicas hold the
-same buckets and start them in the same order, each after the one before it. Sums over tp and owners wait for `finish`: inside a
-backward they would get between its own calls over tp, at another place on each tensor rank.
+Sums run on *buckets*: flat buffers of about 100 MB, grouped by `program/buckets.py`. A bucket has a list of sums, over
+dp, then tp, then owners: the backward of each conversion from its parameters' storage to their use. The sum over dp
+starts when the last gradient of a bucket is complete, which hooks on the leaves notice and REDUCE actions guarantee; all
+replicas hold the same buckets and start them in the same order. Sums over tp and owners wait for `finish`: within a
+backward they would come between its own calls over tp, at a different place on every tensor rank.
 
     gradients.begin(); ...; gradients.reduce(stage=2); ...; gradients.finish(); gradients.commit()
 """
@@ -40,12 +40,13 @@ def _start_all_reduce(group: Group, flat: torch.Tensor, site: str) -> Pending:
     return group.all_reduce_start(flat, site)
 
 
-# By the backward of a conversion: what it does to a flat buffer of gradients.
+# By the backward of a conversion: how it is started on a flat buffer of gradients.
 START = {"all-reduce": _start_all_reduce}
 StartSum = Callable[[torch.Tensor, str], Pending]
 
 
 def _bound(sums: Sequence[AxisConversion], world: World) -> list[StartSum]:
+    """Return the functions that start these sums on this rank's groups."""
     return [partial(START[row.backward], world.group((axis,))) for axis, row in sums]
 
 
@@ -53,12 +54,8 @@ class Bucket:
     """The gradients of a planned bucket, on one rank. Call `start`, `start_late` and `result`, in this order."""
 
     def __init__(self, plan: BucketPlan, world: World) -> None:
-        self.number, self.specs, self.site, self.tied_site = (
-            plan.number,
-            plan.params,
-            plan.site,
-            plan.tied_site,
-        )
+        self.number, self.specs = plan.number, plan.params
+        self.site, self.tied_site = plan.site, plan.tied_site
         self.world, self.owners = world, world.owners(plan.owners)
         self.early, self.late = _bound(plan.early, world), _bound(plan.late, world)
         self.is_tied = bool(plan.tied)
@@ -66,12 +63,14 @@ class Bucket:
         self.begin()
 
     def begin(self) -> None:
-        self.left = {spec.name for spec in self.specs}  # whose gradient is not complete
+        """Forget the step before."""
+        # Parameters whose gradient is not complete yet, and those that have one on this rank.
+        self.incomplete = {spec.name for spec in self.specs}
         self.present: set[str] = set()
         self.pending: Pending | None = None
 
     def start(self, leaves: dict[str, torch.Tensor]) -> None:
-        """Start the sum over the early axes, at any time; the leaves give their gradients up. A missing one counts as zeros."""
+        """Start the sum over the early axes, moving the gradients out of the leaves; a missing one counts as zeros."""
         mine = [leaves[spec.name] for spec in self.specs]
         self.present = {spec.name for spec in self.specs if leaves[spec.name].grad is not None}
         grads = [_gradient(leaf).reshape(-1) for leaf in mine]
@@ -81,18 +80,18 @@ class Bucket:
         self.pending = self._start_sums(self.early, Done(flat))
 
     def start_late(self) -> None:
-        """Wait for the sum over the early axes and start that over the others, after the last action."""
+        """Wait for the sum over the early axes and start the others, after the last action."""
         assert self.pending is not None
         self.pending = self._start_sums(self.late, self.pending)
 
     def _start_sums(self, sums: Sequence[StartSum], pending: Pending) -> Pending:
-        """Start one sum after the other, each of what the one before it gives."""
+        """Chain the sums: each waits for the one before it, and the last one is left running."""
         for start in sums:
             pending = start(pending.wait(), self.site)
         return pending
 
     def result(self, leaves: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Wait; return the summed gradients by name, without those that no rank has. Blocks on the sum over owners."""
+        """Wait; return the summed gradients by name, without those that no rank has. Blocks for the sum over owners."""
         assert self.pending is not None
         flat = self.pending.wait()
         if self.is_tied:
@@ -104,7 +103,7 @@ class Bucket:
         return {spec.name: x.view(shape) for spec, shape, x in named if spec.name in exists}
 
     def _present_on_owners(self) -> set[str]:
-        """Whose gradient some owner has. It is the same in every step: the owners ask each other once."""
+        """Return the parameters whose gradient some owner has: the same in every step, so it is exchanged once."""
         if self.present_anywhere is None:
             everywhere = self.owners.gather_objects(self.present, f"{self.tied_site}: which exist")
             self.present_anywhere = set().union(*everywhere)
@@ -131,20 +130,22 @@ class Gradients:
         self._alone = [
             (name, params.leaves[name], params.local[name], params.is_plain(name)) for name in alone
         ]
-        # Only gradients that are summed over dp, and so while backward runs, are counted and waited for: that is Python per
-        # parameter.
-        self._counted = {
-            spec.name: bucket for bucket in self.buckets if bucket.early for spec in bucket.specs
-        }
+        # Counting gradients costs Python time per parameter and microbatch: only where the sum starts during backward.
+        self._counted: dict[str, Bucket] = {}
+        for bucket in self.buckets:
+            if bucket.early:
+                self._counted |= {spec.name: bucket for spec in bucket.specs}
         self._stages = {name: set(here[name]) for name in self._counted}
-        self._expected = {
-            spec.name: sum(map(spec.adds_in, here[spec.name])) * program.num_microbatches
-            for spec in trained
-            if spec.name in self._counted
-        }
+        # How often the gradient of each of them grows in one step.
+        self._expected: dict[str, int] = {}
+        for spec in trained:
+            if spec.name in self._counted:
+                adds = sum(map(spec.adds_in, here[spec.name]))
+                self._expected[spec.name] = adds * program.num_microbatches
         self._name_of = {id(params.leaves[name]): name for name in self._counted}
         self._results: dict[str, torch.Tensor] = {}
-        self._is_agreed = False  # a step has ended well: what its ranks asked each other, all of them know
+        # Whether a step ended well: until then, an aborted exchange between owners may be known to some of them only.
+        self._is_agreed = False
         for name in self._counted:
             params.leaves[name].register_post_accumulate_grad_hook(_counting_hook(weakref.ref(self), name))
         self.begin()
@@ -165,14 +166,14 @@ class Gradients:
 
     @torch.no_grad()
     def add(self, gemm: WeightTerm) -> None:
-        """Add the gradient of a weight, which is a leaf, to what there is of it: a GEMM runs here."""
+        """Run a GEMM, and add its result to the gradient of its weight, which is a leaf."""
         leaf = gemm.weight
         leaf.grad = gemm.add_to(leaf.grad, leaf.grad_dtype or leaf.dtype)
         if (name := self._name_of.get(id(leaf))) is not None:
             self.count(name)
 
     def count(self, name: str) -> None:
-        """The gradient of the leaf `name`, one that is summed, grew once more."""
+        """Count one more addition to the gradient of leaf `name`; InternalError where it comes too late or too often."""
         if self._counted[name].pending is not None:
             raise InternalError(f"gradient of {name}", "grew after its reduction had started")
         self._counts[name] += 1
@@ -184,7 +185,10 @@ class Gradients:
             self._complete(name)
 
     def reduce(self, stage: int) -> None:
-        """The backwards of `stage` are over on this rank: what no other stage here uses is complete, whatever hooks saw."""
+        """Complete the gradients of parameters that no later stage of this rank uses: the backwards of `stage` are over.
+
+        Without it, a parameter that got no gradient in some microbatch would never be complete.
+        """
         for name, stages in self._open_stages.items():
             if stage in stages:
                 stages.discard(stage)
@@ -194,12 +198,12 @@ class Gradients:
     def finish(self) -> None:
         """Start what has not started, then wait for everything; `commit` or `drop` follows."""
         for bucket in self.buckets:
-            bucket.left.clear()
+            bucket.incomplete.clear()
         self._start_complete()
         for bucket in self.buckets:
             bucket.start_late()
-        # Sums over owners block: all ranks take them in the order of the program, so that no two wait for each other.
-        for bucket in sorted(self.buckets, key=lambda one: one.number):
+        # Sums over owners block: all ranks make them in the order of the program, so that no two wait for each other.
+        for bucket in sorted(self.buckets, key=lambda bucket: bucket.number):
             self._results |= bucket.result(self.params.leaves)
 
     @unguarded()
@@ -223,20 +227,21 @@ class Gradients:
         self.params.set_gradient(name, grad if present is None else present.to(grad.dtype).add_(grad))
 
     def drop(self) -> None:
-        """Let go of the step's gradients."""
+        """Free the step's gradients."""
         self._results = {}
         for leaf in self.params.leaves.values():
             leaf.grad = None
 
     def _complete(self, name: str) -> None:
-        left = self._counted[name].left
-        if name in left:
-            left.discard(name)
-            if not left:
+        incomplete = self._counted[name].incomplete
+        if name in incomplete:
+            incomplete.discard(name)
+            if not incomplete:
                 self._start_complete()
 
     def _start_complete(self) -> None:
-        while self._next < len(self.buckets) and not self.buckets[self._next].left:
+        """Start complete buckets, in their fixed order: one that is not complete holds up those behind it."""
+        while self._next < len(self.buckets) and not self.buckets[self._next].incomplete:
             self.buckets[self._next].start(self.params.leaves)
             self._next += 1
 
@@ -245,8 +250,8 @@ class Gradients:
 def grad_norm(params: RankParameters) -> torch.Tensor:
     """Return the 2-norm of all gradients of the model, every parameter counted once, on every rank (float64, 0-d).
 
-    Over an axis where it is S every rank counts its shard, over others the first rank what all of them have; of a tied
-    parameter the first owner does. Replicas hold equal gradients and are not summed over.
+    Over an axis where a parameter is S every rank counts its shard, over others the first rank counts it; a tied
+    parameter is counted by its first owner. Replicas hold equal gradients, and are not summed over.
     """
     world = params.world
     counted: list[torch.Tensor] = []
@@ -256,13 +261,14 @@ def grad_norm(params: RankParameters) -> torch.Tensor:
         if gradient is not None:
             counted.append(gradient)
     total = _sum_of_squares(counted, world.device)
-    for axis in (axis for axis in world.mesh.axes if axis not in world.mesh.batch_axes):
-        total = world.group((axis,)).all_reduce(total, "gradient norm")
+    for axis in world.mesh.axes:
+        if axis not in world.mesh.batch_axes:
+            total = world.group((axis,)).all_reduce(total, "gradient norm")
     return total.sqrt()
 
 
 def is_first_holder(spec: ParamSpec, world: World) -> bool:
-    """Whether this rank is the first of those that hold its part of a parameter, along the axes that cut values."""
+    """Tell whether this rank is the first of those with its part of a parameter, along the axes that cut values."""
     return all(world.group((axis,)).index == 0 for axis in copy_axes(spec.storage.layout, world.mesh))
 
 
@@ -277,21 +283,24 @@ def clip_gradients(params: RankParameters, max_norm: float, norm_type: float = 2
         raise PlanError(f"norm_type={norm_type}", "only the 2-norm is there", "norm_type=2")
     norm = grad_norm(params)
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    gradients = {name: found for name in params.local if (found := params.gradient(name)) is not None}
+    gradients: dict[str, torch.Tensor] = {}
+    for name in params.local:
+        if (gradient := params.gradient(name)) is not None:
+            gradients[name] = gradient
     for same in _by_dtype(gradients.values()):
         torch._foreach_mul_(same, factor.to(same[0].dtype))
     for name, gradient in gradients.items():
+        # `parameter.grad` is a rounded copy there.
         if not params.is_plain(name):
             params.set_gradient(name, gradient)
     return norm
 
 
 def _sum_of_squares(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """The sum of the squares of all entries, in float64. On CUDA the norm of each tensor is taken in float32 (in float64 of
-    float64): operators there add up in a tree, and would else write a float64 copy of it first.
-    """
+    """Return the sum of the squares of all entries, in float64."""
     norms: list[torch.Tensor] = []
     for same in _by_dtype(torch.view_as_real(x) if x.is_complex() else x for x in tensors):
+        # CUDA's sums are trees, exact enough in float32; float64 would write a copy of every tensor first.
         dtype = wide(same[0].dtype) if device.type == "cuda" else torch.float64
         norms += torch._foreach_norm(same, 2, dtype)
     if not norms:
@@ -300,15 +309,15 @@ def _sum_of_squares(tensors: Sequence[torch.Tensor], device: torch.device) -> to
 
 
 def _by_dtype(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Lists of tensors of one dtype: of others, torch's operators on lists take one after the other."""
-    found: dict[torch.dtype, list[torch.Tensor]] = {}
+    """Yield lists of tensors of one dtype: torch's operators on mixed lists fall back to one tensor after the other."""
+    lists: dict[torch.dtype, list[torch.Tensor]] = {}
     for x in tensors:
-        found.setdefault(x.dtype, []).append(x)
-    yield from found.values()
+        lists.setdefault(x.dtype, []).append(x)
+    yield from lists.values()
 
 
 def _counting_hook(gradients: weakref.ref[Gradients], name: str) -> Callable[[torch.Tensor], None]:
-    # A weak reference: the garbage collector does not see cycles through a tensor's hooks.
+    # Weak: the garbage collector does not see cycles through a tensor's hooks.
     def hook(_: torch.Tensor) -> None:
         if (alive := gradients()) is not None:
             alive.count(name)

@@ -1,15 +1,15 @@
-"""Parameters and gradients that refuse what would take a rank's part for the whole: torch's clipping, norms, raw optimizers.
+"""Parameters and gradients that refuse operations which would mistake a shard for the whole.
 
-In: a rank's parameter or gradient. Out: the same tensor, of a class whose `__torch_function__` looks at who asks for what:
+In: a rank's parameter or gradient. Out: the same tensor, of a class whose `__torch_function__` refuses, by caller:
 
-- anything that `torch.nn.utils.clip_grad` does, and a gradient read or a leaf checked by `torch.optim`: one PlanError that
-  names `pm.clip_grad_norm_` or `pm.optimizer`. That is where accelerate and Lightning end, too;
+- whatever `torch.nn.utils.clip_grad` does, and a gradient read or a leaf checked by `torch.optim`: one PlanError that
+  names `pm.clip_grad_norm_` or `pm.optimizer`. accelerate and Lightning arrive here, too;
 - a gradient read by `torch.amp.GradScaler`: ranks would skip different steps;
-- a hook on a parameter's gradient: the ranks add gradients up elsewhere, so nobody would call it;
-- a norm, of a parameter or of a gradient (also of its `.data`, `.detach()`, `.float()`): what is here may be a shard.
+- a hook on a parameter's gradient: gradients are accumulated elsewhere, so it would never be called;
+- a norm of a parameter or gradient (also of its `.data`, `.detach()`, `.float()`): it would be the norm of a shard.
 
-All else gives plain tensors. The runtime itself works in `unguarded()`, where none of this is asked, nor paid for; optimizers
-made by `pm.optimizer` step with the plain classes, so that torch's foreach and fused ways know them.
+Everything else returns plain tensors. The runtime itself works in `unguarded()`, without these checks and their cost;
+optimizers made by `pm.optimizer` step on the plain classes, which torch's foreach and fused implementations require.
 
     parameter = GuardedParameter(shard)
     parameter.grad = guard_gradient(grad)
@@ -32,7 +32,8 @@ from autoptd.errors import PlanError
 CLIPPING, SCALING = "torch.nn.utils.clip_grad", "torch.amp.grad_scaler"
 OPTIMIZERS, AVERAGES = "torch.optim.", "torch.optim.swa_utils"
 READS = frozenset({Tensor.grad.__get__, Tensor.is_leaf.__get__})  # type: ignore[union-attr, attr-defined]
-WRITES = frozenset({Tensor.grad.__set__})  # type: ignore[union-attr]  # never refused
+# Never refused.
+WRITES = frozenset({Tensor.grad.__set__})  # type: ignore[union-attr]
 NORMS = frozenset(
     {
         torch.norm,
@@ -45,12 +46,13 @@ NORMS = frozenset(
         Tensor.norm,
     }
 )
+FORWARDING = ("torch.overrides", "torch._tensor", "torch.functional")
 HOOKS = frozenset({Tensor.register_hook, Tensor.register_post_accumulate_grad_hook})
 SAME_VALUES = frozenset({Tensor.data.__get__, Tensor.detach, Tensor.float, Tensor.double})  # type: ignore[attr-defined]
 
 
 def refuse(func: Callable[..., Any], caller: str, what: str) -> None:
-    """PlanError for a call of `func` by a function of module `caller`, where that would take a part for the whole."""
+    """Raise a PlanError if a call of `func` from module `caller` would mistake a shard for the whole."""
     if caller == CLIPPING:
         fact = "clips by the norm of what this rank holds, and each rank by another"
         raise PlanError(
@@ -82,7 +84,7 @@ def refuse(func: Callable[..., Any], caller: str, what: str) -> None:
 
 @contextmanager
 def unguarded() -> Iterator[None]:
-    """Let everything pass for a while, on this thread."""
+    """Disable the checks in a `with` block, on this thread."""
     with torch._C.DisableTorchFunctionSubclass():
         yield
 
@@ -96,9 +98,8 @@ class GuardedParameter(nn.Parameter):
     ) -> Any:
         if func not in WRITES:
             refuse(func, _caller(), "parameter")
-        with (
-            torch._C.DisableTorchFunctionSubclass()
-        ):  # what unguarded() does, without its generator: this is a hot path
+        # `unguarded()` without its generator: this is a hot path.
+        with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
 
@@ -111,8 +112,8 @@ class GuardedGradient(Tensor):
     ) -> Any:
         refuse(func, _caller(), "gradient")
         with torch._C.DisableTorchFunctionSubclass():
-            found = func(*args, **(kwargs or {}))
-        return guard_gradient(found) if func in SAME_VALUES else found
+            result = func(*args, **(kwargs or {}))
+        return guard_gradient(result) if func in SAME_VALUES else result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         with unguarded():
@@ -124,14 +125,14 @@ class GuardedGradient(Tensor):
 
 
 def guard_gradient(grad: Tensor) -> Tensor:
-    """Make `grad`, a tensor of the runtime's own, a guarded one: the same object."""
+    """Guard `grad`, a tensor of the runtime's own, in place; return it."""
     if type(grad) is Tensor:
         grad.__class__ = GuardedGradient
     return grad
 
 
 def lower(parameters: Iterable[Tensor]) -> None:
-    """Give parameters and their gradients torch's own classes, which the fast ways of torch's optimizers look for."""
+    """Give parameters and their gradients torch's own classes, which its fast optimizers require."""
     with unguarded():
         for x in parameters:
             if type(x) is GuardedParameter:
@@ -151,12 +152,9 @@ def raise_again(parameters: Iterable[Tensor]) -> None:
 
 
 def _caller() -> str:
-    """The module that made a call: the nearest one that only hands calls on is not it."""
+    """Return the module that made a call, past torch's modules that only forward it."""
     frame = sys._getframe(2)
-    while (
-        frame.f_globals.get("__name__") in ("torch.overrides", "torch._tensor", "torch.functional")
-        and frame.f_back
-    ):
+    while frame.f_globals.get("__name__") in FORWARDING and frame.f_back:
         frame = frame.f_back
     return str(frame.f_globals.get("__name__", ""))
 

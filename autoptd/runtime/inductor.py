@@ -1,8 +1,9 @@
-"""Distinct layers compiled by torch's compiler (`fuse="inductor"`): one compile for all layers alike, whatever their number.
+"""Distinct layers compiled by torch's compiler (`fuse="inductor"`): one compilation for all equal layers.
 
-What communicates, draws random numbers or hangs a hook on a backward is left as it is, so a layer is compiled in the pieces
-between. Its sites name layers by a star (`Stage.is_compiled`): another text for every layer would be another compile. The
-compiler runs at the first step; how long that took is told once, on stderr.
+In: an emitted class. Out: the same class with compiled layers. Functions of the runtime (communication, random numbers,
+hooked backwards) are not compiled, so a layer is compiled in the pieces between them. Its sites name layers by a star
+(`Stage.is_compiled`): every different text would cause another compilation. The compiler runs at the first step; the
+time that takes is printed once, on stderr.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ import torch
 
 
 def compile_layers(owner: type[Any], module: types.ModuleType, *, is_whole: bool = False) -> None:
-    """Compile the layers among the methods of an emitted class in place; `is_whole`: its forward, where it has no layer.
+    """Compile the layers among the methods of an emitted class, in place; with `is_whole`, its forward if it has none.
 
     `module` is the emitted one, whose name `rt` is the runtime.
     """
+    # A copy of the runtime for this module only, with functions that the compiler skips.
     runtime = types.SimpleNamespace(**vars(module.rt))
     for name, function in vars(module.rt).items():
         if isinstance(function, types.FunctionType):
@@ -35,13 +37,16 @@ def compile_layers(owner: type[Any], module: types.ModuleType, *, is_whole: bool
 
 
 def _compiled(method: Callable[..., Any], base: type[Any]) -> Callable[..., Any]:
-    """A method compiled once for all stages: for each type of `self` the compiler would begin again, so it sees their base."""
-    made = torch.compile(method, dynamic=False)
+    """Compile a method once for all stages: `self` becomes an object of their base class.
+
+    The compiler would start anew for every type of `self`.
+    """
+    compiled = torch.compile(method, dynamic=False)
 
     @functools.wraps(method)
     def call(self: Any, *args: Any) -> Any:
         stage = object.__new__(base)
         stage.__dict__ = self.__dict__
-        return made(stage, *args)
+        return compiled(stage, *args)
 
     return call

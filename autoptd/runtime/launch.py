@@ -23,7 +23,7 @@ from autoptd.ir.mesh import Mesh
 from autoptd.program.program import Program
 from autoptd.runtime.clocks import clocks_of
 from autoptd.runtime.devices import has_launcher
-from autoptd.runtime.executor import Executor, needs_of
+from autoptd.runtime.executor import Executor, communicators_of
 from autoptd.runtime.guard import unguarded
 from autoptd.runtime.parameters import RankParameters, Values
 from autoptd.runtime.read_folder import Folder
@@ -37,7 +37,7 @@ Result = TypeVar("Result")
 
 @dataclass
 class Rank:
-    """One rank: its world, its parameters, and what runs the program; `evaluator` may run another program."""
+    """One rank: its world, its parameters, and what runs the program; `evaluator` may run that of `model.eval()`."""
 
     world: World
     params: RankParameters
@@ -53,7 +53,7 @@ class RunningRanks(ABC):
 
     @abstractmethod
     def run(self, what: str, fn: Callable[[Rank], Result]) -> Result:
-        """Call `fn` on every rank of this process; `what` says in errors what the ranks are doing."""
+        """Call `fn` on every rank of this process; `what` tells errors what the ranks are doing."""
 
     @abstractmethod
     def close(self) -> None:
@@ -61,23 +61,24 @@ class RunningRanks(ABC):
 
     @property
     def unrecorded(self) -> RunningRanks:
-        """The same ranks, for what is no part of a step that is recorded."""
+        """The same ranks, for calls that are not part of a recorded step."""
         return self
 
     @unguarded()
     def check_equal_copies(self) -> None:
-        """Refuse parameters of which this process's ranks were not all changed alike."""
+        """Raise PlanError where a parameter was changed on some of this process's ranks only."""
         if len(self.here) == 1:
             return
         for spec in self.here[0].params.specs:
             copies = [rank.params.local[spec.name] for rank in self.here if spec.name in rank.params.local]
-            if len({one._version for one in copies}) > 1:
+            # Torch counts the writes to a tensor.
+            if len({copy._version for copy in copies}) > 1:
                 fact = "was changed on some ranks only: each of the ranks in this process has its own tensor"
                 remedy = "step pm.optimizer(...), not one made of pm.parameters(); set values by pm.load_state_dict(...)"
                 raise PlanError(spec.name, fact, remedy)
 
     def replica_of(self, rank: Rank) -> int:
-        """Which of the replicas in a call of `step` is that of `rank`."""
+        """Return which of the replicas in a call of `step` is that of `rank`."""
         return rank.world.replica if self.replicas > 1 else 0
 
     @property
@@ -86,15 +87,17 @@ class RunningRanks(ABC):
 
     @contextmanager
     def timed(self, delays: Delays | None = None) -> Iterator[Timeline]:
-        """Time what these ranks execute in a `with` block, `delays` added; no rank may be running at either end."""
+        """Time what these ranks execute in a `with` block, with `delays` added; no rank may run at either end."""
         clocks = clocks_of([rank.world.device for rank in self.here])
         timeline = Timeline(
             {rank.world.rank: clock for rank, clock in zip(self.here, clocks, strict=True)}, delays
         )
-        executors = {one: rank.world.rank for rank in self.here for one in (rank.executor, rank.evaluator)}
+        executors: dict[Executor, int] = {}
+        for rank in self.here:
+            executors |= dict.fromkeys((rank.executor, rank.evaluator), rank.world.rank)
         before = {executor: executor.watch for executor in executors}
-        for executor, rank in executors.items():
-            executor.watch = timeline.watches[rank]
+        for executor, number in executors.items():
+            executor.watch = timeline.watches[number]
         try:
             yield timeline
         finally:
@@ -102,7 +105,7 @@ class RunningRanks(ABC):
                 executor.watch = watch
 
     def attach_evaluator(self, program: Program) -> None:
-        """Let evaluations run `program`: the same model compiled in eval mode; a collective."""
+        """Let evaluations run `program`, the same model compiled in eval mode; a collective."""
 
         def attach(rank: Rank) -> None:
             check_same_program(program, rank.world)
@@ -116,7 +119,7 @@ class LocalRanks(RunningRanks):
     """All ranks as threads of this process."""
 
     def __init__(self, program: Program, full: Values, device: str = "cpu", timeout: float = 300.0) -> None:
-        shared = ThreadWorld(program.mesh, needs_of(program), device, timeout)
+        shared = ThreadWorld(program.mesh, communicators_of(program), device, timeout)
         self._pool = Ranks(shared)
         self.replicas = program.mesh.replicas
         try:
@@ -148,7 +151,7 @@ class ProcessRank(RunningRanks):
         timeout: float = 300.0,
         backend: str | None = None,
     ) -> None:
-        self._world = DistributedWorld(program.mesh, needs_of(program), device, timeout, backend)
+        self._world = DistributedWorld(program.mesh, communicators_of(program), device, timeout, backend)
         self.replicas = 1
         self.here = [make_rank(program, self._world, full)]
 
@@ -158,7 +161,8 @@ class ProcessRank(RunningRanks):
             try:
                 return fn(self.here[0])
             finally:
-                self._world.mark()  # the caller may wait for what was made, after an exception as well
+                # The caller may wait for the results, and after an exception for what was started.
+                self._world.mark()
 
     def close(self) -> None:
         self._world.close()
@@ -175,9 +179,9 @@ def make_rank(program: Program, world: World, full: Values) -> Rank:
 
 
 def is_launched(mesh: Mesh, backend: str | None) -> bool:
-    """Whether ranks are processes (torchrun, or an initialised process group) rather than threads of this one.
+    """Tell whether ranks are processes (torchrun, or an initialised process group) rather than threads of this one.
 
-    PlanError when the number of processes is not that of the mesh, or when there are none and threads were not asked for.
+    PlanError when the number of processes is not that of the mesh, or when there are none and `backend` is not "local".
     """
     if backend == "local":
         return False
@@ -201,12 +205,12 @@ def is_launched(mesh: Mesh, backend: str | None) -> bool:
 
 
 def own_rank() -> int:
-    """This process's rank, before or after there is a process group."""
+    """Return this process's rank, whether there is a process group yet or not."""
     return dist.get_rank() if dist.is_initialized() else int(os.environ["RANK"])
 
 
 def check_same_program(program: Program, world: World) -> None:
-    """RuntimeFault on all ranks unless all compiled the same; a collective."""
+    """Raise RuntimeFault on all ranks unless all compiled the same; a collective."""
     prints = world.everyone().gather_objects(program.fingerprint(), "fingerprint of the program")
     others = [rank for rank, text in enumerate(prints) if text != prints[0]]
     if others:
@@ -218,7 +222,7 @@ def check_same_program(program: Program, world: World) -> None:
 
 
 def check_same_folder(folder: Folder, world: World) -> None:
-    """RuntimeFault on all ranks unless all see the same files: nodes may have copies of their own, old ones among them."""
+    """Raise RuntimeFault on all ranks unless all see the same files: nodes may have old copies of their own."""
     prints = world.everyone().gather_objects(folder.fingerprint(), "fingerprint of the weights")
     others = [rank for rank, text in enumerate(prints) if text != prints[0]]
     if others:
@@ -227,7 +231,7 @@ def check_same_folder(folder: Folder, world: World) -> None:
 
 
 def check_same_layout(trained: Program, evaluated: Program) -> None:
-    """InternalError unless every parameter of `evaluated` lies where `trained` has it."""
+    """Raise InternalError unless `evaluated` stores every parameter as `trained` does, on ranks that have it."""
     for spec in evaluated.params:
         home = trained.param(spec.name)
         is_moved = spec.storage.layout != home.storage.layout or spec.dims != home.dims

@@ -1,17 +1,18 @@
-"""`F.linear` as an autograd function of the runtime's own: what the compiler emits where a hook on its backward is wanted.
+"""`F.linear` as an autograd function of the runtime's own, emitted where the compiler hooks into its backward.
 
-In: what `F.linear` takes, and the hooks. Out: the same values and the same gradients. The hooks, each of use without the other:
+In: the arguments of `F.linear`, and the hooks. Out: the same values and the same gradients. Each hook works without
+the others:
 
 - `overlap=tp`: the input is of type I, and f (I -> R) is part of this function: the input's gradient is all-reduced while
   the weight's is computed (Narayanan et al., SC'21, section 4; Megatron's asynchronous all-reduce).
-- an input that is `rt.gathered`: its shard is kept, and gathered again for the weight's gradient.
-- `wgrad=self.main_grads`: backward adds the weight's gradient itself to the sum over microbatches, in the dtype of that sum.
-- `wgrad=self.deferred`: backward leaves the GEMM of the weight's gradient in a list, which action W runs.
+- an input from `rt.all_gather_again`: its shard is saved, and gathered again for the weight's gradient.
+- `wgrad=self.main_grads`: backward adds the weight's gradient to the sum over microbatches, in the dtype of that sum.
+- `wgrad=self.deferred`: backward appends the GEMM of the weight's gradient to a list, which action W runs.
 
     c_fc = rt.linear(ln_2, w.c_fc.weight, w.c_fc.bias, overlap=tp, wgrad=self.main_grads)
 
-With a `wgrad`, autograd does not see the weight at all, so that nothing counts, hooks or adds up its gradient a second time;
-the weight must then be a leaf.
+With a `wgrad`, autograd does not see the weight at all: otherwise it would add the gradient a second time. The weight
+must then be a leaf.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import torch.nn.functional as F
 
 from autoptd.compat import add_mm
 from autoptd.kernels.loss import WeightSum
-from autoptd.runtime.gathered import Again, Gathered
+from autoptd.runtime.regather import Regather, RegatheredInput
 from autoptd.runtime.world.world import Group
 
 Tensor = torch.Tensor
@@ -33,31 +34,33 @@ Tensor = torch.Tensor
 class WeightGemm(NamedTuple):
     """The GEMM of a weight's gradient: `output_grad^T input`, or its transpose for a weight stored as [in, out].
 
-    Holds the tensors as autograd gave them: with a view of the gradient only, autograd could think it free for reuse.
+    It holds the tensors that autograd passed, not views: autograd reuses the memory of a gradient in place when it
+    holds the only reference to it.
     """
 
     weight: Tensor
-    input: Tensor | Again
+    input: Tensor | Regather
     output_grad: Tensor
     is_transposed: bool
 
     def factors(self) -> tuple[Tensor, Tensor]:
-        """(a, b), two-dimensional, with the gradient a @ b."""
-        x = self.input.take() if isinstance(self.input, Again) else self.input
+        """Return two matrices (a, b) whose product a @ b is the gradient."""
+        x = self.input.take() if isinstance(self.input, Regather) else self.input
         rows, grads = _rows(x), _rows(self.output_grad)
         return (rows.t(), grads) if self.is_transposed else (grads.t(), rows)
 
     def add_to(self, grad: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """Run the GEMM; return its result in `dtype`, added to `grad` in its place if there is one."""
+        """Run the GEMM and return its result in `dtype`, added in place to `grad` if there is one."""
         return add_mm(grad, *self.factors(), dtype)
 
 
-WeightTerm = WeightGemm | WeightSum  # the latter of a head that is one operator with its loss
+# A `WeightSum` comes from a head that is one operator with its loss.
+WeightTerm = WeightGemm | WeightSum
 WeightGradient = Callable[[WeightTerm], None]
 
 
 class Deferred:
-    """Takes the GEMMs of one backward; the executor takes them from here, and runs them at W."""
+    """The GEMMs that one backward left; the executor takes them and runs them at the action W."""
 
     def __init__(self) -> None:
         self.gemms: list[WeightTerm] = []
@@ -66,13 +69,13 @@ class Deferred:
         self.gemms.append(gemm)
 
     def take(self) -> list[WeightTerm]:
-        """Return what has come since the last call, and forget it."""
+        """Return the GEMMs collected since the last call, and forget them."""
         gemms, self.gemms = self.gemms, []
         return gemms
 
 
 def linear(
-    x: Tensor | Gathered,
+    x: Tensor | RegatheredInput,
     weight: Tensor,
     bias: Tensor | None = None,
     *,
@@ -82,32 +85,40 @@ def linear(
     site: str = "",
 ) -> Tensor:
     """Return `F.linear(x, weight, bias)`; `transposed` for a weight stored as [in, out]. See the module for the hooks."""
-    again = whole = None
-    if isinstance(x, Gathered):
-        again, whole, x = x.again, x.x if x.shard is not None else None, x.x if x.shard is None else x.shard
+    regather = whole = None
+    if isinstance(x, RegatheredInput):
+        regather = x.regather
+        if x.shard is None:
+            x = x.x
+        else:
+            whole, x = x.x, x.shard
     if not torch.is_grad_enabled():
-        return F.linear(x, weight.t() if transposed else weight, bias)
-    held = weight if wgrad is not None and weight.requires_grad else None
+        return F.linear(x if whole is None else whole, weight.t() if transposed else weight, bias)
+    hidden = weight if wgrad is not None and weight.requires_grad else None
     wants_input_grad = x.requires_grad
-    if held is not None and not wants_input_grad:
-        x = x.detach().requires_grad_()  # so that backward comes here, even if nothing else needs a gradient
-    hooks = _Hooks(held, wants_input_grad, overlap, wgrad, again, whole is not None, transposed, site)
-    return _Linear.apply(x, whole, None if held is not None else weight, bias, hooks)  # type: ignore[no-any-return, no-untyped-call]
+    if hidden is not None and not wants_input_grad:
+        # Autograd calls our backward only if one of the inputs that it sees needs a gradient.
+        x = x.detach().requires_grad_()
+    visible = weight if hidden is None else None
+    hooks = _Hooks(hidden, wants_input_grad, overlap, wgrad, regather, whole is not None, transposed, site)
+    return _Linear.apply(x, whole, visible, bias, hooks)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Hooks(NamedTuple):
-    held: Tensor | None  # the weight, where it is kept from autograd
+    """`hidden` is the weight, where autograd must not see it; `reduces`: backward reduce-scatters the input's gradient."""
+
+    hidden: Tensor | None
     wants_input_grad: bool
     overlap: Group | None
     wgrad: WeightGradient | None
-    again: Again | None
-    reduces: bool  # the input's gradient, for the shard that `again` gathers
+    regather: Regather | None
+    reduces: bool
     is_transposed: bool
     site: str
 
 
 class _Linear(torch.autograd.Function):
-    """`x` is the input, or its shard if `whole` is the input: then the gradient is that of the shard."""
+    """`x` is the input. Where `whole` is given, that is the input, and `x` its shard, which gets the gradient."""
 
     @staticmethod
     def forward(
@@ -115,27 +126,30 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         x = x if whole is None else whole
         ctx.hooks, ctx.shape = hooks, x.shape
-        ctx.wants_weight_grad = hooks.held is not None or ctx.needs_input_grad[2]
-        used: Tensor = hooks.held if weight is None else weight  # type: ignore[assignment]
-        ctx.save_for_backward(x if ctx.wants_weight_grad and hooks.again is None else None, used)
+        ctx.wants_weight_grad = hooks.hidden is not None or ctx.needs_input_grad[2]
+        used: Tensor = hooks.hidden if weight is None else weight  # type: ignore[assignment]
+        saved = x if ctx.wants_weight_grad and hooks.regather is None else None
+        ctx.save_for_backward(saved, used)
         return F.linear(x, used.t() if hooks.is_transposed else used, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, Tensor | None, Tensor | None, None]:
         hooks: _Hooks = ctx.hooks
         x, weight = ctx.saved_tensors
-        if hooks.again is not None and ctx.wants_weight_grad and not isinstance(hooks.wgrad, Deferred):
-            hooks.again.start()
+        # A deferred GEMM gathers at its W: started here, the whole value would be held until then.
+        if hooks.regather is not None and ctx.wants_weight_grad and not isinstance(hooks.wgrad, Deferred):
+            hooks.regather.start()
         input_grad = weight_grad = bias_grad = pending = None
         if hooks.wants_input_grad:
+            # dL/dx = dL/dy w, communicated while dL/dw = (dL/dy)^T x is computed.
             input_grad = (_rows(grad) @ (weight.t() if hooks.is_transposed else weight)).view(ctx.shape)
             if hooks.overlap is not None:
                 pending = hooks.overlap.all_reduce_start(input_grad, f"{hooks.site} backward")
             elif hooks.reduces:
-                pending = hooks.again.reduce_start(input_grad)  # type: ignore[union-attr]
+                pending = hooks.regather.reduce_start(input_grad)  # type: ignore[union-attr]
         if ctx.wants_weight_grad:
-            gemm = WeightGemm(weight, hooks.again or x, grad, hooks.is_transposed)
-            if hooks.held is None:
+            gemm = WeightGemm(weight, hooks.regather or x, grad, hooks.is_transposed)
+            if hooks.hidden is None:
                 weight_grad = torch.mm(*gemm.factors())
             else:
                 hooks.wgrad(gemm)  # type: ignore[misc]
@@ -147,4 +161,5 @@ class _Linear(torch.autograd.Function):
 
 
 def _rows(x: Tensor) -> Tensor:
+    """View [..., n] as a matrix [rows, n]."""
     return x.reshape(-1, x.shape[-1])

@@ -1,8 +1,8 @@
-"""The model's persistent buffers while it is trained: what its state dict holds besides parameters.
+"""The model's persistent buffers during training: what its state dict holds besides parameters.
 
 In: the model's state dict, the program, and values that are loaded later. Out: the program with these buffers
-in it, and the copies of the ranks set to what is loaded. What was read of a buffer while compiling may have
-decided something (ir/buffers.py): other values are refused here, or compiled for again by the caller.
+in it, and the ranks' copies set to the loaded values. The compiler may have read a buffer and specialised on
+its value (ir/buffers.py): other values are refused here, or make the caller compile again.
 
     buffers = ModelBuffers(shared)
     program = buffers.take(program, model.state_dict(), weights=None)
@@ -56,7 +56,7 @@ class ModelBuffers:
         return replace(program, buffers=buffers)
 
     def now(self, ranks: RunningRanks) -> dict[str, torch.Tensor]:
-        """Return the model's buffers as training has them."""
+        """Return the current values of the model's buffers."""
         return self.shared.complete({**self.values, **ranks.here[0].executor.buffers})
 
     def values_of(self, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -82,11 +82,11 @@ class ModelBuffers:
         self.loaded |= brought.keys()
 
     def attach_evaluator(self, ranks: RunningRanks, trained: Program, program: Program) -> None:
-        """Let evaluations run `program`, with the buffers of now; `trained` is the program that trains.
-        Collective.
+        """Let evaluations run `program` with the current buffers; `trained` is the program that trains. A
+        collective.
         """
-        # Of buffers that were never loaded, and that training does not use, rank 0's values are in the
-        # program.
+        # The program has rank 0's values already of buffers that were never loaded and that training does
+        # not use.
         names = self.loaded | (self.values.keys() & trained.buffers.keys())
         buffers = {name: x for name, x in self.now(ranks).items() if name in names}
         if changed := program.differing(buffers):
@@ -99,7 +99,7 @@ class ModelBuffers:
 
 @torch.no_grad()
 def copy_buffers(into: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:
-    """Copy the values of names that both have."""
+    """Copy values in place, of the names that both mappings have."""
     for name in into.keys() & values.keys():
         into[name].copy_(values[name])
 

@@ -1,8 +1,8 @@
 """Notice that the loss of a step was NaN, on all ranks in the same step, without making a CUDA device wait for the host.
 
-In: the global loss of each step, equal on all ranks, and what this rank added to it. Out: the step whose loss was NaN. On a CPU
-that is the step itself. On CUDA the answer is copied to the host behind the step's work, and read at the end of the next step:
-the host would else stand still, once a step, until the device has caught up.
+In: the global loss of each step, equal on all ranks, and what this rank added to it. Out: the step whose loss was NaN.
+On a CPU that is the step itself. On CUDA the flag is copied to the host asynchronously, and read at the end of the next
+step: otherwise the host would wait for the device once per step.
 """
 
 from __future__ import annotations
@@ -12,49 +12,53 @@ from typing import NamedTuple
 import torch
 
 
-class Found(NamedTuple):
-    """A step whose loss was NaN; `own` is what this rank had added."""
+class StepLoss(NamedTuple):
+    """A step's number, and the part of its loss that this rank computed."""
 
     step: int
     own: torch.Tensor
 
 
-class _Asked(NamedTuple):
-    found: Found
-    flag: torch.Tensor  # on the host
-    copied: torch.cuda.Event | None  # when it is there
+class _Check(NamedTuple):
+    """A step's check for NaN: `flag` is in host memory, valid once the event `copied` is done (None: valid now)."""
+
+    loss: StepLoss
+    flag: torch.Tensor
+    copied: torch.cuda.Event | None
 
 
 class NanWatch:
-    """Asked at the end of every step, by all ranks alike. `is_late`: the answer is about the step before."""
+    """The check that all ranks make at the end of every step; with `is_late`, of the step before."""
 
     def __init__(self, device: torch.device) -> None:
         self.is_late = device.type == "cuda"
-        self._asked: _Asked | None = None
+        self._pending: _Check | None = None
 
-    def look(self, step: int, loss: torch.Tensor, own: torch.Tensor) -> Found | None:
-        """The step that is told of now, if its loss was NaN."""
-        asked: _Asked | None = _ask(Found(step, own), loss.isnan())
+    def look(self, step: int, loss: torch.Tensor, own: torch.Tensor) -> StepLoss | None:
+        """Return the step whose check is due, if its loss was NaN, else None."""
+        check: _Check | None = _start_check(StepLoss(step, own), loss.isnan())
         if self.is_late:
-            asked, self._asked = self._asked, asked
-        if asked is None:
+            check, self._pending = self._pending, check
+        if check is None:
             return None
-        if asked.copied is not None:
-            asked.copied.synchronize()
-        if not bool(asked.flag):
+        if check.copied is not None:
+            check.copied.synchronize()
+        if not bool(check.flag):
             return None
-        self._asked = None
-        return asked.found
+        # The step since then used the NaN gradients: its own check would only report the same fault again.
+        self._pending = None
+        return check.loss
 
 
-def _ask(found: Found, flag: torch.Tensor) -> _Asked:
+def _start_check(loss: StepLoss, flag: torch.Tensor) -> _Check:
     if not flag.is_cuda:
-        return _Asked(found, flag, None)
+        return _Check(loss, flag, None)
     host = torch.empty((), dtype=torch.bool, pin_memory=True)
+    # Pinned memory makes the copy asynchronous.
     host.copy_(flag, non_blocking=True)
     copied = torch.cuda.Event()
     copied.record()
-    return _Asked(found, host, copied)
+    return _Check(loss, host, copied)
 
 
-__all__ = ["Found", "NanWatch"]
+__all__ = ["NanWatch", "StepLoss"]

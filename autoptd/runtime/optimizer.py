@@ -1,8 +1,8 @@
-"""Real torch optimizers over local parameters, which speak the model's own names.
+"""Real torch optimizers over local parameters, with state dicts in the model's own names.
 
 In: an optimizer class, groups by names, globs or tensors, and the parameters of the ranks of this process (all ranks as
-threads, or one). Out: an instance of the class over those local tensors, so that learning-rate schedulers work, whose
-`state_dict` is a collective that gives full tensors by original names on rank 0:
+threads, or one). Out: an instance of the class over those local tensors, so that learning-rate schedulers work. Its
+`state_dict` is a collective that returns full tensors by original names on rank 0:
 
     {"state": {"lm_head.weight": {"step": ..., "exp_avg": <full>}}, "param_groups": [{"lr": ..., "params": ["lm_head.weight"]}]}
 
@@ -30,14 +30,15 @@ from autoptd.runtime.parameters import RankParameters, dtype_of, gather_full, ow
 from autoptd.runtime.shards import real_rows
 
 Result = TypeVar("Result")
-# a collective on all ranks; rank 0's (or this rank's) result
+# Runs a collective on all ranks; returns rank 0's (or this rank's) result.
 Run = Callable[[Callable[[RankParameters], Result]], Result]
-State = dict[str, dict[str, Any]]  # parameter name -> the optimizer's record of it
+# By parameter: the optimizer's state of it.
+State = dict[str, dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Binding:
-    """What an optimizer knows of the ranks: their parameters, how to run a collective, and the names in each group."""
+    """What an optimizer has of the ranks: their parameters, how to run a collective, and the names in each group."""
 
     ranks: tuple[RankParameters, ...]
     run: Run[Any]
@@ -57,9 +58,10 @@ class NamedOptimizer(optim.Optimizer):
         return {"state": state, "param_groups": self._named_groups()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take a state dict of full tensors, the same on every rank."""
+        """Load a state dict of full tensors, the same on every rank; PlanError where its groups are others."""
         self._check_saved(state_dict["param_groups"])
-        own = super().state_dict()["param_groups"]  # torch's format: parameters are numbers
+        # In torch's format groups hold numbers instead of parameters.
+        own = super().state_dict()["param_groups"]
         groups = [
             {**group, "params": numbers["params"]}
             for group, numbers in zip(state_dict["param_groups"], own, strict=True)
@@ -85,8 +87,9 @@ class NamedOptimizer(optim.Optimizer):
             super().zero_grad(set_to_none)
 
     def _check_saved(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """PlanError unless the saved groups hold the parameters that this optimizer's hold."""
-        site, saved = "optimizer.load_state_dict", [list(group["params"]) for group in groups]
+        """Raise PlanError unless the saved groups hold the parameters that this optimizer's hold."""
+        site = "optimizer.load_state_dict"
+        saved = [list(group["params"]) for group in groups]
         if any(isinstance(name, int) for names in saved for name in names):
             fact = f"is a torch optimizer's own: it numbers its {sum(map(len, saved))} parameters, and has no names"
             remedy = "a state dict of pm.optimizer(...); or put names for numbers, in 'state' and in 'param_groups'"
@@ -101,9 +104,10 @@ class NamedOptimizer(optim.Optimizer):
             raise PlanError(site, fact, remedy)
         findings = []
         for i, (names, own) in enumerate(zip(saved, self.binding.groups, strict=True)):
-            for what, some in (("was saved with", set(names) - set(own)), ("lacks", set(own) - set(names))):
-                if some:
-                    findings.append(f"group {i} {what} {_some_of(some)}")
+            if unknown := set(names) - set(own):
+                findings.append(f"group {i} was saved with {_some_of(unknown)}")
+            if missing := set(own) - set(names):
+                findings.append(f"group {i} lacks {_some_of(missing)}")
         if findings:
             raise PlanError(site, f"{'; '.join(findings)}, unlike this optimizer's", remedy)
 
@@ -113,7 +117,7 @@ class NamedOptimizer(optim.Optimizer):
 
 
 def _some_of(names: Collection[str], most: int = 4) -> str:
-    """`a, b and 3 more`."""
+    """Return `a, b and 3 more`."""
     shown = ", ".join(sorted(names)[:most])
     return shown + (f" and {len(names) - most} more" if len(names) > most else "")
 
@@ -127,38 +131,38 @@ def make_optimizer(
 ) -> optim.Optimizer:
     """Return an instance of (a subclass of) `cls` over the local parameters of `ranks`; a collective.
 
-    `params` is None (all), or names, globs, tensors and (name, tensor) pairs, or group dicts whose "params" holds such.
-    Where torch has a fused form of `cls`, it is taken by default.
+    `params` is None (all), or names, globs, tensors and (name, tensor) pairs, or group dicts with such "params". Where
+    torch has a fused form of `cls`, that is the default. PlanError for a `cls` that is not elementwise.
     """
     check_elementwise(cls, keywords)
     mine = resolve_groups(ranks, params)
-    names = [names for names, _ in mine]
-    groups = _agree(run, names, [spec.name for spec in ranks[0].specs])
-    local = [
-        {**options, "params": [one.local[name] for name in names for one in ranks if name in one.local]}
-        for names, (_, options) in zip(groups, mine, strict=True)
-    ]
-    dtypes = {dtype_of(spec.storage.dtype) for spec in ranks[0].specs}  # of all ranks' parameters
+    groups = _agree(run, [names for names, _ in mine], [spec.name for spec in ranks[0].specs])
+    local = []
+    for names, (_, options) in zip(groups, mine, strict=True):
+        tensors = [rank.local[name] for name in names for rank in ranks if name in rank.local]
+        local.append({**options, "params": tensors})
+    # Of all ranks' parameters, so that all ranks decide alike.
+    dtypes = {dtype_of(spec.storage.dtype) for spec in ranks[0].specs}
     if takes_fused(cls, [keywords, *(options for _, options in mine)], ranks[0].world.device, dtypes):
         keywords["fused"] = True
     with unguarded():
-        made = type(cls.__name__, (NamedOptimizer, cls), {"__doc__": cls.__doc__})(local, **keywords)
-    made.binding = Binding(tuple(ranks), run, groups)
-    every = [x for group in made.param_groups for x in group["params"]]
-    if (
-        len(ranks) == 1
-    ):  # whose step may have returned before its device met a fault; threads are told by their pool
-        made.register_step_pre_hook(lambda *_: ranks[0].world.raise_first_fault())
-    made.register_step_pre_hook(lambda *_: lower(every))
-    made.register_step_pre_hook(lambda optimizer, *_: lay_out(optimizer.param_groups))
-    made.register_step_post_hook(lambda *_: clear_padding(ranks))
-    made.register_step_post_hook(lambda *_: raise_again(every))
-    return made
+        optimizer = type(cls.__name__, (NamedOptimizer, cls), {"__doc__": cls.__doc__})(local, **keywords)
+    optimizer.binding = Binding(tuple(ranks), run, groups)
+    every = [x for group in optimizer.param_groups for x in group["params"]]
+    if len(ranks) == 1:
+        # `step` may have returned before the device met a fault. (Rank threads are stopped by their pool.)
+        optimizer.register_step_pre_hook(lambda *_: ranks[0].world.raise_first_fault())
+    # torch's foreach and fused implementations accept its own tensor classes only.
+    optimizer.register_step_pre_hook(lambda *_: lower(every))
+    optimizer.register_step_pre_hook(lambda optimizer, *_: lay_out(optimizer.param_groups))
+    optimizer.register_step_post_hook(lambda *_: clear_padding(ranks))
+    optimizer.register_step_post_hook(lambda *_: raise_again(every))
+    return optimizer
 
 
 @torch.no_grad()
 def clear_padding(ranks: Sequence[RankParameters]) -> None:
-    """Keep the padding of parameters zero: an optimizer without an epsilon makes 0 / 0 of its zero gradients."""
+    """Set the padding of parameters to zero again: without an epsilon, an optimizer computes 0 / 0 there."""
     for params in ranks:
         for spec, x in _local(params):
             if size := spec.padded_size(params.world.mesh):
@@ -177,11 +181,12 @@ def resolve_groups(
     items: list[Any] = [params] if isinstance(params, (str, torch.Tensor)) else list(params)
     if not any(isinstance(item, Mapping) for item in items):
         items = [{"params": items}]
-    name_of = {id(x): spec.name for one in ranks for spec, x in _local(one)}
+    name_of = {id(x): spec.name for rank in ranks for spec, x in _local(rank)}
     groups, seen = [], set[str]()
     for group in items:
         wanted = group["params"]
         wanted = [wanted] if isinstance(wanted, (str, torch.Tensor)) else wanted
+        # One parameter may match several globs of a group.
         names = list(dict.fromkeys(name for item in wanted for name in _names(item, specs, name_of)))
         twice = sorted(seen.intersection(names))
         if twice:
@@ -196,32 +201,35 @@ def resolve_groups(
 def gather_state(params: RankParameters, state: Mapping[torch.Tensor, Mapping[str, Any]]) -> State:
     """Return the optimizer's state with full CPU tensors by name on rank 0, {} elsewhere; a collective of all ranks."""
     world = params.world
-    mine = {}
+    # First all ranks learn which state every parameter has: gathering a tensor is a collective of all of them.
+    mine: State = {}
     if world.leads(world.mesh.batch_axes) and world.leads(world.mesh.value_axes):
-        owned = [(spec, x) for spec, x in _local(params) if params.is_first_owner(spec) and x in state]
-        mine = {
-            spec.name: {key: _described(value, x) for key, value in state[x].items()} for spec, x in owned
-        }
-    everywhere = params.world.everyone().gather_objects(mine, "optimizer state")
-    described = {name: record for part in everywhere for name, record in part.items()}
-    found: State = {}
+        for spec, x in _local(params):
+            if params.is_first_owner(spec) and x in state:
+                mine[spec.name] = {key: _described(value, x) for key, value in state[x].items()}
+    described: State = {}
+    for part in world.everyone().gather_objects(mine, "optimizer state"):
+        described |= part
+    full: State = {}
     for spec in params.specs:
-        x = params.local.get(spec.name)
+        own = params.local.get(spec.name)
         for key, value in described.get(spec.name, {}).items():
             if isinstance(value, Whole):
-                value = gather_full(params, spec, None if x is None else state[x][key], value.dtype)
-            found.setdefault(spec.name, {})[key] = value
-    return found if params.world.rank == 0 else {}
+                shard = None if own is None else state[own][key]
+                value = gather_full(params, spec, shard, value.dtype)
+            full.setdefault(spec.name, {})[key] = value
+    return full if world.rank == 0 else {}
 
 
 @dataclass(frozen=True)
 class Whole:
-    """Stands for a tensor that is laid out as its parameter, and is gathered as such."""
+    """In place of a tensor that is laid out as its parameter, and gathered like it."""
 
     dtype: torch.dtype
 
 
 def _described(value: Any, parameter: torch.Tensor) -> Any:
+    """Return one entry of a parameter's state, `Whole` in place of a tensor of the parameter's shape."""
     if not isinstance(value, torch.Tensor):
         return value
     is_like_parameter = value.dim() > 0 and value.shape == parameter.shape
@@ -229,16 +237,15 @@ def _described(value: Any, parameter: torch.Tensor) -> Any:
 
 
 def _local_record(params: RankParameters, spec: ParamSpec, record: Mapping[str, Any]) -> dict[str, Any]:
-    """This rank's part of one parameter's state, in tensors of its own."""
-    found = {}
+    """Return this rank's part of one parameter's state, in tensors of its own."""
+    local = {}
     for key, value in record.items():
         if isinstance(value, torch.Tensor):
-            is_like_parameter = value.dim() > 0 and tuple(value.shape) == spec.shape
-            value = (shard_of(spec, value, params.world) if is_like_parameter else value).clone(
-                memory_format=torch.contiguous_format
-            )
-        found[key] = value
-    return found
+            if value.dim() > 0 and tuple(value.shape) == spec.shape:
+                value = shard_of(spec, value, params.world)
+            value = value.clone(memory_format=torch.contiguous_format)
+        local[key] = value
+    return local
 
 
 def _local(params: RankParameters) -> list[tuple[ParamSpec, torch.Tensor]]:
@@ -246,7 +253,7 @@ def _local(params: RankParameters) -> list[tuple[ParamSpec, torch.Tensor]]:
 
 
 def _names(item: Any, specs: Sequence[ParamSpec], name_of: Mapping[int, str]) -> list[str]:
-    """First names of what one entry of a group means."""
+    """Return the first names of the parameters that one entry of a group stands for."""
     if isinstance(item, tuple):
         item = item[0]
     if isinstance(item, torch.Tensor):
@@ -256,9 +263,10 @@ def _names(item: Any, specs: Sequence[ParamSpec], name_of: Mapping[int, str]) ->
                 "optimizer groups", fact, "take tensors from pm.named_parameters(), or give names"
             )
         return [name_of[id(item)]]
-    found = [
-        spec.name for spec in specs if any(fnmatchcase(name, item) for name in (spec.name, *spec.aliases))
-    ]
+    found = []
+    for spec in specs:
+        if any(fnmatchcase(name, item) for name in (spec.name, *spec.aliases)):
+            found.append(spec.name)
     if not found:
         raise PlanError(
             "optimizer groups",
@@ -269,14 +277,16 @@ def _names(item: Any, specs: Sequence[ParamSpec], name_of: Mapping[int, str]) ->
 
 
 def _agree(run: Run[Any], mine: list[list[str]], order: Sequence[str]) -> tuple[tuple[str, ...], ...]:
-    """Names per group over all ranks: groups of tensors name only what is local."""
+    """Return the names of each group over all ranks: groups given as tensors name only what is local."""
     everywhere = run(lambda params: params.world.everyone().gather_objects(mine, "optimizer groups"))
     if len({len(groups) for groups in everywhere}) > 1:
         sizes = [len(groups) for groups in everywhere]
         raise PlanError(
             "optimizer groups", f"ranks have {sizes} groups", "make the same groups on every rank"
         )
-    return tuple(
-        tuple(name for name in order if any(name in groups[i] for groups in everywhere))
-        for i in range(len(mine))
-    )
+    agreed = []
+    for i in range(len(mine)):
+        named = set().union(*(groups[i] for groups in everywhere))
+        # In the program's order, which is the same on all ranks.
+        agreed.append(tuple(name for name in order if name in named))
+    return tuple(agreed)

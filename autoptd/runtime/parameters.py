@@ -1,14 +1,15 @@
-"""A rank's parameters, and the way between shards and the full tensors of the user's model.
+"""A rank's parameters, and the conversion between shards and the full tensors of the user's model.
 
-In: a program's `ParamSpec`s and full tensors by name. Out: per rank one `nn.Parameter` for every parameter that a stage of its
-pipeline rank uses: the local shard, shared by those stages. An *owner* of a parameter is a pipeline rank with such a stage.
+In: a program's `ParamSpec`s and full tensors by name. Out: on each rank one `nn.Parameter`, the local shard, for every
+parameter that a stage of its pipeline rank uses; these stages share it. An *owner* of a parameter is a pipeline rank
+with such a stage.
 
     params = RankParameters(program, world, dict(model.named_parameters()))
     params.local["lm_head.weight"]           # what the optimizer steps: ndim kept, the rows of this tensor rank
     full = gather_full(params, spec, params.local.get(spec.name))       # on rank 0; a collective
 
-Stages compute with *leaves*: detached tensors that share the parameter's storage, so that a step's gradients gather in
-`leaf.grad` and reach `parameter.grad` only when they are complete and the loss is good.
+Stages compute with *leaves*: detached tensors that share the parameter's storage, so that a step's gradients accumulate
+in `leaf.grad` and reach `parameter.grad` only when they are complete and the loss is not NaN.
 """
 
 from __future__ import annotations
@@ -28,17 +29,17 @@ from autoptd.runtime.read_folder import Folder, Reader
 from autoptd.runtime.shards import join_shards, take_shard
 from autoptd.runtime.world.world import Group, World
 
-# What parameters start with: full tensors by name, or a folder that has them.
+# Initial values of parameters: full tensors by name, or a folder that has them.
 Values = Mapping[str, torch.Tensor] | Folder
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """`torch.float32` for "float32"."""
+    """Return `torch.float32` for "float32"."""
     return getattr(torch, name.removeprefix("torch."))  # type: ignore[no-any-return]
 
 
 def check_use(spec: ParamSpec) -> None:
-    """InternalError unless the storage of a parameter is what stages use: leaves are its storage."""
+    """Raise InternalError unless stages can use the storage of a parameter as it is: leaves are views of it."""
     work = [f"{step.row.forward} over {step.axis}" for step in spec.conversions if step.row.forward != "none"]
     if work or spec.use.dtype != spec.storage.dtype or spec.scope != "step":
         what = ", ".join([*work, f"{spec.storage.dtype} to {spec.use.dtype} once a {spec.scope}"])
@@ -46,15 +47,15 @@ def check_use(spec: ParamSpec) -> None:
 
 
 def owners(program: Program, spec: ParamSpec) -> tuple[int, ...]:
-    """Pipeline ranks that hold a copy of the parameter, ascending."""
+    """Return the pipeline ranks that hold a copy of the parameter, ascending."""
     return spec.owners(program.ranks)
 
 
 @dataclass(frozen=True)
 class MainGrad:
-    """A gradient in `Placement.sum_dtype`, and the copy of it in the parameter's dtype, which is `parameter.grad`.
+    """A gradient in `Placement.sum_dtype`, and its copy in the parameter's dtype, which is `parameter.grad`.
 
-    `version` tells whether the copy was changed since: then the copy counts.
+    `version` is the copy's: if it was changed since, by the user, the copy is the gradient.
     """
 
     main: torch.Tensor
@@ -63,11 +64,10 @@ class MainGrad:
 
 
 class RankParameters:
-    """The parameters of one rank. Creating it is a collective: rank 0's values are taken, as DDP does.
+    """The parameters of one rank. Creating it is a collective: rank 0's values are broadcast, as by DDP.
 
-    Of a `Folder` instead, every rank reads its own part, and no rank holds a whole.
-
-    `specs` are those of the whole program, `local` and `leaves` hold this rank's by the parameter's (first) name.
+    From a `Folder` every rank reads its own part instead, so that no rank holds a whole tensor. `specs` are those of the
+    whole program, `local` and `leaves` hold this rank's by the parameter's (first) name.
     """
 
     def __init__(self, program: Program, world: World, full: Values) -> None:
@@ -83,53 +83,59 @@ class RankParameters:
         for spec, shard in self._first_values(full):
             self.local[spec.name] = GuardedParameter(shard, requires_grad=spec.requires_grad)
             self.leaves[spec.name] = self.local[spec.name].detach().requires_grad_(spec.requires_grad)
-        self._born = [
-            (name, one, one.data_ptr(), self.leaves[name].requires_grad) for name, one in self.local.items()
+        # What `check_storage` compares with, which runs in every step.
+        self._initial = [
+            (name, parameter, parameter.data_ptr(), self.leaves[name].requires_grad)
+            for name, parameter in self.local.items()
         ]
 
     def _first_values(self, full: Values) -> Iterator[tuple[ParamSpec, torch.Tensor]]:
-        """This rank's part of every parameter that it owns, contiguous."""
+        """Yield this rank's part of every parameter that it owns, contiguous."""
         if isinstance(full, Folder):
             reader = full.reader()
-            mine = (spec for spec in self.specs if self.is_owner(spec))
-            yield from ((spec, read_shard(spec, reader, self.world).contiguous()) for spec in mine)
+            for spec in self.specs:
+                if self.is_owner(spec):
+                    yield spec, read_shard(spec, reader, self.world).contiguous()
             return
         for spec in self.specs:
+            # A collective: every rank takes part, also those that do not own the parameter.
             whole = from_rank_0(self.world, spec.name, full[spec.name], dtype_of(spec.storage.dtype))
             if self.is_owner(spec):
                 own = shard_of(spec, whole, self.world)
-                yield spec, own.clone(memory_format=torch.contiguous_format)  # never the user's own storage
+                # A copy, because on rank 0 `whole` may be the user's own storage.
+                yield spec, own.clone(memory_format=torch.contiguous_format)
 
     def is_owner(self, spec: ParamSpec) -> bool:
         return self.world.pipeline_rank in owners(self.program, spec)
 
     def is_first_owner(self, spec: ParamSpec) -> bool:
-        """Whether this rank's pipeline rank is the one that counts, where several hold copies."""
+        """Tell whether this rank's pipeline rank is the first of those that hold copies."""
         return self.world.pipeline_rank == owners(self.program, spec)[0]
 
     def weights_of_stage(self, stage: int) -> dict[str, torch.Tensor]:
-        """Leaves of the parameters that `stage` uses, under all their names."""
-        used = [spec for spec in self.specs if stage in spec.stages]
-        return {name: self.leaves[spec.name] for spec in used for name in (spec.name, *spec.aliases)}
+        """Return the leaves of the parameters that `stage` uses, under all their names."""
+        weights: dict[str, torch.Tensor] = {}
+        for spec in self.specs:
+            if stage in spec.stages:
+                weights |= dict.fromkeys((spec.name, *spec.aliases), self.leaves[spec.name])
+        return weights
 
     def gradient(self, name: str) -> torch.Tensor | None:
-        """The gradient of a parameter of this rank, if it has one: `main_grad`, unless `.grad` was changed by others."""
+        """Return the gradient of a parameter of this rank, None without one: `main_grad`, unless `.grad` was changed."""
         parameter = self.local.get(name)
         if parameter is None or (grad := parameter.grad) is None:
             return None
         known = self._main.get(name)
-        return (
-            known.main
-            if known is not None and grad is known.copy and grad._version == known.version
-            else grad
-        )
+        if known is not None and grad is known.copy and grad._version == known.version:
+            return known.main
+        return grad
 
     def is_plain(self, name: str) -> bool:
-        """Whether `.grad` is all there is to the gradient of a parameter: no `.main_grad`."""
+        """Tell whether `.grad` is the gradient of a parameter itself: it has no `.main_grad`."""
         return self._grad_dtypes[name] is None
 
     def set_gradient(self, name: str, grad: torch.Tensor) -> None:
-        """Make `grad` the gradient of a parameter: its `.main_grad` if it is to have one; `.grad` is the rounded copy."""
+        """Set the gradient of a parameter: `.main_grad` if it has one, of which `.grad` is a rounded copy, else `.grad`."""
         parameter, dtype = self.local[name], self._grad_dtypes[name]
         if dtype is None:
             parameter.grad = guard_gradient(grad)
@@ -142,8 +148,8 @@ class RankParameters:
 
     @unguarded()
     def check_storage(self) -> None:
-        """Refuse a parameter that was given another storage: stages would go on with the old one."""
-        for name, parameter, address, requires_grad in self._born:
+        """Raise PlanError where the storage or `requires_grad` of a parameter was replaced: stages use the old ones."""
+        for name, parameter, address, requires_grad in self._initial:
             if parameter.data_ptr() != address:
                 raise PlanError(
                     name, "its .data was replaced", "change values in place: parameter.data.copy_(...)"
@@ -161,7 +167,8 @@ def from_rank_0(world: World, name: str, x: torch.Tensor, dtype: torch.dtype | N
         )
     if world.rank == 0:
         own = x.detach().to(world.device, dtype)
-    else:  # whose values nobody reads, nor copies to a device
+    else:
+        # The receive buffer: this rank's own values of `x` are not used.
         own = torch.empty(x.shape, dtype=dtype or x.dtype, device=world.device)
     return world.everyone().broadcast(own, f"start: {name}")
 
@@ -170,6 +177,7 @@ def read_shard(spec: ParamSpec, reader: Reader, world: World) -> torch.Tensor:
     """Read this rank's part of a parameter, in the parameter's dtype; PlanError where tied names have different values."""
     names = [name for name in spec.aliases if reader.has(name)]
     if spec.shard:
+        # Entries are numbered from 1: `own_entries` gives 0 for padding, which the reader fills with zeros.
         numbers = torch.arange(1, spec.shape[spec.cut_dim] + 1)
         rows = own_entries(spec, numbers, 0, world)
         parts = [reader.rows(name, spec.cut_dim, rows) for name in names]
@@ -191,18 +199,18 @@ def shard_of(spec: ParamSpec, full: torch.Tensor, world: World) -> torch.Tensor:
 
 
 def own_entries(spec: ParamSpec, x: torch.Tensor, dim: int, world: World) -> torch.Tensor:
-    """Of `x`, whose `dim` is laid out as the sharded dim of the parameter, what this rank owns; zeros for padding."""
+    """Return this rank's part of `x`, whose `dim` is cut like the sharded dim of the parameter; zeros for padding."""
     return take_shard(x, dim, spec.outer, *own_piece(spec, world), spec.padded_size(world.mesh))
 
 
 def own_piece(spec: ParamSpec, world: World) -> tuple[int, int]:
-    """Which piece of a parameter that is cut this rank owns, and how many there are."""
+    """Return (index, count) of this rank's piece of a parameter that is cut."""
     group = shard_group(spec, world)
     return group.index, group.size
 
 
 def shard_group(spec: ParamSpec, world: World) -> Group:
-    """The ranks that own the pieces of a parameter that is cut, in their order."""
+    """Return the group of ranks that own the pieces of a parameter that is cut, in their order."""
     axis = spec.shard_axis(world.mesh)
     assert axis is not None, f"{spec.name} is whole"
     return world.group((axis,))
@@ -213,10 +221,11 @@ def gather_full(
 ) -> torch.Tensor | None:
     """Return the full CPU tensor of which `local` is this rank's part, on rank 0; None elsewhere.
 
-    A collective of all ranks: owners pass their part (laid out as the parameter), others None. `dtype` is the parameter's
-    unless said otherwise.
+    A collective of all ranks: owners pass their part (laid out as the parameter), others None. `dtype` defaults to the
+    parameter's.
     """
     world = params.world
+    # Replicas are equal: the first one gathers over tp, and its first tensor ranks then broadcast along the stages.
     if not world.leads(world.mesh.batch_axes):
         return None
     site = f"gather {spec.name}"
@@ -239,27 +248,30 @@ def gather_full(
 
 def gather_parameters(params: RankParameters) -> dict[str, torch.Tensor]:
     """Return all parameters as full CPU tensors under all their names on rank 0, {} elsewhere; a collective."""
-    found: dict[str, torch.Tensor] = {}
+    values: dict[str, torch.Tensor] = {}
     for spec in params.specs:
         full = gather_full(params, spec, params.local.get(spec.name))
         if full is not None:
-            found |= dict.fromkeys((spec.name, *spec.aliases), full)
-    return found
+            values |= dict.fromkeys((spec.name, *spec.aliases), full)
+    return values
 
 
 def gather_gradients(params: RankParameters) -> dict[str, torch.Tensor]:
     """Return all gradients as `gather_parameters` returns values; a parameter without one is absent."""
+    # Gathering one is a collective of all ranks, so all must know which ones exist.
     mine = [name for name in params.local if params.gradient(name) is not None]
     everywhere = params.world.everyone().gather_objects(mine, "which gradients exist")
     present = set().union(*everywhere)
-    found: dict[str, torch.Tensor] = {}
+    gradients: dict[str, torch.Tensor] = {}
     for spec in params.specs:
-        if spec.name in present:
-            dtype, mine_of = dtype_of(spec.storage.sum_dtype), params.gradient(spec.name)
-            full = gather_full(params, spec, None if mine_of is None else mine_of.to(dtype), dtype)
-            if full is not None:
-                found |= dict.fromkeys((spec.name, *spec.aliases), full)
-    return found
+        if spec.name not in present:
+            continue
+        dtype = dtype_of(spec.storage.sum_dtype)
+        own = params.gradient(spec.name)
+        full = gather_full(params, spec, None if own is None else own.to(dtype), dtype)
+        if full is not None:
+            gradients |= dict.fromkeys((spec.name, *spec.aliases), full)
+    return gradients
 
 
 @torch.no_grad()
@@ -274,8 +286,10 @@ def load_parameters(params: RankParameters, full: Mapping[str, torch.Tensor]) ->
 def check_loaded(
     program: Program, others: Mapping[str, torch.Tensor], full: Mapping[str, Any]
 ) -> tuple[list[str], list[str]]:
-    """Return (missing, unexpected) names of a state dict; a wrong shape is a PlanError that lists all of them."""
-    shapes = {name: spec.shape for spec in program.params for name in (spec.name, *spec.aliases)}
+    """Return (missing, unexpected) names of a state dict; a PlanError lists all wrong shapes."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for spec in program.params:
+        shapes |= dict.fromkeys((spec.name, *spec.aliases), spec.shape)
     shapes |= {name: tuple(x.shape) for name, x in others.items()}
     wrong = [
         f"{name} has shape {tuple(full[name].shape)}, not {shape}"

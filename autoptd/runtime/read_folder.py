@@ -1,13 +1,13 @@
-"""Weights in a folder of Hugging Face's format, of which every rank reads its own part and no more.
+"""Weights in a folder of Hugging Face's format, of which every rank reads its own part only.
 
-In: a folder as `save_pretrained` writes it: `model.safetensors`, or `model.safetensors.index.json` and the files that it names.
-Out: names, shapes and dtypes from the headers; whole tensors, or some rows of them, when they are asked for.
+In: a folder as `save_pretrained` writes it: `model.safetensors`, or `model.safetensors.index.json` and the files that it
+names. Out: names, shapes and dtypes from the headers; whole tensors, or some rows of them, on request.
 
     folder = open_folder("llama-8b")
     folder.entries["lm_head.weight"].shape                        # (128256, 4096): nothing else was read
     folder.reader().rows("lm_head.weight", dim=0, rows=rows)      # these rows, in this order
 
-`names` says what the model calls a tensor of the files, where the two differ (a prefix).
+Where the model's names differ from those in the files (by a prefix), `renamed` returns the folder with the model's names.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ import torch
 
 from autoptd.errors import PlanError
 
-SAMPLE = (
-    4096  # bytes at the start, in the middle and at the end of a file, by which ranks compare what they read
-)
+# By so many bytes at the start, in the middle and at the end of every file ranks compare what they read.
+SAMPLE_BYTES = 4096
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {
     "BOOL": torch.bool,
@@ -44,7 +43,7 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of a folder: its name in `file`, and what the header says. `dtype` is None for one that is not read."""
+    """One tensor of a folder: its name in `file`, and its header. `dtype` is None for one that torch does not have."""
 
     file: Path
     name: str
@@ -60,27 +59,27 @@ class Folder:
     entries: Mapping[str, Entry]
 
     def renamed(self, names: Mapping[str, str]) -> Folder:
-        """The same tensors under other names: old name -> new name."""
+        """Return the same tensors under other names, given as old name -> new name."""
         return replace(self, entries={names.get(name, name): entry for name, entry in self.entries.items()})
 
     def reader(self) -> Reader:
         return Reader(self)
 
     def fingerprint(self) -> str:
-        """Hash of what the files are called, how long they are, and some KB of each: another step's weights have another."""
-        found = hashlib.sha256()
+        """Hash the names and lengths of the files, and samples of their bytes: weights of another step hash differently."""
+        digest = hashlib.sha256()
         for file in sorted({entry.file for entry in self.entries.values()}):
             size = file.stat().st_size
-            found.update(f"{file.name} {size}".encode())
+            digest.update(f"{file.name} {size}".encode())
             with file.open("rb") as opened:
-                for start in (0, size // 2, max(size - SAMPLE, 0)):
+                for start in (0, size // 2, max(size - SAMPLE_BYTES, 0)):
                     opened.seek(start)
-                    found.update(opened.read(SAMPLE))
-        return found.hexdigest()[:16]
+                    digest.update(opened.read(SAMPLE_BYTES))
+        return digest.hexdigest()[:16]
 
 
 class Reader:
-    """Reads from the files of a folder, each opened once; for one thread."""
+    """Reads the files of a folder, each opened once; not thread-safe."""
 
     def __init__(self, folder: Folder) -> None:
         self._folder = folder
@@ -92,13 +91,15 @@ class Reader:
     def whole(self, name: str) -> torch.Tensor:
         """Return a tensor, in memory of its own."""
         entry = self._folder.entries[name]
-        found: torch.Tensor = self._open(entry.file).get_tensor(entry.name)
-        return found.clone()  # the file may be mapped into memory, and written anew later
+        x: torch.Tensor = self._open(entry.file).get_tensor(entry.name)
+        # `x` may be the mapped file, which may be overwritten later.
+        return x.clone()
 
     def rows(self, name: str, dim: int, rows: torch.Tensor) -> torch.Tensor:
-        """Return the entries `rows` along `dim`, counted from 1, in this order; zeros for each 0. Nothing else is read."""
+        """Read the entries `rows` along `dim`, counted from 1, in this order; a 0 stands for zeros (padding)."""
         entry = self._folder.entries[name]
-        source, before = self._open(entry.file).get_slice(entry.name), (slice(None),) * dim
+        source = self._open(entry.file).get_slice(entry.name)
+        before = (slice(None),) * dim
         pieces = [source[(*before, slice(first - 1, last))] for first, last in runs(rows)]
         padding = int((rows == 0).sum())
         shape = [*entry.shape[:dim], padding, *entry.shape[dim + 1 :]]
@@ -111,7 +112,7 @@ class Reader:
 
 
 def runs(rows: torch.Tensor) -> list[tuple[int, int]]:
-    """(first, last) of every stretch of consecutive numbers: [3, 4, 5, 9, 0] gives (3, 5), (9, 9); zeros are at the end."""
+    """Return (first, last) of every run of consecutive numbers: (3, 5), (9, 9) for [3, 4, 5, 9, 0]. Zeros come last."""
     real = rows[rows > 0]
     ends = torch.nonzero(real.diff() != 1).flatten()
     first = torch.cat([real[:1], real[ends + 1]]).tolist()
@@ -120,7 +121,7 @@ def runs(rows: torch.Tensor) -> list[tuple[int, int]]:
 
 
 def open_file(file: Path) -> Any:
-    """Open a safetensors file: its header is read, nothing else."""
+    """Open a safetensors file, reading its header only; PlanError where that fails."""
     safetensors = library()
     try:
         return safetensors.safe_open(str(file), framework="pt", device="cpu")
@@ -131,7 +132,7 @@ def open_file(file: Path) -> Any:
 
 
 def library() -> Any:
-    """The package safetensors, which is optional."""
+    """Import the package safetensors, which is optional; PlanError where it is missing."""
     try:
         import safetensors.torch
     except ImportError:
@@ -141,7 +142,7 @@ def library() -> Any:
 
 
 def open_folder(path: str | os.PathLike[str]) -> Folder:
-    """Read the headers of a folder's files; PlanError where there is none, or the files are not those of the index."""
+    """Read the headers of a folder's files; PlanError where there are none, or they are not those of the index."""
     path = Path(path)
     site = f"weights={str(path)!r}"
     if not path.is_dir():
@@ -151,33 +152,34 @@ def open_folder(path: str | os.PathLike[str]) -> Folder:
         return Folder(path, headers(path / SINGLE))
     if not (path / INDEX).exists():
         raise PlanError(site, *nothing_to_read(path))
-    said: dict[str, str] = json.loads((path / INDEX).read_text())["weight_map"]
-    files = sorted(set(said.values()))
+    file_of: dict[str, str] = json.loads((path / INDEX).read_text())["weight_map"]
+    files = sorted(set(file_of.values()))
     if lost := [file for file in files if not (path / file).exists()]:
         raise PlanError(
             site, f"its index names files that are not there: {', '.join(lost)}", "fetch all of its files"
         )
-    found = {file: headers(path / file) for file in files}
-    if lost := [name for name, file in said.items() if name not in found[file]]:
+    entries = {file: headers(path / file) for file in files}
+    if lost := [name for name, file in file_of.items() if name not in entries[file]]:
         raise PlanError(
             site, f"its index names tensors that are not there: {', '.join(lost)}", "write it anew"
         )
-    return Folder(path, {name: found[file][name] for name, file in said.items()})
+    return Folder(path, {name: entries[file][name] for name, file in file_of.items()})
 
 
 def headers(file: Path) -> dict[str, Entry]:
-    """What a file holds."""
+    """Read the header of a file: its tensors by name."""
     opened = open_file(file)
-    slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 - it is no dict
-    return {
-        name: Entry(file, name, tuple(one.get_shape()), DTYPES.get(one.get_dtype()))
-        for name, one in slices.items()
-    }
+    entries = {}
+    for name in opened.keys():  # noqa: SIM118 - it is no dict
+        header = opened.get_slice(name)
+        entries[name] = Entry(file, name, tuple(header.get_shape()), DTYPES.get(header.get_dtype()))
+    return entries
 
 
 def nothing_to_read(path: Path) -> tuple[str, str]:
-    """(fact, remedy) for a folder without safetensors."""
-    if any(path.glob("*.bin")) or any(path.glob("*.pt*")):
-        fact = f"holds pickled weights ({next(iter([*path.glob('*.bin'), *path.glob('*.pt*')])).name}), which are not read"
+    """Return (fact, remedy) for a folder without safetensors."""
+    pickled = [*path.glob("*.bin"), *path.glob("*.pt*")]
+    if pickled:
+        fact = f"holds pickled weights ({pickled[0].name}), which are not read"
         return fact, "convert it once: AutoModelForCausalLM.from_pretrained(folder).save_pretrained(another)"
     return f"holds neither {SINGLE} nor {INDEX}", "a folder as save_pretrained writes it"

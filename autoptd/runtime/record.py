@@ -1,15 +1,15 @@
 """Record what ranks do while a model runs: every collective, every send, and the arithmetic, as it is executed.
 
-In: the running ranks of this process. Out: a `Record` of `Call`s, in the words in which the compiler says what to
-expect (`program/calls.py`), of `Work` (`work.py`) and of `Span`s (`timeline.py`). Nothing is paid when nothing is
-recorded: for the time of a record the methods of groups and channels are covered by ones that note the call, and steps
-run under a mode that counts.
+In: the running ranks of this process. Out: a `Record` of `Call`s, comparable with those that the compiler expects
+(`program/calls.py`), of `Work` (`work.py`) and of `Span`s (`timeline.py`). Without a recording there is no overhead:
+while one lasts, the methods of groups and channels are replaced by ones that note the call, and steps run under a mode
+that counts.
 
     with recording(ranks) as (recorded_ranks, record):
         recorded_ranks.run("step", step)
     Counter(record.of(rank=0)) == expected_calls(program, 0)
 
-Receives are the other ends of sends and are not recorded. Objects that ranks show each other (a dtype, once) count no bytes.
+Receives are the other ends of sends and are not recorded. Python objects that ranks exchange (a dtype, once) count 0 bytes.
 """
 
 from __future__ import annotations
@@ -33,13 +33,14 @@ from autoptd.runtime.world.world import Channel, Group, Pending, World
 
 Result = TypeVar("Result")
 Tensor = torch.Tensor
-CHECKS = (check_batch.SITE, check_copies.SITE, check_state.SITE)  # what they send is no part of the program
-# Kind, ranks of the group, bytes of the payload, site; the call is made inside.
+# Sites of collectives that are not part of the program, and therefore not recorded.
+CHECKS = (check_batch.SITE, check_copies.SITE, check_state.SITE)
+# Arguments: kind, ranks of the group, bytes of the payload, site. The call is made in the `with` block.
 Note = Callable[[str, Sequence[int], int, str], AbstractContextManager[None]]
 
 
 class RankRecord:
-    """What one rank did, in order."""
+    """What one rank executed, in order."""
 
     def __init__(self, rank: Rank) -> None:
         self.rank, self.world = rank, rank.world
@@ -48,23 +49,23 @@ class RankRecord:
 
     def run(self, fn: Callable[[Rank], Result]) -> Result:
         """Call `fn(rank)`, counting what it computes."""
-        self.runs.append(
-            Counting(self.rank.executor.files() | self.rank.evaluator.files(), lambda: self.world.at)
-        )
-        with self.runs[-1]:
+        files = self.rank.executor.files() | self.rank.evaluator.files()
+        counting = Counting(files, lambda: self.world.at)
+        self.runs.append(counting)
+        with counting:
             return fn(self.rank)
 
     def reasons(self) -> dict[Call, str]:
-        """What the compiled programs say about the calls that they expect."""
-        found: dict[Call, list[str]] = {}
+        """Return why the compiled programs expect each of their calls."""
+        reasons: dict[Call, list[str]] = {}
         for executor in dict.fromkeys((self.rank.executor, self.rank.evaluator)):
             for call in expected_calls(executor.program, self.world.rank):
-                found.setdefault(call, []).append(call.why)
-        return {call: "; ".join(dict.fromkeys(why)) for call, why in found.items()}
+                reasons.setdefault(call, []).append(call.why)
+        return {call: "; ".join(dict.fromkeys(why)) for call, why in reasons.items()}
 
     @contextmanager
     def note(self, kind: str, group_ranks: Sequence[int], payload: int, site: str) -> Iterator[None]:
-        """One call, made inside; what the communication itself computes is not this rank's work."""
+        """Record one call, made in the `with` block; what the communication itself computes is not this rank's work."""
         world = self.world
         phase, stage, name = _place(world.at, site)
         axis = axis_text(world.mesh, group_ranks)
@@ -74,7 +75,7 @@ class RankRecord:
 
 
 class Record:
-    """What the ranks of this process did: all of them as threads, the own one under torchrun."""
+    """What the ranks of this process executed: all ranks as threads, or its own under torchrun."""
 
     def __init__(self, ranks: Sequence[Rank], timeline: Timeline) -> None:
         self._ranks = {rank.world.rank: RankRecord(rank) for rank in ranks}
@@ -90,7 +91,7 @@ class Record:
         return tuple(call for rank in self._ranks for call in self.of(rank))
 
     def of(self, rank: int) -> list[Call]:
-        """The collectives and sends of one rank, in order."""
+        """Return the collectives and sends of one rank, in order."""
         reasons = self._ranks[rank].reasons()
         return [replace(call, why=reasons.get(call, "")) for call in self._ranks[rank].calls]
 
@@ -101,11 +102,11 @@ class Record:
 
     @property
     def spans(self) -> tuple[Span, ...]:
-        """When every action ran: ranks ascending, in order of execution. Counting, which goes on as well, takes its time."""
+        """When every action ran: ranks ascending, in order of execution. They include the overhead of counting."""
         return self.timeline.spans
 
     def work_of(self, rank: int) -> list[Work]:
-        """What one rank computed."""
+        """Return what one rank computed."""
         return sum_work(rank, self._ranks[rank].runs)
 
 
@@ -129,10 +130,10 @@ class RecordingRanks(RunningRanks):
 
 @contextmanager
 def recording(ranks: RunningRanks) -> Iterator[tuple[RecordingRanks, Record]]:
-    """Record what `ranks` do when run as the ranks that are handed out; no rank may be running at either end."""
+    """Record what `ranks` execute through the ranks that are yielded; no rank may be running at either end."""
     with ranks.timed() as timeline:
         record = Record(ranks.here, timeline)
-        covered = [cover(one.rank.world, one.note) for one in record._ranks.values()]
+        covered = [cover(rank.world, rank.note) for rank in record._ranks.values()]
         try:
             yield RecordingRanks(ranks, record), record
         finally:
@@ -143,24 +144,30 @@ def recording(ranks: RunningRanks) -> Iterator[tuple[RecordingRanks, Record]]:
 def cover(
     world: World, note: Note, start: Note | None = None, wait: Note | None = None
 ) -> Callable[[], None]:
-    """Make every call of a rank's communicators inside of a `note` of it; returns what ends it.
+    """Wrap every call of a rank's communicators in a `note`; return the function that undoes this.
 
-    What only starts a collective is inside of `start`, if given; its `wait()` is inside of `wait`, if given.
+    A call that only starts a collective is wrapped in `start`, and its `wait()` in `wait`, where these are given.
     """
     groups, channels = world.communicators()
     covered: list[tuple[Group | Channel, str]] = []
     for group in groups:
         for name, (kind, payload) in GROUP_METHODS.items():
-            ends = ((start or note), wait) if name.endswith("_start") else (note, None)
-            setattr(group, name, _noted(getattr(group, name), *ends, kind, group, payload))
+            method = getattr(group, name)
+            if name.endswith("_start"):
+                wrapped = _noted(method, start or note, wait, kind, group, payload)
+            else:
+                wrapped = _noted(method, note, None, kind, group, payload)
+            # On the instance, in front of the class's method.
+            setattr(group, name, wrapped)
             covered.append((group, name))
     for peer, channel in channels.items():
         channel.send = _noted_send(channel.send, note, (world.rank, peer))  # type: ignore[method-assign]
         covered.append((channel, "send"))
 
     def uncover() -> None:
-        for one, name in covered:
-            delattr(one, name)  # the class's own method is seen again
+        for communicator, name in covered:
+            # The class's own method shows again.
+            delattr(communicator, name)
 
     return uncover
 
@@ -174,19 +181,20 @@ def _noted(
     payload: Callable[[Any, int], int],
 ) -> Callable[..., Any]:
     def call(data: Any, *args: Any, **kwargs: Any) -> Any:
-        site = kwargs["site"] if "site" in kwargs else next(one for one in args if isinstance(one, str))
+        # The first string of every collective's arguments.
+        site = kwargs["site"] if "site" in kwargs else next(arg for arg in args if isinstance(arg, str))
         if site in CHECKS:
             return method(data, *args, **kwargs)
         about = (kind, group.ranks, payload(data, group.size), site)
         with note(*about):
-            made = method(data, *args, **kwargs)
-        return made if wait is None else _NotedPending(made, partial(wait, *about))
+            result = method(data, *args, **kwargs)
+        return result if wait is None else _NotedPending(result, partial(wait, *about))
 
     return call
 
 
 class _NotedPending(Pending):
-    """Something started whose `wait()` is made inside of a note."""
+    """A collective under way, whose `wait()` is wrapped in a note."""
 
     def __init__(self, pending: Pending, note: Callable[[], AbstractContextManager[None]]) -> None:
         self._pending, self._note = pending, note
@@ -210,7 +218,7 @@ def _noted_send(method: Callable[..., Any], note: Note, ends: tuple[int, int]) -
 
 
 def _place(at: str, site: str) -> tuple[str, int, str]:
-    """(phase, stage, site) of a call that was made during the action `at` under the name `site`."""
+    """Return (phase, stage, site) of a call made during the action `at`, in the words of `expected_calls`."""
     name = star(site.removesuffix(" backward"))
     if site.startswith((GRADIENTS, TIED)):
         return "step", -1, name
@@ -224,7 +232,7 @@ def _nbytes(x: Tensor) -> int:
     return x.numel() * x.element_size()
 
 
-# Method of `Group`, what it is called in a record, and the bytes of its payload, given what one rank hands in.
+# By method of `Group`: its kind in a record, and its payload in bytes, given a rank's data and the size of the group.
 GROUP_METHODS: dict[str, tuple[str, Callable[[Any, int], int]]] = {
     "all_reduce": ("all-reduce", lambda x, size: _nbytes(x)),
     "all_reduce_": ("all-reduce", lambda x, size: _nbytes(x)),

@@ -5,9 +5,9 @@ In: the parameters of all ranks, and what else the folder holds. Out: `model.saf
 
     files = split_into_files({"wte.weight": 400, "h.0.weight": 300}, limit=500)   # [["wte.weight"], ["h.0.weight"]]
 
-Until everything is written, the folder's old weights stay what a reader finds. One action then turns to the new ones: that
-`model.safetensors` is put in its place, or the index (and an older `model.safetensors`, which readers prefer, taken away).
-So new files never have the names of old ones that an index may still list: see `free_names`.
+Until everything is written, a reader finds the folder's old weights. A single rename then switches to the new ones: of
+`model.safetensors`, or of the index (an older `model.safetensors`, which readers prefer, is removed after it). New files
+therefore never have the names of old ones that an index may still list: see `free_names`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,53 +29,56 @@ from autoptd.runtime.read_folder import INDEX, SINGLE, library
 
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-PART = ".part"  # what a file is called until it is complete
+# The suffix of a file that is not complete.
+PART = ".part"
 
 
 def write_nothing(folder: Path) -> None:
-    """A model without a config."""
+    """Write nothing beside the weights: the model has no config."""
 
 
 @dataclass(frozen=True)
 class FolderFormat:
-    """How a model's folder differs from its state dict: tied names that it leaves out, names that are others there (`names`:
-    the model's -> the folder's), and what `write_rest` puts beside the weights."""
+    """How a model's folder differs from its state dict.
+
+    `left_out` are tied names that it omits, `names` maps the model's names to the folder's, and `write_rest` writes the
+    other files.
+    """
 
     left_out: frozenset[str] = frozenset()
     names: Mapping[str, str] = field(default_factory=dict)
     write_rest: Callable[[Path], None] = write_nothing
 
     def kept_name(self, spec: ParamSpec) -> str:
-        """The one of its names under which a parameter is written."""
+        """Return the one of its names under which a parameter is written."""
         return next((name for name in spec.aliases if name not in self.left_out), spec.name)
 
 
 @dataclass
 class Contents:
-    """What is to be written, in this order: parameters of the ranks, and tensors that are at hand."""
+    """What is to be written, in the order `order`: parameters of the ranks, and other tensors, by name in the folder."""
 
     params: dict[str, ParamSpec] = field(default_factory=dict)
     others: dict[str, torch.Tensor] = field(default_factory=dict)
     order: list[str] = field(default_factory=list)
 
     def sizes(self) -> dict[str, int]:
-        return {
-            name: spec_bytes(self.params[name]) if name in self.params else self.others[name].nbytes
-            for name in self.order
-        }
+        """Return the bytes of every tensor, in order."""
+        return {name: self._nbytes(name) for name in self.order}
+
+    def _nbytes(self, name: str) -> int:
+        return spec_bytes(self.params[name]) if name in self.params else self.others[name].nbytes
 
 
 def contents_of(
     specs: Sequence[ParamSpec], others: Mapping[str, torch.Tensor], order: Sequence[str], how: FolderFormat
 ) -> Contents:
-    """Every parameter once, and persistent buffers, in the order of the model's state dict."""
+    """Collect every parameter once, and persistent buffers, in the order of the model's state dict."""
     params = {how.kept_name(spec): spec for spec in specs}
-    wanted = params.keys() | others.keys()
-    names = {
-        name: how.names.get(name, name)
-        for name in dict.fromkeys([*order, *params, *others])
-        if name in wanted
-    }
+    names: dict[str, str] = {}
+    for name in [*order, *params, *others]:
+        if name in params or name in others:
+            names[name] = how.names.get(name, name)
     return Contents(
         {names[name]: spec for name, spec in params.items()},
         {names[name]: x for name, x in others.items()},
@@ -87,7 +91,7 @@ def spec_bytes(spec: ParamSpec) -> int:
 
 
 def parse_size(size: int | str) -> int:
-    """5_000_000_000 for "5GB"; units of Hugging Face: KB, MB, GB, TB of 1000, KiB and so on of 1024."""
+    """Parse a size in Hugging Face's units: 5_000_000_000 for "5GB"; KB, MB, ... are powers of 1000, KiB, ... of 1024."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(size))
     count = round(float(found[1]) * UNITS[found[2].upper()]) if found and found[2].upper() in UNITS else 0
     if count < 1:
@@ -96,7 +100,7 @@ def parse_size(size: int | str) -> int:
 
 
 def split_into_files(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
-    """Names of the tensors of every file, in order, at most `limit` bytes each; a larger tensor has a file of its own."""
+    """Divide tensors over files, in order, at most `limit` bytes each; a larger tensor gets a file of its own."""
     files: list[list[str]] = []
     full = 0
     for name, size in sizes.items():
@@ -109,30 +113,32 @@ def split_into_files(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
 
 
 def save_folder(params: RankParameters, what: Contents, folder: Path, limit: int, how: FolderFormat) -> None:
-    """Write the folder; a collective. RuntimeFault on all ranks when rank 0 cannot write: the old weights are still there."""
+    """Write the folder; a collective. RuntimeFault on all ranks if rank 0 cannot write: the old weights are kept."""
     library()
     files = split_into_files(what.sizes(), limit)
     writer = Writer(folder, len(files)) if params.world.rank == 0 else None
-    all_do(params, writer, lambda one: one.begin())
+    on_rank_0(params, writer, lambda writer: writer.begin())
     for number, names in enumerate(files):
+        # Rank 0 holds the tensors of one file at a time.
         tensors = {}
         for name in names:
-            found: torch.Tensor | None = what.others.get(name)
+            full: torch.Tensor | None = what.others.get(name)
             if spec := what.params.get(name):
-                found = gather_full(params, spec, params.local.get(spec.name))
-            if found is not None and writer is not None:
-                tensors[name] = found.contiguous()
-        all_do(params, writer, lambda one, k=number, held=tensors: one.write(k, held))  # type: ignore[misc]
-    all_do(params, writer, lambda one: one.finish(what.sizes(), files, how))
+                full = gather_full(params, spec, params.local.get(spec.name))
+            if full is not None and writer is not None:
+                tensors[name] = full.contiguous()
+        on_rank_0(params, writer, partial(Writer.write, number=number, tensors=tensors))
+    on_rank_0(params, writer, lambda writer: writer.finish(what.sizes(), files, how))
 
 
-def all_do(params: RankParameters, writer: Writer | None, act: Callable[[Writer], None]) -> None:
-    """Let rank 0 act; all ranks go on together, or none does."""
+def on_rank_0(params: RankParameters, writer: Writer | None, act: Callable[[Writer], None]) -> None:
+    """Let rank 0 act; RuntimeFault on all ranks if that fails."""
     error: Exception | None = None
     if writer is not None:
         try:
             act(writer)
-        except Exception as caught:  # the disk is full, or a config cannot be written
+        except Exception as caught:
+            # The disk is full, or a config cannot be written: the other ranks wait in the gather below.
             error = caught
     failed = f"{type(error).__name__}: {error}" if error else ""
     failed = params.world.everyone().gather_objects(failed, "save_pretrained")[0]
@@ -142,7 +148,7 @@ def all_do(params: RankParameters, writer: Writer | None, act: Callable[[Writer]
 
 
 class Writer:
-    """Rank 0's hand on the folder: files are written aside, and turned to at the end."""
+    """Writes the folder on rank 0: files under temporary names first, renamed at the end."""
 
     def __init__(self, folder: Path, count: int) -> None:
         self._folder = folder
@@ -151,26 +157,30 @@ class Writer:
 
     def begin(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
-        for old in self._folder.glob(f"*{PART}"):  # of a run that was stopped
+        # Left by a run that was stopped.
+        for old in self._folder.glob(f"*{PART}"):
             old.unlink()
         self._names = free_names(self._folder, self._count)
 
     def write(self, number: int, tensors: dict[str, torch.Tensor]) -> None:
-        """Write file `number` under its name and `.part`."""
+        """Write file `number` under its name with the suffix `.part`."""
         library().torch.save_file(tensors, self._aside(self._names[number]), metadata={"format": "pt"})
 
     def finish(self, sizes: Mapping[str, int], files: Sequence[Sequence[str]], how: FolderFormat) -> None:
-        """Put files in their places, those that a reader looks for last; then remove what is not read any more."""
+        """Rename the files, the one that readers look for last; then remove those that are not read any more."""
         how.write_rest(self._folder)
         old = weight_files(self._folder)
         for name in self._names:
             self._aside(name).replace(self._folder / name)
         if self._count > 1:
-            map_of = {name: file for file, names in zip(self._names, files, strict=True) for name in names}
-            index: dict[str, Any] = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": map_of}
+            file_of: dict[str, str] = {}
+            for file, names in zip(self._names, files, strict=True):
+                file_of |= dict.fromkeys(names, file)
+            index: dict[str, Any] = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": file_of}
             self._aside(INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
             self._aside(INDEX).replace(self._folder / INDEX)
         kept = {*self._names, *([INDEX] if self._count > 1 else [])}
+        # The single file first: while it is there, readers prefer it to the new index.
         for name in sorted(old - kept, key=[SINGLE].__contains__, reverse=True):
             (self._folder / name).unlink()
 
@@ -179,13 +189,13 @@ class Writer:
 
 
 def weight_files(folder: Path) -> set[str]:
-    """Names of the files that hold a model's weights, or list such."""
-    numbered = {one.name for one in folder.glob("model*-?????-of-?????.safetensors")}
+    """Return the names of the files that hold a model's weights, and of their index."""
+    numbered = {file.name for file in folder.glob("model*-?????-of-?????.safetensors")}
     return numbered | {name for name in (SINGLE, INDEX) if (folder / name).exists()}
 
 
 def free_names(folder: Path, count: int) -> list[str]:
-    """`model-00001-of-00002.safetensors` and so on; `model.1-...` where an index may list files of these names already."""
+    """Name `count` files: `model-00001-of-00002.safetensors`, ..., or `model.1-...` if an index may list such files."""
     if count == 1:
         return [SINGLE]
     old, tag = weight_files(folder), 0

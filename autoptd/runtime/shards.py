@@ -8,9 +8,9 @@ grouped queries) are given by these sizes instead: blocks = (64, 32, 32).
     take_shard(torch.arange(6), dim=0, blocks=3, index=1, degree=2).tolist() == [1, 3, 5]
     join_shards([take_shard(x, 0, 3, i, 2) for i in range(2)], 0, 3)  # is x
 
-A dim of `size` elements that the ranks do not divide (a vocabulary) is *padded*: shards are equally long, as
-`ir.types.shard_size` says, and zeros fill up the last ones. Whoever handles such a dim says its `size`, everyone else is held
-to dims that divide:
+A dim of `size` elements that the ranks do not divide (a vocabulary) is *padded*: shards are equally long
+(`ir.types.shard_size`), and zeros fill up the last ones. Callers pass `size` for such a dim; without it, a dim that the
+ranks do not divide is an InternalError:
 
     take_shard(torch.arange(1, 6), 0, 1, index=2, degree=3, size=5).tolist() == [5, 0]
 """
@@ -36,9 +36,8 @@ def take_shard(
     if size:
         return _take_padded(x, dim, index, _padded_width(size, blocks, degree), size)
     if not isinstance(blocks, int):
-        return torch.cat(
-            [take_shard(block, dim, 1, index, degree) for block in x.split(list(blocks), dim)], dim
-        )
+        pieces = [take_shard(block, dim, 1, index, degree) for block in x.split(list(blocks), dim)]
+        return torch.cat(pieces, dim)
     viewed = x.unflatten(dim, (blocks, _chunk(x.shape[dim], blocks * degree) * degree))
     width = viewed.shape[dim + 1] // degree
     part = viewed.narrow(dim + 1, index * width, width)
@@ -52,15 +51,16 @@ def join_shards(parts: Sequence[torch.Tensor], dim: int, blocks: Outer, size: in
     dim = dim % parts[0].ndim
     if size:
         width = _padded_width(size, blocks, len(parts))
-        return torch.cat(
-            [part.narrow(dim, 0, real_rows(size, width, i)) for i, part in enumerate(parts)], dim
-        )
+        real = [part.narrow(dim, 0, real_rows(size, width, i)) for i, part in enumerate(parts)]
+        return torch.cat(real, dim)
     if blocks == 1:
         return torch.cat(list(parts), dim)
     if not isinstance(blocks, int):
         widths = [_chunk(block, len(parts)) for block in blocks]
-        by_block = zip(*(part.split(widths, dim) for part in parts), strict=True)
-        return torch.cat([piece for shards in by_block for piece in shards], dim)
+        by_rank = [part.split(widths, dim) for part in parts]
+        # The first block of all ranks, then the second one, ...
+        pieces = [piece for block in zip(*by_rank, strict=True) for piece in block]
+        return torch.cat(pieces, dim)
     width = _chunk(parts[0].shape[dim], blocks)
     return torch.cat([part.unflatten(dim, (blocks, width)) for part in parts], dim + 1).flatten(dim, dim + 1)
 
@@ -89,7 +89,7 @@ def pad_shard(
 
 
 def to_gather(x: torch.Tensor, dim: int, blocks: Outer) -> tuple[torch.Tensor, int]:
-    """Return a shard as it is gathered, and the dim along which: what comes of that, `gathered` makes the whole."""
+    """Return a shard in the form in which it is gathered, and the dim to gather along; `gathered_whole` follows."""
     dim = dim % x.ndim
     if blocks == 1:
         return x, dim
@@ -99,7 +99,7 @@ def to_gather(x: torch.Tensor, dim: int, blocks: Outer) -> tuple[torch.Tensor, i
 
 
 def gathered_whole(x: torch.Tensor, dim: int, blocks: Outer, size: int = 0) -> torch.Tensor:
-    """Return the whole value, given all shards gathered as `to_gather` says; a view if `blocks` is a number."""
+    """Return the whole value from the gathered result of `to_gather`; a view of it if `blocks` is a number."""
     if not isinstance(blocks, int):
         return join_shards(x.unbind(0), dim, blocks)
     if blocks > 1:
@@ -111,10 +111,14 @@ def gathered_whole(x: torch.Tensor, dim: int, blocks: Outer, size: int = 0) -> t
 def to_scatter(
     x: torch.Tensor, dim: int, blocks: Outer, degree: int, size: int = 0
 ) -> tuple[torch.Tensor, int]:
-    """Return a whole value so that a rank's shard is an equal part along a dim, and this dim; `scattered_shard` follows."""
+    """Return a whole value in the form in which equal parts along a dim are the ranks' shards, and this dim.
+
+    `scattered_shard` follows.
+    """
     dim = dim % x.ndim
     if size:
         padding = _padded_width(size, blocks, degree) * degree - _real_size(x, dim, size)
+        # F.pad takes pairs (before, after) from the last dim to the first.
         return F.pad(x, (0, 0) * (x.ndim - 1 - dim) + (0, padding)), dim
     if blocks == 1:
         return x, dim
@@ -124,7 +128,7 @@ def to_scatter(
 
 
 def scattered_shard(x: torch.Tensor, dim: int, blocks: Outer) -> torch.Tensor:
-    """Return a shard, given the equal part of a whole value that was laid out by `to_scatter`."""
+    """Return a shard from the part of the result of `to_scatter` that this rank received."""
     if blocks == 1:
         return x
     if not isinstance(blocks, int):
@@ -134,19 +138,20 @@ def scattered_shard(x: torch.Tensor, dim: int, blocks: Outer) -> torch.Tensor:
 
 
 def real_rows(size: int, width: int, index: int) -> int:
-    """How many of the `width` entries of shard `index` are no padding, of a dim of `size` (0: t divides it) in all."""
+    """Return how many of the `width` entries of shard `index` are not padding, of a dim of `size` (0: no padding)."""
     return min(max(size - index * width, 0), width) if size else width
 
 
 def _take_padded(x: torch.Tensor, dim: int, index: int, width: int, size: int) -> torch.Tensor:
     real = real_rows(_real_size(x, dim, size), width, index)
+    # A small dim may leave the last ranks nothing but padding, from beyond its end.
     part = x.new_zeros([*x.shape[:dim], width, *x.shape[dim + 1 :]])
     part.narrow(dim, 0, real).copy_(x.narrow(dim, min(index * width, size), real))
     return part
 
 
 def _real_size(x: torch.Tensor, dim: int, size: int) -> int:
-    """`size`, which the whole `x` must have."""
+    """Return `size`, after checking that the whole `x` has it."""
     if x.shape[dim] != size:
         raise InternalError(f"a padded dim of {size}", f"has {x.shape[dim]} entries")
     return size

@@ -34,8 +34,8 @@ from autoptd.runtime.world.world import Group
 class Namespace:
     """Tensors by dotted name: `h.0.bias` is `.h[0].bias`. Built once; reading is plain attribute access.
 
-    Names with a leading underscore, names that Python cannot spell and those of methods are read as items: `["my-emb"].weight`.
-    `path` is where it stands in the model.
+    Names with a leading underscore, names of methods and names that are not Python identifiers are items:
+    `["my-emb"].weight`. `path` is its module's path in the model.
     """
 
     def __init__(self, path: str = "", *, is_starred: bool = False) -> None:
@@ -45,22 +45,23 @@ class Namespace:
         self._prefix = f"{self._path}." if path else ""
 
     def at(self, name: str = "") -> str:
-        """Return the path of a module or parameter below this one: what a layer's collectives call themselves."""
+        """Return the path of a module or parameter below this one: the site of a layer's collectives."""
         return self._prefix + name if name else self._path
 
     def __getitem__(self, key: int | str) -> Any:
         return self._items[key]
 
     def _put(self, name: str, value: torch.Tensor) -> None:
-        """File `value` under a dotted name."""
+        """Store `value` under a dotted name."""
         *path, last = name.split(".")
-        here = self
+        node = self
         for part in path:
-            below = here._items.get(_key(part))
-            if below is None:
-                here._set(part, below := Namespace(here.at(part), is_starred=self._is_starred))
-            here = below
-        here._set(last, value)
+            child = node._items.get(_key(part))
+            if child is None:
+                child = Namespace(node.at(part), is_starred=self._is_starred)
+                node._set(part, child)
+            node = child
+        node._set(last, value)
 
     def _set(self, part: str, value: Any) -> None:
         self._items[_key(part)] = value
@@ -69,6 +70,7 @@ class Namespace:
 
 
 def _key(part: str) -> int | str:
+    # "007" is a name, not the number 7.
     return int(part) if part.isdecimal() and str(int(part)) == part else part
 
 
@@ -81,13 +83,16 @@ def make_namespace(tensors: Mapping[str, torch.Tensor], *, is_starred: bool = Fa
 
 
 class Stage:
-    """One stage on one rank: what an emitted `forward` finds on `self`.
+    """One stage on one rank: the base class of emitted ones.
 
-    `groups` are the ranks that it communicates with, by mesh axis or sub-axis.
-    `totals` are the global counts that weighted-mean losses divide by: sums over all microbatches and replicas, set before the
-    first forward of every step (numbers or 0-d tensors). `drawing`: the dropout masks of the next forward; None: no dropout.
-    `fused` has the fused operators. `main_grads` and `deferred` are what an emitted `rt.linear` names as its `wgrad`. Of the
-    class, `layers` is the file of the methods that it shares with other stages; `is_compiled`: torch's compiler has them.
+    - `groups`: the ranks that it communicates with, by mesh axis or sub-axis.
+    - `totals`: the global counts that weighted-mean losses divide by, sums over all microbatches and replicas, set
+      before the first forward of every step (numbers or 0-d tensors).
+    - `drawing`: the dropout masks of the next forward; None: no dropout.
+    - `fused`: the fused operators.
+    - `main_grads` and `deferred`: what an emitted `rt.linear` names as its `wgrad`.
+
+    Of the class, `layers` is the file of the methods that it shares with other stages; `is_compiled`: they are compiled.
     """
 
     layers = ""
@@ -109,16 +114,17 @@ class Stage:
         self.device = device
         self.totals: tuple[float | torch.Tensor, ...] = ()
         self.drawing: Drawing | None = None
-        self.main_grads: WeightGradient | None = None  # set before the first forward that needs gradients
+        # Set before the first forward that needs gradients.
+        self.main_grads: WeightGradient | None = None
         self.deferred = Deferred()
 
     def draw(self, site: int) -> Draw | None:
-        """The masks of one dropout of the model, by the number of its call."""
+        """Return the masks of one dropout of the model, by the number of its call; None: no dropout."""
         return None if self.drawing is None else self.drawing.draw(site)
 
     @property
     def counts(self) -> bool:
-        """Whether a loss of this stage divides by counts: then its file has a `count` of its own."""
+        """Whether a loss of this stage divides by counts: then its file defines `count`."""
         return type(self).count is not Stage.count
 
     def forward(self, **values: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -130,7 +136,8 @@ class Stage:
         raise NotImplementedError
 
 
-LAYERS = "layers.py"  # the file of what several stages call
+# The file of the methods that several stages call.
+LAYERS = "layers.py"
 Methods = Mapping[str, Callable[..., Any]]
 
 
@@ -161,7 +168,7 @@ def load_stage(
 
 
 def give_layers(stage: type[Stage], layers: Methods) -> None:
-    """Make `layers` methods of a stage; InternalError where it calls some and there are none."""
+    """Add `layers` to the methods of a stage; InternalError where it needs some and there are none."""
     if stage.layers and not layers:
         raise InternalError(stage.__name__, f"calls methods of {stage.layers}, which was not loaded")
     for name, method in layers.items():
@@ -169,12 +176,13 @@ def give_layers(stage: type[Stage], layers: Methods) -> None:
 
 
 def _execute(source: str, filename: str) -> tuple[types.ModuleType, type[Stage]]:
-    """The module that an emitted text makes, and the one class in it."""
+    """Execute an emitted file; return its module, and the one class that it defines."""
     if not Path(filename).is_file():
+        # Tracebacks and pdb read lines from here.
         linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
     module = types.ModuleType(Path(filename).stem)
     module.__file__ = filename
-    exec(compile(source, filename, "exec"), module.__dict__)  # the program's own text
+    exec(compile(source, filename, "exec"), module.__dict__)
     every = [value for value in vars(module).values() if isinstance(value, type) and issubclass(value, Stage)]
     own = [value for value in every if value is not Stage]
     if len(own) != 1:

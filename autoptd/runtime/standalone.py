@@ -1,8 +1,8 @@
 """Run one saved stage alone: `python out/stage_0.py --check`.
 
-In: the class of an emitted file, and the folder that `program.save` wrote it to. Out: what goes in and comes out, printed. Its
-t tensor ranks run as threads, with parameters, values of other stages and floating-point inputs drawn at random, and integer
-inputs of 0 and 1; then the sum of the outputs goes backward. Without `--check` the file says what it is.
+In: the class of an emitted file, and the folder that `program.save` wrote it to. Out: its inputs, outputs and gradients,
+printed. Its t tensor ranks run as threads, on random parameters, crossings and floating-point inputs, and integer inputs
+of 0 and 1; then the sum of the outputs is differentiated. Without `--check` the file prints its docstring.
 
     check_stage(Stage0, "out").lines    # what is printed
 """
@@ -24,36 +24,37 @@ from autoptd.runtime.executor import groups_of
 from autoptd.runtime.linear import WeightTerm
 from autoptd.runtime.stage import Stage, give_layers, load_layers
 from autoptd.runtime.world.threads import ThreadWorld, run_ranks
-from autoptd.runtime.world.world import Needs, World
+from autoptd.runtime.world.world import Communicators, World
 
-SCALE = 0.02  # of random parameters, so that the values of many layers stay finite
+# The standard deviation of random parameters, so small that values stay finite over many layers.
+SCALE = 0.02
 
 
 def main(stage: type[Stage], file: str, arguments: Sequence[str] | None = None) -> None:
-    """What an emitted file does when it is run; ends the process with 0 (well), 1 (failed) or 2 (a wrong flag)."""
+    """Run an emitted file as a program; exits with 0 (success), 1 (failure) or 2 (unknown flag)."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given != ["--check"]:
         print(sys.modules[stage.__module__].__doc__ or stage.__name__)
         print(f"python {file} --check runs this stage alone, on random numbers.")
         sys.exit(2 if given else 0)
     try:
-        found = check_stage(stage, Path(file).parent)
+        check = check_stage(stage, Path(file).parent)
     except AutoptdError as error:
         sys.exit(f"{type(error).__name__}: {error}")
-    print("\n".join(found.lines))
-    if found.wrong:
-        sys.exit(f"{stage.__name__}: {'; '.join(found.wrong)}")
+    print("\n".join(check.lines))
+    if check.wrong:
+        sys.exit(f"{stage.__name__}: {'; '.join(check.wrong)}")
 
 
 class Check(NamedTuple):
-    """What a stage did: lines to print, and what is wrong with it on any rank (nothing, if all is well)."""
+    """The result of a check: lines to print, and the faults of any rank (none if all is well)."""
 
     lines: list[str]
     wrong: list[str]
 
 
 def check_stage(stage: type[Stage], folder: str | Path, timeout: float = 60.0) -> Check:
-    """Run a stage forward and backward; values and gradients have to be there, and finite.
+    """Run a stage forward and backward; check that all values and gradients exist and are finite.
 
     PlanError where program.json is missing or has no such stage.
     """
@@ -71,39 +72,40 @@ def check_stage(stage: type[Stage], folder: str | Path, timeout: float = 60.0) -
         path = Path(folder) / stage.layers
         give_layers(stage, load_layers(program.sources[stage.layers], str(path)))
     t = program.mesh.t
-    world = ThreadWorld(Mesh(t=t), Needs(sub_axes=program.sub_axes), "cpu", timeout)
+    world = ThreadWorld(Mesh(t=t), Communicators(sub_axes=program.sub_axes), "cpu", timeout)
     ranks = run_ranks(world, lambda rank: _run(stage, program, index, rank))
     head = f"{stage.__name__} on {t} tensor rank{'s'[: t > 1]}; shapes are a rank's"
-    wrong = list(dict.fromkeys(text for one in ranks for text in one.wrong))
+    wrong = list(dict.fromkeys(text for check in ranks for text in check.wrong))
     verdict = "something is wrong: see below" if wrong else "all values and gradients are finite"
     return Check([head, *ranks[0].lines, f"  {verdict}"], wrong)
 
 
 def _run(stage: type[Stage], program: Program, index: int, world: World) -> Check:
-    """One rank's forward and backward."""
-    spec, made = program.stages[index], torch.Generator().manual_seed(index)
-    weights = {
-        name: nn.Parameter(
-            _random(one.used_shape(program.mesh), one.use.dtype, made, SCALE), one.requires_grad
-        )
-        for name in spec.params
-        for one in [program.param(name)]
-    }
+    """Run forward and backward on one rank."""
+    spec = program.stages[index]
+    # One seed for all ranks: replicated values must be equal.
+    generator = torch.Generator().manual_seed(index)
+    weights = {}
+    for name in spec.params:
+        param = program.param(name)
+        value = _random(param.used_shape(program.mesh), param.use.dtype, generator, SCALE)
+        weights[name] = nn.Parameter(value, param.requires_grad)
     buffers = {name: program.buffers[name] for name in spec.buffers}
     this = stage(
         groups=groups_of(program, world), weights=weights, buffers=buffers, device=torch.device("cpu")
     )
     this.main_grads = _add
-    inputs = {
-        one.name: _random(one.shape, one.dtype, made) for one in program.inputs if one.name in spec.inputs
-    }
-    arriving = {
-        one.name: _random(one.shape, one.dtype, made).requires_grad_(one.has_grad)
-        for one in program.crossings
-        if one.name in spec.crossings
-    }
+    inputs = {}
+    for batch_input in program.inputs:
+        if batch_input.name in spec.inputs:
+            inputs[batch_input.name] = _random(batch_input.shape, batch_input.dtype, generator)
+    arriving = {}
+    for crossing in program.crossings:
+        if crossing.name in spec.crossings:
+            x = _random(crossing.shape, crossing.dtype, generator)
+            arriving[crossing.name] = x.requires_grad_(crossing.has_grad)
     if this.counts:
-        this.totals = tuple(float(one) for one in this.count(**inputs))
+        this.totals = tuple(float(count) for count in this.count(**inputs))
     arguments = {name: arriving.get(name, inputs.get(name)) for name in (*spec.crossings, *spec.inputs)}
     results = this.forward(**arguments)  # type: ignore[arg-type]
     names = [*spec.outputs, *(["loss"] if index == program.loss_stage else [])]
@@ -111,28 +113,29 @@ def _run(stage: type[Stage], program: Program, index: int, world: World) -> Chec
         raise InternalError(
             stage.__name__, f"returns {len(results)} values where program.json has {len(names)}"
         )
-    roots = [one for one in results if one.requires_grad]
+    roots = [x for x in results if x.requires_grad]
     if roots:
-        torch.autograd.backward(roots, [torch.ones_like(one) for one in roots])
+        torch.autograd.backward(roots, [torch.ones_like(x) for x in roots])
     for gemm in this.deferred.take():
         _add(gemm)
     returned = dict(zip(names, results, strict=True))
-    return Check(_told(inputs, arriving, returned, weights), _wrong(arriving, returned, weights))
+    return Check(_lines(inputs, arriving, returned, weights), _faults(arriving, returned, weights))
 
 
-def _random(shape: Sequence[int], dtype: str, made: torch.Generator, scale: float = 1.0) -> torch.Tensor:
-    found = getattr(torch, dtype)
-    if found.is_floating_point:
-        return (scale * torch.randn(*shape, generator=made)).to(found)
-    return torch.randint(0, 2, tuple(shape), generator=made).to(found)
+def _random(shape: Sequence[int], name: str, generator: torch.Generator, scale: float = 1.0) -> torch.Tensor:
+    """Return random numbers of the dtype `name`; integers are 0 or 1, which every vocabulary has."""
+    dtype = getattr(torch, name)
+    if dtype.is_floating_point:
+        return (scale * torch.randn(*shape, generator=generator)).to(dtype)
+    return torch.randint(0, 2, tuple(shape), generator=generator).to(dtype)
 
 
 def _add(gemm: WeightTerm) -> None:
-    """What a linear layer leaves to do for the gradient of its weight."""
+    """Run the GEMM of a weight's gradient, which a linear layer left."""
     gemm.weight.grad = gemm.add_to(gemm.weight.grad, gemm.weight.dtype)
 
 
-def _told(
+def _lines(
     inputs: dict[str, torch.Tensor],
     arriving: dict[str, torch.Tensor],
     results: dict[str, torch.Tensor],
@@ -145,26 +148,34 @@ def _told(
         lines.append(f"  returns    {name}  {_about(x)}{value}")
     for name, x in arriving.items():
         lines += [f"  goes back  gradient of {name}  {_about(x.grad)}"] if x.grad is not None else []
-    trained = [one for one in weights.values() if one.requires_grad]
-    found = sum(one.grad is not None for one in trained)
-    return [*lines, f"  backward   {found} of {len(trained)} parameters have a gradient"]
+    trained = [weight for weight in weights.values() if weight.requires_grad]
+    count = sum(weight.grad is not None for weight in trained)
+    return [*lines, f"  backward   {count} of {len(trained)} parameters have a gradient"]
 
 
-def _wrong(
+def _faults(
     arriving: dict[str, torch.Tensor], results: dict[str, torch.Tensor], weights: dict[str, nn.Parameter]
 ) -> list[str]:
-    """What is NaN, infinite or without a gradient, by name."""
+    """Name what is NaN, infinite or without a gradient."""
     leaves = {name: x for name, x in (*arriving.items(), *weights.items()) if x.requires_grad}
-    missing = [name for name, x in leaves.items() if x.grad is None]
-    tensors = results | {
-        f"the gradient of {name}": x.grad for name, x in leaves.items() if x.grad is not None
-    }
+    missing = []
+    tensors = dict(results)
+    for name, x in leaves.items():
+        if x.grad is None:
+            missing.append(name)
+        else:
+            tensors[f"the gradient of {name}"] = x.grad
     broken = [name for name, x in tensors.items() if x.is_floating_point() and not bool(x.isfinite().all())]
-    found = [f"NaN or infinite: {_few(broken)}"] if broken else []
-    return found + ([f"no gradient: {_few(missing)}"] if missing else [])
+    faults = []
+    if broken:
+        faults.append(f"NaN or infinite: {_few(broken)}")
+    if missing:
+        faults.append(f"no gradient: {_few(missing)}")
+    return faults
 
 
 def _few(names: Sequence[str]) -> str:
+    """Return `a, b, c, d, e and 3 more`."""
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 

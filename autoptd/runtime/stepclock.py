@@ -1,8 +1,8 @@
 """Where the time of a training step goes, rank by rank, measured while it runs; and the most memory that a rank held.
 
-In: running ranks, and what steps them. Out: a `StepTimes` of every rank, on every rank. On CUDA times are the device's, by
-events around every action and every collective, which are read after the step. What runs beside computation (a collective that
-is started, and waited for later) is left to do so: it counts from where the rank waits for it.
+In: running ranks, and a function that steps them. Out: a `StepTimes` of every rank, on every rank. On CUDA times are the
+device's, by events around every action and every collective, which are read after the step. A collective that overlaps
+with computation keeps doing so, and counts only for the time that the rank waits for it.
 
     loss, times = measured(ranks, lambda ranks: ranks.run("step", step))
     times[0].compute + times[0].communication + times[0].waiting == times[0].seconds
@@ -25,18 +25,16 @@ from autoptd.runtime.record import Note, cover
 from autoptd.runtime.world.world import World, on_device
 
 Result = TypeVar("Result")
-AT_THE_END = (
-    "loss",
-    "count of labels",
-    "dtype of the loss",
-)  # ranks meet there: most of it is waiting for the slowest
+# Collectives of all ranks at the start or end of a step: most of their time is waiting for the slowest rank.
+SYNCHRONISING = ("loss", "count of labels", "dtype of the loss")
 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Seconds of one step on one rank: `compute` in forward and backward, `communication` in collectives that nothing hides,
-    `waiting` is what is left: for other stages (the bubble), sends, the sum of the loss, Python. `peak_bytes`: the most that
-    the device's allocator gave out so far, on the CPU the largest resident set of the process.
+    """Seconds of one step on one rank: `compute` in forward and backward, `communication` in collectives that do not
+    overlap with it, `waiting` the rest: for other stages (the bubble), sends, the sum of the loss, Python.
+
+    `peak_bytes` is the peak of the device's allocator so far, on the CPU the largest resident set of the process.
     """
 
     rank: int
@@ -48,7 +46,7 @@ class StepTimes:
 
 
 class _Watch:
-    """When one rank was in collectives, by whether a forward or a backward makes them."""
+    """When one rank was in collectives: `inside` a forward or backward, or `between` them."""
 
     def __init__(self, world: World, clock: Clock) -> None:
         self.world, self.clock = world, clock
@@ -57,34 +55,34 @@ class _Watch:
 
     @contextmanager
     def note(self, kind: str, ranks: Sequence[int], payload: int, site: str) -> Iterator[None]:
-        """One call, made inside."""
+        """Time one call, made in the `with` block."""
         start = self.clock.now()
         yield
-        if site in AT_THE_END or kind == "send":
+        if site in SYNCHRONISING or kind == "send":
             return
-        times = self.inside if phase_of(self.world.at)[1] >= 0 else self.between
+        _, stage = phase_of(self.world.at)
+        times = self.inside if stage >= 0 else self.between
         times.append((start, self.clock.now()))
 
     def seconds(self, times: list[tuple[Any, Any]]) -> float:
+        """Return the total of some calls; waits for the device."""
         return sum(self.clock.seconds(end) - self.clock.seconds(start) for start, end in times)
 
 
 def measured(
     ranks: RunningRanks, step: Callable[[RunningRanks], Result]
 ) -> tuple[Result, tuple[StepTimes, ...]]:
-    """Call `step(ranks)`; return what it does, and the times of all ranks of the world, ascending. A collective."""
+    """Call `step(ranks)`; return its result, and the times of all ranks of the world, ascending. A collective."""
     device = ranks.here[0].world.device
     with ranks.timed() as timeline:
         clocks = {number: watch.clock for number, watch in timeline.watches.items()}
-        watches = {one.world.rank: _Watch(one.world, clocks[one.world.rank]) for one in ranks.here}
-        notes: list[Note] = [watches[one.world.rank].note for one in ranks.here]
-        starts: list[Note] = (
-            [_nothing] * len(notes) if device.type == "cuda" else notes
-        )  # the device goes on meanwhile
-        covered = [
-            cover(one.world, note, start, wait=note)
-            for one, note, start in zip(ranks.here, notes, starts, strict=True)
-        ]
+        watches: dict[int, _Watch] = {}
+        covered = []
+        for rank in ranks.here:
+            watch = watches[rank.world.rank] = _Watch(rank.world, clocks[rank.world.rank])
+            # On CUDA starting a collective takes no device time: the device goes on with what it was computing.
+            start_note: Note = _nothing if device.type == "cuda" else watch.note
+            covered.append(cover(rank.world, watch.note, start_note, wait=watch.note))
         clock = clocks[ranks.here[0].world.rank]
         with on_device(device):
             start = clock.now()
@@ -98,12 +96,12 @@ def measured(
 
     def gather(rank: Rank) -> tuple[StepTimes, ...]:
         mine = rank.world.rank
-        spans = [one for one in timeline.watches[mine].spans if one.action.kind in COMPUTES]
-        inside, between = (
-            watches[mine].seconds(times) for times in (watches[mine].inside, watches[mine].between)
-        )
-        compute = sum(one.end - one.start for one in spans) - inside
-        communication = inside + between
+        watch = watches[mine]
+        spans = [span for span in timeline.watches[mine].spans if span.action.kind in COMPUTES]
+        inside = watch.seconds(watch.inside)
+        compute = sum(span.end - span.start for span in spans) - inside
+        communication = inside + watch.seconds(watch.between)
+        # Spans and calls are timed at slightly different moments, so the rest may come out just below 0.
         waiting = max(0.0, seconds - compute - communication)
         times = StepTimes(mine, seconds, compute, communication, waiting, peak_bytes(rank.world.device))
         return tuple(rank.world.everyone().gather_objects(times, "times of the step"))
@@ -113,17 +111,20 @@ def measured(
 
 @contextmanager
 def _nothing(kind: str, ranks: Sequence[int], payload: int, site: str) -> Iterator[None]:
-    """A call that takes no time of its own."""
+    """Time nothing: the call does not count."""
     yield
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most memory held so far: see `StepTimes`."""
+    """Return the most bytes held so far: see `StepTimes`."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    import resource  # not on Windows
+    # Not at the top: Windows does not have it.
+    import resource
 
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    # In bytes on macOS, in KiB elsewhere.
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 __all__ = ["StepTimes", "measured", "peak_bytes"]

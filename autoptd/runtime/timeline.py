@@ -1,15 +1,15 @@
-"""When each rank did what, as it was executed; on request with every action held up, to stand for slower hardware.
+"""When each rank executed which action; on request with delays, to simulate slower hardware.
 
-In: the clocks of this process's ranks, and delays by (stage, kind). Out: a `Timeline` of `Span`s, one per action, with one
-origin: when the host executed it or, on CUDA, the device (`clocks.py`). What a rank waits for is not in its spans: an F or B
-starts when its messages have arrived. Its delay comes next, before it computes and before anything of it is sent, so that it
-takes the place of compute. Without a timeline an executor pays one comparison per action.
+In: the clocks of this process's ranks, and delays by (stage, kind). Out: a `Timeline` of `Span`s, one per action, with
+one origin: when the host executed it or, on CUDA, the device (`clocks.py`). Waiting is not in the spans: an F or B
+starts when its messages have arrived. Its delay comes next, before it computes or sends anything, so that it acts like
+compute. Without a timeline the overhead is one comparison per action.
 
     with ranks.timed({(0, Kind.F): 0.02, (0, Kind.B): 0.04}) as timeline:
         ranks.run("step", step)
-    timeline.finish, timeline.bubble        # beside those of `schedule.simulate`
+    timeline.finish, timeline.bubble        # to be compared with those of `schedule.simulate`
 
-Spans of several steps follow each other; `finish` and `bubble` are of all that is in the timeline, so time one step for them.
+Spans of several steps follow each other; `finish` and `bubble` cover the whole timeline, so time one step for them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from typing import Any, NamedTuple
 from autoptd.ir.actions import COMPUTES, Action, Kind
 from autoptd.runtime.clocks import Clock
 
-Delays = Mapping[tuple[int, Kind], float]  # (stage, kind) -> seconds
+# (stage, kind) -> seconds
+Delays = Mapping[tuple[int, Kind], float]
 
 
 class Span(NamedTuple):
@@ -34,32 +35,32 @@ class Span(NamedTuple):
 
 
 class Watch:
-    """What the executor of one rank tells: an action has all that it waits for; an action is over."""
+    """Called by the executor of one rank: at the start of an action, after its waits, and at its end."""
 
     def __init__(self, rank: int, clock: Clock, delays: Delays) -> None:
         self.rank, self.clock, self.delays = rank, clock, delays
         self._start: Any = None
         self._spans: list[Span] = []
-        self._taken: list[tuple[Action, Any, Any]] = []  # moments of actions that have no span yet
+        # Start and end of actions, as moments of the clock: reading their seconds would wait for the device.
+        self._moments: list[tuple[Action, Any, Any]] = []
 
     def start(self, action: Action) -> None:
-        """The time of `action` begins; its delay passes in here, other threads go on meanwhile."""
+        """Begin the time of `action` and sleep for its delay; other threads keep running."""
         self._start = self.clock.now()
         if delay := self.delays.get((action.stage, action.kind), 0.0):
             time.sleep(delay)
 
     def end(self, action: Action) -> None:
-        """`action` is done: its messages, if it made any, are ready for their SEND."""
-        self._taken.append((action, self._start, self.clock.now()))
+        """End the time of `action`: its messages, if any, are ready for their SEND."""
+        self._moments.append((action, self._start, self.clock.now()))
 
     @property
     def spans(self) -> list[Span]:
-        """In the order of execution; to be asked between steps, as it waits for the device."""
+        """The spans in the order of execution. Waits for the device: read it between steps."""
         seconds = self.clock.seconds
-        self._spans += [
-            Span(self.rank, action, seconds(start), seconds(end)) for action, start, end in self._taken
-        ]
-        self._taken.clear()
+        for action, start, end in self._moments:
+            self._spans.append(Span(self.rank, action, seconds(start), seconds(end)))
+        self._moments.clear()
         return self._spans
 
 

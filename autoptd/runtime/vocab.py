@@ -1,8 +1,8 @@
 """The two operators that read or write the vocabulary, with the vocabulary split over a group of ranks.
 
 In: this rank's rows of the embedding, or its columns of the logits: rank i of t owns [i * n, (i + 1) * n) of V = t * n.
-A vocabulary that t does not divide is *padded*: `size` is V, and what lies beyond V is neither looked up nor in the softmax,
-nor gets a gradient. Out: `vocab_parallel_embedding` gives a P value (sum it over the group), the cross-entropy an I value.
+A vocabulary that t does not divide is *padded*: `size` is V, and rows beyond V are not looked up, not in the softmax,
+and get no gradient. Out: `vocab_parallel_embedding` gives a P value (sum it over the group), the cross-entropy an I value.
 
     x = p_to_i(vocab_parallel_embedding(ids, w, tp), tp, site="wte")
     loss = vocab_parallel_cross_entropy(logits, targets, tp, site="loss")
@@ -38,7 +38,8 @@ def vocab_parallel_embedding(
     rows = weight.shape[0]
     local, elsewhere = _localize(ids, rows, group, size)
     padding = padding_idx - group.index * rows
-    x = F.embedding(local, weight, padding_idx=padding if padding_idx >= 0 and 0 <= padding < rows else None)
+    is_here = padding_idx >= 0 and 0 <= padding < rows
+    x = F.embedding(local, weight, padding_idx=padding if is_here else None)
     return x if group.size == 1 else x.masked_fill(elsewhere.unsqueeze(-1), 0.0)
 
 
@@ -58,8 +59,8 @@ def vocab_parallel_cross_entropy(
     """Return `F.cross_entropy` of the whole logits, the same on every rank; the gradient of `logits` is local.
 
     `logits` is this rank's [N, n] or [N, n, d1, ...], `targets` holds global ids [N, d1, ...], `weight` is this rank's
-    slice of the class weights; `total` is what a mean divides by, if not by its own count. Logits narrower than float32 are
-    computed in float32; the result has their dtype.
+    slice of the class weights; a mean divides by `total`, by default its own count. Logits narrower than float32 are
+    computed in float32; the result has their dtype. PlanError for class probabilities.
     """
     if targets.is_floating_point():
         raise PlanError(
@@ -74,6 +75,7 @@ def vocab_parallel_cross_entropy(
             reduction=reduction,
             label_smoothing=label_smoothing,
         )
+    # torch has the classes in dim 1 (dim 0 of a single row); the kernels want rows of classes.
     classes = logits.movedim(min(1, logits.ndim - 1), -1)
     rows = classes.reshape(-1, classes.shape[-1])
     labels = local_labels(targets.reshape(-1), rows.shape[1], group, ignore_index, size)
@@ -94,7 +96,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, *, total: Tensor | float, **o
 
 
 def local_labels(ids: Tensor, columns: int, group: Group, ignore_index: int, size: int) -> Labels:
-    """Return what the global ids [N] are on this rank, which has `columns` columns of the logits."""
+    """Return the global ids [N] as labels of this rank, which has `columns` columns of the logits."""
     ignored = ids == ignore_index
     local, elsewhere = _localize(ids.masked_fill(ignored, 0), columns, group, size)
     return Labels(local, elsewhere | ignored, ignored)
@@ -112,10 +114,10 @@ def sharded_loss(
     """Return the cross-entropy of logits of `dtype`, of which every rank has `columns` columns."""
     if class_weight is not None:
         class_weight = class_weight.to(wide(dtype))
-    whats = {"max": f"{site} maximum", "sum": f"{site} sums"}
+    sites = {"max": f"{site} maximum", "sum": f"{site} sums"}
 
     def reduce(numbers: Tensor, op: str) -> Tensor:
-        return group.all_reduce(numbers, whats[op], op=op)
+        return group.all_reduce(numbers, sites[op], op=op)
 
     classes = size or columns * group.size
     return Loss(smoothing, classes, real_rows(size, columns, group.index), reduce, class_weight)
@@ -126,10 +128,11 @@ def _localize(ids: Tensor, rows: int, group: Group, size: int) -> tuple[Tensor, 
 
     An id that no rank owns stays out of range, so that the lookup fails on every rank.
     """
-    lo, vocabulary = group.index * rows, size or rows * group.size
-    elsewhere = (ids >= 0) & (ids < vocabulary) & ((ids < lo) | (ids >= lo + rows))
-    local = (ids - lo).masked_fill(elsewhere, 0)
-    if real_rows(size, rows, group.index) < rows:  # an id in the padding is nobody's
+    first, vocabulary = group.index * rows, size or rows * group.size
+    elsewhere = (ids >= 0) & (ids < vocabulary) & ((ids < first) | (ids >= first + rows))
+    local = (ids - first).masked_fill(elsewhere, 0)
+    if real_rows(size, rows, group.index) < rows:
+        # An id in the padding would be found: move it out of range.
         local = local.masked_fill(ids >= vocabulary, rows)
     return local, elsewhere
 
@@ -137,9 +140,9 @@ def _localize(ids: Tensor, rows: int, group: Group, size: int) -> tuple[Tensor, 
 class _RowLoss(torch.autograd.Function):
     """Loss of every row, and the row's share in the divisor of the mean (its target's class weight, 0 where ignored).
 
-    Beside the logits there is one tensor of their size: the softmax over the columns here, kept for backward, which makes it
-    the gradient. So there is one backward only: of a graph that is retained, torch refuses a second one. In Triton the logits
-    themselves are kept, and read again.
+    Beside the logits there is one tensor of their size: the softmax over this rank's columns, saved for backward, which
+    overwrites it with the gradient. A second backward through a retained graph is therefore refused, by torch. The
+    Triton kernel saves the logits themselves, and reads them again.
     """
 
     @staticmethod
@@ -156,7 +159,8 @@ class _RowLoss(torch.autograd.Function):
             terms = loss.shares(z, labels, out=softmax)
         ctx.save_for_backward(softmax)
         ctx.how, ctx.dtype = (terms, labels, loss), logits.dtype
-        share = terms.share.clone()  # a result must not be held by its own graph
+        # A copy: a result that its own graph holds would never be freed.
+        share = terms.share.clone()
         ctx.mark_non_differentiable(share)
         return loss.of_rows(terms, labels), share
 

@@ -1,16 +1,16 @@
 """Count the arithmetic of a rank as it is executed: matrix products in FLOPs, all other operators in elements written.
 
-In: a rank that runs emitted stages under a `Counting` mode. Out: `Work`, summed by stage, phase and emitted line; what belongs
-to no line (sums of gradients, the loss, weight gradients that waited for their W) has no module. A matrix product is 2 FLOPs
-per multiply-add; attention counts both of its products in full (no discount for a causal mask), its fused backward five,
-since it computes the scores again. The formulas are torch's (`torch.utils.flop_counter`): for the weight's gradient of a
-convolution of several groups they count what one group would take.
+In: a rank that runs emitted stages under a `Counting` mode. Out: `Work`, summed by stage, phase and emitted line;
+operators outside emitted lines (sums of gradients, the loss, deferred weight gradients) have no module. A matrix product
+is 2 FLOPs per multiply-add; attention counts both of its products in full (no discount for a causal mask), its fused
+backward five, since it computes the scores again. The formulas are torch's (`torch.utils.flop_counter`): for the weight
+gradient of a grouped convolution they count the FLOPs of one group.
 
     with Counting(executor.files(), lambda: world.at) as counting:
         executor.step(microbatches)
     sum_work(0, [counting])
 
-An operator in backward is charged to the line whose autograd node runs it: nodes and forward operators meet by sequence number.
+An operator in backward counts for the line whose autograd node runs it: nodes are matched by their sequence numbers.
 """
 
 from __future__ import annotations
@@ -31,14 +31,15 @@ from autoptd.compat import TorchDispatchMode, autograd_node_number, last_node_nu
 from autoptd.errors import InternalError
 from autoptd.ir.actions import phase_of
 from autoptd.program.program import Program
+from autoptd.program.specs import Line
 
 
 @dataclass(frozen=True)
 class Work:
-    """What one rank computes for one emitted line (a repeated layer: for all of its layers) in one phase.
+    """What one rank computes for one emitted line (of a repeated layer: for all of its layers) in one phase.
 
-    `is_whole`: every tensor rank computes the same in full. `times` operators ran; `flops` are those of matrix products,
-    `elements` those that all others wrote.
+    `is_whole`: every tensor rank computes it in full. `times` counts the operators that ran, `flops` the FLOPs of matrix
+    products, `elements` the elements that all other operators wrote.
     """
 
     rank: int
@@ -52,33 +53,30 @@ class Work:
     elements: int
 
 
-Place = tuple[str, int]  # file, line
+# File and line number.
+Place = tuple[str, int]
 
 
 class Counting(TorchDispatchMode):
-    """A mode that counts what the thread it is entered in computes.
+    """A mode that counts what its thread computes.
 
-    `files` are the programs by the names of their emitted files; `at` gives the action being executed.
+    `files` are the programs by the names of their emitted files; `at` returns the action being executed.
     """
 
     def __init__(self, files: Mapping[str, Program], at: Callable[[], str]) -> None:
         super().__init__()
-        self.lines = {
-            (file, line.number): line
-            for file, program in files.items()
-            for line in program.lines
-            if line.file in file
-        }
-        self.counts: Counter[tuple[tuple[str, int], Place | None, str]] = (
-            Counter()
-        )  # (phase, stage), line, what
+        self.lines: dict[Place, Line] = {}
+        for file, program in files.items():
+            self.lines |= {(file, line.number): line for line in program.lines if line.file in file}
+        # By (phase, stage), place, and "flops", "elements" or "times".
+        self.counts: Counter[tuple[tuple[str, int], Place | None, str]] = Counter()
         self._files, self._at = set(files), at
         self._line_of_node: dict[int, Place] = {}
         self._is_paused = False
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Count nothing meanwhile."""
+        """Count nothing in a `with` block."""
         before, self._is_paused = self._is_paused, True
         try:
             yield
@@ -100,15 +98,16 @@ class Counting(TorchDispatchMode):
             self.counts[when, place, "times"] += 1
         elif not _moves_nothing(func):
             results = out if isinstance(out, (tuple, list)) else [out]
-            written = sum(one.numel() for one in results if isinstance(one, torch.Tensor))
+            written = sum(result.numel() for result in results if isinstance(result, torch.Tensor))
             self.counts[when, place, "elements"] += written
             self.counts[when, place, "times"] += 1
 
     def _place(self) -> Place | None:
-        """The emitted line that runs, or that made the autograd node that runs."""
+        """Return the emitted line that runs, or that made the autograd node that runs."""
         number = autograd_node_number()
         if number is not None:
             return self._line_of_node.get(number)
+        # In forward: the innermost emitted line on the stack. Autograd made the node of this operator before dispatching it.
         frame = sys._getframe(2)
         while frame is not None:
             if frame.f_code.co_filename in self._files:
@@ -120,29 +119,34 @@ class Counting(TorchDispatchMode):
 
 
 def sum_work(rank: int, runs: Iterable[Counting]) -> list[Work]:
-    """What a rank computed in some runs, in order of phase and stage; lines that are equal but for the layer are one."""
-    found: dict[tuple[Any, ...], Counter[str]] = {}
+    """Sum what a rank computed in some runs, in order of phase and stage; lines that differ in the layer only are one."""
+    sums_of: dict[tuple[Any, ...], Counter[str]] = {}
     for run in runs:
         for ((phase, stage), place, what), amount in run.counts.items():
             key: tuple[Any, ...] = (phase, stage, "", "", False)
             if place in run.lines:
                 line = run.lines[place]
                 key = (phase, stage, line.module, line.operator, line.is_whole)
-            found.setdefault(key, Counter())[what] += amount
-    ordered = sorted(found.items(), key=lambda one: (PHASES.index(one[0][0]), one[0][1:]))
-    return [
+            sums_of.setdefault(key, Counter())[what] += amount
+    works = [
         Work(rank, stage, phase, module, operator, is_whole, sums["times"], sums["flops"], sums["elements"])
-        for (phase, stage, module, operator, is_whole), sums in ordered
+        for (phase, stage, module, operator, is_whole), sums in sums_of.items()
     ]
+
+    def order(work: Work) -> tuple[Any, ...]:
+        return PHASES.index(work.phase), work.stage, work.module, work.operator, work.is_whole
+
+    return sorted(works, key=order)
 
 
 PHASES = ("forward", "backward", "step")
 
 
 def _moves_nothing(func: Any) -> bool:
-    """Views, and operators that only allocate."""
+    """Tell whether an operator is a view, or only allocates."""
     returns = func._schema.returns
-    is_view = any(one.alias_info is not None and not one.alias_info.is_write for one in returns)
+    # A result that aliases an argument, and is not written, is a view of it.
+    is_view = any(result.alias_info is not None and not result.alias_info.is_write for result in returns)
     return is_view or func._schema.name in SILENT or not returns
 
 
@@ -157,24 +161,28 @@ SILENT = {
 
 
 def count_flops(func: Any, args: tuple[Any, ...], out: Any) -> int | None:
-    """FLOPs of a call of an operator that is made of products, by torch's own formulas; None for any other operator."""
+    """Return the FLOPs of a call of an operator made of products, by torch's own formulas; None for other operators.
+
+    InternalError for a product that no formula counts: counting it as 0 would go unnoticed.
+    """
     if func.overloadpacket in VECTOR_PRODUCTS:
         return 2 * math.prod(args[VECTOR_PRODUCTS[func.overloadpacket]].shape)
     packet = SAME_PRODUCTS.get(func.overloadpacket, func.overloadpacket)
     formula, name = flop_registry.get(packet), str(packet).removeprefix("aten.")
     if formula is not None:
-        tensors = 4 if name.endswith("backward") else 3  # the result's gradient, query, key, value
-        is_attention = name.startswith("_scaled_dot_product")
-        return int(formula(*(_with_equal_heads(args, tensors) if is_attention else args), out_val=out))
+        if name.startswith("_scaled_dot_product"):
+            # Query, key and value; in backward, the gradient of the result before them.
+            args = _with_equal_heads(args, 4 if name.endswith("backward") else 3)
+        return int(formula(*args, out_val=out))
     if UNKNOWN_PRODUCT.search(name):
         raise InternalError(f"record: aten.{name}", "no formula counts its products")
     return None
 
 
 def _with_equal_heads(args: tuple[Any, ...], tensors: int) -> tuple[Any, ...]:
-    """Give key and value as many heads as the query has: torch 2.11 asks for that, and the products are the same.
+    """Give key and value as many heads as the query has: torch 2.11 requires that, and the products are the same.
 
-    To be deleted when the oldest torch is 2.12, whose formulas know of heads that queries share.
+    To be deleted when the oldest supported torch is 2.12, whose formulas handle grouped queries.
     """
     heads = args[0].shape[1]
     return (*(tensor[:, :1].expand(-1, heads, -1, -1) for tensor in args[:tensors]), *args[tensors:])
@@ -182,12 +190,12 @@ def _with_equal_heads(args: tuple[Any, ...], tensors: int) -> tuple[Any, ...]:
 
 aten = torch.ops.aten
 UNKNOWN_PRODUCT = re.compile(r"mm_?$|conv|attention|linear_?(backward)?$")
-# Operators that the registry does not have, by the one in it that makes the same products of the same arguments.
+# Operators missing from the registry -> one in it with the same products of the same arguments.
 SAME_PRODUCTS = {
     aten.addmm_: aten.addmm,
     aten.baddbmm_: aten.baddbmm,
     aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
 }
-# Products with a vector, which it has not either, by the argument each of whose elements is multiplied once.
+# Products with a vector, missing too -> the argument each of whose elements is multiplied once.
 VECTOR_PRODUCTS = {aten.mv: 0, aten.dot: 0, aten.vdot: 0, aten.addmv: 1, aten.addmv_: 1}

@@ -114,7 +114,7 @@ def _per_microbatch(program: Program) -> Iterator[str]:
 def _messages(program: Program) -> Iterator[str]:
     """Yield what is sent between stages, and gathered where it was scattered; equal messages in one row."""
     links_of: dict[tuple[str, ...], list[str]] = {}
-    for buffer in program.parcels:
+    for buffer in program.transfers:
         what = "gradient" if buffer.is_gradient else "value"
         plural = "s" if len(buffer.names) > 1 else ""
         size = f"{len(buffer.names)} {what}{plural}, {buffer.numel} {buffer.dtype}"

@@ -46,7 +46,7 @@ def _sites(node: Node) -> list[tuple[str, str]]:
     record = note(node)
     here = f"{record.module} ({record.source})"
     if record.conversion:
-        again = [(here, "gathered again")] if "readers" in record.extra else []
+        again = [(here, "gathered again")] if "uses" in record.extra else []
         return [(here, record.conversion), *again]
     if "absorbed" in record.extra:
         return [(here, record.extra["absorbed"].conversion)]

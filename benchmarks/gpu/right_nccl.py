@@ -45,9 +45,9 @@ def collectives() -> Found:
     from autoptd.compat import new_group
     from autoptd.ir.mesh import Mesh
     from autoptd.runtime.world.processes import DistributedGroup, DistributedWorld
-    from autoptd.runtime.world.world import Needs
+    from autoptd.runtime.world.world import Communicators
 
-    world = DistributedWorld(Mesh(), Needs(), device=device.name, timeout=30.0)
+    world = DistributedWorld(Mesh(), Communicators(), device=device.name, timeout=30.0)
     handle = new_group("a group of one", (0,), dist.get_backend(), timedelta(seconds=30), 4)
     assert handle is not None
     group = DistributedGroup(world, handle, (0,))

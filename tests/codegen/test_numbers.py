@@ -17,7 +17,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from autoptd.codegen.expressions import expression
-from autoptd.codegen.repeats import Steps, spelled
+from autoptd.codegen.repeats import Steps, expression_with
 from autoptd.ir import markers
 from autoptd.ir.notes import Note, set_note
 from autoptd.ir.operators.table import TABLE
@@ -171,14 +171,14 @@ def test_a_number_of_a_layer_is_read_back(name: str, steps: Steps, way: str, off
             for node, number in zip(nodes, numbers, strict=True)
         )
     )
-    text = spelled(nodes[1], {path: steps.spell(numbers)}, name_of)
+    text = expression_with(nodes[1], {path: steps.express(numbers)}, name_of)
     for k, node in enumerate(nodes):
         assert_same(text, node.meta["val"], i=steps.first + k * steps.step)
 
 
 def is_one_line(node: Node, other: Node, numbers: dict[tuple[Any, ...], str]) -> bool:
     """As find_repeats asks: a slice from 0 is another text than one from 1."""
-    same = spelled(node, numbers, name_of) == expression(other, name_of)
+    same = expression_with(node, numbers, name_of) == expression(other, name_of)
     return same and node.meta["val"].shape == other.meta["val"].shape
 
 
@@ -210,7 +210,7 @@ def test_parentheses_stand_where_they_matter(name: str, number: str, text: str) 
     node = make(name, 7)
     assert node is not None
     (path,) = [path for path in places(node) if at(node, path) == 7]
-    assert spelled(node, {path: number}, name_of) == text
+    assert expression_with(node, {path: number}, name_of) == text
 
 
 def test_every_infix_operator_is_tried() -> None:

@@ -162,7 +162,7 @@ def test_an_expression_of_i_gives_every_period_its_number(
     first: int, step: int, of: Callable[[int], float]
 ) -> None:
     steps, wanted = Steps(first, step), [of(k) for k in range(6)]
-    assert values(steps.spell(wanted), steps, 6) == wanted
+    assert values(steps.express(wanted), steps, 6) == wanted
     assert all(math.isfinite(one) for one in wanted)
 
 

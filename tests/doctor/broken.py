@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from autoptd.doctor.examine import MeshReport, examine
-from autoptd.doctor.traffic import all_orders, needs_of_orders
+from autoptd.doctor.traffic import all_orders, communicators_of_orders
 from autoptd.ir.mesh import Mesh
 from autoptd.runtime.world.threads import ThreadWorld, run_ranks
 from autoptd.runtime.world.world import Channel, Group, Like, Pending
@@ -131,7 +131,7 @@ def examined(
 ) -> MeshReport:
     """What doctor finds on threads: `groups` are by rank and axis, `channels` by source and target."""
     orders = all_orders(mesh.p)
-    shared = ThreadWorld(mesh, needs_of_orders(mesh.p, orders.values()), timeout=60.0)
+    shared = ThreadWorld(mesh, communicators_of_orders(mesh.p, orders.values()), timeout=60.0)
     for (rank, axis), kind in (groups or {}).items():
         ranks = mesh.group(rank, (axis,))
         shared.worlds[rank]._groups[ranks] = kind(shared.worlds[rank]._groups[ranks])

@@ -14,7 +14,7 @@ from autoptd.doctor.examine import MeshReport
 from autoptd.doctor.facts import judge
 from autoptd.doctor.report import DoctorReport
 from autoptd.doctor.slow import Slow, Timed
-from autoptd.doctor.traffic import all_orders, needs_of_orders
+from autoptd.doctor.traffic import all_orders, communicators_of_orders
 from autoptd.ir.mesh import Mesh
 from autoptd.planner.cluster import find_cluster
 from autoptd.schedule import simulate
@@ -127,6 +127,6 @@ def test_schedules_end_and_open_what_they_use(p: int) -> None:
     orders = all_orders(p)
     for one in orders.values():
         simulate(one)
-    links = needs_of_orders(p, orders.values()).links
+    links = communicators_of_orders(p, orders.values()).links
     assert {(target, source) for source, target in links} == set(links)
     assert {(rank, rank + 1) for rank in range(p - 1)} <= set(links)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 import autoptd
-from autoptd.runtime.gathered import Again
+from autoptd.runtime.regather import Regather
 
 
 def kept_bytes(model: nn.Module, call: tuple[Tensor, ...], t: int, **keywords: Any) -> int:
@@ -18,7 +18,7 @@ def kept_bytes(model: nn.Module, call: tuple[Tensor, ...], t: int, **keywords: A
     pm = autoptd.parallelize(model, t, num_microbatches=1, backend="local", example_inputs=call, **keywords)
     kept: dict[int, int] = {}
     weights = {x.untyped_storage().data_ptr() for x in pm._ranks.here[0].params.leaves.values()}  # type: ignore[union-attr]
-    make = Again.__init__
+    make = Regather.__init__
 
     def pack(x: Tensor) -> Tensor:
         storage = x.untyped_storage()
@@ -26,7 +26,7 @@ def kept_bytes(model: nn.Module, call: tuple[Tensor, ...], t: int, **keywords: A
             kept[storage.data_ptr()] = storage.nbytes()
         return x
 
-    def note_shard(self: Again, shard: Tensor, *args: Any) -> None:
+    def note_shard(self: Regather, shard: Tensor, *args: Any) -> None:
         make(self, shard, *args)
         if threading.current_thread().name == "rank 0":
             pack(shard)
@@ -39,7 +39,7 @@ def kept_bytes(model: nn.Module, call: tuple[Tensor, ...], t: int, **keywords: A
             return right(**values)
 
     stage.forward = forward
-    with mock.patch.object(Again, "__init__", note_shard):
+    with mock.patch.object(Regather, "__init__", note_shard):
         pm.step(*call)
     pm.close()
     return sum(kept.values())

@@ -104,7 +104,7 @@ def test_all_four_types_cross_and_are_scattered_where_they_are_equal() -> None:
     mesh = {"t": 2, "p": 4, "v": 2, "num_microbatches": 4}
     program = autoptd.compile(Chain(), **mesh, p2p="scatter_gather", example_inputs=batch(), plan=COLUMNS)
     type_of = {one.name: one.type for one in program.crossings}
-    parts = {(type_of[one.names[0]], one.is_gradient): one.parts for one in program.parcels}
+    parts = {(type_of[one.names[0]], one.is_gradient): one.parts for one in program.transfers}
     assert parts == {
         **{("I", False): 2, ("I", True): 2},
         **{("R", False): 2, ("R", True): 1},
@@ -133,7 +133,7 @@ def test_scattered_and_direct_give_the_same_bits(t: int, dtype: torch.dtype) -> 
 @pytest.mark.parametrize("mesh", [{"t": 1, "p": 2}, {"t": 2, "p": 1}], ids=str)
 def test_a_request_that_means_nothing_is_no_error(mesh: dict[str, int]) -> None:
     program = autoptd.compile(gpt(2), **mesh, p2p="scatter_gather", example_inputs=batch())
-    assert all(one.parts == 1 for one in program.parcels)
+    assert all(one.parts == 1 for one in program.transfers)
 
 
 def test_an_unknown_way_to_send_is_refused() -> None:
@@ -145,6 +145,6 @@ def test_it_is_in_the_plan_and_in_the_saved_program(tmp_path: Any) -> None:
     program = autoptd.compile(gpt(2), t=2, p=2, p2p="scatter_gather", example_inputs=batch())
     assert program.plan["options"]["p2p"] == "scatter_gather"
     program.save(tmp_path)
-    assert type(program).load(tmp_path).parcels == program.parcels
+    assert type(program).load(tmp_path).transfers == program.transfers
     whole = autoptd.compile(gpt(2), t=2, p=2, p2p="direct", example_inputs=batch())
     assert whole.fingerprint() != program.fingerprint() and whole.sources == program.sources

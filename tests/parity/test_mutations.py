@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import autoptd
-from autoptd.program import transfers as parcels
+from autoptd.program import transfers
 from autoptd.program.program import Program
-from autoptd.program.specs import Parcel
+from autoptd.program.specs import TransferBuffer
 from autoptd.runtime import gradients, messages
 from autoptd.runtime.dropout import Drawing
 from autoptd.runtime.executor import Executor
@@ -128,17 +128,17 @@ def test_replicas_that_draw_the_same_masks_are_found(monkeypatch: pytest.MonkeyP
         autoptd.verify(dropping_gpt(1), d=2, num_microbatches=1, example_inputs=batch(), steps=1)
 
 
-def own_piece_only(parcel: Parcel, arrived: torch.Tensor, tp: Group) -> torch.Tensor:
-    return arrived.repeat(parcel.parts)[: parcel.numel]
+def own_piece_only(buffer: TransferBuffer, arrived: torch.Tensor, tp: Group) -> torch.Tensor:
+    return arrived.repeat(buffer.parts)[: buffer.numel]
 
 
-def scaled(parcel: Parcel, arrived: torch.Tensor, tp: Group) -> torch.Tensor:
-    whole = tp.all_gather(arrived, 0, parcel.site)[: parcel.numel] if parcel.parts > 1 else arrived
-    return whole / parcel.parts
+def scaled(buffer: TransferBuffer, arrived: torch.Tensor, tp: Group) -> torch.Tensor:
+    whole = tp.all_gather(arrived, 0, buffer.site)[: buffer.numel] if buffer.parts > 1 else arrived
+    return whole / buffer.parts
 
 
-def in_another_order(parcel: Parcel, arrived: torch.Tensor, tp: Group) -> torch.Tensor:
-    return tp.all_gather(arrived.unsqueeze(0), 0, parcel.site).flip(0).flatten()[: parcel.numel]
+def in_another_order(buffer: TransferBuffer, arrived: torch.Tensor, tp: Group) -> torch.Tensor:
+    return tp.all_gather(arrived.unsqueeze(0), 0, buffer.site).flip(0).flatten()[: buffer.numel]
 
 
 @pytest.mark.parametrize("wrong", [own_piece_only, scaled, in_another_order], ids=lambda one: one.__name__)
@@ -154,6 +154,6 @@ def test_another_gather_is_found(monkeypatch: pytest.MonkeyPatch, wrong: Callabl
 def test_scattering_what_differs_is_found(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     request = {"t": 2, "p": 4, "v": 2, "num_microbatches": 4, "p2p": "scatter_gather", "plan": COLUMNS}
     autoptd.verify(Chain(), **request, steps=1, example_inputs=batch())
-    monkeypatch.setattr(parcels, name, ("I", "R", "P"))
+    monkeypatch.setattr(transfers, name, ("I", "R", "P"))
     with pytest.raises(autoptd.InternalError, match="differs"):
         autoptd.verify(Chain(), **request, steps=1, example_inputs=batch())

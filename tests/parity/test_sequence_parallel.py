@@ -21,7 +21,7 @@ from autoptd.reports.report import report_html
 from autoptd.reports.summary import summarize
 from autoptd.runtime.world.exchange import ThreadGroup
 from autoptd.runtime.world.threads import ThreadWorld, run_ranks
-from autoptd.runtime.world.world import Needs, Pending, World
+from autoptd.runtime.world.world import Communicators, Pending, World
 from examples.gpt import GPT, GPTConfig
 from tests.parity.kept import kept_bytes
 from tests.parity.models import LENGTH, batch, gpt, separate, skipping, uneven
@@ -137,7 +137,7 @@ def test_what_cannot_be_is_refused_and_auto_goes_on() -> None:
 
 EDITS = {
     "a reduce-scatter that does not sum": ("rt.p_to_s(c_proj", "rt.i_to_s(c_proj"),
-    "a gather again that keeps another value": ("rt.gathered(ln_2, tp", "rt.gathered(x, tp"),
+    "a gather again that keeps another value": ("rt.all_gather_again(ln_2, tp", "rt.all_gather_again(x, tp"),
 }
 
 
@@ -201,13 +201,13 @@ def events_of_backward(monkeypatch: pytest.MonkeyPatch, readers: int) -> list[st
     def body(world: World) -> None:
         group = world.group(("tp",))
         x = torch.randn(2, 4, 6, requires_grad=True)
-        whole = rt.gathered(x, group, 1, 1, readers=readers, overlap=True, site="here")
+        whole = rt.all_gather_again(x, group, 1, 1, uses=readers, overlap=True, site="here")
         weights = [torch.randn(3, 6, requires_grad=True) for _ in range(readers)]
         total = torch.stack([rt.linear(whole, weight) for weight in weights]).sum()
         with Gemms(found.append if world.rank == 0 else lambda event: None):
             total.backward()
 
-    run_ranks(ThreadWorld(Mesh(t=2), Needs(), timeout=20.0), body)
+    run_ranks(ThreadWorld(Mesh(t=2), Communicators(), timeout=20.0), body)
     return found
 
 

@@ -35,7 +35,7 @@ from autoptd.passes.localize import check_local, localize
 from autoptd.passes.solve.strategies import NO_COLLECTIVE_FORMS
 from autoptd.runtime.dropout import Draw
 from autoptd.runtime.world.threads import ThreadWorld, run_ranks
-from autoptd.runtime.world.world import Group, Needs, World
+from autoptd.runtime.world.world import Communicators, Group, World
 
 Tensor = torch.Tensor
 Env = dict[Node, Any]
@@ -124,7 +124,7 @@ def _check(
         )
 
     if form in ("vocab_embedding", "vocab_cross_entropy"):
-        world = ThreadWorld(Mesh(t=t), Needs(), timeout=20.0)
+        world = ThreadWorld(Mesh(t=t), Communicators(), timeout=20.0)
 
         def on_rank(one: World) -> Answer:
             return body(one.rank, one.group(("tp",)))

@@ -19,7 +19,7 @@ from autoptd.passes.own import mark_owned
 from autoptd.runtime import i_to_r, linear, p_to_i
 from autoptd.runtime.linear import Deferred
 from autoptd.runtime.world.threads import ThreadWorld, run_ranks
-from autoptd.runtime.world.world import Needs, World
+from autoptd.runtime.world.world import Communicators, World
 from tests.parity.models import batch, gpt, separate
 
 aten = torch.ops.aten
@@ -127,7 +127,7 @@ def test_a_linear_whose_result_is_a_view_may_be_overwritten(hooked: bool) -> Non
         z.sum().backward()
         return [z.sum().item(), x.grad.sum().item()]  # type: ignore[union-attr]
 
-    assert run_ranks(ThreadWorld(Mesh(t=2), Needs(), timeout=20.0), body) == [[240.0, 120.0]] * 2
+    assert run_ranks(ThreadWorld(Mesh(t=2), Communicators(), timeout=20.0), body) == [[240.0, 120.0]] * 2
 
 
 def test_owned_values_are_summed_where_they_are() -> None:
@@ -149,4 +149,4 @@ def test_owned_values_are_summed_where_they_are() -> None:
             found.append(grads[0].tolist() == [[3.0] * 3] * 2)
         return tuple(found)
 
-    assert run_ranks(ThreadWorld(Mesh(t=2), Needs(), timeout=20.0), body) == [(True, False)] * 2
+    assert run_ranks(ThreadWorld(Mesh(t=2), Communicators(), timeout=20.0), body) == [(True, False)] * 2

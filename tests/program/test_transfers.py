@@ -4,8 +4,8 @@ import pytest
 
 from autoptd.ir.machine import Machine
 from autoptd.ir.mesh import Mesh
-from autoptd.program.specs import CrossingSpec, Parcel
-from autoptd.program.transfers import plan_parcels
+from autoptd.program.specs import CrossingSpec, TransferBuffer
+from autoptd.program.transfers import plan_transfers
 
 MIB = 2**20
 FOUR = Mesh(4, 2)
@@ -19,8 +19,8 @@ def value(
 
 def plan(
     *specs: CrossingSpec, mesh: Mesh = FOUR, p2p: str = "scatter_gather", **machine: float
-) -> tuple[Parcel, ...]:
-    return plan_parcels(specs, range(mesh.p), mesh, p2p, Machine(**machine))  # type: ignore[arg-type]
+) -> tuple[TransferBuffer, ...]:
+    return plan_transfers(specs, range(mesh.p), mesh, p2p, Machine(**machine))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("type", "parts"), [("I", (4, 4)), ("R", (4, 1)), ("P", (1, 4)), ("S", (1, 1))])
@@ -50,7 +50,7 @@ def test_direct_sends_everything_whole() -> None:
 def test_stages_of_one_rank_send_nothing() -> None:
     skip = CrossingSpec("x", 0, (1, 2), (12,), "float32", True)
     ends = [
-        (one.source, one.target) for one in plan_parcels([skip], (0, 1, 0), Mesh(2, 2), "direct", Machine())
+        (one.source, one.target) for one in plan_transfers([skip], (0, 1, 0), Mesh(2, 2), "direct", Machine())
     ]
     assert ends == [(0, 1), (1, 0)]
 

@@ -18,7 +18,7 @@ from autoptd.errors import InternalError
 from autoptd.ir.mesh import Mesh
 from autoptd.ir.types import CONVERSIONS, shard_size
 from autoptd.runtime.world.threads import ThreadWorld, run_ranks
-from autoptd.runtime.world.world import Needs, World
+from autoptd.runtime.world.world import Communicators, World
 
 Tensor = torch.Tensor
 SHAPE = (12, 2, 24)
@@ -64,7 +64,7 @@ def convert(
         assert leaf.grad is not None
         return y.detach(), leaf.grad
 
-    results = run_ranks(ThreadWorld(Mesh(t=t), Needs(), timeout=20.0), body)
+    results = run_ranks(ThreadWorld(Mesh(t=t), Communicators(), timeout=20.0), body)
     return [y for y, _ in results], [grad for _, grad in results]
 
 

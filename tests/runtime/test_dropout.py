@@ -29,9 +29,8 @@ def run(model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch, steps: int = 1,
         mask = dropout(torch.ones_like(x), rate, draw, batch, shard, group) != 0
         place = (draw.first_row if batch is not None else 0, group.index if shard is not None else 0)
         seen = parts.setdefault((draw.step, draw.site), {})
-        assert torch.equal(
-            seen.setdefault(place, (mask, batch, shard))[0], mask
-        )  # on every rank that holds it
+        # Equal on every rank that holds it.
+        assert torch.equal(seen.setdefault(place, (mask, batch, shard))[0], mask)
         return dropout(x, rate, draw, batch, shard, group)
 
     def record_fused(

@@ -17,7 +17,7 @@ from autoptd.errors import InternalError, RuntimeFault
 from autoptd.ir.actions import Kind
 from autoptd.program.program import Program
 from autoptd.runtime.batch import cut
-from autoptd.runtime.executor import needs_of
+from autoptd.runtime.executor import communicators_of
 from autoptd.runtime.launch import LocalRanks, Rank, make_rank
 from autoptd.runtime.parameters import gather_gradients
 from autoptd.runtime.stage import load_stage, make_namespace
@@ -111,7 +111,7 @@ def test_evaluation_gives_the_loss_and_no_gradients(case: Case) -> None:
         assert abs(loss - model(*make_batch()).detach()) < 1e-14 and not loss.requires_grad
         for rank in ranks.here:
             assert all(x.grad is None for x in [*rank.params.local.values(), *rank.params.leaves.values()])
-            assert not rank.executor._kept and not rank.executor._messages._arriving
+            assert not rank.executor._saved and not rank.executor._messages._arriving
 
 
 def test_sent_outputs_are_let_go() -> None:
@@ -229,15 +229,15 @@ def test_ranks_with_another_program_are_named() -> None:
         make_rank(other if world.rank == 1 else program, world, model.state_dict())
 
     with pytest.raises(RuntimeFault, match="rank 1 compiled another program than rank 0"):
-        run_ranks(ThreadWorld(program.mesh, needs_of(program), timeout=20.0), body)
+        run_ranks(ThreadWorld(program.mesh, communicators_of(program), timeout=20.0), body)
 
 
-def test_needs_name_links_both_ways_and_owner_sets() -> None:
+def test_communicators_name_links_both_ways_and_owner_sets() -> None:
     program = make_program(Case(p=3, m=2, layers=3), make_model(3))
-    needs = needs_of(program)
-    assert needs.owners == ((0, 2),)
-    assert needs.links == ((0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1))
-    assert needs_of(make_program(Case(t=2), make_model())).links == ()
+    communicators = communicators_of(program)
+    assert communicators.owners == ((0, 2),)
+    assert communicators.links == ((0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1))
+    assert communicators_of(make_program(Case(t=2), make_model())).links == ()
 
 
 def test_namespace_reads_like_the_model() -> None:

@@ -14,7 +14,7 @@ from autoptd import runtime as rt
 from autoptd.ir.mesh import Mesh
 from autoptd.runtime.linear import Deferred, WeightGemm
 from autoptd.runtime.world.threads import ThreadWorld, run_ranks
-from autoptd.runtime.world.world import Needs, Pending, SoloGroup, World
+from autoptd.runtime.world.world import Communicators, Pending, SoloGroup, World
 
 
 def add_to_grad(gemm: WeightGemm) -> None:
@@ -141,7 +141,7 @@ def test_overlap_sums_the_input_gradient_and_nothing_else(has_gradient: bool) ->
             results.append([y.detach(), x.grad, weight.grad, bias.grad])
         return results
 
-    for plain, hooked in run_ranks(ThreadWorld(Mesh(t=2), Needs()), on_rank):
+    for plain, hooked in run_ranks(ThreadWorld(Mesh(t=2), Communicators()), on_rank):
         for found, wanted in zip(hooked, plain, strict=True):
             assert (found is None) == (wanted is None)
             if wanted is not None:

@@ -15,7 +15,7 @@ from autoptd.ir.types import CONVERSIONS
 from autoptd.program.calls import LOCAL_KINDS
 from autoptd.runtime.record import cover, recording
 from autoptd.runtime.world.threads import ThreadWorld, run_ranks
-from autoptd.runtime.world.world import Needs, World
+from autoptd.runtime.world.world import Communicators, World
 from tests.runtime.test_executor import running, step
 from tests.runtime.tied_model import Case, make_batch, make_model, make_program
 
@@ -46,7 +46,7 @@ def noted_on(t: int, body: Any, *, waits: bool = False) -> list[Noted]:
         body(world.group(("tp",)))  # not noted
         return found
 
-    return run_ranks(ThreadWorld(Mesh(t=t), Needs(), timeout=20.0), run)
+    return run_ranks(ThreadWorld(Mesh(t=t), Communicators(), timeout=20.0), run)
 
 
 @pytest.mark.parametrize(("source", "target"), CONVERSIONS)

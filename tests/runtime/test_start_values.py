@@ -9,7 +9,7 @@ import torch
 from autoptd.ir.mesh import Mesh
 from autoptd.runtime.parameters import from_rank_0
 from autoptd.runtime.world.threads import ThreadWorld, run_ranks
-from autoptd.runtime.world.world import Needs, World
+from autoptd.runtime.world.world import Communicators, World
 
 
 class Noting(torch.Tensor):
@@ -34,7 +34,7 @@ def test_only_rank_0_reads_its_values() -> None:
         mine.reads = []
         return from_rank_0(world, "w", mine, torch.float64).as_subclass(torch.Tensor), mine.reads
 
-    found = run_ranks(ThreadWorld(Mesh(t=2, p=2, d=2), Needs(), timeout=20.0), run)
+    found = run_ranks(ThreadWorld(Mesh(t=2, p=2, d=2), Communicators(), timeout=20.0), run)
     for rank, (value, reads) in enumerate(found):
         assert value.dtype == torch.float64 and torch.equal(value, torch.zeros(3, 2, dtype=torch.float64))
         assert bool(reads) == (rank == 0), f"rank {rank} reads its own by {reads}"

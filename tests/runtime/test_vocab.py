@@ -13,7 +13,7 @@ from autoptd.errors import PlanError, RuntimeFault
 from autoptd.ir.mesh import Mesh
 from autoptd.runtime.shards import real_rows
 from autoptd.runtime.world.threads import ThreadWorld, run_ranks
-from autoptd.runtime.world.world import Needs, World
+from autoptd.runtime.world.world import Communicators, World
 
 Tensor = torch.Tensor
 V, N, H = 24, 10, 3
@@ -29,7 +29,7 @@ def tensors(*shape: int, seed: int = 0) -> Tensor:
 
 
 def world_of(t: int) -> ThreadWorld:
-    return ThreadWorld(Mesh(t=t), Needs(), timeout=20.0)
+    return ThreadWorld(Mesh(t=t), Communicators(), timeout=20.0)
 
 
 def shard(x: Tensor, dim: int, rank: int, t: int, noise: float = 0.0) -> Tensor:

@@ -22,7 +22,7 @@ from autoptd.ir.placement import placements
 from autoptd.ir.types import I, R, S, ValueType
 from autoptd.program.program import Program
 from autoptd.program.specs import CrossingSpec, InputSpec, ParamSpec, StageSpec
-from autoptd.program.transfers import plan_parcels
+from autoptd.program.transfers import plan_transfers
 from autoptd.schedule import add_transfers, build_orders
 
 VOCAB, WIDTH, HIDDEN, LENGTH = 12, 6, 8, 5
@@ -146,7 +146,7 @@ def make_program(case: Case, model: TiedModel) -> Program:
         inputs=batch,
         params=tuple(params),
         crossings=tuple(crossings),
-        parcels=plan_parcels(crossings, ranks_of_stages(orders), mesh, case.p2p, Machine()),
+        transfers=plan_transfers(crossings, ranks_of_stages(orders), mesh, case.p2p, Machine()),
         stages=tuple(specs),
         orders=orders,
         sources=sources,

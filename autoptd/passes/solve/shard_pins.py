@@ -35,7 +35,7 @@ class Pin:
     pattern: str
     dim: int | None
     layout: tuple[object, ...] | None = (
-        None  # where its elements lie on the ranks (`ir.types.placement`), if all that is given
+        None  # where its elements lie on the ranks (`Layout.element_layout`), if all that is given
     )
 
     def __str__(self) -> str:

@@ -274,7 +274,7 @@ def _pinned(node: Node, made: list[Strategy], splitter: Splitter) -> list[Strate
     wanted = set() if pin.dim is None else {pin.dim}
     found = [one for one in made if one.gives.sharded_dims == wanted]
     if pin.layout is not None:
-        found = [one for one in found if one.gives.placement(dims, splitter.mesh) == pin.layout]
+        found = [one for one in found if one.gives.element_layout(dims, splitter.mesh) == pin.layout]
     if not found:
         sizes = " x ".join(map(str, dims[pin.dim or 0])) or "1"
         fact = f"{pin}: of {sizes}, t={splitter.degree} divides no factor"

@@ -1,11 +1,11 @@
 """Ranks as processes on torch.distributed: NCCL on CUDA, gloo on CPU.
 
-In: the mesh, the `Needs` of a program, and a default process group, or the environment that torchrun sets.
+In: the mesh, the `Communicators` of a program, and a default process group, or the environment that torchrun sets.
 Out: this process's `World`. All ranks call for all groups in one order, those included that they are not in,
 as torch's default group may be one whose communicator is split (`device_id=`); the names of groups do not
 depend on what else a process has made.
 
-    world = DistributedWorld(Mesh(t=2, p=2), needs, timeout=300.0)
+    world = DistributedWorld(Mesh(t=2, p=2), communicators, timeout=300.0)
     world.group(("tp",)).all_reduce(x, "h.0.mlp")
 
 | group | for |
@@ -45,7 +45,17 @@ from autoptd.runtime.world.faults import Call, FaultBoard
 from autoptd.runtime.world.layouts import as_real, fresh, in_place_of, parts_first
 from autoptd.runtime.world.rendezvous import default_backend, init_from_env
 from autoptd.runtime.world.send_watcher import SendWatcher
-from autoptd.runtime.world.world import Channel, Done, Group, Like, Needs, Pending, Then, World, equal_parts
+from autoptd.runtime.world.world import (
+    Channel,
+    Communicators,
+    Done,
+    Group,
+    Like,
+    Pending,
+    Then,
+    World,
+    equal_parts,
+)
 
 Tensor = torch.Tensor
 OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
@@ -83,7 +93,7 @@ class DistributedWorld(World):
     def __init__(
         self,
         mesh: Mesh,
-        needs: Needs,
+        communicators: Communicators,
         device: str | None = None,
         timeout: float = 300.0,
         backend: str | None = None,
@@ -112,7 +122,7 @@ class DistributedWorld(World):
         self._watch: DeviceWatch | None = None
         with self.call(Call("the creation of groups", "start")):
             try:
-                self._connect(needs)
+                self._connect(communicators)
             except RuntimeError as exc:
                 self._name_absent(exc)
                 raise
@@ -145,11 +155,11 @@ class DistributedWorld(World):
         """Enclose a call that others take part in."""
         return WaitingCall(self.board, call)
 
-    def _connect(self, needs: Needs) -> None:
-        """Create all groups and channels in the order of `needs`, and let them connect."""
+    def _connect(self, communicators: Communicators) -> None:
+        """Create all groups and channels in the order of `communicators`, and let them connect."""
         along_pp = set(self.mesh.groups(self.mesh.stage_axes))
         handles: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        for number, ranks in enumerate(needs.groups(self.mesh)):
+        for number, ranks in enumerate(communicators.groups(self.mesh)):
             ctas = P2P_CTAS if ranks in along_pp else None
             if (handle := self._communicator(f"group {number}", ranks, ctas)) is not None:
                 handles[ranks] = handle
@@ -165,7 +175,7 @@ class DistributedWorld(World):
             # only.
             dist.all_reduce(torch.ones(1, device=self.device), group=handle)
         up = handles.get(self.mesh.group(self.rank, self.mesh.stage_axes))
-        for source, target in needs.channels(self.mesh):
+        for source, target in communicators.channels(self.mesh):
             if self.rank in (source, target):
                 self._open(source, target, up if source < target else down)
 

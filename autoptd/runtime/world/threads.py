@@ -1,10 +1,10 @@
 """Ranks as threads of this process: any mesh on one machine, for notebooks, debugging and most tests.
 
-In: a mesh, the `Needs` of a program. Out: a `ThreadWorld` with one `World` per rank, and `Ranks`, the threads
+In: a mesh, the `Communicators` of a program. Out: a `ThreadWorld` with one `World` per rank, and `Ranks`, the threads
 that run a function on all of them. How the threads' calls meet, and that this world also checks the order of
 collectives, is in `exchange.py`.
 
-    shared = ThreadWorld(Mesh(t=2), Needs())
+    shared = ThreadWorld(Mesh(t=2), Communicators())
     run_ranks(shared, lambda world: world.group(("tp",)).all_reduce(torch.ones(2), "sum"))
 
 When a rank raises, that exception is the *first fault*: the waiting ranks are released with `Aborted`, which
@@ -27,7 +27,7 @@ from autoptd.ir.mesh import Mesh
 from autoptd.runtime.devices import thread_device
 from autoptd.runtime.world.exchange import Meeting, Shared, ThreadGroup, ThreadRank
 from autoptd.runtime.world.pipes import Pipe, ThreadChannel
-from autoptd.runtime.world.world import Needs, World, fault_site, on_device
+from autoptd.runtime.world.world import Communicators, World, fault_site, on_device
 
 Result = TypeVar("Result")
 # Seconds that the other ranks get to end after a fault.
@@ -38,12 +38,16 @@ class ThreadWorld(Shared):
     """What the rank threads share; `worlds[rank]` is the World of one rank."""
 
     def __init__(
-        self, mesh: Mesh, needs: Needs | None = None, device: str = "cpu", timeout: float = 300.0
+        self,
+        mesh: Mesh,
+        communicators: Communicators | None = None,
+        device: str = "cpu",
+        timeout: float = 300.0,
     ) -> None:
         super().__init__(mesh, timeout)
-        needs = needs or Needs()
-        meetings = {ranks: Meeting(self, ranks) for ranks in needs.groups(mesh)}
-        pipes = {link: Pipe(self, *link) for link in needs.channels(mesh)}
+        communicators = communicators or Communicators()
+        meetings = {ranks: Meeting(self, ranks) for ranks in communicators.groups(mesh)}
+        pipes = {link: Pipe(self, *link) for link in communicators.channels(mesh)}
         self._parts: list[Meeting | Pipe] = [*meetings.values(), *pipes.values()]
         place = thread_device(device)
         self.worlds = [ThreadRank(self, rank, place) for rank in range(mesh.size)]

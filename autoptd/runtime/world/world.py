@@ -1,7 +1,7 @@
 """What a rank sees of the others: groups for collectives, channels for point-to-point, and faults.
 
 A `World` is one rank's view; `threads.py` and `processes.py` each implement it. What is needed is said up
-front (`Needs`), so that every rank creates the same communicators in the same order. There is a group along
+front (`Communicators`), so that every rank creates the same communicators in the same order. There is a group along
 each axis of the mesh, and none of everyone: what all ranks have to know goes along one axis after the other
 (`Hops`).
 
@@ -33,7 +33,7 @@ Like = tuple[Sequence[int], torch.dtype]
 
 
 @dataclass(frozen=True)
-class Needs:
+class Communicators:
     """The communicators a program uses beside those along tp, dp and pp.
 
     `owners` are sets of pipeline ranks that hold copies of one parameter; `links` are
@@ -349,7 +349,9 @@ class World(ABC):
 
     def _find(self, table: dict[Any, Any], key: Any, what: str) -> Any:
         if key not in table:
-            raise InternalError(f"rank {self.rank} at {self.at}", f"the {what} was not announced in Needs")
+            raise InternalError(
+                f"rank {self.rank} at {self.at}", f"the {what} was not announced in `Communicators`"
+            )
         return table[key]
 
 

@@ -10,12 +10,12 @@ import torch
 from autoptd.errors import InternalError, RuntimeFault
 from autoptd.ir.mesh import Mesh
 from autoptd.runtime.world.threads import Ranks, ThreadWorld, run_ranks
-from autoptd.runtime.world.world import Needs, World
+from autoptd.runtime.world.world import Communicators, World
 
 
 @pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "reduce_scatter"])
 def test_to_start_a_call_is_not_to_make_it(kind: str) -> None:
-    shared = ThreadWorld(Mesh(t=2), Needs(), timeout=5)
+    shared = ThreadWorld(Mesh(t=2), Communicators(), timeout=5)
 
     def task(world: World) -> None:
         group, x = world.group(("tp",)), torch.ones(2)
@@ -28,7 +28,7 @@ def test_to_start_a_call_is_not_to_make_it(kind: str) -> None:
 
 def test_calls_of_two_groups_need_one_order() -> None:
     """Each group has one, and threads get through, as nobody waits before all have started. NCCL would not."""
-    shared = ThreadWorld(Mesh(t=2, d=2), Needs(), timeout=5)
+    shared = ThreadWorld(Mesh(t=2, d=2), Communicators(), timeout=5)
     started = threading.Barrier(4)
 
     def task(world: World) -> None:

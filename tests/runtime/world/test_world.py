@@ -23,10 +23,10 @@ from autoptd.runtime.record import GROUP_METHODS
 from autoptd.runtime.world.layouts import in_place_of, parts_first
 from autoptd.runtime.world.processes import DistributedWorld
 from autoptd.runtime.world.threads import Ranks, ThreadWorld, run_ranks
-from autoptd.runtime.world.world import Group, Hops, Needs, World, in_rounds
+from autoptd.runtime.world.world import Communicators, Group, Hops, World, in_rounds
 from tests.ports import free_port
 
-NEEDS = Needs(owners=((0, 1),), links=((0, 1), (1, 0)))
+COMMUNICATORS = Communicators(owners=((0, 1),), links=((0, 1), (1, 0)))
 
 
 def exercise(world: World) -> None:
@@ -168,7 +168,7 @@ def exercise_departure(world: World, peer: int) -> None:
 
 
 def test_everything_on_threads() -> None:
-    run_ranks(ThreadWorld(Mesh(t=2, p=2), NEEDS, timeout=20.0), exercise)
+    run_ranks(ThreadWorld(Mesh(t=2, p=2), COMMUNICATORS, timeout=20.0), exercise)
 
 
 def test_group_of_one_is_free() -> None:
@@ -182,14 +182,14 @@ def test_group_of_one_is_free() -> None:
 
 def test_groups_and_channels_in_one_order() -> None:
     mesh = Mesh(t=2, p=2, d=2)
-    needs = Needs(owners=((0, 1),), links=((0, 1),))
-    assert needs.groups(mesh) == [
+    communicators = Communicators(owners=((0, 1),), links=((0, 1),))
+    assert communicators.groups(mesh) == [
         *[(0, 1), (2, 3), (4, 5), (6, 7)],
         *[(0, 2), (1, 3), (4, 6), (5, 7)],
         *[(0, 4), (1, 5), (2, 6), (3, 7)],
     ]
-    assert needs.channels(mesh) == [(0, 4), (1, 5), (2, 6), (3, 7)]
-    world = ThreadWorld(mesh, needs).worlds[5]
+    assert communicators.channels(mesh) == [(0, 4), (1, 5), (2, 6), (3, 7)]
+    world = ThreadWorld(mesh, communicators).worlds[5]
     assert world.group(("tp",)).ranks == (4, 5) and world.owners((0, 1)).index == 1
     with pytest.raises(InternalError, match="not announced"):
         world.group(("pp", "tp"))
@@ -223,7 +223,7 @@ def test_a_sent_tensor_may_change_afterwards() -> None:
         world.outgoing(1).send([x], "s").wait()
         return x.fill_(5.0).item()
 
-    assert run_ranks(ThreadWorld(Mesh(p=2), NEEDS, timeout=20.0), body) == [5.0, 1.0]
+    assert run_ranks(ThreadWorld(Mesh(p=2), COMMUNICATORS, timeout=20.0), body) == [5.0, 1.0]
 
 
 def test_mismatch_names_both_calls() -> None:
@@ -276,7 +276,7 @@ def test_receive_times_out_and_checks_what_arrives() -> None:
             world.incoming(0).receive([((1,), torch.float32)], "RECV_F1.0<0").wait()
 
     with pytest.raises(RuntimeFault, match=r"RECV_F1.0<0' from rank 0; not arrived: rank 0"):
-        run_ranks(ThreadWorld(Mesh(p=2), NEEDS, timeout=0.2), silent)
+        run_ranks(ThreadWorld(Mesh(p=2), COMMUNICATORS, timeout=0.2), silent)
 
     def other_shape(world: World) -> None:
         if world.rank == 1:
@@ -285,11 +285,11 @@ def test_receive_times_out_and_checks_what_arrives() -> None:
             world.outgoing(1).send([torch.ones(2)], "SEND_F0.0>1")
 
     with pytest.raises(RuntimeFault, match=r"rank 0 sent 'SEND_F0.0>1' as"):
-        run_ranks(ThreadWorld(Mesh(p=2), NEEDS, timeout=20.0), other_shape)
+        run_ranks(ThreadWorld(Mesh(p=2), COMMUNICATORS, timeout=20.0), other_shape)
 
 
 def test_first_fault_is_raised_and_ranks_can_run_again() -> None:
-    ranks = Ranks(ThreadWorld(Mesh(t=2, p=2), NEEDS, timeout=20.0))
+    ranks = Ranks(ThreadWorld(Mesh(t=2, p=2), COMMUNICATORS, timeout=20.0))
 
     def body(world: World) -> None:
         world.at = "F0.1"
@@ -336,7 +336,9 @@ def _process(
 ) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
-    world = DistributedWorld(mesh, NEEDS if mesh.p == 2 else Needs(), timeout=timeout, device="cpu")
+    world = DistributedWorld(
+        mesh, COMMUNICATORS if mesh.p == 2 else Communicators(), timeout=timeout, device="cpu"
+    )
     try:
         body(world)
         out.put((rank, "done"))
@@ -432,7 +434,7 @@ def _come_or_not(rank: int, port: int, out: Any) -> None:
         time.sleep(6)
         return
     try:
-        DistributedWorld(Mesh(t=3), Needs(), device="cpu", timeout=2.0)
+        DistributedWorld(Mesh(t=3), Communicators(), device="cpu", timeout=2.0)
     except Exception as exc:
         out.put((rank, f"{type(exc).__name__}: {exc}"))
     time.sleep(3)  # rank 0 hosts the store
@@ -474,8 +476,8 @@ def test_world_size_must_be_that_of_the_mesh() -> None:
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         with pytest.raises(PlanError, match="world size 1"):
-            DistributedWorld(Mesh(t=2), NEEDS, device="cpu")
-        world = DistributedWorld(Mesh(), Needs(), device="cpu")  # uses the group that exists
+            DistributedWorld(Mesh(t=2), COMMUNICATORS, device="cpu")
+        world = DistributedWorld(Mesh(), Communicators(), device="cpu")  # uses the group that exists
         assert world.everyone().size == 1
         world.close()
         assert dist.is_initialized()
@@ -486,4 +488,4 @@ def test_world_size_must_be_that_of_the_mesh() -> None:
 def test_without_torchrun_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     with pytest.raises(PlanError, match=r"MASTER_ADDR.*torchrun"):
-        DistributedWorld(Mesh(), Needs(), device="cpu")
+        DistributedWorld(Mesh(), Communicators(), device="cpu")
