@@ -41,7 +41,7 @@ def find_memory_price(solve: Callable[[float], T], first: float, unit: float) ->
             too_low = last
         else:
             fits = last
-    # Solving marks the graph: the last call must be the one whose plan is returned.
+    # `solve` leaves a record of its last call: that must be the one whose plan is returned.
     if last != fits:
         plan = solve(unit * 2**fits)
     return plan, unit * 2**fits
