@@ -123,6 +123,6 @@ def _loss_keywords(loss: Node) -> dict[str, Any]:
 
 
 def chunk_of(tokens: int, token_bytes: int, most: int) -> int:
-    """Return the tokens whose logits are computed at a time: equal chunks of at most `most` bytes, or of `CHUNK_ROWS` tokens."""
+    """Return how many tokens have logits at a time: equal chunks of at most `most` bytes, or of `CHUNK_ROWS` tokens."""
     at_once = max(CHUNK_ROWS, most // token_bytes)
     return -(-tokens // -(-tokens // at_once))
