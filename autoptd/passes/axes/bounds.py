@@ -125,8 +125,10 @@ def _chosen(node: Node, call: Call, read: Sequence[Bounds], sizes: tuple[int, ..
     if_most = list(read)
     if_least[condition] = Bounds(read[condition].lo, read[condition].lo)
     if_most[condition] = Bounds(read[condition].hi, read[condition].hi)
-    lo = [call.run([bounds.lo for bounds in operands], sizes) for operands in (if_least, if_most)]
-    hi = [call.run([bounds.hi for bounds in operands], sizes) for operands in (if_least, if_most)]
+    lo, hi = [], []
+    for operands in (if_least, if_most):
+        lo.append(call.run([bounds.lo for bounds in operands], sizes))
+        hi.append(call.run([bounds.hi for bounds in operands], sizes))
     return Bounds(torch.minimum(*lo), torch.maximum(*hi))
 
 
