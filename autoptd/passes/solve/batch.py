@@ -134,7 +134,7 @@ def _is_float_cast(node: Node) -> bool:
 
 
 def adds_number(node: Node) -> bool:
-    """Tell whether `node` is like `loss + 0.5`, `1 - loss`: each part of the sum adds its part of the number (communicate.py)."""
+    """Tell whether `node` is like `loss + 0.5` or `1 - loss`: each part of a sum adds its share (communicate.py)."""
     if not operator_of(node).is_sum or not tensor(node).is_floating_point():
         return False
     return len(operands(node)) == 1 and isinstance(node.args[0], Node)
