@@ -29,7 +29,7 @@ from autoptd.ir.plan import Plan
 from autoptd.ir.sizes import local_shape
 from autoptd.options import Options, make_options
 from autoptd.passes import Context, Form, Record, beyond, run_passes, up_to
-from autoptd.passes.stages.memory_price import fit
+from autoptd.passes.stages.memory_price import find_memory_price
 from autoptd.program.follow import check_follows
 from autoptd.program.program import Program
 from autoptd.program.transfers import plan_transfers
@@ -186,7 +186,7 @@ def place(traced: Graph, ctx: Context, record: Record) -> tuple[Graph, Context]:
         return run_passes(up_to(Form.CUT, PASSES), traced, priced, record), priced
 
     unit = 1 / ctx.options.rank_machine.link_bandwidth
-    return fit(solve, first=ctx.options.memory_price or 0.0, unit=unit)[0]
+    return find_memory_price(solve, first=ctx.options.memory_price or 0.0, unit=unit)[0]
 
 
 def compile_evaluation(

@@ -41,5 +41,5 @@ def verify_trains_only() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def logits_are_large() -> Iterator[None]:
-    with mock.patch.object(losses, "LEAST_BYTES", 0):
+    with mock.patch.object(losses, "MIN_LOGITS_BYTES", 0):
         yield

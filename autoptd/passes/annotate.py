@@ -1,7 +1,7 @@
 """TRACED -> ANNOTATED: axes for every tensor, then a type for every value over every axis, with its reason.
 
-In: a graph of whole operators. Out: the same, with `dims`, `layout`, `forms` and `why` in its notes; what was solved, and what
-is not split as one would expect, in `ctx.found`.
+In: a graph of whole operators. Out: the same, with `dims`, `layout`, `forms` and `why` in its notes; the solver's answers and
+the operators that are not split as one would expect, in `ctx.found`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from autoptd.passes.solve.policies import policies
 
 
 def check_traced(graph: Graph, ctx: Context) -> None:
-    """Hold a TRACED graph against what annotate relies on; InternalError lists all that is wrong."""
+    """Verify what annotate relies on in a TRACED graph; raises InternalError with all findings."""
     findings = [text for node in graph.nodes for text in _untraced(node)]
     loss = output(graph).args[0]
     if not isinstance(loss, Node) or not is_tensor(loss) or math.prod(shape(loss)) != 1:
@@ -35,7 +35,7 @@ def check_traced(graph: Graph, ctx: Context) -> None:
 
 
 def _untraced(node: Node) -> Iterator[str]:
-    """What is wrong with one node of a TRACED graph."""
+    """Yield what is wrong with one node of a TRACED graph."""
     record = note(node)
     depends = record.kind == "param" or any(note(operand).of_params for operand in node.all_input_nodes)
     if node.op != "output" and record.of_params != depends:
@@ -48,7 +48,7 @@ def _untraced(node: Node) -> Iterator[str]:
 
 
 def check_annotated(graph: Graph, ctx: Context) -> None:
-    """Hold an ANNOTATED graph against what its notes must say; InternalError lists all that is wrong."""
+    """Verify the dims and types of an ANNOTATED graph; raises InternalError with all findings."""
     axes = {BATCH, *ctx.found.assignments}
     findings = [text for node in graph.nodes for text in _unannotated(node, axes)]
     for assignment in ctx.found.assignments.values():
@@ -62,7 +62,7 @@ def check_annotated(graph: Graph, ctx: Context) -> None:
 
 
 def _unannotated(node: Node, axes: set[str]) -> Iterator[str]:
-    """What is wrong with the dims and types of one node."""
+    """Yield what is wrong with the dims and types of one node."""
     record = note(node)
     if node.op == "output" or not is_tensor(node):
         return
@@ -73,6 +73,7 @@ def _unannotated(node: Node, axes: set[str]) -> Iterator[str]:
             yield f"{site(node)} is {kind} over {axis}, which no policy assigns"
         if kind.kind != "S":
             continue
+        # A dim of size 1 has no atoms; a type may name its atom 0 nevertheless.
         if kind.dim >= len(record.dims) or kind.atom > max(0, len(record.dims[kind.dim]) - 1):
             yield f"{site(node)} is {kind} over {axis}, and has dims {record.dims}"
 
@@ -90,11 +91,11 @@ def annotate(graph: Graph, ctx: Context) -> None:
     ctx.found.axes, ctx.found.assignments = Axes(graph), {}
     for policy in policies(ctx):
         policy.assign(graph, ctx.found.axes, ctx)
-    ctx.found.fallbacks = tuple(_of_a_microbatch(found, ctx) for found in fallbacks(graph))
+    ctx.found.fallbacks = tuple(_of_a_microbatch(fallback, ctx) for fallback in fallbacks(graph))
 
 
 def _of_a_microbatch(fallback: Fallback, ctx: Context) -> Fallback:
-    """The fallback with the FLOPs of a microbatch; the trace may have more rows."""
+    """Return the fallback with the FLOPs of a microbatch; the trace may have more samples."""
     return replace(fallback, flops=fallback.flops * ctx.rows // ctx.traced_rows)
 
 

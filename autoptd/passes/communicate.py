@@ -1,8 +1,10 @@
 """Insert a conversion on every edge whose producer and reader disagree on type (ANNOTATED -> CONNECTED).
 
-A conversion out of P, and one to the type in which repeated layers begin, is placed right behind its producer, all others right
-before their first reader, and two readers that want the same type share one. `check_connected` then holds every operator
-against the table of types, independently of how the assignment was found.
+In: a graph with types over every axis, and the solver's assignments. Out: the graph with a `markers.convert` per conversion.
+
+A conversion out of P, and one to the type in which repeated layers begin, stands right behind its producer; all others stand
+right before their first reader. Readers that want the same type share a conversion. `check_connected` then verifies every
+operator against the table of types, independently of how the assignment was found.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from autoptd.passes.solve.strategies import NO_COLLECTIVE_FORMS
 
 
 def check_axes(graph: Graph, ctx: Context) -> None:
-    """Hold the graph against the table of types, once for every axis that was solved."""
+    """Verify the graph against the table of types, once for every axis that was solved."""
     for axis in ctx.found.assignments:
         check_connected(graph, ctx.found.axes, axis, ctx.mesh)
 
@@ -53,20 +55,21 @@ def _meet_readers(graph: Graph, assignment: Assignment, mesh: Mesh) -> None:
         wanted: dict[Layout, list[Node]] = {}
         for reader in sorted(node.users, key=order.__getitem__):
             wanted.setdefault(assignment.needs(reader, node), []).append(reader)
-        made: dict[Layout, Node] = {note(node).layout.over(axis): node}
+        by_type: dict[Layout, Node] = {note(node).layout.over(axis): node}
         for target, readers in wanted.items():
-            found = node
+            converted = node
             for types in assignment.route(node, target):
-                if types not in made:
-                    behind = _behind(node, found, types, assignment)
-                    made[types] = _convert(graph, found, axis, types, readers[0], mesh, behind)
-                found = made[types]
-            for reader in readers if found is not node else ():
-                reader.replace_input_with(node, found)
+                if types not in by_type:
+                    behind = _behind(node, converted, types, assignment)
+                    by_type[types] = _convert(graph, converted, axis, types, readers[0], mesh, behind)
+                converted = by_type[types]
+            if converted is not node:
+                for reader in readers:
+                    reader.replace_input_with(node, converted)
 
 
 def _divide_addends(graph: Graph, pieces: int) -> None:
-    """Give every piece of the batch its share of addends of sums over the batch, and its rows of constants."""
+    """Give every microbatch of every replica its share of what is added to a sum over the batch, and its rows of constants."""
     for node in list(ops(graph)):
         if note(node).layout.batch == P and adds_number(node):
             _share_number(node, pieces)
@@ -77,9 +80,9 @@ def _divide_addends(graph: Graph, pieces: int) -> None:
 
 
 def _behind(node: Node, source: Node, types: Layout, assignment: Assignment) -> Node | None:
-    """What a conversion of the value of `node` belongs to if it is placed right behind `source`; None: its reader.
+    """Return the operator whose module a conversion right behind `source` belongs to; None: it stands before its reader.
 
-    A pending sum that repeated layers begin with is converted where the sums between the layers are, as a part of a layer.
+    A pending sum that repeated layers begin with is converted like the sums between the layers: as a part of a layer.
     """
     if source is node and types == assignment.entries.get(node) and node.op == "call_function":
         return node
@@ -91,33 +94,33 @@ def _behind(node: Node, source: Node, types: Layout, assignment: Assignment) -> 
 def _convert(
     graph: Graph, source: Node, axis: str, types: Layout, reader: Node, mesh: Mesh, behind: Node | None
 ) -> Node:
-    """`source` with other types over an axis: a node for every conversion that it takes.
+    """Insert the conversions that bring `source` to other types over an axis; return the last one.
 
     They stand right behind `source`, as a part of `behind`'s module, or before `reader`.
     """
-    path = steps(axis, note(source).layout.over(axis), types, mesh)
+    own = note(source).layout.over(axis)
+    path = steps(axis, own, types, mesh)
     if path is None:
-        raise InternalError(
-            site(source), f"there is no conversion from {note(source).layout.over(axis)} to {types}"
-        )
-    made = source
+        raise InternalError(site(source), f"there is no conversion from {own} to {types}")
+    converted = source
     for step in path:
+        # Behind an input or a parameter it belongs to the module of its reader.
         near = note(behind if behind is not None and note(source).kind == "op" else reader)
-        with graph.inserting_after(made) if behind is not None else graph.inserting_before(reader):
-            made = _insert(graph, made, axis, step, mesh, near)
-        note(made).why = _why(source, step.after, reader)
-    return made
+        with graph.inserting_after(converted) if behind is not None else graph.inserting_before(reader):
+            converted = _insert(graph, converted, axis, step, mesh, near)
+        note(converted).why = _why(source, step.after, reader)
+    return converted
 
 
 def _insert(graph: Graph, source: Node, axis: str, step: Step, mesh: Mesh, near: Note) -> Node:
-    """The node of one conversion over an axis or sub-axis."""
+    """Insert the node of one conversion over an axis or sub-axis, in the module of `near`."""
     record, row = note(source), CONVERSIONS[step.before.kind, step.after.kind]
     layout = record.layout.replacing(axis, step.layout)
     size = _padded_size(source, step.before, step.after, mesh.degree(step.axis))
     args = (source, row.name, *shard_places(record.dims, step.axis, (record.layout, layout), mesh))
-    made = graph.call_function(markers.convert, args, {"size": size} if size else {})
-    made.meta["val"] = source.meta["val"]
-    fresh = Note(
+    converted = graph.call_function(markers.convert, args, {"size": size} if size else {})
+    converted.meta["val"] = source.meta["val"]
+    new_note = Note(
         module=near.module,
         source=near.source,
         of_params=record.of_params,
@@ -127,18 +130,19 @@ def _insert(graph: Graph, source: Node, axis: str, step: Step, mesh: Mesh, near:
         conversion=row.name,
         axis=step.axis,
     )
-    set_note(made, fresh)
-    return made
+    set_note(converted, new_note)
+    return converted
 
 
 def conversion_row(name: str) -> Conversion:
-    """The row of the conversion table that is called `name`."""
+    """Return the row of the conversion table with a name, such as `p_to_i`."""
     return next(row for row in CONVERSIONS.values() if row.name == name)
 
 
 def _padded_size(source: Node, kind: ValueType, target: ValueType, t: int) -> int:
-    """Size of the padded dim that a conversion makes or undoes; 0 where t divides."""
-    return max(padded_size(note(source).dims, one, t) for one in (kind, target))
+    """Return the size of the padded dim that a conversion makes or undoes; 0 where t divides."""
+    dims = note(source).dims
+    return max(padded_size(dims, kind, t), padded_size(dims, target, t))
 
 
 def _why(source: Node, kind: ValueType, reader: Node) -> str:
@@ -154,54 +158,56 @@ def _why(source: Node, kind: ValueType, reader: Node) -> str:
 
 
 def _take_first_rows(graph: Graph, reader: Node, constant: Node, place: Place) -> None:
-    """A constant whose rows are all equal meets a microbatch: as many of its rows as the microbatch has."""
+    """Give `reader` as many rows of a constant as its microbatch has; all rows are equal, so the first ones do."""
     for arg in reader.all_input_nodes:
         if _origin(arg) is constant:
             with graph.inserting_before(reader):
-                made = graph.call_function(markers.first_rows, (arg, place[0]))
-            made.meta["val"] = arg.meta["val"]
+                rows = graph.call_function(markers.first_rows, (arg, place[0]))
+            rows.meta["val"] = arg.meta["val"]
             record = note(arg)
-            fresh = Note(module=note(reader).module, source=note(reader).source, dims=record.dims)
-            fresh.layout = record.layout.having(BATCH, S(*place))
-            set_note(made, fresh)
-            reader.replace_input_with(arg, made)
+            new_note = Note(module=note(reader).module, source=note(reader).source, dims=record.dims)
+            new_note.layout = record.layout.having(BATCH, S(*place))
+            set_note(rows, new_note)
+            reader.replace_input_with(arg, rows)
 
 
 def _share_number(node: Node, pieces: int) -> None:
-    """`sum over the batch + number`: each of the pieces adds its equal part of the number."""
+    """Divide the number in `sum over the batch + number`: each of the pieces adds an equal part."""
     x, number, *rest = node.args
     node.args = (x, number / pieces, *rest)  # type: ignore[operator]
     note(node).extra["reason"] = f"a part of {number}: {pieces} pieces add up to it"
 
 
 def _share_addends(graph: Graph, node: Node, pieces: int) -> None:
-    """`sum over the batch + whole value`: each of the pieces adds its equal part of the whole value."""
-    pending = {one for one in operands(node) if note(one).layout.batch == P}
+    """Divide the whole value in `sum over the batch + whole value`: each of the pieces adds an equal part."""
+    pending = {operand for operand in operands(node) if note(operand).layout.batch == P}
     for group in linear_groups(node):
-        whole = [one for one in group if note(one).layout.batch.is_whole]
+        whole = [operand for operand in group if note(operand).layout.batch.is_whole]
         if len(whole) == len(group) or not pending <= set(group):
             continue
-        for one in whole:
+        for operand in whole:
             with graph.inserting_before(node):
-                made = graph.call_function(markers.share, (one, pieces))
-            made.meta["val"] = one.meta["val"]
-            record = note(one)
-            fresh = Note(module=note(node).module, source=note(node).source, of_params=record.of_params)
-            fresh.needs_grad, fresh.dims, fresh.layout = (
-                record.needs_grad,
-                record.dims,
-                record.layout.having(BATCH, P),
+                share = graph.call_function(markers.share, (operand, pieces))
+            share.meta["val"] = operand.meta["val"]
+            record = note(operand)
+            new_note = Note(
+                module=note(node).module,
+                source=note(node).source,
+                of_params=record.of_params,
+                needs_grad=record.needs_grad,
+                dims=record.dims,
+                layout=record.layout.having(BATCH, P),
             )
-            set_note(made, fresh)
-            node.replace_input_with(one, made)
+            set_note(share, new_note)
+            node.replace_input_with(operand, share)
         return
 
 
 def check_connected(graph: Graph, axes: Axes, axis: str, mesh: Mesh) -> None:
-    """Every operator's operand and result types over an axis must be a row of the table; InternalError lists all that are not.
+    """Verify that the operand and result types of every operator over an axis are a row of the table.
 
-    Where there are types over sub-axes, the table is held against each of these. No atom is split that the degree does not
-    divide, but a padded vocabulary.
+    Where there are types over sub-axes, the table must hold over each of these. No atom may be split that the degree does
+    not divide, except a vocabulary, which is padded. Raises InternalError with all findings.
     """
     table = _Table(axis, axes, mesh, graph)
     findings = [text for node in ops(graph) for text in _findings(node, table)]
@@ -215,7 +221,7 @@ def check_connected(graph: Graph, axes: Axes, axis: str, mesh: Mesh) -> None:
 
 @dataclass
 class _Table:
-    """What the types over one mesh axis are held against."""
+    """The rules that the types over one mesh axis must keep."""
 
     axis: str
     axes: Axes
@@ -224,20 +230,20 @@ class _Table:
     paddings: dict[int, Padding] = field(default_factory=dict)
 
     def padding(self, axis: str) -> Padding:
-        """What the ranks along the axis, or a sub-axis, may split."""
+        """Return what the ranks along the axis, or a sub-axis, may split."""
         degree = self.mesh.degree(axis)
         if degree not in self.paddings:
             self.paddings[degree] = Padding(self.graph, self.axes, degree)
         return self.paddings[degree]
 
     def parts(self, *nodes: Node) -> tuple[str, ...]:
-        """The axis, or the sub-axes over each of which the values of all nodes have a type."""
+        """Return the axis, or else the sub-axes over each of which the values of all nodes have a type."""
         every = [part for node in nodes for part in note(node).layout.sub_axes]
         return self.mesh.parts(self.axis, every)
 
 
 def _odd_shards(node: Node, table: _Table) -> Iterator[str]:
-    """Shards of a dim that is no vocabulary and does not divide."""
+    """Yield shards of a dim that does not divide and may not be padded."""
     origin = _origin(node)
     for axis, kind in note(node).layout.over(table.axis).shards:
         if not table.padding(axis).divides_place(origin, (kind.dim, kind.atom)):
@@ -258,16 +264,19 @@ def _findings(node: Node, table: _Table) -> Iterator[str]:
     if not parts:
         yield f"{site(node)} maps sub-axes of {table.axis} to others"
     for part in parts:
-        types = {_origin(one): note(one).layout[part] for one in operands(node)}
+        types = {_origin(operand): note(operand).layout[part] for operand in operands(node)}
         gives = record.layout[part]
         if not _is_row(node, types, gives, table.axes, table.padding(part)):
-            shown = ", ".join(f"{one.name}: {kind}" for one, kind in types.items())
+            shown = ", ".join(f"{operand.name}: {kind}" for operand, kind in types.items())
             over = f" over {part}" if len(parts) > 1 else ""
             yield f"{site(node)} maps ({shown}) to {gives}{over}, which no rule allows"
 
 
 def _wrong_conversion(node: Node, table: _Table) -> Iterator[str]:
-    """A conversion must be a row of the table over its axis, in the right place, and change nothing over other axes."""
+    """Yield what is wrong with a conversion.
+
+    It must be a row of the table over its axis, have the right arguments, and change nothing over other axes.
+    """
     source, record = operands(node)[0], note(node)
     before, gives = converted_types(node)
     row = CONVERSIONS.get((before.kind, gives.kind))
@@ -285,41 +294,55 @@ def _wrong_conversion(node: Node, table: _Table) -> Iterator[str]:
 
 
 def _is_row(node: Node, types: dict[Node, ValueType], gives: ValueType, axes: Axes, padding: Padding) -> bool:
-    """Whether operands of these types give this one, over one axis or sub-axis."""
+    """Tell whether operands of these types give this one, over one axis or sub-axis."""
 
-    def rest_is_whole(taken: set[Node], kinds: tuple[ValueType, ...]) -> bool:
-        """Operands outside of `taken` are whole; one without a gradient may be I wherever R is asked for."""
-        rest = [(one, kind) for one, kind in types.items() if one not in taken]
-        return all(kind in kinds or (kind == I and not note(one).of_params) for one, kind in rest)
-
-    if (gives == I or (gives == R and axes.is_linear(node))) and rest_is_whole(set(), (gives,)):
+    def rest_is_whole(taken: set[Node], kind: ValueType) -> bool:
+        """Check the operands outside of `taken`; one without a gradient may be I wherever R is asked for."""
+        for operand, given in types.items():
+            is_known = given == kind or (given == I and not note(operand).of_params)
+            if operand not in taken and not is_known:
+                return False
         return True
-    for group in linear_groups_of(node, types):
-        if gives == P and all(types[one] == P for one in group) and rest_is_whole(set(group), (R,)):
+
+    # Whole: I gives I, and R gives R where backward is linear.
+    if (gives == I or (gives == R and axes.is_linear(node))) and rest_is_whole(set(), gives):
+        return True
+    # A linear operator of pending sums gives a pending sum.
+    groups = linear_groups_of(node)
+    for group in groups:
+        is_pending = gives == P and all(types[operand] == P for operand in group)
+        if is_pending and rest_is_whole(set(group), R):
             return True
+    # Split by a letter: every operand that has it is in shards, and so is the result, or it is a pending sum.
     for letter in axes.letters(node):
         if not padding.divides(node, letter):
             continue
-        carried = all(types.get(one) == S(*place) for one, place in letter.places.items())
+        is_carried = all(types.get(operand) == S(*place) for operand, place in letter.places.items())
         contracted = I if letter.form in NO_COLLECTIVE_FORMS else P
         expected = S(*letter.out) if letter.out is not None else contracted
         taken = set(letter.places)
         if letter.out is None and not letter.form:
-            for group in linear_groups_of(node, types):
-                if taken & set(group):
+            # What is added to a pending sum (a bias) must be pending, too.
+            for group in groups:
+                if not taken.isdisjoint(group):
                     taken |= set(group)
-                    carried &= all(types[one] == P for one in group if one not in letter.places)
-        if carried and gives == expected and rest_is_whole(taken, (R,)):
+                    addends = set(group) - letter.places.keys()
+                    is_carried &= all(types[operand] == P for operand in addends)
+        if is_carried and gives == expected and rest_is_whole(taken, R):
             return True
     return False
 
 
-def linear_groups_of(node: Node, types: dict[Node, ValueType]) -> list[tuple[Node, ...]]:
-    """Linear groups in terms of the values before conversion, which the letters speak of."""
-    return [tuple(dict.fromkeys(_origin(one) for one in group)) for group in linear_groups(node)]
+def linear_groups_of(node: Node) -> list[tuple[Node, ...]]:
+    """Return the linear groups with the operands before their conversions, as letters have them."""
+    groups = []
+    for group in linear_groups(node):
+        groups.append(tuple(dict.fromkeys(_origin(operand) for operand in group)))
+    return groups
 
 
 def _origin(node: Node) -> Node:
+    """Return the value that conversions, shares and first rows were made of."""
     while node.target in (markers.convert, markers.share, markers.first_rows):
         node = node.args[0]  # type: ignore[assignment]
     return node

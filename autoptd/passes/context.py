@@ -1,8 +1,7 @@
-"""What a pass is told, and where it leaves what it finds.
+"""The second argument of every pass: its input beside the graph, and the place for its results.
 
-In: the request, the sizes of the batch, the schedule, and what was captured beside the graph. Out: a
-`Context`, which every pass takes beside its graph, and its `Findings`, which are empty until passes fill
-them.
+In: the options, the sizes of the batch, the schedule, and the model's buffers. Out: a `Context`, and its `Findings`, which are
+empty until passes fill them.
 
     ctx = Context(Options(t=2), buffers=Buffers(captured.buffers))
     passes.annotate(graph, ctx)
@@ -40,7 +39,7 @@ ONE_STAGE: Orders = [[Action(Kind.F, 0, 0), Action(Kind.B, 0, 0)]]
 
 @dataclass(eq=False, repr=False)
 class Findings:
-    """What passes find out about a graph beside what its nodes say; InternalError for what none has found yet.
+    """The results of passes beside the notes of the graph; reading one that no pass has left yet is an InternalError.
 
     annotate:     `axes`: which dims run together; `assignments`: the solver's answer over every mesh axis;
                   `fallbacks`: operators that are not split as one would expect
@@ -63,28 +62,27 @@ class Findings:
 
     @property
     def assignment(self) -> Assignment:
-        """The answer over the axis that is solved, where that is one."""
-        (found,) = self.assignments.values()
-        return found
+        """The answer over the one axis that is solved."""
+        (assignment,) = self.assignments.values()
+        return assignment
 
     def has(self, name: str) -> bool:
-        """Whether a pass has found it."""
+        """Tell whether a pass has left this result."""
         return name in vars(self)
 
 
 @dataclass(frozen=True)
 class Context:
-    """All that passes are told.
+    """The input of every pass beside its graph.
 
-    The trace saw `traced_rows` rows, a microbatch has `rows`, a step `pieces` microbatches in all; `batched`
-    names the inputs that carry them, and `whole` is a second trace, with all rows of the batch (None where it
-    is not split). `buffers` are the model's values, by which constants are evaluated.
-
-    `orders` are the schedule without its transfers; `live` tells how many microbatches are in flight on the
-    stages of each rank when they are most, `makespan` how long a step takes for seconds per stage (None: too
-    long to be simulated often).
-
-    With `like`, a program of the same model, parameters are stored and layers cut as there.
+    - `traced_rows`, `rows`: samples of the trace, and of a microbatch; `pieces`: microbatches of a step, of all replicas.
+    - `batched`: names of the inputs that carry the batch; `whole`: a second trace, with all samples of the batch (None
+      where the batch is not split).
+    - `buffers`: the values of the model's buffers, from which constants are evaluated.
+    - `orders`: the schedule without its transfers.
+    - `live`: microbatches in flight on every stage, at the fullest moment of each rank.
+    - `makespan`: seconds of a step for seconds per stage (None: the schedule is too long to be simulated often).
+    - `like`: a program of the same model; parameters are stored, and layers cut, as in that one.
     """
 
     options: Options = field(default_factory=Options)
@@ -106,13 +104,13 @@ class Context:
 
     @cached_property
     def machine(self) -> Machine:
-        """What a rank can do, with the bytes that it holds priced in (`memory_price`)."""
+        """The speeds of a rank, with a price for the bytes that it holds (`memory_price`)."""
         in_flight = max(map(max, self.live), default=0) * self.rows / self.traced_rows
         return self.options.rank_machine.with_memory_priced(self.options.memory_price or 0.0, in_flight)
 
     @cached_property
     def sizes(self) -> Sizes:
-        """What the local shape of a value depends on."""
+        """The sizes that the local shape of a value depends on."""
         return Sizes(self.mesh, self.traced_rows, self.rows, self.pieces)
 
     @cached_property

@@ -1,19 +1,20 @@
 """Cut the model into p*v stages so that the busiest pipeline rank is least busy (CONNECTED -> CUT).
 
-Values that depend on parameters and inputs (the *backbone*) are placed in model order; what becomes of all other values, and
-of those that cross, is decided in `crossing.py`. A parameter lives on every stage that reads it: its owner set.
+In: a CONNECTED graph. Out: `stages` and `placement` of every node, and `ctx.found.cut`.
 
-Cut points are the positions in backbone order with GEMMs on both sides where few bytes cross; of those with the same GEMMs
-before them the thinnest. A stage costs its operators' seconds on one rank, embedding, head and loss included, and the
-messages that it sends and receives; a rank holds parameters with their state, and what backward needs of the microbatches
-in flight (`memory.py`). `balance.py` chooses: for the busiest rank, then for the simulated schedule. Whole layers stay
-together unless cutting inside of one makes a step faster by more than 5%, or is what it takes to fit. A plan may pin the cuts
-instead (`stages/cut_pins.py`).
+The *backbone*, the operators that depend on parameters and inputs, is placed in model order. `crossing.py` places all other
+values, and decides what happens to those that cross. A parameter lives on every stage that reads it: its owner set.
+
+Cut points are positions in the backbone with GEMMs on both sides; of those between the same two GEMMs, the one where fewest
+bytes cross. A stage costs the seconds of its operators on one rank, embedding, head and loss included, and those of the
+messages that it sends and receives. A rank holds parameters with their state, and the saved activations of the microbatches
+in flight (`memory.py`). `balance.py` chooses: for the busiest rank, then for the simulated schedule. Layers stay whole unless
+a cut inside of one makes a step more than 5% faster, or nothing else fits. A plan may pin the cuts (`stages/cut_pins.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -33,7 +34,8 @@ from autoptd.passes.stages.cut_pins import Places, layer_of
 from autoptd.passes.stages.memory import count_bytes
 from autoptd.program.costs import Cut
 
-WORTH = 0.95  # cutting inside a layer must bring the busiest rank's time down to this share
+# A cut inside a layer must bring the time of a step, or of the busiest rank, below this share of that with whole layers.
+MAX_SHARE_OF_WHOLE_LAYERS = 0.95
 GIB = 1 << 30
 
 
@@ -58,31 +60,34 @@ class Point:
     ensures=lambda graph, ctx: check_cut(graph, len(ctx.ranks)),
 )
 def cut(graph: Graph, ctx: Context) -> None:
-    """Fill `note(node).stages` and `placement`; finds where it was cut, why, and what it costs."""
+    """Fill `note(node).stages` and `placement`; find the cuts with their reason and their costs."""
     backbone = find_backbone(graph)
-    wanted = _wanted_cuts(backbone, ctx)
+    pinned = _pinned_cuts(backbone, ctx)
     chooser = _Chooser(graph, backbone, ctx)
-    cuts, why = chooser.choose() if wanted is None else chooser.follow(wanted)
-    bounds = [-1, *cuts.chosen, len(backbone) - 1]
-    home = {node: k for k, (a, b) in enumerate(pairwise(bounds)) for node in backbone[a + 1 : b + 1]}
+    cuts, why = chooser.choose() if pinned is None else chooser.follow(pinned)
+    ends = [-1, *cuts.chosen, len(backbone) - 1]
+    stages = [slice(before + 1, end + 1) for before, end in pairwise(ends)]
+    home: dict[Node, int] = {}
+    for number, stage in enumerate(stages):
+        home |= dict.fromkeys(backbone[stage], number)
     place_values(graph, home, ctx.mesh, ctx.machine)
-    if wanted is not None:
+    if pinned is not None:
         _check_pinned(backbone, len(ctx.ranks))
-    pieces, places = [slice(a + 1, b + 1) for a, b in pairwise(bounds)], Places(backbone)
+    places = Places(backbone)
     ctx.found.cut = Cut(
         after=tuple(places.name(i) for i in cuts.chosen),
         why=why,
-        flops=tuple(sum(map(flops, backbone[piece])) for piece in pieces),
-        seconds=tuple(sum(chooser.line.work[piece]) for piece in pieces),
-        saved_bytes=tuple(sum(chooser.line.saved[piece]) for piece in pieces),
+        flops=tuple(sum(map(flops, backbone[stage])) for stage in stages),
+        seconds=tuple(sum(chooser.line.work[stage]) for stage in stages),
+        saved_bytes=tuple(sum(chooser.line.saved[stage]) for stage in stages),
         rank_seconds=tuple(cuts.loads),
         rank_bytes=tuple(cuts.held),
         finish=cuts.finish,
     )
 
 
-def _wanted_cuts(backbone: list[Node], ctx: Context) -> Sequence[int] | None:
-    """Where a plan, or the program to follow, has this model cut; None: wherever is best."""
+def _pinned_cuts(backbone: list[Node], ctx: Context) -> Sequence[int] | None:
+    """Return the positions of the cuts of the plan, or of the program to follow; None if there is neither."""
     pinned, places = ctx.options.plan.cut, Places(backbone)
     if ctx.like is not None:
         pinned = places.like(Places(find_backbone(ctx.like.graphs["CUT"])), ctx.like.plan["cut"])
@@ -97,8 +102,9 @@ class _Chooser:
         sizes, machine = ctx.sizes, ctx.machine
         self.points = _find_points(backbone, sizes.mesh)
         held = count_bytes(graph, backbone, sizes, ctx.options.accumulate_allreduce_grads_in_fp32)
+        work = [rank_seconds(node, sizes.mesh, machine) / _trace_factor(node, sizes) for node in backbone]
         self.line = Line(
-            [rank_seconds(node, sizes.mesh, machine) / _trace_factor(node, sizes) for node in backbone],
+            work,
             [point.at for point in self.points],
             _values(backbone, sizes, machine),
             held.kept,
@@ -107,7 +113,7 @@ class _Chooser:
         )
 
     def choose(self) -> tuple[Cuts, str]:
-        """The best cuts between layers, or inside of them where that is worth it or there are too few layers."""
+        """Return the best cuts and their reason: between layers, or inside where that is worth it or there are too few."""
         whole = self._solve([point.at for point in self.points if point.between_layers])
         if len(self.ranks) == 1 and whole:
             return whole, "one stage"
@@ -115,24 +121,23 @@ class _Chooser:
         if inside is None:
             raise self._refusal()
         if whole is None:
-            few = sum(point.between_layers for point in self.points) < len(self.ranks) - 1
-            return (
-                inside,
-                f"inside layers: {'there are fewer layers than stages' if few else 'whole layers do not fit'}",
-            )
+            is_short = sum(point.between_layers for point in self.points) < len(self.ranks) - 1
+            why = "there are fewer layers than stages" if is_short else "whole layers do not fit"
+            return inside, f"inside layers: {why}"
         gain, what = 1 - inside.finish / whole.finish, "a step" if self.finish else "the busiest rank"
-        if inside.finish > WORTH * whole.finish:
+        if inside.finish > MAX_SHARE_OF_WHOLE_LAYERS * whole.finish:
             return whole, f"between layers: cuts inside of them would make {what} {max(gain, 0.0):.1%} faster"
         return inside, f"inside layers: {what} is {gain:.0%} faster than with whole layers"
 
-    def follow(self, wanted: Sequence[int]) -> tuple[Cuts, str]:
-        """The cuts of a plan, held against those that would be chosen."""
-        cuts = evaluate(self.line, self.ranks, wanted, self.live, self.finish)
+    def follow(self, pinned: Sequence[int]) -> tuple[Cuts, str]:
+        """Return pinned cuts, compared with those that would be chosen; TooFull where they do not fit."""
+        cuts = evaluate(self.line, self.ranks, pinned, self.live, self.finish)
         if max(cuts.held) > self.machine.memory:
             raise self._too_full(max(cuts.held), "the cut that the plan pins")
         try:
             best, why = self.choose()
-        except PlanError:  # a plan may cut where no point is
+        except PlanError:
+            # A plan may cut where there is no cut point, so that no choice of ours need exist.
             return cuts, "as the plan says"
         if cuts.chosen == best.chosen:
             return best, why
@@ -148,11 +153,11 @@ class _Chooser:
         return Line(line.work, points, line.values, line.kept, line.saved, line.shared)
 
     def _refusal(self) -> PlanError:
-        """Why there is no cut: too few places, or too little memory."""
-        most = len(self.points) + 1
-        if most < len(self.ranks):
-            fact = f"more stages than the model can be cut into: {most} at most"
-            return PlanError(f"p*v={len(self.ranks)}", fact, f"p*v <= {most}, or a deeper model")
+        """Make the error for a model without a cut: too few places, or too little memory."""
+        max_stages = len(self.points) + 1
+        if max_stages < len(self.ranks):
+            fact = f"more stages than the model can be cut into: {max_stages} at most"
+            return PlanError(f"p*v={len(self.ranks)}", fact, f"p*v <= {max_stages}, or a deeper model")
         return self._too_full(least_memory(self.line, self.ranks, self.live), "the cut that spreads it best")
 
     def _too_full(self, needed: float, which: str) -> TooFull:
@@ -167,95 +172,114 @@ def _gib(nbytes: float) -> str:
 
 
 def _trace_factor(node: Node, sizes: Sizes) -> int:
-    """How much more of a value the trace saw than a microbatch has."""
+    """Return how many times larger a value is in the trace than in a microbatch."""
     return sizes.rows_divisor if note(node).layout.batch.kind in "SP" else 1
 
 
 def _values(backbone: list[Node], sizes: Sizes, machine: Machine) -> list[Value]:
-    """What may cross, with the seconds that it takes a stage to send it (or to receive it) and its gradient."""
+    """Return the values that may cross, with the seconds to send (or to receive) each and its gradient."""
     order = {node: i for i, node in enumerate(backbone)}
     values = []
     for i, node in enumerate(backbone):
         reads = tuple(sorted(order[user] for user in node.users if user in order))
         if reads and is_tensor(node):
-            once = local_payload(node, sizes.mesh) / _trace_factor(node, sizes) / machine.link_bandwidth
-            values.append(Value(i, reads, (1 + note(node).needs_grad) * once))
+            seconds = local_payload(node, sizes.mesh) / _trace_factor(node, sizes) / machine.link_bandwidth
+            values.append(Value(i, reads, (1 + note(node).needs_grad) * seconds))
     return values
 
 
 def _check_pinned(backbone: list[Node], count: int) -> None:
-    """A stage of a plan must have something to do: a view of what crosses is computed where it is read."""
-    for stage in set(range(count)) - {stage for node in backbone for stage in note(node).stages}:
+    """Refuse pinned cuts that leave a stage empty: a view of what crosses is computed where it is read."""
+    for stage in _empty_stages(backbone, count):
         raise PlanError(
             "plan: cut", f"stage {stage} has nothing to compute", "cut behind more than a view or a cast"
         )
 
 
+def _empty_stages(backbone: Iterable[Node], count: int) -> list[int]:
+    used: set[int] = set()
+    for node in backbone:
+        used.update(note(node).stages)
+    return [stage for stage in range(count) if stage not in used]
+
+
 def find_backbone(graph: Graph) -> list[Node]:
-    """Operators that depend on parameters and on batch inputs, in order."""
+    """Return the operators that depend on parameters and on batch inputs, in order; PlanError if there are none."""
     of_inputs: set[Node] = set()
+    backbone: list[Node] = []
     for node in graph.nodes:
-        if note(node).kind == "input" or any(arg in of_inputs for arg in node.all_input_nodes):
+        if note(node).kind == "input" or not of_inputs.isdisjoint(node.all_input_nodes):
             of_inputs.add(node)
-    found = [
-        node
-        for node in graph.nodes
-        if node.op == "call_function" and note(node).of_params and node in of_inputs
-    ]
-    if not found:
+            if node.op == "call_function" and note(node).of_params:
+                backbone.append(node)
+    if not backbone:
         raise PlanError(
             "model", "its loss does not depend on both parameters and inputs", "check what forward returns"
         )
-    return found
+    return backbone
 
 
 def _find_points(backbone: list[Node], mesh: Mesh) -> list[Point]:
-    """Where the backbone can be cut, ascending; between two GEMMs at most two points: inside a layer and between layers."""
-    order = {node: i for i, node in enumerate(backbone)}
-    last_use = [
-        max((order.get(user, len(backbone)) for user in node.users), default=i)
-        for i, node in enumerate(backbone)
-    ]
+    """Return the cut points, ascending; between two GEMMs at most two: inside a layer and between layers."""
+    last_use = _last_uses(backbone)
     gemms = [i for i, node in enumerate(backbone) if flops(node)]
+    # By the number of GEMMs before the point, and whether it lies between layers.
     best: dict[tuple[int, bool], Point] = {}
     alive: list[int] = []
-    before = 0
+    gemms_before = 0
     for i in range(len(backbone) - 1):
         alive = [j for j in [*alive, i] if last_use[j] > i]
-        before += bool(flops(backbone[i]))
+        gemms_before += bool(flops(backbone[i]))
+        # A tuple, such as the pieces of a split, cannot be sent.
         if not gemms or not gemms[0] <= i < gemms[-1] or not all(is_tensor(backbone[j]) for j in alive):
             continue
-        between = layer_of(note(backbone[i]).module) != layer_of(note(backbone[i + 1]).module)
-        found = Point(i, sum(local_payload(backbone[j], mesh) for j in alive), between)
-        key = (before, between)
-        if key not in best or found.nbytes < best[key].nbytes:
-            best[key] = found
+        between_layers = layer_of(note(backbone[i]).module) != layer_of(note(backbone[i + 1]).module)
+        nbytes = sum(local_payload(backbone[j], mesh) for j in alive)
+        key = (gemms_before, between_layers)
+        if key not in best or nbytes < best[key].nbytes:
+            best[key] = Point(i, nbytes, between_layers)
     points = sorted(best.values(), key=lambda point: point.at)
-    same = [pair for pair in pairwise(points) if _is_idle(backbone[pair[0].at + 1 : pair[1].at + 1], mesh)]
-    dropped = [a if b.between_layers else b for a, b in same]
+    # Of two points with only views between them one goes, preferably the one inside a layer.
+    dropped = []
+    for point, following in pairwise(points):
+        if _is_idle(backbone[point.at + 1 : following.at + 1], mesh):
+            dropped.append(point if following.between_layers else following)
     return [point for point in points if point not in dropped]
 
 
+def _last_uses(backbone: list[Node]) -> list[int]:
+    """Return the position of the last reader of every value; the end where something outside of the backbone reads it."""
+    order = {node: i for i, node in enumerate(backbone)}
+    last = []
+    for i, node in enumerate(backbone):
+        last.append(max((order.get(user, len(backbone)) for user in node.users), default=i))
+    return last
+
+
 def _is_idle(operators: list[Node], mesh: Mesh) -> bool:
-    """Whether a stage of these would have nothing to do: views are computed where they are read."""
+    """Tell whether a stage of these would have nothing to do: views are computed where they are read."""
     return not any(rank_seconds(node, mesh, Machine()) for node in operators)
 
 
 def check_cut(graph: Graph, num_stages: int) -> None:
-    """Everything is placed, once where it says no more, before it is read; no weight crosses; no stage is empty."""
+    """Verify the stages of a CUT graph; raises InternalError with all findings.
+
+    Every node is placed, before it is read, and on one stage unless it is said to be computed again; no weight crosses; no
+    stage is empty.
+    """
     backbone = set(find_backbone(graph))
     findings = [text for node in graph.nodes for text in _misplaced(node, backbone)]
     if note(output(graph)).stages != (num_stages - 1,):
         findings.append(f"the loss is in stages {note(output(graph)).stages}")
-    empty = set(range(num_stages)) - {stage for node in backbone for stage in note(node).stages}
+    empty = _empty_stages(backbone, num_stages)
     if empty:
-        findings.append(f"stages {sorted(empty)} are empty")
+        findings.append(f"stages {empty} are empty")
     if findings:
         raise InternalError("CUT", "; ".join(findings))
 
 
 def _misplaced(node: Node, backbone: set[Node]) -> Iterator[str]:
-    """What is wrong with the stages of one node, and with those of what it reads."""
+    """Yield what is wrong with the stages of one node, and with those of its operands."""
     stages = note(node).stages
     if node.op != "placeholder" and not stages:
         yield f"{node.name} is in stages {stages}"

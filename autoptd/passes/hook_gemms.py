@@ -1,15 +1,15 @@
-"""Hang the hooks that were asked for on the GEMMs of a LOCAL graph (LOCAL -> what codegen writes).
+"""Attach communication hooks to the GEMMs of a LOCAL graph (LOCAL -> what codegen writes).
 
-In: LOCAL, and which hooks. Out: `markers.linear` in the place of a `linear` or `addmm` that has one: the runtime's own autograd
-function. All other GEMMs stay what they were.
+In: LOCAL, and the options that choose hooks. Out: `markers.linear`, the runtime's own autograd function, instead of each
+`linear` or `addmm` with a hook. All other GEMMs stay as they were.
 
 - *overlap*: where an f (I -> R) has this GEMM as its only reader, with nothing but views between, f becomes part of the GEMM,
   so that the input's gradient is summed while the weight's is computed. An f that several GEMMs read (separate q, k, v) stays
   on a line of its own: their input gradients are added up first and summed over the ranks once.
-- A gather (S -> R) that GEMMs alone read is done again in backward; with *overlap* while the input's gradient is computed, and
-  this gradient's reduce-scatter, where one GEMM alone reads the value, while the weight's is.
-- *wgrad*: where the weight is a parameter itself, its gradient does not go through autograd: "main_grads" or "deferred", the
-  attribute of the stage that takes it (see runtime/linear.py). A head that is one operator with its loss has this hook too.
+- A gather (S -> R) that only GEMMs read is done again in backward; with *overlap*, while the input's gradient is computed.
+  The reduce-scatter of this gradient, where one GEMM alone reads the value, overlaps the weight's gradient.
+- *wgrad*: where the weight is a parameter itself, its gradient bypasses autograd: "main_grads" or "deferred", the attribute
+  of the stage that takes it (see runtime/linear.py). A head fused with its loss has this hook, too.
 
     hook_gemms(graph, ctx)
 """
@@ -28,7 +28,8 @@ from autoptd.passes.context import Context
 from autoptd.passes.runner import CALLS, Form, graph_pass
 
 HEAD = markers.FUSED["linear_cross_entropy"]
-WEIGHTS = {markers.linear: 1, HEAD: 2}  # the place of the weight among the operands
+# The place of the weight among the operands.
+WEIGHTS = {markers.linear: 1, HEAD: 2}
 PLAIN_KWARGS: dict[str, object] = {"alpha": 1, "beta": 1}
 
 
@@ -60,8 +61,10 @@ def hook_gemms(graph: Graph, ctx: Context) -> None:
 
 
 def _mark_readers(node: Node, overlap: bool) -> list[Node]:
-    """The GEMMs that gather `node` again; it is marked with how many of them have a weight gradient, for which they do, and
-    whether that and the reduce-scatter are overlapped.
+    """Return the GEMMs that gather `node` again in backward.
+
+    The note of `node` gets the number of those with a weight gradient, which is what the gathered value is for, and whether
+    the gather and the reduce-scatter are overlapped.
     """
     gemms = gather_again(node)
     if gemms:
@@ -73,22 +76,18 @@ def _mark_readers(node: Node, overlap: bool) -> list[Node]:
 
 
 def gather_again(node: Node) -> list[Node]:
-    """The GEMMs that read `node`, where it gathers shards (S -> R) for these alone: backward needs the shards only."""
+    """Return the GEMMs that read `node`, if it gathers shards (S -> R) only for them: backward needs only the shards."""
     if node.target is not markers.convert or note(node).conversion != "s_to_r" or node.kwargs.get("size"):
         return []
+    # The list grows while it is walked: the readers of a reshape follow those of the value.
     gemms, reads = [], [(node, user) for user in node.users]
     for source, user in reads:
         operands = gemm_operands(user)
-        if (
-            operands is not None
-            and operands[0] is source
-            and operands[1] is not source
-            and operands[2] is not source
-        ):
+        if operands is not None and operands[0] is source and source not in operands[1:]:
             gemms.append(user)
         # The result of `rt.all_gather_again` can be reshaped, and nothing else.
         elif operator_of(user).text == ".reshape" and tensor(user).shape[-1] == tensor(source).shape[-1]:
-            reads += [(user, one) for one in user.users]
+            reads += [(user, reader) for reader in user.users]
         else:
             return []
     count = sum(note(gemm_operands(gemm)[1]).needs_grad for gemm in gemms)  # type: ignore[index]
@@ -98,18 +97,20 @@ def gather_again(node: Node) -> list[Node]:
 
 
 def adds_to_gradient(weight: Node, stage: int) -> int:
-    """How often the backward of one microbatch adds to the gradient of a parameter in `stage`.
+    """Count how often the backward of one microbatch adds to the gradient of a parameter in `stage`.
 
-    Autograd adds once, whatever the number of readers; every GEMM that brings its weight's gradient itself adds once more.
+    Autograd adds once, whatever the number of readers; every GEMM that adds its weight's gradient itself adds once more.
     """
     readers = [user for user in weight.users if stage in note(user).stages]
-    own = [
-        user
-        for user in readers
-        if user.target in WEIGHTS and user.kwargs["wgrad"] and user.args[WEIGHTS[user.target]] is weight
-    ]
-    is_input_too = any(user.args.count(weight) > 1 for user in own)
-    return len(own) + (is_input_too or len(own) < len(readers))
+    bypassing = []
+    for user in readers:
+        is_hooked = user.target in WEIGHTS and bool(user.kwargs["wgrad"])
+        if is_hooked and user.args[WEIGHTS[user.target]] is weight:
+            bypassing.append(user)
+    # A GEMM may read the parameter as its input, too: that gradient is autograd's.
+    is_input_too = any(user.args.count(weight) > 1 for user in bypassing)
+    needs_autograd = is_input_too or len(bypassing) < len(readers)
+    return len(bypassing) + needs_autograd
 
 
 def _is_parameter(weight: Any) -> bool:
@@ -117,10 +118,11 @@ def _is_parameter(weight: Any) -> bool:
 
 
 def gemm_operands(node: Node) -> tuple[Node, Node, Node | None] | None:
-    """(input, weight, bias) of a linear, or of an addmm that is one; None of anything else."""
+    """Return (input, weight, bias) of a linear, or of an addmm that is one; None for anything else."""
     if op_name(node) == "aten.linear":
         x, weight, *rest = node.args
-        if tensor(weight).dim() == 1:  # a product with a vector, as value heads have: autograd's
+        # A product with a vector, as value heads have, is left to autograd.
+        if tensor(weight).dim() == 1:
             return None
         return x, weight, (rest[0] if rest else None)  # type: ignore[return-value]
     is_plain = all(PLAIN_KWARGS.get(key) == given for key, given in node.kwargs.items())
@@ -131,7 +133,7 @@ def gemm_operands(node: Node) -> tuple[Node, Node, Node | None] | None:
 
 
 def _f_in_front(x: Node, reader: Node) -> Node | None:
-    """The f that `x` is or comes from, if nobody but `reader` reads it."""
+    """Return the f that `x` is, or is a view of, if `reader` alone reads it."""
     while len(x.users) == 1 and note(x).stages == note(reader).stages and x.op == "call_function":
         if x.target is markers.convert:
             return x if note(x).conversion == "i_to_r" and note(x).needs_grad else None

@@ -1,15 +1,19 @@
 """Give every value its local shape and rewrite what depends on sizes (CUT -> LOCAL).
 
-Literal sizes are regenerated from the atoms of the result, never patched. Contractions over a split dim get their local form:
-a mean becomes a sum over the global count, a cross-entropy a sum over the global number of valid labels, an embedding or a
-cross-entropy over a split vocabulary the runtime's vocabulary-parallel one, a dropout the part of its global mask.
-`check_local` re-runs every node on fake tensors and compares shapes.
+In: a CUT graph, with the shapes of the trace. Out: the same with operators that are right for the shapes of a rank, in
+`extra["local_shapes"]`.
+
+Literal sizes are computed from the atoms of the result, never patched. Contractions over a split dim get their local form: a
+mean becomes a sum divided by the global count, a cross-entropy a sum divided by the global number of valid labels, an
+embedding or a cross-entropy over a split vocabulary the runtime's vocabulary-parallel one, a dropout its part of the global
+mask. `check_local` runs every node on fake tensors and compares shapes.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -25,7 +29,7 @@ from autoptd.ir.operators.record import argument, operands, set_arguments
 from autoptd.ir.operators.table import operator_of
 from autoptd.ir.sizes import Sizes, local_shapes
 from autoptd.ir.steps import shard_places
-from autoptd.ir.types import I, S, ValueType, outer_size, padded_size
+from autoptd.ir.types import Dims, I, S, ValueType, outer_size, padded_size
 from autoptd.passes.context import Context
 from autoptd.passes.runner import CALLS, Form, graph_pass
 
@@ -39,17 +43,16 @@ from autoptd.passes.runner import CALLS, Form, graph_pass
 def localize(graph: Graph, ctx: Context) -> None:
     """Rewrite `graph` in place for local shapes."""
     sizes = ctx.sizes
-    totals: Counter[int] = Counter()  # per stage: a loss of an early exit need not be in the last one
+    # Losses per stage: that of an early exit need not be in the last one.
+    totals: Counter[int] = Counter()
     for node in list(ops(graph)):
         record, name = note(node), op_name(node)
         forms = record.forms.values()
         if "vocab_embedding" in forms:
-            weight, ids = node.args[0], node.args[1]
-            node.target, node.args, node.kwargs = (
-                markers.vocab_embedding,
-                (ids, weight, argument(node, "padding_idx")),
-                {"size": _vocabulary(node, weight, S(0, 0), sizes)},
-            )
+            weight, ids, padding = node.args[0], node.args[1], argument(node, "padding_idx")
+            node.target = markers.vocab_embedding
+            node.args = (ids, weight, padding)
+            node.kwargs = {"size": _vocabulary(node, weight, S(0, 0), sizes)}
         elif name == "aten.cross_entropy_loss" and forms:
             _local_cross_entropy(node, totals, sizes)
         elif name == "aten.mean" and "mean" in forms:
@@ -75,6 +78,7 @@ def _local_cross_entropy(node: Node, totals: Counter[int], sizes: Sizes) -> None
         stage = min(record.stages, default=0)
         reduction, total = "sum", totals[stage]
         totals[stage] += 1
+    labels, class_weights = read[1], read[2] if len(read) > 2 else None
     keywords = {
         "reduction": reduction,
         "ignore_index": argument(node, "ignore_index"),
@@ -83,21 +87,18 @@ def _local_cross_entropy(node: Node, totals: Counter[int], sizes: Sizes) -> None
         "size": _vocabulary(node, read[0], None, sizes),
         "total": total,
     }
-    node.target, node.args, node.kwargs = (
-        markers.cross_entropy,
-        (*read[:2], read[2] if len(read) > 2 else None),
-        keywords,
-    )
+    node.target, node.args, node.kwargs = markers.cross_entropy, (read[0], labels, class_weights), keywords
 
 
 def _vocabulary(node: Node, table: Node, kind: ValueType | None, sizes: Sizes) -> int:
-    """Size of the dim that the axis of a mesh pads which splits `node` by its vocabulary; 0 where nothing is padded.
+    """Return the full size of a vocabulary that is padded, 0 where none is; note the axis that splits it.
 
-    `kind` is what the axis does to `table`, by default its type.
+    `kind` is the type of `table` over that axis, by default the one in its note.
     """
-    axis = next((axis for axis, form in note(node).forms.items() if axis != BATCH and form), None)
-    if axis is None:
+    axes = [axis for axis, form in note(node).forms.items() if axis != BATCH and form]
+    if not axes:
         return 0
+    axis = axes[0]
     note(node).axis = axis
     return padded_size(note(table).dims, kind or note(table).layout[axis], sizes.mesh.degree(axis))
 
@@ -107,47 +108,59 @@ def _local_mean(node: Node, sizes: Sizes) -> None:
     dims = argument(node, "dim")
     dims = [d % tensor(x).dim() for d in dims] if dims else list(range(tensor(x).dim()))
     count = math.prod(shape(x)[d] for d in dims)
+    # The mean is over the samples of the whole batch, not over those of the trace.
     if note(x).layout.batch.kind == "S" and note(x).layout.batch.dim in dims:
         count = count // sizes.traced_rows * sizes.global_rows
     node.target, node.args, node.kwargs = markers.mean, (x, dims, bool(argument(node, "keepdim")), count), {}
 
 
 def _local_dropout(node: Node, sizes: Sizes) -> None:
-    """The mask is numbered in the global value: say where in the local one the rows of the batch and the shards lie."""
+    """Say where in the local value the rows of the batch and the shards lie: masks are numbered in the global value."""
     record = note(node)
-    rows, dims = record.extra["rows"], [list(atoms) for atoms in record.dims]
     cuts = [*_batch_cuts(record.layout, sizes), *record.layout.cuts(sizes.mesh)]
-    for dim, atom, pieces in cuts:
-        if dims[dim]:
-            dims[dim][atom] //= pieces
+    dims = _divided(record.dims, cuts)
+
+    def place(kind: ValueType) -> tuple[int, int] | None:
+        return (kind.dim, outer_size(dims, kind)) if kind.kind == "S" else None
+
     record.axis = record.layout.chunk_axis(record.dims, sizes.mesh) or ""
-    kinds = (rows, record.layout.shards[0][1] if record.axis else I)
-    batch, shard = ((kind.dim, outer_size(dims, kind)) if kind.kind == "S" else None for kind in kinds)
+    batch = place(record.extra["rows"])
+    shard = place(record.layout.shards[0][1] if record.axis else I)
     node.target, node.args = markers.dropout, (node.args[0], node.args[1], record.extra["site"], batch, shard)
 
 
+def _divided(dims: Dims, cuts: Iterable[tuple[int, int, int]]) -> list[list[int]]:
+    """Divide the atoms of dims by `cuts`: (dim, atom, number of pieces)."""
+    divided = [list(atoms) for atoms in dims]
+    for dim, atom, pieces in cuts:
+        # A dim of size 1 has no atoms.
+        if divided[dim]:
+            divided[dim][atom] //= pieces
+    return divided
+
+
 def _batch_cuts(layout: Layout, sizes: Sizes) -> list[tuple[int, int, int]]:
-    """(dim, atom, pieces) of what microbatches cut."""
+    """Return the cut (dim, atom, pieces) that microbatches make of a traced value, if any."""
     batch = layout.batch
-    return (
-        [(batch.dim, batch.atom, sizes.rows_divisor)] if batch.kind == "S" and sizes.rows_divisor > 1 else []
-    )
+    if batch.kind == "S" and sizes.rows_divisor > 1:
+        return [(batch.dim, batch.atom, sizes.rows_divisor)]
+    return []
 
 
 def _local_placement(node: Node, sizes: Sizes) -> None:
-    """Where shards lie in a dim that carries the batch before them: a microbatch may have fewer rows than the trace."""
+    """Correct where a conversion's shards lie: a microbatch may have fewer samples than the trace.
+
+    That matters in a dim that carries the batch in front of the shards.
+    """
     record = note(node)
-    dims = [list(atoms) for atoms in record.dims]
-    for dim, atom, pieces in _batch_cuts(record.layout, sizes):
-        if dims[dim]:
-            dims[dim][atom] //= pieces
+    dims = _divided(record.dims, _batch_cuts(record.layout, sizes))
     source, name = node.args[:2]
     layouts = (note(source).layout, record.layout)  # type: ignore[arg-type]
     node.args = (source, name, *shard_places(tuple(map(tuple, dims)), record.axis, layouts, sizes.mesh))
 
 
 def _local_sizes(node: Node, sizes: Sizes) -> dict[str, Any]:
-    """The arguments of `node` that depend on sizes, as they are on one rank."""
+    """Return those arguments of `node` that depend on sizes, for the sizes of one rank."""
     record = operator_of(node)
     if record.local_sizes:
         return dict(record.local_sizes(node, sizes))
@@ -155,30 +168,30 @@ def _local_sizes(node: Node, sizes: Sizes) -> dict[str, Any]:
 
 
 def check_local(graph: Graph) -> None:
-    """Run every operator on fake tensors of local shapes and compare; InternalError lists all that differ.
+    """Run every operator on fake tensors of local shapes and compare; raises InternalError with all findings.
 
     Equal layers run equal operators: each (operator, literals, operands' local shapes and dtypes) is run once.
     """
     findings: list[str] = []
-    made: dict[str, list[tuple[int, ...]] | str] = {}
+    results: dict[str, list[tuple[int, ...]] | str] = {}
     with FakeTensorMode():
         for node in ops(graph):
             if value(node) is None or node.target in markers.MARKERS:
                 continue
             call = repr((str(node.target), *map_arg((node.args, node.kwargs), _LocalValue)))
-            if call not in made:
-                made[call] = _local_result(node)
-            found, expected = made[call], note(node).extra["local_shapes"]
-            if isinstance(found, str):
-                findings.append(f"{site(node)} fails on local shapes: {found}")
-            elif found != expected:
-                findings.append(f"{site(node)} gives {found} where {expected} is planned")
+            if call not in results:
+                results[call] = _local_result(node)
+            result, expected = results[call], note(node).extra["local_shapes"]
+            if isinstance(result, str):
+                findings.append(f"{site(node)} fails on local shapes: {result}")
+            elif result != expected:
+                findings.append(f"{site(node)} gives {result} where {expected} is planned")
     if findings:
         raise InternalError("LOCAL", "; ".join(findings))
 
 
 class _LocalValue:
-    """What an operator gets of an operand: prints as the local shapes and the dtype."""
+    """An operand with its local shapes, as an operator gets it; prints as these and the dtype."""
 
     def __init__(self, node: Node) -> None:
         self.shapes, self.dtype = note(node).extra["local_shapes"], tensor(node).dtype
@@ -188,18 +201,20 @@ class _LocalValue:
         return f"{self.dtype}{self.shapes}{self.is_tuple}"
 
     def make(self) -> Any:
-        made = [torch.empty(one, dtype=self.dtype) for one in self.shapes]
-        return made if self.is_tuple else made[0]
+        tensors = [torch.empty(local_shape, dtype=self.dtype) for local_shape in self.shapes]
+        return tensors if self.is_tuple else tensors[0]
 
 
 def _local_result(node: Node) -> list[tuple[int, ...]] | str:
-    """The shapes that `node` gives for its operands' local shapes, or why it cannot run on them."""
-    args, kwargs = map_arg((node.args, node.kwargs), lambda one: _LocalValue(one).make())
+    """Return the shapes that `node` gives for its operands' local shapes, or why it cannot run on them."""
+    args, kwargs = map_arg((node.args, node.kwargs), lambda operand: _LocalValue(operand).make())
     try:
-        made = node.target(*args, **kwargs)  # type: ignore[operator]
-    except Exception as error:  # any failure of an operator on its local shapes is the finding
+        result = node.target(*args, **kwargs)  # type: ignore[operator]
+    # Operators fail in many ways: whatever it is, it is the finding.
+    except Exception as error:
         return str(error).splitlines()[0]
-    return [tuple(one.shape) for one in (made if isinstance(made, (tuple, list)) else [made])]
+    results = result if isinstance(result, (tuple, list)) else [result]
+    return [tuple(part.shape) for part in results]
 
 
 __all__ = ["check_local", "localize"]

@@ -1,8 +1,8 @@
-"""Find the sums over tp that may be made in place (LOCAL -> LOCAL).
+"""Find the sums over tp that may be computed in place (LOCAL -> LOCAL).
 
-In: LOCAL, with its hooks. Out: the same graph; a g (P -> I) whose operand nobody else reads, or an f (I -> R) whose gradient
-nobody else reads, is marked `owned`, and emitted as `rt.p_to_i(x, tp, owned=True)`. Such a value was just made by an operator
-whose backward does not need it:
+In: LOCAL, with its hooks. Out: the same graph; a g (P -> I) whose operand has no other reader, or an f (I -> R) whose gradient
+has none, is marked `owned`, and emitted as `rt.p_to_i(x, tp, owned=True)`. Such a value was just computed by an operator whose
+backward does not need it:
 
 - g: the operand is the result of a GEMM or an addition, or rows of an embedding, and g is its only reader;
 - f: all readers are GEMMs, so that the gradient is made by them, or is autograd's sum of what they made.
@@ -34,7 +34,7 @@ def mark_owned(graph: Graph, ctx: Context) -> None:
 
 
 def _is_fresh(node: Node) -> bool:
-    """Whether the operand of `node` is new, and nobody else's."""
+    """Tell whether the operand of `node` is new memory, with no other reader."""
     x = node.args[0]
     while isinstance(x, Node) and len(x.users) == 1 and note(x).stages == note(node).stages:
         record = operator_of(x)
@@ -47,7 +47,8 @@ def _is_fresh(node: Node) -> bool:
 
 
 def _is_read_by_gemms(node: Node) -> bool:
-    """Whether the gradient of `node` is made by GEMMs alone."""
+    """Tell whether only GEMMs compute the gradient of `node`."""
+    # The list grows while it is walked: the readers of a view follow those of the value.
     reads = [(node, user) for user in node.users]
     for source, user in reads:
         operands = user.args if user.target is markers.linear else gemm_operands(user)
@@ -55,5 +56,5 @@ def _is_read_by_gemms(node: Node) -> bool:
             continue
         if operator_of(user).moves != "fold":
             return False
-        reads += [(user, one) for one in user.users]
+        reads += [(user, reader) for reader in user.users]
     return bool(reads) and all(note(user).stages == note(node).stages for _, user in reads)

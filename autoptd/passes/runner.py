@@ -1,7 +1,7 @@
-"""Run passes one after the other, and hold each of them to what it says of itself.
+"""Run passes one after the other, and check that each keeps its contract.
 
-A pass is a function of a graph and a `Context`. It changes the graph in place (or returns another), and
-leaves what it finds in `ctx.found`. Its contract stands above it:
+A pass is a function of a graph and a `Context`. It changes the graph in place (or returns another), and leaves further results
+in `ctx.found`. Its contract stands above it:
 
     @graph_pass(takes=Form.ANNOTATED, gives=Form.CONNECTED, changes=("calls", "extra"), ensures=check)
     def communicate(graph: Graph, ctx: Context) -> None: ...
@@ -14,7 +14,7 @@ pass.
     graph = run_passes((annotate, communicate), traced, ctx, record)
     record.graphs["ANNOTATED"], record.seconds["communicate"]
 
-A pass that is called by itself, as in its tests, is the bare function.
+A pass that is called by itself, as in its tests, is the bare function: nothing is checked.
 """
 
 from __future__ import annotations
@@ -35,15 +35,17 @@ from autoptd.passes.context import Context
 from autoptd.passes.dump import write_forms
 
 Body = Callable[[Graph, Context], Graph | None]
-Check = Callable[[Graph, Context], None]  # raises InternalError
+# A check raises InternalError.
+Check = Callable[[Graph, Context], None]
 # What a pass may change beside the fields of a Note: which operators there are, and their arguments.
 CALLS = "calls"
-KEPT = tuple(item.name for item in fields(Note) if item.name != "extra")
-facts_of = attrgetter(*KEPT)
+# The fields of a Note that only a pass with the right to it may change. All may write into `extra`.
+GUARDED_FIELDS = tuple(field.name for field in fields(Note) if field.name != "extra")
+facts_of = attrgetter(*GUARDED_FIELDS)
 
 
 class Form(IntEnum):
-    """What is true of a graph; later forms say more."""
+    """What is known of a graph; a later form has all that an earlier one has."""
 
     TRACED = 0
     ANNOTATED = 1
@@ -56,9 +58,11 @@ class Form(IntEnum):
 class Pass:
     """A pass with its contract.
 
-    It takes a graph of one form and gives one of another, or of the same. Of the nodes that it takes it
-    `changes` only these fields of their notes (`extra` always), and calls only with "calls". It `finds` these
-    of the context's `Findings`. `requires` and `ensures` verify the graph before and after it.
+    - `takes`, `gives`: the form of the graph before and after it.
+    - `changes`: the fields of existing notes that it may change (`extra` always); with "calls" also operators and their
+      arguments.
+    - `finds`: the fields of the context's `Findings` that it fills.
+    - `requires`, `ensures`: verify the graph before and after it.
     """
 
     run: Body
@@ -74,8 +78,8 @@ class Pass:
         return self.run.__name__
 
     def __call__(self, graph: Graph, ctx: Context) -> Graph:
-        made = self.run(graph, ctx)
-        return graph if made is None else made
+        returned = self.run(graph, ctx)
+        return graph if returned is None else returned
 
     def __str__(self) -> str:
         return f"{self.name} ({self.takes.name} -> {self.gives.name})"
@@ -90,8 +94,8 @@ def graph_pass(
     requires: Check | None = None,
     ensures: Check | None = None,
 ) -> Callable[[Body], Pass]:
-    """Make a pass of a function of (graph, context): see `Pass`."""
-    unknown = set(changes) - {CALLS, *KEPT}
+    """Turn a function of (graph, context) into a pass with a contract: see `Pass`."""
+    unknown = set(changes) - {CALLS, *GUARDED_FIELDS}
     if unknown:
         raise InternalError("graph_pass", f"notes have no {', '.join(sorted(unknown))}")
 
@@ -116,24 +120,24 @@ class Record:
         self._folder = os.environ.get("AUTOPTD_DUMP") if dump else None
 
     def keep(self, form: Form, graph: Graph) -> None:
-        """Keep `graph`, which nobody changes any more."""
+        """Keep `graph` as that of a form; it must not change any more."""
         self.graphs[form.name] = graph
         if self._folder:
             write_forms(self.graphs, self._folder)
 
     def add(self, made: Pass, graph: Graph) -> None:
-        """Take notice of the graph behind a pass."""
+        """Keep a copy of the graph behind a pass, if copies of all passes are asked for."""
         if self._every_pass:
             self.after[made.name] = copy_graph(graph)
 
     def copy(self, graph: Graph) -> Graph:
-        """A copy, in the time of copies."""
+        """Copy a graph; the time counts as that of copies."""
         with self.timed("copies"):
             return copy_graph(graph)
 
     @contextmanager
     def timed(self, what: str) -> Iterator[None]:
-        """Add the seconds of a block."""
+        """Add the CPU seconds of a block."""
         start = time.thread_time()
         try:
             yield
@@ -144,8 +148,8 @@ class Record:
 def run_passes(passes: Sequence[Pass], graph: Graph, ctx: Context, record: Record) -> Graph:
     """Run `passes` one after the other; return what the last one gives.
 
-    A TRACED graph stays as it is, for it may be run several times. One of a later form is changed: what
-    passes have found is about its nodes.
+    A TRACED graph is copied first, for several runs may begin with it. A graph of a later form is changed in place: the
+    findings in the context refer to its nodes. Raises InternalError for a broken contract.
     """
     form = passes[0].takes
     if form is Form.TRACED:
@@ -199,28 +203,29 @@ class _Seen:
 
 
 def _changes(before: _Seen, after: _Seen, allowed: frozenset[str]) -> Iterator[str]:
-    """What has changed that may not: the first node of each kind."""
-    found: dict[str, str] = {}
+    """Yield what a pass changed without the right to: the first node for each field."""
+    first_changed: dict[str, str] = {}
     if CALLS not in allowed and before.calls != after.calls:
         names = [*after.calls, *before.calls]
-        found[CALLS] = next(name for name in names if before.calls.get(name) != after.calls.get(name))
+        first_changed[CALLS] = next(name for name in names if before.calls.get(name) != after.calls.get(name))
     for name, facts in before.facts.items():
         now = after.facts.get(name, facts)
+        # Whole tuples are compared first: most nodes of most passes are unchanged.
         if now != facts:
-            for field, new, old in zip(KEPT, now, facts, strict=True):
+            for field, new, old in zip(GUARDED_FIELDS, now, facts, strict=True):
                 if new != old and field not in allowed:
-                    found.setdefault(field, name)
-    for field, name in found.items():
+                    first_changed.setdefault(field, name)
+    for field, name in first_changed.items():
         yield f"changes {field} of {name}, and may change {', '.join(sorted(allowed)) or 'nothing'}"
 
 
 def up_to(form: Form, passes: Sequence[Pass]) -> tuple[Pass, ...]:
-    """Those passes that give a graph of this form, or an earlier one."""
+    """Return the passes that give a graph of this form, or an earlier one."""
     return tuple(each for each in passes if each.gives <= form)
 
 
 def beyond(form: Form, passes: Sequence[Pass]) -> tuple[Pass, ...]:
-    """The passes that follow `up_to(form, passes)`."""
+    """Return the passes that follow `up_to(form, passes)`."""
     return tuple(each for each in passes if each.gives > form)
 
 

@@ -1,8 +1,7 @@
-"""What a plan over tp takes: seconds, bytes sent and bytes held, counted from its graph.
+"""Count what a plan over tp costs from its graph: seconds, bytes sent and bytes held.
 
-In: a CONNECTED graph. Out: `Weight` (program/weighed.py), of one microbatch and one tensor rank, forward and backward;
-the memory of parameters is that of themselves, without gradients and optimizer state. `weigh_known` has the record of a plan
-beside those that people know.
+In: a CONNECTED graph. Out: `Weight` (program/weighed.py), of one microbatch and one tensor rank, forward and backward; the
+memory of parameters does not include gradients and optimizer state. `weigh_known` compares a plan with the well-known ones.
 
     weigh(graph, Sizes(t=8, traced_rows=2, rows=1, pieces=8), machine).sent_bytes
 """
@@ -36,28 +35,29 @@ from autoptd.program.weighed import Weight, weighed_record
 def weigh_known(
     traced: Graph, connected: Graph, ctx: Context, passes: Sequence[Pass]
 ) -> dict[str, Any] | None:
-    """What was found beside the plans that people know, where tokens may be split by price.
+    """Compare a plan that may split tokens wherever that is cheaper with those of Megatron and of Korthikanti et al.
 
-    `connected` is the plan that was found; `passes` make a CONNECTED graph of one that is TRACED.
+    `connected` is the plan; `passes` bring a TRACED graph to CONNECTED. Returns None unless sequence_parallel is "auto".
     """
     options, machine = ctx.options, ctx.options.rank_machine
     if options.t == 1 or options.sequence_parallel != "auto":
         return None
     weights, missing = {"auto": weigh(connected, ctx.sizes, machine)}, {}
-    for known in (True, False):
-        as_known = replace(ctx, options=replace(options, sequence_parallel=known, plan=Plan()))
+    for sequence_parallel in (True, False):
+        known = replace(ctx, options=replace(options, sequence_parallel=sequence_parallel, plan=Plan()))
         try:
-            graph = run_passes(passes, traced, as_known, Record(dump=False))
+            graph = run_passes(passes, traced, known, Record(dump=False))
         except PlanError as error:
-            missing[str(known)] = error.fact
+            missing[str(sequence_parallel)] = error.fact
         else:
-            weights[str(known)] = weigh(graph, ctx.sizes, machine)
+            weights[str(sequence_parallel)] = weigh(graph, ctx.sizes, machine)
     return weighed_record(weights, missing)
 
 
 def weigh(graph: Graph, sizes: Sizes, machine: Machine) -> Weight:
-    """Return what the plan takes on `machine`."""
-    mesh, share = sizes.mesh, sizes.rows / sizes.traced_rows  # what a microbatch is of the trace
+    """Return what the plan costs on `machine`, per microbatch and tensor rank."""
+    # The trace may have more samples than a microbatch.
+    mesh, share = sizes.mesh, sizes.rows / sizes.traced_rows
     seconds = sum(_seconds(node, mesh, machine) for node in ops(graph))
     calls: list[tuple[str, float, int]] = []
     for node in ops(graph):
@@ -71,25 +71,26 @@ def weigh(graph: Graph, sizes: Sizes, machine: Machine) -> Weight:
                 seconds += collective_seconds("all-gather", nbytes, degree, machine)
             calls += [(kind, nbytes, degree) for kind in kinds if kind not in LOCAL_KINDS]
     params = list(placeholders(graph, "param"))
-    held = [(math.prod(local_shape(one, sizes)), tensor(one).element_size()) for one in params]
+    held = [(math.prod(local_shape(param, sizes)), tensor(param).element_size()) for param in params]
     return Weight(
         seconds=seconds * share,
         sent_bytes=round(sum(wire_bytes(*call) for call in calls) * share),
         collectives=len(calls),
         parameters=sum(count for count, _ in held),
         parameter_bytes=sum(count * itemsize for count, itemsize in held),
-        least_parameters=sum(math.prod(shape(one)) for one in params) // mesh.t,
+        least_parameters=sum(math.prod(shape(param)) for param in params) // mesh.t,
         saved_bytes=round(saved_bytes(graph, sizes)),
     )
 
 
 def _seconds(node: Node, mesh: Mesh, machine: Machine) -> float:
-    """Seconds of an operator, forward and backward; what is inside of a fused one moves nothing."""
+    """Return the seconds of an operator, forward and backward; values inside of a fused one are not moved."""
     record = note(node)
     if record.extra.get("inner") and not flops(node):
         return 0.0
     if record.extra.get("fused", "").startswith("part of") and not flops(node):
-        moved = sum(local_payload(one, mesh) for one in [node, *read_from_outside(node)])
+        moved = sum(local_payload(value, mesh) for value in [node, *read_from_outside(node)])
+        # Once in forward; twice in backward, for values and their gradients.
         return 3 * moved / machine.memory_bandwidth
     return rank_seconds(node, mesh, machine)
 

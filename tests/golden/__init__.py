@@ -51,7 +51,7 @@ def build(name: str, record: Record | None = None) -> Program:
     layers, keywords = PROGRAMS[name]
     torch.manual_seed(0)
     ids, options = torch.zeros(ROWS, LENGTH, dtype=torch.long), make_options(machine=MACHINE, **keywords)
-    with mock.patch.object(losses, "LEAST_BYTES", 0):
+    with mock.patch.object(losses, "MIN_LOGITS_BYTES", 0):
         return compile_program(
             Small(layers), options, (ids, ids.clone()), {}, replicas=options.d, record=record
         )

@@ -255,7 +255,7 @@ def test_bytes_saved_for_backward_are_what_autograd_saves(t: int, vocab: int, fu
 
 
 def test_a_fused_head_in_16_bits_keeps_its_gradient_in_32(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(losses, "LEAST_BYTES", 1)
+    monkeypatch.setattr(losses, "MIN_LOGITS_BYTES", 1)
     check_bytes_saved(1, 4096, "eager", torch.bfloat16, "linear_cross_entropy x 1", width=16)
 
 

@@ -512,7 +512,7 @@ def test_few_tokens_keep_their_logits() -> None:
 
 
 def test_small_logits_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(losses, "LEAST_BYTES", 8 << 20)  # not that of the tests
+    monkeypatch.setattr(losses, "MIN_LOGITS_BYTES", 8 << 20)  # not that of the tests
     model = Spelled(
         lambda x, t, w: F.cross_entropy(F.linear(x, w).flatten(0, 1), t.flatten()), w=random(11, H)
     )

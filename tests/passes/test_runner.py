@@ -94,7 +94,11 @@ FAULTS: dict[str, tuple[str, Fault, str]] = {  # name -> pass, what it does wron
         turn_a_type,
         r"annotate \(TRACED -> ANNOTATED\) ensures ANNOTATED: .*S\(7",
     ),
-    "another type than was solved": ("annotate", another_type, "annotate .* is R over tp, and was solved as"),
+    "another type than was solved": (
+        "annotate",
+        another_type,
+        "annotate .* is tp: R over tp, and was solved as",
+    ),
     "an edge without its conversion": (
         "communicate",
         drop_a_conversion,

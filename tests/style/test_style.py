@@ -17,20 +17,9 @@ from tests.style.measures import (
     depth,
     measure,
     nested_comprehensions,
-    place_of,
 )
 
-# Places whose sources still have such forms. The list only shrinks.
-NOT_YET = frozenset(
-    [
-        "passes",
-        "passes/axes",
-        "passes/ops",
-        "passes/solve",
-        "passes/stages",
-    ]
-)
-FILES = [file for file in sorted(ROOT.rglob("*.py")) if place_of(file) not in NOT_YET]
+FILES = sorted(ROOT.rglob("*.py"))
 
 
 @pytest.mark.parametrize("file", FILES, ids=[str(file.relative_to(ROOT)) for file in FILES])
@@ -42,15 +31,6 @@ def test_a_line_says_one_thing(file: Path) -> None:
     assert chained_conditionals(tree) == [], (
         "`a if x else b if y else c`: write `if` statements, or a named helper"
     )
-
-
-def test_every_place_that_is_not_done_yet_has_something_to_do() -> None:
-    done = []
-    for place in NOT_YET:
-        trees = [ast.parse(file.read_text()) for file in ROOT.rglob("*.py") if place_of(file) == place]
-        if not any(nested_comprehensions(tree) or chained_conditionals(tree) for tree in trees):
-            done.append(place)
-    assert done == [], "take these places out of NOT_YET"
 
 
 @pytest.mark.parametrize(

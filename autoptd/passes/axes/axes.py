@@ -21,17 +21,28 @@ from autoptd.ir.notes import note, op_name, shape, value
 from autoptd.ir.operators.record import Link, Member, operands
 from autoptd.ir.operators.table import links
 from autoptd.ir.types import Segmented
-from autoptd.passes.axes.axis import Axis, atoms, blocks, find_segment, is_useful, unify, unit
+from autoptd.passes.axes.axis import (
+    Axis,
+    atoms,
+    blocks,
+    find_segment,
+    is_useful,
+    proper_atoms,
+    unify,
+    unit,
+)
 from autoptd.passes.ops.unlisted import Unlisted, unlisted_links
 
-Place = tuple[int, int]  # (dim, atom)
+# (dim, atom)
+Place = tuple[int, int]
 
 
 @dataclass(frozen=True)
 class Letter:
     """One way to split an operator: the atom that each operand and the result carry.
 
-    `out` is None when the operator contracts it; `form` names the local computation of that contraction.
+    `out` is None when the operator contracts it; `form` names the local computation of that contraction. With `has_segments`
+    a shard is a chunk of each segment, which is not so for the samples of a microbatch.
     """
 
     name: str
@@ -39,23 +50,31 @@ class Letter:
     places: dict[Node, Place]
     out: Place | None
     form: str = ""
-    has_segments: bool = False  # a shard is a chunk of each segment: not so a microbatch's rows
+    has_segments: bool = False
 
     def everywhere(self, node: Node) -> list[tuple[Node, Place]]:
-        """Where `node`, the operator, has the letter: in operands, and in its result."""
-        return [*self.places.items(), *([(node, self.out)] if self.out is not None else [])]
+        """Return the places of the letter: in the operands of `node`, the operator, and in its result."""
+        places = list(self.places.items())
+        if self.out is not None:
+            places.append((node, self.out))
+        return places
 
 
 class Axes:
-    """The axes of a whole graph, and what they say about each operator."""
+    """The axes of a whole graph, and the letters of its operators.
+
+    Of every node: `_dims`, the axes of its dims; `_links`, the rows of its operator; `_unlisted`, what is known of an
+    operator without a row; `_read`, its operands as traced (later passes put conversions in between); `_pieces`, the factors
+    that a slice takes, where that is a segment.
+    """
 
     def __init__(self, graph: Graph) -> None:
         self._dims: dict[Node, list[list[Axis]]] = {}
         self._links: dict[Node, list[Link]] = {}
-        self._unlisted: dict[Node, Unlisted] = {}  # operators without a row
-        self._read: dict[Node, list[Node]] = {}  # operands as traced: later passes put conversions in between
+        self._unlisted: dict[Node, Unlisted] = {}
+        self._read: dict[Node, list[Node]] = {}
         self._letters: dict[Node, list[Letter]] = {}
-        self._pieces: dict[Node, list[Axis]] = {}  # what a slice takes, where that is a segment
+        self._pieces: dict[Node, list[Axis]] = {}
         for node in graph.nodes:
             if node.op != "output" and _has_tensor(node):
                 self._dims[node] = [[Axis(size)] for size in shape(node)]
@@ -66,56 +85,65 @@ class Axes:
             note(node).dims = self.sizes(node)
 
     def sizes(self, node: Node) -> tuple[tuple[int, ...], ...]:
-        """Atom sizes of every dim of a node's value; a dim of size 1 has none."""
-        every = [self.atoms(node, dim) for dim in range(len(self._dims[node]))]
-        return tuple(
-            tuple(Segmented(blocks(axis)) if axis.segments else axis.size for axis in dim) for dim in every
-        )
+        """Return the atom sizes of every dim of a node's value; a dim of size 1 has none."""
+        dims = []
+        for dim in range(len(self._dims[node])):
+            atoms_of_dim = self.atoms(node, dim)
+            dims.append(
+                tuple(Segmented(blocks(axis)) if axis.segments else axis.size for axis in atoms_of_dim)
+            )
+        return tuple(dims)
 
     def unit(self, node: Node, place: Place) -> int:
-        """What the number of ranks that split the atom at `place` must divide."""
+        """Return the size that the number of ranks must divide to split the atom at `place`."""
         return unit(self.atoms(node, place[0])[place[1]])
 
     def atoms(self, node: Node, dim: int) -> list[Axis]:
-        return [axis for axis in atoms(self._dims[node][dim]) if axis.size != 1]
+        return proper_atoms(self._dims[node][dim])
 
     def ids(self, node: Node) -> list[list[int]]:
-        """The axes of every dim of a node's value, by their ids."""
-        return [[id(axis) for axis in self.atoms(node, dim)] for dim in range(len(self._dims[node]))]
+        """Return the ids of the axes of every dim of a node's value."""
+        dims = []
+        for dim in range(len(self._dims[node])):
+            dims.append([id(axis) for axis in self.atoms(node, dim)])
+        return dims
 
     def ids_of(self, node: Node, letter: Letter) -> list[int]:
-        """The ids of the axes that carry a letter of `node`, of operands and result."""
-        return [id(self.atoms(one, dim)[atom]) for one, (dim, atom) in letter.everywhere(node)]
+        """Return the ids of the axes that carry a letter of `node`, in its operands and its result."""
+        return [id(self.atoms(value, dim)[atom]) for value, (dim, atom) in letter.everywhere(node)]
 
     def has(self, node: Node) -> bool:
-        """Whether `node` is a value of the traced graph, whose dims have axes."""
+        """Tell whether `node` is a value of the traced graph, whose dims have axes."""
         return node in self._dims
 
     def is_known(self, node: Node) -> bool:
-        """False for an operator that has no row, and that nothing was found out about."""
+        """Return False for an operator that has no row, and for which probing found none."""
         return node not in self._unlisted or bool(self._unlisted[node].links)
 
     def origin(self, node: Node) -> str:
-        """Where the letters of an operator come from that has no row: "probed", "registered and probed"; "" for a row."""
+        """Return the origin of letters that come from no row: "probed", "registered and probed"; "" for a row."""
         return self._unlisted[node].origin if node in self._unlisted else ""
 
     def refused(self, node: Node) -> str:
-        """Why an operator without a row is not split at all."""
+        """Return the reason why an operator without a row is not split at all."""
         return self._unlisted[node].refused if node in self._unlisted else ""
 
     def is_linear(self, node: Node) -> bool:
-        """Whether partial sums of a gradient may go through the backward of `node`."""
+        """Tell whether partial sums of a gradient may go through the backward of `node`."""
         return node not in self._unlisted or self._unlisted[node].is_linear
 
     def letters(self, node: Node) -> list[Letter]:
-        """All ways to split `node`, in a fixed order."""
+        """Return all ways to split `node`, in a fixed order."""
         if node not in self._letters:
-            links = [link for link in self._links.get(node, []) if not link.whole]
-            self._letters[node] = [letter for link in links for letter in self._link_letters(node, link)]
+            letters: list[Letter] = []
+            for link in self._links.get(node, []):
+                if not link.whole:
+                    letters += self._link_letters(node, link)
+            self._letters[node] = letters
         return self._letters[node]
 
     def whole_because(self, node: Node, operand: Node, place: Place) -> str:
-        """Why `node` cannot be split along an atom of one of its operands."""
+        """Say why `node` cannot be split along an atom of one of its operands."""
         read = self._read.get(node, [])
         for link in self._links.get(node, []):
             for i, member in link.operands.items():
@@ -124,126 +152,134 @@ class Axes:
                 if read[i] is operand and place[0] in member.dims and link.segment is not None:
                     return "an uneven slice needs it whole"
         origin = self.origin(node)
-        return (
-            f"{origin}: other values in pieces of this dim" if origin else "its rule does not keep this dim"
-        )
+        if origin:
+            return f"{origin}: other values in pieces of this dim"
+        return "its rule does not keep this dim"
 
     def _connect(self, node: Node) -> None:
-        found = links(node)
-        if found is None:
+        """Unify the axes of an operator's operands and result as its links say."""
+        node_links = links(node)
+        if node_links is None:
             self._unlisted[node] = unlisted = unlisted_links(node)
-            found, note(node).rule = unlisted.links, str(unlisted)
-        self._links[node] = found
+            node_links, note(node).rule = unlisted.links, str(unlisted)
+        self._links[node] = node_links
         read = self._read[node] = operands(node)
-        for link in found:
-            members = [(read[i], member) for i, member in link.operands.items()]
+        for link in node_links:
             if link.segment is not None:
-                dim = link.operands[0].dims[0]
-                piece = find_segment(self._dims[read[0]][dim][0], *link.segment)
-                if piece is not None:
-                    self._pieces[node] = piece
-                    unify(piece, self._dims[node][dim])
+                self._connect_segment(node, link, link.segment)
                 continue
+            members = [(read[i], member) for i, member in link.operands.items()]
             if link.out is not None:
                 members.append((node, link.out))
             if len(members) > 1:
-                size = _inner_size(members[0])
-                common = [Axis(size)]
-                for tensor_node, member in members:
-                    dims = [axis for d in member.dims for axis in self._dims[tensor_node][d]]
-                    unify(dims, [Axis(member.lead), *common, Axis(member.tail)])
+                # One axis that all members have, between what is theirs alone.
+                common = Axis(_inner_size(*members[0]))
+                for value_node, member in members:
+                    axes: list[Axis] = []
+                    for dim in member.dims:
+                        axes += self._dims[value_node][dim]
+                    unify(axes, [Axis(member.lead), common, Axis(member.tail)])
+
+    def _connect_segment(self, node: Node, link: Link, segment: tuple[int, int]) -> None:
+        """Cut the operand of a slice into segments, and unify that which the slice takes with its result."""
+        source, dim = self._read[node][0], link.operands[0].dims[0]
+        piece = find_segment(self._dims[source][dim][0], *segment)
+        if piece is not None:
+            self._pieces[node] = piece
+            unify(piece, self._dims[node][dim])
 
     def _drop_segments(self, graph: Graph) -> None:
-        """Segments are for weights: what inputs carry (rows, tokens), and vocabularies, are split as a whole or not at all."""
-        kept: dict[str, set[int]] = {"param": set(), "input": set(), "vocab": set()}
-        every: dict[int, Axis] = {}
+        """Keep segments in weights only: samples, tokens and vocabularies are split as a whole or not at all."""
+        ids: dict[str, set[int]] = {"param": set(), "input": set()}
+        vocabularies: set[int] = set()
+        axes: dict[int, Axis] = {}
         for node, dims in self._dims.items():
             for dim in range(len(dims)):
-                found = {id(axis): axis for axis in self.atoms(node, dim)}
-                every |= found
-                kept.setdefault(note(node).kind, set()).update(found)
-        for node, links_of in self._links.items():
-            for link in links_of:
+                for axis in self.atoms(node, dim):
+                    axes[id(axis)] = axis
+                    ids.setdefault(note(node).kind, set()).add(id(axis))
+        for node, node_links in self._links.items():
+            for link in node_links:
                 if link.form.startswith("vocab_"):
                     for i, member in link.operands.items():
-                        kept["vocab"].update(
-                            id(axis) for d in member.dims for axis in self.atoms(self._read[node][i], d)
-                        )
-        for key, axis in every.items():
-            if axis.segments and not (
-                is_useful(axis) and key in kept["param"] and key not in kept["input"] | kept["vocab"]
-            ):
+                        for dim in member.dims:
+                            vocabularies.update(map(id, self.atoms(self._read[node][i], dim)))
+        segmented = ids["param"] - ids["input"] - vocabularies
+        for key, axis in axes.items():
+            if axis.segments and not (is_useful(axis) and key in segmented):
                 axis.segments = None
 
     def _segment_letters(self, node: Node, link: Link) -> list[Letter]:
-        """A slice that is one segment: by the segmented atom of its operand, and the first factor of the piece."""
+        """Return the letter of a slice that is one segment: the segmented atom of its operand, the first of its result."""
         source, dim = self._read[node][0], link.operands[0].dims[0]
-        whole, piece = (
-            self.atoms(source, dim),
-            [one for one in atoms(self._pieces.get(node, [])) if one.size != 1],
-        )
-        if len(whole) != 1 or not any(
-            piece and atoms(one)[0] is atoms(piece)[0] for one in whole[0].segments or ()
-        ):
+        whole, piece = self.atoms(source, dim), proper_atoms(self._pieces.get(node, []))
+        if len(whole) != 1 or not piece:
             return []
-        if [id(one) for one in piece] != [id(one) for one in self.atoms(node, dim)]:
-            return []  # the factorisations disagree
+        firsts = [atoms(segment)[0] for segment in whole[0].segments or ()]
+        if not any(first is atoms(piece)[0] for first in firsts):
+            return []
+        # The result has other factors where a later operator could not agree with them.
+        if list(map(id, piece)) != list(map(id, self.atoms(node, dim))):
+            return []
         return [Letter(link.name, unit(whole[0]), {source: (dim, 0)}, (dim, 0), has_segments=True)]
 
     def _link_letters(self, node: Node, link: Link) -> list[Letter]:
         if link.segment is not None:
             return self._segment_letters(node, link)
+        """Return a letter for every atom of a link that all its members have."""
         read = self._read[node]
-        members = [(read[i], member) for i, member in link.operands.items()]
-        spelled = [self._spell(one, member) for one, member in members]
-        out = self._spell(node, link.out) if link.out is not None else None
-        every = [*spelled, out] if out is not None else spelled
-        if not every or any(word is None for word in every):
+        nodes = [read[i] for i in link.operands]
+        by_operand = [self._atoms_of(read[i], member) for i, member in link.operands.items()]
+        by_member = list(by_operand)
+        if link.out is not None:
+            by_member.append(self._atoms_of(node, link.out))
+        # The factorisations disagree: some end is no atom, or some member has other axes.
+        if not by_member or any(atoms_of_member is None for atoms_of_member in by_member):
             return []
-        first = every[0]
-        assert first is not None
-        if any([axis for axis, _ in word or ()] != [axis for axis, _ in first] for word in every):
-            return []  # the factorisations disagree
-        made = []
-        for i, (axis, _) in enumerate(first):
+        axes = [axis for axis, _ in by_member[0] or ()]
+        for atoms_of_member in by_member:
+            if [axis for axis, _ in atoms_of_member or ()] != axes:
+                return []
+        letters = []
+        for i, axis in enumerate(axes):
             places: dict[Node, Place] = {}
             clash = False
-            for (one, _), word in zip(members, spelled, strict=True):
-                assert word is not None
-                clash |= places.setdefault(one, word[i][1]) != word[i][1]
+            # An operand that is read twice must carry the letter in the same place.
+            for operand, atoms_of_operand in zip(nodes, by_operand, strict=True):
+                assert atoms_of_operand is not None
+                place = atoms_of_operand[i][1]
+                clash |= places.setdefault(operand, place) != place
             # Ranks own consecutive ids: of a vocabulary in several pieces only the first factor may be split.
             clash |= link.form.startswith("vocab_") and any(atom for _, atom in places.values())
-            used_whole = any(read.count(one) > _count(link, read, one) for one in places)
-            clash |= (
-                bool(axis.segments) and op_name(node) == "aten.dropout"
-            )  # masks are numbered in equal blocks
-            if not clash and not used_whole:
-                to = out[i][1] if out is not None else None
-                made.append(Letter(link.name, unit(axis), places, to, link.form, bool(axis.segments)))
-        return made
+            # It is read once more, by no member of the link: whole.
+            clash |= any(read.count(operand) > nodes.count(operand) for operand in places)
+            # Masks are numbered in equal blocks.
+            clash |= bool(axis.segments) and op_name(node) == "aten.dropout"
+            if not clash:
+                out = (by_member[-1] or [])[i][1] if link.out is not None else None
+                letters.append(Letter(link.name, unit(axis), places, out, link.form, bool(axis.segments)))
+        return letters
 
-    def _spell(self, node: Node, member: Member) -> list[tuple[Axis, Place]] | None:
-        """The atoms of a member with their places, without its lead and tail; None if those do not fall on atoms."""
-        word = [(axis, (dim, i)) for dim in member.dims for i, axis in enumerate(self.atoms(node, dim))]
+    def _atoms_of(self, node: Node, member: Member) -> list[tuple[Axis, Place]] | None:
+        """Return the atoms of a member with their places, without its lead and tail; None if these end within an atom."""
+        found: list[tuple[Axis, Place]] = []
+        for dim in member.dims:
+            found += [(axis, (dim, i)) for i, axis in enumerate(self.atoms(node, dim))]
         for factor, end in ((member.lead, 0), (member.tail, -1)):
             while factor > 1:
-                if not word or factor % word[end][0].size:
+                if not found or factor % found[end][0].size:
                     return None
-                factor //= word.pop(end)[0].size
-        return word
+                factor //= found.pop(end)[0].size
+        return found
 
 
-def _count(link: Link, read: list[Node], node: Node) -> int:
-    return sum(1 for i in link.operands if read[i] is node)
-
-
-def _inner_size(member: tuple[Node, Member]) -> int:
-    node, one = member
-    return math.prod(shape(node)[d] for d in one.dims) // (one.lead * one.tail)
+def _inner_size(node: Node, member: Member) -> int:
+    """Return the size of a member of a link without its lead and tail."""
+    return math.prod(shape(node)[dim] for dim in member.dims) // (member.lead * member.tail)
 
 
 def _has_tensor(node: Node) -> bool:
-    found = value(node)
-    if isinstance(found, (tuple, list)):
-        return bool(found) and isinstance(found[0], torch.Tensor)
-    return isinstance(found, torch.Tensor)
+    result = value(node)
+    if isinstance(result, (tuple, list)):
+        return bool(result) and isinstance(result[0], torch.Tensor)
+    return isinstance(result, torch.Tensor)

@@ -30,7 +30,8 @@ class Axis:
 
 
 def resolve(axis: Axis) -> Axis:
-    """The axis that `axis` was merged into; paths are halved on the way, or those along a residual stream would grow."""
+    """Return the axis that `axis` was merged into."""
+    # Halve the path on the way: along a residual stream it would grow with every layer.
     while axis.parent is not None:
         if axis.parent.parent is not None:
             axis.parent = axis.parent.parent
@@ -39,40 +40,55 @@ def resolve(axis: Axis) -> Axis:
 
 
 def atoms(axes: Sequence[Axis]) -> list[Axis]:
-    """The unsplit factors of a list of axes, in order."""
-    found: list[Axis] = []
+    """Return the unsplit factors of a list of axes, in order, with those of size 1."""
+    factors: list[Axis] = []
     for axis in axes:
         axis = resolve(axis)
-        found += atoms(axis.parts) if axis.parts else [axis]
-    return found
+        factors += atoms(axis.parts) if axis.parts else [axis]
+    return factors
+
+
+def proper_atoms(axes: Sequence[Axis]) -> list[Axis]:
+    """Return the unsplit factors of a list of axes, in order, without those of size 1."""
+    return [axis for axis in atoms(axes) if axis.size != 1]
+
+
+def _size(axes: Sequence[Axis]) -> int:
+    return math.prod(axis.size for axis in axes)
 
 
 def unify(left: Sequence[Axis], right: Sequence[Axis]) -> None:
-    """Make two factorisations of the same size agree, as far as they can."""
-    a = [axis for axis in atoms(left) if axis.size != 1]
-    b = [axis for axis in atoms(right) if axis.size != 1]
-    while a and b:
-        x, y = atoms([a.pop(0)]), atoms([b.pop(0)])
-        if len(x) > 1 or len(y) > 1:  # split while we were at it
-            a, b = x + a, y + b
+    """Make two factorisations of the same size agree, as far as they can.
+
+    Factors are compared from the major end. Equal ones are merged; of unequal ones the larger is split, if the smaller
+    divides it. Where they are incompatible the rest is left alone: the operator's letters will disagree there, and it runs
+    whole.
+    """
+    ours, theirs = proper_atoms(left), proper_atoms(right)
+    while ours and theirs:
+        mine, other = atoms([ours.pop(0)]), atoms([theirs.pop(0)])
+        # One of them was split by an earlier step: begin again with its factors.
+        if len(mine) > 1 or len(other) > 1:
+            ours, theirs = mine + ours, other + theirs
             continue
-        one, other = x[0], y[0]
-        if one is other:
+        a, b = mine[0], other[0]
+        if a is b:
             continue
-        if one.size == other.size:
-            _merge(one, other)
-        elif one.segments or other.segments:
-            return  # a sum is no product: incompatible
-        elif one.size % other.size == 0:
-            major, minor = _split(one, other.size)
-            other.parent = major
-            a.insert(0, minor)
-        elif other.size % one.size == 0:
-            major, minor = _split(other, one.size)
-            one.parent = major
-            b.insert(0, minor)
+        if a.size == b.size:
+            _merge(a, b)
+        elif a.segments or b.segments:
+            # A sum of segments has no factors.
+            return
+        elif a.size % b.size == 0:
+            major, minor = _split(a, b.size)
+            b.parent = major
+            ours.insert(0, minor)
+        elif b.size % a.size == 0:
+            major, minor = _split(b, a.size)
+            a.parent = major
+            theirs.insert(0, minor)
         else:
-            return  # incompatible: the operator's letters will disagree, and it runs whole there
+            return
 
 
 def _split(axis: Axis, major: int) -> tuple[Axis, Axis]:
@@ -80,65 +96,67 @@ def _split(axis: Axis, major: int) -> tuple[Axis, Axis]:
     return axis.parts[0], axis.parts[1]
 
 
-def _merge(one: Axis, other: Axis) -> None:
-    """Make two unsplit axes of one size the same, where their segments agree."""
-    if one.segments and other.segments:
-        sizes = [
-            [math.prod(axis.size for axis in piece) for piece in each.segments or ()] for each in (one, other)
-        ]
-        if sizes[0] != sizes[1]:
+def _merge(axis: Axis, other: Axis) -> None:
+    """Make two unsplit axes of one size the same, if their segments agree."""
+    if axis.segments and other.segments:
+        if list(map(_size, axis.segments)) != list(map(_size, other.segments)):
             return
-        for mine, theirs in zip(one.segments, other.segments, strict=True):
-            unify(mine, theirs)
-    one.segments = one.segments or other.segments
-    other.parent = one
+        for ours, theirs in zip(axis.segments, other.segments, strict=True):
+            unify(ours, theirs)
+    axis.segments = axis.segments or other.segments
+    other.parent = axis
 
 
 def find_segment(axis: Axis, start: int, length: int) -> list[Axis] | None:
-    """The factors of a piece of `axis`, which is cut into segments there; None where factors of it are in the way."""
+    """Cut `axis` into segments so that a range is one, and return its factors; None where factors are in the way."""
     whole = atoms([axis])
     if len(whole) != 1:
         return None
     axis = whole[0]
     segments = axis.segments if axis.segments is not None else [[Axis(axis.size)]]
-    at = 0
-    for i, piece in enumerate(segments):
-        size = math.prod(one.size for one in piece)
-        if at <= start and start + length <= at + size:
-            if size > length:
-                if len(piece) != 1 or piece[0].parts or piece[0].parent is not None or piece[0].segments:
+    end, first = start + length, 0
+    for i, segment in enumerate(segments):
+        behind = first + _size(segment)
+        if first <= start and end <= behind:
+            if behind - first > length:
+                # Only a segment that nothing has split or merged yet can be cut.
+                only = segment[0]
+                if len(segment) != 1 or only.parts or only.parent is not None or only.segments:
                     return None
-                cuts = [n for n in (start - at, length, at + size - start - length) if n]
-                segments = [*segments[:i], *([Axis(n)] for n in cuts), *segments[i + 1 :]]
-                i += start > at
+                cuts = [size for size in (start - first, length, behind - end) if size]
+                segments = [*segments[:i], *([Axis(size)] for size in cuts), *segments[i + 1 :]]
+                i += start > first
             axis.segments = segments
             return segments[i]
-        at += size
+        first = behind
     return None
 
 
 def unit(axis: Axis) -> int:
-    """What the number of ranks must divide: the size, or of segments what all their first factors have in common."""
+    """Return the size that the number of ranks must divide; of segments, what all their first factors have in common."""
     if not axis.segments:
         return axis.size
-    firsts = [[one for one in atoms(piece) if one.size != 1] for piece in axis.segments]
-    return math.gcd(*(unit(piece[0]) if piece else 1 for piece in firsts))
+    common = 0
+    for segment in axis.segments:
+        factors = proper_atoms(segment)
+        common = math.gcd(common, unit(factors[0]) if factors else 1)
+    return common
 
 
 def blocks(axis: Axis) -> tuple[int, ...]:
-    """Sizes of the blocks, in order, of which every rank has a chunk each."""
+    """Return the sizes of the blocks, in order; every rank has a chunk of each."""
     if not axis.segments:
         return (axis.size,)
-    found: list[int] = []
-    for piece in axis.segments:
-        first, *rest = [one for one in atoms(piece) if one.size != 1] or [Axis(1)]
-        found += [block * math.prod(one.size for one in rest) for block in blocks(first)]
-    return tuple(found)
+    sizes: list[int] = []
+    for segment in axis.segments:
+        first, *rest = proper_atoms(segment) or [Axis(1)]
+        sizes += [block * _size(rest) for block in blocks(first)]
+    return tuple(sizes)
 
 
 def is_useful(axis: Axis) -> bool:
-    """Whether there are segments that some number of ranks divides."""
+    """Tell whether there are segments that more than one rank can share."""
     return bool(axis.segments) and unit(axis) > 1
 
 
-__all__ = ["Axis", "atoms", "blocks", "find_segment", "is_useful", "resolve", "unify", "unit"]
+__all__ = ["Axis", "atoms", "blocks", "find_segment", "is_useful", "proper_atoms", "resolve", "unify", "unit"]

@@ -19,15 +19,18 @@ from autoptd.ir.buffers import Buffers
 from autoptd.ir.notes import is_tensor, note, op_name, shape, value
 from autoptd.passes.axes.pieces import Call, Piece, Window, call_of, key_of, on_device, whole
 
-KEPT = 1 << 22  # entries of a value that is computed whole, and kept
-BLOCK = 1 << 24  # entries computed at a time: 128 MB of 8 bytes
-LARGEST = 1 << 28  # entries of what can only be computed whole
+# Entries of a value that is computed whole, and kept.
+KEPT = 1 << 22
+# Entries computed at a time: 128 MB of 8 bytes.
+BLOCK = 1 << 24
+# Entries of a value that can only be computed whole; a larger one is not evaluated.
+LARGEST = 1 << 28
 
 
 class Constants:
-    """Evaluates constants of the graphs of one model; `buffers` are the model's values by name.
+    """The constants of the graphs of one model, evaluated on demand; `buffers` are the model's values by name.
 
-    `proofs` is for what others find out about constants: every layer asks for the mask again.
+    `proofs` caches the answers of other modules about constants: every layer asks about the same mask.
     """
 
     def __init__(self, buffers: Mapping[str, torch.Tensor]) -> None:
@@ -40,17 +43,16 @@ class Constants:
         self.proofs: dict[Hashable, Any] = {}
 
     def is_constant(self, node: Node) -> bool:
-        """True for buffers and for operators that read nothing but constants."""
+        """Tell whether a node is a buffer, or an operator that reads nothing but constants."""
         if node not in self._constant:
-            is_op = (
-                node.op == "call_function" and op_name(node) != "aten.dropout"
-            )  # which differs from step to step
+            # A dropout mask differs from step to step.
+            is_op = node.op == "call_function" and op_name(node) != "aten.dropout"
             reads = is_op and all(self.is_constant(arg) for arg in node.all_input_nodes)
             self._constant[node] = reads or note(node).kind == "buffer"
         return self._constant[node]
 
     def has_equal_rows(self, node: Node, dim: int) -> bool:
-        """True when `node` is a constant operator whose entries along `dim` are all the same."""
+        """Tell whether `node` is a constant operator whose entries along `dim` are all the same."""
         return node.op == "call_function" and self.is_constant(node) and self._has_equal_rows(node, dim)
 
     def _has_equal_rows(self, node: Node, dim: int) -> bool:
@@ -63,7 +65,10 @@ class Constants:
         return self._equal[node, dim]
 
     def _repeats(self, node: Node, dim: int) -> bool:
-        """Whether rows are equal by how they are computed: the first two alike, of what repeats along a dim of its own."""
+        """Tell whether rows are equal because of how they are computed.
+
+        The first two must be computed alike, from operands that are the same, or whose own rows are equal.
+        """
         one, other = (call_of(_row(node, dim, k)) for k in (0, 1))
         if one is None or other is None or one.key != other.key:
             return False
@@ -74,7 +79,7 @@ class Constants:
         return True
 
     def are_equal(self, node: Node, other: Node, first_of: int | None = None) -> bool | None:
-        """Whether two constants have the same entries; with `first_of`, in their first rows along it. None if unknown."""
+        """Compare the entries of two constants, or of their first rows along dim `first_of`; None if they are unknown."""
         a, b = (whole(one) if first_of is None else _row(one, first_of) for one in (node, other))
         if a.sizes != b.sizes:
             return False
@@ -85,7 +90,7 @@ class Constants:
         return self._are_same(a, b)
 
     def _is_same_call(self, a: Piece, b: Piece, known: dict[tuple[Piece, Piece], bool]) -> bool:
-        """Whether two pieces are computed alike, of the same; small ones need only be equal."""
+        """Tell whether two pieces are computed alike from equal operands; small ones need only have equal entries."""
         if (a, b) not in known:
             is_small = a.numel <= KEPT and a.sizes == b.sizes
             known[a, b] = self._computes_same(a, b, known) or (
@@ -113,7 +118,7 @@ class Constants:
         return True
 
     def follows_rows(self, node: Node, other: Node) -> bool:
-        """True when anything that `node` is computed from differs in size or number from the other trace."""
+        """Tell whether anything that `node` is computed from differs in a size or a number from the other trace."""
         pairs, seen = [(node, other)], set()
         while pairs:
             ours, theirs = pairs.pop()
@@ -128,11 +133,11 @@ class Constants:
         return False
 
     def evaluate(self, node: Node) -> torch.Tensor:
-        """The value of a constant that can be evaluated."""
+        """Return the value of a constant that can be evaluated."""
         return self.entries(whole(node))
 
     def entries(self, piece: Piece) -> torch.Tensor:
-        """The entries of a constant, that can be evaluated, within a window."""
+        """Return the entries of a constant that can be evaluated, within a window."""
         return self._entries(piece, {})
 
     def _entries(self, piece: Piece, known: dict[Piece, torch.Tensor]) -> torch.Tensor:
@@ -144,14 +149,14 @@ class Constants:
         if piece not in known:
             call = call_of(piece) if _count(node) > KEPT else None
             if call is not None:
-                read = [self._entries(one, known) for one in call.pieces]
+                read = [self._entries(operand, known) for operand in call.pieces]
                 known[piece] = call.run(read, piece.sizes)
             else:
                 known[piece] = _within(self._make(node, known), piece.window)
         return known[piece]
 
     def _make(self, node: Node, known: dict[Piece, torch.Tensor]) -> Any:
-        """All of a node; small values are kept."""
+        """Compute all of a node; small values are kept."""
 
         def read(arg: Node) -> Any:
             return self._entries(whole(arg), known) if is_tensor(arg) else self._make(arg, known)
@@ -162,11 +167,11 @@ class Constants:
         return made
 
     def can_evaluate(self, node: Node) -> bool:
-        """Whether `node` is a constant whose value can be had while compiling, at least a block at a time."""
+        """Tell whether `node` is a constant that can be evaluated while compiling, at least a block at a time."""
         return self.is_constant(node) and self._can_evaluate(node)
 
     def _can_evaluate(self, node: Node) -> bool:
-        """False where a buffer has no value (meta), or where a large value could only be made whole."""
+        """Return False where a buffer has no value (meta), or where a large value could only be computed whole."""
         if node not in self._can:
             if node.op == "placeholder":
                 self._can[node] = self._buffers.has_value(note(node).name)
@@ -179,16 +184,17 @@ class Constants:
 
 
 def blocks(window: Window) -> Iterator[Window]:
-    """Windows of at most `BLOCK` entries that cover a window, in order."""
+    """Yield windows of at most `BLOCK` entries that cover a window, in order."""
     if Piece(None, window).numel <= BLOCK:  # type: ignore[arg-type]
         yield window
         return
-    at = max(range(len(window)), key=lambda dim: (window[dim][1] - window[dim][0] > 1, -dim))
-    start, stop = window[at]
-    others = math.prod(b - a for dim, (a, b) in enumerate(window) if dim != at)
+    # Cut the first dim that has more than one entry, and what is still too large along the next.
+    cut = max(range(len(window)), key=lambda dim: (window[dim][1] - window[dim][0] > 1, -dim))
+    start, stop = window[cut]
+    others = math.prod(b - a for dim, (a, b) in enumerate(window) if dim != cut)
     step = max(1, BLOCK // others)
     for first in range(start, stop, step):
-        yield from blocks((*window[:at], (first, min(stop, first + step)), *window[at + 1 :]))
+        yield from blocks((*window[:cut], (first, min(stop, first + step)), *window[cut + 1 :]))
 
 
 def _row(node: Node, dim: int, index: int = 0) -> Piece:
@@ -201,25 +207,22 @@ def _within(x: torch.Tensor, window: Window) -> torch.Tensor:
 
 
 def _count(node: Node) -> int:
-    """Entries of a value; an expand is a view, and takes no memory of its own."""
-    made = node.all_input_nodes[0] if op_name(node) == "aten.expand" else node
-    return math.prod(shape(made)) if is_tensor(made) else 0
+    """Count the entries of a value; an expand is a view, and takes no memory of its own."""
+    stored = node.all_input_nodes[0] if op_name(node) == "aten.expand" else node
+    return math.prod(shape(stored)) if is_tensor(stored) else 0
 
 
 def _call(piece: Piece) -> Call | None:
-    """The call that computes a piece: all of a node from all of its operands, where no row knows less."""
+    """Return the call that computes a piece; without a rule, only all of a node from all of its operands."""
     node = piece.node
-    if (
-        (found := call_of(piece)) is not None
-        or piece != whole(node)
-        or not all(map(is_tensor, node.all_input_nodes))
-    ):
-        return found
+    call = call_of(piece)
+    if call is not None or piece != whole(node) or not all(map(is_tensor, node.all_input_nodes)):
+        return call
     return Call(key_of(node), tuple(map(whole, node.all_input_nodes)), lambda values, sizes: values[0])
 
 
 def _moved(part: tuple[int, int], of: tuple[int, int], to: tuple[int, int]) -> tuple[int, int]:
-    """The range that is in `to` where `part` is in `of`; all of `to` where that is one entry."""
+    """Return the range that lies in `to` as `part` lies in `of`; all of `to` if that is one entry, which is broadcast."""
     start = to[0] - of[0]
     return to if to[1] - to[0] == 1 else (part[0] + start, part[1] + start)
 

@@ -1,8 +1,8 @@
-"""What masks of attention hide: proven on their values, where they are constants, and by tiles, however large they are.
+"""Prove what attention masks hide: on their values, where they are constants, and by tiles, however large they are.
 
 In: a mask as it meets the scores [..., queries, keys]. Out: whether it is causal, or a window (Mistral, Gemma: query i sees the
-keys i - w + 1 to i), or leaves every query a key. Tiles of which `bounds` says all are not computed; of the others a
-block of rows at a time. What is not proven is a mask that must be read: never causal.
+keys i - w + 1 to i), or leaves every query a key. Tiles that `bounds` decides are not computed; the others are, a block of rows
+at a time. A mask for which there is no proof must be read: it is never taken for causal.
 
     proves_causal(Masked(scores, mask), (4, 16, 32768, 32768), constants)    # 128 tiles of 512 x 512 are computed
     proves_window(Masked(scores, mask), (4, 16, 32768, 32768), constants)    # 4096
@@ -25,9 +25,12 @@ from autoptd.passes.axes.bounds import TILE, bounds_of
 from autoptd.passes.axes.constants import BLOCK, Constants
 from autoptd.passes.axes.pieces import Piece, Window, whole
 
-HIDDEN = -1e9  # a score of this or less has no weight beside one that is not masked
-SEEN = -100.0  # a score that is lowered by no more keeps its digits
-MOST_MASKS = 64  # of a head each, that are looked at
+# A score of this or less has no weight beside one that is not masked.
+HIDDEN = -1e9
+# A score that is lowered by no more keeps its digits.
+SEEN = -100.0
+# So many masks, of one head each, are examined.
+MAX_MASKS = 64
 
 
 @dataclass(frozen=True)
@@ -40,25 +43,27 @@ class Masked:
     hides: bool = True
 
     def is_right(self, lo: Tensor, hi: Tensor, seen: Tensor) -> Tensor:
-        """Whether entries between `lo` and `hi` let a key be `seen`, or hide it."""
+        """Tell whether entries between `lo` and `hi` let a key be seen, or hide it, as `seen` says."""
         if self.fill is None:
             return torch.where(seen, (lo == 0) & (hi == 0), hi <= HIDDEN)
+        # True may mean hidden: then the bounds of "is seen" are the negated ones, in the other order.
         lo, hi = (~hi, ~lo) if self.hides else (lo, hi)
         return torch.where(seen, lo, ~hi)
 
 
 def proves_causal(masked: Masked, size: tuple[int, ...], constants: Constants) -> bool:
-    """Whether a mask hides from query i of `size` [..., queries, keys] the keys after i, and nothing else.
+    """Tell whether a mask hides from query i of `size` [..., queries, keys] the keys after i, and nothing else.
 
-    Only a mask of constants is looked at, and what it hides must be so low that its weight is 0.
+    Only a mask of constants is examined, and hidden scores must be so low that their weight is 0.
     """
     return _can_be_window(masked, size, constants) and _is_window(masked, size[-1], constants)
 
 
 def proves_window(masked: Masked, size: tuple[int, ...], constants: Constants) -> int | None:
-    """How many keys a query sees, itself the last one, where a mask hides all others; of a causal one all keys."""
+    """Return the number of keys that a query sees, its own the last, if a mask hides all others; all keys if it is causal."""
     if not _can_be_window(masked, size, constants):
         return None
+    # The last query has the whole window in front of it.
     n = size[-1]
     last = constants.entries(next(_heads(masked.mask, constants, ((n - 1, n), (0, n))))).reshape(-1)
     window = int(masked.is_right(last, last, torch.ones_like(last, dtype=torch.bool)).sum())
@@ -66,7 +71,7 @@ def proves_window(masked: Masked, size: tuple[int, ...], constants: Constants) -
 
 
 def leaves_keys(mask: Node, constants: Constants) -> bool:
-    """Whether a mask [..., queries, keys] that is added is known to leave every query a key."""
+    """Tell whether a mask [..., queries, keys] that is added is known to leave every query a key."""
     if value(mask).dim() < 2 or not is_known(mask, constants):
         return False
     mask = _source(mask)
@@ -85,38 +90,35 @@ def _leaves_keys(piece: Piece, constants: Constants) -> bool:
         open_rows = ~(lo.amax(-1) >= SEEN).flatten()
     for tile in open_rows.nonzero().flatten().tolist():
         rows = (tile * TILE, min((tile + 1) * TILE, piece.sizes[-2]))
-        if not bool(
-            (
-                constants.entries(Piece(piece.node, (*piece.window[:-2], rows, piece.window[-1]))).amax(-1)
-                >= SEEN
-            ).all()
-        ):
+        band = Piece(piece.node, (*piece.window[:-2], rows, piece.window[-1]))
+        largest = constants.entries(band).amax(-1)
+        if not bool((largest >= SEEN).all()):
             return False
     return True
 
 
 def is_known(mask: Node, constants: Constants) -> bool:
-    """Whether a mask is the same whole constant on every rank, and can be looked at."""
+    """Tell whether a mask is the same whole constant on every rank, and can be evaluated."""
     mask = _source(mask)
     stack, seen = [mask], {mask}
     while stack:
         node = stack.pop()
         if node.target in markers.MARKERS:
             return False
-        stack += [one for one in node.all_input_nodes if one not in seen]
+        stack += [operand for operand in node.all_input_nodes if operand not in seen]
         seen.update(node.all_input_nodes)
     return constants.can_evaluate(mask)
 
 
 def _source(mask: Node) -> Node:
-    """The constant, all rows of which are equal, whose first rows a mask is."""
+    """Return the constant that a mask is the first rows of; all of its rows are equal."""
     while mask.target is markers.first_rows:
         mask = mask.args[0]  # type: ignore[assignment]
     return mask
 
 
 def _heads(mask: Node, constants: Constants, window: Window | None = None) -> Iterator[Piece]:
-    """The mask of every row of the batch and every head, one where they are all equal; of it, the `window`."""
+    """Yield the mask of every sample and every head, or one where they are all equal; of it, the `window`."""
     mask = _source(mask)
     *lead, rows, keys = whole(mask).window
     counts = [1 if constants.has_equal_rows(mask, dim) else stop for dim, (_, stop) in enumerate(lead)]
@@ -125,7 +127,7 @@ def _heads(mask: Node, constants: Constants, window: Window | None = None) -> It
 
 
 def _can_be_window(masked: Masked, size: tuple[int, ...], constants: Constants) -> bool:
-    """Whether a mask says something of every query and key, as many of these as of those, and can be looked at."""
+    """Tell whether a mask is square, has an entry for every query and key, hides enough, and can be evaluated."""
     mask = value(masked.mask)
     if size[-1] != size[-2] or tuple(mask.shape[-2:]) != size[-2:] or not is_known(masked.mask, constants):
         return False
@@ -138,18 +140,19 @@ def _is_window(masked: Masked, window: int, constants: Constants) -> bool:
     key = ("window", mask, masked.fill, masked.hides, window)
     if key not in constants.proofs:
         heads = list(_heads(mask, constants))
-        constants.proofs[key] = len(heads) <= MOST_MASKS and all(
-            _hides_all_but(masked, one, window, constants) for one in heads
+        constants.proofs[key] = len(heads) <= MAX_MASKS and all(
+            _hides_all_but(masked, head, window, constants) for head in heads
         )
     return bool(constants.proofs[key])
 
 
 def _hides_all_but(masked: Masked, piece: Piece, window: int, constants: Constants) -> bool:
-    """Whether query i sees the keys i - window + 1 to i alone, by tiles; those on the edges of what it sees are computed."""
+    """Tell whether query i sees only the keys i - window + 1 to i, by tiles; those on an edge of the window are computed."""
     n = piece.sizes[-1]
     tiles = -(-n // TILE)
     edges = TILE * torch.arange(tiles)
-    behind = edges[:, None] - edges[None]  # of the first query of a tile behind its first key
+    # How far the first query of a tile lies behind its first key; within the tile it is up to TILE - 1 more or less.
+    behind = edges[:, None] - edges[None]
     all_seen = (behind - (TILE - 1) >= 0) & (behind + TILE - 1 < window)
     none_seen = (behind + TILE - 1 < 0) | (behind - (TILE - 1) >= window)
     is_open = ~(all_seen | none_seen)
@@ -168,7 +171,7 @@ def _hides_all_but(masked: Masked, piece: Piece, window: int, constants: Constan
 
 
 def _parts(piece: Piece, is_open: Tensor) -> Iterator[Window]:
-    """Windows that cover the open tiles: of each row of tiles, neighbours at once."""
+    """Yield windows that cover the open tiles; neighbours in a row of tiles share one, up to `BLOCK` entries."""
     rows, keys = piece.sizes[-2:]
     for i, row in enumerate(is_open.tolist()):
         j = 0
@@ -187,10 +190,10 @@ def _parts(piece: Piece, is_open: Tensor) -> Iterator[Window]:
 
 
 def _is_right(masked: Masked, piece: Piece, window: int, constants: Constants) -> bool:
-    found = constants.entries(piece).reshape(piece.sizes[-2:])
-    queries, keys = (torch.arange(*place, device=found.device) for place in piece.window[-2:])
+    entries = constants.entries(piece).reshape(piece.sizes[-2:])
+    queries, keys = (torch.arange(*span, device=entries.device) for span in piece.window[-2:])
     behind = queries[:, None] - keys[None]
-    return bool(masked.is_right(found, found, (behind >= 0) & (behind < window)).all())
+    return bool(masked.is_right(entries, entries, (behind >= 0) & (behind < window)).all())
 
 
 __all__ = ["HIDDEN", "SEEN", "Masked", "is_known", "leaves_keys", "proves_causal", "proves_window"]

@@ -30,35 +30,36 @@ class Padding:
 
     def __init__(self, graph: Graph, axes: Axes, degree: int) -> None:
         self.axes, self.degree = axes, degree
-        self.vocabularies = {
-            id(axes.atoms(one, dim)[atom])
-            for node in ops(graph)
-            for letter in axes.letters(node)
-            if letter.form.startswith("vocab_")
-            for one, (dim, atom) in letter.places.items()
-        }
+        self.vocabularies: set[int] = set()
+        for node in ops(graph):
+            for letter in axes.letters(node):
+                if letter.form.startswith("vocab_"):
+                    for operand, (dim, atom) in letter.places.items():
+                        self.vocabularies.add(id(axes.atoms(operand, dim)[atom]))
 
     def divides(self, node: Node, letter: Letter) -> bool:
-        """Whether `node` may be split by `letter` over t ranks."""
+        """Tell whether `node` may be split by `letter` over t ranks, evenly or padded."""
         if letter.size % self.degree == 0:
             return True
-        return all(self.may_pad(one, at) for one, at in letter.everywhere(node)) and is_exact(node, letter)
+        places = letter.everywhere(node)
+        return all(self.may_pad(value, place) for value, place in places) and is_exact(node, letter)
 
     def may_pad(self, node: Node, place: Place) -> bool:
-        """Whether the atom at `place` is a vocabulary, and all of its dim."""
+        """Tell whether the atom at `place` is a vocabulary, and all of its dim."""
         dim, atom = place
         return len(note(node).dims[dim]) == 1 and id(self.axes.atoms(node, dim)[atom]) in self.vocabularies
 
     def divides_place(self, node: Node, place: Place) -> bool:
-        """The same of a value: whether shards of this atom may exist."""
+        """Tell whether a value may be in shards of the atom at `place`, even or padded."""
         return self.axes.unit(node, place) % self.degree == 0 or self.may_pad(node, place)
 
 
 def is_exact(node: Node, letter: Letter) -> bool:
-    """Whether zeros at the end of the last shards of `letter` change nothing."""
+    """Tell whether zeros at the end of the last shards of `letter` change nothing."""
     if letter.form.startswith("vocab_"):
         return True
-    if op_name(node) == "aten.div" and any(one in letter.places for one in operands(node)[1:]):
-        return False  # nothing is divided by the zeros of the padding
+    # Nothing may be divided by the zeros of the padding.
+    if op_name(node) == "aten.div" and any(divisor in letter.places for divisor in operands(node)[1:]):
+        return False
     record = operator_of(node)
     return letter.out is not None and (record.is_finite or bool(record.moves))

@@ -46,13 +46,14 @@ class Piece:
 
 @dataclass(frozen=True)
 class Call:
-    """What gives the entries of a piece: `run` of the values of `pieces`. Calls with one `key` compute the same of the same."""
+    """The way to compute the entries of a piece: `run` takes the values of `pieces`, and the sizes of the result.
+
+    Calls with equal keys give the same result for the same values.
+    """
 
     key: tuple[Any, ...]
     pieces: tuple[Piece, ...]
-    run: Callable[
-        [Sequence[Tensor], tuple[int, ...]], Tensor
-    ]  # of the values of the pieces, and the sizes to give
+    run: Callable[[Sequence[Tensor], tuple[int, ...]], Tensor]
 
 
 def whole(node: Node) -> Piece:
@@ -60,7 +61,7 @@ def whole(node: Node) -> Piece:
 
 
 def call_of(piece: Piece) -> Call | None:
-    """The call that computes a piece; None where no row knows."""
+    """Return the call that computes a piece; None for an operator without a rule."""
     node = piece.node
     if node.op != "call_function" or not isinstance(value(node), Tensor):
         return None
@@ -88,7 +89,7 @@ def _pointwise(piece: Piece) -> Call | None:
 
 
 def _broadcast(window: Window, size: tuple[int, ...]) -> Window:
-    """The window of an operand, aligned from the right, of which the result repeats dims of size 1."""
+    """Return the window of an operand that the result broadcasts: dims are aligned from the right."""
     own = window[len(window) - len(size) :]
     return tuple((0, 1) if n == 1 else place for place, n in zip(own, size, strict=True))
 
@@ -100,7 +101,7 @@ def _expand(piece: Piece) -> Call:
 
 
 def _view(piece: Piece) -> Call | None:
-    """Of views, those that add and remove dims of size 1 alone."""
+    """Return the call of a view that only adds and removes dims of size 1; None for any other."""
     x = piece.node.all_input_nodes[0]
     size, out = shape(x), shape(piece.node)
     if [n for n in size if n != 1] != [n for n in out if n != 1]:
@@ -143,6 +144,7 @@ def _select(piece: Piece) -> Call:
 
 def _triangle(piece: Piece) -> Call:
     node = piece.node
+    # The window has a triangle of its own, whose diagonal is shifted by where it begins.
     rows, columns = piece.window[-2:]
     diagonal = argument(node, "diagonal") + rows[0] - columns[0]
     keep = torch.tril if op_name(node) == "aten.tril" else torch.triu
@@ -151,14 +153,14 @@ def _triangle(piece: Piece) -> Call:
 
 
 def _filled(piece: Piece) -> Call:
-    """Every entry is one number."""
+    """Return the call of an operator that fills in one number."""
     node, number = piece.node, filling(piece.node)
     dtype = value(node).dtype
     return Call(("full", number, dtype), (), lambda values, sizes: torch.full(sizes, number, dtype=dtype))
 
 
 def filling(node: Node) -> Any:
-    """The number that `full`, `ones`, `zeros` and their kin fill in."""
+    """Return the number that `full`, `ones`, `zeros` and their variants fill in."""
     name = op_name(node)
     if "full" in name:
         return argument(node, "fill_value")

@@ -26,12 +26,14 @@ KNOWN: dict[str, Callable[[Tensor], Tensor]] = {
 FORMULA = tuple(
     f"aten.{name}" for name in "mul div add sub neg pow tanh erf sigmoid exp reciprocal sqrt".split()
 )
-LONGEST = 12  # operators of a formula
+# Operators of a formula.
+MAX_OPERATORS = 12
+# Errors of a formula that is an activation, and of one that should be reported as nearly one.
 EXACT, CLOSE = 1e-12, 1e-6
 
 
 def activation(node: Node) -> Found:
-    """GELU or SiLU written out."""
+    """Match GELU or SiLU written out."""
     if op_name(node) not in ("aten.mul", "aten.div"):
         return None
     chain = Chain(node)
@@ -46,7 +48,7 @@ def activation(node: Node) -> Found:
 
 
 def gated(node: Node) -> Found:
-    """silu(gate) * up and gelu(gate) * up."""
+    """Match silu(gate) * up and gelu(gate) * up."""
     if op_name(node) != "aten.mul":
         return None
     for gate, up in orders(node):
@@ -62,7 +64,7 @@ def gated(node: Node) -> Found:
 
 
 def biased_gelu(node: Node) -> Found:
-    """gelu(x W^T + bias): the bias leaves its GEMM, and is added where the activation reads the product."""
+    """Match gelu(x W^T + bias): the bias leaves its GEMM, and is added where the activation reads the product."""
     chain = Chain(node)
     found = _activation(chain, node) if op_name(node) in ("aten.gelu", "aten.mul") else None
     if found is None or found[0] == "silu" or not is_op(found[1], "aten.linear"):
@@ -78,7 +80,7 @@ def biased_gelu(node: Node) -> Found:
 
 
 def _activation(chain: Chain, node: Any) -> tuple[str, Node] | None:
-    """(name, input) of an activation that ends at `node`."""
+    """Return (name, input) of an activation that ends at `node`."""
     if is_op(node, "aten.silu", "aten.gelu"):
         chain.members.add(node)
         approximate = node.kwargs.get("approximate", node.args[1] if len(node.args) > 1 else "none")
@@ -90,7 +92,7 @@ def _activation(chain: Chain, node: Any) -> tuple[str, Node] | None:
 
 
 def _formula(chain: Chain, last: Node) -> tuple[str, Node, float] | None:
-    """(name, input, error) of a pointwise formula of one value that is close to a known activation; it joins `chain`."""
+    """Return (name, input, error) of a pointwise formula that is close to a known activation, and add it to `chain`."""
     for x, members in _closures(last):
         points = torch.linspace(-12, 12, 4001, dtype=torch.float64)
         ours = _differentiated(lambda at, x=x, members=members: _run(last, {x: at}, members), points)
@@ -104,11 +106,11 @@ def _formula(chain: Chain, last: Node) -> tuple[str, Node, float] | None:
 
 
 def _closures(last: Node) -> Iterator[tuple[Node, set[Node]]]:
-    """(x, operators) for every x such that `last` is a formula of x alone, the smallest first."""
+    """Yield (x, operators) for every x such that `last` is a formula of x alone, the smallest first."""
     members: set[Node] = {last}
-    while len(members) <= LONGEST:
-        read = {one for node in members for one in node.all_input_nodes} - members
-        members |= {one for one in read if number(one) is not None}
+    while len(members) <= MAX_OPERATORS:
+        read = {operand for node in members for operand in node.all_input_nodes} - members
+        members |= {operand for operand in read if number(operand) is not None}
         read -= members
         if len(read) == 1:
             yield next(iter(read)), set(members)

@@ -46,7 +46,7 @@ class Scores:
 
 
 def attention(node: Node, constants: Constants) -> Found:
-    """softmax(q k^T * scale, masked) v; or torch's own with a mask that it need not read."""
+    """Match softmax(q k^T * scale, masked) v, or torch's own attention with a mask that it need not read."""
     if op_name(node) == "aten.scaled_dot_product_attention":
         return _of_torch(node, constants)
     if op_name(node) not in PRODUCTS:
@@ -100,7 +100,7 @@ def _of_torch(node: Node, constants: Constants) -> Found:
 
 
 def masked_softmax(node: Node, constants: Constants) -> Found:
-    """softmax(scores * scale, masked), where the scores or the probabilities are of use elsewhere too."""
+    """Match softmax(scores * scale, masked), where the scores or the probabilities are read elsewhere, too."""
     if op_name(node) not in ("aten.softmax", "aten.to", "aten._to_copy"):
         return None
     chain = Chain(node)
@@ -122,16 +122,17 @@ def masked_softmax(node: Node, constants: Constants) -> Found:
 
 
 def _swaps_last(node: Node) -> bool:
-    """Whether a node is the transpose of the last two dims of its operand."""
+    """Tell whether a node is the transpose of the last two dims of its operand."""
     size = len(shape(node))
     return is_op(node, "aten.transpose") and {dim % size for dim in node.args[1:3]} == {size - 1, size - 2}
 
 
 def _scores(chain: Chain, node: Any, constants: Constants) -> Scores | str:
-    """What stands under a softmax, or why it cannot be fused."""
+    """Return the operand of a softmax in its parts, or the reason why it cannot be fused."""
     mask: Node | None = None
     causal = False
     whole = node
+    # Backwards: the last mask first, then the scale, then the product.
     while (found := _masked(chain, node)) is not None:
         if mask is not None or causal:
             return "it has several masks"
@@ -149,15 +150,17 @@ def _scores(chain: Chain, node: Any, constants: Constants) -> Scores | str:
 
 
 def _masked(chain: Chain, node: Any) -> Masked | None:
-    """The mask that was put on scores last."""
+    """Return the mask that was applied to scores last; None where `node` is no masking."""
     if is_op(node, "aten.add") and len(node.args) == 2 and not node.kwargs:
         a, b = node.args
         if not (isinstance(a, Node) and isinstance(b, Node)):
             return None
+        # The scores are what needs a gradient, or has more dims.
         if (note(b).needs_grad and not note(a).needs_grad) or len(shape(a)) < len(shape(b)):
             a, b = b, a
+        # Adding a bool adds 1: that is no mask.
         if torch.bool in (value(a).dtype, value(b).dtype):
-            return None  # adds 1
+            return None
         chain.members.add(node)
         return Masked(a, b)
     if is_op(node, "aten.masked_fill") and number(node.args[2]) is not None:

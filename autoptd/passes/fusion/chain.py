@@ -46,10 +46,11 @@ class Group:
     members: frozenset[Node]
     keywords: dict[str, Any] = field(default_factory=dict)
     literals: Node | None = None
-    moved: tuple[Node, ...] = ()  # views between a head and its loss, in order
+    # Views between a head and its loss, in order.
+    moved: tuple[Node, ...] = ()
 
     def on(self, copies: dict[Node, Node]) -> Group:
-        """The same group of a copied graph."""
+        """Return the same group of a copied graph."""
 
         def copied(operand: Operand) -> Operand:
             if isinstance(operand, Swapped):
@@ -60,9 +61,9 @@ class Group:
             self,
             result=copies[self.result],
             operands=tuple(map(copied, self.operands)),
-            members=frozenset(copies[one] for one in self.members),
+            members=frozenset(copies[member] for member in self.members),
             literals=None if self.literals is None else copies[self.literals],
-            moved=tuple(copies[one] for one in self.moved),
+            moved=tuple(copies[view] for view in self.moved),
         )
 
 
@@ -96,12 +97,12 @@ class Chain:
         self.conversion: Node | None = None
 
     def copy(self) -> Chain:
-        made = Chain(self.last)
-        made.members = set(self.members)
-        return made
+        chain = Chain(self.last)
+        chain.members = set(self.members)
+        return chain
 
     def enter(self, node: Any, *names: str) -> bool:
-        """Whether `node` is one of these operators, which belongs to the pattern then."""
+        """Add `node` to the pattern if it is one of these operators; tell whether it is."""
         if is_op(node, *names):
             self.members.add(node)
             return True
@@ -110,14 +111,14 @@ class Chain:
         return False
 
     def uncast(self, node: Any) -> Any:
-        """What `node` is a cast of one floating dtype to another of, or `node`."""
+        """Follow casts from one floating dtype to another back to their operand, which may be `node` itself."""
         while _is_cast(node) and is_tensor(node) and _is_floating(node) and _is_floating(node.args[0]):
             self.members.add(node)
             node = node.args[0]
         return node
 
     def scaled(self, node: Any) -> tuple[Any, float]:
-        """(x, factor) with `node` = x * factor, by any number of products with and divisions by numbers."""
+        """Return (x, factor) with `node` = x * factor, over any number of products with and divisions by numbers."""
         factor = 1.0
         while is_op(node, "aten.mul", "aten.div") and len(node.args) == 2 and not node.kwargs:
             x, by = node.args
@@ -134,7 +135,7 @@ class Chain:
         return node, factor
 
     def group(self, op: str, *operands: Operand, **keywords: Any) -> Group:
-        """The pattern as a fused operator."""
+        """Return the pattern as a fused operator."""
         return Group(op, self.last, operands, frozenset(self.members), keywords)
 
 
@@ -143,7 +144,7 @@ def is_op(node: Any, *names: str) -> bool:
 
 
 def number(arg: Any) -> float | None:
-    """A literal number, or that which a tensor without dims is filled with."""
+    """Return a literal number, or the one that a tensor without dims is filled with; else None."""
     if isinstance(arg, (int, float)) and not isinstance(arg, bool):
         return float(arg)
     if is_op(arg, "aten.full") and not shape(arg):
@@ -152,22 +153,22 @@ def number(arg: Any) -> float | None:
 
 
 def orders(node: Node) -> Iterator[tuple[Any, Any]]:
-    """The two operands of a product or a sum without a factor, both ways."""
+    """Yield the two operands of a product, or of a sum without a factor, in both orders."""
     if len(node.args) == 2 and not node.kwargs:
         yield node.args[0], node.args[1]
         yield node.args[1], node.args[0]
 
 
 def last_dim(node: Node, dims: Any) -> bool:
-    """Whether `dims` names the last dim of a value, and no other."""
+    """Tell whether `dims` names the last dim of a value, and no other."""
     dims = [dims] if isinstance(dims, int) else list(dims or [])
     return len(dims) == 1 and dims[0] % len(shape(node)) == len(shape(node)) - 1
 
 
 def splits(node: Node, *dims: int) -> bool:
-    """Whether ranks split `node` along one of its `dims` (counted from the end as well)."""
-    at = {dim % len(shape(node)) for dim in dims}
-    return not at.isdisjoint(note(node).layout.sharded_dims)
+    """Tell whether ranks split `node` along one of its `dims`, which may be negative."""
+    positive = {dim % len(shape(node)) for dim in dims}
+    return not positive.isdisjoint(note(node).layout.sharded_dims)
 
 
 def same_dtype(*nodes: Node | None) -> bool:
@@ -175,7 +176,7 @@ def same_dtype(*nodes: Node | None) -> bool:
 
 
 def rows(node: Node) -> int:
-    """Entries of a value over its last dim."""
+    """Count the rows of a value: its entries over all dims but the last."""
     return math.prod(shape(node)[:-1])
 
 
@@ -188,5 +189,5 @@ def _is_floating(node: Any) -> bool:
 
 
 def local_size(node: Node) -> tuple[int, ...]:
-    """The shape of a rank's part of a value, on LOCAL."""
+    """Return the shape of a rank's part of a value of a LOCAL graph."""
     return tuple(note(node).extra["local_shapes"][0])

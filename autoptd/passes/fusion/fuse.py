@@ -31,7 +31,8 @@ from autoptd.passes.runner import CALLS, Form, graph_pass
 from autoptd.program.calls import star
 
 aten = torch.ops.aten
-SUMS = ("triton",)  # backends by which a norm of a sum is faster than sum and norm
+# Backends by which a norm of a sum is faster than sum and norm.
+SUMS = ("triton",)
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ def find_fusions(graph: Graph, ctx: Context) -> None:
 
 
 def _checked(found: Found) -> Found:
-    """A group whose inner values nobody else reads; else why not."""
+    """Return a group if only its own operators read its inner values; otherwise the reason why it stays as it is."""
     if not isinstance(found, Group):
         return found
     for member in sorted(found.members - {found.result}):
@@ -151,7 +152,7 @@ def _form(group: Group, backend: str | bool) -> str:
 
 
 def _substitute(graph: Graph, group: Group, made: dict[Node, Node], backend: str | bool) -> Node:
-    """The fused operator, which takes the place of the group's result; the members stay, unread."""
+    """Insert the fused operator and let it replace the group's result; the members stay, unread."""
     operands = tuple(_operand(graph, group, one, made) for one in group.operands)
     if group.op == "linear_cross_entropy":
         most = CHUNK_BYTES["cuda" if backend == "triton" else "cpu"]
@@ -168,7 +169,7 @@ def _substitute(graph: Graph, group: Group, made: dict[Node, Node], backend: str
 
 
 def norm_total(group: Group, made: dict[Node, Node]) -> Node | None:
-    """The sum that a norm can make itself: nobody reads it before, and it is still an operator of its own."""
+    """Return the sum that a norm can compute itself: nobody reads it earlier, and it is still an operator of its own."""
     x = group.operands[0]
     if group.op not in ("rms_norm", "layer_norm") or x in made or norms.sum_of(x) is None:
         return None
@@ -177,7 +178,7 @@ def norm_total(group: Group, made: dict[Node, Node]) -> Node | None:
 
 
 def _norm_of_sum(graph: Graph, group: Group, total: Node) -> dict[Node, Node]:
-    """One operator with two results: the norm, and the sum. What stands for either."""
+    """Insert one operator with two results, the norm and the sum; return the nodes that replace either."""
     added, residual = total.args
     call = _call(
         graph,
@@ -201,7 +202,7 @@ def _norm_of_sum(graph: Graph, group: Group, total: Node) -> dict[Node, Node]:
 
 
 def _spelled(group: Group, operands: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """The operator of torch that a group is, or the runtime's."""
+    """Return the operator of torch that a group is, or the runtime's, with its arguments."""
     x, *rest = operands
     if group.op == "attention":
         keywords = dict(group.keywords)
@@ -229,8 +230,9 @@ def _operand(graph: Graph, group: Group, operand: Any, made: dict[Node, Node]) -
 
 
 def _dropout_add(graph: Graph, group: Group, operands: tuple[Any, ...]) -> Node:
-    """The places of the mask are those that localize found; a bias that leaves its GEMM needs no part of its own."""
+    """Insert the fused dropout; where its mask lies was found by localize."""
     x, bias, _ = operands
+    # The bias leaves its GEMM, and is added whole on every rank.
     if bias is not None:
         x.args[0].args = x.args[0].args[:2]
     keywords = dict(zip(("rate", "site", "batch", "shard"), group.literals.args[1:], strict=True))
@@ -240,7 +242,7 @@ def _dropout_add(graph: Graph, group: Group, operands: tuple[Any, ...]) -> Node:
 
 
 def _call(graph: Graph, group: Group, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
-    """The fused operator, in the place of the result and with its record."""
+    """Insert the fused operator in front of the result, with its record."""
     result, record = group.result, note(group.result)
     with graph.inserting_before(result):
         made = graph.call_function(target, args, kwargs)
@@ -257,7 +259,7 @@ def _call(graph: Graph, group: Group, target: Any, args: tuple[Any, ...], kwargs
 
 
 def erase_unread(graph: Graph, members: list[Node]) -> None:
-    """Remove those operators that nobody reads, and what was made for them alone."""
+    """Remove those operators that nobody reads, and the operands that only they read."""
     unread = sorted(set(members), reverse=True)
     while unread:
         node = unread.pop(0)

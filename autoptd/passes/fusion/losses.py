@@ -18,13 +18,12 @@ from autoptd.ir.operators.record import argument
 from autoptd.ir.operators.table import operator_of, says_shape
 from autoptd.passes.fusion.chain import Chain, Found, Group, Refusal, is_op, local_size, rows
 
-LEAST_BYTES = (
-    8 << 20
-)  # of a microbatch's logits: with less a loss in chunks is no faster (benchmarks/fusion.py)
+# If the logits of a microbatch take less, a loss in chunks is no faster (benchmarks/fusion.py).
+MIN_LOGITS_BYTES = 8 << 20
 
 
 def linear_cross_entropy(node: Node) -> Found:
-    """cross_entropy(x W^T + bias, targets) over the last dim of the logits."""
+    """Match cross_entropy(x W^T + bias, targets) over the last dim of the logits."""
     if op_name(node) != "aten.cross_entropy_loss":
         return None
     chain = Chain(node)
@@ -57,8 +56,8 @@ def linear_cross_entropy(node: Node) -> Found:
         )
         return Refusal("linear_cross_entropy", node, fact)
     logits_bytes = value(logits).numel() * value(product).element_size()
-    if logits_bytes < LEAST_BYTES:
-        fact = f"its logits take {logits_bytes / 1e6:.2g} MB: a loss in chunks is slower below {LEAST_BYTES / 1e6:.1f} MB"
+    if logits_bytes < MIN_LOGITS_BYTES:
+        fact = f"its logits take {logits_bytes / 1e6:.2g} MB: a loss in chunks is slower below {MIN_LOGITS_BYTES / 1e6:.1f} MB"
         return Refusal("linear_cross_entropy", node, fact)
     operands = (x, weight, targets, bias[0] if bias else None)
     return replace(
@@ -67,14 +66,14 @@ def linear_cross_entropy(node: Node) -> Found:
 
 
 def _moves_rows(node: Any) -> bool:
-    """Whether a node is a view or slice of the rows of a table."""
+    """Tell whether a node is a view or slice of the rows of a table."""
     return isinstance(node, Node) and (
         is_op(node, "aten.slice", "aten.contiguous") or operator_of(node).moves == "fold"
     )
 
 
 def _keeps_classes(node: Node) -> bool:
-    """Whether a view or slice leaves the last dim alone."""
+    """Tell whether a view or slice leaves the last dim alone."""
     if is_op(node, "aten.slice"):
         return node.args[1] % len(shape(node)) != len(shape(node)) - 1
     return shape(node)[-1:] == shape(node.args[0])[-1:]
@@ -83,9 +82,9 @@ def _keeps_classes(node: Node) -> bool:
 def in_chunks(
     graph: Graph, group: Group, operands: tuple[Any, ...], most: int
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Operands and keywords of the fused operator, whose chunks of logits take `most` bytes.
+    """Return the operands and keywords of the fused operator, whose chunks of logits take `most` bytes.
 
-    What stood between GEMM and loss stands before the GEMM now.
+    Views between GEMM and loss are moved in front of the GEMM.
     """
     x, weight, targets, bias = operands
     for view in group.moved:
@@ -106,12 +105,13 @@ def in_chunks(
         keywords = _loss_keywords(loss)
     keywords["dtype"] = None if value(loss).dtype == value(x).dtype else value(loss).dtype
     keywords["chunk"] = chunk_of(local_size(x)[0], local_size(weight)[0] * value(x).element_size(), most)
-    keywords["wgrad"] = ""  # until hooks are asked for
+    # `hook_gemms` may change it.
+    keywords["wgrad"] = ""
     return (x, targets, weight, bias), keywords
 
 
 def _loss_keywords(loss: Node) -> dict[str, Any]:
-    """The keywords of a plain cross-entropy, as its marker has them."""
+    """Return the keywords of a plain cross-entropy, as its marker has them."""
     return {
         "reduction": ("none", "mean", "sum")[argument(loss, "reduction")],
         "ignore_index": argument(loss, "ignore_index"),
@@ -123,6 +123,6 @@ def _loss_keywords(loss: Node) -> dict[str, Any]:
 
 
 def chunk_of(tokens: int, token_bytes: int, most: int) -> int:
-    """Tokens of which the logits are made at a time: equal chunks of at most `most` bytes, but of `CHUNK_ROWS`."""
+    """Return how many tokens have logits at a time: equal chunks of at most `most` bytes, or of `CHUNK_ROWS` tokens."""
     at_once = max(CHUNK_ROWS, most // token_bytes)
     return -(-tokens // -(-tokens // at_once))

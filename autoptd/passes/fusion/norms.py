@@ -13,14 +13,15 @@ SQUARES = ("aten.pow", "aten.mul", "aten.square")
 
 
 def norm(node: Node) -> Found:
-    """A norm over the last dim, with its weight and bias where it has them."""
+    """Match a norm over the last dim, with its weight and bias where it has them."""
     if op_name(node) == "aten.rms_norm":
         return _of_torch(node)
     if op_name(node) not in ("aten.mul", "aten.div", "aten.add", "aten.to", "aten._to_copy"):
         return None
     chain = Chain(node)
     inner = chain.uncast(node)
-    if is_op(inner, "aten.add"):  # + bias
+    # norm + bias
+    if is_op(inner, "aten.add"):
         for bias, rest in orders(inner):
             branch = chain.copy()
             if _is_vector(bias, node) and branch.enter(inner, "aten.add"):
@@ -32,7 +33,7 @@ def norm(node: Node) -> Found:
 
 
 def _weighted(chain: Chain, node: Any, bias: Node | None) -> Found:
-    """The norm that ends at `node`, a product with a weight or the normal value itself."""
+    """Match the norm that ends at `node`: a product with a weight, or the normalised value itself."""
     for weight, rest in orders(node) if is_op(node, "aten.mul") else ():
         branch = chain.copy()
         branch.enter(node, "aten.mul")
@@ -63,7 +64,7 @@ def _group(
 
 
 def _of_torch(node: Node) -> Found:
-    """torch's own rms_norm, which takes several operators on most devices."""
+    """Match torch's own rms_norm, which takes several kernels on most devices."""
     x, size, *rest = node.args
     given = dict(zip(("weight", "eps"), rest, strict=False)) | node.kwargs
     if len(size) != 1 or given.get("eps") is None:
@@ -72,7 +73,7 @@ def _of_torch(node: Node) -> Found:
 
 
 def norm_of_sum(node: Node) -> Found:
-    """torch's own layer_norm of a sum: one operator already, but for the sum."""
+    """Match torch's own layer_norm of a sum: one operator already, except for the sum."""
     if op_name(node) != "aten.layer_norm" or sum_of(node.args[0]) is None or len(node.args[1]) != 1:
         return None
     x, _, *rest = node.args
@@ -83,32 +84,32 @@ def norm_of_sum(node: Node) -> Found:
 
 
 def sum_of(node: Any) -> tuple[Node, Node] | None:
-    """(a, b) where `node` is the sum of two values like itself."""
+    """Return (a, b) if `node` is the sum of two values of its own shape and dtype."""
     if not is_op(node, "aten.add") or len(node.args) != 2 or node.kwargs:
         return None
     a, b = node.args
-    is_like = all(isinstance(one, Node) and value(one).shape == value(node).shape for one in (a, b))
+    is_like = all(isinstance(part, Node) and value(part).shape == value(node).shape for part in (a, b))
     return (a, b) if is_like and same_dtype(a, b, node) else None
 
 
 def _offset(chain: Chain, weight: Any) -> tuple[float, Any]:
-    """(1.0, w) of 1 + w."""
+    """Return (1.0, w) for 1 + w, as Gemma has it; (0.0, weight) for any other weight."""
     if is_op(weight, "aten.add"):
-        for one, rest in orders(weight):
-            if number(one) is not None and isinstance(rest, Node):
+        for literal, rest in orders(weight):
+            if number(literal) is not None and isinstance(rest, Node):
                 chain.enter(weight, "aten.add")
-                return float(number(one) or 0.0), chain.uncast(rest)
+                return float(number(literal) or 0.0), chain.uncast(rest)
     return 0.0, weight
 
 
 def _is_vector(node: Any, result: Node) -> bool:
-    """Whether `node` is a parameter along the last dim of `result`."""
+    """Tell whether `node` is a parameter along the last dim of `result`."""
     is_own = isinstance(node, Node) and (node.op == "placeholder" or note(node).of_params)
     return is_own and shape(node) == shape(result)[-1:]
 
 
 def _normal(chain: Chain, node: Any) -> tuple[str, Node, float] | str | None:
-    """(operator, x, eps) of a value over its root mean square; a reason, where something stands in the way."""
+    """Return (operator, x, eps) of a value over its root mean square; or a reason, where a conversion stands in the way."""
     if is_op(node, "aten.mul"):
         ways = [(x, r) for x, r in orders(node) if isinstance(x, Node) and isinstance(r, Node)]
     elif is_op(node, "aten.div"):
@@ -135,13 +136,14 @@ def _behind(conversion: Node) -> Any:
 
 
 def _under_root(chain: Chain, factor: Any, divides: bool) -> Any:
-    """What `factor` is one over the root of (or, of a divisor, the root of)."""
+    """Return what stands under the root in 1 / sqrt(...); with `divides`, `factor` is the root itself."""
     if divides:
         is_root = chain.enter(factor, "aten.sqrt") or _is_power(chain, factor, 0.5)
         return factor.args[0] if is_root else None
     if chain.enter(factor, "aten.rsqrt") or _is_power(chain, factor, -0.5):
         return factor.args[0]
-    factor, times = chain.scaled(factor)  # 1.0 / x is a reciprocal times 1
+    # 1.0 / x is a reciprocal times 1.
+    factor, times = chain.scaled(factor)
     if times == 1.0 and chain.enter(factor, "aten.reciprocal") and chain.enter(factor.args[0], "aten.sqrt"):
         return factor.args[0].args[0]
     return None
@@ -152,7 +154,7 @@ def _is_power(chain: Chain, node: Any, exponent: float) -> bool:
 
 
 def _mean_square(chain: Chain, x: Node, inside: Any) -> tuple[str, Node, float] | str | None:
-    """`inside` is mean(x^2) + eps; where x is y - mean(y), or `inside` is the variance, it is a layer norm of y."""
+    """Match mean(x^2) + eps; where x is y - mean(y), or `inside` has the variance, it is a layer norm of y."""
     if not chain.enter(inside, "aten.add"):
         return None
     for mean, eps in orders(inside):
@@ -171,29 +173,25 @@ def _mean_square(chain: Chain, x: Node, inside: Any) -> tuple[str, Node, float] 
             continue
         base = _squared(chain, square)
         if base is not None and chain.uncast(base) is x:
-            return (
-                ("rms_norm", x, float(number(eps) or 0.0))
-                if centred is None
-                else (
-                    "layer_norm",
-                    centred,
-                    float(number(eps) or 0.0),
-                )
-            )
+            if centred is None:
+                return "rms_norm", x, float(number(eps) or 0.0)
+            return "layer_norm", centred, float(number(eps) or 0.0)
     return None
 
 
 def _squared(chain: Chain, node: Any) -> Any:
+    """Return x of x^2, x * x or square(x)."""
     if not is_op(node, *SQUARES):
         return None
-    is_square = is_op(node, "aten.square") or (
-        number(node.args[1]) == 2 if is_op(node, "aten.pow") else node.args[0] is node.args[1]
-    )
+    if is_op(node, "aten.pow"):
+        is_square = number(node.args[1]) == 2
+    else:
+        is_square = is_op(node, "aten.square") or node.args[0] is node.args[1]
     return node.args[0] if is_square and chain.enter(node, *SQUARES) else None
 
 
 def _centred(chain: Chain, node: Any) -> Any:
-    """y, where `node` is y - mean(y) over the last dim."""
+    """Return y if `node` is y - mean(y) over the last dim."""
     if not is_op(node, "aten.sub") or len(node.args) != 2:
         return None
     y, mean = chain.uncast(node.args[0]), node.args[1]
@@ -210,7 +208,7 @@ def _centred(chain: Chain, node: Any) -> Any:
 
 
 def _is_plain_variance(chain: Chain, node: Node, x: Node) -> bool:
-    """var(x, -1, unbiased=False, keepdim=True), or with correction=0."""
+    """Tell whether a variance is var(x, -1, unbiased=False, keepdim=True), or with correction=0."""
     given = dict(zip(("dim", "unbiased", "keepdim"), node.args[1:], strict=False)) | node.kwargs
     is_biased = given.get("unbiased") is False or given.get("correction") == 0
     if not (is_biased and given.get("keepdim") and last_dim(node.args[0], given.get("dim"))):

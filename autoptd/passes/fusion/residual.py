@@ -16,7 +16,7 @@ from autoptd.passes.fusion.chain import Chain, Found, Refusal, is_op, orders, sa
 
 
 def bias_dropout_add(node: Node) -> Found:
-    """residual + dropout(x), where x may be the sum over tp of partial products with a bias."""
+    """Match residual + dropout(x), where x may be the sum over tp of partial products with a bias."""
     if op_name(node) != "aten.add":
         return None
     for drop, residual in orders(node):
@@ -39,7 +39,7 @@ def bias_dropout_add(node: Node) -> Found:
 
 
 def _row_bias(x: Node) -> Node | None:
-    """The row-split GEMM that `x` is the sum over tp of, if it has a bias of which one rank keeps the whole."""
+    """Return the row-split GEMM whose sum over tp is `x`, if it has a bias that one rank adds."""
     if x.target is not markers.convert or note(x).conversion != "p_to_i" or len(x.users) > 1:
         return None
     product = x.args[0]

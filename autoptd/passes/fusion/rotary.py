@@ -11,8 +11,8 @@ from autoptd.passes.fusion.chain import Chain, Found, Refusal, is_op, orders, sa
 
 
 def rotary(node: Node) -> Found:
-    """A sum of a value by its cosines and the rotated value by its sines."""
-    if op_name(node) != "aten.add" or not all(is_op(one, "aten.mul") for one in node.args):
+    """Match the sum of a value times its cosines and the rotated value times its sines."""
+    if op_name(node) != "aten.add" or not all(is_op(term, "aten.mul") for term in node.args):
         return None
     for straight, turned in orders(node):
         for x, cos in orders(straight):
@@ -39,7 +39,7 @@ def rotary(node: Node) -> Found:
 
 
 def _rotation(chain: Chain, node: Any, x: Any) -> bool | None:
-    """False where `node` is cat(-x2, x1) of the halves of x, True where it is (-x1, x0, -x3, x2, ...), else None."""
+    """Return False if `node` is cat(-x2, x1) of the halves of x, True if it is (-x1, x0, -x3, x2, ...), else None."""
     if not isinstance(x, Node):
         return None
     if is_op(node, "aten.cat"):
@@ -69,7 +69,7 @@ def _rotation(chain: Chain, node: Any, x: Any) -> bool | None:
 
 
 def _piece(chain: Chain, node: Any, x: Node) -> tuple[int, int, int] | None:
-    """(start, end, step) of the part of the last dim of `x` that `node` is."""
+    """Return (start, end, step) of the part of the last dim of `x` that `node` is, or None."""
     size = shape(x)[-1]
     if is_op(node, "aten.slice") and node.args[0] is x:
         dim, start, end, step = (*node.args[1:], *(0, None, None, 1)[len(node.args) - 1 :])

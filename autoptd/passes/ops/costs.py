@@ -1,4 +1,4 @@
-"""Counting from the graph: floating-point operations and bytes of a node, seconds of a conversion.
+"""Count floating-point operations and bytes of a node, and the seconds of a conversion, from the graph.
 
 FLOPs are two per multiply-add, of matrix products only. Backward of a GEMM costs its forward once for every factor that needs a
 gradient. Attention counts both of its products in full (no discount for a causal mask); backward of its fused kernels makes
@@ -34,13 +34,14 @@ from autoptd.ir.types import CONVERSIONS, ValueType
 from autoptd.program.calls import LOCAL_KINDS, LOCAL_WORK, star, wire_bytes
 from autoptd.program.costs import Costs, GemmCosts, ProductCosts
 
-# What a plan pays beside its seconds, so that of two that are nearly as fast the simpler one is taken:
-PER_COLLECTIVE = 1.0  # for every collective, in latencies
-PER_ODD_LAYER = 1.0  # for layers that are odd (`odd_layer_price`), in all-reduces of what the first one reads
+# What a plan pays beside its seconds, so that of two that are nearly as fast the simpler one is taken: for every collective,
+# in latencies; for layers that are odd (`odd_layer_price`), in all-reduces of the value that the first one reads.
+PER_COLLECTIVE = 1.0
+PER_ODD_LAYER = 1.0
 
 
 def flops(node: Node, shape: Size = shape) -> int:
-    """Forward floating-point operations of one node, by default on whole tensors; 0 for what is no matrix product."""
+    """Count the forward FLOPs of one node, by default on whole tensors; 0 for all but matrix products."""
     record = operator_of(node)
     if record.factors:
         rows = operands(node)[record.factors[0]]
@@ -49,7 +50,7 @@ def flops(node: Node, shape: Size = shape) -> int:
 
 
 def backward_flops(node: Node, shape: Size = shape) -> int:
-    """Floating-point operations of the backward of one node, by default on whole tensors."""
+    """Count the backward FLOPs of one node, by default on whole tensors."""
     record, read = operator_of(node), operands(node)
     if record.backward_flops:
         return record.backward_flops(node, shape)
@@ -92,7 +93,7 @@ def count_work(graph: Graph, t: int, whole: Size, local: Size) -> Costs:
 
 
 def product_sizes(node: Node, shape: Size) -> Product:
-    """(batch, m, n, k) of the products of a node, and what kernel they are a part of.
+    """Return (batch, m, n, k) of the products of a node, and the kernel that they are a part of.
 
     Products with a weight are one, however many dims their rows have: a weight has two.
     """
@@ -106,53 +107,57 @@ def product_sizes(node: Node, shape: Size) -> Product:
 
 
 def has_kernel(node: Node) -> bool:
-    """Whether an operator computes, and is no view or conversion."""
+    """Tell whether an operator computes: views and conversions do not."""
     return node.target is not markers.convert and not is_view(node) and (is_tensor(node) or is_pair(node))
 
 
 def moved_bytes(node: Node, shape: Size) -> int:
-    """Bytes that an operator reads and writes in forward; 0 for a matrix product, a view and a conversion.
-
-    Of a table that rows are taken from, it reads as much as it gives.
-    """
+    """Count the bytes that an operator reads and writes in forward; 0 for a matrix product, a view and a conversion."""
     if flops(node) or not has_kernel(node):
         return 0
-    read = [node] if operator_of(node).is_lookup else [one for one in node.all_input_nodes if is_tensor(one)]
-    made = list(node.users) if is_pair(node) else [node]
-    return sum(math.prod(shape(one)) * tensor(one).element_size() for one in [*made, *read])
+    read = [operand for operand in node.all_input_nodes if is_tensor(operand)]
+    # Of a table it reads only the rows that it gives.
+    if operator_of(node).is_lookup:
+        read = [node]
+    results = list(node.users) if is_pair(node) else [node]
+    return sum(math.prod(shape(value)) * tensor(value).element_size() for value in [*results, *read])
 
 
 def compute_seconds(node: Node, machine: Machine) -> float:
-    """Roofline time of a node, forward and backward, on whole tensors."""
-    moved = payload(node) + sum(payload(one) for one in node.all_input_nodes)
+    """Return the roofline time of a node, forward and backward, on whole tensors."""
+    moved = payload(node) + sum(payload(operand) for operand in node.all_input_nodes)
+    # Backward takes twice the time of forward.
     return max(3 * flops(node) / machine.flops, 3 * moved / machine.memory_bandwidth)
 
 
 def rank_seconds(node: Node, mesh: Mesh, machine: Machine) -> float:
-    """Roofline time of a node of a CONNECTED graph on one rank of a mesh, forward and backward, its collectives included."""
+    """Return the roofline time of a node of a CONNECTED graph on one rank, forward and backward, with its collectives."""
     record = operator_of(node)
     if node.target is markers.convert:
         source, target = converted_types(node)
-        return conversion_seconds(
-            source, target, converted_bytes(node, mesh), mesh.degree(note(node).axis), machine
-        )
+        degree = mesh.degree(note(node).axis)
+        return conversion_seconds(source, target, converted_bytes(node, mesh), degree, machine)
     if is_view(node):
         return 0.0
-    read = [one for one in node.all_input_nodes if not (record.is_lookup and note(one).kind == "param")]
-    moved = sum(local_payload(one, mesh) for one in [node, *read])
+    read = []
+    for operand in node.all_input_nodes:
+        # Of a table it reads only the rows that it gives.
+        if not (record.is_lookup and note(operand).kind == "param"):
+            read.append(operand)
+    moved = sum(local_payload(value, mesh) for value in [node, *read])
     if record.sorts:
         moved *= max(1.0, math.log2(shape(read[0])[-1] if shape(read[0]) else 1))
-    work = flops(node) / max(note(one).layout.pieces(mesh) for one in [node, *node.all_input_nodes])
-    return 3 * max(work / machine.flops, moved / machine.memory_bandwidth)
+    pieces = max(note(value).layout.pieces(mesh) for value in [node, *node.all_input_nodes])
+    return 3 * max(flops(node) / pieces / machine.flops, moved / machine.memory_bandwidth)
 
 
 def local_payload(node: Node, mesh: Mesh) -> float:
-    """Bytes of a node's value on one rank of a mesh."""
+    """Return the bytes of a node's value on one rank of a mesh."""
     return payload(node) / note(node).layout.pieces(mesh)
 
 
 def converted_bytes(node: Node, mesh: Mesh) -> float:
-    """Bytes of what the ranks along the axis of a conversion convert together: other axes may cut the value."""
+    """Return the bytes that the ranks along the axis of a conversion convert together: other axes may cut the value."""
     others = [axis for axis, _ in note(node).layout.shards if axis != note(node).axis]
     return payload(node) / math.prod(map(mesh.degree, others))
 
@@ -160,19 +165,22 @@ def converted_bytes(node: Node, mesh: Mesh) -> float:
 def conversion_seconds(
     source: ValueType, target: ValueType, nbytes: float, degree: int, machine: Machine
 ) -> float:
-    """Time of a conversion, forward and backward, of a value of `nbytes` in all, by ring collectives over `degree` ranks."""
+    """Return the seconds of a conversion, forward and backward; infinite where there is none.
+
+    It takes ring collectives over `degree` ranks, of a value of `nbytes` in all.
+    """
     if source == target:
         return 0.0
     row = CONVERSIONS.get((source.kind, target.kind))
     if row is None:
         return math.inf
-    return sum(collective_seconds(one, nbytes, degree, machine) for one in (row.forward, row.backward))
+    return sum(collective_seconds(kind, nbytes, degree, machine) for kind in (row.forward, row.backward))
 
 
 def conversion_price(
     source: ValueType, target: ValueType, nbytes: float, degree: int, machine: Machine
 ) -> float:
-    """What a plan pays for a conversion: its seconds, and the price of its collectives."""
+    """Return the price of a conversion in a plan: its seconds, and a latency more for each collective."""
     seconds = conversion_seconds(source, target, nbytes, degree, machine)
     if source == target or math.isinf(seconds):
         return seconds
@@ -182,14 +190,15 @@ def conversion_price(
 
 
 def odd_layer_price(nbytes: int, degree: int, machine: Machine) -> float:
-    """What a plan pays once for a first layer that reads its value, of `nbytes`, in another type than the other layers theirs,
-    and for layers that hand on anything but a whole value, a pending sum, or shards of tokens.
+    """Return the price, in seconds, of a first layer that reads its value (`nbytes`) in another type than the others theirs.
+
+    Layers that hand on anything but a whole value, a pending sum, or shards of tokens pay it, too.
     """
     return PER_ODD_LAYER * collective_seconds("all-reduce", nbytes, degree, machine)
 
 
 def collective_seconds(kind: str, nbytes: float, degree: int, machine: Machine) -> float:
-    """Time of one direction of a conversion of a value of `nbytes` in all: a ring collective, local work, or nothing."""
+    """Return the seconds of one direction of a conversion of `nbytes` in all: a ring collective, local work, or nothing."""
     if kind in LOCAL_WORK:
         return nbytes / machine.memory_bandwidth
     if kind in LOCAL_KINDS:

@@ -10,11 +10,11 @@ Random operators and those that write into their operands are not tried at all.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import product
 from typing import Any
 
 import torch
@@ -27,8 +27,10 @@ from autoptd.passes.ops.trials import Call, CannotTry, Claim, Slot, Trial, Unfit
 
 # One for each size of the trace: no two dims of other sizes can be confused.
 SMALL_SIZES = (5, 7, 11, 13, 17, 19, 23, 29)
-MOST_ELEMENTS = 1 << 16  # of an operand, where the operator is tried on the sizes of the trace
-MOST_CLAIMS = 256
+# An operator with larger operands is not tried on the sizes of the trace.
+MAX_ELEMENTS = 1 << 16
+# Of a size that more combinations of dims have, none is tried.
+MAX_CLAIMS = 256
 NOT_LINEAR = "its backward is not linear in the gradient that it is given"
 PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 Shapes = tuple[tuple[int, ...], ...]
@@ -36,7 +38,7 @@ Shapes = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class Probed:
-    """What was found: true claims, or why there are none; `is_linear` of its backward in the gradient it is given."""
+    """The true claims, or why there are none; `is_linear`: backward is linear in the gradient that it is given."""
 
     claims: tuple[Claim, ...]
     refused: str = ""
@@ -46,28 +48,34 @@ class Probed:
 def probe(node: Node) -> Probed:
     """Try all claims that the shapes of `node` allow."""
     try:
-        with torch.random.fork_rng(devices=[]):  # the operator's own random numbers are no one else's
+        # If the operator draws numbers nevertheless, the user's stream of them must not change.
+        with torch.random.fork_rng(devices=[]):
             return _probe(call_of(node))
     except CannotTry as error:
         return Probed((), str(error))
 
 
-@cache  # a pure function of the signature: equal layers are tried once
+# Cached by the signature: equal layers are tried once.
+@cache
 def _probe(call: Call) -> Probed:
     trials = trials_of(call, small_shapes(call.shapes))
     if not all(trial.is_linear() for trial in trials):
         return Probed((), NOT_LINEAR, is_linear=False)
-    found = tuple(claim for claim in _candidates(trials[0]) if not contradiction(trials, claim))
-    return Probed(found, "" if found else "pieces of every dim give other values or gradients")
+    true = tuple(claim for claim in _candidates(trials[0]) if not contradiction(trials, claim))
+    return Probed(true, "" if true else "pieces of every dim give other values or gradients")
 
 
 def contradiction(trials: Sequence[Trial], claim: Claim) -> str:
-    """What differs where `claim` is false, "" where it is true."""
-    return next((text for trial in trials if (text := trial.differs(claim))), "")
+    """Say what differs if `claim` is false; return "" if it is true."""
+    for trial in trials:
+        difference = trial.differs(claim)
+        if difference:
+            return difference
+    return ""
 
 
 def call_of(node: Node) -> Call:
-    """The signature of a node's call; CannotTry where it must not be tried."""
+    """Return the signature of a node's call; CannotTry where it must not be tried."""
     target, read = node.target, operands(node)
     if not isinstance(target, OpOverload):
         raise CannotTry("it is not in torch's registry of operators")
@@ -75,8 +83,10 @@ def call_of(node: Node) -> Call:
         raise Unfit("it draws random numbers")
     if target._schema.is_mutable:
         raise Unfit("it writes into its operands")
-    if not read or any(tensor(one).is_complex() for one in read):
-        raise CannotTry("its operands are complex" if read else "it reads no tensors")
+    if not read:
+        raise CannotTry("it reads no tensors")
+    if any(tensor(operand).is_complex() for operand in read):
+        raise CannotTry("its operands are complex")
     numbers = iter(range(len(read)))
 
     def freeze(arg: Any) -> Any:
@@ -90,47 +100,69 @@ def call_of(node: Node) -> Call:
 
     args = freeze(node.args)
     kwargs = tuple((key, freeze(arg)) for key, arg in node.kwargs.items())
-    shapes, dtypes = tuple(tuple(tensor(one).shape) for one in read), tuple(tensor(one).dtype for one in read)
+    shapes = tuple(tuple(tensor(operand).shape) for operand in read)
+    dtypes = tuple(tensor(operand).dtype for operand in read)
     return Call(target, args, kwargs, shapes, dtypes, note(node).needs_grad)
 
 
+def _sizes(shapes: Shapes) -> list[int]:
+    """Return the different sizes of dims, without 1, in the order in which they appear."""
+    sizes = dict.fromkeys(itertools.chain.from_iterable(shapes))
+    return [size for size in sizes if size > 1]
+
+
 def small_shapes(shapes: Shapes) -> Shapes:
-    """Other sizes, all different, for the sizes of the trace; what is 1 is broadcast and stays 1."""
-    seen = list(dict.fromkeys(size for one in shapes for size in one if size > 1))
-    if len(seen) > len(SMALL_SIZES):
+    """Replace the sizes of the trace by small ones, all different; a dim of size 1 is broadcast and stays so."""
+    sizes = _sizes(shapes)
+    if len(sizes) > len(SMALL_SIZES):
         return shapes
-    new = dict(zip(seen, SMALL_SIZES, strict=False))
-    return tuple(tuple(new.get(size, size) for size in one) for one in shapes)
+    new = dict(zip(sizes, SMALL_SIZES, strict=False))
+    small = []
+    for shape in shapes:
+        small.append(tuple(new.get(size, size) for size in shape))
+    return tuple(small)
 
 
 def trials_of(call: Call, small: Shapes) -> list[Trial]:
-    """The call on small sizes, where it takes them, and on those of the trace, where these are not too large."""
-    made: list[Trial] = []
+    """Try the call on small sizes, if it takes them, and on those of the trace, unless they are too large.
+
+    Raises CannotTry where neither works, or those of the trace should and do not.
+    """
+    trials: list[Trial] = []
     reason = ""
-    is_small = all(math.prod(size) <= MOST_ELEMENTS for size in call.shapes)
-    for shapes in dict.fromkeys([small, *([call.shapes] if is_small else [])]):
+    is_small = all(math.prod(shape) <= MAX_ELEMENTS for shape in call.shapes)
+    choices = [small, call.shapes] if is_small else [small]
+    for shapes in dict.fromkeys(choices):
         try:
-            made.append(make_trial(replace(call, shapes=shapes)))
+            trials.append(make_trial(replace(call, shapes=shapes)))
+        # No rule holds on any sizes.
         except Unfit:
             raise
         except CannotTry as error:
             reason = str(error)
-    if not made or (is_small and made[-1].call.shapes != call.shapes):
+    if not trials or (is_small and trials[-1].call.shapes != call.shapes):
         raise CannotTry(reason)
-    return made
+    return trials
 
 
 def _candidates(trial: Trial) -> Iterator[Claim]:
-    """All claims for dims of equal size: in each operand one or none, in the result one or none."""
-    shapes = trial.call.shapes
-    for size in dict.fromkeys(n for one in shapes for n in one if n > 1):
-        places = [[*(d for d, n in enumerate(one) if n == size), None] for one in shapes]
-        outs = [d for d in range(trial.rank) if all(one.shape[d] == size for one in trial.whole[0].values)]
-        if math.prod(map(len, places)) * (len(outs) + 1) > MOST_CLAIMS:
+    """Yield all claims for dims of equal size: in each operand one or none, in the result one or none."""
+    results = trial.whole[0].values
+    for size in _sizes(trial.call.shapes):
+        places: list[list[int | None]] = []
+        for shape in trial.call.shapes:
+            places.append([*(dim for dim, n in enumerate(shape) if n == size), None])
+        outs: list[int | None] = []
+        for dim in range(trial.rank):
+            if all(result.shape[dim] == size for result in results):
+                outs.append(dim)
+        outs.append(None)
+        if math.prod(map(len, places)) * len(outs) > MAX_CLAIMS:
             continue
-        for chosen in product(*places):
+        for chosen in itertools.product(*places):
             if any(place is not None for place in chosen):
-                yield from (Claim(chosen, out) for out in (*outs, None))
+                for out in outs:
+                    yield Claim(chosen, out)
 
 
 __all__ = [

@@ -13,7 +13,7 @@ or reads how its operands lie in memory is `Unfit` to be split in any way.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -23,8 +23,10 @@ from torch import Tensor
 
 from autoptd.compat import OpOverload
 
-ENOUGH = 3  # draws, of those in DRAWS, on which the operator gives finite values that are not all equal
-OF_LINEARITY = 1000  # roundings of a backward that takes logarithms, against those of one that does not
+# On so many of DRAWS the operator must give finite values that are not all equal.
+MIN_DRAWS = 3
+# How much larger the roundings of a backward may be that takes logarithms.
+LINEARITY_TOLERANCE = 1000
 Draw = Callable[[tuple[int, ...], torch.Generator], Tensor]
 DRAWS: tuple[Draw, ...] = (
     lambda size, seed: torch.randn(size, generator=seed, dtype=torch.float64),
@@ -54,22 +56,19 @@ class Call:
     needs_grad: bool
 
     def run(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """The results on these tensors; CannotTry where it fails, or gives anything but tensors of one rank."""
-        args, kwargs = (_fill(arg, tensors) for arg in (self.args, self.kwargs))
+        """Return the results on these tensors; CannotTry if it fails, or gives anything but tensors of one rank."""
+        args, kwargs = _fill(self.args, tensors), _fill(self.kwargs, tensors)
         try:
-            made = self.target(*args, **dict(kwargs))
-        except Exception as error:  # an operator may fail in any way on sizes it was not made for
-            raise CannotTry(
-                f"it fails on random numbers: {(str(error).splitlines() or [repr(error)])[0]}"
-            ) from error
-        pieces = tuple(made) if isinstance(made, (tuple, list)) else (made,)
-        if (
-            not pieces
-            or any(not isinstance(one, Tensor) for one in pieces)
-            or len({one.dim() for one in pieces}) > 1
-        ):
+            result = self.target(*args, **dict(kwargs))
+        # An operator may fail in any way on sizes that it was not made for.
+        except Exception as error:
+            first_line = (str(error).splitlines() or [repr(error)])[0]
+            raise CannotTry(f"it fails on random numbers: {first_line}") from error
+        results = tuple(result) if isinstance(result, (tuple, list)) else (result,)
+        are_tensors = bool(results) and all(isinstance(value, Tensor) for value in results)
+        if not are_tensors or len({value.dim() for value in results}) > 1:
             raise CannotTry("it gives no tensor, or several with unlike dims")
-        return pieces
+        return results
 
 
 @dataclass(frozen=True)
@@ -89,15 +88,18 @@ class Unfit(CannotTry):
 
 
 def divisions(size: int) -> list[list[Tensor]]:
-    """Ways to divide `size` entries: near both ends, unequally, and scattered, as shards of an inner factor are."""
+    """Return ways to divide `size` entries: near both ends, in the middle, and scattered, as shards of an inner factor are.
+
+    The last two are the hardest.
+    """
     order = torch.arange(size)
     cuts = sorted({1, size // 2, size - 1})
-    made = [[order[:cut], order[cut:]] for cut in cuts if 0 < cut < size]
-    made.append([order[::2], order[1::2]])
+    ways = [[order[:cut], order[cut:]] for cut in cuts if 0 < cut < size]
+    ways.append([order[::2], order[1::2]])
     if size > 3:
         mixed = torch.randperm(size, generator=torch.Generator().manual_seed(size))
-        made.append([mixed[:1], mixed[1:3], mixed[3:]])
-    return made
+        ways.append([mixed[:1], mixed[1:3], mixed[3:]])
+    return ways
 
 
 @dataclass(frozen=True)
@@ -126,24 +128,23 @@ class Trial:
         return self.whole[0].values[0].dim()
 
     def differs(self, claim: Claim) -> str:
-        """What is not as `claim` says, "" where all is."""
-        sizes = {self.call.shapes[i][d] for i, d in enumerate(claim.places) if d is not None}
-        sizes |= {one.shape[claim.out] for one in self.whole[0].values} if claim.out is not None else set()
+        """Say what is not as `claim` says; return "" if everything is."""
+        sizes = {self.call.shapes[i][dim] for i, dim in enumerate(claim.places) if dim is not None}
+        if claim.out is not None:
+            sizes |= {value.shape[claim.out] for value in self.whole[0].values}
         if len(sizes) != 1:
             return f"the sizes {sorted(sizes)} differ"
         ways = divisions(sizes.pop())
-        for i, (drawn, cotangents, whole) in enumerate(
-            zip(self.drawn, self.cotangents, self.whole, strict=True)
-        ):
-            for division in (
-                ways if i == 0 else ways[-2:]
-            ):  # of the first numbers all ways, of the others the hardest
+        for drawn, cotangents, whole in zip(self.drawn, self.cotangents, self.whole, strict=True):
+            for division in ways:
                 try:
-                    text = self._differs(claim, division, drawn, cotangents, whole)
+                    difference = self._differs(claim, division, drawn, cotangents, whole)
                 except CannotTry as error:
-                    text = str(error)
-                if text:
-                    return text
+                    difference = str(error)
+                if difference:
+                    return difference
+            # All ways for the first numbers; for the others the hardest.
+            ways = ways[-2:]
         return ""
 
     def _differs(
@@ -156,137 +157,147 @@ class Trial:
     ) -> str:
         pieces = []
         for ids in division:
-            parts = [_take(one, place, ids) for one, place in zip(drawn, claim.places, strict=True)]
-            wanted = [_take(one, claim.out, ids) for one in cotangents]
-            pieces.append(answer(self.call, parts, wanted))
-        if any(len(one.values) != len(whole.values) for one in pieces):
+            operands = [_take(x, place, ids) for x, place in zip(drawn, claim.places, strict=True)]
+            given = [_take(cotangent, claim.out, ids) for cotangent in cotangents]
+            pieces.append(answer(self.call, operands, given))
+        if any(len(piece.values) != len(whole.values) for piece in pieces):
             return "the pieces give another number of results"
         limits = whole.limits()
         for i, value in enumerate(whole.values):
-            found = [one.values[i] for one in pieces]
+            values = [piece.values[i] for piece in pieces]
             if claim.out is None and not value.is_floating_point():
                 return "its result is no sum over that dim"
-            if not _matches(found, value, claim.out, division, limits):
+            if not _matches(values, value, claim.out, division, limits):
                 return "the result of the pieces is another" + ("" if claim.out is not None else ", added up")
         for i, gradient in enumerate(whole.gradients):
-            got = [one.gradients[i] for one in pieces]
-            if gradient is None and any(one is not None for one in got):
+            gradients = [piece.gradients[i] for piece in pieces]
+            if gradient is None and any(other is not None for other in gradients):
                 return f"pieces give operand {i} a gradient, the whole does not"
-            if gradient is not None and not _matches(got, gradient, claim.places[i], division, limits):
+            if gradient is not None and not _matches(gradients, gradient, claim.places[i], division, limits):
                 return f"the gradient of operand {i} is another"
         return ""
 
     def is_linear(self) -> bool:
-        """Whether backward is linear in the gradient that it is given: only then may partial sums go through it."""
+        """Tell whether backward is linear in the gradient that it is given: only then may partial sums go through it."""
         for drawn, cotangents, whole in zip(self.drawn, self.cotangents, self.whole, strict=True):
-            if all(one is None for one in whole.gradients):
+            if all(gradient is None for gradient in whole.gradients):
                 continue
-            turned = [one.flip(tuple(range(one.dim()))) for one in cotangents]
-            rest = [
-                one - other if one.is_floating_point() else one
-                for one, other in zip(cotangents, turned, strict=True)
-            ]
-            shares = [answer(self.call, drawn, some).gradients for some in (turned, rest)]
-            sums = [(list(two), one) for one, *two in zip(whole.gradients, *shares, strict=True)]
-            for factor in (1e-4, 1e4):
-                scaled = answer(self.call, drawn, [one * factor for one in cotangents]).gradients
-                sums += [
-                    ([None if one is None else one / factor], two)
-                    for one, two in zip(scaled, whole.gradients, strict=True)
-                ]
             tolerance, scale = whole.limits()
-            limits = OF_LINEARITY * tolerance, scale
-            if not all(two is None or _matches(one, two, None, [], limits) for one, two in sums):
-                return False
+            limits = LINEARITY_TOLERANCE * tolerance, scale
+            for gradients in list(self._linear_combinations(drawn, cotangents)):
+                for parts, gradient in zip(zip(*gradients, strict=True), whole.gradients, strict=True):
+                    if gradient is not None and not _matches(parts, gradient, None, [], limits):
+                        return False
         return True
+
+    def _linear_combinations(
+        self, drawn: Sequence[Tensor], cotangents: Sequence[Tensor]
+    ) -> Iterator[list[tuple[Tensor | None, ...]]]:
+        """Yield gradients that add up to those for `cotangents` if backward is linear."""
+        # g = flipped g + the rest.
+        flipped = [cotangent.flip(tuple(range(cotangent.dim()))) for cotangent in cotangents]
+        rest = []
+        for cotangent, other in zip(cotangents, flipped, strict=True):
+            rest.append(cotangent - other if cotangent.is_floating_point() else cotangent)
+        yield [answer(self.call, drawn, part).gradients for part in (flipped, rest)]
+        # g = (g * factor) / factor.
+        for factor in (1e-4, 1e4):
+            scaled = answer(self.call, drawn, [cotangent * factor for cotangent in cotangents]).gradients
+            yield [tuple(None if gradient is None else gradient / factor for gradient in scaled)]
 
 
 @cache
 def make_trial(call: Call) -> Trial:
-    """Draw operands and run the call; CannotTry says why it is refused as a whole."""
+    """Draw operands and run the call; raises CannotTry or Unfit where it is refused as a whole."""
     drawn, cotangents, whole = [], [], []
     for seed, draw in enumerate(DRAWS):
         source = torch.Generator().manual_seed(1000 + seed)
-        tensors = [
-            _draw(size, dtype, call, draw, source)
-            for size, dtype in zip(call.shapes, call.dtypes, strict=True)
-        ]
-        first = answer(call, tensors, None)
-        wanted = [
-            torch.randn(one.shape, generator=source, dtype=torch.float64).to(one.dtype)
-            for one in first.values
-        ]
-        found = answer(call, tensors, wanted)
-        if not _equal(found, answer(call, tensors, wanted)):
+        tensors = []
+        for size, dtype in zip(call.shapes, call.dtypes, strict=True):
+            tensors.append(_draw(size, dtype, call, draw, source))
+        given = []
+        for value in answer(call, tensors, None).values:
+            given.append(torch.randn(value.shape, generator=source, dtype=torch.float64).to(value.dtype))
+        first = answer(call, tensors, given)
+        if not _equal(first, answer(call, tensors, given)):
             raise Unfit("it gives other values when it is called again")
-        if _says_something(found):
-            _check_layout(call, tensors, found)
+        if _is_informative(first):
+            _check_layout(call, tensors, first)
             drawn.append(tuple(tensors))
-            cotangents.append(tuple(wanted))
-            whole.append(found)
-    if len(whole) < ENOUGH:
+            cotangents.append(tuple(given))
+            whole.append(first)
+    if len(whole) < MIN_DRAWS:
         raise CannotTry("its values or gradients on random numbers are all equal, zero, or not finite")
-    if not all(_differ([one.values[i] for one in whole]) for i in range(len(whole[0].values))):
-        raise CannotTry("its value is the same for all random numbers")
+    for values in zip(*(first.values for first in whole), strict=False):
+        if not _differ(values):
+            raise CannotTry("its value is the same for all random numbers")
     return Trial(call, tuple(drawn), tuple(cotangents), tuple(whole))
 
 
 def answer(call: Call, tensors: Sequence[Tensor], cotangents: Sequence[Tensor] | None) -> Answer:
-    """Run a call; gradients for these cotangents, where the trace says that it has any."""
-    leaves = [
-        one.detach().clone().requires_grad_(one.is_floating_point() and call.needs_grad) for one in tensors
-    ]
+    """Run a call; with gradients for these cotangents, where the trace says that it has any."""
+    leaves = []
+    for x in tensors:
+        leaves.append(x.detach().clone().requires_grad_(x.is_floating_point() and call.needs_grad))
     with torch.enable_grad():
-        read = [one.clone() if one.requires_grad else one for one in leaves]
+        # Not the leaves themselves: autograd would refuse an operator that writes into them, and say something else.
+        read = [leaf.clone() if leaf.requires_grad else leaf for leaf in leaves]
         values = call.run(read)
-        if any(not torch.equal(one, two) for one, two in zip(read, tensors, strict=True)):
+        if any(not torch.equal(after, before) for after, before in zip(read, tensors, strict=True)):
             raise Unfit("it writes into its operands")
         gradients: list[Tensor | None] = [None] * len(leaves)
         pairs = zip(values, cotangents or (), strict=False)
-        heads = [(one, wanted) for one, wanted in pairs if one.requires_grad]
-        floats = [i for i, one in enumerate(leaves) if one.requires_grad]
+        heads = [(value, cotangent) for value, cotangent in pairs if value.requires_grad]
+        floats = [i for i, leaf in enumerate(leaves) if leaf.requires_grad]
         if heads and floats:
-            if any(one.shape != wanted.shape for one, wanted in heads):
+            if any(value.shape != cotangent.shape for value, cotangent in heads):
                 raise CannotTry("its result has another shape")
-            ends, wanted = zip(*heads, strict=True)
+            ends, given = zip(*heads, strict=True)
             try:
-                found = torch.autograd.grad(ends, [leaves[i] for i in floats], wanted, allow_unused=True)
-            except Exception as error:  # a backward that is missing or fails
+                grads = torch.autograd.grad(ends, [leaves[i] for i in floats], given, allow_unused=True)
+            # The backward is missing, or fails in a way of its own.
+            except Exception as error:
                 raise CannotTry(f"its backward fails: {str(error).splitlines()[0]}") from error
-            for i, gradient in zip(floats, found, strict=True):
+            for i, gradient in zip(floats, grads, strict=True):
                 gradients[i] = gradient
-    return Answer(tuple(one.detach() for one in values), tuple(gradients))
+    return Answer(tuple(value.detach() for value in values), tuple(gradients))
 
 
 def _check_layout(call: Call, tensors: list[Tensor], first: Answer) -> None:
-    """The same values of operands that lie otherwise in memory, as they may on a rank."""
+    """Raise Unfit if operands with other strides, as they may have on a rank, give other values."""
     try:
-        turned = answer(call, [one.mT.contiguous().mT if one.dim() > 1 else one for one in tensors], None)
+        strided = answer(call, [x.mT.contiguous().mT if x.dim() > 1 else x for x in tensors], None)
     except CannotTry:
-        return  # it says so itself
-    pairs = list(zip(turned.values, first.values, strict=True))
-    if any(
-        one.shape != two.shape or not _close(one, two, _tolerance(first.values), 0.0) for one, two in pairs
-    ):
-        raise Unfit("it reads how its operands lie in memory")
+        # It refuses such operands by itself: no silent mistake.
+        return
+    tolerance = _tolerance(first.values)
+    for value, expected in zip(strided.values, first.values, strict=True):
+        if value.shape != expected.shape or not _close(value, expected, tolerance, 0.0):
+            raise Unfit("it reads how its operands lie in memory")
 
 
-def _says_something(found: Answer) -> bool:
-    """Finite, and not one number everywhere: zeros add up to zeros however they are cut. Nor may all gradients be zero."""
-    gradients = [one for one in found.gradients if one is not None]
-    if not all(bool(one.isfinite().all()) for one in (*found.values, *gradients)):
+def _is_informative(found: Answer) -> bool:
+    """Tell whether an answer can contradict a claim: finite, not one number everywhere, gradients not all zero.
+
+    Zeros add up to zeros however they are cut.
+    """
+    gradients = [gradient for gradient in found.gradients if gradient is not None]
+    if not all(bool(x.isfinite().all()) for x in (*found.values, *gradients)):
         return False
     if gradients and not any(map(_size_of, gradients)):
         return False
-    return all(
-        one.numel() and bool((one != (0 if one.numel() == 1 else one.flatten()[0])).any())
-        for one in found.values
-    )
+    for value in found.values:
+        # A single number must not be zero.
+        trivial = 0 if value.numel() <= 1 else value.flatten()[0]
+        if not bool((value != trivial).any()):
+            return False
+    return True
 
 
 def _differ(values: Sequence[Tensor]) -> bool:
-    """Whether not all of them are the same."""
-    return any(one.shape != values[0].shape or not torch.equal(one, values[0]) for one in values[1:])
+    """Tell whether at least one differs from the first."""
+    first = values[0]
+    return any(value.shape != first.shape or not torch.equal(value, first) for value in values[1:])
 
 
 def _draw(
@@ -296,15 +307,12 @@ def _draw(
         return draw(size, source)
     if dtype == torch.bool:
         return torch.rand(size, generator=source) > 0.5
-    sizes = [
-        n
-        for one, kind in zip(call.shapes, call.dtypes, strict=True)
-        for n in one
-        if kind.is_floating_point and n > 1
-    ]
-    return torch.randint(
-        min(sizes, default=5), size, generator=source, dtype=dtype
-    )  # an index of any of their dims
+    # An index of any dim of the floats.
+    sizes: list[int] = []
+    for shape, kind in zip(call.shapes, call.dtypes, strict=True):
+        if kind.is_floating_point:
+            sizes += [n for n in shape if n > 1]
+    return torch.randint(min(sizes, default=5), size, generator=source, dtype=dtype)
 
 
 def _take(x: Tensor, dim: int | None, ids: Tensor) -> Tensor:
@@ -312,57 +320,64 @@ def _take(x: Tensor, dim: int | None, ids: Tensor) -> Tensor:
 
 
 def _matches(
-    found: Sequence[Tensor | None],
-    wanted: Tensor,
+    pieces: Sequence[Tensor | None],
+    whole: Tensor,
     dim: int | None,
     division: list[Tensor],
     limits: tuple[float, float],
 ) -> bool:
-    """Whether pieces are those of `wanted` along `dim`, or add up to it where that is None. No gradient is zeros."""
+    """Tell whether pieces are those of `whole` along `dim`, or add up to it where that is None.
+
+    A gradient that is None counts as zeros.
+    """
     if dim is None:
-        parts = [one for one in found if one is not None]
-        is_alike = all(one.shape == wanted.shape for one in parts)
-        return is_alike and _close(sum(parts, torch.zeros_like(wanted)), wanted, *limits)
-    targets = [wanted.index_select(dim, ids) for ids in division]
-    pieces = [torch.zeros_like(two) if one is None else one for one, two in zip(found, targets, strict=True)]
-    return all(
-        one.shape == two.shape and _close(one, two, *limits) for one, two in zip(pieces, targets, strict=True)
-    )
+        addends = [piece for piece in pieces if piece is not None]
+        is_alike = all(addend.shape == whole.shape for addend in addends)
+        return is_alike and _close(sum(addends, torch.zeros_like(whole)), whole, *limits)
+    for piece, ids in zip(pieces, division, strict=True):
+        expected = whole.index_select(dim, ids)
+        given = torch.zeros_like(expected) if piece is None else piece
+        if given.shape != expected.shape or not _close(given, expected, *limits):
+            return False
+    return True
 
 
-def _close(one: Tensor, two: Tensor, tolerance: float, scale: float) -> bool:
-    if one.dtype != two.dtype:
+def _close(value: Tensor, expected: Tensor, tolerance: float, scale: float) -> bool:
+    if value.dtype != expected.dtype:
         return False
-    if not one.is_floating_point():
-        return torch.equal(one, two)
-    error = (one - two).abs().max() if one.numel() else torch.zeros(())
-    return bool(error <= tolerance * max(_size_of(two), scale))
+    if not value.is_floating_point():
+        return torch.equal(value, expected)
+    error = (value - expected).abs().max() if value.numel() else torch.zeros(())
+    return bool(error <= tolerance * max(_size_of(expected), scale))
 
 
 def _tolerance(values: Sequence[Tensor]) -> float:
-    """Some hundred roundings of the dtype."""
-    return max([300 * torch.finfo(one.dtype).eps for one in values if one.is_floating_point()], default=0.0)
+    """Return some hundred roundings of the dtype."""
+    eps = [torch.finfo(value.dtype).eps for value in values if value.is_floating_point()]
+    return 300 * max(eps, default=0.0)
 
 
 def _size_of(x: Tensor | None) -> float:
     return float(x.abs().max()) if x is not None and x.is_floating_point() and x.numel() else 0.0
 
 
-def _equal(one: Answer, two: Answer) -> bool:
-    """To the bit; what is not finite is compared as it is."""
-    pairs = zip((*one.values, *one.gradients), (*two.values, *two.gradients), strict=True)
-    return all(
-        a is b
-        if a is None or b is None
-        else a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num())
-        for a, b in pairs
-    )
+def _equal(first: Answer, second: Answer) -> bool:
+    """Compare to the bit; NaN equals NaN."""
+    pairs = zip((*first.values, *first.gradients), (*second.values, *second.gradients), strict=True)
+    for a, b in pairs:
+        if a is None or b is None:
+            if a is not b:
+                return False
+        elif a.shape != b.shape or not torch.equal(a.nan_to_num(), b.nan_to_num()):
+            return False
+    return True
 
 
 def _fill(arg: Any, tensors: Sequence[Tensor]) -> Any:
+    """Replace the slots of an argument by tensors."""
     if isinstance(arg, Slot):
         return tensors[arg.number]
-    return [_fill(one, tensors) for one in arg] if isinstance(arg, tuple) else arg
+    return [_fill(item, tensors) for item in arg] if isinstance(arg, tuple) else arg
 
 
 __all__ = ["Call", "CannotTry", "Claim", "Slot", "Trial", "Unfit", "make_trial"]

@@ -11,6 +11,7 @@ In: a node. Out: its links, with where they come from.
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import dataclass
 
@@ -27,6 +28,7 @@ from autoptd.passes.ops.probe import (
     NOT_LINEAR,
     CannotTry,
     Claim,
+    Shapes,
     Unfit,
     call_of,
     contradiction,
@@ -34,13 +36,13 @@ from autoptd.passes.ops.probe import (
     small_shapes,
     trials_of,
 )
+from autoptd.passes.ops.trials import Call, Trial
 
 SITE = "register_rule"
 EXAMPLE = 'register_rule("ns::op", "b s d, d -> b s d"), "..." for any leading dims, d* for a dim that must stay whole'
 TERM = re.compile(r"(\.\.\.\s+|\.\.\.$)?([a-z]\w*\*?(\s+|$))*", re.IGNORECASE)
-REGISTERED: dict[
-    str, Operator
-] = {}  # the users' rules: filled by register_rule alone, before anything is compiled
+# The users' rules: filled by register_rule alone, before anything is compiled.
+REGISTERED: dict[str, Operator] = {}
 
 
 @dataclass(frozen=True)
@@ -54,13 +56,13 @@ class Unlisted:
 
     def __str__(self) -> str:
         names = ", ".join(link.name for link in self.links if not link.whole)
-        return (
-            f"{self.origin}: may be split by {names}" if names else self.origin or f"probed: {self.refused}"
-        )
+        if names:
+            return f"{self.origin}: may be split by {names}"
+        return self.origin or f"probed: {self.refused}"
 
 
 def register_rule(op: str, letters: str) -> None:
-    """Say how the dims of an operator correspond: `register_rule("ns::op", "b s d, d -> b s d")`.
+    """Declare how the dims of an operator correspond: `register_rule("ns::op", "b s d, d -> b s d")`.
 
     `op` is an operator of torch's registry, such as `torch.library.custom_op` makes. `letters` names the dims of its tensor
     arguments, in order, and of its result (of each, where it gives several alike). The operator may be split along every
@@ -85,26 +87,37 @@ def register_rule(op: str, letters: str) -> None:
             raise PlanError(
                 SITE, f"{letters!r} has a letter twice in {term.strip()!r}", "one letter for each dim"
             )
-    read = {word.rstrip("*") for term in terms[:-1] for word in term.split()}
-    starred = {word.rstrip("*") for term in terms for word in term.split() if word.endswith("*")}
-    # A dim of the result that no operand has cannot be cut: how long it is, no slice could say.
-    starred |= {word for word in right.split() if word.rstrip("*") not in read}
-    marked = [
-        " ".join(f"{w}*" if (w := word.rstrip("*")) in starred else w for word in term.split())
-        for term in terms
-    ]
-    record = Operator(f"{namespace}.{name}", f"{', '.join(marked[:-1])} -> {marked[-1]}")
+    record = Operator(f"{namespace}.{name}", _with_stars(terms))
     REGISTERED[record.name] = record
 
 
+def _with_stars(terms: list[str]) -> str:
+    """Write a rule (its last term is the result) with a star at every place of a letter that must stay whole."""
+    *left, right = [term.split() for term in terms]
+    read = {word.rstrip("*") for word in itertools.chain.from_iterable(left)}
+    starred = {
+        word.rstrip("*") for word in (*itertools.chain.from_iterable(left), *right) if word.endswith("*")
+    }
+    # A dim of the result that no operand has cannot be cut: no slice of an operand says how long it is.
+    starred |= {word for word in right if word.rstrip("*") not in read}
+    marked = []
+    for words in (*left, right):
+        letters = [word.rstrip("*") for word in words]
+        marked.append(" ".join(f"{letter}*" if letter in starred else letter for letter in letters))
+    return f"{', '.join(marked[:-1])} -> {marked[-1]}"
+
+
 def unlisted_links(node: Node) -> Unlisted:
-    """The links of an operator without a row, proven by trying where it can be tried."""
+    """Return the links of an operator without a row, proven by trying it where that is possible.
+
+    Raises PlanError for a registered rule that does not hold.
+    """
     record = REGISTERED.get(op_name(node))
     if record is not None:
         return _registered(node, record.letters)
-    found = probe(node)
-    made = [_link(claim) for claim in found.claims]
-    return Unlisted(made, "probed" if made else "", found.refused, found.is_linear)
+    probed = probe(node)
+    node_links = [_link(claim) for claim in probed.claims]
+    return Unlisted(node_links, "probed" if node_links else "", probed.refused, probed.is_linear)
 
 
 def _link(claim: Claim) -> Link:
@@ -116,78 +129,84 @@ def _link(claim: Claim) -> Link:
 
 def _registered(node: Node, letters: str) -> Unlisted:
     _check_fits(node, letters)
-    made = letter_links(node, letters)
+    node_links = letter_links(node, letters)
     try:
         call = call_of(node)
-        sizes = [list(one) for one in call.shapes]
-        each = dict(
-            zip(
-                (link.name for link in made),
-                small_shapes(tuple((k,) for k in range(2, 2 + len(made)))),
-                strict=True,
-            )
-        )
-        for link in made:
-            for i, member in link.operands.items():
-                sizes[i][member.dims[0]] = each[link.name][0]
         with torch.random.fork_rng(devices=[]):
-            trials = trials_of(call, tuple(map(tuple, sizes)))
+            trials = trials_of(call, _small_shapes_of(call, node_links))
     except Unfit as error:
-        raise PlanError(
-            site(node), f"no rule can hold for {op_name(node)}: {error}", "leave register_rule out"
-        ) from None
+        raise _no_rule(node, str(error)) from None
     except CannotTry as error:
-        return Unlisted(made, f"registered, not probed ({error})")
+        return Unlisted(node_links, f"registered, not probed ({error})")
     if not all(trial.is_linear() for trial in trials):
-        raise PlanError(
-            site(node), f"no rule can hold for {op_name(node)}: {NOT_LINEAR}", "leave register_rule out"
-        )
-    for link in made:
+        raise _no_rule(node, NOT_LINEAR)
+    for link in node_links:
         if not link.whole:
-            places = tuple(
-                link.operands[i].dims[0] if i in link.operands else None for i in range(len(call.shapes))
-            )
-            text = contradiction(trials, Claim(places, link.out.dims[0] if link.out is not None else None))
-            if text:
-                i, member = next(iter(link.operands.items()))
-                fact = f"{op_name(node)} does not follow its rule {letters!r}: "
-                fact += f"cut along {link.name} (dim {member.dims[0]} of operand {i}), {text}"
-                raise PlanError(site(node), fact, f"another rule, or {link.name}* if it must stay whole")
-    return Unlisted(made, "registered and probed")
+            _check_link(node, letters, link, len(call.shapes), trials)
+    return Unlisted(node_links, "registered and probed")
+
+
+def _small_shapes_of(call: Call, node_links: list[Link]) -> Shapes:
+    """Return small shapes for the operands with one size per letter, all of them different."""
+    sizes = [list(shape) for shape in call.shapes]
+    different = small_shapes(tuple((k,) for k in range(2, 2 + len(node_links))))
+    for link, (size,) in zip(node_links, different, strict=True):
+        for i, member in link.operands.items():
+            sizes[i][member.dims[0]] = size
+    return tuple(map(tuple, sizes))
+
+
+def _no_rule(node: Node, reason: str) -> PlanError:
+    return PlanError(site(node), f"no rule can hold for {op_name(node)}: {reason}", "leave register_rule out")
+
+
+def _check_link(node: Node, letters: str, link: Link, operand_count: int, trials: list[Trial]) -> None:
+    """Raise PlanError if the trials contradict one letter of a rule."""
+    places = [link.operands[i].dims[0] if i in link.operands else None for i in range(operand_count)]
+    out = link.out.dims[0] if link.out is not None else None
+    difference = contradiction(trials, Claim(tuple(places), out))
+    if difference:
+        i, member = next(iter(link.operands.items()))
+        fact = f"{op_name(node)} does not follow its rule {letters!r}: "
+        fact += f"cut along {link.name} (dim {member.dims[0]} of operand {i}), {difference}"
+        raise PlanError(site(node), fact, f"another rule, or {link.name}* if it must stay whole")
 
 
 def _check_fits(node: Node, letters: str) -> None:
-    """The rule must name every dim of every tensor, and equal letters must be equally long."""
+    """Raise PlanError unless the rule names every dim of every tensor, and equal letters are equally long."""
     left, right = letters.split(" -> ")
-    terms, sizes = [*left.split(", "), right], [*(shape(one) for one in operands(node)), shape(node)]
-    remedy = (
-        f"a rule for these shapes: {', '.join(str(list(one)) for one in sizes[:-1])} -> {list(sizes[-1])}"
-    )
-    if len(terms) != len(sizes):
-        fact = f"{op_name(node)} reads {len(sizes) - 1} tensors, its rule {letters!r} names {len(terms) - 1}"
+    terms = [*left.split(", "), right]
+    shapes = [*map(shape, operands(node)), shape(node)]
+    read = ", ".join(str(list(size)) for size in shapes[:-1])
+    remedy = f"a rule for these shapes: {read} -> {list(shapes[-1])}"
+    if len(terms) != len(shapes):
+        fact = f"{op_name(node)} reads {len(shapes) - 1} tensors, its rule {letters!r} names {len(terms) - 1}"
         raise PlanError(site(node), fact, remedy)
-    dots = [
-        len(size) - len(term.split()) + 1
-        for term, size in zip(terms, sizes, strict=True)
-        if "..." in term.split()
-    ]
-    if "..." in terms[-1].split() and dots[-1] != max(dots[:-1], default=0):
-        fact = f"{op_name(node)} has a tensor of {len(sizes[-1])} dims where its rule {letters!r} says {terms[-1]!r}"
-        raise PlanError(site(node), fact, remedy)
+
+    def refuse(term: str, size: tuple[int, ...]) -> PlanError:
+        fact = f"{op_name(node)} has a tensor of {len(size)} dims where its rule {letters!r} says {term!r}"
+        return PlanError(site(node), fact, remedy)
+
+    # How many dims each `...` stands for: that of the result must be the longest of the operands'.
+    dots = []
+    for term, size in zip(terms, shapes, strict=True):
+        if "..." in term.split():
+            dots.append(len(size) - len(term.split()) + 1)
+    if "..." in right.split() and dots[-1] != max(dots[:-1], default=0):
+        raise refuse(right, shapes[-1])
     lengths: dict[str, set[int]] = {}
-    for term, size in zip(terms, sizes, strict=True):
+    for term, size in zip(terms, shapes, strict=True):
         words = term.split()
         named = [word for word in words if word != "..."]
         if len(named) > len(size) or (len(named) < len(size) and "..." not in words):
-            fact = (
-                f"{op_name(node)} has a tensor of {len(size)} dims where its rule {letters!r} says {term!r}"
-            )
-            raise PlanError(site(node), fact, remedy)
+            raise refuse(term, size)
+        # From the right: `...` stands for leading dims.
         for word, length in zip(reversed(named), reversed(size), strict=False):
             lengths.setdefault(word, set()).add(length)
-    for word, found in lengths.items():
-        if len(found - {1}) > 1:
-            fact = f"{op_name(node)} has sizes {sorted(found)} where its rule {letters!r} says {word}"
+    for word, different in lengths.items():
+        # A dim of size 1 is broadcast.
+        if len(different - {1}) > 1:
+            fact = f"{op_name(node)} has sizes {sorted(different)} where its rule {letters!r} says {word}"
             raise PlanError(site(node), fact, remedy)
 
 

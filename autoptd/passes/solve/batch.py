@@ -35,11 +35,15 @@ UNKNOWN_REMEDY = (
 )
 UNKNOWN_REMEDY += "(sums, products, views, gather), or d=1 and num_microbatches=1"
 COUNT_REMEDY = "F.cross_entropy(..., reduction='none').mean(), and class weights in a buffer"
-FIRST_ROWS = "first_rows"  # key of Note.extra: operands whose rows are all equal -> the place where they meet the batch
+# Key of Note.extra: operands whose rows are all equal -> the place where they meet the batch.
+FIRST_ROWS = "first_rows"
 
 
 def assign_batch(graph: Graph, axes: Axes, batched: set[str], pieces: int, constants: Constants) -> None:
-    """Fill the type over the batch of every node; `pieces` = microbatches x replicas (one piece: no split)."""
+    """Fill the type over the batch of every node; `pieces` = microbatches x replicas (one piece: no split).
+
+    Raises PlanError, with site, fact and remedy, for what would mix samples.
+    """
     if pieces == 1:
         return
     for node in graph.nodes:
@@ -65,9 +69,9 @@ def assign_batch(graph: Graph, axes: Axes, batched: set[str], pieces: int, const
 
 def _type_of(node: Node, axes: Axes, constants: Constants) -> ValueType:
     read = list(dict.fromkeys(operands(node)))
-    types = {one: note(one).layout.batch for one in read}
-    split = {one: kind for one, kind in types.items() if kind.kind == "S"}
-    partial = [one for one, kind in types.items() if kind.kind == "P"]
+    types = {operand: note(operand).layout.batch for operand in read}
+    split = {operand: kind for operand, kind in types.items() if kind.kind == "S"}
+    partial = [operand for operand, kind in types.items() if kind.kind == "P"]
     if not split and not partial:
         if R in types.values() and not axes.is_linear(node):
             fact = f"{op_name(node)} of parameters: {axes.refused(node)}, and each microbatch gives it a part of the gradient"
@@ -77,32 +81,38 @@ def _type_of(node: Node, axes: Axes, constants: Constants) -> ValueType:
         return _keep_partial(node, partial, bool(split))
     letter = _common_letter(node, axes, split)
     if letter is None:
-        remedy, fact = RULE_REMEDY if axes.is_known(node) else UNKNOWN_REMEDY, _mixing_fact(node, axes, split)
+        fact = _mixing_fact(node, axes, split)
+        remedy = RULE_REMEDY if axes.is_known(node) else UNKNOWN_REMEDY
         remedy = COUNT_REMEDY if UNCOUNTED in fact else remedy
         raise PlanError(site(node), fact, remedy)
-    for one, place in letter.places.items():
-        if one in split:
+    # Operands with the letter that do not carry the batch are constants.
+    for operand, place in letter.places.items():
+        if operand in split:
             continue
-        if constants.has_equal_rows(one, place[0]):
-            note(node).extra.setdefault(FIRST_ROWS, {})[one] = place
+        if constants.has_equal_rows(operand, place[0]):
+            note(node).extra.setdefault(FIRST_ROWS, {})[operand] = place
         else:
-            _demand(one, place, axes, node)
+            _demand(operand, place, axes, node)
     if letter.form and letter.out is None:
         note(node).forms = {**note(node).forms, BATCH: letter.form}
     return S(*letter.out) if letter.out is not None else P
 
 
 def _common_letter(node: Node, axes: Axes, split: dict[Node, ValueType]) -> Letter | None:
+    """Return the letter that all operands with the batch have where they carry it."""
+    wanted = {operand: (kind.dim, kind.atom) for operand, kind in split.items()}
     for letter in axes.letters(node):
-        if not letter.has_segments and all(
-            letter.places.get(one) == (kind.dim, kind.atom) for one, kind in split.items()
-        ):
+        # A microbatch is one run of samples, not a chunk of every segment.
+        if not letter.has_segments and wanted.items() <= letter.places.items():
             return letter
     return None
 
 
 def _keep_partial(node: Node, partial: list[Node], split: bool) -> ValueType:
-    """A pending sum stays pending through linear operators only; a whole addend is shared among the pieces."""
+    """Return P where an operator of a pending sum keeps it pending; PlanError where it does not.
+
+    Linear operators do; a whole addend is shared among the pieces.
+    """
     for group in linear_groups(node):
         if not split and set(partial) <= set(group):
             return P
@@ -118,14 +128,13 @@ def _keep_partial(node: Node, partial: list[Node], split: bool) -> ValueType:
 
 
 def _is_float_cast(node: Node) -> bool:
-    """`loss.float()`: of every part what it is of the sum."""
-    return operator_of(node).moves == "cast" and all(
-        tensor(one).is_floating_point() for one in (node, *operands(node))
-    )
+    """Tell whether `node` is like `loss.float()`, which may be done to every part of a sum."""
+    is_cast = operator_of(node).moves == "cast"
+    return is_cast and all(tensor(value).is_floating_point() for value in (node, *operands(node)))
 
 
 def adds_number(node: Node) -> bool:
-    """`loss + 0.5`, `1 - loss`: each part of the sum adds its part of the number (communicate.py)."""
+    """Tell whether `node` is like `loss + 0.5` or `1 - loss`: each part of a sum adds its share (communicate.py)."""
     if not operator_of(node).is_sum or not tensor(node).is_floating_point():
         return False
     return len(operands(node)) == 1 and isinstance(node.args[0], Node)
@@ -134,8 +143,9 @@ def adds_number(node: Node) -> bool:
 def _mixing_fact(node: Node, axes: Axes, split: dict[Node, ValueType]) -> str:
     if not axes.is_known(node):
         return f"no rule knows {op_name(node)}, its operand carries the batch, and probing refused it: {axes.refused(node)}"
-    one, kind = next(iter(split.items()))
-    return f"{op_name(node)} mixes the samples of the batch ({axes.whole_because(node, one, (kind.dim, kind.atom))})"
+    operand, kind = next(iter(split.items()))
+    reason = axes.whole_because(node, operand, (kind.dim, kind.atom))
+    return f"{op_name(node)} mixes the samples of the batch ({reason})"
 
 
 def _demand(node: Node, place: Place, axes: Axes, reader: Node) -> None:
@@ -145,24 +155,19 @@ def _demand(node: Node, place: Place, axes: Axes, reader: Node) -> None:
     if record.layout.batch == wanted:
         return
     fact = f"{site(node)} has one entry per row of the batch but does not come from the batch"
-    letters = [one for one in axes.letters(node) if one.out == place] if node.op == "call_function" else []
+    letters = []
+    if node.op == "call_function":
+        letters = [letter for letter in axes.letters(node) if letter.out == place]
     if record.layout.batch.kind == "S" or not letters:
         raise PlanError(site(reader), fact, "pass it to the model as an input")
-    for one, inner in letters[0].places.items():
-        _demand(one, inner, axes, node)
+    for operand, inner in letters[0].places.items():
+        _demand(operand, inner, axes, node)
     record.layout = record.layout.having(BATCH, wanted)
     for user in node.users:
-        if (
-            user is not reader
-            and user.op == "call_function"
-            and note(user).layout.batch.kind != "S"
-            and _is_before(user, reader)
-        ):
+        # Nodes compare by their order in the graph: what comes before `reader` has its type already.
+        is_typed = user is not reader and user.op == "call_function" and user < reader
+        if is_typed and note(user).layout.batch.kind != "S":
             raise PlanError(site(reader), fact, "pass it to the model as an input")
-
-
-def _is_before(node: Node, other: Node) -> bool:
-    return node < other
 
 
 def check_literals(graph: Graph, whole: Graph, constants: Constants) -> None:
@@ -193,24 +198,21 @@ def check_literals(graph: Graph, whole: Graph, constants: Constants) -> None:
 
 
 def _is_slice_elsewhere(node: Node) -> bool:
-    """A slice of another dim than the batch: its bounds may not follow the batch size, even where its length does not."""
+    """Tell whether a node slices another dim than the batch: its bounds may not follow the batch size at all."""
     if op_name(node) != "aten.slice":
         return False
     x = operands(node)[0]
-    return (
-        note(x).layout.batch.kind != "S"
-        or note(x).layout.batch.dim != argument(node, "dim") % tensor(x).dim()
-    )
+    batch = note(x).layout.batch
+    return batch.kind != "S" or batch.dim != argument(node, "dim") % tensor(x).dim()
 
 
 def _check_made(node: Node, other: Node) -> None:
-    """A constant made in forward (`torch.tensor(x.shape[0])`) must be the same in both traces."""
-    ours, theirs = (
-        note(one).extra.get("constant") if note(one).kind == "buffer" else None for one in (node, other)
-    )
+    """Raise PlanError if a constant made in forward (`torch.tensor(x.shape[0])`) differs between the traces."""
+    ours, theirs = _constant_of(node), _constant_of(other)
     if ours is None or theirs is None:
         return
-    has_values = not (ours.is_meta or theirs.is_meta)  # what has none cannot run either
+    # A constant on the meta device has no values, but such a model cannot run either.
+    has_values = not (ours.is_meta or theirs.is_meta)
     if ours.shape != theirs.shape or (has_values and not torch.equal(ours, theirs)):
         reader = next(iter(node.users))
         raise PlanError(
@@ -218,8 +220,12 @@ def _check_made(node: Node, other: Node) -> None:
         )
 
 
+def _constant_of(node: Node) -> torch.Tensor | None:
+    return note(node).extra.get("constant") if note(node).kind == "buffer" else None
+
+
 def _check_constant(node: Node, other: Node, constants: Constants) -> None:
-    """What a constant hands to the rest of the model must not depend on the number of rows."""
+    """Raise PlanError if what the rest of the model reads of a constant depends on the number of rows."""
     readers = [user for user in node.users if not constants.is_constant(user) and user.op != "output"]
     places = [note(user).extra.get(FIRST_ROWS, {}).get(node) for user in readers]
     if note(node).layout.batch.kind == "S" or not readers or not constants.follows_rows(node, other):
@@ -244,7 +250,7 @@ def _is_batch(node: Node) -> bool:
 
 
 def _check_growth(node: Node, other: Node, growth: Fraction) -> None:
-    """A value must be `growth` times as long in the dim where it carries the batch, and as long in all others.
+    """Check that a value is `growth` times as long in the dim where it carries the batch, and as long in all others.
 
     A sum over the batch has no such dim: were any of its dims the batch's, its rule would have taken another for the batch.
     """
@@ -263,17 +269,18 @@ def _check_growth(node: Node, other: Node, growth: Fraction) -> None:
 
 
 def _literals(node: Node) -> list[Any]:
-    found: list[Any] = []
+    """Return all arguments of a node that are no values of the graph."""
+    literals: list[Any] = []
 
     def visit(arg: Any) -> None:
         if isinstance(arg, (list, tuple)):
-            for one in arg:
-                visit(one)
+            for item in arg:
+                visit(item)
         elif isinstance(arg, dict):
             visit(list(arg.values()))
         elif not isinstance(arg, Node):
-            found.append(arg)
+            literals.append(arg)
 
     visit(node.args)
     visit(node.kwargs)
-    return found
+    return literals

@@ -1,8 +1,9 @@
-"""Where a dropout's value carries the rows of the batch: its mask is numbered by them.
+"""Find the dim of a dropout's value that carries the batch: its mask is numbered by sample.
 
-In: a graph whose batch types are assigned. Out: `note(node).extra["rows"]` of every dropout, an S or I. A step that is one
-piece has no batch types, and yet must draw the masks of every other division of the batch: they are assigned on a copy. A
-model that mixes samples has one division only, and no rows.
+In: a graph whose batch types are assigned. Out: `note(node).extra["rows"]` of every dropout, an S or I.
+
+A step of one piece (one microbatch, one replica) has no batch types, but must draw the same masks as a step of several: types
+are assigned on a copy of the graph. A model that mixes samples cannot be run in several pieces, and gets I.
 """
 
 from __future__ import annotations
@@ -20,20 +21,26 @@ from autoptd.passes.axes.axes import Axes
 from autoptd.passes.axes.constants import Constants
 from autoptd.passes.solve.batch import assign_batch
 
-MOST_COLUMNS = 1 << 32  # the numbers that a mask can tell apart
+# A mask has 32 bits for the number of an element within a sample.
+MAX_COLUMNS = 1 << 32
 
 
 def place_rows(graph: Graph, batched: set[str], pieces: int, buffers: Mapping[str, torch.Tensor]) -> None:
-    """Fill `rows` of every dropout in `graph`; `batched` are the inputs that carry the batch."""
-    found = [node for node in ops(graph) if op_name(node) == "aten.dropout"]
-    if not found:
+    """Fill `rows` of every dropout in `graph`; `batched` are the inputs that carry the batch.
+
+    Raises PlanError for a dropout with too many elements per sample.
+    """
+    dropouts = [node for node in ops(graph) if op_name(node) == "aten.dropout"]
+    if not dropouts:
         return
-    for node, kind in zip(found, _types(graph, found, batched, pieces, buffers), strict=True):
-        note(node).extra["rows"] = kind if kind.kind == "S" else I
-        columns = math.prod(shape(node)) // (
-            _size(note(node).dims[kind.dim], kind.atom) if kind.kind == "S" else 1
-        )
-        if columns > MOST_COLUMNS:
+    for node, kind in zip(dropouts, _batch_types(graph, dropouts, batched, pieces, buffers), strict=True):
+        rows = 1
+        note(node).extra["rows"] = I
+        if kind.kind == "S":
+            rows = _size(note(node).dims[kind.dim], kind.atom)
+            note(node).extra["rows"] = kind
+        columns = math.prod(shape(node)) // rows
+        if columns > MAX_COLUMNS:
             fact = (
                 f"{columns:,} elements per row of the batch are more than the 2**32 that a mask tells apart"
             )
@@ -41,18 +48,19 @@ def place_rows(graph: Graph, batched: set[str], pieces: int, buffers: Mapping[st
 
 
 def _size(atoms: tuple[int, ...], atom: int) -> int:
-    return atoms[atom] if atoms else 1  # a dim of size 1 has no atoms
+    # A dim of size 1 has no atoms.
+    return atoms[atom] if atoms else 1
 
 
-def _types(
-    graph: Graph, found: list[Node], batched: set[str], pieces: int, buffers: Mapping[str, torch.Tensor]
+def _batch_types(
+    graph: Graph, dropouts: list[Node], batched: set[str], pieces: int, buffers: Mapping[str, torch.Tensor]
 ) -> list[ValueType]:
     if pieces > 1:
-        return [note(node).layout.batch for node in found]
+        return [note(node).layout.batch for node in dropouts]
     trial = copy_graph(graph)
     copies = dict(zip(graph.nodes, trial.nodes, strict=True))
     try:
         assign_batch(trial, Axes(trial), batched, 2, Constants(buffers))
     except PlanError:
-        return [I for _ in found]
-    return [note(copies[node]).layout.batch for node in found]
+        return [I] * len(dropouts)
+    return [note(copies[node]).layout.batch for node in dropouts]

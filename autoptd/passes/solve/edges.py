@@ -1,7 +1,8 @@
 """What it costs to bring a value to those that read it: the tables between the solver's variables.
 
-In: a value, its readers, and their strategies. Out: `Factor`s (`eliminate.py`) over the variables of the value, of its readers,
-and of its hub or entry (`assign.py`); infinite where there is no such conversion. In whole picoseconds.
+In: a value, its readers, and their strategies. Out: `Factor`s (`eliminate.py`) over the variables of the value, of its
+readers, and of its shared conversion or entry (`assign.py`). Costs are whole picoseconds, infinite where there is no such
+conversion.
 """
 
 from __future__ import annotations
@@ -25,18 +26,25 @@ from autoptd.passes.solve.eliminate import Factor
 from autoptd.passes.solve.strategies import Splitter, Strategy
 
 PARAMETER_USES = {("I", "P"), ("I", "R"), ("I", "S"), ("R", "S")}
-Hub = tuple[int, list[Layout]]  # the variable of a value's types, and its choices
-Price = Callable[
-    [ValueType, ValueType, float, int, Machine], float
-]  # of one conversion, as costs.conversion_seconds
+# A variable that decides the types of a value, and its choices.
+TypeVariable = tuple[int, list[Layout]]
+# The price of one conversion, with the signature of costs.conversion_seconds.
+Price = Callable[[ValueType, ValueType, float, int, Machine], float]
 
 
 def wanted(node: Node, readers: list[Node], strategies: dict[Node, list[Strategy]]) -> list[Layout]:
-    """The types in which the readers of `node` may want it, one after the other."""
-    found: list[Layout] = []
+    """Return the types in which the readers of `node` may want it: all choices of one reader, then those of the next."""
+    types: list[Layout] = []
     for reader in readers:
-        found += [Layout()] if reader.op == "output" else [one.needs[node] for one in strategies[reader]]
-    return found
+        types += _needs(node, reader, strategies)
+    return types
+
+
+def _needs(node: Node, reader: Node, strategies: dict[Node, list[Strategy]]) -> list[Layout]:
+    """Return the types of `node` that `reader` wants, one for each of its strategies."""
+    if reader.op == "output":
+        return [Layout()]
+    return [strategy.needs[node] for strategy in strategies[reader]]
 
 
 def entry_factors(
@@ -44,23 +52,28 @@ def entry_factors(
     others: list[Node],
     strategies: dict[Node, list[Strategy]],
     variable: dict[Node, int],
-    entry: Hub,
+    entry: TypeVariable,
     splitter: Splitter,
 ) -> list[Factor]:
-    """The cost of bringing the value of `node` to the type in which the first layer reads it, and of one that is not plain, or
-    not that in which the other layers read `others` in its place.
+    """Price the way of `node` into repeated layers: to the type in which the first one reads it, its entry.
+
+    A first layer that differs from the others costs extra: its entry is not the type in which they read `others` instead of
+    `node`, or is hard to read (`Splitter.is_plain`).
     """
     i, kinds = entry
-    gives = [one.gives for one in strategies[node]]
-    made: list[Factor] = [
-        ((variable[node], i), price_table([[edge_price(splitter, node, a, b) for b in kinds] for a in gives]))
-    ]
-    apart = odd_layer_price(payload(node), splitter.degree, splitter.machine)
+    gives = [strategy.gives for strategy in strategies[node]]
+    conversions = _table(partial(edge_price, splitter, node), gives, kinds)
+    factors: list[Factor] = [((variable[node], i), conversions)]
+    extra = odd_layer_price(payload(node), splitter.degree, splitter.machine)
+
+    def price_of_difference(entered: Layout, read: Layout) -> float:
+        is_odd = entered != read or not splitter.is_plain(node, entered)
+        return extra * is_odd
+
     for other in others:
-        read = [one.gives for one in strategies[other]]
-        odd = [[a != b or not splitter.is_plain(node, a) for b in read] for a in kinds]
-        made.append(((i, variable[other]), price_table([[apart * one for one in row] for row in odd])))
-    return made
+        read = [strategy.gives for strategy in strategies[other]]
+        factors.append(((i, variable[other]), _table(price_of_difference, kinds, read)))
+    return factors
 
 
 def edge_factors(
@@ -68,95 +81,130 @@ def edge_factors(
     readers: list[Node],
     strategies: dict[Node, list[Strategy]],
     variable: dict[Node, int],
-    source: Hub,
-    hub: Hub | None,
+    source: TypeVariable,
+    shared: TypeVariable | None,
     splitter: Splitter,
 ) -> list[Factor]:
-    """The cost of bringing the value of `node`, in a type of `source`, to each reader, directly or through its hub, and of
-    keeping it for backward.
+    """Price the way of `node` from a type of `source` to each reader, and what is kept of it for backward.
+
+    A reader takes it directly or, where that is cheaper, from the type that is materialised once for all (`shared`).
     """
     cost = partial(edge_price, splitter, node)
-    at, gives = source
+    i, gives = source
     savers = [reader for reader in readers if is_saved(node, reader)]
-    made: list[Factor] = []
-    if hub is not None:
-        made.append(((at, hub[0]), price_table([[cost(a, h) for h in hub[1]] for a in gives])))
+    factors: list[Factor] = []
+    if shared is not None:
+        factors.append(((i, shared[0]), _table(cost, gives, shared[1])))
     for reader in readers:
-        needs = [Layout()] if reader.op == "output" else [one.needs[node] for one in strategies[reader]]
-        kept = partial(_kept, splitter, node, reader, savers)
-        if hub is None:
-            table = price_table([[cost(a, b) + kept(a, b) for b in needs] for a in gives])
-            made.append(((at, variable[reader]), table) if reader in variable else ((at,), table[:, 0]))
+        needs = _needs(node, reader, strategies)
+        saved = partial(_saved_price, splitter, node, reader, savers)
+        names: tuple[int, ...] = (i,)
+        if shared is None:
+            table = _direct_table(cost, saved, gives, needs)
         else:
-            cube = price_table(
-                [[[min(cost(a, b), cost(h, b)) + kept(a, b) for b in needs] for h in hub[1]] for a in gives]
-            )
-            where = (at, hub[0], variable[reader]) if reader in variable else (at, hub[0])
-            made.append((where, cube if reader in variable else cube[:, :, 0]))
-    return made
+            table = _shared_table(cost, saved, gives, shared[1], needs)
+            names = (i, shared[0])
+        # The output has no variable: it wants one type, and its dim of the table goes.
+        if reader in variable:
+            factors.append(((*names, variable[reader]), table))
+        else:
+            factors.append((names, table[..., 0]))
+    return factors
+
+
+Cost = Callable[[Layout, Layout], float]
+
+
+def _table(cost: Cost, sources: list[Layout], targets: list[Layout]) -> np.ndarray:
+    """Return the costs [source, target] in picoseconds."""
+    rows = []
+    for source in sources:
+        rows.append([cost(source, target) for target in targets])
+    return price_table(rows)
+
+
+def _direct_table(cost: Cost, saved: Cost, sources: list[Layout], needs: list[Layout]) -> np.ndarray:
+    return _table(lambda source, need: cost(source, need) + saved(source, need), sources, needs)
+
+
+def _shared_table(
+    cost: Cost, saved: Cost, sources: list[Layout], shared: list[Layout], needs: list[Layout]
+) -> np.ndarray:
+    """Return the costs [source, shared type, need]: from the source or from the shared type, whichever is cheaper."""
+    cube = []
+    for source in sources:
+        plane = []
+        for other in shared:
+            plane.append([min(cost(source, need), cost(other, need)) + saved(source, need) for need in needs])
+        cube.append(plane)
+    return price_table(cube)
 
 
 def is_saved(node: Node, reader: Node) -> bool:
-    """Whether `reader` keeps the value of `node`, an activation, for its backward."""
+    """Tell whether `reader` saves the value of `node`, an activation, for its backward."""
     is_activation = note(node).of_params and note(node).kind != "param"
-    return (
-        is_activation
-        and operator_of(reader).keeps in ("operands", "probabilities")
-        and note(reader).needs_grad
-    )
+    saves = operator_of(reader).keeps in ("operands", "probabilities")
+    return is_activation and saves and note(reader).needs_grad
 
 
 def gathers_again(splitter: Splitter, reader: Node, source: Layout, target: Layout) -> bool:
-    """Whether backward of `reader` gathers its operand anew, so that the shards alone are kept."""
+    """Tell whether backward of `reader` all-gathers its operand again, so that only the shards are saved."""
     is_gather = bool(source.shards) and not source.sub_axes and target == splitter.over(R)
     return is_gather and op_name(reader) in ("aten.linear", "aten.addmm")
 
 
-def _kept(
+def _saved_price(
     splitter: Splitter, node: Node, reader: Node, savers: list[Node], source: Layout, target: Layout
 ) -> float:
-    """The price of what backward of `reader` needs of the value of `node`; those who save it share one copy."""
+    """Return the seconds that saving the value of `node` for backward of `reader` is worth; the savers share one copy."""
     if reader not in savers:
         return 0.0
     machine, t, nbytes = splitter.machine, splitter.degree, payload(node)
-    again = gathers_again(splitter, reader, source, target)
-    pieces = t if again else target.pieces(splitter.mesh)
-    seconds = nbytes / pieces * machine.per_saved_byte + (
-        nbytes * splitter.per_whole_byte if pieces == 1 else 0.0
-    )
-    seconds += collective_seconds("all-gather", nbytes, t, machine) if again else 0.0
+    if gathers_again(splitter, reader, source, target):
+        seconds = nbytes / t * machine.per_saved_byte
+        seconds += collective_seconds("all-gather", nbytes, t, machine)
+    else:
+        pieces = target.pieces(splitter.mesh)
+        seconds = nbytes / pieces * machine.per_saved_byte
+        if pieces == 1:
+            seconds += nbytes * splitter.per_whole_byte
     return seconds / len(savers)
 
 
 def price_table(seconds: list[Any]) -> np.ndarray:
-    """In whole picoseconds, so that sums are exact and equal layers tie equally."""
+    """Round seconds to whole picoseconds: sums of them are exact in float64, and equal layers cost exactly the same."""
     return np.round(1e12 * np.array(seconds))
 
 
 def edge_price(
     splitter: Splitter, node: Node, source: Layout, target: Layout, count: Price = conversion_price
 ) -> float:
-    """What the solver pays for converting the value of `node`, or (`count`) how long that takes; inf where it cannot be."""
+    """Return the seconds that the solver pays for converting the value of `node`; infinite where that cannot be done.
+
+    `count` gives the price of one step: with `costs.conversion_seconds`, how long the conversion takes.
+    """
     if source == target:
         return 0.0
     path = splitter.path(source, target)
     if path is None or not _is_possible(splitter, node, path):
         return math.inf
-    mesh, nbytes = splitter.mesh, payload(node)
-    return sum(
-        count(*step[1:3], nbytes / step.others, mesh.degree(step.axis), splitter.machine) for step in path
-    )
+    seconds = 0.0
+    for step in path:
+        nbytes, degree = payload(node) / step.others, splitter.mesh.degree(step.axis)
+        seconds += count(step.before, step.after, nbytes, degree, splitter.machine)
+    return seconds
 
 
 def _is_possible(splitter: Splitter, node: Node, path: list[Step]) -> bool:
-    """Whether the value of `node` can be converted so."""
+    # The pieces of a split are converted one by one, behind their getitem.
     if isinstance(value(node), (tuple, list)):
-        return False  # the pieces of a split are converted one by one, behind their getitem
+        return False
     for step in path:
         kinds, degree = (step.before, step.after), splitter.mesh.degree(step.axis)
         is_exchange = all(kind.kind == "S" for kind in kinds)
+        # There is no all-to-all of padded shards.
         if is_exchange and any(padded_size(note(node).dims, kind, degree) for kind in kinds):
-            return False  # an all-to-all of padded shards does not exist
+            return False
         if note(node).kind == "param" and (step.before.kind, step.after.kind) not in PARAMETER_USES:
             return False
     return True

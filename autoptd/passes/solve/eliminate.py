@@ -18,9 +18,11 @@ import numpy as np
 from autoptd.errors import PlanError
 
 Factor = tuple[tuple[int, ...], np.ndarray]
+# Entries of a table. A search runs the elimination many times, so its tables must be smaller.
 LARGEST_TABLE = 4_000_000
-LARGEST_OF_SEARCH = 100_000  # entries of a table, where elimination is run again and again
-ROUNDS = 12
+LARGEST_TABLE_OF_SEARCH = 100_000
+MAX_ROUNDS = 12
+MAX_IDLE_ROUNDS = 3
 
 
 class TableTooLarge(PlanError):
@@ -28,7 +30,7 @@ class TableTooLarge(PlanError):
 
     @classmethod
     def of_solver(cls) -> TableTooLarge:
-        """What is said where no possible answer was found."""
+        """Make the error for a search that found no possible answer."""
         fact = "its operators hang together too closely to find how tp splits them"
         return cls("solver", fact, "t=1, or no pinned parameters")
 
@@ -49,48 +51,59 @@ def minimize_nearly(choices: list[int], factors: list[Factor]) -> tuple[list[int
         return minimize(choices, factors), 0
     except TableTooLarge:
         pass
-    answer, most, idle = [0] * len(choices), 0, 0
-    times = Counter[int]()
-    for _ in range(ROUNDS):
-        search = _Elimination(choices, factors, LARGEST_OF_SEARCH)
-        found = search.run(answer, times)
-        times.update(search.held)
-        most = max(most, len(search.held))
-        idle = 0 if price(found, factors) < price(answer, factors) else idle + 1
-        answer = found
-        if idle == 3:
+    answer, most_held, idle_rounds = [0] * len(choices), 0, 0
+    times_held = Counter[int]()
+    for _ in range(MAX_ROUNDS):
+        search = _Elimination(choices, factors, LARGEST_TABLE_OF_SEARCH)
+        new = search.run(answer, times_held)
+        times_held.update(search.held)
+        most_held = max(most_held, len(search.held))
+        idle_rounds = 0 if price(new, factors) < price(answer, factors) else idle_rounds + 1
+        # Not worse than the answer before: its choices were open to this round, too.
+        answer = new
+        if idle_rounds == MAX_IDLE_ROUNDS:
             break
     if math.isinf(price(answer, factors)):
         raise TableTooLarge.of_solver()
-    return answer, most
+    return answer, most_held
 
 
 def price(answer: Sequence[int], factors: list[Factor]) -> float:
-    """The cost of an answer."""
-    return sum(float(table[tuple(answer[i] for i in names)]) for names, table in factors)
+    """Sum the entries of all tables at an answer."""
+    return sum(entry_of(factor, answer) for factor in factors)
+
+
+def entry_of(factor: Factor, answer: Sequence[int]) -> float:
+    """Return the entry of a factor's table at an answer."""
+    names, table = factor
+    return float(table[tuple(answer[i] for i in names)])
 
 
 class _Elimination:
-    """One run: `pool` has the factors that are left, `touching` those of every variable, by number."""
+    """One run: `pool` has the factors that are left by their numbers, `touching` the numbers of those of a variable."""
 
     def __init__(self, choices: list[int], factors: list[Factor], largest: int) -> None:
         self.choices, self.largest = choices, largest
-        self.pool: dict[int, Factor] = {
-            i: _without_decided(factor, choices) for i, factor in enumerate(factors)
-        }
+        self.pool: dict[int, Factor] = {}
         self.touching: dict[int, set[int]] = defaultdict(set)
-        for i, (variables, _) in self.pool.items():
-            for variable in variables:
+        for i, factor in enumerate(factors):
+            self.pool[i] = _without_decided(factor, choices)
+            for variable in self.pool[i][0]:
                 self.touching[variable].add(i)
-        self.fresh = len(factors)
+        self.next_number = len(factors)
         self.held: set[int] = set()
         self.heap = [(self.size(variable), variable) for variable in range(len(choices))]
         heapq.heapify(self.heap)
 
     def near(self, variable: int) -> set[int]:
-        return {other for i in self.touching[variable] for other in self.pool[i][0]} | {variable}
+        """Return the variables that share a factor with `variable`, and itself."""
+        neighbours = {variable}
+        for i in self.touching[variable]:
+            neighbours.update(self.pool[i][0])
+        return neighbours
 
     def size(self, variable: int) -> int:
+        """Return the entries of the table that eliminating `variable` takes."""
         return math.prod(self.choices[other] for other in self.near(variable))
 
     def run(self, known: list[int] | None, times: Mapping[int, int] | None = None) -> list[int]:
@@ -101,63 +114,73 @@ class _Elimination:
         order: list[tuple[int, list[int], np.ndarray]] = []
         done: set[int] = set()
         while self.heap:
-            seen_size, variable = heapq.heappop(self.heap)
+            queued_size, variable = heapq.heappop(self.heap)
             if variable in done:
                 continue
-            now = self.size(variable)
-            if now > seen_size:  # its neighbourhood grew since it was queued
-                heapq.heappush(self.heap, (now, variable))
+            size = self.size(variable)
+            # Its neighbourhood grew since it was queued.
+            if size > queued_size:
+                heapq.heappush(self.heap, (size, variable))
                 continue
-            if now > self.largest:
+            if size > self.largest:
                 if known is None:
-                    raise TableTooLarge("solver", f"a table of {now} entries is needed", "t=1")
-                left = [one for one in range(len(self.choices)) if one not in done and one not in self.held]
-                before = times or {}
-                self._hold(min(left, key=lambda one: (before.get(one, 0), -len(self.near(one)), one)), known)
+                    raise TableTooLarge("solver", f"a table of {size} entries is needed", "t=1")
+                self._hold(self._next_to_hold(done, times or {}), known)
                 heapq.heappush(self.heap, (self.size(variable), variable))
                 continue
             done.add(variable)
             if variable in self.held:
                 continue
             touched = sorted(self.touching[variable])
-            near, best, arg = _eliminate(variable, self.choices, [self.pool[i] for i in touched])
-            order.append((variable, near, arg))
+            near, best, best_choice = _eliminate(variable, self.choices, [self.pool[i] for i in touched])
+            order.append((variable, near, best_choice))
             self._replace(touched, [(tuple(near), best)] if near else [])
-        answer = [
-            known[one] if known is not None and one in self.held else 0 for one in range(len(self.choices))
-        ]
-        for variable, near, arg in reversed(order):
-            answer[variable] = int(arg[tuple(answer[other] for other in near)])
+        answer = [0] * len(self.choices)
+        if known is not None:
+            for variable in self.held:
+                answer[variable] = known[variable]
+        # Variables eliminated later were neighbours of the earlier ones: decide backwards.
+        for variable, near, best_choice in reversed(order):
+            answer[variable] = int(best_choice[tuple(answer[other] for other in near)])
         return answer
+
+    def _next_to_hold(self, done: set[int], times: Mapping[int, int]) -> int:
+        """Choose an open variable: the one held least often so far, of these the one with the most neighbours."""
+        left = [other for other in range(len(self.choices)) if other not in done and other not in self.held]
+        return min(left, key=lambda other: (times.get(other, 0), -len(self.near(other)), other))
 
     def _hold(self, variable: int, known: list[int]) -> None:
         """Take the variable out of all factors, at its known choice."""
         self.held.add(variable)
         touched = sorted(self.touching[variable])
-        cut = []
-        for names, table in (self.pool[i] for i in touched):
-            at = names.index(variable)
-            cut.append(((*names[:at], *names[at + 1 :]), table.take(known[variable], at)))
-        self._replace(touched, cut)
+        sliced = []
+        for i in touched:
+            names, table = self.pool[i]
+            dim = names.index(variable)
+            others = (*names[:dim], *names[dim + 1 :])
+            sliced.append((others, table.take(known[variable], dim)))
+        self._replace(touched, sliced)
 
     def _replace(self, old: list[int], new: list[Factor]) -> None:
         for i in old:
             for other in self.pool.pop(i)[0]:
                 self.touching[other].discard(i)
+        changed: set[int] = set()
         for factor in new:
-            self.pool[self.fresh] = factor
+            self.pool[self.next_number] = factor
+            changed.update(factor[0])
             for other in factor[0]:
-                self.touching[other].add(self.fresh)
-            self.fresh += 1
-        for other in sorted({other for factor in new for other in factor[0]}):
+                self.touching[other].add(self.next_number)
+            self.next_number += 1
+        for other in sorted(changed):
             heapq.heappush(self.heap, (self.size(other), other))
 
 
 def _without_decided(factor: Factor, choices: list[int]) -> Factor:
-    """A variable with one choice ties nobody together: many layers may read it."""
+    """Drop the variables with one choice: read by many layers, they would make all of these neighbours."""
     variables, table = factor
-    open_ones = tuple(one for one in variables if choices[one] > 1)
-    return open_ones, table.reshape([choices[one] for one in open_ones])
+    undecided = tuple(variable for variable in variables if choices[variable] > 1)
+    return undecided, table.reshape([choices[variable] for variable in undecided])
 
 
 def _eliminate(
@@ -168,7 +191,8 @@ def _eliminate(
     axes = [variable, *near]
     total = np.zeros([choices[other] for other in axes])
     for variables, table in factors:
-        kept = [other for other in axes if other in variables]
-        turned = table.transpose([variables.index(other) for other in kept])
-        total = total + turned.reshape([choices[other] if other in variables else 1 for other in axes])
+        present = [other for other in axes if other in variables]
+        transposed = table.transpose([variables.index(other) for other in present])
+        # A dim of size 1 for each axis that this factor does not have, so that it broadcasts.
+        total = total + transposed.reshape([choices[other] if other in variables else 1 for other in axes])
     return near, total.min(0), total.argmin(0)

@@ -1,8 +1,8 @@
-"""Why an operator or a parameter is split as it is, and what every other way would have cost.
+"""Explain why an operator or a parameter is split as it is, and what every other way would have cost.
 
-In: the solver's answer, and the path of a module. Out: text. An alternative's price is that of the best whole plan which has
-it, less that of the chosen plan: seconds per microbatch, forward and backward, with memory priced in (`ir/machine.py`). Layers
-that repeat are decided together, so the price is that of one of them if all change alike.
+In: the solver's answer, and the path of a module. Out: text. The price of an alternative is that of the best complete plan
+with it, minus that of the chosen plan: seconds per microbatch, forward and backward, with memory priced in (`ir/machine.py`).
+Repeated layers are decided together: the price is per layer, if all of them change.
 
     explain_split(assignment, "transformer.h.3.mlp.c_fc")
     # transformer.h.3.mlp.c_fc  linear (gpt.py:65)
@@ -30,14 +30,15 @@ from autoptd.ir.notes import note, op_name
 from autoptd.ir.steps import Step
 from autoptd.ir.types import CONVERSIONS
 from autoptd.passes.ops.costs import flops
-from autoptd.passes.solve.assign import Assignment, Problem
+from autoptd.passes.solve.assign import Assignment
 from autoptd.passes.solve.eliminate import TableTooLarge, minimize
+from autoptd.passes.solve.problem import Problem
 from autoptd.passes.solve.strategies import Strategy
 from autoptd.passes.solve.symbols import Symbols
 from autoptd.program.calls import LOCAL_WORK
 
-SHOWN = 8
-KEPT = (
+MAX_LINES = 8
+KEPT_PLAN_REMARK = (
     "sequence_parallel=True: what tp splits without it stays split; only what stands between may be split by tokens. "
     '"auto" may split all of it otherwise'
 )
@@ -45,7 +46,7 @@ KEPT = (
 
 @dataclass(frozen=True)
 class Alternative:
-    """A strategy of a node, and what the best plan with it costs more than the chosen plan, in seconds per microbatch."""
+    """A strategy of a node, and the extra cost of the best plan with it, in seconds per microbatch."""
 
     strategy: Strategy
     seconds: float
@@ -53,29 +54,39 @@ class Alternative:
 
 
 def alternatives(problem: Problem, node: Node) -> list[Alternative]:
-    """All strategies of `node`, the chosen first, then by price: infinite where no plan has it, nan where none was found."""
+    """Return all strategies of `node`: the chosen one, then the others by price.
+
+    The price is infinite where no plan has the strategy, and nan where none was found. Every alternative solves the model
+    again.
+    """
     variable = problem.variable[node]
-    alike = Counter(problem.variable.values())[variable]
-    least = problem.price(problem.answer)
-    found = []
+    chosen = problem.answer[variable]
+    ordered = []
     for i, strategy in enumerate(problem.strategies[node]):
-        more = 0.0
-        if i != problem.answer[variable]:
-            only = np.full(problem.choices[variable], math.inf)
-            only[i] = 0.0
-            try:
-                answer = minimize(problem.choices, [*problem.factors, ((variable,), only)])
-            except TableTooLarge:
-                more = math.nan
-            else:
-                more = (problem.price(answer) - least) * 1e-12 / alike if answer[variable] == i else math.inf
-        found.append(Alternative(strategy, more, i == problem.answer[variable]))
-    return sorted(found, key=lambda one: (not one.is_chosen, math.isnan(one.seconds), one.seconds))
+        extra = 0.0 if i == chosen else _extra_seconds(problem, variable, i)
+        ordered.append(Alternative(strategy, extra, i == chosen))
+    ordered.sort(key=lambda other: (not other.is_chosen, math.isnan(other.seconds), other.seconds))
+    return ordered
+
+
+def _extra_seconds(problem: Problem, variable: int, choice: int) -> float:
+    """Return the extra seconds per layer of the best plan with a choice; infinite where there is none, nan if not found."""
+    only = np.full(problem.choices[variable], math.inf)
+    only[choice] = 0.0
+    try:
+        answer = minimize(problem.choices, [*problem.factors, ((variable,), only)])
+    except TableTooLarge:
+        return math.nan
+    if answer[variable] != choice:
+        return math.inf
+    picoseconds = problem.price(answer) - problem.price(problem.answer)
+    layers = Counter(problem.variable.values())[variable]
+    return picoseconds * 1e-12 / layers
 
 
 @dataclass(frozen=True)
 class Formula:
-    """A cost as an expression in named sizes: what it is of, its unit, and the number that was minimised."""
+    """A cost as an expression in named sizes, with its subject, its unit, and the number that was minimised."""
 
     what: str
     expression: Any
@@ -87,22 +98,26 @@ class Formula:
 
 
 def formulas(assignment: Assignment, symbols: Symbols, node: Node) -> list[Formula]:
-    """What a matrix product costs, and every conversion of what it reads and gives."""
+    """Return the cost of a matrix product, and of every conversion of its operands and its result."""
     assert assignment.splitter is not None
-    split = any(types.shards for types in assignment.strategies[node].needs.values())
+    strategies = assignment.strategies
+    split = any(types.shards for types in strategies[node].needs.values())
     share = ", a t-th of them on each rank" if split else ", on every rank"
-    found = [Formula("product:", symbols.flops(node), f"FLOPs forward{share}", flops(node))]
-    reads = [(f"reads {_name(one)}", one, types) for one, types in assignment.strategies[node].needs.items()]
-    gives = [("gives", node, one.needs[node]) for one in assignment.strategies.values() if node in one.needs]
+    costs = [Formula("product:", symbols.flops(node), f"FLOPs forward{share}", flops(node))]
+    reads = [(f"reads {_name(operand)}", operand, types) for operand, types in strategies[node].needs.items()]
+    gives = [
+        ("gives", node, strategy.needs[node]) for strategy in strategies.values() if node in strategy.needs
+    ]
+    # Readers that want the same type share one line.
     for what, value, types in dict.fromkeys(reads + gives):
         source = note(value).layout.over(assignment.axis)
         for target in assignment.route(value, types):
             path = assignment.splitter.path(source, target) or ()
             expression = sum(symbols.conversion(value, step) for step in path)
             number = assignment.cost(value, source, target)
-            found.append(Formula(_work(what, path, target), expression, "seconds", number))
+            costs.append(Formula(_work(what, path, target), expression, "seconds", number))
             source = target
-    return found
+    return costs
 
 
 def _name(node: Node) -> str:
@@ -110,46 +125,56 @@ def _name(node: Node) -> str:
 
 
 def _work(what: str, path: Sequence[Step], target: Layout) -> str:
-    """`reads layer_norm as R: all-reduce backward,`."""
-    rows = [CONVERSIONS[step.before.kind, step.after.kind] for step in path]
-    kinds = [
-        (kind, phase)
-        for row in rows
-        for kind, phase in ((row.forward, "forward"), (row.backward, "backward"))
-    ]
-    kinds = [(kind, phase) for kind, phase in kinds if kind != "none"]
-    far = [(kind, phase) for kind, phase in kinds if kind not in LOCAL_WORK]
-    shown = ", ".join(f"{kind} {phase}" for kind, phase in far or kinds)
-    return f"{what} as {target.letter}: {shown or 'nothing'},"
+    """Say what a conversion does: `reads layer_norm as R: all-reduce backward,`. Local work shows only if it is all."""
+    local, collectives = [], []
+    for step in path:
+        row = CONVERSIONS[step.before.kind, step.after.kind]
+        for kind, phase in ((row.forward, "forward"), (row.backward, "backward")):
+            if kind in LOCAL_WORK:
+                local.append(f"{kind} {phase}")
+            elif kind != "none":
+                collectives.append(f"{kind} {phase}")
+    return f"{what} as {target.letter}: {', '.join(collectives or local) or 'nothing'},"
 
 
 def explain_split(assignment: Assignment, path: str, remark: str = "") -> str:
     """Return what was decided for the parameters and matrix products of the module at `path` (or one parameter), and why.
 
-    `remark` is said of the whole plan, at the end.
+    `remark` is about the whole plan, and stands at the end. Raises PlanError for a path without anything to split.
     """
     problem = assignment.problem
     if problem is None:
         return f"{path}: t=1, nothing is split\n"
-    words = [_path(node).split(".") for node in problem.variable]
-    named = {".".join(parts[:i]): None for parts in words for i in range(1, len(parts) + 1)}
-    here = [node for node in problem.variable if _path(node) == path or _path(node).startswith(f"{path}.")]
-    if not here:
-        near = difflib.get_close_matches(path, named, n=3, cutoff=0.3)
+    within = [node for node in problem.variable if f"{_path(node)}.".startswith(f"{path}.")]
+    if not within:
+        near = difflib.get_close_matches(path, _known_paths(problem), n=3, cutoff=0.3)
         raise PlanError(path, "no such module or parameter depends on tp", f"for example {', '.join(near)}")
-    told = [node for node in here if note(node).kind == "param" or flops(node)] or here[:SHOWN]
+    main_nodes = [node for node in within if note(node).kind == "param" or flops(node)]
     assert assignment.splitter is not None
     symbols = Symbols(assignment.splitter, assignment.letters)
-    lines, shown = [], []
-    for node in told:
-        costs = formulas(assignment, symbols, node) if flops(node) else []
-        lines += [*_lines(problem, node), *(f"  {one}" for one in costs)]
-        shown += [one.expression for one in costs]
-    legend = [f"where {symbols.legend(*shown)}"] if shown else []
-    remarks = [remark] if remark else []
+    lines, expressions = [], []
+    for node in main_nodes or within[:MAX_LINES]:
+        lines += _lines(problem, node)
+        for cost in formulas(assignment, symbols, node) if flops(node) else []:
+            lines.append(f"  {cost}")
+            expressions.append(cost.expression)
+    if expressions:
+        lines.append(f"where {symbols.legend(*expressions)}")
+    if remark:
+        lines.append(remark)
     if assignment.splitter.kept is not None:
-        remarks.append(KEPT)
-    return "\n".join([*lines, *legend, *remarks]) + "\n"
+        lines.append(KEPT_PLAN_REMARK)
+    return "\n".join(lines) + "\n"
+
+
+def _known_paths(problem: Problem) -> list[str]:
+    """Return the paths of all parameters and modules of the problem, and of the modules around them."""
+    paths: dict[str, None] = {}
+    for node in problem.variable:
+        names = _path(node).split(".")
+        for i in range(1, len(names) + 1):
+            paths[".".join(names[:i])] = None
+    return list(paths)
 
 
 def _path(node: Node) -> str:
@@ -160,21 +185,25 @@ def _lines(problem: Problem, node: Node) -> list[str]:
     record = note(node)
     what = "parameter" if record.kind == "param" else op_name(node).removeprefix("aten.")
     lines = [f"{_path(node)}  {what}" + (f" ({record.source})" if record.source else "")]
-    rows = [
-        (_price(one), one.strategy.gives.text(record.dims), one.strategy.why)
-        for one in alternatives(problem, node)
-    ]
-    widths = [max(len(row[i]) for row in rows) for i in range(2)]
-    lines += [f"  {price:{widths[0]}}  {kind:{widths[1]}}  {why}" for price, kind, why in rows[:SHOWN]]
-    return [*lines, f"  and {len(rows) - SHOWN} more"] if len(rows) > SHOWN else lines
+    rows = []
+    for alternative in alternatives(problem, node):
+        strategy = alternative.strategy
+        rows.append((_price_text(alternative), strategy.gives.text(record.dims), strategy.why))
+    price_width = max(len(price) for price, _, _ in rows)
+    types_width = max(len(types) for _, types, _ in rows)
+    for price, types, why in rows[:MAX_LINES]:
+        lines.append(f"  {price:{price_width}}  {types:{types_width}}  {why}")
+    if len(rows) > MAX_LINES:
+        lines.append(f"  and {len(rows) - MAX_LINES} more")
+    return lines
 
 
-def _price(one: Alternative) -> str:
-    if one.is_chosen:
+def _price_text(alternative: Alternative) -> str:
+    if alternative.is_chosen:
         return "chosen"
-    if math.isnan(one.seconds):
+    if math.isnan(alternative.seconds):
         return "not found"
-    return "impossible" if math.isinf(one.seconds) else f"+{1e6 * one.seconds:.3g} us"
+    return "impossible" if math.isinf(alternative.seconds) else f"+{1e6 * alternative.seconds:.3g} us"
 
 
 __all__ = ["Alternative", "alternatives", "explain_split"]

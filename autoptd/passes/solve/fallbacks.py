@@ -1,7 +1,7 @@
 """Say why an operator is not split as one would expect (in: ANNOTATED types; out: reasons in the notes).
 
-A size that t does not divide is no error: the operator runs whole on every tensor rank, or split by another letter, which is
-right and slower. What cannot be seen is what hurts, so each such operator gets a `Fallback` with the fact and a remedy:
+A size that t does not divide is no error: the operator runs whole on every tensor rank, or is split by another letter, which
+is correct but slower. So that nobody has to guess, each such operator gets a `Fallback` with the fact and a remedy:
 
 - matrix products and attention that stay whole because t does not divide the letters that would split them;
 - attention that is split, but not by its heads;
@@ -9,7 +9,7 @@ right and slower. What cannot be seen is what hurts, so each such operator gets 
 - a graph that is too dense for the least cost to be found.
 
     note_fallbacks(graph, assignment, splitter)
-    [one.fact for one in fallbacks(graph)]     # ["6 heads do not divide over t=4", ...]
+    [fallback.fact for fallback in fallbacks(graph)]     # ["6 heads do not divide over t=4", ...]
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch.fx import Graph, Node
 from autoptd.ir.fallback import Fallback, divisors
 from autoptd.ir.notes import note, op_name, ops
 from autoptd.ir.operators.record import operands
+from autoptd.ir.types import ValueType
 from autoptd.passes.axes.axes import Letter
 from autoptd.passes.ops.costs import flops
 from autoptd.passes.solve.assign import Assignment
@@ -34,38 +35,42 @@ PLAIN_OPERATORS = (
 
 
 def note_fallbacks(graph: Graph, assignment: Assignment, splitter: Splitter) -> None:
-    """Fill `fallback` of every operator that has one, and tell it in its `why`."""
+    """Fill `fallback` of every operator that has one, and add the fact to its `why`."""
     nouns = axis_nouns(graph, splitter)
     for node in ops(graph):
         record = note(node)
         if node not in assignment.strategies:
             continue
-        found = _unknown(node, splitter) or _blocked(node, assignment, splitter, nouns)
-        if found is not None:
-            record.fallback = found
-            record.why += f"{':' if record.why == WHOLE else ', because'} {found.fact}"
+        fallback = _unknown(node, splitter) or _blocked(node, assignment, splitter, nouns)
+        if fallback is not None:
+            record.fallback = fallback
+            record.why += f"{':' if record.why == WHOLE else ', because'} {fallback.fact}"
         elif flops(node) and record.why == WHOLE:
             record.why += ": cheaper than the collectives of a split"
         elif flops(node) and (noun := _split_noun(node, assignment, splitter, nouns)):
+            # `8 = 4 x 2` -> `8 heads over 4 ranks`.
             record.why = re.sub(r"(\d+) = \d+ x \d+", rf"\1 {noun} over {splitter.degree} ranks", record.why)
     if assignment.problem is not None and assignment.problem.searched:
-        _say_searched(graph, assignment)
+        _note_search(graph, assignment)
 
 
 def _split_noun(node: Node, assignment: Assignment, splitter: Splitter, nouns: dict[int, str]) -> str:
-    """What a split operator is split by, where people have a word for it: heads."""
-    for one, types in assignment.strategies[node].needs.items():
-        if types.shards:
-            found = [
-                nouns.get(id(splitter.axes.atoms(one, kind.dim)[kind.atom]), "") for _, kind in types.shards
-            ]
-            if found[0] in COUNTED:
-                return found[0] if len(found) == 1 else "query heads"
+    """Name what a split operator is split by, if that has a name in the field: heads."""
+    for operand, types in assignment.strategies[node].needs.items():
+        names = [nouns.get(_axis_of(operand, kind, splitter), "") for _, kind in types.shards]
+        if names and names[0] in COUNTED:
+            # Two names: KV heads over one sub-axis, the query heads of each over the other.
+            return names[0] if len(names) == 1 else "query heads"
     return ""
 
 
-def _say_searched(graph: Graph, assignment: Assignment) -> None:
-    """The first operator that is free to carry it says that the plan need not be the cheapest one."""
+def _axis_of(operand: Node, kind: ValueType, splitter: Splitter) -> int:
+    """Return the id of the named axis that a type S splits."""
+    return id(splitter.axes.atoms(operand, kind.dim)[kind.atom])
+
+
+def _note_search(graph: Graph, assignment: Assignment) -> None:
+    """Note at the first operator without a fallback that the plan need not be the cheapest one."""
     free = (node for node in ops(graph) if node in assignment.strategies and note(node).fallback is None)
     node = next(free, None)
     if node is not None:
@@ -76,18 +81,21 @@ def _say_searched(graph: Graph, assignment: Assignment) -> None:
 
 
 def fallbacks(graph: Graph) -> list[Fallback]:
-    """What `note_fallbacks` found, in the order of the model."""
-    return [found for node in ops(graph) if (found := note(node).fallback) is not None]
+    """List the fallbacks that `note_fallbacks` filled, in the order of the model."""
+    return [fallback for node in ops(graph) if (fallback := note(node).fallback) is not None]
 
 
 def unlisted_operators(graph: Graph) -> list[str]:
-    """What was found out about operators without a row: `mine.scale in h.*.mlp: probed: may be split by d0, d2`."""
-    found = [(re.sub(r"\b\d+\b", "*", note(node).module), node) for node in ops(graph) if note(node).rule]
-    return list(
-        dict.fromkeys(
-            f"{op_name(node)} in {module or 'the model'}: {note(node).rule}" for module, node in found
-        )
-    )
+    """List what is known of operators without a row: `mine.scale in h.*.mlp: probed: may be split by d0, d2`.
+
+    Layers that differ only in their number share a line.
+    """
+    lines: dict[str, None] = {}
+    for node in ops(graph):
+        if note(node).rule:
+            module = re.sub(r"\b\d+\b", "*", note(node).module) or "the model"
+            lines[f"{op_name(node)} in {module}: {note(node).rule}"] = None
+    return list(lines)
 
 
 def _unknown(node: Node, splitter: Splitter) -> Fallback | None:
@@ -103,22 +111,22 @@ def _blocked(
     """A matrix product that stays whole, or attention that is not split by heads, because t does not divide."""
     if not flops(node):
         return None
-    places = [
-        (one, kind) for one, types in assignment.strategies[node].needs.items() for _, kind in types.shards
-    ]
-    split_by = {nouns.get(id(splitter.axes.atoms(one, kind.dim)[kind.atom])) for one, kind in places}
-    is_whole = not places
-    blocked = [(one.size, _noun(node, one, splitter, nouns)) for one in splitter.blocked(node)]
+    split_axes: list[str | None] = []
+    for operand, types in assignment.strategies[node].needs.items():
+        split_axes += [nouns.get(_axis_of(operand, kind, splitter)) for _, kind in types.shards]
+    is_whole = not split_axes
+    blocked = [(letter.size, _noun(node, letter, splitter, nouns)) for letter in splitter.blocked(node)]
     of_heads = [(size, noun) for size, noun in blocked if noun in COUNTED]
     named = list(dict.fromkeys(of_heads or blocked))
-    if not named or not (is_whole or of_heads) or split_by.intersection(COUNTED):
+    if not named or not (is_whole or of_heads) or any(noun in COUNTED for noun in split_axes):
         return None
     texts = [f"{size} {noun}" if noun in COUNTED else f"{noun} {size}" for size, noun in named]
-    fact = f"{' and '.join(texts)} {'do' if of_heads or len(named) > 1 else 'does'} not divide over t={splitter.degree}"
+    verb = "do" if of_heads or len(named) > 1 else "does"
+    fact = f"{' and '.join(texts)} {verb} not divide over t={splitter.degree}"
     fits = ", ".join(map(str, divisors(size for size, _ in named)))
-    return Fallback(
-        note(node).module, op_name(node), fact, f"t in {{{fits}}}", flops(node) if is_whole else 0
-    )
+    # FLOPs that are repeated on every rank; an operator that is split otherwise repeats none.
+    repeated = flops(node) if is_whole else 0
+    return Fallback(note(node).module, op_name(node), fact, f"t in {{{fits}}}", repeated)
 
 
 def _noun(node: Node, letter: Letter, splitter: Splitter, nouns: dict[int, str]) -> str:
@@ -132,29 +140,37 @@ def _noun(node: Node, letter: Letter, splitter: Splitter, nouns: dict[int, str])
 
 
 def axis_nouns(graph: Graph, splitter: Splitter) -> dict[int, str]:
-    """What people call an axis: heads are what two activations are multiplied along, one by one, and is no token axis."""
+    """Return the names of axes, by their ids: heads, KV heads, query heads per KV head.
+
+    Two activations are multiplied along heads one by one (not summed over them), and tokens are not heads.
+    """
     found: dict[int, str] = {}
     activations = _of_inputs(graph)
     for node in ops(graph):
-        if not flops(node) or any(one not in activations for one in operands(node)[:2]):
+        if not flops(node) or any(operand not in activations for operand in operands(node)[:2]):
             continue
-        groups: dict[str, list[int]] = {}  # of grouped queries: KV heads, then the query heads of each
+        # By letter. A letter that runs along two axes has grouped queries: KV heads, then the query heads of each.
+        groups: dict[str, list[int]] = {}
         for letter in splitter.free_letters(node):
             if letter.out is not None and (len(letter.places) > 1 or letter.name == "repeat"):
                 groups.setdefault(letter.name, []).append(splitter.axes.ids_of(node, letter)[0])
         for name, (first, *others) in groups.items():
-            found.setdefault(
-                first, REPEAT if name == "repeat" else KV_HEADS if others or name == "kv" else HEADS
-            )
+            found.setdefault(first, _noun_of_heads(name, is_grouped=bool(others)))
             for axis in others:
                 found.setdefault(axis, REPEAT)
     return found
 
 
+def _noun_of_heads(letter: str, *, is_grouped: bool) -> str:
+    if letter == "repeat":
+        return REPEAT
+    return KV_HEADS if is_grouped or letter == "kv" else HEADS
+
+
 def _of_inputs(graph: Graph) -> set[Node]:
-    """Values that depend on inputs and parameters."""
-    found: set[Node] = set()
+    """Return the values that depend on both inputs and parameters."""
+    dependent: set[Node] = set()
     for node in graph.nodes:
-        if note(node).kind == "input" or any(arg in found for arg in node.all_input_nodes):
-            found.add(node)
-    return {node for node in found if note(node).of_params}
+        if note(node).kind == "input" or not dependent.isdisjoint(node.all_input_nodes):
+            dependent.add(node)
+    return {node for node in dependent if note(node).of_params}

@@ -39,7 +39,7 @@ from autoptd.program.follow import layouts_of
 
 
 class Policy(Protocol):
-    """How one axis gets its types."""
+    """The way in which one axis gets its types."""
 
     @property
     def axis(self) -> str: ...
@@ -50,7 +50,7 @@ class Policy(Protocol):
 
 @dataclass(frozen=True)
 class ByRule:
-    """The batch: microbatches and replicas have other samples, and every operator keeps them apart."""
+    """The batch: microbatches and replicas hold different samples, and every operator keeps samples apart."""
 
     axis: str = BATCH
 
@@ -64,10 +64,10 @@ class ByRule:
 
 @dataclass(frozen=True)
 class Solved:
-    """An axis whose ranks have parts of values: the cheapest plan of those that split what it `may_split`.
+    """An axis whose ranks hold parts of values: the cheapest plan that splits only what it `may_split`.
 
-    With `keeps_products`, matrix products stay split as they would be without tokens, and so do parameters;
-    what stands between them is split by tokens wherever it can be (Korthikanti et al. 2022).
+    With `keeps_products`, matrix products and parameters stay split as they would be without tokens; the operators between
+    them are split by tokens wherever they can be (Korthikanti et al. 2022).
     """
 
     axis: str
@@ -76,6 +76,7 @@ class Solved:
 
     def assign(self, graph: Graph, axes: Axes, ctx: Context) -> None:
         pins, degree = _pins(graph, ctx), ctx.mesh.degree(self.axis)
+        # Later passes ask for the assignment of every axis, also where nothing is split.
         if degree == 1:
             _refuse_pins(pins)
             ctx.found.assignments[self.axis] = Assignment(self.axis, {}, {}, lambda *_: 0.0, lambda *_: 0.0)
@@ -86,6 +87,7 @@ class Solved:
         splitter = make_splitter(may_split=self.may_split)
         if self.keeps_products:
             _check_tokens(graph, splitter)
+            # The plan without tokens comes first; it is what the plan with tokens must keep.
             without = make_splitter(may_split=self.may_split - {Part.TOKENS})
             splitter.kept = KeptPlan(without, find_plan(graph, without))
         assignment = assign_tensor(graph, splitter)
@@ -95,13 +97,13 @@ class Solved:
 
 
 def policies(ctx: Context) -> tuple[Policy, ...]:
-    """The policies of all axes that types are given over, in the order in which they are."""
+    """Return the policies of all axes that values have types over, in the order in which they assign them."""
     solved = {"tp": _tensor_policy(ctx.options)}
     return (ByRule(), *(solved[axis] for axis in ctx.mesh.value_axes))
 
 
 def _tensor_policy(options: Options) -> Solved:
-    """tp splits weights and what is made of them; tokens where sequence parallelism is asked for."""
+    """Return the policy of tp: it splits weights and their products, and tokens if sequence parallelism is asked for."""
     plain = Solved("tp", frozenset({Part.WEIGHTS}))
     if not options.sequence_parallel:
         return plain
@@ -110,27 +112,28 @@ def _tensor_policy(options: Options) -> Solved:
 
 
 def _pins(graph: Graph, ctx: Context) -> Pins:
-    """The parameters whose sharding a plan says, or the program that this one is to be like."""
+    """Return the pinned parameters: from the plan, or all those of the program whose layout this one must match."""
     if ctx.like is None:
         return find_pins(graph, ctx.options.plan.shard)
     return keep_layouts(graph, layouts_of(ctx.like))
 
 
 def _refuse_pins(pins: Pins) -> None:
-    """Refuse shards along an axis of one rank."""
+    """Raise PlanError for a pinned shard along an axis of one rank."""
     split = [pin for pin in pins.values() if pin.dim is not None]
     if split:
         raise PlanError("plan: shard", f"{split[0]}, but t=1 splits nothing", "t > 1, or leave it out")
 
 
 def _check_tokens(graph: Graph, splitter: Splitter) -> None:
-    """Refuse sequence parallelism that was asked for where t ranks cannot share the tokens."""
-    places = [(node, dim) for node in placeholders(graph, "input") for dim in range(len(note(node).dims))]
-    axes = [
-        axis for node, dim in places for axis in splitter.axes.atoms(node, dim) if id(axis) in splitter.tokens
-    ]
-    sizes = sorted({axis.size for axis in axes})
-    if sizes and not all(size % splitter.degree for size in sizes):
+    """Raise PlanError for sequence parallelism where no number of tokens divides over t."""
+    different: set[int] = set()
+    for node in placeholders(graph, "input"):
+        for dim in range(len(note(node).dims)):
+            atoms = splitter.axes.atoms(node, dim)
+            different.update(axis.size for axis in atoms if id(axis) in splitter.tokens)
+    sizes = sorted(different)
+    if any(size % splitter.degree == 0 for size in sizes):
         return
     fact, remedy = "no input has tokens beside its batch", "leave it out"
     if sizes:

@@ -1,14 +1,13 @@
 """Parameters whose sharding is pinned by hand: the key `shard` of a plan.
 
 In: entries `{"pattern": "transformer.h.*.mlp.c_fc.weight", "dim": 0, "axis": "tp"}`; a star stands for a number, `"dim": null`
-for a parameter that is kept whole. Out: for every parameter that a pattern names, the `Pin` that its strategies are held
-against. Parameters that no pattern names stay the solver's. What cannot be is refused, naming both of two wishes that
-exclude each other.
+for a parameter that is kept whole. Out: for every parameter that a pattern names, the `Pin` that restricts its strategies.
+All other parameters are left to the solver. Pins that no plan can keep are refused; where two exclude each other, the error
+names both.
 
     pins = find_pins(graph, plan["shard"])       # {weight node: Pin("transformer.h.*.mlp.c_fc.weight", dim=0), ...}
 
-Another program's layout is kept to the letter instead (`keep_layouts`): an evaluation reads the parameters that training
-stored.
+`keep_layouts` pins the exact layout of another program instead: an evaluation reads the parameters that training stored.
 """
 
 from __future__ import annotations
@@ -34,9 +33,8 @@ class Pin:
 
     pattern: str
     dim: int | None
-    layout: tuple[object, ...] | None = (
-        None  # where its elements lie on the ranks (`Layout.element_layout`), if all that is given
-    )
+    # Where its elements lie on the ranks (`Layout.element_layout`), where another program's layout is kept.
+    layout: tuple[object, ...] | None = None
 
     def __str__(self) -> str:
         if self.layout is not None:
@@ -45,7 +43,7 @@ class Pin:
 
     @property
     def where(self) -> str:
-        """What is pinned, of whichever parameter: layers whose pins are equal in this stay alike."""
+        """The pinned layout without the parameter's name: layers stay tied if their pins are equal in this."""
         return repr((self.dim, self.layout))
 
 
@@ -53,17 +51,21 @@ Pins = dict[Node, Pin]
 
 
 def find_pins(graph: Graph, shard: Sequence[Mapping[str, Any]]) -> Pins:
-    """The parameters that the entries of a plan name; PlanError for entries that name none, or one twice."""
+    """Find the parameters that the entries of a plan name.
+
+    Raises PlanError for an entry that names no parameter, a dim that the parameter does not have, and two entries that
+    contradict each other.
+    """
     parameters = {note(node).name: node for node in placeholders(graph, "param")}
     pins: Pins = {}
     for entry in shard:
         pin = _read(entry)
-        wanted = re.compile(re.escape(pin.pattern).replace(r"\*", r"\d+"))
-        found = [node for name, node in parameters.items() if wanted.fullmatch(name)]
-        if not found:
+        pattern = re.compile(re.escape(pin.pattern).replace(r"\*", r"\d+"))
+        matching = [node for name, node in parameters.items() if pattern.fullmatch(name)]
+        if not matching:
             known = dict.fromkeys(re.sub(r"\b\d+\b", "*", name) for name in parameters)
             raise PlanError(SITE, f"no parameter is called {pin.pattern}", nearest(pin.pattern, known))
-        for node in found:
+        for node in matching:
             if pins.setdefault(node, pin).dim != pin.dim:
                 raise PlanError(SITE, f"{pins[node]}, and {pin}", f"one of them for {note(node).name}")
             if pin.dim is not None and not 0 <= pin.dim < len(shape(node)):
@@ -73,13 +75,14 @@ def find_pins(graph: Graph, shard: Sequence[Mapping[str, Any]]) -> Pins:
 
 
 def keep_layouts(graph: Graph, layouts: Mapping[str, tuple[Any, ...]]) -> Pins:
-    """Pins for all parameters of the graph that `layouts` has, by name."""
-    parameters = {note(node).name: node for node in placeholders(graph, "param")}
-    return {
-        node: Pin(name, layouts[name][0] if layouts[name] else None, layouts[name])
-        for name, node in parameters.items()
-        if name in layouts
-    }
+    """Pin every parameter of the graph that `layouts` has, by name, to the placement given there."""
+    pins: Pins = {}
+    for node in placeholders(graph, "param"):
+        name = note(node).name
+        if name in layouts:
+            layout = layouts[name]
+            pins[node] = Pin(name, layout[0] if layout else None, layout)
+    return pins
 
 
 def _read(entry: Mapping[str, Any]) -> Pin:
@@ -94,16 +97,20 @@ def _read(entry: Mapping[str, Any]) -> Pin:
 
 
 def refuse_conflict(pins: Pins, is_possible: Callable[[Pins], bool]) -> PlanError:
-    """Why no plan keeps all `pins`: one that no plan keeps, or two that exclude each other."""
+    """Make the error that names a smallest set of pins which no plan keeps: one, two, or all of them.
+
+    `is_possible` solves with some of the pins, which takes as long as solving the model.
+    """
     each = list(dict.fromkeys(pins.values()))
-    remedy = "leave it out, or ask program.explain what it could be"
-    for count in (1, 2):
-        for some in combinations(each, count):
-            if not is_possible({node: pin for node, pin in pins.items() if pin in some}):
-                fact = " and ".join(map(str, some))
-                return PlanError(
-                    SITE, f"no plan has {fact}", remedy if count == 1 else "leave one of the two out"
-                )
+    remedies = {
+        1: "leave it out, or ask program.explain what it could be",
+        2: "leave one of the two out",
+    }
+    for count, remedy in remedies.items():
+        for subset in combinations(each, count):
+            if not is_possible({node: pin for node, pin in pins.items() if pin in subset}):
+                fact = " and ".join(map(str, subset))
+                return PlanError(SITE, f"no plan has {fact}", remedy)
     return PlanError(SITE, f"no plan has {', '.join(map(str, each))} together", "leave some of them out")
 
 

@@ -1,13 +1,15 @@
-"""How operators and values may be split over a mesh axis: by one letter over all of it, or by one over each of its sub-axes.
+"""How operators and values may be split over a mesh axis: by one letter over all of it, or by two over its sub-axes.
 
-With 2 KV heads, 4 query heads for each and t = 4, no atom of 2 x 4 divides over the ranks, but the 8 query heads do: every rank
-gets 2, and needs the one KV head that these look at. So tp is seen as 2 x 2 ranks: the axis of the KV heads (*outer*) is cut
-over the slow sub-axis, the axis of the repeats (*inner*) over the fast one. What has both is in shards over both; keys and
-values, which have no repeats, are R over the fast one: equal there, with a partial gradient. Megatron repeats KV heads by hand
-for that.
+In: a graph with named axes, and the mesh. Out: `Split`s of operators, and `Layout`s of stored values.
 
-An axis is cut so where all of this holds: t is a multiple of its size, the rest divides the inner axis, an `expand`, a
-`repeat_interleave` or grouped attention brings the inner axis in, and some value has both side by side, as the heads.
+With 2 KV heads, 4 query heads for each and t = 4, neither size of 2 x 4 can be divided among the ranks alone, but the 8
+query heads can: every rank gets 2, and needs the one KV head that these attend to. So tp is seen as 2 x 2 ranks: the axis of
+the KV heads (*outer*) is cut over the slow sub-axis, the axis of the repeats (*inner*) over the fast one. What has both is
+sharded over both; keys and values, which have no repeats, are R over the fast one: equal there, with a partial gradient.
+(In Megatron the user repeats the KV heads by hand.)
+
+A pair of axes is cut like this if all of these hold: t is a multiple of the outer size; the rest divides the inner size; an
+`expand`, a `repeat_interleave` or grouped attention brings the inner axis in; and some value has both side by side.
 
     factors = Factors(graph, axes, "tp", Mesh(t=4))
     factors.splits(sdpa)[0].needs(k)    # tp:(1)2: S(1, 0), tp:(2)2: R
@@ -33,9 +35,9 @@ from autoptd.passes.axes.axes import Axes, Letter
 
 @dataclass(frozen=True)
 class Split:
-    """One way to split an operator: `letters`, by the axes and sub-axes that cut them, slowest first.
+    """One way to split an operator: `letters` with the mesh axis or sub-axis that cuts each, slowest first.
 
-    Over the sub-axes `whole` it runs whole, with operands of type R.
+    Over the sub-axes `whole` the operator runs whole, with operands of type R.
     """
 
     letters: tuple[tuple[str, Letter], ...]
@@ -64,11 +66,10 @@ class Split:
         return self.letters[0][1].out is None
 
     def needs(self, operand: Node) -> Layout:
-        """The types of an operand that is cut."""
-        types = {
-            axis: S(*letter.places[operand]) if operand in letter.places else R
-            for axis, letter in self.letters
-        }
+        """Return the types of an operand that is cut; over a sub-axis whose letter it does not have, it is R."""
+        types = {}
+        for axis, letter in self.letters:
+            types[axis] = S(*letter.places[operand]) if operand in letter.places else R
         return Layout(types | dict.fromkeys(self.whole, R))
 
     @property
@@ -76,24 +77,26 @@ class Split:
         """The types of the result, None when the operator contracts what is split."""
         if self.is_contracted:
             return None
-        types = {axis: S(*letter.out) if letter.out is not None else R for axis, letter in self.letters}
+        types = {}
+        for axis, letter in self.letters:
+            types[axis] = S(*letter.out) if letter.out is not None else R
         return Layout(types | dict.fromkeys(self.whole, R))
 
 
 class Factors:
-    """The two sub-axes of `axis` that each pair (outer, inner) of a graph's axes is cut over."""
+    """The two sub-axes of `axis` that each pair (outer, inner) of a graph's axes is cut over: `pairs`, by axis ids."""
 
     def __init__(self, graph: Graph, axes: Axes, axis: str, mesh: Mesh) -> None:
         self.axes, self.mesh, degree = axes, mesh, mesh.degree(axis)
-        known = [node for node in graph.nodes if axes.has(node)]
-        of_inputs = {
-            axis_id
-            for node in known
-            if note(node).kind == "input"
-            for dim in axes.ids(node)
-            for axis_id in dim
-        }
-        neighbours = {pair for node in known for dim in axes.ids(node) for pair in itertools.pairwise(dim)}
+        of_inputs: set[int] = set()
+        neighbours: set[tuple[int, int]] = set()
+        for node in graph.nodes:
+            if not axes.has(node):
+                continue
+            for ids in axes.ids(node):
+                neighbours.update(itertools.pairwise(ids))
+                if note(node).kind == "input":
+                    of_inputs.update(ids)
         self.pairs: dict[tuple[int, int], tuple[str, str]] = {}
         for node in ops(graph):
             letters = axes.letters(node) if axes.has(node) else []
@@ -105,40 +108,41 @@ class Factors:
                     self.pairs[pair] = str(slow), str(fast)
 
     def splits(self, node: Node) -> list[Split]:
-        """The ways to split `node` over sub-axes."""
+        """Return the ways to split `node` over sub-axes."""
         if not self.pairs or not self.axes.has(node) or not self.axes.is_linear(node):
             return []
         of_axis = {self.axes.ids_of(node, letter)[0]: letter for letter in self.axes.letters(node)}
-        made = [
-            _split(of_axis[outer], of_axis.get(inner), *sub_axes)
-            for (outer, inner), sub_axes in self.pairs.items()
-            if outer in of_axis
-        ]
-        found = [
-            split
-            for split in made
-            if split is not None and all(note(one).of_params for one in split.carriers)
-        ]
-        # Masks are numbered in the whole value: a rank must know where its piece lies.
-        return [split for split in found if op_name(node) != "aten.dropout" or self._is_chunk(node, split)]
+        splits = []
+        for (outer, inner), sub_axes in self.pairs.items():
+            split = _split(of_axis[outer], of_axis.get(inner), *sub_axes) if outer in of_axis else None
+            if split is None or not all(note(operand).of_params for operand in split.carriers):
+                continue
+            # The elements of a dropout mask are numbered in the whole value: a rank must know where its piece lies.
+            if op_name(node) == "aten.dropout" and not self._is_chunk(node, split):
+                continue
+            splits.append(split)
+        return splits
 
     def shards(self, node: Node) -> list[Layout]:
-        """The types of a stored value that is cut along an outer axis: with the inner one where it follows."""
+        """Return the types of a stored value that is cut along an outer axis, and along the inner one if it follows."""
         if not self.pairs or not self.axes.has(node):
             return []
-        found = []
+        sub_axes_of_outer: dict[int, tuple[str, str]] = {}
+        for (outer, _), sub_axes in self.pairs.items():
+            sub_axes_of_outer.setdefault(outer, sub_axes)
+        layouts = []
         for dim, axes in enumerate(self.axes.ids(node)):
             for i, pair in enumerate(itertools.zip_longest(axes, axes[1:])):
                 if pair in self.pairs:
                     slow, fast = self.pairs[pair]
-                    found.append(Layout({slow: S(dim, i), fast: S(dim, i + 1)}))
-                elif alone := [sub_axes for (outer, _), sub_axes in self.pairs.items() if outer == axes[i]]:
-                    slow, fast = alone[0]
-                    found.append(Layout({slow: S(dim, i), fast: R}))
-        return found
+                    layouts.append(Layout({slow: S(dim, i), fast: S(dim, i + 1)}))
+                elif axes[i] in sub_axes_of_outer:
+                    slow, fast = sub_axes_of_outer[axes[i]]
+                    layouts.append(Layout({slow: S(dim, i), fast: R}))
+        return layouts
 
     def _is_chunk(self, node: Node, split: Split) -> bool:
-        """Whether a rank's piece of the result is one chunk of the dims from the outer axis on."""
+        """Tell whether a rank's piece of the result is one chunk of the dims from the outer axis on."""
         return split.gives is not None and split.gives.is_chunk(note(node).dims)
 
 
@@ -147,9 +151,10 @@ def _divides(outer: Letter, inner: Letter, degree: int) -> bool:
 
 
 def _split(outer: Letter, inner: Letter | None, slow: str, fast: str) -> Split | None:
-    """The split of both letters; where the operator does not have the inner one, whole over the fast sub-axis.
+    """Return the split by both letters, or None.
 
-    Then the outer one is not contracted: the sum over the ranks would count equal parts.
+    Where the operator does not have the inner one, it runs whole over the fast sub-axis. Then it may not contract the outer
+    one: the sum over the ranks would count equal parts twice.
     """
     if outer.form or (inner is None and outer.out is None):
         return None
@@ -164,7 +169,7 @@ def _split(outer: Letter, inner: Letter | None, slow: str, fast: str) -> Split |
 
 
 def _brings(node: Node, outer: Letter, inner: Letter) -> bool:
-    """Whether `node` repeats what has the `outer` axis along the `inner` one."""
+    """Tell whether `node` repeats its operand with the `outer` axis along the `inner` one."""
     if op_name(node) == "aten.scaled_dot_product_attention":
         return (outer.name, inner.name) == ("kv", "repeat")
     return not inner.places and bool(outer.places) and outer.out is not None

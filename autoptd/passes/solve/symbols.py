@@ -1,12 +1,12 @@
-"""Costs as formulas, for people: the functions that count (`costs.py`) run on symbols in the place of numbers.
+"""Costs as formulas, for people: the functions that count (`costs.py`) run on symbols instead of numbers.
 
-In: the Splitter that the solver used, and letters for axes. Out: sympy expressions, equal to the numbers that were minimised. A
-size is called by its axis' letter, and by `n` and its number where that has none:
+In: the Splitter that the solver used, and letters for axes. Out: sympy expressions, equal to the numbers that were
+minimised. A size is written as the letter of its axis, or as `n` and the number where the axis has no letter:
 
 | b | rows of the trace | a, g, r | heads; KV heads, and the query heads of each | W | bytes per second of a link |
 |---|---|---|---|---|---|
 | s | tokens | V | vocabulary | M | bytes per second of a rank's memory |
-| h | width of what an embedding gives | t | tensor ranks | L | seconds that a collective takes beside its bytes |
+| h | width of an embedding | t | tensor ranks | L | latency of a collective, in seconds |
 
     symbols = Symbols(splitter, name_axes(graph, splitter))
     symbols.flops(c_fc)                   # 2*b*h*n3072*s
@@ -32,21 +32,20 @@ from autoptd.passes.solve.fallbacks import HEADS, KV_HEADS, REPEAT, axis_nouns
 from autoptd.passes.solve.strategies import Splitter
 
 LETTERS = {HEADS: "a", KV_HEADS: "g", REPEAT: "r"}
-Expression = Any  # sympy's own
+# A sympy expression: sympy has no type hints.
+Expression = Any
 
 
 def name_axes(graph: Graph, splitter: Splitter) -> dict[int, str]:
-    """The letters of the axes of an ANNOTATED graph, by their ids."""
+    """Return the letters of the axes of an ANNOTATED graph, by their ids."""
     letters = {axis: LETTERS[noun] for axis, noun in axis_nouns(graph, splitter).items()}
     for node in ops(graph):
         if op_name(node) == "aten.embedding":
             letters |= {id(axis): "h" for axis in splitter.axes.atoms(node, len(shape(node)) - 1)}
     letters |= dict.fromkeys(splitter.padding.vocabularies, "V")
-    return (
-        letters
-        | dict.fromkeys(splitter.tokens, "s")
-        | dict.fromkeys(splitter.never_split - splitter.tokens, "b")
-    )
+    letters |= dict.fromkeys(splitter.tokens, "s")
+    letters |= dict.fromkeys(splitter.never_split - splitter.tokens, "b")
+    return letters
 
 
 class Symbols:
@@ -64,7 +63,8 @@ class Symbols:
         )
 
     def shape(self, node: Node) -> tuple[Expression, ...]:
-        """The sizes of a value's dims; conversions, which came later, have those of what they convert."""
+        """Return the sizes of a value's dims."""
+        # Conversions came after the axes were named; they have the shape of what they convert.
         while node.target is markers.convert:
             node = node.args[0]
         if not self.splitter.axes.has(node):
@@ -73,36 +73,37 @@ class Symbols:
         return tuple(math.prod(map(self._size, atoms), start=sympy.Integer(1)) for atoms in dims)
 
     def flops(self, node: Node) -> Expression:
-        """What `costs.flops` counts."""
+        """Return FLOPs as `costs.flops` counts them."""
         return flops(node, self.shape)
 
     def conversion(self, node: Node, step: Step) -> Expression:
-        """What `costs.conversion_seconds` gives for the value of a node."""
+        """Return the seconds of one conversion step of a value, as `costs.conversion_seconds` gives them."""
         nbytes = math.prod(self.shape(node)) * tensor(node).element_size() / step.others
         degree = self.t if step.axis == self.splitter.axis else self.splitter.mesh.degree(step.axis)
         return conversion_seconds(step.before, step.after, nbytes, degree, self.machine)
 
     def number(self, expression: Expression) -> float:
-        """An expression at the traced sizes."""
+        """Evaluate an expression at the traced sizes."""
         return float(sympy.sympify(expression).subs(self.values))
 
     def legend(self, *expressions: Expression) -> str:
-        """`where b = 2, h = 768, t = 4`: what the symbols of some expressions stand for."""
-        used = {one for expression in expressions for one in sympy.sympify(expression).free_symbols}
-        return ", ".join(f"{one} = {self.values[one]:g}" for one in sorted(used, key=str))
+        """Say what the symbols of some expressions stand for: `b = 2, h = 768, t = 4`."""
+        used: set[Expression] = set()
+        for expression in expressions:
+            used |= sympy.sympify(expression).free_symbols
+        return ", ".join(f"{symbol} = {self.values[symbol]:g}" for symbol in sorted(used, key=str))
 
     def _size(self, axis: Axis) -> Expression:
         letter = self.letters.get(id(axis), "n")
         plain = sympy.Symbol(letter, positive=True)
-        is_plain = (
-            letter != "n" and self.values.get(plain, axis.size) == axis.size
-        )  # of two vocabularies, the first
+        # Of two vocabularies of different sizes, only the first is V; the second is V and its size.
+        is_plain = letter != "n" and self.values.get(plain, axis.size) == axis.size
         return self._symbol(letter if is_plain else f"{letter}{axis.size}", axis.size)
 
     def _symbol(self, name: str, number: float) -> Expression:
-        made = sympy.Symbol(name, positive=True)
-        self.values[made] = number
-        return made
+        symbol = sympy.Symbol(name, positive=True)
+        self.values[symbol] = number
+        return symbol
 
 
 __all__ = ["Symbols", "name_axes"]

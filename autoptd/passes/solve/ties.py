@@ -1,15 +1,17 @@
-"""Which operators and parameters get one answer from the solver: those that stand at the same place of repeated layers.
+"""Which operators and parameters get one answer from the solver: those at the same place of repeated layers.
 
-In: a graph with its axes. Out: `Ties`. Two operators are alike when everything that the solver looks at is: operator, shapes,
-axes, the letters by which they may be split, and how their operands lie. The values that go from layer to layer are tied as
-well, so that the first and the last layer are like all others; what it takes to bring the embedding to the first layer, or the
-last layer's result to the head, are conversions between them.
+In: a graph with its axes. Out: `Ties`. Two operators are alike if everything that the solver looks at is the same: operator,
+shapes, axes, the letters by which they may be split, and which of their operands have these. The values that go from layer to
+layer are tied as well, so that the first and the last layer are like all others; bringing the embedding to the first layer, or
+the last layer's result to the head, is a conversion between them.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch.fx import Graph, Node
 from torch.fx.node import map_aggregate
@@ -21,13 +23,16 @@ from autoptd.ir.periods import find_periods
 from autoptd.passes.solve.shard_pins import Pin
 from autoptd.passes.solve.splits import Split
 
-SHORTEST = 6  # operators of a layer: a shorter repeat may be the queries, keys and values of one layer
+# A shorter repeat may be the queries, keys and values of one layer.
+MIN_OPERATORS_OF_LAYER = 6
 
 
 @dataclass(frozen=True)
 class Ties:
-    """`same`: {node: the node that is decided for it}. `enters`: {value that the first layer reads: those that the others read
-    in its place}, the latter by the nodes that are decided.
+    """The nodes that share a decision.
+
+    `same`: {node: the node of the first layer that is decided for it}. `enters`: {value that the first layer reads: the
+    values of the first layer that the later ones read there, each from the layer before it}.
     """
 
     same: dict[Node, Node] = field(default_factory=dict)
@@ -40,20 +45,21 @@ def find_ties(
     shards: Callable[[Node], list[Layout]],
     pins: Mapping[Node, Pin],
 ) -> Ties:
-    """The ties of a graph; `splits` are the ways in which each operator may be split, `shards` are the types in which a
-    value may be stored in shards, `pins` what is decided already.
+    """Find the ties of a graph.
+
+    `splits` are the ways in which each operator may be split, `shards` gives the types in which a value may be stored in
+    shards, and `pins` is what the user decided: a pinned parameter is not like one that is not.
     """
     body = list(ops(graph))
-    facts = {
-        node: _facts(node, shards) + (pins[node].where if node in pins else "")
-        for node in graph.nodes
-        if node.op != "output" and value(node) is not None
-    }
+    facts: dict[Node, str] = {}
+    for node in graph.nodes:
+        if node.op != "output" and value(node) is not None:
+            facts[node] = _facts(node, shards) + (pins[node].where if node in pins else "")
     periods = find_periods(
         body,
         [_signature(node, splits.get(node, []), facts) for node in body],
         results={output(graph).args[0]},  # type: ignore[arg-type]
-        rank=lambda period: () if period.length >= SHORTEST else None,
+        rank=lambda period: () if period.length >= MIN_OPERATORS_OF_LAYER else None,
     )
     same: dict[Node, Node] = {}
     enters: dict[Node, list[Node]] = {}
@@ -62,37 +68,41 @@ def find_ties(
             enters.setdefault(first, []).append(body[period.start + index])
         for i in range(period.start, period.stop):
             same[body[i]] = body[period.start + (i - period.start) % period.length]
-        for operand in (one for slots in period.operands for one in slots):
-            heads = {same.get(node) for node in operand.nodes}
-            if (
-                operand.kind == "outer"
-                and heads == {None}
-                and all(note(one).kind == "param" for one in operand.nodes)
-            ):
+        for operand in itertools.chain.from_iterable(period.operands):
+            is_untied = all(same.get(node) is None for node in operand.nodes)
+            is_param = all(note(node).kind == "param" for node in operand.nodes)
+            # One parameter per layer: tie them to that of the first.
+            if operand.kind == "outer" and is_untied and is_param and operand.nodes:
                 same |= dict.fromkeys(operand.nodes, operand.nodes[0])
     return Ties(same, enters)
 
 
 def _signature(node: Node, splits: list[Split], facts: dict[Node, str]) -> str:
+    """Write down everything that the solver looks at in an operator; operators with equal texts are alike."""
     place = {arg: i for i, arg in enumerate(node.all_input_nodes)}
-    literals = map_aggregate(
-        (node.args, node.kwargs),
-        lambda arg: (
-            f"x{place[arg]}" if isinstance(arg, Node) else "#" if isinstance(arg, (int, float)) else arg
-        ),
-    )
-    ways = []
+
+    def without_numbers(arg: Any) -> Any:
+        if isinstance(arg, Node):
+            return f"x{place[arg]}"
+        # Numbers do not change what may be split: one layer may scale by another number than the next.
+        return "#" if isinstance(arg, (int, float)) else arg
+
+    literals = map_aggregate((node.args, node.kwargs), without_numbers)
+    split_texts = []
     for split in splits:
         needs = sorted((place[arg], str(split.needs(arg))) for arg in split.carriers)
-        ways.append((split.name, split.size, needs, str(split.gives), split.form))
-    linear = [[place[arg] for arg in group] for group in linear_groups(node)]
-    return repr(
-        (op_name(node), str(literals), ways, linear, facts.get(node), [facts.get(arg) for arg in place])
-    )
+        split_texts.append((split.name, split.size, needs, str(split.gives), split.form))
+    linear = []
+    for group in linear_groups(node):
+        linear.append([place[arg] for arg in group])
+    operand_facts = [facts.get(arg) for arg in place]
+    return repr((op_name(node), str(literals), split_texts, linear, facts.get(node), operand_facts))
 
 
 def _facts(node: Node, shards: Callable[[Node], list[Layout]]) -> str:
-    record, made = note(node), value(node)
-    sizes = [tuple(one.shape) for one in (made if isinstance(made, (tuple, list)) else [made])]
-    kept = record.of_params, record.needs_grad, record.kind == "param"
-    return repr((sizes, tensor(node).dtype, record.dims, list(map(str, shards(node))), kept))
+    """Write down what the solver looks at in a value."""
+    record, result = note(node), value(node)
+    results = result if isinstance(result, (tuple, list)) else [result]
+    sizes = [tuple(part.shape) for part in results]
+    roles = record.of_params, record.needs_grad, record.kind == "param"
+    return repr((sizes, tensor(node).dtype, record.dims, list(map(str, shards(node))), roles))

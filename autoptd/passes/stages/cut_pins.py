@@ -27,109 +27,126 @@ SITE = "plan: cut"
 
 
 class Places:
-    """The positions of a backbone, by name."""
+    """The positions of a backbone, by name.
+
+    `ends`: module -> the position of its last operator; `operators`: (module, operator) -> the positions of its calls.
+    """
 
     def __init__(self, backbone: Sequence[Node]) -> None:
         self.backbone = backbone
-        self.ends: dict[str, int] = {}  # module -> its last operator
-        self.operators: dict[tuple[str, str], list[int]] = {}  # (module, operator) -> where it stands
+        self.ends: dict[str, int] = {}
+        self.operators: dict[tuple[str, str], list[int]] = {}
         for i, node in enumerate(backbone):
             path = note(node).module
             parts = path.split(".") if path else []
-            self.ends |= {".".join(parts[:k]): i for k in range(1, len(parts) + 1)}
+            for k in range(1, len(parts) + 1):
+                self.ends[".".join(parts[:k])] = i
             self.operators.setdefault((path, _label(node)), []).append(i)
 
-    def name(self, at: int) -> str:
-        """What a cut behind operator `at` is called: its layer, or a module that ends there (the outermost in the layer)."""
-        path = note(self.backbone[at]).module
+    def name(self, position: int) -> str:
+        """Name a cut behind an operator: by the outermost module in its layer that ends there, or by the operator."""
+        path = note(self.backbone[position]).module
         parts, layer = path.split("."), layer_of(path)
         modules = [".".join(parts[:k]) for k in range(len(parts), 0, -1)]
+        # From the layer inwards; outside of numbered layers, from the inmost module outwards.
         if layer.rpartition(".")[2].isdigit():
             modules = modules[modules.index(layer) :: -1]
-        ended = [one for one in modules if self.ends.get(one) == at]
-        return ended[0] if ended else self.label(at)
+        for module in modules:
+            if self.ends.get(module) == position:
+                return module
+        return self.label(position)
 
-    def label(self, at: int) -> str:
-        """What operator `at` is called."""
-        path, label = note(self.backbone[at]).module, _label(self.backbone[at])
-        return f"{path}:{label}[{self.operators[path, label].index(at)}]"
+    def label(self, position: int) -> str:
+        """Name an operator: `transformer.h.3:add[0]`."""
+        path, label = note(self.backbone[position]).module, _label(self.backbone[position])
+        return f"{path}:{label}[{self.operators[path, label].index(position)}]"
 
     def find(self, given: Sequence[int] | Sequence[str], stages: int) -> tuple[int, ...]:
-        """The last operator of every stage but the last one; PlanError if these cuts cannot be made."""
+        """Return the last operator of every stage but the last one; PlanError if these cuts cannot be made.
+
+        `given` has the names of the cuts, or the number of layers of every stage.
+        """
         names = list(given)
         if names and isinstance(names[0], int):
-            names, found = self._of_counts(names, stages)  # type: ignore[arg-type, assignment]
+            names, positions = self._of_counts(names, stages)  # type: ignore[arg-type, assignment]
         else:
-            found = [self._of_name(str(one)) for one in names]
-        if len(found) != stages - 1:
-            fact = f"{len(found)} places cut the model into {len(found) + 1} stages, p*v is {stages}"
+            positions = [self._of_name(str(name)) for name in names]
+        if len(positions) != stages - 1:
+            fact = f"{len(positions)} places cut the model into {len(positions) + 1} stages, p*v is {stages}"
             raise PlanError(SITE, fact, f"{stages - 1} names, or {stages} numbers of layers")
-        for (one, a), (other, b) in pairwise(zip(names, found, strict=True)):
-            if a >= b:
-                fact = f"{other} does not come behind {one} in the model"
+        cuts = list(zip(names, positions, strict=True))
+        for (name, position), (next_name, next_position) in pairwise(cuts):
+            if position >= next_position:
+                fact = f"{next_name} does not come behind {name} in the model"
                 raise PlanError(
                     SITE, fact, "the places in the order in which the model computes them, each once"
                 )
-        for one, at in zip(names, found, strict=True):
-            self._check_crossing(str(one), at)
-        return tuple(found)
+        for name, position in cuts:
+            self._check_crossing(str(name), position)
+        return tuple(positions)
 
     def like(self, other: Places, names: Sequence[int] | Sequence[str]) -> tuple[str, ...]:
-        """The names, here, of the places that another backbone of the same model calls `names`.
+        """Return the names, here, of the cuts that another backbone of the same model calls `names`.
 
         The two need not have the same operators: a cut stays behind the last operator before it that both have.
         """
-        mine, theirs = ([(note(node).module, _label(node)) for node in one.backbone] for one in (self, other))
-        here = {
-            block.b + i: block.a + i
-            for block in SequenceMatcher(None, mine, theirs, autojunk=False).get_matching_blocks()
-            for i in range(block.size)
-        }
-        cuts = [other._of_name(str(name)) for name in names]
-        return tuple(self.label(max((here[at] for at in here if at <= cut), default=0)) for cut in cuts)
+        blocks = SequenceMatcher(None, self._signatures(), other._signatures(), autojunk=False)
+        # The position here of every operator of the other backbone that both have; it ascends with that one.
+        here: dict[int, int] = {}
+        for block in blocks.get_matching_blocks():
+            for i in range(block.size):
+                here[block.b + i] = block.a + i
+        labels = []
+        for name in names:
+            cut = other._of_name(str(name))
+            before = [position for theirs, position in here.items() if theirs <= cut]
+            labels.append(self.label(max(before, default=0)))
+        return tuple(labels)
+
+    def _signatures(self) -> list[tuple[str, str]]:
+        return [(note(node).module, _label(node)) for node in self.backbone]
 
     def _of_name(self, name: str) -> int:
-        """Where a name ends."""
+        """Return the position of the last operator of a name."""
         path, colon, rest = name.partition(":")
         if not colon:
             if path not in self.ends:
                 fact = f"{name!r} is no module that computes anything from inputs and parameters"
                 raise PlanError(SITE, fact, nearest(path, self.ends))
             return self.ends[path]
-        found = re.fullmatch(r"(.+?)(?:\[(\d+)\])?", rest)
-        label, number = (found[1], int(found[2] or 0)) if found else ("", 0)
-        same = self.operators.get((path, label), [])
-        if number >= len(same):
-            fact = f"{name!r}: {path or 'the model itself'} has {len(same) or 'no'} {label} of its own"
-            raise PlanError(
-                SITE, fact, nearest(label, [one for module, one in self.operators if module == path])
-            )
-        return same[number]
+        match = re.fullmatch(r"(.+?)(?:\[(\d+)\])?", rest)
+        label, number = (match[1], int(match[2] or 0)) if match else ("", 0)
+        calls = self.operators.get((path, label), [])
+        if number >= len(calls):
+            fact = f"{name!r}: {path or 'the model itself'} has {len(calls) or 'no'} {label} of its own"
+            known = [operator for module, operator in self.operators if module == path]
+            raise PlanError(SITE, fact, nearest(label, known))
+        return calls[number]
 
     def _of_counts(self, counts: list[int], stages: int) -> tuple[list[str], list[int]]:
-        """Cuts behind so many layers; none at the front: before the first layer."""
+        """Return the names and positions of cuts behind so many layers; a first stage of none ends before the first layer."""
         layers = self._layers()
         run = f"{layers[0]} to {layers[-1]}" if layers else "none"
         if len(counts) != stages or sum(counts) != len(layers):
             fact = f"{counts} are {sum(counts)} layers on {len(counts)} stages"
             remedy = f"{stages} numbers that add up to {len(layers)} layers ({run}), or names of modules"
             raise PlanError(SITE, fact, remedy)
-        names, found = [], []
-        first = next(
-            (i for i, node in enumerate(self.backbone) if layer_of(note(node).module) == layers[0]), 0
-        )
+        names, positions = [], []
+        layer_of_operators = [layer_of(note(node).module) for node in self.backbone]
         for count in list(accumulate(counts))[:-1]:
-            at = self.ends[layers[count - 1]] if count else first - 1
-            if at < 0:
-                raise PlanError(
-                    SITE, f"nothing comes before {layers[0]}", "at least one layer on the first stage"
-                )
-            names.append(layers[count - 1] if count else f"the front of {layers[0]}")
-            found.append(at)
-        return names, found
+            if count:
+                name, position = layers[count - 1], self.ends[layers[count - 1]]
+            else:
+                name, position = f"the front of {layers[0]}", layer_of_operators.index(layers[0]) - 1
+            if position < 0:
+                fact, remedy = f"nothing comes before {layers[0]}", "at least one layer on the first stage"
+                raise PlanError(SITE, fact, remedy)
+            names.append(name)
+            positions.append(position)
+        return names, positions
 
     def _layers(self) -> list[str]:
-        """The layers of the longest run (`transformer.h.0`, `transformer.h.1`, ...), in order of their first operator."""
+        """Return the layers of the longest run (`transformer.h.0`, `transformer.h.1`, ...), by their first operators."""
         runs: dict[str, dict[str, None]] = {}
         for node in self.backbone:
             layer = layer_of(note(node).module)
@@ -138,24 +155,21 @@ class Places:
                 runs.setdefault(prefix, {})[layer] = None
         return list(max(runs.values(), key=len, default={}))
 
-    def _check_crossing(self, name: str, at: int) -> None:
-        """What lives on behind a cut must be tensors, and something must be left to do."""
-        if at == len(self.backbone) - 1:
-            raise PlanError(
-                SITE,
-                f"{name} is the end of the model: nothing is left for the stages behind it",
-                "a place before it",
-            )
+    def _check_crossing(self, name: str, position: int) -> None:
+        """Raise PlanError if something that is no tensor would cross a cut, or nothing is left behind it."""
+        if position == len(self.backbone) - 1:
+            fact = f"{name} is the end of the model: nothing is left for the stages behind it"
+            raise PlanError(SITE, fact, "a place before it")
         order = {node: i for i, node in enumerate(self.backbone)}
-        for node in self.backbone[: at + 1]:
-            if not is_tensor(node) and any(order.get(user, 0) > at for user in node.users):
-                free = self.name(max(order[user] for user in node.users if user in order))
+        for node in self.backbone[: position + 1]:
+            last_read = max((order[user] for user in node.users if user in order), default=0)
+            if not is_tensor(node) and last_read > position:
                 fact = f"{name} ends between {_label(node)} and the pieces that are taken of it, which cannot be sent"
-                raise PlanError(SITE, fact, f"{free}, or another place")
+                raise PlanError(SITE, fact, f"{self.name(last_read)}, or another place")
 
 
 def layer_of(path: str) -> str:
-    """A module's path up to its first number: `transformer.h.3` for all inside that layer, else the path's first name."""
+    """Return a module's path up to its first number, else its first name: `transformer.h.3` for all inside that layer."""
     parts = path.split(".")
     for i, part in enumerate(parts):
         if part.isdigit():

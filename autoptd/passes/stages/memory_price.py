@@ -1,13 +1,14 @@
-"""Find the cheapest plan that fits into the memory of a rank, by what a byte is made to cost.
+"""Find the cheapest plan that fits into the memory of a rank, by putting a price on bytes.
 
 In: a function that solves for one price and raises `TooFull` where its plan does not fit. Out: its plan for the lowest price
-that does, and the price: seconds per microbatch that a byte of a rank costs beside what it does anyhow (`ir/machine.py`).
-A parameter counts four times (gradient and two moments), a byte saved for backward once for every microbatch in flight.
+that does, and the price: extra seconds per microbatch for a byte of a rank, beside its usual cost (`ir/machine.py`). A
+parameter counts four times (gradient and two moments), a byte saved for backward once for every microbatch in flight.
 
-The rule: without an extra price first. Where that does not fit, at a price so high that seconds hardly count: where not even
-that plan fits, it is refused. Between the two the price is bisected, by powers of two of what a link takes for a byte.
+First comes the plan without an extra price. If it does not fit, a price so high that seconds hardly count is tried: if not
+even that plan fits, the model is refused. Between the two the price is bisected, in powers of two of the time that a byte
+takes on a link.
 
-    plan, price = fit(solve, first=0.0, unit=1 / machine.link_bandwidth)
+    plan, price = find_memory_price(solve, first=0.0, unit=1 / machine.link_bandwidth)
 """
 
 from __future__ import annotations
@@ -17,26 +18,33 @@ from typing import TypeVar
 
 from autoptd.passes.cut import TooFull
 
-LEAST, MOST = -4, 14  # powers of two: a sixteenth of a byte's time on a link, and 16384 bytes'
+# The price is a power of two, times the time of a byte on a link: from a sixteenth of that to 16384 times.
+MIN_POWER, MAX_POWER = -4, 14
 T = TypeVar("T")
 
 
-def fit(solve: Callable[[float], T], first: float, unit: float) -> tuple[T, float]:
-    """Return the plan of least price that fits, and the price; `first` is tried before all others. TooFull if none fits."""
+def find_memory_price(solve: Callable[[float], T], first: float, unit: float) -> tuple[T, float]:
+    """Return the plan of least price that fits, and its price in seconds per byte; TooFull if none fits.
+
+    The price `first` is tried before all others; `unit` is the time of a byte on a link.
+    """
     try:
         return solve(first), first
     except TooFull:
-        found = solve(unit * 2**MOST)
-    low, high, last = LEAST - 1, MOST, MOST
-    while high - low > 1:
-        last = (low + high) // 2
+        plan = solve(unit * 2**MAX_POWER)
+    too_low, fits, last = MIN_POWER - 1, MAX_POWER, MAX_POWER
+    while fits - too_low > 1:
+        last = (too_low + fits) // 2
         try:
-            found = solve(unit * 2**last)
+            plan = solve(unit * 2**last)
         except TooFull:
-            low = last
+            too_low = last
         else:
-            high = last
-    return (found if last == high else solve(unit * 2**high)), unit * 2**high
+            fits = last
+    # `solve` leaves a record of its last call: that must be the one whose plan is returned.
+    if last != fits:
+        plan = solve(unit * 2**fits)
+    return plan, unit * 2**fits
 
 
-__all__ = ["fit"]
+__all__ = ["find_memory_price"]

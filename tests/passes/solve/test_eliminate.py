@@ -101,7 +101,7 @@ def test_a_search_is_near_where_nothing_else_fits(seed: int, monkeypatch: pytest
     exact, searched = minimize_nearly([3] * 8, factors)
     assert searched == 0 and exact == minimize([3] * 8, factors)
     monkeypatch.setattr(eliminate, "LARGEST_TABLE", 30)
-    monkeypatch.setattr(eliminate, "LARGEST_OF_SEARCH", 30)
+    monkeypatch.setattr(eliminate, "LARGEST_TABLE_OF_SEARCH", 30)
     found, searched = minimize_nearly([3] * 8, factors)
     assert searched > 0 and (found, searched) == minimize_nearly([3] * 8, factors)
     least, most = cost(tuple(exact), factors), cost((0,) * 8, factors)

@@ -77,7 +77,7 @@ def test_several_stages_per_rank(line: Line, ranks: list[int], by_moves: bool) -
     """Exact where all ways are tried; by moves never worse than balanced stages, and never better than the best."""
     with pytest.MonkeyPatch.context() as patch:
         if by_moves:
-            patch.setattr(balance, "FEW", 0)
+            patch.setattr(balance, "MAX_COMBINATIONS", 0)
         found = place(line, ranks)
     assert found is not None
     least = min(score(stages_of(line, chosen), ranks) for chosen in combinations(line.points, 3))

@@ -11,13 +11,13 @@ import torch
 import autoptd
 from autoptd.errors import PlanError
 from autoptd.passes.cut import TooFull
-from autoptd.passes.stages.memory_price import LEAST, MOST, fit
+from autoptd.passes.stages.memory_price import MAX_POWER, MIN_POWER, find_memory_price
 from autoptd.program.program import Program
 from examples.gpt import GPT, GPTConfig
 from tests.parity.models import batch, gpt
 
 
-@pytest.mark.parametrize("enough", [LEAST, -1, 0, 7, MOST - 1, MOST])
+@pytest.mark.parametrize("enough", [MIN_POWER, -1, 0, 7, MAX_POWER - 1, MAX_POWER])
 def test_the_lowest_price_that_fits(enough: int) -> None:
     tried: list[float] = []
 
@@ -27,9 +27,11 @@ def test_the_lowest_price_that_fits(enough: int) -> None:
             raise TooFull("memory", "does not fit", "more")
         return f"at {price}"
 
-    assert fit(solve, 0.0, 3.0) == (f"at {3.0 * 2**enough}", 3.0 * 2**enough)
+    assert find_memory_price(solve, 0.0, 3.0) == (f"at {3.0 * 2**enough}", 3.0 * 2**enough)
     assert len(tried) <= 9
-    assert fit(solve, 3.0 * 2**MOST, 3.0)[1] == 3.0 * 2**MOST  # what fits at first is taken
+    assert (
+        find_memory_price(solve, 3.0 * 2**MAX_POWER, 3.0)[1] == 3.0 * 2**MAX_POWER
+    )  # what fits at first is taken
 
 
 def test_no_price_fits() -> None:
@@ -37,7 +39,7 @@ def test_no_price_fits() -> None:
         raise TooFull("memory", f"{price}", "more")
 
     with pytest.raises(TooFull, match=r"memory: 16384\.0"):
-        fit(solve, 0.0, 1.0)
+        find_memory_price(solve, 0.0, 1.0)
 
 
 @cache
