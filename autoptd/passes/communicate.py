@@ -9,7 +9,7 @@ operator against the table of types, independently of how the assignment was fou
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torch.fx import Graph, Node
@@ -58,7 +58,7 @@ def _meet_readers(graph: Graph, assignment: Assignment, mesh: Mesh) -> None:
         by_type: dict[Layout, Node] = {note(node).layout.over(axis): node}
         for target, readers in wanted.items():
             converted = node
-            for types in assignment.route(node, target):
+            for types in _missing(assignment.route(node, target), by_type):
                 if types not in by_type:
                     behind = _behind(node, converted, types, assignment)
                     by_type[types] = _convert(graph, converted, axis, types, readers[0], mesh, behind)
@@ -66,6 +66,12 @@ def _meet_readers(graph: Graph, assignment: Assignment, mesh: Mesh) -> None:
             if converted is not node:
                 for reader in readers:
                     reader.replace_input_with(node, converted)
+
+
+def _missing(route: Sequence[Layout], by_type: Collection[Layout]) -> Sequence[Layout]:
+    """Return the end of a route, from the last type that the value has already: nobody reads what leads there."""
+    known = [i for i, types in enumerate(route) if types in by_type]
+    return route[known[-1] :] if known else route
 
 
 def _divide_addends(graph: Graph, pieces: int) -> None:

@@ -19,6 +19,7 @@ from autoptd.ir.notes import is_whole, note, op_name, ops, placeholders
 from autoptd.ir.types import CONVERSIONS, I, P, R, S
 from autoptd.passes import check_connected, conversion_row
 from autoptd.passes.axes.axes import Axes
+from autoptd.passes.communicate import _missing
 from autoptd.passes.ops.costs import flops
 from examples.gpt import GPT, GPTConfig
 from tests.parity import test_sharing
@@ -256,3 +257,9 @@ def test_a_conversion_changes_its_own_axis_only() -> None:
     note(node).layout = note(node).layout.replacing("tp", Layout({FAST: P}))
     with pytest.raises(InternalError, match=r"changes the type over tp:\(2\)2"):
         check_connected(graph, axes, "tp", Mesh(t=4))
+
+
+def test_nothing_is_converted_on_the_way_to_a_type_that_is_there() -> None:
+    a, b, c = Layout({"tp": I}), Layout({"tp": R}), Layout({"tp": S(0, 0)})
+    assert _missing([a, b, c], {b: None}) == [b, c] and _missing([a, b, c], {c: None}) == [c]
+    assert _missing([b, c], {}) == [b, c] and _missing([], {c: None}) == []

@@ -21,6 +21,7 @@ import autoptd
 from autoptd.ir import markers
 from autoptd.ir.notes import note, ops
 from autoptd.ir.operators.table import is_view
+from autoptd.ir.types import ValueType
 from autoptd.program.calls import LOCAL_KINDS, star
 from autoptd.program.program import Program
 
@@ -184,22 +185,20 @@ def test_every_parameter_is_split_as_expected(name: str, sequence_parallel: bool
         wanted = (expected.layer if in_layer else expected.outside).get(where, "whole")
         if in_layer or where in expected.outside or "norm" in where.lower() or ".ln_" in where:
             wanted = "whole" if wanted == "row" and kind == "bias" else wanted
-            found.setdefault(f"{where}.{kind} {wanted}", set()).add(
-                split(model, path, kind, one.use.layout["tp"])
-            )
+            found.setdefault(f"{where}.{kind} {wanted}", set()).add(split(model, path, kind, one.shard))
     assert {text: kinds for text, kinds in found.items() if kinds != {text.split()[1]}} == {}
     assert {text.rpartition(".")[0] for text in found} >= {*expected.layer, *expected.outside}
 
 
-def split(model: nn.Module, path: str, kind: str, type_: Any) -> str:
+def split(model: nn.Module, path: str, kind: str, shard: ValueType | None) -> str:
     """What people call the split of a parameter."""
     module = model.get_submodule(path)
-    if type_.kind != "S":
+    if shard is None:
         return "whole"
     if isinstance(module, nn.Embedding):
-        return ("vocabulary", "width")[type_.dim]
+        return ("vocabulary", "width")[shard.dim]
     is_transposed = type(module).__name__ == "Conv1D"
-    return "row" if kind == "weight" and type_.dim == (0 if is_transposed else 1) else "column"
+    return "row" if kind == "weight" and shard.dim == (0 if is_transposed else 1) else "column"
 
 
 @pytest.mark.parametrize("name", PLANS)
