@@ -106,7 +106,7 @@ def head(vocab: int, **keywords: Any) -> Head:
 def aligned_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shards as those of a large vocabulary are: of 61 rows over 8 ranks each has 16, and the last four are all padding."""
     monkeypatch.setattr(types, "ALIGNED", 16)
-    monkeypatch.setattr(types, "LEAST_ALIGNED", 8)
+    monkeypatch.setattr(types, "MIN_ALIGNED", 8)
 
 
 MESHES = [(2, 2, 2, 1), (3, 2, 1, 1), (4, 2, 1, 2)]
