@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 from autoptd.errors import InternalError
@@ -75,17 +76,17 @@ class Layout:
         """The type over microbatches and replicas."""
         return self[BATCH]
 
-    @property
+    @cached_property
     def over_mesh(self) -> tuple[tuple[str, ValueType], ...]:
         """The axes of the mesh over which the type is not `I`, with the types."""
         return tuple((axis, kind) for axis, kind in self.types if axis != BATCH)
 
-    @property
+    @cached_property
     def sub_axes(self) -> tuple[str, ...]:
         """The sub-axes over which it has types."""
         return tuple(axis for axis, _ in self.types if is_sub_axis(axis))
 
-    @property
+    @cached_property
     def shards(self) -> tuple[tuple[str, ValueType], ...]:
         """The axes of the mesh that cut the value into shards, with the types."""
         return tuple((axis, kind) for axis, kind in self.over_mesh if kind.kind == "S")

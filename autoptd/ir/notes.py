@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -118,8 +119,13 @@ def op_name(node: Node) -> str:
     # Overloads share a name: "aten.view" is view.default and view.dtype.
     target = node.target
     if isinstance(target, torch._ops.OpOverload):
-        return str(target._schema.name).replace("::", ".")
+        return _overload_name(target)
     return getattr(target, "__name__", str(target))
+
+
+@cache
+def _overload_name(overload: torch._ops.OpOverload) -> str:
+    return str(overload._schema.name).replace("::", ".")
 
 
 def converted_types(node: Node) -> tuple[ValueType, ValueType]:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from autoptd.program.calls import LOCAL_KINDS, wire_bytes
 from autoptd.program.program import Program
 from autoptd.program.specs import Collective
-from autoptd.viz.scene import Item, Line, line
+from autoptd.viz.scene import Item, Line, Link, line
 from autoptd.viz.words import bytes_text, plural
 
 # The colour of a collective, wherever it is drawn.
@@ -81,6 +81,22 @@ def call_lines(calls: Sequence[Collective]) -> list[str]:
     if len(calls) > MAX_TOOLTIP_CALLS:
         lines.append(f"and {len(calls) - MAX_TOOLTIP_CALLS} more like these")
     return lines
+
+
+def tie_link(first: str, second: str, name: str, about: str, calls: Sequence[Collective]) -> Link:
+    """Join two boxes that read one parameter; `calls` sum its gradient over its owners."""
+    return Link(
+        first,
+        second,
+        TIED,
+        width=1.8,
+        dashed=True,
+        lines=(line("one parameter: ", (name, "bold")), *(line(bar.text) for bar in bars(calls))),
+        tooltip="\n".join([about, *call_lines(calls)]),
+        weight=0,
+        has_head=False,
+        calls=tuple(calls),
+    )
 
 
 def heading(program: Program) -> tuple[str, tuple[str, ...]]:

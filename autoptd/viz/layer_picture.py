@@ -298,20 +298,7 @@ class _Painter:
 
     def _tie(self, tie: Tie) -> Link:
         name = note(tie.param).name
-        lines = (line(("one parameter: ", ""), (name, "bold")), *(line(bar.text) for bar in bars(tie.calls)))
-        tooltip = "\n".join([f"{name} is read by both", *call_lines(tie.calls)])
-        return Link(
-            tie.first,
-            tie.second,
-            colours.TIED,
-            width=1.8,
-            dashed=True,
-            lines=lines,
-            tooltip=tooltip,
-            weight=0,
-            has_head=False,
-            calls=tie.calls,
-        )
+        return colours.tie_link(tie.first, tie.second, name, f"{name} is read by both", tie.calls)
 
     def _legend(self) -> tuple[Item, ...]:
         """Return samples of what is in this picture."""

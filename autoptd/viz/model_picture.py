@@ -162,23 +162,8 @@ class _Painter:
             for first, second in pairwise(cells):
                 site = next((site for site in waiting if spec.name in site), "")
                 calls = tuple(waiting.pop(site, ()))
-                lines = (
-                    line("one parameter: ", (spec.name, "bold")),
-                    *(line(bar.text) for bar in bars(calls)),
-                )
-                tooltip = "\n".join([f"{', '.join(spec.aliases)} of {list(spec.shape)}", *call_lines(calls)])
-                yield Link(
-                    first.id,
-                    second.id,
-                    colours.TIED,
-                    width=1.8,
-                    dashed=True,
-                    lines=lines,
-                    tooltip=tooltip,
-                    weight=0,
-                    has_head=False,
-                    calls=calls,
-                )
+                about = f"{', '.join(spec.aliases)} of {list(spec.shape)}"
+                yield colours.tie_link(first.id, second.id, spec.name, about, calls)
         # Sums of parameters whose stages share a box, or are not drawn.
         self.left += [call for calls in waiting.values() for call in calls]
 

@@ -32,9 +32,8 @@ TABLE: dict[str, Operator] = {record.name: record for family in FAMILIES for rec
 
 def operator_of(node: Node) -> Operator:
     """Return the record of a node's overload, else of its operator, else one with nothing but the name."""
-    overload, name = "", op_name(node)
-    if isinstance(node.target, torch._ops.OpOverload):
-        overload, name = _names(node.target)
+    is_overload = isinstance(node.target, torch._ops.OpOverload)
+    overload, name = _names(node.target) if is_overload else ("", op_name(node))
     return TABLE.get(overload) or TABLE.get(name) or _unknown(name)
 
 
