@@ -67,6 +67,8 @@ def parallelize(
     async_tensor_model_parallel_allreduce: bool | None = None,
     accumulate_allreduce_grads_in_fp32: bool | None = None,
     delay_wgrad_compute: str | None = None,
+    zero: int | None = None,
+    dp_shard: int | None = None,
     memory: float | None = None,
     machine: str | Machine | Mapping[str, Any] | None = None,
     plan: dict[str, Any] | str | Path | None = None,
@@ -100,6 +102,7 @@ def parallelize(
         device), and those to use.
     async_tensor_model_parallel_allreduce, accumulate_allreduce_grads_in_fp32, delay_wgrad_compute: hooks on
         the backward of linear layers, see `Options`.
+    zero: 1 divides the optimizer's state over the replicas (ZeRO stage 1), over groups of `dp_shard` of them if given.
     memory: what a rank may hold, in bytes.
     machine: what the plan is weighed for: a name as `plan(cluster=)` takes it, such as "h100"
         (autoptd/machines), or a `Machine` (ir/machine.py).

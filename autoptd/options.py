@@ -23,6 +23,7 @@ from autoptd.ir.fusion import FUSED
 from autoptd.ir.machine import Machine, find_machine, machine_record
 from autoptd.ir.machine_files import machine_names
 from autoptd.ir.mesh import DEGREES, ORDER, Mesh
+from autoptd.ir.placement import Sharing, sharing_of
 from autoptd.ir.plan import Plan, nearest, read_plan
 
 # Model chunks per pipeline rank that a schedule runs; 0: any number.
@@ -53,7 +54,6 @@ class Missing(NamedTuple):
 
 NOT_YET = {
     "c": Missing("context parallelism", (1,)),
-    "zero": Missing("optimizer sharding", (0, None)),
     "precision": Missing("mixed precision", (None,)),
     "recompute": Missing("activation recomputation", (None, False)),
     "dropout_exact": Missing("fused attention with random numbers of its own", (True,)),
@@ -120,6 +120,10 @@ class Options:
     memory_price: seconds per microbatch that each byte of a rank costs more. Where the fastest plan over tp
         does not fit, it is raised until one does (`memory_price.py`); a saved plan has it, and so gives the
         same program again.
+    zero: 1 divides the optimizer's state over the replicas (Rajbhandari et al. 2020, stage 1): each updates a range
+        of the parameters, which are gathered behind the update. The numbers are those of zero=0.
+    dp_shard: replicas that share one copy of that state, a divisor of d, neighbours; None: all. The others hold
+        copies (torch's hybrid sharding).
     machine: what plans are weighed for: a name as `plan(cluster=)` takes it, such as "h100"
         (autoptd/machines), or a `Machine` (ir/machine.py).
     timeout: in seconds.
@@ -186,6 +190,14 @@ class Options:
     fuse_only: Sequence[str] | None = field(
         default=None, metadata=_about("list", f"of {', '.join(FUSED)}, only these", metavar="A,B", **IN_PLAN)
     )
+    zero: int = field(
+        default=0,
+        metadata=_about("number", "stage of ZeRO: 1 shards the optimizer", choices=(0, 1), **IN_PLAN),
+    )
+    dp_shard: int | None = field(
+        default=None,
+        metadata=_about("count", "replicas that share one optimizer state (all)", **IN_PLAN),
+    )
     memory: float | str | None = field(  # a float, once checked
         default=None, metadata=_about("bytes", "of a rank: 80e9, 80GB or 80GiB", **IN_PLAN)
     )
@@ -233,6 +245,7 @@ class Options:
         object.__setattr__(self, "machine", machine_record(self.machine))
         object.__setattr__(self, "memory", _check_memory(self.memory))
         self._check_schedule()
+        self._check_zero()
         self._check_numbers()
 
     def _check_schedule(self) -> None:
@@ -253,6 +266,17 @@ class Options:
         if self.delay_wgrad_compute is not None and places_wgrads:
             fact = f"schedule={str(self.schedule)!r} places the weight gradients itself"
             raise PlanError(f"delay_wgrad_compute={self.delay_wgrad_compute!r}", fact, "one of the two")
+
+    def _check_zero(self) -> None:
+        """Check that equal groups of replicas can share the optimizer's state."""
+        if self.dp_shard is None:
+            return
+        if not self.zero:
+            remedy = "zero=1, or leave dp_shard out"
+            raise PlanError(f"dp_shard={self.dp_shard}", "replicas share nothing without zero=1", remedy)
+        if self.d % self.dp_shard:
+            remedy = f"a divisor of {self.d}"
+            raise PlanError(f"dp_shard={self.dp_shard}", f"does not divide d={self.d}", remedy)
 
     def _check_numbers(self) -> None:
         """Check seconds, bytes and steps, and that the fused operators exist."""
@@ -276,6 +300,11 @@ class Options:
     @property
     def mesh(self) -> Mesh:
         return Mesh(**{name: getattr(self, name) for name in DEGREES}, order=self.order)
+
+    @property
+    def sharing(self) -> Sharing:
+        """How the replicas share the storage of parameters."""
+        return sharing_of(self.mesh, (self.dp_shard or self.d) if self.zero else 1)
 
     @property
     def rank_machine(self) -> Machine:

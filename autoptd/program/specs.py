@@ -74,7 +74,7 @@ class ParamSpec:
 
     def grad_bytes(self, mesh: Mesh) -> int:
         """Return the bytes of a rank's part of the gradient, in the dtype in which it is summed."""
-        return math.prod(self.used_shape(mesh)) * itemsize(self.storage.sum_dtype)
+        return math.prod(self.local_shape(mesh)) * itemsize(self.storage.sum_dtype)
 
     def adds_in(self, stage: int) -> int:
         return self.adds[self.stages.index(stage)] if self.adds else 1
@@ -112,19 +112,21 @@ class ParamSpec:
         """Return the pipeline ranks that hold a copy, ascending; `ranks` is the pipeline rank of every stage."""
         return tuple(sorted({ranks[stage] for stage in self.stages}))
 
+    @cached_property
+    def sharing_axis(self) -> str:
+        """The axis or sub-axis of replicas that divides its storage, "" where every replica stores it."""
+        flat = [axis for axis, kind in self.storage.layout.shards if kind.is_flat]
+        return flat[0] if flat else ""
+
     def local_bytes(self, mesh: Mesh) -> int:
-        """Return the bytes that one rank stores."""
-        return math.prod(self.local_shape(mesh)) * itemsize(self.storage.dtype)
+        """Return the bytes of what one rank computes with."""
+        return math.prod(self.local_shape(mesh)) * itemsize(self.use.dtype)
 
     def padded_size(self, mesh: Mesh) -> int:
         """Return the size of the cut dim if the ranks do not divide it, so that the last ones have padding; else 0."""
         return self.use.layout.padded_size(self.dims, mesh)
 
     def local_shape(self, mesh: Mesh) -> tuple[int, ...]:
-        """Return the shape of what one rank stores."""
-        return self.storage.layout.local_shape(self.dims, mesh) if self.storage.layout.shards else self.shape
-
-    def used_shape(self, mesh: Mesh) -> tuple[int, ...]:
         """Return the shape of what one rank computes with, and of its part of the gradient."""
         return self.use.layout.local_shape(self.dims, mesh) if self.shard else self.shape
 
@@ -221,7 +223,7 @@ class DropoutSpec:
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective or send of one microbatch (or, with `scope="step"`, of one step), as the compiler inserted it.
+    """One collective or send of one microbatch (`scope`; or of one "step", or one "update" of the parameters behind it).
 
     `forward` and `backward` are its kinds in the two directions; every tensor and data rank of the pipeline ranks
     `pp_ranks` takes part. `payload_bytes` and `axis` are those of `program.calls.Call`.

@@ -16,7 +16,7 @@ from autoptd import trace as tracing
 from autoptd.batch import Batch
 from autoptd.ir.layout import Layout
 from autoptd.ir.notes import note, op_name, ops, placeholders, tensor
-from autoptd.ir.placement import placements
+from autoptd.ir.placement import EVERY_REPLICA, placements
 from autoptd.ir.types import Dims, outer_size
 from autoptd.options import Options
 from autoptd.program.specs import CrossingSpec, DropoutSpec, InputSpec, ParamSpec, StageSpec
@@ -40,7 +40,9 @@ def param_specs(graph: Graph, captured: tracing.Captured, options: Options) -> t
             layout, stages, why = record.layout, record.stages, record.why
             dims, requires_grad = record.dims, record.needs_grad
             adds = tuple(passes.adds_to_gradient(node, stage) for stage in stages)
-        storage, use = placements(layout, _dtype_name(parameter.dtype), stages, grad_dtype)
+        # Frozen ones have no state to share.
+        sharing = options.sharing if requires_grad else EVERY_REPLICA
+        storage, use = placements(layout, _dtype_name(parameter.dtype), stages, grad_dtype, sharing)
         specs.append(
             ParamSpec(
                 name=name,

@@ -90,7 +90,9 @@ def unguarded() -> Iterator[None]:
 
 
 class GuardedParameter(nn.Parameter):
-    """A rank's parameter: see the module's docstring."""
+    """A rank's parameter: see the module's docstring. `arrival` waits until it has the last update."""
+
+    arrival: Callable[[], None] | None = None
 
     @classmethod
     def __torch_function__(
@@ -98,6 +100,10 @@ class GuardedParameter(nn.Parameter):
     ) -> Any:
         if func not in WRITES:
             refuse(func, _caller(), "parameter")
+        for arg in args:
+            # What the last update made of it may still be on its way.
+            if isinstance(arg, GuardedParameter) and arg.arrival is not None:
+                arg.arrival()
         # `unguarded()` without its generator: this is a hot path.
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))

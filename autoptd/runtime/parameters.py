@@ -22,11 +22,13 @@ import torch
 from torch import nn
 
 from autoptd.errors import InternalError, PlanError
+from autoptd.program.buckets import BucketPlan, plan_buckets
 from autoptd.program.program import Program
 from autoptd.program.specs import ParamSpec
 from autoptd.runtime.guard import GuardedParameter, guard_gradient, unguarded
 from autoptd.runtime.read_folder import Folder, Reader
 from autoptd.runtime.shards import join_shards, take_shard
+from autoptd.runtime.storage import SharedBucket
 from autoptd.runtime.world.world import Group, World
 
 # Initial values of parameters: full tensors by name, or a folder that has them.
@@ -39,11 +41,12 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def check_use(spec: ParamSpec) -> None:
-    """Raise InternalError unless stages can use the storage of a parameter as it is: leaves are views of it."""
-    work = [f"{step.row.forward} over {step.axis}" for step in spec.conversions if step.row.forward != "none"]
+    """Raise InternalError unless this runtime can turn the storage of a parameter into what stages use."""
+    rows = [step for step in spec.conversions if step.axis != spec.sharing_axis]
+    work = [f"{step.row.forward} over {step.axis}" for step in rows if step.row.forward != "none"]
     if work or spec.use.dtype != spec.storage.dtype or spec.scope != "step":
         what = ", ".join([*work, f"{spec.storage.dtype} to {spec.use.dtype} once a {spec.scope}"])
-        raise InternalError(spec.name, f"stages cannot use what is stored as it is: {what}")
+        raise InternalError(spec.name, f"cannot be converted from what is stored to what stages use: {what}")
 
 
 def owners(program: Program, spec: ParamSpec) -> tuple[int, ...]:
@@ -78,11 +81,26 @@ class RankParameters:
         self._main: dict[str, MainGrad] = {}
         grad_dtypes = {spec.name: spec.storage.grad_dtype for spec in self.specs}
         self._grad_dtypes = {name: dtype_of(dtype) if dtype else None for name, dtype in grad_dtypes.items()}
+        # Those that replicas share, in the order in which forward uses them.
+        self.shared: list[SharedBucket] = []
+        self._shared_of: dict[str, SharedBucket] = {}
+        # What an optimizer steps: the parameter itself, or the piece of it that this rank stores, if any.
+        self.stored: dict[str, nn.Parameter] = {}
         for spec in self.specs:
             check_use(spec)
-        for spec, shard in self._first_values(full):
-            self.local[spec.name] = GuardedParameter(shard, requires_grad=spec.requires_grad)
-            self.leaves[spec.name] = self.local[spec.name].detach().requires_grad_(spec.requires_grad)
+        parts = {spec.name: shard for spec, shard in self._first_values(full)}
+        for plan in reversed(self._plans()):
+            if plan.sharing_axis and world.mesh.degree(plan.sharing_axis) > 1:
+                self._share(plan, parts)
+        for spec in self.specs:
+            if spec.name in parts:
+                local = GuardedParameter(parts.pop(spec.name), requires_grad=spec.requires_grad)
+                self.local[spec.name] = local
+                self.leaves[spec.name] = local.detach().requires_grad_(spec.requires_grad)
+                if spec.name in self._shared_of:
+                    local.arrival = self._shared_of[spec.name].wait
+                else:
+                    self.stored[spec.name] = local
         # What `check_storage` compares with, which runs in every step.
         self._initial = [
             (name, parameter, parameter.data_ptr(), self.leaves[name].requires_grad)
@@ -105,6 +123,58 @@ class RankParameters:
                 # A copy, because on rank 0 `whole` may be the user's own storage.
                 yield spec, own.clone(memory_format=torch.contiguous_format)
 
+    def _plans(self) -> list[BucketPlan]:
+        program = self.program
+        pp = self.world.pipeline_rank
+        return plan_buckets(program.params, program.orders, program.ranks, self.world.mesh, pp)
+
+    def _share(self, plan: BucketPlan, parts: dict[str, torch.Tensor]) -> None:
+        """Move the parameters of a bucket into a flat buffer, of which this rank stores a range."""
+        bucket = SharedBucket(plan, self.world, parts)
+        self.shared.append(bucket)
+        for place in bucket.places:
+            name = place.spec.name
+            self._shared_of[name] = bucket
+            parts[name] = bucket.local(place, parts[name].shape)
+            if name in bucket.pieces:
+                self.stored[name] = bucket.pieces[name].tensor
+
+    def publish(self) -> None:
+        """Start bringing what was updated to all ranks that use it; a collective of the ranks that share storage."""
+        for bucket in self.shared:
+            bucket.gather_start()
+
+    def wait(self) -> None:
+        """Wait until stages can use the last update."""
+        for bucket in self.shared:
+            bucket.wait()
+
+    def is_shared(self, name: str) -> bool:
+        """Tell whether replicas share the storage of a parameter of this rank."""
+        return name in self._shared_of
+
+    def pieces_of(self, name: str, range_: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return by name the pieces of what is laid out as the range that this rank stores of the bucket of `name`."""
+        return self._shared_of[name].split(range_)
+
+    def piece_of(self, name: str, local: torch.Tensor) -> torch.Tensor | None:
+        """Return what this rank stores of a tensor laid out as its part of a parameter; None if that is nothing."""
+        bucket = self._shared_of.get(name)
+        if bucket is None:
+            return local
+        piece = bucket.pieces.get(name)
+        return None if piece is None else piece.of(local)
+
+    def local_of(self, name: str, stored: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+        """Return this rank's part of a parameter (or of what is laid out like it) from what ranks store of it.
+
+        A collective of the ranks that share its storage.
+        """
+        bucket = self._shared_of.get(name)
+        if bucket is None:
+            return stored
+        return bucket.whole(name, stored, dtype).view(self.local[name].shape)
+
     def is_owner(self, spec: ParamSpec) -> bool:
         return self.world.pipeline_rank in owners(self.program, spec)
 
@@ -121,8 +191,10 @@ class RankParameters:
         return weights
 
     def gradient(self, name: str) -> torch.Tensor | None:
-        """Return the gradient of a parameter of this rank, None without one: `main_grad`, unless `.grad` was changed."""
-        parameter = self.local.get(name)
+        """Return the gradient of what this rank stores of a parameter, None without one: `main_grad`, unless `.grad`
+        was changed.
+        """
+        parameter = self.stored.get(name)
         if parameter is None or (grad := parameter.grad) is None:
             return None
         known = self._main.get(name)
@@ -136,7 +208,7 @@ class RankParameters:
 
     def set_gradient(self, name: str, grad: torch.Tensor) -> None:
         """Set the gradient of a parameter: `.main_grad` if it has one, of which `.grad` is a rounded copy, else `.grad`."""
-        parameter, dtype = self.local[name], self._grad_dtypes[name]
+        parameter, dtype = self.stored[name], self._grad_dtypes[name]
         if dtype is None:
             parameter.grad = guard_gradient(grad)
             return
@@ -219,16 +291,19 @@ def shard_group(spec: ParamSpec, world: World) -> Group:
 def gather_full(
     params: RankParameters, spec: ParamSpec, local: torch.Tensor | None, dtype: torch.dtype | None = None
 ) -> torch.Tensor | None:
-    """Return the full CPU tensor of which `local` is this rank's part, on rank 0; None elsewhere.
+    """Return the full CPU tensor of which this rank stores `local`, on rank 0; None elsewhere.
 
-    A collective of all ranks: owners pass their part (laid out as the parameter), others None. `dtype` defaults to the
+    A collective of all ranks: owners pass what they store (laid out as `RankParameters.stored`), others None. `dtype` defaults to the
     parameter's.
     """
     world = params.world
+    site = f"gather {spec.name}"
+    if params.is_first_owner(spec):
+        stored_dtype = dtype_of(spec.storage.dtype) if dtype is None else dtype
+        local = params.local_of(spec.name, local, stored_dtype)
     # Replicas are equal: the first one gathers over tp, and its first tensor ranks then broadcast along the stages.
     if not world.leads(world.mesh.batch_axes):
         return None
-    site = f"gather {spec.name}"
     if params.is_first_owner(spec):
         if local is None:
             fact = "has no gradient on this rank, and one on others"
@@ -250,7 +325,7 @@ def gather_parameters(params: RankParameters) -> dict[str, torch.Tensor]:
     """Return all parameters as full CPU tensors under all their names on rank 0, {} elsewhere; a collective."""
     values: dict[str, torch.Tensor] = {}
     for spec in params.specs:
-        full = gather_full(params, spec, params.local.get(spec.name))
+        full = gather_full(params, spec, params.stored.get(spec.name))
         if full is not None:
             values |= dict.fromkeys((spec.name, *spec.aliases), full)
     return values
@@ -259,7 +334,7 @@ def gather_parameters(params: RankParameters) -> dict[str, torch.Tensor]:
 def gather_gradients(params: RankParameters) -> dict[str, torch.Tensor]:
     """Return all gradients as `gather_parameters` returns values; a parameter without one is absent."""
     # Gathering one is a collective of all ranks, so all must know which ones exist.
-    mine = [name for name in params.local if params.gradient(name) is not None]
+    mine = [name for name in params.stored if params.gradient(name) is not None]
     everywhere = params.world.everyone().gather_objects(mine, "which gradients exist")
     present = set().union(*everywhere)
     gradients: dict[str, torch.Tensor] = {}
@@ -277,6 +352,8 @@ def gather_gradients(params: RankParameters) -> dict[str, torch.Tensor]:
 @torch.no_grad()
 def load_parameters(params: RankParameters, full: Mapping[str, torch.Tensor]) -> None:
     """Copy this rank's parts of full tensors, by first or any other name, into its parameters; absent ones stay."""
+    # A gather that is under way would overwrite what is loaded.
+    params.wait()
     for spec in params.specs:
         names = [name for name in (spec.name, *spec.aliases) if name in full]
         if names and spec.name in params.local:

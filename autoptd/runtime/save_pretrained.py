@@ -124,7 +124,7 @@ def save_folder(params: RankParameters, what: Contents, folder: Path, limit: int
         for name in names:
             full: torch.Tensor | None = what.others.get(name)
             if spec := what.params.get(name):
-                full = gather_full(params, spec, params.local.get(spec.name))
+                full = gather_full(params, spec, params.stored.get(spec.name))
             if full is not None and writer is not None:
                 tensors[name] = full.contiguous()
         on_rank_0(params, writer, partial(Writer.write, number=number, tensors=tensors))

@@ -88,7 +88,7 @@ def _run(stage: type[Stage], program: Program, index: int, world: World) -> Chec
     weights = {}
     for name in spec.params:
         param = program.param(name)
-        value = _random(param.used_shape(program.mesh), param.use.dtype, generator, SCALE)
+        value = _random(param.local_shape(program.mesh), param.use.dtype, generator, SCALE)
         weights[name] = nn.Parameter(value, param.requires_grad)
     buffers = {name: program.buffers[name] for name in spec.buffers}
     this = stage(

@@ -73,7 +73,7 @@ class _Painter:
         )
         # The boxes of a stage alone show what it sends and receives.
         if self.is_alone:
-            others = tuple(call for call in others if call.scope == "step")
+            others = tuple(call for call in others if call.scope != "microbatch")
         notes = tuple(f"Beside what is drawn: {bar.text}." for bar in bars(others))
         return Scene(title, subtitle, frames, tuple(links), self._legend(), notes=notes, calls=others)
 

@@ -252,9 +252,8 @@ class DistributedGroup(Group):
         return in_place_of(gathered, dim)
 
     def reduce_scatter(self, x: Tensor, dim: int, site: str) -> Tensor:
-        # Has no reduce-scatter of its own: all-reduce everything, keep a part.
         if self._world.backend == "gloo":
-            return self._part(self._all_reduce(fresh(x), site), dim, site)
+            return self.reduce_scatter_start(x, dim, site).wait()  # type: ignore[no-any-return]
         parts = parts_first(x.detach(), dim, self.size, equal_parts(x, dim, self.size, site))
         mine = torch.empty_like(parts[0])
         with self._call("reduce_scatter", site, mine):
@@ -294,20 +293,26 @@ class DistributedGroup(Group):
         )
 
     def reduce_scatter_start(self, x: Tensor, dim: int, site: str) -> Pending:
-        # As in `reduce_scatter`
-        if self._world.backend == "gloo":
-            started = self._sum_start("reduce_scatter_start", fresh(x), site)
-            return Then(started, lambda whole: self._part(whole, dim, site))
         parts = parts_first(x.detach(), dim, self.size, equal_parts(x, dim, self.size, site))
+        # Its own takes as long as an all-reduce: everybody sends each part to the rank that sums it.
+        if self._world.backend == "gloo":
+            received = torch.empty_like(parts)
+            with self._call("reduce_scatter_start", site, parts) as call:
+                work = dist.all_to_all_single(received, parts, group=self.handle, async_op=True)
+            return Then(_Works(self._world, [work], received, call, kept=[parts]), _sum_in_order)
         mine = torch.empty_like(parts[0])
         with self._call("reduce_scatter_start", site, mine) as call:
             work = scatter_into(self.handle, mine, parts, is_async=True)
         return _Works(self._world, [work], mine, call, kept=[parts])
 
-    def _part(self, whole: Tensor, dim: int, site: str) -> Tensor:
-        """This rank's part of a whole value, as a tensor of its own."""
-        width = equal_parts(whole, dim, self.size, site)
-        return whole.narrow(dim, self.index * width, width).clone(memory_format=torch.contiguous_format)
+    def all_gather_start_(self, flat: Tensor, site: str) -> Pending:
+        width = equal_parts(flat, 0, self.size, site)
+        own = flat.detach().narrow(0, self.index * width, width)
+        # NCCL gathers in place; gloo reads what it writes.
+        own = own.clone() if self._world.backend == "gloo" else own
+        with self._call("all_gather_start_", site, own) as call:
+            work = gather_into(self.handle, flat.detach(), own, is_async=True)
+        return _Works(self._world, [work], flat, call, kept=[own])
 
     def gather_objects(self, obj: Any, site: str) -> list[Any]:
         objects: list[Any] = [None] * self.size
@@ -319,6 +324,14 @@ class DistributedGroup(Group):
         """The next call of this group, in which this rank hands in `x`."""
         self._count += 1
         return self._world.call(Call(kind, site, self.ranks, self._count, -1 if x is None else x.nbytes))
+
+
+def _sum_in_order(parts: Tensor) -> Tensor:
+    """Add up what the ranks sent, in the order of ranks: as threads do, to the bit."""
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    return total
 
 
 class DistributedChannel(Channel):
