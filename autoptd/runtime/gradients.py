@@ -176,11 +176,10 @@ class Gradients:
         self._is_agreed = False
         # Hooks that are needed in the first step only: they see which of the others get a gradient at all.
         self._first_hooks: list[Any] = []
-        for name, bucket in self._bucket_of.items():
-            is_counted = name in self._counted
-            hook = _counting_hook(weakref.ref(self), name) if is_counted else _noting_hook(bucket.present, name)
+        for name in self._bucket_of:
+            hook = _growth_hook(weakref.ref(self), name)
             handle = params.leaves[name].register_post_accumulate_grad_hook(hook)
-            self._first_hooks += [] if is_counted else [handle]
+            self._first_hooks += [] if name in self._counted else [handle]
         self.forget()
 
     def _stages_here(self, program: Program, spec: ParamSpec) -> list[int]:
@@ -208,18 +207,20 @@ class Gradients:
         """Run a GEMM, and add its result to the gradient of its weight, which is a leaf."""
         leaf = gemm.weight
         leaf.grad = gemm.add_to(leaf.grad, leaf.grad_dtype or leaf.dtype)
-        name = self._name_of.get(id(leaf))
+        if (name := self._name_of.get(id(leaf))) is not None:
+            self.grew(name)
+
+    def grew(self, name: str) -> None:
+        """Note that something was added to the gradient of leaf `name`."""
+        self._bucket_of[name].present.add(name)
         if name in self._counted:
             self.count(name)
-        elif name is not None:
-            self._bucket_of[name].present.add(name)
 
     def count(self, name: str) -> None:
         """Count one more addition to the gradient of leaf `name`; InternalError where it comes too late or too often."""
         bucket = self._counted[name]
         if bucket.pending is not None:
             raise InternalError(f"gradient of {name}", "grew after its reduction had started")
-        bucket.present.add(name)
         self._counts[name] += 1
         if self._counts[name] > self._expected[name]:
             raise InternalError(
@@ -370,18 +371,11 @@ def _by_dtype(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     yield from lists.values()
 
 
-def _noting_hook(present: set[str], name: str) -> Callable[[torch.Tensor], None]:
-    def hook(_: torch.Tensor) -> None:
-        present.add(name)
-
-    return hook
-
-
-def _counting_hook(gradients: weakref.ref[Gradients], name: str) -> Callable[[torch.Tensor], None]:
+def _growth_hook(gradients: weakref.ref[Gradients], name: str) -> Callable[[torch.Tensor], None]:
     # Weak: the garbage collector does not see cycles through a tensor's hooks.
     def hook(_: torch.Tensor) -> None:
         if (alive := gradients()) is not None:
-            alive.count(name)
+            alive.grew(name)
 
     return hook
 

@@ -50,6 +50,7 @@ AXES: dict[str, tuple[Any, ...]] = {  # of each the simplest first
     "async_tensor_model_parallel_allreduce": (False, True),
     "accumulate_allreduce_grads_in_fp32": (False, True),
     "delay_wgrad_compute": (None, "after_b", "before_reduce"),
+    "zero": (0, 1),
 }
 OWN = ("model", "dropout", "reload", "evaluate")  # what is no keyword
 BOUND = ("schedule", "t", "p", "v", "num_microbatches", "sequence_parallel", "delay_wgrad_compute")
@@ -63,6 +64,7 @@ OUTSIDE = {  # fields of Options that are not varied
     "check_every": "how often ranks are compared, no number depends on it: processes/test_disagreement.py",
     "nan": "what is done with a NaN: runtime/test_executor.py",
     "fuse_only": "a part of fuse: parity/test_fusion.py",
+    "dp_shard": "wants 4 replicas: parity/test_zero.py",
     "memory": "what is chosen, not how it runs: test_fit.py",
     "memory_price": "likewise",
     "machine": "likewise; conftest.py has the one of the tests",
