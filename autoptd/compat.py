@@ -79,7 +79,7 @@ def _quiet_failures() -> Iterator[None]:
     try:
         yield
     finally:
-        del names["print"]
+        names.pop("print", None)
         logger.setLevel(level)
 
 

@@ -41,6 +41,7 @@ ZERO_BUBBLE = ("zb_h1", "zb_2p", "zbv")
 P2P = ("auto", "scatter_gather", "direct")
 DELAYS = ("after_b", "before_reduce")
 BACKENDS = ("local", "gloo", "nccl")
+PRECISIONS = ("bf16",)
 FUSE = ("eager", "triton", "inductor", False)
 UNIT_BYTES = {"KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30, "KB": 1e3, "MB": 1e6, "GB": 1e9}
 
@@ -54,7 +55,6 @@ class Missing(NamedTuple):
 
 NOT_YET = {
     "c": Missing("context parallelism", (1,)),
-    "precision": Missing("mixed precision", (None,)),
     "recompute": Missing("activation recomputation", (None, False)),
     "dropout_exact": Missing("fused attention with random numbers of its own", (True,)),
 }
@@ -120,6 +120,9 @@ class Options:
     memory_price: seconds per microbatch that each byte of a rank costs more. Where the fastest plan over tp
         does not fit, it is raised until one does (`memory_price.py`); a saved plan has it, and so gives the
         same program again.
+    precision: "bf16" computes as `model.bfloat16()` does, from a float32 copy of the parameters, which the optimizer
+        steps ("master weights"); gradients add up in float32. State dicts have the model's own dtypes. None: the model
+        as it is.
     zero: 1 divides the optimizer's state over the replicas (Rajbhandari et al. 2020, stage 1): each updates a range
         of the parameters, which are gathered behind the update. The numbers are those of zero=0.
     dp_shard: replicas that share one copy of that state, a divisor of d, neighbours; None: all. The others hold
@@ -190,6 +193,10 @@ class Options:
     fuse_only: Sequence[str] | None = field(
         default=None, metadata=_about("list", f"of {', '.join(FUSED)}, only these", metavar="A,B", **IN_PLAN)
     )
+    precision: str | None = field(
+        default=None,
+        metadata=_about("choice", "of computing; storage and sums are float32", choices=PRECISIONS, **IN_PLAN),
+    )
     zero: int = field(
         default=0,
         metadata=_about("number", "stage of ZeRO: 1 shards the optimizer", choices=(0, 1), **IN_PLAN),
@@ -245,7 +252,7 @@ class Options:
         object.__setattr__(self, "machine", machine_record(self.machine))
         object.__setattr__(self, "memory", _check_memory(self.memory))
         self._check_schedule()
-        self._check_zero()
+        self._check_storage()
         self._check_numbers()
 
     def _check_schedule(self) -> None:
@@ -267,8 +274,11 @@ class Options:
             fact = f"schedule={str(self.schedule)!r} places the weight gradients itself"
             raise PlanError(f"delay_wgrad_compute={self.delay_wgrad_compute!r}", fact, "one of the two")
 
-    def _check_zero(self) -> None:
-        """Check that equal groups of replicas can share the optimizer's state."""
+    def _check_storage(self) -> None:
+        """Check that equal groups of replicas can share the optimizer's state, and how gradients add up."""
+        if self.precision and self.accumulate_allreduce_grads_in_fp32:
+            fact = f"with precision={self.precision!r} gradients add up in float32 as it is"
+            raise PlanError("accumulate_allreduce_grads_in_fp32=True", fact, "leave it out")
         if self.dp_shard is None:
             return
         if not self.zero:

@@ -40,7 +40,9 @@ class ParamSpec:
 
     `storage` is what the optimizer steps, `use` what stages compute with, and `scope` how often storage is converted to
     use (see `ir/placement.py`). `shape` and `dims` are global, `stages` are the stages that use it. `adds` has, for each
-    of them, how often the backward (and W) of one microbatch adds to the gradient; empty for once each.
+    of them, how often the backward (and W) of one microbatch adds to the gradient; empty for once each. `dtype` is the
+    parameter's in the model as it was handed in. `has_master`: storage is a tensor of its own beside what stages use, of
+    more bits as a rule ("master weights": Micikevicius et al. 2018, section 3.1).
     """
 
     name: str
@@ -54,8 +56,11 @@ class ParamSpec:
     scope: Scope = "step"
     why: str = ""
     adds: tuple[int, ...] = ()
+    dtype: str = ""
+    has_master: bool = False
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", self.dtype or self.storage.dtype)
         for axis, kind in self.storage.layout.over_mesh:
             if kind.kind != "S":
                 raise InternalError(

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -85,6 +86,8 @@ class NamedOptimizer(optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         with unguarded():
             super().zero_grad(set_to_none)
+            for params in self.binding.ranks:
+                params.zero_gradients(chain.from_iterable(self.binding.groups), set_to_none)
 
     def _check_saved(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Raise PlanError unless the saved groups hold the parameters that this optimizer's hold."""
@@ -152,15 +155,24 @@ def make_optimizer(
     if len(ranks) == 1:
         # `step` may have returned before the device met a fault. (Rank threads are stopped by their pool.)
         optimizer.register_step_pre_hook(lambda *_: ranks[0].world.raise_first_fault())
+    for rank in ranks:
+        optimizer.register_step_pre_hook(lambda *_, rank=rank: before_update(rank))  # type: ignore[misc]
     # torch's foreach and fused implementations accept its own tensor classes only.
     optimizer.register_step_pre_hook(lambda *_: lower(every))
     optimizer.register_step_pre_hook(lambda optimizer, *_: lay_out(optimizer.param_groups))
     paddings = [padding for rank in ranks for padding in padding_of(rank)]
     optimizer.register_step_post_hook(lambda *_: clear_padding(paddings))
     optimizer.register_step_post_hook(lambda *_: raise_again(every))
-    if any(rank.shared for rank in ranks):
+    if any(rank.is_apart for rank in ranks):
         optimizer.register_step_post_hook(lambda *_: run(RankParameters.publish))
     return optimizer
+
+
+@unguarded()
+def before_update(params: RankParameters) -> None:
+    """Let storage have what the user wrote to parameters and to their gradients."""
+    params.absorb_edits()
+    params.hand_gradients()
 
 
 class Padding(NamedTuple):

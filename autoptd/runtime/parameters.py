@@ -14,13 +14,14 @@ in `leaf.grad` and reach `parameter.grad` only when they are complete and the lo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from autoptd.compat import set_grad_dtype
 from autoptd.errors import InternalError, PlanError
 from autoptd.program.buckets import BucketPlan, plan_buckets
 from autoptd.program.program import Program
@@ -28,7 +29,7 @@ from autoptd.program.specs import ParamSpec
 from autoptd.runtime.guard import GuardedParameter, guard_gradient, unguarded
 from autoptd.runtime.read_folder import Folder, Reader
 from autoptd.runtime.shards import join_shards, take_shard
-from autoptd.runtime.storage import SharedBucket
+from autoptd.runtime.storage import SharedBucket, alias
 from autoptd.runtime.world.world import Group, World
 
 # Initial values of parameters: full tensors by name, or a folder that has them.
@@ -44,7 +45,8 @@ def check_use(spec: ParamSpec) -> None:
     """Raise InternalError unless this runtime can turn the storage of a parameter into what stages use."""
     rows = [step for step in spec.conversions if step.axis != spec.sharing_axis]
     work = [f"{step.row.forward} over {step.axis}" for step in rows if step.row.forward != "none"]
-    if work or spec.use.dtype != spec.storage.dtype or spec.scope != "step":
+    is_cast = spec.use.dtype != spec.storage.dtype
+    if work or (is_cast and not spec.has_master) or spec.scope != "step":
         what = ", ".join([*work, f"{spec.storage.dtype} to {spec.use.dtype} once a {spec.scope}"])
         raise InternalError(spec.name, f"cannot be converted from what is stored to what stages use: {what}")
 
@@ -79,8 +81,11 @@ class RankParameters:
         self.local: dict[str, nn.Parameter] = {}
         self.leaves: dict[str, torch.Tensor] = {}
         self._main: dict[str, MainGrad] = {}
-        grad_dtypes = {spec.name: spec.storage.grad_dtype for spec in self.specs}
-        self._grad_dtypes = {name: dtype_of(dtype) if dtype else None for name, dtype in grad_dtypes.items()}
+        # Of `.main_grad`; a master's gradient has the dtype of its sum as it is.
+        self._grad_dtypes: dict[str, torch.dtype | None] = {}
+        for spec in self.specs:
+            has_main = spec.storage.grad_dtype and not spec.has_master
+            self._grad_dtypes[spec.name] = dtype_of(spec.storage.grad_dtype) if has_main else None
         # Those that replicas share, in the order in which forward uses them.
         self.shared: list[SharedBucket] = []
         self._shared_of: dict[str, SharedBucket] = {}
@@ -92,15 +97,13 @@ class RankParameters:
         for plan in reversed(self._plans()):
             if plan.sharing_axis and world.mesh.degree(plan.sharing_axis) > 1:
                 self._share(plan, parts)
+        # What stages use of the others that are stored apart.
+        self._copies: dict[str, torch.Tensor] = {}
         for spec in self.specs:
             if spec.name in parts:
-                local = GuardedParameter(parts.pop(spec.name), requires_grad=spec.requires_grad)
-                self.local[spec.name] = local
-                self.leaves[spec.name] = local.detach().requires_grad_(spec.requires_grad)
-                if spec.name in self._shared_of:
-                    local.arrival = self._shared_of[spec.name].wait
-                else:
-                    self.stored[spec.name] = local
+                self._add(spec, parts.pop(spec.name))
+        # Where the user wrote to what stages use, storage follows.
+        self._versions = {spec.name: self.local[spec.name]._version for spec in self._with_masters()}
         # What `check_storage` compares with, which runs in every step.
         self._initial = [
             (name, parameter, parameter.data_ptr(), self.leaves[name].requires_grad)
@@ -139,10 +142,75 @@ class RankParameters:
             if name in bucket.pieces:
                 self.stored[name] = bucket.pieces[name].tensor
 
+    def _add(self, spec: ParamSpec, part: torch.Tensor) -> None:
+        """Make the tensors of a parameter; `part` is what stages use if it is shared, else what is stored."""
+        used = part
+        is_shared = spec.name in self._shared_of
+        if spec.has_master and not is_shared:
+            used = part.to(dtype_of(spec.use.dtype), copy=True)
+            self._copies[spec.name] = alias(used)
+            self.stored[spec.name] = nn.Parameter(part, spec.requires_grad)
+        local = GuardedParameter(used, requires_grad=spec.requires_grad)
+        if spec.has_master and spec.requires_grad:
+            set_grad_dtype(local, dtype_of(spec.storage.sum_dtype))
+        self.local[spec.name] = local
+        self.leaves[spec.name] = local.detach().requires_grad_(spec.requires_grad)
+        if is_shared:
+            local.arrival = self._shared_of[spec.name].wait
+        elif not spec.has_master:
+            self.stored[spec.name] = local
+
+    def _with_masters(self) -> list[ParamSpec]:
+        return [spec for spec in self.specs if spec.has_master and spec.name in self.local]
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether anything is stored apart from what stages use, so that an update has to be published."""
+        return bool(self.shared or self._copies)
+
+    @torch.no_grad()
     def publish(self) -> None:
-        """Start bringing what was updated to all ranks that use it; a collective of the ranks that share storage."""
+        """Bring what was updated to all ranks that use it; a collective of the ranks that share storage.
+
+        Gathers are only started: `wait` follows.
+        """
+        if self._copies:
+            stored = [self.stored[name].detach() for name in self._copies]
+            torch._foreach_copy_(list(self._copies.values()), stored)
         for bucket in self.shared:
             bucket.gather_start()
+
+    @unguarded()
+    @torch.no_grad()
+    def absorb_edits(self) -> None:
+        """Bring what the user wrote to parameters into their storage; entries that were left alone keep all their bits.
+
+        The same on all ranks that hold copies, as the edits must be.
+        """
+        for spec in self._with_masters():
+            local = self.local[spec.name]
+            if local._version == self._versions[spec.name] and not local.was_exposed:
+                continue
+            self.wait()
+            self._versions[spec.name], local.was_exposed = local._version, False
+            stored = self.stored.get(spec.name)
+            used = self.piece_of(spec.name, local.detach())
+            if stored is not None and used is not None:
+                used = used.view(stored.shape)
+                stored.copy_(torch.where(used == stored.to(used.dtype), stored, used.to(stored.dtype)))
+
+    @torch.no_grad()
+    def load(self, spec: ParamSpec, part: torch.Tensor) -> None:
+        """Set a parameter, of which `part` is this rank's part, as it is used and as it is stored."""
+        local = self.local[spec.name]
+        local.copy_(part)
+        stored = self.stored.get(spec.name)
+        if spec.has_master and stored is not None:
+            own = self.piece_of(spec.name, part.to(stored.device))
+            assert own is not None
+            stored.copy_(own.view(stored.shape))
+        if spec.has_master:
+            self._versions[spec.name] = local._version
 
     def wait(self) -> None:
         """Wait until stages can use the last update."""
@@ -194,7 +262,7 @@ class RankParameters:
         """Return the gradient of what this rank stores of a parameter, None without one: `main_grad`, unless `.grad`
         was changed.
         """
-        parameter = self.stored.get(name)
+        parameter = self._bearer(name)
         if parameter is None or (grad := parameter.grad) is None:
             return None
         known = self._main.get(name)
@@ -202,13 +270,34 @@ class RankParameters:
             return known.main
         return grad
 
+    def _bearer(self, name: str) -> nn.Parameter | None:
+        """Return the tensor whose `.grad` the user sees and may change: the parameter, or a piece of shared storage."""
+        return self.stored.get(name) if name in self._shared_of else self.local.get(name)
+
+    def hand_gradients(self) -> None:
+        """Give storage that stands apart the gradients of its parameters, before an optimizer's step."""
+        for name in self._copies:
+            self.stored[name].grad = self.local[name].grad
+
+    def zero_gradients(self, names: Iterable[str], set_to_none: bool) -> None:
+        """Forget the gradients that the user sees of parameters whose storage stands apart."""
+        for name in names:
+            local = self.local.get(name)
+            if name not in self._copies or local is None or local.grad is None:
+                continue
+            if set_to_none:
+                local.grad = None
+            else:
+                local.grad.zero_()
+
     def is_plain(self, name: str) -> bool:
         """Tell whether `.grad` is the gradient of a parameter itself: it has no `.main_grad`."""
         return self._grad_dtypes[name] is None
 
     def set_gradient(self, name: str, grad: torch.Tensor) -> None:
         """Set the gradient of a parameter: `.main_grad` if it has one, of which `.grad` is a rounded copy, else `.grad`."""
-        parameter, dtype = self.stored[name], self._grad_dtypes[name]
+        parameter, dtype = self._bearer(name), self._grad_dtypes[name]
+        assert parameter is not None
         if dtype is None:
             parameter.grad = guard_gradient(grad)
             return
@@ -323,10 +412,12 @@ def gather_full(
 
 def gather_parameters(params: RankParameters) -> dict[str, torch.Tensor]:
     """Return all parameters as full CPU tensors under all their names on rank 0, {} elsewhere; a collective."""
+    params.absorb_edits()
     values: dict[str, torch.Tensor] = {}
     for spec in params.specs:
         full = gather_full(params, spec, params.stored.get(spec.name))
         if full is not None:
+            full = full.to(dtype_of(spec.dtype))
             values |= dict.fromkeys((spec.name, *spec.aliases), full)
     return values
 
@@ -357,7 +448,7 @@ def load_parameters(params: RankParameters, full: Mapping[str, torch.Tensor]) ->
     for spec in params.specs:
         names = [name for name in (spec.name, *spec.aliases) if name in full]
         if names and spec.name in params.local:
-            params.local[spec.name].copy_(shard_of(spec, full[names[-1]], params.world))
+            params.load(spec, shard_of(spec, full[names[-1]], params.world))
 
 
 def check_loaded(

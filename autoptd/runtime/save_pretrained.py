@@ -87,7 +87,7 @@ def contents_of(
 
 
 def spec_bytes(spec: ParamSpec) -> int:
-    return torch.Size(spec.shape).numel() * dtype_of(spec.storage.dtype).itemsize
+    return torch.Size(spec.shape).numel() * dtype_of(spec.dtype).itemsize
 
 
 def parse_size(size: int | str) -> int:
@@ -115,6 +115,7 @@ def split_into_files(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
 def save_folder(params: RankParameters, what: Contents, folder: Path, limit: int, how: FolderFormat) -> None:
     """Write the folder; a collective. RuntimeFault on all ranks if rank 0 cannot write: the old weights are kept."""
     library()
+    params.absorb_edits()
     files = split_into_files(what.sizes(), limit)
     writer = Writer(folder, len(files)) if params.world.rank == 0 else None
     on_rank_0(params, writer, lambda writer: writer.begin())
@@ -125,6 +126,7 @@ def save_folder(params: RankParameters, what: Contents, folder: Path, limit: int
             full: torch.Tensor | None = what.others.get(name)
             if spec := what.params.get(name):
                 full = gather_full(params, spec, params.stored.get(spec.name))
+                full = None if full is None else full.to(dtype_of(spec.dtype))
             if full is not None and writer is not None:
                 tensors[name] = full.contiguous()
         on_rank_0(params, writer, partial(Writer.write, number=number, tensors=tensors))

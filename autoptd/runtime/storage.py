@@ -44,23 +44,31 @@ class SharedBucket:
     """Parameters in one flat buffer, of which every rank of an axis stores an equal range."""
 
     def __init__(self, plan: BucketPlan, world: World, parts: Mapping[str, torch.Tensor]) -> None:
-        mesh = world.mesh
+        mesh, first = world.mesh, plan.params[0]
         self.plan, self.places = plan, plan.places(mesh)
         self.group = world.group((plan.sharing_axis,))
-        first = parts[plan.params[0].name]
         # Padding is zero: it is reduced and gathered with the rest.
-        self.use = torch.zeros(plan.numel(mesh), dtype=first.dtype, device=first.device)
-        for place in self.places:
-            self.use[place.start : place.end].copy_(parts[place.spec.name].reshape(-1))
+        dtype = getattr(torch, first.use.dtype)
+        self.use = torch.zeros(plan.numel(mesh), dtype=dtype, device=world.device)
+        for spec, start, end in self.places:
+            self.use[start:end].copy_(parts[spec.name].reshape(-1))
         width = self.use.numel() // self.group.size
         self.start = self.group.index * width
         self.end = self.start + width
+        # What this rank stores: of the buffer itself where stages use the storage's own numbers.
+        self.range = self.use[self.start : self.end]
+        self.has_master = first.has_master
+        if self.has_master:
+            self.range = torch.zeros(width, dtype=getattr(torch, first.storage.dtype), device=world.device)
         self.pieces: dict[str, Piece] = {}
-        for place in self.places:
-            start, end = max(place.start, self.start), min(place.end, self.end)
-            if start < end:
-                stored = nn.Parameter(_alias(self.use[start:end]))
-                self.pieces[place.spec.name] = Piece(start - place.start, end - place.start, stored)
+        for spec, start, end in self.places:
+            begin, stop = max(start, self.start), min(end, self.end)
+            if begin >= stop:
+                continue
+            own = alias(self.range[begin - self.start : stop - self.start])
+            if self.has_master:
+                own.copy_(parts[spec.name].reshape(-1)[begin - start : stop - start])
+            self.pieces[spec.name] = Piece(begin - start, stop - start, nn.Parameter(own, first.requires_grad))
         self._pending: Pending | None = None
 
     def split(self, range_: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -73,10 +81,12 @@ class SharedBucket:
 
     def local(self, place: Place, shape: torch.Size) -> torch.Tensor:
         """Return what stages use of a parameter: a view of the buffer."""
-        return _alias(self.use[place.start : place.end].view(shape))
+        return alias(self.use[place.start : place.end].view(shape))
 
     def gather_start(self) -> None:
         """Start bringing what all ranks updated into the buffer; it must not be read before `wait`."""
+        if self.has_master:
+            self.use[self.start : self.end].copy_(self.range)
         self._pending = self.group.all_gather_start_(self.use, self.plan.gather_site)
 
     def wait(self) -> None:
@@ -106,9 +116,9 @@ class SharedBucket:
         return torch.cat(parts)
 
 
-def _alias(x: torch.Tensor) -> torch.Tensor:
+def alias(x: torch.Tensor) -> torch.Tensor:
     """Return the same memory with a version counter of its own, so that the user's edits can be told from ours."""
     return x.data
 
 
-__all__ = ["Piece", "SharedBucket"]
+__all__ = ["Piece", "SharedBucket", "alias"]

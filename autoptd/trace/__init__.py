@@ -5,6 +5,7 @@ from autoptd.trace.dropouts import dropouts
 from autoptd.trace.evaluation import evaluating, in_modes, is_training_without_dropout, modes_of
 from autoptd.trace.faithful import compare
 from autoptd.trace.masks import given_masks
+from autoptd.trace.precision import check_precision, computing_in
 from autoptd.trace.module import check_device, check_module, has_values
 
 __all__ = [
@@ -12,7 +13,9 @@ __all__ = [
     "capture",
     "check_device",
     "check_module",
+    "check_precision",
     "compare",
+    "computing_in",
     "dropouts",
     "evaluating",
     "given_masks",
