@@ -25,6 +25,7 @@ from autoptd.ir.machine_files import machine_names
 from autoptd.ir.mesh import DEGREES, ORDER, Mesh
 from autoptd.ir.placement import Sharing, sharing_of
 from autoptd.ir.plan import Plan, nearest, read_plan
+from autoptd.ir.state_bytes import StateBytes, state_bytes
 
 # Model chunks per pipeline rank that a schedule runs; 0: any number.
 SCHEDULES: dict[str, int] = {
@@ -315,6 +316,17 @@ class Options:
     def sharing(self) -> Sharing:
         """How the replicas share the storage of parameters."""
         return sharing_of(self.mesh, (self.dp_shard or self.d) if self.zero else 1)
+
+    def state_bytes(self, itemsize: int) -> StateBytes:
+        """Return what an element of a trained parameter costs that stages use in a dtype of so many bytes."""
+        parts = (self.dp_shard or self.d) if self.zero else 1
+        wide = max(itemsize, 4)
+        if self.precision:
+            return state_bytes(itemsize, wide, wide, has_master=True, parts=parts)
+        # Float64 parameters have no float32 gradient.
+        has_main_grad = self.accumulate_allreduce_grads_in_fp32 and itemsize < 8
+        sums = wide if has_main_grad else itemsize
+        return state_bytes(itemsize, itemsize, sums, has_main_grad=has_main_grad, parts=parts)
 
     @property
     def rank_machine(self) -> Machine:

@@ -168,21 +168,22 @@ def _rank(program: Program, pp: int, activations: int, seconds: float) -> RankCo
     held = [spec for spec in program.params if pp in spec.owners(program.ranks)]
     trained = [spec for spec in held if spec.requires_grad]
     stages = tuple(stage for stage, rank in enumerate(program.ranks) if rank == pp)
-    # Where gradients are summed in another dtype, the sum is there beside the gradient.
-    extra = [spec for spec in trained if spec.storage.grad_dtype and _itemsize(spec.storage.dtype) < 8]
-    trained_bytes = sum(spec.local_bytes(program.mesh) for spec in trained)
-    gradient_bytes = trained_bytes
-    for spec in extra:
-        gradient_bytes += math.prod(spec.local_shape(program.mesh)) * _itemsize(spec.storage.grad_dtype)
+    gradients = optimizer = masters = 0.0
+    for spec in trained:
+        elements = math.prod(spec.local_shape(program.mesh))
+        each = spec.state_bytes(program.mesh)
+        gradients += elements * each.gradient
+        optimizer += elements * each.optimizer
+        masters += elements * each.master
     flops = sum(costs.flops_per_stage[stage] + costs.backward_flops_per_stage[stage] for stage in stages)
     return RankCosts(
         pp,
         stages,
         parameters=sum(math.prod(spec.local_shape(program.mesh)) for spec in held),
         parameter_bytes=sum(spec.local_bytes(program.mesh) for spec in held),
-        gradient_bytes=gradient_bytes,
-        # AdamW's two moments, in the parameter's dtype.
-        optimizer_bytes=2 * trained_bytes,
+        gradient_bytes=round(gradients),
+        # AdamW's two moments, in the dtype of the storage, and the storage where it stands apart.
+        optimizer_bytes=round(optimizer + masters),
         activation_bytes=activations,
         flops=flops * program.num_microbatches,
         seconds=seconds,
