@@ -63,12 +63,15 @@ def write_report(program: Program, path: str | Path, name: str = "", record: Rec
 def report_html(program: Program, name: str = "", record: Record | None = None) -> str:
     """Return the page."""
     summary = summarize(program)
-    runs = [simulated_run(program), *([executed_run(program, record.spans)] if record else [])]
+    runs = [simulated_run(program)]
+    if record:
+        runs.append(executed_run(program, record.spans))
     tabs = [
         Tab("Summary", _summary(program, summary)),
         Tab("Stages", _stages(program, summary)),
         Tab("Layers", _layers(program)),
         Tab("Schedule", _schedule(program, runs)),
+        # Without its title, which the tab has.
         Tab("Communication", markdown_html(collectives_markdown(program).partition("\n")[2])),
         Tab("Decisions", _decisions(program)),
         Tab("Files", _files(program)),
@@ -84,6 +87,7 @@ def report_html(program: Program, name: str = "", record: Record | None = None) 
 
 def _summary(program: Program, summary: Summary) -> str:
     fullest = max(rank.total_bytes for rank in summary.ranks)
+    # A program written by hand has no seconds.
     share = summary.idle_seconds / summary.step_seconds if summary.step_seconds else 0.0
     m = summary.num_microbatches
     shown = [
@@ -93,15 +97,14 @@ def _summary(program: Program, summary: Summary) -> str:
         (f"{share:.1%}", "bubble, of the simulated step"),
         (str(m * summary.rows * summary.mesh.replicas), "samples a step"),
     ]
-    columns = (
-        "pipeline rank,stages,parameters,bytes,gradients,optimizer,activations,total,work,computes".split(",")
-    )
+    columns = "pipeline rank,stages,parameters,bytes,gradients,optimizer,activations,total,work,computes"
     sent = [_traffic_row(traffic) for traffic in summary.traffic]
     sent_names = ("over", "calls", "bytes", "links", "time alone", "most on pipeline rank")
     parts = [
         tiles(shown),
         heading("What a rank holds and does in a step"),
-        table(columns, [_rank_row(rank) for rank in summary.ranks], range(2, 10)),
+        # The third argument: numbers of the columns that are aligned to the right.
+        table(columns.split(","), [_rank_row(rank) for rank in summary.ranks], range(2, 10)),
         paragraph(
             "AdamW: gradients and both moments in the parameter's dtype. Activations: saved activations of the "
             "microbatches in flight, at the fullest moment of the simulated schedule. Allocator, libraries and "
@@ -189,6 +192,7 @@ def _layers(program: Program) -> str:
         parts.append(_drawn(program.graph("layer")))
         for stage in range(len(program.stages)):
             count = sum(line.file in (f"stage_{stage}.py", "layers.py") for line in program.lines)
+            # A browser takes long for pictures of thousands of nodes, and nobody reads them.
             if count > MAX_DRAWN_OPERATORS or len(program.stages) > MAX_DRAWN_STAGES:
                 continue
             full = program.graph("full", stage).svg
@@ -202,6 +206,7 @@ def _layers(program: Program) -> str:
 def _schedule(program: Program, runs: list[Run]) -> str:
     title = f"{program.schedule_name}, p={program.mesh.p} v={program.v} m={program.num_microbatches}"
     orders = program.schedule.splitlines()
+    # 64 ranks of a long pipeline are enough to see the pattern.
     text = folded("As text", "what each pipeline rank does", source("\n".join(orders[:64]) + "\n"))
     remark = paragraph("The same as a trace: `trace.json` beside this page, for ui.perfetto.dev.")
     return "\n".join([picture(schedule_svg(runs, program.orders, title=title)), remark, text])
@@ -222,9 +227,11 @@ def _decisions(program: Program) -> str:
         flops = count_text(entry["flops"])
         rows.append((entry["op"], entry["site"] or "the model", entry["fact"], entry["remedy"], flops))
     names = ("operator", "in", "fact", "remedy", "FLOPs that every tensor rank repeats")
+    # Said in words: an empty section would look like a missing one.
     nothing = paragraph("Nothing: every operator is split as one would expect.")
     parts.append(table(names, rows, (4,)) if rows else nothing)
     if program.fusions:
+        # Also what was not: `why` is empty where the pattern was replaced.
         fused = []
         for fusion in program.fusions:
             result = fusion.why or f"fused, {fusion.form}".removesuffix(", ")
@@ -242,6 +249,7 @@ def _decisions(program: Program) -> str:
         heading("Where the model is cut"),
         paragraph(f"Behind {_listed(cut.after)}: {cut.why}."),
     ]
+    # The reason says how: sent whole, or a piece by each tensor rank and gathered.
     kinds = Counter(buffer.why for buffer in program.transfers)
     if kinds:
         parts += [heading("How values travel between stages")]
@@ -258,6 +266,7 @@ def odd_products(program: Program) -> list[str]:
     """Say which large matrix products have rows that do not all start at 16 bytes, in 16 bits: a head of
     50,257 classes.
     """
+    # By size: equal layers have equal products.
     kind_of = {row.sizes: row.kind for row in program.costs.products}
     remarks = []
     # (batch, m, n, k): rows of operands and result are n or k long.
@@ -288,6 +297,7 @@ def _measured(program: Program, record: Record, runs: list[Run]) -> str:
     rows: list[tuple[str, ...]] = [
         ("step, all microbatches", seconds_text(simulated.length), seconds_text(executed.length)),
     ]
+    # Under torchrun a process records its own rank alone: idle time of the busiest rank is not known then.
     if executed.is_whole:
         bubbles = (f"{run.bubble:.1%}" for run in runs)
         rows.append(("bubble (idle over the busiest rank's work)", *bubbles))
@@ -335,10 +345,12 @@ def _call_rows(program: Program, record: Record) -> Iterator[tuple[str, tuple[tu
     sums: dict[str, list[list[float]]] = {}
 
     def count(side: int, call: Call, times: int) -> None:
+        # "tp all-reduce" -> [[times, bytes] as compiled, [times, bytes] as recorded].
         entry = sums.setdefault(f"{call.axis} {call.kind}", [[0, 0.0], [0, 0.0]])[side]
         entry[0] += times
         entry[1] += times * _sent(call)
 
+    # Of the ranks that were recorded: all as threads, one under torchrun.
     for rank in sorted({call.rank for call in recorded}):
         for call, times in expected_calls(program, rank).items():
             count(0, call, times)
