@@ -23,7 +23,17 @@ from autoptd.planner.shape import Shape
 from autoptd.planner.strategies import cases_text, which_when
 
 # Flags that are handed to `autoptd.plan` as they are; one that was not given is left open.
-CONSTRAINTS = ("t", "p", "d", "c", "v", "microbatch", "sequence_parallel", "recompute", "zero")
+CONSTRAINTS: tuple[str, ...] = (
+    "t",
+    "p",
+    "d",
+    "c",
+    "v",
+    "microbatch",
+    "sequence_parallel",
+    "recompute",
+    "zero",
+)
 CONSTRAINTS += ("precision", "schedule", "placement", "software", "memory")
 # Flags that belong to a single plan, and their defaults.
 ONE_PLAN = {"explain": False, "out": None, "keep": 10}

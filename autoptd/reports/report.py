@@ -227,7 +227,6 @@ def _decisions(program: Program) -> str:
         flops = count_text(entry["flops"])
         rows.append((entry["op"], entry["site"] or "the model", entry["fact"], entry["remedy"], flops))
     names = ("operator", "in", "fact", "remedy", "FLOPs that every tensor rank repeats")
-    # Said in words: an empty section would look like a missing one.
     nothing = paragraph("Nothing: every operator is split as one would expect.")
     parts.append(table(names, rows, (4,)) if rows else nothing)
     if program.fusions:
