@@ -102,9 +102,8 @@ class DefaultModel:
                     continue
                 for p in divisors(gpus // (t * c)):
                     d = gpus // (t * c * p)
-                    for v in self._chunks(p):
-                        for b in self._rows(d):
-                            yield t, p, d, c, v, b
+                    for v, b in itertools.product(self._chunks(p), self._rows(d)):
+                        yield t, p, d, c, v, b
 
     def _chunks(self, p: int) -> list[int]:
         """Return the numbers of model chunks per rank that one of the schedules runs."""
@@ -156,9 +155,10 @@ class DefaultModel:
         different, back = unique_rows(
             {"p": configs["p"], "v": configs["v"], "schedule": which}, ("p", "v", "schedule")
         )
+        # Once for each different row: of millions of configurations only some hundred differ in these columns.
         runs = {p: self._pairs(p) for p in divisors(self.request.gpus)}
-        rows = zip(*(different[name].tolist() for name in ("p", "v", "schedule")), strict=True)
-        has_schedule = [(schedule, v) in runs[p] for p, v, schedule in rows]
+        columns = [different[name].tolist() for name in ("p", "v", "schedule")]
+        has_schedule = [(schedule, v) in runs[p] for p, v, schedule in zip(*columns, strict=True)]
         return np.array(has_schedule, dtype=bool)[back]
 
     def _pairs(self, p: int) -> list[tuple[int, int]]:

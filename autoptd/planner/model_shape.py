@@ -65,7 +65,10 @@ def shape_of(given: Any) -> Shape:
 
 def shape_of_config(config: Any, mlp_matrices: int = 2) -> Shape:
     """Read a Shape from a config (an object or a mapping), as a GPT or, with 3 `mlp_matrices`, as a Llama."""
-    sizes = {field: value for field, names in NAMES.items() if (value := _first(config, names))}
+    sizes = {}
+    for field, names in NAMES.items():
+        if value := _first(config, names):
+            sizes[field] = value
     missing = [field for field in NEEDED if field not in sizes]
     if missing:
         tried = "; ".join(f"{field}: {', '.join(NAMES[field])}" for field in missing)
@@ -89,13 +92,16 @@ def _families(shape: Shape, said: Mapping[str, bool], free: Sequence[str]) -> It
 
 def _flags(config: Any) -> dict[str, bool]:
     """Return what the config says of ties and dropout."""
-    found = {}
-    ties = [value for name in TIED if isinstance(value := _value(config, name), bool)]
-    if ties:
-        found["tied"] = ties[0]
-    rates = [value for name in DROPOUTS if isinstance(value := _value(config, name), int | float)]
-    if rates:
-        found["dropout"] = any(rate > 0 for rate in rates)
+    found: dict[str, bool] = {}
+    for name in TIED:
+        tied = _value(config, name)
+        if isinstance(tied, bool):
+            # The first that the config has.
+            found.setdefault("tied", tied)
+    for name in DROPOUTS:
+        rate = _value(config, name)
+        if isinstance(rate, int | float):
+            found["dropout"] = found.get("dropout", False) or rate > 0
     return found
 
 

@@ -22,6 +22,7 @@ import numpy as np
 from autoptd.ir.actions import ranks_of_stages
 from autoptd.planner.cluster import Cluster, Software, find_cluster
 from autoptd.planner.network import Network
+from autoptd.planner.pipeline import MIN_SECONDS
 from autoptd.planner.predict import Prediction
 from autoptd.planner.setting import Setting
 from autoptd.planner.terms import OPTIMIZER_BYTES, Passes
@@ -51,12 +52,13 @@ def predict_program(
     # The order of stages on ranks and the messages between them are the program's own, not rebuilt from
     # degrees.
     stages = [found.stage(index) for index in range(len(program.stages))]
+    forward, backward, weight_gradient = [], [], []
+    for stage in stages:
+        forward.append(max(stage.whole_forward, MIN_SECONDS))
+        backward.append(max(stage.whole_backward, MIN_SECONDS))
+        weight_gradient.append(max(stage.backward / 2, MIN_SECONDS))
     run = simulate(
-        program.orders,
-        forward=[max(stage.whole_forward, 1e-12) for stage in stages],
-        backward=[max(stage.whole_backward, 1e-12) for stage in stages],
-        weight_gradient=[max(stage.backward / 2, 1e-12) for stage in stages],
-        link=found.link,
+        program.orders, forward=forward, backward=backward, weight_gradient=weight_gradient, link=found.link
     )
     ranks, m = ranks_of_stages(program.orders), program.num_microbatches
     busiest = max(range(program.mesh.p), key=lambda rank: run.busy[rank])

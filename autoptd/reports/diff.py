@@ -112,7 +112,9 @@ def _read(given: Any) -> tuple[Mapping[str, Any], Program | None]:
 
 
 def _plans(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, list[str]]:
-    groups = {key: _entries(a.get(key, {}), b.get(key, {})) for key in ("mesh", "options")}
+    groups: dict[str, list[str]] = {}
+    for key in ("mesh", "options"):
+        groups[key] = _entries(a.get(key, {}), b.get(key, {}))
     groups["schedule"] = _entries(_scalars(a), _scalars(b))
     groups["cut"] = _entries(_cut(a), _cut(b))
     groups["fallbacks"] = _entries(_fallbacks(a), _fallbacks(b))
@@ -232,9 +234,11 @@ def _sites(program: Program, scope: str) -> dict[str, str]:
 
 def _entries(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
     """Return `key: there -> here` for every key that differs, in the order of both."""
-    # The keys of a first, in its order, then those that only b has.
-    keys = [key for key in {**a, **b} if key not in a or key not in b or a[key] != b[key]]
-    return [f"{key}: {_text(a, key)} -> {_text(b, key)}" for key in keys]
+    entries = []
+    for key in {**a, **b}:
+        if key not in a or key not in b or a[key] != b[key]:
+            entries.append(f"{key}: {_text(a, key)} -> {_text(b, key)}")
+    return entries
 
 
 def _text(record: Mapping[str, Any], key: str) -> str:

@@ -146,37 +146,40 @@ def _traffic_row(traffic: Traffic) -> tuple[str, ...]:
     )
 
 
-def _stages(program: Program, summary: Summary) -> str:
+def _stage_row(program: Program, stage: int) -> tuple[str, ...]:
     cut, costs = program.costs.cut, program.costs
+    # A tied parameter counts on every stage that uses it.
+    wanted = set(program.stages[stage].params)
+    held = 0
+    for spec in program.params:
+        if spec.name in wanted:
+            held += math.prod(spec.local_shape(program.mesh))
+    sent = sum(buffer.sent_bytes for buffer in program.transfers if buffer.source == stage)
+    return (
+        f"{stage}",
+        str(program.rank_of_stage(stage)),
+        str(program.chunk_of_stage(stage)),
+        count_text(held),
+        f"{count_text(costs.flops_per_stage[stage])}FLOP",
+        f"{count_text(costs.backward_flops_per_stage[stage])}FLOP",
+        seconds_text(cut.seconds[stage]) if cut.seconds else "",
+        bytes_text(cut.saved_bytes[stage]) if cut.saved_bytes else "",
+        bytes_text(sent),
+        cut.after[stage] if stage < len(cut.after) else "the end",
+    )
+
+
+def _stages(program: Program, summary: Summary) -> str:
     columns = "stage,pipeline rank,chunk,parameters,forward,backward,seconds,saved,sends,cut behind"
     names = columns.split(",")
-    rows = []
-    for stage in range(len(program.stages)):
-        # A tied parameter counts on every stage that uses it.
-        wanted = set(program.stages[stage].params)
-        held = [math.prod(spec.local_shape(program.mesh)) for spec in program.params if spec.name in wanted]
-        sent = sum(buffer.sent_bytes for buffer in program.transfers if buffer.source == stage)
-        rows.append(
-            (
-                f"{stage}",
-                str(program.rank_of_stage(stage)),
-                str(program.chunk_of_stage(stage)),
-                count_text(sum(held)),
-                f"{count_text(costs.flops_per_stage[stage])}FLOP",
-                f"{count_text(costs.backward_flops_per_stage[stage])}FLOP",
-                seconds_text(cut.seconds[stage]) if cut.seconds else "",
-                bytes_text(cut.saved_bytes[stage]) if cut.saved_bytes else "",
-                bytes_text(sent),
-                cut.after[stage] if stage < len(cut.after) else "the end",
-            )
-        )
+    rows = [_stage_row(program, stage) for stage in range(len(program.stages))]
     return "\n".join(
         [
             _drawn(graph_picture(program, "model")),
             heading("Of one rank and one microbatch"),
             table(names, rows, range(1, 9)),
             paragraph(
-                f"Cut {cut.why}. Saved: saved activations. Sends: values and gradients to other stages."
+                f"Cut {program.costs.cut.why}. Saved: saved activations. Sends: values and gradients to other stages."
             ),
         ]
     )
@@ -221,24 +224,9 @@ def _decisions(program: Program) -> str:
             paragraph(f"{weighed['found']}."),
             table(names, rows, range(1, len(names))),
         ]
-    parts.append(heading("What tp does not split as one would expect"))
-    rows = []
-    for entry in program.plan.get("fallbacks", []):
-        flops = count_text(entry["flops"])
-        rows.append((entry["op"], entry["site"] or "the model", entry["fact"], entry["remedy"], flops))
-    names = ("operator", "in", "fact", "remedy", "FLOPs that every tensor rank repeats")
-    nothing = paragraph("Nothing: every operator is split as one would expect.")
-    parts.append(table(names, rows, (4,)) if rows else nothing)
+    parts += [heading("What tp does not split as one would expect"), _fallbacks(program)]
     if program.fusions:
-        # Also what was not: `why` is empty where the pattern was replaced.
-        fused = []
-        for fusion in program.fusions:
-            result = fusion.why or f"fused, {fusion.form}".removesuffix(", ")
-            fused.append((fusion.op, fusion.site or "the model", str(fusion.times), result))
-        parts += [
-            heading("What was fused, and why not"),
-            table(("operator", "in", "x", "result"), fused, (2,)),
-        ]
+        parts += [heading("What was fused, and why not"), _fusions(program)]
     if program.unlisted:
         parts += [heading("Operators without a rule of AutoPTD's own"), *map(paragraph, program.unlisted)]
     if odd := odd_products(program):
@@ -259,6 +247,26 @@ def _decisions(program: Program) -> str:
         table(("option", "value"), [(key, str(value)) for key, value in options.items()]),
     ]
     return "\n".join(parts)
+
+
+def _fallbacks(program: Program) -> str:
+    rows = []
+    for entry in program.plan.get("fallbacks", []):
+        flops = count_text(entry["flops"])
+        rows.append((entry["op"], entry["site"] or "the model", entry["fact"], entry["remedy"], flops))
+    if not rows:
+        return paragraph("Nothing: every operator is split as one would expect.")
+    names = ("operator", "in", "fact", "remedy", "FLOPs that every tensor rank repeats")
+    return table(names, rows, (4,))
+
+
+def _fusions(program: Program) -> str:
+    rows = []
+    for fusion in program.fusions:
+        # `why` says why a pattern was not replaced; it is empty where it was.
+        result = fusion.why or f"fused, {fusion.form}".removesuffix(", ")
+        rows.append((fusion.op, fusion.site or "the model", str(fusion.times), result))
+    return table(("operator", "in", "x", "result"), rows, (2,))
 
 
 def odd_products(program: Program) -> list[str]:
@@ -307,10 +315,10 @@ def _measured(program: Program, record: Record, runs: list[Run]) -> str:
                 times = seconds_text(predicted or 0.0), seconds_text(measured)
                 rows.append((f"stage {stage}, {name} of a microbatch", *times))
     # The calls are counted exactly, unlike the times: any difference is an error.
-    kinds = dict(_call_rows(program, record))
-    equal = all(predicted == measured for predicted, measured in kinds.values())
-    call_rows = []
-    for key, pair in kinds.items():
+    equal, call_rows = True, []
+    for key, pair in _call_rows(program, record):
+        compiled, recorded = pair
+        equal = equal and compiled == recorded
         call_rows.append((key, *(f"{count} x, {bytes_text(sent)} sent" for count, sent in pair)))
     table_of_calls = table(("kind", "predicted", "measured"), call_rows)
     verdict = "They DIFFER: the record is not of one training step."
