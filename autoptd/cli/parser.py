@@ -35,8 +35,7 @@ def parse(arguments: Sequence[str]) -> Namespace:
         if file is not None and "config" in _names(chosen):
             # As defaults of the command, so that what stands on the command line goes before them.
             chosen.set_defaults(**read_settings(file, _names(chosen) - {"config", "debug", "help"}))
-    # Not parse_args: its error for an unknown flag names neither the command nor what the flag is called
-    # here.
+    # Not parse_args: its error says neither which command, nor what the flag is called here.
     asked, unknown = parser.parse_known_args(arguments)
     if unknown:
         raise _unknown_argument(asked.command, commands[asked.command], unknown[0])

@@ -173,8 +173,7 @@ def _of_cuda(device: torch.device) -> dict[str, object]:
         raise RuntimeError(f"{device} is asked for, and {count} are visible")
     free, total = torch.cuda.mem_get_info(device)
     properties = torch.cuda.get_device_properties(device)
-    # Where torch does not tell the UUID: the visible devices and the index name a card as well, on one
-    # machine.
+    # Without a UUID, the visible devices and the index name a card, on one machine.
     uuid = str(getattr(properties, "uuid", "")) or f"{os.environ.get('CUDA_VISIBLE_DEVICES', '')} {device}"
     in_use = max(total - free - OWN_CONTEXT, 0.0)
     found = {

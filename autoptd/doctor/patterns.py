@@ -95,8 +95,7 @@ def period_of(size: int) -> int:
 @lru_cache(maxsize=64)
 def _share(index: int, size: int) -> Tensor:
     places = torch.arange(period_of(size))
-    # Even places: place 2k has the owner k % size, and a number from 1 to 7 that is 0 on other
-    # ranks.
+    # Even places: 2k has the owner k % size, whose number is 1 to 7; on other ranks it is 0.
     alone = torch.where(places // 2 % size == index, 1 + places // 2 % 7, 0)
     together = torch.where((places + index) % size < TOGETHER, (7 * places + 13 * index) % 5 - 2, 0)
     return torch.where(places % 2 == 0, alone, together)

@@ -225,8 +225,7 @@ def _slow_line(mesh: Mesh, slow: Slow) -> str:
     if slow.kind == "message":
         return f"from rank {slow.ranks[0]} to rank {slow.ranks[1]} ({mesh}): {size} take {took}, {beside}"
     advice = ""
-    # A slow group does not say which of its links is; with all its ranks along pp, neighbours exchange
-    # messages.
+    # Which link of the group is slow: along pp, neighbours exchange messages one by one.
     if len(slow.ranks) > 2:
         advice = f"; --p {len(slow.ranks)} times its links one by one, where ranks are neighbours"
     place = f"over {slow.axis} of ranks {ranks_text(slow.ranks)} ({mesh})"

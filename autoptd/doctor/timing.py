@@ -51,8 +51,7 @@ def time_groups(world: World, sizes: Sequence[int]) -> GroupTimes:
             for nbytes in sizes:
                 call = _call(group, kind, nbytes, world)
                 meet = _meeting(world, group)
-                # The ranks of a group meet before each call: else the first to come would time its waiting
-                # for the last.
+                # They meet before each call: else the first to come would time its wait for the last.
                 found[axis, kind, nbytes] = min(repeated(call, world.device.type, meet, _times(nbytes)))
     return found
 
@@ -102,8 +101,7 @@ def rounds_of(world: World, links: Sequence[tuple[int, int]]) -> list[list[Pair]
     rounds: list[list[Pair]] = [[]]
     for source, target in in_rounds(links):
         pair = peer(world, source), peer(world, target)
-        # in_rounds orders links so that disjoint ones follow each other; a rank that comes up again opens a
-        # round.
+        # A round is over where a rank comes up again: `in_rounds` puts disjoint links first.
         if any(not set(pair).isdisjoint(other) for other in rounds[-1]):
             rounds.append([])
         rounds[-1].append(pair)

@@ -327,8 +327,7 @@ class _LossOfRows(torch.autograd.Function):
             at = slice(start, start + how.chunk)
             chunk = _Chunk(x[at], weight, bias, labels.rows(at), loss, how)
             if not how.triton:
-                # `gradients` starts from the softmax of these columns, as `shares` leaves it; the terms were
-                # kept.
+                # `gradients` starts from the softmax that `shares` leaves; the terms were kept.
                 softmax_here(chunk.z, loss.real, out=chunk.z)
             sums.add(at, chunk.gradients(terms, grad[at]), x, weight)
             del chunk

@@ -81,8 +81,7 @@ def _norm(
     mean, factor = x.new_empty((2, *x.shape[:-1], 1), dtype=wide(x.dtype))
     width = x.shape[-1]
     if x.numel():
-        # A program per row. For an absent tensor x stands in: its HAS_ constant is False, and it is never
-        # read.
+        # A program per row. x stands in for absent tensors: their HAS_ is False, and they are never read.
         _forward[(x.numel() // width,)](
             x,
             x if residual is None else residual.contiguous(),
@@ -250,8 +249,7 @@ def _backward(
             value = tl.where(inside, value - middle, 0.0)
         value *= r
         if HAS_BIAS:
-            # The result is value * scale + bias: the bias takes g as it comes, the weight g times the normed
-            # value.
+            # y = x' scale + bias: the bias sums g as it comes, the weight g times the normed row x'.
             bias_sum += g
         if HAS_WEIGHT:
             weight_sum += g * value
@@ -261,8 +259,7 @@ def _backward(
                     + OFFSET
                 )
             g *= scale
-        # With x' the normed row and g times the weight: dx = r (g - x' mean(g x') - mean(g)), without the
-        # last for RMS.
+        # With g times the weight: dx = r (g - x' mean(g x') - mean(g)), for RMS without mean(g).
         slope = tl.sum(g * value, 0) / width
         level = tl.sum(g, 0) / width
         if READS_TWICE:

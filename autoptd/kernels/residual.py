@@ -98,7 +98,6 @@ class _BiasDropoutAdd(torch.autograd.Function):
         if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
             dx = grad if places is None else drop(grad.reshape(size), rate, places).view(grad.shape)
         if dx is not None and ctx.needs_input_grad[1]:
-            # The sum is linear: the residual's gradient is the one that comes, x's and the bias's the masked
-            # one.
+            # The residual's gradient is the one that comes; that of x and the bias is masked.
             db = dx.reshape(-1, dx.shape[-1]).sum(0, dtype=wide(dx.dtype)).to(ctx.bias_dtype)
         return dx, db, grad, None, None, None, None

@@ -86,9 +86,8 @@ def _turned(
         y = place if dtype == computed else torch.empty_like(place, dtype=computed)
         torch.mul(part, cos[at], out=y)
         (a, b), (y_a, y_b), (sin_a, sin_b) = (pairs(each, interleaved) for each in (part, y, sin[at]))
-        # Forward (a cos - b sin, b cos + a sin). Back, by the transposed matrix: each sine belongs to the row
-        # that it came
-        # from, so those of a and b are exchanged; halves may have different ones.
+        # Forward is (a cos_a - b sin_a, b cos_b + a sin_b). Backward is the transposed matrix, in which the
+        # sines of a and b change places: the halves may have different ones.
         if is_back:
             y_a.addcmul_(b, sin_b)
             y_b.addcmul_(a, sin_a, value=-1)

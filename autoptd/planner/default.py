@@ -280,8 +280,7 @@ class DefaultModel:
     def actions(self, row: Mapping[str, int]) -> int:
         """Estimate how many actions it takes to simulate a candidate."""
         m = self.request.batch // (row["d"] * row["b"])
-        # A forward and a backward per stage and microbatch; of a long schedule only the first few are
-        # simulated.
+        # A forward and a backward per stage; of many microbatches only a few times p are simulated.
         return 2 * row["p"] * row["v"] * min(m, 3 * row["p"])
 
     def predicted(self, row: Mapping[str, int]) -> Prediction:

@@ -49,8 +49,7 @@ def predict_program(
     """
     cluster = find_cluster(cluster).with_software(software)
     found = _Reader(program, cluster)
-    # The order of stages on ranks and the messages between them are the program's own, not rebuilt from
-    # degrees.
+    # Orders and messages are the program's own; `predict` rebuilds them from the degrees.
     stages = [found.stage(index) for index in range(len(program.stages))]
     forward, backward, weight_gradient = [], [], []
     for stage in stages:

@@ -59,7 +59,7 @@ def simulated_run(program: Program) -> viz.Run:
     seconds = program.costs.cut.seconds
     if not seconds:
         return _run("simulated", program, schedules.simulate(program.orders).spans, False, "")
-    # A forward and a backward of two; where a schedule has W, the backward's two thirds are B and W.
+    # Of three parts, forward takes one and backward two: with W, one of these is the weights'.
     third = [max(time, MIN_SECONDS) / 3 for time in seconds]
     backward = [2 * time for time in third]
     result = schedules.simulate(program.orders, forward=third, backward=backward, weight_gradient=third)

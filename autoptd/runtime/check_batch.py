@@ -40,8 +40,7 @@ class BatchCheck:
         self.world, self.site = world, f"{call} {number}"
         hashes = [hash_words(leaf).to(world.device) for leaf in leaves if isinstance(leaf, torch.Tensor)]
         # The call comes first, so that a rank that is a step behind is not mistaken for one with another
-        # batch. Steps
-        # and evaluations are counted apart: the sign tells step 3 from evaluation 3.
+        # batch. Steps and evaluations are counted apart: the sign tells step 3 from evaluation 3.
         which = number if call == "step" else -number
         self.mine = torch.stack([torch.tensor(which, device=world.device), *hashes])
         # Along all axes but those that split the batch, ranks read the same of it.
@@ -57,8 +56,7 @@ class BatchCheck:
         # [ranks of the group, 1 + tensors] against [1 + tensors].
         differences = [(pending.wait() != self.mine).any() for pending in self.pending]
         differs = torch.stack(differences).any().to(torch.int64)
-        # A difference within one replica must stop all of them: the others would wait for it in the next
-        # step.
+        # All replicas stop: they would wait for the one with the fault in the next step.
         if agree_on_largest(world, differs, SITE):
             raise self._fault()
 

@@ -208,8 +208,7 @@ class _Exchange(_Sharding):
         if self.dim == self.to_dim:
             if self.blocks == self.to_blocks:
                 return x
-            # Within one dim, the new shard may take entries from every rank: q|k|v blocks to one block, for
-            # example.
+            # Within one dim, a new shard may take entries from every rank: from 3 blocks to 1, say.
             whole = gather(x, group, self.dim, self.blocks, site=site)
             return take_shard(whole, self.to_dim, self.to_blocks, group.index, group.size)
         # Part i is what rank i will own along `to_dim`; the parts received lie along `dim`.

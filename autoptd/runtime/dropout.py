@@ -102,9 +102,9 @@ def where(
     size = (before, rows, x.numel() // (before * rows))
     block, degree, index = 0, 1, 0
     if shard is not None and group is not None and group.size > 1:
-        # Within a row, x is `blocks` blocks of `block` elements; in the global value each is `degree` times as long.
-        # Attention weights [b, heads / t, s, s], split at (1, 1): a row is one block of heads / t * s * s
-        # elements.
+        # Within a row, x is `blocks` blocks of `block` elements; in the global value each is `degree` times
+        # as long. Attention weights [b, heads / t, s, s] that are split at (1, 1) have one block, of heads /
+        # t * s * s.
         blocks = math.prod(x.shape[: shard[0]]) * shard[1]
         if batch is not None and batch < shard:
             # The product above has counted the rows too, where they come before the split.

@@ -81,8 +81,7 @@ def try_halves(cls: type[optim.Optimizer], keywords: Mapping[str, Any]) -> str:
             grads_of_halves = [_halve(step_grads, dim) for step_grads in grads]
             halves = _train(cls, keywords, _halve(first, dim), grads_of_halves)
             for half, expected in zip(halves, _halve(whole, dim), strict=True):
-                # Not equal to the bit: kernels vectorise halves differently. A norm over the whole differs by
-                # far more.
+                # Not to the bit, as kernels vectorise halves differently; a norm of the whole is far off.
                 if not torch.allclose(half, expected, rtol=1e-9, atol=1e-12):
                     return "halves of a tensor are updated differently from the whole"
     except Exception as error:

@@ -51,8 +51,7 @@ def communicators_of(program: Program) -> Communicators:
         source = program.rank_of_stage(crossing.source)
         for stage in crossing.targets:
             target = program.rank_of_stage(stage)
-            # Ranks, not stages: with v > 1 several stages share a link, and some crossings stay on their
-            # rank.
+            # Ranks, not stages: with v > 1 several stages share a link, or a crossing stays on its rank.
             links.add((source, target))
             if crossing.has_grad:
                 links.add((target, source))
@@ -89,8 +88,7 @@ class Executor:
         self.steps = 0
         # Called at the start and the end of every action while a step is timed.
         self.watch: Watch | None = None
-        # With their texts, which become `world.at`: formatting them in every step would cost Python time per
-        # action.
+        # With their texts, which become `world.at`: formatting them anew would cost time in every step.
         self._order = [(action, str(action)) for action in program.orders[world.pipeline_rank]]
         self._rows = program.rows
         self._wires, self._messages = Wires(program), Messages(program, world)

@@ -41,9 +41,8 @@ def _start_all_reduce(group: Group, flat: torch.Tensor, site: str) -> Pending:
 
 
 # By the backward of a conversion (`ir/placement.py`): how it is started on a flat buffer of gradients. A
-# conversion whose
-# backward is a reduce-scatter needs an entry here, and `Bucket.result` then gets this rank's part of the
-# buffer.
+# reduce-scatter, as storage that is cut over dp needs it, would be an entry here; `Bucket.result` would then
+# split the buffer by the shapes of shards.
 START = {"all-reduce": _start_all_reduce}
 StartSum = Callable[[torch.Tensor, str], Pending]
 

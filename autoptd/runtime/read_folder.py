@@ -152,8 +152,7 @@ def open_folder(path: str | os.PathLike[str]) -> Folder:
     if not path.is_dir():
         remedy = "a folder with a model's files: what save_pretrained wrote, or snapshot_download fetched"
         raise PlanError(site, "there is no such folder", remedy)
-    # Before the index, as Hugging Face's readers look: a folder in which both exist has the single file's
-    # weights.
+    # Before the index, as Hugging Face's readers look: of both, the single file counts.
     if (path / SINGLE).exists():
         return Folder(path, headers(path / SINGLE))
     if not (path / INDEX).exists():

@@ -174,8 +174,7 @@ class Writer:
 
     def finish(self, sizes: Mapping[str, int], files: Sequence[Sequence[str]], how: FolderFormat) -> None:
         """Rename the files, the one that readers look for last; then remove those that are not read any more."""
-        # The config before the weights: a reader in between finds the old weights with it, never new ones
-        # without.
+        # Before the weights: a reader never finds new weights without their config.
         how.write_rest(self._folder)
         old = weight_files(self._folder)
         for name in self._names:

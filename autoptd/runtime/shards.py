@@ -97,8 +97,7 @@ def to_gather(x: torch.Tensor, dim: int, blocks: Outer) -> tuple[torch.Tensor, i
     if blocks == 1:
         return x, dim
     if not isinstance(blocks, int):
-        # Blocks of unequal sizes cannot be one strided dim: gathered rank by rank, `join_shards` puts them in
-        # order.
+        # Unequal blocks are no strided dim: gathered rank by rank, `join_shards` orders them.
         return x.unsqueeze(0), 0
     return x.unflatten(dim, (blocks, _chunk(x.shape[dim], blocks))), dim + 1
 

@@ -71,8 +71,7 @@ def check_stage(stage: type[Stage], folder: str | Path, timeout: float = 60.0) -
         )
     if stage.layers:
         path = Path(folder) / stage.layers
-        # The class in hand is the one of this file alone; the executor adds the shared methods when it loads
-        # a stage.
+        # The class in hand has the methods of this file alone: those of layers.py are added here.
         give_layers(stage, load_layers(program.sources[stage.layers], str(path)))
     t = program.mesh.t
     # One replica, one stage: tensor ranks are the only ones that a stage's own lines communicate with.
@@ -87,14 +86,13 @@ def check_stage(stage: type[Stage], folder: str | Path, timeout: float = 60.0) -
 def _run(stage: type[Stage], program: Program, index: int, world: World) -> Check:
     """Run forward and backward on one rank."""
     spec = program.stages[index]
-    # One seed for all ranks: replicated values must be equal. Shards are equal then, too, which no check here minds.
+    # One seed for all ranks: replicated values must be equal.
     generator = torch.Generator().manual_seed(index)
     weights = _random_weights(program, spec, generator)
     inputs = {}
     for batch_input in program.inputs:
         if batch_input.name in spec.inputs:
-            # Drawn by every stage that reads them, each from its own seed: stages are not compared with each
-            # other.
+            # Stages draw their inputs from seeds of their own: they are not compared with each other.
             inputs[batch_input.name] = _random(batch_input.shape, batch_input.dtype, generator)
     arriving = {}
     for crossing in program.crossings:

@@ -178,8 +178,7 @@ class Meeting:
                 del self.rounds[number]
         if is_last:
             with torch.no_grad():
-                # Outside of the lock: ranks may meanwhile post their next calls. Nobody changes a posted
-                # tensor before `complete`.
+                # Outside of the lock: other ranks may post their next calls meanwhile.
                 turn.results = combine(turn.payloads)
             turn.payloads = []
             turn.complete.set()

@@ -178,8 +178,7 @@ class DistributedWorld(World):
             dist.all_reduce(torch.ones(1, device=self.device), group=handle)
         up = handles.get(self.mesh.group(self.rank, self.mesh.stage_axes))
         for source, target in communicators.channels(self.mesh):
-            # Each channel blocks its two ends for a moment; `channels` orders them so that disjoint pairs
-            # connect at once.
+            # A channel blocks its two ends as it connects: `channels` puts disjoint pairs first.
             if self.rank in (source, target):
                 self._open(source, target, up if source < target else down)
 

@@ -84,8 +84,7 @@ class Ranks:
             for world, jobs in zip(shared.worlds, self._jobs, strict=True):
                 name, args = f"rank {world.rank}", (world, jobs, self._ended)
                 threading.Thread(target=_serve, args=args, name=name, daemon=True).start()
-        # At the latest with the pool, or the threads would wait for jobs for ever. It must not refer to the
-        # pool itself.
+        # Ends the threads with the pool, at the latest; the callback must not refer to the pool itself.
         self._end = weakref.finalize(self, _end, self._jobs)
 
     def run(self, fn: Callable[[World], Result]) -> list[Result]:

@@ -49,8 +49,7 @@ class Communicators:
         found: list[tuple[int, ...]] = []
         for axis in (*MESH_AXES, *self.sub_axes):
             found += mesh.groups((axis,))
-        # One such group in each pipeline; where all stages own a parameter it is the group along pp, made
-        # once.
+        # One in each pipeline; that of all stages is the group along pp, which is made once.
         for pp_ranks in self.owners:
             found += sorted({owner_ranks(mesh, rank, pp_ranks) for rank in range(mesh.size)})
         return [ranks for ranks in dict.fromkeys(found) if len(ranks) > 1]
