@@ -140,7 +140,7 @@ def _rms_norm_forward(
         if residual is not None:
             torch.add(x[at], residual[at], out=total[at])
         h = total[at].to(statistics)
-        # Its root is undone in the next line; the sum of squares needs no tensor of h's size so.
+        # A sum of squares without a tensor of h^2; its root is undone in the next line.
         r = torch.linalg.vector_norm(h, dim=-1, keepdim=True, out=factor[at])
         r.square_().div_(width).add_(eps).rsqrt_()
         # Straight into y, where no rounding stands between.

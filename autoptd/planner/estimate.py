@@ -86,7 +86,7 @@ def _layers(shape: Shape, setting: Setting) -> _Layers:
     p = np.asarray(setting.p)
     stages = p * setting.v
     base, more = shape.layers // stages * setting.v, shape.layers % stages
-    # Stage k is on rank k % p: of stages 1, 2, ... rank 0 has p, 2p, ...; its stage 0 comes last, before the head's.
+    # Stage k is on rank k % p: of stages 1, 2, ... rank 0 has p, 2p, ..., and at the very end its stage 0.
     first = more // p + (more == stages - 1) * (more > 0)
     last = (np.minimum(more, stages - 2) + 1) // p
     return _Layers(base + first, base + np.ceil(more / p), base + last)
