@@ -77,7 +77,7 @@ class Bucket:
         self.present = {spec.name for spec in self.specs if leaves[spec.name].grad is not None}
         grads = [_gradient(leaf).reshape(-1) for leaf in mine]
         flat = torch.cat(grads) if len(grads) > 1 else grads[0]
-        # The flat copy is complete: keeping the leaves' gradients beside it would double their memory.
+        # `flat` has them all: keeping the leaves' gradients as well would take the memory twice.
         for leaf in mine:
             leaf.grad = None
         self.pending = self._start_sums(self.early, Done(flat))
