@@ -196,7 +196,9 @@ class Options:
     )
     precision: str | None = field(
         default=None,
-        metadata=_about("choice", "of computing; storage and sums are float32", choices=PRECISIONS, **IN_PLAN),
+        metadata=_about(
+            "choice", "of computing; storage and sums are float32", choices=PRECISIONS, **IN_PLAN
+        ),
     )
     zero: int = field(
         default=0,

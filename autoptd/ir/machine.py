@@ -74,8 +74,8 @@ class Machine:
     def with_memory_priced(self, price: float, in_flight: float, copies: float) -> Machine:
         """Return the machine on which a byte that a rank holds costs `price` seconds per microbatch more.
 
-        A parameter is held in `copies`, gradient and optimizer state among them; what is saved for backward, once for each microbatch
-        `in_flight`.
+        A parameter is held in `copies`, gradient and optimizer state among them; what is saved for
+        backward, once for each microbatch `in_flight`.
         """
         per_parameter_byte = self.per_parameter_byte + price * copies
         per_saved_byte = self.per_saved_byte + price * in_flight

@@ -32,7 +32,13 @@ class StateBytes(NamedTuple):
 
 
 def state_bytes(
-    use: int, storage: int, sums: int, *, has_master: bool = False, has_main_grad: bool = False, parts: int = 1
+    use: int,
+    storage: int,
+    sums: int,
+    *,
+    has_master: bool = False,
+    has_main_grad: bool = False,
+    parts: int = 1,
 ) -> StateBytes:
     """Count the bytes of an element: `use`, `storage` and `sums` are the sizes of the dtypes in which stages compute, the
     optimizer steps and gradients add up.

@@ -31,7 +31,7 @@ from autoptd.kernels.forms import wide
 from autoptd.program.buckets import BUCKET_BYTES, BucketPlan, plan_buckets
 from autoptd.program.program import Program
 from autoptd.program.specs import ParamSpec
-from autoptd.runtime.guard import guard_gradient, unguarded
+from autoptd.runtime.guard import unguarded
 from autoptd.runtime.linear import WeightTerm
 from autoptd.runtime.parameters import RankParameters, dtype_of
 from autoptd.runtime.world.world import Done, Group, Pending, World
@@ -148,28 +148,30 @@ class Gradients:
     ) -> None:
         self.params, self.world = params, world
         trained = [spec for spec in program.params if spec.requires_grad and spec.name in params.local]
-        here = {spec.name: self._stages_here(program, spec) for spec in trained}
+        here: dict[str, list[int]] = {}
         for spec in trained:
+            here[spec.name] = self._stages_here(program, spec)
             set_grad_dtype(params.leaves[spec.name], dtype_of(spec.storage.sum_dtype))
         plans = plan_buckets(
             program.params, program.orders, program.ranks, world.mesh, world.pipeline_rank, bucket_bytes
         )
         self.buckets = [Bucket(plan, params) for plan in plans if plan.sums]
         self._bucket_of = {spec.name: bucket for bucket in self.buckets for spec in bucket.specs}
-        # Without a sum, a leaf's own gradient is handed over.
+        # Parameters whose gradients no other rank has a part of: a leaf's own gradient is handed over.
         self._alone = [spec.name for spec in trained if spec.name not in self._bucket_of]
         # Counting gradients costs Python time per parameter and microbatch: only where the sum starts during backward.
         self._counted: dict[str, Bucket] = {}
         for bucket in self.buckets:
             if bucket.early:
                 self._counted |= {spec.name: bucket for spec in bucket.specs}
-        self._stages = {name: set(here[name]) for name in self._counted}
-        # How often the gradient of each of them grows in one step.
+        # Of counted parameters: their stages here, and how often their gradient grows in one step.
+        self._stages: dict[str, set[int]] = {}
         self._expected: dict[str, int] = {}
         for spec in trained:
             if spec.name in self._counted:
-                adds = sum(map(spec.adds_in, here[spec.name]))
-                self._expected[spec.name] = adds * program.num_microbatches
+                stages = here[spec.name]
+                self._stages[spec.name] = set(stages)
+                self._expected[spec.name] = sum(map(spec.adds_in, stages)) * program.num_microbatches
         self._name_of = {id(params.leaves[name]): name for name in self._bucket_of}
         self._results: dict[str, torch.Tensor] = {}
         # Whether a step ended well: until then, an aborted exchange between owners may be known to some of them only.
@@ -243,6 +245,7 @@ class Gradients:
     def finish(self) -> None:
         """Start what has not started, then wait for everything; `commit` or `drop` follows."""
         for bucket in self.buckets:
+            # All backwards are over: a gradient that is missing now stays missing, and counts as zeros.
             bucket.incomplete.clear()
         self._start_complete()
         for bucket in self.buckets:
@@ -276,6 +279,7 @@ class Gradients:
             leaf.grad = None
 
     def _complete(self, name: str) -> None:
+        # Called once per parameter by `count` or `reduce`, whichever comes first; the other finds it removed.
         incomplete = self._counted[name].incomplete
         if name in incomplete:
             incomplete.discard(name)
@@ -328,6 +332,7 @@ def clip_gradients(params: RankParameters, max_norm: float, norm_type: float = 2
     if norm_type != 2:
         raise PlanError(f"norm_type={norm_type}", "only the 2-norm is there", "norm_type=2")
     norm = grad_norm(params)
+    # On the device: comparing on the host would make it wait.
     factor = rounded((max_norm / (norm + 1e-6)).clamp(max=1.0))
     gradients: dict[str, torch.Tensor] = {}
     for name in params.stored:
@@ -378,4 +383,3 @@ def _growth_hook(gradients: weakref.ref[Gradients], name: str) -> Callable[[torc
             alive.grew(name)
 
     return hook
-

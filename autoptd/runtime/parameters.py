@@ -78,7 +78,7 @@ class RankParameters:
     def __init__(self, program: Program, world: World, full: Values) -> None:
         self.program, self.world = program, world
         self.specs = program.params
-        self.local: dict[str, nn.Parameter] = {}
+        self.local: dict[str, GuardedParameter] = {}
         self.leaves: dict[str, torch.Tensor] = {}
         self._main: dict[str, MainGrad] = {}
         # Of `.main_grad`; a master's gradient has the dtype of its sum as it is.
@@ -154,6 +154,7 @@ class RankParameters:
         if spec.has_master and spec.requires_grad:
             set_grad_dtype(local, dtype_of(spec.storage.sum_dtype))
         self.local[spec.name] = local
+        # Shares the parameter's memory: stages read what is updated in place.
         self.leaves[spec.name] = local.detach().requires_grad_(spec.requires_grad)
         if is_shared:
             local.arrival = self._shared_of[spec.name].wait
@@ -382,8 +383,8 @@ def gather_full(
 ) -> torch.Tensor | None:
     """Return the full CPU tensor of which this rank stores `local`, on rank 0; None elsewhere.
 
-    A collective of all ranks: owners pass what they store (laid out as `RankParameters.stored`), others None. `dtype` defaults to the
-    parameter's.
+    A collective of all ranks: owners pass what they store (laid out as `RankParameters.stored`), others None.
+    `dtype` defaults to that of the storage.
     """
     world = params.world
     site = f"gather {spec.name}"
@@ -448,6 +449,7 @@ def load_parameters(params: RankParameters, full: Mapping[str, torch.Tensor]) ->
     for spec in params.specs:
         names = [name for name in (spec.name, *spec.aliases) if name in full]
         if names and spec.name in params.local:
+            # As in torch, which copies name after name: the last one of a tied parameter stays.
             params.load(spec, shard_of(spec, full[names[-1]], params.world))
 
 

@@ -68,7 +68,9 @@ class SharedBucket:
             own = alias(self.range[begin - self.start : stop - self.start])
             if self.has_master:
                 own.copy_(parts[spec.name].reshape(-1)[begin - start : stop - start])
-            self.pieces[spec.name] = Piece(begin - start, stop - start, nn.Parameter(own, first.requires_grad))
+            self.pieces[spec.name] = Piece(
+                begin - start, stop - start, nn.Parameter(own, first.requires_grad)
+            )
         self._pending: Pending | None = None
 
     def split(self, range_: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -76,7 +78,9 @@ class SharedBucket:
         pieces = {}
         for spec, start, end in self.places:
             if spec.name in self.pieces:
-                pieces[spec.name] = range_[max(start, self.start) - self.start : min(end, self.end) - self.start]
+                pieces[spec.name] = range_[
+                    max(start, self.start) - self.start : min(end, self.end) - self.start
+                ]
         return pieces
 
     def local(self, place: Place, shape: torch.Size) -> torch.Tensor:

@@ -5,8 +5,8 @@ from autoptd.trace.dropouts import dropouts
 from autoptd.trace.evaluation import evaluating, in_modes, is_training_without_dropout, modes_of
 from autoptd.trace.faithful import compare
 from autoptd.trace.masks import given_masks
-from autoptd.trace.precision import check_precision, computing_in
 from autoptd.trace.module import check_device, check_module, has_values
+from autoptd.trace.precision import check_precision, computing_in
 
 __all__ = [
     "Captured",
