@@ -94,11 +94,13 @@ def plan_buckets(
         """Return the index of the last action that adds to the gradient."""
         return max(last_backward.get(stage, -1) for stage in spec.stages)
 
+    # {(sums, owners, dtype, completed): [[parameters of one bucket], ...]}
     runs: dict[tuple[object, ...], list[list[ParamSpec]]] = {}
     for spec in params:
         owners = spec.owners(ranks)
         if not spec.requires_grad or pp not in owners:
             continue
+        # Types are over all mesh axes, also those of one rank.
         sums = tuple(step for step in spec.sums if _group_size(step, owners, mesh) > 1)
         # Tied ones are not grouped by when they complete, which differs from owner to owner.
         key = (sums, owners, spec.storage.sum_dtype, completed(spec) if len(owners) == 1 else -1)
