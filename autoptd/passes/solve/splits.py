@@ -93,6 +93,7 @@ class Factors:
         for node in graph.nodes:
             if not axes.has(node):
                 continue
+            # Side by side in a dim: (KV heads, repeat), (repeat, head size).
             for ids in axes.ids(node):
                 neighbours.update(itertools.pairwise(ids))
                 if note(node).kind == "input":
@@ -132,6 +133,7 @@ class Factors:
             sub_axes_of_outer.setdefault(outer, sub_axes)
         layouts = []
         for dim, axes in enumerate(self.axes.ids(node)):
+            # (heads, repeat), (repeat, head_dim), (head_dim, None).
             for i, pair in enumerate(itertools.zip_longest(axes, axes[1:])):
                 if pair in self.pairs:
                     slow, fast = self.pairs[pair]
