@@ -61,6 +61,7 @@ def _probe(call: Call) -> Probed:
     trials = trials_of(call, small_shapes(call.shapes))
     if not all(trial.is_linear() for trial in trials):
         return Probed((), NOT_LINEAR, is_linear=False)
+
     true = tuple(claim for claim in _candidates(trials[0]) if not contradiction(trials, claim))
     return Probed(true, "" if true else "pieces of every dim give other values or gradients")
 
@@ -87,6 +88,7 @@ def call_of(node: Node) -> Call:
         raise CannotTry("it reads no tensors")
     if any(tensor(operand).is_complex() for operand in read):
         raise CannotTry("its operands are complex")
+    # A tensor that is read twice is two slots: the operator cannot know that they are the same.
     numbers = iter(range(len(read)))
 
     def freeze(arg: Any) -> Any:
@@ -114,6 +116,7 @@ def _sizes(shapes: Shapes) -> list[int]:
 def small_shapes(shapes: Shapes) -> Shapes:
     """Replace the sizes of the trace by small ones, all different; a dim of size 1 is broadcast and stays so."""
     sizes = _sizes(shapes)
+    # More different sizes than we have small ones: tried on those of the trace alone.
     if len(sizes) > len(SMALL_SIZES):
         return shapes
     new = dict(zip(sizes, SMALL_SIZES, strict=False))
@@ -130,6 +133,7 @@ def trials_of(call: Call, small: Shapes) -> list[Trial]:
     """
     trials: list[Trial] = []
     reason = ""
+    # On sizes of the trace too, since an operator may depend on them (an FFT, a kernel of fixed width).
     is_small = all(math.prod(shape) <= MAX_ELEMENTS for shape in call.shapes)
     choices = [small, call.shapes] if is_small else [small]
     for shapes in dict.fromkeys(choices):
@@ -157,6 +161,7 @@ def _candidates(trial: Trial) -> Iterator[Claim]:
             if all(result.shape[dim] == size for result in results):
                 outs.append(dim)
         outs.append(None)
+
         if math.prod(map(len, places)) * len(outs) > MAX_CLAIMS:
             continue
         for chosen in itertools.product(*places):

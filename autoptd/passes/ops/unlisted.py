@@ -74,10 +74,12 @@ def register_rule(op: str, letters: str) -> None:
     known = getattr(getattr(torch.ops, namespace), name, None) if name.isidentifier() else None
     if not isinstance(known, OpOverloadPacket):
         raise PlanError(SITE, f"torch knows no operator {op}", "import the module that defines it first")
+    # Of one operator all overloads are taken to be alike; custom_op makes one.
     overload = getattr(known, known.overloads()[0])
     if is_listed(overload):
         raise PlanError(SITE, f"{op} has a row of AutoPTD's own, which is proven", "leave it out")
     left, arrow, right = letters.partition("->")
+    # "b s d, d -> b s d" -> ["b s d", "d", "b s d"]
     terms = [*left.split(","), right]
     if not arrow or not all(TERM.fullmatch(term.strip()) for term in terms):
         raise PlanError(SITE, f"{letters!r} is no rule", EXAMPLE)
@@ -149,6 +151,7 @@ def _registered(node: Node, letters: str) -> Unlisted:
 def _small_shapes_of(call: Call, node_links: list[Link]) -> Shapes:
     """Return small shapes for the operands with one size per letter, all of them different."""
     sizes = [list(shape) for shape in call.shapes]
+    # One made-up size for each letter, to be replaced by small ones that all differ.
     different = small_shapes(tuple((k,) for k in range(2, 2 + len(node_links))))
     for link, (size,) in zip(node_links, different, strict=True):
         for i, member in link.operands.items():
