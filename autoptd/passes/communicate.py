@@ -42,6 +42,7 @@ def check_axes(graph: Graph, ctx: Context) -> None:
 @graph_pass(takes=Form.ANNOTATED, gives=Form.CONNECTED, changes=(CALLS,), ensures=check_axes)
 def communicate(graph: Graph, ctx: Context) -> None:
     """Insert conversions over every axis, and shares of whole addends in sums over the batch."""
+    # One axis after the other: a conversion over one leaves the types over all others as they are.
     for assignment in ctx.found.assignments.values():
         _meet_readers(graph, assignment, ctx.mesh)
     _divide_addends(graph, ctx.pieces)
@@ -55,10 +56,12 @@ def _meet_readers(graph: Graph, assignment: Assignment, mesh: Mesh) -> None:
         wanted: dict[Layout, list[Node]] = {}
         for reader in sorted(node.users, key=order.__getitem__):
             wanted.setdefault(assignment.needs(reader, node), []).append(reader)
+        # {type: the node that has this value in it}, to begin with the value itself.
         by_type: dict[Layout, Node] = {note(node).layout.over(axis): node}
         for target, readers in wanted.items():
             converted = node
             for types in _missing(assignment.route(node, target), by_type):
+                # Readers come in the order of the graph: the conversion stands before the first of them.
                 if types not in by_type:
                     behind = _behind(node, converted, types, assignment)
                     by_type[types] = _convert(graph, converted, axis, types, readers[0], mesh, behind)
@@ -112,6 +115,7 @@ def _convert(
     for step in path:
         # Behind an input or a parameter it belongs to the module of its reader.
         near = note(behind if behind is not None and note(source).kind == "op" else reader)
+        # Several steps in a row: each stands behind the one before.
         with graph.inserting_after(converted) if behind is not None else graph.inserting_before(reader):
             converted = _insert(graph, converted, axis, step, mesh, near)
         note(converted).why = _why(source, step.after, reader)
@@ -123,6 +127,7 @@ def _insert(graph: Graph, source: Node, axis: str, step: Step, mesh: Mesh, near:
     record, row = note(source), CONVERSIONS[step.before.kind, step.after.kind]
     layout = record.layout.replacing(axis, step.layout)
     size = _padded_size(source, step.before, step.after, mesh.degree(step.axis))
+    # Where shards lie in memory depends on what the other axes cut off before: see `Layout.blocks`.
     args = (source, row.name, *shard_places(record.dims, step.axis, (record.layout, layout), mesh))
     converted = graph.call_function(markers.convert, args, {"size": size} if size else {})
     converted.meta["val"] = source.meta["val"]
@@ -189,6 +194,7 @@ def _share_addends(graph: Graph, node: Node, pieces: int) -> None:
     pending = {operand for operand in operands(node) if note(operand).layout.batch == P}
     for group in linear_groups(node):
         whole = [operand for operand in group if note(operand).layout.batch.is_whole]
+        # All operands whole: nothing is pending in this group.
         if len(whole) == len(group) or not pending <= set(group):
             continue
         for operand in whole:
@@ -215,6 +221,7 @@ def check_connected(graph: Graph, axes: Axes, axis: str, mesh: Mesh) -> None:
     Where there are types over sub-axes, the table must hold over each of these. No atom may be split that the degree does
     not divide, except a vocabulary, which is padded. Raises InternalError with all findings.
     """
+    # All findings at once: the first is often a consequence of the third.
     table = _Table(axis, axes, mesh, graph)
     findings = [text for node in ops(graph) for text in _findings(node, table)]
     findings += [text for node in placeholders(graph, "param") for text in _odd_shards(node, table)]
@@ -266,6 +273,8 @@ def _findings(node: Node, table: _Table) -> Iterator[str]:
         yield from _wrong_conversion(node, table)
     if node.target in markers.MARKERS:
         return
+    # Sub-axes of different operands must be the same grid: tp:(1)2 of one and tp:(1)4 of another have no
+    # common ranks along which "shard" would mean the same.
     parts = table.parts(node, *operands(node))
     if not parts:
         yield f"{site(node)} maps sub-axes of {table.axis} to others"
@@ -305,6 +314,7 @@ def _is_row(node: Node, types: dict[Node, ValueType], gives: ValueType, axes: Ax
     def rest_is_whole(taken: set[Node], kind: ValueType) -> bool:
         """Check the operands outside of `taken`; one without a gradient may be I wherever R is asked for."""
         for operand, given in types.items():
+            # Its cotangent, in which I and R differ, does not exist.
             is_known = given == kind or (given == I and not note(operand).of_params)
             if operand not in taken and not is_known:
                 return False
