@@ -67,6 +67,7 @@ def _sizes_of_letters(words: list[list[str]], sizes: list[tuple[int, ...]]) -> d
             # Of a letter that stands twice in a word, the first place counts.
             size = word_sizes[word.index(letter)]
             known = size_of.setdefault(letter, size)
+            # A dim of size 1 met first is broadcast to the other's size.
             if known == 1:
                 size_of[letter] = size
             elif size not in (1, known):
@@ -136,6 +137,7 @@ def reduction(whole: str, form: str = "") -> Callable[[Node], list[Link]]:
         for d in range(len(size)):
             if d in dims:
                 links.append(Link(f"d{d}", {0: Member((d,))}, None, whole, form))
+                # With keepdim, the reduced dim still takes a place in the result.
                 out_dim += keeps_dims
             else:
                 links.append(Link(f"d{d}", {0: Member((d,))}, Member((out_dim,))))
