@@ -120,6 +120,7 @@ def _vocabulary_sums(node: Node, stage: int, rank: int, mesh: Mesh) -> list[Coll
     reductions = (("maximum", 1, "maximum"), ("sums", len(sums), ", ".join(sums)))
     chunk: int = node.kwargs.get("chunk", tokens)  # type: ignore[assignment]
     calls = []
+    # The fused head reduces once per chunk of tokens; a plain loss has one chunk of all of them.
     for start in range(0, tokens, chunk):
         for name, count, what in reductions:
             call = Collective(

@@ -24,6 +24,7 @@ from autoptd.program.specs import CrossingSpec, DropoutSpec, InputSpec, ParamSpe
 
 def param_specs(graph: Graph, captured: tracing.Captured, options: Options) -> tuple[ParamSpec, ...]:
     """Describe every parameter of the model once; those that the loss does not use live on stage 0, whole."""
+    # A parameter that the loss does not use has no node in the graph any more.
     used = {note(node).name: node for node in placeholders(graph, "param")}
     specs = []
     for name, parameter in captured.parameters.items():
@@ -100,6 +101,7 @@ def crossing_links(crossings: Sequence[CrossingSpec]) -> list[tuple[int, int, bo
     """Return (source, target, whether a gradient comes back) of every two stages between which something
     crosses.
     """
+    # One message carries all crossings between two stages; another comes back if any of them has a gradient.
     merged: dict[tuple[int, int], bool] = {}
     for crossing in crossings:
         for target in crossing.targets:
