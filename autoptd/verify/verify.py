@@ -125,6 +125,7 @@ def verify(
     weights (meta) or trains no parameter, and TraceError when its copy in float64 trains otherwise (weights
     tied by storage).
     """
+
     options = make_options(**{**planned(model, example_inputs, keywords), "backend": "local"})
     call = split_call(example_inputs)
     check_module(model)
@@ -149,6 +150,7 @@ def verify(
     # See `Setting`: noise must not be divided by itself.
     eps = max(1e-8, NOISE * check_widening(wide_model, program, options, *wide_calls[0]))
     setting = Setting(wide_options, lr, eps)
+
     large = replace(setting, lr=max(lr, FIRST_LR))
     losses = first_losses(model, program, large, calls)
     with Widen():
@@ -287,6 +289,7 @@ def compare_first_losses(
             ours = pm.step(*calls[step][0], **calls[step][1])
             is_same = ours.dtype == loss.dtype
             name = "loss" if is_same else f"loss, of {ours.dtype} for {loss.dtype},"
+            # A loss of another dtype is wrong however close its number.
             size = _relative(ours, loss, 0.0) if is_same else float("inf")
             found.append(Difference("own dtype", name, step, size, allowed=rounding_of(model)))
             optimizer.step()
@@ -329,6 +332,7 @@ def masks_of(program: Program, step: int) -> Iterator[None]:
     rows = program.rows * program.num_microbatches * program.mesh.replicas
 
     def mask_of(site: int, x: torch.Tensor, keep: float) -> torch.Tensor:
+        # Dropout of ones: an entry is 0, or 1 / keep.
         whole = torch.ones(x.shape, device=x.device)
         # A dropout whose result is not read has no place in the program.
         if site not in spec_of:
@@ -343,6 +347,7 @@ def masks_of(program: Program, step: int) -> Iterator[None]:
 def _gradient_differences(pm: ParallelModel, reference: nn.Module, step: int) -> list[Difference]:
     wanted = {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
     largest = max((float(gradient.abs().max()) for gradient in wanted.values()), default=0.0)
+    # Names without a gradient are absent: compared with zeros, they must be so on both sides.
     ours = pm.gradients()
     made = []
     for name, parameter in reference.named_parameters():
