@@ -129,7 +129,7 @@ def _slice(node: Node, args: list[str], keywords: dict[str, str]) -> str:
 
 
 def _embedding(node: Node, args: list[str], keywords: dict[str, str]) -> str:
-    """Return F.embedding, whose operands are in the other order; scaled and sparse gradients it has as keywords only."""
+    """Return F.embedding: its operands are in the other order, and scaled or sparse gradients keywords."""
     if "True" in args[3:]:
         return _call(node, args, keywords)
     has_padding = len(args) > 2 and args[2] != "-1"
@@ -198,7 +198,7 @@ def _convert(node: Node, text: Text, site: str) -> str:
 
 
 def _all_gather_again(node: Node, operands: list[str], keywords: dict[str, str], site: str) -> str:
-    """Return the call of a gather whose result is not saved: backward gathers again, for as many GEMMs as `uses`."""
+    """Return the call of a gather whose result is not saved: backward gathers again, for `uses` GEMMs."""
     keywords = keywords | {"uses": str(note(node).extra["uses"])}
     if note(node).extra.get("overlap"):
         keywords["overlap"] = "True"
@@ -274,7 +274,7 @@ def _mask_places(node: Node, batch: tuple[int, int] | None, shard: tuple[int, in
     """Return the keywords that say where the rows of the batch, and the shards, are in a value."""
     keywords = {}
     if batch is not None:
-        # `batch=1`: dim 1 has the rows; `batch=(0, 8)`: dim 0 has 8 entries for each, as a fold [b * s, h] of s=8.
+        # `batch=1`: dim 1 has the rows; `batch=(0, 8)`: dim 0 has them behind a factor of 8, as [8 * b, h].
         dim, entries = batch
         keywords["batch"] = str(dim) if entries == 1 else str((dim, entries))
     if shard is not None:

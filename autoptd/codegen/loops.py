@@ -69,7 +69,7 @@ def make_layer(run: Run, outside: Callable[[Node], str], taken: Collection[str])
     for nodes in _outer_operands(repeat):
         here = nodes[run.first]
         wanted = note(here).name if note(here).kind in ("param", "buffer") else outside(here)
-        # `attn_mask` if layers get different ones: the name of the first, `local_mask`, would be wrong in others.
+        # `attn_mask` if layers get different ones: the first one's name, `local_mask`, would lie in others.
         if len(set(nodes)) > 1:
             wanted = _role(repeat, nodes) or wanted
         outer[nodes] = _free(wanted, {*weights.values(), *carried.values(), *outer.values()})
@@ -77,7 +77,7 @@ def make_layer(run: Run, outside: Callable[[Node], str], taken: Collection[str])
 
 
 def _weight_names(repeat: Repeat) -> dict[Weights, str]:
-    """Return `w` and `b` for a layer's parameters and buffers; `w0`, `w1` where a round has several modules."""
+    """Return `w` and `b` for a layer's parameters and buffers; `w0`, `w1` for several modules a round."""
     names: dict[Weights, str] = {}
     for kind, letter in (("param", "w"), ("buffer", "b")):
         same = [weights for weights in repeat.weights if weights.kind == kind]
@@ -87,9 +87,9 @@ def _weight_names(repeat: Repeat) -> dict[Weights, str]:
 
 
 def _outer_operands(repeat: Repeat) -> list[tuple[Node, ...]]:
-    """Return the operands, one node per round, that a round can take from neither its weights nor the round before.
+    """Return the operands that a round has neither from its weights nor from the round before.
 
-    Values come in order of first use, parameters and buffers last.
+    Each is one node per round. Values come in order of first use, parameters and buffers last.
     """
     given: dict[tuple[Node, ...], None] = {}
     for slots in repeat.at.operands:
@@ -163,7 +163,7 @@ def _operand_texts(layer: Layer, j: int, names: dict[Node, str]) -> dict[Node, s
     """Return how operator j of a round reads its operands; `names` are the values of the written round."""
     operators, slots = layer.repeat.operators, layer.repeat.at.operands[j]
     texts = {}
-    # By the kind of operand, not by the node: in the written round one node can be an outer value and a carried one.
+    # By the kind of operand, not by the node: one node can be an outer value and a carried one.
     for arg, operand in zip(operators[j].all_input_nodes, slots, strict=True):
         if operand.kind == "inner":
             texts[arg] = names[operators[operand.index]]

@@ -71,7 +71,7 @@ def choose_names(
 
 
 def operand_text(node: Node, names: dict[Node, str]) -> str:
-    """Return how a function reads a value: its variable, or `w.h[0].ln.weight` for a parameter, `b....` for a buffer."""
+    """Return how a function reads a value: its variable, or `w.h[0].ln.weight`; `b.` for a buffer."""
     if node in names:
         return names[node]
     root = "w" if note(node).kind == "param" else "b"

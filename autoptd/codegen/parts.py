@@ -276,7 +276,7 @@ def _results(nodes: Sequence[Node], homes: Sequence[Part]) -> tuple[Node, ...]:
 
 def name_values(part: Part) -> dict[Node, str]:
     """Choose the variables of a stage's forward; a call has its results only."""
-    # What is left of the body where each call is replaced by its results. For the other three, see `choose_names`.
+    # The body with its results in the place of each call. For the other three, see `choose_names`.
     shown: list[Node] = []
     inside: dict[Node, int] = {}
     held: dict[Node, int] = {}

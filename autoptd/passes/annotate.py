@@ -90,7 +90,6 @@ def annotate(graph: Graph, ctx: Context) -> None:
     """Fill the types of every node, one axis after the other: see `solve/policies.py`."""
     # Axes first: they need no mesh, and every policy asks them.
     ctx.found.axes, ctx.found.assignments = Axes(graph), {}
-
     for policy in policies(ctx):
         policy.assign(graph, ctx.found.axes, ctx)
     ctx.found.fallbacks = tuple(_of_a_microbatch(fallback, ctx) for fallback in fallbacks(graph))

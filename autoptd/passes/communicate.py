@@ -24,7 +24,7 @@ from autoptd.ir.operators.table import linear_groups
 from autoptd.ir.steps import Step, shard_places, steps
 from autoptd.ir.sub_axes import base
 from autoptd.ir.types import CONVERSIONS, Conversion, I, P, R, S, ValueType, padded_size
-from autoptd.passes.axes.axes import Axes, Place
+from autoptd.passes.axes.axes import Axes, Letter, Place
 from autoptd.passes.axes.padding import Padding
 from autoptd.passes.context import Context
 from autoptd.passes.runner import CALLS, Form, graph_pass
@@ -131,18 +131,21 @@ def _insert(graph: Graph, source: Node, axis: str, step: Step, mesh: Mesh, near:
     args = (source, row.name, *shard_places(record.dims, step.axis, (record.layout, layout), mesh))
     converted = graph.call_function(markers.convert, args, {"size": size} if size else {})
     converted.meta["val"] = source.meta["val"]
-    new_note = Note(
+    set_note(converted, _note_of(record, near, layout))
+    note(converted).conversion, note(converted).axis = row.name, step.axis
+    return converted
+
+
+def _note_of(value: Note, near: Note, layout: Layout) -> Note:
+    """Return the record of a value in another layout, made in the module of `near`."""
+    return Note(
         module=near.module,
         source=near.source,
-        of_params=record.of_params,
-        needs_grad=record.needs_grad,
-        dims=record.dims,
+        of_params=value.of_params,
+        needs_grad=value.needs_grad,
+        dims=value.dims,
         layout=layout,
-        conversion=row.name,
-        axis=step.axis,
     )
-    set_note(converted, new_note)
-    return converted
 
 
 def conversion_row(name: str) -> Conversion:
@@ -202,15 +205,7 @@ def _share_addends(graph: Graph, node: Node, pieces: int) -> None:
                 share = graph.call_function(markers.share, (operand, pieces))
             share.meta["val"] = operand.meta["val"]
             record = note(operand)
-            new_note = Note(
-                module=note(node).module,
-                source=note(node).source,
-                of_params=record.of_params,
-                needs_grad=record.needs_grad,
-                dims=record.dims,
-                layout=record.layout.having(BATCH, P),
-            )
-            set_note(share, new_note)
+            set_note(share, _note_of(record, note(node), record.layout.having(BATCH, P)))
             node.replace_input_with(operand, share)
         return
 
@@ -310,43 +305,47 @@ def _wrong_conversion(node: Node, table: _Table) -> Iterator[str]:
 
 def _is_row(node: Node, types: dict[Node, ValueType], gives: ValueType, axes: Axes, padding: Padding) -> bool:
     """Tell whether operands of these types give this one, over one axis or sub-axis."""
-
-    def rest_is_whole(taken: set[Node], kind: ValueType) -> bool:
-        """Check the operands outside of `taken`; one without a gradient may be I wherever R is asked for."""
-        for operand, given in types.items():
-            # Its cotangent, in which I and R differ, does not exist.
-            is_known = given == kind or (given == I and not note(operand).of_params)
-            if operand not in taken and not is_known:
-                return False
-        return True
-
     # Whole: I gives I, and R gives R where backward is linear.
-    if (gives == I or (gives == R and axes.is_linear(node))) and rest_is_whole(set(), gives):
+    is_whole_row = gives == I or (gives == R and axes.is_linear(node))
+    if is_whole_row and _rest_is_whole(types, set(), gives):
         return True
     # A linear operator of pending sums gives a pending sum.
-    groups = linear_groups_of(node)
-    for group in groups:
+    for group in linear_groups_of(node):
         is_pending = gives == P and all(types[operand] == P for operand in group)
-        if is_pending and rest_is_whole(set(group), R):
+        if is_pending and _rest_is_whole(types, set(group), R):
             return True
-    # Split by a letter: every operand that has it is in shards, and so is the result, or it is a pending sum.
-    for letter in axes.letters(node):
-        if not padding.divides(node, letter):
-            continue
-        is_carried = all(types.get(operand) == S(*place) for operand, place in letter.places.items())
-        contracted = I if letter.form in NO_COLLECTIVE_FORMS else P
-        expected = S(*letter.out) if letter.out is not None else contracted
-        taken = set(letter.places)
-        if letter.out is None and not letter.form:
-            # What is added to a pending sum (a bias) must be pending, too.
-            for group in groups:
-                if not taken.isdisjoint(group):
-                    taken |= set(group)
-                    addends = set(group) - letter.places.keys()
-                    is_carried &= all(types[operand] == P for operand in addends)
-        if is_carried and gives == expected and rest_is_whole(taken, R):
-            return True
-    return False
+    letters = [letter for letter in axes.letters(node) if padding.divides(node, letter)]
+    return any(_is_split_by(node, letter, types, gives) for letter in letters)
+
+
+def _is_split_by(node: Node, letter: Letter, types: dict[Node, ValueType], gives: ValueType) -> bool:
+    """Tell whether these are the types of an operator that is split by a letter.
+
+    Every operand that has it is in shards, and so is the result, or it is a pending sum.
+    """
+    if any(types.get(operand) != S(*place) for operand, place in letter.places.items()):
+        return False
+    contracted = I if letter.form in NO_COLLECTIVE_FORMS else P
+    expected = S(*letter.out) if letter.out is not None else contracted
+    taken = set(letter.places)
+    if letter.out is None and not letter.form:
+        # What is added to a pending sum (a bias) must be pending, too.
+        for group in linear_groups_of(node):
+            if not taken.isdisjoint(group):
+                taken |= set(group)
+                if any(types[operand] != P for operand in set(group) - letter.places.keys()):
+                    return False
+    return gives == expected and _rest_is_whole(types, taken, R)
+
+
+def _rest_is_whole(types: dict[Node, ValueType], taken: set[Node], kind: ValueType) -> bool:
+    """Check the operands outside of `taken`; one without a gradient may be I wherever R is asked for."""
+    for operand, given in types.items():
+        # Its cotangent, in which I and R differ, does not exist.
+        is_known = given == kind or (given == I and not note(operand).of_params)
+        if operand not in taken and not is_known:
+            return False
+    return True
 
 
 def linear_groups_of(node: Node) -> list[tuple[Node, ...]]:

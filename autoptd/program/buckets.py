@@ -61,7 +61,7 @@ class BucketPlan:
     def site(self) -> str:
         """The site of its sums over mesh axes, in errors and records."""
         first, last = self.params[0].name, self.params[-1].name
-        return f"{GRADIENTS}{first}" + (f" to {last}" if len(self.params) > 1 else "")
+        return f"{GRADIENTS}{first}" if first == last else f"{GRADIENTS}{first} to {last}"
 
     @property
     def tied_site(self) -> str:
@@ -86,9 +86,10 @@ def plan_buckets(
     owners, and follow the program's order, so that all owners of a tied parameter put it in the same bucket.
     """
     position = {spec.name: i for i, spec in enumerate(params)}
-    last_backward = {
-        action.stage: i for i, action in enumerate(orders[pp]) if action.kind in (Kind.B, Kind.W)
-    }
+    last_backward: dict[int, int] = {}
+    for i, action in enumerate(orders[pp]):
+        if action.kind in (Kind.B, Kind.W):
+            last_backward[action.stage] = i
 
     def completed(spec: ParamSpec) -> int:
         """Return the index of the last action that adds to the gradient."""

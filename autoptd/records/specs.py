@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch.fx import Graph
+from torch.fx import Graph, Node
 
 from autoptd import codegen, passes
 from autoptd import trace as tracing
@@ -29,34 +29,38 @@ def param_specs(graph: Graph, captured: tracing.Captured, options: Options) -> t
     specs = []
     for name, parameter in captured.parameters.items():
         grad_dtype = _grad_dtype(parameter.dtype) if options.accumulate_allreduce_grads_in_fp32 else ""
-        # A parameter that the loss does not use, unless its node says more.
-        layout, why = Layout(), "not used by the loss"
-        stages: tuple[int, ...] = (0,)
-        dims: Dims = tuple((size,) for size in parameter.shape)
-        requires_grad = False
-        adds: tuple[int, ...] = ()
-        node = used.get(name)
-        if node is not None:
-            record = note(node)
-            layout, stages, why = record.layout, record.stages, record.why
-            dims, requires_grad = record.dims, record.needs_grad
-            adds = tuple(passes.adds_to_gradient(node, stage) for stage in stages)
-        storage, use = placements(layout, _dtype_name(parameter.dtype), stages, grad_dtype)
-        specs.append(
-            ParamSpec(
-                name=name,
-                aliases=captured.aliases[name],
-                shape=tuple(parameter.shape),
-                dims=dims,
-                requires_grad=requires_grad,
-                stages=stages,
-                storage=storage,
-                use=use,
-                why=why,
-                adds=adds,
-            )
-        )
+        specs.append(_param_spec(captured.aliases[name], parameter, used.get(name), grad_dtype))
     return tuple(specs)
+
+
+def _param_spec(
+    aliases: tuple[str, ...], parameter: torch.Tensor, node: Node | None, grad_dtype: str
+) -> ParamSpec:
+    """Describe one parameter; `node` is None if the loss does not use it."""
+    layout, why = Layout(), "not used by the loss"
+    stages: tuple[int, ...] = (0,)
+    dims: Dims = tuple((size,) for size in parameter.shape)
+    requires_grad = False
+    adds: tuple[int, ...] = ()
+    if node is not None:
+        record = note(node)
+        layout, stages, why = record.layout, record.stages, record.why
+        dims, requires_grad = record.dims, record.needs_grad
+        adds = tuple(passes.adds_to_gradient(node, stage) for stage in stages)
+    storage, use = placements(layout, _dtype_name(parameter.dtype), stages, grad_dtype)
+    return ParamSpec(
+        # The model's first name.
+        name=aliases[0],
+        aliases=aliases,
+        shape=tuple(parameter.shape),
+        dims=dims,
+        requires_grad=requires_grad,
+        stages=stages,
+        storage=storage,
+        use=use,
+        why=why,
+        adds=adds,
+    )
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

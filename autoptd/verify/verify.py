@@ -125,7 +125,6 @@ def verify(
     weights (meta) or trains no parameter, and TraceError when its copy in float64 trains otherwise (weights
     tied by storage).
     """
-
     options = make_options(**{**planned(model, example_inputs, keywords), "backend": "local"})
     call = split_call(example_inputs)
     check_module(model)
@@ -133,11 +132,9 @@ def verify(
         raise PlanError(
             "verify", "the model is on meta: there are no weights to compare", "build it on a real device"
         )
-    own = (
-        compile_program(model, options, *call, replicas=options.mesh.replicas)
-        if checks_own_dtype(model)
-        else None
-    )
+    own = None
+    if checks_own_dtype(model):
+        own = compile_program(model, options, *call, replicas=options.mesh.replicas)
     wide_model, wide_options = widen_model(model), widen_options(options, model)
     with Widen():
         program = compile_program(
@@ -150,7 +147,6 @@ def verify(
     # See `Setting`: noise must not be divided by itself.
     eps = max(1e-8, NOISE * check_widening(wide_model, program, options, *wide_calls[0]))
     setting = Setting(wide_options, lr, eps)
-
     large = replace(setting, lr=max(lr, FIRST_LR))
     losses = first_losses(model, program, large, calls)
     with Widen():
@@ -204,16 +200,14 @@ def compare_program(model: nn.Module, program: Program, setting: Setting, calls:
             loss.backward()
             our_loss = ours.pm.step(*args, **kwargs)
             found.append(Difference("loss", "loss", step, _relative(our_loss, loss.detach(), 0.0)))
+            # Before the optimizers step: `zero_grad` takes the gradients away.
             found += _gradient_differences(ours.pm, reference, step)
             for each in (optimizer, ours.optimizer):
                 each.step()
                 each.zero_grad()
-            state = ours.pm.state_dict()
-            for name, parameter in reference.named_parameters():
-                size = _relative(state[name], parameter.detach(), setting.lr)
-                found.append(Difference("parameter", name, step, size))
+            found += _parameter_differences(ours.pm, reference, setting, step)
         if "evaluation" in CHECKS:
-            found, notes = [*found, *compare_evaluation(ours.pm, reference, setting, calls, notes)], notes
+            found += compare_evaluation(ours.pm, reference, setting, calls, notes)
     except RuntimeFault as error:
         if all(difference.passed for difference in found):
             raise
@@ -357,9 +351,24 @@ def _gradient_differences(pm: ParallelModel, reference: nn.Module, step: int) ->
     return made
 
 
+def _parameter_differences(
+    pm: ParallelModel, reference: nn.Module, setting: Setting, step: int
+) -> list[Difference]:
+    state = pm.state_dict()
+    made = []
+    for name, parameter in reference.named_parameters():
+        size = _relative(state[name], parameter.detach(), setting.lr)
+        made.append(Difference("parameter", name, step, size))
+    return made
+
+
 def _relative(found: torch.Tensor, wanted: torch.Tensor, floor: float) -> float:
-    scale = max(float(wanted.abs().max()) if wanted.numel() else 0.0, floor, 1e-300)
-    return float((found.to(wanted) - wanted).abs().max()) / scale if wanted.numel() else 0.0
+    """Return the largest difference over the largest entry, or over `floor` where that is more."""
+    # A parameter may have no entries; of all zeros, any difference shows.
+    if not wanted.numel():
+        return 0.0
+    scale = max(float(wanted.abs().max()), floor, 1e-300)
+    return float((found.to(wanted) - wanted).abs().max()) / scale
 
 
 def check_widening(

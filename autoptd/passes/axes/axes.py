@@ -246,15 +246,12 @@ class Axes:
                 return []
         letters = []
         for i, axis in enumerate(axes):
-            places: dict[Node, Place] = {}
-            clash = False
+            operand_places = [(atoms_of_operand or [])[i][1] for atoms_of_operand in by_operand]
+            places = dict(zip(nodes, operand_places, strict=True))
             # An operand that is read twice must carry the letter in the same place.
-            for operand, atoms_of_operand in zip(nodes, by_operand, strict=True):
-                assert atoms_of_operand is not None
-                place = atoms_of_operand[i][1]
-                clash |= places.setdefault(operand, place) != place
+            clash = any(places[operand] != at for operand, at in zip(nodes, operand_places, strict=True))
             # Ranks own consecutive ids: of a vocabulary in several pieces only the first factor may be split.
-            clash |= link.form.startswith("vocab_") and any(atom for _, atom in places.values())
+            clash |= link.form.startswith("vocab_") and any(atom for _, atom in operand_places)
             # It is read once more, by no member of the link: whole.
             clash |= any(read.count(operand) > nodes.count(operand) for operand in places)
             # Masks are numbered in equal blocks.

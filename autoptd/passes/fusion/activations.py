@@ -102,7 +102,6 @@ def _formula(chain: Chain, last: Node) -> tuple[str, Node, float] | None:
     for x, members in _closures(last):
         # Beyond 12 both GELUs and SiLU are x, or 0, to 1e-4; exp overflows nowhere in between.
         points = torch.linspace(-12, 12, 4001, dtype=torch.float64)
-
         ours = _differentiated(lambda at, x=x, members=members: _run(last, {x: at}, members), points)
         for name, function in KNOWN.items():
             wanted = _differentiated(function, points)
@@ -115,8 +114,8 @@ def _formula(chain: Chain, last: Node) -> tuple[str, Node, float] | None:
 
 def _closures(last: Node) -> Iterator[tuple[Node, set[Node]]]:
     """Yield (x, operators) for every x such that `last` is a formula of x alone, the smallest first."""
-    # `last` alone first, then with the operators that it reads, and so on back: for 0.5 * x * (1 + erf(x / 2**0.5))
-    # the set of values read shrinks to {x} exactly when all of the formula is in.
+    # `last` alone first, then with the operators that it reads, and so on back: of
+    # 0.5 * x * (1 + erf(x / 2**0.5)), the values read shrink to {x} when all of the formula is in.
     members: set[Node] = {last}
     while len(members) <= MAX_OPERATORS:
         read = {operand for node in members for operand in node.all_input_nodes} - members

@@ -136,10 +136,7 @@ class Chain:
             self.members.add(node)
             if isinstance(by, Node):
                 self.members.add(by)
-            if is_op(node, "aten.mul"):
-                factor *= amount
-            else:
-                factor /= amount
+            factor = factor * amount if is_op(node, "aten.mul") else factor / amount
             node = x
         return node, factor
 

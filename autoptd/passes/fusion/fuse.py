@@ -157,7 +157,6 @@ def _fusion(op: str, result: Node, why: str = "") -> Fusion:
 
 def _form(group: Group, backend: str | bool) -> str:
     """Say why a group does not run by a Triton kernel where these are asked for; "" where it does."""
-
     width, widest = local_size(group.result)[-1:], WIDEST.get(group.op)
     if backend != "triton" or widest is None or not width or width[0] <= widest:
         return ""

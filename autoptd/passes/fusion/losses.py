@@ -44,27 +44,32 @@ def linear_cross_entropy(node: Node) -> Found:
     if not chain.enter(product, "aten.linear"):
         what = note(product).conversion or op_name(product).removeprefix("aten.")
         return Refusal("linear_cross_entropy", node, f"its logits come from {what}")
-    x, weight, *bias = product.args
     if argument(node, "reduction") == 0:
         return Refusal("linear_cross_entropy", node, "it gives a loss per token")
-    tokens, width, itemsize = rows(logits), shape(weight)[1], value(product).element_size()
-    # Kept for backward are, for every class, the logits of all tokens, or the weight's gradient, which adds up in float32.
+    loss_in_full = _why_in_full(logits, product)
+    if loss_in_full:
+        return Refusal("linear_cross_entropy", node, loss_in_full)
+    x, weight, *bias = product.args
+    group = chain.group("linear_cross_entropy", x, weight, targets, bias[0] if bias else None)
+    return replace(group, literals=node, moved=tuple(reversed(moved)))
+
+
+def _why_in_full(logits: Node, product: Node) -> str:
+    """Say why a loss in chunks would save nothing, or would be slower; "" if it is worth it."""
+    weight, itemsize = product.args[1], value(product).element_size()
+    tokens, width = rows(logits), shape(weight)[1]  # type: ignore[arg-type]
+    # Kept for backward are, for every class, the logits of all tokens, or the weight's gradient, which adds
+    # up in float32.
     times = max(1, 4 // itemsize)
-    if note(weight).needs_grad and tokens <= times * width:
+    if note(weight).needs_grad and tokens <= times * width:  # type: ignore[arg-type]
         least = f"the width {width:,}" if times == 1 else f"{times} times the width {width:,}"
-        fact = (
-            f"{tokens:,} tokens are no more than {least}: the head's gradient would take what its logits do"
-        )
-        return Refusal("linear_cross_entropy", node, fact)
-    logits_bytes = value(logits).numel() * value(product).element_size()
+        fact = f"{tokens:,} tokens are no more than {least}: "
+        return fact + "the head's gradient would take what its logits do"
+    logits_bytes = value(logits).numel() * itemsize
     if logits_bytes < MIN_LOGITS_BYTES:
         taken, least = f"{logits_bytes / 1e6:.2g} MB", f"{MIN_LOGITS_BYTES / 1e6:.1f} MB"
-        fact = f"its logits take {taken}: a loss in chunks is slower below {least}"
-        return Refusal("linear_cross_entropy", node, fact)
-    operands = (x, weight, targets, bias[0] if bias else None)
-    return replace(
-        chain.group("linear_cross_entropy", *operands), literals=node, moved=tuple(reversed(moved))
-    )
+        return f"its logits take {taken}: a loss in chunks is slower below {least}"
+    return ""
 
 
 def _moves_rows(node: Any) -> bool:

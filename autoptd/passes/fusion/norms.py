@@ -43,7 +43,7 @@ def _weighted(chain: Chain, node: Any, bias: Node | None) -> Found:
                 found = _normal(branch, branch.uncast(rest))
                 if found is not None:
                     return _group(branch, found, vector, bias, offset)
-    # Without a weight, x * rsqrt(...) is such a product itself. A bias without a weight is no norm that we know.
+    # Without a weight, x * rsqrt(...) is such a product itself; with a bias and no weight it is no norm.
     if bias is not None:
         return None
     found = _normal(chain, node)

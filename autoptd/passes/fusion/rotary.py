@@ -19,7 +19,7 @@ def rotary(node: Node) -> Found:
     """Match the sum of a value times its cosines and the rotated value times its sines."""
     if op_name(node) != "aten.add" or not all(is_op(term, "aten.mul") for term in node.args):
         return None
-    # Eight ways to read (a * b) + (c * d); only the one in which a factor is the other's rotated half goes on.
+    # Eight ways to read (a * b) + (c * d); in one of them a factor is the rotated half of another.
     for straight, turned in orders(node):
         for (x, cos), (half, sin) in itertools.product(orders(straight), orders(turned)):
             chain = Chain(node)
@@ -73,12 +73,13 @@ def _rotation(chain: Chain, node: Any, x: Any) -> bool | None:
 
 
 def _negated_and_plain(chain: Chain, node: Node, x: Node) -> tuple[Piece | None, Piece | None] | None:
-    """Return the pieces (a, b) of x where `node` is cat((-a, b)) or stack((-a, b)) along the last dim; else None."""
-    parts, dim = node.args[0], node.args[1] if len(node.args) > 1 else 0
-    if len(parts) != 2 or not last_dim(node, dim) or not is_op(parts[0], "aten.neg"):  # type: ignore[arg-type, index]
+    """Return the pieces (a, b) of x where `node` is the cat or stack of (-a, b) on the last dim; else None."""
+    parts: Any = node.args[0]
+    dim = node.args[1] if len(node.args) > 1 else 0
+    if len(parts) != 2 or not last_dim(node, dim) or not is_op(parts[0], "aten.neg"):
         return None
-    plain = _piece(chain, parts[1], x)  # type: ignore[index]
-    return _piece(chain, parts[0].args[0], x), plain  # type: ignore[index, union-attr]
+    plain = _piece(chain, parts[1], x)
+    return _piece(chain, parts[0].args[0], x), plain
 
 
 def _piece(chain: Chain, node: Any, x: Node) -> Piece | None:

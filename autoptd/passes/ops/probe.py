@@ -61,7 +61,6 @@ def _probe(call: Call) -> Probed:
     trials = trials_of(call, small_shapes(call.shapes))
     if not all(trial.is_linear() for trial in trials):
         return Probed((), NOT_LINEAR, is_linear=False)
-
     true = tuple(claim for claim in _candidates(trials[0]) if not contradiction(trials, claim))
     return Probed(true, "" if true else "pieces of every dim give other values or gradients")
 
@@ -161,7 +160,6 @@ def _candidates(trial: Trial) -> Iterator[Claim]:
             if all(result.shape[dim] == size for result in results):
                 outs.append(dim)
         outs.append(None)
-
         if math.prod(map(len, places)) * len(outs) > MAX_CLAIMS:
             continue
         for chosen in itertools.product(*places):

@@ -129,7 +129,6 @@ class Trial:
 
     def differs(self, claim: Claim) -> str:
         """Say what is not as `claim` says; return "" if everything is."""
-
         sizes = {self.call.shapes[i][dim] for i, dim in enumerate(claim.places) if dim is not None}
         if claim.out is not None:
             sizes |= {value.shape[claim.out] for value in self.whole[0].values}

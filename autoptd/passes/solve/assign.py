@@ -73,7 +73,7 @@ class Assignment:
         """
         own = note(operand).layout.over(self.axis)
         source = self.entries.get(operand, own)
-        # At most own type -> entry -> shared conversion -> the reader's type, less the steps that change nothing.
+        # At most own type -> entry -> shared conversion -> the reader's type, less steps that change nothing.
         path = [source] if source != own else []
         shared = self.shared_conversions.get(operand)
         if shared is not None and shared not in (source, target):

@@ -85,10 +85,7 @@ def _type_of(node: Node, axes: Axes, constants: Constants) -> ValueType:
     # Samples stay apart where one letter runs along the batch of all operands that carry it.
     letter = _common_letter(node, axes, split)
     if letter is None:
-        fact = _mixing_fact(node, axes, split)
-        remedy = RULE_REMEDY if axes.is_known(node) else UNKNOWN_REMEDY
-        remedy = COUNT_REMEDY if UNCOUNTED in fact else remedy
-        raise PlanError(site(node), fact, remedy)
+        raise _mixing_error(node, axes, split)
     # Operands with the letter that do not carry the batch are constants.
     for operand, place in letter.places.items():
         if operand in split:
@@ -145,12 +142,15 @@ def adds_number(node: Node) -> bool:
     return len(operands(node)) == 1 and isinstance(node.args[0], Node)
 
 
-def _mixing_fact(node: Node, axes: Axes, split: dict[Node, ValueType]) -> str:
+def _mixing_error(node: Node, axes: Axes, split: dict[Node, ValueType]) -> PlanError:
+    """Make the error for an operator whose operands carry the batch, and that no rule splits by samples."""
     if not axes.is_known(node):
-        return f"no rule knows {op_name(node)}, its operand carries the batch, and probing refused it: {axes.refused(node)}"
+        fact = f"no rule knows {op_name(node)}, its operand carries the batch, and probing refused it: "
+        return PlanError(site(node), fact + axes.refused(node), UNKNOWN_REMEDY)
     operand, kind = next(iter(split.items()))
     reason = axes.whole_because(node, operand, (kind.dim, kind.atom))
-    return f"{op_name(node)} mixes the samples of the batch ({reason})"
+    remedy = COUNT_REMEDY if UNCOUNTED in reason else RULE_REMEDY
+    return PlanError(site(node), f"{op_name(node)} mixes the samples of the batch ({reason})", remedy)
 
 
 def _demand(node: Node, place: Place, axes: Axes, reader: Node) -> None:
