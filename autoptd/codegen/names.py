@@ -43,8 +43,8 @@ def choose_names(
     of those results in the loop; `held` is the index up to which a value lives beyond its last reader. `reserved` names
     are never chosen. `beyond` are the operators that follow, in another function.
     """
-    # Liveness, in one pass backwards: a name is free again behind the last reader of its value. Readers in
-    # other functions have no position here (-1): what they read lives on as `results` or `held`.
+    # A name is free again behind the last reader of its value. Readers in other functions have no position
+    # here (-1): what they read lives on as `results` or `held`.
     position = {node: i for i, node in enumerate(body)} | (inside or {})
     last_use: dict[Node, int] = {}
     for node in [*given, *body]:

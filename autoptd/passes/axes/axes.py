@@ -266,7 +266,7 @@ class Axes:
         found: list[tuple[Axis, Place]] = []
         for dim in member.dims:
             found += [(axis, (dim, i)) for i, axis in enumerate(self.atoms(node, dim))]
-        # A member (dims 0 and 1, lead 2) of [2, 3, 4] stands for the atoms 3 and 4.
+        # Dims 0 and 1 of [2, 3, 4] with lead 2 stand for the atom 3.
         for factor, end in ((member.lead, 0), (member.tail, -1)):
             while factor > 1:
                 if not found or factor % found[end][0].size:

@@ -37,7 +37,6 @@ def rotary(node: Node) -> Found:
 
 def _why_not(node: Node, x: Node, cos: Node, sin: Node) -> str:
     """Return the reason why a rotation cannot be fused; "" if it can."""
-    # The kernel reads one row of angles for a row of x, and broadcasts over the heads only.
     if shape(cos) != shape(sin) or shape(cos)[-1:] != shape(x)[-1:]:
         return "its cosines and sines are not of one shape, as wide as what is turned"
     if note(cos).needs_grad or note(sin).needs_grad:

@@ -74,7 +74,7 @@ def count_work(graph: Graph, t: int, whole: Size, local: Size) -> Costs:
         for stage in note(node).stages:
             stage_sums = sums.setdefault(stage, Counter())
             stage_sums.update(moved=moved_bytes(node, local), kernels=int(has_kernel(node)))
-            # "gemms" by module for people, "products" by size for the planner, which fits speeds to them.
+            # "gemms" by module for people; "products" by size, which says how fast they run.
             if total:
                 row = gemms.setdefault((stage, star(note(node).module), op_name(node)), Counter())
                 sized = by_size.setdefault((stage, *product_sizes(node, local)), Counter())

@@ -19,7 +19,7 @@ def fresh(x: Tensor) -> Tensor:
 
 
 def in_place_of(gathered: Tensor, dim: int) -> Tensor:
-    """[t, ..., n, ...] with the dims after the first in their places: [..., t n, ...].
+    """Bring [t, ..., n, ...] to [..., t n, ...]: the dims after the first are in their places.
 
     A view if those before `dim` are 1.
     """
@@ -29,14 +29,15 @@ def in_place_of(gathered: Tensor, dim: int) -> Tensor:
 
 
 def parts_first(x: Tensor, dim: int, count: int, width: int) -> Tensor:
-    """[..., t n, ...] as [t, ..., n, ...], contiguous: `x` itself, seen otherwise, if the dims before `dim`
-    are 1.
+    """Bring [..., t n, ...] to [t, ..., n, ...], contiguous.
+
+    It is `x` itself, seen otherwise, if the dims before `dim` are 1.
     """
     return x.unflatten(dim, (count, width)).movedim(dim, 0).contiguous()
 
 
 def as_real(x: Tensor) -> Tensor:
-    """Complex numbers as pairs: what NCCL and gloo can add."""
+    """Return complex numbers as pairs, which NCCL and gloo can add; other tensors as they are."""
     return torch.view_as_real(x) if x.is_complex() else x
 
 
