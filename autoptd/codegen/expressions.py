@@ -43,7 +43,19 @@ def expression(node: Node, text: Text, site: str = '""') -> str:
     if operator_of(node).creates:
         # The traced program has the device of the compilation, which may be meta.
         keywords |= {"dtype": str(tensor(node).dtype), "device": "self.device"}
-    return ATEN_TEXTS.get(name, _call)(node, args, keywords)
+    # Operators whose call in torch's Python API is not the one of their overload.
+    if name == "aten.slice":
+        return _slice(node, args)
+    if name == "aten.embedding":
+        return _embedding(node, args, keywords)
+    if name == "aten.layer_norm":
+        # The overload's sixth argument, cudnn_enable, is none of F.layer_norm's.
+        return f"F.layer_norm({_join(args[:5], {})})"
+    if name == "aten.scaled_dot_product_attention":
+        return _attention(args, keywords)
+    if name == "aten.cross_entropy_loss":
+        return _whole_cross_entropy(node, args)
+    return _call(node, args, keywords)
 
 
 def _call(node: Node, args: list[str], keywords: dict[str, str]) -> str:
@@ -112,7 +124,7 @@ def _index(node: Node, text: Text) -> str:
     return f"{text(x)}[{', '.join(indices)}]"  # type: ignore[arg-type]
 
 
-def _slice(node: Node, args: list[str], keywords: dict[str, str]) -> str:
+def _slice(node: Node, args: list[str]) -> str:
     """Return `x[..., 8:]`; the last dim is written as such."""
     size = tensor(node.args[0]).shape  # type: ignore[arg-type]
     # The overload's defaults, for the arguments that are left out.
@@ -137,12 +149,7 @@ def _embedding(node: Node, args: list[str], keywords: dict[str, str]) -> str:
     return f"F.embedding({_join([args[1], args[0]], padding)})"
 
 
-def _layer_norm(node: Node, args: list[str], keywords: dict[str, str]) -> str:
-    # The overload's sixth argument, cudnn_enable, is none of F.layer_norm's.
-    return f"F.layer_norm({_join(args[:5], {})})"
-
-
-def _attention(node: Node, args: list[str], keywords: dict[str, str]) -> str:
+def _attention(args: list[str], keywords: dict[str, str]) -> str:
     names = ["attn_mask", "dropout_p", "is_causal"]
     given = {}
     for key, arg in zip(names, args[3:], strict=False):
@@ -152,7 +159,7 @@ def _attention(node: Node, args: list[str], keywords: dict[str, str]) -> str:
     return f"F.scaled_dot_product_attention({_join(args[:3], given | keywords)})"
 
 
-def _whole_cross_entropy(node: Node, args: list[str], keywords: dict[str, str]) -> str:
+def _whole_cross_entropy(node: Node, args: list[str]) -> str:
     names = ["weight", "reduction", "ignore_index", "label_smoothing"]
     given = dict(zip(names, args[2:], strict=False))
     given |= {key: str(value) for key, value in node.kwargs.items()}
@@ -162,16 +169,6 @@ def _whole_cross_entropy(node: Node, args: list[str], keywords: dict[str, str]) 
     usual = {"weight": "None", "reduction": '"mean"', "ignore_index": "-100", "label_smoothing": "0.0"}
     shown = {key: value for key, value in given.items() if usual[key] != value}
     return f"F.cross_entropy({_join(args[:2], shown)})"
-
-
-# Operators whose call in torch's Python API is not the one of their overload.
-ATEN_TEXTS: dict[str, Callable[[Node, list[str], dict[str, str]], str]] = {
-    "aten.slice": _slice,
-    "aten.cross_entropy_loss": _whole_cross_entropy,
-    "aten.embedding": _embedding,
-    "aten.layer_norm": _layer_norm,
-    "aten.scaled_dot_product_attention": _attention,
-}
 
 
 def _convert(node: Node, text: Text, site: str) -> str:

@@ -12,7 +12,6 @@ from autoptd.passes.fusion.chain import Chain, Found, Refusal, is_op, last_dim, 
 
 # (start, end, step) along the last dim.
 Piece = tuple[int, int, int]
-FOLDS = ("aten.view", "aten.reshape", "aten.flatten", "aten._unsafe_view")
 
 
 def rotary(node: Node) -> Found:
@@ -62,7 +61,8 @@ def _rotation(chain: Chain, node: Any, x: Any) -> bool | None:
             chain.members |= {node, node.args[0][0]}
             return False
     # torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
-    if is_op(node, *FOLDS) and is_op(node.args[0], "aten.stack"):
+    is_fold = is_op(node, "aten.view", "aten.reshape", "aten.flatten", "aten._unsafe_view")
+    if is_fold and is_op(node.args[0], "aten.stack"):
         stack = node.args[0]
         pieces = _negated_and_plain(chain, stack, x)
         if pieces == ((1, size, 2), (0, size, 2)) and shape(node) == shape(x):
