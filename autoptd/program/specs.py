@@ -62,6 +62,8 @@ class ParamSpec:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", self.dtype or self.storage.dtype)
+        # Ranks that store the same elements must step them alike: with R, each would step by a part of the
+        # gradient.
         for axis, kind in self.storage.layout.over_mesh:
             if kind.kind != "S":
                 raise InternalError(

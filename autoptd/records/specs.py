@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
-from torch.fx import Graph
+from torch.fx import Graph, Node
 
 from autoptd import codegen, passes
 from autoptd import trace as tracing
@@ -30,45 +30,50 @@ def param_specs(
 
     `handed` has the dtypes of the model as it was handed in.
     """
+    # A parameter that the loss does not use has no node in the graph any more.
     used = {note(node).name: node for node in placeholders(graph, "param")}
     specs = []
     for name, parameter in captured.parameters.items():
-        # With `precision`, the model is held in the dtype that it computes in while it is compiled.
-        stored = _wide(parameter.dtype) if options.precision else parameter.dtype
-        sums_wide = options.accumulate_allreduce_grads_in_fp32 or options.precision
-        grad_dtype = _dtype_name(_wide(parameter.dtype)) if sums_wide else ""
-        # A parameter that the loss does not use, unless its node says more.
-        layout, why = Layout(), "not used by the loss"
-        stages: tuple[int, ...] = (0,)
-        dims: Dims = tuple((size,) for size in parameter.shape)
-        requires_grad = False
-        adds: tuple[int, ...] = ()
-        node = used.get(name)
-        if node is not None:
-            record = note(node)
-            layout, stages, why = record.layout, record.stages, record.why
-            dims, requires_grad = record.dims, record.needs_grad
-            adds = tuple(passes.adds_to_gradient(node, stage) for stage in stages)
-        # Frozen ones have no state to share.
-        sharing = options.sharing if requires_grad else EVERY_REPLICA
-        storage, use = placements(layout, _dtype_name(stored), stages, grad_dtype, sharing)
-        specs.append(
-            ParamSpec(
-                name=name,
-                aliases=captured.aliases[name],
-                shape=tuple(parameter.shape),
-                dims=dims,
-                requires_grad=requires_grad,
-                stages=stages,
-                storage=storage,
-                use=replace(use, dtype=_dtype_name(parameter.dtype)),
-                why=why,
-                adds=adds,
-                dtype=_dtype_name(handed[name]),
-                has_master=bool(options.precision) and parameter.is_floating_point(),
-            )
-        )
+        spec = _param_spec(captured.aliases[name], parameter, used.get(name), options)
+        specs.append(replace(spec, dtype=_dtype_name(handed[name])))
     return tuple(specs)
+
+
+def _param_spec(
+    aliases: tuple[str, ...], parameter: torch.Tensor, node: Node | None, options: Options
+) -> ParamSpec:
+    """Describe one parameter; `node` is None if the loss does not use it."""
+    layout, why = Layout(), "not used by the loss"
+    stages: tuple[int, ...] = (0,)
+    dims: Dims = tuple((size,) for size in parameter.shape)
+    requires_grad = False
+    adds: tuple[int, ...] = ()
+    if node is not None:
+        record = note(node)
+        layout, stages, why = record.layout, record.stages, record.why
+        dims, requires_grad = record.dims, record.needs_grad
+        adds = tuple(passes.adds_to_gradient(node, stage) for stage in stages)
+    # With `precision`, the model is held in the dtype that it computes in while it is compiled.
+    stored = _wide(parameter.dtype) if options.precision else parameter.dtype
+    sums_wide = options.accumulate_allreduce_grads_in_fp32 or options.precision
+    grad_dtype = _dtype_name(_wide(parameter.dtype)) if sums_wide else ""
+    # Frozen ones have no state to share.
+    sharing = options.sharing if requires_grad else EVERY_REPLICA
+    storage, use = placements(layout, _dtype_name(stored), stages, grad_dtype, sharing)
+    return ParamSpec(
+        # The model's first name.
+        name=aliases[0],
+        aliases=aliases,
+        shape=tuple(parameter.shape),
+        dims=dims,
+        requires_grad=requires_grad,
+        stages=stages,
+        storage=storage,
+        use=replace(use, dtype=_dtype_name(parameter.dtype)),
+        why=why,
+        adds=adds,
+        has_master=bool(options.precision) and parameter.is_floating_point(),
+    )
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
@@ -115,6 +120,7 @@ def crossing_links(crossings: Sequence[CrossingSpec]) -> list[tuple[int, int, bo
     """Return (source, target, whether a gradient comes back) of every two stages between which something
     crosses.
     """
+    # One message carries all crossings between two stages; another comes back if any of them has a gradient.
     merged: dict[tuple[int, int], bool] = {}
     for crossing in crossings:
         for target in crossing.targets:
