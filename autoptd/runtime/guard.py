@@ -110,7 +110,7 @@ class GuardedParameter(nn.Parameter):
             # What the last update made of it may still be on its way.
             if isinstance(arg, GuardedParameter) and arg.arrival is not None:
                 arg.arrival()
-        if func is DATA:
+        if func == DATA:
             args[0].was_exposed = True
         # `unguarded()` without its generator: this is a hot path.
         with torch._C.DisableTorchFunctionSubclass():

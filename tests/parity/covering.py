@@ -21,6 +21,7 @@ import re
 from collections.abc import Iterable
 from functools import cache
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -50,10 +51,21 @@ AXES: dict[str, tuple[Any, ...]] = {  # of each the simplest first
     "async_tensor_model_parallel_allreduce": (False, True),
     "accumulate_allreduce_grads_in_fp32": (False, True),
     "delay_wgrad_compute": (None, "after_b", "before_reduce"),
+    "precision": (None, "bf16"),  # in float64, as everything here: storage apart from what stages use
     "zero": (0, 1),
 }
 OWN = ("model", "dropout", "reload", "evaluate")  # what is no keyword
-BOUND = ("schedule", "t", "p", "v", "num_microbatches", "sequence_parallel", "delay_wgrad_compute")
+BOUND = (
+    "schedule",
+    "t",
+    "p",
+    "v",
+    "num_microbatches",
+    "sequence_parallel",
+    "delay_wgrad_compute",
+    "accumulate_allreduce_grads_in_fp32",
+    "precision",
+)
 
 OUTSIDE = {  # fields of Options that are not varied
     "loss_fn": "with the kind of model",
@@ -196,9 +208,10 @@ class Trainer:
     """A mesh's model with its optimizer."""
 
     def __init__(self, kind: Kind, model: nn.Module, batch: Batch, keywords: Case) -> None:
-        self.pm = autoptd.parallelize(
-            model, **keywords, loss_fn=kind.loss_fn, backend="local", timeout=60, example_inputs=batch
-        )
+        about = {"loss_fn": kind.loss_fn, "backend": "local", "timeout": 60, "example_inputs": batch}
+        # Users are told that storage would be float32.
+        with mock.patch("autoptd.api.check_precision"):
+            self.pm = autoptd.parallelize(model, **keywords, **about)
         self.optimizer = self.pm.optimizer(torch.optim.AdamW, lr=LR, eps=1e-3)
 
     def moved_to(self, other: Trainer) -> Trainer:
