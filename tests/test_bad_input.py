@@ -27,6 +27,8 @@ def test_batch_that_does_not_divide() -> None:
         compile_gpt(d=2, example_inputs=batch(7))
     with pytest.raises(autoptd.PlanError, match=r"do not divide into 3 microbatches.*\{1, 2, 4, 8\}"):
         compile_gpt(num_microbatches=3)
+    with pytest.raises(autoptd.PlanError, match=r"batch of 2 has 1 for each.*num_microbatches=1, .*multiple of 16"):
+        compile_gpt(d=2, num_microbatches=8, example_inputs=batch(2))
 
 
 def test_microbatches_that_the_rows_do_not_divide_into() -> None:

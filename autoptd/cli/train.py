@@ -23,7 +23,6 @@ from autoptd.ir.mesh import Coordinate
 from autoptd.options import make_options
 from autoptd.reports.excepthook import is_interrupt
 from autoptd.reports.report import write_report
-from autoptd.started_model import is_local
 
 
 def train(asked: Namespace) -> int:
@@ -33,7 +32,6 @@ def train(asked: Namespace) -> int:
     torch.manual_seed(seed)
     subject = find_model(asked.model, read_pairs("set", asked.set))
     options = make_options(**keywords)
-    replicas = 1 if is_local(options) else options.mesh.replicas
     model, given = make_with_weights(subject, asked.dtype)
     if given is not None:
         fact = "its factory brings a batch of its own: text does not fit it"
@@ -44,13 +42,12 @@ def train(asked: Namespace) -> int:
         fact = f"its vocabulary of {vocabulary_of(model, asked.vocab)} has no place for 256 bytes"
         raise PlanError(f"MODEL {asked.model}", fact, "--set vocab_size=256")
     rows, length = rows_of(asked), length_of(subject, model, asked.seq)
-    if rows % replicas:
+    if rows % options.mesh.replicas:
         raise PlanError(
             f"--batch {rows}", f"does not divide over d={options.d}", f"a multiple of {options.d}"
         )
     tokens = load_tokens(asked.data)
     first = next(batches(tokens, rows, length, 1, seed))
-    share = tuple(leaf[: rows // replicas] for leaf in first)
     if not asked.random and "weights" not in keywords and (folder := weights_in(asked.model)) is not None:
         keywords["weights"] = folder
     _say(
@@ -58,7 +55,7 @@ def train(asked: Namespace) -> int:
         if "weights" in keywords
         else f"weights: random, of seed {seed}"
     )
-    pm = autoptd.parallelize(model, example_inputs=as_call(model, *share), **keywords)
+    pm = autoptd.parallelize(model, example_inputs=as_call(model, *first), **keywords)
     optimizer = pm.optimizer(torch.optim.AdamW, lr=asked.lr, weight_decay=asked.weight_decay)
     watched: dict[str, Any] = {"log": asked.log, "tensorboard": asked.tensorboard, "peak": asked.peak}
     try:
