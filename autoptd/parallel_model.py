@@ -67,9 +67,9 @@ class ParallelModel(StartedModel):
         Collective.
 
         Takes the arguments of the model, or one mapping of them: the global batch with `backend="local"`, this
-        replica's rows of it (`local_batch`) under torchrun. Gradients are added to `parameter.grad` until `zero_grad`. A NaN loss raises RuntimeFault on
-        all ranks, and adds none; on CUDA it is seen in the next step, when its own gradients were handed
-        over.
+        replica's rows of it (`local_batch`) under torchrun. Gradients are added to `parameter.grad` until
+        `zero_grad`. A NaN loss raises RuntimeFault on all ranks, and adds none; on CUDA it is seen in the next
+        step, when its own gradients were handed over.
         """
         if torch.is_inference_mode_enabled():
             fact = "inference_mode is on around it: there would be no gradients"
@@ -343,6 +343,7 @@ class ParallelModel(StartedModel):
         With `folder`, write the program and all its pictures there (rank 0 only). With `record`, that of a
         step, its schedule chart and trace have what was executed beside what was simulated.
         """
+        self._started("show")
         program = self.program
         if folder is not None and self.coordinate == Coordinate():
             program.save(folder)

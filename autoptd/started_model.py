@@ -111,6 +111,12 @@ class StartedModel:
         self._start(program)
         self._form = CallForm(self._arguments, len(args), tuple(kwargs))
 
+    def __repr__(self) -> str:
+        """Say on a line what runs where."""
+        where = "processes" if self._is_process else "threads"
+        program = repr(self._program) if self._program is not None else "compiled at the first step"
+        return f"<{type(self).__name__} on {self.options.mesh.size} {where}: {program.strip('<>')}>"
+
     @property
     def program(self) -> Program:
         """The compiled program."""
@@ -177,7 +183,7 @@ class StartedModel:
     def _started(self, what: str) -> RunningRanks:
         if self._ranks is None:
             fact = "the model is compiled at the first step, there are no ranks yet"
-            raise PlanError(f"pm.{what}", fact, "pass example_inputs= to parallelize")
+            raise PlanError(f"pm.{what}", fact, "pass example_inputs= to parallelize, or call pm.step before")
         return self._ranks
 
 

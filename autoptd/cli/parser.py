@@ -38,6 +38,7 @@ PLAN = "Search for the fastest (t, p, d, v, b) on a cluster. No GPU, no weights.
 SIZES = ("layers", "hidden", "heads", "seq", "vocab", "ffn", "kv_heads", "head_dim", "mlp_matrices")
 # Flags that are at least 1, of all commands but plan.
 DEGREES = tuple(name for name, keyword in KEYWORDS.items() if keyword.flag == "count")
+WITHOUT_FLAG = [name for name, keyword in KEYWORDS.items() if not keyword.flag and name != "loss_fn"]
 COUNTS = ("batch", "rows", "seq", "vocab", "steps", "ranks", *DEGREES)
 EXAMPLES = {
     "": """  autoptd show gpt3-175b --t 8 --p 12 --d 8 --v 4 --num-microbatches 64
@@ -237,7 +238,10 @@ def _add_model(parser: ArgumentParser) -> None:
     mesh = parser.add_argument_group("the mesh and the plan: names are those of autoptd.parallelize")
     _add_keywords(mesh, is_for_training=False)
     mesh.add_argument(
-        "--option", action="append", metavar="NAME=VALUE", help="any other keyword of parallelize"
+        "--option",
+        action="append",
+        metavar="NAME=VALUE",
+        help=f"a keyword without a flag: {', '.join(WITHOUT_FLAG)} (train: weights too)",
     )
     parser.add_argument("--config", metavar="FILE", help="flags from a TOML, YAML or JSON file")
 

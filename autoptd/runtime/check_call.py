@@ -25,15 +25,16 @@ AGAIN = "or parallelize again for other sizes"
 def check_call(program: Program, args: tuple[Any, ...], kwargs: dict[str, Any], replicas: int) -> None:
     """Raise PlanError with every argument that is not as it was compiled."""
     leaves = check_structure(program, args, kwargs)
-    facts, remedies = [], []
+    facts, why, remedies = [], "", []
     for spec in program.inputs:
         leaf, shape, dtype = leaves[spec.leaf], expected_shape(program, spec, replicas), dtype_of(spec.dtype)
         if not isinstance(leaf, torch.Tensor):
             facts.append(f"{spec.name} is {value_text(leaf)}, expected is a tensor {_text(shape, dtype)}")
             remedies.append("pass what example_inputs holds")
         elif tuple(leaf.shape) != shape or leaf.dtype != dtype:
-            why = _rows_text(program, spec, replicas) if _is_other_batch(leaf, shape) else ""
-            facts.append(f"{spec.name} is {value_text(leaf)}, expected is {_text(shape, dtype)}{why}")
+            facts.append(f"{spec.name} is {value_text(leaf)}, expected is {_text(shape, dtype)}")
+            if spec.batched and _is_other_batch(leaf, shape):
+                why = _rows_text(program, spec, replicas)
             remedies.append(_remedy(program, spec, leaf, shape, replicas))
     for number, value in program.constants:
         if not is_same_constant(leaves[number], value):
@@ -41,7 +42,7 @@ def check_call(program: Program, args: tuple[Any, ...], kwargs: dict[str, Any], 
             remedies.append("pass what example_inputs holds")
     if facts:
         # Inputs and targets have the same fault as a rule.
-        raise PlanError("step", "; ".join(facts), f"{'; '.join(dict.fromkeys(remedies))}; {AGAIN}")
+        raise PlanError("step", "; ".join(facts) + why, f"{'; '.join(dict.fromkeys(remedies))}; {AGAIN}")
 
 
 def _is_other_batch(leaf: torch.Tensor, shape: tuple[int, ...]) -> bool:
@@ -50,9 +51,7 @@ def _is_other_batch(leaf: torch.Tensor, shape: tuple[int, ...]) -> bool:
 
 
 def _rows_text(program: Program, spec: InputSpec, replicas: int) -> str:
-    """Return why so many rows are expected; "" for an argument that is not batched."""
-    if not spec.batched:
-        return ""
+    """Return why so many rows are expected."""
     rows, m, d = spec.shape[0], program.num_microbatches, program.mesh.replicas
     if d == 1:
         return f" (the global batch of example_inputs has {rows * m} rows)"
@@ -70,8 +69,9 @@ def _remedy(
     if leaf.dim() != len(shape):
         return "pass what example_inputs holds"
     if not _is_other_batch(leaf, shape):
-        sizes = next(size for size, given in zip(shape, leaf.shape, strict=True) if size != given)
-        return f"pad or cut {spec.name} to {sizes} in every step (a tokenizer: padding='max_length', max_length={sizes})"
+        dim = next(i for i, size in enumerate(shape) if size != leaf.shape[i])
+        padded = f"padding='max_length', truncation=True, max_length={shape[dim]}"
+        return f"pad or cut dim {dim} to {shape[dim]} in every step (a tokenizer: {padded})"
     if not spec.batched:
         return "pass what example_inputs holds"
     whole = expected_shape(program, spec, program.mesh.replicas)[0]

@@ -51,7 +51,7 @@ def test_the_global_batch_says_what_is_batched(program: Program) -> None:
         (IDS[:3], 1, "8 rows, of which step takes the 4 of one of 2 replicas", "drop_last=True"),
         (IDS[:6], 2, "8 rows, of which step takes all", "drop_last=True"),
         (torch.cat([IDS, IDS]), 2, "8 rows, of which step takes all", "example_inputs=the global batch"),
-        (IDS[:, :3], 2, r"ids is \[8, 3\] int64, expected is \[8, 5\] int64", "pad or cut ids to 5"),
+        (IDS[:, :3], 2, r"ids is \[8, 3\] int64, expected is \[8, 5\] int64", "pad or cut dim 1 to 5"),
         (IDS.int(), 2, r"ids is \[8, 5\] int32", r"ids\.to\(torch\.int64\)"),
         (IDS[0], 2, r"ids is \[5\] int64", "what example_inputs holds"),
         ("text", 2, "ids is 'text', expected is a tensor", "what example_inputs holds"),

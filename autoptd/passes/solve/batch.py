@@ -18,6 +18,7 @@ import torch
 from torch.fx import Graph, Node
 
 from autoptd.errors import PlanError
+from autoptd.ir.elsewhere import EXPERTS, NORMS
 from autoptd.ir.layout import BATCH
 from autoptd.ir.notes import note, op_name, output, shape, site, tensor, value
 from autoptd.ir.operators.lookups import UNCOUNTED
@@ -35,6 +36,8 @@ UNKNOWN_REMEDY = (
 )
 UNKNOWN_REMEDY += "(sums, products, views, gather), or d=1 and num_microbatches=1"
 COUNT_REMEDY = "F.cross_entropy(..., reduction='none').mean(), and class weights in a buffer"
+# Where an operator tells more of what the user wants.
+REMEDIES = {"aten.batch_norm": NORMS, "aten.sort": f"{RULE_REMEDY}; {EXPERTS}"}
 # Key of Note.extra: operands whose rows are all equal -> the place where they meet the batch.
 FIRST_ROWS = "first_rows"
 
@@ -83,7 +86,7 @@ def _type_of(node: Node, axes: Axes, constants: Constants) -> ValueType:
     if letter is None:
         fact = _mixing_fact(node, axes, split)
         remedy = RULE_REMEDY if axes.is_known(node) else UNKNOWN_REMEDY
-        remedy = COUNT_REMEDY if UNCOUNTED in fact else remedy
+        remedy = COUNT_REMEDY if UNCOUNTED in fact else REMEDIES.get(op_name(node), remedy)
         raise PlanError(site(node), fact, remedy)
     # Operands with the letter that do not carry the batch are constants.
     for operand, place in letter.places.items():
