@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from autoptd.ir.machine import find_machine
+from autoptd.ir.machine_files import machine_file
 from autoptd.ir.mesh import Coordinate, Mesh
 from autoptd.program.calls import expected_calls
 from autoptd.program.program import Program
@@ -143,7 +144,9 @@ def _peak(curve: Curve) -> float:
 
 def _machine_name(named: Any) -> str:
     if isinstance(named, str):
-        return named
+        # Its full name: a machine of NVIDIA's may be asked for by its GPU.
+        file = machine_file(named)
+        return file.stem if file else named
     return "a machine of its own" if named else "the default machine"
 
 
@@ -238,6 +241,7 @@ def _lines(summary: Summary) -> Iterator[str]:
         f"{plural(mesh.size, 'rank')}: {mesh} v={summary.v}, {summary.schedule}, "
         f"{plural(m, 'microbatch')} of size {b} per replica, {plural(samples, 'sample')} a step"
     )
+    yield f"Recipe: {_recipe(summary)}. Machine: {summary.machine}"
     yield ""
     yield "Memory of a rank (AdamW; activations at the fullest moment)"
     yield from _table(
@@ -265,6 +269,16 @@ def _lines(summary: Summary) -> Iterator[str]:
         yield ""
         yield f"{WEIGHED}: {summary.weighed['found']}"
         yield from _table(*weighed_table(summary.weighed))
+
+
+def _recipe(summary: Summary) -> str:
+    """Say in which precision training is, and what a rank holds of a parameter: that of the first rank."""
+    rank = summary.ranks[0]
+    sizes = (rank.parameter_bytes, rank.gradient_bytes, rank.optimizer_bytes)
+    weight, gradient, moments = (nbytes / max(1, rank.parameters) for nbytes in sizes)
+    total = f"{weight + gradient + moments:.3g} bytes a parameter"
+    parts = f"weight {weight:.3g}, gradient {gradient:.3g}, moments {moments:.3g}"
+    return f"AdamW in {', '.join(summary.dtypes)}, {total} ({parts})"
 
 
 def _traffic_row(traffic: Traffic) -> tuple[str, ...]:
