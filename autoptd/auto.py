@@ -114,12 +114,17 @@ def _microbatch(rows: int, fixed: Mapping[str, int]) -> int:
     return rows // (fixed["d"] * fixed["num_microbatches"])
 
 
+def machine_here(device: torch.device) -> str:
+    """Return the name of the machine that ranks on `device` run on, as far as it is described."""
+    if device.type != "cuda":
+        return CPU
+    return machine_of_device(torch.cuda.get_device_name(device)) or USUAL
+
+
 def _machine(given: Any, device: torch.device) -> str:
     """Return the name of the machine that `machine=` means; by default that of the device of the ranks."""
     if given is None:
-        if device.type != "cuda":
-            return CPU
-        return machine_of_device(torch.cuda.get_device_name(device)) or USUAL
+        return machine_here(device)
     file = machine_file(given) if isinstance(given, str) else None
     if file is None:
         known = nearest_machines(str(given))
@@ -138,4 +143,4 @@ def _software(cluster: str, keywords: Mapping[str, Any]) -> Software:
     return software
 
 
-__all__ = ["is_auto", "planned"]
+__all__ = ["is_auto", "machine_here", "planned"]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 
 import autoptd
+from autoptd.auto import machine_here
 from autoptd.cli.data import batches, load_tokens
 from autoptd.cli.models import as_call, find_model, length_of, make_with_weights, vocabulary_of, weights_in
 from autoptd.cli.programs import keywords_of, rows_of
@@ -23,6 +25,7 @@ from autoptd.ir.mesh import Coordinate
 from autoptd.options import make_options
 from autoptd.reports.excepthook import is_interrupt
 from autoptd.reports.report import write_report
+from autoptd.runtime.devices import device_of_ranks
 
 
 def train(asked: Namespace) -> int:
@@ -55,6 +58,10 @@ def train(asked: Namespace) -> int:
         if "weights" in keywords
         else f"weights: random, of seed {seed}"
     )
+    if "machine" not in keywords and "plan" not in keywords:
+        # What is predicted stands beside what is measured here.
+        device = device_of_ranks(model.parameters(), options.device, options.backend)
+        keywords["machine"] = machine_here(device)
     pm = autoptd.parallelize(model, example_inputs=as_call(model, *first), **keywords)
     optimizer = pm.optimizer(torch.optim.AdamW, lr=asked.lr, weight_decay=asked.weight_decay)
     watched: dict[str, Any] = {"log": asked.log, "tensorboard": asked.tensorboard, "peak": asked.peak}
@@ -110,13 +117,16 @@ def _call(pm: autoptd.ParallelModel, call: Any) -> tuple[tuple[Any, ...], dict[s
 
 
 def _write(asked: Namespace, pm: autoptd.ParallelModel, call: Any) -> None:
-    """Record one more step, whose gradients nobody uses, and write what it shows."""
+    """Record one more step, whose gradients nobody uses, and write what it shows, beside one without recording."""
     args, keys = _call(pm, call)
+    start = time.perf_counter()
+    pm.step(*args, **keys).item()
+    plain_seconds = time.perf_counter() - start
     with pm.record() as record:
         pm.step(*args, **keys)
     pm.show(asked.out, record)
     if pm.coordinate == Coordinate():
-        write_report(pm.program, Path(asked.out) / "report.html", asked.model, record)
+        write_report(pm.program, Path(asked.out) / "report.html", asked.model, record, plain_seconds)
         print(f"wrote {asked.out}/report.html", file=sys.stderr)
 
 

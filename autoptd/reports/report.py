@@ -55,12 +55,22 @@ from autoptd.viz.words import bytes_text, count_text, plural
 MAX_DRAWN_OPERATORS, MAX_DRAWN_STAGES = 600, 4
 
 
-def write_report(program: Program, path: str | Path, name: str = "", record: Record | None = None) -> None:
-    """Write the page; `name` is the model's, `record` that of one training step."""
-    Path(path).write_text(report_html(program, name, record))
+def write_report(
+    program: Program,
+    path: str | Path,
+    name: str = "",
+    record: Record | None = None,
+    plain_seconds: float | None = None,
+) -> None:
+    """Write the page; `name` is the model's, `record` that of one training step, `plain_seconds` the time of a
+    step that was not recorded.
+    """
+    Path(path).write_text(report_html(program, name, record, plain_seconds))
 
 
-def report_html(program: Program, name: str = "", record: Record | None = None) -> str:
+def report_html(
+    program: Program, name: str = "", record: Record | None = None, plain_seconds: float | None = None
+) -> str:
     """Return the page."""
     summary = summarize(program)
     runs = [simulated_run(program), *([executed_run(program, record.spans)] if record else [])]
@@ -75,7 +85,7 @@ def report_html(program: Program, name: str = "", record: Record | None = None) 
     ]
     # Measured numbers stand right behind the predicted ones.
     if record:
-        tabs.insert(1, Tab("Measured", _measured(program, record, runs)))
+        tabs.insert(1, Tab("Measured", _measured(program, record, runs, plain_seconds)))
     mesh = program.mesh
     ranks = plural(mesh.size, "rank")
     about = f"{ranks}: t={mesh.t} tensor x p={mesh.p} pipeline x d={mesh.d} data parallel, v={program.v}"
@@ -283,11 +293,13 @@ def _files(program: Program) -> str:
     return "\n".join(parts)
 
 
-def _measured(program: Program, record: Record, runs: list[Run]) -> str:
+def _measured(program: Program, record: Record, runs: list[Run], plain_seconds: float | None) -> str:
     simulated, executed = runs
     rows: list[tuple[str, ...]] = [
         ("step, all microbatches", seconds_text(simulated.length), seconds_text(executed.length)),
     ]
+    if plain_seconds is not None:
+        rows.append(("a step that was not recorded", "", seconds_text(plain_seconds)))
     if executed.is_whole:
         bubbles = (f"{run.bubble:.1%}" for run in runs)
         rows.append(("bubble (idle over the busiest rank's work)", *bubbles))
@@ -309,7 +321,7 @@ def _measured(program: Program, record: Record, runs: list[Run]) -> str:
         verdict = "Equal: what ran is what was compiled."
     return "\n".join(
         [
-            paragraph(f"Predicted by the cost model, and measured in the recorded step: {executed.remark}."),
+            paragraph(f"Predicted: {simulated.remark}. Measured: {executed.remark}."),
             table(("", "predicted", "measured"), rows, (1, 2)),
             heading("Collectives and sends of the recorded ranks"),
             paragraph(verdict),
