@@ -50,6 +50,7 @@ def train(asked: Namespace) -> int:
             f"--batch {rows}", f"does not divide over d={options.d}", f"a multiple of {options.d}"
         )
     tokens = load_tokens(asked.data)
+    # The first batch of the run, drawn once more below: its sizes are what is compiled for.
     first = next(batches(tokens, rows, length, 1, seed))
     if not asked.random and "weights" not in keywords and (folder := weights_in(asked.model)) is not None:
         keywords["weights"] = folder
@@ -76,6 +77,7 @@ def train(asked: Namespace) -> int:
                 optimizer.step()
                 optimizer.zero_grad()
                 progress.add(loss, norm, lr=optimizer.param_groups[0]["lr"])
+    # Ctrl-C reaches all ranks; those that wait for another see it as that one's fault.
     except (KeyboardInterrupt, RuntimeFault) as error:
         if not is_interrupt(error):
             raise
@@ -105,6 +107,7 @@ def _report_interrupt(asked: Namespace, pm: autoptd.ParallelModel, steps: int) -
 
 
 def _say(line: str) -> None:
+    # By the environment, as there may be no process group yet.
     if os.environ.get("RANK", "0") == "0":
         print(line, file=sys.stderr)
 
@@ -122,6 +125,7 @@ def _write(asked: Namespace, pm: autoptd.ParallelModel, call: Any) -> None:
     start = time.perf_counter()
     pm.step(*args, **keys).item()
     plain_seconds = time.perf_counter() - start
+    # A collective: every rank records, rank 0 writes.
     with pm.record() as record:
         pm.step(*args, **keys)
     pm.show(asked.out, record)

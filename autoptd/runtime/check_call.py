@@ -36,6 +36,7 @@ def check_call(program: Program, args: tuple[Any, ...], kwargs: dict[str, Any], 
             if spec.batched and _is_other_batch(leaf, shape):
                 why = _rows_text(program, spec, replicas)
             remedies.append(_remedy(program, spec, leaf, shape, replicas))
+    # The traced graph holds these values: another one given here would be ignored.
     for number, value in program.constants:
         if not is_same_constant(leaves[number], value):
             facts.append(f"argument {number} is {value_text(leaves[number])}, compiled was {value!r}")
