@@ -286,8 +286,9 @@ class ParallelModel(StartedModel):
         if not changed:
             return
         if self._compile is not None:
+            args, kwargs, replicas = self._call
             with self._holding({**self._buffers.now(ranks), **brought}):
-                again = self._compile(*self._call, False)
+                again = self._compile(args, kwargs, replicas, False)
             if replace(again, looked_at=()).fingerprint() == replace(program, looked_at=()).fingerprint():
                 self._program = replace(program, looked_at=again.looked_at)
                 return
