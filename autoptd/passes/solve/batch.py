@@ -152,7 +152,7 @@ def _mixing_error(node: Node, axes: Axes, split: dict[Node, ValueType]) -> PlanE
         return PlanError(site(node), fact + axes.refused(node), UNKNOWN_REMEDY)
     operand, kind = next(iter(split.items()))
     reason = axes.whole_because(node, operand, (kind.dim, kind.atom))
-    remedy = COUNT_REMEDY if UNCOUNTED in reason else RULE_REMEDY
+    remedy = COUNT_REMEDY if UNCOUNTED in reason else REMEDIES.get(op_name(node), RULE_REMEDY)
     return PlanError(site(node), f"{op_name(node)} mixes the samples of the batch ({reason})", remedy)
 
 
