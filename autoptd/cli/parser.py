@@ -16,6 +16,7 @@ from autoptd import __version__
 from autoptd.cli.settings import read_settings
 from autoptd.errors import PlanError
 from autoptd.ir.elsewhere import remedy_for
+from autoptd.ir.mesh import BY_DEGREE
 from autoptd.ir.plan import nearest
 from autoptd.options import KEYWORDS, SCHEDULES, parse_bytes
 
@@ -191,9 +192,9 @@ def make_parser() -> tuple[ArgumentParser, dict[str, ArgumentParser]]:
     doctor = command(
         "doctor", "try every collective and channel on the ranks at hand; name what is wrong or slow", DOCTOR
     )
-    for name, words in (("t", "tensor"), ("p", "pipeline"), ("d", "data")):
+    for name, axis in BY_DEGREE.items():
         doctor.add_argument(
-            f"--{name}", type=int, metavar="N", help=f"{words}-parallel degree (default: several meshes)"
+            f"--{name}", type=int, metavar="N", help=f"{axis.word}-parallel degree (default: several meshes)"
         )
     doctor.add_argument(
         "--backend", choices=("gloo", "nccl"), help="(default: nccl on CUDA devices, else gloo)"

@@ -23,6 +23,7 @@ from autoptd.codegen.expressions import bound_axes, expression
 from autoptd.codegen.names import choose_names
 from autoptd.codegen.parts import Block
 from autoptd.codegen.writer import Writer, weight_text
+from autoptd.ir.mesh import Mesh
 from autoptd.ir.names import free_name
 from autoptd.ir.notes import note
 
@@ -50,7 +51,7 @@ def make_method(block: Block, outside: Callable[[Node], str], taken: Collection[
     return Method(block, name, {node: free_name(outside(node)) for node in block.read})
 
 
-def write_method(writer: Writer, method: Method, t: int) -> None:
+def write_method(writer: Writer, method: Method, mesh: Mesh) -> None:
     """Write the method: the operators of the block, and what it returns."""
     block = method.block
     names = choose_names(list(block.nodes), method.arguments, list(block.results))
@@ -65,7 +66,12 @@ def write_method(writer: Writer, method: Method, t: int) -> None:
     if "buffer" in kinds:
         writer.bind({"b": "self.buffers"})
     write_body(
-        writer, block.nodes, names, t, lambda _, node: expression(node, text, site_text(node)), is_shared=True
+        writer,
+        block.nodes,
+        names,
+        mesh,
+        lambda _, node: expression(node, text, site_text(node)),
+        is_shared=True,
     )
     writer.add(2, f"return {', '.join(names[node] for node in block.results)}")
     writer.gap()

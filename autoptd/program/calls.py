@@ -89,6 +89,11 @@ def axis_text(mesh: Mesh, ranks: Sequence[int]) -> str:
     return " x ".join(texts)
 
 
+def joint_axis(mesh: Mesh, axes: Sequence[str]) -> str:
+    """Name some axes together, without those of one rank: what `axis_text` says of a group along them."""
+    return " x ".join(axis for axis in reversed(mesh.axes) if axis in axes and mesh.degree(axis) > 1)
+
+
 def star(text: str) -> str:
     """Return `transformer.h.*.attn` for `transformer.h.3.attn`: numbers in module paths become stars."""
     return re.sub(r"(?<=\.)\d+(?=[.: ]|$)|\b\d+(?=\.[a-z_])", "*", text)
@@ -101,10 +106,10 @@ def call_site(collective: Collective) -> str:
 
 def expected_calls(program: Program, rank: int, *, training: bool = True) -> Counter[Call]:
     """Return how often `rank` makes each call in one step (or one evaluation), according to the program."""
-    pp = program.mesh.pipeline_rank_of(rank)
+    pipeline_rank = program.mesh.pipeline_rank_of(rank)
     calls: Counter[Call] = Counter()
     for collective in program.collectives:
-        if pp not in collective.pp_ranks:
+        if pipeline_rank not in collective.pp_ranks:
             continue
         is_once = collective.scope == "step"
         for direction, kind in (("forward", collective.forward), ("backward", collective.backward)):

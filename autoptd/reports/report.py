@@ -18,19 +18,19 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from autoptd.ir.actions import Kind
+from autoptd.ir.mesh import AXES
 from autoptd.ir.types import ALIGNED, MIN_ALIGNED, aligned
 from autoptd.program.calls import Call, expected_calls, wire_bytes
 from autoptd.program.program import Picture, Program
 from autoptd.reports.modules import module_sections
 from autoptd.reports.pictures import executed_run, simulated_run
 from autoptd.reports.summary import (
-    AXES,
-    WEIGHED,
     RankCosts,
     Summary,
     Traffic,
     seconds_text,
     summarize,
+    weighed_heading,
     weighed_table,
 )
 from autoptd.runtime.record import Record
@@ -78,7 +78,7 @@ def report_html(program: Program, name: str = "", record: Record | None = None) 
         tabs.insert(1, Tab("Measured", _measured(program, record, runs)))
     mesh = program.mesh
     ranks = plural(mesh.size, "rank")
-    about = f"{ranks}: t={mesh.t} tensor x p={mesh.p} pipeline x d={mesh.d} data parallel, v={program.v}"
+    about = f"{ranks}: {mesh.words}, v={program.v}"
     return page(f"{name or 'A model'} on {ranks}", f"{about}; written by AutoPTD", tabs)
 
 
@@ -122,7 +122,7 @@ def _summary(program: Program, summary: Summary) -> str:
 def _rank_row(rank: RankCosts) -> tuple[str, ...]:
     nbytes = (rank.parameter_bytes, rank.gradient_bytes, rank.optimizer_bytes, rank.activation_bytes)
     return (
-        f"{rank.pp}",
+        f"{rank.pipeline_rank}",
         ", ".join(map(str, rank.stages)),
         count_text(rank.parameters),
         *map(bytes_text, nbytes),
@@ -134,12 +134,12 @@ def _rank_row(rank: RankCosts) -> tuple[str, ...]:
 
 def _traffic_row(traffic: Traffic) -> tuple[str, ...]:
     return (
-        f"{traffic.axis} ({AXES[traffic.axis]} parallel)",
+        f"{traffic.axis} ({AXES[traffic.axis].word} parallel)",
         str(traffic.calls),
         bytes_text(traffic.sent_bytes),
         "between nodes" if traffic.is_between_nodes else "within a node",
         seconds_text(traffic.seconds),
-        str(traffic.pp),
+        str(traffic.pipeline_rank),
     )
 
 
@@ -200,7 +200,9 @@ def _layers(program: Program) -> str:
 
 
 def _schedule(program: Program, runs: list[Run]) -> str:
-    title = f"{program.schedule_name}, p={program.mesh.p} v={program.v} m={program.num_microbatches}"
+    title = (
+        f"{program.schedule_name}, p={program.mesh.pipeline_ranks} v={program.v} m={program.num_microbatches}"
+    )
     orders = program.schedule.splitlines()
     text = folded("As text", "what each pipeline rank does", source("\n".join(orders[:64]) + "\n"))
     remark = paragraph("The same as a trace: `trace.json` beside this page, for ui.perfetto.dev.")
@@ -212,11 +214,11 @@ def _decisions(program: Program) -> str:
     if weighed := program.plan.get("weighed"):
         names, rows = weighed_table(weighed)
         parts += [
-            heading(WEIGHED),
+            heading(weighed_heading(program.mesh)),
             paragraph(f"{weighed['found']}."),
             table(names, rows, range(1, len(names))),
         ]
-    parts.append(heading("What tp does not split as one would expect"))
+    parts.append(heading(f"What {program.mesh.value_text} does not split as one would expect"))
     rows = []
     for entry in program.plan.get("fallbacks", []):
         flops = count_text(entry["flops"])

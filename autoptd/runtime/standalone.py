@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 from autoptd.errors import AutoptdError, InternalError, PlanError
-from autoptd.ir.mesh import Mesh
 from autoptd.program.program import Program
 from autoptd.runtime.executor import groups_of
 from autoptd.runtime.linear import WeightTerm
@@ -71,10 +70,10 @@ def check_stage(stage: type[Stage], folder: str | Path, timeout: float = 60.0) -
     if stage.layers:
         path = Path(folder) / stage.layers
         give_layers(stage, load_layers(program.sources[stage.layers], str(path)))
-    t = program.mesh.t
-    world = ThreadWorld(Mesh(t=t), Communicators(sub_axes=program.sub_axes), "cpu", timeout)
+    mesh = program.mesh.along(program.mesh.value_axes)
+    world = ThreadWorld(mesh, Communicators(sub_axes=program.sub_axes), "cpu", timeout)
     ranks = run_ranks(world, lambda rank: _run(stage, program, index, rank))
-    head = f"{stage.__name__} on {t} tensor rank{'s'[: t > 1]}; shapes are a rank's"
+    head = f"{stage.__name__} on {mesh.size} tensor rank{'s'[: mesh.size > 1]}; shapes are a rank's"
     wrong = list(dict.fromkeys(text for check in ranks for text in check.wrong))
     verdict = "something is wrong: see below" if wrong else "all values and gradients are finite"
     return Check([head, *ranks[0].lines, f"  {verdict}"], wrong)

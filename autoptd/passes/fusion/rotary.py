@@ -31,7 +31,7 @@ def rotary(node: Node) -> Found:
                 if note(cos).needs_grad or note(sin).needs_grad:
                     return Refusal("rotary", node, "the angles need a gradient")
                 if splits(x, -1):
-                    return Refusal("rotary", node, "tp splits what is rotated")
+                    return Refusal("rotary", node, "what is rotated is split")
                 if not same_dtype(node, x, cos, sin):
                     return Refusal("rotary", node, "its parts have several dtypes")
                 return chain.group("rotary", x, cos, sin, **({"interleaved": True} if interleaved else {}))

@@ -26,6 +26,7 @@ from torch.fx import Node
 
 from autoptd.errors import PlanError
 from autoptd.ir.layout import Layout
+from autoptd.ir.mesh import AXES
 from autoptd.ir.notes import note, op_name
 from autoptd.ir.steps import Step
 from autoptd.ir.types import CONVERSIONS
@@ -39,7 +40,7 @@ from autoptd.program.calls import LOCAL_WORK
 
 MAX_LINES = 8
 KEPT_PLAN_REMARK = (
-    "sequence_parallel=True: what tp splits without it stays split; only what stands between may be split by tokens. "
+    "sequence_parallel=True: what is split without it stays split; only what stands between may be split by tokens. "
     '"auto" may split all of it otherwise'
 )
 
@@ -144,11 +145,15 @@ def explain_split(assignment: Assignment, path: str, remark: str = "") -> str:
     """
     problem = assignment.problem
     if problem is None:
-        return f"{path}: t=1, nothing is split\n"
+        return f"{path}: {AXES[assignment.axis].degree}=1, nothing is split\n"
     within = [node for node in problem.variable if f"{_path(node)}.".startswith(f"{path}.")]
     if not within:
         near = difflib.get_close_matches(path, _known_paths(problem), n=3, cutoff=0.3)
-        raise PlanError(path, "no such module or parameter depends on tp", f"for example {', '.join(near)}")
+        raise PlanError(
+            path,
+            f"no such module or parameter depends on {assignment.axis}",
+            f"for example {', '.join(near)}",
+        )
     main_nodes = [node for node in within if note(node).kind == "param" or flops(node)]
     assert assignment.splitter is not None
     symbols = Symbols(assignment.splitter, assignment.letters)
