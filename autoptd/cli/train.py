@@ -45,9 +45,8 @@ def train(asked: Namespace) -> int:
         raise PlanError(f"MODEL {asked.model}", fact, "--set vocab_size=256")
     rows, length = rows_of(asked), length_of(subject, model, asked.seq)
     if rows % replicas:
-        raise PlanError(
-            f"--batch {rows}", f"does not divide over d={options.d}", f"a multiple of {options.d}"
-        )
+        degrees = options.mesh.product_text(options.mesh.batch_axes)
+        raise PlanError(f"--batch {rows}", f"does not divide over {degrees}", f"a multiple of {replicas}")
     tokens = load_tokens(asked.data)
     first = next(batches(tokens, rows, length, 1, seed))
     share = tuple(leaf[: rows // replicas] for leaf in first)
