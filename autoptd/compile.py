@@ -145,7 +145,7 @@ def compile_program(
         buffers={name: value.detach() for name, value in captured.buffers.items()},
         looked_at=ctx.buffers.looked_at(),
         graphs=record.graphs,
-        explainer=partial(passes.explain_split, found.assignment, remark=found_text(weighed)),
+        explainer=partial(passes.explain_split, found.assignments, remark=found_text(weighed)),
         painter=painter(of_a_rank),
     )
 
