@@ -54,7 +54,7 @@ def reason_of(node: Node, mesh: Mesh, layers: dict[str, str] | None = None, is_s
         reasons.append(record.why or record.rule)
     if "reason" in record.extra:
         reasons.append(record.extra["reason"])
-    is_repeated = record.placement.startswith("computed again") and len(record.stages) > 1
+    is_repeated = record.stages_why.startswith("computed again") and len(record.stages) > 1
     if is_repeated and layers is None and not is_shared:
         reasons.append(f"computed on stages {numbers_text(record.stages)}: cheaper than sent")
     return "; ".join(reasons)

@@ -53,10 +53,10 @@ class RankedCandidates:
 
         None where none fits.
         """
-        asked = self.only
+        constraint = self.only
 
         def both(configs: Columns) -> np.ndarray:
-            return only(configs) if asked is None else only(configs) & asked(configs)
+            return only(configs) if constraint is None else only(configs) & constraint(configs)
 
         found = search(self.model, 1, both)
         return self.model.candidate(rows_of(found)[0]) if len(found) else None

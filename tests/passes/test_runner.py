@@ -124,7 +124,7 @@ FAULTS: dict[str, tuple[str, Fault, str]] = {  # name -> pass, what it does wron
     "a type changed by the cut": (
         "cut",
         another_type,
-        "cut .*: changes layout of .*, and may change placement, stages",
+        "cut .*: changes layout of .*, and may change stages, stages_why",
     ),
     "a global size": ("localize", keep_a_global_size, r"localize \(CUT -> LOCAL\) ensures LOCAL: "),
     "a stage changed by hooks": ("hook_gemms", move_a_stage, "hook_gemms .*: changes stages of"),

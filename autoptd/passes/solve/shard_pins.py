@@ -93,7 +93,7 @@ def find_pins(graph: Graph, shard: Sequence[Pin]) -> Pins:
 
 
 def keep_layouts(graph: Graph, layouts: Mapping[str, tuple[Any, ...]]) -> Pins:
-    """Pin every parameter of the graph that `layouts` has, by name, to the placement given there."""
+    """Pin every parameter of the graph that `layouts` has, by name, to the layout given there."""
     pins: Pins = {}
     for node in placeholders(graph, "param"):
         name = note(node).name
