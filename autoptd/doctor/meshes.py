@@ -19,8 +19,10 @@ from autoptd.ir.mesh import DEGREES, MESH_AXES, TABLE, Mesh, Role
 
 def meshes_for(size: int, per_node: int) -> list[Mesh]:
     """Return the meshes to check of `size` ranks, `per_node` of them on a machine; tp stays within one."""
+    # With 8 ranks on a node t=2 p=2 d=2 covers all axes; 4 ranks take several meshes.
     found = [_best(size, per_node, frozenset())]
     seen = _wide(found[0])
+    # Until no mesh makes an axis wide that none before it did.
     while (more := _best(size, per_node, _wide_anywhere(size, per_node) - seen)) and _wide(more) - seen:
         found.append(more)
         seen |= _wide(more)
@@ -56,7 +58,10 @@ def asked_mesh(size: int, degrees: Mapping[str, int | None]) -> Mesh | None:
 
 def _wide_anywhere(size: int, per_node: int) -> set[str]:
     """Return the axes that can have several ranks: no ranks share values where each is alone on its machine."""
-    return {axis for mesh in _meshes(size, per_node) for axis in _wide(mesh)}
+    axes: set[str] = set()
+    for mesh in _meshes(size, per_node):
+        axes |= _wide(mesh)
+    return axes
 
 
 def _best(size: int, per_node: int, missing: AbstractSet[str]) -> Mesh:
@@ -68,6 +73,7 @@ def _best(size: int, per_node: int, missing: AbstractSet[str]) -> Mesh:
 
 
 def _quality(mesh: Mesh) -> tuple[int, bool, int, int]:
+    # Compared in this order; the last one is 0 where there are as many stages as replicas.
     stages = mesh.pipeline_ranks
     return len(_wide(mesh)), stages > 1, mesh.value_ranks, -abs(stages - mesh.replicas)
 
@@ -77,22 +83,13 @@ def _wide(mesh: Mesh) -> set[str]:
 
 
 def _meshes(size: int, per_node: int) -> Iterator[Mesh]:
-    """Yield all meshes whose ranks that share values are on one node, smaller degrees first."""
-    node = _divisor(size, per_node)
-    for degrees in _factorings(size, len(DEGREES)):
-        mesh = Mesh.of(dict(zip(DEGREES, degrees, strict=True)))
-        if node % mesh.value_ranks == 0:
-            yield mesh
-
-
-def _factorings(number: int, count: int) -> Iterator[tuple[int, ...]]:
-    """Yield all ways to write a number as a product of `count` factors."""
-    if count == 1:
-        yield (number,)
-        return
-    for first in range(1, number + 1):
-        if number % first == 0:
-            yield from ((first, *rest) for rest in _factorings(number // first, count - 1))
+    """Yield all meshes whose tp stays within a node, smaller p first."""
+    for t in range(1, _divisor(size, per_node) + 1):
+        if _divisor(size, per_node) % t == 0:
+            rest = size // t
+            for p in range(1, rest + 1):
+                if rest % p == 0:
+                    yield Mesh(t, p, rest // p)
 
 
 def _divisor(size: int, per_node: int) -> int:
