@@ -71,14 +71,15 @@ def plan_batch(options: Options, args: tuple[Any, ...], kwargs: dict[str, Any], 
     # Every tensor as long as the batch: ids, labels, masks. A tensor of another length goes whole to all.
     batched = tuple(i for i in tensors if leaves[i].shape[0] == total)
     if total % replicas:
-        fact = f"the global batch's {total} rows do not divide over d={replicas}"
+        degrees = options.mesh.product_text(options.mesh.batch_axes)
+        fact = f"the global batch's {total} rows do not divide over {degrees}"
         if len(batched) < len(tensors):
             sizes = ", ".join(f"tensor {i} has {leaves[i].shape[0]}" for i in tensors)
             fact += f" (in their first dim, {sizes}: the batch is the first tensor's, "
             fact += "or of most where that has one entry)"
         raise PlanError("example_inputs", fact, f"a multiple of {replicas} rows")
     share = total // replicas
-    m = options.num_microbatches or default_microbatches(share, options.p)
+    m = options.num_microbatches or default_microbatches(share, options.mesh.pipeline_ranks)
     if share % m:
         fits = [k for k in range(1, share + 1) if share % k == 0]
         fact = f"{share} rows of a replica do not divide into {m} microbatches"
@@ -93,10 +94,11 @@ def plan_batch(options: Options, args: tuple[Any, ...], kwargs: dict[str, Any], 
     return Batch(batched, rows, m, pieces, rows if pieces == 1 else max(rows, 2))
 
 
-def default_microbatches(rows: int, p: int) -> int:
-    """Return the largest divisor of `rows` that is at most 4p, a multiple of p preferred."""
-    fits = [k for k in range(1, min(rows, 4 * p) + 1) if rows % k == 0]
-    return max([k for k in fits if k % p == 0] or fits)
+def default_microbatches(rows: int, pipeline_ranks: int) -> int:
+    """Return the largest divisor of `rows` that is at most 4 a pipeline rank, a multiple of
+    `pipeline_ranks` preferred."""
+    fits = [k for k in range(1, min(rows, 4 * pipeline_ranks) + 1) if rows % k == 0]
+    return max([k for k in fits if k % pipeline_ranks == 0] or fits)
 
 
 def resize(

@@ -45,10 +45,10 @@ def train(asked: Namespace) -> int:
         fact = f"its vocabulary of {vocabulary_of(model, asked.vocab)} has no place for 256 bytes"
         raise PlanError(f"MODEL {asked.model}", fact, "--set vocab_size=256")
     rows, length = rows_of(asked), length_of(subject, model, asked.seq)
-    if rows % options.mesh.replicas:
-        raise PlanError(
-            f"--batch {rows}", f"does not divide over d={options.d}", f"a multiple of {options.d}"
-        )
+    replicas = options.mesh.replicas
+    if rows % replicas:
+        degrees = options.mesh.product_text(options.mesh.batch_axes)
+        raise PlanError(f"--batch {rows}", f"does not divide over {degrees}", f"a multiple of {replicas}")
     tokens = load_tokens(asked.data)
     # The first batch of the run, drawn once more below: its sizes are what is compiled for.
     first = next(batches(tokens, rows, length, 1, seed))

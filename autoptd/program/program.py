@@ -49,7 +49,7 @@ from autoptd.program.specs import (
 )
 
 # Of the format of program.json.
-VERSION = 7
+VERSION = 8
 Spec = TypeVar("Spec")
 
 
