@@ -141,7 +141,8 @@ def trace_rows(
         compare_rows(model, options, captured, resize(args, kwargs, batch, batch.traced_rows), batch)
     whole = None
     if batch.pieces > 1:
-        whole = tracing.capture(model, *resize(args, kwargs, batch, batch.whole_rows), options.loss_fn).graph
+        call = resize(args, kwargs, batch, batch.whole_rows)
+        whole = tracing.capture_again(captured, model, *call, options.loss_fn)
     return Traces(captured, whole)
 
 

@@ -7,7 +7,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cache
@@ -22,6 +22,7 @@ import torch.fx.proxy
 import torch.utils.checkpoint
 from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.schema_check_mode import SchemaCheckMode
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
@@ -31,16 +32,19 @@ __all__ = [
     "FakeTensorMode",
     "OpOverload",
     "OpOverloadPacket",
+    "PreDispatchMode",
     "TorchDispatchMode",
     "abort_groups",
     "autograd_node_number",
     "bound_device",
     "default_store",
     "env_store",
+    "exporting_with",
     "gather_into",
     "interpreter_fault",
     "last_node_number",
     "light_export",
+    "make_fake",
     "new_group",
     "plain_checkpoints",
     "scatter_into",
@@ -67,6 +71,42 @@ def light_export() -> Iterator[None]:
         finally:
             if known is not None:
                 names["CapturedTraceback"] = known
+
+
+class PreDispatchMode(SchemaCheckMode):
+    """A mode that is called with operators above autograd: composite ones whole, as torch.export records them.
+
+    torch lets three of its own modes in there, and this is the plainest of them; nothing of it is used.
+    """
+
+    def __init__(self) -> None:
+        TorchDispatchMode.__init__(self, torch._C.DispatchKey.PreDispatch)
+
+
+@contextmanager
+def exporting_with(run: Callable[[Any, tuple[Any, ...]], None]) -> Iterator[None]:
+    """Let torch.export call `run(forward, args)` where it would trace: the model has fake parameters there,
+    and everything else around it is that of a trace. `run` ends with an exception.
+    """
+    names = vars(torch.export._trace)
+    known = names["make_fx"]
+    names["make_fx"] = lambda forward, **_: lambda *args: run(forward, args)
+    try:
+        yield
+    finally:
+        names["make_fx"] = known
+
+
+def make_fake(
+    mode: FakeTensorMode,
+    size: Sequence[int],
+    stride: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> FakeTensor:
+    """Return a fake tensor with memory of its own, at a tenth of the price of an operator that makes one."""
+    meta = torch.empty_strided(size, stride, dtype=dtype, device="meta")
+    return FakeTensor(mode, meta, device)
 
 
 @contextmanager

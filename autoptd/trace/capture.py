@@ -16,6 +16,7 @@ import operator
 import re
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,14 +26,15 @@ from torch import nn
 from torch.export.graph_signature import InputKind
 from torch.fx import Graph, Node
 
-from autoptd.compat import light_export, tree_flatten, tree_unflatten
-from autoptd.errors import AutoptdError, TraceError
+from autoptd.compat import exporting_with, light_export, tree_flatten, tree_unflatten
+from autoptd.errors import AutoptdError, InternalError, TraceError
 from autoptd.ir.names import USED
-from autoptd.ir.notes import Note, note, op_name, output, set_note
+from autoptd.ir.notes import Note, copy_graph, note, op_name, output, placeholders, set_note
 from autoptd.ir.operators.table import operator_of
 from autoptd.trace.faithful import check_loss_fn, check_model
 from autoptd.trace.functions import check_functions
 from autoptd.trace.normalize import normalize
+from autoptd.trace.retrace import NO_GRAD, REGION_RESULT, Differs, Followed, Follower, Raw
 from autoptd.trace.storage import is_same_memory, tied_names
 from autoptd.trace.watch import Operands, checkpoint_sites, watch_tracing
 from autoptd.trace.watched import Watched, check_changes
@@ -48,7 +50,8 @@ class Captured:
 
     `aliases` maps the first name of every parameter to all its names; `inputs` are (placeholder name, leaf
     index) pairs of the flattened call; `constants` are the leaves that are not tensors; `buffers` hold values
-    of buffers and constants. `checkpointed` are modules whose activation checkpoints are not in the graph.
+    of buffers and constants. `raw` is the graph before it was normalised, for a second trace (`retrace.py`).
+    `checkpointed` are modules whose activation checkpoints are not in the graph.
     """
 
     graph: Graph
@@ -59,6 +62,7 @@ class Captured:
     inputs: tuple[tuple[str, int], ...]
     constants: tuple[tuple[int, Any], ...]
     tree: str
+    raw: Raw
     checkpointed: tuple[str, ...] = ()
 
 
@@ -69,27 +73,89 @@ def capture(
     check_model(model)
     check_loss_fn(loss_fn)
     leaves, tree = tree_flatten((args, kwargs))
-    fresh = [leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-    call_args, call_kwargs = tree_unflatten(fresh, tree)
-    # The parameters themselves: while the forward is traced, the model has fake ones in their place.
-    registered = {id(parameter): name for name, parameter in model.named_parameters()}
-    wrapper = Watched(model, loss_fn, around=partial(Operands, model, registered))
-    exported, checkpointed = _export(wrapper, call_args, call_kwargs)
+    wrapper = _watched(model, loss_fn)
+    exported, checkpointed = _export(wrapper, *_fresh(args, kwargs))
     check_changes(wrapper, args, kwargs)
     aliases = tied_names(model)
     first_name = {name: names[0] for names in aliases.values() for name in names}
     graph, inputs, buffers = _read(exported, wrapper, first_name, leaves, input_names(model, args, kwargs))
-    normalize(graph)
-    _mark_dependence(graph, dict(model.named_parameters()))
-    _drop_idle_detaches(graph)
-    _forget_lost_gradients(graph)
+    read = copy_graph(graph)
+    raw = Raw(read, _given(read, wrapper, first_name, inputs, len(leaves)))
+    _finish(graph, model)
     persistent = frozenset(model.state_dict(keep_vars=True)) - set(first_name)
     constants = tuple((i, leaf) for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor))
     every = dict(model.named_parameters(remove_duplicate=False))
     parameters = {name: every[name] for name in aliases}
     return Captured(
-        graph, aliases, parameters, buffers, persistent, inputs, constants, str(tree), checkpointed
+        graph, aliases, parameters, buffers, persistent, inputs, constants, str(tree), raw, checkpointed
     )
+
+
+def capture_again(
+    first: Captured,
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    loss_fn: Callable[..., Any] | None,
+) -> Graph:
+    """Trace the call that `first` is the trace of with other rows, along `first` where the forward does the
+    same; return the graph that `capture` would.
+    """
+    wrapper, follower = _watched(model, loss_fn), Follower(first.raw)
+    try:
+        _export(wrapper, *_fresh(args, kwargs), run=follower.run)
+    # Whatever it is that the forward does otherwise, or fails at: a full trace names it.
+    except (Differs, AutoptdError):
+        return capture(model, args, kwargs, loss_fn).graph
+    except Followed:
+        check_changes(wrapper, args, kwargs)
+        graph = follower.graph()
+        for node in placeholders(graph, "buffer"):
+            if "constant" in note(node).extra:
+                _check_kept(note(node).extra["constant"], wrapper)
+        _finish(graph, model)
+        return graph
+    raise InternalError("capture_again", "torch.export ended before the forward")
+
+
+def _watched(model: nn.Module, loss_fn: Callable[..., Any] | None) -> Watched:
+    # The parameters themselves: while the forward is traced, the model has fake ones in their place.
+    registered = {id(parameter): name for name, parameter in model.named_parameters()}
+    return Watched(model, loss_fn, around=partial(Operands, model, registered))
+
+
+def _fresh(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The call with copies of its tensors: torch.export notes what it has seen of a tensor on it."""
+    leaves, tree = tree_flatten((args, kwargs))
+    fresh = [leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    return tree_unflatten(fresh, tree)
+
+
+def _given(
+    graph: Graph,
+    wrapper: Watched,
+    first_name: dict[str, str],
+    inputs: tuple[tuple[str, int], ...],
+    leaves: int,
+) -> tuple[Node | None, ...]:
+    """The placeholders of what torch.export calls the forward with, in its order."""
+    named = {(note(node).kind, note(node).name): node for node in graph.find_nodes(op="placeholder")}
+    given: list[Node | None] = []
+    for name, _ in wrapper.named_parameters(remove_duplicate=False):
+        given.append(named.get(("param", first_name[name.removeprefix("model.")])))
+    for name, _ in wrapper.named_buffers(remove_duplicate=False):
+        given.append(named.get(("buffer", name.removeprefix("model."))))
+    name_of = {leaf: name for name, leaf in inputs}
+    given += [named.get(("input", name_of.get(leaf, ""))) for leaf in range(leaves)]
+    return tuple(given)
+
+
+def _finish(graph: Graph, model: nn.Module) -> None:
+    """Bring a graph as it was read into the form TRACED."""
+    normalize(graph)
+    _mark_dependence(graph, dict(model.named_parameters()))
+    _drop_idle_detaches(graph)
+    _forget_lost_gradients(graph)
 
 
 def input_names(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
@@ -125,13 +191,17 @@ def _leaf_names(name: str, arg: Any) -> list[str]:
 
 
 def _export(
-    wrapper: Watched, args: tuple[Any, ...], kwargs: dict[str, Any]
+    wrapper: Watched,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    run: Callable[[Any, tuple[Any, ...]], None] | None = None,
 ) -> tuple[torch.export.ExportedProgram, tuple[str, ...]]:
     """The exported program, and the modules whose activation checkpoints it does without."""
     device = next((p.device.type for p in wrapper.parameters()), "cpu")
     try:
         autocast = torch.autocast(device if device != "meta" else "cpu", enabled=False)
-        with watch_tracing(wrapper.model) as met, autocast, torch.enable_grad(), light_export():
+        tracer = nullcontext() if run is None else exporting_with(run)
+        with watch_tracing(wrapper.model) as met, autocast, torch.enable_grad(), light_export(), tracer:
             exported = torch.export.export(wrapper, args, kwargs, strict=False)
         check_functions(met.functions)
         return exported, tuple(checkpoint_sites(wrapper.model, met.checkpointed))
@@ -244,7 +314,8 @@ def _copy(
     made = graph.node_copy(node, lambda old: mapping[old])
     made.meta = {"val": node.meta.get("val")}
     source, code = source_line(node)
-    set_note(made, Note(module=module_path(node), source=source, code=code))
+    extra = {NO_GRAD: True} if detached else {}
+    set_note(made, Note(module=module_path(node), source=source, code=code, extra=extra))
     mapping[node] = made
 
 
@@ -269,7 +340,8 @@ def _inline(
             inside = piece
             piece = graph.call_function(torch.ops.aten.detach.default, (inside,))
             piece.meta["val"] = inside.meta["val"].detach()
-            set_note(piece, Note(module=note(inside).module, source=note(inside).source))
+            extra = {REGION_RESULT: True}
+            set_note(piece, Note(module=note(inside).module, source=note(inside).source, extra=extra))
         pieces.append(piece)
     for reader in list(node.users):
         if reader.target is operator.getitem:
