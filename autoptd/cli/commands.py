@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable
+from contextlib import nullcontext
 from importlib import import_module
+
+from autoptd.ir.activity import activity
 
 # Command -> (module of this package, its function)
 FUNCTIONS = {
@@ -24,9 +27,15 @@ FUNCTIONS = {
 }
 
 
+# Of these, the modules that do without torch.
+WITHOUT_TORCH = ("simulate", "compare", "completion")
+
+
 def _runner(module: str, function: str) -> Callable[[Namespace], int]:
     def run(asked: Namespace) -> int:
-        done: int = getattr(import_module(f"autoptd.cli.{module}"), function)(asked)
+        with nullcontext() if module in WITHOUT_TORCH else activity("importing torch"):
+            home = import_module(f"autoptd.cli.{module}")
+        done: int = getattr(home, function)(asked)
         return done
 
     return run

@@ -10,13 +10,15 @@ import autoptd
 from autoptd.cli.models import find_model, make_with_weights
 from autoptd.cli.programs import example_inputs, keywords_of
 from autoptd.cli.settings import read_pairs
+from autoptd.ir.activity import activity
 
 
 def verify(asked: Namespace) -> int:
     """Print the largest differences; 0 where model and partition are equal, 1 where they are not."""
     torch.manual_seed(asked.seed or 0)
     subject = find_model(asked.model, read_pairs("set", asked.set))
-    model, given = make_with_weights(subject, asked.dtype)
+    with activity(f"building {asked.model}"):
+        model, given = make_with_weights(subject, asked.dtype)
     batch = example_inputs(asked, subject, model, given)
     report = autoptd.verify(model, example_inputs=batch, steps=asked.steps, **keywords_of(asked))
     print(report)

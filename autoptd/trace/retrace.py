@@ -127,8 +127,10 @@ class Follower(PreDispatchMode):
         # torch.export drops a detach that nobody reads; its value is then not known here either.
         if func is aten.detach.default and not self._is_detach(node, args[0]):
             return func(*args, **kwargs)
-        # Metadata that changes in place would change behind what is kept here.
-        if node is None or node.target is not target or torch.Tag.inplace_view in func.tags:
+        if node is None or node.target is not target:
+            self._differ()
+        # Sizes that change in place would change behind what is kept here; detach_ changes none.
+        if torch.Tag.inplace_view in func.tags and func is not aten.detach_.default:
             self._differ()
         if torch.is_grad_enabled() == (NO_GRAD in note(node).extra) or _is_autocast():
             self._differ()
