@@ -39,12 +39,10 @@ __all__ = [
     "bound_device",
     "default_store",
     "env_store",
-    "exporting_with",
     "gather_into",
     "interpreter_fault",
     "last_node_number",
     "light_export",
-    "make_fake",
     "new_group",
     "plain_checkpoints",
     "scatter_into",
@@ -54,21 +52,26 @@ __all__ += ["tree_flatten", "tree_leaves", "tree_map", "tree_unflatten"]
 
 
 @contextmanager
-def light_export() -> Iterator[None]:
+def light_export(run: Callable[[Any, tuple[Any, ...]], None] | None = None) -> Iterator[None]:
     """Let torch.export do without what nobody reads, a third of its time.
 
     That is: frames of torch's own in every node's stack trace, and Python code of every graph on the way.
+    With `run`, it calls `run(forward, args)` where it would trace, in all the surroundings of a trace (fake
+    parameters in the model); `run` ends with an exception.
     """
-    names = vars(torch.fx.proxy)
+    names, export = vars(torch.fx.proxy), vars(torch.export._trace)
     # A release that does not have it records stacks in its own way.
-    known = names.get("CapturedTraceback")
+    known, tracer = names.get("CapturedTraceback"), export["make_fx"]
     with _use_lazy_graph_module(True), _quiet_failures():
         if known is not None:
             names["CapturedTraceback"] = _UserFrames
+        if run is not None:
+            export["make_fx"] = lambda forward, **_: lambda *args: run(forward, args)
         try:
             with _lstm_of_one_shape():
                 yield
         finally:
+            export["make_fx"] = tracer
             if known is not None:
                 names["CapturedTraceback"] = known
 
@@ -81,32 +84,6 @@ class PreDispatchMode(SchemaCheckMode):
 
     def __init__(self) -> None:
         TorchDispatchMode.__init__(self, torch._C.DispatchKey.PreDispatch)
-
-
-@contextmanager
-def exporting_with(run: Callable[[Any, tuple[Any, ...]], None]) -> Iterator[None]:
-    """Let torch.export call `run(forward, args)` where it would trace: the model has fake parameters there,
-    and everything else around it is that of a trace. `run` ends with an exception.
-    """
-    names = vars(torch.export._trace)
-    known = names["make_fx"]
-    names["make_fx"] = lambda forward, **_: lambda *args: run(forward, args)
-    try:
-        yield
-    finally:
-        names["make_fx"] = known
-
-
-def make_fake(
-    mode: FakeTensorMode,
-    size: Sequence[int],
-    stride: Sequence[int],
-    dtype: torch.dtype,
-    device: torch.device,
-) -> FakeTensor:
-    """Return a fake tensor with memory of its own, at a tenth of the price of an operator that makes one."""
-    meta = torch.empty_strided(size, stride, dtype=dtype, device="meta")
-    return FakeTensor(mode, meta, device)
 
 
 @contextmanager

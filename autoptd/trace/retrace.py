@@ -8,7 +8,7 @@ In: the first trace as it was before `normalize` (`Raw`), and the forward with o
 torch.export would give, or None where the forward does anything else; a full trace then says what.
 
     follower = Follower(raw)
-    with exporting_with(follower.run):
+    with light_export(follower.run):
         torch.export.export(...)        # ends with `Followed` or `Differs`
     follower.graph()
 """
@@ -26,7 +26,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from autoptd.compat import FakeTensor, FakeTensorMode, PreDispatchMode, make_fake
+from autoptd.compat import FakeTensor, FakeTensorMode, PreDispatchMode
 from autoptd.ir.notes import copy_nodes, note, output, value
 
 aten = torch.ops.aten
@@ -58,7 +58,8 @@ class Metadata:
         return cls(x.shape, x.stride(), x.dtype, x.device)
 
     def make(self, mode: FakeTensorMode) -> FakeTensor:
-        return make_fake(mode, self.size, self.stride, self.dtype, self.device)
+        meta = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device="meta")
+        return FakeTensor(mode, meta, self.device)
 
 
 @dataclass(frozen=True)
