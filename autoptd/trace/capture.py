@@ -15,6 +15,7 @@ import inspect
 import re
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,7 +25,7 @@ from torch import nn
 from torch.fx import Graph, Node
 
 from autoptd.compat import light_export, tree_flatten, tree_unflatten
-from autoptd.errors import AutoptdError, InternalError, TraceError
+from autoptd.errors import AutoptdError, TraceError
 from autoptd.ir.names import USED
 from autoptd.ir.notes import copy_graph, note, placeholders
 from autoptd.trace.dependence import mark_dependence
@@ -69,6 +70,7 @@ def capture(
     leaves, tree = tree_flatten((args, kwargs))
     wrapper = _watched(model, loss_fn)
     exported, checkpointed = _export(wrapper, *_fresh(args, kwargs))
+    assert exported is not None
     check_changes(wrapper, args, kwargs)
     aliases = tied_names(model)
     first_name = {name: names[0] for names in aliases.values() for name in names}
@@ -103,15 +105,13 @@ def capture_again(
     # Whatever it is that the forward does otherwise, or fails at: a full trace names it.
     except (Differs, AutoptdError):
         return capture(model, args, kwargs, loss_fn).graph
-    except Followed:
-        check_changes(wrapper, args, kwargs)
-        graph = follower.graph()
-        for node in placeholders(graph, "buffer"):
-            if "constant" in note(node).extra:
-                check_kept(note(node).extra["constant"], wrapper)
-        _finish(graph, model)
-        return graph
-    raise InternalError("capture_again", "torch.export ended before the forward")
+    check_changes(wrapper, args, kwargs)
+    graph = follower.graph()
+    for node in placeholders(graph, "buffer"):
+        if "constant" in note(node).extra:
+            check_kept(note(node).extra["constant"], wrapper)
+    _finish(graph, model)
+    return graph
 
 
 def _watched(model: nn.Module, loss_fn: Callable[..., Any] | None) -> Watched:
@@ -189,25 +189,34 @@ def _export(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     run: Callable[[Any, tuple[Any, ...]], None] | None = None,
-) -> tuple[torch.export.ExportedProgram, tuple[str, ...]]:
-    """The exported program, and the modules whose activation checkpoints it does without."""
+) -> tuple[torch.export.ExportedProgram | None, tuple[str, ...]]:
+    """Export the forward; return the program (None where `run` followed the forward instead), and the modules
+    whose activation checkpoints it does without.
+    """
     device = next((p.device.type for p in wrapper.parameters()), "cpu")
+    exported = None
     try:
         autocast = torch.autocast(device if device != "meta" else "cpu", enabled=False)
-        with watch_tracing(wrapper.model) as met, autocast, torch.enable_grad(), light_export(run):
+        followed = suppress(Followed)
+        with watch_tracing(wrapper.model) as met, autocast, torch.enable_grad(), light_export(run), followed:
             exported = torch.export.export(wrapper, args, kwargs, strict=False)
         check_functions(met.functions)
         return exported, tuple(checkpoint_sites(wrapper.model, met.checkpointed))
     except AutoptdError:
         raise
     except Exception as error:
-        line = _user_line(error)
-        fact = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        if "data-dependent" in fact:
-            fact = "the value of a tensor becomes a Python number, and a branch or a size may follow it"
-            raise TraceError(line, fact, VALUE_REMEDY) from error
-        remedy = "the model must run on these example inputs; torch.export must be able to trace it"
-        raise TraceError(line, f"cannot be traced: {type(error).__name__}: {fact}", remedy) from error
+        raise _refusal(error) from error
+
+
+def _refusal(error: Exception) -> TraceError:
+    """Make the error for what torch.export, or the model in it, raised."""
+    line = _user_line(error)
+    fact = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    if "data-dependent" in fact:
+        fact = "the value of a tensor becomes a Python number, and a branch or a size may follow it"
+        return TraceError(line, fact, VALUE_REMEDY)
+    remedy = "the model must run on these example inputs; torch.export must be able to trace it"
+    return TraceError(line, f"cannot be traced: {type(error).__name__}: {fact}", remedy)
 
 
 def _user_line(error: BaseException) -> str:

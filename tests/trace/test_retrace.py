@@ -49,6 +49,18 @@ class Double(torch.autograd.Function):
         return 2 * gradient
 
 
+class Uneven(torch.autograd.Function):
+    """Its backward is that of its forward for few rows only."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return (3 if is_many(gradient) else 2) * gradient
+
+
 def is_many(x: Tensor) -> bool:
     return x.shape[0] > FEW
 
@@ -153,6 +165,7 @@ OTHER: dict[str, Forward] = {
     "a read that nobody reads": lambda self, x: self.first(x) + (is_many(x) and x.sum() * 0 is None),
     "a failure": lambda self, x: self.first(x) + self.table[: min(x.shape[0], 3)],
     "a hook": hooked,
+    "another backward": lambda self, x: Uneven.apply(self.first(x)),
     "sizes that change in place": lambda self, x: self.first(x).t_(),
     "a call of autograd": lambda self, x: Double.apply(self.first(x)) if is_many(x) else 2.0 * self.first(x),
 }
@@ -208,6 +221,11 @@ def test_what_differs_is_traced_again(kind: str) -> None:
     along, traces = traced(Net(OTHER[kind]), again=True)
     assert traces == 1
     assert along == traced(Net(OTHER[kind]), again=False)[0]
+
+
+def test_a_backward_for_few_rows_is_refused() -> None:
+    (told,), _ = traced(Net(OTHER["another backward"]), again=True)
+    assert "it is not the derivative of its forward" in told
 
 
 def test_state_that_only_many_rows_change_is_refused() -> None:
