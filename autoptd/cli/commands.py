@@ -5,6 +5,7 @@ COMMANDS["show"](parse(["show", "gpt2"]))       # prints, returns how the proces
 
 from __future__ import annotations
 
+import sys
 from argparse import Namespace
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -33,7 +34,8 @@ WITHOUT_TORCH = ("simulate", "compare", "completion")
 
 def _runner(module: str, function: str) -> Callable[[Namespace], int]:
     def run(asked: Namespace) -> int:
-        with nullcontext() if module in WITHOUT_TORCH else activity("importing torch"):
+        is_quick = module in WITHOUT_TORCH or "torch" in sys.modules
+        with nullcontext() if is_quick else activity("importing torch"):
             home = import_module(f"autoptd.cli.{module}")
         done: int = getattr(home, function)(asked)
         return done

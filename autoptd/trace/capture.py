@@ -71,12 +71,14 @@ def capture(
     wrapper = _watched(model, loss_fn)
     exported, checkpointed = _export(wrapper, *_fresh(args, kwargs))
     assert exported is not None
+    # After the trace: `Watched` has put the model back, and this calls it again where something changed.
     check_changes(wrapper, args, kwargs)
     aliases = tied_names(model)
     first_name = {name: names[0] for names in aliases.values() for name in names}
     graph, inputs, buffers = read_graph(
         exported, wrapper, first_name, leaves, input_names(model, args, kwargs)
     )
+    # `normalize` drops and rewrites operators that a second run of the forward will call.
     read = copy_graph(graph)
     raw = Raw(read, _given(read, wrapper, first_name, inputs, len(leaves)))
     _finish(graph, model)
@@ -107,6 +109,7 @@ def capture_again(
         return capture(model, args, kwargs, loss_fn).graph
     check_changes(wrapper, args, kwargs)
     graph = follower.graph()
+    # What `read_graph` refuses in a trace, and the first one did not have.
     for node in placeholders(graph, "buffer"):
         if "constant" in note(node).extra:
             check_kept(note(node).extra["constant"], wrapper)

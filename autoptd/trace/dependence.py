@@ -36,6 +36,7 @@ def _forget_lost_gradients(graph: Graph) -> None:
 
     Its parameters are not trained.
     """
+    # Backwards, as gradients run: what reaches no reader's gradient reaches none.
     live = set(output(graph).all_input_nodes)
     for node in reversed(graph.nodes):
         if node not in live:

@@ -52,6 +52,7 @@ def read_graph(
         # A reader of a region that was inlined is mapped already.
         if node in mapping:
             continue
+        # Tied names are placeholders of their own in torch.export's graph, and one in ours.
         if node.op == "placeholder" and node.name in parameters:
             name = first_name[parameters[node.name].removeprefix("model.")]
             mapping[node] = seen[name] = seen.get(name) or _placeholder(graph, node, "param", name)
@@ -69,6 +70,7 @@ def read_graph(
                 mapping[node] = _placeholder(graph, node, "input", names[leaf])
                 inputs.append((names[leaf], leaf))
         elif node.op == "output":
+            # The loss is all that the wrapper returns; state that was changed has been refused.
             mapping[node] = graph.output(mapping[node.args[0][0]])
             set_note(mapping[node], Note(kind="output"))
         elif node.op == "get_attr":
@@ -108,6 +110,7 @@ def _copy(
         raise TraceError(
             source_line(node)[0], f"{name} cannot be partitioned", "write this part with plain operators"
         )
+    # torch.export allows sizes that depend on values; a rank could not know its part's.
     _check_sizes(node)
     made = graph.node_copy(node, lambda old: mapping[old])
     made.meta = {"val": node.meta.get("val")}
