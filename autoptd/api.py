@@ -129,6 +129,7 @@ def parallelize(
     if is_chosen and not is_local(options):
         example_inputs = first_share(example_inputs, options.mesh.replicas)
     folder = None
+    # Names and shapes are checked before anything is traced: a wrong folder costs seconds, not minutes.
     if weights is not None:
         folder = fitting(model, open_folder(weights))
         model = with_values(model, folder)
@@ -145,6 +146,7 @@ def parallelize(
         program = compile_program(
             model, options, args, kwargs, replicas=replicas, check=check and is_first_process()
         )
+        # Compiled again for other buffers (check=False), it has warned already.
         if check and is_first_process():
             warn_of_fallbacks(program)
         return program
@@ -180,6 +182,7 @@ def with_buffers(model: nn.Module, values: Mapping[str, torch.Tensor]) -> Iterat
     for path, module in model.named_modules():
         for name, own in module._buffers.items():
             value = values.get(f"{path}.{name}" if path else name)
+            # A buffer with these values already stays the very tensor, which the user may have views of.
             if own is None or value is None or own.is_meta or torch.equal(own, value.to(own.device)):
                 continue
             before.append((module, name, own))

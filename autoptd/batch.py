@@ -44,6 +44,7 @@ class Batch:
     def whole_rows(self) -> int:
         """Rows of the second trace: those of a step, where they are more than the first one's."""
         step = self.rows * self.pieces
+        # There must be two numbers of rows to compare, also where a step has no more than a microbatch.
         return step if step > self.traced_rows else 2 * self.traced_rows
 
 
@@ -77,6 +78,7 @@ def plan_batch(options: Options, args: tuple[Any, ...], kwargs: dict[str, Any], 
         remedy = "pass the tensors that the model is called with"
         raise PlanError("example_inputs", "no tensor with a batch dim", remedy)
     total = batch_rows(leaves, replicas * (options.num_microbatches or 1))
+    # Every tensor as long as the batch: ids, labels, masks. A tensor of another length goes whole to all.
     batched = tuple(i for i in tensors if leaves[i].shape[0] == total)
     if total % replicas:
         fact = f"{total} rows do not divide over d={replicas}"

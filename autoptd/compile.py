@@ -97,12 +97,14 @@ def compile_program(
     tracing.check_device(model, args, kwargs)
     options, record = settle(model, options), record or Record()
     batch = plan_batch(options, args, kwargs, replicas)
+    # One trace serves all ranks: the model is traced for one device, and split afterwards.
     traces = trace_rows(model, options, args, kwargs, batch, check)
     captured, traced = traces.captured, traces.captured.graph
     warn_of_checkpoints(captured.checkpointed)
 
     # The passes, up to the cut as often as it takes to find a plan that fits in memory.
     graph, ctx = place(traced, make_context(options, traces, batch, like), record)
+    # "auto" beside the plans of Megatron and Korthikanti: two more runs, up to CONNECTED.
     weighed = passes.weigh_known(traced, record.graphs["CONNECTED"], ctx, up_to(Form.CONNECTED, PASSES))
     graph = run_passes(beyond(Form.CUT, PASSES), graph, ctx, record)
     options, found = ctx.options, ctx.found
@@ -110,6 +112,7 @@ def compile_program(
     # What the runtime runs: crossings first, as orders and transfers follow from them.
     crossing = codegen.crossings(graph)
     crossings = tuple(map(crossing_spec, crossing))
+    # The cut was balanced on orders without sends and receives: what is sent was not known yet.
     orders = schedule.connect_orders(ctx.orders, crossing_links(crossings))
     params = param_specs(graph, captured, options)
     transfers = plan_transfers(crossings, ctx.ranks, options.mesh, options.p2p, options.rank_machine)
@@ -155,6 +158,7 @@ def compile_program(
 def settle(model: nn.Module, options: Options) -> Options:
     """Complete the options by what the model, its device and a schedule of the user's own decide."""
     written = schedule.written_orders(options)
+    # A file with a schedule fixes m: it names every microbatch.
     if written is not None:
         options = replace(options, num_microbatches=schedule.num_microbatches(written))
     return replace(options, fuse=default_fusion(model.parameters(), options))
@@ -184,6 +188,7 @@ def place(traced: Graph, ctx: Context, record: Record) -> tuple[Graph, Context]:
     """
 
     def solve(price: float) -> tuple[Graph, Context]:
+        # A context without findings, so that each price starts from TRACED; 0 is None, as in a plan.
         priced = replace(ctx, options=replace(ctx.options, memory_price=price or None))
         return run_passes(up_to(Form.CUT, PASSES), traced, priced, record), priced
 
@@ -229,7 +234,9 @@ def compile_evaluation(
         is_training = tracing.is_training_without_dropout(graph, evaluated.graph, buffers, evaluated.buffers)
         if is_training and is_same_size:
             return trained
+    # Without gradients no masks are drawn: training's own graph at this size will do.
     with tracing.in_modes(modes) if is_training else tracing.evaluating(model):
         program = compile_program(model, options, args, kwargs, replicas=replicas, check=False, like=trained)
     check_follows(trained, program)
+    # The ranks hold training's parameters, of which an evaluation may read fewer.
     return replace(program, params=trained.params)

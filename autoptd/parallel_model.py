@@ -76,6 +76,7 @@ class ParallelModel(StartedModel):
         program, ranks = self._running(args, kwargs)
         args, kwargs = self._arranged(args, kwargs)
         check_call(program, args, kwargs, ranks.replicas)
+        # Before the step: after one that raised, all ranks still agree on the count.
         self._calls += 1
         call = self._calls
 
@@ -84,6 +85,7 @@ class ParallelModel(StartedModel):
             batch = cut(program, args, kwargs, names, replica, rank.world.device)
             return rank.executor.step(batch, self.options.nan)
 
+        # Outside of the step: its collectives are no part of the program, and not recorded.
         if check_copies.is_due(call, self.options.check_every):
             ranks.unrecorded.run(check_copies.SITE, lambda rank: check_copies.check_copies(rank.params, call))
         with self._batch_checked(ranks, "step", call, flatten(args, kwargs)[0]):
@@ -119,6 +121,7 @@ class ParallelModel(StartedModel):
         """Return the loss of the global batch without gradients, the model in eval mode. Collective."""
         trained, ranks = self._running(args, kwargs)
         args, kwargs = self._arranged(args, kwargs)
+        # Not before the first evaluation: some runs have none, and compiling takes as long as for training.
         if self._eval_program is None and self._compile_eval is not None:
             with self._holding(self._buffers.now(ranks)):
                 self._eval_program = self._compile_eval(args, kwargs, trained)
@@ -233,6 +236,7 @@ class ParallelModel(StartedModel):
         found = ranks.run("state_dict", lambda rank: gather_parameters(rank.params))
         if not ranks.has_rank_0:
             return {}
+        # Copies: who changes a state dict must not change the model.
         found |= {name: x.to("cpu", copy=True) for name, x in self._buffers.values.items()}
         # In the model's order.
         return {name: found[name] for name in dict.fromkeys([*self._names, *found])}
@@ -254,12 +258,14 @@ class ParallelModel(StartedModel):
         if strict and (missing or unexpected):
             fact = f"missing {missing or 'nothing'}, unexpected {unexpected or 'nothing'}"
             raise PlanError("load_state_dict", fact, "a state dict of this model, or strict=False")
+        # Buffers first: if they are refused, no parameter has changed yet.
         brought = self._buffers.values_of(state_dict)
         self._hold_to(brought, ranks)
         self._buffers.load(brought)
 
         def load(rank: Rank) -> None:
             load_parameters(rank.params, state_dict)
+            # A set: where eval mode is training's forward, both are the same executor.
             for executor in {rank.executor, rank.evaluator}:
                 copy_buffers(executor.buffers, brought)
 
@@ -283,6 +289,7 @@ class ParallelModel(StartedModel):
             args, kwargs = self._call
             with self._holding({**self._buffers.now(ranks), **brought}):
                 again = self._compile(args, kwargs, False)
+            # The same program came out: only the digests of what was read are new.
             if replace(again, looked_at=()).fingerprint() == replace(program, looked_at=()).fingerprint():
                 self._program = replace(program, looked_at=again.looked_at)
                 return

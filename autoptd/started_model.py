@@ -149,6 +149,7 @@ class StartedModel:
 
     def _start(self, program: Program) -> None:
         options = self.options
+        # Buffers may have changed since a saved program was compiled.
         program = self._buffers.take(program, self._state, self._weights)
         if self._is_process:
             start: Callable[..., RunningRanks] = partial(ProcessRank, backend=options.backend)

@@ -12,6 +12,7 @@ from autoptd.planner.measure import REMARK, measure_cluster, to_toml
 
 def measure(asked: Namespace) -> int:
     """Measure, print and write; 0."""
+    # Before half a minute of measuring.
     check_writable("FILE", asked.file)
     with activity("measuring products, memory and collectives"):
         text = to_toml(measure_cluster(asked.ranks), REMARK)

@@ -34,6 +34,7 @@ def train(asked: Namespace) -> int:
     torch.manual_seed(seed)
     subject = find_model(asked.model, read_pairs("set", asked.set))
     options = make_options(**keywords)
+    # `step` takes all rows where the ranks are threads of this process, a replica's share under torchrun.
     replicas = 1 if is_local(options) else options.mesh.replicas
     with activity(f"building {asked.model}"):
         model, given = make_with_weights(subject, asked.dtype)
@@ -51,6 +52,7 @@ def train(asked: Namespace) -> int:
             f"--batch {rows}", f"does not divide over d={options.d}", f"a multiple of {options.d}"
         )
     tokens = load_tokens(asked.data)
+    # The first batch of the run, drawn once more below: its sizes are what is compiled for.
     first = next(batches(tokens, rows, length, 1, seed))
     share = tuple(leaf[: rows // replicas] for leaf in first)
     if not asked.random and "weights" not in keywords and (folder := weights_in(asked.model)) is not None:
@@ -75,6 +77,7 @@ def train(asked: Namespace) -> int:
                 optimizer.step()
                 optimizer.zero_grad()
                 progress.add(loss, norm, lr=optimizer.param_groups[0]["lr"])
+    # Ctrl-C reaches all ranks; those that wait for another see it as that one's fault.
     except (KeyboardInterrupt, RuntimeFault) as error:
         if not is_interrupt(error):
             raise
@@ -104,6 +107,7 @@ def _report_interrupt(asked: Namespace, pm: autoptd.ParallelModel, steps: int) -
 
 
 def _say(line: str) -> None:
+    # By the environment, as there may be no process group yet.
     if os.environ.get("RANK", "0") == "0":
         print(line, file=sys.stderr)
 
@@ -118,6 +122,7 @@ def _call(pm: autoptd.ParallelModel, call: Any) -> tuple[tuple[Any, ...], dict[s
 def _write(asked: Namespace, pm: autoptd.ParallelModel, call: Any) -> None:
     """Record one more step, whose gradients nobody uses, and write what it shows."""
     args, keys = _call(pm, call)
+    # A collective: every rank records, rank 0 writes.
     with pm.record() as record:
         pm.step(*args, **keys)
     with activity("drawing pictures"):

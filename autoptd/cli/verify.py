@@ -15,6 +15,7 @@ from autoptd.ir.activity import activity
 
 def verify(asked: Namespace) -> int:
     """Print the largest differences; 0 where model and partition are equal, 1 where they are not."""
+    # Models without weights of their own are initialised here.
     torch.manual_seed(asked.seed or 0)
     subject = find_model(asked.model, read_pairs("set", asked.set))
     with activity(f"building {asked.model}"):

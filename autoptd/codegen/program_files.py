@@ -13,6 +13,7 @@ from torch.fx import Graph, Node
 
 from autoptd.codegen.blocks import make_method
 from autoptd.codegen.loops import make_layer
+from autoptd.codegen.names import operand_text
 from autoptd.codegen.parts import Crossing, Part, divide, name_values
 from autoptd.codegen.runs import Run
 from autoptd.codegen.stage_file import (
@@ -26,8 +27,7 @@ from autoptd.codegen.stage_file import (
     write_any,
     write_stage,
 )
-from autoptd.codegen.writer import Writer, weight_text
-from autoptd.ir.notes import note
+from autoptd.codegen.writer import Writer
 from autoptd.program.specs import Line
 
 HEAD = "What several stages of the program call, written once: every stage has these methods."
@@ -47,7 +47,8 @@ def write_program(graph: Graph, t: int, crossing: Sequence[Crossing], about: Seq
     parts = divide(graph, crossing, len(about))
     names = [name_values(part) for part in parts]
     methods: Methods = {}
-    # By method: the stages that call it.
+    # By method: the stages that call it. All are named before the first file is written: whether a method
+    # stands in a stage's file or in `LAYERS` is known only then.
     homes: dict[object, set[int]] = {}
     for part in parts:
         _name_methods(part, names[part.index], methods, homes)
@@ -76,11 +77,12 @@ def _name_methods(
     """Add the methods that a stage is the first to call: their arguments are named like the values of its forward."""
 
     def text(node: Node) -> str:
-        return names.get(node) or weight_text("w" if note(node).kind == "param" else "b", note(node).name)
+        return operand_text(node, names)
 
     for call in part.calls:
         key = method_key(call)
         homes.setdefault(key, set()).add(part.index)
+        # Later stages call the method under the names that the first gave it.
         if key in methods:
             continue
         taken = [method.name for method in methods.values()]

@@ -55,12 +55,14 @@ def examine(
 
     `hosts` numbers the machine of every rank, `sizes` are the bytes that are timed (none: nothing is).
     """
+    # Right results first: the times of calls that give wrong ones say nothing.
     checks = check_all(world, orders, counts)
     timed = sizes_on(world.device) if sizes is None else tuple(sizes)
     world.at = "doctor: times"
     times = _all_times(world, orders, hosts, timed) if timed else []
     slow = find_slow(times)
     if suspects := suspects_of(slow, times, MAX_SUSPECTS):
+        # Timed beside others, a channel may share its card with them: it is slow if it is so alone, too.
         again = _time_alone(world, suspects, hosts, timed)
         slow = [link for link in slow if link.kind != "message" or is_slow(link, again)]
     world.at = "doctor: what was found"
@@ -80,6 +82,7 @@ def check_all(world: World, orders: Mapping[str, Orders], counts: Sequence[int] 
     communicators = communicators_of_orders(p, orders.values())
     for owners in communicators.owners:
         world.at = "doctor: group of owners"
+        # All of pp is the group along pp, which was checked above.
         if world.coordinate.pp in owners and len(owners) < p:
             check_group(checks, "owners", world.owners(owners), counts[:2])
     world.at = "doctor: channels"
@@ -102,6 +105,7 @@ def _all_times(
     slowest: dict[tuple[str, str, tuple[int, ...], int], float] = {}
     for some in world.everyone().gather_objects(mine, "doctor: times"):
         for key, seconds in some:
+            # A collective has taken as long as its slowest rank; of a channel there is one sender.
             slowest[key] = max(seconds, slowest.get(key, 0.0))
     times = []
     for (kind, axis, ranks, nbytes), seconds in slowest.items():

@@ -18,8 +18,10 @@ from autoptd.ir.mesh import MESH_AXES, Mesh
 
 def meshes_for(size: int, per_node: int) -> list[Mesh]:
     """Return the meshes to check of `size` ranks, `per_node` of them on a machine; tp stays within one."""
+    # With 8 ranks on a node t=2 p=2 d=2 covers all axes; 4 ranks take several meshes.
     found = [_best(size, per_node, frozenset())]
     seen = _wide(found[0])
+    # Until no mesh makes an axis wide that none before it did.
     while (more := _best(size, per_node, _wide_anywhere(size, per_node) - seen)) and _wide(more) - seen:
         found.append(more)
         seen |= _wide(more)
@@ -57,7 +59,10 @@ def asked_mesh(size: int, t: int | None, p: int | None, d: int | None) -> Mesh |
 
 def _wide_anywhere(size: int, per_node: int) -> set[str]:
     """Return the axes that can have several ranks: tp has none where every rank is alone on its machine."""
-    return {axis for mesh in _meshes(size, per_node) for axis in _wide(mesh)}
+    axes: set[str] = set()
+    for mesh in _meshes(size, per_node):
+        axes |= _wide(mesh)
+    return axes
 
 
 def _best(size: int, per_node: int, missing: AbstractSet[str]) -> Mesh:
@@ -69,6 +74,7 @@ def _best(size: int, per_node: int, missing: AbstractSet[str]) -> Mesh:
 
 
 def _quality(mesh: Mesh) -> tuple[int, bool, int, int]:
+    # Compared in this order; the last one is 0 where p and d are equal.
     return len(_wide(mesh)), mesh.p > 1, mesh.t, -abs(mesh.p - mesh.d)
 
 
@@ -81,7 +87,9 @@ def _meshes(size: int, per_node: int) -> Iterator[Mesh]:
     for t in range(1, _divisor(size, per_node) + 1):
         if _divisor(size, per_node) % t == 0:
             rest = size // t
-            yield from (Mesh(t, p, rest // p) for p in range(1, rest + 1) if rest % p == 0)
+            for p in range(1, rest + 1):
+                if rest % p == 0:
+                    yield Mesh(t, p, rest // p)
 
 
 def _divisor(size: int, per_node: int) -> int:

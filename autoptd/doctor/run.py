@@ -39,6 +39,7 @@ from autoptd.runtime.world.processes import DistributedGroup, DistributedWorld
 from autoptd.runtime.world.threads import ThreadWorld, run_ranks
 from autoptd.runtime.world.world import Communicators, on_device
 
+# Ranks as threads, where no mesh is asked for: the smallest with several ranks along every axis.
 THREADS = Mesh(t=2, p=2, d=2)
 MAX_THREADS = 64
 # Elements of the tensors that threads are checked with.
@@ -72,8 +73,10 @@ def run_launched(asked: Request) -> int:
     size = number_of("WORLD_SIZE")
     # A mesh that does not fit is refused before any rank waits for another.
     asked_mesh(size, asked.t, asked.p, asked.d)
+    # torchrun with one process: there is nobody to meet.
     if size == 1:
         return run_alone(asked)
+    # `end` reads these when it is called: also from another thread, while the main one is stuck.
     lobby = Lobby(asked.timeout)
     verdict: Verdict | None = None
     meshes: list[MeshReport] = []
@@ -136,6 +139,7 @@ def _look_at_all(
     # NCCL's watchdog would end the process before our own timeout names who is missing.
     margin = MARGIN if verdict.backend == "nccl" else 0.0
     limit = timedelta(seconds=asked.timeout + margin)
+    # The lobby's store, in which all ranks have met, instead of a second one.
     store = dist.PrefixStore("default", lobby.store)
     store.set_timeout(limit)
     dist.init_process_group(
@@ -205,6 +209,7 @@ def check_backend(facts: Facts, timeout: float) -> MeshReport:
     dist.init_process_group(facts.backend, store=store, rank=0, world_size=1, timeout=limit)
     try:
         world = DistributedWorld(Mesh(), Communicators(), facts.device, timeout, facts.backend)
+        # A world of one rank has no groups: made by hand, so that the backend itself runs.
         handle = new_group("autoptd doctor", (0,), facts.backend, limit)
         checks = Checks(world)
         if handle is not None:

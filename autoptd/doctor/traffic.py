@@ -35,6 +35,7 @@ def step_orders(name: str, p: int) -> Orders:
     stages.
     """
     v = SCHEDULES[name]
+    # Enough for a steady state between warm-up and end; of a long pipeline less, as it takes p times as long.
     m = 2 * p if p <= 4 else p
     return add_transfers(
         build_orders(name, p, v, m), [(stage, stage + 1, True) for stage in range(p * v - 1)]
@@ -113,6 +114,7 @@ class _Step:
         is_send, is_back = action.kind in SENDS, action.kind in (Kind.SEND_B, Kind.RECV_B)
         ends = (self._world.rank, self._peer(action)) if is_send else (self._peer(action), self._world.rank)
         from_stage = action.stage if is_send else action.peer
+        # Any two messages of a pair differ, so that one that overtakes another shows.
         number = 2 * (from_stage * 31 + action.microbatch) + is_back
         dtype = (torch.float32, torch.bfloat16)[action.microbatch % 2]
         return [message(*ends, LENGTHS[action.microbatch % 3], dtype, self._world.device, number)]
@@ -128,9 +130,10 @@ class _Step:
         """Wait for what a computation needs."""
         kind = AWAITED_BY[action.kind]
         mine = (kind, action.stage, action.microbatch)
-        arrived = [
-            action for action in self._arriving if (action.kind, action.stage, action.microbatch) == mine
-        ]
+        arrived = []
+        for receive in self._arriving:
+            if (receive.kind, receive.stage, receive.microbatch) == mine:
+                arrived.append(receive)
         for receive in arrived:
             (got,), (expected,) = self._arriving.pop(receive).wait(), self._messages(receive)
             ends = (self._peer(receive), self._world.rank)
@@ -140,13 +143,13 @@ class _Step:
         count, site = LENGTHS[self._count % 3], f"doctor: sum over tp in {action}"
         self._count += 1
         mine = share(self._tp.index, self._tp.size, count, torch.bfloat16, self._world.device)
-        is_started = action.kind is Kind.B
-        got = (
-            self._tp.all_reduce_start(mine.clone(), site).wait()
-            if is_started
-            else self._tp.all_reduce(mine, site)
-        )
-        self._hold_sum("all_reduce_start" if is_started else "all_reduce", self._tp, "tp", got)
+        if action.kind is Kind.B:
+            # As a backward does, which computes a weight's gradient beside it.
+            got = self._tp.all_reduce_start(mine.clone(), site).wait()
+            self._hold_sum("all_reduce_start", self._tp, "tp", got)
+        else:
+            got = self._tp.all_reduce(mine, site)
+            self._hold_sum("all_reduce", self._tp, "tp", got)
 
     def _start_sum(self) -> None:
         flat = share(self._dp.index, self._dp.size, BUCKET, torch.float32, self._world.device)

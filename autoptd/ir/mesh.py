@@ -168,6 +168,7 @@ class Mesh:
     def stride(self, axis: str) -> int:
         """Return how far apart the numbers of two neighbours along an axis or sub-axis are."""
         if is_sub_axis(axis):
+            # t=8, "tp:(2)4": its 4 ranks are neighbours (8 // 8 = 1); "tp:(1)2": 4 apart (8 // 2).
             return self.strides[base(axis)] * (self.degree(base(axis)) // parse(axis).end)
         return self.strides[axis]
 

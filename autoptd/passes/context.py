@@ -34,6 +34,7 @@ from autoptd.passes.solve.assign import Assignment
 from autoptd.program.costs import Cut
 from autoptd.program.program import Program
 
+# The schedule of passes that are called by themselves, as in tests.
 ONE_STAGE: Orders = [[Action(Kind.F, 0, 0), Action(Kind.B, 0, 0)]]
 
 
@@ -105,6 +106,7 @@ class Context:
     @cached_property
     def machine(self) -> Machine:
         """The speeds of a rank, with a price for the bytes that it holds (`memory_price`)."""
+        # In units of the trace: the solver counts saved bytes for all of its rows.
         in_flight = max(map(max, self.live), default=0) * self.rows / self.traced_rows
         return self.options.rank_machine.with_memory_priced(self.options.memory_price or 0.0, in_flight)
 
@@ -121,6 +123,7 @@ class Context:
     @property
     def wgrad_sink(self) -> str:
         """The attribute of a stage that takes the gradients of linear layers' weights; "" for autograd."""
+        # Actions W need what was left over for them, whatever else is asked for.
         if any(action.kind is Kind.W for order in self.orders for action in order):
             return "deferred"
         return "main_grads" if self.options.accumulate_allreduce_grads_in_fp32 else ""

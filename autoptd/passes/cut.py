@@ -64,7 +64,9 @@ def cut(graph: Graph, ctx: Context) -> None:
     backbone = find_backbone(graph)
     pinned = _pinned_cuts(backbone, ctx)
     chooser = _Chooser(graph, backbone, ctx)
+    # Pinned cuts are compared with ours nevertheless: the user is told what they cost.
     cuts, why = chooser.choose() if pinned is None else chooser.follow(pinned)
+    # Cuts 3 and 7 of 12 operators are the stages 0..3, 4..7, 8..11.
     ends = [-1, *cuts.chosen, len(backbone) - 1]
     stages = [slice(before + 1, end + 1) for before, end in pairwise(ends)]
     home: dict[Node, int] = {}
@@ -117,6 +119,7 @@ class _Chooser:
         whole = self._solve([point.at for point in self.points if point.between_layers])
         if len(self.ranks) == 1 and whole:
             return whole, "one stage"
+        # Also where whole layers fit: both are needed to say what the layers' wholeness costs.
         inside = self._solve(self.line.points)
         if inside is None:
             raise self._refusal()
@@ -225,6 +228,7 @@ def _find_points(backbone: list[Node], mesh: Mesh) -> list[Point]:
     gemms = [i for i, node in enumerate(backbone) if flops(node)]
     # By the number of GEMMs before the point, and whether it lies between layers.
     best: dict[tuple[int, bool], Point] = {}
+    # The values that a cut behind operator i would have to send.
     alive: list[int] = []
     gemms_before = 0
     for i in range(len(backbone) - 1):
@@ -294,6 +298,7 @@ def _misplaced(node: Node, backbone: set[Node]) -> Iterator[str]:
         where = f"{arg.name} of stages {made} is read by {node.name} of stages {stages}"
         if missing and (arg.op == "placeholder" or (note(arg).of_params and arg not in backbone)):
             yield f"{where}: it must be on all of them"
+        # Values are sent forward only: a stage before the producer can never receive it.
         elif any(stage < min(made, default=stage + 1) for stage in missing):
             yield f"{where}, before it is made"
         elif missing and not is_tensor(arg):

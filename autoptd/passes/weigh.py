@@ -44,9 +44,11 @@ def weigh_known(
         return None
     weights, missing = {"auto": weigh(connected, ctx.sizes, machine)}, {}
     for sequence_parallel in (True, False):
+        # Without the user's pins: Megatron's plan has none.
         known = replace(ctx, options=replace(options, sequence_parallel=sequence_parallel, plan=Plan()))
         try:
             graph = run_passes(passes, traced, known, Record(dump=False))
+        # For example tokens that do not divide over t: this plan is then said to be missing, and why.
         except PlanError as error:
             missing[str(sequence_parallel)] = error.fact
         else:
@@ -66,6 +68,7 @@ def weigh(graph: Graph, sizes: Sizes, machine: Machine) -> Weight:
             row, degree = CONVERSIONS[source.kind, target.kind], mesh.degree(note(node).axis)
             nbytes = converted_bytes(node, mesh)
             kinds = [row.forward, row.backward if note(node).needs_grad else "none"]
+            # One collective more in backward, paid for not saving the gathered value.
             if gather_again(node):
                 kinds.append("all-gather")
                 seconds += collective_seconds("all-gather", nbytes, degree, machine)

@@ -101,6 +101,7 @@ def _fitting(model: DefaultModel, found: Found, keep: int) -> tuple[tuple[Candid
         candidates, held = _simulated(model, found, keep)
         if candidates:
             return candidates, found
+        # Below 1: a simulated candidate holds more than its formula said. Each round asks for less, so this ends.
         least = min(held, key=lambda at: held[at].bytes)
         too_large = min(float(found.memory[at]) / candidate.bytes for at, candidate in held.items())
         request = request.but(memory_bytes=asked.memory_bytes * too_large)
@@ -126,6 +127,7 @@ def _simulated(
     rows, known = rows_of(found), dict[int, Candidate]()
 
     def rank(at: int) -> tuple[bool, float, int]:
+        # By the formulas, until its schedule was simulated: then that counts.
         held, seconds = found.memory[at], found.seconds[at]
         if at in known:
             held, seconds = known[at].bytes, known[at].seconds

@@ -61,7 +61,7 @@ class BucketPlan:
     def site(self) -> str:
         """The site of its sums over mesh axes, in errors and records."""
         first, last = self.params[0].name, self.params[-1].name
-        return f"{GRADIENTS}{first}" + (f" to {last}" if len(self.params) > 1 else "")
+        return f"{GRADIENTS}{first}" if first == last else f"{GRADIENTS}{first} to {last}"
 
     @property
     def tied_site(self) -> str:
@@ -86,19 +86,22 @@ def plan_buckets(
     owners, and follow the program's order, so that all owners of a tied parameter put it in the same bucket.
     """
     position = {spec.name: i for i, spec in enumerate(params)}
-    last_backward = {
-        action.stage: i for i, action in enumerate(orders[pp]) if action.kind in (Kind.B, Kind.W)
-    }
+    last_backward: dict[int, int] = {}
+    for i, action in enumerate(orders[pp]):
+        if action.kind in (Kind.B, Kind.W):
+            last_backward[action.stage] = i
 
     def completed(spec: ParamSpec) -> int:
         """Return the index of the last action that adds to the gradient."""
         return max(last_backward.get(stage, -1) for stage in spec.stages)
 
+    # {(sums, owners, dtype, completed): [[parameters of one bucket], ...]}
     runs: dict[tuple[object, ...], list[list[ParamSpec]]] = {}
     for spec in params:
         owners = spec.owners(ranks)
         if not spec.requires_grad or pp not in owners:
             continue
+        # Types are over all mesh axes, also those of one rank.
         sums = tuple(step for step in spec.sums if _group_size(step, owners, mesh) > 1)
         # Tied ones are not grouped by when they complete, which differs from owner to owner.
         key = (sums, owners, spec.storage.sum_dtype, completed(spec) if len(owners) == 1 else -1)

@@ -60,6 +60,7 @@ def find_deadlock(issued: Sequence[Sequence[Call]]) -> list[tuple[int, Call]]:
         if arrived[id(call)] == len(call.ranks):
             for member in call.ranks:
                 place[member] += 1
+            # Those that arrived earlier had left `ready`.
             ready += call.ranks
     stuck = {rank: issued[rank][index] for rank, index in enumerate(place) if index < len(issued[rank])}
     # From any stuck rank, follow who waits for whom.

@@ -69,6 +69,7 @@ def wire_bytes(kind: str, payload: Any, group_size: Any) -> Any:
         return 0.0
     if kind in ("send", "broadcast"):
         return float(payload)
+    # 2 ranks send half of the payload, 8 ranks 7/8 of it: it hardly grows with the group.
     others = payload * (group_size - 1) / group_size
     return others / group_size if kind == "all-to-all" else RING_PASSES[kind] * others
 
@@ -91,6 +92,7 @@ def axis_text(mesh: Mesh, ranks: Sequence[int]) -> str:
 
 def star(text: str) -> str:
     """Return `transformer.h.*.attn` for `transformer.h.3.attn`: numbers in module paths become stars."""
+    # "h.3", "h.3.attn: row", and "0.weight" of a Sequential; not the 2 of "model.py:2" or of "dim 2".
     return re.sub(r"(?<=\.)\d+(?=[.: ]|$)|\b\d+(?=\.[a-z_])", "*", text)
 
 
@@ -108,6 +110,7 @@ def expected_calls(program: Program, rank: int, *, training: bool = True) -> Cou
             continue
         is_once = collective.scope == "step"
         for direction, kind in (("forward", collective.forward), ("backward", collective.backward)):
+            # An evaluation has no backward, and sums no gradients.
             if kind in LOCAL_KINDS or (direction == "backward" and not training):
                 continue
             call = Call(

@@ -89,6 +89,7 @@ def read_costs(record: Mapping[str, Any]) -> Costs:
         "gemms": tuple(GemmCosts(**row) for row in record.get("gemms", ())),
         "products": tuple(ProductCosts(**tupled(row)) for row in record.get("products", ())),
     }
+    # The rows replace the plain dicts that `tupled` left.
     return Costs(**{**tupled(record), **rows, "cut": Cut(**tupled(record.get("cut", {})))})
 
 

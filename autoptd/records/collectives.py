@@ -117,9 +117,11 @@ def _vocabulary_sums(node: Node, stage: int, rank: int, mesh: Mesh) -> list[Coll
         sums.append("class weight")
     if node.kwargs["label_smoothing"]:
         sums += ["sum of logits", "sum of weights"]
+    # The maximum by itself and first: exponentials are taken relative to it, so that none overflows.
     reductions = (("maximum", 1, "maximum"), ("sums", len(sums), ", ".join(sums)))
     chunk: int = node.kwargs.get("chunk", tokens)  # type: ignore[assignment]
     calls = []
+    # The fused head reduces once per chunk of tokens; a plain loss has one chunk of all of them.
     for start in range(0, tokens, chunk):
         for name, count, what in reductions:
             call = Collective(

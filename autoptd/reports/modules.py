@@ -23,6 +23,7 @@ def module_sections(program: Program) -> list[str]:
 
 def _modules(program: Program) -> list[str]:
     """Modules with parameters or matrix products, layers alike as one, in the order of the model."""
+    # "h.3.mlp.c_fc.weight" belongs to "h.*.mlp.c_fc".
     named = [star(spec.name.rpartition(".")[0]) for spec in program.params]
     return list(dict.fromkeys([*named, *(row.module for row in program.costs.gemms)]))
 
@@ -55,6 +56,7 @@ def _module(program: Program, name: str) -> str:
     if calls:
         names = ("x", "collective over tp", "in", "payload", "why")
         body.append(table(names, [(str(count), *key) for key, count in calls.items()], (0, 3)))
+    # Layers that the section stands for: as many as share a parameter's name.
     count = max(times.values(), default=1)
     return folded(name or "the model itself", f"x {count}" if count > 1 else "", "\n".join(body))
 
@@ -63,6 +65,7 @@ def _calls_of(program: Program, name: str) -> Counter[tuple[str, str, str, str]]
     """Count the collectives over tp of a module, by kind, phase, payload and reason."""
     calls = Counter[tuple[str, str, str, str]]()
     for call in program.collectives:
+        # Sums over replicas and messages between stages are not made by modules.
         if call.axis != "tp" or call.scope != "microbatch" or call_site(call) != name:
             continue
         for phase, kind in (("forward", call.forward), ("backward", call.backward)):

@@ -59,6 +59,7 @@ def simulated_run(program: Program) -> viz.Run:
     seconds = program.costs.cut.seconds
     if not seconds:
         return _run("simulated", program, schedules.simulate(program.orders).spans, False, "")
+    # Of three parts, forward takes one and backward two: with W, one of these is the weights'.
     third = [max(time, MIN_SECONDS) / 3 for time in seconds]
     backward = [2 * time for time in third]
     result = schedules.simulate(program.orders, forward=third, backward=backward, weight_gradient=third)
@@ -103,6 +104,7 @@ def _run(
 
 def _held(row: Sequence[tuple[Action, float, float]], sizes: Sequence[float]) -> list[tuple[float, float]]:
     """Return what a rank holds after every change: a microbatch's share from its F to its B (or its W)."""
+    # A deferred weight gradient still needs the layer's input: it is held until the W.
     last = Kind.W if any(action.kind is Kind.W for action, _, _ in row) else Kind.B
     held, points = 0.0, []
     for action, start, end in row:

@@ -63,12 +63,15 @@ def write_report(program: Program, path: str | Path, name: str = "", record: Rec
 def report_html(program: Program, name: str = "", record: Record | None = None) -> str:
     """Return the page."""
     summary = summarize(program)
-    runs = [simulated_run(program), *([executed_run(program, record.spans)] if record else [])]
+    runs = [simulated_run(program)]
+    if record:
+        runs.append(executed_run(program, record.spans))
     tabs = [
         Tab("Summary", _summary(program, summary)),
         Tab("Stages", _stages(program, summary)),
         Tab("Layers", _layers(program)),
         Tab("Schedule", _schedule(program, runs)),
+        # Without its title, which the tab has.
         Tab("Communication", markdown_html(collectives_markdown(program).partition("\n")[2])),
         Tab("Decisions", _decisions(program)),
         Tab("Files", _files(program)),
@@ -84,6 +87,7 @@ def report_html(program: Program, name: str = "", record: Record | None = None) 
 
 def _summary(program: Program, summary: Summary) -> str:
     fullest = max(rank.total_bytes for rank in summary.ranks)
+    # A program written by hand has no seconds.
     share = summary.idle_seconds / summary.step_seconds if summary.step_seconds else 0.0
     m = summary.num_microbatches
     shown = [
@@ -93,15 +97,14 @@ def _summary(program: Program, summary: Summary) -> str:
         (f"{share:.1%}", "bubble, of the simulated step"),
         (str(m * summary.rows * summary.mesh.replicas), "samples a step"),
     ]
-    columns = (
-        "pipeline rank,stages,parameters,bytes,gradients,optimizer,activations,total,work,computes".split(",")
-    )
+    columns = "pipeline rank,stages,parameters,bytes,gradients,optimizer,activations,total,work,computes"
     sent = [_traffic_row(traffic) for traffic in summary.traffic]
     sent_names = ("over", "calls", "bytes", "links", "time alone", "most on pipeline rank")
     parts = [
         tiles(shown),
         heading("What a rank holds and does in a step"),
-        table(columns, [_rank_row(rank) for rank in summary.ranks], range(2, 10)),
+        # The third argument: numbers of the columns that are aligned to the right.
+        table(columns.split(","), [_rank_row(rank) for rank in summary.ranks], range(2, 10)),
         paragraph(
             "AdamW: gradients and both moments in the parameter's dtype. Activations: saved activations of the "
             "microbatches in flight, at the fullest moment of the simulated schedule. Allocator, libraries and "
@@ -143,37 +146,40 @@ def _traffic_row(traffic: Traffic) -> tuple[str, ...]:
     )
 
 
-def _stages(program: Program, summary: Summary) -> str:
+def _stage_row(program: Program, stage: int) -> tuple[str, ...]:
     cut, costs = program.costs.cut, program.costs
+    # A tied parameter counts on every stage that uses it.
+    wanted = set(program.stages[stage].params)
+    held = 0
+    for spec in program.params:
+        if spec.name in wanted:
+            held += math.prod(spec.local_shape(program.mesh))
+    sent = sum(buffer.sent_bytes for buffer in program.transfers if buffer.source == stage)
+    return (
+        f"{stage}",
+        str(program.rank_of_stage(stage)),
+        str(program.chunk_of_stage(stage)),
+        count_text(held),
+        f"{count_text(costs.flops_per_stage[stage])}FLOP",
+        f"{count_text(costs.backward_flops_per_stage[stage])}FLOP",
+        seconds_text(cut.seconds[stage]) if cut.seconds else "",
+        bytes_text(cut.saved_bytes[stage]) if cut.saved_bytes else "",
+        bytes_text(sent),
+        cut.after[stage] if stage < len(cut.after) else "the end",
+    )
+
+
+def _stages(program: Program, summary: Summary) -> str:
     columns = "stage,pipeline rank,chunk,parameters,forward,backward,seconds,saved,sends,cut behind"
     names = columns.split(",")
-    rows = []
-    for stage in range(len(program.stages)):
-        # A tied parameter counts on every stage that uses it.
-        wanted = set(program.stages[stage].params)
-        held = [math.prod(spec.local_shape(program.mesh)) for spec in program.params if spec.name in wanted]
-        sent = sum(buffer.sent_bytes for buffer in program.transfers if buffer.source == stage)
-        rows.append(
-            (
-                f"{stage}",
-                str(program.rank_of_stage(stage)),
-                str(program.chunk_of_stage(stage)),
-                count_text(sum(held)),
-                f"{count_text(costs.flops_per_stage[stage])}FLOP",
-                f"{count_text(costs.backward_flops_per_stage[stage])}FLOP",
-                seconds_text(cut.seconds[stage]) if cut.seconds else "",
-                bytes_text(cut.saved_bytes[stage]) if cut.saved_bytes else "",
-                bytes_text(sent),
-                cut.after[stage] if stage < len(cut.after) else "the end",
-            )
-        )
+    rows = [_stage_row(program, stage) for stage in range(len(program.stages))]
     return "\n".join(
         [
             _drawn(graph_picture(program, "model")),
             heading("Of one rank and one microbatch"),
             table(names, rows, range(1, 9)),
             paragraph(
-                f"Cut {cut.why}. Saved: saved activations. Sends: values and gradients to other stages."
+                f"Cut {program.costs.cut.why}. Saved: saved activations. Sends: values and gradients to other stages."
             ),
         ]
     )
@@ -189,6 +195,7 @@ def _layers(program: Program) -> str:
         parts.append(_drawn(program.graph("layer")))
         for stage in range(len(program.stages)):
             count = sum(line.file in (f"stage_{stage}.py", "layers.py") for line in program.lines)
+            # A browser takes long for pictures of thousands of nodes, and nobody reads them.
             if count > MAX_DRAWN_OPERATORS or len(program.stages) > MAX_DRAWN_STAGES:
                 continue
             full = program.graph("full", stage).svg
@@ -202,6 +209,7 @@ def _layers(program: Program) -> str:
 def _schedule(program: Program, runs: list[Run]) -> str:
     title = f"{program.schedule_name}, p={program.mesh.p} v={program.v} m={program.num_microbatches}"
     orders = program.schedule.splitlines()
+    # 64 ranks of a long pipeline are enough to see the pattern.
     text = folded("As text", "what each pipeline rank does", source("\n".join(orders[:64]) + "\n"))
     remark = paragraph("The same as a trace: `trace.json` beside this page, for ui.perfetto.dev.")
     return "\n".join([picture(schedule_svg(runs, program.orders, title=title)), remark, text])
@@ -216,23 +224,9 @@ def _decisions(program: Program) -> str:
             paragraph(f"{weighed['found']}."),
             table(names, rows, range(1, len(names))),
         ]
-    parts.append(heading("What tp does not split as one would expect"))
-    rows = []
-    for entry in program.plan.get("fallbacks", []):
-        flops = count_text(entry["flops"])
-        rows.append((entry["op"], entry["site"] or "the model", entry["fact"], entry["remedy"], flops))
-    names = ("operator", "in", "fact", "remedy", "FLOPs that every tensor rank repeats")
-    nothing = paragraph("Nothing: every operator is split as one would expect.")
-    parts.append(table(names, rows, (4,)) if rows else nothing)
+    parts += [heading("What tp does not split as one would expect"), _fallbacks(program)]
     if program.fusions:
-        fused = []
-        for fusion in program.fusions:
-            result = fusion.why or f"fused, {fusion.form}".removesuffix(", ")
-            fused.append((fusion.op, fusion.site or "the model", str(fusion.times), result))
-        parts += [
-            heading("What was fused, and why not"),
-            table(("operator", "in", "x", "result"), fused, (2,)),
-        ]
+        parts += [heading("What was fused, and why not"), _fusions(program)]
     if program.unlisted:
         parts += [heading("Operators without a rule of AutoPTD's own"), *map(paragraph, program.unlisted)]
     if odd := odd_products(program):
@@ -242,6 +236,7 @@ def _decisions(program: Program) -> str:
         heading("Where the model is cut"),
         paragraph(f"Behind {_listed(cut.after)}: {cut.why}."),
     ]
+    # The reason says how: sent whole, or a piece by each tensor rank and gathered.
     kinds = Counter(buffer.why for buffer in program.transfers)
     if kinds:
         parts += [heading("How values travel between stages")]
@@ -254,10 +249,31 @@ def _decisions(program: Program) -> str:
     return "\n".join(parts)
 
 
+def _fallbacks(program: Program) -> str:
+    rows = []
+    for entry in program.plan.get("fallbacks", []):
+        flops = count_text(entry["flops"])
+        rows.append((entry["op"], entry["site"] or "the model", entry["fact"], entry["remedy"], flops))
+    if not rows:
+        return paragraph("Nothing: every operator is split as one would expect.")
+    names = ("operator", "in", "fact", "remedy", "FLOPs that every tensor rank repeats")
+    return table(names, rows, (4,))
+
+
+def _fusions(program: Program) -> str:
+    rows = []
+    for fusion in program.fusions:
+        # `why` says why a pattern was not replaced; it is empty where it was.
+        result = fusion.why or f"fused, {fusion.form}".removesuffix(", ")
+        rows.append((fusion.op, fusion.site or "the model", str(fusion.times), result))
+    return table(("operator", "in", "x", "result"), rows, (2,))
+
+
 def odd_products(program: Program) -> list[str]:
     """Say which large matrix products have rows that do not all start at 16 bytes, in 16 bits: a head of
     50,257 classes.
     """
+    # By size: equal layers have equal products.
     kind_of = {row.sizes: row.kind for row in program.costs.products}
     remarks = []
     # (batch, m, n, k): rows of operands and result are n or k long.
@@ -288,6 +304,7 @@ def _measured(program: Program, record: Record, runs: list[Run]) -> str:
     rows: list[tuple[str, ...]] = [
         ("step, all microbatches", seconds_text(simulated.length), seconds_text(executed.length)),
     ]
+    # Under torchrun a process records its own rank alone: idle time of the busiest rank is not known then.
     if executed.is_whole:
         bubbles = (f"{run.bubble:.1%}" for run in runs)
         rows.append(("bubble (idle over the busiest rank's work)", *bubbles))
@@ -298,10 +315,10 @@ def _measured(program: Program, record: Record, runs: list[Run]) -> str:
                 times = seconds_text(predicted or 0.0), seconds_text(measured)
                 rows.append((f"stage {stage}, {name} of a microbatch", *times))
     # The calls are counted exactly, unlike the times: any difference is an error.
-    kinds = dict(_call_rows(program, record))
-    equal = all(predicted == measured for predicted, measured in kinds.values())
-    call_rows = []
-    for key, pair in kinds.items():
+    equal, call_rows = True, []
+    for key, pair in _call_rows(program, record):
+        compiled, recorded = pair
+        equal = equal and compiled == recorded
         call_rows.append((key, *(f"{count} x, {bytes_text(sent)} sent" for count, sent in pair)))
     table_of_calls = table(("kind", "predicted", "measured"), call_rows)
     verdict = "They DIFFER: the record is not of one training step."
@@ -335,10 +352,12 @@ def _call_rows(program: Program, record: Record) -> Iterator[tuple[str, tuple[tu
     sums: dict[str, list[list[float]]] = {}
 
     def count(side: int, call: Call, times: int) -> None:
+        # "tp all-reduce" -> [[times, bytes] as compiled, [times, bytes] as recorded].
         entry = sums.setdefault(f"{call.axis} {call.kind}", [[0, 0.0], [0, 0.0]])[side]
         entry[0] += times
         entry[1] += times * _sent(call)
 
+    # Of the ranks that were recorded: all as threads, one under torchrun.
     for rank in sorted({call.rank for call in recorded}):
         for call, times in expected_calls(program, rank).items():
             count(0, call, times)

@@ -116,6 +116,7 @@ def summarize(program: Program) -> Summary:
     named = program.plan.get("options", {}).get("machine")
     machine = find_machine(named)
     run = simulated_run(program)
+    # Bytes over time, one curve per pipeline rank.
     peaks = list(map(_peak, run.memory))
     return Summary(
         mesh=program.mesh,
@@ -168,6 +169,7 @@ def _rank(program: Program, pp: int, activations: int, seconds: float) -> RankCo
     held = [spec for spec in program.params if pp in spec.owners(program.ranks)]
     trained = [spec for spec in held if spec.requires_grad]
     stages = tuple(stage for stage, rank in enumerate(program.ranks) if rank == pp)
+    local_numel = [math.prod(spec.local_shape(program.mesh)) for spec in held]
     # Where gradients are summed in another dtype, the sum is there beside the gradient.
     extra = [spec for spec in trained if spec.storage.grad_dtype and _itemsize(spec.storage.dtype) < 8]
     trained_bytes = sum(spec.local_bytes(program.mesh) for spec in trained)
@@ -178,7 +180,7 @@ def _rank(program: Program, pp: int, activations: int, seconds: float) -> RankCo
     return RankCosts(
         pp,
         stages,
-        parameters=sum(math.prod(spec.local_shape(program.mesh)) for spec in held),
+        parameters=sum(local_numel),
         parameter_bytes=sum(spec.local_bytes(program.mesh) for spec in held),
         gradient_bytes=gradient_bytes,
         # AdamW's two moments, in the parameter's dtype.
@@ -201,7 +203,9 @@ def _traffic(program: Program, machine: Any) -> Iterator[Traffic]:
     # Axis -> (bytes sent, calls, -pipeline rank): of equal ones, `max` takes the first rank.
     by_axis: dict[str, list[tuple[float, int, int]]] = {}
     for pp in range(program.mesh.p):
+        # Axis -> [bytes sent, calls].
         sums: dict[str, list[float]] = {}
+        # Of the first replica's first tensor rank: those beside it in the pipeline rank send as much.
         for call, times in expected_calls(program, program.mesh.rank(Coordinate(pp=pp))).items():
             # `call.axis` may join several: "dp x tp".
             axis = next((name for name in ("dp", "pp", "tp") if name in call.axis), "tp")
@@ -214,6 +218,7 @@ def _traffic(program: Program, machine: Any) -> Iterator[Traffic]:
         if axis in by_axis:
             sent, calls, pp = max(by_axis[axis])
             apart = _is_between_nodes(program.mesh, axis, machine.ranks_per_node)
+            # By bandwidth alone, without latency: the number of calls stands beside it.
             seconds = sent / (machine.network_bandwidth if apart else machine.link_bandwidth)
             yield Traffic(axis, calls, round(sent), -pp, apart, seconds)
 
@@ -226,6 +231,7 @@ def _is_between_nodes(mesh: Mesh, axis: str, per_node: int) -> bool:
     # Ranks are numbered node by node: a group is on one node if its first and last rank are.
     pairs = [(group[0], group[-1]) for group in groups]
     if axis in mesh.stage_axes:
+        # Messages go to neighbours only: a pipeline over nodes may have most of its links within them.
         pairs = list(chain.from_iterable(map(pairwise, groups)))
     return any(a // per_node != b // per_node for a, b in pairs)
 
@@ -253,6 +259,7 @@ def _lines(summary: Summary) -> Iterator[str]:
     else:
         yield "  nothing"
     yield ""
+    # The largest of all pipeline ranks: the others wait for it.
     busy, total = max(rank.seconds for rank in summary.ranks), summary.model_flops
     yield f"Work: {count_text(total)}FLOPs of matrix products in a step (forward and backward of the whole batch)"
     yield (
@@ -291,6 +298,7 @@ def weighed_table(weighed: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple[
     )
     rows: list[tuple[str, ...]] = []
     for key in ("auto", *KNOWN):
+        # A known plan that the model does not allow has no row: see `missing` below.
         if plan := weighed.get(key):
             rows.append(
                 (
@@ -305,12 +313,14 @@ def weighed_table(weighed: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple[
             )
     # A plan that could not be weighed has its reason in the first column.
     empty = [""] * (len(names) - 1)
-    rows += [(f"{KNOWN[key]}: {why}", *empty) for key, why in weighed.get("missing", {}).items()]
+    for key, why in weighed.get("missing", {}).items():
+        rows.append((f"{KNOWN[key]}: {why}", *empty))
     return names, rows
 
 
 def _runs(ranks: tuple[RankCosts, ...]) -> list[tuple[RankCosts, RankCosts]]:
     """Return neighbours that hold the same amounts, as (first, last)."""
+    # The inner pipeline ranks of most models hold the same: "1-6" instead of six rows.
     runs = [[ranks[0]]]
     for before, after in pairwise(ranks):
         same = (after.parameters, after.total_bytes) == (before.parameters, before.total_bytes)
@@ -324,6 +334,7 @@ def _runs(ranks: tuple[RankCosts, ...]) -> list[tuple[RankCosts, RankCosts]]:
 def _memory_row(first: RankCosts, last: RankCosts) -> tuple[str, ...]:
     where = f"{first.pp}" if first is last else f"{first.pp}-{last.pp}"
     stages = ", ".join(map(str, first.stages))
+    # Interleaved, a rank has v of them.
     if len(first.stages) > 4:
         stages = ", ".join([*map(str, first.stages[:3]), "..."])
     sizes = (

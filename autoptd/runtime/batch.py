@@ -38,10 +38,12 @@ class CallForm:
         """Return the call in this form, moving arguments between positions and keywords as Python would bind them."""
         if len(args) == self.positions and tuple(kwargs) == self.keywords:
             return args, kwargs
+        # Not strict: `is_bound` is False where there are more arguments than names.
         given = dict(zip(self.names, args, strict=False))
         wanted = (*self.names[: self.positions], *self.keywords)
         is_bound = len(args) <= len(self.names) and not given.keys() & kwargs.keys()
         given |= kwargs
+        # `forward(*args)` has fewer names than compiled positions: its arguments cannot be moved to keywords.
         if not is_bound or set(given) != set(wanted) or len(wanted) != self.positions + len(self.keywords):
             fact = f"was called with {_call_text(len(args), kwargs)}, compiled was {_call_text(self.positions, self.keywords)}"
             raise PlanError("step", fact, "pass what example_inputs holds")
@@ -78,6 +80,7 @@ def check_call(program: Program, args: Args, kwargs: Kwargs, replicas: int) -> N
             findings.append(
                 f"{spec.name} is {_text(leaf.shape, leaf.dtype)}, {_text(shape, dtype)} was compiled"
             )
+    # The traced graph holds these values: another one given here would be ignored.
     for number, value in program.constants:
         if not is_same_constant(leaves[number], value):
             findings.append(f"argument {number} is {leaves[number]!r}, {value!r} was compiled")
@@ -134,7 +137,10 @@ def cut(
             if x.shape[0] > rows:
                 x = x.narrow(0, replica * rows, rows)
         x = _to(x, device)
-        pieces = x.split(spec.shape[0]) if spec.batched and count > 1 else [x] * count
+        # Views: microbatches share the memory of the batch. What is not batched is whole in each of them.
+        pieces = [x] * count
+        if spec.batched and count > 1:
+            pieces = list(x.split(spec.shape[0]))
         for microbatch, piece in zip(microbatches, pieces, strict=True):
             microbatch[spec.name] = piece
     return microbatches
@@ -145,6 +151,7 @@ def _to(x: torch.Tensor, device: torch.device) -> torch.Tensor:
     if device.type == "cuda" and x.device.type == "cpu":
         # Through pinned memory of our own: the copy runs later, when the caller may have overwritten `x`.
         return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x).to(device, non_blocking=True)
+    # The same tensor where it is there already: then the step reads the caller's memory.
     return x.to(device)
 
 
@@ -157,6 +164,7 @@ def take_rows(
     (`batch_rows`). PlanError where the replicas do not divide the rows.
     """
     leaves, tree = tree_flatten((args, kwargs))
+    # Indices of the leaves with a dim 0: a 0-d tensor has no rows to divide.
     tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.dim()]
     if not tensors:
         return args, kwargs
@@ -180,8 +188,9 @@ def batch_rows(leaves: Sequence[Any], pieces: int) -> int:
     Exceptions are a first tensor of one entry (a temperature) where others have more rows, and one of one row that
     `pieces` do not divide: then it is the most frequent size of the others, the first of equally frequent ones.
     """
-    sizes = [leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()]
-    first = next(leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim())
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()]
+    sizes = [x.shape[0] for x in tensors]
+    first = tensors[0]
     others = sizes[1:] if tuple(first.shape) == (1,) else [size for size in sizes if size > 1]
     if sizes[0] != 1 or not others or (first.dim() > 1 and pieces == 1):
         return sizes[0]

@@ -39,11 +39,13 @@ class BatchCheck:
     def __init__(self, world: World, call: str, number: int, leaves: Sequence[Any]) -> None:
         self.world, self.site = world, f"{call} {number}"
         hashes = [hash_words(leaf).to(world.device) for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        # The call comes first, so that a rank that is a step behind is not mistaken for one with another batch.
+        # The call comes first, so that a rank that is a step behind is not mistaken for one with another
+        # batch. Steps and evaluations are counted apart: the sign tells step 3 from evaluation 3.
         which = number if call == "step" else -number
         self.mine = torch.stack([torch.tensor(which, device=world.device), *hashes])
         # Along all axes but those that split the batch, ranks read the same of it.
         axes = [axis for axis in world.mesh.axes if axis not in world.mesh.batch_axes]
+        # Started in one order on all ranks, before the step's own calls over these groups.
         self.pending = [
             world.group((axis,)).all_gather_start(self.mine.unsqueeze(0), 0, SITE) for axis in axes
         ]
@@ -51,13 +53,16 @@ class BatchCheck:
     def finish(self) -> None:
         """Compare; RuntimeFault on all ranks of all replicas where any two differ within one."""
         world = self.world
+        # [ranks of the group, 1 + tensors] against [1 + tensors].
         differences = [(pending.wait() != self.mine).any() for pending in self.pending]
         differs = torch.stack(differences).any().to(torch.int64)
+        # All replicas stop: they would wait for the one with the fault in the next step.
         if agree_on_largest(world, differs, SITE):
             raise self._fault()
 
     def _fault(self) -> RuntimeFault:
         mesh = self.world.mesh
+        # Objects take a round trip per axis, so all hashes are exchanged only once a difference is known.
         seen = merge_over_ranks(self.world, {self.world.rank: self.mine.tolist()}, SITE)
         facts = []
         for number in range(mesh.replicas):

@@ -109,6 +109,7 @@ class Messages:
         self._sent = [pending for pending in self._sent if not pending.is_done()]
 
     def _buffers_of(self, action: Action) -> list[TransferBuffer]:
+        # An action names its own stage first: a SEND the source, a RECV the target.
         ends = (action.stage, action.peer) if action.kind in ANSWER else (action.peer, action.stage)
         return self._buffers.get((*ends, action.kind in (Kind.SEND_B, Kind.RECV_B)), [])
 

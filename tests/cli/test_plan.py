@@ -10,8 +10,9 @@ import pytest
 
 import autoptd
 from autoptd.cli import main
+from autoptd.cli.help_texts import EXAMPLES
 from autoptd.cli.known import KNOWN
-from autoptd.cli.parser import EXAMPLES, parse
+from autoptd.cli.parser import parse
 from autoptd.cli.plan import read_shape, stated_sizes
 from autoptd.ir.machine_files import FOLDER
 from autoptd.ir.plan import load_plan

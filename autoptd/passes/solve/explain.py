@@ -71,6 +71,7 @@ def alternatives(problem: Problem, node: Node) -> list[Alternative]:
 
 def _extra_seconds(problem: Problem, variable: int, choice: int) -> float:
     """Return the extra seconds per layer of the best plan with a choice; infinite where there is none, nan if not found."""
+    # One more factor forbids all other choices; everything else is solved again, at its best.
     only = np.full(problem.choices[variable], math.inf)
     only[choice] = 0.0
     try:
@@ -80,6 +81,7 @@ def _extra_seconds(problem: Problem, variable: int, choice: int) -> float:
     if answer[variable] != choice:
         return math.inf
     picoseconds = problem.price(answer) - problem.price(problem.answer)
+    # The number of nodes that share the variable: one in each of the tied layers.
     layers = Counter(problem.variable.values())[variable]
     return picoseconds * 1e-12 / layers
 
@@ -104,6 +106,7 @@ def formulas(assignment: Assignment, symbols: Symbols, node: Node) -> list[Formu
     split = any(types.shards for types in strategies[node].needs.values())
     share = ", a t-th of them on each rank" if split else ", on every rank"
     costs = [Formula("product:", symbols.flops(node), f"FLOPs forward{share}", flops(node))]
+    # (what, value, the types it is wanted in)
     reads = [(f"reads {_name(operand)}", operand, types) for operand, types in strategies[node].needs.items()]
     gives = [
         ("gives", node, strategy.needs[node]) for strategy in strategies.values() if node in strategy.needs
@@ -116,6 +119,7 @@ def formulas(assignment: Assignment, symbols: Symbols, node: Node) -> list[Formu
             expression = sum(symbols.conversion(value, step) for step in path)
             number = assignment.cost(value, source, target)
             costs.append(Formula(_work(what, path, target), expression, "seconds", number))
+            # A route of two steps is two lines: to the shared conversion, and on from there.
             source = target
     return costs
 
@@ -145,6 +149,7 @@ def explain_split(assignment: Assignment, path: str, remark: str = "") -> str:
     problem = assignment.problem
     if problem is None:
         return f"{path}: t=1, nothing is split\n"
+    # With the dot, "h.1" does not take in "h.10".
     within = [node for node in problem.variable if f"{_path(node)}.".startswith(f"{path}.")]
     if not within:
         near = difflib.get_close_matches(path, _known_paths(problem), n=3, cutoff=0.3)
@@ -153,6 +158,7 @@ def explain_split(assignment: Assignment, path: str, remark: str = "") -> str:
     assert assignment.splitter is not None
     symbols = Symbols(assignment.splitter, assignment.letters)
     lines, expressions = [], []
+    # A module without weights or products, as a norm of its own, shows its first operators.
     for node in main_nodes or within[:MAX_LINES]:
         lines += _lines(problem, node)
         for cost in formulas(assignment, symbols, node) if flops(node) else []:

@@ -98,6 +98,7 @@ class Solved:
 
 def policies(ctx: Context) -> tuple[Policy, ...]:
     """Return the policies of all axes that values have types over, in the order in which they assign them."""
+    # By axis. A new one of Role.VALUES raises KeyError here until it has a policy.
     solved = {"tp": _tensor_policy(ctx.options)}
     return (ByRule(), *(solved[axis] for axis in ctx.mesh.value_axes))
 
@@ -113,6 +114,7 @@ def _tensor_policy(options: Options) -> Solved:
 
 def _pins(graph: Graph, ctx: Context) -> Pins:
     """Return the pinned parameters: from the plan, or all those of the program whose layout this one must match."""
+    # An evaluation reads parameters where training stored them: its own plan would move them.
     if ctx.like is None:
         return find_pins(graph, ctx.options.plan.shard)
     return keep_layouts(graph, layouts_of(ctx.like))
@@ -133,6 +135,7 @@ def _check_tokens(graph: Graph, splitter: Splitter) -> None:
             atoms = splitter.axes.atoms(node, dim)
             different.update(axis.size for axis in atoms if id(axis) in splitter.tokens)
     sizes = sorted(different)
+    # One input's tokens are enough: an encoder's may not divide where a decoder's do.
     if any(size % splitter.degree == 0 for size in sizes):
         return
     fact, remedy = "no input has tokens beside its batch", "leave it out"

@@ -60,6 +60,7 @@ def find_pins(graph: Graph, shard: Sequence[Mapping[str, Any]]) -> Pins:
     pins: Pins = {}
     for entry in shard:
         pin = _read(entry)
+        # A star is a number, not any text: "h.*.weight" must not take in "h.0.mlp.weight".
         pattern = re.compile(re.escape(pin.pattern).replace(r"\*", r"\d+"))
         matching = [node for name, node in parameters.items() if pattern.fullmatch(name)]
         if not matching:
@@ -81,6 +82,7 @@ def keep_layouts(graph: Graph, layouts: Mapping[str, tuple[Any, ...]]) -> Pins:
         name = note(node).name
         if name in layouts:
             layout = layouts[name]
+            # An element layout begins with its dim; () is whole.
             pins[node] = Pin(name, layout[0] if layout else None, layout)
     return pins
 
@@ -101,6 +103,7 @@ def refuse_conflict(pins: Pins, is_possible: Callable[[Pins], bool]) -> PlanErro
 
     `is_possible` solves with some of the pins, which takes as long as solving the model.
     """
+    # Pins, not parameters: one entry of a plan is one pin on all layers.
     each = list(dict.fromkeys(pins.values()))
     remedies = {
         1: "leave it out, or ask program.explain what it could be",

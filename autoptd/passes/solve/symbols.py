@@ -38,6 +38,7 @@ Expression = Any
 
 def name_axes(graph: Graph, splitter: Splitter) -> dict[int, str]:
     """Return the letters of the axes of an ANNOTATED graph, by their ids."""
+    # Later entries win: an axis that is both heads and tokens, of a model that folds them, is tokens.
     letters = {axis: LETTERS[noun] for axis, noun in axis_nouns(graph, splitter).items()}
     for node in ops(graph):
         if op_name(node) == "aten.embedding":
@@ -79,6 +80,7 @@ class Symbols:
     def conversion(self, node: Node, step: Step) -> Expression:
         """Return the seconds of one conversion step of a value, as `costs.conversion_seconds` gives them."""
         nbytes = math.prod(self.shape(node)) * tensor(node).element_size() / step.others
+        # A sub-axis has a number of ranks of its own, and no letter.
         degree = self.t if step.axis == self.splitter.axis else self.splitter.mesh.degree(step.axis)
         return conversion_seconds(step.before, step.after, nbytes, degree, self.machine)
 

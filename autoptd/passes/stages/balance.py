@@ -187,6 +187,7 @@ class _Table:
         """Tell for every stage (i, j) whether it has one of these operators."""
         sums = np.zeros(int(self.at[-1]) + 1)
         sums[np.asarray(readers) + 1] = 1
+        # counts[i]: how many of them lie before boundary i; a stage has one if the count grows.
         counts = np.cumsum(sums)[self.at]
         return counts[None, :] > counts[:, None]
 

@@ -49,6 +49,7 @@ class Communicators:
         found: list[tuple[int, ...]] = []
         for axis in (*MESH_AXES, *self.sub_axes):
             found += mesh.groups((axis,))
+        # One in each pipeline; that of all stages is the group along pp, which is made once.
         for pp_ranks in self.owners:
             found += sorted({owner_ranks(mesh, rank, pp_ranks) for rank in range(mesh.size)})
         return [ranks for ranks in dict.fromkeys(found) if len(ranks) > 1]
@@ -59,6 +60,7 @@ class Communicators:
         """
         found: list[tuple[int, int]] = []
         for source, target in in_rounds(self.links):
+            # Rank k of a stage talks to rank k of the other one: the same replica and tensor rank.
             found += zip(mesh.ranks_at(source), mesh.ranks_at(target), strict=True)
         return found
 
@@ -343,11 +345,13 @@ class World(ABC):
         return list(self._groups.values()), dict(self._outgoing)
 
     def _group_of(self, ranks: tuple[int, ...]) -> Group:
+        # Not in the table: nobody announces groups of one rank, which need no communicator.
         if ranks == (self.rank,):
             return self._solo
         return self._find(self._groups, ranks, f"group of ranks {ranks}")
 
     def _find(self, table: dict[Any, Any], key: Any, what: str) -> Any:
+        # Made here, only some ranks would make it, and hang: all communicators exist before the first step.
         if key not in table:
             raise InternalError(
                 f"rank {self.rank} at {self.at}", f"the {what} was not announced in `Communicators`"
