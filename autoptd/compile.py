@@ -22,6 +22,7 @@ from autoptd import trace as tracing
 from autoptd.auto import planned
 from autoptd.batch import Batch, Traces, capture_rows, plan_batch, split_call, trace_rows
 from autoptd.errors import PlanError
+from autoptd.ir.activity import activity
 from autoptd.ir.buffers import Buffers
 from autoptd.ir.mesh import Mesh
 from autoptd.ir.notes import note
@@ -116,7 +117,8 @@ def compile_program(
     params = param_specs(graph, captured, options)
     transfers = plan_transfers(crossings, ctx.ranks, options.mesh, options.p2p, options.rank_machine)
     about = about_stages(options, batch, params, orders, ctx.wgrad_sink)
-    files = codegen.write_program(graph, options.mesh, crossing, about)
+    with activity("write stage files", is_brief=True):
+        files = codegen.write_program(graph, options.mesh, crossing, about)
     # Shapes of nodes, for counts of FLOPs: of a microbatch on one device, and on a rank.
     of_one_device = partial(local_shape, sizes=replace(ctx.sizes, mesh=Mesh()))
     of_a_rank = partial(local_shape, sizes=replace(ctx.sizes, mesh=options.mesh))
