@@ -315,7 +315,7 @@ class Options:
 
     @property
     def mesh(self) -> Mesh:
-        return Mesh(**{name: getattr(self, name) for name in DEGREES}, order=self.order)
+        return Mesh.of({name: getattr(self, name) for name in DEGREES}, self.order)
 
     @property
     def sharing(self) -> Sharing:

@@ -1,6 +1,6 @@
 """nn.Module -> TRACED graph: capture the model's loss faithfully, or say why not."""
 
-from autoptd.trace.capture import Captured, capture
+from autoptd.trace.capture import Captured, capture, capture_again
 from autoptd.trace.dropouts import dropouts
 from autoptd.trace.evaluation import evaluating, in_modes, is_training_without_dropout, modes_of
 from autoptd.trace.faithful import compare
@@ -11,6 +11,7 @@ from autoptd.trace.precision import check_precision, computing_in
 __all__ = [
     "Captured",
     "capture",
+    "capture_again",
     "check_device",
     "check_module",
     "check_precision",

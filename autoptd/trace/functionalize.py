@@ -23,6 +23,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from autoptd.errors import PlanError, TraceError
+from autoptd.ir.elsewhere import NORMS
 from autoptd.ir.notes import is_tensor, note, op_name, ops, set_note, shape, site, value
 from autoptd.trace import dropouts
 
@@ -40,6 +41,7 @@ def functionalize(graph: Graph) -> None:
     latest: dict[Node, Node] = {}
     position = {node: i for i, node in enumerate(graph.nodes)}
     for node in list(ops(graph)):
+        # Readers behind a write read what it left, under whatever name they know it.
         node.args = map_arg(node.args, lambda arg: latest.get(arg, arg))
         node.kwargs = map_arg(node.kwargs, lambda arg: latest.get(arg, arg))
         if not _writes(node):
@@ -59,6 +61,7 @@ def functionalize(graph: Graph) -> None:
         latest[node] = latest[target]
     last = next(iter(reversed(graph.nodes)))
     last.args = map_arg(last.args, lambda arg: latest.get(arg, arg))
+    # Backwards, so that a write's readers are gone before it is.
     for old in reversed(list(latest)):
         if old.op == "call_function" and _writes(old):
             graph.erase_node(old)
@@ -113,7 +116,10 @@ def _check_fresh(node: Node, views: list[Node], position: dict[Node, int], lates
     record = note(base)
     if record.kind == "buffer":
         fact = f"buffer {record.name} is changed by the forward"
-        raise PlanError(site(node), fact, "keep buffers constant in forward")
+        is_norm = record.name.endswith(("num_batches_tracked", "running_mean", "running_var"))
+        if is_norm:
+            fact += ": batch norm in training mixes the samples of the batch"
+        raise PlanError(site(node), fact, NORMS if is_norm else "keep buffers constant in forward")
     if record.kind == "param":
         fact = f"parameter {record.name} is changed in place"
         raise TraceError(site(node), fact, "do not write to parameters in forward")

@@ -36,10 +36,11 @@ from autoptd.auto import planned
 from autoptd.batch import split_call
 from autoptd.compile import compile_evaluation, compile_program
 from autoptd.errors import InternalError, PlanError, RuntimeFault, TraceError
+from autoptd.ir.activity import activity
 from autoptd.options import Options, make_options
 from autoptd.parallel_model import ParallelModel
 from autoptd.program.program import Program
-from autoptd.runtime.batch import check_call
+from autoptd.runtime.check_call import check_call
 from autoptd.runtime.dropout import Draw, dropout
 from autoptd.trace import check_module, given_masks, modes_of
 from autoptd.trace.loss import WithLoss
@@ -148,12 +149,14 @@ def verify(
     eps = max(1e-8, NOISE * check_widening(wide_model, program, options, *wide_calls[0]))
     setting = Setting(wide_options, lr, eps)
     large = replace(setting, lr=max(lr, FIRST_LR))
-    losses = first_losses(model, program, large, calls)
-    with Widen():
-        check_copy(model, losses, first_losses(wide_model, program, large, wide_calls))
+    with activity("first steps of the model and of its copy in float64"):
+        losses = first_losses(model, program, large, calls)
+        with Widen():
+            check_copy(model, losses, first_losses(wide_model, program, large, wide_calls))
     report = compare_program(wide_model, program, setting, wide_calls)
     if own is not None:
-        found = compare_first_losses(model, own, replace(large, options=options), calls, losses)
+        with activity(f"first steps of {program.mesh.size} ranks in the model's own dtype"):
+            found = compare_first_losses(model, own, replace(large, options=options), calls, losses)
         report = replace(report, differences=report.differences + tuple(found))
     if not report.passed:
         raise InternalError("verify", f"the partitioned model differs from the model\n{report}\n")
@@ -196,9 +199,11 @@ def compare_program(model: nn.Module, program: Program, setting: Setting, calls:
             if step and step == len(calls) // 2 and "reload" in CHECKS:
                 ours = ours.saved_and_loaded(model)
                 notes.append(f"saved, and loaded into a new one, before step {step}")
-            loss = loss_of(reference, program, setting, calls[step], step)
-            loss.backward()
-            our_loss = ours.pm.step(*args, **kwargs)
+            with activity(f"step {step + 1} of {len(calls)} of the model"):
+                loss = loss_of(reference, program, setting, calls[step], step)
+                loss.backward()
+            with activity(f"step {step + 1} of {len(calls)} of {program.mesh.size} ranks"):
+                our_loss = ours.pm.step(*args, **kwargs)
             found.append(Difference("loss", "loss", step, _relative(our_loss, loss.detach(), 0.0)))
             # Before the optimizers step: `zero_grad` takes the gradients away.
             found += _gradient_differences(ours.pm, reference, step)

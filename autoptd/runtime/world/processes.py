@@ -42,7 +42,7 @@ from autoptd.ir.mesh import Mesh
 from autoptd.runtime.devices import process_device
 from autoptd.runtime.world.device_watch import PROBES, WATCHDOG_MARGIN, DeviceWatch
 from autoptd.runtime.world.faults import Call, FaultBoard
-from autoptd.runtime.world.layouts import as_real, fresh, in_place_of, parts_first
+from autoptd.runtime.world.layouts import as_real, fresh, in_place_of, parts_first, sum_in_order
 from autoptd.runtime.world.rendezvous import default_backend, init_from_env
 from autoptd.runtime.world.send_watcher import SendWatcher
 from autoptd.runtime.world.world import (
@@ -305,7 +305,7 @@ class DistributedGroup(Group):
             received = torch.empty_like(parts)
             with self._call("reduce_scatter_start", site, parts) as call:
                 work = dist.all_to_all_single(received, parts, group=self.handle, async_op=True)
-            return Then(_Works(self._world, [work], received, call, kept=[parts]), _sum_in_order)
+            return Then(_Works(self._world, [work], received, call, kept=[parts]), sum_in_order)
         mine = torch.empty_like(parts[0])
         with self._call("reduce_scatter_start", site, mine) as call:
             work = scatter_into(self.handle, mine, parts, is_async=True)
@@ -330,14 +330,6 @@ class DistributedGroup(Group):
         """The next call of this group, in which this rank hands in `x`."""
         self._count += 1
         return self._world.call(Call(kind, site, self.ranks, self._count, -1 if x is None else x.nbytes))
-
-
-def _sum_in_order(parts: Tensor) -> Tensor:
-    """Add up what the ranks sent, in the order of ranks: as threads do, to the bit."""
-    total = parts[0].clone()
-    for part in parts[1:]:
-        total += part
-    return total
 
 
 class DistributedChannel(Channel):
