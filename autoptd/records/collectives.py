@@ -267,7 +267,7 @@ def _bucket_sums(plan: BucketPlan, rank: int, ranks: Sequence[int], mesh: Mesh) 
     return calls
 
 
-def _update(plan: BucketPlan, stage: int, pp: int, mesh: Mesh) -> Collective:
+def _update(plan: BucketPlan, stage: int, rank: int, mesh: Mesh) -> Collective:
     """Return the gather of what the optimizer updated on each rank, which the next forward uses whole."""
     return Collective(
         site=plan.gather_site,
@@ -280,5 +280,5 @@ def _update(plan: BucketPlan, stage: int, pp: int, mesh: Mesh) -> Collective:
         group_size=plan.parts(mesh),
         why=f"{len(plan.params)} parameters, of which every rank of {plan.sharing_axis} updates a range",
         scope="update",
-        pp_ranks=(pp,),
+        pp_ranks=(rank,),
     )

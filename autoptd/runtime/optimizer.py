@@ -25,9 +25,9 @@ from torch import optim
 from autoptd.errors import PlanError
 from autoptd.program.specs import ParamSpec
 from autoptd.runtime.elementwise import check_elementwise
+from autoptd.runtime.full_values import gather_full
 from autoptd.runtime.fused_optimizer import lay_out, takes_fused
 from autoptd.runtime.guard import lower, raise_again, unguarded
-from autoptd.runtime.full_values import gather_full
 from autoptd.runtime.parameters import RankParameters, dtype_of, own_piece, shard_of
 from autoptd.runtime.shards import real_rows
 

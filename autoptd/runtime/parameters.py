@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -28,7 +27,7 @@ from autoptd.program.program import Program
 from autoptd.program.specs import ParamSpec
 from autoptd.runtime.guard import GuardedParameter, guard_gradient, unguarded
 from autoptd.runtime.read_folder import Folder, Reader
-from autoptd.runtime.shards import join_shards, take_shard
+from autoptd.runtime.shards import take_shard
 from autoptd.runtime.storage import SharedBucket, alias
 from autoptd.runtime.world.world import Group, World
 
@@ -128,8 +127,8 @@ class RankParameters:
 
     def _plans(self) -> list[BucketPlan]:
         program = self.program
-        pp = self.world.pipeline_rank
-        return plan_buckets(program.params, program.orders, program.ranks, self.world.mesh, pp)
+        rank = self.world.pipeline_rank
+        return plan_buckets(program.params, program.orders, program.ranks, self.world.mesh, rank)
 
     def _share(self, plan: BucketPlan, parts: dict[str, torch.Tensor]) -> None:
         """Move the parameters of a bucket into a flat buffer, of which this rank stores a range."""

@@ -30,7 +30,7 @@ import autoptd
 from autoptd import schedule
 from autoptd.errors import PlanError
 from autoptd.options import SCHEDULES, Options, make_options
-from autoptd.verify.verify import masks_of
+from autoptd.verify.widening import masks_of
 from tests.parity.kinds import KINDS, Batch, Kind, call
 
 AXES: dict[str, tuple[Any, ...]] = {  # of each the simplest first

@@ -12,9 +12,9 @@ from torch import Tensor
 from autoptd.compat import add_mm
 from autoptd.errors import PlanError
 from autoptd.runtime import executor as executor_module
+from autoptd.runtime.full_values import gather_gradients
 from autoptd.runtime.gradients import Bucket, Gradients, _sum_of_squares, clip_gradients, grad_norm
 from autoptd.runtime.launch import Rank
-from autoptd.runtime.full_values import gather_gradients
 from autoptd.runtime.record import recording
 from tests.runtime.test_executor import running, step
 from tests.runtime.tied_model import Case, make_batch, make_model, make_program
