@@ -231,7 +231,7 @@ def test_a_broken_part_shows(monkeypatch: pytest.MonkeyPatch, broken: str) -> No
     [
         ({"d": 4, "dp_shard": 2}, "without zero=1"),
         ({"d": 4, "zero": 1, "dp_shard": 3}, "does not divide d=4"),
-        ({"d": 2, "zero": 3}, "no such choice"),
+        ({"d": 2, "zero": 3}, "not there yet"),
         ({"d": 2, "zero": 1, "dp_shard": 0}, "at least 1"),
     ],
 )
