@@ -88,7 +88,7 @@ def compile_program(
     like: Program | None = None,
     record: Record | None = None,
 ) -> Program:
-    """Compile for the batch in `(args, kwargs)`: the rows of `replicas` replicas (1 under torchrun, else d).
+    """Compile for the batch in `(args, kwargs)`: the rows of `replicas` replicas (1 under torchrun, else all).
 
     With `like`, a program of the same model, parameters are stored and the model is cut as there. `record`
     gets the graph in all its forms, and the seconds of every pass.
@@ -118,7 +118,7 @@ def compile_program(
     transfers = plan_transfers(crossings, ctx.ranks, options.mesh, options.p2p, options.rank_machine)
     about = about_stages(options, batch, params, orders, ctx.wgrad_sink)
     with activity("write stage files", is_brief=True):
-        files = codegen.write_program(graph, options.t, crossing, about)
+        files = codegen.write_program(graph, options.mesh, crossing, about)
     # Shapes of nodes, for counts of FLOPs: of a microbatch on one device, and on a rank.
     of_one_device = partial(local_shape, sizes=replace(ctx.sizes, mesh=Mesh()))
     of_a_rank = partial(local_shape, sizes=replace(ctx.sizes, mesh=options.mesh))
@@ -146,11 +146,11 @@ def compile_program(
         unlisted=tuple(passes.unlisted_operators(graph)),
         weighted=any(file.counts for file in files.stages),
         plan=plan_record(options, batch, found.cut, params, found.fallbacks, weighed),
-        costs=replace(passes.count_work(graph, options.t, of_one_device, of_a_rank), cut=found.cut),
+        costs=replace(passes.count_work(graph, options.mesh, of_one_device, of_a_rank), cut=found.cut),
         buffers={name: value.detach() for name, value in captured.buffers.items()},
         looked_at=ctx.buffers.looked_at(),
         graphs=record.graphs,
-        explainer=partial(passes.explain_split, found.assignment, remark=found_text(weighed)),
+        explainer=partial(passes.explain_split, found.assignments, remark=found_text(weighed)),
         painter=painter(of_a_rank),
     )
 

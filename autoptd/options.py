@@ -278,7 +278,7 @@ class Options:
 
     @property
     def mesh(self) -> Mesh:
-        return Mesh(**{name: getattr(self, name) for name in DEGREES}, order=self.order)
+        return Mesh.of({name: getattr(self, name) for name in DEGREES}, self.order)
 
     @property
     def rank_machine(self) -> Machine:

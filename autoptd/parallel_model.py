@@ -24,7 +24,8 @@ from autoptd.errors import PlanError
 from autoptd.ir.mesh import Coordinate
 from autoptd.program.program import Picture
 from autoptd.runtime import check_batch, check_copies, check_state
-from autoptd.runtime.batch import check_call, cut, flatten, take_rows
+from autoptd.runtime.batch import cut, flatten, is_call_in_one, take_rows
+from autoptd.runtime.check_call import check_call
 from autoptd.runtime.gradients import clip_gradients
 from autoptd.runtime.launch import Rank, RunningRanks
 from autoptd.runtime.model_buffers import LOAD_THEM_BEFORE, copy_buffers
@@ -65,10 +66,10 @@ class ParallelModel(StartedModel):
 
         Collective.
 
-        Takes what `example_inputs` holds: the global batch with `backend="local"`, this replica's rows under
-        torchrun. Gradients are added to `parameter.grad` until `zero_grad`. A NaN loss raises RuntimeFault on
-        all ranks, and adds none; on CUDA it is seen in the next step, when its own gradients were handed
-        over.
+        Takes the arguments of the model, or one mapping of them: the global batch with `backend="local"`, this
+        replica's rows of it (`local_batch`) under torchrun. Gradients are added to `parameter.grad` until
+        `zero_grad`. A NaN loss raises RuntimeFault on all ranks, and adds none; on CUDA it is seen in the next
+        step, when its own gradients were handed over.
         """
         if torch.is_inference_mode_enabled():
             fact = "inference_mode is on around it: there would be no gradients"
@@ -154,12 +155,17 @@ class ParallelModel(StartedModel):
         in local.
 
         Returns the positional arguments as a tuple, or keyword arguments as a dict; given both, the pair of
-        the two: `pm.step(*pm.local_batch(x, y))`, `pm.step(**pm.local_batch(ids=x))`.
+        the two: `pm.step(*pm.local_batch(x, y))`, `pm.step(**pm.local_batch(ids=x))`. Of a mapping of keywords,
+        such as a tokenizer makes, a dict: `pm.step(pm.local_batch(batch))`.
         """
+        is_in_one = is_call_in_one(args, kwargs, self._arguments, self._form)
         if self._is_process:
             args, kwargs = self._arranged(args, kwargs)
             mesh = self.options.mesh
             args, kwargs = take_rows(self._program, args, kwargs, mesh.replicas, mesh.replica_of(self._rank))
+        if is_in_one:
+            args, kwargs = self._in_full(args, kwargs)
+            return {**dict(zip(self._arguments, args, strict=False)), **kwargs}
         if args and kwargs:
             return args, kwargs
         return kwargs or args
@@ -286,9 +292,9 @@ class ParallelModel(StartedModel):
         if not changed:
             return
         if self._compile is not None:
-            args, kwargs = self._call
+            args, kwargs, replicas = self._call
             with self._holding({**self._buffers.now(ranks), **brought}):
-                again = self._compile(args, kwargs, False)
+                again = self._compile(args, kwargs, replicas, False)
             # The same program came out: only the digests of what was read are new.
             if replace(again, looked_at=()).fingerprint() == replace(program, looked_at=()).fingerprint():
                 self._program = replace(program, looked_at=again.looked_at)
@@ -345,6 +351,7 @@ class ParallelModel(StartedModel):
         With `folder`, write the program and all its pictures there (rank 0 only). With `record`, that of a
         step, its schedule chart and trace have what was executed beside what was simulated.
         """
+        self._started("show")
         program = self.program
         if folder is not None and self.coordinate == Coordinate():
             program.save(folder)

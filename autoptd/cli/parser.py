@@ -23,6 +23,7 @@ from autoptd.options import KEYWORDS, SCHEDULES, parse_bytes
 SIZES = ("layers", "hidden", "heads", "seq", "vocab", "ffn", "kv_heads", "head_dim", "mlp_matrices")
 # Flags that are at least 1, of all commands but plan.
 DEGREES = tuple(name for name, keyword in KEYWORDS.items() if keyword.flag == "count")
+WITHOUT_FLAG = [name for name, keyword in KEYWORDS.items() if not keyword.flag and name != "loss_fn"]
 COUNTS = ("batch", "rows", "seq", "vocab", "steps", "ranks", *DEGREES)
 
 
@@ -183,7 +184,10 @@ def _add_model(parser: ArgumentParser) -> None:
     mesh = parser.add_argument_group("the mesh and the plan: names are those of autoptd.parallelize")
     _add_keywords(mesh, is_for_training=False)
     mesh.add_argument(
-        "--option", action="append", metavar="NAME=VALUE", help="any other keyword of parallelize"
+        "--option",
+        action="append",
+        metavar="NAME=VALUE",
+        help=f"a keyword without a flag: {', '.join(WITHOUT_FLAG)} (train: weights too)",
     )
     parser.add_argument("--config", metavar="FILE", help="flags from a TOML, YAML or JSON file")
 
@@ -284,7 +288,12 @@ def _add_planning(parser: ArgumentParser) -> None:
     where = parser.add_argument_group("where, and what for")
     where.add_argument("--gpus", type=int, metavar="N", help="all are used")
     where.add_argument("--batch", type=int, metavar="N", help="sequences of a step")
-    where.add_argument("--cluster", default="dgx-a100", help="a name, or a TOML file (default %(default)s)")
+    where.add_argument(
+        "--cluster",
+        "--machine",
+        default="dgx-a100",
+        help="h100, dgx-h100, ..., or a TOML file (default %(default)s)",
+    )
     where.add_argument("--memory", type=_bytes, metavar="BYTES", help="of a GPU: 80e9, 80GB or 80GiB")
     constraints = parser.add_argument_group(
         "constraints: a value, or several; the planner chooses what is left out"
@@ -296,7 +305,9 @@ def _add_planning(parser: ArgumentParser) -> None:
     )
     constraints.add_argument("--recompute", metavar="none|selective|full|full:1/2|any")
     constraints.add_argument("--zero", type=_level, metavar="0|1|2|3|any")
-    constraints.add_argument("--precision", metavar="fp32|bf16|fp16")
+    constraints.add_argument(
+        "--precision", "--dtype", metavar="fp32|bf16|fp16", help="of the weights (default fp32)"
+    )
     constraints.add_argument("--schedule", metavar="NAME|any", help="any: zero bubble too, and breadth first")
     constraints.add_argument("--placement", metavar="ranks|any", help="of mesh axes on the nodes")
     constraints.add_argument("--software", help="the generation that the times are of: docs/planner.md")

@@ -23,6 +23,7 @@ from autoptd.codegen.expressions import bound_axes, expression
 from autoptd.codegen.names import choose_names, operand_text
 from autoptd.codegen.parts import Block
 from autoptd.codegen.writer import Writer
+from autoptd.ir.mesh import Mesh
 from autoptd.ir.names import free_name
 from autoptd.ir.notes import note
 
@@ -53,7 +54,7 @@ def make_method(block: Block, outside: Callable[[Node], str], taken: Collection[
     return Method(block, name, arguments)
 
 
-def write_method(writer: Writer, method: Method, t: int) -> None:
+def write_method(writer: Writer, method: Method, mesh: Mesh) -> None:
     """Write the method: the operators of the block, and what it returns."""
     block = method.block
     names = choose_names(list(block.nodes), method.arguments, list(block.results))
@@ -67,7 +68,7 @@ def write_method(writer: Writer, method: Method, t: int) -> None:
     writer.bind(bound_axes(block.nodes) | {"w": "self.weights"})
     if "buffer" in kinds:
         writer.bind({"b": "self.buffers"})
-    write_body(writer, block.nodes, names, t, express, is_shared=True)
+    write_body(writer, block.nodes, names, mesh, express, is_shared=True)
     writer.add(2, f"return {', '.join(names[node] for node in block.results)}")
     writer.gap()
 

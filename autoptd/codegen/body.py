@@ -16,6 +16,7 @@ from torch.fx import Node
 
 from autoptd.codegen.comments import brief, reason_of, section_of, shape_of
 from autoptd.codegen.writer import Writer
+from autoptd.ir.mesh import Mesh
 from autoptd.ir.notes import note
 
 
@@ -23,7 +24,7 @@ def write_body(
     writer: Writer,
     body: Sequence[Node],
     names: dict[Node, str],
-    t: int,
+    mesh: Mesh,
     express: Callable[[int, Node], str],
     layers: dict[str, str] | None = None,
     is_shared: bool = False,
@@ -51,7 +52,7 @@ def write_body(
             why = brief(node, absorbed.why, layers)
             writer.comment(2, f"overlap: AR bwd, {absorbed.payload_bytes:,} B: {why}")
         target = _unpacked_target(node, names) if _is_unpacked(node, position) else names[node]
-        reason = reason_of(node, t, layers, is_shared)
+        reason = reason_of(node, mesh, layers, is_shared)
         writer.add(2, f"{target} = {express(i, node)}", shape_of(node), above=reason, node=node)
 
 

@@ -13,9 +13,9 @@ from torch.fx import Node
 
 from autoptd.ir import markers
 from autoptd.ir.layout import BATCH
+from autoptd.ir.mesh import Mesh
 from autoptd.ir.notes import note, op_name, shape, tensor
 from autoptd.ir.operators.table import says_shape
-from autoptd.ir.sub_axes import is_sub_axis, parse
 from autoptd.ir.types import CONVERSIONS, shard_size
 from autoptd.program.calls import star
 
@@ -42,14 +42,14 @@ def section_of(node: Node, layers: dict[str, str] | None = None) -> str:
     return path.split(".")[-1] or "the layer itself"
 
 
-def reason_of(node: Node, t: int, layers: dict[str, str] | None = None, is_shared: bool = False) -> str:
-    """Return the comment above a line: collectives, bytes and reason of a conversion; why tp splits another operator.
+def reason_of(node: Node, mesh: Mesh, layers: dict[str, str] | None = None, is_shared: bool = False) -> str:
+    """Return the comment above a line: collectives, bytes and reason of a conversion; why another operator is split.
 
     `is_shared`: the method says that several stages compute it.
     """
     record = note(node)
     if node.target is markers.convert:
-        return _conversion_reason(node, t, layers)
+        return _conversion_reason(node, mesh, layers)
     reasons = []
     # Most operators follow their operands, and a reason above each would hide those that decide: only GEMMs,
     # operators whose local form differs, and what could not be split have one.
@@ -59,13 +59,13 @@ def reason_of(node: Node, t: int, layers: dict[str, str] | None = None, is_share
     if "reason" in record.extra:
         reasons.append(record.extra["reason"])
     # Not in the method of a layer: its rounds belong to different stages.
-    is_repeated = record.placement.startswith("computed again") and len(record.stages) > 1
+    is_repeated = record.stages_why.startswith("computed again") and len(record.stages) > 1
     if is_repeated and layers is None and not is_shared:
         reasons.append(f"computed on stages {numbers_text(record.stages)}: cheaper than sent")
     return "; ".join(reasons)
 
 
-def _conversion_reason(node: Node, t: int, layers: dict[str, str] | None) -> str:
+def _conversion_reason(node: Node, mesh: Mesh, layers: dict[str, str] | None) -> str:
     """Return `AR fwd, 65,536 B: why`."""
     work = []
     for kind, when in zip(conversion_work(node), WHEN, strict=True):
@@ -75,7 +75,7 @@ def _conversion_reason(node: Node, t: int, layers: dict[str, str] | None) -> str
     if "uses" in note(node).extra:
         work.append("AG again bwd")
     why = brief(node, note(node).why, layers)
-    return f"{', '.join(work) or 'no communication'}, {collective_bytes(node, t):,} B: {why}"
+    return f"{', '.join(work) or 'no communication'}, {collective_bytes(node, mesh):,} B: {why}"
 
 
 def shape_of(node: Node) -> str:
@@ -153,11 +153,11 @@ def conversion_work(node: Node) -> tuple[str, str]:
     return forward, backward
 
 
-def collective_bytes(node: Node, t: int) -> int:
+def collective_bytes(node: Node, mesh: Mesh) -> int:
     """Return the bytes of the whole value of a conversion, with its padding, of one microbatch."""
     count = math.prod(note(node).extra["local_shapes"][0])
     padded, axis = node.kwargs.get("size", 0), note(node).axis
-    degree = parse(axis).size if is_sub_axis(axis) else t
+    degree = mesh.degree(axis)
     if note(node).layout[axis].kind == "S":
         # The local shape is that of a shard.
         count *= degree
@@ -173,8 +173,13 @@ def local_shape_text(node: Node) -> str:
     return str(list(shapes[0]))
 
 
-def value_text(node: Node, t: int = 1) -> str:
-    """Describe what a rank has of a value: `[1, 8, 32] float32, invariant over tp`."""
-    dtype = str(tensor(node).dtype).removeprefix("torch.")
-    text = f"{local_shape_text(node)} {dtype}"
-    return f"{text}, {note(node).layout.text(note(node).dims)}" if t > 1 else text
+def value_text(node: Node) -> str:
+    """Describe what a rank has of a value: `[1, 8, 32] float32`."""
+    return f"{local_shape_text(node)} {str(tensor(node).dtype).removeprefix('torch.')}"
+
+
+def typed_text(node: Node, mesh: Mesh) -> str:
+    """Describe a value with its types, if ranks share values: `[1, 8, 32] float32, invariant over tp`."""
+    if mesh.value_ranks == 1:
+        return value_text(node)
+    return f"{value_text(node)}, {note(node).layout.text(note(node).dims)}"

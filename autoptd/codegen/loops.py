@@ -27,6 +27,7 @@ from autoptd.codegen.names import assigned_name, choose_names
 from autoptd.codegen.repeats import Path, Repeat, Weights, expression_with
 from autoptd.codegen.runs import Run
 from autoptd.codegen.writer import WIDTH, Writer, weight_text
+from autoptd.ir.mesh import Mesh
 from autoptd.ir.names import RESERVED
 from autoptd.ir.notes import note
 
@@ -135,7 +136,7 @@ def _free(wanted: str, taken: Collection[str]) -> str:
     return name
 
 
-def write_layer(writer: Writer, layer: Layer, t: int) -> None:
+def write_layer(writer: Writer, layer: Layer, mesh: Mesh) -> None:
     """Write the method: the operators of one round, the second one (see `Repeat.operators`)."""
     operators = layer.repeat.operators
     names = _layer_names(layer)
@@ -147,7 +148,7 @@ def write_layer(writer: Writer, layer: Layer, t: int) -> None:
         return expression_with(node, numbers.texts(j), texts.__getitem__, site_text(node, paths))
 
     body = Writer()
-    write_body(body, operators, names, t, express, _layers(layer))
+    write_body(body, operators, names, mesh, express, _layers(layer))
     writer.add(1, f"def {layer.name}(self, {', '.join(layer.arguments)}):")
     writer.add(2, f'"""{_about(layer)}"""')
     writer.bind(bound_axes(operators))

@@ -28,6 +28,7 @@ from autoptd.codegen.stage_file import (
     write_stage,
 )
 from autoptd.codegen.writer import Writer
+from autoptd.ir.mesh import Mesh
 from autoptd.program.specs import Line
 
 HEAD = "What several stages of the program call, written once: every stage has these methods."
@@ -42,7 +43,9 @@ class ProgramFiles:
     lines: tuple[Line, ...]
 
 
-def write_program(graph: Graph, t: int, crossing: Sequence[Crossing], about: Sequence[About]) -> ProgramFiles:
+def write_program(
+    graph: Graph, mesh: Mesh, crossing: Sequence[Crossing], about: Sequence[About]
+) -> ProgramFiles:
     """Return the files of a program; `about` has an entry for every stage."""
     parts = divide(graph, crossing, len(about))
     names = [name_values(part) for part in parts]
@@ -54,7 +57,7 @@ def write_program(graph: Graph, t: int, crossing: Sequence[Crossing], about: Seq
         _name_methods(part, names[part.index], methods, homes)
     shared = [key for key in methods if len(homes[key]) > 1]
     files = tuple(
-        write_stage(part, names[part.index], t, about[part.index], methods, shared) for part in parts
+        write_stage(part, names[part.index], mesh, about[part.index], methods, shared) for part in parts
     )
     sources = {f"stage_{part.index}.py": file.text for part, file in zip(parts, files, strict=True)}
     lines = [line for file in files for line in file.lines]
@@ -62,12 +65,12 @@ def write_program(graph: Graph, t: int, crossing: Sequence[Crossing], about: Seq
         writer = Writer()
         writer.add(0, "class Layers(rt.Stage):")
         for key in shared:
-            write_any(writer, methods[key], t)
+            write_any(writer, methods[key], mesh)
         while not writer.lines[-1]:
             writer.lines.pop()
         writer = with_header(writer, [HEAD, *about[0].header[1:]], about[0].legend)
         sources[LAYERS] = "\n".join(writer.lines) + "\n"
-        lines += lines_of(LAYERS, writer, t)
+        lines += lines_of(LAYERS, writer, mesh)
     return ProgramFiles(sources, files, tuple(lines))
 
 

@@ -16,7 +16,7 @@ from torch.fx import Node
 
 from autoptd.codegen.blocks import Method, write_method, write_method_call
 from autoptd.codegen.body import write_body
-from autoptd.codegen.comments import numbers_text, site_text, value_text
+from autoptd.codegen.comments import numbers_text, site_text, typed_text, value_text
 from autoptd.codegen.counts import counted_losses, write_count
 from autoptd.codegen.expressions import bound_axes, expression
 from autoptd.codegen.loops import Layer, write_layer, write_run
@@ -25,6 +25,7 @@ from autoptd.codegen.parts import Block, Crossing, Part
 from autoptd.codegen.runs import Run
 from autoptd.codegen.writer import WIDTH, Writer
 from autoptd.ir import sub_axes
+from autoptd.ir.mesh import Mesh
 from autoptd.ir.notes import is_whole, note, op_name
 from autoptd.program.calls import star
 from autoptd.program.specs import Line
@@ -80,7 +81,7 @@ def method_key(call: Run | Block) -> object:
 
 
 def write_stage(
-    part: Part, names: dict[Node, str], t: int, about: About, methods: Methods, shared: Collection[object]
+    part: Part, names: dict[Node, str], mesh: Mesh, about: About, methods: Methods, shared: Collection[object]
 ) -> StageFile:
     """Return the file of a stage, with the methods that it alone calls; those in `shared` are in `LAYERS`."""
     writer = Writer()
@@ -93,8 +94,8 @@ def write_stage(
         writer.lines.append("")
     for key in called:
         if key not in shared:
-            write_any(writer, methods[key], t)
-    _write_forward(writer, part, names, t, about, methods)
+            write_any(writer, methods[key], mesh)
+    _write_forward(writer, part, names, mesh, about, methods)
     counted = counted_losses(part.body)
     if counted:
         write_count(writer, counted, part.given)
@@ -108,12 +109,12 @@ def write_stage(
         params=tuple(note(node).name for node in part.read("param")),
         buffers=tuple(note(node).name for node in part.read("buffer")),
         counts=bool(counted),
-        lines=lines_of(f"stage_{part.index}.py", writer, t),
+        lines=lines_of(f"stage_{part.index}.py", writer, mesh),
     )
 
 
 def _write_forward(
-    writer: Writer, part: Part, names: dict[Node, str], t: int, about: About, methods: Methods
+    writer: Writer, part: Part, names: dict[Node, str], mesh: Mesh, about: About, methods: Methods
 ) -> None:
     def text(node: Node) -> str:
         return operand_text(node, names)
@@ -124,7 +125,7 @@ def _write_forward(
     writer.add(1, f"def forward({', '.join(['self', *part.given.values()])}):")
     for crossing in part.arriving:
         source = f"from stage {crossing.source} (pipeline rank {about.ranks[crossing.source]})"
-        writer.comment(2, f"{crossing.name}: {value_text(crossing.node, t)}, {source}: {crossing.origin}")
+        writer.comment(2, f"{crossing.name}: {typed_text(crossing.node, mesh)}, {source}: {crossing.origin}")
     for node in part.read("input"):
         writer.comment(2, f"{note(node).name}: {value_text(node)}, of the batch")
     # `tp, w = self.groups["tp"], self.weights`: groups are looked up once, also where a loop uses them.
@@ -134,18 +135,18 @@ def _write_forward(
     # Between the calls, the operators that are the stage's own.
     end = 0
     for call in part.calls:
-        write_body(writer, part.body[end : call.start], names, t, express)
+        write_body(writer, part.body[end : call.start], names, mesh, express)
         method = methods[method_key(call)]
         if isinstance(method, Layer):
             write_run(writer, method, call, names, text)  # type: ignore[arg-type]
         else:
             write_method_call(writer, method, part.index, names, text)
         end = call.end
-    write_body(writer, part.body[end:], names, t, express)
+    write_body(writer, part.body[end:], names, mesh, express)
     for crossing in part.leaving:
         where = _destination(crossing, about)
         back = "; its gradient comes back" if note(crossing.node).needs_grad else ""
-        writer.comment(2, f"{names[crossing.node]} goes to {where}: {value_text(crossing.node, t)}{back}")
+        writer.comment(2, f"{names[crossing.node]} goes to {where}: {typed_text(crossing.node, mesh)}{back}")
     # A tuple always: the executor zips it with `outputs`.
     returned = ", ".join(names[node] for node in part.results)
     writer.add(2, f"return ({returned},)" if len(part.results) == 1 else f"return {returned}")
@@ -183,20 +184,20 @@ def _write_sums(writer: Writer, sums: Sequence[str]) -> None:
             writer.comment(0, f"- {line}")
 
 
-def write_any(writer: Writer, method: Layer | Method, t: int) -> None:
+def write_any(writer: Writer, method: Layer | Method, mesh: Mesh) -> None:
     """Write a method of either kind."""
     if isinstance(method, Layer):
-        write_layer(writer, method, t)
+        write_layer(writer, method, mesh)
     else:
-        write_method(writer, method, t)
+        write_method(writer, method, mesh)
 
 
-def lines_of(file: str, writer: Writer, t: int) -> tuple[Line, ...]:
+def lines_of(file: str, writer: Writer, mesh: Mesh) -> tuple[Line, ...]:
     """Return the operators on the lines of a file."""
     lines = []
     for number, node in writer.nodes.items():
         # Every tensor rank computes it in full: the pictures show what that costs.
-        is_redundant = t > 1 and not note(node).conversion and is_whole(node)
+        is_redundant = mesh.value_ranks > 1 and not note(node).conversion and is_whole(node)
         name = note(node).conversion or op_name(node)
         lines.append(Line(file, number, star(note(node).module), name, is_redundant))
     return tuple(lines)

@@ -27,6 +27,7 @@ from autoptd.doctor.patterns import (
     total,
 )
 from autoptd.errors import RuntimeFault
+from autoptd.program.calls import joint_axis
 from autoptd.runtime.world.faults import Call
 from autoptd.runtime.world.processes import DistributedWorld
 from autoptd.runtime.world.world import Group, World, fault_site
@@ -301,9 +302,14 @@ METHODS: dict[str, tuple[tuple[torch.dtype, ...], Make]] = {
 }
 
 
-def peer(world: World, pp: int) -> int:
-    """Return the rank with this rank's dp and tp coordinates on pipeline rank `pp`."""
-    return world.mesh.at_stage(world.rank, pp)
+def peer(world: World, pipeline_rank: int) -> int:
+    """Return the rank at another place of this rank's pipeline."""
+    return world.mesh.at_stage(world.rank, pipeline_rank)
+
+
+def over_stages(world: World) -> str:
+    """Name the axes along which messages between stages go."""
+    return joint_axis(world.mesh, world.mesh.stage_axes)
 
 
 def check_channels(checks: Checks, links: Sequence[tuple[int, int]], counts: Sequence[int]) -> None:
@@ -311,11 +317,11 @@ def check_channels(checks: Checks, links: Sequence[tuple[int, int]], counts: Seq
 
     Links one by one, in order.
     """
-    world = checks.world
+    world, over = checks.world, over_stages(checks.world)
     for source, target in links:
-        if world.coordinate.pp not in (source, target):
+        if world.pipeline_rank not in (source, target):
             continue
-        site = f"doctor: message over pp {source} > {target}"
+        site = f"doctor: message over {over} {source} > {target}"
         sender, receiver = peer(world, source), peer(world, target)
         # The second message is different: a first one that arrives twice shows.
         for number in range(2):
@@ -333,7 +339,17 @@ def check_channels(checks: Checks, links: Sequence[tuple[int, int]], counts: Seq
             got = world.incoming(sender).receive([(x.shape, x.dtype) for x in wanted], site).wait()
             settle(world, site)
             for x, expected in zip(got, wanted, strict=True):
-                checks.hold("message", "pp", (sender, receiver), Result(x, expected, 0))
+                checks.hold("message", over, (sender, receiver), Result(x, expected, 0))
 
 
-__all__ = ["METHODS", "Checks", "Wrong", "check_channels", "check_group", "peer", "settle", "wait_until"]
+__all__ = [
+    "METHODS",
+    "Checks",
+    "Wrong",
+    "check_channels",
+    "check_group",
+    "over_stages",
+    "peer",
+    "settle",
+    "wait_until",
+]

@@ -61,12 +61,6 @@ class Findings:
             raise InternalError("Findings", f"{name} is read, and no pass has found it yet")
         raise AttributeError(name)
 
-    @property
-    def assignment(self) -> Assignment:
-        """The answer over the one axis that is solved."""
-        (assignment,) = self.assignments.values()
-        return assignment
-
     def has(self, name: str) -> bool:
         """Tell whether a pass has left this result."""
         return name in vars(self)

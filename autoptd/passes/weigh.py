@@ -3,7 +3,7 @@
 In: a CONNECTED graph. Out: `Weight` (program/weighed.py), of one microbatch and one tensor rank, forward and backward; the
 memory of parameters does not include gradients and optimizer state. `weigh_known` compares a plan with the well-known ones.
 
-    weigh(graph, Sizes(t=8, traced_rows=2, rows=1, pieces=8), machine).sent_bytes
+    weigh(graph, Sizes(Mesh(t=8), traced_rows=2, rows=1, pieces=8), machine).sent_bytes
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def weigh_known(
     `connected` is the plan; `passes` bring a TRACED graph to CONNECTED. Returns None unless sequence_parallel is "auto".
     """
     options, machine = ctx.options, ctx.options.rank_machine
-    if options.t == 1 or options.sequence_parallel != "auto":
+    if ctx.mesh.value_ranks == 1 or options.sequence_parallel != "auto":
         return None
     weights, missing = {"auto": weigh(connected, ctx.sizes, machine)}, {}
     for sequence_parallel in (True, False):
@@ -81,7 +81,7 @@ def weigh(graph: Graph, sizes: Sizes, machine: Machine) -> Weight:
         collectives=len(calls),
         parameters=sum(count for count, _ in held),
         parameter_bytes=sum(count * itemsize for count, itemsize in held),
-        least_parameters=sum(math.prod(shape(param)) for param in params) // mesh.t,
+        least_parameters=sum(math.prod(shape(param)) for param in params) // mesh.value_ranks,
         saved_bytes=round(saved_bytes(graph, sizes)),
     )
 

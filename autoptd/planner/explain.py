@@ -23,11 +23,11 @@ from autoptd.planner.tables import MEANING, memory_text, settings_text
 class Other:
     """The best plan of another kind, None where none fits.
 
-    `is_asked`: it meets the constraints of the request.
+    `is_allowed`: it meets the constraints of the request.
     """
 
     candidate: Candidate | None
-    is_asked: bool = True
+    is_allowed: bool = True
 
 
 def explain_plan(plan: RankedCandidates) -> str:
@@ -143,7 +143,7 @@ def _model_parallel_to_fit(plan: RankedCandidates) -> str:
     rule = "SC'21's takeaway 2 (t*p just large enough for memory, data parallelism beyond)"
     if fewer.candidate is None:
         return f"{rule} holds: t*p={size} is the least that fits. With more {_cost(plan, more)}."
-    holds = "does not hold" if fewer.is_asked else "is not what was asked"
+    holds = "does not hold" if fewer.is_allowed else "is not what was asked"
     less = f": less than t*p={size} fits. With less {_cost(plan, fewer)}."
     return f"{rule} {holds}{less} With more {_cost(plan, more)}."
 
@@ -165,8 +165,8 @@ def _best(plan: RankedCandidates, only: Filter) -> Other:
     all degrees.
     """
     # `replace` drops the filter of the request, not its switches.
-    asked = plan.fastest(only)
-    return Other(asked) if asked else Other(replace(plan, only=None).fastest(only), is_asked=False)
+    allowed = plan.fastest(only)
+    return Other(allowed) if allowed else Other(replace(plan, only=None).fastest(only), is_allowed=False)
 
 
 def _is_better(plan: RankedCandidates, other: Other) -> bool:
@@ -179,7 +179,7 @@ def _cost(plan: RankedCandidates, other: Other) -> str:
     if other.candidate is None:
         return "nothing fits"
     apart = other.candidate.formula_seconds / plan.best.formula_seconds - 1
-    not_asked = "" if other.is_asked else ", which was not asked for"
+    not_asked = "" if other.is_allowed else ", which was not asked for"
     direction = "less" if apart < 0 else "more"
     return f"a step takes {_percent(abs(apart))} {direction} ({other.candidate.name}){not_asked}"
 

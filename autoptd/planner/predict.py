@@ -84,10 +84,10 @@ def predict(
     PlanError where the request makes no sense.
     """
     shape, cluster = shape_of(shape_or_model), find_cluster(cluster).with_software(software)
-    asked = Setting(
+    request = Setting(
         t, p, d, c, v, microbatch, batch, schedule, recompute, sequence_parallel, zero, precision, placement
     )
-    setting = checked(asked, shape, cluster.gpus_per_node)
+    setting = checked(request, shape, cluster.gpus_per_node)
     if precision == "bf16" and not cluster.gpu.bf16:
         raise PlanError(
             "precision='bf16'", f"the GPUs of {cluster.name} have no such products", "precision='fp16'"

@@ -53,10 +53,10 @@ class RankedCandidates:
 
         None where none fits.
         """
-        asked = self.only
+        constraint = self.only
 
         def both(configs: Columns) -> np.ndarray:
-            return only(configs) if asked is None else only(configs) & asked(configs)
+            return only(configs) if constraint is None else only(configs) & constraint(configs)
 
         # Anew, as the table has the few best only, and those of another kind may be far behind them.
         found = search(self.model, 1, both)

@@ -114,6 +114,8 @@ def make_request(
                 pinned["c"] = tuple(divisors(gpus))
         elif value is not None:
             pinned[DEGREES[name]] = _whole_numbers(name, value)
+    # Also by the names that torch gives them.
+    precision = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}.get(str(precision), precision)
     if precision is not None and precision not in ELEMENT_BYTES:
         raise PlanError(f"precision={precision!r}", "no such precision", ", ".join(map(repr, ELEMENT_BYTES)))
     if placement not in ("ranks", ANY):

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from autoptd.planner.candidate import Candidate
+from autoptd.planner.memory import recipe_text
 from autoptd.planner.ranked import RankedCandidates
 
 # Term -> its column.
@@ -59,7 +60,15 @@ def plan_table(plan: RankedCandidates) -> str:
         lines.append(
             f"* needs what the runtime does not have yet, plan.json leaves it out: {', '.join(missing)}"
         )
-    return "\n".join([*lines, "", *count_lines(plan)])
+    return "\n".join([_basis(plan), *lines, "", *count_lines(plan)])
+
+
+def _basis(plan: RankedCandidates) -> str:
+    """Say for what recipe and machine the numbers hold."""
+    request = plan.model.request
+    cluster = request.cluster
+    recipe = recipe_text(request.precision, cluster.software)
+    return f"Recipe: {recipe}. Machine: {cluster.name}, {plan.gpus} GPUs"
 
 
 def _row(rank: int, candidate: Candidate, terms: Sequence[str]) -> list[str]:

@@ -90,6 +90,11 @@ def axis_text(mesh: Mesh, ranks: Sequence[int]) -> str:
     return " x ".join(texts)
 
 
+def joint_axis(mesh: Mesh, axes: Sequence[str]) -> str:
+    """Name some axes together, without those of one rank: what `axis_text` says of a group along them."""
+    return " x ".join(axis for axis in reversed(mesh.axes) if axis in axes and mesh.degree(axis) > 1)
+
+
 def star(text: str) -> str:
     """Return `transformer.h.*.attn` for `transformer.h.3.attn`: numbers in module paths become stars."""
     # "h.3", "h.3.attn: row", and "0.weight" of a Sequential; not the 2 of "model.py:2" or of "dim 2".
@@ -103,10 +108,10 @@ def call_site(collective: Collective) -> str:
 
 def expected_calls(program: Program, rank: int, *, training: bool = True) -> Counter[Call]:
     """Return how often `rank` makes each call in one step (or one evaluation), according to the program."""
-    pp = program.mesh.pipeline_rank_of(rank)
+    pipeline_rank = program.mesh.pipeline_rank_of(rank)
     calls: Counter[Call] = Counter()
     for collective in program.collectives:
-        if pp not in collective.pp_ranks:
+        if pipeline_rank not in collective.pp_ranks:
             continue
         is_once = collective.scope == "step"
         for direction, kind in (("forward", collective.forward), ("backward", collective.backward)):

@@ -51,9 +51,9 @@ class _Planner:
 
     def parts(self, source: int, target: int, nbytes: int, is_equal: bool) -> tuple[int, str]:
         """Return (t, why) to scatter a buffer of `nbytes`, (1, why) to send it whole."""
-        t = len(self.mesh.group(0, self.mesh.value_axes))
+        t = self.mesh.value_ranks
         if t == 1:
-            return 1, "whole: t=1"
+            return 1, f"whole: {self.mesh.product_text(self.mesh.value_axes)}"
         if not is_equal:
             return 1, "whole: differs from tensor rank to tensor rank"
         if self.p2p == "direct":

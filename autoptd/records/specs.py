@@ -88,7 +88,7 @@ def input_specs(graph: Graph, captured: tracing.Captured, batch: Batch) -> tuple
 def crossing_spec(crossing: codegen.Crossing) -> CrossingSpec:
     """Describe a value that one stage computes and others read."""
     node, record = crossing.node, note(crossing.node)
-    reasons = (codegen.origin_text(node), record.placement)
+    reasons = (codegen.origin_text(node), record.stages_why)
     return CrossingSpec(
         crossing.name,
         crossing.source,

@@ -145,7 +145,7 @@ def _shards(plan: Mapping[str, Any]) -> dict[str, str]:
 
 def _programs(a: Program, b: Program) -> dict[str, list[str]]:
     groups = {
-        "parameters over tp": _by_layer(a, b, ParamSpec.type_text),
+        f"parameters over {a.mesh.value_text}": _by_layer(a, b, ParamSpec.type_text),
         "parameters": _by_layer(a, b, _about),
     }
     for scope in ("microbatch", "step"):

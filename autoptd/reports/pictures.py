@@ -20,7 +20,6 @@ from torch.fx import Node
 from autoptd import passes, viz
 from autoptd import schedule as schedules
 from autoptd.ir.actions import Action, Kind
-from autoptd.ir.mesh import Coordinate
 from autoptd.passes.dump import write_forms
 from autoptd.program.program import Program
 from autoptd.runtime.timeline import Span
@@ -74,13 +73,13 @@ def executed_run(program: Program, spans: Sequence[Span]) -> viz.Run:
     A process under torchrun records its own rank alone: the rows of the others are empty.
     """
     mesh = program.mesh
-    rows: list[list[tuple[Action, float, float]]] = [[] for _ in range(mesh.p)]
+    rows: list[list[tuple[Action, float, float]]] = [[] for _ in range(mesh.pipeline_ranks)]
     for rank, action, start, end in spans:
-        coordinate = mesh.coordinate(rank)
-        # The first rank of its place in the pipeline stands for the others there.
-        if coordinate == Coordinate(pp=coordinate.pp):
-            rows[coordinate.pp].append((action, start, end))
-    recorded = [str(mesh.rank(Coordinate(pp=pp))) for pp in range(mesh.p) if rows[pp]]
+        place = mesh.pipeline_rank_of(rank)
+        # Rank 0's pipeline stands for the others.
+        if rank == mesh.at_stage(0, place):
+            rows[place].append((action, start, end))
+    recorded = [str(mesh.at_stage(0, place)) for place, row in enumerate(rows) if row]
     ranks = ", ".join(recorded[:8]) + (", ..." if len(recorded) > 8 else "")
     plural = "s" if len(recorded) > 1 else ""
     remark = f"recorded on rank{plural} {ranks}; recording takes time as well"

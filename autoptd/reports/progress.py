@@ -189,7 +189,7 @@ class Progress:
         mesh = self.pm.program.mesh
         # Ranks that are threads share the memory of one process.
         holder = " for all ranks" if mesh.size > 1 and is_local(self.pm.options) else ""
-        rest = "bubble and rest" if mesh.p > 1 else "rest"
+        rest = "bubble and rest" if mesh.pipeline_ranks > 1 else "rest"
         text = progress_line(record, self.steps, mesh.size, self.times, rest, holder)
         self._stream.write(f"\r{text}\x1b[K" if self._is_live else f"{text}\n")
         if is_last and self._is_live:

@@ -18,19 +18,19 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from autoptd.ir.actions import Kind
+from autoptd.ir.mesh import AXES
 from autoptd.ir.types import ALIGNED, MIN_ALIGNED, aligned
 from autoptd.program.calls import Call, expected_calls, wire_bytes
 from autoptd.program.program import Picture, Program
 from autoptd.reports.modules import module_sections
 from autoptd.reports.pictures import executed_run, simulated_run
 from autoptd.reports.summary import (
-    AXES,
-    WEIGHED,
     RankCosts,
     Summary,
     Traffic,
     seconds_text,
     summarize,
+    weighed_heading,
     weighed_table,
 )
 from autoptd.runtime.record import Record
@@ -55,12 +55,22 @@ from autoptd.viz.words import bytes_text, count_text, plural
 MAX_DRAWN_OPERATORS, MAX_DRAWN_STAGES = 600, 4
 
 
-def write_report(program: Program, path: str | Path, name: str = "", record: Record | None = None) -> None:
-    """Write the page; `name` is the model's, `record` that of one training step."""
-    Path(path).write_text(report_html(program, name, record))
+def write_report(
+    program: Program,
+    path: str | Path,
+    name: str = "",
+    record: Record | None = None,
+    plain_seconds: float | None = None,
+) -> None:
+    """Write the page; `name` is the model's, `record` that of one training step, `plain_seconds` the time of a
+    step that was not recorded.
+    """
+    Path(path).write_text(report_html(program, name, record, plain_seconds))
 
 
-def report_html(program: Program, name: str = "", record: Record | None = None) -> str:
+def report_html(
+    program: Program, name: str = "", record: Record | None = None, plain_seconds: float | None = None
+) -> str:
     """Return the page."""
     summary = summarize(program)
     runs = [simulated_run(program)]
@@ -78,10 +88,10 @@ def report_html(program: Program, name: str = "", record: Record | None = None) 
     ]
     # Measured numbers stand right behind the predicted ones.
     if record:
-        tabs.insert(1, Tab("Measured", _measured(program, record, runs)))
+        tabs.insert(1, Tab("Measured", _measured(program, record, runs, plain_seconds)))
     mesh = program.mesh
     ranks = plural(mesh.size, "rank")
-    about = f"{ranks}: t={mesh.t} tensor x p={mesh.p} pipeline x d={mesh.d} data parallel, v={program.v}"
+    about = f"{ranks}: {mesh.words}, v={program.v}"
     return page(f"{name or 'A model'} on {ranks}", f"{about}; written by AutoPTD", tabs)
 
 
@@ -125,7 +135,7 @@ def _summary(program: Program, summary: Summary) -> str:
 def _rank_row(rank: RankCosts) -> tuple[str, ...]:
     nbytes = (rank.parameter_bytes, rank.gradient_bytes, rank.optimizer_bytes, rank.activation_bytes)
     return (
-        f"{rank.pp}",
+        f"{rank.pipeline_rank}",
         ", ".join(map(str, rank.stages)),
         count_text(rank.parameters),
         *map(bytes_text, nbytes),
@@ -137,12 +147,12 @@ def _rank_row(rank: RankCosts) -> tuple[str, ...]:
 
 def _traffic_row(traffic: Traffic) -> tuple[str, ...]:
     return (
-        f"{traffic.axis} ({AXES[traffic.axis]} parallel)",
+        f"{traffic.axis} ({AXES[traffic.axis].word} parallel)",
         str(traffic.calls),
         bytes_text(traffic.sent_bytes),
         "between nodes" if traffic.is_between_nodes else "within a node",
         seconds_text(traffic.seconds),
-        str(traffic.pp),
+        str(traffic.pipeline_rank),
     )
 
 
@@ -207,7 +217,9 @@ def _layers(program: Program) -> str:
 
 
 def _schedule(program: Program, runs: list[Run]) -> str:
-    title = f"{program.schedule_name}, p={program.mesh.p} v={program.v} m={program.num_microbatches}"
+    title = (
+        f"{program.schedule_name}, p={program.mesh.pipeline_ranks} v={program.v} m={program.num_microbatches}"
+    )
     orders = program.schedule.splitlines()
     # 64 ranks of a long pipeline are enough to see the pattern.
     text = folded("As text", "what each pipeline rank does", source("\n".join(orders[:64]) + "\n"))
@@ -220,11 +232,14 @@ def _decisions(program: Program) -> str:
     if weighed := program.plan.get("weighed"):
         names, rows = weighed_table(weighed)
         parts += [
-            heading(WEIGHED),
+            heading(weighed_heading(program.mesh)),
             paragraph(f"{weighed['found']}."),
             table(names, rows, range(1, len(names))),
         ]
-    parts += [heading("What tp does not split as one would expect"), _fallbacks(program)]
+    parts += [
+        heading(f"What {program.mesh.value_text} does not split as one would expect"),
+        _fallbacks(program),
+    ]
     if program.fusions:
         parts += [heading("What was fused, and why not"), _fusions(program)]
     if program.unlisted:
@@ -299,11 +314,13 @@ def _files(program: Program) -> str:
     return "\n".join(parts)
 
 
-def _measured(program: Program, record: Record, runs: list[Run]) -> str:
+def _measured(program: Program, record: Record, runs: list[Run], plain_seconds: float | None) -> str:
     simulated, executed = runs
     rows: list[tuple[str, ...]] = [
         ("step, all microbatches", seconds_text(simulated.length), seconds_text(executed.length)),
     ]
+    if plain_seconds is not None:
+        rows.append(("a step that was not recorded", "", seconds_text(plain_seconds)))
     # Under torchrun a process records its own rank alone: idle time of the busiest rank is not known then.
     if executed.is_whole:
         bubbles = (f"{run.bubble:.1%}" for run in runs)
@@ -326,7 +343,7 @@ def _measured(program: Program, record: Record, runs: list[Run]) -> str:
         verdict = "Equal: what ran is what was compiled."
     return "\n".join(
         [
-            paragraph(f"Predicted by the cost model, and measured in the recorded step: {executed.remark}."),
+            paragraph(f"Predicted: {simulated.remark}. Measured: {executed.remark}."),
             table(("", "predicted", "measured"), rows, (1, 2)),
             heading("Collectives and sends of the recorded ranks"),
             paragraph(verdict),

@@ -1,15 +1,14 @@
-"""Cut the arguments of `step` into microbatches, after comparing them with what was compiled.
+"""Cut the arguments of `step` into microbatches.
 
 In: the (args, kwargs) of one call. Out: a dict of batch inputs by name for each microbatch. Microbatch j of replica r
 owns the global rows from r*B/d + j*b on (b rows per microbatch, B per step).
 
-    check_call(program, args, kwargs, replicas=1)
     microbatches = cut(program, args, kwargs, names={"ids"}, replica=0, device=torch.device("cpu"))
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -20,7 +19,6 @@ from autoptd.compat import tree_flatten, tree_unflatten
 from autoptd.errors import PlanError
 from autoptd.program.program import Program
 from autoptd.program.specs import InputSpec
-from autoptd.runtime.parameters import dtype_of
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -51,6 +49,18 @@ class CallForm:
         return by_position, {name: given[name] for name in self.keywords}
 
 
+def is_call_in_one(args: Args, kwargs: Kwargs, names: Collection[str], form: CallForm | None) -> bool:
+    """Tell whether a call is one mapping of keywords, as tokenizers make them: `step(batch)` for `step(**batch)`.
+
+    `names` are those of the model's arguments; a model that was compiled for one argument may take a mapping itself.
+    """
+    if len(args) != 1 or kwargs or not isinstance(args[0], Mapping):
+        return False
+    if form is not None and form.positions == 1 and not form.keywords:
+        return False
+    return set(args[0]) <= {*names, "targets", *(form.keywords if form else ())}
+
+
 def _call_text(positions: int, keywords: Collection[str]) -> str:
     """Return `2 arguments by position and mask=`."""
     parts = []
@@ -66,27 +76,6 @@ def expected_shape(program: Program, spec: InputSpec, replicas: int) -> tuple[in
     if not spec.batched:
         return spec.shape
     return (spec.shape[0] * program.num_microbatches * replicas, *spec.shape[1:])
-
-
-def check_call(program: Program, args: Args, kwargs: Kwargs, replicas: int) -> None:
-    """Compare a call with the compiled one: PlanError with all differences in structure, shapes, dtypes and constants."""
-    leaves = check_structure(program, args, kwargs)
-    findings = []
-    for spec in program.inputs:
-        leaf, shape, dtype = leaves[spec.leaf], expected_shape(program, spec, replicas), dtype_of(spec.dtype)
-        if not isinstance(leaf, torch.Tensor):
-            findings.append(f"{spec.name} is {leaf!r}, a tensor {list(shape)} was compiled")
-        elif tuple(leaf.shape) != shape or leaf.dtype != dtype:
-            findings.append(
-                f"{spec.name} is {_text(leaf.shape, leaf.dtype)}, {_text(shape, dtype)} was compiled"
-            )
-    # The traced graph holds these values: another one given here would be ignored.
-    for number, value in program.constants:
-        if not is_same_constant(leaves[number], value):
-            findings.append(f"argument {number} is {leaves[number]!r}, {value!r} was compiled")
-    if findings:
-        remedy = "every step takes the sizes of example_inputs: drop a smaller last batch (DataLoader(..., drop_last=True)), "
-        raise PlanError("step", "; ".join(findings), remedy + "or parallelize again for other sizes")
 
 
 def check_structure(program: Program, args: Args, kwargs: Kwargs) -> list[Any]:
@@ -209,7 +198,3 @@ def flatten(args: Args, kwargs: Kwargs) -> tuple[list[Any], str]:
 @cache
 def _tree_of_leaves(count: int) -> str:
     return str(tree_flatten(((0,) * count, {}))[1])
-
-
-def _text(shape: Collection[int], dtype: torch.dtype) -> str:
-    return f"{list(shape)} {str(dtype).removeprefix('torch.')}"

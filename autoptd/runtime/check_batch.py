@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from autoptd.errors import RuntimeFault
+from autoptd.ir.mesh import AXES
 from autoptd.runtime.fingerprint import hash_words
 from autoptd.runtime.launch import Rank, RunningRanks
 from autoptd.runtime.world.world import World
@@ -68,8 +69,13 @@ class BatchCheck:
         for number in range(mesh.replicas):
             replica = [rank for rank in sorted(seen) if mesh.replica_of(rank) == number]
             facts += _differing(replica, seen)
-        remedy = "give all ranks of a replica the same batch: DistributedSampler(num_replicas=d, rank=pm.coordinate.dp), "
-        remedy += "and seed what is random in the data by pm.coordinate.dp, not by the rank"
+        # Along one axis, the coordinate is the number of the replica.
+        axes, own = mesh.batch_axes, "pm.program.mesh.replica_of(rank)"
+        if len(axes) == 1:
+            own = f"pm.coordinate.{axes[0]}"
+        count = "*".join(AXES[axis].degree for axis in axes)
+        remedy = f"give all ranks of a replica the same batch: DistributedSampler(num_replicas={count}, rank={own}), "
+        remedy += f"and seed what is random in the data by {own}, not by the rank"
         return RuntimeFault(self.site, "; ".join(facts), remedy)
 
 

@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 from autoptd.errors import AutoptdError, InternalError, PlanError
-from autoptd.ir.mesh import Mesh
 from autoptd.program.program import Program
 from autoptd.program.specs import StageSpec
 from autoptd.runtime.executor import groups_of
@@ -73,11 +72,11 @@ def check_stage(stage: type[Stage], folder: str | Path, timeout: float = 60.0) -
         path = Path(folder) / stage.layers
         # The class in hand has the methods of this file alone: those of layers.py are added here.
         give_layers(stage, load_layers(program.sources[stage.layers], str(path)))
-    t = program.mesh.t
     # One replica, one stage: tensor ranks are the only ones that a stage's own lines communicate with.
-    world = ThreadWorld(Mesh(t=t), Communicators(sub_axes=program.sub_axes), "cpu", timeout)
+    mesh = program.mesh.along(program.mesh.value_axes)
+    world = ThreadWorld(mesh, Communicators(sub_axes=program.sub_axes), "cpu", timeout)
     ranks = run_ranks(world, lambda rank: _run(stage, program, index, rank))
-    head = f"{stage.__name__} on {t} tensor rank{'s'[: t > 1]}; shapes are a rank's"
+    head = f"{stage.__name__} on {mesh.size} tensor rank{'s'[: mesh.size > 1]}; shapes are a rank's"
     wrong = list(dict.fromkeys(text for check in ranks for text in check.wrong))
     verdict = "something is wrong: see below" if wrong else "all values and gradients are finite"
     return Check([head, *ranks[0].lines, f"  {verdict}"], wrong)

@@ -26,6 +26,7 @@ from torch.fx import Graph, Node
 
 from autoptd.compat import light_export, tree_flatten, tree_unflatten
 from autoptd.errors import AutoptdError, TraceError
+from autoptd.ir.elsewhere import EXPERTS
 from autoptd.ir.names import USED
 from autoptd.ir.notes import copy_graph, note, placeholders
 from autoptd.trace.dependence import mark_dependence
@@ -217,7 +218,8 @@ def _refusal(error: Exception) -> TraceError:
     fact = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     if "data-dependent" in fact:
         fact = "the value of a tensor becomes a Python number, and a branch or a size may follow it"
-        return TraceError(line, fact, VALUE_REMEDY)
+        remedy = f"{VALUE_REMEDY}; {EXPERTS}" if "for expert" in line else VALUE_REMEDY
+        return TraceError(line, fact, remedy)
     remedy = "the model must run on these example inputs; torch.export must be able to trace it"
     return TraceError(line, f"cannot be traced: {type(error).__name__}: {fact}", remedy)
 

@@ -40,7 +40,7 @@ from autoptd.ir.activity import activity
 from autoptd.options import Options, make_options
 from autoptd.parallel_model import ParallelModel
 from autoptd.program.program import Program
-from autoptd.runtime.batch import check_call
+from autoptd.runtime.check_call import check_call
 from autoptd.runtime.dropout import Draw, dropout
 from autoptd.trace import check_module, given_masks, modes_of
 from autoptd.trace.loss import WithLoss

@@ -42,7 +42,7 @@ def _why_not(node: Node, x: Node, cos: Node, sin: Node) -> str:
         return "the angles need a gradient"
     # Element i is paired with i + d/2 of the same head: both must be on one rank.
     if splits(x, -1):
-        return "tp splits what is rotated"
+        return "what is rotated is split"
     if not same_dtype(node, x, cos, sin):
         return "its parts have several dtypes"
     return ""

@@ -59,7 +59,7 @@ def backward_flops(node: Node, shape: Size = shape) -> int:
     return flops(node, shape) * sum(note(factor).needs_grad for factor in factors)
 
 
-def count_work(graph: Graph, t: int, whole: Size, local: Size) -> Costs:
+def count_work(graph: Graph, mesh: Mesh, whole: Size, local: Size) -> Costs:
     """Count the work of one microbatch by stage, by module and operator, and by the sizes of products.
 
     `whole` and `local` give shapes of one microbatch, those of the model and those of a rank.
@@ -70,7 +70,7 @@ def count_work(graph: Graph, t: int, whole: Size, local: Size) -> Costs:
     for node in ops(graph):
         total, forward = flops(node, whole) // products(node), flops(node, local)
         backward = backward_flops(node, local) if total else 0
-        redundant = forward if t > 1 and is_whole(node) else 0
+        redundant = forward if mesh.value_ranks > 1 and is_whole(node) else 0
         for stage in note(node).stages:
             stage_sums = sums.setdefault(stage, Counter())
             stage_sums.update(moved=moved_bytes(node, local), kernels=int(has_kernel(node)))

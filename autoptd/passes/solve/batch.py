@@ -18,6 +18,7 @@ import torch
 from torch.fx import Graph, Node
 
 from autoptd.errors import PlanError
+from autoptd.ir.elsewhere import EXPERTS, NORMS
 from autoptd.ir.layout import BATCH
 from autoptd.ir.notes import note, op_name, output, shape, site, tensor, value
 from autoptd.ir.operators.lookups import UNCOUNTED
@@ -35,6 +36,8 @@ UNKNOWN_REMEDY = (
 )
 UNKNOWN_REMEDY += "(sums, products, views, gather), or d=1 and num_microbatches=1"
 COUNT_REMEDY = "F.cross_entropy(..., reduction='none').mean(), and class weights in a buffer"
+# Where an operator tells more of what the user wants.
+REMEDIES = {"aten.batch_norm": NORMS, "aten.sort": f"{RULE_REMEDY}; {EXPERTS}"}
 # Key of Note.extra: operands whose rows are all equal -> the place where they meet the batch.
 FIRST_ROWS = "first_rows"
 
@@ -149,7 +152,7 @@ def _mixing_error(node: Node, axes: Axes, split: dict[Node, ValueType]) -> PlanE
         return PlanError(site(node), fact + axes.refused(node), UNKNOWN_REMEDY)
     operand, kind = next(iter(split.items()))
     reason = axes.whole_because(node, operand, (kind.dim, kind.atom))
-    remedy = COUNT_REMEDY if UNCOUNTED in reason else RULE_REMEDY
+    remedy = COUNT_REMEDY if UNCOUNTED in reason else REMEDIES.get(op_name(node), RULE_REMEDY)
     return PlanError(site(node), f"{op_name(node)} mixes the samples of the batch ({reason})", remedy)
 
 

@@ -31,7 +31,7 @@ class TableTooLarge(PlanError):
     @classmethod
     def of_solver(cls) -> TableTooLarge:
         """Make the error for a search that found no possible answer."""
-        fact = "its operators hang together too closely to find how tp splits them"
+        fact = "its operators hang together too closely to find how they are split"
         return cls("solver", fact, "t=1, or no pinned parameters")
 
 

@@ -326,7 +326,9 @@ def parameter_strategies(node: Node, splitter: Splitter) -> list[Strategy]:
     # I first: on equal price, no gradient needs a sum.
     strategies = [Strategy({}, splitter.over(I), keep, "replicated")]
     summed = splitter.over(R)
-    strategies.append(Strategy({}, summed, keep + sum_once(summed), "replicated, gradient summed over tp"))
+    strategies.append(
+        Strategy({}, summed, keep + sum_once(summed), f"replicated, gradient summed over {splitter.axis}")
+    )
     for types in splitter.shards(node):
         size = math.prod(note(node).dims[kind.dim][kind.atom] for _, kind in types.shards)
         pieces = types.pieces(mesh)

@@ -49,6 +49,8 @@ class Communicators:
         found: list[tuple[int, ...]] = []
         for axis in (*MESH_AXES, *self.sub_axes):
             found += mesh.groups((axis,))
+        # Of all ranks that share the values of a layer: they gather what was sent to them in parts.
+        found += mesh.groups(mesh.value_axes)
         # One in each pipeline; that of all stages is the group along pp, which is made once.
         for pp_ranks in self.owners:
             found += sorted({owner_ranks(mesh, rank, pp_ranks) for rank in range(mesh.size)})
@@ -85,7 +87,7 @@ def in_rounds(links: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 def owner_ranks(mesh: Mesh, rank: int, pp_ranks: Sequence[int]) -> tuple[int, ...]:
     """Return the ranks of the pipeline of `rank` at each of `pp_ranks`, ascending."""
-    return tuple(sorted(mesh.at_stage(rank, pp) for pp in set(pp_ranks)))
+    return tuple(sorted(mesh.at_stage(rank, place) for place in set(pp_ranks)))
 
 
 class Pending(ABC):
