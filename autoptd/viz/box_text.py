@@ -19,8 +19,8 @@ from autoptd.ir.operators.table import operator_of
 from autoptd.ir.types import type_text
 from autoptd.viz import colours
 from autoptd.viz.box_words import conversion_of, local_bytes, shape_text
+from autoptd.viz.boxes import Box
 from autoptd.viz.colours import call_lines
-from autoptd.viz.outline import Box
 from autoptd.viz.scene import Line, line
 from autoptd.viz.views import short_op
 from autoptd.viz.words import bytes_text, count_text

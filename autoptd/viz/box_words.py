@@ -1,6 +1,6 @@
 """Words for what is in a box: its shape, what it equals, what a conversion does.
 
-likeness([Like("h.0"), Like("h.0")])        # ["2 x h.0"]
+likeness([Like("h.0"), Like("h.0")])        # ["2 layers like h.0"]
 shape_text(node)                            # "[1, 128, 768]"
 """
 
@@ -15,13 +15,14 @@ from torch.fx import Node
 from autoptd.ir.notes import note, tensor
 from autoptd.ir.types import CONVERSIONS, Conversion
 from autoptd.viz.alike import Like
-from autoptd.viz.outline import Box
+from autoptd.viz.boxes import Box
 from autoptd.viz.views import COLLECTIVES, origin, short_op
+from autoptd.viz.words import plural
 
 
 def likeness(likes: Sequence[Like]) -> list[str]:
-    """Describe what folded layers equal: `5 x h.0`, `4 layers, like h.0, h.1 in turn`, `the last 12 of 20
-    operators of h.0`.
+    """Describe what folded layers equal: `5 layers like h.0`, `4 layers, like h.0, h.1 in turn`, `the last
+    12 of 20 operators of h.0`.
     """
     wholes = [like.layer for like in likes if not like.part]
     models = list(dict.fromkeys(map(short, wholes)))
@@ -29,7 +30,7 @@ def likeness(likes: Sequence[Like]) -> list[str]:
     if len(models) > 1:
         texts.append(f"{len(wholes)} layers, like {', '.join(models)} in turn")
     elif models:
-        texts.append(f"{len(wholes)} x {models[0]}" if len(wholes) > 1 else f"like {models[0]}")
+        texts.append(f"{plural(len(wholes), 'layer')} like {models[0]}")
     parts = Counter(f"the {like.part} of {short(like.layer)}" for like in likes if like.part)
     for text, count in parts.items():
         texts.append(f"{count} x {text}" if count > 1 else text)
@@ -39,6 +40,11 @@ def likeness(likes: Sequence[Like]) -> list[str]:
 def short(module: str) -> str:
     """Return the last two names of a layer's path: `h.3` of `transformer.h.3`."""
     return ".".join(module.split(".")[-2:])
+
+
+def range_text(layers: Sequence[str]) -> str:
+    """Name layers by the first and the last: `h.0 ... h.5`."""
+    return f"{short(layers[0])} ... {short(layers[-1])}" if len(layers) > 1 else short(layers[0])
 
 
 def shape_text(node: Node) -> str:
@@ -82,6 +88,7 @@ __all__ = [
     "is_sum",
     "likeness",
     "local_bytes",
+    "range_text",
     "shape_text",
     "short",
     "work_of",

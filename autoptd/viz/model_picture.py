@@ -118,7 +118,7 @@ class _Painter:
         fill = colours.RANKS[ranks[0] % len(colours.RANKS)]
         shape = "stack" if len(stages) > 1 else "box"
         tooltip = "\n".join([*_modules(program, stages), *call_lines(calls)])
-        return Item(cell.id, tuple(lines), fill, "#9aa4ae", shape, tooltip=tooltip, calls=calls)
+        return Item(cell.id, tuple(lines), fill, colours.BORDER, shape, tooltip=tooltip, calls=calls)
 
     # links
 
@@ -169,7 +169,10 @@ class _Painter:
 
     def _legend(self) -> tuple[Item, ...]:
         """Return samples of what is in this picture."""
-        samples = colours.legend_of_kinds(self.program.collectives)
+        drawn: list[Collective] = []
+        for calls in self.inside.values():
+            drawn += calls
+        samples = colours.legend_of_kinds(drawn)
         if self.program.crossings:
             samples.append(colours.sample("sent to another stage", border=colours.SENT, thick=2.0))
         if self.tied:

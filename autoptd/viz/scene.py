@@ -119,7 +119,8 @@ class Link:
 class Scene:
     """A whole picture.
 
-    `legend` are samples of boxes; `rows` are ids of items side by side, where it is a grid.
+    `legend` explains boxes; `rows` are ids of items side by side, where it is a grid; `samples` are frames
+    below the others.
     """
 
     title: str
@@ -131,10 +132,15 @@ class Scene:
     notes: tuple[str, ...] = ()
     # Collectives that the notes name.
     calls: tuple[Collective, ...] = ()
+    samples: tuple[Frame, ...] = ()
+
+    @property
+    def parts(self) -> tuple[Frame | Item, ...]:
+        return (*self.frames, *self.samples)
 
     @property
     def items(self) -> Iterator[Item]:
-        for part in self.frames:
+        for part in self.parts:
             if isinstance(part, Frame):
                 yield from part.items
             else:
@@ -142,7 +148,7 @@ class Scene:
 
     @property
     def all_frames(self) -> Iterator[Frame]:
-        waiting = [part for part in self.frames if isinstance(part, Frame)]
+        waiting = [part for part in self.parts if isinstance(part, Frame)]
         while waiting:
             frame = waiting.pop(0)
             yield frame
