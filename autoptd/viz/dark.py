@@ -9,6 +9,7 @@ that replaces those that occur. What knows no style sheets, or prints, shows the
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from autoptd.viz import colours, scene
 
@@ -47,13 +48,16 @@ STROKES = {
     colours.KINDS["all-gather"]: "#ad91f2",
     colours.KINDS["reduce-scatter"]: "#46bf93",
     colours.KINDS["all-to-all"]: "#de83c3",
+    # Messages of the schedule chart, forward and backward.
+    "#1f53a0": "#79aff2",
+    "#1c703e": "#6fbf8c",
 }
-TEXT = f"text {{ fill: {INK} }} .quiet, .subtitle {{ fill: {QUIET} }} .on-bar {{ fill: #fff }}"
+TEXT = (f"text {{ fill: {INK} }} .quiet, .subtitle {{ fill: {QUIET} }} .on-bar {{ fill: #fff }}",)
 
 
-def dark_rules(drawn: str, text: str = TEXT) -> str:
+def dark_rules(drawn: str, text: Sequence[str] = TEXT) -> str:
     """Return the style sheet of a picture for dark screens; `text` are its rules for classes."""
-    rules = [text]
+    rules = list(text)
     fills, strokes = (set(re.findall(rf'{name}="(#\w+)"', drawn)) for name in ("fill", "stroke"))
     rules += [f'[fill="{light}"] {{ fill: {dark} }}' for light, dark in FILLS.items() if light in fills]
     for light, dark in STROKES.items():
