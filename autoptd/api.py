@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoptd.auto import is_auto, planned
-from autoptd.batch import first_share, split_call
+from autoptd.auto import planned
+from autoptd.batch import split_call
 from autoptd.compile import compile, compile_evaluation, compile_program
 from autoptd.errors import PlanError
 from autoptd.ir.machine import Machine
@@ -82,9 +82,9 @@ def parallelize(
     order: the mesh axes, fastest first ("tp-dp-pp": tensor-parallel ranks are neighbours).
     sequence_parallel: True splits norms, dropouts and residuals by tokens over tp; "auto" splits whatever is
         cheapest.
-    example_inputs: exactly what `step` takes, a tuple of positional or a dict of keyword arguments: this
-        replica's share of the batch under torchrun, the global batch with backend="local". Without it, the
-        model is compiled at the first `step`.
+    example_inputs: the global batch of a step, on every backend: a tuple of positional arguments of the model,
+        or a mapping of keyword arguments. d divides its rows. Without it, the model is compiled at the first
+        `step`, for what that gets.
     loss_fn: `loss_fn(output, targets)`, where the model returns no loss.
     num_microbatches: per replica and step (default: the largest divisor of the replica's rows that is at most
         4p, a multiple of p preferred).
@@ -111,7 +111,7 @@ def parallelize(
 
     `t="auto"` (p, d, v, num_microbatches likewise) lets the planner choose it, and whatever else of these
     is not given, for `gpus` ranks (under torchrun: all), the model's config and `machine` (by default the
-    device's). `example_inputs` is the global batch then, under torchrun as well.
+    device's).
 
     Raises TraceError when the model cannot be captured faithfully and PlanError when the request cannot be
     met, before any rank starts.
@@ -123,33 +123,31 @@ def parallelize(
     requested |= later
     print_errors_once()
     check_module(model)
-    is_chosen = is_auto(requested)
     options = make_options(**planned(model, example_inputs, requested))
-    # The planner wants the global batch, a process of torchrun its replica's share.
-    if is_chosen and not is_local(options):
-        example_inputs = first_share(example_inputs, options.mesh.replicas)
     folder = None
+    # Names and shapes are checked before anything is traced: a wrong folder costs seconds, not minutes.
     if weights is not None:
         folder = fitting(model, open_folder(weights))
         model = with_values(model, folder)
     elif any(parameter.is_meta for parameter in model.parameters()):
         remedy = "build it on a real device, or pass weights='a folder with its safetensors'"
         raise PlanError("model", "its weights are on meta: there is nothing to train", remedy)
-    # The batch is the global one for threads, this replica's share for a process.
-    replicas = options.mesh.replicas if is_local(options) else 1
     modes: dict[nn.Module, bool] = {}
 
-    def compile_for(args: tuple[Any, ...], kwargs: dict[str, Any], check: bool) -> Program:
+    def compile_for(args: tuple[Any, ...], kwargs: dict[str, Any], replicas: int, check: bool) -> Program:
         # Later evaluations are compared with training in these modes.
         modes.update(modes_of(model))
         program = compile_program(
             model, options, args, kwargs, replicas=replicas, check=check and is_first_process()
         )
+        # Compiled again for other buffers (check=False), it has warned already.
         if check and is_first_process():
             warn_of_fallbacks(program)
         return program
 
     def compile_eval(args: tuple[Any, ...], kwargs: dict[str, Any], trained: Program) -> Program:
+        # What `eval_step` gets: the global batch for threads, this replica's rows for a process.
+        replicas = options.mesh.replicas if is_local(options) else 1
         return compile_evaluation(model, options, args, kwargs, trained, modes, replicas=replicas)
 
     keywords: dict[str, Any] = {
@@ -180,6 +178,7 @@ def with_buffers(model: nn.Module, values: Mapping[str, torch.Tensor]) -> Iterat
     for path, module in model.named_modules():
         for name, own in module._buffers.items():
             value = values.get(f"{path}.{name}" if path else name)
+            # A buffer with these values already stays the very tensor, which the user may have views of.
             if own is None or value is None or own.is_meta or torch.equal(own, value.to(own.device)):
                 continue
             before.append((module, name, own))

@@ -22,6 +22,7 @@ from torch import nn
 from autoptd.compat import tree_flatten
 from autoptd.errors import PlanError
 from autoptd.ir.machine_files import machine_file, machine_of_device, nearest_machines
+from autoptd.ir.mesh import TABLE, Mesh, Role
 from autoptd.planner.cluster import Software, find_cluster, find_software
 from autoptd.planner.model_shape import shape_of
 from autoptd.planner.plan import plan
@@ -32,6 +33,8 @@ AUTO = "auto"
 OPEN = ("t", "p", "d", "v", "num_microbatches")
 # Keywords that constrain the planner, where they are given.
 KEPT = ("sequence_parallel", "schedule", "memory")
+# The degrees that the batch divides over.
+BATCH_DEGREES = tuple(axis.degree for axis in TABLE if axis.role is Role.BATCH)
 # The machine of ranks on CPUs, and of GPUs that are not described.
 CPU, USUAL = "laptop-cpu", "dgx-a100"
 PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -63,7 +66,7 @@ def planned(model: nn.Module, example_inputs: Any, keywords: Mapping[str, Any]) 
     constraints = {name: given[name] for name in KEPT if given.get(name, AUTO) != AUTO}
     constraints |= {name: fixed[name] for name in ("t", "p", "d", "v") if name in fixed}
     if "num_microbatches" in fixed:
-        constraints["microbatch"] = _microbatch(rows, fixed)
+        constraints["microbatch"] = _microbatch(rows, given)
     # The model's config may allow longer sequences than the batch has.
     shape = replace(shape_of(model), seq=tokens)
     dtype = next(model.parameters()).dtype
@@ -102,24 +105,31 @@ def _sizes(example_inputs: Any) -> tuple[int, int]:
     return found[0], found[1]
 
 
-def _microbatch(rows: int, fixed: Mapping[str, int]) -> int:
+def _microbatch(rows: int, given: Mapping[str, Any]) -> int:
     """Return the rows of a microbatch, which the planner is told instead of their number."""
-    if "d" not in fixed:
-        raise PlanError(
-            "num_microbatches", "is per replica, and d is left open", 'd=1, or num_microbatches="auto"'
-        )
-    if rows % (fixed["d"] * fixed["num_microbatches"]):
-        fact = f"{rows} rows do not divide into d={fixed['d']} times {fixed['num_microbatches']}"
+    degrees = {name: given.get(name, AUTO if name in OPEN else 1) for name in BATCH_DEGREES}
+    for name, degree in degrees.items():
+        if degree == AUTO:
+            fact = f"is per replica, and {name} is left open"
+            raise PlanError("num_microbatches", fact, f'{name}=1, or num_microbatches="auto"')
+    mesh, count = Mesh.of(degrees), given["num_microbatches"]
+    if rows % (mesh.replicas * count):
+        fact = f"{rows} rows do not divide into {mesh.product_text(mesh.batch_axes)} times {count}"
         raise PlanError("num_microbatches", fact, 'num_microbatches="auto"')
-    return rows // (fixed["d"] * fixed["num_microbatches"])
+    return rows // (mesh.replicas * count)
+
+
+def machine_here(device: torch.device) -> str:
+    """Return the name of the machine that ranks on `device` run on, as far as it is described."""
+    if device.type != "cuda":
+        return CPU
+    return machine_of_device(torch.cuda.get_device_name(device)) or USUAL
 
 
 def _machine(given: Any, device: torch.device) -> str:
     """Return the name of the machine that `machine=` means; by default that of the device of the ranks."""
     if given is None:
-        if device.type != "cuda":
-            return CPU
-        return machine_of_device(torch.cuda.get_device_name(device)) or USUAL
+        return machine_here(device)
     file = machine_file(given) if isinstance(given, str) else None
     if file is None:
         known = nearest_machines(str(given))
@@ -138,4 +148,4 @@ def _software(cluster: str, keywords: Mapping[str, Any]) -> Software:
     return software
 
 
-__all__ = ["is_auto", "planned"]
+__all__ = ["is_auto", "machine_here", "planned"]

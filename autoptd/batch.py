@@ -12,6 +12,7 @@ rule).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,26 +44,17 @@ class Batch:
     def whole_rows(self) -> int:
         """Rows of the second trace: those of a step, where they are more than the first one's."""
         step = self.rows * self.pieces
+        # There must be two numbers of rows to compare, also where a step has no more than a microbatch.
         return step if step > self.traced_rows else 2 * self.traced_rows
 
 
 def split_call(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return (args, kwargs) of a call given as a tuple, a dict or one tensor."""
-    if isinstance(example_inputs, dict):
-        return (), example_inputs
+    """Return (args, kwargs) of a call given as a tuple, a mapping (a `BatchEncoding` too) or one tensor."""
+    if isinstance(example_inputs, Mapping):
+        return (), dict(example_inputs)
     if isinstance(example_inputs, (tuple, list)):
         return tuple(example_inputs), {}
     return (example_inputs,), {}
-
-
-def first_share(example_inputs: Any, d: int) -> Any:
-    """Return the call with the rows of the first of d replicas."""
-    leaves, tree = tree_flatten(example_inputs)
-    rows = batch_rows(leaves, d)
-    for i, leaf in enumerate(leaves):
-        if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == rows:
-            leaves[i] = leaf[: rows // d]
-    return tree_unflatten(leaves, tree)
 
 
 def plan_batch(options: Options, args: tuple[Any, ...], kwargs: dict[str, Any], replicas: int) -> Batch:
@@ -76,30 +68,37 @@ def plan_batch(options: Options, args: tuple[Any, ...], kwargs: dict[str, Any], 
         remedy = "pass the tensors that the model is called with"
         raise PlanError("example_inputs", "no tensor with a batch dim", remedy)
     total = batch_rows(leaves, replicas * (options.num_microbatches or 1))
+    # Every tensor as long as the batch: ids, labels, masks. A tensor of another length goes whole to all.
     batched = tuple(i for i in tensors if leaves[i].shape[0] == total)
     if total % replicas:
-        fact = f"{total} rows do not divide over d={replicas}"
+        degrees = options.mesh.product_text(options.mesh.batch_axes)
+        fact = f"the global batch's {total} rows do not divide over {degrees}"
         if len(batched) < len(tensors):
             sizes = ", ".join(f"tensor {i} has {leaves[i].shape[0]}" for i in tensors)
             fact += f" (in their first dim, {sizes}: the batch is the first tensor's, "
             fact += "or of most where that has one entry)"
         raise PlanError("example_inputs", fact, f"a multiple of {replicas} rows")
     share = total // replicas
-    m = options.num_microbatches or default_microbatches(share, options.p)
+    m = options.num_microbatches or default_microbatches(share, options.mesh.pipeline_ranks)
     if share % m:
         fits = [k for k in range(1, share + 1) if share % k == 0]
         fact = f"{share} rows of a replica do not divide into {m} microbatches"
-        raise PlanError(f"num_microbatches={m}", fact, f"num_microbatches in {{{', '.join(map(str, fits))}}}")
+        remedy = f"num_microbatches in {{{', '.join(map(str, fits))}}}"
+        if share < m:
+            fact = f"the global batch of {total} has {share} for each replica, and a microbatch needs one at least"
+            remedy = f"num_microbatches={share}, or a global batch of a multiple of {m * replicas} rows"
+        raise PlanError(f"num_microbatches={m}", fact, remedy)
     rows, pieces = share // m, m * options.mesh.replicas
     # A microbatch of one row is traced with two: a dim of size 1 is broadcast, and would be taken for no
     # batch.
     return Batch(batched, rows, m, pieces, rows if pieces == 1 else max(rows, 2))
 
 
-def default_microbatches(rows: int, p: int) -> int:
-    """Return the largest divisor of `rows` that is at most 4p, a multiple of p preferred."""
-    fits = [k for k in range(1, min(rows, 4 * p) + 1) if rows % k == 0]
-    return max([k for k in fits if k % p == 0] or fits)
+def default_microbatches(rows: int, pipeline_ranks: int) -> int:
+    """Return the largest divisor of `rows` that is at most 4 a pipeline rank, a multiple of
+    `pipeline_ranks` preferred."""
+    fits = [k for k in range(1, min(rows, 4 * pipeline_ranks) + 1) if rows % k == 0]
+    return max([k for k in fits if k % pipeline_ranks == 0] or fits)
 
 
 def resize(

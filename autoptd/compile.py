@@ -87,7 +87,7 @@ def compile_program(
     like: Program | None = None,
     record: Record | None = None,
 ) -> Program:
-    """Compile for the batch in `(args, kwargs)`: the rows of `replicas` replicas (1 under torchrun, else d).
+    """Compile for the batch in `(args, kwargs)`: the rows of `replicas` replicas (1 under torchrun, else all).
 
     With `like`, a program of the same model, parameters are stored and the model is cut as there. `record`
     gets the graph in all its forms, and the seconds of every pass.
@@ -96,12 +96,14 @@ def compile_program(
     tracing.check_device(model, args, kwargs)
     options, record = settle(model, options), record or Record()
     batch = plan_batch(options, args, kwargs, replicas)
+    # One trace serves all ranks: the model is traced for one device, and split afterwards.
     traces = trace_rows(model, options, args, kwargs, batch, check)
     captured, traced = traces.captured, traces.captured.graph
     warn_of_checkpoints(captured.checkpointed)
 
     # The passes, up to the cut as often as it takes to find a plan that fits in memory.
     graph, ctx = place(traced, make_context(options, traces, batch, like), record)
+    # "auto" beside the plans of Megatron and Korthikanti: two more runs, up to CONNECTED.
     weighed = passes.weigh_known(traced, record.graphs["CONNECTED"], ctx, up_to(Form.CONNECTED, PASSES))
     graph = run_passes(beyond(Form.CUT, PASSES), graph, ctx, record)
     options, found = ctx.options, ctx.found
@@ -109,11 +111,12 @@ def compile_program(
     # What the runtime runs: crossings first, as orders and transfers follow from them.
     crossing = codegen.crossings(graph)
     crossings = tuple(map(crossing_spec, crossing))
+    # The cut was balanced on orders without sends and receives: what is sent was not known yet.
     orders = schedule.connect_orders(ctx.orders, crossing_links(crossings))
     params = param_specs(graph, captured, options)
     transfers = plan_transfers(crossings, ctx.ranks, options.mesh, options.p2p, options.rank_machine)
     about = about_stages(options, batch, params, orders, ctx.wgrad_sink)
-    files = codegen.write_program(graph, options.t, crossing, about)
+    files = codegen.write_program(graph, options.mesh, crossing, about)
     # Shapes of nodes, for counts of FLOPs: of a microbatch on one device, and on a rank.
     of_one_device = partial(local_shape, sizes=replace(ctx.sizes, mesh=Mesh()))
     of_a_rank = partial(local_shape, sizes=replace(ctx.sizes, mesh=options.mesh))
@@ -141,11 +144,11 @@ def compile_program(
         unlisted=tuple(passes.unlisted_operators(graph)),
         weighted=any(file.counts for file in files.stages),
         plan=plan_record(options, batch, found.cut, params, found.fallbacks, weighed),
-        costs=replace(passes.count_work(graph, options.t, of_one_device, of_a_rank), cut=found.cut),
+        costs=replace(passes.count_work(graph, options.mesh, of_one_device, of_a_rank), cut=found.cut),
         buffers={name: value.detach() for name, value in captured.buffers.items()},
         looked_at=ctx.buffers.looked_at(),
         graphs=record.graphs,
-        explainer=partial(passes.explain_split, found.assignment, remark=found_text(weighed)),
+        explainer=partial(passes.explain_split, found.assignments, remark=found_text(weighed)),
         painter=painter(of_a_rank),
     )
 
@@ -153,6 +156,7 @@ def compile_program(
 def settle(model: nn.Module, options: Options) -> Options:
     """Complete the options by what the model, its device and a schedule of the user's own decide."""
     written = schedule.written_orders(options)
+    # A file with a schedule fixes m: it names every microbatch.
     if written is not None:
         options = replace(options, num_microbatches=schedule.num_microbatches(written))
     return replace(options, fuse=default_fusion(model.parameters(), options))
@@ -182,6 +186,7 @@ def place(traced: Graph, ctx: Context, record: Record) -> tuple[Graph, Context]:
     """
 
     def solve(price: float) -> tuple[Graph, Context]:
+        # A context without findings, so that each price starts from TRACED; 0 is None, as in a plan.
         priced = replace(ctx, options=replace(ctx.options, memory_price=price or None))
         return run_passes(up_to(Form.CUT, PASSES), traced, priced, record), priced
 
@@ -227,7 +232,9 @@ def compile_evaluation(
         is_training = tracing.is_training_without_dropout(graph, evaluated.graph, buffers, evaluated.buffers)
         if is_training and is_same_size:
             return trained
+    # Without gradients no masks are drawn: training's own graph at this size will do.
     with tracing.in_modes(modes) if is_training else tracing.evaluating(model):
         program = compile_program(model, options, args, kwargs, replicas=replicas, check=False, like=trained)
     check_follows(trained, program)
+    # The ranks hold training's parameters, of which an evaluation may read fewer.
     return replace(program, params=trained.params)

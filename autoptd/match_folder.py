@@ -41,6 +41,7 @@ def fitting(model: nn.Module, folder: Folder) -> Folder:
     parameters = dict(model.named_parameters(remove_duplicate=False))
     buffers = persistent_buffers(model)
     wanted = {**parameters, **buffers}
+    # What transformers renames first: prefixes are compared in the model's own names.
     folder = folder.renamed({written: name for name, written in written_names(model).items()})
     folder = folder.renamed(prefixed(model, wanted, folder.entries))
     found = folder.entries

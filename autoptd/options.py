@@ -218,6 +218,7 @@ class Options:
     def __post_init__(self) -> None:
         for item in fields(self):
             keyword, value = item.metadata["keyword"], getattr(self, item.name)
+            # Defaults need no check, and None stands for one in several fields.
             if value is item.default:
                 continue
             if keyword.flag == "count":
@@ -226,10 +227,12 @@ class Options:
                 remedy = ", ".join(map(repr, keyword.choices)) + " or None" * (item.default is None)
                 raise PlanError(f"{item.name}={value!r}", "no such choice", remedy)
         _ = self.mesh.axes  # PlanError where the order is none of its axes
+        # The one default that depends on another field.
         if self.schedule is None:
             object.__setattr__(self, "schedule", "interleaved" if self.v > 1 else "1f1b")
         if is_path(self.schedule):
             object.__setattr__(self, "schedule", Path(str(self.schedule)))
+        # As plan.json has it, so that the two can be compared.
         object.__setattr__(self, "machine", machine_record(self.machine))
         object.__setattr__(self, "memory", _check_memory(self.memory))
         self._check_schedule()
@@ -275,7 +278,7 @@ class Options:
 
     @property
     def mesh(self) -> Mesh:
-        return Mesh(**{name: getattr(self, name) for name in DEGREES}, order=self.order)
+        return Mesh.of({name: getattr(self, name) for name in DEGREES}, self.order)
 
     @property
     def rank_machine(self) -> Machine:
@@ -303,6 +306,7 @@ def make_options(*, plan: Any = None, **keywords: Any) -> Options:
     `plan` is a dict or the path of a plan.json; a keyword may not contradict it. A keyword that is None is
     left out.
     """
+    # Before unknown keywords: `c=2` is known here, and refused by its feature's name.
     for name, missing in NOT_YET.items():
         value = keywords.pop(name, missing.neutral[0])
         if value not in missing.neutral:
@@ -323,6 +327,7 @@ def make_options(*, plan: Any = None, **keywords: Any) -> Options:
     in_plan = frozenset(name for name, keyword in KEYWORDS.items() if keyword.is_planned)
     planned, pinned = read_plan(plan, keywords, in_plan)
     planned = {name: value for name, value in planned.items() if value is not None}
+    # Keywords win, and can only repeat the plan: `read_plan` refused those that contradict it.
     return Options(**{**planned, **keywords, "plan": pinned})
 
 
@@ -330,6 +335,7 @@ def is_path(schedule: Any) -> bool:
     """Tell whether a schedule is a user's own: a path, a name that ends in .txt, or that of a file."""
     if isinstance(schedule, os.PathLike):
         return True
+    # A name first: a file called "1f1b" in the working directory must not replace the schedule.
     if schedule in SCHEDULES or not isinstance(schedule, str):
         return False
     return schedule.endswith(".txt") or Path(schedule).is_file()

@@ -24,7 +24,8 @@ from autoptd.errors import PlanError
 from autoptd.ir.mesh import Coordinate
 from autoptd.program.program import Picture
 from autoptd.runtime import check_batch, check_copies, check_state
-from autoptd.runtime.batch import check_call, cut, flatten, take_rows
+from autoptd.runtime.batch import cut, flatten, is_call_in_one, take_rows
+from autoptd.runtime.check_call import check_call
 from autoptd.runtime.gradients import clip_gradients
 from autoptd.runtime.launch import Rank, RunningRanks
 from autoptd.runtime.model_buffers import LOAD_THEM_BEFORE, copy_buffers
@@ -65,10 +66,10 @@ class ParallelModel(StartedModel):
 
         Collective.
 
-        Takes what `example_inputs` holds: the global batch with `backend="local"`, this replica's rows under
-        torchrun. Gradients are added to `parameter.grad` until `zero_grad`. A NaN loss raises RuntimeFault on
-        all ranks, and adds none; on CUDA it is seen in the next step, when its own gradients were handed
-        over.
+        Takes the arguments of the model, or one mapping of them: the global batch with `backend="local"`, this
+        replica's rows of it (`local_batch`) under torchrun. Gradients are added to `parameter.grad` until
+        `zero_grad`. A NaN loss raises RuntimeFault on all ranks, and adds none; on CUDA it is seen in the next
+        step, when its own gradients were handed over.
         """
         if torch.is_inference_mode_enabled():
             fact = "inference_mode is on around it: there would be no gradients"
@@ -76,6 +77,7 @@ class ParallelModel(StartedModel):
         program, ranks = self._running(args, kwargs)
         args, kwargs = self._arranged(args, kwargs)
         check_call(program, args, kwargs, ranks.replicas)
+        # Before the step: after one that raised, all ranks still agree on the count.
         self._calls += 1
         call = self._calls
 
@@ -84,6 +86,7 @@ class ParallelModel(StartedModel):
             batch = cut(program, args, kwargs, names, replica, rank.world.device)
             return rank.executor.step(batch, self.options.nan)
 
+        # Outside of the step: its collectives are no part of the program, and not recorded.
         if check_copies.is_due(call, self.options.check_every):
             ranks.unrecorded.run(check_copies.SITE, lambda rank: check_copies.check_copies(rank.params, call))
         with self._batch_checked(ranks, "step", call, flatten(args, kwargs)[0]):
@@ -119,6 +122,7 @@ class ParallelModel(StartedModel):
         """Return the loss of the global batch without gradients, the model in eval mode. Collective."""
         trained, ranks = self._running(args, kwargs)
         args, kwargs = self._arranged(args, kwargs)
+        # Not before the first evaluation: some runs have none, and compiling takes as long as for training.
         if self._eval_program is None and self._compile_eval is not None:
             with self._holding(self._buffers.now(ranks)):
                 self._eval_program = self._compile_eval(args, kwargs, trained)
@@ -151,12 +155,17 @@ class ParallelModel(StartedModel):
         in local.
 
         Returns the positional arguments as a tuple, or keyword arguments as a dict; given both, the pair of
-        the two: `pm.step(*pm.local_batch(x, y))`, `pm.step(**pm.local_batch(ids=x))`.
+        the two: `pm.step(*pm.local_batch(x, y))`, `pm.step(**pm.local_batch(ids=x))`. Of a mapping of keywords,
+        such as a tokenizer makes, a dict: `pm.step(pm.local_batch(batch))`.
         """
+        is_in_one = is_call_in_one(args, kwargs, self._arguments, self._form)
         if self._is_process:
             args, kwargs = self._arranged(args, kwargs)
             mesh = self.options.mesh
             args, kwargs = take_rows(self._program, args, kwargs, mesh.replicas, mesh.replica_of(self._rank))
+        if is_in_one:
+            args, kwargs = self._in_full(args, kwargs)
+            return {**dict(zip(self._arguments, args, strict=False)), **kwargs}
         if args and kwargs:
             return args, kwargs
         return kwargs or args
@@ -233,6 +242,7 @@ class ParallelModel(StartedModel):
         found = ranks.run("state_dict", lambda rank: gather_parameters(rank.params))
         if not ranks.has_rank_0:
             return {}
+        # Copies: who changes a state dict must not change the model.
         found |= {name: x.to("cpu", copy=True) for name, x in self._buffers.values.items()}
         # In the model's order.
         return {name: found[name] for name in dict.fromkeys([*self._names, *found])}
@@ -254,12 +264,14 @@ class ParallelModel(StartedModel):
         if strict and (missing or unexpected):
             fact = f"missing {missing or 'nothing'}, unexpected {unexpected or 'nothing'}"
             raise PlanError("load_state_dict", fact, "a state dict of this model, or strict=False")
+        # Buffers first: if they are refused, no parameter has changed yet.
         brought = self._buffers.values_of(state_dict)
         self._hold_to(brought, ranks)
         self._buffers.load(brought)
 
         def load(rank: Rank) -> None:
             load_parameters(rank.params, state_dict)
+            # A set: where eval mode is training's forward, both are the same executor.
             for executor in {rank.executor, rank.evaluator}:
                 copy_buffers(executor.buffers, brought)
 
@@ -280,9 +292,10 @@ class ParallelModel(StartedModel):
         if not changed:
             return
         if self._compile is not None:
-            args, kwargs = self._call
+            args, kwargs, replicas = self._call
             with self._holding({**self._buffers.now(ranks), **brought}):
-                again = self._compile(args, kwargs, False)
+                again = self._compile(args, kwargs, replicas, False)
+            # The same program came out: only the digests of what was read are new.
             if replace(again, looked_at=()).fingerprint() == replace(program, looked_at=()).fingerprint():
                 self._program = replace(program, looked_at=again.looked_at)
                 return
@@ -338,6 +351,7 @@ class ParallelModel(StartedModel):
         With `folder`, write the program and all its pictures there (rank 0 only). With `record`, that of a
         step, its schedule chart and trace have what was executed beside what was simulated.
         """
+        self._started("show")
         program = self.program
         if folder is not None and self.coordinate == Coordinate():
             program.save(folder)

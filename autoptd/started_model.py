@@ -24,7 +24,7 @@ from autoptd.ir.buffers import SharedBuffers
 from autoptd.ir.mesh import Coordinate
 from autoptd.options import Options
 from autoptd.program.program import Program
-from autoptd.runtime.batch import CallForm
+from autoptd.runtime.batch import CallForm, is_call_in_one
 from autoptd.runtime.devices import device_of_ranks
 from autoptd.runtime.launch import LocalRanks, ProcessRank, RunningRanks, is_launched, own_rank
 from autoptd.runtime.model_buffers import ModelBuffers
@@ -32,8 +32,8 @@ from autoptd.runtime.read_folder import Folder
 from autoptd.runtime.save_pretrained import FolderFormat
 from autoptd.runtime.timeline import Span
 
-# (args, kwargs, whether to compare trace and model once) -> the program
-Compile = Callable[[tuple[Any, ...], dict[str, Any], bool], Program]
+# (args, kwargs, whose rows these are of how many replicas, whether to compare trace and model once) -> the program
+Compile = Callable[[tuple[Any, ...], dict[str, Any], int, bool], Program]
 # (args, kwargs, the program that trains) -> the program that evaluates
 CompileEval = Callable[[tuple[Any, ...], dict[str, Any], Program], Program]
 Draw = Callable[[Program, Path, Sequence[Span]], None]
@@ -79,7 +79,7 @@ class StartedModel:
         self._names = list(self._state)
         self._compile, self._compile_eval, self._draw = compile, compile_eval, draw
         self._holding = holding or nullcontext
-        # Stands in for the (args, kwargs) that were compiled for.
+        # Stands in for the (args, kwargs, number of replicas whose rows they hold) that were compiled for.
         self._call: Any = None
         self._weights, self._format = weights, format or FolderFormat()
         self._buffers = ModelBuffers(shared or SharedBuffers())
@@ -99,14 +99,23 @@ class StartedModel:
         return cls(None, options, state, compile=compile, **keywords)
 
     def compile_now(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Compile for what `step` will take, and start the ranks. Collective."""
+        """Compile for steps with such a global batch, and start the ranks. Collective."""
+        self._compile_for(args, kwargs, self.options.mesh.replicas)
+
+    def _compile_for(self, args: tuple[Any, ...], kwargs: dict[str, Any], replicas: int) -> None:
         if self._compile is None:
             raise PlanError("compile_now", "there is nothing to compile", "use ParallelModel.lazy")
-        self._call = tree_map(_stand_in, (args, kwargs))
+        self._call = (*tree_map(_stand_in, (args, kwargs)), replicas)
         with self._holding(self._state):
-            program = self._compile(args, kwargs, True)
+            program = self._compile(args, kwargs, replicas, True)
         self._start(program)
         self._form = CallForm(self._arguments, len(args), tuple(kwargs))
+
+    def __repr__(self) -> str:
+        """Say on a line what runs where."""
+        where = "processes" if self._is_process else "threads"
+        program = repr(self._program) if self._program is not None else "compiled at the first step"
+        return f"<{type(self).__name__} on {self.options.mesh.size} {where}: {program.strip('<>')}>"
 
     @property
     def program(self) -> Program:
@@ -136,7 +145,9 @@ class StartedModel:
             fact = "autocast is on around it, and the compiled model does not follow it"
             raise PlanError("pm.step", fact, "leave autocast off; cast the model before parallelize")
         if self._program is None:
-            self.compile_now(args, kwargs)
+            args, kwargs = self._in_full(args, kwargs)
+            # What `step` gets: this replica's rows for a process, the global batch for threads.
+            self._compile_for(args, kwargs, 1 if self._is_process else self.options.mesh.replicas)
         assert self._program is not None and self._ranks is not None
         self._ranks.check_equal_copies()
         return self._program, self._ranks
@@ -145,10 +156,19 @@ class StartedModel:
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Bring a call into the form of the compiled one, where that is known."""
+        args, kwargs = self._in_full(args, kwargs)
         return self._form.arrange(args, kwargs) if self._form else (args, kwargs)
+
+    def _in_full(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return a call whose keywords are one mapping with keywords."""
+        is_one = is_call_in_one(args, kwargs, self._arguments, self._form)
+        return ((), dict(args[0])) if is_one else (args, kwargs)
 
     def _start(self, program: Program) -> None:
         options = self.options
+        # Buffers may have changed since a saved program was compiled.
         program = self._buffers.take(program, self._state, self._weights)
         if self._is_process:
             start: Callable[..., RunningRanks] = partial(ProcessRank, backend=options.backend)
@@ -164,7 +184,7 @@ class StartedModel:
     def _started(self, what: str) -> RunningRanks:
         if self._ranks is None:
             fact = "the model is compiled at the first step, there are no ranks yet"
-            raise PlanError(f"pm.{what}", fact, "pass example_inputs= to parallelize")
+            raise PlanError(f"pm.{what}", fact, "pass example_inputs= to parallelize, or call pm.step before")
         return self._ranks
 
 

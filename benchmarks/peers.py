@@ -176,7 +176,7 @@ def measure(size: Size, case: Case, seconds: float, rounds: int, ceiling: bool) 
     whole_ids, whole_targets = (torch.randint(0, 256, (size.b * case.m * case.d, size.s)) for _ in range(2))
     replica = dist.get_rank() // case.t % case.d
     ids, targets = (x.chunk(case.d)[replica] for x in (whole_ids, whole_targets))
-    made = contenders(model, case, ids, targets)
+    made = contenders(model, case, whole_ids, whole_targets)
     if ceiling:
         made = {name: one for name, one in made.items() if name == OURS or name.startswith("hand-written")}
 

@@ -70,7 +70,7 @@ def compare(schedule: str, v: int, m: int, unit: float, steps: int) -> Row:
     for _ in range(steps):
         with ranks.timed(delays) as timeline:
             pm.step(x, target)
-        executed.append((timeline.finish / unit, timeline.bubble))
+        executed.append((timeline.makespan / unit, timeline.bubble))
     pm.close()
     finish, bubble = min(executed)
     row: Row = {"schedule": schedule, "v": v, "m": m, "peak_live_microbatches": max(simulated.peak_live) / v}

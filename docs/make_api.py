@@ -65,7 +65,10 @@ def _signature(name: str, thing: Any) -> str:
         signature = inspect.signature(getattr(thing, "__wrapped__", getattr(thing, "__func__", thing)))
     except (TypeError, ValueError):
         return ""
-    parameters = [one for one in signature.parameters.values() if one.name not in ("self", "cls")]
+    parameters = list(signature.parameters.values())
+    # An argument may be called `cls` too.
+    if isinstance(thing, classmethod) or (parameters and parameters[0].name == "self"):
+        parameters = parameters[1:]
     shown = signature.replace(parameters=parameters)
     text = _bare(f"{name}{shown}")
     if len(text) <= 110:

@@ -28,7 +28,7 @@ def train(args: Namespace) -> None:
         num_microbatches=args.num_microbatches,
         schedule=args.schedule,
         backend=args.backend,
-        example_inputs=example_inputs(args),
+        example_inputs=next(make_batches(args)),
     )
     opt = pm.optimizer(torch.optim.AdamW, lr=args.lr)
     with autoptd.Progress(pm, tokens=args.batch * args.length, steps=args.steps, log=args.log) as progress:
@@ -42,12 +42,6 @@ def train(args: Namespace) -> None:
         save_losses(args, args.out / "parallel.json", progress.losses, progress.tokens_per_second)
     pm.show(args.out)
     pm.close()
-
-
-def example_inputs(args: Namespace) -> tuple[torch.Tensor, ...]:
-    """Return what `step` takes: the global batch when ranks are threads, else one replica's share of it."""
-    replicas = 1 if args.backend == "local" else args.d
-    return tuple(tensor[: args.batch // replicas] for tensor in next(make_batches(args)))
 
 
 def parse_arguments() -> Namespace:

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 import autoptd
 from autoptd.auto import planned
-from autoptd.batch import first_share
 from examples.gpt import GPT, GPTConfig
 
 SIZES = {"vocab_size": 64, "block_size": 16, "n_layer": 4, "n_head": 4, "n_embd": 32}
@@ -96,8 +95,6 @@ def test_under_torchrun_the_example_is_the_global_batch(monkeypatch: pytest.Monk
     monkeypatch.setenv("WORLD_SIZE", "4")
     chosen = planned(model(), batch(), {"t": 1, "p": 1, "d": "auto", "v": None})
     assert (chosen["d"], chosen["t"], "gpus" in chosen) == (4, 1, False)
-    share = first_share({"ids": batch()[0], "mask": torch.ones(3, 3)}, 4)
-    assert share["ids"].shape == (4, 16) and share["mask"].shape == (3, 3)
     with pytest.raises(autoptd.PlanError, match="torchrun started 4"):
         planned(model(), batch(), {"t": "auto", "gpus": 8})
 

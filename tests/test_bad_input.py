@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
 
 import autoptd
@@ -27,6 +28,10 @@ def test_batch_that_does_not_divide() -> None:
         compile_gpt(d=2, example_inputs=batch(7))
     with pytest.raises(autoptd.PlanError, match=r"do not divide into 3 microbatches.*\{1, 2, 4, 8\}"):
         compile_gpt(num_microbatches=3)
+    with pytest.raises(
+        autoptd.PlanError, match=r"batch of 2 has 1 for each.*num_microbatches=1, .*multiple of 16"
+    ):
+        compile_gpt(d=2, num_microbatches=8, example_inputs=batch(2))
 
 
 def test_microbatches_that_the_rows_do_not_divide_into() -> None:
@@ -188,8 +193,51 @@ def test_weights_on_meta_compile_but_do_not_run() -> None:
 
 def test_state_before_the_first_step_needs_example_inputs() -> None:
     pm = autoptd.parallelize(gpt(2), p=2, backend="local")
+    assert repr(pm) == "<ParallelModel on 2 threads: compiled at the first step>"
     with pytest.raises(autoptd.PlanError, match="example_inputs="):
         pm.state_dict()
+    with pytest.raises(autoptd.PlanError, match=r"^pm\.show: .*example_inputs="):
+        pm.show()
+
+
+def test_a_program_is_printed_on_a_line() -> None:
+    program = compile_gpt(t=2, p=2, num_microbatches=4)
+    assert repr(program).startswith("<Program t=2 p=2 d=1 v=1, 1f1b, 4 x 2 rows a replica: 2 stages, ")
+    assert len(repr(program)) < 150
+
+
+class Normed(nn.Module):
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.norm = nn.Linear(8, 8), norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.inner(x)).square().mean()
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d(8), nn.BatchNorm1d(8, track_running_stats=False)])
+def test_batch_norm(norm: nn.Module) -> None:
+    with pytest.raises(
+        autoptd.PlanError, match=r"mixes the samples.*Remedy: LayerNorm or GroupNorm, or \.eval"
+    ):
+        autoptd.compile(Normed(norm), d=2, example_inputs=(torch.randn(8, 8),))
+
+
+def test_batch_norm_that_does_not_learn() -> None:
+    model = Normed(nn.BatchNorm1d(8))
+    model.norm.eval()
+    assert autoptd.compile(model, d=2, example_inputs=(torch.randn(8, 8),)).sources
+
+
+@pytest.mark.parametrize("way", ["eager", "grouped_mm"])
+def test_experts_of_transformers(way: str) -> None:
+    sizes = {"hidden_size": 8, "intermediate_size": 16, "vocab_size": 16, "num_local_experts": 2}
+    counts = dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads"), 1)
+    config = transformers.MixtralConfig(**sizes, **counts)
+    model = transformers.AutoModelForCausalLM.from_config(config, experts_implementation=way)
+    ids = torch.randint(16, (4, 4))
+    with pytest.raises(autoptd.AutoptdError, match=r'Remedy: .*experts_implementation="batched_mm"'):
+        autoptd.compile(model, d=2, example_inputs={"input_ids": ids, "labels": ids})
 
 
 def test_autocast_around_a_step() -> None:

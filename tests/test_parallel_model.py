@@ -292,7 +292,7 @@ def test_another_batch_is_refused_with_all_differences() -> None:
     with parallel(FULL) as pm:
         ids, targets = make_batch(6)
         with pytest.raises(
-            PlanError, match=r"ids is \[6, 5\] int64, \[8, 5\] int64 was compiled.*drop_last=True"
+            PlanError, match=r"ids is \[6, 5\] int64, expected is \[8, 5\] int64.*drop_last=True"
         ) as caught:
             pm.step(ids, targets.int())
         assert "targets is [6, 5] int32" in str(caught.value) and caught.value.site == "step"
@@ -349,7 +349,7 @@ def test_show_writes_the_program_and_what_draw_adds(tmp_path: Path) -> None:
 def test_lazy_model_compiles_at_the_first_step() -> None:
     model, calls = make_model(), []
 
-    def compile_for(args: Any, kwargs: Any, check: bool) -> Program:
+    def compile_for(args: Any, kwargs: Any, replicas: int, check: bool) -> Program:
         calls.append(args)
         return make_program(FULL, model)
 

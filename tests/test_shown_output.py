@@ -33,6 +33,7 @@ Show = Callable[[Path, pytest.CaptureFixture[str]], str]
 SHOWN: dict[tuple[str, str], Show] = {}  # (page, the words a block begins with) -> what makes its text
 ELSEWHERE = {  # (page, the words a block begins with) -> the test that holds it
     ("docs/pipeline.md", ""): "tests/test_docs.py::test_the_walk_through_the_pipeline_is_the_real_dump",
+    ("docs/getting-started.md", ""): "tests/test_getting_started.py::test_the_page_is_walked",
     (
         "docs/howto/check-a-launch.md",
         "",

@@ -1,6 +1,8 @@
 """Which function answers which command; what it needs is loaded when it is called.
 
-COMMANDS["show"](parse(["show", "gpt2"]))       # prints, returns how the process is to end
+In: the parsed arguments. Out: the exit code.
+
+    COMMANDS["show"](parse(["show", "gpt2"]))       # prints, returns 0
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ FUNCTIONS = {
 
 def _runner(module: str, function: str) -> Callable[[Namespace], int]:
     def run(asked: Namespace) -> int:
+        # Imported here: `autoptd --help` and shell completion must not wait for torch.
         done: int = getattr(import_module(f"autoptd.cli.{module}"), function)(asked)
         return done
 

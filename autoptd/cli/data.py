@@ -1,7 +1,9 @@
 """Text without a download: a file's bytes, or Python's own help topics; a token a byte.
 
-for x, y in batches(load_tokens(None), batch=8, length=64, steps=10, seed=0):
-    ...                                                  # [8, 64] each; y is x one byte later
+In: a path. Out: ids from 0 to 255, and batches of them.
+
+    for x, y in batches(load_tokens(None), batch=8, length=64, steps=10, seed=0):
+        ...                                                  # [8, 64] each; y is x one byte later
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ def load_tokens(path: str | None) -> torch.Tensor:
             data = Path(path).read_bytes()
         except OSError as error:
             raise PlanError(f"--data {path}", f"cannot be read: {error}", "a text file") from error
+    # A bytearray, as torch warns of memory that it may not write.
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).long()
 
 
@@ -43,6 +46,7 @@ def batches(
     generator = torch.Generator().manual_seed(seed)
     window = torch.arange(length + 1)
     for _ in range(steps):
+        # [batch, 1] + [length + 1]: a window from a random place for each row.
         rows = tokens[torch.randint(len(tokens) - length, (batch, 1), generator=generator) + window]
         yield rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 

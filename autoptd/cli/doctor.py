@@ -12,6 +12,7 @@ from argparse import Namespace
 from autoptd.cli.settings import check_writable
 from autoptd.doctor.run import Request, run_alone, run_launched
 from autoptd.errors import PlanError
+from autoptd.ir.mesh import DEGREES
 from autoptd.planner.cluster import find_cluster
 
 LAUNCHED = ("RANK", "WORLD_SIZE")
@@ -28,8 +29,9 @@ def doctor(asked: Namespace) -> int:
             check_writable("--json", asked.json)
         if asked.cluster is not None:
             find_cluster(asked.cluster)
-    names = ("t", "p", "d", "device", "backend", "timeout", "cluster", "json")
-    request = Request(**{name: getattr(asked, name) for name in names})
+    names = ("device", "backend", "timeout", "cluster", "json")
+    degrees = {name: degree for name in DEGREES if (degree := getattr(asked, name)) is not None}
+    request = Request(degrees, **{name: getattr(asked, name) for name in names})
     return run_launched(request) if is_launched else run_alone(request)
 
 

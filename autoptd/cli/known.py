@@ -36,6 +36,7 @@ class Known:
 
 
 def _gpt2(layers: int, hidden: int, heads: int, length: int, source: str, vocab: int = 50257) -> Known:
+    # GPT-2's own defaults are 0.1.
     off = dict.fromkeys(("embd_pdrop", "resid_pdrop", "attn_pdrop"), 0.0)
     sizes = {"n_layer": layers, "n_embd": hidden, "n_head": heads, "n_positions": length, "vocab_size": vocab}
     return Known("gpt2", {**sizes, **off}, length, source)
@@ -60,6 +61,7 @@ def _llama(
         "intermediate_size": ffn,
         "vocab_size": vocab,
         "max_position_embeddings": length,
+        # As published: in all of these the head is a matrix of its own.
         "tie_word_embeddings": False,
     }
     return Known(kind, sizes, length, source)
@@ -70,9 +72,11 @@ KNOWN: dict[str, Known] = {
     "gpt2-medium": _gpt2(24, 1024, 16, 1024, GPT2_PAPER),
     "gpt2-large": _gpt2(36, 1280, 20, 1024, GPT2_PAPER),
     "gpt2-xl": _gpt2(48, 1600, 25, 1024, GPT2_PAPER),
+    # GPT-3 is GPT-2's architecture in other sizes; V is that of GPT-2's tokenizer.
     "gpt3-2.7b": _gpt2(32, 2560, 32, 2048, GPT3_PAPER),
     "gpt3-6.7b": _gpt2(32, 4096, 32, 2048, GPT3_PAPER),
     "gpt3-175b": _gpt2(96, 12288, 96, 2048, GPT3_PAPER),
+    # The paper's V is padded to a multiple of 1024.
     "gpt-530b": _gpt2(105, 20480, 128, 2048, PTD_PAPER, vocab=51200),
     "gpt-1t": _gpt2(128, 25600, 160, 2048, PTD_PAPER, vocab=51200),
     "llama-2-7b": _llama(32, 4096, 32, 32, 11008, 32000, 4096, LLAMA_2),

@@ -11,6 +11,7 @@ from autoptd.planner.measure import REMARK, measure_cluster, to_toml
 
 def measure(asked: Namespace) -> int:
     """Measure, print and write; 0."""
+    # Before half a minute of measuring.
     check_writable("FILE", asked.file)
     text = to_toml(measure_cluster(asked.ranks), REMARK)
     Path(asked.file).write_text(text)

@@ -162,9 +162,17 @@ def _find_factory(name: str) -> Callable[..., Any]:
     module = _load_file(Path(where)) if where.endswith(".py") else _load_module(where)
     found = getattr(module, attribute, None)
     if not callable(found):
-        known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        raise PlanError(f"MODEL {name}", f"{where} has no function {attribute}", nearest(attribute, known))
+        known = [key for key, value in vars(module).items() if _is_factory_of(module, key, value)]
+        remedy = nearest(attribute, known) if known else "write one: a function that returns the module"
+        raise PlanError(f"MODEL {name}", f"{where} has no function {attribute}", remedy)
     return found  # type: ignore[no-any-return]
+
+
+def _is_factory_of(module: ModuleType, name: str, thing: Any) -> bool:
+    """Tell whether a function or an nn.Module class is the file's own, neither imported nor private."""
+    is_module = inspect.isclass(thing) and issubclass(thing, nn.Module)
+    is_own = getattr(thing, "__module__", None) == module.__name__
+    return is_own and not name.startswith("_") and (is_module or inspect.isfunction(thing))
 
 
 def _load_file(path: Path) -> ModuleType:

@@ -13,64 +13,18 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from autoptd import __version__
+from autoptd.cli.help_texts import DOCTOR, EXAMPLES, MODEL, PLAN, SHOW
 from autoptd.cli.settings import read_settings
 from autoptd.errors import PlanError
 from autoptd.ir.elsewhere import remedy_for
 from autoptd.ir.plan import nearest
 from autoptd.options import KEYWORDS, SCHEDULES, parse_bytes
 
-MODEL = """MODEL is one of
-  gpt2, gpt3-175b, llama-3-8b, ...   a well-known size; `autoptd show --list` has all of them
-  config.json                        a Hugging Face config, or a folder that has one; nothing is downloaded;
-                                     train takes the weights that a folder has (--random: does not)
-  package.module:factory             a function that returns the model, or (model, example_inputs)
-  path/to/file.py:factory            likewise; --set n_layer=4 hands it keywords (to a config: changes it)"""
-
-SHOW = f"""What a model is on t*p*d ranks: memory of a rank, bytes on every link, bubble. No GPU, no weights.
-
-{MODEL}"""
-DOCTOR = """Try what the runtime does between ranks, on the ranks, devices and backend at hand: every collective and channel,
-with right results, in the order of schedules, and how fast beside the link; a wrong or slow pair of ranks is named.
-
-Under torchrun all ranks take part; alone it checks one process and ranks as threads. Ends with 0 if all is right
-(slowness alone is no failure), 1 if something is wrong."""
-PLAN = "Search for the fastest (t, p, d, v, b) on a cluster. No GPU, no weights."
 SIZES = ("layers", "hidden", "heads", "seq", "vocab", "ffn", "kv_heads", "head_dim", "mlp_matrices")
 # Flags that are at least 1, of all commands but plan.
 DEGREES = tuple(name for name, keyword in KEYWORDS.items() if keyword.flag == "count")
+WITHOUT_FLAG = [name for name, keyword in KEYWORDS.items() if not keyword.flag and name != "loss_fn"]
 COUNTS = ("batch", "rows", "seq", "vocab", "steps", "ranks", *DEGREES)
-EXAMPLES = {
-    "": """  autoptd show gpt3-175b --t 8 --p 12 --d 8 --v 4 --num-microbatches 64
-  autoptd compile examples/gpt.py:make_gpt --t 2 --p 2 --out out
-  autoptd train examples/gpt.py:make_gpt --t 2 --p 2 --backend local --steps 20
-  autoptd simulate --p 4 --num-microbatches 8""",
-    "show": """  autoptd show gpt2 --t 4 --p 2 --v 2
-  autoptd show gpt3-175b --t 8 --p 12 --d 8 --v 4 --num-microbatches 64 --machine a100
-  autoptd show llama-3-8b --set num_hidden_layers=4 --t 8 --out out     # pictures and report.html
-  autoptd show gpt2 --t 2 --explain transformer.h.0.mlp.c_fc            # why it is split as it is""",
-    "compile": """  autoptd compile examples/gpt.py:make_gpt --t 2 --p 2 --v 2 --out out
-  python out/stage_0.py --check                                         # one stage alone, on random numbers""",
-    "verify": """  autoptd verify examples/gpt.py:make_gpt --t 2 --p 2 --d 2 --seq 16
-  autoptd verify gpt2 --set n_layer=2 --set n_embd=64 --set n_head=4 --t 4 --seq 16""",
-    "train": """  autoptd train examples/gpt.py:make_gpt --t 2 --p 2 --backend local --steps 20
-  torchrun --nproc-per-node 4 -m -- autoptd train examples/gpt.py:make_gpt --t 2 --p 2 --log run.jsonl
-  autoptd train --config run.toml --lr 1e-4""",
-    "simulate": """  autoptd simulate --p 4 --num-microbatches 8
-  autoptd simulate --p 4 --num-microbatches 8 --schedule zb_h1 --out schedule.svg
-  autoptd simulate --schedule mine.txt --p 2""",
-    "diff": """  autoptd diff out/a out/b
-  autoptd diff plan.json out""",
-    "plan": """  autoptd plan gpt3-175b --gpus 768 --batch 1536 --recompute full --precision bf16
-  autoptd plan --layers 12 --hidden 1024 --heads 16 --seq 1024 --gpus 64 --batch 512 --cluster mine.toml --explain
-  autoptd plan gpt2 --gpus 8 --batch 64 --cluster laptop-cpu --out plan.json    # then: autoptd train ... --plan plan.json""",
-    "measure": """  autoptd measure mine.toml --ranks 4
-  autoptd plan gpt2 --gpus 4 --batch 16 --cluster mine.toml""",
-    "doctor": """  autoptd doctor                                                        # one process, and ranks as threads
-  torchrun --nproc-per-node 8 -m -- autoptd doctor                      # all links of a node
-  torchrun --nnodes 2 --nproc-per-node 8 ... -m -- autoptd doctor --t 8 --p 2 --json doctor.json""",
-    "completion": """  autoptd completion bash > ~/.local/share/bash-completion/completions/autoptd
-  eval "$(autoptd completion zsh)"                                      # in ~/.zshrc, behind compinit""",
-}
 
 
 def parse(arguments: Sequence[str]) -> Namespace:
@@ -80,19 +34,24 @@ def parse(arguments: Sequence[str]) -> Namespace:
         chosen = commands[arguments[0]]
         file = _config_of(arguments)
         if file is not None and "config" in _names(chosen):
+            # As defaults of the command, so that what stands on the command line goes before them.
             chosen.set_defaults(**read_settings(file, _names(chosen) - {"config", "debug", "help"}))
+    # Not parse_args: its error says neither which command, nor what the flag is called here.
     asked, unknown = parser.parse_known_args(arguments)
     if unknown:
         raise _unknown_argument(asked.command, commands[asked.command], unknown[0])
+    # The planner checks its own, of which some may be several values.
     for name in COUNTS if asked.command != "plan" else ():
         value = getattr(asked, name, None)
         if isinstance(value, int) and value < 1:
             raise PlanError(f"{_flag(name)} {value}", "is below 1", "a count of at least 1, or leave it out")
+    # MODEL is optional to argparse, which does not see that the file of --config may have it.
     needs_model = "model" in asked and asked.command != "plan" and not getattr(asked, "list", False)
     if needs_model and asked.model is None:
         raise PlanError(
             "MODEL", "is missing", "for example: autoptd show gpt2 (autoptd show --list names the sizes)"
         )
+    # Likewise.
     if asked.command == "compile" and asked.out is None:
         raise PlanError("--out", "is missing", "for example: autoptd compile gpt2 --t 2 --out out")
     return asked
@@ -102,6 +61,7 @@ class Parser(ArgumentParser):
     """An `ArgumentParser` whose errors are those of all commands: one line that names site, fact and remedy."""
 
     def error(self, message: str) -> NoReturn:
+        # argparse says `argument --t: invalid int value: 'x'`, `the following arguments are required: ...`.
         site, _, fact = message.removeprefix("argument ").rpartition(": ")
         raise PlanError(site or self.prog, fact, f"{self.prog} --help lists what it takes")
 
@@ -113,9 +73,9 @@ def _unknown_argument(name: str, command: ArgumentParser, word: str) -> PlanErro
             word, f"autoptd {name} does not take it", f"autoptd {name} --help lists what it takes"
         )
     flag = word.partition("=")[0]
-    known = [
-        option for action in command._actions for option in action.option_strings if option.startswith("--")
-    ]
+    known: list[str] = []
+    for action in command._actions:
+        known += [option for option in action.option_strings if option.startswith("--")]
     called_here = remedy_for(flag.lstrip("-").replace("-", "_"))
     return PlanError(flag, f"is not a flag of autoptd {name}", called_here or nearest(flag, known))
 
@@ -130,6 +90,7 @@ def make_parser() -> tuple[ArgumentParser, dict[str, ArgumentParser]]:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"autoptd {__version__}")
+    # The order of these calls is the order in `autoptd --help`.
     places = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands: dict[str, ArgumentParser] = {}
 
@@ -148,6 +109,7 @@ def make_parser() -> tuple[ArgumentParser, dict[str, ArgumentParser]]:
         return commands[name]
 
     show = command("show", "what a model costs on t*p*d ranks: memory, traffic, bubble", SHOW)
+    # Before MODEL is asked for: `show --list` needs none.
     show.add_argument("--list", action="store_true", help="list the well-known sizes")
     _add_model(show)
     show.add_argument("--out", metavar="DIR", help="write the pictures and report.html there")
@@ -191,25 +153,7 @@ def make_parser() -> tuple[ArgumentParser, dict[str, ArgumentParser]]:
     doctor = command(
         "doctor", "try every collective and channel on the ranks at hand; name what is wrong or slow", DOCTOR
     )
-    for name, words in (("t", "tensor"), ("p", "pipeline"), ("d", "data")):
-        doctor.add_argument(
-            f"--{name}", type=int, metavar="N", help=f"{words}-parallel degree (default: several meshes)"
-        )
-    doctor.add_argument(
-        "--backend", choices=("gloo", "nccl"), help="(default: nccl on CUDA devices, else gloo)"
-    )
-    doctor.add_argument("--device", help="of a rank (default: the GPU of LOCAL_RANK, else cpu)")
-    doctor.add_argument(
-        "--timeout",
-        type=float,
-        default=30.0,
-        metavar="SECONDS",
-        help="of a rank that hangs (default %(default)g)",
-    )
-    doctor.add_argument(
-        "--cluster", help="whose links to compare with: a name, or a TOML file (default: by the device)"
-    )
-    doctor.add_argument("--json", metavar="FILE", help="write all that was found")
+    _add_examination(doctor)
 
     completion = command("completion", "print what completes commands and flags in a shell")
     completion.add_argument("shell", choices=("bash", "zsh"))
@@ -237,7 +181,10 @@ def _add_model(parser: ArgumentParser) -> None:
     mesh = parser.add_argument_group("the mesh and the plan: names are those of autoptd.parallelize")
     _add_keywords(mesh, is_for_training=False)
     mesh.add_argument(
-        "--option", action="append", metavar="NAME=VALUE", help="any other keyword of parallelize"
+        "--option",
+        action="append",
+        metavar="NAME=VALUE",
+        help=f"a keyword without a flag: {', '.join(WITHOUT_FLAG)} (train: weights too)",
     )
     parser.add_argument("--config", metavar="FILE", help="flags from a TOML, YAML or JSON file")
 
@@ -246,9 +193,13 @@ def _add_keywords(group: Any, is_for_training: bool) -> None:
     """Add the flags of the keywords of `parallelize`, as `Options` declares them."""
     for name, keyword in KEYWORDS.items():
         if keyword.flag and keyword.is_for_training == is_for_training:
-            about: dict[str, Any] = {"metavar": keyword.metavar} if keyword.metavar else {}
-            about |= {"choices": keyword.choices} if keyword.flag == "choice" else {}
-            group.add_argument(_flag(name), help=keyword.help, **{**FLAGS[keyword.flag], **about})
+            # What the keyword says of itself goes before what all flags of its kind have.
+            about = dict(FLAGS[keyword.flag])
+            if keyword.metavar:
+                about["metavar"] = keyword.metavar
+            if keyword.flag == "choice":
+                about["choices"] = keyword.choices
+            group.add_argument(_flag(name), help=keyword.help, **about)
 
 
 def _flag(name: str) -> str:
@@ -282,6 +233,29 @@ def _add_training(parser: ArgumentParser) -> None:
     run.add_argument("--out", metavar="DIR", help="write program, pictures and report.html of the run there")
 
 
+def _add_examination(parser: ArgumentParser) -> None:
+    # No defaults: with any of the three given one mesh is checked, without them several.
+    for name, words in (("t", "tensor"), ("p", "pipeline"), ("d", "data")):
+        parser.add_argument(
+            f"--{name}", type=int, metavar="N", help=f"{words}-parallel degree (default: several meshes)"
+        )
+    parser.add_argument(
+        "--backend", choices=("gloo", "nccl"), help="(default: nccl on CUDA devices, else gloo)"
+    )
+    parser.add_argument("--device", help="of a rank (default: the GPU of LOCAL_RANK, else cpu)")
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=30.0,
+        metavar="SECONDS",
+        help="of a rank that hangs (default %(default)g)",
+    )
+    parser.add_argument(
+        "--cluster", help="whose links to compare with: a name, or a TOML file (default: by the device)"
+    )
+    parser.add_argument("--json", metavar="FILE", help="write all that was found")
+
+
 def _add_simulation(parser: ArgumentParser) -> None:
     parser.add_argument("--p", type=int, required=True, help="pipeline ranks")
     parser.add_argument(
@@ -311,7 +285,12 @@ def _add_planning(parser: ArgumentParser) -> None:
     where = parser.add_argument_group("where, and what for")
     where.add_argument("--gpus", type=int, metavar="N", help="all are used")
     where.add_argument("--batch", type=int, metavar="N", help="sequences of a step")
-    where.add_argument("--cluster", default="dgx-a100", help="a name, or a TOML file (default %(default)s)")
+    where.add_argument(
+        "--cluster",
+        "--machine",
+        default="dgx-a100",
+        help="h100, dgx-h100, ..., or a TOML file (default %(default)s)",
+    )
     where.add_argument("--memory", type=_bytes, metavar="BYTES", help="of a GPU: 80e9, 80GB or 80GiB")
     constraints = parser.add_argument_group(
         "constraints: a value, or several; the planner chooses what is left out"
@@ -323,7 +302,9 @@ def _add_planning(parser: ArgumentParser) -> None:
     )
     constraints.add_argument("--recompute", metavar="none|selective|full|full:1/2|any")
     constraints.add_argument("--zero", type=_level, metavar="0|1|2|3|any")
-    constraints.add_argument("--precision", metavar="fp32|bf16|fp16")
+    constraints.add_argument(
+        "--precision", "--dtype", metavar="fp32|bf16|fp16", help="of the weights (default fp32)"
+    )
     constraints.add_argument("--schedule", metavar="NAME|any", help="any: zero bubble too, and breadth first")
     constraints.add_argument("--placement", metavar="ranks|any", help="of mesh axes on the nodes")
     constraints.add_argument("--software", help="the generation that the times are of: docs/planner.md")
@@ -364,10 +345,12 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _level(text: str) -> int | str:
+    # "any", or a mistake that the planner names.
     return int(text) if text.isdigit() else text
 
 
 def _config_of(arguments: Sequence[str]) -> str | None:
+    # By hand, as the file's values must be known before argparse runs.
     for word, following in zip(arguments, [*arguments[1:], ""], strict=True):
         if word == "--config":
             return following
@@ -381,7 +364,9 @@ FLAGS: dict[str, dict[str, Any]] = {
     "text": {},
     "count": {"type": int, "metavar": "N"},
     "number": {"type": int},
+    # None rather than False: a flag that was not given must not contradict a plan or a file.
     "on": {"action": "store_true", "default": None},
+    # `--flag`, `--flag true` and `--flag false`.
     "switch": {"type": _switch, "nargs": "?", "const": True},
     "choice": {"type": _switch},
     "list": {"type": _split},

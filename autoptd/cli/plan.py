@@ -22,22 +22,19 @@ from autoptd.planner.model_shape import shape_of, shape_of_config
 from autoptd.planner.shape import Shape
 from autoptd.planner.strategies import cases_text, which_when
 
-CONSTRAINTS = (
-    *(
-        "t",
-        "p",
-        "d",
-        "c",
-        "v",
-        "microbatch",
-        "sequence_parallel",
-        "recompute",
-        "zero",
-        "precision",
-        "schedule",
-    ),
-    *("placement", "software", "memory"),
+# Flags that are handed to `autoptd.plan` as they are; one that was not given is left open.
+CONSTRAINTS: tuple[str, ...] = (
+    "t",
+    "p",
+    "d",
+    "c",
+    "v",
+    "microbatch",
+    "sequence_parallel",
+    "recompute",
+    "zero",
 )
+CONSTRAINTS += ("precision", "schedule", "placement", "software", "memory")
 # Flags that belong to a single plan, and their defaults.
 ONE_PLAN = {"explain": False, "out": None, "keep": 10}
 
@@ -94,8 +91,10 @@ def _shape_of_model(asked: Namespace) -> dict[str, Any]:
     """
     known = KNOWN.get(asked.model)
     if known and not asked.set:
+        # GPT-2's MLP has two matrices; all other known sizes are gated, with three.
         shape = shape_of_config(known.values, 2 if known.kind == "gpt2" else 3)
         return stated_sizes(shape) | {"seq": asked.seq or known.length}
+    # torch and transformers, which known sizes need not.
     from autoptd.cli.models import find_model, length_of, make_without_weights
 
     subject = find_model(asked.model, read_pairs("set", asked.set))
@@ -105,6 +104,7 @@ def _shape_of_model(asked: Namespace) -> dict[str, Any]:
 
 def stated_sizes(shape: Shape) -> dict[str, Any]:
     """Return the sizes of a shape but for those that follow from others."""
+    # Stated, they would stay as they are when `--hidden` changes.
     follow = {"ffn": 4 * shape.hidden, "kv_heads": shape.heads, "head_dim": shape.hidden // shape.heads}
     return {name: value for name, value in asdict(shape).items() if value != follow.get(name)}
 

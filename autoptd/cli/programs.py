@@ -32,6 +32,7 @@ from autoptd.reports.summary import summarize
 def keywords_of(asked: Namespace) -> dict[str, Any]:
     """Return the keywords of `parallelize` that were asked for."""
     flags = {name: getattr(asked, name, None) for name, keyword in KEYWORDS.items() if keyword.flag}
+    # Left out, not None: then a plan or the default decides.
     given = {name: value for name, value in flags.items() if value is not None}
     return given | read_pairs("option", asked.option)
 
@@ -57,6 +58,7 @@ def example_inputs(asked: Namespace, subject: Any, model: nn.Module, given: Any)
     if given is not None:
         return given
     length = length_of(subject, model, asked.seq)
+    # Ids of one token more than the length: targets are the same row, a token later.
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(vocabulary_of(model, asked.vocab), (rows_of(asked), length + 1), generator=generator)
     return as_call(model, ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
@@ -65,11 +67,13 @@ def example_inputs(asked: Namespace, subject: Any, model: nn.Module, given: Any)
 def make_program(asked: Namespace) -> tuple[str, Program]:
     """Compile what is asked for, without weights; and the words with which its numbers begin."""
     subject = find_model(asked.model, read_pairs("set", asked.set))
+    # Building the model counts as well: a user waits for both.
     start = time.perf_counter()
     model, given = make_without_weights(subject, asked.dtype)
     program = autoptd.compile(
         model, example_inputs=example_inputs(asked, subject, model, given), **keywords_of(asked)
     )
+    # Of a microbatch: [rows, tokens].
     rows = next(spec.shape for spec in program.inputs if spec.batched)
     about = KNOWN[asked.model].source if asked.model in KNOWN else type(model).__name__
     took = time.perf_counter() - start
@@ -92,6 +96,7 @@ def show(asked: Namespace) -> int:
         for line in _fallbacks(program, asked.out):
             print(line)
     if asked.explain:
+        # With --json, stdout is for the machine.
         print(f"\n{program.explain(asked.explain)}", file=sys.stderr if asked.json else sys.stdout)
     if asked.out:
         _write(program, Path(asked.out), asked.model)

@@ -1,12 +1,14 @@
 """Flags from a file: TOML, YAML or JSON, by their names with underscores (or dashes).
 
-# run.toml
-model = "gpt2"
-t = 2
-num_microbatches = 8
-set = { n_layer = 4 }
+In: a file, and the flags that a command has. Out: a dict of settings.
 
-read_settings("run.toml", {"model", "t", "num_microbatches", "set"})["t"]       # 2
+    # run.toml
+    model = "gpt2"
+    t = 2
+    num_microbatches = 8
+    set = { n_layer = 4 }
+
+    read_settings("run.toml", {"model", "t", "num_microbatches", "set"})["t"]       # 2
 """
 
 from __future__ import annotations
@@ -54,6 +56,7 @@ def _parse(path: str, text: str) -> Any:
         return json.loads(text)
     if kind in (".yaml", ".yml"):
         try:
+            # Optional: TOML needs no package.
             import yaml
         except ImportError as error:
             raise PlanError(
@@ -62,6 +65,7 @@ def _parse(path: str, text: str) -> Any:
         try:
             return yaml.safe_load(text)
         except yaml.YAMLError as error:
+            # What JSON's and TOML's parsers raise for text that they cannot read.
             raise ValueError(str(error)) from error
     return tomllib.loads(text)
 
@@ -89,6 +93,7 @@ def read_pairs(flag: str, given: Mapping[str, Any] | Iterable[str] | None) -> di
         try:
             pairs[name.replace("-", "_")] = json.loads(text)
         except ValueError:
+            # Written as in Python; everything else is text: `--set attn=flash`.
             pairs[name.replace("-", "_")] = {"True": True, "False": False, "None": None}.get(text, text)
     return pairs
 

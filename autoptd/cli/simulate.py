@@ -14,6 +14,7 @@ from autoptd.options import check_schedule, is_path
 def simulate(asked: Namespace) -> int:
     """Print what a schedule costs, rank by rank; 0."""
     v, name = asked.v, asked.schedule or ("interleaved" if asked.v > 1 else "1f1b")
+    # A file brings its own number of microbatches.
     if is_path(name):
         orders = schedule.read_schedule(Path(name), asked.p, v, asked.num_microbatches)
     else:
@@ -24,6 +25,7 @@ def simulate(asked: Namespace) -> int:
         raise PlanError(
             "--forward, --backward and --link", "are times, the first two above 0", "leave them out"
         )
+    # Used by schedules that run weight gradients apart: half of a backward is for the input.
     weights = {"weight_gradient": asked.backward / 2}
     result = schedule.simulate(
         orders, forward=asked.forward, backward=asked.backward, link=asked.link, **weights

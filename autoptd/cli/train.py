@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 
 import autoptd
+from autoptd.auto import machine_here
 from autoptd.cli.data import batches, load_tokens
 from autoptd.cli.models import as_call, find_model, length_of, make_with_weights, vocabulary_of, weights_in
 from autoptd.cli.programs import keywords_of, rows_of
@@ -23,7 +25,7 @@ from autoptd.ir.mesh import Coordinate
 from autoptd.options import make_options
 from autoptd.reports.excepthook import is_interrupt
 from autoptd.reports.report import write_report
-from autoptd.started_model import is_local
+from autoptd.runtime.devices import device_of_ranks
 
 
 def train(asked: Namespace) -> int:
@@ -33,7 +35,6 @@ def train(asked: Namespace) -> int:
     torch.manual_seed(seed)
     subject = find_model(asked.model, read_pairs("set", asked.set))
     options = make_options(**keywords)
-    replicas = 1 if is_local(options) else options.mesh.replicas
     model, given = make_with_weights(subject, asked.dtype)
     if given is not None:
         fact = "its factory brings a batch of its own: text does not fit it"
@@ -44,13 +45,13 @@ def train(asked: Namespace) -> int:
         fact = f"its vocabulary of {vocabulary_of(model, asked.vocab)} has no place for 256 bytes"
         raise PlanError(f"MODEL {asked.model}", fact, "--set vocab_size=256")
     rows, length = rows_of(asked), length_of(subject, model, asked.seq)
+    replicas = options.mesh.replicas
     if rows % replicas:
-        raise PlanError(
-            f"--batch {rows}", f"does not divide over d={options.d}", f"a multiple of {options.d}"
-        )
+        degrees = options.mesh.product_text(options.mesh.batch_axes)
+        raise PlanError(f"--batch {rows}", f"does not divide over {degrees}", f"a multiple of {replicas}")
     tokens = load_tokens(asked.data)
+    # The first batch of the run, drawn once more below: its sizes are what is compiled for.
     first = next(batches(tokens, rows, length, 1, seed))
-    share = tuple(leaf[: rows // replicas] for leaf in first)
     if not asked.random and "weights" not in keywords and (folder := weights_in(asked.model)) is not None:
         keywords["weights"] = folder
     _say(
@@ -58,7 +59,11 @@ def train(asked: Namespace) -> int:
         if "weights" in keywords
         else f"weights: random, of seed {seed}"
     )
-    pm = autoptd.parallelize(model, example_inputs=as_call(model, *share), **keywords)
+    if "machine" not in keywords and "plan" not in keywords:
+        # What is predicted stands beside what is measured here.
+        device = device_of_ranks(model.parameters(), options.device, options.backend)
+        keywords["machine"] = machine_here(device)
+    pm = autoptd.parallelize(model, example_inputs=as_call(model, *first), **keywords)
     optimizer = pm.optimizer(torch.optim.AdamW, lr=asked.lr, weight_decay=asked.weight_decay)
     watched: dict[str, Any] = {"log": asked.log, "tensorboard": asked.tensorboard, "peak": asked.peak}
     try:
@@ -72,6 +77,7 @@ def train(asked: Namespace) -> int:
                 optimizer.step()
                 optimizer.zero_grad()
                 progress.add(loss, norm, lr=optimizer.param_groups[0]["lr"])
+    # Ctrl-C reaches all ranks; those that wait for another see it as that one's fault.
     except (KeyboardInterrupt, RuntimeFault) as error:
         if not is_interrupt(error):
             raise
@@ -101,6 +107,7 @@ def _report_interrupt(asked: Namespace, pm: autoptd.ParallelModel, steps: int) -
 
 
 def _say(line: str) -> None:
+    # By the environment, as there may be no process group yet.
     if os.environ.get("RANK", "0") == "0":
         print(line, file=sys.stderr)
 
@@ -113,13 +120,17 @@ def _call(pm: autoptd.ParallelModel, call: Any) -> tuple[tuple[Any, ...], dict[s
 
 
 def _write(asked: Namespace, pm: autoptd.ParallelModel, call: Any) -> None:
-    """Record one more step, whose gradients nobody uses, and write what it shows."""
+    """Record one more step, whose gradients nobody uses, and write what it shows, beside one without recording."""
     args, keys = _call(pm, call)
+    start = time.perf_counter()
+    pm.step(*args, **keys).item()
+    plain_seconds = time.perf_counter() - start
+    # A collective: every rank records, rank 0 writes.
     with pm.record() as record:
         pm.step(*args, **keys)
     pm.show(asked.out, record)
     if pm.coordinate == Coordinate():
-        write_report(pm.program, Path(asked.out) / "report.html", asked.model, record)
+        write_report(pm.program, Path(asked.out) / "report.html", asked.model, record, plain_seconds)
         print(f"wrote {asked.out}/report.html", file=sys.stderr)
 
 

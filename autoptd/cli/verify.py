@@ -14,6 +14,7 @@ from autoptd.cli.settings import read_pairs
 
 def verify(asked: Namespace) -> int:
     """Print the largest differences; 0 where model and partition are equal, 1 where they are not."""
+    # Models without weights of their own are initialised here.
     torch.manual_seed(asked.seed or 0)
     subject = find_model(asked.model, read_pairs("set", asked.set))
     model, given = make_with_weights(subject, asked.dtype)

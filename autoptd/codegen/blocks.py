@@ -20,9 +20,10 @@ from torch.fx import Node
 from autoptd.codegen.body import write_body
 from autoptd.codegen.comments import numbers_text, site_text
 from autoptd.codegen.expressions import bound_axes, expression
-from autoptd.codegen.names import choose_names
+from autoptd.codegen.names import choose_names, operand_text
 from autoptd.codegen.parts import Block
-from autoptd.codegen.writer import Writer, weight_text
+from autoptd.codegen.writer import Writer
+from autoptd.ir.mesh import Mesh
 from autoptd.ir.names import free_name
 from autoptd.ir.notes import note
 
@@ -42,21 +43,24 @@ class Method:
 def make_method(block: Block, outside: Callable[[Node], str], taken: Collection[str]) -> Method:
     """Name the method; `outside` gives the names of values in the first stage that calls it."""
     results = list(block.result_names.values())
-    base = "make_" + ("_".join(results) if len(results) <= MAX_NAMED_RESULTS else "shared")
+    # `make_mask`, `make_cos_sin`; a longer list of results says nothing.
+    what = "_".join(results) if len(results) <= MAX_NAMED_RESULTS else "shared"
+    base = f"make_{what}"
     name, number = base, 1
     while name in taken:
         number += 1
         name = f"{base}_{number}"
-    return Method(block, name, {node: free_name(outside(node)) for node in block.read})
+    arguments = {node: free_name(outside(node)) for node in block.read}
+    return Method(block, name, arguments)
 
 
-def write_method(writer: Writer, method: Method, t: int) -> None:
+def write_method(writer: Writer, method: Method, mesh: Mesh) -> None:
     """Write the method: the operators of the block, and what it returns."""
     block = method.block
     names = choose_names(list(block.nodes), method.arguments, list(block.results))
 
-    def text(node: Node) -> str:
-        return names.get(node) or weight_text("w" if note(node).kind == "param" else "b", note(node).name)
+    def express(_: int, node: Node) -> str:
+        return expression(node, lambda arg: operand_text(arg, names), site_text(node))
 
     kinds = {note(arg).kind for node in block.nodes for arg in node.all_input_nodes}
     writer.add(1, f"def {method.name}({', '.join(['self', *method.arguments.values()])}):")
@@ -64,9 +68,7 @@ def write_method(writer: Writer, method: Method, t: int) -> None:
     writer.bind(bound_axes(block.nodes) | {"w": "self.weights"})
     if "buffer" in kinds:
         writer.bind({"b": "self.buffers"})
-    write_body(
-        writer, block.nodes, names, t, lambda _, node: expression(node, text, site_text(node)), is_shared=True
-    )
+    write_body(writer, block.nodes, names, mesh, express, is_shared=True)
     writer.add(2, f"return {', '.join(names[node] for node in block.results)}")
     writer.gap()
 
@@ -75,7 +77,10 @@ def write_method_call(
     writer: Writer, method: Method, stage: int, names: dict[Node, str], outside: Callable[[Node], str]
 ) -> None:
     """Write the call in the forward of a stage, which may not need all of the results."""
-    results = [names[node] if _is_read(node, method.block, stage) else "_" for node in method.block.results]
+    results = []
+    for node in method.block.results:
+        # Another stage reads it: `mask, _ = self.make_mask_positions()`
+        results.append(names[node] if _is_read(node, method.block, stage) else "_")
     writer.gap()
     writer.add(2, f"{', '.join(results)} = self.{method.name}({', '.join(map(outside, method.arguments))})")
     writer.gap()

@@ -16,6 +16,7 @@ from torch.fx import Node
 
 from autoptd.codegen.comments import brief, reason_of, section_of, shape_of
 from autoptd.codegen.writer import Writer
+from autoptd.ir.mesh import Mesh
 from autoptd.ir.notes import note
 
 
@@ -23,7 +24,7 @@ def write_body(
     writer: Writer,
     body: Sequence[Node],
     names: dict[Node, str],
-    t: int,
+    mesh: Mesh,
     express: Callable[[int, Node], str],
     layers: dict[str, str] | None = None,
     is_shared: bool = False,
@@ -35,6 +36,7 @@ def write_body(
     position = {node: i for i, node in enumerate(body)}
     section = None
     for i, node in enumerate(body):
+        # Its name stands on the left of the line of the tuple.
         if node.target is operator.getitem and _is_unpacked(node.args[0], position):  # type: ignore[arg-type]
             continue
         module = section_of(node, layers)
@@ -43,21 +45,29 @@ def write_body(
             writer.gap()
             source = f"  ({note(node).source})" if note(node).source else ""
             writer.add(2, f"# {module}{source}")
-        if (f := note(node).extra.get("absorbed")) is not None:
-            writer.comment(2, f"overlap: AR bwd, {f.payload_bytes:,} B: {brief(node, f.why, layers)}")
-        target = names[node]
-        if _is_unpacked(node, position):
-            pieces = {user.args[1]: names[user] for user in node.users}
-            count = len(node.meta["val"])
-            target = ", ".join(pieces.get(k, "_") for k in range(count))
-            target += "," if count == 1 else ""
-        reason = reason_of(node, t, layers, is_shared)
+        # A conversion I -> R that has no line of its own: its all-reduce runs within the backward of this
+        # GEMM (passes/hook_gemms.py), and a reader who counts collectives must find it.
+        absorbed = note(node).extra.get("absorbed")
+        if absorbed is not None:
+            why = brief(node, absorbed.why, layers)
+            writer.comment(2, f"overlap: AR bwd, {absorbed.payload_bytes:,} B: {why}")
+        target = _unpacked_target(node, names) if _is_unpacked(node, position) else names[node]
+        reason = reason_of(node, mesh, layers, is_shared)
         writer.add(2, f"{target} = {express(i, node)}", shape_of(node), above=reason, node=node)
+
+
+def _unpacked_target(node: Node, names: dict[Node, str]) -> str:
+    """Return `q, _, v` for a tuple of three of which nobody reads the second."""
+    pieces = {user.args[1]: names[user] for user in node.users}
+    count = len(node.meta["val"])
+    target = ", ".join(pieces.get(k, "_") for k in range(count))
+    return f"{target}," if count == 1 else target
 
 
 def _is_unpacked(node: Node, position: dict[Node, int]) -> bool:
     """Tell whether a tuple is written as `q, k, v = ...`: its pieces are taken right after it."""
     if not isinstance(node.meta["val"], (tuple, list)) or node not in position:
         return False
+    # A piece that is taken later, or in another function, reads `pair[1]` there.
     near = range(position[node] + 1, position[node] + 1 + len(node.users))
     return all(position.get(user, -1) in near for user in node.users)

@@ -6,15 +6,16 @@ In: a node of a LOCAL graph. Out: texts such as `AR fwd, 65,536 B: row: its inpu
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 
 from torch.fx import Node
 
 from autoptd.ir import markers
 from autoptd.ir.layout import BATCH
+from autoptd.ir.mesh import Mesh
 from autoptd.ir.notes import note, op_name, shape, tensor
 from autoptd.ir.operators.table import says_shape
-from autoptd.ir.sub_axes import is_sub_axis, parse
 from autoptd.ir.types import CONVERSIONS, shard_size
 from autoptd.program.calls import star
 
@@ -30,6 +31,7 @@ def section_of(node: Node, layers: dict[str, str] | None = None) -> str:
     """
     path = note(node).module
     if layers is None:
+        # "transformer.h.3.attn.c_proj" -> "transformer.h.3.attn": without a number, the first two names.
         parts = path.split(".")
         cut = next((i + 2 for i, part in enumerate(parts) if part.isdigit()), 2)
         return ".".join(parts[:cut]) or "the model itself"
@@ -40,36 +42,40 @@ def section_of(node: Node, layers: dict[str, str] | None = None) -> str:
     return path.split(".")[-1] or "the layer itself"
 
 
-def reason_of(node: Node, t: int, layers: dict[str, str] | None = None, is_shared: bool = False) -> str:
-    """Return the comment above a line: collectives, bytes and reason of a conversion; why tp splits another operator.
+def reason_of(node: Node, mesh: Mesh, layers: dict[str, str] | None = None, is_shared: bool = False) -> str:
+    """Return the comment above a line: collectives, bytes and reason of a conversion; why another operator is split.
 
     `is_shared`: the method says that several stages compute it.
     """
     record = note(node)
     if node.target is markers.convert:
-        return _conversion_reason(node, t, layers)
+        return _conversion_reason(node, mesh, layers)
     reasons = []
+    # Most operators follow their operands, and a reason above each would hide those that decide: only GEMMs,
+    # operators whose local form differs, and what could not be split have one.
     is_split = record.why.startswith(("column", "row")) or bool(record.forms.keys() - {BATCH})
     if is_split or record.fallback or record.rule:
         reasons.append(record.why or record.rule)
     if "reason" in record.extra:
         reasons.append(record.extra["reason"])
-    is_repeated = record.placement.startswith("computed again") and len(record.stages) > 1
+    # Not in the method of a layer: its rounds belong to different stages.
+    is_repeated = record.stages_why.startswith("computed again") and len(record.stages) > 1
     if is_repeated and layers is None and not is_shared:
         reasons.append(f"computed on stages {numbers_text(record.stages)}: cheaper than sent")
     return "; ".join(reasons)
 
 
-def _conversion_reason(node: Node, t: int, layers: dict[str, str] | None) -> str:
+def _conversion_reason(node: Node, mesh: Mesh, layers: dict[str, str] | None) -> str:
     """Return `AR fwd, 65,536 B: why`."""
     work = []
     for kind, when in zip(conversion_work(node), WHEN, strict=True):
         if kind != "none":
             work.append(f"{SHORT.get(kind, kind)} {when}")
+    # Regathered for the weight's gradient instead of being kept: a collective that the table does not have.
     if "uses" in note(node).extra:
         work.append("AG again bwd")
     why = brief(node, note(node).why, layers)
-    return f"{', '.join(work) or 'no communication'}, {collective_bytes(node, t):,} B: {why}"
+    return f"{', '.join(work) or 'no communication'}, {collective_bytes(node, mesh):,} B: {why}"
 
 
 def shape_of(node: Node) -> str:
@@ -91,7 +97,10 @@ def numbers_text(numbers: Sequence[int]) -> str:
             runs.append([number])
     texts: list[str] = []
     for run in runs:
-        texts += [f"{run[0]} to {run[-1]}"] if len(run) > 2 else map(str, run)
+        if len(run) > 2:
+            texts.append(f"{run[0]} to {run[-1]}")
+        else:
+            texts += map(str, run)
     return ", ".join(texts)
 
 
@@ -103,7 +112,10 @@ def origin_text(node: Node) -> str:
 
 def brief(node: Node, why: str, layers: dict[str, str] | None = None) -> str:
     """Return a reason without the path that the section of `node` already shows."""
-    why = why.removeprefix(f"{note(node).module}: " if note(node).module else "")
+    if note(node).module:
+        why = why.removeprefix(f"{note(node).module}: ")
+    # "h.3.mlp: row ..." in the method of h.3 -> "mlp: row ...": the second round's number would be a lie in
+    # a method that all rounds call.
     for layer, shown in (layers or {}).items():
         if why.startswith((f"{layer}.", f"{layer}: ")):
             return (shown + why.removeprefix(layer)).removeprefix(".").removeprefix(": ")
@@ -122,7 +134,10 @@ def site_text(node: Node, weights: Mapping[str, str] | None = None) -> str:
             return f"{name}.at()"
         if path.startswith(f"{layer}."):
             return f"{name}.at({json.dumps(path.removeprefix(f'{layer}.'))})"
-    return json.dumps(star(path) if weights is not None else path)
+    if weights is None:
+        return json.dumps(path)
+    # In a layer without an argument to ask, numbers become stars: "h.*.mlp".
+    return json.dumps(star(path))
 
 
 def conversion_work(node: Node) -> tuple[str, str]:
@@ -130,22 +145,24 @@ def conversion_work(node: Node) -> tuple[str, str]:
     row = next(row for row in CONVERSIONS.values() if row.name == note(node).conversion)
     forward, backward = row.forward, row.backward
     if row.name == "s_to_s" and node.args[2] == node.args[4]:
-        # Within one dim: see the runtime's s_to_s.
-        forward = backward = "none" if node.args[3] == node.args[5] else "all-gather"
-    return forward, backward if note(node).needs_grad else "none"
+        # Shards of one dim that lie otherwise in it (q|k|v in blocks): see the runtime's s_to_s.
+        is_same = node.args[3] == node.args[5]
+        forward = backward = "none" if is_same else "all-gather"
+    if not note(node).needs_grad:
+        backward = "none"
+    return forward, backward
 
 
-def collective_bytes(node: Node, t: int) -> int:
+def collective_bytes(node: Node, mesh: Mesh) -> int:
     """Return the bytes of the whole value of a conversion, with its padding, of one microbatch."""
-    count = 1
-    for size in note(node).extra["local_shapes"][0]:
-        count *= size
+    count = math.prod(note(node).extra["local_shapes"][0])
     padded, axis = node.kwargs.get("size", 0), note(node).axis
-    degree = parse(axis).size if is_sub_axis(axis) else t
+    degree = mesh.degree(axis)
     if note(node).layout[axis].kind == "S":
         # The local shape is that of a shard.
         count *= degree
     elif padded:
+        # What is sent is a multiple of the shard: 50257 rows over 4 ranks are 4 x 12565.
         count = count // padded * shard_size(padded, degree) * degree
     return count * tensor(node).element_size()
 
@@ -156,8 +173,13 @@ def local_shape_text(node: Node) -> str:
     return str(list(shapes[0]))
 
 
-def value_text(node: Node, t: int = 1) -> str:
-    """Describe what a rank has of a value: `[1, 8, 32] float32, invariant over tp`."""
-    dtype = str(tensor(node).dtype).removeprefix("torch.")
-    text = f"{local_shape_text(node)} {dtype}"
-    return f"{text}, {note(node).layout.text(note(node).dims)}" if t > 1 else text
+def value_text(node: Node) -> str:
+    """Describe what a rank has of a value: `[1, 8, 32] float32`."""
+    return f"{local_shape_text(node)} {str(tensor(node).dtype).removeprefix('torch.')}"
+
+
+def typed_text(node: Node, mesh: Mesh) -> str:
+    """Describe a value with its types, if ranks share values: `[1, 8, 32] float32, invariant over tp`."""
+    if mesh.value_ranks == 1:
+        return value_text(node)
+    return f"{value_text(node)}, {note(node).layout.text(note(node).dims)}"

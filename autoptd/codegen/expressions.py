@@ -36,42 +36,41 @@ def expression(node: Node, text: Text, site: str = '""') -> str:
         return MARKER_TEXTS[name](node, text, site)
     if name == "getitem":
         return f"{text(node.args[0])}[{node.args[1]}]"  # type: ignore[arg-type]
+    if name == "aten.index":
+        return _index(node, text)
     args = [literal(arg, text) for arg in node.args]
     keywords = {key: literal(arg, text) for key, arg in node.kwargs.items() if key not in DROPPED}
-    record = operator_of(node)
-    if record.creates:
+    if operator_of(node).creates:
+        # The traced program has the device of the compilation, which may be meta.
         keywords |= {"dtype": str(tensor(node).dtype), "device": "self.device"}
+    # Operators whose call in torch's Python API is not the one of their overload.
     if name == "aten.slice":
         return _slice(node, args)
-    if name == "aten.index":
-        indices = [":" if index is None else text(index) for index in node.args[1]]  # type: ignore[union-attr]
-        return f"{args[0]}[{', '.join(indices)}]"
-    if name == "aten.cross_entropy_loss":
-        return _whole_cross_entropy(node, args)
-    if name == "aten.embedding" and "True" not in args[3:]:
-        padding = {"padding_idx": args[2]} if len(args) > 2 and args[2] != "-1" else {}
-        return f"F.embedding({_join([args[1], args[0]], padding)})"
+    if name == "aten.embedding":
+        return _embedding(node, args, keywords)
     if name == "aten.layer_norm":
+        # The overload's sixth argument, cudnn_enable, is none of F.layer_norm's.
         return f"F.layer_norm({_join(args[:5], {})})"
     if name == "aten.scaled_dot_product_attention":
-        names = ["attn_mask", "dropout_p", "is_causal"]
-        given = {}
-        for key, arg in zip(names, args[3:], strict=False):
-            # Not what is the default.
-            if arg not in ("None", "0.0", "False"):
-                given[key] = arg
-        return f"F.scaled_dot_product_attention({_join(args[:3], given | keywords)})"
-    return _call(node, record.text, args, keywords)
+        return _attention(args, keywords)
+    if name == "aten.cross_entropy_loss":
+        return _whole_cross_entropy(node, args)
+    return _call(node, args, keywords)
 
 
-def _call(node: Node, form: str, args: list[str], keywords: dict[str, str]) -> str:
+def _call(node: Node, args: list[str], keywords: dict[str, str]) -> str:
     """Return the call of an operator in the form of its record (`Operator.text`), by default of torch's registry."""
+    form = operator_of(node).text
+    # A method, `.reshape`: of the sizes one by one, `x.reshape(2, 8)` for the overload's x, [2, 8].
     if form.startswith("."):
-        is_listed = len(args) == 2 and form in (".reshape", ".expand", ".permute")
-        rest = [args[1][1:-1] or "()"] if is_listed else args[1:]
+        rest = args[1:]
+        if len(args) == 2 and form in (".reshape", ".expand", ".permute"):
+            rest = [args[1][1:-1] or "()"]
         return f"{args[0]}{form}({_join(rest, keywords)})"
+    # A function, `F.linear`.
     if form[:1].isalpha():
         return f"{form}({_join(args, keywords)})"
+    # An infix operator, `+`; with `alpha=` it has no such form.
     if form and len(args) == 2 and not keywords:
         return f"{_operand(args[0], form)} {form} {_operand(args[1])}"
     return f"torch.ops.{node.target}({_join(args, keywords)})"
@@ -118,21 +117,54 @@ def _join(args: list[str], keywords: dict[str, str]) -> str:
     return ", ".join([*args, *(f"{key}={value}" for key, value in keywords.items())])
 
 
+def _index(node: Node, text: Text) -> str:
+    """Return `x[:, rows]`."""
+    x, given = node.args
+    indices = [":" if index is None else text(index) for index in given]  # type: ignore[union-attr]
+    return f"{text(x)}[{', '.join(indices)}]"  # type: ignore[arg-type]
+
+
 def _slice(node: Node, args: list[str]) -> str:
     """Return `x[..., 8:]`; the last dim is written as such."""
     size = tensor(node.args[0]).shape  # type: ignore[arg-type]
+    # The overload's defaults, for the arguments that are left out.
     dim, start, end, step = (*node.args[1:], *(0, None, None, 1)[len(node.args) - 1 :])
-    dim, start = dim % len(size), start or 0  # type: ignore[operator]
-    open_ended = end is None or end >= size[dim] > 0  # type: ignore[operator]
-    bounds = f"{start or ''}:{'' if open_ended else end}" + (f":{step}" if step != 1 else "")
-    before = ["..."] if 0 < dim == len(size) - 1 > 1 else [":"] * dim  # type: ignore[operator]
+    dim = dim % len(size)  # type: ignore[operator]
+    # torch.export writes an open end as 2**63 - 1.
+    is_open_ended = end is None or end >= size[dim] > 0  # type: ignore[operator]
+    bounds = f"{start or ''}:{'' if is_open_ended else end}"
+    if step != 1:
+        bounds += f":{step}"
+    is_last_of_many = 0 < dim == len(size) - 1 > 1
+    before = ["..."] if is_last_of_many else [":"] * dim
     return f"{args[0]}[{', '.join([*before, bounds])}]"
+
+
+def _embedding(node: Node, args: list[str], keywords: dict[str, str]) -> str:
+    """Return F.embedding: its operands are in the other order, and scaled or sparse gradients keywords."""
+    if "True" in args[3:]:
+        return _call(node, args, keywords)
+    has_padding = len(args) > 2 and args[2] != "-1"
+    padding = {"padding_idx": args[2]} if has_padding else {}
+    return f"F.embedding({_join([args[1], args[0]], padding)})"
+
+
+def _attention(args: list[str], keywords: dict[str, str]) -> str:
+    names = ["attn_mask", "dropout_p", "is_causal"]
+    given = {}
+    for key, arg in zip(names, args[3:], strict=False):
+        # Not what is the default.
+        if arg not in ("None", "0.0", "False"):
+            given[key] = arg
+    return f"F.scaled_dot_product_attention({_join(args[:3], given | keywords)})"
 
 
 def _whole_cross_entropy(node: Node, args: list[str]) -> str:
     names = ["weight", "reduction", "ignore_index", "label_smoothing"]
-    given = dict(zip(names, args[2:], strict=False)) | {key: str(value) for key, value in node.kwargs.items()}
+    given = dict(zip(names, args[2:], strict=False))
+    given |= {key: str(value) for key, value in node.kwargs.items()}
     if "reduction" in given:
+        # ATen's enum, at::Reduction.
         given["reduction"] = ('"none"', '"mean"', '"sum"')[int(given["reduction"])]
     usual = {"weight": "None", "reduction": '"mean"', "ignore_index": "-100", "label_smoothing": "0.0"}
     shown = {key: value for key, value in given.items() if usual[key] != value}
@@ -140,20 +172,34 @@ def _whole_cross_entropy(node: Node, args: list[str]) -> str:
 
 
 def _convert(node: Node, text: Text, site: str) -> str:
+    """Return `rt.s_to_r(x, tp, dim=1, blocks=3, site="h.0.mlp")`."""
     source, name, *places = node.args
-    labels = {"s_to_s": ["dim", "blocks", "to_dim", "to_blocks"]}.get(str(name), ["dim", "blocks"])
-    named = zip(labels, places, strict=False)
-    keywords = {label: str(number) for label, number in named if "blocks" not in label or str(number) != "1"}
+    operands = [text(source), group_text(node)]  # type: ignore[arg-type]
+    labels = ["dim", "blocks"]
+    if name == "s_to_s":
+        labels += ["to_dim", "to_blocks"]
+    keywords = {}
+    for label, number in zip(labels, places, strict=False):
+        # One block is the default.
+        if "blocks" not in label or number != 1:
+            keywords[label] = str(number)
+    if "uses" in note(node).extra:
+        return _all_gather_again(node, operands, keywords, site)
     keywords |= {key: str(number) for key, number in node.kwargs.items()}
-    keywords |= {"owned": "True"} if note(node).extra.get("owned") else {}
+    if note(node).extra.get("owned"):
+        keywords["owned"] = "True"
+    # What communicates in neither direction has no site to be found at when a run hangs.
     if name not in SILENT:
         keywords["site"] = site
-    if "uses" in note(node).extra:
-        keywords = {key: text for key, text in keywords.items() if key in ("dim", "blocks")}
-        keywords |= {"uses": str(note(node).extra["uses"])}
-        keywords |= {"overlap": "True"} if note(node).extra.get("overlap") else {}
-        return f"rt.all_gather_again({_join([text(source), group_text(node)], keywords | {'site': site})})"  # type: ignore[arg-type]
-    return f"rt.{name}({_join([text(source), group_text(node)], keywords)})"  # type: ignore[arg-type]
+    return f"rt.{name}({_join(operands, keywords)})"
+
+
+def _all_gather_again(node: Node, operands: list[str], keywords: dict[str, str], site: str) -> str:
+    """Return the call of a gather whose result is not saved: backward gathers again, for `uses` GEMMs."""
+    keywords = keywords | {"uses": str(note(node).extra["uses"])}
+    if note(node).extra.get("overlap"):
+        keywords["overlap"] = "True"
+    return f"rt.all_gather_again({_join(operands, keywords | {'site': site})})"
 
 
 def _cross_entropy(node: Node, text: Text, site: str) -> str:
@@ -168,20 +214,26 @@ def _cross_entropy(node: Node, text: Text, site: str) -> str:
     if size:
         shown["size"] = str(size)
     if vocab:
-        call = f"rt.vocab_parallel_cross_entropy({_join([logits, targets, group_text(node)], shown | {'site': site})})"
-    else:
-        call = f"{'rt' if is_ours else 'F'}.cross_entropy({_join([logits, targets], shown)})"
-    return call if is_ours or total < 0 else f"{call} / self.totals[{total}]"  # type: ignore[operator]
+        operands = [logits, targets, group_text(node)]
+        return f"rt.vocab_parallel_cross_entropy({_join(operands, shown | {'site': site})})"
+    if is_ours:
+        return f"rt.cross_entropy({_join([logits, targets], shown)})"
+    # torch's has no `total=`: its sum is divided here.
+    divided = f" / self.totals[{total}]" if total >= 0 else ""  # type: ignore[operator]
+    return f"F.cross_entropy({_join([logits, targets], shown)}){divided}"
 
 
 def _loss_literals(keywords: Mapping[str, Any], total: int, text: Text) -> dict[str, str]:
     """Return the options of a cross-entropy that are not defaults; a mean over the whole batch divides by a total."""
     usual = {"label_smoothing": 0.0, "ignore_index": -100, "dtype": None, "wgrad": "", "reduction": "mean"}
-    if total >= 0:
-        keywords = {key: value for key, value in keywords.items() if key != "reduction"}
     shown = _literals({key: value for key, value in keywords.items() if usual.get(key) != value}, text)
-    shown |= {"wgrad": f"self.{keywords['wgrad']}"} if keywords.get("wgrad") else {}
-    return {"total": f"self.totals[{total}]"} | shown if total >= 0 else shown
+    if keywords.get("wgrad"):
+        shown["wgrad"] = f"self.{keywords['wgrad']}"
+    if total >= 0:
+        # The reduction is "sum" then, and `total=` says so.
+        shown.pop("reduction", None)
+        shown = {"total": f"self.totals[{total}]"} | shown
+    return shown
 
 
 def _mean(node: Node, text: Text, site: str) -> str:
@@ -189,17 +241,24 @@ def _mean(node: Node, text: Text, site: str) -> str:
     before, after = tensor(x).dtype, tensor(node).dtype  # type: ignore[arg-type]
     # A mean in 16 bits sums in float32: a sum in 16 bits could overflow, and would be rounded once more.
     wide = torch.float32 if after in (torch.bfloat16, torch.float16) else after
-    keywords = {"keepdim": "True"} if keepdim else {}
-    keywords |= {"dtype": str(wide)} if wide != before else {}
+    keywords = {}
+    if keepdim:
+        keywords["keepdim"] = "True"
+    if wide != before:
+        keywords["dtype"] = str(wide)
     mean = f"{text(x)}.sum({_join([literal(dims, text)], keywords)}) / {_operand(literal(count, text))}"  # type: ignore[arg-type]
     return mean if wide == after else f"({mean}).to({after})"
 
 
 def _vocab_embedding(node: Node, text: Text, site: str) -> str:
     ids, weight, padding = node.args
-    keywords = {} if padding == -1 else {"padding_idx": str(padding)}
-    keywords |= {"size": str(size)} if (size := node.kwargs["size"]) else {}
-    return f"rt.vocab_parallel_embedding({_join([text(ids), text(weight), group_text(node)], keywords)})"  # type: ignore[arg-type]
+    keywords = {}
+    if padding != -1:
+        keywords["padding_idx"] = str(padding)
+    if node.kwargs["size"]:
+        keywords["size"] = str(node.kwargs["size"])
+    operands = [text(ids), text(weight), group_text(node)]  # type: ignore[arg-type]
+    return f"rt.vocab_parallel_embedding({_join(operands, keywords)})"
 
 
 def _dropout(node: Node, text: Text, site: str) -> str:
@@ -212,7 +271,9 @@ def _mask_places(node: Node, batch: tuple[int, int] | None, shard: tuple[int, in
     """Return the keywords that say where the rows of the batch, and the shards, are in a value."""
     keywords = {}
     if batch is not None:
-        keywords["batch"] = str(batch[0]) if batch[1] == 1 else str(tuple(batch))
+        # `batch=1`: dim 1 has the rows; `batch=(0, 8)`: dim 0 has them behind a factor of 8, as [8 * b, h].
+        dim, entries = batch
+        keywords["batch"] = str(dim) if entries == 1 else str((dim, entries))
     if shard is not None:
         keywords |= {"shard": str(tuple(shard)), "group": group_text(node)}
     return keywords
@@ -220,16 +281,23 @@ def _mask_places(node: Node, batch: tuple[int, int] | None, shard: tuple[int, in
 
 def _linear(node: Node, text: Text, site: str) -> str:
     x, weight, bias = node.args
-    keywords = {"overlap": group_text(node)} if node.kwargs["overlap"] else {}
-    keywords |= {"wgrad": f"self.{node.kwargs['wgrad']}"} if node.kwargs["wgrad"] else {}
-    keywords |= {"transposed": "True"} if node.kwargs["transposed"] else {}
-    keywords |= {"site": site} if node.kwargs["overlap"] else {}
+    keywords = {}
+    if node.kwargs["overlap"]:
+        keywords["overlap"] = group_text(node)
+    if node.kwargs["wgrad"]:
+        keywords["wgrad"] = f"self.{node.kwargs['wgrad']}"
+    if node.kwargs["transposed"]:
+        keywords["transposed"] = "True"
+    # Its only collective is the overlapped all-reduce.
+    if node.kwargs["overlap"]:
+        keywords["site"] = site
     operands = [text(operand) for operand in (x, weight, bias) if operand is not None]  # type: ignore[arg-type]
     return f"rt.linear({_join(operands, keywords)})"
 
 
 def _fused(node: Node, text: Text, site: str) -> str:
     operands = [literal(arg, text) for arg in node.args]
+    # Trailing operands that are absent are the kernels' defaults.
     while operands[-1] == "None":
         operands.pop()
     return f"self.fused.{op_name(node)}({_join(operands, _literals(node.kwargs, text))})"
@@ -246,12 +314,16 @@ def _linear_cross_entropy(node: Node, text: Text, site: str) -> str:
     x, targets, weight, bias = (literal(arg, text) for arg in node.args)
     keywords = dict(node.kwargs)
     vocab, size, total = (keywords.pop(key) for key in ("vocab", "size", "total"))
-    shown = {} if bias == "None" else {"bias": bias}
+    shown = {}
+    if bias != "None":
+        shown["bias"] = bias
     shown |= _loss_literals(keywords, total, text)  # type: ignore[arg-type]
     if vocab:
-        shown |= {"size": str(size)} if size else {}
+        if size:
+            shown["size"] = str(size)
         shown["site"] = site
-        return f"self.fused.vocab_parallel_linear_cross_entropy({_join([x, weight, targets, group_text(node)], shown)})"
+        operands = [x, weight, targets, group_text(node)]
+        return f"self.fused.vocab_parallel_linear_cross_entropy({_join(operands, shown)})"
     return f"self.fused.linear_cross_entropy({_join([x, weight, targets], shown)})"
 
 

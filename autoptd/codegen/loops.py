@@ -27,6 +27,7 @@ from autoptd.codegen.names import assigned_name, choose_names
 from autoptd.codegen.repeats import Path, Repeat, Weights, expression_with
 from autoptd.codegen.runs import Run
 from autoptd.codegen.writer import WIDTH, Writer, weight_text
+from autoptd.ir.mesh import Mesh
 from autoptd.ir.names import RESERVED
 from autoptd.ir.notes import note
 
@@ -61,28 +62,42 @@ class Layer:
 def make_layer(run: Run, outside: Callable[[Node], str], taken: Collection[str]) -> Layer:
     """Name the method and its arguments; `outside` gives the names of values at `run`, its first call."""
     repeat = run.repeat
-    weights: dict[Weights, str] = {}
-    for kind, letter in (("param", "w"), ("buffer", "b")):
-        same = [each for each in repeat.weights if each.kind == kind]
-        for k, each in enumerate(same):
-            weights[each] = letter if len(same) == 1 else f"{letter}{k}"
+    weights = _weight_names(repeat)
     carried: dict[int, str] = {}
     for j in repeat.carried:
         carried[j] = _free(carried_name(repeat, j), {*weights.values(), *carried.values()})
+    outer: dict[tuple[Node, ...], str] = {}
+    for nodes in _outer_operands(repeat):
+        here = nodes[run.first]
+        wanted = note(here).name if note(here).kind in ("param", "buffer") else outside(here)
+        # `attn_mask` if layers get different ones: the first one's name, `local_mask`, would lie in others.
+        if len(set(nodes)) > 1:
+            wanted = _role(repeat, nodes) or wanted
+        outer[nodes] = _free(wanted, {*weights.values(), *carried.values(), *outer.values()})
+    return Layer(repeat, _method_name(taken), weights, carried, outer)
+
+
+def _weight_names(repeat: Repeat) -> dict[Weights, str]:
+    """Return `w` and `b` for a layer's parameters and buffers; `w0`, `w1` for several modules a round."""
+    names: dict[Weights, str] = {}
+    for kind, letter in (("param", "w"), ("buffer", "b")):
+        same = [weights for weights in repeat.weights if weights.kind == kind]
+        for k, weights in enumerate(same):
+            names[weights] = letter if len(same) == 1 else f"{letter}{k}"
+    return names
+
+
+def _outer_operands(repeat: Repeat) -> list[tuple[Node, ...]]:
+    """Return the operands that a round has neither from its weights nor from the round before.
+
+    Each is one node per round. Values come in order of first use, parameters and buffers last.
+    """
     given: dict[tuple[Node, ...], None] = {}
     for slots in repeat.at.operands:
         for operand in slots:
             if operand.kind == "outer" and repeat.own(operand.nodes) is None:
                 given[operand.nodes] = None
-    outer: dict[tuple[Node, ...], str] = {}
-    # Parameters and buffers last.
-    for nodes in sorted(given, key=lambda nodes: note(nodes[0]).kind in ("param", "buffer")):
-        here = nodes[run.first]
-        wanted = note(here).name if note(here).kind in ("param", "buffer") else outside(here)
-        if len(set(nodes)) > 1:
-            wanted = _role(repeat, nodes) or wanted
-        outer[nodes] = _free(wanted, {*weights.values(), *carried.values(), *outer.values()})
-    return Layer(repeat, _method_name(taken), weights, carried, outer)
+    return sorted(given, key=lambda nodes: note(nodes[0]).kind in ("param", "buffer"))
 
 
 def _method_name(taken: Collection[str]) -> str:
@@ -111,7 +126,9 @@ def _role(repeat: Repeat, nodes: tuple[Node, ...]) -> str:
 
 def _free(wanted: str, taken: Collection[str]) -> str:
     name = re.sub(r"\W", "_", wanted)
-    name = name if name.isidentifier() else f"p_{name}"
+    # "0.weight" -> "p_0_weight"
+    if not name.isidentifier():
+        name = f"p_{name}"
     base, count = name, 1
     while name in taken or name in RESERVED:
         count += 1
@@ -119,31 +136,19 @@ def _free(wanted: str, taken: Collection[str]) -> str:
     return name
 
 
-def write_layer(writer: Writer, layer: Layer, t: int) -> None:
+def write_layer(writer: Writer, layer: Layer, mesh: Mesh) -> None:
     """Write the method: the operators of one round, the second one (see `Repeat.operators`)."""
-    repeat, operators = layer.repeat, layer.repeat.operators
+    operators = layer.repeat.operators
     names = _layer_names(layer)
     numbers = _Numbers(layer, names.values())
     paths = {weights.path(1): name for weights, name in layer.weights.items() if weights.step}
 
     def express(j: int, node: Node) -> str:
-        texts = {}
-        for arg, operand in zip(node.all_input_nodes, repeat.at.operands[j], strict=True):
-            if operand.kind == "inner":
-                texts[arg] = names[operators[operand.index]]
-            elif operand.kind == "carried":
-                texts[arg] = layer.carried[operand.index]
-            elif operand.nodes in layer.outer:
-                texts[arg] = layer.outer[operand.nodes]
-            else:
-                own = repeat.own(operand.nodes)
-                assert own is not None, f"{node} reads a value that {layer.name} is not given"
-                weights, name = own
-                texts[arg] = weight_text(layer.weights[weights], name)
+        texts = _operand_texts(layer, j, names)
         return expression_with(node, numbers.texts(j), texts.__getitem__, site_text(node, paths))
 
     body = Writer()
-    write_body(body, operators, names, t, express, _layers(layer))
+    write_body(body, operators, names, mesh, express, _layers(layer))
     writer.add(1, f"def {layer.name}(self, {', '.join(layer.arguments)}):")
     writer.add(2, f'"""{_about(layer)}"""')
     writer.bind(bound_axes(operators))
@@ -151,8 +156,28 @@ def write_layer(writer: Writer, layer: Layer, t: int) -> None:
         _write_list(writer, name, values)
     writer.gap()
     writer.extend(body)
-    writer.add(2, f"return {', '.join(names[node] for node in repeat.leaving(1))}")
+    writer.add(2, f"return {', '.join(names[node] for node in layer.repeat.leaving(1))}")
     writer.gap()
+
+
+def _operand_texts(layer: Layer, j: int, names: dict[Node, str]) -> dict[Node, str]:
+    """Return how operator j of a round reads its operands; `names` are the values of the written round."""
+    operators, slots = layer.repeat.operators, layer.repeat.at.operands[j]
+    texts = {}
+    # By the kind of operand, not by the node: one node can be an outer value and a carried one.
+    for arg, operand in zip(operators[j].all_input_nodes, slots, strict=True):
+        if operand.kind == "inner":
+            texts[arg] = names[operators[operand.index]]
+        elif operand.kind == "carried":
+            texts[arg] = layer.carried[operand.index]
+        elif operand.nodes in layer.outer:
+            texts[arg] = layer.outer[operand.nodes]
+        else:
+            own = layer.repeat.own(operand.nodes)
+            assert own is not None, f"{arg} is a value that {layer.name} is not given"
+            weights, name = own
+            texts[arg] = weight_text(layer.weights[weights], name)
+    return texts
 
 
 def _layer_names(layer: Layer) -> dict[Node, str]:
@@ -203,6 +228,7 @@ def _carried_nodes(repeat: Repeat) -> list[tuple[Node, int]]:
 def _layers(layer: Layer) -> dict[str, str]:
     """Return the paths of the modules in the written round, and how comments show them: "" where there is one."""
     paths = dict.fromkeys(weights.path(1) for weights in layer.weights)
+    # "h.1.attn" is shown as `attn`; with two modules a round, as `h[i].attn` and `h[i + 1].attn`.
     if len(paths) == 1:
         return dict.fromkeys(paths, "")
     shown = {}
@@ -242,22 +268,25 @@ def write_run(
 def _write_call(
     writer: Writer, layer: Layer, run: Run, names: dict[Node, str], outside: Callable[[Node], str]
 ) -> None:
+    # In the order of `Layer.arguments`.
     passed = [str(run.steps.first)] if layer.takes_i else []
-    passed += [
-        _weights_at(weights, name, weights.first + run.first * weights.step)
-        for weights, name in layer.weights.items()
-    ]
+    for weights, name in layer.weights.items():
+        passed.append(_weights_at(weights, name, weights.first + run.first * weights.step))
     passed += [outside(node) for node in run.initials]
     passed += [outside(nodes[run.first]) for nodes in layer.outer]
-    if paths := [weights.path(run.first) for weights in layer.weights]:
-        writer.add(2, f"# {' and '.join(dict.fromkeys([paths[0], paths[-1]]))}")
-    writer.add(2, f"{', '.join(names[node] for node in run.finals)} = self.{layer.name}({', '.join(passed)})")
+    paths = [weights.path(run.first) for weights in layer.weights]
+    if paths:
+        # A round of several layers shows its first and its last.
+        ends = dict.fromkeys([paths[0], paths[-1]])
+        writer.add(2, f"# {' and '.join(ends)}")
+    results = [names[node] for node in run.finals]
+    writer.add(2, f"{', '.join(results)} = self.{layer.name}({', '.join(passed)})")
 
 
 def _write_loop(
     writer: Writer, layer: Layer, run: Run, names: dict[Node, str], outside: Callable[[Node], str]
 ) -> None:
-    steps, count = run.steps, run.count
+    steps = run.steps
     results = [names[node] for node in run.finals]
     # The loop overwrites its results: before it, they must be the initial values.
     moved = {}
@@ -265,24 +294,18 @@ def _write_loop(
         if name != outside(node):
             moved[name] = outside(node)
     if moved:
+        # In one statement, so that `a, b = b, a` is right.
         writer.add(2, f"{', '.join(moved)} = {', '.join(moved.values())}")
     passed = ["i"] if layer.takes_i else []
     for weights, name in layer.weights.items():
         number = steps.express([weights.first + k * weights.step for k in run.rounds])
         passed.append(_weights_at(weights, name, number))
     passed += results
-    lists: set[str] = set()
-    for nodes, name in layer.outer.items():
-        texts = [outside(node) for node in run.outer(nodes)]
-        text = texts[0] if len(set(texts)) == 1 else steps.choose(texts)
-        if len(text) > MAX_INLINE_CHARS and len(set(texts)) > 1:
-            listed = _free(f"{name}_of", {*names.values(), *lists})
-            lists.add(listed)
-            _write_list(writer, listed, texts)
-            text = f"{listed}[{steps.count}]"
-        passed.append(text)
-    last = steps.first + steps.step * count
-    bounds = f"{steps.first}, {last}" + (f", {steps.step}" if steps.step != 1 else "")
+    passed += _outer_texts(writer, layer, run, names, outside)
+    # `i` is the number of the layer in the model, as in its weights' names: 6 to 8, or 1, 3, 5.
+    bounds = f"{steps.first}, {steps.first + steps.step * run.count}"
+    if steps.step != 1:
+        bounds += f", {steps.step}"
     modules = list(layer.weights)
     comment = ""
     if modules and modules[0].step:
@@ -292,8 +315,28 @@ def _write_loop(
     writer.add(3, f"{', '.join(results)} = self.{layer.name}({', '.join(passed)})")
 
 
+def _outer_texts(
+    writer: Writer, layer: Layer, run: Run, names: dict[Node, str], outside: Callable[[Node], str]
+) -> list[str]:
+    """Return the loop's expressions of the outer arguments; write before it those that are long lists."""
+    passed: list[str] = []
+    lists: set[str] = set()
+    for nodes, name in layer.outer.items():
+        texts = [outside(node) for node in run.outer(nodes)]
+        is_one = len(set(texts)) == 1
+        text = texts[0] if is_one else run.steps.choose(texts)
+        if len(text) > MAX_INLINE_CHARS and not is_one:
+            listed = _free(f"{name}_of", {*names.values(), *lists})
+            lists.add(listed)
+            _write_list(writer, listed, texts)
+            text = f"{listed}[{run.steps.count}]"
+        passed.append(text)
+    return passed
+
+
 def _weights_at(weights: Weights, name: str, number: int | str) -> str:
     """Return `w.transformer.h[3]`; `name` is the layer's argument for it: `w` or `w0`, `b` or `b1`."""
+    # Outside of the layer, `w` and `b` are all weights of the stage: `w0` is an item of its `w`.
     return f"{weight_text(name[0], weights.prefix)}[{number}]"
 
 

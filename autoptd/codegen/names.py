@@ -13,6 +13,7 @@ from collections.abc import Collection, Sequence
 
 from torch.fx import Node
 
+from autoptd.codegen.writer import weight_text
 from autoptd.ir import markers
 from autoptd.ir.names import RESERVED, free_name
 from autoptd.ir.notes import is_pair, note, op_name
@@ -42,6 +43,8 @@ def choose_names(
     of those results in the loop; `held` is the index up to which a value lives beyond its last reader. `reserved` names
     are never chosen. `beyond` are the operators that follow, in another function.
     """
+    # A name is free again behind the last reader of its value. Readers in other functions have no position
+    # here (-1): what they read lives on as `results` or `held`.
     position = {node: i for i, node in enumerate(body)} | (inside or {})
     last_use: dict[Node, int] = {}
     for node in [*given, *body]:
@@ -51,10 +54,11 @@ def choose_names(
         last_use[node] = max(last_use.get(node, -1), until)
     for node in results:
         last_use[node] = len(body)
+    # By variable, the value that it holds at this point of the function.
     holder = {name: node for node, name in given.items()}
     names = dict(given)
     for i, node in enumerate(body):
-        wanted = same[node] if same and node in same else _wanted(node, [*body, *beyond], i, names)
+        wanted = (same or {}).get(node) or _wanted(node, [*body, *beyond], i, names)
         # The user may have chosen w, or F, which emitted files use themselves.
         free = wanted = free_name(wanted)
         count = 1
@@ -66,7 +70,16 @@ def choose_names(
     return names
 
 
+def operand_text(node: Node, names: dict[Node, str]) -> str:
+    """Return how a function reads a value: its variable, or `w.h[0].ln.weight`; `b.` for a buffer."""
+    if node in names:
+        return names[node]
+    root = "w" if note(node).kind == "param" else "b"
+    return weight_text(root, note(node).name)
+
+
 def _wanted(node: Node, body: list[Node], i: int, names: dict[Node, str]) -> str:
+    # In the order of what a reader recognises first: the user's variable, the user's module, the operator.
     # Given by a pass that made the node.
     if "name" in note(node).extra:
         return str(note(node).extra["name"])
@@ -75,12 +88,15 @@ def _wanted(node: Node, body: list[Node], i: int, names: dict[Node, str]) -> str
     assigned = assigned_name(body, i)
     if assigned:
         return assigned
+    # "aten.linear" -> "linear"
     name = op_name(node).rpartition(".")[2]
     source = node.args[0] if node.args and isinstance(node.args[0], Node) else None
     is_named = source is not None and (source in names or note(source).kind in ("param", "buffer"))
     if is_named and _keeps_name(node, name, source):
         base = _base(names.get(source, ""), source)
+        # Gathered twice on its way, a value is still `x_whole`, not `x_whole_whole`.
         return f"{base.removesuffix(WHOLE)}{WHOLE}" if _gathers(node) else base
+    # A module with one operator is that operator to a reader: `c_fc = F.linear(...)`.
     leaf = note(node).module.split(".")[-1]
     of_module = [other for other in body if note(other).module == note(node).module and _counts(other)]
     if len(of_module) == 1 and leaf.isidentifier() and leaf not in RESERVED:
@@ -105,6 +121,7 @@ def _gathers(node: Node) -> bool:
 def _base(name: str, source: Node) -> str:
     """Return the name of an operand that its result keeps; for a parameter, its last two words."""
     if note(source).kind in ("param", "buffer"):
+        # "h.0.ln_1.weight" -> "ln_1_weight"; numbers of layers are no identifiers, and fall out.
         return "_".join(word for word in note(source).name.split(".")[-2:] if word.isidentifier()) or "x"
     return name
 
@@ -118,6 +135,8 @@ def assigned_name(body: list[Node], i: int) -> str:
         targets = _targets(note(node if "piece" in note(node).extra else node.args[0]).code)  # type: ignore[arg-type]
         return targets[piece] if len(targets) > piece else ""  # type: ignore[index, operator]
     line, module = note(node).source, note(node).module
+    # `x = x + self.attn(x)` is many operators with one line: only the last of them is the user's `x`. The
+    # same line run by another module, as that of the next layer, is another assignment.
     for distance, after in enumerate(body[i + 1 :]):
         if note(after).source != line or _brings_to_layers(after, node):
             continue
@@ -158,11 +177,18 @@ def _targets(code: str) -> list[str]:
     try:
         parsed = ast.parse(code.strip()).body
     except SyntaxError:
+        # A statement of several lines: the trace knows the text of its first one only.
         return []
-    if len(parsed) != 1 or not isinstance(parsed[0], (ast.Assign, ast.AugAssign)):
+    if len(parsed) != 1:
         return []
-    target = parsed[0].target if isinstance(parsed[0], ast.AugAssign) else parsed[0].targets[0]
-    elements = target.elts if isinstance(target, ast.Tuple) else [target]
+    target: ast.expr
+    match parsed[0]:
+        case ast.Assign(targets=[target, *_]) | ast.AugAssign(target=target):
+            elements = target.elts if isinstance(target, ast.Tuple) else [target]
+        case _:
+            return []
     names = [element.id for element in elements if isinstance(element, ast.Name)]
-    is_usable = len(names) == len(elements) and not set(names) & RESERVED
-    return names if is_usable else []
+    # One `self.x` among them, or one name that files use themselves, and none is used: pieces are by index.
+    if len(names) < len(elements) or set(names) & RESERVED:
+        return []
+    return names

@@ -151,9 +151,11 @@ def divide(graph: Graph, crossing: Sequence[Crossing], stages: int) -> list[Part
     """Return the parts of all stages."""
     parts = [_part(graph, stage, crossing) for stage in range(stages)]
     loss: Node = output(graph).args[0]  # type: ignore[assignment]
+    # In the whole program first: a layer that each of 8 stages has once repeats in none of them.
     repeats = find_repeats(list(ops(graph)), {loss})
     for part in parts:
         part.calls = list(find_runs(repeats, part.body))
+    # How many rounds stand complete in some stage: a cut in the middle of a layer leaves fewer than it has.
     rounds: Counter[int] = Counter()
     for part in parts:
         for run in part.runs:
@@ -168,13 +170,16 @@ def divide(graph: Graph, crossing: Sequence[Crossing], stages: int) -> list[Part
 
 def _part(graph: Graph, stage: int, crossing: Sequence[Crossing]) -> Part:
     leaving = [each for each in crossing if each.source == stage]
-    loss: list[Node] = [output(graph).args[0]] if stage in note(output(graph)).stages else []  # type: ignore[list-item]
+    results = [each.node for each in leaving]
+    # Last, behind what is sent: the executor takes the loss from the end.
+    if stage in note(output(graph)).stages:
+        results.append(output(graph).args[0])  # type: ignore[arg-type]
     return Part(
         index=stage,
         body=[node for node in ops(graph) if stage in note(node).stages],
         arriving=[each for each in crossing if stage in each.targets],
         leaving=leaving,
-        results=[each.node for each in leaving] + loss,
+        results=results,
     )
 
 
@@ -185,6 +190,7 @@ def _own_runs(part: Part) -> list[Run]:
         if high - low < 2 * MIN_OPERATORS:
             continue
         operators = part.body[low:high]
+        # What is read behind the gap must come out of a loop, so it may not be a value within a round.
         later = set(part.results)
         for node in part.body[high:]:
             later.update(node.all_input_nodes)
@@ -201,6 +207,7 @@ def _bring_together(part: Part) -> None:
         last: dict[tuple[int, ...], int] = {}
         for node in part.body[low:high]:
             stages = note(node).stages
+            # -1: a group of its own.
             group = last.get(stages, -1) if len(stages) > 1 else -1
             # Not above what it reads.
             if any(group_of.get(arg, -1) > group for arg in node.all_input_nodes) or group < 0:
@@ -216,12 +223,14 @@ def _add_blocks(parts: Sequence[Part]) -> None:
     for part in parts:
         _bring_together(part)
     # By stages: their operators; and those that on some stage follow an operator of other stages, so begin a block.
+    # {(0, 3): [arange, unsqueeze, ...]}
     alike: dict[tuple[int, ...], list[Node]] = {}
     apart: set[Node] = set()
     for part in parts:
         for low, high in part.gaps():
             for before, node in zip([None, *part.body[low : high - 1]], part.body[low:high], strict=True):
                 stages = note(node).stages
+                # Once for all of their stages: at the first.
                 if len(stages) > 1 and stages[0] == part.index:
                     alike.setdefault(stages, []).append(node)
                 if before is None or note(before).stages != stages:
@@ -267,6 +276,7 @@ def _results(nodes: Sequence[Node], homes: Sequence[Part]) -> tuple[Node, ...]:
 
 def name_values(part: Part) -> dict[Node, str]:
     """Choose the variables of a stage's forward; a call has its results only."""
+    # The body with its results in the place of each call. For the other three, see `choose_names`.
     shown: list[Node] = []
     inside: dict[Node, int] = {}
     held: dict[Node, int] = {}

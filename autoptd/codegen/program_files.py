@@ -13,6 +13,7 @@ from torch.fx import Graph, Node
 
 from autoptd.codegen.blocks import make_method
 from autoptd.codegen.loops import make_layer
+from autoptd.codegen.names import operand_text
 from autoptd.codegen.parts import Crossing, Part, divide, name_values
 from autoptd.codegen.runs import Run
 from autoptd.codegen.stage_file import (
@@ -26,8 +27,8 @@ from autoptd.codegen.stage_file import (
     write_any,
     write_stage,
 )
-from autoptd.codegen.writer import Writer, weight_text
-from autoptd.ir.notes import note
+from autoptd.codegen.writer import Writer
+from autoptd.ir.mesh import Mesh
 from autoptd.program.specs import Line
 
 HEAD = "What several stages of the program call, written once: every stage has these methods."
@@ -42,18 +43,21 @@ class ProgramFiles:
     lines: tuple[Line, ...]
 
 
-def write_program(graph: Graph, t: int, crossing: Sequence[Crossing], about: Sequence[About]) -> ProgramFiles:
+def write_program(
+    graph: Graph, mesh: Mesh, crossing: Sequence[Crossing], about: Sequence[About]
+) -> ProgramFiles:
     """Return the files of a program; `about` has an entry for every stage."""
     parts = divide(graph, crossing, len(about))
     names = [name_values(part) for part in parts]
     methods: Methods = {}
-    # By method: the stages that call it.
+    # By method: the stages that call it. All are named before the first file is written: whether a method
+    # stands in a stage's file or in `LAYERS` is known only then.
     homes: dict[object, set[int]] = {}
     for part in parts:
         _name_methods(part, names[part.index], methods, homes)
     shared = [key for key in methods if len(homes[key]) > 1]
     files = tuple(
-        write_stage(part, names[part.index], t, about[part.index], methods, shared) for part in parts
+        write_stage(part, names[part.index], mesh, about[part.index], methods, shared) for part in parts
     )
     sources = {f"stage_{part.index}.py": file.text for part, file in zip(parts, files, strict=True)}
     lines = [line for file in files for line in file.lines]
@@ -61,12 +65,12 @@ def write_program(graph: Graph, t: int, crossing: Sequence[Crossing], about: Seq
         writer = Writer()
         writer.add(0, "class Layers(rt.Stage):")
         for key in shared:
-            write_any(writer, methods[key], t)
+            write_any(writer, methods[key], mesh)
         while not writer.lines[-1]:
             writer.lines.pop()
         writer = with_header(writer, [HEAD, *about[0].header[1:]], about[0].legend)
         sources[LAYERS] = "\n".join(writer.lines) + "\n"
-        lines += lines_of(LAYERS, writer, t)
+        lines += lines_of(LAYERS, writer, mesh)
     return ProgramFiles(sources, files, tuple(lines))
 
 
@@ -76,11 +80,12 @@ def _name_methods(
     """Add the methods that a stage is the first to call: their arguments are named like the values of its forward."""
 
     def text(node: Node) -> str:
-        return names.get(node) or weight_text("w" if note(node).kind == "param" else "b", note(node).name)
+        return operand_text(node, names)
 
     for call in part.calls:
         key = method_key(call)
         homes.setdefault(key, set()).add(part.index)
+        # Later stages call the method under the names that the first gave it.
         if key in methods:
             continue
         taken = [method.name for method in methods.values()]

@@ -55,13 +55,17 @@ class Steps:
 
     def express(self, values: Sequence[int | float]) -> str:
         """Return one number per period, as an expression of `i`."""
-        is_linear = len({after - before for before, after in pairwise(values)}) <= 1
-        if not is_linear or not all(isinstance(number, int) for number in values):
+        differences = {after - before for before, after in pairwise(values)}
+        # Not floats: 3 * 0.1 is 0.30000000000000004, where the model's own list has 0.3.
+        is_linear = len(differences) <= 1 and all(isinstance(number, int) for number in values)
+        if not is_linear:
             return self.choose([repr(number) for number in values])
-        slope = int(values[1] - values[0])
+        start, slope = int(values[0]), int(values[1] - values[0])
         if slope % self.step:
-            return _times(slope, self.count, int(values[0]))
-        return _times(slope // self.step, "i", int(values[0]) - slope // self.step * self.first)
+            return _times(slope, self.count, start)
+        # In `i` itself: with i = 6, 7, 8 and the values 19, 22, 25, `3 * i + 1`.
+        per_i = slope // self.step
+        return _times(per_i, "i", start - per_i * self.first)
 
     @property
     def count(self) -> str:
@@ -73,6 +77,7 @@ class Steps:
 
     def choose(self, texts: Sequence[str]) -> str:
         """Return an expression that selects one of `texts` per period; a list that alternates is written once."""
+        # The shortest pattern that repeats: (local, local, full, local, local, full) has length 3.
         for length in range(1, len(texts) // 2 + 1):
             if any(text != texts[k % length] for k, text in enumerate(texts)):
                 continue
@@ -166,10 +171,11 @@ def _signature(node: Node) -> tuple[str, ...]:
 
     literals = map_aggregate((node.args, node.kwargs), described)
     result = value(node)
-    dtypes = [x.dtype for x in (result if isinstance(result, (tuple, list)) else [result])]
-    shapes = note(node).extra.get("local_shapes")
+    results = result if isinstance(result, (tuple, list)) else [result]
+    dtypes = [x.dtype for x in results]
+    # Shapes of operands too: the shapes in an emitted comment must be true in every round.
     read = [_shape(arg) for arg in node.all_input_nodes]
-    return str(node.target), str(literals), note(node).axis, str(shapes), str(dtypes), str(read)
+    return str(node.target), str(literals), note(node).axis, str(_shape(node)), str(dtypes), str(read)
 
 
 def _shape(node: Node) -> Any:
@@ -177,6 +183,7 @@ def _shape(node: Node) -> Any:
 
 
 def _is_number(arg: Any) -> bool:
+    # True is an int, but another form of the line: `keepdim=True`.
     return isinstance(arg, (int, float)) and not isinstance(arg, bool)
 
 
@@ -262,6 +269,7 @@ def weights_of(at: Period) -> tuple[Weights, ...]:
             # The first way has the shortest prefix, and so holds the most.
             candidates.append(ways[0][0])
     uses = Counter(candidates)
+    # Step 0: all rounds call one module, as in ALBERT.
     return tuple(weights for weights in uses if weights.step or uses[weights] > MAX_PASSED)
 
 
@@ -276,6 +284,7 @@ def _numbered(nodes: Sequence[Node]) -> list[tuple[Weights, str]]:
     if len(kinds) > 1 or not kinds <= {"param", "buffer"}:
         return []
     names = [note(node).name.split(".") for node in nodes]
+    # At every place where all names have a number: "blocks.0.layers.3.w" can be numbered by 0 or by 3.
     ways = []
     for i in range(len(names[0])):
         if any(len(name) <= i or not name[i].isdecimal() for name in names):
@@ -293,6 +302,8 @@ def _numbered(nodes: Sequence[Node]) -> list[tuple[Weights, str]]:
 def _rank(at: Period) -> tuple[int, ...] | None:
     """Rank by the number of `Weights`: with the fewest, a period begins where a layer begins. None: not worth a loop."""
     weights = weights_of(at)
+    # The same operators repeat from every start, also from the middle of a layer: that one would have weights
+    # of h[i] and h[i + 1].
     is_numbered = any(each.step for each in weights)
     if not is_numbered and (at.length < MIN_OPERATORS or not _has_weights(at)):
         return None

@@ -64,8 +64,10 @@ def find_runs(repeats: Sequence[Repeat], body: Sequence[Node]) -> list[Run]:
         for k in range(repeat.at.count):
             if not all(node in position for node in repeat.round(k)):
                 continue
+            # The stages have the operators in the program's order, so a complete round is contiguous.
             start = position[repeat.round(k)[0]]
             last = runs[-1] if runs else None
+            # Layers 6 to 8 and 9 to 11 are two runs where an operator of the stage stands between 8 and 9.
             if last and last.repeat is repeat and last.stop == k and last.end == start:
                 runs[-1] = replace(last, stop=k + 1)
             else:

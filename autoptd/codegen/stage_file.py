@@ -16,14 +16,16 @@ from torch.fx import Node
 
 from autoptd.codegen.blocks import Method, write_method, write_method_call
 from autoptd.codegen.body import write_body
-from autoptd.codegen.comments import numbers_text, site_text, value_text
+from autoptd.codegen.comments import numbers_text, site_text, typed_text, value_text
 from autoptd.codegen.counts import counted_losses, write_count
 from autoptd.codegen.expressions import bound_axes, expression
 from autoptd.codegen.loops import Layer, write_layer, write_run
-from autoptd.codegen.parts import Block, Part
+from autoptd.codegen.names import operand_text
+from autoptd.codegen.parts import Block, Crossing, Part
 from autoptd.codegen.runs import Run
-from autoptd.codegen.writer import WIDTH, Writer, weight_text
+from autoptd.codegen.writer import WIDTH, Writer
 from autoptd.ir import sub_axes
+from autoptd.ir.mesh import Mesh
 from autoptd.ir.notes import is_whole, note, op_name
 from autoptd.program.calls import star
 from autoptd.program.specs import Line
@@ -79,20 +81,21 @@ def method_key(call: Run | Block) -> object:
 
 
 def write_stage(
-    part: Part, names: dict[Node, str], t: int, about: About, methods: Methods, shared: Collection[object]
+    part: Part, names: dict[Node, str], mesh: Mesh, about: About, methods: Methods, shared: Collection[object]
 ) -> StageFile:
     """Return the file of a stage, with the methods that it alone calls; those in `shared` are in `LAYERS`."""
     writer = Writer()
     writer.add(0, f"class Stage{part.index}(rt.Stage):")
     called = dict.fromkeys(method_key(call) for call in part.calls)
-    if names_of_shared := [methods[key].name for key in called if key in shared]:
-        texts = [f"self.{name}" for name in names_of_shared]
-        writer.add(1, f'layers = "{LAYERS}"', f"has {', '.join(texts)}")
+    shared_methods = [f"self.{methods[key].name}" for key in called if key in shared]
+    if shared_methods:
+        # The loader adds the methods of that file to the class, so the stage has them as its own.
+        writer.add(1, f'layers = "{LAYERS}"', f"has {', '.join(shared_methods)}")
         writer.lines.append("")
     for key in called:
         if key not in shared:
-            write_any(writer, methods[key], t)
-    _write_forward(writer, part, names, t, about, methods)
+            write_any(writer, methods[key], mesh)
+    _write_forward(writer, part, names, mesh, about, methods)
     counted = counted_losses(part.body)
     if counted:
         write_count(writer, counted, part.given)
@@ -106,15 +109,15 @@ def write_stage(
         params=tuple(note(node).name for node in part.read("param")),
         buffers=tuple(note(node).name for node in part.read("buffer")),
         counts=bool(counted),
-        lines=lines_of(f"stage_{part.index}.py", writer, t),
+        lines=lines_of(f"stage_{part.index}.py", writer, mesh),
     )
 
 
 def _write_forward(
-    writer: Writer, part: Part, names: dict[Node, str], t: int, about: About, methods: Methods
+    writer: Writer, part: Part, names: dict[Node, str], mesh: Mesh, about: About, methods: Methods
 ) -> None:
     def text(node: Node) -> str:
-        return names.get(node) or weight_text("w" if note(node).kind == "param" else "b", note(node).name)
+        return operand_text(node, names)
 
     def express(_: int, node: Node) -> str:
         return expression(node, text, site_text(node))
@@ -122,31 +125,44 @@ def _write_forward(
     writer.add(1, f"def forward({', '.join(['self', *part.given.values()])}):")
     for crossing in part.arriving:
         source = f"from stage {crossing.source} (pipeline rank {about.ranks[crossing.source]})"
-        writer.comment(2, f"{crossing.name}: {value_text(crossing.node, t)}, {source}: {crossing.origin}")
+        writer.comment(2, f"{crossing.name}: {typed_text(crossing.node, mesh)}, {source}: {crossing.origin}")
     for node in part.read("input"):
         writer.comment(2, f"{note(node).name}: {value_text(node)}, of the batch")
+    # `tp, w = self.groups["tp"], self.weights`: groups are looked up once, also where a loop uses them.
     writer.bind(bound_axes(_own_nodes(part)) | {"w": "self.weights"})
     if part.read("buffer"):
         writer.bind({"b": "self.buffers"})
     # Between the calls, the operators that are the stage's own.
     end = 0
     for call in part.calls:
-        write_body(writer, part.body[end : call.start], names, t, express)
+        write_body(writer, part.body[end : call.start], names, mesh, express)
         method = methods[method_key(call)]
         if isinstance(method, Layer):
             write_run(writer, method, call, names, text)  # type: ignore[arg-type]
         else:
             write_method_call(writer, method, part.index, names, text)
         end = call.end
-    write_body(writer, part.body[end:], names, t, express)
+    write_body(writer, part.body[end:], names, mesh, express)
     for crossing in part.leaving:
-        readers = f"stage{'s'[: len(crossing.targets) > 1]} {numbers_text(crossing.targets)}"
-        ranks = sorted({about.ranks[stage] for stage in crossing.targets})
-        where = f"{readers} (pipeline rank{'s'[: len(ranks) > 1]} {numbers_text(ranks)}) as {crossing.name}"
+        where = _destination(crossing, about)
         back = "; its gradient comes back" if note(crossing.node).needs_grad else ""
-        writer.comment(2, f"{names[crossing.node]} goes to {where}: {value_text(crossing.node, t)}{back}")
+        writer.comment(2, f"{names[crossing.node]} goes to {where}: {typed_text(crossing.node, mesh)}{back}")
+    # A tuple always: the executor zips it with `outputs`.
     returned = ", ".join(names[node] for node in part.results)
     writer.add(2, f"return ({returned},)" if len(part.results) == 1 else f"return {returned}")
+
+
+def _destination(crossing: Crossing, about: About) -> str:
+    """Return `stages 1, 2 (pipeline ranks 0, 1) as x_from_0`."""
+    ranks = sorted({about.ranks[stage] for stage in crossing.targets})
+    stages = _plural("stage", crossing.targets)
+    return f"{stages} ({_plural('pipeline rank', ranks)}) as {crossing.name}"
+
+
+def _plural(word: str, numbers: Sequence[int]) -> str:
+    """Return `stage 3`, or `stages 3, 5 to 7`."""
+    ending = "s" if len(numbers) > 1 else ""
+    return f"{word}{ending} {numbers_text(numbers)}"
 
 
 def _own_nodes(part: Part) -> list[Node]:
@@ -168,19 +184,20 @@ def _write_sums(writer: Writer, sums: Sequence[str]) -> None:
             writer.comment(0, f"- {line}")
 
 
-def write_any(writer: Writer, method: Layer | Method, t: int) -> None:
+def write_any(writer: Writer, method: Layer | Method, mesh: Mesh) -> None:
     """Write a method of either kind."""
     if isinstance(method, Layer):
-        write_layer(writer, method, t)
+        write_layer(writer, method, mesh)
     else:
-        write_method(writer, method, t)
+        write_method(writer, method, mesh)
 
 
-def lines_of(file: str, writer: Writer, t: int) -> tuple[Line, ...]:
+def lines_of(file: str, writer: Writer, mesh: Mesh) -> tuple[Line, ...]:
     """Return the operators on the lines of a file."""
     lines = []
     for number, node in writer.nodes.items():
-        is_redundant = t > 1 and not note(node).conversion and is_whole(node)
+        # Every tensor rank computes it in full: the pictures show what that costs.
+        is_redundant = mesh.value_ranks > 1 and not note(node).conversion and is_whole(node)
         name = note(node).conversion or op_name(node)
         lines.append(Line(file, number, star(note(node).module), name, is_redundant))
     return tuple(lines)
@@ -188,6 +205,7 @@ def lines_of(file: str, writer: Writer, t: int) -> tuple[Line, ...]:
 
 def with_header(body: Writer, header: Sequence[str], legend: Sequence[str]) -> Writer:
     """Put the docstring and the imports before `body`; only a file with collectives gets the `legend`."""
+    # The header says what the body uses, so the body was written first.
     writer, text = Writer(), "\n".join(body.lines)
     has_calls = any(note(node).conversion for node in body.nodes.values())
     writer.add(0, f'"""{header[0]}')

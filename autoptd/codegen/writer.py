@@ -38,7 +38,8 @@ class Writer:
         """
         pad = " " * (4 * indent)
         if comment and len(f"{pad}{text}  # {comment}") > WIDTH:
-            above, comment = f"{above}  {comment}" if above else comment, ""
+            above = f"{above}  {comment}" if above else comment
+            comment = ""
         if above:
             self.comment(indent, above)
         first = len(self.lines) + 1
@@ -46,6 +47,7 @@ class Writer:
         if comment:
             self.lines[-1] += f"  # {comment}"
         if node is not None:
+            # All lines of a broken statement: which of them a traceback names depends on Python.
             self.nodes |= dict.fromkeys(range(first, len(self.lines) + 1), node)
 
     def comment(self, indent: int, text: str) -> None:
@@ -86,6 +88,7 @@ def broken(text: str, width: int) -> list[str]:
     inside = text[start + 1 : end]
     if len(inside) + 4 <= width:
         return [text[: start + 1], f"    {inside}", text[end:]]
+    # 6: four columns of indentation, a blank and a comma.
     lines = [""]
     for part in _split(inside):
         if lines[-1] and len(lines[-1]) + len(part) + 6 > width:
@@ -96,6 +99,7 @@ def broken(text: str, width: int) -> list[str]:
 
 def _depths(text: str) -> Iterator[tuple[int, str, int]]:
     """Yield (index, character, depth of brackets after it) of a text, without its string literals."""
+    # `quote` is the character that ends the literal in which we are; "a\"b" does not end at its second quote.
     depth, quote, escaped = 0, "", False
     for i, letter in enumerate(text):
         if quote:
@@ -137,6 +141,7 @@ def weight_text(root: str, name: str) -> str:
     for part in name.split(".") if name else ():
         if is_attribute(part):
             text += f".{part}"
+        # "007" is a name, not a number of a list.
         elif part.isdecimal() and str(int(part)) == part:
             text += f"[{part}]"
         else:

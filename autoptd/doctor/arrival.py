@@ -53,6 +53,7 @@ class Lobby:
         self.timeout = timeout
         self._place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        # A restart by torchrun keeps its agent's store: the keys of the failed attempt are still there.
         self.store = dist.PrefixStore(f"autoptd doctor {attempt}", self._connect())
 
     def _connect(self) -> dist.Store:
@@ -86,6 +87,7 @@ class Lobby:
     def agree(self, facts: Facts) -> Verdict:
         """Hand in this rank's facts, wait for everybody's, and return what rank 0 makes of them."""
         self.store.set(f"facts {self.rank}", facts.text())
+        # The last one to arrive opens the door: no rank has to ask for every other.
         if self.store.add("arrived", 1) == self.size:
             self.store.set("all are here", "yes")
         self._await("all are here", self._who_is_absent)
@@ -123,6 +125,7 @@ class Lobby:
         with suppress(RuntimeError):
             self.store.wait(["told"], timedelta(seconds=LINGER))
             return "told"
+        # Rank 0 is silent: the first one that notices prints instead, and the counter makes it one.
         return "mine" if int(self.store.add("tellers", 1)) == 1 else "told"
 
     def _await(self, key: str, why: Callable[[], str]) -> None:
@@ -167,6 +170,7 @@ def patiently(request: Callable[[], Answer], seconds: float) -> Answer:
         except BaseException as error:
             answers.put((None, error))
 
+    # Left behind if it never ends: it is a daemon, and the process is about to end with a fault.
     threading.Thread(target=serve, name="request", daemon=True).start()
     try:
         answer, error = answers.get(timeout=seconds)

@@ -27,6 +27,7 @@ from autoptd.doctor.patterns import (
     total,
 )
 from autoptd.errors import RuntimeFault
+from autoptd.program.calls import joint_axis
 from autoptd.runtime.world.faults import Call
 from autoptd.runtime.world.processes import DistributedWorld
 from autoptd.runtime.world.world import Group, World, fault_site
@@ -85,9 +86,10 @@ class Checks:
         found = find_difference(result.got, result.expected, result.size, result.offset)
         if found is None:
             return
-        sources = (
-            [ranks[result.position]] if result.position >= 0 else [ranks[index] for index in found.owners]
-        )
+        sources = [ranks[index] for index in found.owners]
+        if result.position >= 0:
+            # A part of one rank, unlike a sum.
+            sources = [ranks[result.position]]
         if result.size and 2 * len(sources) > max(result.size, 2):
             # The parts of most ranks look wrong: the sum itself is, not anybody's part.
             sources = []
@@ -97,6 +99,7 @@ class Checks:
         self, what: str, over: str, ranks: Sequence[int], sources: Sequence[int], dtype: str, text: str
     ) -> None:
         """Remember what is wrong."""
+        # One line for a fault, however many sizes and schedules show it.
         key = (what, over, tuple(ranks), tuple(sources), dtype)
         if key not in self._noted and len(self.wrong) < MAX_WRONG:
             self._noted.add(key)
@@ -118,6 +121,7 @@ def wait_until(world: World, site: str, is_done: Callable[[], bool]) -> None:
     began = time.monotonic()
 
     def ask() -> None:
+        # Asking instead of waiting: `event.synchronize()` on a device that hangs never returns.
         while not is_done():
             waited = time.monotonic() - began
             if waited > world.timeout:
@@ -126,6 +130,7 @@ def wait_until(world: World, site: str, is_done: Callable[[], bool]) -> None:
                 time.sleep(1e-3)
 
     if isinstance(world, DistributedWorld):
+        # Entered on the board, so that the fault names the ranks that are missing.
         with world.call(Call("work on the device", site)):
             ask()
         return
@@ -141,6 +146,7 @@ def check_group(checks: Checks, over: str, group: Group, counts: Sequence[int]) 
     for what, (dtypes, make) in METHODS.items():
         for dtype in dtypes if group.size <= MANY_RANKS else dtypes[:2]:
             for count in _counts(counts, dtype):
+                # So that the whole, not each rank's part of it, has the large count.
                 in_parts = what.startswith(("all_gather", "reduce_scatter", "all_to_all"))
                 length = count // group.size if in_parts and count > MAX_WHOLE_ELEMENTS else count
                 site = f"doctor: {what} of {length} {str(dtype).removeprefix('torch.')} over {over}"
@@ -148,23 +154,19 @@ def check_group(checks: Checks, over: str, group: Group, counts: Sequence[int]) 
                 settle(world, site)
                 for result in results:
                     checks.hold(what, over, group.ranks, result)
-    for index, obj in enumerate(
-        group.gather_objects(("rank", group.index), f"doctor: gather_objects over {over}")
-    ):
+    objects = group.gather_objects(("rank", group.index), f"doctor: gather_objects over {over}")
+    for index, obj in enumerate(objects):
         checks.count += 1
         if obj != ("rank", index):
-            checks.note(
-                "gather_objects", over, group.ranks, [group.ranks[index]], "objects", f"got {obj!r:.40}"
-            )
+            text = f"got {obj!r:.40}"
+            checks.note("gather_objects", over, group.ranks, [group.ranks[index]], "objects", text)
 
 
 def _counts(counts: Sequence[int], dtype: torch.dtype) -> Sequence[int]:
     """The sizes of a dtype: large ones of those that activations and gradients have."""
-    return (
-        counts
-        if dtype in (torch.float32, torch.bfloat16)
-        else [count for count in counts if count <= MAX_WHOLE_ELEMENTS]
-    )
+    if dtype in (torch.float32, torch.bfloat16):
+        return counts
+    return [count for count in counts if count <= MAX_WHOLE_ELEMENTS]
 
 
 Make = Callable[[Group, int, torch.dtype, torch.device, str], Iterator[Result]]
@@ -189,6 +191,7 @@ def _all_reduce_start(
 ) -> Iterator[Result]:
     """Two at once, and the later one is waited for first."""
     lengths = (count, count + 3)
+    # Of two lengths, so that results that were exchanged show.
     flats = [share(group.index, group.size, length, dtype, device).clone() for length in lengths]
     pending = [group.all_reduce_start(flat, site) for flat in flats]
     for length, sum_ in reversed(list(zip(lengths, pending, strict=True))):
@@ -284,6 +287,7 @@ def _broadcast(
         yield Result(got, message(group.ranks[source], 0, count, dtype, device), source)
 
 
+# By method of `Group`: the dtypes to try, and what makes the call and its expected results.
 METHODS: dict[str, tuple[tuple[torch.dtype, ...], Make]] = {
     "all_reduce": (SUMMED_DTYPES, _all_reduce),
     "all_reduce_": (SUMMED_DTYPES, _in_place),
@@ -298,9 +302,14 @@ METHODS: dict[str, tuple[tuple[torch.dtype, ...], Make]] = {
 }
 
 
-def peer(world: World, pp: int) -> int:
-    """Return the rank with this rank's dp and tp coordinates on pipeline rank `pp`."""
-    return world.mesh.at_stage(world.rank, pp)
+def peer(world: World, pipeline_rank: int) -> int:
+    """Return the rank at another place of this rank's pipeline."""
+    return world.mesh.at_stage(world.rank, pipeline_rank)
+
+
+def over_stages(world: World) -> str:
+    """Name the axes along which messages between stages go."""
+    return joint_axis(world.mesh, world.mesh.stage_axes)
 
 
 def check_channels(checks: Checks, links: Sequence[tuple[int, int]], counts: Sequence[int]) -> None:
@@ -308,12 +317,13 @@ def check_channels(checks: Checks, links: Sequence[tuple[int, int]], counts: Seq
 
     Links one by one, in order.
     """
-    world = checks.world
+    world, over = checks.world, over_stages(checks.world)
     for source, target in links:
-        if world.coordinate.pp not in (source, target):
+        if world.pipeline_rank not in (source, target):
             continue
-        site = f"doctor: message over pp {source} > {target}"
+        site = f"doctor: message over {over} {source} > {target}"
         sender, receiver = peer(world, source), peer(world, target)
+        # The second message is different: a first one that arrives twice shows.
         for number in range(2):
             wanted = [
                 message(sender, receiver, count, dtype, world.device, number)
@@ -329,7 +339,17 @@ def check_channels(checks: Checks, links: Sequence[tuple[int, int]], counts: Seq
             got = world.incoming(sender).receive([(x.shape, x.dtype) for x in wanted], site).wait()
             settle(world, site)
             for x, expected in zip(got, wanted, strict=True):
-                checks.hold("message", "pp", (sender, receiver), Result(x, expected, 0))
+                checks.hold("message", over, (sender, receiver), Result(x, expected, 0))
 
 
-__all__ = ["METHODS", "Checks", "Wrong", "check_channels", "check_group", "peer", "settle", "wait_until"]
+__all__ = [
+    "METHODS",
+    "Checks",
+    "Wrong",
+    "check_channels",
+    "check_group",
+    "over_stages",
+    "peer",
+    "settle",
+    "wait_until",
+]

@@ -3,8 +3,8 @@
 In: a `World`, whose groups and channels are those of `communicators_of_orders`. Out: a `MeshReport`, the same on all
 ranks.
 
-    orders = all_orders(mesh.p)
-    world = DistributedWorld(mesh, communicators_of_orders(mesh.p, orders.values()), ...)
+    orders = all_orders(mesh.pipeline_ranks)
+    world = DistributedWorld(mesh, communicators_of_orders(mesh.pipeline_ranks, orders.values()), ...)
     report = examine(world, orders, hosts=[0, 0, 1, 1])
     report.wrong, report.slow
 """
@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from autoptd.doctor.calls import Checks, Wrong, check_channels, check_group
+from autoptd.doctor.calls import Checks, Wrong, check_channels, check_group, over_stages
 from autoptd.doctor.slow import Slow, Timed, find_slow, is_slow, suspects_of
 from autoptd.doctor.timing import Pair, rounds_of, sizes_on, time_groups, time_links
 from autoptd.doctor.traffic import communicators_of_orders, play
@@ -55,12 +55,14 @@ def examine(
 
     `hosts` numbers the machine of every rank, `sizes` are the bytes that are timed (none: nothing is).
     """
+    # Right results first: the times of calls that give wrong ones say nothing.
     checks = check_all(world, orders, counts)
     timed = sizes_on(world.device) if sizes is None else tuple(sizes)
     world.at = "doctor: times"
     times = _all_times(world, orders, hosts, timed) if timed else []
     slow = find_slow(times)
     if suspects := suspects_of(slow, times, MAX_SUSPECTS):
+        # Timed beside others, a channel may share its card with them: it is slow if it is so alone, too.
         again = _time_alone(world, suspects, hosts, timed)
         slow = [link for link in slow if link.kind != "message" or is_slow(link, again)]
     world.at = "doctor: what was found"
@@ -72,15 +74,16 @@ def examine(
 
 def check_all(world: World, orders: Mapping[str, Orders], counts: Sequence[int] = COUNTS) -> Checks:
     """Check every group, every channel, every schedule."""
-    checks, p = Checks(world), world.mesh.p
+    checks, stages = Checks(world), world.mesh.pipeline_ranks
     for axis in MESH_AXES:
         world.at = f"doctor: group along {axis}"
         if (group := world.group((axis,))).size > 1:
             check_group(checks, axis, group, counts)
-    communicators = communicators_of_orders(p, orders.values())
+    communicators = communicators_of_orders(stages, orders.values())
     for owners in communicators.owners:
         world.at = "doctor: group of owners"
-        if world.coordinate.pp in owners and len(owners) < p:
+        # All stages are the group along pp, which was checked above.
+        if world.pipeline_rank in owners and len(owners) < stages:
             check_group(checks, "owners", world.owners(owners), counts[:2])
     world.at = "doctor: channels"
     check_channels(checks, in_rounds(communicators.links), counts)
@@ -93,15 +96,16 @@ def _all_times(
     world: World, orders: Mapping[str, Orders], hosts: Sequence[int], sizes: Sequence[int]
 ) -> list[Timed]:
     """Time all groups and channels; of a group, its slowest rank counts."""
-    communicators = communicators_of_orders(world.mesh.p, orders.values())
+    communicators = communicators_of_orders(world.mesh.pipeline_ranks, orders.values())
     mine: list[tuple[tuple[str, str, tuple[int, ...], int], float]] = []
     for (axis, kind, nbytes), seconds in time_groups(world, sizes).items():
         mine.append(((kind, axis, world.group((axis,)).ranks, nbytes), seconds))
     for (target, nbytes), seconds in time_links(world, rounds_of(world, communicators.links), sizes).items():
-        mine.append((("message", "pp", (world.rank, target), nbytes), seconds))
+        mine.append((("message", over_stages(world), (world.rank, target), nbytes), seconds))
     slowest: dict[tuple[str, str, tuple[int, ...], int], float] = {}
     for some in world.everyone().gather_objects(mine, "doctor: times"):
         for key, seconds in some:
+            # A collective has taken as long as its slowest rank; of a channel there is one sender.
             slowest[key] = max(seconds, slowest.get(key, 0.0))
     times = []
     for (kind, axis, ranks, nbytes), seconds in slowest.items():
@@ -122,7 +126,7 @@ def _time_alone(
         world.everyone().gather_objects(mine, "doctor: times")
     ):
         count = len({hosts[source], hosts[target]})
-        times.append(Timed("message", "pp", (source, target), nbytes, seconds, count))
+        times.append(Timed("message", over_stages(world), (source, target), nbytes, seconds, count))
     return times
 
 

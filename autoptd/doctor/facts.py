@@ -118,10 +118,8 @@ class Verdict:
 
 def own_facts(rank: int, asked: str, device: str | None, backend: str | None) -> Facts:
     """Say what can be said of this process; never raises."""
-    host, settings = (
-        socket.gethostname(),
-        {name: os.environ[name] for name in sorted(os.environ) if _is_setting(name)},
-    )
+    host = socket.gethostname()
+    settings = {name: os.environ[name] for name in sorted(os.environ) if _is_setting(name)}
     common = {"rank": rank, "host": host, "asked": asked, "versions": _versions(), "settings": settings}
     try:
         target = process_device(device, backend)
@@ -175,6 +173,7 @@ def _of_cuda(device: torch.device) -> dict[str, object]:
         raise RuntimeError(f"{device} is asked for, and {count} are visible")
     free, total = torch.cuda.mem_get_info(device)
     properties = torch.cuda.get_device_properties(device)
+    # Without a UUID, the visible devices and the index name a card, on one machine.
     uuid = str(getattr(properties, "uuid", "")) or f"{os.environ.get('CUDA_VISIBLE_DEVICES', '')} {device}"
     in_use = max(total - free - OWN_CONTEXT, 0.0)
     found = {
@@ -210,6 +209,7 @@ def _processes_on(uuid: str) -> tuple[str, ...]:
 def _of_cpu() -> dict[str, object]:
     page = os.sysconf("SC_PAGE_SIZE")
     total = float(page * os.sysconf("SC_PHYS_PAGES"))
+    # macOS does not have it.
     known = "SC_AVPHYS_PAGES" in os.sysconf_names
     return {
         "name": "CPU",
@@ -220,13 +220,15 @@ def _of_cpu() -> dict[str, object]:
 
 def judge(ranks: Sequence[Facts]) -> Verdict:
     """Find what is wrong with what the ranks say; ranks are in order."""
+    # Machines in the order in which ranks name them: rank 0's is number 0.
     names = tuple(dict.fromkeys(rank.host for rank in ranks))
-    stops = [f"rank {rank.rank} on {rank.host} has no device: {rank.error}" for rank in ranks if rank.error][
-        :5
-    ]
+    # The first few: without a driver on a machine, every rank there says the same.
+    broken = [rank for rank in ranks if rank.error]
+    stops = [f"rank {rank.rank} on {rank.host} has no device: {rank.error}" for rank in broken[:5]]
     working = [rank for rank in ranks if not rank.error]
     warnings: list[str] = []
     for what in sorted({name for rank in ranks for name in rank.versions}):
+        # Ranks with another torch, NCCL or copy of this package may make other calls, and hang.
         version = partial(_version_of, what)
         lines = _differences(ranks, f"version of {what}", version)
         (warnings if what == "python" else stops).extend(lines)
@@ -261,6 +263,7 @@ def _differences(ranks: Sequence[Facts], what: str, of: Callable[[Facts], str]) 
         return []
     texts = []
     for value, some in sorted(ranks_by_value.items(), key=_by_count):
+        # Most ranks first: the few that differ stand behind what is usual.
         texts.append(f"{value or 'none'} on rank {ranks_text(some)}")
     more = "; ..." if len(texts) > 4 else ""
     return [f"{what} is not the same on all ranks: {'; '.join(texts[:4])}{more}"]
@@ -275,6 +278,7 @@ def _shared_devices(ranks: Sequence[Facts]) -> list[str]:
     on: dict[tuple[str, str], list[Facts]] = defaultdict(list)
     for rank in ranks:
         if rank.device.startswith("cuda") and rank.backend == "nccl":
+            # By machine as well: without UUIDs, cards of two machines have the same names.
             on[rank.host, rank.uuid].append(rank)
     lines = []
     for (host, _), sharing in on.items():

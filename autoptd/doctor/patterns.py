@@ -63,6 +63,7 @@ def message(
 ) -> Tensor:
     """Return what `source` sends to `target` in its message `number`."""
     places = torch.arange(PERIODS[0])
+    # Ranks 251 apart would have the same offsets modulo 251: they have another factor.
     factor = 3 + (source // 251 + 5 * (target // 251)) % 97
     values = (places * factor + 17 * source + 29 * target + 101 * number) % 251 - 125
     return _laid(values % 3 == 0 if dtype is torch.bool else values, count, dtype, device)
@@ -94,6 +95,7 @@ def period_of(size: int) -> int:
 @lru_cache(maxsize=64)
 def _share(index: int, size: int) -> Tensor:
     places = torch.arange(period_of(size))
+    # Even places: 2k has the owner k % size, whose number is 1 to 7; on other ranks it is 0.
     alone = torch.where(places // 2 % size == index, 1 + places // 2 % 7, 0)
     together = torch.where((places + index) % size < TOGETHER, (7 * places + 13 * index) % 5 - 2, 0)
     return torch.where(places % 2 == 0, alone, together)
@@ -105,6 +107,7 @@ def _total(size: int, op: str) -> Tensor:
     places = torch.arange(period_of(size))
     found = torch.zeros_like(places) if op == "sum" or size > TOGETHER else torch.full_like(places, -2)
     for number in range(min(size, TOGETHER)):
+        # The ranks that add to a place are those with (place + rank) % size < TOGETHER: `number` counts them.
         part = (7 * places + 13 * ((number - places) % size)) % 5 - 2
         found = found + part if op == "sum" else torch.maximum(found, part)
     return torch.where(places % 2 == 0, 1 + places // 2 % 7, found)
@@ -117,6 +120,7 @@ def _owners(places: Tensor, size: int) -> Tensor:
 
 def _laid(pattern: Tensor, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return `count` elements of a pattern, over and over."""
+    # Rounded up, then cut.
     times = -(-count // len(pattern))
     return pattern.to(device, dtype).repeat(times)[:count]
 

@@ -53,13 +53,14 @@ class DoctorReport:
         found = list(self.verdict.stops) if self.verdict else []
         for mesh in self.meshes:
             found += _wrong_lines(mesh.mesh, mesh.wrong)
-        return found + ([self.fault] if self.fault else [])
+        if self.fault:
+            found.append(self.fault)
+        return found
 
     @property
     def warnings(self) -> list[str]:
         """What may be slow."""
-        of_launch = self.verdict.warnings if self.verdict else ()
-        lines = list(of_launch)
+        lines = list(self.verdict.warnings) if self.verdict else []
         for mesh in self.meshes:
             lines += [_slow_line(mesh.mesh, slow) for slow in mesh.slow]
         return lines
@@ -102,18 +103,27 @@ def _lines(report: DoctorReport) -> Iterator[str]:
     if report.cluster is not None and any(mesh.times for mesh in report.meshes):
         yield ""
         yield f"The link is that of {report.cluster.name}, as the planner has it (--cluster)."
-    yield from ("", *report.notes) if report.notes else ()
-    for title, found in (("Slow, or not alike", report.warnings), ("Wrong", report.wrong)):
-        if found:
-            yield from ("", f"{title}:", *(f"  {line}" for line in found[:MAX_LINES]))
-            yield from (f"  ... and {len(found) - MAX_LINES} more: --json FILE has all",) * (
-                len(found) > MAX_LINES
-            )
+    if report.notes:
+        yield from ("", *report.notes)
+    # What is wrong comes last, where a terminal stands still.
+    yield from _list_of("Slow, or not alike", report.warnings)
+    yield from _list_of("Wrong", report.wrong)
     yield ""
     if report.wrong:
         yield "Something is wrong."
     else:
         yield "All right, but see above." if report.warnings else "All right."
+
+
+def _list_of(title: str, lines: Sequence[str]) -> Iterator[str]:
+    """Yield a title and the first lines of a list, nothing for an empty one."""
+    if not lines:
+        return
+    yield from ("", f"{title}:")
+    for line in lines[:MAX_LINES]:
+        yield f"  {line}"
+    if len(lines) > MAX_LINES:
+        yield f"  ... and {len(lines) - MAX_LINES} more: --json FILE has all"
 
 
 def _launch_line(verdict: Verdict) -> str:
@@ -132,26 +142,23 @@ def _table(mesh: MeshReport, report: DoctorReport) -> Iterator[str]:
     """Yield a row for every call along every axis: of all its groups the median, and the slowest."""
     rows: list[tuple[str, ...]] = [HEAD]
     is_one_host = report.verdict is None or len(report.verdict.host_names) == 1
+    # Groups within a machine and over several are different links: a row each.
     alike: dict[tuple[str, str, int], list[Timed]] = defaultdict(list)
     for timed in mesh.times:
         alike[timed.axis, timed.kind, timed.hosts].append(timed)
     for (axis, kind, hosts), some in alike.items():
         small = [timed for timed in some if timed.nbytes <= SMALL]
+        # The latency is that of small calls, the bandwidth that of large ones.
         large = [timed for timed in some if timed.nbytes > SMALL] or small
         slowest = min(large, key=lambda timed: timed.bandwidth)
         usual = median(timed.bandwidth for timed in large)
-        rows.append(
-            (
-                axis if is_one_host else f"{axis}, {hosts} host{'s' * (hosts > 1)}",
-                kind,
-                f"{len(large)} pairs" if kind == "message" else f"{len(large)} of {len(slowest.ranks)}",
-                seconds_text(median(timed.seconds for timed in small)) if small else "",
-                bandwidth_text(usual),
-                _share_of_link(usual, slowest, report.cluster),
-                bandwidth_text(slowest.bandwidth) if len(large) > 1 else "",
-                _ranks(slowest) if len(large) > 1 else "",
-            )
-        )
+        over = axis if is_one_host else f"{axis}, {hosts} host{'s' * (hosts > 1)}"
+        groups = f"{len(large)} pairs" if kind == "message" else f"{len(large)} of {len(slowest.ranks)}"
+        latency = seconds_text(median(timed.seconds for timed in small)) if small else ""
+        share = _share_of_link(usual, slowest, report.cluster)
+        # Of a single group, the median is the slowest.
+        worst = (bandwidth_text(slowest.bandwidth), _ranks(slowest)) if len(large) > 1 else ("", "")
+        rows.append((over, kind, groups, latency, bandwidth_text(usual), share, *worst))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = [text.ljust(width) for text, width in zip(row, widths, strict=True)]
@@ -161,6 +168,7 @@ def _table(mesh: MeshReport, report: DoctorReport) -> Iterator[str]:
 def _share_of_link(bandwidth: float, timed: Timed, cluster: Cluster | None) -> str:
     if cluster is None:
         return "?"
+    # Ranks of the group on each of its machines, on average.
     local = max(len(timed.ranks) // timed.hosts, 1)
     return f"{bandwidth / float(Network(cluster).bandwidth(local, timed.hosts)):.0%}"
 
@@ -188,6 +196,7 @@ def _wrong_line(
     else:
         place = f"over {over} of ranks {ranks_text(ranks)}"
         whose = f"wrong on rank {seen}"
+        # Empty where it cannot be told whose part it is: then the sum is wrong as a whole.
         if sources:
             whose = f"the part of rank {ranks_text(sources)} is {whose}"
     first = some[0]
@@ -197,14 +206,17 @@ def _wrong_line(
 
 def _calls_text(some: Sequence[Wrong]) -> str:
     """Name what was called alone, and in which schedules: `all_reduce, all_gather, also in 1f1b`."""
+    # "all_reduce" was called by itself, "all_reduce in 1f1b" while a schedule was played.
     alone = [fault.what for fault in some if " in " not in fault.what]
     inside = [fault.what.partition(" in ") for fault in some if " in " in fault.what]
     calls = list(dict.fromkeys(alone or [what for what, _, _ in inside]))
     schedules = ", ".join(dict.fromkeys(name for _, _, name in inside))
-    text = ", ".join(calls[:MAX_CALLS]) + (", ..." if len(calls) > MAX_CALLS else "")
+    text = ", ".join(calls[:MAX_CALLS])
+    if len(calls) > MAX_CALLS:
+        text += ", ..."
     if not alone:
         return f"{text} with others under way, in {schedules},"
-    return text + (f", also in {schedules}," if schedules else "")
+    return f"{text}, also in {schedules}," if schedules else text
 
 
 def _slow_line(mesh: Mesh, slow: Slow) -> str:
@@ -213,6 +225,7 @@ def _slow_line(mesh: Mesh, slow: Slow) -> str:
     if slow.kind == "message":
         return f"from rank {slow.ranks[0]} to rank {slow.ranks[1]} ({mesh}): {size} take {took}, {beside}"
     advice = ""
+    # Which link of the group is slow: along pp, neighbours exchange messages one by one.
     if len(slow.ranks) > 2:
         advice = f"; --p {len(slow.ranks)} times its links one by one, where ranks are neighbours"
     place = f"over {slow.axis} of ranks {ranks_text(slow.ranks)} ({mesh})"

@@ -12,8 +12,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
@@ -32,13 +32,14 @@ from autoptd.doctor.traffic import all_orders, communicators_of_orders
 from autoptd.doctor.watch import PATIENCE, watch, watching_store
 from autoptd.errors import AutoptdError, PlanError, RuntimeFault
 from autoptd.ir.machine_files import machine_of_device
-from autoptd.ir.mesh import Mesh
+from autoptd.ir.mesh import DEGREES, Mesh
 from autoptd.planner.cluster import Cluster, find_cluster
 from autoptd.runtime.world.processes import DistributedGroup, DistributedWorld
 from autoptd.runtime.world.threads import ThreadWorld, run_ranks
 from autoptd.runtime.world.world import Communicators, on_device
 
-THREADS = Mesh(t=2, p=2, d=2)
+# Ranks as threads, where no mesh is asked for: the smallest with several ranks along every axis.
+THREADS = Mesh.of(dict.fromkeys(DEGREES, 2))
 MAX_THREADS = 64
 # Elements of the tensors that threads are checked with.
 SMALL_COUNTS = (1, 1021, 1 << 16)
@@ -48,12 +49,11 @@ SMALL_COUNTS = (1, 1021, 1 << 16)
 class Request:
     """What is asked: a mesh (or a part of one), a device and a backend.
 
-    `timeout` in seconds; a file for the report as JSON.
+    `degrees` of mesh axes by keyword, as far as they are given; `timeout` in seconds; a file for the report
+    as JSON.
     """
 
-    t: int | None = None
-    p: int | None = None
-    d: int | None = None
+    degrees: Mapping[str, int] = field(default_factory=dict)
     device: str | None = None
     backend: str | None = None
     timeout: float = 30.0
@@ -62,7 +62,7 @@ class Request:
 
     def __str__(self) -> str:
         """What all ranks must be asked alike."""
-        values = {name: getattr(self, name) for name in ("t", "p", "d", "backend", "timeout")}
+        values = {**self.degrees, "backend": self.backend, "timeout": self.timeout}
         return " ".join(f"{name}={value}" for name, value in values.items() if value is not None)
 
 
@@ -70,9 +70,11 @@ def run_launched(asked: Request) -> int:
     """Meet the other ranks, check everything, print; return the status with which to end."""
     size = number_of("WORLD_SIZE")
     # A mesh that does not fit is refused before any rank waits for another.
-    asked_mesh(size, asked.t, asked.p, asked.d)
+    asked_mesh(size, asked.degrees)
+    # torchrun with one process: there is nobody to meet.
     if size == 1:
         return run_alone(asked)
+    # `end` reads these when it is called: also from another thread, while the main one is stuck.
     lobby = Lobby(asked.timeout)
     verdict: Verdict | None = None
     meshes: list[MeshReport] = []
@@ -135,17 +137,18 @@ def _look_at_all(
     # NCCL's watchdog would end the process before our own timeout names who is missing.
     margin = MARGIN if verdict.backend == "nccl" else 0.0
     limit = timedelta(seconds=asked.timeout + margin)
+    # The lobby's store, in which all ranks have met, instead of a second one.
     store = dist.PrefixStore("default", lobby.store)
     store.set_timeout(limit)
     dist.init_process_group(
         verdict.backend, store=store, rank=lobby.rank, world_size=lobby.size, timeout=limit
     )
-    asked_alone = asked_mesh(lobby.size, asked.t, asked.p, asked.d)
+    asked_alone = asked_mesh(lobby.size, asked.degrees)
     for mesh in [asked_alone] if asked_alone else meshes_for(lobby.size, verdict.per_node):
         if lobby.rank == 0:
             print(f"autoptd doctor: {mesh} ...", file=sys.stderr)
-        orders = all_orders(mesh.p)
-        communicators = communicators_of_orders(mesh.p, orders.values())
+        orders = all_orders(mesh.pipeline_ranks)
+        communicators = communicators_of_orders(mesh.pipeline_ranks, orders.values())
         world = DistributedWorld(mesh, communicators, asked.device, asked.timeout, verdict.backend)
         try:
             with on_device(world.device), watch(world, on_fault):
@@ -185,12 +188,12 @@ def _alone(asked: Request, rank: int) -> DoctorReport:
 
 
 def _mesh_of_threads(asked: Request) -> Mesh:
-    given = [asked.t, asked.p, asked.d]
-    if given == [None] * 3:
+    if not asked.degrees:
         return THREADS
-    mesh = Mesh(asked.t or 1, asked.p or 1, asked.d or 1)
+    mesh = Mesh.of(asked.degrees)
     if mesh.size > MAX_THREADS:
-        command = f"torchrun --nproc-per-node {mesh.size} -m -- autoptd doctor --t {mesh.t} --p {mesh.p} --d {mesh.d}"
+        flags = " ".join(f"--{name} {degree}" for name, degree in mesh.degrees.items())
+        command = f"torchrun --nproc-per-node {mesh.size} -m -- autoptd doctor {flags}"
         raise PlanError(f"{mesh}", f"{mesh.size} ranks, and this process is alone", command)
     return mesh
 
@@ -204,6 +207,7 @@ def check_backend(facts: Facts, timeout: float) -> MeshReport:
     dist.init_process_group(facts.backend, store=store, rank=0, world_size=1, timeout=limit)
     try:
         world = DistributedWorld(Mesh(), Communicators(), facts.device, timeout, facts.backend)
+        # A world of one rank has no groups: made by hand, so that the backend itself runs.
         handle = new_group("autoptd doctor", (0,), facts.backend, limit)
         checks = Checks(world)
         if handle is not None:
@@ -220,8 +224,8 @@ def check_threads(mesh: Mesh, device: str, timeout: float) -> MeshReport:
 
     Nothing is timed, as nothing is sent.
     """
-    orders = all_orders(mesh.p)
-    shared = ThreadWorld(mesh, communicators_of_orders(mesh.p, orders.values()), device, timeout)
+    orders = all_orders(mesh.pipeline_ranks)
+    shared = ThreadWorld(mesh, communicators_of_orders(mesh.pipeline_ranks, orders.values()), device, timeout)
     hosts = [0] * mesh.size
     return run_ranks(shared, lambda world: examine(world, orders, hosts, counts=SMALL_COUNTS, sizes=()))[0]
 

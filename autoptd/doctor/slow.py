@@ -83,6 +83,7 @@ def find_slow(times: Sequence[Timed]) -> list[Slow]:
             calls[timed.kind == "message", timed.axis, timed.ranks, timed.nbytes].append(slow)
     worst: dict[tuple[bool, str, tuple[int, ...]], Slow] = {}
     for (is_message, axis, ranks, nbytes), found in calls.items():
+        # The lower median of its collectives: one unlucky call does not make a group slow.
         slow = sorted(found, key=lambda slow: slow.factor)[(len(found) - 1) // 2]
         place = is_message, axis, ranks
         if _is_over(nbytes, slow.seconds, slow.usual) and (
@@ -109,6 +110,7 @@ def suspects_of(slow: Sequence[Slow], times: Sequence[Timed], most: int) -> list
     """
     slow_pairs = [link.ranks for link in slow if link.kind == "message"][:most]
     hosts = {timed.ranks: timed.hosts for timed in times if timed.kind == "message"}
+    # A pair that is not slow is timed alone, too: the others are compared with it.
     all_slow = {link.ranks for link in slow}
     suspects = list(slow_pairs)
     for count in {hosts[pair] for pair in slow_pairs}:

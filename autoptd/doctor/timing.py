@@ -51,6 +51,7 @@ def time_groups(world: World, sizes: Sequence[int]) -> GroupTimes:
             for nbytes in sizes:
                 call = _call(group, kind, nbytes, world)
                 meet = _meeting(world, group)
+                # They meet before each call: else the first to come would time its wait for the last.
                 found[axis, kind, nbytes] = min(repeated(call, world.device.type, meet, _times(nbytes)))
     return found
 
@@ -74,6 +75,7 @@ def _call(group: Group, kind: str, nbytes: int, world: World) -> Callable[[], An
     rank.
     """
     site = f"doctor: {kind} of {nbytes} bytes"
+    # float32 elements of a part.
     count = max(nbytes // 4 // group.size, 1)
     whole = torch.zeros(count * group.size, device=world.device)
     part = whole[:count]
@@ -99,6 +101,7 @@ def rounds_of(world: World, links: Sequence[tuple[int, int]]) -> list[list[Pair]
     rounds: list[list[Pair]] = [[]]
     for source, target in in_rounds(links):
         pair = peer(world, source), peer(world, target)
+        # A round is over where a rank comes up again: `in_rounds` puts disjoint links first.
         if any(not set(pair).isdisjoint(other) for other in rounds[-1]):
             rounds.append([])
         rounds[-1].append(pair)
@@ -114,6 +117,7 @@ def time_links(world: World, rounds: Sequence[Sequence[Pair]], sizes: Sequence[i
     """
     found: LinkTimes = {}
     for pairs in rounds:
+        # A barrier: without it, fast pairs would be timed beside the next round.
         world.everyone().all_reduce(torch.ones(1, device=world.device), "doctor: next round of channels")
         settle(world, "doctor: next round of channels")
         for source, target in pairs:
@@ -129,10 +133,8 @@ def time_links(world: World, rounds: Sequence[Sequence[Pair]], sizes: Sequence[i
 def _exchanges(world: World, source: int, target: int, nbytes: int) -> list[float]:
     """Seconds of some messages from `source` to `target`, each with an answer of one number."""
     site = f"doctor: {nbytes} bytes from rank {source} to rank {target}"
-    payload, answer = (
-        torch.zeros(nbytes, dtype=torch.uint8, device=world.device),
-        torch.ones(1, device=world.device),
-    )
+    payload = torch.zeros(nbytes, dtype=torch.uint8, device=world.device)
+    answer = torch.ones(1, device=world.device)
 
     def send() -> None:
         sent = world.outgoing(target).send([payload], site)

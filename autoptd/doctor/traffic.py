@@ -1,4 +1,4 @@
-"""Messages, sums over tp and sums over dp under way at once, in the order in which a schedule has them.
+"""Messages and sums over value and batch axes (tp and dp) under way at once, in the order in which a schedule has them.
 
 In: a world, and the orders of a schedule. Out: what is wrong, in `Checks`. It is a training step without a
 model: an F sums over tp and sends on; a B starts a sum over tp, waits for it, and sends back; meanwhile a sum
@@ -14,7 +14,7 @@ from collections.abc import Iterable
 
 import torch
 
-from autoptd.doctor.calls import Checks, Result, peer, settle
+from autoptd.doctor.calls import Checks, Result, over_stages, peer, settle
 from autoptd.doctor.patterns import message, share, total
 from autoptd.errors import InternalError
 from autoptd.ir.actions import RECVS, SENDS, Action, Kind, Orders, ranks_of_stages
@@ -25,7 +25,7 @@ from autoptd.schedule import add_transfers, build_orders
 SCHEDULES = {"1f1b": 1, "interleaved": 2, "looped_bfs": 2, "zbv": 2}
 # Elements of messages, used in turn.
 LENGTHS = (257, 65_537, 1021)
-# Elements of a sum over dp.
+# Elements of a sum over a batch axis.
 BUCKET = 1 << 20
 AWAITED_BY = {Kind.F: Kind.RECV_F, Kind.B: Kind.RECV_B}
 
@@ -35,6 +35,7 @@ def step_orders(name: str, p: int) -> Orders:
     stages.
     """
     v = SCHEDULES[name]
+    # Enough for a steady state between warm-up and end; of a long pipeline less, as it takes p times as long.
     m = 2 * p if p <= 4 else p
     return add_transfers(
         build_orders(name, p, v, m), [(stage, stage + 1, True) for stage in range(p * v - 1)]
@@ -59,7 +60,7 @@ def communicators_of_orders(p: int, orders: Iterable[Orders]) -> Communicators:
 def play(checks: Checks, name: str, orders: Orders) -> None:
     """Do what the orders say for this rank."""
     world, step = checks.world, _Step(checks, orders)
-    for action in orders[world.coordinate.pp]:
+    for action in orders[world.pipeline_rank]:
         world.at = f"{action} of {name}"
         step.do(action)
     world.at = f"end of {name}"
@@ -74,12 +75,14 @@ class _Step:
 
     def __init__(self, checks: Checks, orders: Orders) -> None:
         self._world, self._ranks = checks.world, ranks_of_stages(orders)
-        self._tp, self._dp = self._world.group(("tp",)), self._world.group(("dp",))
+        mesh = self._world.mesh
+        self._value_groups = {axis: self._world.group((axis,)) for axis in mesh.value_axes}
+        self._batch_groups = {axis: self._world.group((axis,)) for axis in mesh.batch_axes}
         self._arriving: dict[Action, Pending] = {}
         self._leaving: list[Pending] = []
-        # Sums over dp that are under way.
-        self._sums: list[Pending] = []
-        # How many sums over tp were made: their sizes take turns.
+        # Sums over batch axes that are under way, each with its axis.
+        self._sums: list[tuple[str, Pending]] = []
+        # How many sums over value axes were made: their sizes take turns.
         self._count = 0
         self.results: list[tuple[str, str, tuple[int, ...], Result]] = []
 
@@ -93,18 +96,18 @@ class _Step:
         elif action.kind in AWAITED_BY:
             self._take(action)
             if action.kind is Kind.B and not self._sums:
-                self._start_sum()
-            self._sum_over_tp(action)
+                self._start_sums()
+            for axis in self._value_groups:
+                self._sum_values(action, axis)
         elif action.kind is Kind.REDUCE:
-            self._start_sum()
+            self._start_sums()
 
     def finish(self) -> None:
         """Wait for all that is under way."""
         for pending in self._leaving:
             pending.wait()
-        for pending in self._sums:
-            got = pending.wait()
-            self._hold_sum("all_reduce_start", self._dp, "dp", got)
+        for axis, pending in self._sums:
+            self._hold_sum("all_reduce_start", self._batch_groups[axis], axis, pending.wait())
         if self._arriving:
             raise InternalError(self._world.at, f"nobody took {', '.join(map(str, self._arriving))}")
 
@@ -113,6 +116,7 @@ class _Step:
         is_send, is_back = action.kind in SENDS, action.kind in (Kind.SEND_B, Kind.RECV_B)
         ends = (self._world.rank, self._peer(action)) if is_send else (self._peer(action), self._world.rank)
         from_stage = action.stage if is_send else action.peer
+        # Any two messages of a pair differ, so that one that overtakes another shows.
         number = 2 * (from_stage * 31 + action.microbatch) + is_back
         dtype = (torch.float32, torch.bfloat16)[action.microbatch % 2]
         return [message(*ends, LENGTHS[action.microbatch % 3], dtype, self._world.device, number)]
@@ -128,29 +132,34 @@ class _Step:
         """Wait for what a computation needs."""
         kind = AWAITED_BY[action.kind]
         mine = (kind, action.stage, action.microbatch)
-        arrived = [
-            action for action in self._arriving if (action.kind, action.stage, action.microbatch) == mine
-        ]
+        arrived = []
+        for receive in self._arriving:
+            if (receive.kind, receive.stage, receive.microbatch) == mine:
+                arrived.append(receive)
         for receive in arrived:
             (got,), (expected,) = self._arriving.pop(receive).wait(), self._messages(receive)
             ends = (self._peer(receive), self._world.rank)
-            self.results.append(("message", "pp", ends, Result(got, expected, 0)))
+            self.results.append(("message", over_stages(self._world), ends, Result(got, expected, 0)))
 
-    def _sum_over_tp(self, action: Action) -> None:
-        count, site = LENGTHS[self._count % 3], f"doctor: sum over tp in {action}"
+    def _sum_values(self, action: Action, axis: str) -> None:
+        """Sum over an axis along which ranks have parts of values: at once in F, started first in B."""
+        group, site = self._value_groups[axis], f"doctor: sum over {axis} in {action}"
+        count = LENGTHS[self._count % 3]
         self._count += 1
-        mine = share(self._tp.index, self._tp.size, count, torch.bfloat16, self._world.device)
-        is_started = action.kind is Kind.B
-        got = (
-            self._tp.all_reduce_start(mine.clone(), site).wait()
-            if is_started
-            else self._tp.all_reduce(mine, site)
-        )
-        self._hold_sum("all_reduce_start" if is_started else "all_reduce", self._tp, "tp", got)
+        mine = share(group.index, group.size, count, torch.bfloat16, self._world.device)
+        if action.kind is Kind.B:
+            # As a backward does, which computes a weight's gradient beside it.
+            got = group.all_reduce_start(mine.clone(), site).wait()
+            self._hold_sum("all_reduce_start", group, axis, got)
+        else:
+            got = group.all_reduce(mine, site)
+            self._hold_sum("all_reduce", group, axis, got)
 
-    def _start_sum(self) -> None:
-        flat = share(self._dp.index, self._dp.size, BUCKET, torch.float32, self._world.device)
-        self._sums.append(self._dp.all_reduce_start(flat.clone(), "doctor: sum over dp"))
+    def _start_sums(self) -> None:
+        """Start a sum over every batch axis, as a bucket of gradients does."""
+        for axis, group in self._batch_groups.items():
+            flat = share(group.index, group.size, BUCKET, torch.float32, self._world.device)
+            self._sums.append((axis, group.all_reduce_start(flat.clone(), f"doctor: sum over {axis}")))
 
     def _hold_sum(self, what: str, group: Group, over: str, got: torch.Tensor) -> None:
         if group.size == 1:

@@ -1,7 +1,9 @@
 """Words of the report: ranks, times, bandwidths.
 
-ranks_text([0, 1, 2, 3, 7])     # "0-3, 7"
-seconds_text(3.12e-4)           # "312 us"
+In: numbers. Out: text for people.
+
+    ranks_text([0, 1, 2, 3, 7])     # "0-3, 7"
+    seconds_text(3.12e-4)           # "312 us"
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ MAX_RANGES = 8
 
 def ranks_text(ranks: Sequence[int]) -> str:
     """List ranks, three and more in a row as a range; only the first ranges where they are many."""
+    # [first, last] of each run: [[0, 3], [7, 7]].
     ranges: list[list[int]] = []
     for rank in sorted(set(ranks)):
         if ranges and rank == ranges[-1][1] + 1:
@@ -26,6 +29,7 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 
 def _range_text(first: int, last: int) -> str:
+    # Two in a row are no shorter as a range.
     if last - first > 1:
         return f"{first}-{last}"
     return str(first) if first == last else f"{first}, {last}"

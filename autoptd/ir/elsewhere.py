@@ -21,6 +21,13 @@ OPTIMIZER = "leave it out: pm.optimizer(torch.optim.AdamW, lr=3e-4)"
 DATA = "leave it out: pm.local_batch(x, y) cuts the global batch to this replica's rows"
 UNNEEDED = "leave it out: nothing here needs it"
 
+# Modules of others, as they are met in a trace.
+NORMS = "LayerNorm or GroupNorm, or .eval() of the batch norm, which keeps its statistics as they are"
+EXPERTS = (
+    'for the experts of transformers, from_config(config, experts_implementation="batched_mm"), which gathers '
+    "weights by token"
+)
+
 _REMEDIES = {
     "it is called t here": (
         "tp tp_size tp_degree tensor_parallel tensor_parallel_size tensor_parallel_degree tensor_model_parallel_size"

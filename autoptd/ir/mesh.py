@@ -54,6 +54,7 @@ AXES = {axis.name: axis for axis in TABLE}
 MESH_AXES = tuple(AXES)
 # The keywords of the axes, in the order in which people write them.
 DEGREES = ("t", "p", "d")
+BY_DEGREE = {axis.degree: axis for axis in sorted(TABLE, key=lambda axis: DEGREES.index(axis.degree))}
 ORDER = "-".join(MESH_AXES)
 
 
@@ -113,6 +114,11 @@ class Mesh:
     d: int = 1
     order: str = ORDER
 
+    @classmethod
+    def of(cls, degrees: Mapping[str, int], order: str = ORDER) -> Mesh:
+        """Return the mesh of some degrees, by the keyword of `parallelize`; the others are 1."""
+        return cls(**degrees, order=order)
+
     @property
     def size(self) -> int:
         return math.prod(map(self.degree, AXES))
@@ -144,6 +150,15 @@ class Mesh:
         """Number of ranks along every axis, by the keyword of `parallelize`."""
         return {name: int(getattr(self, name)) for name in DEGREES}
 
+    def product_text(self, axes: Sequence[str]) -> str:
+        """Format how many ranks there are along some axes together: `d=2`, of several axes `t*p=8`."""
+        names = "*".join(AXES[axis].degree for axis in axes)
+        return f"{names}={math.prod(map(self.degree, axes))}"
+
+    def along(self, axes: Iterable[str]) -> Mesh:
+        """Return the mesh of the ranks along some axes, all other axes having one rank."""
+        return Mesh.of({AXES[axis].degree: self.degree(axis) for axis in axes}, self.order)
+
     @cached_property
     def axes(self) -> tuple[str, ...]:
         """All axes, fastest first; those that `order` leaves out have one rank, and are slowest."""
@@ -168,6 +183,7 @@ class Mesh:
     def stride(self, axis: str) -> int:
         """Return how far apart the numbers of two neighbours along an axis or sub-axis are."""
         if is_sub_axis(axis):
+            # t=8, "tp:(2)4": its 4 ranks are neighbours (8 // 8 = 1); "tp:(1)2": 4 apart (8 // 2).
             return self.strides[base(axis)] * (self.degree(base(axis)) // parse(axis).end)
         return self.strides[axis]
 
@@ -212,6 +228,11 @@ class Mesh:
         return self.axes_of(Role.STAGES)
 
     @property
+    def value_ranks(self) -> int:
+        """How many ranks share the values of a layer."""
+        return math.prod(map(self.degree, self.value_axes))
+
+    @property
     def replicas(self) -> int:
         """How many parts the global batch is divided into."""
         return math.prod(map(self.degree, self.batch_axes))
@@ -238,6 +259,17 @@ class Mesh:
         # Rank 0's group along the other axes has one rank of every pipeline.
         others = [axis for axis in self.axes if axis not in self.stage_axes]
         return [self.at_stage(rank, pipeline_rank) for rank in self.group(0, others)]
+
+    @property
+    def value_text(self) -> str:
+        """The axes along which ranks have other parts of values, for texts: `tp`."""
+        return ", ".join(self.value_axes)
+
+    @property
+    def words(self) -> str:
+        """The degrees for a heading: `t=2 tensor x p=4 pipeline x d=1 data parallel`."""
+        degrees = [f"{name}={degree} {BY_DEGREE[name].word}" for name, degree in self.degrees.items()]
+        return f"{' x '.join(degrees)} parallel"
 
     def __str__(self) -> str:
         degrees = " ".join(f"{name}={degree}" for name, degree in self.degrees.items())

@@ -8,7 +8,9 @@ from __future__ import annotations
 import builtins
 import keyword
 
-USED = frozenset({"self", "w", "b", "tp", "i", "F", "torch", "rt", "float", "range", *keyword.kwlist})
+from autoptd.ir.mesh import MESH_AXES
+
+USED = frozenset({"self", "w", "b", "i", "F", "torch", "rt", "float", "range", *MESH_AXES, *keyword.kwlist})
 RESERVED = frozenset({*USED, *dir(builtins)})
 # Methods of a namespace of weights: a module of this name is read as an item.
 METHODS = frozenset({"at"})

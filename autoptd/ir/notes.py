@@ -37,7 +37,7 @@ class Note:
                  locally), `why`, `fallback` (why it is not split as one would expect)
     communicate: `conversion` (name of the conversion a node performs), `axis` (the mesh axis or sub-axis over
                  which a node communicates, or finds its place in a whole value)
-    cut:         `stages` that compute the node, ascending (the first one sends it); `placement`: why, where
+    cut:         `stages` that compute the node, ascending (the first one sends it); `stages_why`: why, where
                  that is not plain
     all:         `extra`, what one pass leaves for another, by name
     """
@@ -58,7 +58,7 @@ class Note:
     why: str = ""
     fallback: Fallback | None = None
     stages: tuple[int, ...] = ()
-    placement: str = ""
+    stages_why: str = ""
     extra: dict[str, Any] = field(default_factory=dict)
 
 

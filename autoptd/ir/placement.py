@@ -87,6 +87,7 @@ def placements(
     if len(stages) > 1:
         types |= dict.fromkeys(_axes_of(Role.STAGES), R)
     use = Layout(types)
+    # S is stored as it is used; R becomes I: what differs between the ranks is the gradient, which they sum.
     return Placement(Layout(dict(use.shards)), dtype, grad_dtype), Placement(use, dtype)
 
 

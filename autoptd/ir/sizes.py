@@ -55,6 +55,7 @@ def local_shape(node: Node, sizes: Sizes) -> tuple[int, ...]:
 
 def _local_size(node: Node, dim: int, size: int, sizes: Sizes) -> int:
     layout = note(node).layout
+    # [2 * s, h] in a trace of 2 rows is [s, h] for one row, whatever else is folded into the dim.
     if layout.batch.kind == "S" and layout.batch.dim == dim:
         size //= sizes.rows_divisor
     # Several atoms of one dim may be cut, each by another axis.

@@ -9,7 +9,6 @@ table of conversions (`types.py`); None where no rows lead there.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -44,28 +43,47 @@ def steps(axis: str, source: Layout, target: Layout, mesh: Mesh) -> list[Step] |
     # Shards over an axis are not those that its sub-axes make of them one by one.
     if not all(name in parts for layout in (source, target) for name, _ in layout.shards):
         return None
+    # The types on the way: those of the source, which become the target's one by one.
     types = {part: source[part] for part in parts}
-    changed = [part for part in parts if source[part] != target[part]]
-    gathered = [part for part in reversed(changed) if source[part].kind == "S"]
-    others_first = [part for part in changed if part not in gathered]
     found = []
-    for part in [*others_first, *gathered]:
+    for part in _in_order(parts, source, target):
         before, types[part] = types[part], target[part]
         if (before.kind, types[part].kind) not in CONVERSIONS:
             return None
-        cutting = [name for name, kind in types.items() if name != part and kind.kind == "S"]
+        others = 1
+        for name, kind in types.items():
+            if name != part and kind.kind == "S":
+                others *= mesh.degree(name)
+        is_there = all(types[name] == target[name] for name in parts)
         # Named by the mesh axis where the target is: types over its sub-axes would be another layout.
-        layout = target if all(types[name] == target[name] for name in parts) else Layout(types)
-        found.append(Step(part, before, types[part], layout, math.prod(map(mesh.degree, cutting))))
+        layout = target if is_there else Layout(types)
+        found.append(Step(part, before, types[part], layout, others))
     return found
+
+
+def _in_order(parts: tuple[str, ...], source: Layout, target: Layout) -> list[str]:
+    """Return the parts whose types change: what cuts, slow parts first; then what gathers, fast ones first."""
+    cutting: list[str] = []
+    gathering: list[str] = []
+    for part in parts:
+        if source[part] == target[part]:
+            continue
+        if source[part].kind == "S":
+            gathering.insert(0, part)
+        else:
+            cutting.append(part)
+    return cutting + gathering
 
 
 def shard_places(dims: Dims, axis: str, layouts: Iterable[Layout], mesh: Mesh) -> tuple[Outer, ...]:
     """Return where the shards over an axis lie in values of these layouts: dim and blocks of each that it
     cuts.
     """
-    cut = [layout for layout in layouts if layout[axis].kind == "S"]
-    return tuple(number for layout in cut for number in (layout[axis].dim, layout.blocks(dims, axis, mesh)))
+    places: list[Outer] = []
+    for layout in layouts:
+        if layout[axis].kind == "S":
+            places += [layout[axis].dim, layout.blocks(dims, axis, mesh)]
+    return tuple(places)
 
 
 __all__ = ["Step", "shard_places", "steps"]

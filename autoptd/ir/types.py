@@ -106,6 +106,7 @@ def outer_size(dims: Sequence[Sequence[int]], kind: ValueType) -> Outer:
     Of a `Segmented` atom, the sizes of the blocks.
     """
     atoms = dims[kind.dim]
+    # S over heads of [3 x 12 x 64]: a shard is one chunk of each of the 3 blocks q, k, v.
     count = math.prod(atoms[: kind.atom])
     if not atoms or not isinstance(sharded := atoms[kind.atom], Segmented):
         return count

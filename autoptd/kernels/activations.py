@@ -23,6 +23,7 @@ aten = torch.ops.aten
 
 def bias_gelu(x: Tensor, bias: Tensor, *, approximate: str = "none", backend: str = "eager") -> Tensor:
     """Return gelu(x + bias) of x [..., h] and bias [h]; `approximate` is that of `F.gelu`."""
+    # Promotion and broadcasting are left to torch's operators.
     if x.dtype != bias.dtype or bias.shape != x.shape[-1:]:
         return bias_gelu_plain(x, bias, approximate=approximate)
     return _BiasGelu.apply(x, bias, _known(approximate), takes_triton(backend, x, "bias_gelu"))  # type: ignore[no-any-return, no-untyped-call]
@@ -102,6 +103,7 @@ class _BiasGelu(torch.autograd.Function):
         dx = torch.empty_like(x)
         db = torch.zeros_like(bias, dtype=wide(x.dtype)) if ctx.needs_input_grad[1] else None
         for at in tiles(x):
+            # gelu'(x + bias) grad is the gradient of both: of x as it is, of the bias summed over rows.
             part = _act_backward(grad[at], x[at] + bias, ctx.approximate, dx[at])
             if db is not None:
                 db += part.reshape(-1, part.shape[-1]).sum(0, dtype=db.dtype)
@@ -131,6 +133,7 @@ class _Gated(torch.autograd.Function):
             return *gated_backward(grad, gate, up, ctx.kind), None, None
         d_gate, d_up = torch.empty_like(gate), torch.empty_like(up)
         for at in tiles(gate):
+            # d_up = grad * act(gate), computed in its own memory; then d_gate in its.
             _act(gate[at], ctx.kind, d_up[at]).mul_(grad[at])
             _act_backward(grad[at] * up[at], gate[at], ctx.kind, d_gate[at])
         return d_gate, d_up, None, None

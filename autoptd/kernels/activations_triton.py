@@ -1,6 +1,6 @@
 """`kernels.activations` in Triton: one pass over the inputs forward, and one backward.
 
-Imported where Triton is at hand only.
+Imported only where Triton is installed.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from autoptd.kernels.rows_triton import computed, divided, passes
 Tensor = torch.Tensor
 # Elements of one program.
 SIZE = 1024
+# By `kind` of `kernels.activations`: the compile-time constant KIND.
 KINDS = {"none": 0, "tanh": 1, "silu": 2}
 
 
@@ -25,6 +26,7 @@ def bias_gelu_forward(x: Tensor, bias: Tensor, approximate: str) -> Tensor:
         _bias_gelu[_grid(x)](
             x,
             bias,
+            # Stands for the gradient, which BACK=False never reads.
             x,
             out,
             x.numel(),
@@ -94,6 +96,7 @@ def _act(x, KIND: tl.constexpr):
     elif KIND == 1:
         # sqrt(2 / pi)
         inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
+        # 0.134145 below is 3 * 0.044715, of the derivative of `inner`.
         # (1 + tanh(inner)) / 2.
         s = 1.0 / (1.0 + tl.exp(-2.0 * inner))
         return x * s, s + 2.0 * x * s * (1.0 - s) * 0.7978845608028654 * (1.0 + 0.134145 * x * x)
@@ -117,13 +120,16 @@ def _bias_gelu(
     WIDE: tl.constexpr,
     SIZE: tl.constexpr,
 ):
+    # 64 bits: a tensor may have more than 2**31 elements.
     first = tl.program_id(0).to(tl.int64) * SIZE
     at = first + tl.arange(0, SIZE)
     inside = at < count
+    # The column of each element, without a division per element.
     _, place = divided(first, tl.arange(0, SIZE), width, BIASES)
     value = tl.load(x + at, mask=inside, other=0.0).to(WIDE) + tl.load(
         bias + place, mask=inside, other=0.0
     ).to(WIDE)
+    # The slope costs little beside the loads: one function for forward and backward.
     y, slope = _act(value, KIND)
     if BACK:
         y = slope * tl.load(grad + at, mask=inside, other=0.0).to(WIDE)

@@ -37,10 +37,12 @@ def attention(
 
     `backend` says nothing here: the kernel is torch's own choice.
     """
+    # The kernels do not broadcast: k and v may have one head for many of q.
     leading = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
     if mask is not None:
         mask = _fitted(mask, q, leading, k.shape[-2], causal)
     q, k, v = (_four_dims(x.expand(*leading, -1, -1)) for x in (q, k, v))
+    # torch takes a mask or is_causal, not both: with a mask, `_fitted` has put the causal one into it.
     out = F.scaled_dot_product_attention(q, k, v, mask, scale=scale, is_causal=causal and mask is None)
     return out.view(*leading, *out.shape[-2:])
 
@@ -65,6 +67,7 @@ def _four_dims(x: Tensor) -> Tensor:
         x = x.contiguous()
     if x.ndim > 4:
         return x.reshape(-1, *x.shape[-3:])
+    # Dims of one in front.
     return x[(None,) * (4 - x.ndim)] if x.ndim < 4 else x
 
 
@@ -75,8 +78,10 @@ def _fitted(mask: Tensor, q: Tensor, leading: torch.Size, keys: int, causal: boo
     shape = (q.shape[-2], keys)
     if causal:
         mask = mask.expand(*mask.shape[:-2], *shape) if mask.ndim > 1 else mask.expand(shape)
+        # Expanded first, as a mask of one row or column has no place for the triangle.
         later = later_keys(mask)
         mask = mask & ~later if mask.dtype == torch.bool else mask.masked_fill(later, -torch.inf)
+    # A last dim of one has stride 0 now, and is copied below; the leading dims stay views.
     mask = mask.expand(*mask.shape[:-1], keys)
     if mask.stride(-1) != 1:
         mask = mask.contiguous()
@@ -85,5 +90,6 @@ def _fitted(mask: Tensor, q: Tensor, leading: torch.Size, keys: int, causal: boo
 
 def _narrowed(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """The mask in `dtype`: a finite number that has no place in it becomes its least one, not -inf."""
+    # finfo(float32).min, the usual mask, is -inf in bfloat16: a row of it would become NaN.
     narrow = mask.to(dtype)
     return narrow.masked_fill(narrow.isneginf() & ~mask.isneginf(), torch.finfo(dtype).min)

@@ -75,6 +75,7 @@ class Loss:
 
         `out` may be `z`. Return the terms over all ranks.
         """
+        # Before the softmax: `out` may be the memory of z.
         picked = z.gather(1, labels.column.unsqueeze(1)).squeeze(1)
         weighted = None
         if self.smoothing:
@@ -93,7 +94,9 @@ class Loss:
         m), the logit of the target, and sum_j w_j z_j.
         """
         top = self.reduce(maximum, "max")
+        # From this rank's maximum m to that of all: exp(z - m) exp(m - M) = exp(z - M).
         here = here * (maximum - top).exp()
+        # One reduction for all sums. A target has its column on one rank; the others add 0.
         sums = [here, (picked - top).masked_fill(labels.elsewhere, 0.0)]
         if self.weight is not None:
             sums.append(self.weight[labels.column].masked_fill(labels.elsewhere, 0.0))
@@ -118,6 +121,7 @@ class Loss:
         `out` may be `softmax`.
         """
         factor, hard, soft = self.factors(terms, labels, grad)
+        # `softmax` sums to 1 over the columns here: times `here` it is exp(z - M).
         factor = (factor * terms.here).unsqueeze(1)
         picked = hard.masked_fill(labels.elsewhere, 0.0).neg_().unsqueeze(1)
         for at in tiles(softmax):
@@ -125,6 +129,7 @@ class Loss:
             if soft is not None:
                 each = soft[at].unsqueeze(1)
                 part[:, : self.real] -= each if self.weight is None else each * self.weight[: self.real]
+        # Where the target is elsewhere, 0 is added to column 0.
         return out.scatter_add_(1, labels.column.unsqueeze(1), picked)
 
     def factors(self, terms: Terms, labels: Labels, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -147,6 +152,7 @@ def softmax_here(z: Tensor, real: int, out: Tensor) -> tuple[Tensor, Tensor]:
     it underflows.
     """
     maximum, total = z.new_full((len(z),), -torch.inf), z.new_zeros(len(z))
+    # A rank may have padding only.
     for at in tiles(z) if real else []:
         part, share = z[at][:, :real], out[at][:, :real]
         torch.amax(part, 1, out=maximum[at])

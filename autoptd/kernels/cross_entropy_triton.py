@@ -4,7 +4,7 @@ gradient in place.
 Both compute in float32 (float64 for float64), so that narrower logits need no copy. Class weights are not for
 these kernels.
 
-Imported where Triton is at hand only.
+Imported only where Triton is installed.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ BLOCK = 4096
 
 def terms(loss: Loss, z: Tensor, labels: Labels) -> Terms:
     """Return the numbers of the rows of the logits z [N, n], over all ranks."""
+    # A program per row, which goes through all columns.
     maximum, total, weighted = z.new_zeros((3, len(z)), dtype=wide(z.dtype))
     picked = z.gather(1, labels.column.unsqueeze(1)).squeeze(1).to(maximum.dtype)
     if len(z):
@@ -54,12 +55,14 @@ def gradients(
     picked = hard.masked_fill(labels.elsewhere, 0.0)
     out = torch.empty_like(z) if out is None else out
     if len(z):
+        # With the terms known, blocks of a row are independent: a program for each.
         _gradients[(len(z), triton.cdiv(z.shape[1], BLOCK))](
             z,
             out,
             terms.maximum,
             factor,
             picked,
+            # Never read where SMOOTHS is False; a kernel's pointers must all be tensors.
             picked if soft is None else soft,
             labels.column,
             z.shape[1],
@@ -114,6 +117,7 @@ def _gradients(
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     at = row * width + column
+    # Each element is read and written by one program: `out` may be z.
     x = tl.load(z + at, mask=column < real, other=-float("inf")).to(WIDE)
     y = tl.load(factor + row) * tl.exp(x - tl.load(maximum + row))
     if SMOOTHS:

@@ -64,6 +64,7 @@ def drop_torch(x: torch.Tensor, rate: float, places: Places, out: torch.Tensor |
         hashed_columns = premix_(columns, spare[: columns.numel()].view(columns.shape))[:, None]
         for r in blocks:
             part = x[a, r, z]
+            # The last tiles are smaller: views of the two buffers, which all tiles share.
             h, other = (buffer[: part.numel()].view(part.shape) for buffer in (bits, spare))
             torch.bitwise_xor(hashed_rows[r], hashed_columns, out=h)
             _keep(part, h, other, rate, out[a, r, z])
@@ -75,6 +76,7 @@ def _keep(
 ) -> torch.Tensor:
     """out = x / (1 - rate) where the mixed bits are large enough, 0 elsewhere."""
     mix_(bits, spare).ge_(threshold(rate))
+    # The comparison has left 1 or 0 in `bits`.
     return torch.mul(x, bits, out=out).mul_(1.0 / (1.0 - rate))
 
 

@@ -39,6 +39,7 @@ def keys(seed: int, step: int, site: int) -> tuple[int, int]:
     """
     key = 0
     for part in (seed, step, site):
+        # One round per number, so that (0, 1, 2) and (2, 1, 0) give unrelated keys.
         key = (key ^ part) + 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF
         key = (key ^ key >> 30) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
         key = (key ^ key >> 27) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
@@ -50,6 +51,7 @@ def threshold(rate: float) -> int:
     """Return the least int32 that is kept: of 2**32 values, `rate` of them are below."""
     if not 0.0 < rate < 1.0:
         raise InternalError(f"dropout of {rate}", "is not between 0 and 1")
+    # Shifted by 2**31, as int32 are compared; WORD itself, for a rate close to 1, would not fit.
     return min(round(rate * WORD), WORD - 1) - (WORD >> 1)
 
 

@@ -4,7 +4,7 @@ in torch.
 A program works on the same columns of one row after another. What it divides are numbers of its own, not
 those of elements.
 
-Imported where a GPU and Triton are at hand only.
+Imported only where there are a GPU and Triton.
 """
 
 from __future__ import annotations

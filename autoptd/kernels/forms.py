@@ -54,6 +54,7 @@ def tiles(x: torch.Tensor) -> list[Index]:
     """
     if x.device.type != "cpu" or x.numel() <= TILE or x.ndim < 2:
         return [()]
+    # [4, 1024, 512] has tiles of 256 rows: (0, 0:256), (0, 256:512), ..., (3, 768:1024).
     dim, width = 0, math.prod(x.shape[1:])
     while width > TILE and dim < x.ndim - 2:
         dim += 1

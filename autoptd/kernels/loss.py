@@ -57,6 +57,7 @@ def linear_cross_entropy(
     """
     ids = targets.reshape(-1)
     ignored = ids == ignore_index
+    # All columns are on this rank: only an ignored target has none here.
     labels = Labels(ids.masked_fill(ignored, 0), ignored, ignored)
     rows = len(weight)
     loss = Loss(
@@ -154,7 +155,9 @@ def chunked_loss(
     if how.reduction == "none":
         return _LossOfRows.apply(flat, weight, bias, labels, loss, how).reshape(shape)  # type: ignore[no-any-return, no-untyped-call]
     if not torch.is_grad_enabled():
+        # No backward will come to call it.
         how = replace(how, wgrad=None)
+    # Asked before the weight is detached below: forward sees tensors only, and could not tell.
     wanted = _Wanted(flat.requires_grad, weight.requires_grad, bias is not None and bias.requires_grad)
     if how.wgrad is not None and weight.requires_grad:
         wanted, weight = wanted._replace(leaf=weight), weight.detach()
@@ -182,12 +185,14 @@ class _Chunk:
     ) -> None:
         self.labels, self.loss, self.how, self.dtype = labels, loss, how, x.dtype
         z = F.linear(x, weight, bias)
+        # Triton's passes widen each element as they read it; torch's operators need a wide copy.
         self.z = z if how.triton else z.to(wide(z.dtype))
         self.slope = None
         if how.softcap is not None:
-            ratio = self.z.div_(how.softcap).tanh_()
-            self.slope = 1.0 - ratio.square()
-            ratio.mul_(how.softcap)
+            # In the memory of z: z / c, then tanh of it, then c tanh(z / c). Its slope is 1 - tanh^2.
+            self.z.div_(how.softcap).tanh_()
+            self.slope = 1.0 - self.z.square()
+            self.z.mul_(how.softcap)
 
     def terms(self) -> Terms:
         if self.how.triton:
@@ -232,6 +237,7 @@ class _Sums:
 
     def add(self, at: slice, dz: Tensor, x: Tensor, weight: Tensor) -> None:
         if self.x is not None:
+            # z = x w^T: dx = dz w, of these rows; dw = dz^T x, summed over all rows.
             torch.mm(dz, weight, out=self.x[at])
         if self.wants_weight:
             self.weight = add_mm(self.weight, dz.t(), x[at], wide(weight.dtype))
@@ -266,6 +272,7 @@ class _ReducedLoss(torch.autograd.Function):
             terms = chunk.terms()
             result = result + loss.of_rows(terms, chunk.labels).sum()
             share = share + terms.share.sum()
+            # Now, while the chunk's logits are at hand: backward would have to compute them again.
             if any(ctx.needs_input_grad):
                 sums.add(at, chunk.gradients(terms, torch.ones_like(terms.total)), x, weight)
             # Free it before the next chunk is allocated.
@@ -273,6 +280,7 @@ class _ReducedLoss(torch.autograd.Function):
         divisor = torch.ones_like(share)
         if how.reduction == "mean":
             divisor = share if total is None else divisor.mul_(total)
+        # A mean over no valid row is 0 / 0: NaN as in torch, with gradients of 0.
         ctx.save_for_backward(sums.x, sums.weight, sums.bias, divisor, labels.ignored.all())
         ctx.how = how.wgrad, wanted.leaf, weight.dtype, None if bias is None else bias.dtype
         return result / divisor
@@ -284,9 +292,11 @@ class _ReducedLoss(torch.autograd.Function):
         wgrad, leaf, weight_dtype, bias_dtype = ctx.how
         dx = None if dx is None else scaled(dx, scale, dx.dtype)
         if leaf is not None:
+            # Returns None: the gradient goes to its sum over microbatches, past autograd.
             dw = wgrad(WeightSum(leaf, dw, scale))
         dw = None if dw is None else scaled(dw, scale, weight_dtype)
-        return dx, dw, None if db is None else scaled(db, scale, bias_dtype), *[None] * 5
+        db = None if db is None else scaled(db, scale, bias_dtype)
+        return dx, dw, db, *[None] * 5
 
 
 class _LossOfRows(torch.autograd.Function):
@@ -317,15 +327,10 @@ class _LossOfRows(torch.autograd.Function):
             at = slice(start, start + how.chunk)
             chunk = _Chunk(x[at], weight, bias, labels.rows(at), loss, how)
             if not how.triton:
+                # `gradients` starts from the softmax that `shares` leaves; the terms were kept.
                 softmax_here(chunk.z, loss.real, out=chunk.z)
             sums.add(at, chunk.gradients(terms, grad[at]), x, weight)
             del chunk
         dw = None if sums.weight is None else sums.weight.to(weight.dtype)
-        return (
-            sums.x,
-            dw,
-            None if bias is None or sums.bias is None else sums.bias.to(bias.dtype),
-            None,
-            None,
-            None,
-        )
+        db = None if bias is None or sums.bias is None else sums.bias.to(bias.dtype)
+        return sums.x, dw, db, None, None, None

@@ -33,6 +33,7 @@ def rms_norm(
     `offset` is 1 for models whose weights are stored as the difference from it (Gemma).
     """
     if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
+        # A sum that broadcasts or promotes is torch's; its result is normed without a residual.
         x, residual = x + residual, None
         return rms_norm(x, weight, eps=eps, offset=offset, backend=backend), x
     triton = takes_triton(backend, x, "rms_norm", x.shape[-1])
@@ -65,6 +66,7 @@ def layer_norm(
 
     Torch's own is one operator already: the eager form is the plain one.
     """
+    # Without a residual torch's own kernel has nothing left to save.
     fits = residual is not None and residual.shape == x.shape and residual.dtype == x.dtype
     if not fits or not takes_triton(backend, x, "layer_norm", x.shape[-1]):
         return layer_norm_plain(x, weight, bias, eps=eps, residual=residual)
@@ -97,6 +99,7 @@ class _RmsNorm(torch.autograd.Function):
         offset: float,
         triton: bool,
     ) -> tuple[Tensor, Tensor | None]:
+        # A result that nobody used then has the gradient None, instead of zeros that would be read.
         ctx.set_materialize_grads(False)
         ctx.offset, ctx.triton = offset, triton
         dtype = x.dtype if weight is None else torch.promote_types(x.dtype, weight.dtype)
@@ -120,6 +123,7 @@ class _RmsNorm(torch.autograd.Function):
             dx, dw = rms_norm_backward(grad, grad_total, total, factor, weight, ctx.offset)
         else:
             dx, dw = _rms_norm_backward(grad, grad_total, total, factor, weight, ctx.offset)
+        # x and the residual are added up, so both have the sum's gradient.
         return dx, dw, dx if ctx.needs_input_grad[2] else None, None, None, None
 
 
@@ -136,8 +140,10 @@ def _rms_norm_forward(
         if residual is not None:
             torch.add(x[at], residual[at], out=total[at])
         h = total[at].to(statistics)
+        # A sum of squares without a tensor of h^2; its root is undone in the next line.
         r = torch.linalg.vector_norm(h, dim=-1, keepdim=True, out=factor[at])
         r.square_().div_(width).add_(eps).rsqrt_()
+        # Straight into y, where no rounding stands between.
         part = torch.mul(h, r, out=y[at]) if dtype == statistics else h * r
         if scale is not None:
             part.mul_(scale)
@@ -161,6 +167,7 @@ def _rms_norm_backward(
     dw = None if weight is None else factor.new_zeros(width)
     for at in tiles(total):
         g, h, r = grad[at].to(factor.dtype), total[at].to(factor.dtype), factor[at]
+        # Two uses: mean(f g x) for dx, and sum over rows of r g x for the weight.
         product = g * h
         mean = (product @ scale).unsqueeze(-1) * r**3 / width
         if dw is not None:
@@ -170,6 +177,7 @@ def _rms_norm_backward(
             part.mul_(scale)
         part.addcmul_(h, mean, value=-1)
         if grad_total is not None:
+            # What comes back along the residual stream.
             part += grad_total[at]
         if dx.dtype != factor.dtype:
             dx[at].copy_(part)

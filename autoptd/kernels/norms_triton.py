@@ -1,12 +1,11 @@
-"""`kernels.norms` in Triton: forward reads a row once, its residual with it.
-
-Backward once, and sums the weights' gradients.
+"""`kernels.norms` in Triton: forward reads a row and its residual once, and so does backward, which also sums
+the weights' gradients.
 
 Backward runs a program or a few on every multiprocessor; each goes through rows of its own, keeps their sums,
 and these are added up. Where a row and its sums are more than a program's registers, it is read twice: from
 the cache the second time.
 
-Imported where Triton is at hand only.
+Imported only where Triton is installed.
 """
 
 from __future__ import annotations
@@ -78,9 +77,11 @@ def _norm(
     x = x.contiguous()
     total = x if residual is None else torch.empty_like(x)
     y = torch.empty_like(x, dtype=dtype)
+    # The mean is written for layer norm only (CENTERED).
     mean, factor = x.new_empty((2, *x.shape[:-1], 1), dtype=wide(x.dtype))
     width = x.shape[-1]
     if x.numel():
+        # A program per row. x stands in for absent tensors: their HAS_ is False, and they are never read.
         _forward[(x.numel() // width,)](
             x,
             x if residual is None else residual.contiguous(),
@@ -121,7 +122,8 @@ def _norm_backward(
     size = row_size(width, most=16)
     count = programs(rows, size["num_warps"], total.device)
     weight = weights[0]
-    present = [one for one in weights if one is not None]
+    # The weight, the bias, both or none.
+    present = [parameter for parameter in weights if parameter is not None]
     # Every program writes its own sums.
     sums = factor.new_empty((len(present), count, width))
     if total.numel():
@@ -147,8 +149,12 @@ def _norm_backward(
             WIDE=computed(total.dtype),
             **size,
         )
-    found = iter([each.to(one.dtype) for each, one in zip(sums.sum(1), present, strict=True)])
-    return dx, [None if one is None else next(found) for one in weights]
+    # In the order of `present`; None again where there is no weight or bias.
+    totals = iter(sums.sum(1))
+    grads: list[Tensor | None] = []
+    for parameter in weights:
+        grads.append(None if parameter is None else next(totals).to(parameter.dtype))
+    return dx, grads
 
 
 @triton.jit
@@ -178,11 +184,13 @@ def _forward(
     value = tl.load(x + at, mask=inside, other=0.0)
     if HAS_RESIDUAL:
         other = tl.load(residual + at, mask=inside, other=0.0)
+        # Rounded before it is normed, as the plain form rounds, and as backward will read it.
         value = (value.to(WIDE) + other.to(WIDE)).to(value.dtype)
         tl.store(total + at, value, mask=inside)
     value = value.to(WIDE)
     if CENTERED:
         middle = tl.sum(value, 0) / width
+        # Lanes beyond the row are 0 again: they would add middle^2 to the variance.
         value = tl.where(inside, value - middle, 0.0)
         tl.store(mean + row, middle)
     r = 1.0 / tl.sqrt(tl.sum(value * value, 0) / width + EPS)
@@ -226,6 +234,7 @@ def _backward(
     weight_sum = tl.zeros([BLOCK], WIDE)
     bias_sum = tl.zeros([BLOCK], WIDE)
     for step in range(0, steps):
+        # Rows are dealt out in turn; in the last round some programs have none, and mask all columns.
         row = tl.program_id(0).to(tl.int64) + step * count
         inside = column < tl.where(row < rows, width, 0)
         at = row * width + column
@@ -240,6 +249,7 @@ def _backward(
             value = tl.where(inside, value - middle, 0.0)
         value *= r
         if HAS_BIAS:
+            # y = x' scale + bias: the bias sums g as it comes, the weight g times the normed row x'.
             bias_sum += g
         if HAS_WEIGHT:
             weight_sum += g * value
@@ -249,9 +259,11 @@ def _backward(
                     + OFFSET
                 )
             g *= scale
+        # With g times the weight: dx = r (g - x' mean(g x') - mean(g)), for RMS without mean(g).
         slope = tl.sum(g * value, 0) / width
         level = tl.sum(g, 0) / width
         if READS_TWICE:
+            # Two rows of more than HELD elements beside the sums would spill: read from the cache again.
             g = tl.load(grad + at, mask=inside, other=0.0, eviction_policy="evict_first").to(WIDE)
             value = tl.load(total + at, mask=inside, other=0.0, eviction_policy="evict_first").to(WIDE)
             if CENTERED:
@@ -273,6 +285,7 @@ def _backward(
     place = tl.program_id(0) * width + column
     if HAS_WEIGHT:
         tl.store(sums + place, weight_sum, mask=inside)
+        # sums[0] are the weight's, sums[1] the bias's; without a weight the bias's come first.
         place += count * width
     if HAS_BIAS:
         tl.store(sums + place, bias_sum, mask=inside)

@@ -38,12 +38,14 @@ def bias_dropout_add(
     places, or at a rate of 0, nothing is dropped.
     """
     if places is None or rate == 0.0:
+        # One form of "nothing is dropped" from here on.
         rate, places = 0.0, None
     size = size or (1, x.shape[0], x[0].numel())
     dtypes = {each.dtype for each in (x, bias, residual) if each is not None}
     if x.shape != residual.shape or len(dtypes) > 1 or (bias is not None and bias.shape != x.shape[-1:]):
         return bias_dropout_add_plain(x, bias, residual, rate=rate, places=places, size=size)
     triton = takes_triton(backend, x, "bias_dropout_add")
+    # Without a mask torch's additions are as good, but for the one kernel of Triton with a bias.
     if places is None and (bias is None or not triton):
         return residual + x if bias is None else (x + bias).add_(residual)
     return _BiasDropoutAdd.apply(x, bias, residual, rate, places, size, triton)  # type: ignore[no-any-return, no-untyped-call]
@@ -85,6 +87,7 @@ class _BiasDropoutAdd(torch.autograd.Function):
             return bias_dropout_add_forward(x, bias, residual, rate, places, size)
         if places is None:
             raise InternalError("bias_dropout_add", "draws no mask here")
+        # x + bias is ours to overwrite, x itself is not.
         y = (x if bias is None else x.contiguous() + bias).reshape(size)
         return drop(y, rate, places, out=None if bias is None else y).view(x.shape).add_(residual)
 
@@ -95,5 +98,6 @@ class _BiasDropoutAdd(torch.autograd.Function):
         if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
             dx = grad if places is None else drop(grad.reshape(size), rate, places).view(grad.shape)
         if dx is not None and ctx.needs_input_grad[1]:
+            # The residual's gradient is the one that comes; that of x and the bias is masked.
             db = dx.reshape(-1, dx.shape[-1]).sum(0, dtype=wide(dx.dtype)).to(ctx.bias_dtype)
         return dx, db, grad, None, None, None, None

@@ -31,6 +31,7 @@ def rotary(
             "rotary", f"cannot turn {tuple(x.shape)} by {tuple(cos.shape)} and {tuple(sin.shape)}"
         )
     turned = (*x.shape[:-1], width)
+    # Here x would be broadcast to the cosines: the result is larger than x.
     if torch.broadcast_shapes(turned, cos.shape) != turned:
         return rotary_plain(x, cos, sin, interleaved=interleaved)
     return _Rotary.apply(x, cos, sin, interleaved, takes_triton(backend, x, "rotary"))  # type: ignore[no-any-return, no-untyped-call]
@@ -81,9 +82,12 @@ def _turned(
     cos, sin = (each.to(computed).expand(*x.shape[:-1], width) for each in (cos, sin))
     for at in tiles(x):
         part, place = x[at][..., :width].to(computed), out[at][..., :width]
+        # Straight into the result, where no rounding stands between.
         y = place if dtype == computed else torch.empty_like(place, dtype=computed)
         torch.mul(part, cos[at], out=y)
         (a, b), (y_a, y_b), (sin_a, sin_b) = (pairs(each, interleaved) for each in (part, y, sin[at]))
+        # Forward is (a cos_a - b sin_a, b cos_b + a sin_b). Backward is the transposed matrix, in which the
+        # sines of a and b change places: the halves may have different ones.
         if is_back:
             y_a.addcmul_(b, sin_b)
             y_b.addcmul_(a, sin_a, value=-1)

@@ -1,6 +1,6 @@
 """`kernels.rotary` in Triton: a value is read once and written once, in whatever order its dims lie.
 
-Imported where Triton is at hand only.
+Imported only where Triton is installed.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ def turned(
     x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype, is_back: bool, interleaved: bool
 ) -> Tensor:
     """Rotate x forward or back, into a tensor of `dtype`: see `kernels.rotary`."""
+    # Queries are often a transposed view [b, heads, s, k] of [b, s, heads, k]: read as they lie.
     x = x if x.stride(-1) == 1 and x.ndim <= 4 else x.contiguous()
     out = torch.empty_like(x, dtype=dtype)
     # empty_like keeps the strides of an expanded x: its dims may be in another order.
@@ -29,11 +30,13 @@ def turned(
         out = torch.empty(x.shape, dtype=dtype, device=x.device)
     width = cos.shape[-1]
     size = (*x.shape[:-1], width)
+    # Dims that are broadcast have stride 0.
     cos, sin = (four_dims(each.contiguous().expand(size)) for each in (cos, sin))
     source, target = four_dims(x), four_dims(out)
     rows = x.numel() // x.shape[-1] if x.shape[-1] else 0
     if rows and width:
         block = triton.next_power_of_2(width // 2)
+        # Rows of one program: heads are narrow, one row would be too little work.
         height = max(1, ELEMENTS // block)
         _turn[(triton.cdiv(rows, height),)](
             source,
@@ -55,6 +58,7 @@ def turned(
             BLOCK=block,
         )
     if width < x.shape[-1]:
+        # What is not rotated (GPT-NeoX rotates a quarter of a head).
         out[..., width:] = x[..., width:]
     return out
 
@@ -98,6 +102,7 @@ def _turn(
         row = tl.program_id(0).to(tl.int64) * HEIGHT
     row += tl.arange(0, HEIGHT)[:, None]
     known = row < rows
+    # row = (a * size_b + b) * size_q + q, of [a, b, q, k].
     q = row % size_q
     b = row // size_q % size_b
     a = row // size_q // size_b

@@ -4,7 +4,7 @@ few instructions.
 No kernel is tuned while it runs: the tuner of Triton keeps what it is at in the kernel, which ranks that are
 threads share.
 
-Imported where Triton is at hand only.
+Imported only where Triton is installed.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ Tensor = torch.Tensor
 def row_size(width: int, most: int = 32) -> dict[str, int]:
     """Return the block that holds a row of `width` elements, and the warps, of 4 to `most`, that work on it."""
     block = triton.next_power_of_2(max(width, 16))
+    # 512 elements a warp, 16 a thread.
     return {"BLOCK": block, "num_warps": min(most, max(4, block // 512))}
 
 
@@ -43,6 +44,7 @@ def programs(rows: int, warps: int, device: torch.device) -> int:
     Each of them writes a row of sums: one for a few rows would cost more than these.
     """
     if device.type != "cuda":
+        # Triton's interpreter, in tests: several, with more than one row each.
         return min(rows, 3)
     return min(rows, max(1, 16 // warps) * torch.cuda.get_device_properties(device).multi_processor_count)
 

@@ -35,6 +35,7 @@ def masked_softmax(
     `dtype` is that of computation and result, as in torch.
     """
     needs_no_grad(mask, "mask", "masked_softmax")
+    # Here the scores would be broadcast to the mask.
     if mask is not None and torch.broadcast_shapes(scores.shape, mask.shape) != scores.shape:
         return masked_softmax_plain(scores, mask, scale=scale, causal=causal, dtype=dtype)
     triton = takes_triton(backend, scores, "masked_softmax", scores.shape[-1])
@@ -78,6 +79,7 @@ class _MaskedSoftmax(torch.autograd.Function):
         out = _forward(scores, mask, scale, causal, dtype, triton)
         dead = None
         if ctx.needs_input_grad[0] and mask is not None and mask.dtype == torch.bool:
+            # A row of -inf alone: its softmax is NaN, and so would be its gradient.
             attended = mask & ~later_keys(scores) if causal else mask
             dead = ~attended.any(-1, keepdim=True)
         ctx.save_for_backward(out, dead)
@@ -97,9 +99,11 @@ class _MaskedSoftmax(torch.autograd.Function):
             part = aten._softmax_backward_data(grad[at], out[at], -1, out.dtype)
             if dead is not None:
                 part.masked_fill_(dead[at], 0.0)
-            torch.mul(part, ctx.scale, out=dx[at]) if part.dtype == dx.dtype else dx[at].copy_(
-                part.mul_(ctx.scale)
-            )
+            if part.dtype == dx.dtype:
+                torch.mul(part, ctx.scale, out=dx[at])
+            else:
+                # Rounded once, after the scale.
+                dx[at].copy_(part.mul_(ctx.scale))
         return dx, None, None, None, None, None
 
 
@@ -110,14 +114,17 @@ def _forward(
         from autoptd.kernels.softmax_triton import softmax_forward
 
         return softmax_forward(scores, mask, scale, causal, dtype)
+    # Two kinds of masks: `added` to the scores, or `masked` out, where the causal one belongs too.
     added = None if mask is None or mask.dtype == torch.bool else mask.expand(scores.shape)
     masked = None if added is not None or mask is None else ~mask
     if causal:
         masked = later_keys(scores) if masked is None else masked | later_keys(scores)
     masked = None if masked is None else masked.expand(scores.shape)
+    # The dtype of scores + mask in the plain form.
     like = scores.dtype if added is None else torch.result_type(scores, added)
     out = torch.empty(scores.shape, dtype=dtype or like, device=scores.device)
     for at in tiles(scores):
+        # A tile of scores is scaled, masked and exponentiated while it is in the cache.
         part = scores[at] * scale
         if added is not None:
             part = part.add_(added[at]) if part.dtype == like else part + added[at]

@@ -3,7 +3,7 @@
 SC'21, section 4.2 has one kernel for a general mask and one for the causal one: these are two compilations of
 `_forward`.
 
-Imported where Triton is at hand only.
+Imported only where Triton is installed.
 """
 
 from __future__ import annotations
@@ -34,9 +34,11 @@ def softmax_forward(
     shape = four_dims(scores).shape
     strides: tuple[int, ...] = (0, 0, 0, 0)
     if mask is not None:
+        # Expanded dims have stride 0: a mask of [s, s] is not copied for every head.
         mask = four_dims((mask.view(torch.uint8) if is_bool else mask).expand(scores.shape))
         strides = mask.stride()
     if scores.numel():
+        # A program per row of scores.
         _forward[(scores.numel() // shape[-1],)](
             scores,
             scores if mask is None else mask,
@@ -95,6 +97,7 @@ def _forward(
     # After the scale, which may be negative.
     x = tl.where(inside, x, -float("inf"))
     if HAS_MASK:
+        # row = (a * heads + b) * queries + query.
         start = row // queries // heads * stride_a + row // queries % heads * stride_b + query * stride_q
         at = tl.load(mask + start + key * stride_k, mask=inside, other=0)
         if IS_BOOL:  # noqa: SIM108 - compiled for one of the two
@@ -103,6 +106,7 @@ def _forward(
             x = (x + at.to(WIDE)).to(LIKE).to(WIDE)
     if CAUSAL:
         x = tl.where(key <= query, x, -float("inf"))
+    # A row of -inf alone becomes NaN here, as in the plain form.
     e = tl.exp(x - tl.max(x, 0))
     tl.store(out + row * keys + key, (e / tl.sum(e, 0)).to(out.dtype.element_ty), mask=inside)
 
@@ -113,4 +117,5 @@ def _backward(grad, out, dx, keys, SCALE: tl.constexpr, WIDE: tl.constexpr, BLOC
     inside = tl.arange(0, BLOCK) < keys
     g = tl.load(grad + at, mask=inside, other=0.0).to(WIDE)
     p = tl.load(out + at, mask=inside, other=0.0).to(WIDE)
+    # dx = scale p (g - sum(g p)).
     tl.store(dx + at, (p * (g - tl.sum(g * p, 0)) * SCALE).to(dx.dtype.element_ty), mask=inside)

@@ -88,6 +88,7 @@ def _unannotated(node: Node, axes: set[str]) -> Iterator[str]:
 )
 def annotate(graph: Graph, ctx: Context) -> None:
     """Fill the types of every node, one axis after the other: see `solve/policies.py`."""
+    # Axes first: they need no mesh, and every policy asks them.
     ctx.found.axes, ctx.found.assignments = Axes(graph), {}
     for policy in policies(ctx):
         policy.assign(graph, ctx.found.axes, ctx)

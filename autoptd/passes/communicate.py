@@ -24,7 +24,7 @@ from autoptd.ir.operators.table import linear_groups
 from autoptd.ir.steps import Step, shard_places, steps
 from autoptd.ir.sub_axes import base
 from autoptd.ir.types import CONVERSIONS, Conversion, I, P, R, S, ValueType, padded_size
-from autoptd.passes.axes.axes import Axes, Place
+from autoptd.passes.axes.axes import Axes, Letter, Place
 from autoptd.passes.axes.padding import Padding
 from autoptd.passes.context import Context
 from autoptd.passes.reader_names import reader_name
@@ -43,6 +43,7 @@ def check_axes(graph: Graph, ctx: Context) -> None:
 @graph_pass(takes=Form.ANNOTATED, gives=Form.CONNECTED, changes=(CALLS,), ensures=check_axes)
 def communicate(graph: Graph, ctx: Context) -> None:
     """Insert conversions over every axis, and shares of whole addends in sums over the batch."""
+    # One axis after the other: a conversion over one leaves the types over all others as they are.
     for assignment in ctx.found.assignments.values():
         _meet_readers(graph, assignment, ctx.mesh)
     _divide_addends(graph, ctx.pieces)
@@ -56,10 +57,12 @@ def _meet_readers(graph: Graph, assignment: Assignment, mesh: Mesh) -> None:
         wanted: dict[Layout, list[Node]] = {}
         for reader in sorted(node.users, key=order.__getitem__):
             wanted.setdefault(assignment.needs(reader, node), []).append(reader)
+        # {type: the node that has this value in it}, to begin with the value itself.
         by_type: dict[Layout, Node] = {note(node).layout.over(axis): node}
         for target, readers in wanted.items():
             converted = node
             for types in _missing(assignment.route(node, target), by_type):
+                # Readers come in the order of the graph: the conversion stands before the first of them.
                 if types not in by_type:
                     behind = _behind(node, converted, types, assignment)
                     by_type[types] = _convert(graph, converted, axis, types, readers[0], mesh, behind)
@@ -113,6 +116,7 @@ def _convert(
     for step in path:
         # Behind an input or a parameter it belongs to the module of its reader.
         near = note(behind if behind is not None and note(source).kind == "op" else reader)
+        # Several steps in a row: each stands behind the one before.
         with graph.inserting_after(converted) if behind is not None else graph.inserting_before(reader):
             converted = _insert(graph, converted, axis, step, mesh, near)
         note(converted).why = _why(source, step.after, reader)
@@ -124,21 +128,25 @@ def _insert(graph: Graph, source: Node, axis: str, step: Step, mesh: Mesh, near:
     record, row = note(source), CONVERSIONS[step.before.kind, step.after.kind]
     layout = record.layout.replacing(axis, step.layout)
     size = _padded_size(source, step.before, step.after, mesh.degree(step.axis))
+    # Where shards lie in memory depends on what the other axes cut off before: see `Layout.blocks`.
     args = (source, row.name, *shard_places(record.dims, step.axis, (record.layout, layout), mesh))
     converted = graph.call_function(markers.convert, args, {"size": size} if size else {})
     converted.meta["val"] = source.meta["val"]
-    new_note = Note(
+    set_note(converted, _note_of(record, near, layout))
+    note(converted).conversion, note(converted).axis = row.name, step.axis
+    return converted
+
+
+def _note_of(value: Note, near: Note, layout: Layout) -> Note:
+    """Return the record of a value in another layout, made in the module of `near`."""
+    return Note(
         module=near.module,
         source=near.source,
-        of_params=record.of_params,
-        needs_grad=record.needs_grad,
-        dims=record.dims,
+        of_params=value.of_params,
+        needs_grad=value.needs_grad,
+        dims=value.dims,
         layout=layout,
-        conversion=row.name,
-        axis=step.axis,
     )
-    set_note(converted, new_note)
-    return converted
 
 
 def conversion_row(name: str) -> Conversion:
@@ -189,6 +197,7 @@ def _share_addends(graph: Graph, node: Node, pieces: int) -> None:
     pending = {operand for operand in operands(node) if note(operand).layout.batch == P}
     for group in linear_groups(node):
         whole = [operand for operand in group if note(operand).layout.batch.is_whole]
+        # All operands whole: nothing is pending in this group.
         if len(whole) == len(group) or not pending <= set(group):
             continue
         for operand in whole:
@@ -196,15 +205,7 @@ def _share_addends(graph: Graph, node: Node, pieces: int) -> None:
                 share = graph.call_function(markers.share, (operand, pieces))
             share.meta["val"] = operand.meta["val"]
             record = note(operand)
-            new_note = Note(
-                module=note(node).module,
-                source=note(node).source,
-                of_params=record.of_params,
-                needs_grad=record.needs_grad,
-                dims=record.dims,
-                layout=record.layout.having(BATCH, P),
-            )
-            set_note(share, new_note)
+            set_note(share, _note_of(record, note(node), record.layout.having(BATCH, P)))
             node.replace_input_with(operand, share)
         return
 
@@ -215,6 +216,7 @@ def check_connected(graph: Graph, axes: Axes, axis: str, mesh: Mesh) -> None:
     Where there are types over sub-axes, the table must hold over each of these. No atom may be split that the degree does
     not divide, except a vocabulary, which is padded. Raises InternalError with all findings.
     """
+    # All findings at once: the first is often a consequence of the third.
     table = _Table(axis, axes, mesh, graph)
     findings = [text for node in ops(graph) for text in _findings(node, table)]
     findings += [text for node in placeholders(graph, "param") for text in _odd_shards(node, table)]
@@ -266,6 +268,8 @@ def _findings(node: Node, table: _Table) -> Iterator[str]:
         yield from _wrong_conversion(node, table)
     if node.target in markers.MARKERS:
         return
+    # Sub-axes of different operands must be the same grid: tp:(1)2 of one and tp:(1)4 of another have no
+    # common ranks along which "shard" would mean the same.
     parts = table.parts(node, *operands(node))
     if not parts:
         yield f"{site(node)} maps sub-axes of {table.axis} to others"
@@ -301,42 +305,47 @@ def _wrong_conversion(node: Node, table: _Table) -> Iterator[str]:
 
 def _is_row(node: Node, types: dict[Node, ValueType], gives: ValueType, axes: Axes, padding: Padding) -> bool:
     """Tell whether operands of these types give this one, over one axis or sub-axis."""
-
-    def rest_is_whole(taken: set[Node], kind: ValueType) -> bool:
-        """Check the operands outside of `taken`; one without a gradient may be I wherever R is asked for."""
-        for operand, given in types.items():
-            is_known = given == kind or (given == I and not note(operand).of_params)
-            if operand not in taken and not is_known:
-                return False
-        return True
-
     # Whole: I gives I, and R gives R where backward is linear.
-    if (gives == I or (gives == R and axes.is_linear(node))) and rest_is_whole(set(), gives):
+    is_whole_row = gives == I or (gives == R and axes.is_linear(node))
+    if is_whole_row and _rest_is_whole(types, set(), gives):
         return True
     # A linear operator of pending sums gives a pending sum.
-    groups = linear_groups_of(node)
-    for group in groups:
+    for group in linear_groups_of(node):
         is_pending = gives == P and all(types[operand] == P for operand in group)
-        if is_pending and rest_is_whole(set(group), R):
+        if is_pending and _rest_is_whole(types, set(group), R):
             return True
-    # Split by a letter: every operand that has it is in shards, and so is the result, or it is a pending sum.
-    for letter in axes.letters(node):
-        if not padding.divides(node, letter):
-            continue
-        is_carried = all(types.get(operand) == S(*place) for operand, place in letter.places.items())
-        contracted = I if letter.form in NO_COLLECTIVE_FORMS else P
-        expected = S(*letter.out) if letter.out is not None else contracted
-        taken = set(letter.places)
-        if letter.out is None and not letter.form:
-            # What is added to a pending sum (a bias) must be pending, too.
-            for group in groups:
-                if not taken.isdisjoint(group):
-                    taken |= set(group)
-                    addends = set(group) - letter.places.keys()
-                    is_carried &= all(types[operand] == P for operand in addends)
-        if is_carried and gives == expected and rest_is_whole(taken, R):
-            return True
-    return False
+    letters = [letter for letter in axes.letters(node) if padding.divides(node, letter)]
+    return any(_is_split_by(node, letter, types, gives) for letter in letters)
+
+
+def _is_split_by(node: Node, letter: Letter, types: dict[Node, ValueType], gives: ValueType) -> bool:
+    """Tell whether these are the types of an operator that is split by a letter.
+
+    Every operand that has it is in shards, and so is the result, or it is a pending sum.
+    """
+    if any(types.get(operand) != S(*place) for operand, place in letter.places.items()):
+        return False
+    contracted = I if letter.form in NO_COLLECTIVE_FORMS else P
+    expected = S(*letter.out) if letter.out is not None else contracted
+    taken = set(letter.places)
+    if letter.out is None and not letter.form:
+        # What is added to a pending sum (a bias) must be pending, too.
+        for group in linear_groups_of(node):
+            if not taken.isdisjoint(group):
+                taken |= set(group)
+                if any(types[operand] != P for operand in set(group) - letter.places.keys()):
+                    return False
+    return gives == expected and _rest_is_whole(types, taken, R)
+
+
+def _rest_is_whole(types: dict[Node, ValueType], taken: set[Node], kind: ValueType) -> bool:
+    """Check the operands outside of `taken`; one without a gradient may be I wherever R is asked for."""
+    for operand, given in types.items():
+        # Its cotangent, in which I and R differ, does not exist.
+        is_known = given == kind or (given == I and not note(operand).of_params)
+        if operand not in taken and not is_known:
+            return False
+    return True
 
 
 def linear_groups_of(node: Node) -> list[tuple[Node, ...]]:

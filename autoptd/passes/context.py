@@ -34,6 +34,7 @@ from autoptd.passes.solve.assign import Assignment
 from autoptd.program.costs import Cut
 from autoptd.program.program import Program
 
+# The schedule of passes that are called by themselves, as in tests.
 ONE_STAGE: Orders = [[Action(Kind.F, 0, 0), Action(Kind.B, 0, 0)]]
 
 
@@ -59,12 +60,6 @@ class Findings:
         if name in self.__dataclass_fields__:
             raise InternalError("Findings", f"{name} is read, and no pass has found it yet")
         raise AttributeError(name)
-
-    @property
-    def assignment(self) -> Assignment:
-        """The answer over the one axis that is solved."""
-        (assignment,) = self.assignments.values()
-        return assignment
 
     def has(self, name: str) -> bool:
         """Tell whether a pass has left this result."""
@@ -105,6 +100,7 @@ class Context:
     @cached_property
     def machine(self) -> Machine:
         """The speeds of a rank, with a price for the bytes that it holds (`memory_price`)."""
+        # In units of the trace: the solver counts saved bytes for all of its rows.
         in_flight = max(map(max, self.live), default=0) * self.rows / self.traced_rows
         return self.options.rank_machine.with_memory_priced(self.options.memory_price or 0.0, in_flight)
 
@@ -121,6 +117,7 @@ class Context:
     @property
     def wgrad_sink(self) -> str:
         """The attribute of a stage that takes the gradients of linear layers' weights; "" for autograd."""
+        # Actions W need what was left over for them, whatever else is asked for.
         if any(action.kind is Kind.W for order in self.orders for action in order):
             return "deferred"
         return "main_grads" if self.options.accumulate_allreduce_grads_in_fp32 else ""

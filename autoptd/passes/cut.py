@@ -1,6 +1,6 @@
 """Cut the model into p*v stages so that the busiest pipeline rank is least busy (CONNECTED -> CUT).
 
-In: a CONNECTED graph. Out: `stages` and `placement` of every node, and `ctx.found.cut`.
+In: a CONNECTED graph. Out: `stages` and `stages_why` of every node, and `ctx.found.cut`.
 
 The *backbone*, the operators that depend on parameters and inputs, is placed in model order. `crossing.py` places all other
 values, and decides what happens to those that cross. A parameter lives on every stage that reads it: its owner set.
@@ -58,16 +58,18 @@ class Point:
 @graph_pass(
     takes=Form.CONNECTED,
     gives=Form.CUT,
-    changes=("stages", "placement"),
+    changes=("stages", "stages_why"),
     finds=("cut",),
     ensures=lambda graph, ctx: check_cut(graph, len(ctx.ranks)),
 )
 def cut(graph: Graph, ctx: Context) -> None:
-    """Fill `note(node).stages` and `placement`; find the cuts with their reason and their costs."""
+    """Fill `note(node).stages` and `stages_why`; find the cuts with their reason and their costs."""
     backbone = find_backbone(graph)
     pinned = _pinned_cuts(backbone, ctx)
     chooser = _Chooser(graph, backbone, ctx)
+    # Pinned cuts are compared with ours nevertheless: the user is told what they cost.
     cuts, why = chooser.choose() if pinned is None else chooser.follow(pinned)
+    # Cuts 3 and 7 of 12 operators are the stages 0..3, 4..7, 8..11.
     ends = [-1, *cuts.chosen, len(backbone) - 1]
     stages = [slice(before + 1, end + 1) for before, end in pairwise(ends)]
     home: dict[Node, int] = {}
@@ -85,7 +87,7 @@ def cut(graph: Graph, ctx: Context) -> None:
         saved_bytes=tuple(sum(chooser.line.saved[stage]) for stage in stages),
         rank_seconds=tuple(cuts.loads),
         rank_bytes=tuple(cuts.held),
-        finish=cuts.finish,
+        makespan=cuts.makespan,
     )
 
 
@@ -101,7 +103,7 @@ class _Chooser:
     """The choice of cuts for one graph: the line of its operators, and where it may be cut."""
 
     def __init__(self, graph: Graph, backbone: list[Node], ctx: Context) -> None:
-        self.ranks, self.machine, self.live, self.finish = ctx.ranks, ctx.machine, ctx.live, ctx.makespan
+        self.ranks, self.machine, self.live, self.makespan_of = ctx.ranks, ctx.machine, ctx.live, ctx.makespan
         sizes, machine = ctx.sizes, ctx.machine
         self.sizes, self.backbone = sizes, backbone
         self.points = _find_points(backbone, sizes.mesh)
@@ -121,6 +123,7 @@ class _Chooser:
         whole = self._solve([point.at for point in self.points if point.between_layers])
         if len(self.ranks) == 1 and whole:
             return whole, "one stage"
+        # Also where whole layers fit: both are needed to say what the layers' wholeness costs.
         inside = self._solve(self.line.points)
         if inside is None:
             raise self._refusal()
@@ -128,8 +131,11 @@ class _Chooser:
             is_short = sum(point.between_layers for point in self.points) < len(self.ranks) - 1
             why = "there are fewer layers than stages" if is_short else "whole layers do not fit"
             return inside, f"inside layers: {why}"
-        gain, what = 1 - inside.finish / whole.finish, "a step" if self.finish else "the busiest rank"
-        if inside.finish > MAX_SHARE_OF_WHOLE_LAYERS * whole.finish:
+        gain, what = (
+            1 - inside.makespan / whole.makespan,
+            "a step" if self.makespan_of else "the busiest rank",
+        )
+        if inside.makespan > MAX_SHARE_OF_WHOLE_LAYERS * whole.makespan:
             return whole, f"between layers: cuts inside of them would make {what} {max(gain, 0.0):.1%} faster"
         if (fixed := self._fixed_share()) > MAX_FIXED_SHARE:
             why = f"at this size {fixed:.0%} of the work is the fixed cost of collectives"
@@ -151,7 +157,7 @@ class _Chooser:
 
     def follow(self, pinned: Sequence[int]) -> tuple[Cuts, str]:
         """Return pinned cuts, compared with those that would be chosen; TooFull where they do not fit."""
-        cuts = evaluate(self.line, self.ranks, pinned, self.live, self.finish)
+        cuts = evaluate(self.line, self.ranks, pinned, self.live, self.makespan_of)
         if max(cuts.held) > self.machine.memory:
             raise self._too_full(max(cuts.held), "the cut that the plan pins")
         try:
@@ -161,12 +167,12 @@ class _Chooser:
             return cuts, "as the plan says"
         if cuts.chosen == best.chosen:
             return best, why
-        change, what = cuts.finish / best.finish - 1, "a step" if self.finish else "the busiest rank"
+        change, what = cuts.makespan / best.makespan - 1, "a step" if self.makespan_of else "the busiest rank"
         how = f"{abs(change):.1%} {'longer' if change > 0 else 'shorter'}"
         return cuts, f"as the plan says: {what} takes {how} than with the cut that would be chosen"
 
     def _solve(self, points: Sequence[int]) -> Cuts | None:
-        return place(self._line(points), self.ranks, self.live, self.machine.memory, self.finish)
+        return place(self._line(points), self.ranks, self.live, self.machine.memory, self.makespan_of)
 
     def _line(self, points: Sequence[int]) -> Line:
         line = self.line
@@ -245,6 +251,7 @@ def _find_points(backbone: list[Node], mesh: Mesh) -> list[Point]:
     gemms = [i for i, node in enumerate(backbone) if flops(node)]
     # By the number of GEMMs before the point, and whether it lies between layers.
     best: dict[tuple[int, bool], Point] = {}
+    # The values that a cut behind operator i would have to send.
     alive: list[int] = []
     gemms_before = 0
     for i in range(len(backbone) - 1):
@@ -304,7 +311,7 @@ def _misplaced(node: Node, backbone: set[Node]) -> Iterator[str]:
     if node.op != "placeholder" and not stages:
         yield f"{node.name} is in stages {stages}"
     if node in backbone and len(stages) > 1:
-        if not note(node).placement.startswith("computed again"):
+        if not note(node).stages_why.startswith("computed again"):
             yield f"{node.name} is in stages {stages}, and not said to be computed again"
         elif is_never_computed_again(node):
             yield f"{node.name} is in stages {stages}, which {op_name(node)} may not be"
@@ -314,6 +321,7 @@ def _misplaced(node: Node, backbone: set[Node]) -> Iterator[str]:
         where = f"{arg.name} of stages {made} is read by {node.name} of stages {stages}"
         if missing and (arg.op == "placeholder" or (note(arg).of_params and arg not in backbone)):
             yield f"{where}: it must be on all of them"
+        # Values are sent forward only: a stage before the producer can never receive it.
         elif any(stage < min(made, default=stage + 1) for stage in missing):
             yield f"{where}, before it is made"
         elif missing and not is_tensor(arg):

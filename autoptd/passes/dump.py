@@ -51,7 +51,7 @@ def describe(graph: Graph) -> str:
         batch = {"S": "per row", "P": "sum over rows"}.get(record.layout.batch.kind, "")
         kind = record.layout.text(record.dims) if record.dims or not record.layout.shards else ""
         reason, fused = record.extra.get("reason", ""), record.extra.get("fused", "")
-        why = "; ".join(filter(None, (record.rule, record.why, reason, fused, record.placement)))
+        why = "; ".join(filter(None, (record.rule, record.why, reason, fused, record.stages_why)))
         lines.append(f"{name:36} {label:24} {size:18} {kind:30} {batch:14} {stages:4} {why}".rstrip())
     total = sum(payload(node) for node in graph.nodes if note(node).kind == "param")
     return "\n".join([*lines, "", f"{len(lines)} nodes, {total:,} bytes of parameters", ""])

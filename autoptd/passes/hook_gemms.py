@@ -37,8 +37,10 @@ PLAIN_KWARGS: dict[str, object] = {"alpha": 1, "beta": 1}
 def hook_gemms(graph: Graph, ctx: Context) -> None:
     """Replace every GEMM that one of the hooks applies to."""
     overlap, wgrad = ctx.options.async_tensor_model_parallel_allreduce, ctx.wgrad_sink
+    # First, on the graph as it is: below, a GEMM becomes a marker, which `gather_again` does not know.
     gathered = {gemm for node in ops(graph) for gemm in _mark_readers(node, overlap)}
     for node in list(ops(graph)):
+        # The fused loss makes its weight's gradient itself, in forward.
         if node.target is HEAD and _is_parameter(node.args[2]):
             node.kwargs = {**node.kwargs, "wgrad": wgrad}
         operands = gemm_operands(node)
@@ -56,6 +58,7 @@ def hook_gemms(graph: Graph, ctx: Context) -> None:
             record = note(f)
             note(node).extra["absorbed"] = Absorbed(record.conversion, _payload(f), record.why)
             note(node).axis = record.axis
+            # In forward an f does nothing, so the GEMM reads what f read.
             f.replace_all_uses_with(f.args[0])  # type: ignore[arg-type]
             graph.erase_node(f)
 
@@ -102,6 +105,7 @@ def adds_to_gradient(weight: Node, stage: int) -> int:
     Autograd adds once, whatever the number of readers; every GEMM that adds its weight's gradient itself adds once more.
     """
     readers = [user for user in weight.users if stage in note(user).stages]
+    # A bucket is summed once the last addition to it is made.
     bypassing = []
     for user in readers:
         is_hooked = user.target in WEIGHTS and bool(user.kwargs["wgrad"])

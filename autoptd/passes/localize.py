@@ -73,6 +73,7 @@ def localize(graph: Graph, ctx: Context) -> None:
 def _local_cross_entropy(node: Node, totals: Counter[int], sizes: Sizes) -> None:
     record, read = note(node), operands(node)
     reduction = ("none", "mean", "sum")[argument(node, "reduction")]
+    # The index of its count in `self.totals`; -1: it divides by nothing global.
     total = -1
     if reduction == "mean" and "token_loss" in record.forms.values():
         stage = min(record.stages, default=0)
@@ -106,6 +107,7 @@ def _vocabulary(node: Node, table: Node, kind: ValueType | None, sizes: Sizes) -
 def _local_mean(node: Node, sizes: Sizes) -> None:
     x = operands(node)[0]
     dims = argument(node, "dim")
+    # mean() has no dims: all of them.
     dims = [d % tensor(x).dim() for d in dims] if dims else list(range(tensor(x).dim()))
     count = math.prod(shape(x)[d] for d in dims)
     # The mean is over the samples of the whole batch, not over those of the trace.
@@ -124,6 +126,7 @@ def _local_dropout(node: Node, sizes: Sizes) -> None:
         return (kind.dim, outer_size(dims, kind)) if kind.kind == "S" else None
 
     record.axis = record.layout.chunk_axis(record.dims, sizes.mesh) or ""
+    # (dim, elements of that dim before them): what `rt.dropout` numbers the mask's rows by.
     batch = place(record.extra["rows"])
     shard = place(record.layout.shards[0][1] if record.axis else I)
     node.target, node.args = markers.dropout, (node.args[0], node.args[1], record.extra["site"], batch, shard)

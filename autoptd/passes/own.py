@@ -38,6 +38,7 @@ def _is_fresh(node: Node) -> bool:
     x = node.args[0]
     while isinstance(x, Node) and len(x.users) == 1 and note(x).stages == note(node).stages:
         record = operator_of(x)
+        # Its result is memory that nobody else refers to, and that its own backward does not read.
         if record.is_fresh:
             return True
         if record.moves != "fold":
@@ -56,5 +57,6 @@ def _is_read_by_gemms(node: Node) -> bool:
             continue
         if operator_of(user).moves != "fold":
             return False
+        # A view's gradient is a view of what its readers made.
         reads += [(user, reader) for reader in user.users]
     return bool(reads) and all(note(user).stages == note(node).stages for _, user in reads)

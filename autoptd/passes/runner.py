@@ -160,6 +160,7 @@ def run_passes(passes: Sequence[Pass], graph: Graph, ctx: Context, record: Recor
         if each.takes != form:
             fact = f"takes a graph that is {each.takes.name}, and gets one that is {form.name}"
             raise InternalError(str(each), fact)
+        # Before the form changes: the record shows each form as its last pass left it.
         if each.gives != form and form is not Form.TRACED:
             record.keep(form, record.copy(graph))
         graph, seen = _run_pass(each, graph, seen, ctx, record)
@@ -182,6 +183,7 @@ def _run_pass(each: Pass, graph: Graph, before: _Seen, ctx: Context, record: Rec
         findings += _changes(before, seen, each.changes)
         if findings:
             raise InternalError(str(each), "; ".join(findings))
+        # Last, since it may read what the pass was to find.
         if each.ensures is not None:
             _verify(each, "ensures", each.ensures, graph, ctx)
     return graph, seen
@@ -209,6 +211,7 @@ def _changes(before: _Seen, after: _Seen, allowed: frozenset[str]) -> Iterator[s
         names = [*after.calls, *before.calls]
         first_changed[CALLS] = next(name for name in names if before.calls.get(name) != after.calls.get(name))
     for name, facts in before.facts.items():
+        # A node that is gone is a change of CALLS.
         now = after.facts.get(name, facts)
         # Whole tuples are compared first: most nodes of most passes are unchanged.
         if now != facts:

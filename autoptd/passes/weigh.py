@@ -3,7 +3,7 @@
 In: a CONNECTED graph. Out: `Weight` (program/weighed.py), of one microbatch and one tensor rank, forward and backward; the
 memory of parameters does not include gradients and optimizer state. `weigh_known` compares a plan with the well-known ones.
 
-    weigh(graph, Sizes(t=8, traced_rows=2, rows=1, pieces=8), machine).sent_bytes
+    weigh(graph, Sizes(Mesh(t=8), traced_rows=2, rows=1, pieces=8), machine).sent_bytes
 """
 
 from __future__ import annotations
@@ -40,13 +40,15 @@ def weigh_known(
     `connected` is the plan; `passes` bring a TRACED graph to CONNECTED. Returns None unless sequence_parallel is "auto".
     """
     options, machine = ctx.options, ctx.options.rank_machine
-    if options.t == 1 or options.sequence_parallel != "auto":
+    if ctx.mesh.value_ranks == 1 or options.sequence_parallel != "auto":
         return None
     weights, missing = {"auto": weigh(connected, ctx.sizes, machine)}, {}
     for sequence_parallel in (True, False):
+        # Without the user's pins: Megatron's plan has none.
         known = replace(ctx, options=replace(options, sequence_parallel=sequence_parallel, plan=Plan()))
         try:
             graph = run_passes(passes, traced, known, Record(dump=False))
+        # For example tokens that do not divide over t: this plan is then said to be missing, and why.
         except PlanError as error:
             missing[str(sequence_parallel)] = error.fact
         else:
@@ -66,6 +68,7 @@ def weigh(graph: Graph, sizes: Sizes, machine: Machine) -> Weight:
             row, degree = CONVERSIONS[source.kind, target.kind], mesh.degree(note(node).axis)
             nbytes = converted_bytes(node, mesh)
             kinds = [row.forward, row.backward if note(node).needs_grad else "none"]
+            # One collective more in backward, paid for not saving the gathered value.
             if gather_again(node):
                 kinds.append("all-gather")
                 seconds += collective_seconds("all-gather", nbytes, degree, machine)
@@ -78,7 +81,7 @@ def weigh(graph: Graph, sizes: Sizes, machine: Machine) -> Weight:
         collectives=len(calls),
         parameters=sum(count for count, _ in held),
         parameter_bytes=sum(count * itemsize for count, itemsize in held),
-        least_parameters=sum(math.prod(shape(param)) for param in params) // mesh.t,
+        least_parameters=sum(math.prod(shape(param)) for param in params) // mesh.value_ranks,
         saved_bytes=round(saved_bytes(graph, sizes)),
     )
 

@@ -33,7 +33,10 @@ def what_would_fit(request: Request, found: Found) -> tuple[str, str]:
     else:
         reasons = ", ".join(f"{reason} ({count:,} times)" for reason, count in found.rejected.items())
         fact = f"there is no such plan on {where}: {reasons or 'no degrees meet the constraints'}"
-    helps = [f"{text}{_finds(changed)}" for text, changed in _changes(request) if _fits(changed)]
+    helps = []
+    for text, changed in _changes(request):
+        if _fits(changed):
+            helps.append(f"{text}{_finds(changed)}")
     more = more_gpus(lambda count: _fits(request.but(gpus=count)), request.gpus)
     if more:
         helps.append(more)
@@ -90,6 +93,7 @@ def _changes(request: Request) -> Iterator[tuple[str, Request]]:
         yield f"another {DEGREE_NAMES[column]} than {_listed(values)}", request.but(pinned=free)
     if True not in request.sequence_parallel:
         yield "sequence_parallel=True", request.but(sequence_parallel=(True,))
+    # From the cheapest on: each mode keeps less than the one before and computes more again.
     for mode in RECOMPUTE[1:]:
         if mode not in request.recompute:
             yield f"recompute={mode!r}{_mark('recompute')}", request.but(recompute=(mode,))
@@ -104,9 +108,11 @@ def more_gpus(fits: Callable[[int], bool], gpus: int) -> str:
     """Return the first doubling at which something fits (`2048 GPUs`), "" where none of `MAX_DOUBLINGS`
     does.
     """
-    counts = (gpus * 2**k for k in range(1, MAX_DOUBLINGS + 1))
-    enough = next((count for count in counts if fits(count)), None)
-    return counted(enough) if enough else ""
+    for doublings in range(1, MAX_DOUBLINGS + 1):
+        count = gpus * 2**doublings
+        if fits(count):
+            return counted(count)
+    return ""
 
 
 def counted(gpus: int) -> str:

@@ -1,7 +1,9 @@
 """One way to run a model, as a person reads it: what a search found, with its seconds and bytes by term.
 
-candidate.name                 # "t=8 p=64 d=6 b=1 m=512, sequence parallel"
-candidate.seconds_by["bubble"]
+In: what `DefaultModel` computed for one row of a search. Out: a `Candidate`, whose `plan_record` is plan.json.
+
+    candidate.name                 # "t=8 p=64 d=6 b=1 m=512, sequence parallel"
+    candidate.seconds_by["bubble"]
 """
 
 from __future__ import annotations
@@ -46,11 +48,13 @@ class Candidate:
 
     def __post_init__(self) -> None:
         if not self.formula_seconds:
+            # Made by the formulas alone: both numbers are the same one.
             object.__setattr__(self, "formula_seconds", self.seconds)
 
     @property
     def name(self) -> str:
         """The degrees and what is unusual, in a line."""
+        # c and v only where they are in use; the others always.
         shown = [f"{key}={self.degrees[key]}" for key in DEGREES if key not in "cv" or self.degrees[key] > 1]
         return ", ".join([" ".join(shown), *self._words()])
 
@@ -73,6 +77,7 @@ class Candidate:
         for key in NOT_YET:
             if key in self.options and is_missing(key, self.options[key]):
                 found[key] = self.options[key]
+        # A degree, so it is not among the options above; placement is a choice that only the planner has.
         if self.degrees["c"] > 1 and "c" in NOT_YET:
             found["c"] = self.degrees["c"]
         if self.options.get("placement") is not None:
@@ -90,6 +95,7 @@ class Candidate:
             "num_microbatches": self.degrees["m"],
             "schedule": self.options["schedule"],
             "options": {"sequence_parallel": bool(self.options["sequence_parallel"])},
+            # Read by people only: `parallelize` ignores it.
             "planner": {
                 "choice": self.name,
                 "seconds": self.seconds,

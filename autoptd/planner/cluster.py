@@ -29,6 +29,7 @@ OVERLAPS = ("tp_overlap", "tp_overlap_backward", "dp_overlap", "pp_overlap")
 # Fields that are fractions, 0 to 1.
 SHARES = {*OVERLAPS, *"matrix_fraction memory_fraction unaligned unaligned_single".split()}
 SHARES |= {"fraction", "small", "causal", "flash_fraction"}
+# Every other number must be above 0.
 MAY_BE_ZERO = {*OVERLAPS, *"units ramp kernel_seconds latency message small_latency nics".split()}
 MAY_BE_ZERO |= {"exchange_seconds", "extra_parameter_bytes", "context_bytes", "slack"}
 ATTENTIONS = ("unfused", "flash")
@@ -142,6 +143,7 @@ class Cluster:
 
     def __post_init__(self) -> None:
         if not self.nics:
+            # Where the file does not say: a card per GPU, as in a DGX.
             object.__setattr__(self, "nics", self.gpus_per_node)
 
     def with_software(self, name: str | Software | None) -> Cluster:
@@ -154,6 +156,7 @@ def find_cluster(given: Cluster | str | Path) -> Cluster:
     if isinstance(given, Cluster):
         return given
     path = Path(given)
+    # "dgx-a100" is a name, "my.toml" a path.
     if not path.suffix:
         file = machine_file(str(given))
         if file is None:
@@ -196,6 +199,7 @@ def read_cluster(record: Mapping[str, Any], name: str) -> Cluster:
     if isinstance(software, Mapping):
         base = find_software(software["base"]) if "base" in software else Software()
         changed = {key: value for key, value in software.items() if key != "base"}
+        # `replace` would report an unknown field as a TypeError that does not say where it stands.
         _check_fields(Software, changed, f"{name} [software]")
         parts["software"] = dataclasses.replace(base, **changed)
     elif isinstance(software, str):
@@ -236,9 +240,11 @@ def _wrong(name: str, kind: str, value: Any) -> tuple[str, str]:
     if name == "attention" and value not in ATTENTIONS:
         return "no such attention", " or ".join(map(repr, ATTENTIONS))
     if kind not in ("float", "int"):
-        is_right = {"bool": bool, "str": str}.get(kind, object)
-        return ("", "") if isinstance(value, is_right) else (f"is not a {kind}", f"a {kind}")
+        # Gpu, Link and Software were checked when they were built from their tables.
+        expected = {"bool": bool, "str": str}.get(kind, object)
+        return ("", "") if isinstance(value, expected) else (f"is not a {kind}", f"a {kind}")
     accepted = int | float if kind == "float" else int
+    # In Python a bool is an int, and TOML has inf and nan.
     if isinstance(value, bool) or not isinstance(value, accepted) or not math.isfinite(value):
         return "is not a number" if kind == "float" else "is not a whole number", "a number"
     if value < 0 or (value == 0 and name not in MAY_BE_ZERO) or (value > 1 and name in SHARES):

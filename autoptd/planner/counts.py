@@ -72,6 +72,7 @@ class Operator:
 
     @property
     def backward_flops(self) -> Number:
+        # A product has two in backward, of its size: the gradient of each factor.
         return self.fused[1] if self.fused is not None else 2 * self.forward_flops
 
 
@@ -91,6 +92,7 @@ def attention_operators(shape: Shape, sizes: Sizes, attention: str) -> list[Oper
     rotate = [] if shape.positions else [Operator("rotary", moved=rotated, back=rotated)]
     return [
         norm(shape, sizes, "attention norm"),
+        # Kept: the norm's result, a shard of it under sequence parallelism, and q, k and v for the core.
         Operator("qkv", (1, n, q + 2 * kv, h), has_weight=True, saved=e * n * (h / sizes.r + q + 2 * kv)),
         *rotate,
         *core,
@@ -137,6 +139,7 @@ def flash_core(shape: Shape, sizes: Sizes) -> list[Operator]:
     s, t, e = shape.seq, sizes.t, sizes.e
     n = sizes.b * s / sizes.c
     q, kv = shape.query_width / t, kv_width(shape, t)
+    # q k^T and the product with V: two products of 2 n s q FLOPs each.
     forward = 4 * n * s * q
     moved = e * n * (2 * q + 2 * kv)
     saved = 4 * n * shape.heads / t
@@ -152,6 +155,7 @@ def mlp_operators(shape: Shape, sizes: Sizes) -> list[Operator]:
     """
     e, h, f = sizes.e, shape.hidden, shape.ffn / sizes.t
     n = sizes.b * shape.seq / sizes.c
+    # One matrix up in a GPT; in a Llama two, up and gate, whose results the activation multiplies.
     ups = shape.mlp_matrices - 1
     return [
         norm(shape, sizes, "mlp norm"),

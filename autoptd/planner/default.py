@@ -87,6 +87,7 @@ class DefaultModel:
         table = np.array(rows, dtype=np.int64).reshape(-1, len(DEGREES)).T
         # Every row of degrees with every way.
         columns = dict(zip(DEGREES, np.repeat(table, len(self.ways), axis=1), strict=True))
+        # repeat gives rows a a b b, tile gives ways 0 1 0 1: every pair once.
         columns["way"] = np.tile(np.arange(len(self.ways)), table.shape[1])
         keep = self._has_effect(columns)
         columns = {name: values[keep] for name, values in columns.items()}
@@ -101,11 +102,15 @@ class DefaultModel:
                     continue
                 for p in divisors(gpus // (t * c)):
                     d = gpus // (t * c * p)
-                    yield from ((t, p, d, c, v, b) for v in self._chunks(p) for b in self._rows(d))
+                    for v, b in itertools.product(self._chunks(p), self._rows(d)):
+                        yield t, p, d, c, v, b
 
     def _chunks(self, p: int) -> list[int]:
         """Return the numbers of model chunks per rank that one of the schedules runs."""
-        return sorted({v for schedule in self.request.schedules for v in self._chunks_of(schedule, p)})
+        chunks: set[int] = set()
+        for schedule in self.request.schedules:
+            chunks.update(self._chunks_of(schedule, p))
+        return sorted(chunks)
 
     def _chunks_of(self, schedule: str | None, p: int) -> list[int]:
         """Return the numbers of model chunks per rank that a schedule runs in equal stages."""
@@ -122,7 +127,10 @@ class DefaultModel:
 
     def _rows(self, d: int) -> list[int]:
         batch = self.request.batch
-        return divisors(batch // d) if batch % d == 0 else [1]
+        if batch % d:
+            # One row, which `_reason_of` then rejects: so it is counted, and the table can say why.
+            return [1]
+        return divisors(batch // d)
 
     def _has_effect(self, configs: Columns) -> np.ndarray:
         """Ways that change nothing are left out: sequence parallelism on one tensor rank, ZeRO on one
@@ -147,9 +155,10 @@ class DefaultModel:
         different, back = unique_rows(
             {"p": configs["p"], "v": configs["v"], "schedule": which}, ("p", "v", "schedule")
         )
+        # Once for each different row: of millions of configurations only some hundred differ in these columns.
         runs = {p: self._pairs(p) for p in divisors(self.request.gpus)}
-        rows = zip(*(different[name].tolist() for name in ("p", "v", "schedule")), strict=True)
-        has_schedule = [(schedule, v) in runs[p] for p, v, schedule in rows]
+        columns = [different[name].tolist() for name in ("p", "v", "schedule")]
+        has_schedule = [(schedule, v) in runs[p] for p, v, schedule in zip(*columns, strict=True)]
         return np.array(has_schedule, dtype=bool)[back]
 
     def _pairs(self, p: int) -> list[tuple[int, int]]:
@@ -171,6 +180,7 @@ class DefaultModel:
             shape.seq % configs["c"] != 0,
         )
         reason = np.full(len(configs["t"]), -1)
+        # Backwards, so that of several reasons the first one is left standing.
         for index in reversed(range(len(wrong))):
             reason[wrong[index]] = index
         return reason
@@ -199,6 +209,7 @@ class DefaultModel:
         m = request.batch / (configs["d"] * configs["b"])
         waits = np.array([way[3] not in ZERO_BUBBLE for way in self.ways])[configs["way"]]
         bubble = waits * (configs["p"] - 1) / (configs["v"] * m)
+        # A factor above 1 is left out: the bound may be lower than need be, never higher.
         return seconds * (1 + bubble) * min(1.0, request.cluster.software.factor)
 
     def variants(self, configs: Columns) -> tuple[np.ndarray, Columns]:
@@ -212,6 +223,7 @@ class DefaultModel:
             more, others = placements(degrees, node)
             where = np.concatenate([where, more])
             inside = [np.concatenate(pair) for pair in zip(inside, others, strict=True)]
+            # The order of ranks is most often one of `placements`, too.
             rows = np.unique(np.stack([where, *inside]), axis=1)
             where, inside = rows[0], list(rows[1:])
         return where, dict(zip(INSIDE, inside, strict=True))
@@ -222,6 +234,7 @@ class DefaultModel:
         for way in range(len(self.ways)):
             mine = np.flatnonzero(candidates["way"] == way)
             if len(mine):
+                # The switches are numbers of one `Setting`, the degrees arrays: so one call per way.
                 found[mine] = what(self._setting(take(candidates, mine), way))
         return found
 
@@ -258,6 +271,7 @@ class DefaultModel:
     def simulated(self, row: Mapping[str, int]) -> Candidate:
         """Describe a candidate with its schedule simulated, and with the stages that it has."""
         found = self.predicted(row)
+        # Parts of one rank, so that they add up to the bytes that it holds.
         fullest = max(range(len(found.memory)), key=lambda rank: found.memory[rank])
         held = {name: per_rank[fullest] for name, per_rank in found.memory_breakdown.items()}
         candidate = self._candidate(row, found.step_seconds, found.breakdown, held, is_simulated=True)
@@ -266,6 +280,7 @@ class DefaultModel:
     def actions(self, row: Mapping[str, int]) -> int:
         """Estimate how many actions it takes to simulate a candidate."""
         m = self.request.batch // (row["d"] * row["b"])
+        # A forward and a backward per stage; of many microbatches only a few times p are simulated.
         return 2 * row["p"] * row["v"] * min(m, 3 * row["p"])
 
     def predicted(self, row: Mapping[str, int]) -> Prediction:

@@ -13,8 +13,8 @@ but for their ends.
 - zero bubble: zb_h1 idles (p - 1) * (F + B - W), zb_2p (p - 1) * (F + B - 2 W) (Qi et al. 2023, table 2), F, B and W being a
   stage's; zbv not at all, which is a lower bound: it waits where F, B and W differ, every microbatch anew.
 
-    found = estimate(shape, cluster, Setting(t=np.array([8, 8]), p=np.array([12, 24]), d=np.array([4, 2]),
-    batch=1536)) found.step_seconds
+    setting = Setting(t=np.array([8, 8]), p=np.array([12, 24]), d=np.array([4, 2]), batch=1536)
+    estimate(shape, cluster, setting).step_seconds        # an array of two
 """
 
 from __future__ import annotations
@@ -86,6 +86,7 @@ def _layers(shape: Shape, setting: Setting) -> _Layers:
     p = np.asarray(setting.p)
     stages = p * setting.v
     base, more = shape.layers // stages * setting.v, shape.layers % stages
+    # Stage k is on rank k % p: of stages 1, 2, ... rank 0 has p, 2p, ..., and at the very end its stage 0.
     first = more // p + (more == stages - 1) * (more > 0)
     last = (np.minimum(more, stages - 2) + 1) // p
     return _Layers(base + first, base + np.ceil(more / p), base + last)
@@ -113,9 +114,8 @@ def _seconds(shape: Shape, cluster: Cluster, setting: Setting, terms: Terms) -> 
     count = np.where(has_last, layers.last, np.where(has_first, layers.first, layers.middle))
 
     def of_busiest(name: str) -> Number:
-        return (
-            count * getattr(layer, name) + has_first * getattr(first, name) + has_last * getattr(last, name)
-        ) * m
+        ends = has_first * getattr(first, name), has_last * getattr(last, name)
+        return (count * getattr(layer, name) + ends[0] + ends[1]) * m
 
     parts = {
         "compute": of_busiest("forward") + of_busiest("backward"),
@@ -225,6 +225,7 @@ def fullest_bytes(shape: Shape, cluster: Cluster, setting: Setting) -> Number:
     state, kept = state_bytes(setting, cluster.software), count_activations(shape, cluster, setting)
     p, v = np.asarray(setting.p), np.asarray(setting.v)
     layers, held = _layers(shape, setting), _parameters(shape, setting)
+    # Bytes of a parameter with all that is held of it.
     each = state.weight + state.gradient + state.optimizer
     moment, at_end = kept.once, np.maximum(kept.logits, kept.once)
     live = {name: _live(setting, rank) / v for name, rank in (("first", 0), ("middle", 1), ("last", p - 1))}

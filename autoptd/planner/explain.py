@@ -23,16 +23,17 @@ from autoptd.planner.tables import MEANING, memory_text, settings_text
 class Other:
     """The best plan of another kind, None where none fits.
 
-    `is_asked`: it meets the constraints of the request.
+    `is_allowed`: it meets the constraints of the request.
     """
 
     candidate: Candidate | None
-    is_asked: bool = True
+    is_allowed: bool = True
 
 
 def explain_plan(plan: RankedCandidates) -> str:
     """Explain a plan's best candidate."""
     lines = [*_chosen(plan), *_against_the_next(plan), *takeaways(plan)]
+    # Last, as it limits all that was said: this plan cannot be run as it is.
     if plan.best.not_yet:
         lines.append(
             f"The runtime does not have yet, and plan.json leaves out: {settings_text(plan.best.not_yet)}."
@@ -42,6 +43,7 @@ def explain_plan(plan: RankedCandidates) -> str:
 
 def _chosen(plan: RankedCandidates) -> list[str]:
     best = plan.best
+    # Terms of 0 (no recomputation, no pipeline) are left out below.
     largest = sorted(best.seconds_by.items(), key=lambda item: -item[1])
     shares = ", ".join(
         f"{MEANING[name]} {_percent(value / best.seconds)}" for name, value in largest if value
@@ -69,6 +71,7 @@ def _against_the_next(plan: RankedCandidates) -> list[str]:
             *lines,
             f"{unknown} none was compared with a measurement; measure the first few if it matters.",
         ]
+    # Within the error of two predictions the order of two plans is not known.
     limit = best.seconds * (1 + error)
     close = [candidate for candidate in plan.candidates[1:] if candidate.seconds <= limit]
     if close:
@@ -90,6 +93,7 @@ def _decided(best: Candidate, other: Candidate) -> str:
     apart = differences(best, other)
     worst = max(apart, key=lambda name: apart[name])
     gain = min(apart, key=lambda name: apart[name])
+    # The other is nowhere worse: it ties, and was listed second for its columns.
     if apart[worst] <= 0:
         return ""
     text = f" What decides is {MEANING[worst]}: {apart[worst]:.3g} s more"
@@ -119,6 +123,7 @@ def _tensor_within_a_node(plan: RankedCandidates) -> str:
         return f"{rule} says nothing here: all GPUs share a node."
     if t <= node:
         other = _best(plan, lambda configs: _degree(plan, configs, "t") > node)
+        # A constraint, not the model, may have kept t small: then a plan beyond it is faster.
         holds = "holds for what was asked" if _is_better(plan, other) else "holds"
         return f"{rule} {holds}: t={t}. With t over {node} {_cost(plan, other)}."
     other = _best(plan, lambda configs: _degree(plan, configs, "t") <= node)
@@ -132,12 +137,13 @@ def _model_parallel_to_fit(plan: RankedCandidates) -> str:
     def ranks(configs: Columns) -> np.ndarray:
         return _degree(plan, configs, "t") * _degree(plan, configs, "p")
 
+    # Each asks the same search again with a filter; configurations are arrays, so a filter is one comparison.
     fewer = _best(plan, lambda configs: ranks(configs) < size)
     more = _best(plan, lambda configs: ranks(configs) > size)
     rule = "SC'21's takeaway 2 (t*p just large enough for memory, data parallelism beyond)"
     if fewer.candidate is None:
         return f"{rule} holds: t*p={size} is the least that fits. With more {_cost(plan, more)}."
-    holds = "does not hold" if fewer.is_asked else "is not what was asked"
+    holds = "does not hold" if fewer.is_allowed else "is not what was asked"
     less = f": less than t*p={size} fits. With less {_cost(plan, fewer)}."
     return f"{rule} {holds}{less} With more {_cost(plan, more)}."
 
@@ -146,8 +152,10 @@ def _microbatch(plan: RankedCandidates) -> str:
     """Check takeaway 3: the best microbatch depends on the model, the pipeline and the batch."""
     b = plan.best.degrees["b"]
     larger = _best(plan, lambda configs: _degree(plan, configs, "b") > b)
-    smaller = _best(plan, lambda configs: _degree(plan, configs, "b") < b) if b > 1 else None
-    less = f" With a smaller one {_cost(plan, smaller)}." if smaller else ""
+    less = ""
+    if b > 1:
+        smaller = _best(plan, lambda configs: _degree(plan, configs, "b") < b)
+        less = f" With a smaller one {_cost(plan, smaller)}."
     rule = "SC'21's takeaway 3 (the microbatch is a compromise)"
     return f"{rule}: b={b} here.{less} With a larger one {_cost(plan, larger)}."
 
@@ -156,11 +164,13 @@ def _best(plan: RankedCandidates, only: Filter) -> Other:
     """Find the best among what `only` wants: within the constraints or, where nothing of that fits, among
     all degrees.
     """
-    asked = plan.fastest(only)
-    return Other(asked) if asked else Other(replace(plan, only=None).fastest(only), is_asked=False)
+    # `replace` drops the filter of the request, not its switches.
+    allowed = plan.fastest(only)
+    return Other(allowed) if allowed else Other(replace(plan, only=None).fastest(only), is_allowed=False)
 
 
 def _is_better(plan: RankedCandidates, other: Other) -> bool:
+    # Formula against formula: the best plan was simulated, the other one was not.
     return other.candidate is not None and other.candidate.formula_seconds < plan.best.formula_seconds
 
 
@@ -169,7 +179,7 @@ def _cost(plan: RankedCandidates, other: Other) -> str:
     if other.candidate is None:
         return "nothing fits"
     apart = other.candidate.formula_seconds / plan.best.formula_seconds - 1
-    not_asked = "" if other.is_asked else ", which was not asked for"
+    not_asked = "" if other.is_allowed else ", which was not asked for"
     direction = "less" if apart < 0 else "more"
     return f"a step takes {_percent(abs(apart))} {direction} ({other.candidate.name}){not_asked}"
 

@@ -44,6 +44,7 @@ def layer_parameters(shape: Shape, t: Number) -> Number:
 
     Where key and value heads are fewer, ranks share them.
     """
+    # Apart from the others: more ranks than KV heads do not make them smaller.
     keys_and_values = 2 * shape.kv_width * (shape.hidden + (1 if shape.biases else 0))
     others = shape.layer_matrices + shape.layer_split_biases - keys_and_values
     return others / t + keys_and_values / np.minimum(t, shape.kv_heads) + shape.layer_whole
@@ -56,6 +57,7 @@ def vocab_rows(shape: Shape, t: Number) -> Number:
     """
     if isinstance(t, int):
         return shard_size(shape.vocab, t)
+    # `shard_size` for arrays of t: rounded up, and to a multiple of ALIGNED where that is padding anyway.
     each = -(-shape.vocab // t)
     is_aligned = (each * t != shape.vocab) & (each >= MIN_ALIGNED)
     return np.where(is_aligned, -(-each // ALIGNED) * ALIGNED, each)
@@ -79,6 +81,7 @@ def stage_parameters(shape: Shape, counts: list[int], t: int) -> list[float]:
     found = [count * layer for count in counts]
     found[0] += embedding
     found[-1] += head
+    # Several stages hold a copy of it each, at both ends.
     if len(counts) == 1 and shape.tied:
         found[0] -= vocab_rows(shape, t) * shape.hidden
     return found

@@ -70,6 +70,16 @@ def state_bytes(setting: Setting, software: Software) -> State:
     )
 
 
+def recipe_text(precision: str, software: Software) -> str:
+    """Say in which precision training is, and what it holds of a parameter on one replica."""
+    state = state_bytes(Setting(precision=precision), software)
+    is_copied = software.master_weights and ELEMENT_BYTES[precision] == 2
+    optimizer = "float32 copy and moments" if is_copied else "moments"
+    total = state.weight + state.gradient + state.optimizer
+    parts = f"weight {state.weight:g}, gradient {state.gradient:g}, {optimizer} {state.optimizer:g}"
+    return f"AdamW in {precision}, {total:g} bytes a parameter ({parts})"
+
+
 def count_activations(shape: Shape, cluster: Cluster, setting: Setting) -> Activations:
     """Count bytes per microbatch; the modes are those of Korthikanti et al. 2022, sections 4 and 5."""
     e = ELEMENT_BYTES[setting.precision]
@@ -108,4 +118,4 @@ def fetched_bytes(shape: Shape, setting: Setting, software: Software) -> Number:
     return largest * (gradient + (2 * ELEMENT_BYTES[setting.precision] if setting.zero == 3 else 0))
 
 
-__all__ = ["Activations", "State", "count_activations", "fetched_bytes", "state_bytes"]
+__all__ = ["Activations", "State", "count_activations", "fetched_bytes", "recipe_text", "state_bytes"]

@@ -53,6 +53,7 @@ def shape_of(given: Any) -> Shape:
     if not hasattr(given, "parameters"):
         return shape
     count = sum(parameter.numel() for parameter in given.parameters())
+    # First a plain GPT and a plain Llama with their head tied or not; then all that a config leaves open.
     for free in (("tied",), ("tied", "biases", "positions")):
         families = _families(shape, _flags(config), free)
         found = min(families, key=lambda family: abs(family.parameters - count))
@@ -64,7 +65,10 @@ def shape_of(given: Any) -> Shape:
 
 def shape_of_config(config: Any, mlp_matrices: int = 2) -> Shape:
     """Read a Shape from a config (an object or a mapping), as a GPT or, with 3 `mlp_matrices`, as a Llama."""
-    sizes = {field: value for field, names in NAMES.items() if (value := _first(config, names))}
+    sizes = {}
+    for field, names in NAMES.items():
+        if value := _first(config, names):
+            sizes[field] = value
     missing = [field for field in NEEDED if field not in sizes]
     if missing:
         tried = "; ".join(f"{field}: {', '.join(NAMES[field])}" for field in missing)
@@ -80,6 +84,7 @@ def _families(shape: Shape, said: Mapping[str, bool], free: Sequence[str]) -> It
     """
     for matrices in (2, 3):
         usual = dict.fromkeys(("biases", "positions", "tied", "dropout"), matrices == 2)
+        # What is usual of a family comes first: `min` keeps the first of shapes that fit equally well.
         for values in itertools.product((matrices == 2, matrices != 2), repeat=len(free)):
             flags = {**usual, **dict(zip(free, values, strict=True)), **said}
             yield replace(shape, mlp_matrices=matrices, **flags)
@@ -87,19 +92,23 @@ def _families(shape: Shape, said: Mapping[str, bool], free: Sequence[str]) -> It
 
 def _flags(config: Any) -> dict[str, bool]:
     """Return what the config says of ties and dropout."""
-    found = {}
-    ties = [value for name in TIED if isinstance(value := _value(config, name), bool)]
-    if ties:
-        found["tied"] = ties[0]
-    rates = [value for name in DROPOUTS if isinstance(value := _value(config, name), int | float)]
-    if rates:
-        found["dropout"] = any(rate > 0 for rate in rates)
+    found: dict[str, bool] = {}
+    for name in TIED:
+        tied = _value(config, name)
+        if isinstance(tied, bool):
+            # The first that the config has.
+            found.setdefault("tied", tied)
+    for name in DROPOUTS:
+        rate = _value(config, name)
+        if isinstance(rate, int | float):
+            found["dropout"] = found.get("dropout", False) or rate > 0
     return found
 
 
 def _first(config: Any, names: tuple[str, ...]) -> int | None:
     for name in names:
         value = _value(config, name)
+        # Configs have None, 0 or -1 for what is to be derived.
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
             return value
     return None

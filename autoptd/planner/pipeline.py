@@ -63,9 +63,11 @@ def run_pipeline(
     ranks = ranks_of_stages(build_orders(name, p, setting.v, 1))
     links = _links(terms, ranks, setting, cluster)
     overlap = cluster.software.pp_overlap
-    exposed = [(1 - overlap) * _waits(links, at, len(layers)) for at in range(len(layers))]
-    forward, backward = [], []
-    for stage, wait in zip(stages, exposed, strict=True):
+    # What a message takes beside computation is the link's delay; the rest holds the stage up, so it counts as its time.
+    exposed, forward, backward = [], [], []
+    for at, stage in enumerate(stages):
+        wait = (1 - overlap) * _waits(links, at, len(layers))
+        exposed.append(wait)
         forward.append(max(stage.whole_forward + wait, MIN_SECONDS))
         backward.append(max(stage.whole_backward + wait, MIN_SECONDS))
 
@@ -92,16 +94,23 @@ def run_pipeline(
         busy[rank] += forward[at] + backward[at]
     busiest = busy.index(max(busy))
     mine = [at for at, rank in enumerate(ranks) if rank == busiest]
-    breakdown = {
-        "compute": m * sum(stages[at].forward + stages[at].backward for at in mine),
-        "recompute": m * sum(stages[at].again for at in mine),
-        "tp_comm": m * sum(stages[at].exposed_forward + stages[at].exposed_backward for at in mine),
-        "pp_comm": m * sum(2 * exposed[at] for at in mine),
-        "dp_comm": m * sum(stages[at].fetch_forward + stages[at].fetch_backward for at in mine),
-    }
+    breakdown = _seconds_of([stages[at] for at in mine], [exposed[at] for at in mine], m)
+    # What is left of the whole is the busiest rank's idle time.
     breakdown["bubble"] = max(makespan - sum(breakdown.values()), 0.0)
+    # These two hold all microbatches before the first backward; others as many as the pipeline is long.
     is_all_live = name in ("gpipe", "looped_bfs")
     return Run(breakdown, busy[busiest], simulation, m / few if is_all_live else 1.0, ranks)
+
+
+def _seconds_of(stages: Sequence[Passes], exposed: Sequence[float], m: int) -> dict[str, float]:
+    """Sum the seconds by kind of a rank's stages in `m` microbatches; `exposed`: messages of each stage, one way."""
+    return {
+        "compute": m * sum(stage.forward + stage.backward for stage in stages),
+        "recompute": m * sum(stage.again for stage in stages),
+        "tp_comm": m * sum(stage.exposed_forward + stage.exposed_backward for stage in stages),
+        "pp_comm": m * sum(2 * seconds for seconds in exposed),
+        "dp_comm": m * sum(stage.fetch_forward + stage.fetch_backward for stage in stages),
+    }
 
 
 def _fewer(p: int, m: int, most: int) -> int:

@@ -96,20 +96,19 @@ def _fitting(model: DefaultModel, found: Found, keep: int) -> tuple[tuple[Candid
     Where none of those that the formulas let pass does, the formulas are given as much less memory as they
     were wrong by.
     """
-    asked = request = model.request
+    original = request = model.request
     while len(found):
         candidates, held = _simulated(model, found, keep)
         if candidates:
             return candidates, found
+        # Below 1: a simulated candidate holds more than its formula said. Each round asks for less, so this ends.
         least = min(held, key=lambda at: held[at].bytes)
         too_large = min(float(found.memory[at]) / candidate.bytes for at, candidate in held.items())
-        request = request.but(memory_bytes=asked.memory_bytes * too_large)
-        needs = (
-            f"{held[least].name}, needs {held[least].bytes / 1e9:,.1f} of {asked.memory_bytes / 1e9:,.1f} GB"
-        )
+        request = request.but(memory_bytes=original.memory_bytes * too_large)
+        needs = f"{held[least].name}, needs {held[least].bytes / 1e9:,.1f} of {original.memory_bytes / 1e9:,.1f} GB"
         found = search(DefaultModel(request), max(keep, POOL), request.only)
     _, remedy = advice.what_would_fit(request, found)
-    where = f"{advice.counted(asked.gpus)} of {asked.cluster.name}"
+    where = f"{advice.counted(original.gpus)} of {original.cluster.name}"
     raise PlanError("plan", f"nothing fits on {where}: the smallest that was simulated, {needs}", remedy)
 
 
@@ -126,6 +125,7 @@ def _simulated(
     rows, known = rows_of(found), dict[int, Candidate]()
 
     def rank(at: int) -> tuple[bool, float, int]:
+        # By the formulas, until its schedule was simulated: then that counts.
         held, seconds = found.memory[at], found.seconds[at]
         if at in known:
             held, seconds = known[at].bytes, known[at].seconds

@@ -84,15 +84,16 @@ def predict(
     PlanError where the request makes no sense.
     """
     shape, cluster = shape_of(shape_or_model), find_cluster(cluster).with_software(software)
-    asked = Setting(
+    request = Setting(
         t, p, d, c, v, microbatch, batch, schedule, recompute, sequence_parallel, zero, precision, placement
     )
-    setting = checked(asked, shape, cluster.gpus_per_node)
+    setting = checked(request, shape, cluster.gpus_per_node)
     if precision == "bf16" and not cluster.gpu.bf16:
         raise PlanError(
             "precision='bf16'", f"the GPUs of {cluster.name} have no such products", "precision='fp16'"
         )
     terms = count_terms(shape, cluster, setting)
+    # Layers are dealt to stages by time, so the seconds of a layer come first.
     ends = float(terms.embedding.whole), float(terms.head.whole)
     layers = split_layers(shape.layers, setting.p * setting.v, *ends, float(terms.layer.whole))
     run = run_pipeline(terms, layers, setting, cluster, max_actions)
@@ -100,6 +101,7 @@ def predict(
     memory = _memory(shape, cluster, setting, layers, run)
     seconds = sum(breakdown.values())
     totals = tuple(map(sum, zip(*memory.values(), strict=True)))
+    # FLOPs of the whole batch over this are FLOP/s of one GPU.
     per_gpu = seconds * setting.gpus
     return Prediction(
         seconds,
@@ -118,7 +120,9 @@ def _breakdown(
     shape: Shape, cluster: Cluster, setting: Setting, terms: Terms, layers: list[int], run: Run
 ) -> dict[str, float]:
     parameters = _parameters(shape, setting, layers, run)
+    # All ranks meet at the end of a step: the one with the most parameters decides.
     reduce = max(float(terms.reduce(count)) for count in parameters)
+    # Sums may run beside the last backwards: one microbatch's, or with chunks a group's of p.
     window = run.microbatch * (min(setting.p, setting.num_microbatches) if setting.v > 1 else 1)
     hidden = min(cluster.software.dp_overlap * reduce, window)
     found = {
@@ -133,19 +137,18 @@ def _memory(
     shape: Shape, cluster: Cluster, setting: Setting, layers: list[int], run: Run
 ) -> dict[str, tuple[float, ...]]:
     """Return bytes by kind, each for all pipeline ranks."""
-    p, state, kept = (
-        setting.p,
-        state_bytes(setting, cluster.software),
-        count_activations(shape, cluster, setting),
-    )
+    p, state = setting.p, state_bytes(setting, cluster.software)
+    kept = count_activations(shape, cluster, setting)
     parameters = _parameters(shape, setting, layers, run)
     per_stage = [count * float(kept.layer) for count in layers]
+    # The ends of the model, with their own activations of each microbatch in flight.
     per_stage[0] += float(kept.embedding)
     per_stage[-1] += float(kept.head)
     activations = run.peaks(per_stage)
     fetched = float(fetched_bytes(shape, setting, cluster.software))
     moment = [float(kept.once) + fetched] * p
     last = run.ranks[-1]
+    # On the rank of the loss the logits are there before any layer's backward runs: not both at once.
     moment[last] = max(moment[last], float(kept.logits) + fetched)
     found = {
         "parameters": [count * float(state.weight) for count in parameters],
@@ -154,6 +157,7 @@ def _memory(
         "activations": list(activations),
         "buffers": moment,
     }
+    # Slack is a share of a rank's tensors; the context is no tensor, and comes after it.
     tensors = [sum(row) for row in zip(*found.values(), strict=True)]
     found["slack"] = [cluster.software.slack * nbytes for nbytes in tensors]
     found["context"] = [cluster.software.context_bytes] * p
@@ -166,6 +170,7 @@ def _parameters(shape: Shape, setting: Setting, layers: list[int], run: Run) -> 
     A rank that has both ends of the model has a tied matrix once.
     """
     found = [0.0] * setting.p
+    # With v > 1 a rank has several stages.
     for rank, count in zip(run.ranks, stage_parameters(shape, layers, setting.t), strict=True):
         found[rank] += count
     if shape.tied and len(layers) > 1 and run.ranks[0] == run.ranks[-1]:

@@ -53,11 +53,12 @@ class RankedCandidates:
 
         None where none fits.
         """
-        asked = self.only
+        constraint = self.only
 
         def both(configs: Columns) -> np.ndarray:
-            return only(configs) if asked is None else only(configs) & asked(configs)
+            return only(configs) if constraint is None else only(configs) & constraint(configs)
 
+        # Anew, as the table has the few best only, and those of another kind may be far behind them.
         found = search(self.model, 1, both)
         return self.model.candidate(rows_of(found)[0]) if len(found) else None
 
@@ -65,6 +66,7 @@ class RankedCandidates:
 def rows_of(found: Found) -> list[dict[str, int]]:
     """Return the candidates that were found, one mapping each."""
     names = list(found.columns)
+    # Columns of arrays to rows of plain ints: {"t": array([8, 4]), ...} to [{"t": 8, ...}, {"t": 4, ...}].
     rows = np.stack([found.columns[name] for name in names], axis=1).tolist() if names else []
     return [dict(zip(names, row, strict=True)) for row in rows]
 

@@ -109,9 +109,13 @@ def make_request(
         if name not in DEGREES:
             raise PlanError(f"{name}=", "no such keyword", ", ".join(DEGREES))
         if value == ANY:
-            pinned |= {"c": tuple(divisors(gpus))} if name == "c" else {}
+            # Other degrees are free where nothing is said; c is 1 then, as long as the runtime does not have it.
+            if name == "c":
+                pinned["c"] = tuple(divisors(gpus))
         elif value is not None:
             pinned[DEGREES[name]] = _whole_numbers(name, value)
+    # Also by the names that torch gives them.
+    precision = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}.get(str(precision), precision)
     if precision is not None and precision not in ELEMENT_BYTES:
         raise PlanError(f"precision={precision!r}", "no such precision", ", ".join(map(repr, ELEMENT_BYTES)))
     if placement not in ("ranks", ANY):
@@ -127,6 +131,7 @@ def make_request(
         recompute=_values("recompute", recompute, RECOMPUTE),
         sequence_parallel=_values("sequence_parallel", sequence_parallel, (False, True)),
         zero=_values("zero", zero, ZERO),
+        # What `parallelize` would train in, where nothing is said.
         precision=precision or ("fp32" if "precision" in NOT_YET else "bf16"),
         schedules=(None,) if schedule is None else _schedules(schedule),
         placement=placement,
@@ -137,6 +142,7 @@ def make_request(
 def _values(name: str, given: Any, known: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return the values to try: those given, all for "any", for None what the runtime has."""
     if given is None:
+        # A keyword that the runtime has is weighed by default, all of its values.
         return RUNS[name] if name in NOT_YET else known
     if given == ANY:
         return known
@@ -146,6 +152,7 @@ def _values(name: str, given: Any, known: tuple[Any, ...]) -> tuple[Any, ...]:
             raise PlanError(
                 f"{name}={value!r}", "no such choice", f"{', '.join(map(repr, known))}, or {ANY!r}"
             )
+    # The known values, not the given ones: 1 is found in (False, True), and is printed as True.
     return tuple(known[known.index(value)] for value in dict.fromkeys(values))
 
 

@@ -117,6 +117,7 @@ def search(
     if only is not None:
         wanted &= only(configs.columns)
     allowed = np.flatnonzero(wanted)
+    # Memory belongs to configurations: what does not fit is dropped before any variant of it is looked at.
     columns = take(configs.columns, allowed)
     memory = model.memory_bytes(columns) if len(allowed) else np.zeros(0)
     fits = np.flatnonzero(memory <= model.capacity_bytes)
@@ -129,6 +130,7 @@ def search(
     step, worst = at_once, np.inf
     while done < len(order) and least[order[done]] <= worst:
         chosen = order[done : done + step]
+        # `worst` is infinite until `keep` candidates are known, and falls from round to round.
         chosen = chosen[least[chosen] <= worst]
         where, added = model.variants(take(columns, chosen))
         candidates = {**take(columns, chosen[where]), **added}
@@ -136,11 +138,10 @@ def search(
         best = [_fastest([*best, (candidates, seconds, held[chosen[where]])], keep)]
         worst = best[0][1][-1] if len(best[0][1]) == keep else np.inf
         evaluated, done, step = evaluated + len(where), done + len(chosen), 4 * step
-    rejected = {reason: int(np.sum(configs.reason == i)) for i, reason in enumerate(configs.reasons)}
-    rejected[NOT_ASKED] = int(np.sum(configs.reason < 0)) - len(allowed)
-    rejected[OUT_OF_MEMORY] = len(memory) - len(fits)
+    rejected = _rejected(configs, len(allowed), len(memory) - len(fits))
     smallest: dict[str, int] = {}
     if len(memory):
+        # Also where nothing fits: advice names the smallest.
         at = allowed[np.argmin(memory)]
         smallest = {name: int(values[at]) for name, values in configs.columns.items()}
     found = best[0] if best else (take(columns, fits[:0]), np.zeros(0), np.zeros(0))
@@ -150,10 +151,18 @@ def search(
         fitting=len(fits),
         evaluated=evaluated,
         bounded=len(order) - done,
-        rejected={reason: count for reason, count in rejected.items() if count},
+        rejected=rejected,
         least_memory=float(memory.min(initial=np.inf)),
         least_memory_config=smallest,
     )
+
+
+def _rejected(configs: Configs, allowed: int, too_large: int) -> dict[str, int]:
+    """Count the configurations that are rejected, by reason, without reasons that none has."""
+    counts = {reason: int(np.sum(configs.reason == i)) for i, reason in enumerate(configs.reasons)}
+    counts[NOT_ASKED] = int(np.sum(configs.reason < 0)) - allowed
+    counts[OUT_OF_MEMORY] = too_large
+    return {reason: count for reason, count in counts.items() if count}
 
 
 def _fastest(tables: Sequence[tuple[Columns, Array, Array]], keep: int) -> tuple[Columns, Array, Array]:
@@ -187,6 +196,7 @@ def unique_rows(
     names = [name for name in names if name in columns]
     code = np.zeros(len(columns[names[0]]), dtype=np.int64)
     for name in names:
+        # Rows as numbers of mixed radix: (t, p) of (8, 12) with p up to 99 is 812.
         width = int(columns[name].max(initial=0)) + 1
         # The code of a row would no longer fit in 64 bits: number the rows so far from 0.
         if int(code.max(initial=0)) >= 2**62 // width:
@@ -198,8 +208,10 @@ def unique_rows(
 
 def divisors(number: int) -> list[int]:
     """Return all divisors of a positive number, in order."""
+    # Each divisor up to the root pairs with one above it.
     small = [i for i in range(1, int(number**0.5) + 1) if number % i == 0]
-    return sorted({*small, *(number // i for i in small)})
+    large = [number // i for i in small]
+    return sorted({*small, *large})
 
 
 def placements(
@@ -216,6 +228,7 @@ def placements(
     allowed = np.ones((len(total), len(inside)), dtype=bool)
     for axis, degree in enumerate(degrees):
         allowed &= degree[:, None] % inside[None, :, axis] == 0
+    # [configuration, placement]; smaller configurations follow below, all their ranks in one domain.
     allowed &= (total > domain)[:, None]
     where, which = np.nonzero(allowed)
     small = np.flatnonzero(total <= domain)

@@ -78,6 +78,7 @@ class Setting:
 
     @property
     def schedule_name(self) -> str:
+        # Of an array: one name for all, as the formula of interleaved covers v = 1 too (`estimate._bubble`).
         return self.schedule or ("interleaved" if np.any(np.asarray(self.v) > 1) else "1f1b")
 
     def local(self, axis: str, gpus_per_node: int) -> Number:
@@ -86,6 +87,7 @@ class Setting:
             return self.placement[axis]
         degrees = {"tp": self.t, "cp": self.c, "dp": self.d, "pp": self.p}
         faster: Number = 1
+        # Ranks of this axis are as far apart as all faster axes have ranks.
         for other in AXES[: AXES.index(axis)]:
             faster = faster * degrees[other]
         return ranks_in_a_domain(degrees[axis], faster, self.gpus, gpus_per_node, axis == AXES[-1])
@@ -100,11 +102,13 @@ def checked(setting: Setting, shape: Shape, gpus_per_node: int) -> Setting:
     """Return the setting if the shape can be run so on such nodes; else PlanError with what could."""
     for name in DEGREES:
         value = getattr(setting, name)
+        # np.integer: a candidate's degrees come out of a search's arrays.
         if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
             raise PlanError(
                 f"{name}={value!r}", "a whole number of at least 1 is needed", f"for example {name}=1"
             )
     degrees: dict[str, Any] = {name: int(getattr(setting, name)) for name in DEGREES}
+    # Plain ints from here on: they become names, JSON and list indices.
     setting = replace(setting, **degrees)
     for name, known in (
         ("recompute", RECOMPUTE),
@@ -157,6 +161,7 @@ def _check_placement(setting: Setting, gpus_per_node: int) -> None:
         if isinstance(value, bool) or not isinstance(value, int | np.integer) or not 1 <= value <= most:
             fact = f"{axis}={value!r}: the axis has {degrees[axis]} ranks and a node {gpus_per_node} GPUs"
             raise PlanError("placement", fact, f"1 to {most}")
+    # With the axes that are left out, which follow the order of ranks.
     inside = {axis: int(setting.local(axis, gpus_per_node)) for axis in AXES}
     if setting.placement and math.prod(inside.values()) > gpus_per_node:
         used = " * ".join(f"{axis} {count}" for axis, count in inside.items() if count > 1)

@@ -51,6 +51,7 @@ class Shape:
     def __post_init__(self) -> None:
         names = [field.name for field in dataclasses.fields(self)]
         for name in [name for name in names if name not in FLAGS]:
+            # 0 is allowed where it stands for what a GPT has, and is replaced below.
             value, least = getattr(self, name), 0 if name in DERIVED else 1
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise PlanError(
@@ -65,6 +66,7 @@ class Shape:
             DERIVED, (4 * self.hidden, self.heads, self.hidden // self.heads), strict=True
         ):
             if not getattr(self, name):
+                # The class is frozen for others: this is still its construction.
                 object.__setattr__(self, name, usual)
         for name in FLAGS:
             if getattr(self, name) is None:
@@ -76,6 +78,7 @@ class Shape:
         if self.mlp_matrices not in (2, 3):
             fact = "an MLP has two or three"
             raise PlanError(f"shape: mlp_matrices={self.mlp_matrices}", fact, "2 (GPT) or 3 (gated)")
+        # Each KV head serves the same number of query heads.
         if self.heads % self.kv_heads:
             fact = f"{self.heads} heads do not divide over them"
             raise PlanError(f"shape: kv_heads={self.kv_heads}", fact, "a divisor of heads")
@@ -98,6 +101,7 @@ class Shape:
     @property
     def layer_matrices(self) -> int:
         """Elements of a layer's weight matrices: what tensor parallelism splits."""
+        # Q and the projection have the width of the queries, K and V that of the keys.
         attention = self.hidden * (2 * self.query_width + 2 * self.kv_width)
         return attention + self.mlp_matrices * self.hidden * self.ffn
 
@@ -138,6 +142,7 @@ def find_shape(given: Shape | Mapping[str, Any]) -> Shape:
         )
     names = [field.name for field in dataclasses.fields(Shape)]
     check_known("shape", given, names)
+    # Layers, hidden, heads and seq: the only fields without a default.
     missing = [name for name in names[:4] if given.get(name) is None]
     if missing:
         raise PlanError("shape", f"{', '.join(missing)} not given", "layers, hidden, heads and seq at least")

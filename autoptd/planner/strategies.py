@@ -58,6 +58,7 @@ def which_when(
         try:
             best = plan(model_or_shape, gpus=count, cluster=where, batch=batch, keep=1, **constraints).best
             found.append(Case(name, count, best))
+        # That a model does not fit on one GPU is an answer here.
         except PlanError as error:
             found.append(Case(name, count, None, error.fact))
     return found
@@ -71,6 +72,7 @@ def slowed(cluster: Cluster) -> Cluster:
 def cases_text(cases: Sequence[Case]) -> str:
     """Write one line a case, and what changes with the network."""
     lines = [f"{case.name}: {_case_text(case)}" for case in cases]
+    # Four cases: one GPU, one node, all GPUs, all GPUs on the slow network.
     fast, slow = (cases[-2].best, cases[-1].best) if len(cases) == 4 else (None, None)
     if fast and slow:
         moved = [key for key in ("t", "p", "d", "v", "b") if fast.degrees[key] != slow.degrees[key]]

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from autoptd.planner.candidate import Candidate
+from autoptd.planner.memory import recipe_text
 from autoptd.planner.ranked import RankedCandidates
 
 # Term -> its column.
@@ -40,25 +41,40 @@ def plan_table(plan: RankedCandidates) -> str:
     used: set[str] = set()
     for candidate in plan.candidates:
         used |= {name for name, seconds in candidate.seconds_by.items() if seconds}
+    # No column for a term that is 0 in all candidates, such as recomputation where none was asked for.
     terms = [name for name in NAMES if name in used]
     head = ["", "seconds", "TFLOP/s", "GB", *(NAMES[name] for name in terms), "plan"]
     rows = [head, *(_row(rank, candidate, terms) for rank, candidate in enumerate(plan.candidates, 1))]
-    # The last column is not padded.
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)][:-1]
-    lines = ["  ".join([*map(str.rjust, row, widths), row[-1]]).rstrip() for row in rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        # Numbers are right-aligned; the last column, the plan in words, is not padded.
+        cells = [cell.rjust(width) for cell, width in zip(row[:-1], widths[:-1], strict=True)]
+        lines.append("  ".join([*cells, row[-1]]).rstrip())
     if any(not candidate.is_simulated for candidate in plan.candidates):
         lines.append("~ by the closed formulas, its schedule not simulated")
-    missing = dict.fromkeys(name for candidate in plan.candidates for name in candidate.not_yet)
+    missing: dict[str, None] = {}
+    for candidate in plan.candidates:
+        missing |= dict.fromkeys(candidate.not_yet)
     if missing:
         lines.append(
             f"* needs what the runtime does not have yet, plan.json leaves it out: {', '.join(missing)}"
         )
-    return "\n".join([*lines, "", *count_lines(plan)])
+    return "\n".join([_basis(plan), *lines, "", *count_lines(plan)])
+
+
+def _basis(plan: RankedCandidates) -> str:
+    """Say for what recipe and machine the numbers hold."""
+    request = plan.model.request
+    cluster = request.cluster
+    recipe = recipe_text(request.precision, cluster.software)
+    return f"Recipe: {recipe}. Machine: {cluster.name}, {plan.gpus} GPUs"
 
 
 def _row(rank: int, candidate: Candidate, terms: Sequence[str]) -> list[str]:
     shares = [f"{100 * candidate.seconds_by.get(name, 0.0) / candidate.seconds:.1f}%" for name in terms]
     rate, held = f"{candidate.flops_per_gpu / 1e12:.1f}", f"{candidate.bytes / 1e9:.1f}"
+    # The tilde is explained below the table.
     seconds = f"{'' if candidate.is_simulated else '~'}{candidate.seconds:.4g}"
     name = candidate.name + (" *" if candidate.not_yet else "")
     return [str(rank), seconds, rate, held, *shares, name]

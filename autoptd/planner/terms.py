@@ -121,6 +121,7 @@ class _Counter:
     def _layer(self) -> Passes:
         operators = layer_operators(self.shape, self.sizes, self.cluster.software.attention)
         forward, backward = self.clock.forwards(operators), self.clock.backwards(operators)
+        # Selective recomputation repeats the core of every layer; full, whole layers, of a share of them.
         core = self.clock.forwards(operator for operator in operators if operator.part == CORE)
         # The share of layers that backward computes again from their inputs, exchanges included.
         redone = self.setting.full_share
@@ -169,6 +170,7 @@ class _Counter:
         setting = self.setting
         local = setting.local("tp", self.cluster.gpus_per_node)
         if setting.sequence_parallel:
+            # A reduce-scatter takes as long as an all-gather of the same bytes.
             return 2 * self.network.all_gather(self.value_bytes, setting.t, local)
         return self.network.all_reduce(self.value_bytes, setting.t, local)
 
@@ -221,6 +223,7 @@ class _Counter:
         Stage 2 keeps a part of the gradients only, so it sums them in every microbatch, and stage 3 fetches
         parameters too: `_fetch`.
         """
+        # 0 in the shape of the argument, which may be an array.
         if self.setting.zero == 3:
             return 0.0 * parameters
         group, local = self._replicas()

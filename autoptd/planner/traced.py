@@ -22,6 +22,7 @@ import numpy as np
 from autoptd.ir.actions import ranks_of_stages
 from autoptd.planner.cluster import Cluster, Software, find_cluster
 from autoptd.planner.network import Network
+from autoptd.planner.pipeline import MIN_SECONDS
 from autoptd.planner.predict import Prediction
 from autoptd.planner.setting import Setting
 from autoptd.planner.terms import OPTIMIZER_BYTES, Passes
@@ -48,13 +49,15 @@ def predict_program(
     """
     cluster = find_cluster(cluster).with_software(software)
     found = _Reader(program, cluster)
+    # Orders and messages are the program's own; `predict` rebuilds them from the degrees.
     stages = [found.stage(index) for index in range(len(program.stages))]
+    forward, backward, weight_gradient = [], [], []
+    for stage in stages:
+        forward.append(max(stage.whole_forward, MIN_SECONDS))
+        backward.append(max(stage.whole_backward, MIN_SECONDS))
+        weight_gradient.append(max(stage.backward / 2, MIN_SECONDS))
     run = simulate(
-        program.orders,
-        forward=[max(stage.whole_forward, 1e-12) for stage in stages],
-        backward=[max(stage.whole_backward, 1e-12) for stage in stages],
-        weight_gradient=[max(stage.backward / 2, 1e-12) for stage in stages],
-        link=found.link,
+        program.orders, forward=forward, backward=backward, weight_gradient=weight_gradient, link=found.link
     )
     ranks, m = ranks_of_stages(program.orders), program.num_microbatches
     busiest = max(range(program.mesh.p), key=lambda rank: run.busy[rank])
@@ -77,6 +80,7 @@ def predict_program(
         "context": (cluster.software.context_bytes,) * len(held),
     }
     memory = tuple(map(sum, zip(*kinds.values(), strict=True)))
+    # Forward, and a backward of two forwards, of all microbatches and replicas; nothing is computed twice.
     flops = 3 * program.costs.total_flops * m * program.mesh.d / (program.mesh.size * seconds)
     return Prediction(
         seconds, breakdown, memory, kinds, flops, flops, m, (), max(memory) <= cluster.gpu.memory_bytes
@@ -97,7 +101,9 @@ class _Reader:
         costs, gpu = self.program.costs, self.cluster.gpu
         moved = costs.moved_bytes_per_stage[index] / self.clock.copy_rate
         products, count = self.products(index)
+        # The products' own starts are in their times.
         starts = (costs.kernels_per_stage[index] - count) * gpu.kernel_seconds
+        # pp is not among them: messages are the links of the simulation.
         forward, backward = (0.0, 0.0)
         for call in self.program.collectives:
             if call.stage == index and call.scope == "microbatch" and call.axis != "pp":
@@ -119,6 +125,7 @@ class _Reader:
         costs, gpu = self.program.costs, self.cluster.gpu
         rows = [row for row in costs.products if row.stage == index]
         if not rows:
+            # Saved by a version that did not list products: as if all were large.
             rate = gpu.flops(self.clock.precision) * gpu.matrix_fraction
             return (costs.flops_per_stage[index] / rate, costs.backward_flops_per_stage[index] / rate), 0
         forward, backward = 0.0, 0.0
@@ -137,12 +144,14 @@ class _Reader:
         work = 2 * batch * m * n * k
         once = float(self.clock.product(batch, m, n, k))
         extra = 6 * n * k if batch == 1 else 0
+        # dL/dx = dL/dy w^T and dL/dw = x^T dL/dy, each with the sizes of the forward in another order.
         both = float(self.clock.product(batch, m, k, n)) + float(self.clock.product(batch, n, k, m, extra))
         return row.forward / work * once, row.backward / work / 2 * both
 
     def attention(self, row: ProductCosts) -> tuple[float, float]:
         """Time attention in one kernel."""
         software, gpu = self.cluster.software, self.cluster.gpu
+        # The program counts attention in full; a causal kernel skips about half of it.
         share = software.causal if row.kind == "causal attention" else 1.0
         rate = gpu.flops(self.clock.precision) * software.flash_fraction / share
         start = row.times * gpu.kernel_seconds
@@ -155,6 +164,7 @@ class _Reader:
             return float(self.network.all_reduce(float(call.payload_bytes), call.group_size, local))
         if kind in ("all-gather", "reduce-scatter"):
             return float(self.network.all_gather(float(call.payload_bytes), call.group_size, local))
+        # Each rank keeps one of its n parts: on the wire that is an all-gather of an n-th.
         if kind == "all-to-all":
             return float(
                 self.network.all_gather(call.payload_bytes / call.group_size, call.group_size, local)
@@ -170,21 +180,15 @@ class _Reader:
         ranks = ranks_of_stages(self.program.orders)
         trained = [spec for spec in self.program.params if spec.requires_grad and rank in spec.owners(ranks)]
         nbytes = sum(spec.local_bytes(self.program.mesh) for spec in trained)
-        return (
-            nbytes
-            / self.clock.element_bytes
-            * OPTIMIZER_BYTES[self.clock.element_bytes]
-            / self.clock.copy_rate
-        )
+        element = self.clock.element_bytes
+        return nbytes / element * OPTIMIZER_BYTES[element] / self.clock.copy_rate
 
     def link(self, sender: int, receiver: int) -> float:
         """Time a message from stage to stage."""
-        buffers = [
-            buffer
-            for buffer in self.program.transfers
-            if (buffer.source, buffer.target) == (sender, receiver)
-        ]
-        sent = sum(buffer.sent_bytes for buffer in buffers)
+        sent = 0
+        for buffer in self.program.transfers:
+            if (buffer.source, buffer.target) == (sender, receiver):
+                sent += buffer.sent_bytes
         in_node: Any = self.setting.local("pp", self.cluster.gpus_per_node)
         ranks = ranks_of_stages(self.program.orders)
         is_local = ranks[sender] // in_node == ranks[receiver] // in_node
@@ -198,6 +202,7 @@ class _Reader:
 
     def _local(self, call: Collective) -> int:
         node = self.cluster.gpus_per_node
+        # A set of tied owners is no axis: its ranks are taken to lie as close as they can.
         if call.axis in ("tp", "dp", "pp"):
             return int(np.minimum(self.setting.local(call.axis, node), call.group_size))
         return min(node, call.group_size)

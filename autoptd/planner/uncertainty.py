@@ -60,6 +60,7 @@ def uncertainty(cluster: Cluster, precision: str, is_zero_3: bool = False) -> fl
     """
     for row in COMPARED:
         is_alike = row.cluster == cluster.name and precision in row.precisions and row.is_zero_3 == is_zero_3
+        # By all of its numbers: a cluster of that name with one changed was never measured.
         if is_alike and cluster == find_cluster(row.cluster).with_software(row.software):
             return row.apart
     return math.inf

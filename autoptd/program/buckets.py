@@ -9,7 +9,7 @@ A sum over dp may start inside a backward, as soon as a bucket is complete: dp h
 over owners start after the last action: tensor ranks complete a bucket at different places of a backward, whose own
 calls over tp would then come in another order on each of them.
 
-    for bucket in plan_buckets(program.params, program.orders, program.ranks, program.mesh, pp=0):
+    for bucket in plan_buckets(program.params, program.orders, program.ranks, program.mesh, pipeline_rank=0):
         print(bucket.site, [(step.axis, step.row.backward) for step in bucket.sums], bucket.owners)
 """
 
@@ -61,7 +61,7 @@ class BucketPlan:
     def site(self) -> str:
         """The site of its sums over mesh axes, in errors and records."""
         first, last = self.params[0].name, self.params[-1].name
-        return f"{GRADIENTS}{first}" + (f" to {last}" if len(self.params) > 1 else "")
+        return f"{GRADIENTS}{first}" if first == last else f"{GRADIENTS}{first} to {last}"
 
     @property
     def tied_site(self) -> str:
@@ -77,28 +77,31 @@ def plan_buckets(
     orders: Orders,
     ranks: Sequence[int],
     mesh: Mesh,
-    pp: int,
+    pipeline_rank: int,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> list[BucketPlan]:
-    """Return the buckets of pipeline rank `pp`, in the order in which their gradients become complete.
+    """Return the buckets of `pipeline_rank`, in the order in which their gradients become complete.
 
     `ranks` is the pipeline rank of every stage. The parameters of a bucket share the dtype of their gradients, sums and
     owners, and follow the program's order, so that all owners of a tied parameter put it in the same bucket.
     """
     position = {spec.name: i for i, spec in enumerate(params)}
-    last_backward = {
-        action.stage: i for i, action in enumerate(orders[pp]) if action.kind in (Kind.B, Kind.W)
-    }
+    last_backward: dict[int, int] = {}
+    for i, action in enumerate(orders[pipeline_rank]):
+        if action.kind in (Kind.B, Kind.W):
+            last_backward[action.stage] = i
 
     def completed(spec: ParamSpec) -> int:
         """Return the index of the last action that adds to the gradient."""
         return max(last_backward.get(stage, -1) for stage in spec.stages)
 
+    # {(sums, owners, dtype, completed): [[parameters of one bucket], ...]}
     runs: dict[tuple[object, ...], list[list[ParamSpec]]] = {}
     for spec in params:
         owners = spec.owners(ranks)
-        if not spec.requires_grad or pp not in owners:
+        if not spec.requires_grad or pipeline_rank not in owners:
             continue
+        # Types are over all mesh axes, also those of one rank.
         sums = tuple(step for step in spec.sums if _group_size(step, owners, mesh) > 1)
         # Tied ones are not grouped by when they complete, which differs from owner to owner.
         key = (sums, owners, spec.storage.sum_dtype, completed(spec) if len(owners) == 1 else -1)

@@ -60,6 +60,7 @@ def find_deadlock(issued: Sequence[Sequence[Call]]) -> list[tuple[int, Call]]:
         if arrived[id(call)] == len(call.ranks):
             for member in call.ranks:
                 place[member] += 1
+            # Those that arrived earlier had left `ready`.
             ready += call.ranks
     stuck = {rank: issued[rank][index] for rank, index in enumerate(place) if index < len(issued[rank])}
     # From any stuck rank, follow who waits for whom.
@@ -92,15 +93,15 @@ def check_call_order(
     `buckets` has a list for every pipeline rank.
     """
     busy = _calls_in_actions(collectives)
-    for pp, plans in enumerate(buckets):
+    for rank, plans in enumerate(buckets):
         for plan in plans:
             for axis, _ in plan.early:
-                if (pp, axis) in busy:
-                    fact = f"may start in a backward of pipeline rank {pp}, which has calls over {axis}: {busy[pp, axis]}"
+                if (rank, axis) in busy:
+                    fact = f"may start in a backward of pipeline rank {rank}, which has calls over {axis}: {busy[rank, axis]}"
                     raise InternalError(plan.site, fact)
     rows = [_calls_between_rows(plans, mesh) for plans in buckets]
     if chain := find_deadlock(_joined(rows)):
-        texts = [f"pipeline rank {pp} makes {call}" for pp, call in chain]
+        texts = [f"pipeline rank {rank} makes {call}" for rank, call in chain]
         raise InternalError("order of collectives", f"ranks wait for each other: {'; '.join(texts)}")
 
 
@@ -111,8 +112,8 @@ def _calls_in_actions(collectives: Sequence[Collective]) -> dict[tuple[int, str]
     sites: dict[tuple[int, str], str] = {}
     for collective in collectives:
         if collective.scope == "microbatch" and not {collective.forward, collective.backward} <= silent:
-            for pp in collective.pp_ranks:
-                sites[pp, collective.axis] = collective.site
+            for rank in collective.pp_ranks:
+                sites[rank, collective.axis] = collective.site
     return sites
 
 
@@ -128,14 +129,14 @@ def _joined(rows: Sequence[Sequence[RowCall]]) -> list[list[RowCall]]:
     # By (ranks, k): the first row that makes the call, and its object.
     first: dict[tuple[tuple[int, ...], int], tuple[int, RowCall]] = {}
     joined: list[list[RowCall]] = []
-    for pp, calls in enumerate(rows):
+    for rank, calls in enumerate(rows):
         count: Counter[tuple[int, ...]] = Counter()
         joined.append([])
         for call in calls:
-            other, joint = first.setdefault((call.ranks, count[call.ranks]), (pp, call))
+            other, joint = first.setdefault((call.ranks, count[call.ranks]), (rank, call))
             count[call.ranks] += 1
             if joint != call:
-                fact = f"pipeline rank {pp} makes {call} where pipeline rank {other} makes {joint}"
+                fact = f"pipeline rank {rank} makes {call} where pipeline rank {other} makes {joint}"
                 raise InternalError("order of collectives", fact)
             joined[-1].append(joint)
     return joined

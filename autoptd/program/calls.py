@@ -69,6 +69,7 @@ def wire_bytes(kind: str, payload: Any, group_size: Any) -> Any:
         return 0.0
     if kind in ("send", "broadcast"):
         return float(payload)
+    # 2 ranks send half of the payload, 8 ranks 7/8 of it: it hardly grows with the group.
     others = payload * (group_size - 1) / group_size
     return others / group_size if kind == "all-to-all" else RING_PASSES[kind] * others
 
@@ -89,8 +90,14 @@ def axis_text(mesh: Mesh, ranks: Sequence[int]) -> str:
     return " x ".join(texts)
 
 
+def joint_axis(mesh: Mesh, axes: Sequence[str]) -> str:
+    """Name some axes together, without those of one rank: what `axis_text` says of a group along them."""
+    return " x ".join(axis for axis in reversed(mesh.axes) if axis in axes and mesh.degree(axis) > 1)
+
+
 def star(text: str) -> str:
     """Return `transformer.h.*.attn` for `transformer.h.3.attn`: numbers in module paths become stars."""
+    # "h.3", "h.3.attn: row", and "0.weight" of a Sequential; not the 2 of "model.py:2" or of "dim 2".
     return re.sub(r"(?<=\.)\d+(?=[.: ]|$)|\b\d+(?=\.[a-z_])", "*", text)
 
 
@@ -101,13 +108,14 @@ def call_site(collective: Collective) -> str:
 
 def expected_calls(program: Program, rank: int, *, training: bool = True) -> Counter[Call]:
     """Return how often `rank` makes each call in one step (or one evaluation), according to the program."""
-    pp = program.mesh.pipeline_rank_of(rank)
+    pipeline_rank = program.mesh.pipeline_rank_of(rank)
     calls: Counter[Call] = Counter()
     for collective in program.collectives:
-        if pp not in collective.pp_ranks:
+        if pipeline_rank not in collective.pp_ranks:
             continue
         is_once = collective.scope == "step"
         for direction, kind in (("forward", collective.forward), ("backward", collective.backward)):
+            # An evaluation has no backward, and sums no gradients.
             if kind in LOCAL_KINDS or (direction == "backward" and not training):
                 continue
             call = Call(

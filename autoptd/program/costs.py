@@ -50,7 +50,7 @@ class Cut:
     """Where the model is cut and why: `after` are the last modules of all stages but the last one.
 
     FLOPs (forward, of the whole model), seconds and bytes saved for backward are per stage and microbatch; seconds of a
-    microbatch and bytes held, per pipeline rank. `finish`: seconds of the simulated schedule.
+    microbatch and bytes held, per pipeline rank. `makespan`: seconds of the simulated schedule.
     """
 
     after: tuple[str, ...] = ()
@@ -60,7 +60,7 @@ class Cut:
     saved_bytes: tuple[float, ...] = ()
     rank_seconds: tuple[float, ...] = ()
     rank_bytes: tuple[float, ...] = ()
-    finish: float = 0.0
+    makespan: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,7 @@ def read_costs(record: Mapping[str, Any]) -> Costs:
         "gemms": tuple(GemmCosts(**row) for row in record.get("gemms", ())),
         "products": tuple(ProductCosts(**tupled(row)) for row in record.get("products", ())),
     }
+    # The rows replace the plain dicts that `tupled` left.
     return Costs(**{**tupled(record), **rows, "cut": Cut(**tupled(record.get("cut", {})))})
 
 

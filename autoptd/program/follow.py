@@ -37,6 +37,7 @@ def check_follows(trained: Program, evaluated: Program) -> None:
     if unknown := sorted(set(evaluated.sub_axes) - set(trained.sub_axes)):
         fact = f"eval mode communicates over {unknown[0]}, where training does not"
         raise PlanError("eval_step", fact, REMEDY)
+    # Channels were made for training; another one would need all ranks to make its group together.
     known = _links(trained)
     for source, target in sorted(_links(evaluated) - known):
         fact = f"eval mode sends from pipeline rank {source} to {target}, where training sends nothing"
@@ -50,6 +51,7 @@ def _links(program: Program) -> set[tuple[int, int]]:
         source = program.rank_of_stage(crossing.source)
         for stage in crossing.targets:
             target = program.rank_of_stage(stage)
+            # Between chunks of one rank (v > 1) tensors are passed on.
             if source != target:
                 links.add((source, target))
     return links

@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -48,7 +49,7 @@ from autoptd.program.specs import (
 )
 
 # Of the format of program.json.
-VERSION = 7
+VERSION = 8
 Spec = TypeVar("Spec")
 
 
@@ -112,6 +113,13 @@ class Program:
     painter: Callable[[Program, str, int | None], Picture] | None = field(
         default=None, repr=False, compare=False
     )
+
+    def __repr__(self) -> str:
+        """Say on a line what was compiled; `explain`, `graph` and `save` show more."""
+        numbers = sum(math.prod(spec.shape) for spec in self.params)
+        pieces = f"{self.num_microbatches} x {self.rows} rows a replica"
+        mesh = f"{self.mesh} v={self.v}, {self.schedule_name}, {pieces}"
+        return f"<Program {mesh}: {len(self.stages)} stages, {numbers:,} parameters, {len(self.collectives)} collectives>"
 
     @property
     def loss_stage(self) -> int:

@@ -56,6 +56,8 @@ class ParamSpec:
     adds: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        # Ranks that store the same elements must step them alike: with R, each would step by a part of the
+        # gradient.
         for axis, kind in self.storage.layout.over_mesh:
             if kind.kind != "S":
                 raise InternalError(

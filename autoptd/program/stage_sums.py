@@ -19,6 +19,7 @@ from autoptd.program.buckets import BucketPlan
 
 def stage_sums(buckets: Sequence[BucketPlan], stage: int, mesh: Mesh) -> list[str]:
     """Describe the sums of the gradients of stage `stage`, one line for all over the same ranks."""
+    # All buckets with the same collectives are one line: a stage may have dozens.
     alike: dict[tuple[tuple[AxisConversion, ...], tuple[int, ...]], list[BucketPlan]] = {}
     for plan in buckets:
         if plan.sums and any(stage in spec.stages for spec in plan.params):
@@ -32,6 +33,7 @@ def _axis_text(axis: str, mesh: Mesh) -> str:
 
 def _line(plans: Sequence[BucketPlan], mesh: Mesh) -> str:
     owners = plans[0].owners
+    # In the order in which they run: over dp inside of backwards, then over tp, then over the owners.
     axes = [axis for axis, _ in (*plans[0].early, *plans[0].late)]
     specs = [spec for plan in plans for spec in plan.params]
     size = sum(plan.nbytes(mesh) for plan in plans)

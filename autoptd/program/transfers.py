@@ -51,15 +51,16 @@ class _Planner:
 
     def parts(self, source: int, target: int, nbytes: int, is_equal: bool) -> tuple[int, str]:
         """Return (t, why) to scatter a buffer of `nbytes`, (1, why) to send it whole."""
-        t = len(self.mesh.group(0, self.mesh.value_axes))
+        t = self.mesh.value_ranks
         if t == 1:
-            return 1, "whole: t=1"
+            return 1, f"whole: {self.mesh.product_text(self.mesh.value_axes)}"
         if not is_equal:
             return 1, "whole: differs from tensor rank to tensor rank"
         if self.p2p == "direct":
             return 1, "whole: p2p='direct'"
         if self.p2p == "scatter_gather":
             return t, f"1/{t} each: p2p='scatter_gather'"
+        # All peers send at once, so the slowest pair decides.
         link = self._bandwidth(list(zip(self._ranks(source), self._ranks(target), strict=True)))
         gather = self._bandwidth(
             [self.mesh.group(rank, self.mesh.value_axes) for rank in self._ranks(target)]
@@ -96,6 +97,7 @@ def plan_transfers(
     `ranks` is the pipeline rank of every stage; stages of the same rank pass tensors on without sending them.
     """
     planner = _Planner(ranks, mesh, p2p, machine)
+    # By (source stage, target stage).
     links: dict[tuple[int, int], list[CrossingSpec]] = {}
     for spec in crossings:
         for target in spec.targets:
@@ -104,6 +106,7 @@ def plan_transfers(
     buffers: list[TransferBuffer] = []
     for (source, target), specs in sorted(links.items()):
         buffers += _message(planner, source, target, specs, is_gradient=False)
+        # The same crossings back, less those without a gradient, as a mask.
         returning = [spec for spec in specs if spec.has_grad]
         buffers += _message(planner, target, source, returning, is_gradient=True)
     return tuple(buffers)
@@ -117,6 +120,7 @@ def _message(
     # Small crossings share a key, and so a buffer; a large one has a key of its own.
     packs: dict[tuple[str, bool, str], list[CrossingSpec]] = {}
     for spec in specs:
+        # "" is no name of a crossing.
         alone = "" if planner.is_small(_nbytes(spec)) else spec.name
         packs.setdefault((spec.dtype, spec.type in equal, alone), []).append(spec)
     for (dtype, is_equal, _), pack in packs.items():

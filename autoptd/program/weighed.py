@@ -41,6 +41,7 @@ class Weight:
 def weighed_record(weights: Mapping[str, Weight], reasons: Mapping[str, str] | None = None) -> dict[str, Any]:
     """Return the plans as plain data, with a comparison in words; `reasons` say why a known plan is missing."""
     chosen = weights["auto"]
+    # Equal in every number: "auto" has found a known plan again, or one that cannot be told from it.
     same = [name for name in KNOWN if weights.get(name) == chosen]
     differences = [_difference(chosen, weights, name) for name in KNOWN]
     text = f"the same as {KNOWN[same[0]]}" if same else "; ".join(differences)
@@ -63,6 +64,7 @@ def _difference(chosen: Weight, weights: Mapping[str, Weight], name: str) -> str
         ("parameters", chosen.parameters, known.parameters),
         ("kept for backward", chosen.saved_bytes, known.saved_bytes),
     )
+    # Nothing can be said in percent of 0, as of a plan that sends nothing.
     parts = [f"{100 * (ours / theirs - 1):+.0f}% {what}" for what, ours, theirs in pairs if theirs]
     return f"{', '.join(parts)} beside {KNOWN[name]}"
 

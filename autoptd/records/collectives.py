@@ -22,6 +22,7 @@ from autoptd.ir.placement import AxisConversion
 from autoptd.options import Options
 from autoptd.program.buckets import BucketPlan, plan_buckets
 from autoptd.program.call_order import check_call_order
+from autoptd.program.calls import joint_axis
 from autoptd.program.specs import GATHER, Collective, ParamSpec, TransferBuffer
 
 LOSSES = ("cross_entropy", "linear_cross_entropy")
@@ -38,24 +39,24 @@ def collectives(
 
     InternalError where two ranks of a group would make their calls in different orders.
     """
-    calls = []
+    calls, mesh = [], options.mesh
     ranks = ranks_of_stages(orders)
     for node in ops(graph):
         # A node that several stages compute communicates on each of them.
         for stage in note(node).stages:
             rank = ranks[stage]
             if note(node).conversion:
-                calls += _conversion(node, stage, rank, options.mesh)
+                calls += _conversion(node, stage, rank, mesh)
             elif "absorbed" in note(node).extra:
-                calls.append(_absorbed(node, stage, rank, options.mesh))
+                calls.append(_absorbed(node, stage, rank, mesh))
             elif op_name(node) in LOSSES and node.kwargs["vocab"]:
-                calls += _vocabulary_sums(node, stage, rank, options.mesh)
+                calls += _vocabulary_sums(node, stage, rank, mesh)
     for buffer in buffers:
-        calls += _transfer(buffer, ranks)
+        calls += _transfer(buffer, ranks, mesh)
     # The same plans that the runtime makes of the program: what is listed here is what runs.
-    buckets = [plan_buckets(params, orders, ranks, options.mesh, pp) for pp in range(options.p)]
+    buckets = [plan_buckets(params, orders, ranks, mesh, rank) for rank in range(mesh.pipeline_ranks)]
     calls += _step_collectives(graph, options, buckets, ranks)
-    check_call_order(calls, buckets, options.mesh)
+    check_call_order(calls, buckets, mesh)
     return calls
 
 
@@ -71,7 +72,7 @@ def _conversion(node: Node, stage: int, rank: int, mesh: Mesh) -> list[Collectiv
         axis=record.axis,
         forward=forward,
         backward=backward,
-        payload_bytes=codegen.collective_bytes(node, mesh.t),
+        payload_bytes=codegen.collective_bytes(node, mesh),
         group_size=mesh.degree(record.axis),
         why=record.why,
         pp_ranks=(rank,),
@@ -117,9 +118,11 @@ def _vocabulary_sums(node: Node, stage: int, rank: int, mesh: Mesh) -> list[Coll
         sums.append("class weight")
     if node.kwargs["label_smoothing"]:
         sums += ["sum of logits", "sum of weights"]
+    # The maximum by itself and first: exponentials are taken relative to it, so that none overflows.
     reductions = (("maximum", 1, "maximum"), ("sums", len(sums), ", ".join(sums)))
     chunk: int = node.kwargs.get("chunk", tokens)  # type: ignore[assignment]
     calls = []
+    # The fused head reduces once per chunk of tokens; a plain loss has one chunk of all of them.
     for start in range(0, tokens, chunk):
         for name, count, what in reductions:
             call = Collective(
@@ -138,19 +141,19 @@ def _vocabulary_sums(node: Node, stage: int, rank: int, mesh: Mesh) -> list[Coll
     return calls
 
 
-def _transfer(buffer: TransferBuffer, ranks: Sequence[int]) -> list[Collective]:
+def _transfer(buffer: TransferBuffer, ranks: Sequence[int], mesh: Mesh) -> list[Collective]:
     """Return the send of a buffer, and the gather of a scattered one on the other side."""
     names = ", ".join(buffer.names)
     what = f"gradient of {names}" if buffer.is_gradient else f"stage {buffer.target} reads {names}"
 
     def call(
-        stage: int, kind: str, conversion: str, axis: str, nbytes: int, size: int, why: str
+        stage: int, kind: str, conversion: str, axes: Sequence[str], nbytes: int, size: int, why: str
     ) -> Collective:
         return Collective(
             site=buffer.site,
             stage=stage,
             conversion=conversion,
-            axis=axis,
+            axis=joint_axis(mesh, axes),
             forward="none" if buffer.is_gradient else kind,
             backward=kind if buffer.is_gradient else "none",
             payload_bytes=nbytes,
@@ -159,11 +162,11 @@ def _transfer(buffer: TransferBuffer, ranks: Sequence[int]) -> list[Collective]:
             pp_ranks=(ranks[stage],),
         )
 
-    calls = [call(buffer.source, "send", "send", "pp", buffer.sent_bytes, 2, buffer.why)]
+    calls = [call(buffer.source, "send", "send", mesh.stage_axes, buffer.sent_bytes, 2, buffer.why)]
     if buffer.parts > 1:
         why = f"stage {buffer.source} sends 1/{buffer.parts} from each tensor rank"
         nbytes = buffer.parts * buffer.sent_bytes
-        calls.append(call(buffer.target, "all-gather", GATHER, "tp", nbytes, buffer.parts, why))
+        calls.append(call(buffer.target, "all-gather", GATHER, mesh.value_axes, nbytes, buffer.parts, why))
     return calls
 
 
@@ -175,10 +178,10 @@ def _step_collectives(
     calls = []
     for stage, rank in enumerate(ranks):
         calls += _label_count(graph, stage, rank, mesh)
-    for pp, plans in enumerate(buckets):
+    for rank, plans in enumerate(buckets):
         for plan in plans:
-            calls += _bucket_sums(plan, pp, ranks, mesh)
-    # Not over tp: tensor ranks have the whole loss.
+            calls += _bucket_sums(plan, rank, ranks, mesh)
+    # Not over the others: ranks that share the values of a layer all have the whole loss.
     for axis in (*mesh.batch_axes, *mesh.stage_axes):
         call = Collective(
             site="loss",
@@ -192,7 +195,7 @@ def _step_collectives(
             group_size=mesh.degree(axis),
             why="every rank returns the loss of the global batch, summed in float64",
             scope="step",
-            pp_ranks=tuple(range(mesh.p)),
+            pp_ranks=tuple(range(mesh.pipeline_ranks)),
         )
         calls.append(call)
     return [call for call in calls if call.group_size > 1]
@@ -222,12 +225,12 @@ def _label_count(graph: Graph, stage: int, rank: int, mesh: Mesh) -> list[Collec
     return calls
 
 
-def _bucket_sums(plan: BucketPlan, pp: int, ranks: Sequence[int], mesh: Mesh) -> list[Collective]:
-    """Return the gradient sums of a bucket of pipeline rank `pp`: over the mesh, and over the owners of a
+def _bucket_sums(plan: BucketPlan, rank: int, ranks: Sequence[int], mesh: Mesh) -> list[Collective]:
+    """Return the gradient sums of a bucket of pipeline rank `rank`: over the mesh, and over the owners of a
     tied one.
     """
     # The last stage of this rank that uses the bucket: its gradients are complete behind that one's backward.
-    stage = max(stage for spec in plan.params for stage in spec.stages if ranks[stage] == pp)
+    stage = max(stage for spec in plan.params for stage in spec.stages if ranks[stage] == rank)
 
     def call(
         step: AxisConversion, site: str, conversion: str, size: int, why: str, pp_ranks: tuple[int, ...]
@@ -250,9 +253,9 @@ def _bucket_sums(plan: BucketPlan, pp: int, ranks: Sequence[int], mesh: Mesh) ->
     why = f"gradients of {len(plan.params)} parameters of type {kinds}"
     calls = []
     for step in (*plan.early, *plan.late):
-        calls.append(call(step, plan.site, "gradient sum", mesh.degree(step.axis), why, (pp,)))
+        calls.append(call(step, plan.site, "gradient sum", mesh.degree(step.axis), why, (rank,)))
     # Listed once, by the first owner.
-    if pp == plan.owners[0]:
+    if rank == plan.owners[0]:
         stages = sorted({stage for spec in plan.params for stage in spec.stages})
         why = f"used by stages {', '.join(map(str, stages))}"
         for step in plan.tied:

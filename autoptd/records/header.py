@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from autoptd.batch import Batch
 from autoptd.codegen import About
 from autoptd.ir.actions import Orders, ranks_of_stages
+from autoptd.ir.mesh import AXES
 from autoptd.options import Options
 from autoptd.program.buckets import plan_buckets
 from autoptd.program.specs import ParamSpec
 from autoptd.program.stage_sums import stage_sums
 
-ABOUT_TYPES = "Types over tp: I invariant, R replicated with a partial gradient, P partial sum, S sharded; "
-ABOUT_TYPES += "p_to_i: P to I."
+ABOUT_TYPES = "I invariant, R replicated with a partial gradient, P partial sum, S sharded; p_to_i: P to I."
 ABOUT_COLLECTIVES = (
     "AR all-reduce, AG all-gather, RS reduce-scatter, A2A all-to-all, fwd in forward, bwd in backward, "
     "with the",
@@ -30,33 +30,35 @@ def about_stages(
 ) -> list[About]:
     """Return the texts of every stage's file; `wgrad_sink` is what takes weight gradients (see `Context`)."""
     ranks = ranks_of_stages(orders)
-    buckets = [plan_buckets(params, orders, ranks, options.mesh, pp) for pp in range(options.p)]
+    mesh = options.mesh
+    buckets = [plan_buckets(params, orders, ranks, mesh, rank) for rank in range(mesh.pipeline_ranks)]
     stages = []
     for stage, rank in enumerate(ranks):
         header = about(options, batch, ranks, stage, wgrad_sink)
-        sums = stage_sums(buckets[rank], stage, options.mesh)
+        sums = stage_sums(buckets[rank], stage, mesh)
         stages.append(About(header, ABOUT_COLLECTIVES, ranks, sums))
     return stages
 
 
 def about(options: Options, batch: Batch, ranks: Sequence[int], stage: int, wgrad_sink: str) -> list[str]:
     """Return the header of a stage file; `ranks` are the pipeline ranks of all stages."""
-    rank, m = ranks[stage], batch.num_microbatches
+    rank, m, mesh = ranks[stage], batch.num_microbatches, options.mesh
     # Chunks of a rank are counted in the order of its stages.
     chunk = ranks[:stage].count(rank)
     microbatches = f"{m} microbatch{'es' if m > 1 else ''}"
     rows = f"{batch.rows} row{'s' if batch.rows > 1 else ''}"
+    alike = [AXES[axis].word for axis in (*mesh.value_axes, *mesh.batch_axes)]
+    groups = [f"`{axis}`: the {AXES[axis].word}-parallel group" for axis in mesh.value_axes]
     lines = [
         f"Stage {stage} of {options.num_stages}: model chunk {chunk} of pipeline rank {rank}.",
         "Written by AutoPTD, to be read, stepped through and run again. "
-        "All tensor and data ranks have the same file.",
-        f"plan: {options.mesh}, v={options.v}, {microbatches} of {rows} per replica, "
+        f"All {' and '.join(alike)} ranks have the same file.",
+        f"plan: {mesh}, v={options.v}, {microbatches} of {rows} per replica, "
         f"schedule {options.schedule_name}.",
-        "Shapes are a rank's, of one microbatch. "
-        "`w`: parameters, `b`: buffers, `tp`: the tensor-parallel group.",
+        f"Shapes are a rank's, of one microbatch. `w`: parameters, `b`: buffers, {', '.join(groups)}.",
     ]
-    if options.t > 1:
-        lines.append(ABOUT_TYPES)
+    if mesh.value_ranks > 1:
+        lines.append(f"Types over {', '.join(mesh.value_axes)}: {ABOUT_TYPES}")
     return lines + _about_hooks(options, wgrad_sink)
 
 
@@ -64,7 +66,8 @@ def _about_hooks(options: Options, wgrad_sink: str) -> list[str]:
     """Explain `rt.linear`, where the file has any."""
     hooks = []
     if options.async_tensor_model_parallel_allreduce:
-        hooks.append("overlap=tp all-reduces the gradient of the input while the weight's is computed")
+        groups = " or ".join(f"overlap={axis}" for axis in options.mesh.value_axes)
+        hooks.append(f"{groups} all-reduces the gradient of the input while the weight's is computed")
     if wgrad_sink == "main_grads":
         hooks.append("wgrad=self.main_grads adds the weight's gradient to the sum from within the GEMM")
     if wgrad_sink == "deferred":

@@ -47,12 +47,13 @@ def plan_record(
 
 def _shard_pins(options: Options, params: tuple[ParamSpec, ...]) -> list[dict[str, Any]]:
     """Return what pins every sharded parameter, and the pins of the request that keep something whole."""
+    # {"h.*.mlp.c_fc.weight": the layouts that these have in any layer}
     layouts: dict[str, set[Layout]] = {}
     for spec in params:
         layouts.setdefault(any_layer(spec.name), set()).add(spec.storage.layout)
     pins = {}
     for spec in params:
-        # Layers that are sharded alike are one pattern.
+        # 12 layers that are sharded alike are one pattern, and one entry.
         pattern = any_layer(spec.name) if len(layouts[any_layer(spec.name)]) == 1 else spec.name
         if spec.use.layout.shards:
             # Sub-axes of one axis cut neighbouring atoms of one dim: the pin names the axis.

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch.fx import Graph
+from torch.fx import Graph, Node
 
 from autoptd import codegen, passes
 from autoptd import trace as tracing
@@ -24,38 +24,43 @@ from autoptd.program.specs import CrossingSpec, DropoutSpec, InputSpec, ParamSpe
 
 def param_specs(graph: Graph, captured: tracing.Captured, options: Options) -> tuple[ParamSpec, ...]:
     """Describe every parameter of the model once; those that the loss does not use live on stage 0, whole."""
+    # A parameter that the loss does not use has no node in the graph any more.
     used = {note(node).name: node for node in placeholders(graph, "param")}
     specs = []
     for name, parameter in captured.parameters.items():
         grad_dtype = _grad_dtype(parameter.dtype) if options.accumulate_allreduce_grads_in_fp32 else ""
-        # A parameter that the loss does not use, unless its node says more.
-        layout, why = Layout(), "not used by the loss"
-        stages: tuple[int, ...] = (0,)
-        dims: Dims = tuple((size,) for size in parameter.shape)
-        requires_grad = False
-        adds: tuple[int, ...] = ()
-        node = used.get(name)
-        if node is not None:
-            record = note(node)
-            layout, stages, why = record.layout, record.stages, record.why
-            dims, requires_grad = record.dims, record.needs_grad
-            adds = tuple(passes.adds_to_gradient(node, stage) for stage in stages)
-        storage, use = placements(layout, _dtype_name(parameter.dtype), stages, grad_dtype)
-        specs.append(
-            ParamSpec(
-                name=name,
-                aliases=captured.aliases[name],
-                shape=tuple(parameter.shape),
-                dims=dims,
-                requires_grad=requires_grad,
-                stages=stages,
-                storage=storage,
-                use=use,
-                why=why,
-                adds=adds,
-            )
-        )
+        specs.append(_param_spec(captured.aliases[name], parameter, used.get(name), grad_dtype))
     return tuple(specs)
+
+
+def _param_spec(
+    aliases: tuple[str, ...], parameter: torch.Tensor, node: Node | None, grad_dtype: str
+) -> ParamSpec:
+    """Describe one parameter; `node` is None if the loss does not use it."""
+    layout, why = Layout(), "not used by the loss"
+    stages: tuple[int, ...] = (0,)
+    dims: Dims = tuple((size,) for size in parameter.shape)
+    requires_grad = False
+    adds: tuple[int, ...] = ()
+    if node is not None:
+        record = note(node)
+        layout, stages, why = record.layout, record.stages, record.why
+        dims, requires_grad = record.dims, record.needs_grad
+        adds = tuple(passes.adds_to_gradient(node, stage) for stage in stages)
+    storage, use = placements(layout, _dtype_name(parameter.dtype), stages, grad_dtype)
+    return ParamSpec(
+        # The model's first name.
+        name=aliases[0],
+        aliases=aliases,
+        shape=tuple(parameter.shape),
+        dims=dims,
+        requires_grad=requires_grad,
+        stages=stages,
+        storage=storage,
+        use=use,
+        why=why,
+        adds=adds,
+    )
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
@@ -83,7 +88,7 @@ def input_specs(graph: Graph, captured: tracing.Captured, batch: Batch) -> tuple
 def crossing_spec(crossing: codegen.Crossing) -> CrossingSpec:
     """Describe a value that one stage computes and others read."""
     node, record = crossing.node, note(crossing.node)
-    reasons = (codegen.origin_text(node), record.placement)
+    reasons = (codegen.origin_text(node), record.stages_why)
     return CrossingSpec(
         crossing.name,
         crossing.source,
@@ -100,6 +105,7 @@ def crossing_links(crossings: Sequence[CrossingSpec]) -> list[tuple[int, int, bo
     """Return (source, target, whether a gradient comes back) of every two stages between which something
     crosses.
     """
+    # One message carries all crossings between two stages; another comes back if any of them has a gradient.
     merged: dict[tuple[int, int], bool] = {}
     for crossing in crossings:
         for target in crossing.targets:

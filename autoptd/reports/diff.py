@@ -112,7 +112,9 @@ def _read(given: Any) -> tuple[Mapping[str, Any], Program | None]:
 
 
 def _plans(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, list[str]]:
-    groups = {key: _entries(a.get(key, {}), b.get(key, {})) for key in ("mesh", "options")}
+    groups: dict[str, list[str]] = {}
+    for key in ("mesh", "options"):
+        groups[key] = _entries(a.get(key, {}), b.get(key, {}))
     groups["schedule"] = _entries(_scalars(a), _scalars(b))
     groups["cut"] = _entries(_cut(a), _cut(b))
     groups["fallbacks"] = _entries(_fallbacks(a), _fallbacks(b))
@@ -128,6 +130,7 @@ def _cut(plan: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _fallbacks(plan: Mapping[str, Any]) -> dict[str, str]:
+    # Reports, not decisions; but what no longer splits is what one looks for.
     fallbacks = plan.get("fallbacks", ())
     return {f"{entry['op']} in {entry['site'] or 'the model'}": entry["fact"] for entry in fallbacks}
 
@@ -142,7 +145,7 @@ def _shards(plan: Mapping[str, Any]) -> dict[str, str]:
 
 def _programs(a: Program, b: Program) -> dict[str, list[str]]:
     groups = {
-        "parameters over tp": _by_layer(a, b, ParamSpec.type_text),
+        f"parameters over {a.mesh.value_text}": _by_layer(a, b, ParamSpec.type_text),
         "parameters": _by_layer(a, b, _about),
     }
     for scope in ("microbatch", "step"):
@@ -152,8 +155,11 @@ def _programs(a: Program, b: Program) -> dict[str, list[str]]:
     # Every other field: a new one is compared without anybody thinking of it.
     names = [field.name for field in fields(Program) if field.name not in (*COMPARED, *LEFT_OUT, "sources")]
     others = [name for name in names if getattr(a, name) != getattr(b, name)]
-    files = [name for name in sorted({*a.sources, *b.sources}) if a.sources.get(name) != b.sources.get(name)]
-    return groups | {"also differ": [", ".join([*others, *files])] if others or files else []}
+    for file in sorted({*a.sources, *b.sources}):
+        if a.sources.get(file) != b.sources.get(file):
+            others.append(file)
+    groups["also differ"] = [", ".join(others)] if others else []
+    return groups
 
 
 def _about(spec: ParamSpec) -> str:
@@ -165,6 +171,7 @@ def _by_layer(a: Program, b: Program, text: Callable[[ParamSpec], str]) -> list[
     """Compare a text per parameter, with one line for all layers where these have the same text on either
     side.
     """
+    # (is it a's, "h.*.mlp.c_fc.weight") -> the texts that this parameter has in its layers.
     alike: dict[tuple[bool, str], set[str]] = {}
     for program in (a, b):
         for spec in program.params:
@@ -194,7 +201,9 @@ def _totals(program: Program, scope: str) -> dict[str, str]:
     """Sum the calls of all stages, and their payload."""
     calls, nbytes = Counter[str](), Counter[str]()
     for call, phase, kind in _calls(program, scope):
-        key = f"{kind} over {call.axis}" + (f", {phase}" if scope == "microbatch" else "")
+        key = f"{kind} over {call.axis}"
+        if scope == "microbatch":
+            key += f", {phase}"
         calls[key] += 1
         nbytes[key] += call.payload_bytes
     return {f"all {key}": f"{count} of {bytes_text(nbytes[key])} in all" for key, count in calls.items()}
@@ -202,10 +211,14 @@ def _totals(program: Program, scope: str) -> dict[str, str]:
 
 def _sites(program: Program, scope: str) -> dict[str, str]:
     """Return what each kind of site communicates, and how often where layers are alike."""
+    # Site -> {"all-reduce forward over tp, 3.1 MB on 4 ranks": 12}: 12 layers are one line.
     texts_of: dict[str, Counter[str]] = {}
     for call in program.collectives:
-        phases = {"forward": call.forward, "backward": call.backward}
-        kinds = [f"{kind} {phase}" for phase, kind in phases.items() if kind not in LOCAL_KINDS]
+        kinds = []
+        for phase, kind in (("forward", call.forward), ("backward", call.backward)):
+            # Slices and zero-pads move nothing.
+            if kind not in LOCAL_KINDS:
+                kinds.append(f"{kind} {phase}")
         if call.scope == scope and kinds:
             text = " and ".join(kinds)
             # Once a step there is neither a forward nor a backward.
@@ -221,8 +234,11 @@ def _sites(program: Program, scope: str) -> dict[str, str]:
 
 def _entries(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
     """Return `key: there -> here` for every key that differs, in the order of both."""
-    keys = [key for key in {**a, **b} if key not in a or key not in b or a[key] != b[key]]
-    return [f"{key}: {_text(a, key)} -> {_text(b, key)}" for key in keys]
+    entries = []
+    for key in {**a, **b}:
+        if key not in a or key not in b or a[key] != b[key]:
+            entries.append(f"{key}: {_text(a, key)} -> {_text(b, key)}")
+    return entries
 
 
 def _text(record: Mapping[str, Any], key: str) -> str:

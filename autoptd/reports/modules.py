@@ -1,4 +1,4 @@
-"""The part of the report that goes module by module: parameters, matrix products, collectives over tp.
+"""The part of the report that goes module by module: parameters, matrix products, collectives over the value axes (tp).
 
 In: a `Program`. Out: HTML, a section that opens for each module; layers that are alike share one.
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from autoptd.ir.sub_axes import base
 from autoptd.program.calls import LOCAL_KINDS, call_site, star
 from autoptd.program.program import Program
 from autoptd.program.specs import ParamSpec
@@ -23,6 +24,7 @@ def module_sections(program: Program) -> list[str]:
 
 def _modules(program: Program) -> list[str]:
     """Modules with parameters or matrix products, layers alike as one, in the order of the model."""
+    # "h.3.mlp.c_fc.weight" belongs to "h.*.mlp.c_fc".
     named = [star(spec.name.rpartition(".")[0]) for spec in program.params]
     return list(dict.fromkeys([*named, *(row.module for row in program.costs.gemms)]))
 
@@ -41,7 +43,14 @@ def _module(program: Program, name: str) -> str:
         rows.append((own, *shapes, spec.type_text(), ", ".join(spec.aliases[1:]), spec.why))
     body = []
     if rows:
-        heads = ("parameter", "shape", "local shape", "type over tp", "tied to", "why")
+        heads = (
+            "parameter",
+            "shape",
+            "local shape",
+            f"type over {program.mesh.value_text}",
+            "tied to",
+            "why",
+        )
         body.append(table(heads, rows))
     gemms = [row for row in program.costs.gemms if row.module == name]
     if gemms:
@@ -53,8 +62,9 @@ def _module(program: Program, name: str) -> str:
         body.append(paragraph(f"{fact}: {products}."))
     calls = _calls_of(program, name)
     if calls:
-        names = ("x", "collective over tp", "in", "payload", "why")
+        names = ("x", f"collective over {program.mesh.value_text}", "in", "payload", "why")
         body.append(table(names, [(str(count), *key) for key, count in calls.items()], (0, 3)))
+    # Layers that the section stands for: as many as share a parameter's name.
     count = max(times.values(), default=1)
     return folded(name or "the model itself", f"x {count}" if count > 1 else "", "\n".join(body))
 
@@ -63,7 +73,12 @@ def _calls_of(program: Program, name: str) -> Counter[tuple[str, str, str, str]]
     """Count the collectives over tp of a module, by kind, phase, payload and reason."""
     calls = Counter[tuple[str, str, str, str]]()
     for call in program.collectives:
-        if call.axis != "tp" or call.scope != "microbatch" or call_site(call) != name:
+        # Sums over replicas and messages between stages are not made by modules.
+        if (
+            base(call.axis) not in program.mesh.value_axes
+            or call.scope != "microbatch"
+            or call_site(call) != name
+        ):
             continue
         for phase, kind in (("forward", call.forward), ("backward", call.backward)):
             if kind not in LOCAL_KINDS:

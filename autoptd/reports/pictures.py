@@ -20,7 +20,6 @@ from torch.fx import Node
 from autoptd import passes, viz
 from autoptd import schedule as schedules
 from autoptd.ir.actions import Action, Kind
-from autoptd.ir.mesh import Coordinate
 from autoptd.passes.dump import write_forms
 from autoptd.program.program import Program
 from autoptd.runtime.timeline import Span
@@ -59,6 +58,7 @@ def simulated_run(program: Program) -> viz.Run:
     seconds = program.costs.cut.seconds
     if not seconds:
         return _run("simulated", program, schedules.simulate(program.orders).spans, False, "")
+    # Of three parts, forward takes one and backward two: with W, one of these is the weights'.
     third = [max(time, MIN_SECONDS) / 3 for time in seconds]
     backward = [2 * time for time in third]
     result = schedules.simulate(program.orders, forward=third, backward=backward, weight_gradient=third)
@@ -73,13 +73,13 @@ def executed_run(program: Program, spans: Sequence[Span]) -> viz.Run:
     A process under torchrun records its own rank alone: the rows of the others are empty.
     """
     mesh = program.mesh
-    rows: list[list[tuple[Action, float, float]]] = [[] for _ in range(mesh.p)]
+    rows: list[list[tuple[Action, float, float]]] = [[] for _ in range(mesh.pipeline_ranks)]
     for rank, action, start, end in spans:
-        coordinate = mesh.coordinate(rank)
-        # The first rank of its place in the pipeline stands for the others there.
-        if coordinate == Coordinate(pp=coordinate.pp):
-            rows[coordinate.pp].append((action, start, end))
-    recorded = [str(mesh.rank(Coordinate(pp=pp))) for pp in range(mesh.p) if rows[pp]]
+        place = mesh.pipeline_rank_of(rank)
+        # Rank 0's pipeline stands for the others.
+        if rank == mesh.at_stage(0, place):
+            rows[place].append((action, start, end))
+    recorded = [str(mesh.at_stage(0, place)) for place, row in enumerate(rows) if row]
     ranks = ", ".join(recorded[:8]) + (", ..." if len(recorded) > 8 else "")
     plural = "s" if len(recorded) > 1 else ""
     remark = f"recorded on rank{plural} {ranks}; recording takes time as well"
@@ -103,6 +103,7 @@ def _run(
 
 def _held(row: Sequence[tuple[Action, float, float]], sizes: Sequence[float]) -> list[tuple[float, float]]:
     """Return what a rank holds after every change: a microbatch's share from its F to its B (or its W)."""
+    # A deferred weight gradient still needs the layer's input: it is held until the W.
     last = Kind.W if any(action.kind is Kind.W for action, _, _ in row) else Kind.B
     held, points = 0.0, []
     for action, start, end in row:

@@ -76,6 +76,7 @@ class Progress:
         self._is_measured = False
         self._stream = stream if stream is not None else sys.stderr
         self._is_quiet = quiet or not self.is_first
+        # At a terminal one line is overwritten; a file or a pipe gets a new one each time.
         self._is_live = self._stream.isatty()
         self._printed_at = 0.0
         self._log = _open(log) if log is not None and self.is_first else None
@@ -103,6 +104,7 @@ class Progress:
         self, loss: torch.Tensor | float, grad_norm: torch.Tensor | float | None = None, **more: float
     ) -> None:
         """Note that a step is over, optimizer included; `more` are numbers of your own, for the log."""
+        # Waits for the device, once a step: what follows is then timed from the real end of the step.
         self.losses.append(float(loss))
         now = time.perf_counter()
         self.seconds.append(now - self._last)
@@ -187,7 +189,7 @@ class Progress:
         mesh = self.pm.program.mesh
         # Ranks that are threads share the memory of one process.
         holder = " for all ranks" if mesh.size > 1 and is_local(self.pm.options) else ""
-        rest = "bubble and rest" if mesh.p > 1 else "rest"
+        rest = "bubble and rest" if mesh.pipeline_ranks > 1 else "rest"
         text = progress_line(record, self.steps, mesh.size, self.times, rest, holder)
         self._stream.write(f"\r{text}\x1b[K" if self._is_live else f"{text}\n")
         if is_last and self._is_live:

@@ -18,19 +18,19 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from autoptd.ir.actions import Kind
+from autoptd.ir.mesh import AXES
 from autoptd.ir.types import ALIGNED, MIN_ALIGNED, aligned
 from autoptd.program.calls import Call, expected_calls, wire_bytes
 from autoptd.program.program import Picture, Program
 from autoptd.reports.modules import module_sections
 from autoptd.reports.pictures import executed_run, simulated_run
 from autoptd.reports.summary import (
-    AXES,
-    WEIGHED,
     RankCosts,
     Summary,
     Traffic,
     seconds_text,
     summarize,
+    weighed_heading,
     weighed_table,
 )
 from autoptd.runtime.record import Record
@@ -55,35 +55,49 @@ from autoptd.viz.words import bytes_text, count_text, plural
 MAX_DRAWN_OPERATORS, MAX_DRAWN_STAGES = 600, 4
 
 
-def write_report(program: Program, path: str | Path, name: str = "", record: Record | None = None) -> None:
-    """Write the page; `name` is the model's, `record` that of one training step."""
-    Path(path).write_text(report_html(program, name, record))
+def write_report(
+    program: Program,
+    path: str | Path,
+    name: str = "",
+    record: Record | None = None,
+    plain_seconds: float | None = None,
+) -> None:
+    """Write the page; `name` is the model's, `record` that of one training step, `plain_seconds` the time of a
+    step that was not recorded.
+    """
+    Path(path).write_text(report_html(program, name, record, plain_seconds))
 
 
-def report_html(program: Program, name: str = "", record: Record | None = None) -> str:
+def report_html(
+    program: Program, name: str = "", record: Record | None = None, plain_seconds: float | None = None
+) -> str:
     """Return the page."""
     summary = summarize(program)
-    runs = [simulated_run(program), *([executed_run(program, record.spans)] if record else [])]
+    runs = [simulated_run(program)]
+    if record:
+        runs.append(executed_run(program, record.spans))
     tabs = [
         Tab("Summary", _summary(program, summary)),
         Tab("Stages", _stages(program, summary)),
         Tab("Layers", _layers(program)),
         Tab("Schedule", _schedule(program, runs)),
+        # Without its title, which the tab has.
         Tab("Communication", markdown_html(collectives_markdown(program).partition("\n")[2])),
         Tab("Decisions", _decisions(program)),
         Tab("Files", _files(program)),
     ]
     # Measured numbers stand right behind the predicted ones.
     if record:
-        tabs.insert(1, Tab("Measured", _measured(program, record, runs)))
+        tabs.insert(1, Tab("Measured", _measured(program, record, runs, plain_seconds)))
     mesh = program.mesh
     ranks = plural(mesh.size, "rank")
-    about = f"{ranks}: t={mesh.t} tensor x p={mesh.p} pipeline x d={mesh.d} data parallel, v={program.v}"
+    about = f"{ranks}: {mesh.words}, v={program.v}"
     return page(f"{name or 'A model'} on {ranks}", f"{about}; written by AutoPTD", tabs)
 
 
 def _summary(program: Program, summary: Summary) -> str:
     fullest = max(rank.total_bytes for rank in summary.ranks)
+    # A program written by hand has no seconds.
     share = summary.idle_seconds / summary.step_seconds if summary.step_seconds else 0.0
     m = summary.num_microbatches
     shown = [
@@ -93,15 +107,14 @@ def _summary(program: Program, summary: Summary) -> str:
         (f"{share:.1%}", "bubble, of the simulated step"),
         (str(m * summary.rows * summary.mesh.replicas), "samples a step"),
     ]
-    columns = (
-        "pipeline rank,stages,parameters,bytes,gradients,optimizer,activations,total,work,computes".split(",")
-    )
+    columns = "pipeline rank,stages,parameters,bytes,gradients,optimizer,activations,total,work,computes"
     sent = [_traffic_row(traffic) for traffic in summary.traffic]
     sent_names = ("over", "calls", "bytes", "links", "time alone", "most on pipeline rank")
     parts = [
         tiles(shown),
         heading("What a rank holds and does in a step"),
-        table(columns, [_rank_row(rank) for rank in summary.ranks], range(2, 10)),
+        # The third argument: numbers of the columns that are aligned to the right.
+        table(columns.split(","), [_rank_row(rank) for rank in summary.ranks], range(2, 10)),
         paragraph(
             "AdamW: gradients and both moments in the parameter's dtype. Activations: saved activations of the "
             "microbatches in flight, at the fullest moment of the simulated schedule. Allocator, libraries and "
@@ -122,7 +135,7 @@ def _summary(program: Program, summary: Summary) -> str:
 def _rank_row(rank: RankCosts) -> tuple[str, ...]:
     nbytes = (rank.parameter_bytes, rank.gradient_bytes, rank.optimizer_bytes, rank.activation_bytes)
     return (
-        f"{rank.pp}",
+        f"{rank.pipeline_rank}",
         ", ".join(map(str, rank.stages)),
         count_text(rank.parameters),
         *map(bytes_text, nbytes),
@@ -134,46 +147,49 @@ def _rank_row(rank: RankCosts) -> tuple[str, ...]:
 
 def _traffic_row(traffic: Traffic) -> tuple[str, ...]:
     return (
-        f"{traffic.axis} ({AXES[traffic.axis]} parallel)",
+        f"{traffic.axis} ({AXES[traffic.axis].word} parallel)",
         str(traffic.calls),
         bytes_text(traffic.sent_bytes),
         "between nodes" if traffic.is_between_nodes else "within a node",
         seconds_text(traffic.seconds),
-        str(traffic.pp),
+        str(traffic.pipeline_rank),
+    )
+
+
+def _stage_row(program: Program, stage: int) -> tuple[str, ...]:
+    cut, costs = program.costs.cut, program.costs
+    # A tied parameter counts on every stage that uses it.
+    wanted = set(program.stages[stage].params)
+    held = 0
+    for spec in program.params:
+        if spec.name in wanted:
+            held += math.prod(spec.local_shape(program.mesh))
+    sent = sum(buffer.sent_bytes for buffer in program.transfers if buffer.source == stage)
+    return (
+        f"{stage}",
+        str(program.rank_of_stage(stage)),
+        str(program.chunk_of_stage(stage)),
+        count_text(held),
+        f"{count_text(costs.flops_per_stage[stage])}FLOP",
+        f"{count_text(costs.backward_flops_per_stage[stage])}FLOP",
+        seconds_text(cut.seconds[stage]) if cut.seconds else "",
+        bytes_text(cut.saved_bytes[stage]) if cut.saved_bytes else "",
+        bytes_text(sent),
+        cut.after[stage] if stage < len(cut.after) else "the end",
     )
 
 
 def _stages(program: Program, summary: Summary) -> str:
-    cut, costs = program.costs.cut, program.costs
     columns = "stage,pipeline rank,chunk,parameters,forward,backward,seconds,saved,sends,cut behind"
     names = columns.split(",")
-    rows = []
-    for stage in range(len(program.stages)):
-        # A tied parameter counts on every stage that uses it.
-        wanted = set(program.stages[stage].params)
-        held = [math.prod(spec.local_shape(program.mesh)) for spec in program.params if spec.name in wanted]
-        sent = sum(buffer.sent_bytes for buffer in program.transfers if buffer.source == stage)
-        rows.append(
-            (
-                f"{stage}",
-                str(program.rank_of_stage(stage)),
-                str(program.chunk_of_stage(stage)),
-                count_text(sum(held)),
-                f"{count_text(costs.flops_per_stage[stage])}FLOP",
-                f"{count_text(costs.backward_flops_per_stage[stage])}FLOP",
-                seconds_text(cut.seconds[stage]) if cut.seconds else "",
-                bytes_text(cut.saved_bytes[stage]) if cut.saved_bytes else "",
-                bytes_text(sent),
-                cut.after[stage] if stage < len(cut.after) else "the end",
-            )
-        )
+    rows = [_stage_row(program, stage) for stage in range(len(program.stages))]
     return "\n".join(
         [
             _drawn(graph_picture(program, "model"), "the stages"),
             heading("Of one rank and one microbatch"),
             table(names, rows, range(1, 9)),
             paragraph(
-                f"Cut {cut.why}. Saved: saved activations. Sends: values and gradients to other stages."
+                f"Cut {program.costs.cut.why}. Saved: saved activations. Sends: values and gradients to other stages."
             ),
         ]
     )
@@ -191,6 +207,7 @@ def _layers(program: Program) -> str:
         parts.append(_drawn(program.graph("layer"), "the operators"))
         for stage in range(len(program.stages)):
             count = sum(line.file in (f"stage_{stage}.py", "layers.py") for line in program.lines)
+            # A browser takes long for pictures of thousands of nodes, and nobody reads them.
             if count > MAX_DRAWN_OPERATORS or len(program.stages) > MAX_DRAWN_STAGES:
                 continue
             full = program.graph("full", stage).svg
@@ -203,8 +220,11 @@ def _layers(program: Program) -> str:
 
 
 def _schedule(program: Program, runs: list[Run]) -> str:
-    title = f"{program.schedule_name}, p={program.mesh.p} v={program.v} m={program.num_microbatches}"
+    title = (
+        f"{program.schedule_name}, p={program.mesh.pipeline_ranks} v={program.v} m={program.num_microbatches}"
+    )
     orders = program.schedule.splitlines()
+    # 64 ranks of a long pipeline are enough to see the pattern.
     text = folded("As text", "what each pipeline rank does", source("\n".join(orders[:64]) + "\n"))
     remark = paragraph("The same as a trace: `trace.json` beside this page, for ui.perfetto.dev.")
     chart = viewer(schedule_svg(runs, program.orders, title=title), "chart of the schedule")
@@ -216,27 +236,16 @@ def _decisions(program: Program) -> str:
     if weighed := program.plan.get("weighed"):
         names, rows = weighed_table(weighed)
         parts += [
-            heading(WEIGHED),
+            heading(weighed_heading(program.mesh)),
             paragraph(f"{weighed['found']}."),
             table(names, rows, range(1, len(names))),
         ]
-    parts.append(heading("What tp does not split as one would expect"))
-    rows = []
-    for entry in program.plan.get("fallbacks", []):
-        flops = count_text(entry["flops"])
-        rows.append((entry["op"], entry["site"] or "the model", entry["fact"], entry["remedy"], flops))
-    names = ("operator", "in", "fact", "remedy", "FLOPs that every tensor rank repeats")
-    nothing = paragraph("Nothing: every operator is split as one would expect.")
-    parts.append(table(names, rows, (4,)) if rows else nothing)
+    parts += [
+        heading(f"What {program.mesh.value_text} does not split as one would expect"),
+        _fallbacks(program),
+    ]
     if program.fusions:
-        fused = []
-        for fusion in program.fusions:
-            result = fusion.why or f"fused, {fusion.form}".removesuffix(", ")
-            fused.append((fusion.op, fusion.site or "the model", str(fusion.times), result))
-        parts += [
-            heading("What was fused, and why not"),
-            table(("operator", "in", "x", "result"), fused, (2,)),
-        ]
+        parts += [heading("What was fused, and why not"), _fusions(program)]
     if program.unlisted:
         parts += [heading("Operators without a rule of AutoPTD's own"), *map(paragraph, program.unlisted)]
     if odd := odd_products(program):
@@ -246,6 +255,7 @@ def _decisions(program: Program) -> str:
         heading("Where the model is cut"),
         paragraph(f"Behind {_listed(cut.after)}: {cut.why}."),
     ]
+    # The reason says how: sent whole, or a piece by each tensor rank and gathered.
     kinds = Counter(buffer.why for buffer in program.transfers)
     if kinds:
         parts += [heading("How values travel between stages")]
@@ -258,10 +268,31 @@ def _decisions(program: Program) -> str:
     return "\n".join(parts)
 
 
+def _fallbacks(program: Program) -> str:
+    rows = []
+    for entry in program.plan.get("fallbacks", []):
+        flops = count_text(entry["flops"])
+        rows.append((entry["op"], entry["site"] or "the model", entry["fact"], entry["remedy"], flops))
+    if not rows:
+        return paragraph("Nothing: every operator is split as one would expect.")
+    names = ("operator", "in", "fact", "remedy", "FLOPs that every tensor rank repeats")
+    return table(names, rows, (4,))
+
+
+def _fusions(program: Program) -> str:
+    rows = []
+    for fusion in program.fusions:
+        # `why` says why a pattern was not replaced; it is empty where it was.
+        result = fusion.why or f"fused, {fusion.form}".removesuffix(", ")
+        rows.append((fusion.op, fusion.site or "the model", str(fusion.times), result))
+    return table(("operator", "in", "x", "result"), rows, (2,))
+
+
 def odd_products(program: Program) -> list[str]:
     """Say which large matrix products have rows that do not all start at 16 bytes, in 16 bits: a head of
     50,257 classes.
     """
+    # By size: equal layers have equal products.
     kind_of = {row.sizes: row.kind for row in program.costs.products}
     remarks = []
     # (batch, m, n, k): rows of operands and result are n or k long.
@@ -287,11 +318,14 @@ def _files(program: Program) -> str:
     return "\n".join(parts)
 
 
-def _measured(program: Program, record: Record, runs: list[Run]) -> str:
+def _measured(program: Program, record: Record, runs: list[Run], plain_seconds: float | None) -> str:
     simulated, executed = runs
     rows: list[tuple[str, ...]] = [
         ("step, all microbatches", seconds_text(simulated.length), seconds_text(executed.length)),
     ]
+    if plain_seconds is not None:
+        rows.append(("a step that was not recorded", "", seconds_text(plain_seconds)))
+    # Under torchrun a process records its own rank alone: idle time of the busiest rank is not known then.
     if executed.is_whole:
         bubbles = (f"{run.bubble:.1%}" for run in runs)
         rows.append(("bubble (idle over the busiest rank's work)", *bubbles))
@@ -302,10 +336,10 @@ def _measured(program: Program, record: Record, runs: list[Run]) -> str:
                 times = seconds_text(predicted or 0.0), seconds_text(measured)
                 rows.append((f"stage {stage}, {name} of a microbatch", *times))
     # The calls are counted exactly, unlike the times: any difference is an error.
-    kinds = dict(_call_rows(program, record))
-    equal = all(predicted == measured for predicted, measured in kinds.values())
-    call_rows = []
-    for key, pair in kinds.items():
+    equal, call_rows = True, []
+    for key, pair in _call_rows(program, record):
+        compiled, recorded = pair
+        equal = equal and compiled == recorded
         call_rows.append((key, *(f"{count} x, {bytes_text(sent)} sent" for count, sent in pair)))
     table_of_calls = table(("kind", "predicted", "measured"), call_rows)
     verdict = "They DIFFER: the record is not of one training step."
@@ -313,7 +347,7 @@ def _measured(program: Program, record: Record, runs: list[Run]) -> str:
         verdict = "Equal: what ran is what was compiled."
     return "\n".join(
         [
-            paragraph(f"Predicted by the cost model, and measured in the recorded step: {executed.remark}."),
+            paragraph(f"Predicted: {simulated.remark}. Measured: {executed.remark}."),
             table(("", "predicted", "measured"), rows, (1, 2)),
             heading("Collectives and sends of the recorded ranks"),
             paragraph(verdict),
@@ -339,10 +373,12 @@ def _call_rows(program: Program, record: Record) -> Iterator[tuple[str, tuple[tu
     sums: dict[str, list[list[float]]] = {}
 
     def count(side: int, call: Call, times: int) -> None:
+        # "tp all-reduce" -> [[times, bytes] as compiled, [times, bytes] as recorded].
         entry = sums.setdefault(f"{call.axis} {call.kind}", [[0, 0.0], [0, 0.0]])[side]
         entry[0] += times
         entry[1] += times * _sent(call)
 
+    # Of the ranks that were recorded: all as threads, one under torchrun.
     for rank in sorted({call.rank for call in recorded}):
         for call, times in expected_calls(program, rank).items():
             count(0, call, times)

@@ -22,7 +22,9 @@ from typing import Any
 import torch
 
 from autoptd.ir.machine import find_machine
-from autoptd.ir.mesh import Coordinate, Mesh
+from autoptd.ir.machine_files import machine_file
+from autoptd.ir.mesh import AXES, BY_DEGREE, Mesh
+from autoptd.ir.sub_axes import base
 from autoptd.program.calls import expected_calls
 from autoptd.program.program import Program
 from autoptd.program.weighed import KNOWN
@@ -30,18 +32,15 @@ from autoptd.reports.pictures import simulated_run
 from autoptd.viz.runs import Curve
 from autoptd.viz.words import bytes_text, count_text, plural
 
-AXES = {"tp": "tensor", "pp": "pipeline", "dp": "data"}
-WEIGHED = "Plan over tp, of a rank and a microbatch, beside the known ones"
-
 
 @dataclass(frozen=True)
 class RankCosts:
-    """What every rank of pipeline rank `pp` holds, in bytes.
+    """What every rank of a pipeline rank holds, in bytes.
 
     `seconds` are those that it computes in a step, of `flops`.
     """
 
-    pp: int
+    pipeline_rank: int
     stages: tuple[int, ...]
     parameters: int
     parameter_bytes: int
@@ -67,7 +66,7 @@ class Traffic:
     axis: str
     calls: int
     sent_bytes: int
-    pp: int
+    pipeline_rank: int
     is_between_nodes: bool
     seconds: float
 
@@ -116,6 +115,7 @@ def summarize(program: Program) -> Summary:
     named = program.plan.get("options", {}).get("machine")
     machine = find_machine(named)
     run = simulated_run(program)
+    # Bytes over time, one curve per pipeline rank.
     peaks = list(map(_peak, run.memory))
     return Summary(
         mesh=program.mesh,
@@ -126,7 +126,7 @@ def summarize(program: Program) -> Summary:
         parameters=sum(math.prod(spec.shape) for spec in program.params),
         dtypes=tuple(sorted({spec.storage.dtype for spec in program.params})),
         machine=_machine_name(named),
-        ranks=tuple(_rank(program, pp, int(peaks[pp]), run.busy[pp]) for pp in range(program.mesh.p)),
+        ranks=tuple(_rank(program, rank, int(peak), run.busy[rank]) for rank, peak in enumerate(peaks)),
         traffic=tuple(_traffic(program, machine)),
         # Backward has twice the products of forward.
         model_flops=3 * program.costs.total_flops * program.num_microbatches * program.mesh.replicas,
@@ -143,7 +143,9 @@ def _peak(curve: Curve) -> float:
 
 def _machine_name(named: Any) -> str:
     if isinstance(named, str):
-        return named
+        # Its full name: a machine of NVIDIA's may be asked for by its GPU.
+        file = machine_file(named)
+        return file.stem if file else named
     return "a machine of its own" if named else "the default machine"
 
 
@@ -163,11 +165,12 @@ def _remarks(program: Program) -> Iterator[str]:
         )
 
 
-def _rank(program: Program, pp: int, activations: int, seconds: float) -> RankCosts:
+def _rank(program: Program, pipeline_rank: int, activations: int, seconds: float) -> RankCosts:
     costs = program.costs
-    held = [spec for spec in program.params if pp in spec.owners(program.ranks)]
+    held = [spec for spec in program.params if pipeline_rank in spec.owners(program.ranks)]
     trained = [spec for spec in held if spec.requires_grad]
-    stages = tuple(stage for stage, rank in enumerate(program.ranks) if rank == pp)
+    stages = tuple(stage for stage, rank in enumerate(program.ranks) if rank == pipeline_rank)
+    local_numel = [math.prod(spec.local_shape(program.mesh)) for spec in held]
     # Where gradients are summed in another dtype, the sum is there beside the gradient.
     extra = [spec for spec in trained if spec.storage.grad_dtype and _itemsize(spec.storage.dtype) < 8]
     trained_bytes = sum(spec.local_bytes(program.mesh) for spec in trained)
@@ -176,9 +179,9 @@ def _rank(program: Program, pp: int, activations: int, seconds: float) -> RankCo
         gradient_bytes += math.prod(spec.local_shape(program.mesh)) * _itemsize(spec.storage.grad_dtype)
     flops = sum(costs.flops_per_stage[stage] + costs.backward_flops_per_stage[stage] for stage in stages)
     return RankCosts(
-        pp,
+        pipeline_rank,
         stages,
-        parameters=sum(math.prod(spec.local_shape(program.mesh)) for spec in held),
+        parameters=sum(local_numel),
         parameter_bytes=sum(spec.local_bytes(program.mesh) for spec in held),
         gradient_bytes=gradient_bytes,
         # AdamW's two moments, in the parameter's dtype.
@@ -196,26 +199,29 @@ def _itemsize(dtype: str) -> int:
 def _traffic(program: Program, machine: Any) -> Iterator[Traffic]:
     """Yield the traffic per mesh axis, of the pipeline rank that sends most.
 
-    Sums over several axes count for the slower, dp.
+    Sums over several axes count for the slowest.
     """
+    mesh = program.mesh
     # Axis -> (bytes sent, calls, -pipeline rank): of equal ones, `max` takes the first rank.
     by_axis: dict[str, list[tuple[float, int, int]]] = {}
-    for pp in range(program.mesh.p):
+    for place in range(mesh.pipeline_ranks):
+        # Axis -> [bytes sent, calls].
         sums: dict[str, list[float]] = {}
-        for call, times in expected_calls(program, program.mesh.rank(Coordinate(pp=pp))).items():
-            # `call.axis` may join several: "dp x tp".
-            axis = next((name for name in ("dp", "pp", "tp") if name in call.axis), "tp")
-            entry = sums.setdefault(axis, [0.0, 0.0])
+        # Of the first replica's first tensor rank: those beside it in the pipeline rank send as much.
+        for call, times in expected_calls(program, mesh.at_stage(0, place)).items():
+            # It may join several, the slowest first: "dp x tp".
+            entry = sums.setdefault(base(call.axis.split(" x ")[0]), [0.0, 0.0])
             entry[0] += times * call.wire_bytes
             entry[1] += times
         for axis, (sent, calls) in sums.items():
-            by_axis.setdefault(axis, []).append((sent, int(calls), -pp))
-    for axis in AXES:
+            by_axis.setdefault(axis, []).append((sent, int(calls), -place))
+    for axis in (row.name for row in BY_DEGREE.values()):
         if axis in by_axis:
-            sent, calls, pp = max(by_axis[axis])
-            apart = _is_between_nodes(program.mesh, axis, machine.ranks_per_node)
+            sent, calls, place = max(by_axis[axis])
+            apart = _is_between_nodes(mesh, axis, machine.ranks_per_node)
+            # By bandwidth alone, without latency: the number of calls stands beside it.
             seconds = sent / (machine.network_bandwidth if apart else machine.link_bandwidth)
-            yield Traffic(axis, calls, round(sent), -pp, apart, seconds)
+            yield Traffic(axis, calls, round(sent), -place, apart, seconds)
 
 
 def _is_between_nodes(mesh: Mesh, axis: str, per_node: int) -> bool:
@@ -226,6 +232,7 @@ def _is_between_nodes(mesh: Mesh, axis: str, per_node: int) -> bool:
     # Ranks are numbered node by node: a group is on one node if its first and last rank are.
     pairs = [(group[0], group[-1]) for group in groups]
     if axis in mesh.stage_axes:
+        # Messages go to neighbours only: a pipeline over nodes may have most of its links within them.
         pairs = list(chain.from_iterable(map(pairwise, groups)))
     return any(a // per_node != b // per_node for a, b in pairs)
 
@@ -238,6 +245,7 @@ def _lines(summary: Summary) -> Iterator[str]:
         f"{plural(mesh.size, 'rank')}: {mesh} v={summary.v}, {summary.schedule}, "
         f"{plural(m, 'microbatch')} of size {b} per replica, {plural(samples, 'sample')} a step"
     )
+    yield f"Recipe: {_recipe(summary)}. Machine: {summary.machine}"
     yield ""
     yield "Memory of a rank (AdamW; activations at the fullest moment)"
     yield from _table(
@@ -253,36 +261,52 @@ def _lines(summary: Summary) -> Iterator[str]:
     else:
         yield "  nothing"
     yield ""
+    # The largest of all pipeline ranks: the others wait for it.
     busy, total = max(rank.seconds for rank in summary.ranks), summary.model_flops
     yield f"Work: {count_text(total)}FLOPs of matrix products in a step (forward and backward of the whole batch)"
     yield (
         f"Pipeline, by the cost model for {summary.machine}: {seconds_text(summary.step_seconds)}; the busiest rank "
-        f"computes (and communicates over tp) for {seconds_text(busy)}"
+        f"computes (and communicates over {mesh.value_text}) for {seconds_text(busy)}"
     )
     share = summary.idle_seconds / summary.step_seconds if summary.step_seconds else 0.0
     yield f"Bubble: {seconds_text(summary.idle_seconds)} a step, {share:.1%} of it ({summary.bubble:.1%} of the work)"
     if summary.weighed:
         yield ""
-        yield f"{WEIGHED}: {summary.weighed['found']}"
+        yield f"{weighed_heading(mesh)}: {summary.weighed['found']}"
         yield from _table(*weighed_table(summary.weighed))
+
+
+def _recipe(summary: Summary) -> str:
+    """Say in which precision training is, and what a rank holds of a parameter: that of the first rank."""
+    rank = summary.ranks[0]
+    sizes = (rank.parameter_bytes, rank.gradient_bytes, rank.optimizer_bytes)
+    weight, gradient, moments = (nbytes / max(1, rank.parameters) for nbytes in sizes)
+    total = f"{weight + gradient + moments:.3g} bytes a parameter"
+    parts = f"weight {weight:.3g}, gradient {gradient:.3g}, moments {moments:.3g}"
+    return f"AdamW in {', '.join(summary.dtypes)}, {total} ({parts})"
 
 
 def _traffic_row(traffic: Traffic) -> tuple[str, ...]:
     return (
-        f"{traffic.axis} ({AXES[traffic.axis]})",
+        f"{traffic.axis} ({AXES[traffic.axis].word})",
         str(traffic.calls),
         bytes_text(traffic.sent_bytes),
         "between nodes" if traffic.is_between_nodes else "within a node",
         seconds_text(traffic.seconds),
-        str(traffic.pp),
+        str(traffic.pipeline_rank),
     )
 
 
+def weighed_heading(mesh: Mesh) -> str:
+    """Return the heading of the plan beside the known ones."""
+    return f"Plan over {mesh.value_text}, of a rank and a microbatch, beside the known ones"
+
+
 def weighed_table(weighed: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Return names of columns, and a row for every plan over tp."""
+    """Return names of columns, and a row for every plan."""
     names = (
         "sequence_parallel",
-        "sent over tp",
+        "sent",
         "collectives",
         "predicted",
         "parameters",
@@ -291,6 +315,7 @@ def weighed_table(weighed: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple[
     )
     rows: list[tuple[str, ...]] = []
     for key in ("auto", *KNOWN):
+        # A known plan that the model does not allow has no row: see `missing` below.
         if plan := weighed.get(key):
             rows.append(
                 (
@@ -305,12 +330,14 @@ def weighed_table(weighed: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple[
             )
     # A plan that could not be weighed has its reason in the first column.
     empty = [""] * (len(names) - 1)
-    rows += [(f"{KNOWN[key]}: {why}", *empty) for key, why in weighed.get("missing", {}).items()]
+    for key, why in weighed.get("missing", {}).items():
+        rows.append((f"{KNOWN[key]}: {why}", *empty))
     return names, rows
 
 
 def _runs(ranks: tuple[RankCosts, ...]) -> list[tuple[RankCosts, RankCosts]]:
     """Return neighbours that hold the same amounts, as (first, last)."""
+    # The inner pipeline ranks of most models hold the same: "1-6" instead of six rows.
     runs = [[ranks[0]]]
     for before, after in pairwise(ranks):
         same = (after.parameters, after.total_bytes) == (before.parameters, before.total_bytes)
@@ -322,8 +349,11 @@ def _runs(ranks: tuple[RankCosts, ...]) -> list[tuple[RankCosts, RankCosts]]:
 
 
 def _memory_row(first: RankCosts, last: RankCosts) -> tuple[str, ...]:
-    where = f"{first.pp}" if first is last else f"{first.pp}-{last.pp}"
+    where = f"{first.pipeline_rank}"
+    if first is not last:
+        where += f"-{last.pipeline_rank}"
     stages = ", ".join(map(str, first.stages))
+    # Interleaved, a rank has v of them.
     if len(first.stages) > 4:
         stages = ", ".join([*map(str, first.stages[:3]), "..."])
     sizes = (
@@ -356,4 +386,12 @@ def _table(names: tuple[str, ...], rows: list[tuple[str, ...]]) -> Iterator[str]
         yield "  " + "  ".join(cells).rstrip()
 
 
-__all__ = ["WEIGHED", "RankCosts", "Summary", "Traffic", "seconds_text", "summarize", "weighed_table"]
+__all__ = [
+    "RankCosts",
+    "Summary",
+    "Traffic",
+    "seconds_text",
+    "summarize",
+    "weighed_heading",
+    "weighed_table",
+]

@@ -1,15 +1,14 @@
-"""Cut the arguments of `step` into microbatches, after comparing them with what was compiled.
+"""Cut the arguments of `step` into microbatches.
 
 In: the (args, kwargs) of one call. Out: a dict of batch inputs by name for each microbatch. Microbatch j of replica r
 owns the global rows from r*B/d + j*b on (b rows per microbatch, B per step).
 
-    check_call(program, args, kwargs, replicas=1)
     microbatches = cut(program, args, kwargs, names={"ids"}, replica=0, device=torch.device("cpu"))
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -20,7 +19,6 @@ from autoptd.compat import tree_flatten, tree_unflatten
 from autoptd.errors import PlanError
 from autoptd.program.program import Program
 from autoptd.program.specs import InputSpec
-from autoptd.runtime.parameters import dtype_of
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -38,15 +36,29 @@ class CallForm:
         """Return the call in this form, moving arguments between positions and keywords as Python would bind them."""
         if len(args) == self.positions and tuple(kwargs) == self.keywords:
             return args, kwargs
+        # Not strict: `is_bound` is False where there are more arguments than names.
         given = dict(zip(self.names, args, strict=False))
         wanted = (*self.names[: self.positions], *self.keywords)
         is_bound = len(args) <= len(self.names) and not given.keys() & kwargs.keys()
         given |= kwargs
+        # `forward(*args)` has fewer names than compiled positions: its arguments cannot be moved to keywords.
         if not is_bound or set(given) != set(wanted) or len(wanted) != self.positions + len(self.keywords):
             fact = f"was called with {_call_text(len(args), kwargs)}, compiled was {_call_text(self.positions, self.keywords)}"
             raise PlanError("step", fact, "pass what example_inputs holds")
         by_position = tuple(given[name] for name in wanted[: self.positions])
         return by_position, {name: given[name] for name in self.keywords}
+
+
+def is_call_in_one(args: Args, kwargs: Kwargs, names: Collection[str], form: CallForm | None) -> bool:
+    """Tell whether a call is one mapping of keywords, as tokenizers make them: `step(batch)` for `step(**batch)`.
+
+    `names` are those of the model's arguments; a model that was compiled for one argument may take a mapping itself.
+    """
+    if len(args) != 1 or kwargs or not isinstance(args[0], Mapping):
+        return False
+    if form is not None and form.positions == 1 and not form.keywords:
+        return False
+    return set(args[0]) <= {*names, "targets", *(form.keywords if form else ())}
 
 
 def _call_text(positions: int, keywords: Collection[str]) -> str:
@@ -64,26 +76,6 @@ def expected_shape(program: Program, spec: InputSpec, replicas: int) -> tuple[in
     if not spec.batched:
         return spec.shape
     return (spec.shape[0] * program.num_microbatches * replicas, *spec.shape[1:])
-
-
-def check_call(program: Program, args: Args, kwargs: Kwargs, replicas: int) -> None:
-    """Compare a call with the compiled one: PlanError with all differences in structure, shapes, dtypes and constants."""
-    leaves = check_structure(program, args, kwargs)
-    findings = []
-    for spec in program.inputs:
-        leaf, shape, dtype = leaves[spec.leaf], expected_shape(program, spec, replicas), dtype_of(spec.dtype)
-        if not isinstance(leaf, torch.Tensor):
-            findings.append(f"{spec.name} is {leaf!r}, a tensor {list(shape)} was compiled")
-        elif tuple(leaf.shape) != shape or leaf.dtype != dtype:
-            findings.append(
-                f"{spec.name} is {_text(leaf.shape, leaf.dtype)}, {_text(shape, dtype)} was compiled"
-            )
-    for number, value in program.constants:
-        if not is_same_constant(leaves[number], value):
-            findings.append(f"argument {number} is {leaves[number]!r}, {value!r} was compiled")
-    if findings:
-        remedy = "every step takes the sizes of example_inputs: drop a smaller last batch (DataLoader(..., drop_last=True)), "
-        raise PlanError("step", "; ".join(findings), remedy + "or parallelize again for other sizes")
 
 
 def check_structure(program: Program, args: Args, kwargs: Kwargs) -> list[Any]:
@@ -134,7 +126,10 @@ def cut(
             if x.shape[0] > rows:
                 x = x.narrow(0, replica * rows, rows)
         x = _to(x, device)
-        pieces = x.split(spec.shape[0]) if spec.batched and count > 1 else [x] * count
+        # Views: microbatches share the memory of the batch. What is not batched is whole in each of them.
+        pieces = [x] * count
+        if spec.batched and count > 1:
+            pieces = list(x.split(spec.shape[0]))
         for microbatch, piece in zip(microbatches, pieces, strict=True):
             microbatch[spec.name] = piece
     return microbatches
@@ -145,6 +140,7 @@ def _to(x: torch.Tensor, device: torch.device) -> torch.Tensor:
     if device.type == "cuda" and x.device.type == "cpu":
         # Through pinned memory of our own: the copy runs later, when the caller may have overwritten `x`.
         return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x).to(device, non_blocking=True)
+    # The same tensor where it is there already: then the step reads the caller's memory.
     return x.to(device)
 
 
@@ -157,6 +153,7 @@ def take_rows(
     (`batch_rows`). PlanError where the replicas do not divide the rows.
     """
     leaves, tree = tree_flatten((args, kwargs))
+    # Indices of the leaves with a dim 0: a 0-d tensor has no rows to divide.
     tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.dim()]
     if not tensors:
         return args, kwargs
@@ -180,8 +177,9 @@ def batch_rows(leaves: Sequence[Any], pieces: int) -> int:
     Exceptions are a first tensor of one entry (a temperature) where others have more rows, and one of one row that
     `pieces` do not divide: then it is the most frequent size of the others, the first of equally frequent ones.
     """
-    sizes = [leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()]
-    first = next(leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim())
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()]
+    sizes = [x.shape[0] for x in tensors]
+    first = tensors[0]
     others = sizes[1:] if tuple(first.shape) == (1,) else [size for size in sizes if size > 1]
     if sizes[0] != 1 or not others or (first.dim() > 1 and pieces == 1):
         return sizes[0]
@@ -200,7 +198,3 @@ def flatten(args: Args, kwargs: Kwargs) -> tuple[list[Any], str]:
 @cache
 def _tree_of_leaves(count: int) -> str:
     return str(tree_flatten(((0,) * count, {}))[1])
-
-
-def _text(shape: Collection[int], dtype: torch.dtype) -> str:
-    return f"{list(shape)} {str(dtype).removeprefix('torch.')}"

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from autoptd.errors import RuntimeFault
+from autoptd.ir.mesh import AXES
 from autoptd.runtime.fingerprint import hash_words
 from autoptd.runtime.launch import Rank, RunningRanks
 from autoptd.runtime.world.world import World
@@ -39,11 +40,13 @@ class BatchCheck:
     def __init__(self, world: World, call: str, number: int, leaves: Sequence[Any]) -> None:
         self.world, self.site = world, f"{call} {number}"
         hashes = [hash_words(leaf).to(world.device) for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        # The call comes first, so that a rank that is a step behind is not mistaken for one with another batch.
+        # The call comes first, so that a rank that is a step behind is not mistaken for one with another
+        # batch. Steps and evaluations are counted apart: the sign tells step 3 from evaluation 3.
         which = number if call == "step" else -number
         self.mine = torch.stack([torch.tensor(which, device=world.device), *hashes])
         # Along all axes but those that split the batch, ranks read the same of it.
         axes = [axis for axis in world.mesh.axes if axis not in world.mesh.batch_axes]
+        # Started in one order on all ranks, before the step's own calls over these groups.
         self.pending = [
             world.group((axis,)).all_gather_start(self.mine.unsqueeze(0), 0, SITE) for axis in axes
         ]
@@ -51,20 +54,28 @@ class BatchCheck:
     def finish(self) -> None:
         """Compare; RuntimeFault on all ranks of all replicas where any two differ within one."""
         world = self.world
+        # [ranks of the group, 1 + tensors] against [1 + tensors].
         differences = [(pending.wait() != self.mine).any() for pending in self.pending]
         differs = torch.stack(differences).any().to(torch.int64)
+        # All replicas stop: they would wait for the one with the fault in the next step.
         if agree_on_largest(world, differs, SITE):
             raise self._fault()
 
     def _fault(self) -> RuntimeFault:
         mesh = self.world.mesh
+        # Objects take a round trip per axis, so all hashes are exchanged only once a difference is known.
         seen = merge_over_ranks(self.world, {self.world.rank: self.mine.tolist()}, SITE)
         facts = []
         for number in range(mesh.replicas):
             replica = [rank for rank in sorted(seen) if mesh.replica_of(rank) == number]
             facts += _differing(replica, seen)
-        remedy = "give all ranks of a replica the same batch: DistributedSampler(num_replicas=d, rank=pm.coordinate.dp), "
-        remedy += "and seed what is random in the data by pm.coordinate.dp, not by the rank"
+        # Along one axis, the coordinate is the number of the replica.
+        axes, own = mesh.batch_axes, "pm.program.mesh.replica_of(rank)"
+        if len(axes) == 1:
+            own = f"pm.coordinate.{axes[0]}"
+        count = "*".join(AXES[axis].degree for axis in axes)
+        remedy = f"give all ranks of a replica the same batch: DistributedSampler(num_replicas={count}, rank={own}), "
+        remedy += f"and seed what is random in the data by {own}, not by the rank"
         return RuntimeFault(self.site, "; ".join(facts), remedy)
 
 

@@ -43,7 +43,10 @@ def check_copies(params: RankParameters, step: int) -> None:
     if agree_on_largest(world, torch.tensor(int(bool(findings)), device=world.device), SITE):
         by_rank = merge_over_ranks(world, {world.rank: findings}, SITE)
         # All ranks of a group find the same.
-        every = list(dict.fromkeys(text for rank in sorted(by_rank) for text in by_rank[rank]))
+        texts: dict[str, None] = {}
+        for rank in sorted(by_rank):
+            texts |= dict.fromkeys(by_rank[rank])
+        every = list(texts)
         more = f"; and {len(every) - MOST_NAMED} more" if len(every) > MOST_NAMED else ""
         fact = f"copies that must be equal are not: {'; '.join(every[:MOST_NAMED])}{more}"
         remedy = "change gradients and parameters on all ranks alike: pm.clip_grad_norm_, pm.optimizer, pm.load_state_dict"

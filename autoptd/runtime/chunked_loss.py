@@ -60,6 +60,7 @@ def vocab_parallel_linear_cross_entropy(
         raise PlanError(
             site or "cross_entropy", "targets are class probabilities, not ids", "targets of dtype int64"
         )
+    # No reduction between chunks, and ids need not be mapped to columns of this rank.
     if group.size == 1:
         return linear_cross_entropy(
             x,
@@ -77,9 +78,12 @@ def vocab_parallel_linear_cross_entropy(
             wgrad=wgrad,
             backend=backend,
         )
+    # The rows of the head's weight are columns of the logits: this rank's n of V.
     columns = len(weight)
     labels = local_labels(targets.reshape(-1), columns, group, ignore_index, size)
     loss = sharded_loss(columns, group, label_smoothing, class_weight, size, site, x.dtype)
     triton = can_use_triton(backend, x, class_weight)
+    # The chunk follows from this rank's n, which is equal on all ranks: their reductions must pair up.
     how = How(reduction, chunk or default_chunk(columns, x.dtype, x.device), softcap, triton, wgrad)
+    # Computed in float32 at least, rounded here once.
     return chunked_loss(x, weight, bias, labels, loss, how, total, targets.shape).to(dtype or x.dtype)

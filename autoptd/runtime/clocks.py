@@ -74,6 +74,7 @@ def _clock(device: torch.device, origin: float) -> Clock:
     if device.type != "cuda":
         return HostClock(origin)
     with on_device(device):
+        # An idle device reaches the event of the clock's origin at the host's time that is read beside it.
         torch.cuda.synchronize()
         return DeviceClock(lambda: torch.cuda.Event(enable_timing=True), time.perf_counter() - origin)
 

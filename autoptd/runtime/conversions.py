@@ -174,6 +174,7 @@ class _Sharding:
         self.dim, self.blocks, self.size = dim, blocks, size
 
 
+# Lower case, because they are used as functions with parameters: `_gather(dim, blocks, size)` is a direction.
 class _gather(_Sharding):
     def __call__(self, x: Tensor, group: Group, site: str) -> Tensor:
         shard, dim = to_gather(x, self.dim, self.blocks)
@@ -207,8 +208,10 @@ class _Exchange(_Sharding):
         if self.dim == self.to_dim:
             if self.blocks == self.to_blocks:
                 return x
+            # Within one dim, a new shard may take entries from every rank: from 3 blocks to 1, say.
             whole = gather(x, group, self.dim, self.blocks, site=site)
             return take_shard(whole, self.to_dim, self.to_blocks, group.index, group.size)
+        # Part i is what rank i will own along `to_dim`; the parts received lie along `dim`.
         parts = [take_shard(x, self.to_dim, self.to_blocks, index, group.size) for index in range(group.size)]
         return join_shards(group.all_to_all(parts, site), self.dim, self.blocks)
 
@@ -235,6 +238,7 @@ class _Converted(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         how: _Directions = ctx.how
+        # The suffix tells this call from the forward's in faults and records (`record._place` strips it).
         return how.backward(grad, how.group, f"{how.site} backward"), None
 
 

@@ -40,6 +40,7 @@ def has_launcher(backend: str | None) -> bool:
     """Tell whether ranks are processes: there is a process group or torchrun's environment, and `backend` is not local."""
     if backend == "local":
         return False
+    # Whoever made a process group means processes, even a group of one.
     if dist.is_available() and dist.is_initialized():
         return True
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ

@@ -94,6 +94,7 @@ def where(
 ) -> tuple[tuple[int, int, int], Places]:
     """Return x's shape as [before, rows, after], and the places of its elements in the mask of `draw`: see `dropout`."""
     if batch is None:
+        # All of x counts as global row 0, whatever the microbatch or replica.
         before, rows, first_row = 1, 1, 0
     else:
         batch = (batch, 1) if isinstance(batch, int) else batch
@@ -101,9 +102,12 @@ def where(
     size = (before, rows, x.numel() // (before * rows))
     block, degree, index = 0, 1, 0
     if shard is not None and group is not None and group.size > 1:
-        # Within a row, x is `blocks` blocks of `block` elements; in the global value each is `degree` times as long.
+        # Within a row, x is `blocks` blocks of `block` elements; in the global value each is `degree` times
+        # as long. Attention weights [b, heads / t, s, s] that are split at (1, 1) have one block, of heads /
+        # t * s * s.
         blocks = math.prod(x.shape[: shard[0]]) * shard[1]
         if batch is not None and batch < shard:
+            # The product above has counted the rows too, where they come before the split.
             blocks //= rows
         block, degree, index = x.numel() // rows // blocks, group.size, group.index
     return size, Places(*keys(draw.seed, draw.step, draw.site), first_row, block, degree, index)
@@ -122,4 +126,5 @@ class _Dropped(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         rate, size, places = ctx.how
+        # The mask is linear: the gradient is masked and scaled like the value.
         return drop(grad.reshape(size), rate, places).view(grad.shape), None, None, None

@@ -30,6 +30,7 @@ ELEMENTWISE = (
     optim.Adadelta,
     optim.ASGD,
 )
+# Every dim is even, so that it can be halved.
 SHAPES = ((6, 4), (4,), (2, 4, 6))
 # The scale of the gradients in each of the trial steps: a norm or a bound within the optimizer shows at one of them.
 SCALES = (1.0, 1e-3, 1e3, 1e-6)
@@ -37,6 +38,7 @@ SCALES = (1.0, 1e-3, 1e3, 1e-6)
 
 def check_elementwise(cls: type[optim.Optimizer], keywords: Mapping[str, Any]) -> None:
     """Raise PlanError for a class that is neither known nor found by trial to update every element by itself."""
+    # `elementwise = True` on a class is its author's word: see the remedies below.
     if cls in ELEMENTWISE or getattr(cls, "elementwise", False):
         return
     base = next((parent for parent in cls.__mro__ if parent in ELEMENTWISE), None)
@@ -64,6 +66,7 @@ def _own_methods(cls: type, base: type) -> list[str]:
     return sorted(name for name in names if hasattr(base, name) and not name.startswith("__"))
 
 
+# The trial leaves the user's random numbers where they were.
 @torch.random.fork_rng(devices=[])
 def try_halves(cls: type[optim.Optimizer], keywords: Mapping[str, Any]) -> str:
     """Step small tensors whole and in halves, along every dim; return why the results differ, "" if they do not."""
@@ -78,6 +81,7 @@ def try_halves(cls: type[optim.Optimizer], keywords: Mapping[str, Any]) -> str:
             grads_of_halves = [_halve(step_grads, dim) for step_grads in grads]
             halves = _train(cls, keywords, _halve(first, dim), grads_of_halves)
             for half, expected in zip(halves, _halve(whole, dim), strict=True):
+                # Not to the bit, as kernels vectorise halves differently; a norm of the whole is far off.
                 if not torch.allclose(half, expected, rtol=1e-9, atol=1e-12):
                     return "halves of a tensor are updated differently from the whole"
     except Exception as error:

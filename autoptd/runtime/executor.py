@@ -51,6 +51,7 @@ def communicators_of(program: Program) -> Communicators:
         source = program.rank_of_stage(crossing.source)
         for stage in crossing.targets:
             target = program.rank_of_stage(stage)
+            # Ranks, not stages: with v > 1 several stages share a link, or a crossing stays on its rank.
             links.add((source, target))
             if crossing.has_grad:
                 links.add((target, source))
@@ -87,6 +88,7 @@ class Executor:
         self.steps = 0
         # Called at the start and the end of every action while a step is timed.
         self.watch: Watch | None = None
+        # With their texts, which become `world.at`: formatting them anew would cost time in every step.
         self._order = [(action, str(action)) for action in program.orders[world.pipeline_rank]]
         self._rows = program.rows
         self._wires, self._messages = Wires(program), Messages(program, world)
@@ -112,6 +114,7 @@ class Executor:
             Kind.SEND_B: self._messages.send,
             Kind.RECV_F: self._messages.receive,
             Kind.RECV_B: self._messages.receive,
+            # Looked up late: `gradients` does not exist before the first step.
             Kind.REDUCE: lambda action: self.gradients.reduce(action.stage),
         }
         self._begin(())
@@ -224,6 +227,7 @@ class Executor:
         self._begin(microbatches)
         self._loss = torch.zeros((), dtype=torch.float64, device=self.world.device)
         self._set_totals()
+        # The loop assigns `world.at` itself, which faults and records read.
         for action, self.world.at in order:
             if self.watch is None:
                 self._do[action.kind](action)
@@ -250,6 +254,7 @@ class Executor:
     def _set_totals(self) -> None:
         """Set what weighted-mean losses divide by: counts of labels, summed over all microbatches and replicas."""
         self.world.at = "count of labels"
+        # In one order on all ranks: the sum below is a collective.
         for index, stage in sorted(self._stages.items()):
             if not stage.counts:
                 continue
@@ -276,6 +281,7 @@ class Executor:
         for source in self._wires.sources[stage]:
             message = self._messages.take(Action(Kind.RECV_F, stage, number, source))
             for spec in self._wires.values[source, stage]:
+                # A received tensor is a leaf, in whose `.grad` autograd leaves what `_backward` sends back.
                 wants_grad = spec.has_grad and torch.is_grad_enabled()
                 arrived[spec.name] = message[spec.name].requires_grad_(wants_grad)
         batch = {name: self._microbatches[number][name] for name in self.program.stages[stage].inputs}
@@ -339,6 +345,7 @@ class Executor:
 
     def _weight_gradients(self, action: Action) -> None:
         gemms = self._deferred_wgrads.pop((action.stage, action.microbatch))
+        # `add` completes buckets, as the hooks do in backward: after the last W a bucket's sum may start.
         for gemm in gemms:
             self.gradients.add(gemm)
 

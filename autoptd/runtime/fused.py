@@ -17,6 +17,7 @@ class Fused:
     """The operators of autoptd/kernels with one backend: "triton" for tensors on CUDA devices, else torch's operators."""
 
     def __init__(self, backend: str = "eager") -> None:
+        # `fuse` may also be "inductor": torch's compiler fuses the eager forms by itself.
         self.backend = "triton" if backend == "triton" else "eager"
         self.masked_softmax = partial(masked_softmax, backend=self.backend)
         self.bias_gelu = partial(bias_gelu, backend=self.backend)

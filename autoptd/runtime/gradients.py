@@ -40,7 +40,9 @@ def _start_all_reduce(group: Group, flat: torch.Tensor, site: str) -> Pending:
     return group.all_reduce_start(flat, site)
 
 
-# By the backward of a conversion: how it is started on a flat buffer of gradients.
+# By the backward of a conversion (`ir/placement.py`): how it is started on a flat buffer of gradients. A
+# reduce-scatter, as storage that is cut over dp needs it, would be an entry here; `Bucket.result` would then
+# split the buffer by the shapes of shards.
 START = {"all-reduce": _start_all_reduce}
 StartSum = Callable[[torch.Tensor, str], Pending]
 
@@ -75,6 +77,7 @@ class Bucket:
         self.present = {spec.name for spec in self.specs if leaves[spec.name].grad is not None}
         grads = [_gradient(leaf).reshape(-1) for leaf in mine]
         flat = torch.cat(grads) if len(grads) > 1 else grads[0]
+        # `flat` has them all: keeping the leaves' gradients as well would take the memory twice.
         for leaf in mine:
             leaf.grad = None
         self.pending = self._start_sums(self.early, Done(flat))
@@ -98,6 +101,7 @@ class Bucket:
             flat = self.owners.all_reduce(flat, self.tied_site)
         exists = self._present_on_owners() if self.is_tied else self.present
         shapes = [leaves[spec.name].shape for spec in self.specs]
+        # Views of the buffer, which lives as long as one of these gradients does.
         pieces = flat.split(list(map(math.prod, shapes)))
         named = zip(self.specs, shapes, pieces, strict=True)
         return {spec.name: x.view(shape) for spec, shape, x in named if spec.name in exists}
@@ -118,30 +122,34 @@ class Gradients:
     ) -> None:
         self.params, self.world = params, world
         trained = [spec for spec in program.params if spec.requires_grad and spec.name in params.local]
-        here = {spec.name: self._stages_here(program, spec) for spec in trained}
+        here: dict[str, list[int]] = {}
         for spec in trained:
+            here[spec.name] = self._stages_here(program, spec)
             set_grad_dtype(params.leaves[spec.name], dtype_of(spec.storage.sum_dtype))
         plans = plan_buckets(
             program.params, program.orders, program.ranks, world.mesh, world.pipeline_rank, bucket_bytes
         )
         self.buckets = [Bucket(plan, world) for plan in plans if plan.sums]
         self._bucket_of = {spec.name: bucket for bucket in self.buckets for spec in bucket.specs}
-        alone = [name for name in here if name not in self._bucket_of]
-        self._alone = [
-            (name, params.leaves[name], params.local[name], params.is_plain(name)) for name in alone
-        ]
+        # Parameters whose gradients no other rank has a part of, with all that `commit` asks of them in every step.
+        self._alone: list[tuple[str, torch.Tensor, torch.nn.Parameter, bool]] = []
+        for name in here:
+            if name not in self._bucket_of:
+                leaf, parameter = params.leaves[name], params.local[name]
+                self._alone.append((name, leaf, parameter, params.is_plain(name)))
         # Counting gradients costs Python time per parameter and microbatch: only where the sum starts during backward.
         self._counted: dict[str, Bucket] = {}
         for bucket in self.buckets:
             if bucket.early:
                 self._counted |= {spec.name: bucket for spec in bucket.specs}
-        self._stages = {name: set(here[name]) for name in self._counted}
-        # How often the gradient of each of them grows in one step.
+        # Of counted parameters: their stages here, and how often their gradient grows in one step.
+        self._stages: dict[str, set[int]] = {}
         self._expected: dict[str, int] = {}
         for spec in trained:
             if spec.name in self._counted:
-                adds = sum(map(spec.adds_in, here[spec.name]))
-                self._expected[spec.name] = adds * program.num_microbatches
+                stages = here[spec.name]
+                self._stages[spec.name] = set(stages)
+                self._expected[spec.name] = sum(map(spec.adds_in, stages)) * program.num_microbatches
         self._name_of = {id(params.leaves[name]): name for name in self._counted}
         self._results: dict[str, torch.Tensor] = {}
         # Whether a step ended well: until then, an aborted exchange between owners may be known to some of them only.
@@ -198,6 +206,7 @@ class Gradients:
     def finish(self) -> None:
         """Start what has not started, then wait for everything; `commit` or `drop` follows."""
         for bucket in self.buckets:
+            # All backwards are over: a gradient that is missing now stays missing, and counts as zeros.
             bucket.incomplete.clear()
         self._start_complete()
         for bucket in self.buckets:
@@ -213,6 +222,7 @@ class Gradients:
         for name, leaf, parameter, is_plain in self._alone:
             if (grad := leaf.grad) is None:
                 continue
+            # The common case at d=1, without a sum or a copy: the leaf's gradient becomes the parameter's.
             if is_plain and parameter.grad is None:
                 parameter.grad = guard_gradient(grad)
             else:
@@ -233,6 +243,7 @@ class Gradients:
             leaf.grad = None
 
     def _complete(self, name: str) -> None:
+        # Called once per parameter by `count` or `reduce`, whichever comes first; the other finds it removed.
         incomplete = self._counted[name].incomplete
         if name in incomplete:
             incomplete.discard(name)
@@ -261,6 +272,7 @@ def grad_norm(params: RankParameters) -> torch.Tensor:
         if gradient is not None:
             counted.append(gradient)
     total = _sum_of_squares(counted, world.device)
+    # Every gradient was counted once within a replica: the sum is over its ranks.
     for axis in world.mesh.axes:
         if axis not in world.mesh.batch_axes:
             total = world.group((axis,)).all_reduce(total, "gradient norm")
@@ -282,6 +294,7 @@ def clip_gradients(params: RankParameters, max_norm: float, norm_type: float = 2
     if norm_type != 2:
         raise PlanError(f"norm_type={norm_type}", "only the 2-norm is there", "norm_type=2")
     norm = grad_norm(params)
+    # On the device: comparing on the host would make it wait.
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     gradients: dict[str, torch.Tensor] = {}
     for name in params.local:

@@ -69,6 +69,7 @@ class RunningRanks(ABC):
         """Raise PlanError where a parameter was changed on some of this process's ranks only."""
         if len(self.here) == 1:
             return
+        # The optimizer and `load_state_dict` write to the copies of all ranks: their counts stay equal.
         for spec in self.here[0].params.specs:
             copies = [rank.params.local[spec.name] for rank in self.here if spec.name in rank.params.local]
             # Torch counts the writes to a tensor.
@@ -94,6 +95,7 @@ class RunningRanks(ABC):
         )
         executors: dict[Executor, int] = {}
         for rank in self.here:
+            # One object until there is a program for `model.eval()`: a mapping has it once.
             executors |= dict.fromkeys((rank.executor, rank.evaluator), rank.world.rank)
         before = {executor: executor.watch for executor in executors}
         for executor, number in executors.items():
@@ -109,6 +111,7 @@ class RunningRanks(ABC):
 
         def attach(rank: Rank) -> None:
             check_same_program(program, rank.world)
+            # The evaluator reads the parameters where training keeps them.
             check_same_layout(rank.params.program, program)
             rank.evaluator = Executor(program, rank.world, rank.params)
 
@@ -125,12 +128,14 @@ class LocalRanks(RunningRanks):
         try:
             self.here = self._pool.run(lambda world: make_rank(program, world, full))
         except BaseException:
+            # Nobody else knows of the threads yet: they would wait for jobs until the process ends.
             self._pool.close()
             raise
 
     def run(self, what: str, fn: Callable[[Rank], Result]) -> Result:
         def task(world: World) -> Result:
             world.at = what
+            # On the rank's own thread, which is where the block is valid.
             with unguarded():
                 return fn(self.here[world.rank])
 
@@ -170,6 +175,7 @@ class ProcessRank(RunningRanks):
 
 def make_rank(program: Program, world: World, full: Values) -> Rank:
     """Return one rank, ready to step; a collective of all ranks."""
+    # Before any other collective: ranks of two programs would call different ones, and wait for each other.
     check_same_program(program, world)
     if isinstance(full, Folder):
         check_same_folder(full, world)
@@ -185,16 +191,16 @@ def is_launched(mesh: Mesh, backend: str | None) -> bool:
     """
     if backend == "local":
         return False
-    if has_launcher(backend):
-        size = dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])
-    elif mesh.size > 1 or backend is not None:
+    if not has_launcher(backend):
+        # One rank needs no launcher: it runs in this process. Unless a backend was named, which only processes have.
+        if mesh.size == 1 and backend is None:
+            return False
         raise PlanError(
             f"{mesh}",
             f"{mesh.size} ranks are asked for, and this process was not started by torchrun",
             f"torchrun --nproc-per-node {mesh.size} ..., or backend='local' for ranks as threads",
         )
-    else:
-        return False
+    size = dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])
     if size != mesh.size:
         raise PlanError(
             f"world size {size}",
@@ -211,6 +217,7 @@ def own_rank() -> int:
 
 def check_same_program(program: Program, world: World) -> None:
     """Raise RuntimeFault on all ranks unless all compiled the same; a collective."""
+    # The hash covers sources and plan, which are the same text for all ranks: only their groups differ.
     prints = world.everyone().gather_objects(program.fingerprint(), "fingerprint of the program")
     others = [rank for rank, text in enumerate(prints) if text != prints[0]]
     if others:
@@ -234,6 +241,7 @@ def check_same_layout(trained: Program, evaluated: Program) -> None:
     """Raise InternalError unless `evaluated` stores every parameter as `trained` does, on ranks that have it."""
     for spec in evaluated.params:
         home = trained.param(spec.name)
+        # Eval mode traces another graph, in which a parameter may be unused or its layer simpler.
         is_moved = spec.storage.layout != home.storage.layout or spec.dims != home.dims
         if is_moved or not set(spec.stages) <= set(home.stages):
             raise InternalError(f"eval_step: {spec.name}", "is laid out differently than in training")

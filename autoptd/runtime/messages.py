@@ -58,11 +58,11 @@ class Messages:
         if self._program.rank_of_stage(send.peer) == self._world.pipeline_rank:
             self._handed[Action(ANSWER[send.kind], send.peer, send.microbatch, send.stage)] = values
             return
-        buffers, tp = self._buffers_of(send), self._world.group(self._world.mesh.value_axes)
+        buffers, group = self._buffers_of(send), self._world.group(self._world.mesh.value_axes)
         packed = sorted(name for buffer in buffers for name in buffer.names)
         if packed != sorted(values):
             raise InternalError(str(send), f"has {sorted(values)} to send, and buffers for {packed}")
-        self._leaving[send] = [pack(buffer, values, tp) for buffer in buffers]
+        self._leaving[send] = [pack(buffer, values, group) for buffer in buffers]
 
     def wait_for(self, receive: Action) -> None:
         """Wait until a message has arrived; `take` returns it afterwards."""
@@ -109,6 +109,7 @@ class Messages:
         self._sent = [pending for pending in self._sent if not pending.is_done()]
 
     def _buffers_of(self, action: Action) -> list[TransferBuffer]:
+        # An action names its own stage first: a SEND the source, a RECV the target.
         ends = (action.stage, action.peer) if action.kind in ANSWER else (action.peer, action.stage)
         return self._buffers.get((*ends, action.kind in (Kind.SEND_B, Kind.RECV_B)), [])
 
@@ -124,7 +125,7 @@ class Messages:
         return {name: x.view(shape) for name, x, shape in zip(buffer.names, parts, shapes, strict=True)}
 
 
-def pack(buffer: TransferBuffer, values: Mapping[str, Tensor], tp: Group) -> Tensor:
+def pack(buffer: TransferBuffer, values: Mapping[str, Tensor], group: Group) -> Tensor:
     """Return what this tensor rank sends of a buffer, flat: [numel], or its [piece].
 
     A piece is a copy, so that it does not keep the memory of the whole.
@@ -135,13 +136,13 @@ def pack(buffer: TransferBuffer, values: Mapping[str, Tensor], tp: Group) -> Ten
         return flat
     # The last rank's piece may be short: it is filled up with zeros.
     piece = flat.new_zeros(buffer.piece)
-    mine = flat[tp.index * buffer.piece : (tp.index + 1) * buffer.piece]
+    mine = flat[group.index * buffer.piece : (group.index + 1) * buffer.piece]
     piece[: len(mine)] = mine
     return piece
 
 
-def gather(buffer: TransferBuffer, arrived: Tensor, tp: Group) -> Tensor:
+def gather(buffer: TransferBuffer, arrived: Tensor, group: Group) -> Tensor:
     """Return the whole buffer, flat [numel], from what this tensor rank received."""
     if buffer.parts == 1:
         return arrived
-    return tp.all_gather(arrived, 0, buffer.site)[: buffer.numel]
+    return group.all_gather(arrived, 0, buffer.site)[: buffer.numel]

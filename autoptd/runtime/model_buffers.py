@@ -48,7 +48,10 @@ class ModelBuffers:
                 continue
             if x.is_meta and reader is not None and reader.has(name):
                 x = reader.whole(name).to(x.dtype)
-            self.values[name] = (program.buffers.get(name, x) if x.is_meta else x).clone()
+            if x.is_meta:
+                x = program.buffers.get(name, x)
+            # A copy: the user's model keeps its own, which training must not change.
+            self.values[name] = x.clone()
         if changed := program.differing(self.values):
             fact = f"the program was compiled for other values of {', '.join(changed)} than the model has"
             raise PlanError("model", fact, "compile it for this model")

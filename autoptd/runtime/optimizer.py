@@ -62,11 +62,13 @@ class NamedOptimizer(optim.Optimizer):
         self._check_saved(state_dict["param_groups"])
         # In torch's format groups hold numbers instead of parameters.
         own = super().state_dict()["param_groups"]
-        groups = [
-            {**group, "params": numbers["params"]}
-            for group, numbers in zip(state_dict["param_groups"], own, strict=True)
-        ]
-        holders = {id(x): (params, spec) for params in self.binding.ranks for spec, x in _local(params)}
+        groups = []
+        for saved, numbers in zip(state_dict["param_groups"], own, strict=True):
+            groups.append({**saved, "params": numbers["params"]})
+        # Ranks as threads share one optimizer: a parameter occurs once per rank that holds a part of it.
+        holders: dict[int, tuple[RankParameters, ParamSpec]] = {}
+        for params in self.binding.ranks:
+            holders |= {id(x): (params, spec) for spec, x in _local(params)}
         state = {}
         for group, numbers in zip(self.param_groups, own, strict=True):
             for parameter, number in zip(group["params"], numbers["params"], strict=True):
@@ -76,6 +78,7 @@ class NamedOptimizer(optim.Optimizer):
         super().load_state_dict({"state": state, "param_groups": groups})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        # torch's constructor calls this too, for each group, before there is a binding.
         if hasattr(self, "binding"):
             raise PlanError(
                 "optimizer.add_param_group", "groups are fixed", "give all groups to pm.optimizer(params=...)"
@@ -90,7 +93,8 @@ class NamedOptimizer(optim.Optimizer):
         """Raise PlanError unless the saved groups hold the parameters that this optimizer's hold."""
         site = "optimizer.load_state_dict"
         saved = [list(group["params"]) for group in groups]
-        if any(isinstance(name, int) for names in saved for name in names):
+        numbered = [name for names in saved for name in names if isinstance(name, int)]
+        if numbered:
             fact = f"is a torch optimizer's own: it numbers its {sum(map(len, saved))} parameters, and has no names"
             remedy = "a state dict of pm.optimizer(...); or put names for numbers, in 'state' and in 'param_groups'"
             raise PlanError(
@@ -145,9 +149,17 @@ def make_optimizer(
     dtypes = {dtype_of(spec.storage.dtype) for spec in ranks[0].specs}
     if takes_fused(cls, [keywords, *(options for _, options in mine)], ranks[0].world.device, dtypes):
         keywords["fused"] = True
+    # Of the user's class by name and by `isinstance`; the methods of NamedOptimizer come first.
+    named_class = type(cls.__name__, (NamedOptimizer, cls), {"__doc__": cls.__doc__})
     with unguarded():
-        optimizer = type(cls.__name__, (NamedOptimizer, cls), {"__doc__": cls.__doc__})(local, **keywords)
+        optimizer = named_class(local, **keywords)
     optimizer.binding = Binding(tuple(ranks), run, groups)
+    register_hooks(optimizer, ranks)
+    return optimizer
+
+
+def register_hooks(optimizer: optim.Optimizer, ranks: Sequence[RankParameters]) -> None:
+    """Register what runs before and after every `step` of an optimizer; hooks run in this order."""
     every = [x for group in optimizer.param_groups for x in group["params"]]
     if len(ranks) == 1:
         # `step` may have returned before the device met a fault. (Rank threads are stopped by their pool.)
@@ -156,8 +168,8 @@ def make_optimizer(
     optimizer.register_step_pre_hook(lambda *_: lower(every))
     optimizer.register_step_pre_hook(lambda optimizer, *_: lay_out(optimizer.param_groups))
     optimizer.register_step_post_hook(lambda *_: clear_padding(ranks))
+    # Last: the hooks before it work on plain tensors.
     optimizer.register_step_post_hook(lambda *_: raise_again(every))
-    return optimizer
 
 
 @torch.no_grad()
@@ -187,7 +199,10 @@ def resolve_groups(
         wanted = group["params"]
         wanted = [wanted] if isinstance(wanted, (str, torch.Tensor)) else wanted
         # One parameter may match several globs of a group.
-        names = list(dict.fromkeys(name for item in wanted for name in _names(item, specs, name_of)))
+        matched: dict[str, None] = {}
+        for item in wanted:
+            matched |= dict.fromkeys(_names(item, specs, name_of))
+        names = list(matched)
         twice = sorted(seen.intersection(names))
         if twice:
             raise PlanError(
@@ -203,6 +218,7 @@ def gather_state(params: RankParameters, state: Mapping[torch.Tensor, Mapping[st
     world = params.world
     # First all ranks learn which state every parameter has: gathering a tensor is a collective of all of them.
     mine: State = {}
+    # Copies of a parameter have equal state: one rank describes it for all.
     if world.leads(world.mesh.batch_axes) and world.leads(world.mesh.value_axes):
         for spec, x in _local(params):
             if params.is_first_owner(spec) and x in state:
@@ -232,6 +248,7 @@ def _described(value: Any, parameter: torch.Tensor) -> Any:
     """Return one entry of a parameter's state, `Whole` in place of a tensor of the parameter's shape."""
     if not isinstance(value, torch.Tensor):
         return value
+    # Moments have the parameter's shape; what has another one (a step count, 0-d) is the same on every rank.
     is_like_parameter = value.dim() > 0 and value.shape == parameter.shape
     return Whole(value.dtype) if is_like_parameter else value.detach().to("cpu", copy=True)
 

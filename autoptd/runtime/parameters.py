@@ -82,6 +82,7 @@ class RankParameters:
             check_use(spec)
         for spec, shard in self._first_values(full):
             self.local[spec.name] = GuardedParameter(shard, requires_grad=spec.requires_grad)
+            # Shares the parameter's storage: stages read what the optimizer updates in place.
             self.leaves[spec.name] = self.local[spec.name].detach().requires_grad_(spec.requires_grad)
         # What `check_storage` compares with, which runs in every step.
         self._initial = [
@@ -280,6 +281,7 @@ def load_parameters(params: RankParameters, full: Mapping[str, torch.Tensor]) ->
     for spec in params.specs:
         names = [name for name in (spec.name, *spec.aliases) if name in full]
         if names and spec.name in params.local:
+            # As in torch, which copies name after name: the last one of a tied parameter stays.
             params.local[spec.name].copy_(shard_of(spec, full[names[-1]], params.world))
 
 

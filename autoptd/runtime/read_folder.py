@@ -27,6 +27,7 @@ from autoptd.errors import PlanError
 # By so many bytes at the start, in the middle and at the end of every file ranks compare what they read.
 SAMPLE_BYTES = 4096
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+# By their names in the headers.
 DTYPES = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
@@ -72,6 +73,7 @@ class Folder:
             size = file.stat().st_size
             digest.update(f"{file.name} {size}".encode())
             with file.open("rb") as opened:
+                # Hashing whole files would read every weight on every rank before the start.
                 for start in (0, size // 2, max(size - SAMPLE_BYTES, 0)):
                     opened.seek(start)
                     digest.update(opened.read(SAMPLE_BYTES))
@@ -100,6 +102,7 @@ class Reader:
         entry = self._folder.entries[name]
         source = self._open(entry.file).get_slice(entry.name)
         before = (slice(None),) * dim
+        # A slice per run of consecutive entries, read from the file; a fused q|k|v has one per block.
         pieces = [source[(*before, slice(first - 1, last))] for first, last in runs(rows)]
         padding = int((rows == 0).sum())
         shape = [*entry.shape[:dim], padding, *entry.shape[dim + 1 :]]
@@ -114,6 +117,7 @@ class Reader:
 def runs(rows: torch.Tensor) -> list[tuple[int, int]]:
     """Return (first, last) of every run of consecutive numbers: (3, 5), (9, 9) for [3, 4, 5, 9, 0]. Zeros come last."""
     real = rows[rows > 0]
+    # The index of the last number of each run but the last one: [2] for [3, 4, 5, 9].
     ends = torch.nonzero(real.diff() != 1).flatten()
     first = torch.cat([real[:1], real[ends + 1]]).tolist()
     last = torch.cat([real[ends], real[-1:]]).tolist()
@@ -148,6 +152,7 @@ def open_folder(path: str | os.PathLike[str]) -> Folder:
     if not path.is_dir():
         remedy = "a folder with a model's files: what save_pretrained wrote, or snapshot_download fetched"
         raise PlanError(site, "there is no such folder", remedy)
+    # Before the index, as Hugging Face's readers look: of both, the single file counts.
     if (path / SINGLE).exists():
         return Folder(path, headers(path / SINGLE))
     if not (path / INDEX).exists():

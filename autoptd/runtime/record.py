@@ -58,6 +58,7 @@ class RankRecord:
     def reasons(self) -> dict[Call, str]:
         """Return why the compiled programs expect each of their calls."""
         reasons: dict[Call, list[str]] = {}
+        # Training and evaluation, where these are two programs: a recorded call may be of either.
         for executor in dict.fromkeys((self.rank.executor, self.rank.evaluator)):
             for call in expected_calls(executor.program, self.world.rank):
                 reasons.setdefault(call, []).append(call.why)
@@ -188,7 +189,9 @@ def _noted(
         about = (kind, group.ranks, payload(data, group.size), site)
         with note(*about):
             result = method(data, *args, **kwargs)
-        return result if wait is None else _NotedPending(result, partial(wait, *about))
+        if wait is None:
+            return result
+        return _NotedPending(result, partial(wait, *about))
 
     return call
 
@@ -210,6 +213,7 @@ class _NotedPending(Pending):
 def _noted_send(method: Callable[..., Any], note: Note, ends: tuple[int, int]) -> Callable[..., Any]:
     def call(tensors: Sequence[Tensor], site: str) -> Any:
         with ExitStack() as stack:
+            # The plan counts a call per buffer, and one `send` takes all buffers of a message.
             for x in tensors:
                 stack.enter_context(note("send", ends, _nbytes(x), site))
             return method(tensors, site)
@@ -225,6 +229,7 @@ def _place(at: str, site: str) -> tuple[str, int, str]:
     if site.startswith("SEND_"):
         action = parse(site)
         name = f"stage {action.stage} to {action.peer}"
+    # `at` is "F2.1": ("forward", 2); outside of actions ("step", -1).
     return *phase_of(at), name
 
 
@@ -232,7 +237,8 @@ def _nbytes(x: Tensor) -> int:
     return x.numel() * x.element_size()
 
 
-# By method of `Group`: its kind in a record, and its payload in bytes, given a rank's data and the size of the group.
+# By method of `Group`: its kind in a record, and its payload in bytes, given a rank's data and the size of the group. The
+# payload is the whole value: the result of a gather, the input of a reduce-scatter (`program/calls.wire_bytes` divides).
 GROUP_METHODS: dict[str, tuple[str, Callable[[Any, int], int]]] = {
     "all_reduce": ("all-reduce", lambda x, size: _nbytes(x)),
     "all_reduce_": ("all-reduce", lambda x, size: _nbytes(x)),

@@ -61,6 +61,7 @@ class Regather:
         elif self._whole is None:
             self._whole = gather(self._shard, self._group, *self._split, site=f"{self._site} backward")
         self._uses_left -= 1
+        # The caller's reference is then the last one: its GEMM frees the value.
         whole = self._whole
         if not self._uses_left:
             self._whole = None
@@ -68,6 +69,7 @@ class Regather:
 
     def reduce_start(self, grad: Tensor) -> Pending:
         """Start the reduce-scatter of the whole value's gradient, whose leading dims may be folded."""
+        # `rt.linear` computes in matrices [rows, h]: back to the dims in which the shard was cut.
         sizes = list(self._shard.shape)
         sizes[self._split[0]] *= self._group.size
         return scatter_start(grad.view(sizes), self._group, *self._split, site=f"{self._site} backward")
@@ -102,6 +104,7 @@ def all_gather_again(
     Forward: all-gather. Backward: all-gather again, reduce-scatter. See `s_to_r` for `dim` and `blocks`. `overlap` with
     `uses=1` promises that no other GEMM reads the value.
     """
+    # Nothing would be saved, so nothing has to be gathered again.
     if group.size == 1 or not uses or not torch.is_grad_enabled():
         return RegatheredInput(s_to_r(x, group, dim, blocks, site=site), None)
     regather = Regather(x, group, dim, blocks, uses, site, overlap)

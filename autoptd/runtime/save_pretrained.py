@@ -92,8 +92,11 @@ def spec_bytes(spec: ParamSpec) -> int:
 
 def parse_size(size: int | str) -> int:
     """Parse a size in Hugging Face's units: 5_000_000_000 for "5GB"; KB, MB, ... are powers of 1000, KiB, ... of 1024."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(size))
-    count = round(float(found[1]) * UNITS[found[2].upper()]) if found and found[2].upper() in UNITS else 0
+    count = 0
+    # "1.5 GB": a number, then a unit in any case, or none.
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(size))
+    if match and match[2].upper() in UNITS:
+        count = round(float(match[1]) * UNITS[match[2].upper()])
     if count < 1:
         raise PlanError(f"max_shard_size={size!r}", "no size in bytes", "for example '5GB', or 5_000_000_000")
     return count
@@ -114,6 +117,7 @@ def split_into_files(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
 
 def save_folder(params: RankParameters, what: Contents, folder: Path, limit: int, how: FolderFormat) -> None:
     """Write the folder; a collective. RuntimeFault on all ranks if rank 0 cannot write: the old weights are kept."""
+    # Missing, it is missing on all ranks: raised here, no rank is left in a gather.
     library()
     files = split_into_files(what.sizes(), limit)
     writer = Writer(folder, len(files)) if params.world.rank == 0 else None
@@ -125,6 +129,7 @@ def save_folder(params: RankParameters, what: Contents, folder: Path, limit: int
             full: torch.Tensor | None = what.others.get(name)
             if spec := what.params.get(name):
                 full = gather_full(params, spec, params.local.get(spec.name))
+            # Safetensors stores dense memory only; a view of a gathered value may be strided.
             if full is not None and writer is not None:
                 tensors[name] = full.contiguous()
         on_rank_0(params, writer, partial(Writer.write, number=number, tensors=tensors))
@@ -164,10 +169,12 @@ class Writer:
 
     def write(self, number: int, tensors: dict[str, torch.Tensor]) -> None:
         """Write file `number` under its name with the suffix `.part`."""
+        # transformers refuses a file without this entry.
         library().torch.save_file(tensors, self._aside(self._names[number]), metadata={"format": "pt"})
 
     def finish(self, sizes: Mapping[str, int], files: Sequence[Sequence[str]], how: FolderFormat) -> None:
         """Rename the files, the one that readers look for last; then remove those that are not read any more."""
+        # Before the weights: a reader never finds new weights without their config.
         how.write_rest(self._folder)
         old = weight_files(self._folder)
         for name in self._names:
@@ -179,7 +186,9 @@ class Writer:
             index: dict[str, Any] = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": file_of}
             self._aside(INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
             self._aside(INDEX).replace(self._folder / INDEX)
-        kept = {*self._names, *([INDEX] if self._count > 1 else [])}
+        kept = set(self._names)
+        if self._count > 1:
+            kept.add(INDEX)
         # The single file first: while it is there, readers prefer it to the new index.
         for name in sorted(old - kept, key=[SINGLE].__contains__, reverse=True):
             (self._folder / name).unlink()

@@ -38,6 +38,7 @@ def take_shard(
     if not isinstance(blocks, int):
         pieces = [take_shard(block, dim, 1, index, degree) for block in x.split(list(blocks), dim)]
         return torch.cat(pieces, dim)
+    # [..., blocks, degree * width, ...]: this rank's `width` entries of every block.
     viewed = x.unflatten(dim, (blocks, _chunk(x.shape[dim], blocks * degree) * degree))
     width = viewed.shape[dim + 1] // degree
     part = viewed.narrow(dim + 1, index * width, width)
@@ -51,6 +52,7 @@ def join_shards(parts: Sequence[torch.Tensor], dim: int, blocks: Outer, size: in
     dim = dim % parts[0].ndim
     if size:
         width = _padded_width(size, blocks, len(parts))
+        # Without their padding; the last shards may have nothing else.
         real = [part.narrow(dim, 0, real_rows(size, width, i)) for i, part in enumerate(parts)]
         return torch.cat(real, dim)
     if blocks == 1:
@@ -76,6 +78,7 @@ def pad_shard(
         width = _padded_width(size, blocks, degree)
         real = real_rows(size, width, index)
         whole = x.new_zeros([*x.shape[:dim], size, *x.shape[dim + 1 :]])
+        # `min`: a shard of padding only starts beyond the end, where narrow refuses even no entries.
         whole.narrow(dim, min(index * width, size), real).copy_(x.narrow(dim, 0, real))
         return whole
     if not isinstance(blocks, int):
@@ -94,6 +97,7 @@ def to_gather(x: torch.Tensor, dim: int, blocks: Outer) -> tuple[torch.Tensor, i
     if blocks == 1:
         return x, dim
     if not isinstance(blocks, int):
+        # Unequal blocks are no strided dim: gathered rank by rank, `join_shards` orders them.
         return x.unsqueeze(0), 0
     return x.unflatten(dim, (blocks, _chunk(x.shape[dim], blocks))), dim + 1
 

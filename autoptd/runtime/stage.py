@@ -53,6 +53,7 @@ class Namespace:
 
     def _put(self, name: str, value: torch.Tensor) -> None:
         """Store `value` under a dotted name."""
+        # "h.0.ln.weight" is stored in the namespaces "", "h", "h.0" and "h.0.ln".
         *path, last = name.split(".")
         node = self
         for part in path:
@@ -64,6 +65,7 @@ class Namespace:
         node._set(last, value)
 
     def _set(self, part: str, value: Any) -> None:
+        # As an item always, as an attribute where that hides nothing of the class: `.h[0]`, but `["at"]`.
         self._items[_key(part)] = value
         if not part.isdecimal() and not part.startswith("_") and part not in METHODS:
             setattr(self, part, value)
@@ -144,6 +146,7 @@ Methods = Mapping[str, Callable[..., Any]]
 def load_layers(source: str, filename: str, *, compiled: bool = False) -> Methods:
     """Return the methods that `layers.py` has for all stages; `filename` and `compiled` are those of `load_stage`."""
     module, own = _execute(source, filename)
+    # Per class, before its first call: torch.compile is lazy, nothing is compiled here.
     if compiled:
         compile_layers(own, module)
     return {name: method for name, method in vars(own).items() if callable(method)}
@@ -182,6 +185,7 @@ def _execute(source: str, filename: str) -> tuple[types.ModuleType, type[Stage]]
         linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
     module = types.ModuleType(Path(filename).stem)
     module.__file__ = filename
+    # No import: a process may hold two programs whose files have the same names.
     exec(compile(source, filename, "exec"), module.__dict__)
     every = [value for value in vars(module).values() if isinstance(value, type) and issubclass(value, Stage)]
     own = [value for value in every if value is not Stage]

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from autoptd.errors import AutoptdError, InternalError, PlanError
-from autoptd.ir.mesh import Mesh
 from autoptd.program.program import Program
+from autoptd.program.specs import StageSpec
 from autoptd.runtime.executor import groups_of
 from autoptd.runtime.linear import WeightTerm
 from autoptd.runtime.stage import Stage, give_layers, load_layers
@@ -70,11 +70,13 @@ def check_stage(stage: type[Stage], folder: str | Path, timeout: float = 60.0) -
         )
     if stage.layers:
         path = Path(folder) / stage.layers
+        # The class in hand has the methods of this file alone: those of layers.py are added here.
         give_layers(stage, load_layers(program.sources[stage.layers], str(path)))
-    t = program.mesh.t
-    world = ThreadWorld(Mesh(t=t), Communicators(sub_axes=program.sub_axes), "cpu", timeout)
+    # One replica, one stage: tensor ranks are the only ones that a stage's own lines communicate with.
+    mesh = program.mesh.along(program.mesh.value_axes)
+    world = ThreadWorld(mesh, Communicators(sub_axes=program.sub_axes), "cpu", timeout)
     ranks = run_ranks(world, lambda rank: _run(stage, program, index, rank))
-    head = f"{stage.__name__} on {t} tensor rank{'s'[: t > 1]}; shapes are a rank's"
+    head = f"{stage.__name__} on {mesh.size} tensor rank{'s'[: mesh.size > 1]}; shapes are a rank's"
     wrong = list(dict.fromkeys(text for check in ranks for text in check.wrong))
     verdict = "something is wrong: see below" if wrong else "all values and gradients are finite"
     return Check([head, *ranks[0].lines, f"  {verdict}"], wrong)
@@ -85,41 +87,56 @@ def _run(stage: type[Stage], program: Program, index: int, world: World) -> Chec
     spec = program.stages[index]
     # One seed for all ranks: replicated values must be equal.
     generator = torch.Generator().manual_seed(index)
-    weights = {}
-    for name in spec.params:
-        param = program.param(name)
-        value = _random(param.used_shape(program.mesh), param.use.dtype, generator, SCALE)
-        weights[name] = nn.Parameter(value, param.requires_grad)
-    buffers = {name: program.buffers[name] for name in spec.buffers}
-    this = stage(
-        groups=groups_of(program, world), weights=weights, buffers=buffers, device=torch.device("cpu")
-    )
-    this.main_grads = _add
+    weights = _random_weights(program, spec, generator)
     inputs = {}
     for batch_input in program.inputs:
         if batch_input.name in spec.inputs:
+            # Stages draw their inputs from seeds of their own: they are not compared with each other.
             inputs[batch_input.name] = _random(batch_input.shape, batch_input.dtype, generator)
     arriving = {}
     for crossing in program.crossings:
         if crossing.name in spec.crossings:
             x = _random(crossing.shape, crossing.dtype, generator)
             arriving[crossing.name] = x.requires_grad_(crossing.has_grad)
+    buffers = {name: program.buffers[name] for name in spec.buffers}
+    this = stage(
+        groups=groups_of(program, world), weights=weights, buffers=buffers, device=torch.device("cpu")
+    )
+    this.main_grads = _add
     if this.counts:
+        # Those of this microbatch alone, where the executor sums over all of them.
         this.totals = tuple(float(count) for count in this.count(**inputs))
-    arguments = {name: arriving.get(name, inputs.get(name)) for name in (*spec.crossings, *spec.inputs)}
-    results = this.forward(**arguments)  # type: ignore[arg-type]
-    names = [*spec.outputs, *(["loss"] if index == program.loss_stage else [])]
+    results = this.forward(**arriving, **inputs)
+    names = list(spec.outputs)
+    if index == program.loss_stage:
+        names.append("loss")
     if len(results) != len(names):
         raise InternalError(
             stage.__name__, f"returns {len(results)} values where program.json has {len(names)}"
         )
+    _differentiate(this, results)
+    returned = dict(zip(names, results, strict=True))
+    return Check(_lines(inputs, arriving, returned, weights), _faults(arriving, returned, weights))
+
+
+def _random_weights(program: Program, spec: StageSpec, generator: torch.Generator) -> dict[str, nn.Parameter]:
+    """Return parameters of the shapes that one tensor rank uses."""
+    weights = {}
+    for name in spec.params:
+        param = program.param(name)
+        value = _random(param.used_shape(program.mesh), param.use.dtype, generator, SCALE)
+        weights[name] = nn.Parameter(value, param.requires_grad)
+    return weights
+
+
+def _differentiate(stage: Stage, results: Sequence[torch.Tensor]) -> None:
+    """Run backward, with ones as the gradients of all results, and the GEMMs that it deferred."""
     roots = [x for x in results if x.requires_grad]
     if roots:
         torch.autograd.backward(roots, [torch.ones_like(x) for x in roots])
-    for gemm in this.deferred.take():
+    # A zero-bubble schedule would run these at its W.
+    for gemm in stage.deferred.take():
         _add(gemm)
-    returned = dict(zip(names, results, strict=True))
-    return Check(_lines(inputs, arriving, returned, weights), _faults(arriving, returned, weights))
 
 
 def _random(shape: Sequence[int], name: str, generator: torch.Generator, scale: float = 1.0) -> torch.Tensor:
@@ -141,13 +158,15 @@ def _lines(
     results: dict[str, torch.Tensor],
     weights: dict[str, nn.Parameter],
 ) -> list[str]:
+    # In the order in which a stage meets them: what comes in, what it gives, what backward gives.
     lines = [f"  batch      {name}  {_about(x)}" for name, x in inputs.items()]
     lines += [f"  arrives    {name}  {_about(x)}" for name, x in arriving.items()]
     for name, x in results.items():
         value = f" = {x.item():.4f}" if x.dim() == 0 else ""
         lines.append(f"  returns    {name}  {_about(x)}{value}")
     for name, x in arriving.items():
-        lines += [f"  goes back  gradient of {name}  {_about(x.grad)}"] if x.grad is not None else []
+        if x.grad is not None:
+            lines.append(f"  goes back  gradient of {name}  {_about(x.grad)}")
     trained = [weight for weight in weights.values() if weight.requires_grad]
     count = sum(weight.grad is not None for weight in trained)
     return [*lines, f"  backward   {count} of {len(trained)} parameters have a gradient"]

@@ -22,6 +22,7 @@ from autoptd.ir.actions import COMPUTES, phase_of
 from autoptd.runtime.clocks import Clock
 from autoptd.runtime.launch import Rank, RunningRanks
 from autoptd.runtime.record import Note, cover
+from autoptd.runtime.timeline import Span
 from autoptd.runtime.world.world import World, on_device
 
 Result = TypeVar("Result")
@@ -95,18 +96,22 @@ def measured(
             seconds = clock.seconds(clock.now()) - clock.seconds(start)
 
     def gather(rank: Rank) -> tuple[StepTimes, ...]:
-        mine = rank.world.rank
-        watch = watches[mine]
-        spans = [span for span in timeline.watches[mine].spans if span.action.kind in COMPUTES]
-        inside = watch.seconds(watch.inside)
-        compute = sum(span.end - span.start for span in spans) - inside
-        communication = inside + watch.seconds(watch.between)
-        # Spans and calls are timed at slightly different moments, so the rest may come out just below 0.
-        waiting = max(0.0, seconds - compute - communication)
-        times = StepTimes(mine, seconds, compute, communication, waiting, peak_bytes(rank.world.device))
+        spans = timeline.watches[rank.world.rank].spans
+        times = _times_of(rank.world, watches[rank.world.rank], spans, seconds)
         return tuple(rank.world.everyone().gather_objects(times, "times of the step"))
 
     return result, ranks.run("times of the step", gather)
+
+
+def _times_of(world: World, watch: _Watch, spans: Sequence[Span], seconds: float) -> StepTimes:
+    """Divide the `seconds` of a step among what one rank did."""
+    inside = watch.seconds(watch.inside)
+    # A span includes the collectives within it, such as a layer's all-reduce.
+    compute = sum(span.end - span.start for span in spans if span.action.kind in COMPUTES) - inside
+    communication = inside + watch.seconds(watch.between)
+    # Spans and calls are timed at slightly different moments, so the rest may come out just below 0.
+    waiting = max(0.0, seconds - compute - communication)
+    return StepTimes(world.rank, seconds, compute, communication, waiting, peak_bytes(world.device))
 
 
 @contextmanager

@@ -7,7 +7,7 @@ compute. Without a timeline the overhead is one comparison per action.
 
     with ranks.timed({(0, Kind.F): 0.02, (0, Kind.B): 0.04}) as timeline:
         ranks.run("step", step)
-    timeline.finish, timeline.bubble        # to be compared with those of `schedule.simulate`
+    timeline.makespan, timeline.bubble        # to be compared with those of `schedule.simulate`
 
 Spans of several steps follow each other; `finish` and `bubble` cover the whole timeline, so time one step for them.
 """
@@ -76,15 +76,16 @@ class Timeline:
         return tuple(span for rank in sorted(self.watches) for span in self.watches[rank].spans)
 
     @property
-    def finish(self) -> float:
+    def makespan(self) -> float:
         """Seconds from the first start to the last end."""
         return max(span.end for span in self.spans) - min(span.start for span in self.spans)
 
     @property
     def bubble(self) -> float:
-        """finish / ideal - 1, where ideal is the busiest rank's own F, B and W: as in `schedule.Simulation`."""
+        """makespan / ideal - 1, where ideal is the busiest rank's own F, B and W: as in `schedule.Simulation`."""
         work = dict.fromkeys(self.watches, 0.0)
         for span in self.spans:
             if span.action.kind in COMPUTES:
+                # Sends and receives are no work: in the simulation, too, they only delay what waits for them.
                 work[span.rank] += span.end - span.start
-        return self.finish / max(work.values()) - 1
+        return self.makespan / max(work.values()) - 1

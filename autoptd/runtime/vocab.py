@@ -37,6 +37,7 @@ def vocab_parallel_embedding(
     """
     rows = weight.shape[0]
     local, elsewhere = _localize(ids, rows, group, size)
+    # The row's number on this rank: negative or beyond the end where another rank has it.
     padding = padding_idx - group.index * rows
     is_here = padding_idx >= 0 and 0 <= padding < rows
     x = F.embedding(local, weight, padding_idx=padding if is_here else None)
@@ -78,6 +79,7 @@ def vocab_parallel_cross_entropy(
     # torch has the classes in dim 1 (dim 0 of a single row); the kernels want rows of classes.
     classes = logits.movedim(min(1, logits.ndim - 1), -1)
     rows = classes.reshape(-1, classes.shape[-1])
+    # From here on each rank sees its own columns only; `which` reduces a few numbers per row.
     labels = local_labels(targets.reshape(-1), rows.shape[1], group, ignore_index, size)
     which = sharded_loss(rows.shape[1], group, label_smoothing, weight, size, site, rows.dtype)
     loss, share = _RowLoss.apply(rows, labels, which)  # type: ignore[no-untyped-call]

@@ -29,12 +29,14 @@ class Wires:
         self.outputs: dict[int, list[CrossingSpec]] = {}
         self.values: dict[tuple[int, int], list[CrossingSpec]] = {}
         self.gradients: dict[tuple[int, int], list[CrossingSpec]] = {}
+        # In the order of the program, by which both ends of a message pack and unpack.
         for stage in program.stages:
             self.outputs[stage.index] = [spec_of[name] for name in stage.outputs]
             for crossing in self.outputs[stage.index]:
                 for target in crossing.targets:
                     pair = stage.index, target
                     self.values.setdefault(pair, []).append(crossing)
+                    # Ids and masks cross without one: nothing comes back for them.
                     if crossing.has_grad:
                         self.gradients.setdefault(pair, []).append(crossing)
         num_stages = len(program.stages)

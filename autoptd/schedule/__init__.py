@@ -16,13 +16,12 @@ from autoptd.schedule.orders import build_orders, gpipe, interleaved, looped_bfs
 from autoptd.schedule.requested import connect_orders, requested_orders, written_orders
 from autoptd.schedule.simulate import simulate
 from autoptd.schedule.transfers import add_reduces, add_transfers, has_reduces
-from autoptd.schedule.weight_gradients import PLACEMENTS, delay_weight_gradients
+from autoptd.schedule.weight_gradients import delay_weight_gradients
 from autoptd.schedule.wiring import Link
 from autoptd.schedule.written import num_microbatches, read_schedule
 from autoptd.schedule.zero_bubble import zb_2p, zb_h1, zbv
 
 __all__ = [
-    "PLACEMENTS",
     "Link",
     "Memory",
     "Simulation",

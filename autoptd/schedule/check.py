@@ -131,6 +131,7 @@ def _check_grid(places: Places, ranks: Sequence[int], p: int) -> Iterator[str]:
             yield f"ranks have different numbers of stages: {', '.join(map(str, counts))}"
     if microbatches != list(range(len(microbatches))):
         yield f"the microbatches are {_brief(microbatches)}, not 0 .. m-1"
+    # One W anywhere splits all backwards: a stage without would never get its weight gradients.
     kinds = COMPUTES if any(action.kind is Kind.W for action in computes) else (Kind.F, Kind.B)
     for stage in stages:
         for microbatch in microbatches:

@@ -26,7 +26,7 @@ def written_orders(options: Options) -> Orders | None:
     """Return the user's own schedule, where the request names a file."""
     if not isinstance(options.schedule, Path):
         return None
-    return read_schedule(options.schedule, options.p, options.v, options.num_microbatches)
+    return read_schedule(options.schedule, options.mesh.pipeline_ranks, options.v, options.num_microbatches)
 
 
 def requested_orders(options: Options, num_microbatches: int) -> Orders:
@@ -34,7 +34,7 @@ def requested_orders(options: Options, num_microbatches: int) -> Orders:
     written = written_orders(options)
     if written is not None:
         return written
-    orders = build_orders(str(options.schedule), options.p, options.v, num_microbatches)
+    orders = build_orders(str(options.schedule), options.mesh.pipeline_ranks, options.v, num_microbatches)
     if options.delay_wgrad_compute is not None:
         orders = delay_weight_gradients(orders, options.delay_wgrad_compute)
     return orders

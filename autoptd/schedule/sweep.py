@@ -121,6 +121,7 @@ class Sweep:
                     # A message is known by the id of its RECV.
                     number += needs[1][0]
                 issued = half[number]
+                # The first of the two sides: nothing has moved yet, and neither a SEND nor a RECV waits.
                 if issued is None:
                     half[number] = clock
                     continue

@@ -54,6 +54,7 @@ def add_transfers(orders: Sequence[Sequence[Action]], links: Sequence[Link]) -> 
         for kind, peer in sends[action.kind, action.stage]:
             send = Action(kind, action.stage, action.microbatch, peer)
             woven[rank].append(send)
+            # Both ends at once: so the messages of every rank come in the one order of the simulation.
             woven[wiring.ranks[peer]].append(partner(send))
     if not has_reduces(orders):
         return add_reduces(woven)

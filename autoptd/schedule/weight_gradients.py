@@ -13,19 +13,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autoptd.ir.actions import Action, Kind, Orders
+from autoptd.options import DELAYS
 
-PLACEMENTS = ("after_b", "before_reduce")
 
-
-def delay_weight_gradients(orders: Sequence[Sequence[Action]], placement: str) -> Orders:
+def delay_weight_gradients(orders: Sequence[Sequence[Action]], delay: str) -> Orders:
     """Return `orders` with a W for every B: right behind it, or all of a stage's behind its last B
     ("before_reduce").
 
     Waiting for the last B keeps the inputs and output gradients of every GEMM alive for all microbatches.
     """
-    if placement not in PLACEMENTS:
-        raise ValueError(f"placement {placement!r}: one of {', '.join(PLACEMENTS)} is needed")
-    return [_delay(order, placement == "after_b") for order in orders]
+    if delay not in DELAYS:
+        raise ValueError(f"delay {delay!r}: one of {', '.join(DELAYS)} is needed")
+    return [_delay(order, delay == "after_b") for order in orders]
 
 
 def _delay(order: Sequence[Action], at_once: bool) -> list[Action]:

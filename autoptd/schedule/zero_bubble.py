@@ -89,6 +89,7 @@ class _Game:
         forward = next((s for s in self.stages[rank] if self._can_forward(s, now)), None)
         backward = next((s for s in self.stages[rank] if self._can_backward(s, now)), None)
         has_room = self.live[rank] < self.max_live
+        # By turns, as in 1F1B; two backwards in a row only where no forward may start.
         after_forward = not self.orders[rank] or self.orders[rank][-1].kind is Kind.F
         if backward is not None and (after_forward or forward is None or not has_room):
             return Action(Kind.B, backward, self.backwards[backward])

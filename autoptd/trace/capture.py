@@ -27,6 +27,7 @@ from torch.fx import Graph, Node
 
 from autoptd.compat import light_export, tree_flatten, tree_unflatten
 from autoptd.errors import AutoptdError, TraceError
+from autoptd.ir.elsewhere import EXPERTS
 from autoptd.ir.names import USED
 from autoptd.ir.notes import Note, note, op_name, output, set_note
 from autoptd.ir.operators.table import operator_of
@@ -142,7 +143,8 @@ def _export(
         fact = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         if "data-dependent" in fact:
             fact = "the value of a tensor becomes a Python number, and a branch or a size may follow it"
-            raise TraceError(line, fact, VALUE_REMEDY) from error
+            remedy = f"{VALUE_REMEDY}; {EXPERTS}" if "for expert" in line else VALUE_REMEDY
+            raise TraceError(line, fact, remedy) from error
         remedy = "the model must run on these example inputs; torch.export must be able to trace it"
         raise TraceError(line, f"cannot be traced: {type(error).__name__}: {fact}", remedy) from error
 

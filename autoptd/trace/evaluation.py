@@ -47,20 +47,20 @@ def seen_as_evaluation() -> Iterator[None]:
 
 
 def modes_of(model: nn.Module) -> dict[nn.Module, bool]:
-    """Whether each module is in training mode."""
+    """Return whether each module is in training mode."""
     return {module: module.training for module in model.modules()}
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """The model in eval mode for a while, as `torch.no_grad()` would have it."""
+    """Put the model in eval mode for a while, as `torch.no_grad()` would have it."""
     with in_modes(dict.fromkeys(model.modules(), False)), seen_as_evaluation():
         yield
 
 
 @contextmanager
 def in_modes(modes: Mapping[nn.Module, bool]) -> Iterator[None]:
-    """These modules in these modes for a while; each gets its own back."""
+    """Put these modules in these modes for a while; each gets its own back."""
     before = {module: module.training for module in modes}
     for module, mode in modes.items():
         module.training = mode

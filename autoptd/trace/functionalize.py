@@ -23,6 +23,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from autoptd.errors import PlanError, TraceError
+from autoptd.ir.elsewhere import NORMS
 from autoptd.ir.notes import is_tensor, note, op_name, ops, set_note, shape, site, value
 from autoptd.trace import dropouts
 
@@ -113,7 +114,10 @@ def _check_fresh(node: Node, views: list[Node], position: dict[Node, int], lates
     record = note(base)
     if record.kind == "buffer":
         fact = f"buffer {record.name} is changed by the forward"
-        raise PlanError(site(node), fact, "keep buffers constant in forward")
+        is_norm = record.name.endswith(("num_batches_tracked", "running_mean", "running_var"))
+        if is_norm:
+            fact += ": batch norm in training mixes the samples of the batch"
+        raise PlanError(site(node), fact, NORMS if is_norm else "keep buffers constant in forward")
     if record.kind == "param":
         fact = f"parameter {record.name} is changed in place"
         raise TraceError(site(node), fact, "do not write to parameters in forward")

@@ -59,6 +59,7 @@ def _mix(x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     if _is_mask(x):
         return x
     if x.is_floating_point() or x.is_complex():
+        # Rows stay whole: the numbers in one may belong together.
         return x[torch.randperm(x.shape[0], generator=generator).to(x.device)]
     values = x[x >= 0]
     mixed = values[torch.randperm(values.numel(), generator=generator).to(x.device)]
@@ -69,4 +70,5 @@ def _is_mask(x: torch.Tensor) -> bool:
     """Tell whether these are decisions rather than data: zeros and ones, or numbers that forbid."""
     if x.dtype == torch.bool or bool(((x == 0) | (x == 1)).all()):
         return True
+    # -inf, or the -1e4 and finfo.min of additive masks.
     return x.is_floating_point() and bool((~x.isfinite() | (x.abs() >= 1e4)).any())

@@ -25,6 +25,7 @@ ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-5, torch.bfloat16: 2.0**-6, t
 
 def check_copy(model: nn.Module, ours: list[torch.Tensor], copied: list[torch.Tensor]) -> None:
     """Refuse a model that trains otherwise than its float64 copy: what is compared would not be the model."""
+    # Step 0 is before any update: only from step 1 on can a lost tie show.
     for step, (loss, wanted) in enumerate(zip(map(float, ours), map(float, copied), strict=True)):
         if not abs(loss - wanted) <= rounding_of(model) * max(abs(wanted), abs(float(copied[0]))):
             fact = f"in step {step} its loss is {loss:.9g}, that of a float64 copy {wanted:.9g}: "
@@ -53,6 +54,7 @@ def put_back(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
+        # In place: vars(module) is the module's own dict.
         for state, before, buffers in states:
             state.clear()
             state.update(before)

@@ -39,7 +39,7 @@ from autoptd.errors import InternalError, PlanError, RuntimeFault, TraceError
 from autoptd.options import Options, make_options
 from autoptd.parallel_model import ParallelModel
 from autoptd.program.program import Program
-from autoptd.runtime.batch import check_call
+from autoptd.runtime.check_call import check_call
 from autoptd.runtime.dropout import Draw, dropout
 from autoptd.trace import check_module, given_masks, modes_of
 from autoptd.trace.loss import WithLoss
@@ -132,11 +132,9 @@ def verify(
         raise PlanError(
             "verify", "the model is on meta: there are no weights to compare", "build it on a real device"
         )
-    own = (
-        compile_program(model, options, *call, replicas=options.mesh.replicas)
-        if checks_own_dtype(model)
-        else None
-    )
+    own = None
+    if checks_own_dtype(model):
+        own = compile_program(model, options, *call, replicas=options.mesh.replicas)
     wide_model, wide_options = widen_model(model), widen_options(options, model)
     with Widen():
         program = compile_program(
@@ -202,16 +200,14 @@ def compare_program(model: nn.Module, program: Program, setting: Setting, calls:
             loss.backward()
             our_loss = ours.pm.step(*args, **kwargs)
             found.append(Difference("loss", "loss", step, _relative(our_loss, loss.detach(), 0.0)))
+            # Before the optimizers step: `zero_grad` takes the gradients away.
             found += _gradient_differences(ours.pm, reference, step)
             for each in (optimizer, ours.optimizer):
                 each.step()
                 each.zero_grad()
-            state = ours.pm.state_dict()
-            for name, parameter in reference.named_parameters():
-                size = _relative(state[name], parameter.detach(), setting.lr)
-                found.append(Difference("parameter", name, step, size))
+            found += _parameter_differences(ours.pm, reference, setting, step)
         if "evaluation" in CHECKS:
-            found, notes = [*found, *compare_evaluation(ours.pm, reference, setting, calls, notes)], notes
+            found += compare_evaluation(ours.pm, reference, setting, calls, notes)
     except RuntimeFault as error:
         if all(difference.passed for difference in found):
             raise
@@ -287,6 +283,7 @@ def compare_first_losses(
             ours = pm.step(*calls[step][0], **calls[step][1])
             is_same = ours.dtype == loss.dtype
             name = "loss" if is_same else f"loss, of {ours.dtype} for {loss.dtype},"
+            # A loss of another dtype is wrong however close its number.
             size = _relative(ours, loss, 0.0) if is_same else float("inf")
             found.append(Difference("own dtype", name, step, size, allowed=rounding_of(model)))
             optimizer.step()
@@ -329,6 +326,7 @@ def masks_of(program: Program, step: int) -> Iterator[None]:
     rows = program.rows * program.num_microbatches * program.mesh.replicas
 
     def mask_of(site: int, x: torch.Tensor, keep: float) -> torch.Tensor:
+        # Dropout of ones: an entry is 0, or 1 / keep.
         whole = torch.ones(x.shape, device=x.device)
         # A dropout whose result is not read has no place in the program.
         if site not in spec_of:
@@ -343,6 +341,7 @@ def masks_of(program: Program, step: int) -> Iterator[None]:
 def _gradient_differences(pm: ParallelModel, reference: nn.Module, step: int) -> list[Difference]:
     wanted = {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
     largest = max((float(gradient.abs().max()) for gradient in wanted.values()), default=0.0)
+    # Names without a gradient are absent: compared with zeros, they must be so on both sides.
     ours = pm.gradients()
     made = []
     for name, parameter in reference.named_parameters():
@@ -352,9 +351,24 @@ def _gradient_differences(pm: ParallelModel, reference: nn.Module, step: int) ->
     return made
 
 
+def _parameter_differences(
+    pm: ParallelModel, reference: nn.Module, setting: Setting, step: int
+) -> list[Difference]:
+    state = pm.state_dict()
+    made = []
+    for name, parameter in reference.named_parameters():
+        size = _relative(state[name], parameter.detach(), setting.lr)
+        made.append(Difference("parameter", name, step, size))
+    return made
+
+
 def _relative(found: torch.Tensor, wanted: torch.Tensor, floor: float) -> float:
-    scale = max(float(wanted.abs().max()) if wanted.numel() else 0.0, floor, 1e-300)
-    return float((found.to(wanted) - wanted).abs().max()) / scale if wanted.numel() else 0.0
+    """Return the largest difference over the largest entry, or over `floor` where that is more."""
+    # A parameter may have no entries; of all zeros, any difference shows.
+    if not wanted.numel():
+        return 0.0
+    scale = max(float(wanted.abs().max()), floor, 1e-300)
+    return float((found.to(wanted) - wanted).abs().max()) / scale
 
 
 def check_widening(

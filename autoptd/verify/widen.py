@@ -33,6 +33,7 @@ class Widen(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         if func is torch.Tensor.float:
             return args[0].double() if args[0].is_floating_point() else func(*args, **(kwargs or {}))
+        # x.to(torch.float32), softmax(x, -1, torch.float32), zeros(..., dtype=torch.float32).
         wide = [torch.float64 if arg is torch.float32 else arg for arg in args]
         named = {key: torch.float64 if arg is torch.float32 else arg for key, arg in (kwargs or {}).items()}
         return func(*wide, **named)
@@ -57,6 +58,8 @@ def widen_options(options: Options, model: nn.Module) -> Options:
     sizes = Counter[int]()
     for parameter in model.parameters():
         sizes[parameter.element_size()] += parameter.numel()
+    # A bf16 model in float64 has 4 times the bytes. On a machine with 4 times the bandwidth and memory it
+    # gets the plan of the bf16 model, which is the one to be proven.
     factor = 8 / sizes.most_common(1)[0][0] if sizes else 1.0
     memory = None if options.memory is None else options.rank_machine.memory * factor
     return replace(options, machine=options.rank_machine.widened(factor), memory=memory)

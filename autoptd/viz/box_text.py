@@ -110,7 +110,7 @@ class BoxText:
         if "global_shape" in record.extra:
             size += f" of {list(record.extra['global_shape'])} traced"
         dtype = str(tensor(node).dtype).removeprefix("torch.")
-        lines = [where, record.code, f"why: {record.why}" if record.why else "", record.placement]
+        lines = [where, record.code, f"why: {record.why}" if record.why else "", record.stages_why]
         lines.append(f"{size} {dtype}: {bytes_text(local_bytes(node))} on each rank")
         if self.work and not box.is_input and not box.is_received:
             forward, backward = (sum(counts) for counts in zip(*map(self.work, box.nodes), strict=True))

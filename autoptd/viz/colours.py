@@ -107,7 +107,7 @@ def tie_link(first: str, second: str, name: str, about: str, calls: Sequence[Col
 def heading(program: Program) -> tuple[str, tuple[str, ...]]:
     """Return title and subtitle of a picture of the graph."""
     mesh, m, rows = program.mesh, program.num_microbatches, program.rows
-    title = f"{plural(mesh.size, 'rank')}: t={mesh.t} tensor x p={mesh.p} pipeline x d={mesh.d} data parallel"
+    title = f"{plural(mesh.size, 'rank')}: {mesh.words}"
     chunks = f", each with v={program.v} model chunks" if program.v > 1 else ""
     stages = f"{plural(len(program.stages), 'stage')} on {plural(mesh.p, 'pipeline rank')}{chunks}"
     microbatches = f"{plural(m, 'microbatch')} of {plural(rows, 'sample')}"

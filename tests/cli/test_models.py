@@ -41,6 +41,13 @@ ROUND = {"gpt3-2.7b": 2.7e9, "gpt3-6.7b": 6.7e9, "gpt3-175b": 175e9, "gpt-530b":
 GPT = "examples/gpt.py:make_gpt"
 
 
+def test_a_function_that_a_file_does_not_have() -> None:
+    """What it imports is no factory."""
+    with pytest.raises(PlanError, match=r"no function nofunc\. Remedy: one of CausalSelf") as caught:
+        find_model("examples/gpt.py:nofunc", {})
+    assert "make_gpt" in str(caught.value) and "dataclass" not in str(caught.value)
+
+
 def count(kind: str, sizes: Mapping[str, Any]) -> int:
     """Parameters of a decoder of these sizes, by hand."""
     if kind == "gpt2":

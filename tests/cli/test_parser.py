@@ -12,7 +12,8 @@ import pytest
 from autoptd.cli import main
 from autoptd.cli.commands import COMMANDS
 from autoptd.cli.completion import script
-from autoptd.cli.parser import EXAMPLES, make_parser, parse
+from autoptd.cli.help_texts import EXAMPLES
+from autoptd.cli.parser import make_parser, parse
 from autoptd.cli.settings import read_pairs
 from autoptd.errors import PlanError
 from autoptd.options import parse_bytes

@@ -10,8 +10,9 @@ import pytest
 
 import autoptd
 from autoptd.cli import main
+from autoptd.cli.help_texts import EXAMPLES
 from autoptd.cli.known import KNOWN
-from autoptd.cli.parser import EXAMPLES, parse
+from autoptd.cli.parser import parse
 from autoptd.cli.plan import read_shape, stated_sizes
 from autoptd.ir.machine_files import FOLDER
 from autoptd.ir.plan import load_plan
@@ -98,3 +99,18 @@ def test_a_well_known_size_is_read_off_its_config_as_off_its_model(name: str) ->
 def test_refusals(flags: list[str], fact: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*FLAGS, *flags]) == 2
     assert fact in capsys.readouterr().err
+
+
+def test_show_and_plan_take_the_same_words(capsys: pytest.CaptureFixture[str]) -> None:
+    """And say with the same ones for what recipe and machine their numbers are."""
+    words = ["examples/gpt.py:make_gpt", "--t", "2", "--machine", "h100", "--dtype", "bfloat16"]
+    assert main(["show", *words, "--set", "n_layer=1"]) == 0
+    shown = capsys.readouterr().out
+    assert main(["plan", *words, "--gpus", "2", "--batch", "4", "--software", "autoptd"]) == 0
+    recipe = "8 bytes a parameter (weight 2, gradient 2, moments 4). Machine: dgx-h100"
+    assert f"Recipe: AdamW in bfloat16, {recipe}\n" in shown and "cost model for dgx-h100: " in shown
+    assert f"Recipe: AdamW in bf16, {recipe}, 2 GPUs\n" in capsys.readouterr().out
+    assert main(["plan", *words, "--gpus", "2", "--batch", "4"]) == 0
+    assert (
+        "16 bytes a parameter (weight 2, gradient 2, float32 copy and moments 12)" in capsys.readouterr().out
+    )

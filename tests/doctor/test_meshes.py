@@ -36,9 +36,9 @@ def test_each_axis_has_several_ranks_on_some_mesh(size: int) -> None:
 
 
 def test_a_part_of_a_mesh_is_made_whole() -> None:
-    assert asked_mesh(8, None, None, None) is None
-    assert asked_mesh(8, 2, 2, 2) == Mesh(2, 2, 2) and asked_mesh(8, 2, 2, None) == Mesh(2, 2, 2)
-    assert asked_mesh(8, 2, None, None) == Mesh(2, 1, 4) and asked_mesh(8, None, 2, 2) == Mesh(2, 2, 2)
+    assert asked_mesh(8, {}) is None and asked_mesh(8, {"t": None}) is None
+    assert asked_mesh(8, {"t": 2, "p": 2, "d": 2}) == asked_mesh(8, {"t": 2, "p": 2}) == Mesh(2, 2, 2)
+    assert asked_mesh(8, {"t": 2}) == Mesh(2, 1, 4) and asked_mesh(8, {"d": 2, "p": 2}) == Mesh(2, 2, 2)
 
 
 @pytest.mark.parametrize(
@@ -59,4 +59,4 @@ def test_what_does_not_fit_is_refused(
     size: int, t: int | None, p: int | None, d: int | None, told: str
 ) -> None:
     with pytest.raises(PlanError, match=told):
-        asked_mesh(size, t, p, d)
+        asked_mesh(size, {"t": t, "p": p, "d": d})

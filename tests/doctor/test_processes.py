@@ -67,7 +67,7 @@ def _serve(
     if backend is None:
         sys.exit(main(["doctor", *words]))
     register()
-    sys.exit(run_launched(Request(backend=backend, timeout=60.0, p=size)))
+    sys.exit(run_launched(Request(backend=backend, timeout=60.0, degrees={"p": size})))
 
 
 def spoil_calls() -> None:

@@ -193,7 +193,6 @@ def autoptd_loop(
 
     def build(mesh: dict[str, Any]) -> tuple[autoptd.ParallelModel, torch.optim.Optimizer]:
         args, kwargs = case["batch"](0)
-        args, kwargs = (first_rows(one, share) for one in (args, kwargs))
         pm = autoptd.parallelize(
             model,
             **mesh,
@@ -236,19 +235,6 @@ def autoptd_loop(
             pm, optimizer = build(setting.reload)
             pm.load_state_dict(state)
             optimizer.load_state_dict(moments)
-
-
-def first_rows(nested: Any, share: int) -> Any:
-    """The example of one replica."""
-    if isinstance(nested, dict):
-        return {key: first_rows(one, share) for key, one in nested.items()}
-    if isinstance(nested, (tuple, list)):
-        return type(nested)(first_rows(one, share) for one in nested)
-    return (
-        nested[: len(nested) // share]
-        if isinstance(nested, Tensor) and nested.dim() and share > 1
-        else nested
-    )
 
 
 def compare(wanted: Step, step: int, loss: Tensor, gradients: Tensors, state: Tensors) -> None:

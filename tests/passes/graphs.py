@@ -64,7 +64,7 @@ def annotate(model: nn.Module, *inputs: Tensor, **keywords: Any) -> tuple[Graph,
     """ANNOTATED; keywords are those of `context`."""
     graph, ctx = context(model, *inputs, **keywords)
     passes.annotate(graph, ctx)
-    return graph, ctx.found.axes, ctx.found.assignment
+    return graph, ctx.found.axes, ctx.found.assignments["tp"]
 
 
 def connect(model: nn.Module, *inputs: Tensor, **keywords: Any) -> tuple[Graph, Axes]:

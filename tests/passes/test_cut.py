@@ -235,7 +235,7 @@ def test_a_weight_that_would_cross_is_found(placed: Graph) -> None:
 def test_a_product_that_is_computed_again_is_found(placed: Graph) -> None:
     for node in ops(placed):
         if op_name(node) == "aten.linear" and note(node).stages == (0,):
-            note(node).stages, note(node).placement = (0, 1), "computed again"
+            note(node).stages, note(node).stages_why = (0, 1), "computed again"
     with pytest.raises(InternalError, match=r"which aten\.linear may not be"):
         check_cut(placed, 4)
 

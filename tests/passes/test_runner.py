@@ -124,7 +124,7 @@ FAULTS: dict[str, tuple[str, Fault, str]] = {  # name -> pass, what it does wron
     "a type changed by the cut": (
         "cut",
         another_type,
-        "cut .*: changes layout of .*, and may change placement, stages",
+        "cut .*: changes layout of .*, and may change stages, stages_why",
     ),
     "a global size": ("localize", keep_a_global_size, r"localize \(CUT -> LOCAL\) ensures LOCAL: "),
     "a stage changed by hooks": ("hook_gemms", move_a_stage, "hook_gemms .*: changes stages of"),
@@ -181,7 +181,7 @@ def test_the_forms_of_a_run() -> None:
     made = run_passes(up_to(Form.CUT, PASSES), graph, ctx, record)
     assert list(record.graphs) == ["TRACED", "ANNOTATED", "CONNECTED", "CUT"] and record.graphs["CUT"] is made
     assert record.graphs["TRACED"] is graph and passes.describe(graph) == before  # it can be run again
-    assert all(node.graph is made for node in ctx.found.assignment.strategies)
+    assert all(node.graph is made for node in ctx.found.assignments["tp"].strategies)
     local = run_passes(beyond(Form.CUT, PASSES), made, ctx, record)
     assert record.graphs["LOCAL"] is local and record.graphs["CUT"] is not made
     names = [each.name for each in PASSES]

@@ -36,7 +36,7 @@ def test_explain_says_what_the_table_says() -> None:
     assert "up to 8.2% off each other" in lines[4]  # SC'21's points: from 4.2% too low to 3.7% too high
     close = sum(one.seconds <= 1.037 / 0.958 * best.seconds for one in found.candidates[1:])
     assert (f"{close} more of the {len(found.candidates)} listed" in lines[4]) == (close > 0)
-    assert str(found).splitlines()[1].split()[1:4] == [
+    assert str(found).splitlines()[2].split()[1:4] == [
         f"{best.seconds:.4g}",
         f"{best.flops_per_gpu / 1e12:.1f}",
         f"{best.bytes / 1e9:.1f}",

@@ -22,7 +22,7 @@ Situation = Callable[[ParallelModel, int, Callable[[], Any]], None]
 
 def attempt(mesh: dict[str, int], situation: Situation) -> str:
     """What was raised; the optimizer's state afterwards is nobody's."""
-    pm = autoptd.parallelize(gpt(2), **mesh, example_inputs=batch(4), timeout=60)
+    pm = autoptd.parallelize(gpt(2), **mesh, example_inputs=batch(4 * mesh.get("d", 1)), timeout=60)
     optimizer = pm.optimizer(torch.optim.SGD, lr=0.1)
 
     def update() -> None:

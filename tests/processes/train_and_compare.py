@@ -25,12 +25,11 @@ def main(folder: Path) -> None:
     model = gpt().double()
     ids, targets = batch(16)
     targets = uneven(targets).masked_fill(targets == -1, -100)
-    share = (ids[:8], targets[:8])
     reference = gpt().double()
     theirs = torch.optim.AdamW(reference.parameters(), lr=1e-3)
     if torch.distributed.is_initialized():
         raise RuntimeError("parallelize is to make the process group")
-    pm = autoptd.parallelize(model, **MESH, example_inputs=share, timeout=120)
+    pm = autoptd.parallelize(model, **MESH, example_inputs=(ids, targets), timeout=120)
     ours = pm.optimizer(torch.optim.AdamW, lr=1e-3)
     worst = {"loss": 0.0, "gradient": 0.0, "parameter": 0.0, "norm": 0.0}
     for step in range(5):
@@ -55,6 +54,7 @@ def main(folder: Path) -> None:
         for name, p in reference.named_parameters() if state else ():
             scale = max(float(p.abs().max()), 1e-3)
             worst["parameter"] = max(worst["parameter"], float((state[name] - p).abs().max()) / scale)
+    share = pm.local_batch(ids, targets)
     with pm.record() as record:
         pm.step(*share)
     if Counter(record.collectives) != expected_calls(pm.program, torch.distributed.get_rank()):

@@ -26,7 +26,7 @@ def test_memory_is_that_of_the_cut() -> None:
 def test_every_rank_has_its_parameters_and_their_state() -> None:
     program = gpt(4, rows=8, p=2, t=2)
     for one in summarize(program).ranks:
-        mine = [spec for spec in program.params if one.pp in spec.owners(program.ranks)]
+        mine = [spec for spec in program.params if one.pipeline_rank in spec.owners(program.ranks)]
         assert one.parameters == sum(math.prod(spec.local_shape(program.mesh)) for spec in mine)
         assert (one.parameter_bytes, one.gradient_bytes, one.optimizer_bytes) == tuple(
             4 * k * one.parameters for k in (1, 1, 2)

@@ -42,11 +42,11 @@ def test_a_step_takes_as_long_as_simulated(schedule: str) -> None:
             with ranks.timed(delays) as timeline:
                 step(ranks, program, make_batch(m))
             asked, were = simulated(program, delays), simulated(program, lasted(timeline))
-            assert timeline.finish >= 0.999 * asked  # nothing overtakes what it waits for
-            if timeline.finish <= 1.05 * asked or abs(timeline.finish - were) <= 0.05 * were:
+            assert timeline.makespan >= 0.999 * asked  # nothing overtakes what it waits for
+            if timeline.makespan <= 1.05 * asked or abs(timeline.makespan - were) <= 0.05 * were:
                 return
             told.append(
-                f"{timeline.finish:.3f} s, simulated {asked:.3f}, with actions that last as they did {were:.3f}"
+                f"{timeline.makespan:.3f} s, simulated {asked:.3f}, with actions that last as they did {were:.3f}"
             )
     pytest.fail("; ".join(told))
 
@@ -99,7 +99,7 @@ def test_what_a_rank_waits_for_is_not_in_its_spans() -> None:
     spans = {str(span.action): span for span in timeline.spans if span.action.kind in COMPUTES}
     assert spans["F0.0"].end - spans["F0.0"].start >= 0.2 <= spans["B1.0"].end - spans["B1.0"].start
     assert spans["F1.0"].start >= spans["F0.0"].end and spans["B0.0"].start >= spans["B1.0"].end
-    assert timeline.bubble > 0 and timeline.finish >= 0.4
+    assert timeline.bubble > 0 and timeline.makespan >= 0.4
 
 
 def test_an_evaluation_is_timed_too() -> None:

@@ -6,7 +6,8 @@ import pytest
 
 from autoptd.errors import PlanError
 from autoptd.ir.actions import Action, Kind, Orders, format_orders, parse_orders
-from autoptd.schedule import PLACEMENTS, add_transfers, build_orders, delay_weight_gradients, gpipe, simulate
+from autoptd.options import DELAYS
+from autoptd.schedule import add_transfers, build_orders, delay_weight_gradients, gpipe, simulate
 
 SCHEDULES = [("gpipe", 2, 1, 3), ("1f1b", 3, 1, 4), ("interleaved", 2, 2, 4)]
 
@@ -21,17 +22,15 @@ def test_golden_placements() -> None:
         format_orders(delay_weight_gradients(gpipe(1, 2), "before_reduce"))
         == "F0.0 F0.1 B0.0 B0.1 W0.0 W0.1\n"
     )
-    with pytest.raises(ValueError, match="placement 'later'"):
+    with pytest.raises(ValueError, match="delay 'later'"):
         delay_weight_gradients(gpipe(1, 2), "later")
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("delay", DELAYS)
 @pytest.mark.parametrize(("name", "p", "v", "m"), SCHEDULES)
-def test_every_backward_has_its_w_before_the_reduce(
-    name: str, p: int, v: int, m: int, placement: str
-) -> None:
+def test_every_backward_has_its_w_before_the_reduce(name: str, p: int, v: int, m: int, delay: str) -> None:
     plain = build_orders(name, p, v, m)
-    orders = add_transfers(delay_weight_gradients(plain, placement), links(p * v))
+    orders = add_transfers(delay_weight_gradients(plain, delay), links(p * v))
     simulate(orders, links=links(p * v))
     for before, order in zip(plain, orders, strict=True):
         assert [action for action in order if action.kind in (Kind.F, Kind.B)] == before

@@ -40,23 +40,29 @@ def letter_links(node: Node, letters: str) -> list[Link]:
     words = [_letter_per_dim(p, len(size), lead) for size, p in zip(sizes, patterns, strict=False)]
     result = _letter_per_dim(result, len(out_shape), lead)
     size_of = _sizes_of_letters([*words, result], [*sizes, out_shape])
-    if size_of is None:
-        return []
     links = []
-    for letter in size_of:
+    for letter in size_of or ():
         members = {}
         for number, (word, size) in enumerate(zip(words, sizes, strict=True)):
-            # A dim of size 1 is broadcast: nothing of it can be split.
-            if letter in word and size[word.index(letter)] != 1:
-                members[number] = Member((word.index(letter),))
-        out = Member((result.index(letter),)) if letter in result else None
-        if out is not None and out_shape[out.dims[0]] == 1:
+            member = _member_of(letter, word, size)
+            if member is not None:
+                members[number] = member
+        out = _member_of(letter, result, out_shape)
+        # Of size 1 in the result: there is nothing to split.
+        if letter in result and out is None:
             continue
         plain = letter.rstrip("*")
         whole = f"{plain} must stay whole" if letter.endswith("*") else ""
         if members or out is not None:
             links.append(Link(plain, members, out, whole))
     return links
+
+
+def _member_of(letter: str, word: list[str], size: tuple[int, ...]) -> Member | None:
+    """Return the place of a letter in a tensor; None where it has none, or is broadcast (a dim of size 1)."""
+    if letter not in word or size[word.index(letter)] == 1:
+        return None
+    return Member((word.index(letter),))
 
 
 def _sizes_of_letters(words: list[list[str]], sizes: list[tuple[int, ...]]) -> dict[str, int] | None:
@@ -67,6 +73,7 @@ def _sizes_of_letters(words: list[list[str]], sizes: list[tuple[int, ...]]) -> d
             # Of a letter that stands twice in a word, the first place counts.
             size = word_sizes[word.index(letter)]
             known = size_of.setdefault(letter, size)
+            # A dim of size 1 met first is broadcast to the other's size.
             if known == 1:
                 size_of[letter] = size
             elif size not in (1, known):
@@ -136,6 +143,7 @@ def reduction(whole: str, form: str = "") -> Callable[[Node], list[Link]]:
         for d in range(len(size)):
             if d in dims:
                 links.append(Link(f"d{d}", {0: Member((d,))}, None, whole, form))
+                # With keepdim, the reduced dim still takes a place in the result.
                 out_dim += keeps_dims
             else:
                 links.append(Link(f"d{d}", {0: Member((d,))}, Member((out_dim,))))

@@ -22,6 +22,7 @@ def embedding_links(node: Node) -> list[Link]:
     if argument(node, "scale_grad_by_freq") or argument(node, "sparse"):
         whole = "gradients by frequency and sparse gradients need all rows"
         vocabulary = Link("vocabulary", {0: Member((0,))}, None, whole)
+    # ids [b, s] and weight [V, h] give [b, s, h].
     hidden = Link("h", {0: Member((1,))}, Member((ndim,)))
     return [vocabulary, hidden, *(Link(f"n{d}", {1: Member((d,))}, Member((d,))) for d in range(ndim))]
 

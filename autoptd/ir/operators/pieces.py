@@ -30,6 +30,7 @@ def slice_links(node: Node) -> list[Link]:
         links.append(same_dim(dim))
     elif has_steps or size <= 1:
         links.append(Link(f"d{dim}", {0: Member((dim,))}, None, "an uneven slice needs it whole"))
+    # The k-th of n equal pieces: [3 * 768] is seen as 3 x 768, and the slice keeps the minor factor.
     elif x[dim] % size == 0 and start % size == 0 and not others:
         links.append(Link(f"d{dim}", {0: Member((dim,), lead=x[dim] // size)}, Member((dim,))))
     else:
@@ -133,6 +134,7 @@ def repeat_links(node: Node) -> list[Link]:
         return links
     before = shape(operands(node)[0])[grown]
     links.append(Link(f"d{grown}", {0: Member((grown,))}, Member((grown,), tail=repeat)))
+    # [heads] -> [heads x repeat]: `repeat` is an axis of its own, which no operand has.
     links.append(Link("repeat", {}, Member((grown,), lead=before)))
     return links
 

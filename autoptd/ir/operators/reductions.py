@@ -36,6 +36,7 @@ def roll_links(node: Node) -> list[Link]:
 def last_dims_whole(node: Node) -> list[Link]:
     """Link layer_norm and rms_norm: the normalised dims stay whole; weight and bias are those dims."""
     ndim, normalized = len(shape(node)), len(node.args[1])  # type: ignore[arg-type]
+    # layer_norm of [b, s, h] with normalized_shape [h]: b and s run through, h is whole.
     kept = ndim - normalized
     vectors = range(1, len(operands(node)))
     links = [same_dim(d) for d in range(kept)]

@@ -80,6 +80,7 @@ class Axes:
                 self._dims[node] = [[Axis(size)] for size in shape(node)]
                 if node.op == "call_function":
                     self._connect(node)
+        # Only now: an operator at the end of the model may refine the first weight.
         self._drop_segments(graph)
         for node in self._dims:
             note(node).dims = self.sizes(node)
@@ -159,6 +160,7 @@ class Axes:
     def _connect(self, node: Node) -> None:
         """Unify the axes of an operator's operands and result as its links say."""
         node_links = links(node)
+        # No row: the user's rule, or what trying it on random numbers shows.
         if node_links is None:
             self._unlisted[node] = unlisted = unlisted_links(node)
             node_links, note(node).rule = unlisted.links, str(unlisted)
@@ -190,6 +192,7 @@ class Axes:
 
     def _drop_segments(self, graph: Graph) -> None:
         """Keep segments in weights only: samples, tokens and vocabularies are split as a whole or not at all."""
+        # Which axes occur in values of a kind: "param", "input", "op", ...
         ids: dict[str, set[int]] = {"param": set(), "input": set()}
         vocabularies: set[int] = set()
         axes: dict[int, Axis] = {}
@@ -215,6 +218,7 @@ class Axes:
         whole, piece = self.atoms(source, dim), proper_atoms(self._pieces.get(node, []))
         if len(whole) != 1 or not piece:
             return []
+        # Segments are split along their first factors, so only a slice that begins with one has a letter.
         firsts = [atoms(segment)[0] for segment in whole[0].segments or ()]
         if not any(first is atoms(piece)[0] for first in firsts):
             return []
@@ -224,9 +228,9 @@ class Axes:
         return [Letter(link.name, unit(whole[0]), {source: (dim, 0)}, (dim, 0), has_segments=True)]
 
     def _link_letters(self, node: Node, link: Link) -> list[Letter]:
+        """Return a letter for every atom of a link that all its members have."""
         if link.segment is not None:
             return self._segment_letters(node, link)
-        """Return a letter for every atom of a link that all its members have."""
         read = self._read[node]
         nodes = [read[i] for i in link.operands]
         by_operand = [self._atoms_of(read[i], member) for i, member in link.operands.items()]
@@ -242,15 +246,12 @@ class Axes:
                 return []
         letters = []
         for i, axis in enumerate(axes):
-            places: dict[Node, Place] = {}
-            clash = False
+            operand_places = [(atoms_of_operand or [])[i][1] for atoms_of_operand in by_operand]
+            places = dict(zip(nodes, operand_places, strict=True))
             # An operand that is read twice must carry the letter in the same place.
-            for operand, atoms_of_operand in zip(nodes, by_operand, strict=True):
-                assert atoms_of_operand is not None
-                place = atoms_of_operand[i][1]
-                clash |= places.setdefault(operand, place) != place
+            clash = any(places[operand] != at for operand, at in zip(nodes, operand_places, strict=True))
             # Ranks own consecutive ids: of a vocabulary in several pieces only the first factor may be split.
-            clash |= link.form.startswith("vocab_") and any(atom for _, atom in places.values())
+            clash |= link.form.startswith("vocab_") and any(atom for _, atom in operand_places)
             # It is read once more, by no member of the link: whole.
             clash |= any(read.count(operand) > nodes.count(operand) for operand in places)
             # Masks are numbered in equal blocks.
@@ -265,6 +266,7 @@ class Axes:
         found: list[tuple[Axis, Place]] = []
         for dim in member.dims:
             found += [(axis, (dim, i)) for i, axis in enumerate(self.atoms(node, dim))]
+        # Dims 0 and 1 of [2, 3, 4] with lead 2 stand for the atom 3.
         for factor, end in ((member.lead, 0), (member.tail, -1)):
             while factor > 1:
                 if not found or factor % found[end][0].size:

@@ -103,6 +103,7 @@ def _merge(axis: Axis, other: Axis) -> None:
             return
         for ours, theirs in zip(axis.segments, other.segments, strict=True):
             unify(ours, theirs)
+    # The first to know of segments tells: a bias learns from its weight that it is q|k|v.
     axis.segments = axis.segments or other.segments
     other.parent = axis
 

@@ -74,6 +74,7 @@ def _derived(constants: Constants, piece: Piece, known: dict[Piece, Bounds | Non
         if bounds is None:
             return None
         read.append(bounds)
+    # The operator runs on one entry per tile: a comparison of positions costs (s / 512)^2 instead of s^2.
     tiles = tuple(-(-size // TILE) for size in piece.sizes)
     return _combined(piece.node, call, read, tiles)
 
@@ -143,6 +144,7 @@ def _triangle(call: Call, x: Bounds, is_lower: bool) -> Bounds:
     diagonal = call.key[1]
     keeps = farthest <= diagonal if is_lower else nearest >= diagonal
     clears = nearest > diagonal if is_lower else farthest < diagonal
+    # Tiles on the diagonal have both: entries of x and zeros.
     zero = torch.zeros((), dtype=x.lo.dtype, device=x.lo.device)
     on_edge_lo, on_edge_hi = torch.minimum(x.lo, zero), torch.maximum(x.hi, zero)
     lo = torch.where(keeps, x.lo, torch.where(clears, zero, on_edge_lo))

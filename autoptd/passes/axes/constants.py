@@ -119,6 +119,7 @@ class Constants:
 
     def follows_rows(self, node: Node, other: Node) -> bool:
         """Tell whether anything that `node` is computed from differs in a size or a number from the other trace."""
+        # The two traces have the same operators, so their subgraphs are walked side by side.
         pairs, seen = [(node, other)], set()
         while pairs:
             ours, theirs = pairs.pop()
@@ -146,6 +147,7 @@ class Constants:
             return _within(self._buffers[note(node).name], piece.window)
         if node in self._values:
             return _within(self._values[node], piece.window)
+        # A small value is computed whole and kept; of a large one, only what this window needs.
         if piece not in known:
             call = call_of(piece) if _count(node) > KEPT else None
             if call is not None:
@@ -176,6 +178,7 @@ class Constants:
             if node.op == "placeholder":
                 self._can[node] = self._buffers.has_value(note(node).name)
             else:
+                # Block by block the node itself takes no memory: only its operands must be computable.
                 in_blocks = _count(node) > KEPT and call_of(whole(node)) is not None
                 reads = node.all_input_nodes if in_blocks else [node, *node.all_input_nodes]
                 is_small = in_blocks or all(_count(one) <= LARGEST for one in reads)

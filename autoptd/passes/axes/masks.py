@@ -86,6 +86,7 @@ def _leaves_keys(piece: Piece, constants: Constants) -> bool:
     if bounds is None:
         open_rows = torch.ones(-(-piece.sizes[-2] // TILE), dtype=torch.bool)
     else:
+        # A band of queries with one tile whose least entry is seen leaves each of them a key.
         lo = bounds.lo.expand(*bounds.lo.shape[:-2], -(-piece.sizes[-2] // TILE), -1)
         open_rows = ~(lo.amax(-1) >= SEEN).flatten()
     for tile in open_rows.nonzero().flatten().tolist():
@@ -121,6 +122,7 @@ def _heads(mask: Node, constants: Constants, window: Window | None = None) -> It
     """Yield the mask of every sample and every head, or one where they are all equal; of it, the `window`."""
     mask = _source(mask)
     *lead, rows, keys = whole(mask).window
+    # A mask that is expanded over samples and heads is looked at once.
     counts = [1 if constants.has_equal_rows(mask, dim) else stop for dim, (_, stop) in enumerate(lead)]
     for place in product(*map(range, counts)):
         yield Piece(mask, (*((at, at + 1) for at in place), *(window or (rows, keys))))
@@ -160,6 +162,7 @@ def _hides_all_but(masked: Masked, piece: Piece, window: int, constants: Constan
     if bounds is not None:
         lo, hi = (x.reshape(x.shape[-2:]).expand(tiles, tiles).cpu() for x in bounds)
         is_right = masked.is_right(lo, hi, all_seen)
+        # Known exactly, and wrong: nothing needs to be computed to refuse it.
         if bool(((lo == hi) & ~is_right & ~is_open).any()):
             return False
         is_open |= ~is_right

@@ -106,6 +106,7 @@ def _view(piece: Piece) -> Call | None:
     size, out = shape(x), shape(piece.node)
     if [n for n in size if n != 1] != [n for n in out if n != 1]:
         return None
+    # Dims of size 1 come and go; the others keep their order, and so their windows.
     kept = iter([place for place, n in zip(piece.window, out, strict=True) if n != 1])
     window = tuple((0, 1) if n == 1 else next(kept) for n in size)
     return Call(("view",), (Piece(x, window),), lambda values, sizes: values[0].reshape(sizes))

@@ -51,6 +51,7 @@ def gated(node: Node) -> Found:
     """Match silu(gate) * up and gelu(gate) * up."""
     if op_name(node) != "aten.mul":
         return None
+    # In either order: `up * silu(gate)` is the same product.
     for gate, up in orders(node):
         if not (isinstance(gate, Node) and isinstance(up, Node) and value(up).shape == value(gate).shape):
             continue
@@ -67,6 +68,7 @@ def biased_gelu(node: Node) -> Found:
     """Match gelu(x W^T + bias): the bias leaves its GEMM, and is added where the activation reads the product."""
     chain = Chain(node)
     found = _activation(chain, node) if op_name(node) in ("aten.gelu", "aten.mul") else None
+    # No kernel adds a bias before SiLU: the gated MLPs that use it have none.
     if found is None or found[0] == "silu" or not is_op(found[1], "aten.linear"):
         return None
     name, product = found
@@ -83,17 +85,22 @@ def _activation(chain: Chain, node: Any) -> tuple[str, Node] | None:
     """Return (name, input) of an activation that ends at `node`."""
     if is_op(node, "aten.silu", "aten.gelu"):
         chain.members.add(node)
-        approximate = node.kwargs.get("approximate", node.args[1] if len(node.args) > 1 else "none")
-        return op_name(node).removeprefix("aten.") + ("_tanh" if approximate == "tanh" else ""), node.args[0]
+        name = op_name(node).removeprefix("aten.")
+        if node.kwargs.get("approximate") == "tanh":
+            name = "gelu_tanh"
+        return name, node.args[0]
     if not is_op(node, "aten.mul", "aten.div"):
         return None
     found = _formula(chain, node)
-    return None if found is None or found[2] > EXACT else found[:2]
+    if found is None or found[2] > EXACT:
+        return None
+    return found[:2]
 
 
 def _formula(chain: Chain, last: Node) -> tuple[str, Node, float] | None:
     """Return (name, input, error) of a pointwise formula that is close to a known activation, and add it to `chain`."""
     for x, members in _closures(last):
+        # Beyond 12 both GELUs and SiLU are x, or 0, to 1e-4; exp overflows nowhere in between.
         points = torch.linspace(-12, 12, 4001, dtype=torch.float64)
         ours = _differentiated(lambda at, x=x, members=members: _run(last, {x: at}, members), points)
         for name, function in KNOWN.items():
@@ -107,6 +114,8 @@ def _formula(chain: Chain, last: Node) -> tuple[str, Node, float] | None:
 
 def _closures(last: Node) -> Iterator[tuple[Node, set[Node]]]:
     """Yield (x, operators) for every x such that `last` is a formula of x alone, the smallest first."""
+    # `last` alone first, then with the operators that it reads, and so on back: of
+    # 0.5 * x * (1 + erf(x / 2**0.5)), the values read shrink to {x} when all of the formula is in.
     members: set[Node] = {last}
     while len(members) <= MAX_OPERATORS:
         read = {operand for node in members for operand in node.all_input_nodes} - members

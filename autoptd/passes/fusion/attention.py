@@ -53,12 +53,11 @@ def attention(node: Node, constants: Constants) -> Found:
         return None
     chain = Chain(node)
     softmax, v = chain.uncast(node.args[0]), node.args[1]
-    if is_op(softmax, "aten.dropout") and is_op(
-        chain.uncast(softmax.args[0]), "aten.softmax", "aten._safe_softmax"
-    ):
-        return Refusal(
-            "attention", node, "its probabilities drop out, by masks that do not depend on the layout"
-        )
+    # torch's operator would draw its own mask, another one on every layout.
+    is_dropped = is_op(softmax, "aten.dropout")
+    if is_dropped and is_op(chain.uncast(softmax.args[0]), "aten.softmax", "aten._safe_softmax"):
+        fact = "its probabilities drop out, by masks that do not depend on the layout"
+        return Refusal("attention", node, fact)
     if not is_op(softmax, "aten.softmax") or not last_dim(softmax, softmax.args[1]):
         return None
     chain.members.add(softmax)
@@ -68,13 +67,14 @@ def attention(node: Node, constants: Constants) -> Found:
     if not chain.enter(scores.product, *PRODUCTS):
         return Refusal("attention", node, f"its scores are a {op_name(scores.product)}")
     q, key = scores.product.args
+    # `q @ k.transpose(-2, -1)`: with a product of any other two values, it is no attention.
     if not is_op(key, "aten.transpose", "aten.permute", "aten.t"):
         return Refusal("attention", node, "its keys do not come transposed")
-    if any(len(shape(one)) != 4 or shape(one)[:-2] != shape(v)[:-2] for one in (q, key)):
-        return Refusal(
-            "attention", node, "queries, keys and values are not [batch, heads, tokens, size] alike"
-        )
-    if not same_dtype(node, q, key, v, *([] if scores.mask is None else [scores.mask])):
+    if any(len(shape(factor)) != 4 or shape(factor)[:-2] != shape(v)[:-2] for factor in (q, key)):
+        fact = "queries, keys and values are not [batch, heads, tokens, size] alike"
+        return Refusal("attention", node, fact)
+    # A bool mask was refused with the scores: this one is added, in the dtype of the scores.
+    if not same_dtype(node, q, key, v, scores.mask):
         return Refusal("attention", node, "its parts have several dtypes")
     if scores.mask is not None and not leaves_keys(scores.mask, constants):
         return Refusal("attention", node, "its mask may hide all keys of a query")
@@ -90,11 +90,13 @@ def _of_torch(node: Node, constants: Constants) -> Found:
     mask = given.pop("attn_mask", None)
     if mask is None or given.pop("dropout_p", 0.0) or given.pop("is_causal", False) or splits(q, -2):
         return None
-    masked = Masked(node, mask, -math.inf if value(mask).dtype == torch.bool else None, hides=False)
+    # A bool mask says what may be seen; any other is added.
+    fill = -math.inf if value(mask).dtype == torch.bool else None
+    masked = Masked(node, mask, fill, hides=False)
+    scores_shape = (*shape(q)[:-1], shape(k)[-2])
     scale = given.get("scale")
-    if not proves_causal(masked, (*shape(q)[:-1], shape(k)[-2]), constants) or (
-        scale is not None and scale <= 0
-    ):
+    is_positive = scale is None or scale > 0
+    if not is_positive or not proves_causal(masked, scores_shape, constants):
         return None
     return Chain(node).group("attention", q, k, v, None, causal=True, **given)
 
@@ -112,12 +114,16 @@ def masked_softmax(node: Node, constants: Constants) -> Found:
     scores = _scores(chain, inner, constants)
     if isinstance(scores, str):
         return Refusal("masked_softmax", node, scores)
+    # A plain softmax: torch's own is one kernel.
     if scores.scale == 1.0 and scores.mask is None and not scores.causal:
         return None
     if value(node).dtype != value(scores.product).dtype:
         return Refusal("masked_softmax", node, f"gives {value(node).dtype} for {value(scores.product).dtype}")
-    keywords: dict[str, Any] = {"scale": scores.scale} if scores.scale != 1.0 else {}
-    keywords |= {"causal": True} if scores.causal else {}
+    keywords: dict[str, Any] = {}
+    if scores.scale != 1.0:
+        keywords["scale"] = scores.scale
+    if scores.causal:
+        keywords["causal"] = True
     return chain.group("masked_softmax", scores.product, scores.mask, **keywords)
 
 
@@ -136,12 +142,15 @@ def _scores(chain: Chain, node: Any, constants: Constants) -> Scores | str:
     while (found := _masked(chain, node)) is not None:
         if mask is not None or causal:
             return "it has several masks"
+        # The kernel counts rows and columns from 0: a rank with some of the tokens would hide others.
         causal = not splits(whole, -1, -2) and proves_causal(found, shape(whole), constants)
         if not causal and found.fill is not None:
             return "a mask fills scores in, and is not causal"
         if not causal and note(found.mask).needs_grad:
             return "its mask needs a gradient"
-        mask, node = (None if causal else found.mask), chain.uncast(found.scores)
+        if not causal:
+            mask = found.mask
+        node = chain.uncast(found.scores)
     product, scale = chain.scaled(node)
     product = chain.uncast(product)
     if shape(product) != shape(whole):
@@ -168,6 +177,7 @@ def _masked(chain: Chain, node: Any) -> Masked | None:
         return Masked(node.args[0], node.args[1], number(node.args[2]))
     if is_op(node, "aten.where") and len(node.args) == 3:
         mask, yes, no = node.args
+        # where(mask, scores, -inf), or where(mask, -inf, scores).
         for scores, fill, hides in ((yes, no, False), (no, yes, True)):
             is_whole = isinstance(scores, Node) and value(scores).shape == value(node).shape
             if is_whole and number(fill) is not None and note(scores).needs_grad:

@@ -53,9 +53,11 @@ class Group:
         """Return the same group of a copied graph."""
 
         def copied(operand: Operand) -> Operand:
+            if operand is None:
+                return None
             if isinstance(operand, Swapped):
                 return Swapped(copies[operand.node])
-            return None if operand is None else copies[operand]
+            return copies[operand]
 
         return replace(
             self,
@@ -106,12 +108,14 @@ class Chain:
         if is_op(node, *names):
             self.members.add(node)
             return True
+        # A pattern that ranks split: the first such conversion says why, in the refusal.
         if isinstance(node, Node) and node.target is markers.convert:
             self.conversion = self.conversion or node
         return False
 
     def uncast(self, node: Any) -> Any:
         """Follow casts from one floating dtype to another back to their operand, which may be `node` itself."""
+        # Norms and softmaxes of half-precision models compute in float32 in between; our kernels do, too.
         while _is_cast(node) and is_tensor(node) and _is_floating(node) and _is_floating(node.args[0]):
             self.members.add(node)
             node = node.args[0]
@@ -122,9 +126,11 @@ class Chain:
         factor = 1.0
         while is_op(node, "aten.mul", "aten.div") and len(node.args) == 2 and not node.kwargs:
             x, by = node.args
+            # 0.125 * x, but not 1 / x.
             if number(x) is not None and is_op(node, "aten.mul"):
                 x, by = by, x
             amount = number(by)
+            # A division by 0 has no factor.
             if amount is None or not isinstance(x, Node) or not amount:
                 break
             self.members.add(node)
@@ -147,6 +153,7 @@ def number(arg: Any) -> float | None:
     """Return a literal number, or the one that a tensor without dims is filled with; else None."""
     if isinstance(arg, (int, float)) and not isinstance(arg, bool):
         return float(arg)
+    # torch.full([], -3.4e38), as masks have it.
     if is_op(arg, "aten.full") and not shape(arg):
         return number(arg.args[1])
     return None
@@ -161,6 +168,7 @@ def orders(node: Node) -> Iterator[tuple[Any, Any]]:
 
 def last_dim(node: Node, dims: Any) -> bool:
     """Tell whether `dims` names the last dim of a value, and no other."""
+    # softmax has one, mean a list, var a list or None.
     dims = [dims] if isinstance(dims, int) else list(dims or [])
     return len(dims) == 1 and dims[0] % len(shape(node)) == len(shape(node)) - 1
 

@@ -76,11 +76,14 @@ def find_fusions(graph: Graph, ctx: Context) -> None:
     chosen: list[Group] = []
     refused: list[Refusal] = []
     taken: set[Node] = set()
+    # From the end: a pattern is found at its last operator, so that attention takes its softmax before
+    # `masked_softmax` sees it, and `norm + bias` its norm.
     for node in reversed(list(ops(graph))):
         for pattern in PATTERNS:
             if node in taken or backend not in pattern.backends:
                 continue
             found = _checked(pattern.find(node, constants))
+            # By the fused operator, not by the pattern: "gated" gives swiglu or geglu.
             if found is not None and only is not None and found.op not in only:
                 continue
             if isinstance(found, Group) and taken.isdisjoint(found.members):
@@ -91,7 +94,8 @@ def find_fusions(graph: Graph, ctx: Context) -> None:
                     note(member).extra["inner"] = member is not found.result
             elif isinstance(found, Refusal):
                 refused.append(found)
-    refused = [one for one in refused if one.result not in taken]
+    # What one pattern refused, a later one may have taken.
+    refused = [refusal for refusal in refused if refusal.result not in taken]
     ctx.found.groups = Groups(tuple(reversed(chosen)), tuple(reversed(refused)), backend)
 
 
@@ -101,10 +105,11 @@ def _checked(found: Found) -> Found:
         return found
     for member in sorted(found.members - {found.result}):
         outside = next((user for user in member.users if user not in found.members), None)
+        # What reads nothing is a literal tensor, as `aten.full`: it simply stays for its other readers.
         if outside is not None and member.all_input_nodes:
-            fact = f"{op_name(member).removeprefix('aten.')} is also read by {op_name(outside).removeprefix('aten.')}"
+            inner, reader = op_name(member).removeprefix("aten."), op_name(outside).removeprefix("aten.")
             where = f" of {note(outside).module}" if note(outside).module else ""
-            return Refusal(found.op, found.result, fact + where)
+            return Refusal(found.op, found.result, f"{inner} is also read by {reader}{where}")
     return found
 
 
@@ -117,11 +122,13 @@ def substitute(plain: Graph, ctx: Context) -> Graph:
     groups = ctx.found.groups
     graph, copies = copy_nodes(plain)
     told: Counter[Fusion] = Counter()
-    made: dict[Node, Node] = {}  # what stands in the place of a group's result
-    for one in groups.refused:
-        told[_fusion(one.op, one.result, one.why)] += 1
+    # What replaces a group's result. Later groups still name the old node among their operands.
+    made: dict[Node, Node] = {}
+    for refusal in groups.refused:
+        told[_fusion(refusal.op, refusal.result, refusal.why)] += 1
     chosen = [group.on(copies) for group in groups.chosen]
     for group in chosen:
+        # Known only now: groups were found before the cut.
         if len({note(member).stages for member in group.members}) > 1:
             told[_fusion(group.op, group.result, "a stage boundary cuts it")] += 1
             continue
@@ -130,12 +137,17 @@ def substitute(plain: Graph, ctx: Context) -> Graph:
         if total is not None:
             told[_fusion(group.op, group.result)] += 1
             made |= _norm_of_sum(graph, group, total)
+        # torch's layer_norm without a sum to take along is one operator already.
         elif op_name(group.result) != "aten.layer_norm":
             told[replace(_fusion(group.op, group.result), form=form)] += 1
             made[group.result] = _substitute(graph, group, made, groups.backend)
-    unread = [member for group in chosen if group.result in made for member in group.members]
-    erase_unread(graph, [*unread, *(one for one in made if one not in unread)])
-    ctx.found.fusions = tuple(replace(one, times=times) for one, times in told.items())
+    # The sums that norms took along are no members, but unread like them.
+    unread = dict.fromkeys(made)
+    for group in chosen:
+        if group.result in made:
+            unread |= dict.fromkeys(group.members)
+    erase_unread(graph, list(unread))
+    ctx.found.fusions = tuple(replace(fusion, times=times) for fusion, times in told.items())
     return graph
 
 
@@ -144,7 +156,7 @@ def _fusion(op: str, result: Node, why: str = "") -> Fusion:
 
 
 def _form(group: Group, backend: str | bool) -> str:
-    """Why a group does not run by a Triton kernel where these are asked for; "" where it does."""
+    """Say why a group does not run by a Triton kernel where these are asked for; "" where it does."""
     width, widest = local_size(group.result)[-1:], WIDEST.get(group.op)
     if backend != "triton" or widest is None or not width or width[0] <= widest:
         return ""
@@ -153,8 +165,9 @@ def _form(group: Group, backend: str | bool) -> str:
 
 def _substitute(graph: Graph, group: Group, made: dict[Node, Node], backend: str | bool) -> Node:
     """Insert the fused operator and let it replace the group's result; the members stay, unread."""
-    operands = tuple(_operand(graph, group, one, made) for one in group.operands)
+    operands = tuple(_operand(graph, group, operand, made) for operand in group.operands)
     if group.op == "linear_cross_entropy":
+        # The program does not know its device; who asks for Triton has a GPU.
         most = CHUNK_BYTES["cuda" if backend == "triton" else "cpu"]
         operands, keywords = losses.in_chunks(graph, group, operands, most)
         found = _call(graph, group, markers.FUSED[group.op], operands, keywords)
@@ -162,7 +175,8 @@ def _substitute(graph: Graph, group: Group, made: dict[Node, Node], backend: str
         found = _dropout_add(graph, group, operands)
     else:
         if group.op == "bias_gelu":
-            operands[0].args = operands[0].args[:2]  # the bias leaves its GEMM
+            # The bias leaves its GEMM.
+            operands[0].args = operands[0].args[:2]
         found = _call(graph, group, *_spelled(group, operands))
     group.result.replace_all_uses_with(found)
     return found
@@ -173,8 +187,11 @@ def norm_total(group: Group, made: dict[Node, Node]) -> Node | None:
     x = group.operands[0]
     if group.op not in ("rms_norm", "layer_norm") or x in made or norms.sum_of(x) is None:
         return None
-    alike = note(x).stages == note(group.result).stages
-    return x if alike and all(user in group.members or group.result < user for user in x.users) else None
+    if note(x).stages != note(group.result).stages:
+        return None
+    # The sum now comes out of the norm: the residual behind the layer reads it later, and may.
+    is_late = all(user in group.members or group.result < user for user in x.users)
+    return x if is_late else None
 
 
 def _norm_of_sum(graph: Graph, group: Group, total: Node) -> dict[Node, Node]:
@@ -219,6 +236,7 @@ def _spelled(group: Group, operands: tuple[Any, ...]) -> tuple[Any, tuple[Any, .
 def _operand(graph: Graph, group: Group, operand: Any, made: dict[Node, Node]) -> Node | None:
     if not isinstance(operand, Swapped):
         return made.get(operand, operand)
+    # Keys that were permuted from [b, s, h, d] to [b, h, d, s] at once: the operator wants [b, h, s, d].
     source = made.get(operand.node, operand.node)
     with graph.inserting_before(group.result):
         swapped = graph.call_function(aten.transpose.int, (source, -2, -1))
@@ -235,6 +253,7 @@ def _dropout_add(graph: Graph, group: Group, operands: tuple[Any, ...]) -> Node:
     # The bias leaves its GEMM, and is added whole on every rank.
     if bias is not None:
         x.args[0].args = x.args[0].args[:2]
+    # The arguments of markers.dropout behind x.
     keywords = dict(zip(("rate", "site", "batch", "shard"), group.literals.args[1:], strict=True))
     made = _call(graph, group, markers.FUSED["bias_dropout_add"], operands, keywords)
     note(made).axis = note(group.literals).axis
@@ -247,23 +266,24 @@ def _call(graph: Graph, group: Group, target: Any, args: tuple[Any, ...], kwargs
     with graph.inserting_before(result):
         made = graph.call_function(target, args, kwargs)
     made.meta["val"] = value(result)
-    members = sorted(group.members)
-    reason = f"fused: {', '.join(dict.fromkeys(op_name(one).removeprefix('aten.') for one in members))}"
+    # Each operator once, in program order: the reader of the file has seen them in the model.
+    names = dict.fromkeys(op_name(member).removeprefix("aten.") for member in sorted(group.members))
+    reason = f"fused: {', '.join(names)}"
     if op_name(result) == "aten.scaled_dot_product_attention":
         reason = "its mask is causal, and not read"
-    extra = {key: one for key, one in record.extra.items() if key not in ("fused", "inner")} | {
-        "reason": reason
-    }
+    extra = {key: fact for key, fact in record.extra.items() if key not in ("fused", "inner")}
+    extra["reason"] = reason
     set_note(made, replace(record, why="", forms={}, conversion="", extra=extra))
     return made
 
 
 def erase_unread(graph: Graph, members: list[Node]) -> None:
     """Remove those operators that nobody reads, and the operands that only they read."""
+    # Last ones first: torch.fx refuses to erase a node that has readers.
     unread = sorted(set(members), reverse=True)
     while unread:
         node = unread.pop(0)
         if node.op == "call_function" and not node.users:
             read = node.all_input_nodes
             graph.erase_node(node)
-            unread += [one for one in read if not one.users and one not in unread]
+            unread += [operand for operand in read if not operand.users and operand not in unread]

@@ -30,10 +30,11 @@ def linear_cross_entropy(node: Node) -> Found:
     logits, targets, *rest = node.args
     if len(shape(logits)) != 2:
         return Refusal("linear_cross_entropy", node, f"the classes are dim 1 of {len(shape(logits))}")
-    if any(isinstance(one, Node) for one in rest) or isinstance(node.kwargs.get("weight"), Node):
+    if any(isinstance(arg, Node) for arg in rest) or isinstance(node.kwargs.get("weight"), Node):
         return Refusal("linear_cross_entropy", node, "its classes have weights")
     if value(targets).is_floating_point():
         return Refusal("linear_cross_entropy", node, "its targets are class probabilities")
+    # `logits[:, :-1].reshape(-1, vocab)` may come before the GEMM: x[:, :-1].reshape(-1, hidden).
     moved = []
     product = chain.uncast(logits)
     while _moves_rows(product) and _keeps_classes(product):
@@ -43,26 +44,32 @@ def linear_cross_entropy(node: Node) -> Found:
     if not chain.enter(product, "aten.linear"):
         what = note(product).conversion or op_name(product).removeprefix("aten.")
         return Refusal("linear_cross_entropy", node, f"its logits come from {what}")
-    x, weight, *bias = product.args
     if argument(node, "reduction") == 0:
         return Refusal("linear_cross_entropy", node, "it gives a loss per token")
-    tokens, width, itemsize = rows(logits), shape(weight)[1], value(product).element_size()
-    # Kept for backward are, for every class, the logits of all tokens, or the weight's gradient, which adds up in float32.
+    loss_in_full = _why_in_full(logits, product)
+    if loss_in_full:
+        return Refusal("linear_cross_entropy", node, loss_in_full)
+    x, weight, *bias = product.args
+    group = chain.group("linear_cross_entropy", x, weight, targets, bias[0] if bias else None)
+    return replace(group, literals=node, moved=tuple(reversed(moved)))
+
+
+def _why_in_full(logits: Node, product: Node) -> str:
+    """Say why a loss in chunks would save nothing, or would be slower; "" if it is worth it."""
+    weight, itemsize = product.args[1], value(product).element_size()
+    tokens, width = rows(logits), shape(weight)[1]  # type: ignore[arg-type]
+    # Kept for backward are, for every class, the logits of all tokens, or the weight's gradient, which adds
+    # up in float32.
     times = max(1, 4 // itemsize)
-    if note(weight).needs_grad and tokens <= times * width:
+    if note(weight).needs_grad and tokens <= times * width:  # type: ignore[arg-type]
         least = f"the width {width:,}" if times == 1 else f"{times} times the width {width:,}"
-        fact = (
-            f"{tokens:,} tokens are no more than {least}: the head's gradient would take what its logits do"
-        )
-        return Refusal("linear_cross_entropy", node, fact)
-    logits_bytes = value(logits).numel() * value(product).element_size()
+        fact = f"{tokens:,} tokens are no more than {least}: "
+        return fact + "the head's gradient would take what its logits do"
+    logits_bytes = value(logits).numel() * itemsize
     if logits_bytes < MIN_LOGITS_BYTES:
-        fact = f"its logits take {logits_bytes / 1e6:.2g} MB: a loss in chunks is slower below {MIN_LOGITS_BYTES / 1e6:.1f} MB"
-        return Refusal("linear_cross_entropy", node, fact)
-    operands = (x, weight, targets, bias[0] if bias else None)
-    return replace(
-        chain.group("linear_cross_entropy", *operands), literals=node, moved=tuple(reversed(moved))
-    )
+        taken, least = f"{logits_bytes / 1e6:.2g} MB", f"{MIN_LOGITS_BYTES / 1e6:.1f} MB"
+        return f"its logits take {taken}: a loss in chunks is slower below {least}"
+    return ""
 
 
 def _moves_rows(node: Any) -> bool:
@@ -89,6 +96,7 @@ def in_chunks(
     x, weight, targets, bias = operands
     for view in group.moved:
         record = note(view)
+        # The view's rows, with the hidden width in the place of the vocabulary.
         size = (*local_size(view)[:-1], local_size(x)[-1])
         args = (x, list(size)) if says_shape(view) else (x, *view.args[1:])
         with graph.inserting_before(group.result):
@@ -125,4 +133,6 @@ def _loss_keywords(loss: Node) -> dict[str, Any]:
 def chunk_of(tokens: int, token_bytes: int, most: int) -> int:
     """Return how many tokens have logits at a time: equal chunks of at most `most` bytes, or of `CHUNK_ROWS` tokens."""
     at_once = max(CHUNK_ROWS, most // token_bytes)
-    return -(-tokens // -(-tokens // at_once))
+    # 10,000 tokens with at most 4,096 at once: three chunks, of 3,334 each rather than 4,096 and a rest.
+    chunks = -(-tokens // at_once)
+    return -(-tokens // chunks)

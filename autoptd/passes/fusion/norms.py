@@ -34,15 +34,19 @@ def norm(node: Node) -> Found:
 
 def _weighted(chain: Chain, node: Any, bias: Node | None) -> Found:
     """Match the norm that ends at `node`: a product with a weight, or the normalised value itself."""
-    for weight, rest in orders(node) if is_op(node, "aten.mul") else ():
-        branch = chain.copy()
-        branch.enter(node, "aten.mul")
-        offset, vector = _offset(branch, branch.uncast(weight))
-        if _is_vector(vector, node):
-            found = _normal(branch, branch.uncast(rest))
-            if found is not None:
-                return _group(branch, found, vector, bias, offset)
-    found = _normal(chain, node) if bias is None else None
+    if is_op(node, "aten.mul"):
+        for weight, rest in orders(node):
+            branch = chain.copy()
+            branch.enter(node, "aten.mul")
+            offset, vector = _offset(branch, branch.uncast(weight))
+            if _is_vector(vector, node):
+                found = _normal(branch, branch.uncast(rest))
+                if found is not None:
+                    return _group(branch, found, vector, bias, offset)
+    # Without a weight, x * rsqrt(...) is such a product itself; with a bias and no weight it is no norm.
+    if bias is not None:
+        return None
+    found = _normal(chain, node)
     return None if found is None else _group(chain, found, None, None, 0.0)
 
 
@@ -52,6 +56,7 @@ def _group(
     if isinstance(found, str):
         return Refusal("norm", chain.last, found)
     op, x, eps = found
+    # What the kernels lack: rms_norm has no bias, layer_norm no offset.
     if op == "rms_norm" and bias is not None:
         return Refusal(op, chain.last, "a bias follows it")
     if op == "layer_norm" and offset:
@@ -60,7 +65,8 @@ def _group(
         return Refusal(op, chain.last, f"gives {value(chain.last).dtype} for {value(x).dtype}")
     if op == "layer_norm":
         return chain.group(op, x, weight, bias, eps=eps)
-    return chain.group(op, x, weight, eps=eps, **({"offset": offset} if offset else {}))
+    keywords = {"offset": offset} if offset else {}
+    return chain.group(op, x, weight, eps=eps, **keywords)
 
 
 def _of_torch(node: Node) -> Found:
@@ -104,12 +110,14 @@ def _offset(chain: Chain, weight: Any) -> tuple[float, Any]:
 
 def _is_vector(node: Any, result: Node) -> bool:
     """Tell whether `node` is a parameter along the last dim of `result`."""
+    # Or made of parameters, as a cast of one is.
     is_own = isinstance(node, Node) and (node.op == "placeholder" or note(node).of_params)
     return is_own and shape(node) == shape(result)[-1:]
 
 
 def _normal(chain: Chain, node: Any) -> tuple[str, Node, float] | str | None:
     """Return (operator, x, eps) of a value over its root mean square; or a reason, where a conversion stands in the way."""
+    # (value, factor): x * rsqrt(...) in either order, or x / sqrt(...).
     if is_op(node, "aten.mul"):
         ways = [(x, r) for x, r in orders(node) if isinstance(x, Node) and isinstance(r, Node)]
     elif is_op(node, "aten.div"):
@@ -121,18 +129,16 @@ def _normal(chain: Chain, node: Any) -> tuple[str, Node, float] | str | None:
         branch.members.add(node)
         inside = _under_root(branch, factor, is_op(node, "aten.div"))
         if inside is None:
-            if branch.conversion is not None and is_op(_behind(branch.conversion), "aten.rsqrt", "aten.sqrt"):
-                return f"communicates inside: {note(branch.conversion).why}"
+            # A norm over a split dim, with a collective between mean and root: say so, instead of nothing.
+            conversion = branch.conversion
+            if conversion is not None and is_op(conversion.args[0], "aten.rsqrt", "aten.sqrt"):
+                return f"communicates inside: {note(conversion).why}"
             continue
         found = _mean_square(branch, branch.uncast(x), inside)
         if found is not None:
             chain.members |= branch.members
             return found
     return None
-
-
-def _behind(conversion: Node) -> Any:
-    return conversion.args[0]
 
 
 def _under_root(chain: Chain, factor: Any, divides: bool) -> Any:
@@ -161,6 +167,7 @@ def _mean_square(chain: Chain, x: Node, inside: Any) -> tuple[str, Node, float] 
         if number(eps) is None:
             continue
         mean = chain.uncast(mean)
+        # y - mean(y) = x, where x is what the root divides: the difference between the two norms.
         centred = _centred(chain, x)
         if is_op(mean, "aten.var") and centred is not None and _is_plain_variance(chain, mean, centred):
             return "layer_norm", centred, float(number(eps) or 0.0)
@@ -169,7 +176,7 @@ def _mean_square(chain: Chain, x: Node, inside: Any) -> tuple[str, Node, float] 
                 return f"communicates inside: {note(chain.conversion).why}"
             continue
         square = mean.args[0]
-        if not (len(mean.args) > 2 and mean.args[2] and last_dim(square, mean.args[1])):
+        if not _keeps_last_dim(mean):
             continue
         base = _squared(chain, square)
         if base is not None and chain.uncast(base) is x:
@@ -177,6 +184,12 @@ def _mean_square(chain: Chain, x: Node, inside: Any) -> tuple[str, Node, float] 
                 return "rms_norm", x, float(number(eps) or 0.0)
             return "layer_norm", centred, float(number(eps) or 0.0)
     return None
+
+
+def _keeps_last_dim(mean: Node) -> bool:
+    """Tell whether a mean is x.mean(-1, keepdim=True)."""
+    has_keepdim = len(mean.args) > 2 and bool(mean.args[2])
+    return has_keepdim and last_dim(mean.args[0], mean.args[1])  # type: ignore[arg-type]
 
 
 def _squared(chain: Chain, node: Any) -> Any:
@@ -195,12 +208,7 @@ def _centred(chain: Chain, node: Any) -> Any:
     if not is_op(node, "aten.sub") or len(node.args) != 2:
         return None
     y, mean = chain.uncast(node.args[0]), node.args[1]
-    is_mean = (
-        is_op(mean, "aten.mean")
-        and len(mean.args) > 2
-        and mean.args[2]
-        and last_dim(mean.args[0], mean.args[1])
-    )
+    is_mean = is_op(mean, "aten.mean") and _keeps_last_dim(mean)
     if not is_mean or chain.uncast(mean.args[0]) is not y:
         return None
     chain.members |= {node, mean}
@@ -210,6 +218,7 @@ def _centred(chain: Chain, node: Any) -> Any:
 def _is_plain_variance(chain: Chain, node: Node, x: Node) -> bool:
     """Tell whether a variance is var(x, -1, unbiased=False, keepdim=True), or with correction=0."""
     given = dict(zip(("dim", "unbiased", "keepdim"), node.args[1:], strict=False)) | node.kwargs
+    # LayerNorm divides by n; torch's own default, by n - 1.
     is_biased = given.get("unbiased") is False or given.get("correction") == 0
     if not (is_biased and given.get("keepdim") and last_dim(node.args[0], given.get("dim"))):
         return False

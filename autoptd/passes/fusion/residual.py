@@ -33,6 +33,7 @@ def bias_dropout_add(node: Node) -> Found:
         bias = None
         if moved is not None:
             chain.members |= {x, moved}
+            # Before its conversion, the bias itself.
             bias = moved.args[2].args[0]
         return replace(chain.group("bias_dropout_add", x, bias, residual), literals=drop)
     return None
@@ -46,5 +47,8 @@ def _row_bias(x: Node) -> Node | None:
     if not is_op(product, "aten.linear") or len(product.args) < 3 or len(product.users) > 1:
         return None
     bias = product.args[2]
-    is_moved = isinstance(bias, Node) and bias.target is markers.convert and note(bias).conversion == "i_to_p"
-    return product if is_moved and len(bias.users) == 1 else None
+    if not isinstance(bias, Node) or len(bias.users) > 1:
+        return None
+    # Whole on every rank, made a partial sum: the "one rank keeps it" of the table.
+    is_moved = bias.target is markers.convert and note(bias).conversion == "i_to_p"
+    return product if is_moved else None

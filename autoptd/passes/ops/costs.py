@@ -54,11 +54,12 @@ def backward_flops(node: Node, shape: Size = shape) -> int:
     record, read = operator_of(node), operands(node)
     if record.backward_flops:
         return record.backward_flops(node, shape)
+    # dX = dY W^T and dW = X^T dY, each as many FLOPs as Y = X W.
     factors = [read[i] for i in record.factors] or read[:2]
     return flops(node, shape) * sum(note(factor).needs_grad for factor in factors)
 
 
-def count_work(graph: Graph, t: int, whole: Size, local: Size) -> Costs:
+def count_work(graph: Graph, mesh: Mesh, whole: Size, local: Size) -> Costs:
     """Count the work of one microbatch by stage, by module and operator, and by the sizes of products.
 
     `whole` and `local` give shapes of one microbatch, those of the model and those of a rank.
@@ -69,10 +70,11 @@ def count_work(graph: Graph, t: int, whole: Size, local: Size) -> Costs:
     for node in ops(graph):
         total, forward = flops(node, whole) // products(node), flops(node, local)
         backward = backward_flops(node, local) if total else 0
-        redundant = forward if t > 1 and is_whole(node) else 0
+        redundant = forward if mesh.value_ranks > 1 and is_whole(node) else 0
         for stage in note(node).stages:
             stage_sums = sums.setdefault(stage, Counter())
             stage_sums.update(moved=moved_bytes(node, local), kernels=int(has_kernel(node)))
+            # "gemms" by module for people; "products" by size, which says how fast they run.
             if total:
                 row = gemms.setdefault((stage, star(note(node).module), op_name(node)), Counter())
                 sized = by_size.setdefault((stage, *product_sizes(node, local)), Counter())
@@ -102,6 +104,7 @@ def product_sizes(node: Node, shape: Size) -> Product:
         return record.product(node, shape)
     is_batched = bool(record.factors) and all(len(shape(read[i])) > 2 for i in record.factors)
     batch = math.prod(made[:-2]) if is_batched else 1
+    # The contracted size k is what is left of the FLOPs: records need not say where it stands.
     rows, columns = math.prod(made[:-1]) // batch, made[-1] if made else 1
     return (batch, rows, columns, flops(node, shape) // max(2 * batch * rows * columns, 1)), "product"
 
@@ -147,6 +150,7 @@ def rank_seconds(node: Node, mesh: Mesh, machine: Machine) -> float:
     moved = sum(local_payload(value, mesh) for value in [node, *read])
     if record.sorts:
         moved *= max(1.0, math.log2(shape(read[0])[-1] if shape(read[0]) else 1))
+    # Where a contracted letter is split, only the operands show it: the result is P, of full size.
     pieces = max(note(value).layout.pieces(mesh) for value in [node, *node.all_input_nodes])
     return 3 * max(flops(node) / pieces / machine.flops, moved / machine.memory_bandwidth)
 

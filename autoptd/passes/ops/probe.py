@@ -87,6 +87,7 @@ def call_of(node: Node) -> Call:
         raise CannotTry("it reads no tensors")
     if any(tensor(operand).is_complex() for operand in read):
         raise CannotTry("its operands are complex")
+    # A tensor that is read twice is two slots: the operator cannot know that they are the same.
     numbers = iter(range(len(read)))
 
     def freeze(arg: Any) -> Any:
@@ -114,6 +115,7 @@ def _sizes(shapes: Shapes) -> list[int]:
 def small_shapes(shapes: Shapes) -> Shapes:
     """Replace the sizes of the trace by small ones, all different; a dim of size 1 is broadcast and stays so."""
     sizes = _sizes(shapes)
+    # More different sizes than we have small ones: tried on those of the trace alone.
     if len(sizes) > len(SMALL_SIZES):
         return shapes
     new = dict(zip(sizes, SMALL_SIZES, strict=False))
@@ -130,6 +132,7 @@ def trials_of(call: Call, small: Shapes) -> list[Trial]:
     """
     trials: list[Trial] = []
     reason = ""
+    # On sizes of the trace too, since an operator may depend on them (an FFT, a kernel of fixed width).
     is_small = all(math.prod(shape) <= MAX_ELEMENTS for shape in call.shapes)
     choices = [small, call.shapes] if is_small else [small]
     for shapes in dict.fromkeys(choices):

@@ -163,6 +163,7 @@ class Trial:
         if any(len(piece.values) != len(whole.values) for piece in pieces):
             return "the pieces give another number of results"
         limits = whole.limits()
+        # The values are pieces of the result, or addends where the result lacks the dim; so are gradients.
         for i, value in enumerate(whole.values):
             values = [piece.values[i] for piece in pieces]
             if claim.out is None and not value.is_floating_point():
@@ -210,6 +211,7 @@ class Trial:
 def make_trial(call: Call) -> Trial:
     """Draw operands and run the call; raises CannotTry or Unfit where it is refused as a whole."""
     drawn, cotangents, whole = [], [], []
+    # Small and large, positive and mixed: an operator may be additive on one kind of numbers by chance.
     for seed, draw in enumerate(DRAWS):
         source = torch.Generator().manual_seed(1000 + seed)
         tensors = []
@@ -219,13 +221,16 @@ def make_trial(call: Call) -> Trial:
         for value in answer(call, tensors, None).values:
             given.append(torch.randn(value.shape, generator=source, dtype=torch.float64).to(value.dtype))
         first = answer(call, tensors, given)
+        # Stateful or nondeterministic: two pieces could not be compared with one whole.
         if not _equal(first, answer(call, tensors, given)):
             raise Unfit("it gives other values when it is called again")
         if _is_informative(first):
+            # Only with an answer worth comparing: NaN equals nothing.
             _check_layout(call, tensors, first)
             drawn.append(tuple(tensors))
             cotangents.append(tuple(given))
             whole.append(first)
+    # log of negative numbers is NaN: such draws say nothing, and few that do would prove little.
     if len(whole) < MIN_DRAWS:
         raise CannotTry("its values or gradients on random numbers are all equal, zero, or not finite")
     for values in zip(*(first.values for first in whole), strict=False):

@@ -11,7 +11,6 @@ In: a node. Out: its links, with where they come from.
 
 from __future__ import annotations
 
-import itertools
 import re
 from dataclasses import dataclass
 
@@ -74,10 +73,12 @@ def register_rule(op: str, letters: str) -> None:
     known = getattr(getattr(torch.ops, namespace), name, None) if name.isidentifier() else None
     if not isinstance(known, OpOverloadPacket):
         raise PlanError(SITE, f"torch knows no operator {op}", "import the module that defines it first")
+    # Of one operator all overloads are taken to be alike; custom_op makes one.
     overload = getattr(known, known.overloads()[0])
     if is_listed(overload):
         raise PlanError(SITE, f"{op} has a row of AutoPTD's own, which is proven", "leave it out")
     left, arrow, right = letters.partition("->")
+    # "b s d, d -> b s d" -> ["b s d", "d", "b s d"]
     terms = [*left.split(","), right]
     if not arrow or not all(TERM.fullmatch(term.strip()) for term in terms):
         raise PlanError(SITE, f"{letters!r} is no rule", EXAMPLE)
@@ -94,10 +95,15 @@ def register_rule(op: str, letters: str) -> None:
 def _with_stars(terms: list[str]) -> str:
     """Write a rule (its last term is the result) with a star at every place of a letter that must stay whole."""
     *left, right = [term.split() for term in terms]
-    read = {word.rstrip("*") for word in itertools.chain.from_iterable(left)}
-    starred = {
-        word.rstrip("*") for word in (*itertools.chain.from_iterable(left), *right) if word.endswith("*")
-    }
+    read: set[str] = set()
+    starred: set[str] = set()
+    for words in (*left, right):
+        for word in words:
+            letter = word.rstrip("*")
+            if words is not right:
+                read.add(letter)
+            if word.endswith("*"):
+                starred.add(letter)
     # A dim of the result that no operand has cannot be cut: no slice of an operand says how long it is.
     starred |= {word for word in right if word.rstrip("*") not in read}
     marked = []
@@ -122,9 +128,11 @@ def unlisted_links(node: Node) -> Unlisted:
 
 def _link(claim: Claim) -> Link:
     members = {i: Member((dim,)) for i, dim in enumerate(claim.places) if dim is not None}
+    if claim.out is not None:
+        return Link(f"d{claim.out}", members, Member((claim.out,)))
+    # A contracted dim has no name in the result: it goes by its place in the first operand that has it.
     first, member = next(iter(members.items()))
-    name = f"d{claim.out}" if claim.out is not None else f"d{member.dims[0]} of operand {first}"
-    return Link(name, members, Member((claim.out,)) if claim.out is not None else None)
+    return Link(f"d{member.dims[0]} of operand {first}", members, None)
 
 
 def _registered(node: Node, letters: str) -> Unlisted:
@@ -149,6 +157,7 @@ def _registered(node: Node, letters: str) -> Unlisted:
 def _small_shapes_of(call: Call, node_links: list[Link]) -> Shapes:
     """Return small shapes for the operands with one size per letter, all of them different."""
     sizes = [list(shape) for shape in call.shapes]
+    # One made-up size for each letter, to be replaced by small ones that all differ.
     different = small_shapes(tuple((k,) for k in range(2, 2 + len(node_links))))
     for link, (size,) in zip(node_links, different, strict=True):
         for i, member in link.operands.items():
@@ -183,23 +192,14 @@ def _check_fits(node: Node, letters: str) -> None:
         fact = f"{op_name(node)} reads {len(shapes) - 1} tensors, its rule {letters!r} names {len(terms) - 1}"
         raise PlanError(site(node), fact, remedy)
 
-    def refuse(term: str, size: tuple[int, ...]) -> PlanError:
+    misfit = _misfit(terms, shapes)
+    if misfit is not None:
+        term, size = misfit
         fact = f"{op_name(node)} has a tensor of {len(size)} dims where its rule {letters!r} says {term!r}"
-        return PlanError(site(node), fact, remedy)
-
-    # How many dims each `...` stands for: that of the result must be the longest of the operands'.
-    dots = []
-    for term, size in zip(terms, shapes, strict=True):
-        if "..." in term.split():
-            dots.append(len(size) - len(term.split()) + 1)
-    if "..." in right.split() and dots[-1] != max(dots[:-1], default=0):
-        raise refuse(right, shapes[-1])
+        raise PlanError(site(node), fact, remedy)
     lengths: dict[str, set[int]] = {}
     for term, size in zip(terms, shapes, strict=True):
-        words = term.split()
-        named = [word for word in words if word != "..."]
-        if len(named) > len(size) or (len(named) < len(size) and "..." not in words):
-            raise refuse(term, size)
+        named = [word for word in term.split() if word != "..."]
         # From the right: `...` stands for leading dims.
         for word, length in zip(reversed(named), reversed(size), strict=False):
             lengths.setdefault(word, set()).add(length)
@@ -208,6 +208,23 @@ def _check_fits(node: Node, letters: str) -> None:
         if len(different - {1}) > 1:
             fact = f"{op_name(node)} has sizes {sorted(different)} where its rule {letters!r} says {word}"
             raise PlanError(site(node), fact, remedy)
+
+
+def _misfit(terms: list[str], shapes: list[tuple[int, ...]]) -> tuple[str, tuple[int, ...]] | None:
+    """Return the first term that does not name every dim of its tensor, with the tensor's shape."""
+    # How many dims each `...` stands for: that of the result must be the longest of the operands'.
+    dots = []
+    for term, size in zip(terms, shapes, strict=True):
+        if "..." in term.split():
+            dots.append(len(size) - len(term.split()) + 1)
+    if "..." in terms[-1].split() and dots[-1] != max(dots[:-1], default=0):
+        return terms[-1], shapes[-1]
+    for term, size in zip(terms, shapes, strict=True):
+        words = term.split()
+        named = [word for word in words if word != "..."]
+        if len(named) > len(size) or (len(named) < len(size) and "..." not in words):
+            return term, size
+    return None
 
 
 __all__ = ["Unlisted", "register_rule", "unlisted_links"]

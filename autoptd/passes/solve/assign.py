@@ -73,9 +73,11 @@ class Assignment:
         """
         own = note(operand).layout.over(self.axis)
         source = self.entries.get(operand, own)
+        # At most own type -> entry -> shared conversion -> the reader's type, less steps that change nothing.
         path = [source] if source != own else []
         shared = self.shared_conversions.get(operand)
         if shared is not None and shared not in (source, target):
+            # The same comparison as in the solver's table, `_shared_table`: both must take the same way.
             direct, onward = self.price(operand, source, target), self.price(operand, shared, target)
             if onward < direct:
                 return [*path, shared, target]
@@ -90,6 +92,7 @@ def assign_tensor(graph: Graph, splitter: Splitter) -> Assignment:
     """
     problem, shared_conversions, entries, enters = _solve_graph(graph, splitter)
     chosen = _chosen(problem)
+    # Only now, so that a search among plans (votes, pins) leaves no trace in the notes.
     for node, strategy in chosen.items():
         record = note(node)
         record.layout = record.layout.replacing(splitter.axis, strategy.gives)
@@ -137,6 +140,7 @@ def _solve_graph(graph: Graph, splitter: Splitter) -> Solved:
         raise TableTooLarge.of_solver()
 
     def is_possible(pins: Pins) -> bool:
+        # A shallow copy: axes and factors, which take long to find, do not depend on pins.
         trial = copy(splitter)
         trial.pins = pins
         return _try_graph(graph, trial).problem.is_possible
@@ -146,6 +150,7 @@ def _solve_graph(graph: Graph, splitter: Splitter) -> Solved:
 
 def _try_graph(graph: Graph, splitter: Splitter) -> Solved:
     """Solve; the price of the answer is infinite where there is none."""
+    # What depends on no parameter (masks, positions) is computed whole on every rank, and has no variable.
     solved = [node for node in graph.nodes if note(node).of_params and node.op != "output"]
     splits = {node: splitter.splits(node) for node in solved if node.op == "call_function"}
     ties = find_ties(graph, splits, splitter.shards, splitter.pins)
@@ -168,6 +173,7 @@ def _solve_by_votes(solved: list[Node], splitter: Splitter) -> Solved:
     shared = {node for node in solved if note(node).kind == "param" and len(node.users) > 1}
     votes = {node: Counter[int]() for node in shared}
     _solve(solved, strategies, splitter, Ties(), apart=shared, votes=votes, exact=False)
+    # The first strategy of a parameter is "replicated", which every reader can use.
     whole = {node: strategies[node][:1] for node in shared}
     for node in shared:
         winner = max(votes[node], key=lambda i: (votes[node][i], -i))
@@ -200,6 +206,7 @@ class _Strategies(dict[Node, list[Strategy]]):
         if head is node:
             self[node] = make_strategies(node, self.splitter)
             return self[node]
+        # Operands in order, each once: the k-th of layer 3 stands for the k-th of layer 0.
         read_by_head, read = dict.fromkeys(operands(head)), dict.fromkeys(operands(node))
         counterpart = dict(zip(read_by_head, read, strict=True))
         self[node] = []

@@ -18,6 +18,7 @@ import torch
 from torch.fx import Graph, Node
 
 from autoptd.errors import PlanError
+from autoptd.ir.elsewhere import EXPERTS, NORMS
 from autoptd.ir.layout import BATCH
 from autoptd.ir.notes import note, op_name, output, shape, site, tensor, value
 from autoptd.ir.operators.lookups import UNCOUNTED
@@ -35,6 +36,8 @@ UNKNOWN_REMEDY = (
 )
 UNKNOWN_REMEDY += "(sums, products, views, gather), or d=1 and num_microbatches=1"
 COUNT_REMEDY = "F.cross_entropy(..., reduction='none').mean(), and class weights in a buffer"
+# Where an operator tells more of what the user wants.
+REMEDIES = {"aten.batch_norm": NORMS, "aten.sort": f"{RULE_REMEDY}; {EXPERTS}"}
 # Key of Note.extra: operands whose rows are all equal -> the place where they meet the batch.
 FIRST_ROWS = "first_rows"
 
@@ -44,6 +47,7 @@ def assign_batch(graph: Graph, axes: Axes, batched: set[str], pieces: int, const
 
     Raises PlanError, with site, fact and remedy, for what would mix samples.
     """
+    # Whatever mixes samples is allowed then, as batch norm: there is only one batch.
     if pieces == 1:
         return
     for node in graph.nodes:
@@ -73,22 +77,23 @@ def _type_of(node: Node, axes: Axes, constants: Constants) -> ValueType:
     split = {operand: kind for operand, kind in types.items() if kind.kind == "S"}
     partial = [operand for operand, kind in types.items() if kind.kind == "P"]
     if not split and not partial:
+        # Backward runs once per microbatch on a part of the gradient; the parts add up only if it is linear.
         if R in types.values() and not axes.is_linear(node):
             fact = f"{op_name(node)} of parameters: {axes.refused(node)}, and each microbatch gives it a part of the gradient"
             raise PlanError(site(node), fact, "a backward that is linear, or d=1 and num_microbatches=1")
         return R if R in types.values() else I
+    # A sum over samples: what follows, such as scaling the loss, must not tell the parts from the whole.
     if partial:
         return _keep_partial(node, partial, bool(split))
+    # Samples stay apart where one letter runs along the batch of all operands that carry it.
     letter = _common_letter(node, axes, split)
     if letter is None:
-        fact = _mixing_fact(node, axes, split)
-        remedy = RULE_REMEDY if axes.is_known(node) else UNKNOWN_REMEDY
-        remedy = COUNT_REMEDY if UNCOUNTED in fact else remedy
-        raise PlanError(site(node), fact, remedy)
+        raise _mixing_error(node, axes, split)
     # Operands with the letter that do not carry the batch are constants.
     for operand, place in letter.places.items():
         if operand in split:
             continue
+        # An expanded mask [b, 1, s, s], for example: any b rows of it are right for any b samples.
         if constants.has_equal_rows(operand, place[0]):
             note(node).extra.setdefault(FIRST_ROWS, {})[operand] = place
         else:
@@ -140,12 +145,15 @@ def adds_number(node: Node) -> bool:
     return len(operands(node)) == 1 and isinstance(node.args[0], Node)
 
 
-def _mixing_fact(node: Node, axes: Axes, split: dict[Node, ValueType]) -> str:
+def _mixing_error(node: Node, axes: Axes, split: dict[Node, ValueType]) -> PlanError:
+    """Make the error for an operator whose operands carry the batch, and that no rule splits by samples."""
     if not axes.is_known(node):
-        return f"no rule knows {op_name(node)}, its operand carries the batch, and probing refused it: {axes.refused(node)}"
+        fact = f"no rule knows {op_name(node)}, its operand carries the batch, and probing refused it: "
+        return PlanError(site(node), fact + axes.refused(node), UNKNOWN_REMEDY)
     operand, kind = next(iter(split.items()))
     reason = axes.whole_because(node, operand, (kind.dim, kind.atom))
-    return f"{op_name(node)} mixes the samples of the batch ({reason})"
+    remedy = COUNT_REMEDY if UNCOUNTED in reason else REMEDIES.get(op_name(node), RULE_REMEDY)
+    return PlanError(site(node), f"{op_name(node)} mixes the samples of the batch ({reason})", remedy)
 
 
 def _demand(node: Node, place: Place, axes: Axes, reader: Node) -> None:
@@ -158,6 +166,7 @@ def _demand(node: Node, place: Place, axes: Axes, reader: Node) -> None:
     letters = []
     if node.op == "call_function":
         letters = [letter for letter in axes.letters(node) if letter.out == place]
+    # It carries the batch in another dim already, or its own operator has no letter there.
     if record.layout.batch.kind == "S" or not letters:
         raise PlanError(site(reader), fact, "pass it to the model as an input")
     for operand, inner in letters[0].places.items():
@@ -179,6 +188,7 @@ def check_literals(graph: Graph, whole: Graph, constants: Constants) -> None:
     ours, theirs = list(graph.nodes), list(whole.nodes)
     if [(n.op, str(n.target)) for n in ours] != [(n.op, str(n.target)) for n in theirs]:
         raise PlanError("model", "its operators depend on the number of rows in the batch", RULE_REMEDY)
+    # 2 rows in the trace and 32 in the batch: every batch dim must grow 16-fold, [b * s, h] too.
     batches = [(shape(a)[0], shape(b)[0]) for a, b in zip(ours, theirs, strict=True) if _is_batch(a)]
     growth = max((Fraction(whole_rows, rows) for rows, whole_rows in batches), default=Fraction(1))
     for node, other in zip(ours, theirs, strict=True):

@@ -64,6 +64,7 @@ def entry_factors(
     gives = [strategy.gives for strategy in strategies[node]]
     conversions = _table(partial(edge_price, splitter, node), gives, kinds)
     factors: list[Factor] = [((variable[node], i), conversions)]
+    # Without it the cheapest first layer would often be unlike all others, for nanoseconds.
     extra = odd_layer_price(payload(node), splitter.degree, splitter.machine)
 
     def price_of_difference(entered: Layout, read: Layout) -> float:
@@ -91,6 +92,7 @@ def edge_factors(
     """
     cost = partial(edge_price, splitter, node)
     i, gives = source
+    # q, k and v save the same input once: a third of it is counted on each of their edges.
     savers = [reader for reader in readers if is_saved(node, reader)]
     factors: list[Factor] = []
     if shared is not None:
@@ -149,6 +151,7 @@ def is_saved(node: Node, reader: Node) -> bool:
 
 def gathers_again(splitter: Splitter, reader: Node, source: Layout, target: Layout) -> bool:
     """Tell whether backward of `reader` all-gathers its operand again, so that only the shards are saved."""
+    # S -> R alone: so `hook_gemms.gather_again` decides when it marks the gather.
     is_gather = bool(source.shards) and not source.sub_axes and target == splitter.over(R)
     return is_gather and op_name(reader) in ("aten.linear", "aten.addmm")
 

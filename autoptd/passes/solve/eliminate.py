@@ -31,7 +31,7 @@ class TableTooLarge(PlanError):
     @classmethod
     def of_solver(cls) -> TableTooLarge:
         """Make the error for a search that found no possible answer."""
-        fact = "its operators hang together too closely to find how tp splits them"
+        fact = "its operators hang together too closely to find how they are split"
         return cls("solver", fact, "t=1, or no pinned parameters")
 
 
@@ -92,6 +92,7 @@ class _Elimination:
                 self.touching[variable].add(i)
         self.next_number = len(factors)
         self.held: set[int] = set()
+        # (entries of the table that eliminating it takes, variable); entries get stale as neighbours change.
         self.heap = [(self.size(variable), variable) for variable in range(len(choices))]
         heapq.heapify(self.heap)
 
@@ -117,6 +118,7 @@ class _Elimination:
             queued_size, variable = heapq.heappop(self.heap)
             if variable in done:
                 continue
+            # Smallest table first: the greedy order; on a chain of layers the tables stay those of one layer.
             size = self.size(variable)
             # Its neighbourhood grew since it was queued.
             if size > queued_size:
@@ -134,6 +136,7 @@ class _Elimination:
             touched = sorted(self.touching[variable])
             near, best, best_choice = _eliminate(variable, self.choices, [self.pool[i] for i in touched])
             order.append((variable, near, best_choice))
+            # The variable is gone: what is left is its best cost for every choice of its neighbours.
             self._replace(touched, [(tuple(near), best)] if near else [])
         answer = [0] * len(self.choices)
         if known is not None:
@@ -190,6 +193,7 @@ def _eliminate(
     near = sorted({other for variables, _ in factors for other in variables} - {variable})
     axes = [variable, *near]
     total = np.zeros([choices[other] for other in axes])
+    # einsum by hand: transpose to the order of `axes`, broadcast over the rest, add.
     for variables, table in factors:
         present = [other for other in axes if other in variables]
         transposed = table.transpose([variables.index(other) for other in present])

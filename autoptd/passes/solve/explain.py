@@ -4,7 +4,7 @@ In: the solver's answer, and the path of a module. Out: text. The price of an al
 with it, minus that of the chosen plan: seconds per microbatch, forward and backward, with memory priced in (`ir/machine.py`).
 Repeated layers are decided together: the price is per layer, if all of them change.
 
-    explain_split(assignment, "transformer.h.3.mlp.c_fc")
+    explain_split(ctx.found.assignments, "transformer.h.3.mlp.c_fc")
     # transformer.h.3.mlp.c_fc  linear (gpt.py:65)
     #   chosen    S(tp, dim 2: [3072])  column: 3072 = 4 x 768
     #   +61.2 us  P                     row: its input arrives sharded, 768 = 4 x 192
@@ -17,7 +17,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ from torch.fx import Node
 
 from autoptd.errors import PlanError
 from autoptd.ir.layout import Layout
+from autoptd.ir.mesh import AXES
 from autoptd.ir.notes import note, op_name
 from autoptd.ir.steps import Step
 from autoptd.ir.types import CONVERSIONS
@@ -39,7 +40,7 @@ from autoptd.program.calls import LOCAL_WORK
 
 MAX_LINES = 8
 KEPT_PLAN_REMARK = (
-    "sequence_parallel=True: what tp splits without it stays split; only what stands between may be split by tokens. "
+    "sequence_parallel=True: what is split without it stays split; only what stands between may be split by tokens. "
     '"auto" may split all of it otherwise'
 )
 
@@ -71,6 +72,7 @@ def alternatives(problem: Problem, node: Node) -> list[Alternative]:
 
 def _extra_seconds(problem: Problem, variable: int, choice: int) -> float:
     """Return the extra seconds per layer of the best plan with a choice; infinite where there is none, nan if not found."""
+    # One more factor forbids all other choices; everything else is solved again, at its best.
     only = np.full(problem.choices[variable], math.inf)
     only[choice] = 0.0
     try:
@@ -80,6 +82,7 @@ def _extra_seconds(problem: Problem, variable: int, choice: int) -> float:
     if answer[variable] != choice:
         return math.inf
     picoseconds = problem.price(answer) - problem.price(problem.answer)
+    # The number of nodes that share the variable: one in each of the tied layers.
     layers = Counter(problem.variable.values())[variable]
     return picoseconds * 1e-12 / layers
 
@@ -104,6 +107,7 @@ def formulas(assignment: Assignment, symbols: Symbols, node: Node) -> list[Formu
     split = any(types.shards for types in strategies[node].needs.values())
     share = ", a t-th of them on each rank" if split else ", on every rank"
     costs = [Formula("product:", symbols.flops(node), f"FLOPs forward{share}", flops(node))]
+    # (what, value, the types it is wanted in)
     reads = [(f"reads {_name(operand)}", operand, types) for operand, types in strategies[node].needs.items()]
     gives = [
         ("gives", node, strategy.needs[node]) for strategy in strategies.values() if node in strategy.needs
@@ -116,6 +120,7 @@ def formulas(assignment: Assignment, symbols: Symbols, node: Node) -> list[Formu
             expression = sum(symbols.conversion(value, step) for step in path)
             number = assignment.cost(value, source, target)
             costs.append(Formula(_work(what, path, target), expression, "seconds", number))
+            # A route of two steps is two lines: to the shared conversion, and on from there.
             source = target
     return costs
 
@@ -137,22 +142,38 @@ def _work(what: str, path: Sequence[Step], target: Layout) -> str:
     return f"{what} as {target.letter}: {', '.join(collectives or local) or 'nothing'},"
 
 
-def explain_split(assignment: Assignment, path: str, remark: str = "") -> str:
+def explain_split(assignments: Mapping[str, Assignment], path: str, remark: str = "") -> str:
     """Return what was decided for the parameters and matrix products of the module at `path` (or one parameter), and why.
 
-    `remark` is about the whole plan, and stands at the end. Raises PlanError for a path without anything to split.
+    `assignments` are those of all axes. `remark` is about the whole plan, and stands at the end. Raises PlanError for a
+    path without anything to split.
     """
-    problem = assignment.problem
-    if problem is None:
-        return f"{path}: t=1, nothing is split\n"
+    texts = []
+    for assignment in assignments.values():
+        if assignment.problem is not None:
+            texts.append(_explain_axis(assignment, assignment.problem, path, remark))
+    if not texts:
+        degrees = ", ".join(f"{AXES[axis].degree}=1" for axis in assignments)
+        return f"{path}: {degrees}, nothing is split\n"
+    return "\n".join(texts)
+
+
+def _explain_axis(assignment: Assignment, problem: Problem, path: str, remark: str) -> str:
+    """Return what was decided over one axis."""
+    # With the dot, "h.1" does not take in "h.10".
     within = [node for node in problem.variable if f"{_path(node)}.".startswith(f"{path}.")]
     if not within:
         near = difflib.get_close_matches(path, _known_paths(problem), n=3, cutoff=0.3)
-        raise PlanError(path, "no such module or parameter depends on tp", f"for example {', '.join(near)}")
+        raise PlanError(
+            path,
+            f"no such module or parameter depends on {assignment.axis}",
+            f"for example {', '.join(near)}",
+        )
     main_nodes = [node for node in within if note(node).kind == "param" or flops(node)]
     assert assignment.splitter is not None
     symbols = Symbols(assignment.splitter, assignment.letters)
     lines, expressions = [], []
+    # A module without weights or products, as a norm of its own, shows its first operators.
     for node in main_nodes or within[:MAX_LINES]:
         lines += _lines(problem, node)
         for cost in formulas(assignment, symbols, node) if flops(node) else []:

@@ -44,6 +44,7 @@ def note_fallbacks(graph: Graph, assignment: Assignment, splitter: Splitter) -> 
         fallback = _unknown(node, splitter) or _blocked(node, assignment, splitter, nouns)
         if fallback is not None:
             record.fallback = fallback
+            # "whole on every rank: 6 heads do not divide over t=4"
             record.why += f"{':' if record.why == WHOLE else ', because'} {fallback.fact}"
         elif flops(node) and record.why == WHOLE:
             record.why += ": cheaper than the collectives of a split"
@@ -111,11 +112,13 @@ def _blocked(
     """A matrix product that stays whole, or attention that is not split by heads, because t does not divide."""
     if not flops(node):
         return None
+    # The names of what is split already: None for an axis without a name.
     split_axes: list[str | None] = []
     for operand, types in assignment.strategies[node].needs.items():
         split_axes += [nouns.get(_axis_of(operand, kind, splitter)) for _, kind in types.shards]
     is_whole = not split_axes
     blocked = [(letter.size, _noun(node, letter, splitter, nouns)) for letter in splitter.blocked(node)]
+    # Heads are what people know; that the head size does not divide either would only confuse.
     of_heads = [(size, noun) for size, noun in blocked if noun in COUNTED]
     named = list(dict.fromkeys(of_heads or blocked))
     if not named or not (is_whole or of_heads) or any(noun in COUNTED for noun in split_axes):

@@ -23,6 +23,7 @@ from torch.fx import Graph
 
 from autoptd.errors import PlanError
 from autoptd.ir.layout import BATCH
+from autoptd.ir.mesh import AXES
 from autoptd.ir.notes import note, placeholders
 from autoptd.options import Options
 from autoptd.passes.axes.axes import Axes
@@ -32,10 +33,13 @@ from autoptd.passes.solve.assign import Assignment, assign_tensor, find_plan
 from autoptd.passes.solve.batch import assign_batch, check_literals
 from autoptd.passes.solve.dropout_rows import place_rows
 from autoptd.passes.solve.fallbacks import note_fallbacks
-from autoptd.passes.solve.shard_pins import Pins, find_pins, keep_layouts
+from autoptd.passes.solve.shard_pins import Pins, find_pins, keep_layouts, read_shard
 from autoptd.passes.solve.strategies import KeptPlan, Part, Splitter
 from autoptd.passes.solve.symbols import name_axes
 from autoptd.program.follow import layouts_of
+
+# The axis that splits parameters, which pins of a plan are about.
+WEIGHT_AXIS = "tp"
 
 
 class Policy(Protocol):
@@ -75,10 +79,10 @@ class Solved:
     keeps_products: bool = False
 
     def assign(self, graph: Graph, axes: Axes, ctx: Context) -> None:
-        pins, degree = _pins(graph, ctx), ctx.mesh.degree(self.axis)
+        pins, degree = _pins(graph, ctx, self.axis), ctx.mesh.degree(self.axis)
         # Later passes ask for the assignment of every axis, also where nothing is split.
         if degree == 1:
-            _refuse_pins(pins)
+            _refuse_pins(pins, self.axis)
             ctx.found.assignments[self.axis] = Assignment(self.axis, {}, {}, lambda *_: 0.0, lambda *_: 0.0)
             return
         make_splitter = partial(
@@ -98,31 +102,36 @@ class Solved:
 
 def policies(ctx: Context) -> tuple[Policy, ...]:
     """Return the policies of all axes that values have types over, in the order in which they assign them."""
-    solved = {"tp": _tensor_policy(ctx.options)}
+    # By axis. A new one of Role.VALUES raises KeyError here until it has a policy.
+    solved = {WEIGHT_AXIS: _tensor_policy(ctx.options)}
     return (ByRule(), *(solved[axis] for axis in ctx.mesh.value_axes))
 
 
 def _tensor_policy(options: Options) -> Solved:
     """Return the policy of tp: it splits weights and their products, and tokens if sequence parallelism is asked for."""
-    plain = Solved("tp", frozenset({Part.WEIGHTS}))
+    plain = Solved(WEIGHT_AXIS, frozenset({Part.WEIGHTS}))
     if not options.sequence_parallel:
         return plain
     keeps = options.sequence_parallel is True
     return replace(plain, may_split=plain.may_split | {Part.TOKENS}, keeps_products=keeps)
 
 
-def _pins(graph: Graph, ctx: Context) -> Pins:
-    """Return the pinned parameters: from the plan, or all those of the program whose layout this one must match."""
+def _pins(graph: Graph, ctx: Context, axis: str) -> Pins:
+    """Return the parameters pinned over an axis: by the plan, or all of the program whose layout this one must match."""
+    # An evaluation reads parameters where training stored them: its own plan would move them.
     if ctx.like is None:
-        return find_pins(graph, ctx.options.plan.shard)
+        pinned = read_shard(ctx.options.plan.shard, ctx.mesh.value_axes, WEIGHT_AXIS)
+        return find_pins(graph, pinned[axis])
     return keep_layouts(graph, layouts_of(ctx.like))
 
 
-def _refuse_pins(pins: Pins) -> None:
+def _refuse_pins(pins: Pins, axis: str) -> None:
     """Raise PlanError for a pinned shard along an axis of one rank."""
     split = [pin for pin in pins.values() if pin.dim is not None]
     if split:
-        raise PlanError("plan: shard", f"{split[0]}, but t=1 splits nothing", "t > 1, or leave it out")
+        degree = AXES[axis].degree
+        fact = f"{split[0]}, but {degree}=1 splits nothing"
+        raise PlanError("plan: shard", fact, f"{degree} > 1, or leave it out")
 
 
 def _check_tokens(graph: Graph, splitter: Splitter) -> None:
@@ -133,11 +142,13 @@ def _check_tokens(graph: Graph, splitter: Splitter) -> None:
             atoms = splitter.axes.atoms(node, dim)
             different.update(axis.size for axis in atoms if id(axis) in splitter.tokens)
     sizes = sorted(different)
+    # One input's tokens are enough: an encoder's may not divide where a decoder's do.
     if any(size % splitter.degree == 0 for size in sizes):
         return
     fact, remedy = "no input has tokens beside its batch", "leave it out"
     if sizes:
-        fact = f"{' and '.join(map(str, sizes))} tokens do not divide over t={splitter.degree}"
+        degree = splitter.mesh.product_text([splitter.axis])
+        fact = f"{' and '.join(map(str, sizes))} tokens do not divide over {degree}"
         remedy = f"a multiple of {splitter.degree} tokens, or sequence_parallel='auto'"
     raise PlanError("sequence_parallel=True", fact, remedy)
 

@@ -68,6 +68,7 @@ class Variables:
         self, solved: list[Node], strategies: dict[Node, list[Strategy]], splitter: Splitter, ties: Ties
     ) -> None:
         self.strategies, self.splitter, self.ties = strategies, splitter, ties
+        # Tied nodes are decided with the one of the first layer.
         heads = [node for node in solved if ties.same.get(node, node) is node]
         self.variable = {node: i for i, node in enumerate(heads)}
         self.variable |= {
@@ -92,6 +93,7 @@ class Variables:
         readers = self.readers(node)
         others = [other for other in self.ties.enters.get(node, ()) if other in self.variable]
         reader_variables = sorted(self.variable.get(reader, -1) for reader in readers)
+        # Tied layers have the same variables: their tables are made once, and counted.
         key = (self.variable[node], tuple(reader_variables), bool(others))
         if key not in self.tables:
             self.tables[key] = self._make_tables(node, readers, others, may_share and len(readers) > 1)
@@ -107,6 +109,7 @@ class Variables:
         seconds = [strategy.seconds for strategy in self.strategies[node]]
         tables: list[Factor] = [((own,), price_table(seconds))]
         source: TypeVariable = own, self.gives(node)
+        # In front of repeated layers: the value is brought to the entry's type, and the layers read that.
         if others:
             kinds = list(source[1])
             for other in others:
@@ -124,12 +127,14 @@ class Variables:
     def add_apart(self, node: Node) -> list[int]:
         """Let every reader of a parameter choose for itself; return the variables of these choices."""
         readers, added = self.readers(node), []
+        # Each copy of the parameter pays its part of the price of storing it.
         for reader in readers:
             own = len(self.choices)
             added.append(own)
             seconds = [strategy.seconds / len(readers) for strategy in self.strategies[node]]
             self.choices.append(len(seconds))
             self.factors.append(((own,), price_table(seconds)))
+            # The reader's tables are about this copy of the parameter alone.
             source = own, self.gives(node)
             variable = self.variable | {node: own}
             self.factors += edge_factors(

@@ -1,17 +1,19 @@
 """Parameters whose sharding is pinned by hand: the key `shard` of a plan.
 
 In: entries `{"pattern": "transformer.h.*.mlp.c_fc.weight", "dim": 0, "axis": "tp"}`; a star stands for a number, `"dim": null`
-for a parameter that is kept whole. Out: for every parameter that a pattern names, the `Pin` that restricts its strategies.
-All other parameters are left to the solver. Pins that no plan can keep are refused; where two exclude each other, the error
-names both.
+for a parameter that is kept whole; without an axis, an entry is about the axis that splits parameters. Out: for every
+parameter that a pattern names, the `Pin` that restricts its strategies over the axis. All others are left to the solver. Pins
+that no plan can keep are refused; where two exclude each other, the error names both.
 
-    pins = find_pins(graph, plan["shard"])       # {weight node: Pin("transformer.h.*.mlp.c_fc.weight", dim=0), ...}
+    pins = find_pins(graph, read_shard(plan["shard"], ("tp",), "tp")["tp"])
+    # {weight node: Pin("transformer.h.*.mlp.c_fc.weight", dim=0), ...}
 
 `keep_layouts` pins the exact layout of another program instead: an evaluation reads the parameters that training stored.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -50,7 +52,24 @@ class Pin:
 Pins = dict[Node, Pin]
 
 
-def find_pins(graph: Graph, shard: Sequence[Mapping[str, Any]]) -> Pins:
+def read_shard(shard: Sequence[Mapping[str, Any]], axes: Sequence[str], default: str) -> dict[str, list[Pin]]:
+    """Return the entries of a plan by mesh axis; those without an axis are about the `default`.
+
+    PlanError for an entry that cannot be read, or whose axis is none of `axes`.
+    """
+    pins: dict[str, list[Pin]] = {axis: [] for axis in axes}
+    for entry in shard:
+        check_known(SITE, entry, ("pattern", "dim", "axis"))
+        pattern, dim, axis = entry.get("pattern"), entry.get("dim"), entry.get("axis") or default
+        if not isinstance(pattern, str) or not (dim is None or isinstance(dim, int)) or axis not in axes:
+            example = json.dumps({"pattern": "h.*.mlp.c_fc.weight", "dim": 0, "axis": default})
+            remedy = f"for example {example}, or dim null to keep it whole"
+            raise PlanError(SITE, f"{dict(entry)} is no entry", remedy)
+        pins[axis].append(Pin(pattern, dim))
+    return pins
+
+
+def find_pins(graph: Graph, shard: Sequence[Pin]) -> Pins:
     """Find the parameters that the entries of a plan name.
 
     Raises PlanError for an entry that names no parameter, a dim that the parameter does not have, and two entries that
@@ -58,8 +77,8 @@ def find_pins(graph: Graph, shard: Sequence[Mapping[str, Any]]) -> Pins:
     """
     parameters = {note(node).name: node for node in placeholders(graph, "param")}
     pins: Pins = {}
-    for entry in shard:
-        pin = _read(entry)
+    for pin in shard:
+        # A star is a number, not any text: "h.*.weight" must not take in "h.0.mlp.weight".
         pattern = re.compile(re.escape(pin.pattern).replace(r"\*", r"\d+"))
         matching = [node for name, node in parameters.items() if pattern.fullmatch(name)]
         if not matching:
@@ -75,25 +94,15 @@ def find_pins(graph: Graph, shard: Sequence[Mapping[str, Any]]) -> Pins:
 
 
 def keep_layouts(graph: Graph, layouts: Mapping[str, tuple[Any, ...]]) -> Pins:
-    """Pin every parameter of the graph that `layouts` has, by name, to the placement given there."""
+    """Pin every parameter of the graph that `layouts` has, by name, to the layout given there."""
     pins: Pins = {}
     for node in placeholders(graph, "param"):
         name = note(node).name
         if name in layouts:
             layout = layouts[name]
+            # An element layout begins with its dim; () is whole.
             pins[node] = Pin(name, layout[0] if layout else None, layout)
     return pins
-
-
-def _read(entry: Mapping[str, Any]) -> Pin:
-    check_known(SITE, entry, ("pattern", "dim", "axis"))
-    pattern, dim, axis = entry.get("pattern"), entry.get("dim"), entry.get("axis", "tp")
-    if not isinstance(pattern, str) or not (dim is None or isinstance(dim, int)) or axis not in ("tp", None):
-        example = '{"pattern": "h.*.mlp.c_fc.weight", "dim": 0, "axis": "tp"}'
-        raise PlanError(
-            SITE, f"{dict(entry)} is no entry", f"for example {example}, or dim null to keep it whole"
-        )
-    return Pin(pattern, dim)
 
 
 def refuse_conflict(pins: Pins, is_possible: Callable[[Pins], bool]) -> PlanError:
@@ -101,6 +110,7 @@ def refuse_conflict(pins: Pins, is_possible: Callable[[Pins], bool]) -> PlanErro
 
     `is_possible` solves with some of the pins, which takes as long as solving the model.
     """
+    # Pins, not parameters: one entry of a plan is one pin on all layers.
     each = list(dict.fromkeys(pins.values()))
     remedies = {
         1: "leave it out, or ask program.explain what it could be",
@@ -114,4 +124,4 @@ def refuse_conflict(pins: Pins, is_possible: Callable[[Pins], bool]) -> PlanErro
     return PlanError(SITE, f"no plan has {', '.join(map(str, each))} together", "leave some of them out")
 
 
-__all__ = ["Pin", "Pins", "find_pins", "keep_layouts", "refuse_conflict"]
+__all__ = ["Pin", "Pins", "find_pins", "keep_layouts", "read_shard", "refuse_conflict"]

@@ -88,22 +88,14 @@ class Factors:
 
     def __init__(self, graph: Graph, axes: Axes, axis: str, mesh: Mesh) -> None:
         self.axes, self.mesh, degree = axes, mesh, mesh.degree(axis)
-        of_inputs: set[int] = set()
-        neighbours: set[tuple[int, int]] = set()
-        for node in graph.nodes:
-            if not axes.has(node):
-                continue
-            for ids in axes.ids(node):
-                neighbours.update(itertools.pairwise(ids))
-                if note(node).kind == "input":
-                    of_inputs.update(ids)
+        # By (id of the outer axis, id of the inner one).
         self.pairs: dict[tuple[int, int], tuple[str, str]] = {}
+        free_pairs = _neighbours(graph, axes)
         for node in ops(graph):
             letters = axes.letters(node) if axes.has(node) else []
             for outer, inner in itertools.permutations(letters, 2):
                 pair = axes.ids_of(node, outer)[0], axes.ids_of(node, inner)[0]
-                is_free = pair in neighbours and of_inputs.isdisjoint(pair)
-                if is_free and _brings(node, outer, inner) and _divides(outer, inner, degree):
+                if pair in free_pairs and _brings(node, outer, inner) and _divides(outer, inner, degree):
                     slow, fast = SubAxis(axis, 1, outer.size), SubAxis(axis, outer.size, degree // outer.size)
                     self.pairs[pair] = str(slow), str(fast)
 
@@ -132,6 +124,7 @@ class Factors:
             sub_axes_of_outer.setdefault(outer, sub_axes)
         layouts = []
         for dim, axes in enumerate(self.axes.ids(node)):
+            # (heads, repeat), (repeat, head_dim), (head_dim, None).
             for i, pair in enumerate(itertools.zip_longest(axes, axes[1:])):
                 if pair in self.pairs:
                     slow, fast = self.pairs[pair]
@@ -144,6 +137,23 @@ class Factors:
     def _is_chunk(self, node: Node, split: Split) -> bool:
         """Tell whether a rank's piece of the result is one chunk of the dims from the outer axis on."""
         return split.gives is not None and split.gives.is_chunk(note(node).dims)
+
+
+def _neighbours(graph: Graph, axes: Axes) -> set[tuple[int, int]]:
+    """Return the pairs of axes that lie side by side in a dim: (KV heads, repeat), (repeat, head size).
+
+    Those of inputs, samples and tokens, are left out: tensor ranks do not divide them.
+    """
+    of_inputs: set[int] = set()
+    pairs: set[tuple[int, int]] = set()
+    for node in graph.nodes:
+        if not axes.has(node):
+            continue
+        for ids in axes.ids(node):
+            pairs.update(itertools.pairwise(ids))
+            if note(node).kind == "input":
+                of_inputs.update(ids)
+    return {pair for pair in pairs if of_inputs.isdisjoint(pair)}
 
 
 def _divides(outer: Letter, inner: Letter, degree: int) -> bool:

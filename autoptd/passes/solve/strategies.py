@@ -82,6 +82,7 @@ class Splitter:
     ) -> None:
         self.axes, self.axis, self.mesh, self.machine, self.pins = axes, axis, mesh, machine, pins
         self.degree = mesh.degree(axis)
+        # The same few pairs of layouts are asked for at every edge of every layer.
         self._paths: dict[tuple[Layout, Layout], list[Step] | None] = {}
         self.padding = Padding(graph, axes, self.degree)
         self.factors = Factors(graph, axes, axis, mesh)
@@ -93,6 +94,7 @@ class Splitter:
             for dim, ids in enumerate(axes.ids(node)):
                 is_batch = dim == 0 and note(node).name in batched
                 (batch if is_batch else others).update(ids)
+        # An axis that is the batch of one input is so for all, wherever they have it.
         self.tokens = others - batch
         self.may_split = may_split
         self.never_split = set(batch)
@@ -144,6 +146,7 @@ class Splitter:
 
     def blocked(self, node: Node) -> list[Letter]:
         """Return the letters by which `node` would be split if t divided them, without those that sub-axes split."""
+        # 2 KV heads over t=4 are no misfit: the pair with its query heads is split instead.
         factored = {axis for pair in self.factors.pairs for axis in pair}
         letters = []
         for letter in self.free_letters(node):
@@ -182,6 +185,7 @@ class KeptPlan:
         if strategy == kept:
             return True
         if is_whole(strategy):
+            # A product that was split may not become whole for the tokens' sake; an add between may.
             return not is_split(kept) or not (flops(node) or note(node).kind == "param")
         return strategy not in without and not (flops(node) and is_split(kept))
 
@@ -244,6 +248,7 @@ def _split_strategies(node: Node, splitter: Splitter) -> list[Strategy]:
     strategies = []
     for split in splitter.splits(node):
         needs = {operand: _whole(operand, splitter) for operand in operands(node)}
+        # Those that have the letter; all others stay whole, with partial gradients (R).
         needs |= {operand: split.needs(operand) for operand in operands(node) if operand in split.carriers}
         pieces = math.prod(splitter.mesh.degree(axis) for axis, _ in split.letters)
         # Only matrix products are credited for a split: for the rest, splitting must not cost a collective but earns
@@ -270,6 +275,8 @@ def _pending_strategies(node: Node, splitter: Splitter) -> list[Strategy]:
     if operator_of(node).is_sum:
         seconds += splitter.machine.latency / 2
     strategies = []
+    # A pending sum goes through adds and scaling; its all-reduce comes later, or once for several (the two
+    # branches of a parallel residual).
     for group in linear_groups(node):
         if any(note(operand).of_params for operand in group):
             needs = {operand: _whole(operand, splitter) for operand in operands(node)}
@@ -282,8 +289,10 @@ def _split_why(node: Node, split: Split, pieces: int, t: int) -> str:
     each, padded = division_text(split.size, pieces), ", padded" if split.size % pieces else ""
     each += alike_text(pieces, t)
     row, column = f"row: its input arrives sharded, {each}", f"column{padded}: {each}"
+    # Megatron's words, for a reader who knows its paper: the weight's columns or rows in [in, out] order.
     if op_name(node) == "aten.linear" and split.name in ("o", "i"):
         return column if split.name == "o" else row
+    # {False}: a product of two activations, as q k^T, which has no columns or rows of a weight.
     are_weights = {note(operand).kind == "param" for operand in split.carriers}
     if operator_of(node).factors and are_weights != {False}:
         if split.is_contracted:
@@ -314,9 +323,12 @@ def parameter_strategies(node: Node, splitter: Splitter) -> list[Strategy]:
                 seconds += conversion_seconds(I, R, part, mesh.degree(axis), machine) / MICROBATCHES_PER_STEP
         return seconds
 
+    # I first: on equal price, no gradient needs a sum.
     strategies = [Strategy({}, splitter.over(I), keep, "replicated")]
     summed = splitter.over(R)
-    strategies.append(Strategy({}, summed, keep + sum_once(summed), "replicated, gradient summed over tp"))
+    strategies.append(
+        Strategy({}, summed, keep + sum_once(summed), f"replicated, gradient summed over {splitter.axis}")
+    )
     for types in splitter.shards(node):
         size = math.prod(note(node).dims[kind.dim][kind.atom] for _, kind in types.shards)
         pieces = types.pieces(mesh)

@@ -24,6 +24,7 @@ import sympy
 from torch.fx import Graph, Node
 
 from autoptd.ir import markers
+from autoptd.ir.mesh import AXES
 from autoptd.ir.notes import op_name, ops, shape, tensor
 from autoptd.ir.steps import Step
 from autoptd.passes.axes.axes import Axis
@@ -38,6 +39,7 @@ Expression = Any
 
 def name_axes(graph: Graph, splitter: Splitter) -> dict[int, str]:
     """Return the letters of the axes of an ANNOTATED graph, by their ids."""
+    # Later entries win: an axis that is both heads and tokens, of a model that folds them, is tokens.
     letters = {axis: LETTERS[noun] for axis, noun in axis_nouns(graph, splitter).items()}
     for node in ops(graph):
         if op_name(node) == "aten.embedding":
@@ -55,7 +57,7 @@ class Symbols:
         self.splitter, self.letters = splitter, letters
         machine = splitter.machine
         self.values: dict[Expression, float] = {}
-        self.t = self._symbol("t", splitter.degree)
+        self.degree = self._symbol(AXES[splitter.axis].degree, splitter.degree)
         self.machine: Any = SimpleNamespace(
             link_bandwidth=self._symbol("W", machine.link_bandwidth),
             memory_bandwidth=self._symbol("M", machine.memory_bandwidth),
@@ -79,7 +81,8 @@ class Symbols:
     def conversion(self, node: Node, step: Step) -> Expression:
         """Return the seconds of one conversion step of a value, as `costs.conversion_seconds` gives them."""
         nbytes = math.prod(self.shape(node)) * tensor(node).element_size() / step.others
-        degree = self.t if step.axis == self.splitter.axis else self.splitter.mesh.degree(step.axis)
+        # A sub-axis has a number of ranks of its own, and no letter.
+        degree = self.degree if step.axis == self.splitter.axis else self.splitter.mesh.degree(step.axis)
         return conversion_seconds(step.before, step.after, nbytes, degree, self.machine)
 
     def number(self, expression: Expression) -> float:

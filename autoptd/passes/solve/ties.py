@@ -64,8 +64,10 @@ def find_ties(
     same: dict[Node, Node] = {}
     enters: dict[Node, list[Node]] = {}
     for period in periods:
+        # `first` is read by layer 0 in the place where layer k reads operator `index` of layer k - 1.
         for index, first in period.carried.items():
             enters.setdefault(first, []).append(body[period.start + index])
+        # Operator j of every layer is decided with operator j of the first.
         for i in range(period.start, period.stop):
             same[body[i]] = body[period.start + (i - period.start) % period.length]
         for operand in itertools.chain.from_iterable(period.operands):
@@ -104,5 +106,6 @@ def _facts(node: Node, shards: Callable[[Node], list[Layout]]) -> str:
     record, result = note(node), value(node)
     results = result if isinstance(result, (tuple, list)) else [result]
     sizes = [tuple(part.shape) for part in results]
+    # What has no gradient is wanted as I where other values are wanted as R, and nobody saves it.
     roles = record.of_params, record.needs_grad, record.kind == "param"
     return repr((sizes, tensor(node).dtype, record.dims, list(map(str, shards(node))), roles))

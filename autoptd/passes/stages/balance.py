@@ -8,7 +8,7 @@ says how far the result could be from the best.
     place(Line(work=[1, 1, 1, 3], points=[0, 1, 2]), ranks=[0, 1]).chosen == (2,)
 
 The busiest rank decides: with m microbatches a pipeline takes about m times its time per microbatch (SC'21, section 2.2). Where
-the schedule can be simulated (`finish`), the cuts around the best one are compared by its makespan.
+the schedule can be simulated (`makespan_of`), the cuts around the best one are compared by its makespan.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MAX_ROUNDS, CUTS_PER_ROUND = 4, 16
 # Of few cuts, more moves are tried: further ones, and two cuts at once.
 MAX_BOUNDARIES_FOR_ALL_MOVES = 40
 # Seconds of every stage -> seconds of the schedule.
-Finish = Callable[[Sequence[float]], float]
+MakespanOf = Callable[[Sequence[float]], float]
 
 
 @dataclass(frozen=True)
@@ -65,14 +65,14 @@ class Line:
 class Cuts:
     """`chosen[k]` is the last operator of stage k; `loads`: seconds per pipeline rank, of which none can be below `bound`.
 
-    `held`: bytes per pipeline rank; `finish`: seconds of the schedule, or of the busiest rank where it is not simulated.
+    `held`: bytes per pipeline rank; `makespan`: seconds of the schedule, or of the busiest rank where it is not simulated.
     """
 
     chosen: tuple[int, ...]
     loads: tuple[float, ...]
     bound: float
     held: tuple[float, ...]
-    finish: float
+    makespan: float
 
     @property
     def busiest(self) -> float:
@@ -84,7 +84,7 @@ def place(
     ranks: Sequence[int],
     live: Sequence[Sequence[int]] = (),
     memory: float = np.inf,
-    finish: Finish | None = None,
+    makespan_of: MakespanOf | None = None,
 ) -> Cuts | None:
     """Cut `line` into len(ranks) stages; None if there is no way to.
 
@@ -101,9 +101,9 @@ def place(
         ends = _improve(table, [start for start in starts if start is not None])
     if ends is None or table.held(ends).max() > memory:
         return None
-    if finish:
-        ends = _simulated(table, ends, finish)
-    return _cuts(table, line, ends, finish)
+    if makespan_of:
+        ends = _simulated(table, ends, makespan_of)
+    return _cuts(table, line, ends, makespan_of)
 
 
 def evaluate(
@@ -111,12 +111,12 @@ def evaluate(
     ranks: Sequence[int],
     chosen: Sequence[int],
     live: Sequence[Sequence[int]] = (),
-    finish: Finish | None = None,
+    makespan_of: MakespanOf | None = None,
 ) -> Cuts:
     """Return the loads and bytes of cuts that were chosen elsewhere."""
     only = Line(line.work, tuple(chosen), line.values, line.kept, line.saved, line.shared)
     table = _Table(only, ranks, live, np.inf)
-    return _cuts(table, only, np.arange(table.size), finish)
+    return _cuts(table, only, np.arange(table.size), makespan_of)
 
 
 def least_memory(line: Line, ranks: Sequence[int], live: Sequence[Sequence[int]] = ()) -> float:
@@ -133,13 +133,13 @@ def least_memory(line: Line, ranks: Sequence[int], live: Sequence[Sequence[int]]
     return float(table.held(ends).max()) if ends is not None else np.inf
 
 
-def _cuts(table: _Table, line: Line, ends: Array, finish: Finish | None) -> Cuts:
+def _cuts(table: _Table, line: Line, ends: Array, makespan_of: MakespanOf | None) -> Cuts:
     loads = table.per_rank(table.stages(ends))
     has_chunks = len(set(table.ranks.tolist())) < len(table.ranks)
     # With one stage per rank the answer is the best one; with several, none is better than equal shares of all the work.
     bound = float(np.sum(line.work)) / len(loads) if has_chunks else float(loads.max())
     chosen = tuple(int(line.points[i - 1]) for i in ends[1:-1])
-    seconds = finish(table.stages(ends).tolist()) if finish else float(loads.max())
+    seconds = makespan_of(table.stages(ends).tolist()) if makespan_of else float(loads.max())
     return Cuts(chosen, tuple(map(float, loads)), bound, tuple(map(float, table.held(ends))), seconds)
 
 
@@ -187,6 +187,7 @@ class _Table:
         """Tell for every stage (i, j) whether it has one of these operators."""
         sums = np.zeros(int(self.at[-1]) + 1)
         sums[np.asarray(readers) + 1] = 1
+        # counts[i]: how many of them lie before boundary i; a stage has one if the count grows.
         counts = np.cumsum(sums)[self.at]
         return counts[None, :] > counts[:, None]
 
@@ -307,9 +308,9 @@ def _descend(table: _Table, ends: Array) -> Array:
         ends, score = tried[best], scores[best]
 
 
-def _simulated(table: _Table, ends: Array, finish: Finish) -> Array:
+def _simulated(table: _Table, ends: Array, makespan_of: MakespanOf) -> Array:
     """Return the cuts around `ends` with the least makespan: those with the best scores are simulated, a few times over."""
-    moves, makespans = _moves(len(ends)), {tuple(ends): finish(table.stages(ends).tolist())}
+    moves, makespans = _moves(len(ends)), {tuple(ends): makespan_of(table.stages(ends).tolist())}
     for _ in range(MAX_ROUNDS if len(moves) else 0):
         tried = ends + moves
         # Boundaries must ascend, and all ranks must fit.
@@ -319,7 +320,7 @@ def _simulated(table: _Table, ends: Array, finish: Finish) -> Array:
             break
         for row in tried[_order(_score(table, tried))[:CUTS_PER_ROUND]]:
             if tuple(row) not in makespans:
-                makespans[tuple(row)] = finish(table.stages(row).tolist())
+                makespans[tuple(row)] = makespan_of(table.stages(row).tolist())
         first = min(makespans, key=makespans.__getitem__)
         if makespans[first] * SLACK >= makespans[tuple(ends)]:
             break

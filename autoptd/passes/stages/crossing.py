@@ -1,7 +1,7 @@
 """Decide what crosses from stage to stage, and what a stage computes again instead (part of CONNECTED -> CUT).
 
 In: the stage of every operator of the *backbone* (what depends on parameters and inputs). Out: `note(node).stages` of every
-node, the stages that compute it, and `placement`, which says why. A value is sent from the first of its stages to those that
+node, the stages that compute it, and `stages_why`, which says why. A value is sent from the first of its stages to those that
 read it and do not compute it.
 
 - Parameters, buffers and batch inputs are on every stage that reads them, and so is what depends on parameters alone: a
@@ -39,7 +39,7 @@ Recipe = dict[tuple[Node, bool], float]
 
 
 def place_values(graph: Graph, home: Mapping[Node, int], mesh: Mesh, machine: Machine) -> None:
-    """Fill `stages` and `placement` of every node; `home` is the stage of every node of the backbone."""
+    """Fill `stages` and `stages_why` of every node; `home` is the stage of every node of the backbone."""
     places = _Places(graph, home, mesh, machine)
     for stage in range(1 + max(home.values())):
         places.serve(stage)
@@ -56,7 +56,7 @@ def place_values(graph: Graph, home: Mapping[Node, int], mesh: Mesh, machine: Ma
             if is_sent:
                 stages.add(min(computed))
         note(node).stages = tuple(sorted(stages))
-        note(node).placement = places.reason(node) if node.op == "call_function" else ""
+        note(node).stages_why = places.reason(node) if node.op == "call_function" else ""
 
 
 def _reading_stages(node: Node) -> set[int]:

@@ -55,6 +55,7 @@ class Shared:
         if isinstance(exc, Aborted):
             return
         with self._lock:
+            # Later ones are most often consequences of the first.
             self.fault = self.fault or (rank, at, exc)
             for event in self._waiting:
                 event.set()
@@ -115,9 +116,8 @@ class ThreadRank(World):
 
     def describe(self) -> str:
         """Say what the rank was last doing, for messages."""
-        return f"{fault_site(self.rank, self.at)}" + (
-            f" (last call: {self.last_call})" if self.last_call else ""
-        )
+        site = fault_site(self.rank, self.at)
+        return f"{site} (last call: {self.last_call})" if self.last_call else site
 
 
 class _Posts:
@@ -166,9 +166,11 @@ class Meeting:
         """
         with self.lock:
             number = self.counts[index]
+            # A rank's n-th call of a group is the group's n-th round: ranks may be several rounds apart.
             self.counts[index] += 1
             turn = self.rounds.get(number) or self.rounds.setdefault(number, _Round(self.ranks))
             turn.calls[index], turn.payloads[index], turn.posts.at[index] = call, payload, world.at
+            # The posts, not the round: the order is checked after the step, and must not keep its tensors.
             self.shared.issued[world.rank].append(turn.posts)
             self._check(world, turn, index)
             is_last = None not in turn.calls
@@ -176,6 +178,7 @@ class Meeting:
                 del self.rounds[number]
         if is_last:
             with torch.no_grad():
+                # Outside of the lock: other ranks may post their next calls meanwhile.
                 turn.results = combine(turn.payloads)
             turn.payloads = []
             turn.complete.set()
@@ -287,6 +290,7 @@ class _Turn(Pending):
 
     def wait(self) -> Any:
         world, meeting, turn = self._group._world, self._group._meeting, self._turn
+        # Without a lock where the round is over already.
         if world.shared.fault or not turn.complete.is_set():
             world.shared.wait(turn.complete, world, self._what, lambda: meeting.missing(turn))
         return turn.results[self._group.index]
@@ -327,9 +331,8 @@ def _call_text(call: Call | None) -> str:
     if call is None:
         return "nothing"
     kind, site, shapes, dtypes = call
-    sizes = (
-        ""
-        if shapes is None
-        else ", ".join(f"{list(s)} {str(d)[6:]}" for s, d in zip(shapes, dtypes, strict=True))
-    )
-    return f"{kind} {site!r}" + (f" of {sizes}" if sizes else "")
+    if not shapes:
+        return f"{kind} {site!r}"
+    pairs = zip(shapes, dtypes, strict=True)
+    sizes = ", ".join(f"{list(shape)} {str(dtype).removeprefix('torch.')}" for shape, dtype in pairs)
+    return f"{kind} {site!r} of {sizes}"

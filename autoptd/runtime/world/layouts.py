@@ -12,31 +12,27 @@ Tensor = torch.Tensor
 
 
 def fresh(x: Tensor) -> Tensor:
-    # Not within an autograd function.
+    """Return a contiguous copy that autograd does not know of: a collective may write to it."""
+    # Within an autograd function there is nothing to detach from, and the call would cost time.
     if torch.is_grad_enabled():
         x = x.detach()
     return x.clone() if x.is_contiguous() else x.contiguous()
 
 
 def in_place_of(gathered: Tensor, dim: int) -> Tensor:
-    """[t, ..., n, ...] with the dims after the first in their places: [..., t n, ...].
-
-    A view if those before `dim` are 1.
-    """
+    """Join gathered shards [t, ..., n, ...] along `dim`, to [..., t n, ...]: a view if the dims before it are 1."""
     count, *sizes = gathered.shape
     sizes[dim] *= count
     return gathered.movedim(0, dim).reshape(sizes)
 
 
 def parts_first(x: Tensor, dim: int, count: int, width: int) -> Tensor:
-    """[..., t n, ...] as [t, ..., n, ...], contiguous: `x` itself, seen otherwise, if the dims before `dim`
-    are 1.
-    """
+    """Cut x [..., t n, ...] along `dim` into [t, ..., n, ...], contiguous: a view if the dims before it are 1."""
     return x.unflatten(dim, (count, width)).movedim(dim, 0).contiguous()
 
 
 def as_real(x: Tensor) -> Tensor:
-    """Complex numbers as pairs: what NCCL and gloo can add."""
+    """View complex numbers as pairs of real ones, which NCCL and gloo can add."""
     return torch.view_as_real(x) if x.is_complex() else x
 
 

@@ -33,7 +33,7 @@ class Pages:
         self._folder = Path(folder or ("/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()))
         self._prefix = f"autoptd-{run}-"
         self._own = self._path(rank)
-        # Of runs that were killed.
+        # A run that was killed leaves its pages: no rank of it is left to remove them.
         for path in self._folder.glob("autoptd-*"):
             with suppress(OSError):
                 if time.time() - path.stat().st_mtime > OLD:
@@ -47,6 +47,7 @@ class Pages:
     def write(self, words: Sequence[object]) -> None:
         """Replace what this rank has noted."""
         text = (BETWEEN.join(map(str, (os.getpid(), *words))) + END).encode()
+        # What is longer is not noted: half a note would be misread.
         if len(text) <= SIZE:
             self._memory[: len(text)] = text
 

@@ -36,6 +36,7 @@ class Pipe:
     def put(self, tensors: list[torch.Tensor], site: str) -> None:
         with self.lock:
             self.messages[self.sent] = (tensors, site)
+            # Sender and receiver come in any order: the first one makes the event of a message.
             self.arrivals.setdefault(self.sent, threading.Event()).set()
             self.sent += 1
 
@@ -59,6 +60,7 @@ class ThreadChannel(Channel):
 
     def send(self, tensors: Sequence[torch.Tensor], site: str) -> Pending:
         self._world.last_call = f"send {site!r}"
+        # Copies: the sender may free or overwrite its tensors, and the receiver gets memory of its own.
         self._pipe.put([x.detach().clone() for x in tensors], site)
         return Done()
 
@@ -72,6 +74,7 @@ class _Receipt(Pending):
     def __init__(self, world: ThreadRank, pipe: Pipe, like: Sequence[Like], site: str) -> None:
         self._world, self._pipe, self._site = world, pipe, site
         self._like = ([tuple(shape) for shape, _ in like], [dtype for _, dtype in like])
+        # The number is taken now, not in `wait`: receives match sends in the order in which they were posted.
         self._number, self._event = pipe.next_arrival()
         self._tensors: list[torch.Tensor] | None = None
 
@@ -79,6 +82,7 @@ class _Receipt(Pending):
         if self._tensors is None:
             world, source = self._world, self._pipe.source
             world.last_call = f"receive {self._site!r} from rank {source}"
+            # After a fault nothing is handed out, not even what has arrived: `wait` raises Aborted.
             if world.shared.fault or not self._event.is_set():
                 world.shared.wait(self._event, world, world.last_call, lambda: [source])
             tensors, sent_as = self._pipe.take(self._number)

@@ -101,6 +101,7 @@ class DistributedWorld(World):
         target = process_device(device, backend)
         self.backend = backend or default_backend(target)
         if target.type == "cuda":
+            # Before the process group: NCCL binds a communicator to the current device.
             torch.cuda.set_device(target)
         self._owns_default = not dist.is_initialized()
         self._group_limit = timedelta(seconds=timeout + (WATCHDOG_MARGIN if self.backend in PROBES else 0.0))
@@ -116,7 +117,7 @@ class DistributedWorld(World):
         # The worlds of this default group are numbered, by each rank for itself, as it makes all of them.
         self._number = default_store().add(_count_key(self.rank), 1)
         store = dist.PrefixStore(f"autoptd {self._number}", default_store())
-        # Which ends a process without a word.
+        # Gloo may end a process by SIGABRT, without a word: its calls are noted where other ranks can read them.
         self.board = FaultBoard(store, self, notes_calls=self.backend == "gloo")
         self._handles: list[dist.ProcessGroup] = []
         self._watch: DeviceWatch | None = None
@@ -163,12 +164,13 @@ class DistributedWorld(World):
             ctas = P2P_CTAS if ranks in along_pp else None
             if (handle := self._communicator(f"group {number}", ranks, ctas)) is not None:
                 handles[ranks] = handle
-        downs = [
-            self._communicator(f"down {ranks[0]}", ranks, P2P_CTAS)
-            for ranks in sorted(along_pp)
-            if len(ranks) > 1
-        ]
-        down = next((down for down in downs if down is not None), None)
+        down: dist.ProcessGroup | None = None
+        for ranks in sorted(along_pp):
+            if len(ranks) > 1:
+                # Made by all processes, also for pipelines that they are not in: those get None.
+                handle = self._communicator(f"down {ranks[0]}", ranks, P2P_CTAS)
+                if handle is not None:
+                    down = handle
         for ranks, handle in handles.items():
             self._groups[ranks] = DistributedGroup(self, handle, ranks)
             # NCCL connects at the first use: let it be here, in one order. The group `down` is for its pairs
@@ -176,6 +178,7 @@ class DistributedWorld(World):
             dist.all_reduce(torch.ones(1, device=self.device), group=handle)
         up = handles.get(self.mesh.group(self.rank, self.mesh.stage_axes))
         for source, target in communicators.channels(self.mesh):
+            # A channel blocks its two ends as it connects: `channels` puts disjoint pairs first.
             if self.rank in (source, target):
                 self._open(source, target, up if source < target else down)
 
@@ -183,6 +186,7 @@ class DistributedWorld(World):
         """Create this rank's end of a channel, and send one number through it."""
         if handle is None:
             raise InternalError(f"channel {source} -> {target}", "its ranks are not of one pipeline")
+        # NCCL makes a pair's communicator at its first message: now, rather than amid the first step.
         channel, warm = DistributedChannel(self, handle, source, target), torch.ones(1, device=self.device)
         if self.rank == source:
             self._outgoing[target] = channel
@@ -196,7 +200,9 @@ class DistributedWorld(World):
     ) -> dist.ProcessGroup | None:
         name = f"autoptd {self._number} {what}"
         handle = new_group(name, ranks, self.backend, self._group_limit, max_ctas)
-        self._handles += [] if handle is None else [handle]
+        if handle is not None:
+            # Aborted together after a fault.
+            self._handles.append(handle)
         return handle
 
     def _name_absent(self, exc: Exception) -> None:
@@ -234,7 +240,7 @@ class DistributedGroup(Group):
 
     def _all_reduce(self, y: Tensor, site: str, op: str = "sum") -> Tensor:
         """Sum a contiguous tensor in place."""
-        # The group's own method: a third of the time of `dist.all_reduce`
+        # The group's own method takes a third of the time of `dist.all_reduce`.
         with self._call("all_reduce", site, y):
             work = self.handle.allreduce([as_real(y)], self._reductions[op])
             # NCCL hands out none here: the sum is queued on the current stream.
@@ -252,7 +258,7 @@ class DistributedGroup(Group):
         return in_place_of(gathered, dim)
 
     def reduce_scatter(self, x: Tensor, dim: int, site: str) -> Tensor:
-        # Has no reduce-scatter of its own: all-reduce everything, keep a part.
+        # Gloo has no reduce-scatter: all-reduce everything, keep a part.
         if self._world.backend == "gloo":
             return self._part(self._all_reduce(fresh(x), site), dim, site)
         parts = parts_first(x.detach(), dim, self.size, equal_parts(x, dim, self.size, site))
@@ -294,7 +300,7 @@ class DistributedGroup(Group):
         )
 
     def reduce_scatter_start(self, x: Tensor, dim: int, site: str) -> Pending:
-        # As in `reduce_scatter`
+        # As in `reduce_scatter`.
         if self._world.backend == "gloo":
             started = self._sum_start("reduce_scatter_start", fresh(x), site)
             return Then(started, lambda whole: self._part(whole, dim, site))
@@ -335,6 +341,7 @@ class DistributedChannel(Channel):
         with self._world.call(Call("send", site)) as call:
             works: list[Any] = [dist.isend(x, self._target, group=self.handle) for x in kept]
         if self._world.backend == "gloo":
+            # Gloo's own work cannot be asked whether it is done: see `send_watcher.py`.
             works, kept = [self._sends.add(works, kept)], []
         return _Works(self._world, works, None, call, kept)
 
@@ -369,6 +376,7 @@ class _Works(Pending):
 
     def wait(self) -> Any:
         if self._works:
+            # A wait may fail for what another rank did: then that rank's fault is raised.
             with self._world.call(self._call):
                 for work in self._works:
                     work.wait()

@@ -25,6 +25,7 @@ def default_backend(device: torch.device) -> str:
     An existing default group of a third kind (a vendor's, torch's fake one) is followed.
     """
     existing = dist.get_backend() if dist.is_initialized() else "undefined"
+    # A text with ":" is a choice per device, "cpu:gloo,cuda:nccl", from which ours is made below.
     if existing not in ("undefined", "gloo", "nccl") and ":" not in existing:
         return existing
     return "nccl" if device.type == "cuda" else "gloo"
@@ -35,9 +36,8 @@ def init_from_env(backend: str, timeout: float, group_limit: timedelta) -> None:
 
     Torchrun's restarts share one store, so each attempt takes its own prefix.
     """
-    missing = [
-        name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ
-    ]
+    wanted = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in wanted if name not in os.environ]
     if missing:
         fact = f"{', '.join(missing)} not set"
         raise PlanError("torch.distributed", fact, "start with torchrun, or use backend='local'")

@@ -60,6 +60,7 @@ class SendWatcher:
         """Follow some sends that were started."""
         if self._queue is None:
             self._queue = SimpleQueue()
+            # A daemon: a send that never completes must not keep the process from ending.
             threading.Thread(target=_follow, args=(self._queue,), name=self._name, daemon=True).start()
         sent = WatchedSend(works, tensors)
         self._queue.put(sent)

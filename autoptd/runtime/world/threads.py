@@ -77,11 +77,14 @@ class Ranks:
     def __init__(self, shared: ThreadWorld) -> None:
         self.shared = shared
         self._stuck: list[int] = []
+        # A queue of functions to each thread (None ends it), and one back with (rank, result).
         self._jobs: list[SimpleQueue[Any]] = [SimpleQueue() for _ in shared.worlds]
         self._ended: SimpleQueue[tuple[int, Any]] = SimpleQueue()
-        for world, jobs in zip(shared.worlds, self._jobs, strict=True) if len(shared.worlds) > 1 else ():
-            name, args = f"rank {world.rank}", (world, jobs, self._ended)
-            threading.Thread(target=_serve, args=args, name=name, daemon=True).start()
+        if len(shared.worlds) > 1:
+            for world, jobs in zip(shared.worlds, self._jobs, strict=True):
+                name, args = f"rank {world.rank}", (world, jobs, self._ended)
+                threading.Thread(target=_serve, args=args, name=name, daemon=True).start()
+        # Ends the threads with the pool, at the latest; the callback must not refer to the pool itself.
         self._end = weakref.finalize(self, _end, self._jobs)
 
     def run(self, fn: Callable[[World], Result]) -> list[Result]:
@@ -103,6 +106,7 @@ class Ranks:
             self._collect(results)
         # KeyboardInterrupt in the caller: stop the ranks as well.
         except BaseException as exc:
+            # Rank -1 is the caller: the waiting ranks are released as by a fault of their own.
             self.shared.fail(-1, "run", exc)
             self._collect(results)
             raise
@@ -113,6 +117,7 @@ class Ranks:
                 self.shared.reset()
         if fault:
             _raise_fault(*fault)
+        # Threads would forgive a wrong order, which hangs on NCCL: so every run on threads looks for one.
         self.shared.check_one_order()
         return [results[rank] for rank in range(len(self._jobs))]
 
@@ -172,6 +177,7 @@ def _serve(world: ThreadRank, jobs: SimpleQueue[Any], ended: SimpleQueue[tuple[i
                 result = fn(world)
         except BaseException as exc:
             world.report_fault(exc)
+        # Until its next job the thread must not keep the step's tensors alive.
         del fn
         ended.put((world.rank, result))
         del result

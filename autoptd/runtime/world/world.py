@@ -49,6 +49,9 @@ class Communicators:
         found: list[tuple[int, ...]] = []
         for axis in (*MESH_AXES, *self.sub_axes):
             found += mesh.groups((axis,))
+        # Of all ranks that share the values of a layer: they gather what was sent to them in parts.
+        found += mesh.groups(mesh.value_axes)
+        # One in each pipeline; that of all stages is the group along pp, which is made once.
         for pp_ranks in self.owners:
             found += sorted({owner_ranks(mesh, rank, pp_ranks) for rank in range(mesh.size)})
         return [ranks for ranks in dict.fromkeys(found) if len(ranks) > 1]
@@ -59,6 +62,7 @@ class Communicators:
         """
         found: list[tuple[int, int]] = []
         for source, target in in_rounds(self.links):
+            # Rank k of a stage talks to rank k of the other one: the same replica and tensor rank.
             found += zip(mesh.ranks_at(source), mesh.ranks_at(target), strict=True)
         return found
 
@@ -83,7 +87,7 @@ def in_rounds(links: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 def owner_ranks(mesh: Mesh, rank: int, pp_ranks: Sequence[int]) -> tuple[int, ...]:
     """Return the ranks of the pipeline of `rank` at each of `pp_ranks`, ascending."""
-    return tuple(sorted(mesh.at_stage(rank, pp) for pp in set(pp_ranks)))
+    return tuple(sorted(mesh.at_stage(rank, place) for place in set(pp_ranks)))
 
 
 class Pending(ABC):
@@ -343,11 +347,13 @@ class World(ABC):
         return list(self._groups.values()), dict(self._outgoing)
 
     def _group_of(self, ranks: tuple[int, ...]) -> Group:
+        # Not in the table: nobody announces groups of one rank, which need no communicator.
         if ranks == (self.rank,):
             return self._solo
         return self._find(self._groups, ranks, f"group of ranks {ranks}")
 
     def _find(self, table: dict[Any, Any], key: Any, what: str) -> Any:
+        # Made here, only some ranks would make it, and hang: all communicators exist before the first step.
         if key not in table:
             raise InternalError(
                 f"rank {self.rank} at {self.at}", f"the {what} was not announced in `Communicators`"

@@ -163,11 +163,10 @@ def autoptd_loop(source: str, script: Script, phase: list[str], backend: str | N
     loss_fn = {"loss_fn": case["loss_fn"]} if script.loss_fn else {}
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     firsts = dict(model.named_parameters())
-    share = script.mesh.get("d", 1) if backend is None else 1
 
     def build(mesh: dict[str, Any]) -> tuple[autoptd.ParallelModel, torch.optim.Optimizer]:
         phase[0] = "parallelize"
-        args, kwargs = case["batch"](0, case["B"] // share)
+        args, kwargs = case["batch"](0, case["B"])
         is_lazy = script.lazy or bool(args and kwargs)  # example_inputs takes one of both
         example = {} if is_lazy else {"example_inputs": args or kwargs}
         pm = autoptd.parallelize(model, **mesh, **loss_fn, backend=backend, timeout=60, **example)

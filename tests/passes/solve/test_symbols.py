@@ -42,7 +42,7 @@ def test_every_formula_that_is_shown_is_the_number_that_was_minimised(
         make(), t=4, example_inputs=inputs, async_tensor_model_parallel_allreduce=True, **request_
     )
     assert program.explainer is not None
-    assignment = program.explainer.args[0]  # type: ignore[attr-defined]
+    assignment = program.explainer.args[0]["tp"]  # type: ignore[attr-defined]
     nodes = [node for node in assignment.problem.variable if flops(node)]
     symbols = Symbols(assignment.splitter, assignment.letters)
     seen = 0
@@ -84,5 +84,5 @@ def test_conversions_have_the_formula_of_their_collectives(source: ValueType, ta
     assert symbols.number(made) == pytest.approx(wanted, rel=1e-12)
     b, s, h = (sympy.Symbol(name, positive=True) for name in "bsh")
     if (source, target) == (P, I):
-        volume = 2 * 4 * b * s * h * (symbols.t - 1) / symbols.t
+        volume = 2 * 4 * b * s * h * (symbols.degree - 1) / symbols.degree
         assert sympy.simplify(made - volume / symbols.machine.link_bandwidth - symbols.machine.latency) == 0

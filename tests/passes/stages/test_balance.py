@@ -173,9 +173,9 @@ def test_the_cut_against_the_best_simulated_one(name: str, p: int, v: int) -> No
         line = Line([draw.choice([0.1, 0.3]), *layers, draw.choice([0.5, 2.0, 4.0])], range(size - 1))
         ways = combinations(line.points, p * v - 1)
         best = min(finish(stages_of(line, chosen)) for chosen in ways)
-        found = place(line, ranks, finish=finish)
-        assert found is not None and found.finish == pytest.approx(finish(stages_of(line, found.chosen)))
-        ratios.append(found.finish / best)
+        found = place(line, ranks, makespan_of=finish)
+        assert found is not None and found.makespan == pytest.approx(finish(stages_of(line, found.chosen)))
+        ratios.append(found.makespan / best)
         assert ratios[-1] <= (1.02 if seed % 2 else 1.2), seed
     assert sum(ratios) / len(ratios) <= 1.03
 

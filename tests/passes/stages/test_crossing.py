@@ -75,7 +75,7 @@ def test_of_a_value_and_its_view_one_crosses() -> None:
     graph = placed(between, X)
     assert [op_name(one.node) for one in codegen.crossings(graph)] == ["aten.linear", "aten.add", "aten.add"]
     view = find(graph, "view")
-    assert note(view).stages == (0, 1) and note(view).placement.startswith(
+    assert note(view).stages == (0, 1) and note(view).stages_why.startswith(
         "computed again on stage 1 in <0.1 us"
     )
 
@@ -108,7 +108,7 @@ def test_masks_and_tables_are_computed_where_they_are_read() -> None:
     graph = placed(between, X, torch.ones(2, 8), freq=torch.rand(8))
     assert set(crossings(graph)) == {"add", "where"}
     assert note(find(graph, "cos")).stages == (0, 1) and note(find(graph, "cumsum")).stages == (1, 2)
-    assert note(find(graph, "cos")).placement == "computed where it is read"
+    assert note(find(graph, "cos")).stages_why == "computed where it is read"
 
 
 @pytest.mark.parametrize("which", ["matmul", "sort"])
@@ -127,7 +127,7 @@ def test_a_costly_value_of_inputs_is_computed_once_and_sent(which: str) -> None:
     assert (
         len(sent) == 1
         and sent[0].targets == (2,)
-        and note(sent[0].node).placement.startswith("sent to stage 2 in")
+        and note(sent[0].node).stages_why.startswith("sent to stage 2 in")
     )
     assert sent[0].node.meta["val"].shape == (2, 8)  # what is read of it, not all of it
 
@@ -252,8 +252,8 @@ def test_gradients_of_what_is_computed_again_are_added_once(machine: Machine, me
     torch.manual_seed(0)
     model = Tangled()
     program = autoptd.compile(model, **request)
-    placements = [note(node).placement for node in ops(program.graphs["CUT"]) if note(node).needs_grad]
-    assert any("computed again" in one for one in placements)
+    reasons = [note(node).stages_why for node in ops(program.graphs["CUT"]) if note(node).needs_grad]
+    assert any("computed again" in one for one in reasons)
     assert any(not one.has_grad for one in program.crossings) == (machine is SEND)
     autoptd.verify(model, **request, steps=2)
     hooks = {"accumulate_allreduce_grads_in_fp32": True, "delay_wgrad_compute": "before_reduce"}
