@@ -44,6 +44,7 @@ class BoxItems:
 
     def __init__(self, program: Program, drawn: Outline, text: BoxText, is_alone: bool) -> None:
         self.program, self.drawn, self.text, self.is_alone = program, drawn, text, is_alone
+        # A value that crosses has one box where it arrives, so that the box names what carries it.
         self.sends = {edge.target: edge.calls for edge in drawn.edges if edge.crosses}
 
     def item(self, box: Box) -> Item:
@@ -129,6 +130,7 @@ class BoxItems:
     def _conversion(self, box: Box) -> Item:
         node = box.nodes[-1]
         record, row = note(node), conversion_of(node)
+        # The name of a conversion is for code; people read its two types.
         pair = next(f"{a} to {b}" for (a, b), other in CONVERSIONS.items() if other is row)
         title = f"{letter(row.name)}: {pair}" if letter(row.name) else pair
         lines = [line((title, "bold"), (f"  over {self.program.mesh.t} ranks of tp", "quiet"))]
@@ -160,6 +162,7 @@ class BoxItems:
     def _operator(self, box: Box) -> Item:
         node = box.nodes[-1]
         name, what = self.text.title(box)
+        # The last operator of a run gives its box the shape and the colour: it makes what is read outside.
         how, fill = self.text.split(node, box)
         if is_sum(box):
             lines = [line(("+ ", "bold"), what), line((self.text.shape(node), "quiet"))]
@@ -169,6 +172,7 @@ class BoxItems:
             if how:
                 lines.append(line(how))
             lines += [line(self.text.shape(node)), *self.text.params(box)]
+        # Vocabulary-parallel look-ups and losses communicate inside of one operator.
         summed = [call for call in box.calls if call.forward in COLLECTIVES or call.backward in COLLECTIVES]
         lines += bars(summed)
         # The all-reduce of a GEMM with a hook is hidden behind its second GEMM.

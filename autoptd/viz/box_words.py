@@ -24,6 +24,7 @@ def likeness(likes: Sequence[Like]) -> list[str]:
     """Describe what folded layers equal: `5 layers like h.0`, `4 layers, like h.0, h.1 in turn`, `the last
     12 of 20 operators of h.0`.
     """
+    # A part that a cut left tells less than a whole layer: it comes after them.
     wholes = [like.layer for like in likes if not like.part]
     models = list(dict.fromkeys(map(short, wholes)))
     texts = []
@@ -61,6 +62,7 @@ def local_bytes(node: Node) -> int:
 def is_sum(box: Box) -> bool:
     """Tell whether a box adds two activations: where a residual stream takes a branch in."""
     node = box.nodes[-1]
+    # An addend that is a constant, or a parameter such as a bias, makes no residual sum.
     origins = [origin(arg) for arg in node.all_input_nodes]
     return len(box.nodes) == 1 and short_op(node) == "add" and len(origins) == 2 and not box.params
 

@@ -108,6 +108,7 @@ class BoxAdder:
             before.layer, before.part = layer, inner.partition(".")[0]
             before.nodes.append(node)
             before.params = _params(node)
+        # A conversion of a parameter has no box: its reader shows what it communicates.
         for maker in (*hidden_inputs(node), node):
             before.calls += self.made.pop((maker, stage), ())
 
@@ -141,6 +142,7 @@ def _kinds(node: Node) -> list[str]:
 def _params(node: Node) -> tuple[Param, ...]:
     found: dict[Node, Param] = {}
     for arg in node.all_input_nodes:
+        # Through views and conversions: the reader of a transposed weight still reads that weight.
         source = origin(arg)
         if note(source).kind in ("param", "buffer"):
             name = note(source).name
@@ -167,6 +169,7 @@ def inner_edges(boxes: list[Box], place: int, home: Home) -> list[Edge]:
         for arg in operands:
             source = given_by(arg, place, home)
             if source is not None and source != box.id:
+                # Several values between two boxes are one arrow, or a fused q, k, v would be three.
                 edges.setdefault((source, box.id), Edge(source, box.id, arg))
     return list(edges.values())
 

@@ -49,6 +49,7 @@ def bars(calls: Iterable[Collective], times: str = "") -> tuple[Line, ...]:
 
     Bytes are payload; local changes of type are left out. `times` is put behind each ("each").
     """
+    # By axis as well: an all-reduce over tp and one over dp have nothing in common but their name.
     sums: dict[tuple[str, str, str], list[int]] = {}
     for call in calls:
         for phase, kind in (("forward", call.forward), ("backward", call.backward)):
@@ -72,6 +73,7 @@ def call_lines(calls: Sequence[Collective]) -> list[str]:
     """Describe collectives in a tooltip: each with its payload, what a rank sends, and why."""
     lines = []
     for call in calls[:MAX_TOOLTIP_CALLS]:
+        # A tooltip is for one call: its direction, and the bytes on the wire, which the bars leave out.
         work = []
         sent = 0
         for phase, kind in (("forward", call.forward), ("backward", call.backward)):
@@ -120,6 +122,7 @@ def heading(program: Program) -> tuple[str, tuple[str, ...]]:
 
 def work_shares(program: Program) -> list[float]:
     """Return the percentage of all FLOPs of each stage: forward and backward, one microbatch, one rank."""
+    # A program written by hand has no costs.
     costs, none = program.costs, [0] * len(program.stages)
     both = zip(costs.flops_per_stage or none, costs.backward_flops_per_stage or none, strict=True)
     work = [forward + backward for forward, backward in both]
@@ -129,6 +132,7 @@ def work_shares(program: Program) -> list[float]:
 
 def param_count(program: Program, stage: int) -> int:
     """Count the parameters of a stage on one tensor rank."""
+    # A tied parameter counts on each of its stages: each stores a copy.
     wanted = set(program.stages[stage].params)
     return sum(math.prod(spec.local_shape(program.mesh)) for spec in program.params if spec.name in wanted)
 

@@ -37,6 +37,7 @@ STYLE = f"""
 
 def scene_svg(scene: Scene, places: Layout) -> str:
     """Return the picture as SVG text."""
+    # The legend may be wider than a small picture: it would be a column of one sample a line otherwise.
     head, top = _head(scene, max(places.width, MIN_WIDTH))
     texts = [
         text_width(scene.title, True, TITLE),
@@ -134,6 +135,7 @@ def _body(item: Item, left: float, top: float, at: Place) -> Iterator[str]:
         path = f"M{_n(left)} {_n(top)}H{_n(right - fold)}L{_n(right)} {_n(top + fold)}V{_n(low)}H{_n(left)}Z"
         yield f'<path class="body" d="{path}" {look}/>'
         return
+    # The sheets behind the first are drawn first.
     offsets = (6, 3, 0) if item.shape == "stack" else (0,)
     for offset in offsets:
         size = f'width="{_n(at.width)}" height="{_n(at.height)}" rx="{_n(radius)}"'
@@ -161,6 +163,7 @@ def _lines(lines: Sequence[Line], left: float, top: float, width: float) -> Iter
 
 def _link(link: Link, curve: Curve) -> Iterator[str]:
     points = curve.points
+    # One path element: a dash pattern would begin anew at each curve.
     first, rest = points[0], points[1:]
     path = f"M{_xy(first)}C{' '.join(map(_xy, rest))}"
     dash = ' stroke-dasharray="5 4"' if link.dashed else ""
@@ -198,6 +201,7 @@ def _on_link(link: Link, curve: Curve, taken: list[Place]) -> Iterator[str]:
         text = f'<text class="letter" x="{_n(at.x)}" y="{_n(at.y + 3.6)}">{span}</text>'
         yield f'<g class="on-link">{_hint(link.tooltip)}{circle}{text}</g>'
     if link.lines and curve.label:
+        # Lines stand on a ground of their own, as links may pass below them.
         width = max(line.width for line in link.lines)
         height = sum(line.height for line in link.lines)
         left, top = curve.label[0] - width / 2, curve.label[1] - height / 2 - 2
@@ -230,6 +234,7 @@ def _along(points: Sequence[Point]) -> Iterator[Point]:
     """Yield points of some cubic curves, every few pixels from the first end to the last."""
     for k in range(0, len(points) - 1, 3):
         a, b, c, d = points[k : k + 4]
+        # By the distance of the ends: curves here are short, or nearly straight.
         count = max(2, ceil(hypot(d[0] - a[0], d[1] - a[1]) / STEP))
         for i in range(count + 1):
             t = i / count

@@ -46,6 +46,7 @@ class _Painter:
     def __init__(self, program: Program, drawn: Outline, work: Work | None) -> None:
         self.program, self.drawn = program, drawn
         self.is_split = program.mesh.t > 1
+        # Samples have links, parts and a legend like stages: most of the painter need not tell them apart.
         self.all_boxes = list(drawn.boxes)
         for sample in drawn.samples:
             self.all_boxes += sample.boxes
@@ -53,6 +54,7 @@ class _Painter:
         self.place = {box.id: i for i, box in enumerate(self.all_boxes)}
         # One stage alone was asked for, of a program with several.
         self.is_alone = len(drawn.columns) == len(drawn.columns[0].stages) == 1 < len(program.stages)
+        # A frame around a single box would say its name twice.
         parts = Counter((box.column, box.layer, box.part) for box in self.all_boxes)
         self.framed = {key for key, count in parts.items() if key[2] and count > 1}
         self.text = BoxText(self.is_split, self.framed, work)
@@ -85,12 +87,14 @@ class _Painter:
         """Return the frame of a stage, or of several that are drawn as one."""
         boxes = [box for box in self.drawn.boxes if box.column == index]
         inside: list[Item | Frame] = []
+        # Layers that are drawn here have no like, or every operator was asked for.
         for layer in dict.fromkeys(box.layer for box in boxes):
             of_layer = [box for box in boxes if box.layer == layer]
             inside += self._layer(layer, of_layer) if layer else map(self.items.item, of_layer)
         if self.drawn.loss and self.column_of[self.drawn.loss] == index:
             inside.append(self.items.result())
         stages = column.stages
+        # The ground of a stage tells its pipeline rank; several have none in common.
         fill = colours.SEVERAL
         if len(stages) == 1:
             fill = colours.RANKS[self.program.rank_of_stage(stages[0]) % len(colours.RANKS)]
@@ -124,6 +128,7 @@ class _Painter:
 
     def _layer(self, layer: str, boxes: list[Box]) -> Iterator[Item | Frame]:
         """Yield the frame of a layer with frames of its parts; the boxes alone where these are few."""
+        # A part of a layer that a cut left may be one or two operators.
         if len(boxes) < 3:
             yield from map(self.items.item, boxes)
             return
@@ -148,6 +153,7 @@ class _Painter:
         """
         own = [box for box in sample.boxes if not box.is_received]
         inside = tuple(map(_without_calls, self._parts(own)))
+        # First, so that graphviz puts what a layer reads at the top.
         outer = tuple(self.items.outer(box) for box in sample.boxes if box.is_received)
         count = plural(len(sample.layers), "layer")
         where = (
@@ -175,6 +181,7 @@ class _Painter:
             return Link(
                 edge.source, edge.target, colours.SENT, 3.0, tooltip=tooltip, weight=0, calls=edge.calls
             )
+        # Boxes are in the order of the graph.
         gap = self.place[edge.target] - self.place[edge.source]
         return Link(
             edge.source,

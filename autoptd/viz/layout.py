@@ -152,6 +152,7 @@ def lay_out(scene: Scene) -> Layout:
 def _curve(edge: dict[str, Any], height: float) -> Curve:
     tip: Point | None = None
     points: list[Point] = []
+    # Graphviz separates parallel splines by semicolons.
     for word in edge["pos"].replace(";", " ").split():
         # `x,y` is a control point, `e,x,y` the tip of an arrow, `s,x,y` its tail.
         ends = word.split(",")
@@ -172,6 +173,7 @@ def _part(part: Frame | Item, indent: str) -> Iterator[str]:
         return
     yield f"{indent}subgraph cluster_{part.id} {{"
     label = "\n".join(line.text for line in part.title)
+    # Graphviz fills nothing that is not said to be filled.
     style = {"style": "filled,rounded" if part.fill != "none" else "rounded", "color": part.border}
     if part.fill != "none":
         style["fillcolor"] = part.fill
@@ -210,6 +212,7 @@ def _link(number: int, link: Link) -> str:
         fields["style"] = "dashed"
     if link.lines:
         fields |= {"label": "\n".join(f" {line.text} " for line in link.lines), "fontcolor": link.color}
+    # What has no say in the places must not push its target a rank down either.
     if not link.weight:
         fields["constraint"] = "false"
     elif link.weight != 1:
@@ -230,6 +233,7 @@ def _columns(scene: Scene) -> Iterator[str]:
 
 def _gap(scene: Scene) -> float:
     """Return the inches between ranks; rows of a grid leave room for ties, which run between them."""
+    # Plain graphviz draws ties between the rows.
     ties = sum(1 for link in scene.links if not link.has_head)
     return min(0.6 + 0.5 * max(ties - 1, 0), 3.0) if scene.rows else 0.36
 

@@ -86,10 +86,12 @@ def outline(program: Program, *, folds: bool = True, stage: int | None = None) -
     stages = range(len(program.stages)) if stage is None else [stage]
     bodies: dict[int, list[Node]] = {k: [] for k in stages}
     for node in ops(graph):
+        # A value that is cheaper to compute again than to send stands in several stages.
         for k in bodies.keys() & note(node).stages:
             bodies[k].append(node)
     likes, apart = find_repeats(bodies) if folds else ({k: {} for k in bodies}, [])
     samples = [draw_sample(i, stage, piece, likes, made) for i, (stage, piece) in enumerate(apart)]
+    # After layers are folded: what is left of a stage decides whether it needs a column.
     columns = _columns(bodies, likes)
     boxes: list[Box] = []
     for i, column in enumerate(columns):
@@ -200,6 +202,7 @@ def _ties(program: Program, boxes: list[Box]) -> Iterator[Tie]:
     readers: dict[Node, dict[str, None]] = {}
     for box in boxes:
         for _, param, _ in box.params:
+            # A buffer has no gradient that would have to be summed.
             if note(param).kind == "param":
                 readers.setdefault(param, {})[box.id] = None
     for param in program.graphs["LOCAL"].nodes:

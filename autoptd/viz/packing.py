@@ -90,6 +90,7 @@ class Tower:
 
     def split(self, target: float) -> Block:
         """Return the frame in as few columns as have no more than a height."""
+        # Widths are those of the frame in one piece: a column by itself is seldom wider.
         cuts, height = self._cut(target)
         columns = tuple(self.parts[first:last] for first, last in pairwise(cuts))
         if isinstance(self.part, Item):
@@ -146,6 +147,7 @@ def find_arrangements(towers: Sequence[Tower]) -> list[Arrangement]:
         # Rows as long as the first of so many blocks.
         for limit in accumulate(widths):
             made = _arranged(_fill(blocks, max(limit, max(widths))))
+            # Whole pixels: arrangements that differ by less are one.
             found.setdefault((int(made.width), int(made.height), made.cuts), made)
     least: list[Arrangement] = []
     # By width: one is beaten by an earlier one that is neither taller nor cut more often.

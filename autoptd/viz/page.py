@@ -86,6 +86,7 @@ class Tab:
 
 def page(title: str, subtitle: str, tabs: Sequence[Tab]) -> str:
     """Return the whole page."""
+    # Without JavaScript all sections are shown, and the links lead to them.
     links, sections = "", []
     for tab in tabs:
         links += f'<a role="tab" href="#{tab.name}" aria-controls="tab-{tab.name}">{escape(tab.title)}</a>'
@@ -113,6 +114,7 @@ def page(title: str, subtitle: str, tabs: Sequence[Tab]) -> str:
 
 def table(names: Sequence[str], rows: Iterable[Sequence[str]], numbers: Iterable[int] = ()) -> str:
     """Return a table of texts as HTML; the columns `numbers` are right-aligned."""
+    # It may be a range or a generator, and is asked for every cell.
     right = set(numbers)
 
     def cell(index: int, text: str) -> str:
@@ -158,6 +160,7 @@ def heading(text: str) -> str:
 def markdown_html(text: str) -> str:
     """Translate the Markdown that AutoPTD writes itself: headings, paragraphs, lists, tables."""
     blocks: list[str] = []
+    # Only what `collectives.py` writes is understood: blocks have blank lines between them.
     for block in re.split(r"\n\s*\n", text.strip()):
         lines = block.splitlines()
         if lines[0].startswith("#"):
@@ -175,6 +178,7 @@ def markdown_html(text: str) -> str:
 
 
 def _cells(line: str) -> list[str]:
+    # A bar in a cell is written with a backslash before it.
     return [cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
 
 

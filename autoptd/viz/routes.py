@@ -51,6 +51,7 @@ class Column:
         """Tell whether a link can leave an item to the right (1) or to the left (-1), past all others."""
         place = self.places.items[name]
         for other, at in self.places.items.items():
+            # Boxes above and below do not matter: a link leaves on one level.
             is_level = at.top - CLEAR < place.y < at.bottom + CLEAR
             if other != name and is_level and (at.x - place.x) * side > 0:
                 return False
@@ -177,6 +178,7 @@ class Router:
     def _port(self, column: Column, name: str, side: int) -> Point:
         """Return the next free point at a side of an item; several links share the side evenly."""
         place, count = column.place(name), self.ports[name, side]
+        # So many links may meet at a low box that they must move closer together.
         step = min(PORT, place.height / (count + 1))
         y = place.y + (self.used[name, side] - (count - 1) / 2) * step
         self.used[name, side] += 1
@@ -233,6 +235,7 @@ def _route(link: Link, home: Mapping[str, Column]) -> Route:
     elif (source.row, source.block) == (target.row, target.block):
         bands = ((source.row, source.block),)
     elif not 0 <= last[0] - first[0] <= 1:
+        # The band next to the source, on the side on which the target is.
         below = first[0] + 1 if last[0] > first[0] else first[0]
         bands = ((below, -1), (last[0], -1))
     return Route(link, source, target, out, into, bands)
@@ -260,6 +263,7 @@ def lines_height(link: Link) -> float:
 
 def _rounded(points: Sequence[Point]) -> tuple[Point, ...]:
     """Return straight lines with round corners, as cubic curves."""
+    # As cubic curves, like those of graphviz: what draws them need not know who made them.
     curve = [points[0]]
     for corner, after in pairwise(points[1:]):
         before = curve[-1]

@@ -71,6 +71,7 @@ def draw_sample(number: int, stage: int, piece: Piece, likes: Likes, made: Calls
     layers: dict[str, None] = {}
     stages: dict[int, None] = {}
     for k, found in likes.items():
+        # Parts of layers are not counted: some of their operators are elsewhere.
         same = [layer for layer, like in found.items() if like == Like(piece.layer)]
         layers |= dict.fromkeys(same)
         stages |= dict.fromkeys([k] if same else [])

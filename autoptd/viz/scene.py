@@ -66,6 +66,7 @@ class Item:
 
     @property
     def width(self) -> float:
+        # The ends of a pill are round, and text must not reach into them.
         sides = 2 * PADDING + (10 if self.shape == "pill" else 0)
         return max([self.least_width, *(row.width + sides for row in self.lines)])
 
@@ -152,6 +153,7 @@ class Scene:
         while waiting:
             frame = waiting.pop(0)
             yield frame
+            # Outer frames first: inner ones are drawn on top of them.
             waiting += [inner for inner in frame.inside if isinstance(inner, Frame)]
 
     @property
@@ -169,6 +171,7 @@ def line(*pieces: str | tuple[str, str], bar: str = "") -> Line:
 
 def text_width(text: str, is_bold: bool = False, size: float = SIZE) -> float:
     """Estimate the pixels of a text in Verdana or DejaVu Sans; in Helvetica it takes no more."""
+    # Graphviz needs widths before any font is known; a box that is a little wide does no harm.
     ems = sum(map(_ems, text))
     return size * ems * (1.1 if is_bold else 1.0)
 

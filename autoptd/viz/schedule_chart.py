@@ -85,6 +85,7 @@ def schedule_svg(runs: Sequence[Run], orders: Sequence[Sequence[Action]] = (), *
 
 def _usual(run: Run) -> float:
     """Return the time of a usual computation."""
+    # The median: a stage with the head is longer than most, and recording adds outliers.
     lengths = []
     for row in run.spans:
         lengths += [end - start for action, start, end in row if action.kind in COMPUTES and end > start]
@@ -147,6 +148,7 @@ class _Panel:
     def ranks(self) -> list[int]:
         """The ranks that are drawn."""
         count = len(self.run.spans)
+        # The bubble shows at both ends of a pipeline; its middle repeats.
         if count <= MAX_RANKS:
             return list(range(count))
         return [*range(MAX_RANKS // 2), *range(count - MAX_RANKS // 2, count)]
@@ -165,6 +167,7 @@ class _Panel:
         facts = []
         if run.in_seconds:
             facts.append(f"{_n(run.length * run.scale)} {run.unit}")
+        # The bubble is that of the whole pipeline, which one rank's record does not tell.
         if run.is_whole:
             facts.append(f"bubble {100 * run.bubble:.1f} %")
         yield f'<text class="panel" x="12" y="4">{escape(run.name)}: {", ".join(facts)}</text>'
@@ -257,6 +260,7 @@ class _Panel:
 
     def _message(self, message: Message, row: dict[int, int]) -> str:
         """Draw a line between the rows, below the boxes."""
+        # From the lower edge to the upper one: lines do not cross the boxes at their ends.
         is_down = row[message.target] > row[message.source]
         x, y = self.scale.x(message.sent), self._y(row[message.source]) + ROW * is_down
         to_x, to_y = self.scale.x(message.read), self._y(row[message.target]) + ROW * (not is_down)
@@ -334,6 +338,7 @@ def _legend(panels: Sequence[_Panel]) -> Iterator[str]:
 
 def _label(text: str, x: float, y: float, width: float, is_dark: bool) -> str:
     """Return the microbatch number in a box, smaller where it is tight, none where it cannot be read."""
+    # A number that would touch its box is smaller; one that nobody could read is left out.
     size = min(11.0, floor(10 * (width - 2) / (0.64 * len(text))) / 10)
     if size < 6:
         return ""
@@ -350,6 +355,7 @@ def _tick_step(finish: float, wanted: int) -> float:
 
 def _shade(kind: Kind, chunk: int, chunks: int) -> tuple[str, bool]:
     """Return the colour of a box and whether it is dark, so that its text must be light."""
+    # Dark to light as in the paper; the text follows.
     share = chunk / (chunks - 1) if chunks > 1 else 0.0
     rgb = [round(dark + share * (light - dark)) for dark, light in zip(DARK[kind], LIGHT[kind], strict=True)]
     return "#" + "".join(f"{part:02x}" for part in rgb), share < 0.5

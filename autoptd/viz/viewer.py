@@ -107,6 +107,7 @@ BUTTONS = (
 
 def viewer(svg: str, name: str) -> str:
     """Return a picture with its buttons, the SVG in a shadow root: its styles and ids are its own."""
+    # Values are the names of the script's actions.
     buttons = ""
     for value, text, label in BUTTONS:
         buttons += f'<button type="button" value="{value}" aria-label="{label}">{text}</button>'
