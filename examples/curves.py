@@ -45,10 +45,14 @@ def draw(single: list[float], parallel: list[float], entropy: float) -> str:
         return f'<polyline points="{" ".join(f"{x},{y}" for x, y in points)}" fill="none" {stroke}/>'
 
     def text(x: float, y: float, words: str, color: str = "gray") -> str:
-        return f'<text x="{x}" y="{y}" fill="{color}" font-family="sans-serif" font-size="13">{words}</text>'
+        quiet = ' class="quiet"' if color == "gray" else ""
+        return f'<text{quiet} x="{x}" y="{y}" fill="{color}" font-family="sans-serif" font-size="13">{words}</text>'
 
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}">',
+        # A picture beside the others: on a dark screen, dark as they are.
+        "<style>@media screen and (prefers-color-scheme: dark) { rect { fill: #12171d } .quiet { fill: #a6b1bc }",
+        "  text[fill='#2050a0'] { fill: #79aff2 } polyline[stroke='#2050a0'] { stroke: #79aff2 } }</style>",
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
         line([place(0, entropy), place(last, entropy)], 'stroke="gray" stroke-dasharray="4"'),
         text(WIDTH - 340, MARGIN + 40, f"unigram entropy of the text: {entropy:.4f}"),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
+import sys
 import tomllib
 from collections import Counter
 from pathlib import Path
@@ -111,6 +113,24 @@ def test_the_walk_through_the_pipeline_is_the_real_dump(
         plain(blocks["schedule"][-1])[0].removeprefix("pipeline rank 0: ").removesuffix(" ...")
         in program.schedule
     )
+
+
+@pytest.mark.thorough  # compiles GPT-2, without what the tests change for all
+def test_the_pictures_are_those_that_are_drawn() -> None:
+    code = """if True:
+        from pathlib import Path
+        from docs.pictures import architecture, draw
+        drawn = {"architecture.svg": architecture.picture(), **draw.pictures()}
+        print(*sorted(name for name in drawn if drawn[name] != Path("docs/pictures", name).read_text()))
+    """
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [], "run docs/pictures/draw.py and docs/pictures/architecture.py"
+
+
+def test_pictures_follow_the_screen() -> None:
+    pictures = list((ROOT / "docs/pictures").glob("*.svg"))
+    assert len(pictures) == 4
+    assert all("screen and (prefers-color-scheme: dark)" in path.read_text() for path in pictures)
 
 
 def test_links_lead_somewhere() -> None:

@@ -29,7 +29,7 @@ def shown(quiet: bool) -> Iterator[None]:
         yield
         return
     handler = Terminal(sys.stderr) if sys.stderr.isatty() else Lines(sys.stderr)
-    before = LOGGER.level, LOGGER.propagate
+    level, propagates = LOGGER.level, LOGGER.propagate
     LOGGER.addHandler(handler)
     LOGGER.setLevel(logging.DEBUG)
     # A model's own module may set up logging; what it prints is not told twice.
@@ -38,7 +38,8 @@ def shown(quiet: bool) -> Iterator[None]:
         yield
     finally:
         LOGGER.removeHandler(handler)
-        LOGGER.level, LOGGER.propagate = before
+        LOGGER.setLevel(level)
+        LOGGER.propagate = propagates
         handler.close()
 
 

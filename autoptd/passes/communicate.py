@@ -18,7 +18,7 @@ from autoptd.errors import InternalError
 from autoptd.ir import markers
 from autoptd.ir.layout import BATCH, Layout
 from autoptd.ir.mesh import Mesh
-from autoptd.ir.notes import Note, converted_types, note, op_name, ops, output, placeholders, set_note, site
+from autoptd.ir.notes import Note, converted_types, note, ops, output, placeholders, set_note, site
 from autoptd.ir.operators.record import operands
 from autoptd.ir.operators.table import linear_groups
 from autoptd.ir.steps import Step, shard_places, steps
@@ -27,6 +27,7 @@ from autoptd.ir.types import CONVERSIONS, Conversion, I, P, R, S, ValueType, pad
 from autoptd.passes.axes.axes import Axes, Letter, Place
 from autoptd.passes.axes.padding import Padding
 from autoptd.passes.context import Context
+from autoptd.passes.reader_names import reader_name
 from autoptd.passes.runner import CALLS, Form, graph_pass
 from autoptd.passes.solve.assign import Assignment
 from autoptd.passes.solve.batch import FIRST_ROWS, adds_number
@@ -160,7 +161,6 @@ def _padded_size(source: Node, kind: ValueType, target: ValueType, t: int) -> in
 
 
 def _why(source: Node, kind: ValueType, reader: Node) -> str:
-    who = op_name(reader) if reader.op == "call_function" else "the loss"
     where = f"{note(reader).module}: " if note(reader).module else ""
     need = {
         "I": "a whole value",
@@ -168,7 +168,7 @@ def _why(source: Node, kind: ValueType, reader: Node) -> str:
         "P": "a partial sum",
         "S": "a shard",
     }
-    return f"{where}{who.removeprefix('aten.')} needs {need[kind.kind]}"
+    return f"{where}{reader_name(reader)} needs {need[kind.kind]}"
 
 
 def _take_first_rows(graph: Graph, reader: Node, constant: Node, place: Place) -> None:

@@ -9,13 +9,14 @@ Cut points are positions in the backbone with GEMMs on both sides; of those betw
 bytes cross. A stage costs the seconds of its operators on one rank, embedding, head and loss included, and those of the
 messages that it sends and receives. A rank holds parameters with their state, and the saved activations of the microbatches
 in flight (`memory.py`). `balance.py` chooses: for the busiest rank, then for the simulated schedule. Layers stay whole unless
-a cut inside of one makes a step more than 5% faster, or nothing else fits. A plan may pin the cuts (`stages/cut_pins.py`).
+a cut inside of one makes a step more than 5% faster at a size where work decides, not the fixed cost of collectives, or nothing
+else fits. A plan may pin the cuts (`stages/cut_pins.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from torch.fx import Graph, Node
@@ -36,6 +37,8 @@ from autoptd.program.costs import Cut
 
 # A cut inside a layer must bring the time of a step, or of the busiest rank, below this share of that with whole layers.
 MAX_SHARE_OF_WHOLE_LAYERS = 0.95
+# Where more than this share of the work is the fixed cost of collectives, a toy is weighed: seconds at real sizes differ.
+MAX_FIXED_SHARE = 0.5
 GIB = 1 << 30
 
 
@@ -102,6 +105,7 @@ class _Chooser:
     def __init__(self, graph: Graph, backbone: list[Node], ctx: Context) -> None:
         self.ranks, self.machine, self.live, self.makespan_of = ctx.ranks, ctx.machine, ctx.live, ctx.makespan
         sizes, machine = ctx.sizes, ctx.machine
+        self.sizes, self.backbone = sizes, backbone
         self.points = _find_points(backbone, sizes.mesh)
         held = count_bytes(graph, backbone, sizes, ctx.options)
         work = [rank_seconds(node, sizes.mesh, machine) / _trace_factor(node, sizes) for node in backbone]
@@ -133,7 +137,23 @@ class _Chooser:
         )
         if inside.makespan > MAX_SHARE_OF_WHOLE_LAYERS * whole.makespan:
             return whole, f"between layers: cuts inside of them would make {what} {max(gain, 0.0):.1%} faster"
+        if (fixed := self._fixed_share()) > MAX_FIXED_SHARE:
+            why = f"at this size {fixed:.0%} of the work is the fixed cost of collectives"
+            return (
+                whole,
+                f"between layers: cuts inside of them would make {what} {gain:.0%} faster, but {why}",
+            )
         return inside, f"inside layers: {what} is {gain:.0%} faster than with whole layers"
+
+    def _fixed_share(self) -> float:
+        """Return the share of all work that collectives take however little they move."""
+        without = replace(self.machine, latency=0.0)
+        sizes = self.sizes
+        bare = sum(
+            rank_seconds(node, sizes.mesh, without) / _trace_factor(node, sizes) for node in self.backbone
+        )
+        whole = sum(self.line.work)
+        return 1 - bare / whole if whole else 0.0
 
     def follow(self, pinned: Sequence[int]) -> tuple[Cuts, str]:
         """Return pinned cuts, compared with those that would be chosen; TooFull where they do not fit."""

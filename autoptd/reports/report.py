@@ -44,11 +44,11 @@ from autoptd.viz.page import (
     markdown_html,
     page,
     paragraph,
-    picture,
     source,
     table,
     tiles,
 )
+from autoptd.viz.viewer import viewer
 from autoptd.viz.words import bytes_text, count_text, plural
 
 # A stage of more operators, or of more stages, is not drawn in full.
@@ -185,7 +185,7 @@ def _stages(program: Program, summary: Summary) -> str:
     rows = [_stage_row(program, stage) for stage in range(len(program.stages))]
     return "\n".join(
         [
-            _drawn(graph_picture(program, "model")),
+            _drawn(graph_picture(program, "model"), "the stages"),
             heading("Of one rank and one microbatch"),
             table(names, rows, range(1, 9)),
             paragraph(
@@ -195,14 +195,16 @@ def _stages(program: Program, summary: Summary) -> str:
     )
 
 
-def _drawn(drawn: Picture) -> str:
-    return picture(drawn.svg) if drawn.svg else paragraph(f"No picture: {drawn.why_not}.")
+def _drawn(drawn: Picture, name: str) -> str:
+    return (
+        viewer(drawn.svg, f"picture of {name}") if drawn.svg else paragraph(f"No picture: {drawn.why_not}.")
+    )
 
 
 def _layers(program: Program) -> str:
     parts = []
     if program.painter is not None:
-        parts.append(_drawn(program.graph("layer")))
+        parts.append(_drawn(program.graph("layer"), "the operators"))
         for stage in range(len(program.stages)):
             count = sum(line.file in (f"stage_{stage}.py", "layers.py") for line in program.lines)
             # A browser takes long for pictures of thousands of nodes, and nobody reads them.
@@ -210,7 +212,8 @@ def _layers(program: Program) -> str:
                 continue
             full = program.graph("full", stage).svg
             if full:
-                parts.append(folded(f"Stage {stage}, every operator", "", picture(full)))
+                title = f"Stage {stage}, every operator"
+                parts.append(folded(title, "", viewer(full, f"picture of {title}")))
     parts.append(heading("Module by module"))
     parts += module_sections(program)
     return "\n".join(parts)
@@ -224,7 +227,8 @@ def _schedule(program: Program, runs: list[Run]) -> str:
     # 64 ranks of a long pipeline are enough to see the pattern.
     text = folded("As text", "what each pipeline rank does", source("\n".join(orders[:64]) + "\n"))
     remark = paragraph("The same as a trace: `trace.json` beside this page, for ui.perfetto.dev.")
-    return "\n".join([picture(schedule_svg(runs, program.orders, title=title)), remark, text])
+    chart = viewer(schedule_svg(runs, program.orders, title=title), "chart of the schedule")
+    return "\n".join([chart, remark, text])
 
 
 def _decisions(program: Program) -> str:

@@ -58,11 +58,14 @@ class Shown:
         whole = _wiring(piece)
         if whole in self.wholes:
             return Like(self.wholes[whole])
+        # A cut may go through a layer: its parts are found in whole ones, by operators alone, since what a
+        # part reads of the other one has no place in it.
         row = [_operator(node, piece.layer) for node in piece.nodes]
         for layer, other in self.rows.items():
             start = _find_run(row, other)
             if start is not None:
                 return Like(layer, _part(start, len(row), len(other)))
+        # A piece that nothing equals is what later ones are compared with.
         self.wholes[whole] = piece.layer
         self.rows.setdefault(piece.layer, row)
         return None
@@ -92,6 +95,7 @@ def pieces_of(body: Sequence[Node]) -> dict[str, Piece]:
     nodes: dict[str, list[Node]] = {}
     for node in body:
         nodes.setdefault(layer_of(node), []).append(node)
+    # What stands outside of layers never repeats.
     nodes.pop("", None)
     place = {node: i for i, node in enumerate(body)}
     pieces = {}

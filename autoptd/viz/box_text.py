@@ -19,8 +19,8 @@ from autoptd.ir.operators.table import operator_of
 from autoptd.ir.types import type_text
 from autoptd.viz import colours
 from autoptd.viz.box_words import conversion_of, local_bytes, shape_text
+from autoptd.viz.boxes import Box
 from autoptd.viz.colours import call_lines
-from autoptd.viz.outline import Box
 from autoptd.viz.scene import Line, line
 from autoptd.viz.views import short_op
 from autoptd.viz.words import bytes_text, count_text
@@ -45,6 +45,7 @@ class BoxText:
 
         Outside of layers the whole module path.
         """
+        # Repeats in a run of small operators say nothing new.
         names = list(dict.fromkeys(map(short_op, box.nodes)))
         what = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
         module = note(box.nodes[-1]).module
@@ -60,9 +61,11 @@ class BoxText:
         kind = record.layout["tp"].kind
         if not self.is_split:
             return "", colours.SMALL
+        # The solver's reason alone tells this split from other shards of rows.
         if "vocabulary" in record.why and record.why.startswith("split by"):
             return "split by vocabulary", colours.VOCABULARY
         if operator_of(node).factors:
+            # A bias follows its matrix: only what has two dims tells how a product is split.
             matrices = [made or param for _, param, made in box.params if len(tensor(param).shape) > 1]
             weights = [note(matrix).layout["tp"].kind for matrix in matrices]
             if kind == "P":
@@ -112,6 +115,7 @@ class BoxText:
         dtype = str(tensor(node).dtype).removeprefix("torch.")
         lines = [where, record.code, f"why: {record.why}" if record.why else "", record.stages_why]
         lines.append(f"{size} {dtype}: {bytes_text(local_bytes(node))} on each rank")
+        # Inputs and received values are made elsewhere, and counted there.
         if self.work and not box.is_input and not box.is_received:
             forward, backward = (sum(counts) for counts in zip(*map(self.work, box.nodes), strict=True))
             if forward:

@@ -1,6 +1,6 @@
 """Words for what is in a box: its shape, what it equals, what a conversion does.
 
-likeness([Like("h.0"), Like("h.0")])        # ["2 x h.0"]
+likeness([Like("h.0"), Like("h.0")])        # ["2 layers like h.0"]
 shape_text(node)                            # "[1, 128, 768]"
 """
 
@@ -15,21 +15,23 @@ from torch.fx import Node
 from autoptd.ir.notes import note, tensor
 from autoptd.ir.types import CONVERSIONS, Conversion
 from autoptd.viz.alike import Like
-from autoptd.viz.outline import Box
+from autoptd.viz.boxes import Box
 from autoptd.viz.views import COLLECTIVES, origin, short_op
+from autoptd.viz.words import plural
 
 
 def likeness(likes: Sequence[Like]) -> list[str]:
-    """Describe what folded layers equal: `5 x h.0`, `4 layers, like h.0, h.1 in turn`, `the last 12 of 20
-    operators of h.0`.
+    """Describe what folded layers equal: `5 layers like h.0`, `4 layers, like h.0, h.1 in turn`, `the last
+    12 of 20 operators of h.0`.
     """
+    # A part that a cut left tells less than a whole layer: it comes after them.
     wholes = [like.layer for like in likes if not like.part]
     models = list(dict.fromkeys(map(short, wholes)))
     texts = []
     if len(models) > 1:
         texts.append(f"{len(wholes)} layers, like {', '.join(models)} in turn")
     elif models:
-        texts.append(f"{len(wholes)} x {models[0]}" if len(wholes) > 1 else f"like {models[0]}")
+        texts.append(f"{plural(len(wholes), 'layer')} like {models[0]}")
     parts = Counter(f"the {like.part} of {short(like.layer)}" for like in likes if like.part)
     for text, count in parts.items():
         texts.append(f"{count} x {text}" if count > 1 else text)
@@ -39,6 +41,11 @@ def likeness(likes: Sequence[Like]) -> list[str]:
 def short(module: str) -> str:
     """Return the last two names of a layer's path: `h.3` of `transformer.h.3`."""
     return ".".join(module.split(".")[-2:])
+
+
+def range_text(layers: Sequence[str]) -> str:
+    """Name layers by the first and the last: `h.0 ... h.5`."""
+    return f"{short(layers[0])} ... {short(layers[-1])}" if len(layers) > 1 else short(layers[0])
 
 
 def shape_text(node: Node) -> str:
@@ -55,6 +62,7 @@ def local_bytes(node: Node) -> int:
 def is_sum(box: Box) -> bool:
     """Tell whether a box adds two activations: where a residual stream takes a branch in."""
     node = box.nodes[-1]
+    # An addend that is a constant, or a parameter such as a bias, makes no residual sum.
     origins = [origin(arg) for arg in node.all_input_nodes]
     return len(box.nodes) == 1 and short_op(node) == "add" and len(origins) == 2 and not box.params
 
@@ -82,6 +90,7 @@ __all__ = [
     "is_sum",
     "likeness",
     "local_bytes",
+    "range_text",
     "shape_text",
     "short",
     "work_of",

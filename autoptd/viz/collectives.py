@@ -47,6 +47,7 @@ def collectives_markdown(program: Program) -> str:
 def _totals(program: Program) -> Iterator[str]:
     yield "## Per rank and step"
     yield ""
+    # Totals come first: most readers want one number, and the sites only where it surprises them.
     rows = _calls_by_kind(program)
     if not rows:
         yield from ("Nothing: this program runs without communication.", "")
@@ -58,6 +59,7 @@ def _totals(program: Program) -> Iterator[str]:
         sent = [0] * program.mesh.p
         for rank, calls in rows[key].items():
             sent[rank] = sum(times * call.wire_bytes for call, times in calls)
+        # A step waits for its busiest rank; the others are told beside it.
         busiest = sent.index(max(sent))
         calls = rows[key][busiest]
         count = sum(times for _, times in calls)
@@ -74,6 +76,7 @@ def _calls_by_kind(program: Program) -> dict[tuple[str, str, str], dict[int, lis
     for rank in range(program.mesh.p):
         for call, times in expected_calls(program, program.mesh.rank(Coordinate(pp=rank))).items():
             when = "once a step" if call.phase == "step" else call.phase
+            # Forward and backward stay apart: they overlap with different work.
             rows.setdefault((call.axis, call.kind, when), {}).setdefault(rank, []).append((call, times))
     return rows
 
@@ -129,6 +132,7 @@ def _messages(program: Program) -> Iterator[str]:
     yield ""
     yield from _header("stages", "x", "elements", "sent by a rank", "afterwards", "reason")
     for row, links in links_of.items():
+        # A deep pipeline has one kind of link many times over.
         shown = links if len(links) <= 4 else [*links[:3], "...", links[-1]]
         yield _row(", ".join(shown), str(len(links)), *row)
     yield ""
@@ -142,6 +146,7 @@ def _per_step(program: Program) -> Iterator[str]:
     yield ""
     yield from _header("what", "of", "over", "collective", "payload", "ranks", "sent", "reason")
     for call in found:
+        # A gradient is summed backward, the loss forward: the other direction is local.
         kind = call.forward if call.backward in LOCAL_KINDS else call.backward
         sent = bytes_text(wire_bytes(kind, call.payload_bytes, call.group_size))
         numbers = bytes_text(call.payload_bytes), str(call.group_size), sent
@@ -171,6 +176,7 @@ def _left(program: Program) -> Iterator[str]:
     yield ""
     total = program.costs.total_flops
     redundant = program.costs.redundant_gemm_flops
+    # A share of nothing would be a division by zero, of a model without products.
     share = f" ({100 * redundant / total:.1f} % of all)" if total and redundant else ""
     yield f"- Matrix products: {count_text(redundant)} FLOPs forward{share}."
     counts = Counter((star(item.site), item.op, item.fact, item.remedy) for item in program.fallbacks)
@@ -198,6 +204,7 @@ def _kinds(found: Iterable[Collective]) -> list[list[Collective]]:
     """Group sites that differ in layer and stage only; in the order of the program."""
     groups: dict[tuple[str | int, ...], list[Collective]] = {}
     for call in found:
+        # Layers differ in their number alone: with a star in its place, equal sites have one row.
         key = (star(call.site), call.conversion, call.payload_bytes, call.group_size, _reason(call))
         groups.setdefault(key, []).append(call)
     return list(groups.values())

@@ -6,7 +6,8 @@ bars(collectives)           # lines on coloured ground: "forward: 2 all-reduces,
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Container, Iterable, Iterator, Sequence
 
 from autoptd.program.calls import LOCAL_KINDS, wire_bytes
 from autoptd.program.program import Program
@@ -34,7 +35,11 @@ COLUMN, ROW, WHOLE, VOCABULARY, SPLIT, SMALL = (
     "#e3eefb",
     "#f6f7f8",
 )
-FOLDED, INPUT, SENT, TIED = "#e6e8eb", "#fffdf0", "#1b6f8a", "#a0529c"
+FOLDED, INPUT, RECEIVED, SENT, TIED = "#e6e8eb", "#fffdf0", "#f2fafc", "#1b6f8a", "#a0529c"
+# Ground and border of a layer that is drawn apart, and of its parts.
+APART, PART, PART_BORDER = "#fcfcfd", "#ffffff", "#cfd5db"
+# Border of boxes and frames, ground of several stages that are drawn as one.
+BORDER, SEVERAL = "#9aa4ae", "#fbfbfb"
 MAX_TOOLTIP_CALLS = 8
 ORDER = ("forward", "backward", "step")
 
@@ -44,6 +49,7 @@ def bars(calls: Iterable[Collective], times: str = "") -> tuple[Line, ...]:
 
     Bytes are payload; local changes of type are left out. `times` is put behind each ("each").
     """
+    # By axis as well: an all-reduce over tp and one over dp have nothing in common but their name.
     sums: dict[tuple[str, str, str], list[int]] = {}
     for call in calls:
         for phase, kind in (("forward", call.forward), ("backward", call.backward)):
@@ -67,6 +73,7 @@ def call_lines(calls: Sequence[Collective]) -> list[str]:
     """Describe collectives in a tooltip: each with its payload, what a rank sends, and why."""
     lines = []
     for call in calls[:MAX_TOOLTIP_CALLS]:
+        # A tooltip is for one call: its direction, and the bytes on the wire, which the bars leave out.
         work = []
         sent = 0
         for phase, kind in (("forward", call.forward), ("backward", call.backward)):
@@ -115,6 +122,7 @@ def heading(program: Program) -> tuple[str, tuple[str, ...]]:
 
 def work_shares(program: Program) -> list[float]:
     """Return the percentage of all FLOPs of each stage: forward and backward, one microbatch, one rank."""
+    # A program written by hand has no costs.
     costs, none = program.costs, [0] * len(program.stages)
     both = zip(costs.flops_per_stage or none, costs.backward_flops_per_stage or none, strict=True)
     work = [forward + backward for forward, backward in both]
@@ -124,6 +132,7 @@ def work_shares(program: Program) -> list[float]:
 
 def param_count(program: Program, stage: int) -> int:
     """Count the parameters of a stage on one tensor rank."""
+    # A tied parameter counts on each of its stages: each stores a copy.
     wanted = set(program.stages[stage].params)
     return sum(math.prod(spec.local_shape(program.mesh)) for spec in program.params if spec.name in wanted)
 
@@ -132,10 +141,12 @@ def legend_of_kinds(calls: Iterable[Collective]) -> list[Item]:
     """Return a sample bar for every kind of collective among `calls`."""
     kinds: set[str] = set()
     for call in calls:
-        kinds |= {call.forward, call.backward}
+        # What comes once a step is written without a bar.
+        if call.scope == "microbatch":
+            kinds |= {call.forward, call.backward}
     samples = []
     for kind, color in KINDS.items():
-        if kind in kinds and kind != "send":
+        if kind in kinds:
             samples.append(Item("", (line(kind, bar=color),), border=color, thick=2.0))
     return samples
 
@@ -145,24 +156,38 @@ def sample(text: str, fill: str = "#ffffff", **look: str | float | bool) -> Item
     return Item("", tuple(line(row) for row in text.split("\n")), fill, **look)  # type: ignore[arg-type]
 
 
-LEGEND_OF_TYPES = tuple(
-    Item("", (line((kind, "bold"), f"  {text}"),), border=EDGES[kind], dashed=kind == "P")
-    for kind, text in (
-        ("I", "equal on all tensor ranks, and so is its gradient"),
-        ("R", "equal, but its gradient is a partial sum"),
-        ("P", "a partial sum on each rank"),
-        ("S", "sharded: S(dim 2: 3 x [12] x 64) cuts the 12 of dim 2"),
-    )
+LEGEND_OF_SPLITS = (
+    sample("column split", COLUMN),
+    sample("row split", ROW),
+    sample("split by vocabulary", VOCABULARY),
+    sample("works on a shard", SPLIT),
+    sample("GEMM that every rank computes", WHOLE),
 )
+
+
+def legend_of_types(letters: Container[str], shard: str) -> Iterator[Item]:
+    """Yield a sample for each type among `letters`; `shard` is one as the picture writes it."""
+    cut = re.search(r"dim (\d+): .*?\[(\w+)\]", shard)
+    texts = {
+        "I": "equal on all tensor ranks, and so is its gradient",
+        "R": "equal, but its gradient is a partial sum",
+        "P": "a partial sum on each rank",
+        "S": f"sharded: {shard} cuts the {cut[2]} of dim {cut[1]}" if cut else "sharded",
+    }
+    for kind, text in texts.items():
+        if kind in letters:
+            yield Item("", (line((kind, "bold"), f"  {text}"),), border=EDGES[kind], dashed=kind == "P")
+
 
 __all__ = [
     "EDGES",
     "KINDS",
-    "LEGEND_OF_TYPES",
+    "LEGEND_OF_SPLITS",
     "bars",
     "call_lines",
     "heading",
     "legend_of_kinds",
+    "legend_of_types",
     "param_count",
     "sample",
 ]

@@ -26,6 +26,7 @@ def draw(program: Program, folder: Path, runs: Sequence[Run]) -> None:
     """Write the pictures and the table of `program` to `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     _write(graph_picture(program, "model"), folder / "stages")
+    # A loaded program has no graphs, and what it drew when it was compiled may still be right.
     if program.painter is not None:
         _write(program.graph("layer"), folder / "graph")
     title = f"{program.schedule_name}, p={program.mesh.p} v={program.v} m={program.num_microbatches}"

@@ -9,16 +9,19 @@ What is told of a part besides its lines is its tooltip (`<title>`).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from math import atan2, ceil, cos, pi, sin
+from math import atan2, ceil, cos, hypot, pi, sin
 from xml.sax.saxutils import escape, quoteattr
 
+from autoptd.viz.dark import dark_rules
 from autoptd.viz.layout import Curve, Layout, Place, Point
 from autoptd.viz.scene import INK, LEADING, PADDING, QUIET, SIZE, Frame, Item, Line, Link, Scene, text_width
 
 MARGIN, GAP = 16.0, 12.0
 TITLE, SUBTITLE = 17.0, 12.0
-# Radius of the letter on a link.
-LETTER = 6.5
+# Radius of the letter on a link; pixels between the places that are tried for it.
+LETTER, STEP = 6.5, 3.0
+# Pixels that the legend may take, however narrow the picture is.
+MIN_WIDTH = 760.0
 STYLE = f"""
   text {{ font-family: Verdana, "DejaVu Sans", Helvetica, Arial, sans-serif; font-size: {SIZE:g}px; fill: {INK} }}
   .bold {{ font-weight: bold }}
@@ -27,7 +30,6 @@ STYLE = f"""
   .title {{ font-size: {TITLE:g}px; font-weight: bold }}
   .subtitle {{ font-size: {SUBTITLE:g}px; fill: {QUIET} }}
   .letter {{ font-size: 10px; font-weight: bold; text-anchor: middle }}
-  .heading text {{ paint-order: stroke; stroke: #fff; stroke-width: 3px; stroke-opacity: 0.8 }}
   .item:hover .body, .link:hover path {{ stroke-width: 3 }}
   .link path {{ fill: none }}
 """
@@ -35,39 +37,57 @@ STYLE = f"""
 
 def scene_svg(scene: Scene, places: Layout) -> str:
     """Return the picture as SVG text."""
-    head, top = _head(scene, max(places.width, 760.0))
+    # The legend may be wider than a small picture: it would be a column of one sample a line otherwise.
+    head, top = _head(scene, max(places.width, MIN_WIDTH))
     texts = [
         text_width(scene.title, True, TITLE),
         *(text_width(text, False, SUBTITLE) for text in scene.subtitle),
     ]
     width, height = ceil(max(places.width, *texts) + 2 * MARGIN), ceil(top + places.height + MARGIN)
-    body = [f'<g transform="translate({MARGIN:g} {top:g})">']
-    for frame in scene.all_frames:
-        body += _frame(frame, places.frames[frame.id])
-    drawn = list(zip(scene.links, places.curves, strict=True))
-    for link, curve in drawn:
-        body += _link(link, curve)
-    for frame in scene.all_frames:
-        at = places.frames[frame.id]
-        left, top = at.x - at.width / 2, at.y - at.height / 2
-        body += ['<g class="heading">', *_lines(frame.title, left + PADDING, top + 4, at.width), "</g>"]
-    for item in scene.items:
-        body += _item(item, places.items[item.id])
-    for link, curve in drawn:
-        body += _on_link(link, curve)
+    body = [f'<g transform="translate({MARGIN:g} {top:g})">', *_parts(scene, places), "</g>"]
     size = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
+    drawn = "\n".join([f'<rect width="{width}" height="{height}" fill="#fff"/>', *head, *body])
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" {size}>',
-            f"<style>{STYLE}</style>",
-            f'<rect width="{width}" height="{height}" fill="#fff"/>',
-            *head,
-            *body,
-            "</g>",
+            f"<style>{STYLE}{dark_rules(drawn)}</style>",
+            drawn,
             "</svg>",
             "",
         ]
     )
+
+
+def _parts(scene: Scene, places: Layout) -> Iterator[str]:
+    """Draw everything below the head: frames, links, headings, boxes, and what stands on links."""
+    # Headings and boxes cover links; letters must not cover headings and boxes.
+    taken = [places.items[item.id] for item in scene.items]
+    for frame in scene.all_frames:
+        yield from _frame(frame, places.frames[frame.id])
+        taken.append(_heading_place(frame, places.frames[frame.id]))
+    drawn = [(link, places.curves[k]) for k, link in enumerate(scene.links)]
+    for link, curve in drawn:
+        yield from _link(link, curve)
+    for frame in scene.all_frames:
+        at = places.frames[frame.id]
+        heading = _heading_place(frame, at)
+        yield '<g class="heading">'
+        # Links that pass below a heading are not to strike it through.
+        if frame.fill != "none":
+            size = f'width="{_n(heading.width)}" height="{_n(heading.height)}"'
+            yield f'<rect x="{_n(heading.left)}" y="{_n(heading.top)}" {size} fill="{frame.fill}"/>'
+        yield from _lines(frame.title, at.left + PADDING, at.top + 4, at.width)
+        yield "</g>"
+    for item in scene.items:
+        yield from _item(item, places.items[item.id])
+    for link, curve in drawn:
+        yield from _on_link(link, curve, taken)
+
+
+def _heading_place(frame: Frame, at: Place) -> Place:
+    width = max(line.width for line in frame.title)
+    height = sum(line.height for line in frame.title)
+    return Place(at.left + PADDING + width / 2, at.top + 4 + height / 2, width, height)
 
 
 def _head(scene: Scene, width: float) -> tuple[list[str], float]:
@@ -87,7 +107,7 @@ def _head(scene: Scene, width: float) -> tuple[list[str], float]:
 
 
 def _frame(frame: Frame, at: Place) -> Iterator[str]:
-    left, top = at.x - at.width / 2, at.y - at.height / 2
+    left, top = at.left, at.top
     yield f'<g class="frame" id={quoteattr(frame.id)}>{_hint(frame.tooltip)}'
     yield (
         f'<rect x="{_n(left)}" y="{_n(top)}" width="{_n(at.width)}" height="{_n(at.height)}" rx="8"'
@@ -97,7 +117,7 @@ def _frame(frame: Frame, at: Place) -> Iterator[str]:
 
 
 def _item(item: Item, at: Place) -> Iterator[str]:
-    left, top = at.x - at.width / 2, at.y - at.height / 2
+    left, top = at.left, at.top
     yield f'<g class="item" id={quoteattr(item.id)}>{_hint(item.tooltip)}'
     yield from _body(item, left, top, at)
     high = sum(line.height for line in item.lines)
@@ -115,6 +135,7 @@ def _body(item: Item, left: float, top: float, at: Place) -> Iterator[str]:
         path = f"M{_n(left)} {_n(top)}H{_n(right - fold)}L{_n(right)} {_n(top + fold)}V{_n(low)}H{_n(left)}Z"
         yield f'<path class="body" d="{path}" {look}/>'
         return
+    # The sheets behind the first are drawn first.
     offsets = (6, 3, 0) if item.shape == "stack" else (0,)
     for offset in offsets:
         size = f'width="{_n(at.width)}" height="{_n(at.height)}" rx="{_n(radius)}"'
@@ -142,37 +163,45 @@ def _lines(lines: Sequence[Line], left: float, top: float, width: float) -> Iter
 
 def _link(link: Link, curve: Curve) -> Iterator[str]:
     points = curve.points
+    # One path element: a dash pattern would begin anew at each curve.
     first, rest = points[0], points[1:]
     path = f"M{_xy(first)}C{' '.join(map(_xy, rest))}"
     dash = ' stroke-dasharray="5 4"' if link.dashed else ""
     yield f'<g class="link">{_hint(link.tooltip)}'
     yield f'<path d="{path}" stroke="{link.color}" stroke-width="{link.width:g}"{dash}/>'
     if link.has_head and curve.tip:
-        # The last point may be the tip itself: the direction is that from the last one before it.
-        before = next(point for point in reversed(points) if point != curve.tip)
-        yield _arrow(before, curve.tip, link)
+        yield _arrow(points[-1], curve.tip, link)
     yield "</g>"
 
 
-def _arrow(before: Point, tip: Point, link: Link) -> str:
-    angle = atan2(tip[1] - before[1], tip[0] - before[0])
-    half = 2.6 + link.width / 2
-    back = (tip[0] - 8 * cos(angle), tip[1] - 8 * sin(angle))
+def _arrow(base: Point, tip: Point, link: Link) -> str:
+    """Draw an arrow head from the end of its line to the box that it points at."""
+    angle = atan2(tip[1] - base[1], tip[0] - base[0])
+    half = 2.9 + 0.6 * link.width
+    # It begins a pixel before the line ends, so that no gap is seen.
+    back = (base[0] - cos(angle), base[1] - sin(angle))
     sides = [
         (back[0] + half * cos(angle + turn), back[1] + half * sin(angle + turn)) for turn in (pi / 2, -pi / 2)
     ]
     return f'<polygon points="{" ".join(map(_xy, (tip, *sides)))}" fill="{link.color}"/>'
 
 
-def _on_link(link: Link, curve: Curve) -> Iterator[str]:
-    """Draw the letter on a link and the lines beside it, above everything else."""
-    if link.letter:
-        x, y = _middle(curve.points)
-        circle = f'<circle cx="{_n(x)}" cy="{_n(y)}" r="{LETTER:g}" fill="#fff" stroke="{link.color}"/>'
-        place = f'x="{_n(x)}" y="{_n(y + 3.6)}" style="fill:{link.color}"'
-        text = f'<text class="letter" {place}>{escape(link.letter)}</text>'
+def _on_link(link: Link, curve: Curve, taken: list[Place]) -> Iterator[str]:
+    """Draw the letter on a link and the lines beside it, above everything else.
+
+    The letter stands where the link begins, or as near to it as nothing in `taken` is covered.
+    """
+    at = _letter_place(curve.points, taken) if link.letter else None
+    if at:
+        taken.append(at)
+        circle = (
+            f'<circle cx="{_n(at.x)}" cy="{_n(at.y)}" r="{LETTER:g}" fill="#ffffff" stroke="{link.color}"/>'
+        )
+        span = f'<tspan fill="{link.color}">{escape(link.letter)}</tspan>'
+        text = f'<text class="letter" x="{_n(at.x)}" y="{_n(at.y + 3.6)}">{span}</text>'
         yield f'<g class="on-link">{_hint(link.tooltip)}{circle}{text}</g>'
     if link.lines and curve.label:
+        # Lines stand on a ground of their own, as links may pass below them.
         width = max(line.width for line in link.lines)
         height = sum(line.height for line in link.lines)
         left, top = curve.label[0] - width / 2, curve.label[1] - height / 2 - 2
@@ -183,14 +212,36 @@ def _on_link(link: Link, curve: Curve) -> Iterator[str]:
         yield "</g>"
 
 
-def _middle(points: Sequence[Point]) -> Point:
-    """Return the point half way along the middle one of some cubic curves."""
-    curves = (len(points) - 1) // 3
-    if curves % 2 == 0:
-        return points[3 * (curves // 2)]
-    # A cubic Bezier curve at 1/2.
-    a, b, c, d = points[3 * (curves // 2) : 3 * (curves // 2) + 4]
-    return (a[0] + 3 * b[0] + 3 * c[0] + d[0]) / 8, (a[1] + 3 * b[1] + 3 * c[1] + d[1]) / 8
+def _letter_place(points: Sequence[Point], taken: Sequence[Place]) -> Place | None:
+    """Return where a letter has room on a link; None where it has none, or stands on the same spot already."""
+    for x, y in _along(points):
+        spot = Place(x, y, 2 * LETTER, 2 * LETTER)
+        hit = next((other for other in taken if _overlap(spot, other)), None)
+        if hit is None:
+            return spot
+        # Links that leave a box together carry the same value: one letter tells the type of all.
+        if hit.width == spot.width and hypot(hit.x - x, hit.y - y) < LETTER:
+            return None
+    return None
+
+
+def _overlap(a: Place, b: Place) -> bool:
+    is_wide = abs(a.x - b.x) < (a.width + b.width) / 2
+    return is_wide and abs(a.y - b.y) < (a.height + b.height) / 2
+
+
+def _along(points: Sequence[Point]) -> Iterator[Point]:
+    """Yield points of some cubic curves, every few pixels from the first end to the last."""
+    for k in range(0, len(points) - 1, 3):
+        a, b, c, d = points[k : k + 4]
+        # By the distance of the ends: curves here are short, or nearly straight.
+        count = max(2, ceil(hypot(d[0] - a[0], d[1] - a[1]) / STEP))
+        for i in range(count + 1):
+            t = i / count
+            weights = (1 - t) ** 3, 3 * t * (1 - t) ** 2, 3 * t * t * (1 - t), t**3
+            x = sum(weight * point[0] for weight, point in zip(weights, (a, b, c, d), strict=True))
+            y = sum(weight * point[1] for weight, point in zip(weights, (a, b, c, d), strict=True))
+            yield x, y
 
 
 def _hint(text: str) -> str:

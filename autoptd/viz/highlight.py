@@ -21,12 +21,14 @@ def python_html(source: str) -> str:
         tokens = list(tokenize.generate_tokens(io.StringIO(source).readline))
     except (tokenize.TokenError, SyntaxError):
         return escape(source)
+    # Tokens have rows and columns, `source` is cut at offsets.
     starts = [0]
     for line in source.splitlines(keepends=True):
         starts.append(starts[-1] + len(line))
     parts, done, before = [], 0, ""
     for token in tokens:
         kind = _class(token, before)
+        # What lies between tokens, blanks and line ends, is escaped with the next of them.
         if kind:
             begin, end = (starts[row - 1] + column for row, column in (token.start, token.end))
             parts += [escape(source[done:begin]), f'<span class="{kind}">{escape(source[begin:end])}</span>']

@@ -1,40 +1,33 @@
 """The picture of the operators: one of each distinct layer (level `layer`), or all of them (level `full`),
 stage by stage.
 
-In: a `Program` with its LOCAL graph. Out: a `Scene`. Each column is a stage, read top to bottom. The colour
-of a link is the type of its value over tp, with the letter on it; a conversion that communicates has a box of
-its own with a coloured bar for each direction; parameters are written into the box of their operator.
+In: a `Program` with its LOCAL graph. Out: a `Scene`: a frame for each stage, read top to bottom, and one for
+each layer that is drawn apart. The colour of a link is the type of its value over tp, with the letter where it
+begins.
 
     scene = layer_scene(program, folds=True)
 """
 
 from __future__ import annotations
 
-import math
-import textwrap
+import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
-from autoptd.ir.notes import note, tensor
-from autoptd.ir.types import CONVERSIONS
+from autoptd.ir.notes import note
 from autoptd.program.program import Program
 from autoptd.viz import colours
+from autoptd.viz.box_items import BoxItems
 from autoptd.viz.box_text import BoxText, Work
-from autoptd.viz.box_words import (
-    collectives_of,
-    conversion_of,
-    is_sum,
-    likeness,
-    local_bytes,
-    shape_text,
-    short,
-    work_of,
-)
+from autoptd.viz.box_words import collectives_of, local_bytes, range_text
+from autoptd.viz.boxes import Box, Edge
 from autoptd.viz.colours import bars, call_lines
-from autoptd.viz.outline import Box, Column, Edge, Outline, Tie, outline
+from autoptd.viz.outline import Column, Outline, Tie, outline
+from autoptd.viz.samples import Sample
 from autoptd.viz.scene import Frame, Item, Line, Link, Scene, line
-from autoptd.viz.views import COLLECTIVES, origin, short_op
-from autoptd.viz.words import bytes_text, count_text, letter
+from autoptd.viz.views import origin
+from autoptd.viz.words import bytes_text, count_text, letter, plural
 
 
 def layer_scene(
@@ -53,29 +46,40 @@ class _Painter:
     def __init__(self, program: Program, drawn: Outline, work: Work | None) -> None:
         self.program, self.drawn = program, drawn
         self.is_split = program.mesh.t > 1
-        self.boxes = {box.id: box for box in drawn.boxes}
-        self.place = {box.id: i for i, box in enumerate(drawn.boxes)}
+        # Samples have links, parts and a legend like stages: most of the painter need not tell them apart.
+        self.all_boxes = list(drawn.boxes)
+        for sample in drawn.samples:
+            self.all_boxes += sample.boxes
+        self.column_of = {box.id: box.column for box in self.all_boxes}
+        self.place = {box.id: i for i, box in enumerate(self.all_boxes)}
         # One stage alone was asked for, of a program with several.
         self.is_alone = len(drawn.columns) == len(drawn.columns[0].stages) == 1 < len(program.stages)
-        parts = Counter((box.column, box.layer, box.part) for box in drawn.boxes)
+        # A frame around a single box would say its name twice.
+        parts = Counter((box.column, box.layer, box.part) for box in self.all_boxes)
         self.framed = {key for key, count in parts.items() if key[2] and count > 1}
         self.text = BoxText(self.is_split, self.framed, work)
+        self.items = BoxItems(program, drawn, self.text, self.is_alone)
 
     def scene(self) -> Scene:
         title, subtitle = colours.heading(self.program)
-        frames = tuple(self._column(i, column) for i, column in enumerate(self.drawn.columns))
-        links = [*map(self._tie, self.drawn.ties), *map(self._edge, self.drawn.edges)]
-        if self.drawn.loss:
-            links.append(Link(self.drawn.loss, "result", weight=4))
+        drawn = self.drawn
+        frames = tuple(self._column(i, column) for i, column in enumerate(drawn.columns))
+        samples = tuple(map(self._sample, drawn.samples))
+        links = [*map(self._tie, drawn.ties), *map(self._edge, drawn.edges)]
+        for sample in drawn.samples:
+            links += map(self._edge, sample.edges)
+        if drawn.loss:
+            links.append(Link(drawn.loss, "result", weight=4))
         # The box of the result shows the sum of the loss.
-        others = tuple(
-            call for call in self.drawn.others if call.conversion != "loss sum" or not self.drawn.loss
-        )
+        others = tuple(call for call in drawn.others if call.conversion != "loss sum" or not drawn.loss)
         # The boxes of a stage alone show what it sends and receives.
         if self.is_alone:
             others = tuple(call for call in others if call.scope != "microbatch")
         notes = tuple(f"Beside what is drawn: {bar.text}." for bar in bars(others))
-        return Scene(title, subtitle, frames, tuple(links), self._legend(), notes=notes, calls=others)
+        legend = self._legend(links)
+        return Scene(
+            title, subtitle, frames, tuple(links), legend, notes=notes, calls=others, samples=samples
+        )
 
     # columns and frames
 
@@ -83,18 +87,26 @@ class _Painter:
         """Return the frame of a stage, or of several that are drawn as one."""
         boxes = [box for box in self.drawn.boxes if box.column == index]
         inside: list[Item | Frame] = []
+        # Layers that are drawn here have no like, or every operator was asked for.
         for layer in dict.fromkeys(box.layer for box in boxes):
             of_layer = [box for box in boxes if box.layer == layer]
-            inside += self._layer(layer, of_layer) if layer else map(self._item, of_layer)
-        if self.drawn.loss and self.boxes[self.drawn.loss].column == index:
-            inside.append(self._result())
+            inside += self._layer(layer, of_layer) if layer else map(self.items.item, of_layer)
+        if self.drawn.loss and self.column_of[self.drawn.loss] == index:
+            inside.append(self.items.result())
         stages = column.stages
-        fill = "#fbfbfb"
+        # The ground of a stage tells its pipeline rank; several have none in common.
+        fill = colours.SEVERAL
         if len(stages) == 1:
             fill = colours.RANKS[self.program.rank_of_stage(stages[0]) % len(colours.RANKS)]
         tooltip = "\n".join(call_lines(column.calls))
         return Frame(
-            f"stage_{stages[0]}", self._heading(column), tuple(inside), fill, "#9aa4ae", tooltip, column.calls
+            f"stage_{stages[0]}",
+            self._heading(column),
+            tuple(inside),
+            fill,
+            colours.BORDER,
+            tooltip,
+            column.calls,
         )
 
     def _heading(self, column: Column) -> tuple[Line, ...]:
@@ -103,7 +115,7 @@ class _Painter:
         share = sum(shares[k] for k in stages)
         sizes = [colours.param_count(program, k) for k in stages]
         if len(stages) > 1:
-            name, remark = f"stages {stages[0]} ... {stages[-1]}", "  they only repeat layers drawn before"
+            name, remark = f"stages {stages[0]} ... {stages[-1]}", "  nothing but layers drawn apart"
         else:
             rank, chunk = program.rank_of_stage(stages[0]), program.chunk_of_stage(stages[0])
             name, remark = f"stage {stages[0]}", f"  pipeline rank {rank}, model chunk {chunk}"
@@ -116,148 +128,43 @@ class _Painter:
 
     def _layer(self, layer: str, boxes: list[Box]) -> Iterator[Item | Frame]:
         """Yield the frame of a layer with frames of its parts; the boxes alone where these are few."""
+        # A part of a layer that a cut left may be one or two operators.
         if len(boxes) < 3:
-            yield from map(self._item, boxes)
+            yield from map(self.items.item, boxes)
             return
-        inside: list[Item | Frame] = []
+        inside = tuple(self._parts(boxes))
+        yield Frame(f"{boxes[0].id}_layer", (line((layer, "bold")),), inside, colours.PART, colours.BORDER)
+
+    def _parts(self, boxes: Sequence[Box]) -> Iterator[Item | Frame]:
+        """Yield what is in a layer: a frame for each part of several boxes, and the other boxes alone."""
         for part in dict.fromkeys(box.part for box in boxes):
             of_part = [box for box in boxes if box.part == part]
-            if (of_part[0].column, layer, part) in self.framed:
-                items = tuple(self._item(box) for box in of_part)
-                inside.append(
-                    Frame(f"{of_part[0].id}_part", (line((part, "bold")),), items, "#ffffff", "#cfd5db")
-                )
+            items = tuple(map(self.items.item, of_part))
+            if (of_part[0].column, of_part[0].layer, part) in self.framed:
+                title = (line((part, "bold")),)
+                yield Frame(f"{of_part[0].id}_part", title, items, colours.PART, colours.PART_BORDER)
             else:
-                inside += map(self._item, of_part)
-        folded = [like.layer for box in self.drawn.boxes for like in box.folded.values()]
-        count = folded.count(layer)
-        more = (f"  {count} more like it are folded" if count else "", "quiet")
-        yield Frame(
-            f"{boxes[0].id}_layer", (line((layer, "bold"), more),), tuple(inside), "#ffffff", "#9aa4ae"
+                yield from items
+
+    def _sample(self, sample: Sample) -> Frame:
+        """Return the frame of a layer that is drawn apart.
+
+        Its boxes name collectives that the folded boxes of the stages stand for already.
+        """
+        own = [box for box in sample.boxes if not box.is_received]
+        inside = tuple(map(_without_calls, self._parts(own)))
+        # First, so that graphviz puts what a layer reads at the top.
+        outer = tuple(self.items.outer(box) for box in sample.boxes if box.is_received)
+        count = plural(len(sample.layers), "layer")
+        where = (
+            f"  drawn once: {range_text(sample.layers)} are alike, {count} in {_stages_text(sample.stages)}"
         )
-
-    # boxes
-
-    def _item(self, box: Box) -> Item:
-        node = box.nodes[-1]
-        if box.is_input:
-            kind = str(tensor(node).dtype).removeprefix("torch.")
-            lines = (line((note(node).name, "bold"), (" input", "quiet")), line(f"{shape_text(node)} {kind}"))
-            return Item(box.id, lines, colours.INPUT, shape="note", tooltip=self.text.tooltip(box))
-        if box.is_received:
-            return self._received(box)
-        if box.sent_to >= 0:
-            lines = (
-                line((f"to stage {box.sent_to}", "bold")),
-                line(self.text.shape(node)),
-                line(self.text.traffic(node)),
-            )
-            return Item(box.id, lines, "#f2fafc", colours.SENT, thick=1.6, tooltip=self.text.tooltip(box))
-        if box.folded:
-            return self._folded(box)
-        if note(node).conversion:
-            return self._conversion(box)
-        return self._operator(box)
-
-    def _received(self, box: Box) -> Item:
-        node = box.nodes[0]
-        stage, here = note(node).stages[0], self.drawn.columns[box.column].stages
-        passed = ""
-        if here[0] - stage == 2:
-            passed = f", passing by stage {stage + 1}"
-        elif here[0] - stage > 2:
-            passed = f", passing by stages {stage + 1} to {here[0] - 1}"
-        made = origin(node)
-        what = f"{short_op(made)} of {note(made).module or 'the model'}"
-        first = line((f"from stage {stage}", "bold"), (passed, "quiet"))
-        lines = [first, line((what, "quiet")), line(self.text.shape(node))]
-        if self.is_alone:
-            lines.append(line(self.text.traffic(node)))
-        return Item(box.id, tuple(lines), "#f2fafc", colours.SENT, thick=1.6, tooltip=self.text.tooltip(box))
-
-    def _folded(self, box: Box) -> Item:
-        layers = list(box.folded)
-        name = f"{short(layers[0])} ... {short(layers[-1])}" if len(layers) > 1 else short(layers[0])
-        equal = likeness(list(box.folded.values()))
-        # Layers may share a parameter: each is counted once.
-        params = sum(
-            math.prod(note(param).extra["local_shapes"][0]) for _, param, _ in dict.fromkeys(box.params)
+        if len(sample.layers) == 1:
+            where = f"  in stage {sample.stages[0]}, and parts of it in others"
+        title = (line((sample.layer, "bold"), (where, "quiet")),)
+        return Frame(
+            f"layer_{self.place[sample.boxes[0].id]}", title, (*outer, *inside), colours.APART, colours.BORDER
         )
-        lines = [line((name, "bold")), *(line(text) for text in equal)]
-        if params:
-            count = len(self.drawn.columns[box.column].stages)
-            where = "on each rank" if count == 1 else f"on the {count} stages together"
-            lines.append(line((f"{count_text(params)} parameters {where}", "quiet")))
-        lines += bars(box.calls)
-        calls = tuple(box.calls)
-        tooltip = "\n".join([f"{'; '.join(equal)}: drawn once, where it is first", *call_lines(calls)])
-        return Item(box.id, tuple(lines), colours.FOLDED, shape="stack", tooltip=tooltip, calls=calls)
-
-    def _conversion(self, box: Box) -> Item:
-        node = box.nodes[-1]
-        record, row = note(node), conversion_of(node)
-        pair = next(f"{a} to {b}" for (a, b), other in CONVERSIONS.items() if other is row)
-        title = f"{letter(row.name)}: {pair}" if letter(row.name) else pair
-        lines = [line((title, "bold"), (f"  over {self.program.mesh.t} ranks of tp", "quiet"))]
-        for phase, kind in zip(("forward", "backward"), work_of(box), strict=True):
-            if kind in COLLECTIVES:
-                sizes = [call.payload_bytes for call in box.calls if kind in (call.forward, call.backward)]
-                size = f", {bytes_text(sizes[0])}" if sizes else ""
-                lines.append(line(f"{phase}: {kind}{size}", bar=colours.KINDS[kind]))
-            else:
-                lines.append(line((f"{phase}: {'nothing' if kind == 'none' else kind}", "quiet")))
-        again = [call for call in box.calls if call.conversion == "gathered again"]
-        lines += [line(bar.text + " again", bar=bar.bar) for bar in bars(again)]
-        reason = record.why.partition(": ")[2] or record.why
-        lines += [line((text, "quiet")) for text in textwrap.wrap(reason, 34)]
-        lines += self.text.params(box)
-        kinds = collectives_of(box)
-        color, thick = (colours.KINDS[kinds[0]], 2.0) if kinds else ("#9aa4ae", 1.0)
-        tooltip = self.text.tooltip(box)
-        return Item(
-            box.id,
-            tuple(lines),
-            "#ffffff",
-            color,
-            thick=thick,
-            dashed=not kinds,
-            tooltip=tooltip,
-            calls=tuple(box.calls),
-        )
-
-    def _operator(self, box: Box) -> Item:
-        node = box.nodes[-1]
-        name, what = self.text.title(box)
-        how, fill = self.text.split(node, box)
-        if is_sum(box):
-            lines = [line(("+ ", "bold"), what), line((self.text.shape(node), "quiet"))]
-        else:
-            # Without a module of its own, an operator's name is the heading.
-            lines = [line((name, "bold"), (" " if name else ""), (what, "quiet" if name else "bold"))]
-            if how:
-                lines.append(line(how))
-            lines += [line(self.text.shape(node)), *self.text.params(box)]
-        summed = [call for call in box.calls if call.forward in COLLECTIVES or call.backward in COLLECTIVES]
-        lines += bars(summed)
-        # The all-reduce of a GEMM with a hook is hidden behind its second GEMM.
-        if "absorbed" in note(node).extra:
-            lines.append(line(("while the weight's gradient is computed", "quiet")))
-        return Item(
-            box.id,
-            tuple(lines),
-            fill,
-            border=colours.KINDS["all-reduce"] if summed else "#9aa4ae",
-            shape="pill" if is_sum(box) else "box",
-            thick=2.0 if summed else 1.0,
-            tooltip=self.text.tooltip(box),
-            calls=tuple(box.calls),
-        )
-
-    def _result(self) -> Item:
-        over = "microbatches and dp" if self.program.mesh.d > 1 else "microbatches"
-        calls = tuple(call for call in self.drawn.others if call.conversion == "loss sum")
-        lines = (line(("loss", "bold"), (f" summed over {over}", "quiet")), *bars(calls))
-        return Item("result", lines, shape="pill", tooltip="\n".join(call_lines(calls)), calls=calls)
 
     # links
 
@@ -269,20 +176,12 @@ class _Painter:
         if edge.crosses and self.is_alone:
             return Link(edge.source, edge.target, colours.SENT, 3.0, tooltip=tooltip, weight=2)
         if edge.crosses:
-            lines = tuple(line(bar.text) for bar in bars(edge.calls))
-            if not lines and not edge.calls:
-                lines = (line((f"of these {bytes_text(local_bytes(value))}", "quiet")),)
             tooltip = "\n".join([tooltip, *call_lines(edge.calls)])
+            # What is sent is told where it is received.
             return Link(
-                edge.source,
-                edge.target,
-                colours.SENT,
-                width=3.5,
-                lines=lines,
-                tooltip=tooltip,
-                weight=0,
-                calls=edge.calls,
+                edge.source, edge.target, colours.SENT, 3.0, tooltip=tooltip, weight=0, calls=edge.calls
             )
+        # Boxes are in the order of the graph.
         gap = self.place[edge.target] - self.place[edge.source]
         return Link(
             edge.source,
@@ -293,42 +192,63 @@ class _Painter:
             letter=kind if self.is_split else "",
             tooltip=tooltip,
             # Neighbours in order stand below each other; residual links give way to them.
-            weight=6 if gap == 1 else 1,
+            weight=40 if gap == 1 else 1,
         )
 
     def _tie(self, tie: Tie) -> Link:
         name = note(tie.param).name
         return colours.tie_link(tie.first, tie.second, name, f"{name} is read by both", tie.calls)
 
-    def _legend(self) -> tuple[Item, ...]:
-        """Return samples of what is in this picture."""
+    def _legend(self, links: Sequence[Link]) -> tuple[Item, ...]:
+        """Return samples of what is in this picture, and of nothing else."""
         operators: list[Box] = []
         conversions: list[Box] = []
-        for box in self.drawn.boxes:
-            if not (box.is_input or box.is_received or box.folded):
+        for box in self.all_boxes:
+            if not (box.is_input or box.is_received or box.folded or box.sent_to >= 0):
                 group = conversions if note(box.nodes[-1]).conversion else operators
                 group.append(box)
         fills = {self.text.split(box.nodes[-1], box)[1] for box in operators}
-        samples = [
-            colours.sample("column split", colours.COLUMN),
-            colours.sample("row split", colours.ROW),
-            colours.sample("split by vocabulary", colours.VOCABULARY),
-            colours.sample("works on a shard", colours.SPLIT),
-            colours.sample("GEMM that every rank computes", colours.WHOLE),
-        ]
-        legend = [sample for sample in samples if sample.fill in fills]
-        if any(box.folded for box in self.drawn.boxes):
-            legend.append(colours.sample("layers like one drawn before", colours.FOLDED, shape="stack"))
+        legend = [sample for sample in colours.LEGEND_OF_SPLITS if sample.fill in fills]
+        if any(box.folded for box in self.all_boxes):
+            legend.append(colours.sample("layers drawn apart, once", colours.FOLDED, shape="stack"))
+        if any(link.width > 2 for link in links):
+            legend.append(colours.sample("sent to another stage", border=colours.SENT, thick=2.0))
+        if self.drawn.ties:
+            legend.append(colours.sample("one parameter, read by several", border=colours.TIED, dashed=True))
         if not self.is_split:
             return tuple(legend)
         if not all(map(collectives_of, conversions)):
             legend.append(colours.sample("type changes without communication", dashed=True))
-        calls = [call for box in self.drawn.boxes for call in box.calls]
+        calls = [call for box in self.all_boxes for call in box.calls]
         legend += colours.legend_of_kinds(calls)
-        if any(letter(call.conversion) for call in calls):
+        if any(letter(note(box.nodes[-1]).conversion) for box in conversions):
             megatron = line(("f, g", "bold"), "  Megatron-LM's names of I to R and P to I")
             legend.append(Item("", (megatron,)))
-        return (*legend, *colours.LEGEND_OF_TYPES)
+        return (*legend, *colours.legend_of_types({link.letter for link in links}, self._shard()))
+
+    def _shard(self) -> str:
+        """Return a sharded type of this picture that says most, to explain how it is written."""
+        found = []
+        for box in self.all_boxes:
+            found += re.findall(r"S\(dim \d+: .*\)", self.text.shape(box.nodes[-1]))
+        return max(found, key=len, default="")
+
+
+def _without_calls(part: Item | Frame) -> Item | Frame:
+    if isinstance(part, Frame):
+        return replace(part, inside=tuple(map(_without_calls, part.inside)))
+    return replace(part, calls=())
+
+
+def _stages_text(stages: Sequence[int]) -> str:
+    """Name consecutive or other stages: `stage 0`, `stages 0 and 1`, `stages 0 to 7`."""
+    if len(stages) == 1:
+        return f"stage {stages[0]}"
+    if len(stages) == 2:
+        return f"stages {stages[0]} and {stages[1]}"
+    if stages[-1] - stages[0] == len(stages) - 1:
+        return f"stages {stages[0]} to {stages[-1]}"
+    return f"{len(stages)} stages"
 
 
 __all__ = ["Work", "layer_scene"]

@@ -22,6 +22,8 @@ from autoptd.viz.scene import SIZE, Frame, Item, Link, Scene
 FONT = "Verdana"
 # Per inch: graphviz takes the sizes of boxes in inches.
 POINTS = 72.0
+# Pixels of an arrow head; graphviz makes it ten times `arrowsize` long.
+ARROW = 9.0
 SHAPES = {"note": "note", "pill": "ellipse", "stack": "box3d"}
 Point = tuple[float, float]
 
@@ -35,6 +37,25 @@ class Place:
     width: float
     height: float
 
+    @property
+    def left(self) -> float:
+        return self.x - self.width / 2
+
+    @property
+    def right(self) -> float:
+        return self.x + self.width / 2
+
+    @property
+    def top(self) -> float:
+        return self.y - self.height / 2
+
+    @property
+    def bottom(self) -> float:
+        return self.y + self.height / 2
+
+    def moved(self, x: float, y: float) -> Place:
+        return Place(self.x + x, self.y + y, self.width, self.height)
+
 
 @dataclass(frozen=True)
 class Curve:
@@ -46,16 +67,39 @@ class Curve:
     tip: Point | None
     label: Point | None
 
+    def moved(self, x: float, y: float) -> Curve:
+        """Return the curve at another place."""
+        tip = _moved(self.tip, x, y) if self.tip else None
+        label = _moved(self.label, x, y) if self.label else None
+        return Curve(tuple(_moved(point, x, y) for point in self.points), tip, label)
+
+
+def _moved(point: Point, x: float, y: float) -> Point:
+    return point[0] + x, point[1] + y
+
 
 @dataclass(frozen=True)
 class Layout:
-    """Where everything is; `curves` are in the order of the scene's links."""
+    """Where everything is; `curves` are by the number of their link in the scene."""
 
     width: float
     height: float
     items: dict[str, Place]
     frames: dict[str, Place]
-    curves: tuple[Curve, ...]
+    curves: dict[int, Curve]
+
+    def moved(self, x: float, y: float) -> Layout:
+        """Return the layout further right and down; its size counts from where it was."""
+        items = {name: place.moved(x, y) for name, place in self.items.items()}
+        frames = {name: place.moved(x, y) for name, place in self.frames.items()}
+        curves = {k: curve.moved(x, y) for k, curve in self.curves.items()}
+        return Layout(self.width + x, self.height + y, items, frames, curves)
+
+    def joined(self, other: Layout) -> Layout:
+        """Return both in one."""
+        width, height = max(self.width, other.width), max(self.height, other.height)
+        items, frames = self.items | other.items, self.frames | other.frames
+        return Layout(width, height, items, frames, self.curves | other.curves)
 
 
 def scene_dot(scene: Scene, is_labelled: bool = True) -> str:
@@ -70,8 +114,8 @@ def scene_dot(scene: Scene, is_labelled: bool = True) -> str:
         f"  graph [{_attributes(label=label, labelloc='t', fontsize='14', fontname=FONT)}]",
         f'  graph [rankdir="TB", nodesep="0.22", ranksep="{_gap(scene):g}", splines="true", pad="0.1"]',
         f'  node [fontname="{FONT}", fontsize="{SIZE:g}", shape="box", style="filled,rounded", fixedsize="true"]',
-        f'  edge [fontname="{FONT}", fontsize="{SIZE:g}", arrowsize="0.7"]',
-        *chain.from_iterable(_part(part, "  ") for part in scene.frames),
+        f'  edge [fontname="{FONT}", fontsize="{SIZE:g}", arrowsize="{ARROW / 10:g}"]',
+        *chain.from_iterable(_part(part, "  ") for part in scene.parts),
         *_columns(scene),
         *_grid(scene),
         *(_link(i, link) for i, link in enumerate(scene.links)),
@@ -97,13 +141,18 @@ def lay_out(scene: Scene) -> Layout:
             x, y = map(float, part["pos"].split(","))
             size = (POINTS * float(part["width"]), POINTS * float(part["height"]))
             items[part["name"]] = Place(x, height - y, *size)
-    curves = {edge["id"]: _curve(edge, height) for edge in found.get("edges", ()) if "id" in edge}
-    return Layout(width, height, items, frames, tuple(curves[f"link_{i}"] for i in range(len(scene.links))))
+    curves = {}
+    for edge in found.get("edges", ()):
+        # Invisible edges, which only keep the order, have no id.
+        if "id" in edge:
+            curves[int(edge["id"].removeprefix("link_"))] = _curve(edge, height)
+    return Layout(width, height, items, frames, curves)
 
 
 def _curve(edge: dict[str, Any], height: float) -> Curve:
     tip: Point | None = None
     points: list[Point] = []
+    # Graphviz separates parallel splines by semicolons.
     for word in edge["pos"].replace(";", " ").split():
         # `x,y` is a control point, `e,x,y` the tip of an arrow, `s,x,y` its tail.
         ends = word.split(",")
@@ -124,6 +173,7 @@ def _part(part: Frame | Item, indent: str) -> Iterator[str]:
         return
     yield f"{indent}subgraph cluster_{part.id} {{"
     label = "\n".join(line.text for line in part.title)
+    # Graphviz fills nothing that is not said to be filled.
     style = {"style": "filled,rounded" if part.fill != "none" else "rounded", "color": part.border}
     if part.fill != "none":
         style["fillcolor"] = part.fill
@@ -162,6 +212,7 @@ def _link(number: int, link: Link) -> str:
         fields["style"] = "dashed"
     if link.lines:
         fields |= {"label": "\n".join(f" {line.text} " for line in link.lines), "fontcolor": link.color}
+    # What has no say in the places must not push its target a rank down either.
     if not link.weight:
         fields["constraint"] = "false"
     elif link.weight != 1:
@@ -173,7 +224,7 @@ def _link(number: int, link: Link) -> str:
 
 def _columns(scene: Scene) -> Iterator[str]:
     """Yield an invisible row of points above the frames, which keeps them in their order."""
-    heads = {f"top_{frame.id}": next(frame.items).id for frame in scene.frames if isinstance(frame, Frame)}
+    heads = {f"top_{frame.id}": next(frame.items).id for frame in scene.parts if isinstance(frame, Frame)}
     if len(heads) > 1:
         row = f"{' -> '.join(heads)} [style=invis]"
         yield f"  {{ rank=same; node [style=invis, shape=point, width=0.01]; {row} }}"
@@ -182,8 +233,9 @@ def _columns(scene: Scene) -> Iterator[str]:
 
 def _gap(scene: Scene) -> float:
     """Return the inches between ranks; rows of a grid leave room for ties, which run between them."""
+    # Plain graphviz draws ties between the rows.
     ties = sum(1 for link in scene.links if not link.has_head)
-    return min(0.6 + 0.5 * max(ties - 1, 0), 3.0) if scene.rows else 0.3
+    return min(0.6 + 0.5 * max(ties - 1, 0), 3.0) if scene.rows else 0.36
 
 
 def _grid(scene: Scene) -> Iterator[str]:

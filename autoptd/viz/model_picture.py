@@ -64,6 +64,7 @@ class _Painter:
             rows.setdefault(cell.row, []).append(cell.id)
         links = (*self._ties(), *self._links())
         notes = tuple(f"Beside what is drawn: {bar.text}." for bar in bars(self.left))
+        # One row may be folded; of several, a column is a pipeline rank, and has to stay one.
         ids = tuple(map(tuple, rows.values()))
         # All boxes of the grid are as wide as the widest.
         items = list(map(self._cell, self.cells))
@@ -75,6 +76,7 @@ class _Painter:
         """Decide where a collective is shown: on a link, in a box, on a tie, or in a note."""
         ends = re.fullmatch(r"stage (\d+) to (\d+)", call.site)
         if ends:
+            # A gradient goes back on the link of its value.
             first, second = (self.home.get(k) for k in sorted(map(int, ends.groups())))
             if first is None or second is None:
                 self.left.append(call)
@@ -84,6 +86,7 @@ class _Painter:
                 self.between.setdefault((first, second), []).append(call)
         elif call.conversion == "tied sum":
             self.tied.setdefault(call.site, []).append(call)
+        # The loss is summed over all stages: it belongs to none of them.
         elif call.conversion != "loss sum" and call.stage in self.home:
             self.inside.setdefault(self.home[call.stage], []).append(call)
         else:
@@ -98,6 +101,7 @@ class _Painter:
         plural = "s" if len(ranks) > 1 else ""
         place = f"  pipeline rank{plural} {_range(ranks)}, chunk {program.chunk_of_stage(stages[0])}"
         of_stage = colours.work_shares(program)
+        # A cell of several stages tells the least and the most of them.
         shares = [of_stage[k] for k in stages]
         sizes = [colours.param_count(program, k) for k in stages]
         each = " each" if len(stages) > 1 else ""
@@ -118,7 +122,7 @@ class _Painter:
         fill = colours.RANKS[ranks[0] % len(colours.RANKS)]
         shape = "stack" if len(stages) > 1 else "box"
         tooltip = "\n".join([*_modules(program, stages), *call_lines(calls)])
-        return Item(cell.id, tuple(lines), fill, "#9aa4ae", shape, tooltip=tooltip, calls=calls)
+        return Item(cell.id, tuple(lines), fill, colours.BORDER, shape, tooltip=tooltip, calls=calls)
 
     # links
 
@@ -126,6 +130,7 @@ class _Painter:
         """Yield a link for each two boxes of which one reads what the other makes."""
         read: dict[tuple[Cell, Cell], dict[CrossingSpec, None]] = {}
         for crossing in self.program.crossings:
+            # A value that several stages read is sent to each.
             for target in crossing.targets:
                 first, second = self.home.get(crossing.source), self.home.get(target)
                 if first and second and first != second:
@@ -136,6 +141,7 @@ class _Painter:
             lines = [line((f"{len(names)} values", "quiet"))] if len(names) > 1 else []
             lines += [line(bar.text) for bar in bars(calls)] or [line("handed over, both are on one rank")]
             if min(second.stages) > max(first.stages) + 1:
+                # It does not go through the ranks between: the link would else look like one of theirs.
                 between = list(range(max(first.stages) + 1, min(second.stages)))
                 plural = "s" if len(between) > 1 else ""
                 lines.append(line((f"passes by stage{plural} {_range(between)}", "quiet")))
@@ -160,6 +166,7 @@ class _Painter:
         for spec in self.program.params:
             cells = list(dict.fromkeys(self.home[k] for k in spec.stages if k in self.home))
             for first, second in pairwise(cells):
+                # Sums over stages name their parameter in their site.
                 site = next((site for site in waiting if spec.name in site), "")
                 calls = tuple(waiting.pop(site, ()))
                 about = f"{', '.join(spec.aliases)} of {list(spec.shape)}"
@@ -169,7 +176,10 @@ class _Painter:
 
     def _legend(self) -> tuple[Item, ...]:
         """Return samples of what is in this picture."""
-        samples = colours.legend_of_kinds(self.program.collectives)
+        drawn: list[Collective] = []
+        for calls in self.inside.values():
+            drawn += calls
+        samples = colours.legend_of_kinds(drawn)
         if self.program.crossings:
             samples.append(colours.sample("sent to another stage", border=colours.SENT, thick=2.0))
         if self.tied:
@@ -193,6 +203,7 @@ def _groups(count: int, apart: int) -> list[int]:
     """
     if count <= apart:
         return list(range(count))
+    # The first two and the last two differ from the rest in what they hold and send.
     return [0, 1, *[2] * (count - 4), count - 2, count - 1]
 
 
@@ -212,6 +223,7 @@ def _modules(program: Program, stages: Sequence[int]) -> list[str]:
     layers: dict[str, list[int]] = {}
     for k in stages:
         for name in program.stages[k].params:
+            # For display alone: what is a layer was decided elsewhere, by structure.
             match = re.match(r"((?:.*?\.)??)(\d+)\.", name)
             if match:
                 layers.setdefault(match[1], []).append(int(match[2]))

@@ -27,6 +27,7 @@ def calls_of_nodes(program: Program) -> tuple[Calls, list[Collective]]:
 
     Several collectives may have one site (a loop in the model): they go to its nodes in graph order.
     """
+    # Collectives are listed by site, nodes by graph: in a loop both come in the same order.
     waiting: dict[tuple[str, int, str], deque[int]] = {}
     for i, call in enumerate(program.collectives):
         waiting.setdefault((call.site, call.stage, call.conversion), deque()).append(i)
@@ -46,11 +47,13 @@ def _sites(node: Node) -> list[tuple[str, str]]:
     record = note(node)
     here = f"{record.module} ({record.source})"
     if record.conversion:
+        # A value that is not kept for backward is gathered a second time, at the same site.
         again = [(here, "gathered again")] if "uses" in record.extra else []
         return [(here, record.conversion), *again]
     if "absorbed" in record.extra:
         return [(here, record.extra["absorbed"].conversion)]
     if node.target is markers.cross_entropy and node.kwargs["vocab"]:
+        # A cross-entropy over a split vocabulary reduces twice within one operator.
         sites = (f"{record.module or 'model'} {what} ({record.source})" for what in ("maximum", "sums"))
         return [(site, "vocab_parallel_cross_entropy") for site in sites]
     return []

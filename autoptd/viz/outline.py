@@ -1,13 +1,16 @@
-"""Reduce the graph of a program to what a picture should show: boxes, edges, and layers that are like an
-earlier one.
+"""Reduce the graph of a program to what a picture should show: boxes, edges, and layers that repeat.
 
 In: a `Program` with its LOCAL graph. Out: an `Outline` of plain records, in graph order.
 
-box        one operator, conversion or input of one column; or a run of small operators of one module; or
-folded layers. column     a stage; or several stages in a row that hold nothing but folded layers, drawn as
-one. folded     layers with the operators, shapes and types of earlier ones: "h.1 ... h.5, 5 x h.0".
+| word | is |
+|---|---|
+| box | an operator, conversion or input of one column; a run of small operators of one module; folded layers |
+| column | a stage; or several stages in a row that hold nothing but folded layers, drawn as one |
+| folded | layers with the same operators, shapes and types: "h.0 ... h.5, 6 layers like h.0" |
+| sample | one of such layers, operator by operator, drawn apart from the stages |
 
-Every collective of the program is in one box, edge, tie or column (`calls`), or in `outline.others`.
+Every collective of the program is in one box, edge, tie or column (`calls`), or in `outline.others`; samples
+show those of their layer once more.
 
     drawn = outline(program)
     drawn.boxes[0].title                # "idx"
@@ -17,58 +20,23 @@ Every collective of the program is in one box, edge, tie or column (`calls`), or
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import chain, pairwise
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from torch.fx import Node
 
-from autoptd.ir import markers
 from autoptd.ir.notes import note, ops, output
-from autoptd.ir.operators.table import operator_of
 from autoptd.program.program import Program
 from autoptd.program.specs import Collective
-from autoptd.viz.alike import Like, Shown, layer_of, pieces_of
+from autoptd.viz.alike import Like, layer_of
+from autoptd.viz.boxes import Box, BoxAdder, Edge, Home, inner_edges
 from autoptd.viz.node_calls import Calls, calls_of_nodes
-from autoptd.viz.views import hidden_inputs, is_shown, origin
+from autoptd.viz.samples import Sample, draw_sample, find_repeats
+from autoptd.viz.views import is_shown, origin
 
 # Of more stages, those that hold nothing but folded layers are drawn as one column.
 STAGES_APART = 6
-# Name in the operator's module, placeholder, conversion or None.
-Param = tuple[str, Node, Node | None]
-
-
-@dataclass
-class Box:
-    """One thing to draw, in column `column`.
-
-    `layer` and `part` (attn, mlp, ...) are the frames around it, "" for none.
-
-    `nodes` are the operators it stands for; `folded` are the layers drawn as this one box, in order, and what
-    each equals.
-    """
-
-    id: str
-    column: int
-    layer: str
-    part: str
-    nodes: list[Node]
-    params: tuple[Param, ...] = ()
-    folded: dict[str, Like] = field(default_factory=dict)
-    calls: list[Collective] = field(default_factory=list)
-
-    @property
-    def is_input(self) -> bool:
-        return self.nodes[0].op == "placeholder"
-
-    @property
-    def is_received(self) -> bool:
-        return self.id.startswith("from_")
-
-    @property
-    def sent_to(self) -> int:
-        """The stage that a value goes to, in the picture of one stage alone; else -1."""
-        return int(self.id.split("_")[1][1:]) if self.id.startswith("to_") else -1
 
 
 @dataclass(frozen=True)
@@ -79,20 +47,6 @@ class Column:
     """
 
     stages: tuple[int, ...]
-    calls: tuple[Collective, ...] = ()
-
-
-@dataclass(frozen=True)
-class Edge:
-    """`value` flows from box `source` to box `target`.
-
-    `crosses`: it is sent to another column, where a box receives it.
-    """
-
-    source: str
-    target: str
-    value: Node
-    crosses: bool = False
     calls: tuple[Collective, ...] = ()
 
 
@@ -108,7 +62,10 @@ class Tie:
 
 @dataclass(frozen=True)
 class Outline:
-    """All there is to draw; `loss` is the id of the box that makes the result."""
+    """All there is to draw; `loss` is the id of the box that makes the result.
+
+    `samples` are the layers that folded boxes stand for.
+    """
 
     columns: tuple[Column, ...]
     boxes: tuple[Box, ...]
@@ -116,6 +73,7 @@ class Outline:
     ties: tuple[Tie, ...]
     loss: str
     others: tuple[Collective, ...] = ()
+    samples: tuple[Sample, ...] = ()
 
 
 def outline(program: Program, *, folds: bool = True, stage: int | None = None) -> Outline:
@@ -125,20 +83,21 @@ def outline(program: Program, *, folds: bool = True, stage: int | None = None) -
     """
     graph = program.graphs["LOCAL"]
     made, left = calls_of_nodes(program)
-    # Shared by all stages: a layer is drawn in full once in the picture.
-    shown = Shown()
     stages = range(len(program.stages)) if stage is None else [stage]
     bodies: dict[int, list[Node]] = {k: [] for k in stages}
     for node in ops(graph):
+        # A value that is cheaper to compute again than to send stands in several stages.
         for k in bodies.keys() & note(node).stages:
             bodies[k].append(node)
-    likes = {k: _find_likes(body, shown) if folds else {} for k, body in bodies.items()}
+    likes, apart = find_repeats(bodies) if folds else ({k: {} for k in bodies}, [])
+    samples = [draw_sample(i, stage, piece, likes, made) for i, (stage, piece) in enumerate(apart)]
+    # After layers are folded: what is left of a stage decides whether it needs a column.
     columns = _columns(bodies, likes)
     boxes: list[Box] = []
     for i, column in enumerate(columns):
         boxes += _column_boxes(program, i, column, bodies, likes, made)
     # The box of every node, by stage: a value that is computed again stands on several.
-    home = {(k, node): box.id for box in boxes for k in columns[box.column] for node in box.nodes}
+    home: Home = {(k, node): box.id for box in boxes for k in columns[box.column] for node in box.nodes}
     if stage is not None:
         # A stage alone: boxes stand for the stages that read what it sends.
         boxes += [Box(f"to_s{k}_{value.name}", 0, "", "", [value]) for k, value in _sent(program, stage)]
@@ -152,19 +111,9 @@ def outline(program: Program, *, folds: bool = True, stage: int | None = None) -
         tuple(edges),
         tuple(ties),
         home.get((program.loss_stage, origin(loss)), ""),
+        samples=tuple(samples),
     )
     return _place_calls(drawn, left)
-
-
-def _find_likes(body: Sequence[Node], shown: Shown) -> dict[str, Like]:
-    """Return the layers of a stage that equal earlier ones."""
-    pieces = pieces_of([node for node in body if is_shown(node)])
-    likes = {}
-    for layer, piece in pieces.items():
-        like = shown.find(piece)
-        if like is not None:
-            likes[layer] = like
-    return likes
 
 
 def _columns(bodies: dict[int, list[Node]], likes: dict[int, dict[str, Like]]) -> list[tuple[int, ...]]:
@@ -205,7 +154,7 @@ def _column_boxes(
     for node in program.graphs["LOCAL"].nodes:
         if note(node).kind == "input" and set(stages) & set(note(node).stages):
             boxes.append(Box(f"s{stages[0]}_{node.name}", index, "", "", [node]))
-    adder = _Adder(index, stages, boxes, made)
+    adder = BoxAdder(index, f"s{stages[0]}", boxes, made)
     for stage in stages:
         for node in bodies[stage]:
             if is_shown(node) and (len(stages) == 1 or layer_of(node) in likes[stage]):
@@ -233,109 +182,19 @@ def _sent(program: Program, stage: int) -> list[tuple[int, Node]]:
     return sorted(sent, key=lambda pair: pair[0])
 
 
-@dataclass
-class _Adder:
-    """Puts the shown operators of a column into boxes, in order."""
-
-    column: int
-    stages: tuple[int, ...]
-    boxes: list[Box]
-    made: Calls
-
-    def add(self, node: Node, stage: int, likes: dict[str, Like]) -> None:
-        """Put `node` into the box of its folded layer, into the last box if both are small and of one module,
-        or its own.
-        """
-        layer = layer_of(node)
-        before = self.boxes[-1] if self.boxes else None
-        if layer in likes:
-            if before is None or not before.folded:
-                before = self._new(node)
-            # One box stands for all folded layers in a row.
-            before.folded.setdefault(layer, likes[layer])
-            before.nodes.append(node)
-            before.params += _params(node)
-        elif before and not before.folded and _can_join(before.nodes[-1], node):
-            before.nodes.append(node)
-            known = before.params
-            before.params += tuple(param for param in _params(node) if param not in known)
-        else:
-            before = self._new(node)
-            inner = note(node).module.removeprefix(layer).removeprefix(".") if layer else ""
-            before.layer, before.part = layer, inner.partition(".")[0]
-            before.nodes.append(node)
-            before.params = _params(node)
-        for maker in (*hidden_inputs(node), node):
-            before.calls += self.made.pop((maker, stage), ())
-
-    def _new(self, node: Node) -> Box:
-        self.boxes.append(Box(f"s{self.stages[0]}_{node.name}", self.column, "", "", []))
-        return self.boxes[-1]
-
-
-def _can_join(before: Node, node: Node) -> bool:
-    """Tell whether two operators that follow each other share a box: small ones of one module, so that no
-    cycle arises.
-    """
-    is_small = before.op == node.op == "call_function" and not (_is_alone(before) or _is_alone(node))
-    same = note(before).module == note(node).module and note(before).of_params == note(node).of_params
-    return is_small and same and bool(note(node).module) and _kinds(before) == _kinds(node)
-
-
-def _is_alone(node: Node) -> bool:
-    """Tell whether an operator is never merged with its neighbours into one box: products, look-ups,
-    losses, conversions.
-    """
-    record = operator_of(node)
-    is_large = bool(record.factors or record.flops) or record.is_lookup or record.keeps == "probabilities"
-    return is_large or node.target is markers.convert
-
-
-def _kinds(node: Node) -> list[str]:
-    return [kind.kind for _, kind in note(node).layout.over_mesh]
-
-
-def _params(node: Node) -> tuple[Param, ...]:
-    found: dict[Node, Param] = {}
-    for arg in node.all_input_nodes:
-        source = origin(arg)
-        if note(source).kind in ("param", "buffer"):
-            name = note(source).name
-            own = name.removeprefix(note(node).module + ".")
-            conversion = arg if note(arg).conversion else None
-            found.setdefault(source, (own if "." not in own else name, source, conversion))
-    return tuple(found.values())
-
-
-def _edges(boxes: list[Box], columns: list[tuple[int, ...]], home: dict[tuple[int, Node], str]) -> list[Edge]:
-    edges: dict[tuple[str, str], Edge] = {}
+def _edges(boxes: list[Box], columns: list[tuple[int, ...]], home: Home) -> list[Edge]:
+    edges: list[Edge] = []
     for box in boxes:
         stage = columns[box.column][0]
-        if box.is_received:
+        if box.is_received or box.sent_to >= 0:
             value = box.nodes[0]
-            source = home.get((note(value).stages[0], origin(value)))
+            maker = note(value).stages[0] if box.is_received else stage
+            source = home.get((maker, origin(value)))
             if source:
-                edges[source, box.id] = Edge(source, box.id, value, crosses=True)
-            continue
-        if box.sent_to >= 0:
-            source = home.get((stage, origin(box.nodes[0])))
-            if source:
-                edges[source, box.id] = Edge(source, box.id, box.nodes[0], crosses=True)
-            continue
-        if box.is_input:
-            continue
-        for arg in chain.from_iterable(node.all_input_nodes for node in box.nodes):
-            given = _given(arg, stage, home)
-            if given is not None and given != box.id:
-                edges.setdefault((given, box.id), Edge(given, box.id, arg))
-    return list(edges.values())
-
-
-def _given(arg: Node, stage: int, home: dict[tuple[int, Node], str]) -> str | None:
-    """Return the box of a column that gives an operand, through its views; None for parameters."""
-    while (stage, arg) not in home and arg.op == "call_function" and arg.all_input_nodes:
-        arg = arg.all_input_nodes[0]
-    return home.get((stage, arg))
+                edges.append(Edge(source, box.id, value, crosses=True))
+        elif not box.is_input:
+            edges += inner_edges([box], stage, home)
+    return edges
 
 
 def _ties(program: Program, boxes: list[Box]) -> Iterator[Tie]:
@@ -343,6 +202,7 @@ def _ties(program: Program, boxes: list[Box]) -> Iterator[Tie]:
     readers: dict[Node, dict[str, None]] = {}
     for box in boxes:
         for _, param, _ in box.params:
+            # A buffer has no gradient that would have to be summed.
             if note(param).kind == "param":
                 readers.setdefault(param, {})[box.id] = None
     for param in program.graphs["LOCAL"].nodes:

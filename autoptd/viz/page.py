@@ -4,8 +4,8 @@ In: tabs, each a title and HTML made by the functions here. Out: the text of the
 
     page("GPT-2", [Tab("Summary", table(["rank", "bytes"], [["0", "1 GiB"]]))])
 
-A tab is shown by the fragment of the address (`report.html#schedule`), so that it can be linked to. Pictures
-stand in a shadow root each: their styles and ids do not meet.
+A tab is shown by the fragment of the address (`report.html#schedule`), so that it can be linked to. Colours
+follow the reader's settings; print is light. Pictures can be zoomed (`viewer.py`).
 """
 
 from __future__ import annotations
@@ -15,8 +15,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
+from autoptd.viz import viewer
+
 STYLE = """
-:root { --ink: #1f2933; --quiet: #64707d; --line: #d9dee4; --ground: #fff; --soft: #f5f7f9; --mark: #1f53a0 }
+:root { color-scheme: light dark; --ink: #1f2933; --quiet: #64707d; --line: #d9dee4; --ground: #fff; --soft: #f5f7f9;
+  --mark: #1f53a0; --keyword: #8a2f8f; --string: #1c703e; --number: #a14a00; --comment: #6b7682 }
+@media screen and (prefers-color-scheme: dark) { :root { --ink: #dde3ea; --quiet: #9aa6b2; --line: #333d47; --ground: #12171d;
+  --soft: #1a2129; --mark: #79aff2; --keyword: #d192cd; --string: #7fc79a; --number: #f0a04b; --comment: #94a0ac } }
 * { box-sizing: border-box }
 body { margin: 0; font: 15px/1.5 system-ui, "Segoe UI", Helvetica, Arial, sans-serif; color: var(--ink);
   background: var(--ground) }
@@ -31,16 +36,16 @@ nav a[aria-selected=true] { color: var(--mark); background: var(--ground); borde
   font-weight: 600 }
 main { padding: 6px 28px 60px; max-width: 1500px }
 p, li { max-width: 95ch } .quiet { color: var(--quiet) }
-.scroll { overflow-x: auto } .picture { overflow: auto; border: 1px solid var(--line); border-radius: 6px; margin: 12px 0;
-  max-height: 80vh }
+.scroll { overflow-x: auto }
 table { border-collapse: collapse; margin: 8px 0; font-size: 13.5px }
 th, td { text-align: left; padding: 4px 12px 4px 0; border-bottom: 1px solid var(--line); vertical-align: top }
 th { font-weight: 600; color: var(--quiet); border-bottom-width: 2px } td.number { text-align: right; white-space: nowrap }
 code, pre { font: 12.5px/1.45 ui-monospace, "DejaVu Sans Mono", Menlo, Consolas, monospace } pre { margin: 0 }
 .source { display: flex; overflow-x: auto; background: var(--soft); border: 1px solid var(--line); border-radius: 6px;
   padding: 10px 0 }
-.source .lines { padding: 0 12px; color: #a3acb5; text-align: right; user-select: none } .source code { white-space: pre }
-.k { color: #8a2f8f } .s { color: #1c703e } .n { color: #a14a00 } .c { color: #6b7682 } .d { color: #1f53a0; font-weight: 600 }
+.source .lines { padding: 0 12px; color: var(--quiet); text-align: right; user-select: none } .source code { white-space: pre }
+.k { color: var(--keyword) } .s { color: var(--string) } .n { color: var(--number) } .c { color: var(--comment) }
+.d { color: var(--mark); font-weight: 600 }
 details { border: 1px solid var(--line); border-radius: 6px; margin: 8px 0; padding: 0 14px }
 details[open] { padding-bottom: 12px } summary { cursor: pointer; padding: 8px 0; font-weight: 600 }
 summary .quiet { font-weight: 400 }
@@ -81,6 +86,7 @@ class Tab:
 
 def page(title: str, subtitle: str, tabs: Sequence[Tab]) -> str:
     """Return the whole page."""
+    # Without JavaScript all sections are shown, and the links lead to them.
     links, sections = "", []
     for tab in tabs:
         links += f'<a role="tab" href="#{tab.name}" aria-controls="tab-{tab.name}">{escape(tab.title)}</a>'
@@ -93,14 +99,14 @@ def page(title: str, subtitle: str, tabs: Sequence[Tab]) -> str:
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <link rel="icon" href="data:,">
 <title>{escape(title)}</title>
-<style>{STYLE}</style>
+<style>{STYLE}{viewer.STYLE}</style>
 </head>
 <body>
 <header><h1>{escape(title)}</h1><p>{escape(subtitle)}</p><nav role="tablist">{links}</nav></header>
 <main>
 {body}
 </main>
-<script>{SCRIPT}</script>
+<script>{SCRIPT}{viewer.SCRIPT}</script>
 </body>
 </html>
 """
@@ -108,6 +114,7 @@ def page(title: str, subtitle: str, tabs: Sequence[Tab]) -> str:
 
 def table(names: Sequence[str], rows: Iterable[Sequence[str]], numbers: Iterable[int] = ()) -> str:
     """Return a table of texts as HTML; the columns `numbers` are right-aligned."""
+    # It may be a range or a generator, and is asked for every cell.
     right = set(numbers)
 
     def cell(index: int, text: str) -> str:
@@ -135,11 +142,6 @@ def folded(title: str, remark: str, body: str, is_open: bool = False) -> str:
     return f"<details{' open' if is_open else ''}>{head}\n{body}\n</details>"
 
 
-def picture(svg: str) -> str:
-    """Return an SVG in a shadow root: its styles and ids are its own."""
-    return f'<div class="picture"><template shadowrootmode="open">{svg}</template></div>'
-
-
 def source(html: str) -> str:
     """Return highlighted source with line numbers."""
     # Numbers stand in a column of their own, so that copied code has none.
@@ -158,6 +160,7 @@ def heading(text: str) -> str:
 def markdown_html(text: str) -> str:
     """Translate the Markdown that AutoPTD writes itself: headings, paragraphs, lists, tables."""
     blocks: list[str] = []
+    # Only what `collectives.py` writes is understood: blocks have blank lines between them.
     for block in re.split(r"\n\s*\n", text.strip()):
         lines = block.splitlines()
         if lines[0].startswith("#"):
@@ -175,6 +178,7 @@ def markdown_html(text: str) -> str:
 
 
 def _cells(line: str) -> list[str]:
+    # A bar in a cell is written with a backslash before it.
     return [cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
 
 
@@ -189,7 +193,6 @@ __all__ = [
     "markdown_html",
     "page",
     "paragraph",
-    "picture",
     "source",
     "table",
     "tiles",

@@ -60,6 +60,7 @@ class Picture:
     def _drawn(self) -> tuple[str | None, str]:
         """Draw the SVG, or say why there is none; a failure is warned of as well."""
         try:
+            # Only when it is asked for: a scene may be wanted as DOT alone.
             return scene_svg(self.scene, find_places(self.scene)), ""
         except ImportError as error:
             return None, f"it needs the packages of autoptd[pictures] ({error})"
@@ -76,6 +77,7 @@ class Picture:
         path = Path(path)
         if path.suffix not in (".dot", ".svg"):
             raise PlanError(f"picture {path.name}", "ends in neither .dot nor .svg", "graph.svg or graph.dot")
+        # The ending says what is wanted, as with any other tool that draws.
         text = self.dot if path.suffix == ".dot" else self.svg
         if text is None:
             raise PlanError(
@@ -99,6 +101,7 @@ def graph_picture(
     """
     if level not in LEVELS:
         raise PlanError(f"level={level!r}", "is not a level of a picture", f"one of {', '.join(LEVELS)}")
+    # A negative stage would be one counted from the end in Python, and none here.
     if stage is not None and stage not in range(len(program.stages)):
         raise PlanError(
             f"stage={stage!r}", f"there are stages 0 to {len(program.stages) - 1}", "one of these"

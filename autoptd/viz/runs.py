@@ -53,6 +53,7 @@ class Run:
     @property
     def unit(self) -> str:
         """What people are told times in."""
+        # Without a cost model, a step is told in the paper's unit.
         if not self.in_seconds:
             return "one forward = 1"
         return next((unit for unit, scale in UNITS if self.length * scale < 1000), "s")
@@ -101,6 +102,7 @@ class Run:
         """Return which model chunk of its rank every stage is."""
         chunks: dict[int, int] = {}
         for row in self.spans:
+            # A rank's stages ascend with its chunks, whatever order they run in.
             stages = {action.stage for action, _, _ in row}
             chunks |= {stage: k for k, stage in enumerate(sorted(stages))}
         return chunks
@@ -113,6 +115,7 @@ class Run:
         self, orders: Sequence[Sequence[Action]], ranks: Sequence[int] | None = None
     ) -> Iterator[Message]:
         """Yield the messages of `orders` that go between two of `ranks` (all, if left out)."""
+        # Where ranks are left out, so are their messages: a line that ends nowhere misleads.
         shown = set(range(len(self.spans)) if ranks is None else ranks)
         # Transfers are not timed: a message is drawn between the computations at its ends.
         place = {}

@@ -66,6 +66,7 @@ class Item:
 
     @property
     def width(self) -> float:
+        # The ends of a pill are round, and text must not reach into them.
         sides = 2 * PADDING + (10 if self.shape == "pill" else 0)
         return max([self.least_width, *(row.width + sides for row in self.lines)])
 
@@ -119,7 +120,8 @@ class Link:
 class Scene:
     """A whole picture.
 
-    `legend` are samples of boxes; `rows` are ids of items side by side, where it is a grid.
+    `legend` explains boxes; `rows` are ids of items side by side, where it is a grid; `samples` are frames
+    below the others.
     """
 
     title: str
@@ -131,10 +133,15 @@ class Scene:
     notes: tuple[str, ...] = ()
     # Collectives that the notes name.
     calls: tuple[Collective, ...] = ()
+    samples: tuple[Frame, ...] = ()
+
+    @property
+    def parts(self) -> tuple[Frame | Item, ...]:
+        return (*self.frames, *self.samples)
 
     @property
     def items(self) -> Iterator[Item]:
-        for part in self.frames:
+        for part in self.parts:
             if isinstance(part, Frame):
                 yield from part.items
             else:
@@ -142,10 +149,11 @@ class Scene:
 
     @property
     def all_frames(self) -> Iterator[Frame]:
-        waiting = [part for part in self.frames if isinstance(part, Frame)]
+        waiting = [part for part in self.parts if isinstance(part, Frame)]
         while waiting:
             frame = waiting.pop(0)
             yield frame
+            # Outer frames first: inner ones are drawn on top of them.
             waiting += [inner for inner in frame.inside if isinstance(inner, Frame)]
 
     @property
@@ -163,6 +171,7 @@ def line(*pieces: str | tuple[str, str], bar: str = "") -> Line:
 
 def text_width(text: str, is_bold: bool = False, size: float = SIZE) -> float:
     """Estimate the pixels of a text in Verdana or DejaVu Sans; in Helvetica it takes no more."""
+    # Graphviz needs widths before any font is known; a box that is a little wide does no harm.
     ems = sum(map(_ems, text))
     return size * ems * (1.1 if is_bold else 1.0)
 

@@ -18,11 +18,13 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import ceil, floor, log10
 from statistics import median
 from xml.sax.saxutils import escape
 
 from autoptd.ir.actions import COMPUTES, Action, Kind
+from autoptd.viz.dark import dark_rules
 from autoptd.viz.runs import Curve, Message, Run, Span, meaning
 from autoptd.viz.words import bytes_text
 
@@ -44,8 +46,8 @@ STYLE = """
   .tick { text-anchor: middle; font-size: 10px; fill: #6b7682 }
   .quiet { fill: #6b7682; font-size: 10px }
   .box rect { stroke: #fff; stroke-width: 0.7 }
-  .box text { text-anchor: middle }
-  .on-dark { fill: #fff }
+  .box text { text-anchor: middle; fill: #26303b }
+  .box .on-dark { fill: #fff }
   .idle { fill: #e4e6ea }
   .strip { fill: #f4f5f7 }
   .held { fill: #c9b3e6 }
@@ -53,6 +55,12 @@ STYLE = """
   .sent { stroke-width: 1; stroke-opacity: 0.65; fill: none }
   .cut { fill: #fff; stroke: #9aa4ae; stroke-dasharray: 3 3 }
 """
+# For dark screens; boxes keep their colours, and the text in them.
+DARK_STYLE = (
+    "text { fill: #dde3ea } .box text { fill: #26303b } .box .on-dark { fill: #fff } .tick, .quiet { fill: #a6b1bc }",
+    ".box rect { stroke: #12171d } .idle { fill: #2a323b } .strip { fill: #1a2129 } .held { fill: #6f559c }",
+    ".axis { stroke: #6b7682 } .cut { fill: #12171d; stroke: #6b7682 } .sent { stroke-opacity: 1 }",
+)
 
 
 def schedule_svg(runs: Sequence[Run], orders: Sequence[Sequence[Action]] = (), *, title: str = "") -> str:
@@ -71,12 +79,13 @@ def schedule_svg(runs: Sequence[Run], orders: Sequence[Sequence[Action]] = (), *
     height = ceil(y)
     size = f'width="{right}" height="{height}" viewBox="0 0 {right} {height}"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {size}>'
-    back = f'<rect width="{right}" height="{height}" fill="#fff"/>'
-    return "\n".join([head, f"<style>{STYLE}</style>", back, *body, "</svg>"]) + "\n"
+    drawn = "\n".join([f'<rect width="{right}" height="{height}" fill="#fff"/>', *body])
+    return "\n".join([head, f"<style>{STYLE}{dark_rules(drawn, DARK_STYLE)}</style>", drawn, "</svg>"]) + "\n"
 
 
 def _usual(run: Run) -> float:
     """Return the time of a usual computation."""
+    # The median: a stage with the head is longer than most, and recording adds outliers.
     lengths = []
     for row in run.spans:
         lengths += [end - start for action, start, end in row if action.kind in COMPUTES and end > start]
@@ -139,6 +148,7 @@ class _Panel:
     def ranks(self) -> list[int]:
         """The ranks that are drawn."""
         count = len(self.run.spans)
+        # The bubble shows at both ends of a pipeline; its middle repeats.
         if count <= MAX_RANKS:
             return list(range(count))
         return [*range(MAX_RANKS // 2), *range(count - MAX_RANKS // 2, count)]
@@ -157,28 +167,40 @@ class _Panel:
         facts = []
         if run.in_seconds:
             facts.append(f"{_n(run.length * run.scale)} {run.unit}")
+        # The bubble is that of the whole pipeline, which one rank's record does not tell.
         if run.is_whole:
             facts.append(f"bubble {100 * run.bubble:.1f} %")
         yield f'<text class="panel" x="12" y="4">{escape(run.name)}: {", ".join(facts)}</text>'
-        messages = []
-        # Of a message that takes no time, a moment is to be shown.
-        moment = 1e-9 * run.length
-        for message in run.messages(self.orders, ranks) if self.orders else ():
-            if self.scale.shown(message.sent, message.read + moment):
-                messages.append(message)
+        messages = self.messages
         remarks = [text for text in (run.remark, *self._left_out(len(messages))) if text]
         yield f'<text class="quiet" x="12" y="20">{escape("; ".join(remarks))}</text>'
         yield f'<text class="quiet" x="{_n(self.scale.right + 12)}" y="20">idle, most held</text>'
         top = max((amount for curve in run.memory for _, amount in curve), default=0.0)
         for i, rank in enumerate(ranks):
             yield from self._row(self._y(i), rank, top)
-        if len(messages) <= MAX_MESSAGES:
+        if self.has_messages:
             row = {rank: i for i, rank in enumerate(ranks)}
             yield from (self._message(message, row) for message in messages)
         for i, rank in enumerate(ranks):
             yield from self._boxes(self._y(i), rank)
         yield from self._breaks()
         yield from self._axis()
+
+    @cached_property
+    def messages(self) -> list[Message]:
+        """What is sent between the ranks and in the time that are drawn."""
+        # Of a message that takes no time, a moment is to be shown.
+        moment = 1e-9 * self.run.length
+        messages = []
+        for message in self.run.messages(self.orders, self.ranks) if self.orders else ():
+            if self.scale.shown(message.sent, message.read + moment):
+                messages.append(message)
+        return messages
+
+    @property
+    def has_messages(self) -> bool:
+        """Whether messages are drawn: some, but not so many that they hide what is below."""
+        return 0 < len(self.messages) <= MAX_MESSAGES
 
     def _y(self, row: int) -> float:
         """Return the top of a row; below the rows that are left out there is a gap."""
@@ -238,6 +260,7 @@ class _Panel:
 
     def _message(self, message: Message, row: dict[int, int]) -> str:
         """Draw a line between the rows, below the boxes."""
+        # From the lower edge to the upper one: lines do not cross the boxes at their ends.
         is_down = row[message.target] > row[message.source]
         x, y = self.scale.x(message.sent), self._y(row[message.source]) + ROW * is_down
         to_x, to_y = self.scale.x(message.read), self._y(row[message.target]) + ROW * (not is_down)
@@ -304,7 +327,7 @@ def _legend(panels: Sequence[_Panel]) -> Iterator[str]:
     text = "idle; numbers are microbatches"
     yield f'<text x="{_n(x + 20)}" y="53">{text}</text>'
     x += 40 + 7 * len(text)
-    if any(panel.orders for panel in panels):
+    if any(panel.has_messages for panel in panels):
         yield f'<path class="sent" stroke="#1f53a0" d="M{_n(x)} 55L{_n(x + 16)} 43"/>'
         yield f'<text x="{_n(x + 22)}" y="53">message</text>'
         x += 90
@@ -315,6 +338,7 @@ def _legend(panels: Sequence[_Panel]) -> Iterator[str]:
 
 def _label(text: str, x: float, y: float, width: float, is_dark: bool) -> str:
     """Return the microbatch number in a box, smaller where it is tight, none where it cannot be read."""
+    # A number that would touch its box is smaller; one that nobody could read is left out.
     size = min(11.0, floor(10 * (width - 2) / (0.64 * len(text))) / 10)
     if size < 6:
         return ""
@@ -331,6 +355,7 @@ def _tick_step(finish: float, wanted: int) -> float:
 
 def _shade(kind: Kind, chunk: int, chunks: int) -> tuple[str, bool]:
     """Return the colour of a box and whether it is dark, so that its text must be light."""
+    # Dark to light as in the paper; the text follows.
     share = chunk / (chunks - 1) if chunks > 1 else 0.0
     rgb = [round(dark + share * (light - dark)) for dark, light in zip(DARK[kind], LIGHT[kind], strict=True)]
     return "#" + "".join(f"{part:02x}" for part in rgb), share < 0.5

@@ -36,6 +36,7 @@ def is_shown(node: Node) -> bool:
 
 def origin(node: Node) -> Node:
     """Return the shown operator or the placeholder that `node` is a view of."""
+    # A view has one operand that is a tensor of its own: the first.
     while node.op == "call_function" and not is_shown(node) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node
@@ -52,6 +53,7 @@ def hidden_inputs(node: Node) -> Iterator[Node]:
 def _is_shown_by_reader(node: Node) -> bool:
     if node.target not in (markers.convert, markers.share) or note(node).conversion in COMMUNICATES:
         return False
+    # Of an activation, even a local change of type is drawn: it explains what comes next.
     return origin(node.all_input_nodes[0]).op == "placeholder"
 
 

@@ -36,6 +36,7 @@ def count_text(count: float) -> str:
 
 def plural(count: int, word: str) -> str:
     """Format a count with its noun: `1 rank`, `4 ranks`, `8 microbatches`."""
+    # The nouns of pictures and tables: batches, passes, boxes.
     ending = "es" if word.endswith(("ch", "s", "x")) else "s"
     return f"{count} {word}" if count == 1 else f"{count} {word}{ending}"
 

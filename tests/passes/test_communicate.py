@@ -15,15 +15,16 @@ from autoptd.errors import InternalError
 from autoptd.ir import markers
 from autoptd.ir.layout import Layout
 from autoptd.ir.mesh import Mesh
-from autoptd.ir.notes import is_whole, note, op_name, ops, placeholders
+from autoptd.ir.notes import is_whole, note, op_name, ops, output, placeholders
 from autoptd.ir.types import CONVERSIONS, I, P, R, S
 from autoptd.passes import check_connected, conversion_row
 from autoptd.passes.axes.axes import Axes
 from autoptd.passes.communicate import _missing
 from autoptd.passes.ops.costs import flops
+from autoptd.passes.reader_names import reader_name
 from examples.gpt import GPT, GPTConfig
 from tests.parity import test_sharing
-from tests.passes.graphs import Net, connect, find
+from tests.passes.graphs import Net, connect, find, traced
 
 Tensor = torch.Tensor
 LAYERS = 3
@@ -48,6 +49,23 @@ def collectives(graph: Graph, module: str) -> Counter[str]:
                 f"{what} {when}" for what, when in ((row.forward, "forward"), (row.backward, "backward"))
             )
     return Counter({what: count for what, count in found.items() if "all-" in what or "scatter" in what})
+
+
+def normed(self: Net, x: Tensor) -> Tensor:
+    wide = x.float()
+    y = (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)).to(x.dtype)
+    return (y.view(4, 2, 8).pow(2) * self.w).sum()
+
+
+def test_reasons_name_what_an_engineer_sees_in_an_operator() -> None:
+    graph = traced(Net(normed, w=(8,)), torch.randn(8, 8, dtype=torch.bfloat16))
+    names = [reader_name(node) for node in ops(graph)]
+    # The first square begins a norm, the second is one.
+    assert [name for name in names if name in ("cast", "rms_norm", "reshape", "pow")] == [
+        *("cast", "rms_norm", "cast", "reshape"),
+        "pow",
+    ]
+    assert reader_name(output(graph)) == "the loss"
 
 
 @pytest.mark.parametrize("t", [2, 4, 8])

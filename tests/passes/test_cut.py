@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 
 import pytest
@@ -12,6 +13,7 @@ from torch.fx import Graph
 import autoptd
 from autoptd import passes
 from autoptd.errors import InternalError, PlanError
+from autoptd.ir.machine import Machine
 from autoptd.ir.markers import convert
 from autoptd.ir.notes import note, op_name, ops, output, placeholders
 from autoptd.passes import Context
@@ -25,6 +27,7 @@ from tests.parity.rotary import neox
 from tests.passes.graphs import find, traced
 
 Tensor = torch.Tensor
+cut_pass = importlib.import_module("autoptd.passes.cut")
 
 
 def gpt(layers: int) -> Graph:
@@ -94,6 +97,16 @@ def test_the_balance_is_the_best_there_is() -> None:
     assert (
         max(told.flops) <= 1.06 * best
     )  # FLOPs are most of the time; cuts inside layers are worth 5% at least
+
+
+def test_a_toy_keeps_its_layers_whole_where_fixed_costs_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = torch.zeros(8, 64, dtype=torch.long)
+    mesh = {"t": 2, "p": 2, "v": 2, "num_microbatches": 4, "machine": Machine(), "example_inputs": (ids, ids)}
+    found = autoptd.compile(GPT(GPTConfig()), **mesh).costs.cut
+    assert found.after == tuple(f"transformer.h.{k}" for k in range(3))
+    assert re.search(r"\d+% faster, but at this size 9\d% of the work is the fixed cost", found.why)
+    monkeypatch.setattr(cut_pass, "MAX_FIXED_SHARE", 1.0)
+    assert autoptd.compile(GPT(GPTConfig()), **mesh).costs.cut.why.startswith("inside layers: a step is")
 
 
 @pytest.mark.parametrize(("layers", "stages"), [(1, 1), (2, 2), (2, 3), (1, 2)])

