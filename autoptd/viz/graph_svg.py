@@ -213,7 +213,7 @@ def _on_link(link: Link, curve: Curve, taken: list[Place]) -> Iterator[str]:
 
 
 def _letter_place(points: Sequence[Point], taken: Sequence[Place]) -> Place | None:
-    """Return where a letter has room on a link; None where it has none, or stands on the same spot already."""
+    """Return where a letter has room on a link; None where it has none, or is on the same spot already."""
     for x, y in _along(points):
         spot = Place(x, y, 2 * LETTER, 2 * LETTER)
         hit = next((other for other in taken if _overlap(spot, other)), None)

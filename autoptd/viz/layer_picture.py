@@ -2,8 +2,8 @@
 stage by stage.
 
 In: a `Program` with its LOCAL graph. Out: a `Scene`: a frame for each stage, read top to bottom, and one for
-each layer that is drawn apart. The colour of a link is the type of its value over tp, with the letter where it
-begins.
+each layer that is drawn apart. The colour of a link is the type of its value over tp, with the letter where
+it begins.
 
     scene = layer_scene(program, folds=True)
 """

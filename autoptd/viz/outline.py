@@ -4,7 +4,7 @@ In: a `Program` with its LOCAL graph. Out: an `Outline` of plain records, in gra
 
 | word | is |
 |---|---|
-| box | an operator, conversion or input of one column; a run of small operators of one module; folded layers |
+| box | an operator, conversion or input of a column; a run of small operators of a module; folded layers |
 | column | a stage; or several stages in a row that hold nothing but folded layers, drawn as one |
 | folded | layers with the same operators, shapes and types: "h.0 ... h.5, 6 layers like h.0" |
 | sample | one of such layers, operator by operator, drawn apart from the stages |

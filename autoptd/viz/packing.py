@@ -1,7 +1,7 @@
 """Choose how the frames of a scene share the room: which are cut into columns, and which stand in a row.
 
-In: a `Scene`. Out: for some of its frames, the `Arrangement`s that no other one beats; and the best combination
-of these, which has the least area, unless it were much wider than a page, or a ribbon.
+In: a `Scene`. Out: for some of its frames, the `Arrangement`s that no other one beats; and the best
+combination of these, which has the least area, unless it were much wider than a page, or a ribbon.
 
     choices = [find_arrangements([Tower.of(frame, scene) for frame in scene.frames])]
     best_of(choices)                    # ((Arrangement(rows=..., width=760, height=900, cuts=1),), False)
@@ -169,7 +169,7 @@ def _arranged(rows: Sequence[Sequence[Block]]) -> Arrangement:
 
 
 def best_of(choices: Sequence[Sequence[Arrangement]]) -> tuple[tuple[Arrangement, ...], bool]:
-    """Return an arrangement of the stages and one of the samples, and whether they stand beside each other."""
+    """Return an arrangement of the stages and one of the samples, and whether these stand side by side."""
     best, least = (tuple(options[0] for options in choices), False), inf
     for parts, is_beside in product(product(*choices), (True, False)):
         widths, heights = [part.width for part in parts], [part.height for part in parts]

@@ -2,9 +2,9 @@
 
 In: rows of columns, each laid out, and the links that go from one to another. Out: a curve for each link.
 
-A link leaves its box to the side, to the right unless another box is in the way, and runs on a *track* of the
-*gutter* there. Where its target is not at the same gutter, it goes on in a *lane* of a *band* above the row of
-its target, or below the title of a frame that holds both ends.
+A link leaves its box to the side, to the right unless another box is in the way, and runs on a *track* of
+the *gutter* there. Where its target is not at the same gutter, it goes on in a *lane* of a *band* above the
+row of its target, or below the title of a frame that holds both ends.
 
     router = Router(rows, blocks, links)            # how wide gutters and how high bands have to be
     router.gutter(0, 1).left = 300.0                # the caller says where they are
@@ -22,7 +22,7 @@ from math import hypot
 from autoptd.viz.layout import ARROW, Curve, Layout, Place, Point
 from autoptd.viz.scene import Link
 
-# Pixels: around a gutter, between tracks or lanes, of corners, around lines, between links at one side of a box.
+# Pixels: around a gutter, between tracks or lanes, of corners, around lines, between links at a box's side.
 EDGE, TRACK, CORNER, SPACE, PORT = 10.0, 9.0, 8.0, 8.0, 8.0
 # Pixels above and below a link that another box must not reach into.
 CLEAR = 3.0
