@@ -117,6 +117,28 @@ def params_of(pm: autoptd.ParallelModel) -> list[RankParameters]:
     return [rank.params for rank in pm._started("test").here]
 
 
+def test_emitted_files_say_what_is_summed_how() -> None:
+    program = autoptd.compile(
+        gpt(2),
+        t=2,
+        p=2,
+        d=4,
+        zero=1,
+        dp_shard=2,
+        precision="bf16",
+        num_microbatches=1,
+        example_inputs=batch(8),
+    )
+    [shared, tied] = [line for line in program.sources["stage_0.py"].split("# - ") if "bucket of" in line]
+    said = " ".join(shared.replace("#", " ").split())
+    assert said.startswith("reduce-scatter 1 bucket of") and "; all-reduce its range over dp:(1)2" in said
+    assert "what it updates of them is gathered" in said
+    assert "then over pipeline ranks 0, 1, which share it" in " ".join(
+        tied.replace("#", " ").split()
+    )
+    assert "cast from the float32 storage" in program.sources["stage_0.py"]
+
+
 @pytest.mark.parametrize("zero", [0, 1])
 def test_traffic_is_that_of_the_formula(zero: int) -> None:
     """Per rank and step: 2gN(k-1)/k of an all-reduce, or (g+e)N(k-1)/k of a reduce-scatter and a gather."""
